@@ -1,0 +1,161 @@
+// The seam between the scheduler and what executes attention.
+//
+// A backend owns the bytes (KV pool, weights, workspaces, page-table mirror) and executes launches;
+// it decides nothing about batching, pages or plans. The engine drives it like this:
+//
+//   Create -> CanRun (at model registration) -> Configure (once, sizes everything) -> LoadWeights
+//   ... per launch:  BeginLaunch(slot)
+//                StageInput / StageOutput / SlotWorkspace    addresses for the records
+//                CopyKv, ScrubKv, PublishPageTable, AppendKv, Absorb, Run, Combine, Project
+//                enqueue, in order Submit(slot)                                starts it and
+//                returns Done(slot) / Wait(slot)                     completion; then results are
+//                in the host buffers
+//
+// Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
+// which is free. Launches execute in submission order, so a launch sees all appends of the ones
+// before it. Everything passed by span or pointer to an enqueue call stays valid and unchanged
+// until Wait(slot) has returned.
+//
+// Errors: capability misses are UNIMPLEMENTED with wanted / supported / missing / device in the
+// message; exhausted preallocated space is RESOURCE_EXHAUSTED; device faults are INTERNAL, after
+// which Healthy() may turn to an error for good. A failed enqueue or Wait fails that launch only.
+// No call throws. After Configure, no call allocates.
+#ifndef MLA_KERNELS_ATTENTION_BACKEND_H_
+#define MLA_KERNELS_ATTENTION_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_desc.h"
+#include "kernels/attention_params.h"
+
+namespace mla::kernels {
+
+struct BackendInfo {
+  std::string name;            // "reference", "cpu", "hip-gfx950", ...
+  std::string description;     // one line for people
+  std::string device;          // device name as its driver reports it
+  std::string arch;            // instruction set in use: "avx512_bf16", "gfx950", ...
+  std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
+  int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
+  bool unified_memory = true;  // StageInput returns the host address itself
+};
+
+// How the planner should cut launches of one desc for this backend.
+struct PlanTraits {
+  int32_t units = 1;                 // number of work_indptr ranges
+  int32_t tile_rows = 128;           // packed rows (query rows x heads) a tile holds at most
+  int32_t max_heads_per_tile = 0;    // 0: as many as fit; 1: one head a tile (the expanded form)
+  int32_t kv_granularity = 16;       // KV cut points are multiples of this, in rows
+  int32_t item_overhead_rows = 256;  // fixed cost of a work item, as KV rows of one tile
+  // > 0: fixed-split mode. Every tile is cut at multiples of this many KV rows, whatever else is in
+  // the batch, which makes results independent of batch composition.
+  int32_t fixed_split_rows = 0;
+};
+
+// Bounds that size everything at Configure; each comes from the server's limits.
+struct BackendLimits {
+  int64_t kv_pool_bytes = 0;       // one contiguous pool
+  int64_t page_table_entries = 0;  // of all sequences together
+  int64_t weights_bytes = 0;       // budget of LoadWeights, as bf16 bytes of W_UK and W_UV
+  int32_t weights_slots = 0;
+  int32_t launch_slots = 2;        // launches being prepared or running at a time
+  int32_t launch_requests = 0;     // request records a launch
+  int32_t launch_rows = 0;         // query rows a launch, all requests together
+  int64_t launch_packed_rows = 0;  // query rows x heads a launch
+  int64_t partial_rows = 0;        // PlanView::partial_rows at most
+  int32_t max_o_dim = 0;           // widest output row of any model (kv_lora_rank or v_dim)
+  int64_t staging_in_bytes = 0;    // host bytes staged in per launch
+  int64_t staging_out_bytes = 0;
+  int64_t slot_workspace_bytes = 0;  // absorbed queries and latent outputs of a launch
+  int64_t work_items = 0;            // plan capacity, for device copies of the plan
+  int64_t reduce_tiles = 0;
+  int64_t reduce_partials = 0;
+  Geometry max_geometry;  // every dim at its maximum over all models
+};
+
+struct KvCopy {  // bytes inside the pool
+  int64_t source_offset, target_offset, bytes;
+};
+struct KvRange {
+  int64_t offset, bytes;
+};
+struct TableRange {  // entries of BackendPageTables()
+  int64_t first, count;
+};
+
+// Host memory that device copies can reach directly (pinned for GPUs). Move-only owner.
+class HostBuffer {
+ public:
+  virtual ~HostBuffer() = default;
+  virtual std::span<std::byte> bytes() = 0;
+};
+
+class AttentionBackend {
+ public:
+  virtual ~AttentionBackend() = default;
+
+  virtual const BackendInfo& Info() const = 0;
+  virtual absl::Status CanRun(const AttentionDesc& desc) const = 0;
+  virtual PlanTraits Traits(const AttentionDesc& desc) const = 0;
+  // Query rows of one request from which the expanded form costs less than absorb + latent
+  // attention + project, or a value above launch_rows when it never does.
+  virtual int32_t ExpandedFormMinRows(const Geometry& geometry) const = 0;
+  // Bytes of device (or host, when unified) memory that Configure would take for these limits, pool
+  // included.
+  virtual int64_t WorkspaceSize(const BackendLimits& limits) const = 0;
+  virtual absl::Status Configure(const BackendLimits& limits) = 0;
+  virtual absl::Status Healthy() const = 0;
+
+  // --- Memory. Page tables are written by the engine on the host: `page_table_entries` entries,
+  // stable address.
+  virtual std::span<uint32_t> PageTables() = 0;
+  virtual absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) = 0;
+
+  // W_UK [heads, nope_dim, kv_lora_rank] and W_UV [heads, kv_lora_rank, v_dim] of heads
+  // [head_begin, head_end), bf16 row-major. May repack; the source is free after the call.
+  // Blocking; not for the steady state.
+  virtual absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                                   int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
+  virtual absl::Status FreeWeights(int32_t slot) = 0;
+
+  // Reads rows [first, first + rows) of one layer back as row-major bf16. Blocking, for comparisons
+  // and export.
+  virtual absl::Status ReadKv(const AppendRecord& where, Bf16* out) = 0;
+
+  // --- One launch. `slot` is in [0, launch_slots) and not running.
+  virtual absl::Status BeginLaunch(int32_t slot) = 0;
+  virtual absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) = 0;
+  virtual absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) = 0;
+  virtual absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) = 0;  // 64-byte aligned
+
+  virtual absl::Status CopyKv(int32_t slot, std::span<const KvCopy> copies) = 0;
+  virtual absl::Status ScrubKv(int32_t slot, std::span<const KvRange> ranges) = 0;  // zero fill
+  virtual absl::Status PublishPageTable(int32_t slot, std::span<const TableRange> changed) = 0;
+  virtual absl::Status AppendKv(int32_t slot, std::span<const AppendRecord> records) = 0;
+  virtual absl::Status Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
+                              std::span<const ProjectionRecord> records) = 0;
+  // Executes the plan's work items. Output of unsplit tiles is written in place; split tiles leave
+  // partials.
+  virtual absl::Status Run(int32_t slot, const AttentionParams& params) = 0;
+  // Merges the partials of the preceding Run by their log-sum-exp. A part that saw no key has LSE
+  // -inf and weight 0; a row with no key at all has output 0 and LSE -inf. A backend may already
+  // have merged inside Run.
+  virtual absl::Status Combine(int32_t slot, const AttentionParams& params) = 0;
+  virtual absl::Status Project(int32_t slot, const Geometry& geometry, DType in, DType out,
+                               std::span<const ProjectionRecord> records) = 0;
+  virtual absl::Status Submit(int32_t slot) = 0;
+  virtual bool Done(int32_t slot) = 0;
+  // Blocks until the launch has completed (a CPU backend lends the calling thread). Kernel time in
+  // nanoseconds.
+  virtual absl::StatusOr<int64_t> Wait(int32_t slot) = 0;
+};
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_ATTENTION_BACKEND_H_

@@ -1,0 +1,66 @@
+// What a caller asks of a backend, independent of any one launch: the key of capability checks and
+// dispatch.
+#ifndef MLA_KERNELS_ATTENTION_DESC_H_
+#define MLA_KERNELS_ATTENTION_DESC_H_
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/dtype.h"
+
+namespace mla::kernels {
+
+// Geometry of a model's attention, as registered. All dims are counted in elements and are data,
+// never constants.
+struct Geometry {
+  int32_t num_heads = 0;  // query heads of the model; a request may carry a slice of them
+  int32_t kv_lora_rank =
+      0;                 // latent part of a KV row: keys and values share it (512 for DeepSeek-V3)
+  int32_t rope_dim = 0;  // rotated part of a KV row, keys only (64)
+  int32_t nope_dim = 0;  // unrotated part of an expanded query head (128)
+  int32_t v_dim = 0;     // value part of an expanded output head (128)
+
+  int32_t kv_row_dim() const { return kv_lora_rank + rope_dim; }
+  int32_t absorbed_q_dim() const { return kv_lora_rank + rope_dim; }
+  int32_t expanded_q_dim() const { return nope_dim + rope_dim; }
+  friend bool operator==(const Geometry&, const Geometry&) = default;
+};
+
+// How a row format stores one KV row in a page. The tag belongs to the pool and is never inferred
+// from a device.
+enum class RowFormat : uint8_t {
+  kBf16 = 1,  // kv_lora_rank latent values, then rope_dim rotated ones, bf16, row-major
+};
+
+// The two forms of one and the same attention.
+enum class AttentionForm : uint8_t {
+  // Query rows live in latent space (W_UK absorbed): q [rows, heads, kv_lora_rank + rope_dim]
+  // against the shared
+  // KV row; output [rows, heads, kv_lora_rank].
+  kAbsorbed = 1,
+  // Keys and values are up-projected from the latent rows through W_UK / W_UV:
+  // q [rows, heads, nope_dim + rope_dim], output [rows, heads, v_dim].
+  kExpanded = 2,
+};
+
+struct AttentionDesc {
+  Geometry geometry;
+  AttentionForm form = AttentionForm::kAbsorbed;
+  RowFormat row_format = RowFormat::kBf16;
+  DType q_dtype = DType::kBf16;
+  DType o_dtype = DType::kBf16;
+  int32_t page_size = 64;  // rows a page, >= 1
+
+  friend bool operator==(const AttentionDesc&, const AttentionDesc&) = default;
+};
+
+const char* Name(AttentionForm form);
+const char* Name(RowFormat format);
+
+// One line for logs and refusals, e.g. "absorbed heads=128 lora=512 rope=64 q=bf16 o=bf16 kv=bf16
+// page=64".
+std::string ToString(const AttentionDesc& desc);
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_ATTENTION_DESC_H_

@@ -1,0 +1,65 @@
+#include "kernels/backend_registry.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace mla::kernels {
+
+absl::Status BackendRegistry::Add(BackendRow row) {
+  for (const BackendRow& existing : rows_) {
+    if (existing.name == row.name)
+      return absl::AlreadyExistsError(absl::StrCat("backend ", row.name));
+  }
+  rows_.push_back(std::move(row));
+  std::stable_sort(rows_.begin(), rows_.end(),
+                   [](const BackendRow& a, const BackendRow& b) { return a.rank > b.rank; });
+  return absl::OkStatus();
+}
+
+std::vector<std::string> BackendRegistry::Names() const {
+  std::vector<std::string> names;
+  for (const BackendRow& row : rows_) names.push_back(row.name);
+  return names;
+}
+
+absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
+                                                      const BackendOptions& options) const {
+  const bool any = wanted.empty() || wanted == "auto";
+  BackendChoice choice;
+  bool known = any;
+  for (const BackendRow& row : rows_) {
+    BackendRung rung{row.name, row.rank, false, ""};
+    if (!any && row.name != wanted) {
+      rung.reason = absl::StrCat("--backend=", wanted, " forces another");
+    } else if (choice.backend != nullptr) {
+      rung.reason = "a backend of higher rank was chosen";
+    } else {
+      known = true;
+      auto backend = row.create(options);
+      rung.chosen = backend.ok();
+      if (backend.ok()) {
+        choice.backend = *std::move(backend);
+      } else {
+        rung.reason = std::string(backend.status().message());
+      }
+    }
+    choice.ladder.push_back(std::move(rung));
+  }
+  if (!known) {
+    return absl::NotFoundError(absl::StrCat("no backend named ", wanted, "; there are auto, ",
+                                            absl::StrJoin(Names(), ", ")));
+  }
+  if (choice.backend == nullptr) {
+    std::string reasons;
+    for (const BackendRung& rung : choice.ladder)
+      absl::StrAppend(&reasons, "; ", rung.name, ": ", rung.reason);
+    return absl::FailedPreconditionError(
+        absl::StrCat("no backend can run here (wanted ", wanted, ")", reasons));
+  }
+  return choice;
+}
+
+}  // namespace mla::kernels

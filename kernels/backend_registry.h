@@ -1,0 +1,67 @@
+// Backends are rows in a table. Selection is data: adding a backend adds a row and edits nothing
+// else.
+//
+// The best supported backend wins (highest rank whose probe succeeds); a name forces one. Every row
+// that was passed over keeps its reason, so that start-up logs and GetServerInfo can show the
+// ladder that was walked.
+#ifndef MLA_KERNELS_BACKEND_REGISTRY_H_
+#define MLA_KERNELS_BACKEND_REGISTRY_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+
+namespace mla::kernels {
+
+struct BackendOptions {
+  int32_t threads = 0;  // CPU workers; 0 = all usable cores
+  bool pin_threads = true;
+  bool deterministic = false;  // results independent of batch composition; costs balance
+  int32_t device = 0;          // GPU ordinal
+  double gpu_memory_fraction = 0.9;
+  // Highest CPU dispatch level to use: "", "amx", "avx512_bf16", "avx512", "avx2", "portable".
+  std::string cpu_isa;
+};
+
+struct BackendRow {
+  std::string name;
+  int32_t rank = 0;  // higher is preferred
+  // Probes the machine and builds the backend. A failure is the reason shown to people; it must not
+  // abort.
+  std::function<absl::StatusOr<std::unique_ptr<AttentionBackend>>(const BackendOptions&)> create;
+};
+
+struct BackendRung {  // one row as seen at selection
+  std::string name;
+  int32_t rank = 0;
+  bool chosen = false;
+  std::string reason;  // why it was not chosen; empty when it was
+};
+
+struct BackendChoice {
+  std::unique_ptr<AttentionBackend> backend;
+  std::vector<BackendRung> ladder;  // in the order tried
+};
+
+class BackendRegistry {
+ public:
+  // A name that is taken is ALREADY_EXISTS.
+  absl::Status Add(BackendRow row);
+  // `wanted` is "auto" or a row's name. FAILED_PRECONDITION with every rung's reason when none can
+  // run, NOT_FOUND with the list of names when the name is unknown.
+  absl::StatusOr<BackendChoice> Select(const std::string& wanted,
+                                       const BackendOptions& options) const;
+  std::vector<std::string> Names() const;
+
+ private:
+  std::vector<BackendRow> rows_;
+};
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_BACKEND_REGISTRY_H_

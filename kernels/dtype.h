@@ -1,0 +1,36 @@
+// Element types of tensors that cross the backend interface.
+#ifndef MLA_KERNELS_DTYPE_H_
+#define MLA_KERNELS_DTYPE_H_
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace mla::kernels {
+
+enum class DType : uint8_t {
+  kBf16 = 1,  // brain float: upper half of an IEEE binary32
+  kF32 = 2,   // IEEE binary32
+};
+
+// Storage of one bf16 element; arithmetic happens in fp32.
+using Bf16 = uint16_t;
+
+constexpr size_t ElementSize(DType dtype) { return dtype == DType::kBf16 ? 2 : 4; }
+
+constexpr const char* Name(DType dtype) { return dtype == DType::kBf16 ? "bf16" : "fp32"; }
+
+inline float ToFloat(Bf16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
+}
+
+// Round to nearest, ties to even; every NaN stays a (quiet) NaN.
+inline Bf16 ToBf16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<Bf16>((bits >> 16) | 0x0040u);
+  return static_cast<Bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_DTYPE_H_
