@@ -1,0 +1,203 @@
+// The engine: one role that owns scheduler and cache state and drives the backend.
+//
+// Whoever holds the role (one mutex) runs the engine. Under load a dedicated thread keeps it: while
+// a launch runs, arrivals collect in the bounded inbox, and when it ends everything ready goes
+// (natural batching, no window). When the engine is idle, the thread that submits a request takes
+// the role itself and may run a small launch to completion, so that an idle server pays no
+// hand-off.
+//
+// Threading: every public method may be called from any thread. Submit never blocks on a launch;
+// the control calls (sequences, models, stats) take the role and so wait for a running launch at
+// most. Done callbacks run on the thread that holds the role.
+//
+// Errors: canonical codes; the Fault beside a status names field, limit, got and reason. Another
+// tenant's sequence or model is NOT_FOUND, exactly like one that does not exist. Bad input never
+// reaches a launch.
+#ifndef MLA_SCHEDULER_ENGINE_H_
+#define MLA_SCHEDULER_ENGINE_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/limits.h"
+#include "scheduler/model.h"
+#include "scheduler/request.h"
+
+namespace mla::scheduler {
+
+struct SequenceInfo {
+  SequenceId id = 0;
+  uint64_t epoch = 0;
+  int64_t length = 0;
+  int64_t lease_left_ms = 0;
+  bool in_step = false;
+  StepId open_step = 0;
+  std::string model_id;
+  std::string client_id;
+  int64_t page_groups = 0;
+};
+
+struct OpenArgs {
+  std::string tenant;
+  std::string model_id;
+  std::string request_id;  // empty: not idempotent
+  std::string client_id;
+  int64_t lease_ms = 0;  // 0: Limits::sequence_lease_ms
+};
+
+struct ForkArgs {
+  std::string tenant;
+  SequenceId parent = 0;
+  uint64_t expected_epoch = 0;
+  std::optional<int64_t> length;  // absent: all committed rows
+  std::string request_id;
+  std::string client_id;  // empty: the parent's
+  int64_t lease_ms = 0;
+};
+
+struct SequenceSelection {
+  std::string tenant;
+  std::vector<SequenceId> ids;  // empty: all of the tenant's, or of client_id if given
+  std::string client_id;
+};
+
+struct SequenceList {
+  std::vector<SequenceInfo> sequences;
+  std::vector<SequenceId> not_found;
+};
+
+struct EngineStats {
+  int32_t sequences = 0, open_steps = 0, models = 0, streams = 0;
+  int32_t requests_waiting = 0, requests_running = 0;
+  uint64_t requests_total = 0, requests_failed = 0;
+  uint64_t launches = 0, launches_mixed_layers = 0, launches_mixed_clients = 0;
+  uint64_t plan_hits = 0, plan_misses = 0;
+  int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
+  int64_t page_groups_free = 0;
+  uint64_t copies_on_write = 0, page_groups_scrubbed = 0;
+  uint64_t leases_expired = 0, steps_aborted = 0;
+  uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
+};
+
+// One launch, as reported to the observer after it completed. Durations in nanoseconds.
+struct LaunchReport {
+  int32_t requests = 0, records = 0, layers = 0, clients = 0;
+  int32_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
+  int64_t schedule_ns = 0;  // choosing and committing the batch
+  int64_t plan_ns = 0;
+  int64_t kernel_ns = 0;
+  int64_t complete_ns = 0;
+  int32_t work_items = 0, partials = 0;
+  double imbalance = 1.0;  // max / mean work of a unit
+  bool plan_reused = false;
+  bool ok = true;
+};
+
+// Receives what happened; called with the engine role held, must not block or allocate in the
+// steady state.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  virtual void OnLaunch(const LaunchReport& report) = 0;
+  // Every request once, as it is answered.
+  virtual void OnRequest(const StreamRequest& request, const absl::Status& status,
+                         int64_t total_ns) = 0;
+};
+
+struct EngineOptions {
+  Limits limits;
+  // Launches whose work (packed query rows x kv rows, all records) is at most this run on the
+  // submitting thread when the engine is idle; larger ones are left to the engine's thread. 0:
+  // never inline.
+  int64_t inline_work = int64_t{1} << 22;
+  bool dedicated_thread = true;        // false: stepped by hand through Poll (tests)
+  EngineObserver* observer = nullptr;  // may be null; outlives the engine
+};
+
+class Clock;  // scheduler/clock.h
+
+class Engine {
+ public:
+  // Configures the backend from the limits. INVALID_ARGUMENT names a bad limit; RESOURCE_EXHAUSTED
+  // when the backend cannot provide the memory. `clock` outlives the engine.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(
+      const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+      Clock* clock);
+  // Bytes that Create would take with these limits: pool, weights, workspaces, plans. For the
+  // start-up check.
+  static int64_t CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
+  ~Engine();
+
+  // --- Streams. Closing aborts the steps that the stream began or takes part in; requests not yet
+  // answered are answered with CANCELLED. Returns when none of the stream's requests is owned by
+  // the engine any more.
+  StreamId OpenStream(const std::string& tenant);
+  void CloseStream(StreamId stream);
+
+  // Hands a request over. RESOURCE_EXHAUSTED (queue full) and UNAVAILABLE (stopped) mean that the
+  // engine did not take it and Done will not be called.
+  absl::Status Submit(StreamRequest* request);
+
+  // --- Models (scoped to the tenant).
+  absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
+                                          Fault* fault);
+  absl::Status UnregisterModel(const std::string& tenant, const std::string& id, Fault* fault);
+  std::vector<ModelInfo> ListModels(const std::string& tenant);
+  // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
+  std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
+  // Weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope, lora],
+  // then W_UV [heads, lora, v], bf16. They count once CommitWeights names the upload complete and
+  // verified.
+  absl::Status LoadWeights(const std::string& tenant, const std::string& id, int32_t layer,
+                           int32_t head_begin, int32_t head_count,
+                           std::span<const std::byte> w_uk_w_uv, Fault* fault);
+  // Makes the chunks loaded since the last commit count. Returns the layers still incomplete.
+  absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
+                                                     const std::string& id);
+  // Forgets the chunks loaded since the last commit (digest mismatch, broken upload).
+  void DiscardWeights(const std::string& tenant, const std::string& id);
+
+  // --- Sequences.
+  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
+                                                int64_t length, uint64_t expected_epoch,
+                                                Fault* fault);
+  SequenceList GetSequences(const SequenceSelection& selection);
+  // `not_found` receives the absent ids; returns how many were released / renewed.
+  int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
+                           std::vector<SequenceId>* not_found);
+  int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
+                      std::vector<SequenceId>* not_found);
+
+  // --- Operation.
+  EngineStats Stats();
+  const kernels::BackendInfo& backend_info() const;
+  const Limits& limits() const;
+  absl::Status Healthy();  // the backend's word
+  // Memory that the backend's copies can reach directly, for staging requests and replies.
+  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
+  // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
+  void StartDrain();
+  // Aborts what is open; returns the number of steps aborted.
+  int32_t AbortAllSteps();
+  // Runs what is ready in the calling thread and handles timers; true if anything was done. For
+  // dedicated_thread = false.
+  bool Poll();
+
+ private:
+  class Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_H_

@@ -1,0 +1,52 @@
+// Every bound of the scheduler in one place, with its reason and default. Nothing in the server
+// grows past these; all buffers are sized from them at start, and the server refuses to start when
+// their sum exceeds memory.
+#ifndef MLA_SCHEDULER_LIMITS_H_
+#define MLA_SCHEDULER_LIMITS_H_
+
+#include <cstdint>
+
+namespace mla::scheduler {
+
+struct Limits {
+  // --- KV cache
+  int64_t kv_cache_bytes = int64_t{1} << 30;  // page pool; one contiguous budget for all models
+  int32_t default_page_size = 64;             // rows a page when a model names none; 1 .. 4096
+  int32_t max_sequences = 1024;               // open sequences, all tenants
+  int32_t max_sequence_rows = 163840;         // rows of one sequence; sizes its page table
+
+  // --- Models
+  int32_t max_models = 8;
+  int32_t max_layers = 128;                    // of one model
+  int32_t max_heads = 128;                     // of one model; sizes launch workspaces
+  int32_t max_row_dim = 576;                   // kv_lora_rank + rope_dim
+  int32_t max_v_dim = 256;                     // nope_dim and v_dim of the EXPANDED profile
+  int64_t weights_bytes = int64_t{512} << 20;  // W_UK and W_UV of all models, as bf16
+
+  // --- Steps
+  int32_t max_step_rows = 8192;      // rows of one step, all its sequences together
+  int32_t max_step_sequences = 512;  // sequences of one step
+  int32_t max_open_steps = 256;      // all streams together
+  int32_t max_participants = 64;     // streams of one step
+
+  // --- Queue and launches
+  int32_t queue_requests = 4096;   // requests accepted and not yet answered, all streams
+  int32_t launch_rows = 4096;      // query rows of one launch
+  int32_t launch_requests = 1024;  // (sequence, row range) records of one launch
+  int32_t prefill_rows = 2048;  // rows of extend and prefill in one launch: bounds a decode's wait
+  int32_t decode_rows = 8;  // a record with at most this many rows on a cache is decode: 1 + drafts
+
+  // --- Time
+  int64_t sequence_lease_ms = 10000;  // since the last sign of life of the sequence or a renewal
+  int64_t max_lease_ms = 3600000;     // that a client may ask for
+  int64_t step_lease_ms = 2000;       // since the last message of the step
+  int64_t kv_wait_ms = 500;           // how long rows wait for KV rows that have not arrived
+  int64_t queue_ms = 30000;           // how long any request may wait for its launch
+
+  // --- Names
+  int32_t max_name_bytes = 128;  // model, client, request and tenant names
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_LIMITS_H_

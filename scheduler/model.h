@@ -1,0 +1,37 @@
+// A registered model as the scheduler and the transports see it: immutable data.
+#ifndef MLA_SCHEDULER_MODEL_H_
+#define MLA_SCHEDULER_MODEL_H_
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/attention_desc.h"
+#include "scheduler/request.h"
+
+namespace mla::scheduler {
+
+struct ModelSpec {
+  std::string id;
+  kernels::Geometry geometry;
+  int32_t layers = 0;
+  double softmax_scale = 0;  // > 0; multiplies q·k before the softmax, never defaulted
+  int32_t page_size = 0;     // 0 at registration: Limits::default_page_size
+  friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
+
+  // Elements of one query / output head in a profile; 0 for append-only.
+  int32_t q_dim(Profile profile) const;
+  int32_t o_dim(Profile profile) const;
+};
+
+struct ModelInfo {
+  ModelSpec spec;
+  int64_t page_group_bytes = 0;
+  int64_t page_groups_max = 0;
+  int64_t max_sequence_rows = 0;
+  bool weights_complete = false;
+  int32_t sequences = 0;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_MODEL_H_

@@ -1,0 +1,129 @@
+// Requests of the stepping protocol as the engine sees them, free of any transport.
+//
+// A transport creates a StreamRequest (and may pool them), fills the fields of its kind, and hands
+// it to Engine::Submit. The engine owns it until it calls Done exactly once; after that it never
+// touches it again. All memory the request points to is the transport's and must stay valid until
+// Done.
+#ifndef MLA_SCHEDULER_REQUEST_H_
+#define MLA_SCHEDULER_REQUEST_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/dtype.h"
+
+namespace mla::scheduler {
+
+using StreamId = uint64_t;    // given by Engine::OpenStream
+using StepId = uint64_t;      // chosen by the client, unique among its tenant's open steps
+using SequenceId = uint64_t;  // random, never 0
+
+enum class Profile : uint8_t { kAbsorbed, kExpanded, kAppendOnly };
+
+enum class RequestKind : uint8_t { kBeginStep, kAttend, kEndStep, kAbortStep };
+
+struct StepSequenceArgs {
+  SequenceId id = 0;
+  uint64_t epoch = 0;
+  int64_t start_position = 0;
+  int32_t rows = 0;
+};
+
+struct BeginStepArgs {
+  std::string model_id;
+  std::vector<StepSequenceArgs> sequences;
+  int32_t participants = 1;
+  int64_t lease_ms = 0;  // 0: Limits::step_lease_ms
+};
+
+struct AttendArgs {
+  int32_t layer = 0;
+  int32_t row_begin = 0;
+  int32_t row_count = 0;
+  int32_t head_offset = 0;
+  int32_t num_heads = 0;
+  Profile profile = Profile::kAbsorbed;
+  bool has_kv = false;
+  bool want_lse = false;
+  kernels::DType q_dtype = kernels::DType::kBf16;  // of q and kv
+  kernels::DType o_dtype = kernels::DType::kBf16;
+  int64_t timeout_us = 0;  // 0: Limits::queue_ms
+  // Row-major host memory; sizes follow from the model (the transport has checked them).
+  const std::byte* kv = nullptr;  // [row_count, lora + rope] if has_kv
+  const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only
+  std::byte* o = nullptr;         // [row_count, num_heads, o dim], written by the launch
+  float* lse = nullptr;           // [row_count, num_heads] if want_lse
+};
+
+struct EndStepArgs {
+  std::vector<int32_t> committed_rows;  // empty: all
+};
+
+// Where the time went, in nanoseconds of the engine's clock.
+struct RequestTimings {
+  int64_t queue_ns = 0;
+  int64_t plan_ns = 0;
+  int64_t kernel_ns = 0;
+  int32_t launch_requests = 0;
+  int32_t launch_layers = 0;
+  int32_t launch_clients = 0;
+  bool plan_reused = false;
+};
+
+// What went wrong, in terms of the contract; travels beside the status.
+struct Fault {
+  std::string field;  // path, e.g. "attend.row_count"
+  std::string limit;
+  std::string got;
+  std::string reason;  // stable token, e.g. "epoch_mismatch"
+  int64_t retry_after_ms = 0;
+  int64_t last_good_position = 0;
+};
+
+class StreamRequest {
+ public:
+  virtual ~StreamRequest() = default;
+  // Called once, by the thread that holds the engine role; must not block and must not call into
+  // the engine except Submit. `fault` is meaningful only for an error.
+  virtual void Done(const absl::Status& status, const Fault& fault) = 0;
+
+  // --- Filled by the transport.
+  RequestKind kind = RequestKind::kAttend;
+  StreamId stream = 0;
+  StepId step_id = 0;
+  BeginStepArgs begin;
+  AttendArgs attend;
+  EndStepArgs end;
+
+  // --- Results, valid in Done when the status is OK.
+  int32_t total_rows = 0;        // BeginStep
+  int64_t lease_ms = 0;          // BeginStep
+  int32_t joined = 0;            // BeginStep
+  std::vector<int64_t> lengths;  // EndStep
+  RequestTimings timings;        // Attend
+  // The step no longer exists (valid for errors too).
+  bool step_aborted = false;
+
+ private:
+  friend class Engine;
+  friend class EngineCore;
+  friend class BatchPolicy;
+  friend class Inbox;
+  friend class PendingList;
+  StreamRequest* next_ =
+      nullptr;  // inbox and pending lists are intrusive: queueing allocates nothing
+  StreamRequest* prev_ = nullptr;
+  struct Step* step_ = nullptr;
+  int64_t arrival_ns_ = 0;
+  int64_t deadline_ns_ = 0;
+  int32_t rows_done_ = 0;      // rows already computed by earlier launches of a chunked request
+  int32_t rows_launched_ = 0;  // rows of the launch now running
+  bool repeat_ = false;        // its KV rows were stored before: compare, do not append
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_REQUEST_H_
