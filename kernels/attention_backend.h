@@ -56,6 +56,8 @@ struct PlanTraits {
   // > 0: fixed-split mode. Every tile is cut at multiples of this many KV rows, whatever else is in
   // the batch, which makes results independent of batch composition.
   int32_t fixed_split_rows = 0;
+
+  friend bool operator==(const PlanTraits&, const PlanTraits&) = default;
 };
 
 // Bounds that size everything at Configure; each comes from the server's limits.

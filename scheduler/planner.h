@@ -3,13 +3,19 @@
 // ever copied from a device to plan.
 //
 // A request of q_rows x num_heads packed rows is cut into tiles of at most traits.tile_rows packed
-// rows; a tile needs the KV rows that its last query row can see (causal trim). Tiles are laid end
-// to end, charged ceil(kv rows / granularity) + overhead each, and the line is cut into `units`
-// equal parts: a tile that crosses a cut is split, its pieces become partial tiles and one reduce
-// tile. A piece never starts past what its first query row can see unless the tile's own causal
-// tail does.
+// rows: whole query rows when all heads fit, else one query row and a range of heads. A tile needs
+// the KV rows that its last query row can see (causal trim); a tile that sees none still gets its
+// work item, so that its rows are written. Tiles are laid end to end in request order, each charged
+// its KV rows plus traits.item_overhead_rows, and the line is cut into `units` parts of equal
+// charge, where each cut pays for the further work item that it makes. A tile that crosses a cut is
+// split: its pieces become partial tiles and one reduce tile. No cut lies past what the first query
+// row of the tile can see, so no piece is wholly masked for a row that sees any key.
 //
-// Threading: a Planner is owned by one thread. Build allocates nothing.
+// In fixed-split mode (traits.fixed_split_rows) the cuts are multiples of that many rows in every
+// tile and whole pieces are dealt to the units in order: nothing about one request's pieces depends
+// on another request.
+//
+// Threading: a Planner is owned by one thread. Build allocates nothing unless it fails.
 #ifndef MLA_SCHEDULER_PLANNER_H_
 #define MLA_SCHEDULER_PLANNER_H_
 
@@ -35,31 +41,35 @@ struct PlanRequest {
 // Bounds of any batch that Build may see.
 struct PlanLimits {
   int32_t requests = 0;
-  int32_t q_rows = 0;       // all requests together
-  int64_t packed_rows = 0;  // sum of q_rows x num_heads
-  int32_t kv_rows = 0;      // of one request
-  int32_t min_heads = 1;    // fewest heads of any request: bounds the tiles
+  int32_t q_rows = 0;         // all requests together
+  int64_t packed_rows = 0;    // sum of q_rows x num_heads
+  int32_t kv_rows = 0;        // of one request; matters in fixed-split mode only
+  int32_t min_heads = 1;      // fewest heads of any request
+  int32_t max_heads = 65535;  // most heads of any request
 };
 
 class Planner {
  public:
-  // Capacity of every array for any batch within `limits`: the planning code itself, run in
-  // counting mode on the worst batch, so that sizing and use can not drift apart.
+  // Capacity of every array for any batch within `limits`: the counting pass of Build itself, run
+  // on the worst batches, so that sizing and use can not drift apart. REQUIRES: limits and traits
+  // in the ranges that their comments state. In fixed-split mode the worst batch has every request
+  // at limits.kv_rows and may be absurdly large; a caller may lower the result, and then meets
+  // RESOURCE_EXHAUSTED in Build and cuts its batch.
   static PlanCapacity Capacity(const PlanLimits& limits, const kernels::PlanTraits& traits);
 
   // Fills `buffers` and returns views into it. RESOURCE_EXHAUSTED names the array, what is needed
   // and what there is (cannot happen within the limits the buffers were sized for);
-  // INVALID_ARGUMENT names the request and field.
+  // INVALID_ARGUMENT names the request or trait. Each plan has a generation of its own, unique in
+  // the process and above 0.
   absl::StatusOr<kernels::PlanView> Build(std::span<const PlanRequest> requests,
                                           const kernels::PlanTraits& traits,
                                           MetadataBuffers& buffers);
 
-  // Largest and mean KV rows x packed rows share of a unit in the last plan; 1.0 when balanced.
+  // KV rows of the busiest unit over the mean of all units in the last plan; 1.0 when balanced.
   double last_imbalance() const { return last_imbalance_; }
 
  private:
   double last_imbalance_ = 1.0;
-  uint64_t generation_ = 0;
 };
 
 }  // namespace mla::scheduler

@@ -1,0 +1,48 @@
+// Judges a plan against its batch, with interval arithmetic and none of the planner's code.
+#ifndef MLA_SCHEDULER_TESTING_PLAN_CHECKER_H_
+#define MLA_SCHEDULER_TESTING_PLAN_CHECKER_H_
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "kernels/attention_params.h"
+#include "scheduler/metadata_buffers.h"
+#include "scheduler/planner.h"
+
+namespace mla::scheduler::testing {
+
+class PlanChecker {
+ public:
+  // Empty when all of this holds, else the first fault in words:
+  //   - every (query row, kv row that it sees, head) is in exactly one work item, no item reaches
+  //     past what its last query row sees, and no cut leaves a piece wholly masked for a row;
+  //   - a tile that sees nothing has one empty item; q_rows = 0 has none;
+  //   - tiles respect tile_rows and max_heads_per_tile, cuts the granularity or fixed split;
+  //   - the reduce arrays name exactly the partial tiles of each split tile, in kv order, and
+  //     partial rows do not overlap;
+  //   - everything is inside the capacity, and `imbalance` is what the items say.
+  std::string Fault(std::span<const PlanRequest> requests, const kernels::PlanTraits& traits,
+                    const kernels::PlanView& view, const PlanCapacity& capacity, double imbalance);
+
+ private:
+  std::string Shape(const kernels::PlanView& view, const PlanCapacity& capacity) const;
+  std::string Item(const kernels::WorkInfo& item) const;
+  std::string Tiles(size_t request, std::span<const kernels::WorkInfo> items);
+  std::string Tile(std::span<const kernels::WorkInfo> pieces);
+  std::string Reduce(const kernels::PlanView& view);
+  std::string Balance(const kernels::PlanView& view, double imbalance) const;
+
+  std::span<const PlanRequest> requests_;
+  kernels::PlanTraits traits_;
+  int64_t partial_rows_ = 0;
+  // Scratch, kept between calls.
+  std::vector<kernels::WorkInfo> sorted_;
+  std::vector<kernels::WorkInfo> partials_;  // pieces of split tiles, by tile, in kv order
+  std::vector<size_t> split_begin_;          // first of each split tile in partials_
+};
+
+}  // namespace mla::scheduler::testing
+
+#endif  // MLA_SCHEDULER_TESTING_PLAN_CHECKER_H_
