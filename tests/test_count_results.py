@@ -1,0 +1,94 @@
+"""The last line of `./dev test` is counted right: every way in which a test can end."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SCRIPT = pathlib.Path(__file__).resolve().parent / "count_results.py"
+
+GOOD = """<testsuites><testsuite name="S">
+<testcase name="A" classname="S" status="run" result="completed"/>
+<testcase name="B" classname="S" status="run" result="completed"/>
+<testcase name="C" classname="S" status="notrun" result="suppressed"/>
+</testsuite></testsuites>"""
+ONE_FAILED = """<testsuites><testsuite name="S">
+<testcase name="A" classname="S" status="run" result="completed"/>
+<testcase name="B" classname="S" status="run"><failure message="no"/></testcase>
+</testsuite></testsuites>"""
+EMPTY = "<testsuites></testsuites>"
+
+
+class CountTest(unittest.TestCase):
+    def setUp(self):
+        self.scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(self.scratch.cleanup)
+        self.folder = pathlib.Path(self.scratch.name) / "results"
+        self.folder.mkdir()
+
+    def events(self, *tests):
+        """Writes build events of (label, status or None, xml or None, attempt)."""
+        lines = []
+        for number, (label, status, xml, attempt) in enumerate(tests):
+            lines.append({"id": {"targetConfigured": {"label": label}},
+                          "configured": {"targetKind": "cc_test rule"}})
+            lines.append({"id": {"targetCompleted": {"label": label}}, "completed": {}})
+            if status is None:
+                continue
+            outputs = []
+            if xml is not None:
+                path = self.folder.parent / f"{number}.xml"
+                path.write_text(xml)
+                outputs.append({"name": "test.xml", "uri": f"file://{path}"})
+            lines.append({"id": {"testResult": {"label": label, "attempt": attempt}},
+                          "testResult": {"status": status, "testActionOutput": outputs}})
+        (self.folder / "opt.json").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+    def count(self):
+        result = subprocess.run([sys.executable, str(SCRIPT), str(self.folder)],
+                                capture_output=True, text=True, check=False)
+        return result.stdout.splitlines()[-1], result.returncode
+
+    def test_cases_are_counted_not_programs(self):
+        self.events(("//a:t", "PASSED", GOOD, 1), ("//b:t", "PASSED", GOOD, 1))
+        self.assertEqual(self.count(), ("4 passed, 0 failed", 0))
+
+    def test_failed_case(self):
+        self.events(("//a:t", "FAILED", ONE_FAILED, 1))
+        self.assertEqual(self.count(), ("1 passed, 1 failed", 1))
+
+    def test_crash_without_result_is_one_failure(self):
+        self.events(("//a:t", "FAILED", None, 1), ("//b:t", "PASSED", GOOD, 1))
+        self.assertEqual(self.count(), ("2 passed, 1 failed", 1))
+
+    def test_failure_that_no_case_explains(self):
+        self.events(("//a:t", "TIMEOUT", GOOD, 1))
+        self.assertEqual(self.count(), ("2 passed, 1 failed", 1))
+
+    def test_target_that_did_not_build(self):
+        self.events(("//a:t", None, None, 1), ("//b:t", "PASSED", GOOD, 1))
+        self.assertEqual(self.count(), ("2 passed, 1 failed", 1))
+
+    def test_last_attempt_counts(self):
+        self.events(("//a:t", "FAILED", ONE_FAILED, 1), ("//a:t", "PASSED", GOOD, 2))
+        self.assertEqual(self.count(), ("2 passed, 0 failed", 0))
+
+    def test_nothing_ran(self):
+        self.assertEqual(self.count(), ("0 passed, 0 failed", 1))
+        (self.folder / "python.xml").write_text(EMPTY)
+        self.assertEqual(self.count(), ("0 passed, 0 failed", 1))
+
+    def test_stage_that_ended_badly(self):
+        self.events(("//a:t", "PASSED", GOOD, 1))
+        (self.folder / "opt.status").write_text("1\n")
+        self.assertEqual(self.count(), ("2 passed, 0 failed", 1))
+
+    def test_python_results(self):
+        (self.folder / "python.xml").write_text(ONE_FAILED)
+        self.assertEqual(self.count(), ("1 passed, 1 failed", 1))
+
+
+if __name__ == "__main__":
+    unittest.main()

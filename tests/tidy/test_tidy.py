@@ -1,0 +1,187 @@
+"""Rules of the tree that a compiler does not check. A failure names file and line.
+
+To change a rule, change it here and in CONTRIBUTING.md.
+"""
+
+import ast
+import fnmatch
+import pathlib
+import re
+import subprocess
+import unittest
+
+import cpp_text
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+MAX_COLUMNS = 100
+CPP = (".cc", ".h", ".hip")
+# Main loops of kernels are one function for the sake of the registers.
+LONG_FUNCTIONS_ALLOWED = re.compile(r"kernels/(cpu/[^/]+|hip/(gfx|sm)\w+)/")
+
+# Folder -> includes that it must not contain. The first matching row decides.
+FORBIDDEN_INCLUDES = [
+    ("kernels/", r"grpc|google/protobuf|spdlog|mla/v1/|proto/|scheduler/|server/|client/|tests/"),
+    ("scheduler/kvcache/", r"grpc|google/protobuf|spdlog|mla/v1/|proto/|server/|client/|tests/"
+                           r"|scheduler/(?!kvcache/|limits\.h|clock\.h)"),
+    ("scheduler/", r"grpc|google/protobuf|spdlog|mla/v1/|proto/|server/|client/|tests/"),
+    ("server/", r"client/|tests/"),
+    ("client/", r"server/|scheduler/|kernels/|tests/"),
+    ("proto/", r"server/|scheduler/|kernels/|client/|tests/"),
+]
+
+BANNED_CALLS = re.compile(
+    r"(?<![\w:.>])(?:std::|::)?(strcpy|strcat|sprintf|vsprintf|gets|rand|srand|strtok|alloca)\s*\(")
+SYSTEM_CALL = re.compile(r"(?<![\w:.>])(?:std::|::)?system\s*\(")
+
+
+def tracked(*suffixes):
+    """Files of the tree as git knows them, new ones included, ending in one of the suffixes."""
+    listing = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT,
+                             check=True, capture_output=True, text=True).stdout.splitlines()
+    return sorted(path for path in listing
+                  if path.endswith(suffixes or ("",)) and (ROOT / path).is_file())
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8", errors="replace")
+
+
+def is_test(path):
+    return path.startswith("tests/") or "_test." in path or "/tests/" in path
+
+
+class TidyTest(unittest.TestCase):
+    """One rule a test."""
+
+    def report(self, faults):
+        self.assertFalse(faults, "\n" + "\n".join(faults))
+
+    def test_the_tree_is_seen(self):
+        self.assertIn("kernels/attention_backend.h", tracked(".h"))
+        self.assertGreater(len(tracked(*CPP)), 10)
+
+    def test_files_are_short(self):
+        self.report([f"{path}: {count} lines, at most {MAX_FILE_LINES}"
+                     for path in tracked(*CPP, ".py")
+                     if (count := read(path).count("\n")) > MAX_FILE_LINES])
+
+    def test_functions_are_short(self):
+        faults = []
+        for path in tracked(*CPP):
+            if LONG_FUNCTIONS_ALLOWED.match(path):
+                continue
+            for first, last, head in cpp_text.functions(read(path)):
+                if last - first + 1 > MAX_FUNCTION_LINES:
+                    faults.append(f"{path}:{first}: {last - first + 1} lines: {head}")
+        for path in tracked(".py"):
+            for node in ast.walk(ast.parse(read(path))):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    length = node.end_lineno - node.lineno + 1
+                    if length > MAX_FUNCTION_LINES:
+                        faults.append(f"{path}:{node.lineno}: {length} lines: {node.name}")
+        self.report(faults)
+
+    def test_lines_fit_100_columns(self):
+        files = tracked(*CPP, ".py", ".proto", ".bazel") + ["dev", ".bazelrc", ".ci/run"]
+        self.report([f"{path}:{number}: {len(line)} columns"
+                     for path in files
+                     for number, line in enumerate(read(path).split("\n"), 1)
+                     if len(line) > MAX_COLUMNS and "http" not in line])
+
+    def test_cpp_is_formatted(self):
+        files = tracked(*CPP)
+        result = subprocess.run(["clang-format-16", "--dry-run", "-Werror", *files], cwd=ROOT,
+                                capture_output=True, text=True, check=False)
+        places = [line for line in result.stderr.splitlines() if "error:" in line]
+        self.assertEqual(result.returncode, 0, "run ./dev fmt\n" + "\n".join(places[:40]))
+
+    def test_every_source_is_in_a_build_file(self):
+        faults = []
+        for path in tracked(*CPP):
+            folder = pathlib.PurePosixPath(path).parent
+            while not (ROOT / folder / "BUILD.bazel").exists() and str(folder) != ".":
+                folder = folder.parent
+            build = ROOT / folder / "BUILD.bazel"
+            text = build.read_text() if build.exists() else ""
+            name = str(pathlib.PurePosixPath(path).relative_to(folder))
+            patterns = re.findall(r'"([^"\n]+)"', text)
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                faults.append(f"{path}: not named in {build.relative_to(ROOT)}")
+        self.report(faults)
+
+    def test_header_guards_follow_the_path(self):
+        faults = []
+        for path in tracked(".h"):
+            guard = "MLA_" + re.sub(r"[^A-Za-z0-9]", "_", path).upper() + "_"
+            text = read(path)
+            if f"#ifndef {guard}\n#define {guard}\n" not in text:
+                faults.append(f"{path}: no guard {guard}")
+        self.report(faults)
+
+    def test_includes_run_one_way(self):
+        faults = []
+        for path in tracked(*CPP):
+            forbidden = next((rule for folder, rule in FORBIDDEN_INCLUDES
+                              if path.startswith(folder)), None)
+            if forbidden is None:
+                continue
+            for number, line in enumerate(read(path).split("\n"), 1):
+                include = re.match(r'\s*#\s*include\s*[<"]([^>"]+)[>"]', line)
+                if include and re.match(forbidden, include.group(1)):
+                    faults.append(f"{path}:{number}: must not include {include.group(1)}")
+        self.report(faults)
+
+    def test_build_files_name_no_upper_layer(self):
+        """The same direction in the BUILD files, so that a stray dependency shows as well."""
+        order = ["kernels", "scheduler/kvcache", "scheduler", "server"]
+        faults = []
+        for path in tracked("BUILD.bazel"):
+            layer = next((layer for layer in order if path.startswith(layer + "/")), None)
+            if layer is None:
+                continue
+            for upper in order[order.index(layer) + 1:] + ["client"]:
+                # The narrower folder is the lower layer: //scheduler/kvcache is not //scheduler.
+                pattern = rf'^\s*"//{upper}[:"]' if upper == "scheduler" else rf'^\s*"//{upper}[:/]'
+                for found in re.finditer(pattern + r'[^"]*"', read(path), re.M):
+                    label = found.group(0).strip()
+                    if layer != "scheduler/kvcache" or not re.search(r":(limits|clock)", label):
+                        faults.append(f"{path}: depends on {label}")
+        self.report(faults)
+
+    def test_no_leftover_markers(self):
+        marker = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK"]) +
+                            r")\b")
+        faults = []
+        for path in tracked():
+            for number, line in enumerate(read(path).split("\n"), 1):
+                if marker.search(line):
+                    faults.append(f"{path}:{number}: {line.strip()[:80]}")
+        self.report(faults)
+
+    def test_no_banned_calls(self):
+        faults = []
+        for path in tracked(*CPP):
+            for number, line in enumerate(cpp_text.without_comments(read(path)).split("\n"), 1):
+                if BANNED_CALLS.search(line) or (SYSTEM_CALL.search(line) and not is_test(path)):
+                    faults.append(f"{path}:{number}: {line.strip()[:80]}")
+        self.report(faults)
+
+    def test_no_test_is_switched_off(self):
+        pattern = re.compile(r"\bDISABLED_\w|\bGTEST_SKIP\b|\bunittest\.(skip|expectedFailure)")
+        self.report([f"{path}:{number}: {line.strip()[:80]}"
+                     for path in tracked(*CPP, ".py") if path != "tests/tidy/test_tidy.py"
+                     for number, line in enumerate(read(path).split("\n"), 1)
+                     if pattern.search(line)])
+
+    def test_no_path_of_one_machine(self):
+        pattern = re.compile(r"(?<![\w.$}])/(root|home/\w+|work)/")
+        self.report([f"{path}:{number}: {line.strip()[:80]}"
+                     for path in tracked() if path != "tests/tidy/test_tidy.py"
+                     for number, line in enumerate(read(path).split("\n"), 1)
+                     if pattern.search(line)])
+
+
+if __name__ == "__main__":
+    unittest.main()
