@@ -1,0 +1,345 @@
+#include "kernels/host/host_backend.h"
+
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kernels {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+
+int64_t AlignUp(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
+
+absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
+  return absl::UnimplementedError(absl::StrCat(
+      "wanted: ", ToString(desc),
+      "; supported: bf16 rows, bf16 or fp32 queries and outputs, heads 1..65535, any dims up to ",
+      "8192, page >= 1; missing: ", missing, "; device: host CPU"));
+}
+
+}  // namespace
+
+void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
+                int32_t row_end) {
+  if (record.first_position < 0) return;
+  for (int32_t row = row_begin; row < row_end; ++row) {
+    auto* target =
+        reinterpret_cast<Bf16*>(pool.Row(record.page_table, record.layer_offset, record.row_stride,
+                                         record.page_size, record.first_position + row));
+    const int64_t offset = row * record.kv_row_stride;
+    if (record.dtype == DType::kBf16) {
+      std::memcpy(target, static_cast<const Bf16*>(record.kv) + offset,
+                  sizeof(Bf16) * static_cast<size_t>(record.row_dim));
+      continue;
+    }
+    const float* source = static_cast<const float*>(record.kv) + offset;
+    for (int32_t i = 0; i < record.row_dim; ++i) target[i] = ToBf16(source[i]);
+  }
+}
+
+absl::Status HostBackend::CanRun(const AttentionDesc& desc) const {
+  const Geometry& g = desc.geometry;
+  constexpr int32_t kMaxDim = 8192;
+  if (desc.row_format != RowFormat::kBf16) return Refuse(desc, "this row format");
+  if (g.num_heads < 1 || g.num_heads > 65535) return Refuse(desc, "this head count");
+  if (desc.page_size < 1) return Refuse(desc, "this page size");
+  if (g.kv_lora_rank < 1 || g.kv_lora_rank > kMaxDim) return Refuse(desc, "this kv_lora_rank");
+  if (g.rope_dim < 0 || g.rope_dim > kMaxDim) return Refuse(desc, "this rope_dim");
+  if (g.nope_dim < 0 || g.nope_dim > kMaxDim) return Refuse(desc, "this nope_dim");
+  if (g.v_dim < 0 || g.v_dim > kMaxDim) return Refuse(desc, "this v_dim");
+  if (desc.form == AttentionForm::kExpanded && (g.nope_dim < 1 || g.v_dim < 1)) {
+    return Refuse(desc, "the expanded form without nope_dim and v_dim");
+  }
+  return absl::OkStatus();
+}
+
+int64_t HostBackend::WorkspaceSize(const BackendLimits& limits) const {
+  int64_t bytes = limits.kv_pool_bytes;
+  bytes += limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
+  bytes += limits.launch_slots * (AlignUp(limits.slot_workspace_bytes) +
+                                  kMaxCommands * static_cast<int64_t>(sizeof(HostCommand)));
+  return bytes + OwnWorkspaceSize(limits);
+}
+
+absl::Status HostBackend::Configure(const BackendLimits& limits) {
+  if (configured_) return absl::FailedPreconditionError("Configure was called before");
+  if (limits.launch_slots < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("limits.launch_slots: got ", limits.launch_slots, ", want >= 1"));
+  }
+  auto pool = MappedMemory::Create("kv pool", limits.kv_pool_bytes, /*huge_pages=*/true);
+  if (!pool.ok()) return pool.status();
+  auto tables = MappedMemory::Create(
+      "page tables", limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)), false);
+  if (!tables.ok()) return tables.status();
+  slots_.resize(static_cast<size_t>(limits.launch_slots));
+  for (Slot& slot : slots_) {
+    slot.commands.reserve(kMaxCommands);
+    auto workspace = MappedMemory::Create("slot workspace", limits.slot_workspace_bytes, true);
+    if (!workspace.ok()) return workspace.status();
+    slot.workspace = *std::move(workspace);
+  }
+  pool_ = *std::move(pool);
+  page_tables_ = *std::move(tables);
+  weights_.resize(static_cast<size_t>(limits.weights_slots));
+  limits_ = limits;
+  if (absl::Status own = ConfigureOwn(limits); !own.ok()) return own;
+  configured_ = true;
+  return absl::OkStatus();
+}
+
+std::span<uint32_t> HostBackend::PageTables() {
+  return {page_tables_.As<uint32_t>(), static_cast<size_t>(limits_.page_table_entries)};
+}
+
+absl::StatusOr<std::unique_ptr<HostBuffer>> HostBackend::AllocateHost(size_t bytes) {
+  auto memory = MappedMemory::Create("host buffer", static_cast<int64_t>(bytes), false);
+  if (!memory.ok()) return memory.status();
+  return std::make_unique<MappedHostBuffer>(*std::move(memory));
+}
+
+absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                                      int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+  }
+  if (head_begin < 0 || head_end <= head_begin) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
+  }
+  if (absl::Status freed = FreeWeights(slot); !freed.ok()) return freed;
+  const int32_t heads = head_end - head_begin;
+  const int64_t charged = static_cast<int64_t>(sizeof(Bf16)) * heads * geometry.kv_lora_rank *
+                          (geometry.nope_dim + geometry.v_dim);
+  if (weight_bytes_used_ + charged > limits_.weights_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_used_,
+                                                     " bytes used, ", charged, " wanted, limit ",
+                                                     limits_.weights_bytes));
+  }
+  auto memory = MappedMemory::Create("weights", PackedWeightBytes(geometry, heads), true);
+  if (!memory.ok()) return memory.status();
+  PackWeights(geometry, heads, w_uk, w_uv, memory->data());
+  WeightSlot& target = weights_[slot];
+  target.memory = *std::move(memory);
+  target.used = true;
+  target.geometry = geometry;
+  target.head_begin = head_begin;
+  target.head_end = head_end;
+  target.charged_bytes = charged;
+  weight_bytes_used_ += charged;
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::FreeWeights(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+  }
+  weight_bytes_used_ -= weights_[slot].charged_bytes;
+  weights_[slot] = WeightSlot();
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::ReadKv(const AppendRecord& where, Bf16* out) {
+  const PoolView pool = Pool();
+  for (int32_t row = 0; row < where.rows; ++row) {
+    std::memcpy(out + static_cast<int64_t>(row) * where.row_dim,
+                pool.Row(where.page_table, where.layer_offset, where.row_stride, where.page_size,
+                         where.first_position + row),
+                sizeof(Bf16) * static_cast<size_t>(where.row_dim));
+  }
+  return absl::OkStatus();
+}
+
+PoolView HostBackend::Pool() const {
+  return {pool_.data(), pool_.size(), page_tables_.As<const uint32_t>()};
+}
+
+absl::Status HostBackend::CheckRecording(int32_t slot) const {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("launch slot: got ", slot, ", limit ", slots_.size()));
+  }
+  if (slots_[slot].state != SlotState::kRecording) {
+    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not recording"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<HostCommand*> HostBackend::Record(int32_t slot, HostCommand::Kind kind) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  std::vector<HostCommand>& commands = slots_[slot].commands;
+  if (commands.size() >= static_cast<size_t>(kMaxCommands)) {
+    return absl::ResourceExhaustedError(absl::StrCat("launch commands: limit ", kMaxCommands));
+  }
+  commands.emplace_back();
+  commands.back().kind = kind;
+  return &commands.back();
+}
+
+absl::Status HostBackend::BeginLaunch(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("launch slot: got ", slot, ", limit ", slots_.size()));
+  }
+  if (slots_[slot].state == SlotState::kRunning) {
+    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is running"));
+  }
+  slots_[slot].state = SlotState::kRecording;
+  slots_[slot].commands.clear();
+  slots_[slot].workspace_used = 0;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<const void*> HostBackend::StageInput(int32_t slot, const void* host, int64_t) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  return host;
+}
+
+absl::StatusOr<void*> HostBackend::StageOutput(int32_t slot, void* host, int64_t) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  return host;
+}
+
+absl::StatusOr<void*> HostBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  Slot& owner = slots_[slot];
+  const int64_t wanted = AlignUp(bytes);
+  if (bytes < 0 || owner.workspace_used + wanted > AlignUp(limits_.slot_workspace_bytes)) {
+    return absl::ResourceExhaustedError(absl::StrCat("slot workspace: ", owner.workspace_used,
+                                                     " bytes used, ", bytes, " wanted, limit ",
+                                                     limits_.slot_workspace_bytes));
+  }
+  void* address = owner.workspace.data() + owner.workspace_used;
+  owner.workspace_used += wanted;
+  return address;
+}
+
+absl::Status HostBackend::CopyKv(int32_t slot, std::span<const KvCopy> copies) {
+  auto command = Record(slot, HostCommand::Kind::kCopy);
+  if (command.ok()) (*command)->copies = copies;
+  return command.status();
+}
+
+absl::Status HostBackend::ScrubKv(int32_t slot, std::span<const KvRange> ranges) {
+  auto command = Record(slot, HostCommand::Kind::kScrub);
+  if (command.ok()) (*command)->ranges = ranges;
+  return command.status();
+}
+
+absl::Status HostBackend::PublishPageTable(int32_t slot, std::span<const TableRange>) {
+  return CheckRecording(slot);  // the host's table is the table
+}
+
+absl::Status HostBackend::AppendKv(int32_t slot, std::span<const AppendRecord> records) {
+  auto command = Record(slot, HostCommand::Kind::kAppend);
+  if (command.ok()) (*command)->appends = records;
+  return command.status();
+}
+
+absl::Status HostBackend::CheckProjections(const char* verb,
+                                           std::span<const ProjectionRecord> records) const {
+  for (size_t i = 0; i < records.size(); ++i) {
+    const ProjectionRecord& r = records[i];
+    const bool in_range =
+        r.weights_slot >= 0 && r.weights_slot < static_cast<int32_t>(weights_.size());
+    if (in_range && weights_[r.weights_slot].used &&
+        r.head_offset >= weights_[r.weights_slot].head_begin &&
+        r.head_offset + r.num_heads <= weights_[r.weights_slot].head_end) {
+      continue;
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
+                                 std::span<const ProjectionRecord> records) {
+  if (absl::Status ok = CheckProjections("absorb", records); !ok.ok()) return ok;
+  auto command = Record(slot, HostCommand::Kind::kAbsorb);
+  if (!command.ok()) return command.status();
+  (*command)->geometry = geometry;
+  (*command)->in = in;
+  (*command)->out = out;
+  (*command)->projections = records;
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::Project(int32_t slot, const Geometry& geometry, DType in, DType out,
+                                  std::span<const ProjectionRecord> records) {
+  if (absl::Status ok = CheckProjections("project", records); !ok.ok()) return ok;
+  auto command = Record(slot, HostCommand::Kind::kProject);
+  if (!command.ok()) return command.status();
+  (*command)->geometry = geometry;
+  (*command)->in = in;
+  (*command)->out = out;
+  (*command)->projections = records;
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
+  if (absl::Status able = CanRun(params.desc); !able.ok()) return able;
+  if (params.plan.partial_rows > limits_.partial_rows ||
+      static_cast<int64_t>(params.plan.reduce_final_map.size()) > limits_.reduce_tiles) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("plan: ", params.plan.partial_rows, " partial rows and ",
+                     params.plan.reduce_final_map.size(), " reduce tiles, limits ",
+                     limits_.partial_rows, " and ", limits_.reduce_tiles));
+  }
+  if (params.desc.form == AttentionForm::kAbsorbed) return absl::OkStatus();
+  for (size_t i = 0; i < params.requests.size(); ++i) {
+    const RequestRecord& r = params.requests[i];
+    const bool in_range =
+        r.weights_slot >= 0 && r.weights_slot < static_cast<int32_t>(weights_.size());
+    if (r.q_rows == 0 || (in_range && weights_[r.weights_slot].used &&
+                          r.head_offset >= weights_[r.weights_slot].head_begin &&
+                          r.head_offset + r.num_heads <= weights_[r.weights_slot].head_end)) {
+      continue;
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run.requests[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::Run(int32_t slot, const AttentionParams& params) {
+  if (absl::Status ok = CheckAttention(params); !ok.ok()) return ok;
+  auto command = Record(slot, HostCommand::Kind::kRun);
+  if (!command.ok()) return command.status();
+  (*command)->attention = params;
+  if (params.page_tables == nullptr) (*command)->attention.page_tables = Pool().page_tables;
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::Combine(int32_t slot, const AttentionParams&) {
+  return CheckRecording(slot);  // Run leaves final outputs
+}
+
+absl::Status HostBackend::Submit(int32_t slot) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  slots_[slot].state = SlotState::kRunning;
+  Start(slot);
+  return absl::OkStatus();
+}
+
+bool HostBackend::Done(int32_t slot) {
+  return slots_[slot].state != SlotState::kRunning || Finished(slot);
+}
+
+absl::StatusOr<int64_t> HostBackend::Wait(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size()) ||
+      slots_[slot].state != SlotState::kRunning) {
+    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
+  }
+  auto nanoseconds = Finish(slot);
+  slots_[slot].state = SlotState::kIdle;
+  return nanoseconds;
+}
+
+}  // namespace mla::kernels

@@ -1,0 +1,167 @@
+#include "kernels/reference/reference_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace mla::kernels {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+int32_t VisibleRows(const RequestRecord& request, int32_t q_row) {
+  if (request.causal == 0) return request.kv_rows;
+  return std::max(0, request.kv_rows - request.q_rows + q_row + 1);
+}
+
+const Bf16* KvRow(const RequestRecord& request, const PoolView& pool, int32_t position) {
+  return reinterpret_cast<const Bf16*>(pool.Row(request.page_table, request.layer_offset,
+                                                request.row_stride, request.page_size, position));
+}
+
+// The query in latent space, so that one loop serves both forms: the expanded form's key is
+// [W_UK c, rope], and q · (W_UK c) = (q W_UK) · c exactly.
+void LatentQuery(const AttentionDesc& desc, const RequestRecord& request,
+                 const ReferenceWeights& weights, int32_t q_row, int32_t head,
+                 std::vector<double>& query) {
+  const Geometry& g = desc.geometry;
+  const int64_t base = q_row * request.q_row_stride + head * request.q_head_stride;
+  query.assign(static_cast<size_t>(g.kv_row_dim()), 0.0);
+  if (desc.form == AttentionForm::kAbsorbed) {
+    for (int32_t i = 0; i < g.kv_row_dim(); ++i) {
+      query[i] = LoadElement(request.q, desc.q_dtype, base + i);
+    }
+    return;
+  }
+  const int64_t model_head = request.head_offset + head - weights.head_begin;
+  for (int32_t n = 0; n < g.nope_dim; ++n) {
+    const double q = LoadElement(request.q, desc.q_dtype, base + n);
+    const Bf16* row = weights.w_uk + (model_head * g.nope_dim + n) * g.kv_lora_rank;
+    for (int32_t i = 0; i < g.kv_lora_rank; ++i) query[i] += q * ToFloat(row[i]);
+  }
+  for (int32_t i = 0; i < g.rope_dim; ++i) {
+    query[g.kv_lora_rank + i] = LoadElement(request.q, desc.q_dtype, base + g.nope_dim + i);
+  }
+}
+
+// logits[j] of the visible rows; returns their maximum, NaN logits aside.
+double Logits(const AttentionDesc& desc, const RequestRecord& request, const PoolView& pool,
+              int32_t visible, ReferenceScratch& scratch) {
+  const int32_t dim = desc.geometry.kv_row_dim();
+  double maximum = -kInfinity;
+  scratch.logits.resize(static_cast<size_t>(visible));
+  for (int32_t j = 0; j < visible; ++j) {
+    const Bf16* row = KvRow(request, pool, j);
+    double dot = 0.0;
+    for (int32_t i = 0; i < dim; ++i) dot += scratch.query[i] * ToFloat(row[i]);
+    scratch.logits[j] = dot * request.softmax_scale;
+    if (scratch.logits[j] > maximum) maximum = scratch.logits[j];
+  }
+  return maximum;
+}
+
+// Latent output to the output row, through W_UV in the expanded form.
+void StoreOutput(const AttentionDesc& desc, const RequestRecord& request,
+                 const ReferenceWeights& weights, int32_t q_row, int32_t head, double inverse,
+                 ReferenceScratch& scratch) {
+  const Geometry& g = desc.geometry;
+  const int64_t base = q_row * request.o_row_stride + head * request.o_head_stride;
+  if (desc.form == AttentionForm::kAbsorbed) {
+    for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+      StoreElement(request.o, desc.o_dtype, base + i, scratch.sum[i] * inverse);
+    }
+    return;
+  }
+  const int64_t model_head = request.head_offset + head - weights.head_begin;
+  scratch.expanded.assign(static_cast<size_t>(g.v_dim), 0.0);
+  for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+    const double latent = scratch.sum[i] * inverse;
+    const Bf16* row = weights.w_uv + (model_head * g.kv_lora_rank + i) * g.v_dim;
+    for (int32_t v = 0; v < g.v_dim; ++v) scratch.expanded[v] += latent * ToFloat(row[v]);
+  }
+  for (int32_t v = 0; v < g.v_dim; ++v) {
+    StoreElement(request.o, desc.o_dtype, base + v, scratch.expanded[v]);
+  }
+}
+
+}  // namespace
+
+float LoadElement(const void* base, DType dtype, int64_t index) {
+  if (dtype == DType::kF32) return static_cast<const float*>(base)[index];
+  return ToFloat(static_cast<const Bf16*>(base)[index]);
+}
+
+void StoreElement(void* base, DType dtype, int64_t index, double value) {
+  const float narrow = static_cast<float>(value);
+  if (dtype == DType::kF32) {
+    static_cast<float*>(base)[index] = narrow;
+  } else {
+    static_cast<Bf16*>(base)[index] = ToBf16(narrow);
+  }
+}
+
+void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
+                        const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
+                        int32_t head, ReferenceScratch& scratch) {
+  const int32_t lora = desc.geometry.kv_lora_rank;
+  const int32_t visible = VisibleRows(request, q_row);
+  LatentQuery(desc, request, weights, q_row, head, scratch.query);
+  const double maximum = Logits(desc, request, pool, visible, scratch);
+  // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
+  const double shift = maximum == -kInfinity ? 0.0 : maximum;
+  double total = 0.0;
+  scratch.sum.assign(static_cast<size_t>(lora), 0.0);
+  for (int32_t j = 0; j < visible; ++j) {
+    const double weight = std::exp(scratch.logits[j] - shift);
+    total += weight;
+    const Bf16* row = KvRow(request, pool, j);
+    for (int32_t i = 0; i < lora; ++i) scratch.sum[i] += weight * ToFloat(row[i]);
+  }
+  const double inverse = total == 0.0 ? 0.0 : 1.0 / total;
+  StoreOutput(desc, request, weights, q_row, head, inverse, scratch);
+  if (request.lse != nullptr) {
+    const double lse = total == 0.0 ? -kInfinity : shift + std::log(total);
+    request.lse[q_row * request.lse_row_stride + head * request.lse_head_stride] =
+        static_cast<float>(lse);
+  }
+}
+
+void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,
+                        const ProjectionRecord& record, const ReferenceWeights& weights,
+                        int32_t row, int32_t head) {
+  const int64_t in_base = row * record.in_row_stride + head * record.in_head_stride;
+  const int64_t out_base = row * record.out_row_stride + head * record.out_head_stride;
+  const int64_t model_head = record.head_offset + head - weights.head_begin;
+  const Bf16* w = weights.w_uk + model_head * geometry.nope_dim * geometry.kv_lora_rank;
+  for (int32_t i = 0; i < geometry.kv_lora_rank; ++i) {
+    double sum = 0.0;
+    for (int32_t n = 0; n < geometry.nope_dim; ++n) {
+      sum += static_cast<double>(LoadElement(record.in, in, in_base + n)) *
+             ToFloat(w[static_cast<int64_t>(n) * geometry.kv_lora_rank + i]);
+    }
+    StoreElement(record.out, out, out_base + i, sum);
+  }
+  for (int32_t i = 0; i < geometry.rope_dim; ++i) {
+    StoreElement(record.out, out, out_base + geometry.kv_lora_rank + i,
+                 LoadElement(record.in, in, in_base + geometry.nope_dim + i));
+  }
+}
+
+void ReferenceProjectRow(const Geometry& geometry, DType in, DType out,
+                         const ProjectionRecord& record, const ReferenceWeights& weights,
+                         int32_t row, int32_t head) {
+  const int64_t in_base = row * record.in_row_stride + head * record.in_head_stride;
+  const int64_t out_base = row * record.out_row_stride + head * record.out_head_stride;
+  const int64_t model_head = record.head_offset + head - weights.head_begin;
+  const Bf16* w = weights.w_uv + model_head * geometry.kv_lora_rank * geometry.v_dim;
+  for (int32_t v = 0; v < geometry.v_dim; ++v) {
+    double sum = 0.0;
+    for (int32_t i = 0; i < geometry.kv_lora_rank; ++i) {
+      sum += static_cast<double>(LoadElement(record.in, in, in_base + i)) *
+             ToFloat(w[static_cast<int64_t>(i) * geometry.v_dim + v]);
+    }
+    StoreElement(record.out, out, out_base + v, sum);
+  }
+}
+
+}  // namespace mla::kernels

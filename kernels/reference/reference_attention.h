@@ -1,0 +1,51 @@
+// The oracle's arithmetic: inputs widened to fp32, everything accumulated in fp64, one rounding at
+// the end. Each function computes one packed row on its own, so results do not depend on what else
+// is in a batch.
+//
+// Definitions that every backend must share:
+//   - a row that sees no key has output 0 and LSE -inf;
+//   - LSE is natural-log, of the scaled logits;
+//   - a visible NaN or +Inf logit makes its row (output and LSE) NaN; a -Inf logit has weight 0.
+#ifndef MLA_KERNELS_REFERENCE_REFERENCE_ATTENTION_H_
+#define MLA_KERNELS_REFERENCE_REFERENCE_ATTENTION_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/attention_params.h"
+#include "kernels/host/host_backend.h"
+
+namespace mla::kernels {
+
+// Weights as loaded: w_uk [heads, nope, lora], w_uv [heads, lora, v_dim], first head `head_begin`.
+struct ReferenceWeights {
+  const Bf16* w_uk = nullptr;
+  const Bf16* w_uv = nullptr;
+  int32_t head_begin = 0;
+};
+
+// Element i of a tensor of `dtype`, as fp32.
+float LoadElement(const void* base, DType dtype, int64_t index);
+void StoreElement(void* base, DType dtype, int64_t index, double value);
+
+// Scratch reused between rows; grows to the largest row seen.
+struct ReferenceScratch {
+  std::vector<double> query, logits, sum, expanded;
+};
+
+// Output row and LSE of (query row q_row, head) of one request.
+void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
+                        const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
+                        int32_t head, ReferenceScratch& scratch);
+
+// One row and head of the absorb or project product.
+void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,
+                        const ProjectionRecord& record, const ReferenceWeights& weights,
+                        int32_t row, int32_t head);
+void ReferenceProjectRow(const Geometry& geometry, DType in, DType out,
+                         const ProjectionRecord& record, const ReferenceWeights& weights,
+                         int32_t row, int32_t head);
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_REFERENCE_REFERENCE_ATTENTION_H_

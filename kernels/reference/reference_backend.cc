@@ -1,0 +1,106 @@
+#include "kernels/reference/reference_backend.h"
+
+#include <chrono>
+#include <cstring>
+
+namespace mla::kernels {
+
+ReferenceBackend::ReferenceBackend() {
+  info_.name = "reference";
+  info_.description = "oracle: fp32 in, fp64 accumulation, one thread";
+  info_.device = "host CPU";
+  info_.arch = "portable";
+  info_.supported = "bf16 rows, bf16 or fp32 queries and outputs, any heads, dims and page size";
+  info_.units = 1;
+  info_.unified_memory = true;
+}
+
+PlanTraits ReferenceBackend::Traits(const AttentionDesc& desc) const {
+  PlanTraits traits;
+  traits.max_heads_per_tile = desc.form == AttentionForm::kExpanded ? 1 : 0;
+  return traits;
+}
+
+// Both forms are computed the same way, so neither is ever cheaper.
+int32_t ReferenceBackend::ExpandedFormMinRows(const Geometry&) const {
+  return limits().launch_rows + 1;
+}
+
+int64_t ReferenceBackend::PackedWeightBytes(const Geometry& geometry, int32_t heads) const {
+  return static_cast<int64_t>(sizeof(Bf16)) * heads * geometry.kv_lora_rank *
+         (geometry.nope_dim + geometry.v_dim);
+}
+
+void ReferenceBackend::PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
+                                   const Bf16* w_uv, std::byte* packed) const {
+  const size_t uk = sizeof(Bf16) * heads * geometry.kv_lora_rank * geometry.nope_dim;
+  const size_t uv = sizeof(Bf16) * heads * geometry.kv_lora_rank * geometry.v_dim;
+  std::memcpy(packed, w_uk, uk);
+  std::memcpy(packed + uk, w_uv, uv);
+}
+
+ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
+  if (slot < 0) return {};
+  const WeightSlot& weights = Weights(slot);
+  const int64_t heads = weights.head_end - weights.head_begin;
+  const auto* uk = weights.memory.As<const Bf16>();
+  return {uk, uk + heads * weights.geometry.kv_lora_rank * weights.geometry.nope_dim,
+          weights.head_begin};
+}
+
+void ReferenceBackend::Start(int32_t slot) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (const HostCommand& command : Commands(slot)) Execute(command);
+  if (static_cast<size_t>(slot) >= nanoseconds_.size()) nanoseconds_.resize(slot + 1);
+  nanoseconds_[slot] =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin)
+          .count();
+}
+
+absl::StatusOr<int64_t> ReferenceBackend::Finish(int32_t slot) { return nanoseconds_[slot]; }
+
+void ReferenceBackend::Execute(const HostCommand& command) {
+  const PoolView pool = Pool();
+  for (const KvCopy& copy : command.copies) {
+    std::memmove(pool.base + copy.target_offset, pool.base + copy.source_offset,
+                 static_cast<size_t>(copy.bytes));
+  }
+  for (const KvRange& range : command.ranges) {
+    std::memset(pool.base + range.offset, 0, static_cast<size_t>(range.bytes));
+  }
+  for (const AppendRecord& record : command.appends) AppendRows(pool, record, 0, record.rows);
+  for (const ProjectionRecord& record : command.projections) {
+    const ReferenceWeights weights = WeightsOf(record.weights_slot);
+    const auto project =
+        command.kind == HostCommand::Kind::kAbsorb ? ReferenceAbsorbRow : ReferenceProjectRow;
+    for (int32_t row = 0; row < record.rows; ++row) {
+      for (int32_t head = 0; head < record.num_heads; ++head) {
+        project(command.geometry, command.in, command.out, record, weights, row, head);
+      }
+    }
+  }
+  if (command.kind == HostCommand::Kind::kRun) ExecuteRun(command.attention);
+}
+
+void ReferenceBackend::ExecuteRun(const AttentionParams& params) {
+  PoolView pool = Pool();
+  pool.page_tables = params.page_tables;
+  for (const RequestRecord& request : params.requests) {
+    const ReferenceWeights weights = WeightsOf(request.weights_slot);
+    for (int32_t row = 0; row < request.q_rows; ++row) {
+      for (int32_t head = 0; head < request.num_heads; ++head) {
+        ReferenceAttendRow(params.desc, request, pool, weights, row, head, scratch_);
+      }
+    }
+  }
+}
+
+absl::Status RegisterReference(BackendRegistry& registry) {
+  return registry.Add(
+      {"reference", 0,
+       [](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+         return std::make_unique<ReferenceBackend>();
+       }});
+}
+
+}  // namespace mla::kernels

@@ -1,0 +1,48 @@
+// The oracle behind the backend seam: obvious arithmetic (reference_attention.h), one thread, plan
+// ignored. Results are bit-identical for a request alone and in any batch. Never optimised; use it
+// to check other backends and to debug, not to serve.
+#ifndef MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_
+#define MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "kernels/backend_registry.h"
+#include "kernels/host/host_backend.h"
+#include "kernels/reference/reference_attention.h"
+
+namespace mla::kernels {
+
+class ReferenceBackend final : public HostBackend {
+ public:
+  ReferenceBackend();
+
+  const BackendInfo& Info() const override { return info_; }
+  PlanTraits Traits(const AttentionDesc& desc) const override;
+  int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
+
+ private:
+  int64_t OwnWorkspaceSize(const BackendLimits&) const override { return 0; }
+  absl::Status ConfigureOwn(const BackendLimits&) override { return absl::OkStatus(); }
+  int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
+  void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
+                   std::byte* packed) const override;
+  void Start(int32_t slot) override;
+  bool Finished(int32_t) override { return true; }
+  absl::StatusOr<int64_t> Finish(int32_t slot) override;
+
+  ReferenceWeights WeightsOf(int32_t slot) const;
+  void Execute(const HostCommand& command);
+  void ExecuteRun(const AttentionParams& params);
+
+  BackendInfo info_;
+  ReferenceScratch scratch_;
+  std::vector<int64_t> nanoseconds_ = std::vector<int64_t>(64, 0);
+};
+
+// Adds the row "reference" with the lowest rank.
+absl::Status RegisterReference(BackendRegistry& registry);
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_

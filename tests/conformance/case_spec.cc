@@ -1,0 +1,185 @@
+#include "tests/conformance/case_spec.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "tests/conformance/random.h"
+
+namespace mla::conformance {
+namespace {
+
+using kernels::AttentionForm;
+using kernels::DType;
+using kernels::Geometry;
+
+const char* Name(Route route) {
+  constexpr const char* kNames[] = {"absorbed", "expanded", "absorb+project"};
+  return kNames[static_cast<int>(route)];
+}
+
+const char* Name(InputKind kind) {
+  constexpr const char* kNames[] = {"normal", "dominant", "cancellation", "hostile"};
+  return kNames[static_cast<int>(kind)];
+}
+
+double RequestFlop(const Geometry& g, const RequestSpec& r) {
+  return 2.0 * r.q_rows * r.num_heads * r.kv_rows() * (2.0 * g.kv_lora_rank + g.rope_dim);
+}
+
+DType PickDType(Random& random) { return random.OneIn(3) ? DType::kF32 : DType::kBf16; }
+
+const std::vector<int32_t> kQueryRows = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 64};
+
+// A stage first, so that decode, extend and prefill are equally frequent.
+RequestSpec SampleRequest(Random& random, const SamplerOptions& options, int32_t model_heads,
+                          bool slice_heads) {
+  RequestSpec r;
+  r.page_size = random.Pick(options.page_sizes);
+  const std::vector<int32_t> cached = {1, r.page_size - 1, r.page_size, r.page_size + 1, 4097};
+  switch (random.Below(3)) {
+    case 0:  // decode: few rows on a cache
+      r.q_rows = static_cast<int32_t>(random.Below(9));
+      r.cached_rows = random.Pick(cached);
+      break;
+    case 1:  // extend: more rows on a cache
+      r.q_rows = random.Pick(kQueryRows);
+      r.cached_rows = random.Pick(cached);
+      break;
+    default:  // prefill: no cache
+      r.q_rows = random.Pick(kQueryRows);
+      break;
+  }
+  r.num_heads = model_heads;
+  if (slice_heads && model_heads > 1) {
+    r.num_heads = static_cast<int32_t>(1 + random.Below(model_heads));
+    r.head_offset = static_cast<int32_t>(random.Below(model_heads - r.num_heads + 1));
+  }
+  r.layer = static_cast<int32_t>(random.Below(2));
+  r.causal = !random.OneIn(8);
+  return r;
+}
+
+// Takes work away until the case fits: fewer requests, then a shorter cache, rows, heads.
+void Shrink(CaseSpec& spec, double max_flop) {
+  while (spec.Flop() > max_flop && spec.requests.size() > 1) spec.requests.pop_back();
+  RequestSpec& r = spec.requests.front();
+  if (spec.Flop() > max_flop) r.cached_rows = std::min(r.cached_rows, r.page_size + 1);
+  while (spec.Flop() > max_flop && r.q_rows > 1) r.q_rows /= 2;
+  while (spec.Flop() > max_flop && r.num_heads > 1) r.num_heads /= 2;
+}
+
+}  // namespace
+
+kernels::AttentionDesc CaseSpec::Desc() const {
+  kernels::AttentionDesc desc;
+  desc.geometry = geometry;
+  desc.form = route == Route::kExpanded ? AttentionForm::kExpanded : AttentionForm::kAbsorbed;
+  desc.q_dtype = route == Route::kAbsorbProject ? latent_dtype : q_dtype;
+  desc.o_dtype = route == Route::kAbsorbProject ? latent_dtype : o_dtype;
+  desc.page_size = requests.empty() ? 64 : requests.front().page_size;
+  return desc;
+}
+
+int32_t CaseSpec::q_dim() const {
+  return route == Route::kAbsorbed ? geometry.absorbed_q_dim() : geometry.expanded_q_dim();
+}
+
+int32_t CaseSpec::o_dim() const {
+  return route == Route::kAbsorbed ? geometry.kv_lora_rank : geometry.v_dim;
+}
+
+double CaseSpec::Flop() const {
+  double flop = 0.0;
+  for (const RequestSpec& r : requests) flop += RequestFlop(geometry, r);
+  return flop;
+}
+
+int64_t CaseSpec::PackedRows() const {
+  int64_t rows = 0;
+  for (const RequestSpec& r : requests) rows += static_cast<int64_t>(r.q_rows) * r.num_heads;
+  return rows;
+}
+
+std::string ToString(const CaseSpec& spec) {
+  std::string text = absl::StrCat("case ", spec.seed, " ", Name(spec.route), " ", Name(spec.inputs),
+                                  " units=", spec.units, " source=", kernels::Name(spec.kv_source),
+                                  " ", kernels::ToString(spec.Desc()), " requests:");
+  for (const RequestSpec& r : spec.requests) {
+    absl::StrAppend(&text, " {q=", r.q_rows, " cached=", r.cached_rows, " heads=", r.head_offset,
+                    "+", r.num_heads, " page=", r.page_size, " layer=", r.layer,
+                    r.causal ? "" : " full", "}");
+  }
+  return text;
+}
+
+std::vector<Geometry> ReleasedGeometries() {
+  return {{0, 512, 64, 128, 128}, {0, 32, 16, 16, 16}, {0, 96, 32, 64, 64}};
+}
+
+std::vector<Geometry> OddGeometries() {
+  return {{0, 33, 7, 5, 9},    {0, 1, 0, 1, 1},   {0, 20, 12, 24, 40},
+          {0, 130, 3, 31, 17}, {0, 48, 0, 16, 8}, {0, 7, 9, 11, 13}};
+}
+
+CaseSpec SampleCase(const SamplerOptions& options, uint64_t index) {
+  Random random(options.seed * 0x9e3779b97f4a7c15ull + index);
+  const std::vector<Geometry> geometries =
+      options.geometries.empty() ? ReleasedGeometries() : options.geometries;
+  CaseSpec spec;
+  spec.seed = index;
+  // The smallest dims are the cheapest and test control flow best; they are drawn most often.
+  spec.geometry = random.OneIn(2) ? geometries[1 % geometries.size()] : random.Pick(geometries);
+  spec.geometry.num_heads = random.Pick(options.heads);
+  const int64_t route = random.Below(options.expanded ? 5 : 4);
+  spec.route = route == 4   ? Route::kExpanded
+               : route == 3 ? Route::kAbsorbProject
+                            : Route::kAbsorbed;
+  constexpr InputKind kKinds[] = {InputKind::kNormal, InputKind::kNormal, InputKind::kDominantKey,
+                                  InputKind::kCancellation, InputKind::kHostile};
+  spec.inputs = kKinds[random.Below(5)];
+  spec.q_dtype = PickDType(random);
+  spec.o_dtype = PickDType(random);
+  spec.kv_source = PickDType(random);
+  // Latent tensors are at least as wide as the queries they are made from.
+  spec.latent_dtype = spec.q_dtype == DType::kF32 ? DType::kF32 : PickDType(random);
+  spec.softmax_scale = static_cast<float>(
+      1.3 / std::sqrt(static_cast<double>(spec.geometry.nope_dim + spec.geometry.rope_dim)));
+  spec.units = random.Pick(options.units);
+  const int64_t count = 1 + random.Below(8);
+  const bool slice_heads = random.OneIn(4);
+  for (int64_t i = 0; i < count; ++i) {
+    spec.requests.push_back(SampleRequest(random, options, spec.geometry.num_heads, slice_heads));
+  }
+  Shrink(spec, random.OneIn(200)  ? options.max_flop
+               : random.OneIn(10) ? 6 * options.typical_flop
+                                  : options.typical_flop);
+  return spec;
+}
+
+std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count) {
+  constexpr int32_t kShapes[20][3] = {
+      // heads, q rows, cached rows
+      {128, 1, 4097}, {128, 2, 4097}, {128, 4, 2000}, {64, 5, 4097},  {16, 17, 4097},
+      {128, 33, 200}, {128, 64, 65},  {24, 64, 1000}, {128, 64, 0},   {16, 64, 4097},
+      {12, 9, 4097},  {3, 64, 4097},  {128, 7, 1025}, {64, 3, 9000},  {8, 1, 40000},
+      {128, 1, 9001}, {1, 64, 8193},  {64, 33, 700},  {128, 3, 3333}, {16, 6, 16385}};
+  std::vector<CaseSpec> cases;
+  for (int32_t i = 0; i < std::min(count, 20); ++i) {
+    CaseSpec spec = SampleCase(options, 1000000 + static_cast<uint64_t>(i));
+    spec.geometry = ReleasedGeometries()[0];
+    spec.geometry.num_heads = kShapes[i][0];
+    spec.softmax_scale = 0.135234f;
+    RequestSpec r;
+    r.num_heads = kShapes[i][0];
+    r.q_rows = kShapes[i][1];
+    r.cached_rows = kShapes[i][2];
+    r.page_size = options.page_sizes[static_cast<size_t>(i) % options.page_sizes.size()];
+    spec.requests = {r};
+    spec.units = options.units[static_cast<size_t>(i / 2) % options.units.size()];
+    cases.push_back(spec);
+  }
+  return cases;
+}
+
+}  // namespace mla::conformance

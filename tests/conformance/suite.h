@@ -1,0 +1,75 @@
+// The conformance suite: many cases, one oracle, any number of subjects.
+//
+// The oracle's answer of a case is computed once and every subject is compared with it: outputs,
+// LSE, stored rows, stray writes; for some batches also batch invariance (a request alone gives the
+// same as in the batch). Cases are spread over threads; each thread has backends of its own.
+#ifndef MLA_TESTS_CONFORMANCE_SUITE_H_
+#define MLA_TESTS_CONFORMANCE_SUITE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "tests/conformance/case_runner.h"
+#include "tests/conformance/compare.h"
+#include "tests/conformance/workload.h"
+
+namespace mla::conformance {
+
+using BackendFactory = std::function<absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>>()>;
+// Each call gives a builder of its own, for one thread. The backend is the one that plans are for;
+// it supplies buffers and outlives the builder.
+using PlanBuilderFactory = std::function<PlanBuilder(kernels::AttentionBackend& backend)>;
+
+struct Subject {
+  std::string name;
+  BackendFactory create;
+  // Results must not change by a bit with the batch (else: within the tolerance for batches).
+  bool bit_equal_batches = false;
+};
+
+struct SuiteOptions {
+  std::vector<CaseSpec> cases;
+  std::vector<Subject> subjects;
+  BackendFactory oracle;
+  PlanBuilderFactory plan;
+  RunnerOptions runner;
+  int32_t threads = 2;
+  int64_t base_granule = 0;      // see MakeWorkload
+  int32_t invariance_every = 8;  // batch invariance of every n-th case with several requests
+};
+
+struct SuiteReport {
+  int64_t cases = 0;
+  int64_t comparisons = 0;  // subject outputs compared with the oracle's
+  int64_t batch_checks = 0;
+  double worst_cosine = 0.0;          // over all comparisons
+  std::vector<std::string> failures;  // at most 20 are kept
+  int64_t failure_count = 0;
+};
+
+// First `count` cases of the sample from index `first` on.
+std::vector<CaseSpec> SampleCases(const SamplerOptions& options, uint64_t first, int64_t count);
+
+// The oracle's answer to a case. Absorb and Project are judged against the expanded form, which is
+// the same mathematics without roundings in between.
+absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
+
+// Empty when `got` equals `want` within the limits of any backend: abs 2e-3 x max |V| or 1.6 %,
+// cosine difference 1e-5, LSE within 1e-3. Adds the case to `worst_cosine`.
+std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
+                        double* worst_cosine);
+
+// Empty when request `request` run alone equals its part of `batch`.
+std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseOutput& batch,
+                       int32_t request, bool bit_equal);
+
+SuiteReport RunSuite(const SuiteOptions& options);
+
+}  // namespace mla::conformance
+
+#endif  // MLA_TESTS_CONFORMANCE_SUITE_H_
