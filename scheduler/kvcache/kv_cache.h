@@ -4,13 +4,19 @@
 // One byte budget is cut into slabs; a slab serves page groups of one layout at a time and returns
 // to the budget when its last group is free. A sequence is a list of page groups plus a length;
 // groups are shared by Fork and copied when a sequence is about to write into one that it shares
-// (copy-on-write). A group that last belonged to another tenant is zeroed before it is handed out.
+// (copy-on-write). A group that last belonged to another tenant is zeroed before it is handed out;
+// pool memory that was never handed out counts as clean.
 //
 // Conservation invariant, checked after every mutation in debug builds: free + used groups of a
 // slab equal its groups, every used group's reference count equals the number of tables that hold
 // it, slab bytes sum to the budget.
 //
-// Threading: owned by the engine role. No call blocks. Errors leave everything as it was.
+// A sequence may be changed only while no running launch reads it: backends with unified memory
+// read the page tables where they lie. Fork only reads its parent. Every slot passed in must be
+// open; breaking that, or committing more than was reserved, ends the process.
+//
+// Threading: owned by the engine role. No call blocks. Errors leave everything as it was. After
+// AddLayout only KvWork's vectors and error messages allocate.
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 
@@ -24,22 +30,24 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
 #include "scheduler/kvcache/cache_layout.h"
+#include "scheduler/kvcache/slab_pool.h"
 
 namespace mla::kvcache {
 
-using SeqSlot = int32_t;     // index of an open sequence, reused after Release
-using LayoutId = int32_t;    // index of a registered layout
-using TenantKey = uint32_t;  // small integer the engine gives each tenant
+using SeqSlot = int32_t;  // index of an open sequence, reused after Release
 
 struct KvCacheOptions {
-  int64_t bytes = 0;       // pool budget
+  int64_t bytes = 0;       // pool budget, at most 2^32 granules of 256 bytes (1 TiB)
   int64_t slab_bytes = 0;  // 0: chosen from the budget; never smaller than one group
   int32_t max_sequences = 0;
   int32_t max_pages_per_sequence = 0;  // page-table entries of a sequence
 };
 
 // Device work that a reservation asks for; the engine enqueues it before the step's first append.
-// Vectors are cleared and refilled by the caller and keep their capacity.
+// The work of one Reserve call may run in any order and in parallel. That of different calls must
+// reach the device in the order of the calls, and all of it even when the reservation is rolled
+// back meanwhile: the accounting already counts on it. Vectors are cleared and refilled by the
+// caller and keep their capacity.
 struct KvWork {
   std::vector<kernels::KvCopy> copies;
   std::vector<kernels::KvRange> scrubs;
@@ -69,23 +77,27 @@ struct KvCacheStats {
   uint64_t scrubs = 0;
 };
 
-class KvCache {
+class KvCache final {
  public:
-  // `page_tables` is backend memory of at least max_sequences x max_pages_per_sequence entries.
+  // `page_tables` is backend memory of at least max_sequences x max_pages_per_sequence entries; the
+  // cache alone writes it. INVALID_ARGUMENT names the option.
   static absl::StatusOr<std::unique_ptr<KvCache>> Create(const KvCacheOptions& options,
                                                          std::span<uint32_t> page_tables);
   ~KvCache();
 
-  // RESOURCE_EXHAUSTED when one group does not fit the budget.
+  // RESOURCE_EXHAUSTED when one group does not fit the budget, INVALID_ARGUMENT for dims below 1.
+  // Allocates; not for the steady state.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout);
   // FAILED_PRECONDITION while sequences use it.
   absl::Status RemoveLayout(LayoutId layout);
 
+  // RESOURCE_EXHAUSTED when max_sequences are open. Takes no pages.
   absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant);
-  // A child that shares the parent's first `length` rows (<= its committed length).
+  // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
   absl::StatusOr<SeqSlot> Fork(SeqSlot parent, int32_t length);
   // Drops rows from `length` on; returns whole groups that hold none of the rest.
   absl::Status Truncate(SeqSlot sequence, int32_t length);
+  // Also ends an open reservation. The slot may come back from the next Open.
   void Release(SeqSlot sequence);
 
   // Reserves pages for all rows of a step or for none (RESOURCE_EXHAUSTED with pages wanted and
@@ -101,12 +113,55 @@ class KvCache {
   bool has_reservation(SeqSlot sequence) const;
   int64_t page_table(SeqSlot sequence) const;  // index of its first entry in the page tables
   int32_t max_rows(SeqSlot sequence) const;    // rows that its page table can address
-  // Pages wanted beyond those owned for `rows` more rows, and pages that could be allocated now for
-  // its layout.
+  // Page groups that could be allocated now for this layout.
   int64_t free_groups(LayoutId layout) const;
   KvCacheStats stats() const;
   // Walks everything; empty when the conservation invariant holds, else what is broken.
   std::string CheckInvariants() const;
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  struct Sequence {
+    LayoutId layout = kNone;  // kNone: not open
+    TenantKey tenant = 0;
+    int32_t length = 0;
+    int32_t pages = 0;               // entries of its table in use
+    int32_t pages_published = 0;     // leading entries that earlier work has reported
+    int32_t rows_reserved = kNone;   // kNone: no reservation
+    int32_t pages_before = 0;        // the reservation
+    uint32_t entry_before_copy = 0;  // of the page it copied on write, or kNoEntry
+    uint64_t reserve_call = 0;       // the latest call that named it, to find repeats
+    int32_t next_free = kNone;
+  };
+
+  KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
+  Sequence& At(SeqSlot slot);
+  const Sequence& At(SeqSlot slot) const;
+  bool IsOpen(SeqSlot slot) const;
+  std::span<uint32_t> TableOf(SeqSlot slot);
+  int32_t PagesFor(const Sequence& sequence, int64_t rows) const;
+  absl::StatusOr<SeqSlot> TakeSlot(LayoutId layout, TenantKey tenant);
+  absl::Status CheckReserve(std::span<const StepRows> rows);
+  bool ReserveOne(SeqSlot slot, int32_t rows, KvWork* work);
+  bool CopySharedPage(SeqSlot slot, KvWork* work);
+  void UndoReserve(SeqSlot slot);
+  absl::Status Exhausted(std::span<const StepRows> rows, const StepRows& at) const;
+  void ReportTable(SeqSlot slot, KvWork* work);
+  void ShrinkTo(SeqSlot slot, int32_t pages);
+  void CheckAfterMutation() const;
+
+  const KvCacheOptions options_;
+  const std::span<uint32_t> tables_;
+  SlabPool pool_;
+  std::vector<Sequence> sequences_;
+  std::vector<int32_t> layout_sequences_;  // open sequences by layout
+  SeqSlot free_slot_ = kNone;
+  uint64_t reserve_calls_ = 0;
+  int64_t open_sequences_ = 0;
+  uint64_t allocations_ = 0;
+  uint64_t copies_on_write_ = 0;
+  uint64_t scrubs_ = 0;
 };
 
 }  // namespace mla::kvcache

@@ -1,0 +1,391 @@
+#include "scheduler/kvcache/kv_cache.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <unordered_map>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kvcache {
+namespace {
+
+constexpr int64_t kMaxBytes = (int64_t{1} << 32) * kernels::kPageGranuleBytes;
+constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max();
+
+// A caller that breaks a REQUIRES would corrupt the pages of others: stop at once, in any build.
+void Require(bool holds, const char* what) {
+  if (holds) [[likely]]
+    return;
+  std::fprintf(stderr, "KvCache: %s\n", what);
+  std::abort();
+}
+
+absl::Status Invalid(const char* field, int64_t got, const std::string& limit) {
+  return absl::InvalidArgumentError(absl::StrCat(field, ": got ", got, ", limit ", limit));
+}
+
+absl::Status Reserved(SeqSlot sequence) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("sequence slot ", sequence, " has an open reservation"));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<KvCache>> KvCache::Create(const KvCacheOptions& options,
+                                                         std::span<uint32_t> page_tables) {
+  if (options.bytes < kernels::kPageGranuleBytes || options.bytes > kMaxBytes) {
+    return Invalid("kv_cache.bytes", options.bytes,
+                   absl::StrCat(kernels::kPageGranuleBytes, "..", kMaxBytes));
+  }
+  if (options.slab_bytes < 0 || options.slab_bytes > options.bytes) {
+    return Invalid("kv_cache.slab_bytes", options.slab_bytes, absl::StrCat("0..", options.bytes));
+  }
+  if (options.max_sequences < 1) {
+    return Invalid("kv_cache.max_sequences", options.max_sequences, "at least 1");
+  }
+  if (options.max_pages_per_sequence < 1) {
+    return Invalid("kv_cache.max_pages_per_sequence", options.max_pages_per_sequence, "at least 1");
+  }
+  const int64_t entries = int64_t{options.max_sequences} * options.max_pages_per_sequence;
+  if (static_cast<int64_t>(page_tables.size()) < entries) {
+    return Invalid("page table entries", static_cast<int64_t>(page_tables.size()),
+                   absl::StrCat("at least ", entries));
+  }
+  return std::unique_ptr<KvCache>(new KvCache(options, page_tables));
+}
+
+KvCache::KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables)
+    : options_(options),
+      tables_(page_tables),
+      pool_(options.bytes, options.slab_bytes),
+      sequences_(static_cast<size_t>(options.max_sequences)) {
+  for (SeqSlot slot = options.max_sequences; slot-- > 0;) {
+    sequences_[static_cast<size_t>(slot)].next_free = free_slot_;
+    free_slot_ = slot;
+  }
+}
+
+KvCache::~KvCache() = default;
+
+absl::StatusOr<LayoutId> KvCache::AddLayout(const GroupLayout& layout) {
+  if (layout.row_bytes < 1) return Invalid("layout.row_bytes", layout.row_bytes, "at least 1");
+  if (layout.page_size < 1) return Invalid("layout.page_size", layout.page_size, "at least 1");
+  if (layout.layers < 1) return Invalid("layout.layers", layout.layers, "at least 1");
+  // The product of the three must not wrap before it is compared with the budget.
+  if (layout.row_bytes > options_.bytes / layout.page_size / layout.layers) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("page group: ", layout.layers, " layers x ", layout.page_size, " rows x ",
+                     layout.row_bytes, " bytes exceed the pool, limit ", options_.bytes));
+  }
+  auto id = pool_.AddLayout(layout);
+  if (id.ok() && static_cast<size_t>(*id) >= layout_sequences_.size()) {
+    layout_sequences_.resize(static_cast<size_t>(*id) + 1);
+  }
+  return id;
+}
+
+absl::Status KvCache::RemoveLayout(LayoutId layout) {
+  if (!pool_.Has(layout)) return Invalid("layout", layout, "a registered one");
+  const int32_t open = layout_sequences_[static_cast<size_t>(layout)];
+  if (open > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("layout ", layout, " is used by ", open, " sequences"));
+  }
+  pool_.RemoveLayout(layout);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<SeqSlot> KvCache::Open(LayoutId layout, TenantKey tenant) {
+  if (!pool_.Has(layout)) return Invalid("layout", layout, "a registered one");
+  if (tenant >= kMaxTenantKey) {
+    return Invalid("tenant", tenant, absl::StrCat("below ", kMaxTenantKey));
+  }
+  return TakeSlot(layout, tenant);
+}
+
+absl::StatusOr<SeqSlot> KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
+  const SeqSlot slot = free_slot_;
+  if (slot == kNone) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("sequences: all in use, limit ", options_.max_sequences));
+  }
+  Sequence& sequence = sequences_[static_cast<size_t>(slot)];
+  free_slot_ = sequence.next_free;
+  sequence = Sequence();
+  sequence.layout = layout;
+  sequence.tenant = tenant;
+  ++layout_sequences_[static_cast<size_t>(layout)];
+  ++open_sequences_;
+  return slot;
+}
+
+absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
+  const Sequence& from = At(parent);
+  if (from.rows_reserved != kNone) return Reserved(parent);
+  if (length < 0 || length > from.length) {
+    return Invalid("fork length", length, absl::StrCat("0..", from.length));
+  }
+  const auto child = TakeSlot(from.layout, from.tenant);
+  if (!child.ok()) return child.status();
+  Sequence& to = At(*child);
+  to.length = length;
+  to.pages = PagesFor(from, length);
+  const auto shared = TableOf(parent).first(static_cast<size_t>(to.pages));
+  std::copy(shared.begin(), shared.end(), TableOf(*child).begin());
+  for (const uint32_t entry : shared) pool_.Share(entry);
+  CheckAfterMutation();
+  return child;
+}
+
+absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
+  Sequence& sequence = At(slot);
+  if (sequence.rows_reserved != kNone) return Reserved(slot);
+  if (length < 0 || length > sequence.length) {
+    return Invalid("truncate length", length, absl::StrCat("0..", sequence.length));
+  }
+  sequence.length = length;
+  ShrinkTo(slot, PagesFor(sequence, length));
+  CheckAfterMutation();
+  return absl::OkStatus();
+}
+
+void KvCache::Release(SeqSlot slot) {
+  Sequence& sequence = At(slot);
+  ShrinkTo(slot, 0);
+  --layout_sequences_[static_cast<size_t>(sequence.layout)];
+  --open_sequences_;
+  sequence = Sequence();
+  sequence.next_free = free_slot_;
+  free_slot_ = slot;
+  CheckAfterMutation();
+}
+
+absl::Status KvCache::Reserve(std::span<const StepRows> rows, KvWork* work) {
+  if (auto s = CheckReserve(rows); !s.ok()) return s;
+  const size_t copies = work->copies.size();
+  const size_t scrubs = work->scrubs.size();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (ReserveOne(rows[i].sequence, rows[i].rows, work)) continue;
+    // Newest first, so that every mark and reference returns to what it was.
+    for (size_t done = i + 1; done-- > 0;) UndoReserve(rows[done].sequence);
+    work->copies.resize(copies);
+    work->scrubs.resize(scrubs);
+    CheckAfterMutation();
+    return Exhausted(rows, rows[i]);
+  }
+  for (const StepRows& row : rows) ReportTable(row.sequence, work);
+  copies_on_write_ += work->copies.size() - copies;
+  scrubs_ += work->scrubs.size() - scrubs;
+  CheckAfterMutation();
+  return absl::OkStatus();
+}
+
+absl::Status KvCache::CheckReserve(std::span<const StepRows> rows) {
+  ++reserve_calls_;
+  for (const StepRows& row : rows) {
+    if (!IsOpen(row.sequence)) return Invalid("step sequence slot", row.sequence, "an open one");
+    Sequence& sequence = At(row.sequence);
+    if (sequence.rows_reserved != kNone) return Reserved(row.sequence);
+    if (sequence.reserve_call == reserve_calls_) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("sequence slot ", row.sequence, " is twice in one step"));
+    }
+    sequence.reserve_call = reserve_calls_;
+    if (row.rows < 0) return Invalid("step rows", row.rows, "at least 0");
+    const int32_t most = max_rows(row.sequence);
+    if (row.rows > most - sequence.length) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("sequence slot ", row.sequence, " rows: needs ",
+                       int64_t{sequence.length} + row.rows, ", limit ", most));
+    }
+  }
+  return absl::OkStatus();
+}
+
+bool KvCache::ReserveOne(SeqSlot slot, int32_t rows, KvWork* work) {
+  Sequence& sequence = At(slot);
+  sequence.rows_reserved = rows;
+  sequence.pages_before = sequence.pages;
+  sequence.entry_before_copy = SlabPool::kNoEntry;
+  if (rows == 0) return true;
+  if (!CopySharedPage(slot, work)) return false;
+  const int32_t pages = PagesFor(sequence, int64_t{sequence.length} + rows);
+  const auto table = TableOf(slot);
+  while (sequence.pages < pages) {
+    const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
+    if (taken.entry == SlabPool::kNoEntry) return false;
+    if (taken.dirty) {
+      work->scrubs.push_back({pool_.offset(taken.entry), pool_.group_bytes(sequence.layout)});
+    }
+    table[static_cast<size_t>(sequence.pages++)] = taken.entry;
+  }
+  return true;
+}
+
+// The page that the next row falls in gets a copy of its own if others hold it too. The whole group
+// is copied: one range, and nothing of a former tenant stays in the target.
+bool KvCache::CopySharedPage(SeqSlot slot, KvWork* work) {
+  Sequence& sequence = At(slot);
+  if (sequence.length % pool_.layout(sequence.layout).page_size == 0) return true;
+  uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages) - 1];
+  if (pool_.references(entry) == 1) return true;
+  const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
+  if (taken.entry == SlabPool::kNoEntry) return false;
+  work->copies.push_back(
+      {pool_.offset(entry), pool_.offset(taken.entry), pool_.group_bytes(sequence.layout)});
+  pool_.Drop(entry);
+  sequence.entry_before_copy = entry;
+  entry = taken.entry;
+  return true;
+}
+
+void KvCache::UndoReserve(SeqSlot slot) {
+  Sequence& sequence = At(slot);
+  const auto table = TableOf(slot);
+  while (sequence.pages > sequence.pages_before) {
+    pool_.Untake(table[static_cast<size_t>(--sequence.pages)]);
+  }
+  if (sequence.entry_before_copy != SlabPool::kNoEntry) {
+    uint32_t& entry = table[static_cast<size_t>(sequence.pages) - 1];
+    pool_.Untake(entry);
+    entry = sequence.entry_before_copy;
+    pool_.Share(entry);
+  }
+  sequence.rows_reserved = kNone;
+}
+
+absl::Status KvCache::Exhausted(std::span<const StepRows> rows, const StepRows& at) const {
+  const LayoutId layout = At(at.sequence).layout;
+  int64_t wanted = 0;
+  for (const StepRows& row : rows) {
+    const Sequence& sequence = At(row.sequence);
+    if (sequence.layout != layout) continue;
+    wanted += PagesFor(sequence, int64_t{sequence.length} + row.rows) - sequence.pages;
+  }
+  return absl::ResourceExhaustedError(absl::StrCat("pages: step wants ", wanted,
+                                                   " new ones and copies of shared ones, ",
+                                                   pool_.free_groups(layout), " are free"));
+}
+
+void KvCache::ReportTable(SeqSlot slot, KvWork* work) {
+  Sequence& sequence = At(slot);
+  int32_t first = sequence.pages_published;
+  if (sequence.entry_before_copy != SlabPool::kNoEntry) {
+    first = std::min(first, sequence.pages_before - 1);
+  }
+  if (first < sequence.pages) {
+    work->tables.push_back({page_table(slot) + first, sequence.pages - first});
+  }
+  allocations_ += static_cast<uint64_t>(sequence.pages - sequence.pages_before) +
+                  (sequence.entry_before_copy != SlabPool::kNoEntry ? 1 : 0);
+  sequence.pages_published = sequence.pages;
+}
+
+void KvCache::Commit(SeqSlot slot, int32_t rows) {
+  Sequence& sequence = At(slot);
+  Require(rows >= 0 && rows <= sequence.rows_reserved, "commit of rows that were not reserved");
+  sequence.length += rows;
+  sequence.rows_reserved = kNone;
+  ShrinkTo(slot, PagesFor(sequence, sequence.length));
+  CheckAfterMutation();
+}
+
+void KvCache::Rollback(SeqSlot slot) { Commit(slot, 0); }
+
+void KvCache::ShrinkTo(SeqSlot slot, int32_t pages) {
+  Sequence& sequence = At(slot);
+  const auto table = TableOf(slot);
+  while (sequence.pages > pages) pool_.Drop(table[static_cast<size_t>(--sequence.pages)]);
+  sequence.pages_published = std::min(sequence.pages_published, sequence.pages);
+}
+
+bool KvCache::IsOpen(SeqSlot slot) const {
+  return slot >= 0 && slot < options_.max_sequences &&
+         sequences_[static_cast<size_t>(slot)].layout != kNone;
+}
+
+KvCache::Sequence& KvCache::At(SeqSlot slot) {
+  Require(IsOpen(slot), "sequence slot is not open");
+  return sequences_[static_cast<size_t>(slot)];
+}
+
+const KvCache::Sequence& KvCache::At(SeqSlot slot) const {
+  Require(IsOpen(slot), "sequence slot is not open");
+  return sequences_[static_cast<size_t>(slot)];
+}
+
+std::span<uint32_t> KvCache::TableOf(SeqSlot slot) {
+  const auto pages = static_cast<size_t>(options_.max_pages_per_sequence);
+  return tables_.subspan(static_cast<size_t>(slot) * pages, pages);
+}
+
+int32_t KvCache::PagesFor(const Sequence& sequence, int64_t rows) const {
+  const int32_t page_size = pool_.layout(sequence.layout).page_size;
+  return static_cast<int32_t>((rows + page_size - 1) / page_size);
+}
+
+int32_t KvCache::length(SeqSlot slot) const { return At(slot).length; }
+
+int32_t KvCache::reserved(SeqSlot slot) const { return std::max(0, At(slot).rows_reserved); }
+
+bool KvCache::has_reservation(SeqSlot slot) const { return At(slot).rows_reserved != kNone; }
+
+int64_t KvCache::page_table(SeqSlot slot) const {
+  return int64_t{slot} * options_.max_pages_per_sequence;
+}
+
+int32_t KvCache::max_rows(SeqSlot slot) const {
+  const int64_t rows =
+      int64_t{options_.max_pages_per_sequence} * pool_.layout(At(slot).layout).page_size;
+  return static_cast<int32_t>(std::min<int64_t>(rows, kMaxRows));
+}
+
+int64_t KvCache::free_groups(LayoutId layout) const {
+  return pool_.Has(layout) ? pool_.free_groups(layout) : 0;
+}
+
+KvCacheStats KvCache::stats() const {
+  const SlabPoolStats pool = pool_.stats();
+  KvCacheStats stats;
+  stats.bytes_total = pool.bytes_total;
+  stats.bytes_used = pool.bytes_used;
+  stats.groups_used = pool.groups_used;
+  stats.groups_free = pool.groups_free;
+  stats.slabs_free = pool.slabs_free;
+  stats.groups_shared = pool.groups_shared;
+  stats.sequences = open_sequences_;
+  stats.allocations = allocations_;
+  stats.copies_on_write = copies_on_write_;
+  stats.scrubs = scrubs_;
+  return stats;
+}
+
+void KvCache::CheckAfterMutation() const {
+#ifndef NDEBUG
+  Require(pool_.CountersHold(), "page groups are not conserved");
+#endif
+}
+
+std::string KvCache::CheckInvariants() const {
+  std::unordered_map<uint32_t, int32_t> references;
+  int64_t open = 0;
+  for (SeqSlot slot = 0; slot < options_.max_sequences; ++slot) {
+    const Sequence& sequence = sequences_[static_cast<size_t>(slot)];
+    if (sequence.layout == kNone) continue;
+    ++open;
+    const int64_t rows = int64_t{sequence.length} + std::max(0, sequence.rows_reserved);
+    if (sequence.pages != PagesFor(sequence, rows)) {
+      return absl::StrCat("sequence slot ", slot, ": ", sequence.pages, " pages for ", rows,
+                          " rows");
+    }
+    for (int32_t page = 0; page < sequence.pages; ++page) {
+      ++references[tables_[static_cast<size_t>(page_table(slot) + page)]];
+    }
+  }
+  if (open != open_sequences_) return "open sequences miscounted";
+  return pool_.CheckInvariants(references);
+}
+
+}  // namespace mla::kvcache

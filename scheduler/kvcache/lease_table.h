@@ -1,0 +1,67 @@
+// Who must be heard from until when. The engine grants a lease to each sequence and open step,
+// renews it at every sign of life, and takes back what belongs to leases that ran out.
+//
+// A lease is named by a small integer of the caller's choice (a sequence slot, a step index). Times
+// are nanoseconds of the scheduler's monotonic clock, passed in by the caller, so nothing here ever
+// reads a clock. Expired leases come out in order of deadline, then id: the same calls give the
+// same order in every run.
+//
+// Grant, Renew, Drop and PopExpired are O(log leases) and allocate nothing. Threading: owned by the
+// engine role.
+#ifndef MLA_SCHEDULER_KVCACHE_LEASE_TABLE_H_
+#define MLA_SCHEDULER_KVCACHE_LEASE_TABLE_H_
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace mla::kvcache {
+
+class LeaseTable final {
+ public:
+  static constexpr int32_t kNone = -1;
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+  // Ids are 0 .. max_leases - 1.
+  explicit LeaseTable(int32_t max_leases);
+
+  // Starts a lease, or sets the deadline of one that runs: expired from deadline_ns on. REQUIRES:
+  // id in range.
+  void Grant(int32_t id, int64_t deadline_ns);
+  // Moves the deadline to now_ns + duration_ns, never to an earlier time. False, and no change,
+  // when the lease does not run or had expired by now_ns: a lease once lost does not come back.
+  bool Renew(int32_t id, int64_t now_ns, int64_t duration_ns);
+  // Ends a lease before its time; does nothing when there is none.
+  void Drop(int32_t id);
+
+  bool Has(int32_t id) const;
+  // 0 when it has expired or does not run.
+  int64_t left_ns(int32_t id, int64_t now_ns) const;
+  // Deadline of the lease that expires first, or kNever.
+  int64_t next_deadline_ns() const;
+  // Ends one lease whose deadline has come and returns its id, or kNone.
+  int32_t PopExpired(int64_t now_ns);
+
+  int32_t size() const { return static_cast<int32_t>(heap_.size()); }
+  // Walks everything; empty when right. For tests.
+  std::string CheckInvariants() const;
+
+ private:
+  struct Lease {
+    int64_t deadline_ns;
+    int32_t id;
+    friend auto operator<=>(const Lease&, const Lease&) = default;
+  };
+
+  void Place(size_t position, const Lease& lease);
+  void SiftUp(size_t position);
+  void SiftDown(size_t position);
+
+  std::vector<Lease> heap_;         // binary heap, earliest first
+  std::vector<int32_t> positions_;  // in heap_, by id; kNone when it does not run
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_LEASE_TABLE_H_

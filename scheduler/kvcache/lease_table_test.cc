@@ -1,0 +1,102 @@
+#include "scheduler/kvcache/lease_table.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <utility>
+
+namespace mla::kvcache {
+namespace {
+
+TEST(LeaseTableTest, ExpiresAtItsDeadlineAndNotBefore) {
+  LeaseTable leases(4);
+  leases.Grant(2, 100);
+  EXPECT_EQ(leases.left_ns(2, 40), 60);
+  EXPECT_EQ(leases.PopExpired(99), LeaseTable::kNone);
+  EXPECT_EQ(leases.PopExpired(100), 2);
+  EXPECT_FALSE(leases.Has(2));
+  EXPECT_EQ(leases.next_deadline_ns(), LeaseTable::kNever);
+}
+
+TEST(LeaseTableTest, OrderIsDeadlineThenId) {
+  LeaseTable leases(5);
+  leases.Grant(4, 10);
+  leases.Grant(1, 10);
+  leases.Grant(3, 5);
+  leases.Grant(0, 20);
+  EXPECT_EQ(leases.PopExpired(20), 3);
+  EXPECT_EQ(leases.PopExpired(20), 1);
+  EXPECT_EQ(leases.PopExpired(20), 4);
+  EXPECT_EQ(leases.PopExpired(20), 0);
+  EXPECT_EQ(leases.PopExpired(20), LeaseTable::kNone);
+}
+
+TEST(LeaseTableTest, RenewalNeverShortensAndNeverRevives) {
+  LeaseTable leases(2);
+  leases.Grant(0, 100);
+  EXPECT_TRUE(leases.Renew(0, 50, 10));
+  EXPECT_EQ(leases.left_ns(0, 50), 50);
+  EXPECT_TRUE(leases.Renew(0, 50, 80));
+  EXPECT_EQ(leases.left_ns(0, 50), 80);
+  EXPECT_FALSE(leases.Renew(0, 130, 80)) << "expired, though nobody has collected it yet";
+  EXPECT_EQ(leases.PopExpired(130), 0);
+  EXPECT_FALSE(leases.Renew(0, 130, 80));
+  EXPECT_FALSE(leases.Renew(1, 0, 80)) << "was never granted";
+  EXPECT_FALSE(leases.Renew(7, 0, 80)) << "no such id";
+}
+
+TEST(LeaseTableTest, HugeDurationsSaturate) {
+  LeaseTable leases(1);
+  leases.Grant(0, 10);
+  EXPECT_TRUE(leases.Renew(0, 5, LeaseTable::kNever));
+  EXPECT_EQ(leases.next_deadline_ns(), LeaseTable::kNever);
+}
+
+// Against an ordered map, over random operations.
+TEST(LeaseTableTest, AgreesWithAnOrderedMap) {
+  std::mt19937 random(7);
+  constexpr int kLeases = 40;
+  LeaseTable leases(kLeases);
+  std::map<int32_t, int64_t> model;
+  int64_t now = 0;
+  for (int op = 0; op < 200'000; ++op) {
+    const auto id = static_cast<int32_t>(random() % kLeases);
+    const int64_t duration = 1 + random() % 50;
+    switch (random() % 4) {
+      case 0:
+        leases.Grant(id, now + duration);
+        model[id] = now + duration;
+        break;
+      case 1: {
+        const auto found = model.find(id);
+        const bool runs = found != model.end() && found->second > now;
+        ASSERT_EQ(leases.Renew(id, now, duration), runs);
+        if (runs) found->second = std::max(found->second, now + duration);
+        break;
+      }
+      case 2:
+        leases.Drop(id);
+        model.erase(id);
+        break;
+      default:
+        now += random() % 20;
+        for (;;) {
+          std::pair<int64_t, int32_t> first{LeaseTable::kNever, LeaseTable::kNone};
+          for (const auto& [key, deadline] : model) first = std::min(first, {deadline, key});
+          ASSERT_EQ(leases.next_deadline_ns(), first.first);
+          const int32_t want = first.first <= now ? first.second : LeaseTable::kNone;
+          ASSERT_EQ(leases.PopExpired(now), want);
+          if (want == LeaseTable::kNone) break;
+          model.erase(want);
+        }
+    }
+    if (op % 64 == 0) {
+      ASSERT_EQ(leases.CheckInvariants(), "");
+    }
+    ASSERT_EQ(leases.size(), static_cast<int32_t>(model.size()));
+  }
+}
+
+}  // namespace
+}  // namespace mla::kvcache

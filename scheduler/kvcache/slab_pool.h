@@ -1,0 +1,153 @@
+// Page groups out of one byte budget.
+//
+// The budget is cut into slabs of equal size (the last may be shorter) when the first layout comes.
+// A slab serves groups of one layout at a time and returns to the budget when its last group is
+// free; a group larger than a slab takes a run of neighbouring slabs. A group is named by its page
+// table entry: the offset of its first byte in granules of kPageGranuleBytes.
+//
+// Each range of bytes carries a mark: clean (never handed out), one tenant's, or mixed. A group is
+// dirty for a tenant when its mark is neither clean nor that tenant's. Marks follow the bytes when
+// a slab changes layout; where ranges no longer fit, marks merge towards mixed.
+//
+// Take, Untake, Share and Drop are O(1), except that a layout that needs a further slab looks for a
+// free one among all slabs, and re-marks it when the slab served another group size before. Nothing
+// allocates after AddLayout. Threading: owned by the KvCache that holds it.
+#ifndef MLA_SCHEDULER_KVCACHE_SLAB_POOL_H_
+#define MLA_SCHEDULER_KVCACHE_SLAB_POOL_H_
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "scheduler/kvcache/cache_layout.h"
+
+namespace mla::kvcache {
+
+using LayoutId = int32_t;    // index of a registered layout, reused after removal
+using TenantKey = uint32_t;  // small integer the engine gives each tenant, below kMaxTenantKey
+
+inline constexpr TenantKey kMaxTenantKey = 0xfffffff0u;
+
+struct SlabPoolStats {
+  int64_t bytes_total = 0;
+  int64_t bytes_used = 0;
+  int64_t groups_used = 0;
+  int64_t groups_free = 0;  // in slabs that are assigned to a layout
+  int64_t groups_shared = 0;
+  int64_t slabs_free = 0;
+};
+
+class SlabPool final {
+ public:
+  static constexpr uint32_t kNoEntry = 0xffffffffu;
+
+  struct Taken {
+    uint32_t entry = kNoEntry;
+    bool dirty = false;  // holds, or may hold, another tenant's bytes
+  };
+
+  // slab_bytes 0: about a thirty-second of the budget, a whole number of groups of the first
+  // layout. Either way a slab holds at least one of those.
+  SlabPool(int64_t bytes, int64_t slab_bytes);
+
+  // RESOURCE_EXHAUSTED when not even one group fits the budget. REQUIRES: positive dims.
+  absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout);
+  // REQUIRES: no group of it in use.
+  void RemoveLayout(LayoutId layout);
+  bool Has(LayoutId layout) const;
+  const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
+
+  // A group with one reference, marked as the tenant's; kNoEntry when there is no room.
+  Taken Take(LayoutId layout, TenantKey tenant);
+  // Undoes a Take whose group nobody has touched: its former mark returns. The latest Take first.
+  void Untake(uint32_t entry);
+  void Share(uint32_t entry);  // one more reference
+  void Drop(uint32_t entry);   // one less; the last frees the group
+  int32_t references(uint32_t entry) const;
+  int64_t offset(uint32_t entry) const { return int64_t{entry} * kernels::kPageGranuleBytes; }
+  int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
+
+  // Groups that Take could return now for this layout.
+  int64_t free_groups(LayoutId layout) const;
+  SlabPoolStats stats() const { return stats_; }
+
+  // Compares all state with the reference counts that the tables hold, by entry. Empty when right.
+  std::string CheckInvariants(const std::unordered_map<uint32_t, int32_t>& references) const;
+  // The part of it that costs a few additions, for every mutation of a debug build.
+  bool CountersHold() const;
+
+ private:
+  using Mark = uint32_t;  // a tenant key, kClean or kMixed
+  static constexpr Mark kClean = 0xfffffffeu;
+  static constexpr Mark kMixed = 0xffffffffu;
+  static constexpr int32_t kNone = -1;
+
+  struct Group {
+    int32_t references = 0;
+    int32_t next_free = kNone;
+    Mark mark = kClean;
+    Mark mark_before = kClean;  // of the latest Take
+  };
+
+  struct Slab {
+    LayoutId layout = kNone;   // kNone: free
+    int32_t head = kNone;      // first slab of its run; itself when alone
+    int32_t span = 1;          // slabs of the run, of a head
+    int32_t groups_total = 0;  // that it holds under its layout
+    int32_t groups_used = 0;
+    int32_t groups_fresh = 0;   // groups from here on were not handed out since assignment
+    int32_t free_head = kNone;  // list of the freed ones
+    int32_t prev = kNone;       // list of the layout's slabs that have free groups
+    int32_t next = kNone;
+    int64_t mark_bytes = 0;   // size of the ranges that groups[].mark tell of; 0: none
+    Mark rest_mark = kClean;  // of the bytes behind those ranges
+    std::vector<Group> groups;
+  };
+
+  struct Layout {
+    GroupLayout layout;
+    bool active = false;
+    int64_t group_bytes = 0;
+    int64_t groups_total = 0;  // in its slabs
+    int64_t groups_used = 0;
+    int32_t open_head = kNone;  // slabs with free groups
+  };
+
+  struct Place {
+    int32_t slab;
+    int32_t group;
+  };
+
+  static Mark Merge(Mark a, Mark b);
+  const Layout& Of(LayoutId layout) const { return layouts_[static_cast<size_t>(layout)]; }
+  Layout& Of(LayoutId layout) { return layouts_[static_cast<size_t>(layout)]; }
+  Slab& At(int32_t slab) { return slabs_[static_cast<size_t>(slab)]; }
+  const Slab& At(int32_t slab) const { return slabs_[static_cast<size_t>(slab)]; }
+  int64_t BytesOf(int32_t slab) const;
+  Place PlaceOf(uint32_t entry) const;
+  Group& GroupOf(uint32_t entry);
+  void CutSlabs(int64_t group_bytes);
+  // Slabs from `first` on that make a free run for one group or more; 0 if they do not.
+  int32_t RunLength(int32_t first, int64_t group_bytes) const;
+  int32_t AssignRun(LayoutId layout);  // its head, or kNone
+  void ReturnRun(int32_t head);
+  Mark SlabMark(int32_t slab) const;
+  void Link(int32_t slab);
+  void Unlink(int32_t slab);
+  void Free(uint32_t entry);
+  std::string CheckSlab(int32_t index, const std::unordered_map<uint32_t, int32_t>& references,
+                        int64_t* groups_seen) const;
+
+  const int64_t bytes_;
+  int64_t slab_bytes_;
+  int32_t first_free_ = 0;  // no free slab before it
+  std::vector<Slab> slabs_;
+  std::vector<Layout> layouts_;
+  SlabPoolStats stats_;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_SLAB_POOL_H_
