@@ -44,6 +44,8 @@ struct BackendInfo {
   std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
   int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
   bool unified_memory = true;  // StageInput returns the host address itself
+  // Of absorbed queries and latent outputs between the projections of the EXPANDED profile.
+  DType intermediate_dtype = DType::kBf16;
 };
 
 // How the planner should cut launches of one desc for this backend.

@@ -13,7 +13,8 @@ struct Limits {
   int64_t kv_cache_bytes = int64_t{1} << 30;  // page pool; one contiguous budget for all models
   int32_t default_page_size = 64;             // rows a page when a model names none; 1 .. 4096
   int32_t max_sequences = 1024;               // open sequences, all tenants
-  int32_t max_sequence_rows = 163840;         // rows of one sequence; sizes its page table
+  int32_t max_sequence_rows = 163840;         // rows of one sequence
+  int32_t max_pages_per_sequence = 8192;      // page-table entries of one sequence
 
   // --- Models
   int32_t max_models = 8;
@@ -28,11 +29,13 @@ struct Limits {
   int32_t max_step_sequences = 512;  // sequences of one step
   int32_t max_open_steps = 256;      // all streams together
   int32_t max_participants = 64;     // streams of one step
+  int32_t max_tenants = 4096;        // names ever seen by one server process
 
   // --- Queue and launches
-  int32_t queue_requests = 4096;   // requests accepted and not yet answered, all streams
-  int32_t launch_rows = 4096;      // query rows of one launch
-  int32_t launch_requests = 1024;  // (sequence, row range) records of one launch
+  int32_t queue_requests = 4096;       // requests accepted and not yet answered, all streams
+  int32_t launch_rows = 4096;          // query rows of one launch
+  int32_t launch_packed_rows = 65536;  // query rows x heads of one launch: sizes its workspaces
+  int32_t launch_requests = 1024;      // (sequence, row range) records of one launch
   int32_t prefill_rows = 2048;  // rows of extend and prefill in one launch: bounds a decode's wait
   int32_t decode_rows = 8;  // a record with at most this many rows on a cache is decode: 1 + drafts
 

@@ -83,6 +83,8 @@ struct Fault {
   int64_t last_good_position = 0;
 };
 
+struct Step;
+
 class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
@@ -107,21 +109,22 @@ class StreamRequest {
   // The step no longer exists (valid for errors too).
   bool step_aborted = false;
 
- private:
-  friend class Engine;
-  friend class EngineCore;
-  friend class BatchPolicy;
-  friend class Inbox;
-  friend class PendingList;
-  StreamRequest* next_ =
-      nullptr;  // inbox and pending lists are intrusive: queueing allocates nothing
-  StreamRequest* prev_ = nullptr;
-  struct Step* step_ = nullptr;
-  int64_t arrival_ns_ = 0;
-  int64_t deadline_ns_ = 0;
-  int32_t rows_done_ = 0;      // rows already computed by earlier launches of a chunked request
-  int32_t rows_launched_ = 0;  // rows of the launch now running
-  bool repeat_ = false;        // its KV rows were stored before: compare, do not append
+  // --- The engine's own notes; nobody else's business.
+  struct EngineFields {
+    StreamRequest* next =
+        nullptr;  // inbox and pending list are intrusive: queueing allocates nothing
+    StreamRequest* prev = nullptr;
+    Step* step = nullptr;
+    int64_t arrival_ns = 0;
+    int64_t deadline_ns = 0;
+    int64_t blocked_since_ns = 0;  // arrival, or when a part of it was last computed
+    int32_t rows_done = 0;         // computed by earlier launches of a request that is cut up
+    int32_t rows_launched = 0;     // in the launch now running
+    int32_t batch_index = 0;       // position in that launch's batch
+    bool repeat = false;           // its KV rows were accepted before: compare, do not append
+    bool compared = false;         // ... and were found equal
+  };
+  EngineFields engine;
 };
 
 }  // namespace mla::scheduler

@@ -1,0 +1,252 @@
+#include "scheduler/engine_core.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::scheduler {
+namespace {
+
+absl::Status CheckLimits(const Limits& limits) {
+  const struct {
+    const char* name;
+    int64_t got, low, high;
+  } ranges[] = {
+      {"kv_cache_bytes", limits.kv_cache_bytes, 1 << 16, int64_t{1} << 40},
+      {"default_page_size", limits.default_page_size, 1, 4096},
+      {"max_sequences", limits.max_sequences, 1, 1 << 20},
+      {"max_sequence_rows", limits.max_sequence_rows, 1, 1 << 30},
+      {"max_pages_per_sequence", limits.max_pages_per_sequence, 1, 1 << 28},
+      {"max_models", limits.max_models, 1, 1024},
+      {"max_layers", limits.max_layers, 1, 4096},
+      {"max_heads", limits.max_heads, 1, 4096},
+      {"max_row_dim", limits.max_row_dim, 1, 8192},
+      {"max_v_dim", limits.max_v_dim, 0, 8192},
+      {"weights_bytes", limits.weights_bytes, 0, int64_t{1} << 40},
+      {"max_step_rows", limits.max_step_rows, 1, 1 << 24},
+      {"max_step_sequences", limits.max_step_sequences, 1, limits.max_sequences},
+      {"max_open_steps", limits.max_open_steps, 1, 1 << 16},
+      {"max_participants", limits.max_participants, 1, 1 << 10},
+      {"max_tenants", limits.max_tenants, 1, 1 << 20},
+      {"queue_requests", limits.queue_requests, 1, 1 << 20},
+      {"launch_rows", limits.launch_rows, 1, 1 << 20},
+      {"launch_packed_rows", limits.launch_packed_rows, limits.max_heads, 1 << 26},
+      {"launch_requests", limits.launch_requests, 1, 1 << 20},
+      {"prefill_rows", limits.prefill_rows, 1, limits.launch_rows},
+      {"decode_rows", limits.decode_rows, 1, limits.launch_rows},
+      {"sequence_lease_ms", limits.sequence_lease_ms, 1, limits.max_lease_ms},
+      {"max_lease_ms", limits.max_lease_ms, 1, int64_t{1} << 40},
+      {"step_lease_ms", limits.step_lease_ms, 1, limits.max_lease_ms},
+      {"kv_wait_ms", limits.kv_wait_ms, 0, limits.max_lease_ms},
+      {"queue_ms", limits.queue_ms, 1, limits.max_lease_ms},
+      {"max_name_bytes", limits.max_name_bytes, 1, 1 << 16},
+  };
+  for (const auto& r : ranges) {
+    if (r.got >= r.low && r.got <= r.high) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("limits.", r.name, ": got ", r.got, ", must be ", r.low, "..", r.high));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+EngineCore::EngineCore(const EngineOptions& options,
+                       std::unique_ptr<kernels::AttentionBackend> backend, const Clock* clock)
+    : options_(options),
+      limits_(options_.limits),
+      clock_(clock),
+      backend_(std::move(backend)),
+      tenants_(options.limits.max_tenants),
+      policy_(options.limits) {
+  failed_.reserve(options.limits.queue_requests);
+}
+
+EngineCore::~EngineCore() = default;
+
+absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
+    const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+    const Clock* clock, std::function<uint64_t()> ids) {
+  absl::Status status = CheckLimits(options.limits);
+  if (!status.ok()) return status;
+  std::unique_ptr<EngineCore> core(new EngineCore(options, std::move(backend), clock));
+  status = core->backend_->Configure(Launcher::BackendLimitsOf(options.limits, *core->backend_));
+  if (!status.ok()) return status;
+
+  kvcache::KvCacheOptions cache;
+  cache.bytes = options.limits.kv_cache_bytes;
+  cache.max_sequences = options.limits.max_sequences;
+  cache.max_pages_per_sequence = options.limits.max_pages_per_sequence;
+  absl::StatusOr<std::unique_ptr<kvcache::KvCache>> made =
+      kvcache::KvCache::Create(cache, core->backend_->PageTables());
+  if (!made.ok()) return made.status();
+  core->cache_ = *std::move(made);
+
+  core->models_ =
+      std::make_unique<ModelTable>(options.limits, core->backend_.get(), core->cache_.get());
+  core->sequences_ =
+      std::make_unique<SequenceTable>(options.limits, core->cache_.get(), clock, std::move(ids));
+  core->steps_ = std::make_unique<StepTable>(options.limits, clock);
+  absl::StatusOr<std::unique_ptr<Launcher>> launcher = Launcher::Create(
+      options.limits, core->backend_.get(), core->cache_.get(), core->models_.get(), clock);
+  if (!launcher.ok()) return launcher.status();
+  core->launcher_ = *std::move(launcher);
+  return core;
+}
+
+StreamId EngineCore::OpenStream(const std::string& tenant) {
+  const StreamId id = next_stream_++;
+  streams_.emplace(id, Stream{tenant, kNoTenant});
+  return id;
+}
+
+void EngineCore::CloseStream(StreamId stream) {
+  bool again = true;
+  while (again) {
+    again = false;
+    for (Step* step : steps_->open()) {
+      if (!step->Includes(stream)) continue;
+      const bool leader = step->streams[0] == stream;
+      AbortStep(step->tenant, step->id,
+                absl::CancelledError(leader ? "the stream that began the step has closed"
+                                            : "a participant's stream has closed"));
+      again = true;  // the list of open steps has changed
+      break;
+    }
+  }
+  streams_.erase(stream);
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args, Fault* fault) {
+  if (draining_) {
+    return Refuse(fault, absl::StatusCode::kUnavailable, "the server is draining", "draining",
+                  limits_.sequence_lease_ms);
+  }
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id", fault);
+  if (!model.ok()) return model.status();
+  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, fault);
+  if (!sequence.ok()) return sequence.status();
+  return sequences_->Info(**sequence);
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args, Fault* fault) {
+  if (draining_) {
+    return Refuse(fault, absl::StatusCode::kUnavailable, "the server is draining", "draining",
+                  limits_.sequence_lease_ms);
+  }
+  absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args, fault);
+  if (!child.ok()) return child.status();
+  return sequences_->Info(**child);
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::TruncateSequence(const std::string& tenant, SequenceId id,
+                                                          int64_t length, uint64_t expected_epoch,
+                                                          Fault* fault) {
+  absl::StatusOr<Sequence*> sequence =
+      sequences_->Truncate(tenants_.Find(tenant), id, length, expected_epoch, fault);
+  if (!sequence.ok()) return sequence.status();
+  return sequences_->Info(**sequence);
+}
+
+SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
+  const TenantKey tenant = tenants_.Find(selection.tenant);
+  SequenceList list;
+  const auto add = [&](const Sequence& sequence) {
+    SequenceInfo info = sequences_->Info(sequence);
+    if (sequence.step != nullptr) info.open_step = sequence.step->id;
+    list.sequences.push_back(std::move(info));
+  };
+  if (selection.ids.empty()) {
+    for (const Sequence* sequence : sequences_->OfTenant(tenant, selection.client_id)) {
+      add(*sequence);
+    }
+  }
+  for (const SequenceId id : selection.ids) {
+    const Sequence* sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      list.not_found.push_back(id);
+    } else {
+      add(*sequence);
+    }
+  }
+  return list;
+}
+
+int32_t EngineCore::ReleaseSequences(const std::string& tenant_name,
+                                     std::span<const SequenceId> ids,
+                                     std::vector<SequenceId>* not_found) {
+  const TenantKey tenant = tenants_.Find(tenant_name);
+  int32_t released = 0;
+  for (const SequenceId id : ids) {
+    Sequence* sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      not_found->push_back(id);
+      continue;
+    }
+    if (sequence->step != nullptr) {
+      AbortStep(tenant, sequence->step->id,
+                absl::AbortedError(absl::StrCat("its sequence ", id, " was released")));
+    }
+    sequences_->Release(sequence);
+    ++released;
+  }
+  return released;
+}
+
+int32_t EngineCore::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
+                                std::vector<SequenceId>* not_found) {
+  const TenantKey tenant = tenants_.Find(selection.tenant);
+  int32_t renewed = 0;
+  if (selection.ids.empty()) {
+    for (Sequence* sequence : sequences_->OfTenant(tenant, selection.client_id)) {
+      sequences_->Renew(sequence, lease_ms);
+      ++renewed;
+    }
+  }
+  for (const SequenceId id : selection.ids) {
+    Sequence* sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      not_found->push_back(id);
+      continue;
+    }
+    sequences_->Renew(sequence, lease_ms);
+    ++renewed;
+  }
+  return renewed;
+}
+
+int32_t EngineCore::AbortAllSteps(const std::string& why) {
+  int32_t aborted = 0;
+  while (!steps_->open().empty()) {
+    Step* step = steps_->open().front();
+    AbortStep(step->tenant, step->id, absl::AbortedError(why));
+    ++aborted;
+  }
+  return aborted;
+}
+
+EngineStats EngineCore::Stats() const {
+  EngineStats stats = stats_;
+  const kvcache::KvCacheStats cache = cache_->stats();
+  stats.sequences = sequences_->size();
+  stats.open_steps = static_cast<int32_t>(steps_->open().size());
+  stats.models = models_->size();
+  stats.streams = static_cast<int32_t>(streams_.size());
+  stats.requests_waiting = pending_.size();
+  stats.plan_hits = launcher_->plan_stats().hits;
+  stats.plan_misses = launcher_->plan_stats().misses;
+  stats.kv_bytes_total = cache.bytes_total;
+  stats.kv_bytes_used = cache.bytes_used;
+  stats.page_groups_used = cache.groups_used;
+  stats.page_groups_free = cache.groups_free;
+  stats.page_groups_shared = cache.groups_shared;
+  stats.copies_on_write = cache.copies_on_write;
+  stats.page_groups_scrubbed = cache.scrubs;
+  for (const Step* step : steps_->open()) stats.requests_running += step->inflight;
+  return stats;
+}
+
+}  // namespace mla::scheduler

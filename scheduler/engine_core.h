@@ -1,0 +1,147 @@
+// The engine without threads: all scheduler and cache state, and every transition, in a form that
+// one thread can step by hand. Engine (engine.h) adds the inbox, the role and the dedicated thread.
+//
+// A step is a transaction: BeginStep decides everything and reserves, EndStep commits, and whatever
+// goes wrong in between rolls back the whole. A launch that fails takes the steps of all requests
+// in flight with it and nothing else.
+//
+// Threading: one thread at a time; asserted by the caller (Engine holds the role).
+#ifndef MLA_SCHEDULER_ENGINE_CORE_H_
+#define MLA_SCHEDULER_ENGINE_CORE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "scheduler/batch.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/launcher.h"
+#include "scheduler/model_table.h"
+#include "scheduler/page_work.h"
+#include "scheduler/sequence_table.h"
+#include "scheduler/step_table.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+class EngineCore {
+ public:
+  // `ids` yields sequence ids.
+  static absl::StatusOr<std::unique_ptr<EngineCore>> Create(
+      const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+      const Clock* clock, std::function<uint64_t()> ids);
+  ~EngineCore();
+
+  // --- Streams and requests.
+  StreamId OpenStream(const std::string& tenant);
+  void CloseStream(StreamId stream);
+  // Answers the request or queues it. REQUIRES: engine.arrival_ns is set.
+  void Accept(StreamRequest* request);
+
+  // --- Launches. Each returns true if it did anything.
+  bool StartLaunch();
+  // Completes the oldest launch: waits for it if `wait`, else only if it is done.
+  bool CompleteLaunch(bool wait);
+  bool inflight() const { return launcher_->inflight() > 0; }
+  // Work (packed rows x kv rows) of what would be launched now; a bound, for the inline decision.
+  int64_t ReadyWork() const;
+
+  // --- Time. Fails what waited too long, expires leases.
+  void Tick();
+  // When Tick has something to do; max() if never.
+  MonotonicNanos NextTick() const;
+
+  // --- Control plane; see engine.h.
+  absl::StatusOr<TenantKey> Tenant(const std::string& name, Fault* fault) {
+    return tenants_.Intern(name, fault);
+  }
+  TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
+  ModelTable& models() { return *models_; }
+  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
+                                                int64_t length, uint64_t expected_epoch,
+                                                Fault* fault);
+  SequenceList GetSequences(const SequenceSelection& selection);
+  int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
+                           std::vector<SequenceId>* not_found);
+  int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
+                      std::vector<SequenceId>* not_found);
+  void StartDrain() { draining_ = true; }
+  int32_t AbortAllSteps(const std::string& why);
+  EngineStats Stats() const;
+  kernels::AttentionBackend& backend() { return *backend_; }
+  const kvcache::KvCache& cache() const { return *cache_; }
+  const PendingList& pending() const { return pending_; }
+
+ private:
+  struct Stream {
+    std::string tenant;
+    TenantKey key = kNoTenant;  // given once the tenant owns something
+  };
+
+  EngineCore(const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+             const Clock* clock);
+
+  // --- Steps
+  absl::Status BeginStep(StreamRequest* request, Fault* fault);
+  absl::Status JoinStep(Step* step, StreamRequest* request, Fault* fault);
+  absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model, Fault* fault);
+  absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
+                                  const StepSequenceArgs& args, size_t index, Fault* fault);
+  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model, Fault* fault);
+  absl::Status AcceptAttend(StreamRequest* request, Fault* fault);
+  // OK with *wait set: the step still has requests; the answer comes when they are done.
+  absl::Status EndStep(StreamRequest* request, bool* wait, Fault* fault);
+  absl::Status CommitStep(Step* step, StreamRequest* request, Fault* fault);
+  absl::Status AbortStepRequest(StreamRequest* request, Fault* fault);
+  // Rolls the step back and answers what waits of it. Completes launches first if they carry it.
+  void AbortStep(TenantKey tenant, StepId id, const absl::Status& status);
+  void CloseStep(Step* step, const std::string& why_aborted);
+  void FinishEndIfIdle(Step* step);
+  absl::Status LeaderOf(StreamRequest* request, Step** step, Fault* fault);
+
+  // --- Requests
+  void Answer(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void FailWaiting();  // deadlines and missing KV rows
+  void CompareRepeats();
+  absl::Status CompareRepeat(const StreamRequest& request, Fault* fault);
+  void FinishLaunch(Launch* launch);
+  void FailLaunches(const absl::Status& status, Launch* also);
+  bool LaunchFailed(Launch* launch, const absl::Status& status);
+
+  const EngineOptions options_;
+  const Limits& limits_;
+  const Clock* const clock_;
+  std::unique_ptr<kernels::AttentionBackend> backend_;
+  std::unique_ptr<kvcache::KvCache> cache_;
+  TenantTable tenants_;
+  std::unique_ptr<ModelTable> models_;
+  std::unique_ptr<SequenceTable> sequences_;
+  std::unique_ptr<StepTable> steps_;
+  std::unique_ptr<Launcher> launcher_;
+  BatchPolicy policy_;
+  PendingList pending_;
+  PageWork page_work_;                        // not carried by a launch yet
+  kvcache::KvWork reservation_;               // scratch of ReserveStep
+  std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
+  std::vector<kernels::Bf16> compare_;        // scratch of CompareRepeat
+  std::vector<StreamRequest*> failed_;        // scratch of FailLaunches
+  absl::flat_hash_map<StreamId, Stream> streams_;
+  StreamId next_stream_ = 1;
+  int32_t repeats_ = 0;  // pending requests that are repeats and not compared yet
+  bool draining_ = false;
+  EngineStats stats_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_CORE_H_

@@ -1,0 +1,340 @@
+// EngineCore: launches, their completion and failure, and everything that time brings about.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "scheduler/engine_core.h"
+
+namespace mla::scheduler {
+namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
+constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
+// Page work that no launch has carried is flushed on its own past this many operations.
+constexpr size_t kPageWorkMost = 4096;
+// Requests that ReadyWork looks at before it calls the work large.
+constexpr int kReadyWorkRequests = 64;
+
+int32_t FirstRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.engine.rows_done;
+}
+
+int32_t EndRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.attend.row_count;
+}
+
+bool Appends(const StreamRequest& request) {
+  return request.attend.has_kv && !request.engine.repeat;
+}
+
+kernels::Bf16 RowElement(const AttendArgs& args, int64_t index) {
+  if (args.q_dtype == kernels::DType::kBf16) {
+    kernels::Bf16 value;
+    std::memcpy(&value, args.kv + index * 2, sizeof(value));
+    return value;
+  }
+  float value;
+  std::memcpy(&value, args.kv + index * 4, sizeof(value));
+  return kernels::ToBf16(value);
+}
+
+}  // namespace
+
+bool EngineCore::StartLaunch() {
+  Launch* launch = launcher_->FreeSlot();
+  if (launch == nullptr) return false;
+  const MonotonicNanos begin = clock_->Now();
+  FailWaiting();
+  if (repeats_ > 0) CompareRepeats();
+  policy_.Choose(pending_, launch->batch);
+  if (launch->batch.empty() && page_work_.operations() <= kPageWorkMost) return false;
+  launch->work.Clear();
+  launch->work.Swap(page_work_);
+  const MonotonicNanos now = clock_->Now();
+  for (StreamRequest* request : launch->batch.requests) {
+    --request->engine.step->waiting;
+    ++request->engine.step->inflight;
+    if (request->engine.rows_done == 0) {
+      request->timings.queue_ns = now - request->engine.arrival_ns;
+    }
+  }
+  const absl::Status status = launcher_->Submit(launch);
+  launch->report.schedule_ns = now - begin;
+  if (!status.ok()) return LaunchFailed(launch, status);
+  return true;
+}
+
+bool EngineCore::CompleteLaunch(bool wait) {
+  Launch* launch = launcher_->oldest();
+  if (launch == nullptr || (!wait && !launcher_->OldestDone())) return false;
+  const absl::Status status = launcher_->WaitOldest();
+  if (!status.ok()) return LaunchFailed(launch, status);
+  FinishLaunch(launch);
+  return true;
+}
+
+void EngineCore::FinishLaunch(Launch* launch) {
+  const MonotonicNanos begin = clock_->Now();
+  LaunchReport& report = launch->report;
+  ++stats_.launches;
+  stats_.launches_mixed_layers += report.layers > 1;
+  stats_.launches_mixed_clients += report.clients > 1;
+  stats_.rows_decode += report.rows_decode;
+  stats_.rows_extend += report.rows_extend;
+  stats_.rows_prefill += report.rows_prefill;
+  // From the back, so that cut-up requests return to the front of the queue in their order.
+  std::vector<StreamRequest*>& requests = launch->batch.requests;
+  for (auto it = requests.rbegin(); it != requests.rend(); ++it) {
+    StreamRequest* request = *it;
+    Step* step = request->engine.step;
+    const int32_t rows = std::exchange(request->engine.rows_launched, 0);
+    if (Appends(*request)) step->layers[request->attend.layer].stored += rows;
+    request->engine.rows_done += rows;
+    RequestTimings& timings = request->timings;
+    timings.plan_ns += report.plan_ns;
+    timings.kernel_ns += report.kernel_ns;
+    timings.launch_requests = report.requests;
+    timings.launch_layers = report.layers;
+    timings.launch_clients = report.clients;
+    timings.plan_reused = report.plan_reused;
+    steps_->Touch(step);
+    if (request->engine.rows_done < request->attend.row_count) {
+      --step->inflight;
+      ++step->waiting;
+      request->engine.blocked_since_ns = begin;
+      pending_.PushFront(request);
+      *it = nullptr;
+    }
+  }
+  for (StreamRequest* request : requests) {
+    if (request == nullptr) continue;
+    Step* step = request->engine.step;
+    Answer(request, absl::OkStatus(), Fault());
+    --step->inflight;
+    FinishEndIfIdle(step);
+  }
+  report.complete_ns = clock_->Now() - begin;
+  if (options_.observer != nullptr) options_.observer->OnLaunch(report);
+}
+
+bool EngineCore::LaunchFailed(Launch* launch, const absl::Status& status) {
+  launch->report.ok = false;
+  if (options_.observer != nullptr) options_.observer->OnLaunch(launch->report);
+  FailLaunches(absl::InternalError(absl::StrCat("the launch failed: ", status.message())), launch);
+  return true;
+}
+
+void EngineCore::FailLaunches(const absl::Status& status, Launch* failed) {
+  // Later launches read what this one should have written, so all that is in flight goes. Page work
+  // is done again by the next launch: what it zeroes or copies into belongs to steps that are about
+  // to be rolled back, or has no rows yet.
+  PageWork undone;
+  undone.Append(failed->work);
+  failed_.assign(failed->batch.requests.begin(), failed->batch.requests.end());
+  while (Launch* later = launcher_->oldest()) {
+    const absl::Status waited = launcher_->WaitOldest();
+    (void)waited;  // it counts as failed either way
+    undone.Append(later->work);
+    failed_.insert(failed_.end(), later->batch.requests.begin(), later->batch.requests.end());
+  }
+  undone.Append(page_work_);
+  page_work_.Swap(undone);
+
+  std::vector<std::pair<TenantKey, StepId>> steps;
+  for (StreamRequest* request : failed_) {
+    Step* step = request->engine.step;
+    --step->inflight;
+    steps.emplace_back(step->tenant, step->id);
+  }
+  Fault fault;
+  fault.reason = "launch_failed";
+  std::vector<StreamRequest*> requests;
+  requests.swap(failed_);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i]->step_aborted = true;
+    Answer(
+        requests[i],
+        absl::Status(status.code(), absl::StrCat("step ", steps[i].second, ": ", status.message())),
+        fault);
+  }
+  for (const auto& [tenant, id] : steps) AbortStep(tenant, id, status);
+  requests.clear();
+  failed_.swap(requests);
+}
+
+void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
+                             const Fault& fault) {
+  Step* step = request->engine.step;
+  const int32_t layer = request->attend.layer;
+  const bool appends = Appends(*request);
+  const int32_t first = FirstRow(*request);
+  pending_.Remove(request);
+  --step->waiting;
+  if (request->engine.repeat && !request->engine.compared) --repeats_;
+  Answer(request, status, fault);
+  if (appends) {
+    // The rows after these can not be appended any more: their requests go too, and the client may
+    // send both again.
+    step->layers[layer].accepted = first;
+    Fault broken;
+    broken.field = "attend.row_begin";
+    broken.reason = "rows_out_of_order";
+    broken.limit = absl::StrCat(first);
+    StreamRequest* other = pending_.front();
+    while (other != nullptr) {
+      StreamRequest* const next = PendingList::Next(other);
+      if (other->engine.step == step && other->attend.layer == layer && other->attend.has_kv &&
+          EndRow(*other) > first) {
+        pending_.Remove(other);
+        --step->waiting;
+        if (other->engine.repeat && !other->engine.compared) --repeats_;
+        Answer(other,
+               absl::FailedPreconditionError(absl::StrCat(
+                   "the rows of layer ", layer, " before these, from ", first, " on, failed")),
+               broken);
+      }
+      other = next;
+    }
+  }
+  FinishEndIfIdle(step);
+}
+
+void EngineCore::FailWaiting() {
+  const MonotonicNanos now = clock_->Now();
+  StreamRequest* request = pending_.front();
+  while (request != nullptr) {
+    const StreamRequest::EngineFields& note = request->engine;
+    int32_t first = 0;
+    int32_t last = 0;
+    Fault fault;
+    absl::Status status;
+    if (now >= note.deadline_ns) {
+      fault.reason = "deadline";
+      status = absl::DeadlineExceededError(absl::StrCat("no launch took the request within ",
+                                                        (note.deadline_ns - note.arrival_ns) / 1000,
+                                                        " us of its arrival"));
+    } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&
+               now - note.blocked_since_ns >= limits_.kv_wait_ms * kNanosPerMilli) {
+      fault.field = "attend.row_begin";
+      fault.reason = "kv_rows_missing";
+      fault.got = absl::StrCat("rows up to ", last);
+      fault.limit = absl::StrCat("rows up to ", first - 1, ", which have arrived");
+      status = absl::FailedPreconditionError(
+          absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
+                       " did not arrive within ", limits_.kv_wait_ms, " ms"));
+    }
+    if (status.ok()) {
+      request = PendingList::Next(request);
+    } else {
+      FailPending(request, status, fault);
+      request = pending_.front();  // more than one may have gone
+    }
+  }
+}
+
+absl::Status EngineCore::CompareRepeat(const StreamRequest& request, Fault* fault) {
+  const AttendArgs& args = request.attend;
+  const Step& step = *request.engine.step;
+  const Model& model = *step.model;
+  const int64_t dim = model.spec->geometry.kv_row_dim();
+  int32_t row = args.row_begin;
+  for (const StepEntry& entry : step.entries) {
+    const int32_t end = std::min(EndRow(request), entry.offset + entry.rows);
+    if (row < entry.offset || row >= end) continue;
+    kernels::AppendRecord where{};
+    where.page_table = cache_->page_table(entry.sequence->slot);
+    where.layer_offset = model.layout.layer_offset(args.layer);
+    where.row_stride = model.layout.row_bytes;
+    where.page_size = model.layout.page_size;
+    where.first_position = entry.start + row - entry.offset;
+    where.rows = end - row;
+    where.row_dim = static_cast<int32_t>(dim);
+    compare_.resize(int64_t{where.rows} * dim);
+    absl::Status status = backend_->ReadKv(where, compare_.data());
+    if (!status.ok()) return status;
+    const int64_t offset = int64_t{row - args.row_begin} * dim;
+    for (int64_t i = 0; i < static_cast<int64_t>(compare_.size()); ++i) {
+      if (compare_[i] == RowElement(args, offset + i)) continue;
+      return RefuseField(fault, "payload", absl::StrCat("other KV bytes at row ", row + i / dim),
+                         "equal to the rows stored before", "kv_rows_differ",
+                         absl::StatusCode::kAlreadyExists);
+    }
+    row = end;
+  }
+  return absl::OkStatus();
+}
+
+void EngineCore::CompareRepeats() {
+  StreamRequest* request = pending_.front();
+  while (request != nullptr) {
+    StreamRequest* const next = PendingList::Next(request);
+    StreamRequest::EngineFields& note = request->engine;
+    const bool due = note.repeat && !note.compared &&
+                     note.step->layers[request->attend.layer].stored >= EndRow(*request);
+    if (due) {
+      Fault fault;
+      const absl::Status status = CompareRepeat(*request, &fault);
+      if (status.ok()) {
+        note.compared = true;
+        --repeats_;
+      } else {
+        FailPending(request, status, fault);  // a repeat appends nothing, so `next` stays valid
+      }
+    }
+    request = next;
+  }
+}
+
+int64_t EngineCore::ReadyWork() const {
+  int64_t work = 0;
+  int looked = 0;
+  for (const StreamRequest* request = pending_.front(); request != nullptr;
+       request = PendingList::Next(request)) {
+    if (++looked > kReadyWorkRequests) return std::numeric_limits<int64_t>::max();
+    int64_t kv = 0;
+    for (const StepEntry& entry : request->engine.step->entries) {
+      kv = std::max<int64_t>(kv, entry.start + entry.rows);
+    }
+    work += int64_t{request->attend.row_count} * request->attend.num_heads * kv;
+  }
+  return work;
+}
+
+void EngineCore::Tick() {
+  FailWaiting();
+  const MonotonicNanos now = clock_->Now();
+  bool again = true;
+  while (again) {
+    again = false;
+    for (Step* step : steps_->open()) {
+      if (!step->idle() || now < step->lease_deadline) continue;
+      AbortStep(step->tenant, step->id,
+                absl::AbortedError(absl::StrCat("nothing was heard of it for ",
+                                                step->lease_ns / kNanosPerMilli, " ms")));
+      again = true;  // the list of open steps has changed
+      break;
+    }
+  }
+  stats_.leases_expired += sequences_->ExpireLeases();
+}
+
+MonotonicNanos EngineCore::NextTick() const {
+  MonotonicNanos next = sequences_->NextExpiry();
+  for (const Step* step : steps_->open()) {
+    if (step->idle()) next = std::min(next, step->lease_deadline);
+  }
+  int32_t first = 0;
+  int32_t last = 0;
+  for (const StreamRequest* request = pending_.front(); request != nullptr;
+       request = PendingList::Next(request)) {
+    next = std::min(next, request->engine.deadline_ns);
+    if (BatchPolicy::WaitsForRows(*request, &first, &last)) {
+      next = std::min(next, request->engine.blocked_since_ns + limits_.kv_wait_ms * kNanosPerMilli);
+    }
+  }
+  return next;
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,33 @@
+// Builds a status and the Fault beside it in one place, so that every refusal names field, limit
+// and got.
+#ifndef MLA_SCHEDULER_FAULT_H_
+#define MLA_SCHEDULER_FAULT_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/request.h"
+
+namespace mla::scheduler {
+
+// A refusal of one field. The message reads "attend.layer: got 61, must be 0..60".
+inline absl::Status RefuseField(Fault* fault, std::string field, const std::string& got,
+                                std::string limit, std::string reason,
+                                absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
+  absl::Status status(code, absl::StrCat(field, ": got ", got, ", must be ", limit));
+  *fault = Fault{std::move(field), std::move(limit), got, std::move(reason), 0, 0};
+  return status;
+}
+
+// A refusal that no single field explains.
+inline absl::Status Refuse(Fault* fault, absl::StatusCode code, std::string message,
+                           std::string reason, int64_t retry_after_ms = 0) {
+  fault->reason = std::move(reason);
+  fault->retry_after_ms = retry_after_ms;
+  return absl::Status(code, message);
+}
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_FAULT_H_

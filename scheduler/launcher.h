@@ -1,0 +1,109 @@
+// Turns a batch into one launch of the backend: stages tensors, fills the records, gets the plans,
+// enqueues the verbs in order and submits. Slots are used round robin, so results come back in
+// submission order.
+//
+// In EXPANDED, short segments take the absorbed form between two projections (rows grouped by their
+// weights inside the backend), long ones the expanded form; ABSORBED has the absorbed form only. A
+// form that no segment needs is absent: nothing is built for it.
+//
+// Threading: owned by the engine role. Nothing is allocated per launch.
+#ifndef MLA_SCHEDULER_LAUNCHER_H_
+#define MLA_SCHEDULER_LAUNCHER_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/batch.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/limits.h"
+#include "scheduler/page_work.h"
+#include "scheduler/plan_cache.h"
+
+namespace mla::scheduler {
+
+struct Launch {
+  int32_t slot = -1;
+  Batch batch;
+  PageWork work;  // copies, scrubs and table changes that go before the appends
+  MonotonicNanos start_ns = 0;
+  LaunchReport report;
+  // --- Records; valid until the slot is waited for.
+  std::vector<kernels::AppendRecord> appends;
+  std::vector<kernels::RequestRecord> absorbed, expanded;
+  std::vector<kernels::ProjectionRecord> absorbs, projects;
+  std::vector<PlanRequest> plan_absorbed, plan_expanded;
+  kernels::AttentionParams absorbed_params, expanded_params;
+};
+
+class Launcher {
+ public:
+  // Sizes of everything that the backend and the plans need under `limits`.
+  static kernels::BackendLimits BackendLimitsOf(const Limits& limits,
+                                                const kernels::AttentionBackend& backend);
+  static PlanCapacity PlanCapacityOf(const Limits& limits,
+                                     const kernels::AttentionBackend& backend);
+  // Host bytes of the plans that Create will make.
+  static int64_t PlanBytes(const Limits& limits, const kernels::AttentionBackend& backend);
+
+  static absl::StatusOr<std::unique_ptr<Launcher>> Create(const Limits& limits,
+                                                          kernels::AttentionBackend* backend,
+                                                          kvcache::KvCache* cache,
+                                                          ModelTable* models, const Clock* clock);
+
+  // Null when every slot is in flight.
+  Launch* FreeSlot();
+  // Enqueues and starts launch->batch. On an error nothing runs, and launch->work is still to be
+  // done.
+  absl::Status Submit(Launch* launch);
+  Launch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
+  bool OldestDone();
+  // Blocks until the oldest launch has completed and frees its slot (its batch stays readable until
+  // the slot's next Submit). Fills report.kernel_ns.
+  absl::Status WaitOldest();
+  int32_t inflight() const { return inflight_; }
+  const PlanCacheStats& plan_stats() const { return plans_->stats(); }
+
+ private:
+  struct Staged {  // device addresses of one request's rows of this launch
+    const std::byte* kv = nullptr;
+    const std::byte* q = nullptr;
+    std::byte* o = nullptr;
+    float* lse = nullptr;
+  };
+
+  Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
+           ModelTable* models, const Clock* clock);
+  absl::Status Fill(Launch* launch);
+  absl::StatusOr<Staged> Stage(const Launch& launch, const StreamRequest& request);
+  void AddAppend(Launch* launch, const Segment& segment, const Staged& staged);
+  absl::Status AddCompute(Launch* launch, const Segment& segment, const Staged& staged);
+  absl::Status AddAbsorbedOfExpanded(Launch* launch, const Segment& segment,
+                                     kernels::RequestRecord record);
+  absl::Status Plan(Launch* launch);
+  absl::Status Enqueue(Launch* launch);
+  void Report(Launch* launch);
+  kernels::AttentionDesc Desc(const Launch& launch, kernels::AttentionForm form) const;
+
+  const Limits limits_;
+  kernels::AttentionBackend* const backend_;
+  kvcache::KvCache* const cache_;
+  ModelTable* const models_;
+  const Clock* const clock_;
+  std::unique_ptr<PlanCache> plans_;
+  std::vector<Launch> launches_;
+  std::vector<Staged> staged_;   // by position in batch.requests
+  std::vector<int32_t> layers_;  // scratch of Report
+  std::vector<StreamId> streams_;
+  int32_t oldest_ = 0;
+  int32_t inflight_ = 0;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_LAUNCHER_H_

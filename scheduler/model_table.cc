@@ -1,0 +1,273 @@
+#include "scheduler/model_table.h"
+
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::AttentionDesc;
+using kernels::AttentionForm;
+using kernels::Bf16;
+
+absl::Status CheckRange(Fault* fault, const char* field, int64_t got, int64_t low, int64_t high) {
+  if (got >= low && got <= high) return absl::OkStatus();
+  return RefuseField(fault, field, absl::StrCat(got), absl::StrCat(low, "..", high),
+                     "out_of_range");
+}
+
+AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
+  AttentionDesc desc;
+  desc.geometry = spec.geometry;
+  desc.form = form;
+  desc.page_size = spec.page_size;
+  return desc;
+}
+
+bool HasExpanded(const ModelSpec& spec) {
+  return spec.geometry.nope_dim > 0 && spec.geometry.v_dim > 0;
+}
+
+int64_t HeadWeightElements(const kernels::Geometry& g) {
+  return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
+}
+
+}  // namespace
+
+ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
+                       kvcache::KvCache* cache)
+    : limits_(limits), backend_(backend), cache_(cache), models_(limits.max_models) {}
+
+absl::Status ModelTable::CheckSpec(const ModelSpec& spec, Fault* fault) const {
+  const kernels::Geometry& g = spec.geometry;
+  const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
+  const struct {
+    const char* field;
+    int64_t got, low, high;
+  } ranges[] = {
+      {"model.model_id", name_bytes, 1, limits_.max_name_bytes},
+      {"model.geometry.num_heads", g.num_heads, 1, limits_.max_heads},
+      {"model.geometry.kv_lora_rank", g.kv_lora_rank, 1, limits_.max_row_dim},
+      {"model.geometry.rope_dim", g.rope_dim, 0, limits_.max_row_dim - g.kv_lora_rank},
+      {"model.geometry.nope_dim", g.nope_dim, 0, limits_.max_v_dim},
+      {"model.geometry.v_dim", g.v_dim, 0, limits_.max_v_dim},
+      {"model.layers", spec.layers, 1, limits_.max_layers},
+      {"model.page_size", spec.page_size, 1, 4096},
+  };
+  for (const auto& r : ranges) {
+    const absl::Status status = CheckRange(fault, r.field, r.got, r.low, r.high);
+    if (!status.ok()) return status;
+  }
+  if ((g.nope_dim == 0) != (g.v_dim == 0)) {
+    return RefuseField(fault, "model.geometry.v_dim", absl::StrCat(g.v_dim),
+                       "zero exactly when nope_dim is zero", "inconsistent");
+  }
+  if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
+    return RefuseField(fault, "model.softmax_scale", absl::StrCat(spec.softmax_scale),
+                       "a finite positive number: it is never defaulted", "out_of_range");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ModelTable::CheckSupported(const ModelSpec& spec, Fault* fault) const {
+  absl::Status status = backend_->CanRun(DescOf(spec, AttentionForm::kAbsorbed));
+  if (status.ok() && HasExpanded(spec)) {
+    status = backend_->CanRun(DescOf(spec, AttentionForm::kExpanded));
+  }
+  if (status.ok()) return status;
+  fault->field = "model.geometry";
+  fault->limit = backend_->Info().supported;
+  fault->got = kernels::ToString(DescOf(spec, AttentionForm::kAbsorbed));
+  fault->reason = "unsupported_shape";
+  return absl::Status(status.code(), absl::StrCat(status.message(), "; supported: ", fault->limit));
+}
+
+absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted,
+                                            Fault* fault) {
+  ModelSpec spec = wanted;
+  if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
+  if (absl::Status status = CheckSpec(spec, fault); !status.ok()) return status;
+  size_t free = models_.size();
+  for (size_t i = 0; i < models_.size(); ++i) {
+    Model* model = models_[i].get();
+    if (model == nullptr) {
+      free = std::min(free, i);
+      continue;
+    }
+    if (model->tenant != tenant || model->spec->id != spec.id) continue;
+    if (*model->spec == spec) return model;
+    return RefuseField(fault, "model", "other contents than registered",
+                       absl::StrCat("equal to the registered model ", spec.id), "model_exists",
+                       absl::StatusCode::kAlreadyExists);
+  }
+  if (free == models_.size()) {
+    return RefuseField(fault, "model", "one more", absl::StrCat("at most ", limits_.max_models),
+                       "models_exhausted", absl::StatusCode::kResourceExhausted);
+  }
+  if (absl::Status status = CheckSupported(spec, fault); !status.ok()) return status;
+
+  auto model = std::make_unique<Model>();
+  model->index = static_cast<int32_t>(free);
+  model->tenant = tenant;
+  model->layout.row_bytes = int64_t{spec.geometry.kv_row_dim()} * 2;
+  model->layout.page_size = spec.page_size;
+  model->layout.layers = spec.layers;
+  absl::StatusOr<kvcache::LayoutId> layout = cache_->AddLayout(model->layout);
+  if (!layout.ok()) {
+    fault->field = "model.layers";
+    fault->reason = "page_group_too_large";
+    return layout.status();
+  }
+  model->layout_id = *layout;
+  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::HeadState::kMissing);
+  model->expanded_min_rows =
+      HasExpanded(spec) ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
+  model->spec = std::make_shared<const ModelSpec>(std::move(spec));
+  models_[free] = std::move(model);
+  return models_[free].get();
+}
+
+absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id, Fault* fault) {
+  absl::StatusOr<Model*> found = Find(tenant, id, "model_id", fault);
+  if (!found.ok()) return found.status();
+  Model& model = **found;
+  if (model.sequences > 0) {
+    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
+                  absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
+                  "model_in_use");
+  }
+  if (absl::Status status = cache_->RemoveLayout(model.layout_id); !status.ok()) return status;
+  if (model.weights_bytes > 0) {
+    for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
+      const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
+      if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
+    }
+    weights_bytes_ -= model.weights_bytes;
+  }
+  models_[model.index].reset();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id, const char* field,
+                                        Fault* fault) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr && tenant != kNoTenant && model->tenant == tenant &&
+        model->spec->id == id) {
+      return model.get();
+    }
+  }
+  fault->field = field;
+  fault->got = id;
+  fault->limit = "a registered model of this tenant";
+  fault->reason = "model_not_found";
+  return absl::NotFoundError(absl::StrCat("model ", id, " is not registered"));
+}
+
+ModelInfo ModelTable::Info(const Model& model) const {
+  ModelInfo info;
+  info.spec = *model.spec;
+  info.page_group_bytes = model.layout.group_bytes();
+  info.page_groups_max = limits_.kv_cache_bytes / model.layout.group_bytes();
+  const int64_t pages = std::min<int64_t>(info.page_groups_max, limits_.max_pages_per_sequence);
+  info.max_sequence_rows =
+      std::min<int64_t>(limits_.max_sequence_rows, pages * model.layout.page_size);
+  info.weights_complete = model.weights_complete;
+  info.sequences = model.sequences;
+  return info;
+}
+
+std::vector<Model*> ModelTable::OfTenant(TenantKey tenant) {
+  std::vector<Model*> result;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr && model->tenant == tenant) result.push_back(model.get());
+  }
+  return result;
+}
+
+int32_t ModelTable::size() const {
+  int32_t count = 0;
+  for (const std::unique_ptr<Model>& model : models_) count += model != nullptr;
+  return count;
+}
+
+absl::Status ModelTable::LoadWeights(Model& model, int32_t layer, int32_t head_begin,
+                                     int32_t head_count, std::span<const std::byte> bytes,
+                                     Fault* fault) {
+  const kernels::Geometry& g = model.spec->geometry;
+  if (!HasExpanded(*model.spec)) {
+    return RefuseField(fault, "header.model_id", model.spec->id, "a model with nope_dim and v_dim",
+                       "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
+  }
+  absl::Status status = CheckRange(fault, "chunk.layer", layer, 0, model.spec->layers - 1);
+  if (status.ok()) status = CheckRange(fault, "chunk.head_begin", head_begin, 0, g.num_heads - 1);
+  if (status.ok()) {
+    status = CheckRange(fault, "chunk.head_count", head_count, 1, g.num_heads - head_begin);
+  }
+  const int64_t uk_elements = int64_t{head_count} * g.nope_dim * g.kv_lora_rank;
+  const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
+  if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
+    status = RefuseField(fault, "chunk.payload", absl::StrCat(bytes.size(), " bytes"),
+                         absl::StrCat(want, " bytes"), "payload_size");
+  }
+  if (!status.ok()) return status;
+  Model::HeadState* heads = &model.heads[size_t(layer) * g.num_heads];
+  for (int32_t h = head_begin; h < head_begin + head_count; ++h) {
+    if (heads[h] == Model::HeadState::kMissing) continue;
+    return RefuseField(fault, "chunk.head_begin", absl::StrCat("layer ", layer, " head ", h),
+                       "heads that were not uploaded yet", "weights_exist",
+                       absl::StatusCode::kAlreadyExists);
+  }
+  if (model.weights_bytes == 0) {
+    const int64_t total = int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * 2;
+    if (weights_bytes_ + total > limits_.weights_bytes) {
+      return RefuseField(fault, "header.model_id", absl::StrCat(total, " bytes of weights"),
+                         absl::StrCat(limits_.weights_bytes - weights_bytes_, " bytes left"),
+                         "weights_exhausted", absl::StatusCode::kResourceExhausted);
+    }
+    model.weights_bytes = total;
+    weights_bytes_ += total;
+  }
+  const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
+  status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin, head_begin + head_count,
+                                 w_uk, w_uk + uk_elements);
+  if (!status.ok()) return status;
+  for (int32_t h = head_begin; h < head_begin + head_count; ++h) {
+    heads[h] = Model::HeadState::kLoaded;
+  }
+  return absl::OkStatus();
+}
+
+std::vector<int32_t> ModelTable::CommitWeights(Model& model) {
+  for (Model::HeadState& head : model.heads) {
+    if (head == Model::HeadState::kLoaded) head = Model::HeadState::kCommitted;
+  }
+  std::vector<int32_t> missing = MissingLayers(model, true);
+  model.weights_complete = missing.empty() && HasExpanded(*model.spec);
+  return missing;
+}
+
+void ModelTable::DiscardWeights(Model& model) {
+  for (Model::HeadState& head : model.heads) {
+    if (head == Model::HeadState::kLoaded) head = Model::HeadState::kMissing;
+  }
+}
+
+std::vector<int32_t> ModelTable::MissingLayers(const Model& model, bool committed) const {
+  std::vector<int32_t> missing;
+  const int32_t heads = model.spec->geometry.num_heads;
+  for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
+    for (int32_t h = 0; h < heads; ++h) {
+      const Model::HeadState state = model.heads[size_t(layer) * heads + h];
+      if (state == Model::HeadState::kCommitted) continue;
+      if (!committed && state == Model::HeadState::kLoaded) continue;
+      missing.push_back(layer);
+      break;
+    }
+  }
+  return missing;
+}
+
+}  // namespace mla::scheduler

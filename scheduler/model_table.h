@@ -1,0 +1,78 @@
+// Registered models: geometry, cache layout and the state of their weights.
+//
+// Ownership: the table owns the models; ModelSpec is shared and immutable so that transports may
+// keep it. The backend holds the weight bytes in slots that the table assigns: slot = model index x
+// max_layers + layer. Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_MODEL_TABLE_H_
+#define MLA_SCHEDULER_MODEL_TABLE_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/fault.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/limits.h"
+#include "scheduler/model.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+struct Model {
+  int32_t index = -1;
+  TenantKey tenant = kNoTenant;
+  std::shared_ptr<const ModelSpec> spec;
+  kvcache::GroupLayout layout;
+  kvcache::LayoutId layout_id = -1;
+  int32_t sequences = 0;  // open ones; Unregister waits for zero
+  int32_t expanded_min_rows = 0;
+  // --- Weights
+  enum class HeadState : uint8_t { kMissing, kLoaded, kCommitted };
+  std::vector<HeadState> heads;  // [layers x num_heads]
+  int64_t weights_bytes = 0;     // charged against Limits::weights_bytes; 0: none yet
+  bool weights_complete = false;
+};
+
+class ModelTable {
+ public:
+  ModelTable(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache);
+
+  absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, Fault* fault);
+  absl::Status Unregister(TenantKey tenant, const std::string& id, Fault* fault);
+  // NOT_FOUND, with a reason, when the tenant has no such model.
+  absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field,
+                              Fault* fault);
+  ModelInfo Info(const Model& model) const;
+  std::vector<Model*> OfTenant(TenantKey tenant);
+  int32_t size() const;
+
+  absl::Status LoadWeights(Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
+                           std::span<const std::byte> bytes, Fault* fault);
+  std::vector<int32_t> CommitWeights(Model& model);
+  void DiscardWeights(Model& model);
+  // Layers that still miss heads; `committed` asks for committed heads, else loaded ones count too.
+  std::vector<int32_t> MissingLayers(const Model& model, bool committed) const;
+
+  int32_t weights_slot(const Model& model, int32_t layer) const {
+    return model.index * limits_.max_layers + layer;
+  }
+
+ private:
+  absl::Status CheckSpec(const ModelSpec& spec, Fault* fault) const;
+  absl::Status CheckSupported(const ModelSpec& spec, Fault* fault) const;
+
+  const Limits limits_;
+  kernels::AttentionBackend* const backend_;
+  kvcache::KvCache* const cache_;
+  std::vector<std::unique_ptr<Model>> models_;  // by index; null when free
+  int64_t weights_bytes_ = 0;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_MODEL_TABLE_H_
