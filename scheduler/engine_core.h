@@ -9,6 +9,7 @@
 #ifndef MLA_SCHEDULER_ENGINE_CORE_H_
 #define MLA_SCHEDULER_ENGINE_CORE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -80,6 +81,8 @@ class EngineCore {
   kernels::AttentionBackend& backend() { return *backend_; }
   const kvcache::KvCache& cache() const { return *cache_; }
   const PendingList& pending() const { return pending_; }
+  // Requests handed over and not answered: whoever hands one over counts it first. Any thread.
+  std::atomic<int32_t>& owned() { return owned_; }
 
  private:
   struct Stream {
@@ -139,6 +142,7 @@ class EngineCore {
   StreamId next_stream_ = 1;
   int32_t repeats_ = 0;  // pending requests that are repeats and not compared yet
   bool draining_ = false;
+  std::atomic<int32_t> owned_{0};
   EngineStats stats_;
 };
 

@@ -19,6 +19,7 @@ void EngineCore::Answer(StreamRequest* request, const absl::Status& status, cons
   if (options_.observer != nullptr) {
     options_.observer->OnRequest(*request, status, clock_->Now() - request->engine.arrival_ns);
   }
+  owned_.fetch_sub(1);
   request->Done(status, fault);
 }
 
@@ -26,6 +27,10 @@ void EngineCore::Accept(StreamRequest* request) {
   Fault fault;
   absl::Status status;
   bool wait = false;
+  if (!streams_.contains(request->stream)) {
+    Answer(request, absl::CancelledError("the stream is closed"), fault);
+    return;
+  }
   switch (request->kind) {
     case RequestKind::kBeginStep:
       status = BeginStep(request, &fault);

@@ -1,0 +1,344 @@
+#include "scheduler/engine.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <shared_mutex>
+#include <thread>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/engine_core.h"
+#include "scheduler/inbox.h"
+
+namespace mla::scheduler {
+namespace {
+
+// The engine's thread looks at its timers at least this often, whatever it was told.
+constexpr int64_t kLongestSleepNanos = 200'000'000;
+// Launches that a submitting thread runs before it leaves the rest to the engine's thread.
+constexpr int kInlineLaunches = 2;
+
+uint64_t RandomId() {
+  uint64_t id = 0;
+  while (getrandom(&id, sizeof(id), 0) != static_cast<ssize_t>(sizeof(id))) {
+  }
+  return id;
+}
+
+std::string ModelKey(const std::string& tenant, const std::string& id) {
+  return absl::StrCat(tenant.size(), ":", tenant, id);
+}
+
+}  // namespace
+
+class Engine::Impl {
+ public:
+  Impl(const EngineOptions& options, Clock* clock) : options_(options), clock_(clock) {}
+
+  // Holds the role for its lifetime. Control calls announce themselves so that the engine's thread,
+  // which would otherwise take the role again at once, lets them in.
+  class Role {
+   public:
+    explicit Role(Impl& impl) : impl_(impl) {
+      ++impl_.waiting_for_role_;
+      impl_.role_.lock();
+      --impl_.waiting_for_role_;
+      impl_.holder_ = std::this_thread::get_id();
+    }
+    // Takes over a role that try_lock has got.
+    Role(Impl& impl, std::adopt_lock_t) : impl_(impl) {
+      impl_.holder_ = std::this_thread::get_id();
+    }
+    ~Role() {
+      const bool work_left = impl_.core_->inflight() || !impl_.core_->pending().empty();
+      const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
+      impl_.holder_ = std::thread::id();
+      impl_.role_.unlock();
+      const bool own_thread = std::this_thread::get_id() == impl_.thread_.get_id();
+      if (!own_thread && (work_left || sooner || !impl_.inbox_.empty())) impl_.inbox_.Wake();
+    }
+    Role(const Role&) = delete;
+    Role& operator=(const Role&) = delete;
+
+   private:
+    Impl& impl_;
+  };
+
+  // Runs `fn(core)` with the role, after everything that was submitted before.
+  template <typename Fn>
+  auto WithRole(Fn&& fn) {
+    Role role(*this);
+    Drain();
+    return fn(*core_);
+  }
+
+  void Drain() {
+    StreamRequest* request = inbox_.TakeAll();
+    while (request != nullptr) {
+      StreamRequest* const next = request->engine.next;
+      request->engine.next = nullptr;
+      core_->Accept(request);
+      request = next;
+    }
+  }
+
+  // One round of the engine; true if it did anything.
+  bool Round() {
+    Drain();
+    const MonotonicNanos now = clock_->Now();
+    if (now >= core_->NextTick()) core_->Tick();
+    bool busy = core_->StartLaunch();
+    if (core_->backend().Info().unified_memory) {
+      busy |= core_->CompleteLaunch(/*wait=*/true);
+    } else {
+      busy |= core_->CompleteLaunch(/*wait=*/false);
+      if (!busy && core_->inflight()) {
+        std::this_thread::yield();
+        busy = true;
+      }
+    }
+    return busy || !inbox_.empty();
+  }
+
+  void RunThread() {
+    while (!stopping_) {
+      int64_t sleep = kLongestSleepNanos;
+      {
+        Role role(*this);
+        while (waiting_for_role_ == 0 && !stopping_ && Round()) {
+        }
+        const MonotonicNanos now = clock_->Now();
+        const MonotonicNanos tick = core_->NextTick();
+        sleep = std::clamp<int64_t>(tick - now, 0, kLongestSleepNanos);
+        wake_at_ = now + sleep;
+        if (core_->inflight() || waiting_for_role_ > 0) sleep = 0;
+      }
+      while (waiting_for_role_ > 0 && !stopping_) std::this_thread::yield();
+      if (sleep > 0) inbox_.Wait(sleep);
+    }
+  }
+
+  // The submitting thread takes the role if nobody has it, and runs what is small.
+  void RunInline() {
+    if (holder_ == std::this_thread::get_id()) return;  // called from Done: the holder drains
+    if (options_.inline_work <= 0 || !role_.try_lock()) {
+      if (options_.inline_work <= 0) inbox_.Wake();
+      return;
+    }
+    Role role(*this, std::adopt_lock);
+    Drain();
+    for (int i = 0; i < kInlineLaunches && !core_->pending().empty(); ++i) {
+      if (core_->ReadyWork() > options_.inline_work || !core_->StartLaunch()) break;
+      core_->CompleteLaunch(/*wait=*/true);
+      Drain();
+    }
+  }
+
+  const EngineOptions options_;
+  Clock* const clock_;
+  std::unique_ptr<EngineCore> core_;
+  kernels::BackendInfo info_;
+
+  std::mutex role_;
+  std::atomic<std::thread::id> holder_{};
+  std::atomic<int> waiting_for_role_{0};
+  std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
+  Inbox inbox_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+
+  std::shared_mutex directory_mutex_;
+  absl::flat_hash_map<std::string, std::shared_ptr<const ModelSpec>> directory_;
+};
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
+    const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+    Clock* clock) {
+  auto impl = std::make_unique<Impl>(options, clock);
+  impl->info_ = backend->Info();
+  absl::StatusOr<std::unique_ptr<EngineCore>> core =
+      EngineCore::Create(options, std::move(backend), clock, RandomId);
+  if (!core.ok()) return core.status();
+  impl->core_ = *std::move(core);
+  Impl* raw = impl.get();
+  if (options.dedicated_thread) impl->thread_ = std::thread([raw] { raw->RunThread(); });
+  return std::unique_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+int64_t Engine::CountBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  return backend.WorkspaceSize(Launcher::BackendLimitsOf(limits, backend)) +
+         Launcher::PlanBytes(limits, backend);
+}
+
+Engine::~Engine() {
+  impl_->WithRole([](EngineCore& core) { core.AbortAllSteps("the server stops"); });
+  impl_->stopping_ = true;
+  impl_->inbox_.Wake();
+  if (impl_->thread_.joinable()) impl_->thread_.join();
+}
+
+StreamId Engine::OpenStream(const std::string& tenant) {
+  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant); });
+}
+
+void Engine::CloseStream(StreamId stream) {
+  impl_->WithRole([&](EngineCore& core) { core.CloseStream(stream); });
+}
+
+absl::Status Engine::Submit(StreamRequest* request) {
+  if (impl_->stopping_) return absl::UnavailableError("the server stops");
+  EngineCore& core = *impl_->core_;
+  if (core.owned().fetch_add(1) >= impl_->options_.limits.queue_requests) {
+    core.owned().fetch_sub(1);
+    return absl::ResourceExhaustedError(absl::StrCat("the queue holds ",
+                                                     impl_->options_.limits.queue_requests,
+                                                     " requests, which is its limit"));
+  }
+  request->engine.arrival_ns = impl_->clock_->Now();
+  impl_->inbox_.Push(request);
+  if (impl_->options_.dedicated_thread) impl_->RunInline();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const ModelSpec& spec,
+                                                Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
+    absl::StatusOr<TenantKey> key = core.Tenant(tenant, fault);
+    if (!key.ok()) return key.status();
+    absl::StatusOr<Model*> model = core.models().Register(*key, spec, fault);
+    if (!model.ok()) return model.status();
+    const std::unique_lock<std::shared_mutex> lock(impl_->directory_mutex_);
+    impl_->directory_[ModelKey(tenant, spec.id)] = (*model)->spec;
+    return core.models().Info(**model);
+  });
+}
+
+absl::Status Engine::UnregisterModel(const std::string& tenant, const std::string& id,
+                                     Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) {
+    absl::Status status = core.models().Unregister(core.FindTenant(tenant), id, fault);
+    if (status.ok()) {
+      const std::unique_lock<std::shared_mutex> lock(impl_->directory_mutex_);
+      impl_->directory_.erase(ModelKey(tenant, id));
+    }
+    return status;
+  });
+}
+
+std::vector<ModelInfo> Engine::ListModels(const std::string& tenant) {
+  return impl_->WithRole([&](EngineCore& core) {
+    std::vector<ModelInfo> list;
+    for (const Model* model : core.models().OfTenant(core.FindTenant(tenant))) {
+      list.push_back(core.models().Info(*model));
+    }
+    return list;
+  });
+}
+
+std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
+                                                   const std::string& id) {
+  const std::shared_lock<std::shared_mutex> lock(impl_->directory_mutex_);
+  const auto found = impl_->directory_.find(ModelKey(tenant, id));
+  return found == impl_->directory_.end() ? nullptr : found->second;
+}
+
+absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& id, int32_t layer,
+                                 int32_t head_begin, int32_t head_count,
+                                 std::span<const std::byte> w_uk_w_uv, Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) {
+    absl::StatusOr<Model*> model =
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id", fault);
+    if (!model.ok()) return model.status();
+    return core.models().LoadWeights(**model, layer, head_begin, head_count, w_uk_w_uv, fault);
+  });
+}
+
+absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,
+                                                           const std::string& id) {
+  return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
+    Fault fault;
+    absl::StatusOr<Model*> model =
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id", &fault);
+    if (!model.ok()) return model.status();
+    return core.models().CommitWeights(**model);
+  });
+}
+
+void Engine::DiscardWeights(const std::string& tenant, const std::string& id) {
+  impl_->WithRole([&](EngineCore& core) {
+    Fault fault;
+    absl::StatusOr<Model*> model =
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id", &fault);
+    if (model.ok()) core.models().DiscardWeights(**model);
+  });
+}
+
+absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args, Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, fault); });
+}
+
+absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args, Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) { return core.ForkSequence(args, fault); });
+}
+
+absl::StatusOr<SequenceInfo> Engine::TruncateSequence(const std::string& tenant, SequenceId id,
+                                                      int64_t length, uint64_t expected_epoch,
+                                                      Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) {
+    return core.TruncateSequence(tenant, id, length, expected_epoch, fault);
+  });
+}
+
+SequenceList Engine::GetSequences(const SequenceSelection& selection) {
+  return impl_->WithRole([&](EngineCore& core) { return core.GetSequences(selection); });
+}
+
+int32_t Engine::ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
+                                 std::vector<SequenceId>* not_found) {
+  return impl_->WithRole(
+      [&](EngineCore& core) { return core.ReleaseSequences(tenant, ids, not_found); });
+}
+
+int32_t Engine::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
+                            std::vector<SequenceId>* not_found) {
+  return impl_->WithRole(
+      [&](EngineCore& core) { return core.RenewLeases(selection, lease_ms, not_found); });
+}
+
+EngineStats Engine::Stats() {
+  return impl_->WithRole([](EngineCore& core) { return core.Stats(); });
+}
+
+const kernels::BackendInfo& Engine::backend_info() const { return impl_->info_; }
+
+const Limits& Engine::limits() const { return impl_->options_.limits; }
+
+absl::Status Engine::Healthy() {
+  return impl_->WithRole([](EngineCore& core) { return core.backend().Healthy(); });
+}
+
+absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> Engine::AllocateHost(size_t bytes) {
+  return impl_->WithRole([&](EngineCore& core) { return core.backend().AllocateHost(bytes); });
+}
+
+void Engine::StartDrain() {
+  impl_->WithRole([](EngineCore& core) { core.StartDrain(); });
+}
+
+int32_t Engine::AbortAllSteps() {
+  return impl_->WithRole(
+      [](EngineCore& core) { return core.AbortAllSteps("the server aborts all open steps"); });
+}
+
+bool Engine::Poll() {
+  Impl::Role role(*impl_);
+  return impl_->Round();
+}
+
+}  // namespace mla::scheduler
