@@ -73,6 +73,7 @@ class Engine::Impl {
   auto WithRole(Fn&& fn) {
     Role role(*this);
     Drain();
+    if (clock_->Now() >= core_->NextTick()) core_->Tick();
     return fn(*core_);
   }
 

@@ -1,8 +1,9 @@
 // Device work on pages that reservations asked for and no launch has carried yet, in the order it
 // must happen.
 //
-// Inside one part copies go before scrubs: a page may be freed and promised to another tenant after
-// it was copied from. A later copy into a page whose scrub is still to come starts a new part.
+// The work of one reservation may run in any order, that of different ones may not. Parts keep
+// this: inside one part copies go before scrubs (a page may be freed and promised to another tenant
+// after it was copied from), and work with copies after other copies or scrubs starts a new part.
 #ifndef MLA_SCHEDULER_PAGE_WORK_H_
 #define MLA_SCHEDULER_PAGE_WORK_H_
 
@@ -19,7 +20,9 @@ namespace mla::scheduler {
 class PageWork {
  public:
   void Add(const kvcache::KvWork& work) {
-    if (used_ == 0 || (!work.copies.empty() && !parts_[used_ - 1].scrubs.empty())) {
+    const bool after_others =
+        used_ > 0 && (!parts_[used_ - 1].copies.empty() || !parts_[used_ - 1].scrubs.empty());
+    if (used_ == 0 || (!work.copies.empty() && after_others)) {
       if (used_ == parts_.size()) parts_.emplace_back();
       parts_[used_++].Clear();
     }

@@ -22,7 +22,7 @@ SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, cons
       cache_(cache),
       clock_(clock),
       ids_(std::move(ids)),
-      leases_(limits.max_sequences, clock),
+      leases_(limits.max_sequences),
       by_slot_(limits.max_sequences) {
   by_id_.reserve(limits.max_sequences);
 }
@@ -172,7 +172,7 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
 void SequenceTable::Release(Sequence* sequence) {
   const kvcache::SeqSlot slot = sequence->slot;
   --sequence->model->sequences;
-  leases_.Remove(slot);
+  leases_.Drop(slot);
   by_id_.erase(sequence->id);
   if (!sequence->request_id.empty()) {
     by_request_.erase(RequestKey(sequence->tenant, sequence->request_id));
@@ -185,7 +185,7 @@ void SequenceTable::Renew(Sequence* sequence, int64_t lease_ms) {
   if (lease_ms > 0) {
     sequence->lease_ns = std::min(lease_ms, limits_.max_lease_ms) * kNanosPerMilli;
   }
-  leases_.Renew(sequence->slot, sequence->lease_ns);
+  leases_.Grant(sequence->slot, clock_->Now() + sequence->lease_ns);
 }
 
 Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
@@ -222,8 +222,7 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   info.id = sequence.id;
   info.epoch = sequence.epoch;
   info.length = cache_->length(sequence.slot);
-  const int64_t left = leases_.deadline(sequence.slot) - clock_->Now();
-  info.lease_left_ms = std::max<int64_t>(0, left / kNanosPerMilli);
+  info.lease_left_ms = leases_.left_ns(sequence.slot, clock_->Now()) / kNanosPerMilli;
   info.in_step = sequence.step != nullptr;
   info.model_id = sequence.model->spec->id;
   info.client_id = sequence.client_id;
@@ -235,8 +234,9 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
 
 int32_t SequenceTable::ExpireLeases() {
   int32_t expired = 0;
-  while (const std::optional<int32_t> slot = leases_.PopExpired()) {
-    Sequence* sequence = by_slot_[*slot].get();
+  const MonotonicNanos now = clock_->Now();
+  for (int32_t slot; (slot = leases_.PopExpired(now)) != kvcache::LeaseTable::kNone;) {
+    Sequence* sequence = by_slot_[slot].get();
     if (sequence->step != nullptr) {
       Renew(sequence);  // its step has a lease of its own
       continue;

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,7 +72,7 @@ class SequenceTable {
   // many.
   int32_t ExpireLeases();
   // When ExpireLeases should next be called; max() if nothing is leased.
-  MonotonicNanos NextExpiry() const { return leases_.NextExpiry(); }
+  MonotonicNanos NextExpiry() const { return leases_.next_deadline_ns(); }
   int32_t size() const { return static_cast<int32_t>(by_id_.size()); }
 
  private:
