@@ -16,7 +16,10 @@ inline absl::Status RefuseField(Fault* fault, std::string field, const std::stri
                                 std::string limit, std::string reason,
                                 absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
   absl::Status status(code, absl::StrCat(field, ": got ", got, ", must be ", limit));
-  *fault = Fault{std::move(field), std::move(limit), got, std::move(reason), 0, 0};
+  fault->field = std::move(field);
+  fault->limit = std::move(limit);
+  fault->got = got;
+  fault->reason = std::move(reason);
   return status;
 }
 

@@ -1,0 +1,107 @@
+// Drives an EngineCore by hand in one thread: requests with recorded answers, a simulated clock,
+// the reference backend, and a tiny model whose answers are computed densely and independently of
+// the product's code.
+#ifndef MLA_SCHEDULER_TESTING_ENGINE_HARNESS_H_
+#define MLA_SCHEDULER_TESTING_ENGINE_HARNESS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine_core.h"
+
+namespace mla::scheduler::testing {
+
+// Records its answer. Owns the tensors it sends and receives.
+class TestRequest final : public StreamRequest {
+ public:
+  void Done(const absl::Status& answer, const Fault& why) override {
+    ++answers;
+    status = answer;
+    fault = why;
+  }
+  bool answered() const { return answers > 0; }
+
+  int answers = 0;
+  absl::Status status;
+  Fault fault;
+  std::vector<kernels::Bf16> kv_rows;
+  std::vector<kernels::Bf16> queries;
+  std::vector<float> output;
+  std::vector<float> lse;
+};
+
+// A KV row or query as the test knows it: the values that survive rounding to bf16.
+using Row = std::vector<float>;
+// Deterministic pseudo-random row of `dim` elements, distinct for distinct keys.
+Row MakeRow(uint64_t key, int dim);
+
+// softmax(scale · q K^T) V over the given rows, dense, in double.
+void DenseAttention(const ModelSpec& model, const std::vector<const Row*>& rows, const Row& q,
+                    Row* output, double* lse);
+
+struct HarnessOptions {
+  Limits limits;
+  ModelSpec model;
+  std::unique_ptr<kernels::AttentionBackend> backend;  // null: reference
+  EngineObserver* observer = nullptr;
+};
+
+// Limits small enough that a test meets all of them.
+Limits TinyLimits();
+// heads 2, latent 8 + rope 4, nope 6, v 5, 2 layers, pages of 3 rows.
+ModelSpec TinyModel();
+
+class EngineHarness {
+ public:
+  explicit EngineHarness(HarnessOptions options);
+  explicit EngineHarness() : EngineHarness({TinyLimits(), TinyModel(), nullptr, nullptr}) {}
+
+  EngineCore& core() { return *core_; }
+  SimulatedClock& clock() { return clock_; }
+  const ModelSpec& model() const { return model_; }
+  const std::string& tenant() const { return tenant_; }
+
+  SequenceInfo Open(const std::string& request_id = "", int64_t lease_ms = 0);
+  SequenceInfo Get(SequenceId id);
+  // Hands over; the request may still wait when these return.
+  std::unique_ptr<TestRequest> Begin(StreamId stream, StepId step,
+                                     std::vector<StepSequenceArgs> sequences, int participants = 1);
+  // Rows [row_begin, +kv.size()) of a layer, all heads; q rows are MakeRow(q_key + row * heads +
+  // head).
+  std::unique_ptr<TestRequest> Attend(StreamId stream, StepId step, int layer, int row_begin,
+                                      const std::vector<Row>& kv, uint64_t q_key);
+  // The same without KV rows, for a slice of heads.
+  std::unique_ptr<TestRequest> Query(StreamId stream, StepId step, int layer, int row_begin,
+                                     int rows, int head, int heads, uint64_t q_key);
+  std::unique_ptr<TestRequest> AppendOnly(StreamId stream, StepId step, int layer, int row_begin,
+                                          const std::vector<Row>& kv);
+  std::unique_ptr<TestRequest> End(StreamId stream, StepId step, std::vector<int32_t> rows = {});
+  std::unique_ptr<TestRequest> Abort(StreamId stream, StepId step);
+  // Launches until nothing is ready.
+  void Run();
+  void Advance(int64_t ms) {
+    clock_.Advance(ms * 1'000'000);
+    core_->Tick();
+  }
+  // Worst absolute difference of the request's output from the dense answer, where row i of the
+  // request sees the first visible[i] of `rows`; also compares the LSE.
+  double Error(const TestRequest& request, const std::vector<const Row*>& rows,
+               const std::vector<int>& visible, uint64_t q_key);
+
+ private:
+  void Submit(TestRequest* request);
+  void FillQueries(TestRequest* request, uint64_t q_key);
+
+  const std::string tenant_ = "tenant-a";
+  SimulatedClock clock_;
+  ModelSpec model_;
+  std::unique_ptr<EngineCore> core_;
+};
+
+}  // namespace mla::scheduler::testing
+
+#endif  // MLA_SCHEDULER_TESTING_ENGINE_HARNESS_H_
