@@ -6,104 +6,21 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/plan_tiles.h"
+#include "scheduler/plan_writer.h"
 
 namespace mla::scheduler {
 namespace {
 
 using kernels::PlanTraits;
-using kernels::ReduceTile;
-using kernels::WorkInfo;
 
 constexpr int32_t kMaxHeads = 65535;  // WorkInfo packs head bounds in 16 bits
 constexpr int32_t kMaxTileRows = 1 << 16;
-constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 2;
-
-// How a request is cut into tiles; a function of its heads alone.
-struct TileShape {
-  int32_t heads;   // of a tile at most
-  int32_t q_rows;  // of a tile at most
-};
-
-int32_t HeadLimit(const PlanTraits& traits) {
-  return traits.max_heads_per_tile == 0 ? traits.tile_rows
-                                        : std::min(traits.max_heads_per_tile, traits.tile_rows);
-}
-
-TileShape ShapeOf(int32_t num_heads, const PlanTraits& traits) {
-  const int32_t heads = std::min(num_heads, HeadLimit(traits));
-  return {heads, traits.tile_rows / heads};
-}
-
-// One tile of a request, as the cut sees it.
-struct Tile {
-  int32_t request;
-  int32_t q_begin, q_end;
-  uint32_t heads;
-  int32_t packed_rows;
-  int32_t request_kv_rows;
-  int32_t kv_end;      // what its last query row sees
-  int32_t first_sees;  // what its first query row sees; no cut lies at or past it
-};
-
-bool FitsOneTile(const PlanRequest& request, int32_t head_limit, int32_t tile_rows) {
-  return request.num_heads <= head_limit &&
-         static_cast<int64_t>(request.q_rows) * request.num_heads <= tile_rows;
-}
-
-// Calls visit(tile) for the tiles of one request: query rows outside, head ranges inside, so that
-// neighbours read the same KV rows.
-template <typename Visit>
-inline void ForEachTile(const PlanRequest& request, int32_t index, int32_t head_limit,
-                        const PlanTraits& traits, Visit&& visit) {
-  Tile tile;
-  tile.request = index;
-  tile.request_kv_rows = request.kv_rows;
-  if (FitsOneTile(request, head_limit, traits.tile_rows)) {
-    if (request.q_rows == 0) return;
-    tile.q_begin = 0;
-    tile.q_end = request.q_rows;
-    tile.heads = kernels::PackHeads(0, request.num_heads);
-    tile.packed_rows = request.q_rows * request.num_heads;
-    tile.kv_end = request.kv_rows;
-    tile.first_sees = request.causal ? request.kv_rows - request.q_rows + 1 : request.kv_rows;
-    visit(tile);
-    return;
-  }
-  const TileShape shape = ShapeOf(request.num_heads, traits);
-  const int32_t unseen = request.causal ? request.q_rows - request.kv_rows : 0;
-  for (int32_t q = 0; q < request.q_rows; q = tile.q_end) {
-    tile.q_begin = q;
-    tile.q_end = request.q_rows - q > shape.q_rows ? q + shape.q_rows : request.q_rows;
-    tile.kv_end = request.causal ? std::max(0, tile.q_end - unseen) : request.kv_rows;
-    tile.first_sees = request.causal ? q + 1 - unseen : request.kv_rows;
-    for (int32_t head = 0; head < request.num_heads; head += shape.heads) {
-      const int32_t head_end = std::min(head + shape.heads, request.num_heads);
-      tile.heads = kernels::PackHeads(head, head_end);
-      tile.packed_rows = (tile.q_end - q) * (head_end - head);
-      visit(tile);
-    }
-  }
-}
-
-// What a batch comes to, counted before anything is written.
-struct Tally {
-  int64_t tiles = 0;
-  int64_t kv_rows = 0;  // of all tiles
-  // Fixed-split mode only, exact; otherwise the cuts decide.
-  int64_t pieces = 0;
-  int64_t split_tiles = 0;
-  int64_t partials = 0;
-  int64_t partial_rows = 0;
-};
-
-int64_t PiecesOf(const Tile& tile, int32_t split_rows) {
-  return tile.first_sees > 0 ? 1 + (tile.first_sees - 1) / split_rows : 1;
-}
 
 template <bool kFixed>
-inline void Count(const PlanRequest& request, int32_t head_limit, const PlanTraits& traits,
-                  int32_t split_rows, int64_t times, Tally& tally) {
-  ForEachTile(request, 0, head_limit, traits, [&](const Tile& tile) {
+void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, Tally& tally) {
+  const int32_t split_rows = SplitRows(traits);
+  ForEachTile(request, 0, traits, [&](const Tile& tile) {
     tally.tiles += times;
     tally.kv_rows += times * tile.kv_end;
     if constexpr (kFixed) {
@@ -118,11 +35,27 @@ inline void Count(const PlanRequest& request, int32_t head_limit, const PlanTrai
   });
 }
 
-// Cut points are multiples of the granularity in both modes.
-int32_t SplitRows(const PlanTraits& traits) {
-  const int64_t g = traits.kv_granularity;
-  const int64_t rounded = (traits.fixed_split_rows + g - 1) / g * g;
-  return static_cast<int32_t>(std::min<int64_t>(rounded, std::numeric_limits<int32_t>::max()));
+// The same for the common batch, in which each request is valid and makes one tile at most. False,
+// and a tally without meaning, for any other batch.
+bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& traits, Tally& tally) {
+  const int64_t tile_rows = traits.tile_rows;
+  const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
+  int64_t tiles = static_cast<int64_t>(requests.size());
+  int64_t kv_rows = 0;
+  int64_t negative = 0;  // its sign bit: some request was outside some bound
+  for (const PlanRequest& request : requests) {
+    const int64_t heads = request.num_heads;
+    negative |= request.q_rows | request.kv_rows | (heads - 1) | (heads_most - heads) |
+                (tile_rows - request.q_rows * heads);
+    if (request.q_rows == 0) [[unlikely]] {
+      --tiles;
+      continue;
+    }
+    kv_rows += request.kv_rows;
+  }
+  tally.tiles = tiles;
+  tally.kv_rows = kv_rows;
+  return negative >= 0;
 }
 
 // Array lengths that suffice for a batch of this tally. A cut makes at most two partial tiles and
@@ -202,155 +135,6 @@ absl::Status Explain(const PlanRequest& request, size_t index) {
   return fault("num_heads", request.num_heads, "1..65535");
 }
 
-// Fills the arrays in one walk over the tiles. `room_` is the charge that the open unit can still
-// take.
-template <bool kFixed>
-class Writer {
- public:
-  Writer(const PlanTraits& traits, const Tally& tally, MetadataBuffers& buffers)
-      : units_(traits.units),
-        granularity_(static_cast<uint32_t>(traits.kv_granularity)),
-        overhead_(traits.item_overhead_rows),
-        split_rows_(SplitRows(traits)),
-        work_indptr_(buffers.work_indptr().data()),
-        work_info_(buffers.work_info().data()),
-        reduce_indptr_(buffers.reduce_indptr().data()),
-        reduce_final_map_(buffers.reduce_final_map().data()),
-        reduce_partial_map_(buffers.reduce_partial_map().data()) {
-    // Every unit but the last advances by at least charge / units: what it gets beyond that pays
-    // for the item that its cut adds and for rounding the cut down.
-    const int64_t charge = tally.kv_rows + (kFixed ? tally.pieces : tally.tiles) * overhead_;
-    payload_ = (charge + units_ - 1) / units_;
-    if constexpr (!kFixed) payload_ += overhead_ + granularity_ - 1;
-    work_indptr_[0] = 0;
-    reduce_indptr_[0] = 0;
-    OpenUnit(0);
-  }
-
-  void Place(const Tile& tile) {
-    if constexpr (kFixed) {
-      PlaceFixed(tile);
-    } else {
-      PlaceBalanced(tile);
-    }
-  }
-
-  // Closes the last units and returns how many of each array were written.
-  kernels::PlanView Finish(MetadataBuffers& buffers) {
-    NoteUnit();
-    for (int32_t u = unit_ + 1; u <= units_; ++u) work_indptr_[u] = items_;
-    kernels::PlanView view;
-    view.work_indptr = buffers.work_indptr().first(static_cast<size_t>(units_) + 1);
-    view.work_info = buffers.work_info().first(static_cast<size_t>(items_));
-    view.reduce_indptr = buffers.reduce_indptr().first(static_cast<size_t>(reduce_tiles_) + 1);
-    view.reduce_final_map = buffers.reduce_final_map().first(static_cast<size_t>(reduce_tiles_));
-    view.reduce_partial_map = buffers.reduce_partial_map().first(static_cast<size_t>(partials_));
-    view.partial_rows = partial_rows_;
-    return view;
-  }
-
-  int64_t busiest_kv_rows() const { return busiest_kv_rows_; }
-
- private:
-  void OpenUnit(int64_t carried) {
-    // The last unit takes whatever is left.
-    room_ = unit_ + 1 == units_ ? kUnbounded : payload_ + carried;
-    room_at_open_ = room_;
-    items_at_open_ = items_;
-  }
-
-  void NoteUnit() {
-    const int64_t kv_rows = room_at_open_ - room_ - overhead_ * (items_ - items_at_open_);
-    busiest_kv_rows_ = std::max(busiest_kv_rows_, kv_rows);
-  }
-
-  void NextUnit() {
-    NoteUnit();
-    work_indptr_[++unit_] = items_;
-    OpenUnit(kFixed ? room_ : 0);
-  }
-
-  void Emit(const Tile& tile, int32_t kv_begin, int32_t kv_end, int32_t partial_row) {
-    work_info_[items_++] = {tile.request,
-                            partial_row,
-                            tile.q_begin,
-                            tile.q_end,
-                            kv_begin,
-                            kv_end,
-                            tile.request_kv_rows - kv_end,
-                            tile.heads};
-    room_ -= kv_end - kv_begin + overhead_;
-  }
-
-  void EmitPartial(const Tile& tile, int32_t kv_begin, int32_t kv_end) {
-    Emit(tile, kv_begin, kv_end, partial_rows_);
-    reduce_partial_map_[partials_++] = partial_rows_;
-    partial_rows_ += tile.packed_rows;
-  }
-
-  // The piece from kv_begin to the end of the tile; a reduce tile if others went before.
-  void EmitLast(const Tile& tile, int32_t kv_begin) {
-    if (kv_begin == 0) {
-      Emit(tile, 0, tile.kv_end, kernels::kUnsplit);
-      return;
-    }
-    EmitPartial(tile, kv_begin, tile.kv_end);
-    reduce_final_map_[reduce_tiles_++] = {tile.request, tile.q_begin, tile.q_end, tile.heads};
-    reduce_indptr_[reduce_tiles_] = partials_;
-  }
-
-  void PlaceBalanced(const Tile& tile) {
-    int32_t begin = 0;
-    while (room_ < tile.kv_end - begin + overhead_) {
-      int64_t cut = begin + room_ - overhead_;
-      if (cut > begin) cut -= static_cast<uint32_t>(cut) % granularity_;
-      if (cut > begin) {
-        if (cut >= tile.first_sees) break;  // only the causal tail is left: it stays in one piece
-        EmitPartial(tile, begin, static_cast<int32_t>(cut));
-        begin = static_cast<int32_t>(cut);
-      }
-      NextUnit();
-    }
-    EmitLast(tile, begin);
-  }
-
-  // A piece goes to the unit that holds the middle of its charge.
-  void PlaceFixed(const Tile& tile) {
-    int32_t begin = 0;
-    for (int64_t pieces = PiecesOf(tile, split_rows_); pieces > 1; --pieces) {
-      SkipFullUnits(split_rows_);
-      EmitPartial(tile, begin, begin + split_rows_);
-      begin += split_rows_;
-    }
-    SkipFullUnits(tile.kv_end - begin);
-    EmitLast(tile, begin);
-  }
-
-  void SkipFullUnits(int32_t kv_rows) {
-    while (2 * room_ < kv_rows + overhead_) NextUnit();
-  }
-
-  const int32_t units_;
-  const uint32_t granularity_;
-  const int64_t overhead_;
-  const int32_t split_rows_;
-  int32_t* const work_indptr_;
-  WorkInfo* const work_info_;
-  int32_t* const reduce_indptr_;
-  ReduceTile* const reduce_final_map_;
-  int32_t* const reduce_partial_map_;
-  int64_t payload_ = 0;
-  int64_t room_ = 0;
-  int64_t room_at_open_ = 0;
-  int64_t busiest_kv_rows_ = 0;
-  int32_t items_at_open_ = 0;
-  int32_t unit_ = 0;
-  int32_t items_ = 0;
-  int32_t partials_ = 0;
-  int32_t partial_rows_ = 0;
-  int32_t reduce_tiles_ = 0;
-};
-
 // Plans are told apart across all planners of the process: backends keep device copies by it.
 uint64_t NextGeneration() {
   static std::atomic<uint64_t> last{0};
@@ -361,22 +145,26 @@ template <bool kFixed>
 absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> requests,
                                             const PlanTraits& traits, MetadataBuffers& buffers,
                                             double& imbalance) {
-  const int32_t head_limit = HeadLimit(traits);
-  const int32_t split_rows = SplitRows(traits);
   Tally tally;
-  for (size_t i = 0; i < requests.size(); ++i) {
-    if (!Valid(requests[i])) [[unlikely]]
-      return Explain(requests[i], i);
-    Count<kFixed>(requests[i], head_limit, traits, split_rows, 1, tally);
+  const bool only_tiles = !kFixed && CountOnlyTiles(requests, traits, tally);
+  if (!only_tiles) {
+    tally = Tally();
+    for (size_t i = 0; i < requests.size(); ++i) {
+      if (!Valid(requests[i])) return Explain(requests[i], i);
+      Count<kFixed>(requests[i], traits, 1, tally);
+    }
   }
   if (auto s = CheckFits(Needs(tally, traits), buffers.capacity()); !s.ok()) return s;
 
-  Writer<kFixed> writer(traits, tally, buffers);
-  for (size_t i = 0; i < requests.size(); ++i) {
-    ForEachTile(requests[i], static_cast<int32_t>(i), head_limit, traits,
+  PlanWriter<kFixed> writer(traits, tally, buffers);
+  if constexpr (!kFixed) {
+    if (only_tiles) writer.PlaceOnlyTiles(requests);
+  }
+  for (size_t i = 0; i < requests.size() && !only_tiles; ++i) {
+    ForEachTile(requests[i], static_cast<int32_t>(i), traits,
                 [&](const Tile& tile) { writer.Place(tile); });
   }
-  kernels::PlanView view = writer.Finish(buffers);
+  kernels::PlanView view = writer.Finish();
   view.generation = NextGeneration();
   const double mean = static_cast<double>(tally.kv_rows) / traits.units;
   imbalance = tally.kv_rows > 0 ? static_cast<double>(writer.busiest_kv_rows()) / mean : 1.0;
@@ -411,7 +199,7 @@ Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
   const int32_t min_heads = std::min(limits.min_heads, max_heads);
   const auto count = [&](int32_t q_rows, int32_t heads, int64_t times, Tally& tally) {
     const PlanRequest request{q_rows, limits.kv_rows, heads, false};
-    Count<kFixed>(request, HeadLimit(traits), traits, SplitRows(traits), times, tally);
+    Count<kFixed>(request, traits, times, tally);
   };
   const auto cheaper = [](const Tally& a, const Tally& b) { return a.tiles <= b.tiles ? a : b; };
 
@@ -428,7 +216,7 @@ Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
   const int64_t dense_rows = (limits.packed_rows + densest - 1) / densest;
   Tally by_rows, by_packed_rows;
   count(limits.q_rows, max_heads, 1, by_rows);
-  by_packed_rows.tiles = kUnbounded;
+  by_packed_rows.tiles = std::numeric_limits<int64_t>::max();
   if (dense_rows < limits.q_rows) {
     by_packed_rows.tiles = 0;
     count(static_cast<int32_t>(dense_rows), densest, 1, by_packed_rows);

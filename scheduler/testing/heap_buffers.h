@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "kernels/attention_backend.h"
 #include "scheduler/metadata_buffers.h"
@@ -14,11 +13,14 @@ namespace mla::scheduler::testing {
 
 class HeapBuffer final : public kernels::HostBuffer {
  public:
-  explicit HeapBuffer(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {}
-  std::span<std::byte> bytes() override { return bytes_; }
+  explicit HeapBuffer(int64_t bytes)
+      : size_(static_cast<size_t>(bytes)),
+        data_(std::make_unique_for_overwrite<std::byte[]>(size_)) {}
+  std::span<std::byte> bytes() override { return {data_.get(), size_}; }
 
  private:
-  std::vector<std::byte> bytes_;
+  size_t size_;
+  std::unique_ptr<std::byte[]> data_;
 };
 
 // REQUIRES: a capacity that MetadataBuffers accepts.
