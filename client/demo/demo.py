@@ -1,0 +1,199 @@
+"""The demo: a DeepSeek-architecture model whose attention a server computes.
+
+Starts the server, prefills a text and generates greedily with the attention remote, in the EXPANDED
+and in the ABSORBED profile; checks every token against the same model run locally in float32, and
+the check itself against two broken attentions; then two workers at once, a fork that continues two
+ways, a verified draft and a truncation. The last line says how it went; the exit status is 1 unless
+all of it went well.
+"""
+
+from __future__ import annotations
+
+import os
+
+# One BLAS thread: the server computes on the same cores. Read when numpy is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# pylint: disable=wrong-import-position
+import argparse
+import pathlib
+import sys
+import time
+from typing import Any, List
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+
+import mla_client
+import numpy as np
+import scenes
+from attention import register
+from checks import ERROR_BOUND, MIN_CHANGED, Comparison, LocalModel
+from generate import Phase
+from mla_client.testing import ServerProcess
+from model import Model
+from workers import WorkerReport, run_workers
+
+TEXT = pathlib.Path(__file__).with_name("text.txt")
+TOKENS = 64
+WORKER_TOKENS = 32
+WORKER_ROUNDS = 5
+MODEL_ID = "demo-deepseek-v3"
+PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
+
+
+class Demo:
+    """The scenes and what came of them."""
+
+    def __init__(self, target: str):
+        self.started = time.monotonic()
+        self.target = target
+        self.model = Model()
+        self.local = LocalModel(self.model)
+        self.prompt = list(TEXT.read_bytes())
+        self.rows: List[str] = []  # of the table
+        self.ok = True
+        self.verdict: List[str] = []
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    def judge(self, ok: bool, text: str) -> None:
+        """Adds to the last line."""
+        self.ok = self.ok and ok
+        self.verdict.append(text)
+
+    def run(self, client: mla_client.Client) -> bool:
+        """All scenes; True if all went well."""
+        info = client.server_info()
+        self.say(f"server {info.server_version}, backend {info.backend.name} on "
+                 f"{info.backend.device}, {info.backend.units} units")
+        registered = register(client, self.model, MODEL_ID)
+        self.say(f"registered {MODEL_ID}: {self.model.config.heads} heads, "
+                 f"{self.model.config.layers} layers, "
+                 f"softmax scale {self.model.config.softmax_scale:.6f}")
+        runs = [self.run_profile(client, registered, profile) for profile in PROFILES]
+        workers_ok = self.two_workers(client)
+        self.judge(workers_ok, f"two workers {word(workers_ok)}")
+        fork_ok = scenes.fork(runs[0], self.local, self.say)
+        self.judge(fork_ok, f"fork {word(fork_ok)}")
+        truncate_ok = scenes.speculate(runs[0], self.local, self.say)
+        self.judge(truncate_ok, f"truncate {word(truncate_ok)}")
+        for run in runs:
+            run.generator.sequence.release()
+        return self.ok
+
+    def run_profile(self, client: mla_client.Client, registered: mla_client.Model,
+                    profile: mla_client.Profile) -> scenes.Run:
+        """Prefill and generation in one profile, compared and controlled."""
+        name = profile.name.lower()
+        run = scenes.generate(self.model, client, registered, profile, self.prompt, TOKENS,
+                              self.say)
+        self.say(f"{name}: {scenes.text_of(run.tokens)}")
+        result = scenes.check_run(run, self.local, self.say)
+        controls = self.local.controls(run.prompt, run.tokens)
+        self.say(f"{name}: attention zeroed changes {controls.zeroed} of {TOKENS} tokens, shifted "
+                 f"by one row {controls.shifted} (each must change at least {MIN_CHANGED})")
+        self.judge(result.ok and controls.ok, verdict_of(result, name))
+        if not controls.ok:
+            self.verdict.append(f"negative controls ({name}) FAILED")
+        for phase_name, phase in (("prefill", run.generator.prefill_phase),
+                                  ("decode", run.generator.decode_phase)):
+            self.rows.append(table_row(f"{name} {phase_name}", phase))
+        return run
+
+    def two_workers(self, client: mla_client.Client) -> bool:
+        """Two processes at once, until their requests met in one launch at different layers."""
+        half = len(self.prompt) // 2
+        prompts = [self.prompt[:half], self.prompt[half:]]
+        for attempt in range(1, WORKER_ROUNDS + 1):
+            before = client.stats()
+            reports = run_workers(self.target, MODEL_ID, prompts, WORKER_TOKENS)
+            after = client.stats()
+            good = all([self.check_worker(prompt, report)
+                        for prompt, report in zip(prompts, reports)])
+            if not good:
+                return False
+            met = self.show_mix(before, after)
+            if met:
+                return True
+            self.say(f"two workers: not met in round {attempt} of {WORKER_ROUNDS}")
+        return False
+
+    def check_worker(self, prompt: List[int], report: WorkerReport) -> bool:
+        """One worker's tokens against the local model."""
+        if report.failure:
+            self.say(f"worker {report.index}: {report.failure}")
+            return False
+        result = self.local.check(prompt, report.tokens, report.logits)
+        self.say(f"worker {report.index}: {result}, {report.seconds:.1f} s; a launch it shared had "
+                 f"up to {report.most_requests} requests of {report.most_clients} clients at "
+                 f"{report.most_layers} layers")
+        return result.ok
+
+    def show_mix(self, before: Any, after: Any) -> bool:
+        """The batches that the server saw; True if clients and layers met in a launch."""
+
+        def grown(name: str) -> int:
+            return getattr(after, name) - getattr(before, name)
+
+        self.say(f"two workers: {grown('requests_total')} requests in {grown('launches')} "
+                 f"launches, {grown('launches_mixed_clients')} with both clients, "
+                 f"{grown('launches_mixed_layers')} with several layers; rows: "
+                 f"{grown('rows_decode')} decode, {grown('rows_extend')} extend, "
+                 f"{grown('rows_prefill')} prefill; plans {grown('plan_hits')} reused, "
+                 f"{grown('plan_misses')} made")
+        return grown("launches_mixed_clients") > 0 and grown("launches_mixed_layers") > 0
+
+    def table(self) -> None:
+        """Where the time went."""
+        print(f"\n{'phase':<18}{'rows':>6}{'tokens/s':>10}   time per layer request, us"
+              f"\n{'':<18}{'':>6}{'':>10}{'total':>9}{'network':>9}{'queue':>9}{'plan':>9}"
+              f"{'kernel':>9}{'write':>9}")
+        for row in self.rows:
+            print(row)
+        print(flush=True)
+
+
+def table_row(name: str, phase: Phase) -> str:
+    """One phase of a run."""
+    columns = ("round_trip_us", "network_us", "queue_us", "plan_us", "kernel_us", "write_us")
+    return (f"{name:<18}{phase.rows:>6}{phase.rows / phase.seconds:>10.1f}"
+            + "".join(f"{phase.mean(column):>9.0f}" for column in columns))
+
+
+def word(ok: bool) -> str:
+    return "ok" if ok else "FAILED"
+
+
+def verdict_of(result: Comparison, name: str) -> str:
+    """A profile's part of the last line."""
+    text = f"{result.agree}/{result.positions} agree ({name}, {result.near_ties} near ties)"
+    if result.error >= ERROR_BOUND:
+        text += f" E {result.error:.3f} TOO LARGE"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", required=True, help="path of the mla-server binary")
+    parser.add_argument("--server-arg", action="append", default=[],
+                        help="passed on to the server; may be repeated")
+    args = parser.parse_args()
+    np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
+    try:
+        with ServerProcess(args.server, ["--kv-cache-bytes=268435456", *args.server_arg]) as server:
+            demo = Demo(server.target)
+            with mla_client.Client.connect(server.target) as client:
+                ok = demo.run(client)
+        demo.table()
+        print("demo: " + ", ".join(demo.verdict))
+    except (mla_client.MlaError, RuntimeError, OSError) as error:
+        print(f"demo: FAILED: {error}")
+        return 1
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Prefill and greedy generation with attention through a service."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Callable, List, Optional, Sequence, Tuple
+
+import mla_client
+import numpy as np
+from attention import StepAttention
+from model import Array, Model
+
+PREFILL_ROWS = 512  # rows of one prefill step
+
+
+@dataclasses.dataclass
+class Phase:
+    """Time and requests of one phase of a run."""
+
+    rows: int = 0
+    seconds: float = 0.0
+    timings: List[mla_client.Timings] = dataclasses.field(default_factory=list)
+
+    def mean(self, name: str) -> float:
+        """Mean of one of the timings over the requests."""
+        return float(np.mean([getattr(timing, name) for timing in self.timings] or [0]))
+
+
+class Generator:
+    """One sequence of a model whose attention a service computes."""
+
+    def __init__(self, model: Model, service: mla_client.Service, sequence: mla_client.Sequence,
+                 profile: mla_client.Profile):
+        self.model = model
+        self.service = service
+        self.sequence = sequence
+        self.profile = profile
+        self.prefill_phase = Phase()
+        self.decode_phase = Phase()
+
+    def feed(self, tokens: Sequence[int], phase: Optional[Phase] = None,
+             keep: Optional[int] = None) -> Array:
+        """Adds tokens in one step, of which the first `keep` are committed; returns all logits."""
+        begin = time.monotonic()
+        start = self.sequence.length
+        with self.service.step([(self.sequence, len(tokens))]) as step:
+            attention = StepAttention(self.model, step, self.profile)
+            logits = self.model.forward(np.asarray(tokens, np.int64),
+                                        np.arange(start, start + len(tokens)), attention)
+            if keep is not None:
+                step.end([keep])
+        if phase is not None:
+            phase.rows += len(tokens)
+            phase.seconds += time.monotonic() - begin
+            phase.timings += attention.timings
+        return logits
+
+    def prefill(self, prompt: Sequence[int],
+                progress: Callable[[int], None] = lambda rows: None) -> Array:
+        """Feeds a prompt in steps; returns the logits of its last row."""
+        for begin in range(0, len(prompt), PREFILL_ROWS):
+            logits = self.feed(prompt[begin:begin + PREFILL_ROWS], self.prefill_phase)
+            progress(min(begin + PREFILL_ROWS, len(prompt)))
+        return logits[-1]
+
+    def generate(self, logits: Array, count: int,
+                 progress: Callable[[int], None] = lambda tokens: None) -> Tuple[List[int], Array]:
+        """Chooses `count` tokens greedily, the first from `logits`; returns them and the logits
+        [count, vocab] that each was chosen from. The last token is chosen but not fed."""
+        tokens, chosen_from = [], []
+        for index in range(count):
+            chosen_from.append(logits)
+            tokens.append(int(logits.argmax()))
+            progress(index + 1)
+            if index + 1 < count:
+                logits = self.feed(tokens[-1:], self.decode_phase)[-1]
+        return tokens, np.array(chosen_from)
+
+
+def feed_together(generators: Sequence[Generator], tokens: Sequence[int]) -> Array:
+    """One token of each of several sequences in one step; logits [sequences, vocab]."""
+    first = generators[0]
+    positions = np.array([generator.sequence.length for generator in generators])
+    with first.service.step([(generator.sequence, 1) for generator in generators]) as step:
+        attention = StepAttention(first.model, step, first.profile)
+        return first.model.forward(np.asarray(tokens, np.int64), positions, attention)

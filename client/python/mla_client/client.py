@@ -1,0 +1,383 @@
+"""The gRPC client."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import random
+import secrets
+import threading
+import time
+from typing import Any, Callable, Iterator, List, Optional, Tuple
+
+import grpc
+import numpy.typing as npt
+
+from mla_client import errors, stream as streams, wire
+from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, model_pb2, model_pb2_grpc,
+                            sequence_pb2, sequence_pb2_grpc, tensor_pb2)
+from mla_client.service import AttendFuture, Service, Step
+from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, SequenceState,
+                              Timings, WeightsStatus)
+
+API_VERSION = "mla.v1"
+STOCK_MESSAGE_BYTES = 4 << 20
+ATTEMPTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """PEM files of a mutual TLS connection. The certificate's name is the tenant."""
+
+    ca: str
+    cert: str
+    key: str
+    server_name: str = ""  # expected in the server's certificate, if not the target's host
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files."""
+        ca, cert, key = (pathlib.Path(path).read_bytes() for path in (self.ca, self.cert, self.key))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+class _Pending(AttendFuture):
+    """The requests that one attend call was cut into."""
+
+    def __init__(self, args: AttendArgs, geometry: Geometry, deadline: float):
+        self._assembler = wire.ResultAssembler(args, geometry)
+        self._requests: List[Tuple[wire.Cut, Any, float]] = []
+        self._deadline = deadline
+        self._result: Optional[AttendResult] = None
+
+    def add(self, cut: wire.Cut, future: Any, sent: float) -> None:
+        self._requests.append((cut, future, sent))
+
+    def result(self) -> AttendResult:
+        if self._result is None:
+            for cut, future, sent in self._requests:
+                reply, received = streams.wait(future, self._deadline)
+                try:
+                    self._assembler.add(cut, reply.payload, _timings(reply, received - sent))
+                except ValueError as error:
+                    raise errors.Internal(str(error)) from error
+            self._result = self._assembler.result()
+            self._requests.clear()
+        return self._result
+
+
+class Client(Service):
+    """A connection to a server. Close it, or use it in a `with` block."""
+
+    def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
+                 timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
+                 secure: bool = False):
+        """Takes over a channel; `connect` makes one."""
+        self.timeout_s = timeout_s
+        self.client_id = client_id or "py-" + secrets.token_hex(8)
+        self.lease_error: Optional[errors.MlaError] = None  # of the last renewal
+        self._metadata = () if secure else (("mla-tenant", tenant),)
+        self._lease_ms = lease_ms
+        self._channel = channel
+        self._admin = admin_pb2_grpc.AdminStub(channel)
+        self._models = model_pb2_grpc.ModelsStub(channel)
+        self._sequences = sequence_pb2_grpc.SequencesStub(channel)
+        self._lock = threading.Lock()
+        self._stream: Optional[streams.AttendStream] = None
+        self._streams: List[streams.AttendStream] = []
+        self._closed = threading.Event()
+        self._renewer: Optional[threading.Thread] = None
+        self.boot_id = 0
+        self._restarted = False
+        info = self.server_info()
+        if info.api_version != API_VERSION:
+            raise errors.Unimplemented(f"server speaks {info.api_version}, must be {API_VERSION}")
+        self.boot_id = info.boot_id
+        self.message_bytes = message_bytes or min(info.limits.message_bytes, STOCK_MESSAGE_BYTES)
+        self._inflight_bytes = info.limits.inflight_bytes
+
+    @classmethod
+    def connect(cls, target: str, *, tenant: str = "default", tls: Optional[Tls] = None,
+                **options: Any) -> "Client":
+        """Connects to `host:port` or `unix:/path`.
+
+        Without TLS the tenant travels as metadata; with it the certificate decides. `message_bytes`
+        bounds the messages of this client (default: the smaller of the server's bound and 4 MiB);
+        `timeout_s` is the deadline of every call that names none; `lease_ms` is what sequences ask
+        for (0: the server's default) and a thread renews them while the client is open.
+        """
+        bound = max(STOCK_MESSAGE_BYTES, options.get("message_bytes", 0))
+        arguments = [("grpc.max_receive_message_length", bound),
+                     ("grpc.max_send_message_length", -1)]
+        if tls is None:
+            channel = grpc.insecure_channel(target, options=arguments)
+        else:
+            if tls.server_name:
+                arguments.append(("grpc.ssl_target_name_override", tls.server_name))
+            channel = grpc.secure_channel(target, tls.credentials(), options=arguments)
+        try:
+            return cls(channel, tenant=tenant, secure=tls is not None, **options)
+        except BaseException:
+            channel.close()
+            raise
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the streams (open steps are aborted) and the lease renewal. Sequences stay until
+        their lease ends."""
+        self._closed.set()
+        with self._lock:
+            opened, self._streams, self._stream = self._streams, [], None
+        for stream in opened:
+            stream.close()
+        if self._renewer is not None:
+            self._renewer.join()
+        self._channel.close()
+
+    # --- Operation
+
+    def server_info(self) -> admin_pb2.GetServerInfoReply:
+        """Versions, device, backends, limits."""
+        return self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
+
+    def stats(self) -> admin_pb2.GetStatsReply:
+        """Counters since start."""
+        return self._call(self._admin.GetStats, admin_pb2.GetStatsRequest())
+
+    def models(self) -> List[ModelSpec]:
+        """The tenant's models."""
+        reply = self._call(self._models.List, model_pb2.ListModelsRequest())
+        return [_spec_from_proto(entry.model) for entry in reply.models]
+
+    def sequences(self) -> List[SequenceState]:
+        """This client's open sequences."""
+        request = sequence_pb2.GetRequest(client_id=self.client_id)
+        return [_state(info) for info in self._call(self._sequences.Get, request).sequences]
+
+    def renew_leases(self, lease_ms: int = 0) -> int:
+        """Renews the leases of all of this client's sequences; returns how many."""
+        request = sequence_pb2.RenewLeaseRequest(client_id=self.client_id, lease_ms=lease_ms)
+        return self._call(self._sequences.RenewLease, request).renewed
+
+    def open_stream(self) -> streams.AttendStream:
+        """Another Attend stream, for a tensor-parallel rank or a micro-batch."""
+        stream = streams.AttendStream(self._channel, self._metadata, self._inflight_bytes,
+                                      self._see_boot_id)
+        with self._lock:
+            self._streams.append(stream)
+        return stream
+
+    # --- Service
+
+    def _register(self, spec: ModelSpec) -> Tuple[ModelSpec, int]:
+        reply = self._call(self._models.Register,
+                           model_pb2.RegisterRequest(model=_spec_to_proto(spec)))
+        return _spec_from_proto(reply.model), reply.page_group_bytes
+
+    def _unregister(self, model_id: str) -> None:
+        self._call(self._models.Unregister, model_pb2.UnregisterRequest(model_id=model_id))
+
+    def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
+                w_uv: npt.NDArray) -> WeightsStatus:
+        reply = self._call(self._models.UploadWeights, None, idempotent=False,
+                           requests=lambda: _weight_chunks(spec.model_id, layer, head_begin, w_uk,
+                                                           w_uv, self.message_bytes))
+        return WeightsStatus(reply.complete, list(reply.missing_layers), reply.bytes)
+
+    def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState:
+        request = sequence_pb2.OpenRequest(model_id=model_id, request_id=request_id,
+                                           client_id=self.client_id,
+                                           lease_ms=lease_ms or self._lease_ms)
+        state = _state(self._call(self._sequences.Open, request).sequence)
+        self._start_renewal(state.lease_left_ms)
+        return state
+
+    def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
+              lease_ms: int) -> SequenceState:
+        request = sequence_pb2.ForkRequest(sequence_id=sequence_id, expected_epoch=epoch,
+                                           request_id=request_id, client_id=self.client_id,
+                                           lease_ms=lease_ms or self._lease_ms)
+        if length is not None:
+            request.length = length
+        return _state(self._call(self._sequences.Fork, request).sequence)
+
+    def _truncate(self, sequence_id: int, length: int, epoch: int) -> Tuple[int, int]:
+        reply = self._call(self._sequences.Truncate, sequence_pb2.TruncateRequest(
+            sequence_id=sequence_id, length=length, expected_epoch=epoch))
+        return reply.epoch, reply.length
+
+    def _release(self, sequence_ids: List[int]) -> List[int]:
+        reply = self._call(self._sequences.Release,
+                           sequence_pb2.ReleaseRequest(sequence_ids=sequence_ids))
+        return list(reply.not_found)
+
+    def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]:
+        reply = self._call(self._sequences.Get,
+                           sequence_pb2.GetRequest(sequence_ids=sequence_ids))
+        return [_state(info) for info in reply.sequences], list(reply.not_found)
+
+    def _begin(self, step: Step) -> streams.AttendStream:
+        stream = step.stream or self._own_stream()
+        body = attention_pb2.BeginStep(
+            step_id=step.step_id, model_id=step.model.spec.model_id,
+            participants=step.participants, lease_ms=step.lease_ms,
+            sequences=[attention_pb2.StepSequence(
+                sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
+                rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
+        self._ask(stream, begin_step=body)
+        return stream
+
+    def _attend(self, step: Step, args: AttendArgs) -> AttendFuture:
+        geometry = step.model.spec.geometry
+        deadline = time.monotonic() + args.timeout_s
+        pending = _Pending(args, geometry, deadline)
+        try:
+            cuts = list(wire.cuts(args, geometry, self.message_bytes))
+        except ValueError as error:
+            raise errors.InvalidArgument(str(error)) from error
+        for cut in cuts:
+            body = attention_pb2.Attend(
+                step_id=step.step_id, layer=args.layer, row_begin=args.row_begin + cut.row_begin,
+                row_count=cut.rows, head_offset=args.head_offset + cut.head_begin,
+                num_heads=cut.heads, profile=args.profile, has_kv=cut.has_kv,
+                want_lse=args.want_lse, q_dtype=args.dtype, o_dtype=args.o_dtype,
+                timeout_us=min(int(args.timeout_s * 1e6), 2**32 - 1))
+            parts = wire.request_parts(args, cut)
+            header = attention_pb2.AttendStreamRequest(attend=body)
+
+            def frame(tag: int, header: Any = header, parts: Any = parts) -> bytes:
+                header.tag = tag
+                return wire.frame(header.SerializeToString(), parts)
+
+            sent = time.monotonic()
+            size = sum(part.nbytes for part in parts)
+            pending.add(cut, step._handle.send(frame, size, deadline), sent)
+        return pending
+
+    def _end(self, step: Step, committed: Optional[List[int]]) -> List[int]:
+        body = attention_pb2.EndStep(step_id=step.step_id, committed_rows=committed or [])
+        return list(self._ask(step._handle, end_step=body).end_step.lengths)
+
+    def _abort(self, step: Step) -> None:
+        self._ask(step._handle, abort_step=attention_pb2.AbortStep(step_id=step.step_id))
+
+    # --- Transport
+
+    def _own_stream(self) -> streams.AttendStream:
+        """The stream of steps that name none; a new one if the last broke."""
+        with self._lock:
+            stream = self._stream
+        if stream is None or stream.broken is not None:
+            stream = self.open_stream()
+            with self._lock:
+                self._stream = stream
+        return stream
+
+    def _ask(self, stream: streams.AttendStream, **body: Any) -> Any:
+        """One request of the stepping protocol that carries no tensor."""
+        deadline = time.monotonic() + self.timeout_s
+        message = attention_pb2.AttendStreamRequest(**body)
+
+        def frame(tag: int) -> bytes:
+            message.tag = tag
+            return message.SerializeToString()
+
+        reply, _ = streams.wait(stream.send(frame, 0, deadline), deadline)
+        return reply
+
+    def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
+              requests: Optional[Callable[[], Iterator[Any]]] = None) -> Any:
+        """One control call with a deadline. Calls that may be repeated are, while the server is
+        unavailable and time is left, unless it is draining."""
+        deadline = time.monotonic() + self.timeout_s
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                reply = method(requests() if requests else request, metadata=self._metadata,
+                               timeout=max(0.001, deadline - time.monotonic()))
+            except grpc.RpcError as rpc_error:
+                error = errors.from_rpc(rpc_error)
+                pause = max(error.detail.retry_after_ms / 1e3,
+                            0.05 * 2**attempt * random.uniform(0.5, 1.0))
+                if (not idempotent or not isinstance(error, errors.Unavailable)
+                        or error.detail.reason == "draining" or attempt == ATTEMPTS
+                        or time.monotonic() + pause >= deadline or self._closed.wait(pause)):
+                    raise error from rpc_error
+            else:
+                self._see_boot_id(reply.boot_id)
+                if self._restarted:
+                    raise errors.ServerRestarted("the server restarted: all sequences are gone")
+                return reply
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _see_boot_id(self, boot_id: int) -> None:
+        if self.boot_id and boot_id and boot_id != self.boot_id:
+            self._restarted = True
+
+    def _start_renewal(self, lease_ms: int) -> None:
+        with self._lock:
+            if self._renewer is None and lease_ms > 0 and not self._closed.is_set():
+                self._renewer = threading.Thread(target=self._renew, args=(lease_ms / 3e3,),
+                                                 name="mla-lease", daemon=True)
+                self._renewer.start()
+
+    def _renew(self, period_s: float) -> None:
+        while not self._closed.wait(period_s):
+            try:
+                self.renew_leases()
+                self.lease_error = None
+            except errors.MlaError as error:
+                # Kept for whoever asks; the next call on a lost sequence says NOT_FOUND.
+                self.lease_error = error
+            except ValueError:
+                return  # the channel was closed
+
+
+def _timings(reply: Any, round_trip_s: float) -> Timings:
+    timings = reply.timings
+    return Timings(int(round_trip_s * 1e6), timings.queue_us, timings.plan_us, timings.kernel_us,
+                   timings.write_us, timings.launch_requests, timings.launch_layers,
+                   timings.launch_clients, timings.plan_reused)
+
+
+def _state(info: Any) -> SequenceState:
+    return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
+                         info.in_step, info.open_step, info.model_id, info.client_id,
+                         info.page_groups)
+
+
+def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
+    return model_pb2.ModelSpec(
+        model_id=spec.model_id, geometry=tensor_pb2.Geometry(**dataclasses.asdict(spec.geometry)),
+        layers=spec.layers, softmax_scale=spec.softmax_scale, kv_dtype=tensor_pb2.DTYPE_BF16,
+        rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size)
+
+
+def _spec_from_proto(message: Any) -> ModelSpec:
+    geometry = message.geometry
+    return ModelSpec(message.model_id,
+                     Geometry(geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim,
+                              geometry.nope_dim, geometry.v_dim),
+                     message.layers, message.softmax_scale, message.page_size)
+
+
+def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,
+                   w_uv: npt.NDArray, message_bytes: int) -> Iterator[Any]:
+    """The messages of one upload: header, chunks of whole heads below the bound, digest."""
+    Request = model_pb2.UploadWeightsRequest
+    yield Request(header=Request.Header(model_id=model_id))
+    digest = hashlib.sha256()
+    head_bytes = 2 * (w_uk[0].size + w_uv[0].size)
+    heads_a_chunk = max(1, (message_bytes - wire.HEADER_BYTES) // head_bytes)
+    for begin in range(0, len(w_uk), heads_a_chunk):
+        heads = slice(begin, begin + heads_a_chunk)
+        payload = (wire.encode(w_uk[heads], DType.BF16).tobytes() +
+                   wire.encode(w_uv[heads], DType.BF16).tobytes())
+        digest.update(payload)
+        yield Request(chunk=Request.Chunk(layer=layer, head_begin=head_begin + begin,
+                                          head_count=len(w_uk[heads]), payload=payload))
+    yield Request(trailer=Request.Trailer(sha256=digest.digest()))

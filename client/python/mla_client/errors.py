@@ -1,0 +1,159 @@
+"""Errors as exceptions, one class per canonical status code, with the server's ErrorDetail."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Optional, Type
+
+import grpc
+
+from mla_client.gen import error_pb2
+
+DETAIL_KEY = "mla-error-detail-bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorDetail:
+    """What was wrong in terms of the contract; empty fields do not apply."""
+
+    field: str = ""
+    limit: str = ""
+    got: str = ""
+    retry_after_ms: int = 0
+    reason: str = ""
+    last_good_position: int = 0
+
+    @classmethod
+    def from_proto(cls, message: Any) -> "ErrorDetail":
+        """Reads an mla.v1.ErrorDetail."""
+        return cls(message.field, message.limit, message.got, message.retry_after_ms,
+                   message.reason, message.last_good_position)
+
+
+class MlaError(Exception):
+    """A call failed. `code` is the canonical gRPC status code."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, detail: Optional[ErrorDetail] = None,
+                 step_aborted: bool = False):
+        super().__init__(message)
+        self.message = message
+        self.detail = detail or ErrorDetail()
+        # True if the step that the request belonged to is gone.
+        self.step_aborted = step_aborted
+
+    def __str__(self) -> str:
+        parts = [f"{self.code.name}: {self.message}"]
+        detail = self.detail
+        for name, value in (("field", detail.field), ("got", detail.got),
+                            ("limit", detail.limit), ("reason", detail.reason)):
+            if value and value not in self.message:
+                parts.append(f"{name} {value}")
+        return "; ".join(parts)
+
+
+class Cancelled(MlaError):
+    """The stream or the call was cancelled."""
+    code = grpc.StatusCode.CANCELLED
+
+
+class Unknown(MlaError):
+    """No better code is known."""
+
+
+class InvalidArgument(MlaError):
+    """The request can never succeed; `detail.field` names what is wrong."""
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class DeadlineExceeded(MlaError):
+    """No answer in time, or the launch did not start in time."""
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class NotFound(MlaError):
+    """No such model or sequence: never opened, released, expired, or lost by a restart."""
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(MlaError):
+    """The name is taken by something else, or rows differ from those already stored."""
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class PermissionDenied(MlaError):
+    """The tenant may not do this."""
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class ResourceExhausted(MlaError):
+    """Out of pages, queue places or another bound; see `detail.retry_after_ms`."""
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class FailedPrecondition(MlaError):
+    """Right request, wrong state: epoch, open step, missing rows or weights."""
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Aborted(MlaError):
+    """The step was aborted."""
+    code = grpc.StatusCode.ABORTED
+
+
+class OutOfRange(MlaError):
+    """A position beyond the sequence."""
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class Unimplemented(MlaError):
+    """The server does not support this; the message lists what it supports."""
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class Internal(MlaError):
+    """The server failed, a kernel for example."""
+    code = grpc.StatusCode.INTERNAL
+
+
+class Unavailable(MlaError):
+    """The server is not reachable or draining."""
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DataLoss(MlaError):
+    """Data did not arrive as it was sent."""
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class Unauthenticated(MlaError):
+    """No acceptable credentials."""
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class ServerRestarted(NotFound):
+    """The boot id changed: every sequence and model of this client is gone. Connect again."""
+
+
+_BY_CODE: Dict[int, Type[MlaError]] = {
+    cls.code.value[0]: cls
+    for cls in (Cancelled, Unknown, InvalidArgument, DeadlineExceeded, NotFound, AlreadyExists,
+                PermissionDenied, ResourceExhausted, FailedPrecondition, Aborted, OutOfRange,
+                Unimplemented, Internal, Unavailable, DataLoss, Unauthenticated)
+}
+
+
+def from_code(code: int, message: str, detail: Optional[ErrorDetail] = None,
+              step_aborted: bool = False) -> MlaError:
+    """The exception of a numeric status code; codes that nobody knows become Unknown."""
+    return _BY_CODE.get(code, Unknown)(message, detail, step_aborted)
+
+
+def from_rpc(error: grpc.RpcError) -> MlaError:
+    """The exception of a failed call, with the detail from its trailing metadata."""
+    detail = None
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAIL_KEY:
+            detail = ErrorDetail.from_proto(error_pb2.ErrorDetail.FromString(value))
+    return from_code(error.code().value[0], error.details() or "", detail)

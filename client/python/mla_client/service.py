@@ -1,0 +1,278 @@
+"""The objects that a worker handles: Model, Sequence, Step, over any Service.
+
+`Client` (a server, through gRPC) and `LocalReference` (numpy, in this process) implement Service,
+so code written against one runs on the other.
+
+Threading: a Service may be shared by threads; a Sequence or a Step belongs to one thread at a time,
+except that `Step.attend` and `Step.attend_async` may be called from several.
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from typing import Any, List, Optional, Sequence as Seq, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_client import errors
+from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Profile, SequenceState,
+                              WeightsStatus)
+
+
+class AttendFuture(abc.ABC):
+    """The result of a call under way."""
+
+    @abc.abstractmethod
+    def result(self) -> AttendResult:
+        """Waits until the call is done or its deadline has passed. Raises MlaError."""
+
+
+class Service(abc.ABC):
+    """What a Model, a Sequence and a Step need. Users call the methods of those instead."""
+
+    timeout_s: float
+
+    @abc.abstractmethod
+    def _register(self, spec: ModelSpec) -> Tuple[ModelSpec, int]:
+        """Returns the spec in force and the bytes of a page group."""
+
+    @abc.abstractmethod
+    def _unregister(self, model_id: str) -> None: ...
+
+    @abc.abstractmethod
+    def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
+                w_uv: npt.NDArray) -> WeightsStatus: ...
+
+    @abc.abstractmethod
+    def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState: ...
+
+    @abc.abstractmethod
+    def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
+              lease_ms: int) -> SequenceState: ...
+
+    @abc.abstractmethod
+    def _truncate(self, sequence_id: int, length: int, epoch: int) -> Tuple[int, int]:
+        """Returns (epoch, length)."""
+
+    @abc.abstractmethod
+    def _release(self, sequence_ids: List[int]) -> List[int]:
+        """Returns the ids that were not there."""
+
+    @abc.abstractmethod
+    def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]: ...
+
+    @abc.abstractmethod
+    def _begin(self, step: "Step") -> Any:
+        """Returns a handle that the other step calls get."""
+
+    @abc.abstractmethod
+    def _attend(self, step: "Step", args: AttendArgs) -> AttendFuture: ...
+
+    @abc.abstractmethod
+    def _end(self, step: "Step", committed: Optional[List[int]]) -> List[int]:
+        """Returns the new lengths."""
+
+    @abc.abstractmethod
+    def _abort(self, step: "Step") -> None: ...
+
+    def register_model(self, spec: ModelSpec) -> "Model":
+        """Registers a model; repeating it with equal contents succeeds."""
+        in_force, page_group_bytes = self._register(spec)
+        return Model(self, in_force, page_group_bytes)
+
+    def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,
+             step_id: Optional[int] = None, stream: Any = None) -> "Step":
+        """A step that adds `rows` rows to each sequence; use it in a `with` block.
+
+        Tensor-parallel ranks each make the same step, with the same `step_id`, on streams of their
+        own (`Client.open_stream`), all with `participants` set.
+        """
+        return Step(self, rows, participants, lease_ms, step_id, stream)
+
+
+class Model:
+    """A registered model."""
+
+    def __init__(self, service: Service, spec: ModelSpec, page_group_bytes: int):
+        self.service = service
+        self.spec = spec                          # as in force: with the page size filled in
+        self.page_group_bytes = page_group_bytes  # the unit of KV allocation
+
+    def upload_weights(self, layer: int, w_uk: npt.NDArray, w_uv: npt.NDArray,
+                       head_begin: int = 0) -> WeightsStatus:
+        """Uploads W_UK [heads, nope, lora] and W_UV [heads, lora, v] of one layer.
+
+        float arrays are rounded to bf16; uint16 arrays are bf16 patterns. Both must cover the same
+        heads, beginning at `head_begin`. EXPANDED is served once every layer and head is there.
+        """
+        geometry = self.spec.geometry
+        heads = len(w_uk)
+        for name, array, shape in (
+                ("w_uk", w_uk, (heads, geometry.nope_dim, geometry.kv_lora_rank)),
+                ("w_uv", w_uv, (heads, geometry.kv_lora_rank, geometry.v_dim))):
+            if array.shape != shape:
+                raise errors.InvalidArgument(f"{name}: got shape {array.shape}, must be {shape}")
+        return self.service._upload(self.spec, layer, head_begin, w_uk, w_uv)
+
+    def open_sequence(self, *, request_id: str = "", lease_ms: int = 0) -> "Sequence":
+        """Opens an empty sequence. A repeated `request_id` returns the sequence it opened."""
+        # A request id of our own makes the retries of the transport safe.
+        state = self.service._open(self.spec.model_id, request_id or secrets.token_hex(16),
+                                   lease_ms)
+        return Sequence(self, state)
+
+    def unregister(self) -> None:
+        """Forgets the model. FailedPrecondition while sequences of it are open."""
+        self.service._unregister(self.spec.model_id)
+
+
+class Sequence:
+    """One token stream with its rows in the KV cache; released at the end of a `with` block."""
+
+    def __init__(self, model: Model, state: SequenceState):
+        self.model = model
+        self.id = state.sequence_id
+        self.epoch = state.epoch    # advanced by truncate
+        self.length = state.length  # committed rows
+        self.released = False
+
+    def __enter__(self) -> "Sequence":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if not self.released:
+            try:
+                self.release()
+            except errors.MlaError:
+                # The lease frees it; an error of the block, if any, matters more.
+                if exc_info[0] is None:
+                    raise
+
+    def fork(self, length: Optional[int] = None, *, request_id: str = "",
+             lease_ms: int = 0) -> "Sequence":
+        """A new sequence that shares the first `length` rows (default: all), copy-on-write."""
+        state = self.model.service._fork(self.id, self.epoch, length,
+                                         request_id or secrets.token_hex(16), lease_ms)
+        return Sequence(self.model, state)
+
+    def truncate(self, length: int) -> None:
+        """Drops the rows from `length` on and starts a new epoch."""
+        self.epoch, self.length = self.model.service._truncate(self.id, length, self.epoch)
+
+    def release(self) -> None:
+        """Frees the sequence; a step that holds it is aborted. A second call does nothing."""
+        if not self.released:
+            self.released = True
+            self.model.service._release([self.id])
+
+    def refresh(self) -> SequenceState:
+        """Asks the service, and takes over epoch and length. NotFound if it is gone."""
+        found, _ = self.model.service._get([self.id])
+        if not found:
+            raise errors.NotFound(f"sequence {self.id:#x}: released, expired or never opened")
+        self.epoch, self.length = found[0].epoch, found[0].length
+        return found[0]
+
+
+class Step:
+    """Rows that are added to sequences, layer by layer, and committed together.
+
+    The rows of a step are those of its sequences concatenated in order. A `with` block begins the
+    step; leaving it commits all rows unless `end` or `abort` was called inside, and an exception
+    aborts it.
+    """
+
+    def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
+                 lease_ms: int, step_id: Optional[int], stream: Any):
+        if not rows:
+            raise errors.InvalidArgument("step: needs at least one sequence")
+        if any(sequence.model.spec != rows[0][0].model.spec for sequence, _ in rows):
+            raise errors.InvalidArgument("step: all sequences must be of one model")
+        self.service = service
+        self.model = rows[0][0].model
+        self.sequences = [sequence for sequence, _ in rows]
+        self.rows = [count for _, count in rows]
+        self.total_rows = sum(self.rows)
+        self.participants = participants
+        self.lease_ms = lease_ms
+        self.step_id = secrets.randbits(63) if step_id is None else step_id
+        self.stream = stream
+        self.open = False
+        self._handle: Any = None
+
+    def __enter__(self) -> "Step":
+        return self.begin()
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if not self.open:
+            return
+        if kind is None:
+            self.end()
+            return
+        try:
+            self.abort()
+        except errors.MlaError:
+            pass  # the exception that is under way says more; the step's lease ends the rest
+
+    def begin(self) -> "Step":
+        """Reserves pages for all rows of all layers, or fails as a whole."""
+        self._handle = self.service._begin(self)
+        self.open = True
+        return self
+
+    def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
+               profile: Profile = Profile.EXPANDED, **options: Any) -> AttendResult:
+        """Stores KV rows and computes attention at one layer; see `attend_async`."""
+        return self.attend_async(layer, q, kv, profile, **options).result()
+
+    def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
+                     profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
+                     head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
+                     o_dtype: DType = DType.BF16,
+                     timeout_s: Optional[float] = None) -> AttendFuture:
+        """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
+
+        q [n, heads, q dim] and kv [n, row dim] are float arrays, or uint16 arrays of bf16 patterns;
+        `dtype` is what travels. Row ranges of a layer must be sent in order, and exactly one of the
+        head slices of a row range brings its kv. With APPEND_ONLY q is None.
+        """
+        geometry = self.model.spec.geometry
+        given = kv if q is None else q
+        if given is None:
+            raise errors.InvalidArgument("attend: needs q, kv or both")
+        rows = len(given)
+        heads = 0 if q is None else (q.shape[1] if q.ndim == 3 else 0)
+        if (q is None) != (profile == Profile.APPEND_ONLY):
+            raise errors.InvalidArgument(f"attend.q: with {Profile(profile).name} it is "
+                                         f"{'missing' if q is None else 'not allowed'}")
+        for name, array, shape in (("q", q, (rows, heads, geometry.q_dim(profile))),
+                                   ("kv", kv, (rows, geometry.row_dim))):
+            if array is not None and array.shape != shape:
+                raise errors.InvalidArgument(
+                    f"attend.{name}: got shape {array.shape}, must be {shape}")
+        args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
+                          _floats(q), _floats(kv), want_lse, DType(dtype), DType(o_dtype),
+                          self.service.timeout_s if timeout_s is None else timeout_s)
+        return self.service._attend(self, args)
+
+    def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
+        """Commits the first `committed` rows of each sequence (default: all); returns lengths."""
+        lengths = self.service._end(self, None if committed is None else list(committed))
+        self.open = False
+        for sequence, length in zip(self.sequences, lengths):
+            sequence.length = length
+        return lengths
+
+    def abort(self) -> None:
+        """Drops the step; the sequences are as they were before it."""
+        self.open = False
+        self.service._abort(self)
+
+
+def _floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
+    """uint16 stays (bf16 patterns); everything else becomes float32."""
+    if array is None or array.dtype == np.uint16:
+        return array
+    return np.asarray(array, dtype=np.float32)

@@ -1,0 +1,140 @@
+"""Framing of Attend messages and cutting of work under the message bound.
+
+`payload` is the highest field of its message, so a message is the serialized header followed by the
+tag, the length and the tensor bytes: the tensors are joined into the message once and never pass
+through a protobuf object.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_client import bf16
+from mla_client.types import AttendArgs, AttendResult, DType, Geometry, Profile, Timings
+
+# Tag of field 2047 with wire type 2 (length-delimited), as a varint.
+_PAYLOAD_TAG = bytes([0xFA, 0x7F])
+# Room for the header of a message and of its reply.
+HEADER_BYTES = 4096
+
+
+class Cut(NamedTuple):
+    """A part of an attend call that fits one message each way."""
+
+    row_begin: int  # within the call
+    rows: int
+    head_begin: int  # within the call
+    heads: int
+    has_kv: bool
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def frame(header: bytes, parts: List[npt.NDArray]) -> bytes:
+    """A serialized header with the arrays as its payload; one copy."""
+    size = sum(part.nbytes for part in parts)
+    if size == 0:
+        return header
+    return b"".join([header, _PAYLOAD_TAG, _varint(size), *(memoryview(part).cast("B")
+                                                            for part in parts)])
+
+
+def encode(values: npt.NDArray, dtype: DType) -> npt.NDArray:
+    """Little-endian contiguous array of the wire type; uint16 input is bf16 patterns already."""
+    if dtype == DType.BF16:
+        values = values if values.dtype == np.uint16 else bf16.to_bf16(values)
+        return np.ascontiguousarray(values, dtype="<u2")
+    if values.dtype == np.uint16:
+        values = bf16.from_bf16(values)
+    return np.ascontiguousarray(values, dtype="<f4")
+
+
+def decode(data: memoryview, shape: Tuple[int, ...], dtype: DType) -> npt.NDArray[np.float32]:
+    """float32 array of wire bytes. Raises ValueError if the bytes are not of that shape."""
+    values = np.frombuffer(data, dtype="<u2" if dtype == DType.BF16 else "<f4").reshape(shape)
+    return bf16.from_bf16(values) if dtype == DType.BF16 else values.astype(np.float32)
+
+
+def cuts(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[Cut]:
+    """Cuts a call so that each request and each reply stays below `message_bytes`.
+
+    Rows are cut first, in order; where one row of all heads is too large, heads are cut as well and
+    the row's KV travels with its first head slice.
+    """
+    room = message_bytes - HEADER_BYTES
+    row_bytes = geometry.row_dim * args.dtype.size if args.kv is not None else 0
+    head_in = geometry.q_dim(args.profile) * args.dtype.size
+    head_out = geometry.o_dim(args.profile) * args.o_dtype.size + (4 if args.want_lse else 0)
+    heads = args.num_heads if args.profile != Profile.APPEND_ONLY else 0
+    heads_that_fit = heads
+    if heads:
+        heads_that_fit = min(heads, (room - row_bytes) // head_in, room // head_out)
+    if room < row_bytes or (heads and heads_that_fit < 1):
+        raise ValueError(f"message_bytes: got {message_bytes}, too small for one row of one head")
+    if heads_that_fit < heads:
+        for row in range(args.rows):
+            for head in range(0, heads, heads_that_fit):
+                yield Cut(row, 1, head, min(heads_that_fit, heads - head),
+                          head == 0 and row_bytes > 0)
+        return
+    rows_that_fit = room // max(row_bytes + heads * head_in, heads * head_out, 1)
+    for row in range(0, args.rows, rows_that_fit):
+        yield Cut(row, min(rows_that_fit, args.rows - row), 0, heads, row_bytes > 0)
+
+
+def request_parts(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
+    """The payload of one cut: KV rows if it carries them, then queries."""
+    rows = slice(cut.row_begin, cut.row_begin + cut.rows)
+    parts = []
+    if cut.has_kv and args.kv is not None:
+        parts.append(encode(args.kv[rows], args.dtype))
+    if args.q is not None:
+        parts.append(encode(args.q[rows, cut.head_begin:cut.head_begin + cut.heads], args.dtype))
+    return parts
+
+
+class ResultAssembler:
+    """Puts the replies of a call's cuts together."""
+
+    def __init__(self, args: AttendArgs, geometry: Geometry):
+        self._args = args
+        self._o_dim = geometry.o_dim(args.profile)
+        self._o: Optional[npt.NDArray] = None
+        self._lse: Optional[npt.NDArray] = None
+        self._timings: List[Timings] = []
+        if args.profile != Profile.APPEND_ONLY:
+            self._o = np.empty((args.rows, args.num_heads, self._o_dim), np.float32)
+            if args.want_lse:
+                self._lse = np.empty((args.rows, args.num_heads), np.float32)
+
+    def add(self, cut: Cut, payload: bytes, timings: Timings) -> None:
+        """Takes one reply. Raises ValueError if its payload is not of the size asked for."""
+        self._timings.append(timings)
+        if self._o is None:
+            if payload:
+                raise ValueError(f"reply to rows without queries has {len(payload)} payload bytes")
+            return
+        rows = slice(cut.row_begin, cut.row_begin + cut.rows)
+        heads = slice(cut.head_begin, cut.head_begin + cut.heads)
+        o_bytes = cut.rows * cut.heads * self._o_dim * self._args.o_dtype.size
+        view = memoryview(payload)
+        self._o[rows, heads] = decode(view[:o_bytes], (cut.rows, cut.heads, self._o_dim),
+                                      self._args.o_dtype)
+        if self._lse is not None:
+            self._lse[rows, heads] = decode(view[o_bytes:], (cut.rows, cut.heads), DType.F32)
+        elif len(view) != o_bytes:
+            raise ValueError(f"reply payload: got {len(view)} bytes, must be {o_bytes}")
+
+    def result(self) -> AttendResult:
+        """The call's result once every cut was added."""
+        return AttendResult(self._o, self._lse, self._timings)

@@ -1,0 +1,127 @@
+"""Framing and cutting of Attend messages."""
+
+import dataclasses
+import itertools
+import unittest
+
+import numpy as np
+from mla_client import Geometry, Profile, Timings, to_bf16, wire
+from mla_client.gen import attention_pb2
+from mla_client.types import AttendArgs, DType
+
+GEOMETRY = Geometry(16, 512, 64, 128, 128)
+
+
+def make_args(rows, heads, profile=Profile.EXPANDED, *, kv=True, lse=False, dtype=DType.BF16,
+              o_dtype=DType.BF16, geometry=GEOMETRY):
+    q = None
+    if profile != Profile.APPEND_ONLY:
+        q = np.zeros((rows, heads, geometry.q_dim(profile)), np.float32)
+    rows_kv = np.zeros((rows, geometry.row_dim), np.float32) if kv else None
+    return AttendArgs(0, profile, 0, rows, 0, heads if q is not None else 0, q, rows_kv, lse,
+                      dtype, o_dtype, 1.0)
+
+
+class FrameTest(unittest.TestCase):
+    def test_frame_is_what_protobuf_reads_and_writes(self):
+        for size in (1, 127, 128, 300, 70000):
+            message = attention_pb2.AttendStreamRequest(
+                tag=7, attend=attention_pb2.Attend(step_id=3, layer=1))
+            payload = np.arange(size, dtype=np.uint32).astype(np.uint8)
+            framed = wire.frame(message.SerializeToString(), [payload[:size // 2],
+                                                              payload[size // 2:]])
+            message.payload = payload.tobytes()
+            self.assertEqual(framed, message.SerializeToString())
+            self.assertEqual(attention_pb2.AttendStreamRequest.FromString(framed), message)
+
+    def test_no_payload(self):
+        self.assertEqual(wire.frame(b"abc", []), b"abc")
+
+    def test_encode(self):
+        values = np.array([[1.0, 2.5], [3.0, -4.0]], np.float32)
+        self.assertEqual(wire.encode(values.T, DType.F32).tobytes(), values.T.tobytes())
+        self.assertEqual(wire.encode(values, DType.BF16).tobytes(), to_bf16(values).tobytes())
+        self.assertEqual(wire.encode(to_bf16(values), DType.BF16).tobytes(),
+                         to_bf16(values).tobytes())
+        np.testing.assert_array_equal(wire.encode(to_bf16(values), DType.F32), values)
+
+
+class CutTest(unittest.TestCase):
+    def check(self, args, message_bytes, geometry=GEOMETRY):
+        """Every row and head exactly once, in order, and no message above the bound."""
+        cuts = list(wire.cuts(args, geometry, message_bytes))
+        seen, kv_rows = [], []
+        for cut in cuts:
+            rows = range(cut.row_begin, cut.row_begin + cut.rows)
+            heads = range(cut.head_begin, cut.head_begin + cut.heads)
+            seen += itertools.product(rows, heads)
+            kv_rows += rows if cut.has_kv else []
+            request = wire.request_parts(args, cut)
+            self.assertLessEqual(sum(part.nbytes for part in request), message_bytes)
+            reply = cut.rows * cut.heads * (
+                geometry.o_dim(args.profile) * args.o_dtype.size + 4 * args.want_lse)
+            self.assertLessEqual(reply, message_bytes)
+        self.assertEqual(sorted(seen),
+                         list(itertools.product(range(args.rows), range(args.num_heads))))
+        self.assertEqual(kv_rows, list(range(args.rows)) if args.kv is not None else [])
+        self.assertEqual([cut.row_begin for cut in cuts],
+                         sorted(cut.row_begin for cut in cuts))
+        return cuts
+
+    def test_cuts_cover_and_fit(self):
+        for profile, rows, kv, lse, dtype, bound in itertools.product(
+                Profile, (1, 2, 17, 100), (True, False), (True, False), DType,
+                (16384, 65536, 262144, 4 << 20)):
+            if profile == Profile.APPEND_ONLY and (lse or not kv):
+                continue
+            with self.subTest(profile=profile, rows=rows, kv=kv, lse=lse, bound=bound):
+                args = make_args(rows, 16, profile, kv=kv, lse=lse, dtype=dtype, o_dtype=dtype)
+                self.check(args, bound)
+
+    def test_small_work_is_one_message(self):
+        self.assertEqual(len(self.check(make_args(8, 16), 4 << 20)), 1)
+
+    def test_wide_rows_are_cut_by_heads(self):
+        geometry = dataclasses.replace(GEOMETRY, num_heads=128)
+        cuts = self.check(make_args(2, 128, geometry=geometry), 16384, geometry)
+        self.assertGreater(len(cuts), 2)
+
+    def test_hopeless_bound(self):
+        for bound in (4096, 5000):
+            with self.assertRaisesRegex(ValueError, "message_bytes"):
+                list(wire.cuts(make_args(1, 16), GEOMETRY, bound))
+
+
+class AssembleTest(unittest.TestCase):
+    def test_replies_are_put_in_their_places(self):
+        args = make_args(5, 16, lse=True, o_dtype=DType.F32)
+        rng = np.random.default_rng(3)
+        o = rng.standard_normal((5, 16, 128)).astype(np.float32)
+        lse = rng.standard_normal((5, 16)).astype(np.float32)
+        cuts = list(wire.cuts(args, GEOMETRY, 14000))
+        self.assertGreater(len(cuts), 3)
+        assembler = wire.ResultAssembler(args, GEOMETRY)
+        for cut in cuts:
+            rows = slice(cut.row_begin, cut.row_begin + cut.rows)
+            heads = slice(cut.head_begin, cut.head_begin + cut.heads)
+            assembler.add(cut, o[rows, heads].tobytes() + lse[rows, heads].tobytes(), Timings(1))
+        result = assembler.result()
+        np.testing.assert_array_equal(result.o, o)
+        np.testing.assert_array_equal(result.lse, lse)
+        self.assertEqual(len(result.timings), len(cuts))
+
+    def test_wrong_reply_sizes(self):
+        for lse, size in ((False, 10), (False, 4098), (True, 4096 + 60), (True, 4096)):
+            args = make_args(1, 16, lse=lse)
+            assembler = wire.ResultAssembler(args, GEOMETRY)
+            cut = next(wire.cuts(args, GEOMETRY, 4 << 20))
+            with self.assertRaises(ValueError):
+                assembler.add(cut, bytes(size), Timings())
+
+    def test_network_time_is_what_the_server_did_not_use(self):
+        self.assertEqual(Timings(100, 10, 5, 50, 5).network_us, 30)
+        self.assertEqual(Timings(10, 10, 5, 50, 5).network_us, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
