@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "scheduler/testing/allocation_counter.h"
 #include "scheduler/testing/heap_buffers.h"
 
 namespace mla::scheduler {
@@ -101,6 +102,22 @@ TEST(PlanCacheTest, AFailedPlanIsAbsent) {
   EXPECT_EQ(cache->Get(Batch(-1), kTraits, 0).status().code(), absl::StatusCode::kInvalidArgument);
   ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());
   EXPECT_EQ(cache->stats().misses, 2u);
+}
+
+TEST(PlanCacheTest, NothingAllocatesAfterCreate) {
+  auto cache = MakeCache(3);
+  std::vector<std::vector<PlanRequest>> batches;
+  for (int32_t i = 0; i < 6; ++i) batches.push_back(Batch(1 + i));
+  const int64_t before = testing::Allocations();
+  for (int i = 0; i < 100; ++i) {
+    for (const auto& batch : batches) {
+      ASSERT_TRUE(cache->Get(batch, kTraits, 1).ok());
+      ASSERT_TRUE(cache->Get(batch, kTraits, 1).ok());
+      cache->Unpin(1);
+    }
+  }
+  EXPECT_EQ(testing::Allocations(), before);
+  EXPECT_EQ(cache->stats().misses, 600u);
 }
 
 TEST(PlanCacheTest, BoundsAreChecked) {

@@ -89,6 +89,7 @@ inline int32_t PiecesOf(const Tile& tile, int32_t split_rows) {
 struct Tally {
   int64_t tiles = 0;
   int64_t kv_rows = 0;  // of all tiles
+  int64_t kv_most = 0;  // of one tile
   // Fixed-split mode only, where the pieces are known beforehand.
   int64_t pieces = 0;
   int64_t split_tiles = 0;

@@ -26,11 +26,7 @@ class PlanWriter final {
         granularity_(static_cast<uint32_t>(traits.kv_granularity)),
         overhead_(traits.item_overhead_rows),
         split_rows_(SplitRows(traits)) {
-    // Every unit but the last advances by at least charge / units: what it gets beyond that pays
-    // for the item that its cut adds and for rounding the cut down.
-    const int64_t charge = tally.kv_rows + (kFixed ? tally.pieces : tally.tiles) * overhead_;
-    payload_ = (charge + units_ - 1) / units_;
-    if constexpr (!kFixed) payload_ += overhead_ + granularity_ - 1;
+    payload_ = kFixed ? DivideUp(Charge(tally), units_) : BalancedPayload(tally);
     at_.item = buffers.work_info().data();
     at_.unit_end = buffers.work_indptr().data();
     at_.partial = buffers.reduce_partial_map().data();
@@ -102,6 +98,29 @@ class PlanWriter final {
     int64_t room;  // charge that the open unit can still take
     int32_t partial_row = 0;
   };
+
+  static int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+  int64_t Charge(const Tally& tally) const {
+    return tally.kv_rows + (kFixed ? tally.pieces : tally.tiles) * overhead_;
+  }
+
+  // The lesser of two charges a unit, either of which lets the units hold everything.
+  int64_t BalancedPayload(const Tally& tally) const {
+    if (tally.tiles == 0) return 0;
+    // Every unit advances by its part of the whole: what it gets beyond that pays for the item that
+    // its cut adds and for rounding the cut down.
+    const int64_t by_share = DivideUp(Charge(tally), units_) + overhead_ + granularity_ - 1;
+    // Every tile gets as many units of its own, or every unit as many whole tiles, as if all were
+    // as long as the longest: in a batch of equals, cuts then fall on tile borders.
+    int64_t by_border = DivideUp(tally.tiles, units_) * (tally.kv_most + overhead_);
+    if (tally.tiles <= units_) {
+      const int64_t piece = DivideUp(tally.kv_most, units_ / tally.tiles);
+      by_border = DivideUp(piece, granularity_) * granularity_ + overhead_;
+    }
+    // A piece far below the overhead costs more in the merge than it saves.
+    return std::max(std::min(by_share, by_border), overhead_ + overhead_ / 4);
+  }
 
   void OpenUnit(Cursor& at, int64_t carried) {
     // The last unit takes whatever is left.

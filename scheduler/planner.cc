@@ -23,6 +23,7 @@ void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, 
   ForEachTile(request, 0, traits, [&](const Tile& tile) {
     tally.tiles += times;
     tally.kv_rows += times * tile.kv_end;
+    tally.kv_most = std::max<int64_t>(tally.kv_most, tile.kv_end);
     if constexpr (kFixed) {
       const int64_t pieces = PiecesOf(tile, split_rows);
       tally.pieces += times * pieces;
@@ -42,6 +43,7 @@ bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& tra
   const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
   int64_t tiles = static_cast<int64_t>(requests.size());
   int64_t kv_rows = 0;
+  int32_t kv_most = 0;
   int64_t negative = 0;  // its sign bit: some request was outside some bound
   for (const PlanRequest& request : requests) {
     const int64_t heads = request.num_heads;
@@ -52,9 +54,11 @@ bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& tra
       continue;
     }
     kv_rows += request.kv_rows;
+    kv_most = std::max(kv_most, request.kv_rows);
   }
   tally.tiles = tiles;
   tally.kv_rows = kv_rows;
+  tally.kv_most = kv_most;
   return negative >= 0;
 }
 

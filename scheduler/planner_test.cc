@@ -2,9 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
+#include <random>
+#include <string>
 #include <vector>
 
+#include "scheduler/testing/allocation_counter.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "scheduler/testing/plan_checker.h"
 
@@ -53,11 +57,49 @@ TEST_F(PlannerTest, OneUnitNeverSplits) {
 
 TEST_F(PlannerTest, LongRequestIsSharedByAllUnits) {
   const PlanView view = Plan({{1, 262'144, 128}}, {.units = 256});
-  EXPECT_GT(view.work_info.size(), 250u);
+  EXPECT_EQ(view.work_info.size(), 256u);
   EXPECT_EQ(view.reduce_final_map.size(), 1u);
-  EXPECT_EQ(view.reduce_partial_map.size(), view.work_info.size());
-  EXPECT_EQ(view.partial_rows, static_cast<int32_t>(view.work_info.size()) * 128);
-  EXPECT_LT(planner_.last_imbalance(), 1.02);
+  EXPECT_EQ(view.reduce_partial_map.size(), 256u);
+  EXPECT_EQ(view.partial_rows, 256 * 128);
+  EXPECT_EQ(planner_.last_imbalance(), 1.0);
+}
+
+// KV rows of the busiest unit over the mean, in the shapes that decide how fast a launch is.
+TEST_F(PlannerTest, UnitsAreBalanced) {
+  std::mt19937 random(1);
+  for (const int32_t batch : {1, 2, 3, 16, 61, 100, 128, 200, 300, 777, 1024, 4096}) {
+    for (const int32_t longest : {1024, 4096, 65'536, 1'000'000}) {
+      for (const bool ragged : {false, true}) {
+        std::uniform_int_distribution<int32_t> rows(1, longest);
+        std::vector<PlanRequest> requests;
+        int64_t total = 0;
+        for (int32_t i = 0; i < batch; ++i) {
+          requests.push_back({1, ragged ? rows(random) : longest, 128});
+          total += requests.back().kv_rows;
+        }
+        Plan(requests, {.units = 256});
+        if (total < 1024 * 256) continue;
+        EXPECT_LE(planner_.last_imbalance(), 1.30) << batch << " x " << longest << " " << ragged;
+        const bool headline = batch == 128 || batch == 1024;
+        if (!headline || longest < 4096) continue;
+        EXPECT_LE(planner_.last_imbalance(), 1.15) << batch << " x " << longest << " " << ragged;
+      }
+    }
+  }
+}
+
+TEST_F(PlannerTest, EqualRequestsAreCutAtTheirBorders) {
+  for (const int32_t batch : {4, 16, 64, 128, 256, 512, 1024}) {
+    const PlanView view =
+        Plan(std::vector<PlanRequest>(static_cast<size_t>(batch), {1, 4096, 128}), {.units = 256});
+    EXPECT_EQ(planner_.last_imbalance(), 1.0) << batch;
+    EXPECT_EQ(view.work_info.size(), static_cast<size_t>(std::max(batch, 256)));
+  }
+}
+
+TEST_F(PlannerTest, PiecesAreNotFarBelowTheOverhead) {
+  const PlanView view = Plan({{1, 4096, 128}}, {.units = 256, .item_overhead_rows = 1024});
+  EXPECT_EQ(view.work_info.size(), 16u);
 }
 
 TEST_F(PlannerTest, PaddedRequestYieldsNothing) {
@@ -145,6 +187,23 @@ TEST_F(PlannerTest, GenerationsAreUniqueAcrossPlanners) {
   const auto view = other.Build({}, {}, *buffers_);
   ASSERT_TRUE(view.ok());
   EXPECT_NE(view->generation, first);
+}
+
+TEST_F(PlannerTest, BuildAllocatesNothing) {
+  buffers_ = testing::MakeBuffers(Roomy(256));
+  const std::vector<PlanRequest> decode(1024, PlanRequest{1, 4096, 128});
+  const std::vector<PlanRequest> mixed{{1, 5000, 128}, {700, 900, 128}, {0, 0, 1}};
+  const int64_t before = testing::Allocations();
+  for (int i = 0; i < 10; ++i) {
+    for (const int32_t split : {0, 512}) {
+      const PlanTraits traits{.units = 256, .fixed_split_rows = split};
+      ASSERT_TRUE(planner_.Build(decode, traits, *buffers_).ok());
+      ASSERT_TRUE(planner_.Build(mixed, traits, *buffers_).ok());
+    }
+  }
+  EXPECT_EQ(testing::Allocations(), before);
+  const auto another = std::make_unique<int>(1);
+  EXPECT_EQ(testing::Allocations(), before + 1) << "the counter counts";
 }
 
 TEST_F(PlannerTest, FaultsNameTheField) {
