@@ -55,10 +55,11 @@ absl::Status EngineCore::CheckBeginSequence(TenantKey tenant, const Model& model
   const auto path = [index](const char* field) {
     return absl::StrCat("begin_step.sequences[", index, "].", field);
   };
-  absl::StatusOr<Sequence*> found =
-      sequences_->FindOrFault(tenant, args.id, path("sequence_id"), fault);
-  if (!found.ok()) return found.status();
-  const Sequence& sequence = **found;
+  const Sequence* found = sequences_->Find(tenant, args.id);
+  if (found == nullptr) {
+    return sequences_->FindOrFault(tenant, args.id, path("sequence_id"), fault).status();
+  }
+  const Sequence& sequence = *found;
   const int64_t length = cache_->length(sequence.slot);
   fault->last_good_position = length;
   if (sequence.model != &model) {

@@ -1,0 +1,163 @@
+// What a failing backend takes down, and what it must not.
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
+#include "scheduler/engine_core.h"
+#include "scheduler/testing/engine_harness.h"
+#include "scheduler/testing/faulty_backend.h"
+
+namespace mla::scheduler {
+namespace {
+
+using testing::EngineHarness;
+using testing::FaultPoint;
+using testing::FaultyBackend;
+using testing::MakeRow;
+using testing::Row;
+
+std::vector<Row> Rows(int count, uint64_t key) {
+  std::vector<Row> rows;
+  for (int i = 0; i < count; ++i) rows.push_back(MakeRow(key * 1000 + i, 12));
+  return rows;
+}
+
+std::vector<const Row*> Pointers(const std::vector<Row>& rows) {
+  std::vector<const Row*> all;
+  for (const Row& row : rows) all.push_back(&row);
+  return all;
+}
+
+class EngineFaultTest : public ::testing::TestWithParam<FaultPoint> {
+ protected:
+  EngineFaultTest() {
+    auto faulty = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+    backend_ = faulty.get();
+    h_ = std::make_unique<EngineHarness>(testing::HarnessOptions{
+        testing::TinyLimits(), testing::TinyModel(), std::move(faulty), nullptr});
+    stream_ = h_->core().OpenStream(h_->tenant());
+  }
+
+  FaultyBackend* backend_ = nullptr;
+  std::unique_ptr<EngineHarness> h_;
+  StreamId stream_ = 0;
+};
+
+TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
+  const SequenceInfo a = h_->Open();
+  const SequenceInfo b = h_->Open();
+  const SequenceInfo c = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
+  ASSERT_TRUE(h_->Begin(stream_, 2, {{b.id, 1, 0, 2}})->status.ok());
+  ASSERT_TRUE(h_->Begin(stream_, 3, {{c.id, 1, 0, 2}})->status.ok());
+  auto in_a = h_->Attend(stream_, 1, 0, 0, Rows(2, 1), 5);
+  auto in_b = h_->Attend(stream_, 2, 1, 0, Rows(2, 2), 5);
+  auto waits = h_->Query(stream_, 2, 0, 0, 1, 0, 2, 5);  // of step 2, not in the launch
+  backend_->FailAt(GetParam());
+  h_->Run();
+  for (const auto* request : {in_a.get(), in_b.get()}) {
+    EXPECT_EQ(request->answers, 1);
+    EXPECT_EQ(request->status.code(), absl::StatusCode::kInternal) << request->status;
+    EXPECT_TRUE(request->step_aborted);
+    EXPECT_EQ(request->fault.reason, "launch_failed");
+  }
+  EXPECT_TRUE(waits->step_aborted);
+  EXPECT_FALSE(h_->Get(a.id).in_step);
+  EXPECT_TRUE(h_->Get(c.id).in_step);
+  EXPECT_EQ(h_->core().Stats().steps_aborted, 2u);
+  EXPECT_EQ(h_->core().cache().CheckInvariants(), "");
+  // The step beside them goes on, and the failed one may be begun anew.
+  auto in_c = h_->Attend(stream_, 3, 0, 0, Rows(2, 3), 5);
+  ASSERT_TRUE(h_->Begin(stream_, 4, {{a.id, 1, 0, 2}})->status.ok());
+  auto again = h_->Attend(stream_, 4, 0, 0, Rows(2, 4), 6);
+  h_->Run();
+  ASSERT_TRUE(in_c->status.ok()) << in_c->status;
+  const std::vector<Row> rows_c = Rows(2, 3);
+  EXPECT_LT(h_->Error(*in_c, Pointers(rows_c), {1, 2}, 5), 2e-5);
+  ASSERT_TRUE(again->status.ok()) << again->status;
+  const std::vector<Row> rows_a = Rows(2, 4);
+  EXPECT_LT(h_->Error(*again, Pointers(rows_a), {1, 2}, 6), 2e-5);
+  EXPECT_EQ(h_->core().owned(), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Points, EngineFaultTest,
+                         ::testing::Values(FaultPoint::kStageInput, FaultPoint::kAppendKv,
+                                           FaultPoint::kRun, FaultPoint::kSubmit,
+                                           FaultPoint::kWait));
+
+class EnginePageWorkTest : public EngineFaultTest {};
+
+// Pages that changed tenant must be zeroed even if the launch that should have done it fails.
+TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
+  Fault fault;
+  const TenantKey key = *h_->core().Tenant("tenant-b", &fault);
+  ASSERT_TRUE(h_->core().models().Register(key, h_->model(), &fault).ok());
+  // Tenant A fills the whole pool once, so that every page has been its.
+  for (int round = 0; round < 14; ++round) h_->Open();
+  const SequenceList all = h_->core().GetSequences({h_->tenant(), {}, ""});
+  std::vector<SequenceId> ids;
+  StepId step = 100;
+  for (const SequenceInfo& sequence : all.sequences) {
+    ids.push_back(sequence.id);
+    ASSERT_TRUE(h_->Begin(stream_, ++step, {{sequence.id, 1, 0, 24}})->status.ok());
+    auto x = h_->AppendOnly(stream_, step, 0, 0, Rows(24, 1));
+    auto y = h_->AppendOnly(stream_, step, 1, 0, Rows(24, 1));
+    h_->Run();
+    ASSERT_TRUE(h_->End(stream_, step)->status.ok());
+  }
+  std::vector<SequenceId> absent;
+  h_->core().ReleaseSequences(h_->tenant(), ids, &absent);
+
+  OpenArgs open;
+  open.tenant = "tenant-b";
+  open.model_id = h_->model().id;
+  const auto seq = h_->core().OpenSequence(open, &fault);
+  ASSERT_TRUE(seq.ok()) << seq.status();
+  const StreamId foreign = h_->core().OpenStream("tenant-b");
+  ASSERT_TRUE(h_->Begin(foreign, 1, {{seq->id, 1, 0, 5}})->status.ok());
+  ASSERT_GT(h_->core().Stats().page_groups_scrubbed, 0u);
+  backend_->FailAt(GetParam());
+  auto lost = h_->AppendOnly(foreign, 1, 0, 0, Rows(1, 8));
+  h_->Run();
+  ASSERT_EQ(lost->status.code(), absl::StatusCode::kInternal);
+  ASSERT_TRUE(h_->Begin(foreign, 2, {{seq->id, 1, 0, 5}})->status.ok());
+  auto kept = h_->AppendOnly(foreign, 2, 0, 0, Rows(1, 8));
+  h_->Run();
+  ASSERT_TRUE(kept->status.ok()) << kept->status;
+  // Rows 1 and 2 of the page were never written by tenant B: they must read as zero.
+  kernels::AppendRecord where{};
+  where.row_stride = 24;
+  where.page_size = 3;
+  where.first_position = 1;
+  where.rows = 2;
+  where.row_dim = 12;
+  // The sequence's table is the one whose first row is what was just appended.
+  bool found = false;
+  for (int slot = 0; slot < 16 && !found; ++slot) {
+    where.page_table = slot * 32;
+    std::vector<kernels::Bf16> row(12);
+    kernels::AppendRecord first = where;
+    first.first_position = 0;
+    first.rows = 1;
+    if (!h_->core().backend().ReadKv(first, row.data()).ok()) continue;
+    found = kernels::ToFloat(row[0]) == Rows(1, 8)[0][0] &&
+            kernels::ToFloat(row[5]) == Rows(1, 8)[0][5];
+  }
+  ASSERT_TRUE(found);
+  std::vector<kernels::Bf16> rest(24, 1);
+  ASSERT_TRUE(h_->core().backend().ReadKv(where, rest.data()).ok());
+  EXPECT_THAT(rest, ::testing::Each(0));
+}
+
+INSTANTIATE_TEST_SUITE_P(Points, EnginePageWorkTest,
+                         ::testing::Values(FaultPoint::kScrubKv, FaultPoint::kSubmit));
+
+TEST_F(EngineFaultTest, AnUnhealthyBackendTakesNoNewSteps) {
+  const SequenceInfo a = h_->Open();
+  backend_->SetUnhealthy();
+  auto begin = h_->Begin(stream_, 1, {{a.id, 1, 0, 1}});
+  EXPECT_EQ(begin->status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(begin->fault.reason, "backend_unhealthy");
+}
+
+}  // namespace
+}  // namespace mla::scheduler

@@ -1,0 +1,261 @@
+// The engine with its threads: many submitting threads, control calls in between, streams that come
+// and go.
+#include "scheduler/engine.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
+#include "scheduler/testing/engine_harness.h"
+
+namespace mla::scheduler {
+namespace {
+
+using testing::DenseAttention;
+using testing::MakeRow;
+using testing::Row;
+
+#if defined(MLA_SANITIZED)
+constexpr int kSteps = 40;
+#else
+constexpr int kSteps = 300;
+#endif
+
+class BlockingRequest final : public StreamRequest {
+ public:
+  void Done(const absl::Status& answer, const Fault& why) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    status = answer;
+    fault = why;
+    done_ = true;
+    ready_.notify_one();
+  }
+  absl::Status Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ready_.wait(lock, [this] { return done_; });
+    done_ = false;
+    return status;
+  }
+  absl::Status status;
+  Fault fault;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  bool done_ = false;
+};
+
+// One worker: decodes a sequence of its own and checks every output.
+class Worker {
+ public:
+  Worker(Engine& engine, const ModelSpec& model, uint64_t id)
+      : engine_(engine), model_(model), id_(id), stream_(engine.OpenStream("t")) {
+    Fault fault;
+    OpenArgs args;
+    args.tenant = "t";
+    args.model_id = model.id;
+    sequence_ = engine.OpenSequence(args, &fault)->id;
+  }
+  ~Worker() { engine_.CloseStream(stream_); }
+
+  std::string Decode(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      if (std::string wrong = Step(step); !wrong.empty()) return wrong;
+    }
+    return "";
+  }
+
+ private:
+  absl::Status Send(BlockingRequest& request) {
+    request.stream = stream_;
+    request.step_id = id_;
+    absl::Status status = engine_.Submit(&request);
+    return status.ok() ? request.Wait() : status;
+  }
+
+  std::string Step(int step) {
+    begin_.kind = RequestKind::kBeginStep;
+    begin_.begin.model_id = model_.id;
+    begin_.begin.sequences = {{sequence_, epoch_, length_, 1}};
+    if (absl::Status s = Send(begin_); !s.ok()) return s.ToString();
+    for (int layer = 0; layer < model_.layers; ++layer) {
+      const uint64_t key = id_ * 1'000'000 + uint64_t(step) * 8 + layer;
+      rows_[layer].push_back(MakeRow(key, 12));
+      const Row query = MakeRow(key + 4, 12);
+      if (std::string wrong = Attend(layer, query); !wrong.empty()) return wrong;
+    }
+    end_.kind = RequestKind::kEndStep;
+    if (absl::Status s = Send(end_); !s.ok()) return s.ToString();
+    if (++length_ == 30) {  // start over, which also moves the epoch
+      Fault fault;
+      auto cut = engine_.TruncateSequence("t", sequence_, 3, epoch_, &fault);
+      if (!cut.ok()) return cut.status().ToString();
+      epoch_ = cut->epoch;
+      length_ = 3;
+      for (auto& rows : rows_) rows.resize(3);
+    }
+    return "";
+  }
+
+  std::string Attend(int layer, const Row& query) {
+    std::vector<kernels::Bf16> kv, q;
+    for (const float v : rows_[layer].back()) kv.push_back(kernels::ToBf16(v));
+    for (int head = 0; head < 2; ++head) {
+      for (const float v : query) q.push_back(kernels::ToBf16(v));
+    }
+    std::vector<float> o(16, -9.0f);
+    AttendArgs& args = attend_.attend;
+    args.layer = layer;
+    args.row_count = 1;
+    args.num_heads = 2;
+    args.has_kv = true;
+    args.o_dtype = kernels::DType::kF32;
+    args.kv = reinterpret_cast<const std::byte*>(kv.data());
+    args.q = reinterpret_cast<const std::byte*>(q.data());
+    args.o = reinterpret_cast<std::byte*>(o.data());
+    if (absl::Status s = Send(attend_); !s.ok()) return s.ToString();
+    std::vector<const Row*> seen;
+    for (const Row& row : rows_[layer]) seen.push_back(&row);
+    Row want;
+    double lse = 0;
+    DenseAttention(model_, seen, query, &want, &lse);
+    for (int i = 0; i < 16; ++i) {
+      if (!(std::abs(o[i] - want[i % 8]) < 1e-4)) return "an output is wrong";
+    }
+    return "";
+  }
+
+  Engine& engine_;
+  const ModelSpec model_;
+  const uint64_t id_;
+  const StreamId stream_;
+  SequenceId sequence_ = 0;
+  uint64_t epoch_ = 1;
+  int64_t length_ = 0;
+  std::vector<Row> rows_[2];
+  BlockingRequest begin_, attend_, end_;
+};
+
+class EngineTest : public ::testing::TestWithParam<int64_t> {
+ protected:
+  void SetUp() override {
+    EngineOptions options;
+    options.limits = testing::TinyLimits();
+    options.inline_work = GetParam();
+    auto engine = Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    Fault fault;
+    auto model = engine_->RegisterModel("t", testing::TinyModel(), &fault);
+    ASSERT_TRUE(model.ok()) << model.status();
+    model_ = model->spec;
+  }
+
+  RealClock clock_;
+  std::unique_ptr<Engine> engine_;
+  ModelSpec model_;
+};
+
+TEST_P(EngineTest, WorkersShareTheEngineAndGetTheirOwnAnswers) {
+  std::atomic<bool> stop{false};
+  std::thread control([&] {
+    while (!stop) {
+      engine_->Stats();
+      engine_->ListModels("t");
+      std::vector<SequenceId> absent;
+      engine_->RenewLeases({"t", {}, ""}, 0, &absent);
+      const StreamId brief = engine_->OpenStream("t");
+      engine_->CloseStream(brief);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  std::vector<std::thread> threads;
+  std::vector<std::string> wrong(4);
+  for (uint64_t id = 1; id <= 4; ++id) {
+    threads.emplace_back([&, id] {
+      Worker worker(*engine_, model_, id);
+      wrong[id - 1] = worker.Decode(kSteps);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  stop = true;
+  control.join();
+  for (const std::string& w : wrong) EXPECT_EQ(w, "");
+  const EngineStats stats = engine_->Stats();
+  EXPECT_EQ(stats.requests_failed, 0u);
+  EXPECT_EQ(stats.open_steps, 0);
+  EXPECT_EQ(stats.streams, 0);
+  EXPECT_EQ(stats.rows_decode + stats.rows_extend + stats.rows_prefill, uint64_t{4} * kSteps * 2);
+}
+
+TEST_P(EngineTest, TimersFireWithoutTraffic) {
+  EngineOptions options;
+  options.limits = testing::TinyLimits();
+  options.limits.sequence_lease_ms = 30;
+  options.limits.kv_wait_ms = 30;
+  options.inline_work = GetParam();
+  auto engine = *Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
+  Fault fault;
+  ASSERT_TRUE(engine->RegisterModel("t", testing::TinyModel(), &fault).ok());
+  OpenArgs args;
+  args.tenant = "t";
+  args.model_id = model_.id;
+  const SequenceInfo waits = *engine->OpenSequence(args, &fault);
+  const StreamId stream = engine->OpenStream("t");
+  BlockingRequest begin;
+  begin.kind = RequestKind::kBeginStep;
+  begin.stream = stream;
+  begin.step_id = 1;
+  begin.begin.model_id = model_.id;
+  begin.begin.sequences = {{waits.id, 1, 0, 1}};
+  ASSERT_TRUE(engine->Submit(&begin).ok());
+  ASSERT_TRUE(begin.Wait().ok());
+  BlockingRequest query;  // its KV row never comes
+  query.stream = stream;
+  query.step_id = 1;
+  query.attend.row_count = 1;
+  query.attend.num_heads = 2;
+  std::vector<kernels::Bf16> q(24);
+  std::vector<kernels::Bf16> o(16);
+  query.attend.q = reinterpret_cast<const std::byte*>(q.data());
+  query.attend.o = reinterpret_cast<std::byte*>(o.data());
+  ASSERT_TRUE(engine->Submit(&query).ok());
+  EXPECT_EQ(query.Wait().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(query.fault.reason, "kv_rows_missing");
+  engine->CloseStream(stream);
+  for (int i = 0; i < 500 && engine->Stats().leases_expired == 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_EQ(engine->Stats().sequences, 0);
+}
+
+TEST_P(EngineTest, TheQueueIsBounded) {
+  EngineOptions options;
+  options.limits = testing::TinyLimits();
+  options.limits.queue_requests = 3;
+  options.dedicated_thread = false;
+  auto engine = *Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
+  const StreamId stream = engine->OpenStream("t");
+  BlockingRequest requests[4];
+  for (int i = 0; i < 4; ++i) {
+    requests[i].kind = RequestKind::kAbortStep;
+    requests[i].stream = stream;
+    const absl::Status status = engine->Submit(&requests[i]);
+    EXPECT_EQ(status.code(), i < 3 ? absl::StatusCode::kOk : absl::StatusCode::kResourceExhausted);
+  }
+  while (engine->Poll()) {
+  }
+  EXPECT_EQ(requests[2].Wait().code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(engine->Submit(&requests[3]).ok());
+  while (engine->Poll()) {
+  }
+  EXPECT_EQ(requests[3].Wait().code(), absl::StatusCode::kNotFound);
+}
+
+INSTANTIATE_TEST_SUITE_P(InlineWork, EngineTest, ::testing::Values(0, 1 << 22));
+
+}  // namespace
+}  // namespace mla::scheduler

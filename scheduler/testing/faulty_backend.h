@@ -1,0 +1,120 @@
+// A decorator that makes a backend fail on command, so that the engine's answers to device faults
+// can be tested.
+#ifndef MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
+#define MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
+
+#include <memory>
+#include <utility>
+
+#include "kernels/attention_backend.h"
+
+namespace mla::scheduler::testing {
+
+enum class FaultPoint { kNone, kStageInput, kScrubKv, kAppendKv, kRun, kSubmit, kWait };
+
+class FaultyBackend final : public kernels::AttentionBackend {
+ public:
+  explicit FaultyBackend(std::unique_ptr<kernels::AttentionBackend> inner)
+      : inner_(std::move(inner)) {}
+
+  // The `after`-th next call at this point fails once (0: the very next one).
+  void FailAt(FaultPoint point, int after = 0) {
+    point_ = point;
+    after_ = after;
+  }
+  void SetUnhealthy() { healthy_ = absl::InternalError("the device is lost"); }
+
+  const kernels::BackendInfo& Info() const override { return inner_->Info(); }
+  absl::Status CanRun(const kernels::AttentionDesc& d) const override { return inner_->CanRun(d); }
+  kernels::PlanTraits Traits(const kernels::AttentionDesc& d) const override {
+    return inner_->Traits(d);
+  }
+  int32_t ExpandedFormMinRows(const kernels::Geometry& g) const override {
+    return inner_->ExpandedFormMinRows(g);
+  }
+  int64_t WorkspaceSize(const kernels::BackendLimits& l) const override {
+    return inner_->WorkspaceSize(l);
+  }
+  absl::Status Configure(const kernels::BackendLimits& l) override { return inner_->Configure(l); }
+  absl::Status Healthy() const override { return healthy_.ok() ? inner_->Healthy() : healthy_; }
+  std::span<uint32_t> PageTables() override { return inner_->PageTables(); }
+  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override {
+    return inner_->AllocateHost(bytes);
+  }
+  absl::Status LoadWeights(int32_t slot, const kernels::Geometry& g, int32_t begin, int32_t end,
+                           const kernels::Bf16* uk, const kernels::Bf16* uv) override {
+    return inner_->LoadWeights(slot, g, begin, end, uk, uv);
+  }
+  absl::Status FreeWeights(int32_t slot) override { return inner_->FreeWeights(slot); }
+  absl::Status ReadKv(const kernels::AppendRecord& where, kernels::Bf16* out) override {
+    return inner_->ReadKv(where, out);
+  }
+  absl::Status BeginLaunch(int32_t slot) override { return inner_->BeginLaunch(slot); }
+  absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override {
+    if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
+    return inner_->StageInput(slot, host, bytes);
+  }
+  absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override {
+    return inner_->StageOutput(slot, host, bytes);
+  }
+  absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override {
+    return inner_->SlotWorkspace(slot, bytes);
+  }
+  absl::Status CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) override {
+    return inner_->CopyKv(slot, copies);
+  }
+  absl::Status ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) override {
+    if (absl::Status s = At(FaultPoint::kScrubKv); !s.ok()) return s;
+    return inner_->ScrubKv(slot, ranges);
+  }
+  absl::Status PublishPageTable(int32_t slot, std::span<const kernels::TableRange> r) override {
+    return inner_->PublishPageTable(slot, r);
+  }
+  absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override {
+    if (absl::Status s = At(FaultPoint::kAppendKv); !s.ok()) return s;
+    return inner_->AppendKv(slot, records);
+  }
+  absl::Status Absorb(int32_t slot, const kernels::Geometry& g, kernels::DType in,
+                      kernels::DType out,
+                      std::span<const kernels::ProjectionRecord> records) override {
+    return inner_->Absorb(slot, g, in, out, records);
+  }
+  absl::Status Run(int32_t slot, const kernels::AttentionParams& params) override {
+    if (absl::Status s = At(FaultPoint::kRun); !s.ok()) return s;
+    return inner_->Run(slot, params);
+  }
+  absl::Status Combine(int32_t slot, const kernels::AttentionParams& params) override {
+    return inner_->Combine(slot, params);
+  }
+  absl::Status Project(int32_t slot, const kernels::Geometry& g, kernels::DType in,
+                       kernels::DType out,
+                       std::span<const kernels::ProjectionRecord> records) override {
+    return inner_->Project(slot, g, in, out, records);
+  }
+  absl::Status Submit(int32_t slot) override {
+    if (absl::Status s = At(FaultPoint::kSubmit); !s.ok()) return s;
+    return inner_->Submit(slot);
+  }
+  bool Done(int32_t slot) override { return inner_->Done(slot); }
+  absl::StatusOr<int64_t> Wait(int32_t slot) override {
+    absl::StatusOr<int64_t> waited = inner_->Wait(slot);
+    if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
+    return waited;
+  }
+
+ private:
+  absl::Status At(FaultPoint point) {
+    if (point != point_ || after_-- > 0) return absl::OkStatus();
+    point_ = FaultPoint::kNone;
+    return absl::InternalError("a fault was injected");
+  }
+
+  const std::unique_ptr<kernels::AttentionBackend> inner_;
+  FaultPoint point_ = FaultPoint::kNone;
+  int after_ = 0;
+  absl::Status healthy_;
+};
+
+}  // namespace mla::scheduler::testing
+
+#endif  // MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
