@@ -1,0 +1,450 @@
+#include "server/config.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "server/yaml_file.h"
+
+namespace mla::server {
+namespace {
+
+struct Suffix {
+  const char* text;
+  int shift;
+};
+constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
+
+std::string BytesText(int64_t bytes) {
+  for (int i = 3; i >= 0; --i) {
+    const int64_t unit = int64_t{1} << kSuffixes[i].shift;
+    if (bytes >= unit && bytes % unit == 0) {
+      return absl::StrCat(bytes / unit, kSuffixes[i].text);
+    }
+  }
+  return absl::StrCat(bytes);
+}
+
+bool ParseBytes(std::string text, int64_t* bytes) {
+  int shift = 0;
+  for (const Suffix& suffix : kSuffixes) {
+    if (!absl::EndsWith(text, suffix.text)) continue;
+    text.resize(text.size() - 3);
+    shift = suffix.shift;
+  }
+  int64_t count = 0;
+  if (!absl::SimpleAtoi(text, &count)) return false;
+  return !__builtin_mul_overflow(count, int64_t{1} << shift, bytes);
+}
+
+std::string NumberText(const ConfigKey& key, double value) {
+  if (key.type == ConfigType::kBytes) return BytesText(static_cast<int64_t>(value));
+  if (key.type == ConfigType::kDouble) return absl::StrCat(value);
+  return absl::StrCat(static_cast<int64_t>(value));
+}
+
+std::string RangeText(const ConfigKey& key) {
+  switch (key.type) {
+    case ConfigType::kBool:
+      return "true or false";
+    case ConfigType::kString:
+      return "";
+    case ConfigType::kChoice: {
+      std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
+      for (std::string& choice : choices) {
+        if (choice.empty()) choice = "\"\"";
+      }
+      return absl::StrJoin(choices, ", ");
+    }
+    default:
+      return absl::StrCat(NumberText(key, key.min), " .. ", NumberText(key, key.max));
+  }
+}
+
+bool ParseBool(const std::string& text, bool* value) {
+  if (text == "true" || text == "1" || text == "on" || text == "yes") return *value = true;
+  if (text == "false" || text == "0" || text == "off" || text == "no") {
+    *value = false;
+    return true;
+  }
+  return false;
+}
+
+std::string MustBe(const ConfigKey& key, const std::string& got) {
+  return absl::StrCat("got \"", got, "\", must be ", RangeText(key));
+}
+
+const ConfigKey* FindKey(const std::string& name) {
+  for (const ConfigKey& key : ConfigKeys()) {
+    if (name == key.name) return &key;
+  }
+  return nullptr;
+}
+
+void Assign(const ConfigKey& key, const std::string& value, const std::string& origin,
+            LoadedConfig* loaded) {
+  const std::string fault = SetValue(key, value, &loaded->config);
+  if (!fault.empty()) {
+    loaded->faults.push_back(absl::StrCat(key.name, ": ", fault, " (", origin, ")"));
+    return;
+  }
+  loaded->origin[key.name] = origin;
+}
+
+void ApplyFile(const std::string& path, LoadedConfig* loaded) {
+  const YamlDocument document = ReadYamlFile(path);
+  loaded->faults.insert(loaded->faults.end(), document.faults.begin(), document.faults.end());
+  for (const YamlValue& value : document.values) {
+    const std::string origin = absl::StrCat("file ", path, ":", value.line);
+    if (const ConfigKey* key = FindKey(value.key)) {
+      Assign(*key, value.value, origin, loaded);
+    } else {
+      loaded->faults.push_back(absl::StrCat(value.key, ": unknown key (", origin, ")"));
+    }
+  }
+}
+
+void ApplyEnvironment(const std::map<std::string, std::string>& environment,
+                      LoadedConfig* loaded) {
+  std::set<std::string> known = {"MLA_CONFIG"};
+  for (const ConfigKey& key : ConfigKeys()) {
+    const std::string name = EnvironmentName(key);
+    known.insert(name);
+    const auto found = environment.find(name);
+    if (found != environment.end()) Assign(key, found->second, "env " + name, loaded);
+  }
+  for (const auto& [name, value] : environment) {
+    // Names with MLA_TEST_ belong to test runs.
+    if (absl::StartsWith(name, "MLA_") && !absl::StartsWith(name, "MLA_TEST_") &&
+        known.count(name) == 0) {
+      loaded->faults.push_back(absl::StrCat(name, ": unknown environment name"));
+    }
+  }
+}
+
+struct Flag {
+  std::string name;
+  std::string value;
+  bool has_value = false;
+};
+
+Flag SplitFlag(const std::string& argument) {
+  const size_t equals = argument.find('=');
+  if (equals == std::string::npos) return {argument, "", false};
+  return {argument.substr(0, equals), argument.substr(equals + 1), true};
+}
+
+bool* CommandSlot(const std::string& name, CommandLine* command) {
+  if (name == "--check-config") return &command->check_config;
+  if (name == "--print-config") return &command->print_config;
+  if (name == "--print-example") return &command->print_example;
+  if (name == "--print-reference") return &command->print_reference;
+  if (name == "--help") return &command->help;
+  if (name == "--version") return &command->version;
+  return nullptr;
+}
+
+const ConfigKey* FindFlag(const std::string& name) {
+  for (const ConfigKey& key : ConfigKeys()) {
+    if (name == FlagName(key) || (*key.short_flag != '\0' && name == key.short_flag)) return &key;
+  }
+  return nullptr;
+}
+
+// `--no-x` for booleans.
+const ConfigKey* FindNegated(const std::string& name) {
+  if (!absl::StartsWith(name, "--no-")) return nullptr;
+  const ConfigKey* key = FindFlag("--" + name.substr(5));
+  return key != nullptr && key->type == ConfigType::kBool ? key : nullptr;
+}
+
+struct Assignment {
+  const ConfigKey* key;
+  std::string value;
+  std::string origin;
+};
+
+// Splits the command line into commands, assignments and the config file's path.
+std::vector<Assignment> ReadFlags(const std::vector<std::string>& arguments, std::string* file,
+                                  LoadedConfig* loaded) {
+  std::vector<Assignment> assignments;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    Flag flag = SplitFlag(arguments[i]);
+    const ConfigKey* negated = FindNegated(flag.name);
+    if (bool* command = CommandSlot(flag.name, &loaded->command); command && !flag.has_value) {
+      *command = true;
+      continue;
+    }
+    if (negated != nullptr && !flag.has_value) {
+      assignments.push_back({negated, "false", "flag " + flag.name});
+      continue;
+    }
+    const ConfigKey* key = FindFlag(flag.name);
+    if (key == nullptr && flag.name != "--config") {
+      loaded->faults.push_back(absl::StrCat(arguments[i], ": unknown flag"));
+      continue;
+    }
+    if (!flag.has_value && key != nullptr && key->type == ConfigType::kBool) {
+      flag.value = "true";
+    } else if (!flag.has_value) {
+      if (i + 1 >= arguments.size()) {
+        loaded->faults.push_back(absl::StrCat(flag.name, ": needs a value"));
+        continue;
+      }
+      flag.value = arguments[++i];
+    }
+    if (key == nullptr) {
+      *file = flag.value;
+    } else {
+      assignments.push_back({key, flag.value, "flag " + flag.name});
+    }
+  }
+  return assignments;
+}
+
+void CheckAddress(const char* key, const std::string& address, std::vector<std::string>* faults) {
+  if (address.empty()) return;
+  const size_t colon = address.rfind(':');
+  int32_t port = -1;
+  if (colon == std::string::npos || colon == 0 ||
+      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
+    faults->push_back(
+        absl::StrCat(key, ": got \"", address, "\", must be host:port with a port of 0 .. 65535"));
+  }
+}
+
+void CheckListen(const Config& config, std::vector<std::string>* faults) {
+  const Config::Listen& listen = config.listen;
+  CheckAddress("server.listen", listen.address, faults);
+  CheckAddress("ops.listen", config.ops.address, faults);
+  if (listen.address.empty() && listen.unix_path.empty()) {
+    faults->push_back("server.listen: empty, and server.unix_path is empty too: nothing to serve");
+  }
+  if (listen.unix_path.size() > 107) {
+    faults->push_back(absl::StrCat("server.unix_path: got ", listen.unix_path.size(),
+                                   " bytes, at most 107 are possible"));
+  }
+  const Config::Tls& tls = config.tls;
+  const int given = !tls.cert.empty() + !tls.key.empty() + !tls.client_ca.empty();
+  if (given != 0 && given != 3) {
+    faults->push_back("tls.cert: tls.cert, tls.key and tls.client_ca go together; " +
+                      absl::StrCat(given, " of 3 given"));
+  }
+  if (given == 0 && !listen.insecure && !listen.address.empty() && !IsLoopback(listen.address)) {
+    faults->push_back(absl::StrCat(
+        "server.listen: got \"", listen.address,
+        "\", an address beyond loopback needs tls.cert, tls.key and tls.client_ca, or an explicit "
+        "server.insecure"));
+  }
+}
+
+void WriteComment(const std::string& text, const std::string& indent, std::string* out) {
+  std::string line;
+  for (const std::string& word : std::vector<std::string>(absl::StrSplit(text, ' '))) {
+    if (line.size() + word.size() > 90) {
+      absl::StrAppend(out, indent, "#", line, "\n");
+      line.clear();
+    }
+    absl::StrAppend(&line, " ", word);
+  }
+  absl::StrAppend(out, indent, "#", line, "\n");
+}
+
+}  // namespace
+
+std::string FlagName(const ConfigKey& key) {
+  return "--" + absl::StrReplaceAll(key.name, {{".", "-"}, {"_", "-"}});
+}
+
+std::string EnvironmentName(const ConfigKey& key) {
+  return "MLA_" + absl::AsciiStrToUpper(absl::StrReplaceAll(key.name, {{".", "_"}}));
+}
+
+const char* TypeName(ConfigType type) {
+  switch (type) {
+    case ConfigType::kBool:
+      return "bool";
+    case ConfigType::kInt:
+      return "count";
+    case ConfigType::kBytes:
+      return "bytes";
+    case ConfigType::kMillis:
+      return "milliseconds";
+    case ConfigType::kDouble:
+      return "ratio";
+    case ConfigType::kString:
+      return "text";
+    case ConfigType::kChoice:
+      return "choice";
+  }
+  return "";
+}
+
+std::string ValueText(const ConfigKey& key, const Config& config) {
+  // The slot function takes a mutable config; nothing is written through it here.
+  const ConfigSlot slot = key.slot(const_cast<Config&>(config));
+  if (auto p = std::get_if<bool*>(&slot)) return **p ? "true" : "false";
+  if (auto p = std::get_if<std::string*>(&slot)) return **p;
+  if (auto p = std::get_if<double*>(&slot)) return absl::StrCat(**p);
+  if (auto p = std::get_if<int32_t*>(&slot)) return absl::StrCat(**p);
+  const int64_t value = *std::get<int64_t*>(slot);
+  return key.type == ConfigType::kBytes ? BytesText(value) : absl::StrCat(value);
+}
+
+std::string SetValue(const ConfigKey& key, const std::string& text, Config* config) {
+  const ConfigSlot slot = key.slot(*config);
+  if (auto p = std::get_if<bool*>(&slot)) return ParseBool(text, *p) ? "" : MustBe(key, text);
+  if (auto p = std::get_if<std::string*>(&slot)) {
+    if (text.find('\0') != std::string::npos) return "contains a zero byte";
+    const std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
+    if (key.type == ConfigType::kChoice &&
+        std::find(choices.begin(), choices.end(), text) == choices.end()) {
+      return MustBe(key, text);
+    }
+    **p = text;
+    return "";
+  }
+  if (auto p = std::get_if<double*>(&slot)) {
+    double value = 0;
+    if (!absl::SimpleAtod(text, &value) || !(value >= key.min && value <= key.max)) {
+      return MustBe(key, text);
+    }
+    **p = value;
+    return "";
+  }
+  int64_t value = 0;
+  const bool parsed = key.type == ConfigType::kBytes ? ParseBytes(text, &value)
+                                                     : absl::SimpleAtoi(text, &value);
+  if (!parsed || static_cast<double>(value) < key.min || static_cast<double>(value) > key.max) {
+    return MustBe(key, text);
+  }
+  if (auto p = std::get_if<int32_t*>(&slot)) {
+    **p = static_cast<int32_t>(value);
+  } else {
+    *std::get<int64_t*>(slot) = value;
+  }
+  return "";
+}
+
+bool IsLoopback(const std::string& address) {
+  const std::string host = address.substr(0, address.rfind(':'));
+  return absl::StartsWith(host, "127.") || host == "localhost" || host == "[::1]";
+}
+
+void CheckConfig(const Config& config, std::vector<std::string>* faults) {
+  CheckListen(config, faults);
+  const auto at_most = [&](const char* small, auto small_value, const char* large,
+                           auto large_value) {
+    if (small_value <= large_value) return;
+    faults->push_back(absl::StrCat(small, ": got ", small_value, ", must be at most ", large, " (",
+                                   large_value, ")"));
+  };
+  const scheduler::Limits& limits = config.limits;
+  at_most("wire.message_bytes", config.wire.message_bytes, "wire.inflight_bytes",
+          config.wire.inflight_bytes);
+  at_most("wire.inflight_bytes", config.wire.inflight_bytes, "wire.staging_bytes",
+          config.wire.staging_bytes);
+  at_most("wire.max_watchers", config.wire.max_watchers + 1, "wire.control_threads",
+          config.wire.control_threads);
+  at_most("limits.prefill_rows", limits.prefill_rows, "limits.launch_rows", limits.launch_rows);
+  at_most("limits.decode_rows", limits.decode_rows, "limits.launch_rows", limits.launch_rows);
+  at_most("limits.max_step_rows", limits.max_step_rows, "limits.max_sequence_rows x sequences",
+          int64_t{limits.max_sequence_rows} * limits.max_step_sequences);
+  at_most("limits.sequence_lease_ms", limits.sequence_lease_ms, "limits.max_lease_ms",
+          limits.max_lease_ms);
+  at_most("limits.step_lease_ms", limits.step_lease_ms, "limits.max_lease_ms",
+          limits.max_lease_ms);
+  at_most("limits.kv_wait_ms", limits.kv_wait_ms, "limits.queue_ms", limits.queue_ms);
+  at_most("limits.max_step_sequences", limits.max_step_sequences, "limits.max_sequences",
+          limits.max_sequences);
+}
+
+LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
+                        const std::map<std::string, std::string>& environment) {
+  LoadedConfig loaded;
+  for (const ConfigKey& key : ConfigKeys()) loaded.origin[key.name] = "default";
+  std::string file;
+  if (const auto named = environment.find("MLA_CONFIG"); named != environment.end()) {
+    file = named->second;
+  }
+  const std::vector<Assignment> flags = ReadFlags(arguments, &file, &loaded);
+  if (!file.empty()) ApplyFile(file, &loaded);
+  ApplyEnvironment(environment, &loaded);
+  for (const Assignment& flag : flags) Assign(*flag.key, flag.value, flag.origin, &loaded);
+  CheckConfig(loaded.config, &loaded.faults);
+  return loaded;
+}
+
+std::string PrintConfig(const LoadedConfig& loaded) {
+  std::string out;
+  for (const ConfigKey& key : ConfigKeys()) {
+    absl::StrAppendFormat(&out, "%-30s = %-24s # %s\n", key.name, ValueText(key, loaded.config),
+                          loaded.origin.at(key.name));
+  }
+  return out;
+}
+
+std::string HelpText() {
+  std::string out =
+      "mla-server: attention over a paged latent KV cache, served over gRPC.\n\n"
+      "  --config FILE      YAML file; environment and flags override it\n"
+      "  --check-config     list every fault of the configuration and exit\n"
+      "  --print-config     show every value and where it comes from, and exit\n"
+      "  --print-example    write a file with every key at its default, and exit\n"
+      "  --print-reference  write the reference of all keys as Markdown, and exit\n"
+      "  --version          show the version and exit\n\n";
+  for (const ConfigKey& key : ConfigKeys()) {
+    std::string name = FlagName(key);
+    if (*key.short_flag != '\0') absl::StrAppend(&name, ", ", key.short_flag);
+    absl::StrAppend(&out, "  ", name, "=", TypeName(key.type), "\n      ", key.meaning,
+                    " Default: ", ValueText(key, Config()), ".\n");
+  }
+  return out;
+}
+
+std::string ExampleYaml() {
+  std::string out =
+      "# Every key at its default. Environment names and flags override this file:\n"
+      "# kv_cache.bytes is MLA_KV_CACHE_BYTES and --kv-cache-bytes.\n";
+  std::string group;
+  for (const ConfigKey& key : ConfigKeys()) {
+    const std::vector<std::string> parts = absl::StrSplit(key.name, absl::MaxSplits('.', 1));
+    if (parts[0] != group) absl::StrAppend(&out, "\n", parts[0], ":\n");
+    group = parts[0];
+    std::string comment = key.meaning;
+    if (const std::string range = RangeText(key); !range.empty()) {
+      absl::StrAppend(&comment, " (", range, ")");
+    }
+    WriteComment(comment, "  ", &out);
+    const std::string value = ValueText(key, Config());
+    const bool quoted = key.type == ConfigType::kString || key.type == ConfigType::kChoice;
+    absl::StrAppend(&out, "  ", parts[1], ": ", quoted ? absl::StrCat("\"", value, "\"") : value,
+                    "\n");
+  }
+  return out;
+}
+
+std::string ReferenceMarkdown() {
+  std::string out;
+  for (const ConfigKey& key : ConfigKeys()) {
+    std::string flags = absl::StrCat("`", FlagName(key), "`");
+    if (*key.short_flag != '\0') absl::StrAppend(&flags, ", `", key.short_flag, "`");
+    const std::string value = ValueText(key, Config());
+    const std::string range = RangeText(key);
+    absl::StrAppend(&out, "### `", key.name, "`\n\n", key.meaning, " ", key.edge, "\n\n",
+                    "- type: ", TypeName(key.type), range.empty() ? "" : "; " + range,
+                    "\n- default: ", value.empty() ? "empty" : "`" + value + "`", "\n- flag ",
+                    flags, "; environment `", EnvironmentName(key), "`\n\n");
+  }
+  return out;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,145 @@
+// Configuration of the server: one table of keys from which everything else follows.
+//
+// Each row of the table (ConfigKeys) gives a key's name, type, default, unit, range, meaning and
+// what goes wrong at its edges. The YAML keys, the environment names, the flags, --help,
+// docs/configuration.md and deploy/config/example.yaml are all derived from it, so they cannot
+// disagree.
+//
+// Sources in rising order: built-in default < YAML file < environment < flags. Loading reports
+// every fault at once, each with its key path and where the value came from.
+//
+//   key `kv_cache.bytes`  ->  YAML  kv_cache: {bytes: 4GiB}
+//                             env   MLA_KV_CACHE_BYTES=4GiB
+//                             flag  --kv-cache-bytes=4GiB
+//
+// Threading: plain data, built once before any thread starts.
+#ifndef MLA_SERVER_CONFIG_H_
+#define MLA_SERVER_CONFIG_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "kernels/backend_registry.h"
+#include "scheduler/limits.h"
+
+namespace mla::server {
+
+struct Config {
+  scheduler::Limits limits;
+  std::string backend = "auto";  // "auto" or a name of the registry
+  kernels::BackendOptions backend_options;
+
+  struct Listen {
+    std::string address = "127.0.0.1:50551";  // empty: no TCP listener; port 0: any free port
+    std::string unix_path;                    // empty: no unix socket
+    bool insecure = false;                    // allow plaintext beyond loopback
+    std::string reflection = "auto";          // auto: on when every listener is local
+    std::string operators;                    // tenants that may Drain, comma separated
+  } listen;
+
+  struct Wire {
+    int64_t message_bytes = int64_t{4} << 20;    // of one request or reply
+    int64_t inflight_bytes = int64_t{64} << 20;  // staged for one stream
+    int64_t staging_bytes = int64_t{256} << 20;  // staging memory of all streams
+    int64_t weight_chunk_bytes = int64_t{16} << 20;
+    int32_t max_streams = 1024;
+    int32_t connection_streams = 128;  // concurrent RPCs of one connection
+    int32_t control_threads = 64;      // threads for unary calls, uploads and watchers
+    int32_t max_watchers = 16;
+    int64_t metadata_bytes = 16384;
+    int64_t quota_bytes = int64_t{2} << 30;  // gRPC's own buffers
+    int64_t connection_age_ms = 0;           // 0: unlimited
+    int64_t connection_idle_ms = 0;          // 0: unlimited
+    int64_t keepalive_ms = 20000;
+    int64_t slow_reader_ms = 30000;  // a reply not taken for this long cuts the stream
+  } wire;
+
+  struct Tls {
+    std::string cert, key, client_ca;  // PEM files
+    int64_t reload_ms = 10000;
+  } tls;
+
+  struct Ops {
+    std::string address = "127.0.0.1:50552";  // empty: off
+    int32_t connections = 8;
+  } ops;
+
+  struct Log {
+    std::string format = "text";
+    std::string level = "info";
+  } log;
+
+  int64_t drain_deadline_ms = 30000;
+  int64_t unhealthy_after_ms = 10000;  // engine silent for this long: NOT_SERVING
+};
+
+using ConfigSlot = std::variant<bool*, int32_t*, int64_t*, double*, std::string*>;
+
+enum class ConfigType { kBool, kInt, kBytes, kMillis, kDouble, kString, kChoice };
+
+struct ConfigKey {
+  const char* name;  // "group.key"
+  ConfigType type;
+  double min, max;         // of numbers, inclusive; unused for strings
+  const char* choices;     // of kChoice, separated by '|'
+  const char* meaning;     // one sentence
+  const char* edge;        // what goes wrong at the edges
+  const char* short_flag;  // a second flag name, or ""
+  ConfigSlot (*slot)(Config&);
+};
+
+// The table, grouped, in the order in which documents show it.
+const std::vector<ConfigKey>& ConfigKeys();
+
+std::string FlagName(const ConfigKey& key);         // "--kv-cache-bytes"
+std::string EnvironmentName(const ConfigKey& key);  // "MLA_KV_CACHE_BYTES"
+const char* TypeName(ConfigType type);
+// The value now in `config`, as it would be written in a file.
+std::string ValueText(const ConfigKey& key, const Config& config);
+
+// What to do besides running.
+struct CommandLine {
+  bool check_config = false;
+  bool print_config = false;
+  bool print_example = false;    // deploy/config/example.yaml
+  bool print_reference = false;  // the table of docs/configuration.md
+  bool help = false;
+  bool version = false;
+};
+
+struct LoadedConfig {
+  Config config;
+  CommandLine command;
+  std::map<std::string, std::string> origin;  // key -> "default", "file a.yaml:3", "env X", "flag"
+  // Every fault found, each "key: what is wrong (where)". Empty: the config may be used.
+  std::vector<std::string> faults;
+};
+
+// Reads flags, environment and the file that --config or MLA_CONFIG names, then checks the whole.
+// `getenv` returns nullptr for unset names; `environment` lists all names, so that a misspelt
+// MLA_ name is found.
+LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
+                        const std::map<std::string, std::string>& environment);
+
+// The rules that involve more than one key. Appends to `faults`.
+void CheckConfig(const Config& config, std::vector<std::string>* faults);
+
+// Writes `text` into the key's slot. Returns what is wrong, or an empty string.
+std::string SetValue(const ConfigKey& key, const std::string& text, Config* config);
+
+// --- Texts made from the table.
+std::string PrintConfig(const LoadedConfig& loaded);  // key = value  # origin
+std::string HelpText();
+std::string ExampleYaml();
+std::string ReferenceMarkdown();
+
+// "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.
+bool IsLoopback(const std::string& address);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONFIG_H_

@@ -1,0 +1,253 @@
+#include "server/config.h"
+
+namespace mla::server {
+namespace {
+
+constexpr double kMaxInt32 = 2147483647;
+constexpr double kTiB = 1099511627776.0;
+constexpr double kDayMs = 86400000;
+
+#define MLA_SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
+
+ConfigKey Bool(const char* name, const char* meaning, const char* edge,
+               ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+  return {name, ConfigType::kBool, 0, 1, "", meaning, edge, short_flag, slot};
+}
+ConfigKey Int(const char* name, double min, double max, const char* meaning, const char* edge,
+              ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kInt, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Bytes(const char* name, double min, double max, const char* meaning, const char* edge,
+                ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kBytes, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Millis(const char* name, double min, double max, const char* meaning, const char* edge,
+                 ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kMillis, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Text(const char* name, const char* meaning, const char* edge,
+               ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+  return {name, ConfigType::kString, 0, 0, "", meaning, edge, short_flag, slot};
+}
+ConfigKey Choice(const char* name, const char* choices, const char* meaning, const char* edge,
+                 ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+  return {name, ConfigType::kChoice, 0, 0, choices, meaning, edge, short_flag, slot};
+}
+
+void AddListenKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Text("server.listen", "TCP address host:port; port 0 takes any free port; empty: no TCP.",
+               "An address beyond loopback needs tls.* or server.insecure.",
+               MLA_SLOT(listen.address), "--listen"),
+          Text("server.unix_path", "Path of a unix socket to serve on as well; empty: none.",
+               "At most 107 bytes; the folder must exist; an old socket file is replaced.",
+               MLA_SLOT(listen.unix_path), "--unix-path"),
+          Bool("server.insecure", "Serve beyond loopback without TLS.",
+               "Everyone who reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
+               "--insecure"),
+          Choice("server.reflection", "auto|on|off",
+                 "gRPC reflection; auto: on when every listener is local.",
+                 "Reflection shows the contract to whoever can connect.",
+                 MLA_SLOT(listen.reflection)),
+          Text("server.operators",
+               "Tenants that may call Admin.Drain over TLS, separated by commas.",
+               "Empty: nobody can drain over TLS; local listeners without TLS always can.",
+               MLA_SLOT(listen.operators)),
+          Millis("server.drain_deadline_ms", 0, kDayMs,
+                 "How long a drain waits for open steps before it aborts them.",
+                 "Must be below the service manager's own stop timeout.",
+                 MLA_SLOT(drain_deadline_ms)),
+          Millis("server.unhealthy_after_ms", 100, kDayMs,
+                 "An engine that gives no sign of life for this long is reported NOT_SERVING.",
+                 "Below the longest launch it reports false alarms.",
+                 MLA_SLOT(unhealthy_after_ms)),
+          Text("tls.cert", "PEM file with the server's certificate chain.",
+               "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert), "--tls-cert"),
+          Text("tls.key", "PEM file with the server's private key.",
+               "Must belong to the certificate; readable by the server alone.", MLA_SLOT(tls.key),
+               "--tls-key"),
+          Text("tls.client_ca", "PEM file with the authorities that sign client certificates.",
+               "Clients without a certificate of these are refused in the handshake.",
+               MLA_SLOT(tls.client_ca), "--client-ca"),
+          Millis("tls.reload_ms", 1000, kDayMs, "How often the PEM files are looked at for changes.",
+                 "Certificate and key must be replaced together.", MLA_SLOT(tls.reload_ms)),
+          Text("ops.listen", "Address of the operations port (metrics, health, status page).",
+               "Plain HTTP and read-only: keep it on loopback or a private network; empty: off.",
+               MLA_SLOT(ops.address), "--ops-listen"),
+          Int("ops.connections", 1, 1024, "Connections of the operations port at a time.",
+              "Too few and a slow scraper keeps a probe waiting.", MLA_SLOT(ops.connections)),
+          Choice("log.format", "text|json", "Lines for people, or one JSON object a line.",
+                 "Each event is one line either way.", MLA_SLOT(log.format)),
+          Choice("log.level", "debug|info|warning|error", "Least severity that is written.",
+                 "debug writes a line for every control call.", MLA_SLOT(log.level)),
+      });
+}
+
+void AddWireKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bytes("wire.message_bytes", 65536, 1073741824,
+                "Largest request or reply message, header included.",
+                "Stock gRPC clients receive at most 4 MiB unless told otherwise.",
+                MLA_SLOT(wire.message_bytes)),
+          Bytes("wire.inflight_bytes", 65536, kTiB,
+                "Staged for one stream, requests and replies together; then its reads pause.",
+                "Below two messages a stream cannot overlap sending and computing.",
+                MLA_SLOT(wire.inflight_bytes)),
+          Bytes("wire.staging_bytes", 1048576, kTiB, "Staging memory of all streams together.",
+                "When it is used up, streams wait for each other.", MLA_SLOT(wire.staging_bytes)),
+          Bytes("wire.weight_chunk_bytes", 65536, 1073741824,
+                "Largest chunk of an UploadWeights call.", "Held once for each upload under way.",
+                MLA_SLOT(wire.weight_chunk_bytes)),
+          Int("wire.max_streams", 1, 1000000, "Open Attend streams, all clients together.",
+              "Further streams end with RESOURCE_EXHAUSTED.", MLA_SLOT(wire.max_streams)),
+          Int("wire.connection_streams", 1, 100000, "Concurrent calls of one connection.",
+              "Calls beyond it wait inside the client.", MLA_SLOT(wire.connection_streams)),
+          Int("wire.control_threads", 4, 4096,
+              "Threads for control calls, uploads and status watchers.",
+              "A watcher or an upload holds one for its whole life.",
+              MLA_SLOT(wire.control_threads)),
+          Int("wire.max_watchers", 1, 4096, "WatchStatus calls at a time.",
+              "Must be below wire.control_threads.", MLA_SLOT(wire.max_watchers)),
+          Bytes("wire.metadata_bytes", 1024, 1048576, "Header bytes of one call.",
+                "Below 8 KiB some proxies' headers do not fit.", MLA_SLOT(wire.metadata_bytes)),
+          Bytes("wire.quota_bytes", 16777216, kTiB, "Memory that gRPC's own buffers may use.",
+                "When short, connections are slowed down or dropped.", MLA_SLOT(wire.quota_bytes)),
+          Millis("wire.connection_age_ms", 0, kDayMs * 365,
+                 "Connections are closed gracefully at this age; 0: never.",
+                 "A stream that is cut loses its open steps.", MLA_SLOT(wire.connection_age_ms)),
+          Millis("wire.connection_idle_ms", 0, kDayMs * 365,
+                 "Connections without calls are closed after this time; 0: never.",
+                 "Too short and workers reconnect between steps.",
+                 MLA_SLOT(wire.connection_idle_ms)),
+          Millis("wire.keepalive_ms", 1000, kDayMs,
+                 "Silent connections are probed this often, so that a dead peer is noticed.",
+                 "Short times cost traffic; long ones delay the release of a dead client's steps.",
+                 MLA_SLOT(wire.keepalive_ms)),
+          Millis("wire.slow_reader_ms", 100, kDayMs,
+                 "A stream whose reply is not taken for this long is cut.",
+                 "Its open steps are aborted.", MLA_SLOT(wire.slow_reader_ms)),
+      });
+}
+
+void AddCapacityKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bytes("kv_cache.bytes", 1048576, kTiB * 64, "The KV cache: one pool for all models.",
+                "Taken at start; a step that finds no page group is refused.",
+                MLA_SLOT(limits.kv_cache_bytes)),
+          Int("kv_cache.page_size", 1, 4096, "Rows a page when a model names no size.",
+              "A page group holds one page of every layer, so large pages waste the tail of short "
+              "sequences and small ones cost table entries.",
+              MLA_SLOT(limits.default_page_size)),
+          Int("limits.max_sequences", 1, 1000000, "Open sequences, all tenants together.",
+              "Open is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_sequences)),
+          Int("limits.max_sequence_rows", 1, kMaxInt32, "Rows of one sequence.",
+              "Sizes the page tables: max_sequences x max_sequence_rows / page size entries.",
+              MLA_SLOT(limits.max_sequence_rows)),
+          Int("limits.max_models", 1, 1024, "Registered models, all tenants together.",
+              "Register is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_models)),
+          Int("limits.max_layers", 1, 4096, "Layers of one model.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_layers)),
+          Int("limits.max_heads", 1, 4096, "Heads of one model; sizes the launch workspaces.",
+              "Workspace grows with launch_rows x max_heads.", MLA_SLOT(limits.max_heads)),
+          Int("limits.max_row_dim", 1, 65536, "kv_lora_rank + rope_dim of a model, in elements.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_row_dim)),
+          Int("limits.max_v_dim", 1, 65536, "nope_dim and v_dim of a model, in elements.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
+          Bytes("limits.weights_bytes", 0, kTiB * 4, "W_UK and W_UV of all models, as bf16.",
+                "0: the EXPANDED profile cannot be used.", MLA_SLOT(limits.weights_bytes)),
+          Int("limits.max_step_rows", 1, 1048576, "Rows of one step, its sequences together.",
+              "Prompts above it take several steps.", MLA_SLOT(limits.max_step_rows)),
+          Int("limits.max_step_sequences", 1, 65536, "Sequences of one step.",
+              "Larger batches take several steps.", MLA_SLOT(limits.max_step_sequences)),
+          Int("limits.max_open_steps", 1, 65536, "Open steps, all streams together.",
+              "BeginStep is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_open_steps)),
+          Int("limits.max_participants", 1, 1024, "Streams that may take part in one step.",
+              "Must cover the largest tensor-parallel group.", MLA_SLOT(limits.max_participants)),
+          Int("limits.queue_requests", 1, 1048576,
+              "Requests accepted and not yet answered, all streams together.",
+              "Requests beyond it are RESOURCE_EXHAUSTED.", MLA_SLOT(limits.queue_requests)),
+          Int("limits.launch_rows", 1, 1048576, "Query rows of one launch.",
+              "Sizes the launch workspaces.", MLA_SLOT(limits.launch_rows)),
+          Int("limits.launch_requests", 1, 65536, "(sequence, row range) records of one launch.",
+              "Sizes the plan's buffers.", MLA_SLOT(limits.launch_requests)),
+          Int("limits.prefill_rows", 1, 1048576, "Rows of extend and prefill in one launch.",
+              "Bounds how long a decode waits behind a prefill.", MLA_SLOT(limits.prefill_rows)),
+          Int("limits.decode_rows", 1, 256,
+              "A record with at most this many rows on a cache counts as decode.",
+              "1 + the longest draft that is verified in one step.",
+              MLA_SLOT(limits.decode_rows)),
+          Millis("limits.sequence_lease_ms", 100, kDayMs,
+                 "A sequence is released after this time without a sign of life.",
+                 "Too short and a paused worker loses its cache.",
+                 MLA_SLOT(limits.sequence_lease_ms)),
+          Millis("limits.max_lease_ms", 100, kDayMs, "Longest lease that a client may ask for.",
+                 "A dead client's pages stay taken for this long.",
+                 MLA_SLOT(limits.max_lease_ms)),
+          Millis("limits.step_lease_ms", 100, kDayMs,
+                 "An open step is aborted after this time without a message.",
+                 "Must exceed the worker's time between two layers.",
+                 MLA_SLOT(limits.step_lease_ms)),
+          Millis("limits.kv_wait_ms", 0, kDayMs,
+                 "How long a request waits for KV rows that another one brings.",
+                 "0: they must have arrived before.", MLA_SLOT(limits.kv_wait_ms)),
+          Millis("limits.queue_ms", 1, kDayMs, "How long any request may wait for its launch.",
+                 "After it the request fails with DEADLINE_EXCEEDED.", MLA_SLOT(limits.queue_ms)),
+          Int("limits.max_name_bytes", 1, 4096, "Bytes of model, client, request and tenant names.",
+              "Longer names are refused.", MLA_SLOT(limits.max_name_bytes)),
+      });
+}
+
+void AddBackendKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Text("backend.name", "auto, or the name of a backend that must be used.",
+               "A name that cannot run here stops the start with the reasons.", MLA_SLOT(backend),
+               "--backend"),
+          Int("backend.threads", 0, 4096, "Worker threads of the CPU backend; 0: all usable cores.",
+              "More threads than cores slow every launch down.",
+              MLA_SLOT(backend_options.threads)),
+          Bool("backend.pin_threads", "Bind CPU workers to cores.",
+               "Turn off when other processes share the cores.",
+               MLA_SLOT(backend_options.pin_threads)),
+          Bool("backend.deterministic", "Results independent of what else is in the batch.",
+               "Costs balance between units.", MLA_SLOT(backend_options.deterministic),
+               "--deterministic"),
+          Choice("backend.cpu_isa", "|portable|avx2|avx512|avx512_bf16|amx",
+                 "Highest CPU instruction set to use; empty: the best there is.",
+                 "A lower one is for comparisons.", MLA_SLOT(backend_options.cpu_isa), "--cpu-isa"),
+          Int("backend.device", 0, 1023, "Ordinal of the GPU.",
+              "Counted as the driver counts the visible devices.",
+              MLA_SLOT(backend_options.device)),
+          {"backend.gpu_memory_fraction", ConfigType::kDouble, 0.01, 1.0, "",
+           "Share of the GPU's free memory that may be taken.",
+           "Near 1 leaves nothing for other processes.", "",
+           MLA_SLOT(backend_options.gpu_memory_fraction)},
+      });
+}
+
+#undef MLA_SLOT
+
+std::vector<ConfigKey> MakeKeys() {
+  std::vector<ConfigKey> keys;
+  AddListenKeys(&keys);
+  AddWireKeys(&keys);
+  AddCapacityKeys(&keys);
+  AddBackendKeys(&keys);
+  return keys;
+}
+
+}  // namespace
+
+const std::vector<ConfigKey>& ConfigKeys() {
+  static const std::vector<ConfigKey>* keys = new std::vector<ConfigKey>(MakeKeys());
+  return *keys;
+}
+
+}  // namespace mla::server
