@@ -1,0 +1,498 @@
+#include "server/attend_stream.h"
+
+#include <grpcpp/server_context.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/grpc_status.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::RequestKind;
+
+constexpr size_t kMessageCharge = 1024;  // beside its tensors, so that tiny messages are bounded too
+constexpr size_t kTensorAlignment = 64;
+
+size_t AlignUp(size_t bytes) {
+  return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+}
+
+void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
+
+// A slice over the message's memory that keeps the message until gRPC lets go of it.
+grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
+  message->Ref();
+  return grpc::Slice(data, size, ReleaseMessage, message);
+}
+
+uint32_t Micros(int64_t ns) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
+}
+
+absl::Status UnknownStep(uint64_t step_id, scheduler::Fault* fault) {
+  fault->field = "step_id";
+  fault->got = absl::StrCat(step_id);
+  fault->limit = "a step that this stream has begun or joined";
+  fault->reason = "step_not_found";
+  return absl::NotFoundError(absl::StrCat("step_id: no open step ", step_id, " on this stream"));
+}
+
+}  // namespace
+
+AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
+                           grpc::CallbackServerContext* context, const std::string& tenant)
+    : shared_(shared),
+      registry_(registry),
+      context_(context),
+      tenant_(tenant),
+      requests_(shared.metrics->ForTenant(tenant)),
+      engine_stream_(shared.engine->OpenStream(tenant)) {
+  shared_.metrics->wire().streams.fetch_add(1);
+}
+
+// ------------------------------------------------------------------------------------- Reading
+
+void AttendStream::ReadNext() { StartRead(&incoming_); }
+
+void AttendStream::OnReadDone(bool ok) {
+  if (!ok) {
+    {
+      const std::lock_guard lock(mutex_);
+      reader_ = Reader::kDone;
+    }
+    MaybeFinish();
+    return;
+  }
+  shared_.metrics->wire().received_bytes.fetch_add(incoming_.Length(), std::memory_order_relaxed);
+  if (!ScanHeader()) return MaybeFinish();
+  Continue();
+}
+
+void AttendStream::Resume() {
+  bool cancelled = false;
+  {
+    const std::lock_guard lock(mutex_);
+    cancelled = cancelled_;
+    reader_ = cancelled ? Reader::kDone : Reader::kReading;
+  }
+  if (cancelled) return MaybeFinish();
+  Continue();
+}
+
+// Serves the scanned message, then decides what the reader does next.
+void AttendStream::Continue() {
+  const bool handled = Handle();
+  bool read = false, stalled = false, done = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (cancelled_ || broken_) {
+      reader_ = Reader::kDone;
+      done = true;
+    } else if (!handled) {
+      reader_ = Reader::kStalled;
+      stalled = true;
+    } else if (inflight_bytes_ >= static_cast<size_t>(shared_.wire.inflight_bytes)) {
+      reader_ = Reader::kPaused;
+    } else {
+      read = true;
+    }
+  }
+  // Once paused or stalled, another thread may already be serving the stream: touch nothing more.
+  if (done) return MaybeFinish();
+  if (stalled) return registry_->OnStalled(this);
+  if (read) ReadNext();
+}
+
+// Splits incoming_ into header_ and payload_. False: the stream is broken.
+bool AttendStream::ScanHeader() {
+  absl::Status status;
+  if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
+    status = absl::ResourceExhaustedError(absl::StrCat("message: got ", incoming_.Length(),
+                                                       " bytes, at most ",
+                                                       shared_.wire.message_bytes));
+  } else if (slices_.clear(); !incoming_.Dump(&slices_).ok()) {
+    status = absl::InvalidArgumentError("message: cannot be decompressed");
+  } else {
+    fragments_.clear();
+    for (const grpc::Slice& slice : slices_) {
+      fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+    }
+    status = ScanMessage(fragments_, &header_bytes_, &payload_);
+    if (status.ok() && !header_.ParseFromString(header_bytes_)) {
+      status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
+    }
+  }
+  if (status.ok()) return true;
+  Break(std::move(status));
+  return false;
+}
+
+void AttendStream::Break(absl::Status status) {
+  const std::lock_guard lock(mutex_);
+  broken_ = true;
+  reader_ = Reader::kDone;
+  final_status_ = grpc::Status(static_cast<grpc::StatusCode>(status.code()),
+                               std::string(status.message()));
+}
+
+bool AttendStream::Handle() {
+  AttendMessage* message = shared_.pool->Take();
+  message->owner = this;
+  message->stream = engine_stream_;
+  message->tag = header_.tag();
+  bool stalled = false;
+  absl::Status status = Prepare(message, &stalled);
+  if (stalled) {
+    message->Unref();
+    return false;
+  }
+  message->charge = kMessageCharge + message->input.size() + message->output.size();
+  {
+    const std::lock_guard lock(mutex_);
+    inflight_bytes_ += message->charge;
+    ++pending_;
+  }
+  slices_.clear();  // the received bytes are not needed any more
+  incoming_.Clear();
+  if (status.ok()) {
+    status = shared_.engine->Submit(message);
+    if (!status.ok()) {
+      const bool full = absl::IsResourceExhausted(status);
+      message->fault.reason = full ? "queue_full" : "stopped";
+      message->fault.retry_after_ms = full ? 10 : 1000;
+    }
+  }
+  if (!status.ok()) {
+    shared_.metrics->CountRejected(message->fault.reason);
+    message->answer = std::move(status);
+    OnAnswered(message);
+  }
+  return true;
+}
+
+absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
+  if (payload_.size != 0 && header_.body_case() != v1::AttendStreamRequest::kAttend) {
+    return InvalidField(&message->fault, "payload", "empty unless the body is attend",
+                        absl::StrCat(payload_.size, " bytes"), "payload_size");
+  }
+  switch (header_.body_case()) {
+    case v1::AttendStreamRequest::kBeginStep:
+      return PrepareBegin(message);
+    case v1::AttendStreamRequest::kAttend:
+      return PrepareAttend(message, stalled);
+    case v1::AttendStreamRequest::kEndStep:
+      message->kind = RequestKind::kEndStep;
+      message->step_id = header_.end_step().step_id();
+      return ParseEndStep(header_.end_step(), shared_.engine->limits(), &message->end,
+                          &message->fault);
+    case v1::AttendStreamRequest::kAbortStep:
+      message->kind = RequestKind::kAbortStep;
+      message->step_id = header_.abort_step().step_id();
+      return absl::OkStatus();
+    default:
+      return InvalidField(&message->fault, "body",
+                          "begin_step, attend, end_step or abort_step", "nothing", "missing");
+  }
+}
+
+absl::Status AttendStream::PrepareBegin(AttendMessage* message) {
+  const v1::BeginStep& begin = header_.begin_step();
+  message->kind = RequestKind::kBeginStep;
+  message->step_id = begin.step_id();
+  StepShape shape;
+  absl::Status status = ParseBeginStep(begin, shared_.engine->limits(), &message->begin,
+                                       &shape.rows, &message->fault);
+  if (!status.ok()) return status;
+  shape.model = shared_.engine->FindModel(tenant_, begin.model_id());
+  if (shape.model == nullptr) {
+    message->fault.field = "begin_step.model_id";
+    message->fault.got = begin.model_id();
+    message->fault.reason = "model_not_found";
+    return absl::NotFoundError("begin_step.model_id: no such model");
+  }
+  // Remembered before the engine has answered: a client may send its rows without waiting.
+  message->new_step = RememberStep(message->step_id, std::move(shape));
+  return absl::OkStatus();
+}
+
+bool AttendStream::RememberStep(scheduler::StepId id, StepShape shape) {
+  const std::lock_guard lock(mutex_);
+  // Steps whose lease ran out are forgotten here only when something is said about them, so the
+  // oldest give way once there are far more than can be open.
+  if (steps_.size() >= 4 * static_cast<size_t>(shared_.engine->limits().max_open_steps)) {
+    steps_.erase(std::min_element(steps_.begin(), steps_.end(), [](const auto& a, const auto& b) {
+      return a.second.order < b.second.order;
+    }));
+  }
+  shape.order = ++steps_begun_;
+  return steps_.emplace(id, std::move(shape)).second;
+}
+
+absl::Status AttendStream::PrepareAttend(AttendMessage* message, bool* stalled) {
+  const v1::Attend& attend = header_.attend();
+  message->kind = RequestKind::kAttend;
+  message->step_id = attend.step_id();
+  StepShape shape;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = steps_.find(attend.step_id());
+    if (found == steps_.end()) return UnknownStep(attend.step_id(), &message->fault);
+    shape = found->second;
+  }
+  absl::Status status =
+      ParseAttend(attend, *shape.model, shape.rows, static_cast<int64_t>(payload_.size),
+                  shared_.wire.message_bytes, &message->attend, &message->sizes, &message->fault);
+  if (!status.ok()) return status;
+  *stalled = !TakeStaging(message);
+  return absl::OkStatus();
+}
+
+// Takes input and output memory together (so that no request waits holding half of what it needs)
+// and copies the tensors in: the only copy on their way to the engine.
+bool AttendStream::TakeStaging(AttendMessage* message) {
+  const AttendSizes& sizes = message->sizes;
+  const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
+  const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
+  const size_t in = AlignUp(kv_bytes) + q_bytes;
+  const size_t out = AlignUp(static_cast<size_t>(sizes.o_bytes)) +
+                     static_cast<size_t>(sizes.lse_bytes);
+  StagingPool& staging = shared_.pool->staging();
+  message->input = staging.Take(in);
+  message->output = staging.Take(out);
+  if (!message->input || (out > 0 && !message->output)) {
+    message->input.Reset();
+    message->output.Reset();
+    return false;
+  }
+  scheduler::AttendArgs& args = message->attend;
+  if (kv_bytes > 0) {
+    GatherBytes(fragments_, payload_.offset, kv_bytes, message->input.data());
+    args.kv = message->input.data();
+  }
+  if (q_bytes > 0) {
+    std::byte* q = message->input.data() + AlignUp(kv_bytes);
+    GatherBytes(fragments_, payload_.offset + kv_bytes, q_bytes, q);
+    args.q = q;
+  }
+  if (sizes.o_bytes > 0) args.o = message->output.data();
+  if (sizes.lse_bytes > 0) {
+    args.lse = reinterpret_cast<float*>(message->output.data() +
+                                        AlignUp(static_cast<size_t>(sizes.o_bytes)));
+  }
+  shared_.metrics->wire().copied_bytes.fetch_add(kv_bytes + q_bytes, std::memory_order_relaxed);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------- Writing
+
+void AttendStream::ForgetStep(const AttendMessage& message) {
+  const bool ended = message.answer.ok() && (message.kind == RequestKind::kEndStep ||
+                                             message.kind == RequestKind::kAbortStep);
+  if (ended || message.step_aborted || (message.new_step && !message.answer.ok())) {
+    steps_.erase(message.step_id);
+  }
+}
+
+void AttendStream::OnAnswered(AttendMessage* message) {
+  requests_->Count(message->answer.code());
+  message->answered_ns = SteadyNanos();
+  message->next = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    ForgetStep(*message);
+    if (writing_ || cancelled_ || broken_) {
+      (queue_tail_ != nullptr ? queue_tail_->next : queue_head_) = message;
+      queue_tail_ = message;
+      return;
+    }
+    writing_ = true;
+    writing_message_ = message;
+    write_started_ns_ = message->answered_ns;
+  }
+  Write(message);
+}
+
+void AttendStream::FillReply(const AttendMessage& message) {
+  reply_.Clear();
+  reply_.set_tag(message.tag);
+  reply_.set_boot_id(shared_.boot_id);
+  if (!message.answer.ok()) {
+    v1::StepError* error = reply_.mutable_error();
+    error->set_code(static_cast<int32_t>(message.answer.code()));
+    error->set_message(std::string(message.answer.message()));
+    *error->mutable_detail() = ToErrorDetail(message.fault);
+    error->set_step_aborted(message.step_aborted);
+    return;
+  }
+  switch (message.kind) {
+    case RequestKind::kBeginStep: {
+      v1::BeginStepReply* body = reply_.mutable_begin_step();
+      body->set_total_rows(static_cast<uint32_t>(message.total_rows));
+      body->set_lease_ms(static_cast<uint32_t>(message.lease_ms));
+      body->set_joined(static_cast<uint32_t>(message.joined));
+      return;
+    }
+    case RequestKind::kEndStep:
+      reply_.mutable_end_step()->mutable_lengths()->Add(message.lengths.begin(),
+                                                        message.lengths.end());
+      return;
+    case RequestKind::kAbortStep:
+      reply_.mutable_abort_step();
+      return;
+    case RequestKind::kAttend:
+      break;
+  }
+  const scheduler::AttendArgs& args = message.attend;
+  v1::AttendReply* body = reply_.mutable_attend();
+  body->set_row_begin(static_cast<uint32_t>(args.row_begin));
+  body->set_row_count(static_cast<uint32_t>(args.row_count));
+  body->set_head_offset(static_cast<uint32_t>(args.head_offset));
+  body->set_num_heads(static_cast<uint32_t>(args.num_heads));
+  body->set_layer(static_cast<uint32_t>(args.layer));
+  body->set_o_dtype(args.o_dtype == kernels::DType::kBf16 ? v1::DTYPE_BF16 : v1::DTYPE_F32);
+  const scheduler::RequestTimings& took = message.timings;
+  v1::Timings* timings = reply_.mutable_timings();
+  timings->set_queue_us(Micros(took.queue_ns));
+  timings->set_plan_us(Micros(took.plan_ns));
+  timings->set_kernel_us(Micros(took.kernel_ns));
+  timings->set_write_us(Micros(SteadyNanos() - message.answered_ns));
+  timings->set_launch_requests(static_cast<uint32_t>(took.launch_requests));
+  timings->set_launch_layers(static_cast<uint32_t>(took.launch_layers));
+  timings->set_launch_clients(static_cast<uint32_t>(took.launch_clients));
+  timings->set_plan_reused(took.plan_reused);
+}
+
+// The payload's slices point into the output memory; nothing is copied on the way out.
+void AttendStream::Write(AttendMessage* message) {
+  FillReply(*message);
+  grpc::Slice slices[3];
+  size_t count = 1;
+  size_t payload = 0;
+  if (message->answer.ok() && message->kind == RequestKind::kAttend) {
+    const AttendSizes& sizes = message->sizes;
+    const auto o_bytes = static_cast<size_t>(sizes.o_bytes);
+    const auto lse_bytes = static_cast<size_t>(sizes.lse_bytes);
+    payload = o_bytes + lse_bytes;
+    if (o_bytes > 0) slices[count++] = PayloadSlice(message, message->output.data(), o_bytes);
+    if (lse_bytes > 0) {
+      slices[count++] =
+          PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
+    }
+  }
+  EncodeHeader(reply_, payload, &reply_header_);
+  slices[0] = grpc::Slice(reply_header_);
+  grpc::ByteBuffer buffer(slices, count);
+  shared_.metrics->wire().sent_bytes.fetch_add(buffer.Length(), std::memory_order_relaxed);
+  outgoing_.Swap(&buffer);
+  StartWrite(&outgoing_);
+}
+
+// REQUIRES: mutex_ held. Ends the account of a message.
+void AttendStream::Discharge(AttendMessage* message) {
+  inflight_bytes_ -= message->charge;
+  --pending_;
+  message->Unref();
+}
+
+void AttendStream::OnWriteDone(bool ok) {
+  AttendMessage* next = nullptr;
+  bool read = false;
+  outgoing_.Clear();
+  {
+    const std::lock_guard lock(mutex_);
+    const int64_t now = SteadyNanos();
+    shared_.metrics->wire().write_blocked_ns.fetch_add(
+        static_cast<uint64_t>(now - write_started_ns_), std::memory_order_relaxed);
+    Discharge(std::exchange(writing_message_, nullptr));
+    if (!ok) cancelled_ = true;
+    if (!cancelled_ && !broken_ && queue_head_ != nullptr) {
+      next = queue_head_;
+      queue_head_ = next->next;
+      if (queue_head_ == nullptr) queue_tail_ = nullptr;
+      writing_message_ = next;
+      write_started_ns_ = now;
+    } else {
+      writing_ = false;
+    }
+    if (reader_ == Reader::kPaused) {
+      if (cancelled_) {
+        reader_ = Reader::kDone;
+      } else if (inflight_bytes_ < static_cast<size_t>(shared_.wire.inflight_bytes)) {
+        reader_ = Reader::kReading;
+        read = true;
+      }
+    }
+  }
+  if (read) ReadNext();
+  if (next != nullptr) {
+    Write(next);
+  } else {
+    MaybeFinish();
+  }
+}
+
+// -------------------------------------------------------------------------------------- Ending
+
+void AttendStream::CutIfSlow(int64_t now_ns) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!writing_ || cancelled_ || finished_ ||
+        now_ns - write_started_ns_ < shared_.wire.slow_reader_ms * 1000000) {
+      return;
+    }
+    cancelled_ = true;
+  }
+  shared_.metrics->wire().streams_cut.fetch_add(1);
+  context_->TryCancel();
+}
+
+void AttendStream::OnCancel() {
+  {
+    const std::lock_guard lock(mutex_);
+    cancelled_ = true;
+    // A reader that gRPC holds is ended by OnReadDone(false), a stalled one by Resume.
+    if (reader_ == Reader::kPaused) reader_ = Reader::kDone;
+  }
+  MaybeFinish();
+}
+
+// Finishes the stream once its reader is done and nothing is left to answer or write. Never called
+// with the engine role held.
+void AttendStream::MaybeFinish() {
+  bool close = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (reader_ != Reader::kDone || finished_) return;
+    if (!cancelled_ && !broken_ && pending_ > 0) return;
+    close = !std::exchange(closing_, true);
+  }
+  if (close) shared_.engine->CloseStream(engine_stream_);
+  grpc::Status status;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ |= close;
+    if (!closed_ || finished_) return;
+    while (!writing_ && queue_head_ != nullptr) {
+      AttendMessage* dropped = queue_head_;
+      queue_head_ = dropped->next;
+      Discharge(dropped);
+    }
+    if (writing_ || pending_ > 0) return;
+    queue_tail_ = nullptr;
+    finished_ = true;
+    status = cancelled_ && !broken_ ? grpc::Status(grpc::StatusCode::CANCELLED, "stream cut")
+                                    : final_status_;
+  }
+  Finish(status);
+}
+
+void AttendStream::OnDone() {
+  shared_.metrics->wire().streams.fetch_sub(1);
+  registry_->OnGone(this);
+  delete this;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,146 @@
+// One Attend stream: reads messages, hands them to the engine, writes the replies.
+//
+// Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
+// memory and submits; the engine answers through OnAnswered; the reply is framed over the output
+// memory and written; OnWriteDone gives the memory back. Requests are submitted in the order they
+// arrived, replies leave in the order they were answered.
+//
+// Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
+// wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
+// after wire.slow_reader_ms. When the common staging memory is used up, the stream is stalled: it
+// keeps its one unprocessed message and is resumed by the service's housekeeping thread.
+//
+// Failures: a refused request is answered by StepError and the stream goes on. Bytes that are not a
+// message of the contract end the stream with INVALID_ARGUMENT.
+//
+// Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
+// OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
+//
+// Threading: gRPC calls On* from any thread; OnAnswered comes from the holder of the engine role;
+// Resume and CutIfSlow from housekeeping. One mutex guards the state and is never held across a
+// call into gRPC or the engine.
+#ifndef MLA_SERVER_ATTEND_STREAM_H_
+#define MLA_SERVER_ATTEND_STREAM_H_
+
+#include <grpcpp/impl/codegen/server_callback.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mla/v1/attention.pb.h"
+#include "scheduler/engine.h"
+#include "server/attend_message.h"
+#include "server/config.h"
+#include "server/metrics.h"
+#include "server/tensor_codec.h"
+
+namespace mla::server {
+
+// What all streams share. Outlives them.
+struct WireContext {
+  scheduler::Engine* engine = nullptr;
+  std::shared_ptr<AttendMessagePool> pool;
+  Config::Wire wire;
+  Metrics* metrics = nullptr;
+  uint64_t boot_id = 0;
+};
+
+class AttendStream;
+
+// Keeps track of the streams; implemented by the service.
+class AttendStreamRegistry {
+ public:
+  virtual ~AttendStreamRegistry() = default;
+  virtual void OnStalled(AttendStream* stream) = 0;  // call Resume when staging memory came back
+  virtual void OnGone(AttendStream* stream) = 0;     // about to be deleted
+};
+
+class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+                           public AttendMessageOwner {
+ public:
+  AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
+               grpc::CallbackServerContext* context, const std::string& tenant);
+
+  void Start() { ReadNext(); }
+  void Resume();
+  void CutIfSlow(int64_t now_ns);
+
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+  void OnAnswered(AttendMessage* message) override;
+
+ private:
+  enum class Reader { kReading, kPaused, kStalled, kDone };
+  struct StepShape {
+    std::shared_ptr<const scheduler::ModelSpec> model;
+    int32_t rows = 0;
+    uint64_t order = 0;  // of its BeginStep on this stream
+  };
+
+  // Reading side. Handle returns false when there was no staging memory: call again later.
+  bool Handle();
+  void Continue();
+  void ReadNext();
+  bool ScanHeader();
+  void Break(absl::Status status);
+  AttendMessage* Accept();
+  absl::Status Prepare(AttendMessage* message, bool* stalled);
+  absl::Status PrepareBegin(AttendMessage* message);
+  absl::Status PrepareAttend(AttendMessage* message, bool* stalled);
+  bool TakeStaging(AttendMessage* message);
+  void Discharge(AttendMessage* message);
+
+  // Writing side.
+  bool RememberStep(scheduler::StepId id, StepShape shape);
+  void ForgetStep(const AttendMessage& message);
+  void Write(AttendMessage* message);
+  void FillReply(const AttendMessage& message);
+  void MaybeFinish();
+
+  const WireContext& shared_;
+  AttendStreamRegistry* const registry_;
+  grpc::CallbackServerContext* const context_;
+  const std::string tenant_;
+  TenantCounters* const requests_;
+  scheduler::StreamId engine_stream_ = 0;
+
+  // Used by the reading side alone.
+  grpc::ByteBuffer incoming_;
+  std::vector<grpc::Slice> slices_;
+  std::vector<Fragment> fragments_;
+  std::string header_bytes_;
+  v1::AttendStreamRequest header_;
+  PayloadRange payload_;
+
+  // Used by the writing side alone (whoever set writing_).
+  v1::AttendStreamReply reply_;
+  std::string reply_header_;
+  grpc::ByteBuffer outgoing_;
+
+  std::mutex mutex_;  // guards everything below
+  Reader reader_ = Reader::kReading;
+  bool cancelled_ = false, broken_ = false;
+  bool writing_ = false;
+  bool closing_ = false, closed_ = false, finished_ = false;
+  grpc::Status final_status_;
+  size_t inflight_bytes_ = 0;
+  int32_t pending_ = 0;  // messages accepted and not yet written or dropped
+  int64_t write_started_ns_ = 0;
+  AttendMessage* writing_message_ = nullptr;
+  AttendMessage* queue_head_ = nullptr;
+  AttendMessage* queue_tail_ = nullptr;
+  std::map<scheduler::StepId, StepShape> steps_;
+  uint64_t steps_begun_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_STREAM_H_

@@ -1,0 +1,111 @@
+#include "server/attention_service.h"
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/grpc_status.h"
+#include "server/identity.h"
+
+namespace mla::server {
+namespace {
+
+constexpr auto kPeriod = std::chrono::milliseconds(50);
+constexpr auto kStalledPeriod = std::chrono::microseconds(500);
+
+// Ends a call that gets no stream.
+class RefusedStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  explicit RefusedStream(const grpc::Status& status) { Finish(status); }
+  void OnDone() override { delete this; }
+};
+
+}  // namespace
+
+AttentionService::AttentionService(WireContext shared)
+    : shared_(std::move(shared)), housekeeper_([this] { KeepHouse(); }) {}
+
+AttentionService::~AttentionService() { Stop(); }
+
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* AttentionService::Attend(
+    grpc::CallbackServerContext* context) {
+  scheduler::Fault fault;
+  const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
+  const absl::StatusOr<Identity> identity = Identify(*context, names);
+  if (!identity.ok()) {
+    return new RefusedStream(ToGrpcStatus(identity.status(), fault, context));
+  }
+  if (shared_.metrics->wire().streams.load() >= shared_.wire.max_streams) {
+    fault.limit = absl::StrCat(shared_.wire.max_streams, " streams");
+    fault.reason = "too_many_streams";
+    fault.retry_after_ms = 1000;
+    shared_.metrics->CountRejected(fault.reason);
+    return new RefusedStream(
+        ToGrpcStatus(absl::ResourceExhaustedError("too many open streams"), fault, context));
+  }
+  auto* stream = new AttendStream(shared_, this, context, identity->tenant);
+  {
+    const std::lock_guard lock(mutex_);
+    streams_.insert(stream);
+  }
+  stream->Start();
+  return stream;
+}
+
+void AttentionService::OnStalled(AttendStream* stream) {
+  const std::lock_guard lock(mutex_);
+  stalled_.push_back(stream);
+  changed_.notify_all();
+}
+
+void AttentionService::OnGone(AttendStream* stream) {
+  const std::lock_guard lock(mutex_);
+  streams_.erase(stream);
+  changed_.notify_all();
+}
+
+// One try for each stalled stream, in the order in which they stalled.
+void AttentionService::ResumeStalled() {
+  std::deque<AttendStream*> waiting;
+  {
+    const std::lock_guard lock(mutex_);
+    waiting.swap(stalled_);
+  }
+  // A stalled stream cannot go away: it ends through Resume.
+  for (AttendStream* stream : waiting) stream->Resume();
+}
+
+void AttentionService::KeepHouse() {
+  uint64_t seen_releases = 0;
+  auto next_check = std::chrono::steady_clock::now();
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    const auto period = stalled_.empty() ? std::chrono::nanoseconds(kPeriod)
+                                         : std::chrono::nanoseconds(kStalledPeriod);
+    changed_.wait_for(lock, period);
+    if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
+      next_check = now + kPeriod;
+      for (AttendStream* stream : streams_) stream->CutIfSlow(SteadyNanos());
+      seen_releases = 0;  // look at stalled streams now and then even if nothing came back:
+                          // they may have been cancelled
+    }
+    const uint64_t releases = shared_.pool->staging().releases();
+    if (stalled_.empty() || releases == seen_releases) continue;
+    seen_releases = releases;
+    lock.unlock();
+    ResumeStalled();
+    lock.lock();
+  }
+}
+
+void AttentionService::Stop() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return streams_.empty(); });
+    stop_ = true;
+    changed_.notify_all();
+  }
+  if (housekeeper_.joinable()) housekeeper_.join();
+}
+
+}  // namespace mla::server

@@ -1,0 +1,312 @@
+#include "server/metrics.h"
+
+#include <prometheus/counter.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "server/grpc_status.h"
+#include "server/version.h"
+
+namespace mla::server {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+
+constexpr size_t kMaxTenants = 64;
+constexpr int kCodes = 17;
+
+enum class Type { kCounter, kGauge, kHistogram };
+
+struct Declaration {
+  const char* name;
+  Type type;
+  const char* help;
+};
+
+// The declaration of every metric. A name is used nowhere else in the product.
+constexpr Declaration kDeclarations[] = {
+    {"mla_requests_total", Type::kCounter, "Requests answered, by tenant and canonical code."},
+    {"mla_request_duration_seconds", Type::kHistogram,
+     "Arrival of a request to its answer, inside the server, by kind."},
+    {"mla_request_queue_seconds", Type::kHistogram, "Arrival of a request to its launch."},
+    {"mla_requests_waiting", Type::kGauge, "Requests accepted whose launch has not started."},
+    {"mla_requests_running", Type::kGauge, "Requests in the running launch."},
+    {"mla_admission_rejected_total", Type::kCounter,
+     "Requests refused before they were queued, by reason."},
+    {"mla_steps_total", Type::kCounter, "Scheduler steps (launches), by what they carried."},
+    {"mla_step_duration_seconds", Type::kHistogram,
+     "Time of a scheduler step by phase: schedule, plan, run, complete."},
+    {"mla_step_requests", Type::kHistogram, "Requests that shared a scheduler step."},
+    {"mla_step_layers", Type::kHistogram, "Different layers in a scheduler step."},
+    {"mla_step_sequences", Type::kHistogram, "Sequences' row ranges in a scheduler step."},
+    {"mla_step_clients", Type::kHistogram, "Different streams in a scheduler step."},
+    {"mla_step_tokens", Type::kHistogram, "Query rows of a scheduler step, by stage."},
+    {"mla_rows_total", Type::kCounter, "Query rows computed, by stage."},
+    {"mla_plan_imbalance_ratio", Type::kHistogram, "Largest over mean work of a unit."},
+    {"mla_plan_reuse_total", Type::kCounter, "Launches by whether their plan was reused."},
+    {"mla_partial_tiles", Type::kHistogram, "Partial tiles of a launch that Combine merges."},
+    {"mla_open_steps", Type::kGauge, "Steps that clients have begun and not ended."},
+    {"mla_open_steps_aborted_total", Type::kCounter, "Client steps dropped instead of committed."},
+    {"mla_leases_active", Type::kGauge, "Open sequences; each holds a lease."},
+    {"mla_leases_expired_total", Type::kCounter, "Leases that ran out: vanished workers."},
+    {"mla_models", Type::kGauge, "Registered models."},
+    {"mla_kv_pages_used", Type::kGauge, "Page groups in use."},
+    {"mla_kv_pages_free", Type::kGauge, "Page groups free in existing slabs."},
+    {"mla_kv_pages_shared", Type::kGauge, "Page groups held by more than one sequence."},
+    {"mla_kv_pages_scrubbed_total", Type::kCounter, "Page groups zeroed between tenants."},
+    {"mla_kv_copies_on_write_total", Type::kCounter, "Page groups copied for a forked sequence."},
+    {"mla_kv_used_bytes", Type::kGauge, "Bytes of the page pool in use."},
+    {"mla_kv_usage_ratio", Type::kGauge, "Used share of the page pool."},
+    {"mla_streams_open", Type::kGauge, "Open Attend streams."},
+    {"mla_streams_cut_total", Type::kCounter, "Streams cut because their replies were not read."},
+    {"mla_stream_write_blocked_seconds_total", Type::kCounter,
+     "Time replies waited for the transport to take them."},
+    {"mla_received_bytes_total", Type::kCounter, "Message bytes received, by path."},
+    {"mla_sent_bytes_total", Type::kCounter, "Message bytes sent, by path."},
+    {"mla_copied_bytes_total", Type::kCounter, "Payload bytes copied on the host, by path."},
+    {"mla_kernel_errors_total", Type::kCounter, "Launches that failed."},
+    {"mla_device_memory_bytes", Type::kGauge, "Memory taken at start, by use."},
+    {"mla_backend_info", Type::kGauge, "1, with the backend in use as labels."},
+    {"mla_build_info", Type::kGauge, "1, with the version as label."},
+};
+
+const Declaration& Find(const char* name) {
+  for (const Declaration& declaration : kDeclarations) {
+    if (std::string(name) == declaration.name) return declaration;
+  }
+  __builtin_unreachable();
+}
+
+Histogram::BucketBoundaries Powers(double first, double factor, int count) {
+  Histogram::BucketBoundaries bounds;
+  for (int i = 0; i < count; ++i, first *= factor) bounds.push_back(first);
+  return bounds;
+}
+
+double Seconds(int64_t ns) { return static_cast<double>(ns) * 1e-9; }
+
+// Brings a counter up to a total kept elsewhere.
+void RaiseTo(Counter& counter, double total) {
+  const double delta = total - counter.Value();
+  if (delta > 0) counter.Increment(delta);
+}
+
+}  // namespace
+
+struct Metrics::Impl {
+  std::shared_ptr<prometheus::Registry> registry = std::make_shared<prometheus::Registry>();
+
+  Family<Counter>& CounterFamily(const char* name) {
+    return prometheus::BuildCounter().Name(name).Help(Find(name).help).Register(*registry);
+  }
+  Family<Gauge>& GaugeFamily(const char* name) {
+    return prometheus::BuildGauge().Name(name).Help(Find(name).help).Register(*registry);
+  }
+  Family<Histogram>& HistogramFamily(const char* name) {
+    return prometheus::BuildHistogram().Name(name).Help(Find(name).help).Register(*registry);
+  }
+  Counter& One(const char* name, const prometheus::Labels& labels = {}) {
+    return CounterFamily(name).Add(labels);
+  }
+  Gauge& OneGauge(const char* name, const prometheus::Labels& labels = {}) {
+    return GaugeFamily(name).Add(labels);
+  }
+  Histogram& OneHistogram(const char* name, const Histogram::BucketBoundaries& bounds,
+                          const prometheus::Labels& labels = {}) {
+    return HistogramFamily(name).Add(labels, bounds);
+  }
+
+  const Histogram::BucketBoundaries times = Powers(1e-5, 2, 22);
+  const Histogram::BucketBoundaries counts = Powers(1, 2, 13);
+  const Histogram::BucketBoundaries ratios = {1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 4};
+
+  Family<Counter>& requests = CounterFamily("mla_requests_total");
+  Family<Counter>& rejected = CounterFamily("mla_admission_rejected_total");
+  std::array<Histogram*, 4> request_duration = {
+      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "begin_step"}}),
+      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "attend"}}),
+      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "end_step"}}),
+      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "abort_step"}})};
+  Histogram& request_queue = OneHistogram("mla_request_queue_seconds", times);
+  Gauge& waiting = OneGauge("mla_requests_waiting");
+  Gauge& running = OneGauge("mla_requests_running");
+  Counter& launches_decode = One("mla_steps_total", {{"kind", "decode"}});
+  Counter& launches_prefill = One("mla_steps_total", {{"kind", "prefill"}});
+  Counter& launches_mixed = One("mla_steps_total", {{"kind", "mixed"}});
+  Histogram& phase_schedule =
+      OneHistogram("mla_step_duration_seconds", times, {{"phase", "schedule"}});
+  Histogram& phase_plan = OneHistogram("mla_step_duration_seconds", times, {{"phase", "plan"}});
+  Histogram& phase_run = OneHistogram("mla_step_duration_seconds", times, {{"phase", "run"}});
+  Histogram& phase_complete =
+      OneHistogram("mla_step_duration_seconds", times, {{"phase", "complete"}});
+  Histogram& launch_requests = OneHistogram("mla_step_requests", counts);
+  Histogram& launch_layers = OneHistogram("mla_step_layers", counts);
+  Histogram& launch_records = OneHistogram("mla_step_sequences", counts);
+  Histogram& launch_clients = OneHistogram("mla_step_clients", counts);
+  Histogram& rows_decode = OneHistogram("mla_step_tokens", counts, {{"stage", "decode"}});
+  Histogram& rows_extend = OneHistogram("mla_step_tokens", counts, {{"stage", "extend"}});
+  Histogram& rows_prefill = OneHistogram("mla_step_tokens", counts, {{"stage", "prefill"}});
+  Counter& total_decode = One("mla_rows_total", {{"stage", "decode"}});
+  Counter& total_extend = One("mla_rows_total", {{"stage", "extend"}});
+  Counter& total_prefill = One("mla_rows_total", {{"stage", "prefill"}});
+  Histogram& imbalance = OneHistogram("mla_plan_imbalance_ratio", ratios);
+  Counter& plan_hit = One("mla_plan_reuse_total", {{"result", "hit"}});
+  Counter& plan_miss = One("mla_plan_reuse_total", {{"result", "miss"}});
+  Histogram& partials = OneHistogram("mla_partial_tiles", counts);
+  Gauge& steps_open = OneGauge("mla_open_steps");
+  Counter& steps_aborted = One("mla_open_steps_aborted_total");
+  Gauge& sequences = OneGauge("mla_leases_active");
+  Counter& leases_expired = One("mla_leases_expired_total");
+  Gauge& models = OneGauge("mla_models");
+  Gauge& pages_used = OneGauge("mla_kv_pages_used");
+  Gauge& pages_free = OneGauge("mla_kv_pages_free");
+  Gauge& pages_shared = OneGauge("mla_kv_pages_shared");
+  Counter& pages_scrubbed = One("mla_kv_pages_scrubbed_total");
+  Counter& copies_on_write = One("mla_kv_copies_on_write_total");
+  Gauge& kv_used = OneGauge("mla_kv_used_bytes");
+  Gauge& kv_usage = OneGauge("mla_kv_usage_ratio");
+  Gauge& streams = OneGauge("mla_streams_open");
+  Counter& streams_cut = One("mla_streams_cut_total", {{"reason", "slow_reader"}});
+  Counter& write_blocked = One("mla_stream_write_blocked_seconds_total");
+  Counter& received = One("mla_received_bytes_total", {{"path", "inline"}});
+  Counter& sent = One("mla_sent_bytes_total", {{"path", "inline"}});
+  Counter& copied = One("mla_copied_bytes_total", {{"path", "inline"}});
+  Counter& kernel_errors = One("mla_kernel_errors_total");
+  Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
+  Family<Gauge>& backend = GaugeFamily("mla_backend_info");
+  Gauge& build = OneGauge("mla_build_info", {{"version", kVersion}});
+
+  class Tenant final : public TenantCounters {
+   public:
+    Tenant(Family<Counter>* family, std::string name) : family_(family), name_(std::move(name)) {}
+    void Count(absl::StatusCode code) override {
+      const int index = std::clamp(static_cast<int>(code), 0, kCodes - 1);
+      Counter* counter = counters_[index].load(std::memory_order_acquire);
+      if (counter == nullptr) {
+        // Add returns the same counter for the same labels, so a race is harmless.
+        counter = &family_->Add({{"tenant", name_}, {"code", CodeName(code)}});
+        counters_[index].store(counter, std::memory_order_release);
+      }
+      counter->Increment();
+    }
+
+   private:
+    Family<Counter>* family_;
+    std::string name_;
+    std::array<std::atomic<Counter*>, kCodes> counters_{};
+  };
+
+  std::mutex mutex;  // guards tenants and scrapes
+  std::map<std::string, std::unique_ptr<Tenant>> tenants;
+};
+
+Metrics::Metrics() : impl_(std::make_unique<Impl>()) { impl_->build.Set(1); }
+Metrics::~Metrics() = default;
+
+void Metrics::OnLaunch(const scheduler::LaunchReport& report) {
+  Impl& m = *impl_;
+  const bool prefill = report.rows_extend + report.rows_prefill > 0;
+  Counter& kind = !prefill                 ? m.launches_decode
+                  : report.rows_decode > 0 ? m.launches_mixed
+                                           : m.launches_prefill;
+  kind.Increment();
+  if (!report.ok) m.kernel_errors.Increment();
+  m.phase_schedule.Observe(Seconds(report.schedule_ns));
+  m.phase_plan.Observe(Seconds(report.plan_ns));
+  m.phase_run.Observe(Seconds(report.kernel_ns));
+  m.phase_complete.Observe(Seconds(report.complete_ns));
+  m.launch_requests.Observe(report.requests);
+  m.launch_records.Observe(report.records);
+  m.launch_layers.Observe(report.layers);
+  m.launch_clients.Observe(report.clients);
+  if (report.rows_decode > 0) m.rows_decode.Observe(report.rows_decode);
+  if (report.rows_extend > 0) m.rows_extend.Observe(report.rows_extend);
+  if (report.rows_prefill > 0) m.rows_prefill.Observe(report.rows_prefill);
+  m.imbalance.Observe(report.imbalance);
+  m.partials.Observe(report.partials);
+}
+
+void Metrics::OnRequest(const scheduler::StreamRequest& request, const absl::Status& status,
+                        int64_t total_ns) {
+  impl_->request_duration[static_cast<size_t>(request.kind)]->Observe(Seconds(total_ns));
+  if (request.kind == scheduler::RequestKind::kAttend && status.ok()) {
+    impl_->request_queue.Observe(Seconds(request.timings.queue_ns));
+  }
+}
+
+TenantCounters* Metrics::ForTenant(const std::string& tenant) {
+  const std::lock_guard lock(impl_->mutex);
+  auto& tenants = impl_->tenants;
+  auto found = tenants.find(tenant);
+  const std::string name =
+      found != tenants.end() || tenants.size() < kMaxTenants ? tenant : "other";
+  auto& slot = tenants[name];
+  if (slot == nullptr) slot = std::make_unique<Impl::Tenant>(&impl_->requests, name);
+  return slot.get();
+}
+
+void Metrics::CountRejected(const std::string& reason) {
+  impl_->rejected.Add({{"reason", reason}}).Increment();
+}
+
+void Metrics::SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes) {
+  impl_->backend.Add({{"name", info.name}, {"arch", info.arch}, {"device", info.device}}).Set(1);
+  impl_->memory.Add({{"use", "kv"}}).Set(static_cast<double>(kv_bytes));
+  impl_->memory.Add({{"use", "workspace"}}).Set(static_cast<double>(total_bytes - kv_bytes));
+}
+
+std::string Metrics::Expose(const scheduler::EngineStats& stats) {
+  Impl& m = *impl_;
+  const std::lock_guard lock(m.mutex);
+  const auto count = [](auto value) { return static_cast<double>(value); };
+  m.waiting.Set(stats.requests_waiting);
+  m.running.Set(stats.requests_running);
+  m.steps_open.Set(stats.open_steps);
+  m.sequences.Set(stats.sequences);
+  m.models.Set(stats.models);
+  m.pages_used.Set(count(stats.page_groups_used));
+  m.pages_free.Set(count(stats.page_groups_free));
+  m.pages_shared.Set(count(stats.page_groups_shared));
+  m.kv_used.Set(count(stats.kv_bytes_used));
+  m.kv_usage.Set(stats.kv_bytes_total > 0
+                     ? count(stats.kv_bytes_used) / count(stats.kv_bytes_total)
+                     : 0);
+  m.streams.Set(wire_.streams.load());
+  RaiseTo(m.steps_aborted, count(stats.steps_aborted));
+  RaiseTo(m.leases_expired, count(stats.leases_expired));
+  RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));
+  RaiseTo(m.copies_on_write, count(stats.copies_on_write));
+  RaiseTo(m.total_decode, count(stats.rows_decode));
+  RaiseTo(m.total_extend, count(stats.rows_extend));
+  RaiseTo(m.total_prefill, count(stats.rows_prefill));
+  RaiseTo(m.plan_hit, count(stats.plan_hits));
+  RaiseTo(m.plan_miss, count(stats.plan_misses));
+  RaiseTo(m.received, count(wire_.received_bytes.load()));
+  RaiseTo(m.sent, count(wire_.sent_bytes.load()));
+  RaiseTo(m.copied, count(wire_.copied_bytes.load()));
+  RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
+  RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);
+  return prometheus::TextSerializer().Serialize(m.registry->Collect());
+}
+
+std::vector<std::string> Metrics::Declared() {
+  std::vector<std::string> names;
+  for (const Declaration& declaration : kDeclarations) {
+    const char* type = declaration.type == Type::kCounter  ? "counter"
+                       : declaration.type == Type::kGauge ? "gauge"
+                                                          : "histogram";
+    names.push_back(absl::StrCat(declaration.name, " ", type));
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,75 @@
+// Every metric of the server, declared once: name, type, help and buckets stand in metrics.cc.
+//
+// Counters and histograms are fed as things happen: launches and requests through EngineObserver
+// (with the engine role held: no allocation, no waiting but the metric's own short lock), wire
+// counters from the transport. Gauges are sampled from Engine::Stats when somebody scrapes.
+//
+// Labels are bounded: tenants beyond the first 64 are counted as "other".
+//
+// Threading: all methods from any thread.
+#ifndef MLA_SERVER_METRICS_H_
+#define MLA_SERVER_METRICS_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/engine.h"
+
+namespace mla::server {
+
+// Bytes and streams of the transport; exact, also when nobody scrapes.
+struct WireCounters {
+  std::atomic<uint64_t> received_bytes{0};
+  std::atomic<uint64_t> sent_bytes{0};
+  std::atomic<uint64_t> copied_bytes{0};
+  std::atomic<int32_t> streams{0};
+  std::atomic<uint64_t> streams_cut{0};
+  std::atomic<uint64_t> write_blocked_ns{0};
+};
+
+// Requests of one tenant by status code. Owned by Metrics, alive as long as it.
+class TenantCounters {
+ public:
+  virtual ~TenantCounters() = default;
+  // Allocates on the first use of a code only.
+  virtual void Count(absl::StatusCode code) = 0;
+};
+
+class Metrics final : public scheduler::EngineObserver {
+ public:
+  Metrics();
+  ~Metrics() override;
+
+  void OnLaunch(const scheduler::LaunchReport& report) override;
+  void OnRequest(const scheduler::StreamRequest& request, const absl::Status& status,
+                 int64_t total_ns) override;
+
+  WireCounters& wire() { return wire_; }
+  TenantCounters* ForTenant(const std::string& tenant);
+  // A request that was refused before the engine took it.
+  void CountRejected(const std::string& reason);
+  void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
+
+  // Prometheus text after taking over the figures of `stats`.
+  std::string Expose(const scheduler::EngineStats& stats);
+
+  // "name type" of every metric, sorted: what dashboards and alerts may rely on.
+  static std::vector<std::string> Declared();
+
+ private:
+  struct Impl;
+  WireCounters wire_;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_METRICS_H_
