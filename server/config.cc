@@ -352,8 +352,13 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           config.wire.inflight_bytes);
   at_most("wire.inflight_bytes", config.wire.inflight_bytes, "wire.staging_bytes",
           config.wire.staging_bytes);
+  // One request and its reply, each rounded up to a power of two, and room for one more.
+  at_most("wire.message_bytes x 8", config.wire.message_bytes * 8, "wire.staging_bytes",
+          config.wire.staging_bytes);
   at_most("wire.max_watchers", config.wire.max_watchers + 1, "wire.control_threads",
           config.wire.control_threads);
+  at_most("limits.max_heads", limits.max_heads, "limits.launch_packed_rows",
+          limits.launch_packed_rows);
   at_most("limits.prefill_rows", limits.prefill_rows, "limits.launch_rows", limits.launch_rows);
   at_most("limits.decode_rows", limits.decode_rows, "limits.launch_rows", limits.launch_rows);
   at_most("limits.max_step_rows", limits.max_step_rows, "limits.max_sequence_rows x sequences",

@@ -1,0 +1,64 @@
+// The Admin service: what the server is, what it does now, and how to stop it.
+//
+// Everyone may read. Drain is for operators: over TLS the tenants of server.operators, on local
+// listeners everyone.
+//
+// Threading: any thread. WatchStatus and Drain hold theirs; watchers are bounded.
+#ifndef MLA_SERVER_ADMIN_SERVICE_H_
+#define MLA_SERVER_ADMIN_SERVICE_H_
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/backend_registry.h"
+#include "mla/v1/admin.grpc.pb.h"
+#include "server/config.h"
+#include "server/drain.h"
+#include "server/rpc_context.h"
+#include "server/server_state.h"
+
+namespace mla::server {
+
+struct AdminOptions {
+  const ServerState* state = nullptr;
+  Drain* drain = nullptr;
+  std::function<void()> exit;  // asks the process to stop
+  std::vector<kernels::BackendRung> ladder;
+  Config config;
+};
+
+class AdminService final : public v1::Admin::Service {
+ public:
+  AdminService(const RpcContext& rpc, AdminOptions options);
+
+  grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest* request,
+                             v1::GetServerInfoReply* reply) override;
+  grpc::Status GetStats(grpc::ServerContext* context, const v1::GetStatsRequest* request,
+                        v1::GetStatsReply* reply) override;
+  grpc::Status WatchStatus(grpc::ServerContext* context, const v1::WatchStatusRequest* request,
+                           grpc::ServerWriter<v1::StatusUpdate>* writer) override;
+  grpc::Status Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
+                     v1::DrainReply* reply) override;
+
+ private:
+  void FillLimits(v1::Limits* limits) const;
+  void FillBackends(v1::GetServerInfoReply* reply) const;
+  void FillUpdate(const ServerState::Snapshot& snapshot, v1::StatusUpdate* update) const;
+  bool IsOperator(const Identity& who) const;
+
+  const RpcContext rpc_;
+  const AdminOptions options_;
+  const std::chrono::steady_clock::time_point started_;
+  std::atomic<int32_t> watchers_{0};
+};
+
+// The reply of GetStats; also behind the status page.
+void FillStats(const scheduler::EngineStats& stats, const WireCounters& wire,
+               v1::GetStatsReply* reply);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ADMIN_SERVICE_H_

@@ -1,0 +1,42 @@
+// Taking the server out of service without losing finished work.
+//
+// Drain refuses new sequences and steps, waits until no step is open or the deadline has passed,
+// aborts what is left, and says each second what it waits for (in the log and in ServerState).
+//
+// Threading: Run may be called from any thread and more than once; callers beyond the first wait
+// for the same drain and get its result.
+#ifndef MLA_SERVER_DRAIN_H_
+#define MLA_SERVER_DRAIN_H_
+
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "scheduler/engine.h"
+#include "server/server_state.h"
+
+namespace mla::server {
+
+struct DrainResult {
+  bool drained = false;  // false: steps were aborted at the deadline
+  int32_t aborted_steps = 0;
+  std::string message;
+};
+
+class Drain final {
+ public:
+  Drain(scheduler::Engine* engine, ServerState* state) : engine_(engine), state_(state) {}
+  DrainResult Run(std::chrono::milliseconds deadline);
+
+ private:
+  scheduler::Engine* const engine_;
+  ServerState* const state_;
+  std::mutex mutex_;
+  std::optional<DrainResult> result_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_DRAIN_H_

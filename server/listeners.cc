@@ -1,0 +1,119 @@
+#include "server/listeners.h"
+
+#include <grpcpp/ext/channelz_service_plugin.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/impl/server_builder_option.h>
+#include <grpcpp/resource_quota.h>
+#include <grpcpp/server_builder.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "server/credentials.h"
+
+namespace mla::server {
+namespace {
+
+// Plugins register for the whole process; this option keeps or drops them for one server.
+class Introspection final : public grpc::ServerBuilderOption {
+ public:
+  explicit Introspection(bool wanted) : wanted_(wanted) {}
+  void UpdateArguments(grpc::ChannelArguments*) override {}
+  void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
+    if (wanted_) return;
+    plugins->erase(std::remove_if(plugins->begin(), plugins->end(),
+                                  [](const auto& plugin) {
+                                    return plugin->name() == "proto_server_reflection" ||
+                                           plugin->name() == "channelz_service";
+                                  }),
+                   plugins->end());
+  }
+
+ private:
+  const bool wanted_;
+};
+
+void RegisterPluginsOnce() {
+  static const bool once = [] {
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    grpc::channelz::experimental::InitChannelzService();
+    return true;
+  }();
+  static_cast<void>(once);
+}
+
+bool WantsIntrospection(const Config& config) {
+  if (config.listen.reflection != "auto") return config.listen.reflection == "on";
+  return config.listen.address.empty() || IsLoopback(config.listen.address);
+}
+
+int MillisOrUnlimited(int64_t ms) {
+  return ms == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(ms, INT_MAX));
+}
+
+void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
+  // One bound for all services; the Attend stream applies wire.message_bytes itself.
+  const int64_t received = std::max(wire.message_bytes, wire.weight_chunk_bytes + 4096);
+  builder->SetMaxReceiveMessageSize(static_cast<int>(received));
+  builder->SetMaxSendMessageSize(static_cast<int>(wire.message_bytes));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, wire.connection_streams);
+  builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, static_cast<int>(wire.metadata_bytes));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS,
+                              MillisOrUnlimited(wire.connection_age_ms));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
+                              MillisOrUnlimited(wire.connection_idle_ms));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, MillisOrUnlimited(wire.keepalive_ms));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                              MillisOrUnlimited(wire.keepalive_ms));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+  // A second server on the same port must fail instead of sharing it.
+  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder->AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 1);
+  grpc::ResourceQuota quota("mla-server");
+  quota.Resize(static_cast<size_t>(wire.quota_bytes));
+  // Beside the control calls' threads gRPC wants a few for its own work.
+  quota.SetMaxThreads(wire.control_threads + 8);
+  builder->SetResourceQuota(quota);
+  builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
+  builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MIN_POLLERS, 1);
+  builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, 4);
+}
+
+}  // namespace
+
+absl::StatusOr<Listeners> Listen(const Config& config,
+                                 const std::vector<grpc::Service*>& services) {
+  RegisterPluginsOnce();
+  Listeners listeners;
+  listeners.introspection = WantsIntrospection(config);
+  std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
+  if (!config.tls.cert.empty()) {
+    auto tls = MutualTls(config.tls);
+    if (!tls.ok()) return tls.status();
+    credentials = *std::move(tls);
+  }
+  grpc::ServerBuilder builder;
+  SetLimits(config.wire, &builder);
+  builder.SetOption(std::make_unique<Introspection>(listeners.introspection));
+  if (!config.listen.address.empty()) {
+    builder.AddListeningPort(config.listen.address, credentials, &listeners.tcp_port);
+  }
+  const std::string& unix_path = config.listen.unix_path;
+  if (!unix_path.empty()) {
+    builder.AddListeningPort("unix:" + unix_path, grpc::InsecureServerCredentials());
+  }
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  // The socket file is made while starting: group and owner only, from its first moment.
+  const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP);
+  listeners.server = builder.BuildAndStart();
+  umask(before);
+  if (listeners.server == nullptr) {
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", config.listen.address,
+                                               unix_path.empty() ? "" : " and unix:" + unix_path));
+  }
+  return listeners;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,29 @@
+// Builds the gRPC server: where it listens, with which credentials, under which limits.
+#ifndef MLA_SERVER_LISTENERS_H_
+#define MLA_SERVER_LISTENERS_H_
+
+#include <grpcpp/server.h>
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/config.h"
+
+namespace mla::server {
+
+struct Listeners {
+  std::unique_ptr<grpc::Server> server;
+  int tcp_port = 0;  // 0: no TCP listener
+  bool introspection = false;  // reflection and channelz are served
+};
+
+// Starts serving `services` (which outlive the result) on every address of `config`. Every limit of
+// the transport is set explicitly. INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address
+// cannot be bound.
+absl::StatusOr<Listeners> Listen(const Config& config,
+                                 const std::vector<grpc::Service*>& services);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LISTENERS_H_

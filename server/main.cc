@@ -1,0 +1,75 @@
+// mla-server: see `mla-server --help` and docs/configuration.md.
+//
+// Exit codes: 0 drained and stopped, 1 bad configuration, 2 could not start, 3 stopped with steps
+// aborted at the drain deadline.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "server/config.h"
+#include "server/logging.h"
+#include "server/server.h"
+#include "server/version.h"
+
+extern char** environ;
+
+namespace {
+
+std::map<std::string, std::string> Environment() {
+  std::map<std::string, std::string> all;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const size_t equals = text.find('=');
+    if (equals != std::string::npos) all[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+  return all;
+}
+
+// True if the command line asked for something else than serving.
+bool Print(const mla::server::LoadedConfig& loaded) {
+  const mla::server::CommandLine& command = loaded.command;
+  std::string text;
+  if (command.help) text = mla::server::HelpText();
+  if (command.version) text = std::string("mla-server ") + mla::server::kVersion + "\n";
+  if (command.print_example) text = mla::server::ExampleYaml();
+  if (command.print_reference) text = mla::server::ReferenceMarkdown();
+  if (command.print_config) text = mla::server::PrintConfig(loaded);
+  std::fputs(text.c_str(), stdout);
+  return !text.empty();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  namespace server = mla::server;
+  const auto loaded = server::LoadConfig(std::vector<std::string>(argv + 1, argv + argc),
+                                         Environment());
+  for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());
+  const bool printed = Print(loaded);
+  if (!loaded.faults.empty()) return 1;
+  if (printed || loaded.command.check_config) return 0;
+  server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
+
+  // Every thread inherits the mask, so the signals wait for sigwait below.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+
+  auto started = server::Server::Start({loaded.config, [] { kill(getpid(), SIGTERM); }});
+  if (!started.ok()) {
+    server::Log(server::LogLevel::kError, "start_failed", {{"why", started.status().ToString()}});
+    return 2;
+  }
+  int signal_number = 0;
+  sigwait(&signals, &signal_number);
+  server::Log(server::LogLevel::kInfo, "signal", {{"number", std::to_string(signal_number)}});
+  const auto deadline = std::chrono::milliseconds(loaded.config.drain_deadline_ms);
+  return (*started)->Shutdown(deadline).drained ? 0 : 3;
+}

@@ -1,0 +1,274 @@
+#include "server/server.h"
+
+#include <sys/random.h>
+
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "server/admin_service.h"
+#include "server/attention_service.h"
+#include "server/backends.h"
+#include "server/health_service.h"
+#include "server/listeners.h"
+#include "server/logging.h"
+#include "server/memory_check.h"
+#include "server/metrics.h"
+#include "server/model_service.h"
+#include "server/ops_http.h"
+#include "server/sequence_service.h"
+#include "server/server_state.h"
+#include "server/status_page.h"
+#include "server/version.h"
+#include "server/warm_up.h"
+#include "server/watchdog.h"
+
+namespace mla::server {
+namespace {
+
+constexpr auto kProbePeriod = std::chrono::milliseconds(200);
+// How long calls that are under way get after a drain before they are cut.
+constexpr auto kCloseGrace = std::chrono::milliseconds(200);
+
+uint64_t RandomBootId() {
+  uint64_t id = 0;
+  while (getrandom(&id, sizeof(id), 0) != static_cast<ssize_t>(sizeof(id)) || id == 0) {
+  }
+  return id;
+}
+
+void LogLadder(const std::vector<kernels::BackendRung>& ladder) {
+  for (const kernels::BackendRung& rung : ladder) {
+    Log(LogLevel::kInfo, "backend",
+        {{"name", rung.name},
+         {"rank", absl::StrCat(rung.rank)},
+         {"chosen", rung.chosen ? "yes" : "no"},
+         {"reason", rung.reason}});
+  }
+}
+
+}  // namespace
+
+// In order of construction; destroyed the other way round.
+struct Server::Parts {
+  ServerOptions options;
+  uint64_t boot_id = RandomBootId();
+  scheduler::RealClock clock;
+  ServerState state;
+  Metrics metrics;
+  std::vector<kernels::BackendRung> ladder;
+  int64_t counted_bytes = 0;
+  std::unique_ptr<scheduler::Engine> engine;
+  std::shared_ptr<AttendMessagePool> pool;
+  std::optional<Drain> drain;
+  std::unique_ptr<AttentionService> attention;
+  std::unique_ptr<SequenceService> sequences;
+  std::unique_ptr<ModelService> models;
+  std::unique_ptr<AdminService> admin;
+  std::unique_ptr<HealthService> health;
+  std::unique_ptr<Watchdog> watchdog;
+  std::unique_ptr<OpsHttp> ops;
+  Listeners listeners;
+  bool shut_down = false;
+
+  absl::Status MakeEngine();
+  void MakeServices();
+  absl::Status StartOps();
+  std::vector<StatusSection> Status();
+  HttpReply Ready(const std::string& query);
+  DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
+};
+
+absl::Status Server::Parts::MakeEngine() {
+  const Config& config = options.config;
+  auto choice = AllBackends().Select(config.backend, config.backend_options);
+  if (!choice.ok()) return choice.status();
+  ladder = std::move(choice->ladder);
+  LogLadder(ladder);
+  const bool in_host_memory = choice->backend->Info().unified_memory;
+  counted_bytes = scheduler::Engine::CountBytes(config.limits, *choice->backend);
+  absl::Status fits = CheckMemory({{"engine", in_host_memory ? counted_bytes : 0},
+                                   {"staging", config.wire.staging_bytes}},
+                                  AvailableMemory());
+  if (!fits.ok()) return fits;
+  scheduler::EngineOptions engine_options;
+  engine_options.limits = config.limits;
+  engine_options.observer = &metrics;
+  auto made = scheduler::Engine::Create(engine_options, std::move(choice->backend), &clock);
+  if (!made.ok()) return made.status();
+  engine = *std::move(made);
+  metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
+  auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
+  if (!staging.ok()) return staging.status();
+  pool = std::make_shared<AttendMessagePool>(*std::move(staging));
+  return absl::OkStatus();
+}
+
+void Server::Parts::MakeServices() {
+  const RpcContext rpc = {engine.get(), &metrics, boot_id};
+  drain.emplace(engine.get(), &state);
+  WireContext wire;
+  wire.engine = engine.get();
+  wire.pool = pool;
+  wire.wire = options.config.wire;
+  wire.metrics = &metrics;
+  wire.boot_id = boot_id;
+  attention = std::make_unique<AttentionService>(wire);
+  sequences = std::make_unique<SequenceService>(rpc);
+  models = std::make_unique<ModelService>(rpc);
+  AdminOptions admin_options;
+  admin_options.state = &state;
+  admin_options.drain = &*drain;
+  admin_options.exit = [this] {
+    if (options.on_exit_request) options.on_exit_request();
+  };
+  admin_options.ladder = ladder;
+  admin_options.config = options.config;
+  admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
+  health = std::make_unique<HealthService>(
+      &state,
+      std::set<std::string>{v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
+                            v1::Models::service_full_name(), v1::Admin::service_full_name()},
+      options.config.wire.max_watchers);
+}
+
+HttpReply Server::Parts::Ready(const std::string& query) {
+  const ServerState::Snapshot now = state.Get();
+  HttpReply reply;
+  reply.status = now.serving() ? 200 : 503;
+  reply.body = now.serving() ? "ready\n" : "not ready\n";
+  if (query == "verbose") {
+    absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
+                    now.healthy ? "healthy" : "unhealthy", "\n", now.message,
+                    now.message.empty() ? "" : "\n");
+  }
+  return reply;
+}
+
+std::vector<StatusSection> Server::Parts::Status() {
+  const ServerState::Snapshot now = state.Get();
+  const kernels::BackendInfo& info = engine->backend_info();
+  std::vector<StatusSection> sections;
+  sections.push_back({"server",
+                      {{"version", kVersion},
+                       {"boot id", absl::StrFormat("%016x", boot_id)},
+                       {"state", PhaseName(now.phase)},
+                       {"healthy", now.healthy ? "yes" : "no"},
+                       {"message", now.message}}});
+  sections.push_back({"backend",
+                      {{"name", info.name},
+                       {"device", info.device},
+                       {"arch", info.arch},
+                       {"units", absl::StrCat(info.units)},
+                       {"supports", info.supported}}});
+  StatusSection ladder_section{"backends tried", {}};
+  for (const kernels::BackendRung& rung : ladder) {
+    ladder_section.rows.push_back({rung.name, rung.chosen ? "chosen" : rung.reason});
+  }
+  sections.push_back(std::move(ladder_section));
+  v1::GetStatsReply stats;
+  FillStats(engine->Stats(), metrics.wire(), &stats);
+  StatusSection figures{"figures", {}};
+  const auto* descriptor = v1::GetStatsReply::descriptor();
+  const auto* reflection = v1::GetStatsReply::GetReflection();
+  for (int i = 0; i < descriptor->field_count(); ++i) {
+    const auto* field = descriptor->field(i);
+    if (field->name() == "boot_id") continue;
+    const uint64_t value =
+        field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32
+            ? reflection->GetUInt32(stats, field)
+            : reflection->GetUInt64(stats, field);
+    figures.rows.push_back({field->name(), absl::StrCat(value)});
+  }
+  sections.push_back(std::move(figures));
+  return sections;
+}
+
+absl::Status Server::Parts::StartOps() {
+  const Config::Ops& config = options.config.ops;
+  if (config.address.empty()) return absl::OkStatus();
+  std::map<std::string, HttpHandler> paths;
+  paths["/metrics"] = [this](const std::string&) {
+    return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
+                     metrics.Expose(engine->Stats())};
+  };
+  // Alive means that this process can answer at all; whether the engine can is readiness.
+  paths["/livez"] = [](const std::string&) {
+    return HttpReply{200, "text/plain; charset=utf-8", "alive\n"};
+  };
+  paths["/readyz"] = [this](const std::string& query) { return Ready(query); };
+  paths["/statusz"] = [this](const std::string& query) {
+    if (query == "json") return HttpReply{200, "application/json", StatusJson(Status())};
+    return HttpReply{200, "text/html; charset=utf-8", StatusHtml(Status())};
+  };
+  auto started = OpsHttp::Start(config.address, config.connections, std::move(paths));
+  if (!started.ok()) return started.status();
+  ops = *std::move(started);
+  return absl::OkStatus();
+}
+
+DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
+  DrainResult result;
+  if (std::exchange(shut_down, true)) return result;
+  if (drain) result = drain->Run(drain_deadline);
+  state.Move(Phase::kStopped, 100, "stopped");
+  if (listeners.server != nullptr) {
+    listeners.server->Shutdown(std::chrono::system_clock::now() + kCloseGrace);
+    listeners.server->Wait();
+  }
+  if (attention != nullptr) attention->Stop();
+  listeners.server.reset();
+  ops.reset();
+  watchdog.reset();
+  return result;
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
+  auto parts = std::make_unique<Parts>();
+  parts->options = std::move(options);
+  const Config& config = parts->options.config;
+  if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
+  parts->MakeServices();
+  if (absl::Status status = parts->StartOps(); !status.ok()) return status;
+  scheduler::Engine* const engine = parts->engine.get();
+  parts->watchdog = std::make_unique<Watchdog>(
+      [engine] {
+        engine->Stats();  // needs the engine's role, so it answers only while the engine moves
+        return engine->Healthy();
+      },
+      &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
+  auto listeners =
+      Listen(config, {parts->attention.get(), parts->sequences.get(), parts->models.get(),
+                      parts->admin.get(), parts->health.get()});
+  if (!listeners.ok()) return listeners.status();
+  parts->listeners = *std::move(listeners);
+  Log(LogLevel::kInfo, "listening",
+      {{"tcp_port", absl::StrCat(parts->listeners.tcp_port)},
+       {"unix_path", config.listen.unix_path},
+       {"ops_port", absl::StrCat(parts->ops == nullptr ? 0 : parts->ops->port())},
+       {"tls", config.tls.cert.empty() ? "no" : "mutual"},
+       {"reflection", parts->listeners.introspection ? "on" : "off"}});
+  std::unique_ptr<Server> server(new Server(std::move(parts)));
+  server->parts_->state.Move(Phase::kWarming, 0, "known-answer test");
+  if (absl::Status status = WarmUp(engine); !status.ok()) return status;
+  server->parts_->state.Move(Phase::kServing, 100, "");
+  return server;
+}
+
+Server::Server(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
+
+Server::~Server() { parts_->Shutdown(std::chrono::milliseconds(0)); }
+
+int Server::tcp_port() const { return parts_->listeners.tcp_port; }
+int Server::ops_port() const { return parts_->ops == nullptr ? 0 : parts_->ops->port(); }
+uint64_t Server::boot_id() const { return parts_->boot_id; }
+
+DrainResult Server::Shutdown(std::chrono::milliseconds drain_deadline) {
+  return parts_->Shutdown(drain_deadline);
+}
+
+}  // namespace mla::server

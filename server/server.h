@@ -1,0 +1,50 @@
+// The whole server in one object: engine, services, listeners, operations port.
+//
+// Life: Start builds everything in order (backend, memory check, engine, listeners, warm-up) and
+// returns when the server is Serving. Shutdown drains, stops listening, answers what is under way
+// and releases everything; the destructor does the same with a deadline of 0.
+//
+// Threading: Start, Shutdown and the destructor from one thread; the rest from any.
+#ifndef MLA_SERVER_SERVER_H_
+#define MLA_SERVER_SERVER_H_
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "server/config.h"
+#include "server/drain.h"
+
+namespace mla::server {
+
+struct ServerOptions {
+  Config config;
+  // Called when an operator asks the process to exit after a drain. May be empty.
+  std::function<void()> on_exit_request;
+};
+
+class Server final {
+ public:
+  // The status says what stopped the start: a bad option (INVALID_ARGUMENT), no usable backend
+  // (FAILED_PRECONDITION, NOT_FOUND), too little memory (RESOURCE_EXHAUSTED), an address in use
+  // (UNAVAILABLE).
+  static absl::StatusOr<std::unique_ptr<Server>> Start(ServerOptions options);
+  ~Server();
+
+  int tcp_port() const;  // 0: none
+  int ops_port() const;  // 0: none
+  uint64_t boot_id() const;
+
+  DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
+
+ private:
+  struct Parts;
+  explicit Server(std::unique_ptr<Parts> parts);
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SERVER_H_

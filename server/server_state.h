@@ -1,0 +1,51 @@
+// The server's state machine, and whoever waits for it to move.
+//
+//   Starting -> Warming -> Serving -> Draining -> Stopped
+//
+// States only move forward. Serving splits into healthy and not: an engine that fails or falls
+// silent turns health off and, if it recovers, on again.
+//
+// Threading: all methods from any thread.
+#ifndef MLA_SERVER_SERVER_STATE_H_
+#define MLA_SERVER_SERVER_STATE_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+namespace mla::server {
+
+enum class Phase { kStarting = 1, kWarming, kServing, kDraining, kStopped };
+
+const char* PhaseName(Phase phase);  // "starting", ...
+
+class ServerState final {
+ public:
+  struct Snapshot {
+    Phase phase = Phase::kStarting;
+    int32_t percent = 0;  // of warm-up or drain
+    std::string message;  // what is being waited for
+    bool healthy = true;
+    uint64_t version = 0;  // grows with every change
+    // Ready for new work.
+    bool serving() const { return phase == Phase::kServing && healthy; }
+  };
+
+  // Ignored when it would move back.
+  void Move(Phase phase, int32_t percent, const std::string& message);
+  void SetHealth(bool healthy, const std::string& why);
+  Snapshot Get() const;
+  // The first snapshot newer than `version`, or the present one after `timeout`.
+  Snapshot WaitForChange(uint64_t version, std::chrono::milliseconds timeout) const;
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  Snapshot now_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SERVER_STATE_H_

@@ -1,0 +1,19 @@
+// A known-answer test through the whole engine before the server reports SERVING.
+//
+// One sequence of one row in the ABSORBED profile: with a single key the softmax weight is 1, so
+// the output must be the latent part of the KV row bit for bit, and the LSE the scaled product of
+// query and key. Runs under a tenant name that no client can have and leaves nothing behind.
+#ifndef MLA_SERVER_WARM_UP_H_
+#define MLA_SERVER_WARM_UP_H_
+
+#include "absl/status/status.h"
+#include "scheduler/engine.h"
+
+namespace mla::server {
+
+// INTERNAL when the answer is wrong; else the engine's own status.
+absl::Status WarmUp(scheduler::Engine* engine);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_WARM_UP_H_
