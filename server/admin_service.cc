@@ -15,7 +15,7 @@ using scheduler::Fault;
 constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
-constexpr const char* kCapabilities[] = {"fork",         "truncate", "participants",
+constexpr const char* kCapabilities[] = {"fork",           "truncate", "participants",
                                          "partial_commit", "lse",      "kv_compare"};
 
 template <typename To, typename From>
@@ -88,8 +88,8 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
     }
     for (const char* capability : kCapabilities) reply->add_capabilities(capability);
     const auto up = std::chrono::steady_clock::now() - started_;
-    reply->set_uptime_ms(static_cast<uint64_t>(
-        std::chrono::duration_cast<std::chrono::milliseconds>(up).count()));
+    reply->set_uptime_ms(
+        static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(up).count()));
     return absl::OkStatus();
   });
 }
@@ -189,9 +189,8 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
       fault->reason = "not_an_operator";
       return absl::PermissionDeniedError("Drain is for the tenants of server.operators");
     }
-    const int64_t deadline_ms = request->deadline_ms() == 0
-                                    ? options_.config.drain_deadline_ms
-                                    : int64_t{request->deadline_ms()};
+    const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
+                                                            : int64_t{request->deadline_ms()};
     const DrainResult result = options_.drain->Run(std::chrono::milliseconds(deadline_ms));
     reply->set_drained(result.drained);
     reply->set_aborted_steps(static_cast<uint32_t>(result.aborted_steps));

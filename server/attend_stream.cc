@@ -13,7 +13,8 @@ namespace {
 
 using scheduler::RequestKind;
 
-constexpr size_t kMessageCharge = 1024;  // beside its tensors, so that tiny messages are bounded too
+constexpr size_t kMessageCharge =
+    1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
 
 size_t AlignUp(size_t bytes) {
@@ -110,9 +111,8 @@ void AttendStream::Continue() {
 bool AttendStream::ScanHeader() {
   absl::Status status;
   if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
-    status = absl::ResourceExhaustedError(absl::StrCat("message: got ", incoming_.Length(),
-                                                       " bytes, at most ",
-                                                       shared_.wire.message_bytes));
+    status = absl::ResourceExhaustedError(absl::StrCat(
+        "message: got ", incoming_.Length(), " bytes, at most ", shared_.wire.message_bytes));
   } else if (slices_.clear(); !incoming_.Dump(&slices_).ok()) {
     status = absl::InvalidArgumentError("message: cannot be decompressed");
   } else {
@@ -134,8 +134,8 @@ void AttendStream::Break(absl::Status status) {
   const std::lock_guard lock(mutex_);
   broken_ = true;
   reader_ = Reader::kDone;
-  final_status_ = grpc::Status(static_cast<grpc::StatusCode>(status.code()),
-                               std::string(status.message()));
+  final_status_ =
+      grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
 }
 
 bool AttendStream::Handle() {
@@ -193,8 +193,8 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
       message->step_id = header_.abort_step().step_id();
       return absl::OkStatus();
     default:
-      return InvalidField(&message->fault, "body",
-                          "begin_step, attend, end_step or abort_step", "nothing", "missing");
+      return InvalidField(&message->fault, "body", "begin_step, attend, end_step or abort_step",
+                          "nothing", "missing");
   }
 }
 
@@ -257,8 +257,8 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
   const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
   const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
   const size_t in = AlignUp(kv_bytes) + q_bytes;
-  const size_t out = AlignUp(static_cast<size_t>(sizes.o_bytes)) +
-                     static_cast<size_t>(sizes.lse_bytes);
+  const size_t out =
+      AlignUp(static_cast<size_t>(sizes.o_bytes)) + static_cast<size_t>(sizes.lse_bytes);
   StagingPool& staging = shared_.pool->staging();
   message->input = staging.Take(in);
   message->output = staging.Take(out);
@@ -378,8 +378,7 @@ void AttendStream::Write(AttendMessage* message) {
     payload = o_bytes + lse_bytes;
     if (o_bytes > 0) slices[count++] = PayloadSlice(message, message->output.data(), o_bytes);
     if (lse_bytes > 0) {
-      slices[count++] =
-          PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
+      slices[count++] = PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
     }
   }
   EncodeHeader(reply_, payload, &reply_header_);

@@ -112,8 +112,7 @@ void ApplyFile(const std::string& path, LoadedConfig* loaded) {
   }
 }
 
-void ApplyEnvironment(const std::map<std::string, std::string>& environment,
-                      LoadedConfig* loaded) {
+void ApplyEnvironment(const std::map<std::string, std::string>& environment, LoadedConfig* loaded) {
   std::set<std::string> known = {"MLA_CONFIG"};
   for (const ConfigKey& key : ConfigKeys()) {
     const std::string name = EnvironmentName(key);
@@ -321,8 +320,8 @@ std::string SetValue(const ConfigKey& key, const std::string& text, Config* conf
     return "";
   }
   int64_t value = 0;
-  const bool parsed = key.type == ConfigType::kBytes ? ParseBytes(text, &value)
-                                                     : absl::SimpleAtoi(text, &value);
+  const bool parsed =
+      key.type == ConfigType::kBytes ? ParseBytes(text, &value) : absl::SimpleAtoi(text, &value);
   if (!parsed || static_cast<double>(value) < key.min || static_cast<double>(value) > key.max) {
     return MustBe(key, text);
   }
@@ -365,8 +364,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           int64_t{limits.max_sequence_rows} * limits.max_step_sequences);
   at_most("limits.sequence_lease_ms", limits.sequence_lease_ms, "limits.max_lease_ms",
           limits.max_lease_ms);
-  at_most("limits.step_lease_ms", limits.step_lease_ms, "limits.max_lease_ms",
-          limits.max_lease_ms);
+  at_most("limits.step_lease_ms", limits.step_lease_ms, "limits.max_lease_ms", limits.max_lease_ms);
   at_most("limits.kv_wait_ms", limits.kv_wait_ms, "limits.queue_ms", limits.queue_ms);
   at_most("limits.max_step_sequences", limits.max_step_sequences, "limits.max_sequences",
           limits.max_sequences);

@@ -9,8 +9,8 @@ constexpr double kDayMs = 86400000;
 
 #define MLA_SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
 
-ConfigKey Bool(const char* name, const char* meaning, const char* edge,
-               ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+ConfigKey Bool(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
+               const char* short_flag = "") {
   return {name, ConfigType::kBool, 0, 1, "", meaning, edge, short_flag, slot};
 }
 ConfigKey Int(const char* name, double min, double max, const char* meaning, const char* edge,
@@ -25,8 +25,8 @@ ConfigKey Millis(const char* name, double min, double max, const char* meaning, 
                  ConfigSlot (*slot)(Config&)) {
   return {name, ConfigType::kMillis, min, max, "", meaning, edge, "", slot};
 }
-ConfigKey Text(const char* name, const char* meaning, const char* edge,
-               ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+ConfigKey Text(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
+               const char* short_flag = "") {
   return {name, ConfigType::kString, 0, 0, "", meaning, edge, short_flag, slot};
 }
 ConfigKey Choice(const char* name, const char* choices, const char* meaning, const char* edge,
@@ -61,8 +61,7 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                  MLA_SLOT(drain_deadline_ms)),
           Millis("server.unhealthy_after_ms", 100, kDayMs,
                  "An engine that gives no sign of life for this long is reported NOT_SERVING.",
-                 "Below the longest launch it reports false alarms.",
-                 MLA_SLOT(unhealthy_after_ms)),
+                 "Below the longest launch it reports false alarms.", MLA_SLOT(unhealthy_after_ms)),
           Text("tls.cert", "PEM file with the server's certificate chain.",
                "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert), "--tls-cert"),
           Text("tls.key", "PEM file with the server's private key.",
@@ -71,7 +70,8 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
           Text("tls.client_ca", "PEM file with the authorities that sign client certificates.",
                "Clients without a certificate of these are refused in the handshake.",
                MLA_SLOT(tls.client_ca), "--client-ca"),
-          Millis("tls.reload_ms", 1000, kDayMs, "How often the PEM files are looked at for changes.",
+          Millis("tls.reload_ms", 1000, kDayMs,
+                 "How often the PEM files are looked at for changes.",
                  "Certificate and key must be replaced together.", MLA_SLOT(tls.reload_ms)),
           Text("ops.listen", "Address of the operations port (metrics, health, status page).",
                "Plain HTTP and read-only: keep it on loopback or a private network; empty: off.",
@@ -187,15 +187,13 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Bounds how long a decode waits behind a prefill.", MLA_SLOT(limits.prefill_rows)),
           Int("limits.decode_rows", 1, 256,
               "A record with at most this many rows on a cache counts as decode.",
-              "1 + the longest draft that is verified in one step.",
-              MLA_SLOT(limits.decode_rows)),
+              "1 + the longest draft that is verified in one step.", MLA_SLOT(limits.decode_rows)),
           Millis("limits.sequence_lease_ms", 100, kDayMs,
                  "A sequence is released after this time without a sign of life.",
                  "Too short and a paused worker loses its cache.",
                  MLA_SLOT(limits.sequence_lease_ms)),
           Millis("limits.max_lease_ms", 100, kDayMs, "Longest lease that a client may ask for.",
-                 "A dead client's pages stay taken for this long.",
-                 MLA_SLOT(limits.max_lease_ms)),
+                 "A dead client's pages stay taken for this long.", MLA_SLOT(limits.max_lease_ms)),
           Millis("limits.step_lease_ms", 100, kDayMs,
                  "An open step is aborted after this time without a message.",
                  "Must exceed the worker's time between two layers.",
@@ -218,8 +216,7 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
                "A name that cannot run here stops the start with the reasons.", MLA_SLOT(backend),
                "--backend"),
           Int("backend.threads", 0, 4096, "Worker threads of the CPU backend; 0: all usable cores.",
-              "More threads than cores slow every launch down.",
-              MLA_SLOT(backend_options.threads)),
+              "More threads than cores slow every launch down.", MLA_SLOT(backend_options.threads)),
           Bool("backend.pin_threads", "Bind CPU workers to cores.",
                "Turn off when other processes share the cores.",
                MLA_SLOT(backend_options.pin_threads)),

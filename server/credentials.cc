@@ -58,8 +58,8 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MutualTls(const Config:
   if (absl::Status status = CheckTlsFiles(tls); !status.ok()) return status;
   const auto seconds = static_cast<unsigned>(std::max<int64_t>(tls.reload_ms / 1000, 1));
   grpc::experimental::TlsServerCredentialsOptions options(
-      std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
-          tls.key, tls.cert, tls.client_ca, seconds));
+      std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(tls.key, tls.cert,
+                                                                           tls.client_ca, seconds));
   options.watch_root_certs();
   options.watch_identity_key_cert_pairs();
   options.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);

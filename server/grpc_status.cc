@@ -16,8 +16,8 @@ v1::ErrorDetail ToErrorDetail(const scheduler::Fault& fault) {
   detail.set_limit(fault.limit);
   detail.set_got(fault.got);
   detail.set_reason(fault.reason);
-  detail.set_retry_after_ms(static_cast<uint32_t>(std::clamp<int64_t>(
-      fault.retry_after_ms, 0, std::numeric_limits<uint32_t>::max())));
+  detail.set_retry_after_ms(static_cast<uint32_t>(
+      std::clamp<int64_t>(fault.retry_after_ms, 0, std::numeric_limits<uint32_t>::max())));
   detail.set_last_good_position(
       static_cast<uint64_t>(std::max<int64_t>(fault.last_good_position, 0)));
   return detail;
@@ -34,12 +34,23 @@ grpc::Status ToGrpcStatus(const absl::Status& status, const scheduler::Fault& fa
 }
 
 const char* CodeName(absl::StatusCode code) {
-  static constexpr const char* kNames[] = {
-      "OK",                  "CANCELLED",        "UNKNOWN",         "INVALID_ARGUMENT",
-      "DEADLINE_EXCEEDED",   "NOT_FOUND",        "ALREADY_EXISTS",  "PERMISSION_DENIED",
-      "RESOURCE_EXHAUSTED",  "FAILED_PRECONDITION", "ABORTED",      "OUT_OF_RANGE",
-      "UNIMPLEMENTED",       "INTERNAL",         "UNAVAILABLE",     "DATA_LOSS",
-      "UNAUTHENTICATED"};
+  static constexpr const char* kNames[] = {"OK",
+                                           "CANCELLED",
+                                           "UNKNOWN",
+                                           "INVALID_ARGUMENT",
+                                           "DEADLINE_EXCEEDED",
+                                           "NOT_FOUND",
+                                           "ALREADY_EXISTS",
+                                           "PERMISSION_DENIED",
+                                           "RESOURCE_EXHAUSTED",
+                                           "FAILED_PRECONDITION",
+                                           "ABORTED",
+                                           "OUT_OF_RANGE",
+                                           "UNIMPLEMENTED",
+                                           "INTERNAL",
+                                           "UNAVAILABLE",
+                                           "DATA_LOSS",
+                                           "UNAUTHENTICATED"};
   const int index = static_cast<int>(code);
   return index >= 0 && index < 17 ? kNames[index] : "UNKNOWN";
 }

@@ -64,8 +64,7 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
                               MillisOrUnlimited(wire.connection_idle_ms));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, MillisOrUnlimited(wire.keepalive_ms));
-  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
-                              MillisOrUnlimited(wire.keepalive_ms));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MillisOrUnlimited(wire.keepalive_ms));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   // A second server on the same port must fail instead of sharing it.

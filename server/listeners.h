@@ -14,15 +14,14 @@ namespace mla::server {
 
 struct Listeners {
   std::unique_ptr<grpc::Server> server;
-  int tcp_port = 0;  // 0: no TCP listener
+  int tcp_port = 0;            // 0: no TCP listener
   bool introspection = false;  // reflection and channelz are served
 };
 
 // Starts serving `services` (which outlive the result) on every address of `config`. Every limit of
 // the transport is set explicitly. INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address
 // cannot be bound.
-absl::StatusOr<Listeners> Listen(const Config& config,
-                                 const std::vector<grpc::Service*>& services);
+absl::StatusOr<Listeners> Listen(const Config& config, const std::vector<grpc::Service*>& services);
 
 }  // namespace mla::server
 

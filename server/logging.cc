@@ -16,8 +16,8 @@ const char* LevelName(LogLevel level) {
 }
 
 spdlog::level::level_enum ToSpdlog(LogLevel level) {
-  static constexpr spdlog::level::level_enum kLevels[] = {
-      spdlog::level::debug, spdlog::level::info, spdlog::level::warn, spdlog::level::err};
+  static constexpr spdlog::level::level_enum kLevels[] = {spdlog::level::debug, spdlog::level::info,
+                                                          spdlog::level::warn, spdlog::level::err};
   return kLevels[static_cast<int>(level)];
 }
 
@@ -37,8 +37,7 @@ bool IsPlain(const std::string& value) {
 spdlog::logger& Logger() {
   // Never destroyed: lines may still be written while the process ends.
   static spdlog::logger* logger = [] {
-    auto* made =
-        new spdlog::logger("mla", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+    auto* made = new spdlog::logger("mla", std::make_shared<spdlog::sinks::stderr_sink_mt>());
     made->set_pattern("%Y-%m-%dT%H:%M:%S.%e %v");
     made->flush_on(spdlog::level::debug);
     return made;

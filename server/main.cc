@@ -46,8 +46,8 @@ bool Print(const mla::server::LoadedConfig& loaded) {
 
 int main(int argc, char** argv) {
   namespace server = mla::server;
-  const auto loaded = server::LoadConfig(std::vector<std::string>(argv + 1, argv + argc),
-                                         Environment());
+  const auto loaded =
+      server::LoadConfig(std::vector<std::string>(argv + 1, argv + argc), Environment());
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());
   const bool printed = Print(loaded);
   if (!loaded.faults.empty()) return 1;

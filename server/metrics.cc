@@ -276,9 +276,8 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   m.pages_free.Set(count(stats.page_groups_free));
   m.pages_shared.Set(count(stats.page_groups_shared));
   m.kv_used.Set(count(stats.kv_bytes_used));
-  m.kv_usage.Set(stats.kv_bytes_total > 0
-                     ? count(stats.kv_bytes_used) / count(stats.kv_bytes_total)
-                     : 0);
+  m.kv_usage.Set(stats.kv_bytes_total > 0 ? count(stats.kv_bytes_used) / count(stats.kv_bytes_total)
+                                          : 0);
   m.streams.Set(wire_.streams.load());
   RaiseTo(m.steps_aborted, count(stats.steps_aborted));
   RaiseTo(m.leases_expired, count(stats.leases_expired));
@@ -300,7 +299,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
 std::vector<std::string> Metrics::Declared() {
   std::vector<std::string> names;
   for (const Declaration& declaration : kDeclarations) {
-    const char* type = declaration.type == Type::kCounter  ? "counter"
+    const char* type = declaration.type == Type::kCounter ? "counter"
                        : declaration.type == Type::kGauge ? "gauge"
                                                           : "histogram";
     names.push_back(absl::StrCat(declaration.name, " ", type));

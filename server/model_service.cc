@@ -26,8 +26,7 @@ void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
 }  // namespace
 
 grpc::Status ModelService::Register(grpc::ServerContext* context,
-                                    const v1::RegisterRequest* request,
-                                    v1::RegisterReply* reply) {
+                                    const v1::RegisterRequest* request, v1::RegisterReply* reply) {
   return rpc_.Serve(context, "Models.Register", [&](const Identity& who, Fault* fault) {
     scheduler::ModelSpec spec;
     absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec, fault);

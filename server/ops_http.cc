@@ -41,8 +41,9 @@ MHD_Result Handle(void* self, MHD_Connection* connection, const char* url, const
   MHD_add_response_header(response, "Content-Type", reply.content_type);
   MHD_add_response_header(response, "Cache-Control", "no-store");
   MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
-  MHD_add_response_header(response, "Content-Security-Policy", "default-src 'none'; style-src "
-                                                               "'unsafe-inline'");
+  MHD_add_response_header(response, "Content-Security-Policy",
+                          "default-src 'none'; style-src "
+                          "'unsafe-inline'");
   const MHD_Result queued =
       MHD_queue_response(connection, static_cast<unsigned>(reply.status), response);
   MHD_destroy_response(response);
@@ -74,8 +75,8 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE;
   addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints,
-                                    &found);
+  if (const int error =
+          getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints, &found);
       error != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("ops.listen: ", address, ": ", gai_strerror(error)));

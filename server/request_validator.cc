@@ -147,10 +147,10 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
                         absl::StrCat(args.row_count), "reply_too_large");
   }
   if (in != payload_bytes) {
-    return InvalidField(fault, "payload",
-                        absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes,
-                                     ")"),
-                        absl::StrCat(payload_bytes, " bytes"), "payload_size");
+    return InvalidField(
+        fault, "payload",
+        absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes, ")"),
+        absl::StrCat(payload_bytes, " bytes"), "payload_size");
   }
   return absl::OkStatus();
 }
@@ -167,8 +167,8 @@ absl::Status CheckIds(int count, const Limits& limits, Fault* fault) {
 
 }  // namespace
 
-#define MLA_RETURN_IF_ERROR(expression)                      \
-  do {                                                       \
+#define MLA_RETURN_IF_ERROR(expression)                                     \
+  do {                                                                      \
     if (absl::Status status_ = (expression); !status_.ok()) return status_; \
   } while (false)
 
@@ -176,8 +176,7 @@ absl::Status CheckName(const std::string& name, const std::string& field, bool o
                        const Limits& limits, Fault* fault) {
   const size_t least = optional ? 0 : 1;
   if (name.size() < least || name.size() > static_cast<size_t>(limits.max_name_bytes)) {
-    return InvalidField(fault, field,
-                        absl::StrCat(least, "..", limits.max_name_bytes, " bytes"),
+    return InvalidField(fault, field, absl::StrCat(least, "..", limits.max_name_bytes, " bytes"),
                         absl::StrCat(name.size(), " bytes"), "name_length");
   }
   if (std::any_of(name.begin(), name.end(),
@@ -243,8 +242,8 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
                                  "attend.row_begin", "attend.row_count", fault));
   const uint64_t least_heads = args->profile == Profile::kAppendOnly ? 0 : 1;
   MLA_RETURN_IF_ERROR(CheckSlice(message.head_offset(), message.num_heads(), least_heads,
-                                 model.geometry.num_heads, "attend.head_offset",
-                                 "attend.num_heads", fault));
+                                 model.geometry.num_heads, "attend.head_offset", "attend.num_heads",
+                                 fault));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.q_dtype(), "attend.q_dtype", &args->q_dtype, fault));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", &args->o_dtype, fault));
   args->row_begin = static_cast<int32_t>(message.row_begin());
@@ -289,8 +288,8 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
                              &to.kv_lora_rank, fault));
   MLA_RETURN_IF_ERROR(Narrow(from.rope_dim(), 0, max_dim - to.kv_lora_rank,
                              "model.geometry.rope_dim", &to.rope_dim, fault));
-  MLA_RETURN_IF_ERROR(Narrow(from.nope_dim(), 0, limits.max_v_dim, "model.geometry.nope_dim",
-                             &to.nope_dim, fault));
+  MLA_RETURN_IF_ERROR(
+      Narrow(from.nope_dim(), 0, limits.max_v_dim, "model.geometry.nope_dim", &to.nope_dim, fault));
   MLA_RETURN_IF_ERROR(
       Narrow(from.v_dim(), 0, limits.max_v_dim, "model.geometry.v_dim", &to.v_dim, fault));
   if ((to.nope_dim == 0) != (to.v_dim == 0)) {
@@ -321,8 +320,7 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
 absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
                                const ModelSpec& model, int64_t* bytes, Fault* fault) {
   int32_t layer = 0;
-  MLA_RETURN_IF_ERROR(
-      Narrow(message.layer(), 0, model.layers - 1, "chunk.layer", &layer, fault));
+  MLA_RETURN_IF_ERROR(Narrow(message.layer(), 0, model.layers - 1, "chunk.layer", &layer, fault));
   MLA_RETURN_IF_ERROR(CheckSlice(message.head_begin(), message.head_count(), 1,
                                  model.geometry.num_heads, "chunk.head_begin", "chunk.head_count",
                                  fault));
@@ -377,8 +375,7 @@ absl::Status ParseGet(const v1::GetRequest& message, const Limits& limits,
 }
 
 absl::Status ParseRenew(const v1::RenewLeaseRequest& message, const Limits& limits,
-                        scheduler::SequenceSelection* selection, int64_t* lease_ms,
-                        Fault* fault) {
+                        scheduler::SequenceSelection* selection, int64_t* lease_ms, Fault* fault) {
   MLA_RETURN_IF_ERROR(CheckIds(message.sequence_ids_size(), limits, fault));
   MLA_RETURN_IF_ERROR(CheckName(message.client_id(), "client_id", true, limits, fault));
   if (message.sequence_ids_size() == 0 && message.client_id().empty()) {

@@ -87,8 +87,7 @@ grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
 }
 
 grpc::Status SequenceService::Release(grpc::ServerContext* context,
-                                      const v1::ReleaseRequest* request,
-                                      v1::ReleaseReply* reply) {
+                                      const v1::ReleaseRequest* request, v1::ReleaseReply* reply) {
   return rpc_.Serve(context, "Sequences.Release", [&](const Identity& who, Fault* fault) {
     std::vector<scheduler::SequenceId> ids, not_found;
     absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids, fault);
@@ -109,8 +108,7 @@ grpc::Status SequenceService::RenewLease(grpc::ServerContext* context,
     selection.tenant = who.tenant;
     int64_t lease_ms = 0;
     std::vector<scheduler::SequenceId> not_found;
-    absl::Status status =
-        ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms, fault);
+    absl::Status status = ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms, fault);
     if (!status.ok()) return status;
     reply->set_renewed(
         static_cast<uint32_t>(rpc_.engine->RenewLeases(selection, lease_ms, &not_found)));

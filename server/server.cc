@@ -91,9 +91,9 @@ absl::Status Server::Parts::MakeEngine() {
   LogLadder(ladder);
   const bool in_host_memory = choice->backend->Info().unified_memory;
   counted_bytes = scheduler::Engine::CountBytes(config.limits, *choice->backend);
-  absl::Status fits = CheckMemory({{"engine", in_host_memory ? counted_bytes : 0},
-                                   {"staging", config.wire.staging_bytes}},
-                                  AvailableMemory());
+  absl::Status fits = CheckMemory(
+      {{"engine", in_host_memory ? counted_bytes : 0}, {"staging", config.wire.staging_bytes}},
+      AvailableMemory());
   if (!fits.ok()) return fits;
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
@@ -178,10 +178,9 @@ std::vector<StatusSection> Server::Parts::Status() {
   for (int i = 0; i < descriptor->field_count(); ++i) {
     const auto* field = descriptor->field(i);
     if (field->name() == "boot_id") continue;
-    const uint64_t value =
-        field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32
-            ? reflection->GetUInt32(stats, field)
-            : reflection->GetUInt64(stats, field);
+    const uint64_t value = field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32
+                               ? reflection->GetUInt32(stats, field)
+                               : reflection->GetUInt64(stats, field);
     figures.rows.push_back({field->name(), absl::StrCat(value)});
   }
   sections.push_back(std::move(figures));
@@ -241,9 +240,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
         return engine->Healthy();
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
-  auto listeners =
-      Listen(config, {parts->attention.get(), parts->sequences.get(), parts->models.get(),
-                      parts->admin.get(), parts->health.get()});
+  auto listeners = Listen(config, {parts->attention.get(), parts->sequences.get(),
+                                   parts->models.get(), parts->admin.get(), parts->health.get()});
   if (!listeners.ok()) return listeners.status();
   parts->listeners = *std::move(listeners);
   Log(LogLevel::kInfo, "listening",

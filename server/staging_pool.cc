@@ -21,8 +21,7 @@ void StagingPool::Block::Reset() {
   size_ = 0;
 }
 
-StagingPool::StagingPool(std::unique_ptr<kernels::HostBuffer> memory)
-    : memory_(std::move(memory)) {
+StagingPool::StagingPool(std::unique_ptr<kernels::HostBuffer> memory) : memory_(std::move(memory)) {
   const std::span<std::byte> bytes = memory_->bytes();
   base_ = bytes.data();
   units_ = bytes.size() / kUnit;

@@ -1,4 +1,5 @@
-// Watches the engine: asks it for a sign of life and turns health off when it fails or falls silent.
+// Watches the engine: asks it for a sign of life and turns health off when it fails or falls
+// silent.
 //
 // Two threads, because a hung engine hangs whoever asks it: one asks, the other looks at the clock.
 // Threading: construct and destroy from one thread. The destructor waits for the probe.

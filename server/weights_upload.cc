@@ -27,8 +27,7 @@ WeightsUpload::~WeightsUpload() {
   if (!committed_) engine_->DiscardWeights(tenant_, model_->id);
 }
 
-absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message,
-                                scheduler::Fault* fault) {
+absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message, scheduler::Fault* fault) {
   if (!expected_.empty()) {
     return InvalidField(fault, "part", "nothing after the trailer", "another message", "order");
   }

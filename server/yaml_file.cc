@@ -101,8 +101,8 @@ class Flattener final : public YAML::EventHandler {
 YamlDocument ParseYaml(const std::string& text, const std::string& name) {
   YamlDocument document;
   if (text.size() > kMaxBytes) {
-    document.faults.push_back(absl::StrCat(name, ": got ", text.size(), " bytes, at most ",
-                                           kMaxBytes, " are read"));
+    document.faults.push_back(
+        absl::StrCat(name, ": got ", text.size(), " bytes, at most ", kMaxBytes, " are read"));
     return document;
   }
   try {
