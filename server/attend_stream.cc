@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/attend_reply.h"
 #include "server/grpc_status.h"
 
 namespace mla::server {
@@ -27,10 +28,6 @@ void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref
 grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
   message->Ref();
   return grpc::Slice(data, size, ReleaseMessage, message);
-}
-
-uint32_t Micros(int64_t ns) {
-  return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
 }
 
 absl::Status UnknownStep(uint64_t step_id, scheduler::Fault* fault) {
@@ -315,59 +312,9 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   Write(message);
 }
 
-void AttendStream::FillReply(const AttendMessage& message) {
-  reply_.Clear();
-  reply_.set_tag(message.tag);
-  reply_.set_boot_id(shared_.boot_id);
-  if (!message.answer.ok()) {
-    v1::StepError* error = reply_.mutable_error();
-    error->set_code(static_cast<int32_t>(message.answer.code()));
-    error->set_message(std::string(message.answer.message()));
-    *error->mutable_detail() = ToErrorDetail(message.fault);
-    error->set_step_aborted(message.step_aborted);
-    return;
-  }
-  switch (message.kind) {
-    case RequestKind::kBeginStep: {
-      v1::BeginStepReply* body = reply_.mutable_begin_step();
-      body->set_total_rows(static_cast<uint32_t>(message.total_rows));
-      body->set_lease_ms(static_cast<uint32_t>(message.lease_ms));
-      body->set_joined(static_cast<uint32_t>(message.joined));
-      return;
-    }
-    case RequestKind::kEndStep:
-      reply_.mutable_end_step()->mutable_lengths()->Add(message.lengths.begin(),
-                                                        message.lengths.end());
-      return;
-    case RequestKind::kAbortStep:
-      reply_.mutable_abort_step();
-      return;
-    case RequestKind::kAttend:
-      break;
-  }
-  const scheduler::AttendArgs& args = message.attend;
-  v1::AttendReply* body = reply_.mutable_attend();
-  body->set_row_begin(static_cast<uint32_t>(args.row_begin));
-  body->set_row_count(static_cast<uint32_t>(args.row_count));
-  body->set_head_offset(static_cast<uint32_t>(args.head_offset));
-  body->set_num_heads(static_cast<uint32_t>(args.num_heads));
-  body->set_layer(static_cast<uint32_t>(args.layer));
-  body->set_o_dtype(args.o_dtype == kernels::DType::kBf16 ? v1::DTYPE_BF16 : v1::DTYPE_F32);
-  const scheduler::RequestTimings& took = message.timings;
-  v1::Timings* timings = reply_.mutable_timings();
-  timings->set_queue_us(Micros(took.queue_ns));
-  timings->set_plan_us(Micros(took.plan_ns));
-  timings->set_kernel_us(Micros(took.kernel_ns));
-  timings->set_write_us(Micros(SteadyNanos() - message.answered_ns));
-  timings->set_launch_requests(static_cast<uint32_t>(took.launch_requests));
-  timings->set_launch_layers(static_cast<uint32_t>(took.launch_layers));
-  timings->set_launch_clients(static_cast<uint32_t>(took.launch_clients));
-  timings->set_plan_reused(took.plan_reused);
-}
-
 // The payload's slices point into the output memory; nothing is copied on the way out.
 void AttendStream::Write(AttendMessage* message) {
-  FillReply(*message);
+  FillReply(*message, shared_.boot_id, &reply_);
   grpc::Slice slices[3];
   size_t count = 1;
   size_t payload = 0;

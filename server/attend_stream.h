@@ -102,7 +102,6 @@ class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   bool RememberStep(scheduler::StepId id, StepShape shape);
   void ForgetStep(const AttendMessage& message);
   void Write(AttendMessage* message);
-  void FillReply(const AttendMessage& message);
   void MaybeFinish();
 
   const WireContext& shared_;

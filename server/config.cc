@@ -338,6 +338,15 @@ bool IsLoopback(const std::string& address) {
   return absl::StartsWith(host, "127.") || host == "localhost" || host == "[::1]";
 }
 
+std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder) {
+  if (listen.unix_path != "auto") return listen.unix_path;
+  const std::string port = listen.address.substr(listen.address.rfind(':') + 1);
+  // A port that the system picks names no place where a client would look.
+  if (listen.address.empty() || port == "0") return "";
+  return absl::StrCat(runtime_folder.empty() ? "/tmp" : runtime_folder, "/mla-server-", port,
+                      ".sock");
+}
+
 void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   CheckListen(config, faults);
   const auto at_most = [&](const char* small, auto small_value, const char* large,

@@ -35,7 +35,7 @@ struct Config {
 
   struct Listen {
     std::string address = "127.0.0.1:50551";  // empty: no TCP listener; port 0: any free port
-    std::string unix_path;                    // empty: no unix socket
+    std::string unix_path = "auto";           // empty: no unix socket; see UnixPath
     bool insecure = false;                    // allow plaintext beyond loopback
     std::string reflection = "auto";          // auto: on when every listener is local
     std::string operators;                    // tenants that may Drain, comma separated
@@ -136,6 +136,10 @@ std::string PrintConfig(const LoadedConfig& loaded);  // key = value  # origin
 std::string HelpText();
 std::string ExampleYaml();
 std::string ReferenceMarkdown();
+
+// The path of the unix socket with "auto" resolved; empty: none. `runtime_folder` is the user's
+// folder for sockets ($XDG_RUNTIME_DIR), empty if there is none.
+std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder);
 
 // "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.
 bool IsLoopback(const std::string& address);

@@ -41,8 +41,10 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
           Text("server.listen", "TCP address host:port; port 0 takes any free port; empty: no TCP.",
                "An address beyond loopback needs tls.* or server.insecure.",
                MLA_SLOT(listen.address), "--listen"),
-          Text("server.unix_path", "Path of a unix socket to serve on as well; empty: none.",
-               "At most 107 bytes; the folder must exist; an old socket file is replaced.",
+          Text("server.unix_path",
+               "Path of a unix socket to serve on as well; auto: mla-server-PORT.sock in the "
+               "user's runtime folder, else in /tmp; empty: none.",
+               "At most 107 bytes; the folder must exist; only owner and group may connect.",
                MLA_SLOT(listen.unix_path), "--unix-path"),
           Bool("server.insecure", "Serve beyond loopback without TLS.",
                "Everyone who reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
@@ -165,6 +167,13 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
           Bytes("limits.weights_bytes", 0, kTiB * 4, "W_UK and W_UV of all models, as bf16.",
                 "0: the EXPANDED profile cannot be used.", MLA_SLOT(limits.weights_bytes)),
+      });
+}
+
+void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
           Int("limits.max_step_rows", 1, 1048576, "Rows of one step, its sequences together.",
               "Prompts above it take several steps.", MLA_SLOT(limits.max_step_rows)),
           Int("limits.max_step_sequences", 1, 65536, "Sequences of one step.",
@@ -243,6 +252,7 @@ std::vector<ConfigKey> MakeKeys() {
   AddListenKeys(&keys);
   AddWireKeys(&keys);
   AddCapacityKeys(&keys);
+  AddSchedulingKeys(&keys);
   AddBackendKeys(&keys);
   return keys;
 }

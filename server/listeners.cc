@@ -5,9 +5,14 @@
 #include <grpcpp/impl/server_builder_option.h>
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/server_builder.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <climits>
+#include <cstdlib>
 
 #include "absl/strings/str_cat.h"
 #include "server/credentials.h"
@@ -50,6 +55,20 @@ bool WantsIntrospection(const Config& config) {
 
 int MillisOrUnlimited(int64_t ms) {
   return ms == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(ms, INT_MAX));
+}
+
+// gRPC replaces a socket file that is in its way, which must not happen to a living server's.
+bool SomebodyServes(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) return false;
+  path.copy(address.sun_path, path.size());
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool connected =
+      connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+  close(fd);
+  return connected;
 }
 
 void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
@@ -99,8 +118,13 @@ absl::StatusOr<Listeners> Listen(const Config& config,
   if (!config.listen.address.empty()) {
     builder.AddListeningPort(config.listen.address, credentials, &listeners.tcp_port);
   }
-  const std::string& unix_path = config.listen.unix_path;
+  const char* runtime_folder = std::getenv("XDG_RUNTIME_DIR");
+  listeners.unix_path = UnixPath(config.listen, runtime_folder == nullptr ? "" : runtime_folder);
+  const std::string& unix_path = listeners.unix_path;
   if (!unix_path.empty()) {
+    if (SomebodyServes(unix_path)) {
+      return absl::UnavailableError(absl::StrCat("unix:", unix_path, ": another server is there"));
+    }
     builder.AddListeningPort("unix:" + unix_path, grpc::InsecureServerCredentials());
   }
   for (grpc::Service* service : services) builder.RegisterService(service);

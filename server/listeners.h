@@ -5,6 +5,7 @@
 #include <grpcpp/server.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -15,6 +16,7 @@ namespace mla::server {
 struct Listeners {
   std::unique_ptr<grpc::Server> server;
   int tcp_port = 0;            // 0: no TCP listener
+  std::string unix_path;       // empty: no unix socket
   bool introspection = false;  // reflection and channelz are served
 };
 

@@ -246,7 +246,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   parts->listeners = *std::move(listeners);
   Log(LogLevel::kInfo, "listening",
       {{"tcp_port", absl::StrCat(parts->listeners.tcp_port)},
-       {"unix_path", config.listen.unix_path},
+       {"unix_path", parts->listeners.unix_path},
        {"ops_port", absl::StrCat(parts->ops == nullptr ? 0 : parts->ops->port())},
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
        {"reflection", parts->listeners.introspection ? "on" : "off"}});
