@@ -58,7 +58,7 @@ class Engine::Impl {
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       impl_.holder_ = std::thread::id();
       impl_.role_.unlock();
-      const bool own_thread = std::this_thread::get_id() == impl_.thread_.get_id();
+      const bool own_thread = std::this_thread::get_id() == impl_.engine_thread_;
       if (!own_thread && (work_left || sooner || !impl_.inbox_.empty())) impl_.inbox_.Wake();
     }
     Role(const Role&) = delete;
@@ -106,6 +106,7 @@ class Engine::Impl {
   }
 
   void RunThread() {
+    engine_thread_ = std::this_thread::get_id();
     while (!stopping_) {
       int64_t sleep = kLongestSleepNanos;
       {
@@ -151,6 +152,7 @@ class Engine::Impl {
   Inbox inbox_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
+  std::atomic<std::thread::id> engine_thread_{};
 
   std::shared_mutex directory_mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<const ModelSpec>> directory_;
