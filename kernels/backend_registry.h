@@ -24,8 +24,10 @@ struct BackendOptions {
   bool deterministic = false;  // results independent of batch composition; costs balance
   int32_t device = 0;          // GPU ordinal
   double gpu_memory_fraction = 0.9;
-  // Highest CPU dispatch level to use: "", "amx", "avx512_bf16", "avx512", "avx2", "portable".
+  // CPU dispatch level to use, or "" for the best: "amx", "avx512_bf16", "avx512", "avx2",
+  // "portable".
   std::string cpu_isa;
+  int32_t spin_us = 20;  // CPU workers poll this long for the next launch before they sleep
 };
 
 struct BackendRow {

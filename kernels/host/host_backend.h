@@ -107,6 +107,8 @@ class HostBackend : public AttentionBackend {
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
+  // Refuses a Run that the configured limits or weights do not cover.
+  virtual absl::Status CheckAttention(const AttentionParams& params) const;
   // Called in submission order. The commands of `slot` stay as they are until Finish has returned.
   virtual void Start(int32_t slot) = 0;
   virtual bool Finished(int32_t slot) = 0;
@@ -129,7 +131,6 @@ class HostBackend : public AttentionBackend {
   absl::Status CheckRecording(int32_t slot) const;
   absl::StatusOr<HostCommand*> Record(int32_t slot, HostCommand::Kind kind);
   absl::Status CheckProjections(const char* verb, std::span<const ProjectionRecord> records) const;
-  absl::Status CheckAttention(const AttentionParams& params) const;
 
   bool configured_ = false;
   BackendLimits limits_;

@@ -15,7 +15,7 @@ PlanBuilder SchedulerPlanBuilder(kernels::AttentionBackend& backend) {
   capacity.work_items = 200000;
   capacity.reduce_tiles = 100000;
   capacity.reduce_partials = 200000;
-  capacity.partial_rows = 200000;
+  capacity.partial_rows = int64_t{1} << 21;
   struct State {
     scheduler::Planner planner;
     absl::StatusOr<std::unique_ptr<scheduler::MetadataBuffers>> buffers;

@@ -103,7 +103,9 @@ void MakeCancelling(Random& random, Draft& d) {
 // late KV row, which the earlier query rows of a causal request must not notice; denormals.
 void MakeHostile(Random& random, Draft& d) {
   const Geometry& g = d.spec.geometry;
-  for (int32_t n = 0; n < 20; ++n) {
+  // Few enough that the outputs are not denormal themselves: those have no digits to compare.
+  const int64_t elements = d.request.kv_rows() * static_cast<int64_t>(d.row_dim());
+  for (int64_t n = 0; n < std::min<int64_t>(20, elements / 16); ++n) {
     const int64_t row = random.Below(d.request.kv_rows());
     d.Key(row)[random.Below(d.row_dim())] = random.OneIn(2) ? 1e-40f : -3e-39f;
   }
@@ -191,18 +193,19 @@ double MaxAbsLatent(const RequestData& data, const Geometry& g) {
   return maximum;
 }
 
-// Up-projects a few rows with one head, which bounds max |V| from below.
+// Up-projects a few rows with a few heads, which bounds max |V| from below.
 double MaxAbsExpanded(const RequestData& data, const Weights& weights) {
   const Geometry& g = weights.geometry;
   const size_t rows = data.stored.size() / static_cast<size_t>(g.kv_row_dim());
   double maximum = 0.0;
   for (size_t row = 0; row < std::min<size_t>(rows, 8); ++row) {
     const Bf16* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
-    for (int32_t v = 0; v < g.v_dim; ++v) {
+    for (int32_t column = 0; column < g.v_dim * std::min(g.num_heads, 8); ++column) {
+      const size_t head = static_cast<size_t>(column / g.v_dim), v = column % g.v_dim;
       double sum = 0.0;
-      for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+      for (size_t i = 0; i < static_cast<size_t>(g.kv_lora_rank); ++i) {
         sum += static_cast<double>(kernels::ToFloat(latent[i])) *
-               kernels::ToFloat(weights.w_uv[static_cast<size_t>(i) * g.v_dim + v]);
+               kernels::ToFloat(weights.w_uv[(head * g.kv_lora_rank + i) * g.v_dim + v]);
       }
       if (std::isfinite(sum)) maximum = std::max(maximum, std::abs(sum));
     }

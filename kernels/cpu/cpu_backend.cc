@@ -1,0 +1,356 @@
+#include "kernels/cpu/cpu_backend.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/weights.h"
+
+namespace mla::kernels {
+namespace {
+
+using cpu::KernelSet;
+using cpu::kTileRows;
+
+constexpr int32_t kAppendRows = 256;       // rows an item of AppendKv copies
+constexpr int32_t kFixedSplitRows = 2048;  // of --deterministic
+constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of ScrubKv clears
+
+int32_t UsableCpus() {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
+  return std::max(1, CPU_COUNT(&allowed));
+}
+
+std::string CpuModel() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    if (line.rfind("model name", 0) != 0) continue;
+    const size_t colon = line.find(':');
+    if (colon != std::string::npos && colon + 2 <= line.size()) return line.substr(colon + 2);
+  }
+  return "unknown CPU";
+}
+
+// The largest desc that limits allow, in either form, with the queries that take most room.
+AttentionDesc LargestDesc(const BackendLimits& limits, AttentionForm form) {
+  AttentionDesc desc;
+  desc.geometry = limits.max_geometry;
+  desc.form = form;
+  desc.q_dtype = DType::kF32;
+  return desc;
+}
+
+int64_t BlocksOf(int32_t rows, int32_t block) { return (rows + block - 1) / block; }
+
+int64_t AppendItems(std::span<const AppendRecord> records) {
+  int64_t items = 0;
+  for (const AppendRecord& record : records) items += BlocksOf(record.rows, kAppendRows);
+  return items;
+}
+
+int64_t ProjectionItems(const ProjectionRecord& record) {
+  return BlocksOf(record.rows, kTileRows) * record.num_heads;
+}
+
+int64_t ScrubItems(const KvRange& range) { return (range.bytes + kCopyBytes - 1) / kCopyBytes; }
+
+}  // namespace
+
+CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, int32_t threads)
+    : kernels_(kernels), options_(options) {
+  options_.threads = threads;
+  info_.name = "cpu";
+  info_.description = absl::StrCat("host CPU, ", kernels.name, ", ", threads, " threads",
+                                   options.deterministic ? ", deterministic" : "");
+  info_.device = CpuModel();
+  info_.arch = kernels.name;
+  info_.supported =
+      "bf16 rows, bf16 or fp32 queries and outputs, heads 1..65535, any dims up to 8192, page >= 1";
+  info_.units = threads;
+  info_.unified_memory = true;
+}
+
+CpuBackend::~CpuBackend() = default;
+
+absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::Create(const BackendOptions& options) {
+  if (options.threads < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("backend.threads: got ", options.threads, ", want >= 0"));
+  }
+  auto kernels = cpu::SelectLevel(options.cpu_isa, /*exact=*/true);
+  if (!kernels.ok()) return kernels.status();
+  const int32_t threads = options.threads > 0 ? options.threads : UsableCpus();
+  return std::unique_ptr<CpuBackend>(new CpuBackend(**kernels, options, threads));
+}
+
+PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
+  PlanTraits traits;
+  traits.units = options_.threads;
+  const bool expanded = desc.form == AttentionForm::kExpanded;
+  traits.tile_rows = expanded ? cpu::kExpandedTileRows : kTileRows;
+  traits.max_heads_per_tile = expanded ? 1 : 0;
+  traits.kv_granularity = expanded ? kTileRows : 32;
+  traits.item_overhead_rows = expanded ? 16 : 32;
+  traits.fixed_split_rows = options_.deterministic ? kFixedSplitRows : 0;
+  return traits;
+}
+
+// FLOP per query row saved against FLOP per KV row of the up-projection; see docs/cpu_kernels.md.
+int32_t CpuBackend::ExpandedFormMinRows(const Geometry& g) const {
+  const int64_t absorbed = 2 * g.kv_lora_rank + g.rope_dim;
+  const int64_t expanded = g.nope_dim + g.rope_dim + g.v_dim;
+  const int64_t up = static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim);
+  if (absorbed <= expanded) return limits().launch_rows + 1;
+  return static_cast<int32_t>(std::min<int64_t>(up / (absorbed - expanded) + 1, int64_t{1} << 30));
+}
+
+int64_t CpuBackend::ScratchBytes(const BackendLimits& limits) const {
+  const Geometry& g = limits.max_geometry;
+  const int32_t widest = std::max(g.kv_lora_rank, std::max(g.nope_dim, g.v_dim));
+  int64_t bytes = cpu::MakeProjectionLayout(kernels_, widest, widest).bytes;
+  for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
+    bytes = std::max(bytes, cpu::MakeRunLayout(kernels_, LargestDesc(limits, form)).bytes);
+  }
+  return bytes;
+}
+
+int64_t CpuBackend::PartialRowFloats(const BackendLimits& limits) const {
+  return (limits.max_o_dim + cpu::kPanel - 1) / cpu::kPanel * cpu::kPanel;
+}
+
+int64_t CpuBackend::OwnWorkspaceSize(const BackendLimits& limits) const {
+  const int64_t per_partial =
+      PartialRowFloats(limits) * 4 + 4 + static_cast<int64_t>(sizeof(int32_t));
+  int64_t bytes = limits.partial_rows * per_partial + limits.reduce_tiles * 4;
+  bytes += ScratchBytes(limits) * options_.threads;
+  bytes += limits.launch_slots * 2 * kMaxCommands * static_cast<int64_t>(sizeof(Phase) + 8);
+  return bytes + limits.weights_bytes * (kernels_.bf16_operands ? 1 : 2);
+}
+
+absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
+  scratch_bytes_ = ScratchBytes(limits);
+  for (int32_t i = 0; i < options_.threads; ++i) {
+    auto scratch = MappedMemory::Create("thread scratch", scratch_bytes_, true);
+    if (!scratch.ok()) return scratch.status();
+    scratch_.push_back(*std::move(scratch));
+  }
+  auto o = MappedMemory::Create("partial outputs",
+                                limits.partial_rows * PartialRowFloats(limits) * 4, true);
+  if (!o.ok()) return o.status();
+  auto lse = MappedMemory::Create("partial log-sum-exps", limits.partial_rows * 4, false);
+  if (!lse.ok()) return lse.status();
+  auto tiles = MappedMemory::Create("tiles of partials", limits.partial_rows * 4, false);
+  if (!tiles.ok()) return tiles.status();
+  partial_o_ = *std::move(o);
+  partial_lse_ = *std::move(lse);
+  tile_of_partial_ = *std::move(tiles);
+  unmerged_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(limits.reduce_tiles));
+  for (int32_t slot = 0; slot < limits.launch_slots; ++slot) {
+    launches_.push_back(std::make_unique<Launch>());
+    Launch* launch = launches_.back().get();
+    launch->phases.reserve(2 * kMaxCommands);
+    launch->job.phase_items.reserve(2 * kMaxCommands);
+    launch->job.body = [this, launch](int32_t phase, int64_t item, int32_t place) {
+      Execute(launch->phases[static_cast<size_t>(phase)], item, place);
+    };
+  }
+  cpu::WorkerPool::Options pool;
+  pool.threads = options_.threads;
+  pool.pin_threads = options_.pin_threads;
+  pool.spin_us = options_.spin_us;
+  pool_ = std::make_unique<cpu::WorkerPool>(pool, limits.launch_slots, kernels_.enter_thread,
+                                            kernels_.leave_thread);
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::CheckAttention(const AttentionParams& params) const {
+  if (absl::Status ok = HostBackend::CheckAttention(params); !ok.ok()) return ok;
+  const int64_t needed = cpu::MakeRunLayout(kernels_, params.desc).bytes;
+  if (needed > scratch_bytes_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("thread scratch: ", ToString(params.desc), " needs ", needed, " bytes, limit ",
+                     scratch_bytes_, " (limits.max_geometry is smaller)"));
+  }
+  return absl::OkStatus();
+}
+
+int64_t CpuBackend::PackedWeightBytes(const Geometry& geometry, int32_t heads) const {
+  return cpu::MakeWeightLayout(kernels_, geometry).head_bytes * heads;
+}
+
+void CpuBackend::PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
+                             const Bf16* w_uv, std::byte* packed) const {
+  cpu::PackWeights(kernels_, geometry, heads, w_uk, w_uv, packed);
+}
+
+cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {
+  if (slot < 0 || !Weights(slot).used) return {};
+  return {Weights(slot).memory.data(), Weights(slot).head_begin};
+}
+
+void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
+  const auto add = [&launch](const Phase& phase, int64_t items) {
+    launch.phases.push_back(phase);
+    launch.job.phase_items.push_back(items);
+  };
+  Phase phase;
+  phase.command = &command;
+  int64_t items = 0;
+  switch (command.kind) {
+    case HostCommand::Kind::kCopy:
+      items = command.copies.empty() ? 0 : 1;  // in order: one copy may read what another wrote
+      break;
+    case HostCommand::Kind::kScrub:
+      for (const KvRange& range : command.ranges) items += ScrubItems(range);
+      break;
+    case HostCommand::Kind::kAppend:
+      items = AppendItems(command.appends);
+      break;
+    case HostCommand::Kind::kAbsorb:
+    case HostCommand::Kind::kProject:
+      for (const ProjectionRecord& record : command.projections) items += ProjectionItems(record);
+      break;
+    case HostCommand::Kind::kRun: {
+      const PlanView& plan = command.attention.plan;
+      phase.run.kernels = &kernels_;
+      phase.run.params = &command.attention;
+      phase.run.layout = cpu::MakeRunLayout(kernels_, command.attention.desc);
+      phase.run.pool = Pool();
+      phase.run.partials = {partial_o_.As<float>(), partial_lse_.As<float>(),
+                            PartialRowFloats(limits())};
+      items = plan.work_indptr.empty() ? 0 : plan.work_indptr.back();
+      phase.prepare = true;
+      if (!plan.reduce_final_map.empty() && items > 0) add(phase, 1);
+      phase.prepare = false;
+      break;
+    }
+  }
+  add(phase, items);
+}
+
+void CpuBackend::Start(int32_t slot) {
+  Launch& launch = *launches_[static_cast<size_t>(slot)];
+  launch.phases.clear();
+  launch.job.phase_items.clear();
+  for (const HostCommand& command : Commands(slot)) AddPhases(launch, command);
+  pool_->Start(launch.job);
+}
+
+bool CpuBackend::Finished(int32_t slot) {
+  return pool_->Done(launches_[static_cast<size_t>(slot)]->job);
+}
+
+absl::StatusOr<int64_t> CpuBackend::Finish(int32_t slot) {
+  return pool_->Wait(launches_[static_cast<size_t>(slot)]->job);
+}
+
+void CpuBackend::Execute(const Phase& phase, int64_t item, int32_t place) {
+  const HostCommand& command = *phase.command;
+  switch (command.kind) {
+    case HostCommand::Kind::kCopy:
+      for (const KvCopy& copy : command.copies) {
+        std::memmove(Pool().base + copy.target_offset, Pool().base + copy.source_offset,
+                     static_cast<size_t>(copy.bytes));
+      }
+      break;
+    case HostCommand::Kind::kScrub:
+      for (const KvRange& range : command.ranges) {
+        const int64_t items = ScrubItems(range);
+        if (item >= items) {
+          item -= items;
+          continue;
+        }
+        std::memset(Pool().base + range.offset + item * kCopyBytes, 0,
+                    static_cast<size_t>(std::min(kCopyBytes, range.bytes - item * kCopyBytes)));
+        break;
+      }
+      break;
+    case HostCommand::Kind::kAppend:
+      for (const AppendRecord& record : command.appends) {
+        const int64_t items = BlocksOf(record.rows, kAppendRows);
+        if (item >= items) {
+          item -= items;
+          continue;
+        }
+        const auto first = static_cast<int32_t>(item) * kAppendRows;
+        AppendRows(Pool(), record, first, std::min(record.rows, first + kAppendRows));
+        break;
+      }
+      break;
+    case HostCommand::Kind::kAbsorb:
+    case HostCommand::Kind::kProject:
+      ProjectItem(command, item, place);
+      break;
+    case HostCommand::Kind::kRun:
+      if (phase.prepare) {
+        PrepareMerges(phase.run);
+      } else {
+        AttendItem(phase.run, item, place);
+      }
+      break;
+  }
+}
+
+void CpuBackend::PrepareMerges(const cpu::RunContext& run) {
+  const PlanView& plan = run.params->plan;
+  for (size_t tile = 0; tile < plan.reduce_final_map.size(); ++tile) {
+    const int32_t begin = plan.reduce_indptr[tile], end = plan.reduce_indptr[tile + 1];
+    unmerged_[tile].store(end - begin, std::memory_order_relaxed);
+    for (int32_t i = begin; i < end; ++i) {
+      tile_of_partial_.As<int32_t>()[plan.reduce_partial_map[static_cast<size_t>(i)]] =
+          static_cast<int32_t>(tile);
+    }
+  }
+}
+
+void CpuBackend::AttendItem(const cpu::RunContext& run, int64_t item, int32_t place) {
+  const WorkInfo& work = run.params->plan.work_info[static_cast<size_t>(item)];
+  const RequestRecord& request = run.params->requests[static_cast<size_t>(work.request)];
+  cpu::AttendItem(run, work, WeightsOf(request.weights_slot),
+                  scratch_[static_cast<size_t>(place)].data());
+  if (work.partial_row == kUnsplit) return;
+  const int32_t tile = tile_of_partial_.As<int32_t>()[work.partial_row];
+  // Release our partial rows to whoever merges; the last piece acquires everyone's.
+  if (unmerged_[static_cast<size_t>(tile)].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    cpu::MergeTile(run, tile);
+  }
+}
+
+void CpuBackend::ProjectItem(const HostCommand& command, int64_t item, int32_t place) {
+  cpu::ProjectionContext context;
+  context.kernels = &kernels_;
+  context.geometry = command.geometry;
+  context.absorb = command.kind == HostCommand::Kind::kAbsorb;
+  context.in = command.in;
+  context.out = command.out;
+  for (const ProjectionRecord& record : command.projections) {
+    const int64_t items = ProjectionItems(record);
+    if (item >= items) {
+      item -= items;
+      continue;
+    }
+    const auto head = static_cast<int32_t>(item % record.num_heads);
+    const auto first = static_cast<int32_t>(item / record.num_heads) * kTileRows;
+    cpu::ProjectBlock(context, record, WeightsOf(record.weights_slot), head, first,
+                      std::min(record.rows, first + kTileRows),
+                      scratch_[static_cast<size_t>(place)].data());
+    return;
+  }
+}
+
+absl::Status RegisterCpu(BackendRegistry& registry) {
+  return registry.Add(
+      {"cpu", 10,
+       [](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+         return CpuBackend::Create(options);
+       }});
+}
+
+}  // namespace mla::kernels

@@ -1,0 +1,87 @@
+// The product backend in host memory: any shape, vectorised for what the machine has, dynamic over
+// the plan's work items.
+//
+// A launch becomes a job of the worker pool, one phase a command. Attention items are taken one at
+// a time by whichever thread is free; the thread that finishes the last piece of a split tile
+// merges it, so Combine has nothing to do. See docs/cpu_kernels.md for the inner loops.
+//
+// Threading: as AttentionBackend demands. Wait lends the calling thread to the launch.
+#ifndef MLA_KERNELS_CPU_CPU_BACKEND_H_
+#define MLA_KERNELS_CPU_CPU_BACKEND_H_
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend_registry.h"
+#include "kernels/cpu/item_runner.h"
+#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/worker_pool.h"
+#include "kernels/host/host_backend.h"
+
+namespace mla::kernels {
+
+class CpuBackend final : public HostBackend {
+ public:
+  // options.threads 0 means every CPU the process may use; options.cpu_isa is the highest level to
+  // use. INVALID_ARGUMENT for an unknown level or a negative thread count.
+  static absl::StatusOr<std::unique_ptr<CpuBackend>> Create(const BackendOptions& options);
+  ~CpuBackend() override;
+
+  const BackendInfo& Info() const override { return info_; }
+  PlanTraits Traits(const AttentionDesc& desc) const override;
+  int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
+
+ private:
+  // What a recorded command needs at execution, per phase of the job.
+  struct Phase {
+    const HostCommand* command = nullptr;
+    bool prepare = false;  // first phase of a split Run: fills the merge bookkeeping
+    cpu::RunContext run;
+  };
+  struct Launch {
+    std::vector<Phase> phases;  // capacity 2 * kMaxCommands
+    cpu::WorkerPool::Job job;
+  };
+
+  CpuBackend(const cpu::KernelSet& kernels, const BackendOptions& options, int32_t threads);
+
+  int64_t OwnWorkspaceSize(const BackendLimits& limits) const override;
+  absl::Status ConfigureOwn(const BackendLimits& limits) override;
+  absl::Status CheckAttention(const AttentionParams& params) const override;
+  int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
+  void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
+                   std::byte* packed) const override;
+  void Start(int32_t slot) override;
+  bool Finished(int32_t slot) override;
+  absl::StatusOr<int64_t> Finish(int32_t slot) override;
+
+  int64_t ScratchBytes(const BackendLimits& limits) const;
+  int64_t PartialRowFloats(const BackendLimits& limits) const;
+  void AddPhases(Launch& launch, const HostCommand& command);
+  void Execute(const Phase& phase, int64_t item, int32_t place);
+  void PrepareMerges(const cpu::RunContext& run);
+  void AttendItem(const cpu::RunContext& run, int64_t item, int32_t place);
+  void ProjectItem(const HostCommand& command, int64_t item, int32_t place);
+  cpu::PackedWeights WeightsOf(int32_t slot) const;
+
+  const cpu::KernelSet& kernels_;
+  BackendOptions options_;
+  BackendInfo info_;
+  std::vector<MappedMemory> scratch_;  // by place
+  int64_t scratch_bytes_ = 0;
+  MappedMemory partial_o_, partial_lse_;
+  MappedMemory tile_of_partial_;  // int32 [partial_rows]: reduce tile of a partial's first row
+  std::vector<std::atomic<int32_t>> unmerged_;  // pieces of a reduce tile still running
+  std::vector<std::unique_ptr<Launch>> launches_;
+  std::unique_ptr<cpu::WorkerPool> pool_;
+};
+
+// Adds the row "cpu", preferred over "reference".
+absl::Status RegisterCpu(BackendRegistry& registry);
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_CPU_CPU_BACKEND_H_

@@ -1,0 +1,24 @@
+// Which dispatch levels this machine can run, and which one to use.
+#ifndef MLA_KERNELS_CPU_DISPATCH_H_
+#define MLA_KERNELS_CPU_DISPATCH_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/cpu/kernel_set.h"
+
+namespace mla::kernels::cpu {
+
+// Levels that this machine and its kernel support, best first. For AMX this asks the kernel for
+// permission to use tile state, once per process.
+std::vector<const KernelSet*> UsableLevels();
+
+// The best usable level not above `highest` (empty: the best). The order, best first, is amx,
+// avx512_bf16, avx512, avx2, portable. INVALID_ARGUMENT for an unknown name; FAILED_PRECONDITION,
+// naming what the machine has, when `exact` and the level itself can not run.
+absl::StatusOr<const KernelSet*> SelectLevel(const std::string& highest, bool exact);
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_DISPATCH_H_

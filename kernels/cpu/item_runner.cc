@@ -1,0 +1,409 @@
+#include "kernels/cpu/item_runner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/cpu/row_io.h"
+#include "kernels/cpu/weights.h"
+
+namespace mla::kernels::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr double kLn2 = 0.6931471805599453;
+
+// One group of packed rows of an item. Packed row n is query row q_begin + n / heads, head
+// head_begin + n % heads, of the request.
+struct Group {
+  int32_t q_begin, heads, head_begin;
+  int32_t rows;        // packed rows of the group
+  int32_t first;       // packed row of the item that packed row 0 of the group is, before mapping
+  int32_t item_heads;  // heads of the item: partial rows are q-major over these
+  int32_t item_head;   // head_begin within the item
+
+  int32_t query_row(int32_t n) const { return q_begin + (first + n) / heads; }
+  int32_t head(int32_t n) const { return head_begin + (first + n) % heads; }
+  // Row within the item's partial tile.
+  int64_t partial(int32_t n, int32_t item_q_begin) const {
+    return static_cast<int64_t>(query_row(n) - item_q_begin) * item_heads + item_head +
+           (first + n) % heads;
+  }
+};
+
+// The scratch memory of a thread, typed.
+class ItemState {
+ public:
+  ItemState(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
+            std::byte* scratch)
+      : context_(context),
+        kernels_(*context.kernels),
+        at_(context.layout),
+        request_(context.params->requests[static_cast<size_t>(work.request)]),
+        work_(work),
+        weights_(weights),
+        scratch_(scratch) {}
+
+  void RunGroup(const Group& group);
+  // Expanded form: makes W_UK of model head `head` ready for up-projections.
+  void SelectHead(int32_t head);
+
+ private:
+  template <typename T>
+  T* As(int64_t at) const {
+    return reinterpret_cast<T*>(scratch_ + at);
+  }
+  bool bf16() const { return kernels_.bf16_operands; }
+
+  void PackQueries(const Group& group);
+  void PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out);
+  int32_t SetVisible(const Group& group);
+  void PrepareChunk(int32_t begin, int32_t count);
+  void UpProject(int32_t count);
+  void RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin, int32_t chunk_rows,
+                bool first_chunk);
+  void RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows, int32_t position,
+               bool masked, bool first);
+  bool ValuesFinite(int32_t row, int32_t rows) const;
+  void AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
+                           int32_t rows, float* o, bool first);
+  float Value(int32_t row, int32_t d) const;
+  void Finish(const Group& group);
+
+  const RunContext& context_;
+  const KernelSet& kernels_;
+  const RunLayout& at_;
+  const RequestRecord& request_;
+  const WorkInfo& work_;
+  const PackedWeights& weights_;
+  std::byte* scratch_;
+  const std::byte* head_weights_ = nullptr;
+};
+
+void ItemState::SelectHead(int32_t head) {
+  const WeightLayout layout = MakeWeightLayout(kernels_, context_.params->desc.geometry);
+  head_weights_ =
+      weights_.heads + (request_.head_offset + head - weights_.head_begin) * layout.head_bytes;
+  TransposeUk(kernels_, context_.params->desc.geometry, head_weights_, at_.uk_panel_bytes,
+              As<std::byte>(at_.uk));
+}
+
+void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out) {
+  const AttentionParams& params = *context_.params;
+  const int32_t panels = (rows + kPanel - 1) / kPanel;
+  std::memset(out, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
+  std::byte* low = out + at_.q_block_bytes;
+  if (at_.q_terms == 2) std::memset(low, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
+  for (int32_t n = 0; n < rows; ++n) {
+    const int64_t offset = group.query_row(first + n) * request_.q_row_stride +
+                           group.head(first + n) * request_.q_head_stride;
+    const int64_t column = n / kPanel * at_.q_panel_bytes + n % kPanel * 4;
+    if (!bf16()) {
+      auto* to = reinterpret_cast<float*>(out + column);
+      for (int32_t i = 0; i < at_.key_dim; ++i) {
+        to[static_cast<int64_t>(i) * kPanel] =
+            LoadElement(request_.q, params.desc.q_dtype, offset + i);
+      }
+    } else if (at_.q_terms == 1) {
+      PackBf16Column(static_cast<const Bf16*>(request_.q) + offset, at_.key_dim,
+                     reinterpret_cast<Bf16*>(out + column));
+    } else {
+      PackSplitColumn(static_cast<const float*>(request_.q) + offset, at_.key_dim,
+                      reinterpret_cast<Bf16*>(out + column), reinterpret_cast<Bf16*>(low + column));
+    }
+  }
+}
+
+void ItemState::PackQueries(const Group& group) {
+  std::byte* out = As<std::byte>(at_.queries);
+  for (int32_t first = 0; first < group.rows; first += kTileRows) {
+    PackQueryBlock(group, first, std::min(kTileRows, group.rows - first), out);
+    out += at_.q_terms * at_.q_block_bytes;
+  }
+}
+
+// visible[n] = KV rows [0, visible[n]) of the request that packed row n sees, cut at the item's
+// end. Returns the largest.
+int32_t ItemState::SetVisible(const Group& group) {
+  int32_t* visible = As<int32_t>(at_.visible);
+  int32_t largest = 0;
+  for (int32_t n = 0; n < group.rows; ++n) {
+    int32_t seen = request_.kv_rows;
+    if (request_.causal != 0) seen = request_.kv_rows - request_.q_rows + group.query_row(n) + 1;
+    visible[n] = std::min(std::max(seen, 0), work_.kv_end);
+    largest = std::max(largest, visible[n]);
+  }
+  return largest;
+}
+
+// Finds the chunk's rows and makes them operands.
+void ItemState::PrepareChunk(int32_t begin, int32_t count) {
+  auto** rows = As<const uint16_t*>(at_.kv_rows);
+  const uint32_t* table = context_.params->page_tables + request_.page_table;
+  for (int32_t i = 0; i < count;) {
+    const int32_t position = begin + i;
+    const int32_t slot = position % request_.page_size;
+    const int32_t run = std::min(count - i, request_.page_size - slot);
+    const std::byte* page = context_.pool.base +
+                            table[position / request_.page_size] * kPageGranuleBytes +
+                            request_.layer_offset;
+    for (int32_t k = 0; k < run; ++k) {
+      rows[i + k] = reinterpret_cast<const uint16_t*>(page + (slot + k) * request_.row_stride);
+    }
+    i += run;
+  }
+  auto** keys = As<const void*>(at_.key_ptrs);
+  auto** values = As<const uint16_t*>(at_.value_ptrs);
+  if (at_.expanded) {
+    UpProject(count);
+    for (int32_t i = 0; i < count; ++i) {
+      keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
+      values[i] = As<const uint16_t>(at_.values + i * at_.value_row_bytes);
+    }
+  } else if (bf16()) {
+    std::memcpy(keys, rows, static_cast<size_t>(count) * sizeof(void*));
+    std::memcpy(values, rows, static_cast<size_t>(count) * sizeof(void*));
+  } else {
+    kernels_.widen(rows, count, at_.key_dim, As<float>(at_.keys), at_.key_row_bytes / 4);
+    for (int32_t i = 0; i < count; ++i) keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
+  }
+  if (!bf16()) return;
+  for (int32_t tile = 0; tile * kTileRows < count; ++tile) {
+    kernels_.pack_values(values + tile * kTileRows, std::min(kTileRows, count - tile * kTileRows),
+                         at_.value_dim, As<uint16_t>(at_.value_panels_at + tile * at_.v_tile_bytes),
+                         at_.v_panel_bytes);
+  }
+}
+
+// keys = [latent x W_UK^T, rotated part], values = latent x W_UV.
+void ItemState::UpProject(int32_t count) {
+  const Geometry& g = context_.params->desc.geometry;
+  const WeightLayout layout = MakeWeightLayout(kernels_, g);
+  auto** rows = As<const uint16_t*>(at_.kv_rows);
+  auto** latents = As<const void*>(at_.key_ptrs);
+  const int64_t latent_ld = (g.kv_lora_rank + kPanel - 1) / kPanel * kPanel;
+  if (bf16()) {
+    std::memcpy(latents, rows, static_cast<size_t>(count) * sizeof(void*));
+  } else {
+    kernels_.widen(rows, count, g.kv_lora_rank, As<float>(at_.latents), latent_ld);
+    for (int32_t i = 0; i < count; ++i) latents[i] = As<float>(at_.latents) + i * latent_ld;
+  }
+  GemmArgs gemm{};
+  gemm.a_rows = latents;
+  gemm.rows = count;
+  gemm.k = g.kv_lora_rank;
+  gemm.b = As<std::byte>(at_.uk);
+  gemm.panel_bytes = at_.uk_panel_bytes;
+  gemm.panels = (g.nope_dim + kPanel - 1) / kPanel;
+  gemm.c = bf16() ? As<float>(at_.up) : As<float>(at_.keys);
+  gemm.ldc = bf16() ? at_.up_ld : at_.key_row_bytes / 4;
+  kernels_.gemm(gemm);
+  if (bf16()) {
+    kernels_.narrow(gemm.c, gemm.ldc, count, g.nope_dim, As<uint16_t>(at_.keys),
+                    at_.key_row_bytes / 2);
+  }
+  for (int32_t i = 0; i < count; ++i) {
+    CopyOperands(rows[i] + g.kv_lora_rank, g.rope_dim, bf16(),
+                 As<std::byte>(at_.keys) + i * at_.key_row_bytes, g.nope_dim);
+  }
+  gemm.b = head_weights_ + layout.project_at;
+  gemm.panel_bytes = layout.project_panel_bytes;
+  gemm.panels = layout.project_panels;
+  if (!bf16()) {
+    gemm.c = As<float>(at_.values);
+    gemm.ldc = at_.value_row_bytes / 4;
+  }
+  kernels_.gemm(gemm);
+  if (bf16()) {
+    kernels_.narrow(gemm.c, gemm.ldc, count, g.v_dim, As<uint16_t>(at_.values),
+                    at_.value_row_bytes / 2);
+  }
+}
+
+float ItemState::Value(int32_t row, int32_t d) const {
+  if (bf16()) return ToFloat(As<const uint16_t*>(at_.value_ptrs)[row][d]);
+  const int64_t base = at_.expanded ? at_.values : at_.keys;
+  const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
+  return As<const float>(base + row * stride)[d];
+}
+
+bool ItemState::ValuesFinite(int32_t row, int32_t rows) const {
+  for (int32_t r = row; r < row + rows; ++r) {
+    for (int32_t d = 0; d < at_.value_dim; ++d) {
+      if (!std::isfinite(Value(r, d))) return false;
+    }
+  }
+  return true;
+}
+
+// The product sums over all rows of a tile, and 0 x NaN is NaN: where a masked tile holds values
+// that are not finite, each packed row sums over the rows it sees.
+void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
+                                    int32_t rows, float* o, bool first) {
+  for (int32_t n = 0; n < packed_rows; ++n, o += at_.o_ld) {
+    for (int32_t d = 0; d < at_.value_dim; ++d) {
+      float sum = first ? 0.0f : o[d] * softmax.alpha[n];
+      for (int32_t r = 0; r < std::min(rows, softmax.visible[n]); ++r) {
+        sum += kernels_.probability(softmax, r, n) * Value(row + r, d);
+      }
+      o[d] = sum;
+    }
+  }
+}
+
+void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows,
+                        int32_t position, bool masked, bool first) {
+  const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
+  const std::byte* queries = As<std::byte>(at_.queries + block * at_.q_terms * at_.q_block_bytes);
+  GemmArgs gemm{};
+  gemm.a_rows = As<const void*>(at_.key_ptrs) + row;
+  gemm.rows = rows;
+  gemm.k = at_.key_dim;
+  gemm.panel_bytes = at_.q_panel_bytes;
+  gemm.panels = columns / kPanel;
+  gemm.c = As<float>(at_.logits);
+  gemm.ldc = columns;
+  for (int32_t term = 0; term < at_.q_terms; ++term) {
+    gemm.b = queries + term * at_.q_block_bytes;
+    gemm.accumulate = term > 0;
+    kernels_.gemm(gemm);
+  }
+  SoftmaxArgs softmax{};
+  softmax.s = gemm.c;
+  softmax.rows = rows;
+  softmax.columns = columns;
+  softmax.scale2 = request_.softmax_scale * kLog2E;
+  softmax.m = As<float>(at_.m) + block * kTileRows;
+  softmax.l = As<float>(at_.l) + block * kTileRows;
+  softmax.alpha = As<float>(at_.alpha);
+  softmax.p = As<float>(at_.probabilities);
+  if (masked) {
+    int32_t* visible = As<int32_t>(at_.tile_visible);
+    const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
+    for (int32_t n = 0; n < columns; ++n) visible[n] = n < packed_rows ? seen[n] - position : 0;
+    softmax.visible = visible;
+  }
+  kernels_.softmax(softmax);
+
+  float* o = As<float>(at_.o) + static_cast<int64_t>(block) * kTileRows * at_.o_ld;
+  if (masked && !ValuesFinite(row, rows)) {
+    AccumulateCarefully(softmax, packed_rows, row, rows, o, first);
+    return;
+  }
+  AccumulateArgs accumulate{};
+  accumulate.p = softmax.p;
+  accumulate.rows = rows;
+  accumulate.columns = columns;
+  accumulate.packed_rows = packed_rows;
+  if (bf16()) {
+    accumulate.v = As<std::byte>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
+    accumulate.ldv = at_.v_panel_bytes;
+  } else {
+    const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
+    accumulate.v = As<std::byte>((at_.expanded ? at_.values : at_.keys) + row * stride);
+    accumulate.ldv = stride / 4;
+  }
+  accumulate.panels = at_.value_panels;
+  accumulate.o = o;
+  accumulate.ldo = at_.o_ld;
+  accumulate.alpha = first ? nullptr : softmax.alpha;
+  kernels_.accumulate(accumulate);
+}
+
+// The chunk's tiles that some row of the block sees.
+void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin,
+                         int32_t chunk_rows, bool first_chunk) {
+  const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
+  const auto [least, most] = std::minmax_element(seen, seen + packed_rows);
+  for (int32_t row = 0; row < chunk_rows; row += kTileRows) {
+    const int32_t position = chunk_begin + row;
+    const bool first = first_chunk && row == 0;
+    // The first tile is run even when nobody sees it: it sets O.
+    if (*most <= position && !first) return;
+    const int32_t rows = std::min(kTileRows, chunk_rows - row);
+    RunTile(block, packed_rows, row, rows, position, *least < position + rows, first);
+  }
+}
+
+void ItemState::Finish(const Group& group) {
+  const AttentionParams& params = *context_.params;
+  const float* o = As<float>(at_.o);
+  const float* m = As<float>(at_.m);
+  const float* l = As<float>(at_.l);
+  for (int32_t n = 0; n < group.rows; ++n, o += at_.o_ld) {
+    const bool empty = l[n] == 0.0f;
+    const float inverse = empty ? 0.0f : 1.0f / l[n];
+    const float lse =
+        empty ? -kInfinity
+              : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
+    const int64_t query_row = group.query_row(n), head = group.head(n);
+    if (work_.partial_row == kUnsplit) {
+      StoreRow(o, at_.value_dim, inverse, params.desc.o_dtype, request_.o,
+               query_row * request_.o_row_stride + head * request_.o_head_stride);
+      if (request_.lse != nullptr) {
+        request_.lse[query_row * request_.lse_row_stride + head * request_.lse_head_stride] = lse;
+      }
+      continue;
+    }
+    const int64_t partial = work_.partial_row + group.partial(n, work_.q_begin);
+    StoreRow(o, at_.value_dim, inverse, DType::kF32, context_.partials.o,
+             partial * context_.partials.o_ld);
+    context_.partials.lse[partial] = lse;
+  }
+}
+
+void ItemState::RunGroup(const Group& group) {
+  const int32_t end = SetVisible(group);
+  std::fill_n(As<float>(at_.m), group.rows, -kInfinity);
+  std::fill_n(As<float>(at_.l), group.rows, 0.0f);
+  if (end <= work_.kv_begin) {
+    std::memset(As<float>(at_.o), 0,
+                static_cast<size_t>(group.rows) * static_cast<size_t>(at_.o_ld) * sizeof(float));
+    Finish(group);
+    return;
+  }
+  // Columns that pad the last panel run along; they need defined state, not meaning.
+  const int32_t padded = (group.rows + kPanel - 1) / kPanel * kPanel;
+  std::fill(As<float>(at_.m) + group.rows, As<float>(at_.m) + padded, -kInfinity);
+  std::fill(As<float>(at_.l) + group.rows, As<float>(at_.l) + padded, 0.0f);
+  PackQueries(group);
+  for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
+    const int32_t rows = std::min(at_.chunk_rows, end - begin);
+    PrepareChunk(begin, rows);
+    for (int32_t first = 0; first < group.rows; first += kTileRows) {
+      RunBlock(first / kTileRows, std::min(kTileRows, group.rows - first), begin, rows,
+               begin == work_.kv_begin);
+    }
+  }
+  Finish(group);
+}
+
+}  // namespace
+
+void AttendItem(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
+                std::byte* scratch) {
+  ItemState state(context, work, weights, scratch);
+  const int32_t heads = work.head_end() - work.head_begin();
+  const int32_t q_rows = work.q_end - work.q_begin;
+  // The expanded form has keys of its own for every head.
+  const int32_t head_step = context.layout.expanded ? 1 : heads;
+  for (int32_t head = 0; head < heads; head += head_step) {
+    if (context.layout.expanded) state.SelectHead(work.head_begin() + head);
+    const int32_t packed = q_rows * head_step;
+    for (int32_t first = 0; first < packed; first += context.layout.group_rows) {
+      Group group{};
+      group.q_begin = work.q_begin;
+      group.heads = head_step;
+      group.head_begin = work.head_begin() + head;
+      group.first = first;
+      group.rows = std::min(context.layout.group_rows, packed - first);
+      group.item_heads = heads;
+      group.item_head = head;
+      state.RunGroup(group);
+    }
+  }
+}
+
+}  // namespace mla::kernels::cpu

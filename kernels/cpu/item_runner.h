@@ -1,0 +1,69 @@
+// Executes work items of a plan on one thread, merges partial tiles, and runs the projections.
+//
+// An item is a tile (query rows x heads) against a range of KV rows. Its packed rows are taken in
+// groups that fit the scratch memory and in blocks of kTileRows; KV rows in chunks and tiles:
+//
+//   pack the group's queries
+//   for each chunk of KV rows that some row sees:   absorbed: rows stay in their pages
+//                                                   expanded: K, V = rows x W_UK, W_UV
+//     for each block, tile: S^T = K Q^T; online softmax; O = alpha O + P V
+//   write O / l and the LSE to the output, or to the partial buffers when the tile is split
+//
+// Whoever finishes the last piece of a split tile merges it, so no barrier stands before Combine.
+// Threading: const; one thread per scratch memory. Nothing allocates.
+#ifndef MLA_KERNELS_CPU_ITEM_RUNNER_H_
+#define MLA_KERNELS_CPU_ITEM_RUNNER_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attention_params.h"
+#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/run_layout.h"
+#include "kernels/host/host_backend.h"
+
+namespace mla::kernels::cpu {
+
+// Packed W_UK / W_UV of a slot, see weights.h; `heads` starts at model head `head_begin`.
+struct PackedWeights {
+  const std::byte* heads = nullptr;
+  int32_t head_begin = 0;
+};
+
+// Partial results of split tiles: normalised output rows and their LSE, by partial row.
+struct PartialBuffers {
+  float* o = nullptr;
+  float* lse = nullptr;
+  int64_t o_ld = 0;  // floats between rows of o
+};
+
+struct RunContext {
+  const KernelSet* kernels = nullptr;
+  const AttentionParams* params = nullptr;
+  RunLayout layout;
+  PoolView pool;
+  PartialBuffers partials;
+};
+
+// `weights` are those of the item's request; unused in the absorbed form.
+void AttendItem(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
+                std::byte* scratch);
+
+// Merges reduce tile `tile` of the plan into its final output.
+void MergeTile(const RunContext& context, int32_t tile);
+
+// Rows [row_begin, row_end) of one head of a record, at most kTileRows of them.
+struct ProjectionContext {
+  const KernelSet* kernels = nullptr;
+  Geometry geometry;
+  bool absorb = true;
+  DType in = DType::kBf16;
+  DType out = DType::kBf16;
+};
+void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& record,
+                  const PackedWeights& weights, int32_t head, int32_t row_begin, int32_t row_end,
+                  std::byte* scratch);
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_ITEM_RUNNER_H_

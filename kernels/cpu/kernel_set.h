@@ -1,0 +1,108 @@
+// The inner loops of one CPU dispatch level, as a table of functions.
+//
+// Control flow (which rows, which tiles, masking limits, merging) is written once in item_runner.cc
+// for the baseline instruction set; everything that costs time is behind this table, each level in
+// a folder and with compiler options of its own. To keep a level's instructions out of code that
+// others run, level sources define nothing with external linkage but their table and call no inline
+// function of other headers.
+//
+// Operands. A level multiplies either bf16 pairs (`bf16_operands`, accumulating in fp32) or fp32.
+//   rows    A operand: pointers to rows of `k` elements, contiguous, any alignment.
+//   panels  B operand: 16 columns each, zero-padded; panel p starts at p * panel_bytes.
+//             bf16: [pairs][16 columns][2]  with k padded to a multiple of `k_align`
+//             fp32: [k][16 columns]
+//   C       fp32, row-major, `ldc` floats between rows, with room for `rows` rounded up to 16.
+// Attention keeps packed rows (query row, head) in columns: logits are S^T [kv rows][packed rows],
+// so a KV row is always used as it lies in its page and softmax runs down the columns.
+#ifndef MLA_KERNELS_CPU_KERNEL_SET_H_
+#define MLA_KERNELS_CPU_KERNEL_SET_H_
+
+#include <stdint.h>
+
+namespace mla::kernels::cpu {
+
+inline constexpr int32_t kPanel = 16;      // columns a panel
+inline constexpr int32_t kTileRows = 128;  // KV rows a tile, and packed rows a block, at most
+
+// C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
+struct GemmArgs {
+  const void* const* a_rows;
+  int32_t rows;
+  int32_t k;  // elements, before padding
+  const void* b;
+  int64_t panel_bytes;
+  int32_t panels;
+  float* c;
+  int64_t ldc;
+  bool accumulate;
+};
+
+// One online-softmax step of a tile, in base 2. For every column n, with x = s * scale2:
+//   m' = max(m, max of visible x); p = 2^(x - m'); alpha = 2^(m - m'); l' = l * alpha + sum p
+// Row r is visible to column n when r < visible[n] (all rows when `visible` is null); an invisible
+// row has p = 0 whatever its logit. Columns that saw nothing keep m = -inf and get alpha = 0.
+struct SoftmaxArgs {
+  const float* s;  // [rows][columns]
+  int32_t rows;
+  int32_t columns;  // multiple of kPanel
+  float scale2;     // softmax scale x log2(e)
+  const int32_t* visible;
+  float* m;
+  float* l;
+  float* alpha;
+  void* p;  // the level's own layout; kTileRows * kTileRows floats of room
+};
+
+// O[n][d] = O[n][d] * alpha[n] + sum_r p[r][n] V[r][d]; `alpha` null starts from 0.
+struct AccumulateArgs {
+  const void* p;
+  int32_t rows;         // KV rows
+  int32_t columns;      // multiple of kPanel; as in the softmax step
+  int32_t packed_rows;  // columns that are real
+  const void* v;        // bf16: value panels of PackValues; fp32: rows, ldv floats apart
+  int64_t ldv;
+  int32_t panels;  // of kPanel value columns
+  float* o;        // [packed rows][ldo]
+  int64_t ldo;
+  const float* alpha;
+};
+
+struct KernelSet {
+  const char* name;
+  bool bf16_operands;
+  int32_t k_align;  // B panels are padded to a multiple of this many k
+
+  void (*gemm)(const GemmArgs& args);
+  void (*softmax)(const SoftmaxArgs& args);
+  void (*accumulate)(const AccumulateArgs& args);
+  // p[row][column] of the last softmax step, for the careful path.
+  float (*probability)(const SoftmaxArgs& args, int32_t row, int32_t column);
+  // bf16 levels: value rows to panels [d / 16][ceil(rows / 2)][16][2]; `panel_bytes` apart.
+  // fp32 levels: null.
+  void (*pack_values)(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
+                      int64_t panel_bytes);
+  // bf16 [count rows of dim] to fp32 rows, ld floats apart, zero-padded to a multiple of kPanel.
+  void (*widen)(const uint16_t* const* rows, int32_t count, int32_t dim, float* out, int64_t ld);
+  // fp32 to bf16, round to nearest even, NaN kept.
+  void (*narrow)(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
+                 int64_t ld_out);
+  // Around any use of the table on a thread; may be null. AMX: configures and releases the tiles.
+  void (*enter_thread)();
+  void (*leave_thread)();
+};
+
+// Bytes of one B panel of depth k.
+inline constexpr int64_t PanelBytes(bool bf16_operands, int32_t k_align, int32_t k) {
+  const int64_t padded = (static_cast<int64_t>(k) + k_align - 1) / k_align * k_align;
+  return padded * kPanel * (bf16_operands ? 2 : 4);
+}
+
+extern const KernelSet kPortableKernels;
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512Bf16Kernels;
+extern const KernelSet kAmxKernels;
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_KERNEL_SET_H_

@@ -1,0 +1,91 @@
+// The CPU backend's threads: they execute jobs, one after the other, in the order of Start.
+//
+// A job is a list of phases, each with a number of items; all items of a phase finish before the
+// next phase begins. Items are handed out one at a time by an atomic counter, so a slow thread
+// takes fewer of them. At most `threads` threads work at a time, and one of these places is kept
+// for the thread that waits: Wait lends the caller. A caller that polls Done instead gives its
+// place to a thread of the pool. Sleeping threads cost nothing; a thread that ran out of work polls
+// for `spin_us` before it sleeps, so back-to-back launches make no system call.
+//
+// Threading: Start, Done and Wait are called by one thread at a time. No call allocates.
+#ifndef MLA_KERNELS_CPU_WORKER_POOL_H_
+#define MLA_KERNELS_CPU_WORKER_POOL_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mla::kernels::cpu {
+
+class WorkerPool {
+ public:
+  struct Options {
+    int32_t threads = 1;      // working at a time, the waiting caller included
+    bool pin_threads = true;  // to the CPUs that the process may use, in turn
+    int32_t spin_us = 20;
+  };
+
+  // Executes item `item` of phase `phase`; `place` is in [0, threads) and no two threads have the
+  // same place at a time.
+  using Body = std::function<void(int32_t phase, int64_t item, int32_t place)>;
+  using PlaceHook = std::function<void()>;
+
+  // What to execute. Owned by the caller; unchanged between Start and the end of Wait.
+  struct Job {
+    std::vector<int64_t> phase_items;  // reserve capacity up front
+    Body body;
+
+   private:
+    friend class WorkerPool;
+    std::atomic<uint64_t> ticket{0};     // phase << 32 | next item
+    std::atomic<int64_t> unfinished{0};  // items of the current phase
+    std::atomic<bool> done{true};
+    int32_t entered = 0;       // places given out (mutex)
+    int32_t participants = 0;  // threads inside (mutex)
+    bool caller_waits = true;  // the last place is the caller's (mutex)
+    std::chrono::steady_clock::time_point begin;
+    int64_t nanoseconds = 0;
+  };
+
+  // `enter` and `leave` (may be empty) run on a thread around its part of each job.
+  WorkerPool(const Options& options, int32_t max_jobs, PlaceHook enter, PlaceHook leave);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  void Start(Job& job);
+  bool Done(Job& job);
+  // Works on `job` (and helps finishing the jobs before it), then returns its time in nanoseconds.
+  int64_t Wait(Job& job);
+
+  int32_t threads() const { return options_.threads; }
+
+ private:
+  void ThreadMain(int32_t index);
+  Job* Head() { return queued_ == 0 ? nullptr : queue_[head_ % queue_.size()]; }
+  bool PlaceFree(const Job& job, bool is_caller) const;
+  // Takes a place, works until the job has no more items, gives the place back.
+  void Participate(Job& job, std::unique_lock<std::mutex>& lock);
+  void Work(Job& job, int32_t place);
+  static void OpenPhase(Job& job, size_t phase);
+
+  Options options_;
+  PlaceHook enter_, leave_;
+  std::mutex mutex_;
+  std::condition_variable work_;  // the head has a free place
+  std::condition_variable done_;  // a job is done
+  std::vector<Job*> queue_;       // ring
+  size_t head_ = 0, queued_ = 0;
+  std::atomic<uint64_t> started_{0};  // polled by spinning threads
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_WORKER_POOL_H_
