@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
+
+#include "scheduler/testing/allocation_counter.h"
 
 namespace mla::kvcache {
 namespace {
@@ -302,6 +305,29 @@ TEST_F(KvCacheTest, BoundsAreChecked) {
   EXPECT_EQ(cache_->Fork(s, -1).status().code(), invalid);
   for (int i = 1; i < 8; ++i) Open();
   EXPECT_EQ(cache_->Open(layout_, 1).status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(KvCacheTest, SteadyStateAllocatesNothing) {
+  Make(64, 4);
+  const SeqSlot a = Open(1);
+  const SeqSlot b = Open(2);
+  const auto step = [&](int round) {
+    work_.Clear();
+    const StepRows rows[] = {{a, 7}, {b, 3}};
+    ASSERT_TRUE(cache_->Reserve(rows, &work_).ok());
+    cache_->Commit(a, round % 2 == 0 ? 7 : 2);
+    const SeqSlot child = cache_->Fork(a, cache_->length(a) - 1).value();
+    const StepRows more[] = {{child, 9}};
+    ASSERT_TRUE(cache_->Reserve(more, &work_).ok());
+    cache_->Rollback(child);
+    cache_->Release(child);
+    cache_->Rollback(b);
+    ASSERT_TRUE(cache_->Truncate(a, cache_->length(a) / 2).ok());
+  };
+  for (int round = 0; round < 4; ++round) step(round);  // KvWork finds its capacity
+  const int64_t before = scheduler::testing::Allocations();
+  for (int round = 0; round < 1000; ++round) step(round);
+  EXPECT_EQ(scheduler::testing::Allocations(), before);
 }
 
 using KvCacheDeathTest = KvCacheTest;

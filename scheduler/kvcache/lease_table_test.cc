@@ -2,9 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <utility>
+
+#include "scheduler/clock.h"
+#include "scheduler/testing/allocation_counter.h"
 
 namespace mla::kvcache {
 namespace {
@@ -51,6 +55,31 @@ TEST(LeaseTableTest, HugeDurationsSaturate) {
   leases.Grant(0, 10);
   EXPECT_TRUE(leases.Renew(0, 5, LeaseTable::kNever));
   EXPECT_EQ(leases.next_deadline_ns(), LeaseTable::kNever);
+}
+
+TEST(LeaseTableTest, NothingAllocates) {
+  LeaseTable leases(100);
+  const int64_t before = scheduler::testing::Allocations();
+  for (int32_t id = 0; id < 100; ++id) leases.Grant(id, 1000 - id);
+  for (int32_t id = 0; id < 100; ++id) EXPECT_TRUE(leases.Renew(id, 0, 2000 + id));
+  while (leases.PopExpired(LeaseTable::kNever) != LeaseTable::kNone) {
+  }
+  EXPECT_EQ(scheduler::testing::Allocations(), before);
+}
+
+// As the engine uses it: the instants come from the clock seam.
+TEST(LeaseTableTest, FollowsASimulatedClock) {
+  scheduler::SimulatedClock clock(1'000);
+  LeaseTable leases(2);
+  leases.Grant(0, clock.Now() + 10);
+  leases.Grant(1, clock.Now() + 10);
+  clock.Advance(9);
+  EXPECT_TRUE(leases.Renew(1, clock.Now(), 10));
+  clock.Advance(1);
+  EXPECT_EQ(leases.PopExpired(clock.Now()), 0);
+  EXPECT_EQ(leases.PopExpired(clock.Now()), LeaseTable::kNone);
+  clock.Advance(9);
+  EXPECT_EQ(leases.PopExpired(clock.Now()), 1);
 }
 
 // Against an ordered map, over random operations.

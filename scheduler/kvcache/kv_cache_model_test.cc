@@ -1,0 +1,396 @@
+// Random operations on a KvCache beside an oracle that shares none of its code: for each sequence
+// the list of row ids it should hold. The pool's bytes are simulated too: every copy, scrub and
+// table range that the cache asks for is carried out late and, within one reservation, in random
+// order; rows are then read back through the published page tables alone. So a lost copy, a wrong
+// page, a stale table or a word of another tenant shows as what it would be in production.
+//
+// MLA_TEST_SEED sets the first seed, MLA_TEST_LONG runs twenty times as much.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "scheduler/kvcache/kv_cache.h"
+
+namespace mla::kvcache {
+namespace {
+
+#ifdef MLA_SANITIZED
+constexpr int kRuns = 100;
+#else
+constexpr int kRuns = 1'000;
+#endif
+constexpr int kOperations = 2'100;  // a run; two million in all
+constexpr int32_t kSequences = 14;
+constexpr int32_t kTablePages = 24;
+constexpr TenantKey kTenants = 3;
+constexpr uint32_t kUnpublished = 0x0badcafe;
+
+constexpr GroupLayout kLayouts[] = {
+    {.row_bytes = 16, .page_size = 3, .layers = 2},   // 1 granule
+    {.row_bytes = 8, .page_size = 1, .layers = 1},    // 1 granule, one row a page
+    {.row_bytes = 40, .page_size = 7, .layers = 3},   // 4 granules
+    {.row_bytes = 64, .page_size = 16, .layers = 3},  // 12 granules: more than some slabs
+};
+
+struct ModelSequence {
+  bool open = false;
+  int layout = 0;
+  TenantKey tenant = 0;
+  std::vector<uint64_t> rows = {};     // committed
+  std::vector<uint64_t> written = {};  // of the open reservation, so far
+  int32_t reserved = -1;               // rows of it, or -1
+};
+
+class Simulation {
+ public:
+  explicit Simulation(uint32_t seed) : random_(seed) {
+    const int64_t granules = 24 + Below(300);
+    const int64_t slabs[] = {0, 0, 256, 1024, 2048};
+    const KvCacheOptions options{.bytes = granules * kernels::kPageGranuleBytes + Below(256),
+                                 .slab_bytes = std::min<int64_t>(slabs[Below(5)], granules * 256),
+                                 .max_sequences = kSequences,
+                                 .max_pages_per_sequence = kTablePages};
+    words_.assign(static_cast<size_t>(options.bytes / 8), 0);
+    host_tables_.assign(kSequences * kTablePages, kUnpublished);
+    device_tables_ = host_tables_;
+    cache_ = KvCache::Create(options, host_tables_).value();
+    for (int i = 0; i < 4; ++i) layout_ids_[i] = cache_->AddLayout(kLayouts[i]).value();
+  }
+
+  void Run() {
+    for (int op = 0; op < kOperations && fault_.empty(); ++op) {
+      Step();
+      if (op % 32 == 0 && fault_.empty()) fault_ = cache_->CheckInvariants();
+    }
+    for (SeqSlot s = 0; s < kSequences && fault_.empty(); ++s) {
+      if (model_[s].open) Release(s);
+    }
+    Expect(cache_->stats().groups_used == 0, "groups left after all were released");
+    Expect(cache_->stats().groups_shared == 0, "shares left after all were released");
+  }
+
+  const std::string& fault() const { return fault_; }
+  int64_t refused() const { return refused_; }
+  KvCacheStats stats() const { return cache_->stats(); }
+
+ private:
+  int32_t Below(int32_t bound) { return static_cast<int32_t>(random_() % bound); }
+  void Expect(bool holds, const char* what) {
+    if (!holds && fault_.empty()) fault_ = what;
+  }
+
+  void Step() {
+    const SeqSlot s = Below(kSequences);
+    if (!model_[s].open) {
+      const SeqSlot parent = Below(2 * kSequences);
+      return parent < kSequences && model_[parent].open ? Fork(parent) : Open();
+    }
+    switch (Below(20)) {
+      case 0:
+        return Below(4) == 0 ? Fork(s) : Release(s);
+      case 1:
+        return Below(3) == 0 ? Truncate(s) : Verify(s);
+      case 2:
+        return Verify(s);
+      case 3:
+        return Below(8) == 0 ? ReplaceLayout() : Verify(s);
+      case 4:
+      case 5:
+      case 6:
+        return Write(s);
+      case 7:
+      case 8:
+        return Reserve();
+      default:
+        return End(s);
+    }
+  }
+
+  void Open() {
+    const int layout = Below(4);
+    const auto tenant = static_cast<TenantKey>(Below(kTenants));
+    const auto slot = cache_->Open(layout_ids_[layout], tenant);
+    if (!slot.ok()) return Expect(false, "a closed slot, yet Open refused");
+    Expect(!model_[*slot].open, "Open returned a slot in use");
+    model_[*slot] = {.open = true, .layout = layout, .tenant = tenant};
+  }
+
+  void Fork(SeqSlot s) {
+    ModelSequence& parent = model_[s];
+    const bool full = std::all_of(std::begin(model_), std::end(model_),
+                                  [](const ModelSequence& m) { return m.open; });
+    const auto rows = static_cast<int32_t>(parent.rows.size());
+    const int32_t length = Below(2) == 0 ? rows : Below(rows + 1);
+    const auto child = cache_->Fork(s, length);
+    Expect(child.ok() == (parent.reserved < 0 && !full), "Fork answered wrongly");
+    if (!child.ok()) return;
+    Expect(!model_[*child].open, "Fork returned a slot in use");
+    model_[*child] = {.open = true, .layout = parent.layout, .tenant = parent.tenant};
+    model_[*child].rows.assign(parent.rows.begin(), parent.rows.begin() + length);
+  }
+
+  void Truncate(SeqSlot s) {
+    ModelSequence& m = model_[s];
+    const auto length = Below(static_cast<int32_t>(m.rows.size()) + 1);
+    const bool ok = cache_->Truncate(s, length).ok();
+    Expect(ok == (m.reserved < 0), "Truncate answered wrongly");
+    if (ok) m.rows.resize(static_cast<size_t>(length));
+  }
+
+  void Release(SeqSlot s) {
+    cache_->Release(s);
+    model_[s] = {};
+  }
+
+  // Gives up a layout that nobody uses and registers it again.
+  void ReplaceLayout() {
+    const int layout = Below(4);
+    const bool used =
+        std::any_of(std::begin(model_), std::end(model_),
+                    [&](const ModelSequence& m) { return m.open && m.layout == layout; });
+    const bool ok = cache_->RemoveLayout(layout_ids_[layout]).ok();
+    Expect(ok != used, "RemoveLayout answered wrongly");
+    if (ok) layout_ids_[layout] = cache_->AddLayout(kLayouts[layout]).value();
+  }
+
+  uint32_t* HostTable(SeqSlot s) { return host_tables_.data() + cache_->page_table(s); }
+  static int32_t Pages(const ModelSequence& m, size_t rows) {
+    const auto page = static_cast<size_t>(kLayouts[m.layout].page_size);
+    return static_cast<int32_t>((rows + page - 1) / page);
+  }
+
+  // Groups that the rows need beyond what the sequences hold, steps taken one after the other.
+  int64_t GroupsWanted(const std::vector<StepRows>& rows) {
+    std::map<uint32_t, int> holders;
+    for (SeqSlot s = 0; s < kSequences; ++s) {
+      if (!model_[s].open) continue;
+      const size_t held = model_[s].rows.size() + std::max(0, model_[s].reserved);
+      for (int32_t p = 0; p < Pages(model_[s], held); ++p) ++holders[HostTable(s)[p]];
+    }
+    int64_t wanted = 0;
+    for (const StepRows& row : rows) {
+      const ModelSequence& m = model_[row.sequence];
+      const size_t length = m.rows.size();
+      wanted += Pages(m, length + static_cast<size_t>(row.rows)) - Pages(m, length);
+      const bool inside = length % static_cast<size_t>(kLayouts[m.layout].page_size) != 0;
+      if (row.rows == 0 || !inside) continue;
+      int& sharers = holders[HostTable(row.sequence)[Pages(m, length) - 1]];
+      if (sharers > 1) {
+        ++wanted;
+        --sharers;
+      }
+    }
+    return wanted;
+  }
+
+  void Reserve() {
+    std::vector<StepRows> rows;
+    bool one_layout = true;
+    const bool same_layout = Below(2) == 0;
+    for (SeqSlot s = 0; s < kSequences; ++s) {
+      const ModelSequence& m = model_[s];
+      if (!m.open || m.reserved >= 0 || Below(3) != 0) continue;
+      if (same_layout && !rows.empty() && m.layout != model_[rows[0].sequence].layout) continue;
+      const auto room = cache_->max_rows(s) - static_cast<int32_t>(m.rows.size());
+      rows.push_back({s, Below(std::min(room, Below(8) == 0 ? 60 : 3) + 1)});
+      one_layout &= m.layout == model_[rows[0].sequence].layout;
+    }
+    if (rows.empty()) return;
+    std::shuffle(rows.begin(), rows.end(), random_);
+    const int64_t wanted = GroupsWanted(rows);
+    const LayoutId layout = layout_ids_[model_[rows[0].sequence].layout];
+    const int64_t free = cache_->free_groups(layout);
+    const auto tables_before = host_tables_;
+    const KvCacheStats stats_before = cache_->stats();
+    KvWork work;
+    const absl::Status status = cache_->Reserve(rows, &work);
+    if (one_layout) Expect(status.ok() == (wanted <= free), "Reserve answered wrongly");
+    if (!status.ok()) {
+      ++refused_;
+      Expect(status.code() == absl::StatusCode::kResourceExhausted, "wrong status code");
+      Expect(work.copies.empty() && work.scrubs.empty() && work.tables.empty(), "work of nothing");
+      Expect(cache_->stats().groups_used == stats_before.groups_used, "refusal took groups");
+      Expect(cache_->stats().groups_shared == stats_before.groups_shared, "refusal lost shares");
+      ExpectSameTables(tables_before);
+      return;
+    }
+    if (one_layout) Expect(cache_->free_groups(layout) == free - wanted, "free groups miscounted");
+    pending_.push_back(std::move(work));
+    for (const StepRows& row : rows) model_[row.sequence].reserved = row.rows;
+    if (Below(4) == 0) Flush();
+  }
+
+  void ExpectSameTables(const std::vector<uint32_t>& before) {
+    for (SeqSlot s = 0; s < kSequences; ++s) {
+      if (!model_[s].open) continue;
+      const size_t held = model_[s].rows.size() + std::max(0, model_[s].reserved);
+      const auto first = static_cast<size_t>(cache_->page_table(s));
+      for (size_t p = 0; p < static_cast<size_t>(Pages(model_[s], held)); ++p) {
+        Expect(host_tables_[first + p] == before[first + p], "refusal changed a table");
+      }
+    }
+  }
+
+  // Carries out all pending work: calls in order, the work of a call in any order.
+  void Flush() {
+    for (; !pending_.empty(); pending_.pop_front()) {
+      const KvWork& work = pending_.front();
+      std::vector<size_t> order(work.copies.size() + work.scrubs.size());
+      for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+      std::shuffle(order.begin(), order.end(), random_);
+      for (const size_t i : order) {
+        if (i < work.copies.size()) {
+          const kernels::KvCopy& copy = work.copies[i];
+          std::copy_n(words_.begin() + copy.source_offset / 8, copy.bytes / 8,
+                      words_.begin() + copy.target_offset / 8);
+        } else {
+          const kernels::KvRange& scrub = work.scrubs[i - work.copies.size()];
+          std::fill_n(words_.begin() + scrub.offset / 8, scrub.bytes / 8, 0);
+        }
+      }
+      for (const kernels::TableRange& range : work.tables) {
+        std::copy_n(host_tables_.begin() + range.first, range.count,
+                    device_tables_.begin() + range.first);
+      }
+    }
+  }
+
+  // Index in words_ of a row of one layer, by the published table.
+  size_t WordOf(SeqSlot s, size_t position, int32_t layer) {
+    const GroupLayout& layout = kLayouts[model_[s].layout];
+    const size_t page = position / static_cast<size_t>(layout.page_size);
+    const size_t inside = position % static_cast<size_t>(layout.page_size);
+    const uint32_t entry = device_tables_[static_cast<size_t>(cache_->page_table(s)) + page];
+    const size_t byte = size_t{entry} * 256 +
+                        static_cast<size_t>(layout.row_bytes * layout.page_size * layer) +
+                        inside * static_cast<size_t>(layout.row_bytes);
+    return byte / 8;
+  }
+
+  static uint64_t WordFor(TenantKey tenant, uint64_t row, int32_t layer) {
+    return (uint64_t{tenant} + 1) << 56 | row << 8 | static_cast<uint64_t>(layer);
+  }
+
+  // Writes some of the reserved rows, from the first unwritten one on.
+  void Write(SeqSlot s) {
+    ModelSequence& m = model_[s];
+    if (m.reserved <= static_cast<int32_t>(m.written.size())) return;
+    Flush();
+    const GroupLayout& layout = kLayouts[m.layout];
+    const int32_t left = m.reserved - static_cast<int32_t>(m.written.size());
+    for (int32_t count = 1 + Below(left); count > 0; --count) {
+      const uint64_t row = next_row_++;
+      const size_t position = m.rows.size() + m.written.size();
+      for (int32_t layer = 0; layer < layout.layers; ++layer) {
+        const size_t first = WordOf(s, position, layer);
+        const auto words = static_cast<size_t>(layout.row_bytes / 8);
+        if (first + words > words_.size()) return Expect(false, "a row outside the pool");
+        std::fill_n(words_.begin() + static_cast<int64_t>(first), words,
+                    WordFor(m.tenant, row, layer));
+      }
+      m.written.push_back(row);
+    }
+  }
+
+  // Commits what was written, part of it, or nothing.
+  void End(SeqSlot s) {
+    ModelSequence& m = model_[s];
+    if (m.reserved < 0) return;
+    if (Below(8) != 0) Write(s);
+    if (Below(3) == 0) Verify(s);
+    if (Below(6) == 0) {
+      cache_->Rollback(s);
+    } else {
+      const int32_t keep = Below(3) == 0 ? Below(static_cast<int32_t>(m.written.size()) + 1)
+                                         : static_cast<int32_t>(m.written.size());
+      cache_->Commit(s, keep);
+      m.rows.insert(m.rows.end(), m.written.begin(), m.written.begin() + keep);
+    }
+    m.written.clear();
+    m.reserved = -1;
+    Expect(!cache_->has_reservation(s), "reservation left");
+    Expect(cache_->length(s) == static_cast<int32_t>(m.rows.size()), "wrong length");
+  }
+
+  // Reads all rows of a sequence back, and looks for foreign words in all of its groups.
+  void Verify(SeqSlot s) {
+    Flush();
+    const ModelSequence& m = model_[s];
+    Expect(cache_->length(s) == static_cast<int32_t>(m.rows.size()), "wrong length");
+    Expect(cache_->reserved(s) == std::max(0, m.reserved), "wrong reservation");
+    const size_t held = m.rows.size() + std::max(0, m.reserved);
+    for (int32_t p = 0; p < Pages(m, held); ++p) {
+      // A fork that has not been in a step since has published nothing yet.
+      const uint32_t entry = HostTable(s)[p];
+      const size_t first = size_t{entry} * 32;
+      const auto count = static_cast<size_t>(kLayouts[m.layout].group_bytes() / 8);
+      if (first + count > words_.size()) return Expect(false, "a group outside the pool");
+      for (size_t w = first; w < first + count; ++w) {
+        const uint64_t owner = words_[w] >> 56;
+        if (owner != 0 && owner != m.tenant + 1) return Expect(false, "a word of another tenant");
+      }
+      if (m.reserved < 0) continue;
+      const uint32_t published = device_tables_[static_cast<size_t>(cache_->page_table(s) + p)];
+      if (entry != published) return Expect(false, "a table entry was not published");
+    }
+    if (m.reserved < 0) return;  // only sequences in a step are read by launches
+    for (size_t position = 0; position < m.rows.size() + m.written.size(); ++position) {
+      const uint64_t row =
+          position < m.rows.size() ? m.rows[position] : m.written[position - m.rows.size()];
+      for (int32_t layer = 0; layer < kLayouts[m.layout].layers; ++layer) {
+        const size_t first = WordOf(s, position, layer);
+        for (int64_t w = 0; w < kLayouts[m.layout].row_bytes / 8; ++w) {
+          if (words_[first + static_cast<size_t>(w)] != WordFor(m.tenant, row, layer)) {
+            return Expect(false, "a row holds something else");
+          }
+        }
+      }
+    }
+  }
+
+  std::mt19937 random_;
+  std::vector<uint64_t> words_;  // the pool
+  std::vector<uint32_t> host_tables_;
+  std::vector<uint32_t> device_tables_;  // as published
+  std::deque<KvWork> pending_;
+  std::unique_ptr<KvCache> cache_;
+  LayoutId layout_ids_[4];
+  ModelSequence model_[kSequences];
+  uint64_t next_row_ = 1;
+  int64_t refused_ = 0;
+  std::string fault_;
+};
+
+TEST(KvCacheModelTest, AgreesWithTheOracle) {
+  const char* seed_text = std::getenv("MLA_TEST_SEED");
+  const bool seeded = seed_text != nullptr && *seed_text != '\0';
+  const auto first = seeded ? static_cast<uint32_t>(std::atoll(seed_text)) : 1u;
+  const char* is_long = std::getenv("MLA_TEST_LONG");
+  const int runs = is_long != nullptr && *is_long == '1' ? 20 * kRuns : kRuns;
+  int64_t refused = 0;
+  uint64_t copies = 0;
+  uint64_t scrubs = 0;
+  for (int run = 0; run < runs; ++run) {
+    const uint32_t seed = first + static_cast<uint32_t>(run);
+    Simulation simulation(seed);
+    simulation.Run();
+    ASSERT_EQ(simulation.fault(), "") << "MLA_TEST_SEED=" << seed;
+    refused += simulation.refused();
+    copies += simulation.stats().copies_on_write;
+    scrubs += simulation.stats().scrubs;
+  }
+  // The operations must keep reaching what they are for.
+  EXPECT_GT(refused, 5 * runs);
+  EXPECT_GT(copies, static_cast<uint64_t>(5 * runs));
+  EXPECT_GT(scrubs, static_cast<uint64_t>(5 * runs));
+}
+
+}  // namespace
+}  // namespace mla::kvcache
