@@ -1,0 +1,19 @@
+"""Where the server under test is, and one running instance a test module."""
+
+import os
+import pathlib
+
+from mla_client.testing import ServerProcess
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def path():
+    """MLA_SERVER_BINARY, else what `./dev test` built."""
+    return os.environ.get("MLA_SERVER_BINARY", str(ROOT / ".bazel/bin/server/mla-server"))
+
+
+def start(*arguments, listen=""):
+    """A started server with small limits unless the arguments say otherwise."""
+    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--log-level=warning", *arguments],
+                         listen=listen).start()

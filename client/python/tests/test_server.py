@@ -1,0 +1,276 @@
+"""The Python client against a real server."""
+
+import secrets
+import signal
+import threading
+import time
+import os
+import unittest
+
+import mla_client
+import numpy as np
+import server_binary
+from mla_client import Profile
+from service_contract import GEOMETRY, LAYERS, SCALE, ServiceContract
+
+SERVER = None
+
+
+def setUpModule():
+    global SERVER
+    SERVER = server_binary.start()
+
+
+def tearDownModule():
+    SERVER.stop()
+
+
+class ServerTest(ServiceContract, unittest.TestCase):
+    """The contract of a Service, through gRPC."""
+
+    def make_service(self, **options):
+        return mla_client.Client.connect(SERVER.target, timeout_s=10.0, **options)
+
+
+class SmallMessagesTest(ServiceContract, unittest.TestCase):
+    """The same, with every call cut into many messages."""
+
+    def make_service(self):
+        return mla_client.Client.connect(SERVER.target, timeout_s=10.0, message_bytes=4096 + 400)
+
+
+class ClientTest(ServiceContract, unittest.TestCase):
+    """What only a server does. Inherits the helpers; the contract itself runs above."""
+
+    def make_service(self):
+        return mla_client.Client.connect(SERVER.target, timeout_s=10.0)
+
+    def test_info_and_stats(self):
+        info = self.service.server_info()
+        self.assertEqual((info.api_version, info.boot_id), ("mla.v1", self.service.boot_id))
+        self.assertTrue(info.backend.chosen)
+        self.assertIn(info.backend.name, [backend.name for backend in info.backends])
+        before = self.service.stats()
+        with self.model.open_sequence() as sequence:
+            self.add(sequence, self.rows(8))
+            during = self.service.stats()
+            self.assertGreaterEqual(during.sequences, 1)
+            self.assertGreater(during.kv_bytes_used, 0)
+        after = self.service.stats()
+        self.assertGreater(after.launches, before.launches)
+        self.assertGreaterEqual(after.rows_prefill - before.rows_prefill, 8 * LAYERS)
+        self.assertGreater(after.received_bytes, before.received_bytes)
+
+    def test_timings(self):
+        with self.model.open_sequence() as sequence, \
+                self.service.step([(sequence, 3)]) as step:
+            for layer in range(LAYERS):
+                result = step.attend(layer, self.worker.queries(3, Profile.ABSORBED),
+                                     self.worker.kv(3), Profile.ABSORBED)
+                timing = result.timings[0]
+                self.assertGreater(timing.round_trip_us, 0)
+                self.assertGreaterEqual(timing.round_trip_us, timing.kernel_us)
+                self.assertEqual((timing.launch_requests, timing.launch_clients), (1, 1))
+
+    def test_futures_complete_in_any_order(self):
+        with self.model.open_sequence() as one, self.model.open_sequence() as two:
+            kv = self.rows(3)
+            steps = [self.service.step([(sequence, 3)]).begin() for sequence in (one, two)]
+            asked = []
+            for layer in range(LAYERS):
+                for step in steps:
+                    q = self.worker.queries(3, Profile.EXPANDED)
+                    asked.append((layer, q, step.attend_async(layer, q, kv[layer])))
+            for layer, q, future in reversed(asked):
+                want, _ = self.worker.expected(layer, q, kv[layer], Profile.EXPANDED)
+                self.close_to(future.result().o, want)
+                self.assertIs(future.result(), future.result())
+            for step in steps:
+                self.assertEqual(step.end(), [3])
+
+    def test_tensor_parallel_ranks(self):
+        """Two streams in one step: each brings its heads, one brings the rows."""
+        ranks = [self.service.open_stream(), self.service.open_stream()]
+        with self.model.open_sequence() as sequence:
+            step_id = secrets.randbits(60)
+            steps = [self.service.step([(sequence, 4)], participants=2, step_id=step_id,
+                                       stream=stream).begin() for stream in ranks]
+            kv = self.rows(4)
+            for layer in range(LAYERS):
+                q = self.worker.queries(4, Profile.EXPANDED)
+                want, _ = self.worker.expected(layer, q, kv[layer], Profile.EXPANDED)
+                # The rank without rows asks first: it waits for the other's.
+                second = steps[1].attend_async(layer, q[:, 1:], None, head_offset=1)
+                first = steps[0].attend_async(layer, q[:, :1], kv[layer])
+                self.close_to(np.concatenate([first.result().o, second.result().o], axis=1), want)
+            with self.assertRaises(mla_client.FailedPrecondition):
+                steps[1].end()
+            self.assertEqual(steps[0].end(), [4])
+
+    def test_losing_a_rank_aborts_the_step(self):
+        ranks = [self.service.open_stream(), self.service.open_stream()]
+        with self.model.open_sequence() as sequence:
+            step_id = secrets.randbits(60)
+            steps = [self.service.step([(sequence, 4)], participants=2, step_id=step_id,
+                                       stream=stream).begin() for stream in ranks]
+            ranks[1].cancel()
+            deadline = time.monotonic() + 5
+            while sequence.refresh().in_step and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with self.assertRaises(mla_client.MlaError):
+                steps[0].end()
+            self.add(sequence, self.rows(2))
+
+    def test_a_lost_stream_rolls_back(self):
+        stream = self.service.open_stream()
+        with self.model.open_sequence() as sequence:
+            seen = self.add(sequence, self.rows(5))
+            step = self.service.step([(sequence, 3)], stream=stream).begin()
+            step.attend(0, None, self.worker.kv(3), Profile.APPEND_ONLY)
+            stream.cancel()
+            deadline = time.monotonic() + 5
+            while sequence.refresh().in_step and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.assertEqual(sequence.length, 5)
+            with self.assertRaises(mla_client.MlaError):
+                step.attend(1, None, self.worker.kv(3), Profile.APPEND_ONLY)
+            # The client opens another stream by itself.
+            self.add(sequence, self.rows(2), seen=seen)
+
+    def test_rows_that_never_arrive(self):
+        with self.model.open_sequence() as sequence:
+            with self.service.step([(sequence, 3)]) as step:
+                q = self.worker.queries(1, Profile.ABSORBED)
+                with self.assertRaises(mla_client.FailedPrecondition):
+                    step.attend(0, q, None, Profile.ABSORBED, row_begin=2)
+                step.abort()
+
+    def test_leases_are_renewed(self):
+        with mla_client.Client.connect(SERVER.target, lease_ms=600) as client:
+            model = client.register_model(self.model.spec)
+            with model.open_sequence() as sequence:
+                time.sleep(1.5)
+                self.assertGreater(sequence.refresh().lease_left_ms, 0)
+                self.assertIsNone(client.lease_error)
+
+    def test_without_renewal_a_lease_ends(self):
+        client = mla_client.Client.connect(SERVER.target, lease_ms=300)
+        sequence = client.register_model(self.model.spec).open_sequence()
+        client.close()
+        time.sleep(1.0)
+        found, missing = self.service._get([sequence.id])
+        self.assertEqual((found, missing), ([], [sequence.id]))
+
+    def test_tenants_do_not_see_each_other(self):
+        with mla_client.Client.connect(SERVER.target, tenant="other") as other, \
+                self.model.open_sequence() as sequence:
+            self.assertNotIn(self.model.spec.model_id, [spec.model_id for spec in other.models()])
+            with self.assertRaises(mla_client.NotFound):
+                other._fork(sequence.id, sequence.epoch, None, "", 0)
+            self.assertEqual(other._release([sequence.id]), [sequence.id])
+            self.assertEqual(sequence.refresh().length, 0)
+
+    def test_listing(self):
+        self.assertIn(self.model.spec, self.service.models())
+        with self.model.open_sequence() as sequence:
+            self.assertEqual([state.sequence_id for state in self.service.sequences()],
+                             [sequence.id])
+        self.assertEqual(self.service.sequences(), [])
+
+    def test_pages_run_out_as_a_whole(self):
+        with self.model.open_sequence() as sequence:
+            before = self.service.stats().kv_bytes_used
+            total = self.service.server_info().limits
+            rows = min(total.max_step_rows, total.max_sequence_rows)
+            opened = []
+            try:
+                with self.assertRaises(mla_client.ResourceExhausted) as caught:
+                    for _ in range(4096):
+                        child = self.model.open_sequence()
+                        opened.append(child)
+                        self.service.step([(child, rows)]).begin()
+                self.assertTrue(caught.exception.detail.reason)
+            finally:
+                for child in opened:
+                    child.release()
+            self.assertEqual(self.service.stats().kv_bytes_used, before)
+            self.add(sequence, self.rows(1))
+
+    def test_deadline_of_a_call_is_kept(self):
+        """A server that does not answer costs the caller its own deadline and no more."""
+        server = server_binary.start()
+        client = mla_client.Client.connect(server.target, timeout_s=0.5)
+        try:
+            os.kill(server.pid, signal.SIGSTOP)
+            begin = time.monotonic()
+            with self.assertRaises((mla_client.DeadlineExceeded, mla_client.Unavailable)):
+                client.stats()
+            self.assertLess(time.monotonic() - begin, 3.0)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+            client.close()
+            server.stop()
+
+    def test_restart_is_noticed(self):
+        server = server_binary.start()
+        with mla_client.Client.connect(server.target, timeout_s=20.0) as client:
+            model = client.register_model(self.model.spec)
+            sequence = model.open_sequence()
+            os.kill(server.pid, signal.SIGKILL)
+            server._process.wait()
+            server.start()
+            with self.assertRaises(mla_client.NotFound):
+                sequence.refresh()
+        server.stop()
+
+    def test_drain_refuses_new_and_finishes_open_steps(self):
+        server = server_binary.start()
+        with mla_client.Client.connect(server.target) as client:
+            model = client.register_model(self.model.spec)
+            sequence = model.open_sequence()
+            step = client.step([(sequence, 1)]).begin()
+            status = []
+            stopper = threading.Thread(target=lambda: status.append(server.stop()))
+            stopper.start()
+            deadline = time.monotonic() + 5
+            refused = None
+            while refused is None and time.monotonic() < deadline:
+                try:
+                    model.open_sequence().release()
+                    time.sleep(0.02)
+                except mla_client.Unavailable as error:
+                    refused = error
+            self.assertIsNotNone(refused)
+            self.assertEqual(refused.detail.reason, "draining")
+            for layer in range(LAYERS):
+                step.attend(layer, None, self.worker.kv(1), Profile.APPEND_ONLY)
+            self.assertEqual(step.end(), [1])
+            stopper.join()
+        self.assertEqual(status, [0])
+
+
+# ClientTest takes the helpers of the contract, not its tests a third time.
+for _name in [name for name in dir(ServiceContract) if name.startswith("test_")]:
+    setattr(ClientTest, _name, None)
+
+
+class ConnectTest(unittest.TestCase):
+    def test_nobody_there(self):
+        with self.assertRaises(mla_client.Unavailable):
+            mla_client.Client.connect("unix:/nowhere/mla.sock", timeout_s=1.0)
+
+    def test_over_tcp(self):
+        server = server_binary.start("--log-level=info", listen="127.0.0.1:0")
+        try:
+            port = server.log().split("tcp_port=")[1].split()[0]
+            with mla_client.Client.connect(f"127.0.0.1:{port}") as client:
+                model = client.register_model(mla_client.ModelSpec("tcp", GEOMETRY, 1, SCALE))
+                with model.open_sequence() as sequence, client.step([(sequence, 2)]) as step:
+                    step.attend(0, None, np.ones((2, GEOMETRY.row_dim)), Profile.APPEND_ONLY)
+                self.assertEqual(sequence.length, 2)
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    unittest.main()
