@@ -192,7 +192,7 @@ void CpuBackend::PackWeights(const Geometry& geometry, int32_t heads, const Bf16
 
 cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {
   if (slot < 0 || !Weights(slot).used) return {};
-  return {Weights(slot).memory.data(), Weights(slot).head_begin};
+  return {Weights(slot).memory.data()};
 }
 
 void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {

@@ -84,8 +84,7 @@ class ItemState {
 
 void ItemState::SelectHead(int32_t head) {
   const WeightLayout layout = MakeWeightLayout(kernels_, context_.params->desc.geometry);
-  head_weights_ =
-      weights_.heads + (request_.head_offset + head - weights_.head_begin) * layout.head_bytes;
+  head_weights_ = weights_.heads + (request_.head_offset + head) * layout.head_bytes;
   TransposeUk(kernels_, context_.params->desc.geometry, head_weights_, at_.uk_panel_bytes,
               As<std::byte>(at_.uk));
 }

@@ -24,10 +24,9 @@
 
 namespace mla::kernels::cpu {
 
-// Packed W_UK / W_UV of a slot, see weights.h; `heads` starts at model head `head_begin`.
+// Packed W_UK / W_UV of a slot, all heads of the model, see weights.h.
 struct PackedWeights {
   const std::byte* heads = nullptr;
-  int32_t head_begin = 0;
 };
 
 // Partial results of split tiles: normalised output rows and their LSE, by partial row.

@@ -78,8 +78,7 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   };
 
   GemmArgs gemm{};
-  const std::byte* of_head =
-      weights.heads + (record.head_offset + head - weights.head_begin) * layout.head_bytes;
+  const std::byte* of_head = weights.heads + (record.head_offset + head) * layout.head_bytes;
   gemm.b = context.absorb ? of_head : of_head + layout.project_at;
   gemm.panel_bytes = context.absorb ? layout.absorb_panel_bytes : layout.project_panel_bytes;
   gemm.panels = context.absorb ? layout.absorb_panels : layout.project_panels;

@@ -1,5 +1,6 @@
 #include "kernels/host/host_backend.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -110,25 +111,38 @@ absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, in
     return absl::InvalidArgumentError(
         absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
   }
-  if (absl::Status freed = FreeWeights(slot); !freed.ok()) return freed;
+  WeightSlot& target = weights_[slot];
+  // Another model's weights, or more heads than there is room for: the slot starts afresh.
+  const int32_t capacity = std::max(geometry.num_heads, head_end);
+  const bool fits = target.used && target.geometry == geometry &&
+                    capacity <= static_cast<int32_t>(target.loaded.size());
+  if (target.used && !fits) {
+    if (absl::Status freed = FreeWeights(slot); !freed.ok()) return freed;
+  }
   const int32_t heads = head_end - head_begin;
-  const int64_t charged = static_cast<int64_t>(sizeof(Bf16)) * heads * geometry.kv_lora_rank *
-                          (geometry.nope_dim + geometry.v_dim);
+  const int64_t head_bytes = static_cast<int64_t>(sizeof(Bf16)) * geometry.kv_lora_rank *
+                             (geometry.nope_dim + geometry.v_dim);
+  int64_t charged = 0;
+  for (int32_t head = head_begin; head < head_end; ++head) {
+    if (!target.used || !target.loaded[head]) charged += head_bytes;
+  }
   if (weight_bytes_used_ + charged > limits_.weights_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_used_,
                                                      " bytes used, ", charged, " wanted, limit ",
                                                      limits_.weights_bytes));
   }
-  auto memory = MappedMemory::Create("weights", PackedWeightBytes(geometry, heads), true);
-  if (!memory.ok()) return memory.status();
-  PackWeights(geometry, heads, w_uk, w_uv, memory->data());
-  WeightSlot& target = weights_[slot];
-  target.memory = *std::move(memory);
-  target.used = true;
-  target.geometry = geometry;
-  target.head_begin = head_begin;
-  target.head_end = head_end;
-  target.charged_bytes = charged;
+  if (!target.used) {
+    auto memory = MappedMemory::Create("weights", PackedWeightBytes(geometry, capacity), true);
+    if (!memory.ok()) return memory.status();
+    target.memory = *std::move(memory);
+    target.used = true;
+    target.geometry = geometry;
+    target.loaded.assign(static_cast<size_t>(capacity), false);
+  }
+  PackWeights(geometry, heads, w_uk, w_uv,
+              target.memory.data() + PackedWeightBytes(geometry, head_begin));
+  std::fill(target.loaded.begin() + head_begin, target.loaded.begin() + head_end, true);
+  target.charged_bytes += charged;
   weight_bytes_used_ += charged;
   return absl::OkStatus();
 }
@@ -240,17 +254,21 @@ absl::Status HostBackend::AppendKv(int32_t slot, std::span<const AppendRecord> r
   return command.status();
 }
 
+bool HostBackend::HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size()) || !weights_[slot].used) {
+    return false;
+  }
+  const std::vector<bool>& loaded = weights_[slot].loaded;
+  if (head_begin < 0 || head_begin + heads > static_cast<int32_t>(loaded.size())) return false;
+  return std::all_of(loaded.begin() + head_begin, loaded.begin() + head_begin + heads,
+                     [](bool head) { return head; });
+}
+
 absl::Status HostBackend::CheckProjections(const char* verb,
                                            std::span<const ProjectionRecord> records) const {
   for (size_t i = 0; i < records.size(); ++i) {
     const ProjectionRecord& r = records[i];
-    const bool in_range =
-        r.weights_slot >= 0 && r.weights_slot < static_cast<int32_t>(weights_.size());
-    if (in_range && weights_[r.weights_slot].used &&
-        r.head_offset >= weights_[r.weights_slot].head_begin &&
-        r.head_offset + r.num_heads <= weights_[r.weights_slot].head_end) {
-      continue;
-    }
+    if (HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
@@ -294,13 +312,7 @@ absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
   if (params.desc.form == AttentionForm::kAbsorbed) return absl::OkStatus();
   for (size_t i = 0; i < params.requests.size(); ++i) {
     const RequestRecord& r = params.requests[i];
-    const bool in_range =
-        r.weights_slot >= 0 && r.weights_slot < static_cast<int32_t>(weights_.size());
-    if (r.q_rows == 0 || (in_range && weights_[r.weights_slot].used &&
-                          r.head_offset >= weights_[r.weights_slot].head_begin &&
-                          r.head_offset + r.num_heads <= weights_[r.weights_slot].head_end)) {
-      continue;
-    }
+    if (r.q_rows == 0 || HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "run.requests[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));

@@ -90,20 +90,22 @@ class HostBackend : public AttentionBackend {
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
  protected:
-  // Weights of one slot, covering model heads [head_begin, head_end).
+  // Weights of one slot: a place for every head of the model, filled by any number of LoadWeights
+  // calls. Heads not loaded yet read as zero and are refused by the checks.
   struct WeightSlot {
     bool used = false;
     Geometry geometry;
-    int32_t head_begin = 0;
-    int32_t head_end = 0;
-    MappedMemory memory;  // layout chosen by the derived class
+    std::vector<bool> loaded;  // by head
+    MappedMemory memory;       // head after head; layout of one head chosen by the derived class
     int64_t charged_bytes = 0;
   };
 
   // Bytes of derived-class memory that Configure takes beyond what is common.
   virtual int64_t OwnWorkspaceSize(const BackendLimits& limits) const = 0;
   virtual absl::Status ConfigureOwn(const BackendLimits& limits) = 0;
-  // Bytes of a repacked weight slot, and the repacking itself into zeroed memory of that size.
+  // Bytes of repacked weights, proportional to the heads, and the repacking itself into zeroed
+  // memory of that size. Each head is packed for itself, so ranges of heads can be packed one by
+  // one.
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
@@ -130,6 +132,7 @@ class HostBackend : public AttentionBackend {
 
   absl::Status CheckRecording(int32_t slot) const;
   absl::StatusOr<HostCommand*> Record(int32_t slot, HostCommand::Kind kind);
+  bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb, std::span<const ProjectionRecord> records) const;
 
   bool configured_ = false;

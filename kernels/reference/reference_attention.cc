@@ -33,10 +33,10 @@ void LatentQuery(const AttentionDesc& desc, const RequestRecord& request,
     }
     return;
   }
-  const int64_t model_head = request.head_offset + head - weights.head_begin;
+  const int64_t model_head = request.head_offset + head;
   for (int32_t n = 0; n < g.nope_dim; ++n) {
     const double q = LoadElement(request.q, desc.q_dtype, base + n);
-    const Bf16* row = weights.w_uk + (model_head * g.nope_dim + n) * g.kv_lora_rank;
+    const Bf16* row = weights.w_uk + model_head * weights.head_stride + n * g.kv_lora_rank;
     for (int32_t i = 0; i < g.kv_lora_rank; ++i) query[i] += q * ToFloat(row[i]);
   }
   for (int32_t i = 0; i < g.rope_dim; ++i) {
@@ -72,11 +72,11 @@ void StoreOutput(const AttentionDesc& desc, const RequestRecord& request,
     }
     return;
   }
-  const int64_t model_head = request.head_offset + head - weights.head_begin;
+  const int64_t model_head = request.head_offset + head;
   scratch.expanded.assign(static_cast<size_t>(g.v_dim), 0.0);
   for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
     const double latent = scratch.sum[i] * inverse;
-    const Bf16* row = weights.w_uv + (model_head * g.kv_lora_rank + i) * g.v_dim;
+    const Bf16* row = weights.w_uv + model_head * weights.head_stride + i * g.v_dim;
     for (int32_t v = 0; v < g.v_dim; ++v) scratch.expanded[v] += latent * ToFloat(row[v]);
   }
   for (int32_t v = 0; v < g.v_dim; ++v) {
@@ -131,8 +131,8 @@ void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,
                         int32_t row, int32_t head) {
   const int64_t in_base = row * record.in_row_stride + head * record.in_head_stride;
   const int64_t out_base = row * record.out_row_stride + head * record.out_head_stride;
-  const int64_t model_head = record.head_offset + head - weights.head_begin;
-  const Bf16* w = weights.w_uk + model_head * geometry.nope_dim * geometry.kv_lora_rank;
+  const int64_t model_head = record.head_offset + head;
+  const Bf16* w = weights.w_uk + model_head * weights.head_stride;
   for (int32_t i = 0; i < geometry.kv_lora_rank; ++i) {
     double sum = 0.0;
     for (int32_t n = 0; n < geometry.nope_dim; ++n) {
@@ -152,8 +152,8 @@ void ReferenceProjectRow(const Geometry& geometry, DType in, DType out,
                          int32_t row, int32_t head) {
   const int64_t in_base = row * record.in_row_stride + head * record.in_head_stride;
   const int64_t out_base = row * record.out_row_stride + head * record.out_head_stride;
-  const int64_t model_head = record.head_offset + head - weights.head_begin;
-  const Bf16* w = weights.w_uv + model_head * geometry.kv_lora_rank * geometry.v_dim;
+  const int64_t model_head = record.head_offset + head;
+  const Bf16* w = weights.w_uv + model_head * weights.head_stride;
   for (int32_t v = 0; v < geometry.v_dim; ++v) {
     double sum = 0.0;
     for (int32_t i = 0; i < geometry.kv_lora_rank; ++i) {

@@ -17,11 +17,12 @@
 
 namespace mla::kernels {
 
-// Weights as loaded: w_uk [heads, nope, lora], w_uv [heads, lora, v_dim], first head `head_begin`.
+// Weights of a model's heads: of head h, w_uk + h * head_stride is [nope, lora] and
+// w_uv + h * head_stride is [lora, v_dim].
 struct ReferenceWeights {
   const Bf16* w_uk = nullptr;
   const Bf16* w_uv = nullptr;
-  int32_t head_begin = 0;
+  int64_t head_stride = 0;  // elements
 };
 
 // Element i of a tensor of `dtype`, as fp32.

@@ -33,19 +33,22 @@ int64_t ReferenceBackend::PackedWeightBytes(const Geometry& geometry, int32_t he
 
 void ReferenceBackend::PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                                    const Bf16* w_uv, std::byte* packed) const {
-  const size_t uk = sizeof(Bf16) * heads * geometry.kv_lora_rank * geometry.nope_dim;
-  const size_t uv = sizeof(Bf16) * heads * geometry.kv_lora_rank * geometry.v_dim;
-  std::memcpy(packed, w_uk, uk);
-  std::memcpy(packed + uk, w_uv, uv);
+  const size_t uk = static_cast<size_t>(geometry.kv_lora_rank) * geometry.nope_dim;
+  const size_t uv = static_cast<size_t>(geometry.kv_lora_rank) * geometry.v_dim;
+  for (int32_t head = 0; head < heads; ++head, w_uk += uk, w_uv += uv) {
+    std::memcpy(packed, w_uk, sizeof(Bf16) * uk);
+    std::memcpy(packed + sizeof(Bf16) * uk, w_uv, sizeof(Bf16) * uv);
+    packed += sizeof(Bf16) * (uk + uv);
+  }
 }
 
 ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
   if (slot < 0) return {};
   const WeightSlot& weights = Weights(slot);
-  const int64_t heads = weights.head_end - weights.head_begin;
-  const auto* uk = weights.memory.As<const Bf16>();
-  return {uk, uk + heads * weights.geometry.kv_lora_rank * weights.geometry.nope_dim,
-          weights.head_begin};
+  const Geometry& g = weights.geometry;
+  const auto* first = weights.memory.As<const Bf16>();
+  return {first, first + static_cast<int64_t>(g.kv_lora_rank) * g.nope_dim,
+          static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim)};
 }
 
 void ReferenceBackend::Start(int32_t slot) {

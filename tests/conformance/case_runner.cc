@@ -82,9 +82,17 @@ absl::StatusOr<int32_t> CaseRunner::WeightsSlot(const Weights& weights) {
     if (loaded_[slot] == &weights) return static_cast<int32_t>(slot);
   }
   const auto slot = static_cast<int32_t>(loaded_.size());
-  absl::Status ok = backend_.LoadWeights(slot, weights.geometry, 0, weights.geometry.num_heads,
-                                         weights.w_uk.data(), weights.w_uv.data());
-  if (!ok.ok()) return ok;
+  // In two ranges, the later one first: uploads may bring heads in any order.
+  const kernels::Geometry& g = weights.geometry;
+  const int32_t half = g.num_heads / 2;
+  for (const auto& [begin, end] : {std::pair(half, g.num_heads), std::pair(0, half)}) {
+    if (begin == end) continue;
+    const int64_t latent = int64_t{begin} * g.kv_lora_rank;
+    absl::Status ok =
+        backend_.LoadWeights(slot, g, begin, end, weights.w_uk.data() + latent * g.nope_dim,
+                             weights.w_uv.data() + latent * g.v_dim);
+    if (!ok.ok()) return ok;
+  }
   loaded_.push_back(&weights);
   return slot;
 }
