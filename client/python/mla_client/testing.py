@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -38,9 +39,12 @@ class ServerProcess:
 
     def start(self) -> "ServerProcess":
         """Starts it and waits until it answers. RuntimeError with its log if it does not."""
+        # The server takes MLA_* of the environment as configuration; ours is on the command line.
+        environment = {name: value for name, value in os.environ.items()
+                       if not name.startswith("MLA_")}
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=subprocess.STDOUT)
+                                             stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
