@@ -117,7 +117,7 @@ bool AttendStream::ScanHeader() {
     for (const grpc::Slice& slice : slices_) {
       fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
     }
-    status = ScanMessage(fragments_, &header_bytes_, &payload_);
+    status = wire::ScanMessage(fragments_, &header_bytes_, &payload_);
     if (status.ok() && !header_.ParseFromString(header_bytes_)) {
       status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
     }
@@ -266,12 +266,12 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
   }
   scheduler::AttendArgs& args = message->attend;
   if (kv_bytes > 0) {
-    GatherBytes(fragments_, payload_.offset, kv_bytes, message->input.data());
+    wire::GatherBytes(fragments_, payload_.offset, kv_bytes, message->input.data());
     args.kv = message->input.data();
   }
   if (q_bytes > 0) {
     std::byte* q = message->input.data() + AlignUp(kv_bytes);
-    GatherBytes(fragments_, payload_.offset + kv_bytes, q_bytes, q);
+    wire::GatherBytes(fragments_, payload_.offset + kv_bytes, q_bytes, q);
     args.q = q;
   }
   if (sizes.o_bytes > 0) args.o = message->output.data();
@@ -328,7 +328,7 @@ void AttendStream::Write(AttendMessage* message) {
       slices[count++] = PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
     }
   }
-  EncodeHeader(reply_, payload, &reply_header_);
+  wire::EncodeHeader(reply_, payload, &reply_header_);
   slices[0] = grpc::Slice(reply_header_);
   grpc::ByteBuffer buffer(slices, count);
   shared_.metrics->wire().sent_bytes.fetch_add(buffer.Length(), std::memory_order_relaxed);

@@ -34,11 +34,11 @@
 #include <vector>
 
 #include "mla/v1/attention.pb.h"
+#include "proto/tensor_codec.h"
 #include "scheduler/engine.h"
 #include "server/attend_message.h"
 #include "server/config.h"
 #include "server/metrics.h"
-#include "server/tensor_codec.h"
 
 namespace mla::server {
 
@@ -114,10 +114,10 @@ class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   // Used by the reading side alone.
   grpc::ByteBuffer incoming_;
   std::vector<grpc::Slice> slices_;
-  std::vector<Fragment> fragments_;
+  std::vector<wire::Fragment> fragments_;
   std::string header_bytes_;
   v1::AttendStreamRequest header_;
-  PayloadRange payload_;
+  wire::PayloadRange payload_;
 
   // Used by the writing side alone (whoever set writing_).
   v1::AttendStreamReply reply_;

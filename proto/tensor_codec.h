@@ -8,8 +8,8 @@
 // memory.
 //
 // Knows nothing of gRPC and of no message in particular. Pure functions; any thread.
-#ifndef MLA_SERVER_TENSOR_CODEC_H_
-#define MLA_SERVER_TENSOR_CODEC_H_
+#ifndef MLA_PROTO_TENSOR_CODEC_H_
+#define MLA_PROTO_TENSOR_CODEC_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace google::protobuf {
 class MessageLite;
 }  // namespace google::protobuf
 
-namespace mla::server {
+namespace mla::wire {
 
 using Fragment = std::span<const std::byte>;
 
@@ -48,6 +48,6 @@ void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size
 void EncodeHeader(const google::protobuf::MessageLite& header, size_t payload_size,
                   std::string* out);
 
-}  // namespace mla::server
+}  // namespace mla::wire
 
-#endif  // MLA_SERVER_TENSOR_CODEC_H_
+#endif  // MLA_PROTO_TENSOR_CODEC_H_

@@ -1,4 +1,4 @@
-#include "server/tensor_codec.h"
+#include "proto/tensor_codec.h"
 
 #include <google/protobuf/message_lite.h>
 
@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace mla::server {
+namespace mla::wire {
 namespace {
 
 // Reads forward over fragments without joining them.
@@ -150,4 +150,4 @@ void EncodeHeader(const google::protobuf::MessageLite& header, size_t payload_si
   }
 }
 
-}  // namespace mla::server
+}  // namespace mla::wire

@@ -1,0 +1,391 @@
+#include "client/cpp/client.h"
+
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <openssl/evp.h>
+#include <sys/random.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <fstream>
+#include <mutex>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/session.h"
+#include "client/cpp/stream.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "mla/v1/admin.grpc.pb.h"
+#include "mla/v1/model.grpc.pb.h"
+#include "mla/v1/sequence.grpc.pb.h"
+
+namespace mla::client {
+namespace {
+
+using Millis = std::chrono::milliseconds;
+
+uint64_t Random64() {
+  uint64_t value = 0;
+  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value)) || value == 0) {
+  }
+  return value;
+}
+
+absl::StatusOr<std::string> ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::InvalidArgumentError(path + ": cannot be read");
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
+    const ClientOptions& options) {
+  if (options.tls_ca.empty() && options.tls_cert.empty() && options.tls_key.empty()) {
+    return grpc::InsecureChannelCredentials();
+  }
+  grpc::SslCredentialsOptions ssl;
+  for (const auto& [path, text] : {std::pair(&options.tls_ca, &ssl.pem_root_certs),
+                                   std::pair(&options.tls_cert, &ssl.pem_cert_chain),
+                                   std::pair(&options.tls_key, &ssl.pem_private_key)}) {
+    auto read = ReadFile(*path);
+    if (!read.ok()) return read.status();
+    *text = *std::move(read);
+  }
+  return grpc::SslCredentials(ssl);
+}
+
+grpc::ChannelArguments Arguments(const ClientOptions& options) {
+  grpc::ChannelArguments arguments;
+  // Sizes are the server's to bound: it answers with the limit that was exceeded.
+  arguments.SetMaxReceiveMessageSize(-1);
+  arguments.SetMaxSendMessageSize(-1);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
+  // A client that shared another's connection would share its fate and its flow control.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  if (!options.tls_server_name.empty()) {
+    arguments.SetSslTargetNameOverride(options.tls_server_name);
+  }
+  return arguments;
+}
+
+}  // namespace
+
+struct Client::Impl {
+  ClientOptions options;
+  std::shared_ptr<grpc::Channel> channel;
+  std::unique_ptr<v1::Admin::Stub> admin;
+  std::unique_ptr<v1::Models::Stub> models;
+  std::unique_ptr<v1::Sequences::Stub> sequences;
+  v1::GetServerInfoReply info;
+  std::atomic<uint64_t> next_step{Random64() >> 1};  // far from other clients' ids
+
+  std::mutex mutex;  // guards what follows
+  std::condition_variable stopped;
+  bool stop = false;
+  absl::Status lost;  // not OK once another boot id was seen
+  std::thread renewer;
+
+  void Prepare(grpc::ClientContext* context, Millis extra = Millis(0)) const {
+    if (!options.tenant.empty()) context->AddMetadata("mla-tenant", options.tenant);
+    context->set_deadline(std::chrono::system_clock::now() + Millis(options.call_timeout_ms) +
+                          extra);
+  }
+
+  absl::Status CheckBoot(uint64_t boot_id) {
+    const std::lock_guard lock(mutex);
+    if (lost.ok() && boot_id != info.boot_id()) lost = RestartedError(info.boot_id(), boot_id);
+    return lost;
+  }
+
+  absl::Status Lost() {
+    const std::lock_guard lock(mutex);
+    return lost;
+  }
+
+  // One unary call with deadline, tenant and boot check. `call(context, reply)` performs it.
+  template <typename Reply, typename Call>
+  absl::StatusOr<Reply> Unary(Call call, Millis extra = Millis(0)) {
+    if (absl::Status status = Lost(); !status.ok()) return status;
+    grpc::ClientContext context;
+    Prepare(&context, extra);
+    Reply reply;
+    if (absl::Status status = FromGrpc(call(&context, &reply), context); !status.ok()) {
+      return status;
+    }
+    if constexpr (requires { reply.boot_id(); }) {
+      if (absl::Status status = CheckBoot(reply.boot_id()); !status.ok()) return status;
+    }
+    return reply;
+  }
+
+  void RenewLoop(Client* client, Millis period) {
+    std::unique_lock lock(mutex);
+    while (!stopped.wait_for(lock, period, [this] { return stop; })) {
+      lock.unlock();
+      // A failure is seen by the next call that matters; a restart is remembered by CheckBoot.
+      client->RenewLeases().status().IgnoreError();
+      lock.lock();
+    }
+  }
+};
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
+                                                        const ClientOptions& options) {
+  auto credentials = Credentials(options);
+  if (!credentials.ok()) return credentials.status();
+  auto impl = std::make_unique<Impl>();
+  impl->options = options;
+  if (impl->options.client_id.empty()) {
+    impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
+  }
+  impl->channel = grpc::CreateCustomChannel(target, *credentials, Arguments(options));
+  impl->admin = v1::Admin::NewStub(impl->channel);
+  impl->models = v1::Models::NewStub(impl->channel);
+  impl->sequences = v1::Sequences::NewStub(impl->channel);
+  grpc::ClientContext context;
+  impl->Prepare(&context);
+  context.set_wait_for_ready(false);
+  const grpc::Status status = impl->admin->GetServerInfo(&context, {}, &impl->info);
+  if (!status.ok()) return FromGrpc(status, context);
+  std::unique_ptr<Client> client(new Client(std::move(impl)));
+  Impl& made = *client->impl_;
+  const int64_t lease_ms = options.sequence_lease_ms != 0 ? options.sequence_lease_ms
+                                                          : made.info.limits().sequence_lease_ms();
+  if (options.renew_leases) {
+    made.renewer = std::thread([raw = client.get(), lease_ms] {
+      raw->impl_->RenewLoop(raw, Millis(std::max<int64_t>(lease_ms / 3, 1)));
+    });
+  }
+  return client;
+}
+
+Client::Client(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Client::~Client() {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->stop = true;
+    impl_->stopped.notify_all();
+  }
+  if (impl_->renewer.joinable()) impl_->renewer.join();
+}
+
+const v1::GetServerInfoReply& Client::info() const { return impl_->info; }
+const std::string& Client::client_id() const { return impl_->options.client_id; }
+uint64_t Client::NewStepId() { return impl_->next_step.fetch_add(1); }
+
+absl::StatusOr<v1::GetServerInfoReply> Client::GetServerInfo() {
+  return impl_->Unary<v1::GetServerInfoReply>(
+      [&](auto* context, auto* reply) { return impl_->admin->GetServerInfo(context, {}, reply); });
+}
+
+absl::StatusOr<v1::GetStatsReply> Client::GetStats() {
+  return impl_->Unary<v1::GetStatsReply>(
+      [&](auto* context, auto* reply) { return impl_->admin->GetStats(context, {}, reply); });
+}
+
+absl::StatusOr<bool> Client::IsServing(const std::string& service) {
+  const auto stub = grpc::health::v1::Health::NewStub(impl_->channel);
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(service);
+  const auto reply = impl_->Unary<grpc::health::v1::HealthCheckResponse>(
+      [&](auto* context, auto* out) { return stub->Check(context, request, out); });
+  if (!reply.ok()) return reply.status();
+  return reply->status() == grpc::health::v1::HealthCheckResponse::SERVING;
+}
+
+absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit) {
+  v1::DrainRequest request;
+  request.set_deadline_ms(deadline_ms);
+  request.set_exit(exit);
+  return impl_->Unary<v1::DrainReply>(
+      [&](auto* context, auto* reply) { return impl_->admin->Drain(context, request, reply); },
+      Millis(deadline_ms));
+}
+
+absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& model) {
+  v1::RegisterRequest request;
+  *request.mutable_model() = model;
+  return impl_->Unary<v1::RegisterReply>(
+      [&](auto* context, auto* reply) { return impl_->models->Register(context, request, reply); });
+}
+
+absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
+    const std::string& model_id, const std::function<std::optional<WeightsChunk>()>& next) {
+  return impl_->Unary<v1::UploadWeightsReply>(
+      [&](grpc::ClientContext* context, v1::UploadWeightsReply* reply) {
+        const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest(EVP_MD_CTX_new(),
+                                                                             EVP_MD_CTX_free);
+        EVP_DigestInit_ex(digest.get(), EVP_sha256(), nullptr);
+        const auto writer = impl_->models->UploadWeights(context, reply);
+        v1::UploadWeightsRequest message;
+        message.mutable_header()->set_model_id(model_id);
+        bool open = writer->Write(message);
+        while (auto chunk = open ? next() : std::nullopt) {
+          EVP_DigestUpdate(digest.get(), chunk->bytes.data(), chunk->bytes.size());
+          v1::UploadWeightsRequest::Chunk* part = message.mutable_chunk();
+          part->set_layer(chunk->layer);
+          part->set_head_begin(chunk->head_begin);
+          part->set_head_count(chunk->head_count);
+          part->set_payload(std::move(chunk->bytes));
+          open = writer->Write(message);
+        }
+        std::string sha256(32, '\0');
+        EVP_DigestFinal_ex(digest.get(), reinterpret_cast<unsigned char*>(sha256.data()), nullptr);
+        message.mutable_trailer()->set_sha256(sha256);
+        if (open) writer->Write(message);
+        writer->WritesDone();
+        return writer->Finish();
+      },
+      // The whole upload, not one message.
+      Millis(impl_->options.request_timeout_ms * 10));
+}
+
+absl::StatusOr<v1::ListModelsReply> Client::ListModels() {
+  return impl_->Unary<v1::ListModelsReply>(
+      [&](auto* context, auto* reply) { return impl_->models->List(context, {}, reply); });
+}
+
+absl::Status Client::UnregisterModel(const std::string& model_id) {
+  v1::UnregisterRequest request;
+  request.set_model_id(model_id);
+  return impl_
+      ->Unary<v1::UnregisterReply>([&](auto* context, auto* reply) {
+        return impl_->models->Unregister(context, request, reply);
+      })
+      .status();
+}
+
+absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
+                                              const std::string& request_id) {
+  v1::OpenRequest request;
+  request.set_model_id(model_id);
+  request.set_request_id(request_id.empty() ? absl::StrFormat("open-%016x", Random64())
+                                            : request_id);
+  request.set_client_id(client_id());
+  request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
+  const auto open = [&](auto* context, auto* reply) {
+    return impl_->sequences->Open(context, request, reply);
+  };
+  auto reply = impl_->Unary<v1::OpenReply>(open);
+  // The request id makes this safe: the second call finds what the first may have opened.
+  if (absl::IsUnavailable(reply.status()) && !DetailOf(reply.status())) {
+    reply = impl_->Unary<v1::OpenReply>(open);
+  }
+  if (!reply.ok()) return reply.status();
+  return Sequence(this, reply->sequence());
+}
+
+absl::StatusOr<v1::GetReply> Client::GetSequences(const std::vector<uint64_t>& ids, bool own_only) {
+  v1::GetRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  if (own_only) request.set_client_id(client_id());
+  return impl_->Unary<v1::GetReply>(
+      [&](auto* context, auto* reply) { return impl_->sequences->Get(context, request, reply); });
+}
+
+absl::StatusOr<v1::ReleaseReply> Client::ReleaseSequences(const std::vector<uint64_t>& ids) {
+  v1::ReleaseRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return impl_->Unary<v1::ReleaseReply>([&](auto* context, auto* reply) {
+    return impl_->sequences->Release(context, request, reply);
+  });
+}
+
+absl::StatusOr<v1::RenewLeaseReply> Client::RenewLeases() {
+  v1::RenewLeaseRequest request;
+  request.set_client_id(client_id());
+  return impl_->Unary<v1::RenewLeaseReply>([&](auto* context, auto* reply) {
+    return impl_->sequences->RenewLease(context, request, reply);
+  });
+}
+
+absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
+  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  std::unique_ptr<Session> session(new Session());
+  session->client_ = this;
+  session->stream_ = std::make_shared<Stream>(
+      impl_->channel, impl_->options.tenant, impl_->info.boot_id(),
+      Millis(impl_->options.request_timeout_ms), impl_->info.limits().message_bytes());
+  return session;
+}
+
+absl::StatusOr<v1::ForkReply> Client::ForkSequence(uint64_t id, uint64_t epoch,
+                                                   std::optional<uint64_t> length) {
+  v1::ForkRequest request;
+  request.set_sequence_id(id);
+  request.set_expected_epoch(epoch);
+  if (length) request.set_length(*length);
+  request.set_request_id(absl::StrFormat("fork-%016x", Random64()));
+  request.set_client_id(client_id());
+  request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
+  return impl_->Unary<v1::ForkReply>(
+      [&](auto* context, auto* reply) { return impl_->sequences->Fork(context, request, reply); });
+}
+
+absl::StatusOr<v1::TruncateReply> Client::TruncateSequence(uint64_t id, uint64_t epoch,
+                                                           uint64_t length) {
+  v1::TruncateRequest request;
+  request.set_sequence_id(id);
+  request.set_expected_epoch(epoch);
+  request.set_length(length);
+  return impl_->Unary<v1::TruncateReply>([&](auto* context, auto* reply) {
+    return impl_->sequences->Truncate(context, request, reply);
+  });
+}
+
+// ------------------------------------------------------------------------------------ Sequence
+
+Sequence::Sequence(Client* client, const v1::SequenceInfo& info)
+    : client_(client), id_(info.sequence_id()), epoch_(info.epoch()), length_(info.length()) {}
+
+Sequence::Sequence(Sequence&& other) noexcept { *this = std::move(other); }
+
+Sequence& Sequence::operator=(Sequence&& other) noexcept {
+  if (this == &other) return *this;
+  Release().IgnoreError();
+  client_ = std::exchange(other.client_, nullptr);
+  id_ = other.id_;
+  epoch_ = other.epoch_;
+  length_ = other.length_;
+  return *this;
+}
+
+Sequence::~Sequence() { Release().IgnoreError(); }
+
+absl::StatusOr<Sequence> Sequence::Fork(std::optional<uint64_t> length) {
+  const auto reply = client_->ForkSequence(id_, epoch_, length);
+  if (!reply.ok()) return reply.status();
+  return Sequence(client_, reply->sequence());
+}
+
+absl::Status Sequence::Truncate(uint64_t length) {
+  const auto reply = client_->TruncateSequence(id_, epoch_, length);
+  if (!reply.ok()) return reply.status();
+  epoch_ = reply->epoch();
+  length_ = reply->length();
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::Refresh() {
+  const auto reply = client_->GetSequences({id_}, false);
+  if (!reply.ok()) return reply.status();
+  if (reply->sequences_size() != 1) return absl::NotFoundError("the sequence is gone");
+  epoch_ = reply->sequences(0).epoch();
+  length_ = reply->sequences(0).length();
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::Release() {
+  if (client_ == nullptr) return absl::OkStatus();
+  return std::exchange(client_, nullptr)->ReleaseSequences({id_}).status();
+}
+
+}  // namespace mla::client

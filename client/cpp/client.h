@@ -1,0 +1,135 @@
+// C++ client of mla-server: connections, models, sequences and the leases that keep them.
+//
+//   auto client = Client::Connect("unix:/run/mla/mla.sock", {});
+//   (*client)->RegisterModel(spec);
+//   auto sequence = (*client)->OpenSequence("my-model");
+//   auto session = (*client)->OpenSession();                       // session.h: steps and
+//   attention auto step = (*session)->Begin("my-model", {{&*sequence, rows}});
+//   (*step)->Attend(call);  ...for every layer...  (*step)->End();
+//
+// Every call has a deadline. A background thread renews the leases of all sequences that this
+// client opened. When the server turns out to have restarted (another boot_id), every later call
+// fails with ABORTED: nothing is resumed silently.
+//
+// Ownership: Client outlives its sequences and sessions. Threading: Client may be used from any
+// thread; Sequence from one at a time.
+#ifndef MLA_CLIENT_CPP_CLIENT_H_
+#define MLA_CLIENT_CPP_CLIENT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "mla/v1/admin.pb.h"
+#include "mla/v1/model.pb.h"
+#include "mla/v1/sequence.pb.h"
+
+namespace mla::client {
+
+class Session;
+class Sequence;
+
+struct ClientOptions {
+  std::string tenant;     // sent without TLS only; empty: the server's default tenant
+  std::string client_id;  // groups this client's sequences; empty: a random name
+  // PEM files; all three or none. With them the target must match the server's certificate.
+  std::string tls_ca, tls_cert, tls_key;
+  std::string tls_server_name;         // expected instead of the target's host, if not empty
+  int64_t call_timeout_ms = 10000;     // of each unary call
+  int64_t request_timeout_ms = 60000;  // of each request on a session
+  int64_t sequence_lease_ms = 0;       // 0: the server's default
+  bool renew_leases = true;
+};
+
+// Bytes of one layer's head range, in the layout of UploadWeightsRequest.Chunk.
+struct WeightsChunk {
+  uint32_t layer = 0;
+  uint32_t head_begin = 0;
+  uint32_t head_count = 0;
+  std::string bytes;
+};
+
+class Client final {
+ public:
+  // Asks for the server's limits and boot id. UNAVAILABLE when nobody answers in time.
+  static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
+                                                         const ClientOptions& options);
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  const v1::GetServerInfoReply& info() const;  // as of Connect
+  const std::string& client_id() const;
+  absl::StatusOr<v1::GetServerInfoReply> GetServerInfo();
+  absl::StatusOr<v1::GetStatsReply> GetStats();
+  // grpc.health.v1: whether `service` ("" for the whole server) takes new work.
+  absl::StatusOr<bool> IsServing(const std::string& service = "");
+  // `deadline_ms` 0: the server's. The call itself is given that time and call_timeout_ms more.
+  absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit);
+
+  absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model);
+  // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it.
+  absl::StatusOr<v1::UploadWeightsReply> UploadWeights(
+      const std::string& model_id, const std::function<std::optional<WeightsChunk>()>& next);
+  absl::StatusOr<v1::ListModelsReply> ListModels();
+  absl::Status UnregisterModel(const std::string& model_id);
+
+  // `request_id` makes a retry safe; empty: a random one, and the call is repeated once when the
+  // connection broke under it.
+  absl::StatusOr<Sequence> OpenSequence(const std::string& model_id,
+                                        const std::string& request_id = "");
+  // No ids: all of the tenant's, or only this client's.
+  absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
+  absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
+  absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
+
+  // A stream of steps. Sessions are independent of each other.
+  absl::StatusOr<std::unique_ptr<Session>> OpenSession();
+
+ private:
+  friend class Sequence;
+  friend class Session;
+  struct Impl;
+  uint64_t NewStepId();
+  absl::StatusOr<v1::ForkReply> ForkSequence(uint64_t id, uint64_t epoch,
+                                             std::optional<uint64_t> length);
+  absl::StatusOr<v1::TruncateReply> TruncateSequence(uint64_t id, uint64_t epoch, uint64_t length);
+  explicit Client(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// One open sequence. Releases it when destroyed, unless Detach was called.
+class Sequence final {
+ public:
+  Sequence(Sequence&& other) noexcept;
+  Sequence& operator=(Sequence&& other) noexcept;
+  ~Sequence();
+
+  uint64_t id() const { return id_; }
+  uint64_t epoch() const { return epoch_; }
+  uint64_t length() const { return length_; }  // committed rows, as last heard
+
+  // Shares the first `length` rows (absent: all committed ones), copy-on-write.
+  absl::StatusOr<Sequence> Fork(std::optional<uint64_t> length = std::nullopt);
+  absl::Status Truncate(uint64_t length);
+  absl::Status Refresh();  // asks for epoch and length
+  absl::Status Release();
+  void Detach() { client_ = nullptr; }  // the lease alone decides from now on
+
+ private:
+  friend class Client;
+  friend class Step;
+  Sequence(Client* client, const v1::SequenceInfo& info);
+
+  Client* client_ = nullptr;
+  uint64_t id_ = 0, epoch_ = 0, length_ = 0;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_CLIENT_H_

@@ -1,0 +1,192 @@
+#include "client/cpp/session.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/stream.h"
+
+namespace mla::client {
+namespace {
+
+// Header bytes of a message, generously.
+constexpr uint64_t kHeaderBytes = 1024;
+
+uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
+
+// Bytes of one row of each tensor of a call.
+struct RowBytes {
+  uint64_t kv = 0, q = 0, o = 0, lse = 0;
+  uint64_t in() const { return kv + q; }
+  uint64_t out() const { return o + lse; }
+};
+
+RowBytes RowBytesOf(const AttendCall& call, const v1::Geometry& geometry) {
+  const uint64_t q_element = ElementSize(call.q_dtype), o_element = ElementSize(call.o_dtype);
+  const uint64_t row = uint64_t{geometry.kv_lora_rank()} + geometry.rope_dim();
+  RowBytes bytes;
+  if (call.kv != nullptr) bytes.kv = row * q_element;
+  if (call.lse != nullptr) bytes.lse = call.num_heads * sizeof(float);
+  if (call.profile == v1::PROFILE_ABSORBED) {
+    bytes.q = call.num_heads * row * q_element;
+    bytes.o = uint64_t{call.num_heads} * geometry.kv_lora_rank() * o_element;
+  } else if (call.profile == v1::PROFILE_EXPANDED) {
+    bytes.q = call.num_heads * (uint64_t{geometry.nope_dim()} + geometry.rope_dim()) * q_element;
+    bytes.o = uint64_t{call.num_heads} * geometry.v_dim() * o_element;
+  }
+  return bytes;
+}
+
+std::span<const std::byte> Rows(const void* base, uint64_t row_bytes, uint64_t first,
+                                uint64_t count) {
+  return {static_cast<const std::byte*>(base) + first * row_bytes, count * row_bytes};
+}
+
+std::span<std::byte> MutableRows(void* base, uint64_t row_bytes, uint64_t first, uint64_t count) {
+  return {static_cast<std::byte*>(base) + first * row_bytes, count * row_bytes};
+}
+
+void FillAttend(const AttendCall& call, uint64_t step_id, uint32_t first, uint32_t count,
+                v1::Attend* attend) {
+  attend->set_step_id(step_id);
+  attend->set_layer(call.layer);
+  attend->set_row_begin(call.row_begin + first);
+  attend->set_row_count(count);
+  attend->set_head_offset(call.head_offset);
+  attend->set_num_heads(call.num_heads);
+  attend->set_profile(call.profile);
+  attend->set_has_kv(call.kv != nullptr);
+  attend->set_want_lse(call.lse != nullptr);
+  attend->set_q_dtype(call.q_dtype);
+  attend->set_o_dtype(call.o_dtype);
+  attend->set_timeout_us(call.timeout_us);
+}
+
+}  // namespace
+
+PendingAttend::~PendingAttend() {
+  for (const auto& piece : pieces_) stream_->Wait(piece.get()).IgnoreError();
+}
+
+absl::StatusOr<AttendTimes> PendingAttend::Wait() {
+  absl::Status status = refused_;
+  AttendTimes times;
+  times.messages = static_cast<uint32_t>(pieces_.size());
+  uint32_t slowest = 0;
+  for (const auto& piece : pieces_) {
+    absl::Status one = stream_->Wait(piece.get());
+    if (status.ok()) status = std::move(one);
+    const v1::Timings& t = piece->reply.timings();
+    if (const uint32_t total = t.queue_us() + t.plan_us() + t.kernel_us(); total >= slowest) {
+      slowest = total;
+      times = {t.queue_us(),       t.plan_us(),         t.kernel_us(),
+               t.write_us(),       t.launch_requests(), t.launch_layers(),
+               t.launch_clients(), times.messages,      t.plan_reused()};
+    }
+  }
+  pieces_.clear();
+  if (!status.ok()) return status;
+  return times;
+}
+
+PendingAttend Step::AttendAsync(const AttendCall& call) {
+  PendingAttend pending;
+  pending.stream_ = stream_;
+  const RowBytes row = RowBytesOf(call, model_.geometry());
+  const uint64_t room = stream_->message_bytes() - kHeaderBytes;
+  const uint64_t widest = std::max({row.in(), row.out(), uint64_t{1}});
+  if (widest > room) {
+    pending.refused_ = absl::InvalidArgumentError(
+        absl::StrCat("one row takes ", widest, " bytes, messages ", room,
+                     ": send fewer heads at a time or raise wire.message_bytes"));
+    return pending;
+  }
+  const auto most = static_cast<uint32_t>(
+      std::min<uint64_t>(room / widest, std::numeric_limits<uint32_t>::max()));
+  for (uint32_t first = 0; first < call.row_count || first == 0;) {
+    const uint32_t count = std::min(most, call.row_count - first);
+    v1::AttendStreamRequest request;
+    FillAttend(call, id_, first, count, request.mutable_attend());
+    auto piece = std::make_shared<PendingReply>();
+    piece->o = MutableRows(call.o, row.o, first, count);
+    piece->lse = MutableRows(call.lse, row.lse, first, count);
+    pending.pieces_.push_back(piece);
+    stream_->Send(&request, Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count),
+                  piece);
+    first += std::max(count, 1u);
+  }
+  return pending;
+}
+
+absl::StatusOr<std::vector<uint64_t>> Step::End(const std::vector<uint32_t>& committed_rows) {
+  v1::AttendStreamRequest request;
+  request.mutable_end_step()->set_step_id(id_);
+  request.mutable_end_step()->mutable_committed_rows()->Add(committed_rows.begin(),
+                                                            committed_rows.end());
+  PendingReply result;
+  if (absl::Status status = stream_->Call(&request, &result); !status.ok()) return status;
+  open_ = false;
+  const auto& lengths = result.reply.end_step().lengths();
+  for (size_t i = 0; i < rows_.size() && i < static_cast<size_t>(lengths.size()); ++i) {
+    rows_[i].sequence->length_ = lengths[static_cast<int>(i)];
+  }
+  return std::vector<uint64_t>(lengths.begin(), lengths.end());
+}
+
+absl::Status Step::Abort() {
+  v1::AttendStreamRequest request;
+  request.mutable_abort_step()->set_step_id(id_);
+  open_ = false;
+  PendingReply result;
+  return stream_->Call(&request, &result);
+}
+
+Step::~Step() {
+  if (open_) Abort().IgnoreError();
+}
+
+absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id,
+                                                     const std::vector<StepRows>& rows,
+                                                     const BeginOptions& options) {
+  auto model = models_.find(model_id);
+  if (model == models_.end()) {
+    const auto list = client_->ListModels();
+    if (!list.ok()) return list.status();
+    for (const v1::ModelInfo& info : list->models()) {
+      models_[info.model().model_id()] = info.model();
+    }
+    model = models_.find(model_id);
+    if (model == models_.end()) return absl::NotFoundError("no such model: " + model_id);
+  }
+  std::unique_ptr<Step> step(new Step());
+  step->stream_ = stream_;
+  step->model_ = model->second;
+  step->rows_ = rows;
+  step->id_ = options.step_id != 0 ? options.step_id : client_->NewStepId();
+  v1::AttendStreamRequest request;
+  v1::BeginStep* begin = request.mutable_begin_step();
+  begin->set_step_id(step->id_);
+  begin->set_model_id(model_id);
+  begin->set_participants(options.participants);
+  begin->set_lease_ms(options.lease_ms);
+  for (const StepRows& one : rows) {
+    v1::StepSequence* sequence = begin->add_sequences();
+    sequence->set_sequence_id(one.sequence->id());
+    sequence->set_epoch(one.sequence->epoch());
+    sequence->set_start_position(one.sequence->length());
+    sequence->set_rows(one.rows);
+  }
+  PendingReply result;
+  if (absl::Status status = stream_->Call(&request, &result); !status.ok()) return status;
+  step->total_rows_ = result.reply.begin_step().total_rows();
+  step->joined_ = result.reply.begin_step().joined();
+  step->open_ = true;
+  return step;
+}
+
+absl::Status Session::Close() { return stream_->Close(); }
+
+Session::~Session() { Close().IgnoreError(); }
+
+}  // namespace mla::client

@@ -1,0 +1,131 @@
+// Steps and attention: one Attend stream of the server.
+//
+// Tensors are the caller's memory: requests are sent from it and replies are written into it
+// without an intermediate copy on the way out and with one on the way in. It must stay valid and
+// unchanged until the call has returned (blocking) or Wait has returned (asynchronous).
+//
+// Work is cut by rows so that every message stays below the server's limits.message_bytes; the
+// pieces are sent back to back.
+//
+// Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
+// was not ended aborts it; destroying a session aborts all its steps. Threading: several threads
+// may use different steps of one session; one step is for one thread at a time.
+#ifndef MLA_CLIENT_CPP_SESSION_H_
+#define MLA_CLIENT_CPP_SESSION_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/client.h"
+#include "mla/v1/attention.pb.h"
+
+namespace mla::client {
+
+struct StepRows {
+  Sequence* sequence = nullptr;
+  uint32_t rows = 0;  // added to it by the step
+};
+
+struct BeginOptions {
+  uint64_t step_id = 0;       // 0: chosen by the session; participants must agree on one
+  uint32_t participants = 1;  // streams that take part
+  uint32_t lease_ms = 0;      // 0: the server's default
+};
+
+// One layer of a step, or a part of it. Shapes as in attention.proto, row-major.
+struct AttendCall {
+  uint32_t layer = 0;
+  uint32_t row_begin = 0;
+  uint32_t row_count = 0;
+  uint32_t head_offset = 0;
+  uint32_t num_heads = 0;
+  v1::Profile profile = v1::PROFILE_EXPANDED;
+  v1::DType q_dtype = v1::DTYPE_BF16;
+  v1::DType o_dtype = v1::DTYPE_BF16;
+  uint32_t timeout_us = 0;
+  const void* kv = nullptr;  // null: another head slice brings the rows
+  const void* q = nullptr;   // unused by APPEND_ONLY
+  void* o = nullptr;
+  float* lse = nullptr;  // null: not wanted
+};
+
+// Of the slowest piece of a call.
+struct AttendTimes {
+  uint32_t queue_us = 0, plan_us = 0, kernel_us = 0, write_us = 0;
+  uint32_t launch_requests = 0, launch_layers = 0, launch_clients = 0;
+  uint32_t messages = 0;  // pieces
+  bool plan_reused = false;
+};
+
+class Stream;
+struct PendingReply;
+
+// An Attend under way. Wait at most once; dropping it without Wait waits too, because the tensors
+// are in use until then.
+class PendingAttend final {
+ public:
+  PendingAttend(PendingAttend&&) = default;
+  PendingAttend& operator=(PendingAttend&&) = default;
+  ~PendingAttend();
+  // DEADLINE_EXCEEDED ends the whole session: its tensors could not be taken back otherwise.
+  absl::StatusOr<AttendTimes> Wait();
+
+ private:
+  friend class Step;
+  PendingAttend() = default;
+  std::shared_ptr<Stream> stream_;
+  std::vector<std::shared_ptr<PendingReply>> pieces_;
+  absl::Status refused_;
+};
+
+class Step final {
+ public:
+  ~Step();
+  uint64_t id() const { return id_; }
+  uint32_t total_rows() const { return total_rows_; }
+  uint32_t joined() const { return joined_; }
+
+  PendingAttend AttendAsync(const AttendCall& call);
+  absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
+  // Commits; empty: all rows. Updates the lengths of the sequences and returns them.
+  absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows = {});
+  absl::Status Abort();
+
+ private:
+  friend class Session;
+  Step() = default;
+
+  std::shared_ptr<Stream> stream_;
+  v1::ModelSpec model_;
+  std::vector<StepRows> rows_;
+  uint64_t id_ = 0;
+  uint32_t total_rows_ = 0, joined_ = 0;
+  bool open_ = false;
+};
+
+class Session final {
+ public:
+  ~Session();
+  absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
+                                              const std::vector<StepRows>& rows,
+                                              const BeginOptions& options = {});
+  // Ends the stream; open steps are aborted. The status of the stream.
+  absl::Status Close();
+
+ private:
+  friend class Client;
+  Session() = default;
+
+  Client* client_ = nullptr;
+  std::shared_ptr<Stream> stream_;
+  std::map<std::string, v1::ModelSpec> models_;  // as the server has them
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_SESSION_H_

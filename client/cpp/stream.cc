@@ -1,0 +1,201 @@
+#include "client/cpp/stream.h"
+
+#include <grpcpp/channel.h>
+#include <grpcpp/generic/generic_stub.h>
+
+#include <utility>
+
+#include "client/cpp/errors.h"
+
+namespace mla::client {
+namespace {
+
+using Stub = grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer>;
+
+constexpr char kMethod[] = "/mla.v1.Attention/Attend";
+
+grpc::Slice ViewOf(std::span<const std::byte> bytes) {
+  return grpc::Slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);
+}
+
+}  // namespace
+
+Stream::Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant, uint64_t boot_id,
+               std::chrono::milliseconds timeout, uint64_t message_bytes)
+    : boot_id_(boot_id),
+      timeout_(timeout),
+      message_bytes_(message_bytes),
+      channel_(std::move(channel)) {
+  if (!tenant.empty()) context_.AddMetadata("mla-tenant", tenant);
+  Stub(channel_).PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  // Writes start from the caller's threads; the hold keeps OnDone away until Close.
+  AddHold();
+  StartRead(&incoming_);
+  StartCall();
+}
+
+Stream::~Stream() { Close().IgnoreError(); }
+
+void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+                  std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending) {
+  std::string header;
+  const std::lock_guard lock(mutex_);
+  if (done_ || closing_ || !broken_.ok()) {
+    pending->status = !broken_.ok() ? broken_ : absl::UnavailableError("the session has ended");
+    pending->done = true;
+    return;
+  }
+  request->set_tag(next_tag_);
+  pending_[next_tag_++] = pending;
+  wire::EncodeHeader(*request, first.size() + second.size(), &header);
+  grpc::Slice slices[3] = {grpc::Slice(header)};
+  size_t count = 1;
+  if (!first.empty()) slices[count++] = ViewOf(first);
+  if (!second.empty()) slices[count++] = ViewOf(second);
+  queue_.emplace_back(slices, count);
+  if (!writing_) StartNextWrite();
+}
+
+// REQUIRES: mutex_ held, something to do. gRPC starts the write in this call but reports its end
+// from another stack, so the mutex may be held.
+void Stream::StartNextWrite() {
+  if (!queue_.empty()) {
+    writing_ = true;
+    outgoing_.Swap(&queue_.front());
+    queue_.pop_front();
+    StartWrite(&outgoing_);
+  } else if (closing_ && !half_closed_) {
+    half_closed_ = true;
+    StartWritesDone();
+    RemoveHold();
+  }
+}
+
+void Stream::OnWriteDone(bool ok) {
+  const std::lock_guard lock(mutex_);
+  writing_ = false;
+  outgoing_.Clear();
+  if (!ok) queue_.clear();
+  StartNextWrite();
+}
+
+// No reply will come any more: let the call end, which fails whatever is pending.
+void Stream::EndSending() {
+  const std::lock_guard lock(mutex_);
+  queue_.clear();
+  closing_ = true;
+  if (!writing_) StartNextWrite();
+}
+
+// Parses incoming_ into reply_ and payload_.
+absl::Status Stream::Take(uint64_t* tag) {
+  slices_.clear();
+  if (!incoming_.Dump(&slices_).ok()) return absl::DataLossError("a reply cannot be decompressed");
+  fragments_.clear();
+  for (const grpc::Slice& slice : slices_) {
+    fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+  }
+  absl::Status status = wire::ScanMessage(fragments_, &header_bytes_, &payload_);
+  if (status.ok() && !reply_.ParseFromString(header_bytes_)) {
+    status = absl::DataLossError("a reply is not an AttendStreamReply");
+  }
+  *tag = reply_.tag();
+  return status;
+}
+
+void Stream::CopyPayload(PendingReply* pending) const {
+  const size_t expected = pending->o.size() + pending->lse.size();
+  if (reply_.has_error()) {
+    pending->status =
+        MakeStatus(reply_.error().code(), reply_.error().message(), reply_.error().detail());
+  } else if (payload_.size != expected) {
+    pending->status = absl::DataLossError("a reply's tensors have another size than asked for");
+  } else {
+    wire::GatherBytes(fragments_, payload_.offset, pending->o.size(), pending->o.data());
+    wire::GatherBytes(fragments_, payload_.offset + pending->o.size(), pending->lse.size(),
+                      pending->lse.data());
+  }
+}
+
+void Stream::OnReadDone(bool ok) {
+  if (!ok) return EndSending();
+  uint64_t tag = 0;
+  absl::Status status = Take(&tag);
+  if (status.ok() && reply_.boot_id() != boot_id_) {
+    status = RestartedError(boot_id_, reply_.boot_id());
+  }
+  std::shared_ptr<PendingReply> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!status.ok()) broken_ = status;
+    if (const auto found = pending_.find(tag); status.ok() && found != pending_.end()) {
+      pending = std::move(found->second);
+      pending_.erase(found);
+    }
+  }
+  if (!status.ok()) {
+    Cut();
+    return EndSending();
+  }
+  if (pending != nullptr) {
+    CopyPayload(pending.get());
+    pending->reply.Swap(&reply_);
+    const std::lock_guard lock(mutex_);
+    pending->done = true;
+    changed_.notify_all();
+  }
+  slices_.clear();
+  incoming_.Clear();
+  StartRead(&incoming_);
+}
+
+void Stream::OnDone(const grpc::Status& status) {
+  const std::lock_guard lock(mutex_);
+  final_status_ = FromGrpc(status, context_);
+  const absl::Status why = !broken_.ok()         ? broken_
+                           : !final_status_.ok() ? final_status_
+                                                 : absl::UnavailableError("the stream has ended");
+  for (auto& [tag, pending] : pending_) {
+    pending->status = why;
+    pending->done = true;
+  }
+  pending_.clear();
+  queue_.clear();
+  done_ = true;
+  changed_.notify_all();
+}
+
+absl::Status Stream::Wait(PendingReply* pending) {
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_for(lock, timeout_, [&] { return pending->done; })) {
+    broken_ = absl::DeadlineExceededError("no reply in time; the session was cut");
+    lock.unlock();
+    Cut();
+    Close().IgnoreError();
+    lock.lock();
+    changed_.wait(lock, [&] { return pending->done; });
+  }
+  return pending->status;
+}
+
+absl::Status Stream::Call(v1::AttendStreamRequest* request, PendingReply* result) {
+  auto pending = std::make_shared<PendingReply>();
+  Send(request, {}, {}, pending);
+  absl::Status status = Wait(pending.get());
+  result->reply.Swap(&pending->reply);
+  return status;
+}
+
+absl::Status Stream::Close() {
+  std::unique_lock lock(mutex_);
+  if (!std::exchange(closing_, true) && !writing_) StartNextWrite();
+  if (!changed_.wait_for(lock, timeout_, [&] { return done_; })) {
+    lock.unlock();
+    Cut();
+    lock.lock();
+    changed_.wait(lock, [&] { return done_; });
+  }
+  return final_status_;
+}
+
+}  // namespace mla::client

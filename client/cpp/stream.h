@@ -1,0 +1,102 @@
+// The client's end of one Attend stream. Internal to the library.
+//
+// Requests are sent in the order of Send, each from its header bytes and the caller's tensors;
+// replies are matched by tag and their tensors copied once, to where the caller wants them.
+//
+// Ownership: shared by session, steps and pending calls; gRPC's callbacks end before it does.
+// Threading: any thread; one mutex.
+#ifndef MLA_CLIENT_CPP_STREAM_H_
+#define MLA_CLIENT_CPP_STREAM_H_
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/impl/codegen/client_callback.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "mla/v1/attention.pb.h"
+#include "proto/tensor_codec.h"
+
+namespace grpc {
+class Channel;
+}  // namespace grpc
+
+namespace mla::client {
+
+// What a request waits for. The tensors' places are set by the caller.
+struct PendingReply {
+  std::span<std::byte> o, lse;
+  v1::AttendStreamReply reply;
+  absl::Status status;
+  bool done = false;
+};
+
+class Stream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant, uint64_t boot_id,
+         std::chrono::milliseconds timeout, uint64_t message_bytes);
+  ~Stream() override;
+
+  uint64_t message_bytes() const { return message_bytes_; }
+
+  // Sends `request` (its tag is set here) with `first` and `second` as payload. They and the places
+  // in `pending` must stay valid until Wait has returned.
+  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+            std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending);
+  // Waits for the reply. When the timeout passes, the stream is cut first.
+  absl::Status Wait(PendingReply* pending);
+  // Send and Wait without tensors.
+  absl::Status Call(v1::AttendStreamRequest* request, PendingReply* pending);
+  // Half-closes and waits for the end; cuts the stream after the timeout.
+  absl::Status Close();
+  void Cut() { context_.TryCancel(); }
+
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnDone(const grpc::Status& status) override;
+
+ private:
+  absl::Status Take(uint64_t* tag);
+  void CopyPayload(PendingReply* pending) const;
+  void StartNextWrite();
+  void EndSending();
+
+  const uint64_t boot_id_;
+  const std::chrono::milliseconds timeout_;
+  const uint64_t message_bytes_;
+  grpc::ClientContext context_;
+  std::shared_ptr<grpc::Channel> channel_;
+
+  // Reading side.
+  grpc::ByteBuffer incoming_;
+  std::vector<grpc::Slice> slices_;
+  std::vector<wire::Fragment> fragments_;
+  std::string header_bytes_;
+  v1::AttendStreamReply reply_;
+  wire::PayloadRange payload_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  grpc::ByteBuffer outgoing_;
+  std::deque<grpc::ByteBuffer> queue_;
+  bool writing_ = false, closing_ = false, half_closed_ = false, done_ = false;
+  absl::Status final_status_;
+  absl::Status broken_;  // why the stream was cut by this side
+  uint64_t next_tag_ = 1;
+  std::map<uint64_t, std::shared_ptr<PendingReply>> pending_;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STREAM_H_
