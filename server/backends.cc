@@ -1,13 +1,15 @@
 #include "server/backends.h"
 
+#include "kernels/cpu/cpu_backend.h"
 #include "kernels/reference/reference_backend.h"
 
 namespace mla::server {
 
 kernels::BackendRegistry AllBackends() {
   kernels::BackendRegistry registry;
-  // Names are fixed and distinct, so adding a row cannot fail.
+  // Names are fixed and distinct, so adding rows cannot fail.
   kernels::RegisterReference(registry).IgnoreError();
+  kernels::RegisterCpu(registry).IgnoreError();
   return registry;
 }
 

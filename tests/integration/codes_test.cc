@@ -1,0 +1,258 @@
+// Every status code that the contract can give, provoked over the wire.
+#include <gtest/gtest.h>
+
+#include "client/cpp/errors.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using absl::StatusCode;
+using client::ClientOptions;
+using client::DetailOf;
+
+ClientOptions As(const std::string& tenant) {
+  ClientOptions options;
+  options.tenant = tenant;
+  return options;
+}
+
+TEST(CodesTest, ForeignAndAbsentAreTheSame) {
+  const TestServer server;
+  const auto red = server.Connect(As("red"));
+  const auto blue = server.Connect(As("blue"));
+  Worker worker(red.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_EQ(blue->OpenSequence("m").status().code(), StatusCode::kNotFound);
+  EXPECT_EQ(blue->UnregisterModel("m").code(), StatusCode::kNotFound);
+  const auto seen = blue->GetSequences({track.sequence.id()}, false);
+  ASSERT_TRUE(seen.ok());
+  EXPECT_EQ(seen->not_found_size(), 1);
+  EXPECT_EQ(seen->sequences_size(), 0);
+  const auto released = blue->ReleaseSequences({track.sequence.id(), 12345});
+  ASSERT_TRUE(released.ok());
+  EXPECT_EQ(released->released(), 0u);
+  EXPECT_EQ(released->not_found_size(), 2);
+  EXPECT_EQ(worker.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
+
+  // The tenant has a model of the same name, yet the sequence stays foreign.
+  Worker other(blue.get(), {}, "m", 2);
+  const auto step = other.session().Begin("m", {{&track.sequence, 1}});
+  EXPECT_EQ(step.status().code(), StatusCode::kNotFound) << step.status();
+}
+
+TEST(CodesTest, RegisterTwice) {
+  const TestServer server;
+  const auto client = server.Connect();
+  const v1::ModelSpec spec = SpecOf({}, "m");
+  EXPECT_TRUE(client->RegisterModel(spec).ok());
+  EXPECT_TRUE(client->RegisterModel(spec).ok());
+  v1::ModelSpec other = spec;
+  other.set_layers(3);
+  EXPECT_EQ(client->RegisterModel(other).status().code(), StatusCode::kAlreadyExists);
+  const auto list = client->ListModels();
+  ASSERT_TRUE(list.ok());
+  ASSERT_EQ(list->models_size(), 1);
+  EXPECT_EQ(list->models(0).model().layers(), 2u);
+}
+
+TEST(CodesTest, ModelsInUseStay) {
+  const TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  {
+    Track track = *worker.Open();
+    EXPECT_EQ(client->UnregisterModel("m").code(), StatusCode::kFailedPrecondition);
+  }
+  EXPECT_EQ(client->UnregisterModel("m"), absl::OkStatus());
+  EXPECT_EQ(client->UnregisterModel("m").code(), StatusCode::kNotFound);
+}
+
+TEST(CodesTest, OpenAndForkAreIdempotentByRequestId) {
+  const TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  auto first = client->OpenSequence("m", "same");
+  auto again = client->OpenSequence("m", "same");
+  ASSERT_TRUE(first.ok() && again.ok());
+  EXPECT_EQ(first->id(), again->id());
+  again->Detach();
+  EXPECT_NE(client->OpenSequence("m", "different")->id(), first->id());
+}
+
+TEST(CodesTest, StaleEpochAndPosition) {
+  const TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  ASSERT_EQ(worker.Step({&track}, {4}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  Track stale = *worker.Open();
+  // A second handle on the same sequence that misses the truncation.
+  auto copy = client->GetSequences({track.sequence.id()}, false);
+  ASSERT_TRUE(copy.ok());
+  ASSERT_EQ(track.sequence.Truncate(2), absl::OkStatus());
+  v1::ModelSpec spec;
+  auto begun = worker.session().Begin("m", {{&track.sequence, 1}});
+  ASSERT_TRUE(begun.ok());
+  // In a step: Fork and Truncate are refused.
+  EXPECT_EQ(track.sequence.Fork().status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(track.sequence.Truncate(1).code(), StatusCode::kFailedPrecondition);
+  ASSERT_EQ((*begun)->Abort(), absl::OkStatus());
+  EXPECT_EQ(track.sequence.Truncate(9).code() == StatusCode::kOk, false);
+}
+
+TEST(CodesTest, UnsupportedShapesAreListed) {
+  const TestServer server;
+  const auto client = server.Connect();
+  v1::ModelSpec spec = SpecOf({}, "m");
+  spec.mutable_geometry()->set_num_heads(17);  // above limits.max_heads
+  const auto refused = client->RegisterModel(spec);
+  EXPECT_EQ(refused.status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(refused.status())->field(), "model.geometry.num_heads");
+  EXPECT_EQ(DetailOf(refused.status())->limit(), "1..16");
+  EXPECT_EQ(DetailOf(refused.status())->got(), "17");
+  EXPECT_FALSE(client->info().supported_shapes().empty());
+}
+
+TEST(CodesTest, PoolExhaustedNamesPagesAndRecovers) {
+  const TestServer server(
+      [](server::Config& config) { config.limits.kv_cache_bytes = int64_t{1} << 20; });
+  const auto client = server.Connect();
+  Dims dims;
+  dims.page = 64;
+  dims.layers = 8;  // a page group of 64 x 40 x 2 x 8 = 40 KiB
+  Worker worker(client.get(), dims, "m", 1);
+  std::vector<Track> tracks;
+  absl::Status status;
+  while (status.ok() && tracks.size() < 60) {
+    tracks.push_back(*worker.Open());
+    status = worker.Step({&tracks.back()}, {1}, v1::PROFILE_APPEND_ONLY);
+  }
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+  EXPECT_FALSE(DetailOf(status)->reason().empty());
+  tracks.erase(tracks.begin());
+  EXPECT_EQ(worker.Step({&tracks.back()}, {1}, v1::PROFILE_APPEND_ONLY), absl::OkStatus());
+}
+
+TEST(CodesTest, TooManySequences) {
+  const TestServer server([](server::Config& config) { config.limits.max_sequences = 32; });
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  std::vector<Track> tracks;
+  for (int i = 0; i < 32; ++i) tracks.push_back(*worker.Open());
+  EXPECT_EQ(worker.Open().status().code(), StatusCode::kResourceExhausted);
+}
+
+TEST(CodesTest, RowsThatNeverComeEndTheWait) {
+  const TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 2}});
+  ASSERT_TRUE(step.ok());
+  const auto q = RandomBf16(static_cast<size_t>(2 * 4 * worker.dims().row()), &worker.random());
+  std::vector<float> o(2 * 4 * 32);
+  client::AttendCall call;
+  call.row_count = 2;
+  call.num_heads = 4;
+  call.profile = v1::PROFILE_ABSORBED;
+  call.o_dtype = v1::DTYPE_F32;
+  call.q = q.data();
+  call.o = o.data();
+  EXPECT_EQ((*step)->Attend(call).status().code(), StatusCode::kFailedPrecondition);
+  call.timeout_us = 20000;  // below limits.kv_wait_ms
+  EXPECT_EQ((*step)->Attend(call).status().code(), StatusCode::kDeadlineExceeded);
+}
+
+TEST(CodesTest, RepeatedRowsMustBeEqual) {
+  const TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 1}});
+  ASSERT_TRUE(step.ok());
+  auto kv = RandomBf16(static_cast<size_t>(worker.dims().row()), &worker.random());
+  const auto q = RandomBf16(static_cast<size_t>(4 * worker.dims().row()), &worker.random());
+  std::vector<float> o(4 * 32), o2(o.size());
+  client::AttendCall call;
+  call.row_count = 1;
+  call.num_heads = 4;
+  call.profile = v1::PROFILE_ABSORBED;
+  call.o_dtype = v1::DTYPE_F32;
+  call.kv = kv.data();
+  call.q = q.data();
+  call.o = o.data();
+  ASSERT_TRUE((*step)->Attend(call).ok());
+  call.o = o2.data();
+  ASSERT_TRUE((*step)->Attend(call).ok());
+  EXPECT_EQ(o, o2);
+  kv[3] ^= 1;
+  EXPECT_EQ((*step)->Attend(call).status().code(), StatusCode::kAlreadyExists);
+}
+
+TEST(CodesTest, DigestMismatchDiscardsTheUpload) {
+  const TestServer server;
+  const auto client = server.Connect();
+  const Dims dims;
+  ASSERT_TRUE(client->RegisterModel(SpecOf(dims, "m")).ok());
+  std::mt19937_64 random(1);
+  std::vector<client::WeightsChunk> chunks = ChunksOf(dims, RandomWeights(dims, &random));
+  // Half of the layers: accepted, not complete, the rest is named.
+  bool sent = false;
+  auto reply = client->UploadWeights("m", [&]() -> std::optional<client::WeightsChunk> {
+    if (std::exchange(sent, true)) return std::nullopt;
+    return chunks[0];
+  });
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_FALSE(reply->complete());
+  ASSERT_EQ(reply->missing_layers_size(), 1);
+  EXPECT_EQ(reply->missing_layers(0), 1u);
+  // The same layer twice in one call.
+  int count = 0;
+  reply = client->UploadWeights("m", [&]() -> std::optional<client::WeightsChunk> {
+    if (count++ == 2) return std::nullopt;
+    return chunks[1];
+  });
+  EXPECT_EQ(reply.status().code(), StatusCode::kInvalidArgument) << reply.status();
+  EXPECT_EQ(client->UploadWeights("absent", [] { return std::nullopt; }).status().code(),
+            StatusCode::kNotFound);
+}
+
+TEST(CodesTest, RestartIsAborted) {
+  TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  auto sequence = client->OpenSequence("m");
+  ASSERT_TRUE(sequence.ok());
+  sequence->Detach();
+  server.Restart();
+  absl::Status status;
+  for (int i = 0; i < 100 && !absl::IsAborted(status); ++i) {
+    status = client->GetStats().status();  // UNAVAILABLE while the connection is made again
+  }
+  EXPECT_EQ(status.code(), StatusCode::kAborted) << status;
+  EXPECT_EQ(DetailOf(status)->reason(), "server_restarted");
+  EXPECT_EQ(client->OpenSequence("m").status().code(), StatusCode::kAborted);
+  // A new client finds a server without state.
+  EXPECT_EQ(server.Connect()->OpenSequence("m").status().code(), StatusCode::kNotFound);
+}
+
+TEST(CodesTest, TenantNamesAreChecked) {
+  const TestServer server;
+  EXPECT_EQ(
+      client::Client::Connect(server.unix_target(), As(std::string(200, 'x'))).status().code(),
+      StatusCode::kInvalidArgument);
+  EXPECT_EQ(client::Client::Connect(server.unix_target(), As("two words")).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+TEST(CodesTest, NobodyThere) {
+  client::ClientOptions options;
+  options.call_timeout_ms = 500;
+  const auto client = client::Client::Connect("unix:/nonexistent/socket", options);
+  EXPECT_EQ(client.status().code(), StatusCode::kUnavailable) << client.status();
+}
+
+}  // namespace
+}  // namespace mla::integration
