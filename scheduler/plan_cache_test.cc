@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "scheduler/testing/allocation_counter.h"
+#include "kernels/testing/allocation_counter.h"
 #include "scheduler/testing/heap_buffers.h"
 
 namespace mla::scheduler {
@@ -108,7 +108,7 @@ TEST(PlanCacheTest, NothingAllocatesAfterCreate) {
   auto cache = MakeCache(3);
   std::vector<std::vector<PlanRequest>> batches;
   for (int32_t i = 0; i < 6; ++i) batches.push_back(Batch(1 + i));
-  const int64_t before = testing::Allocations();
+  const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 100; ++i) {
     for (const auto& batch : batches) {
       ASSERT_TRUE(cache->Get(batch, kTraits, 1).ok());
@@ -116,7 +116,7 @@ TEST(PlanCacheTest, NothingAllocatesAfterCreate) {
       cache->Unpin(1);
     }
   }
-  EXPECT_EQ(testing::Allocations(), before);
+  EXPECT_EQ(kernels::testing::Allocations(), before);
   EXPECT_EQ(cache->stats().misses, 600u);
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "scheduler/testing/allocation_counter.h"
+#include "kernels/testing/allocation_counter.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "scheduler/testing/plan_checker.h"
 
@@ -95,6 +95,23 @@ TEST_F(PlannerTest, EqualRequestsAreCutAtTheirBorders) {
     EXPECT_EQ(planner_.last_imbalance(), 1.0) << batch;
     EXPECT_EQ(view.work_info.size(), static_cast<size_t>(std::max(batch, 256)));
   }
+}
+
+// The example that docs/plan.md draws.
+TEST_F(PlannerTest, TheDrawnExample) {
+  const PlanView view = Plan({{1, 25, 16}, {1, 4, 16}, {1, 13, 16}},
+                             {.units = 3, .kv_granularity = 1, .item_overhead_rows = 1});
+  const std::vector<int32_t> begins{0, 15, 0, 0};
+  const std::vector<int32_t> ends{15, 25, 4, 13};
+  const std::vector<int32_t> partials{0, 16, kUnsplit, kUnsplit};
+  ASSERT_EQ(view.work_info.size(), 4u);
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(view.work_info[i].kv_begin, begins[i]) << i;
+    EXPECT_EQ(view.work_info[i].kv_end, ends[i]) << i;
+    EXPECT_EQ(view.work_info[i].partial_row, partials[i]) << i;
+  }
+  EXPECT_EQ(std::vector<int32_t>(view.work_indptr.begin(), view.work_indptr.end()),
+            (std::vector<int32_t>{0, 1, 3, 4}));
 }
 
 TEST_F(PlannerTest, PiecesAreNotFarBelowTheOverhead) {
@@ -193,7 +210,7 @@ TEST_F(PlannerTest, BuildAllocatesNothing) {
   buffers_ = testing::MakeBuffers(Roomy(256));
   const std::vector<PlanRequest> decode(1024, PlanRequest{1, 4096, 128});
   const std::vector<PlanRequest> mixed{{1, 5000, 128}, {700, 900, 128}, {0, 0, 1}};
-  const int64_t before = testing::Allocations();
+  const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 10; ++i) {
     for (const int32_t split : {0, 512}) {
       const PlanTraits traits{.units = 256, .fixed_split_rows = split};
@@ -201,9 +218,9 @@ TEST_F(PlannerTest, BuildAllocatesNothing) {
       ASSERT_TRUE(planner_.Build(mixed, traits, *buffers_).ok());
     }
   }
-  EXPECT_EQ(testing::Allocations(), before);
+  EXPECT_EQ(kernels::testing::Allocations(), before);
   const auto another = std::make_unique<int>(1);
-  EXPECT_EQ(testing::Allocations(), before + 1) << "the counter counts";
+  EXPECT_EQ(kernels::testing::Allocations(), before + 1) << "the counter counts";
 }
 
 TEST_F(PlannerTest, FaultsNameTheField) {

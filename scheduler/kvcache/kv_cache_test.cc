@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "scheduler/testing/allocation_counter.h"
+#include "kernels/testing/allocation_counter.h"
 
 namespace mla::kvcache {
 namespace {
@@ -325,9 +325,9 @@ TEST_F(KvCacheTest, SteadyStateAllocatesNothing) {
     ASSERT_TRUE(cache_->Truncate(a, cache_->length(a) / 2).ok());
   };
   for (int round = 0; round < 4; ++round) step(round);  // KvWork finds its capacity
-  const int64_t before = scheduler::testing::Allocations();
+  const int64_t before = kernels::testing::Allocations();
   for (int round = 0; round < 1000; ++round) step(round);
-  EXPECT_EQ(scheduler::testing::Allocations(), before);
+  EXPECT_EQ(kernels::testing::Allocations(), before);
 }
 
 using KvCacheDeathTest = KvCacheTest;

@@ -7,8 +7,8 @@
 #include <random>
 #include <utility>
 
+#include "kernels/testing/allocation_counter.h"
 #include "scheduler/clock.h"
-#include "scheduler/testing/allocation_counter.h"
 
 namespace mla::kvcache {
 namespace {
@@ -59,12 +59,12 @@ TEST(LeaseTableTest, HugeDurationsSaturate) {
 
 TEST(LeaseTableTest, NothingAllocates) {
   LeaseTable leases(100);
-  const int64_t before = scheduler::testing::Allocations();
+  const int64_t before = kernels::testing::Allocations();
   for (int32_t id = 0; id < 100; ++id) leases.Grant(id, 1000 - id);
   for (int32_t id = 0; id < 100; ++id) EXPECT_TRUE(leases.Renew(id, 0, 2000 + id));
   while (leases.PopExpired(LeaseTable::kNever) != LeaseTable::kNone) {
   }
-  EXPECT_EQ(scheduler::testing::Allocations(), before);
+  EXPECT_EQ(kernels::testing::Allocations(), before);
 }
 
 // As the engine uses it: the instants come from the clock seam.

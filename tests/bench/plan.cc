@@ -19,8 +19,8 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/testing/allocation_counter.h"
 #include "scheduler/planner.h"
-#include "scheduler/testing/allocation_counter.h"
 #include "scheduler/testing/heap_buffers.h"
 
 namespace mla::scheduler {
@@ -133,12 +133,12 @@ Row Measure(const Shape& shape) {
     if (!planner.Build(requests, traits, *buffers).ok()) std::abort();
   };
   Row row{shape.Name(), 1e9, 1e9, 0, 0};
-  const int64_t before = testing::Allocations();
+  const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 500; ++i) {
     row.bare_us = std::min(row.bare_us, MicrosOf([&] { bare.Run(); }));
     row.us = std::min(row.us, MicrosOf(plan));
   }
-  row.allocations = testing::Allocations() - before;
+  row.allocations = kernels::testing::Allocations() - before;
   row.imbalance = planner.last_imbalance();
   return row;
 }

@@ -1,4 +1,4 @@
-#include "scheduler/testing/allocation_counter.h"
+#include "kernels/testing/allocation_counter.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -20,8 +20,8 @@ void* operator new(size_t size) {
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
-namespace mla::scheduler::testing {
+namespace mla::kernels::testing {
 
 int64_t Allocations() { return allocations.load(std::memory_order_relaxed); }
 
-}  // namespace mla::scheduler::testing
+}  // namespace mla::kernels::testing
