@@ -1,0 +1,67 @@
+// What the host must know of each architecture's kernels. device_code.hip asserts the sizes.
+#ifndef MLA_KERNELS_HIP_ARCH_TRAITS_H_
+#define MLA_KERNELS_HIP_ARCH_TRAITS_H_
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+namespace mla::gpu {
+
+struct AttendVariant {
+  int32_t rows = 0;          // packed rows of a block; 0: no such variant
+  int32_t shared_bytes = 0;  // dynamic shared memory; 0 where it is static
+};
+
+struct ArchTraits {
+  std::string_view arch;
+  std::array<AttendVariant, 3> attend;  // ascending rows
+  int32_t combine_shared_bytes = 0;
+  int32_t project_shared_bytes = 0;
+  int32_t append_rows_per_block = 8;  // one wave a row, 256 threads
+  // Blocks that take a share of one work item's packed rows each, so that the rows a tile may have
+  // are this many times the largest variant's. They run side by side and read KV rows that their
+  // neighbour has just brought into the cache.
+  int32_t blocks_per_unit = 1;
+  int32_t kv_granularity = 64;
+  int32_t item_overhead_rows = 256;
+};
+
+inline constexpr ArchTraits kSm90Traits{
+    .arch = "sm_90",
+    .attend = {{{16, 223744}, {32, 189440}, {64, 229888}}},
+    .combine_shared_bytes = 16384,
+    .project_shared_bytes = 24576,
+    .append_rows_per_block = 8,
+    .blocks_per_unit = 2,
+    .kv_granularity = 64,
+    .item_overhead_rows = 128,
+};
+inline constexpr ArchTraits kGfx950Traits{
+    .arch = "gfx950",
+    .attend = {{{64, 0}, {128, 0}, {}}},
+    .append_rows_per_block = 4,
+    .blocks_per_unit = 1,
+    .kv_granularity = 32,
+    .item_overhead_rows = 256,
+};
+inline constexpr ArchTraits kGfx942Traits{
+    .arch = "gfx942",
+    .attend = {{{64, 0}, {128, 0}, {}}},
+    .append_rows_per_block = 4,
+    .blocks_per_unit = 1,
+    .kv_granularity = 32,
+    .item_overhead_rows = 256,
+};
+
+// Null when no kernels are written for `arch`.
+constexpr const ArchTraits* FindArchTraits(std::string_view arch) {
+  for (const ArchTraits* traits : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
+    if (traits->arch == arch) return traits;
+  }
+  return nullptr;
+}
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_ARCH_TRAITS_H_

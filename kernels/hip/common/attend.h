@@ -1,0 +1,389 @@
+// Absorbed attention over a plan: the persistent decode / extend kernel.
+//
+// One block serves one unit: it walks the unit's work items and, for each, streams the item's KV
+// rows through shared memory once. Scores, softmax statistics and output accumulators stay in
+// registers:
+//
+//              kv tile (kTileKv rows x D, kStages deep in shared memory)
+//                 |                         |
+//   Q [rows x D] -+-> S = Q K^T -> P  ------+-> O [rows x lora] += P V   (V = first lora columns)
+//
+// The waves of a block form a grid of kRowWaves x kColWaves. Waves of one row group split the KV
+// rows of a tile for S and the columns of O; with kColWaves = 1 a wave keeps its rows to itself and
+// P never leaves the registers. Heads and query rows are packed: row p of a tile is query row
+// p / heads, head p % heads; rows past the item's are computed on zeros and not stored.
+#ifndef MLA_KERNELS_HIP_COMMON_ATTEND_H_
+#define MLA_KERNELS_HIP_COMMON_ATTEND_H_
+
+#include "kernels/hip/common/item.h"
+#include "kernels/hip/common/kv_stream.h"
+#include "kernels/hip/common/memory.h"
+
+namespace mla::gpu {
+
+template <class C>
+class Attend {
+ public:
+  using W = tile::Wave<C::kWaveRows>;
+  static constexpr int kDim = C::kLora + C::kRope;
+  static constexpr int kWaves = C::kRowWaves * C::kColWaves;
+  static constexpr int kThreads = kWaves * tile::kWave;
+  static constexpr int kRows = C::kRowWaves * C::kWaveRows;
+  static constexpr int kStageBytes = KvStream<C, kWaves>::kStageBytes;
+  static constexpr bool kSharedP = C::kColWaves > 1;
+  static constexpr int kQBytes = C::kQInRegisters ? 0 : kRows * kDim * 2;
+  static constexpr int kPBytes = kSharedP ? kRows * C::kTileKv * 2 : 0;
+  static constexpr int kStatsBytes = kSharedP ? kRows * C::kColWaves * 4 : 0;
+  static constexpr int kSharedBytes = C::kStages * kStageBytes + kQBytes + kPBytes + kStatsBytes;
+
+  MLA_DEVICE static void run(const AttendArgs& args) {
+    Attend self(args);
+    let_next_kernel_start();
+    for_each_item<kRows>(args, [&self](const Item& item) { self.attend(item); });
+  }
+
+ private:
+  static constexpr int kScoreFragments = C::kTileKv / C::kColWaves / W::kScoreCols;
+  static constexpr int kOutFragments = C::kLora / C::kColWaves / W::kOutCols;
+  static constexpr int kScoreSteps = kDim / W::kDepth;
+  static constexpr int kPvSteps = C::kTileKv / W::kPvDepth;
+  using Stream = KvStream<C, kWaves>;
+  static_assert(kScoreFragments * C::kColWaves * W::kScoreCols == C::kTileKv);
+  static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
+  static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && C::kTileKv <= 64);
+
+  struct State {
+    typename W::Out o[kOutFragments];
+    float max[W::kSlots];  // of the logits times log2(e)
+    float sum[W::kSlots];  // of this wave's columns
+    int limit[W::kSlots];
+  };
+  struct Queries {
+    typename W::Q q[C::kQInRegisters ? kScoreSteps : 1];
+  };
+
+  MLA_DEVICE explicit Attend(const AttendArgs& a)
+      : args(a), lane(tile::lane_index()), wave(tile::wave_index()) {
+    row_wave = wave / C::kColWaves;
+    col_wave = wave - row_wave * C::kColWaves;
+    stages = tile::shared_base<kSharedBytes>();
+    q_tile = stages + C::kStages * kStageBytes;
+    p_tile = q_tile + kQBytes;
+    stats = p_tile + kPBytes;
+  }
+
+  MLA_DEVICE void attend(const Item& item) {
+    const RequestRecord& r = *item.request;
+    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
+                          r.page_size, args.granule_bytes);
+    const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
+    const int tiles = (kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
+    unmasked_end = item.limit(0);
+    ragged = item.limit(item.rows - 1) != unmasked_end;
+    const float scale = r.softmax_scale * kLog2e;
+
+    block_barrier();  // the previous item's readers are done with shared memory
+    Queries queries;
+    Stream kv(stages, wave, lane);
+    kv.find(pages, kv_begin, kv_end);
+    start_queries(item, kv);
+#pragma unroll
+    for (int s = 0; s < C::kStages - 1; ++s) {
+      if (s < tiles) kv.issue(s);
+      kv.close_stage();
+      kv.find(pages, kv_begin + (s + 1) * C::kTileKv, kv_end);
+    }
+    load_queries(item, kv, queries);
+    State state;
+    clear(item, state);
+    if constexpr (tile::Copies::kThroughRegisters) {
+      if (tiles > 0) kv.issue(0);
+      kv.find(pages, kv_begin + C::kTileKv, kv_end);
+    }
+
+    for (int t = 0; t < tiles; ++t) {
+      if constexpr (tile::Copies::kThroughRegisters) {
+        kv.land();
+        block_barrier();
+        if (t + 1 < tiles) kv.issue(0);
+        kv.find(pages, kv_begin + (t + 2) * C::kTileKv, kv_end);
+      } else {
+        // Near the end fewer copies are under way than a count of younger stages would assume.
+        if (tiles - 1 - t >= C::kStages - 2) {
+          kv.template wait<C::kStages - 2>();
+        } else {
+          kv.template wait<0>();
+        }
+        block_barrier();
+        const int ahead = t + C::kStages - 1;
+        if (ahead < tiles) kv.issue(ahead % C::kStages);
+        kv.close_stage();
+        kv.find(pages, kv_begin + (ahead + 1) * C::kTileKv, kv_end);
+      }
+      const int first = kv_begin + t * C::kTileKv;
+      const lds_t tile_base =
+          stages + (tile::Copies::kThroughRegisters ? 0 : t % C::kStages) * kStageBytes;
+      const bool masked = first + C::kTileKv > unmasked_end;
+      step(tile_base, queries, state, first, masked, scale);
+      if constexpr (tile::Copies::kThroughRegisters) block_barrier();
+    }
+    if constexpr (!tile::Copies::kThroughRegisters) kv.template wait<0>();
+    finish(item, state);
+  }
+
+  using lds_t = tile::lds_t;
+
+  // --- Queries. Where they end up in registers of several waves they pass through the last stage,
+  // which no copy of KV rows fills before the first tile is consumed.
+  MLA_DEVICE lds_t last_stage() const { return stages + (C::kStages - 1) * kStageBytes; }
+
+  MLA_DEVICE void start_queries(const Item& item, Stream& kv) const {
+    if constexpr (C::kQInRegisters && !kSharedP) return;
+    copy_queries<kRows, kDim, kWaves>(item, C::kQInRegisters ? last_stage() : q_tile, wave, lane);
+    if constexpr (C::kQInRegisters) kv.close_stage();
+  }
+
+  MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
+    if constexpr (C::kQInRegisters && !kSharedP) {
+      const int p = row_wave * C::kWaveRows + W::row(lane, 0);
+#pragma unroll
+      for (int s = 0; s < kScoreSteps; ++s) {
+        const Chunk c = query_chunk(item, p, s * W::kGroups + W::group(lane));
+        queries.q[s].r[0] = c.w[0];
+        queries.q[s].r[1] = c.w[1];
+        queries.q[s].r[2] = c.w[2];
+        queries.q[s].r[3] = c.w[3];
+      }
+    } else if constexpr (C::kQInRegisters) {
+      kv.template wait<C::kStages - 1>();
+      block_barrier();
+#pragma unroll
+      for (int s = 0; s < kScoreSteps; ++s) {
+        W::template load_q<kRows>(queries.q[s], last_stage(), row_wave * C::kWaveRows, s, lane);
+      }
+    }
+  }
+
+  MLA_DEVICE void clear(const Item& item, State& state) const {
+#pragma unroll
+    for (int f = 0; f < kOutFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kOutElems; ++i) state.o[f].set(i, 0.0f);
+    }
+#pragma unroll
+    for (int s = 0; s < W::kSlots; ++s) {
+      const int p = row_wave * C::kWaveRows + W::row(lane, s);
+      state.max[s] = negative_infinity();
+      state.sum[s] = 0.0f;
+      state.limit[s] = p < item.rows ? item.limit(p) : item.work.kv_end;
+    }
+  }
+
+  // --- One tile.
+  MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, int first,
+                       bool masked, float scale) {
+    typename W::Scores s[kScoreFragments];
+    score(tile_base, queries, s);
+    const int col0 = col_wave * (C::kTileKv / C::kColWaves);
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        float x = s[f].at(i) * scale;
+        if (masked) {
+          const int position = first + col0 + f * W::kScoreCols + W::score_col(lane, i);
+          x = position < state.limit[W::score_slot(i)] ? x : negative_infinity();
+        }
+        s[f].set(i, x);
+      }
+    }
+    rescale(s, state);
+    if (masked && ragged) {
+      if constexpr (!kSharedP) block_barrier();
+      hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first);
+      if constexpr (!kSharedP) block_barrier();
+    }
+    if constexpr (kSharedP) {
+#pragma unroll
+      for (int f = 0; f < kScoreFragments; ++f) {
+        W::template store_p<kRows>(p_tile, row_wave * C::kWaveRows, col0 + f * W::kScoreCols, s[f],
+                                   lane);
+      }
+      block_barrier();
+    }
+    accumulate(tile_base, s, state);
+  }
+
+  MLA_DEVICE void score(lds_t tile_base, const Queries& queries,
+                        typename W::Scores (&s)[kScoreFragments]) const {
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
+    }
+    const int kv0 = col_wave * (C::kTileKv / C::kColWaves);
+#pragma unroll
+    for (int step = 0; step < kScoreSteps; ++step) {
+      typename W::Q loaded;
+      if constexpr (!C::kQInRegisters) {
+        W::template load_q<kRows>(loaded, q_tile, row_wave * C::kWaveRows, step, lane);
+      }
+#pragma unroll
+      for (int f = 0; f < kScoreFragments; ++f) {
+        typename W::K k;
+        W::template load_k<C::kTileKv>(k, tile_base, kv0 + f * W::kScoreCols, step, lane);
+        if constexpr (C::kQInRegisters) {
+          W::scores(s[f], queries.q[step], k);
+        } else {
+          W::scores(s[f], loaded, k);
+        }
+      }
+    }
+  }
+
+  // New row maxima, probabilities in place of the scaled logits, accumulators scaled to match.
+  MLA_DEVICE void rescale(typename W::Scores (&s)[kScoreFragments], State& state) {
+    float top[W::kSlots];
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = negative_infinity();
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        top[W::score_slot(i)] = max_f(top[W::score_slot(i)], s[f].at(i));
+      }
+    }
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = W::row_max(top[slot]);
+    if constexpr (kSharedP) share_max(top);
+
+    float factor[W::kSlots], origin[W::kSlots];
+    bool moved = false;
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const float now = max_f(state.max[slot], top[slot]);
+      origin[slot] = now == negative_infinity() ? 0.0f : now;
+      factor[slot] = exp2_fast(state.max[slot] - origin[slot]);
+      moved |= now != state.max[slot];
+      state.max[slot] = now;
+      state.sum[slot] *= factor[slot];
+    }
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        const int slot = W::score_slot(i);
+        const float p = exp2_fast(s[f].at(i) - origin[slot]);
+        state.sum[slot] += p;
+        s[f].set(i, p);
+      }
+    }
+    if (!tile::any(moved)) return;
+#pragma unroll
+    for (int f = 0; f < kOutFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kOutElems; ++i) {
+        state.o[f].set(i, state.o[f].at(i) * factor[W::out_slot(i)]);
+      }
+    }
+  }
+
+  // Row maxima over all waves of the row group.
+  MLA_DEVICE void share_max(float (&top)[W::kSlots]) const {
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      tile::store_float(stat(slot) + col_wave * 4, top[slot]);
+    }
+    block_barrier();
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+#pragma unroll
+      for (int c = 0; c < C::kColWaves; ++c) {
+        top[slot] = max_f(top[slot], tile::load_float(stat(slot) + c * 4));
+      }
+    }
+  }
+  MLA_DEVICE lds_t stat(int slot) const {
+    return stats + (row_wave * C::kWaveRows + W::row(lane, slot)) * (C::kColWaves * 4);
+  }
+
+  MLA_DEVICE void accumulate(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
+                             State& state) const {
+#pragma unroll
+    for (int step = 0; step < kPvSteps; ++step) {
+      typename W::P p;
+      if constexpr (kSharedP) {
+        W::template load_p<kRows>(p, p_tile, row_wave * C::kWaveRows, step, lane);
+      } else {
+        W::make_p(p, s, step);
+      }
+#pragma unroll
+      for (int f = 0; f < kOutFragments; ++f) {
+        typename W::V v;
+        W::template load_v<C::kTileKv>(v, tile_base, step, col_wave * kOutFragments + f, lane);
+        W::outputs(state.o[f], p, v);
+      }
+    }
+  }
+
+  // --- Results.
+  MLA_DEVICE void finish(const Item& item, State& state) {
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) state.sum[slot] = W::row_sum(state.sum[slot]);
+    if constexpr (kSharedP) {
+      block_barrier();
+#pragma unroll
+      for (int slot = 0; slot < W::kSlots; ++slot) {
+        tile::store_float(stat(slot) + col_wave * 4, state.sum[slot]);
+      }
+      block_barrier();
+#pragma unroll
+      for (int slot = 0; slot < W::kSlots; ++slot) {
+        state.sum[slot] = 0.0f;
+#pragma unroll
+        for (int c = 0; c < C::kColWaves; ++c) {
+          state.sum[slot] += tile::load_float(stat(slot) + c * 4);
+        }
+      }
+    }
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const int p = row_wave * C::kWaveRows + W::row(lane, slot);
+      if (p < item.rows) write_row(item, state, slot, p);
+    }
+  }
+
+  MLA_DEVICE void write_row(const Item& item, const State& state, int slot, int p) const {
+    const RowScale scale(state.max[slot], state.sum[slot]);
+    const RowTarget target(args, item, p, C::kLora);
+    const bool aligned = aligned_results(args, item, W::kRun);
+    if (col_wave == 0 && W::score_col(lane, 0) == 0 && target.lse != nullptr) {
+      *target.lse = scale.lse;
+    }
+#pragma unroll
+    for (int f = 0; f < kOutFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kOutElems; i += W::kRun) {
+        if (W::out_slot(i) != slot) continue;
+        float run[W::kRun];
+#pragma unroll
+        for (int j = 0; j < W::kRun; ++j) {
+          run[j] = scale.empty ? 0.0f : state.o[f].at(i + j) * scale.inverse;
+        }
+        store_run(target.base, target.index + W::out_col(lane, col_wave * kOutFragments + f, i),
+                  run, target.f32, aligned);
+      }
+    }
+  }
+
+  const AttendArgs& args;
+  const int lane, wave;
+  int row_wave, col_wave;
+  int unmasked_end = 0;  // of the item: kv rows below it are seen by all its packed rows
+  bool ragged = false;   // of the item: some packed rows see fewer kv rows than others
+  lds_t stages, q_tile, p_tile, stats;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_ATTEND_H_

@@ -1,0 +1,147 @@
+// Work items as the attention kernels see them.
+#ifndef MLA_KERNELS_HIP_COMMON_ITEM_H_
+#define MLA_KERNELS_HIP_COMMON_ITEM_H_
+
+#include "kernels/hip/common/memory.h"
+
+namespace mla::gpu {
+
+// One work item as seen by a block: packed rows [first, first + rows) of it.
+struct Item {
+  WorkInfo work;
+  const RequestRecord* request;
+  int heads;
+  int first;
+  int rows;
+
+  MLA_DEVICE int query(int p) const { return work.q_begin + (first + p) / heads; }
+  MLA_DEVICE int head(int p) const {
+    return static_cast<int>(work.heads & 0xffffu) + (first + p) % heads;
+  }
+  // Rows [0, limit) of the request are visible to packed row p.
+  MLA_DEVICE int limit(int p) const {
+    const int seen = request->kv_rows - request->q_rows + query(p) + 1;
+    return request->causal && seen < work.kv_end ? seen : work.kv_end;
+  }
+};
+
+// Calls `body` for each work item of this block's unit in which the block has rows: of kRows packed
+// rows each, block s of a unit takes the s-th share.
+template <int kRows, class Body>
+MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
+  const int unit = block_index() / args.blocks_per_unit;
+  const int share = block_index() - unit * args.blocks_per_unit;
+  const int end = args.work_indptr[unit + 1];
+  for (int i = args.work_indptr[unit]; i < end; ++i) {
+    Item item;
+    item.work = args.work_info[i];
+    item.request = args.requests + item.work.request;
+    item.heads =
+        static_cast<int>(item.work.heads >> 16) - static_cast<int>(item.work.heads & 0xffffu);
+    item.first = share * kRows;
+    const int rows = (item.work.q_end - item.work.q_begin) * item.heads - item.first;
+    item.rows = rows < kRows ? rows : kRows;
+    if (item.rows > 0) body(item);
+  }
+}
+
+// Eight query values of packed row p, zero past the item's rows.
+MLA_DEVICE Chunk query_chunk(const Item& item, int p, int chunk) {
+  const RequestRecord& r = *item.request;
+  if (p >= item.rows) return Chunk{{0, 0, 0, 0}};
+  const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+  return load_chunk(r.q,
+                    item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride + chunk * 8,
+                    false, aligned);
+}
+
+// Starts copies of the item's queries into a shared tile of kRows rows; they are complete with the
+// copy stage that is closed next. Rows past the item's repeat its first: their results are dropped.
+template <int kRows, int kDim, int kWaves>
+MLA_DEVICE void copy_queries(const Item& item, tile::lds_t tile_base, int wave, int lane) {
+  const RequestRecord& r = *item.request;
+  const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+  for (int p = wave; p < kRows; p += kWaves) {
+    const int source = p < item.rows ? p : 0;
+    const int64_t index = item.query(source) * r.q_row_stride + item.head(source) * r.q_head_stride;
+    for (int c = lane; c < kDim / 8; c += tile::kWave) {
+      const tile::lds_t target = tile::chunk_at<kRows>(tile_base, p, c);
+      if (aligned) {
+        tile::copy_chunk(target, static_cast<const uint16_t*>(r.q) + index + c * 8);
+      } else {
+        tile::store_chunk(target, load_chunk(r.q, index + c * 8, false, false));
+      }
+    }
+  }
+}
+
+// Where the results of packed row p go: a partial tile, or the request's own output.
+struct RowTarget {
+  void* base;
+  int64_t index;
+  float* lse;
+  bool f32;
+
+  MLA_DEVICE RowTarget(const AttendArgs& args, const Item& item, int p, int columns) {
+    const RequestRecord& r = *item.request;
+    if (item.work.partial_row >= 0) {
+      const int64_t row = static_cast<int64_t>(item.work.partial_row) + item.first + p;
+      base = args.partial_o;
+      index = row * columns;
+      lse = args.partial_lse + row;
+      f32 = true;
+      return;
+    }
+    const int64_t q = item.query(p), h = item.head(p);
+    base = r.o;
+    index = q * r.o_row_stride + h * r.o_head_stride;
+    lse = r.lse == nullptr ? nullptr : r.lse + q * r.lse_row_stride + h * r.lse_head_stride;
+    f32 = args.o_is_f32 != 0;
+  }
+};
+
+// Whether runs of `count` results of the item can be stored at once.
+MLA_DEVICE bool aligned_results(const AttendArgs& args, const Item& item, int count) {
+  const RequestRecord& r = *item.request;
+  const int bytes = args.o_is_f32 ? 4 : 2;
+  return item.work.partial_row >= 0 ||
+         aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);
+}
+
+// What a row's statistics (maximum of the logits times log2(e), sum of exponentials) come to. A row
+// without keys is told by its sum, not its maximum: logits that are all NaN leave that at -inf too.
+struct RowScale {
+  float inverse, lse;
+  bool empty;
+  MLA_DEVICE RowScale(float max, float sum) {
+    empty = sum == 0.0f;
+    inverse = empty ? 0.0f : 1.0f / sum;
+    lse = empty ? negative_infinity() : (max + log2_fast(sum)) * kLn2;
+  }
+};
+
+// Values of rows that only some packed rows see meet probabilities that are zero, but zero times
+// NaN is NaN. Where such a value is not finite, whoever sees the row has no finite logit either, so
+// its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv) of a tile.
+template <class C, int kThreads>
+MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row) {
+  constexpr int kChunks = C::kLora / 8;
+  const int begin = first_row > 0 ? first_row * kChunks : 0;
+  for (int i = begin + thread_index(); i < C::kTileKv * kChunks; i += kThreads) {
+    const tile::lds_t at = tile::chunk_at<C::kTileKv>(tile_base, i / kChunks, i % kChunks);
+    Chunk c = tile::load_chunk_shared(at);
+    uint32_t found = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t low = (c.w[w] & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
+      const uint32_t high = (c.w[w] & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
+      c.w[w] &= ~(low | high);
+      found |= low | high;
+    }
+    if (found != 0) tile::store_chunk(at, c);
+  }
+}
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_ITEM_H_

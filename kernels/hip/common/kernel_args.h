@@ -1,0 +1,92 @@
+// Arguments of every device kernel, shared by host and device. Each kernel takes exactly one of
+// these structs by value. All addresses are device addresses.
+#ifndef MLA_KERNELS_HIP_COMMON_KERNEL_ARGS_H_
+#define MLA_KERNELS_HIP_COMMON_KERNEL_ARGS_H_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/attention_params.h"
+
+namespace mla::gpu {
+
+using kernels::AppendRecord;
+using kernels::ProjectionRecord;
+using kernels::ReduceTile;
+using kernels::RequestRecord;
+using kernels::WorkInfo;
+
+// Names of the kernels, as the module loader looks them up and as a fake device dispatches them.
+inline constexpr char kAppendKernel[] = "mla_append_kv";
+inline constexpr char kCombineKernel[] = "mla_combine";
+inline constexpr char kProjectKernel[] = "mla_project";
+// mla_attend_<rows>: absorbed attention with tiles of at most <rows> packed rows a block.
+inline constexpr char kAttendPrefix[] = "mla_attend_";
+// Expanded form: up-projection of cached rows, then attention with one head a tile.
+inline constexpr char kUpProjectKernel[] = "mla_up_project";
+inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
+
+// Absorbed attention over a plan. Block b serves unit b / blocks_per_unit and, of each work item,
+// the packed rows [s * R, (s + 1) * R) with s = b % blocks_per_unit and R the kernel's tile rows.
+struct AttendArgs {
+  const RequestRecord* requests;
+  const uint32_t* page_tables;
+  const uint8_t* pool;
+  const int32_t* work_indptr;
+  const WorkInfo* work_info;
+  float* partial_o;       // [partial rows, kv_lora_rank], normalised
+  float* partial_lse;     // [partial rows], natural log
+  int64_t granule_bytes;  // of a page-table entry: kPageGranuleBytes in the server's pool
+  int32_t blocks_per_unit;
+  int32_t o_is_f32;
+};
+
+// Merge of partial tiles. Grid: x = reduce tile, y = packed row inside the tile.
+struct CombineArgs {
+  const RequestRecord* requests;
+  const int32_t* reduce_indptr;
+  const ReduceTile* reduce_final_map;
+  const int32_t* reduce_partial_map;
+  const float* partial_o;
+  const float* partial_lse;
+  int32_t o_dim;  // a multiple of 4
+  int32_t o_is_f32;
+};
+
+// Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.
+struct AppendArgs {
+  const AppendRecord* records;
+  const int32_t* first_row;  // [count + 1]
+  const uint32_t* page_tables;
+  uint8_t* pool;
+  int32_t count;
+};
+
+// out[r, h, :n] = in[r, h, :k] x w[h, k, n], and out[r, h, n:n+copy] = in[r, h, k:k+copy].
+// Rows of all records are gathered into tiles of kProjectRows; a tile stays within one weight slot.
+inline constexpr int32_t kProjectRows = 64;
+inline constexpr int32_t kProjectCols = 128;
+struct ProjectTile {
+  int32_t first_record;  // record of the tile's first row
+  int32_t first_row;     // row inside that record
+  int32_t rows;          // 1 .. kProjectRows, over consecutive records of one slot and head range
+  int32_t pad;
+};
+// Grid: x = tile, y = head x column block.
+struct ProjectArgs {
+  const ProjectionRecord* records;
+  const ProjectTile* tiles;
+  const uint16_t* const* weights;  // by weights_slot; [heads, k, n] of this product
+  int32_t k;
+  int32_t n;
+  int32_t copy;
+  int32_t in_is_f32;
+  int32_t out_is_f32;
+};
+
+static_assert(std::is_trivially_copyable_v<AttendArgs>);
+static_assert(std::is_trivially_copyable_v<ProjectArgs>);
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_KERNEL_ARGS_H_

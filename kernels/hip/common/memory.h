@@ -1,0 +1,112 @@
+// Addressing shared by the kernels: pages of the pool and rows of the caller's tensors.
+#ifndef MLA_KERNELS_HIP_COMMON_MEMORY_H_
+#define MLA_KERNELS_HIP_COMMON_MEMORY_H_
+
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/common/vendor.h"
+
+namespace mla::gpu {
+
+// Where the rows of one sequence at one layer lie. All arithmetic that can pass 2 GiB is 64-bit.
+struct PagedRows {
+  const uint32_t* table;
+  const uint8_t* base;  // pool + layer offset
+  int64_t row_stride;
+  int64_t granule_bytes;
+  int page_size;
+  int shift;  // log2(page_size), or -1 when it is no power of two
+
+  MLA_DEVICE PagedRows(const uint32_t* page_tables, int64_t first_entry, const uint8_t* pool,
+                       int64_t layer_offset, int64_t row_stride_bytes, int page_rows,
+                       int64_t granule)
+      : table(page_tables + first_entry),
+        base(pool + layer_offset),
+        row_stride(row_stride_bytes),
+        granule_bytes(granule),
+        page_size(page_rows),
+        shift((page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1) {}
+
+  MLA_DEVICE const uint8_t* row(int position) const {
+    int page, inside;
+    if (shift >= 0) {
+      page = position >> shift;
+      inside = position & (page_size - 1);
+    } else {
+      page = position / page_size;
+      inside = position - page * page_size;
+    }
+    return base + static_cast<int64_t>(table[page]) * granule_bytes +
+           static_cast<int64_t>(inside) * row_stride;
+  }
+
+ private:
+  MLA_DEVICE static int leading_zeros(int x) {
+#if defined(__HIP__)
+    return __builtin_clz(static_cast<unsigned>(x));
+#else
+    return __clz(x);
+#endif
+  }
+};
+
+// Eight consecutive elements from `index` on as bf16. `aligned`: the address is a multiple of 16.
+MLA_DEVICE Chunk load_chunk(const void* base, int64_t index, bool is_f32, bool aligned) {
+  Chunk c;
+  if (!is_f32) {
+    const uint16_t* p = static_cast<const uint16_t*>(base) + index;
+    if (aligned) return *reinterpret_cast<const Chunk*>(p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      c.w[i] = static_cast<uint32_t>(p[2 * i]) | (static_cast<uint32_t>(p[2 * i + 1]) << 16);
+    }
+    return c;
+  }
+  const float* p = static_cast<const float*>(base) + index;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c.w[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
+  return c;
+}
+
+MLA_DEVICE bool aligned_to(const void* base, int64_t stride_a, int64_t stride_b, int element_bytes,
+                           int bytes) {
+  const int64_t bits = static_cast<int64_t>(reinterpret_cast<uintptr_t>(base)) |
+                       (stride_a * element_bytes) | (stride_b * element_bytes);
+  return (bits & (bytes - 1)) == 0;
+}
+
+// `kCount` (2 or 4) consecutive results from `index` on. `aligned`: to kCount elements.
+template <int kCount>
+MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], bool is_f32,
+                          bool aligned) {
+  if (is_f32) {
+    float* p = static_cast<float*>(base) + index;
+    if (aligned) {
+      struct alignas(4 * kCount) Run {
+        float v[kCount];
+      } run;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) run.v[i] = x[i];
+      *reinterpret_cast<Run*>(p) = run;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] = x[i];
+    return;
+  }
+  uint16_t* p = static_cast<uint16_t*>(base) + index;
+  if (aligned) {
+    struct alignas(2 * kCount) Run {
+      uint32_t v[kCount / 2];
+    } run;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) run.v[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    *reinterpret_cast<Run*>(p) = run;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) p[i] = to_bf16(x[i]);
+}
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_MEMORY_H_

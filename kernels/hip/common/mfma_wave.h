@@ -1,0 +1,158 @@
+// What gfx942 and gfx950 share of the tile primitives: lane layouts and score products of a 64-lane
+// wave. The architecture's tile.h supplies the matrix instructions, the transposed read of V and
+// the copies.
+//
+// Products are formed transposed: S^T = K Q^T and O^T = V^T P^T. A lane then owns exactly one
+// packed row (row = lane mod kRows), so that row maxima and sums stay in registers, and the
+// probabilities of S^T are already in the operand order of the second product: no shared memory, no
+// shuffle. Element i of a 32x32 accumulator is row 8*(i/4) + 4*(lane/32) + i%4, of a 16x16 one
+// 4*(lane/16) + i; the column is the packed row.
+#ifndef MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
+#define MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
+
+#include "kernels/hip/common/vendor.h"
+
+namespace mla::gpu::tile {
+
+#define MLA_LDS __attribute__((address_space(3)))
+#define MLA_GLOBAL __attribute__((address_space(1)))
+
+inline constexpr int kWave = 64;
+using lds_t = MLA_LDS char*;
+
+typedef short bf16x4 __attribute__((ext_vector_type(4)));
+typedef __bf16 bf16x8 __attribute__((ext_vector_type(8)));
+typedef uint32_t u32x2 __attribute__((ext_vector_type(2)));
+typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
+typedef float f32x4 __attribute__((ext_vector_type(4)));
+typedef float f32x16 __attribute__((ext_vector_type(16)));
+
+template <int kBytes>
+MLA_DEVICE lds_t shared_base() {
+  static __shared__ __attribute__((aligned(128))) char memory[kBytes];
+  return (lds_t)memory;
+}
+
+MLA_DEVICE int lane_index() { return thread_index() & 63; }
+MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
+
+MLA_DEVICE bool any(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+template <int kStep>
+MLA_DEVICE float exchange(float x) {
+  const int other = (lane_index() ^ kStep) << 2;
+  return bits_to_float(static_cast<uint32_t>(
+      __builtin_amdgcn_ds_bpermute(other, static_cast<int>(float_to_bits(x)))));
+}
+
+MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
+  *(MLA_LDS u32x4*)at = u32x4{c.w[0], c.w[1], c.w[2], c.w[3]};
+}
+MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
+  const u32x4 v = *(MLA_LDS u32x4*)at;
+  return Chunk{{v[0], v[1], v[2], v[3]}};
+}
+MLA_DEVICE void store_float(lds_t at, float x) { *(MLA_LDS float*)at = x; }
+MLA_DEVICE float load_float(lds_t at) { return *(MLA_LDS float*)at; }
+
+MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
+  *(MLA_LDS u32x4*)at = *(const MLA_GLOBAL u32x4*)(uintptr_t)source;
+}
+
+// Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
+template <int kRows>
+MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
+  return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+template <int kRows>
+struct Accumulator;
+template <>
+struct Accumulator<32> {
+  using Type = f32x16;
+};
+template <>
+struct Accumulator<16> {
+  using Type = f32x4;
+};
+
+// Lane layouts and everything but the matrix instructions, for kRows_ = 16 or 32 packed rows.
+template <int kRows_>
+struct WaveBase {
+  static constexpr int kRows = kRows_;
+  static constexpr int kSlots = 1;
+  static constexpr int kGroups = 64 / kRows;  // lane groups over the depth
+  static constexpr int kDepth = 8 * kGroups;  // depth of one score step: 16 or 32
+  static constexpr int kScoreCols = kRows;    // kv rows of one score fragment
+  static constexpr int kScoreElems = kRows * kRows / 64;
+  static constexpr int kPvDepth = kDepth;  // kv rows of one output step
+  using Acc = typename Accumulator<kRows>::Type;
+
+  struct Q {
+    u32x4 r;
+  };
+  using K = Q;
+  using P = Q;
+  struct Scores {
+    Acc c;
+    MLA_DEVICE float at(int i) const { return c[i]; }
+    MLA_DEVICE void set(int i, float x) { c[i] = x; }
+  };
+
+  MLA_DEVICE static int row(int lane, int) { return lane & (kRows - 1); }
+  MLA_DEVICE static int group(int lane) { return lane / kRows; }
+  // Row of element i of a transposed accumulator.
+  MLA_DEVICE static int acc_row(int lane, int i) {
+    return 4 * kGroups * (i >> 2) + 4 * group(lane) + (i & 3);
+  }
+  MLA_DEVICE static constexpr int score_slot(int) { return 0; }
+  MLA_DEVICE static int score_col(int lane, int i) { return acc_row(lane, i); }
+  MLA_DEVICE static constexpr int out_slot(int) { return 0; }
+
+  MLA_DEVICE static float row_max(float x) {
+    x = max_f(x, exchange<32>(x));
+    return kRows == 32 ? x : max_f(x, exchange<16>(x));
+  }
+  MLA_DEVICE static float row_sum(float x) {
+    x += exchange<32>(x);
+    return kRows == 32 ? x : x + exchange<16>(x);
+  }
+
+  template <int kTileRows>
+  MLA_DEVICE static void load_k(K& k, lds_t tile, int kv0, int step, int lane) {
+    k.r = *(MLA_LDS u32x4*)chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)),
+                                               step * kGroups + group(lane));
+  }
+  template <int kTileRows>
+  MLA_DEVICE static void load_q(Q& q, lds_t tile, int row0, int step, int lane) {
+    load_k<kTileRows>(q, tile, row0, step, lane);
+  }
+
+  // Depth order of an output operand: lane group g holds 4g .. 4g+3 and half a step further the
+  // same again, which is how the score accumulators lie.
+  template <int kFragments>
+  MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int step) {
+    if constexpr (kRows == 32) {
+      const int f = step >> 1, i = (step & 1) * 8;
+      p.r = u32x4{pack_bf16(s[f].c[i], s[f].c[i + 1]), pack_bf16(s[f].c[i + 2], s[f].c[i + 3]),
+                  pack_bf16(s[f].c[i + 4], s[f].c[i + 5]), pack_bf16(s[f].c[i + 6], s[f].c[i + 7])};
+    } else {
+      const Acc& a = s[2 * step].c;
+      const Acc& b = s[2 * step + 1].c;
+      p.r = u32x4{pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(b[0], b[1]),
+                  pack_bf16(b[2], b[3])};
+    }
+  }
+  // The same operand from a row-major tile in LDS.
+  template <int kTileRows>
+  MLA_DEVICE static void load_p(P& p, lds_t tile, int row0, int step, int lane) {
+    const int r = row0 + (lane & (kRows - 1));
+    const int first = step * kPvDepth + 4 * group(lane), second = first + kPvDepth / 2;
+    const u32x2 a = *(MLA_LDS u32x2*)(chunk_at<kTileRows>(tile, r, first >> 3) + (first & 4) * 2);
+    const u32x2 b = *(MLA_LDS u32x2*)(chunk_at<kTileRows>(tile, r, second >> 3) + (second & 4) * 2);
+    p.r = u32x4{a[0], a[1], b[0], b[1]};
+  }
+};
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_

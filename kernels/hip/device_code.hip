@@ -1,0 +1,74 @@
+// All device kernels of one architecture, from one source: the architecture folder supplies the
+// tile primitives and sizes.
+#if defined(__gfx950__)
+#include "kernels/hip/gfx950/config.h"
+#include "kernels/hip/gfx950/tile.h"
+#elif defined(__gfx942__)
+#include "kernels/hip/gfx942/config.h"
+#include "kernels/hip/gfx942/tile.h"
+#elif defined(__CUDA_ARCH__) || defined(__CUDACC__)
+#include "kernels/hip/sm90/config.h"
+#include "kernels/hip/sm90/tile.h"
+#else
+#error "build for gfx950, gfx942 or sm_90a"
+#endif
+
+#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/common/attend.h"
+#include "kernels/hip/common/project.h"
+#include "kernels/hip/common/small_kernels.h"
+#if !defined(__HIP__)
+#include "kernels/hip/sm90/attend_wgmma.h"
+#endif
+
+namespace mla::gpu {
+
+#define MLA_ATTEND_KERNEL(rows)                                                      \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(Attend<AttendConfig<rows>>::kThreads) \
+      mla_attend_##rows(const MLA_KERNEL_ARGUMENT AttendArgs args) {                 \
+    Attend<AttendConfig<rows>>::run(args);                                           \
+  }
+
+#if defined(__HIP__)
+#define MLA_KERNEL_ARGUMENT
+#else
+#define MLA_KERNEL_ARGUMENT __grid_constant__
+MLA_ATTEND_KERNEL(16)
+MLA_ATTEND_KERNEL(32)
+#endif
+#if defined(__HIP__)
+MLA_ATTEND_KERNEL(64)
+MLA_ATTEND_KERNEL(128)
+#else
+// The portable loop of common/attend.h serves 64 rows too; this one is about twice as fast.
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(AttendWgmma<AttendConfig<64>>::kThreads)
+    mla_attend_64(const __grid_constant__ AttendArgs args) {
+  AttendWgmma<AttendConfig<64>>::run(args);
+}
+#endif
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
+    mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
+  append_kv(args);
+}
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
+    mla_combine(const MLA_KERNEL_ARGUMENT CombineArgs args) {
+  Combine::run(args);
+}
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
+    mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+  Project<ProjectConfig>::run(args);
+}
+
+// The host launches with the sizes of arch_traits.h.
+#if !defined(__HIP__)
+static_assert(Attend<AttendConfig<16>>::kSharedBytes == kSm90Traits.attend[0].shared_bytes);
+static_assert(Attend<AttendConfig<32>>::kSharedBytes == kSm90Traits.attend[1].shared_bytes);
+static_assert(AttendWgmma<AttendConfig<64>>::kSharedBytes == kSm90Traits.attend[2].shared_bytes);
+static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
+static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
+#endif
+
+}  // namespace mla::gpu

@@ -1,0 +1,33 @@
+// Tile sizes on gfx950: 160 KiB of LDS, 512 registers a lane at one wave a SIMD.
+#ifndef MLA_KERNELS_HIP_GFX950_CONFIG_H_
+#define MLA_KERNELS_HIP_GFX950_CONFIG_H_
+
+namespace mla::gpu {
+
+template <int kRows>
+struct AttendConfig;
+
+// Four waves, each with its own packed rows, all output columns and its queries in registers.
+struct AttendBase {
+  static constexpr int kLora = 512;
+  static constexpr int kRope = 64;
+  static constexpr int kTileKv = 32;
+  static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 4;
+  static constexpr bool kQInRegisters = true;
+};
+template <>
+struct AttendConfig<64> : AttendBase {
+  static constexpr int kWaveRows = 16;
+};
+template <>
+struct AttendConfig<128> : AttendBase {
+  static constexpr int kWaveRows = 32;
+};
+
+struct ProjectConfig {
+  static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_GFX950_CONFIG_H_

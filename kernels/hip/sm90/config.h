@@ -1,0 +1,39 @@
+// Tile sizes on sm_90: 227 KiB of shared memory a block, 255 registers a thread.
+#ifndef MLA_KERNELS_HIP_SM90_CONFIG_H_
+#define MLA_KERNELS_HIP_SM90_CONFIG_H_
+
+namespace mla::gpu {
+
+template <int kRows>
+struct AttendConfig;
+
+struct AttendBase {
+  static constexpr int kLora = 512;
+  static constexpr int kRope = 64;
+  static constexpr int kTileKv = 64;
+};
+// Few heads: bound by memory. Queries live in registers, three stages of KV in shared memory.
+template <>
+struct AttendConfig<16> : AttendBase {
+  static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8, kStages = 3;
+  static constexpr bool kQInRegisters = true;
+};
+template <>
+struct AttendConfig<32> : AttendBase {
+  static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 8, kStages = 2;
+  static constexpr bool kQInRegisters = false;
+};
+// 64 x 512 fp32 accumulators fill half the register file: 128 a thread.
+template <>
+struct AttendConfig<64> : AttendBase {
+  static constexpr int kWaveRows = 32, kRowWaves = 2, kColWaves = 4, kStages = 2;
+  static constexpr bool kQInRegisters = false;
+};
+
+struct ProjectConfig {
+  static constexpr int kWaveRows = 32, kRowWaves = 2, kColWaves = 4;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_SM90_CONFIG_H_

@@ -1,0 +1,223 @@
+// Tile primitives on sm_90: mma.sync m16n8k16, ldmatrix, cp.async. A wave is a warp of 32 lanes.
+//
+// Every operand tile in shared memory is a list of column blocks of 64 bf16 (128 bytes) a row; the
+// 16-byte chunk c of row r lies at chunk position c ^ (r & 7), which makes each ldmatrix of eight
+// rows touch all 32 banks once. See docs/kernels.md.
+#ifndef MLA_KERNELS_HIP_SM90_TILE_H_
+#define MLA_KERNELS_HIP_SM90_TILE_H_
+
+#include "kernels/hip/common/vendor.h"
+
+namespace mla::gpu::tile {
+
+inline constexpr int kWave = 32;
+using lds_t = uint32_t;  // address in the shared window
+
+extern __shared__ __align__(1024) uint8_t dynamic_shared[];  // the swizzle counts from 1 KiB
+
+template <int kBytes>
+MLA_DEVICE lds_t shared_base() {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
+}
+
+MLA_DEVICE int lane_index() { return static_cast<int>(threadIdx.x & 31u); }
+MLA_DEVICE int wave_index() { return uniform(static_cast<int>(threadIdx.x >> 5)); }
+
+MLA_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
+template <int kStep>
+MLA_DEVICE float exchange(float x) {
+  return __shfl_xor_sync(0xffffffffu, x, kStep);
+}
+
+MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.w[0]), "r"(c.w[1]),
+               "r"(c.w[2]), "r"(c.w[3])
+               : "memory");
+}
+MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
+  Chunk c;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+               : "r"(at)
+               : "memory");
+  return c;
+}
+MLA_DEVICE void store_float(lds_t at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+MLA_DEVICE float load_float(lds_t at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+MLA_DEVICE void store_word(lds_t at, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+// Starts the copy of one chunk; it is complete with the stage that is closed next.
+MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
+               : "memory");
+}
+
+// Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on.
+struct Copies {
+  static constexpr bool kThroughRegisters = false;
+  template <int kIndex>
+  MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
+    copy_chunk(wave_base + lane * 16, source);
+  }
+  template <int kIndex>
+  MLA_DEVICE void land(lds_t, int) {}
+  MLA_DEVICE void close_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // Waits until at most `kYounger` stages closed later than the wanted one are still under way.
+  template <int kYounger, int kPerStage>
+  MLA_DEVICE void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kYounger) : "memory");
+  }
+};
+
+MLA_DEVICE void load_matrices(uint32_t (&r)[4], lds_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+MLA_DEVICE void load_matrices_transposed(uint32_t (&r)[4], lds_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+MLA_DEVICE void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
+template <int kRows>
+MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
+  return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+// The work of one wave on `kRows_` packed rows.
+template <int kRows_>
+struct Wave {
+  static constexpr int kRows = kRows_;
+  static constexpr int kBlocks = kRows / 16;  // m16 fragments
+  static constexpr int kSlots = 2 * kBlocks;  // rows a lane holds statistics of
+  static constexpr int kDepth = 32;           // depth of one score step
+  static constexpr int kScoreCols = 8;        // kv rows of one score fragment
+  static constexpr int kScoreElems = 4 * kBlocks;
+  static constexpr int kPvDepth = 16;  // kv rows of one output step
+  static constexpr int kOutCols = 16;  // columns of one output fragment
+  static constexpr int kOutElems = 8 * kBlocks;
+  static constexpr int kRun = 2;  // consecutive columns among elements
+
+  struct Q {
+    uint32_t r[kBlocks][2][4];
+  };
+  struct K {
+    uint32_t r[4];
+  };
+  struct P {
+    uint32_t r[kBlocks][4];
+  };
+  struct V {
+    uint32_t r[4];
+  };
+  struct Scores {
+    float c[kBlocks][4];
+    MLA_DEVICE float at(int i) const { return c[i >> 2][i & 3]; }
+    MLA_DEVICE void set(int i, float x) { c[i >> 2][i & 3] = x; }
+  };
+  struct Out {
+    float c[kBlocks][2][4];
+    MLA_DEVICE float at(int i) const { return c[i >> 3][(i >> 2) & 1][i & 3]; }
+    MLA_DEVICE void set(int i, float x) { c[i >> 3][(i >> 2) & 1][i & 3] = x; }
+  };
+
+  MLA_DEVICE static int row(int lane, int slot) { return slot * 8 + (lane >> 2); }
+  MLA_DEVICE static constexpr int score_slot(int i) { return (i >> 2) * 2 + ((i >> 1) & 1); }
+  MLA_DEVICE static int score_col(int lane, int i) { return 2 * (lane & 3) + (i & 1); }
+  MLA_DEVICE static constexpr int out_slot(int i) { return (i >> 3) * 2 + ((i >> 1) & 1); }
+  MLA_DEVICE static int out_col(int lane, int fragment, int i) {
+    return fragment * kOutCols + ((i >> 2) & 1) * 8 + 2 * (lane & 3) + (i & 1);
+  }
+  // Over the lanes that share a row.
+  MLA_DEVICE static float row_max(float x) {
+    x = max_f(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return max_f(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  }
+  MLA_DEVICE static float row_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+  }
+
+  template <int kTileRows>
+  MLA_DEVICE static void load_q(Q& q, lds_t tile, int row0, int step, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        load_matrices(q.r[b][h], chunk_at<kTileRows>(tile, row0 + b * 16 + (lane & 15),
+                                                     step * 4 + h * 2 + (lane >> 4)));
+      }
+    }
+  }
+  template <int kTileRows>
+  MLA_DEVICE static void load_k(K& k, lds_t tile, int kv0, int step, int lane) {
+    load_matrices(k.r, chunk_at<kTileRows>(tile, kv0 + (lane & 7), step * 4 + (lane >> 3)));
+  }
+  MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      mma_16x8x16(s.c[b], q.r[b][0], k.r[0], k.r[1]);
+      mma_16x8x16(s.c[b], q.r[b][1], k.r[2], k.r[3]);
+    }
+  }
+
+  // Probabilities travel through shared memory, because the waves of a row share the output
+  // columns: tile [rows][kv], 128-byte rows.
+  template <int kTileRows>
+  MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = row0 + b * 16 + h * 8 + (lane >> 2);
+        store_word(chunk_at<kTileRows>(tile, r, kv0 >> 3) + (lane & 3) * 4,
+                   pack_bf16(s.c[b][2 * h], s.c[b][2 * h + 1]));
+      }
+    }
+  }
+  // Multiplicand rows (probabilities or activations) for an output step of depth kPvDepth.
+  template <int kTileRows>
+  MLA_DEVICE static void load_p(P& p, lds_t tile, int row0, int step, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      load_matrices(p.r[b],
+                    chunk_at<kTileRows>(tile, row0 + b * 16 + (lane & 15), step * 2 + (lane >> 4)));
+    }
+  }
+  // Fragment `fragment` of the depth rows [step * 16, step * 16 + 16), read transposed.
+  template <int kTileRows>
+  MLA_DEVICE static void load_v(V& v, lds_t tile, int step, int fragment, int lane) {
+    load_matrices_transposed(
+        v.r, chunk_at<kTileRows>(tile, step * 16 + (lane & 15), fragment * 2 + (lane >> 4)));
+  }
+  MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      mma_16x8x16(o.c[b][0], p.r[b], v.r[0], v.r[1]);
+      mma_16x8x16(o.c[b][1], p.r[b], v.r[2], v.r[3]);
+    }
+  }
+};
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_KERNELS_HIP_SM90_TILE_H_

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Compiles device_code.hip for every architecture whose compiler is there and packs the images into
+# one object file. Runs from the workspace root; needs no GPU and no ROCm.
+#
+#   build_device_code.sh OUT_DIR [--require ARCH,...]
+#
+# Writes OUT_DIR/{gfx950.co,gfx942.co,sm_90.cubin,kernel_images.o,usage.txt}. A missing compiler
+# leaves an empty image and a line on stderr, unless --require names the architecture.
+# HIP_CLANG and NVCC override the compilers; ROCM_PATH selects ROCm's own clang.
+set -euo pipefail
+
+out="$1"
+shift
+required=""
+if [[ "${1:-}" == "--require" ]]; then required=",$2,"; fi
+mkdir -p "$out"
+source=kernels/hip/device_code.hip
+
+find_tool() {
+  local tool
+  for tool in "$@"; do
+    if [[ -n "$tool" ]] && command -v "$tool" >/dev/null; then
+      command -v "$tool"
+      return 0
+    fi
+  done
+  return 1
+}
+clang="$(find_tool "${HIP_CLANG:-}" "${ROCM_PATH:+$ROCM_PATH/llvm/bin/clang}" clang-22 || true)"
+nvcc="$(find_tool "${NVCC:-}" nvcc /usr/local/cuda/bin/nvcc || true)"
+
+missing() {
+  if [[ "$required" == *",$1,"* ]]; then
+    echo "build_device_code: no compiler for $1" >&2
+    exit 1
+  fi
+  echo "build_device_code: no compiler for $1, image left empty" >&2
+}
+
+: >"$out/usage.txt"
+compile_amd() {
+  local arch="$1"
+  : >"$out/$arch.co"
+  if [[ -z "$clang" ]]; then missing "$arch"; return; fi
+  local linker=()
+  [[ "$clang" == *clang-22 ]] && linker=(-fuse-ld=lld-22)
+  echo "arch $arch" >>"$out/usage.txt"
+  "$clang" -x hip --cuda-device-only --no-gpu-bundle-output -nogpuinc -nogpulib \
+    "--offload-arch=$arch" -std=c++20 -O3 -I. -Wall -Wno-unused-command-line-argument \
+    -Rpass-analysis=kernel-resource-usage "${linker[@]}" "$source" -o "$out/$arch.co" \
+    2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+}
+compile_nvidia() {
+  : >"$out/sm_90.cubin"
+  if [[ -z "$nvcc" ]]; then missing sm_90; return; fi
+  echo "arch sm_90" >>"$out/usage.txt"
+  "$nvcc" -x cu -std=c++20 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -Xptxas -v \
+    --expt-relaxed-constexpr -I. "$source" -o "$out/sm_90.cubin" \
+    2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+}
+
+compile_amd gfx950
+compile_amd gfx942
+compile_nvidia
+
+{
+  echo '.section .rodata.mla_images,"a",@progbits'
+  for pair in gfx950:gfx950.co gfx942:gfx942.co sm_90:sm_90.cubin; do
+    name="mla_image_${pair%%:*}"
+    echo ".balign 4096"
+    echo ".global ${name}_begin, ${name}_end"
+    echo "${name}_begin: .incbin \"$out/${pair##*:}\""
+    echo "${name}_end:"
+    echo ".byte 0"
+  done
+  echo '.section .note.GNU-stack,"",@progbits'
+} >"$out/kernel_images.s"
+"${AS:-as}" "$out/kernel_images.s" -o "$out/kernel_images.o"
