@@ -1,0 +1,97 @@
+// Owners of device and pinned host memory, and the layout of a launch slot's regions.
+#ifndef MLA_KERNELS_HIP_DEVICE_MEMORY_H_
+#define MLA_KERNELS_HIP_DEVICE_MEMORY_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/gpu_runtime.h"
+
+namespace mla::gpu {
+
+inline constexpr int64_t kRegionAlignment = 256;
+inline int64_t AlignRegion(int64_t bytes) {
+  return (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+}
+
+// Device memory, freed with its owner. Move-only. The runtime outlives it.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  ~DeviceBuffer() { Reset(); }
+  DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
+  // RESOURCE_EXHAUSTED names `what`, the bytes wanted and the API's text.
+  static absl::StatusOr<DeviceBuffer> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
+
+  DevicePtr at() const { return at_; }
+  int64_t bytes() const { return bytes_; }
+  template <class T>
+  T* As() const {
+    return reinterpret_cast<T*>(at_);
+  }
+
+ private:
+  void Reset();
+  GpuRuntime* runtime_ = nullptr;
+  DevicePtr at_ = 0;
+  int64_t bytes_ = 0;
+};
+
+// Pinned host memory, as DeviceBuffer.
+class PinnedBuffer final : public kernels::HostBuffer {
+ public:
+  PinnedBuffer() = default;
+  ~PinnedBuffer() override { Reset(); }
+  PinnedBuffer(PinnedBuffer&& other) noexcept { *this = std::move(other); }
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
+  static absl::StatusOr<PinnedBuffer> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
+
+  std::span<std::byte> bytes() override { return {data_, static_cast<size_t>(size_)}; }
+  std::byte* data() const { return data_; }
+  int64_t size() const { return size_; }
+
+ private:
+  void Reset();
+  GpuRuntime* runtime_ = nullptr;
+  std::byte* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// A region of host and device memory of equal size that is filled from the start during a launch
+// and goes to the device in one copy.
+class StagedRegion {
+ public:
+  static absl::StatusOr<StagedRegion> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
+
+  void Clear() { used_ = 0; }
+  int64_t used() const { return used_; }
+  // Offset of `bytes` more, aligned to kRegionAlignment. RESOURCE_EXHAUSTED names the region.
+  absl::StatusOr<int64_t> Take(int64_t bytes);
+  std::byte* host(int64_t offset) const { return host_.data() + offset; }
+  DevicePtr device(int64_t offset) const { return device_.at() + static_cast<uint64_t>(offset); }
+
+  // Copies `values` in and returns their device address.
+  template <class T>
+  absl::StatusOr<const T*> Put(std::span<const T> values) {
+    absl::StatusOr<int64_t> at = Take(static_cast<int64_t>(values.size_bytes()));
+    if (!at.ok()) return at.status();
+    Write(*at, values.data(), values.size_bytes());
+    return reinterpret_cast<const T*>(device(*at));
+  }
+
+ private:
+  void Write(int64_t offset, const void* from, size_t bytes);
+  std::string what_;
+  PinnedBuffer host_;
+  DeviceBuffer device_;
+  int64_t used_ = 0;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_DEVICE_MEMORY_H_

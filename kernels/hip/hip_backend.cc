@@ -1,0 +1,408 @@
+#include "kernels/hip/hip_backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::gpu {
+
+using kernels::AttentionDesc;
+using kernels::AttentionForm;
+using kernels::AttentionParams;
+using kernels::DType;
+using kernels::Geometry;
+using kernels::PlanView;
+
+namespace {
+
+constexpr uint32_t kThreads = 256;  // of every kernel
+
+int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
+  return (q_end - q_begin) * static_cast<int32_t>((heads >> 16) - (heads & 0xffffu));
+}
+
+uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
+
+}  // namespace
+
+absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
+  const Geometry& g = desc.geometry;
+  const char* missing = nullptr;
+  if (desc.form != AttentionForm::kAbsorbed) missing = "this form";
+  if (desc.row_format != kernels::RowFormat::kBf16) missing = "this row format";
+  if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
+  // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
+  if (desc.q_dtype != DType::kBf16) missing = "this query dtype";
+  if (desc.page_size < 1) missing = "this page size";
+  if (g.kv_lora_rank != 512) missing = "this kv_lora_rank";
+  if (g.rope_dim != 64) missing = "this rope_dim";
+  if (g.nope_dim < 0 || g.nope_dim % 8 != 0) missing = "this nope_dim";
+  if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
+  if (missing == nullptr) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat("wanted: ", ToString(desc), "; supported: ", info_.supported,
+                   "; missing: ", missing, "; device: ", info_.device, " (", info_.arch, ")"));
+}
+
+kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
+  kernels::PlanTraits traits;
+  int32_t largest = 0;
+  for (const AttendVariant& v : arch_->attend) largest = std::max(largest, v.rows);
+  // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
+  const int32_t blocks = desc.geometry.num_heads > largest ? arch_->blocks_per_unit : 1;
+  traits.units = std::max(1, runtime_->units() / blocks);
+  traits.tile_rows = largest * blocks;
+  traits.kv_granularity = arch_->kv_granularity;
+  traits.item_overhead_rows = arch_->item_overhead_rows;
+  return traits;
+}
+
+int32_t HipBackend::ExpandedFormMinRows(const Geometry&) const { return limits_.launch_rows + 1; }
+
+absl::Status HipBackend::CheckSlot(int32_t slot) const {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("launch slot: got ", slot, ", limit ", slots_.size()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::CheckRecording(int32_t slot) const {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  return slots_[slot]->CheckRecording();
+}
+
+bool HipBackend::IsPinned(const void* host, int64_t bytes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(host);
+  for (const PinnedRange& r : *pinned_) {
+    if (begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end) return true;
+  }
+  return false;
+}
+
+absl::Status HipBackend::BeginLaunch(int32_t slot) {
+  if (!health_.ok()) return health_;
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  runs_[slot] = RunOnDevice();
+  return slots_[slot]->Begin();
+}
+
+absl::StatusOr<const void*> HipBackend::StageInput(int32_t slot, const void* host, int64_t bytes) {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  return slots_[slot]->StageInput(host, bytes, IsPinned(host, bytes));
+}
+
+absl::StatusOr<void*> HipBackend::StageOutput(int32_t slot, void* host, int64_t bytes) {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  return slots_[slot]->StageOutput(host, bytes, IsPinned(host, bytes));
+}
+
+absl::StatusOr<void*> HipBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  return slots_[slot]->Workspace(bytes);
+}
+
+absl::Status HipBackend::CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  for (const kernels::KvCopy& c : copies) {
+    absl::Status s =
+        slots_[slot]->AddCopy(pool_.at() + c.target_offset, pool_.at() + c.source_offset, c.bytes);
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  for (const kernels::KvRange& r : ranges) {
+    if (absl::Status s = slots_[slot]->AddZeroFill(pool_.at() + r.offset, r.bytes); !s.ok()) {
+      return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::PublishPageTable(int32_t slot,
+                                          std::span<const kernels::TableRange> changed) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  LaunchSlot& launch = *slots_[slot];
+  for (const kernels::TableRange& r : changed) {
+    if (r.first < 0 || r.count < 0 || r.first + r.count > limits_.page_table_entries) {
+      return absl::InvalidArgumentError(absl::StrCat("page table entries [", r.first, ", ",
+                                                     r.first + r.count, "), limit ",
+                                                     limits_.page_table_entries));
+    }
+    // The entries are taken as they are now: the host may change them while the launch runs.
+    auto entries =
+        launch.metadata().Put(std::span<const uint32_t>(page_tables_.subspan(r.first, r.count)));
+    if (!entries.ok()) return entries.status();
+    absl::Status s = launch.AddCopy(
+        table_mirror_.at() + static_cast<uint64_t>(r.first) * sizeof(uint32_t),
+        reinterpret_cast<DevicePtr>(*entries), r.count * static_cast<int64_t>(sizeof(uint32_t)));
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  LaunchSlot& launch = *slots_[slot];
+  const int64_t count = static_cast<int64_t>(records.size());
+  absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
+  if (!prefix.ok()) return prefix.status();
+  auto* first_row = reinterpret_cast<int32_t*>(launch.metadata().host(*prefix));
+  int32_t rows = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const kernels::AppendRecord& r = records[i];
+    if (r.row_dim % 8 != 0 || r.row_stride % 16 != 0 || r.layer_offset % 16 != 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "append.records[", i, "]: row_dim ", r.row_dim, ", row_stride ", r.row_stride,
+          ", layer_offset ", r.layer_offset, "; want multiples of 8 elements, 16 and 16 bytes"));
+    }
+    first_row[i] = rows;
+    rows += r.rows;
+  }
+  first_row[count] = rows;
+  if (rows == 0) return absl::OkStatus();
+  auto uploaded = launch.metadata().Put(records);
+  if (!uploaded.ok()) return uploaded.status();
+  AppendArgs args = {};
+  args.records = *uploaded;
+  args.first_row = reinterpret_cast<const int32_t*>(launch.metadata().device(*prefix));
+  args.page_tables = table_mirror_.As<uint32_t>();
+  args.pool = pool_.As<uint8_t>();
+  args.count = static_cast<int32_t>(count);
+  const LaunchShape shape{.grid_x = DivideUp(rows, arch_->append_rows_per_block),
+                          .threads = kThreads};
+  return launch.AddKernel(kernels_.append, shape, args);
+}
+
+absl::Status HipBackend::CheckProjections(
+    const char* verb, std::span<const kernels::ProjectionRecord> records) const {
+  for (size_t i = 0; i < records.size(); ++i) {
+    const kernels::ProjectionRecord& r = records[i];
+    if (r.weights_slot >= 0 && r.weights_slot < static_cast<int32_t>(weights_.size()) &&
+        weights_[r.weights_slot].bytes > 0 &&
+        r.head_offset >= weights_[r.weights_slot].head_begin &&
+        r.head_offset + r.num_heads <= weights_[r.weights_slot].head_end) {
+      continue;
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::AddProjection(int32_t slot,
+                                       std::span<const kernels::ProjectionRecord> records,
+                                       const ProjectArgs& args) {
+  LaunchSlot& launch = *slots_[slot];
+  tiles_.clear();
+  int32_t heads = 0;
+  const kernels::ProjectionRecord* previous = nullptr;
+  for (size_t i = 0; i < records.size(); ++i) {
+    const kernels::ProjectionRecord& r = records[i];
+    heads = std::max(heads, r.num_heads);
+    const bool joins = previous != nullptr && previous->weights_slot == r.weights_slot &&
+                       previous->head_offset == r.head_offset && previous->num_heads == r.num_heads;
+    for (int32_t row = 0; row < r.rows;) {
+      const bool room = (row > 0 || joins) && !tiles_.empty() && tiles_.back().rows < kProjectRows;
+      if (!room) {
+        if (tiles_.size() == tiles_.capacity()) {
+          return absl::ResourceExhaustedError(
+              absl::StrCat("projection tiles: limit ", tiles_.capacity()));
+        }
+        tiles_.push_back({static_cast<int32_t>(i), row, 0, 0});
+      }
+      const int32_t taken = std::min(kProjectRows - tiles_.back().rows, r.rows - row);
+      tiles_.back().rows += taken;
+      row += taken;
+    }
+    if (r.rows > 0) previous = &r;
+  }
+  if (tiles_.empty()) return absl::OkStatus();
+  auto uploaded = launch.metadata().Put(records);
+  if (!uploaded.ok()) return uploaded.status();
+  auto tiles = launch.metadata().Put(std::span<const ProjectTile>(tiles_));
+  if (!tiles.ok()) return tiles.status();
+  ProjectArgs complete = args;
+  complete.records = *uploaded;
+  complete.tiles = *tiles;
+  const LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
+                          .grid_y = static_cast<uint32_t>(heads) * DivideUp(args.n, kProjectCols),
+                          .threads = kThreads,
+                          .shared_bytes = static_cast<uint32_t>(arch_->project_shared_bytes)};
+  return launch.AddKernel(kernels_.project, shape, complete);
+}
+
+absl::Status HipBackend::Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
+                                std::span<const kernels::ProjectionRecord> records) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  if (absl::Status s = CheckProjections("absorb", records); !s.ok()) return s;
+  ProjectArgs args = {};
+  args.weights = weight_pointers_.As<const uint16_t*>();
+  args.k = geometry.nope_dim;
+  args.n = geometry.kv_lora_rank;
+  args.copy = geometry.rope_dim;
+  args.in_is_f32 = in == DType::kF32;
+  args.out_is_f32 = out == DType::kF32;
+  return AddProjection(slot, records, args);
+}
+
+absl::Status HipBackend::Project(int32_t slot, const Geometry& geometry, DType in, DType out,
+                                 std::span<const kernels::ProjectionRecord> records) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  if (absl::Status s = CheckProjections("project", records); !s.ok()) return s;
+  ProjectArgs args = {};
+  args.weights = weight_pointers_.As<const uint16_t*>() + limits_.weights_slots;
+  args.k = geometry.kv_lora_rank;
+  args.n = geometry.v_dim;
+  args.in_is_f32 = in == DType::kF32;
+  args.out_is_f32 = out == DType::kF32;
+  return AddProjection(slot, records, args);
+}
+
+absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
+  if (absl::Status s = CanRun(params.desc); !s.ok()) return s;
+  if (params.plan.partial_rows > limits_.partial_rows) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "plan: ", params.plan.partial_rows, " partial rows, limit ", limits_.partial_rows));
+  }
+  for (size_t i = 0; i < params.requests.size(); ++i) {
+    const kernels::RequestRecord& r = params.requests[i];
+    if (r.row_stride % 16 == 0 && r.layer_offset % 16 == 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat("run.requests[", i, "]: row_stride ",
+                                                   r.row_stride, ", layer_offset ", r.layer_offset,
+                                                   "; want multiples of 16 bytes"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::UploadPlan(int32_t slot, const PlanView& plan) {
+  RunOnDevice& run = runs_[slot];
+  if (plan.generation != 0 && run.generation == plan.generation) return absl::OkStatus();
+  StagedRegion& metadata = slots_[slot]->metadata();
+  auto work_indptr = metadata.Put(plan.work_indptr);
+  if (!work_indptr.ok()) return work_indptr.status();
+  auto work_info = metadata.Put(plan.work_info);
+  if (!work_info.ok()) return work_info.status();
+  auto reduce_indptr = metadata.Put(plan.reduce_indptr);
+  if (!reduce_indptr.ok()) return reduce_indptr.status();
+  auto reduce_final_map = metadata.Put(plan.reduce_final_map);
+  if (!reduce_final_map.ok()) return reduce_final_map.status();
+  auto reduce_partial_map = metadata.Put(plan.reduce_partial_map);
+  if (!reduce_partial_map.ok()) return reduce_partial_map.status();
+  run = RunOnDevice{plan.generation,   *work_indptr,        *work_info, *reduce_indptr,
+                    *reduce_final_map, *reduce_partial_map, nullptr};
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  if (absl::Status s = CheckRun(params); !s.ok()) return s;
+  if (params.plan.work_info.empty()) return absl::OkStatus();
+  if (absl::Status s = UploadPlan(slot, params.plan); !s.ok()) return s;
+  RunOnDevice& run = runs_[slot];
+  auto requests = slots_[slot]->metadata().Put(params.requests);
+  if (!requests.ok()) return requests.status();
+  run.requests = *requests;
+
+  int32_t rows = 0;
+  for (const kernels::WorkInfo& w : params.plan.work_info) {
+    rows = std::max(rows, PackedRows(w.q_begin, w.q_end, w.heads));
+  }
+  size_t variant = 0;
+  while (variant + 1 < arch_->attend.size() && arch_->attend[variant].rows < rows &&
+         arch_->attend[variant + 1].rows > 0) {
+    ++variant;
+  }
+  AttendArgs args = {};
+  args.requests = run.requests;
+  args.page_tables = table_mirror_.As<uint32_t>();
+  args.pool = pool_.As<uint8_t>();
+  args.work_indptr = run.work_indptr;
+  args.work_info = run.work_info;
+  args.partial_o = partial_o_.As<float>();
+  args.partial_lse = partial_lse_.As<float>();
+  args.granule_bytes = kernels::kPageGranuleBytes;
+  args.blocks_per_unit = static_cast<int32_t>(DivideUp(rows, arch_->attend[variant].rows));
+  args.o_is_f32 = params.desc.o_dtype == DType::kF32;
+  const auto units = static_cast<uint32_t>(params.plan.work_indptr.size() - 1);
+  const LaunchShape shape{
+      .grid_x = units * static_cast<uint32_t>(args.blocks_per_unit),
+      .threads = kThreads,
+      .shared_bytes = static_cast<uint32_t>(arch_->attend[variant].shared_bytes)};
+  return slots_[slot]->AddKernel(kernels_.attend[variant], shape, args);
+}
+
+absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  const RunOnDevice& run = runs_[slot];
+  if (params.plan.reduce_final_map.empty()) return absl::OkStatus();
+  if (run.requests == nullptr || run.generation != params.plan.generation) {
+    return absl::FailedPreconditionError("combine: no Run of this plan precedes it in the launch");
+  }
+  int32_t rows = 0;
+  for (const kernels::ReduceTile& t : params.plan.reduce_final_map) {
+    rows = std::max(rows, PackedRows(t.q_begin, t.q_end, t.heads));
+  }
+  CombineArgs args = {};
+  args.requests = run.requests;
+  args.reduce_indptr = run.reduce_indptr;
+  args.reduce_final_map = run.reduce_final_map;
+  args.reduce_partial_map = run.reduce_partial_map;
+  args.partial_o = partial_o_.As<float>();
+  args.partial_lse = partial_lse_.As<float>();
+  args.o_dim = params.desc.geometry.kv_lora_rank;
+  args.o_is_f32 = params.desc.o_dtype == DType::kF32;
+  const LaunchShape shape{.grid_x = static_cast<uint32_t>(params.plan.reduce_final_map.size()),
+                          .grid_y = static_cast<uint32_t>(rows),
+                          .threads = kThreads,
+                          .shared_bytes = static_cast<uint32_t>(arch_->combine_shared_bytes),
+                          .overlap_predecessor = true};
+  return slots_[slot]->AddKernel(kernels_.combine, shape, args);
+}
+
+absl::Status HipBackend::Fault(absl::Status status) {
+  if (!status.ok() && health_.ok()) {
+    health_ = absl::InternalError(absl::StrCat("device lost: ", status.message()));
+  }
+  return status;
+}
+
+absl::Status HipBackend::Submit(int32_t slot) {
+  if (!health_.ok()) return health_;
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  absl::Status s = slots_[slot]->Submit();
+  // A refused call leaves the device usable; a device that is gone refuses the next one too.
+  if (s.code() == absl::StatusCode::kInternal) {
+    if (absl::Status alive = runtime_->Synchronize(streams_.compute); !alive.ok()) {
+      return Fault(std::move(alive));
+    }
+  }
+  return s;
+}
+
+bool HipBackend::Done(int32_t slot) {
+  if (!CheckSlot(slot).ok() || !slots_[slot]->running()) return true;
+  absl::StatusOr<bool> done = slots_[slot]->Done();
+  return !done.ok() || *done;  // Wait reports what is wrong
+}
+
+absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  if (!slots_[slot]->running()) {
+    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
+  }
+  absl::StatusOr<int64_t> ns = slots_[slot]->Wait(std::chrono::milliseconds(options_.watchdog_ms));
+  if (!ns.ok()) {
+    (void)Fault(ns.status());
+    return health_;
+  }
+  return ns;
+}
+
+}  // namespace mla::gpu

@@ -1,0 +1,168 @@
+// AttentionBackend on a GPU: device code objects from device_code.hip, loaded through a runtime
+// that is opened at run time (gpu_runtime.h). The same class serves AMD (gfx950, gfx942) and NVIDIA
+// (sm_90) devices; they differ in the image that is loaded and in tile sizes.
+//
+// Memory: one pool, a mirror of the page tables, partial buffers and weights in device memory, and
+// for every launch slot a region of pinned and device memory each for metadata, inputs, outputs and
+// workspace. All of it is taken in Configure (weights in LoadWeights); nothing is allocated later.
+//
+// A launch is recorded by the verbs and started by Submit. Copies run on streams of their own
+// (launch_slot.h), so that those of one launch overlap the kernels of another. Kernels of all
+// launches share the compute stream and therefore run in submission order. Nothing waits for the
+// device but Wait.
+//
+// A device fault, or a launch that outlives the watchdog, makes Healthy() an error for good; every
+// later Submit and Wait returns it. The API's text is in the message.
+//
+// Threading: as AttentionBackend demands.
+#ifndef MLA_KERNELS_HIP_HIP_BACKEND_H_
+#define MLA_KERNELS_HIP_HIP_BACKEND_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "kernels/backend_registry.h"
+#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/device_memory.h"
+#include "kernels/hip/gpu_runtime.h"
+#include "kernels/hip/kernel_images.h"
+#include "kernels/hip/launch_slot.h"
+
+namespace mla::gpu {
+
+struct HipBackendOptions {
+  Vendor vendor = Vendor::kAmd;
+  int32_t device = 0;
+  std::vector<std::string> libraries;  // empty: GpuRuntime::DefaultLibraries
+  std::vector<KernelImage> images;     // empty: BuiltInKernelImages
+  double memory_fraction = 0.9;        // of the device's memory that Configure may take
+  bool self_test = true;               // known-answer test of every kernel before use
+  int64_t watchdog_ms = 10000;         // longest that Wait waits for one launch
+};
+
+class HipBackend final : public kernels::AttentionBackend {
+ public:
+  // UNAVAILABLE: no runtime, no device. FAILED_PRECONDITION: no image for this architecture was
+  // built in. INTERNAL: a kernel failed its self-test, or the device failed.
+  static absl::StatusOr<std::unique_ptr<HipBackend>> Create(const HipBackendOptions& options);
+  ~HipBackend() override;
+
+  const kernels::BackendInfo& Info() const override { return info_; }
+  absl::Status CanRun(const kernels::AttentionDesc& desc) const override;
+  kernels::PlanTraits Traits(const kernels::AttentionDesc& desc) const override;
+  int32_t ExpandedFormMinRows(const kernels::Geometry& geometry) const override;
+  int64_t WorkspaceSize(const kernels::BackendLimits& limits) const override;
+  absl::Status Configure(const kernels::BackendLimits& limits) override;
+  absl::Status Healthy() const override { return health_; }
+
+  std::span<uint32_t> PageTables() override { return page_tables_; }
+  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override;
+  absl::Status LoadWeights(int32_t slot, const kernels::Geometry& geometry, int32_t head_begin,
+                           int32_t head_end, const kernels::Bf16* w_uk,
+                           const kernels::Bf16* w_uv) override;
+  absl::Status FreeWeights(int32_t slot) override;
+  absl::Status ReadKv(const kernels::AppendRecord& where, kernels::Bf16* out) override;
+
+  absl::Status BeginLaunch(int32_t slot) override;
+  absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override;
+  absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override;
+  absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override;
+  absl::Status CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) override;
+  absl::Status ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) override;
+  absl::Status PublishPageTable(int32_t slot,
+                                std::span<const kernels::TableRange> changed) override;
+  absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override;
+  absl::Status Absorb(int32_t slot, const kernels::Geometry& geometry, kernels::DType in,
+                      kernels::DType out,
+                      std::span<const kernels::ProjectionRecord> records) override;
+  absl::Status Run(int32_t slot, const kernels::AttentionParams& params) override;
+  absl::Status Combine(int32_t slot, const kernels::AttentionParams& params) override;
+  absl::Status Project(int32_t slot, const kernels::Geometry& geometry, kernels::DType in,
+                       kernels::DType out,
+                       std::span<const kernels::ProjectionRecord> records) override;
+  absl::Status Submit(int32_t slot) override;
+  bool Done(int32_t slot) override;
+  absl::StatusOr<int64_t> Wait(int32_t slot) override;
+
+  // The pool's device address, for tools that fill it directly.
+  DevicePtr pool() const { return pool_.at(); }
+  GpuRuntime& runtime() { return *runtime_; }
+  Stream compute_stream() const { return streams_.compute; }
+
+ private:
+  struct Kernels {
+    Function append = nullptr, combine = nullptr, project = nullptr;
+    std::array<Function, 3> attend = {};  // as ArchTraits::attend_rows
+  };
+  // What Run left for Combine of the same launch.
+  struct RunOnDevice {
+    uint64_t generation = 0;  // 0: none
+    const int32_t* work_indptr = nullptr;
+    const kernels::WorkInfo* work_info = nullptr;
+    const int32_t* reduce_indptr = nullptr;
+    const kernels::ReduceTile* reduce_final_map = nullptr;
+    const int32_t* reduce_partial_map = nullptr;
+    const kernels::RequestRecord* requests = nullptr;
+  };
+  struct Weights {
+    DeviceBuffer uk, uv;
+    int32_t head_begin = 0, head_end = 0;
+    kernels::Geometry geometry;
+    int64_t bytes = 0;
+  };
+
+  HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
+             const ArchTraits& arch);
+  absl::Status LoadKernels(std::span<const std::byte> image);
+  absl::Status CreateStreams();
+  absl::Status Allocate(const kernels::BackendLimits& limits);
+  void Release();
+  absl::Status CheckSlot(int32_t slot) const;
+  absl::Status CheckRecording(int32_t slot) const;
+  bool IsPinned(const void* host, int64_t bytes) const;
+  absl::Status Fault(absl::Status status);
+  absl::Status PublishWeights();
+  absl::Status CheckProjections(const char* verb,
+                                std::span<const kernels::ProjectionRecord> records) const;
+  absl::Status AddProjection(int32_t slot, std::span<const kernels::ProjectionRecord> records,
+                             const ProjectArgs& args);
+  absl::Status CheckRun(const kernels::AttentionParams& params) const;
+  absl::Status UploadPlan(int32_t slot, const kernels::PlanView& plan);
+
+  HipBackendOptions options_;
+  std::unique_ptr<GpuRuntime> runtime_;
+  const ArchTraits* arch_;
+  kernels::BackendInfo info_;
+  absl::Status health_;
+  Module module_ = nullptr;
+  Kernels kernels_;
+  Streams streams_;
+
+  kernels::BackendLimits limits_;
+  bool configured_ = false;
+  DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weight_pointers_;
+  PinnedBuffer table_host_, weight_pointers_host_;
+  std::span<uint32_t> page_tables_;
+  std::vector<std::unique_ptr<LaunchSlot>> slots_;
+  std::vector<RunOnDevice> runs_;  // by slot
+  std::vector<Weights> weights_;
+  int64_t weight_bytes_ = 0;
+  struct PinnedRange {
+    uintptr_t begin, end;
+  };
+  // Shared with the buffers handed out, which may outlive a launch but not the backend.
+  std::shared_ptr<std::vector<PinnedRange>> pinned_ = std::make_shared<std::vector<PinnedRange>>();
+  std::vector<ProjectTile> tiles_;  // scratch, capacity from the limits
+};
+
+// Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.
+absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry);
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_HIP_BACKEND_H_

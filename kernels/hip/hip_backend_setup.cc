@@ -1,0 +1,338 @@
+// HipBackend outside launches: creation, memory, weights, registry rows.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/hip/hip_backend.h"
+#include "kernels/hip/self_test.h"
+
+namespace mla::gpu {
+
+using kernels::BackendLimits;
+using kernels::Bf16;
+using kernels::Geometry;
+
+namespace {
+
+// A host buffer that copies recognise as pinned for as long as it lives.
+template <class Ranges>
+class RegisteredBuffer final : public kernels::HostBuffer {
+ public:
+  RegisteredBuffer(PinnedBuffer buffer, std::shared_ptr<Ranges> ranges)
+      : buffer_(std::move(buffer)), ranges_(std::move(ranges)) {
+    const auto begin = reinterpret_cast<uintptr_t>(buffer_.data());
+    ranges_->push_back({begin, begin + static_cast<uintptr_t>(buffer_.size())});
+  }
+  ~RegisteredBuffer() override {
+    const auto begin = reinterpret_cast<uintptr_t>(buffer_.data());
+    std::erase_if(*ranges_, [begin](const auto& r) { return r.begin == begin; });
+  }
+  std::span<std::byte> bytes() override { return buffer_.bytes(); }
+
+ private:
+  PinnedBuffer buffer_;
+  std::shared_ptr<Ranges> ranges_;
+};
+
+// Bytes of one launch's metadata: records of every verb, three plans, changed table entries, and
+// the alignment of each array.
+int64_t MetadataBytes(const BackendLimits& l) {
+  constexpr int64_t kRuns = 3;
+  constexpr int64_t kSlack = 256 * 1024;
+  const int64_t requests =
+      static_cast<int64_t>(l.launch_requests) *
+      (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) + sizeof(int32_t) +
+       2 * (sizeof(kernels::ProjectionRecord) + sizeof(ProjectTile)) + kRegionAlignment);
+  const int64_t tiles = 2 * (l.launch_rows / kProjectRows + 1) * sizeof(ProjectTile);
+  const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
+                       (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
+                       l.reduce_partials * sizeof(int32_t);
+  const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
+  return requests + tiles + kRuns * plan + tables + kSlack;
+}
+
+absl::StatusOr<std::span<const std::byte>> FindImage(const std::vector<KernelImage>& images,
+                                                     const GpuRuntime& runtime) {
+  std::vector<std::string> built;
+  for (const KernelImage& image : images) {
+    if (image.arch == runtime.arch()) return image.bytes;
+    built.push_back(image.arch);
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      "no code object for ", runtime.arch(), " (", runtime.name(),
+      ") was built in; built in: ", built.empty() ? "none" : absl::StrJoin(built, ", "),
+      "; kernels exist for gfx950, gfx942, sm_90"));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendOptions& options) {
+  auto runtime = GpuRuntime::Open(options.vendor, options.device, options.libraries);
+  if (!runtime.ok()) return runtime.status();
+  const std::vector<KernelImage> images =
+      options.images.empty() ? BuiltInKernelImages() : options.images;
+  auto image = FindImage(images, **runtime);
+  if (!image.ok()) return image.status();
+  const ArchTraits* arch = FindArchTraits((*runtime)->arch());
+  if (arch == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("no kernels are written for ", (*runtime)->arch()));
+  }
+  std::unique_ptr<HipBackend> backend(new HipBackend(options, *std::move(runtime), *arch));
+  if (absl::Status s = backend->LoadKernels(*image); !s.ok()) return s;
+  if (absl::Status s = backend->CreateStreams(); !s.ok()) return s;
+  if (options.self_test) {
+    const BackendLimits limits = SelfTestLimits();
+    absl::Status s = backend->Allocate(limits);
+    if (s.ok()) s = SelfTest(*backend);
+    backend->Release();
+    if (!s.ok()) {
+      return absl::InternalError(
+          absl::StrCat("failed self-test on ", backend->info_.device, ": ", s.message()));
+    }
+  }
+  return backend;
+}
+
+HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
+                       const ArchTraits& arch)
+    : options_(options), runtime_(std::move(runtime)), arch_(&arch) {
+  const char* vendor = runtime_->vendor() == Vendor::kAmd ? "hip" : "cuda";
+  info_.name = absl::StrCat(vendor, "-", runtime_->arch());
+  info_.description = "tile kernels on matrix cores, persistent over the plan";
+  info_.device = runtime_->name();
+  info_.arch = runtime_->arch();
+  info_.supported =
+      "absorbed form, kv_lora_rank 512, rope_dim 64, nope_dim and v_dim multiples of 8, bf16 rows, "
+      "bf16 queries, bf16 or fp32 outputs, any heads, query rows and page size";
+  info_.units = runtime_->units();
+  info_.unified_memory = false;
+  info_.intermediate_dtype = kernels::DType::kBf16;
+}
+
+HipBackend::~HipBackend() {
+  Release();
+  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) runtime_->Destroy(stream);
+  runtime_->Unload(module_);
+}
+
+absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
+  absl::StatusOr<Module> module = runtime_->Load(image);
+  if (!module.ok()) return module.status();
+  module_ = *module;
+  const auto find = [this](const std::string& name, int32_t shared, Function* into) {
+    absl::StatusOr<Function> f = runtime_->Find(module_, name.c_str());
+    if (!f.ok()) return f.status();
+    *into = *f;
+    return shared > 0 ? runtime_->AllowSharedBytes(*f, shared) : absl::OkStatus();
+  };
+  absl::Status s = find(kAppendKernel, 0, &kernels_.append);
+  if (s.ok()) s = find(kCombineKernel, arch_->combine_shared_bytes, &kernels_.combine);
+  if (s.ok()) s = find(kProjectKernel, arch_->project_shared_bytes, &kernels_.project);
+  for (size_t i = 0; s.ok() && i < arch_->attend.size(); ++i) {
+    const AttendVariant& v = arch_->attend[i];
+    if (v.rows == 0) continue;
+    s = find(absl::StrCat(kAttendPrefix, v.rows), v.shared_bytes, &kernels_.attend[i]);
+  }
+  return s;
+}
+
+absl::Status HipBackend::CreateStreams() {
+  for (Stream* stream : {&streams_.in, &streams_.compute, &streams_.out}) {
+    absl::StatusOr<Stream> made = runtime_->CreateStream();
+    if (!made.ok()) return made.status();
+    *stream = *made;
+  }
+  return absl::OkStatus();
+}
+
+int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
+  const int64_t slot = AlignRegion(MetadataBytes(l)) + AlignRegion(l.staging_in_bytes) +
+                       AlignRegion(l.staging_out_bytes) + AlignRegion(l.slot_workspace_bytes);
+  return l.kv_pool_bytes + l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
+         l.partial_rows * (static_cast<int64_t>(l.max_o_dim) + 1) * sizeof(float) +
+         l.weights_bytes + l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) +
+         l.launch_slots * slot;
+}
+
+absl::Status HipBackend::Configure(const BackendLimits& limits) {
+  if (configured_) return absl::FailedPreconditionError("Configure was called before");
+  if (limits.launch_slots < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("limits.launch_slots: got ", limits.launch_slots, ", want >= 1"));
+  }
+  const int64_t wanted = WorkspaceSize(limits);
+  const auto allowed = static_cast<int64_t>(static_cast<double>(runtime_->total_memory()) *
+                                            options_.memory_fraction);
+  if (wanted > allowed) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "device memory: ", wanted, " bytes wanted, limit ", allowed, " (gpu.memory_fraction ",
+        options_.memory_fraction, " of ", runtime_->total_memory(), ")"));
+  }
+  absl::Status s = Allocate(limits);
+  if (!s.ok()) Release();
+  return s;
+}
+
+absl::Status HipBackend::Allocate(const BackendLimits& limits) {
+  limits_ = limits;
+  const int64_t tables = limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
+  const int64_t partials = limits.partial_rows * static_cast<int64_t>(sizeof(float));
+  for (const auto& [buffer, what, bytes] :
+       {std::tuple(&pool_, "kv pool", limits.kv_pool_bytes),
+        std::tuple(&table_mirror_, "page tables", tables),
+        std::tuple(&partial_o_, "partial outputs", partials * limits.max_o_dim),
+        std::tuple(&partial_lse_, "partial log-sum-exps", partials),
+        std::tuple(&weight_pointers_, "weight pointers", pointers)}) {
+    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime_.get(), what, bytes);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  for (const auto& [buffer, what, bytes] :
+       {std::tuple(&table_host_, "page tables", tables),
+        std::tuple(&weight_pointers_host_, "weight pointers", pointers)}) {
+    absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime_.get(), what, bytes);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  page_tables_ = {reinterpret_cast<uint32_t*>(table_host_.data()),
+                  static_cast<size_t>(limits.page_table_entries)};
+  const SlotSizes sizes{MetadataBytes(limits), limits.staging_in_bytes, limits.staging_out_bytes,
+                        limits.slot_workspace_bytes};
+  for (int32_t i = 0; i < limits.launch_slots; ++i) {
+    auto slot = LaunchSlot::Create(runtime_.get(), streams_, sizes);
+    if (!slot.ok()) return slot.status();
+    slots_.push_back(*std::move(slot));
+  }
+  runs_.resize(static_cast<size_t>(limits.launch_slots));
+  weights_.resize(static_cast<size_t>(limits.weights_slots));
+  tiles_.reserve(static_cast<size_t>(limits.launch_requests) +
+                 static_cast<size_t>(limits.launch_rows / kProjectRows) + 1);
+  configured_ = true;
+  return absl::OkStatus();
+}
+
+void HipBackend::Release() {
+  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
+    if (stream != nullptr) (void)runtime_->Synchronize(stream);
+  }
+  slots_.clear();
+  runs_.clear();
+  weights_.clear();
+  weight_bytes_ = 0;
+  for (DeviceBuffer* buffer :
+       {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &weight_pointers_}) {
+    *buffer = DeviceBuffer();
+  }
+  table_host_ = PinnedBuffer();
+  weight_pointers_host_ = PinnedBuffer();
+  page_tables_ = {};
+  configured_ = false;
+}
+
+absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> HipBackend::AllocateHost(size_t bytes) {
+  auto buffer = PinnedBuffer::Create(runtime_.get(), "host buffer", std::max<int64_t>(1, bytes));
+  if (!buffer.ok()) return buffer.status();
+  return std::make_unique<RegisteredBuffer<std::vector<PinnedRange>>>(*std::move(buffer), pinned_);
+}
+
+absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                                     int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
+  if (absl::Status s = FreeWeights(slot); !s.ok()) return s;
+  if (head_begin < 0 || head_end <= head_begin) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
+  }
+  const int64_t row = static_cast<int64_t>(head_end - head_begin) * geometry.kv_lora_rank *
+                      static_cast<int64_t>(sizeof(Bf16));
+  const int64_t bytes = row * (geometry.nope_dim + geometry.v_dim);
+  if (weight_bytes_ + bytes > limits_.weights_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_, " bytes used, ",
+                                                     bytes, " wanted, limit ",
+                                                     limits_.weights_bytes));
+  }
+  Weights loaded;
+  for (const auto& [buffer, source, size] : {std::tuple(&loaded.uk, w_uk, row * geometry.nope_dim),
+                                             std::tuple(&loaded.uv, w_uv, row * geometry.v_dim)}) {
+    auto made = DeviceBuffer::Create(runtime_.get(), "weights", size);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+    absl::Status s = runtime_->CopyIn(buffer->at(), source, size, streams_.compute);
+    if (!s.ok()) return s;
+  }
+  loaded.head_begin = head_begin;
+  loaded.head_end = head_end;
+  loaded.geometry = geometry;
+  loaded.bytes = bytes;
+  weights_[slot] = std::move(loaded);
+  weight_bytes_ += bytes;
+  return PublishWeights();
+}
+
+absl::Status HipBackend::FreeWeights(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+  }
+  if (weights_[slot].bytes == 0) return absl::OkStatus();
+  if (absl::Status s = runtime_->Synchronize(streams_.compute); !s.ok()) return s;
+  weight_bytes_ -= weights_[slot].bytes;
+  weights_[slot] = Weights();
+  return absl::OkStatus();
+}
+
+// Kernels find head h of a slot at pointer + h x head size, so the pointer is moved back by the
+// heads that the slot does not hold.
+absl::Status HipBackend::PublishWeights() {
+  auto* pointers = reinterpret_cast<uint64_t*>(weight_pointers_host_.data());
+  const size_t slots = weights_.size();
+  for (size_t i = 0; i < slots; ++i) {
+    const Weights& w = weights_[i];
+    const int64_t skipped = static_cast<int64_t>(w.head_begin) * w.geometry.kv_lora_rank *
+                            static_cast<int64_t>(sizeof(Bf16));
+    pointers[i] = w.uk.at() - static_cast<uint64_t>(skipped * w.geometry.nope_dim);
+    pointers[slots + i] = w.uv.at() - static_cast<uint64_t>(skipped * w.geometry.v_dim);
+  }
+  absl::Status s =
+      runtime_->CopyIn(weight_pointers_.at(), pointers, weight_pointers_.bytes(), streams_.compute);
+  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
+}
+
+absl::Status HipBackend::ReadKv(const kernels::AppendRecord& where, Bf16* out) {
+  const int64_t row_bytes = where.row_dim * static_cast<int64_t>(sizeof(Bf16));
+  for (int32_t i = 0; i < where.rows; ++i) {
+    const int32_t position = where.first_position + i;
+    const int64_t entry = page_tables_[where.page_table + position / where.page_size];
+    const int64_t offset = entry * kernels::kPageGranuleBytes + where.layer_offset +
+                           (position % where.page_size) * where.row_stride;
+    absl::Status s =
+        runtime_->CopyOut(out + static_cast<int64_t>(i) * where.row_dim,
+                          pool_.at() + static_cast<uint64_t>(offset), row_bytes, streams_.compute);
+    if (!s.ok()) return s;
+  }
+  return runtime_->Synchronize(streams_.compute);
+}
+
+absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry) {
+  const auto row = [](const char* name, int32_t rank, Vendor vendor) {
+    return kernels::BackendRow{
+        name, rank,
+        [vendor](const kernels::BackendOptions& options)
+            -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+          HipBackendOptions hip;
+          hip.vendor = vendor;
+          hip.device = options.device;
+          hip.memory_fraction = options.gpu_memory_fraction;
+          auto backend = HipBackend::Create(hip);
+          if (!backend.ok()) return backend.status();
+          return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+        }};
+  };
+  if (absl::Status s = registry.Add(row("hip", 200, Vendor::kAmd)); !s.ok()) return s;
+  return registry.Add(row("cuda", 190, Vendor::kNvidia));
+}
+
+}  // namespace mla::gpu

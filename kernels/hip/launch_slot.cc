@@ -1,0 +1,240 @@
+#include "kernels/hip/launch_slot.h"
+
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::gpu {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(300);
+constexpr auto kNap = std::chrono::microseconds(20);
+
+absl::Status Full(const char* what, size_t limit) {
+  return absl::ResourceExhaustedError(absl::StrCat("launch ", what, ": limit ", limit));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runtime,
+                                                               const Streams& streams,
+                                                               const SlotSizes& sizes) {
+  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams));
+  for (const auto& [region, what, bytes] :
+       {std::tuple(&slot->metadata_, "launch metadata", sizes.metadata),
+        std::tuple(&slot->input_, "staged input", sizes.input),
+        std::tuple(&slot->output_, "staged output", sizes.output)}) {
+    absl::StatusOr<StagedRegion> made = StagedRegion::Create(runtime, what, bytes);
+    if (!made.ok()) return made.status();
+    *region = *std::move(made);
+  }
+  absl::StatusOr<DeviceBuffer> workspace =
+      DeviceBuffer::Create(runtime, "slot workspace", AlignRegion(sizes.workspace));
+  if (!workspace.ok()) return workspace.status();
+  slot->workspace_ = *std::move(workspace);
+  for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_}) {
+    absl::StatusOr<Event> made = runtime->CreateEvent();
+    if (!made.ok()) return made.status();
+    *event = *made;
+  }
+  slot->steps_.reserve(kMaxSteps);
+  slot->inputs_.reserve(kMaxTransfers);
+  slot->outputs_.reserve(kMaxTransfers);
+  return slot;
+}
+
+LaunchSlot::~LaunchSlot() {
+  for (Event event : {inputs_ready_, started_, computed_, done_}) runtime_->Destroy(event);
+}
+
+absl::Status LaunchSlot::Begin() {
+  if (state_ == State::kRunning) {
+    return absl::FailedPreconditionError("the launch slot is still running");
+  }
+  state_ = State::kRecording;
+  metadata_.Clear();
+  input_.Clear();
+  output_.Clear();
+  workspace_used_ = 0;
+  steps_.clear();
+  inputs_.clear();
+  outputs_.clear();
+  staged_input_ = staged_output_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::CheckRecording() const {
+  return state_ == State::kRecording
+             ? absl::OkStatus()
+             : absl::FailedPreconditionError("the launch slot is not recording");
+}
+
+absl::StatusOr<const void*> LaunchSlot::StageInput(const void* host, int64_t bytes, bool direct) {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  if (inputs_.size() >= kMaxTransfers) return Full("inputs", kMaxTransfers);
+  absl::StatusOr<int64_t> at = input_.Take(bytes);
+  if (!at.ok()) return at.status();
+  if (!direct) std::memcpy(input_.host(*at), host, static_cast<size_t>(bytes));
+  staged_input_ |= !direct;
+  inputs_.push_back({host, nullptr, *at, bytes, direct});
+  return reinterpret_cast<const void*>(input_.device(*at));
+}
+
+absl::StatusOr<void*> LaunchSlot::StageOutput(void* host, int64_t bytes, bool direct) {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  if (outputs_.size() >= kMaxTransfers) return Full("outputs", kMaxTransfers);
+  absl::StatusOr<int64_t> at = output_.Take(bytes);
+  if (!at.ok()) return at.status();
+  staged_output_ |= !direct;
+  outputs_.push_back({nullptr, host, *at, bytes, direct});
+  return reinterpret_cast<void*>(output_.device(*at));
+}
+
+absl::StatusOr<void*> LaunchSlot::Workspace(int64_t bytes) {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  if (bytes < 0 || workspace_used_ + AlignRegion(bytes) > workspace_.bytes()) {
+    return absl::ResourceExhaustedError(absl::StrCat("slot workspace: ", workspace_used_,
+                                                     " bytes used, ", bytes, " wanted, limit ",
+                                                     workspace_.bytes()));
+  }
+  const DevicePtr at = workspace_.at() + static_cast<uint64_t>(workspace_used_);
+  workspace_used_ += AlignRegion(bytes);
+  return reinterpret_cast<void*>(at);
+}
+
+absl::StatusOr<LaunchSlot::Step*> LaunchSlot::AddStep(Step::Kind kind) {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  if (steps_.size() >= kMaxSteps) return Full("steps", kMaxSteps);
+  Step& step = steps_.emplace_back();
+  step.kind = kind;
+  return &step;
+}
+
+absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& shape,
+                                        const void* args, size_t bytes) {
+  absl::StatusOr<Step*> step = AddStep(Step::Kind::kKernel);
+  if (!step.ok()) return step.status();
+  (*step)->function = function;
+  (*step)->shape = shape;
+  std::memcpy((*step)->args.data(), args, bytes);
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::AddCopy(DevicePtr to, DevicePtr from, int64_t bytes) {
+  absl::StatusOr<Step*> step = AddStep(Step::Kind::kCopy);
+  if (!step.ok()) return step.status();
+  (*step)->target = to;
+  (*step)->source = from;
+  (*step)->bytes = bytes;
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::AddZeroFill(DevicePtr to, int64_t bytes) {
+  absl::StatusOr<Step*> step = AddStep(Step::Kind::kZero);
+  if (!step.ok()) return step.status();
+  (*step)->target = to;
+  (*step)->bytes = bytes;
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::SubmitInputs() {
+  if (metadata_.used() > 0) {
+    absl::Status s =
+        runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), streams_.in);
+    if (!s.ok()) return s;
+  }
+  // Bytes that pass through the region travel as one copy; gaps left by direct ones are rewritten
+  // by those, which follow on the same stream.
+  if (staged_input_) {
+    absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), input_.used(), streams_.in);
+    if (!s.ok()) return s;
+  }
+  for (const Transfer& t : inputs_) {
+    if (!t.direct || t.bytes == 0) continue;
+    absl::Status s = runtime_->CopyIn(input_.device(t.offset), t.source, t.bytes, streams_.in);
+    if (!s.ok()) return s;
+  }
+  if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
+  return runtime_->WaitFor(streams_.compute, inputs_ready_);
+}
+
+absl::Status LaunchSlot::SubmitSteps() {
+  if (absl::Status s = runtime_->Record(started_, streams_.compute); !s.ok()) return s;
+  for (const Step& step : steps_) {
+    absl::Status s;
+    switch (step.kind) {
+      case Step::Kind::kKernel:
+        s = runtime_->Launch(step.function, step.shape, step.args.data(), streams_.compute);
+        break;
+      case Step::Kind::kCopy:
+        s = runtime_->CopyDevice(step.target, step.source, step.bytes, streams_.compute);
+        break;
+      case Step::Kind::kZero:
+        s = runtime_->Fill(step.target, 0, step.bytes, streams_.compute);
+        break;
+    }
+    if (!s.ok()) return s;
+  }
+  return runtime_->Record(computed_, streams_.compute);
+}
+
+absl::Status LaunchSlot::SubmitOutputs() {
+  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
+  if (staged_output_) {
+    absl::Status s =
+        runtime_->CopyOut(output_.host(0), output_.device(0), output_.used(), streams_.out);
+    if (!s.ok()) return s;
+  }
+  for (const Transfer& t : outputs_) {
+    if (!t.direct || t.bytes == 0) continue;
+    absl::Status s = runtime_->CopyOut(t.target, output_.device(t.offset), t.bytes, streams_.out);
+    if (!s.ok()) return s;
+  }
+  return runtime_->Record(done_, streams_.out);
+}
+
+absl::Status LaunchSlot::Submit() {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  absl::Status s = SubmitInputs();
+  if (s.ok()) s = SubmitSteps();
+  if (s.ok()) s = SubmitOutputs();
+  if (s.ok()) {
+    state_ = State::kRunning;
+    return s;
+  }
+  // What was enqueued still uses this slot's memory: let it end before the slot is used again.
+  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
+    (void)runtime_->Synchronize(stream);
+  }
+  state_ = State::kIdle;
+  return s;
+}
+
+absl::StatusOr<bool> LaunchSlot::Done() { return runtime_->Done(done_); }
+
+absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
+  const auto start = std::chrono::steady_clock::now();
+  while (true) {
+    absl::StatusOr<bool> done = runtime_->Done(done_);
+    if (!done.ok() || *done) {
+      state_ = State::kIdle;
+      if (!done.ok()) return done.status();
+      break;
+    }
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited > watchdog) {
+      state_ = State::kIdle;
+      return absl::DeadlineExceededError(
+          absl::StrCat("the GPU has not ended a launch within ", watchdog.count(), " ms"));
+    }
+    if (waited > kSpin) std::this_thread::sleep_for(kNap);
+  }
+  for (const Transfer& t : outputs_) {
+    if (!t.direct) {
+      std::memcpy(t.target, output_.host(t.offset), static_cast<size_t>(t.bytes));
+    }
+  }
+  return runtime_->ElapsedNs(started_, computed_);
+}
+
+}  // namespace mla::gpu

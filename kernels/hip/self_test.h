@@ -1,0 +1,21 @@
+// Known-answer test of every kernel, run on the device before the backend is offered: a wrong
+// driver, a miscompiled code object or a broken device is found here and not in an answer.
+#ifndef MLA_KERNELS_HIP_SELF_TEST_H_
+#define MLA_KERNELS_HIP_SELF_TEST_H_
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+
+namespace mla::gpu {
+
+// What the test asks of Configure; a few megabytes.
+kernels::BackendLimits SelfTestLimits();
+
+// Appends, absorbs, attends with a split plan, combines and projects a small batch, and compares
+// with the same sums taken on the host in double precision. REQUIRES: memory as SelfTestLimits.
+// INTERNAL names the first value that is wrong.
+absl::Status SelfTest(kernels::AttentionBackend& backend);
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_SELF_TEST_H_
