@@ -1,0 +1,157 @@
+// The conformance suite on whatever GPU backend this machine has, as one portable program: linked
+// statically against everything but libc and the GPU runtime, which is opened at run time.
+//
+//   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
+//                   [--heads 1,16,128] [--page-sizes 1,64] [--max-flop F] [--library LIB]
+//
+// Exit status 0 only when a GPU backend was found and every shape passed.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_split.h"
+#include "kernels/hip/hip_backend.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/conformance/scheduler_plan.h"
+#include "tests/conformance/suite.h"
+
+namespace mla::conformance {
+namespace {
+
+struct Flags {
+  int64_t shapes = 200;
+  uint64_t first = 0;
+  int32_t threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+  int32_t large = 4;
+  std::string library;
+  SamplerOptions sampler;
+};
+
+std::vector<int32_t> Integers(const std::string& text) {
+  std::vector<int32_t> values;
+  for (const auto& part : absl::StrSplit(text, ',')) values.push_back(std::stoi(std::string(part)));
+  return values;
+}
+
+bool Parse(int argc, char** argv, Flags& flags) {
+  for (int i = 1; i < argc; i += 2) {
+    const std::string name = argv[i];
+    if (i + 1 >= argc) {
+      std::fprintf(stderr, "%s wants a value\n", name.c_str());
+      return false;
+    }
+    const std::string value = argv[i + 1];
+    if (name == "--shapes") {
+      flags.shapes = std::stoll(value);
+    } else if (name == "--seed") {
+      flags.sampler.seed = std::stoull(value);
+    } else if (name == "--first") {
+      flags.first = std::stoull(value);
+    } else if (name == "--threads") {
+      flags.threads = std::stoi(value);
+    } else if (name == "--large") {
+      flags.large = std::stoi(value);
+    } else if (name == "--heads") {
+      flags.sampler.heads = Integers(value);
+    } else if (name == "--page-sizes") {
+      flags.sampler.page_sizes = Integers(value);
+    } else if (name == "--max-flop") {
+      flags.sampler.max_flop = std::stod(value);
+    } else if (name == "--library") {
+      flags.library = value;
+    } else {
+      std::fprintf(stderr, "unknown flag %s\n", name.c_str());
+      return false;
+    }
+  }
+  return true;
+}
+
+struct Gpu {
+  gpu::HipBackendOptions options;
+  std::unique_ptr<gpu::HipBackend> backend;
+};
+
+// The first vendor whose backend can be made; prints why the others can not.
+absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
+  absl::Status last;
+  for (const gpu::Vendor vendor : {gpu::Vendor::kAmd, gpu::Vendor::kNvidia}) {
+    gpu::HipBackendOptions options;
+    options.vendor = vendor;
+    if (!flags.library.empty()) options.libraries = {flags.library};
+    auto backend = gpu::HipBackend::Create(options);
+    if (backend.ok()) {
+      std::printf("backend %s on %s, %d units\n", (*backend)->Info().name.c_str(),
+                  (*backend)->Info().device.c_str(), (*backend)->Info().units);
+      options.self_test = false;  // it has just run
+      return Gpu{options, *std::move(backend)};
+    }
+    last = backend.status();
+    std::printf("%s: %s\n", vendor == gpu::Vendor::kAmd ? "hip" : "cuda",
+                std::string(last.message()).c_str());
+  }
+  return last;
+}
+
+// `count` sampled cases that the backend says it can run.
+std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
+                                     const gpu::HipBackend& backend) {
+  std::vector<CaseSpec> cases;
+  for (uint64_t i = flags.first; static_cast<int64_t>(cases.size()) < flags.shapes; ++i) {
+    CaseSpec spec = SampleCase(sampler, i);
+    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+  }
+  for (CaseSpec& spec : LargeCases(sampler, flags.large)) {
+    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+  }
+  return cases;
+}
+
+SuiteOptions Suite(const Flags& flags, const Gpu& gpu) {
+  SuiteOptions options;
+  SamplerOptions sampler = flags.sampler;
+  sampler.geometries = {{1, 512, 64, 128, 128}};  // what the backend declares as supported
+  options.cases = SupportedCases(flags, sampler, *gpu.backend);
+  options.subjects = {
+      {"gpu",
+       [gpu_options = gpu.options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+         auto backend = gpu::HipBackend::Create(gpu_options);
+         if (!backend.ok()) return backend.status();
+         return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+       },
+       /*bit_equal_batches=*/false}};
+  options.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+    return std::make_unique<kernels::ReferenceBackend>();
+  };
+  options.plan = SchedulerPlanBuilder;
+  options.threads = flags.threads;
+  options.runner.staging_bytes = int64_t{96} << 20;
+  options.runner.slot_workspace_bytes = int64_t{96} << 20;
+  return options;
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  if (!Parse(argc, argv, flags)) return 2;
+  auto gpu = FindGpu(flags);
+  if (!gpu.ok()) return 1;
+  const SuiteOptions options = Suite(flags, *gpu);
+  const SuiteReport report = RunSuite(options);
+  for (const std::string& failure : report.failures) std::printf("FAIL %s\n", failure.c_str());
+  std::printf(
+      "seed %llu: %lld shapes, %lld comparisons, %lld batch checks, %lld failures, worst cosine "
+      "difference %.2e\n",
+      static_cast<unsigned long long>(flags.sampler.seed), static_cast<long long>(report.cases),
+      static_cast<long long>(report.comparisons), static_cast<long long>(report.batch_checks),
+      static_cast<long long>(report.failure_count), report.worst_cosine);
+  return report.failure_count == 0 && report.comparisons > 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mla::conformance
+
+int main(int argc, char** argv) { return mla::conformance::Main(argc, argv); }
