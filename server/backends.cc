@@ -1,6 +1,7 @@
 #include "server/backends.h"
 
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
 
 namespace mla::server {
@@ -10,6 +11,7 @@ kernels::BackendRegistry AllBackends() {
   // Names are fixed and distinct, so adding rows cannot fail.
   kernels::RegisterReference(registry).IgnoreError();
   kernels::RegisterCpu(registry).IgnoreError();
+  gpu::RegisterGpuBackends(registry).IgnoreError();
   return registry;
 }
 
