@@ -154,6 +154,7 @@ class Engine::Impl {
   std::thread thread_;
   std::atomic<std::thread::id> engine_thread_{};
 
+  std::atomic<UploadId> next_upload_{1};
   std::shared_mutex directory_mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<const ModelSpec>> directory_;
 };
@@ -251,34 +252,37 @@ std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
   return found == impl_->directory_.end() ? nullptr : found->second;
 }
 
-absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& id, int32_t layer,
-                                 int32_t head_begin, int32_t head_count,
+UploadId Engine::NewUpload() { return impl_->next_upload_.fetch_add(1); }
+
+absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
+                                 int32_t layer, int32_t head_begin, int32_t head_count,
                                  std::span<const std::byte> w_uk_w_uv, Fault* fault) {
   return impl_->WithRole([&](EngineCore& core) {
     absl::StatusOr<Model*> model =
         core.models().Find(core.FindTenant(tenant), id, "header.model_id", fault);
     if (!model.ok()) return model.status();
-    return core.models().LoadWeights(**model, layer, head_begin, head_count, w_uk_w_uv, fault);
+    return core.models().LoadWeights(**model, upload, layer, head_begin, head_count, w_uk_w_uv,
+                                     fault);
   });
 }
 
 absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,
-                                                           const std::string& id) {
+                                                           const std::string& id, UploadId upload) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
     Fault fault;
     absl::StatusOr<Model*> model =
         core.models().Find(core.FindTenant(tenant), id, "header.model_id", &fault);
     if (!model.ok()) return model.status();
-    return core.models().CommitWeights(**model);
+    return core.models().CommitWeights(**model, upload);
   });
 }
 
-void Engine::DiscardWeights(const std::string& tenant, const std::string& id) {
+void Engine::DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload) {
   impl_->WithRole([&](EngineCore& core) {
     Fault fault;
     absl::StatusOr<Model*> model =
         core.models().Find(core.FindTenant(tenant), id, "header.model_id", &fault);
-    if (model.ok()) core.models().DiscardWeights(**model);
+    if (model.ok()) core.models().DiscardWeights(**model, upload);
   });
 }
 

@@ -152,17 +152,19 @@ class Engine {
   std::vector<ModelInfo> ListModels(const std::string& tenant);
   // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
+  // Names a new upload of weights.
+  UploadId NewUpload();
   // Weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope, lora],
-  // then W_UV [heads, lora, v], bf16. They count once CommitWeights names the upload complete and
-  // verified.
-  absl::Status LoadWeights(const std::string& tenant, const std::string& id, int32_t layer,
-                           int32_t head_begin, int32_t head_count,
+  // then W_UV [heads, lora, v], bf16. They count once the upload is committed. Heads that are in
+  // use already accept the same bytes again and refuse others with ALREADY_EXISTS.
+  absl::Status LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
+                           int32_t layer, int32_t head_begin, int32_t head_count,
                            std::span<const std::byte> w_uk_w_uv, Fault* fault);
-  // Makes the chunks loaded since the last commit count. Returns the layers still incomplete.
+  // Makes the chunks of a complete and verified upload count. Returns the layers still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
-                                                     const std::string& id);
-  // Forgets the chunks loaded since the last commit (digest mismatch, broken upload).
-  void DiscardWeights(const std::string& tenant, const std::string& id);
+                                                     const std::string& id, UploadId upload);
+  // Forgets the chunks of an upload (digest mismatch, broken upload).
+  void DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload);
 
   // --- Sequences.
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);

@@ -23,6 +23,9 @@ struct ModelSpec {
   int32_t o_dim(Profile profile) const;
 };
 
+// Names one upload of weights; never 0 and not repeated while the model lives.
+using UploadId = uint64_t;
+
 struct ModelInfo {
   ModelSpec spec;
   int64_t page_group_bytes = 0;

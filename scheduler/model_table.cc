@@ -1,5 +1,6 @@
 #include "scheduler/model_table.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -29,6 +30,14 @@ AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
 
 bool HasExpanded(const ModelSpec& spec) {
   return spec.geometry.nope_dim > 0 && spec.geometry.v_dim > 0;
+}
+
+// Tells a repeated upload from a changed one. Not a cryptographic digest: a tenant can only confuse
+// its own model, and the upload as a whole carries a SHA-256.
+uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
+  uint64_t digest = seed ^ 0xcbf29ce484222325u;
+  for (int64_t i = 0; i < count; ++i) digest = (digest ^ values[i]) * 0x100000001b3u;
+  return digest ^ (digest >> 29);
 }
 
 int64_t HeadWeightElements(const kernels::Geometry& g) {
@@ -122,7 +131,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     return layout.status();
   }
   model->layout_id = *layout;
-  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::HeadState::kMissing);
+  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   model->expanded_min_rows =
       HasExpanded(spec) ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
@@ -193,9 +202,9 @@ int32_t ModelTable::size() const {
   return count;
 }
 
-absl::Status ModelTable::LoadWeights(Model& model, int32_t layer, int32_t head_begin,
-                                     int32_t head_count, std::span<const std::byte> bytes,
-                                     Fault* fault) {
+absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t head_begin,
+                                    int32_t head_count, std::span<const std::byte> bytes,
+                                    Fault* fault) const {
   const kernels::Geometry& g = model.spec->geometry;
   if (!HasExpanded(*model.spec)) {
     return RefuseField(fault, "header.model_id", model.spec->id, "a model with nope_dim and v_dim",
@@ -206,66 +215,81 @@ absl::Status ModelTable::LoadWeights(Model& model, int32_t layer, int32_t head_b
   if (status.ok()) {
     status = CheckRange(fault, "chunk.head_count", head_count, 1, g.num_heads - head_begin);
   }
-  const int64_t uk_elements = int64_t{head_count} * g.nope_dim * g.kv_lora_rank;
   const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
     status = RefuseField(fault, "chunk.payload", absl::StrCat(bytes.size(), " bytes"),
                          absl::StrCat(want, " bytes"), "payload_size");
   }
+  return status;
+}
+
+absl::Status ModelTable::ChargeWeights(Model& model, Fault* fault) {
+  if (model.weights_bytes > 0) return absl::OkStatus();
+  const kernels::Geometry& g = model.spec->geometry;
+  const int64_t total = int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * 2;
+  if (weights_bytes_ + total > limits_.weights_bytes) {
+    return RefuseField(fault, "header.model_id", absl::StrCat(total, " bytes of weights"),
+                       absl::StrCat(limits_.weights_bytes - weights_bytes_, " bytes left"),
+                       "weights_exhausted", absl::StatusCode::kResourceExhausted);
+  }
+  model.weights_bytes = total;
+  weights_bytes_ += total;
+  return absl::OkStatus();
+}
+
+absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t layer,
+                                     int32_t head_begin, int32_t head_count,
+                                     std::span<const std::byte> bytes, Fault* fault) {
+  absl::Status status = CheckChunk(model, layer, head_begin, head_count, bytes, fault);
+  if (status.ok()) status = ChargeWeights(model, fault);
   if (!status.ok()) return status;
-  Model::HeadState* heads = &model.heads[size_t(layer) * g.num_heads];
-  for (int32_t h = head_begin; h < head_begin + head_count; ++h) {
-    if (heads[h] == Model::HeadState::kMissing) continue;
-    return RefuseField(fault, "chunk.head_begin", absl::StrCat("layer ", layer, " head ", h),
-                       "heads that were not uploaded yet", "weights_exist",
-                       absl::StatusCode::kAlreadyExists);
-  }
-  if (model.weights_bytes == 0) {
-    const int64_t total = int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * 2;
-    if (weights_bytes_ + total > limits_.weights_bytes) {
-      return RefuseField(fault, "header.model_id", absl::StrCat(total, " bytes of weights"),
-                         absl::StrCat(limits_.weights_bytes - weights_bytes_, " bytes left"),
-                         "weights_exhausted", absl::StatusCode::kResourceExhausted);
-    }
-    model.weights_bytes = total;
-    weights_bytes_ += total;
-  }
+  const kernels::Geometry& g = model.spec->geometry;
+  const int64_t uk = int64_t{g.nope_dim} * g.kv_lora_rank;
+  const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
   const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
-  status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin, head_begin + head_count,
-                                 w_uk, w_uk + uk_elements);
-  if (!status.ok()) return status;
-  for (int32_t h = head_begin; h < head_begin + head_count; ++h) {
-    heads[h] = Model::HeadState::kLoaded;
+  const Bf16* w_uv = w_uk + head_count * uk;
+  Model::Head* heads = &model.heads[size_t(layer) * g.num_heads + head_begin];
+  for (int32_t h = 0; h < head_count; ++h) {
+    const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
+    if (heads[h].upload == Model::kCommitted) {
+      if (heads[h].digest == digest) continue;
+      return RefuseField(fault, "chunk.payload",
+                         absl::StrCat("other weights of layer ", layer, " head ", head_begin + h),
+                         "equal to those in use; Unregister the model to change them",
+                         "weights_differ", absl::StatusCode::kAlreadyExists);
+    }
+    status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin + h,
+                                   head_begin + h + 1, w_uk + h * uk, w_uv + h * uv);
+    if (!status.ok()) return status;
+    heads[h] = {upload, digest};
   }
   return absl::OkStatus();
 }
 
-std::vector<int32_t> ModelTable::CommitWeights(Model& model) {
-  for (Model::HeadState& head : model.heads) {
-    if (head == Model::HeadState::kLoaded) head = Model::HeadState::kCommitted;
+std::vector<int32_t> ModelTable::CommitWeights(Model& model, UploadId upload) {
+  for (Model::Head& head : model.heads) {
+    if (head.upload == upload) head.upload = Model::kCommitted;
   }
-  std::vector<int32_t> missing = MissingLayers(model, true);
+  std::vector<int32_t> missing = MissingLayers(model);
   model.weights_complete = missing.empty() && HasExpanded(*model.spec);
   return missing;
 }
 
-void ModelTable::DiscardWeights(Model& model) {
-  for (Model::HeadState& head : model.heads) {
-    if (head == Model::HeadState::kLoaded) head = Model::HeadState::kMissing;
+void ModelTable::DiscardWeights(Model& model, UploadId upload) {
+  for (Model::Head& head : model.heads) {
+    if (head.upload == upload) head = Model::Head();
   }
 }
 
-std::vector<int32_t> ModelTable::MissingLayers(const Model& model, bool committed) const {
+std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
   std::vector<int32_t> missing;
   const int32_t heads = model.spec->geometry.num_heads;
   for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
-    for (int32_t h = 0; h < heads; ++h) {
-      const Model::HeadState state = model.heads[size_t(layer) * heads + h];
-      if (state == Model::HeadState::kCommitted) continue;
-      if (!committed && state == Model::HeadState::kLoaded) continue;
-      missing.push_back(layer);
-      break;
-    }
+    const auto first = model.heads.begin() + int64_t{layer} * heads;
+    const bool complete = std::all_of(first, first + heads, [](const Model::Head& head) {
+      return head.upload == Model::kCommitted;
+    });
+    if (!complete) missing.push_back(layer);
   }
   return missing;
 }

@@ -32,9 +32,14 @@ struct Model {
   int32_t sequences = 0;  // open ones; Unregister waits for zero
   int32_t expanded_min_rows = 0;
   // --- Weights
-  enum class HeadState : uint8_t { kMissing, kLoaded, kCommitted };
-  std::vector<HeadState> heads;  // [layers x num_heads]
-  int64_t weights_bytes = 0;     // charged against Limits::weights_bytes; 0: none yet
+  struct Head {
+    // Missing: 0; loaded: the upload that brought it; committed: kCommitted.
+    UploadId upload = 0;
+    uint64_t digest = 0;  // of its bytes, to tell a repeat from a change
+  };
+  static constexpr UploadId kCommitted = ~UploadId{0};
+  std::vector<Head> heads;    // [layers x num_heads]
+  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: none yet
   bool weights_complete = false;
 };
 
@@ -51,12 +56,15 @@ class ModelTable {
   std::vector<Model*> OfTenant(TenantKey tenant);
   int32_t size() const;
 
-  absl::Status LoadWeights(Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
-                           std::span<const std::byte> bytes, Fault* fault);
-  std::vector<int32_t> CommitWeights(Model& model);
-  void DiscardWeights(Model& model);
-  // Layers that still miss heads; `committed` asks for committed heads, else loaded ones count too.
-  std::vector<int32_t> MissingLayers(const Model& model, bool committed) const;
+  // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
+  // over. A committed head accepts a repeat of the same bytes and refuses others (ALREADY_EXISTS):
+  // launches may read it.
+  absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
+                           int32_t head_count, std::span<const std::byte> bytes, Fault* fault);
+  // Returns the layers that still miss committed heads.
+  std::vector<int32_t> CommitWeights(Model& model, UploadId upload);
+  void DiscardWeights(Model& model, UploadId upload);
+  std::vector<int32_t> MissingLayers(const Model& model) const;
 
   int32_t weights_slot(const Model& model, int32_t layer) const {
     return model.index * limits_.max_layers + layer;
@@ -65,6 +73,9 @@ class ModelTable {
  private:
   absl::Status CheckSpec(const ModelSpec& spec, Fault* fault) const;
   absl::Status CheckSupported(const ModelSpec& spec, Fault* fault) const;
+  absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
+                          std::span<const std::byte> bytes, Fault* fault) const;
+  absl::Status ChargeWeights(Model& model, Fault* fault);
 
   const Limits limits_;
   kernels::AttentionBackend* const backend_;

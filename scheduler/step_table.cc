@@ -39,8 +39,8 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args, Fault* fault
   std::string layers;
   for (int32_t layer = 0, listed = 0; layer < spec.layers && listed < kMissingListed; ++layer) {
     const auto first = step.model->heads.begin() + int64_t{layer} * heads;
-    const bool complete = std::all_of(first, first + heads, [](Model::HeadState state) {
-      return state == Model::HeadState::kCommitted;
+    const bool complete = std::all_of(first, first + heads, [](const Model::Head& head) {
+      return head.upload == Model::kCommitted;
     });
     if (complete) continue;
     absl::StrAppend(&layers, listed++ == 0 ? "" : ", ", layer);

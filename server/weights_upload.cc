@@ -19,12 +19,13 @@ WeightsUpload::WeightsUpload(scheduler::Engine* engine, std::string tenant,
     : engine_(engine),
       tenant_(std::move(tenant)),
       model_(std::move(model)),
+      upload_(engine->NewUpload()),
       digest_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
   EVP_DigestInit_ex(digest_.get(), EVP_sha256(), nullptr);
 }
 
 WeightsUpload::~WeightsUpload() {
-  if (!committed_) engine_->DiscardWeights(tenant_, model_->id);
+  if (!committed_) engine_->DiscardWeights(tenant_, model_->id, upload_);
 }
 
 absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message, scheduler::Fault* fault) {
@@ -59,7 +60,7 @@ absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chun
   }
   EVP_DigestUpdate(digest_.get(), chunk.payload().data(), chunk.payload().size());
   bytes_ += chunk.payload().size();
-  return engine_->LoadWeights(tenant_, model_->id, static_cast<int32_t>(chunk.layer()),
+  return engine_->LoadWeights(tenant_, model_->id, upload_, static_cast<int32_t>(chunk.layer()),
                               static_cast<int32_t>(chunk.head_begin()),
                               static_cast<int32_t>(chunk.head_count()),
                               std::as_bytes(std::span(chunk.payload())), fault);
@@ -76,7 +77,7 @@ absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply, scheduler::Fau
     fault->reason = "digest_mismatch";
     return absl::DataLossError("trailer.sha256: differs from the digest of the bytes received");
   }
-  const auto missing = engine_->CommitWeights(tenant_, model_->id);
+  const auto missing = engine_->CommitWeights(tenant_, model_->id, upload_);
   if (!missing.ok()) return missing.status();
   committed_ = true;
   reply->set_bytes(bytes_);

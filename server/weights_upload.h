@@ -38,6 +38,7 @@ class WeightsUpload final {
   scheduler::Engine* engine_;
   std::string tenant_;
   std::shared_ptr<const scheduler::ModelSpec> model_;
+  const scheduler::UploadId upload_;
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest_;
   std::set<std::pair<uint32_t, uint32_t>> seen_;  // (layer, head)
   std::string expected_;                          // from the trailer
