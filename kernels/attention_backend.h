@@ -54,10 +54,14 @@ struct PlanTraits {
   int32_t tile_rows = 128;           // packed rows (query rows x heads) a tile holds at most
   int32_t max_heads_per_tile = 0;    // 0: as many as fit; 1: one head a tile (the expanded form)
   int32_t kv_granularity = 16;       // KV cut points are multiples of this, in rows
-  int32_t item_overhead_rows = 256;  // fixed cost of a work item, as KV rows of one tile
+  int32_t item_overhead_rows = 256;  // fixed cost of a work item, as KV rows of one (full) tile
   // > 0: fixed-split mode. Every tile is cut at multiples of this many KV rows, whatever else is in
   // the batch, which makes results independent of batch composition.
   int32_t fixed_split_rows = 0;
+  // > 0: a tile is charged by its packed rows, and as if it had this many when it has fewer (the
+  // height of a matrix unit, or where reading the KV rows begins to dominate). 0: all tiles cost
+  // the same per KV row, whatever they hold. At most tile_rows.
+  int32_t min_charged_rows = 0;
 
   friend bool operator==(const PlanTraits&, const PlanTraits&) = default;
 };

@@ -21,12 +21,22 @@ struct Tile {
   int32_t request_rows;  // kv rows of the whole request
   int32_t kv_end;        // what its last query row sees
   int32_t first_sees;    // what its first query row sees: no cut lies at or past it
+  int32_t weight;        // charge of one KV row, in units of 1 / ChargeScale
 };
 
 struct TileShape {  // largest tile of a request; a function of its heads and the traits alone
   int32_t heads;
   int32_t q_rows;
 };
+
+// Charges are integers: what one KV row of a full tile is charged.
+inline int32_t ChargeScale(const kernels::PlanTraits& traits) {
+  return traits.min_charged_rows > 0 ? traits.tile_rows : 1;
+}
+
+inline int32_t WeightOf(int32_t packed_rows, const kernels::PlanTraits& traits) {
+  return traits.min_charged_rows > 0 ? std::max(packed_rows, traits.min_charged_rows) : 1;
+}
 
 inline int32_t HeadLimit(const kernels::PlanTraits& traits) {
   return traits.max_heads_per_tile == 0 ? traits.tile_rows
@@ -38,7 +48,8 @@ inline TileShape ShapeOf(int32_t num_heads, const kernels::PlanTraits& traits) {
   return {heads, traits.tile_rows / heads};
 }
 
-// The tile of a request that makes no more than one. REQUIRES: q_rows > 0.
+// The tile of a request that makes no more than one, where all tiles are charged alike. REQUIRES:
+// q_rows > 0.
 inline Tile OnlyTile(const PlanRequest& request, int32_t index) {
   return {index,
           0,
@@ -47,7 +58,8 @@ inline Tile OnlyTile(const PlanRequest& request, int32_t index) {
           request.q_rows * request.num_heads,
           request.kv_rows,
           request.kv_rows,
-          request.causal ? request.kv_rows - request.q_rows + 1 : request.kv_rows};
+          request.causal ? request.kv_rows - request.q_rows + 1 : request.kv_rows,
+          1};
 }
 
 // Calls visit(tile) for the tiles of one request: query rows outside, head ranges inside, so that
@@ -65,8 +77,9 @@ void ForEachTile(const PlanRequest& request, int32_t index, const kernels::PlanT
     const int32_t first_sees = request.causal ? q + 1 - unseen : request.kv_rows;
     for (int32_t head = 0; head < heads;) {
       const int32_t head_end = std::min(head + shape.heads, heads);
-      visit(Tile{index, q, q_end, kernels::PackHeads(head, head_end),
-                 (q_end - q) * (head_end - head), request.kv_rows, kv_end, first_sees});
+      const int32_t packed_rows = (q_end - q) * (head_end - head);
+      visit(Tile{index, q, q_end, kernels::PackHeads(head, head_end), packed_rows, request.kv_rows,
+                 kv_end, first_sees, WeightOf(packed_rows, traits)});
       head = head_end;
     }
     q = q_end;
@@ -88,8 +101,8 @@ inline int32_t PiecesOf(const Tile& tile, int32_t split_rows) {
 // What a batch comes to, counted before anything is written.
 struct Tally {
   int64_t tiles = 0;
-  int64_t kv_rows = 0;  // of all tiles
-  int64_t kv_most = 0;  // of one tile
+  int64_t kv_charge = 0;  // of the KV rows of all tiles
+  int64_t kv_most = 0;    // of one tile
   // Fixed-split mode only, where the pieces are known beforehand.
   int64_t pieces = 0;
   int64_t split_tiles = 0;

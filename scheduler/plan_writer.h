@@ -24,9 +24,9 @@ class PlanWriter final {
       : buffers_(buffers),
         units_(traits.units),
         granularity_(static_cast<uint32_t>(traits.kv_granularity)),
-        overhead_(traits.item_overhead_rows),
+        overhead_(int64_t{traits.item_overhead_rows} * ChargeScale(traits)),
         split_rows_(SplitRows(traits)) {
-    payload_ = kFixed ? DivideUp(Charge(tally), units_) : BalancedPayload(tally);
+    payload_ = kFixed ? DivideUp(Charge(tally), units_) : BalancedPayload(tally, traits);
     at_.item = buffers.work_info().data();
     at_.unit_end = buffers.work_indptr().data();
     at_.partial = buffers.reduce_partial_map().data();
@@ -84,7 +84,8 @@ class PlanWriter final {
     return view;
   }
 
-  int64_t busiest_kv_rows() const { return busiest_kv_rows_; }
+  // Of the KV rows alone, without overheads.
+  int64_t busiest_charge() const { return busiest_charge_; }
 
  private:
   // What changes from item to item; a value, so that a loop can keep it in registers.
@@ -102,19 +103,22 @@ class PlanWriter final {
   static int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
   int64_t Charge(const Tally& tally) const {
-    return tally.kv_rows + (kFixed ? tally.pieces : tally.tiles) * overhead_;
+    return tally.kv_charge + (kFixed ? tally.pieces : tally.tiles) * overhead_;
   }
 
   // The lesser of two charges a unit, either of which lets the units hold everything.
-  int64_t BalancedPayload(const Tally& tally) const {
+  int64_t BalancedPayload(const Tally& tally, const kernels::PlanTraits& traits) const {
     if (tally.tiles == 0) return 0;
     // Every unit advances by its part of the whole: what it gets beyond that pays for the item that
     // its cut adds and for rounding the cut down.
-    const int64_t by_share = DivideUp(Charge(tally), units_) + overhead_ + granularity_ - 1;
+    const int64_t slack = int64_t{granularity_} * ChargeScale(traits) - 1;
+    const int64_t by_share = DivideUp(Charge(tally), units_) + overhead_ + slack;
     // Every tile gets as many units of its own, or every unit as many whole tiles, as if all were
     // as long as the longest: in a batch of equals, cuts then fall on tile borders.
-    int64_t by_border = DivideUp(tally.tiles, units_) * (tally.kv_most + overhead_);
-    if (tally.tiles <= units_) {
+    int64_t by_border = by_share;
+    if (tally.tiles > units_) {
+      by_border = DivideUp(tally.tiles, units_) * (tally.kv_most + overhead_);
+    } else if (ChargeScale(traits) == 1) {
       const int64_t piece = DivideUp(tally.kv_most, units_ / tally.tiles);
       by_border = DivideUp(piece, granularity_) * granularity_ + overhead_;
     }
@@ -130,7 +134,7 @@ class PlanWriter final {
 
   void NoteUnit(const Cursor& at) {
     const int64_t items = at.item - (buffers_.work_info().data() + *at.unit_end);
-    busiest_kv_rows_ = std::max(busiest_kv_rows_, room_at_open_ - at.room - overhead_ * items);
+    busiest_charge_ = std::max(busiest_charge_, room_at_open_ - at.room - overhead_ * items);
   }
 
   void NextUnit(Cursor& at) {
@@ -148,7 +152,7 @@ class PlanWriter final {
                   kv_end,
                   tile.request_rows - kv_end,
                   tile.heads};
-    at.room -= kv_end - kv_begin + overhead_;
+    at.room -= int64_t{kv_end - kv_begin} * tile.weight + overhead_;
   }
 
   void EmitPartial(Cursor& at, const Tile& tile, int32_t kv_begin, int32_t kv_end) {
@@ -170,8 +174,8 @@ class PlanWriter final {
 
   [[gnu::always_inline]] void PlaceBalanced(Cursor& at, const Tile& tile) {
     int32_t begin = 0;
-    while (at.room < tile.kv_end - begin + overhead_) {
-      const int64_t end = begin + at.room - overhead_;
+    while (at.room < int64_t{tile.kv_end - begin} * tile.weight + overhead_) {
+      const int64_t end = begin + (at.room - overhead_) / tile.weight;
       const int32_t cut = end > begin ? RoundDown(static_cast<uint32_t>(end)) : begin;
       if (cut > begin) {
         if (cut >= tile.first_sees) break;  // only the causal tail is left: it stays in one piece
@@ -192,17 +196,17 @@ class PlanWriter final {
   void PlaceFixed(Cursor& at, const Tile& tile) {
     int32_t begin = 0;
     for (int32_t pieces = PiecesOf(tile, split_rows_); pieces > 1; --pieces) {
-      SkipFullUnits(at, split_rows_);
+      SkipFullUnits(at, int64_t{split_rows_} * tile.weight);
       EmitPartial(at, tile, begin, begin + split_rows_);
       begin += split_rows_;
     }
-    SkipFullUnits(at, tile.kv_end - begin);
+    SkipFullUnits(at, int64_t{tile.kv_end - begin} * tile.weight);
     EmitLast(at, tile, begin);
   }
 
   // A piece goes to the unit that holds the middle of its charge.
-  void SkipFullUnits(Cursor& at, int32_t kv_rows) {
-    while (2 * at.room < kv_rows + overhead_) NextUnit(at);
+  void SkipFullUnits(Cursor& at, int64_t kv_charge) {
+    while (2 * at.room < kv_charge + overhead_) NextUnit(at);
   }
 
   static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 4;
@@ -216,7 +220,7 @@ class PlanWriter final {
   int64_t payload_;
   Cursor at_;
   int64_t room_at_open_ = 0;
-  int64_t busiest_kv_rows_ = 0;
+  int64_t busiest_charge_ = 0;
 };
 
 }  // namespace mla::scheduler

@@ -22,8 +22,9 @@ void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, 
   const int32_t split_rows = SplitRows(traits);
   ForEachTile(request, 0, traits, [&](const Tile& tile) {
     tally.tiles += times;
-    tally.kv_rows += times * tile.kv_end;
-    tally.kv_most = std::max<int64_t>(tally.kv_most, tile.kv_end);
+    const int64_t charge = int64_t{tile.kv_end} * tile.weight;
+    tally.kv_charge += times * charge;
+    tally.kv_most = std::max(tally.kv_most, charge);
     if constexpr (kFixed) {
       const int64_t pieces = PiecesOf(tile, split_rows);
       tally.pieces += times * pieces;
@@ -36,8 +37,8 @@ void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, 
   });
 }
 
-// The same for the common batch, in which each request is valid and makes one tile at most. False,
-// and a tally without meaning, for any other batch.
+// The same for the common batch, in which each request is valid and makes one tile at most, and all
+// tiles are charged alike. False, and a tally without meaning, for any other batch.
 bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& traits, Tally& tally) {
   const int64_t tile_rows = traits.tile_rows;
   const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
@@ -57,9 +58,9 @@ bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& tra
     kv_most = std::max(kv_most, request.kv_rows);
   }
   tally.tiles = tiles;
-  tally.kv_rows = kv_rows;
+  tally.kv_charge = kv_rows;
   tally.kv_most = kv_most;
-  return negative >= 0;
+  return negative >= 0 && traits.min_charged_rows == 0;
 }
 
 // Array lengths that suffice for a batch of this tally. A cut makes at most two partial tiles and
@@ -121,6 +122,10 @@ absl::Status CheckTraits(const PlanTraits& traits) {
   if (auto s = CheckTrait("item_overhead_rows", traits.item_overhead_rows, 0, kMost); !s.ok()) {
     return s;
   }
+  if (auto s = CheckTrait("min_charged_rows", traits.min_charged_rows, 0, traits.tile_rows);
+      !s.ok()) {
+    return s;
+  }
   return CheckTrait("fixed_split_rows", traits.fixed_split_rows, 0, kMost);
 }
 
@@ -170,8 +175,8 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> request
   }
   kernels::PlanView view = writer.Finish();
   view.generation = NextGeneration();
-  const double mean = static_cast<double>(tally.kv_rows) / traits.units;
-  imbalance = tally.kv_rows > 0 ? static_cast<double>(writer.busiest_kv_rows()) / mean : 1.0;
+  const double mean = static_cast<double>(tally.kv_charge) / traits.units;
+  imbalance = tally.kv_charge > 0 ? static_cast<double>(writer.busiest_charge()) / mean : 1.0;
   return view;
 }
 

@@ -6,8 +6,9 @@
 // rows: whole query rows when all heads fit, else one query row and a range of heads. A tile needs
 // the KV rows that its last query row can see (causal trim); a tile that sees none still gets its
 // work item, so that its rows are written. Tiles are laid end to end in request order, each charged
-// its KV rows plus traits.item_overhead_rows, and the line is cut into `units` parts of equal
-// charge, where each cut pays for the further work item that it makes. A tile that crosses a cut is
+// its KV rows (by its packed rows, if traits.min_charged_rows asks) plus traits.item_overhead_rows,
+// and the line is cut into `units` parts of equal charge, where each cut pays for the further work
+// item that it makes. A tile that crosses a cut is
 // split: its pieces become partial tiles and one reduce tile. No cut lies past what the first query
 // row of the tile can see, so no piece is wholly masked for a row that sees any key.
 //
@@ -65,7 +66,8 @@ class Planner {
                                           const kernels::PlanTraits& traits,
                                           MetadataBuffers& buffers);
 
-  // KV rows of the busiest unit over the mean of all units in the last plan; 1.0 when balanced.
+  // KV rows of the busiest unit, as charged, over the mean of all units in the last plan; 1.0 when
+  // balanced.
   double last_imbalance() const { return last_imbalance_; }
 
  private:

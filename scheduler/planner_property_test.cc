@@ -41,6 +41,7 @@ class BatchMaker {
     traits.kv_granularity = Pick({1, 3, 16, 16, 64, 128});
     traits.item_overhead_rows = Pick({0, 1, 64, 256, 5000});
     traits.fixed_split_rows = 0;
+    traits.min_charged_rows = OneIn(3) ? 1 + Below(traits.tile_rows) : 0;
     requests.clear();
     const int count = OneIn(16) ? Below(120) : Below(9);
     const int64_t most_tiles = OneIn(16) ? 1000 : 60;  // bounds the time of a batch
@@ -133,7 +134,8 @@ std::string Describe(const std::vector<PlanRequest>& requests, const PlanTraits&
                      std::to_string(traits.tile_rows) + " max_heads_per_tile " +
                      std::to_string(traits.max_heads_per_tile) + " granularity " +
                      std::to_string(traits.kv_granularity) + " overhead " +
-                     std::to_string(traits.item_overhead_rows) + " fixed_split " +
+                     std::to_string(traits.item_overhead_rows) + " min_charged " +
+                     std::to_string(traits.min_charged_rows) + " fixed_split " +
                      std::to_string(traits.fixed_split_rows) + " requests";
   for (const PlanRequest& r : requests) {
     text += " {" + std::to_string(r.q_rows) + ", " + std::to_string(r.kv_rows) + ", " +

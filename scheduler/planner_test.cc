@@ -198,6 +198,28 @@ TEST_F(PlannerTest, FixedSplitIgnoresTheRestOfTheBatch) {
   EXPECT_EQ(next, pieces.size());
 }
 
+TEST_F(PlannerTest, FixedPiecesAreDealtEvenly) {
+  for (const int32_t batch : {61, 100, 128}) {
+    const std::vector<PlanRequest> requests(static_cast<size_t>(batch), {1, 65'536, 128});
+    Plan(requests, {.units = 256, .fixed_split_rows = 1024});
+    EXPECT_LE(planner_.last_imbalance(), 1.06) << batch;
+  }
+}
+
+// Small tiles beside full ones: what counts is the work, not the rows.
+TEST_F(PlannerTest, TilesAreChargedByTheirRows) {
+  std::vector<PlanRequest> requests(64, {1, 4096, 16});  // 16 of 128 packed rows
+  requests.push_back({512, 4096, 16});                   // 64 full tiles
+  PlanTraits traits{.units = 2, .item_overhead_rows = 16, .min_charged_rows = 16};
+  const PlanView view = Plan(requests, traits);
+  EXPECT_LT(planner_.last_imbalance(), 1.01);
+  // All of the small tiles go to the first unit, and nearly half of the full ones.
+  EXPECT_GT(view.work_indptr[1], 64 + 24);
+  traits.units = 16;
+  Plan(requests, traits);
+  EXPECT_LT(planner_.last_imbalance(), 1.05);
+}
+
 TEST_F(PlannerTest, GenerationsAreUniqueAcrossPlanners) {
   const uint64_t first = Plan({{1, 1, 1}}, {}).generation;
   Planner other;
@@ -243,6 +265,8 @@ TEST_F(PlannerTest, FaultsNameTheField) {
             std::string::npos);
   EXPECT_NE(message(good, {.kv_granularity = 0}).find("kv_granularity"), std::string::npos);
   EXPECT_NE(message(good, {.item_overhead_rows = -1}).find("item_overhead"), std::string::npos);
+  EXPECT_EQ(message(good, {.tile_rows = 8, .min_charged_rows = 9}),
+            "plan traits.min_charged_rows: got 9, limit 0..8");
   EXPECT_NE(message(good, {.fixed_split_rows = -1}).find("fixed_split_rows"), std::string::npos);
 }
 

@@ -213,7 +213,10 @@ std::string PlanChecker::Balance(const kernels::PlanView& view, double imbalance
     int64_t rows = 0;
     for (int32_t i = view.work_indptr[unit]; i < view.work_indptr[unit + 1]; ++i) {
       const WorkInfo& item = view.work_info[static_cast<size_t>(i)];
-      rows += item.kv_end - item.kv_begin;
+      const int64_t weight = traits_.min_charged_rows > 0
+                                 ? std::max<int64_t>(PackedRows(item), traits_.min_charged_rows)
+                                 : 1;
+      rows += weight * (item.kv_end - item.kv_begin);
     }
     total += rows;
     busiest = std::max(busiest, rows);
