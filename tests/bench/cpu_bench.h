@@ -1,0 +1,101 @@
+// What the CPU benchmarks share: a configured backend with a filled pool, launches to time,
+// medians, and the JSON rows.
+#ifndef MLA_TESTS_BENCH_CPU_BENCH_H_
+#define MLA_TESTS_BENCH_CPU_BENCH_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "kernels/attention_params.h"
+#include "scheduler/metadata_buffers.h"
+#include "scheduler/planner.h"
+
+namespace mla::bench {
+
+// Command line of every CPU benchmark:
+//   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--deterministic]
+struct BenchFlags {
+  std::string json;
+  std::string isa;  // forced dispatch level; empty: the best
+  std::vector<int32_t> threads = {1, 2};
+  int32_t repeats = 5;
+  std::string only;  // shapes whose name contains this
+  bool deterministic = false;
+};
+// Prints usage and exits on a flag that it does not know.
+BenchFlags ParseFlags(int argc, char** argv);
+
+struct BenchRow {
+  std::string bench, shape;
+  int32_t threads = 1;
+  double us = 0.0, gflops = 0.0;
+  double gemm_only_us = 0.0;    // 0: no bound was measured
+  double onednn_scaling = 0.0;  // of the bound, against one thread; 0: not measured
+  double kv_rows_per_s = 0.0;
+};
+// Prints a row as text and keeps it; WriteJson writes all rows.
+void Report(const BenchRow& row);
+void WriteJson(const std::string& path);
+
+// Medians of `repeats` alternating runs of several bodies, in microseconds, after one warm-up each.
+std::vector<double> Medians(int32_t repeats, const std::vector<std::function<void()>>& bodies);
+
+// GFLOP/s of one thread's best multiply-add instruction of a dispatch level, measured: bf16 dot
+// products where the level has them, else fp32 FMA. 0 for levels without a measurement (AMX's unit
+// is timed through oneDNN only).
+double MeasurePeak(const std::string& level);
+
+struct BenchRequest {
+  int32_t q_rows = 1;
+  int32_t kv_rows = 0;  // visible to the last query row
+};
+
+// A CPU backend with one layer of KV rows, N(0,1)/10, and launches over them.
+class AttentionBench {
+ public:
+  struct Options {
+    kernels::Geometry geometry = {128, 512, 64, 128, 128};
+    kernels::AttentionForm form = kernels::AttentionForm::kAbsorbed;
+    int32_t page_size = 64;
+    int32_t threads = 1;
+    std::string isa;
+    bool deterministic = false;
+    int64_t max_kv_rows = 0;  // of all requests of a launch together
+    int32_t max_q_rows = 0;
+  };
+  // Exits with a message on failure: a benchmark has nobody to report to.
+  explicit AttentionBench(const Options& options);
+  ~AttentionBench();
+
+  // Plans and prepares a launch; Run executes it (BeginLaunch to Wait).
+  void Prepare(const std::vector<BenchRequest>& requests);
+  void Run();
+  // AppendKv of `rows` rows of `dtype` to each of `sequences` sequences, as one launch.
+  void Append(int32_t sequences, int32_t rows, kernels::DType dtype);
+  // Only the up-projection's share of the expanded form is timed apart: the same launch with one
+  // query row per head.
+  kernels::AttentionBackend& backend() { return *backend_; }
+
+ private:
+  Options options_;
+  std::unique_ptr<kernels::AttentionBackend> backend_;
+  std::unique_ptr<scheduler::MetadataBuffers> buffers_;
+  scheduler::Planner planner_;
+  std::vector<kernels::RequestRecord> records_;
+  std::vector<kernels::AppendRecord> appends_;
+  kernels::AttentionParams params_;
+  std::vector<kernels::Bf16> q_, o_;
+  std::vector<float> kv_;
+};
+
+// Attention FLOP of a launch: products only, masked pairs not counted.
+double AttentionFlop(const std::vector<BenchRequest>& requests, int32_t heads, int32_t key_dim,
+                     int32_t value_dim);
+
+}  // namespace mla::bench
+
+#endif  // MLA_TESTS_BENCH_CPU_BENCH_H_
