@@ -66,6 +66,7 @@ class ItemState {
                 bool first_chunk);
   void RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows, int32_t position,
                bool masked, bool first);
+  void AddLowTerm(GemmArgs gemm, const std::byte* low_queries);
   bool ValuesFinite(int32_t row, int32_t rows) const;
   void AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
                            int32_t rows, float* o, bool first);
@@ -252,6 +253,20 @@ void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_r
   }
 }
 
+// Adds the products with the queries' low parts. An infinite key makes the high part's product
+// infinite, as it should be; adding the low part's could make it NaN, so those are left out.
+void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
+  float* logits = gemm.c;
+  const int64_t count = static_cast<int64_t>(gemm.rows) * gemm.ldc;
+  gemm.b = low_queries;
+  gemm.c = As<float>(at_.probabilities);
+  kernels_.gemm(gemm);
+  for (int64_t i = 0; i < count; ++i) {
+    const float sum = logits[i] + gemm.c[i];
+    logits[i] = sum == sum ? sum : logits[i];
+  }
+}
+
 void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows,
                         int32_t position, bool masked, bool first) {
   const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
@@ -264,11 +279,9 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   gemm.panels = columns / kPanel;
   gemm.c = As<float>(at_.logits);
   gemm.ldc = columns;
-  for (int32_t term = 0; term < at_.q_terms; ++term) {
-    gemm.b = queries + term * at_.q_block_bytes;
-    gemm.accumulate = term > 0;
-    kernels_.gemm(gemm);
-  }
+  gemm.b = queries;
+  kernels_.gemm(gemm);
+  if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
   SoftmaxArgs softmax{};
   softmax.s = gemm.c;
   softmax.rows = rows;
@@ -276,6 +289,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   softmax.scale2 = request_.softmax_scale * kLog2E;
   softmax.m = As<float>(at_.m) + block * kTileRows;
   softmax.l = As<float>(at_.l) + block * kTileRows;
+  if (bf16()) softmax.norm = As<float>(at_.norm) + block * kTileRows;
   softmax.alpha = As<float>(at_.alpha);
   softmax.p = As<float>(at_.probabilities);
   if (masked) {
@@ -331,9 +345,10 @@ void ItemState::Finish(const Group& group) {
   const float* o = As<float>(at_.o);
   const float* m = As<float>(at_.m);
   const float* l = As<float>(at_.l);
+  const float* norm = bf16() ? As<float>(at_.norm) : l;
   for (int32_t n = 0; n < group.rows; ++n, o += at_.o_ld) {
     const bool empty = l[n] == 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / l[n];
+    const float inverse = empty ? 0.0f : 1.0f / norm[n];
     const float lse =
         empty ? -kInfinity
               : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
@@ -355,18 +370,17 @@ void ItemState::Finish(const Group& group) {
 
 void ItemState::RunGroup(const Group& group) {
   const int32_t end = SetVisible(group);
-  std::fill_n(As<float>(at_.m), group.rows, -kInfinity);
-  std::fill_n(As<float>(at_.l), group.rows, 0.0f);
+  // Columns that pad the last panel run along; they need defined state, not meaning.
+  const int32_t padded = (group.rows + kPanel - 1) / kPanel * kPanel;
+  std::fill_n(As<float>(at_.m), padded, -kInfinity);
+  std::fill_n(As<float>(at_.l), padded, 0.0f);
+  std::fill_n(As<float>(at_.norm), padded, 0.0f);
   if (end <= work_.kv_begin) {
     std::memset(As<float>(at_.o), 0,
                 static_cast<size_t>(group.rows) * static_cast<size_t>(at_.o_ld) * sizeof(float));
     Finish(group);
     return;
   }
-  // Columns that pad the last panel run along; they need defined state, not meaning.
-  const int32_t padded = (group.rows + kPanel - 1) / kPanel * kPanel;
-  std::fill(As<float>(at_.m) + group.rows, As<float>(at_.m) + padded, -kInfinity);
-  std::fill(As<float>(at_.l) + group.rows, As<float>(at_.l) + padded, 0.0f);
   PackQueries(group);
   for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
     const int32_t rows = std::min(at_.chunk_rows, end - begin);

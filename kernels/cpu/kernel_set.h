@@ -49,6 +49,9 @@ struct SoftmaxArgs {
   const int32_t* visible;
   float* m;
   float* l;
+  // bf16 levels: the sum of p as rounded, by which O is divided; so that roundings that all rows
+  // share cancel. Null at fp32 levels, which divide by l.
+  float* norm;
   float* alpha;
   void* p;  // the level's own layout; kTileRows * kTileRows floats of room
 };

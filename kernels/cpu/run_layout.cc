@@ -73,6 +73,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.o = cut.Take(at.group_rows * at.o_ld * kFloat);
   at.m = cut.Take(at.group_rows * kFloat);
   at.l = cut.Take(at.group_rows * kFloat);
+  at.norm = cut.Take(at.group_rows * kFloat);
   at.alpha = cut.Take(kTileRows * kFloat);
   at.visible = cut.Take(at.group_rows * static_cast<int64_t>(sizeof(int32_t)));
   at.tile_visible = cut.Take(kTileRows * static_cast<int64_t>(sizeof(int32_t)));

@@ -4,6 +4,8 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <fstream>
+#include <string>
 #include <utility>
 
 namespace mla::kernels::cpu {
@@ -17,22 +19,39 @@ void Pause() {
 #endif
 }
 
-// The index-th CPU that the process may use, counted round. Failure leaves the thread unpinned.
-void PinToCpu(int32_t index) {
+// First CPU of the core that `cpu` is a hardware thread of; `cpu` itself when nothing is known.
+int32_t FirstSibling(int32_t cpu) {
+  std::ifstream siblings("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
+                         "/topology/thread_siblings_list");
+  int32_t first = cpu;
+  siblings >> first;
+  return first;
+}
+
+// CPUs that the process may use: one hardware thread of every core first, then the others.
+std::vector<int32_t> UsableCpus() {
+  std::vector<int32_t> cores, siblings;
   cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  const int32_t count = CPU_COUNT(&allowed);
-  if (count <= 1) return;
-  int32_t left = index % count;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cores;
   for (int32_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (!CPU_ISSET(cpu, &allowed)) continue;
-    if (left-- > 0) continue;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
-    pthread_setaffinity_np(pthread_self(), sizeof one, &one);
-    return;
+    const int32_t first = FirstSibling(cpu);
+    const bool taken = first != cpu && CPU_ISSET(first, &allowed);
+    (taken ? siblings : cores).push_back(cpu);
   }
+  cores.insert(cores.end(), siblings.begin(), siblings.end());
+  return cores;
+}
+
+// The index-th of `threads` threads, spread evenly: virtual machines hide which CPUs share a core,
+// and then neighbours usually do. Failure leaves the thread unpinned.
+void PinToCpu(const std::vector<int32_t>& cpus, int32_t index, int32_t threads) {
+  if (cpus.size() < 2) return;
+  const size_t step = std::max<size_t>(1, cpus.size() / static_cast<size_t>(threads));
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(cpus[static_cast<size_t>(index) * step % cpus.size()], &one);
+  pthread_setaffinity_np(pthread_self(), sizeof one, &one);
 }
 
 size_t PhaseOf(uint64_t ticket) { return static_cast<size_t>(ticket >> 32); }
@@ -43,6 +62,7 @@ WorkerPool::WorkerPool(const Options& options, int32_t max_jobs, PlaceHook enter
     : options_(options), enter_(std::move(enter)), leave_(std::move(leave)) {
   options_.threads = std::max(1, options_.threads);
   queue_.resize(static_cast<size_t>(std::max(1, max_jobs)), nullptr);
+  if (options_.pin_threads) cpus_ = UsableCpus();
   for (int32_t i = 0; i < options_.threads; ++i) {
     threads_.emplace_back([this, i] { ThreadMain(i); });
   }
@@ -165,7 +185,7 @@ void WorkerPool::Work(Job& job, int32_t place) {
 
 void WorkerPool::ThreadMain(int32_t index) {
   // The last thread works only when the caller does not, so it shares the first CPU.
-  if (options_.pin_threads) PinToCpu(index + 1);
+  PinToCpu(cpus_, (index + 1) % options_.threads, options_.threads);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     Job* head = Head();

@@ -26,7 +26,7 @@ class WorkerPool {
  public:
   struct Options {
     int32_t threads = 1;      // working at a time, the waiting caller included
-    bool pin_threads = true;  // to the CPUs that the process may use, in turn
+    bool pin_threads = true;  // to CPUs that the process may use, on different cores first
     int32_t spin_us = 20;
   };
 
@@ -76,6 +76,7 @@ class WorkerPool {
 
   Options options_;
   PlaceHook enter_, leave_;
+  std::vector<int32_t> cpus_;  // to pin to, in this order; empty: pin nothing
   std::mutex mutex_;
   std::condition_variable work_;  // the head has a free place
   std::condition_variable done_;  // a job is done

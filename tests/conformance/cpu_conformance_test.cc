@@ -1,8 +1,11 @@
 // The CPU backend against the oracle: every dispatch level that this machine can run, each forced,
 // over the sampled axes of case_spec.h, the large cases, odd dims, hostile plans and far pools.
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
@@ -68,6 +71,7 @@ SuiteOptions Options(std::vector<CaseSpec> cases) {
   options.subjects = Subjects();
   options.oracle = MakeReference;
   options.plan = SchedulerPlanBuilder;
+  options.threads = std::clamp<int32_t>(std::thread::hardware_concurrency() / 2, 2, 12);
   options.runner.partial_rows = int64_t{1} << 20;  // the planner's bound for 256 units, sparse
   return options;
 }

@@ -120,8 +120,13 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
 
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                         double* worst_cosine) {
-  const Comparison o =
-      Compare(got.o, want.o, workload.spec.o_dim(), {2e-3 * workload.max_abs_value, 0.016, 1e-5});
+  // bf16 latents are rounded twice more on the way, at the client's choice.
+  const bool rounded_latents = workload.spec.route == Route::kAbsorbProject &&
+                               workload.spec.latent_dtype == kernels::DType::kBf16;
+  const double abs = (rounded_latents ? 4e-3 : 2e-3) * workload.max_abs_value;
+  // With a handful of dims, values cancel by chance and single roundings show.
+  const double cosine = workload.spec.o_dim() < 16 ? 1e-4 : 1e-5;
+  const Comparison o = Compare(got.o, want.o, workload.spec.o_dim(), {abs, 0.016, cosine});
   const Comparison lse = Compare(got.lse, want.lse, 1, {1e-3, 0.0, 1.0});
   *worst_cosine = std::max(*worst_cosine, o.cosine_diff);
   std::string message;

@@ -193,14 +193,16 @@ double MaxAbsLatent(const RequestData& data, const Geometry& g) {
   return maximum;
 }
 
-// Up-projects a few rows with a few heads, which bounds max |V| from below.
+// max |V| of the up-projected values: exactly where that is cheap, else of the first rows.
 double MaxAbsExpanded(const RequestData& data, const Weights& weights) {
   const Geometry& g = weights.geometry;
-  const size_t rows = data.stored.size() / static_cast<size_t>(g.kv_row_dim());
+  const size_t a_row = static_cast<size_t>(g.num_heads) * g.v_dim * g.kv_lora_rank;
+  const size_t rows = std::min(data.stored.size() / static_cast<size_t>(g.kv_row_dim()),
+                               std::max<size_t>(2, size_t{4000000} / a_row));
   double maximum = 0.0;
-  for (size_t row = 0; row < std::min<size_t>(rows, 8); ++row) {
+  for (size_t row = 0; row < rows; ++row) {
     const Bf16* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
-    for (int32_t column = 0; column < g.v_dim * std::min(g.num_heads, 8); ++column) {
+    for (int32_t column = 0; column < g.v_dim * g.num_heads; ++column) {
       const size_t head = static_cast<size_t>(column / g.v_dim), v = column % g.v_dim;
       double sum = 0.0;
       for (size_t i = 0; i < static_cast<size_t>(g.kv_lora_rank); ++i) {

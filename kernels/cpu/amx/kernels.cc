@@ -203,7 +203,7 @@ void Softmax(const SoftmaxArgs& args) {
       Transpose16(pairs);
       for (int32_t i = 0; i < 16; ++i) _mm512_storeu_si512(p + i * kLdp + r, pairs[i]);
     }
-    _mm512_storeu_ps(args.l + n, state.sum);
+    EndColumns(args, state, n);
   }
 }
 

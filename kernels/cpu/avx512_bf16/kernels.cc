@@ -163,7 +163,7 @@ void Softmax(const SoftmaxArgs& args) {
     for (int32_t r = 0; r < args.rows; r += 2, p += 2 * args.columns) {
       _mm512_storeu_si512(p, ProbabilityPairs(args, state, r, n));
     }
-    _mm512_storeu_ps(args.l + n, state.sum);
+    EndColumns(args, state, n);
   }
 }
 

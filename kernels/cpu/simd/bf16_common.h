@@ -48,7 +48,7 @@ inline __m512 Logit(const SoftmaxArgs& args, __m512i visible, int32_t r, int32_t
 // Running maximum, alpha and shift of 16 columns before their probabilities are made.
 struct ColumnState {
   __m512i visible;
-  __m512 shift, sum;
+  __m512 shift, sum, norm;
 };
 
 inline ColumnState BeginColumns(const SoftmaxArgs& args, int32_t n) {
@@ -65,6 +65,7 @@ inline ColumnState BeginColumns(const SoftmaxArgs& args, int32_t n) {
   state.shift = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());
   const __m512 alpha = Exp2(_mm512_sub_ps(m_old, state.shift));
   state.sum = _mm512_mul_ps(_mm512_loadu_ps(args.l + n), alpha);
+  state.norm = _mm512_mul_ps(_mm512_loadu_ps(args.norm + n), alpha);
   _mm512_storeu_ps(args.m + n, m);
   _mm512_storeu_ps(args.alpha + n, alpha);
   return state;
@@ -81,7 +82,16 @@ inline __m512i ProbabilityPairs(const SoftmaxArgs& args, ColumnState& state, int
   const __m512i halves = Bits(_mm512_cvtne2ps_pbh(odd, even));  // 16 even, then 16 odd
   const __m512i index = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(index, halves);
+  const __m512i pairs = _mm512_permutexvar_epi16(index, halves);
+  const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+  state.norm = _mm512_add_ps(state.norm, _mm512_add_ps(low, high));
+  return pairs;
+}
+
+inline void EndColumns(const SoftmaxArgs& args, const ColumnState& state, int32_t n) {
+  _mm512_storeu_ps(args.l + n, state.sum);
+  _mm512_storeu_ps(args.norm + n, state.norm);
 }
 
 void PackValues(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
