@@ -12,14 +12,14 @@
 
 namespace mla::scheduler {
 
-class ExecutionPlan {
+class ExecutionPlan final {
  public:
   // Goes into AttentionParams::plan as it is. The i-th request record of the launch must have the
   // lengths and heads of requests()[i].
   const kernels::PlanView& view() const { return view_; }
   // What the plan was made for; lives as long as the plan.
   std::span<const PlanRequest> requests() const { return requests_; }
-  // Largest KV rows of a unit over the mean of all units; 1.0 is perfect.
+  // As Planner::last_imbalance: the busiest unit over the mean; 1.0 is perfect.
   double imbalance() const { return imbalance_; }
 
  private:

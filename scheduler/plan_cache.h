@@ -41,7 +41,7 @@ struct PlanCacheStats {  // counters since Create
   uint64_t misses = 0;  // plans built
 };
 
-class PlanCache {
+class PlanCache final {
  public:
   // INVALID_ARGUMENT names the option; RESOURCE_EXHAUSTED when the backend has no memory for the
   // buffers.

@@ -91,8 +91,7 @@ class PlanWriter final {
   // What changes from item to item; a value, so that a loop can keep it in registers.
   struct Cursor {
     kernels::WorkInfo* item;
-    int32_t*
-        unit_end;  // entry of work_indptr where the open unit begins; the next is where it ends
+    int32_t* unit_end;  // entry of work_indptr that the open unit begins at; the next ends it
     int32_t* partial;
     kernels::ReduceTile* final_map;
     int32_t* reduce_end;

@@ -8,9 +8,9 @@
 // work item, so that its rows are written. Tiles are laid end to end in request order, each charged
 // its KV rows (by its packed rows, if traits.min_charged_rows asks) plus traits.item_overhead_rows,
 // and the line is cut into `units` parts of equal charge, where each cut pays for the further work
-// item that it makes. A tile that crosses a cut is
-// split: its pieces become partial tiles and one reduce tile. No cut lies past what the first query
-// row of the tile can see, so no piece is wholly masked for a row that sees any key.
+// item that it makes. A tile that crosses a cut is split: its pieces become partial tiles and one
+// reduce tile. No cut lies past what the first query row of the tile can see, so no piece is wholly
+// masked for a row that sees any key.
 //
 // In fixed-split mode (traits.fixed_split_rows) the cuts are multiples of that many rows in every
 // tile and whole pieces are dealt to the units in order: nothing about one request's pieces depends
@@ -21,7 +21,6 @@
 #define MLA_SCHEDULER_PLANNER_H_
 
 #include <cstdint>
-#include <memory>
 #include <span>
 
 #include "absl/status/statusor.h"
@@ -49,7 +48,7 @@ struct PlanLimits {
   int32_t max_heads = 65535;  // most heads of any request
 };
 
-class Planner {
+class Planner final {
  public:
   // Capacity of every array for any batch within `limits`: the counting pass of Build itself, run
   // on the worst batches, so that sizing and use can not drift apart. REQUIRES: limits and traits

@@ -7,9 +7,9 @@
 // (copy-on-write). A group that last belonged to another tenant is zeroed before it is handed out;
 // pool memory that was never handed out counts as clean.
 //
-// Conservation invariant, checked after every mutation in debug builds: free + used groups of a
-// slab equal its groups, every used group's reference count equals the number of tables that hold
-// it, slab bytes sum to the budget.
+// Conservation invariant: free + used groups of a slab equal its groups, every used group's
+// reference count equals the number of tables that hold it, slab bytes sum to the budget. Debug
+// builds check the sums after every mutation; CheckInvariants checks all of it.
 //
 // A sequence may be changed only while no running launch reads it: backends with unified memory
 // read the page tables where they lie. Fork only reads its parent. Every slot passed in must be
@@ -126,12 +126,12 @@ class KvCache final {
     LayoutId layout = kNone;  // kNone: not open
     TenantKey tenant = 0;
     int32_t length = 0;
-    int32_t pages = 0;               // entries of its table in use
-    int32_t pages_published = 0;     // leading entries that earlier work has reported
-    int32_t rows_reserved = kNone;   // kNone: no reservation
-    int32_t pages_before = 0;        // the reservation
-    uint32_t entry_before_copy = 0;  // of the page it copied on write, or kNoEntry
-    uint64_t reserve_call = 0;       // the latest call that named it, to find repeats
+    int32_t pages = 0;              // entries of its table in use
+    int32_t pages_published = 0;    // leading entries that earlier work has reported
+    int32_t rows_reserved = kNone;  // kNone: no reservation
+    int32_t pages_before = 0;       // the reservation
+    uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copied on write, if any
+    uint64_t reserve_call = 0;  // the latest call that named it, to find repeats
     int32_t next_free = kNone;
   };
 
