@@ -9,11 +9,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def path():
-    """MLA_SERVER_BINARY, else what `./dev test` built."""
-    return os.environ.get("MLA_SERVER_BINARY", str(ROOT / ".bazel/bin/server/mla-server"))
+    """SERVER_UNDER_TEST, else what `./dev test` built."""
+    return os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 
 
 def start(*arguments, listen=""):
     """A started server with small limits unless the arguments say otherwise."""
-    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--log-level=warning", *arguments],
+    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=256",
+                                "--log-level=warning", *arguments],
                          listen=listen).start()

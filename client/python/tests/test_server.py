@@ -1,10 +1,11 @@
 """The Python client against a real server."""
 
+import os
+import pathlib
 import secrets
 import signal
 import threading
 import time
-import os
 import unittest
 
 import mla_client
@@ -202,6 +203,8 @@ class ClientTest(ServiceContract, unittest.TestCase):
         client = mla_client.Client.connect(server.target, timeout_s=0.5)
         try:
             os.kill(server.pid, signal.SIGSTOP)
+            while " T " not in pathlib.Path(f"/proc/{server.pid}/stat").read_text():
+                time.sleep(0.01)
             begin = time.monotonic()
             with self.assertRaises((mla_client.DeadlineExceeded, mla_client.Unavailable)):
                 client.stats()
