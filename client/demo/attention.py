@@ -9,18 +9,24 @@ import numpy as np
 from model import Array, Attention, Model
 
 
-def local_attention(model: Model) -> Attention:
-    """Causal attention over the rows of this call alone, in float32, keys and values expanded.
+def local_attention(model: Model, past: Optional[List[Array]] = None,
+                    kept: Optional[List[Array]] = None) -> Attention:
+    """Causal attention in float32, keys and values expanded, over the rows of this call.
 
     The textbook form on the unrounded latents: it shares no code with the client or the server.
+    `past` holds the KV rows of earlier positions by layer; this call's rows are appended to `kept`.
     """
     scale = np.float32(model.config.softmax_scale)
     lora = model.config.kv_lora
 
     def attend(layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
         weights = model.layers[layer]
-        latent, k_rope = row[:, :lora], row[:, lora:]
-        hidden = np.triu(np.ones((len(row), len(row)), bool), 1)
+        if kept is not None:
+            kept.append(row)
+        before = 0 if past is None else len(past[layer])
+        keys = row if past is None else np.concatenate([past[layer], row])
+        latent, k_rope = keys[:, :lora], keys[:, lora:]
+        hidden = np.arange(len(keys)) > np.arange(before, len(keys))[:, None]
         out = np.empty((len(row), model.config.heads, model.config.v), np.float32)
         for head in range(model.config.heads):
             k_nope = latent @ weights.w_uk[head].T
@@ -46,6 +52,11 @@ def shifted(model: Model) -> Attention:
     return lambda layer, q_nope, q_rope, row: np.roll(right(layer, q_nope, q_rope, row), 1, axis=0)
 
 
+def per_head(x: Array, matrices: Array) -> Array:
+    """x [rows, heads, a] times matrices [heads, a, b], head by head."""
+    return np.matmul(x.transpose(1, 0, 2), matrices).transpose(1, 0, 2)
+
+
 class StepAttention:
     """Attention of one step of a service; collects where the time went."""
 
@@ -58,22 +69,26 @@ class StepAttention:
     def __call__(self, layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
         weights = self._model.layers[layer]
         if self._profile == mla_client.Profile.ABSORBED:
-            q_nope = np.einsum("nhd,hdl->nhl", q_nope, weights.w_uk, optimize=True)
+            q_nope = per_head(q_nope, weights.w_uk)
         q = np.concatenate([q_nope, q_rope], axis=-1)
         result = self._step.attend(layer, q, row, self._profile)
         self.timings += result.timings
         if self._profile == mla_client.Profile.ABSORBED:
-            return np.einsum("nhl,hlv->nhv", result.o, weights.w_uv, optimize=True)
+            return per_head(result.o, weights.w_uv)
         return result.o
+
+
+def spec_of(model: Model, name: str) -> mla_client.ModelSpec:
+    """The model as a service must know it."""
+    c = model.config
+    return mla_client.ModelSpec(
+        name, mla_client.Geometry(c.heads, c.kv_lora, c.rope, c.nope, c.v), c.layers,
+        c.softmax_scale)
 
 
 def register(service: mla_client.Service, model: Model, name: str) -> mla_client.Model:
     """Registers the model with a service and uploads W_UK and W_UV of every layer."""
-    c = model.config
-    spec = mla_client.ModelSpec(
-        name, mla_client.Geometry(c.heads, c.kv_lora, c.rope, c.nope, c.v), c.layers,
-        c.softmax_scale)
-    registered = service.register_model(spec)
+    registered = service.register_model(spec_of(model, name))
     status: Optional[mla_client.WeightsStatus] = None
     for layer, weights in enumerate(model.layers):
         status = registered.upload_weights(layer, weights.w_uk, weights.w_uv)

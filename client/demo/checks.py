@@ -56,30 +56,51 @@ def compare(tokens: Sequence[int], remote: Array, local: Array) -> Comparison:
     return Comparison(len(tokens), int(same.sum() + tie.sum()), int(tie.sum()), error)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prefix:
+    """A text that was run already: its KV rows by layer, and the logits after its last token."""
+
+    text: npt.NDArray[np.int64]
+    rows: List[Array]
+    last: Array
+
+
 class LocalModel:
-    """The model run locally over whole texts; one pass a text, kept for the checks that follow."""
+    """The model run locally over whole texts; beginnings that were run before are not run again."""
 
     def __init__(self, model: Model):
         self._model = model
-        self._attention = local_attention(model)
-        self._kept: dict = {}
+        self._prefixes: List[_Prefix] = []
 
-    def logits(self, text: npt.NDArray[np.int64]) -> Array:
-        """Logits at every position of the text."""
-        key = text.tobytes()
-        if key not in self._kept:
-            self._kept[key] = self._model.forward(text, np.arange(len(text)), self._attention)
-        return self._kept[key]
+    def logits(self, text: npt.NDArray[np.int64], first: int) -> Array:
+        """Logits at positions first, first + 1, ... of the text."""
+        prefix = next((prefix for prefix in self._prefixes if len(prefix.text) <= first + 1
+                       and np.array_equal(prefix.text, text[:len(prefix.text)])), None)
+        if prefix is None:
+            prefix = self._run(text[:first + 1])
+        known = len(prefix.text)
+        if known == len(text):
+            return prefix.last[None]
+        rest = self._model.forward(text[known:], np.arange(known, len(text)),
+                                   local_attention(self._model, past=prefix.rows))
+        return np.concatenate([prefix.last[None], rest])[first + 1 - known:]
+
+    def _run(self, text: npt.NDArray[np.int64]) -> _Prefix:
+        rows: List[Array] = []
+        logits = self._model.forward(text, np.arange(len(text)),
+                                     local_attention(self._model, kept=rows))
+        self._prefixes.append(_Prefix(text, rows, logits[-1]))
+        return self._prefixes[-1]
 
     def check(self, prompt: Sequence[int], tokens: List[int], remote: Array) -> Comparison:
         """Checks tokens generated after a prompt from the remote logits [len(tokens), vocab]."""
         text = np.array([*prompt, *tokens[:-1]], np.int64)
-        return compare(tokens, remote, self.logits(text)[len(prompt) - 1:])
+        return compare(tokens, remote, self.logits(text, len(prompt) - 1))
 
     def controls(self, prompt: Sequence[int], tokens: List[int]) -> "Controls":
         """How many of the local choices change when attention is broken on purpose."""
         text = np.array([*prompt, *tokens[:-1]], np.int64)
-        right = self.logits(text)[len(prompt) - 1:].argmax(axis=-1)
+        right = self.logits(text, len(prompt) - 1).argmax(axis=-1)
         changed = []
         for broken in (zeroed(self._model), shifted(self._model)):
             wrong = self._model.forward(text, np.arange(len(text)), broken)[len(prompt) - 1:]

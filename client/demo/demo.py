@@ -105,7 +105,7 @@ class Demo:
     def two_workers(self, client: mla_client.Client) -> bool:
         """Two processes at once, until their requests met in one launch at different layers."""
         half = len(self.prompt) // 2
-        prompts = [self.prompt[:half], self.prompt[half:]]
+        prompts = [self.prompt, self.prompt[half:] + self.prompt[:half]]
         for attempt in range(1, WORKER_ROUNDS + 1):
             before = client.stats()
             reports = run_workers(self.target, MODEL_ID, prompts, WORKER_TOKENS)

@@ -12,6 +12,9 @@ from attention import StepAttention
 from model import Array, Model
 
 PREFILL_ROWS = 512  # rows of one prefill step
+# A step lives this long without a message. Between two layers this model computes in numpy, which a
+# busy machine can stretch beyond the server's default of two seconds.
+STEP_LEASE_MS = 30_000
 
 
 @dataclasses.dataclass
@@ -44,7 +47,8 @@ class Generator:
         """Adds tokens in one step, of which the first `keep` are committed; returns all logits."""
         begin = time.monotonic()
         start = self.sequence.length
-        with self.service.step([(self.sequence, len(tokens))]) as step:
+        with self.service.step([(self.sequence, len(tokens))],
+                               lease_ms=STEP_LEASE_MS) as step:
             attention = StepAttention(self.model, step, self.profile)
             logits = self.model.forward(np.asarray(tokens, np.int64),
                                         np.arange(start, start + len(tokens)), attention)
@@ -56,12 +60,12 @@ class Generator:
             phase.timings += attention.timings
         return logits
 
-    def prefill(self, prompt: Sequence[int],
-                progress: Callable[[int], None] = lambda rows: None) -> Array:
+    def prefill(self, prompt: Sequence[int], progress: Callable[[int], None] = lambda rows: None,
+                rows_a_step: int = PREFILL_ROWS) -> Array:
         """Feeds a prompt in steps; returns the logits of its last row."""
-        for begin in range(0, len(prompt), PREFILL_ROWS):
-            logits = self.feed(prompt[begin:begin + PREFILL_ROWS], self.prefill_phase)
-            progress(min(begin + PREFILL_ROWS, len(prompt)))
+        for begin in range(0, len(prompt), rows_a_step):
+            logits = self.feed(prompt[begin:begin + rows_a_step], self.prefill_phase)
+            progress(min(begin + rows_a_step, len(prompt)))
         return logits[-1]
 
     def generate(self, logits: Array, count: int,
@@ -82,6 +86,7 @@ def feed_together(generators: Sequence[Generator], tokens: Sequence[int]) -> Arr
     """One token of each of several sequences in one step; logits [sequences, vocab]."""
     first = generators[0]
     positions = np.array([generator.sequence.length for generator in generators])
-    with first.service.step([(generator.sequence, 1) for generator in generators]) as step:
+    with first.service.step([(generator.sequence, 1) for generator in generators],
+                            lease_ms=STEP_LEASE_MS) as step:
         attention = StepAttention(first.model, step, first.profile)
         return first.model.forward(np.asarray(tokens, np.int64), positions, attention)

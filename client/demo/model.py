@@ -178,7 +178,7 @@ class Model:
             block = MixtureOfExperts(
                 self._weights(2.0 * c.hidden ** -0.5, c.hidden, c.experts),
                 self._feed_forward(c.expert_width, 1.0),
-                [self._feed_forward(c.expert_width, 0.15) for _ in range(c.experts)],
+                [self._feed_forward(c.expert_width, 0.1) for _ in range(c.experts)],
                 c.experts_per_token)
         return Layer(
             q_down=self._weights(c.hidden ** -0.5, c.hidden, c.q_lora),

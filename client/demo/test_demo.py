@@ -123,9 +123,22 @@ class ScenesTest(unittest.TestCase):
         seen = []
         logits = generator.prefill(prompt, seen.append)
         self.assertEqual(seen, [512, 1024, 1100])
-        local = checks.LocalModel(model).logits(np.array(prompt))
-        np.testing.assert_allclose(logits, local[-1], atol=1e-3)
+        local = checks.LocalModel(model).logits(np.array(prompt), len(prompt) - 1)
+        np.testing.assert_allclose(logits, local[0], atol=1e-3)
         self.assertEqual(generator.prefill_phase.rows, 1100)
+
+
+class LocalModelTest(unittest.TestCase):
+    def test_known_beginnings_change_nothing(self):
+        model = models.Model(SMALL)
+        text = np.array(PROMPT)
+        whole = model.forward(text, np.arange(len(text)), attention.local_attention(model))
+        local = checks.LocalModel(model)
+        for first in (20, 20, 30, 19, len(text) - 1):
+            np.testing.assert_allclose(local.logits(text, first), whole[first:], atol=1e-4)
+        other = text.copy()
+        other[10] ^= 1
+        self.assertGreater(np.abs(local.logits(other, 20) - whole[20:]).max(), 0.1)
 
 
 class CompareTest(unittest.TestCase):

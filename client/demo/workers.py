@@ -11,13 +11,14 @@ from typing import Any, Dict, List
 
 import mla_client
 import numpy as np
-from attention import register
+from attention import spec_of
 from generate import Generator
 from model import Array, Model
 
-# Small messages: each layer's prefill is cut into several requests, so that both workers have some
-# waiting while a launch runs.
-MESSAGE_BYTES = 192 << 10
+# Short prefill steps in small messages: both workers are often inside a layer's attention, with
+# several requests waiting while a launch runs.
+MESSAGE_BYTES = 96 << 10
+PREFILL_ROWS = 128
 START_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 120.0
 
@@ -42,13 +43,14 @@ def _work(index: int, target: str, model_id: str, prompt: List[int], count: int,
     try:
         model = Model()
         with mla_client.Client.connect(target, message_bytes=MESSAGE_BYTES) as client:
-            registered = register(client, model, model_id)
+            # Its weights are there already; registering again only says which model is meant.
+            registered = client.register_model(spec_of(model, model_id))
             with registered.open_sequence() as sequence:
-                profile = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)[index % 2]
-                generator = Generator(model, client, sequence, profile)
+                generator = Generator(model, client, sequence, mla_client.Profile.EXPANDED)
                 start.wait(START_TIMEOUT_S)
                 begin = time.monotonic()
-                tokens, logits = generator.generate(generator.prefill(prompt), count)
+                tokens, logits = generator.generate(
+                    generator.prefill(prompt, rows_a_step=PREFILL_ROWS), count)
                 seconds = time.monotonic() - begin
         timings = generator.prefill_phase.timings + generator.decode_phase.timings
         reports.put(WorkerReport(index, tokens, logits, seconds,

@@ -28,8 +28,8 @@ class ConfigurationTest(unittest.TestCase):
         self.assertIn("kv_cache.bytes", keys)
 
     def test_reference_names_every_key_and_no_other(self):
-        documented = set(re.findall(r"^(?:\||###)\s*`([a-z_]+\.[a-z_]+)`", test_tidy.read(REFERENCE),
-                                    re.M))
+        documented = set(re.findall(r"^(?:\||###)\s*`([a-z_]+\.[a-z_]+)`",
+                                    test_tidy.read(REFERENCE), re.M))
         self.assertEqual(documented, set(declared_keys()))
 
     def test_example_shows_every_key(self):

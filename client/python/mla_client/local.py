@@ -133,6 +133,8 @@ class LocalReference(Service):
             heads = slice(head_begin, head_begin + len(w_uk))
             if not 0 <= layer < spec.layers or heads.stop > spec.geometry.num_heads:
                 raise errors.InvalidArgument(f"chunk: layer {layer}, heads {heads}: out of range")
+            if model.have_weights[layer, heads].any():
+                raise errors.AlreadyExists(f"chunk: layer {layer}, heads {heads}: uploaded before")
             model.w_uk[layer, heads] = self._round(w_uk)
             model.w_uv[layer, heads] = self._round(w_uv)
             model.have_weights[layer, heads] = True

@@ -276,6 +276,8 @@ class ServiceContract:
                 status = model.upload_weights(layer, self.worker.w_uk[layer, first:last],
                                               self.worker.w_uv[layer, first:last], first)
         self.assertTrue(status.complete)
+        with self.assertRaises(mla_client.AlreadyExists):
+            model.upload_weights(0, self.worker.w_uk[0, :1], self.worker.w_uv[0, :1])
         self.model = model
         with model.open_sequence() as sequence:
             self.add(sequence, self.rows(3))
