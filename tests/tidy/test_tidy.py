@@ -106,7 +106,8 @@ class TidyTest(unittest.TestCase):
             build = ROOT / folder / "BUILD.bazel"
             text = build.read_text() if build.exists() else ""
             name = str(pathlib.PurePosixPath(path).relative_to(folder))
-            patterns = re.findall(r'"([^"\n]+)"', text)
+            patterns = [pattern.replace("**/", "*")
+                        for pattern in re.findall(r'"([^"\n]+)"', text)]
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 faults.append(f"{path}: not named in {build.relative_to(ROOT)}")
         self.report(faults)
