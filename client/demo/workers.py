@@ -43,7 +43,7 @@ def _work(index: int, target: str, model_id: str, prompt: List[int], count: int,
     try:
         model = Model()
         with mla_client.Client.connect(target, message_bytes=MESSAGE_BYTES) as client:
-            # Its weights are there already; registering again only says which model is meant.
+            # Its weights are there already; registering again says which model is meant.
             registered = client.register_model(spec_of(model, model_id))
             with registered.open_sequence() as sequence:
                 generator = Generator(model, client, sequence, mla_client.Profile.EXPANDED)

@@ -133,10 +133,15 @@ class LocalReference(Service):
             heads = slice(head_begin, head_begin + len(w_uk))
             if not 0 <= layer < spec.layers or heads.stop > spec.geometry.num_heads:
                 raise errors.InvalidArgument(f"chunk: layer {layer}, heads {heads}: out of range")
-            if model.have_weights[layer, heads].any():
-                raise errors.AlreadyExists(f"chunk: layer {layer}, heads {heads}: uploaded before")
-            model.w_uk[layer, heads] = self._round(w_uk)
-            model.w_uv[layer, heads] = self._round(w_uv)
+            w_uk, w_uv = self._round(w_uk), self._round(w_uv)
+            have = model.have_weights[layer, heads]
+            if not (np.array_equal(model.w_uk[layer, heads][have], w_uk[have], equal_nan=True)
+                    and np.array_equal(model.w_uv[layer, heads][have], w_uv[have],
+                                       equal_nan=True)):
+                raise errors.AlreadyExists(f"chunk: layer {layer}, heads {heads}: other weights "
+                                           "were uploaded before")
+            model.w_uk[layer, heads] = w_uk
+            model.w_uv[layer, heads] = w_uv
             model.have_weights[layer, heads] = True
             missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
             return WeightsStatus(not missing, missing, 2 * (w_uk.size + w_uv.size))

@@ -105,8 +105,8 @@ class Model:
         """Uploads W_UK [heads, nope, lora] and W_UV [heads, lora, v] of one layer.
 
         float arrays are rounded to bf16; uint16 arrays are bf16 patterns. Both must cover the same
-        heads, beginning at `head_begin`; heads that are there already are refused with
-        AlreadyExists. EXPANDED is served once every layer and head is there.
+        heads, beginning at `head_begin`. Repeating an upload succeeds; other values for heads that
+        are there already are AlreadyExists. EXPANDED is served once every layer and head is there.
         """
         geometry = self.spec.geometry
         heads = len(w_uk)

@@ -276,8 +276,11 @@ class ServiceContract:
                 status = model.upload_weights(layer, self.worker.w_uk[layer, first:last],
                                               self.worker.w_uv[layer, first:last], first)
         self.assertTrue(status.complete)
+        # The same again is fine, anything else is not.
+        again = self.worker.w_uk[0, :1], self.worker.w_uv[0, :1]
+        self.assertTrue(model.upload_weights(0, *again).complete)
         with self.assertRaises(mla_client.AlreadyExists):
-            model.upload_weights(0, self.worker.w_uk[0, :1], self.worker.w_uv[0, :1])
+            model.upload_weights(0, again[0] + 1, again[1])
         self.model = model
         with model.open_sequence() as sequence:
             self.add(sequence, self.rows(3))

@@ -132,10 +132,10 @@ class EveryRpcTest(RawTest):
         stream.abort(9)
 
     def test_upload(self):
-        def parts(digest=None, chunks=None):
+        def parts(digest=None, chunks=None, fill=b"\0"):
             Request = model_pb2.UploadWeightsRequest
             yield Request(header=Request.Header(model_id=self.model))
-            payload = bytes(2 * 2 * (16 * 32 + 32 * 16))
+            payload = fill * (2 * 2 * (16 * 32 + 32 * 16))
             for layer in chunks or range(LAYERS):
                 yield Request(chunk=Request.Chunk(layer=layer, head_count=2, payload=payload))
             good = hashlib.sha256(payload * len(chunks or range(LAYERS))).digest()
@@ -148,7 +148,8 @@ class EveryRpcTest(RawTest):
         partial = self.call(upload, parts(chunks=[1]))
         self.assertEqual((partial.complete, list(partial.missing_layers)), (False, [0]))
         self.assertTrue(self.call(upload, parts(chunks=[0])).complete)
-        self.refused("ALREADY_EXISTS", self.call, upload, parts())
+        self.assertTrue(self.call(upload, parts()).complete)
+        self.refused("ALREADY_EXISTS", self.call, upload, parts(fill=b"\1"))
 
     def test_health(self):
         check = self.client.channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -240,7 +241,8 @@ class RefusalTest(RawTest):
                                                  profile=attention_pb2.PROFILE_APPEND_ONLY))
         stream.append(1, 0, 4)  # the same bytes again are fine
         stream.abort(1)
-        self.refused("NOT_FOUND", stream.abort, 1)
+        self.refused("ABORTED", stream.abort, 1)
+        self.refused("NOT_FOUND", stream.abort, 2)
 
     def test_payload_sizes(self):
         info = self.client.open(self.model)
