@@ -38,6 +38,7 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
   plan.packed_rows = limits.launch_packed_rows;
   plan.kv_rows = limits.max_sequence_rows;
   plan.min_heads = 1;
+  plan.max_heads = limits.max_heads;
   return plan;
 }
 

@@ -1,0 +1,55 @@
+// The fixture of the engine's tests: one tenant, one stream, the tiny model.
+#ifndef MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
+#define MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
+
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "scheduler/testing/engine_harness.h"
+
+namespace mla::scheduler::testing {
+
+// Answers differ from the dense ones by no more: fp32 sums in another order.
+inline constexpr double kTolerance = 2e-5;
+
+class EngineCoreTest : public ::testing::Test {
+ protected:
+  EngineCoreTest() : stream_(h_.core().OpenStream(h_.tenant())) {}
+
+  static std::vector<Row> Rows(int count, uint64_t key) {
+    std::vector<Row> rows;
+    for (int i = 0; i < count; ++i) rows.push_back(MakeRow(key * 1000 + i, 12));
+    return rows;
+  }
+  static std::vector<const Row*> Pointers(const std::vector<Row>& a,
+                                          const std::vector<Row>& b = {}) {
+    std::vector<const Row*> all;
+    for (const Row& row : a) all.push_back(&row);
+    for (const Row& row : b) all.push_back(&row);
+    return all;
+  }
+  // Commits `rows` rows to a sequence on both layers; layer l stores Rows(rows, key + l).
+  void Fill(const SequenceInfo& seq, int rows, uint64_t key) {
+    const SequenceInfo now = h_.Get(seq.id);
+    auto begin = h_.Begin(stream_, 900, {{seq.id, now.epoch, now.length, rows}});
+    ASSERT_TRUE(begin->status.ok()) << begin->status;
+    auto a = h_.AppendOnly(stream_, 900, 0, 0, Rows(rows, key));
+    auto b = h_.AppendOnly(stream_, 900, 1, 0, Rows(rows, key + 1));
+    h_.Run();
+    auto end = h_.End(stream_, 900);
+    ASSERT_TRUE(end->status.ok()) << end->status;
+  }
+  void ExpectCode(const TestRequest& request, absl::StatusCode code, const std::string& reason) {
+    ASSERT_EQ(request.answers, 1);
+    EXPECT_EQ(request.status.code(), code) << request.status;
+    EXPECT_EQ(request.fault.reason, reason) << request.status;
+  }
+
+  EngineHarness h_;
+  StreamId stream_;
+};
+
+}  // namespace mla::scheduler::testing
+
+#endif  // MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
