@@ -40,9 +40,13 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
                   std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending) {
   std::string header;
   const std::lock_guard lock(mutex_);
-  if (done_ || closing_ || !broken_.ok()) {
-    pending->status = !broken_.ok() ? broken_ : absl::UnavailableError("the session has ended");
-    pending->done = true;
+  if (done_ || half_closed_ || !broken_.ok()) {
+    pending->status = !broken_.ok()         ? broken_
+                      : !final_status_.ok() ? final_status_
+                                            : absl::UnavailableError("the session has ended");
+    pending->done = done_ || !broken_.ok();
+    // Otherwise the stream is about to end, and its status will say why.
+    if (!pending->done) pending_[next_tag_++] = pending;
     return;
   }
   request->set_tag(next_tag_);

@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "server/logging.h"
 
 namespace mla::integration {
 
@@ -57,6 +58,7 @@ server::Config SmallConfig() {
 
 TestServer::TestServer(const std::function<void(server::Config&)>& change)
     : config_(SmallConfig()) {
+  server::ConfigureLogging("text", "error");
   config_.listen.unix_path = folder_.File("mla.sock");
   if (change) change(config_);
   Restart();

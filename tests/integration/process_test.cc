@@ -1,0 +1,189 @@
+// The binaries as an operator meets them: flags, exit codes, signals, mlactl.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <fstream>
+#include <memory>
+#include <sstream>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "nlohmann/json.hpp"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Result {
+  int code = -1;
+  std::string output;  // stdout and stderr together
+};
+
+Result Run(const std::string& command) {
+  Result result;
+  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  std::array<char, 4096> buffer;
+  for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
+    result.output.append(buffer.data(), n);
+  }
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) result.code = WEXITSTATUS(status);
+  return result;
+}
+
+constexpr char kServer[] = "server/mla-server";
+constexpr char kMlactl[] = "client/mlactl/mlactl";
+
+// An mla-server process on a unix socket.
+class ServerProcess {
+ public:
+  explicit ServerProcess(const std::vector<std::string>& flags) {
+    std::vector<std::string> arguments = {kServer,
+                                          "--backend=reference",
+                                          "--listen=",
+                                          "--ops-listen=",
+                                          "--kv-cache-bytes=8MiB",
+                                          "--limits-weights-bytes=1MiB",
+                                          "--wire-staging-bytes=64MiB",
+                                          "--unix-path=" + folder_.File("mla.sock")};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    pid_ = fork();
+    if (pid_ == 0) {
+      std::vector<char*> argv;
+      for (std::string& argument : arguments) argv.push_back(argument.data());
+      argv.push_back(nullptr);
+      freopen(folder_.File("log").c_str(), "w", stderr);
+      execv(kServer, argv.data());
+      _exit(127);
+    }
+    for (int i = 0; i < 200 && Health() != 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+  }
+  ~ServerProcess() {
+    if (pid_ > 0) kill(pid_, SIGKILL);
+    if (pid_ > 0) waitpid(pid_, nullptr, 0);
+  }
+  std::string target() const { return "unix:" + folder_.File("mla.sock"); }
+  std::string Mlactl(const std::string& words) const {
+    return absl::StrCat(kMlactl, " --target=", target(), " ", words);
+  }
+  int Health() const { return Run(Mlactl("health")).code; }
+  void Signal(int number) { kill(pid_, number); }
+  int Wait() {
+    int status = 0;
+    waitpid(std::exchange(pid_, -1), &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+  std::string Log() const {
+    std::ifstream file(folder_.File("log"));
+    std::ostringstream text;
+    text << file.rdbuf();
+    return text.str();
+  }
+
+ private:
+  TempFolder folder_;
+  pid_t pid_ = -1;
+};
+
+TEST(ProcessTest, ConfigCommands) {
+  EXPECT_EQ(Run(absl::StrCat(kServer, " --check-config")).code, 0);
+  const Result bad = Run(
+      absl::StrCat(kServer, " --check-config --listen=0.0.0.0:1 --limits-max-heads=0 --nonsense"));
+  EXPECT_EQ(bad.code, 1);
+  EXPECT_THAT(bad.output, HasSubstr("server.listen: got \"0.0.0.0:1\""));
+  EXPECT_THAT(bad.output, HasSubstr("limits.max_heads: got \"0\""));
+  EXPECT_THAT(bad.output, HasSubstr("--nonsense: unknown flag"));
+  const Result printed =
+      Run(absl::StrCat("MLA_KV_CACHE_BYTES=2GiB ", kServer, " --print-config --log-level=debug"));
+  EXPECT_EQ(printed.code, 0);
+  EXPECT_THAT(printed.output, ::testing::ContainsRegex("kv_cache.bytes += 2GiB +# env MLA_KV"));
+  EXPECT_THAT(printed.output, ::testing::ContainsRegex("log.level += debug +# flag --log-level"));
+  EXPECT_THAT(Run(absl::StrCat(kServer, " --version")).output, HasSubstr("mla-server "));
+  EXPECT_THAT(Run(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
+}
+
+TEST(ProcessTest, TooMuchMemoryStopsTheStart) {
+  const Result refused =
+      Run(absl::StrCat(kServer, " --kv-cache-bytes=40TiB --listen=127.0.0.1:0 --ops-listen="));
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.output, HasSubstr("RESOURCE_EXHAUSTED"));
+  EXPECT_THAT(refused.output, HasSubstr("kv_cache.bytes"));
+  const Result unknown = Run(absl::StrCat(kServer, " --backend=abacus --listen=127.0.0.1:0"));
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_THAT(unknown.output, HasSubstr("reference"));
+}
+
+TEST(ProcessTest, TermDrainsAndEndsWithZero) {
+  ServerProcess process({"--log-format=json"});
+  ASSERT_EQ(process.Health(), 0) << process.Log();
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+  std::istringstream lines(process.Log());
+  int count = 0;
+  for (std::string line; std::getline(lines, line); ++count) {
+    const auto json = nlohmann::json::parse(line, nullptr, false);
+    ASSERT_FALSE(json.is_discarded()) << line;
+    EXPECT_TRUE(json.contains("event") && json.contains("level") && json.contains("time")) << line;
+  }
+  EXPECT_GT(count, 4);
+}
+
+TEST(ProcessTest, AbortedStepsShowInTheExitCode) {
+  ServerProcess process({"--server-drain-deadline-ms=200", "--limits-step-lease-ms=60000"});
+  auto client = client::Client::Connect(process.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  Worker worker(client->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 1}});
+  ASSERT_TRUE(step.ok()) << step.status();
+  process.Signal(SIGINT);
+  EXPECT_EQ(process.Wait(), 3);
+  EXPECT_THAT(process.Log(), HasSubstr("waiting for 1 open steps"));
+}
+
+TEST(ProcessTest, Mlactl) {
+  ServerProcess process({});
+  auto client = client::Client::Connect(process.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  Worker worker(client->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_THAT(Run(process.Mlactl("info")).output, HasSubstr("backend reference"));
+  const auto info = nlohmann::json::parse(Run(process.Mlactl("info --json")).output);
+  EXPECT_EQ(info["api_version"], "mla.v1");
+  EXPECT_EQ(info["limits"]["kv_cache_bytes"], std::to_string(8 << 20));
+  const auto stats = nlohmann::json::parse(Run(process.Mlactl("status --json")).output);
+  EXPECT_EQ(stats["sequences"], 1);
+  EXPECT_THAT(Run(process.Mlactl("status")).output, HasSubstr("kv_bytes_used"));
+  const auto list = nlohmann::json::parse(Run(process.Mlactl("sequences --json")).output);
+  EXPECT_EQ(list["sequences"].size(), 1u);
+  EXPECT_THAT(Run(process.Mlactl("sequences")).output, HasSubstr("cpp-"));
+  EXPECT_THAT(Run(process.Mlactl("sequences --tenant=other")).output,
+              ::testing::Not(HasSubstr("cpp-")));
+  EXPECT_EQ(nlohmann::json::parse(Run(process.Mlactl("health --json")).output)["status"],
+            "SERVING");
+
+  EXPECT_EQ(Run(process.Mlactl("dance")).code, 1);
+  EXPECT_EQ(Run(process.Mlactl("info --wrong=1")).code, 1);
+  EXPECT_EQ(Run(absl::StrCat(kMlactl, " --target=unix:/nonexistent info")).code, 2);
+  EXPECT_EQ(Run(process.Mlactl("info --tenant='a b'")).code, 3);
+
+  const Result drained = Run(process.Mlactl("drain --deadline-ms=100 --json"));
+  EXPECT_EQ(drained.code, 0) << drained.output;
+  EXPECT_EQ(nlohmann::json::parse(drained.output)["drained"], true);
+  EXPECT_EQ(process.Health(), 4);
+  EXPECT_EQ(Run(process.Mlactl("drain --exit")).code, 0);
+  EXPECT_EQ(process.Wait(), 0);
+}
+
+}  // namespace
+}  // namespace mla::integration

@@ -1,0 +1,192 @@
+// Mutual TLS: who gets in, as whom, and what stays shut. Certificates are made by the openssl
+// command when the test runs.
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/errors.h"
+#include "mla/v1/admin.grpc.pb.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+// A folder of keys and certificates.
+class Authority {
+ public:
+  Authority() {
+    MakeCa("ca", "Test CA");
+    MakeCa("other", "Another CA");
+    Make("server", "ca", "/CN=localhost", "DNS:localhost,IP:127.0.0.1", 30);
+    Make("red", "ca", "/CN=ignored", "DNS:red", 30);
+    Make("blue", "ca", "/CN=blue", "", 30);
+    Make("nameless", "ca", "/O=nobody", "", 30);
+    Make("foreign", "other", "/CN=red", "DNS:red", 30);
+    Make("expired", "ca", "/CN=red", "DNS:red", -1);
+  }
+
+  std::string File(const std::string& name) const { return folder_.File(name); }
+
+  client::ClientOptions As(const std::string& name) const {
+    client::ClientOptions options;
+    options.tls_ca = File("ca.pem");
+    options.tls_cert = File(name + ".pem");
+    options.tls_key = File(name + ".key");
+    options.tls_server_name = "localhost";
+    options.call_timeout_ms = 3000;
+    return options;
+  }
+
+  // Replaces NAME.pem and NAME.key.
+  void Make(const std::string& name, const std::string& ca, const std::string& subject,
+            const std::string& san, int days) {
+    const std::string file = File(name);
+    Run(absl::StrCat("openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout ",
+                     file, ".new.key -out ", file, ".csr -subj '", subject, "'"));
+    std::ofstream(file + ".ext") << (san.empty() ? "" : "subjectAltName=" + san + "\n");
+    // A validity in the past is what `openssl ca` could set; `x509` counts days from now.
+    Run(absl::StrCat("openssl x509 -req -in ", file, ".csr -CA ", File(ca), ".pem -CAkey ",
+                     File(ca), ".key -CAcreateserial -days ", days, " -extfile ", file,
+                     ".ext -out ", file, ".new.pem"));
+    Run(absl::StrCat("mv ", file, ".new.key ", file, ".key && mv ", file, ".new.pem ", file,
+                     ".pem"));
+  }
+
+ private:
+  static void Run(const std::string& command) {
+    ASSERT_EQ(std::system((command + " 2>/dev/null").c_str()), 0) << command;
+  }
+  void MakeCa(const std::string& name, const std::string& subject) {
+    Run(absl::StrCat(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout ", File(name),
+        ".key -out ", File(name), ".pem -days 30 -subj '/CN=", subject, "'"));
+  }
+  TempFolder folder_;
+};
+
+class TlsTest : public ::testing::Test {
+ protected:
+  TlsTest()
+      : server_([this](server::Config& config) {
+          config.tls.cert = authority_.File("server.pem");
+          config.tls.key = authority_.File("server.key");
+          config.tls.client_ca = authority_.File("ca.pem");
+          config.tls.reload_ms = 1000;
+          config.listen.operators = "blue,someone";
+          config.listen.unix_path = "";
+        }) {}
+
+  absl::StatusOr<std::unique_ptr<client::Client>> Connect(const client::ClientOptions& options) {
+    return client::Client::Connect(server_.tcp_target(), options);
+  }
+
+  Authority authority_;
+  TestServer server_;
+};
+
+TEST_F(TlsTest, TheNameInTheCertificateIsTheTenant) {
+  auto red_options = authority_.As("red");
+  red_options.tenant = "blue";  // metadata counts for nothing over TLS
+  auto red = Connect(red_options);
+  ASSERT_TRUE(red.ok()) << red.status();
+  auto blue = Connect(authority_.As("blue"));
+  ASSERT_TRUE(blue.ok()) << blue.status();
+  Worker worker(red->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  EXPECT_EQ((*blue)->ListModels()->models_size(), 0);
+  EXPECT_EQ((*blue)->GetSequences({track.sequence.id()}, false)->not_found_size(), 1);
+}
+
+TEST_F(TlsTest, OnlyCertificatesOfTheAuthorityGetIn) {
+  const auto plain = Connect({.call_timeout_ms = 2000});
+  EXPECT_TRUE(absl::IsUnavailable(plain.status())) << plain.status();
+  for (const char* name : {"foreign", "expired"}) {
+    const auto client = Connect(authority_.As(name));
+    EXPECT_TRUE(absl::IsUnavailable(client.status())) << name << client.status();
+  }
+  // The server's identity is checked as well.
+  auto suspicious = authority_.As("red");
+  suspicious.tls_ca = authority_.File("other.pem");
+  EXPECT_TRUE(absl::IsUnavailable(Connect(suspicious).status()));
+  auto elsewhere = authority_.As("red");
+  elsewhere.tls_server_name = "example.org";
+  EXPECT_TRUE(absl::IsUnavailable(Connect(elsewhere).status()));
+}
+
+TEST_F(TlsTest, NoCertificateAtAll) {
+  std::ifstream file(authority_.File("ca.pem"));
+  std::ostringstream ca;
+  ca << file.rdbuf();
+  grpc::SslCredentialsOptions ssl;
+  ssl.pem_root_certs = ca.str();
+  grpc::ChannelArguments arguments;
+  arguments.SetSslTargetNameOverride("localhost");
+  const auto stub = v1::Admin::NewStub(
+      grpc::CreateCustomChannel(server_.tcp_target(), grpc::SslCredentials(ssl), arguments));
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(3));
+  v1::GetServerInfoReply reply;
+  EXPECT_EQ(stub->GetServerInfo(&context, {}, &reply).error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(TlsTest, ACertificateWithoutANameIsNobody) {
+  const auto client = Connect(authority_.As("nameless"));
+  EXPECT_TRUE(absl::IsUnauthenticated(client.status())) << client.status();
+}
+
+TEST_F(TlsTest, OnlyOperatorsDrain) {
+  auto red = Connect(authority_.As("red"));
+  ASSERT_TRUE(red.ok()) << red.status();
+  const auto refused = (*red)->Drain(100, true);
+  EXPECT_TRUE(absl::IsPermissionDenied(refused.status())) << refused.status();
+  EXPECT_EQ(client::DetailOf(refused.status())->reason(), "not_an_operator");
+  EXPECT_TRUE(*(*red)->IsServing());
+  auto blue = Connect(authority_.As("blue"));
+  ASSERT_TRUE(blue.ok()) << blue.status();
+  const auto drained = (*blue)->Drain(100, false);
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_TRUE(drained->drained());
+}
+
+TEST_F(TlsTest, RenewedCertificatesAreUsed) {
+  // The server gets a certificate that clients of the old name refuse.
+  authority_.Make("server", "ca", "/CN=renewed", "DNS:renewed.example", 30);
+  auto options = authority_.As("red");
+  options.tls_server_name = "renewed.example";
+  absl::Status status;
+  for (int i = 0; i < 50; ++i) {
+    status = Connect(options).status();
+    if (status.ok()) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+  EXPECT_EQ(status, absl::OkStatus());
+}
+
+TEST(TlsFilesTest, BadFilesStopTheStart) {
+  const Authority authority;
+  server::Config config = SmallConfig();
+  config.listen.unix_path = "";
+  config.tls.cert = authority.File("server.pem");
+  config.tls.key = authority.File("red.key");
+  config.tls.client_ca = authority.File("ca.pem");
+  auto started = server::Server::Start({config, {}});
+  EXPECT_TRUE(absl::IsInvalidArgument(started.status())) << started.status();
+  EXPECT_NE(started.status().message().find("tls.key"), std::string::npos) << started.status();
+  config.tls.key = authority.File("absent.key");
+  EXPECT_TRUE(absl::IsInvalidArgument(server::Server::Start({config, {}}).status()));
+  config.tls.key = authority.File("server.key");
+  config.tls.client_ca = authority.File("server.key");
+  EXPECT_TRUE(absl::IsInvalidArgument(server::Server::Start({config, {}}).status()));
+}
+
+}  // namespace
+}  // namespace mla::integration
