@@ -1,5 +1,7 @@
 #include "server/config.h"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <set>
@@ -209,20 +211,23 @@ std::vector<Assignment> ReadFlags(const std::vector<std::string>& arguments, std
   return assignments;
 }
 
-void CheckAddress(const char* key, const std::string& address, std::vector<std::string>* faults) {
-  if (address.empty()) return;
+// False, with a fault, unless `address` is host:port.
+bool CheckAddress(const char* key, const std::string& address, std::vector<std::string>* faults) {
+  if (address.empty()) return true;
   const size_t colon = address.rfind(':');
   int32_t port = -1;
   if (colon == std::string::npos || colon == 0 ||
       !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
     faults->push_back(
         absl::StrCat(key, ": got \"", address, "\", must be host:port with a port of 0 .. 65535"));
+    return false;
   }
+  return true;
 }
 
 void CheckListen(const Config& config, std::vector<std::string>* faults) {
   const Config::Listen& listen = config.listen;
-  CheckAddress("server.listen", listen.address, faults);
+  const bool well_formed = CheckAddress("server.listen", listen.address, faults);
   CheckAddress("ops.listen", config.ops.address, faults);
   if (listen.address.empty() && listen.unix_path.empty()) {
     faults->push_back("server.listen: empty, and server.unix_path is empty too: nothing to serve");
@@ -237,7 +242,8 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
     faults->push_back("tls.cert: tls.cert, tls.key and tls.client_ca go together; " +
                       absl::StrCat(given, " of 3 given"));
   }
-  if (given == 0 && !listen.insecure && !listen.address.empty() && !IsLoopback(listen.address)) {
+  if (well_formed && given == 0 && !listen.insecure && !listen.address.empty() &&
+      !IsLoopback(listen.address)) {
     faults->push_back(absl::StrCat(
         "server.listen: got \"", listen.address,
         "\", an address beyond loopback needs tls.cert, tls.key and tls.client_ca, or an explicit "
@@ -335,7 +341,10 @@ std::string SetValue(const ConfigKey& key, const std::string& text, Config* conf
 
 bool IsLoopback(const std::string& address) {
   const std::string host = address.substr(0, address.rfind(':'));
-  return absl::StartsWith(host, "127.") || host == "localhost" || host == "[::1]";
+  // Not by prefix: 127.example.org is a name like any other.
+  in_addr numeric{};
+  if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
+  return host == "localhost" || host == "[::1]";
 }
 
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder) {

@@ -27,7 +27,7 @@ struct Result {
   std::string output;  // stdout and stderr together
 };
 
-Result Run(const std::string& command) {
+Result Shell(const std::string& command) {
   Result result;
   FILE* pipe = popen((command + " 2>&1").c_str(), "r");
   std::array<char, 4096> buffer;
@@ -76,7 +76,7 @@ class ServerProcess {
   std::string Mlactl(const std::string& words) const {
     return absl::StrCat(kMlactl, " --target=", target(), " ", words);
   }
-  int Health() const { return Run(Mlactl("health")).code; }
+  int Health() const { return Shell(Mlactl("health")).code; }
   void Signal(int number) { kill(pid_, number); }
   int Wait() {
     int status = 0;
@@ -96,29 +96,29 @@ class ServerProcess {
 };
 
 TEST(ProcessTest, ConfigCommands) {
-  EXPECT_EQ(Run(absl::StrCat(kServer, " --check-config")).code, 0);
-  const Result bad = Run(
+  EXPECT_EQ(Shell(absl::StrCat(kServer, " --check-config")).code, 0);
+  const Result bad = Shell(
       absl::StrCat(kServer, " --check-config --listen=0.0.0.0:1 --limits-max-heads=0 --nonsense"));
   EXPECT_EQ(bad.code, 1);
   EXPECT_THAT(bad.output, HasSubstr("server.listen: got \"0.0.0.0:1\""));
   EXPECT_THAT(bad.output, HasSubstr("limits.max_heads: got \"0\""));
   EXPECT_THAT(bad.output, HasSubstr("--nonsense: unknown flag"));
   const Result printed =
-      Run(absl::StrCat("MLA_KV_CACHE_BYTES=2GiB ", kServer, " --print-config --log-level=debug"));
+      Shell(absl::StrCat("MLA_KV_CACHE_BYTES=2GiB ", kServer, " --print-config --log-level=debug"));
   EXPECT_EQ(printed.code, 0);
   EXPECT_THAT(printed.output, ::testing::ContainsRegex("kv_cache.bytes += 2GiB +# env MLA_KV"));
   EXPECT_THAT(printed.output, ::testing::ContainsRegex("log.level += debug +# flag --log-level"));
-  EXPECT_THAT(Run(absl::StrCat(kServer, " --version")).output, HasSubstr("mla-server "));
-  EXPECT_THAT(Run(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
+  EXPECT_THAT(Shell(absl::StrCat(kServer, " --version")).output, HasSubstr("mla-server "));
+  EXPECT_THAT(Shell(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
 }
 
 TEST(ProcessTest, TooMuchMemoryStopsTheStart) {
   const Result refused =
-      Run(absl::StrCat(kServer, " --kv-cache-bytes=40TiB --listen=127.0.0.1:0 --ops-listen="));
+      Shell(absl::StrCat(kServer, " --kv-cache-bytes=40TiB --listen=127.0.0.1:0 --ops-listen="));
   EXPECT_EQ(refused.code, 2);
   EXPECT_THAT(refused.output, HasSubstr("RESOURCE_EXHAUSTED"));
   EXPECT_THAT(refused.output, HasSubstr("kv_cache.bytes"));
-  const Result unknown = Run(absl::StrCat(kServer, " --backend=abacus --listen=127.0.0.1:0"));
+  const Result unknown = Shell(absl::StrCat(kServer, " --backend=abacus --listen=127.0.0.1:0"));
   EXPECT_EQ(unknown.code, 2);
   EXPECT_THAT(unknown.output, HasSubstr("reference"));
 }
@@ -157,31 +157,31 @@ TEST(ProcessTest, Mlactl) {
   ASSERT_TRUE(client.ok()) << client.status();
   Worker worker(client->get(), {}, "m", 1);
   Track track = *worker.Open();
-  EXPECT_THAT(Run(process.Mlactl("info")).output, HasSubstr("backend reference"));
-  const auto info = nlohmann::json::parse(Run(process.Mlactl("info --json")).output);
+  EXPECT_THAT(Shell(process.Mlactl("info")).output, HasSubstr("backend reference"));
+  const auto info = nlohmann::json::parse(Shell(process.Mlactl("info --json")).output);
   EXPECT_EQ(info["api_version"], "mla.v1");
   EXPECT_EQ(info["limits"]["kv_cache_bytes"], std::to_string(8 << 20));
-  const auto stats = nlohmann::json::parse(Run(process.Mlactl("status --json")).output);
+  const auto stats = nlohmann::json::parse(Shell(process.Mlactl("status --json")).output);
   EXPECT_EQ(stats["sequences"], 1);
-  EXPECT_THAT(Run(process.Mlactl("status")).output, HasSubstr("kv_bytes_used"));
-  const auto list = nlohmann::json::parse(Run(process.Mlactl("sequences --json")).output);
+  EXPECT_THAT(Shell(process.Mlactl("status")).output, HasSubstr("kv_bytes_used"));
+  const auto list = nlohmann::json::parse(Shell(process.Mlactl("sequences --json")).output);
   EXPECT_EQ(list["sequences"].size(), 1u);
-  EXPECT_THAT(Run(process.Mlactl("sequences")).output, HasSubstr("cpp-"));
-  EXPECT_THAT(Run(process.Mlactl("sequences --tenant=other")).output,
+  EXPECT_THAT(Shell(process.Mlactl("sequences")).output, HasSubstr("cpp-"));
+  EXPECT_THAT(Shell(process.Mlactl("sequences --tenant=other")).output,
               ::testing::Not(HasSubstr("cpp-")));
-  EXPECT_EQ(nlohmann::json::parse(Run(process.Mlactl("health --json")).output)["status"],
+  EXPECT_EQ(nlohmann::json::parse(Shell(process.Mlactl("health --json")).output)["status"],
             "SERVING");
 
-  EXPECT_EQ(Run(process.Mlactl("dance")).code, 1);
-  EXPECT_EQ(Run(process.Mlactl("info --wrong=1")).code, 1);
-  EXPECT_EQ(Run(absl::StrCat(kMlactl, " --target=unix:/nonexistent info")).code, 2);
-  EXPECT_EQ(Run(process.Mlactl("info --tenant='a b'")).code, 3);
+  EXPECT_EQ(Shell(process.Mlactl("dance")).code, 1);
+  EXPECT_EQ(Shell(process.Mlactl("info --wrong=1")).code, 1);
+  EXPECT_EQ(Shell(absl::StrCat(kMlactl, " --target=unix:/nonexistent info")).code, 2);
+  EXPECT_EQ(Shell(process.Mlactl("info --tenant='a b'")).code, 3);
 
-  const Result drained = Run(process.Mlactl("drain --deadline-ms=100 --json"));
+  const Result drained = Shell(process.Mlactl("drain --deadline-ms=100 --json"));
   EXPECT_EQ(drained.code, 0) << drained.output;
   EXPECT_EQ(nlohmann::json::parse(drained.output)["drained"], true);
   EXPECT_EQ(process.Health(), 4);
-  EXPECT_EQ(Run(process.Mlactl("drain --exit")).code, 0);
+  EXPECT_EQ(Shell(process.Mlactl("drain --exit")).code, 0);
   EXPECT_EQ(process.Wait(), 0);
 }
 

@@ -107,7 +107,9 @@ TEST_F(TlsTest, TheNameInTheCertificateIsTheTenant) {
 }
 
 TEST_F(TlsTest, OnlyCertificatesOfTheAuthorityGetIn) {
-  const auto plain = Connect({.call_timeout_ms = 2000});
+  client::ClientOptions without_tls;
+  without_tls.call_timeout_ms = 2000;
+  const auto plain = Connect(without_tls);
   EXPECT_TRUE(absl::IsUnavailable(plain.status())) << plain.status();
   for (const char* name : {"foreign", "expired"}) {
     const auto client = Connect(authority_.As(name));

@@ -1,0 +1,259 @@
+// The small parts behind the operations port and the life cycle: metrics, HTTP, state, watchdog,
+// memory check, log lines, status conversion.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "server/grpc_status.h"
+#include "server/logging.h"
+#include "server/memory_check.h"
+#include "server/metrics.h"
+#include "server/ops_http.h"
+#include "server/server_state.h"
+#include "server/status_page.h"
+#include "server/watchdog.h"
+
+namespace mla::server {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+TEST(MetricsTest, DeclaredNamesAreTheGoldenList) {
+  std::string now;
+  for (const std::string& line : Metrics::Declared()) now += line + "\n";
+  EXPECT_EQ(ReadFile("server/metrics_golden.txt"), now);
+}
+
+TEST(MetricsTest, EveryDeclaredNameIsExposedAndDocumented) {
+  Metrics metrics;
+  metrics.ForTenant("t")->Count(absl::StatusCode::kOk);
+  metrics.CountRejected("queue_full");
+  metrics.SetBackend({}, 1, 2);
+  scheduler::LaunchReport report;
+  report.rows_decode = report.rows_prefill = 1;
+  metrics.OnLaunch(report);
+  const std::string text = metrics.Expose({});
+  const std::string manual = ReadFile("docs/metrics.md");
+  for (const std::string& line : Metrics::Declared()) {
+    EXPECT_THAT(text, HasSubstr("# TYPE " + line)) << line;
+    EXPECT_THAT(manual, HasSubstr("`" + line.substr(0, line.find(' ')) + "`"));
+  }
+  EXPECT_THAT(text, HasSubstr("mla_steps_total{kind=\"mixed\"} 1"));
+}
+
+TEST(MetricsTest, NamesFollowTheRules) {
+  for (const std::string& line : Metrics::Declared()) {
+    const std::string name = line.substr(0, line.find(' '));
+    EXPECT_THAT(name, ::testing::StartsWith("mla_"));
+    const bool counter = line.find(" counter") != std::string::npos;
+    EXPECT_EQ(counter, name.size() > 6 && name.substr(name.size() - 6) == "_total") << name;
+    EXPECT_THAT(name, Not(::testing::ContainsRegex("_(us|ms|perc|percent|kb)(_|$)")));
+  }
+}
+
+TEST(MetricsTest, TenantsAreBounded) {
+  Metrics metrics;
+  std::set<TenantCounters*> counters;
+  for (int i = 0; i < 200; ++i) {
+    counters.insert(metrics.ForTenant("tenant-" + std::to_string(i)));
+    metrics.ForTenant("tenant-" + std::to_string(i))->Count(absl::StatusCode::kNotFound);
+  }
+  EXPECT_LE(counters.size(), 65u);
+  EXPECT_THAT(metrics.Expose({}),
+              HasSubstr("mla_requests_total{code=\"NOT_FOUND\",tenant=\"other\"} 136"));
+}
+
+TEST(MetricsTest, TotalsOfTheEngineOnlyRise) {
+  Metrics metrics;
+  scheduler::EngineStats stats;
+  stats.plan_hits = 5;
+  stats.kv_bytes_total = 200;
+  stats.kv_bytes_used = 50;
+  EXPECT_THAT(metrics.Expose(stats), HasSubstr("mla_plan_reuse_total{result=\"hit\"} 5"));
+  stats.plan_hits = 7;
+  const std::string text = metrics.Expose(stats);
+  EXPECT_THAT(text, HasSubstr("mla_plan_reuse_total{result=\"hit\"} 7"));
+  EXPECT_THAT(text, HasSubstr("mla_kv_usage_ratio 0.25"));
+}
+
+TEST(OpsHttpTest, AnswersFixedPathsOnly) {
+  auto port =
+      OpsHttp::Start("127.0.0.1:0", 2, {{"/a", [](const std::string& query) {
+                                           return HttpReply{200, "text/plain", "a?" + query};
+                                         }}});
+  ASSERT_TRUE(port.ok()) << port.status();
+  EXPECT_GT((*port)->port(), 0);
+  EXPECT_EQ((*port)->Answer("GET", "/a", "x=1").body, "a?x=1");
+  EXPECT_EQ((*port)->Answer("GET", "/a/", "").status, 404);
+  EXPECT_EQ((*port)->Answer("GET", "/../a", "").status, 404);
+  EXPECT_EQ((*port)->Answer("DELETE", "/a", "").status, 405);
+  const std::string taken = "127.0.0.1:" + std::to_string((*port)->port());
+  EXPECT_TRUE(absl::IsUnavailable(OpsHttp::Start(taken, 2, {}).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(OpsHttp::Start("host", 2, {}).status()));
+}
+
+TEST(StatusPageTest, EscapesAndAgrees) {
+  const std::vector<StatusSection> sections = {{"s<1>", {{"name", "<script>\"&"}}}};
+  EXPECT_THAT(StatusHtml(sections), HasSubstr("&lt;script&gt;&quot;&amp;"));
+  EXPECT_THAT(StatusHtml(sections), Not(HasSubstr("<script>")));
+  EXPECT_EQ(nlohmann::json::parse(StatusJson(sections))["s<1>"]["name"], "<script>\"&");
+}
+
+TEST(ServerStateTest, MovesForwardOnly) {
+  ServerState state;
+  EXPECT_FALSE(state.Get().serving());
+  const Phase order[] = {Phase::kWarming, Phase::kServing, Phase::kDraining, Phase::kStopped};
+  for (const Phase phase : order) {
+    state.Move(phase, 1, "x");
+    EXPECT_EQ(state.Get().phase, phase);
+    EXPECT_EQ(state.Get().serving(), phase == Phase::kServing);
+    for (const Phase earlier : order) {
+      if (earlier >= phase) break;
+      state.Move(earlier, 2, "back");
+      EXPECT_EQ(state.Get().phase, phase);
+    }
+  }
+}
+
+TEST(ServerStateTest, HealthGatesServing) {
+  ServerState state;
+  state.Move(Phase::kServing, 100, "");
+  const uint64_t version = state.Get().version;
+  std::thread failing([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    state.SetHealth(false, "broken");
+  });
+  const auto changed = state.WaitForChange(version, milliseconds(5000));
+  failing.join();
+  EXPECT_FALSE(changed.serving());
+  EXPECT_EQ(changed.message, "broken");
+  state.SetHealth(true, "");
+  EXPECT_TRUE(state.Get().serving());
+  EXPECT_EQ(state.WaitForChange(state.Get().version, milliseconds(1)).version, state.Get().version);
+}
+
+TEST(WatchdogTest, ReportsFailureSilenceAndRecovery) {
+  ServerState state;
+  state.Move(Phase::kServing, 100, "");
+  std::atomic<int> mode{0};  // 0 well, 1 failing, 2 silent
+  const Watchdog watchdog(
+      [&] {
+        while (mode == 2) std::this_thread::sleep_for(milliseconds(1));
+        return mode == 1 ? absl::InternalError("device lost") : absl::OkStatus();
+      },
+      &state, milliseconds(100), milliseconds(5));
+  const auto wait_for = [&](bool healthy, const std::string& message) {
+    for (int i = 0; i < 1000; ++i) {
+      const auto now = state.Get();
+      if (now.healthy == healthy && now.message.find(message) != std::string::npos) return true;
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    return false;
+  };
+  mode = 1;
+  EXPECT_TRUE(wait_for(false, "device lost"));
+  mode = 0;
+  EXPECT_TRUE(wait_for(true, ""));
+  mode = 2;
+  EXPECT_TRUE(wait_for(false, "no sign of life"));
+  mode = 0;
+  EXPECT_TRUE(wait_for(true, ""));
+}
+
+class FakeRoot {
+ public:
+  FakeRoot() {
+    char name[] = "/tmp/mla-root-XXXXXX";
+    path = mkdtemp(name);
+  }
+  ~FakeRoot() { std::filesystem::remove_all(path); }
+  void Write(const std::string& file, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(path + file).parent_path());
+    std::ofstream(path + file) << text;
+  }
+  std::string path;
+};
+
+TEST(MemoryCheckTest, TheTightestLimitCounts) {
+  const FakeRoot root;
+  EXPECT_EQ(AvailableMemory(root.path), std::numeric_limits<int64_t>::max());
+  root.Write("/proc/meminfo", "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n");
+  EXPECT_EQ(AvailableMemory(root.path), 800 * 1024);
+  root.Write("/proc/self/cgroup", "0::/outer/inner\n");
+  root.Write("/sys/fs/cgroup/outer/inner/memory.max", "max\n");
+  root.Write("/sys/fs/cgroup/outer/memory.max", "500000\n");
+  root.Write("/sys/fs/cgroup/outer/memory.current", "100000\n");
+  EXPECT_EQ(AvailableMemory(root.path), 400000);
+  root.Write("/sys/fs/cgroup/outer/inner/memory.max", "1000\n");
+  root.Write("/sys/fs/cgroup/outer/inner/memory.current", "2000\n");
+  EXPECT_EQ(AvailableMemory(root.path), 0);
+  EXPECT_GT(AvailableMemory(), 0);
+}
+
+TEST(MemoryCheckTest, NamesEveryUse) {
+  EXPECT_TRUE(CheckMemory({{"a", 40}, {"b", 60}}, 100).ok());
+  const absl::Status refused =
+      CheckMemory({{"pool", int64_t{3} << 20}, {"staging", int64_t{2} << 20}}, int64_t{4} << 20);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("pool 3 MiB, staging 2 MiB"));
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  EXPECT_FALSE(CheckMemory({{"a", most}, {"b", most}}, most - 1).ok());
+}
+
+TEST(LoggingTest, OneEventIsOneLine) {
+  const LogFields fields = {{"plain", "a.b-c"}, {"odd", "two words\nforged level=error \"x\""}};
+  const std::string text = FormatLine(false, LogLevel::kInfo, "thing", fields);
+  EXPECT_EQ(text.find('\n'), std::string::npos);
+  EXPECT_THAT(text, HasSubstr("info thing plain=a.b-c odd=\"two words\\nforged"));
+  const std::string json = FormatLine(true, LogLevel::kError, "thing", fields);
+  const auto parsed = nlohmann::json::parse("{" + json);
+  EXPECT_EQ(parsed["event"], "thing");
+  EXPECT_EQ(parsed["level"], "error");
+  EXPECT_EQ(parsed["odd"], fields[1].second);
+  EXPECT_FALSE(FormatLine(true, LogLevel::kInfo, "x", {{"bad", "\xff\xfe"}}).empty());
+}
+
+TEST(GrpcStatusTest, EveryCodeKeepsItsNumberAndName) {
+  for (int code = 1; code <= 16; ++code) {
+    const absl::Status status(static_cast<absl::StatusCode>(code), "why");
+    const grpc::Status converted = ToGrpcStatus(status, {}, nullptr);
+    EXPECT_EQ(static_cast<int>(converted.error_code()), code);
+    EXPECT_EQ(converted.error_message(), "why");
+    EXPECT_EQ(CodeName(status.code()), absl::StatusCodeToString(status.code()));
+  }
+  EXPECT_TRUE(ToGrpcStatus(absl::OkStatus(), {}, nullptr).ok());
+}
+
+TEST(GrpcStatusTest, DetailHoldsTheFault) {
+  scheduler::Fault fault;
+  const absl::Status status = InvalidField(&fault, "a.b", "1..4", "9");
+  EXPECT_EQ(status.message(), "a.b: got 9, must be 1..4");
+  fault.retry_after_ms = int64_t{1} << 40;
+  fault.last_good_position = 12;
+  const v1::ErrorDetail detail = ToErrorDetail(fault);
+  EXPECT_EQ(detail.field(), "a.b");
+  EXPECT_EQ(detail.limit(), "1..4");
+  EXPECT_EQ(detail.got(), "9");
+  EXPECT_EQ(detail.reason(), "out_of_range");
+  EXPECT_EQ(detail.retry_after_ms(), std::numeric_limits<uint32_t>::max());
+  EXPECT_EQ(detail.last_good_position(), 12u);
+}
+
+}  // namespace
+}  // namespace mla::server
