@@ -115,7 +115,7 @@ void ApplyFile(const std::string& path, LoadedConfig* loaded) {
 }
 
 void ApplyEnvironment(const std::map<std::string, std::string>& environment, LoadedConfig* loaded) {
-  std::set<std::string> known = {"MLA_CONFIG"};
+  std::set<std::string> known = {"MLA_CONFIG", "MLA_TARGET"};  // the second is mlactl's
   for (const ConfigKey& key : ConfigKeys()) {
     const std::string name = EnvironmentName(key);
     known.insert(name);

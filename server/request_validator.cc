@@ -85,7 +85,7 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
         fault->field = "attend.profile";
         fault->limit = "PROFILE_ABSORBED or PROFILE_APPEND_ONLY for this model";
         fault->got = "PROFILE_EXPANDED";
-        fault->reason = "no_expanded_form";
+        fault->reason = "no_expanded_profile";
         return absl::FailedPreconditionError(
             "attend.profile: the model was registered without nope_dim and v_dim, so it has no "
             "EXPANDED form");

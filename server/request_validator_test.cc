@@ -223,7 +223,7 @@ TEST(RequestValidatorTest, ExpandedNeedsItsDims) {
   Fault fault;
   EXPECT_EQ(ParseAttend(attend, model, 4, 0, 1 << 20, &args, &sizes, &fault).code(),
             absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(fault.reason, "no_expanded_form");
+  EXPECT_EQ(fault.reason, "no_expanded_profile");
 }
 
 TEST(RequestValidatorTest, Model) {

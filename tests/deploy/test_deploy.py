@@ -1,0 +1,110 @@
+"""What ships and what is documented agree with the code."""
+
+import pathlib
+import re
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def arguments(text, start):
+    """The top-level arguments of a call whose opening parenthesis is at `start`."""
+    depth, quoted, parts, begin = 0, False, [], start + 1
+    for i in range(start, len(text)):
+        char = text[i]
+        if char == '"' and text[i - 1] != "\\":
+            quoted = not quoted
+        if quoted:
+            continue
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if (char == "," and depth == 1) or depth == 0:
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+        if depth == 0:
+            return parts
+    return parts
+
+
+def reasons_of(text):
+    """Every reason token that this C++ text can put into a Fault."""
+    found = set()
+    for line in re.findall(r"reason(?: = |\()([^;]*);", text):
+        found.update(re.findall(r'"([a-z_]+)"', line))
+    position = {"RefuseField": 4, "InvalidField": 4, "Refuse": 3}
+    for call in re.finditer(r"\b(RefuseField|InvalidField|Refuse)\(", text):
+        parts = arguments(text, call.end() - 1)
+        index = position[call.group(1)]
+        if len(parts) > index:
+            found.update(re.findall(r'^"([a-z_]+)"$', parts[index]))
+    return found
+
+
+class DocumentsTest(unittest.TestCase):
+    def test_every_reason_is_explained(self):
+        found = set()
+        for folder in ("server", "scheduler", "client/cpp"):
+            for path in (ROOT / folder).rglob("*.cc"):
+                if not path.name.endswith("_test.cc"):
+                    found |= reasons_of(path.read_text(encoding="utf-8"))
+        self.assertGreater(len(found), 40)
+        manual = read("docs/errors.md")
+        missing = sorted(reason for reason in found if f"`{reason}`" not in manual)
+        self.assertEqual(missing, [])
+
+    def test_every_documented_reason_exists(self):
+        sources = "".join(path.read_text(encoding="utf-8")
+                          for folder in ("server", "scheduler", "client/cpp")
+                          for path in (ROOT / folder).rglob("*")
+                          if path.suffix in (".cc", ".h"))
+        table = read("docs/errors.md").split("## Reasons")[1]
+        rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+        unknown = [reason for row in rows for reason in re.findall(r"`([a-z_]+)`", row)
+                   if f'"{reason}"' not in sources]
+        self.assertEqual(unknown, [])
+
+
+class ShippingTest(unittest.TestCase):
+    def setUp(self):
+        example = read("deploy/config/example.yaml")
+        self.drain_s = int(re.search(r"drain_deadline_ms: (\d+)", example).group(1)) / 1000
+
+    def test_container_runs_without_rights(self):
+        dockerfile = read("deploy/container/Dockerfile")
+        stages = re.findall(r"^FROM ", dockerfile, re.M)
+        self.assertEqual(len(stages), 2)
+        last = dockerfile.rsplit("\nFROM ", 1)[1]
+        self.assertRegex(last, r"\nUSER [1-9]\d+:[1-9]\d+\n")
+        self.assertRegex(last, r'HEALTHCHECK .*CMD \["mlactl", "health"\]')
+        self.assertIn("STOPSIGNAL SIGTERM", last)
+        self.assertNotIn("--insecure", last.replace("--listen", ""))
+
+    def test_service_waits_longer_than_the_drain(self):
+        unit = read("deploy/systemd/mla-server.service")
+        stop = int(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.M).group(1))
+        self.assertGreater(stop, self.drain_s)
+        for line in ("DynamicUser=yes", "NoNewPrivileges=yes", "ProtectSystem=strict",
+                     "CapabilityBoundingSet=", "RestartPreventExitStatus=1"):
+            self.assertIn(f"\n{line}\n", unit)
+
+    def test_flags_in_shipped_files_exist(self):
+        known = set(re.findall(r"`(--[a-z-]+)`", read("docs/configuration.md")))
+        known |= {"--config", "--check-config", "--print-config"}
+        for path in ("deploy/container/Dockerfile", "deploy/systemd/mla-server.service"):
+            for line in read(path).splitlines():
+                if "mla-server" in line and not line.startswith(("#", "RUN", "    &&")):
+                    for flag in re.findall(r"(--[a-z-]+)", line.split("mla-server", 1)[1]):
+                        self.assertIn(flag, known, f"{path}: {line}")
+            variables = set(re.findall(r"\b(MLA_[A-Z_]+)=", read(path)))
+            documented = set(re.findall(r"`(MLA_[A-Z_]+)`", read("docs/configuration.md")))
+            self.assertLessEqual(variables, documented | {"MLA_TARGET"}, path)
+
+
+if __name__ == "__main__":
+    unittest.main()
