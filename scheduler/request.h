@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "kernels/attention_desc.h"
 #include "kernels/dtype.h"
 
 namespace mla::scheduler {
@@ -51,6 +52,10 @@ struct AttendArgs {
   kernels::DType q_dtype = kernels::DType::kBf16;  // of q and kv
   kernels::DType o_dtype = kernels::DType::kBf16;
   int64_t timeout_us = 0;  // 0: Limits::queue_ms
+  // Geometry by which the transport sized the memory below. A request that meets a step of another
+  // geometry (its id was reused before the old step's end was answered) is refused. num_heads 0:
+  // the caller vouches for the sizes.
+  kernels::Geometry sized_for;
   // Row-major host memory; sizes follow from the model (the transport has checked them).
   const std::byte* kv = nullptr;  // [row_count, lora + rope] if has_kv
   const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only

@@ -142,6 +142,12 @@ void StepTable::Remove(Step* step, const std::string& why) {
 
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, const Limits& limits,
                          bool* repeat, Fault* fault) {
+  // Before anything else: the request's memory has the size of another model's rows.
+  if (args.sized_for.num_heads != 0 && args.sized_for != step.model->spec->geometry) {
+    return RefuseField(fault, "attend.step_id", absl::StrCat(step.id),
+                       "the id of a step of the model that this request was sized for",
+                       "step_reused", absl::StatusCode::kFailedPrecondition);
+  }
   absl::Status status =
       CheckRange(fault, "attend.layer", args.layer, 0, step.model->spec->layers - 1);
   if (status.ok()) {

@@ -253,6 +253,7 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->has_kv = message.has_kv();
   args->want_lse = message.want_lse();
   args->timeout_us = message.timeout_us();
+  args->sized_for = model.geometry;
   return CheckSizes(*args, model, payload_bytes, message_bytes, sizes, fault);
 }
 

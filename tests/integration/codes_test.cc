@@ -1,7 +1,10 @@
 // Every status code that the contract can give, provoked over the wire.
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
 
 #include "client/cpp/errors.h"
+#include "mla/v1/attention.grpc.pb.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -189,6 +192,53 @@ TEST(CodesTest, RepeatedRowsMustBeEqual) {
   EXPECT_EQ(o, o2);
   kv[3] ^= 1;
   EXPECT_EQ((*step)->Attend(call).status().code(), StatusCode::kAlreadyExists);
+}
+
+// A step id that comes back at once for a model with wider rows: the request that was sized for the
+// old model must not be computed with the new one's dims.
+TEST(CodesTest, ReusedStepIdsCannotChangeTheModel) {
+  const TestServer server;
+  const auto client = server.Connect();
+  Worker narrow(client.get(), {}, "narrow", 1);
+  Dims dims;
+  dims.lora = 96;
+  Worker wide(client.get(), dims, "wide", 2);
+  Track a = *narrow.Open(), b = *wide.Open();
+  const auto stub = v1::Attention::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  const auto begin = [](const Track& track, const std::string& model) {
+    v1::AttendStreamRequest request;
+    request.mutable_begin_step()->set_step_id(7);
+    request.mutable_begin_step()->set_model_id(model);
+    v1::StepSequence* sequence = request.mutable_begin_step()->add_sequences();
+    sequence->set_sequence_id(track.sequence.id());
+    sequence->set_epoch(track.sequence.epoch());
+    sequence->set_rows(1);
+    return request;
+  };
+  v1::AttendStreamRequest abort, attend;
+  abort.mutable_abort_step()->set_step_id(7);
+  attend.mutable_attend()->set_step_id(7);
+  attend.mutable_attend()->set_row_count(1);
+  attend.mutable_attend()->set_num_heads(4);
+  attend.mutable_attend()->set_profile(v1::PROFILE_ABSORBED);
+  attend.mutable_attend()->set_has_kv(true);
+  attend.set_payload(std::string(40 * 2 * 5, '\1'));
+  for (int i = 0; i < 50; ++i) {
+    grpc::ClientContext context;
+    const auto stream = stub->Attend(&context);
+    // All at once, so that the second step begins before the first one's end is known.
+    for (const auto& request : {begin(a, "narrow"), abort, begin(b, "wide"), attend}) {
+      ASSERT_TRUE(stream->Write(request));
+    }
+    stream->WritesDone();
+    v1::AttendStreamReply reply;
+    int replies = 0;
+    for (; stream->Read(&reply); ++replies) EXPECT_FALSE(reply.has_attend());
+    EXPECT_EQ(replies, 4);
+    EXPECT_TRUE(stream->Finish().ok());
+  }
+  EXPECT_EQ(wide.Step({&b}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
 TEST(CodesTest, DigestMismatchDiscardsTheUpload) {
