@@ -60,7 +60,7 @@ class ServerProcess {
       std::vector<char*> argv;
       for (std::string& argument : arguments) argv.push_back(argument.data());
       argv.push_back(nullptr);
-      freopen(folder_.File("log").c_str(), "w", stderr);
+      if (freopen(folder_.File("log").c_str(), "w", stderr) == nullptr) _exit(126);
       execv(kServer, argv.data());
       _exit(127);
     }
