@@ -4,8 +4,8 @@
 #
 #   build_device_code.sh OUT_DIR [--require ARCH,...]
 #
-# Writes OUT_DIR/{gfx950.co,gfx942.co,sm_90.cubin,kernel_images.o,usage.txt}. A missing compiler
-# leaves an empty image and a line on stderr, unless --require names the architecture.
+# Writes OUT_DIR/{gfx950.co,gfx942.co,sm_90.cubin,kernel_images.o}, and for the report the compilers'
+# resource usage (usage.txt) and the assembly (gfx950.s, gfx942.s). A missing compiler leaves an empty image and a line on stderr, unless --require names the architecture.
 # HIP_CLANG and NVCC override the compilers; ROCM_PATH selects ROCm's own clang.
 set -euo pipefail
 
@@ -41,6 +41,7 @@ missing() {
 compile_amd() {
   local arch="$1"
   : >"$out/$arch.co"
+  : >"$out/$arch.s"
   if [[ -z "$clang" ]]; then missing "$arch"; return; fi
   local linker=()
   [[ "$clang" == *clang-22 ]] && linker=(-fuse-ld=lld-22)
@@ -49,6 +50,8 @@ compile_amd() {
     "--offload-arch=$arch" -std=c++20 -O3 -I. -Wall -Wno-unused-command-line-argument \
     -Rpass-analysis=kernel-resource-usage "${linker[@]}" "$source" -o "$out/$arch.co" \
     2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+  "$clang" -x hip --cuda-device-only -nogpuinc -nogpulib "--offload-arch=$arch" -std=c++20 -O3 -I. \
+    -Wno-unused-command-line-argument -S "$source" -o "$out/$arch.s"
 }
 compile_nvidia() {
   : >"$out/sm_90.cubin"

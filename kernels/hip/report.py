@@ -1,0 +1,175 @@
+"""What the compilers made of the device kernels, and the bounds that follow from counting.
+
+Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
+usage.txt, the compilers' resource reports, and the assembly of the AMD architectures. Prints, for
+each kernel and architecture, registers, LDS, scratch and spills; for each attention kernel on AMD
+the instructions of its KV-tile loop and the clocks they take. Exits 1 on any spill or scratch, on
+LDS over the limit of the architecture, and when the folder holds no kernel at all.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
+
+# Clocks an instruction keeps its pipe busy for one wave of 64 lanes: matrix instructions by their
+# operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, 512 on
+# gfx942), LDS instructions by their bytes at 128 a clock and CU, the others by the four clocks that
+# a 16-lane SIMD takes to issue 64 lanes.
+MATRIX_CLOCKS = {
+    "gfx950": {"v_mfma_f32_32x32x16_bf16": 32, "v_mfma_f32_16x16x32_bf16": 16},
+    "gfx942": {"v_mfma_f32_32x32x8_bf16": 32, "v_mfma_f32_16x16x16_bf16": 16},
+}
+LDS_CLOCKS = {"ds_read_b128": 8, "ds_write_b128": 8, "ds_read_b64": 4, "ds_read_b64_tr_b16": 4,
+              "ds_read2_b64": 8, "ds_read2st64_b64": 8, "ds_bpermute_b32": 2, "ds_write_b64": 4,
+              "global_load_lds_dwordx4": 8}
+ISSUE_CLOCKS = 4
+# CUs, clock in GHz, and the memory bandwidth in TB/s that the kernels are held against.
+MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}
+TILE_ROWS = 32
+ROW_BYTES = 1152
+WAVES = 4
+
+
+@dataclasses.dataclass
+class Usage:
+    """Resources of one kernel on one architecture."""
+
+    arch: str
+    kernel: str
+    vgpr: int = 0
+    agpr: int = 0
+    sgpr: int = 0
+    lds: int = 0
+    scratch: int = 0
+    spills: int = 0
+    occupancy: int = 0
+
+    def faults(self):
+        """What forbids the kernel to ship, as text."""
+        where = f"{self.arch} {self.kernel}"
+        if self.spills:
+            yield f"{where}: {self.spills} spills"
+        if self.scratch:
+            yield f"{where}: {self.scratch} bytes of scratch"
+        if self.lds > LDS_LIMIT[self.arch]:
+            yield f"{where}: {self.lds} bytes of LDS, limit {LDS_LIMIT[self.arch]}"
+
+
+AMD_FIELDS = [("VGPRs", "vgpr"), ("AGPRs", "agpr"), ("TotalSGPRs", "sgpr"),
+              ("ScratchSize [bytes/lane]", "scratch"), ("LDS Size [bytes/block]", "lds"),
+              ("Occupancy [waves/SIMD]", "occupancy")]
+
+
+def parse_usage(text):
+    """Usage records of usage.txt, in its order."""
+    records, arch = [], None
+    for line in text.splitlines():
+        if line.startswith("arch "):
+            arch = line.split()[1]
+            continue
+        if name := re.search(r"remark: +Function Name: (\S+)", line):
+            records.append(Usage(arch, name.group(1)))
+        elif name := re.search(r"Compiling entry function '(\S+)'", line):
+            records.append(Usage(arch, name.group(1)))
+        elif value := re.search(r"remark: +([^:]+): (\d+) \[-Rpass", line):
+            what, number = value.group(1), int(value.group(2))
+            if what in ("SGPRs Spill", "VGPRs Spill"):
+                records[-1].spills += number
+            for label, field in AMD_FIELDS:
+                if what == label:
+                    setattr(records[-1], field, number)
+        elif value := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", line):
+            records[-1].scratch = int(value.group(1))
+            records[-1].spills = int(value.group(2)) + int(value.group(3))
+        elif value := re.search(r"Used (\d+) registers", line):
+            records[-1].vgpr = int(value.group(1))
+    return records
+
+
+def tile_loop(assembly, kernel):
+    """Instruction counts of the kernel's KV-tile loop: the blocks at loop depth two."""
+    counts, inside, depth = {}, False, 0
+    for line in assembly.splitlines():
+        if line.startswith(kernel + ":"):
+            inside = True
+        if not inside:
+            continue
+        if "s_endpgm" in line:
+            break
+        if re.match(r"\.LBB|; %bb", line):
+            found = re.search(r"Depth=(\d)", line)
+            depth = int(found.group(1)) if found else 0
+        elif header := re.search(r"Loop Header: Depth=(\d)", line):
+            depth = int(header.group(1))
+        elif depth == 2 and (name := re.match(r"\s+([a-z]\w+)", line)):
+            key = re.sub(r"_e(32|64)$", "", name.group(1))
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def bounds(arch, counts):
+    """Clocks of one KV tile on one CU: memory, matrix, LDS, issue."""
+    cus, ghz, bandwidth = MACHINE[arch]
+    memory = TILE_ROWS * ROW_BYTES / (bandwidth * 1e3 / cus / ghz)
+    matrix = sum(counts.get(name, 0) * clocks for name, clocks in MATRIX_CLOCKS[arch].items())
+    lds = WAVES * sum(counts.get(name, 0) * clocks for name, clocks in LDS_CLOCKS.items())
+    issue = sum(ISSUE_CLOCKS * n for name, n in counts.items() if not name.startswith("s_"))
+    return memory, matrix, lds, issue
+
+
+def count(counts, *prefixes):
+    """Instructions whose names start with one of the prefixes."""
+    return sum(n for name, n in counts.items() if name.startswith(prefixes))
+
+
+def print_loop(arch, kernel, counts):
+    """One kernel's loop: counts, then clocks a tile and what they imply."""
+    print(f"\n{arch} {kernel}, KV tile of {TILE_ROWS} rows, per wave: "
+          f"{count(counts, 'v_mfma')} matrix, {count(counts, 'ds_')} LDS, "
+          f"{count(counts, 'global_', 'flat_', 'buffer_')} global, "
+          f"{count(counts, 's_barrier')} barrier, "
+          f"{count(counts, 'v_exp', 'v_log', 'v_rcp')} transcendental, "
+          f"{count(counts, 'v_') - count(counts, 'v_mfma')} vector in all")
+    memory, matrix, lds, issue = bounds(arch, counts)
+    slowest = max(memory, matrix, lds, issue)
+    rows = int(kernel.rsplit("_", 1)[1])
+    flop = rows * TILE_ROWS * 2 * (576 + 512)
+    print(f"  clocks a tile: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s), matrix {matrix}, "
+          f"LDS {lds}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} %, "
+          f"{TILE_ROWS * ROW_BYTES / flop:.4f} B of memory and "
+          f"{lds * 128 / flop:.4f} B of LDS a FLOP")
+
+
+def main():
+    """Prints the report; the exit status is the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / ".bazel/bin/kernels/hip")
+    folder = parser.parse_args().build
+    records = parse_usage((folder / "usage.txt").read_text(encoding="utf-8"))
+    if not records:
+        print("hip-report: no kernel was compiled", file=sys.stderr)
+        return 1
+    print(f"{'arch':8}{'kernel':24}{'VGPR':>6}{'AGPR':>6}{'SGPR':>6}{'LDS':>8}{'scratch':>9}"
+          f"{'spills':>8}{'waves/SIMD':>12}")
+    for r in records:
+        print(f"{r.arch:8}{r.kernel:24}{r.vgpr:6}{r.agpr:6}{r.sgpr:6}{r.lds:8}{r.scratch:9}"
+              f"{r.spills:8}{r.occupancy:12}")
+    for arch in MACHINE:
+        assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
+        for r in records:
+            if r.arch == arch and r.kernel.startswith("mla_attend_"):
+                print_loop(arch, r.kernel, tile_loop(assembly, r.kernel))
+    faults = [fault for r in records for fault in r.faults()]
+    for fault in faults:
+        print(f"FAULT {fault}")
+    print(f"\n{len(records)} kernels, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
