@@ -1,0 +1,34 @@
+// How a test steers the fake HIP runtime. The test opens the same library that the backend opens
+// and gets the one control block through fake_hip_control().
+#ifndef MLA_TESTS_FAKE_HIP_FAKE_CONTROL_H_
+#define MLA_TESTS_FAKE_HIP_FAKE_CONTROL_H_
+
+#include <cstdint>
+
+namespace mla::fake_hip {
+
+struct Control {
+  int devices = 1;
+  const char* arch = "gfx950";
+  int64_t memory_bytes = int64_t{4} << 30;  // hipMalloc beyond it is out of memory
+
+  // Call `fail_call` (an entry point's name) fails with `fail_code` once it has succeeded
+  // `fail_after` times; -1 never.
+  const char* fail_call = "";
+  int fail_after = -1;
+  int fail_code = 1;
+  bool lost = false;           // sticky: every call fails with hipErrorLaunchFailure (719)
+  bool hang = false;           // events never complete
+  bool wrong_results = false;  // kernels leave a wrong value behind
+
+  // Counters.
+  int64_t live_bytes = 0;  // of device memory
+  int64_t allocations = 0;
+  int64_t launches = 0;
+};
+
+}  // namespace mla::fake_hip
+
+extern "C" mla::fake_hip::Control* fake_hip_control();
+
+#endif  // MLA_TESTS_FAKE_HIP_FAKE_CONTROL_H_

@@ -1,0 +1,231 @@
+#include "tests/fake_hip/fake_kernels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "kernels/hip/common/kernel_args.h"
+
+namespace mla::fake_hip {
+namespace {
+
+using kernels::Bf16;
+using kernels::DType;
+using kernels::ToBf16;
+using kernels::ToFloat;
+
+constexpr double kNever = -std::numeric_limits<double>::infinity();
+
+float Load(const void* base, int64_t index, bool is_f32) {
+  return is_f32 ? static_cast<const float*>(base)[index]
+                : ToFloat(static_cast<const Bf16*>(base)[index]);
+}
+
+void Store(void* base, int64_t index, bool is_f32, float x) {
+  if (is_f32) {
+    static_cast<float*>(base)[index] = x;
+  } else {
+    static_cast<Bf16*>(base)[index] = ToBf16(x);
+  }
+}
+
+// Address of a row of a sequence, as the kernels find it.
+template <class Record>
+uint8_t* RowAt(const uint8_t* pool, const uint32_t* tables, const Record& r, int position,
+               int64_t granule) {
+  const int64_t entry = tables[r.page_table + position / r.page_size];
+  return const_cast<uint8_t*>(pool) + entry * granule + r.layer_offset +
+         (position % r.page_size) * r.row_stride;
+}
+
+void Append(const gpu::AppendArgs& a) {
+  for (int i = 0; i < a.count; ++i) {
+    const kernels::AppendRecord& r = a.records[i];
+    if (r.first_position < 0) continue;
+    for (int row = 0; row < a.first_row[i + 1] - a.first_row[i]; ++row) {
+      uint8_t* target =
+          RowAt(a.pool, a.page_tables, r, r.first_position + row, kernels::kPageGranuleBytes);
+      for (int c = 0; c < r.row_dim; ++c) {
+        const int64_t index = row * r.kv_row_stride + c;
+        if (r.dtype == DType::kBf16) {
+          std::memcpy(target + c * 2, static_cast<const Bf16*>(r.kv) + index, 2);
+        } else {
+          Store(target, c, false, Load(r.kv, index, true));
+        }
+      }
+    }
+  }
+}
+
+constexpr int kLora = 512;
+constexpr int kDim = 576;
+
+// One packed row of a work item over its KV range: normalised output and log-sum-exp.
+struct RowResult {
+  std::vector<double> o = std::vector<double>(kLora, 0.0);
+  double lse = kNever;
+};
+
+RowResult AttendRow(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int q, int h) {
+  const kernels::RequestRecord& r = a.requests[w.request];
+  const int seen = r.causal ? r.kv_rows - r.q_rows + q + 1 : w.kv_end;
+  const auto* query = static_cast<const Bf16*>(r.q) + q * r.q_row_stride + h * r.q_head_stride;
+  std::vector<double> logits;
+  double top = kNever;
+  for (int j = w.kv_begin; j < std::min(seen, w.kv_end); ++j) {
+    const auto* row =
+        reinterpret_cast<const Bf16*>(RowAt(a.pool, a.page_tables, r, j, a.granule_bytes));
+    double dot = 0.0;
+    for (int c = 0; c < kDim; ++c) dot += double{ToFloat(query[c])} * ToFloat(row[c]);
+    logits.push_back(dot * r.softmax_scale);
+    if (!(logits.back() <= top)) top = logits.back();
+  }
+  RowResult result;
+  const double origin = top == kNever ? 0.0 : top;  // all logits -inf: nothing was seen
+  double sum = 0.0;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    const double p = std::exp(logits[i] - origin);
+    sum += p;
+    const auto* row = reinterpret_cast<const Bf16*>(
+        RowAt(a.pool, a.page_tables, r, w.kv_begin + static_cast<int>(i), a.granule_bytes));
+    for (int c = 0; c < kLora; ++c) result.o[c] += p * ToFloat(row[c]);
+  }
+  if (sum == 0.0) return RowResult();
+  for (double& x : result.o) x /= sum;
+  result.lse = origin + std::log(sum);
+  return result;
+}
+
+void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first, int last) {
+  const kernels::RequestRecord& r = a.requests[w.request];
+  const int heads = w.head_end() - w.head_begin();
+  for (int p = first; p < last; ++p) {
+    const int q = w.q_begin + p / heads, h = w.head_begin() + p % heads;
+    const RowResult result = AttendRow(a, w, q, h);
+    const bool split = w.partial_row >= 0;
+    const int64_t row = int64_t{w.partial_row} + p;
+    void* o = split ? static_cast<void*>(a.partial_o) : r.o;
+    const int64_t index = split ? row * kLora : q * r.o_row_stride + h * r.o_head_stride;
+    for (int c = 0; c < kLora; ++c) {
+      Store(o, index + c, split || a.o_is_f32, static_cast<float>(result.o[c]));
+    }
+    const auto lse = static_cast<float>(result.lse);
+    if (split) {
+      a.partial_lse[row] = lse;
+    } else if (r.lse != nullptr) {
+      r.lse[q * r.lse_row_stride + h * r.lse_head_stride] = lse;
+    }
+  }
+}
+
+void Attend(const gpu::AttendArgs& a, uint32_t blocks, int rows) {
+  for (uint32_t block = 0; block < blocks; ++block) {
+    const int unit = static_cast<int>(block) / a.blocks_per_unit;
+    const int share = static_cast<int>(block) % a.blocks_per_unit;
+    for (int i = a.work_indptr[unit]; i < a.work_indptr[unit + 1]; ++i) {
+      const kernels::WorkInfo& w = a.work_info[i];
+      const int packed = (w.q_end - w.q_begin) * (w.head_end() - w.head_begin());
+      AttendItem(a, w, share * rows, std::min(packed, (share + 1) * rows));
+    }
+  }
+}
+
+void CombineRow(const gpu::CombineArgs& a, int tile, int p) {
+  const kernels::ReduceTile& t = a.reduce_final_map[tile];
+  const int heads = t.head_end() - t.head_begin();
+  if (p >= (t.q_end - t.q_begin) * heads) return;
+  const kernels::RequestRecord& r = a.requests[t.request];
+  const int64_t q = t.q_begin + p / heads, h = t.head_begin() + p % heads;
+  const int begin = a.reduce_indptr[tile], end = a.reduce_indptr[tile + 1];
+  if (begin == end) return;
+  double top = kNever, sum = 0.0;
+  for (int i = begin; i < end; ++i) {
+    const double lse = a.partial_lse[a.reduce_partial_map[i] + p];
+    if (!(lse <= top)) top = lse;
+  }
+  std::vector<double> o(a.o_dim, 0.0);
+  for (int i = begin; i < end && top != kNever; ++i) {
+    const int64_t row = int64_t{a.reduce_partial_map[i]} + p;
+    const double weight = std::exp(a.partial_lse[row] - top);
+    sum += weight;
+    for (int c = 0; c < a.o_dim; ++c) o[c] += weight * a.partial_o[row * a.o_dim + c];
+  }
+  for (int c = 0; c < a.o_dim; ++c) {
+    Store(r.o, q * r.o_row_stride + h * r.o_head_stride + c, a.o_is_f32,
+          sum == 0.0 ? 0.0f : static_cast<float>(o[c] / sum));
+  }
+  if (r.lse != nullptr) {
+    r.lse[q * r.lse_row_stride + h * r.lse_head_stride] =
+        static_cast<float>(sum == 0.0 ? kNever : top + std::log(sum));
+  }
+}
+
+void ProjectRow(const gpu::ProjectArgs& a, const kernels::ProjectionRecord& r, int row, int h) {
+  const uint16_t* w =
+      a.weights[r.weights_slot] + static_cast<int64_t>(r.head_offset + h) * a.k * a.n;
+  const int64_t in = row * r.in_row_stride + h * r.in_head_stride;
+  const int64_t out = row * r.out_row_stride + h * r.out_head_stride;
+  for (int c = 0; c < a.n; ++c) {
+    double sum = 0.0;
+    for (int k = 0; k < a.k; ++k) {
+      sum += double{Load(r.in, in + k, a.in_is_f32)} * ToFloat(w[int64_t{k} * a.n + c]);
+    }
+    Store(r.out, out + c, a.out_is_f32, static_cast<float>(sum));
+  }
+  for (int c = 0; c < a.copy; ++c) {
+    Store(r.out, out + a.n + c, a.out_is_f32, Load(r.in, in + a.k + c, a.in_is_f32));
+  }
+}
+
+void Project(const gpu::ProjectArgs& a, uint32_t tiles, uint32_t grid_y) {
+  const int blocks = (a.n + gpu::kProjectCols - 1) / gpu::kProjectCols;
+  for (uint32_t t = 0; t < tiles; ++t) {
+    const gpu::ProjectTile& tile = a.tiles[t];
+    const kernels::ProjectionRecord* record = a.records + tile.first_record;
+    int row = tile.first_row;
+    for (int p = 0; p < tile.rows; ++p, ++row) {
+      while (row >= record->rows) {
+        row -= record->rows;
+        ++record;
+      }
+      for (int h = 0; h < std::min<int>(record->num_heads, grid_y / blocks); ++h) {
+        ProjectRow(a, *record, row, h);
+      }
+    }
+  }
+}
+
+int AttendRows(const std::string& kernel) {
+  const std::string prefix = gpu::kAttendPrefix;
+  return kernel.starts_with(prefix) ? std::atoi(kernel.c_str() + prefix.size()) : 0;
+}
+
+}  // namespace
+
+size_t ArgumentBytes(const std::string& kernel) {
+  if (kernel == gpu::kAppendKernel) return sizeof(gpu::AppendArgs);
+  if (kernel == gpu::kCombineKernel) return sizeof(gpu::CombineArgs);
+  if (kernel == gpu::kProjectKernel) return sizeof(gpu::ProjectArgs);
+  return AttendRows(kernel) > 0 ? sizeof(gpu::AttendArgs) : 0;
+}
+
+void RunKernel(const std::string& kernel, uint32_t grid_x, uint32_t grid_y, const void* args) {
+  if (kernel == gpu::kAppendKernel) {
+    Append(*static_cast<const gpu::AppendArgs*>(args));
+  } else if (kernel == gpu::kCombineKernel) {
+    for (uint32_t tile = 0; tile < grid_x; ++tile) {
+      for (uint32_t p = 0; p < grid_y; ++p) {
+        CombineRow(*static_cast<const gpu::CombineArgs*>(args), static_cast<int>(tile),
+                   static_cast<int>(p));
+      }
+    }
+  } else if (kernel == gpu::kProjectKernel) {
+    Project(*static_cast<const gpu::ProjectArgs*>(args), grid_x, grid_y);
+  } else {
+    Attend(*static_cast<const gpu::AttendArgs*>(args), grid_x, AttendRows(kernel));
+  }
+}
+
+}  // namespace mla::fake_hip

@@ -1,0 +1,282 @@
+// The HIP entry points that the backend uses, on host memory.
+//
+// Streams are as lazy as the API allows: work runs only when somebody waits for it, in stream
+// order, and another stream's work only through an event that was waited for. A missing wait
+// therefore shows as a wrong result, and host memory that is reused too early as well.
+#include <array>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tests/fake_hip/fake_control.h"
+#include "tests/fake_hip/fake_kernels.h"
+
+namespace mla::fake_hip {
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
+constexpr int kInvalidImage = 200;
+constexpr int kNotFound = 500;
+constexpr int kNotReady = 600;
+constexpr int kLaunchFailure = 719;
+
+struct Stream {
+  std::deque<std::function<void()>> work;
+  uint64_t enqueued = 0;
+  uint64_t executed = 0;
+
+  void Add(std::function<void()> item) {
+    work.push_back(std::move(item));
+    ++enqueued;
+  }
+  void RunTo(uint64_t position) {
+    while (executed < position && !work.empty()) {
+      const std::function<void()> item = std::move(work.front());
+      work.pop_front();
+      ++executed;
+      item();
+    }
+  }
+};
+
+struct Event {
+  Stream* stream = nullptr;
+  uint64_t position = 0;
+  void Complete() const {
+    if (stream != nullptr) stream->RunTo(position);
+  }
+};
+
+struct Function {
+  std::string name;
+};
+struct Module {
+  std::deque<Function> functions;
+};
+
+struct Runtime {
+  std::recursive_mutex mutex;
+  Control control;
+  std::unordered_map<const void*, int64_t> device_memory;
+  std::unordered_map<std::string, int> calls;
+};
+Runtime& State() {
+  static Runtime& runtime = *new Runtime;
+  return runtime;
+}
+
+// Every entry point begins here: 0 to go on, else the code to return.
+int Enter(const char* call) {
+  Runtime& state = State();
+  if (state.control.lost) return kLaunchFailure;
+  if (std::strcmp(state.control.fail_call, call) != 0 || state.control.fail_after < 0) return 0;
+  return state.calls[call]++ >= state.control.fail_after ? state.control.fail_code : 0;
+}
+
+}  // namespace
+}  // namespace mla::fake_hip
+
+using mla::fake_hip::Enter;
+using mla::fake_hip::State;
+namespace fake = mla::fake_hip;
+
+#define FAKE_ENTER(call)                                           \
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex); \
+  if (const int code = Enter(call); code != 0) return code
+
+extern "C" {
+
+fake::Control* fake_hip_control() { return &State().control; }
+
+int hipInit(unsigned) {
+  FAKE_ENTER("hipInit");
+  State().calls.clear();
+  return 0;
+}
+int hipGetDeviceCount(int* count) {
+  FAKE_ENTER("hipGetDeviceCount");
+  *count = State().control.devices;
+  return 0;
+}
+int hipDeviceGetName(char* name, int bytes, int) {
+  FAKE_ENTER("hipDeviceGetName");
+  std::strncpy(name, "Fake Instinct", static_cast<size_t>(bytes));
+  return 0;
+}
+int hipDeviceGetAttribute(int* value, int, int) {
+  FAKE_ENTER("hipDeviceGetAttribute");
+  *value = 8;  // compute units
+  return 0;
+}
+int hipGetDevicePropertiesR0600(void* properties, int) {
+  FAKE_ENTER("hipGetDevicePropertiesR0600");
+  auto* bytes = static_cast<char*>(properties);
+  std::strncpy(bytes, "Fake Instinct", 64);
+  const std::string arch = std::string(State().control.arch) + ":sramecc+:xnack-";
+  std::strncpy(bytes + 1160, arch.c_str(), 128);
+  return 0;
+}
+int hipSetDevice(int) {
+  FAKE_ENTER("hipSetDevice");
+  return 0;
+}
+const char* hipGetErrorString(int code) {
+  switch (code) {
+    case fake::kInvalidValue:
+      return "invalid argument";
+    case fake::kOutOfMemory:
+      return "out of memory";
+    case fake::kInvalidImage:
+      return "device kernel image is invalid";
+    case fake::kLaunchFailure:
+      return "unspecified launch failure";
+    default:
+      return "some error";
+  }
+}
+int hipMemGetInfo(size_t* free_bytes, size_t* total) {
+  FAKE_ENTER("hipMemGetInfo");
+  *total = static_cast<size_t>(State().control.memory_bytes);
+  *free_bytes = *total - static_cast<size_t>(State().control.live_bytes);
+  return 0;
+}
+int hipMalloc(void** at, size_t bytes) {
+  FAKE_ENTER("hipMalloc");
+  fake::Control& control = State().control;
+  if (control.live_bytes + static_cast<int64_t>(bytes) > control.memory_bytes) {
+    return fake::kOutOfMemory;
+  }
+  *at = ::operator new(bytes, std::align_val_t{256});
+  std::memset(*at, 0xff, bytes);  // NaN everywhere: nothing may be read before it is written
+  State().device_memory[*at] = static_cast<int64_t>(bytes);
+  control.live_bytes += static_cast<int64_t>(bytes);
+  ++control.allocations;
+  return 0;
+}
+int hipFree(void* at) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  const auto found = State().device_memory.find(at);
+  if (found == State().device_memory.end()) return fake::kInvalidValue;
+  State().control.live_bytes -= found->second;
+  State().device_memory.erase(found);
+  ::operator delete(at, std::align_val_t{256});
+  return 0;
+}
+int hipHostMalloc(void** at, size_t bytes, unsigned) {
+  FAKE_ENTER("hipHostMalloc");
+  ++State().control.allocations;
+  *at = ::operator new(bytes, std::align_val_t{256});
+  return 0;
+}
+int hipHostFree(void* at) {
+  ::operator delete(at, std::align_val_t{256});
+  return 0;
+}
+
+int hipStreamCreateWithFlags(fake::Stream** stream, unsigned) {
+  FAKE_ENTER("hipStreamCreateWithFlags");
+  *stream = new fake::Stream;
+  return 0;
+}
+int hipStreamDestroy(fake::Stream* stream) {
+  delete stream;
+  return 0;
+}
+int hipStreamWaitEvent(fake::Stream* stream, fake::Event* event, unsigned) {
+  FAKE_ENTER("hipStreamWaitEvent");
+  stream->Add([snapshot = *event] { snapshot.Complete(); });
+  return 0;
+}
+int hipStreamSynchronize(fake::Stream* stream) {
+  FAKE_ENTER("hipStreamSynchronize");
+  stream->RunTo(stream->enqueued);
+  return 0;
+}
+int hipEventCreateWithFlags(fake::Event** event, unsigned) {
+  FAKE_ENTER("hipEventCreateWithFlags");
+  *event = new fake::Event;
+  return 0;
+}
+int hipEventDestroy(fake::Event* event) {
+  delete event;
+  return 0;
+}
+int hipEventRecord(fake::Event* event, fake::Stream* stream) {
+  FAKE_ENTER("hipEventRecord");
+  *event = fake::Event{stream, stream->enqueued};
+  return 0;
+}
+int hipEventQuery(fake::Event* event) {
+  FAKE_ENTER("hipEventQuery");
+  if (State().control.hang) return fake::kNotReady;
+  event->Complete();
+  return 0;
+}
+int hipEventElapsedTime(float* ms, fake::Event*, fake::Event*) {
+  FAKE_ENTER("hipEventElapsedTime");
+  *ms = 0.25f;
+  return 0;
+}
+
+int hipMemcpyHtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpyHtoDAsync");
+  stream->Add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+int hipMemcpyDtoHAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpyDtoHAsync");
+  stream->Add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+int hipMemcpyDtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpyDtoDAsync");
+  stream->Add([=] { std::memmove(to, from, bytes); });
+  return 0;
+}
+int hipMemsetD8Async(void* to, unsigned char value, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemsetD8Async");
+  stream->Add([=] { std::memset(to, value, bytes); });
+  return 0;
+}
+
+// An image is the text "fake image for ARCH".
+int hipModuleLoadData(fake::Module** module, const void* image) {
+  FAKE_ENTER("hipModuleLoadData");
+  const std::string wanted = std::string("fake image for ") + State().control.arch;
+  if (wanted != static_cast<const char*>(image)) return fake::kInvalidImage;
+  *module = new fake::Module;
+  return 0;
+}
+int hipModuleUnload(fake::Module* module) {
+  delete module;
+  return 0;
+}
+int hipModuleGetFunction(fake::Function** function, fake::Module* module, const char* name) {
+  FAKE_ENTER("hipModuleGetFunction");
+  if (fake::ArgumentBytes(name) == 0) return fake::kNotFound;
+  *function = &module->functions.emplace_back(fake::Function{name});
+  return 0;
+}
+int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
+                          unsigned, unsigned, unsigned, unsigned, fake::Stream* stream,
+                          void** parameters, void**) {
+  FAKE_ENTER("hipModuleLaunchKernel");
+  ++State().control.launches;
+  const auto* bytes = static_cast<const std::byte*>(parameters[0]);
+  std::vector<std::byte> args(bytes, bytes + fake::ArgumentBytes(function->name));
+  const bool wrong = State().control.wrong_results;
+  stream->Add([name = function->name, grid_x, grid_y, args = std::move(args), wrong] {
+    // A wrong kernel covers half of its grid.
+    fake::RunKernel(name, wrong ? grid_x / 2 : grid_x, grid_y, args.data());
+  });
+  return 0;
+}
+
+}  // extern "C"

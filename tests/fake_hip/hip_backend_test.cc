@@ -1,0 +1,257 @@
+// The GPU backend's host path (argument packing, streams, events, buffers, refusals, faults)
+// against a fake HIP runtime that executes the kernels by name.
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/conformance/scheduler_plan.h"
+#include "tests/conformance/suite.h"
+#include "tests/fake_hip/fake_control.h"
+
+namespace mla::gpu {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
+constexpr char kImage950[] = "fake image for gfx950";
+constexpr char kImage942[] = "fake image for gfx942";
+
+KernelImage Image(const char* arch, const char* text) {
+  return {arch, {reinterpret_cast<const std::byte*>(text), std::strlen(text) + 1}};
+}
+
+class HipBackendTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+    ASSERT_NE(library, nullptr) << dlerror();
+    auto get = reinterpret_cast<fake_hip::Control* (*)()>(dlsym(library, "fake_hip_control"));
+    ASSERT_NE(get, nullptr);
+    control_ = get();
+    *control_ = fake_hip::Control();
+  }
+  void TearDown() override { EXPECT_EQ(control_->live_bytes, 0); }
+
+  static HipBackendOptions Options() {
+    HipBackendOptions options;
+    options.libraries = {kLibrary};
+    options.images = {Image("gfx950", kImage950), Image("gfx942", kImage942)};
+    options.watchdog_ms = 200;
+    return options;
+  }
+  static kernels::BackendLimits Limits() {
+    kernels::BackendLimits l;
+    l.kv_pool_bytes = 1 << 20;
+    l.page_table_entries = 16;
+    l.weights_bytes = 1 << 20;
+    l.weights_slots = 2;
+    l.launch_slots = 2;
+    l.launch_requests = 4;
+    l.launch_rows = 16;
+    l.partial_rows = 64;
+    l.max_o_dim = 512;
+    l.staging_in_bytes = l.staging_out_bytes = l.slot_workspace_bytes = 1 << 16;
+    l.work_items = l.reduce_tiles = l.reduce_partials = 16;
+    return l;
+  }
+  // A launch that writes `byte` into the pool's first 256 bytes through an append.
+  static absl::Status AppendOnce(HipBackend& backend) {
+    std::vector<kernels::Bf16> row(576, 0x3f80);
+    if (absl::Status s = backend.BeginLaunch(0); !s.ok()) return s;
+    auto kv = backend.StageInput(0, row.data(), 1152);
+    if (!kv.ok()) return kv.status();
+    backend.PageTables()[0] = 0;
+    const kernels::TableRange table{0, 1};
+    const kernels::AppendRecord record{*kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, 1, 576};
+    absl::Status s = backend.PublishPageTable(0, {&table, 1});
+    if (s.ok()) s = backend.AppendKv(0, {&record, 1});
+    if (s.ok()) s = backend.Submit(0);
+    return s.ok() ? backend.Wait(0).status() : s;
+  }
+
+  fake_hip::Control* control_ = nullptr;
+};
+
+TEST_F(HipBackendTest, MissingRuntimeNamesTheLibrariesTried) {
+  HipBackendOptions options = Options();
+  options.libraries = {"libnot_there.so.7", "libnot_there.so.6"};
+  const absl::Status status = HipBackend::Create(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(status.message(), HasSubstr("no GPU runtime: libnot_there.so.7"));
+  EXPECT_THAT(status.message(), HasSubstr("libnot_there.so.6"));
+}
+
+TEST_F(HipBackendTest, NoDeviceIsUnavailable) {
+  control_->devices = 0;
+  const absl::Status status = HipBackend::Create(Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(status.message(), HasSubstr("no GPU device"));
+}
+
+TEST_F(HipBackendTest, OrdinalBeyondTheCountIsNamed) {
+  HipBackendOptions options = Options();
+  options.device = 3;
+  EXPECT_THAT(HipBackend::Create(options).status().message(), HasSubstr("GPU device 3 of 1"));
+}
+
+TEST_F(HipBackendTest, WrongArchitectureNamesWhatWasBuiltIn) {
+  control_->arch = "gfx90a";
+  const absl::Status status = HipBackend::Create(Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(status.message(), HasSubstr("no code object for gfx90a"));
+  EXPECT_THAT(status.message(), HasSubstr("built in: gfx950, gfx942"));
+}
+
+TEST_F(HipBackendTest, FailedSelfTestIsNotOffered) {
+  control_->wrong_results = true;
+  const absl::Status status = HipBackend::Create(Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct"));
+}
+
+TEST_F(HipBackendTest, UnsupportedShapeSaysWantedSupportedMissingDevice) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  kernels::AttentionDesc desc;
+  desc.geometry = {16, 256, 64, 128, 128};
+  const absl::Status status = (*backend)->CanRun(desc);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  for (const char* part : {"wanted: absorbed heads=16 lora=256", "supported: absorbed form",
+                           "missing: this kv_lora_rank", "device: Fake Instinct (gfx950)"}) {
+    EXPECT_THAT(status.message(), HasSubstr(part));
+  }
+  desc.geometry.kv_lora_rank = 512;
+  EXPECT_TRUE((*backend)->CanRun(desc).ok());
+}
+
+TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
+  kernels::BackendRegistry registry;
+  ASSERT_TRUE(kernels::RegisterReference(registry).ok());
+  ASSERT_TRUE(RegisterGpuBackends(registry).ok());
+  auto choice = registry.Select("auto", {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  ASSERT_GE(choice->ladder.size(), 3u);
+  EXPECT_EQ(choice->ladder[0].name, "hip");
+  EXPECT_EQ(choice->ladder[1].name, "cuda");
+  for (int i : {0, 1}) {
+    EXPECT_EQ(choice->ladder[i].chosen, false);
+    EXPECT_NE(choice->ladder[i].reason, "");
+  }
+}
+
+// The whole host path, gfx950 and gfx942 tiles, against the oracle.
+TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
+  for (const char* arch : {"gfx950", "gfx942"}) {
+    control_->arch = arch;
+    conformance::SamplerOptions sampler;
+    sampler.seed = 5;
+    sampler.geometries = {{1, 512, 64, 128, 128}};
+    sampler.typical_flop = 1e6;
+    sampler.max_flop = 3e6;
+    HipBackendOptions options = Options();
+    auto probe = HipBackend::Create(options);
+    ASSERT_TRUE(probe.ok()) << probe.status();
+    conformance::SuiteOptions suite;
+    for (uint64_t i = 0; suite.cases.size() < 60; ++i) {
+      conformance::CaseSpec spec = conformance::SampleCase(sampler, i);
+      if ((*probe)->CanRun(spec.Desc()).ok()) suite.cases.push_back(spec);
+    }
+    suite.subjects = {{"fake",
+                       [options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+                         auto backend = HipBackend::Create(options);
+                         if (!backend.ok()) return backend.status();
+                         return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+                       },
+                       false}};
+    suite.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+      return std::make_unique<kernels::ReferenceBackend>();
+    };
+    suite.plan = conformance::SchedulerPlanBuilder;
+    suite.threads = 1;
+    suite.runner.kv_pool_bytes = int64_t{64} << 20;
+    suite.runner.staging_bytes = int64_t{16} << 20;
+    suite.runner.slot_workspace_bytes = int64_t{16} << 20;
+    suite.runner.partial_rows = 20000;
+    suite.runner.weights_bytes = int64_t{256} << 20;
+    const conformance::SuiteReport report = conformance::RunSuite(suite);
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+    EXPECT_EQ(report.comparisons, 60) << arch;
+  }
+}
+
+TEST_F(HipBackendTest, AllocatesNothingAfterConfigure) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  const int64_t allocations = control_->allocations;
+  for (int i = 0; i < 50; ++i) ASSERT_TRUE(AppendOnce(**backend).ok());
+  EXPECT_EQ(control_->allocations, allocations);
+}
+
+TEST_F(HipBackendTest, ConfigureBeyondTheMemoryFractionNamesBothFigures) {
+  control_->memory_bytes = 64 << 20;
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  kernels::BackendLimits limits = Limits();
+  limits.kv_pool_bytes = 100 << 20;
+  const absl::Status status = (*backend)->Configure(limits);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(status.message(), HasSubstr("gpu.memory_fraction 0.9 of 67108864"));
+}
+
+TEST_F(HipBackendTest, OutOfMemoryCarriesTheApisText) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  control_->fail_call = "hipMalloc";
+  control_->fail_after = 0;
+  control_->fail_code = 2;
+  const absl::Status status = (*backend)->Configure(Limits());
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(status.message(), HasSubstr("kv pool: GPU malloc: out of memory (2)"));
+}
+
+TEST_F(HipBackendTest, FailedLaunchFailsThatLaunchOnly) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  control_->fail_call = "hipModuleLaunchKernel";
+  control_->fail_after = 0;
+  const absl::Status status = AppendOnce(**backend);
+  EXPECT_THAT(status.message(), HasSubstr("GPU launch: invalid argument (1)"));
+  EXPECT_TRUE((*backend)->Healthy().ok());
+  control_->fail_after = -1;
+  EXPECT_TRUE(AppendOnce(**backend).ok());
+}
+
+TEST_F(HipBackendTest, LostDeviceIsUnhealthyForGood) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  control_->lost = true;
+  EXPECT_FALSE(AppendOnce(**backend).ok());
+  EXPECT_THAT((*backend)->Healthy().message(), HasSubstr("unspecified launch failure (719)"));
+  control_->lost = false;
+  EXPECT_FALSE(AppendOnce(**backend).ok());
+}
+
+TEST_F(HipBackendTest, WatchdogEndsAHungLaunch) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  control_->hang = true;
+  const absl::Status status = AppendOnce(**backend);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.message(), HasSubstr("not ended a launch within 200 ms"));
+  EXPECT_FALSE((*backend)->Healthy().ok());
+  control_->hang = false;
+}
+
+}  // namespace
+}  // namespace mla::gpu
