@@ -47,9 +47,9 @@ inline constexpr ArchTraits kGfx950Traits{
 };
 inline constexpr ArchTraits kGfx942Traits{
     .arch = "gfx942",
-    .attend = {{{64, 0}, {128, 0}, {}}},
+    .attend = {{{64, 0}, {}, {}}},
     .append_rows_per_block = 4,
-    .blocks_per_unit = 1,
+    .blocks_per_unit = 2,
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };

@@ -38,7 +38,9 @@ MLA_ATTEND_KERNEL(32)
 #endif
 #if defined(__HIP__)
 MLA_ATTEND_KERNEL(64)
+#if defined(__gfx950__)
 MLA_ATTEND_KERNEL(128)
+#endif
 #else
 // The portable loop of common/attend.h serves 64 rows too; this one is about twice as fast.
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(AttendWgmma<AttendConfig<64>>::kThreads)

@@ -179,16 +179,19 @@ absl::Status HipBackend::AppendKv(int32_t slot, std::span<const kernels::AppendR
   return launch.AddKernel(kernels_.append, shape, args);
 }
 
+bool HipBackend::HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) return false;
+  const std::vector<bool>& loaded = weights_[slot].loaded;
+  if (head_begin < 0 || head_begin + heads > static_cast<int32_t>(loaded.size())) return false;
+  return std::all_of(loaded.begin() + head_begin, loaded.begin() + head_begin + heads,
+                     [](bool head) { return head; });
+}
+
 absl::Status HipBackend::CheckProjections(
     const char* verb, std::span<const kernels::ProjectionRecord> records) const {
   for (size_t i = 0; i < records.size(); ++i) {
     const kernels::ProjectionRecord& r = records[i];
-    if (r.weights_slot >= 0 && r.weights_slot < static_cast<int32_t>(weights_.size()) &&
-        weights_[r.weights_slot].bytes > 0 &&
-        r.head_offset >= weights_[r.weights_slot].head_begin &&
-        r.head_offset + r.num_heads <= weights_[r.weights_slot].head_end) {
-      continue;
-    }
+    if (HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));

@@ -109,11 +109,12 @@ class HipBackend final : public kernels::AttentionBackend {
     const int32_t* reduce_partial_map = nullptr;
     const kernels::RequestRecord* requests = nullptr;
   };
-  struct Weights {
+  struct Weights {  // of one slot: all heads of the model, and which of them have come
     DeviceBuffer uk, uv;
-    int32_t head_begin = 0, head_end = 0;
     kernels::Geometry geometry;
-    int64_t bytes = 0;
+    std::vector<bool> loaded;
+    int64_t charged_bytes = 0;
+    bool used() const { return !loaded.empty(); }
   };
 
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
@@ -126,7 +127,8 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status CheckRecording(int32_t slot) const;
   bool IsPinned(const void* host, int64_t bytes) const;
   absl::Status Fault(absl::Status status);
-  absl::Status PublishWeights();
+  absl::Status AllocateWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
+  bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb,
                                 std::span<const kernels::ProjectionRecord> records) const;
   absl::Status AddProjection(int32_t slot, std::span<const kernels::ProjectionRecord> records,

@@ -241,35 +241,70 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> HipBackend::AllocateHost(si
 
 absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                      int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
-  if (absl::Status s = FreeWeights(slot); !s.ok()) return s;
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+  }
   if (head_begin < 0 || head_end <= head_begin) {
     return absl::InvalidArgumentError(
         absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
   }
-  const int64_t row = static_cast<int64_t>(head_end - head_begin) * geometry.kv_lora_rank *
-                      static_cast<int64_t>(sizeof(Bf16));
-  const int64_t bytes = row * (geometry.nope_dim + geometry.v_dim);
-  if (weight_bytes_ + bytes > limits_.weights_bytes) {
+  Weights& target = weights_[slot];
+  // Another model's weights, or more heads than there is room for: the slot starts afresh.
+  const int32_t capacity = std::max(geometry.num_heads, head_end);
+  if (target.used() &&
+      (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
+    if (absl::Status s = FreeWeights(slot); !s.ok()) return s;
+  }
+  const int64_t head_bytes = static_cast<int64_t>(sizeof(Bf16)) * geometry.kv_lora_rank *
+                             (geometry.nope_dim + geometry.v_dim);
+  int64_t charged = 0;
+  for (int32_t head = head_begin; head < head_end; ++head) {
+    if (!target.used() || !target.loaded[head]) charged += head_bytes;
+  }
+  if (weight_bytes_ + charged > limits_.weights_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_, " bytes used, ",
-                                                     bytes, " wanted, limit ",
+                                                     charged, " wanted, limit ",
                                                      limits_.weights_bytes));
   }
-  Weights loaded;
-  for (const auto& [buffer, source, size] : {std::tuple(&loaded.uk, w_uk, row * geometry.nope_dim),
-                                             std::tuple(&loaded.uv, w_uv, row * geometry.v_dim)}) {
+  if (!target.used()) {
+    if (absl::Status s = AllocateWeights(slot, geometry, capacity); !s.ok()) return s;
+  }
+  const int64_t row = geometry.kv_lora_rank * static_cast<int64_t>(sizeof(Bf16));
+  for (const auto& [buffer, source, size] : {std::tuple(&target.uk, w_uk, row * geometry.nope_dim),
+                                             std::tuple(&target.uv, w_uv, row * geometry.v_dim)}) {
+    absl::Status s = runtime_->CopyIn(buffer->at() + static_cast<uint64_t>(head_begin * size),
+                                      source, (head_end - head_begin) * size, streams_.compute);
+    if (!s.ok()) return s;
+  }
+  std::fill(target.loaded.begin() + head_begin, target.loaded.begin() + head_end, true);
+  target.charged_bytes += charged;
+  weight_bytes_ += charged;
+  return runtime_->Synchronize(streams_.compute);  // the source is the caller's
+}
+
+// Memory for all heads of the model, and its addresses where the kernels look for them.
+absl::Status HipBackend::AllocateWeights(int32_t slot, const Geometry& geometry, int32_t heads) {
+  Weights fresh;
+  const int64_t row = static_cast<int64_t>(heads) * geometry.kv_lora_rank * sizeof(Bf16);
+  for (const auto& [buffer, size] : {std::pair(&fresh.uk, row * geometry.nope_dim),
+                                     std::pair(&fresh.uv, row * geometry.v_dim)}) {
     auto made = DeviceBuffer::Create(runtime_.get(), "weights", size);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
-    absl::Status s = runtime_->CopyIn(buffer->at(), source, size, streams_.compute);
-    if (!s.ok()) return s;
   }
-  loaded.head_begin = head_begin;
-  loaded.head_end = head_end;
-  loaded.geometry = geometry;
-  loaded.bytes = bytes;
-  weights_[slot] = std::move(loaded);
-  weight_bytes_ += bytes;
-  return PublishWeights();
+  fresh.geometry = geometry;
+  fresh.loaded.assign(static_cast<size_t>(heads), false);
+  weights_[slot] = std::move(fresh);
+  auto* pointers = reinterpret_cast<uint64_t*>(weight_pointers_host_.data());
+  const size_t slots = weights_.size();
+  for (size_t i = 0; i < slots; ++i) {
+    pointers[i] = weights_[i].uk.at();
+    pointers[slots + i] = weights_[i].uv.at();
+  }
+  absl::Status s =
+      runtime_->CopyIn(weight_pointers_.at(), pointers, weight_pointers_.bytes(), streams_.compute);
+  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
 }
 
 absl::Status HipBackend::FreeWeights(int32_t slot) {
@@ -277,28 +312,11 @@ absl::Status HipBackend::FreeWeights(int32_t slot) {
     return absl::InvalidArgumentError(
         absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
   }
-  if (weights_[slot].bytes == 0) return absl::OkStatus();
+  if (!weights_[slot].used()) return absl::OkStatus();
   if (absl::Status s = runtime_->Synchronize(streams_.compute); !s.ok()) return s;
-  weight_bytes_ -= weights_[slot].bytes;
+  weight_bytes_ -= weights_[slot].charged_bytes;
   weights_[slot] = Weights();
   return absl::OkStatus();
-}
-
-// Kernels find head h of a slot at pointer + h x head size, so the pointer is moved back by the
-// heads that the slot does not hold.
-absl::Status HipBackend::PublishWeights() {
-  auto* pointers = reinterpret_cast<uint64_t*>(weight_pointers_host_.data());
-  const size_t slots = weights_.size();
-  for (size_t i = 0; i < slots; ++i) {
-    const Weights& w = weights_[i];
-    const int64_t skipped = static_cast<int64_t>(w.head_begin) * w.geometry.kv_lora_rank *
-                            static_cast<int64_t>(sizeof(Bf16));
-    pointers[i] = w.uk.at() - static_cast<uint64_t>(skipped * w.geometry.nope_dim);
-    pointers[slots + i] = w.uv.at() - static_cast<uint64_t>(skipped * w.geometry.v_dim);
-  }
-  absl::Status s =
-      runtime_->CopyIn(weight_pointers_.at(), pointers, weight_pointers_.bytes(), streams_.compute);
-  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
 }
 
 absl::Status HipBackend::ReadKv(const kernels::AppendRecord& where, Bf16* out) {

@@ -143,16 +143,26 @@ class Attend {
     if constexpr (C::kQInRegisters) kv.close_stage();
   }
 
+  MLA_DEVICE static void set_query(typename W::Q& q, const uint16_t* source, int step,
+                                   bool aligned) {
+    const Chunk c = load_chunk(source, step * W::kGroups * 8, false, aligned);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q.r[i] = c.w[i];
+  }
+
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (C::kQInRegisters && !kSharedP) {
-      const int p = row_wave * C::kWaveRows + W::row(lane, 0);
+      const RequestRecord& r = *item.request;
+      const int own = row_wave * C::kWaveRows + W::row(lane, 0);
+      const int p = own < item.rows ? own : 0;  // rows past the item's are dropped in the end
+      const uint16_t* source = static_cast<const uint16_t*>(r.q) + item.query(p) * r.q_row_stride +
+                               item.head(p) * r.q_head_stride + W::group(lane) * 8;
+      if (aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16)) {
 #pragma unroll
-      for (int s = 0; s < kScoreSteps; ++s) {
-        const Chunk c = query_chunk(item, p, s * W::kGroups + W::group(lane));
-        queries.q[s].r[0] = c.w[0];
-        queries.q[s].r[1] = c.w[1];
-        queries.q[s].r[2] = c.w[2];
-        queries.q[s].r[3] = c.w[3];
+        for (int s = 0; s < kScoreSteps; ++s) set_query(queries.q[s], source, s, true);
+      } else {
+#pragma unroll
+        for (int s = 0; s < kScoreSteps; ++s) set_query(queries.q[s], source, s, false);
       }
     } else if constexpr (C::kQInRegisters) {
       kv.template wait<C::kStages - 1>();
@@ -166,10 +176,7 @@ class Attend {
 
   MLA_DEVICE void clear(const Item& item, State& state) const {
 #pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kOutElems; ++i) state.o[f].set(i, 0.0f);
-    }
+    for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
 #pragma unroll
     for (int s = 0; s < W::kSlots; ++s) {
       const int p = row_wave * C::kWaveRows + W::row(lane, s);
@@ -224,6 +231,7 @@ class Attend {
     const int kv0 = col_wave * (C::kTileKv / C::kColWaves);
 #pragma unroll
     for (int step = 0; step < kScoreSteps; ++step) {
+      if (step % 4 == 0) schedule_fence();
       typename W::Q loaded;
       if constexpr (!C::kQInRegisters) {
         W::template load_q<kRows>(loaded, q_tile, row_wave * C::kWaveRows, step, lane);
@@ -280,12 +288,7 @@ class Attend {
     }
     if (!tile::any(moved)) return;
 #pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kOutElems; ++i) {
-        state.o[f].set(i, state.o[f].at(i) * factor[W::out_slot(i)]);
-      }
-    }
+    for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
   }
 
   // Row maxima over all waves of the row group.
@@ -319,6 +322,7 @@ class Attend {
       }
 #pragma unroll
       for (int f = 0; f < kOutFragments; ++f) {
+        if (f % 4 == 0) schedule_fence();
         typename W::V v;
         W::template load_v<C::kTileKv>(v, tile_base, step, col_wave * kOutFragments + f, lane);
         W::outputs(state.o[f], p, v);

@@ -45,16 +45,6 @@ MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
   }
 }
 
-// Eight query values of packed row p, zero past the item's rows.
-MLA_DEVICE Chunk query_chunk(const Item& item, int p, int chunk) {
-  const RequestRecord& r = *item.request;
-  if (p >= item.rows) return Chunk{{0, 0, 0, 0}};
-  const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
-  return load_chunk(r.q,
-                    item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride + chunk * 8,
-                    false, aligned);
-}
-
 // Starts copies of the item's queries into a shared tile of kRows rows; they are complete with the
 // copy stage that is closed next. Rows past the item's repeat its first: their results are dropped.
 template <int kRows, int kDim, int kWaves>

@@ -39,8 +39,8 @@ class KvStream {
   MLA_DEVICE void issue(int stage) {
     if constexpr (kIndex < kCopies) {
       constexpr int g = kIndex / kBlocks, block = kIndex % kBlocks;
-      copies.template issue<kIndex>(target(stage, g, block), lane,
-                                    next[g] + block * 128 + chunk(g) * 16);
+      copies.template issue<kIndex, offset(g, block)>(base(stage), lane,
+                                                      next[g] + block * 128 + chunk(g) * 16);
       issue<kIndex + 1>(stage);
     }
   }
@@ -53,15 +53,18 @@ class KvStream {
   template <int kIndex = 0>
   MLA_DEVICE void land() {
     if constexpr (kIndex < kCopies) {
-      copies.template land<kIndex>(target(0, kIndex / kBlocks, kIndex % kBlocks), lane);
+      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(base(0), lane);
       land<kIndex + 1>();
     }
   }
 
  private:
-  MLA_DEVICE lds_t target(int stage, int g, int block) const {
-    return stages + stage * kStageBytes + block * (C::kTileKv * 128) +
-           (g * kWaves + wave) * kRowsPerCopy * 128;
+  // Where copy (g, block) of a wave goes: a constant from where its first one does.
+  MLA_DEVICE static constexpr int offset(int g, int block) {
+    return block * (C::kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
+  }
+  MLA_DEVICE lds_t base(int stage) const {
+    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
   }
   MLA_DEVICE int chunk(int g) const {
     const int row = (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);

@@ -35,7 +35,7 @@ struct PagedRows {
       page = position / page_size;
       inside = position - page * page_size;
     }
-    return base + static_cast<int64_t>(table[page]) * granule_bytes +
+    return base + static_cast<int64_t>(as_global<const uint32_t>(table)[page]) * granule_bytes +
            static_cast<int64_t>(inside) * row_stride;
   }
 
@@ -52,18 +52,19 @@ struct PagedRows {
 // Eight consecutive elements from `index` on as bf16. `aligned`: the address is a multiple of 16.
 MLA_DEVICE Chunk load_chunk(const void* base, int64_t index, bool is_f32, bool aligned) {
   Chunk c;
-  if (!is_f32) {
-    const uint16_t* p = static_cast<const uint16_t*>(base) + index;
-    if (aligned) return *reinterpret_cast<const Chunk*>(p);
+  if (is_f32) {
+    const auto* p = as_global<const float>(base) + index;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c.w[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
+  } else if (aligned) {
+    load_words(c.w, static_cast<const uint16_t*>(base) + index);
+  } else {
+    const auto* p = as_global<const uint16_t>(base) + index;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       c.w[i] = static_cast<uint32_t>(p[2 * i]) | (static_cast<uint32_t>(p[2 * i + 1]) << 16);
     }
-    return c;
   }
-  const float* p = static_cast<const float*>(base) + index;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) c.w[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
   return c;
 }
 
@@ -79,30 +80,26 @@ template <int kCount>
 MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], bool is_f32,
                           bool aligned) {
   if (is_f32) {
-    float* p = static_cast<float*>(base) + index;
     if (aligned) {
-      struct alignas(4 * kCount) Run {
-        float v[kCount];
-      } run;
+      uint32_t words[kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) run.v[i] = x[i];
-      *reinterpret_cast<Run*>(p) = run;
+      for (int i = 0; i < kCount; ++i) words[i] = float_to_bits(x[i]);
+      store_words(static_cast<float*>(base) + index, words);
       return;
     }
+    auto* p = as_global<float>(base) + index;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) p[i] = x[i];
     return;
   }
-  uint16_t* p = static_cast<uint16_t*>(base) + index;
   if (aligned) {
-    struct alignas(2 * kCount) Run {
-      uint32_t v[kCount / 2];
-    } run;
+    uint32_t words[kCount / 2];
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) run.v[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-    *reinterpret_cast<Run*>(p) = run;
+    for (int i = 0; i < kCount / 2; ++i) words[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    store_words(static_cast<uint16_t*>(base) + index, words);
     return;
   }
+  auto* p = as_global<uint16_t>(base) + index;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) p[i] = to_bf16(x[i]);
 }

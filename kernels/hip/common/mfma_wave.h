@@ -15,7 +15,6 @@
 namespace mla::gpu::tile {
 
 #define MLA_LDS __attribute__((address_space(3)))
-#define MLA_GLOBAL __attribute__((address_space(1)))
 
 inline constexpr int kWave = 64;
 using lds_t = MLA_LDS char*;

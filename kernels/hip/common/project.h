@@ -72,10 +72,7 @@ class Project {
   MLA_DEVICE void multiply(const uint16_t* w, int column) {
     typename W::Out o[kFragments];
 #pragma unroll
-    for (int f = 0; f < kFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kOutElems; ++i) o[f].set(i, 0.0f);
-    }
+    for (int f = 0; f < kFragments; ++f) W::clear(o[f]);
     const int lane = tile::lane_index(), wave = tile::wave_index();
     const int row_wave = wave / C::kColWaves, col_wave = wave - row_wave * C::kColWaves;
     for (int k0 = 0; k0 < args.k; k0 += kDepth) {

@@ -39,7 +39,8 @@ MLA_DEVICE void append_kv(const AppendArgs& args) {
   const bool aligned = aligned_to(r.kv, r.kv_row_stride, 0, 2, 16);
   const int64_t source = source_row * r.kv_row_stride;
   for (int c = lane; c < r.row_dim / 8; c += tile::kWave) {
-    reinterpret_cast<Chunk*>(target)[c] = load_chunk(r.kv, source + c * 8, f32, aligned);
+    const Chunk chunk = load_chunk(r.kv, source + c * 8, f32, aligned);
+    store_words(target + c * 16, chunk.w);
   }
 }
 
@@ -126,9 +127,10 @@ class Combine {
       for (int v = 0; v < kVectors; ++v) {
         const int c = (v * tile::kWave + lane) * 4;
         if (column + c >= args.o_dim) continue;
-        const Float4 x = *reinterpret_cast<const Float4*>(o + c);
+        uint32_t x[4];
+        load_words(x, o + c);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) acc[v][j] = fma_f(weight, x.v[j], acc[v][j]);
+        for (int j = 0; j < 4; ++j) acc[v][j] = fma_f(weight, bits_to_float(x[j]), acc[v][j]);
       }
     }
     const tile::lds_t sums = tile::shared_base<kSharedBytes>() + wave * (kWindow * 4);

@@ -67,6 +67,26 @@ MLA_DEVICE void let_next_kernel_start() {
 }
 #endif
 
+// Addresses that come out of records in memory are generic to the compiler; these are known to be
+// in global memory, for which there are cheaper instructions.
+#if defined(__HIP__)
+#define MLA_GLOBAL __attribute__((address_space(1)))
+#else
+#define MLA_GLOBAL
+#endif
+template <class T>
+MLA_DEVICE MLA_GLOBAL T* as_global(const void* p) {
+  return (MLA_GLOBAL T*)reinterpret_cast<uintptr_t>(p);
+}
+
+// Keeps the compiler from moving work over this point: long unrolled loops otherwise start all
+// their loads at once and run out of registers.
+MLA_DEVICE void schedule_fence() {
+#if defined(__HIP__)
+  __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
 MLA_DEVICE float bits_to_float(uint32_t bits) {
 #if defined(__HIP__)
   return __builtin_bit_cast(float, bits);
@@ -103,9 +123,45 @@ MLA_DEVICE uint16_t to_bf16(float x) { return static_cast<uint16_t>(pack_bf16(x,
 struct alignas(16) Chunk {  // 8 bf16 elements: the unit of every copy
   uint32_t w[4];
 };
-struct alignas(16) Float4 {
-  float v[4];
+
+// kWords (1, 2 or 4) words at once; the address is a multiple of their size.
+#if defined(__HIP__)
+template <int kWords>
+struct WordVector {
+  typedef uint32_t Type __attribute__((ext_vector_type(kWords)));
 };
+template <int kWords>
+MLA_DEVICE void load_words(uint32_t (&out)[kWords], const void* from) {
+  typedef typename WordVector<kWords>::Type Type;
+  const Type v = *as_global<const Type>(from);
+  for (int i = 0; i < kWords; ++i) out[i] = v[i];
+}
+template <int kWords>
+MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
+  typedef typename WordVector<kWords>::Type Type;
+  Type v;
+  for (int i = 0; i < kWords; ++i) v[i] = in[i];
+  *as_global<Type>(to) = v;
+}
+#else
+template <int kWords>
+struct alignas(4 * kWords) WordVector {
+  uint32_t w[kWords];
+};
+template <int kWords>
+MLA_DEVICE void load_words(uint32_t (&out)[kWords], const void* from) {
+  const WordVector<kWords> v = *static_cast<const WordVector<kWords>*>(from);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) out[i] = v.w[i];
+}
+template <int kWords>
+MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
+  WordVector<kWords> v;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) v.w[i] = in[i];
+  *static_cast<WordVector<kWords>*>(to) = v;
+}
+#endif
 
 MLA_DEVICE float negative_infinity() { return bits_to_float(0xff800000u); }
 inline constexpr float kLog2e = 1.44269504088896340736f;

@@ -7,7 +7,8 @@ namespace mla::gpu {
 template <int kRows>
 struct AttendConfig;
 
-// Four waves, each with its own packed rows, all output columns and its queries in registers.
+// Four waves, each with its own packed rows, all output columns and its queries in registers. 128
+// rows would not fit: the KV tile on its way passes through registers too.
 struct AttendBase {
   static constexpr int kLora = 512;
   static constexpr int kRope = 64;
@@ -19,11 +20,6 @@ template <>
 struct AttendConfig<64> : AttendBase {
   static constexpr int kWaveRows = 16;
 };
-template <>
-struct AttendConfig<128> : AttendBase {
-  static constexpr int kWaveRows = 32;
-};
-
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;
 };

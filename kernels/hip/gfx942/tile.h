@@ -13,14 +13,14 @@ struct Copies {
   static constexpr bool kThroughRegisters = true;
   static constexpr int kMost = 9;
   u32x4 held[kMost];
-  template <int kIndex>
+  template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t, int, const void* source) {
     static_assert(kIndex < kMost);
-    held[kIndex] = *(const MLA_GLOBAL u32x4*)(uintptr_t)source;
+    held[kIndex] = *as_global<const u32x4>(source);
   }
-  template <int kIndex>
+  template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t wave_base, int lane) {
-    *(MLA_LDS u32x4*)(wave_base + lane * 16) = held[kIndex];
+    *(MLA_LDS u32x4*)(wave_base + kOffset + lane * 16) = held[kIndex];
   }
   MLA_DEVICE void close_stage() {}
   template <int kYounger, int kPerStage>
@@ -49,6 +49,14 @@ struct Wave : WaveBase<kRows_> {
     MLA_DEVICE float at(int i) const { return c[i & 3][i >> 2]; }
     MLA_DEVICE void set(int i, float x) { c[i & 3][i >> 2] = x; }
   };
+  MLA_DEVICE static void clear(Out& o) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) o.c[u] = typename Base::Acc{};
+  }
+  MLA_DEVICE static void scale(Out& o, const float (&factor)[1]) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) o.c[u] *= factor[0];
+  }
   MLA_DEVICE static int out_col(int lane, int fragment, int i) {
     return fragment * kOutCols + 4 * Base::acc_row(lane, i >> 2) + (i & 3);
   }

@@ -12,15 +12,14 @@ namespace mla::gpu::tile {
 // another, would otherwise wait for all copies before each read.
 struct Copies {
   static constexpr bool kThroughRegisters = false;
-  template <int kIndex>
+  template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t wave_base, int, const void* source) {
-    const uint32_t base =
-        static_cast<uint32_t>(uniform(static_cast<int>((uint32_t)(uintptr_t)wave_base)));
-    asm volatile("s_mov_b32 m0, %0\n\ts_nop 0\n\tglobal_load_lds_dwordx4 %1, off" ::"s"(base),
-                 "v"(source)
-                 : "memory");
+    const int base = uniform(static_cast<int>((uint32_t)(uintptr_t)wave_base));
+    asm volatile("s_add_u32 m0, %0, %2\n\ts_nop 0\n\tglobal_load_lds_dwordx4 %1, off" ::"s"(base),
+                 "v"(source), "n"(kOffset)
+                 : "memory", "scc");
   }
-  template <int kIndex>
+  template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t, int) {}
   MLA_DEVICE void close_stage() {}
   // vmcnt counts down in order: with kYounger stages of kPerStage copies issued later, everything
@@ -53,6 +52,8 @@ struct Wave : WaveBase<kRows_> {
     MLA_DEVICE float at(int i) const { return c[i]; }
     MLA_DEVICE void set(int i, float x) { c[i] = x; }
   };
+  MLA_DEVICE static void clear(Out& o) { o.c = typename Base::Acc{}; }
+  MLA_DEVICE static void scale(Out& o, const float (&factor)[1]) { o.c *= factor[0]; }
   MLA_DEVICE static int out_col(int lane, int fragment, int i) {
     return fragment * kOutCols + Base::acc_row(lane, i);
   }

@@ -63,11 +63,11 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
 // Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on.
 struct Copies {
   static constexpr bool kThroughRegisters = false;
-  template <int kIndex>
+  template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
-    copy_chunk(wave_base + lane * 16, source);
+    copy_chunk(wave_base + kOffset + lane * 16, source);
   }
-  template <int kIndex>
+  template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t, int) {}
   MLA_DEVICE void close_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
   // Waits until at most `kYounger` stages closed later than the wanted one are still under way.
@@ -139,6 +139,16 @@ struct Wave {
     MLA_DEVICE float at(int i) const { return c[i >> 3][(i >> 2) & 1][i & 3]; }
     MLA_DEVICE void set(int i, float x) { c[i >> 3][(i >> 2) & 1][i & 3] = x; }
   };
+
+  MLA_DEVICE static void clear(Out& o) {
+#pragma unroll
+    for (int i = 0; i < kOutElems; ++i) o.set(i, 0.0f);
+  }
+  // Multiplies each row by the factor of its slot.
+  MLA_DEVICE static void scale(Out& o, const float (&factor)[kSlots]) {
+#pragma unroll
+    for (int i = 0; i < kOutElems; ++i) o.set(i, o.at(i) * factor[out_slot(i)]);
+  }
 
   MLA_DEVICE static int row(int lane, int slot) { return slot * 8 + (lane >> 2); }
   MLA_DEVICE static constexpr int score_slot(int i) { return (i >> 2) * 2 + ((i >> 1) & 1); }
