@@ -238,11 +238,14 @@ absl::Status Bench::Time(const Shape& shape) {
   }
   auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
   if (!plan.ok()) return plan.status();
-  std::vector<int64_t> times(flags_.iterations + 3, 0);
+  int64_t warm_up = 0;
+  for (int i = 0; i < 3; ++i) {
+    if (s = Launch(shape, *plan, &warm_up); !s.ok()) return s;
+  }
+  std::vector<int64_t> times(flags_.iterations, 0);
   for (int64_t& ns : times) {
     if (s = Launch(shape, *plan, &ns); !s.ok()) return s;
   }
-  times.erase(times.begin(), times.begin() + 3);
   std::sort(times.begin(), times.end());
   const double us = static_cast<double>(times[times.size() / 2]) / 1e3;
   const double flop =
