@@ -1,0 +1,51 @@
+"""The dev script and what the documents say about it agree."""
+
+import pathlib
+import re
+import subprocess
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def dev(*arguments):
+    return subprocess.run([str(ROOT / "dev"), *arguments], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, check=False)
+
+
+class DevScriptTest(unittest.TestCase):
+    def commands(self):
+        return set(re.findall(r"^cmd_([a-z-]+)\(\)", (ROOT / "dev").read_text(), re.M)) - {"help"}
+
+    def test_help_lists_every_command(self):
+        listed = dev("help")
+        self.assertEqual(listed.returncode, 0)
+        self.assertEqual(set(re.findall(r"^  ([a-z-]+) ", listed.stdout, re.M)), self.commands())
+
+    def test_readme_names_every_command(self):
+        text = (ROOT / "README.md").read_text()
+        for command in self.commands():
+            self.assertIn(f"./dev {command}", text)
+
+    def test_wrong_use_is_refused(self):
+        for arguments, word in ((["nosuch"], "nosuch"), (["test", "some"], "--all"),
+                                (["build", "fast"], "opt, asan")):
+            result = dev(*arguments)
+            self.assertEqual(result.returncode, 1, arguments)
+            self.assertIn(word, result.stderr)
+
+    def test_every_package_is_listed_where_they_are_explained(self):
+        script = (ROOT / "dev").read_text()
+        listed = set()
+        for block in re.findall(r"^readonly [A-Z]+_PACKAGES=\((.*?)\)", script, re.M | re.S):
+            listed |= set(block.split())
+        self.assertGreater(len(listed), 20)
+        explained = (ROOT / "third_party/README.md").read_text()
+        self.assertEqual([name for name in sorted(listed) if name not in explained], [])
+
+    def test_ci_runs_the_tests(self):
+        self.assertRegex((ROOT / ".ci/run").read_text(), r"\nexec \./dev test </dev/null\n")
+
+
+if __name__ == "__main__":
+    unittest.main()
