@@ -16,8 +16,7 @@ EXAMPLE = "deploy/config/example.yaml"
 
 def declared_keys():
     """The dotted names in the table's rows."""
-    return re.findall(r'\b(?:Bool|Int|Bytes|Millis|Text|Choice|Double)\(\s*"([a-z_]+\.[a-z_]+)"',
-                      test_tidy.read(TABLE))
+    return re.findall(r'[({]\s*"([a-z_]+\.[a-z_]+)",', test_tidy.read(TABLE))
 
 
 class ConfigurationTest(unittest.TestCase):
