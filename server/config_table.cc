@@ -25,6 +25,10 @@ ConfigKey Millis(const char* name, double min, double max, const char* meaning, 
                  ConfigSlot (*slot)(Config&)) {
   return {name, ConfigType::kMillis, min, max, "", meaning, edge, "", slot};
 }
+ConfigKey Double(const char* name, double min, double max, const char* meaning, const char* edge,
+                 ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kDouble, min, max, "", meaning, edge, "", slot};
+}
 ConfigKey Text(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
                const char* short_flag = "") {
   return {name, ConfigType::kString, 0, 0, "", meaning, edge, short_flag, slot};
@@ -238,10 +242,10 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
           Int("backend.device", 0, 1023, "Ordinal of the GPU.",
               "Counted as the driver counts the visible devices.",
               MLA_SLOT(backend_options.device)),
-          {"backend.gpu_memory_fraction", ConfigType::kDouble, 0.01, 1.0, "",
-           "Share of the GPU's free memory that may be taken.",
-           "Near 1 leaves nothing for other processes.", "",
-           MLA_SLOT(backend_options.gpu_memory_fraction)},
+          Double("backend.gpu_memory_fraction", 0.01, 1.0,
+                 "Share of the GPU's free memory that may be taken.",
+                 "Near 1 leaves nothing for other processes.",
+                 MLA_SLOT(backend_options.gpu_memory_fraction)),
       });
 }
 
