@@ -92,13 +92,27 @@ void ItemState::SelectHead(int32_t head) {
 
 void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out) {
   const AttentionParams& params = *context_.params;
+  const auto row_at = [&](int32_t n) {
+    return group.query_row(first + n) * request_.q_row_stride +
+           group.head(first + n) * request_.q_head_stride;
+  };
+  if (bf16() && at_.q_terms == 1) {
+    for (int32_t n = 0; n < rows; n += kPanel, out += at_.q_panel_bytes) {
+      const uint16_t* columns[kPanel] = {};
+      const int32_t count = std::min(kPanel, rows - n);
+      for (int32_t i = 0; i < count; ++i) {
+        columns[i] = static_cast<const uint16_t*>(request_.q) + row_at(n + i);
+      }
+      kernels_.pack_rows(columns, count, at_.key_dim, reinterpret_cast<uint16_t*>(out));
+    }
+    return;
+  }
   const int32_t panels = (rows + kPanel - 1) / kPanel;
   std::memset(out, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
   std::byte* low = out + at_.q_block_bytes;
   if (at_.q_terms == 2) std::memset(low, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
   for (int32_t n = 0; n < rows; ++n) {
-    const int64_t offset = group.query_row(first + n) * request_.q_row_stride +
-                           group.head(first + n) * request_.q_head_stride;
+    const int64_t offset = row_at(n);
     const int64_t column = n / kPanel * at_.q_panel_bytes + n % kPanel * 4;
     if (!bf16()) {
       auto* to = reinterpret_cast<float*>(out + column);
@@ -106,9 +120,6 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
         to[static_cast<int64_t>(i) * kPanel] =
             LoadElement(request_.q, params.desc.q_dtype, offset + i);
       }
-    } else if (at_.q_terms == 1) {
-      PackBf16Column(static_cast<const Bf16*>(request_.q) + offset, at_.key_dim,
-                     reinterpret_cast<Bf16*>(out + column));
     } else {
       PackSplitColumn(static_cast<const float*>(request_.q) + offset, at_.key_dim,
                       reinterpret_cast<Bf16*>(out + column), reinterpret_cast<Bf16*>(low + column));
@@ -354,7 +365,7 @@ void ItemState::Finish(const Group& group) {
               : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
     const int64_t query_row = group.query_row(n), head = group.head(n);
     if (work_.partial_row == kUnsplit) {
-      StoreRow(o, at_.value_dim, inverse, params.desc.o_dtype, request_.o,
+      StoreRow(kernels_, o, at_.value_dim, inverse, params.desc.o_dtype, request_.o,
                query_row * request_.o_row_stride + head * request_.o_head_stride);
       if (request_.lse != nullptr) {
         request_.lse[query_row * request_.lse_row_stride + head * request_.lse_head_stride] = lse;
@@ -362,7 +373,7 @@ void ItemState::Finish(const Group& group) {
       continue;
     }
     const int64_t partial = work_.partial_row + group.partial(n, work_.q_begin);
-    StoreRow(o, at_.value_dim, inverse, DType::kF32, context_.partials.o,
+    StoreRow(kernels_, o, at_.value_dim, inverse, DType::kF32, context_.partials.o,
              partial * context_.partials.o_ld);
     context_.partials.lse[partial] = lse;
   }

@@ -89,6 +89,13 @@ struct KernelSet {
   // fp32 to bf16, round to nearest even, NaN kept.
   void (*narrow)(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
                  int64_t ld_out);
+  // B panel of up to 16 query rows of k bf16 elements (bf16 levels; null at fp32 levels). Writes
+  // the whole panel, padding included.
+  void (*pack_rows)(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel);
+  // out = in * factor, as fp32 or rounded to bf16; out += in * factor.
+  void (*scale)(const float* in, int32_t count, float factor, float* out);
+  void (*scale_narrow)(const float* in, int32_t count, float factor, uint16_t* out);
+  void (*add_scaled)(const float* in, int32_t count, float factor, float* out);
   // Around any use of the table on a thread; may be null. AMX: configures and releases the tiles.
   void (*enter_thread)();
   void (*leave_thread)();

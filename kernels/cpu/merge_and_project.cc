@@ -13,8 +13,10 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Merges the parts of one packed row; `offset` is the row within each part.
-void MergeRow(const PartialBuffers& partials, std::span<const int32_t> parts, int64_t offset,
-              int32_t dim, DType o_dtype, void* o, int64_t o_offset, float* lse_out) {
+void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t offset,
+              const RequestRecord& request, int64_t o_offset, float* lse_out) {
+  const PartialBuffers& partials = context.partials;
+  const KernelSet& kernels = *context.kernels;
   float most = -kInfinity;
   for (const int32_t part : parts) most = std::max(most, partials.lse[part + offset]);
   const float shift = most == -kInfinity ? 0.0f : most;
@@ -22,20 +24,22 @@ void MergeRow(const PartialBuffers& partials, std::span<const int32_t> parts, in
   for (const int32_t part : parts) {
     total += std::exp(static_cast<double>(partials.lse[part + offset]) - shift);
   }
-  constexpr int32_t kStrip = 128;
-  float sum[kStrip];
-  for (int32_t first = 0; first < dim; first += kStrip) {
-    const int32_t count = std::min(kStrip, dim - first);
-    std::memset(sum, 0, sizeof sum);
-    for (const int32_t part : parts) {
-      const float lse = partials.lse[part + offset];
-      if (lse == -kInfinity) continue;  // saw no key: weight 0
-      const auto weight = static_cast<float>(std::exp(static_cast<double>(lse) - shift) / total);
-      const float* row = partials.o + (part + offset) * partials.o_ld + first;
-      for (int32_t i = 0; i < count; ++i) sum[i] += weight * row[i];
+  // The sum grows in the first part's own row: nobody reads it again.
+  const int32_t dim = context.layout.value_dim;
+  float* sum = partials.o + (parts[0] + offset) * partials.o_ld;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const float lse = partials.lse[parts[i] + offset];
+    // A part that saw no key has weight 0.
+    const float weight =
+        lse == -kInfinity ? 0.0f
+                          : static_cast<float>(std::exp(static_cast<double>(lse) - shift) / total);
+    if (i == 0) {
+      kernels.scale(sum, dim, weight, sum);
+    } else if (weight != 0.0f) {
+      kernels.add_scaled(partials.o + (parts[i] + offset) * partials.o_ld, dim, weight, sum);
     }
-    StoreRow(sum, count, 1.0f, o_dtype, o, o_offset + first);
   }
+  StoreRow(kernels, sum, dim, 1.0f, context.params->desc.o_dtype, request.o, o_offset);
   if (lse_out != nullptr) {
     *lse_out = total == 0.0 ? -kInfinity : static_cast<float>(shift + std::log(total));
   }
@@ -56,8 +60,8 @@ void MergeTile(const RunContext& context, int32_t tile) {
     for (int64_t head = final.head_begin(); head < final.head_end(); ++head, ++offset) {
       float* lse = request.lse;
       if (lse != nullptr) lse += q * request.lse_row_stride + head * request.lse_head_stride;
-      MergeRow(context.partials, parts, offset, context.layout.value_dim, params.desc.o_dtype,
-               request.o, q * request.o_row_stride + head * request.o_head_stride, lse);
+      MergeRow(context, parts, offset, request,
+               q * request.o_row_stride + head * request.o_head_stride, lse);
     }
   }
 }
@@ -112,11 +116,11 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   }
   for (int32_t r = 0; r < rows; ++r) {
     const int64_t out = (row_begin + r) * record.out_row_stride + head * record.out_head_stride;
-    StoreRow(gemm.c + r * gemm.ldc, out_dim, 1.0f, context.out, record.out, out);
+    StoreRow(kernels, gemm.c + r * gemm.ldc, out_dim, 1.0f, context.out, record.out, out);
     if (!context.absorb) continue;
     for (int32_t i = 0; i < g.rope_dim; ++i) {  // the rotated part is copied
       const float value = LoadElement(record.in, context.in, in_at(r) + g.nope_dim + i);
-      StoreRow(&value, 1, 1.0f, context.out, record.out, out + g.kv_lora_rank + i);
+      StoreRow(kernels, &value, 1, 1.0f, context.out, record.out, out + g.kv_lora_rank + i);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/cpu/kernel_set.h"
 #include "kernels/dtype.h"
 
 namespace mla::kernels::cpu {
@@ -16,22 +17,13 @@ inline float LoadElement(const void* base, DType dtype, int64_t index) {
 }
 
 // base[offset ..] = row[0 .. dim) * factor.
-inline void StoreRow(const float* row, int32_t dim, float factor, DType dtype, void* base,
-                     int64_t offset) {
+inline void StoreRow(const KernelSet& kernels, const float* row, int32_t dim, float factor,
+                     DType dtype, void* base, int64_t offset) {
   if (dtype == DType::kF32) {
-    float* out = static_cast<float*>(base) + offset;
-    for (int32_t i = 0; i < dim; ++i) out[i] = row[i] * factor;
-    return;
+    kernels.scale(row, dim, factor, static_cast<float*>(base) + offset);
+  } else {
+    kernels.scale_narrow(row, dim, factor, static_cast<Bf16*>(base) + offset);
   }
-  Bf16* out = static_cast<Bf16*>(base) + offset;
-  for (int32_t i = 0; i < dim; ++i) out[i] = ToBf16(row[i] * factor);
-}
-
-// A B-panel column of bf16 pairs: element i goes to out[32 * (i / 2) + i % 2].
-inline void PackBf16Column(const Bf16* row, int32_t dim, Bf16* out) {
-  int32_t i = 0;
-  for (; i + 1 < dim; i += 2, out += 32) std::memcpy(out, row + i, 2 * sizeof(Bf16));
-  if (i < dim) out[0] = row[i];
 }
 
 // bf16 high and low parts whose sum is an fp32 value to 16 bits; the low part of a value that is
@@ -42,6 +34,7 @@ inline void SplitBf16(float value, Bf16* high, Bf16* low) {
   *low = std::isfinite(rest) ? ToBf16(rest) : Bf16{0};
 }
 
+// A B-panel column of each part: element i goes to out[32 * (i / 2) + i % 2].
 inline void PackSplitColumn(const float* row, int32_t dim, Bf16* high, Bf16* low) {
   for (int32_t i = 0; i < dim; ++i) {
     const int64_t at = static_cast<int64_t>(i / 2) * 32 + i % 2;

@@ -32,6 +32,25 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
   }
 }
 
+// The transposition for even dims: 2 x 2 blocks of (n, k), each one dword of the source and of the
+// result twice.
+void TransposePairs(const Geometry& geometry, const std::byte* head, int64_t source_panel_bytes,
+                    int64_t panel_bytes, std::byte* out) {
+  for (int32_t n = 0; n < geometry.nope_dim; n += 2) {
+    std::byte* column = out + n / kPanel * panel_bytes + n % kPanel * 4;
+    for (int32_t k = 0; k < geometry.kv_lora_rank; k += 2) {
+      const std::byte* from =
+          head + k / kPanel * source_panel_bytes + (n / 2 * kPanel + k % kPanel) * 4;
+      uint32_t even, odd;  // (n, n + 1) at k and at k + 1
+      std::memcpy(&even, from, 4);
+      std::memcpy(&odd, from + 4, 4);
+      const uint64_t both = (uint64_t{even >> 16} << 32 | uint64_t{odd >> 16} << 48) |
+                            (uint64_t{even & 0xffffu} | uint64_t{odd & 0xffffu} << 16);
+      std::memcpy(column + k / 2 * kPanel * 4, &both, 8);
+    }
+  }
+}
+
 }  // namespace
 
 WeightLayout MakeWeightLayout(const KernelSet& kernels, const Geometry& geometry) {
@@ -64,6 +83,10 @@ void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::
   const WeightLayout at = MakeWeightLayout(kernels, geometry);
   const int32_t panels = Panels(geometry.nope_dim);
   std::memset(out, 0, static_cast<size_t>(panels * panel_bytes));
+  if (kernels.bf16_operands && geometry.nope_dim % 2 == 0 && geometry.kv_lora_rank % 2 == 0) {
+    TransposePairs(geometry, head, at.absorb_panel_bytes, panel_bytes, out);
+    return;
+  }
   auto* source = const_cast<std::byte*>(head);
   const size_t size = kernels.bf16_operands ? 2 : 4;
   for (int32_t n = 0; n < geometry.nope_dim; ++n) {

@@ -44,10 +44,11 @@ void WriteJson(const std::string& path);
 // Medians of `repeats` alternating runs of several bodies, in microseconds, after one warm-up each.
 std::vector<double> Medians(int32_t repeats, const std::vector<std::function<void()>>& bodies);
 
-// GFLOP/s of one thread's best multiply-add instruction of a dispatch level, measured: bf16 dot
-// products where the level has them, else fp32 FMA. 0 for levels without a measurement (AMX's unit
-// is timed through oneDNN only).
-double MeasurePeak(const std::string& level);
+// GFLOP/s of a dispatch level's best vector multiply-add instruction, measured on `threads` threads
+// at a time: bf16 dot products where the level has them, else fp32 FMA; 0 for the portable level.
+// AMX's tile unit is not measured (oneDNN's time stands for it). On several threads this shows what
+// the machine itself can scale to.
+double MeasurePeak(const std::string& level, int32_t threads);
 
 struct BenchRequest {
   int32_t q_rows = 1;

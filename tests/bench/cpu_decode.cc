@@ -97,9 +97,11 @@ int Main(int argc, char** argv) {
     return 1;
   }
   SetGemmIsa((*level)->name);
-  std::printf("level %s, measured peak of one thread %.0f GFLOP/s (%s)\n", (*level)->name,
-              MeasurePeak((*level)->name),
-              (*level)->bf16_operands ? "bf16 dot products" : "fp32 FMA");
+  for (const int32_t threads : flags.threads) {
+    std::printf("level %s, measured peak of %d threads %.0f GFLOP/s (%s)\n", (*level)->name,
+                threads, MeasurePeak((*level)->name, threads),
+                (*level)->bf16_operands ? "bf16 dot products" : "fp32 FMA");
+  }
   for (const Shape& shape : Shapes()) {
     if (shape.name.find(flags.only) == std::string::npos) continue;
     RunShape(flags, shape, (*level)->bf16_operands);

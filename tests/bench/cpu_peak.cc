@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
+#include <vector>
 
 #include "tests/bench/cpu_bench.h"
 
@@ -58,24 +60,27 @@ __attribute__((target("avx2,fma"))) float Fma256Chains() {
 
 volatile float sink;
 
-double Rate(float (*chains)(), double flop_an_instruction) {
+double Rate(float (*chains)(), double flop_an_instruction, int32_t threads) {
   double best = 0.0;
   for (int repeat = 0; repeat < 3; ++repeat) {
     const auto begin = std::chrono::steady_clock::now();
+    std::vector<std::thread> others;
+    for (int32_t i = 1; i < threads; ++i) others.emplace_back([chains] { sink = chains(); });
     sink = chains();
+    for (std::thread& other : others) other.join();
     const double seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    best = std::max(best, 12.0 * kIterations * flop_an_instruction / seconds * 1e-9);
+    best = std::max(best, 12.0 * kIterations * threads * flop_an_instruction / seconds * 1e-9);
   }
   return best;
 }
 
 }  // namespace
 
-double MeasurePeak(const std::string& level) {
-  if (level == "avx512_bf16" || level == "amx") return Rate(Bf16Chains, 64);
-  if (level == "avx512") return Rate(Fma512Chains, 32);
-  if (level == "avx2") return Rate(Fma256Chains, 16);
+double MeasurePeak(const std::string& level, int32_t threads) {
+  if (level == "avx512_bf16" || level == "amx") return Rate(Bf16Chains, 64, threads);
+  if (level == "avx512") return Rate(Fma512Chains, 32, threads);
+  if (level == "avx2") return Rate(Fma256Chains, 16, threads);
   return 0.0;
 }
 

@@ -78,7 +78,7 @@ int Main(int argc, char** argv) {
     return 1;
   }
   std::printf("level %s, measured peak of one thread %.0f GFLOP/s\n", (*level)->name,
-              MeasurePeak((*level)->name));
+              MeasurePeak((*level)->name, 1));
   for (const Shape& shape : kShapes) {
     if (shape.name.find(flags.only) != std::string::npos) RunShape(flags, shape);
   }

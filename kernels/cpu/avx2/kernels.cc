@@ -16,6 +16,10 @@ const KernelSet kAvx2Kernels = {
     /*pack_values=*/nullptr,
     Widen,
     Narrow,
+    /*pack_rows=*/nullptr,
+    Scale,
+    ScaleNarrow,
+    AddScaled,
     /*enter_thread=*/nullptr,
     /*leave_thread=*/nullptr,
 };

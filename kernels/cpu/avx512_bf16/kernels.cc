@@ -185,6 +185,10 @@ const KernelSet kAvx512Bf16Kernels = {
     PackValues,
     Widen,
     Narrow,
+    PackRows<2>,
+    Scale,
+    ScaleNarrow,
+    AddScaled,
     /*enter_thread=*/nullptr,
     /*leave_thread=*/nullptr,
 };

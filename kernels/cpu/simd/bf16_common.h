@@ -137,6 +137,81 @@ void Narrow(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t
   }
 }
 
+// 16 vectors of 16 dwords: t[i][j] becomes t[j][i].
+inline void Transpose16(__m512i (&t)[16]) {
+  __m512i u[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    u[2 * i] = _mm512_unpacklo_epi32(t[2 * i], t[2 * i + 1]);
+    u[2 * i + 1] = _mm512_unpackhi_epi32(t[2 * i], t[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[4 * i] = _mm512_unpacklo_epi64(u[4 * i], u[4 * i + 2]);
+    t[4 * i + 1] = _mm512_unpackhi_epi64(u[4 * i], u[4 * i + 2]);
+    t[4 * i + 2] = _mm512_unpacklo_epi64(u[4 * i + 1], u[4 * i + 3]);
+    t[4 * i + 3] = _mm512_unpackhi_epi64(u[4 * i + 1], u[4 * i + 3]);
+  }
+  // Now lane q of t[4 g + c] holds column 4 q + c of rows 4 g .. 4 g + 3.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i a = _mm512_shuffle_i32x4(t[c], t[4 + c], 0x88);
+    const __m512i b = _mm512_shuffle_i32x4(t[8 + c], t[12 + c], 0x88);
+    const __m512i d = _mm512_shuffle_i32x4(t[c], t[4 + c], 0xdd);
+    const __m512i e = _mm512_shuffle_i32x4(t[8 + c], t[12 + c], 0xdd);
+    u[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+    u[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    u[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
+    u[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) t[i] = u[i];
+}
+
+// 16 rows x 16 pairs of k at a time; `kAlign` is the level's k_align.
+template <int kAlign>
+void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
+  const int32_t padded = (k + kAlign - 1) / kAlign * kAlign;
+  for (int32_t i = 0; i < padded; i += 32) {
+    __m512i block[16];
+    for (int32_t r = 0; r < 16; ++r) {
+      block[r] =
+          r < count ? _mm512_maskz_loadu_epi16(Mask32(k - i), rows[r] + i) : _mm512_setzero_si512();
+    }
+    Transpose16(block);
+    const int32_t pairs = padded - i < 32 ? (padded - i) / 2 : 16;
+    for (int32_t pair = 0; pair < pairs; ++pair) {
+      _mm512_storeu_si512(panel + (i / 2 + pair) * 32, block[pair]);
+    }
+  }
+}
+
+void Scale(const float* in, int32_t count, float factor, float* out) {
+  for (int32_t i = 0; i < count; i += kPanel) {
+    const auto mask = static_cast<__mmask16>(Mask32(count - i));
+    _mm512_mask_storeu_ps(
+        out + i, mask, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, in + i), _mm512_set1_ps(factor)));
+  }
+}
+
+void AddScaled(const float* in, int32_t count, float factor, float* out) {
+  for (int32_t i = 0; i < count; i += kPanel) {
+    const auto mask = static_cast<__mmask16>(Mask32(count - i));
+    const __m512 sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, in + i), _mm512_set1_ps(factor),
+                                       _mm512_maskz_loadu_ps(mask, out + i));
+    _mm512_mask_storeu_ps(out + i, mask, sum);
+  }
+}
+
+void ScaleNarrow(const float* in, int32_t count, float factor, uint16_t* out) {
+  for (int32_t i = 0; i < count; i += kPanel) {
+    const auto mask = static_cast<__mmask16>(Mask32(count - i));
+    __m256bh narrow = _mm512_cvtneps_pbh(
+        _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, in + i), _mm512_set1_ps(factor)));
+    _mm256_mask_storeu_epi16(out + i, mask, reinterpret_cast<__m256i&>(narrow));
+  }
+}
+
 inline float FromBf16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;

@@ -186,17 +186,28 @@ void Widen(const uint16_t* const* rows, int32_t count, int32_t dim, float* out, 
   }
 }
 
+void ScaleNarrow(const float* in, int32_t count, float factor, uint16_t* out) {
+  for (int32_t i = 0; i < count; ++i) {
+    const float value = in[i] * factor;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const uint32_t quiet = (bits >> 16) | 0x40u;
+    out[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  }
+}
+
 void Narrow(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
             int64_t ld_out) {
-  for (int32_t r = 0; r < count; ++r, in += ld_in, out += ld_out) {
-    for (int32_t i = 0; i < dim; ++i) {
-      uint32_t bits;
-      memcpy(&bits, in + i, sizeof bits);
-      const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-      const uint32_t quiet = (bits >> 16) | 0x40u;
-      out[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
-    }
-  }
+  for (int32_t r = 0; r < count; ++r) ScaleNarrow(in + r * ld_in, dim, 1.0f, out + r * ld_out);
+}
+
+void Scale(const float* in, int32_t count, float factor, float* out) {
+  for (int32_t i = 0; i < count; ++i) out[i] = in[i] * factor;
+}
+
+void AddScaled(const float* in, int32_t count, float factor, float* out) {
+  for (int32_t i = 0; i < count; ++i) out[i] += in[i] * factor;
 }
 
 }  // namespace
