@@ -65,7 +65,7 @@ class ItemState {
   void RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin, int32_t chunk_rows,
                 bool first_chunk);
   void RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows, int32_t position,
-               bool masked, bool first);
+               bool masked, bool few_keys, bool first);
   void AddLowTerm(GemmArgs gemm, const std::byte* low_queries);
   bool ValuesFinite(int32_t row, int32_t rows) const;
   void AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
@@ -278,8 +278,10 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
   }
 }
 
+// `few_keys`: some row sees so few keys that roundings do not average out. Up-projected values are
+// rounded already, so the weights must not be rounded there as well.
 void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows,
-                        int32_t position, bool masked, bool first) {
+                        int32_t position, bool masked, bool few_keys, bool first) {
   const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
   const std::byte* queries = As<std::byte>(at_.queries + block * at_.q_terms * at_.q_block_bytes);
   GemmArgs gemm{};
@@ -303,6 +305,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   if (bf16()) softmax.norm = As<float>(at_.norm) + block * kTileRows;
   softmax.alpha = As<float>(at_.alpha);
   softmax.p = As<float>(at_.probabilities);
+  if (few_keys && bf16() && at_.expanded) softmax.p_rest = As<float>(at_.rests);
   if (masked) {
     int32_t* visible = As<int32_t>(at_.tile_visible);
     const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
@@ -334,6 +337,11 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   accumulate.ldo = at_.o_ld;
   accumulate.alpha = first ? nullptr : softmax.alpha;
   kernels_.accumulate(accumulate);
+  if (softmax.p_rest == nullptr) return;
+  std::fill_n(softmax.alpha, columns, 1.0f);
+  accumulate.p = softmax.p_rest;
+  accumulate.alpha = softmax.alpha;
+  kernels_.accumulate(accumulate);
 }
 
 // The chunk's tiles that some row of the block sees.
@@ -347,7 +355,8 @@ void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin
     // The first tile is run even when nobody sees it: it sets O.
     if (*most <= position && !first) return;
     const int32_t rows = std::min(kTileRows, chunk_rows - row);
-    RunTile(block, packed_rows, row, rows, position, *least < position + rows, first);
+    RunTile(block, packed_rows, row, rows, position, *least < position + rows, *least <= kTileRows,
+            first);
   }
 }
 

@@ -54,6 +54,8 @@ struct SoftmaxArgs {
   float* norm;
   float* alpha;
   void* p;  // the level's own layout; kTileRows * kTileRows floats of room
+  // bf16 levels: what rounding took from p, in the same layout, or null when it does not matter.
+  void* p_rest;
 };
 
 // O[n][d] = O[n][d] * alpha[n] + sum_r p[r][n] V[r][d]; `alpha` null starts from 0.

@@ -57,6 +57,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.queries = cut.Take(blocks * at.q_terms * at.q_block_bytes);
   at.logits = cut.Take(kTileRows * kTileRows * kFloat);
   at.probabilities = cut.Take(kTileRows * kTileRows * kFloat);
+  if (kernels.bf16_operands && at.expanded) at.rests = cut.Take(kTileRows * kTileRows * kFloat);
   if (kernels.bf16_operands) {
     at.value_panels_at = cut.Take(at.chunk_rows / kTileRows * at.v_tile_bytes);
   }

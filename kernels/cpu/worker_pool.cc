@@ -12,6 +12,7 @@ namespace mla::kernels::cpu {
 namespace {
 
 constexpr int32_t kPhaseSpins = 4000;  // polls of a thread that waits for the others of a phase
+constexpr int32_t kDoneSpins = 2000;   // polls of a caller that waits for the last items
 
 void Pause() {
 #if defined(__x86_64__)
@@ -60,7 +61,7 @@ size_t PhaseOf(uint64_t ticket) { return static_cast<size_t>(ticket >> 32); }
 
 WorkerPool::WorkerPool(const Options& options, int32_t max_jobs, PlaceHook enter, PlaceHook leave)
     : options_(options), enter_(std::move(enter)), leave_(std::move(leave)) {
-  options_.threads = std::max(1, options_.threads);
+  options_.threads = std::clamp(options_.threads, 1, 4096);
   queue_.resize(static_cast<size_t>(std::max(1, max_jobs)), nullptr);
   if (options_.pin_threads) cpus_ = UsableCpus();
   for (int32_t i = 0; i < options_.threads; ++i) {
@@ -69,13 +70,14 @@ WorkerPool::WorkerPool(const Options& options, int32_t max_jobs, PlaceHook enter
 }
 
 WorkerPool::~WorkerPool() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-    started_.fetch_add(1);
-  }
-  work_.notify_all();
+  stop_.store(true, std::memory_order_release);
+  WakeThreads();
   for (std::thread& thread : threads_) thread.join();
+}
+
+void WorkerPool::WakeThreads() {
+  news_.fetch_add(1, std::memory_order_release);
+  news_.notify_all();
 }
 
 void WorkerPool::OpenPhase(Job& job, size_t phase) {
@@ -84,77 +86,116 @@ void WorkerPool::OpenPhase(Job& job, size_t phase) {
     job.unfinished.store(job.phase_items[phase], std::memory_order_relaxed);
   }
   job.ticket.store(static_cast<uint64_t>(phase) << 32, std::memory_order_release);
-  job.ticket.notify_all();
+}
+
+void WorkerPool::OpenGate(Job& job) {
+  head_job_.store(&job, std::memory_order_relaxed);
+  job.begin = std::chrono::steady_clock::now();
+  const uint64_t run = (gate_.load(std::memory_order_relaxed) >> 32) + 1;
+  gate_.store(run << 32 | kOpen | (caller_polls_ ? 0 : kKept), std::memory_order_release);
 }
 
 void WorkerPool::Start(Job& job) {
-  job.entered = 0;
-  job.participants = 0;
-  job.caller_waits = true;
   job.done.store(false, std::memory_order_relaxed);
+  job.last_phase = 0;
+  for (size_t phase = 0; phase < job.phase_items.size(); ++phase) {
+    if (job.phase_items[phase] > 0) job.last_phase = phase;
+  }
   OpenPhase(job, 0);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     queue_[(head_ + queued_) % queue_.size()] = &job;
-    ++queued_;
+    if (++queued_ == 1) OpenGate(job);
   }
-  started_.fetch_add(1, std::memory_order_release);
-  if (options_.threads > 1) work_.notify_all();
+  // With one thread in all, the caller's own place is the only one.
+  if (options_.threads > 1 || caller_polls_) WakeThreads();
 }
 
-bool WorkerPool::PlaceFree(const Job& job, bool is_caller) const {
-  if (PhaseOf(job.ticket.load(std::memory_order_relaxed)) >= job.phase_items.size()) {
-    return job.entered == 0;  // nothing to do at all, but it still has to be closed
+bool WorkerPool::CanEnter(uint64_t gate, bool is_caller) const {
+  const auto entered = static_cast<int32_t>(gate >> 16 & 0x3fff);
+  const int32_t kept = (gate & kKept) != 0 && !is_caller ? 1 : 0;
+  return (gate & kOpen) != 0 && entered < options_.threads - kept;
+}
+
+bool WorkerPool::Participate(bool is_caller) {
+  uint64_t gate = gate_.load(std::memory_order_acquire);
+  uint64_t inside;
+  do {
+    if (!CanEnter(gate, is_caller)) return false;
+    inside = gate + kPlace + 1;
+    if (is_caller) inside &= ~kKept;
+  } while (!gate_.compare_exchange_weak(gate, inside, std::memory_order_acq_rel,
+                                        std::memory_order_acquire));
+  if (enter_) enter_();
+  // Being inside keeps the gate open and the job at the head.
+  Work(*head_job_.load(std::memory_order_relaxed), static_cast<int32_t>(gate >> 16 & 0x3fff));
+  if (leave_) leave_();
+  Leave();
+  return true;
+}
+
+void WorkerPool::Leave() {
+  Job& job = *head_job_.load(std::memory_order_relaxed);
+  uint64_t gate = gate_.fetch_sub(1, std::memory_order_acq_rel) - 1;
+  // Nobody leaves before the items are used up, so with nobody inside all of them are finished. A
+  // thread may still slip in before the gate is shut; then it is the last one out.
+  const uint64_t run = gate >> 32;
+  while ((gate & kOpen) != 0 && (gate & 0xffff) == 0 && gate >> 32 == run) {
+    if (gate_.compare_exchange_weak(gate, gate & ~kOpen, std::memory_order_acq_rel,
+                                    std::memory_order_acquire)) {
+      Close(job);
+      return;
+    }
   }
-  const int32_t kept = job.caller_waits && !is_caller ? 1 : 0;
-  return job.entered < options_.threads - kept;
+}
+
+void WorkerPool::Close(Job& job) {
+  bool more = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    job.nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                          std::chrono::steady_clock::now() - job.begin)
+                          .count();
+    ++head_;
+    more = --queued_ > 0;
+    if (more) OpenGate(*queue_[head_ % queue_.size()]);
+    job.done.store(true, std::memory_order_release);
+  }
+  done_.notify_all();
+  if (more) WakeThreads();
 }
 
 bool WorkerPool::Done(Job& job) {
   if (job.done.load(std::memory_order_acquire)) return true;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!job.caller_waits) return false;
-    job.caller_waits = false;
+    if (caller_polls_) return false;
+    caller_polls_ = true;
+    gate_.fetch_and(~kKept, std::memory_order_acq_rel);
   }
-  started_.fetch_add(1, std::memory_order_release);
-  work_.notify_all();
+  WakeThreads();
   return false;
 }
 
 int64_t WorkerPool::Wait(Job& job) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  if (!job.done.load(std::memory_order_acquire)) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    caller_polls_ = false;  // from the next job on, a place is kept again
+  }
+  int32_t spins = 0;
   while (!job.done.load(std::memory_order_acquire)) {
-    Job* head = Head();
-    if (head != nullptr && PlaceFree(*head, /*is_caller=*/true)) {
-      Participate(*head, lock);
-    } else {
-      done_.wait(lock);
+    if (Participate(/*is_caller=*/true)) continue;
+    if (++spins < kDoneSpins) {
+      Pause();
+      continue;
     }
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] {
+      return job.done.load(std::memory_order_acquire) ||
+             CanEnter(gate_.load(std::memory_order_acquire), /*is_caller=*/true);
+    });
   }
   return job.nanoseconds;
-}
-
-void WorkerPool::Participate(Job& job, std::unique_lock<std::mutex>& lock) {
-  if (job.entered == 0) job.begin = std::chrono::steady_clock::now();
-  const int32_t place = std::min(job.entered++, options_.threads - 1);
-  ++job.participants;
-  lock.unlock();
-  if (enter_) enter_();
-  Work(job, place);
-  if (leave_) leave_();
-  lock.lock();
-  if (--job.participants > 0) return;
-  // The last one out closes the job; every item is finished by then.
-  job.nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                        std::chrono::steady_clock::now() - job.begin)
-                        .count();
-  ++head_;
-  --queued_;
-  job.done.store(true, std::memory_order_release);
-  started_.fetch_add(1, std::memory_order_release);
-  if (queued_ > 0) work_.notify_all();
-  done_.notify_all();
 }
 
 void WorkerPool::Work(Job& job, int32_t place) {
@@ -165,11 +206,12 @@ void WorkerPool::Work(Job& job, int32_t place) {
     size_t phase = PhaseOf(ticket);
     if (phase >= phases) return;
     if (static_cast<int64_t>(ticket & 0xffffffffu) >= job.phase_items[phase]) {
+      if (phase == job.last_phase) return;  // the others finish what they have
       // Others still work on the last items of this phase.
       if (++spins < kPhaseSpins) {
         Pause();
       } else {
-        job.ticket.wait(ticket, std::memory_order_acquire);
+        std::this_thread::yield();
       }
       continue;
     }
@@ -186,26 +228,17 @@ void WorkerPool::Work(Job& job, int32_t place) {
 void WorkerPool::ThreadMain(int32_t index) {
   // The last thread works only when the caller does not, so it shares the first CPU.
   PinToCpu(cpus_, (index + 1) % options_.threads, options_.threads);
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
-    Job* head = Head();
-    if (head != nullptr && PlaceFree(*head, /*is_caller=*/false)) {
-      Participate(*head, lock);
-      continue;
+  while (!stop_.load(std::memory_order_acquire)) {
+    const int32_t seen = news_.load(std::memory_order_acquire);
+    if (Participate(/*is_caller=*/false)) continue;
+    const auto until =
+        std::chrono::steady_clock::now() + std::chrono::microseconds(options_.spin_us);
+    while (options_.spin_us > 0 && news_.load(std::memory_order_acquire) == seen &&
+           std::chrono::steady_clock::now() < until) {
+      for (int32_t i = 0; i < 32; ++i) Pause();
     }
-    const uint64_t seen = started_.load(std::memory_order_acquire);
-    if (head == nullptr && options_.spin_us > 0) {
-      lock.unlock();
-      const auto until =
-          std::chrono::steady_clock::now() + std::chrono::microseconds(options_.spin_us);
-      while (started_.load(std::memory_order_acquire) == seen &&
-             std::chrono::steady_clock::now() < until) {
-        for (int32_t i = 0; i < 32; ++i) Pause();
-      }
-      lock.lock();
-      if (stop_ || started_.load(std::memory_order_acquire) != seen) continue;
-    }
-    if (Head() == head && !stop_) work_.wait(lock);
+    if (stop_.load(std::memory_order_acquire)) return;
+    news_.wait(seen, std::memory_order_acquire);
   }
 }
 

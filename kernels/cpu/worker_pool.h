@@ -45,9 +45,7 @@ class WorkerPool {
     std::atomic<uint64_t> ticket{0};     // phase << 32 | next item
     std::atomic<int64_t> unfinished{0};  // items of the current phase
     std::atomic<bool> done{true};
-    int32_t entered = 0;       // places given out (mutex)
-    int32_t participants = 0;  // threads inside (mutex)
-    bool caller_waits = true;  // the last place is the caller's (mutex)
+    size_t last_phase = 0;  // last one with items
     std::chrono::steady_clock::time_point begin;
     int64_t nanoseconds = 0;
   };
@@ -66,24 +64,37 @@ class WorkerPool {
   int32_t threads() const { return options_.threads; }
 
  private:
+  // The gate of the job at the head of the queue, one word so that a thread goes in and out without
+  // a lock: run number << 32 | flags | places given out << 16 | threads inside. The thread that
+  // leaves last shuts the gate and closes the job.
+  static constexpr uint64_t kOpen = uint64_t{1} << 31;
+  static constexpr uint64_t kKept = uint64_t{1} << 30;  // one place is the caller's
+  static constexpr uint64_t kPlace = uint64_t{1} << 16;
+
   void ThreadMain(int32_t index);
-  Job* Head() { return queued_ == 0 ? nullptr : queue_[head_ % queue_.size()]; }
-  bool PlaceFree(const Job& job, bool is_caller) const;
-  // Takes a place, works until the job has no more items, gives the place back.
-  void Participate(Job& job, std::unique_lock<std::mutex>& lock);
-  void Work(Job& job, int32_t place);
+  // REQUIRES: mutex_ held, the gate shut.
+  void OpenGate(Job& job);
+  bool CanEnter(uint64_t gate, bool is_caller) const;
+  // Goes in, works until the job has no more items and comes out; false when there was no place.
+  bool Participate(bool is_caller);
+  void Leave();
+  void Close(Job& job);
+  void WakeThreads();
+  static void Work(Job& job, int32_t place);
   static void OpenPhase(Job& job, size_t phase);
 
   Options options_;
   PlaceHook enter_, leave_;
   std::vector<int32_t> cpus_;  // to pin to, in this order; empty: pin nothing
+  std::atomic<uint64_t> gate_{0};
+  std::atomic<Job*> head_job_{nullptr};
+  std::atomic<int32_t> news_{0};  // changes when a sleeping thread should look again
+  std::atomic<bool> stop_{false};
   std::mutex mutex_;
-  std::condition_variable work_;  // the head has a free place
-  std::condition_variable done_;  // a job is done
+  std::condition_variable done_;  // a job is done, or the next one open
   std::vector<Job*> queue_;       // ring
   size_t head_ = 0, queued_ = 0;
-  std::atomic<uint64_t> started_{0};  // polled by spinning threads
-  bool stop_ = false;
+  bool caller_polls_ = false;  // the caller's place goes to the pool
   std::vector<std::thread> threads_;
 };
 

@@ -125,7 +125,7 @@ std::string CheckOutput(const Workload& workload, const CaseOutput& got, const C
                                workload.spec.latent_dtype == kernels::DType::kBf16;
   const double abs = (rounded_latents ? 4e-3 : 2e-3) * workload.max_abs_value;
   // With a handful of dims, values cancel by chance and single roundings show.
-  const double cosine = workload.spec.o_dim() < 16 ? 1e-4 : 1e-5;
+  const double cosine = workload.spec.o_dim() < 16 ? 1e-3 : 1e-5;
   const Comparison o = Compare(got.o, want.o, workload.spec.o_dim(), {abs, 0.016, cosine});
   const Comparison lse = Compare(got.lse, want.lse, 1, {1e-3, 0.0, 1.0});
   *worst_cosine = std::max(*worst_cosine, o.cosine_diff);
@@ -154,7 +154,8 @@ std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseO
       Compare({part, count}, alone->o, columns, {std::numeric_limits<double>::max(), 0.0, 1e-5});
   if (!all.equal) return absl::StrCat("request ", request, " alone: ", all.message);
   for (size_t row = 0; row < count; row += static_cast<size_t>(columns)) {
-    double maximum = 0.0;
+    // A row of a few dims may be small all over by chance; the values' size stands in for it.
+    double maximum = columns < 16 ? workload.max_abs_value / 16 : 0.0;
     for (int64_t i = 0; i < columns; ++i) {
       const double value = std::abs(alone->o[row + static_cast<size_t>(i)]);
       if (std::isfinite(value)) maximum = std::max(maximum, value);

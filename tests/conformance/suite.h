@@ -60,7 +60,7 @@ std::vector<CaseSpec> SampleCases(const SamplerOptions& options, uint64_t first,
 absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 
 // Empty when `got` equals `want` within the limits of any backend: abs 2e-3 x max |V| (twice that
-// where bf16 latents lie between) or 1.6 %, cosine difference 1e-5 (1e-4 with fewer than 16
+// where bf16 latents lie between) or 1.6 %, cosine difference 1e-5 (1e-3 with fewer than 16
 // output dims), LSE within 1e-3. Adds the case to `worst_cosine`.
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                         double* worst_cosine);

@@ -159,20 +159,35 @@ void Gemm(const GemmArgs& args) {
 
 constexpr int32_t kLdp = kTileRows;  // p: bf16 [columns][kLdp], KV rows padded to 32 with zeros
 
-void Softmax(const SoftmaxArgs& args) {
+template <bool kRest>
+void SoftmaxColumns(const SoftmaxArgs& args) {
   for (int32_t n = 0; n < args.columns; n += kPanel) {
     ColumnState state = BeginColumns(args, n);
     uint16_t* p = static_cast<uint16_t*>(args.p) + n * kLdp;
+    uint16_t* p_rest = kRest ? static_cast<uint16_t*>(args.p_rest) + n * kLdp : nullptr;
     for (int32_t r = 0; r < args.rows; r += kDepth) {
-      __m512i pairs[16];
+      __m512i pairs[16], rest[16];
       for (int32_t i = 0; i < 16; ++i) {
-        pairs[i] = r + 2 * i < args.rows ? ProbabilityPairs(args, state, r + 2 * i, n)
-                                         : _mm512_setzero_si512();
+        pairs[i] = rest[i] = _mm512_setzero_si512();
+        if (r + 2 * i >= args.rows) continue;
+        pairs[i] = ProbabilityPairs<kRest>(args, state, r + 2 * i, n, &rest[i]);
       }
       Transpose16(pairs);
       for (int32_t i = 0; i < 16; ++i) _mm512_storeu_si512(p + i * kLdp + r, pairs[i]);
+      if constexpr (kRest) {
+        Transpose16(rest);
+        for (int32_t i = 0; i < 16; ++i) _mm512_storeu_si512(p_rest + i * kLdp + r, rest[i]);
+      }
     }
     EndColumns(args, state, n);
+  }
+}
+
+void Softmax(const SoftmaxArgs& args) {
+  if (args.p_rest != nullptr) {
+    SoftmaxColumns<true>(args);
+  } else {
+    SoftmaxColumns<false>(args);
   }
 }
 

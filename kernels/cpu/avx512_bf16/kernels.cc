@@ -156,14 +156,29 @@ void Accumulate(const AccumulateArgs& args) {
 }
 
 // p: bf16 pairs [ceil(rows / 2)][columns][2].
-void Softmax(const SoftmaxArgs& args) {
+template <bool kRest>
+void SoftmaxColumns(const SoftmaxArgs& args) {
   for (int32_t n = 0; n < args.columns; n += kPanel) {
     ColumnState state = BeginColumns(args, n);
     uint16_t* p = static_cast<uint16_t*>(args.p) + 2 * n;
+    uint16_t* p_rest = kRest ? static_cast<uint16_t*>(args.p_rest) + 2 * n : nullptr;
     for (int32_t r = 0; r < args.rows; r += 2, p += 2 * args.columns) {
-      _mm512_storeu_si512(p, ProbabilityPairs(args, state, r, n));
+      __m512i rest;
+      _mm512_storeu_si512(p, ProbabilityPairs<kRest>(args, state, r, n, &rest));
+      if constexpr (kRest) {
+        _mm512_storeu_si512(p_rest, rest);
+        p_rest += 2 * args.columns;
+      }
     }
     EndColumns(args, state, n);
+  }
+}
+
+void Softmax(const SoftmaxArgs& args) {
+  if (args.p_rest != nullptr) {
+    SoftmaxColumns<true>(args);
+  } else {
+    SoftmaxColumns<false>(args);
   }
 }
 

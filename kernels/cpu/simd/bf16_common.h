@@ -71,21 +71,34 @@ inline ColumnState BeginColumns(const SoftmaxArgs& args, int32_t n) {
   return state;
 }
 
-// Probabilities of rows r and r + 1 as 16 bf16 pairs; a row past the end counts as 0.
-inline __m512i ProbabilityPairs(const SoftmaxArgs& args, ColumnState& state, int32_t r, int32_t n) {
+// Two rows of 16 values as 16 bf16 pairs.
+inline __m512i ToPairs(__m512 even, __m512 odd) {
+  const __m512i halves = Bits(_mm512_cvtne2ps_pbh(odd, even));  // 16 even, then 16 odd
+  const __m512i index = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(index, halves);
+}
+
+// Probabilities of rows r and r + 1 as 16 bf16 pairs, and what rounding took from them when kRest;
+// a row past the end counts as 0.
+template <bool kRest>
+inline __m512i ProbabilityPairs(const SoftmaxArgs& args, ColumnState& state, int32_t r, int32_t n,
+                                __m512i* rest) {
   const __m512 even = Exp2(_mm512_sub_ps(Logit(args, state.visible, r, n), state.shift));
   __m512 odd = _mm512_setzero_ps();
   if (r + 1 < args.rows) {
     odd = Exp2(_mm512_sub_ps(Logit(args, state.visible, r + 1, n), state.shift));
   }
   state.sum = _mm512_add_ps(state.sum, _mm512_add_ps(even, odd));
-  const __m512i halves = Bits(_mm512_cvtne2ps_pbh(odd, even));  // 16 even, then 16 odd
-  const __m512i index = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i pairs = _mm512_permutexvar_epi16(index, halves);
+  const __m512i pairs = ToPairs(even, odd);
   const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
   const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
-  state.norm = _mm512_add_ps(state.norm, _mm512_add_ps(low, high));
+  if constexpr (kRest) {
+    *rest = ToPairs(_mm512_sub_ps(even, low), _mm512_sub_ps(odd, high));
+    state.norm = _mm512_add_ps(state.norm, _mm512_add_ps(even, odd));
+  } else {
+    state.norm = _mm512_add_ps(state.norm, _mm512_add_ps(low, high));
+  }
   return pairs;
 }
 
