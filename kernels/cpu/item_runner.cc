@@ -61,7 +61,8 @@ class ItemState {
   void PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out);
   int32_t SetVisible(const Group& group);
   void PrepareChunk(int32_t begin, int32_t count);
-  void UpProject(int32_t count);
+  void UpProject(int32_t count, bool keep_rests);
+  void PackRests(const float* up, int32_t count);
   void RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin, int32_t chunk_rows,
                 bool first_chunk);
   void RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows, int32_t position,
@@ -81,6 +82,7 @@ class ItemState {
   const PackedWeights& weights_;
   std::byte* scratch_;
   const std::byte* head_weights_ = nullptr;
+  bool few_keys_ = false;  // some row of the group sees at most kTileRows keys
 };
 
 void ItemState::SelectHead(int32_t head) {
@@ -140,11 +142,13 @@ void ItemState::PackQueries(const Group& group) {
 int32_t ItemState::SetVisible(const Group& group) {
   int32_t* visible = As<int32_t>(at_.visible);
   int32_t largest = 0;
+  few_keys_ = false;
   for (int32_t n = 0; n < group.rows; ++n) {
     int32_t seen = request_.kv_rows;
     if (request_.causal != 0) seen = request_.kv_rows - request_.q_rows + group.query_row(n) + 1;
     visible[n] = std::min(std::max(seen, 0), work_.kv_end);
     largest = std::max(largest, visible[n]);
+    few_keys_ = few_keys_ || visible[n] <= kTileRows;
   }
   return largest;
 }
@@ -168,7 +172,8 @@ void ItemState::PrepareChunk(int32_t begin, int32_t count) {
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
   if (at_.expanded) {
-    UpProject(count);
+    // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
+    UpProject(count, few_keys_ && begin < 2 * kTileRows);
     for (int32_t i = 0; i < count; ++i) {
       keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
       values[i] = As<const uint16_t>(at_.values + i * at_.value_row_bytes);
@@ -189,7 +194,7 @@ void ItemState::PrepareChunk(int32_t begin, int32_t count) {
 }
 
 // keys = [latent x W_UK^T, rotated part], values = latent x W_UV.
-void ItemState::UpProject(int32_t count) {
+void ItemState::UpProject(int32_t count, bool keep_rests) {
   const Geometry& g = context_.params->desc.geometry;
   const WeightLayout layout = MakeWeightLayout(kernels_, g);
   auto** rows = As<const uint16_t*>(at_.kv_rows);
@@ -230,6 +235,24 @@ void ItemState::UpProject(int32_t count) {
   if (bf16()) {
     kernels_.narrow(gemm.c, gemm.ldc, count, g.v_dim, As<uint16_t>(at_.values),
                     at_.value_row_bytes / 2);
+    if (keep_rests) PackRests(gemm.c, count);
+  }
+}
+
+// Value panels of up - bf16(up).
+void ItemState::PackRests(const float* up, int32_t count) {
+  const uint16_t* rows[kTileRows];
+  for (int32_t r = 0; r < count; ++r) {
+    const auto* rounded = As<const uint16_t>(at_.values + r * at_.value_row_bytes);
+    auto* rest = As<uint16_t>(at_.value_rests + r * at_.value_row_bytes);
+    for (int32_t d = 0; d < at_.value_dim; ++d) {
+      rest[d] = ToBf16(up[r * at_.up_ld + d] - ToFloat(rounded[d]));
+    }
+    rows[r % kTileRows] = rest;
+    if (r % kTileRows != kTileRows - 1 && r != count - 1) continue;
+    kernels_.pack_values(rows, r % kTileRows + 1, at_.value_dim,
+                         As<uint16_t>(at_.rest_panels_at + r / kTileRows * at_.v_tile_bytes),
+                         at_.v_panel_bytes);
   }
 }
 
@@ -278,8 +301,8 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
   }
 }
 
-// `few_keys`: some row sees so few keys that roundings do not average out. Up-projected values are
-// rounded already, so the weights must not be rounded there as well.
+// `few_keys`: some row sees so few keys that the roundings of weights and of up-projected values do
+// not average out; there both are taken with what rounding took from them.
 void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows,
                         int32_t position, bool masked, bool few_keys, bool first) {
   const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
@@ -339,8 +362,11 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   kernels_.accumulate(accumulate);
   if (softmax.p_rest == nullptr) return;
   std::fill_n(softmax.alpha, columns, 1.0f);
-  accumulate.p = softmax.p_rest;
   accumulate.alpha = softmax.alpha;
+  accumulate.p = softmax.p_rest;
+  kernels_.accumulate(accumulate);
+  accumulate.p = softmax.p;
+  accumulate.v = As<std::byte>(at_.rest_panels_at + row / kTileRows * at_.v_tile_bytes);
   kernels_.accumulate(accumulate);
 }
 
@@ -355,8 +381,8 @@ void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin
     // The first tile is run even when nobody sees it: it sets O.
     if (*most <= position && !first) return;
     const int32_t rows = std::min(kTileRows, chunk_rows - row);
-    RunTile(block, packed_rows, row, rows, position, *least < position + rows, *least <= kTileRows,
-            first);
+    RunTile(block, packed_rows, row, rows, position, *least < position + rows,
+            *least <= kTileRows && position < 2 * kTileRows, first);
   }
 }
 

@@ -66,6 +66,8 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
     at.values = cut.Take(at.chunk_rows * at.value_row_bytes);
     at.uk = cut.Take(at.uk_panel_bytes * (RoundUp(g.nope_dim, kPanel) / kPanel));
     if (kernels.bf16_operands) {
+      at.value_rests = cut.Take(at.chunk_rows * at.value_row_bytes);
+      at.rest_panels_at = cut.Take(at.chunk_rows / kTileRows * at.v_tile_bytes);
       at.up = cut.Take(at.chunk_rows * at.up_ld * kFloat);
     } else {
       at.latents = cut.Take(at.chunk_rows * RoundUp(g.kv_lora_rank, kPanel) * kFloat);

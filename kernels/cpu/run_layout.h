@@ -42,6 +42,7 @@ struct RunLayout {
   int64_t value_ptrs = 0;  // const void*[chunk_rows]: value rows before packing
   int64_t queries = 0;     // packed queries, block by block, term by term
   int64_t logits = 0, probabilities = 0, rests = 0, value_panels_at = 0;
+  int64_t value_rests = 0, rest_panels_at = 0;  // what rounding took from up-projected values
   int64_t keys = 0, values = 0, latents = 0, up = 0, uk = 0;
   int64_t o = 0, m = 0, l = 0, norm = 0, alpha = 0, visible = 0, tile_visible = 0;
   int64_t bytes = 0;
