@@ -71,7 +71,7 @@ class ItemState {
   bool ValuesFinite(int32_t row, int32_t rows) const;
   void AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
                            int32_t rows, float* o, bool first);
-  float Value(int32_t row, int32_t d) const;
+  float Value(int32_t row, int32_t d, bool with_rest) const;
   void Finish(const Group& group);
 
   const RunContext& context_;
@@ -246,7 +246,8 @@ void ItemState::PackRests(const float* up, int32_t count) {
     const auto* rounded = As<const uint16_t>(at_.values + r * at_.value_row_bytes);
     auto* rest = As<uint16_t>(at_.value_rests + r * at_.value_row_bytes);
     for (int32_t d = 0; d < at_.value_dim; ++d) {
-      rest[d] = ToBf16(up[r * at_.up_ld + d] - ToFloat(rounded[d]));
+      const float difference = up[r * at_.up_ld + d] - ToFloat(rounded[d]);
+      rest[d] = std::isfinite(difference) ? ToBf16(difference) : Bf16{0};
     }
     rows[r % kTileRows] = rest;
     if (r % kTileRows != kTileRows - 1 && r != count - 1) continue;
@@ -256,8 +257,12 @@ void ItemState::PackRests(const float* up, int32_t count) {
   }
 }
 
-float ItemState::Value(int32_t row, int32_t d) const {
-  if (bf16()) return ToFloat(As<const uint16_t*>(at_.value_ptrs)[row][d]);
+float ItemState::Value(int32_t row, int32_t d, bool with_rest) const {
+  if (bf16()) {
+    const float rest =
+        with_rest ? ToFloat(As<uint16_t>(at_.value_rests + row * at_.value_row_bytes)[d]) : 0.0f;
+    return ToFloat(As<const uint16_t*>(at_.value_ptrs)[row][d]) + rest;
+  }
   const int64_t base = at_.expanded ? at_.values : at_.keys;
   const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
   return As<const float>(base + row * stride)[d];
@@ -266,7 +271,7 @@ float ItemState::Value(int32_t row, int32_t d) const {
 bool ItemState::ValuesFinite(int32_t row, int32_t rows) const {
   for (int32_t r = row; r < row + rows; ++r) {
     for (int32_t d = 0; d < at_.value_dim; ++d) {
-      if (!std::isfinite(Value(r, d))) return false;
+      if (!std::isfinite(Value(r, d, false))) return false;
     }
   }
   return true;
@@ -276,11 +281,16 @@ bool ItemState::ValuesFinite(int32_t row, int32_t rows) const {
 // that are not finite, each packed row sums over the rows it sees.
 void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
                                     int32_t rows, float* o, bool first) {
+  const bool with_rest = softmax.p_rest != nullptr;
+  SoftmaxArgs of_rest = softmax;
+  of_rest.p = softmax.p_rest;
   for (int32_t n = 0; n < packed_rows; ++n, o += at_.o_ld) {
     for (int32_t d = 0; d < at_.value_dim; ++d) {
       float sum = first ? 0.0f : o[d] * softmax.alpha[n];
       for (int32_t r = 0; r < std::min(rows, softmax.visible[n]); ++r) {
-        sum += kernels_.probability(softmax, r, n) * Value(row + r, d);
+        float p = kernels_.probability(softmax, r, n);
+        if (with_rest) p += kernels_.probability(of_rest, r, n);
+        sum += p * Value(row + r, d, with_rest);
       }
       o[d] = sum;
     }

@@ -1,0 +1,240 @@
+// What conformance does not show of the CPU backend: its life, refusals, slots, memory and costs.
+#include "kernels/cpu/cpu_backend.h"
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/testing/allocation_counter.h"
+
+namespace mla::kernels {
+namespace {
+
+constexpr Geometry kGeometry = {4, 32, 16, 16, 16};
+constexpr int32_t kPage = 16;
+
+BackendLimits SmallLimits() {
+  BackendLimits limits;
+  limits.kv_pool_bytes = 1 << 20;
+  limits.page_table_entries = 64;
+  limits.weights_bytes = 4 * 32 * 32 * 2;
+  limits.weights_slots = 2;
+  limits.launch_slots = 2;
+  limits.launch_requests = 4;
+  limits.launch_rows = 64;
+  limits.launch_packed_rows = 256;
+  limits.partial_rows = 256;
+  limits.max_o_dim = 32;
+  limits.slot_workspace_bytes = 4096;
+  limits.reduce_tiles = 16;
+  limits.max_geometry = kGeometry;
+  return limits;
+}
+
+std::unique_ptr<CpuBackend> Make(int32_t threads) {
+  BackendOptions options;
+  options.threads = threads;
+  options.pin_threads = false;
+  auto backend = CpuBackend::Create(options);
+  EXPECT_TRUE(backend.ok()) << backend.status();
+  EXPECT_TRUE((*backend)->Configure(SmallLimits()).ok());
+  const auto tables = (*backend)->PageTables();
+  for (size_t i = 0; i < tables.size(); ++i) tables[i] = static_cast<uint32_t>(i * 8);
+  return *std::move(backend);
+}
+
+// One decode step of one request: an appended row is the only key, so the output is that row.
+struct Step {
+  explicit Step(float value) : kv(48, ToBf16(value)), q(4 * 48, ToBf16(0.5f)), o(4 * 32) {
+    append.kv = kv.data();
+    append.dtype = DType::kBf16;
+    append.kv_row_stride = 48;
+    append.row_stride = 96;
+    append.page_size = kPage;
+    append.rows = 1;
+    append.row_dim = 48;
+    request.q = q.data();
+    request.o = o.data();
+    request.lse = lse;
+    request.q_row_stride = request.q_head_stride = 48;
+    request.o_row_stride = request.o_head_stride = 32;
+    request.lse_row_stride = request.lse_head_stride = 1;
+    request.row_stride = 96;
+    request.page_size = kPage;
+    request.q_rows = request.kv_rows = 1;
+    request.num_heads = 4;
+    request.weights_slot = -1;
+    request.softmax_scale = 0.25f;
+    request.causal = 1;
+    work.partial_row = kUnsplit;
+    work.q_end = work.kv_end = 1;
+    work.heads = PackHeads(0, 4);
+    params.desc.geometry = kGeometry;
+    params.desc.page_size = kPage;
+    params.requests = {&request, 1};
+    params.plan.work_indptr = indptr;
+    params.plan.work_info = {&work, 1};
+  }
+
+  absl::Status Record(CpuBackend& backend, int32_t slot) {
+    params.page_tables = backend.PageTables().data();
+    if (auto ok = backend.BeginLaunch(slot); !ok.ok()) return ok;
+    if (auto ok = backend.AppendKv(slot, {&append, 1}); !ok.ok()) return ok;
+    if (auto ok = backend.Run(slot, params); !ok.ok()) return ok;
+    return backend.Combine(slot, params);
+  }
+
+  std::vector<Bf16> kv, q, o;
+  float lse[4] = {};
+  AppendRecord append{};
+  RequestRecord request{};
+  WorkInfo work{};
+  int32_t indptr[2] = {0, 1};
+  AttentionParams params;
+};
+
+TEST(CpuBackendTest, AnswersAStepThroughWaitAndThroughDone) {
+  for (const int32_t threads : {1, 2, 4}) {
+    const auto backend = Make(threads);
+    for (const bool poll : {false, true, true, false}) {
+      Step step(0.75f);
+      ASSERT_TRUE(step.Record(*backend, 0).ok());
+      ASSERT_TRUE(backend->Submit(0).ok());
+      while (poll && !backend->Done(0)) {
+      }
+      const auto nanoseconds = backend->Wait(0);
+      ASSERT_TRUE(nanoseconds.ok());
+      EXPECT_GT(*nanoseconds, 0);
+      for (const Bf16 value : step.o) EXPECT_EQ(ToFloat(value), 0.75f);
+      EXPECT_NEAR(step.lse[0], 0.25 * 48 * 0.5 * 0.75, 1e-4);
+    }
+  }
+}
+
+TEST(CpuBackendTest, TwoLaunchesInFlightRunInOrder) {
+  const auto backend = Make(2);
+  for (int32_t repeat = 0; repeat < 50; ++repeat) {
+    Step first(1.0f), second(2.0f);  // the second one overwrites the row that the first one reads
+    ASSERT_TRUE(first.Record(*backend, 0).ok());
+    ASSERT_TRUE(backend->Submit(0).ok());
+    ASSERT_TRUE(second.Record(*backend, 1).ok());
+    ASSERT_TRUE(backend->Submit(1).ok());
+    ASSERT_TRUE(backend->Wait(1).ok());
+    ASSERT_TRUE(backend->Wait(0).ok());
+    EXPECT_EQ(ToFloat(first.o[5]), 1.0f);
+    EXPECT_EQ(ToFloat(second.o[5]), 2.0f);
+  }
+}
+
+TEST(CpuBackendTest, CopyAndScrubHappenInOrder) {
+  const auto backend = Make(2);
+  Step step(3.0f);
+  ASSERT_TRUE(step.Record(*backend, 0).ok());
+  const KvCopy copy{0, 4096, 96};  // the row just appended, to where table entry 2 points
+  const KvRange range{0, 96};
+  ASSERT_TRUE(backend->CopyKv(0, {&copy, 1}).ok());
+  ASSERT_TRUE(backend->ScrubKv(0, {&range, 1}).ok());
+  ASSERT_TRUE(backend->Submit(0).ok());
+  ASSERT_TRUE(backend->Wait(0).ok());
+  std::vector<Bf16> row(48, 7);
+  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
+  EXPECT_EQ(row[0], 0);
+  step.append.page_table = 2;
+  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
+  EXPECT_EQ(ToFloat(row[47]), 3.0f);
+}
+
+TEST(CpuBackendTest, SteadyStateAllocatesNothing) {
+  const auto backend = Make(2);
+  Step step(1.0f);
+  for (int32_t i = 0; i < 3; ++i) {
+    ASSERT_TRUE(step.Record(*backend, 0).ok() && backend->Submit(0).ok());
+    ASSERT_TRUE(backend->Wait(0).ok());
+  }
+  const int64_t before = testing::Allocations();
+  bool ok = true;
+  for (int32_t i = 0; i < 100; ++i) {
+    ok = ok && step.Record(*backend, 0).ok() && backend->Submit(0).ok() && backend->Wait(0).ok();
+  }
+  EXPECT_EQ(testing::Allocations(), before);
+  EXPECT_TRUE(ok);
+}
+
+TEST(CpuBackendTest, RefusesWhatItWasNotConfiguredFor) {
+  const auto backend = Make(1);
+  EXPECT_EQ(backend->Configure(SmallLimits()).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(backend->BeginLaunch(2).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(backend->Submit(0).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(backend->Wait(0).status().code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(backend->BeginLaunch(0).ok());
+  EXPECT_TRUE(backend->SlotWorkspace(0, 4096).ok());
+  EXPECT_EQ(backend->SlotWorkspace(0, 1).status().code(), absl::StatusCode::kResourceExhausted);
+  Step step(1.0f);
+  step.params.desc.geometry.kv_lora_rank = 4096;
+  EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kResourceExhausted);
+  step.params.desc.geometry = kGeometry;
+  step.params.plan.partial_rows = 257;
+  EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kResourceExhausted);
+  step.params.plan.partial_rows = 0;
+  step.params.desc.form = AttentionForm::kExpanded;
+  EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(CpuBackendTest, CapabilityMissesSayWhatIsMissing) {
+  const auto backend = Make(1);
+  AttentionDesc desc;
+  desc.geometry = kGeometry;
+  EXPECT_TRUE(backend->CanRun(desc).ok());
+  desc.page_size = 0;
+  EXPECT_EQ(backend->CanRun(desc).code(), absl::StatusCode::kUnimplemented);
+  EXPECT_NE(std::string(backend->CanRun(desc).message()).find("missing: this page size"),
+            std::string::npos);
+  desc.page_size = 1;
+  desc.geometry.num_heads = 65536;
+  EXPECT_EQ(backend->CanRun(desc).code(), absl::StatusCode::kUnimplemented);
+}
+
+TEST(CpuBackendTest, WeightsAreChargedAndFreed) {
+  const auto backend = Make(1);
+  const std::vector<Bf16> w(4 * 32 * 16, ToBf16(0.1f));
+  const auto load = [&](int32_t slot, int32_t begin, int32_t end) {
+    return backend->LoadWeights(slot, kGeometry, begin, end, w.data(), w.data()).code();
+  };
+  EXPECT_EQ(load(0, 0, 4), absl::StatusCode::kOk);
+  EXPECT_EQ(load(1, 0, 1), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(load(0, 2, 4), absl::StatusCode::kOk);  // heads that are there already cost nothing
+  EXPECT_TRUE(backend->FreeWeights(0).ok());
+  EXPECT_EQ(load(0, 2, 4), absl::StatusCode::kOk);
+  EXPECT_EQ(load(1, 0, 2), absl::StatusCode::kOk);
+  EXPECT_EQ(load(2, 0, 1), absl::StatusCode::kInvalidArgument);
+  ASSERT_TRUE(backend->BeginLaunch(0).ok());
+  ProjectionRecord record{};
+  record.num_heads = 2;
+  record.head_offset = 1;  // slot 0 holds heads 2 and 3
+  EXPECT_EQ(backend->Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&record, 1}).code(),
+            absl::StatusCode::kFailedPrecondition);
+  record.head_offset = 2;
+  EXPECT_TRUE(backend->Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&record, 1}).ok());
+  EXPECT_TRUE(backend->FreeWeights(0).ok());
+}
+
+TEST(CpuBackendTest, OptionsAreChecked) {
+  BackendOptions options;
+  options.threads = -1;
+  EXPECT_EQ(CpuBackend::Create(options).status().code(), absl::StatusCode::kInvalidArgument);
+  options.threads = 3;
+  options.cpu_isa = "mmx";
+  EXPECT_EQ(CpuBackend::Create(options).status().code(), absl::StatusCode::kInvalidArgument);
+  options.cpu_isa = "portable";
+  const auto backend = CpuBackend::Create(options);
+  ASSERT_TRUE(backend.ok());
+  EXPECT_EQ((*backend)->Info().arch, "portable");
+  EXPECT_EQ((*backend)->Info().units, 3);
+  // About where 2176 FLOP a row and head meet 640 and the up-projection's 262144 a KV row.
+  EXPECT_EQ((*backend)->ExpandedFormMinRows({128, 512, 64, 128, 128}), 171);
+}
+
+}  // namespace
+}  // namespace mla::kernels
