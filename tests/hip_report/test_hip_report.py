@@ -1,4 +1,4 @@
-"""The report over the device kernels finds what it must refuse, and counts the loop it claims to."""
+"""The report over the device kernels finds what it must refuse, and counts the right loop."""
 
 import importlib.util
 import pathlib
