@@ -241,7 +241,7 @@ TEST(LifecycleTest, SlowReaderIsCut) {
   }));
   context.TryCancel();
   flood.join();
-  EXPECT_THAT(HttpGet(const_cast<TestServer&>(server).server().ops_port(), "/metrics"),
+  EXPECT_THAT(HttpGet(server.server().ops_port(), "/metrics"),
               HasSubstr("mla_streams_cut_total{reason=\"slow_reader\"} 1"));
   EXPECT_EQ(worker.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }

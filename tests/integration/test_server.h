@@ -35,7 +35,7 @@ class TestServer final {
 
   std::string unix_target() const { return "unix:" + folder_.File("mla.sock"); }
   std::string tcp_target() const;
-  server::Server& server() { return *server_; }
+  server::Server& server() const { return *server_; }
   bool exit_requested() const { return exit_requested_; }
   const TempFolder& folder() const { return folder_; }
   // Stops and starts again on the same socket: a restart as clients see it.
