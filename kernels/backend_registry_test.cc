@@ -1,0 +1,84 @@
+#include "kernels/backend_registry.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/reference/reference_backend.h"
+
+namespace mla::kernels {
+namespace {
+
+BackendRow Missing(const std::string& name, int32_t rank) {
+  return {name, rank,
+          [](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+            return absl::UnimplementedError("no such device here");
+          }};
+}
+
+BackendRow Reference(const std::string& name, int32_t rank) {
+  return {name, rank,
+          [](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+            return std::make_unique<ReferenceBackend>();
+          }};
+}
+
+TEST(BackendRegistryTest, BestThatRunsWinsAndTheLadderSaysWhy) {
+  BackendRegistry registry;
+  ASSERT_TRUE(registry.Add(Reference("slow", 1)).ok());
+  ASSERT_TRUE(registry.Add(Missing("gpu", 100)).ok());
+  ASSERT_TRUE(registry.Add(Reference("fast", 10)).ok());
+  auto choice = registry.Select("auto", {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  ASSERT_NE(choice->backend, nullptr);
+  ASSERT_EQ(choice->ladder.size(), 3u);
+  EXPECT_EQ(choice->ladder[0].name, "gpu");
+  EXPECT_EQ(choice->ladder[0].reason, "no such device here");
+  EXPECT_TRUE(choice->ladder[1].chosen);
+  EXPECT_EQ(choice->ladder[1].name, "fast");
+  EXPECT_EQ(choice->ladder[1].reason, "");
+  EXPECT_FALSE(choice->ladder[2].chosen);
+  EXPECT_NE(choice->ladder[2].reason, "");
+}
+
+TEST(BackendRegistryTest, ANameForcesAndAMissIsExplained) {
+  BackendRegistry registry;
+  ASSERT_TRUE(registry.Add(Reference("slow", 1)).ok());
+  ASSERT_TRUE(registry.Add(Missing("gpu", 100)).ok());
+  auto forced = registry.Select("slow", {});
+  ASSERT_TRUE(forced.ok());
+  EXPECT_FALSE(forced->ladder[0].chosen);
+  const absl::Status missing = registry.Select("gpu", {}).status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(std::string(missing.message()).find("no such device here"), std::string::npos);
+  const absl::Status unknown = registry.Select("tpu", {}).status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kNotFound);
+  EXPECT_NE(std::string(unknown.message()).find("gpu, slow"), std::string::npos) << unknown;
+}
+
+TEST(BackendRegistryTest, NamesAreUnique) {
+  BackendRegistry registry;
+  ASSERT_TRUE(registry.Add(Reference("a", 1)).ok());
+  EXPECT_EQ(registry.Add(Reference("a", 2)).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(registry.Names(), std::vector<std::string>{"a"});
+}
+
+TEST(BackendRegistryTest, TheCpuIsPreferredOverTheOracle) {
+  BackendRegistry registry;
+  ASSERT_TRUE(RegisterReference(registry).ok());
+  ASSERT_TRUE(RegisterCpu(registry).ok());
+  auto choice = registry.Select("auto", {});
+  ASSERT_TRUE(choice.ok());
+  EXPECT_EQ(choice->backend->Info().name, "cpu");
+  BackendOptions options;
+  options.cpu_isa = "no such level";
+  choice = registry.Select("auto", options);
+  ASSERT_TRUE(choice.ok());
+  EXPECT_EQ(choice->backend->Info().name, "reference");
+  EXPECT_NE(choice->ladder[0].reason.find("no such level"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace mla::kernels
