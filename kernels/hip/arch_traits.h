@@ -29,7 +29,7 @@ struct ArchTraits {
 
 inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
-    .attend = {{{16, 223744}, {32, 189440}, {64, 229888}}},
+    .attend = {{{16, 223744}, {64, 229888}, {}}},
     .combine_shared_bytes = 16384,
     .project_shared_bytes = 24576,
     .append_rows_per_block = 8,

@@ -83,6 +83,7 @@ absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
     self->module_ = *module;
   }
   for (const gpu::AttendVariant& v : self->arch_->attend) {
+    if (v.rows == 0) continue;
     const std::string name = gpu::kAttendPrefix + std::to_string(v.rows);
     auto f = self->runtime_->Find(self->module_, name.c_str());
     if (!f.ok()) return f.status();
@@ -136,7 +137,7 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   if (!partial_map.ok()) return partial_map.status();
   if (absl::Status s = runtime_->Synchronize(stream_); !s.ok()) return s;
 
-  const auto largest = arch_->attend.back().rows;
+  const int32_t largest = arch_->attend[attend_.size() - 1].rows;
   const int32_t rows = std::min(heads, largest * arch_->blocks_per_unit);
   variant_ = 0;
   while (arch_->attend[variant_].rows < std::min(rows, largest)) ++variant_;

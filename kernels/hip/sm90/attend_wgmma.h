@@ -1,5 +1,5 @@
-// Absorbed attention for tiles of 33 to 64 packed rows on sm_90a, with warpgroup products: many
-// heads, where the matrix unit is the limit.
+// Absorbed attention for tiles of 17 to 64 packed rows on sm_90a, with warpgroup products: where
+// the matrix unit is the limit, or near it.
 //
 // Two warpgroups share 64 packed rows. For each KV tile of 64 rows, group g computes the scores of
 // KV rows [32 g, 32 g + 32), the groups exchange row maxima through shared memory, both write their
@@ -88,11 +88,17 @@ class AttendWgmma {
       kv.template wait<0>();
       tile::publish_shared();
       block_barrier();
+      const uint32_t tile_base = stages + (t & 1) * kStageBytes;
+      float s[kScores];
+      start_scores(tile_base, s);
+      // The matrix unit works while the next tile's copies are issued.
       if (t + 1 < tiles) kv.issue((t + 1) & 1);
       kv.close_stage();
       kv.find(pages, kv_begin + (t + 2) * C::kTileKv, kv_end);
+      tile::wgmma_wait<0>();
+      tile::pin(s);
       const int first = kv_begin + t * C::kTileKv;
-      step(stages + (t & 1) * kStageBytes, state, first, unmasked_end, ragged, scale);
+      step(tile_base, s, state, first, unmasked_end, ragged, scale);
     }
     kv.template wait<0>();
     finish(item, state);
@@ -110,10 +116,9 @@ class AttendWgmma {
     }
   }
 
-  MLA_DEVICE void step(uint32_t tile_base, State& state, int first, int unmasked_end, bool ragged,
-                       float scale) const {
-    float s[kScores];
-    score(tile_base, s);
+  // From a tile's scores to its share of the outputs.
+  MLA_DEVICE void step(uint32_t tile_base, float (&s)[kScores], State& state, int first,
+                       int unmasked_end, bool ragged, float scale) const {
     const bool masked = first + C::kTileKv > unmasked_end;
     const int col0 = first + group * kHalf + 2 * (lane & 3);
 #pragma unroll
@@ -131,7 +136,7 @@ class AttendWgmma {
     accumulate(tile_base, state);
   }
 
-  MLA_DEVICE void score(uint32_t tile_base, float (&s)[kScores]) const {
+  MLA_DEVICE void start_scores(uint32_t tile_base, float (&s)[kScores]) const {
     tile::wgmma_begin();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -143,8 +148,6 @@ class AttendWgmma {
           step > 0);
     }
     tile::wgmma_commit();
-    tile::wgmma_wait<0>();
-    tile::pin(s);
   }
 
   // Probabilities go to the shared tile, rounded; the accumulators follow the new row maxima.

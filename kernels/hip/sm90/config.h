@@ -18,16 +18,11 @@ struct AttendConfig<16> : AttendBase {
   static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8, kStages = 3;
   static constexpr bool kQInRegisters = true;
 };
-template <>
-struct AttendConfig<32> : AttendBase {
-  static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 8, kStages = 2;
-  static constexpr bool kQInRegisters = false;
-};
-// 64 x 512 fp32 accumulators fill half the register file: 128 a thread.
+// Up to 64 rows, by warpgroups (attend_wgmma.h): 64 x 512 fp32 accumulators fill half the register
+// file, 128 a thread.
 template <>
 struct AttendConfig<64> : AttendBase {
-  static constexpr int kWaveRows = 32, kRowWaves = 2, kColWaves = 4, kStages = 2;
-  static constexpr bool kQInRegisters = false;
+  static constexpr int kStages = 2;
 };
 
 struct ProjectConfig {
