@@ -76,13 +76,16 @@ class Combine {
     const RequestRecord& r = args.requests[t.request];
     const int64_t q = t.q_begin + p / heads;
     const int64_t h = static_cast<int>(t.heads & 0xffffu) + p % heads;
-    wait_for_previous_kernel();
-
     const int32_t* parts = args.reduce_partial_map;
     const int lane = tile::lane_index(), wave = tile::wave_index();
+    // Nothing above is written by the attention kernel; only its results are waited for.
+    const int own = begin + lane < end ? parts[begin + lane] : 0;
+    wait_for_previous_kernel();
+
     float top = negative_infinity();
     for (int i = begin + lane; i < end; i += tile::kWave) {
-      top = max_f(top, args.partial_lse[static_cast<int64_t>(parts[i]) + p]);
+      const int64_t part = i == begin + lane ? own : parts[i];
+      top = max_f(top, args.partial_lse[part + p]);
     }
     top = wave_max(top);
     const float origin = top == negative_infinity() ? 0.0f : top;
@@ -103,7 +106,7 @@ class Combine {
     for (int column = 0; column < args.o_dim; column += kWindow) {
       window(args, begin, end, p, column, origin, inverse, wave, lane);
       for (int at = thread_index() * 4; at < kWindow; at += kSmallThreads * 4) {
-        if (column + at < args.o_dim) write(args, r, index, column, at, aligned);
+        if (column + at < args.o_dim) write(args, r, index, column, at, end - begin, aligned);
       }
       block_barrier();
     }
@@ -134,6 +137,10 @@ class Combine {
       }
     }
     const tile::lds_t sums = tile::shared_base<kSharedBytes>() + wave * (kWindow * 4);
+    if (wave >= end - begin) {  // had no part
+      block_barrier();
+      return;
+    }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -145,10 +152,11 @@ class Combine {
   }
 
   MLA_DEVICE static void write(const CombineArgs& args, const RequestRecord& r, int64_t index,
-                               int column, int at, bool aligned) {
+                               int column, int at, int parts, bool aligned) {
     float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int w = 0; w < kSmallWaves; ++w) {
+      if (w >= parts) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         x[j] += tile::load_float(tile::shared_base<kSharedBytes>() + (w * kWindow + at + j) * 4);
