@@ -242,9 +242,11 @@ absl::Status Bench::Time(const Shape& shape) {
   for (int i = 0; i < 3; ++i) {
     if (s = Launch(shape, *plan, &warm_up); !s.ok()) return s;
   }
-  std::vector<int64_t> times(flags_.iterations, 0);
-  for (int64_t& ns : times) {
+  std::vector<int64_t> times;
+  for (int32_t i = -3; i < flags_.iterations; ++i) {  // the first three warm up
+    int64_t ns = 0;
     if (s = Launch(shape, *plan, &ns); !s.ok()) return s;
+    if (i >= 0) times.push_back(ns);
   }
   std::sort(times.begin(), times.end());
   const double us = static_cast<double>(times[times.size() / 2]) / 1e3;
