@@ -22,9 +22,6 @@ inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
 // mla_attend_<rows>: absorbed attention with tiles of at most <rows> packed rows a block.
 inline constexpr char kAttendPrefix[] = "mla_attend_";
-// Expanded form: up-projection of cached rows, then attention with one head a tile.
-inline constexpr char kUpProjectKernel[] = "mla_up_project";
-inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
 
 // Absorbed attention over a plan. Block b serves unit b / blocks_per_unit and, of each work item,
 // the packed rows [s * R, (s + 1) * R) with s = b % blocks_per_unit and R the kernel's tile rows.

@@ -121,11 +121,6 @@ struct WaveBase {
     k.r = *(MLA_LDS u32x4*)chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)),
                                                step * kGroups + group(lane));
   }
-  template <int kTileRows>
-  MLA_DEVICE static void load_q(Q& q, lds_t tile, int row0, int step, int lane) {
-    load_k<kTileRows>(q, tile, row0, step, lane);
-  }
-
   // Depth order of an output operand: lane group g holds 4g .. 4g+3 and half a step further the
   // same again, which is how the score accumulators lie.
   template <int kFragments>
