@@ -125,6 +125,16 @@ class AttentionBackend {
   virtual std::span<uint32_t> PageTables() = 0;
   virtual absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) = 0;
 
+  // Tells the backend about host memory that later launches will read from and write to, so that it
+  // can pin it once; and that the memory is about to go. Between the two, StageInput and
+  // StageOutput may be given addresses inside it. A backend that works on host memory in place has
+  // nothing to do.
+  virtual absl::Status RegisterHost(std::span<std::byte> memory) {
+    static_cast<void>(memory);
+    return absl::OkStatus();
+  }
+  virtual void UnregisterHost(std::span<std::byte> memory) { static_cast<void>(memory); }
+
   // W_UK [heads, nope_dim, kv_lora_rank] and W_UV [heads, kv_lora_rank, v_dim] of heads
   // [head_begin, head_end), bf16 row-major. May repack; the source is free after the call.
   // Blocking; not for the steady state.

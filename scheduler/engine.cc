@@ -247,8 +247,12 @@ std::vector<ModelInfo> Engine::ListModels(const std::string& tenant) {
 
 std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
                                                    const std::string& id) {
+  // Asked for every step, so the key's memory is kept.
+  thread_local std::string key;
+  key.clear();
+  absl::StrAppend(&key, tenant.size(), ":", tenant, id);
   const std::shared_lock<std::shared_mutex> lock(impl_->directory_mutex_);
-  const auto found = impl_->directory_.find(ModelKey(tenant, id));
+  const auto found = impl_->directory_.find(key);
   return found == impl_->directory_.end() ? nullptr : found->second;
 }
 
@@ -332,6 +336,14 @@ absl::Status Engine::Healthy() {
 
 absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> Engine::AllocateHost(size_t bytes) {
   return impl_->WithRole([&](EngineCore& core) { return core.backend().AllocateHost(bytes); });
+}
+
+absl::Status Engine::RegisterHost(std::span<std::byte> memory) {
+  return impl_->WithRole([&](EngineCore& core) { return core.backend().RegisterHost(memory); });
+}
+
+void Engine::UnregisterHost(std::span<std::byte> memory) {
+  impl_->WithRole([&](EngineCore& core) { core.backend().UnregisterHost(memory); });
 }
 
 void Engine::StartDrain() {

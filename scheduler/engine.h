@@ -186,6 +186,10 @@ class Engine {
   absl::Status Healthy();  // the backend's word
   // Memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
+  // Makes memory of the caller's as reachable as AllocateHost's, until UnregisterHost; no request
+  // may point into it any more then.
+  absl::Status RegisterHost(std::span<std::byte> memory);
+  void UnregisterHost(std::span<std::byte> memory);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
   void StartDrain();
   // Aborts what is open; returns the number of steps aborted.

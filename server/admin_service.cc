@@ -17,6 +17,7 @@ constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 // Tokens of optional features; clients check them instead of version numbers.
 constexpr const char* kCapabilities[] = {"fork",           "truncate", "participants",
                                          "partial_commit", "lse",      "kv_compare"};
+constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 template <typename To, typename From>
 To Unsigned(From value) {
@@ -48,6 +49,10 @@ void AdminService::FillLimits(v1::Limits* to) const {
   to->set_sequence_lease_ms(static_cast<uint32_t>(from.sequence_lease_ms));
   to->set_step_lease_ms(static_cast<uint32_t>(from.step_lease_ms));
   to->set_kv_wait_ms(static_cast<uint32_t>(from.kv_wait_ms));
+  if (options_.shared_memory) {
+    to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
+    to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
+  }
 }
 
 void AdminService::FillBackends(v1::GetServerInfoReply* reply) const {
@@ -87,6 +92,9 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
       reply->add_profiles(profile);
     }
     for (const char* capability : kCapabilities) reply->add_capabilities(capability);
+    if (options_.shared_memory) {
+      for (const char* capability : kSharedMemoryCapabilities) reply->add_capabilities(capability);
+    }
     const auto up = std::chrono::steady_clock::now() - started_;
     reply->set_uptime_ms(
         static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(up).count()));
@@ -120,6 +128,9 @@ void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
   to->set_received_bytes(wire.received_bytes.load());
   to->set_sent_bytes(wire.sent_bytes.load());
   to->set_copied_bytes(wire.copied_bytes.load());
+  to->set_shared_bytes(wire.shared_received_bytes.load() + wire.shared_sent_bytes.load());
+  to->set_shared_regions(Unsigned<uint32_t>(wire.shared_regions.load()));
+  to->set_rings(Unsigned<uint32_t>(wire.rings.load()));
   to->set_rows_decode(from.rows_decode);
   to->set_rows_extend(from.rows_extend);
   to->set_rows_prefill(from.rows_prefill);

@@ -28,6 +28,7 @@ struct AdminOptions {
   std::function<void()> exit;  // asks the process to stop
   std::vector<kernels::BackendRung> ladder;
   Config config;
+  bool shared_memory = false;  // the door is open
 };
 
 class AdminService final : public v1::Admin::Service {

@@ -30,6 +30,9 @@ void AttendMessage::Recycle() {
   tag = 0;
   input.Reset();
   output.Reset();
+  region.reset();
+  reply_area = {};
+  reply_bound = 0;
   sizes = {};
   answer = absl::OkStatus();
   fault = {};

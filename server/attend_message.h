@@ -15,11 +15,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "scheduler/request.h"
 #include "server/request_validator.h"
+#include "server/shared_region.h"
 #include "server/staging_pool.h"
 
 namespace mla::server {
@@ -47,9 +49,12 @@ class AttendMessage final : public scheduler::StreamRequest {
   AttendSizes sizes;
   absl::Status answer;
   scheduler::Fault fault;
-  size_t charge = 0;        // bytes counted against the stream
-  bool new_step = false;    // this BeginStep made the stream remember the step
-  int64_t answered_ns = 0;  // steady clock
+  std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
+  std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
+  size_t reply_bound = 0;                // bytes that the reply's header takes at most, if known
+  size_t charge = 0;                     // bytes counted against the stream
+  bool new_step = false;                 // this BeginStep made the stream remember the step
+  int64_t answered_ns = 0;               // steady clock
   AttendMessage* next = nullptr;
 
  private:

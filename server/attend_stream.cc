@@ -2,7 +2,7 @@
 
 #include <grpcpp/server_context.h>
 
-#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,8 +11,6 @@
 
 namespace mla::server {
 namespace {
-
-using scheduler::RequestKind;
 
 constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
@@ -30,14 +28,6 @@ grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
   return grpc::Slice(data, size, ReleaseMessage, message);
 }
 
-absl::Status UnknownStep(uint64_t step_id, scheduler::Fault* fault) {
-  fault->field = "step_id";
-  fault->got = absl::StrCat(step_id);
-  fault->limit = "a step that this stream has begun or joined";
-  fault->reason = "step_not_found";
-  return absl::NotFoundError(absl::StrCat("step_id: no open step ", step_id, " on this stream"));
-}
-
 }  // namespace
 
 AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
@@ -45,7 +35,7 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
     : shared_(shared),
       registry_(registry),
       context_(context),
-      tenant_(tenant),
+      preparer_(shared.engine, tenant),
       requests_(shared.metrics->ForTenant(tenant)),
       engine_stream_(shared.engine->OpenStream(tenant)) {
   shared_.metrics->wire().streams.fetch_add(1);
@@ -171,79 +161,55 @@ bool AttendStream::Handle() {
 }
 
 absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
-  if (payload_.size != 0 && header_.body_case() != v1::AttendStreamRequest::kAttend) {
-    return InvalidField(&message->fault, "payload", "empty unless the body is attend",
+  if (header_.body_case() == v1::AttendStreamRequest::kAttend) {
+    if (header_.has_shared()) return PrepareShared(message);
+    absl::Status status = preparer_.PrepareAttend(
+        header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
+    if (status.ok()) *stalled = !TakeStaging(message);
+    return status;
+  }
+  if (payload_.size != 0 || header_.has_shared()) {
+    return InvalidField(&message->fault, payload_.size != 0 ? "payload" : "shared",
+                        "empty unless the body is attend", absl::StrCat(payload_.size, " bytes"),
+                        "payload_size");
+  }
+  return preparer_.Prepare(header_, message);
+}
+
+// Tensors that stay where they are: nothing is staged, nothing copied.
+absl::Status AttendStream::PrepareShared(AttendMessage* message) {
+  const v1::SharedTensors& where = header_.shared();
+  if (payload_.size != 0) {
+    return InvalidField(&message->fault, "payload", "empty beside shared",
                         absl::StrCat(payload_.size, " bytes"), "payload_size");
   }
-  switch (header_.body_case()) {
-    case v1::AttendStreamRequest::kBeginStep:
-      return PrepareBegin(message);
-    case v1::AttendStreamRequest::kAttend:
-      return PrepareAttend(message, stalled);
-    case v1::AttendStreamRequest::kEndStep:
-      message->kind = RequestKind::kEndStep;
-      message->step_id = header_.end_step().step_id();
-      return ParseEndStep(header_.end_step(), shared_.engine->limits(), &message->end,
-                          &message->fault);
-    case v1::AttendStreamRequest::kAbortStep:
-      message->kind = RequestKind::kAbortStep;
-      message->step_id = header_.abort_step().step_id();
-      return absl::OkStatus();
-    default:
-      return InvalidField(&message->fault, "body", "begin_step, attend, end_step or abort_step",
-                          "nothing", "missing");
+  if (shared_.regions != nullptr) {
+    message->region = shared_.regions->Find(preparer_.tenant(), where.handle());
   }
-}
-
-absl::Status AttendStream::PrepareBegin(AttendMessage* message) {
-  const v1::BeginStep& begin = header_.begin_step();
-  message->kind = RequestKind::kBeginStep;
-  message->step_id = begin.step_id();
-  StepShape shape;
-  absl::Status status = ParseBeginStep(begin, shared_.engine->limits(), &message->begin,
-                                       &shape.rows, &message->fault);
+  if (message->region == nullptr) {
+    // The same words for a handle that never was, one of another tenant, and one that is no more.
+    message->fault.field = "shared.handle";
+    message->fault.reason = "region_not_found";
+    return absl::NotFoundError("shared.handle: no such region");
+  }
+  absl::Status status = preparer_.PrepareAttend(header_.attend(), kTensorsElsewhere,
+                                                std::numeric_limits<int64_t>::max(), message);
   if (!status.ok()) return status;
-  shape.model = shared_.engine->FindModel(tenant_, begin.model_id());
-  if (shape.model == nullptr) {
-    message->fault.field = "begin_step.model_id";
-    message->fault.got = begin.model_id();
-    message->fault.reason = "model_not_found";
-    return absl::NotFoundError("begin_step.model_id: no such model");
+  const uint64_t in = AttendPreparer::SharedInBytes(message->sizes);
+  const uint64_t out = AttendPreparer::SharedOutBytes(message->sizes);
+  if (where.in_length() != in || where.out_length() != out) {
+    const bool is_in = where.in_length() != in;
+    return InvalidField(&message->fault, is_in ? "shared.in_length" : "shared.out_length",
+                        absl::StrCat(is_in ? in : out, " bytes"),
+                        absl::StrCat(is_in ? where.in_length() : where.out_length()),
+                        "payload_size");
   }
-  // Remembered before the engine has answered: a client may send its rows without waiting.
-  message->new_step = RememberStep(message->step_id, std::move(shape));
-  return absl::OkStatus();
-}
-
-bool AttendStream::RememberStep(scheduler::StepId id, StepShape shape) {
-  const std::lock_guard lock(mutex_);
-  // Steps whose lease ran out are forgotten here only when something is said about them, so the
-  // oldest give way once there are far more than can be open.
-  if (steps_.size() >= 4 * static_cast<size_t>(shared_.engine->limits().max_open_steps)) {
-    steps_.erase(std::min_element(steps_.begin(), steps_.end(), [](const auto& a, const auto& b) {
-      return a.second.order < b.second.order;
-    }));
-  }
-  shape.order = ++steps_begun_;
-  return steps_.emplace(id, std::move(shape)).second;
-}
-
-absl::Status AttendStream::PrepareAttend(AttendMessage* message, bool* stalled) {
-  const v1::Attend& attend = header_.attend();
-  message->kind = RequestKind::kAttend;
-  message->step_id = attend.step_id();
-  StepShape shape;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = steps_.find(attend.step_id());
-    if (found == steps_.end()) return UnknownStep(attend.step_id(), &message->fault);
-    shape = found->second;
-  }
-  absl::Status status =
-      ParseAttend(attend, *shape.model, shape.rows, static_cast<int64_t>(payload_.size),
-                  shared_.wire.message_bytes, &message->attend, &message->sizes, &message->fault);
+  status = AttendPreparer::PointInto(*message->region, where.in_offset(), where.out_offset(),
+                                     "shared.", message);
   if (!status.ok()) return status;
-  *stalled = !TakeStaging(message);
+  WireCounters& counters = shared_.metrics->wire();
+  counters.shared_received_bytes.fetch_add(in, std::memory_order_relaxed);
+  counters.shared_sent_bytes.fetch_add(out, std::memory_order_relaxed);
   return absl::OkStatus();
 }
 
@@ -285,21 +251,13 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
 
 // ------------------------------------------------------------------------------------- Writing
 
-void AttendStream::ForgetStep(const AttendMessage& message) {
-  const bool ended = message.answer.ok() && (message.kind == RequestKind::kEndStep ||
-                                             message.kind == RequestKind::kAbortStep);
-  if (ended || message.step_aborted || (message.new_step && !message.answer.ok())) {
-    steps_.erase(message.step_id);
-  }
-}
-
 void AttendStream::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
   message->answered_ns = SteadyNanos();
   message->next = nullptr;
+  preparer_.Answered(*message);
   {
     const std::lock_guard lock(mutex_);
-    ForgetStep(*message);
     if (writing_ || cancelled_ || broken_) {
       (queue_tail_ != nullptr ? queue_tail_->next : queue_head_) = message;
       queue_tail_ = message;
@@ -318,7 +276,7 @@ void AttendStream::Write(AttendMessage* message) {
   grpc::Slice slices[3];
   size_t count = 1;
   size_t payload = 0;
-  if (message->answer.ok() && message->kind == RequestKind::kAttend) {
+  if (message->answer.ok() && message->output) {
     const AttendSizes& sizes = message->sizes;
     const auto o_bytes = static_cast<size_t>(sizes.o_bytes);
     const auto lse_bytes = static_cast<size_t>(sizes.lse_bytes);

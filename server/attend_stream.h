@@ -1,9 +1,10 @@
 // One Attend stream: reads messages, hands them to the engine, writes the replies.
 //
 // Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
-// memory and submits; the engine answers through OnAnswered; the reply is framed over the output
-// memory and written; OnWriteDone gives the memory back. Requests are submitted in the order they
-// arrived, replies leave in the order they were answered.
+// memory (tensors in a shared-memory region stay where they are) and submits; the engine answers
+// through OnAnswered; the reply is framed over the output memory and written; OnWriteDone gives the
+// memory back. Requests are submitted in the order they arrived, replies leave in the order they
+// were answered.
 //
 // Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
 // wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
@@ -27,7 +28,6 @@
 #include <grpcpp/support/slice.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -37,8 +37,14 @@
 #include "proto/tensor_codec.h"
 #include "scheduler/engine.h"
 #include "server/attend_message.h"
+#include "server/attend_preparer.h"
 #include "server/config.h"
 #include "server/metrics.h"
+<<<<<<< HEAD
+=======
+#include "server/shared_region.h"
+#include "server/tensor_codec.h"
+>>>>>>> 1c270eb (Share memory with clients of the same host: regions, door, command ring)
 
 namespace mla::server {
 
@@ -48,6 +54,7 @@ struct WireContext {
   std::shared_ptr<AttendMessagePool> pool;
   Config::Wire wire;
   Metrics* metrics = nullptr;
+  SharedRegionTable* regions = nullptr;  // null: the path is off
   uint64_t boot_id = 0;
 };
 
@@ -79,11 +86,6 @@ class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
 
  private:
   enum class Reader { kReading, kPaused, kStalled, kDone };
-  struct StepShape {
-    std::shared_ptr<const scheduler::ModelSpec> model;
-    int32_t rows = 0;
-    uint64_t order = 0;  // of its BeginStep on this stream
-  };
 
   // Reading side. Handle returns false when there was no staging memory: call again later.
   bool Handle();
@@ -93,21 +95,18 @@ class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   void Break(absl::Status status);
   AttendMessage* Accept();
   absl::Status Prepare(AttendMessage* message, bool* stalled);
-  absl::Status PrepareBegin(AttendMessage* message);
-  absl::Status PrepareAttend(AttendMessage* message, bool* stalled);
+  absl::Status PrepareShared(AttendMessage* message);
   bool TakeStaging(AttendMessage* message);
   void Discharge(AttendMessage* message);
 
   // Writing side.
-  bool RememberStep(scheduler::StepId id, StepShape shape);
-  void ForgetStep(const AttendMessage& message);
   void Write(AttendMessage* message);
   void MaybeFinish();
 
   const WireContext& shared_;
   AttendStreamRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
-  const std::string tenant_;
+  AttendPreparer preparer_;
   TenantCounters* const requests_;
   scheduler::StreamId engine_stream_ = 0;
 
@@ -136,8 +135,6 @@ class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   AttendMessage* writing_message_ = nullptr;
   AttendMessage* queue_head_ = nullptr;
   AttendMessage* queue_tail_ = nullptr;
-  std::map<scheduler::StepId, StepShape> steps_;
-  uint64_t steps_begun_ = 0;
 };
 
 }  // namespace mla::server

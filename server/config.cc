@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <set>
 
@@ -356,6 +357,11 @@ std::string UnixPath(const Config::Listen& listen, const std::string& runtime_fo
                       ".sock");
 }
 
+std::string DoorPath(const Config::Shm& shm, const std::string& unix_path) {
+  if (!shm.enabled || unix_path.empty()) return "";
+  return shm.path == "auto" ? unix_path + ".shm" : shm.path;
+}
+
 void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   CheckListen(config, faults);
   const auto at_most = [&](const char* small, auto small_value, const char* large,
@@ -364,6 +370,15 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
     faults->push_back(absl::StrCat(small, ": got ", small_value, ", must be at most ", large, " (",
                                    large_value, ")"));
   };
+  if (!std::has_single_bit(static_cast<uint32_t>(config.shm.ring_entries))) {
+    faults->push_back(absl::StrCat("shm.ring_entries: got ", config.shm.ring_entries,
+                                   ", must be a power of two"));
+  }
+  if (config.shm.path.size() > 107) {
+    faults->push_back(
+        absl::StrCat("shm.path: got ", config.shm.path.size(), " bytes, at most 107 are possible"));
+  }
+  at_most("shm.region_bytes", config.shm.region_bytes, "shm.total_bytes", config.shm.total_bytes);
   const scheduler::Limits& limits = config.limits;
   at_most("wire.message_bytes", config.wire.message_bytes, "wire.inflight_bytes",
           config.wire.inflight_bytes);

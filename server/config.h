@@ -58,6 +58,18 @@ struct Config {
     int64_t slow_reader_ms = 30000;  // a reply not taken for this long cuts the stream
   } wire;
 
+  // The same-host path: docs/shared_memory.md.
+  struct Shm {
+    bool enabled = true;
+    std::string path = "auto";                  // of the door; auto: the unix socket's + ".shm"
+    int64_t region_bytes = int64_t{128} << 20;  // arena of one region
+    int64_t total_bytes = int64_t{256} << 20;   // of all regions
+    int32_t regions_max = 64;
+    int32_t tenant_regions = 16;
+    int32_t ring_entries = 256;  // requests in flight on one ring; a power of two
+    int32_t spin_us = 50;        // a ring's poller spins at most this long before it sleeps
+  } shm;
+
   struct Tls {
     std::string cert, key, client_ca;  // PEM files
     int64_t reload_ms = 10000;
@@ -140,6 +152,9 @@ std::string ReferenceMarkdown();
 // The path of the unix socket with "auto" resolved; empty: none. `runtime_folder` is the user's
 // folder for sockets ($XDG_RUNTIME_DIR), empty if there is none.
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder);
+
+// The path of the shared-memory door beside the unix socket at `unix_path`; empty: none.
+std::string DoorPath(const Config::Shm& shm, const std::string& unix_path);
 
 // "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.
 bool IsLoopback(const std::string& address);

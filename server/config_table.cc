@@ -139,6 +139,35 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
       });
 }
 
+void AddShmKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bool("shm.enabled", "Offer shared memory to clients of the unix socket.",
+               "Without it their tensors travel through the socket.", MLA_SLOT(shm.enabled)),
+          Text("shm.path",
+               "Path of the socket through which regions are handed out; auto: the unix socket's "
+               "with .shm behind it.",
+               "At most 107 bytes; only the server's own user may connect.", MLA_SLOT(shm.path)),
+          Bytes("shm.region_bytes", 65536, kTiB, "Tensor bytes of one region.",
+                "Holds what one client has in flight, requests and replies together.",
+                MLA_SLOT(shm.region_bytes)),
+          Bytes("shm.total_bytes", 65536, kTiB, "Memory of all regions together.",
+                "Counted at start and taken as clients connect; further clients use the socket.",
+                MLA_SLOT(shm.total_bytes)),
+          Int("shm.regions_max", 1, 4096, "Regions at a time, all tenants together.",
+              "Each ring has a thread of its own.", MLA_SLOT(shm.regions_max)),
+          Int("shm.tenant_regions", 1, 4096, "Regions of one tenant at a time.",
+              "Further clients of the tenant use the socket.", MLA_SLOT(shm.tenant_regions)),
+          Int("shm.ring_entries", 2, 4096, "Requests in flight on one command ring.",
+              "A power of two; a client that sends more is cut off.", MLA_SLOT(shm.ring_entries)),
+          Int("shm.spin_us", 0, 10000000,
+              "Longest time that a ring's thread spins for the next request before it sleeps.",
+              "Spinning saves a wake-up of 5 to 50 us and takes a core while it lasts.",
+              MLA_SLOT(shm.spin_us)),
+      });
+}
+
 void AddCapacityKeys(std::vector<ConfigKey>* keys) {
   keys->insert(
       keys->end(),
@@ -255,6 +284,7 @@ std::vector<ConfigKey> MakeKeys() {
   std::vector<ConfigKey> keys;
   AddListenKeys(&keys);
   AddWireKeys(&keys);
+  AddShmKeys(&keys);
   AddCapacityKeys(&keys);
   AddSchedulingKeys(&keys);
   AddBackendKeys(&keys);

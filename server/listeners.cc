@@ -101,6 +101,11 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
 
 }  // namespace
 
+std::string ServedUnixPath(const Config& config) {
+  const char* runtime_folder = std::getenv("XDG_RUNTIME_DIR");
+  return UnixPath(config.listen, runtime_folder == nullptr ? "" : runtime_folder);
+}
+
 absl::StatusOr<Listeners> Listen(const Config& config,
                                  const std::vector<grpc::Service*>& services) {
   RegisterPluginsOnce();
@@ -118,8 +123,7 @@ absl::StatusOr<Listeners> Listen(const Config& config,
   if (!config.listen.address.empty()) {
     builder.AddListeningPort(config.listen.address, credentials, &listeners.tcp_port);
   }
-  const char* runtime_folder = std::getenv("XDG_RUNTIME_DIR");
-  listeners.unix_path = UnixPath(config.listen, runtime_folder == nullptr ? "" : runtime_folder);
+  listeners.unix_path = ServedUnixPath(config);
   const std::string& unix_path = listeners.unix_path;
   if (!unix_path.empty()) {
     if (SomebodyServes(unix_path)) {

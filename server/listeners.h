@@ -20,6 +20,9 @@ struct Listeners {
   bool introspection = false;  // reflection and channelz are served
 };
 
+// The unix socket's path with "auto" resolved by this process's environment; empty: none.
+std::string ServedUnixPath(const Config& config);
+
 // Starts serving `services` (which outlive the result) on every address of `config`. Every limit of
 // the transport is set explicitly. INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address
 // cannot be bound.

@@ -66,6 +66,8 @@ constexpr Declaration kDeclarations[] = {
     {"mla_kv_used_bytes", Type::kGauge, "Bytes of the page pool in use."},
     {"mla_kv_usage_ratio", Type::kGauge, "Used share of the page pool."},
     {"mla_streams_open", Type::kGauge, "Open Attend streams."},
+    {"mla_shared_regions", Type::kGauge, "Shared-memory regions of connected clients."},
+    {"mla_rings_open", Type::kGauge, "Command rings of connected clients."},
     {"mla_streams_cut_total", Type::kCounter, "Streams cut because their replies were not read."},
     {"mla_stream_write_blocked_seconds_total", Type::kCounter,
      "Time replies waited for the transport to take them."},
@@ -174,10 +176,14 @@ struct Metrics::Impl {
   Gauge& kv_used = OneGauge("mla_kv_used_bytes");
   Gauge& kv_usage = OneGauge("mla_kv_usage_ratio");
   Gauge& streams = OneGauge("mla_streams_open");
+  Gauge& shared_regions = OneGauge("mla_shared_regions");
+  Gauge& rings = OneGauge("mla_rings_open");
   Counter& streams_cut = One("mla_streams_cut_total", {{"reason", "slow_reader"}});
   Counter& write_blocked = One("mla_stream_write_blocked_seconds_total");
   Counter& received = One("mla_received_bytes_total", {{"path", "inline"}});
   Counter& sent = One("mla_sent_bytes_total", {{"path", "inline"}});
+  Counter& shared_received = One("mla_received_bytes_total", {{"path", "shared"}});
+  Counter& shared_sent = One("mla_sent_bytes_total", {{"path", "shared"}});
   Counter& copied = One("mla_copied_bytes_total", {{"path", "inline"}});
   Counter& kernel_errors = One("mla_kernel_errors_total");
   Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
@@ -279,6 +285,8 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   m.kv_usage.Set(stats.kv_bytes_total > 0 ? count(stats.kv_bytes_used) / count(stats.kv_bytes_total)
                                           : 0);
   m.streams.Set(wire_.streams.load());
+  m.shared_regions.Set(wire_.shared_regions.load());
+  m.rings.Set(wire_.rings.load());
   RaiseTo(m.steps_aborted, count(stats.steps_aborted));
   RaiseTo(m.leases_expired, count(stats.leases_expired));
   RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));
@@ -291,6 +299,8 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.received, count(wire_.received_bytes.load()));
   RaiseTo(m.sent, count(wire_.sent_bytes.load()));
   RaiseTo(m.copied, count(wire_.copied_bytes.load()));
+  RaiseTo(m.shared_received, count(wire_.shared_received_bytes.load()));
+  RaiseTo(m.shared_sent, count(wire_.shared_sent_bytes.load()));
   RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
   RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);
   return prometheus::TextSerializer().Serialize(m.registry->Collect());

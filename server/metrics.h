@@ -33,6 +33,10 @@ struct WireCounters {
   std::atomic<int32_t> streams{0};
   std::atomic<uint64_t> streams_cut{0};
   std::atomic<uint64_t> write_blocked_ns{0};
+  // Tensors that were used where they lay, in shared memory.
+  std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
+  std::atomic<int32_t> shared_regions{0};  // with a handle
+  std::atomic<int32_t> rings{0};
 };
 
 // Requests of one tenant by status code. Owned by Metrics, alive as long as it.

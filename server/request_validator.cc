@@ -146,7 +146,7 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
                                      message_bytes - kReplyHeaderBytes, " bytes"),
                         absl::StrCat(args.row_count), "reply_too_large");
   }
-  if (in != payload_bytes) {
+  if (payload_bytes != kTensorsElsewhere && in != payload_bytes) {
     return InvalidField(
         fault, "payload",
         absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes, ")"),

@@ -35,13 +35,17 @@ struct AttendSizes {
 // Header bytes that every reply may need beside its payload.
 inline constexpr int64_t kReplyHeaderBytes = 512;
 
+// For ParseAttend: the tensors do not travel in the message, and neither will the reply's.
+inline constexpr int64_t kTensorsElsewhere = -1;
+
 // `total_rows` receives the sum of the sequences' rows.
 absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limits& limits,
                             scheduler::BeginStepArgs* args, int32_t* total_rows,
                             scheduler::Fault* fault);
 
 // `total_rows` are the step's rows. Checks slices, profile, dtypes and that `payload_bytes` is what
-// they imply and that the reply stays within `message_bytes`. Leaves the pointers of `args` null.
+// they imply (unless it is kTensorsElsewhere) and that the reply stays within `message_bytes`.
+// Leaves the pointers of `args` null.
 // FAILED_PRECONDITION when the model has no expanded form.
 absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
                          int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,

@@ -22,6 +22,8 @@
 #include "server/ops_http.h"
 #include "server/sequence_service.h"
 #include "server/server_state.h"
+#include "server/shared_memory_door.h"
+#include "server/shared_region.h"
 #include "server/status_page.h"
 #include "server/version.h"
 #include "server/warm_up.h"
@@ -64,6 +66,8 @@ struct Server::Parts {
   int64_t counted_bytes = 0;
   std::unique_ptr<scheduler::Engine> engine;
   std::shared_ptr<AttendMessagePool> pool;
+  std::string door_path;  // empty: no shared memory
+  std::unique_ptr<SharedRegionTable> regions;
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
@@ -73,11 +77,14 @@ struct Server::Parts {
   std::unique_ptr<Watchdog> watchdog;
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
+  std::unique_ptr<SharedMemoryDoor> door;
   bool shut_down = false;
 
   absl::Status MakeEngine();
+  void MakeRegions();
   void MakeServices();
   absl::Status StartOps();
+  absl::Status OpenDoor();
   std::vector<StatusSection> Status();
   HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
@@ -91,9 +98,10 @@ absl::Status Server::Parts::MakeEngine() {
   LogLadder(ladder);
   const bool in_host_memory = choice->backend->Info().unified_memory;
   counted_bytes = scheduler::Engine::CountBytes(config.limits, *choice->backend);
-  absl::Status fits = CheckMemory(
-      {{"engine", in_host_memory ? counted_bytes : 0}, {"staging", config.wire.staging_bytes}},
-      AvailableMemory());
+  absl::Status fits = CheckMemory({{"engine", in_host_memory ? counted_bytes : 0},
+                                   {"staging", config.wire.staging_bytes},
+                                   {"shared", door_path.empty() ? 0 : config.shm.total_bytes}},
+                                  AvailableMemory());
   if (!fits.ok()) return fits;
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
@@ -116,6 +124,7 @@ void Server::Parts::MakeServices() {
   wire.pool = pool;
   wire.wire = options.config.wire;
   wire.metrics = &metrics;
+  wire.regions = regions.get();
   wire.boot_id = boot_id;
   attention = std::make_unique<AttentionService>(wire);
   sequences = std::make_unique<SequenceService>(rpc);
@@ -128,6 +137,7 @@ void Server::Parts::MakeServices() {
   };
   admin_options.ladder = ladder;
   admin_options.config = options.config;
+  admin_options.shared_memory = regions != nullptr;
   admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
   health = std::make_unique<HealthService>(
       &state,
@@ -210,11 +220,41 @@ absl::Status Server::Parts::StartOps() {
   return absl::OkStatus();
 }
 
+// What regions are made of; the door to them opens once there is something to serve.
+void Server::Parts::MakeRegions() {
+  if (door_path.empty()) return;
+  const Config::Shm& shm = options.config.shm;
+  RegionHooks hooks;
+  hooks.on_mapped = [this](std::span<std::byte> memory) { return engine->RegisterHost(memory); };
+  hooks.before_unmapped = [this](std::span<std::byte> memory) { engine->UnregisterHost(memory); };
+  const RegionLimits limits = {shm.region_bytes, shm.total_bytes, shm.regions_max,
+                               shm.tenant_regions};
+  regions = std::make_unique<SharedRegionTable>(limits, std::move(hooks));
+}
+
+absl::Status Server::Parts::OpenDoor() {
+  if (regions == nullptr) return absl::OkStatus();
+  SharedMemoryDoorOptions door_options;
+  door_options.engine = engine.get();
+  door_options.regions = regions.get();
+  door_options.metrics = &metrics;
+  door_options.pool = pool;
+  door_options.boot_id = boot_id;
+  door_options.path = door_path;
+  door_options.shm = options.config.shm;
+  door_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
+  auto opened = SharedMemoryDoor::Open(std::move(door_options));
+  if (!opened.ok()) return opened.status();
+  door = *std::move(opened);
+  return absl::OkStatus();
+}
+
 DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
   DrainResult result;
   if (std::exchange(shut_down, true)) return result;
   if (drain) result = drain->Run(drain_deadline);
   state.Move(Phase::kStopped, 100, "stopped");
+  door.reset();
   if (listeners.server != nullptr) {
     listeners.server->Shutdown(std::chrono::system_clock::now() + kCloseGrace);
     listeners.server->Wait();
@@ -230,7 +270,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   auto parts = std::make_unique<Parts>();
   parts->options = std::move(options);
   const Config& config = parts->options.config;
+  parts->door_path = DoorPath(config.shm, ServedUnixPath(config));
   if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
+  parts->MakeRegions();
   parts->MakeServices();
   if (absl::Status status = parts->StartOps(); !status.ok()) return status;
   scheduler::Engine* const engine = parts->engine.get();
@@ -244,9 +286,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
                                    parts->models.get(), parts->admin.get(), parts->health.get()});
   if (!listeners.ok()) return listeners.status();
   parts->listeners = *std::move(listeners);
+  if (absl::Status status = parts->OpenDoor(); !status.ok()) return status;
   Log(LogLevel::kInfo, "listening",
       {{"tcp_port", absl::StrCat(parts->listeners.tcp_port)},
        {"unix_path", parts->listeners.unix_path},
+       {"door_path", parts->door_path},
        {"ops_port", absl::StrCat(parts->ops == nullptr ? 0 : parts->ops->port())},
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
        {"reflection", parts->listeners.introspection ? "on" : "off"}});

@@ -1,0 +1,264 @@
+#include "server/shared_memory_door.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/identity.h"
+#include "server/logging.h"
+
+namespace mla::server {
+namespace {
+
+constexpr int64_t kHelloNanos = 5'000'000'000;  // a client must have said hello by then
+constexpr int kSweepMillis = 1000;
+constexpr size_t kPendingConnections = 16;  // beside those with a region
+
+sockaddr_un Address(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  return address;
+}
+
+bool SomebodyServes(const sockaddr_un& address) {
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool connected =
+      connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+  close(fd);
+  return connected;
+}
+
+bool IsOwnUser(int descriptor) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(descriptor, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+  return peer.uid == geteuid() || peer.uid == 0;
+}
+
+// The welcome, with the region's descriptor if there is a region.
+bool Send(int descriptor, const wire::Welcome& welcome, const SharedRegion* region) {
+  iovec part{const_cast<wire::Welcome*>(&welcome), sizeof(welcome)};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  if (region != nullptr) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    const int passed = region->descriptor();
+    std::memcpy(CMSG_DATA(header), &passed, sizeof(passed));
+  }
+  return sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT) ==
+         static_cast<ssize_t>(sizeof(welcome));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> SharedMemoryDoor::Open(
+    SharedMemoryDoorOptions options) {
+  std::unique_ptr<SharedMemoryDoor> door(new SharedMemoryDoor(std::move(options)));
+  if (absl::Status status = door->Bind(); !status.ok()) return status;
+  door->thread_ = std::thread([raw = door.get()] { raw->Run(); });
+  return door;
+}
+
+absl::Status SharedMemoryDoor::Bind() {
+  const auto failed = [this](const char* what) {
+    return absl::UnavailableError(
+        absl::StrCat("shm.path ", options_.path, ": ", what, ": ", std::strerror(errno)));
+  };
+  const sockaddr_un address = Address(options_.path);
+  if (options_.path.size() >= sizeof(address.sun_path)) {
+    return absl::UnavailableError(absl::StrCat("shm.path ", options_.path, ": got ",
+                                               options_.path.size(), " bytes, at most ",
+                                               sizeof(address.sun_path) - 1, " are possible"));
+  }
+  if (SomebodyServes(address)) {
+    return absl::UnavailableError(
+        absl::StrCat("shm.path ", options_.path, ": another server is there"));
+  }
+  struct stat found {};
+  if (lstat(options_.path.c_str(), &found) == 0 && S_ISSOCK(found.st_mode)) {
+    unlink(options_.path.c_str());
+  }
+  const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (listener < 0) return failed("socket");
+  // Owner only, from the file's first moment.
+  const mode_t before = umask(S_IRWXG | S_IRWXO | S_IXUSR);
+  const int bound = bind(listener, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  umask(before);
+  if (bound != 0) {
+    absl::Status status = failed("bind");
+    close(listener);
+    return status;
+  }
+  listener_ = listener;  // from here on the socket file is this door's to remove
+  events_ = epoll_create1(EPOLL_CLOEXEC);
+  stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (listen(listener_, static_cast<int>(kPendingConnections)) != 0 || events_ < 0 ||
+      stop_event_ < 0) {
+    return failed("listen");
+  }
+  for (const int descriptor : {listener_, stop_event_}) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.fd = descriptor;
+    if (epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) return failed("epoll");
+  }
+  return absl::OkStatus();
+}
+
+SharedMemoryDoor::~SharedMemoryDoor() {
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    if (write(stop_event_, &one, sizeof(one)) == sizeof(one)) thread_.join();
+  }
+  if (listener_ >= 0) {
+    unlink(options_.path.c_str());
+    close(listener_);
+  }
+  if (events_ >= 0) close(events_);
+  if (stop_event_ >= 0) close(stop_event_);
+}
+
+void SharedMemoryDoor::Run() {
+  bool stop = false;
+  while (!stop) {
+    epoll_event events[16];
+    const int count = epoll_wait(events_, events, 16, kSweepMillis);
+    for (int i = 0; i < count; ++i) {
+      const int descriptor = events[i].data.fd;
+      if (descriptor == stop_event_) {
+        stop = true;
+      } else if (descriptor == listener_) {
+        Accept();
+      } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
+        // Whatever happens on a greeted connection is its end.
+        if (found->second.region == nullptr && (events[i].events & EPOLLIN) != 0) {
+          Greet(&found->second);
+        } else {
+          End(descriptor);
+        }
+      }
+    }
+    EndSilent();
+  }
+  while (!connections_.empty()) End(connections_.begin()->first);
+}
+
+void SharedMemoryDoor::Accept() {
+  const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (descriptor < 0) return;
+  const size_t most = static_cast<size_t>(options_.shm.regions_max) + kPendingConnections;
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLRDHUP;
+  event.data.fd = descriptor;
+  if (connections_.size() >= most || !IsOwnUser(descriptor) ||
+      epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
+    close(descriptor);
+    return;
+  }
+  Connection& connection = connections_[descriptor];
+  connection.descriptor = descriptor;
+  connection.since_ns = SteadyNanos();
+}
+
+void SharedMemoryDoor::Greet(Connection* connection) {
+  const int descriptor = connection->descriptor;
+  wire::Hello hello{};
+  const ssize_t got = recv(descriptor, &hello, sizeof(hello), MSG_DONTWAIT | MSG_TRUNC);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got != static_cast<ssize_t>(sizeof(hello)) || hello.magic != wire::kDoorMagic) {
+    return End(descriptor);
+  }
+  wire::Welcome welcome{};
+  welcome.magic = wire::kDoorMagic;
+  welcome.version = wire::kDoorVersion;
+  welcome.boot_id = options_.boot_id;
+  const absl::Status status = Admit(hello, connection, &welcome);
+  welcome.code = static_cast<int32_t>(status.code());
+  std::string(status.message()).copy(welcome.message, sizeof(welcome.message) - 1);
+  Log(LogLevel::kDebug, "shared_memory",
+      {{"tenant", connection->tenant}, {"answer", status.ToString()}});
+  if (!Send(descriptor, welcome, connection->region.get()) || !status.ok()) End(descriptor);
+}
+
+absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* connection,
+                                     wire::Welcome* welcome) {
+  if (hello.version != wire::kDoorVersion) {
+    return absl::UnimplementedError(
+        absl::StrCat("version: got ", hello.version, ", must be ", wire::kDoorVersion));
+  }
+  connection->tenant.assign(hello.tenant, strnlen(hello.tenant, sizeof(hello.tenant)));
+  if (connection->tenant.empty()) connection->tenant = "default";
+  if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
+    return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
+  }
+  const bool wants_ring = (hello.flags & wire::kWantRing) != 0;
+  const auto entries = static_cast<uint32_t>(options_.shm.ring_entries);
+  auto region = options_.regions->Create(connection->tenant, hello.bytes,
+                                         wants_ring ? wire::RingBytes(entries) : 0);
+  if (!region.ok()) return region.status();
+  connection->region = *std::move(region);
+  options_.metrics->wire().shared_regions.fetch_add(1);
+  const SharedRegion& made = *connection->region;
+  std::copy(made.handle().begin(), made.handle().end(), welcome->handle);
+  welcome->region_bytes = made.size();
+  welcome->arena_offset = made.arena_offset();
+  if (!wants_ring) return absl::OkStatus();
+  CommandRingOptions ring;
+  ring.engine = options_.engine;
+  ring.pool = options_.pool;
+  ring.metrics = options_.metrics;
+  ring.tenant = connection->tenant;
+  // The connection's end, which this causes, is what ends the ring.
+  ring.on_cut = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
+  ring.boot_id = options_.boot_id;
+  ring.entries = entries;
+  ring.spin_us = std::min(hello.spin_us, static_cast<uint32_t>(options_.shm.spin_us));
+  welcome->ring_entries = entries;
+  welcome->spin_us = ring.spin_us;
+  connection->ring = std::make_unique<CommandRing>(std::move(ring), connection->region);
+  return absl::OkStatus();
+}
+
+void SharedMemoryDoor::End(int descriptor) {
+  const auto found = connections_.find(descriptor);
+  Connection& connection = found->second;
+  if (connection.region != nullptr) {
+    options_.regions->Remove(*connection.region);
+    options_.metrics->wire().shared_regions.fetch_sub(1);
+  }
+  connection.ring.reset();
+  connections_.erase(found);
+  close(descriptor);
+}
+
+void SharedMemoryDoor::EndSilent() {
+  std::vector<int> silent;
+  const int64_t now = SteadyNanos();
+  for (const auto& [descriptor, connection] : connections_) {
+    if (connection.region == nullptr && now - connection.since_ns > kHelloNanos) {
+      silent.push_back(descriptor);
+    }
+  }
+  for (const int descriptor : silent) End(descriptor);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,76 @@
+// The door: a unix socket through which clients of the same host and user get shared memory.
+//
+// A client connects, sends one wire::Hello and receives one wire::Welcome with the descriptor of
+// its region. From then on the connection carries nothing; it stands for the client's life. When it
+// ends, for whatever reason, the region's handle is worthless at once and its ring is closed, which
+// aborts the ring's steps.
+//
+// Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
+// file's mode). A client that does not say hello in time is dropped; so is one that says anything
+// after it.
+//
+// Threading: one thread serves all connections. Open and the destructor from one thread.
+#ifndef MLA_SERVER_SHARED_MEMORY_DOOR_H_
+#define MLA_SERVER_SHARED_MEMORY_DOOR_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/attend_message.h"
+#include "server/command_ring.h"
+#include "server/config.h"
+#include "server/metrics.h"
+#include "server/shared_region.h"
+
+namespace mla::server {
+
+struct SharedMemoryDoorOptions {
+  scheduler::Engine* engine = nullptr;  // these four outlive the door
+  SharedRegionTable* regions = nullptr;
+  Metrics* metrics = nullptr;
+  std::shared_ptr<AttendMessagePool> pool;
+  uint64_t boot_id = 0;
+  std::string path;  // of the socket
+  Config::Shm shm;
+  size_t max_name_bytes = 128;  // of a tenant
+};
+
+class SharedMemoryDoor final {
+ public:
+  // UNAVAILABLE when the socket cannot be bound or another server serves it.
+  static absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> Open(SharedMemoryDoorOptions options);
+  // Ends every connection as if its client had gone.
+  ~SharedMemoryDoor();
+
+ private:
+  struct Connection {
+    int descriptor = -1;
+    int64_t since_ns = 0;
+    std::string tenant;
+    std::shared_ptr<SharedRegion> region;  // null until the hello
+    std::unique_ptr<CommandRing> ring;
+  };
+
+  explicit SharedMemoryDoor(SharedMemoryDoorOptions options) : options_(std::move(options)) {}
+  absl::Status Bind();
+  void Run();
+  void Accept();
+  void Greet(Connection* connection);
+  absl::Status Admit(const wire::Hello& hello, Connection* connection, wire::Welcome* welcome);
+  void End(int descriptor);
+  void EndSilent();
+
+  const SharedMemoryDoorOptions options_;
+  int listener_ = -1, events_ = -1, stop_event_ = -1;
+  std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
+  std::thread thread_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SHARED_MEMORY_DOOR_H_

@@ -1,0 +1,105 @@
+// Memory that a client of the same host and this server both map, and the table that says whose.
+//
+// A region is a sealed memory object (it can be neither shrunk nor grown, so no access faults)
+// whose pages are taken when it is made. Its handle is 128 random bits: whoever presents it must
+// also be of the tenant it was made for. Requests hold the region they point into, so memory stays
+// mapped until the last of them is answered; the handle is worth nothing from Remove on.
+//
+// Bounds: regions and bytes of all tenants, regions of one tenant, bytes of one region.
+// Threading: all methods from any thread.
+#ifndef MLA_SERVER_SHARED_REGION_H_
+#define MLA_SERVER_SHARED_REGION_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/ring_layout.h"
+
+namespace mla::server {
+
+using RegionHandle = std::array<uint8_t, wire::kHandleBytes>;
+
+// Hooks through which device backends learn about memory that copies should reach directly.
+struct RegionHooks {
+  std::function<absl::Status(std::span<std::byte>)> on_mapped;
+  std::function<void(std::span<std::byte>)> before_unmapped;
+};
+
+struct RegionLimits {
+  int64_t region_bytes = 0;  // arena of one region
+  int64_t total_bytes = 0;   // mapped, all regions
+  int32_t regions = 0;
+  int32_t tenant_regions = 0;
+};
+
+class SharedRegionTable;
+
+class SharedRegion final {
+ public:
+  ~SharedRegion();
+  SharedRegion(const SharedRegion&) = delete;
+  SharedRegion& operator=(const SharedRegion&) = delete;
+
+  std::byte* data() const { return bytes_.data(); }
+  size_t size() const { return bytes_.size(); }
+  size_t arena_offset() const { return arena_offset_; }
+  const RegionHandle& handle() const { return handle_; }
+  int descriptor() const { return descriptor_; }
+  // True if [offset, offset + length) lies in the arena.
+  bool Holds(uint64_t offset, uint64_t length) const {
+    return offset >= arena_offset_ && offset <= size() && length <= size() - offset;
+  }
+
+ private:
+  friend class SharedRegionTable;
+  struct Account;
+  SharedRegion() = default;
+  absl::Status Map(size_t bytes);
+
+  RegionHandle handle_{};
+  std::string tenant_;
+  std::span<std::byte> bytes_;
+  size_t arena_offset_ = 0;
+  int descriptor_ = -1;
+  bool registered_ = false;
+  RegionHooks hooks_;
+  std::shared_ptr<Account> account_;  // null until the region is counted
+  int64_t counted_bytes_ = 0;
+};
+
+class SharedRegionTable final {
+ public:
+  SharedRegionTable(const RegionLimits& limits, RegionHooks hooks);
+
+  // A region whose arena of at least `arena_bytes` (whole pages) begins at `arena_offset`.
+  // INVALID_ARGUMENT (size) or RESOURCE_EXHAUSTED (count, sum, memory).
+  absl::StatusOr<std::shared_ptr<SharedRegion>> Create(const std::string& tenant,
+                                                       uint64_t arena_bytes, size_t arena_offset);
+  // Null when there is no such region of this tenant; the caller cannot tell a forged handle from
+  // another tenant's or from one whose connection has ended.
+  std::shared_ptr<SharedRegion> Find(const std::string& tenant, std::string_view handle) const;
+  void Remove(const SharedRegion& region);
+  int32_t count() const;
+  int64_t mapped_bytes() const;  // of regions with a handle and of those that requests still hold
+
+ private:
+  const RegionLimits limits_;
+  const RegionHooks hooks_;
+  const std::shared_ptr<SharedRegion::Account> account_;
+  mutable std::mutex mutex_;
+  absl::flat_hash_map<RegionHandle, std::shared_ptr<SharedRegion>> regions_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SHARED_REGION_H_
