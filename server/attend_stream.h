@@ -40,11 +40,7 @@
 #include "server/attend_preparer.h"
 #include "server/config.h"
 #include "server/metrics.h"
-<<<<<<< HEAD
-=======
 #include "server/shared_region.h"
-#include "server/tensor_codec.h"
->>>>>>> 1c270eb (Share memory with clients of the same host: regions, door, command ring)
 
 namespace mla::server {
 

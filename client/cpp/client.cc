@@ -7,6 +7,7 @@
 #include <openssl/evp.h>
 #include <sys/random.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -16,9 +17,13 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/ring_stream.h"
 #include "client/cpp/session.h"
+#include "client/cpp/shared_memory.h"
 #include "client/cpp/stream.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "mla/v1/admin.grpc.pb.h"
@@ -75,9 +80,20 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
   return arguments;
 }
 
+// Where a unix target's server hands out shared memory; empty for other targets.
+std::string DoorOf(const std::string& target) {
+  constexpr absl::string_view kScheme = "unix:";
+  if (!absl::StartsWith(target, kScheme)) return "";
+  absl::string_view path(target);
+  path.remove_prefix(kScheme.size());
+  if (absl::StartsWith(path, "//")) path.remove_prefix(2);
+  return absl::StrCat(path, ".shm");
+}
+
 }  // namespace
 
 struct Client::Impl {
+  std::string target;
   ClientOptions options;
   std::shared_ptr<grpc::Channel> channel;
   std::unique_ptr<v1::Admin::Stub> admin;
@@ -125,6 +141,27 @@ struct Client::Impl {
     return reply;
   }
 
+  // A ring behind the unix socket of the target.
+  absl::StatusOr<std::shared_ptr<StepStream>> OpenRing() const {
+    const std::string door = DoorOf(target);
+    if (door.empty() || info.limits().shm_ring_entries() == 0) {
+      return absl::UnimplementedError("the server offers no shared memory");
+    }
+    SharedMemoryOptions wanted;
+    wanted.tenant = options.tenant;
+    wanted.bytes = std::min(options.shared_bytes, info.limits().shm_region_bytes());
+    wanted.spin_us = options.spin_us;
+    wanted.server_spin_us = options.spin_us;
+    auto memory = SharedMemory::Connect(door, wanted);
+    if (!memory.ok()) return memory.status();
+    if ((*memory)->boot_id() != info.boot_id()) {
+      return RestartedError(info.boot_id(), (*memory)->boot_id());
+    }
+    return std::make_shared<RingStream>(*std::move(memory), info.boot_id(),
+                                        Millis(options.request_timeout_ms),
+                                        info.limits().message_bytes());
+  }
+
   void RenewLoop(Client* client, Millis period) {
     std::unique_lock lock(mutex);
     while (!stopped.wait_for(lock, period, [this] { return stop; })) {
@@ -142,6 +179,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   if (!credentials.ok()) return credentials.status();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
+  impl->target = target;
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
   }
@@ -311,6 +349,14 @@ absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
   if (absl::Status status = impl_->Lost(); !status.ok()) return status;
   std::unique_ptr<Session> session(new Session());
   session->client_ = this;
+  if (impl_->options.transport != ClientOptions::Transport::kGrpc) {
+    auto ring = impl_->OpenRing();
+    if (ring.ok()) {
+      session->stream_ = *std::move(ring);
+      return session;
+    }
+    if (impl_->options.transport == ClientOptions::Transport::kRing) return ring.status();
+  }
   session->stream_ = std::make_shared<Stream>(
       impl_->channel, impl_->options.tenant, impl_->info.boot_id(),
       Millis(impl_->options.request_timeout_ms), impl_->info.limits().message_bytes());

@@ -44,6 +44,11 @@ struct ClientOptions {
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default
   bool renew_leases = true;
+  // How sessions travel. kAuto: through shared memory where a unix target's server offers it, else
+  // gRPC. kRing: shared memory or no session.
+  enum class Transport { kAuto, kGrpc, kRing } transport = Transport::kAuto;
+  uint64_t shared_bytes = 64u << 20;  // of one session's region, if the server allows as much
+  uint32_t spin_us = 20;              // how long a session spins on its ring before it sleeps
 };
 
 // Bytes of one layer's head range, in the layout of UploadWeightsRequest.Chunk.

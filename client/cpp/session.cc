@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/stream.h"
+#include "client/cpp/step_stream.h"
 
 namespace mla::client {
 namespace {
@@ -184,6 +184,10 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
   step->open_ = true;
   return step;
 }
+
+std::span<std::byte> Session::Allocate(uint64_t bytes) { return stream_->Allocate(bytes); }
+
+void Session::Free(std::span<std::byte> block) { stream_->Free(block); }
 
 absl::Status Session::Close() { return stream_->Close(); }
 

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -62,7 +63,7 @@ struct AttendTimes {
   bool plan_reused = false;
 };
 
-class Stream;
+class StepStream;
 struct PendingReply;
 
 // An Attend under way. Wait at most once; dropping it without Wait waits too, because the tensors
@@ -78,7 +79,7 @@ class PendingAttend final {
  private:
   friend class Step;
   PendingAttend() = default;
-  std::shared_ptr<Stream> stream_;
+  std::shared_ptr<StepStream> stream_;
   std::vector<std::shared_ptr<PendingReply>> pieces_;
   absl::Status refused_;
 };
@@ -100,7 +101,7 @@ class Step final {
   friend class Session;
   Step() = default;
 
-  std::shared_ptr<Stream> stream_;
+  std::shared_ptr<StepStream> stream_;
   v1::ModelSpec model_;
   std::vector<StepRows> rows_;
   uint64_t id_ = 0;
@@ -114,6 +115,12 @@ class Session final {
   absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
                                               const std::vector<StepRows>& rows,
                                               const BeginOptions& options = {});
+  // Memory of the shared region in which tensors are used where they lie instead of being copied:
+  // put kv and q into one block and o and lse into another, the second tensor of each at the next
+  // multiple of 64 bytes. Empty when the session runs over gRPC, or has no room. Lives as long as
+  // the session.
+  std::span<std::byte> Allocate(uint64_t bytes);
+  void Free(std::span<std::byte> block);
   // Ends the stream; open steps are aborted. The status of the stream.
   absl::Status Close();
 
@@ -122,7 +129,7 @@ class Session final {
   Session() = default;
 
   Client* client_ = nullptr;
-  std::shared_ptr<Stream> stream_;
+  std::shared_ptr<StepStream> stream_;
   std::map<std::string, v1::ModelSpec> models_;  // as the server has them
 };
 

@@ -182,14 +182,6 @@ absl::Status Stream::Wait(PendingReply* pending) {
   return pending->status;
 }
 
-absl::Status Stream::Call(v1::AttendStreamRequest* request, PendingReply* result) {
-  auto pending = std::make_shared<PendingReply>();
-  Send(request, {}, {}, pending);
-  absl::Status status = Wait(pending.get());
-  result->reply.Swap(&pending->reply);
-  return status;
-}
-
 absl::Status Stream::Close() {
   std::unique_lock lock(mutex_);
   if (!std::exchange(closing_, true) && !writing_) StartNextWrite();

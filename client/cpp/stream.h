@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "client/cpp/step_stream.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/tensor_codec.h"
 
@@ -34,32 +35,21 @@ class Channel;
 
 namespace mla::client {
 
-// What a request waits for. The tensors' places are set by the caller.
-struct PendingReply {
-  std::span<std::byte> o, lse;
-  v1::AttendStreamReply reply;
-  absl::Status status;
-  bool done = false;
-};
-
-class Stream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+class Stream final : public StepStream,
+                     public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
   Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant, uint64_t boot_id,
          std::chrono::milliseconds timeout, uint64_t message_bytes);
   ~Stream() override;
 
-  uint64_t message_bytes() const { return message_bytes_; }
-
-  // Sends `request` (its tag is set here) with `first` and `second` as payload. They and the places
-  // in `pending` must stay valid until Wait has returned.
+  uint64_t message_bytes() const override { return message_bytes_; }
   void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-            std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending);
-  // Waits for the reply. When the timeout passes, the stream is cut first.
-  absl::Status Wait(PendingReply* pending);
-  // Send and Wait without tensors.
-  absl::Status Call(v1::AttendStreamRequest* request, PendingReply* pending);
-  // Half-closes and waits for the end; cuts the stream after the timeout.
-  absl::Status Close();
+            std::span<const std::byte> second,
+            const std::shared_ptr<PendingReply>& pending) override;
+  absl::Status Wait(PendingReply* pending) override;
+  absl::Status Close() override;
+  std::span<std::byte> Allocate(uint64_t) override { return {}; }
+  void Free(std::span<std::byte>) override {}
   void Cut() { context_.TryCancel(); }
 
   void OnReadDone(bool ok) override;

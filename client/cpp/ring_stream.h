@@ -1,0 +1,71 @@
+// The client's end of one command ring. Internal to the library.
+//
+// Tensors that lie in the ring's own memory (Allocate), in the order and with the padding of the
+// contract, are used where they are; others are copied into it and out of it.
+//
+// Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex. Of the
+// threads that wait, one takes completions for all.
+#ifndef MLA_CLIENT_CPP_RING_STREAM_H_
+#define MLA_CLIENT_CPP_RING_STREAM_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "absl/status/status.h"
+#include "client/cpp/shared_memory.h"
+#include "client/cpp/step_stream.h"
+#include "proto/ring_layout.h"
+
+namespace mla::client {
+
+class RingStream final : public StepStream {
+ public:
+  RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
+             std::chrono::milliseconds timeout, uint64_t message_bytes);
+  ~RingStream() override;
+
+  uint64_t message_bytes() const override { return message_bytes_; }
+  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+            std::span<const std::byte> second,
+            const std::shared_ptr<PendingReply>& pending) override;
+  absl::Status Wait(PendingReply* pending) override;
+  absl::Status Close() override;
+  std::span<std::byte> Allocate(uint64_t bytes) override { return memory_->Allocate(bytes); }
+  void Free(std::span<std::byte> block) override { memory_->Free(block); }
+
+ private:
+  using Deadline = std::chrono::steady_clock::time_point;
+  struct InFlight {
+    std::shared_ptr<PendingReply> pending;
+    std::span<std::byte> in, out;  // blocks of ours; empty when the tensors stay where they are
+  };
+
+  bool PlaceAttend(std::span<const std::byte> first, std::span<const std::byte> second,
+                   const PendingReply& pending, InFlight* flight, wire::SubmissionEntry* entry);
+  bool PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
+                    wire::SubmissionEntry* entry);
+  absl::Status TakeOne(std::unique_lock<std::mutex>* lock, Deadline deadline);
+  absl::Status Finish(const wire::CompletionEntry& entry);
+  void Break(const absl::Status& status);
+
+  const std::unique_ptr<SharedMemory> memory_;
+  const uint64_t boot_id_;
+  const std::chrono::milliseconds timeout_;
+  const uint64_t message_bytes_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool polling_ = false, closing_ = false;
+  absl::Status broken_;
+  uint64_t next_tag_ = 1;
+  std::map<uint64_t, InFlight> in_flight_;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_RING_STREAM_H_

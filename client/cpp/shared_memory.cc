@@ -1,0 +1,257 @@
+#include "client/cpp/shared_memory.h"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "proto/futex.h"
+
+namespace mla::client {
+namespace {
+
+constexpr int kGreetMillis = 5000;
+// A sleeper looks at the connection at least this often.
+constexpr int64_t kLongestSleepNanos = 100'000'000;
+constexpr int kSpinsPerClock = 32;
+
+template <typename T>
+std::atomic_ref<T> Atomic(T& word) {
+  return std::atomic_ref<T>(word);
+}
+
+// Reads the welcome and the descriptor that comes with it, -1 if none does.
+bool Receive(int socket, wire::Welcome* welcome, int* descriptor) {
+  iovec part{welcome, sizeof(*welcome)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  *descriptor = -1;
+  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(descriptor, CMSG_DATA(header), sizeof(*descriptor));
+  }
+  return got == static_cast<ssize_t>(sizeof(*welcome));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
+    const std::string& door_path, const SharedMemoryOptions& options) {
+  std::unique_ptr<SharedMemory> channel(new SharedMemory(options));
+  if (absl::Status status = channel->Greet(door_path); !status.ok()) return status;
+  return channel;
+}
+
+absl::Status SharedMemory::Greet(const std::string& door_path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (door_path.size() >= sizeof(address.sun_path) ||
+      options_.tenant.size() >= wire::kDoorTextBytes) {
+    return absl::InvalidArgumentError("shared memory: path or tenant too long");
+  }
+  door_path.copy(address.sun_path, door_path.size());
+  socket_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (socket_ < 0 ||
+      connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    return absl::UnavailableError(
+        absl::StrCat("shared memory: ", door_path, ": ", std::strerror(errno)));
+  }
+  wire::Hello hello{};
+  hello.magic = wire::kDoorMagic;
+  hello.version = wire::kDoorVersion;
+  hello.flags = options_.ring ? wire::kWantRing : 0;
+  hello.bytes = options_.bytes;
+  hello.spin_us = options_.server_spin_us;
+  options_.tenant.copy(hello.tenant, sizeof(hello.tenant) - 1);
+  pollfd ready{socket_, POLLIN, 0};
+  int descriptor = -1;
+  if (send(socket_, &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello)) ||
+      poll(&ready, 1, kGreetMillis) != 1 || !Receive(socket_, &welcome_, &descriptor) ||
+      welcome_.magic != wire::kDoorMagic || welcome_.version != wire::kDoorVersion) {
+    if (descriptor >= 0) close(descriptor);
+    return absl::UnavailableError(absl::StrCat("shared memory: ", door_path, ": no welcome"));
+  }
+  if (welcome_.code != 0) {
+    return absl::Status(
+        static_cast<absl::StatusCode>(welcome_.code),
+        std::string(welcome_.message, strnlen(welcome_.message, sizeof(welcome_.message))));
+  }
+  return Map(descriptor);
+}
+
+absl::Status SharedMemory::Map(int descriptor) {
+  void* const at = mmap(nullptr, welcome_.region_bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  close(descriptor);
+  if (at == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
+  }
+  region_ = {static_cast<std::byte*>(at), welcome_.region_bytes};
+  free_[welcome_.arena_offset] = arena_bytes();
+  if (welcome_.ring_entries == 0) return absl::OkStatus();
+  header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
+  submissions_ =
+      reinterpret_cast<wire::SubmissionEntry*>(region_.data() + wire::SubmissionsOffset());
+  completions_ = reinterpret_cast<wire::CompletionEntry*>(
+      region_.data() + wire::CompletionsOffset(welcome_.ring_entries));
+  return absl::OkStatus();
+}
+
+SharedMemory::~SharedMemory() {
+  if (socket_ >= 0) close(socket_);
+  if (region_.data() != nullptr) munmap(region_.data(), region_.size());
+}
+
+void SharedMemory::Close(std::chrono::milliseconds timeout) {
+  shutdown(socket_, SHUT_WR);
+  pollfd state{socket_, POLLIN | POLLRDHUP, 0};
+  poll(&state, 1, static_cast<int>(timeout.count()));
+}
+
+void SharedMemory::Disconnect() { shutdown(socket_, SHUT_RDWR); }
+
+// -------------------------------------------------------------------------------------- Arena
+
+std::span<std::byte> SharedMemory::Allocate(uint64_t bytes) {
+  const uint64_t wanted = wire::AlignShared(std::max<uint64_t>(bytes, 1));
+  const std::lock_guard lock(mutex_);
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    if (it->second < wanted) continue;
+    const uint64_t offset = it->first, left = it->second - wanted;
+    free_.erase(it);
+    if (left > 0) free_[offset + wanted] = left;
+    used_[offset] = wanted;
+    return region_.subspan(offset, bytes);
+  }
+  return {};
+}
+
+void SharedMemory::Free(std::span<std::byte> block) {
+  if (block.data() == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  const auto used = used_.find(OffsetOf(block.data()));
+  if (used == used_.end()) return;
+  auto [offset, bytes] = *used;
+  used_.erase(used);
+  auto after = free_.lower_bound(offset);
+  if (after != free_.end() && offset + bytes == after->first) {
+    bytes += after->second;
+    after = free_.erase(after);
+  }
+  if (after != free_.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second == offset) {
+      before->second += bytes;
+      return;
+    }
+  }
+  free_[offset] = bytes;
+}
+
+bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
+  const auto* const from = static_cast<const std::byte*>(data);
+  const std::byte* const arena = region_.data() + welcome_.arena_offset;
+  const std::byte* const end = region_.data() + region_.size();
+  return from >= arena && from <= end && bytes <= static_cast<uint64_t>(end - from);
+}
+
+// --------------------------------------------------------------------------------------- Ring
+
+bool SharedMemory::Submit(wire::SubmissionEntry entry) {
+  if (in_flight() >= welcome_.ring_entries) return false;
+  wire::SubmissionEntry& slot = submissions_[submitted_ & (welcome_.ring_entries - 1)];
+  std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
+              reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),
+              sizeof(entry) - sizeof(entry.sequence));
+  Atomic(slot.sequence).store(wire::PublishedSequence(submitted_), std::memory_order_release);
+  ++submitted_;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (Atomic(header_->server_sleeping).load(std::memory_order_relaxed) != 0) {
+    Atomic(header_->submit_bell).fetch_add(1);
+    wire::FutexWake(&header_->submit_bell);
+  }
+  return true;
+}
+
+bool SharedMemory::Ready() const {
+  wire::CompletionEntry& slot = completions_[taken_ & (welcome_.ring_entries - 1)];
+  return Atomic(slot.sequence).load(std::memory_order_acquire) == wire::PublishedSequence(taken_);
+}
+
+// The previous completion's slots may be written again from here on.
+void SharedMemory::GiveBack() {
+  if (!held_) return;
+  held_ = false;
+  Atomic(header_->completions_taken).store(taken_, std::memory_order_release);
+  returned_.store(taken_, std::memory_order_release);
+}
+
+bool SharedMemory::Poll(wire::CompletionEntry* entry) {
+  GiveBack();
+  if (!Ready()) return false;
+  *entry = completions_[taken_ & (welcome_.ring_entries - 1)];
+  ++taken_;
+  held_ = true;
+  if (entry->kind != wire::kEntryMessage) GiveBack();
+  return true;
+}
+
+std::string_view SharedMemory::Message(const wire::CompletionEntry& entry) const {
+  if (entry.message_offset > region_.size() ||
+      entry.message_length > region_.size() - entry.message_offset) {
+    return {};
+  }
+  return {reinterpret_cast<const char*>(region_.data()) + entry.message_offset,
+          entry.message_length};
+}
+
+bool SharedMemory::Connected() const {
+  if (Atomic(header_->closed).load() != 0) return false;
+  pollfd state{socket_, POLLIN | POLLRDHUP, 0};
+  return poll(&state, 1, 0) == 0;
+}
+
+absl::Status SharedMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  if (Poll(entry)) return absl::OkStatus();
+  const auto start = Clock::now();
+  const auto spin_end = start + std::chrono::microseconds(options_.spin_us);
+  while (Clock::now() < spin_end) {
+    for (int i = 0; i < kSpinsPerClock; ++i) {
+      if (Ready()) {
+        Poll(entry);
+        return absl::OkStatus();
+      }
+      wire::SpinPause();
+    }
+  }
+  for (;;) {
+    const uint32_t bell = Atomic(header_->complete_bell).load();
+    Atomic(header_->client_sleeping).store(1);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const int64_t left = (timeout - (Clock::now() - start)).count();
+    if (!Ready() && left > 0) {
+      wire::FutexWait(&header_->complete_bell, bell, std::min(left, kLongestSleepNanos));
+    }
+    Atomic(header_->client_sleeping).store(0);
+    if (Poll(entry)) return absl::OkStatus();
+    // What was completed before the end can still be taken, so this comes last.
+    if (!Connected() && !Ready()) return absl::UnavailableError("the shared memory has ended");
+    if (left <= 0) return absl::DeadlineExceededError("no completion in time");
+  }
+}
+
+}  // namespace mla::client

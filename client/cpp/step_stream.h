@@ -1,0 +1,56 @@
+// What a session needs of a transport: requests of the stepping protocol sent in order, replies
+// matched to them. stream.h carries it over gRPC, ring_stream.h through shared memory. Internal to
+// the library. Threading: any thread.
+#ifndef MLA_CLIENT_CPP_STEP_STREAM_H_
+#define MLA_CLIENT_CPP_STEP_STREAM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "mla/v1/attention.pb.h"
+
+namespace mla::client {
+
+// What a request waits for. The tensors' places are set by the caller.
+struct PendingReply {
+  std::span<std::byte> o, lse;
+  v1::AttendStreamReply reply;
+  absl::Status status;
+  bool done = false;
+};
+
+class StepStream {
+ public:
+  virtual ~StepStream() = default;
+
+  // Tensor bytes of one request or reply at most.
+  virtual uint64_t message_bytes() const = 0;
+  // Sends `request` (its tag is set here) with the tensors `first` and `second`. They and the
+  // places in `pending` must stay valid until Wait has returned.
+  virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+                    std::span<const std::byte> second,
+                    const std::shared_ptr<PendingReply>& pending) = 0;
+  // Waits for the reply. When the timeout passes, the stream is cut first.
+  virtual absl::Status Wait(PendingReply* pending) = 0;
+  // Lets what is under way finish, then ends the stream; cuts it after the timeout.
+  virtual absl::Status Close() = 0;
+  // Memory in which tensors need not be copied, aligned to 64 bytes; empty: there is none.
+  virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;
+  virtual void Free(std::span<std::byte> block) = 0;
+
+  // Send and Wait without tensors.
+  absl::Status Call(v1::AttendStreamRequest* request, PendingReply* result) {
+    auto pending = std::make_shared<PendingReply>();
+    Send(request, {}, {}, pending);
+    absl::Status status = Wait(pending.get());
+    result->reply.Swap(&pending->reply);
+    return status;
+  }
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STEP_STREAM_H_
