@@ -191,6 +191,8 @@ void Session::Free(std::span<std::byte> block) { stream_->Free(block); }
 
 absl::Status Session::Close() { return stream_->Close(); }
 
-Session::~Session() { Close().IgnoreError(); }
+Session::~Session() {
+  if (stream_ != nullptr) Close().IgnoreError();
+}
 
 }  // namespace mla::client

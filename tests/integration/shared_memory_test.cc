@@ -1,0 +1,477 @@
+// The same-host path as clients meet it: tensors in shared memory under gRPC messages, the command
+// ring, and what becomes of clients that break its rules.
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/create_channel.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <thread>
+
+#include "client/cpp/errors.h"
+#include "client/cpp/shared_memory.h"
+#include "mla/v1/attention.grpc.pb.h"
+#include "proto/futex.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using absl::StatusCode;
+using client::ClientOptions;
+using client::SharedMemory;
+using client::SharedMemoryOptions;
+
+ClientOptions Over(ClientOptions::Transport transport, const std::string& tenant = "") {
+  ClientOptions options;
+  options.transport = transport;
+  options.tenant = tenant;
+  return options;
+}
+
+std::string DoorOf(const TestServer& server) { return server.folder().File("mla.sock.shm"); }
+
+std::unique_ptr<SharedMemory> Region(const TestServer& server, bool ring,
+                                     const std::string& tenant = "") {
+  SharedMemoryOptions options;
+  options.ring = ring;
+  options.tenant = tenant;
+  options.bytes = 1 << 20;
+  auto region = SharedMemory::Connect(DoorOf(server), options);
+  EXPECT_TRUE(region.ok()) << region.status();
+  return region.ok() ? *std::move(region) : nullptr;
+}
+
+// Waits until a figure of the server is what it should be: connections end asynchronously.
+bool Becomes(client::Client& client, const std::function<bool(const v1::GetStatsReply&)>& holds) {
+  for (int i = 0; i < 200; ++i) {
+    if (const auto stats = client.GetStats(); stats.ok() && holds(*stats)) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return false;
+}
+
+TEST(SharedMemoryTest, RingServesWholeStepsWithoutCopies) {
+  const TestServer server;
+  const auto client = server.Connect(Over(ClientOptions::Transport::kRing));
+  Worker worker(client.get(), {}, "m", 1);
+  ASSERT_EQ(worker.Upload(), absl::OkStatus());
+  Track a = *worker.Open(), b = *worker.Open();
+  EXPECT_EQ(worker.Step({&a, &b}, {5, 3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&b, &a}, {1, 1}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&a}, {7}, v1::PROFILE_APPEND_ONLY), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&a}, {4}, v1::PROFILE_ABSORBED, {2}), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&a, &b}, {1, 2}, v1::PROFILE_EXPANDED, {}, v1::DTYPE_BF16),
+            absl::OkStatus());
+  const auto stats = client->GetStats();
+  ASSERT_TRUE(stats.ok());
+  EXPECT_EQ(stats->rings(), 1u);
+  EXPECT_EQ(stats->copied_bytes(), 0u);
+  EXPECT_GT(stats->shared_bytes(), 0u);
+}
+
+TEST(SharedMemoryTest, UnixTargetsUseTheRingAndOthersFallBack) {
+  const TestServer server;
+  const auto local = server.Connect();
+  EXPECT_EQ(local->info().limits().shm_ring_entries(), 256u);
+  const auto session = local->OpenSession();
+  ASSERT_TRUE(session.ok());
+  EXPECT_FALSE((*session)->Allocate(64).empty());
+  auto remote = client::Client::Connect(server.tcp_target(), {});
+  ASSERT_TRUE(remote.ok());
+  Worker worker(remote->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_TRUE(worker.session().Allocate(64).empty());
+  EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+
+  const TestServer off([](server::Config& config) { config.shm.enabled = false; });
+  const auto client = off.Connect();
+  EXPECT_EQ(client->info().limits().shm_ring_entries(), 0u);
+  EXPECT_TRUE((*client->OpenSession())->Allocate(64).empty());
+  EXPECT_EQ(off.Connect(Over(ClientOptions::Transport::kRing))->OpenSession().status().code(),
+            StatusCode::kUnimplemented);
+}
+
+TEST(SharedMemoryTest, RefusalsAreThoseOfTheStream) {
+  const TestServer server;
+  const auto ring = server.Connect(Over(ClientOptions::Transport::kRing));
+  const auto grpc = server.Connect(Over(ClientOptions::Transport::kGrpc));
+  Worker by_ring(ring.get(), {}, "m", 1), by_grpc(grpc.get(), {}, "m", 1);
+  absl::Status seen[2];
+  for (Worker* worker : {&by_ring, &by_grpc}) {
+    Track track = *worker->Open();
+    auto step = worker->session().Begin("m", {{&track.sequence, 2}});
+    ASSERT_TRUE(step.ok());
+    client::AttendCall call;
+    call.row_count = 2;
+    call.num_heads = 5;  // the model has 4
+    call.profile = v1::PROFILE_ABSORBED;
+    std::vector<std::byte> q(2 * 5 * 40 * 2), o(2 * 5 * 32 * 2);
+    call.q = q.data();
+    call.o = o.data();
+    seen[worker == &by_grpc] = (*step)->Attend(call).status();
+    EXPECT_EQ((*step)->End().status().code(), StatusCode::kFailedPrecondition);
+  }
+  EXPECT_EQ(seen[0].code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(seen[0].message(), seen[1].message());
+  EXPECT_EQ(client::DetailOf(seen[0])->field(), "attend.num_heads");
+  EXPECT_EQ(client::DetailOf(seen[0])->limit(), client::DetailOf(seen[1])->limit());
+}
+
+// A gRPC stream whose attends name places in a region, by hand.
+class SharedTensorsTest : public testing::Test {
+ protected:
+  SharedTensorsTest() : client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))) {
+    EXPECT_TRUE(client_->RegisterModel(SpecOf(Dims(), "m")).ok());
+    sequence_.emplace(*client_->OpenSequence("m"));
+    channel_ = grpc::CreateChannel(server_.unix_target(), grpc::InsecureChannelCredentials());
+    stub_ = v1::Attention::NewStub(channel_);
+    stream_ = stub_->Attend(&context_);
+    v1::AttendStreamRequest request;
+    v1::BeginStep* begin = request.mutable_begin_step();
+    begin->set_step_id(1);
+    begin->set_model_id("m");
+    v1::StepSequence* rows = begin->add_sequences();
+    rows->set_sequence_id(sequence_->id());
+    rows->set_epoch(sequence_->epoch());
+    rows->set_rows(2);
+    EXPECT_TRUE(Call(request).has_begin_step());
+    region_ = Region(server_, false);
+    in_ = region_->Allocate(kInBytes);
+    out_ = region_->Allocate(kOutBytes);
+    std::mt19937_64 random(7);
+    const auto values = RandomBf16(kInBytes / 2, &random);
+    std::memcpy(in_.data(), values.data(), kInBytes);
+  }
+
+  ~SharedTensorsTest() override {
+    stream_->WritesDone();
+    EXPECT_TRUE(stream_->Finish().ok());
+  }
+
+  v1::AttendStreamReply Call(const v1::AttendStreamRequest& request) {
+    v1::AttendStreamReply reply;
+    EXPECT_TRUE(stream_->Write(request));
+    EXPECT_TRUE(stream_->Read(&reply));
+    return reply;
+  }
+
+  // Two rows of four heads with their KV rows: kv 160 bytes, padded to 192, q 640; o 512, lse 32.
+  static constexpr size_t kKvBytes = 160, kQAt = 192, kInBytes = kQAt + 640;
+  static constexpr size_t kOBytes = 512, kOutBytes = kOBytes + 32;
+
+  v1::AttendStreamRequest Attend() const {
+    v1::AttendStreamRequest request;
+    v1::Attend* attend = request.mutable_attend();
+    attend->set_step_id(1);
+    attend->set_row_count(2);
+    attend->set_num_heads(4);
+    attend->set_profile(v1::PROFILE_ABSORBED);
+    attend->set_has_kv(true);
+    attend->set_want_lse(true);
+    v1::SharedTensors* shared = request.mutable_shared();
+    shared->set_handle(std::string(region_->handle()));
+    shared->set_in_offset(region_->OffsetOf(in_.data()));
+    shared->set_in_length(kInBytes);
+    shared->set_out_offset(region_->OffsetOf(out_.data()));
+    shared->set_out_length(kOutBytes);
+    return request;
+  }
+
+  v1::StepError ErrorOf(const v1::AttendStreamRequest& request) {
+    const v1::AttendStreamReply reply = Call(request);
+    EXPECT_TRUE(reply.has_error());
+    return reply.error();
+  }
+
+  TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  std::optional<client::Sequence> sequence_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::Attention::Stub> stub_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::AttendStreamRequest, v1::AttendStreamReply>> stream_;
+  std::unique_ptr<SharedMemory> region_;
+  std::span<std::byte> in_, out_;
+};
+
+TEST_F(SharedTensorsTest, EqualsThePayload) {
+  const v1::AttendStreamReply shared = Call(Attend());
+  ASSERT_TRUE(shared.has_attend()) << shared.DebugString();
+  EXPECT_TRUE(shared.payload().empty());
+  EXPECT_EQ(client_->GetStats()->copied_bytes(), 0u);
+  v1::AttendStreamRequest inline_request = Attend();
+  inline_request.clear_shared();
+  const auto* in = reinterpret_cast<const char*>(in_.data());
+  inline_request.set_payload(std::string(in, kKvBytes) + std::string(in + kQAt, 640));
+  const v1::AttendStreamReply by_payload = Call(inline_request);
+  ASSERT_TRUE(by_payload.has_attend()) << by_payload.DebugString();
+  ASSERT_EQ(by_payload.payload().size(), kOutBytes);
+  EXPECT_EQ(std::memcmp(by_payload.payload().data(), out_.data(), kOutBytes), 0);
+}
+
+TEST_F(SharedTensorsTest, ForgedForeignAndStaleHandlesAreTheSame) {
+  const auto foreign = Region(server_, false, "somebody");
+  auto stale = Region(server_, false);
+  const std::string stale_handle(stale->handle());
+  stale.reset();
+  ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 2; }));
+  const std::string handles[] = {std::string(16, 'x'), std::string(foreign->handle()), stale_handle,
+                                 "", std::string(region_->handle()) + "x"};
+  for (const std::string& handle : handles) {
+    v1::AttendStreamRequest request = Attend();
+    request.mutable_shared()->set_handle(handle);
+    const v1::StepError error = ErrorOf(request);
+    EXPECT_EQ(error.code(), static_cast<int>(StatusCode::kNotFound));
+    EXPECT_EQ(error.message(), "shared.handle: no such region");
+    EXPECT_EQ(error.detail().SerializeAsString(), [] {
+      v1::ErrorDetail detail;
+      detail.set_field("shared.handle");
+      detail.set_reason("region_not_found");
+      return detail.SerializeAsString();
+    }());
+  }
+  EXPECT_TRUE(Call(Attend()).has_attend());
+}
+
+TEST_F(SharedTensorsTest, PlacesAreChecked) {
+  const uint64_t size = region_->region().size();
+  struct Case {
+    const char* field;
+    std::function<void(v1::SharedTensors*)> change;
+  };
+  const Case cases[] = {
+      {"shared.in_offset", [&](auto* s) { s->set_in_offset(size - 64); }},
+      {"shared.in_offset", [&](auto* s) { s->set_in_offset(size + 64); }},
+      {"shared.in_offset", [](auto* s) { s->set_in_offset(UINT64_MAX - 63); }},
+      {"shared.in_offset", [](auto* s) { s->set_in_offset(s->in_offset() + 32); }},
+      {"shared.out_offset", [&](auto* s) { s->set_out_offset(size); }},
+      {"shared.out_offset", [](auto* s) { s->set_out_offset(s->out_offset() + 4); }},
+      {"shared.in_length", [](auto* s) { s->set_in_length(kInBytes - 1); }},
+      {"shared.out_length", [](auto* s) { s->set_out_length(UINT64_MAX); }},
+  };
+  for (const Case& one : cases) {
+    v1::AttendStreamRequest request = Attend();
+    one.change(request.mutable_shared());
+    const v1::StepError error = ErrorOf(request);
+    EXPECT_EQ(error.code(), static_cast<int>(StatusCode::kInvalidArgument)) << one.field;
+    EXPECT_EQ(error.detail().field(), one.field);
+  }
+  v1::AttendStreamRequest both = Attend();
+  both.set_payload("x");
+  EXPECT_EQ(ErrorOf(both).detail().field(), "payload");
+  EXPECT_TRUE(Call(Attend()).has_attend());
+}
+
+TEST_F(SharedTensorsTest, RegionsAreBounded) {
+  std::vector<std::unique_ptr<SharedMemory>> regions;
+  SharedMemoryOptions other, too_large, unnamed;
+  other.tenant = "other";
+  too_large.bytes = UINT64_MAX;
+  unnamed.tenant = "a b";
+  absl::Status refused;
+  for (int i = 0; i < 20 && refused.ok(); ++i) {
+    SharedMemoryOptions options;
+    options.bytes = 65536;
+    auto region = SharedMemory::Connect(DoorOf(server_), options);
+    refused = region.status();
+    if (region.ok()) regions.push_back(*std::move(region));
+  }
+  EXPECT_EQ(regions.size(), 15u);  // and the fixture's own
+  EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused;
+  EXPECT_TRUE(SharedMemory::Connect(DoorOf(server_), other).ok());
+  regions.clear();
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 1; }));
+  EXPECT_TRUE(SharedMemory::Connect(DoorOf(server_), {}).ok());
+  EXPECT_EQ(SharedMemory::Connect(DoorOf(server_), too_large).status().code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(SharedMemory::Connect(DoorOf(server_), unnamed).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+// A ring driven by hand, so that its rules can be broken.
+class RingTest : public testing::Test {
+ protected:
+  RingTest() : client_(server_.Connect(Over(ClientOptions::Transport::kRing))) {
+    worker_.emplace(client_.get(), Dims(), "m", 1);
+    ring_ = Region(server_, true);
+    header_ = reinterpret_cast<wire::RingHeader*>(ring_->region().data());
+    submissions_ = reinterpret_cast<wire::SubmissionEntry*>(ring_->region().data() +
+                                                            wire::SubmissionsOffset());
+  }
+
+  // A request that the server refuses at once.
+  static wire::SubmissionEntry Refused(uint64_t tag) {
+    wire::SubmissionEntry entry{};
+    entry.kind = wire::kEntryAttend;
+    entry.tag = tag;
+    entry.step_id = 999;
+    return entry;
+  }
+
+  // Publishes entry `index` without the client library's own count.
+  void Publish(uint64_t index, const wire::SubmissionEntry& entry) {
+    wire::SubmissionEntry& slot = submissions_[index & (ring_->ring_entries() - 1)];
+    slot = entry;
+    std::atomic_ref(slot.sequence).store(wire::PublishedSequence(index));
+    std::atomic_ref(header_->submit_bell).fetch_add(1);
+    wire::FutexWake(&header_->submit_bell);
+  }
+
+  // The server has given the ring up.
+  bool IsCut() const {
+    for (int i = 0; i < 500; ++i) {
+      if (std::atomic_ref(header_->closed).load() == 1) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return false;
+  }
+
+  // Waits until `count` requests are answered, taking no completion.
+  bool Answered(uint64_t count) const {
+    auto* const completions = reinterpret_cast<wire::CompletionEntry*>(
+        ring_->region().data() + wire::CompletionsOffset(ring_->ring_entries()));
+    wire::CompletionEntry& last = completions[(count - 1) & (ring_->ring_entries() - 1)];
+    for (int i = 0; i < 500; ++i) {
+      if (std::atomic_ref(last.sequence).load() == wire::PublishedSequence(count - 1)) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return false;
+  }
+
+  // Another client's work goes on, and nothing of the broken ring is left.
+  void ExpectOthersUnaffected() {
+    Track track = *worker_->Open();
+    EXPECT_EQ(worker_->Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+    EXPECT_TRUE(Becomes(*client_, [](const v1::GetStatsReply& stats) {
+      return stats.rings() == 1 && stats.shared_regions() == 1 && stats.open_steps() == 0 &&
+             stats.requests_waiting() == 0;
+    }));
+  }
+
+  TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  std::optional<Worker> worker_;
+  std::unique_ptr<SharedMemory> ring_;
+  wire::RingHeader* header_ = nullptr;
+  wire::SubmissionEntry* submissions_ = nullptr;
+};
+
+TEST_F(RingTest, HalfWrittenEntriesAreNotRead) {
+  submissions_[0] = Refused(5);  // everything but the sequence word
+  std::atomic_ref(header_->submit_bell).fetch_add(1);
+  wire::FutexWake(&header_->submit_bell);
+  wire::CompletionEntry entry;
+  EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
+            StatusCode::kDeadlineExceeded);
+  std::atomic_ref(submissions_[0].sequence).store(7);  // of no turn of the ring
+  EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
+            StatusCode::kDeadlineExceeded);
+  Publish(0, Refused(5));
+  ASSERT_EQ(ring_->Wait(&entry, std::chrono::seconds(5)), absl::OkStatus());
+  EXPECT_EQ(entry.tag, 5u);
+  v1::AttendStreamReply reply;
+  ASSERT_TRUE(reply.ParseFromString(std::string(ring_->Message(entry))));
+  EXPECT_EQ(reply.error().code(), static_cast<int>(StatusCode::kNotFound));
+  EXPECT_EQ(reply.error().detail().reason(), "step_not_found");
+}
+
+TEST_F(RingTest, UnknownKindsAndBadMessagesAreErrors) {
+  wire::SubmissionEntry unknown{};
+  unknown.kind = 77;
+  wire::SubmissionEntry outside{};
+  outside.kind = wire::kEntryMessage;
+  outside.row_count = 100;
+  outside.in_offset = ring_->region().size() - 10;
+  wire::SubmissionEntry over_the_ring = outside;
+  over_the_ring.in_offset = 0;  // the ring's own words are not arena
+  wire::SubmissionEntry garbage = outside;
+  garbage.in_offset = ring_->region().size() - 4096;
+  std::memset(ring_->region().data() + garbage.in_offset, 0xff, 100);
+  const char* const fields[] = {"kind", "in_offset", "in_offset", "message"};
+  int i = 0;
+  for (const wire::SubmissionEntry& entry : {unknown, outside, over_the_ring, garbage}) {
+    ASSERT_TRUE(ring_->Submit(entry));
+    wire::CompletionEntry done;
+    ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
+    v1::AttendStreamReply reply;
+    ASSERT_TRUE(reply.ParseFromString(std::string(ring_->Message(done))));
+    EXPECT_EQ(reply.error().code(), static_cast<int>(StatusCode::kInvalidArgument));
+    EXPECT_EQ(reply.error().detail().field(), fields[i++]);
+  }
+}
+
+TEST_F(RingTest, OverflowIsCut) {
+  // The client library refuses what would overflow.
+  for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
+  EXPECT_FALSE(ring_->Submit(Refused(0)));
+  ASSERT_TRUE(Answered(ring_->ring_entries()));
+  // A client that sends it nevertheless, having taken no completion, is cut.
+  Publish(ring_->ring_entries(), Refused(1));
+  EXPECT_TRUE(IsCut());
+  ExpectOthersUnaffected();
+}
+
+TEST_F(RingTest, ForgedCountOfCompletionsIsCut) {
+  std::atomic_ref(header_->completions_taken).store(1'000'000);
+  Publish(0, Refused(1));
+  EXPECT_TRUE(IsCut());
+  ExpectOthersUnaffected();
+}
+
+TEST_F(RingTest, ClientThatStopsReadingHoldsNobodyUp) {
+  for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
+  Track track = *worker_->Open();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  }
+}
+
+TEST_F(RingTest, DyingClientLeavesNothing) {
+  // A step with an entry in flight that waits for rows which never come.
+  Track track = *worker_->Open();
+  v1::AttendStreamRequest request;
+  v1::BeginStep* begin = request.mutable_begin_step();
+  begin->set_step_id(4711);
+  begin->set_model_id("m");
+  v1::StepSequence* rows = begin->add_sequences();
+  rows->set_sequence_id(track.sequence.id());
+  rows->set_epoch(track.sequence.epoch());
+  rows->set_rows(2);
+  const std::string bytes = request.SerializeAsString();
+  const auto block = ring_->Allocate(4096);
+  std::memcpy(block.data(), bytes.data(), bytes.size());
+  wire::SubmissionEntry entry{};
+  entry.kind = wire::kEntryMessage;
+  entry.row_count = static_cast<uint32_t>(bytes.size());
+  entry.in_offset = ring_->OffsetOf(block.data());
+  ASSERT_TRUE(ring_->Submit(entry));
+  wire::CompletionEntry done;
+  ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
+  wire::SubmissionEntry attend{};
+  attend.kind = wire::kEntryAttend;
+  attend.profile = v1::PROFILE_ABSORBED;
+  attend.step_id = 4711;
+  attend.row_begin = 1;  // without its own KV row, and row 0 is missing as well
+  attend.row_count = 1;
+  attend.num_heads = 4;
+  attend.in_offset = attend.out_offset = ring_->OffsetOf(block.data());
+  ASSERT_TRUE(ring_->Submit(attend));
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 1; }));
+  ring_.reset();
+  ExpectOthersUnaffected();
+  EXPECT_EQ(worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+TEST_F(RingTest, ServerRestartEndsTheRing) {
+  server_.Restart();
+  EXPECT_TRUE(IsCut());
+  EXPECT_FALSE(client_->OpenSequence("m").ok());
+}
+
+}  // namespace
+}  // namespace mla::integration
