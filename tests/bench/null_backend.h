@@ -12,7 +12,7 @@ namespace mla::bench {
 
 // Accepts every launch and completes it at once; outputs keep whatever they held. Memory for page
 // tables and launch workspaces is real, because the engine writes there; the KV pool is not.
-class NullBackend final : public kernels::AttentionBackend {
+class NullBackend : public kernels::AttentionBackend {
  public:
   NullBackend() {
     info_.name = "null";

@@ -1,0 +1,186 @@
+#include "tests/bench/wire_server.h"
+
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "kernels/testing/allocation_counter.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "server/attention_service.h"
+#include "server/logging.h"
+#include "server/metrics.h"
+#include "server/model_service.h"
+#include "server/sequence_service.h"
+#include "server/shared_memory_door.h"
+#include "tests/bench/null_backend.h"
+
+namespace mla::bench {
+namespace {
+
+// NullBackend that reads what it is given and writes what it owes, if asked to.
+class TouchingBackend final : public NullBackend {
+ public:
+  explicit TouchingBackend(const Shared* shared) : shared_(shared) {}
+  absl::StatusOr<const void*> StageInput(int32_t, const void* host, int64_t bytes) override {
+    if (shared_->touch.load() != 0) sum_ += Sum(host, static_cast<uint64_t>(bytes));
+    return host;
+  }
+  absl::StatusOr<void*> StageOutput(int32_t, void* host, int64_t bytes) override {
+    if (shared_->touch.load() != 0) std::memset(host, 1, static_cast<size_t>(bytes));
+    return host;
+  }
+
+ private:
+  const Shared* const shared_;
+  uint64_t sum_ = 0;
+};
+
+// Answers every message with as many bytes as its first eight say, from memory of its own.
+class BareReactor final : public grpc::ServerGenericBidiReactor {
+ public:
+  BareReactor(grpc::GenericCallbackServerContext* context, const Shared* shared)
+      : unary_(context->method() == kBareUnary), shared_(shared) {
+    StartRead(&incoming_);
+  }
+  void OnReadDone(bool ok) override {
+    if (!ok) return Finish(grpc::Status::OK);
+    slices_.clear();
+    if (!incoming_.Dump(&slices_).ok()) return Finish(grpc::Status::CANCELLED);
+    uint64_t wanted = 0;
+    std::memcpy(&wanted, slices_.front().begin(), sizeof(wanted));
+    reply_.resize(wanted);
+    if (shared_->touch.load() != 0) {
+      for (const grpc::Slice& slice : slices_) sum_ += Sum(slice.begin(), slice.size());
+      std::memset(reply_.data(), 1, reply_.size());
+    }
+    slices_.clear();
+    incoming_.Clear();
+    const grpc::Slice slice(reply_.data(), reply_.size(), grpc::Slice::STATIC_SLICE);
+    outgoing_ = grpc::ByteBuffer(&slice, 1);
+    if (unary_) {
+      StartWriteAndFinish(&outgoing_, {}, grpc::Status::OK);
+    } else {
+      StartWrite(&outgoing_);
+    }
+  }
+  void OnWriteDone(bool ok) override {
+    if (ok) StartRead(&incoming_);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  const bool unary_;
+  const Shared* const shared_;
+  grpc::ByteBuffer incoming_, outgoing_;
+  std::vector<grpc::Slice> slices_;
+  std::vector<char> reply_;
+  uint64_t sum_ = 0;
+};
+
+class BareService final : public grpc::CallbackGenericService {
+ public:
+  explicit BareService(const Shared* shared) : shared_(shared) {}
+  grpc::ServerGenericBidiReactor* CreateReactor(
+      grpc::GenericCallbackServerContext* context) override {
+    return new BareReactor(context, shared_);
+  }
+
+ private:
+  const Shared* const shared_;
+};
+
+[[noreturn]] void Die(const absl::Status& status) {
+  std::fprintf(stderr, "wire_benchmark server: %s\n", status.ToString().c_str());
+  std::abort();
+}
+
+scheduler::EngineOptions Options(scheduler::EngineObserver* observer) {
+  scheduler::EngineOptions options;
+  options.limits.kv_cache_bytes = int64_t{1} << 40;  // nothing is stored
+  options.limits.sequence_lease_ms = options.limits.max_lease_ms;
+  options.limits.step_lease_ms = 60000;
+  options.inline_work = INT64_MAX;  // a launch that computes nothing is always small
+  options.observer = observer;
+  return options;
+}
+
+}  // namespace
+
+uint64_t Sum(const void* data, uint64_t bytes) {
+  uint64_t sum = 0;
+  const auto* words = static_cast<const char*>(data);
+  for (uint64_t i = 0; i + 8 <= bytes; i += 8) {
+    uint64_t word;
+    std::memcpy(&word, words + i, 8);
+    sum += word;
+  }
+  return sum;
+}
+
+void Serve(const std::string& folder, Shared* shared) {
+  server::ConfigureLogging("text", "error");
+  scheduler::RealClock clock;
+  server::Metrics metrics;
+  auto engine = scheduler::Engine::Create(Options(&metrics),
+                                          std::make_unique<TouchingBackend>(shared), &clock);
+  if (!engine.ok()) Die(engine.status());
+  server::Config config;
+  config.wire.message_bytes = kMessageBytes;
+  config.wire.inflight_bytes = config.wire.staging_bytes = 4 * kMessageBytes;
+  config.shm.spin_us = kLongestSpinMicros;
+  auto staging = (*engine)->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
+  if (!staging.ok()) Die(staging.status());
+  server::SharedRegionTable regions({config.shm.region_bytes, config.shm.total_bytes,
+                                     config.shm.regions_max, config.shm.tenant_regions},
+                                    {});
+  server::WireContext wire;
+  wire.engine = engine->get();
+  wire.pool = std::make_shared<server::AttendMessagePool>(*std::move(staging));
+  wire.wire = config.wire;
+  wire.metrics = &metrics;
+  wire.regions = &regions;
+  wire.boot_id = 1;
+  const server::RpcContext rpc{engine->get(), &metrics, wire.boot_id};
+  server::AttentionService attention(wire);
+  server::SequenceService sequences(rpc);
+  server::ModelService models(rpc);
+  BareService bare(shared);
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(-1);
+  builder.AddListeningPort("unix:" + folder + "/s", grpc::InsecureServerCredentials());
+  builder.RegisterService(&attention);
+  builder.RegisterService(&sequences);
+  builder.RegisterService(&models);
+  builder.RegisterCallbackGenericService(&bare);
+  const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
+  server::SharedMemoryDoorOptions door;
+  door.engine = engine->get();
+  door.regions = &regions;
+  door.metrics = &metrics;
+  door.pool = wire.pool;
+  door.boot_id = wire.boot_id;
+  door.path = folder + "/s.shm";
+  door.shm = config.shm;
+  auto opened = server::SharedMemoryDoor::Open(std::move(door));
+  if (!opened.ok()) Die(opened.status());
+  shared->ready = 1;
+  while (shared->stop.load() == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    shared->copied_bytes = metrics.wire().copied_bytes.load();
+    shared->allocations = kernels::testing::Allocations();
+  }
+  opened->reset();
+  grpc_server->Shutdown(std::chrono::system_clock::now());
+  attention.Stop();
+}
+
+}  // namespace mla::bench

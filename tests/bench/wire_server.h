@@ -1,0 +1,38 @@
+// The serving half of wire_benchmark: the product's transport and engine over a backend that
+// computes nothing, and beside it bare gRPC methods that hold no logic at all.
+#ifndef MLA_TESTS_BENCH_WIRE_SERVER_H_
+#define MLA_TESTS_BENCH_WIRE_SERVER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace mla::bench {
+
+// DeepSeek-V3's attention, as both processes know it.
+inline constexpr uint32_t kLayers = 61, kHeads = 128, kLora = 512, kRope = 64, kNope = 128,
+                          kV = 128;
+inline constexpr int64_t kMessageBytes = int64_t{64} << 20;
+inline constexpr uint32_t kLongestSpinMicros = 1'000'000;
+inline constexpr char kBareStream[] = "/bench.Bare/Stream";
+inline constexpr char kBareUnary[] = "/bench.Bare/Unary";
+
+// Lies in memory that both processes share; written by the server, except `touch` and `stop`.
+struct Shared {
+  std::atomic<int32_t> ready{0};
+  std::atomic<int32_t> stop{0};
+  // 1: whoever receives tensor bytes reads each once, whoever sends them writes each once.
+  std::atomic<int32_t> touch{0};
+  std::atomic<uint64_t> copied_bytes{0};
+  std::atomic<int64_t> allocations{0};  // of the whole process
+};
+
+// Serves unix:`folder`/s and the door `folder`/s.shm until shared->stop.
+void Serve(const std::string& folder, Shared* shared);
+
+// Reads every byte once.
+uint64_t Sum(const void* data, uint64_t bytes);
+
+}  // namespace mla::bench
+
+#endif  // MLA_TESTS_BENCH_WIRE_SERVER_H_
