@@ -14,8 +14,10 @@
 // token_ms: a whole step of 61 layers, begin and end included. `x bare`: ratio to grpc_stream.
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,7 +38,6 @@
 
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/stream.h"
-#include "mla/v1/model.grpc.pb.h"
 #include "mla/v1/sequence.grpc.pb.h"
 #include "tests/bench/wire_server.h"
 
@@ -130,8 +131,13 @@ class BareStream final : public Path,
     outgoing_ = grpc::ByteBuffer(&slice, 1);
     StartWrite(&outgoing_);
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return answered_; });
-    answered_ = false;
+    changed_.wait(lock, [this] { return answered_ && written_; });
+    answered_ = written_ = false;
+  }
+  void OnWriteDone(bool) override {
+    const std::lock_guard lock(mutex_);
+    written_ = true;
+    changed_.notify_all();
   }
   void OnReadDone(bool ok) override {
     if (!ok) return;
@@ -161,7 +167,7 @@ class BareStream final : public Path,
   grpc::ByteBuffer incoming_, outgoing_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool answered_ = false, done_ = false;
+  bool answered_ = false, written_ = false, done_ = false;
 };
 
 class BareUnary final : public Path {
@@ -319,21 +325,6 @@ class Benchmark {
     arguments.SetMaxSendMessageSize(-1);
     channel_ = grpc::CreateCustomChannel("unix:" + folder + "/s",
                                          grpc::InsecureChannelCredentials(), arguments);
-    v1::RegisterRequest model;
-    v1::ModelSpec* spec = model.mutable_model();
-    spec->set_model_id("v3");
-    spec->set_layers(kLayers);
-    spec->set_softmax_scale(0.1F);
-    spec->set_rope_owner(v1::ROPE_OWNER_WORKER);
-    v1::Geometry* geometry = spec->mutable_geometry();
-    geometry->set_num_heads(kHeads);
-    geometry->set_kv_lora_rank(kLora);
-    geometry->set_rope_dim(kRope);
-    grpc::ClientContext context;
-    v1::RegisterReply registered;
-    const auto stub = v1::Models::NewStub(channel_);
-    const grpc::Status status = stub->Register(&context, model, &registered);
-    if (!status.ok()) Die(status.error_message());
   }
 
   Row Measure(const std::string& name, const Shape& shape) {
@@ -383,7 +374,7 @@ class Benchmark {
     for (uint32_t i = 0; i < count; ++i) {
       grpc::ClientContext context;
       v1::OpenRequest request;
-      request.set_model_id("v3");
+      request.set_model_id(kModel);
       v1::OpenReply reply;
       const grpc::Status status = stub->Open(&context, request, &reply);
       if (!status.ok()) Die(status.error_message());
@@ -405,7 +396,7 @@ class Benchmark {
     v1::AttendStreamRequest request;
     v1::BeginStep* begin = request.mutable_begin_step();
     begin->set_step_id(step);
-    begin->set_model_id("v3");
+    begin->set_model_id(kModel);
     for (const v1::SequenceInfo& info : sequences_) {
       v1::StepSequence* rows = begin->add_sequences();
       rows->set_sequence_id(info.sequence_id());
@@ -505,6 +496,7 @@ int Main(double seconds, const std::string& json) {
   // Before either side has a thread.
   const pid_t child = fork();
   if (child == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     Serve(folder, shared);
     std::_Exit(0);
   }

@@ -18,7 +18,6 @@
 #include "server/attention_service.h"
 #include "server/logging.h"
 #include "server/metrics.h"
-#include "server/model_service.h"
 #include "server/sequence_service.h"
 #include "server/shared_memory_door.h"
 #include "tests/bench/null_backend.h"
@@ -106,11 +105,31 @@ class BareService final : public grpc::CallbackGenericService {
 scheduler::EngineOptions Options(scheduler::EngineObserver* observer) {
   scheduler::EngineOptions options;
   options.limits.kv_cache_bytes = int64_t{1} << 40;  // nothing is stored
+  options.limits.weights_bytes = int64_t{1} << 40;
   options.limits.sequence_lease_ms = options.limits.max_lease_ms;
   options.limits.step_lease_ms = 60000;
   options.inline_work = INT64_MAX;  // a launch that computes nothing is always small
   options.observer = observer;
   return options;
+}
+
+// The model, with weights that nobody will read.
+void AddModel(scheduler::Engine& engine) {
+  scheduler::ModelSpec spec;
+  spec.id = kModel;
+  spec.geometry = {kHeads, kLora, kRope, kNope, kV};
+  spec.layers = kLayers;
+  spec.softmax_scale = 0.1F;
+  scheduler::Fault fault;
+  if (auto made = engine.RegisterModel("default", spec, &fault); !made.ok()) Die(made.status());
+  const std::vector<std::byte> weights(size_t{kHeads} * kLora * (kNope + kV) * 2);
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    absl::Status status = engine.LoadWeights("default", kModel, 1, static_cast<int32_t>(layer), 0,
+                                             kHeads, weights, &fault);
+    if (!status.ok()) Die(status);
+  }
+  auto missing = engine.CommitWeights("default", kModel, 1);
+  if (!missing.ok()) Die(missing.status());
 }
 
 }  // namespace
@@ -133,6 +152,7 @@ void Serve(const std::string& folder, Shared* shared) {
   auto engine = scheduler::Engine::Create(Options(&metrics),
                                           std::make_unique<TouchingBackend>(shared), &clock);
   if (!engine.ok()) Die(engine.status());
+  AddModel(**engine);
   server::Config config;
   config.wire.message_bytes = kMessageBytes;
   config.wire.inflight_bytes = config.wire.staging_bytes = 4 * kMessageBytes;
@@ -152,14 +172,12 @@ void Serve(const std::string& folder, Shared* shared) {
   const server::RpcContext rpc{engine->get(), &metrics, wire.boot_id};
   server::AttentionService attention(wire);
   server::SequenceService sequences(rpc);
-  server::ModelService models(rpc);
   BareService bare(shared);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(-1);
   builder.AddListeningPort("unix:" + folder + "/s", grpc::InsecureServerCredentials());
   builder.RegisterService(&attention);
   builder.RegisterService(&sequences);
-  builder.RegisterService(&models);
   builder.RegisterCallbackGenericService(&bare);
   const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
   server::SharedMemoryDoorOptions door;

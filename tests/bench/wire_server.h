@@ -12,6 +12,7 @@ namespace mla::bench {
 // DeepSeek-V3's attention, as both processes know it.
 inline constexpr uint32_t kLayers = 61, kHeads = 128, kLora = 512, kRope = 64, kNope = 128,
                           kV = 128;
+inline constexpr char kModel[] = "v3";
 inline constexpr int64_t kMessageBytes = int64_t{64} << 20;
 inline constexpr uint32_t kLongestSpinMicros = 1'000'000;
 inline constexpr char kBareStream[] = "/bench.Bare/Stream";

@@ -248,7 +248,9 @@ TEST(LifecycleTest, SlowReaderIsCut) {
 
 TEST(LifecycleTest, StreamsAreBounded) {
   const TestServer server([](server::Config& config) { config.wire.max_streams = 2; });
-  const auto client = server.Connect();
+  client::ClientOptions options;
+  options.transport = client::ClientOptions::Transport::kGrpc;
+  const auto client = server.Connect(options);
   Worker worker(client.get(), {}, "m", 1);  // one stream
   Track track = *worker.Open();
   ASSERT_EQ(worker.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
