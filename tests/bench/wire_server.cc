@@ -4,6 +4,7 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -46,8 +47,10 @@ class TouchingBackend final : public NullBackend {
 // Answers every message with as many bytes as its first eight say, from memory of its own.
 class BareReactor final : public grpc::ServerGenericBidiReactor {
  public:
-  BareReactor(grpc::GenericCallbackServerContext* context, const Shared* shared)
-      : unary_(context->method() == kBareUnary), shared_(shared) {
+  // `reply` outlives what gRPC still has to send of it.
+  BareReactor(grpc::GenericCallbackServerContext* context, const Shared* shared,
+              std::vector<char>* reply)
+      : unary_(context->method() == kBareUnary), shared_(shared), reply_(*reply) {
     StartRead(&incoming_);
   }
   void OnReadDone(bool ok) override {
@@ -56,14 +59,14 @@ class BareReactor final : public grpc::ServerGenericBidiReactor {
     if (!incoming_.Dump(&slices_).ok()) return Finish(grpc::Status::CANCELLED);
     uint64_t wanted = 0;
     std::memcpy(&wanted, slices_.front().begin(), sizeof(wanted));
-    reply_.resize(wanted);
+    wanted = std::min<uint64_t>(wanted, reply_.size());
     if (shared_->touch.load() != 0) {
       for (const grpc::Slice& slice : slices_) sum_ += Sum(slice.begin(), slice.size());
-      std::memset(reply_.data(), 1, reply_.size());
+      std::memset(reply_.data(), 1, wanted);
     }
     slices_.clear();
     incoming_.Clear();
-    const grpc::Slice slice(reply_.data(), reply_.size(), grpc::Slice::STATIC_SLICE);
+    const grpc::Slice slice(reply_.data(), wanted, grpc::Slice::STATIC_SLICE);
     outgoing_ = grpc::ByteBuffer(&slice, 1);
     if (unary_) {
       StartWriteAndFinish(&outgoing_, {}, grpc::Status::OK);
@@ -81,7 +84,7 @@ class BareReactor final : public grpc::ServerGenericBidiReactor {
   const Shared* const shared_;
   grpc::ByteBuffer incoming_, outgoing_;
   std::vector<grpc::Slice> slices_;
-  std::vector<char> reply_;
+  std::vector<char>& reply_;
   uint64_t sum_ = 0;
 };
 
@@ -90,11 +93,12 @@ class BareService final : public grpc::CallbackGenericService {
   explicit BareService(const Shared* shared) : shared_(shared) {}
   grpc::ServerGenericBidiReactor* CreateReactor(
       grpc::GenericCallbackServerContext* context) override {
-    return new BareReactor(context, shared_);
+    return new BareReactor(context, shared_, &reply_);
   }
 
  private:
   const Shared* const shared_;
+  std::vector<char> reply_ = std::vector<char>(kMessageBytes);  // one request at a time
 };
 
 [[noreturn]] void Die(const absl::Status& status) {
