@@ -78,6 +78,14 @@ class Path {
   std::span<std::byte> in, out;
 };
 
+inline void CopyTo(std::span<std::byte> out, const std::vector<grpc::Slice>& slices) {
+  for (const grpc::Slice& slice : slices) {
+    if (slice.size() > out.size()) Die("a reply is larger than asked for");
+    std::memcpy(out.data(), slice.begin(), slice.size());
+    out = out.subspan(slice.size());
+  }
+}
+
 // --- Bare gRPC: the message's first eight bytes say how large the reply is to be.
 class BareStream final : public Path,
                          public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
@@ -118,11 +126,7 @@ class BareStream final : public Path,
     if (!ok) return;
     std::vector<grpc::Slice> slices;
     if (!incoming_.Dump(&slices).ok()) Die("a reply cannot be read");
-    std::byte* to = out.data();
-    for (const grpc::Slice& slice : slices) {
-      std::memcpy(to, slice.begin(), slice.size());
-      to += slice.size();
-    }
+    CopyTo(out, slices);
     slices.clear();
     incoming_.Clear();
     StartRead(&incoming_);
@@ -175,11 +179,7 @@ class BareUnary final : public Path {
     changed.wait(lock, [&] { return done; });
     std::vector<grpc::Slice> slices;
     if (!result.ok() || !reply.Dump(&slices).ok()) Die("unary: " + result.error_message());
-    std::byte* to = out.data();
-    for (const grpc::Slice& part : slices) {
-      std::memcpy(to, part.begin(), part.size());
-      to += part.size();
-    }
+    CopyTo(out, slices);
   }
 
  private:

@@ -57,8 +57,14 @@ class BareReactor final : public grpc::ServerGenericBidiReactor {
     if (!ok) return Finish(grpc::Status::OK);
     slices_.clear();
     if (!incoming_.Dump(&slices_).ok()) return Finish(grpc::Status::CANCELLED);
+    // A fragment may be as short as gRPC likes.
     uint64_t wanted = 0;
-    std::memcpy(&wanted, slices_.front().begin(), sizeof(wanted));
+    size_t known = 0;
+    for (const grpc::Slice& slice : slices_) {
+      const size_t more = std::min(sizeof(wanted) - known, slice.size());
+      std::memcpy(reinterpret_cast<char*>(&wanted) + known, slice.begin(), more);
+      known += more;
+    }
     wanted = std::min<uint64_t>(wanted, reply_.size());
     if (shared_->touch.load() != 0) {
       for (const grpc::Slice& slice : slices_) sum_ += Sum(slice.begin(), slice.size());
