@@ -172,17 +172,18 @@ absl::Status CheckIds(int count, const Limits& limits, Fault* fault) {
     if (absl::Status status_ = (expression); !status_.ok()) return status_; \
   } while (false)
 
-absl::Status CheckName(const std::string& name, const std::string& field, bool optional,
+absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
                        const Limits& limits, Fault* fault) {
   const size_t least = optional ? 0 : 1;
   if (name.size() < least || name.size() > static_cast<size_t>(limits.max_name_bytes)) {
-    return InvalidField(fault, field, absl::StrCat(least, "..", limits.max_name_bytes, " bytes"),
+    return InvalidField(fault, std::string(field),
+                        absl::StrCat(least, "..", limits.max_name_bytes, " bytes"),
                         absl::StrCat(name.size(), " bytes"), "name_length");
   }
   if (std::any_of(name.begin(), name.end(),
                   [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; })) {
-    return InvalidField(fault, field, "without control characters", "a control character",
-                        "name_characters");
+    return InvalidField(fault, std::string(field), "without control characters",
+                        "a control character", "name_characters");
   }
   return absl::OkStatus();
 }

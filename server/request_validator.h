@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "mla/v1/attention.pb.h"
@@ -78,7 +79,7 @@ absl::Status ParseRelease(const v1::ReleaseRequest& message, const scheduler::Li
 
 // A name of the client's choice: valid when 1 (or 0 if `optional`) .. max_name_bytes bytes without
 // control characters.
-absl::Status CheckName(const std::string& name, const std::string& field, bool optional,
+absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
                        const scheduler::Limits& limits, scheduler::Fault* fault);
 
 }  // namespace mla::server
