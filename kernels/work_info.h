@@ -2,11 +2,13 @@
 //
 // A plan is five arrays (the persistent-scheduling metadata of MLA kernels):
 //
-//   work_indptr         int32 [units + 1]      unit u executes work items work_indptr[u] ..
-//   work_indptr[u+1] work_info           WorkInfo [work items]  what to compute reduce_indptr int32
-//   [reduce tiles + 1]   CSR over reduce_partial_map, one row a split tile reduce_final_map
-//   ReduceTile [reduce tiles]  where the merged rows go reduce_partial_map  int32 [partials] first
-//   row of each partial tile in the partial buffers
+// clang-format off
+//   work_indptr         int32 [units + 1]          unit u executes items work_indptr[u] .. [u + 1]
+//   work_info           WorkInfo [work items]      what to compute
+//   reduce_indptr       int32 [reduce tiles + 1]   CSR over reduce_partial_map, a row a split tile
+//   reduce_final_map    ReduceTile [reduce tiles]  where the merged rows go
+//   reduce_partial_map  int32 [partials]           first row of each partial tile in the buffers
+// clang-format on
 //
 // Nothing in a plan is an address or a layer, so one plan serves every layer of a step and is
 // reused while the lengths stay as they are. Rows are counted inside the request: query row i of a
