@@ -151,6 +151,17 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
 INSTANTIATE_TEST_SUITE_P(Points, EnginePageWorkTest,
                          ::testing::Values(FaultPoint::kScrubKv, FaultPoint::kSubmit));
 
+// EXPANDED needs no kernel of that form: the absorbed one runs between the projections.
+TEST_F(EngineFaultTest, ABackendWithoutTheExpandedFormStillTakesTheModel) {
+  backend_->SetAbsorbedOnly();
+  Fault fault;
+  ModelSpec spec = h_->model();
+  spec.id = "second";
+  auto model = h_->core().models().Register(h_->core().FindTenant(h_->tenant()), spec, &fault);
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_GT((*model)->expanded_min_rows, testing::TinyLimits().launch_rows);
+}
+
 TEST_F(EngineFaultTest, AnUnhealthyBackendTakesNoNewSteps) {
   const SequenceInfo a = h_->Open();
   backend_->SetUnhealthy();

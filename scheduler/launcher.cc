@@ -53,16 +53,21 @@ int32_t CountDistinct(std::vector<T>& values) {
 PlanCapacity Launcher::PlanCapacityOf(const Limits& limits,
                                       const kernels::AttentionBackend& backend) {
   PlanCapacity most;
-  for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
-    kernels::AttentionDesc desc;
-    desc.geometry = MaxGeometry(limits);
-    desc.form = form;
-    const PlanCapacity one = Planner::Capacity(PlanLimitsOf(limits), backend.Traits(desc));
-    most.units = std::max(most.units, one.units);
-    most.work_items = std::max(most.work_items, one.work_items);
-    most.reduce_tiles = std::max(most.reduce_tiles, one.reduce_tiles);
-    most.reduce_partials = std::max(most.reduce_partials, one.reduce_partials);
-    most.partial_rows = std::max(most.partial_rows, one.partial_rows);
+  // A backend may cut differently by the model's heads, so the worst of all sizes counts.
+  for (int32_t heads = 1;; heads = std::min(2 * heads, limits.max_heads)) {
+    for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
+      kernels::AttentionDesc desc;
+      desc.geometry = MaxGeometry(limits);
+      desc.geometry.num_heads = heads;
+      desc.form = form;
+      const PlanCapacity one = Planner::Capacity(PlanLimitsOf(limits), backend.Traits(desc));
+      most.units = std::max(most.units, one.units);
+      most.work_items = std::max(most.work_items, one.work_items);
+      most.reduce_tiles = std::max(most.reduce_tiles, one.reduce_tiles);
+      most.reduce_partials = std::max(most.reduce_partials, one.reduce_partials);
+      most.partial_rows = std::max(most.partial_rows, one.partial_rows);
+    }
+    if (heads == limits.max_heads) break;
   }
   return most;
 }

@@ -82,10 +82,7 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec, Fault* fault) const {
 }
 
 absl::Status ModelTable::CheckSupported(const ModelSpec& spec, Fault* fault) const {
-  absl::Status status = backend_->CanRun(DescOf(spec, AttentionForm::kAbsorbed));
-  if (status.ok() && HasExpanded(spec)) {
-    status = backend_->CanRun(DescOf(spec, AttentionForm::kExpanded));
-  }
+  const absl::Status status = backend_->CanRun(DescOf(spec, AttentionForm::kAbsorbed));
   if (status.ok()) return status;
   fault->field = "model.geometry";
   fault->limit = backend_->Info().supported;
@@ -132,8 +129,11 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   }
   model->layout_id = *layout;
   model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
+  // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
+  const bool expanded_form =
+      HasExpanded(spec) && backend_->CanRun(DescOf(spec, AttentionForm::kExpanded)).ok();
   model->expanded_min_rows =
-      HasExpanded(spec) ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
+      expanded_form ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
   return models_[free].get();

@@ -22,10 +22,16 @@ class FaultyBackend final : public kernels::AttentionBackend {
     point_ = point;
     after_ = after;
   }
+  void SetAbsorbedOnly() { absorbed_only_ = true; }
   void SetUnhealthy() { healthy_ = absl::InternalError("the device is lost"); }
 
   const kernels::BackendInfo& Info() const override { return inner_->Info(); }
-  absl::Status CanRun(const kernels::AttentionDesc& d) const override { return inner_->CanRun(d); }
+  absl::Status CanRun(const kernels::AttentionDesc& d) const override {
+    if (absorbed_only_ && d.form == kernels::AttentionForm::kExpanded) {
+      return absl::UnimplementedError("supported: absorbed form");
+    }
+    return inner_->CanRun(d);
+  }
   kernels::PlanTraits Traits(const kernels::AttentionDesc& d) const override {
     return inner_->Traits(d);
   }
@@ -112,6 +118,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   const std::unique_ptr<kernels::AttentionBackend> inner_;
   FaultPoint point_ = FaultPoint::kNone;
   int after_ = 0;
+  bool absorbed_only_ = false;
   absl::Status healthy_;
 };
 
