@@ -5,20 +5,8 @@
 namespace mla::scheduler {
 namespace {
 
-int32_t FirstRow(const StreamRequest& request) {
-  return request.attend.row_begin + request.engine.rows_done;
-}
-
-int32_t EndRow(const StreamRequest& request) {
-  return request.attend.row_begin + request.attend.row_count;
-}
-
 LayerProgress& Progress(const StreamRequest& request) {
   return request.engine.step->layers[request.attend.layer];
-}
-
-bool Appends(const StreamRequest& request) {
-  return request.attend.has_kv && !request.engine.repeat;
 }
 
 bool Computes(const StreamRequest& request) {

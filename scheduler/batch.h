@@ -17,6 +17,18 @@
 
 namespace mla::scheduler {
 
+// Rows of the step that the request still has to compute: [FirstRow, EndRow).
+inline int32_t FirstRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.engine.rows_done;
+}
+inline int32_t EndRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.attend.row_count;
+}
+// Whether it brings new KV rows; a repeat is compared instead.
+inline bool Appends(const StreamRequest& request) {
+  return request.attend.has_kv && !request.engine.repeat;
+}
+
 // Requests that wait for a launch, in arrival order. Intrusive: links live in the requests.
 class PendingList {
  public:

@@ -17,18 +17,6 @@ constexpr size_t kPageWorkMost = 4096;
 // Requests that ReadyWork looks at before it calls the work large.
 constexpr int kReadyWorkRequests = 64;
 
-int32_t FirstRow(const StreamRequest& request) {
-  return request.attend.row_begin + request.engine.rows_done;
-}
-
-int32_t EndRow(const StreamRequest& request) {
-  return request.attend.row_begin + request.attend.row_count;
-}
-
-bool Appends(const StreamRequest& request) {
-  return request.attend.has_kv && !request.engine.repeat;
-}
-
 kernels::Bf16 RowElement(const AttendArgs& args, int64_t index) {
   if (args.q_dtype == kernels::DType::kBf16) {
     kernels::Bf16 value;

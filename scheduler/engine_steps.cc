@@ -219,7 +219,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   steps_->Touch(step);
   AttendArgs& args = request->attend;
   StreamRequest::EngineFields& note = request->engine;
-  absl::Status status = CheckAttend(*step, args, limits_, &note.repeat, fault);
+  absl::Status status = CheckAttend(*step, args, &note.repeat, fault);
   if (!status.ok()) return status;
   if (args.has_kv && !note.repeat) {
     LayerProgress& layer = step->layers[args.layer];

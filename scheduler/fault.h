@@ -3,6 +3,7 @@
 #ifndef MLA_SCHEDULER_FAULT_H_
 #define MLA_SCHEDULER_FAULT_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
@@ -21,6 +22,14 @@ inline absl::Status RefuseField(Fault* fault, std::string field, const std::stri
   fault->got = got;
   fault->reason = std::move(reason);
   return status;
+}
+
+// INVALID_ARGUMENT naming the field unless low <= got <= high.
+inline absl::Status CheckRange(Fault* fault, const char* field, int64_t got, int64_t low,
+                               int64_t high) {
+  if (got >= low && got <= high) return absl::OkStatus();
+  return RefuseField(fault, field, absl::StrCat(got), absl::StrCat(low, "..", high),
+                     "out_of_range");
 }
 
 // A refusal that no single field explains.

@@ -14,12 +14,6 @@ using kernels::AttentionDesc;
 using kernels::AttentionForm;
 using kernels::Bf16;
 
-absl::Status CheckRange(Fault* fault, const char* field, int64_t got, int64_t low, int64_t high) {
-  if (got >= low && got <= high) return absl::OkStatus();
-  return RefuseField(fault, field, absl::StrCat(got), absl::StrCat(low, "..", high),
-                     "out_of_range");
-}
-
 AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
   AttentionDesc desc;
   desc.geometry = spec.geometry;

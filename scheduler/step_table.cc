@@ -10,12 +10,6 @@ namespace {
 constexpr size_t kAbortedRemembered = 256;
 constexpr int kMissingListed = 8;
 
-absl::Status CheckRange(Fault* fault, const char* field, int64_t got, int64_t low, int64_t high) {
-  if (got >= low && got <= high) return absl::OkStatus();
-  return RefuseField(fault, field, absl::StrCat(got), absl::StrCat(low, "..", high),
-                     "out_of_range");
-}
-
 absl::Status CheckHeads(const Step& step, const AttendArgs& args, Fault* fault) {
   const int32_t heads = step.model->spec->geometry.num_heads;
   absl::Status status = CheckRange(fault, "attend.head_offset", args.head_offset, 0, heads - 1);
@@ -140,8 +134,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
   free_.push_back(step);
 }
 
-absl::Status CheckAttend(const Step& step, const AttendArgs& args, const Limits& limits,
-                         bool* repeat, Fault* fault) {
+absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault) {
   // Before anything else: the request's memory has the size of another model's rows.
   if (args.sized_for.num_heads != 0 && args.sized_for != step.model->spec->geometry) {
     return RefuseField(fault, "attend.step_id", absl::StrCat(step.id),

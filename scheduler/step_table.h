@@ -98,8 +98,7 @@ class StepTable {
 
 // The rules of one Attend against its step; pure but for the Fault.
 // Fields are those of AttendArgs; `*repeat` is set when its KV rows were accepted before.
-absl::Status CheckAttend(const Step& step, const AttendArgs& args, const Limits& limits,
-                         bool* repeat, Fault* fault);
+absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault);
 // Equal contents: a repeat by the same stream or a join by another.
 bool SameStep(const Step& step, const BeginStepArgs& args);
 // Empty when every layer has stored `rows_needed` rows, else "layer 3: rows 2..7, layer 4: ...".
