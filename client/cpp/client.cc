@@ -24,6 +24,7 @@
 #include "client/cpp/ring_stream.h"
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_stream.h"
 #include "client/cpp/stream.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "mla/v1/admin.grpc.pb.h"
@@ -141,14 +142,24 @@ struct Client::Impl {
     return reply;
   }
 
-  // A ring behind the unix socket of the target.
-  absl::StatusOr<std::shared_ptr<StepStream>> OpenRing() const {
+  std::shared_ptr<StepStream> OpenStream() const {
+    return std::make_shared<Stream>(channel, options.tenant, info.boot_id(),
+                                    Millis(options.request_timeout_ms),
+                                    info.limits().message_bytes());
+  }
+
+  // A region behind the unix socket of the target, with a command ring or for tensors alone.
+  absl::StatusOr<std::shared_ptr<StepStream>> OpenShared(bool ring) const {
     const std::string door = DoorOf(target);
-    if (door.empty() || info.limits().shm_ring_entries() == 0) {
+    if (door.empty()) {
+      return absl::UnimplementedError("shared memory needs a target of the form unix:PATH");
+    }
+    if (info.limits().shm_ring_entries() == 0) {
       return absl::UnimplementedError("the server offers no shared memory");
     }
     SharedMemoryOptions wanted;
     wanted.tenant = options.tenant;
+    wanted.ring = ring;
     wanted.bytes = std::min(options.shared_bytes, info.limits().shm_region_bytes());
     wanted.spin_us = options.spin_us;
     wanted.server_spin_us = options.spin_us;
@@ -157,8 +168,9 @@ struct Client::Impl {
     if ((*memory)->boot_id() != info.boot_id()) {
       return RestartedError(info.boot_id(), (*memory)->boot_id());
     }
-    return std::make_shared<RingStream>(*std::move(memory), info.boot_id(),
-                                        Millis(options.request_timeout_ms),
+    const Millis timeout(options.request_timeout_ms);
+    if (!ring) return std::make_shared<SharedStream>(*std::move(memory), OpenStream(), timeout);
+    return std::make_shared<RingStream>(*std::move(memory), info.boot_id(), timeout,
                                         info.limits().message_bytes());
   }
 
@@ -237,6 +249,25 @@ absl::StatusOr<bool> Client::IsServing(const std::string& service) {
       [&](auto* context, auto* out) { return stub->Check(context, request, out); });
   if (!reply.ok()) return reply.status();
   return reply->status() == grpc::health::v1::HealthCheckResponse::SERVING;
+}
+
+absl::Status Client::WatchStatus(uint32_t interval_ms,
+                                 const std::function<bool(const v1::StatusUpdate&)>& update) {
+  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  grpc::ClientContext context;
+  // A watch has no end of its own, so no deadline either.
+  if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
+  v1::WatchStatusRequest request;
+  request.set_interval_ms(interval_ms);
+  const auto reader = impl_->admin->WatchStatus(&context, request);
+  v1::StatusUpdate status;
+  while (reader->Read(&status)) {
+    if (update(status)) continue;
+    context.TryCancel();
+    reader->Finish();  // CANCELLED, as asked for
+    return absl::OkStatus();
+  }
+  return FromGrpc(reader->Finish(), context);
 }
 
 absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit) {
@@ -349,17 +380,14 @@ absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
   if (absl::Status status = impl_->Lost(); !status.ok()) return status;
   std::unique_ptr<Session> session(new Session());
   session->client_ = this;
-  if (impl_->options.transport != ClientOptions::Transport::kGrpc) {
-    auto ring = impl_->OpenRing();
-    if (ring.ok()) {
-      session->stream_ = *std::move(ring);
-      return session;
-    }
-    if (impl_->options.transport == ClientOptions::Transport::kRing) return ring.status();
+  using Transport = ClientOptions::Transport;
+  const Transport wanted = impl_->options.transport;
+  if (wanted != Transport::kGrpc) {
+    auto shared = impl_->OpenShared(wanted != Transport::kShared);
+    if (!shared.ok() && wanted != Transport::kAuto) return shared.status();
+    if (shared.ok()) session->stream_ = *std::move(shared);
   }
-  session->stream_ = std::make_shared<Stream>(
-      impl_->channel, impl_->options.tenant, impl_->info.boot_id(),
-      Millis(impl_->options.request_timeout_ms), impl_->info.limits().message_bytes());
+  if (session->stream_ == nullptr) session->stream_ = impl_->OpenStream();
   return session;
 }
 

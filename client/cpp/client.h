@@ -3,8 +3,8 @@
 //   auto client = Client::Connect("unix:/run/mla/mla.sock", {});
 //   (*client)->RegisterModel(spec);
 //   auto sequence = (*client)->OpenSequence("my-model");
-//   auto session = (*client)->OpenSession();                       // session.h: steps and
-//   attention auto step = (*session)->Begin("my-model", {{&*sequence, rows}});
+//   auto session = (*client)->OpenSession();       // session.h: steps and attention
+//   auto step = (*session)->Begin("my-model", {{&*sequence, rows}});
 //   (*step)->Attend(call);  ...for every layer...  (*step)->End();
 //
 // Every call has a deadline. A background thread renews the leases of all sequences that this
@@ -44,9 +44,10 @@ struct ClientOptions {
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default
   bool renew_leases = true;
-  // How sessions travel. kAuto: through shared memory where a unix target's server offers it, else
-  // gRPC. kRing: shared memory or no session.
-  enum class Transport { kAuto, kGrpc, kRing } transport = Transport::kAuto;
+  // How sessions travel. kGrpc: all in gRPC messages. kShared: messages over gRPC, tensors in
+  // shared memory. kRing: all in shared memory. kAuto: kRing where a unix target's server offers
+  // it, else kGrpc; the others fail OpenSession with UNIMPLEMENTED where there is no shared memory.
+  enum class Transport { kAuto, kGrpc, kShared, kRing } transport = Transport::kAuto;
   uint64_t shared_bytes = 64u << 20;  // of one session's region, if the server allows as much
   uint32_t spin_us = 20;              // how long a session spins on its ring before it sleeps
 };
@@ -74,6 +75,10 @@ class Client final {
   absl::StatusOr<v1::GetStatsReply> GetStats();
   // grpc.health.v1: whether `service` ("" for the whole server) takes new work.
   absl::StatusOr<bool> IsServing(const std::string& service = "");
+  // Calls `update` with the status now, at every change and at least every `interval_ms` (0: 1000),
+  // until it returns false (OK) or the server ends the watch (its status).
+  absl::Status WatchStatus(uint32_t interval_ms,
+                           const std::function<bool(const v1::StatusUpdate&)>& update);
   // `deadline_ms` 0: the server's. The call itself is given that time and call_timeout_ms more.
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit);
 

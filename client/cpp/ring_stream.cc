@@ -1,7 +1,6 @@
 #include "client/cpp/ring_stream.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "client/cpp/errors.h"
@@ -13,29 +12,6 @@ using Clock = std::chrono::steady_clock;
 
 // Room for the lengths of thousands of sequences, beside the ring's own reply slots.
 constexpr uint64_t kReplyRoom = 65536;
-
-// Pieces must leave room for several requests under way.
-constexpr uint64_t kPiecesInArena = 8;
-
-uint64_t Together(size_t first, size_t second) {
-  return second == 0 ? first : wire::AlignShared(first) + second;
-}
-
-// True if `second` lies where the contract wants it behind `first`.
-bool IsBehind(std::span<const std::byte> first, std::span<const std::byte> second) {
-  return first.empty() || second.empty() ||
-         second.data() == first.data() + wire::AlignShared(first.size());
-}
-
-// Two tensors that may stay where they are: their common start, else null.
-const std::byte* InPlace(const SharedMemory& memory, std::span<const std::byte> first,
-                         std::span<const std::byte> second) {
-  const std::byte* const start = first.empty() ? second.data() : first.data();
-  const bool fits = IsBehind(first, second) &&
-                    memory.Holds(start, Together(first.size(), second.size())) &&
-                    memory.OffsetOf(start) % wire::kSharedAlignment == 0;
-  return fits ? start : nullptr;
-}
 
 wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
   wire::SubmissionEntry entry{};
@@ -54,10 +30,6 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
   return entry;
 }
 
-void Copy(std::span<const std::byte> from, std::byte* to) {
-  if (!from.empty()) std::memcpy(to, from.data(), from.size());
-}
-
 }  // namespace
 
 RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
@@ -71,42 +43,19 @@ RingStream::~RingStream() { Close().IgnoreError(); }
 
 // ------------------------------------------------------------------------------------- Sending
 
-bool RingStream::PlaceAttend(std::span<const std::byte> first, std::span<const std::byte> second,
-                             const PendingReply& pending, InFlight* flight,
-                             wire::SubmissionEntry* entry) {
-  const uint64_t in = Together(first.size(), second.size());
-  const uint64_t out = Together(pending.o.size(), pending.lse.size());
-  const std::byte* in_at = in == 0 ? nullptr : InPlace(*memory_, first, second);
-  const std::byte* out_at = out == 0 ? nullptr : InPlace(*memory_, pending.o, pending.lse);
-  if (in > 0 && in_at == nullptr) {
-    flight->in = memory_->Allocate(in);
-    if (flight->in.empty()) return false;
-    Copy(first, flight->in.data());
-    Copy(second, flight->in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
-    in_at = flight->in.data();
-  }
-  if (out > 0 && out_at == nullptr) {
-    flight->out = memory_->Allocate(out);
-    if (flight->out.empty()) return false;
-    out_at = flight->out.data();
-  }
-  if (in_at != nullptr) entry->in_offset = memory_->OffsetOf(in_at);
-  if (out_at != nullptr) entry->out_offset = memory_->OffsetOf(out_at);
-  return true;
-}
-
 bool RingStream::PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
                               wire::SubmissionEntry* entry) {
   const size_t bytes = request.ByteSizeLong();
-  flight->in = memory_->Allocate(bytes);
-  flight->out = memory_->Allocate(kReplyRoom);
-  if (flight->in.data() == nullptr || flight->out.empty()) return false;
-  request.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(flight->in.data()));
+  TensorPlacement& room = flight->room;
+  room.in = memory_->Allocate(bytes);
+  room.out = memory_->Allocate(kReplyRoom);
+  if (room.in.data() == nullptr || room.out.empty()) return false;
+  request.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(room.in.data()));
   entry->kind = wire::kEntryMessage;
   entry->row_count = static_cast<uint32_t>(bytes);
   entry->num_heads = static_cast<uint32_t>(kReplyRoom);
-  entry->in_offset = memory_->OffsetOf(flight->in.data());
-  entry->out_offset = memory_->OffsetOf(flight->out.data());
+  entry->in_offset = memory_->OffsetOf(room.in.data());
+  entry->out_offset = memory_->OffsetOf(room.out.data());
   return true;
 }
 
@@ -129,15 +78,19 @@ void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byt
     if (is_attend) entry = EntryOf(request->attend());
     request->set_tag(tag);
     entry.tag = tag;
-    const bool placed = is_attend ? PlaceAttend(first, second, *pending, &flight, &entry)
-                                  : PlaceMessage(*request, &flight, &entry);
+    const bool placed = is_attend
+                            ? PlaceTensors(memory_.get(), first, second, *pending, &flight.room)
+                            : PlaceMessage(*request, &flight, &entry);
+    if (is_attend) {
+      entry.in_offset = flight.room.in_offset;
+      entry.out_offset = flight.room.out_offset;
+    }
     if (placed && memory_->Submit(entry)) {
       ++next_tag_;
       in_flight_[tag] = std::move(flight);
       return;
     }
-    memory_->Free(flight.in);
-    memory_->Free(flight.out);
+    FreeTensors(memory_.get(), &flight.room);
     if (in_flight_.empty()) {
       status = absl::ResourceExhaustedError("the request does not fit into the shared memory");
       break;
@@ -200,13 +153,9 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
     timings->set_launch_layers(entry.launch_layers);
     timings->set_launch_clients(entry.launch_clients);
     timings->set_plan_reused((entry.flags & wire::kEntryPlanReused) != 0);
-    if (!flight.out.empty()) {
-      Copy(flight.out.first(pending.o.size()), pending.o.data());
-      Copy(flight.out.last(pending.lse.size()), pending.lse.data());
-    }
+    TakeOutputs(flight.room, pending);
   }
-  memory_->Free(flight.in);
-  memory_->Free(flight.out);
+  FreeTensors(memory_.get(), &flight.room);
   pending.done = true;
   return absl::OkStatus();
 }

@@ -15,10 +15,12 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/step_stream.h"
+#include "client/cpp/tensor_placement.h"
 #include "proto/ring_layout.h"
 
 namespace mla::client {
@@ -29,6 +31,7 @@ class RingStream final : public StepStream {
              std::chrono::milliseconds timeout, uint64_t message_bytes);
   ~RingStream() override;
 
+  std::string_view transport() const override { return "ring"; }
   uint64_t message_bytes() const override { return message_bytes_; }
   void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
             std::span<const std::byte> second,
@@ -42,11 +45,9 @@ class RingStream final : public StepStream {
   using Deadline = std::chrono::steady_clock::time_point;
   struct InFlight {
     std::shared_ptr<PendingReply> pending;
-    std::span<std::byte> in, out;  // blocks of ours; empty when the tensors stay where they are
+    TensorPlacement room;  // of tensors, or of a message and its reply
   };
 
-  bool PlaceAttend(std::span<const std::byte> first, std::span<const std::byte> second,
-                   const PendingReply& pending, InFlight* flight, wire::SubmissionEntry* entry);
   bool PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
                     wire::SubmissionEntry* entry);
   absl::Status TakeOne(std::unique_lock<std::mutex>* lock, Deadline deadline);

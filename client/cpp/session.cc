@@ -185,6 +185,8 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
   return step;
 }
 
+std::string_view Session::transport() const { return stream_->transport(); }
+
 std::span<std::byte> Session::Allocate(uint64_t bytes) { return stream_->Allocate(bytes); }
 
 void Session::Free(std::span<std::byte> block) { stream_->Free(block); }

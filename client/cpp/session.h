@@ -18,6 +18,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -115,9 +116,11 @@ class Session final {
   absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
                                               const std::vector<StepRows>& rows,
                                               const BeginOptions& options = {});
+  // What carries it: "inline", "shm" or "ring" (ClientOptions::Transport).
+  std::string_view transport() const;
   // Memory of the shared region in which tensors are used where they lie instead of being copied:
   // put kv and q into one block and o and lse into another, the second tensor of each at the next
-  // multiple of 64 bytes. Empty when the session runs over gRPC, or has no room. Lives as long as
+  // multiple of 64 bytes. Empty when the session is inline, or has no room. Lives as long as
   // the session.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);

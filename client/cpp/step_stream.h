@@ -1,5 +1,6 @@
 // What a session needs of a transport: requests of the stepping protocol sent in order, replies
-// matched to them. stream.h carries it over gRPC, ring_stream.h through shared memory. Internal to
+// matched to them. stream.h carries it over gRPC, ring_stream.h through shared memory, and
+// shared_stream.h the messages over gRPC and the tensors through shared memory. Internal to
 // the library. Threading: any thread.
 #ifndef MLA_CLIENT_CPP_STEP_STREAM_H_
 #define MLA_CLIENT_CPP_STEP_STREAM_H_
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "mla/v1/attention.pb.h"
@@ -26,6 +28,8 @@ class StepStream {
  public:
   virtual ~StepStream() = default;
 
+  // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there.
+  virtual std::string_view transport() const = 0;
   // Tensor bytes of one request or reply at most.
   virtual uint64_t message_bytes() const = 0;
   // Sends `request` (its tag is set here) with the tensors `first` and `second`. They and the

@@ -22,6 +22,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -42,6 +43,7 @@ class Stream final : public StepStream,
          std::chrono::milliseconds timeout, uint64_t message_bytes);
   ~Stream() override;
 
+  std::string_view transport() const override { return "inline"; }
   uint64_t message_bytes() const override { return message_bytes_; }
   void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
             std::span<const std::byte> second,

@@ -1,0 +1,74 @@
+#include "client/cpp/tensor_placement.h"
+
+#include <cstring>
+
+#include "proto/ring_layout.h"
+
+namespace mla::client {
+namespace {
+
+uint64_t Together(size_t first, size_t second) {
+  return second == 0 ? first : wire::AlignShared(first) + second;
+}
+
+// True if `second` lies where the contract wants it behind `first`.
+bool IsBehind(std::span<const std::byte> first, std::span<const std::byte> second) {
+  return first.empty() || second.empty() ||
+         second.data() == first.data() + wire::AlignShared(first.size());
+}
+
+// Two tensors that may stay where they are: their common start, else null.
+const std::byte* InPlace(const SharedMemory& memory, std::span<const std::byte> first,
+                         std::span<const std::byte> second) {
+  const std::byte* const start = first.empty() ? second.data() : first.data();
+  const bool fits = IsBehind(first, second) &&
+                    memory.Holds(start, Together(first.size(), second.size())) &&
+                    memory.OffsetOf(start) % wire::kSharedAlignment == 0;
+  return fits ? start : nullptr;
+}
+
+void Copy(std::span<const std::byte> from, std::byte* to) {
+  if (!from.empty()) std::memcpy(to, from.data(), from.size());
+}
+
+}  // namespace
+
+bool PlaceTensors(SharedMemory* memory, std::span<const std::byte> first,
+                  std::span<const std::byte> second, const PendingReply& pending,
+                  TensorPlacement* placement) {
+  TensorPlacement made;
+  made.in_bytes = Together(first.size(), second.size());
+  made.out_bytes = Together(pending.o.size(), pending.lse.size());
+  const std::byte* in = made.in_bytes == 0 ? nullptr : InPlace(*memory, first, second);
+  const std::byte* out = made.out_bytes == 0 ? nullptr : InPlace(*memory, pending.o, pending.lse);
+  if (made.in_bytes > 0 && in == nullptr) made.in = memory->Allocate(made.in_bytes);
+  if (made.out_bytes > 0 && out == nullptr) made.out = memory->Allocate(made.out_bytes);
+  if (in == nullptr) in = made.in.data();
+  if (out == nullptr) out = made.out.data();
+  if ((made.in_bytes > 0 && in == nullptr) || (made.out_bytes > 0 && out == nullptr)) {
+    FreeTensors(memory, &made);
+    return false;
+  }
+  if (!made.in.empty()) {
+    Copy(first, made.in.data());
+    Copy(second, made.in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
+  }
+  if (in != nullptr) made.in_offset = memory->OffsetOf(in);
+  if (out != nullptr) made.out_offset = memory->OffsetOf(out);
+  *placement = made;
+  return true;
+}
+
+void TakeOutputs(const TensorPlacement& placement, const PendingReply& pending) {
+  if (placement.out.empty()) return;
+  Copy(placement.out.first(pending.o.size()), pending.o.data());
+  Copy(placement.out.last(pending.lse.size()), pending.lse.data());
+}
+
+void FreeTensors(SharedMemory* memory, TensorPlacement* placement) {
+  memory->Free(placement->in);
+  memory->Free(placement->out);
+  placement->in = placement->out = {};
+}
+
+}  // namespace mla::client

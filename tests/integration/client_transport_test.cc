@@ -1,0 +1,159 @@
+// The C++ client's ways to a server: each serves the same steps, and says which one it is.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client/cpp/errors.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using Transport = client::ClientOptions::Transport;
+
+client::ClientOptions Over(Transport transport) {
+  client::ClientOptions options;
+  options.transport = transport;
+  return options;
+}
+
+struct Way {
+  Transport transport;
+  const char* name;
+};
+
+class ClientTransportTest : public testing::TestWithParam<Way> {};
+
+TEST_P(ClientTransportTest, ServesWholeSteps) {
+  const TestServer server;
+  const auto client = server.Connect(Over(GetParam().transport));
+  Worker worker(client.get(), {}, "m", 1);
+  EXPECT_EQ(worker.session().transport(), GetParam().name);
+  ASSERT_EQ(worker.Upload(), absl::OkStatus());
+  Track a = *worker.Open(), b = *worker.Open();
+  EXPECT_EQ(worker.Step({&a, &b}, {5, 3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&b, &a}, {1, 1}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&a}, {7}, v1::PROFILE_APPEND_ONLY), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&a}, {4}, v1::PROFILE_ABSORBED, {2}), absl::OkStatus());
+  const auto stats = client->GetStats();
+  ASSERT_TRUE(stats.ok());
+  const bool shared = GetParam().transport != Transport::kGrpc;
+  EXPECT_EQ(stats->shared_bytes() > 0, shared);
+  EXPECT_EQ(stats->copied_bytes() > 0, !shared);
+}
+
+// More rows than the region has room for at a time: pieces wait for those before them.
+TEST_P(ClientTransportTest, LargeCallsWaitForRoom) {
+  const TestServer server;
+  client::ClientOptions options = Over(GetParam().transport);
+  options.shared_bytes = 128 << 10;
+  const auto client = server.Connect(options);
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_EQ(worker.Step({&track}, {512}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  const bool pieces = GetParam().transport != Transport::kGrpc;
+  EXPECT_GT(worker.most_messages(), pieces ? 8u : 0u);
+  EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+TEST_P(ClientTransportTest, RefusalsLeaveTheSessionUsable) {
+  const TestServer server;
+  const auto client = server.Connect(Over(GetParam().transport));
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 2}});
+  ASSERT_TRUE(step.ok());
+  client::AttendCall call;
+  call.row_count = 2;
+  call.num_heads = 5;  // the model has 4
+  call.profile = v1::PROFILE_ABSORBED;
+  std::vector<std::byte> q(2 * 5 * 40 * 2), o(2 * 5 * 32 * 2);
+  call.q = q.data();
+  call.o = o.data();
+  for (int i = 0; i < 50; ++i) {
+    const absl::Status refused = (*step)->Attend(call).status();
+    ASSERT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    ASSERT_EQ(client::DetailOf(refused)->field(), "attend.num_heads");
+  }
+  EXPECT_EQ((*step)->Abort(), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+TEST_P(ClientTransportTest, StepsOfSeveralThreadsShareASession) {
+  const TestServer server;
+  const auto client = server.Connect(Over(GetParam().transport));
+  Worker worker(client.get(), {}, "m", 1);
+  std::vector<Track> tracks;
+  for (int i = 0; i < 4; ++i) tracks.push_back(*worker.Open());
+  const Dims dims = worker.dims();
+  std::atomic<int> done{0};
+  std::vector<std::thread> threads;
+  for (Track& track : tracks) {
+    threads.emplace_back([&] {
+      const size_t rows = 16, heads = static_cast<size_t>(dims.heads);
+      std::vector<uint16_t> kv(rows * static_cast<size_t>(dims.row())), q(kv.size() * heads);
+      std::vector<uint16_t> o(rows * heads * static_cast<size_t>(dims.lora));
+      auto step = worker.session().Begin("m", {{&track.sequence, 16}});
+      if (!step.ok()) return;
+      client::AttendCall call;
+      call.row_count = 16;
+      call.num_heads = static_cast<uint32_t>(dims.heads);
+      call.profile = v1::PROFILE_ABSORBED;
+      call.kv = kv.data();
+      call.q = q.data();
+      call.o = o.data();
+      for (int layer = 0; layer < dims.layers; ++layer) {
+        call.layer = static_cast<uint32_t>(layer);
+        if (!(*step)->Attend(call).ok()) return;
+      }
+      done += (*step)->End().ok();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(done, 4);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ClientTransportTest,
+                         testing::Values(Way{Transport::kGrpc, "inline"},
+                                         Way{Transport::kShared, "shm"},
+                                         Way{Transport::kRing, "ring"},
+                                         Way{Transport::kAuto, "ring"}),
+                         [](const auto& info) { return "Number" + std::to_string(info.index); });
+
+TEST(ClientTransportChoiceTest, OtherTargetsAreInlineOrRefused) {
+  const TestServer server;
+  for (const auto& [transport, name] :
+       {Way{Transport::kAuto, "inline"}, Way{Transport::kGrpc, "inline"},
+        Way{Transport::kShared, nullptr}, Way{Transport::kRing, nullptr}}) {
+    auto client = client::Client::Connect(server.tcp_target(), Over(transport));
+    ASSERT_TRUE(client.ok());
+    const auto session = (*client)->OpenSession();
+    if (name != nullptr) {
+      EXPECT_EQ((*session)->transport(), name);
+    } else {
+      EXPECT_EQ(session.status().code(), absl::StatusCode::kUnimplemented);
+    }
+  }
+}
+
+TEST(ClientWatchTest, ReportsUntilToldToStop) {
+  const TestServer server;
+  const auto client = server.Connect();
+  std::vector<v1::ServerState> states;
+  EXPECT_EQ(client->WatchStatus(100,
+                                [&](const v1::StatusUpdate& update) {
+                                  states.push_back(update.state());
+                                  if (states.size() == 2) client->Drain(100, false).IgnoreError();
+                                  return update.state() != v1::SERVER_STATE_DRAINING;
+                                }),
+            absl::OkStatus());
+  EXPECT_EQ(states.front(), v1::SERVER_STATE_SERVING);
+  EXPECT_EQ(states.back(), v1::SERVER_STATE_DRAINING);
+}
+
+}  // namespace
+}  // namespace mla::integration
