@@ -22,12 +22,12 @@ from mla_client.errors import (Aborted, AlreadyExists, Cancelled, DataLoss, Dead
                                Unknown)
 from mla_client.local import LocalReference
 from mla_client.service import AttendFuture, Model, Sequence, Service, Step
-from mla_client.types import (AttendResult, DType, Geometry, ModelSpec, Profile, SequenceState,
-                              Timings, WeightsStatus)
+from mla_client.types import (AttendResult, Buffers, DType, Geometry, ModelSpec, Profile,
+                              SequenceState, Timings, WeightsStatus)
 
 __all__ = [
-    "Aborted", "AlreadyExists", "AttendFuture", "AttendResult", "Cancelled", "Client", "DType",
-    "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry", "Internal",
+    "Aborted", "AlreadyExists", "AttendFuture", "AttendResult", "Buffers", "Cancelled", "Client",
+    "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry", "Internal",
     "InvalidArgument", "LocalReference", "MlaError", "Model", "ModelSpec", "NotFound",
     "OutOfRange", "PermissionDenied", "Profile", "ResourceExhausted", "Sequence", "SequenceState",
     "ServerRestarted", "Service", "Step", "Timings", "Tls", "Unauthenticated", "Unavailable",

@@ -6,35 +6,58 @@ numpy has no bfloat16 type. These helpers round to nearest even, keep infinities
 
 from __future__ import annotations
 
+from typing import Optional
+
 import numpy as np
 import numpy.typing as npt
 
+# Values converted at a time, so that the intermediate steps stay in a core's cache.
+_BLOCK = 1 << 16
+_ONE, _SHIFT, _HALF = np.uint32(1), np.uint32(16), np.uint32(0x7FFF)
 
-def to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.uint16]:
-    """Rounds float values to bfloat16 bit patterns of the same shape.
+
+def to_bf16(values: npt.ArrayLike,
+            out: Optional[npt.NDArray[np.uint16]] = None) -> npt.NDArray[np.uint16]:
+    """Rounds float values to bfloat16 bit patterns of the same shape; into `out`, if given, which
+    must be contiguous.
 
     >>> [hex(v) for v in to_bf16([1.0, -2.0, 1.00390625])]
     ['0x3f80', '0xc000', '0x3f80']
     """
     floats = np.ascontiguousarray(values, dtype=np.float32)
-    bits = floats.view(np.uint32)
-    # Adding 0x7fff plus the lowest kept bit carries into the kept half exactly when rounding up.
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-               >> np.uint32(16)).astype(np.uint16)
-    nan = np.isnan(floats)
-    if nan.any():
-        rounded[nan] = ((bits[nan] >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
-    return rounded.reshape(np.shape(values))
+    if out is None:
+        out = np.empty(np.shape(values), np.uint16)
+    flat, target = floats.reshape(-1), out.reshape(-1)
+    scratch = np.empty(min(flat.size, _BLOCK), np.uint32)
+    for begin in range(0, flat.size, _BLOCK):
+        block = flat[begin:begin + _BLOCK]
+        bits, rounded = block.view(np.uint32), scratch[:block.size]
+        # Adding 0x7fff plus the lowest kept bit carries into the kept half exactly when rounding
+        # up.
+        np.right_shift(bits, _SHIFT, out=rounded)
+        np.bitwise_and(rounded, _ONE, out=rounded)
+        np.add(rounded, bits, out=rounded)
+        np.add(rounded, _HALF, out=rounded)
+        kept = target[begin:begin + _BLOCK]
+        np.right_shift(rounded, _SHIFT, out=kept, casting="unsafe")
+        nan = np.isnan(block)
+        if nan.any():
+            kept[nan] = ((bits[nan] >> _SHIFT) | np.uint32(0x40)).astype(np.uint16)
+    return out
 
 
-def from_bf16(patterns: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Widens bfloat16 bit patterns to float32; exact.
+def from_bf16(patterns: npt.NDArray[np.uint16],
+              out: Optional[npt.NDArray[np.float32]] = None) -> npt.NDArray[np.float32]:
+    """Widens bfloat16 bit patterns to float32; exact. Into `out`, if given.
 
     >>> from_bf16(to_bf16([0.5, -3.0])).tolist()
     [0.5, -3.0]
     """
     patterns = np.asarray(patterns, dtype=np.uint16)
-    return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if out is None:
+        out = np.empty(patterns.shape, np.float32)
+    np.left_shift(patterns, _SHIFT, out=out.view(np.uint32), dtype=np.uint32)
+    return out
 
 
 def round_to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.float32]:

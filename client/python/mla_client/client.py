@@ -14,15 +14,17 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 import grpc
 import numpy.typing as npt
 
-from mla_client import errors, stream as streams, wire
+from mla_client import errors, wire
 from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, model_pb2, model_pb2_grpc,
                             sequence_pb2, sequence_pb2_grpc, tensor_pb2)
 from mla_client.service import AttendFuture, Service, Step
+from mla_client.shared_memory import SharedMemory
+from mla_client.stream import Request, StepStream
+from mla_client.transport import STOCK_MESSAGE_BYTES, StreamMaker, door_of
 from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, SequenceState,
-                              Timings, WeightsStatus)
+                              WeightsStatus)
 
 API_VERSION = "mla.v1"
-STOCK_MESSAGE_BYTES = 4 << 20
 ATTEMPTS = 4
 
 
@@ -44,23 +46,19 @@ class Tls:
 class _Pending(AttendFuture):
     """The requests that one attend call was cut into."""
 
-    def __init__(self, args: AttendArgs, geometry: Geometry, deadline: float):
-        self._assembler = wire.ResultAssembler(args, geometry)
-        self._requests: List[Tuple[wire.Cut, Any, float]] = []
+    def __init__(self, assembler: wire.ResultAssembler, deadline: float):
+        self._assembler = assembler
+        self._requests: List[Request] = []
         self._deadline = deadline
         self._result: Optional[AttendResult] = None
 
-    def add(self, cut: wire.Cut, future: Any, sent: float) -> None:
-        self._requests.append((cut, future, sent))
+    def add(self, request: Request) -> None:
+        self._requests.append(request)
 
     def result(self) -> AttendResult:
         if self._result is None:
-            for cut, future, sent in self._requests:
-                reply, received = streams.wait(future, self._deadline)
-                try:
-                    self._assembler.add(cut, reply.payload, _timings(reply, received - sent))
-                except ValueError as error:
-                    raise errors.Internal(str(error)) from error
+            for request in self._requests:
+                request.wait(self._deadline)
             self._result = self._assembler.result()
             self._requests.clear()
         return self._result
@@ -71,8 +69,10 @@ class Client(Service):
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
-                 secure: bool = False):
-        """Takes over a channel; `connect` makes one."""
+                 secure: bool = False, transport: str = "auto", door: str = "",
+                 shared_bytes: int = 64 << 20, spin_us: int = 20):
+        """Takes over a channel; `connect` makes one and explains the options. `door` is the path of
+        the server's shared-memory socket; empty: there is none."""
         self.timeout_s = timeout_s
         self.client_id = client_id or "py-" + secrets.token_hex(8)
         self.lease_error: Optional[errors.MlaError] = None  # of the last renewal
@@ -83,8 +83,9 @@ class Client(Service):
         self._models = model_pb2_grpc.ModelsStub(channel)
         self._sequences = sequence_pb2_grpc.SequencesStub(channel)
         self._lock = threading.Lock()
-        self._stream: Optional[streams.AttendStream] = None
-        self._streams: List[streams.AttendStream] = []
+        self._opening = threading.Lock()  # one thread opens the own stream, others wait for it
+        self._stream: Optional[StepStream] = None
+        self._streams: List[StepStream] = []
         self._closed = threading.Event()
         self._renewer: Optional[threading.Thread] = None
         self.boot_id = 0
@@ -93,8 +94,13 @@ class Client(Service):
         if info.api_version != API_VERSION:
             raise errors.Unimplemented(f"server speaks {info.api_version}, must be {API_VERSION}")
         self.boot_id = info.boot_id
-        self.message_bytes = message_bytes or min(info.limits.message_bytes, STOCK_MESSAGE_BYTES)
-        self._inflight_bytes = info.limits.inflight_bytes
+        self._maker = StreamMaker(channel, self._metadata, info, self._see_boot_id,
+                                  transport=transport, door=door, tenant=tenant,
+                                  message_bytes=message_bytes, shared_bytes=shared_bytes,
+                                  spin_us=spin_us)
+        self.message_bytes = self._maker.inline_bytes  # of gRPC messages
+        if transport != "auto":
+            self._own_stream()  # what was asked for by name must be there
 
     @classmethod
     def connect(cls, target: str, *, tenant: str = "default", tls: Optional[Tls] = None,
@@ -105,6 +111,12 @@ class Client(Service):
         bounds the messages of this client (default: the smaller of the server's bound and 4 MiB);
         `timeout_s` is the deadline of every call that names none; `lease_ms` is what sequences ask
         for (0: the server's default) and a thread renews them while the client is open.
+
+        `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
+        (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the
+        ring where a unix target's server offers one, else inline with the reason in the log. Each
+        stream gets memory of its own, `shared_bytes` or what the server allows. A wait on a ring
+        looks for `spin_us` before it sleeps; so does the server, as far as it allows.
         """
         bound = max(STOCK_MESSAGE_BYTES, options.get("message_bytes", 0))
         arguments = [("grpc.max_receive_message_length", bound),
@@ -116,7 +128,8 @@ class Client(Service):
                 arguments.append(("grpc.ssl_target_name_override", tls.server_name))
             channel = grpc.secure_channel(target, tls.credentials(), options=arguments)
         try:
-            return cls(channel, tenant=tenant, secure=tls is not None, **options)
+            return cls(channel, tenant=tenant, secure=tls is not None,
+                       door=door_of(target) if tls is None else "", **options)
         except BaseException:
             channel.close()
             raise
@@ -164,12 +177,19 @@ class Client(Service):
         request = sequence_pb2.RenewLeaseRequest(client_id=self.client_id, lease_ms=lease_ms)
         return self._call(self._sequences.RenewLease, request).renewed
 
-    def open_stream(self) -> streams.AttendStream:
-        """Another Attend stream, for a tensor-parallel rank or a micro-batch."""
-        stream = streams.AttendStream(self._channel, self._metadata, self._inflight_bytes,
-                                      self._see_boot_id)
+    @property
+    def transport(self) -> str:
+        """How steps that name no stream travel: "inline", "shm" or "ring"."""
+        return self._own_stream().transport
+
+    def open_stream(self) -> StepStream:
+        """Another stream, for a tensor-parallel rank or a micro-batch."""
+        if self._closed.is_set():
+            raise errors.Unavailable("the client is closed")
+        stream = self._maker.open()
         with self._lock:
-            self._streams.append(stream)
+            # Broken ones hold memory.
+            self._streams = [old for old in self._streams if old.broken is None] + [stream]
         return stream
 
     # --- Service
@@ -221,7 +241,7 @@ class Client(Service):
                            sequence_pb2.GetRequest(sequence_ids=sequence_ids))
         return [_state(info) for info in reply.sequences], list(reply.not_found)
 
-    def _begin(self, step: Step) -> streams.AttendStream:
+    def _begin(self, step: Step) -> StepStream:
         stream = step.stream or self._own_stream()
         body = attention_pb2.BeginStep(
             step_id=step.step_id, model_id=step.model.spec.model_id,
@@ -234,30 +254,20 @@ class Client(Service):
 
     def _attend(self, step: Step, args: AttendArgs) -> AttendFuture:
         geometry = step.model.spec.geometry
+        stream: StepStream = step._handle
         deadline = time.monotonic() + args.timeout_s
-        pending = _Pending(args, geometry, deadline)
+        assembler = wire.ResultAssembler(args, geometry)
+        pending = _Pending(assembler, deadline)
         try:
-            cuts = list(wire.cuts(args, geometry, self.message_bytes))
+            cuts = list(stream.cuts(args, geometry))
         except ValueError as error:
             raise errors.InvalidArgument(str(error)) from error
         for cut in cuts:
-            body = attention_pb2.Attend(
-                step_id=step.step_id, layer=args.layer, row_begin=args.row_begin + cut.row_begin,
-                row_count=cut.rows, head_offset=args.head_offset + cut.head_begin,
-                num_heads=cut.heads, profile=args.profile, has_kv=cut.has_kv,
-                want_lse=args.want_lse, q_dtype=args.dtype, o_dtype=args.o_dtype,
-                timeout_us=min(int(args.timeout_s * 1e6), 2**32 - 1))
-            parts = wire.request_parts(args, cut)
-            header = attention_pb2.AttendStreamRequest(attend=body)
-
-            def frame(tag: int, header: Any = header, parts: Any = parts) -> bytes:
-                header.tag = tag
-                return wire.frame(header.SerializeToString(), parts)
-
-            sent = time.monotonic()
-            size = sum(part.nbytes for part in parts)
-            pending.add(cut, step._handle.send(frame, size, deadline), sent)
+            pending.add(stream.attend(step.step_id, args, cut, geometry, assembler, deadline))
         return pending
+
+    def _shared_memory(self, stream: Any) -> Optional[SharedMemory]:
+        return (stream or self._own_stream()).memory
 
     def _end(self, step: Step, committed: Optional[List[int]]) -> List[int]:
         body = attention_pb2.EndStep(step_id=step.step_id, committed_rows=committed or [])
@@ -268,27 +278,20 @@ class Client(Service):
 
     # --- Transport
 
-    def _own_stream(self) -> streams.AttendStream:
+    def _own_stream(self) -> StepStream:
         """The stream of steps that name none; a new one if the last broke."""
-        with self._lock:
-            stream = self._stream
-        if stream is None or stream.broken is not None:
-            stream = self.open_stream()
-            with self._lock:
-                self._stream = stream
-        return stream
+        stream = self._stream
+        if stream is not None and stream.broken is None:
+            return stream
+        with self._opening:
+            if self._stream is None or self._stream.broken is not None:
+                self._stream = self.open_stream()
+            return self._stream
 
-    def _ask(self, stream: streams.AttendStream, **body: Any) -> Any:
+    def _ask(self, stream: StepStream, **body: Any) -> Any:
         """One request of the stepping protocol that carries no tensor."""
         deadline = time.monotonic() + self.timeout_s
-        message = attention_pb2.AttendStreamRequest(**body)
-
-        def frame(tag: int) -> bytes:
-            message.tag = tag
-            return message.SerializeToString()
-
-        reply, _ = streams.wait(stream.send(frame, 0, deadline), deadline)
-        return reply
+        return stream.ask(deadline, **body).wait(deadline)
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
               requests: Optional[Callable[[], Iterator[Any]]] = None) -> Any:
@@ -335,13 +338,6 @@ class Client(Service):
                 self.lease_error = error
             except ValueError:
                 return  # the channel was closed
-
-
-def _timings(reply: Any, round_trip_s: float) -> Timings:
-    timings = reply.timings
-    return Timings(int(round_trip_s * 1e6), timings.queue_us, timings.plan_us, timings.kernel_us,
-                   timings.write_us, timings.launch_requests, timings.launch_layers,
-                   timings.launch_clients, timings.plan_reused)
 
 
 def _state(info: Any) -> SequenceState:

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import bf16, errors
+from mla_client import bf16, errors, wire
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Profile, SequenceState,
                               Timings, WeightsStatus)
@@ -285,6 +285,11 @@ class LocalReference(Service):
             q = self._round(args.q, args.dtype)
             o, lse = self._compute(opened, model, args, q)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
+            if args.out is not None:
+                wire.encode_into(args.out.o, o)
+                if args.want_lse:
+                    args.out.lse[...] = lse
+                o, lse = args.out.o, args.out.lse
             return _Done(AttendResult(o, lse if args.want_lse else None, [Timings()]))
 
     def _store(self, opened: _Step, args: AttendArgs, rows: slice) -> None:

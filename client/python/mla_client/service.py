@@ -1,6 +1,6 @@
 """The objects that a worker handles: Model, Sequence, Step, over any Service.
 
-`Client` (a server, through gRPC) and `LocalReference` (numpy, in this process) implement Service,
+`Client` (a server) and `LocalReference` (numpy, in this process) implement Service,
 so code written against one runs on the other.
 
 Threading: a Service may be shared by threads; a Sequence or a Step belongs to one thread at a time,
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import errors
-from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Profile, SequenceState,
-                              WeightsStatus)
+from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Profile,
+                              SequenceState, WeightsStatus)
 
 
 class AttendFuture(abc.ABC):
@@ -77,6 +77,10 @@ class Service(abc.ABC):
     @abc.abstractmethod
     def _abort(self, step: "Step") -> None: ...
 
+    def _shared_memory(self, stream: Any) -> Any:
+        """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
+        return None
+
     def register_model(self, spec: ModelSpec) -> "Model":
         """Registers a model; repeating it with equal contents succeeds."""
         in_force, page_group_bytes = self._register(spec)
@@ -90,6 +94,33 @@ class Service(abc.ABC):
         own (`Client.open_stream`), all with `participants` set.
         """
         return Step(self, rows, participants, lease_ms, step_id, stream)
+
+    def buffers(self, model: "Model", rows: int, profile: Profile = Profile.EXPANDED, *,
+                heads: Optional[int] = None, kv: bool = True, want_lse: bool = False,
+                dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
+                stream: Any = None) -> Buffers:
+        """Memory for the tensors of `rows` rows and `heads` heads (default: all), in which they are
+        used where they lie instead of being copied, if the stream has shared memory and room there;
+        ordinary arrays otherwise. `dtype` and `o_dtype` decide what the arrays are made of.
+        """
+        geometry = model.spec.geometry
+        profile, dtype, o_dtype = Profile(profile), DType(dtype), DType(o_dtype)
+        heads = geometry.num_heads if heads is None else heads
+        if profile == Profile.APPEND_ONLY:
+            heads, want_lse = 0, False
+        if rows < 1 or (heads < 1 and profile != Profile.APPEND_ONLY):
+            raise errors.InvalidArgument(f"buffers: got {rows} rows, {heads} heads")
+        memory = self._shared_memory(stream)
+        made = memory and memory.buffers(geometry, profile, rows, heads, kv=kv, want_lse=want_lse,
+                                         dtype=dtype, o_dtype=o_dtype)
+        if made:
+            return made
+        computes = profile != Profile.APPEND_ONLY
+        return Buffers(
+            np.empty((rows, geometry.row_dim), dtype.numpy) if kv else None,
+            np.empty((rows, heads, geometry.q_dim(profile)), dtype.numpy) if computes else None,
+            np.empty((rows, heads, geometry.o_dim(profile)), o_dtype.numpy) if computes else None,
+            np.empty((rows, heads), np.float32) if want_lse else None, dtype)
 
 
 class Model:
@@ -231,13 +262,16 @@ class Step:
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
                      head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
-                     o_dtype: DType = DType.BF16,
-                     timeout_s: Optional[float] = None) -> AttendFuture:
+                     o_dtype: DType = DType.BF16, timeout_s: Optional[float] = None,
+                     out: Optional[Buffers] = None) -> AttendFuture:
         """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
 
         q [n, heads, q dim] and kv [n, row dim] are float arrays, or uint16 arrays of bf16 patterns;
         `dtype` is what travels. Row ranges of a layer must be sent in order, and exactly one of the
         head slices of a row range brings its kv. With APPEND_ONLY q is None.
+
+        With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
+        and q may be passed as kv and q. After DeadlineExceeded they may still be in use.
         """
         geometry = self.model.spec.geometry
         given = kv if q is None else q
@@ -253,9 +287,21 @@ class Step:
             if array is not None and array.shape != shape:
                 raise errors.InvalidArgument(
                     f"attend.{name}: got shape {array.shape}, must be {shape}")
+        for name, number in (("layer", layer), ("row_begin", row_begin),
+                             ("head_offset", head_offset)):
+            if not 0 <= number < 2**32:
+                raise errors.InvalidArgument(f"attend.{name}: got {number}, must be 0..{2**32 - 1}")
+        if out is not None:
+            wanted = None if q is None else (rows, heads, geometry.o_dim(profile))
+            if (None if out.o is None else out.o.shape) != wanted:
+                raise errors.InvalidArgument(f"attend.out.o: got shape "
+                                             f"{out.o if out.o is None else out.o.shape}, "
+                                             f"must be {wanted}")
+            want_lse, dtype = out.lse is not None, out.dtype
+            o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
                           _floats(q), _floats(kv), want_lse, DType(dtype), DType(o_dtype),
-                          self.service.timeout_s if timeout_s is None else timeout_s)
+                          self.service.timeout_s if timeout_s is None else timeout_s, out)
         return self.service._attend(self, args)
 
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:

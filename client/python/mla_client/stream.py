@@ -1,19 +1,81 @@
-"""One Attend stream: requests out in order, replies in as they complete, paired by tag."""
+"""Streams that carry steps to a server: what they have in common, and the one over gRPC.
+
+A step belongs to the stream that began it and dies with it. Requests go out in order; replies come
+in as they complete and are paired by tag. `ring.RingStream` is the other implementation.
+"""
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import queue
 import threading
 import time
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import grpc
 
-from mla_client import errors
+from mla_client import errors, wire
 from mla_client.gen import attention_pb2
+from mla_client.shared_memory import Placement, SharedMemory
+from mla_client.types import AttendArgs, Geometry, Profile, Timings
 
 _METHOD = "/mla.v1.Attention/Attend"
+CLOSE_TIMEOUT_S = 2.0
+
+
+class Request(abc.ABC):
+    """A request under way."""
+
+    @abc.abstractmethod
+    def wait(self, deadline: float) -> Any:
+        """Waits for the reply: an AttendStreamReply, or None for an attend, whose outputs are where
+        they belong then. Raises MlaError for an error reply, at the deadline (`time.monotonic`) or
+        when the stream has ended."""
+
+
+class StepStream(abc.ABC):
+    """A stream of steps. Thread safe.
+
+    When it breaks, every unanswered request fails and `broken` says why; the owner opens another.
+    """
+
+    transport: str       # "inline", "shm" or "ring"
+    message_bytes: int   # attend calls are cut so that no message carries more than that
+    memory: Optional[SharedMemory] = None
+
+    @property
+    @abc.abstractmethod
+    def broken(self) -> Optional[errors.MlaError]:
+        """Why it can no longer be used; None while it can."""
+
+    @abc.abstractmethod
+    def attend(self, step_id: int, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+               assembler: wire.ResultAssembler, deadline: float) -> Request:
+        """Sends one cut of an attend call; its outputs and timings go to `assembler`. Waits for
+        room first; DeadlineExceeded if there is none in time."""
+
+    @abc.abstractmethod
+    def ask(self, deadline: float, **body: Any) -> Request:
+        """Sends a request of the stepping protocol that carries no tensor: the one field of
+        AttendStreamRequest's `body` that is given."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends it in order; what is open on it is aborted by the server."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Cuts it at once."""
+
+    def cuts(self, args: AttendArgs, geometry: Geometry) -> Iterator[wire.Cut]:
+        """How an attend call is to be cut. ValueError if one row of one head is too large."""
+        place = args.out.place if args.out is not None else None
+        if place is not None and place.memory is self.memory:
+            # Its outputs are one piece of this stream's memory, whatever their size.
+            heads = 0 if args.profile == Profile.APPEND_ONLY else args.num_heads
+            return iter([wire.Cut(0, args.rows, 0, heads, args.kv is not None)])
+        return wire.cuts(args, geometry, self.message_bytes)
 
 
 class InflightBytes:
@@ -31,8 +93,7 @@ class InflightBytes:
             while self._used and self._used + size > self._limit:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise errors.DeadlineExceeded("attend: no room in the stream before the "
-                                                  "deadline: earlier requests are unanswered")
+                    raise no_room()
                 self._changed.wait(left)
             self._used += size
 
@@ -43,21 +104,51 @@ class InflightBytes:
             self._changed.notify_all()
 
 
-class AttendStream:
-    """A bidirectional stream and the thread that reads it. Thread safe.
+class _Pending(NamedTuple):
+    """What the reader of a stream does with a reply."""
 
-    A step belongs to the stream that began it and dies with it. When the stream breaks, every
-    unanswered request fails and `broken` is set; the owner opens another.
-    """
+    future: concurrent.futures.Future
+    size: int                                      # of its bytes in flight
+    finish: Optional[Callable[[Any, float], None]]  # given the reply and its time; errors excepted
+
+
+class _GrpcRequest(Request):
+    """A request on an AttendStream."""
+
+    def __init__(self, future: concurrent.futures.Future,
+                 finish: Optional[Callable[[Any, float], None]]):
+        self._future = future
+        self._finish = finish  # what is left to do with the reply on the waiter's thread
+
+    def wait(self, deadline: float) -> Any:
+        try:
+            reply, received = self._future.result(max(0.0, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            raise no_reply() from None
+        if reply.WhichOneof("body") == "error":
+            raise error_of(reply.error)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish(reply, received)
+        return reply
+
+
+class AttendStream(StepStream):
+    """A bidirectional gRPC stream and the thread that reads it. With `memory` the tensors lie there
+    and the messages say where; without, they travel in the messages."""
 
     def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...],
-                 inflight_bytes: int, on_boot_id: Callable[[int], None]):
-        self.broken: Optional[errors.MlaError] = None
+                 inflight_bytes: int, message_bytes: int, on_boot_id: Callable[[int], None],
+                 memory: Optional[SharedMemory] = None):
+        self.transport = "inline" if memory is None else "shm"
+        self.message_bytes = message_bytes
+        self.memory = memory
+        self._broken: Optional[errors.MlaError] = None
         self._on_boot_id = on_boot_id
         self._inflight = InflightBytes(inflight_bytes)
         self._outbox: "queue.SimpleQueue[Optional[bytes]]" = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._pending: Dict[int, Tuple[concurrent.futures.Future, int]] = {}
+        self._pending: Dict[int, _Pending] = {}
         self._next_tag = 1
         call = channel.stream_stream(
             _METHOD, request_serializer=bytes,
@@ -66,34 +157,102 @@ class AttendStream:
         self._reader = threading.Thread(target=self._read, name="mla-attend", daemon=True)
         self._reader.start()
 
-    def send(self, frame: Callable[[int], bytes], size: int,
-             deadline: float) -> concurrent.futures.Future:
-        """Sends the message that `frame` makes for its tag. The future gives (reply, receive time).
+    @property
+    def broken(self) -> Optional[errors.MlaError]:
+        if self._broken is None and self.memory is not None and not self.memory.connected():
+            return errors.Unavailable("the shared memory has ended")
+        return self._broken
 
-        The tag is taken and the message queued in one critical section, so that requests travel in
-        the order in which this was called.
-        """
+    def attend(self, step_id: int, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+               assembler: wire.ResultAssembler, deadline: float) -> Request:
+        header = attention_pb2.AttendStreamRequest(attend=attention_pb2.Attend(
+            step_id=step_id, layer=args.layer, row_begin=args.row_begin + cut.row_begin,
+            row_count=cut.rows, head_offset=args.head_offset + cut.head_begin,
+            num_heads=cut.heads, profile=args.profile, has_kv=cut.has_kv, want_lse=args.want_lse,
+            q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s)))
+        if self.memory is not None:
+            return self._attend_shared(header, args, cut, geometry, assembler, deadline)
+        parts = wire.request_parts(args, cut)
+        sent = time.monotonic()
+
+        def finish(reply: Any, received: float) -> None:
+            try:
+                assembler.add(cut, reply.payload, timings_of(reply.timings, received - sent))
+            except ValueError as error:
+                raise errors.Internal(str(error)) from error
+
+        future = self._send(header, parts, sum(part.nbytes for part in parts), None, deadline)
+        return _GrpcRequest(future, finish)
+
+    def _attend_shared(self, header: Any, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+                       assembler: wire.ResultAssembler, deadline: float) -> Request:
+        memory = self.memory
+        assert memory is not None
+        placement = self._placed(memory, args, cut, geometry, deadline)
+        shared = header.shared
+        shared.handle = memory.handle
+        shared.in_offset, shared.in_length = placement.in_offset, placement.in_length
+        shared.out_offset, shared.out_length = placement.out_offset, placement.out_length
+        sent = time.monotonic()
+
+        # On the reader's thread: the room is wanted by calls whose sender does not wait yet.
+        def finish(reply: Any, received: float) -> None:
+            if reply.WhichOneof("body") != "error":
+                assembler.put(cut, placement.o, placement.lse,
+                              timings_of(reply.timings, received - sent))
+            memory.unplace(placement)
+
+        try:
+            return _GrpcRequest(self._send(header, [], 0, finish, deadline), None)
+        except BaseException:
+            memory.unplace(placement)
+            raise
+
+    def _placed(self, memory: SharedMemory, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+                deadline: float) -> Placement:
+        """Waits for room in the memory, which replies make."""
+        while True:
+            if self._broken is not None:
+                raise self._broken
+            seen, idle = memory.freed, not self._pending
+            placement = memory.place(args, cut, geometry)
+            if placement is not None:
+                return placement
+            if idle and memory.freed == seen:
+                raise does_not_fit()
+            if not memory.wait_for_room(seen, deadline):
+                raise no_room()
+
+    def ask(self, deadline: float, **body: Any) -> Request:
+        return _GrpcRequest(self._send(attention_pb2.AttendStreamRequest(**body), [], 0, None,
+                                       deadline), None)
+
+    def _send(self, header: Any, parts: List[Any], size: int,
+              finish: Optional[Callable[[Any, float], None]],
+              deadline: float) -> concurrent.futures.Future:
+        """Queues a message. The tag is taken in the same critical section, so that requests travel
+        in the order in which this was called."""
         self._inflight.acquire(size, deadline)
         future: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
-            if self.broken is not None:
+            if self._broken is not None:
                 self._inflight.release(size)
-                raise self.broken
-            tag = self._next_tag
+                raise self._broken
+            header.tag = self._next_tag
             self._next_tag += 1
-            self._pending[tag] = (future, size)
-            self._outbox.put(frame(tag))
+            self._pending[header.tag] = _Pending(future, size, finish)
+            self._outbox.put(wire.frame(header.SerializeToString(), parts))
         return future
 
     def close(self) -> None:
-        """Half-closes; what is open on the stream is aborted by the server."""
         self._outbox.put(None)
-        self._reader.join(timeout=2.0)
+        self._reader.join(timeout=CLOSE_TIMEOUT_S)
         if self._reader.is_alive():
             self._call.cancel()
+        if self.memory is not None:
+            self.memory.close(CLOSE_TIMEOUT_S)
 
     def cancel(self) -> None:
-        """Cuts the stream at once."""
         self._call.cancel()
         self._outbox.put(None)
 
@@ -104,34 +263,62 @@ class AttendStream:
                 received = time.monotonic()
                 self._on_boot_id(reply.boot_id)
                 with self._lock:
-                    future, size = self._pending.pop(reply.tag, (None, 0))
-                if future is not None:
-                    self._inflight.release(size)
-                    future.set_result((reply, received))
+                    pending = self._pending.pop(reply.tag, None)
+                if pending is None:
+                    continue
+                self._inflight.release(pending.size)
+                if pending.finish is not None:
+                    pending.finish(reply, received)
+                pending.future.set_result((reply, received))
         except grpc.RpcError as rpc_error:
             error = errors.from_rpc(rpc_error)
         finally:
             self._fail(error)
 
     def _fail(self, error: errors.MlaError) -> None:
-        """Every request still waiting ends with the stream's own error."""
+        """Every request still waiting ends with the stream's own error. Memory that they lie in is
+        not used again: the server may still be writing there."""
         with self._lock:
-            self.broken = error
+            self._broken = error
             pending, self._pending = self._pending, {}
         self._outbox.put(None)
-        for future, size in pending.values():
-            self._inflight.release(size)
-            future.set_exception(error)
+        if self.memory is not None:
+            self.memory.disconnect()
+        for entry in pending.values():
+            self._inflight.release(entry.size)
+            entry.future.set_exception(error)
 
 
-def wait(future: concurrent.futures.Future, deadline: float) -> Tuple[Any, float]:
-    """(reply, receive time) of a request. Raises MlaError for an error reply or at the deadline."""
-    try:
-        reply, received = future.result(max(0.0, deadline - time.monotonic()))
-    except concurrent.futures.TimeoutError:
-        raise errors.DeadlineExceeded("no reply before the deadline") from None
-    if reply.WhichOneof("body") == "error":
-        error = reply.error
-        raise errors.from_code(error.code, error.message,
-                               errors.ErrorDetail.from_proto(error.detail), error.step_aborted)
-    return reply, received
+def timeout_us(timeout_s: float) -> int:
+    """A deadline as the contract carries it; 0 would mean none."""
+    return max(1, min(int(timeout_s * 1e6), 2**32 - 1))
+
+
+def timings_of(timings: Any, round_trip_s: float) -> Timings:
+    """Timings of an mla.v1.Timings."""
+    return Timings(int(round_trip_s * 1e6), timings.queue_us, timings.plan_us, timings.kernel_us,
+                   timings.write_us, timings.launch_requests, timings.launch_layers,
+                   timings.launch_clients, timings.plan_reused)
+
+
+def error_of(error: Any) -> errors.MlaError:
+    """The exception of an mla.v1.StepError."""
+    return errors.from_code(error.code, error.message, errors.ErrorDetail.from_proto(error.detail),
+                            error.step_aborted)
+
+
+def no_reply() -> errors.DeadlineExceeded:
+    """A request was not answered in time."""
+    return errors.DeadlineExceeded("no reply before the deadline")
+
+
+def no_room() -> errors.DeadlineExceeded:
+    """A request could not be sent in time."""
+    return errors.DeadlineExceeded("attend: no room in the stream before the deadline: earlier "
+                                   "requests are unanswered")
+
+
+def does_not_fit() -> errors.ResourceExhausted:
+    """A request cannot be sent at all."""
+    return errors.ResourceExhausted("attend: the tensors do not fit into the shared memory: "
+                                    "buffers hold the rest of it, or `shared_bytes` is too small")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import List, Optional
+from typing import Any, Callable, List, Optional
 
 import numpy as np
 import numpy.typing as npt
+
+
+_U2, _F4 = np.dtype("<u2"), np.dtype("<f4")
 
 
 class Profile(enum.IntEnum):
@@ -28,6 +31,11 @@ class DType(enum.IntEnum):
     def size(self) -> int:
         """Bytes of an element."""
         return 2 if self is DType.BF16 else 4
+
+    @property
+    def numpy(self) -> np.dtype:
+        """What an array of it is made of: bf16 patterns are uint16."""
+        return _U2 if self is DType.BF16 else _F4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +124,48 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class AttendResult:
-    """Output of `Step.attend`. Arrays are float32 whatever travelled on the wire."""
+    """Output of `Step.attend`. Arrays are float32 whatever travelled on the wire, except that with
+    `out=` they are the buffers' own."""
 
-    o: Optional[npt.NDArray[np.float32]]    # [rows, heads, o dim]; None for APPEND_ONLY
+    o: Optional[npt.NDArray]                # [rows, heads, o dim]; None for APPEND_ONLY
     lse: Optional[npt.NDArray[np.float32]]  # [rows, heads], natural log; None unless asked for
     timings: List[Timings]                  # one per message that the work was cut into
+
+
+class Buffers:
+    """Memory for the tensors of attend calls of one shape, where the transport wants them.
+
+    Made by `Service.buffers`. Write `kv` and `q`, pass them and the object itself to
+    `Step.attend(layer, buffers.q, buffers.kv, profile, out=buffers)`, read `o` and `lse`. Over
+    shared memory the server reads and writes these very bytes; over anything else they are ordinary
+    arrays. May be used for one call after another, not for two at a time.
+
+    Ownership: the memory is the stream's. After `release` (or the `with` block) it may hold other
+    tensors: views must not be used any more. Until then it stays, also beyond the stream's end.
+    """
+
+    def __init__(self, kv: Optional[npt.NDArray], q: Optional[npt.NDArray],
+                 o: Optional[npt.NDArray], lse: Optional[npt.NDArray[np.float32]], dtype: DType,
+                 place: Any = None, release: Optional[Callable[[], None]] = None):
+        self.kv = kv    # [rows, row dim]; uint16 (bf16 patterns) or float32, as `dtype` says
+        self.q = q      # [rows, heads, q dim], likewise; None for APPEND_ONLY
+        self.o = o      # [rows, heads, o dim], uint16 or float32; None for APPEND_ONLY
+        self.lse = lse  # [rows, heads]; None unless asked for
+        self.dtype = dtype
+        self.place = place  # where it lies in shared memory; None: in no shared memory
+        self._release = release
+
+    def release(self) -> None:
+        """Gives the memory back. REQUIRES: no call with it is under way. Repeating is harmless."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> "Buffers":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.release()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,3 +184,4 @@ class AttendArgs:
     dtype: DType
     o_dtype: DType
     timeout_s: float
+    out: Optional[Buffers] = None  # where the outputs go; its q and kv may be this call's

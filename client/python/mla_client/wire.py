@@ -1,4 +1,4 @@
-"""Framing of Attend messages and cutting of work under the message bound.
+"""Framing of Attend messages, cutting of work under the message bound, tensors as bytes.
 
 `payload` is the highest field of its message, so a message is the serialized header followed by the
 tag, the length and the tensor bytes: the tensors are joined into the message once and never pass
@@ -31,6 +31,26 @@ class Cut(NamedTuple):
     has_kv: bool
 
 
+class Sizes(NamedTuple):
+    """Bytes of the tensors of one message."""
+
+    kv: int
+    q: int
+    o: int
+    lse: int
+
+
+def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, has_kv: bool, want_lse: bool,
+          dtype: DType, o_dtype: DType) -> Sizes:
+    """What a message of that shape carries each way."""
+    kv = rows * geometry.row_dim * dtype.size if has_kv else 0
+    if profile == Profile.APPEND_ONLY:
+        return Sizes(kv, 0, 0, 0)
+    pairs = rows * heads
+    return Sizes(kv, pairs * geometry.q_dim(profile) * dtype.size,
+                 pairs * geometry.o_dim(profile) * o_dtype.size, pairs * 4 if want_lse else 0)
+
+
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value >= 0x80:
@@ -59,10 +79,22 @@ def encode(values: npt.NDArray, dtype: DType) -> npt.NDArray:
     return np.ascontiguousarray(values, dtype="<f4")
 
 
-def decode(data: memoryview, shape: Tuple[int, ...], dtype: DType) -> npt.NDArray[np.float32]:
-    """float32 array of wire bytes. Raises ValueError if the bytes are not of that shape."""
-    values = np.frombuffer(data, dtype="<u2" if dtype == DType.BF16 else "<f4").reshape(shape)
-    return bf16.from_bf16(values) if dtype == DType.BF16 else values.astype(np.float32)
+def encode_into(target: npt.NDArray, values: npt.NDArray) -> None:
+    """Writes values, uint16 being bf16 patterns, into a contiguous array of either wire type."""
+    if target.dtype == values.dtype:
+        target[...] = values
+    elif target.dtype == np.uint16:
+        bf16.to_bf16(values, target)
+    else:
+        decode_into(target, values)
+
+
+def decode_into(target: npt.NDArray, values: npt.NDArray) -> None:
+    """Writes an array of either wire type into one of float32 or of the same type."""
+    if values.dtype == np.uint16 and target.dtype != np.uint16:
+        bf16.from_bf16(values, target)
+    elif target is not values:
+        target[...] = values
 
 
 def cuts(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[Cut]:
@@ -92,19 +124,26 @@ def cuts(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[C
         yield Cut(row, min(rows_that_fit, args.rows - row), 0, heads, row_bytes > 0)
 
 
-def request_parts(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
-    """The payload of one cut: KV rows if it carries them, then queries."""
+def request_arrays(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
+    """What one cut sends, as the caller gave it: KV rows if it carries them, then queries."""
+    whole = cut.rows == args.rows and cut.heads in (args.num_heads, 0)
     rows = slice(cut.row_begin, cut.row_begin + cut.rows)
-    parts = []
+    arrays = []
     if cut.has_kv and args.kv is not None:
-        parts.append(encode(args.kv[rows], args.dtype))
+        arrays.append(args.kv if whole else args.kv[rows])
     if args.q is not None:
-        parts.append(encode(args.q[rows, cut.head_begin:cut.head_begin + cut.heads], args.dtype))
-    return parts
+        arrays.append(args.q if whole
+                      else args.q[rows, cut.head_begin:cut.head_begin + cut.heads])
+    return arrays
+
+
+def request_parts(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
+    """The payload of one cut."""
+    return [encode(array, args.dtype) for array in request_arrays(args, cut)]
 
 
 class ResultAssembler:
-    """Puts the replies of a call's cuts together."""
+    """Puts the replies of a call's cuts together, in new arrays or in the caller's buffers."""
 
     def __init__(self, args: AttendArgs, geometry: Geometry):
         self._args = args
@@ -112,28 +151,42 @@ class ResultAssembler:
         self._o: Optional[npt.NDArray] = None
         self._lse: Optional[npt.NDArray] = None
         self._timings: List[Timings] = []
-        if args.profile != Profile.APPEND_ONLY:
-            self._o = np.empty((args.rows, args.num_heads, self._o_dim), np.float32)
-            if args.want_lse:
-                self._lse = np.empty((args.rows, args.num_heads), np.float32)
+        if args.profile == Profile.APPEND_ONLY:
+            return
+        if args.out is not None:
+            self._o, self._lse = args.out.o, args.out.lse
+            return
+        self._o = np.empty((args.rows, args.num_heads, self._o_dim), np.float32)
+        if args.want_lse:
+            self._lse = np.empty((args.rows, args.num_heads), np.float32)
 
     def add(self, cut: Cut, payload: bytes, timings: Timings) -> None:
         """Takes one reply. Raises ValueError if its payload is not of the size asked for."""
+        o_bytes = lse_bytes = 0
+        if self._o is not None:
+            o_bytes = cut.rows * cut.heads * self._o_dim * self._args.o_dtype.size
+            lse_bytes = cut.rows * cut.heads * 4 if self._lse is not None else 0
+        if len(payload) != o_bytes + lse_bytes:
+            raise ValueError(f"reply payload: got {len(payload)} bytes, must be "
+                             f"{o_bytes + lse_bytes}")
+        o = lse = None
+        if self._o is not None:
+            o = np.ndarray((cut.rows, cut.heads, self._o_dim), self._args.o_dtype.numpy, payload)
+        if self._lse is not None:
+            lse = np.ndarray((cut.rows, cut.heads), DType.F32.numpy, payload, o_bytes)
+        self.put(cut, o, lse, timings)
+
+    def put(self, cut: Cut, o: Optional[npt.NDArray], lse: Optional[npt.NDArray],
+            timings: Timings) -> None:
+        """Takes one reply as arrays of the wire's type, which may be the caller's own buffers."""
         self._timings.append(timings)
-        if self._o is None:
-            if payload:
-                raise ValueError(f"reply to rows without queries has {len(payload)} payload bytes")
+        if self._o is None or o is None or o is self._o:
             return
         rows = slice(cut.row_begin, cut.row_begin + cut.rows)
         heads = slice(cut.head_begin, cut.head_begin + cut.heads)
-        o_bytes = cut.rows * cut.heads * self._o_dim * self._args.o_dtype.size
-        view = memoryview(payload)
-        self._o[rows, heads] = decode(view[:o_bytes], (cut.rows, cut.heads, self._o_dim),
-                                      self._args.o_dtype)
-        if self._lse is not None:
-            self._lse[rows, heads] = decode(view[o_bytes:], (cut.rows, cut.heads), DType.F32)
-        elif len(view) != o_bytes:
-            raise ValueError(f"reply payload: got {len(view)} bytes, must be {o_bytes}")
+        decode_into(self._o[rows, heads], o)
+        if self._lse is not None and lse is not None:
+            self._lse[rows, heads] = lse
 
     def result(self) -> AttendResult:
         """The call's result once every cut was added."""

@@ -1,12 +1,13 @@
 """What every Service must do; run against LocalReference and against a real server."""
 
 import contextlib
+import itertools
 import secrets
 import threading
 
 import mla_client
 import numpy as np
-from mla_client import Geometry, ModelSpec, Profile
+from mla_client import DType, Geometry, ModelSpec, Profile, wire
 
 GEOMETRY = Geometry(3, 32, 16, 16, 16)
 LAYERS = 2
@@ -104,6 +105,52 @@ class ServiceContract:
                 self.add(sequence, self.rows(9), profile, seen=seen)
                 self.assertEqual(sequence.length, 23)
                 self.assertEqual(sequence.refresh().length, 23)
+
+    def test_buffers(self):
+        """Tensors written where they travel from, outputs read where they arrive."""
+        dtypes = ((DType.BF16, DType.BF16), (DType.F32, DType.BF16), (DType.BF16, DType.F32))
+        for profile, (dtype, o_dtype), want_lse in itertools.product(
+                (Profile.EXPANDED, Profile.ABSORBED), dtypes, (False, True)):
+            with self.subTest(profile=profile, dtype=dtype, o_dtype=o_dtype, want_lse=want_lse), \
+                    self.model.open_sequence() as sequence, \
+                    self.service.buffers(self.model, 5, profile, want_lse=want_lse, dtype=dtype,
+                                         o_dtype=o_dtype) as buffers, \
+                    self.service.step([(sequence, 5)]) as step:
+                for layer in range(LAYERS):
+                    q, kv = self.worker.queries(5, profile), self.worker.kv(5)
+                    wire.encode_into(buffers.q, q)
+                    wire.encode_into(buffers.kv, kv)
+                    result = step.attend(layer, buffers.q, buffers.kv, profile, out=buffers)
+                    self.assertIs(result.o, buffers.o)
+                    self.assertIs(result.lse, buffers.lse)
+                    got = np.empty(buffers.o.shape, np.float32)
+                    wire.decode_into(got, buffers.o)
+                    o, lse = self.worker.expected(layer, q, kv, profile)
+                    self.close_to(got, o)
+                    if want_lse:
+                        self.close_to(result.lse, lse)
+
+    def test_buffers_for_outputs_alone(self):
+        with self.model.open_sequence() as sequence, self.service.step([(sequence, 4)]) as step, \
+                self.service.buffers(self.model, 4, o_dtype=DType.F32, kv=False) as buffers:
+            self.assertIsNone(buffers.kv)
+            for layer in range(LAYERS):
+                q, kv = self.worker.queries(4, Profile.EXPANDED), self.worker.kv(4)
+                self.assertIs(step.attend(layer, q, kv, out=buffers).o, buffers.o)
+                self.close_to(buffers.o, self.worker.expected(layer, q, kv, Profile.EXPANDED)[0])
+
+    def test_buffers_of_another_shape(self):
+        with self.model.open_sequence() as sequence, self.service.step([(sequence, 2)]) as step:
+            q, kv = self.worker.queries(2, Profile.EXPANDED), self.worker.kv(2)
+            for wrong in (self.service.buffers(self.model, 3),
+                          self.service.buffers(self.model, 2, heads=1),
+                          self.service.buffers(self.model, 2, Profile.ABSORBED),
+                          self.service.buffers(self.model, 2, Profile.APPEND_ONLY)):
+                with wrong, self.assertRaisesRegex(mla_client.InvalidArgument, "out.o"):
+                    step.attend(0, q, kv, out=wrong)
+            with self.assertRaises(mla_client.InvalidArgument):
+                self.service.buffers(self.model, 0)
+            step.abort()
 
     def test_append_only_then_attend(self):
         with self.model.open_sequence() as sequence:

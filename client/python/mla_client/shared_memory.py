@@ -1,0 +1,378 @@
+"""Shared memory with a server of the same host: a region, and tensors in its arena.
+
+The server makes the region and passes it through the door, a socket beside its own; every byte of
+that exchange, and of the ring that may stand at the region's front, is defined in the repository's
+proto/ring_layout.h and checked here. When the connection ends the server forgets the region: the
+memory stays readable, but nothing reaches the server through it any more.
+
+Threading: any thread, except that a Placement or Buffers belongs to one call at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_client import errors, wire
+from mla_client.types import AttendArgs, Buffers, DType, Geometry, Profile
+
+DOOR_MAGIC = 0x314D4853  # "SHM1"
+DOOR_VERSION = 1
+WANT_RING = 1
+ALIGNMENT = 64
+TEXT_BYTES = 128
+HELLO = struct.Struct("<IHHQII128s")
+WELCOME = struct.Struct("<IHHiI16sQQQII128s")
+# magic, entries, offsets of submissions, completions and reply slots.
+RING_HEADER = struct.Struct("<IIQQQ")
+RING_HEADER_BYTES = 320
+ENTRY_BYTES = 64
+REPLY_SLOT_BYTES = 1024
+PAGE_BYTES = 4096
+GREET_TIMEOUT_S = 5.0
+_POPULATE = 0x8000  # MAP_POPULATE: the pages are there already, so map them at once
+_ENDED = select.POLLIN | select.POLLRDHUP
+
+
+def aligned(size: int) -> int:
+    """The next multiple of a tensor's alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Welcome(NamedTuple):
+    """What the server says about the region that it made."""
+
+    magic: int
+    version: int
+    reserved0: int
+    code: int
+    ring_entries: int
+    handle: bytes
+    region_bytes: int
+    arena_offset: int
+    boot_id: int
+    spin_us: int
+    reserved1: int
+    message: bytes
+
+
+class Place(NamedTuple):
+    """Where Buffers lie."""
+
+    memory: "SharedMemory"
+    in_offset: int
+    in_length: int
+    out_offset: int
+    out_length: int
+
+
+class Placement:
+    """Where one message's tensors lie: offsets from the region's start, lengths in bytes."""
+
+    __slots__ = ("in_offset", "in_length", "out_offset", "out_length", "o", "lse", "blocks")
+
+    def __init__(self) -> None:
+        self.in_offset = self.in_length = self.out_offset = self.out_length = 0
+        self.o: Optional[npt.NDArray] = None    # of the wire's type
+        self.lse: Optional[npt.NDArray] = None
+        self.blocks: List[int] = []             # to be freed after the answer
+
+
+class SharedMemory:
+    """A region and the connection that keeps it."""
+
+    def __init__(self, connection: socket.socket, welcome: Welcome, descriptor: int):
+        """Takes over both descriptors. Unimplemented if the region is not laid out as agreed."""
+        self._connection = connection
+        self._poller = select.poll()
+        self._poller.register(connection, _ENDED)
+        self.handle = welcome.handle
+        self.boot_id = welcome.boot_id
+        self.ring_entries = welcome.ring_entries
+        self.arena_offset = welcome.arena_offset
+        self.arena_bytes = welcome.region_bytes - welcome.arena_offset
+        self.ended = False
+        self.freed = 0  # blocks given back so far: changes whenever there may be more room
+        try:
+            _check_region(welcome, descriptor)
+            self.map = mmap.mmap(descriptor, welcome.region_bytes,
+                                 flags=mmap.MAP_SHARED | _POPULATE)
+        finally:
+            os.close(descriptor)
+        _check_ring(welcome, self.map)
+        self.address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._free: Dict[int, int] = {self.arena_offset: self.arena_bytes}  # offset -> bytes
+        self._used: Dict[int, int] = {}
+
+    @classmethod
+    def connect(cls, door: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
+                spin_us: int = 0) -> "SharedMemory":
+        """Asks the door at that path for a region with `size` bytes of arena.
+
+        `spin_us`: how long the server's thread should spin on the ring before it sleeps; it may
+        grant less. Unavailable: no door; Unimplemented: another layout; otherwise what the server
+        said when it refused.
+        """
+        name = tenant.encode()
+        if len(name) >= TEXT_BYTES:
+            raise errors.InvalidArgument(
+                f"shared memory: tenant: got {len(name)} bytes, at most {TEXT_BYTES - 1}")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        descriptors: List[int] = []
+        try:
+            connection.settimeout(GREET_TIMEOUT_S)
+            connection.connect(door)
+            connection.sendall(HELLO.pack(DOOR_MAGIC, DOOR_VERSION, WANT_RING if ring else 0, size,
+                                          spin_us, 0, name))
+            packet, descriptors, _, _ = socket.recv_fds(connection, WELCOME.size, 1)
+            return cls(connection, _read_welcome(packet, len(descriptors)), descriptors.pop())
+        except OSError as error:
+            connection.close()
+            raise errors.Unavailable(f"shared memory: {door}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    # --- Connection
+
+    def connected(self) -> bool:
+        """False once either side has given the connection up."""
+        return not self.ended and not self._poller.poll(0)
+
+    def close(self, timeout_s: float) -> None:
+        """Gives the connection up; returns once the server has ended its side (a ring's steps are
+        aborted then), or after that time."""
+        if not self.ended:
+            try:
+                self._connection.shutdown(socket.SHUT_WR)
+                self._poller.poll(timeout_s * 1e3)
+            except OSError:
+                pass  # ended by the other side in the meantime
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Gives the connection up at once."""
+        with self._lock:
+            self.ended = True
+            try:
+                self._connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it had ended already
+            self._room.notify_all()
+
+    def __del__(self) -> None:
+        self._connection.close()
+
+    # --- Arena
+
+    def allocate(self, size: int) -> Optional[int]:
+        """Offset of `size` bytes at a multiple of 64, or None if there is no such room."""
+        wanted = aligned(max(size, 1))
+        with self._lock:
+            for offset, there in self._free.items():
+                if there >= wanted:
+                    break
+            else:
+                return None
+            del self._free[offset]
+            if there > wanted:
+                self._free[offset + wanted] = there - wanted
+            self._used[offset] = wanted
+            return offset
+
+    def free(self, offset: int) -> None:
+        """Gives back what `allocate` returned."""
+        with self._lock:
+            size = self._used.pop(offset)
+            # Neighbours are joined, so that large tensors find room again.
+            size += self._free.pop(offset + size, 0)
+            for before, there in self._free.items():
+                if before + there == offset:
+                    self._free[before] = there + size
+                    break
+            else:
+                self._free[offset] = size
+            self.freed += 1
+            self._room.notify_all()
+
+    def wait_for_room(self, seen: int, deadline: float) -> bool:
+        """Waits until `freed` differs from what was seen or the connection has ended; False if the
+        deadline comes first."""
+        with self._room:
+            return self._room.wait_for(lambda: self.freed != seen or self.ended,
+                                       max(0.0, deadline - time.monotonic()))
+
+    def array(self, offset: int, shape: Tuple[int, ...], dtype: Any) -> npt.NDArray:
+        """The bytes at an offset as an array. It keeps the memory mapped."""
+        return np.ndarray(shape, dtype, self.map, offset)
+
+    # --- Tensors
+
+    def buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int, *, kv: bool,
+                want_lse: bool, dtype: DType, o_dtype: DType) -> Optional[Buffers]:
+        """Memory for the tensors of calls of that shape; None if there is no room."""
+        sizes = wire.sizes(geometry, profile, rows, heads, kv, want_lse, dtype, o_dtype)
+        kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
+        in_length = kv_end + sizes.q if sizes.q else sizes.kv
+        out_length = o_end + sizes.lse if sizes.lse else sizes.o
+        place = self._place_both(in_length, out_length)
+        if place is None:
+            return None
+        at_in, at_out = place.in_offset, place.out_offset
+        return Buffers(
+            self.array(at_in, (rows, geometry.row_dim), dtype.numpy) if kv else None,
+            self.array(at_in + kv_end, (rows, heads, geometry.q_dim(profile)), dtype.numpy)
+            if sizes.q else None,
+            self.array(at_out, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
+            if sizes.o else None,
+            self.array(at_out + o_end, (rows, heads), np.float32) if sizes.lse else None,
+            dtype, place, lambda: self._free_both(place))
+
+    def _place_both(self, in_length: int, out_length: int) -> Optional[Place]:
+        at_in = self.allocate(in_length)
+        if at_in is None:
+            return None
+        at_out = self.allocate(out_length)
+        if at_out is None:
+            self.free(at_in)
+            return None
+        return Place(self, at_in, in_length, at_out, out_length)
+
+    def _free_both(self, place: Place) -> None:
+        self.free(place.in_offset)
+        self.free(place.out_offset)
+
+    def place(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry) -> Optional[Placement]:
+        """Puts one message's inputs into the arena and finds room for its outputs; tensors that lie
+        right already stay where they are. None if there is no room."""
+        placement = Placement()
+        place = args.out.place if args.out is not None else None
+        if place is None or place.memory is not self or cut.rows != args.rows or (
+                cut.heads != args.num_heads):
+            place = None
+        if place is not None and args.q is args.out.q and args.kv is args.out.kv:
+            placement.in_offset, placement.in_length = place.in_offset, place.in_length
+        elif not self._place_inputs(args, cut, geometry, placement):
+            return None
+        if place is not None:
+            placement.out_offset, placement.out_length = place.out_offset, place.out_length
+            placement.o, placement.lse = args.out.o, args.out.lse
+        elif not self._place_outputs(args, cut, geometry, placement):
+            self.unplace(placement)
+            return None
+        return placement
+
+    def unplace(self, placement: Placement) -> None:
+        """Gives back what `place` took. The outputs must have been read."""
+        for offset in placement.blocks:
+            self.free(offset)
+        placement.blocks = []
+
+    def _place_inputs(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+                      placement: Placement) -> bool:
+        parts = wire.request_arrays(args, cut)
+        sizes = wire.sizes(geometry, args.profile, cut.rows, cut.heads, cut.has_kv, False,
+                           args.dtype, args.o_dtype)
+        second = aligned(sizes.kv)
+        length = second + sizes.q if sizes.q else sizes.kv
+        offset = self.allocate(length)
+        if offset is None:
+            return False
+        placement.blocks.append(offset)
+        placement.in_offset, placement.in_length = offset, length
+        at = offset
+        for part in parts:
+            wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
+            at = offset + second
+        return True
+
+    def _place_outputs(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+                       placement: Placement) -> bool:
+        sizes = wire.sizes(geometry, args.profile, cut.rows, cut.heads, False, args.want_lse,
+                           args.dtype, args.o_dtype)
+        if sizes.o == 0:
+            return True
+        second = aligned(sizes.o)
+        length = second + sizes.lse if sizes.lse else sizes.o
+        offset = self.allocate(length)
+        if offset is None:
+            return False
+        placement.blocks.append(offset)
+        placement.out_offset, placement.out_length = offset, length
+        placement.o = self.array(offset, (cut.rows, cut.heads, geometry.o_dim(args.profile)),
+                                 args.o_dtype.numpy)
+        if sizes.lse:
+            placement.lse = self.array(offset + second, (cut.rows, cut.heads), np.float32)
+        return True
+
+
+def _layout(name: str, got: Any, wanted: Any) -> errors.Unimplemented:
+    """The server and this client do not agree on where things lie."""
+    return errors.Unimplemented(f"shared memory: {name}: got {got}, must be {wanted}",
+                                errors.ErrorDetail(field=name, got=str(got), limit=str(wanted),
+                                                   reason="layout_mismatch"))
+
+
+def _read_welcome(packet: bytes, descriptors: int) -> Welcome:
+    """The server's answer. Raises what the server said, or Unimplemented for another layout."""
+    if not packet:
+        raise errors.Unavailable("shared memory: the server closed the door without an answer")
+    if len(packet) != WELCOME.size:
+        raise _layout("welcome", f"{len(packet)} bytes", f"{WELCOME.size} bytes")
+    welcome = Welcome(*WELCOME.unpack(packet))
+    for name, got, wanted in (("welcome.magic", welcome.magic, DOOR_MAGIC),
+                              ("welcome.version", welcome.version, DOOR_VERSION)):
+        if got != wanted:
+            raise _layout(name, got, wanted)
+    if welcome.code != 0:
+        text = welcome.message.rstrip(b"\0").decode(errors="replace")
+        raise errors.from_code(welcome.code, f"shared memory: {text}")
+    if descriptors != 1:
+        raise _layout("welcome", f"{descriptors} descriptors", "1 descriptor")
+    return welcome
+
+
+def _check_region(welcome: Welcome, descriptor: int) -> None:
+    """The memory must be as large as said and sealed, or an access could end this process."""
+    size = os.fstat(descriptor).st_size
+    if size != welcome.region_bytes or not welcome.arena_offset < size:
+        raise _layout("welcome.region_bytes", welcome.region_bytes, f"{size}, the memory's size")
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise _layout("region", "memory that can shrink", "sealed memory")
+
+
+def _check_ring(welcome: Welcome, memory: mmap.mmap) -> None:
+    """The ring's parts must lie where this client expects them."""
+    entries = welcome.ring_entries
+    completions = RING_HEADER_BYTES + entries * ENTRY_BYTES
+    replies = completions + entries * ENTRY_BYTES
+    end = -(-(replies + entries * REPLY_SLOT_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    if entries == 0:
+        if welcome.arena_offset != 0:
+            raise _layout("welcome.arena_offset", welcome.arena_offset, 0)
+        return
+    if entries & (entries - 1):
+        raise _layout("welcome.ring_entries", entries, "a power of two")
+    if welcome.arena_offset != end:
+        raise _layout("welcome.arena_offset", welcome.arena_offset, end)
+    header = RING_HEADER.unpack_from(memory, 0)
+    wanted = (DOOR_MAGIC, entries, RING_HEADER_BYTES, completions, replies)
+    for name, got, value in zip(("magic", "entries", "submissions_offset", "completions_offset",
+                                 "replies_offset"), header, wanted):
+        if got != value:
+            raise _layout(f"ring.{name}", got, value)
