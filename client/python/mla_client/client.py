@@ -26,6 +26,9 @@ from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSp
 
 API_VERSION = "mla.v1"
 ATTEMPTS = 4
+# Of an EndStepReply, and of each sequence's length in it, at most.
+REPLY_BYTES = 128
+LENGTH_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +274,8 @@ class Client(Service):
 
     def _end(self, step: Step, committed: Optional[List[int]]) -> List[int]:
         body = attention_pb2.EndStep(step_id=step.step_id, committed_rows=committed or [])
-        return list(self._ask(step._handle, end_step=body).end_step.lengths)
+        return list(self._ask(step._handle, REPLY_BYTES + LENGTH_BYTES * len(step.sequences),
+                              end_step=body).end_step.lengths)
 
     def _abort(self, step: Step) -> None:
         self._ask(step._handle, abort_step=attention_pb2.AbortStep(step_id=step.step_id))
@@ -288,10 +292,10 @@ class Client(Service):
                 self._stream = self.open_stream()
             return self._stream
 
-    def _ask(self, stream: StepStream, **body: Any) -> Any:
+    def _ask(self, stream: StepStream, reply_bytes: int = 0, **body: Any) -> Any:
         """One request of the stepping protocol that carries no tensor."""
         deadline = time.monotonic() + self.timeout_s
-        return stream.ask(deadline, **body).wait(deadline)
+        return stream.ask(deadline, reply_bytes, **body).wait(deadline)
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
               requests: Optional[Callable[[], Iterator[Any]]] = None) -> Any:

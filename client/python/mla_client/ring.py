@@ -16,6 +16,8 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
+from google.protobuf.message import DecodeError
+
 from mla_client import errors, fence, futex, stream, wire
 from mla_client.gen import attention_pb2
 from mla_client.shared_memory import (ENTRY_BYTES, REPLY_SLOT_BYTES, RING_HEADER_BYTES, Placement,
@@ -34,8 +36,6 @@ SUBMIT_BELL, SERVER_SLEEPING = 16, 17
 COMPLETE_BELL, CLIENT_SLEEPING = 32, 33
 COMPLETIONS_TAKEN = 24
 CLOSED = 64
-# Room for the lengths of thousands of sequences, where a reply fits no slot of the ring.
-REPLY_ROOM = 65536
 # A sleeper looks at the connection at least this often.
 LONGEST_SLEEP_S = 0.1
 SPINS_A_CLOCK = 16
@@ -183,6 +183,15 @@ class _RingRequest(stream.Request):
         return self.reply
 
 
+def _parse(message: Optional[bytes]) -> Any:
+    """The AttendStreamReply that these bytes are, or None."""
+    try:
+        reply = attention_pb2.AttendStreamReply.FromString(message or b"")
+    except DecodeError:
+        return None
+    return reply if reply.WhichOneof("body") is not None else None
+
+
 class RingStream(stream.StepStream):
     """A stream of steps over one command ring."""
 
@@ -227,18 +236,19 @@ class RingStream(stream.StepStream):
                      stream.timeout_us(args.timeout_s), placed.in_offset, placed.out_offset)
         return request
 
-    def ask(self, deadline: float, **body: Any) -> stream.Request:
+    def ask(self, deadline: float, reply_bytes: int = 0, **body: Any) -> stream.Request:
+        room = reply_bytes if reply_bytes > REPLY_SLOT_BYTES else 0
         tag = next(self._tags)
         message = attention_pb2.AttendStreamRequest(tag=tag, **body).SerializeToString()
         size = len(message)
-        offset = self.memory.allocate(size + REPLY_ROOM)
+        offset = self.memory.allocate(size + room)
         while offset is None:
             self._make_room(deadline)
-            offset = self.memory.allocate(size + REPLY_ROOM)
+            offset = self.memory.allocate(size + room)
         self.memory.map[offset:offset + size] = message
         request = _RingRequest(self, [offset])
-        self._submit(request, deadline, MESSAGE, 0, 0, 0, tag, 0, 0, 0, size, 0, REPLY_ROOM, 0,
-                     offset, offset + size)
+        self._submit(request, deadline, MESSAGE, 0, 0, 0, tag, 0, 0, 0, size, 0, room, 0,
+                     offset, offset + size if room else 0)
         return request
 
     def _submit(self, request: "_RingRequest", deadline: float, *fields: int) -> None:
@@ -310,14 +320,11 @@ class RingStream(stream.StepStream):
             self._fail(errors.DataLoss("the ring completed a request that was never made"))
             return
         if completion.kind == MESSAGE:
-            try:
-                reply = attention_pb2.AttendStreamReply.FromString(completion.message or b"")
-            except Exception as error:  # protobuf's own class differs between its versions
-                request.error = errors.DataLoss(f"a reply is not an AttendStreamReply: {error}")
-            else:
-                request.reply = reply
-                if reply.WhichOneof("body") == "error":
-                    request.error = stream.error_of(reply.error)
+            request.reply = _parse(completion.message)
+            if request.reply is None:
+                request.error = errors.DataLoss("the ring's reply is not an AttendStreamReply")
+            elif request.reply.WhichOneof("body") == "error":
+                request.error = stream.error_of(request.reply.error)
         elif request.finish is not None:
             request.finish(Timings(
                 int((time.monotonic() - request.sent) * 1e6), completion.queue_us,

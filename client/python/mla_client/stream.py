@@ -56,9 +56,10 @@ class StepStream(abc.ABC):
         room first; DeadlineExceeded if there is none in time."""
 
     @abc.abstractmethod
-    def ask(self, deadline: float, **body: Any) -> Request:
+    def ask(self, deadline: float, reply_bytes: int = 0, **body: Any) -> Request:
         """Sends a request of the stepping protocol that carries no tensor: the one field of
-        AttendStreamRequest's `body` that is given."""
+        AttendStreamRequest's `body` that is given. The reply has at most `reply_bytes` bytes; 0: it
+        is short."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -223,7 +224,7 @@ class AttendStream(StepStream):
             if not memory.wait_for_room(seen, deadline):
                 raise no_room()
 
-    def ask(self, deadline: float, **body: Any) -> Request:
+    def ask(self, deadline: float, reply_bytes: int = 0, **body: Any) -> Request:
         return _GrpcRequest(self._send(attention_pb2.AttendStreamRequest(**body), [], 0, None,
                                        deadline), None)
 
