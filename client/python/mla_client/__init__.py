@@ -27,8 +27,8 @@ from mla_client.types import (AttendResult, Buffers, DType, Geometry, ModelSpec,
 
 __all__ = [
     "Aborted", "AlreadyExists", "AttendFuture", "AttendResult", "Buffers", "Cancelled", "Client",
-    "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry", "Internal",
-    "InvalidArgument", "LocalReference", "MlaError", "Model", "ModelSpec", "NotFound",
+    "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry",
+    "Internal", "InvalidArgument", "LocalReference", "MlaError", "Model", "ModelSpec", "NotFound",
     "OutOfRange", "PermissionDenied", "Profile", "ResourceExhausted", "Sequence", "SequenceState",
     "ServerRestarted", "Service", "Step", "Timings", "Tls", "Unauthenticated", "Unavailable",
     "Unimplemented", "Unknown", "WeightsStatus", "from_bf16", "round_to_bf16", "to_bf16",

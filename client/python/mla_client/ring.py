@@ -58,8 +58,8 @@ class Completion:
 
 
 class Ring:
-    """The client's end. Threading: `submit` from one thread at a time, `take` and `wait` from one at
-    a time."""
+    """The client's end. Threading: `submit` from one thread at a time, `take` and `wait` from one
+    at a time."""
 
     def __init__(self, memory: SharedMemory, spin_s: float):
         self._memory = memory

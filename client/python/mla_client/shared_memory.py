@@ -94,8 +94,6 @@ class SharedMemory:
     def __init__(self, connection: socket.socket, welcome: Welcome, descriptor: int):
         """Takes over both descriptors. Unimplemented if the region is not laid out as agreed."""
         self._connection = connection
-        self._poller = select.poll()
-        self._poller.register(connection, _ENDED)
         self.handle = welcome.handle
         self.boot_id = welcome.boot_id
         self.ring_entries = welcome.ring_entries
@@ -152,7 +150,7 @@ class SharedMemory:
 
     def connected(self) -> bool:
         """False once either side has given the connection up."""
-        return not self.ended and not self._poller.poll(0)
+        return not self.ended and not self._wait_for_end(0)
 
     def close(self, timeout_s: float) -> None:
         """Gives the connection up; returns once the server has ended its side (a ring's steps are
@@ -160,9 +158,9 @@ class SharedMemory:
         if not self.ended:
             try:
                 self._connection.shutdown(socket.SHUT_WR)
-                self._poller.poll(timeout_s * 1e3)
             except OSError:
                 pass  # ended by the other side in the meantime
+            self._wait_for_end(timeout_s)
         self.disconnect()
 
     def disconnect(self) -> None:
@@ -174,6 +172,11 @@ class SharedMemory:
             except OSError:
                 pass  # it had ended already
             self._room.notify_all()
+
+    def _wait_for_end(self, timeout_s: float) -> bool:
+        poller = select.poll()  # one for all threads would refuse the second
+        poller.register(self._connection, _ENDED)
+        return bool(poller.poll(timeout_s * 1e3))
 
     def __del__(self) -> None:
         self._connection.close()

@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional, Tuple
 
 import grpc
 
-from mla_client import errors, ring
+from mla_client import errors, ring, wire
 from mla_client.shared_memory import SharedMemory
 from mla_client.stream import AttendStream, StepStream
 
@@ -88,6 +88,6 @@ class StreamMaker:
         return self._over_grpc(memory)
 
     def _bound(self, memory: SharedMemory) -> int:
-        """Of one message's tensors in each direction."""
-        most = memory.arena_bytes // MESSAGES_IN_ARENA
+        """Of one message, as if its header were with it."""
+        most = memory.arena_bytes // MESSAGES_IN_ARENA + wire.HEADER_BYTES
         return min(self._message_bytes or most, most)

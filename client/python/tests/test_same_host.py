@@ -1,0 +1,330 @@
+"""Shared memory and rings with a real server: choosing, running out, and a server that dies."""
+
+import os
+import pathlib
+import signal
+import threading
+import time
+import unittest
+from unittest import mock
+
+import mla_client
+import numpy as np
+import server_binary
+from mla_client import Profile, fence, ring
+from service_contract import GEOMETRY, LAYERS, SCALE, Worker
+
+RING_ENTRIES = 4
+SERVER = None
+
+
+def setUpModule():
+    global SERVER
+    SERVER = server_binary.start(f"--shm-ring-entries={RING_ENTRIES}")
+
+
+def tearDownModule():
+    SERVER.stop()
+
+
+def connect(server, **options):
+    values = dict(timeout_s=10.0, shared_bytes=1 << 20)
+    values.update(options)
+    return mla_client.Client.connect(server.target, **values)
+
+
+def register(client, name="same-host"):
+    """The model, with weights."""
+    worker = Worker()
+    model = client.register_model(mla_client.ModelSpec(name, GEOMETRY, LAYERS, SCALE, 4))
+    for layer in range(LAYERS):
+        model.upload_weights(layer, worker.w_uk[layer], worker.w_uv[layer])
+    return model
+
+
+def stopped(server):
+    """Stops the server's process where it is."""
+    os.kill(server.pid, signal.SIGSTOP)
+    while " T " not in pathlib.Path(f"/proc/{server.pid}/stat").read_text():
+        time.sleep(0.001)
+
+
+class ChoiceTest(unittest.TestCase):
+    """Which transport a client takes, and what it says about it."""
+
+    def test_a_unix_target_gets_a_ring(self):
+        with connect(SERVER) as client:
+            with self.assertNoLogs("mla_client", "INFO"):
+                self.assertEqual(client.transport, "ring")
+            self.assertEqual((client.stats().rings, client.stats().shared_regions), (1, 1))
+        with connect(SERVER, transport="inline") as client:
+            deadline = time.monotonic() + 5
+            while client.stats().rings and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.assertEqual((client.stats().rings, client.stats().shared_regions), (0, 0))
+            self.assertEqual(client.transport, "inline")
+
+    def test_the_target_forms_of_a_unix_socket(self):
+        for target in (f"unix:{SERVER.socket}", f"unix://{SERVER.socket}"):
+            with mla_client.Client.connect(target, shared_bytes=1 << 20) as client:
+                self.assertEqual(client.transport, "ring")
+
+    def test_a_server_without_shared_memory(self):
+        server = server_binary.start("--shm-enabled=false")
+        self.addCleanup(server.stop)
+        with connect(server) as client, self.assertLogs("mla_client", "WARNING") as said:
+            self.assertEqual(client.transport, "inline")
+            self.assertIn("no command_ring", said.output[0])
+        for transport in ("ring", "shm"):
+            with self.assertRaises(mla_client.Unimplemented):
+                connect(server, transport=transport)
+
+    def test_no_regions_left(self):
+        server = server_binary.start("--shm-regions-max=1")
+        self.addCleanup(server.stop)
+        with connect(server) as first, connect(server) as second:
+            self.assertEqual(first.transport, "ring")
+            with self.assertLogs("mla_client", "WARNING") as said:
+                self.assertEqual(second.transport, "inline")
+            self.assertIn("RESOURCE_EXHAUSTED", said.output[0])
+            with self.assertRaises(mla_client.ResourceExhausted):
+                connect(server, transport="ring")
+
+    def test_over_tcp(self):
+        server = server_binary.start("--log-level=info", listen="127.0.0.1:0")
+        self.addCleanup(server.stop)
+        target = f"127.0.0.1:{server.log().split('tcp_port=')[1].split()[0]}"
+        with mla_client.Client.connect(target) as client, \
+                self.assertNoLogs("mla_client", "WARNING"):
+            self.assertEqual(client.transport, "inline")
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "unix"):
+            mla_client.Client.connect(target, transport="ring")
+
+    def test_a_machine_without_fences(self):
+        with mock.patch.object(ring, "WHY_NOT", "no fences here"):
+            with connect(SERVER) as client:
+                self.assertEqual(client.transport, "shm")
+            with self.assertRaisesRegex(mla_client.Unimplemented, "no fences here"):
+                connect(SERVER, transport="ring")
+
+    def test_another_layout_falls_back(self):
+        with mock.patch("mla_client.shared_memory.DOOR_VERSION", 2):
+            with connect(SERVER) as client, self.assertLogs("mla_client", "WARNING") as said:
+                self.assertEqual(client.transport, "inline")
+            self.assertIn("version", said.output[0])
+
+    def test_no_such_transport(self):
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "'pigeon'.*auto, inline"):
+            connect(SERVER, transport="pigeon")
+
+
+class PressureTest(unittest.TestCase):
+    """More work than the ring or its memory holds."""
+
+    def check(self, rows, requests, **options):
+        """Sends all layers' requests without waiting, then checks every answer."""
+        worker = Worker()
+        with connect(SERVER, **options) as client, register(client).open_sequence() as sequence, \
+                client.step([(sequence, rows * requests)]) as step:
+            asked = []
+            kv = worker.kv(rows * requests)
+            for layer in range(LAYERS):
+                q = worker.queries(rows * requests, Profile.EXPANDED)
+                for begin in range(0, len(q), rows):
+                    part = slice(begin, begin + rows)
+                    asked.append((layer, q, part, step.attend_async(layer, q[part], kv[part],
+                                                                    row_begin=begin)))
+            for layer, q, part, future in asked:
+                want, _ = worker.expected(layer, q[:part.stop], kv[:part.stop], Profile.EXPANDED)
+                np.testing.assert_allclose(future.result().o, want[part], atol=2e-2, rtol=2e-2)
+            step.abort()
+            return client
+
+    def test_more_requests_than_entries(self):
+        self.check(1, 5 * RING_ENTRIES, transport="ring")
+
+    def test_more_tensors_than_memory(self):
+        for transport in ("ring", "shm"):
+            with self.subTest(transport=transport):
+                # A request of 10 rows takes 4 kB of it.
+                self.check(10, 12, transport=transport, shared_bytes=16384)
+
+    def test_buffers_that_leave_no_room(self):
+        for transport in ("ring", "shm"):
+            with self.subTest(transport=transport), \
+                    connect(SERVER, transport=transport, shared_bytes=65536) as client, \
+                    register(client).open_sequence() as sequence:
+                model = sequence.model
+                held = []
+                while not held or held[-1].place is not None:
+                    held.append(client.buffers(model, 8, Profile.ABSORBED))
+                self.assertGreater(len(held), 3)
+                worker = Worker()
+                with client.step([(sequence, 8)]) as step:
+                    q, kv = worker.queries(8, Profile.ABSORBED), worker.kv(8)
+                    with self.assertRaisesRegex(mla_client.ResourceExhausted, "shared_bytes"):
+                        for _ in range(4):
+                            step.attend(0, q, kv, Profile.ABSORBED)
+                    held[0].release()
+                    held[0].release()
+                    o = step.attend(0, q, kv, Profile.ABSORBED).o
+                    want, _ = worker.expected(0, q, kv, Profile.ABSORBED)
+                    np.testing.assert_allclose(o, want, atol=2e-2, rtol=2e-2)
+                    step.abort()
+
+    def test_tensors_in_place_are_not_copied(self):
+        for transport in ("ring", "shm"):
+            with self.subTest(transport=transport), \
+                    connect(SERVER, transport=transport) as client, \
+                    register(client).open_sequence() as sequence, \
+                    client.buffers(sequence.model, 64) as buffers, \
+                    client.step([(sequence, 64)]) as step:
+                memory = buffers.place.memory
+                free = dict(memory._free)
+                buffers.q[...], buffers.kv[...] = 0, 0
+                before = client.stats()
+                for layer in range(LAYERS):
+                    step.attend(layer, buffers.q, buffers.kv, out=buffers)
+                    # Nothing was taken from the arena for it.
+                    self.assertEqual(memory._free, free)
+                after = client.stats()
+                moved = LAYERS * (buffers.q.nbytes + buffers.kv.nbytes + buffers.o.nbytes)
+                self.assertEqual(after.shared_bytes - before.shared_bytes, moved)
+                self.assertEqual(after.copied_bytes, before.copied_bytes)
+
+    def test_many_sequences_in_one_step(self):
+        """The reply to such an end fits no slot of the ring."""
+        with connect(SERVER, transport="ring") as client:
+            model = register(client)
+            sequences = [model.open_sequence() for _ in range(150)]
+            for _ in range(2):
+                with client.step([(sequence, 1) for sequence in sequences]) as step:
+                    for layer in range(LAYERS):
+                        step.attend(layer, None, np.ones((150, GEOMETRY.row_dim)),
+                                    Profile.APPEND_ONLY)
+            self.assertEqual([sequence.length for sequence in sequences], [2] * 150)
+            for sequence in sequences:
+                sequence.release()
+
+    def test_several_threads_on_one_ring(self):
+        """Each takes completions for the others."""
+        worker, faults = Worker(), []
+        with connect(SERVER, transport="ring", spin_us=50) as client:
+            model = register(client)
+            kv, q = worker.kv(2), worker.queries(2, Profile.ABSORBED)
+            want, _ = worker.expected(0, q, kv, Profile.ABSORBED)
+
+            def work():
+                try:
+                    for _ in range(10):
+                        with model.open_sequence() as sequence, \
+                                client.step([(sequence, 2)]) as step:
+                            for layer in range(LAYERS):
+                                o = step.attend(layer, q, kv, Profile.ABSORBED).o
+                                np.testing.assert_allclose(o, want, atol=2e-2, rtol=2e-2)
+                except BaseException as error:  # reported by the main thread
+                    faults.append(error)
+
+            threads = [threading.Thread(target=work) for _ in range(2 * RING_ENTRIES)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertEqual(client.stats().rings, 1)
+        self.assertEqual(faults, [])
+
+    def test_with_the_fences_of_other_architectures(self):
+        library = fence.by_library()
+        with mock.patch.object(fence, "ordered", library), \
+                mock.patch.object(fence, "full", library):
+            self.check(2, RING_ENTRIES, transport="ring")
+
+
+class DeathTest(unittest.TestCase):
+    """A server that stops answering."""
+
+    def setUp(self):
+        self.server = server_binary.start()
+        self.addCleanup(self.server.stop)
+
+    def kill(self):
+        os.kill(self.server.pid, signal.SIGKILL)
+        self.server._process.wait()
+
+    def test_killed_with_a_request_under_way(self):
+        for transport in ("ring", "shm", "inline"):
+            with self.subTest(transport=transport):
+                client = connect(self.server, transport=transport, timeout_s=20.0)
+                sequence = register(client).open_sequence()
+                step = client.step([(sequence, 1)]).begin()
+                stopped(self.server)
+                future = step.attend_async(0, None, np.ones((1, GEOMETRY.row_dim)),
+                                           Profile.APPEND_ONLY)
+                threading.Timer(0.1, self.kill).start()
+                begin = time.monotonic()
+                with self.assertRaises(mla_client.Unavailable):
+                    future.result()
+                self.assertLess(time.monotonic() - begin, 5.0)
+                self.server.start()
+                # Another server: nothing is resumed.
+                with self.assertRaises(mla_client.NotFound):
+                    client.step([(sequence, 1)]).begin()
+                with self.assertRaises(mla_client.ServerRestarted):
+                    sequence.refresh()
+                client.close()
+
+    def test_a_deadline_leaves_the_stream_usable(self):
+        for transport in ("ring", "shm", "inline"):
+            with self.subTest(transport=transport), \
+                    connect(self.server, transport=transport) as client, \
+                    register(client).open_sequence() as sequence:
+                stream = client.open_stream()
+                kv = np.ones((1, GEOMETRY.row_dim))
+                step = client.step([(sequence, 1)], stream=stream).begin()
+                free = stream.memory and dict(stream.memory._free)
+                stopped(self.server)
+                try:
+                    begin = time.monotonic()
+                    with self.assertRaises(mla_client.DeadlineExceeded):
+                        step.attend(0, None, kv, Profile.APPEND_ONLY, timeout_s=0.2)
+                    self.assertLess(time.monotonic() - begin, 5.0)
+                finally:
+                    os.kill(self.server.pid, signal.SIGCONT)
+                for layer in range(LAYERS):
+                    step.attend(layer, None, kv, Profile.APPEND_ONLY)
+                self.assertEqual(step.end(), [1])
+                self.assertIsNone(stream.broken)
+                self.assertEqual(stream.memory and stream.memory._free, free)
+
+    def test_a_connection_that_is_lost_rolls_the_step_back(self):
+        with connect(self.server, transport="ring") as client, \
+                register(client).open_sequence() as sequence:
+            step = client.step([(sequence, 1)]).begin()
+            stream = client._stream
+            stream.memory.disconnect()
+            with self.assertRaises(mla_client.Unavailable):
+                step.attend(0, None, np.ones((1, GEOMETRY.row_dim)), Profile.APPEND_ONLY)
+            deadline = time.monotonic() + 5
+            while sequence.refresh().in_step and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with client.step([(sequence, 1)]) as step:
+                self.assertIsNot(client._stream, stream)
+                for layer in range(LAYERS):
+                    step.attend(layer, None, np.ones((1, GEOMETRY.row_dim)), Profile.APPEND_ONLY)
+            self.assertEqual(sequence.length, 1)
+
+    def test_broken_streams_give_their_memory_back(self):
+        with connect(self.server, transport="ring") as client:
+            for _ in range(4):
+                client.open_stream().cancel()
+            deadline = time.monotonic() + 5
+            while client.stats().shared_regions > 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            client.open_stream()
+            self.assertEqual(len(client._streams), 2)
+            maps = pathlib.Path("/proc/self/maps").read_text().count("memfd:mla-region")
+            self.assertEqual(maps, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
