@@ -1,0 +1,177 @@
+#include "client/mlactl/admin_commands.h"
+
+#include <cstdio>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
+#include "client/cpp/client.h"
+#include "client/mlactl/interrupt.h"
+#include "client/mlactl/option_reader.h"
+#include "client/mlactl/output.h"
+
+namespace mla::mlactl {
+namespace {
+
+// Every plain field of a message, one a line.
+std::string Lines(const google::protobuf::Message& message, const std::string& indent = "") {
+  using Field = google::protobuf::FieldDescriptor;
+  std::string text;
+  const auto* reflection = message.GetReflection();
+  const auto* descriptor = message.GetDescriptor();
+  for (int i = 0; i < descriptor->field_count(); ++i) {
+    const Field* field = descriptor->field(i);
+    if (field->is_repeated()) continue;
+    std::string value;
+    switch (field->cpp_type()) {
+      case Field::CPPTYPE_UINT32:
+        value = absl::StrCat(reflection->GetUInt32(message, field));
+        break;
+      case Field::CPPTYPE_UINT64:
+        value = field->name() == "boot_id"
+                    ? absl::StrFormat("%016x", reflection->GetUInt64(message, field))
+                    : absl::StrCat(reflection->GetUInt64(message, field));
+        break;
+      case Field::CPPTYPE_STRING:
+        value = reflection->GetString(message, field);
+        break;
+      default:
+        continue;
+    }
+    absl::StrAppendFormat(&text, "%s%-24s %s\n", indent, field->name(), value);
+  }
+  return text;
+}
+
+std::string InfoText(const v1::GetServerInfoReply& info) {
+  std::string text = Lines(info);
+  for (const v1::Backend& backend : info.backends()) {
+    absl::StrAppendFormat(&text, "backend %-16s %s\n", backend.name(),
+                          backend.chosen()
+                              ? absl::StrCat("chosen: ", backend.device(), ", ", backend.arch(),
+                                             ", ", backend.units(), " units")
+                              : backend.reason());
+  }
+  return absl::StrCat(text, "limits\n", Lines(info.limits(), "  "));
+}
+
+std::string SequencesText(const v1::GetReply& reply) {
+  std::string text = absl::StrFormat("%-16s %8s %10s %10s %-20s %s\n", "sequence", "epoch",
+                                     "length", "lease ms", "model", "client");
+  for (const v1::SequenceInfo& sequence : reply.sequences()) {
+    absl::StrAppendFormat(&text, "%016x %8d %10d %10d %-20s %s%s\n", sequence.sequence_id(),
+                          sequence.epoch(), sequence.length(), sequence.lease_left_ms(),
+                          sequence.model_id(), sequence.client_id(),
+                          sequence.in_step() ? " (in a step)" : "");
+  }
+  return text;
+}
+
+std::string ModelsText(const v1::ListModelsReply& reply) {
+  std::string text =
+      absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-9s %s\n", "model", "heads", "lora",
+                      "rope", "nope", "v", "layers", "page", "weights", "sequences");
+  for (const v1::ModelInfo& info : reply.models()) {
+    const v1::Geometry& geometry = info.model().geometry();
+    absl::StrAppendFormat(&text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-9s %d\n",
+                          info.model().model_id(), geometry.num_heads(), geometry.kv_lora_rank(),
+                          geometry.rope_dim(), geometry.nope_dim(), geometry.v_dim(),
+                          info.model().layers(), info.model().page_size(),
+                          info.weights_complete() ? "complete" : "none", info.sequences());
+  }
+  return text;
+}
+
+// Calls `ask` on a connected client and prints what it returns.
+template <typename Ask, typename Format>
+int Show(const Arguments& arguments, Ask ask, Format format) {
+  const auto client = Connect(arguments);
+  if (!client.ok()) return Fail(client.status());
+  const auto reply = ask(client->get());
+  if (!reply.ok()) return Fail(reply.status());
+  return Emit(arguments, ToJson(*reply), format(*reply));
+}
+
+std::string StateName(v1::ServerState state) {
+  return absl::StrReplaceAll(v1::ServerState_Name(state), {{"SERVER_STATE_", ""}});
+}
+
+}  // namespace
+
+int Info(const Arguments& arguments) {
+  return Show(
+      arguments, [](client::Client* client) { return client->GetServerInfo(); }, InfoText);
+}
+
+int Status(const Arguments& arguments) {
+  return Show(
+      arguments, [](client::Client* client) { return client->GetStats(); },
+      [](const v1::GetStatsReply& stats) { return Lines(stats); });
+}
+
+int Models(const Arguments& arguments) {
+  return Show(
+      arguments, [](client::Client* client) { return client->ListModels(); }, ModelsText);
+}
+
+int Sequences(const Arguments& arguments) {
+  return Show(
+      arguments, [](client::Client* client) { return client->GetSequences({}, false); },
+      SequencesText);
+}
+
+int Health(const Arguments& arguments) {
+  const auto client = Connect(arguments);
+  if (!client.ok()) return Fail(client.status());
+  const auto serving = (*client)->IsServing();
+  if (!serving.ok()) return Fail(serving.status());
+  const std::string word = *serving ? "SERVING" : "NOT_SERVING";
+  const int code =
+      Emit(arguments, absl::StrCat("{\"status\": \"", word, "\"}\n"), absl::StrCat(word, "\n"));
+  return code != kOk ? code : *serving ? kOk : kNotServing;
+}
+
+int Drain(const Arguments& arguments) {
+  uint32_t deadline_ms = 0;
+  OptionReader reader(arguments);
+  reader.Number("deadline-ms", 0, 86400000, &deadline_ms);
+  if (!reader.status().ok()) return FailUsage(reader.status());
+  const auto client = Connect(arguments);
+  if (!client.ok()) return Fail(client.status());
+  const auto reply = (*client)->Drain(deadline_ms, arguments.Has("exit"));
+  if (!reply.ok()) return Fail(reply.status());
+  const int code =
+      Emit(arguments, ToJson(*reply),
+           absl::StrCat(reply->drained() ? "drained: " : "not drained: ", reply->message(), "\n"));
+  return code != kOk ? code : reply->drained() ? kOk : kNotServing;
+}
+
+int Watch(const Arguments& arguments) {
+  uint32_t interval_ms = 1000;
+  uint64_t count = 0;
+  OptionReader reader(arguments);
+  reader.Number("interval-ms", 100, 60000, &interval_ms);
+  reader.Number("count", 1, UINT64_MAX, &count);
+  if (!reader.status().ok()) return FailUsage(reader.status());
+  const auto client = Connect(arguments);
+  if (!client.ok()) return Fail(client.status());
+  const std::atomic<bool>& interrupted = CatchInterrupts();
+  const bool json = arguments.Has("json") || arguments.Get("output") == "json";
+  uint64_t seen = 0;
+  const absl::Status status =
+      (*client)->WatchStatus(interval_ms, [&](const v1::StatusUpdate& update) {
+        if (interrupted.load()) return false;
+        std::string line = absl::StrFormat(
+            "%-9s %3d %%  %d open steps, %d sequences  %s\n", StateName(update.state()),
+            update.percent(), update.open_steps(), update.sequences(), update.message());
+        if (json) line = absl::StrReplaceAll(ToJson(update), {{"\n ", " "}, {"\n}", "}"}});
+        std::fputs(line.c_str(), stdout);
+        std::fflush(stdout);
+        return ++seen != count;
+      });
+  if (interrupted.load()) return kInterrupted;
+  return status.ok() ? kOk : Fail(status);
+}
+
+}  // namespace mla::mlactl

@@ -1,0 +1,135 @@
+#include "client/mlactl/commands.h"
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "client/mlactl/admin_commands.h"
+#include "client/mlactl/bench_command.h"
+#include "client/mlactl/bench_options.h"
+#include "client/mlactl/output.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr std::string_view kBenchNotes =
+    "Simulated model workers send decode steps: BeginStep, one Attend for each layer, each sent "
+    "when\n"
+    "the one before is answered, EndStep. LIST options take values separated by commas; every\n"
+    "combination is a run. A model of random weights and a new name is registered for it and "
+    "removed\n"
+    "again; Ctrl-C ends the run early, prints what there is and removes it as well.\n"
+    "\n"
+    "In a closed loop each worker starts a step when its last one is done. With --rate steps "
+    "arrive\n"
+    "whether or not the server keeps up, and latency runs from the intended arrival, so that a "
+    "stall\n"
+    "is charged to every step that it delays; concurrency is then the most steps under way.\n"
+    "\n"
+    "network is what the client saw beyond the server's own queue, plan, kernel and write.\n";
+
+constexpr std::string_view kBenchExamples =
+    "mlactl bench\n"
+    "mlactl --target=unix:/run/mla/mla.sock bench --transport=all --json=wire.json "
+    "--plot=wire.svg\n"
+    "mlactl bench --preset=deepseek-v3 --batch=1,32,128 --context=4096 --shared-context\n"
+    "mlactl bench --rate=500,1000,2000 --concurrency=64 --duration=30\n"
+    "mlactl bench --rows=512 --context=0 --steps=20       # prefill\n";
+
+int Complete(const Arguments& arguments) {
+  const std::string script = CompletionScript(arguments.words()[0], Commands());
+  if (script.empty()) {
+    return FailUsage(absl::InvalidArgumentError("completion: got \"" + arguments.words()[0] +
+                                                "\", must be bash, zsh or fish"));
+  }
+  std::fputs(script.c_str(), stdout);
+  return kOk;
+}
+
+std::vector<Command> MakeCommands() {
+  return {
+      {"info",
+       "",
+       0,
+       "what the server is: backends, limits, profiles",
+       {},
+       "",
+       "mlactl info\nmlactl --target=unix:/run/mla/mla.sock info --json\n",
+       Info},
+      {"status",
+       "",
+       0,
+       "what it does now: counters and gauges",
+       {},
+       "",
+       "mlactl status\nmlactl status --json | jq .kv_bytes_used\n",
+       Status},
+      {"watch",
+       "",
+       0,
+       "its state whenever that changes, until Ctrl-C",
+       {{"interval-ms", "N", "a line at least this often (default 1000)"},
+        {"count", "N", "end after N lines"}},
+       "",
+       "mlactl watch\nmlactl watch --count=1 --json\n",
+       Watch},
+      {"models", "", 0, "registered models of the tenant", {}, "", "mlactl models\n", Models},
+      {"sequences",
+       "",
+       0,
+       "open sequences of the tenant",
+       {},
+       "",
+       "mlactl sequences --tenant=research\n",
+       Sequences},
+      {"health",
+       "",
+       0,
+       "exit 0 when it takes new work, 4 when not",
+       {},
+       "",
+       "mlactl health && echo ready\n",
+       Health},
+      {"drain",
+       "",
+       0,
+       "refuse new work and wait for open steps",
+       {{"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"},
+        {"exit", "", "stop the process when drained"}},
+       "",
+       "mlactl drain --deadline-ms=60000 --exit\n",
+       Drain},
+      {"bench", "", 0, "load on the server, measured", BenchOptionTable(), kBenchNotes,
+       kBenchExamples, Bench},
+      {"completion",
+       "SHELL",
+       1,
+       "a script that completes these words in bash, zsh or fish",
+       {},
+       "",
+       "source <(mlactl completion bash)\nmlactl completion fish | source\n",
+       Complete},
+  };
+}
+
+}  // namespace
+
+std::span<const Command> Commands() {
+  static const auto* const kCommands = new std::vector<Command>(MakeCommands());
+  return *kCommands;
+}
+
+int RunMlactl(std::span<const char* const> words) {
+  const auto arguments = ParseArguments(words, Commands());
+  if (!arguments.ok()) return FailUsage(arguments.status());
+  if (arguments->Has("help")) {
+    std::fputs(HelpText(arguments->command(), Commands()).c_str(), stdout);
+    return kOk;
+  }
+  if (const auto options = ClientOptionsOf(*arguments); !options.ok()) {
+    return FailUsage(options.status());
+  }
+  return arguments->command()->run(*arguments);
+}
+
+}  // namespace mla::mlactl

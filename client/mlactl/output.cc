@@ -1,0 +1,102 @@
+#include "client/mlactl/output.h"
+
+#include <google/protobuf/util/json_util.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "client/cpp/errors.h"
+#include "client/mlactl/option_reader.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr char kDefaultTarget[] = "127.0.0.1:50551";
+
+void PrintLines(const std::string& text) {
+  for (const auto line : absl::StrSplit(text, '\n')) {
+    std::fprintf(stderr, "mlactl: %.*s\n", static_cast<int>(line.size()), line.data());
+  }
+}
+
+}  // namespace
+
+std::string TargetOf(const Arguments& arguments) {
+  const char* from_environment = std::getenv("MLA_TARGET");
+  return arguments.Get("target", from_environment == nullptr ? kDefaultTarget : from_environment);
+}
+
+absl::StatusOr<client::ClientOptions> ClientOptionsOf(const Arguments& arguments) {
+  client::ClientOptions options;
+  options.tenant = arguments.Get("tenant");
+  options.tls_ca = arguments.Get("tls-ca");
+  options.tls_cert = arguments.Get("tls-cert");
+  options.tls_key = arguments.Get("tls-key");
+  options.tls_server_name = arguments.Get("tls-server-name");
+  options.renew_leases = false;
+  options.call_timeout_ms = 5000;
+  OptionReader reader(arguments);
+  reader.Number("timeout-ms", 1, 86400000, &options.call_timeout_ms);
+  std::string format;
+  reader.Choice("output", {"text", "json"}, &format);
+  if (!reader.status().ok()) return reader.status();
+  return options;
+}
+
+absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& arguments) {
+  const auto options = ClientOptionsOf(arguments);
+  if (!options.ok()) return options.status();
+  return client::Client::Connect(TargetOf(arguments), *options);
+}
+
+int Fail(const absl::Status& status) {
+  PrintLines(status.ToString());
+  if (const auto detail = client::DetailOf(status); detail && !detail->reason().empty()) {
+    std::fprintf(stderr, "mlactl: reason %s, retry after %u ms\n", detail->reason().c_str(),
+                 detail->retry_after_ms());
+  }
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ? kUnreachable : kRefused;
+}
+
+int FailUsage(const absl::Status& status) {
+  PrintLines(std::string(status.message()));
+  return kUsageError;
+}
+
+absl::Status WriteFile(const std::string& path, const std::string& bytes) {
+  std::FILE* const file = std::fopen(path.c_str(), "wb");
+  if (file == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": ", std::strerror(errno)));
+  }
+  const bool written = std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
+  if (std::fclose(file) != 0 || !written) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": ", std::strerror(errno)));
+  }
+  return absl::OkStatus();
+}
+
+int Emit(const Arguments& arguments, const std::string& json, const std::string& text) {
+  const std::string file = arguments.Get("json");
+  const bool bare = arguments.Has("json") && file.empty();
+  const bool as_json = bare || arguments.Get("output", "text") == "json";
+  std::fputs((as_json ? json : text).c_str(), stdout);
+  if (file.empty()) return kOk;
+  const absl::Status written = WriteFile(file, json);
+  return written.ok() ? kOk : Fail(written);
+}
+
+std::string ToJson(const google::protobuf::Message& message) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.add_whitespace = true;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  std::string text;
+  if (!google::protobuf::util::MessageToJsonString(message, &text, options).ok()) return "{}\n";
+  return text;
+}
+
+}  // namespace mla::mlactl

@@ -1,0 +1,38 @@
+// What all commands share: connecting as the options say, printing a result, and failing in the
+// same words with the same exit codes.
+#ifndef MLA_CLIENT_MLACTL_OUTPUT_H_
+#define MLA_CLIENT_MLACTL_OUTPUT_H_
+
+#include <google/protobuf/message.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/client.h"
+#include "client/mlactl/command_line.h"
+
+namespace mla::mlactl {
+
+// Of --target and $MLA_TARGET.
+std::string TargetOf(const Arguments& arguments);
+// Of --tenant, --timeout-ms and --tls-*; leases are not renewed.
+absl::StatusOr<client::ClientOptions> ClientOptionsOf(const Arguments& arguments);
+absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& arguments);
+
+// Prints why, with the server's reason and retry hint, and returns the exit code that fits.
+int Fail(const absl::Status& status);
+// The same for options that make no sense: kUsageError.
+int FailUsage(const absl::Status& status);
+
+// Prints `text`, or `json` with --output=json or a bare --json; writes `json` to the file of
+// --json=FILE. kRefused when it cannot be written, else kOk.
+int Emit(const Arguments& arguments, const std::string& json, const std::string& text);
+absl::Status WriteFile(const std::string& path, const std::string& bytes);
+
+std::string ToJson(const google::protobuf::Message& message);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_OUTPUT_H_
