@@ -2,18 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <array>
-#include <chrono>
-#include <fstream>
-#include <memory>
 #include <sstream>
-#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
+#include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -21,79 +15,6 @@ namespace mla::integration {
 namespace {
 
 using ::testing::HasSubstr;
-
-struct Result {
-  int code = -1;
-  std::string output;  // stdout and stderr together
-};
-
-Result Shell(const std::string& command) {
-  Result result;
-  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
-  std::array<char, 4096> buffer;
-  for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
-    result.output.append(buffer.data(), n);
-  }
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) result.code = WEXITSTATUS(status);
-  return result;
-}
-
-constexpr char kServer[] = "server/mla-server";
-constexpr char kMlactl[] = "client/mlactl/mlactl";
-
-// An mla-server process on a unix socket.
-class ServerProcess {
- public:
-  explicit ServerProcess(const std::vector<std::string>& flags) {
-    std::vector<std::string> arguments = {kServer,
-                                          "--backend=reference",
-                                          "--listen=",
-                                          "--ops-listen=",
-                                          "--kv-cache-bytes=8MiB",
-                                          "--limits-weights-bytes=1MiB",
-                                          "--wire-staging-bytes=64MiB",
-                                          "--unix-path=" + folder_.File("mla.sock")};
-    arguments.insert(arguments.end(), flags.begin(), flags.end());
-    pid_ = fork();
-    if (pid_ == 0) {
-      std::vector<char*> argv;
-      for (std::string& argument : arguments) argv.push_back(argument.data());
-      argv.push_back(nullptr);
-      if (freopen(folder_.File("log").c_str(), "w", stderr) == nullptr) _exit(126);
-      execv(kServer, argv.data());
-      _exit(127);
-    }
-    for (int i = 0; i < 200 && Health() != 0; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    }
-  }
-  ~ServerProcess() {
-    if (pid_ > 0) kill(pid_, SIGKILL);
-    if (pid_ > 0) waitpid(pid_, nullptr, 0);
-  }
-  std::string target() const { return "unix:" + folder_.File("mla.sock"); }
-  std::string Mlactl(const std::string& words) const {
-    return absl::StrCat(kMlactl, " --target=", target(), " ", words);
-  }
-  int Health() const { return Shell(Mlactl("health")).code; }
-  void Signal(int number) { kill(pid_, number); }
-  int Wait() {
-    int status = 0;
-    waitpid(std::exchange(pid_, -1), &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  }
-  std::string Log() const {
-    std::ifstream file(folder_.File("log"));
-    std::ostringstream text;
-    text << file.rdbuf();
-    return text.str();
-  }
-
- private:
-  TempFolder folder_;
-  pid_t pid_ = -1;
-};
 
 TEST(ProcessTest, ConfigCommands) {
   EXPECT_EQ(Shell(absl::StrCat(kServer, " --check-config")).code, 0);

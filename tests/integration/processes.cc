@@ -1,0 +1,79 @@
+#include "tests/integration/processes.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::integration {
+
+Result Shell(const std::string& command) {
+  Result result;
+  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  std::array<char, 4096> buffer;
+  for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
+    result.output.append(buffer.data(), n);
+  }
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) result.code = WEXITSTATUS(status);
+  return result;
+}
+
+ServerProcess::ServerProcess(const std::vector<std::string>& flags) {
+  std::vector<std::string> arguments = {kServer,
+                                        "--backend=reference",
+                                        "--listen=",
+                                        "--ops-listen=",
+                                        "--kv-cache-bytes=8MiB",
+                                        "--limits-weights-bytes=1MiB",
+                                        "--wire-staging-bytes=64MiB",
+                                        "--unix-path=" + folder_.File("mla.sock")};
+  arguments.insert(arguments.end(), flags.begin(), flags.end());
+  pid_ = fork();
+  if (pid_ == 0) {
+    std::vector<char*> argv;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    if (freopen(folder_.File("log").c_str(), "w", stderr) == nullptr) _exit(126);
+    execv(kServer, argv.data());
+    _exit(127);
+  }
+  for (int i = 0; i < 200 && Health() != 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
+
+ServerProcess::~ServerProcess() {
+  if (pid_ > 0) kill(pid_, SIGKILL);
+  if (pid_ > 0) waitpid(pid_, nullptr, 0);
+}
+
+std::string ServerProcess::Mlactl(const std::string& words) const {
+  return absl::StrCat(kMlactl, " --target=", target(), " ", words);
+}
+
+void ServerProcess::Signal(int number) const { kill(pid_, number); }
+
+int ServerProcess::Wait() {
+  int status = 0;
+  waitpid(std::exchange(pid_, -1), &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+std::string ServerProcess::Log() const {
+  std::ifstream file(folder_.File("log"));
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+}  // namespace mla::integration

@@ -1,0 +1,50 @@
+// The binaries as an operator meets them: an mla-server process, and programs run to their end.
+#ifndef MLA_TESTS_INTEGRATION_PROCESSES_H_
+#define MLA_TESTS_INTEGRATION_PROCESSES_H_
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/integration/test_server.h"
+
+namespace mla::integration {
+
+inline constexpr char kServer[] = "server/mla-server";
+inline constexpr char kMlactl[] = "client/mlactl/mlactl";
+
+struct Result {
+  int code = -1;
+  std::string output;
+};
+
+// Runs a command of the shell; stdout and stderr come together.
+Result Shell(const std::string& command);
+
+// An mla-server process with small limits on a unix socket of its own; killed at the end.
+class ServerProcess final {
+ public:
+  // Returns when it is healthy, or has had ten seconds.
+  explicit ServerProcess(const std::vector<std::string>& flags);
+  ~ServerProcess();
+  ServerProcess(const ServerProcess&) = delete;
+  ServerProcess& operator=(const ServerProcess&) = delete;
+
+  std::string target() const { return "unix:" + folder_.File("mla.sock"); }
+  // A command line that runs mlactl on it.
+  std::string Mlactl(const std::string& words) const;
+  int Health() const { return Shell(Mlactl("health")).code; }
+  void Signal(int number) const;
+  int Wait();  // for its end; the exit code
+  std::string Log() const;
+  std::string File(const std::string& name) const { return folder_.File(name); }
+
+ private:
+  TempFolder folder_;
+  pid_t pid_ = -1;
+};
+
+}  // namespace mla::integration
+
+#endif  // MLA_TESTS_INTEGRATION_PROCESSES_H_
