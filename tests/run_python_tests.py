@@ -83,7 +83,8 @@ def cases_of(suite):
 
 def load(text):
     """Cases of all folders whose name contains `text`."""
-    sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "client/demo"), str(ROOT)]
+    sys.path[:0] = [str(ROOT / name) for name in ("client/python", "client/python/tests",
+                                                  "client/demo", ".")]
     files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")})
     suite = unittest.TestSuite()
     for path in files:

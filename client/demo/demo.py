@@ -5,6 +5,9 @@ and in the ABSORBED profile; checks every token against the same model run local
 the check itself against two broken attentions; then two workers at once, a fork that continues two
 ways, a verified draft and a truncation. The last line says how it went; the exit status is 1 unless
 all of it went well.
+
+--transport says how the steps travel; auto takes the command ring where there is one. --record
+writes every request and its expected outputs to a file (RECORDING.md).
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # pylint: disable=wrong-import-position
 import argparse
+import logging
 import pathlib
 import sys
 import time
-from typing import Any, List
+from typing import Any, List, Optional
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
@@ -30,7 +34,9 @@ from attention import register
 from checks import ERROR_BOUND, MIN_CHANGED, Comparison, LocalModel
 from generate import Phase
 from mla_client.testing import ServerProcess
+from mla_client.transport import TRANSPORTS
 from model import Model
+from recording import Recorder, Writer
 from workers import WorkerReport, run_workers
 
 TEXT = pathlib.Path(__file__).with_name("text.txt")
@@ -44,9 +50,12 @@ PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
 class Demo:
     """The scenes and what came of them."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, transport: str = "auto", writer: Optional[Writer] = None):
+        """`writer` records what is asked of the server; None: nothing is recorded."""
         self.started = time.monotonic()
         self.target = target
+        self.transport = transport
+        self.writer = writer
         self.model = Model()
         self.local = LocalModel(self.model)
         self.prompt = list(TEXT.read_bytes())
@@ -68,11 +77,13 @@ class Demo:
         info = client.server_info()
         self.say(f"server {info.server_version}, backend {info.backend.name} on "
                  f"{info.backend.device}, {info.backend.units} units")
-        registered = register(client, self.model, MODEL_ID)
+        self.say(f"transport {client.transport} (asked for: {self.transport})")
+        service = client if self.writer is None else Recorder(client, self.writer)
+        registered = register(service, self.model, MODEL_ID)
         self.say(f"registered {MODEL_ID}: {self.model.config.heads} heads, "
                  f"{self.model.config.layers} layers, "
                  f"softmax scale {self.model.config.softmax_scale:.6f}")
-        runs = [self.run_profile(client, registered, profile) for profile in PROFILES]
+        runs = [self.run_profile(service, registered, profile) for profile in PROFILES]
         workers_ok = self.two_workers(client)
         self.judge(workers_ok, f"two workers {word(workers_ok)}")
         fork_ok = scenes.fork(runs[0], self.local, self.say)
@@ -83,11 +94,11 @@ class Demo:
             run.generator.sequence.release()
         return self.ok
 
-    def run_profile(self, client: mla_client.Client, registered: mla_client.Model,
+    def run_profile(self, service: mla_client.Service, registered: mla_client.Model,
                     profile: mla_client.Profile) -> scenes.Run:
         """Prefill and generation in one profile, compared and controlled."""
         name = profile.name.lower()
-        run = scenes.generate(self.model, client, registered, profile, self.prompt, TOKENS,
+        run = scenes.generate(self.model, service, registered, profile, self.prompt, TOKENS,
                               self.say)
         self.say(f"{name}: {scenes.text_of(run.tokens)}")
         result = scenes.check_run(run, self.local, self.say)
@@ -108,7 +119,8 @@ class Demo:
         prompts = [self.prompt, self.prompt[half:] + self.prompt[:half]]
         for attempt in range(1, WORKER_ROUNDS + 1):
             before = client.stats()
-            reports = run_workers(self.target, MODEL_ID, prompts, WORKER_TOKENS)
+            reports = run_workers(self.target, self.transport, MODEL_ID, prompts, WORKER_TOKENS,
+                                  self.writer, attempt)
             after = client.stats()
             good = all([self.check_worker(prompt, report)
                         for prompt, report in zip(prompts, reports)])
@@ -180,13 +192,20 @@ def main() -> int:
     parser.add_argument("--server", required=True, help="path of the mla-server binary")
     parser.add_argument("--server-arg", action="append", default=[],
                         help="passed on to the server; may be repeated")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto",
+                        help="how steps travel (default: %(default)s)")
+    parser.add_argument("--record", metavar="FILE", help="write a recording, about 0.4 GB")
     args = parser.parse_args()
+    logging.basicConfig(format="%(message)s")  # why a transport was not taken
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
     try:
         with ServerProcess(args.server, ["--kv-cache-bytes=268435456", *args.server_arg]) as server:
-            demo = Demo(server.target)
-            with mla_client.Client.connect(server.target) as client:
+            demo = Demo(server.target, args.transport, args.record and Writer(args.record))
+            with mla_client.Client.connect(server.target, transport=args.transport) as client:
                 ok = demo.run(client)
+            if demo.writer is not None:
+                demo.writer.close()
+                demo.say(f"recorded to {args.record}")
         demo.table()
         print("demo: " + ", ".join(demo.verdict))
     except (mla_client.MlaError, RuntimeError, OSError) as error:

@@ -9,6 +9,7 @@ import mla_client
 import model as models
 import numpy as np
 import scenes
+import server_binary
 
 SMALL = models.Config(hidden=64, layers=3, heads=2, q_lora=32, kv_lora=32, nope=16, rope=8, v=16,
                       dense_width=64, expert_width=32, experts=4)
@@ -80,18 +81,20 @@ class Shifted(mla_client.LocalReference):
             opened.kv[args.layer] = kept
 
 
-class ScenesTest(unittest.TestCase):
-    def run_scenes(self, service, count=24):
-        model = models.Model(SMALL)
-        registered = attention.register(service, model, "small")
-        local = checks.LocalModel(model)
-        said = []
-        runs = [scenes.generate(model, service, registered, profile, PROMPT, count, said.append)
-                for profile in (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)]
-        return runs, local, said
+def run_scenes(service, count=24):
+    """Generation in both profiles; (runs, the local model, what was said)."""
+    model = models.Model(SMALL)
+    registered = attention.register(service, model, "small")
+    local = checks.LocalModel(model)
+    said = []
+    runs = [scenes.generate(model, service, registered, profile, PROMPT, count, said.append)
+            for profile in (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)]
+    return runs, local, said
 
+
+class ScenesTest(unittest.TestCase):
     def test_all_scenes_pass(self):
-        runs, local, said = self.run_scenes(mla_client.LocalReference(exact=True))
+        runs, local, said = run_scenes(mla_client.LocalReference(exact=True))
         for run in runs:
             result = scenes.check_run(run, local, said.append)
             self.assertTrue(result.ok, result)
@@ -102,13 +105,13 @@ class ScenesTest(unittest.TestCase):
         self.assertTrue(all(isinstance(line, str) and line for line in said))
 
     def test_a_faulty_service_is_found(self):
-        runs, local, said = self.run_scenes(Shifted(exact=True))
+        runs, local, said = run_scenes(Shifted(exact=True))
         for run in runs:
             self.assertFalse(scenes.check_run(run, local, said.append).ok)
         self.assertFalse(scenes.speculate(runs[0], local, said.append))
 
     def test_controls_change_the_choice(self):
-        runs, local, _ = self.run_scenes(mla_client.LocalReference(exact=True), 40)
+        runs, local, _ = run_scenes(mla_client.LocalReference(exact=True), 40)
         controls = local.controls(PROMPT, runs[0].tokens)
         self.assertGreater(controls.zeroed, 20)
         self.assertGreater(controls.shifted, 20)
@@ -126,6 +129,36 @@ class ScenesTest(unittest.TestCase):
         local = checks.LocalModel(model).logits(np.array(prompt), len(prompt) - 1)
         np.testing.assert_allclose(logits, local[0], atol=1e-3)
         self.assertEqual(generator.prefill_phase.rows, 1100)
+
+
+class TransportsTest(unittest.TestCase):
+    """The scenes against a server, over each transport."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = server_binary.start()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.stop()
+
+    def test_all_scenes_pass(self):
+        tokens = []
+        for transport in ("inline", "shm", "ring"):
+            with self.subTest(transport=transport), \
+                    mla_client.Client.connect(self.server.target, transport=transport,
+                                              shared_bytes=4 << 20) as client:
+                self.assertEqual(client.transport, transport)
+                runs, local, said = run_scenes(client)
+                for run in runs:
+                    self.assertTrue(scenes.check_run(run, local, said.append).ok, said)
+                self.assertTrue(scenes.fork(runs[0], local, said.append), said)
+                self.assertTrue(scenes.speculate(runs[1], local, said.append), said)
+                tokens.append([run.tokens for run in runs])
+                for run in runs:
+                    run.generator.sequence.release()
+        # The same requests and the same kernels: not a token differs.
+        self.assertEqual(tokens, [tokens[0]] * 3)
 
 
 class LocalModelTest(unittest.TestCase):
