@@ -30,6 +30,14 @@ std::string MeasureText(const LoadProgress& progress) {
   return text;
 }
 
+// The same status, server's detail included, with the run's name before its message.
+absl::Status Named(const std::string& name, const absl::Status& status) {
+  absl::Status named(status.code(), absl::StrCat(name, ": ", status.message()));
+  status.ForEachPayload(
+      [&](absl::string_view type, const absl::Cord& payload) { named.SetPayload(type, payload); });
+  return named;
+}
+
 // One run: its workers, and what the server counted meanwhile.
 class BenchRunner {
  public:
@@ -89,7 +97,8 @@ class BenchRunner {
                                                   : progress.wanted_seconds;
     const double done =
         options_.load.steps > 0 ? static_cast<double>(progress.steps) : progress.seconds;
-    progress_->Show(point_.Name(), wanted > 0 ? done / wanted : -1, MeasureText(progress));
+    progress_->Show(point_.Name(), wanted > 0 ? done / wanted : -1,
+                    progress.latest.at_s > 0 ? MeasureText(progress) : "");
   }
 
   // By the server's counters, which are those of all its clients. They count every request; each
@@ -128,10 +137,7 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client, Progres
   for (const BenchPoint& point : options.points) {
     auto run = BenchRunner(options, point, client, (*model)->id(), progress).Run();
     progress->Clear();
-    if (!run.ok()) {
-      return absl::Status(run.status().code(),
-                          absl::StrCat(point.Name(), ": ", run.status().message()));
-    }
+    if (!run.ok()) return Named(point.Name(), run.status());
     if (text && run->result.counts.steps > 0) {
       std::fputs(BenchRunText(*run).c_str(), stdout);
       std::fflush(stdout);

@@ -1,0 +1,223 @@
+// mlactl bench against a real server: what it reports, what it leaves behind, and how it ends.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <chrono>
+#include <fstream>
+#include <future>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "nlohmann/json.hpp"
+#include "tests/integration/processes.h"
+
+namespace mla::integration {
+namespace {
+
+using nlohmann::json;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+
+// A model that the test servers have room for.
+constexpr char kSmall[] =
+    " --heads=4 --lora=32 --rope=8 --nope=16 --v=16 --layers=2 --page-size=4 --context=8";
+
+std::string ReadAll(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+class MlactlBenchTest : public testing::Test {
+ protected:
+  Result Bench(const std::string& options) const {
+    return Shell(server_.Mlactl(absl::StrCat("bench --quiet", kSmall, " ", options)));
+  }
+
+  // The parsed document of a run that must succeed.
+  json Measure(const std::string& options) const {
+    const Result result = Bench(options + " --output=json");
+    EXPECT_EQ(result.code, 0) << result.output;
+    const json document = json::parse(result.output, nullptr, false);
+    EXPECT_FALSE(document.is_discarded()) << result.output;
+    return document;
+  }
+
+  void ExpectNothingLeft() const {
+    const json stats = json::parse(Shell(server_.Mlactl("status --json")).output);
+    EXPECT_EQ(stats["sequences"], 0);
+    EXPECT_EQ(stats["models"], 0);
+    EXPECT_EQ(stats["open_steps"], 0);
+    EXPECT_EQ(stats["page_groups_used"], "0");
+  }
+
+  ServerProcess server_{{}};
+};
+
+void ExpectKeys(const json& object, const std::set<std::string>& keys) {
+  std::set<std::string> found;
+  for (const auto& [key, value] : object.items()) found.insert(key);
+  EXPECT_EQ(found, keys);
+}
+
+TEST_F(MlactlBenchTest, ReportsEveryTransportInJsonTextAndPicture) {
+  const std::string json_file = server_.File("bench.json"), svg_file = server_.File("bench.svg");
+  const Result result = Bench(absl::StrCat("--transport=all --duration=0.4 --warmup=0.1 --json ",
+                                           json_file, " --plot=", svg_file));
+  ASSERT_EQ(result.code, 0) << result.output;
+  EXPECT_THAT(result.output, ContainsRegex("shm EXPANDED batch 1 rows 1 context 8.*over shm"));
+  EXPECT_THAT(result.output, HasSubstr("steps/s"));
+  EXPECT_THAT(result.output, ContainsRegex("    kernel +[0-9]"));
+
+  const json document = json::parse(ReadAll(json_file));
+  ExpectKeys(document, {"format", "version", "server", "client_cores", "model", "load", "runs"});
+  EXPECT_EQ(document["format"], "mlactl-bench");
+  EXPECT_EQ(document["version"], 1);
+  EXPECT_EQ(document["server"]["backend"], "reference");
+  EXPECT_EQ(document["model"]["layers"], 2);
+  ASSERT_EQ(document["runs"].size(), 4u);
+  const char* const transports[] = {"inline", "shm", "ring", "ring"};
+  for (size_t i = 0; i < 4; ++i) {
+    const json& run = document["runs"][i];
+    ExpectKeys(run, {"name", "asked", "transport", "seconds", "interrupted", "steps", "attends",
+                     "unfinished_steps", "failures", "steps_per_s", "attends_per_s", "tokens_per_s",
+                     "gigabytes_per_s", "copied_bytes_per_attend", "launch", "latency_us",
+                     "step_curve", "series"});
+    ExpectKeys(run["latency_us"], {"step", "start_delay", "begin", "attend", "network", "queue",
+                                   "plan", "kernel", "write", "end"});
+    ExpectKeys(run["latency_us"]["step"],
+               {"count", "mean", "min", "p50", "p90", "p95", "p99", "p99.9", "max"});
+    EXPECT_EQ(run["transport"], transports[i]);
+    EXPECT_EQ(run["seconds"], 0.4);
+    EXPECT_GT(run["steps"], 0);
+    EXPECT_NEAR(run["attends"].get<double>(), 2 * run["steps"].get<double>(), 4);
+    EXPECT_EQ(run["latency_us"]["step"]["count"], run["steps"]);
+    EXPECT_GT(run["latency_us"]["step"]["p50"], run["latency_us"]["attend"]["p50"]);
+    EXPECT_GE(run["latency_us"]["step"]["p99"], run["latency_us"]["step"]["p50"]);
+    EXPECT_EQ(run["step_curve"].back()[0], 1.0);
+    EXPECT_FALSE(run["series"].empty());
+    EXPECT_EQ(run["copied_bytes_per_attend"].get<double>() > 0, i == 0);
+  }
+  const std::string svg = ReadAll(svg_file);
+  EXPECT_THAT(svg, HasSubstr("<svg xmlns="));
+  EXPECT_THAT(svg, HasSubstr("ring-spin EXPANDED"));
+  ExpectNothingLeft();
+}
+
+TEST_F(MlactlBenchTest, EveryShapeOfTheListsIsARun) {
+  const json document = Measure(
+      "--profile=all --batch=1,3 --rows=2 --concurrency=2 --steps=6 --warmup=0 --grow --lse "
+      "--touch --output-dtype=f32");
+  ASSERT_EQ(document["runs"].size(), 6u);
+  std::set<std::string> names;
+  for (const json& run : document["runs"]) {
+    names.insert(run["name"]);
+    EXPECT_EQ(run["steps"], 6);
+    const double tokens = run["asked"]["batch"].get<double>() * 2;
+    EXPECT_NEAR(run["tokens_per_s"].get<double>(), tokens * run["steps_per_s"].get<double>(), 1e-6);
+    // kv, q, o and lse of one attend, by the shape alone.
+    const std::string profile = run["asked"]["profile"];
+    double bytes = 40 * 2;
+    if (profile == "ABSORBED") bytes += 4 * (40 * 2 + 32 * 4 + 4);
+    if (profile == "EXPANDED") bytes += 4 * (24 * 2 + 16 * 4 + 4);
+    EXPECT_NEAR(run["gigabytes_per_s"].get<double>() * 1e9 / run["attends_per_s"].get<double>(),
+                tokens * bytes, 1e-3);
+  }
+  EXPECT_EQ(names.size(), 6u);
+  ExpectNothingLeft();
+}
+
+TEST_F(MlactlBenchTest, SharedContextsAreForks) {
+  // 16 sequences of 64 rows take 16 x 16 page groups apart, and 16 + 16 together.
+  const json document =
+      Measure("--batch=16 --context=64 --shared-context --steps=2 --warmup=0 --profile=absorbed");
+  EXPECT_EQ(document["runs"][0]["steps"], 2);
+  EXPECT_EQ(document["load"]["shared_context"], true);
+  ExpectNothingLeft();
+}
+
+// The server stands still for half a second. In the open loop every step that arrived meanwhile has
+// waited; in the closed loop one step has.
+TEST_F(MlactlBenchTest, OpenLoopSeesAStallOfTheServer) {
+  const auto measure = [this](const std::string& loop) {
+    auto document = std::async(std::launch::async, [&] {
+      return Measure(absl::StrCat("--duration=2.5 --warmup=0 ", loop));
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(1300));
+    server_.Signal(SIGSTOP);
+    std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    server_.Signal(SIGCONT);
+    return document.get()["runs"][0]["latency_us"];
+  };
+  const json closed = measure("--concurrency=1");
+  EXPECT_GT(closed["step"]["max"], 5e5);
+  EXPECT_LT(closed["step"]["p99"], 3e5);
+  const json open = measure("--rate=100 --arrivals=uniform --concurrency=8");
+  EXPECT_GE(open["step"]["count"], 245);
+  EXPECT_GT(open["step"]["p90"], 2e5);
+  EXPECT_GT(open["start_delay"]["p90"], 1e5);
+}
+
+TEST_F(MlactlBenchTest, AnInterruptPrintsWhatThereIsAndLeavesNothing) {
+  const std::string file = server_.File("cut.json");
+  auto result = std::async(std::launch::async, [&] {
+    return Shell(absl::StrCat("exec timeout --foreground -s INT 1.5 ",
+                              server_.Mlactl(absl::StrCat("bench --quiet", kSmall,
+                                                          " --concurrency=3 --duration=60 "
+                                                          "--warmup=0.1 --json=",
+                                                          file)),
+                              "; echo code $?"));
+  });
+  const std::string output = result.get().output;
+  EXPECT_THAT(output, HasSubstr("interrupted"));
+  const json document = json::parse(ReadAll(file));
+  EXPECT_EQ(document["runs"][0]["interrupted"], true);
+  EXPECT_GT(document["runs"][0]["steps"], 0);
+  EXPECT_LT(document["runs"][0]["seconds"], 30);
+  ExpectNothingLeft();
+}
+
+TEST_F(MlactlBenchTest, ErrorsSayWhatIsWrong) {
+  const Result shapes = Bench("--batch=0 --rate=x --preset=tiny --transport=pigeon");
+  EXPECT_EQ(shapes.code, 1);
+  EXPECT_THAT(shapes.output, HasSubstr("--batch: got \"0\", must be 1..1048576"));
+  EXPECT_THAT(shapes.output, HasSubstr("--rate: got \"x\""));
+  EXPECT_THAT(shapes.output, HasSubstr("--preset: got \"tiny\", must be one of small"));
+  EXPECT_THAT(shapes.output, HasSubstr("--transport: got \"pigeon\""));
+  EXPECT_EQ(Bench("--steps=3 --duration=3").code, 1);
+  EXPECT_EQ(Bench("--arrivals=uniform").code, 1);
+  EXPECT_EQ(Bench("--batch=1,2,3,4,5,6 --rows=1,2,3,4,5,6 --context=1,2,3").code, 1);
+
+  const Result pages = Bench("--context=100000 --profile=absorbed --duration=0.2");
+  EXPECT_EQ(pages.code, 3);
+  EXPECT_THAT(pages.output, HasSubstr("reason "));
+  const Result place = Bench("--duration=0.2 --plot=/nonexistent/x.svg");
+  EXPECT_EQ(place.code, 3);
+  EXPECT_THAT(place.output, HasSubstr("/nonexistent/x.svg: No such file"));
+  const Result gone = Shell(absl::StrCat(kMlactl, " --target=unix:/nonexistent bench"));
+  EXPECT_EQ(gone.code, 2);
+  ExpectNothingLeft();
+}
+
+TEST_F(MlactlBenchTest, ProgressIsPlainLinesWithoutATerminal) {
+  const Result result = Shell(absl::StrCat(
+      "( ", server_.Mlactl(absl::StrCat("bench", kSmall, " --duration=0.3 --warmup=0.2")),
+      " >/dev/null )"));
+  EXPECT_EQ(result.code, 0);
+  EXPECT_THAT(result.output, HasSubstr("uploading weights"));
+  EXPECT_THAT(result.output, HasSubstr("warm-up\n"));
+  EXPECT_EQ(result.output.find('\r'), std::string::npos);
+  // And a redrawn line on one.
+  const Result terminal = Shell(absl::StrCat(
+      "script -qec \"",
+      server_.Mlactl(absl::StrCat("bench", kSmall, " --duration=0.5 --warmup=0.2\" /dev/null"))));
+  EXPECT_THAT(terminal.output, HasSubstr("\r"));
+  EXPECT_THAT(terminal.output, ContainsRegex("\\[#*\\.*\\]"));
+}
+
+}  // namespace
+}  // namespace mla::integration
