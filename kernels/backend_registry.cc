@@ -21,6 +21,7 @@ absl::Status BackendRegistry::Add(BackendRow row) {
 
 std::vector<std::string> BackendRegistry::Names() const {
   std::vector<std::string> names;
+  names.reserve(rows_.size());
   for (const BackendRow& row : rows_) names.push_back(row.name);
   return names;
 }
