@@ -25,7 +25,8 @@ constexpr int32_t kLayers = 2;
 std::vector<std::byte> Encode(const std::vector<float>& values, DType dtype) {
   std::vector<std::byte> bytes(values.size() * kernels::ElementSize(dtype));
   if (dtype == DType::kF32) {
-    std::memcpy(bytes.data(), values.data(), bytes.size());
+    // Without rows both pointers may be null, which memcpy does not allow.
+    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
     return bytes;
   }
   auto* out = reinterpret_cast<Bf16*>(bytes.data());
