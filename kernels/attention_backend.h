@@ -5,7 +5,7 @@
 //
 //   Create -> CanRun (at model registration) -> Configure (once, sizes everything) -> LoadWeights
 //   ... per launch:  BeginLaunch(slot)
-//                StageInput / StageOutput / SlotWorkspace    addresses for the records
+//                StageInput / StageOutput (..Parts) / SlotWorkspace   addresses for the records
 //                CopyKv, ScrubKv, PublishPageTable, AppendKv, Absorb, Run, Combine, Project
 //                enqueue, in order Submit(slot)                                starts it and
 //                returns Done(slot) / Wait(slot)                     completion; then results are
@@ -97,6 +97,17 @@ struct TableRange {  // entries of BackendPageTables()
   int64_t first, count;
 };
 
+// Parts of a row-major matrix of which each lies in a host buffer of its own: row r of the matrix
+// is row r of every part, one after the other. A part's rows are contiguous.
+struct InputPart {
+  const void* host;
+  int64_t row_bytes;
+};
+struct OutputPart {
+  void* host;  // null: nobody wants these columns
+  int64_t row_bytes;
+};
+
 // Host memory that device copies can reach directly (pinned for GPUs). Move-only owner.
 class HostBuffer {
  public:
@@ -150,6 +161,13 @@ class AttentionBackend {
   virtual absl::Status BeginLaunch(int32_t slot) = 0;
   virtual absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) = 0;
   virtual absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) = 0;
+  // The same for a matrix of `rows` rows in parts, which lies in one piece where the launch sees
+  // it. The parts are read during the call. A backend with unified memory takes the piece from the
+  // slot's workspace, inputs copied at once and outputs handed out when the launch has completed.
+  virtual absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
+                                                      std::span<const InputPart> parts) = 0;
+  virtual absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
+                                                 std::span<const OutputPart> parts) = 0;
   virtual absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) = 0;  // 64-byte aligned
 
   virtual absl::Status CopyKv(int32_t slot, std::span<const KvCopy> copies) = 0;

@@ -2,9 +2,11 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_MEMORY_H_
 #define MLA_KERNELS_HIP_DEVICE_MEMORY_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -17,6 +19,33 @@ inline constexpr int64_t kRegionAlignment = 256;
 inline int64_t AlignRegion(int64_t bytes) {
   return (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 }
+
+// Host memory that the device's copies reach by themselves, in pieces. Piece by piece, because a
+// copy may not cross from one into another.
+class PinnedRanges {
+ public:
+  void Add(const void* at, int64_t bytes) {
+    const auto begin = reinterpret_cast<uintptr_t>(at);
+    ranges_.push_back({begin, begin + static_cast<uintptr_t>(bytes)});
+  }
+  // True if a piece began there.
+  bool Remove(const void* at) {
+    const auto begin = reinterpret_cast<uintptr_t>(at);
+    return std::erase_if(ranges_, [begin](const Range& r) { return r.begin == begin; }) > 0;
+  }
+  bool Hold(const void* at, int64_t bytes) const {
+    const auto begin = reinterpret_cast<uintptr_t>(at);
+    return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range& r) {
+      return begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end;
+    });
+  }
+
+ private:
+  struct Range {
+    uintptr_t begin, end;
+  };
+  std::vector<Range> ranges_;
+};
 
 // Device memory, freed with its owner. Move-only. The runtime outlives it.
 class DeviceBuffer {

@@ -22,6 +22,10 @@ constexpr int kNvidiaCapabilityMajor = 75;
 constexpr int kNvidiaCapabilityMinor = 76;
 constexpr int kNvidiaMaxDynamicShared = 8;
 constexpr unsigned kNvidiaProgrammaticSerialization = 6;
+constexpr int kAmdHostToDevice = 1;
+constexpr int kAmdDeviceToHost = 2;
+constexpr unsigned kNvidiaHostMemory = 1;
+constexpr unsigned kNvidiaDeviceMemory = 2;
 
 struct NvidiaLaunchAttribute {
   unsigned id;
@@ -31,6 +35,19 @@ struct NvidiaLaunchAttribute {
     int flag;
   } value;
 };
+struct NvidiaCopySide {
+  size_t x, y;
+  unsigned type;
+  void* host;
+  DevicePtr device;
+  void* array;
+  size_t pitch;
+};
+struct NvidiaCopyRows {
+  NvidiaCopySide from, to;
+  size_t bytes, rows;
+};
+static_assert(sizeof(NvidiaCopyRows) == 128);
 struct NvidiaLaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   Stream stream;
@@ -50,6 +67,8 @@ struct RuntimeTable {
   int (*free)(DevicePtr);
   int (*allocate_host)(void**, size_t, unsigned);
   int (*free_host)(void*);
+  int (*register_host)(void*, size_t, unsigned);
+  int (*unregister_host)(void*);
   int (*stream_create)(Stream*, unsigned);
   int (*stream_destroy)(Stream);
   int (*stream_wait)(Stream, Event, unsigned);
@@ -72,10 +91,12 @@ struct RuntimeTable {
   const char* (*amd_error_text)(int);
   int (*amd_set_device)(int);
   int (*amd_properties)(void*, int);
+  int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, Stream);
   // NVIDIA only.
   int (*nvidia_error_text)(int, const char**);
   int (*nvidia_retain_context)(void**, int);
   int (*nvidia_set_context)(void*);
+  int (*nvidia_copy_rows)(const NvidiaCopyRows*, Stream);
   int (*nvidia_function_attribute)(Function, int, int);
   int (*nvidia_launch)(const NvidiaLaunchConfig*, Function, void**, void**);
 };
@@ -100,6 +121,8 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(free, "hipFree", "cuMemFree_v2"),
     MLA_ALIAS(allocate_host, "hipHostMalloc", "cuMemHostAlloc"),
     MLA_ALIAS(free_host, "hipHostFree", "cuMemFreeHost"),
+    MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
+    MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
     MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
     MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
     MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
@@ -120,9 +143,11 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(amd_error_text, "hipGetErrorString", nullptr),
     MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
     MLA_ALIAS(amd_properties, "hipGetDevicePropertiesR0600", nullptr),
+    MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
     MLA_ALIAS(nvidia_error_text, nullptr, "cuGetErrorString"),
     MLA_ALIAS(nvidia_retain_context, nullptr, "cuDevicePrimaryCtxRetain"),
     MLA_ALIAS(nvidia_set_context, nullptr, "cuCtxSetCurrent"),
+    MLA_ALIAS(nvidia_copy_rows, nullptr, "cuMemcpy2DAsync_v2"),
     MLA_ALIAS(nvidia_function_attribute, nullptr, "cuFuncSetAttribute"),
     MLA_ALIAS(nvidia_launch, nullptr, "cuLaunchKernelEx"),
 };
@@ -288,6 +313,14 @@ absl::StatusOr<void*> GpuRuntime::MallocHost(int64_t bytes) {
 void GpuRuntime::FreeHost(void* at) {
   if (at != nullptr && Bind().ok()) api_->free_host(at);
 }
+absl::Status GpuRuntime::RegisterHost(void* at, int64_t bytes) {
+  MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), 0), "host register");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::UnregisterHost(void* at) {
+  MLA_GPU_CALL(api_->unregister_host(at), "host unregister");
+  return absl::OkStatus();
+}
 
 absl::StatusOr<Stream> GpuRuntime::CreateStream() {
   Stream stream = nullptr;
@@ -336,6 +369,51 @@ absl::Status GpuRuntime::CopyIn(DevicePtr to, const void* from, int64_t bytes, S
 }
 absl::Status GpuRuntime::CopyOut(void* to, DevicePtr from, int64_t bytes, Stream stream) {
   MLA_GPU_CALL(api_->copy_out(to, from, static_cast<size_t>(bytes), stream), "copy to host");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::CopyRowsIn(DevicePtr to, int64_t to_pitch, const void* from,
+                                    int64_t from_pitch, int64_t bytes, int64_t rows,
+                                    Stream stream) {
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  if (vendor_ == Vendor::kAmd) {
+    MLA_GPU_CALL(
+        api_->amd_copy_rows(reinterpret_cast<void*>(to), size(to_pitch), from, size(from_pitch),
+                            size(bytes), size(rows), kAmdHostToDevice, stream),
+        "copy rows to device");
+    return absl::OkStatus();
+  }
+  NvidiaCopyRows copy = {};
+  copy.from.type = kNvidiaHostMemory;
+  copy.from.host = const_cast<void*>(from);
+  copy.from.pitch = size(from_pitch);
+  copy.to.type = kNvidiaDeviceMemory;
+  copy.to.device = to;
+  copy.to.pitch = size(to_pitch);
+  copy.bytes = size(bytes);
+  copy.rows = size(rows);
+  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows to device");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
+                                     int64_t bytes, int64_t rows, Stream stream) {
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  if (vendor_ == Vendor::kAmd) {
+    MLA_GPU_CALL(
+        api_->amd_copy_rows(to, size(to_pitch), reinterpret_cast<const void*>(from),
+                            size(from_pitch), size(bytes), size(rows), kAmdDeviceToHost, stream),
+        "copy rows to host");
+    return absl::OkStatus();
+  }
+  NvidiaCopyRows copy = {};
+  copy.from.type = kNvidiaDeviceMemory;
+  copy.from.device = from;
+  copy.from.pitch = size(from_pitch);
+  copy.to.type = kNvidiaHostMemory;
+  copy.to.host = to;
+  copy.to.pitch = size(to_pitch);
+  copy.bytes = size(bytes);
+  copy.rows = size(rows);
+  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows to host");
   return absl::OkStatus();
 }
 absl::Status GpuRuntime::CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream) {

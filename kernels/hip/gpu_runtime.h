@@ -67,6 +67,9 @@ class GpuRuntime final {
   void Free(DevicePtr at);
   absl::StatusOr<void*> MallocHost(int64_t bytes);  // pinned
   void FreeHost(void* at);
+  // Pins memory of the caller's, in whole pages, until it is unregistered.
+  absl::Status RegisterHost(void* at, int64_t bytes);
+  absl::Status UnregisterHost(void* at);
 
   absl::StatusOr<Stream> CreateStream();
   void Destroy(Stream stream);
@@ -80,6 +83,11 @@ class GpuRuntime final {
 
   absl::Status CopyIn(DevicePtr to, const void* from, int64_t bytes, Stream stream);
   absl::Status CopyOut(void* to, DevicePtr from, int64_t bytes, Stream stream);
+  // Rows of `bytes` bytes each, `pitch` bytes apart on their side.
+  absl::Status CopyRowsIn(DevicePtr to, int64_t to_pitch, const void* from, int64_t from_pitch,
+                          int64_t bytes, int64_t rows, Stream stream);
+  absl::Status CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
+                           int64_t bytes, int64_t rows, Stream stream);
   absl::Status CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream);
   absl::Status Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream);
 

@@ -74,14 +74,6 @@ absl::Status HipBackend::CheckRecording(int32_t slot) const {
   return slots_[slot]->CheckRecording();
 }
 
-bool HipBackend::IsPinned(const void* host, int64_t bytes) const {
-  const auto begin = reinterpret_cast<uintptr_t>(host);
-  for (const PinnedRange& r : *pinned_) {
-    if (begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end) return true;
-  }
-  return false;
-}
-
 absl::Status HipBackend::BeginLaunch(int32_t slot) {
   if (!health_.ok()) return health_;
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
@@ -91,12 +83,24 @@ absl::Status HipBackend::BeginLaunch(int32_t slot) {
 
 absl::StatusOr<const void*> HipBackend::StageInput(int32_t slot, const void* host, int64_t bytes) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageInput(host, bytes, IsPinned(host, bytes));
+  return slots_[slot]->StageInput(host, bytes, pinned_->Hold(host, bytes));
 }
 
 absl::StatusOr<void*> HipBackend::StageOutput(int32_t slot, void* host, int64_t bytes) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageOutput(host, bytes, IsPinned(host, bytes));
+  return slots_[slot]->StageOutput(host, bytes, pinned_->Hold(host, bytes));
+}
+
+absl::StatusOr<const void*> HipBackend::StageInputParts(int32_t slot, int32_t rows,
+                                                        std::span<const kernels::InputPart> parts) {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  return slots_[slot]->StageInputParts(rows, parts, *pinned_);
+}
+
+absl::StatusOr<void*> HipBackend::StageOutputParts(int32_t slot, int32_t rows,
+                                                   std::span<const kernels::OutputPart> parts) {
+  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  return slots_[slot]->StageOutputParts(rows, parts, *pinned_);
 }
 
 absl::StatusOr<void*> HipBackend::SlotWorkspace(int32_t slot, int64_t bytes) {

@@ -62,6 +62,11 @@ class HipBackend final : public kernels::AttentionBackend {
 
   std::span<uint32_t> PageTables() override { return page_tables_; }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override;
+  // Pins the memory in place. On an error launches reach it through the pinned staging memory, as
+  // they do any other. Unregistering waits for copies under way; a device that is lost never ends
+  // them, so the pages stay pinned then until the process ends.
+  absl::Status RegisterHost(std::span<std::byte> memory) override;
+  void UnregisterHost(std::span<std::byte> memory) override;
   absl::Status LoadWeights(int32_t slot, const kernels::Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const kernels::Bf16* w_uk,
                            const kernels::Bf16* w_uv) override;
@@ -71,6 +76,10 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status BeginLaunch(int32_t slot) override;
   absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override;
   absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override;
+  absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
+                                              std::span<const kernels::InputPart> parts) override;
+  absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
+                                         std::span<const kernels::OutputPart> parts) override;
   absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override;
   absl::Status CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) override;
   absl::Status ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) override;
@@ -125,7 +134,6 @@ class HipBackend final : public kernels::AttentionBackend {
   void Release();
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status CheckRecording(int32_t slot) const;
-  bool IsPinned(const void* host, int64_t bytes) const;
   absl::Status Fault(absl::Status status);
   absl::Status AllocateWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
@@ -154,11 +162,8 @@ class HipBackend final : public kernels::AttentionBackend {
   std::vector<RunOnDevice> runs_;  // by slot
   std::vector<Weights> weights_;
   int64_t weight_bytes_ = 0;
-  struct PinnedRange {
-    uintptr_t begin, end;
-  };
   // Shared with the buffers handed out, which may outlive a launch but not the backend.
-  std::shared_ptr<std::vector<PinnedRange>> pinned_ = std::make_shared<std::vector<PinnedRange>>();
+  std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
   std::vector<ProjectTile> tiles_;  // scratch, capacity from the limits
 };
 

@@ -17,24 +17,25 @@ using kernels::Geometry;
 namespace {
 
 // A host buffer that copies recognise as pinned for as long as it lives.
-template <class Ranges>
-class RegisteredBuffer final : public kernels::HostBuffer {
+class ListedBuffer final : public kernels::HostBuffer {
  public:
-  RegisteredBuffer(PinnedBuffer buffer, std::shared_ptr<Ranges> ranges)
+  ListedBuffer(PinnedBuffer buffer, std::shared_ptr<PinnedRanges> ranges)
       : buffer_(std::move(buffer)), ranges_(std::move(ranges)) {
-    const auto begin = reinterpret_cast<uintptr_t>(buffer_.data());
-    ranges_->push_back({begin, begin + static_cast<uintptr_t>(buffer_.size())});
+    ranges_->Add(buffer_.data(), buffer_.size());
   }
-  ~RegisteredBuffer() override {
-    const auto begin = reinterpret_cast<uintptr_t>(buffer_.data());
-    std::erase_if(*ranges_, [begin](const auto& r) { return r.begin == begin; });
-  }
+  ~ListedBuffer() override { ranges_->Remove(buffer_.data()); }
   std::span<std::byte> bytes() override { return buffer_.bytes(); }
 
  private:
   PinnedBuffer buffer_;
-  std::shared_ptr<Ranges> ranges_;
+  std::shared_ptr<PinnedRanges> ranges_;
 };
+
+// Tiles of the projections of one launch. A row counts once for every slice of its heads.
+int64_t ProjectionTiles(const BackendLimits& l) {
+  return l.launch_requests + std::max<int64_t>(l.launch_rows, l.launch_packed_rows) / kProjectRows +
+         1;
+}
 
 // Bytes of one launch's metadata: records of every verb, three plans, changed table entries, and
 // the alignment of each array.
@@ -45,7 +46,7 @@ int64_t MetadataBytes(const BackendLimits& l) {
       static_cast<int64_t>(l.launch_requests) *
       (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) + sizeof(int32_t) +
        2 * (sizeof(kernels::ProjectionRecord) + sizeof(ProjectTile)) + kRegionAlignment);
-  const int64_t tiles = 2 * (l.launch_rows / kProjectRows + 1) * sizeof(ProjectTile);
+  const int64_t tiles = 2 * ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile));
   const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
                        (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
                        l.reduce_partials * sizeof(int32_t);
@@ -209,8 +210,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   }
   runs_.resize(static_cast<size_t>(limits.launch_slots));
   weights_.resize(static_cast<size_t>(limits.weights_slots));
-  tiles_.reserve(static_cast<size_t>(limits.launch_requests) +
-                 static_cast<size_t>(limits.launch_rows / kProjectRows) + 1);
+  tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
   configured_ = true;
   return absl::OkStatus();
 }
@@ -236,7 +236,24 @@ void HipBackend::Release() {
 absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> HipBackend::AllocateHost(size_t bytes) {
   auto buffer = PinnedBuffer::Create(runtime_.get(), "host buffer", std::max<int64_t>(1, bytes));
   if (!buffer.ok()) return buffer.status();
-  return std::make_unique<RegisteredBuffer<std::vector<PinnedRange>>>(*std::move(buffer), pinned_);
+  return std::make_unique<ListedBuffer>(*std::move(buffer), pinned_);
+}
+
+absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {
+  if (!health_.ok()) return health_;
+  absl::Status s = runtime_->RegisterHost(memory.data(), static_cast<int64_t>(memory.size()));
+  if (s.ok()) pinned_->Add(memory.data(), static_cast<int64_t>(memory.size()));
+  return s;
+}
+
+void HipBackend::UnregisterHost(std::span<std::byte> memory) {
+  if (!pinned_->Remove(memory.data()) || !health_.ok()) return;
+  absl::Status s;
+  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
+    if (s.ok()) s = runtime_->Synchronize(stream);
+  }
+  if (s.ok()) s = runtime_->UnregisterHost(memory.data());
+  (void)Fault(std::move(s));
 }
 
 absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,

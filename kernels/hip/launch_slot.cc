@@ -69,24 +69,79 @@ absl::Status LaunchSlot::CheckRecording() const {
              : absl::FailedPreconditionError("the launch slot is not recording");
 }
 
+absl::Status LaunchSlot::AddInput(const Transfer& t) {
+  if (inputs_.size() >= kMaxTransfers) return Full("inputs", kMaxTransfers);
+  for (int64_t row = 0; !t.direct && row < t.rows; ++row) {
+    std::memcpy(input_.host(t.offset + row * t.pitch), t.host + row * t.bytes,
+                static_cast<size_t>(t.bytes));
+  }
+  staged_input_ |= !t.direct;
+  inputs_.push_back(t);
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::AddOutput(const Transfer& t) {
+  if (outputs_.size() >= kMaxTransfers) return Full("outputs", kMaxTransfers);
+  staged_output_ |= !t.direct;
+  outputs_.push_back(t);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<const void*> LaunchSlot::StageInput(const void* host, int64_t bytes, bool direct) {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
-  if (inputs_.size() >= kMaxTransfers) return Full("inputs", kMaxTransfers);
   absl::StatusOr<int64_t> at = input_.Take(bytes);
   if (!at.ok()) return at.status();
-  if (!direct) std::memcpy(input_.host(*at), host, static_cast<size_t>(bytes));
-  staged_input_ |= !direct;
-  inputs_.push_back({host, nullptr, *at, bytes, direct});
+  auto* const from = static_cast<std::byte*>(const_cast<void*>(host));
+  if (absl::Status s = AddInput({from, *at, bytes, 1, bytes, direct}); !s.ok()) return s;
   return reinterpret_cast<const void*>(input_.device(*at));
 }
 
 absl::StatusOr<void*> LaunchSlot::StageOutput(void* host, int64_t bytes, bool direct) {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
-  if (outputs_.size() >= kMaxTransfers) return Full("outputs", kMaxTransfers);
   absl::StatusOr<int64_t> at = output_.Take(bytes);
   if (!at.ok()) return at.status();
-  staged_output_ |= !direct;
-  outputs_.push_back({nullptr, host, *at, bytes, direct});
+  auto* const to = static_cast<std::byte*>(host);
+  if (absl::Status s = AddOutput({to, *at, bytes, 1, bytes, direct}); !s.ok()) return s;
+  return reinterpret_cast<void*>(output_.device(*at));
+}
+
+absl::StatusOr<const void*> LaunchSlot::StageInputParts(int64_t rows,
+                                                        std::span<const kernels::InputPart> parts,
+                                                        const PinnedRanges& pinned) {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  int64_t pitch = 0;
+  for (const kernels::InputPart& part : parts) pitch += part.row_bytes;
+  absl::StatusOr<int64_t> at = input_.Take(rows * pitch);
+  if (!at.ok()) return at.status();
+  int64_t column = *at;
+  for (const kernels::InputPart& part : parts) {
+    auto* const from = static_cast<std::byte*>(const_cast<void*>(part.host));
+    const bool direct = pinned.Hold(from, rows * part.row_bytes);
+    absl::Status s = AddInput({from, column, part.row_bytes, rows, pitch, direct});
+    if (!s.ok()) return s;
+    column += part.row_bytes;
+  }
+  return reinterpret_cast<const void*>(input_.device(*at));
+}
+
+absl::StatusOr<void*> LaunchSlot::StageOutputParts(int64_t rows,
+                                                   std::span<const kernels::OutputPart> parts,
+                                                   const PinnedRanges& pinned) {
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  int64_t pitch = 0;
+  for (const kernels::OutputPart& part : parts) pitch += part.row_bytes;
+  absl::StatusOr<int64_t> at = output_.Take(rows * pitch);
+  if (!at.ok()) return at.status();
+  int64_t column = *at;
+  for (const kernels::OutputPart& part : parts) {
+    auto* const to = static_cast<std::byte*>(part.host);
+    if (to != nullptr) {
+      const bool direct = pinned.Hold(to, rows * part.row_bytes);
+      absl::Status s = AddOutput({to, column, part.row_bytes, rows, pitch, direct});
+      if (!s.ok()) return s;
+    }
+    column += part.row_bytes;
+  }
   return reinterpret_cast<void*>(output_.device(*at));
 }
 
@@ -137,6 +192,24 @@ absl::Status LaunchSlot::AddZeroFill(DevicePtr to, int64_t bytes) {
   return absl::OkStatus();
 }
 
+absl::Status LaunchSlot::CopyIn(const Transfer& t) {
+  if (t.bytes == 0 || t.rows == 0) return absl::OkStatus();
+  const DevicePtr to = input_.device(t.offset);
+  if (t.rows == 1 || t.pitch == t.bytes) {
+    return runtime_->CopyIn(to, t.host, t.rows * t.bytes, streams_.in);
+  }
+  return runtime_->CopyRowsIn(to, t.pitch, t.host, t.bytes, t.bytes, t.rows, streams_.in);
+}
+
+absl::Status LaunchSlot::CopyOut(const Transfer& t) {
+  if (t.bytes == 0 || t.rows == 0) return absl::OkStatus();
+  const DevicePtr from = output_.device(t.offset);
+  if (t.rows == 1 || t.pitch == t.bytes) {
+    return runtime_->CopyOut(t.host, from, t.rows * t.bytes, streams_.out);
+  }
+  return runtime_->CopyRowsOut(t.host, t.bytes, from, t.pitch, t.bytes, t.rows, streams_.out);
+}
+
 absl::Status LaunchSlot::SubmitInputs() {
   if (metadata_.used() > 0) {
     absl::Status s =
@@ -150,9 +223,8 @@ absl::Status LaunchSlot::SubmitInputs() {
     if (!s.ok()) return s;
   }
   for (const Transfer& t : inputs_) {
-    if (!t.direct || t.bytes == 0) continue;
-    absl::Status s = runtime_->CopyIn(input_.device(t.offset), t.source, t.bytes, streams_.in);
-    if (!s.ok()) return s;
+    if (!t.direct) continue;
+    if (absl::Status s = CopyIn(t); !s.ok()) return s;
   }
   if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
   return runtime_->WaitFor(streams_.compute, inputs_ready_);
@@ -186,9 +258,8 @@ absl::Status LaunchSlot::SubmitOutputs() {
     if (!s.ok()) return s;
   }
   for (const Transfer& t : outputs_) {
-    if (!t.direct || t.bytes == 0) continue;
-    absl::Status s = runtime_->CopyOut(t.target, output_.device(t.offset), t.bytes, streams_.out);
-    if (!s.ok()) return s;
+    if (!t.direct) continue;
+    if (absl::Status s = CopyOut(t); !s.ok()) return s;
   }
   return runtime_->Record(done_, streams_.out);
 }
@@ -230,8 +301,9 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
     if (waited > kSpin) std::this_thread::sleep_for(kNap);
   }
   for (const Transfer& t : outputs_) {
-    if (!t.direct) {
-      std::memcpy(t.target, output_.host(t.offset), static_cast<size_t>(t.bytes));
+    for (int64_t row = 0; !t.direct && row < t.rows; ++row) {
+      std::memcpy(t.host + row * t.bytes, output_.host(t.offset + row * t.pitch),
+                  static_cast<size_t>(t.bytes));
     }
   }
   return runtime_->ElapsedNs(started_, computed_);

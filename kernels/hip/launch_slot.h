@@ -55,6 +55,12 @@ class LaunchSlot {
   // through the slot's pinned region.
   absl::StatusOr<const void*> StageInput(const void* host, int64_t bytes, bool direct);
   absl::StatusOr<void*> StageOutput(void* host, int64_t bytes, bool direct);
+  // The same for a matrix in parts; those in `pinned` memory are copied by the device itself.
+  absl::StatusOr<const void*> StageInputParts(int64_t rows,
+                                              std::span<const kernels::InputPart> parts,
+                                              const PinnedRanges& pinned);
+  absl::StatusOr<void*> StageOutputParts(int64_t rows, std::span<const kernels::OutputPart> parts,
+                                         const PinnedRanges& pinned);
   absl::StatusOr<void*> Workspace(int64_t bytes);
   StagedRegion& metadata() { return metadata_; }
 
@@ -87,10 +93,11 @@ class LaunchSlot {
     int64_t bytes = 0;
   };
   struct Transfer {
-    const void* source = nullptr;  // host bytes of an input
-    void* target = nullptr;        // host bytes of an output
-    int64_t offset = 0;            // in the input or output region
-    int64_t bytes = 0;
+    std::byte* host = nullptr;  // rows of `bytes`, one after the other
+    int64_t offset = 0;         // of the first row in the input or output region
+    int64_t bytes = 0;          // of a row
+    int64_t rows = 1;
+    int64_t pitch = 0;  // from row to row in the region
     bool direct = false;
   };
 
@@ -98,6 +105,10 @@ class LaunchSlot {
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
   absl::StatusOr<Step*> AddStep(Step::Kind kind);
+  absl::Status AddInput(const Transfer& transfer);
+  absl::Status AddOutput(const Transfer& transfer);
+  absl::Status CopyIn(const Transfer& transfer);
+  absl::Status CopyOut(const Transfer& transfer);
   absl::Status SubmitInputs();
   absl::Status SubmitSteps();
   absl::Status SubmitOutputs();

@@ -13,6 +13,13 @@ constexpr int64_t kAlignment = 64;
 
 int64_t AlignUp(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
 
+void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t to_pitch,
+              int32_t rows, int64_t row_bytes) {
+  for (int32_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+    std::memcpy(to, from, static_cast<size_t>(row_bytes));
+  }
+}
+
 absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
   return absl::UnimplementedError(absl::StrCat(
       "wanted: ", ToString(desc),
@@ -60,7 +67,8 @@ int64_t HostBackend::WorkspaceSize(const BackendLimits& limits) const {
   int64_t bytes = limits.kv_pool_bytes;
   bytes += limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   bytes += limits.launch_slots * (AlignUp(limits.slot_workspace_bytes) +
-                                  kMaxCommands * static_cast<int64_t>(sizeof(HostCommand)));
+                                  kMaxCommands * static_cast<int64_t>(sizeof(HostCommand)) +
+                                  kMaxOutputParts * static_cast<int64_t>(sizeof(HandOut)));
   return bytes + OwnWorkspaceSize(limits);
 }
 
@@ -78,6 +86,7 @@ absl::Status HostBackend::Configure(const BackendLimits& limits) {
   slots_.resize(static_cast<size_t>(limits.launch_slots));
   for (Slot& slot : slots_) {
     slot.commands.reserve(kMaxCommands);
+    slot.hand_outs.reserve(kMaxOutputParts);
     auto workspace = MappedMemory::Create("slot workspace", limits.slot_workspace_bytes, true);
     if (!workspace.ok()) return workspace.status();
     slot.workspace = *std::move(workspace);
@@ -204,6 +213,7 @@ absl::Status HostBackend::BeginLaunch(int32_t slot) {
   }
   slots_[slot].state = SlotState::kRecording;
   slots_[slot].commands.clear();
+  slots_[slot].hand_outs.clear();
   slots_[slot].workspace_used = 0;
   return absl::OkStatus();
 }
@@ -216,6 +226,42 @@ absl::StatusOr<const void*> HostBackend::StageInput(int32_t slot, const void* ho
 absl::StatusOr<void*> HostBackend::StageOutput(int32_t slot, void* host, int64_t) {
   if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
   return host;
+}
+
+absl::StatusOr<const void*> HostBackend::StageInputParts(int32_t slot, int32_t rows,
+                                                         std::span<const InputPart> parts) {
+  int64_t pitch = 0;
+  for (const InputPart& part : parts) pitch += part.row_bytes;
+  absl::StatusOr<void*> piece = SlotWorkspace(slot, rows * pitch);
+  if (!piece.ok()) return piece.status();
+  auto* column = static_cast<std::byte*>(*piece);
+  for (const InputPart& part : parts) {
+    CopyRows(static_cast<const std::byte*>(part.host), part.row_bytes, column, pitch, rows,
+             part.row_bytes);
+    column += part.row_bytes;
+  }
+  return *piece;
+}
+
+absl::StatusOr<void*> HostBackend::StageOutputParts(int32_t slot, int32_t rows,
+                                                    std::span<const OutputPart> parts) {
+  int64_t pitch = 0;
+  for (const OutputPart& part : parts) pitch += part.row_bytes;
+  absl::StatusOr<void*> piece = SlotWorkspace(slot, rows * pitch);
+  if (!piece.ok()) return piece.status();
+  std::vector<HandOut>& hand_outs = slots_[slot].hand_outs;
+  const auto* column = static_cast<const std::byte*>(*piece);
+  for (const OutputPart& part : parts) {
+    if (hand_outs.size() >= static_cast<size_t>(kMaxOutputParts)) {
+      return absl::ResourceExhaustedError(absl::StrCat("output parts: limit ", kMaxOutputParts));
+    }
+    if (part.host != nullptr) {
+      hand_outs.push_back(
+          {column, static_cast<std::byte*>(part.host), part.row_bytes, pitch, rows});
+    }
+    column += part.row_bytes;
+  }
+  return *piece;
 }
 
 absl::StatusOr<void*> HostBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
@@ -350,6 +396,11 @@ absl::StatusOr<int64_t> HostBackend::Wait(int32_t slot) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
   }
   auto nanoseconds = Finish(slot);
+  if (nanoseconds.ok()) {
+    for (const HandOut& h : slots_[slot].hand_outs) {
+      CopyRows(h.source, h.pitch, h.target, h.row_bytes, h.rows, h.row_bytes);
+    }
+  }
   slots_[slot].state = SlotState::kIdle;
   return nanoseconds;
 }

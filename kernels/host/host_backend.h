@@ -59,6 +59,8 @@ class HostBackend : public AttentionBackend {
  public:
   // Commands a launch may record; further ones are RESOURCE_EXHAUSTED.
   static constexpr int32_t kMaxCommands = 1024;
+  // Output parts a launch may hand out; further ones are RESOURCE_EXHAUSTED.
+  static constexpr int32_t kMaxOutputParts = 16384;
 
   absl::Status CanRun(const AttentionDesc& desc) const override;
   int64_t WorkspaceSize(const BackendLimits& limits) const override;
@@ -74,6 +76,10 @@ class HostBackend : public AttentionBackend {
   absl::Status BeginLaunch(int32_t slot) override;
   absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override;
   absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override;
+  absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
+                                              std::span<const InputPart> parts) override;
+  absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
+                                         std::span<const OutputPart> parts) override;
   absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override;
   absl::Status CopyKv(int32_t slot, std::span<const KvCopy> copies) override;
   absl::Status ScrubKv(int32_t slot, std::span<const KvRange> ranges) override;
@@ -123,11 +129,18 @@ class HostBackend : public AttentionBackend {
 
  private:
   enum class SlotState : uint8_t { kIdle, kRecording, kRunning };
+  struct HandOut {  // columns of a matrix, from the workspace to the host buffer that wants them
+    const std::byte* source;
+    std::byte* target;
+    int64_t row_bytes, pitch;
+    int32_t rows;
+  };
   struct Slot {
     SlotState state = SlotState::kIdle;
     std::vector<HostCommand> commands;  // capacity kMaxCommands, never regrown
     MappedMemory workspace;
     int64_t workspace_used = 0;
+    std::vector<HandOut> hand_outs;  // capacity kMaxOutputParts, never regrown
   };
 
   absl::Status CheckRecording(int32_t slot) const;

@@ -1,5 +1,5 @@
 // A decorator that makes a backend fail on command, so that the engine's answers to device faults
-// can be tested.
+// can be tested, and counts what launches ask of it.
 #ifndef MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 #define MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 
@@ -22,6 +22,10 @@ class FaultyBackend final : public kernels::AttentionBackend {
     point_ = point;
     after_ = after;
   }
+  // Of all launches: KV rows appended, and records of attention and their heads.
+  int64_t appended_rows() const { return appended_rows_; }
+  int64_t attended_records() const { return attended_records_; }
+  int64_t attended_heads() const { return attended_heads_; }
   void SetAbsorbedOnly() { absorbed_only_ = true; }
   void SetUnhealthy() { healthy_ = absl::InternalError("the device is lost"); }
 
@@ -63,6 +67,15 @@ class FaultyBackend final : public kernels::AttentionBackend {
   absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override {
     return inner_->StageOutput(slot, host, bytes);
   }
+  absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
+                                              std::span<const kernels::InputPart> parts) override {
+    if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
+    return inner_->StageInputParts(slot, rows, parts);
+  }
+  absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
+                                         std::span<const kernels::OutputPart> parts) override {
+    return inner_->StageOutputParts(slot, rows, parts);
+  }
   absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override {
     return inner_->SlotWorkspace(slot, bytes);
   }
@@ -78,6 +91,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override {
     if (absl::Status s = At(FaultPoint::kAppendKv); !s.ok()) return s;
+    for (const kernels::AppendRecord& record : records) appended_rows_ += record.rows;
     return inner_->AppendKv(slot, records);
   }
   absl::Status Absorb(int32_t slot, const kernels::Geometry& g, kernels::DType in,
@@ -87,6 +101,10 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status Run(int32_t slot, const kernels::AttentionParams& params) override {
     if (absl::Status s = At(FaultPoint::kRun); !s.ok()) return s;
+    for (const kernels::RequestRecord& record : params.requests) {
+      ++attended_records_;
+      attended_heads_ += record.num_heads;
+    }
     return inner_->Run(slot, params);
   }
   absl::Status Combine(int32_t slot, const kernels::AttentionParams& params) override {
@@ -119,6 +137,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   FaultPoint point_ = FaultPoint::kNone;
   int after_ = 0;
   bool absorbed_only_ = false;
+  int64_t appended_rows_ = 0;
+  int64_t attended_records_ = 0;
+  int64_t attended_heads_ = 0;
   absl::Status healthy_;
 };
 

@@ -50,6 +50,18 @@ class NullBackend : public kernels::AttentionBackend {
     return host;
   }
   absl::StatusOr<void*> StageOutput(int32_t, void* host, int64_t) override { return host; }
+  absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
+                                              std::span<const kernels::InputPart> parts) override {
+    int64_t bytes = 0;
+    for (const kernels::InputPart& part : parts) bytes += rows * part.row_bytes;
+    return SlotWorkspace(slot, bytes);
+  }
+  absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
+                                         std::span<const kernels::OutputPart> parts) override {
+    int64_t bytes = 0;
+    for (const kernels::OutputPart& part : parts) bytes += rows * part.row_bytes;
+    return SlotWorkspace(slot, bytes);
+  }
   absl::StatusOr<void*> SlotWorkspace(int32_t, int64_t bytes) override {
     void* const at = workspace_.data() + used_;
     used_ += (bytes + 63) / 64 * 64;

@@ -25,6 +25,11 @@ struct Control {
   int64_t live_bytes = 0;  // of device memory
   int64_t allocations = 0;
   int64_t launches = 0;
+  int64_t registered_bytes = 0;  // of host memory
+  int64_t copies_in = 0;         // from the host, however many rows
+  int64_t copies_out = 0;
+  const void* last_copied_in = nullptr;   // host address
+  const void* last_copied_out = nullptr;  // host address
 };
 
 }  // namespace mla::fake_hip

@@ -65,6 +65,7 @@ struct Runtime {
   std::recursive_mutex mutex;
   Control control;
   std::unordered_map<const void*, int64_t> device_memory;
+  std::unordered_map<const void*, int64_t> registered;
   std::unordered_map<std::string, int> calls;
 };
 Runtime& State() {
@@ -180,6 +181,21 @@ int hipHostFree(void* at) {
   return 0;
 }
 
+int hipHostRegister(void* at, size_t bytes, unsigned) {
+  FAKE_ENTER("hipHostRegister");
+  State().control.registered_bytes += static_cast<int64_t>(bytes);
+  State().registered[at] = static_cast<int64_t>(bytes);
+  return 0;
+}
+int hipHostUnregister(void* at) {
+  FAKE_ENTER("hipHostUnregister");
+  const auto found = State().registered.find(at);
+  if (found == State().registered.end()) return fake::kInvalidValue;
+  State().control.registered_bytes -= found->second;
+  State().registered.erase(found);
+  return 0;
+}
+
 int hipStreamCreateWithFlags(fake::Stream** stream, unsigned) {
   FAKE_ENTER("hipStreamCreateWithFlags");
   *stream = new fake::Stream;
@@ -227,11 +243,31 @@ int hipEventElapsedTime(float* ms, fake::Event*, fake::Event*) {
 
 int hipMemcpyHtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
   FAKE_ENTER("hipMemcpyHtoDAsync");
+  ++State().control.copies_in;
+  State().control.last_copied_in = from;
   stream->Add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+int hipMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,
+                     size_t rows, int direction, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpy2DAsync");
+  if (direction != 1 && direction != 2) return fake::kInvalidValue;
+  if (bytes > to_pitch || bytes > from_pitch) return fake::kInvalidValue;
+  ++(direction == 1 ? State().control.copies_in : State().control.copies_out);
+  (direction == 1 ? State().control.last_copied_in : State().control.last_copied_out) =
+      direction == 1 ? from : to;
+  stream->Add([=] {
+    for (size_t row = 0; row < rows; ++row) {
+      std::memcpy(static_cast<char*>(to) + row * to_pitch,
+                  static_cast<const char*>(from) + row * from_pitch, bytes);
+    }
+  });
   return 0;
 }
 int hipMemcpyDtoHAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
   FAKE_ENTER("hipMemcpyDtoHAsync");
+  ++State().control.copies_out;
+  State().control.last_copied_out = to;
   stream->Add([=] { std::memcpy(to, from, bytes); });
   return 0;
 }
