@@ -19,14 +19,6 @@ BatchKey KeyOf(const StreamRequest& request) {
                   args.o_dtype};
 }
 
-// The entry of a step that holds one of its rows.
-const StepEntry* EntryOf(const Step& step, int32_t row) {
-  const auto after =
-      std::upper_bound(step.entries.begin(), step.entries.end(), row,
-                       [](int32_t r, const StepEntry& entry) { return r < entry.offset; });
-  return &*(after - 1);
-}
-
 }  // namespace
 
 void PendingList::PushBack(StreamRequest* request) {
@@ -57,9 +49,12 @@ void PendingList::Remove(StreamRequest* request) {
 void Batch::Clear() {
   requests.clear();
   segments.clear();
+  slices.clear();
   computes = false;
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
+  gather_bytes = 0;
+  slice_waits_expired = 0;
 }
 
 void Batch::OrderByStage() {
@@ -72,7 +67,8 @@ void Batch::OrderByStage() {
   segments.swap(by_stage_);
 }
 
-BatchPolicy::BatchPolicy(const Limits& limits) : limits_(limits) {}
+BatchPolicy::BatchPolicy(const Limits& limits, int64_t gather_bytes)
+    : limits_(limits), gather_bytes_(gather_bytes), slices_(limits) {}
 
 bool BatchPolicy::Ready(const StreamRequest& request) {
   const LayerProgress& layer = Progress(request);
@@ -104,7 +100,18 @@ Stage BatchPolicy::StageOf(const StreamRequest& request) const {
   return stage;
 }
 
-void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, Batch& batch) {
+MonotonicNanos BatchPolicy::HeldUntil(const StreamRequest& request) const {
+  const SliceGroup* const group = request.engine.group;
+  return group == nullptr || !SliceTable::Ready(*group) ? 0 : slices_.HeldUntil(*group);
+}
+
+bool BatchPolicy::Goes(const StreamRequest& request, MonotonicNanos now) const {
+  const SliceGroup* const group = request.engine.group;
+  if (group == nullptr) return Ready(request);
+  return SliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
+}
+
+void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch) {
   int32_t row = FirstRow(*request);
   const int32_t end = row + rows;
   for (const StepEntry* entry = EntryOf(*request->engine.step, row); row < end; ++entry) {
@@ -112,52 +119,116 @@ void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, Batch& batch
     segment.stage = segment.cached() == 0                 ? Stage::kPrefill
                     : segment.rows <= limits_.decode_rows ? Stage::kDecode
                                                           : Stage::kExtend;
+    segment.slices = slices;
     batch.rows_by_stage[static_cast<int>(segment.stage)] += segment.rows;
     batch.segments.push_back(segment);
     row += segment.rows;
   }
 }
 
-bool BatchPolicy::Take(StreamRequest* request, Stage stage, Batch& batch) {
-  const int32_t heads = Computes(*request) ? request->attend.num_heads : 0;
-  int32_t rows = EndRow(*request) - FirstRow(*request);
+BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) {
+  Demand demand;
+  const SliceGroup* const group = request.engine.group;
+  if (group == nullptr || group->members == 1) {
+    demand.heads = Computes(request) ? request.attend.num_heads : 0;
+    return demand;
+  }
+  demand.members = group->members;
+  demand.heads = group->heads;
+  // In EXPANDED the projections write and read the slices where they are.
+  if (group->profile == Profile::kAbsorbed) {
+    const ModelSpec& spec = *group->step->model->spec;
+    demand.gather_row_bytes =
+        int64_t{group->heads} *
+        (spec.q_dim(group->profile) * int64_t(kernels::ElementSize(group->q_dtype)) +
+         spec.o_dim(group->profile) * int64_t(kernels::ElementSize(group->o_dtype)));
+  }
+  return demand;
+}
+
+int32_t BatchPolicy::RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
+                                 const Batch& batch) const {
+  int32_t rows = EndRow(request) - FirstRow(request);
   rows = std::min(rows, limits_.launch_rows - batch.rows());
-  if (heads > 0) rows = std::min(rows, (limits_.launch_packed_rows - batch.packed_rows) / heads);
+  if (demand.heads > 0) {
+    rows = std::min(rows, (limits_.launch_packed_rows - batch.packed_rows) / demand.heads);
+  }
+  if (demand.gather_row_bytes > 0) {
+    const int64_t fit = (gather_bytes_ - batch.gather_bytes) / demand.gather_row_bytes;
+    rows = static_cast<int32_t>(std::min<int64_t>(rows, fit));
+  }
   if (stage != Stage::kDecode) {
     rows = std::min(rows, limits_.prefill_rows - batch.rows_by_stage[1] - batch.rows_by_stage[2]);
   }
+  if (demand.members > limits_.launch_requests - static_cast<int32_t>(batch.requests.size())) {
+    return 0;
+  }
   // A request has at most as many records as its step has entries.
-  const int64_t records = static_cast<int64_t>(request->engine.step->entries.size());
+  const int64_t records = static_cast<int64_t>(request.engine.step->entries.size());
   const int64_t room = limits_.launch_requests - static_cast<int64_t>(batch.segments.size());
-  rows = static_cast<int32_t>(std::min<int64_t>(rows, records <= room ? rows : room));
-  if (rows <= 0) return false;
-  AddSegments(request, rows, batch);
-  batch.packed_rows += rows * heads;
+  return static_cast<int32_t>(std::min<int64_t>(rows, records <= room ? rows : room));
+}
+
+void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, PendingList& pending,
+                           Batch& batch) {
+  pending.Remove(request);
   request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
   if (Appends(*request)) Progress(*request).appended += rows;
+}
+
+bool BatchPolicy::Take(StreamRequest* request, Stage stage, PendingList& pending, Batch& batch) {
+  const Demand demand = DemandOf(*request);
+  const int32_t rows = RowsThatFit(*request, demand, stage, batch);
+  if (rows <= 0) return false;
+  batch.packed_rows += rows * demand.heads;
+  batch.gather_bytes += rows * demand.gather_row_bytes;
+  SliceGroup* const group = request->engine.group;
+  if (group == nullptr) {
+    AddSegments(request, rows, -1, batch);
+    TakeRows(request, rows, pending, batch);
+    return true;
+  }
+  int32_t slices = -1;
+  if (group->members > 1) {
+    slices = static_cast<int32_t>(batch.slices.size());
+    batch.slices.push_back(
+        {static_cast<int32_t>(batch.requests.size()), group->members, group->heads});
+  }
+  const bool anew = request->engine.rows_done == 0;  // not the rest of a group that was cut
+  if (anew && slices_.HeldUntil(*group) > 0) ++batch.slice_waits_expired;
+  AddSegments(group->first, rows, slices, batch);
+  for (StreamRequest* member = group->first; member != nullptr; member = SliceTable::Next(member)) {
+    TakeRows(member, rows, pending, batch);
+  }
+  slices_.Dissolve(group);
   return true;
 }
 
-void BatchPolicy::Choose(PendingList& pending, Batch& batch) {
+void BatchPolicy::Choose(PendingList& pending, MonotonicNanos now, Batch& batch) {
   batch.Clear();
   for (const Stage stage : {Stage::kDecode, Stage::kExtend, Stage::kPrefill}) {
     StreamRequest* request = pending.front();
     if (stage == Stage::kDecode) {
       // The oldest ready request decides what the launch computes, so that no key starves.
       for (; request != nullptr && !batch.computes; request = PendingList::Next(request)) {
-        if (!Computes(*request) || !Ready(*request)) continue;
+        if (!Computes(*request) || !Goes(*request, now)) continue;
         batch.key = KeyOf(*request);
         batch.computes = true;
       }
       request = pending.front();
     }
     while (request != nullptr) {
-      StreamRequest* const next = PendingList::Next(request);
+      StreamRequest* next = PendingList::Next(request);
       const bool fits = !Computes(*request) || (batch.computes && KeyOf(*request) == batch.key);
-      if (fits && Ready(*request) && StageOf(*request) == stage && Take(request, stage, batch)) {
-        pending.Remove(request);
+      if (fits && Goes(*request, now) && StageOf(*request) == stage) {
+        // Siblings leave the list with it.
+        const SliceGroup* const group = request->engine.group;
+        while (group != nullptr && next != nullptr && next->engine.group == group) {
+          next = PendingList::Next(next);
+        }
+        Take(request, stage, pending, batch);
       }
       request = next;
     }

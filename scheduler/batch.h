@@ -2,8 +2,9 @@
 //
 // Natural batching: when a launch may start, everything that is ready goes, whatever stream, layer
 // or sequence it belongs to, as long as it shares the attention's geometry and dtypes with the
-// oldest ready request. Order inside the batch is decode, extend, prefill; extend and prefill are
-// cut to a row budget so that they bound a decode's wait.
+// oldest ready request. Head slices of the same rows go together (slice_table.h). Order inside the
+// batch is decode, extend, prefill; extend and prefill are cut to a row budget so that they bound a
+// decode's wait.
 #ifndef MLA_SCHEDULER_BATCH_H_
 #define MLA_SCHEDULER_BATCH_H_
 
@@ -13,21 +14,11 @@
 #include "kernels/attention_desc.h"
 #include "scheduler/limits.h"
 #include "scheduler/request.h"
+#include "scheduler/rows.h"
+#include "scheduler/slice_table.h"
 #include "scheduler/step_table.h"
 
 namespace mla::scheduler {
-
-// Rows of the step that the request still has to compute: [FirstRow, EndRow).
-inline int32_t FirstRow(const StreamRequest& request) {
-  return request.attend.row_begin + request.engine.rows_done;
-}
-inline int32_t EndRow(const StreamRequest& request) {
-  return request.attend.row_begin + request.attend.row_count;
-}
-// Whether it brings new KV rows; a repeat is compared instead.
-inline bool Appends(const StreamRequest& request) {
-  return request.attend.has_kv && !request.engine.repeat;
-}
 
 // Requests that wait for a launch, in arrival order. Intrusive: links live in the requests.
 class PendingList {
@@ -54,13 +45,22 @@ enum class Stage : uint8_t {
 
 // Consecutive new rows of one sequence at one layer: one record of the launch.
 struct Segment {
-  StreamRequest* request = nullptr;
+  StreamRequest* request = nullptr;  // of fused slices: the first
   const StepEntry* entry = nullptr;
   int32_t row_begin = 0;  // among the step's rows
   int32_t rows = 0;
   Stage stage = Stage::kDecode;
+  int32_t slices = -1;  // index in Batch::slices, or -1: the request alone
   // Rows of the sequence before row_begin, committed and of this step.
   int32_t cached() const { return entry->start + row_begin - entry->offset; }
+};
+
+// Requests [first, first + count) of a batch that are head slices of the same rows and are computed
+// as one, heads side by side in this order.
+struct FusedSlices {
+  int32_t first = 0;
+  int32_t count = 0;
+  int32_t heads = 0;
 };
 
 // What requests must have in common to share a launch.
@@ -76,10 +76,13 @@ struct Batch {
   std::vector<StreamRequest*>
       requests;                   // engine.rows_launched rows of each, from engine.rows_done on
   std::vector<Segment> segments;  // decode | extend | prefill
-  BatchKey key;                   // of the requests that compute; append-only ones fit any
-  bool computes = false;          // false: nothing but appends
+  std::vector<FusedSlices> slices;
+  BatchKey key;           // of the requests that compute; append-only ones fit any
+  bool computes = false;  // false: nothing but appends
   int32_t rows_by_stage[3] = {0, 0, 0};
   int32_t packed_rows = 0;
+  int64_t gather_bytes = 0;         // of fused queries and outputs
+  int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
 
   bool empty() const { return requests.empty(); }
   void Clear();
@@ -93,23 +96,43 @@ struct Batch {
 // Chooses batches. Owned by the engine role; allocates nothing once its vectors have grown.
 class BatchPolicy {
  public:
-  explicit BatchPolicy(const Limits& limits);
+  // `gather_bytes`: room of a launch for the queries and outputs of fused slices, where the backend
+  // needs them side by side; enough for one row of all heads.
+  BatchPolicy(const Limits& limits, int64_t gather_bytes);
 
   // Moves what goes next from `pending` into `batch` (cleared first) and advances the `appended`
   // counts of the steps whose KV rows it takes. Leaves the batch empty when nothing is ready.
-  void Choose(PendingList& pending, Batch& batch);
+  void Choose(PendingList& pending, MonotonicNanos now, Batch& batch);
   // True if the request could be part of a launch now, as far as its KV rows are concerned.
   static bool Ready(const StreamRequest& request);
   // The missing KV rows that a request waits for, [first, last], as row numbers of its step; false
   // if it waits for none (they are accepted and only not launched yet).
   static bool WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last);
+  // Until when a request that could go waits for its sibling slices; in the past if it does not.
+  MonotonicNanos HeldUntil(const StreamRequest& request) const;
+  SliceTable& slices() { return slices_; }
 
  private:
+  // What a request takes of the launch's bounds, alone or with its siblings.
+  struct Demand {
+    int32_t members = 1;
+    int32_t heads = 0;
+    int64_t gather_row_bytes = 0;
+  };
+
   Stage StageOf(const StreamRequest& request) const;
-  bool Take(StreamRequest* request, Stage stage, Batch& batch);
-  void AddSegments(StreamRequest* request, int32_t rows, Batch& batch);
+  bool Goes(const StreamRequest& request, MonotonicNanos now) const;
+  static Demand DemandOf(const StreamRequest& request);
+  int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
+                      const Batch& batch) const;
+  // Takes the request, with all of its group, out of `pending`; false if nothing of it fits.
+  bool Take(StreamRequest* request, Stage stage, PendingList& pending, Batch& batch);
+  static void TakeRows(StreamRequest* request, int32_t rows, PendingList& pending, Batch& batch);
+  void AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch);
 
   const Limits limits_;
+  const int64_t gather_bytes_;
+  SliceTable slices_;
 };
 
 }  // namespace mla::scheduler

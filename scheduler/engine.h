@@ -83,6 +83,7 @@ struct EngineStats {
   int64_t page_groups_free = 0;
   uint64_t copies_on_write = 0, page_groups_scrubbed = 0;
   uint64_t leases_expired = 0, steps_aborted = 0;
+  uint64_t slices_fused = 0, slice_waits_expired = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
 };
 
@@ -90,7 +91,9 @@ struct EngineStats {
 struct LaunchReport {
   int32_t requests = 0, records = 0, layers = 0, clients = 0;
   int32_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
-  int64_t schedule_ns = 0;  // choosing and committing the batch
+  int32_t slices_fused = 0;         // requests that were computed as one with their siblings
+  int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
+  int64_t schedule_ns = 0;          // choosing and committing the batch
   int64_t plan_ns = 0;
   int64_t kernel_ns = 0;
   int64_t complete_ns = 0;

@@ -39,6 +39,7 @@ absl::Status CheckLimits(const Limits& limits) {
       {"sequence_lease_ms", limits.sequence_lease_ms, 1, limits.max_lease_ms},
       {"max_lease_ms", limits.max_lease_ms, 1, int64_t{1} << 40},
       {"step_lease_ms", limits.step_lease_ms, 1, limits.max_lease_ms},
+      {"slice_wait_us", limits.slice_wait_us, 0, limits.queue_ms * 1000},
       {"kv_wait_ms", limits.kv_wait_ms, 0, limits.max_lease_ms},
       {"queue_ms", limits.queue_ms, 1, limits.max_lease_ms},
       {"max_name_bytes", limits.max_name_bytes, 1, 1 << 16},
@@ -60,7 +61,7 @@ EngineCore::EngineCore(const EngineOptions& options,
       clock_(clock),
       backend_(std::move(backend)),
       tenants_(options.limits.max_tenants),
-      policy_(options.limits) {
+      policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_)) {
   failed_.reserve(options.limits.queue_requests);
 }
 

@@ -79,6 +79,7 @@ class EngineCore {
   int32_t AbortAllSteps(const std::string& why);
   EngineStats Stats() const;
   kernels::AttentionBackend& backend() { return *backend_; }
+  const Limits& limits() const { return limits_; }
   const kvcache::KvCache& cache() const { return *cache_; }
   const PendingList& pending() const { return pending_; }
   // Requests handed over and not answered: whoever hands one over counts it first. Any thread.
@@ -113,6 +114,7 @@ class EngineCore {
 
   // --- Requests
   void Answer(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
   void FailWaiting();  // deadlines and missing KV rows
   void CompareRepeats();

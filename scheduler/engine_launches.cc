@@ -36,7 +36,7 @@ bool EngineCore::StartLaunch() {
   const MonotonicNanos begin = clock_->Now();
   FailWaiting();
   if (repeats_ > 0) CompareRepeats();
-  policy_.Choose(pending_, launch->batch);
+  policy_.Choose(pending_, clock_->Now(), launch->batch);
   if (launch->batch.empty() && page_work_.operations() <= kPageWorkMost) return false;
   launch->work.Clear();
   launch->work.Swap(page_work_);
@@ -72,6 +72,8 @@ void EngineCore::FinishLaunch(Launch* launch) {
   stats_.rows_decode += report.rows_decode;
   stats_.rows_extend += report.rows_extend;
   stats_.rows_prefill += report.rows_prefill;
+  stats_.slices_fused += report.slices_fused;
+  stats_.slice_waits_expired += report.slice_waits_expired;
   // From the back, so that cut-up requests return to the front of the queue in their order.
   std::vector<StreamRequest*>& requests = launch->batch.requests;
   for (auto it = requests.rbegin(); it != requests.rend(); ++it) {
@@ -93,6 +95,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
       ++step->waiting;
       request->engine.blocked_since_ns = begin;
       pending_.PushFront(request);
+      policy_.slices().Join(request);
       *it = nullptr;
     }
   }
@@ -152,13 +155,18 @@ void EngineCore::FailLaunches(const absl::Status& status, Launch* failed) {
   failed_.swap(requests);
 }
 
+void EngineCore::RemovePending(StreamRequest* request) {
+  pending_.Remove(request);
+  policy_.slices().Leave(request);
+}
+
 void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
                              const Fault& fault) {
   Step* step = request->engine.step;
   const int32_t layer = request->attend.layer;
   const bool appends = Appends(*request);
   const int32_t first = FirstRow(*request);
-  pending_.Remove(request);
+  RemovePending(request);
   --step->waiting;
   if (request->engine.repeat && !request->engine.compared) --repeats_;
   Answer(request, status, fault);
@@ -175,7 +183,7 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
       StreamRequest* const next = PendingList::Next(other);
       if (other->engine.step == step && other->attend.layer == layer && other->attend.has_kv &&
           EndRow(*other) > first) {
-        pending_.Remove(other);
+        RemovePending(other);
         --step->waiting;
         if (other->engine.repeat && !other->engine.compared) --repeats_;
         Answer(other,
@@ -309,6 +317,7 @@ void EngineCore::Tick() {
 }
 
 MonotonicNanos EngineCore::NextTick() const {
+  const MonotonicNanos now = pending_.empty() ? 0 : clock_->Now();
   MonotonicNanos next = sequences_->NextExpiry();
   for (const Step* step : steps_->open()) {
     if (step->idle()) next = std::min(next, step->lease_deadline);
@@ -318,6 +327,9 @@ MonotonicNanos EngineCore::NextTick() const {
   for (const StreamRequest* request = pending_.front(); request != nullptr;
        request = PendingList::Next(request)) {
     next = std::min(next, request->engine.deadline_ns);
+    if (const MonotonicNanos held = policy_.HeldUntil(*request); held > now) {
+      next = std::min(next, held);
+    }
     if (BatchPolicy::WaitsForRows(*request, &first, &last)) {
       next = std::min(next, request->engine.blocked_since_ns + limits_.kv_wait_ms * kNanosPerMilli);
     }

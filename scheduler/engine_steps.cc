@@ -225,11 +225,14 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
     LayerProgress& layer = step->layers[args.layer];
     layer.accepted += args.row_count;
     layer.writer_head = args.head_offset;
+    SliceTable::RowsAccepted(*step, args.layer, note.arrival_ns);
   }
   note.step = step;
   note.rows_done = 0;
   note.rows_launched = 0;
   note.compared = false;
+  note.group = nullptr;
+  note.sibling = nullptr;
   note.blocked_since_ns = note.arrival_ns;
   note.deadline_ns = note.arrival_ns + limits_.queue_ms * kNanosPerMilli;
   if (args.timeout_us > 0) {
@@ -240,6 +243,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   if (note.repeat) ++repeats_;
   ++step->waiting;
   pending_.PushBack(request);
+  policy_.slices().Join(request);
   return absl::OkStatus();
 }
 
@@ -353,7 +357,7 @@ void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& stat
   while (request != nullptr) {
     StreamRequest* const next = PendingList::Next(request);
     if (request->engine.step == step) {
-      pending_.Remove(request);
+      RemovePending(request);
       if (request->engine.repeat && !request->engine.compared) --repeats_;
       request->step_aborted = true;
       Answer(request, answer, fault);

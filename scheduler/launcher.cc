@@ -1,6 +1,7 @@
 #include "scheduler/launcher.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace mla::scheduler {
@@ -14,6 +15,8 @@ using kernels::ElementSize;
 // batch may need one per form; workers that drift apart by a layer alternate between few
 // compositions).
 constexpr int32_t kPlansPerSlot = 4;
+// What aligning the workspaces of one request may waste.
+constexpr int64_t kAlignmentBytes = 3 * 256;
 
 int32_t LaunchSlots(const kernels::AttentionBackend& backend) {
   // A CPU backend has one set of workers: a second launch could only wait. A GPU overlaps copies
@@ -40,6 +43,15 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
   plan.min_heads = 1;
   plan.max_heads = limits.max_heads;
   return plan;
+}
+
+// Of a launch, for tensors that are neither the request's nor the cache's. One row of all heads
+// always fits, whatever its dtypes.
+int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  const int64_t row = 2 * int64_t{limits.max_row_dim};
+  return std::max(
+      limits.launch_packed_rows * row * int64_t(ElementSize(backend.Info().intermediate_dtype)),
+      limits.max_heads * row * int64_t(ElementSize(DType::kF32)));
 }
 
 template <typename T>
@@ -76,6 +88,12 @@ int64_t Launcher::PlanBytes(const Limits& limits, const kernels::AttentionBacken
   return PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot * LaunchSlots(backend);
 }
 
+int64_t Launcher::GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  // Elsewhere slices are brought together by the copies into staging memory, which has the room.
+  return backend.Info().unified_memory ? WorkspaceBytes(limits, backend)
+                                       : std::numeric_limits<int64_t>::max();
+}
+
 kernels::BackendLimits Launcher::BackendLimitsOf(const Limits& limits,
                                                  const kernels::AttentionBackend& backend) {
   const PlanCapacity plan = PlanCapacityOf(limits, backend);
@@ -94,10 +112,10 @@ kernels::BackendLimits Launcher::BackendLimitsOf(const Limits& limits,
   out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);
   out.staging_in_bytes = (packed + limits.launch_rows) * limits.max_row_dim * wide;
   out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide;
-  // Absorbed queries and latent outputs, plus alignment of each record.
-  out.slot_workspace_bytes =
-      packed * 2 * limits.max_row_dim * int64_t(ElementSize(backend.Info().intermediate_dtype)) +
-      int64_t{limits.launch_requests} * 128;
+  // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus
+  // alignment of each record.
+  out.slot_workspace_bytes = WorkspaceBytes(limits, backend) + packed * int64_t{sizeof(float)} +
+                             int64_t{limits.launch_requests} * kAlignmentBytes;
   out.work_items = plan.work_items;
   out.reduce_tiles = plan.reduce_tiles;
   out.reduce_partials = plan.reduce_partials;
@@ -118,6 +136,7 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     launch.slot = static_cast<int32_t>(slot);
     launch.batch.requests.reserve(limits.launch_requests);
     launch.batch.segments.reserve(limits.launch_requests);
+    launch.batch.slices.reserve(limits.launch_requests);
     launch.appends.reserve(limits.launch_requests);
     launch.absorbed.reserve(limits.launch_requests);
     launch.expanded.reserve(limits.launch_requests);
@@ -127,6 +146,10 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     launch.plan_expanded.reserve(limits.launch_requests);
   }
   staged_.reserve(limits.launch_requests);
+  fused_.reserve(limits.launch_requests);
+  in_parts_.reserve(limits.max_heads);
+  out_parts_.reserve(limits.max_heads);
+  lse_parts_.reserve(limits.max_heads);
   layers_.reserve(limits.launch_requests);
   streams_.reserve(limits.launch_requests);
 }
@@ -179,171 +202,6 @@ absl::Status Launcher::WaitOldest() {
   launch.report.ok = kernel_ns.ok();
   if (kernel_ns.ok()) launch.report.kernel_ns = *kernel_ns;
   return kernel_ns.status();
-}
-
-absl::StatusOr<Launcher::Staged> Launcher::Stage(const Launch& launch,
-                                                 const StreamRequest& request) {
-  const AttendArgs& args = request.attend;
-  const ModelSpec& spec = *request.engine.step->model->spec;
-  const int64_t first = request.engine.rows_done;
-  const int64_t rows = request.engine.rows_launched;
-  const int64_t in_size = ElementSize(args.q_dtype);
-  Staged staged;
-  if (args.has_kv && !request.engine.repeat) {
-    const int64_t row = spec.geometry.kv_row_dim() * in_size;
-    absl::StatusOr<const void*> kv =
-        backend_->StageInput(launch.slot, args.kv + first * row, rows * row);
-    if (!kv.ok()) return kv.status();
-    staged.kv = static_cast<const std::byte*>(*kv);
-  }
-  if (args.profile == Profile::kAppendOnly) return staged;
-  const int64_t q_row = int64_t{args.num_heads} * spec.q_dim(args.profile) * in_size;
-  absl::StatusOr<const void*> q =
-      backend_->StageInput(launch.slot, args.q + first * q_row, rows * q_row);
-  if (!q.ok()) return q.status();
-  staged.q = static_cast<const std::byte*>(*q);
-  const int64_t o_row = int64_t{args.num_heads} * spec.o_dim(args.profile) *
-                        static_cast<int64_t>(ElementSize(args.o_dtype));
-  absl::StatusOr<void*> o =
-      backend_->StageOutput(launch.slot, args.o + first * o_row, rows * o_row);
-  if (!o.ok()) return o.status();
-  staged.o = static_cast<std::byte*>(*o);
-  if (args.want_lse) {
-    absl::StatusOr<void*> lse =
-        backend_->StageOutput(launch.slot, args.lse + first * args.num_heads,
-                              rows * args.num_heads * int64_t{sizeof(float)});
-    if (!lse.ok()) return lse.status();
-    staged.lse = static_cast<float*>(*lse);
-  }
-  return staged;
-}
-
-void Launcher::AddAppend(Launch* launch, const Segment& segment, const Staged& staged) {
-  const StreamRequest& request = *segment.request;
-  const Model& model = *request.engine.step->model;
-  const int64_t row_dim = model.spec->geometry.kv_row_dim();
-  const int64_t skip = segment.row_begin - request.attend.row_begin - request.engine.rows_done;
-  kernels::AppendRecord record;
-  record.kv = staged.kv + skip * row_dim * int64_t(ElementSize(request.attend.q_dtype));
-  record.dtype = request.attend.q_dtype;
-  record.kv_row_stride = row_dim;
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
-  record.layer_offset = model.layout.layer_offset(request.attend.layer);
-  record.row_stride = model.layout.row_bytes;
-  record.page_size = model.layout.page_size;
-  record.first_position = segment.cached();
-  record.rows = segment.rows;
-  record.row_dim = static_cast<int32_t>(row_dim);
-  launch->appends.push_back(record);
-}
-
-absl::Status Launcher::AddAbsorbedOfExpanded(Launch* launch, const Segment& segment,
-                                             kernels::RequestRecord record) {
-  const kernels::Geometry& g = launch->batch.key.geometry;
-  const int64_t heads = record.num_heads;
-  const int64_t size = ElementSize(backend_->Info().intermediate_dtype);
-  const int64_t q_bytes = segment.rows * heads * g.absorbed_q_dim() * size;
-  absl::StatusOr<void*> q = backend_->SlotWorkspace(launch->slot, q_bytes);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o =
-      backend_->SlotWorkspace(launch->slot, segment.rows * heads * g.kv_lora_rank * size);
-  if (!o.ok()) return o.status();
-  kernels::ProjectionRecord absorb;
-  absorb.in = record.q;
-  absorb.out = *q;
-  absorb.in_row_stride = record.q_row_stride;
-  absorb.in_head_stride = record.q_head_stride;
-  absorb.out_row_stride = heads * g.absorbed_q_dim();
-  absorb.out_head_stride = g.absorbed_q_dim();
-  absorb.rows = segment.rows;
-  absorb.num_heads = record.num_heads;
-  absorb.head_offset = record.head_offset;
-  absorb.weights_slot = record.weights_slot;
-  kernels::ProjectionRecord project = absorb;
-  project.in = *o;
-  project.out = record.o;
-  project.in_row_stride = heads * g.kv_lora_rank;
-  project.in_head_stride = g.kv_lora_rank;
-  project.out_row_stride = record.o_row_stride;
-  project.out_head_stride = record.o_head_stride;
-  launch->absorbs.push_back(absorb);
-  launch->projects.push_back(project);
-
-  record.q = *q;
-  record.q_row_stride = absorb.out_row_stride;
-  record.q_head_stride = absorb.out_head_stride;
-  record.o = *o;
-  record.o_row_stride = project.in_row_stride;
-  record.o_head_stride = project.in_head_stride;
-  launch->absorbed.push_back(record);
-  return absl::OkStatus();
-}
-
-absl::Status Launcher::AddCompute(Launch* launch, const Segment& segment, const Staged& staged) {
-  const StreamRequest& request = *segment.request;
-  const AttendArgs& args = request.attend;
-  const Model& model = *request.engine.step->model;
-  const int64_t skip = segment.row_begin - args.row_begin - request.engine.rows_done;
-  kernels::RequestRecord record{};
-  record.q_head_stride = model.spec->q_dim(args.profile);
-  record.q_row_stride = record.q_head_stride * args.num_heads;
-  record.o_head_stride = model.spec->o_dim(args.profile);
-  record.o_row_stride = record.o_head_stride * args.num_heads;
-  record.lse_head_stride = 1;
-  record.lse_row_stride = args.num_heads;
-  record.q = staged.q + skip * record.q_row_stride * int64_t(ElementSize(args.q_dtype));
-  record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(args.o_dtype));
-  if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
-  record.layer_offset = model.layout.layer_offset(args.layer);
-  record.row_stride = model.layout.row_bytes;
-  record.page_size = model.layout.page_size;
-  record.q_rows = segment.rows;
-  record.kv_rows = segment.cached() + segment.rows;
-  record.num_heads = args.num_heads;
-  record.head_offset = args.head_offset;
-  record.softmax_scale = static_cast<float>(model.spec->softmax_scale);
-  record.causal = 1;
-  if (args.profile == Profile::kAbsorbed) {
-    record.weights_slot = -1;
-    launch->absorbed.push_back(record);
-  } else {
-    record.weights_slot = models_->weights_slot(model, args.layer);
-    if (segment.rows < model.expanded_min_rows) {
-      if (absl::Status s = AddAbsorbedOfExpanded(launch, segment, record); !s.ok()) return s;
-    } else {
-      launch->expanded.push_back(record);
-      launch->plan_expanded.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
-      return absl::OkStatus();
-    }
-  }
-  launch->plan_absorbed.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
-  return absl::OkStatus();
-}
-
-absl::Status Launcher::Fill(Launch* launch) {
-  launch->appends.clear();
-  launch->absorbed.clear();
-  launch->expanded.clear();
-  launch->absorbs.clear();
-  launch->projects.clear();
-  launch->plan_absorbed.clear();
-  launch->plan_expanded.clear();
-  if (absl::Status s = backend_->BeginLaunch(launch->slot); !s.ok()) return s;
-  staged_.clear();
-  for (const StreamRequest* request : launch->batch.requests) {
-    absl::StatusOr<Staged> staged = Stage(*launch, *request);
-    if (!staged.ok()) return staged.status();
-    staged_.push_back(*staged);
-  }
-  for (const Segment& segment : launch->batch.segments) {
-    const StreamRequest& request = *segment.request;
-    const Staged& staged = staged_[request.engine.batch_index];
-    if (staged.kv != nullptr) AddAppend(launch, segment, staged);
-    if (request.attend.profile == Profile::kAppendOnly) continue;
-    if (absl::Status s = AddCompute(launch, segment, staged); !s.ok()) return s;
-  }
-  return absl::OkStatus();
 }
 
 kernels::AttentionDesc Launcher::Desc(const Launch& launch, AttentionForm form) const {
@@ -427,6 +285,8 @@ void Launcher::Report(Launch* launch) {
   LaunchReport& report = launch->report;
   report.requests = static_cast<int32_t>(batch.requests.size());
   report.records = static_cast<int32_t>(batch.segments.size());
+  for (const FusedSlices& slices : batch.slices) report.slices_fused += slices.count;
+  report.slice_waits_expired = batch.slice_waits_expired;
   report.rows_decode = batch.rows_by_stage[0];
   report.rows_extend = batch.rows_by_stage[1];
   report.rows_prefill = batch.rows_by_stage[2];

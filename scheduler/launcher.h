@@ -4,7 +4,8 @@
 //
 // In EXPANDED, short segments take the absorbed form between two projections (rows grouped by their
 // weights inside the backend), long ones the expanded form; ABSORBED has the absorbed form only. A
-// form that no segment needs is absent: nothing is built for it.
+// form that no segment needs is absent: nothing is built for it. Fused slices take the absorbed
+// form in one record over all their heads.
 //
 // Threading: owned by the engine role. Nothing is allocated per launch.
 #ifndef MLA_SCHEDULER_LAUNCHER_H_
@@ -43,6 +44,8 @@ struct Launch {
 
 class Launcher {
  public:
+  // Bytes of queries and outputs of fused slices that one launch can bring together.
+  static int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   // Sizes of everything that the backend and the plans need under `limits`.
   static kernels::BackendLimits BackendLimitsOf(const Limits& limits,
                                                 const kernels::AttentionBackend& backend);
@@ -80,9 +83,18 @@ class Launcher {
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            ModelTable* models, const Clock* clock);
   absl::Status Fill(Launch* launch);
-  absl::StatusOr<Staged> Stage(const Launch& launch, const StreamRequest& request);
+  absl::Status StageKv(const Launch& launch, const StreamRequest& request, Staged* staged);
+  absl::Status StageRequest(const Launch& launch, const StreamRequest& request, Staged* staged);
+  // `staged` is of all heads, side by side, in the absorbed form.
+  absl::Status StageSlices(Launch* launch, const FusedSlices& slices, Staged* staged);
+  absl::Status StageAbsorbedSlices(const Launch& launch, const FusedSlices& slices, Staged* staged);
+  absl::Status StageExpandedSlices(Launch* launch, const FusedSlices& slices, Staged* staged);
+  absl::Status StageLse(const Launch& launch, const FusedSlices& slices, Staged* staged);
+  absl::Status StageBatch(Launch* launch);
   void AddAppend(Launch* launch, const Segment& segment, const Staged& staged);
+  kernels::RequestRecord Record(const Segment& segment) const;
   absl::Status AddCompute(Launch* launch, const Segment& segment, const Staged& staged);
+  void AddFused(Launch* launch, const Segment& segment);
   absl::Status AddAbsorbedOfExpanded(Launch* launch, const Segment& segment,
                                      kernels::RequestRecord record);
   absl::Status Plan(Launch* launch);
@@ -97,7 +109,10 @@ class Launcher {
   const Clock* const clock_;
   std::unique_ptr<PlanCache> plans_;
   std::vector<Launch> launches_;
-  std::vector<Staged> staged_;   // by position in batch.requests
+  std::vector<Staged> staged_;                // by position in batch.requests
+  std::vector<Staged> fused_;                 // by position in batch.slices
+  std::vector<kernels::InputPart> in_parts_;  // scratch of StageSlices
+  std::vector<kernels::OutputPart> out_parts_, lse_parts_;
   std::vector<int32_t> layers_;  // scratch of Report
   std::vector<StreamId> streams_;
   int32_t oldest_ = 0;

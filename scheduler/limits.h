@@ -43,8 +43,9 @@ struct Limits {
   int64_t sequence_lease_ms = 10000;  // since the last sign of life of the sequence or a renewal
   int64_t max_lease_ms = 3600000;     // that a client may ask for
   int64_t step_lease_ms = 2000;       // since the last message of the step
-  int64_t kv_wait_ms = 500;           // how long rows wait for KV rows that have not arrived
-  int64_t queue_ms = 30000;           // how long any request may wait for its launch
+  int64_t slice_wait_us = 200;  // how long head slices wait for those of other ranks; 0: never
+  int64_t kv_wait_ms = 500;     // how long rows wait for KV rows that have not arrived
+  int64_t queue_ms = 30000;     // how long any request may wait for its launch
 
   // --- Names
   int32_t max_name_bytes = 128;  // model, client, request and tenant names

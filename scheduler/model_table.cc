@@ -128,6 +128,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
       HasExpanded(spec) && backend_->CanRun(DescOf(spec, AttentionForm::kExpanded)).ok();
   model->expanded_min_rows =
       expanded_form ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
+  model->tile_rows = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed)).tile_rows;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
   return models_[free].get();

@@ -31,6 +31,7 @@ struct Model {
   kvcache::LayoutId layout_id = -1;
   int32_t sequences = 0;  // open ones; Unregister waits for zero
   int32_t expanded_min_rows = 0;
+  int32_t tile_rows = 0;  // packed rows of a full tile of the absorbed form
   // --- Weights
   struct Head {
     // Missing: 0; loaded: the upload that brought it; committed: kCommitted.

@@ -89,6 +89,7 @@ struct Fault {
 };
 
 struct Step;
+struct SliceGroup;
 
 class StreamRequest {
  public:
@@ -122,12 +123,14 @@ class StreamRequest {
     Step* step = nullptr;
     int64_t arrival_ns = 0;
     int64_t deadline_ns = 0;
-    int64_t blocked_since_ns = 0;  // arrival, or when a part of it was last computed
-    int32_t rows_done = 0;         // computed by earlier launches of a request that is cut up
-    int32_t rows_launched = 0;     // in the launch now running
-    int32_t batch_index = 0;       // position in that launch's batch
-    bool repeat = false;           // its KV rows were accepted before: compare, do not append
-    bool compared = false;         // ... and were found equal
+    int64_t blocked_since_ns = 0;      // arrival, or when a part of it was last computed
+    int32_t rows_done = 0;             // computed by earlier launches of a request that is cut up
+    int32_t rows_launched = 0;         // in the launch now running
+    int32_t batch_index = 0;           // position in that launch's batch
+    SliceGroup* group = nullptr;       // head slices of the same rows that wait with it
+    StreamRequest* sibling = nullptr;  // the next of them
+    bool repeat = false;               // its KV rows were accepted before: compare, do not append
+    bool compared = false;             // ... and were found equal
   };
   EngineFields engine;
 };

@@ -42,7 +42,8 @@ struct LayerProgress {
   int32_t accepted = 0;
   int32_t appended = 0;
   int32_t stored = 0;
-  int32_t writer_head = -1;  // head_offset of the slice that brings the KV rows
+  int32_t writer_head = -1;      // head_offset of the slice that brings the KV rows
+  SliceGroup* slices = nullptr;  // head slices that wait, by rows; see slice_table.h
 };
 
 struct Step {

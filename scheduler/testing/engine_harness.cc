@@ -194,24 +194,29 @@ void EngineHarness::FillQueries(TestRequest* request, uint64_t q_key) {
 std::unique_ptr<TestRequest> EngineHarness::Attend(StreamId stream, StepId step, int layer,
                                                    int row_begin, const std::vector<Row>& kv,
                                                    uint64_t q_key) {
-  auto request = std::make_unique<TestRequest>();
-  request->stream = stream;
-  request->step_id = step;
-  request->attend.layer = layer;
-  request->attend.row_begin = row_begin;
-  request->attend.row_count = static_cast<int32_t>(kv.size());
-  request->attend.num_heads = model_.geometry.num_heads;
-  request->attend.has_kv = true;
-  request->kv_rows = Encode(kv);
-  request->attend.kv = Bytes(request->kv_rows);
-  FillQueries(request.get(), q_key);
-  Submit(request.get());
-  return request;
+  return Slice(stream, step, layer, row_begin, static_cast<int>(kv.size()), kv, 0,
+               model_.geometry.num_heads, q_key);
 }
 
 std::unique_ptr<TestRequest> EngineHarness::Query(StreamId stream, StepId step, int layer,
                                                   int row_begin, int rows, int head, int heads,
                                                   uint64_t q_key) {
+  return Slice(stream, step, layer, row_begin, rows, {}, head, heads, q_key);
+}
+
+std::unique_ptr<TestRequest> EngineHarness::Slice(StreamId stream, StepId step, int layer,
+                                                  int row_begin, int rows,
+                                                  const std::vector<Row>& kv, int head, int heads,
+                                                  uint64_t q_key) {
+  auto request = Unsent(stream, step, layer, row_begin, rows, kv, head, heads, q_key);
+  Submit(request.get());
+  return request;
+}
+
+std::unique_ptr<TestRequest> EngineHarness::Unsent(StreamId stream, StepId step, int layer,
+                                                   int row_begin, int rows,
+                                                   const std::vector<Row>& kv, int head, int heads,
+                                                   uint64_t q_key) {
   auto request = std::make_unique<TestRequest>();
   request->stream = stream;
   request->step_id = step;
@@ -220,8 +225,10 @@ std::unique_ptr<TestRequest> EngineHarness::Query(StreamId stream, StepId step, 
   request->attend.row_count = rows;
   request->attend.head_offset = head;
   request->attend.num_heads = heads;
+  request->attend.has_kv = !kv.empty();
+  request->kv_rows = Encode(kv);
+  request->attend.kv = Bytes(request->kv_rows);
   FillQueries(request.get(), q_key);
-  Submit(request.get());
   return request;
 }
 

@@ -74,7 +74,11 @@ class EngineHarness {
   // head).
   std::unique_ptr<TestRequest> Attend(StreamId stream, StepId step, int layer, int row_begin,
                                       const std::vector<Row>& kv, uint64_t q_key);
-  // The same without KV rows, for a slice of heads.
+  // Rows for a slice of heads, with KV rows if `kv` is not empty. The request is as Query's.
+  std::unique_ptr<TestRequest> Slice(StreamId stream, StepId step, int layer, int row_begin,
+                                     int rows, const std::vector<Row>& kv, int head, int heads,
+                                     uint64_t q_key);
+  // The same without KV rows.
   std::unique_ptr<TestRequest> Query(StreamId stream, StepId step, int layer, int row_begin,
                                      int rows, int head, int heads, uint64_t q_key);
   std::unique_ptr<TestRequest> AppendOnly(StreamId stream, StepId step, int layer, int row_begin,
@@ -83,17 +87,22 @@ class EngineHarness {
   std::unique_ptr<TestRequest> Abort(StreamId stream, StepId step);
   // Launches until nothing is ready.
   void Run();
-  void Advance(int64_t ms) {
-    clock_.Advance(ms * 1'000'000);
+  void Advance(int64_t ms) { AdvanceMicros(ms * 1'000); }
+  void AdvanceMicros(int64_t us) {
+    clock_.Advance(us * 1'000);
     core_->Tick();
   }
+  // Slice's request before it is handed over, for the test to change, and the handing over.
+  std::unique_ptr<TestRequest> Unsent(StreamId stream, StepId step, int layer, int row_begin,
+                                      int rows, const std::vector<Row>& kv, int head, int heads,
+                                      uint64_t q_key);
+  void Submit(TestRequest* request);
   // Worst absolute difference of the request's output from the dense answer, where row i of the
   // request sees the first visible[i] of `rows`; also compares the LSE.
   double Error(const TestRequest& request, const std::vector<const Row*>& rows,
                const std::vector<int>& visible, uint64_t q_key);
 
  private:
-  void Submit(TestRequest* request);
   void FillQueries(TestRequest* request, uint64_t q_key);
 
   const std::string tenant_ = "tenant-a";

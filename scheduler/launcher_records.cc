@@ -1,0 +1,325 @@
+// Launcher: from a batch to the records of its launch.
+#include "scheduler/launcher.h"
+
+namespace mla::scheduler {
+
+using kernels::DType;
+using kernels::ElementSize;
+
+absl::Status Launcher::StageKv(const Launch& launch, const StreamRequest& request, Staged* staged) {
+  if (!Appends(request)) return absl::OkStatus();
+  const AttendArgs& args = request.attend;
+  const int64_t row =
+      request.engine.step->model->spec->geometry.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
+  absl::StatusOr<const void*> kv = backend_->StageInput(
+      launch.slot, args.kv + request.engine.rows_done * row, request.engine.rows_launched * row);
+  if (!kv.ok()) return kv.status();
+  staged->kv = static_cast<const std::byte*>(*kv);
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageRequest(const Launch& launch, const StreamRequest& request,
+                                    Staged* staged) {
+  const AttendArgs& args = request.attend;
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const int64_t first = request.engine.rows_done;
+  const int64_t rows = request.engine.rows_launched;
+  const int64_t q_row =
+      int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
+  absl::StatusOr<const void*> q =
+      backend_->StageInput(launch.slot, args.q + first * q_row, rows * q_row);
+  if (!q.ok()) return q.status();
+  staged->q = static_cast<const std::byte*>(*q);
+  const int64_t o_row =
+      int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
+  absl::StatusOr<void*> o =
+      backend_->StageOutput(launch.slot, args.o + first * o_row, rows * o_row);
+  if (!o.ok()) return o.status();
+  staged->o = static_cast<std::byte*>(*o);
+  if (args.want_lse) {
+    absl::StatusOr<void*> lse =
+        backend_->StageOutput(launch.slot, args.lse + first * args.num_heads,
+                              rows * args.num_heads * int64_t{sizeof(float)});
+    if (!lse.ok()) return lse.status();
+    staged->lse = static_cast<float*>(*lse);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageAbsorbedSlices(const Launch& launch, const FusedSlices& slices,
+                                           Staged* staged) {
+  in_parts_.clear();
+  out_parts_.clear();
+  int32_t rows = 0;
+  for (int32_t i = 0; i < slices.count; ++i) {
+    const StreamRequest& request = *launch.batch.requests[slices.first + i];
+    const AttendArgs& args = request.attend;
+    const ModelSpec& spec = *request.engine.step->model->spec;
+    const int64_t q_row =
+        int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
+    const int64_t o_row =
+        int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
+    in_parts_.push_back({args.q + request.engine.rows_done * q_row, q_row});
+    out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row});
+    rows = request.engine.rows_launched;
+  }
+  absl::StatusOr<const void*> q = backend_->StageInputParts(launch.slot, rows, in_parts_);
+  if (!q.ok()) return q.status();
+  staged->q = static_cast<const std::byte*>(*q);
+  absl::StatusOr<void*> o = backend_->StageOutputParts(launch.slot, rows, out_parts_);
+  if (!o.ok()) return o.status();
+  staged->o = static_cast<std::byte*>(*o);
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& slices,
+                                           Staged* staged) {
+  const kernels::Geometry& g = launch->batch.key.geometry;
+  const int64_t size = ElementSize(backend_->Info().intermediate_dtype);
+  const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
+  absl::StatusOr<void*> q =
+      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.absorbed_q_dim() * size);
+  if (!q.ok()) return q.status();
+  absl::StatusOr<void*> o =
+      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.kv_lora_rank * size);
+  if (!o.ok()) return o.status();
+  staged->q = static_cast<const std::byte*>(*q);
+  staged->o = static_cast<std::byte*>(*o);
+  int64_t head = 0;  // of the slice, side by side with the others
+  for (int32_t i = 0; i < slices.count; ++i) {
+    const StreamRequest& request = *launch->batch.requests[slices.first + i];
+    const AttendArgs& args = request.attend;
+    const Model& model = *request.engine.step->model;
+    Staged own;
+    if (absl::Status s = StageRequest(*launch, request, &own); !s.ok()) return s;
+    kernels::ProjectionRecord absorb;
+    absorb.in = own.q;
+    absorb.in_head_stride = model.spec->q_dim(args.profile);
+    absorb.in_row_stride = absorb.in_head_stride * args.num_heads;
+    absorb.out = static_cast<std::byte*>(*q) + head * g.absorbed_q_dim() * size;
+    absorb.out_head_stride = g.absorbed_q_dim();
+    absorb.out_row_stride = absorb.out_head_stride * slices.heads;
+    absorb.rows = static_cast<int32_t>(rows);
+    absorb.num_heads = args.num_heads;
+    absorb.head_offset = args.head_offset;
+    absorb.weights_slot = models_->weights_slot(model, args.layer);
+    kernels::ProjectionRecord project = absorb;
+    project.in = static_cast<const std::byte*>(*o) + head * g.kv_lora_rank * size;
+    project.in_head_stride = g.kv_lora_rank;
+    project.in_row_stride = project.in_head_stride * slices.heads;
+    project.out = own.o;
+    project.out_head_stride = model.spec->o_dim(args.profile);
+    project.out_row_stride = project.out_head_stride * args.num_heads;
+    launch->absorbs.push_back(absorb);
+    launch->projects.push_back(project);
+    head += args.num_heads;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageLse(const Launch& launch, const FusedSlices& slices, Staged* staged) {
+  lse_parts_.clear();
+  bool wanted = false;
+  int32_t rows = 0;
+  for (int32_t i = 0; i < slices.count; ++i) {
+    const StreamRequest& request = *launch.batch.requests[slices.first + i];
+    const AttendArgs& args = request.attend;
+    float* const lse =
+        args.want_lse ? args.lse + int64_t{request.engine.rows_done} * args.num_heads : nullptr;
+    lse_parts_.push_back({lse, args.num_heads * int64_t{sizeof(float)}});
+    wanted |= args.want_lse;
+    rows = request.engine.rows_launched;
+  }
+  if (!wanted) return absl::OkStatus();
+  absl::StatusOr<void*> lse = backend_->StageOutputParts(launch.slot, rows, lse_parts_);
+  if (!lse.ok()) return lse.status();
+  staged->lse = static_cast<float*>(*lse);
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageSlices(Launch* launch, const FusedSlices& slices, Staged* staged) {
+  if (absl::Status s = StageLse(*launch, slices, staged); !s.ok()) return s;
+  return launch->batch.key.profile == Profile::kAbsorbed
+             ? StageAbsorbedSlices(*launch, slices, staged)
+             : StageExpandedSlices(launch, slices, staged);
+}
+
+void Launcher::AddAppend(Launch* launch, const Segment& segment, const Staged& staged) {
+  const StreamRequest& request = *segment.request;
+  const Model& model = *request.engine.step->model;
+  const int64_t row_dim = model.spec->geometry.kv_row_dim();
+  const int64_t skip = segment.row_begin - FirstRow(request);
+  kernels::AppendRecord record;
+  record.kv = staged.kv + skip * row_dim * int64_t(ElementSize(request.attend.q_dtype));
+  record.dtype = request.attend.q_dtype;
+  record.kv_row_stride = row_dim;
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.layer_offset = model.layout.layer_offset(request.attend.layer);
+  record.row_stride = model.layout.row_bytes;
+  record.page_size = model.layout.page_size;
+  record.first_position = segment.cached();
+  record.rows = segment.rows;
+  record.row_dim = static_cast<int32_t>(row_dim);
+  launch->appends.push_back(record);
+}
+
+absl::Status Launcher::AddAbsorbedOfExpanded(Launch* launch, const Segment& segment,
+                                             kernels::RequestRecord record) {
+  const kernels::Geometry& g = launch->batch.key.geometry;
+  const int64_t heads = record.num_heads;
+  const int64_t size = ElementSize(backend_->Info().intermediate_dtype);
+  const int64_t q_bytes = segment.rows * heads * g.absorbed_q_dim() * size;
+  absl::StatusOr<void*> q = backend_->SlotWorkspace(launch->slot, q_bytes);
+  if (!q.ok()) return q.status();
+  absl::StatusOr<void*> o =
+      backend_->SlotWorkspace(launch->slot, segment.rows * heads * g.kv_lora_rank * size);
+  if (!o.ok()) return o.status();
+  kernels::ProjectionRecord absorb;
+  absorb.in = record.q;
+  absorb.out = *q;
+  absorb.in_row_stride = record.q_row_stride;
+  absorb.in_head_stride = record.q_head_stride;
+  absorb.out_row_stride = heads * g.absorbed_q_dim();
+  absorb.out_head_stride = g.absorbed_q_dim();
+  absorb.rows = segment.rows;
+  absorb.num_heads = record.num_heads;
+  absorb.head_offset = record.head_offset;
+  absorb.weights_slot = record.weights_slot;
+  kernels::ProjectionRecord project = absorb;
+  project.in = *o;
+  project.out = record.o;
+  project.in_row_stride = heads * g.kv_lora_rank;
+  project.in_head_stride = g.kv_lora_rank;
+  project.out_row_stride = record.o_row_stride;
+  project.out_head_stride = record.o_head_stride;
+  launch->absorbs.push_back(absorb);
+  launch->projects.push_back(project);
+
+  record.q = *q;
+  record.q_row_stride = absorb.out_row_stride;
+  record.q_head_stride = absorb.out_head_stride;
+  record.o = *o;
+  record.o_row_stride = project.in_row_stride;
+  record.o_head_stride = project.in_head_stride;
+  launch->absorbed.push_back(record);
+  return absl::OkStatus();
+}
+
+kernels::RequestRecord Launcher::Record(const Segment& segment) const {
+  const AttendArgs& args = segment.request->attend;
+  const Model& model = *segment.request->engine.step->model;
+  kernels::RequestRecord record{};
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.layer_offset = model.layout.layer_offset(args.layer);
+  record.row_stride = model.layout.row_bytes;
+  record.page_size = model.layout.page_size;
+  record.q_rows = segment.rows;
+  record.kv_rows = segment.cached() + segment.rows;
+  record.num_heads = args.num_heads;
+  record.head_offset = args.head_offset;
+  record.weights_slot =
+      args.profile == Profile::kAbsorbed ? -1 : models_->weights_slot(model, args.layer);
+  record.softmax_scale = static_cast<float>(model.spec->softmax_scale);
+  record.causal = 1;
+  return record;
+}
+
+absl::Status Launcher::AddCompute(Launch* launch, const Segment& segment, const Staged& staged) {
+  const AttendArgs& args = segment.request->attend;
+  const Model& model = *segment.request->engine.step->model;
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  kernels::RequestRecord record = Record(segment);
+  record.q_head_stride = model.spec->q_dim(args.profile);
+  record.q_row_stride = record.q_head_stride * args.num_heads;
+  record.o_head_stride = model.spec->o_dim(args.profile);
+  record.o_row_stride = record.o_head_stride * args.num_heads;
+  record.lse_head_stride = 1;
+  record.lse_row_stride = args.num_heads;
+  record.q = staged.q + skip * record.q_row_stride * int64_t(ElementSize(args.q_dtype));
+  record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(args.o_dtype));
+  if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
+  if (args.profile == Profile::kExpanded) {
+    if (segment.rows >= model.expanded_min_rows) {
+      launch->expanded.push_back(record);
+      launch->plan_expanded.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+      return absl::OkStatus();
+    }
+    if (absl::Status s = AddAbsorbedOfExpanded(launch, segment, record); !s.ok()) return s;
+  } else {
+    launch->absorbed.push_back(record);
+  }
+  launch->plan_absorbed.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+  return absl::OkStatus();
+}
+
+void Launcher::AddFused(Launch* launch, const Segment& segment) {
+  const AttendArgs& args = segment.request->attend;
+  const kernels::Geometry& g = launch->batch.key.geometry;
+  const DType between = backend_->Info().intermediate_dtype;
+  const bool absorbed = args.profile == Profile::kAbsorbed;
+  const Staged& staged = fused_[segment.slices];
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  kernels::RequestRecord record = Record(segment);
+  record.num_heads = launch->batch.slices[segment.slices].heads;
+  record.q_head_stride = g.absorbed_q_dim();
+  record.q_row_stride = record.q_head_stride * record.num_heads;
+  record.o_head_stride = g.kv_lora_rank;
+  record.o_row_stride = record.o_head_stride * record.num_heads;
+  record.lse_head_stride = 1;
+  record.lse_row_stride = record.num_heads;
+  record.q = staged.q +
+             skip * record.q_row_stride * int64_t(ElementSize(absorbed ? args.q_dtype : between));
+  record.o = staged.o +
+             skip * record.o_row_stride * int64_t(ElementSize(absorbed ? args.o_dtype : between));
+  if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
+  launch->absorbed.push_back(record);
+  launch->plan_absorbed.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+}
+
+absl::Status Launcher::StageBatch(Launch* launch) {
+  const Batch& batch = launch->batch;
+  staged_.assign(batch.requests.size(), Staged());
+  fused_.assign(batch.slices.size(), Staged());
+  for (size_t i = 0; i < batch.requests.size(); ++i) {
+    if (absl::Status s = StageKv(*launch, *batch.requests[i], &staged_[i]); !s.ok()) return s;
+  }
+  for (size_t i = 0; i < batch.slices.size(); ++i) {
+    if (absl::Status s = StageSlices(launch, batch.slices[i], &fused_[i]); !s.ok()) return s;
+  }
+  size_t fused = 0;  // next of batch.slices, which are in the order of their requests
+  for (size_t i = 0; i < batch.requests.size(); ++i) {
+    if (fused < batch.slices.size() && static_cast<int32_t>(i) == batch.slices[fused].first) {
+      i += static_cast<size_t>(batch.slices[fused++].count) - 1;
+      continue;
+    }
+    if (batch.requests[i]->attend.profile == Profile::kAppendOnly) continue;
+    if (absl::Status s = StageRequest(*launch, *batch.requests[i], &staged_[i]); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::Fill(Launch* launch) {
+  launch->appends.clear();
+  launch->absorbed.clear();
+  launch->expanded.clear();
+  launch->absorbs.clear();
+  launch->projects.clear();
+  launch->plan_absorbed.clear();
+  launch->plan_expanded.clear();
+  if (absl::Status s = backend_->BeginLaunch(launch->slot); !s.ok()) return s;
+  if (absl::Status s = StageBatch(launch); !s.ok()) return s;
+  for (const Segment& segment : launch->batch.segments) {
+    const StreamRequest& request = *segment.request;
+    const Staged& staged = staged_[request.engine.batch_index];
+    if (staged.kv != nullptr) AddAppend(launch, segment, staged);
+    if (request.attend.profile == Profile::kAppendOnly) continue;
+    if (segment.slices >= 0) {
+      AddFused(launch, segment);
+    } else if (absl::Status s = AddCompute(launch, segment, staged); !s.ok()) {
+      return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,119 @@
+// The engine with the GPU backend below it, on the fake HIP runtime: what only the two together do.
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
+#include "scheduler/testing/engine_harness.h"
+#include "tests/fake_hip/fake_control.h"
+
+namespace mla::gpu {
+namespace {
+
+using scheduler::StreamId;
+using scheduler::testing::EngineHarness;
+using scheduler::testing::MakeRow;
+using scheduler::testing::Row;
+using scheduler::testing::TestRequest;
+
+constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
+constexpr char kImage[] = "fake image for gfx950";
+constexpr int kHeads = 16;
+constexpr int kRowDim = 576;
+// Probabilities are rounded to bf16 before the second product.
+constexpr double kTolerance = 4e-3;
+
+fake_hip::Control& Control() {
+  static fake_hip::Control* const control = [] {
+    void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+    EXPECT_NE(library, nullptr) << dlerror();
+    return reinterpret_cast<fake_hip::Control* (*)()>(dlsym(library, "fake_hip_control"))();
+  }();
+  return *control;
+}
+
+std::unique_ptr<EngineHarness> Harness() {
+  Control() = fake_hip::Control();
+  HipBackendOptions options;
+  options.libraries = {kLibrary};
+  options.images = {{"gfx950", {reinterpret_cast<const std::byte*>(kImage), sizeof(kImage)}}};
+  auto backend = HipBackend::Create(options);
+  EXPECT_TRUE(backend.ok()) << backend.status();
+  scheduler::testing::HarnessOptions harness;
+  harness.limits = scheduler::testing::TinyLimits();
+  harness.limits.max_heads = kHeads;
+  harness.limits.max_row_dim = kRowDim;
+  harness.limits.launch_packed_rows = 8 * kHeads;
+  harness.limits.max_participants = kHeads;
+  harness.limits.kv_cache_bytes = 4 << 20;
+  harness.model = scheduler::testing::TinyModel();
+  harness.model.geometry = {kHeads, 512, 64, 8, 8};
+  harness.model.softmax_scale = 0.05;
+  harness.backend = *std::move(backend);
+  return std::make_unique<EngineHarness>(std::move(harness));
+}
+
+std::vector<Row> Rows(int count, uint64_t key) {
+  std::vector<Row> rows;
+  for (int i = 0; i < count; ++i) rows.push_back(MakeRow(key * 1000 + i, kRowDim));
+  return rows;
+}
+
+void Settle(EngineHarness& h) {
+  for (int quiet = 0; quiet < 3;) {
+    const bool busy = h.core().StartLaunch() | h.core().CompleteLaunch(/*wait=*/true);
+    quiet = busy ? 0 : quiet + 1;
+  }
+}
+
+class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, EngineOnFakeHipTest, ::testing::Values(2, 4, 8));
+
+TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
+  const int ranks = GetParam();
+  const int heads = kHeads / ranks;
+  auto h = Harness();
+  std::vector<StreamId> streams;
+  for (int i = 0; i < ranks; ++i) streams.push_back(h->core().OpenStream(h->tenant()));
+  const auto seq = h->Open();
+  for (const StreamId stream : streams) {
+    ASSERT_TRUE(h->Begin(stream, 1, {{seq.id, 1, 0, 3}}, ranks)->status.ok());
+  }
+  const std::vector<Row> rows = Rows(3, 7);
+  std::vector<const Row*> seen;
+  for (const Row& row : rows) seen.push_back(&row);
+  std::vector<std::unique_ptr<TestRequest>> slices;
+  for (int i = 0; i < ranks; ++i) {
+    auto slice =
+        h->Unsent(streams[i], 1, 0, 0, 3, i == 0 ? rows : std::vector<Row>(), i * heads, heads, 5);
+    // Every other rank's tensors lie where the device's copies reach them.
+    if (i % 2 == 1) {
+      for (const std::span<std::byte> memory : {std::as_writable_bytes(std::span(slice->queries)),
+                                                std::as_writable_bytes(std::span(slice->output)),
+                                                std::as_writable_bytes(std::span(slice->lse))}) {
+        ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
+      }
+    }
+    slices.push_back(std::move(slice));
+  }
+  for (const auto& slice : slices) h->Submit(slice.get());
+  const int64_t copies_in = Control().copies_in;
+  const int64_t copies_out = Control().copies_out;
+  Settle(*h);
+  for (const auto& slice : slices) {
+    ASSERT_TRUE(slice->answered());
+    ASSERT_TRUE(slice->status.ok()) << slice->status;
+    EXPECT_EQ(slice->timings.launch_requests, ranks);
+    EXPECT_LT(h->Error(*slice, seen, {1, 2, 3}, 5), kTolerance);
+  }
+  // Metadata, all that is staged, and one copy for each pinned tensor.
+  EXPECT_EQ(Control().copies_in - copies_in, 2 + ranks / 2);
+  EXPECT_EQ(Control().copies_out - copies_out, 1 + 2 * (ranks / 2));
+  EXPECT_EQ(h->core().Stats().slices_fused, uint64_t(ranks));
+}
+
+}  // namespace
+}  // namespace mla::gpu
