@@ -35,6 +35,10 @@ TEST(EngineSimulation, RandomOperationsAgreeWithTheModel) {
     total.refusals += simulator.stats().refusals;
     total.commits += simulator.stats().commits;
     total.aborts += simulator.stats().aborts;
+    total.ranks_complete += simulator.stats().ranks_complete;
+    total.ranks_late += simulator.stats().ranks_late;
+    total.slices_fused += simulator.stats().slices_fused;
+    total.slice_waits_expired += simulator.stats().slice_waits_expired;
   }
   RecordProperty("operations", std::to_string(total.operations));
   // The mix must reach every kind of outcome, or the test proves little.
@@ -42,6 +46,10 @@ TEST(EngineSimulation, RandomOperationsAgreeWithTheModel) {
   EXPECT_GT(total.refusals, total.operations / 100);
   EXPECT_GT(total.commits, total.operations / 100);
   EXPECT_GT(total.aborts, total.operations / 200);
+  EXPECT_GT(total.ranks_complete, total.operations / 50);
+  EXPECT_GT(total.ranks_late, total.operations / 1000);
+  EXPECT_GT(total.slices_fused, total.operations / 100);
+  EXPECT_GT(total.slice_waits_expired, total.operations / 1000);
 }
 
 TEST(EngineSimulation, ASeedReplays) {

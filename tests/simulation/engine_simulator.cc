@@ -18,16 +18,19 @@ using scheduler::testing::TinyLimits;
 using scheduler::testing::TinyModel;
 
 constexpr int kRowDim = 12;
-constexpr double kTolerance = 2e-5;
 constexpr size_t kSequencesMost = 10;
 constexpr size_t kStreamsMost = 5;
 constexpr size_t kWaitingMost = 40;
 
-HarnessOptions Options() { return {TinyLimits(), TinyModel(), nullptr, nullptr}; }
+HarnessOptions Options(int heads) {
+  HarnessOptions options{TinyLimits(), TinyModel(), nullptr, nullptr};
+  options.model.geometry.num_heads = heads;
+  return options;
+}
 
 }  // namespace
 
-EngineSimulator::EngineSimulator(uint64_t seed) : random_(seed), harness_(Options()) {
+EngineSimulator::EngineSimulator(uint64_t seed) : random_(seed), harness_(Options(kHeads)) {
   streams_.push_back(harness_.core().OpenStream(harness_.tenant()));
 }
 
@@ -172,7 +175,7 @@ std::string EngineSimulator::BeginStep() {
     step.total += rows;
   }
   if (step.members.empty()) return "";
-  step.participants = Pick(4) == 0 ? 2 : 1;
+  step.participants = Pick(3) == 0 ? 2 + static_cast<int>(Pick(2)) : 1;
   step.streams.push_back(streams_[Pick(streams_.size())]);
   const auto request = harness_.Begin(step.streams[0], id, step.args, step.participants);
   if (!request->status.ok() || request->total_rows != step.total) {
@@ -239,28 +242,78 @@ std::string EngineSimulator::AttendNext() {
   if (left == 0) return "";
   const int first = static_cast<int>(accepted.size());
   const int count = 1 + static_cast<int>(Pick(static_cast<uint64_t>(left)));
-  std::vector<Row> rows;
-  for (int i = 0; i < count; ++i) {
-    accepted.push_back(next_key_);
-    rows.push_back(RowOf(next_key_++));
-  }
+  if (step.has_writer[layer] && step.writer_head[layer] != 0) return "";
+  const std::vector<Row> rows = AcceptRows(it->first, layer, count);
   step.has_writer[layer] = true;
   const uint64_t q_key = next_key_ += 4096;
   const bool append_only = Pick(4) == 0;
   auto request = append_only
                      ? harness_.AppendOnly(step.streams[0], it->first, layer, first, rows)
                      : harness_.Attend(step.streams[0], it->first, layer, first, rows, q_key);
-  // Queries that were ahead of these rows now see them.
+  ShowRows(it->first, layer);
+  return Keep(std::move(request), it->first, q_key, !append_only);
+}
+
+std::vector<Row> EngineSimulator::AcceptRows(StepId id, int layer, int count) {
+  std::vector<Row> rows;
+  for (int i = 0; i < count; ++i) {
+    steps_.at(id).rows[layer].push_back(next_key_);
+    rows.push_back(RowOf(next_key_++));
+  }
+  return rows;
+}
+
+void EngineSimulator::ShowRows(StepId id, int layer) {
+  const ModelStep& step = steps_.at(id);
   for (Waiting& waiting : waiting_) {
     const scheduler::AttendArgs& args = waiting.request->attend;
-    if (waiting.step != it->first || args.layer != layer || !waiting.waits_for_rows) continue;
-    if (args.row_begin + args.row_count > static_cast<int>(accepted.size())) continue;
+    if (waiting.step != id || args.layer != layer || !waiting.waits_for_rows) continue;
+    if (args.row_begin + args.row_count > static_cast<int>(step.rows[layer].size())) continue;
     waiting.waits_for_rows = false;
     for (int i = 0; waiting.computes && i < args.row_count; ++i) {
       waiting.visible.push_back(Visible(step, layer, args.row_begin + i));
     }
   }
-  return Keep(std::move(request), it->first, q_key, !append_only);
+}
+
+// The next rows of a layer, heads cut among the streams of the step; one of the ranks brings the KV
+// rows, any order, and now and then one is late.
+std::string EngineSimulator::AttendByRanks() {
+  const auto it = AnyStep();
+  if (it == steps_.end() || waiting_.size() + 3 >= kWaitingMost) return "";
+  const StepId id = it->first;
+  ModelStep& step = it->second;
+  const int layer = static_cast<int>(Pick(kLayers));
+  const int first = static_cast<int>(step.rows[layer].size());
+  if (first == step.total) return "";
+  const int count = 1 + static_cast<int>(Pick(static_cast<uint64_t>(step.total - first)));
+  const int ranks = static_cast<int>(step.streams.size());
+  const auto head_of = [ranks](int rank) { return rank * kHeads / ranks; };
+  int writer = static_cast<int>(Pick(static_cast<uint64_t>(ranks)));
+  // A layer's rows all come with the same heads.
+  for (int rank = 0; step.has_writer[layer] && rank < ranks; ++rank) {
+    if (head_of(rank) == step.writer_head[layer]) writer = rank;
+  }
+  if (step.has_writer[layer] && head_of(writer) != step.writer_head[layer]) return "";
+  step.has_writer[layer] = true;
+  step.writer_head[layer] = head_of(writer);
+  const int late = Pick(2) == 0 ? static_cast<int>(Pick(static_cast<uint64_t>(ranks))) : -1;
+  const uint64_t q_key = next_key_ += 4096;
+  const int turn = static_cast<int>(Pick(static_cast<uint64_t>(ranks)));
+  for (int i = 0; i < ranks; ++i) {
+    const int rank = (i + turn) % ranks;
+    if (rank == late && rank != writer) continue;
+    const bool writes = rank == writer;
+    const std::vector<Row> rows = writes ? AcceptRows(id, layer, count) : std::vector<Row>();
+    auto request = harness_.Slice(step.streams[static_cast<size_t>(rank)], id, layer, first, count,
+                                  rows, head_of(rank), head_of(rank + 1) - head_of(rank), q_key);
+    if (writes) ShowRows(id, layer);
+    if (std::string wrong = Keep(std::move(request), id, q_key, true); !wrong.empty()) return wrong;
+    if (Pick(3) == 0) harness_.AdvanceMicros(static_cast<int64_t>(Pick(120)));
+    if (Pick(4) == 0) Launch();
+  }
+  ++(late >= 0 && late != writer ? stats_.ranks_late : stats_.ranks_complete);
+  return "";
 }
 
 std::string EngineSimulator::AttendOutOfOrder() {
@@ -269,7 +322,7 @@ std::string EngineSimulator::AttendOutOfOrder() {
   const ModelStep& step = it->second;
   const int layer = static_cast<int>(Pick(kLayers));
   const int accepted = static_cast<int>(step.rows[layer].size());
-  if (accepted + 1 >= step.total) return "";
+  if (accepted + 1 >= step.total || step.writer_head[layer] != 0) return "";
   const auto request = harness_.Attend(step.streams[0], it->first, layer, accepted + 1,
                                        {RowOf(next_key_)}, next_key_);
   return Refused(*request, "rows_out_of_order");
@@ -289,6 +342,7 @@ std::string EngineSimulator::AttendRepeat() {
   for (int i = 0; i < count; ++i) rows.push_back(RowOf(accepted[static_cast<size_t>(first + i)]));
   if (differ) rows.back()[Pick(kRowDim)] += 8;
   const uint64_t q_key = next_key_ += 4096;
+  if (step.writer_head[layer] != 0) return "";  // its heads are another slice's
   auto request = harness_.Attend(step.streams[0], it->first, layer, first, rows, q_key);
   const std::string kept = Keep(std::move(request), it->first, q_key, true);
   waiting_.back().must_differ = differ;
@@ -314,8 +368,7 @@ std::string EngineSimulator::EndStep() {
   const auto it = AnyStep();
   if (it == steps_.end()) return "";
   // Everything sent before is answered first, so that the answer can be foretold.
-  harness_.Run();
-  if (std::string wrong = CheckAnswers(); !wrong.empty()) return wrong;
+  if (std::string wrong = Settle(); !wrong.empty()) return wrong;
   for (const Waiting& waiting : waiting_) {
     if (waiting.step == it->first) return "";  // it waits for rows
   }
@@ -362,8 +415,7 @@ std::string EngineSimulator::AbortStep() {
 
 std::string EngineSimulator::LetTimePass() {
   // Short enough for every lease; KV waits of 500 ms may end. Launch first, so that only those do.
-  harness_.Run();
-  if (std::string wrong = CheckAnswers(); !wrong.empty()) return wrong;
+  if (std::string wrong = Settle(); !wrong.empty()) return wrong;
   harness_.Advance(static_cast<int64_t>(Pick(700)));
   for (const auto& [id, step] : steps_) {
     // A sign of life from every step: a repeated BeginStep.
@@ -379,72 +431,6 @@ std::string EngineSimulator::Launch() {
   return "";
 }
 
-std::string EngineSimulator::CheckOutput(const Waiting& waiting) {
-  ++stats_.answers_checked;
-  TestRequest one;
-  const TestRequest& all = *waiting.request;
-  const size_t heads = static_cast<size_t>(all.attend.num_heads);
-  for (size_t i = 0; i < waiting.visible.size(); ++i) {
-    std::vector<const Row*> rows;
-    for (const uint64_t key : waiting.visible[i]) rows.push_back(&RowOf(key));
-    one.attend = all.attend;
-    one.attend.row_begin += static_cast<int>(i);
-    one.attend.row_count = 1;
-    const auto out = all.output.begin() + static_cast<long>(i * heads * 8);
-    one.output.assign(out, out + static_cast<long>(heads * 8));
-    const auto lse = all.lse.begin() + static_cast<long>(i * heads);
-    one.lse.assign(lse, lse + static_cast<long>(heads));
-    const double error = harness_.Error(one, rows, {static_cast<int>(rows.size())}, waiting.q_key);
-    if (!(error < kTolerance)) {
-      return absl::StrCat("row ", i, " of layer ", all.attend.layer, " is off by ", error);
-    }
-    Trace(static_cast<uint64_t>(one.output[0] * 1e6));
-  }
-  return "";
-}
-
-std::string EngineSimulator::CheckAnswer(const Waiting& waiting) {
-  const TestRequest& request = *waiting.request;
-  if (request.answers != 1) return absl::StrCat(request.answers, " answers to one request");
-  const bool step_open = steps_.contains(waiting.step);
-  Trace(static_cast<uint64_t>(request.status.code()));
-  if (request.status.ok()) {
-    if (waiting.must_differ) return "a repeat with other bytes was accepted";
-    if (waiting.waits_for_rows) return "answered before its KV rows arrived";
-    return waiting.computes ? CheckOutput(waiting) : "";
-  }
-  const std::string& reason = request.fault.reason;
-  if (waiting.must_differ && reason == "kv_rows_differ") return "";
-  if (waiting.waits_for_rows && reason == "kv_rows_missing") return "";
-  if (!step_open && reason == "step_aborted" && request.step_aborted) return "";
-  return absl::StrCat("failed without cause: ", request.status.ToString());
-}
-
-std::string EngineSimulator::CheckAnswers() {
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (!it->request->answered()) {
-      ++it;
-      continue;
-    }
-    if (std::string wrong = CheckAnswer(*it); !wrong.empty()) return wrong;
-    it = waiting_.erase(it);
-  }
-  return "";
-}
-
-std::string EngineSimulator::CheckSequences() {
-  const auto list = harness_.core().GetSequences({harness_.tenant(), {}, ""});
-  if (list.sequences.size() != sequences_.size()) return "another number of sequences is open";
-  for (const ModelSequence& sequence : sequences_) {
-    const SequenceInfo info = harness_.Get(sequence.id);
-    if (info.length != static_cast<int64_t>(sequence.rows[0].size()) ||
-        info.epoch != sequence.epoch || info.in_step != (sequence.step != 0)) {
-      return absl::StrCat("sequence ", sequence.id, " is in another state than foretold");
-    }
-  }
-  return harness_.core().cache().CheckInvariants();
-}
-
 std::string EngineSimulator::Step() {
   using Operation = std::string (EngineSimulator::*)();
   static constexpr Operation kOperations[] = {
@@ -456,6 +442,8 @@ std::string EngineSimulator::Step() {
       &EngineSimulator::AttendNext,       &EngineSimulator::AttendNext,
       &EngineSimulator::AttendNext,       &EngineSimulator::AttendOutOfOrder,
       &EngineSimulator::AttendRepeat,     &EngineSimulator::QuerySlice,
+      &EngineSimulator::JoinStep,         &EngineSimulator::JoinStep,
+      &EngineSimulator::AttendByRanks,    &EngineSimulator::AttendByRanks,
       &EngineSimulator::EndStep,          &EngineSimulator::EndStep,
       &EngineSimulator::AbortStep,        &EngineSimulator::LetTimePass,
       &EngineSimulator::Launch,           &EngineSimulator::Launch,
@@ -465,28 +453,6 @@ std::string EngineSimulator::Step() {
   if (wrong.empty()) wrong = CheckAnswers();
   if (wrong.empty() && stats_.operations % 16 == 0) wrong = CheckSequences();
   return wrong;
-}
-
-std::string EngineSimulator::Finish() {
-  harness_.Run();
-  if (std::string wrong = CheckAnswers(); !wrong.empty()) return wrong;
-  for (const Waiting& waiting : waiting_) {
-    if (!waiting.waits_for_rows) return "a request that could run was not answered";
-  }
-  while (!steps_.empty()) {
-    const auto request = harness_.Abort(steps_.begin()->second.streams[0], steps_.begin()->first);
-    if (!request->status.ok()) return absl::StrCat("abort: ", request->status.ToString());
-    DropStep(steps_.begin()->first);
-  }
-  if (std::string wrong = CheckAnswers(); !wrong.empty()) return wrong;
-  if (!waiting_.empty()) return "a request of an aborted step was not answered";
-  if (harness_.core().owned() != 0) return "the engine still counts requests as its own";
-  if (std::string wrong = CheckSequences(); !wrong.empty()) return wrong;
-  std::vector<SequenceId> ids;
-  std::vector<SequenceId> absent;
-  for (const ModelSequence& sequence : sequences_) ids.push_back(sequence.id);
-  harness_.core().ReleaseSequences(harness_.tenant(), ids, &absent);
-  return harness_.core().Stats().page_groups_used == 0 ? "" : "pages are left over";
 }
 
 }  // namespace mla::simulation

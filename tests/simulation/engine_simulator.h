@@ -33,6 +33,10 @@ struct SimulatorStats {
   int64_t refusals = 0;         // foretold and given
   int64_t commits = 0;
   int64_t aborts = 0;
+  int64_t ranks_complete = 0;  // rows of which every participant sent its slice in time
+  int64_t ranks_late = 0;      // ... or some did not
+  int64_t slices_fused = 0;    // as the engine counts them
+  int64_t slice_waits_expired = 0;
 };
 
 class EngineSimulator {
@@ -48,7 +52,7 @@ class EngineSimulator {
 
  private:
   static constexpr int kLayers = 2;
-  static constexpr int kHeads = 2;
+  static constexpr int kHeads = 4;
 
   struct ModelSequence {
     SequenceId id = 0;
@@ -70,6 +74,7 @@ class EngineSimulator {
     int total = 0;
     std::vector<uint64_t> rows[kLayers];  // accepted
     bool has_writer[kLayers] = {false, false};
+    int writer_head[kLayers] = {0, 0};
   };
   struct Waiting {  // a request that was accepted and not yet answered
     std::unique_ptr<TestRequest> request;
@@ -100,11 +105,19 @@ class EngineSimulator {
   std::string AttendOutOfOrder();
   std::string AttendRepeat();
   std::string QuerySlice();
+  std::string AttendByRanks();
   std::string EndStep();
   std::string AbortStep();
   std::string LetTimePass();
   std::string Launch();
 
+  // Adds `count` rows to what the layer has accepted, and says so to queries that were ahead of
+  // them.
+  std::vector<Row> AcceptRows(StepId id, int layer, int count);
+  void ShowRows(StepId id, int layer);
+  // Lets all waits for sibling slices end and everything that is ready be launched, and checks that
+  // nothing is left but what waits for its KV rows.
+  std::string Settle();
   std::string Keep(std::unique_ptr<TestRequest> request, StepId step, uint64_t q_key,
                    bool computes);
   std::vector<uint64_t> Visible(const ModelStep& step, int layer, int row) const;
