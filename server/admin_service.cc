@@ -131,6 +131,8 @@ void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
   to->set_shared_bytes(wire.shared_received_bytes.load() + wire.shared_sent_bytes.load());
   to->set_shared_regions(Unsigned<uint32_t>(wire.shared_regions.load()));
   to->set_rings(Unsigned<uint32_t>(wire.rings.load()));
+  to->set_slices_fused(from.slices_fused);
+  to->set_slice_waits_expired(from.slice_waits_expired);
   to->set_rows_decode(from.rows_decode);
   to->set_rows_extend(from.rows_extend);
   to->set_rows_prefill(from.rows_prefill);

@@ -398,6 +398,8 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   at_most("limits.sequence_lease_ms", limits.sequence_lease_ms, "limits.max_lease_ms",
           limits.max_lease_ms);
   at_most("limits.step_lease_ms", limits.step_lease_ms, "limits.max_lease_ms", limits.max_lease_ms);
+  at_most("limits.slice_wait_us", limits.slice_wait_us, "limits.queue_ms x 1000",
+          limits.queue_ms * 1000);
   at_most("limits.kv_wait_ms", limits.kv_wait_ms, "limits.queue_ms", limits.queue_ms);
   at_most("limits.max_step_sequences", limits.max_step_sequences, "limits.max_sequences",
           limits.max_sequences);

@@ -240,6 +240,14 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
                  "An open step is aborted after this time without a message.",
                  "Must exceed the worker's time between two layers.",
                  MLA_SLOT(limits.step_lease_ms)),
+          Int("limits.slice_wait_us", 0, 1000000,
+              "How long the head slices of tensor-parallel ranks wait for each other, to be "
+              "computed "
+              "as one; microseconds.",
+              "0: slices are computed as they come. A rank that is late costs its siblings this "
+              "long "
+              "per layer and nobody else anything.",
+              MLA_SLOT(limits.slice_wait_us)),
           Millis("limits.kv_wait_ms", 0, kDayMs,
                  "How long a request waits for KV rows that another one brings.",
                  "0: they must have arrived before.", MLA_SLOT(limits.kv_wait_ms)),

@@ -53,6 +53,10 @@ constexpr Declaration kDeclarations[] = {
     {"mla_plan_imbalance_ratio", Type::kHistogram, "Largest over mean work of a unit."},
     {"mla_plan_reuse_total", Type::kCounter, "Launches by whether their plan was reused."},
     {"mla_partial_tiles", Type::kHistogram, "Partial tiles of a launch that Combine merges."},
+    {"mla_slices_fused_total", Type::kCounter,
+     "Head slices of tensor-parallel ranks computed as one with their siblings."},
+    {"mla_slice_waits_expired_total", Type::kCounter,
+     "Times that head slices were computed without a sibling that had not come in time."},
     {"mla_open_steps", Type::kGauge, "Steps that clients have begun and not ended."},
     {"mla_open_steps_aborted_total", Type::kCounter, "Client steps dropped instead of committed."},
     {"mla_leases_active", Type::kGauge, "Open sequences; each holds a lease."},
@@ -163,6 +167,8 @@ struct Metrics::Impl {
   Counter& plan_hit = One("mla_plan_reuse_total", {{"result", "hit"}});
   Counter& plan_miss = One("mla_plan_reuse_total", {{"result", "miss"}});
   Histogram& partials = OneHistogram("mla_partial_tiles", counts);
+  Counter& slices_fused = One("mla_slices_fused_total");
+  Counter& slice_waits_expired = One("mla_slice_waits_expired_total");
   Gauge& steps_open = OneGauge("mla_open_steps");
   Counter& steps_aborted = One("mla_open_steps_aborted_total");
   Gauge& sequences = OneGauge("mla_leases_active");
@@ -287,6 +293,8 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   m.streams.Set(wire_.streams.load());
   m.shared_regions.Set(wire_.shared_regions.load());
   m.rings.Set(wire_.rings.load());
+  RaiseTo(m.slices_fused, count(stats.slices_fused));
+  RaiseTo(m.slice_waits_expired, count(stats.slice_waits_expired));
   RaiseTo(m.steps_aborted, count(stats.steps_aborted));
   RaiseTo(m.leases_expired, count(stats.leases_expired));
   RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));
