@@ -27,7 +27,7 @@ class Writer:
     """A file of records, or a part of one."""
 
     def __init__(self, path: str, *, part: bool = False):
-        """A `part` has no header line and no end; `append_part` takes it over."""
+        """A `part` has no header line, no weights and no end; `append_part` takes it over."""
         self._file: BinaryIO = open(path, "wb")
         self.is_part = part
         self._spec: Optional[mla_client.ModelSpec] = None
@@ -97,7 +97,7 @@ class Recorder(mla_client.Service):
 
     def __init__(self, service: mla_client.Service, writer: Writer, *, first_number: int = 1):
         """`first_number`: of sequences and steps; those of several recorders that end up in one
-        file must not meet."""
+        file must not meet. The recorder of a part uploads no weights: the service has them."""
         self.timeout_s = service.timeout_s
         self._service = service
         self._writer = writer
@@ -133,10 +133,10 @@ class Recorder(mla_client.Service):
     def _upload(self, spec: mla_client.ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> mla_client.WeightsStatus:
         w_uk, w_uv = (wire.encode(array, mla_client.DType.BF16) for array in (w_uk, w_uv))
-        status = self._service._upload(spec, layer, head_begin, w_uk, w_uv)
-        self._models[spec.model_id].upload_weights(layer, w_uk, w_uv, head_begin)
         self._w_uv[layer, head_begin] = mla_client.from_bf16(w_uv)
+        status = self._models[spec.model_id].upload_weights(layer, w_uk, w_uv, head_begin)
         if not self._writer.is_part:
+            status = self._service._upload(spec, layer, head_begin, w_uk, w_uv)
             self._writer.write("weights", (w_uk, w_uv), model_id=spec.model_id, layer=layer,
                                head_begin=head_begin, head_count=len(w_uk))
         return status
