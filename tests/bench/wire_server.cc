@@ -16,6 +16,7 @@
 #include "kernels/testing/allocation_counter.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
+#include "server/admin_service.h"
 #include "server/attention_service.h"
 #include "server/logging.h"
 #include "server/metrics.h"
@@ -182,12 +183,17 @@ void Serve(const std::string& folder, Shared* shared) {
   const server::RpcContext rpc{engine->get(), &metrics, wire.boot_id};
   server::AttentionService attention(wire);
   server::SequenceService sequences(rpc);
+  server::AdminOptions admin_options;
+  admin_options.config = config;
+  admin_options.shared_memory = true;
+  server::AdminService admin(rpc, std::move(admin_options));
   BareService bare(shared);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(-1);
   builder.AddListeningPort("unix:" + folder + "/s", grpc::InsecureServerCredentials());
   builder.RegisterService(&attention);
   builder.RegisterService(&sequences);
+  builder.RegisterService(&admin);
   builder.RegisterCallbackGenericService(&bare);
   const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
   server::SharedMemoryDoorOptions door;

@@ -100,7 +100,7 @@ class Client(Service):
         self._maker = StreamMaker(channel, self._metadata, info, self._see_boot_id,
                                   transport=transport, door=door, tenant=tenant,
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
-                                  spin_us=spin_us)
+                                  spin_us=spin_us, timeout_s=timeout_s)
         self.message_bytes = self._maker.inline_bytes  # of gRPC messages
         if transport != "auto":
             self._own_stream()  # what was asked for by name must be there

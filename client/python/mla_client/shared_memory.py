@@ -39,7 +39,6 @@ RING_HEADER_BYTES = 320
 ENTRY_BYTES = 64
 REPLY_SLOT_BYTES = 1024
 PAGE_BYTES = 4096
-GREET_TIMEOUT_S = 5.0
 _POPULATE = 0x8000  # MAP_POPULATE: the pages are there already, so map them at once
 _ENDED = select.POLLIN | select.POLLRDHUP
 
@@ -116,12 +115,13 @@ class SharedMemory:
 
     @classmethod
     def connect(cls, door: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
-                spin_us: int = 0) -> "SharedMemory":
+                spin_us: int = 0, timeout_s: float = 30.0) -> "SharedMemory":
         """Asks the door at that path for a region with `size` bytes of arena.
 
         `spin_us`: how long the server's thread should spin on the ring before it sleeps; it may
-        grant less. Unavailable: no door; Unimplemented: another layout; otherwise what the server
-        said when it refused.
+        grant less. `timeout_s` bounds the answer: the server takes the region's pages first, which
+        a busy machine can draw out. Unavailable: no door; Unimplemented: another layout; otherwise
+        what the server said when it refused.
         """
         name = tenant.encode()
         if len(name) >= TEXT_BYTES:
@@ -130,7 +130,7 @@ class SharedMemory:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         descriptors: List[int] = []
         try:
-            connection.settimeout(GREET_TIMEOUT_S)
+            connection.settimeout(timeout_s)
             connection.connect(door)
             connection.sendall(HELLO.pack(DOOR_MAGIC, DOOR_VERSION, WANT_RING if ring else 0, size,
                                           spin_us, 0, name))

@@ -32,7 +32,7 @@ class StreamMaker:
 
     def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...], info: Any,
                  on_boot_id: Callable[[int], None], *, transport: str, door: str, tenant: str,
-                 message_bytes: int, shared_bytes: int, spin_us: int):
+                 message_bytes: int, shared_bytes: int, spin_us: int, timeout_s: float):
         """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible."""
         if transport not in TRANSPORTS:
             raise errors.InvalidArgument(
@@ -48,6 +48,7 @@ class StreamMaker:
         self._message_bytes = message_bytes
         self._shared_bytes = min(shared_bytes, info.limits.shm_region_bytes)
         self._spin_us = spin_us
+        self._timeout_s = timeout_s
 
     def open(self) -> StepStream:
         """Another stream. With "auto" never fails for want of shared memory: it logs why it goes
@@ -80,7 +81,8 @@ class StreamMaker:
         if kind == "ring" and ring.WHY_NOT:
             raise errors.Unimplemented(f"transport: ring: {ring.WHY_NOT}")
         memory = SharedMemory.connect(self._door, tenant=self._tenant, size=self._shared_bytes,
-                                      ring=kind == "ring", spin_us=self._spin_us)
+                                      ring=kind == "ring", spin_us=self._spin_us,
+                                      timeout_s=self._timeout_s)
         self._on_boot_id(memory.boot_id)
         if kind == "ring":
             return ring.RingStream(memory, self._bound(memory), self._on_boot_id,
