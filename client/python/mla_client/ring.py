@@ -14,7 +14,7 @@ import itertools
 import struct
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 from google.protobuf.message import DecodeError
 
@@ -44,17 +44,21 @@ SPINS_A_CLOCK = 16
 WHY_NOT = fence.WHY_NOT or futex.WHY_NOT
 
 
-class Completion:
+class Completion(NamedTuple):
     """One entry, taken from the ring."""
 
-    __slots__ = ("kind", "flags", "launch_layers", "tag", "boot_id", "queue_us", "plan_us",
-                 "kernel_us", "write_us", "launch_requests", "launch_clients", "message")
-
-    def __init__(self, fields: Tuple[int, ...]):
-        (self.kind, self.flags, self.launch_layers, self.tag, self.boot_id, self.queue_us,
-         self.plan_us, self.kernel_us, self.write_us, self.launch_requests,
-         self.launch_clients) = fields[:11]
-        self.message: Optional[bytes] = None  # of MESSAGE; None too if it lies outside the region
+    kind: int
+    flags: int
+    launch_layers: int
+    tag: int
+    boot_id: int
+    queue_us: int
+    plan_us: int
+    kernel_us: int
+    write_us: int
+    launch_requests: int
+    launch_clients: int
+    message: Optional[bytes]  # of MESSAGE; None too if it lies outside the region
 
 
 class Ring:
@@ -100,15 +104,15 @@ class Ring:
         fence.ordered()
         at = self._completions + (self._taken & self._mask) * ENTRY_BYTES
         fields = COMPLETION.unpack_from(self._map, at + 4)
-        completion = Completion(fields)
-        if completion.kind == MESSAGE:
+        message = None
+        if fields[0] == MESSAGE:
             offset, length = fields[11], fields[12]
             if offset <= len(self._map) and length <= len(self._map) - offset:
-                completion.message = bytes(self._map[offset:offset + length])
+                message = bytes(self._map[offset:offset + length])
         fence.ordered()
         self._longs[COMPLETIONS_TAKEN] = self._taken + 1
         self._taken += 1
-        return completion
+        return Completion(*fields[:11], message)
 
     def connected(self) -> bool:
         """False once the server has ended the ring or the connection is gone."""
@@ -205,7 +209,9 @@ class RingStream(stream.StepStream):
         self.message_bytes = message_bytes
         self._ring = Ring(memory, spin_s)
         self._on_boot_id = on_boot_id
-        self._changed = threading.Condition(threading.Lock())
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._waiting = 0  # threads that wait for _changed
         self._broken: Optional[errors.MlaError] = None
         self._polling = False
         self._in_flight: Dict[int, _RingRequest] = {}
@@ -254,15 +260,15 @@ class RingStream(stream.StepStream):
     def _submit(self, request: "_RingRequest", deadline: float, *fields: int) -> None:
         """Publishes an entry of those fields (SUBMISSION) once there is a slot for it."""
         try:
-            with self._changed:
+            with self._mutex:
                 while True:
                     if self._broken is not None:
                         raise self._broken
                     if not self._ring.full():
                         break
                     self._take_one(deadline, stream.no_room)
-                self._in_flight[fields[_TAG]] = request
                 self._ring.submit(*fields)
+                self._in_flight[fields[_TAG]] = request
         except BaseException:
             for block in request.blocks:
                 self.memory.free(block)
@@ -270,7 +276,7 @@ class RingStream(stream.StepStream):
 
     def _make_room(self, deadline: float) -> None:
         """Takes a completion, which gives its request's memory back."""
-        with self._changed:
+        with self._mutex:
             if self._broken is not None:
                 raise self._broken
             if not self._in_flight:
@@ -281,7 +287,7 @@ class RingStream(stream.StepStream):
 
     def wait_for(self, request: _RingRequest, deadline: float) -> None:
         """Returns once the request is done. DeadlineExceeded."""
-        with self._changed:
+        with self._mutex:
             while not request.done:
                 self._take_one(deadline, stream.no_reply)
 
@@ -289,11 +295,15 @@ class RingStream(stream.StepStream):
         """Takes one completion, or waits for another thread that is about to. REQUIRES: the mutex;
         it is given up in between. Raises `late()` at the deadline."""
         if self._polling:
-            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                raise late()
+            self._waiting += 1
+            try:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise late()
+            finally:
+                self._waiting -= 1
             return
         self._polling = True
-        self._changed.release()
+        self._mutex.release()
         completion: Optional[Completion] = None
         failure: Optional[errors.MlaError] = None
         try:
@@ -302,9 +312,10 @@ class RingStream(stream.StepStream):
         except errors.MlaError as error:
             failure = error
         finally:
-            self._changed.acquire()
+            self._mutex.acquire()
             self._polling = False
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         if failure is not None:
             self._fail(failure)
         elif completion is not None:
@@ -353,7 +364,7 @@ class RingStream(stream.StepStream):
 
     def close(self) -> None:
         deadline = time.monotonic() + stream.CLOSE_TIMEOUT_S
-        with self._changed:
+        with self._mutex:
             try:
                 while self._in_flight:
                     self._take_one(deadline, stream.no_reply)
@@ -364,6 +375,6 @@ class RingStream(stream.StepStream):
                 self._fail(errors.Unavailable("the Attend stream was closed"))
 
     def cancel(self) -> None:
-        with self._changed:
+        with self._mutex:
             self._fail(errors.Cancelled("the Attend stream was cancelled"))
         self._ring.wake_waiter()

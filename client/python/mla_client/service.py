@@ -20,6 +20,8 @@ from mla_client import errors
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Profile,
                               SequenceState, WeightsStatus)
 
+_LARGEST = 2**32 - 1  # that the contract's indexes can be
+
 
 class AttendFuture(abc.ABC):
     """The result of a call under way."""
@@ -282,21 +284,16 @@ class Step:
         if (q is None) != (profile == Profile.APPEND_ONLY):
             raise errors.InvalidArgument(f"attend.q: with {Profile(profile).name} it is "
                                          f"{'missing' if q is None else 'not allowed'}")
-        for name, array, shape in (("q", q, (rows, heads, geometry.q_dim(profile))),
-                                   ("kv", kv, (rows, geometry.row_dim))):
-            if array is not None and array.shape != shape:
-                raise errors.InvalidArgument(
-                    f"attend.{name}: got shape {array.shape}, must be {shape}")
-        for name, number in (("layer", layer), ("row_begin", row_begin),
-                             ("head_offset", head_offset)):
-            if not 0 <= number < 2**32:
-                raise errors.InvalidArgument(f"attend.{name}: got {number}, must be 0..{2**32 - 1}")
+        if q is not None:
+            _check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
+        if kv is not None:
+            _check_shape("attend.kv", kv, (rows, geometry.row_dim))
+        _check_number("attend.layer", layer)
+        _check_number("attend.row_begin", row_begin)
+        _check_number("attend.head_offset", head_offset)
         if out is not None:
-            wanted = None if q is None else (rows, heads, geometry.o_dim(profile))
-            if (None if out.o is None else out.o.shape) != wanted:
-                raise errors.InvalidArgument(f"attend.out.o: got shape "
-                                             f"{out.o if out.o is None else out.o.shape}, "
-                                             f"must be {wanted}")
+            _check_shape("attend.out.o", out.o,
+                         None if q is None else (rows, heads, geometry.o_dim(profile)))
             want_lse, dtype = out.lse is not None, out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
@@ -316,6 +313,17 @@ class Step:
         """Drops the step; the sequences are as they were before it."""
         self.open = False
         self.service._abort(self)
+
+
+def _check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
+    got = None if array is None else array.shape
+    if got != shape:
+        raise errors.InvalidArgument(f"{name}: got shape {got}, must be {shape}")
+
+
+def _check_number(name: str, number: int) -> None:
+    if not 0 <= number <= _LARGEST:
+        raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{_LARGEST}")
 
 
 def _floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -101,8 +101,7 @@ class WeightsStatus:
     bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Timings:
+class Timings(NamedTuple):
     """Where the time of one request went, in microseconds; all but the first by the server."""
 
     round_trip_us: int = 0  # sent to received, by this client
@@ -122,8 +121,7 @@ class Timings:
         return max(0, self.round_trip_us - known)
 
 
-@dataclasses.dataclass(frozen=True)
-class AttendResult:
+class AttendResult(NamedTuple):
     """Output of `Step.attend`. Arrays are float32 whatever travelled on the wire, except that with
     `out=` they are the buffers' own."""
 
@@ -168,8 +166,7 @@ class Buffers:
         self.release()
 
 
-@dataclasses.dataclass(frozen=True)
-class AttendArgs:
+class AttendArgs(NamedTuple):
     """One validated attend call: rows [row_begin, row_begin + rows) of a step at one layer."""
 
     layer: int
