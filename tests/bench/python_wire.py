@@ -3,11 +3,11 @@
 Whole steps of 61 layers at DeepSeek-V3's dimensions (128 heads), one new row for each of `batch`
 sequences, one request under way at a time, a server whose kernel computes nothing.
 
-Paths: grpc_stream is a bare gRPC stream of the same sizes without server logic; inline, shm and ring
-are the client's transports with tensors in ordinary bf16 arrays, copied in and out by the client;
-shm_in_place, ring_in_place and ring_spin the same with tensors in `Client.buffers`, the last with
-both sides spinning instead of sleeping; ring_float32 gives and takes float32 arrays, so that the
-client rounds and widens as well.
+Paths: grpc_stream is a bare gRPC stream of the same sizes without server logic; inline, shm and
+ring are the client's transports with tensors in ordinary bf16 arrays, copied in and out by the
+client; shm_in_place, ring_in_place and ring_spin the same with tensors in `Client.buffers`, the
+last with both sides spinning instead of sleeping; ring_float32 gives and takes float32 arrays, so
+that the client rounds and widens as well.
 
 p50_us and p99_us: one `Step.attend`, from the call to its result. token_ms: a whole step, begin and
 end included. `x bare`: ratio to grpc_stream.
