@@ -30,14 +30,6 @@ std::string MeasureText(const LoadProgress& progress) {
   return text;
 }
 
-// The same status, server's detail included, with the run's name before its message.
-absl::Status Named(const std::string& name, const absl::Status& status) {
-  absl::Status named(status.code(), absl::StrCat(name, ": ", status.message()));
-  status.ForEachPayload(
-      [&](absl::string_view type, const absl::Cord& payload) { named.SetPayload(type, payload); });
-  return named;
-}
-
 // One run: its workers, and what the server counted meanwhile.
 class BenchRunner {
  public:
@@ -137,7 +129,7 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client, Progres
   for (const BenchPoint& point : options.points) {
     auto run = BenchRunner(options, point, client, (*model)->id(), progress).Run();
     progress->Clear();
-    if (!run.ok()) return Named(point.Name(), run.status());
+    if (!run.ok()) return WithContext(point.Name(), run.status());
     if (text && run->result.counts.steps > 0) {
       std::fputs(BenchRunText(*run).c_str(), stdout);
       std::fflush(stdout);

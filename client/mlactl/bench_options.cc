@@ -24,12 +24,6 @@ constexpr Preset kPresets[] = {
     {"kimi-k2", 64, 61},
 };
 
-const std::vector<std::string>& Transports() {
-  static const auto* const kNames =
-      new std::vector<std::string>{"inline", "shm", "ring-futex", "ring-spin"};
-  return *kNames;
-}
-
 v1::Profile ProfileOf(const std::string& name) {
   if (name == "absorbed") return v1::PROFILE_ABSORBED;
   if (name == "append-only") return v1::PROFILE_APPEND_ONLY;
@@ -83,7 +77,7 @@ struct Lists {
 Lists ReadLists(const Arguments& arguments, OptionReader* reader) {
   Lists lists;
   if (arguments.Get("transport", "auto") != "auto") {
-    reader->Choices("transport", Transports(), &lists.transports);
+    reader->Choices("transport", TransportNames(), &lists.transports);
   }
   reader->Choices("profile", {"expanded", "absorbed", "append-only"}, &lists.profiles);
   constexpr uint64_t kMost = 1u << 20;

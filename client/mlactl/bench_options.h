@@ -10,6 +10,7 @@
 #include "client/cpp/client.h"
 #include "client/mlactl/command_line.h"
 #include "client/mlactl/load_loop.h"
+#include "client/mlactl/output.h"
 #include "mla/v1/attention.pb.h"
 #include "mla/v1/model.pb.h"
 
@@ -42,9 +43,9 @@ struct BenchOptions {
   bool want_lse = false;
   bool touch = false;  // every input byte is written and every output byte read, as a model does
   v1::DType o_dtype = v1::DTYPE_BF16;
-  uint32_t spin_us = 100;  // of ring-spin, each side
-  std::string plot_file;   // empty: none
-  bool quiet = false;      // no progress
+  uint32_t spin_us = kDefaultSpinMicros;  // of ring-spin, each side
+  std::string plot_file;                  // empty: none
+  bool quiet = false;                     // no progress
 };
 
 // The options of the command, for the table of commands.

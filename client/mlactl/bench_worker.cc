@@ -1,14 +1,11 @@
 #include "client/mlactl/bench_worker.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "client/mlactl/output.h"
 #include "client/mlactl/random_tensors.h"
 
 namespace mla::mlactl {
@@ -22,13 +19,6 @@ constexpr uint32_t kStepLeaseMs = 30000;
 constexpr double kDeviation = 0.1;
 
 uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-std::string NewModelId() {
-  uint64_t value = 0;
-  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value))) {
-  }
-  return absl::StrFormat("mlactl-bench-%016x", value);
-}
 
 // Bytes of each tensor of one attend.
 struct TensorBytes {
@@ -66,7 +56,7 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
     client::Client* client, const BenchOptions& options,
     const std::function<bool(double)>& progress) {
   v1::ModelSpec spec = options.model;
-  spec.set_model_id(NewModelId());
+  spec.set_model_id(NewModelId("bench"));
   const auto registered = client->RegisterModel(spec);
   if (!registered.ok()) return registered.status();
   std::unique_ptr<BenchModel> model(new BenchModel(client, spec.model_id()));
@@ -140,18 +130,10 @@ BenchWorker::~BenchWorker() {
 }
 
 absl::Status BenchWorker::Open(uint32_t index) {
-  using Transport = client::ClientOptions::Transport;
   client::ClientOptions options = options_.client;
   const TensorBytes bytes = BytesOf(options_, point_);
   options.shared_bytes = AlignUp(bytes.in()) + AlignUp(bytes.out()) + (8u << 20);
-  options.spin_us = 0;
-  if (point_.transport == "inline") options.transport = Transport::kGrpc;
-  if (point_.transport == "shm") options.transport = Transport::kShared;
-  if (point_.transport == "ring-futex") options.transport = Transport::kRing;
-  if (point_.transport == "ring-spin") {
-    options.transport = Transport::kRing;
-    options.spin_us = options_.spin_us;
-  }
+  SetTransport(point_.transport, options_.spin_us, &options);
   auto client = client::Client::Connect(options_.target, options);
   if (!client.ok()) return client.status();
   client_ = *std::move(client);

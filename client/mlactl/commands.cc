@@ -8,6 +8,7 @@
 #include "client/mlactl/bench_command.h"
 #include "client/mlactl/bench_options.h"
 #include "client/mlactl/output.h"
+#include "client/mlactl/replay_command.h"
 
 namespace mla::mlactl {
 namespace {
@@ -35,6 +36,21 @@ constexpr std::string_view kBenchExamples =
     "mlactl bench --preset=deepseek-v3 --batch=1,32,128 --context=4096 --shared-context\n"
     "mlactl bench --rate=500,1000,2000 --concurrency=64 --duration=30\n"
     "mlactl bench --rows=512 --context=0 --steps=20       # prefill\n";
+
+constexpr std::string_view kReplayNotes =
+    "FILE holds requests and the outputs that they should give, as ./dev demo --record writes it. "
+    "It\n"
+    "is sent to the server under model names of its own. Exit code 5 when outputs are outside the\n"
+    "rule; the worst figures are printed either way.\n"
+    "\n"
+    "With --save the answers of this server take the place of the expected ones in a new "
+    "recording,\n"
+    "so that another backend can be compared with it.\n";
+
+constexpr std::string_view kReplayExamples =
+    "mlactl replay demo.rec\n"
+    "mlactl --target=unix:/run/cpu.sock replay demo.rec --save=cpu.rec\n"
+    "mlactl --target=unix:/run/gpu.sock replay cpu.rec --transport=inline --json=gpu.json\n";
 
 int Complete(const Arguments& arguments) {
   const std::string script = CompletionScript(arguments.words()[0], Commands());

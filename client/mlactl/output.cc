@@ -1,6 +1,7 @@
 #include "client/mlactl/output.h"
 
 #include <google/protobuf/util/json_util.h>
+#include <sys/random.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -8,6 +9,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "client/cpp/errors.h"
 #include "client/mlactl/option_reader.h"
@@ -51,6 +53,38 @@ absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& argumen
   const auto options = ClientOptionsOf(arguments);
   if (!options.ok()) return options.status();
   return client::Client::Connect(TargetOf(arguments), *options);
+}
+
+void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options) {
+  using Transport = client::ClientOptions::Transport;
+  options->spin_us = 0;
+  if (name == "inline") options->transport = Transport::kGrpc;
+  if (name == "shm") options->transport = Transport::kShared;
+  if (name == "ring-futex") options->transport = Transport::kRing;
+  if (name == "ring-spin") {
+    options->transport = Transport::kRing;
+    options->spin_us = spin_us;
+  }
+}
+
+const std::vector<std::string>& TransportNames() {
+  static const auto* const kNames =
+      new std::vector<std::string>{"inline", "shm", "ring-futex", "ring-spin"};
+  return *kNames;
+}
+
+std::string NewModelId(const std::string& purpose) {
+  uint64_t value = 0;
+  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value))) {
+  }
+  return absl::StrFormat("mlactl-%s-%016x", purpose, value);
+}
+
+absl::Status WithContext(const std::string& context, const absl::Status& status) {
+  absl::Status named(status.code(), absl::StrCat(context, ": ", status.message()));
+  status.ForEachPayload(
+      [&](absl::string_view type, const absl::Cord& payload) { named.SetPayload(type, payload); });
+  return named;
 }
 
 int Fail(const absl::Status& status) {

@@ -5,8 +5,10 @@
 
 #include <google/protobuf/message.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -20,6 +22,17 @@ std::string TargetOf(const Arguments& arguments);
 // Of --tenant, --timeout-ms and --tls-*; leases are not renewed.
 absl::StatusOr<client::ClientOptions> ClientOptionsOf(const Arguments& arguments);
 absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& arguments);
+
+// Of a --transport and a spinning time: "auto", "inline", "shm", "ring-futex" or "ring-spin".
+void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options);
+// The names that SetTransport knows, without "auto".
+const std::vector<std::string>& TransportNames();
+inline constexpr uint32_t kDefaultSpinMicros = 100;
+// A name for a model that no other run has chosen: mlactl-PURPOSE-RANDOM.
+std::string NewModelId(const std::string& purpose);
+
+// The same status, with the server's detail, and the context before its message.
+absl::Status WithContext(const std::string& context, const absl::Status& status);
 
 // Prints why, with the server's reason and retry hint, and returns the exit code that fits.
 int Fail(const absl::Status& status);
