@@ -117,6 +117,8 @@ std::vector<Command> MakeCommands() {
        Drain},
       {"bench", "", 0, "load on the server, measured", BenchOptionTable(), kBenchNotes,
        kBenchExamples, Bench},
+      {"replay", "FILE", 1, "a recording sent to the server, its outputs compared",
+       ReplayOptionTable(), kReplayNotes, kReplayExamples, Replay},
       {"completion",
        "SHELL",
        1,
