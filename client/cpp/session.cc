@@ -94,16 +94,23 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   PendingAttend pending;
   pending.stream_ = stream_;
   const RowBytes row = RowBytesOf(call, model_.geometry());
-  const uint64_t room = stream_->message_bytes() - kHeaderBytes;
-  const uint64_t widest = std::max({row.in(), row.out(), uint64_t{1}});
-  if (widest > room) {
-    pending.refused_ = absl::InvalidArgumentError(
-        absl::StrCat("one row takes ", widest, " bytes, messages ", room,
-                     ": send fewer heads at a time or raise wire.message_bytes"));
-    return pending;
+  PendingReply whole;
+  whole.o = MutableRows(call.o, row.o, 0, call.row_count);
+  whole.lse = MutableRows(call.lse, row.lse, 0, call.row_count);
+  uint32_t most = call.row_count;
+  if (!stream_->InPlace(Rows(call.kv, row.kv, 0, call.row_count),
+                        Rows(call.q, row.q, 0, call.row_count), whole)) {
+    const uint64_t room = stream_->message_bytes() - kHeaderBytes;
+    const uint64_t widest = std::max({row.in(), row.out(), uint64_t{1}});
+    if (widest > room) {
+      pending.refused_ = absl::InvalidArgumentError(
+          absl::StrCat("one row takes ", widest, " bytes, messages ", room,
+                       ": send fewer heads at a time or raise wire.message_bytes"));
+      return pending;
+    }
+    most = static_cast<uint32_t>(
+        std::min<uint64_t>(room / widest, std::numeric_limits<uint32_t>::max()));
   }
-  const auto most = static_cast<uint32_t>(
-      std::min<uint64_t>(room / widest, std::numeric_limits<uint32_t>::max()));
   for (uint32_t first = 0; first < call.row_count || first == 0;) {
     const uint32_t count = std::min(most, call.row_count - first);
     v1::AttendStreamRequest request;

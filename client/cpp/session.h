@@ -5,7 +5,8 @@
 // unchanged until the call has returned (blocking) or Wait has returned (asynchronous).
 //
 // Work is cut by rows so that every message stays below the server's limits.message_bytes; the
-// pieces are sent back to back.
+// pieces are sent back to back. Calls whose tensors lie in shared memory (Session::Allocate) are
+// not cut.
 //
 // Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
 // was not ended aborts it; destroying a session aborts all its steps. Threading: several threads
@@ -120,8 +121,8 @@ class Session final {
   std::string_view transport() const;
   // Memory of the shared region in which tensors are used where they lie instead of being copied:
   // put kv and q into one block and o and lse into another, the second tensor of each at the next
-  // multiple of 64 bytes. Empty when the session is inline, or has no room. Lives as long as
-  // the session.
+  // multiple of 64 bytes. A call whose tensors all lie so is one message, whatever its size. Empty
+  // when the session is inline, or has no room. Lives as long as the session.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
   // Ends the stream; open steps are aborted. The status of the stream.

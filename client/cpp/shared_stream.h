@@ -29,6 +29,10 @@ class SharedStream final : public StepStream {
 
   std::string_view transport() const override { return "shm"; }
   uint64_t message_bytes() const override { return message_bytes_; }
+  bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
+               const PendingReply& pending) const override {
+    return AreInPlace(*memory_, first, second, pending);
+  }
   void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
             std::span<const std::byte> second,
             const std::shared_ptr<PendingReply>& pending) override;

@@ -32,6 +32,9 @@ class StepStream {
   virtual std::string_view transport() const = 0;
   // Tensor bytes of one request or reply at most.
   virtual uint64_t message_bytes() const = 0;
+  // True if these tensors may go as one request whatever their size: they stay where they are.
+  virtual bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
+                       const PendingReply& pending) const = 0;
   // Sends `request` (its tag is set here) with the tensors `first` and `second`. They and the
   // places in `pending` must stay valid until Wait has returned.
   virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,

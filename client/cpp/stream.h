@@ -45,6 +45,10 @@ class Stream final : public StepStream,
 
   std::string_view transport() const override { return "inline"; }
   uint64_t message_bytes() const override { return message_bytes_; }
+  bool InPlace(std::span<const std::byte>, std::span<const std::byte>,
+               const PendingReply&) const override {
+    return false;
+  }
   void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
             std::span<const std::byte> second,
             const std::shared_ptr<PendingReply>& pending) override;

@@ -59,6 +59,14 @@ bool PlaceTensors(SharedMemory* memory, std::span<const std::byte> first,
   return true;
 }
 
+bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
+                std::span<const std::byte> second, const PendingReply& pending) {
+  const bool no_input = first.empty() && second.empty();
+  const bool no_output = pending.o.empty() && pending.lse.empty();
+  return (no_input || InPlace(memory, first, second) != nullptr) &&
+         (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
+}
+
 void TakeOutputs(const TensorPlacement& placement, const PendingReply& pending) {
   if (placement.out.empty()) return;
   Copy(placement.out.first(pending.o.size()), pending.o.data());

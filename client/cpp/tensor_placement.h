@@ -28,6 +28,9 @@ struct TensorPlacement {
 bool PlaceTensors(SharedMemory* memory, std::span<const std::byte> first,
                   std::span<const std::byte> second, const PendingReply& pending,
                   TensorPlacement* placement);
+// True if a call of these tensors copies nothing, so that it need not be cut either.
+bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
+                std::span<const std::byte> second, const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.
 void TakeOutputs(const TensorPlacement& placement, const PendingReply& pending);
 // Gives the blocks back. REQUIRES: the server does not use them any more.

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstring>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -58,6 +60,46 @@ TEST_P(ClientTransportTest, LargeCallsWaitForRoom) {
   const bool pieces = GetParam().transport != Transport::kGrpc;
   EXPECT_GT(worker.most_messages(), pieces ? 8u : 0u);
   EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+// Tensors that the caller made where the server reads and writes them: neither copied nor cut, even
+// if they are larger than a message may be.
+TEST_P(ClientTransportTest, TensorsInPlaceAreNeitherCutNorCopied) {
+  const TestServer server([](server::Config& config) { config.wire.message_bytes = 64 << 10; });
+  const auto client = server.Connect(Over(GetParam().transport));
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  const Dims dims = worker.dims();
+  const size_t rows = 512, kv_bytes = rows * 40 * 2, q_bytes = rows * 4 * 40 * 2;
+  const size_t o_bytes = rows * 4 * 32 * 2;
+  client::Session& session = worker.session();
+  std::span<std::byte> in = session.Allocate(kv_bytes + q_bytes), out = session.Allocate(o_bytes);
+  const bool shared = GetParam().transport != Transport::kGrpc;
+  ASSERT_EQ(in.empty(), !shared);
+  std::vector<std::byte> own_in(kv_bytes + q_bytes), own_out(o_bytes);
+  if (!shared) in = own_in, out = own_out;
+  const std::vector<uint16_t> values = RandomBf16(in.size() / 2, &worker.random());
+  std::memcpy(in.data(), values.data(), in.size());
+  auto step = session.Begin("m", {{&track.sequence, static_cast<uint32_t>(rows)}});
+  ASSERT_TRUE(step.ok()) << step.status();
+  client::AttendCall call;
+  call.row_count = static_cast<uint32_t>(rows);
+  call.num_heads = static_cast<uint32_t>(dims.heads);
+  call.profile = v1::PROFILE_ABSORBED;
+  call.kv = in.data();
+  call.q = in.data() + kv_bytes;
+  call.o = out.data();
+  for (int layer = 0; layer < dims.layers; ++layer) {
+    call.layer = static_cast<uint32_t>(layer);
+    std::memset(out.data(), 0xff, out.size());
+    const auto times = (*step)->Attend(call);
+    ASSERT_TRUE(times.ok()) << times.status();
+    EXPECT_EQ(times->messages == 1, shared);
+    // The first row sees itself alone, so its output is its latent row.
+    EXPECT_EQ(std::memcmp(out.data(), in.data(), 32 * 2), 0);
+  }
+  EXPECT_TRUE((*step)->End().ok());
+  EXPECT_EQ(client->GetStats()->copied_bytes() > 0, !shared);
 }
 
 TEST_P(ClientTransportTest, RefusalsLeaveTheSessionUsable) {
