@@ -194,7 +194,7 @@ def main() -> int:
                         help="passed on to the server; may be repeated")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto",
                         help="how steps travel (default: %(default)s)")
-    parser.add_argument("--record", metavar="FILE", help="write a recording, about 0.4 GB")
+    parser.add_argument("--record", metavar="FILE", help="write a recording, about 0.5 GB")
     args = parser.parse_args()
     logging.basicConfig(format="%(message)s")  # why a transport was not taken
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should

@@ -163,8 +163,9 @@ class RecordingTest(unittest.TestCase):
     def test_parts_are_taken_over(self):
         part = str(self.folder / "part")
         model = models.Model(SMALL)
-        recorder = recording.Recorder(mla_client.LocalReference(),
-                                      recording.Writer(part, part=True), first_number=500)
+        service = mla_client.LocalReference()
+        attention.register(service, model, "small")  # a part's recorder uploads nothing
+        recorder = recording.Recorder(service, recording.Writer(part, part=True), first_number=500)
         registered = attention.register(recorder, model, "small")
         with registered.open_sequence() as sequence:
             generate.Generator(model, recorder, sequence, Profile.EXPANDED).prefill(PROMPT[:5])

@@ -166,6 +166,7 @@ def main() -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--seconds", type=float, default=0.4, help="for one row")
     parser.add_argument("--json", help="file for the rows")
+    parser.add_argument("--paths", default=",".join(PATHS), help="default: %(default)s")
     args = parser.parse_args()
     print(f"Python {sys.version.split()[0]}, grpcio {grpc.__version__}, numpy {np.__version__}")
     print(f"{'path':<15}{'shape':<14}{'p50 us':>10}{'p99 us':>10}{'x bare':>8}{'ms/token':>10}")
@@ -173,7 +174,7 @@ def main() -> int:
     for profile, batch in SHAPES:
         bare = measure_bare(args.target, profile, batch, args.seconds)
         for row in (bare, *(measure(args.target, path, profile, batch, args.seconds)
-                            for path in PATHS)):
+                            for path in args.paths.split(","))):
             rows.append(row)
             print(f"{row['path']:<15}{row['shape']:<14}{row['p50_us']:>10.1f}"
                   f"{row['p99_us']:>10.1f}{row['p50_us'] / bare['p50_us']:>8.3f}"

@@ -191,8 +191,11 @@ class Client(Service):
             raise errors.Unavailable("the client is closed")
         stream = self._maker.open()
         with self._lock:
-            # Broken ones hold memory.
-            self._streams = [old for old in self._streams if old.broken is None] + [stream]
+            opened = self._streams
+            self._streams = [old for old in opened if old.broken is None] + [stream]
+        for old in opened:
+            if old not in self._streams:
+                old.cancel()  # broken ones hold memory
         return stream
 
     # --- Service

@@ -43,6 +43,11 @@ class MlaError(Exception):
         # True if the step that the request belonged to is gone.
         self.step_aborted = step_aborted
 
+    def again(self) -> "MlaError":
+        """An equal error to raise. One that is kept must not be: it would hold the frames through
+        which it went, and they the memory of a stream that is gone."""
+        return type(self)(self.message, self.detail, self.step_aborted)
+
     def __str__(self) -> str:
         parts = [f"{self.code.name}: {self.message}"]
         detail = self.detail

@@ -183,7 +183,7 @@ class _RingRequest(stream.Request):
         if not self.done:
             self._owner.wait_for(self, deadline)
         if self.error is not None:
-            raise self.error
+            raise self.error.again()
         return self.reply
 
 
@@ -263,7 +263,7 @@ class RingStream(stream.StepStream):
             with self._mutex:
                 while True:
                     if self._broken is not None:
-                        raise self._broken
+                        raise self._broken.again()
                     if not self._ring.full():
                         break
                     self._take_one(deadline, stream.no_room)
@@ -278,7 +278,7 @@ class RingStream(stream.StepStream):
         """Takes a completion, which gives its request's memory back."""
         with self._mutex:
             if self._broken is not None:
-                raise self._broken
+                raise self._broken.again()
             if not self._in_flight:
                 raise stream.does_not_fit()
             self._take_one(deadline, stream.no_room)
@@ -310,7 +310,7 @@ class RingStream(stream.StepStream):
             if self._ring.wait(deadline):
                 completion = self._ring.take()
         except errors.MlaError as error:
-            failure = error
+            failure = error.again()
         finally:
             self._mutex.acquire()
             self._polling = False

@@ -126,6 +126,8 @@ class _GrpcRequest(Request):
             reply, received = self._future.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
             raise no_reply() from None
+        except errors.MlaError as error:
+            raise error.again() from None
         if reply.WhichOneof("body") == "error":
             raise error_of(reply.error)
         finish, self._finish = self._finish, None
@@ -152,15 +154,15 @@ class AttendStream(StepStream):
         self._pending: Dict[int, _Pending] = {}
         self._next_tag = 1
         call = channel.stream_stream(
-            _METHOD, request_serializer=bytes,
-            response_deserializer=attention_pb2.AttendStreamReply.FromString)
-        self._call = call(iter(self._outbox.get, None), metadata=metadata)
+            _METHOD, request_serializer=bytes, response_deserializer=self._take)
+        self._call: Any = call(iter(self._outbox.get, None), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="mla-attend", daemon=True)
         self._reader.start()
 
     @property
     def broken(self) -> Optional[errors.MlaError]:
-        if self._broken is None and self.memory is not None and not self.memory.connected():
+        memory = self.memory
+        if self._broken is None and memory is not None and not memory.connected():
             return errors.Unavailable("the shared memory has ended")
         return self._broken
 
@@ -171,8 +173,9 @@ class AttendStream(StepStream):
             row_count=cut.rows, head_offset=args.head_offset + cut.head_begin,
             num_heads=cut.heads, profile=args.profile, has_kv=cut.has_kv, want_lse=args.want_lse,
             q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s)))
-        if self.memory is not None:
-            return self._attend_shared(header, args, cut, geometry, assembler, deadline)
+        memory = self.memory
+        if memory is not None:
+            return self._attend_shared(memory, header, args, cut, geometry, assembler, deadline)
         parts = wire.request_parts(args, cut)
         sent = time.monotonic()
 
@@ -185,10 +188,9 @@ class AttendStream(StepStream):
         future = self._send(header, parts, sum(part.nbytes for part in parts), None, deadline)
         return _GrpcRequest(future, finish)
 
-    def _attend_shared(self, header: Any, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
-                       assembler: wire.ResultAssembler, deadline: float) -> Request:
-        memory = self.memory
-        assert memory is not None
+    def _attend_shared(self, memory: SharedMemory, header: Any, args: AttendArgs, cut: wire.Cut,
+                       geometry: Geometry, assembler: wire.ResultAssembler,
+                       deadline: float) -> Request:
         placement = self._placed(memory, args, cut, geometry, deadline)
         shared = header.shared
         shared.handle = memory.handle
@@ -196,7 +198,7 @@ class AttendStream(StepStream):
         shared.out_offset, shared.out_length = placement.out_offset, placement.out_length
         sent = time.monotonic()
 
-        # On the reader's thread: the room is wanted by calls whose sender does not wait yet.
+        # As soon as the reply is there: the room is wanted by calls whose sender does not wait yet.
         def finish(reply: Any, received: float) -> None:
             if reply.WhichOneof("body") != "error":
                 assembler.put(cut, placement.o, placement.lse,
@@ -214,7 +216,7 @@ class AttendStream(StepStream):
         """Waits for room in the memory, which replies make."""
         while True:
             if self._broken is not None:
-                raise self._broken
+                raise self._broken.again()
             seen, idle = memory.freed, not self._pending
             placement = memory.place(args, cut, geometry)
             if placement is not None:
@@ -238,7 +240,7 @@ class AttendStream(StepStream):
         with self._lock:
             if self._broken is not None:
                 self._inflight.release(size)
-                raise self._broken
+                raise self._broken.again()
             header.tag = self._next_tag
             self._next_tag += 1
             self._pending[header.tag] = _Pending(future, size, finish)
@@ -248,32 +250,47 @@ class AttendStream(StepStream):
     def close(self) -> None:
         self._outbox.put(None)
         self._reader.join(timeout=CLOSE_TIMEOUT_S)
-        if self._reader.is_alive():
-            self._call.cancel()
-        if self.memory is not None:
-            self.memory.close(CLOSE_TIMEOUT_S)
+        self._cancel_call()
 
     def cancel(self) -> None:
-        self._call.cancel()
+        self._cancel_call()
         self._outbox.put(None)
 
-    def _read(self) -> None:
-        error: errors.MlaError = errors.Unavailable("the Attend stream was closed")
-        try:
-            for reply in self._call:
-                received = time.monotonic()
-                self._on_boot_id(reply.boot_id)
-                with self._lock:
-                    pending = self._pending.pop(reply.tag, None)
-                if pending is None:
-                    continue
-                self._inflight.release(pending.size)
+    def _cancel_call(self) -> None:
+        call = self._call
+        if call is not None:  # it has not ended
+            call.cancel()
+
+    def _take(self, message: bytes) -> int:
+        """Completes the request that a reply is for; returns its tag. gRPC calls this as soon as
+        the message is there, on a thread of its own: the waiter is woken without a detour through
+        the thread that reads the stream."""
+        received = time.monotonic()
+        reply = attention_pb2.AttendStreamReply.FromString(message)
+        self._on_boot_id(reply.boot_id)
+        with self._lock:
+            pending = self._pending.pop(reply.tag, None)
+        if pending is not None:
+            self._inflight.release(pending.size)
+            try:
                 if pending.finish is not None:
                     pending.finish(reply, received)
                 pending.future.set_result((reply, received))
+            except Exception as error:  # the waiter's to see, not gRPC's
+                pending.future.set_exception(error)
+        return reply.tag
+
+    def _read(self) -> None:
+        """Keeps replies coming, and sees the end."""
+        error: errors.MlaError = errors.Unavailable("the Attend stream was closed")
+        try:
+            for _ in self._call:
+                pass
         except grpc.RpcError as rpc_error:
-            error = errors.from_rpc(rpc_error)
+            # The error is the call itself, which leads to this object: it must not lead back.
+            error = errors.from_rpc(rpc_error.with_traceback(None))
         finally:
+            self._call = None
             self._fail(error)
 
     def _fail(self, error: errors.MlaError) -> None:
@@ -283,11 +300,12 @@ class AttendStream(StepStream):
             self._broken = error
             pending, self._pending = self._pending, {}
         self._outbox.put(None)
-        if self.memory is not None:
-            self.memory.disconnect()
+        memory, self.memory = self.memory, None  # gRPC may hold this object for a while
+        if memory is not None:
+            memory.disconnect()
         for entry in pending.values():
             self._inflight.release(entry.size)
-            entry.future.set_exception(error)
+            entry.future.set_exception(error.again())
 
 
 def timeout_us(timeout_s: float) -> int:

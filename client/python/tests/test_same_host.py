@@ -1,5 +1,6 @@
 """Shared memory and rings with a real server: choosing, running out, and a server that dies."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -313,17 +314,39 @@ class DeathTest(unittest.TestCase):
                     step.attend(layer, None, np.ones((1, GEOMETRY.row_dim)), Profile.APPEND_ONLY)
             self.assertEqual(sequence.length, 1)
 
+    def regions(self):
+        """How many regions this process has mapped."""
+        return pathlib.Path("/proc/self/maps").read_text().count("memfd:mla-region")
+
     def test_broken_streams_give_their_memory_back(self):
-        with connect(self.server, transport="ring") as client:
-            for _ in range(4):
-                client.open_stream().cancel()
-            deadline = time.monotonic() + 5
-            while client.stats().shared_regions > 1 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            client.open_stream()
-            self.assertEqual(len(client._streams), 2)
-            maps = pathlib.Path("/proc/self/maps").read_text().count("memfd:mla-region")
-            self.assertEqual(maps, 2)
+        """At once: no cycle of references keeps it for the garbage collector."""
+        gc.collect()
+        before = self.regions()
+        self.addCleanup(gc.enable)
+        gc.disable()
+        for transport in ("ring", "shm"):
+            with self.subTest(transport=transport), \
+                    connect(self.server, transport=transport) as client, \
+                    register(client).open_sequence() as sequence:
+                for end in ("cancel", "close", "disconnect"):
+                    stream = client.open_stream()
+                    step = client.step([(sequence, 1)], stream=stream).begin()
+                    getattr(stream.memory if end == "disconnect" else stream, end)()
+                    with self.assertRaises(mla_client.MlaError):
+                        while True:
+                            step.attend(0, None, np.ones((1, GEOMETRY.row_dim)),
+                                        Profile.APPEND_ONLY)
+                    del step, stream
+                    deadline = time.monotonic() + 5
+                    while sequence.refresh().in_step and time.monotonic() < deadline:
+                        time.sleep(0.01)
+                client.open_stream()
+                self.assertEqual(len(client._streams), 2)
+                while (self.regions() > before + 2 or client.stats().shared_regions > 2) and (
+                        time.monotonic() < deadline):
+                    time.sleep(0.01)
+                self.assertEqual(self.regions(), before + 2)
+                self.assertEqual(client.stats().shared_regions, 2)
 
 
 if __name__ == "__main__":
