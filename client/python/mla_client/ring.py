@@ -228,11 +228,7 @@ class RingStream(stream.StepStream):
     def attend(self, step_id: int, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
                assembler: wire.ResultAssembler, deadline: float) -> stream.Request:
         memory = self.memory
-        placement = memory.place(args, cut, geometry)
-        while placement is None:
-            self._make_room(deadline)
-            placement = memory.place(args, cut, geometry)
-        placed: Placement = placement
+        placed: Placement = self._with_room(lambda: memory.place(args, cut, geometry), deadline)
         request = _RingRequest(self, placed.blocks)
         request.finish = lambda timings: assembler.put(cut, placed.o, placed.lse, timings)
         flags = (HAS_KV if cut.has_kv else 0) | (WANT_LSE if args.want_lse else 0)
@@ -247,10 +243,7 @@ class RingStream(stream.StepStream):
         tag = next(self._tags)
         message = attention_pb2.AttendStreamRequest(tag=tag, **body).SerializeToString()
         size = len(message)
-        offset = self.memory.allocate(size + room)
-        while offset is None:
-            self._make_room(deadline)
-            offset = self.memory.allocate(size + room)
+        offset = self._with_room(lambda: self.memory.allocate(size + room), deadline)
         self.memory.map[offset:offset + size] = message
         request = _RingRequest(self, [offset])
         self._submit(request, deadline, MESSAGE, 0, 0, 0, tag, 0, 0, 0, size, 0, room, 0,
@@ -274,14 +267,24 @@ class RingStream(stream.StepStream):
                 self.memory.free(block)
             raise
 
-    def _make_room(self, deadline: float) -> None:
-        """Takes a completion, which gives its request's memory back."""
-        with self._mutex:
-            if self._broken is not None:
-                raise self._broken.again()
-            if not self._in_flight:
+    def _with_room(self, attempt: Callable[[], Any], deadline: float) -> Any:
+        """What `attempt` takes from the memory; completions make room for it."""
+        while True:
+            seen = self.memory.freed
+            taken = attempt()
+            if taken is not None:
+                return taken
+            if self.memory.exhausted(seen):
                 raise stream.does_not_fit()
-            self._take_one(deadline, stream.no_room)
+            with self._mutex:
+                if self._broken is not None:
+                    raise self._broken.again()
+                under_way = bool(self._in_flight)
+                if under_way and self.memory.freed == seen:
+                    self._take_one(deadline, stream.no_room)
+            # Otherwise another thread is about to send what it has placed.
+            if not under_way and not self.memory.wait_for_room(seen, deadline):
+                raise stream.no_room()
 
     # --- Waiting
 

@@ -112,6 +112,7 @@ class SharedMemory:
         self._room = threading.Condition(self._lock)
         self._free: Dict[int, int] = {self.arena_offset: self.arena_bytes}  # offset -> bytes
         self._used: Dict[int, int] = {}
+        self._buffers = 0  # blocks among them that no reply will give back
 
     @classmethod
     def connect(cls, door: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
@@ -213,6 +214,12 @@ class SharedMemory:
             self.freed += 1
             self._room.notify_all()
 
+    def exhausted(self, seen: int) -> bool:
+        """True if Buffers alone hold memory and `freed` is still what was seen: what did not fit
+        will not fit later either."""
+        with self._lock:
+            return self.freed == seen and len(self._used) == self._buffers
+
     def wait_for_room(self, seen: int, deadline: float) -> bool:
         """Waits until `freed` differs from what was seen or the connection has ended; False if the
         deadline comes first."""
@@ -236,6 +243,8 @@ class SharedMemory:
         place = self._place_both(in_length, out_length)
         if place is None:
             return None
+        with self._lock:
+            self._buffers += 2
         at_in, at_out = place.in_offset, place.out_offset
         return Buffers(
             self.array(at_in, (rows, geometry.row_dim), dtype.numpy) if kv else None,
@@ -257,6 +266,8 @@ class SharedMemory:
         return Place(self, at_in, in_length, at_out, out_length)
 
     def _free_both(self, place: Place) -> None:
+        with self._lock:
+            self._buffers -= 2
         self.free(place.in_offset)
         self.free(place.out_offset)
 

@@ -217,11 +217,11 @@ class AttendStream(StepStream):
         while True:
             if self._broken is not None:
                 raise self._broken.again()
-            seen, idle = memory.freed, not self._pending
+            seen = memory.freed
             placement = memory.place(args, cut, geometry)
             if placement is not None:
                 return placement
-            if idle and memory.freed == seen:
+            if memory.exhausted(seen):
                 raise does_not_fit()
             if not memory.wait_for_room(seen, deadline):
                 raise no_room()

@@ -16,6 +16,7 @@ from mla_client import Profile, fence, ring
 from service_contract import GEOMETRY, LAYERS, SCALE, Worker
 
 RING_ENTRIES = 4
+LEASE_MS = 30_000  # the expected values are computed between two messages of a step
 SERVER = None
 
 
@@ -126,7 +127,7 @@ class PressureTest(unittest.TestCase):
         """Sends all layers' requests without waiting, then checks every answer."""
         worker = Worker()
         with connect(SERVER, **options) as client, register(client).open_sequence() as sequence, \
-                client.step([(sequence, rows * requests)]) as step:
+                client.step([(sequence, rows * requests)], lease_ms=LEASE_MS) as step:
             asked = []
             kv = worker.kv(rows * requests)
             for layer in range(LAYERS):
@@ -161,7 +162,7 @@ class PressureTest(unittest.TestCase):
                     held.append(client.buffers(model, 8, Profile.ABSORBED))
                 self.assertGreater(len(held), 3)
                 worker = Worker()
-                with client.step([(sequence, 8)]) as step:
+                with client.step([(sequence, 8)], lease_ms=LEASE_MS) as step:
                     q, kv = worker.queries(8, Profile.ABSORBED), worker.kv(8)
                     with self.assertRaisesRegex(mla_client.ResourceExhausted, "shared_bytes"):
                         for _ in range(4):
@@ -179,7 +180,7 @@ class PressureTest(unittest.TestCase):
                     connect(SERVER, transport=transport) as client, \
                     register(client).open_sequence() as sequence, \
                     client.buffers(sequence.model, 64) as buffers, \
-                    client.step([(sequence, 64)]) as step:
+                    client.step([(sequence, 64)], lease_ms=LEASE_MS) as step:
                 memory = buffers.place.memory
                 free = dict(memory._free)
                 buffers.q[...], buffers.kv[...] = 0, 0
@@ -199,7 +200,8 @@ class PressureTest(unittest.TestCase):
             model = register(client)
             sequences = [model.open_sequence() for _ in range(150)]
             for _ in range(2):
-                with client.step([(sequence, 1) for sequence in sequences]) as step:
+                rows = [(sequence, 1) for sequence in sequences]
+                with client.step(rows, lease_ms=LEASE_MS) as step:
                     for layer in range(LAYERS):
                         step.attend(layer, None, np.ones((150, GEOMETRY.row_dim)),
                                     Profile.APPEND_ONLY)
@@ -219,7 +221,7 @@ class PressureTest(unittest.TestCase):
                 try:
                     for _ in range(10):
                         with model.open_sequence() as sequence, \
-                                client.step([(sequence, 2)]) as step:
+                                client.step([(sequence, 2)], lease_ms=LEASE_MS) as step:
                             for layer in range(LAYERS):
                                 o = step.attend(layer, q, kv, Profile.ABSORBED).o
                                 np.testing.assert_allclose(o, want, atol=2e-2, rtol=2e-2)
@@ -233,6 +235,31 @@ class PressureTest(unittest.TestCase):
                 thread.join()
             self.assertEqual(client.stats().rings, 1)
         self.assertEqual(faults, [])
+
+    def test_several_threads_without_enough_memory(self):
+        """Nobody is told that it does not fit while another thread's tensors are in the way."""
+        worker, faults = Worker(), []
+        for transport in ("ring", "shm"):
+            with connect(SERVER, transport=transport, shared_bytes=8192) as client:
+                model = register(client)
+                kv, q = worker.kv(7), worker.queries(7, Profile.ABSORBED)  # 4 kB with the outputs
+
+                def work():
+                    try:
+                        for _ in range(8):
+                            with model.open_sequence() as sequence, \
+                                    client.step([(sequence, 7)], lease_ms=LEASE_MS) as step:
+                                for layer in range(LAYERS):
+                                    step.attend(layer, q, kv, Profile.ABSORBED)
+                    except BaseException as error:  # reported by the main thread
+                        faults.append(error)
+
+                threads = [threading.Thread(target=work) for _ in range(6)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                self.assertEqual(faults, [])
 
     def test_with_the_fences_of_other_architectures(self):
         library = fence.by_library()
@@ -257,7 +284,7 @@ class DeathTest(unittest.TestCase):
             with self.subTest(transport=transport):
                 client = connect(self.server, transport=transport, timeout_s=20.0)
                 sequence = register(client).open_sequence()
-                step = client.step([(sequence, 1)]).begin()
+                step = client.step([(sequence, 1)], lease_ms=LEASE_MS).begin()
                 stopped(self.server)
                 future = step.attend_async(0, None, np.ones((1, GEOMETRY.row_dim)),
                                            Profile.APPEND_ONLY)
@@ -269,7 +296,7 @@ class DeathTest(unittest.TestCase):
                 self.server.start()
                 # Another server: nothing is resumed.
                 with self.assertRaises(mla_client.NotFound):
-                    client.step([(sequence, 1)]).begin()
+                    client.step([(sequence, 1)], lease_ms=LEASE_MS).begin()
                 with self.assertRaises(mla_client.ServerRestarted):
                     sequence.refresh()
                 client.close()
@@ -281,7 +308,7 @@ class DeathTest(unittest.TestCase):
                     register(client).open_sequence() as sequence:
                 stream = client.open_stream()
                 kv = np.ones((1, GEOMETRY.row_dim))
-                step = client.step([(sequence, 1)], stream=stream).begin()
+                step = client.step([(sequence, 1)], lease_ms=LEASE_MS, stream=stream).begin()
                 free = stream.memory and dict(stream.memory._free)
                 stopped(self.server)
                 try:
@@ -300,7 +327,7 @@ class DeathTest(unittest.TestCase):
     def test_a_connection_that_is_lost_rolls_the_step_back(self):
         with connect(self.server, transport="ring") as client, \
                 register(client).open_sequence() as sequence:
-            step = client.step([(sequence, 1)]).begin()
+            step = client.step([(sequence, 1)], lease_ms=LEASE_MS).begin()
             stream = client._stream
             stream.memory.disconnect()
             with self.assertRaises(mla_client.Unavailable):
@@ -308,7 +335,7 @@ class DeathTest(unittest.TestCase):
             deadline = time.monotonic() + 5
             while sequence.refresh().in_step and time.monotonic() < deadline:
                 time.sleep(0.01)
-            with client.step([(sequence, 1)]) as step:
+            with client.step([(sequence, 1)], lease_ms=LEASE_MS) as step:
                 self.assertIsNot(client._stream, stream)
                 for layer in range(LAYERS):
                     step.attend(layer, None, np.ones((1, GEOMETRY.row_dim)), Profile.APPEND_ONLY)
@@ -330,7 +357,7 @@ class DeathTest(unittest.TestCase):
                     register(client).open_sequence() as sequence:
                 for end in ("cancel", "close", "disconnect"):
                     stream = client.open_stream()
-                    step = client.step([(sequence, 1)], stream=stream).begin()
+                    step = client.step([(sequence, 1)], lease_ms=LEASE_MS, stream=stream).begin()
                     getattr(stream.memory if end == "disconnect" else stream, end)()
                     with self.assertRaises(mla_client.MlaError):
                         while True:
