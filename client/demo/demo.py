@@ -32,7 +32,7 @@ import numpy as np
 import scenes
 from attention import register
 from checks import ERROR_BOUND, MIN_CHANGED, Comparison, LocalModel
-from generate import Phase
+from generate import SEQUENCE_LEASE_MS, Phase
 from mla_client.testing import ServerProcess
 from mla_client.transport import TRANSPORTS
 from model import Model
@@ -201,7 +201,8 @@ def main() -> int:
     try:
         with ServerProcess(args.server, ["--kv-cache-bytes=268435456", *args.server_arg]) as server:
             demo = Demo(server.target, args.transport, args.record and Writer(args.record))
-            with mla_client.Client.connect(server.target, transport=args.transport) as client:
+            with mla_client.Client.connect(server.target, transport=args.transport,
+                                           lease_ms=SEQUENCE_LEASE_MS) as client:
                 ok = demo.run(client)
             if demo.writer is not None:
                 demo.writer.close()

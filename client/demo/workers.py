@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import mla_client
 import numpy as np
 from attention import register, spec_of
-from generate import Generator
+from generate import SEQUENCE_LEASE_MS, Generator
 from model import Array, Model
 from recording import Recorder, Writer
 
@@ -70,7 +70,8 @@ def _work(task: _Task, start: Any, reports: Any) -> None:
     try:
         model = Model()
         with mla_client.Client.connect(task.target, transport=task.transport,
-                                       message_bytes=MESSAGE_BYTES) as client:
+                                       message_bytes=MESSAGE_BYTES,
+                                       lease_ms=SEQUENCE_LEASE_MS) as client:
             service, registered = _service(client, model, task)
             with registered.open_sequence() as sequence:
                 generator = Generator(model, service, sequence, mla_client.Profile.EXPANDED)
