@@ -364,11 +364,15 @@ class DeathTest(unittest.TestCase):
                             step.attend(0, None, np.ones((1, GEOMETRY.row_dim)),
                                         Profile.APPEND_ONLY)
                     del step, stream
+                    # The next stream sees what is broken and ends it, and with it the step.
+                    client.open_stream()
                     deadline = time.monotonic() + 5
                     while sequence.refresh().in_step and time.monotonic() < deadline:
                         time.sleep(0.01)
+                    client._streams.pop().close()
                 client.open_stream()
                 self.assertEqual(len(client._streams), 2)
+                deadline = time.monotonic() + 5
                 while (self.regions() > before + 2 or client.stats().shared_regions > 2) and (
                         time.monotonic() < deadline):
                     time.sleep(0.01)
