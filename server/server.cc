@@ -225,7 +225,14 @@ void Server::Parts::MakeRegions() {
   if (door_path.empty()) return;
   const Config::Shm& shm = options.config.shm;
   RegionHooks hooks;
-  hooks.on_mapped = [this](std::span<std::byte> memory) { return engine->RegisterHost(memory); };
+  hooks.on_mapped = [this](std::span<std::byte> memory) {
+    absl::Status status = engine->RegisterHost(memory);
+    if (!status.ok()) {
+      Log(LogLevel::kWarning, "region_not_pinned",
+          {{"bytes", absl::StrCat(memory.size())}, {"reason", std::string(status.message())}});
+    }
+    return status;
+  };
   hooks.before_unmapped = [this](std::span<std::byte> memory) { engine->UnregisterHost(memory); };
   const RegionLimits limits = {shm.region_bytes, shm.total_bytes, shm.regions_max,
                                shm.tenant_regions};

@@ -45,10 +45,7 @@ absl::Status SharedRegion::Map(size_t bytes) {
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_, 0);
   if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
   bytes_ = {static_cast<std::byte*>(at), bytes};
-  if (hooks_.on_mapped) {
-    if (absl::Status status = hooks_.on_mapped(bytes_); !status.ok()) return status;
-    registered_ = true;
-  }
+  registered_ = hooks_.on_mapped && hooks_.on_mapped(bytes_).ok();
   return absl::OkStatus();
 }
 

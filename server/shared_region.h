@@ -31,7 +31,9 @@ using RegionHandle = std::array<uint8_t, wire::kHandleBytes>;
 
 // Hooks through which device backends learn about memory that copies should reach directly.
 struct RegionHooks {
+  // An error leaves the region as it is: copies then take the way they take to any other memory.
   std::function<absl::Status(std::span<std::byte>)> on_mapped;
+  // Only after an on_mapped that succeeded.
   std::function<void(std::span<std::byte>)> before_unmapped;
 };
 
