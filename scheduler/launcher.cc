@@ -54,6 +54,12 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
       limits.max_heads * row * int64_t(ElementSize(DType::kF32)));
 }
 
+int32_t WidestHeads(const std::vector<PlanRequest>& requests) {
+  int32_t heads = 1;
+  for (const PlanRequest& request : requests) heads = std::max(heads, request.num_heads);
+  return heads;
+}
+
 template <typename T>
 int32_t CountDistinct(std::vector<T>& values) {
   std::sort(values.begin(), values.end());
@@ -235,8 +241,11 @@ absl::Status Launcher::Plan(Launch* launch) {
     form.params.desc = Desc(*launch, form.form);
     form.params.requests = form.records;
     form.params.page_tables = backend_->PageTables().data();
+    // Cut for the heads that are there: few heads of a large model need not share units as all do.
+    kernels::AttentionDesc widest = form.params.desc;
+    widest.geometry.num_heads = WidestHeads(form.lengths);
     absl::StatusOr<const ExecutionPlan*> plan =
-        plans_->Get(form.lengths, backend_->Traits(form.params.desc), launch->slot);
+        plans_->Get(form.lengths, backend_->Traits(widest), launch->slot);
     if (!plan.ok()) return plan.status();
     form.params.plan = (*plan)->view();
     report.work_items += static_cast<int32_t>(form.params.plan.work_info.size());

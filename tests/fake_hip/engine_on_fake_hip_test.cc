@@ -23,6 +23,7 @@ constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
 constexpr char kImage[] = "fake image for gfx950";
 constexpr int kHeads = 16;
 constexpr int kRowDim = 576;
+constexpr int kLongRows = 4096;
 // Probabilities are rounded to bf16 before the second product.
 constexpr double kTolerance = 4e-3;
 
@@ -66,6 +67,56 @@ void Settle(EngineHarness& h) {
   for (int quiet = 0; quiet < 3;) {
     const bool busy = h.core().StartLaunch() | h.core().CompleteLaunch(/*wait=*/true);
     quiet = busy ? 0 : quiet + 1;
+  }
+}
+
+// Work items of the last launch.
+class LastLaunch final : public scheduler::EngineObserver {
+ public:
+  void OnLaunch(const scheduler::LaunchReport& report) override { work_items = report.work_items; }
+  void OnRequest(const scheduler::StreamRequest&, const absl::Status&, int64_t) override {}
+  int32_t work_items = 0;
+};
+
+// On gfx942 two blocks share the tiles of more than 64 heads, so that half as many units take part.
+TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
+  Control() = fake_hip::Control();
+  Control().arch = "gfx942";
+  constexpr char kImage942[] = "fake image for gfx942";
+  HipBackendOptions options;
+  options.libraries = {kLibrary};
+  options.images = {{"gfx942", {reinterpret_cast<const std::byte*>(kImage942), sizeof(kImage942)}}};
+  auto backend = HipBackend::Create(options);
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  LastLaunch last;
+  scheduler::testing::HarnessOptions harness;
+  harness.limits = scheduler::testing::TinyLimits();
+  harness.limits.default_page_size = 64;
+  harness.limits.max_heads = 128;
+  harness.limits.max_row_dim = kRowDim;
+  harness.limits.max_sequence_rows = harness.limits.max_step_rows = kLongRows;
+  harness.limits.max_pages_per_sequence = kLongRows / 64;
+  harness.limits.launch_rows = harness.limits.prefill_rows = kLongRows;
+  harness.limits.launch_packed_rows = 1024;
+  harness.limits.kv_cache_bytes = 16 << 20;
+  harness.model = scheduler::testing::TinyModel();
+  harness.model.geometry = {128, 512, 64, 8, 8};
+  harness.model.softmax_scale = 0.05;
+  harness.backend = *std::move(backend);
+  harness.observer = &last;
+  EngineHarness h(std::move(harness));
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  const auto seq = h.Open();
+  ASSERT_TRUE(h.Begin(stream, 1, {{seq.id, 1, 0, kLongRows}})->status.ok());
+  const auto kv = h.AppendOnly(stream, 1, 0, 0, std::vector<Row>(kLongRows, MakeRow(1, kRowDim)));
+  Settle(h);
+  ASSERT_TRUE(kv->status.ok()) << kv->status;
+  const std::vector<std::pair<int, int>> units_by_heads = {{16, 8}, {64, 8}, {65, 4}, {128, 4}};
+  for (const auto& [heads, units] : units_by_heads) {
+    const auto slice = h.Query(stream, 1, 0, kLongRows - 1, 1, 0, heads, 5);
+    Settle(h);
+    ASSERT_TRUE(slice->status.ok()) << slice->status;
+    EXPECT_EQ(last.work_items, units) << heads << " heads";
   }
 }
 
