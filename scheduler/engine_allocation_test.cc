@@ -102,6 +102,88 @@ class Worker {
   float lse_[2];
 };
 
+// Two ranks with a head each, over one sequence.
+class Ranks {
+ public:
+  explicit Ranks(EngineHarness& harness) : h_(harness), sequence_(h_.Open("", 3'000'000)) {
+    for (Rank& rank : ranks_) {
+      rank.stream = h_.core().OpenStream(h_.tenant());
+      rank.begin.kind = RequestKind::kBeginStep;
+      rank.begin.begin.model_id = h_.model().id;
+      rank.begin.begin.participants = 2;
+      rank.end.kind = RequestKind::kEndStep;
+    }
+    // The steady state is that of a sequence that keeps its length: nothing is committed.
+    ranks_[0].end.end.committed_rows = {0};
+  }
+
+  // `late`: the second slice comes after the wait for it.
+  bool Step(bool late) {
+    bool ok = true;
+    for (Rank& rank : ranks_) {
+      rank.begin.begin.sequences.assign(1, {sequence_.id, 1, 0, 1});
+      Send(rank, rank.begin);
+      ok &= rank.begin.ok;
+    }
+    for (int layer = 0; layer < 2; ++layer) {
+      for (int32_t i = 0; i < 2; ++i) {
+        Rank& rank = ranks_[i];
+        AttendArgs& args = rank.attend.attend;
+        args.layer = layer;
+        args.row_count = 1;
+        args.head_offset = i;
+        args.num_heads = 1;
+        args.has_kv = i == 0;
+        args.want_lse = true;
+        args.kv = reinterpret_cast<const std::byte*>(rank.kv);
+        args.q = reinterpret_cast<const std::byte*>(rank.q);
+        args.o = reinterpret_cast<std::byte*>(rank.o);
+        args.lse = &rank.lse;
+        Send(rank, rank.attend);
+        if (late) h_.AdvanceMicros(h_.core().limits().slice_wait_us);
+        h_.Run();
+      }
+      ok &= ranks_[0].attend.ok && ranks_[1].attend.ok;
+    }
+    Send(ranks_[0], ranks_[0].end);
+    return ok && ranks_[0].end.ok;
+  }
+
+ private:
+  struct Rank {
+    StreamId stream = 0;
+    PooledRequest begin, attend, end;
+    kernels::Bf16 kv[12] = {};
+    kernels::Bf16 q[12] = {};
+    kernels::Bf16 o[8] = {};
+    float lse = 0;
+  };
+  void Send(Rank& rank, PooledRequest& request) {
+    request.ok = false;
+    request.stream = rank.stream;
+    request.step_id = 7;
+    request.engine.arrival_ns = h_.clock().Now();
+    h_.core().owned().fetch_add(1);
+    h_.core().Accept(&request);
+  }
+
+  EngineHarness& h_;
+  const SequenceInfo sequence_;
+  Rank ranks_[2];
+};
+
+TEST(EngineAllocation, SlicesOfRanksAllocateNothing) {
+  EngineHarness harness;
+  Ranks ranks(harness);
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(ranks.Step(i % 2 == 0));
+  const int64_t before = allocations;
+  bool ok = true;
+  for (int i = 0; i < 2000; ++i) ok &= ranks.Step(i % 4 == 0);
+  EXPECT_EQ(allocations - before, 0);
+  EXPECT_TRUE(ok);
+  EXPECT_EQ(harness.core().Stats().slices_fused, 2u * 2 * (100 + 1500));
+}
+
 TEST(EngineAllocation, TheSteadyStateAllocatesNothing) {
   EngineHarness harness;
   Worker a(harness, 1);
