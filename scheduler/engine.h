@@ -82,6 +82,11 @@ struct EngineStats {
   int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
   int64_t page_groups_free = 0;
   uint64_t copies_on_write = 0, page_groups_scrubbed = 0;
+  // Page groups handed out, and come back by reason; the difference is page_groups_used.
+  uint64_t page_groups_taken = 0;
+  uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
+  uint64_t page_groups_uncommitted = 0;
+  uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0;
   uint64_t slices_fused = 0, slice_waits_expired = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
@@ -93,6 +98,7 @@ struct LaunchReport {
   int32_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   int32_t slices_fused = 0;         // requests that were computed as one with their siblings
   int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
+  int64_t kv_bytes_read = 0;        // KV rows that the records cover, each record once
   int64_t schedule_ns = 0;          // choosing and committing the batch
   int64_t plan_ns = 0;
   int64_t kernel_ns = 0;
@@ -112,6 +118,13 @@ class EngineObserver {
   // Every request once, as it is answered.
   virtual void OnRequest(const StreamRequest& request, const absl::Status& status,
                          int64_t total_ns) = 0;
+  // A sequence is gone: the rows it had, and for how long it was open.
+  virtual void OnSequenceClosed(int64_t rows, int64_t open_ns) {
+    static_cast<void>(rows);
+    static_cast<void>(open_ns);
+  }
+  // Of a sample of the page groups: for how long one was in use.
+  virtual void OnPageGroupFreed(int64_t held_ns) { static_cast<void>(held_ns); }
 };
 
 struct EngineOptions {

@@ -89,6 +89,11 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
       std::make_unique<ModelTable>(options.limits, core->backend_.get(), core->cache_.get());
   core->sequences_ =
       std::make_unique<SequenceTable>(options.limits, core->cache_.get(), clock, std::move(ids));
+  if (EngineObserver* const observer = options.observer; observer != nullptr) {
+    core->sequences_->set_observer(observer);
+    core->cache_->WatchLifetimes([clock] { return clock->Now(); },
+                                 [observer](int64_t ns) { observer->OnPageGroupFreed(ns); });
+  }
   core->steps_ = std::make_unique<StepTable>(options.limits, clock);
   absl::StatusOr<std::unique_ptr<Launcher>> launcher = Launcher::Create(
       options.limits, core->backend_.get(), core->cache_.get(), core->models_.get(), clock);
@@ -244,6 +249,12 @@ EngineStats EngineCore::Stats() const {
   stats.page_groups_used = cache.groups_used;
   stats.page_groups_free = cache.groups_free;
   stats.page_groups_shared = cache.groups_shared;
+  stats.page_groups_taken = cache.allocations;
+  const auto freed = [&cache](kvcache::Freed why) { return cache.freed[static_cast<size_t>(why)]; };
+  stats.page_groups_released = freed(kvcache::Freed::kReleased);
+  stats.page_groups_expired = freed(kvcache::Freed::kExpired);
+  stats.page_groups_truncated = freed(kvcache::Freed::kTruncated);
+  stats.page_groups_uncommitted = freed(kvcache::Freed::kUncommitted);
   stats.copies_on_write = cache.copies_on_write;
   stats.page_groups_scrubbed = cache.scrubs;
   for (const Step* step : steps_->open()) stats.requests_running += step->inflight;

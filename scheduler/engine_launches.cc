@@ -72,6 +72,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
   stats_.rows_decode += report.rows_decode;
   stats_.rows_extend += report.rows_extend;
   stats_.rows_prefill += report.rows_prefill;
+  stats_.kv_bytes_read += static_cast<uint64_t>(report.kv_bytes_read);
   stats_.slices_fused += report.slices_fused;
   stats_.slice_waits_expired += report.slice_waits_expired;
   // From the back, so that cut-up requests return to the front of the queue in their order.

@@ -236,6 +236,41 @@ TEST_F(EngineCoreTest, DrainRefusesNewWorkAndKeepsOpenSteps) {
   EXPECT_EQ(h_.core().AbortAllSteps("drained"), 0);
 }
 
+// Remembers the sequences that were closed.
+class ClosedSequences final : public EngineObserver {
+ public:
+  void OnLaunch(const LaunchReport&) override {}
+  void OnRequest(const StreamRequest&, const absl::Status&, int64_t) override {}
+  void OnSequenceClosed(int64_t rows, int64_t open_ns) override {
+    closed.emplace_back(rows, open_ns);
+  }
+  std::vector<std::pair<int64_t, int64_t>> closed;
+};
+
+TEST(EngineObserverTest, HearsOfEverySequenceThatGoes) {
+  ClosedSequences observer;
+  testing::EngineHarness h({testing::TinyLimits(), testing::TinyModel(), nullptr, &observer});
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  const SequenceInfo released = h.Open("", 60000);
+  h.Open("", 8000);
+  ASSERT_TRUE(h.Begin(stream, 1, {{released.id, 1, 0, 2}})->status.ok());
+  const std::vector<Row> rows = {testing::MakeRow(1, 12), testing::MakeRow(2, 12)};
+  const auto a = h.AppendOnly(stream, 1, 0, 0, rows);
+  const auto b = h.AppendOnly(stream, 1, 1, 0, rows);
+  h.Run();
+  ASSERT_TRUE(h.End(stream, 1)->status.ok());
+  h.Advance(3000);
+  std::vector<SequenceId> absent;
+  h.core().ReleaseSequences(h.tenant(), std::vector<SequenceId>{released.id}, &absent);
+  h.Advance(6000);
+  const EngineStats stats = h.core().Stats();
+  EXPECT_EQ(stats.leases_expired, 1u);
+  EXPECT_EQ(stats.page_groups_taken, 1u);
+  EXPECT_EQ(stats.page_groups_released, 1u);
+  const std::vector<std::pair<int64_t, int64_t>> want = {{2, 3'000'000'000}, {0, 9'000'000'000}};
+  EXPECT_EQ(observer.closed, want);
+}
+
 TEST_F(EngineCoreTest, OpenStepsAreBounded) {
   std::vector<SequenceInfo> sequences;
   for (int i = 0; i < 7; ++i) sequences.push_back(h_.Open());

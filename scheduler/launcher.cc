@@ -295,6 +295,11 @@ void Launcher::Report(Launch* launch) {
   report.requests = static_cast<int32_t>(batch.requests.size());
   report.records = static_cast<int32_t>(batch.segments.size());
   for (const FusedSlices& slices : batch.slices) report.slices_fused += slices.count;
+  for (const auto* records : {&launch->absorbed, &launch->expanded}) {
+    for (const kernels::RequestRecord& record : *records) {
+      report.kv_bytes_read += record.kv_rows * record.row_stride;
+    }
+  }
   report.slice_waits_expired = batch.slice_waits_expired;
   report.rows_decode = batch.rows_by_stage[0];
   report.rows_extend = batch.rows_by_stage[1];

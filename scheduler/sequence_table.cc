@@ -67,6 +67,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* 
   sequence->model = model;
   sequence->slot = slot;
   sequence->lease_ns = lease_ns;
+  sequence->opened_ns = clock_->Now();
   sequence->client_id = client_id;
   sequence->request_id = request_id;
   sequence->origin = std::move(origin);
@@ -169,15 +170,18 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
   return sequence;
 }
 
-void SequenceTable::Release(Sequence* sequence) {
+void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   const kvcache::SeqSlot slot = sequence->slot;
+  if (observer_ != nullptr) {
+    observer_->OnSequenceClosed(cache_->length(slot), clock_->Now() - sequence->opened_ns);
+  }
   --sequence->model->sequences;
   leases_.Drop(slot);
   by_id_.erase(sequence->id);
   if (!sequence->request_id.empty()) {
     by_request_.erase(RequestKey(sequence->tenant, sequence->request_id));
   }
-  cache_->Release(slot);
+  cache_->Release(slot, why);
   by_slot_[slot].reset();
 }
 
@@ -241,7 +245,7 @@ int32_t SequenceTable::ExpireLeases() {
       Renew(sequence);  // its step has a lease of its own
       continue;
     }
-    Release(sequence);
+    Release(sequence, kvcache::Freed::kExpired);
     ++expired;
   }
   return expired;

@@ -35,6 +35,7 @@ struct Sequence {
   kvcache::SeqSlot slot = -1;
   uint64_t epoch = 1;
   int64_t lease_ns = 0;
+  MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
   std::string client_id;
   std::string request_id;  // as opened or forked
@@ -56,7 +57,9 @@ class SequenceTable {
   absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,
                                      uint64_t expected_epoch, Fault* fault);
   // REQUIRES: sequence->step == nullptr.
-  void Release(Sequence* sequence);
+  void Release(Sequence* sequence, kvcache::Freed why = kvcache::Freed::kReleased);
+  // Told of every sequence that goes; null: nobody is. It outlives the table.
+  void set_observer(EngineObserver* observer) { observer_ = observer; }
   // A sign of life: the lease starts anew, with `lease_ms` > 0 as its new length.
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
@@ -89,6 +92,7 @@ class SequenceTable {
   kvcache::KvCache* const cache_;
   const Clock* const clock_;
   const std::function<uint64_t()> ids_;
+  EngineObserver* observer_ = nullptr;
   kvcache::LeaseTable leases_;                      // keyed by SeqSlot
   std::vector<std::unique_ptr<Sequence>> by_slot_;  // null when free
   absl::flat_hash_map<SequenceId, Sequence*> by_id_;

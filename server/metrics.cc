@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/grpc_status.h"
+#include "server/process_usage.h"
 #include "server/version.h"
 
 namespace mla::server {
@@ -67,6 +68,13 @@ constexpr Declaration kDeclarations[] = {
     {"mla_kv_pages_shared", Type::kGauge, "Page groups held by more than one sequence."},
     {"mla_kv_pages_scrubbed_total", Type::kCounter, "Page groups zeroed between tenants."},
     {"mla_kv_copies_on_write_total", Type::kCounter, "Page groups copied for a forked sequence."},
+    {"mla_kv_page_allocations_total", Type::kCounter, "Page groups handed out."},
+    {"mla_kv_page_releases_total", Type::kCounter, "Page groups that came back, by reason."},
+    {"mla_kv_page_lifetime_seconds", Type::kHistogram,
+     "How long page groups were in use, of every sixteenth that came back."},
+    {"mla_kv_read_bytes_total", Type::kCounter, "Bytes of KV rows that launches attended to."},
+    {"mla_sequence_rows", Type::kHistogram, "Rows of sequences when they were closed."},
+    {"mla_sequence_lifetime_seconds", Type::kHistogram, "How long sequences were open."},
     {"mla_kv_used_bytes", Type::kGauge, "Bytes of the page pool in use."},
     {"mla_kv_usage_ratio", Type::kGauge, "Used share of the page pool."},
     {"mla_streams_open", Type::kGauge, "Open Attend streams."},
@@ -82,6 +90,13 @@ constexpr Declaration kDeclarations[] = {
     {"mla_device_memory_bytes", Type::kGauge, "Memory taken at start, by use."},
     {"mla_backend_info", Type::kGauge, "1, with the backend in use as labels."},
     {"mla_build_info", Type::kGauge, "1, with the version as label."},
+    {"process_cpu_seconds_total", Type::kCounter, "Processor time of the process."},
+    {"process_resident_memory_bytes", Type::kGauge, "Memory of the process that is in RAM."},
+    {"process_virtual_memory_bytes", Type::kGauge, "Address space of the process."},
+    {"process_open_fds", Type::kGauge, "Open file descriptors of the process."},
+    {"process_max_fds", Type::kGauge, "Most file descriptors that the process may open."},
+    {"process_threads", Type::kGauge, "Threads of the process."},
+    {"process_start_time_seconds", Type::kGauge, "Start of the process, in seconds since 1970."},
 };
 
 const Declaration& Find(const char* name) {
@@ -131,6 +146,8 @@ struct Metrics::Impl {
   }
 
   const Histogram::BucketBoundaries times = Powers(1e-5, 2, 22);
+  const Histogram::BucketBoundaries lifetimes = Powers(1e-3, 4, 14);
+  const Histogram::BucketBoundaries lengths = Powers(1, 2, 21);
   const Histogram::BucketBoundaries counts = Powers(1, 2, 13);
   const Histogram::BucketBoundaries ratios = {1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 4};
 
@@ -179,6 +196,15 @@ struct Metrics::Impl {
   Gauge& pages_shared = OneGauge("mla_kv_pages_shared");
   Counter& pages_scrubbed = One("mla_kv_pages_scrubbed_total");
   Counter& copies_on_write = One("mla_kv_copies_on_write_total");
+  Counter& pages_taken = One("mla_kv_page_allocations_total");
+  Counter& pages_released = One("mla_kv_page_releases_total", {{"reason", "released"}});
+  Counter& pages_expired = One("mla_kv_page_releases_total", {{"reason", "lease_expired"}});
+  Counter& pages_truncated = One("mla_kv_page_releases_total", {{"reason", "truncated"}});
+  Counter& pages_uncommitted = One("mla_kv_page_releases_total", {{"reason", "uncommitted"}});
+  Histogram& page_lifetime = OneHistogram("mla_kv_page_lifetime_seconds", lifetimes);
+  Counter& kv_read = One("mla_kv_read_bytes_total");
+  Histogram& sequence_rows = OneHistogram("mla_sequence_rows", lengths);
+  Histogram& sequence_lifetime = OneHistogram("mla_sequence_lifetime_seconds", lifetimes);
   Gauge& kv_used = OneGauge("mla_kv_used_bytes");
   Gauge& kv_usage = OneGauge("mla_kv_usage_ratio");
   Gauge& streams = OneGauge("mla_streams_open");
@@ -194,6 +220,13 @@ struct Metrics::Impl {
   Counter& kernel_errors = One("mla_kernel_errors_total");
   Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
   Family<Gauge>& backend = GaugeFamily("mla_backend_info");
+  Counter& cpu_seconds = One("process_cpu_seconds_total");
+  Gauge& resident = OneGauge("process_resident_memory_bytes");
+  Gauge& virtual_bytes = OneGauge("process_virtual_memory_bytes");
+  Gauge& open_fds = OneGauge("process_open_fds");
+  Gauge& max_fds = OneGauge("process_max_fds");
+  Gauge& threads = OneGauge("process_threads");
+  Gauge& start_time = OneGauge("process_start_time_seconds");
   Gauge& build = OneGauge("mla_build_info", {{"version", kVersion}});
 
   class Tenant final : public TenantCounters {
@@ -254,6 +287,13 @@ void Metrics::OnRequest(const scheduler::StreamRequest& request, const absl::Sta
   }
 }
 
+void Metrics::OnSequenceClosed(int64_t rows, int64_t open_ns) {
+  impl_->sequence_rows.Observe(static_cast<double>(rows));
+  impl_->sequence_lifetime.Observe(Seconds(open_ns));
+}
+
+void Metrics::OnPageGroupFreed(int64_t held_ns) { impl_->page_lifetime.Observe(Seconds(held_ns)); }
+
 TenantCounters* Metrics::ForTenant(const std::string& tenant) {
   const std::lock_guard lock(impl_->mutex);
   auto& tenants = impl_->tenants;
@@ -299,6 +339,12 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.leases_expired, count(stats.leases_expired));
   RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));
   RaiseTo(m.copies_on_write, count(stats.copies_on_write));
+  RaiseTo(m.pages_taken, count(stats.page_groups_taken));
+  RaiseTo(m.pages_released, count(stats.page_groups_released));
+  RaiseTo(m.pages_expired, count(stats.page_groups_expired));
+  RaiseTo(m.pages_truncated, count(stats.page_groups_truncated));
+  RaiseTo(m.pages_uncommitted, count(stats.page_groups_uncommitted));
+  RaiseTo(m.kv_read, count(stats.kv_bytes_read));
   RaiseTo(m.total_decode, count(stats.rows_decode));
   RaiseTo(m.total_extend, count(stats.rows_extend));
   RaiseTo(m.total_prefill, count(stats.rows_prefill));
@@ -311,6 +357,14 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.shared_sent, count(wire_.shared_sent_bytes.load()));
   RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
   RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);
+  const ProcessUsage usage = ReadProcessUsage();
+  RaiseTo(m.cpu_seconds, usage.cpu_seconds);
+  m.resident.Set(count(usage.resident_bytes));
+  m.virtual_bytes.Set(count(usage.virtual_bytes));
+  m.open_fds.Set(count(usage.open_fds));
+  m.max_fds.Set(count(usage.max_fds));
+  m.threads.Set(count(usage.threads));
+  m.start_time.Set(usage.start_time_seconds);
   return prometheus::TextSerializer().Serialize(m.registry->Collect());
 }
 

@@ -55,6 +55,8 @@ class Metrics final : public scheduler::EngineObserver {
   void OnLaunch(const scheduler::LaunchReport& report) override;
   void OnRequest(const scheduler::StreamRequest& request, const absl::Status& status,
                  int64_t total_ns) override;
+  void OnSequenceClosed(int64_t rows, int64_t open_ns) override;
+  void OnPageGroupFreed(int64_t held_ns) override;
 
   WireCounters& wire() { return wire_; }
   TenantCounters* ForTenant(const std::string& tenant);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -16,6 +17,7 @@
 #include "server/memory_check.h"
 #include "server/metrics.h"
 #include "server/ops_http.h"
+#include "server/process_usage.h"
 #include "server/server_state.h"
 #include "server/status_page.h"
 #include "server/watchdog.h"
@@ -60,7 +62,9 @@ TEST(MetricsTest, EveryDeclaredNameIsExposedAndDocumented) {
 TEST(MetricsTest, NamesFollowTheRules) {
   for (const std::string& line : Metrics::Declared()) {
     const std::string name = line.substr(0, line.find(' '));
-    EXPECT_THAT(name, ::testing::StartsWith("mla_"));
+    // Names of the process's own figures are those that every exporter uses.
+    EXPECT_THAT(name,
+                ::testing::AnyOf(::testing::StartsWith("mla_"), ::testing::StartsWith("process_")));
     const bool counter = line.find(" counter") != std::string::npos;
     EXPECT_EQ(counter, name.size() > 6 && name.substr(name.size() - 6) == "_total") << name;
     EXPECT_THAT(name, Not(::testing::ContainsRegex("_(us|ms|perc|percent|kb)(_|$)")));
@@ -90,6 +94,59 @@ TEST(MetricsTest, TotalsOfTheEngineOnlyRise) {
   const std::string text = metrics.Expose(stats);
   EXPECT_THAT(text, HasSubstr("mla_plan_reuse_total{result=\"hit\"} 7"));
   EXPECT_THAT(text, HasSubstr("mla_kv_usage_ratio 0.25"));
+}
+
+TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
+  Metrics metrics;
+  metrics.OnSequenceClosed(100, 3'000'000'000);
+  metrics.OnPageGroupFreed(2'000'000'000);
+  scheduler::EngineStats stats;
+  stats.page_groups_taken = 9;
+  stats.page_groups_released = 1;
+  stats.page_groups_expired = 2;
+  stats.page_groups_truncated = 3;
+  stats.page_groups_uncommitted = 4;
+  stats.kv_bytes_read = 5000;
+  stats.slices_fused = 8;
+  stats.slice_waits_expired = 6;
+  const std::string text = metrics.Expose(stats);
+  for (const char* line : {
+           "mla_kv_page_allocations_total 9\n",
+           "mla_kv_page_releases_total{reason=\"released\"} 1\n",
+           "mla_kv_page_releases_total{reason=\"lease_expired\"} 2\n",
+           "mla_kv_page_releases_total{reason=\"truncated\"} 3\n",
+           "mla_kv_page_releases_total{reason=\"uncommitted\"} 4\n",
+           "mla_kv_page_lifetime_seconds_sum 2\n",
+           "mla_kv_read_bytes_total 5000\n",
+           "mla_sequence_rows_bucket{le=\"64\"} 0\n",
+           "mla_sequence_rows_bucket{le=\"128\"} 1\n",
+           "mla_sequence_lifetime_seconds_sum 3\n",
+           "mla_slices_fused_total 8\n",
+           "mla_slice_waits_expired_total 6\n",
+       }) {
+    EXPECT_THAT(text, HasSubstr(line));
+  }
+}
+
+TEST(ProcessUsageTest, CountsThisProcess) {
+  const ProcessUsage before = ReadProcessUsage();
+  const double now = static_cast<double>(std::time(nullptr));
+  EXPECT_GT(before.resident_bytes, 1 << 20);
+  EXPECT_GE(before.virtual_bytes, before.resident_bytes);
+  EXPECT_GE(before.threads, 1);
+  EXPECT_GE(before.open_fds, 3);
+  EXPECT_GE(before.max_fds, before.open_fds);
+  EXPECT_LE(before.start_time_seconds, now + 2);
+  EXPECT_GT(before.start_time_seconds, now - 3600);
+  std::ifstream open_file("/proc/self/stat");
+  std::thread([] {
+    const std::clock_t end = std::clock() + CLOCKS_PER_SEC / 20;
+    while (std::clock() < end) {
+    }
+  }).join();
+  const ProcessUsage after = ReadProcessUsage();
+  EXPECT_EQ(after.open_fds, before.open_fds + 1);
+  EXPECT_GT(after.cpu_seconds, before.cpu_seconds);
 }
 
 TEST(OpsHttpTest, AnswersFixedPathsOnly) {

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <numeric>
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
@@ -146,14 +147,14 @@ absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
     return Invalid("truncate length", length, absl::StrCat("0..", sequence.length));
   }
   sequence.length = length;
-  ShrinkTo(slot, PagesFor(sequence, length));
+  ShrinkTo(slot, PagesFor(sequence, length), Freed::kTruncated);
   CheckAfterMutation();
   return absl::OkStatus();
 }
 
-void KvCache::Release(SeqSlot slot) {
+void KvCache::Release(SeqSlot slot, Freed why) {
   Sequence& sequence = At(slot);
-  ShrinkTo(slot, 0);
+  ShrinkTo(slot, 0, why);
   --layout_sequences_[static_cast<size_t>(sequence.layout)];
   --open_sequences_;
   sequence = Sequence();
@@ -288,17 +289,19 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
   Require(rows >= 0 && rows <= sequence.rows_reserved, "commit of rows that were not reserved");
   sequence.length += rows;
   sequence.rows_reserved = kNone;
-  ShrinkTo(slot, PagesFor(sequence, sequence.length));
+  ShrinkTo(slot, PagesFor(sequence, sequence.length), Freed::kUncommitted);
   CheckAfterMutation();
 }
 
 void KvCache::Rollback(SeqSlot slot) { Commit(slot, 0); }
 
-void KvCache::ShrinkTo(SeqSlot slot, int32_t pages) {
+void KvCache::ShrinkTo(SeqSlot slot, int32_t pages, Freed why) {
+  const int64_t used = pool_.stats().groups_used;
   Sequence& sequence = At(slot);
   const auto table = TableOf(slot);
   while (sequence.pages > pages) pool_.Drop(table[static_cast<size_t>(--sequence.pages)]);
   sequence.pages_published = std::min(sequence.pages_published, sequence.pages);
+  freed_[static_cast<size_t>(why)] += static_cast<uint64_t>(used - pool_.stats().groups_used);
 }
 
 bool KvCache::IsOpen(SeqSlot slot) const {
@@ -357,6 +360,7 @@ KvCacheStats KvCache::stats() const {
   stats.groups_shared = pool.groups_shared;
   stats.sequences = open_sequences_;
   stats.allocations = allocations_;
+  stats.freed = freed_;
   stats.copies_on_write = copies_on_write_;
   stats.scrubs = scrubs_;
   return stats;
@@ -385,6 +389,11 @@ std::string KvCache::CheckInvariants() const {
     }
   }
   if (open != open_sequences_) return "open sequences miscounted";
+  const uint64_t freed = std::accumulate(freed_.begin(), freed_.end(), uint64_t{0});
+  if (allocations_ - freed != static_cast<uint64_t>(pool_.stats().groups_used)) {
+    return absl::StrCat(allocations_, " groups taken less ", freed, " freed are not the ",
+                        pool_.stats().groups_used, " in use");
+  }
   return pool_.CheckInvariants(references);
 }
 

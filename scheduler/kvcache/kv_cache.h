@@ -20,10 +20,13 @@
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 
+#include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -64,6 +67,15 @@ struct StepRows {  // rows that one sequence adds in a step
   int32_t rows = 0;
 };
 
+// Why page groups came back to the pool.
+enum class Freed : uint8_t {
+  kReleased,     // their sequence was released
+  kExpired,      // ... because its lease ran out
+  kTruncated,    // rows were dropped
+  kUncommitted,  // a step was aborted, or kept fewer rows than it had reserved
+};
+inline constexpr size_t kFreedReasons = 4;
+
 struct KvCacheStats {
   int64_t bytes_total = 0;
   int64_t bytes_used = 0;  // bytes of groups in use
@@ -72,7 +84,8 @@ struct KvCacheStats {
   int64_t slabs_free = 0;
   int64_t groups_shared = 0;  // reference count above one
   int64_t sequences = 0;
-  uint64_t allocations = 0;  // counters since start
+  uint64_t allocations = 0;  // counters since start; allocations - all freed = groups_used
+  std::array<uint64_t, kFreedReasons> freed = {};
   uint64_t copies_on_write = 0;
   uint64_t scrubs = 0;
 };
@@ -98,7 +111,7 @@ class KvCache final {
   // Drops rows from `length` on; returns whole groups that hold none of the rest.
   absl::Status Truncate(SeqSlot sequence, int32_t length);
   // Also ends an open reservation. The slot may come back from the next Open.
-  void Release(SeqSlot sequence);
+  void Release(SeqSlot sequence, Freed why = Freed::kReleased);
 
   // Reserves pages for all rows of a step or for none (RESOURCE_EXHAUSTED with pages wanted and
   // free). Appends copies, scrubs and changed table ranges to `work`. A sequence with a reservation
@@ -107,6 +120,11 @@ class KvCache final {
   // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation.
   void Commit(SeqSlot sequence, int32_t rows);
   void Rollback(SeqSlot sequence);
+
+  // See SlabPool::WatchLifetimes.
+  void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed) {
+    pool_.WatchLifetimes(std::move(now), std::move(on_freed));
+  }
 
   int32_t length(SeqSlot sequence) const;    // committed rows
   int32_t reserved(SeqSlot sequence) const;  // rows of the open reservation, 0 if none
@@ -148,7 +166,7 @@ class KvCache final {
   void UndoReserve(SeqSlot slot);
   absl::Status Exhausted(std::span<const StepRows> rows, const StepRows& at) const;
   void ReportTable(SeqSlot slot, KvWork* work);
-  void ShrinkTo(SeqSlot slot, int32_t pages);
+  void ShrinkTo(SeqSlot slot, int32_t pages, Freed why);
   void CheckAfterMutation() const;
 
   const KvCacheOptions options_;
@@ -162,6 +180,7 @@ class KvCache final {
   uint64_t allocations_ = 0;
   uint64_t copies_on_write_ = 0;
   uint64_t scrubs_ = 0;
+  std::array<uint64_t, kFreedReasons> freed_ = {};
 };
 
 }  // namespace mla::kvcache

@@ -55,6 +55,34 @@ class KvCacheTest : public ::testing::Test {
   KvWork work_;
 };
 
+TEST_F(KvCacheTest, FreedGroupsAreCountedByReasonAndTheirLivesSampled) {
+  Make(16);
+  int64_t now = 0;
+  std::vector<int64_t> lives;
+  cache_->WatchLifetimes([&now] { return now; }, [&lives](int64_t ns) { lives.push_back(ns); });
+  const auto freed = [this](Freed why) { return cache_->stats().freed[static_cast<size_t>(why)]; };
+  const SeqSlot s = Open();
+  const SeqSlot other = Open();
+  ASSERT_TRUE(Reserve(s, 40).ok());  // ten groups of four rows
+  cache_->Commit(s, 31);
+  EXPECT_EQ(cache_->stats().allocations, 10u);
+  EXPECT_EQ(freed(Freed::kUncommitted), 2u);
+  ASSERT_TRUE(cache_->Truncate(s, 4).ok());
+  EXPECT_EQ(freed(Freed::kTruncated), 7u);
+  Append(other, 28);
+  now = 500;
+  // A refused reservation takes nothing, and gives nothing back.
+  EXPECT_FALSE(Reserve(other, 36).ok());
+  EXPECT_EQ(cache_->stats().allocations, 17u);
+  EXPECT_TRUE(lives.empty());
+  cache_->Release(other, Freed::kExpired);
+  EXPECT_EQ(freed(Freed::kExpired), 7u);
+  EXPECT_EQ(lives, std::vector<int64_t>{500}) << "the sixteenth group to come back";
+  cache_->Release(s);
+  EXPECT_EQ(freed(Freed::kReleased), 1u);
+  EXPECT_EQ(cache_->stats().groups_used, 0);
+}
+
 TEST_F(KvCacheTest, RowsTakePagesAsTheyComeAndGiveThemBack) {
   Make(8);
   const SeqSlot s = Open();

@@ -25,6 +25,11 @@ SlabPool::SlabPool(int64_t bytes, int64_t slab_bytes)
   stats_.bytes_total = bytes_;
 }
 
+void SlabPool::WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed) {
+  now_ = std::move(now);
+  on_freed_ = std::move(on_freed);
+}
+
 absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout) {
   const int64_t group_bytes = layout.group_bytes();
   if (group_bytes > bytes_) {
@@ -83,6 +88,7 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
   group.references = 1;
   group.mark_before = group.mark;
   group.mark = tenant;
+  if (now_) group.taken_ns = now_();
   if (++slab.groups_used == slab.groups_total) Unlink(index);
   ++owner.groups_used;
   ++stats_.groups_used;
@@ -97,6 +103,7 @@ void SlabPool::Untake(uint32_t entry) {
   Group& group = GroupOf(entry);
   assert(group.references == 1);
   group.mark = group.mark_before;
+  group.taken_ns = kUntaken;
   Drop(entry);
 }
 
@@ -118,7 +125,11 @@ void SlabPool::Free(uint32_t entry) {
   const Place place = PlaceOf(entry);
   Slab& slab = At(place.slab);
   Layout& owner = Of(slab.layout);
-  slab.groups[static_cast<size_t>(place.group)].next_free = slab.free_head;
+  Group& group = slab.groups[static_cast<size_t>(place.group)];
+  if (on_freed_ && group.taken_ns != kUntaken && ++freed_ % kLifetimeSample == 0) {
+    on_freed_(now_() - group.taken_ns);
+  }
+  group.next_free = slab.free_head;
   slab.free_head = place.group;
   --owner.groups_used;
   --stats_.groups_used;

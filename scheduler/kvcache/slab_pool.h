@@ -16,6 +16,7 @@
 #define MLA_SCHEDULER_KVCACHE_SLAB_POOL_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -42,6 +43,8 @@ struct SlabPoolStats {
 class SlabPool final {
  public:
   static constexpr uint32_t kNoEntry = 0xffffffffu;
+  // Every so many freed groups tell how long they were held.
+  static constexpr uint64_t kLifetimeSample = 16;
 
   struct Taken {
     uint32_t entry = kNoEntry;
@@ -52,6 +55,9 @@ class SlabPool final {
   // layout. Either way a slab holds at least one of those.
   SlabPool(int64_t bytes, int64_t slab_bytes);
 
+  // Calls `on_freed` with the nanoseconds of `now` between Take and the last Drop of every
+  // kLifetimeSample-th group. Neither may call back or allocate.
+  void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed);
   // RESOURCE_EXHAUSTED when not even one group fits the budget. REQUIRES: positive dims.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout);
   // REQUIRES: no group of it in use.
@@ -89,7 +95,9 @@ class SlabPool final {
     int32_t next_free = kNone;
     Mark mark = kClean;
     Mark mark_before = kClean;  // of the latest Take
+    int64_t taken_ns = 0;       // kUntaken: that Take is being undone
   };
+  static constexpr int64_t kUntaken = -1;
 
   struct Slab {
     LayoutId layout = kNone;   // kNone: free
@@ -141,6 +149,9 @@ class SlabPool final {
                         int64_t* groups_seen) const;
 
   const int64_t bytes_;
+  std::function<int64_t()> now_;  // null: nobody asks for lifetimes
+  std::function<void(int64_t)> on_freed_;
+  uint64_t freed_ = 0;
   int64_t slab_bytes_;
   int32_t first_free_ = 0;  // no free slab before it
   std::vector<Slab> slabs_;

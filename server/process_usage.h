@@ -1,0 +1,24 @@
+// What this process takes of the machine, as the kernel counts it.
+#ifndef MLA_SERVER_PROCESS_USAGE_H_
+#define MLA_SERVER_PROCESS_USAGE_H_
+
+#include <cstdint>
+
+namespace mla::server {
+
+struct ProcessUsage {
+  double cpu_seconds = 0;         // user and system, all threads
+  double start_time_seconds = 0;  // since 1970
+  int64_t resident_bytes = 0;
+  int64_t virtual_bytes = 0;
+  int64_t threads = 0;
+  int64_t open_fds = 0;
+  int64_t max_fds = 0;
+};
+
+// Reads a few files below /proc; figures that cannot be read stay 0. Any thread.
+ProcessUsage ReadProcessUsage();
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PROCESS_USAGE_H_
