@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "proto/attend_codec.h"
 #include "server/attend_reply.h"
 #include "server/grpc_status.h"
 
@@ -107,6 +108,7 @@ bool AttendStream::ScanHeader() {
     for (const grpc::Slice& slice : slices_) {
       fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
     }
+    if (wire::ScanAttend(fragments_, &header_, &payload_)) return true;
     status = wire::ScanMessage(fragments_, &header_bytes_, &payload_);
     if (status.ok() && !header_.ParseFromString(header_bytes_)) {
       status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
@@ -142,8 +144,6 @@ bool AttendStream::Handle() {
     inflight_bytes_ += message->charge;
     ++pending_;
   }
-  slices_.clear();  // the received bytes are not needed any more
-  incoming_.Clear();
   if (status.ok()) {
     status = shared_.engine->Submit(message);
     if (!status.ok()) {
@@ -157,6 +157,9 @@ bool AttendStream::Handle() {
     message->answer = std::move(status);
     OnAnswered(message);
   }
+  // Not needed since they were gathered, but the answer was more urgent.
+  slices_.clear();
+  incoming_.Clear();
   return true;
 }
 
@@ -281,13 +284,21 @@ void AttendStream::Write(AttendMessage* message) {
     const auto o_bytes = static_cast<size_t>(sizes.o_bytes);
     const auto lse_bytes = static_cast<size_t>(sizes.lse_bytes);
     payload = o_bytes + lse_bytes;
-    if (o_bytes > 0) slices[count++] = PayloadSlice(message, message->output.data(), o_bytes);
-    if (lse_bytes > 0) {
+    // One slice where no padding lies between the tensors.
+    const size_t first = AlignUp(o_bytes) == o_bytes ? payload : o_bytes;
+    if (first > 0) slices[count++] = PayloadSlice(message, message->output.data(), first);
+    if (first < payload) {
       slices[count++] = PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
     }
   }
-  wire::EncodeHeader(reply_, payload, &reply_header_);
-  slices[0] = grpc::Slice(reply_header_);
+  char header[wire::kMaxAttendHeaderBytes];
+  const size_t length = wire::EncodeAttendReply(reply_, payload, header);
+  if (length > 0) {
+    slices[0] = grpc::Slice(header, length);
+  } else {
+    wire::EncodeHeader(reply_, payload, &reply_header_);
+    slices[0] = grpc::Slice(reply_header_);
+  }
   grpc::ByteBuffer buffer(slices, count);
   shared_.metrics->wire().sent_bytes.fetch_add(buffer.Length(), std::memory_order_relaxed);
   outgoing_.Swap(&buffer);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "client/cpp/errors.h"
+#include "proto/attend_codec.h"
 
 namespace mla::client {
 namespace {
@@ -18,6 +19,15 @@ grpc::Slice ViewOf(std::span<const std::byte> bytes) {
   return grpc::Slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);
 }
 
+grpc::Slice HeaderOf(const v1::AttendStreamRequest& request, size_t payload_size) {
+  char attend[wire::kMaxAttendHeaderBytes];
+  const size_t length = wire::EncodeAttend(request, payload_size, attend);
+  if (length > 0) return grpc::Slice(attend, length);
+  std::string header;
+  wire::EncodeHeader(request, payload_size, &header);
+  return grpc::Slice(header);
+}
+
 }  // namespace
 
 Stream::Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant, uint64_t boot_id,
@@ -28,9 +38,8 @@ Stream::Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant
       channel_(std::move(channel)) {
   if (!tenant.empty()) context_.AddMetadata("mla-tenant", tenant);
   Stub(channel_).PrepareBidiStreamingCall(&context_, kMethod, {}, this);
-  // Writes start from the caller's threads; the hold keeps OnDone away until Close.
+  // Reads and writes start from the caller's threads; the hold keeps OnDone away until Close.
   AddHold();
-  StartRead(&incoming_);
   StartCall();
 }
 
@@ -38,37 +47,53 @@ Stream::~Stream() { Close().IgnoreError(); }
 
 void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
                   std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending) {
-  std::string header;
-  const std::lock_guard lock(mutex_);
-  if (done_ || half_closed_ || !broken_.ok()) {
-    pending->status = !broken_.ok()         ? broken_
-                      : !final_status_.ok() ? final_status_
-                                            : absl::UnavailableError("the session has ended");
-    pending->done = done_ || !broken_.ok();
-    // Otherwise the stream is about to end, and its status will say why.
-    if (!pending->done) pending_[next_tag_++] = pending;
-    return;
-  }
-  request->set_tag(next_tag_);
-  pending_[next_tag_++] = pending;
-  wire::EncodeHeader(*request, first.size() + second.size(), &header);
-  grpc::Slice slices[3] = {grpc::Slice(header)};
+  const uint64_t tag = next_tag_.fetch_add(1, std::memory_order_relaxed);
+  request->set_tag(tag);
+  grpc::Slice slices[3] = {HeaderOf(*request, first.size() + second.size())};
   size_t count = 1;
   if (!first.empty()) slices[count++] = ViewOf(first);
   if (!second.empty()) slices[count++] = ViewOf(second);
-  queue_.emplace_back(slices, count);
+  grpc::ByteBuffer message(slices, count);
+  bool write = false, read = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (done_ || half_closed_ || !broken_.ok()) {
+      pending->status = !broken_.ok()         ? broken_
+                        : !final_status_.ok() ? final_status_
+                                              : absl::UnavailableError("the session has ended");
+      pending->done = done_ || !broken_.ok();
+      // Otherwise the stream is about to end, and its status will say why.
+      if (!pending->done) pending_.emplace(tag, pending);
+      return;
+    }
+    pending_.emplace(tag, pending);
+    write = !std::exchange(writing_, true);
+    read = !std::exchange(reading_, true);
+    if (write) {
+      outgoing_.Swap(&message);
+    } else {
+      queue_.push_back(std::move(message));
+    }
+    ++starting_;
+  }
+  // Outside the lock, which the reply's arrival must not find taken. The write first: the server
+  // waits for it.
+  if (write) StartWrite(&outgoing_);
+  if (read) StartRead(&incoming_);
+  const std::lock_guard lock(mutex_);
+  --starting_;
   if (!writing_) StartNextWrite();
 }
 
-// REQUIRES: mutex_ held, something to do. gRPC starts the write in this call but reports its end
-// from another stack, so the mutex may be held.
+// REQUIRES: mutex_ held, no write under way. gRPC starts the write in this call but reports its
+// end from another stack, so the mutex may be held.
 void Stream::StartNextWrite() {
   if (!queue_.empty()) {
     writing_ = true;
     outgoing_.Swap(&queue_.front());
     queue_.pop_front();
     StartWrite(&outgoing_);
-  } else if (closing_ && !half_closed_) {
+  } else if (closing_ && !half_closed_ && starting_ == 0) {
     half_closed_ = true;
     StartWritesDone();
     RemoveHold();
@@ -98,6 +123,10 @@ absl::Status Stream::Take(uint64_t* tag) {
   fragments_.clear();
   for (const grpc::Slice& slice : slices_) {
     fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+  }
+  if (wire::ScanAttendReply(fragments_, &reply_, &payload_)) {
+    *tag = reply_.tag();
+    return absl::OkStatus();
   }
   absl::Status status = wire::ScanMessage(fragments_, &header_bytes_, &payload_);
   if (status.ok() && !reply_.ParseFromString(header_bytes_)) {
@@ -144,13 +173,22 @@ void Stream::OnReadDone(bool ok) {
   if (pending != nullptr) {
     CopyPayload(pending.get());
     pending->reply.Swap(&reply_);
-    const std::lock_guard lock(mutex_);
-    pending->done = true;
+    {
+      const std::lock_guard lock(mutex_);
+      pending->done = true;
+    }
+    // Without the lock, which the waiter would only run into. OnDone, and so the end of this
+    // object, waits for this call.
     changed_.notify_all();
   }
   slices_.clear();
   incoming_.Clear();
-  StartRead(&incoming_);
+  bool read = false;
+  {
+    const std::lock_guard lock(mutex_);
+    read = reading_ = !pending_.empty();
+  }
+  if (read) StartRead(&incoming_);
 }
 
 void Stream::OnDone(const grpc::Status& status) {

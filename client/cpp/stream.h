@@ -3,6 +3,11 @@
 // Requests are sent in the order of Send, each from its header bytes and the caller's tensors;
 // replies are matched by tag and their tensors copied once, to where the caller wants them.
 //
+// A read is under way only while replies are awaited, and it is the sending thread that starts it,
+// behind its write: nothing is left to do between a reply's arrival and waking its waiter, and no
+// second thread works on the connection while the next request is sent. A stream that the server
+// has ended is therefore noticed by the next Send.
+//
 // Ownership: shared by session, steps and pending calls; gRPC's callbacks end before it does.
 // Threading: any thread; one mutex.
 #ifndef MLA_CLIENT_CPP_STREAM_H_
@@ -13,11 +18,11 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -25,6 +30,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "client/cpp/step_stream.h"
 #include "mla/v1/attention.pb.h"
@@ -82,15 +88,17 @@ class Stream final : public StepStream,
   v1::AttendStreamReply reply_;
   wire::PayloadRange payload_;
 
-  std::mutex mutex_;
+  std::atomic<uint64_t> next_tag_{1};
+
+  std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   grpc::ByteBuffer outgoing_;
   std::deque<grpc::ByteBuffer> queue_;
-  bool writing_ = false, closing_ = false, half_closed_ = false, done_ = false;
+  int32_t starting_ = 0;  // calls of Send that have not started their operations yet
+  bool writing_ = false, reading_ = false, closing_ = false, half_closed_ = false, done_ = false;
   absl::Status final_status_;
   absl::Status broken_;  // why the stream was cut by this side
-  uint64_t next_tag_ = 1;
-  std::map<uint64_t, std::shared_ptr<PendingReply>> pending_;
+  absl::flat_hash_map<uint64_t, std::shared_ptr<PendingReply>> pending_;  // by tag
 };
 
 }  // namespace mla::client
