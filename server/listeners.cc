@@ -15,6 +15,7 @@
 #include <cstdlib>
 
 #include "absl/strings/str_cat.h"
+#include "proto/transport.h"
 #include "server/credentials.h"
 
 namespace mla::server {
@@ -76,6 +77,7 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
   const int64_t received = std::max(wire.message_bytes, wire.weight_chunk_bytes + 4096);
   builder->SetMaxReceiveMessageSize(static_cast<int>(received));
   builder->SetMaxSendMessageSize(static_cast<int>(wire.message_bytes));
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
   builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, wire.connection_streams);
   builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, static_cast<int>(wire.metadata_bytes));
   builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS,

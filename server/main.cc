@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "proto/transport.h"
 #include "server/config.h"
 #include "server/logging.h"
 #include "server/server.h"
@@ -52,6 +53,7 @@ int main(int argc, char** argv) {
   const bool printed = Print(loaded);
   if (!loaded.faults.empty()) return 1;
   if (printed || loaded.command.check_config) return 0;
+  mla::wire::KeepMessageMemory();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
 
   // Every thread inherits the mask, so the signals wait for sigwait below.

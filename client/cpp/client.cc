@@ -30,6 +30,7 @@
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "mla/v1/sequence.grpc.pb.h"
+#include "proto/transport.h"
 
 namespace mla::client {
 namespace {
@@ -72,6 +73,7 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
   // Sizes are the server's to bound: it answers with the limit that was exceeded.
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   // A client that shared another's connection would share its fate and its flow control.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
