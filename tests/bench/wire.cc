@@ -1,6 +1,9 @@
 // What the service costs beside the kernel, by path, between two processes.
 //
-//   wire_benchmark [--json FILE] [--seconds S]     (S: time for one row, default 0.4)
+//   wire_benchmark [--json FILE] [--seconds S] [--paths A,B] [--shapes A,B]
+//
+// S: time for one row, default 0.8, in turns with the shape's other rows. The first path is what
+// the others are compared with.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic; inline is an Attend stream
 // over gRPC; shm the same with tensors in shared memory; ring_futex and ring_spin the command ring
@@ -33,6 +36,7 @@
 #include <vector>
 
 #include "mla/v1/sequence.grpc.pb.h"
+#include "proto/transport.h"
 #include "tests/bench/wire_paths.h"
 #include "tests/bench/wire_server.h"
 
@@ -40,6 +44,7 @@ namespace mla::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr int kTurns = 16;
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
@@ -50,8 +55,25 @@ constexpr Shape kShapes[] = {
 
 struct Row {
   std::string path, shape;
-  double p50_us = 0, p99_us = 0, gbps = 0, token_ms = 0;
+  double p50_us = 0, p99_us = 0, over_us = 0, gbps = 0, token_ms = 0;
   double copied_bytes = 0, allocations = 0;
+};
+
+// Value at `share` of the way through the sorted values.
+double Quantile(std::vector<double>& values, double share) {
+  std::sort(values.begin(), values.end());
+  return values[std::min(values.size() - 1, static_cast<size_t>(values.size() * share))];
+}
+
+// One path at one shape, and what was measured of it so far.
+struct Contender {
+  Row row;
+  Shape shape;
+  std::unique_ptr<Path> path;
+  std::vector<double> micros, touched_micros, step_millis;
+  std::vector<double> over_micros;  // of each turn: its p50 less the first path's
+  uint64_t copied_bytes = 0;
+  int64_t allocations = 0;
 };
 
 class Benchmark {
@@ -61,38 +83,69 @@ class Benchmark {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(-1);
     arguments.SetMaxSendMessageSize(-1);
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
     channel_ = grpc::CreateCustomChannel("unix:" + folder + "/s",
                                          grpc::InsecureChannelCredentials(), arguments);
   }
 
-  Row Measure(const std::string& name, const Shape& shape) {
+  // Paths take turns, so that a disturbance from outside falls on all of them alike.
+  std::vector<Row> Measure(const std::vector<std::string>& paths, const Shape& shape) {
     OpenSequences(shape.batch);
-    Row row{name, shape.name};
-    const std::unique_ptr<Path> path = Open(name, shape);
-    Steps(*path, 0.1 * seconds_);  // warm
-    Settle();
-    const uint64_t copied = shared_->copied_bytes;
-    const int64_t allocations = shared_->allocations;
-    const int64_t attends = Steps(*path, seconds_);
-    Settle();
-    row.copied_bytes = static_cast<double>(shared_->copied_bytes - copied) / attends;
-    row.allocations = static_cast<double>(shared_->allocations - allocations) / attends;
-    std::sort(micros_.begin(), micros_.end());
-    row.p50_us = micros_[micros_.size() / 2];
-    row.p99_us = micros_[micros_.size() * 99 / 100];
-    row.token_ms = step_ms_;
-    shared_->touch = 1;
-    touch_ = true;
-    Steps(*path, 0.5 * seconds_);
-    touch_ = false;
-    shared_->touch = 0;
-    std::sort(micros_.begin(), micros_.end());
-    row.gbps = static_cast<double>(shape.in() + shape.o()) / micros_[micros_.size() / 2] * 1e-3;
+    std::vector<Contender> contenders(paths.size());
+    for (size_t i = 0; i < paths.size(); ++i) {
+      contenders[i].row = {paths[i], shape.name};
+      contenders[i].path = Open(paths[i], shape);
+      Contender warm;
+      Steps(*contenders[i].path, 0.1 * seconds_, &warm.micros, &warm.step_millis);
+    }
+    for (int turn = 0; turn < kTurns; ++turn) {
+      double first = 0;
+      for (Contender& contender : contenders) {
+        const double p50 = Turn(&contender);
+        if (&contender == contenders.data()) first = p50;
+        contender.over_micros.push_back(p50 - first);
+      }
+    }
+    std::vector<Row> rows;
+    for (Contender& contender : contenders) {
+      Row& row = contender.row;
+      const auto attends = static_cast<double>(contender.micros.size());
+      row.copied_bytes = static_cast<double>(contender.copied_bytes) / attends;
+      row.allocations = static_cast<double>(contender.allocations) / attends;
+      row.p50_us = Quantile(contender.micros, 0.5);
+      row.p99_us = Quantile(contender.micros, 0.99);
+      row.over_us = Quantile(contender.over_micros, 0.5);
+      row.token_ms = Quantile(contender.step_millis, 0.5);
+      row.gbps = static_cast<double>(shape.in() + shape.o()) /
+                 Quantile(contender.touched_micros, 0.5) * 1e-3;
+      rows.push_back(row);
+    }
+    contenders.clear();
     CloseSequences();
-    return row;
+    return rows;
   }
 
  private:
+  // Returns the turn's p50.
+  double Turn(Contender* contender) {
+    Settle();
+    const uint64_t copied = shared_->copied_bytes;
+    const int64_t allocations = shared_->allocations;
+    std::vector<double> micros;
+    Steps(*contender->path, seconds_ / kTurns, &micros, &contender->step_millis);
+    contender->micros.insert(contender->micros.end(), micros.begin(), micros.end());
+    Settle();
+    contender->copied_bytes += shared_->copied_bytes - copied;
+    contender->allocations += shared_->allocations - allocations;
+    shared_->touch = 1;
+    touch_ = true;
+    std::vector<double> ignored;
+    Steps(*contender->path, 0.5 * seconds_ / kTurns, &contender->touched_micros, &ignored);
+    touch_ = false;
+    shared_->touch = 0;
+    return Quantile(micros, 0.5);
+  }
+
   std::unique_ptr<Path> Open(const std::string& name, const Shape& shape) {
     if (name == "grpc_unary") return std::make_unique<BareUnary>(channel_, shape);
     if (name == "grpc_stream") return std::make_unique<BareStream>(channel_, shape);
@@ -146,10 +199,9 @@ class Benchmark {
   }
 
   // Whole steps for that long; the first one always, the last one as far as time allows.
-  int64_t Steps(Path& path, double seconds) {
+  void Steps(Path& path, double seconds, std::vector<double>* micros,
+             std::vector<double>* step_millis) {
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-    micros_.clear();
-    std::vector<double> steps;
     do {
       const uint64_t step = ++step_;
       const auto start = Clock::now();
@@ -159,19 +211,17 @@ class Benchmark {
         if (touch_) std::memset(path.in.data(), static_cast<int>(layer), path.in.size());
         path.Attend(step, layer);
         if (touch_) sum_ += Sum(path.out.data(), path.out.size());
-        micros_.push_back(std::chrono::duration<double, std::micro>(Clock::now() - before).count());
+        micros->push_back(std::chrono::duration<double, std::micro>(Clock::now() - before).count());
       }
       v1::AttendStreamRequest last;
       last.mutable_end_step()->set_step_id(step);
       path.Call(std::move(last));
-      steps.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+      step_millis->push_back(
+          std::chrono::duration<double, std::milli>(Clock::now() - start).count());
       if (path.commits()) {
         for (v1::SequenceInfo& info : sequences_) info.set_length(info.length() + 1);
       }
     } while (Clock::now() < end);
-    std::sort(steps.begin(), steps.end());
-    step_ms_ = steps[steps.size() / 2];
-    return static_cast<int64_t>(micros_.size());
   }
 
   // Lets the server publish its counters.
@@ -182,8 +232,6 @@ class Benchmark {
   const double seconds_;
   std::shared_ptr<grpc::Channel> channel_;
   std::vector<v1::SequenceInfo> sequences_;
-  std::vector<double> micros_;
-  double step_ms_ = 0;
   uint64_t step_ = 0, sum_ = 0;
   bool touch_ = false;
 };
@@ -195,38 +243,60 @@ void WriteJson(const std::vector<Row>& rows, const std::string& path) {
     const Row& row = rows[i];
     file << "  {\"bench\": \"wire\", \"path\": \"" << row.path << "\", \"shape\": \"" << row.shape
          << "\", \"p50_us\": " << row.p50_us << ", \"p99_us\": " << row.p99_us
-         << ", \"gbps\": " << row.gbps << ", \"copied_bytes\": " << row.copied_bytes
-         << ", \"allocations\": " << row.allocations << ", \"token_ms\": " << row.token_ms << "}"
-         << (i + 1 < rows.size() ? "," : "") << "\n";
+         << ", \"over_us\": " << row.over_us << ", \"gbps\": " << row.gbps
+         << ", \"copied_bytes\": " << row.copied_bytes << ", \"allocations\": " << row.allocations
+         << ", \"token_ms\": " << row.token_ms << "}" << (i + 1 < rows.size() ? "," : "") << "\n";
   }
   file << "]\n";
 }
 
-void RunClient(const std::string& folder, Shared* shared, double seconds, const std::string& json) {
-  while (shared->ready.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  std::printf("%u cores\n%-12s %-13s %10s %10s %8s %8s %8s %12s %8s %9s\n",
-              std::thread::hardware_concurrency(), "path", "shape", "p50 us", "p99 us", "x bare",
-              "GB/s", "x bare", "copied", "allocs", "ms/token");
-  std::vector<Row> rows;
-  Benchmark benchmark(folder, shared, seconds);
-  for (const Shape& shape : kShapes) {
-    Row bare;
-    for (const char* path :
-         {"grpc_stream", "grpc_unary", "inline", "shm", "ring_futex", "ring_spin"}) {
-      const Row row = benchmark.Measure(path, shape);
-      if (row.path == "grpc_stream") bare = row;
-      std::printf("%-12s %-13s %10.1f %10.1f %8.2f %8.2f %8.2f %12.0f %8.2f %9.2f\n",
-                  row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us,
-                  row.p50_us / bare.p50_us, row.gbps, row.gbps / bare.gbps, row.copied_bytes,
-                  row.allocations, row.token_ms);
-      std::fflush(stdout);
-      rows.push_back(row);
-    }
-  }
-  if (!json.empty()) WriteJson(rows, json);
+struct Options {
+  double seconds = 0.8;
+  std::string json;
+  std::string paths = "grpc_stream,grpc_unary,inline,shm,ring_futex,ring_spin";
+  std::string shapes;  // empty: all
+};
+
+bool Names(const std::string& list, const std::string& name) {
+  return ("," + list + ",").find("," + name + ",") != std::string::npos;
 }
 
-int Main(double seconds, const std::string& json) {
+void Print(const std::vector<Row>& rows) {
+  for (const Row& row : rows) {
+    std::printf("%-12s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
+                row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us,
+                row.p50_us / rows[0].p50_us, row.over_us, row.gbps, row.gbps / rows[0].gbps,
+                row.copied_bytes, row.allocations, row.token_ms);
+  }
+  std::fflush(stdout);
+}
+
+void RunClient(const std::string& folder, Shared* shared, const Options& options) {
+  while (shared->ready.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  std::printf("%u cores\n%-12s %-13s %10s %10s %8s %8s %8s %8s %12s %8s %9s\n",
+              std::thread::hardware_concurrency(), "path", "shape", "p50 us", "p99 us", "x bare",
+              "over us", "GB/s", "x bare", "copied", "allocs", "ms/token");
+  std::vector<std::string> sleeping, spinning;
+  for (const char* path :
+       {"grpc_stream", "grpc_unary", "inline", "shm", "ring_futex", "ring_spin"}) {
+    if (!Names(options.paths, path)) continue;
+    // A spinning ring's thread would take a core from the others, so it has the machine alone.
+    (std::string_view(path) == "ring_spin" ? spinning : sleeping).push_back(path);
+  }
+  std::vector<Row> all;
+  Benchmark benchmark(folder, shared, options.seconds);
+  for (const Shape& shape : kShapes) {
+    if (!options.shapes.empty() && !Names(options.shapes, shape.name)) continue;
+    std::vector<Row> rows = benchmark.Measure(sleeping, shape);
+    if (!spinning.empty()) rows.push_back(benchmark.Measure(spinning, shape)[0]);
+    Print(rows);
+    all.insert(all.end(), rows.begin(), rows.end());
+  }
+  if (!options.json.empty()) WriteJson(all, options.json);
+}
+
+int Main(const Options& options) {
+  wire::KeepMessageMemory();  // in both processes and for every path
   void* const page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* const shared = new (page) Shared;
   char name[] = "/tmp/mla-wire-XXXXXX";
@@ -238,7 +308,7 @@ int Main(double seconds, const std::string& json) {
     Serve(folder, shared);
     std::_Exit(0);
   }
-  RunClient(folder, shared, seconds, json);
+  RunClient(folder, shared, options);
   shared->stop = 1;
   int status = 0;
   waitpid(child, &status, 0);
@@ -251,20 +321,26 @@ int Main(double seconds, const std::string& json) {
 }  // namespace mla::bench
 
 int main(int argc, char** argv) {
-  double seconds = 0.4;
-  std::string json;
+  mla::bench::Options options;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
+    const bool more = i + 1 < argc;
     if (argument.starts_with("--json=")) {
-      json = argument.substr(7);
-    } else if (argument == "--json" && i + 1 < argc) {
-      json = argv[++i];
-    } else if (argument == "--seconds" && i + 1 < argc) {
-      seconds = std::atof(argv[++i]);
+      options.json = argument.substr(7);
+    } else if (argument == "--json" && more) {
+      options.json = argv[++i];
+    } else if (argument == "--seconds" && more) {
+      options.seconds = std::atof(argv[++i]);
+    } else if (argument == "--paths" && more) {
+      options.paths = argv[++i];
+    } else if (argument == "--shapes" && more) {
+      options.shapes = argv[++i];
     } else {
-      std::fprintf(stderr, "usage: wire_benchmark [--json FILE] [--seconds S]\n");
+      std::fprintf(stderr,
+                   "usage: wire_benchmark [--json FILE] [--seconds S] [--paths A,B] "
+                   "[--shapes A,B]\n");
       return 2;
     }
   }
-  return mla::bench::Main(seconds, json);
+  return mla::bench::Main(options);
 }

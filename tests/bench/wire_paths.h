@@ -96,7 +96,6 @@ class BareStream final : public Path,
     out = out_memory_;
     BareStub(channel).PrepareBidiStreamingCall(&context_, kBareStream, {}, this);
     AddHold();
-    StartRead(&incoming_);
     StartCall();
   }
   ~BareStream() override {
@@ -113,14 +112,19 @@ class BareStream final : public Path,
     const grpc::Slice slice(in.data(), in.size(), grpc::Slice::STATIC_SLICE);
     outgoing_ = grpc::ByteBuffer(&slice, 1);
     StartWrite(&outgoing_);
+    StartRead(&incoming_);
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return answered_ && written_; });
     answered_ = written_ = false;
   }
   void OnWriteDone(bool) override {
-    const std::lock_guard lock(mutex_);
-    written_ = true;
-    changed_.notify_all();
+    bool both = false;
+    {
+      const std::lock_guard lock(mutex_);
+      written_ = true;
+      both = answered_;
+    }
+    if (both) changed_.notify_all();
   }
   void OnReadDone(bool ok) override {
     if (!ok) return;
@@ -129,10 +133,13 @@ class BareStream final : public Path,
     CopyTo(out, slices);
     slices.clear();
     incoming_.Clear();
-    StartRead(&incoming_);
-    const std::lock_guard lock(mutex_);
-    answered_ = true;
-    changed_.notify_all();
+    bool both = false;
+    {
+      const std::lock_guard lock(mutex_);
+      answered_ = true;
+      both = written_;
+    }
+    if (both) changed_.notify_all();
   }
   void OnDone(const grpc::Status&) override {
     const std::lock_guard lock(mutex_);

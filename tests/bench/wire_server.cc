@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/testing/allocation_counter.h"
+#include "proto/transport.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/admin_service.h"
@@ -71,8 +72,6 @@ class BareReactor final : public grpc::ServerGenericBidiReactor {
       for (const grpc::Slice& slice : slices_) sum_ += Sum(slice.begin(), slice.size());
       std::memset(reply_.data(), 1, wanted);
     }
-    slices_.clear();
-    incoming_.Clear();
     const grpc::Slice slice(reply_.data(), wanted, grpc::Slice::STATIC_SLICE);
     outgoing_ = grpc::ByteBuffer(&slice, 1);
     if (unary_) {
@@ -82,6 +81,8 @@ class BareReactor final : public grpc::ServerGenericBidiReactor {
     }
   }
   void OnWriteDone(bool ok) override {
+    slices_.clear();
+    incoming_.Clear();
     if (ok) StartRead(&incoming_);
   }
   void OnDone() override { delete this; }
@@ -125,16 +126,16 @@ scheduler::EngineOptions Options(scheduler::EngineObserver* observer) {
 }
 
 // The model, with weights that nobody will read.
-void AddModel(scheduler::Engine& engine) {
+void AddModel(scheduler::Engine& engine, uint32_t layers) {
   scheduler::ModelSpec spec;
   spec.id = kModel;
   spec.geometry = {kHeads, kLora, kRope, kNope, kV};
-  spec.layers = kLayers;
+  spec.layers = static_cast<int32_t>(layers);
   spec.softmax_scale = 0.1F;
   scheduler::Fault fault;
   if (auto made = engine.RegisterModel("default", spec, &fault); !made.ok()) Die(made.status());
   const std::vector<std::byte> weights(size_t{kHeads} * kLora * (kNope + kV) * 2);
-  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+  for (uint32_t layer = 0; layer < layers; ++layer) {
     absl::Status status = engine.LoadWeights("default", kModel, 1, static_cast<int32_t>(layer), 0,
                                              kHeads, weights, &fault);
     if (!status.ok()) Die(status);
@@ -156,14 +157,14 @@ uint64_t Sum(const void* data, uint64_t bytes) {
   return sum;
 }
 
-void Serve(const std::string& folder, Shared* shared) {
+void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   server::ConfigureLogging("text", "error");
   scheduler::RealClock clock;
   server::Metrics metrics;
   auto engine = scheduler::Engine::Create(Options(&metrics),
                                           std::make_unique<TouchingBackend>(shared), &clock);
   if (!engine.ok()) Die(engine.status());
-  AddModel(**engine);
+  AddModel(**engine, layers);
   server::Config config;
   config.wire.message_bytes = kMessageBytes;
   config.wire.inflight_bytes = config.wire.staging_bytes = 4 * kMessageBytes;
@@ -190,6 +191,7 @@ void Serve(const std::string& folder, Shared* shared) {
   BareService bare(shared);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(-1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
   builder.AddListeningPort("unix:" + folder + "/s", grpc::InsecureServerCredentials());
   builder.RegisterService(&attention);
   builder.RegisterService(&sequences);

@@ -28,8 +28,9 @@ struct Shared {
   std::atomic<int64_t> allocations{0};  // of the whole process
 };
 
-// Serves unix:`folder`/s and the door `folder`/s.shm until shared->stop.
-void Serve(const std::string& folder, Shared* shared);
+// Serves unix:`folder`/s and the door `folder`/s.shm until shared->stop, with a model of that many
+// layers.
+void Serve(const std::string& folder, Shared* shared, uint32_t layers = kLayers);
 
 // Reads every byte once.
 uint64_t Sum(const void* data, uint64_t bytes);
