@@ -243,9 +243,10 @@ class RingStream(stream.StepStream):
         tag = next(self._tags)
         message = attention_pb2.AttendStreamRequest(tag=tag, **body).SerializeToString()
         size = len(message)
-        offset = self._with_room(lambda: self.memory.allocate(size + room), deadline)
+        blocks = self._with_room(lambda: self.memory.allocate(size + room), deadline)
+        offset = blocks[0]
         self.memory.map[offset:offset + size] = message
-        request = _RingRequest(self, [offset])
+        request = _RingRequest(self, blocks)
         self._submit(request, deadline, MESSAGE, 0, 0, 0, tag, 0, 0, 0, size, 0, room, 0,
                      offset, offset + size if room else 0)
         return request
@@ -263,8 +264,7 @@ class RingStream(stream.StepStream):
                 self._ring.submit(*fields)
                 self._in_flight[fields[_TAG]] = request
         except BaseException:
-            for block in request.blocks:
-                self.memory.free(block)
+            self._give_back(request)
             raise
 
     def _with_room(self, attempt: Callable[[], Any], deadline: float) -> Any:
@@ -345,10 +345,14 @@ class RingStream(stream.StepStream):
                 completion.plan_us, completion.kernel_us, completion.write_us,
                 completion.launch_requests, completion.launch_layers, completion.launch_clients,
                 bool(completion.flags & PLAN_REUSED)))
-        for block in request.blocks:
-            self.memory.free(block)
+        self._give_back(request)
         request.finish = None
         request.done = True
+
+    def _give_back(self, request: _RingRequest) -> None:
+        if request.blocks:  # none if the tensors are the caller's buffers
+            self.memory.free(request.blocks)
+            request.blocks = []
 
     # --- The end
 

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -184,33 +184,47 @@ class SharedMemory:
 
     # --- Arena
 
-    def allocate(self, size: int) -> Optional[int]:
-        """Offset of `size` bytes at a multiple of 64, or None if there is no such room."""
-        wanted = aligned(max(size, 1))
+    def allocate(self, *sizes: int) -> Optional[List[int]]:
+        """Offsets of that many bytes each, at multiples of 64, or None, and nothing is taken, if
+        there is no such room."""
         with self._lock:
-            for offset, there in self._free.items():
-                if there >= wanted:
-                    break
-            else:
-                return None
-            del self._free[offset]
-            if there > wanted:
-                self._free[offset + wanted] = there - wanted
-            self._used[offset] = wanted
-            return offset
+            offsets: List[int] = []
+            for size in sizes:
+                offset = self._take(aligned(max(size, 1)))
+                if offset is None:
+                    for taken in offsets:
+                        self._give(taken)
+                    return None
+                offsets.append(offset)
+            return offsets
 
-    def free(self, offset: int) -> None:
+    def _take(self, wanted: int) -> Optional[int]:
+        for offset, there in self._free.items():
+            if there >= wanted:
+                break
+        else:
+            return None
+        del self._free[offset]
+        if there > wanted:
+            self._free[offset + wanted] = there - wanted
+        self._used[offset] = wanted
+        return offset
+
+    def _give(self, offset: int) -> None:
+        size = self._used.pop(offset)
+        # Neighbours are joined, so that large tensors find room again.
+        size += self._free.pop(offset + size, 0)
+        for before, there in self._free.items():
+            if before + there == offset:
+                self._free[before] = there + size
+                return
+        self._free[offset] = size
+
+    def free(self, offsets: Sequence[int]) -> None:
         """Gives back what `allocate` returned."""
         with self._lock:
-            size = self._used.pop(offset)
-            # Neighbours are joined, so that large tensors find room again.
-            size += self._free.pop(offset + size, 0)
-            for before, there in self._free.items():
-                if before + there == offset:
-                    self._free[before] = there + size
-                    break
-            else:
-                self._free[offset] = size
+            for offset in offsets:
+                self._give(offset)
             self.freed += 1
             self._room.notify_all()
 
@@ -240,11 +254,12 @@ class SharedMemory:
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         in_length = kv_end + sizes.q if sizes.q else sizes.kv
         out_length = o_end + sizes.lse if sizes.lse else sizes.o
-        place = self._place_both(in_length, out_length)
-        if place is None:
+        offsets = self.allocate(in_length, out_length)
+        if offsets is None:
             return None
         with self._lock:
-            self._buffers += 2
+            self._buffers += len(offsets)
+        place = Place(self, offsets[0], in_length, offsets[1], out_length)
         at_in, at_out = place.in_offset, place.out_offset
         return Buffers(
             self.array(at_in, (rows, geometry.row_dim), dtype.numpy) if kv else None,
@@ -255,21 +270,10 @@ class SharedMemory:
             self.array(at_out + o_end, (rows, heads), np.float32) if sizes.lse else None,
             dtype, place, lambda: self._free_both(place))
 
-    def _place_both(self, in_length: int, out_length: int) -> Optional[Place]:
-        at_in = self.allocate(in_length)
-        if at_in is None:
-            return None
-        at_out = self.allocate(out_length)
-        if at_out is None:
-            self.free(at_in)
-            return None
-        return Place(self, at_in, in_length, at_out, out_length)
-
     def _free_both(self, place: Place) -> None:
         with self._lock:
             self._buffers -= 2
-        self.free(place.in_offset)
-        self.free(place.out_offset)
+        self.free((place.in_offset, place.out_offset))
 
     def place(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry) -> Optional[Placement]:
         """Puts one message's inputs into the arena and finds room for its outputs; tensors that lie
@@ -279,60 +283,42 @@ class SharedMemory:
         if place is None or place.memory is not self or cut.rows != args.rows or (
                 cut.heads != args.num_heads):
             place = None
-        if place is not None and args.q is args.out.q and args.kv is args.out.kv:
-            placement.in_offset, placement.in_length = place.in_offset, place.in_length
-        elif not self._place_inputs(args, cut, geometry, placement):
-            return None
-        if place is not None:
-            placement.out_offset, placement.out_length = place.out_offset, place.out_length
+        copy_in = place is None or args.q is not args.out.q or args.kv is not args.out.kv
+        if not copy_in:
+            (_, placement.in_offset, placement.in_length, placement.out_offset,
+             placement.out_length) = place
             placement.o, placement.lse = args.out.o, args.out.lse
-        elif not self._place_outputs(args, cut, geometry, placement):
-            self.unplace(placement)
+            return placement
+        sizes = wire.sizes(geometry, args.profile, cut.rows, cut.heads, cut.has_kv, args.want_lse,
+                           args.dtype, args.o_dtype)
+        kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
+        placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
+        placement.out_length = o_end + sizes.lse if sizes.lse else sizes.o
+        copy_out = place is None and sizes.o > 0
+        offsets = self.allocate(placement.in_length, *[placement.out_length] * copy_out)
+        if offsets is None:
             return None
+        placement.blocks = offsets
+        at = placement.in_offset = offsets[0]
+        for part in wire.request_arrays(args, cut):
+            wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
+            at += kv_end
+        if place is not None:
+            placement.out_offset = place.out_offset
+            placement.o, placement.lse = args.out.o, args.out.lse
+        elif copy_out:
+            at = placement.out_offset = offsets[1]
+            placement.o = self.array(at, (cut.rows, cut.heads, geometry.o_dim(args.profile)),
+                                     args.o_dtype.numpy)
+            if sizes.lse:
+                placement.lse = self.array(at + o_end, (cut.rows, cut.heads), np.float32)
         return placement
 
     def unplace(self, placement: Placement) -> None:
         """Gives back what `place` took. The outputs must have been read."""
-        for offset in placement.blocks:
-            self.free(offset)
-        placement.blocks = []
-
-    def _place_inputs(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
-                      placement: Placement) -> bool:
-        parts = wire.request_arrays(args, cut)
-        sizes = wire.sizes(geometry, args.profile, cut.rows, cut.heads, cut.has_kv, False,
-                           args.dtype, args.o_dtype)
-        second = aligned(sizes.kv)
-        length = second + sizes.q if sizes.q else sizes.kv
-        offset = self.allocate(length)
-        if offset is None:
-            return False
-        placement.blocks.append(offset)
-        placement.in_offset, placement.in_length = offset, length
-        at = offset
-        for part in parts:
-            wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
-            at = offset + second
-        return True
-
-    def _place_outputs(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
-                       placement: Placement) -> bool:
-        sizes = wire.sizes(geometry, args.profile, cut.rows, cut.heads, False, args.want_lse,
-                           args.dtype, args.o_dtype)
-        if sizes.o == 0:
-            return True
-        second = aligned(sizes.o)
-        length = second + sizes.lse if sizes.lse else sizes.o
-        offset = self.allocate(length)
-        if offset is None:
-            return False
-        placement.blocks.append(offset)
-        placement.out_offset, placement.out_length = offset, length
-        placement.o = self.array(offset, (cut.rows, cut.heads, geometry.o_dim(args.profile)),
-                                 args.o_dtype.numpy)
-        if sizes.lse:
-            placement.lse = self.array(offset + second, (cut.rows, cut.heads), np.float32)
-        return True
+        if placement.blocks:
+            self.free(placement.blocks)
+            placement.blocks = []
 
 
 def _layout(name: str, got: Any, wanted: Any) -> errors.Unimplemented:

@@ -138,24 +138,35 @@ class ArenaTest(unittest.TestCase):
         self.memory = door.connect()
 
     def test_blocks_are_apart_and_come_back(self):
-        offsets = [self.memory.allocate(size) for size in (1, 64, 65, 4096)]
+        offsets = self.memory.allocate(1, 64, 65, 4096)
         self.assertEqual([offset - offsets[0] for offset in offsets], [0, 64, 128, 256])
         self.assertTrue(all(offset % 64 == 0 for offset in offsets))
         self.assertIsNone(self.memory.allocate(ARENA_BYTES))
         for order in ((2, 0, 3, 1), (1, 0, 2, 3)):
             for index in order:
-                self.memory.free(offsets[index])
+                self.memory.free([offsets[index]])
             # Joined again, whatever the order: all of it is one block.
             whole = self.memory.allocate(ARENA_BYTES)
-            self.assertEqual(whole, self.memory.arena_offset)
+            self.assertEqual(whole, [self.memory.arena_offset])
             self.memory.free(whole)
-            offsets = [self.memory.allocate(size) for size in (1, 64, 65, 4096)]
+            offsets = self.memory.allocate(1, 64, 65, 4096)
+
+    def test_all_or_nothing(self):
+        free, freed = dict(self.memory._free), self.memory.freed
+        self.assertIsNone(self.memory.allocate(ARENA_BYTES // 2, ARENA_BYTES // 2 + 1))
+        # Not even counted: whoever waits for room must not take it for room.
+        self.assertEqual((self.memory._free, self.memory.freed), (free, freed))
+        self.assertTrue(self.memory.exhausted(freed))
+        held = self.memory.allocate(ARENA_BYTES // 2, ARENA_BYTES // 2)
+        self.assertFalse(self.memory.exhausted(freed))
+        self.memory.free(held)
+        self.assertEqual(self.memory._free, free)
 
     def test_waiting_for_room(self):
         whole = self.memory.allocate(ARENA_BYTES)
         seen = self.memory.freed
         self.assertFalse(self.memory.wait_for_room(seen, time.monotonic() + 0.01))
-        threading.Timer(0.05, self.memory.free, [whole]).start()
+        threading.Timer(0.05, self.memory.free, (whole,)).start()
         self.assertTrue(self.memory.wait_for_room(seen, time.monotonic() + 5))
 
 

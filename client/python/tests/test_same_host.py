@@ -174,6 +174,23 @@ class PressureTest(unittest.TestCase):
                     np.testing.assert_allclose(o, want, atol=2e-2, rtol=2e-2)
                     step.abort()
 
+    def test_inputs_that_fit_without_their_outputs(self):
+        for transport in ("ring", "shm"):
+            with self.subTest(transport=transport), \
+                    connect(SERVER, transport=transport, shared_bytes=8192) as client, \
+                    register(client).open_sequence() as sequence:
+                worker = Worker()
+                q, kv = worker.queries(8, Profile.ABSORBED), worker.kv(8)
+                # 4.6 of 8.2 kB are held; a piece of the call wants 2 kB each way.
+                with client.buffers(sequence.model, 8, Profile.ABSORBED) as held, \
+                        client.step([(sequence, 8)], lease_ms=LEASE_MS) as step:
+                    self.assertIsNotNone(held.place)
+                    with self.assertRaises(mla_client.ResourceExhausted):
+                        step.attend(0, q, kv, Profile.ABSORBED, o_dtype=mla_client.DType.F32)
+                    held.release()
+                    step.attend(0, q, kv, Profile.ABSORBED, o_dtype=mla_client.DType.F32)
+                    step.abort()
+
     def test_tensors_in_place_are_not_copied(self):
         for transport in ("ring", "shm"):
             with self.subTest(transport=transport), \
