@@ -78,7 +78,7 @@ std::string ModelsText(const v1::ListModelsReply& reply) {
                           info.model().model_id(), geometry.num_heads(), geometry.kv_lora_rank(),
                           geometry.rope_dim(), geometry.nope_dim(), geometry.v_dim(),
                           info.model().layers(), info.model().page_size(),
-                          info.weights_complete() ? "complete" : "none", info.sequences());
+                          info.weights_complete() ? "complete" : "missing", info.sequences());
   }
   return text;
 }

@@ -186,18 +186,19 @@ namespace {
 std::string BashScript(std::span<const Command> commands) {
   std::vector<std::string> names;
   std::string options, values;
-  const auto add_choices = [&](const Option& option) {
+  // Options of one name may differ between commands.
+  const auto add_choices = [&](absl::string_view command, const Option& option) {
     if (option.choices.empty()) return;
-    absl::StrAppendFormat(&values, "    --%s) COMPREPLY=($(compgen -W \"%s\" -- \"$value\")) ;;\n",
-                          View(option.name),
-                          absl::StrJoin(absl::StrSplit(View(option.choices), ','), " "));
+    absl::StrAppend(
+        &values, "    ", command, "\" --", View(option.name), "\") COMPREPLY=($(compgen -W \"",
+        absl::StrJoin(absl::StrSplit(View(option.choices), ','), " "), "\" -- \"$value\")) ;;\n");
   };
-  for (const Option& option : kGlobalOptions) add_choices(option);
+  for (const Option& option : kGlobalOptions) add_choices("*", option);
   for (const Command& command : commands) {
     names.emplace_back(command.name);
-    absl::StrAppendFormat(&options, "    %s) options=\"%s\" ;;\n", View(command.name),
-                          absl::StrJoin(Names(command.options), " "));
-    for (const Option& option : command.options) add_choices(option);
+    absl::StrAppend(&options, "    ", View(command.name), ") options=\"",
+                    absl::StrJoin(Names(command.options), " "), "\" ;;\n");
+    for (const Option& option : command.options) add_choices(View(command.name), option);
   }
   return absl::StrCat(
       "# mlactl completion; in bash: source <(mlactl completion bash)\n"
@@ -214,7 +215,7 @@ std::string BashScript(std::span<const Command> commands) {
       "  if [[ \"$previous\" == \"=\" && $COMP_CWORD -gt 1 ]]; then\n"
       "    previous=\"${COMP_WORDS[COMP_CWORD-2]}\"\n"
       "  fi\n"
-      "  case \"$previous\" in\n",
+      "  case \"$command $previous\" in\n",
       values,
       "  esac\n"
       "  [[ ${#COMPREPLY[@]} -gt 0 ]] && return\n"

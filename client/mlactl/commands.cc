@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "client/mlactl/admin_commands.h"
+#include "client/mlactl/attend_command.h"
 #include "client/mlactl/bench_command.h"
 #include "client/mlactl/bench_options.h"
 #include "client/mlactl/output.h"
@@ -12,6 +13,12 @@
 
 namespace mla::mlactl {
 namespace {
+
+constexpr std::string_view kAttendNotes =
+    "A prompt in the EXPANDED profile and one more row in ABSORBED, on a model of its own. Exit "
+    "code 5\n"
+    "when the outputs are not what they should be. A first check of a new server; replay is the\n"
+    "thorough one.\n";
 
 constexpr std::string_view kBenchNotes =
     "Simulated model workers send decode steps: BeginStep, one Attend for each layer, each sent "
@@ -115,6 +122,9 @@ std::vector<Command> MakeCommands() {
        "",
        "mlactl drain --deadline-ms=60000 --exit\n",
        Drain},
+      {"attend", "", 0, "a few rows of attention, checked against this program's own",
+       AttendOptionTable(), kAttendNotes, "mlactl attend\nmlactl attend --transport=shm --json\n",
+       Attend},
       {"bench", "", 0, "load on the server, measured", BenchOptionTable(), kBenchNotes,
        kBenchExamples, Bench},
       {"replay", "FILE", 1, "a recording sent to the server, its outputs compared",

@@ -293,8 +293,9 @@ void LoadRun::KeepTime() {
   progress.wanted_seconds = timed ? options_.duration_s : 0;
   std::unique_lock lock(mutex_);
   while (working_ > 0) {
-    TimePoint wake = LoadClock::now() + kTick;
-    if (timed) wake = std::min(wake, std::max(measure_end_ + Of(grace_s), wake - kTick));
+    const TimePoint tick = LoadClock::now() + kTick;
+    // Punctual at the end, and no hurry while the last requests are answered.
+    const TimePoint wake = timed && !stopping() ? std::min(tick, measure_end_ + Of(grace_s)) : tick;
     changed_.wait_until(lock, wake, [this] { return working_ == 0; });
     lock.unlock();
     const TimePoint now = LoadClock::now();

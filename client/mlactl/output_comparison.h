@@ -38,11 +38,15 @@ class OutputComparison final {
               const std::string& where);
   void AddLse(float got, float want, const std::string& where);
 
-  bool agrees() const { return outside_ == 0; }
+  bool agrees() const { return outside() == 0; }
   const OutputRule& rule() const { return rule_; }
   uint64_t elements() const { return elements_; }
-  uint64_t rows() const { return rows_; }        // row heads
-  uint64_t outside() const { return outside_; }  // elements, row heads and lse that do not agree
+  uint64_t rows() const { return rows_; }  // row heads
+  // What does not agree: elements, row heads by their cosine, lse.
+  uint64_t outside() const { return outside_elements_ + outside_cosines_ + outside_lse_; }
+  uint64_t outside_elements() const { return outside_elements_; }
+  uint64_t outside_cosines() const { return outside_cosines_; }
+  uint64_t outside_lse() const { return outside_lse_; }
   const std::string& first_outside() const { return first_outside_; }
 
   // |got - want| as a part of what the rule allows, so 1 is just inside; and in figures.
@@ -53,11 +57,12 @@ class OutputComparison final {
   const WorstFigure& lse() const { return lse_; }
 
  private:
-  void Outside(const std::string& what, const std::string& where);
+  void Outside(uint64_t* count, const std::string& what, const std::string& where);
   static void Keep(WorstFigure* worst, double value, const std::string& where);
 
   const OutputRule rule_;
-  uint64_t elements_ = 0, rows_ = 0, outside_ = 0;
+  uint64_t elements_ = 0, rows_ = 0;
+  uint64_t outside_elements_ = 0, outside_cosines_ = 0, outside_lse_ = 0;
   std::string first_outside_;
   WorstFigure of_allowed_, abs_, abs_of_v_, cosine_, lse_;
 };

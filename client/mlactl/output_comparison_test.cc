@@ -65,6 +65,8 @@ TEST(OutputComparisonTest, CosineSeesWhatElementsHide) {
   EXPECT_NEAR(comparison.cosine().value, 0.015 * 0.015 / 2, 1e-6);
   EXPECT_FALSE(comparison.agrees());
   EXPECT_THAT(comparison.first_outside(), HasSubstr("cosine"));
+  EXPECT_EQ(comparison.outside_cosines(), 1u);
+  EXPECT_EQ(comparison.outside_elements(), 0u);
 }
 
 TEST(OutputComparisonTest, SpecialValuesMatchByPlace) {
@@ -93,6 +95,7 @@ TEST(OutputComparisonTest, LseIsAbsolute) {
   EXPECT_THAT(comparison.first_outside(), HasSubstr("c: lse: got 100.002"));
   comparison.AddLse(-kInf, 3, "d");
   EXPECT_EQ(comparison.outside(), 2u);
+  EXPECT_EQ(comparison.outside_lse(), 2u);
 }
 
 TEST(OutputComparisonTest, TheWorstIsKeptWithItsPlace) {

@@ -95,8 +95,10 @@ std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& s
   absl::StrAppendFormat(&text, "rule: |error| <= %g max |V| or %g %%, cosine < %g, lse <= %g\n",
                         rule.abs_of_v, 100 * rule.rel, rule.cosine, rule.lse);
   if (comparison.agrees()) return text + "the outputs agree\n";
-  absl::StrAppendFormat(&text, "the outputs DIFFER: %d outside, first %s\n", comparison.outside(),
-                        comparison.first_outside());
+  absl::StrAppendFormat(
+      &text, "the outputs DIFFER: %d elements, %d row heads by cosine, %d lse outside; first %s\n",
+      comparison.outside_elements(), comparison.outside_cosines(), comparison.outside_lse(),
+      comparison.first_outside());
   return text;
 }
 
@@ -128,7 +130,9 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
                    {"error_of_v", figure(comparison.abs_of_v())},
                    {"cosine", figure(comparison.cosine())},
                    {"lse", figure(comparison.lse())}};
-  json["outside"] = comparison.outside();
+  json["outside"] = {{"elements", comparison.outside_elements()},
+                     {"cosine", comparison.outside_cosines()},
+                     {"lse", comparison.outside_lse()}};
   json["first_outside"] = comparison.first_outside();
   json["agrees"] = comparison.agrees();
   return json.dump(2) + "\n";

@@ -237,7 +237,7 @@ TEST_F(MlactlReplayTest, AgreesOverEveryTransport) {
     EXPECT_EQ(report["format"], "mlactl-replay");
     EXPECT_EQ(report["transport"], used);
     EXPECT_EQ(report["agrees"], true);
-    EXPECT_EQ(report["outside"], 0);
+    EXPECT_EQ(report["outside"], json({{"elements", 0}, {"cosine", 0}, {"lse", 0}}));
     EXPECT_EQ(report["steps"], 6);
     EXPECT_EQ(report["attends"], 2 * (1 + 1 + 2 + 4 + 1 + 1));
     EXPECT_EQ(report["server"]["backend"], "reference");
@@ -249,6 +249,22 @@ TEST_F(MlactlReplayTest, AgreesOverEveryTransport) {
   EXPECT_EQ(text.code, 0) << text.output;
   EXPECT_THAT(text.output, HasSubstr("the outputs agree"));
   EXPECT_THAT(text.output, HasSubstr("error / max |V|"));
+  ExpectNothingLeft();
+}
+
+TEST_F(MlactlReplayTest, AttendChecksAServerWithoutAFile) {
+  for (const char* transport : {"inline", "shm", "ring-futex", "auto"}) {
+    const Result result =
+        Shell(server_.Mlactl(absl::StrCat("attend --json --transport=", transport)));
+    ASSERT_EQ(result.code, 0) << result.output;
+    const json report = json::parse(result.output);
+    EXPECT_EQ(report["agrees"], true);
+    EXPECT_EQ(report["backend"], "reference");
+    EXPECT_LT(report["error_of_allowed"], 0.5);
+    EXPECT_GT(report["error_of_allowed"], 0);
+  }
+  EXPECT_THAT(Shell(server_.Mlactl("attend")).output, HasSubstr("the outputs agree"));
+  EXPECT_EQ(Shell(server_.Mlactl("attend --transport=pigeon")).code, 1);
   ExpectNothingLeft();
 }
 

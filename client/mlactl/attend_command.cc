@@ -1,0 +1,253 @@
+#include "client/mlactl/attend_command.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/cpp/client.h"
+#include "client/cpp/session.h"
+#include "client/mlactl/option_reader.h"
+#include "client/mlactl/output.h"
+#include "client/mlactl/output_comparison.h"
+#include "client/mlactl/random_tensors.h"
+#include "client/mlactl/value_bounds.h"
+#include "nlohmann/json.hpp"
+
+namespace mla::mlactl {
+namespace {
+
+// Dimensions that every backend takes; two heads, so that their order shows.
+constexpr uint32_t kHeads = 2, kLora = 512, kRope = 64, kNope = 128, kV = 128;
+constexpr uint32_t kRow = kLora + kRope;
+constexpr double kScale = 0.135234;
+constexpr uint32_t kPromptRows = 33, kRows = kPromptRows + 1;
+
+std::vector<uint16_t> Random(uint64_t seed, double deviation, size_t count) {
+  std::vector<uint16_t> values(count);
+  FillRandomBf16(seed, deviation, values);
+  return values;
+}
+
+std::vector<float> Wide(const std::vector<uint16_t>& values) {
+  return ToFloats(std::as_bytes(std::span(values)), v1::DTYPE_BF16);
+}
+
+v1::ModelSpec Model() {
+  v1::ModelSpec model;
+  model.set_model_id(NewModelId("attend"));
+  model.mutable_geometry()->set_num_heads(kHeads);
+  model.mutable_geometry()->set_kv_lora_rank(kLora);
+  model.mutable_geometry()->set_rope_dim(kRope);
+  model.mutable_geometry()->set_nope_dim(kNope);
+  model.mutable_geometry()->set_v_dim(kV);
+  model.set_layers(1);
+  model.set_softmax_scale(kScale);
+  model.set_kv_dtype(v1::DTYPE_BF16);
+  model.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  return model;
+}
+
+// The textbook form in double precision, on the bytes that are sent.
+class Example {
+ public:
+  Example()
+      : weights_(Random(1, 1 / std::sqrt(kLora), size_t{kHeads} * kLora * (kNope + kV))),
+        kv_(Random(2, 1, size_t{kRows} * kRow)),
+        q_expanded_(Random(3, 1, size_t{kRows} * kHeads * (kNope + kRope))),
+        q_absorbed_(Random(4, 0.3, size_t{kHeads} * kRow)),
+        wide_weights_(Wide(weights_)),
+        wide_kv_(Wide(kv_)) {}
+
+  const std::vector<uint16_t>& weights() const { return weights_; }
+  const std::vector<uint16_t>& kv() const { return kv_; }
+  const std::vector<uint16_t>& q_expanded() const { return q_expanded_; }
+  const std::vector<uint16_t>& q_absorbed() const { return q_absorbed_; }
+
+  // One head of one row: W_UK into the query, attention over the latents, W_UV out of them.
+  std::vector<float> Expanded(uint32_t row, uint32_t head) const {
+    const std::vector<float> q = Wide(q_expanded_);
+    const float* const own = q.data() + (size_t{row} * kHeads + head) * (kNope + kRope);
+    const float* const uk = wide_weights_.data() + size_t{head} * kNope * kLora;
+    const float* const uv =
+        wide_weights_.data() + size_t{kHeads} * kNope * kLora + size_t{head} * kLora * kV;
+    std::vector<double> absorbed(kRow);
+    for (uint32_t n = 0; n < kNope; ++n) {
+      for (uint32_t l = 0; l < kLora; ++l) absorbed[l] += double{own[n]} * uk[n * kLora + l];
+    }
+    std::copy(own + kNope, own + kNope + kRope, absorbed.begin() + kLora);
+    double lse = 0;
+    const std::vector<double> latent = Latent(row, absorbed, &lse);
+    std::vector<float> out(kV);
+    for (uint32_t v = 0; v < kV; ++v) {
+      double sum = 0;
+      for (uint32_t l = 0; l < kLora; ++l) sum += latent[l] * uv[l * kV + v];
+      out[v] = static_cast<float>(sum);
+    }
+    return out;
+  }
+
+  std::vector<float> Absorbed(uint32_t row, uint32_t head, float* lse) const {
+    const std::vector<float> q = Wide(q_absorbed_);
+    double exact = 0;
+    const std::vector<double> latent = Latent(
+        row, std::vector<double>(q.begin() + head * kRow, q.begin() + (head + 1) * kRow), &exact);
+    *lse = static_cast<float>(exact);
+    return {latent.begin(), latent.end()};
+  }
+
+  // What the rows can see, for the comparison's bound.
+  ValueBounds Bounds() const {
+    const v1::ModelSpec model = Model();
+    ValueProjection projection(model);
+    projection.Add(0, 0, kHeads, std::as_bytes(std::span(weights_)));
+    ValueBounds bounds(1);
+    for (uint32_t row = 0; row < kRows; ++row) {
+      bounds.AddRow(0, row, std::span(wide_kv_).subspan(size_t{row} * kRow, kLora), &projection);
+    }
+    return bounds;
+  }
+
+ private:
+  std::vector<double> Latent(uint32_t row, const std::vector<double>& q, double* lse) const {
+    std::vector<double> scores(row + 1);
+    for (uint32_t j = 0; j <= row; ++j) {
+      for (uint32_t d = 0; d < kRow; ++d) {
+        scores[j] += kScale * q[d] * wide_kv_[size_t{j} * kRow + d];
+      }
+    }
+    const double largest = *std::max_element(scores.begin(), scores.end());
+    double sum = 0;
+    for (double& score : scores) sum += score = std::exp(score - largest);
+    std::vector<double> latent(kLora);
+    for (uint32_t j = 0; j <= row; ++j) {
+      for (uint32_t l = 0; l < kLora; ++l) {
+        latent[l] += scores[j] / sum * wide_kv_[size_t{j} * kRow + l];
+      }
+    }
+    *lse = std::log(sum) + largest;
+    return latent;
+  }
+
+  const std::vector<uint16_t> weights_, kv_, q_expanded_, q_absorbed_;
+  const std::vector<float> wide_weights_, wide_kv_;
+};
+
+// A model on the server for as long as the object lives.
+class Registered {
+ public:
+  explicit Registered(client::Client* client) : client_(client) {}
+  ~Registered() {
+    if (!id_.empty()) client_->UnregisterModel(id_).IgnoreError();
+  }
+  absl::Status Register(const Example& example) {
+    const v1::ModelSpec model = Model();
+    if (absl::Status status = client_->RegisterModel(model).status(); !status.ok()) return status;
+    id_ = model.model_id();
+    bool sent = false;
+    return client_
+        ->UploadWeights(
+            id_,
+            [&]() -> std::optional<client::WeightsChunk> {
+              if (std::exchange(sent, true)) return std::nullopt;
+              const auto& weights = example.weights();
+              return client::WeightsChunk{
+                  0, 0, kHeads,
+                  std::string(reinterpret_cast<const char*>(weights.data()), weights.size() * 2)};
+            })
+        .status();
+  }
+  const std::string& id() const { return id_; }
+
+ private:
+  client::Client* const client_;
+  std::string id_;
+};
+
+// A prompt in EXPANDED, then one more row in ABSORBED.
+absl::Status RunSteps(client::Client* client, const Example& example, OutputComparison* comparison,
+                      std::string* transport) {
+  Registered model(client);
+  if (absl::Status status = model.Register(example); !status.ok()) return status;
+  auto sequence = client->OpenSequence(model.id());
+  if (!sequence.ok()) return sequence.status();
+  auto session = client->OpenSession();
+  if (!session.ok()) return session.status();
+  *transport = std::string((*session)->transport());
+  const ValueBounds bounds = example.Bounds();
+  for (const bool expanded : {true, false}) {
+    const uint32_t first = expanded ? 0 : kPromptRows, rows = expanded ? kPromptRows : 1;
+    const uint32_t width = expanded ? kV : kLora;
+    auto step = (*session)->Begin(model.id(), {{&*sequence, rows}});
+    if (!step.ok()) return step.status();
+    std::vector<float> o(size_t{rows} * kHeads * width), lse(size_t{rows} * kHeads);
+    client::AttendCall call;
+    call.row_count = rows;
+    call.num_heads = kHeads;
+    call.profile = expanded ? v1::PROFILE_EXPANDED : v1::PROFILE_ABSORBED;
+    call.o_dtype = v1::DTYPE_F32;
+    call.kv = example.kv().data() + size_t{first} * kRow;
+    call.q = expanded ? example.q_expanded().data() : example.q_absorbed().data();
+    call.o = o.data();
+    call.lse = lse.data();
+    if (const auto times = (*step)->Attend(call); !times.ok()) return times.status();
+    if (const auto ended = (*step)->End(); !ended.ok()) return ended.status();
+    for (uint32_t cell = 0; cell < rows * kHeads; ++cell) {
+      const uint32_t row = first + cell / kHeads, head = cell % kHeads;
+      float wanted_lse = lse[cell];
+      const std::vector<float> wanted =
+          expanded ? example.Expanded(row, head) : example.Absorbed(row, head, &wanted_lse);
+      const std::string where =
+          absl::StrCat(v1::Profile_Name(call.profile).substr(8), " row ", row, ", head ", head);
+      comparison->AddRow(std::span(o).subspan(size_t{cell} * width, width), wanted,
+                         bounds.Largest(0, row, call.profile), where);
+      comparison->AddLse(lse[cell], wanted_lse, where);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::vector<Option> AttendOptionTable() {
+  return {{"transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)",
+           "auto,inline,shm,ring-futex,ring-spin"}};
+}
+
+int Attend(const Arguments& arguments) {
+  auto options = *ClientOptionsOf(arguments);
+  OptionReader reader(arguments);
+  std::string asked = "auto", transport;
+  if (arguments.Get("transport", "auto") != "auto") {
+    reader.Choice("transport", TransportNames(), &asked);
+  }
+  if (!reader.status().ok()) return FailUsage(reader.status());
+  SetTransport(asked, kDefaultSpinMicros, &options);
+  auto client = client::Client::Connect(TargetOf(arguments), options);
+  if (!client.ok()) return Fail(client.status());
+  OutputComparison comparison{OutputRule{}};
+  const absl::Status status = RunSteps(client->get(), Example(), &comparison, &transport);
+  if (!status.ok()) return Fail(status);
+  const v1::Backend& backend = (*client)->info().backend();
+  const nlohmann::ordered_json json{{"backend", backend.name()},
+                                    {"transport", transport},
+                                    {"rows", kRows},
+                                    {"cosine", comparison.cosine().value},
+                                    {"error_of_allowed", comparison.of_allowed().value},
+                                    {"first_outside", comparison.first_outside()},
+                                    {"agrees", comparison.agrees()}};
+  const std::string text = absl::StrFormat(
+      "backend %s over %s: %d rows, cosine difference at most %.2g, error at most %.2g of what is "
+      "allowed\n%s\n",
+      backend.name(), transport, kRows, comparison.cosine().value, comparison.of_allowed().value,
+      comparison.agrees() ? "the outputs agree"
+                          : absl::StrCat("the outputs DIFFER: ", comparison.first_outside()));
+  const int code = Emit(arguments, json.dump(2) + "\n", text);
+  return code != kOk ? code : comparison.agrees() ? kOk : kDifferent;
+}
+
+}  // namespace mla::mlactl
