@@ -39,7 +39,9 @@ RING_HEADER_BYTES = 320
 ENTRY_BYTES = 64
 REPLY_SLOT_BYTES = 1024
 PAGE_BYTES = 4096
+# Of Linux; a Python that was built for an old C library has no names for them.
 _POPULATE = 0x8000  # MAP_POPULATE: the pages are there already, so map them at once
+_GET_SEALS, _SEAL_SHRINK = 1034, 2
 _ENDED = select.POLLIN | select.POLLRDHUP
 
 
@@ -352,7 +354,7 @@ def _check_region(welcome: Welcome, descriptor: int) -> None:
     size = os.fstat(descriptor).st_size
     if size != welcome.region_bytes or not welcome.arena_offset < size:
         raise _layout("welcome.region_bytes", welcome.region_bytes, f"{size}, the memory's size")
-    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    if not fcntl.fcntl(descriptor, _GET_SEALS) & _SEAL_SHRINK:
         raise _layout("region", "memory that can shrink", "sealed memory")
 
 

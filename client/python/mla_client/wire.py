@@ -7,7 +7,7 @@ through a protobuf object.
 
 from __future__ import annotations
 
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
