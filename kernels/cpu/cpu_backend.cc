@@ -59,6 +59,9 @@ int64_t ProjectionItems(const ProjectionRecord& record) {
   return BlocksOf(record.rows, kTileRows) * record.num_heads;
 }
 
+// Shares that the merge of a split tile is cut into.
+int32_t MergeShares(int32_t threads) { return threads == 1 ? 1 : 16; }
+
 int64_t ScrubItems(const KvRange& range) { return (range.bytes + kCopyBytes - 1) / kCopyBytes; }
 
 }  // namespace
@@ -80,14 +83,19 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
 CpuBackend::~CpuBackend() = default;
 
 absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::Create(const BackendOptions& options) {
+  auto kernels = cpu::SelectLevel(options.cpu_isa, /*exact=*/true);
+  if (!kernels.ok()) return kernels.status();
+  return CreateWith(**kernels, options);
+}
+
+absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelSet& kernels,
+                                                                   const BackendOptions& options) {
   if (options.threads < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("backend.threads: got ", options.threads, ", want >= 0"));
   }
-  auto kernels = cpu::SelectLevel(options.cpu_isa, /*exact=*/true);
-  if (!kernels.ok()) return kernels.status();
   const int32_t threads = options.threads > 0 ? options.threads : UsableCpus();
-  return std::unique_ptr<CpuBackend>(new CpuBackend(**kernels, options, threads));
+  return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, options, threads));
 }
 
 PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
@@ -151,7 +159,7 @@ absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
   partial_o_ = *std::move(o);
   partial_lse_ = *std::move(lse);
   tile_of_partial_ = *std::move(tiles);
-  unmerged_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(limits.reduce_tiles));
+  unfinished_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(limits.reduce_tiles));
   for (int32_t slot = 0; slot < limits.launch_slots; ++slot) {
     launches_.push_back(std::make_unique<Launch>());
     Launch* launch = launches_.back().get();
@@ -226,9 +234,11 @@ void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
       phase.run.partials = {partial_o_.As<float>(), partial_lse_.As<float>(),
                             PartialRowFloats(limits())};
       items = plan.work_indptr.empty() ? 0 : plan.work_indptr.back();
+      const auto tiles = static_cast<int64_t>(plan.reduce_final_map.size());
       phase.prepare = true;
-      if (!plan.reduce_final_map.empty() && items > 0) add(phase, 1);
+      if (tiles > 0 && items > 0) add(phase, 1);
       phase.prepare = false;
+      if (items > 0) items += tiles * MergeShares(options_.threads);
       break;
     }
   }
@@ -292,7 +302,7 @@ void CpuBackend::Execute(const Phase& phase, int64_t item, int32_t place) {
       if (phase.prepare) {
         PrepareMerges(phase.run);
       } else {
-        AttendItem(phase.run, item, place);
+        RunItem(phase.run, item, place);
       }
       break;
   }
@@ -302,7 +312,7 @@ void CpuBackend::PrepareMerges(const cpu::RunContext& run) {
   const PlanView& plan = run.params->plan;
   for (size_t tile = 0; tile < plan.reduce_final_map.size(); ++tile) {
     const int32_t begin = plan.reduce_indptr[tile], end = plan.reduce_indptr[tile + 1];
-    unmerged_[tile].store(end - begin, std::memory_order_relaxed);
+    unfinished_[tile].store(end - begin, std::memory_order_relaxed);
     for (int32_t i = begin; i < end; ++i) {
       tile_of_partial_.As<int32_t>()[plan.reduce_partial_map[static_cast<size_t>(i)]] =
           static_cast<int32_t>(tile);
@@ -310,17 +320,28 @@ void CpuBackend::PrepareMerges(const cpu::RunContext& run) {
   }
 }
 
-void CpuBackend::AttendItem(const cpu::RunContext& run, int64_t item, int32_t place) {
+void CpuBackend::RunItem(const cpu::RunContext& run, int64_t item, int32_t place) {
+  const int64_t pieces = run.params->plan.work_indptr.back();
+  if (item >= pieces) return MergeItem(run, item - pieces);
   const WorkInfo& work = run.params->plan.work_info[static_cast<size_t>(item)];
   const RequestRecord& request = run.params->requests[static_cast<size_t>(work.request)];
   cpu::AttendItem(run, work, WeightsOf(request.weights_slot),
                   scratch_[static_cast<size_t>(place)].data());
   if (work.partial_row == kUnsplit) return;
   const int32_t tile = tile_of_partial_.As<int32_t>()[work.partial_row];
-  // Release our partial rows to whoever merges; the last piece acquires everyone's.
-  if (unmerged_[static_cast<size_t>(tile)].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    cpu::MergeTile(run, tile);
+  unfinished_[static_cast<size_t>(tile)].fetch_sub(1, std::memory_order_release);
+}
+
+// Items are handed out in order, so whoever takes a merge knows that every piece is done or under
+// way on another thread, and waits for the pieces of this tile alone.
+void CpuBackend::MergeItem(const cpu::RunContext& run, int64_t item) {
+  const int32_t shares = MergeShares(options_.threads);
+  const auto tile = static_cast<int32_t>(item / shares);
+  const std::atomic<int32_t>& unfinished = unfinished_[static_cast<size_t>(tile)];
+  for (int32_t polls = 0; unfinished.load(std::memory_order_acquire) > 0; ++polls) {
+    cpu::Relax(polls);
   }
+  cpu::MergeTile(run, tile, static_cast<int32_t>(item % shares), shares);
 }
 
 void CpuBackend::ProjectItem(const HostCommand& command, int64_t item, int32_t place) {

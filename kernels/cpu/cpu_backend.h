@@ -2,8 +2,9 @@
 // the plan's work items.
 //
 // A launch becomes a job of the worker pool, one phase a command. Attention items are taken one at
-// a time by whichever thread is free; the thread that finishes the last piece of a split tile
-// merges it, so Combine has nothing to do. See docs/cpu_kernels.md for the inner loops.
+// a time by whichever thread is free, and after them shares of the merges of split tiles, each of
+// which waits for the pieces of its own tile only; so Combine has nothing to do. See
+// docs/cpu_kernels.md for the inner loops.
 //
 // Threading: as AttentionBackend demands. Wait lends the calling thread to the launch.
 #ifndef MLA_KERNELS_CPU_CPU_BACKEND_H_
@@ -28,6 +29,10 @@ class CpuBackend final : public HostBackend {
   // options.threads 0 means every CPU the process may use; options.cpu_isa is the highest level to
   // use. INVALID_ARGUMENT for an unknown level or a negative thread count.
   static absl::StatusOr<std::unique_ptr<CpuBackend>> Create(const BackendOptions& options);
+  // The same with inner loops from outside, which options.cpu_isa does not concern: for tests of
+  // levels that the machine can not run.
+  static absl::StatusOr<std::unique_ptr<CpuBackend>> CreateWith(const cpu::KernelSet& kernels,
+                                                                const BackendOptions& options);
   ~CpuBackend() override;
 
   const BackendInfo& Info() const override { return info_; }
@@ -63,7 +68,8 @@ class CpuBackend final : public HostBackend {
   void AddPhases(Launch& launch, const HostCommand& command);
   void Execute(const Phase& phase, int64_t item, int32_t place);
   void PrepareMerges(const cpu::RunContext& run);
-  void AttendItem(const cpu::RunContext& run, int64_t item, int32_t place);
+  void RunItem(const cpu::RunContext& run, int64_t item, int32_t place);
+  void MergeItem(const cpu::RunContext& run, int64_t item);
   void ProjectItem(const HostCommand& command, int64_t item, int32_t place);
   cpu::PackedWeights WeightsOf(int32_t slot) const;
 
@@ -74,7 +80,7 @@ class CpuBackend final : public HostBackend {
   int64_t scratch_bytes_ = 0;
   MappedMemory partial_o_, partial_lse_;
   MappedMemory tile_of_partial_;  // int32 [partial_rows]: reduce tile of a partial's first row
-  std::vector<std::atomic<int32_t>> unmerged_;  // pieces of a reduce tile still running
+  std::vector<std::atomic<int32_t>> unfinished_;  // pieces of a reduce tile still running
   std::vector<std::unique_ptr<Launch>> launches_;
   std::unique_ptr<cpu::WorkerPool> pool_;
 };

@@ -59,7 +59,10 @@ class ItemState {
 
   void PackQueries(const Group& group);
   void PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out);
+  void PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out);
+  int64_t QueryOffset(const Group& group, int32_t n) const;  // in elements
   int32_t SetVisible(const Group& group);
+  void RowPointers(int32_t begin, int32_t count, const void** rows) const;
   void PrepareChunk(int32_t begin, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
   void PackRests(const float* up, int32_t count);
@@ -82,6 +85,7 @@ class ItemState {
   const PackedWeights& weights_;
   std::byte* scratch_;
   const std::byte* head_weights_ = nullptr;
+  int32_t next_count_ = 0;  // rows of the next tile to fetch meanwhile
   bool few_keys_ = false;  // some row of the group sees at most kTileRows keys
 };
 
@@ -92,40 +96,55 @@ void ItemState::SelectHead(int32_t head) {
               As<std::byte>(at_.uk));
 }
 
+int64_t ItemState::QueryOffset(const Group& group, int32_t n) const {
+  return group.query_row(n) * request_.q_row_stride + group.head(n) * request_.q_head_stride;
+}
+
 void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out) {
   const AttentionParams& params = *context_.params;
-  const auto row_at = [&](int32_t n) {
-    return group.query_row(first + n) * request_.q_row_stride +
-           group.head(first + n) * request_.q_head_stride;
-  };
   if (bf16() && at_.q_terms == 1) {
     for (int32_t n = 0; n < rows; n += kPanel, out += at_.q_panel_bytes) {
       const uint16_t* columns[kPanel] = {};
       const int32_t count = std::min(kPanel, rows - n);
       for (int32_t i = 0; i < count; ++i) {
-        columns[i] = static_cast<const uint16_t*>(request_.q) + row_at(n + i);
+        columns[i] = static_cast<const uint16_t*>(request_.q) + QueryOffset(group, first + n + i);
       }
       kernels_.pack_rows(columns, count, at_.key_dim, reinterpret_cast<uint16_t*>(out));
     }
     return;
   }
+  if (bf16()) {
+    PackSplitQueries(group, first, rows, out);
+    return;
+  }
   const int32_t panels = (rows + kPanel - 1) / kPanel;
   std::memset(out, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
-  std::byte* low = out + at_.q_block_bytes;
-  if (at_.q_terms == 2) std::memset(low, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
   for (int32_t n = 0; n < rows; ++n) {
-    const int64_t offset = row_at(n);
-    const int64_t column = n / kPanel * at_.q_panel_bytes + n % kPanel * 4;
-    if (!bf16()) {
-      auto* to = reinterpret_cast<float*>(out + column);
-      for (int32_t i = 0; i < at_.key_dim; ++i) {
-        to[static_cast<int64_t>(i) * kPanel] =
-            LoadElement(request_.q, params.desc.q_dtype, offset + i);
-      }
-    } else {
-      PackSplitColumn(static_cast<const float*>(request_.q) + offset, at_.key_dim,
-                      reinterpret_cast<Bf16*>(out + column), reinterpret_cast<Bf16*>(low + column));
+    const int64_t offset = QueryOffset(group, first + n);
+    auto* to = reinterpret_cast<float*>(out + n / kPanel * at_.q_panel_bytes) + n % kPanel;
+    for (int32_t i = 0; i < at_.key_dim; ++i) {
+      to[static_cast<int64_t>(i) * kPanel] = LoadElement(request_.q, params.desc.q_dtype, offset + i);
     }
+  }
+}
+
+// fp32 queries at bf16 levels: a block of high parts, and behind it one of low parts.
+void ItemState::PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out) {
+  auto* high = As<uint16_t>(at_.split_rows);
+  uint16_t* low = high + kPanel * at_.split_ld;
+  for (int32_t n = 0; n < rows; n += kPanel, out += at_.q_panel_bytes) {
+    const uint16_t *high_rows[kPanel] = {}, *low_rows[kPanel] = {};
+    const int32_t count = std::min(kPanel, rows - n);
+    for (int32_t i = 0; i < count; ++i) {
+      const int64_t offset = QueryOffset(group, first + n + i);
+      kernels_.split(static_cast<const float*>(request_.q) + offset, at_.key_dim,
+                     high + i * at_.split_ld, low + i * at_.split_ld);
+      high_rows[i] = high + i * at_.split_ld;
+      low_rows[i] = low + i * at_.split_ld;
+    }
+    kernels_.pack_rows(high_rows, count, at_.key_dim, reinterpret_cast<uint16_t*>(out));
+    kernels_.pack_rows(low_rows, count, at_.key_dim,
+                       reinterpret_cast<uint16_t*>(out + at_.q_block_bytes));
   }
 }
 
@@ -153,9 +172,8 @@ int32_t ItemState::SetVisible(const Group& group) {
   return largest;
 }
 
-// Finds the chunk's rows and makes them operands.
-void ItemState::PrepareChunk(int32_t begin, int32_t count) {
-  auto** rows = As<const uint16_t*>(at_.kv_rows);
+// Where rows [begin, begin + count) lie in their pages.
+void ItemState::RowPointers(int32_t begin, int32_t count, const void** rows) const {
   const uint32_t* table = context_.params->page_tables + request_.page_table;
   for (int32_t i = 0; i < count;) {
     const int32_t position = begin + i;
@@ -164,11 +182,15 @@ void ItemState::PrepareChunk(int32_t begin, int32_t count) {
     const std::byte* page = context_.pool.base +
                             table[position / request_.page_size] * kPageGranuleBytes +
                             request_.layer_offset;
-    for (int32_t k = 0; k < run; ++k) {
-      rows[i + k] = reinterpret_cast<const uint16_t*>(page + (slot + k) * request_.row_stride);
-    }
+    for (int32_t k = 0; k < run; ++k) rows[i + k] = page + (slot + k) * request_.row_stride;
     i += run;
   }
+}
+
+// Finds the chunk's rows and makes them operands.
+void ItemState::PrepareChunk(int32_t begin, int32_t count) {
+  RowPointers(begin, count, As<const void*>(at_.kv_rows));
+  auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
   if (at_.expanded) {
@@ -303,6 +325,7 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
   float* logits = gemm.c;
   const int64_t count = static_cast<int64_t>(gemm.rows) * gemm.ldc;
   gemm.b = low_queries;
+  gemm.next_count = 0;
   gemm.c = As<float>(at_.probabilities);
   kernels_.gemm(gemm);
   for (int64_t i = 0; i < count; ++i) {
@@ -326,6 +349,9 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   gemm.c = As<float>(at_.logits);
   gemm.ldc = columns;
   gemm.b = queries;
+  gemm.next_rows = As<const void*>(at_.next_rows);
+  gemm.next_count = next_count_;
+  gemm.next_bytes = at_.key_dim * static_cast<int32_t>(sizeof(Bf16));
   kernels_.gemm(gemm);
   if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
   SoftmaxArgs softmax{};
@@ -441,6 +467,9 @@ void ItemState::RunGroup(const Group& group) {
   for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
     const int32_t rows = std::min(at_.chunk_rows, end - begin);
     PrepareChunk(begin, rows);
+    // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
+    next_count_ = at_.expanded ? 0 : std::min(kTileRows, end - begin - rows);
+    RowPointers(begin + rows, next_count_, As<const void*>(at_.next_rows));
     for (int32_t first = 0; first < group.rows; first += kTileRows) {
       RunBlock(first / kTileRows, std::min(kTileRows, group.rows - first), begin, rows,
                begin == work_.kv_begin);

@@ -9,7 +9,7 @@
 //     for each block, tile: S^T = K Q^T; online softmax; O = alpha O + P V
 //   write O / l and the LSE to the output, or to the partial buffers when the tile is split
 //
-// Whoever finishes the last piece of a split tile merges it, so no barrier stands before Combine.
+// The rows of a split tile are merged in shares, each by one thread, in the order of the plan.
 // Threading: const; one thread per scratch memory. Nothing allocates.
 #ifndef MLA_KERNELS_CPU_ITEM_RUNNER_H_
 #define MLA_KERNELS_CPU_ITEM_RUNNER_H_
@@ -48,8 +48,8 @@ struct RunContext {
 void AttendItem(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
                 std::byte* scratch);
 
-// Merges reduce tile `tile` of the plan into its final output.
-void MergeTile(const RunContext& context, int32_t tile);
+// Merges share `part` of `parts` of the rows of reduce tile `tile` into its final output.
+void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t parts);
 
 // Rows [row_begin, row_end) of one head of a record, at most kTileRows of them.
 struct ProjectionContext {

@@ -9,8 +9,11 @@
 // Operands. A level multiplies either bf16 pairs (`bf16_operands`, accumulating in fp32) or fp32.
 //   rows    A operand: pointers to rows of `k` elements, contiguous, any alignment.
 //   panels  B operand: 16 columns each, zero-padded; panel p starts at p * panel_bytes.
-//             bf16: [pairs][16 columns][2]  with k padded to a multiple of `k_align`
-//             fp32: [k][16 columns]
+//             bf16, k_group 2: [k / 2][16 columns][2]        one vector holds a pair of each column
+//             bf16, k_group 8: [k / 8][4][4][8], column n at [n % 4][n / 4]   one vector holds 4
+//                              pairs of every 4th column, in its 128-bit lanes
+//             fp32, k_group 1: [k][16 columns]
+//           k is padded with zeros to a multiple of `k_align`; PanelOffset finds an element.
 //   C       fp32, row-major, `ldc` floats between rows, with room for `rows` rounded up to 16.
 // Attention keeps packed rows (query row, head) in columns: logits are S^T [kv rows][packed rows],
 // so a KV row is always used as it lies in its page and softmax runs down the columns.
@@ -35,6 +38,10 @@ struct GemmArgs {
   float* c;
   int64_t ldc;
   bool accumulate;
+  // Rows that the next tile will read, fetched into the L2 cache on the way, or not.
+  const void* const* next_rows;
+  int32_t next_count;
+  int32_t next_bytes;  // of each
 };
 
 // One online-softmax step of a tile, in base 2. For every column n, with x = s * scale2:
@@ -76,6 +83,7 @@ struct KernelSet {
   const char* name;
   bool bf16_operands;
   int32_t k_align;  // B panels are padded to a multiple of this many k
+  int32_t k_group;  // elements of a column that lie together in a B panel; divides k_align
 
   void (*gemm)(const GemmArgs& args);
   void (*softmax)(const SoftmaxArgs& args);
@@ -91,13 +99,18 @@ struct KernelSet {
   // fp32 to bf16, round to nearest even, NaN kept.
   void (*narrow)(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
                  int64_t ld_out);
+  // bf16 levels: parts whose sum is an fp32 value to 16 bits. The low part of a value that is not
+  // finite, or that rounds to an infinity, is 0.
+  void (*split)(const float* in, int32_t count, uint16_t* high, uint16_t* low);
   // B panel of up to 16 query rows of k bf16 elements (bf16 levels; null at fp32 levels). Writes
   // the whole panel, padding included.
   void (*pack_rows)(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel);
-  // out = in * factor, as fp32 or rounded to bf16; out += in * factor.
-  void (*scale)(const float* in, int32_t count, float factor, float* out);
-  void (*scale_narrow)(const float* in, int32_t count, float factor, uint16_t* out);
-  void (*add_scaled)(const float* in, int32_t count, float factor, float* out);
+  // out[i] = sum over j of weights[j] * rows[j][i], zeros for no row, as fp32 or rounded to bf16.
+  // `out` may be one of the rows.
+  void (*weighted_sum)(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                       float* out);
+  void (*weighted_sum_narrow)(const float* const* rows, const float* weights, int32_t count,
+                              int32_t dim, uint16_t* out);
   // Around any use of the table on a thread; may be null. AMX: configures and releases the tiles.
   void (*enter_thread)();
   void (*leave_thread)();
@@ -107,6 +120,18 @@ struct KernelSet {
 inline constexpr int64_t PanelBytes(bool bf16_operands, int32_t k_align, int32_t k) {
   const int64_t padded = (static_cast<int64_t>(k) + k_align - 1) / k_align * k_align;
   return padded * kPanel * (bf16_operands ? 2 : 4);
+}
+
+// Bytes from a B panel's start to element k of column n.
+inline constexpr int64_t PanelOffset(const KernelSet& kernels, int64_t k, int64_t n) {
+  switch (kernels.k_group) {
+    case 1:
+      return (k * kPanel + n) * 4;
+    case 2:
+      return (k / 2 * kPanel + n) * 4 + k % 2 * 2;
+    default:
+      return k / 8 * 256 + n % 4 * 64 + n / 4 * 16 + k % 8 * 2;
+  }
 }
 
 extern const KernelSet kPortableKernels;

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/dtype.h"
 
 namespace mla::kernels::cpu {
@@ -67,18 +69,29 @@ TEST_P(KernelSetTest, GemmEqualsNaiveLoops) {
           for (int32_t n = 0; n < columns; ++n) {
             const float value = b[static_cast<size_t>(i) * columns + n] = Draw();
             uint8_t* panel = packed.data() + n / kPanel * panel_bytes;
+            uint8_t* element = panel + PanelOffset(kernels(), i, n % kPanel);
+            const Bf16 narrow = ToBf16(value);
             if (kernels().bf16_operands) {
-              reinterpret_cast<Bf16*>(panel)[(i / 2 * kPanel + n % kPanel) * 2 + i % 2] =
-                  ToBf16(value);
+              std::memcpy(element, &narrow, sizeof narrow);
             } else {
-              reinterpret_cast<float*>(panel)[i * kPanel + n % kPanel] = value;
+              std::memcpy(element, &value, sizeof value);
             }
           }
         }
         const int64_t ldc = panels * kPanel;
         std::vector<float> c(static_cast<size_t>((rows + 15) / 16 * 16 * ldc), 1.0f);
-        GemmArgs args{pointers.data(), rows,     k,   packed.data(), panel_bytes,
-                      panels,          c.data(), ldc, true};
+        GemmArgs args{};
+        args.a_rows = pointers.data();
+        args.rows = rows;
+        args.k = k;
+        args.b = packed.data();
+        args.panel_bytes = panel_bytes;
+        args.panels = panels;
+        args.c = c.data();
+        args.ldc = ldc;
+        args.next_rows = pointers.data();  // any memory may be fetched
+        args.next_count = rows;
+        args.next_bytes = k * 2;
         for (const bool accumulate : {true, false}) {
           args.accumulate = accumulate;
           kernels().gemm(args);
@@ -241,6 +254,10 @@ TEST_P(KernelSetTest, NarrowRoundsLikeTheScalarConversion) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Levels, KernelSetTest, testing::ValuesIn(UsableLevels()),
+                         [](const auto& info) { return std::string(info.param->name); });
+
+INSTANTIATE_TEST_SUITE_P(EmulatedLevels, KernelSetTest,
+                         testing::Values(&kEmulatedAmxKernels, &kEmulatedAvx512Bf16Kernels),
                          [](const auto& info) { return std::string(info.param->name); });
 
 TEST(DispatchTest, LevelsAreOrderedAndUnknownNamesRefused) {

@@ -12,57 +12,64 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Merges the parts of one packed row; `offset` is the row within each part.
+constexpr float kOnes[] = {1.0f, 1.0f};
+constexpr int32_t kMergedAtOnce = 64;  // parts of a row
+
+// Merges the parts of one packed row; `offset` is the row within each part. A part that saw no key
+// does not count, whatever it holds.
 void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t offset,
               const RequestRecord& request, int64_t o_offset, float* lse_out) {
   const PartialBuffers& partials = context.partials;
   const KernelSet& kernels = *context.kernels;
+  const int32_t dim = context.layout.value_dim;
   float most = -kInfinity;
   for (const int32_t part : parts) most = std::max(most, partials.lse[part + offset]);
-  const float shift = most == -kInfinity ? 0.0f : most;
+  const double shift = most == -kInfinity ? 0.0 : most;
+  const float* rows[kMergedAtOnce];
+  float weights[kMergedAtOnce];
   double total = 0.0;
+  int32_t count = 0;
   for (const int32_t part : parts) {
-    total += std::exp(static_cast<double>(partials.lse[part + offset]) - shift);
-  }
-  // The sum grows in the first part's own row: nobody reads it again.
-  const int32_t dim = context.layout.value_dim;
-  float* sum = partials.o + (parts[0] + offset) * partials.o_ld;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const float lse = partials.lse[parts[i] + offset];
-    // A part that saw no key has weight 0.
-    const float weight =
-        lse == -kInfinity ? 0.0f
-                          : static_cast<float>(std::exp(static_cast<double>(lse) - shift) / total);
-    if (i == 0) {
-      kernels.scale(sum, dim, weight, sum);
-    } else if (weight != 0.0f) {
-      kernels.add_scaled(partials.o + (parts[i] + offset) * partials.o_ld, dim, weight, sum);
+    const float lse = partials.lse[part + offset];
+    if (lse == -kInfinity) continue;
+    if (count == kMergedAtOnce) {  // the sum so far goes into the first part's row
+      float* sum = partials.o + (parts[0] + offset) * partials.o_ld;
+      kernels.weighted_sum(rows, weights, count, dim, sum);
+      rows[0] = sum;
+      weights[0] = 1.0f;
+      count = 1;
     }
+    const double weight = std::exp(lse - shift);
+    total += weight;
+    rows[count] = partials.o + (part + offset) * partials.o_ld;
+    weights[count++] = static_cast<float>(weight);
   }
-  StoreRow(kernels, sum, dim, 1.0f, context.params->desc.o_dtype, request.o, o_offset);
+  const auto inverse = static_cast<float>(1.0 / total);
+  for (int32_t i = 0; i < count; ++i) weights[i] *= inverse;
+  StoreSum(kernels, rows, weights, count, dim, context.params->desc.o_dtype, request.o, o_offset);
   if (lse_out != nullptr) {
-    *lse_out = total == 0.0 ? -kInfinity : static_cast<float>(shift + std::log(total));
+    *lse_out = count == 0 ? -kInfinity : static_cast<float>(shift + std::log(total));
   }
 }
 
 }  // namespace
 
-void MergeTile(const RunContext& context, int32_t tile) {
+void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t parts) {
   const AttentionParams& params = *context.params;
   const ReduceTile& final = params.plan.reduce_final_map[static_cast<size_t>(tile)];
   const RequestRecord& request = params.requests[static_cast<size_t>(final.request)];
   const int32_t begin = params.plan.reduce_indptr[static_cast<size_t>(tile)];
   const int32_t end = params.plan.reduce_indptr[static_cast<size_t>(tile) + 1];
-  const auto parts = params.plan.reduce_partial_map.subspan(static_cast<size_t>(begin),
-                                                            static_cast<size_t>(end - begin));
-  int64_t offset = 0;
-  for (int64_t q = final.q_begin; q < final.q_end; ++q) {
-    for (int64_t head = final.head_begin(); head < final.head_end(); ++head, ++offset) {
-      float* lse = request.lse;
-      if (lse != nullptr) lse += q * request.lse_row_stride + head * request.lse_head_stride;
-      MergeRow(context, parts, offset, request,
-               q * request.o_row_stride + head * request.o_head_stride, lse);
-    }
+  const auto pieces = params.plan.reduce_partial_map.subspan(static_cast<size_t>(begin),
+                                                             static_cast<size_t>(end - begin));
+  const int64_t heads = final.head_end() - final.head_begin();
+  const int64_t rows = (final.q_end - final.q_begin) * heads;
+  for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+    const int64_t q = final.q_begin + row / heads, head = final.head_begin() + row % heads;
+    float* lse = request.lse;
+    if (lse != nullptr) lse += q * request.lse_row_stride + head * request.lse_head_stride;
+    MergeRow(context, pieces, row, request, q * request.o_row_stride + head * request.o_head_stride,
+             lse);
   }
 }
 
@@ -91,36 +98,41 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   gemm.k = in_dim;
   gemm.c = reinterpret_cast<float*>(scratch + at.c);
   gemm.ldc = at.c_ld;
-  // fp32 rows at bf16 levels are the sum of two bf16 terms; else one term is exact.
+  // fp32 rows at bf16 levels are the sum of two bf16 parts; else one part is exact. The low parts
+  // are rows of the same product where there is room, so that the weights are read once.
   const bool direct = kernels.bf16_operands == (context.in == DType::kBf16);
-  const int32_t terms = kernels.bf16_operands && !direct ? 2 : 1;
-  for (int32_t term = 0; term < terms; ++term) {
-    for (int32_t r = 0; r < rows; ++r) {
-      std::byte* row = scratch + at.rows + r * at.row_bytes;
-      operands[r] = row;
-      if (direct) {
-        operands[r] = static_cast<const std::byte*>(record.in) +
-                      in_at(r) * static_cast<int64_t>(ElementSize(context.in));
-      } else if (!kernels.bf16_operands) {
-        CopyOperands(static_cast<const Bf16*>(record.in) + in_at(r), in_dim, false, row, 0);
-      } else {
-        for (int32_t i = 0; i < in_dim; ++i) {
-          Bf16 parts[2];
-          SplitBf16(static_cast<const float*>(record.in)[in_at(r) + i], &parts[0], &parts[1]);
-          reinterpret_cast<Bf16*>(row)[i] = parts[term];
-        }
-      }
+  const bool split = kernels.bf16_operands && !direct;
+  for (int32_t r = 0; r < rows; ++r) {
+    std::byte* row = scratch + at.rows + r * at.row_bytes;
+    std::byte* low = row + kTileRows * at.row_bytes;
+    operands[r] = row;
+    operands[rows + r] = low;
+    if (direct) {
+      operands[r] = static_cast<const std::byte*>(record.in) +
+                    in_at(r) * static_cast<int64_t>(ElementSize(context.in));
+    } else if (split) {
+      kernels.split(static_cast<const float*>(record.in) + in_at(r), in_dim,
+                    reinterpret_cast<uint16_t*>(row), reinterpret_cast<uint16_t*>(low));
+    } else {
+      CopyOperands(static_cast<const Bf16*>(record.in) + in_at(r), in_dim, false, row, 0);
     }
-    gemm.accumulate = term > 0;
+  }
+  const bool stacked = split && 2 * rows <= kTileRows;
+  if (stacked) gemm.rows = 2 * rows;
+  kernels.gemm(gemm);
+  if (split && !stacked) {
+    gemm.a_rows = operands + rows;
+    gemm.accumulate = true;
     kernels.gemm(gemm);
   }
   for (int32_t r = 0; r < rows; ++r) {
     const int64_t out = (row_begin + r) * record.out_row_stride + head * record.out_head_stride;
-    StoreRow(kernels, gemm.c + r * gemm.ldc, out_dim, 1.0f, context.out, record.out, out);
+    const float* terms[] = {gemm.c + r * gemm.ldc, gemm.c + (rows + r) * gemm.ldc};
+    StoreSum(kernels, terms, kOnes, stacked ? 2 : 1, out_dim, context.out, record.out, out);
     if (!context.absorb) continue;
     for (int32_t i = 0; i < g.rope_dim; ++i) {  // the rotated part is copied
       const float value = LoadElement(record.in, context.in, in_at(r) + g.nope_dim + i);
-      StoreRow(kernels, &value, 1, 1.0f, context.out, record.out, out + g.kv_lora_rank + i);
+      StoreElement(record.out, context.out, out + g.kv_lora_rank + i, value);
     }
   }
 }

@@ -16,30 +16,28 @@ inline float LoadElement(const void* base, DType dtype, int64_t index) {
   return ToFloat(static_cast<const Bf16*>(base)[index]);
 }
 
+inline void StoreElement(void* base, DType dtype, int64_t index, float value) {
+  if (dtype == DType::kF32) {
+    static_cast<float*>(base)[index] = value;
+  } else {
+    static_cast<Bf16*>(base)[index] = ToBf16(value);
+  }
+}
+
+// base[offset ..] = the weighted sum of `count` rows of `dim` elements.
+inline void StoreSum(const KernelSet& kernels, const float* const* rows, const float* weights,
+                     int32_t count, int32_t dim, DType dtype, void* base, int64_t offset) {
+  if (dtype == DType::kF32) {
+    kernels.weighted_sum(rows, weights, count, dim, static_cast<float*>(base) + offset);
+  } else {
+    kernels.weighted_sum_narrow(rows, weights, count, dim, static_cast<Bf16*>(base) + offset);
+  }
+}
+
 // base[offset ..] = row[0 .. dim) * factor.
 inline void StoreRow(const KernelSet& kernels, const float* row, int32_t dim, float factor,
                      DType dtype, void* base, int64_t offset) {
-  if (dtype == DType::kF32) {
-    kernels.scale(row, dim, factor, static_cast<float*>(base) + offset);
-  } else {
-    kernels.scale_narrow(row, dim, factor, static_cast<Bf16*>(base) + offset);
-  }
-}
-
-// bf16 high and low parts whose sum is an fp32 value to 16 bits; the low part of a value that is
-// not finite is 0.
-inline void SplitBf16(float value, Bf16* high, Bf16* low) {
-  *high = ToBf16(value);
-  const float rest = value - ToFloat(*high);
-  *low = std::isfinite(rest) ? ToBf16(rest) : Bf16{0};
-}
-
-// A B-panel column of each part: element i goes to out[32 * (i / 2) + i % 2].
-inline void PackSplitColumn(const float* row, int32_t dim, Bf16* high, Bf16* low) {
-  for (int32_t i = 0; i < dim; ++i) {
-    const int64_t at = static_cast<int64_t>(i / 2) * 32 + i % 2;
-    SplitBf16(row[i], high + at, low + at);
-  }
+  StoreSum(kernels, &row, &factor, 1, dim, dtype, base, offset);
 }
 
 // Copies bf16 elements behind `offset` operand elements of a row of bf16 or fp32 operands.

@@ -37,6 +37,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.value_dim = at.expanded ? g.v_dim : g.kv_lora_rank;
   at.value_panels = (at.value_dim + kPanel - 1) / kPanel;
   at.q_terms = kernels.bf16_operands && desc.q_dtype == DType::kF32 ? 2 : 1;
+  at.split_ld = RoundUp(at.key_dim, 2 * kPanel);
   at.q_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, at.key_dim);
   at.q_block_bytes = at.q_panel_bytes * (kTileRows / kPanel);
   at.v_panel_bytes = kTileRows / 2 * 64;
@@ -54,6 +55,8 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.kv_rows = cut.Take(at.chunk_rows * kPointer);
   at.key_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.value_ptrs = cut.Take(at.chunk_rows * kPointer);
+  at.next_rows = cut.Take(kTileRows * kPointer);
+  if (at.q_terms == 2) at.split_rows = cut.Take(2 * kPanel * at.split_ld * 2);
   at.queries = cut.Take(blocks * at.q_terms * at.q_block_bytes);
   at.logits = cut.Take(kTileRows * kTileRows * kFloat);
   at.probabilities = cut.Take(kTileRows * kTileRows * kFloat);
@@ -89,8 +92,8 @@ ProjectionLayout MakeProjectionLayout(const KernelSet& kernels, int32_t in_dim, 
   at.row_bytes = RoundUp(in_dim, 2 * kPanel) * (kernels.bf16_operands ? 2 : 4);
   at.c_ld = RoundUp(out_dim, kPanel);
   Cutter cut;
-  at.row_ptrs = cut.Take(kTileRows * kPointer);
-  at.rows = cut.Take(kTileRows * at.row_bytes);
+  at.row_ptrs = cut.Take(2 * kTileRows * kPointer);
+  at.rows = cut.Take(2 * kTileRows * at.row_bytes);
   at.c = cut.Take(kTileRows * at.c_ld * kFloat);
   at.bytes = cut.bytes();
   return at;

@@ -10,9 +10,7 @@ int32_t Panels(int32_t columns) { return (columns + kPanel - 1) / kPanel; }
 // Address of element (k, n) of B panels.
 std::byte* Element(const KernelSet& kernels, std::byte* panels, int64_t panel_bytes, int32_t k,
                    int32_t n) {
-  std::byte* panel = panels + n / kPanel * panel_bytes;
-  if (!kernels.bf16_operands) return panel + (k * kPanel + n % kPanel) * 4;
-  return panel + ((k / 2 * kPanel + n % kPanel) * 2 + k % 2) * 2;
+  return panels + n / kPanel * panel_bytes + PanelOffset(kernels, k, n % kPanel);
 }
 
 // B panels from a row-major [k, columns] matrix.
@@ -32,21 +30,27 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
   }
 }
 
-// The transposition for even dims: 2 x 2 blocks of (n, k), each one dword of the source and of the
-// result twice.
-void TransposePairs(const Geometry& geometry, const std::byte* head, int64_t source_panel_bytes,
-                    int64_t panel_bytes, std::byte* out) {
-  for (int32_t n = 0; n < geometry.nope_dim; n += 2) {
-    std::byte* column = out + n / kPanel * panel_bytes + n % kPanel * 4;
-    for (int32_t k = 0; k < geometry.kv_lora_rank; k += 2) {
-      const std::byte* from =
-          head + k / kPanel * source_panel_bytes + (n / 2 * kPanel + k % kPanel) * 4;
-      uint32_t even, odd;  // (n, n + 1) at k and at k + 1
-      std::memcpy(&even, from, 4);
-      std::memcpy(&odd, from + 4, 4);
-      const uint64_t both = (uint64_t{even >> 16} << 32 | uint64_t{odd >> 16} << 48) |
-                            (uint64_t{even & 0xffffu} | uint64_t{odd & 0xffffu} << 16);
-      std::memcpy(column + k / 2 * kPanel * 4, &both, 8);
+// The transposition for dims that are multiples of the group G, which is 2 or 8: blocks of G x G
+// elements whose columns lie together in the source and whose rows do in the result.
+template <int G>
+void TransposeGroups(const KernelSet& kernels, const Geometry& geometry, const std::byte* head,
+                     int64_t source_panel_bytes, int64_t panel_bytes, std::byte* out) {
+  for (int32_t n = 0; n < geometry.nope_dim; n += G) {
+    for (int32_t k = 0; k < geometry.kv_lora_rank; k += G) {
+      Bf16 block[G][G];  // [k][n]
+      for (int32_t i = 0; i < G; ++i) {
+        std::memcpy(block[i],
+                    head + (k + i) / kPanel * source_panel_bytes +
+                        PanelOffset(kernels, n, (k + i) % kPanel),
+                    sizeof block[i]);
+      }
+      for (int32_t j = 0; j < G; ++j) {
+        Bf16 column[G];
+        for (int32_t i = 0; i < G; ++i) column[i] = block[i][j];
+        std::memcpy(
+            out + (n + j) / kPanel * panel_bytes + PanelOffset(kernels, k, (n + j) % kPanel),
+            column, sizeof column);
+      }
     }
   }
 }
@@ -83,8 +87,11 @@ void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::
   const WeightLayout at = MakeWeightLayout(kernels, geometry);
   const int32_t panels = Panels(geometry.nope_dim);
   std::memset(out, 0, static_cast<size_t>(panels * panel_bytes));
-  if (kernels.bf16_operands && geometry.nope_dim % 2 == 0 && geometry.kv_lora_rank % 2 == 0) {
-    TransposePairs(geometry, head, at.absorb_panel_bytes, panel_bytes, out);
+  const bool whole =
+      geometry.nope_dim % kernels.k_group == 0 && geometry.kv_lora_rank % kernels.k_group == 0;
+  if (whole && kernels.k_group > 1) {
+    (kernels.k_group == 2 ? TransposeGroups<2> : TransposeGroups<8>)(
+        kernels, geometry, head, at.absorb_panel_bytes, panel_bytes, out);
     return;
   }
   auto* source = const_cast<std::byte*>(head);

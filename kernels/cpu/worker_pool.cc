@@ -59,6 +59,14 @@ size_t PhaseOf(uint64_t ticket) { return static_cast<size_t>(ticket >> 32); }
 
 }  // namespace
 
+void Relax(int32_t polls) {
+  if (polls < kPhaseSpins) {
+    Pause();
+  } else {
+    std::this_thread::yield();
+  }
+}
+
 WorkerPool::WorkerPool(const Options& options, int32_t max_jobs, PlaceHook enter, PlaceHook leave)
     : options_(options), enter_(std::move(enter)), leave_(std::move(leave)) {
   options_.threads = std::clamp(options_.threads, 1, 4096);
@@ -208,11 +216,7 @@ void WorkerPool::Work(Job& job, int32_t place) {
     if (static_cast<int64_t>(ticket & 0xffffffffu) >= job.phase_items[phase]) {
       if (phase == job.last_phase) return;  // the others finish what they have
       // Others still work on the last items of this phase.
-      if (++spins < kPhaseSpins) {
-        Pause();
-      } else {
-        std::this_thread::yield();
-      }
+      Relax(spins++);
       continue;
     }
     spins = 0;

@@ -22,6 +22,10 @@
 
 namespace mla::kernels::cpu {
 
+// One poll of a thread that waits for another one's progress: a pause, and after many of them a
+// yield, so that the other one runs even where threads outnumber CPUs.
+void Relax(int32_t polls);
+
 class WorkerPool {
  public:
   struct Options {

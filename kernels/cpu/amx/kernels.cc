@@ -17,6 +17,7 @@ struct alignas(64) TileConfig {
 constexpr int32_t kRows = 16;   // rows of a tile
 constexpr int32_t kDepth = 32;  // k of a tile
 constexpr int32_t kStageDepth = 1024;
+constexpr int kPrefetchLines = 4;  // a step of at most four tile products
 
 void EnterThread() {
   const TileConfig config;
@@ -55,8 +56,9 @@ inline void StoreTiles(float* c, int64_t ldc) {
 // steps x 32 of k. A rows lie stride_a bytes apart, the second block of them at a1.
 template <int kA, int kB>
 inline void Multiply(const uint8_t* a0, const uint8_t* a1, int64_t stride_a, const uint8_t* b,
-                     int64_t panel_bytes, int32_t steps) {
+                     int64_t panel_bytes, int32_t steps, Prefetcher* next = nullptr) {
   for (int32_t step = 0; step < steps; ++step, a0 += 64, a1 += 64, b += 1024) {
+    if (next != nullptr) next->Step(kPrefetchLines);
     _tile_loadd(6, b, 64);
     _tile_loadd(4, a0, stride_a);
     _tile_dpbf16ps(0, 4, 6);
@@ -92,7 +94,7 @@ inline bool Even(const void* const* rows, int32_t count) {
 }
 
 template <int kA>
-void GemmRows(const GemmArgs& g, int32_t row, int32_t count) {
+void GemmRows(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
   alignas(64) uint16_t stage[2 * kRows][kStageDepth];
   const bool in_place = g.k % kDepth == 0 && Even(g.a_rows + row, count);
   // The copy is bounded; deeper products go through C.
@@ -131,7 +133,7 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count) {
         ZeroTiles<kA, 2>();
       }
       Multiply<kA, 2>(a.rows[0], a.rows[1], a.stride, b + panel * g.panel_bytes, g.panel_bytes,
-                      steps);
+                      steps, next);
       StoreTiles<kA, 2>(c + panel * kPanel, g.ldc);
     }
     if (panel == g.panels) continue;
@@ -141,18 +143,19 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count) {
       ZeroTiles<kA, 1>();
     }
     Multiply<kA, 1>(a.rows[0], a.rows[1], a.stride, b + panel * g.panel_bytes, g.panel_bytes,
-                    steps);
+                    steps, next);
     StoreTiles<kA, 1>(c + panel * kPanel, g.ldc);
   }
 }
 
 void Gemm(const GemmArgs& args) {
+  Prefetcher next(args);
   for (int32_t row = 0; row < args.rows; row += 2 * kRows) {
     const int32_t left = args.rows - row;
     if (left > kRows) {
-      GemmRows<2>(args, row, left < 2 * kRows ? left : 2 * kRows);
+      GemmRows<2>(args, row, left < 2 * kRows ? left : 2 * kRows, &next);
     } else {
-      GemmRows<1>(args, row, left);
+      GemmRows<1>(args, row, left, &next);
     }
   }
 }
@@ -259,12 +262,30 @@ void PackPaddedValues(const uint16_t* const* rows, int32_t count, int32_t d, uin
   }
 }
 
+// 16 rows x 16 pairs of k at a time.
+void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
+  const int32_t padded = (k + kDepth - 1) / kDepth * kDepth;
+  for (int32_t i = 0; i < padded; i += 32) {
+    __m512i block[16];
+    for (int32_t r = 0; r < 16; ++r) {
+      block[r] =
+          r < count ? _mm512_maskz_loadu_epi16(Mask32(k - i), rows[r] + i) : _mm512_setzero_si512();
+    }
+    Transpose16(block);
+    const int32_t pairs = padded - i < 32 ? (padded - i) / 2 : 16;
+    for (int32_t pair = 0; pair < pairs; ++pair) {
+      _mm512_storeu_si512(panel + (i / 2 + pair) * 32, block[pair]);
+    }
+  }
+}
+
 }  // namespace
 
 const KernelSet kAmxKernels = {
     /*name=*/"amx",
     /*bf16_operands=*/true,
     /*k_align=*/32,
+    /*k_group=*/2,
     Gemm,
     Softmax,
     Accumulate,
@@ -272,10 +293,10 @@ const KernelSet kAmxKernels = {
     PackPaddedValues,
     Widen,
     Narrow,
-    PackRows<32>,
-    Scale,
-    ScaleNarrow,
-    AddScaled,
+    Split,
+    PackRows,
+    WeightedSum,
+    WeightedSumNarrow,
     EnterThread,
     LeaveThread,
 };

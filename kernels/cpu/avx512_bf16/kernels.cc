@@ -11,63 +11,75 @@ inline __m512bh Pair(const uint16_t* from) {
   return AsBf16(_mm512_set1_epi32(pair));
 }
 
-// M rows against N panels. U pairs of k are taken at a time, so that the M row pointers, which do
-// not all fit registers, are reloaded seldom.
-template <int M, int N, int U>
-inline void DotPairs(const uint16_t* const (&a)[M], int32_t pair, const uint8_t* b,
-                     int64_t panel_bytes, __m512 (&sum)[M][N]) {
-  __m512bh bv[U][N];
-#pragma GCC unroll 8
-  for (int u = 0; u < U; ++u) {
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) {
-      bv[u][j] = AsBf16(_mm512_loadu_si512(b + j * panel_bytes + (pair + u) * 64));
-    }
+constexpr int32_t kGroup = 8;         // elements of k in a 128-bit lane
+constexpr int64_t kGroupBytes = 256;  // of all 16 columns
+constexpr int32_t kGemmRows = 6;      // 24 accumulators, 4 vectors of B, 1 of A
+constexpr int kPrefetchLines = 2;     // a step of at most 24 products
+
+// Sums the 4 pairs of each lane: lane g of vector j holds column 4 g + j.
+inline __m512 SumLanes(const __m512 (&sum)[4]) {
+  __m512 half[2];
+#pragma GCC unroll 2
+  for (int j = 0; j < 2; ++j) {
+    const __m512i a = _mm512_castps_si512(sum[2 * j]), b = _mm512_castps_si512(sum[2 * j + 1]);
+    half[j] = _mm512_add_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi32(a, b)),
+                            _mm512_castsi512_ps(_mm512_unpackhi_epi32(a, b)));
   }
-#pragma GCC unroll 32
+  const __m512i a = _mm512_castps_si512(half[0]), b = _mm512_castps_si512(half[1]);
+  return _mm512_add_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi64(a, b)),
+                       _mm512_castsi512_ps(_mm512_unpackhi_epi64(a, b)));
+}
+
+// Eight elements of each of M rows against the same eight of 16 columns.
+template <int M>
+inline void DotGroup(const uint16_t* const (&a)[M], int64_t at, const uint8_t* b,
+                     __m512 (&sum)[M][4]) {
+  __m512bh bv[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) bv[j] = AsBf16(_mm512_loadu_si512(b + j * 64));
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 8
-    for (int u = 0; u < U; ++u) {
-      const __m512bh av = Pair(a[i] + 2 * (pair + u));
-#pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], bv[u][j], av);
-    }
+    const __m512bh av = AsBf16(_mm512_broadcast_i32x4(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + at))));
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], bv[j], av);
   }
 }
 
-template <int M, int N>
-void GemmBlock(const GemmArgs& g, int32_t row, int32_t panel) {
-  constexpr int U = N >= 3 ? 1 : 4 / N;
+// M rows against one panel.
+template <int M>
+void GemmBlock(const GemmArgs& g, int32_t row, int32_t panel, Prefetcher* next) {
   const uint8_t* b = static_cast<const uint8_t*>(g.b) + panel * g.panel_bytes;
   const uint16_t* a[M];
-  __m512 sum[M][N];
-  float* c = g.c + row * g.ldc + panel * kPanel;
-#pragma GCC unroll 32
+  __m512 sum[M][4];
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i) {
     a[i] = static_cast<const uint16_t*>(g.a_rows[row + i]);
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) {
-      sum[i][j] = g.accumulate ? _mm512_loadu_ps(c + i * g.ldc + j * kPanel) : _mm512_setzero_ps();
-    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) sum[i][j] = _mm512_setzero_ps();
   }
-  const int32_t pairs = g.k / 2;
-  int32_t pair = 0;
-  for (; pair + U <= pairs; pair += U) DotPairs<M, N, U>(a, pair, b, g.panel_bytes, sum);
-  for (; pair < pairs; ++pair) DotPairs<M, N, 1>(a, pair, b, g.panel_bytes, sum);
-  if (g.k % 2 != 0) {  // half a pair: what lies after the row may be anything
-    uint16_t last[M][2];
+  const int64_t whole = g.k / kGroup * kGroup;
+  Prefetcher prefetcher = *next;
+  for (int64_t at = 0; at < whole; at += kGroup, b += kGroupBytes) {
+    DotGroup<M>(a, at, b, sum);
+    prefetcher.Step(kPrefetchLines);
+  }
+  *next = prefetcher;
+  if (whole < g.k) {  // what lies after the row may be anything
+    uint16_t last[M][kGroup] = {};
     const uint16_t* tail[M];
     for (int i = 0; i < M; ++i) {
-      last[i][0] = a[i][g.k - 1];
-      last[i][1] = 0;
+      memcpy(last[i], a[i] + whole, static_cast<size_t>(g.k - whole) * 2);
       tail[i] = last[i];
     }
-    DotPairs<M, N, 1>(tail, 0, b + pairs * 64, g.panel_bytes, sum);
+    DotGroup<M>(tail, 0, b, sum);
   }
-#pragma GCC unroll 32
-  for (int i = 0; i < M; ++i) {
+  float* c = g.c + row * g.ldc + panel * kPanel;
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) _mm512_storeu_ps(c + i * g.ldc + j * kPanel, sum[i][j]);
+  for (int i = 0; i < M; ++i, c += g.ldc) {
+    __m512 of_row = SumLanes(sum[i]);
+    if (g.accumulate) of_row = _mm512_add_ps(of_row, _mm512_loadu_ps(c));
+    _mm512_storeu_ps(c, of_row);
   }
 }
 
@@ -105,54 +117,74 @@ void AccumulateBlock(const AccumulateArgs& g, int32_t packed, int32_t panel) {
   }
 }
 
-template <typename Args>
-using Block = void (*)(const Args&, int32_t, int32_t);
+using GemmFunction = void (*)(const GemmArgs&, int32_t, int32_t, Prefetcher*);
+constexpr GemmFunction kGemmBlocks[] = {nullptr,      GemmBlock<1>, GemmBlock<2>, GemmBlock<3>,
+                                        GemmBlock<4>, GemmBlock<5>, GemmBlock<6>};
+
+using AccumulateFunction = void (*)(const AccumulateArgs&, int32_t, int32_t);
 
 // Block functions of 1 .. kAccumulators / N rows.
 template <int N, int... kRows>
-struct Blocks {
-  static constexpr Block<GemmArgs> kGemm[] = {nullptr, GemmBlock<kRows, N>...};
-  static constexpr Block<AccumulateArgs> kAccumulate[] = {nullptr, AccumulateBlock<kRows, N>...};
-};
-using Blocks4 = Blocks<4, 1, 2, 3, 4, 5, 6>;
-using Blocks3 = Blocks<3, 1, 2, 3, 4, 5, 6, 7, 8>;
-using Blocks2 = Blocks<2, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>;
-using Blocks1 = Blocks<1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-                       22, 23, 24>;
+constexpr AccumulateFunction kAccumulateBlocks[] = {nullptr, AccumulateBlock<kRows, N>...};
+constexpr const AccumulateFunction* kBlocks4 = kAccumulateBlocks<4, 1, 2, 3, 4, 5, 6>;
+constexpr const AccumulateFunction* kBlocks3 = kAccumulateBlocks<3, 1, 2, 3, 4, 5, 6, 7, 8>;
+constexpr const AccumulateFunction* kBlocks2 =
+    kAccumulateBlocks<2, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>;
+constexpr const AccumulateFunction* kBlocks1 =
+    kAccumulateBlocks<1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                      22, 23, 24>;
 
-// `rows` in blocks of nearly equal size, none above the accumulators' number.
-template <typename Args>
-void RowBlocks(const Args& args, const Block<Args>* blocks, int32_t limit, int32_t rows,
-               int32_t panel) {
-  const int32_t count = (rows + limit - 1) / limit;
-  for (int32_t i = 0, row = 0; i < count; ++i) {
-    const int32_t end = static_cast<int32_t>(static_cast<int64_t>(rows) * (i + 1) / count);
-    blocks[end - row](args, row, panel);
-    row = end;
+// End of block `i` when `rows` are cut into `count` blocks of nearly equal size.
+int32_t BlockEnd(int32_t rows, int32_t i, int32_t count) {
+  return static_cast<int32_t>(static_cast<int64_t>(rows) * (i + 1) / count);
+}
+
+// One panel stays in the first-level cache while all rows pass by.
+void Gemm(const GemmArgs& args) {
+  Prefetcher next(args);
+  const int32_t count = (args.rows + kGemmRows - 1) / kGemmRows;
+  for (int32_t panel = 0; panel < args.panels; ++panel) {
+    for (int32_t i = 0, row = 0; i < count; ++i) {
+      const int32_t end = BlockEnd(args.rows, i, count);
+      kGemmBlocks[end - row](args, row, panel, &next);
+      row = end;
+    }
   }
 }
 
-template <typename Args>
-void Panels(const Args& args, int32_t rows, const Block<Args>* const (&blocks)[5]) {
+void Accumulate(const AccumulateArgs& args) {
+  constexpr const AccumulateFunction* kBlocks[5] = {nullptr, kBlocks1, kBlocks2, kBlocks3,
+                                                    kBlocks4};
   for (int32_t panel = 0; panel < args.panels;) {
     const int32_t left = args.panels - panel;
     const int32_t wide = left >= 4 ? (left == 5 ? 3 : 4) : left;
-    RowBlocks(args, blocks[wide], kAccumulators / wide, rows, panel);
+    const int32_t limit = kAccumulators / wide;
+    const int32_t count = (args.packed_rows + limit - 1) / limit;
+    for (int32_t i = 0, row = 0; i < count; ++i) {
+      const int32_t end = BlockEnd(args.packed_rows, i, count);
+      kBlocks[wide][end - row](args, row, panel);
+      row = end;
+    }
     panel += wide;
   }
 }
 
-void Gemm(const GemmArgs& args) {
-  constexpr const Block<GemmArgs>* kBlocks[5] = {nullptr, Blocks1::kGemm, Blocks2::kGemm,
-                                                 Blocks3::kGemm, Blocks4::kGemm};
-  Panels(args, args.rows, kBlocks);
-}
-
-void Accumulate(const AccumulateArgs& args) {
-  constexpr const Block<AccumulateArgs>* kBlocks[5] = {nullptr, Blocks1::kAccumulate,
-                                                       Blocks2::kAccumulate, Blocks3::kAccumulate,
-                                                       Blocks4::kAccumulate};
-  Panels(args, args.packed_rows, kBlocks);
+// Column n's groups of 8 k go to the lanes that the product reads.
+void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
+  for (int32_t at = 0; at < k; at += kGroup, panel += kGroupBytes / 2) {
+    const int32_t left = k - at < kGroup ? k - at : kGroup;
+    for (int32_t n = 0; n < kPanel; ++n) {
+      uint16_t lane[kGroup] = {};
+      if (n < count) {
+        if (left == kGroup) {
+          memcpy(lane, rows[n] + at, sizeof lane);
+        } else {
+          memcpy(lane, rows[n] + at, static_cast<size_t>(left) * 2);
+        }
+      }
+      memcpy(panel + n % 4 * 32 + n / 4 * 8, lane, sizeof lane);
+    }
+  }
 }
 
 // p: bf16 pairs [ceil(rows / 2)][columns][2].
@@ -192,7 +224,8 @@ float Probability(const SoftmaxArgs& args, int32_t row, int32_t column) {
 const KernelSet kAvx512Bf16Kernels = {
     /*name=*/"avx512_bf16",
     /*bf16_operands=*/true,
-    /*k_align=*/2,
+    /*k_align=*/8,
+    /*k_group=*/8,
     Gemm,
     Softmax,
     Accumulate,
@@ -200,10 +233,10 @@ const KernelSet kAvx512Bf16Kernels = {
     PackValues,
     Widen,
     Narrow,
-    PackRows<2>,
-    Scale,
-    ScaleNarrow,
-    AddScaled,
+    Split,
+    PackRows,
+    WeightedSum,
+    WeightedSumNarrow,
     /*enter_thread=*/nullptr,
     /*leave_thread=*/nullptr,
 };

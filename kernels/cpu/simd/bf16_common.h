@@ -17,6 +17,35 @@ inline __mmask32 Mask32(int32_t count) {
   return count >= 32 ? 0xffffffffu : (1u << (count < 0 ? 0 : count)) - 1u;
 }
 
+// Walks through the next tile's rows, a few cache lines a step, spread over a product's steps.
+class Prefetcher {
+ public:
+  explicit Prefetcher(const GemmArgs& g)
+      : rows_(g.next_rows), left_(g.next_rows != nullptr ? g.next_count : 0), bytes_(g.next_bytes) {
+    if (left_ > 0) NextRow();
+  }
+
+  inline void Step(int lines) {
+    for (; lines > 0 && left_ > 0; --lines) {
+      _mm_prefetch(at_, _MM_HINT_T1);
+      at_ += 64;
+      if (at_ < end_) continue;
+      if (--left_ > 0) NextRow();
+    }
+  }
+
+ private:
+  void NextRow() {
+    at_ = static_cast<const char*>(*rows_++);
+    end_ = at_ + bytes_;
+  }
+
+  const void* const* rows_;
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
+  int32_t left_, bytes_;
+};
+
 inline __m512i Bits(__m512bh v) { return reinterpret_cast<__m512i&>(v); }
 inline __m512bh AsBf16(__m512i v) { return reinterpret_cast<__m512bh&>(v); }
 
@@ -181,47 +210,47 @@ inline void Transpose16(__m512i (&t)[16]) {
   for (int i = 0; i < 16; ++i) t[i] = u[i];
 }
 
-// 16 rows x 16 pairs of k at a time; `kAlign` is the level's k_align.
-template <int kAlign>
-void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
-  const int32_t padded = (k + kAlign - 1) / kAlign * kAlign;
-  for (int32_t i = 0; i < padded; i += 32) {
-    __m512i block[16];
-    for (int32_t r = 0; r < 16; ++r) {
-      block[r] =
-          r < count ? _mm512_maskz_loadu_epi16(Mask32(k - i), rows[r] + i) : _mm512_setzero_si512();
-    }
-    Transpose16(block);
-    const int32_t pairs = padded - i < 32 ? (padded - i) / 2 : 16;
-    for (int32_t pair = 0; pair < pairs; ++pair) {
-      _mm512_storeu_si512(panel + (i / 2 + pair) * 32, block[pair]);
-    }
+inline __m512 SumOfRows(const float* const* rows, const float* weights, int32_t count, int32_t i,
+                        __mmask16 mask) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int32_t j = 0; j < count; ++j) {
+    sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, rows[j] + i), _mm512_set1_ps(weights[j]),
+                          sum);
+  }
+  return sum;
+}
+
+void WeightedSum(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                 float* out) {
+  for (int32_t i = 0; i < dim; i += kPanel) {
+    const auto mask = static_cast<__mmask16>(Mask32(dim - i));
+    _mm512_mask_storeu_ps(out + i, mask, SumOfRows(rows, weights, count, i, mask));
   }
 }
 
-void Scale(const float* in, int32_t count, float factor, float* out) {
-  for (int32_t i = 0; i < count; i += kPanel) {
-    const auto mask = static_cast<__mmask16>(Mask32(count - i));
-    _mm512_mask_storeu_ps(
-        out + i, mask, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, in + i), _mm512_set1_ps(factor)));
-  }
-}
-
-void AddScaled(const float* in, int32_t count, float factor, float* out) {
-  for (int32_t i = 0; i < count; i += kPanel) {
-    const auto mask = static_cast<__mmask16>(Mask32(count - i));
-    const __m512 sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, in + i), _mm512_set1_ps(factor),
-                                       _mm512_maskz_loadu_ps(mask, out + i));
-    _mm512_mask_storeu_ps(out + i, mask, sum);
-  }
-}
-
-void ScaleNarrow(const float* in, int32_t count, float factor, uint16_t* out) {
-  for (int32_t i = 0; i < count; i += kPanel) {
-    const auto mask = static_cast<__mmask16>(Mask32(count - i));
-    __m256bh narrow = _mm512_cvtneps_pbh(
-        _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, in + i), _mm512_set1_ps(factor)));
+void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                       uint16_t* out) {
+  for (int32_t i = 0; i < dim; i += kPanel) {
+    const auto mask = static_cast<__mmask16>(Mask32(dim - i));
+    __m256bh narrow = _mm512_cvtneps_pbh(SumOfRows(rows, weights, count, i, mask));
     _mm256_mask_storeu_epi16(out + i, mask, reinterpret_cast<__m256i&>(narrow));
+  }
+}
+
+void Split(const float* in, int32_t count, uint16_t* high, uint16_t* low) {
+  for (int32_t i = 0; i < count; i += kPanel) {
+    const auto mask = static_cast<__mmask16>(Mask32(count - i));
+    const __m512 value = _mm512_maskz_loadu_ps(mask, in + i);
+    __m256bh rounded = _mm512_cvtneps_pbh(value);
+    const __m256i bits = reinterpret_cast<__m256i&>(rounded);
+    const __m512 rest = _mm512_sub_ps(
+        value, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+    // rest - rest is 0 where rest is finite and NaN elsewhere.
+    const __mmask16 finite =
+        _mm512_cmp_ps_mask(_mm512_sub_ps(rest, rest), _mm512_setzero_ps(), _CMP_EQ_OQ);
+    __m256bh narrow = _mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, rest, _mm512_setzero_ps()));
+    _mm256_mask_storeu_epi16(high + i, mask, bits);
+    _mm256_mask_storeu_epi16(low + i, mask, reinterpret_cast<__m256i&>(narrow));
   }
 }
 

@@ -186,28 +186,57 @@ void Widen(const uint16_t* const* rows, int32_t count, int32_t dim, float* out, 
   }
 }
 
-void ScaleNarrow(const float* in, int32_t count, float factor, uint16_t* out) {
-  for (int32_t i = 0; i < count; ++i) {
-    const float value = in[i] * factor;
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t quiet = (bits >> 16) | 0x40u;
-    out[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
-  }
+inline uint16_t ToBf16Bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet = (bits >> 16) | 0x40u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
 void Narrow(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
             int64_t ld_out) {
-  for (int32_t r = 0; r < count; ++r) ScaleNarrow(in + r * ld_in, dim, 1.0f, out + r * ld_out);
+  for (int32_t r = 0; r < count; ++r, in += ld_in, out += ld_out) {
+    for (int32_t i = 0; i < dim; ++i) out[i] = ToBf16Bits(in[i]);
+  }
 }
 
-void Scale(const float* in, int32_t count, float factor, float* out) {
-  for (int32_t i = 0; i < count; ++i) out[i] = in[i] * factor;
+// A block of columns at a time: the rows' weighted sum, in registers.
+constexpr int32_t kSumColumns = 4 * MLA_LANES;
+
+inline void SumOfRows(const float* const* rows, const float* weights, int32_t count, int32_t i,
+                      int32_t width, float* sum) {
+  for (int32_t c = 0; c < kSumColumns; ++c) sum[c] = 0.0f;
+  for (int32_t j = 0; j < count; ++j) {
+    const float* row = rows[j] + i;
+    if (width == kSumColumns) {
+      for (int32_t c = 0; c < kSumColumns; ++c) sum[c] += row[c] * weights[j];
+    } else {
+      for (int32_t c = 0; c < width; ++c) sum[c] += row[c] * weights[j];
+    }
+  }
 }
 
-void AddScaled(const float* in, int32_t count, float factor, float* out) {
-  for (int32_t i = 0; i < count; ++i) out[i] += in[i] * factor;
+template <typename Store>
+inline void ForEachSum(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                       const Store& store) {
+  for (int32_t i = 0; i < dim; i += kSumColumns) {
+    float sum[kSumColumns];
+    const int32_t width = dim - i < kSumColumns ? dim - i : kSumColumns;
+    SumOfRows(rows, weights, count, i, width, sum);
+    for (int32_t c = 0; c < width; ++c) store(i + c, sum[c]);
+  }
+}
+
+void WeightedSum(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                 float* out) {
+  ForEachSum(rows, weights, count, dim, [out](int32_t i, float value) { out[i] = value; });
+}
+
+void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                       uint16_t* out) {
+  ForEachSum(rows, weights, count, dim,
+             [out](int32_t i, float value) { out[i] = ToBf16Bits(value); });
 }
 
 }  // namespace

@@ -1,0 +1,15 @@
+// Dispatch levels whose instructions are emulated (see immintrin.h beside this file): the same
+// source as the real ones, for tests on machines that have not the instructions.
+#ifndef MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
+#define MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
+
+#include "kernels/cpu/kernel_set.h"
+
+namespace mla::kernels::cpu {
+
+extern const KernelSet kEmulatedAmxKernels;
+extern const KernelSet kEmulatedAvx512Bf16Kernels;
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
