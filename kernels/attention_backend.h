@@ -44,8 +44,16 @@ struct BackendInfo {
   std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
   int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
   bool unified_memory = true;  // StageInput returns the host address itself
-  // Of absorbed queries and latent outputs between the projections of the EXPANDED profile.
-  DType intermediate_dtype = DType::kBf16;
+  // Between the projections of the EXPANDED profile: absorbed queries of clients that send bf16 and
+  // of those that send fp32, and latent outputs. Outputs rounded twice would miss the accuracy that
+  // outputs are held to, hence fp32.
+  DType absorbed_q_of_bf16 = DType::kBf16;
+  DType absorbed_q_of_f32 = DType::kF32;
+  DType latent_o_dtype = DType::kF32;
+
+  DType absorbed_q_dtype(DType sent) const {
+    return sent == DType::kF32 ? absorbed_q_of_f32 : absorbed_q_of_bf16;
+  }
 };
 
 // How the planner should cut launches of one desc for this backend.

@@ -48,10 +48,12 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
 // Of a launch, for tensors that are neither the request's nor the cache's. One row of all heads
 // always fits, whatever its dtypes.
 int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  const int64_t row = 2 * int64_t{limits.max_row_dim};
-  return std::max(
-      limits.launch_packed_rows * row * int64_t(ElementSize(backend.Info().intermediate_dtype)),
-      limits.max_heads * row * int64_t(ElementSize(DType::kF32)));
+  const kernels::BackendInfo& info = backend.Info();
+  const auto between =
+      static_cast<int64_t>(ElementSize(info.absorbed_q_of_f32) + ElementSize(info.latent_o_dtype));
+  const auto widest = static_cast<int64_t>(2 * ElementSize(DType::kF32));
+  return limits.max_row_dim *
+         std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
 }
 
 int32_t WidestHeads(const std::vector<PlanRequest>& requests) {
@@ -216,9 +218,9 @@ kernels::AttentionDesc Launcher::Desc(const Launch& launch, AttentionForm form) 
   desc.geometry = key.geometry;
   desc.form = form;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
-  const DType intermediate = backend_->Info().intermediate_dtype;
-  desc.q_dtype = between ? intermediate : key.q_dtype;
-  desc.o_dtype = between ? intermediate : key.o_dtype;
+  const kernels::BackendInfo& info = backend_->Info();
+  desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype) : key.q_dtype;
+  desc.o_dtype = between ? info.latent_o_dtype : key.o_dtype;
   return desc;
 }
 
@@ -260,7 +262,7 @@ absl::Status Launcher::Plan(Launch* launch) {
 absl::Status Launcher::Enqueue(Launch* launch) {
   const int32_t slot = launch->slot;
   const BatchKey& key = launch->batch.key;
-  const DType intermediate = backend_->Info().intermediate_dtype;
+  const kernels::BackendInfo& info = backend_->Info();
   kernels::AttentionBackend& b = *backend_;
   absl::Status status;
   const auto then = [&status](absl::Status next) {
@@ -273,14 +275,15 @@ absl::Status Launcher::Enqueue(Launch* launch) {
   }
   if (!launch->appends.empty()) then(b.AppendKv(slot, launch->appends));
   if (!launch->absorbs.empty()) {
-    then(b.Absorb(slot, key.geometry, key.q_dtype, intermediate, launch->absorbs));
+    then(b.Absorb(slot, key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype),
+                  launch->absorbs));
   }
   if (!launch->absorbed.empty()) {
     then(b.Run(slot, launch->absorbed_params));
     then(b.Combine(slot, launch->absorbed_params));
   }
   if (!launch->projects.empty()) {
-    then(b.Project(slot, key.geometry, intermediate, key.o_dtype, launch->projects));
+    then(b.Project(slot, key.geometry, info.latent_o_dtype, key.o_dtype, launch->projects));
   }
   if (!launch->expanded.empty()) {
     then(b.Run(slot, launch->expanded_params));

@@ -75,13 +75,15 @@ absl::Status Launcher::StageAbsorbedSlices(const Launch& launch, const FusedSlic
 absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& slices,
                                            Staged* staged) {
   const kernels::Geometry& g = launch->batch.key.geometry;
-  const int64_t size = ElementSize(backend_->Info().intermediate_dtype);
+  const kernels::BackendInfo& info = backend_->Info();
+  const int64_t q_size = ElementSize(info.absorbed_q_dtype(launch->batch.key.q_dtype));
+  const int64_t o_size = ElementSize(info.latent_o_dtype);
   const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
   absl::StatusOr<void*> q =
-      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.absorbed_q_dim() * size);
+      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.absorbed_q_dim() * q_size);
   if (!q.ok()) return q.status();
   absl::StatusOr<void*> o =
-      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.kv_lora_rank * size);
+      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.kv_lora_rank * o_size);
   if (!o.ok()) return o.status();
   staged->q = static_cast<const std::byte*>(*q);
   staged->o = static_cast<std::byte*>(*o);
@@ -96,7 +98,7 @@ absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& sl
     absorb.in = own.q;
     absorb.in_head_stride = model.spec->q_dim(args.profile);
     absorb.in_row_stride = absorb.in_head_stride * args.num_heads;
-    absorb.out = static_cast<std::byte*>(*q) + head * g.absorbed_q_dim() * size;
+    absorb.out = static_cast<std::byte*>(*q) + head * g.absorbed_q_dim() * q_size;
     absorb.out_head_stride = g.absorbed_q_dim();
     absorb.out_row_stride = absorb.out_head_stride * slices.heads;
     absorb.rows = static_cast<int32_t>(rows);
@@ -104,7 +106,7 @@ absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& sl
     absorb.head_offset = args.head_offset;
     absorb.weights_slot = models_->weights_slot(model, args.layer);
     kernels::ProjectionRecord project = absorb;
-    project.in = static_cast<const std::byte*>(*o) + head * g.kv_lora_rank * size;
+    project.in = static_cast<const std::byte*>(*o) + head * g.kv_lora_rank * o_size;
     project.in_head_stride = g.kv_lora_rank;
     project.in_row_stride = project.in_head_stride * slices.heads;
     project.out = own.o;
@@ -167,12 +169,14 @@ absl::Status Launcher::AddAbsorbedOfExpanded(Launch* launch, const Segment& segm
                                              kernels::RequestRecord record) {
   const kernels::Geometry& g = launch->batch.key.geometry;
   const int64_t heads = record.num_heads;
-  const int64_t size = ElementSize(backend_->Info().intermediate_dtype);
-  const int64_t q_bytes = segment.rows * heads * g.absorbed_q_dim() * size;
+  const kernels::BackendInfo& info = backend_->Info();
+  const int64_t q_size = ElementSize(info.absorbed_q_dtype(launch->batch.key.q_dtype));
+  const int64_t o_size = ElementSize(info.latent_o_dtype);
+  const int64_t q_bytes = segment.rows * heads * g.absorbed_q_dim() * q_size;
   absl::StatusOr<void*> q = backend_->SlotWorkspace(launch->slot, q_bytes);
   if (!q.ok()) return q.status();
   absl::StatusOr<void*> o =
-      backend_->SlotWorkspace(launch->slot, segment.rows * heads * g.kv_lora_rank * size);
+      backend_->SlotWorkspace(launch->slot, segment.rows * heads * g.kv_lora_rank * o_size);
   if (!o.ok()) return o.status();
   kernels::ProjectionRecord absorb;
   absorb.in = record.q;
@@ -255,8 +259,10 @@ absl::Status Launcher::AddCompute(Launch* launch, const Segment& segment, const 
 void Launcher::AddFused(Launch* launch, const Segment& segment) {
   const AttendArgs& args = segment.request->attend;
   const kernels::Geometry& g = launch->batch.key.geometry;
-  const DType between = backend_->Info().intermediate_dtype;
+  const kernels::BackendInfo& info = backend_->Info();
   const bool absorbed = args.profile == Profile::kAbsorbed;
+  const DType q_dtype = absorbed ? args.q_dtype : info.absorbed_q_dtype(args.q_dtype);
+  const DType o_dtype = absorbed ? args.o_dtype : info.latent_o_dtype;
   const Staged& staged = fused_[segment.slices];
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
   kernels::RequestRecord record = Record(segment);
@@ -267,10 +273,8 @@ void Launcher::AddFused(Launch* launch, const Segment& segment) {
   record.o_row_stride = record.o_head_stride * record.num_heads;
   record.lse_head_stride = 1;
   record.lse_row_stride = record.num_heads;
-  record.q = staged.q +
-             skip * record.q_row_stride * int64_t(ElementSize(absorbed ? args.q_dtype : between));
-  record.o = staged.o +
-             skip * record.o_row_stride * int64_t(ElementSize(absorbed ? args.o_dtype : between));
+  record.q = staged.q + skip * record.q_row_stride * int64_t(ElementSize(q_dtype));
+  record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(o_dtype));
   if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
   launch->absorbed.push_back(record);
   launch->plan_absorbed.push_back({record.q_rows, record.kv_rows, record.num_heads, true});

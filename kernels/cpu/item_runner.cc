@@ -86,7 +86,7 @@ class ItemState {
   std::byte* scratch_;
   const std::byte* head_weights_ = nullptr;
   int32_t next_count_ = 0;  // rows of the next tile to fetch meanwhile
-  bool few_keys_ = false;  // some row of the group sees at most kTileRows keys
+  bool few_keys_ = false;   // some row of the group sees at most kTileRows keys
 };
 
 void ItemState::SelectHead(int32_t head) {
@@ -123,7 +123,8 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
     const int64_t offset = QueryOffset(group, first + n);
     auto* to = reinterpret_cast<float*>(out + n / kPanel * at_.q_panel_bytes) + n % kPanel;
     for (int32_t i = 0; i < at_.key_dim; ++i) {
-      to[static_cast<int64_t>(i) * kPanel] = LoadElement(request_.q, params.desc.q_dtype, offset + i);
+      to[static_cast<int64_t>(i) * kPanel] =
+          LoadElement(request_.q, params.desc.q_dtype, offset + i);
     }
   }
 }

@@ -90,8 +90,9 @@ void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::
   const bool whole =
       geometry.nope_dim % kernels.k_group == 0 && geometry.kv_lora_rank % kernels.k_group == 0;
   if (whole && kernels.k_group > 1) {
-    (kernels.k_group == 2 ? TransposeGroups<2> : TransposeGroups<8>)(
-        kernels, geometry, head, at.absorb_panel_bytes, panel_bytes, out);
+    (kernels.k_group == 2 ? TransposeGroups<2> : TransposeGroups<8>)(kernels, geometry, head,
+                                                                     at.absorb_panel_bytes,
+                                                                     panel_bytes, out);
     return;
   }
   auto* source = const_cast<std::byte*>(head);

@@ -12,7 +12,6 @@ namespace mla::kernels::cpu {
 namespace {
 
 constexpr int32_t kPhaseSpins = 4000;  // polls of a thread that waits for the others of a phase
-constexpr int32_t kDoneSpins = 2000;   // polls of a caller that waits for the last items
 
 void Pause() {
 #if defined(__x86_64__)
@@ -190,11 +189,20 @@ int64_t WorkerPool::Wait(Job& job) {
     const std::lock_guard<std::mutex> lock(mutex_);
     caller_polls_ = false;  // from the next job on, a place is kept again
   }
-  int32_t spins = 0;
+  // The last items of others rarely take longer than a wake-up would.
+  constexpr auto kLeastSpin = std::chrono::microseconds(100);
+  std::chrono::steady_clock::time_point until;
+  bool polling = false;
   while (!job.done.load(std::memory_order_acquire)) {
     if (Participate(/*is_caller=*/true)) continue;
-    if (++spins < kDoneSpins) {
-      Pause();
+    const auto now = std::chrono::steady_clock::now();
+    if (!polling) {
+      polling = true;
+      until = now + std::max<std::chrono::microseconds>(
+                        kLeastSpin, std::chrono::microseconds(options_.spin_us));
+    }
+    if (now < until) {
+      for (int32_t i = 0; i < 32; ++i) Pause();
       continue;
     }
     std::unique_lock<std::mutex> lock(mutex_);

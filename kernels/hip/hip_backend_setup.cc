@@ -110,7 +110,7 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
       "bf16 queries, bf16 or fp32 outputs, any heads, query rows and page size";
   info_.units = runtime_->units();
   info_.unified_memory = false;
-  info_.intermediate_dtype = kernels::DType::kBf16;
+  info_.absorbed_q_of_f32 = kernels::DType::kBf16;  // the kernels read no other queries
 }
 
 HipBackend::~HipBackend() {

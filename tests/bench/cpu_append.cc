@@ -34,6 +34,7 @@ int Main(int argc, char** argv) {
       AttentionBench::Options options;
       options.threads = threads;
       options.isa = flags.isa;
+      options.spin_us = flags.spin_us;
       options.max_kv_rows = static_cast<int64_t>(shape.sequences) * shape.rows;
       options.max_q_rows = 1;
       AttentionBench bench(options);

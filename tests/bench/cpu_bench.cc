@@ -74,12 +74,14 @@ BenchFlags ParseFlags(int argc, char** argv) {
         const size_t comma = value.find(',', at);
         at = comma == std::string::npos ? value.size() : comma + 1;
       }
+    } else if (Value(argument, "--spin-us=", &value)) {
+      flags.spin_us = std::max(0, std::atoi(value.c_str()));
     } else if (argument == "--deterministic") {
       flags.deterministic = true;
     } else {
       std::fprintf(stderr,
                    "usage: %s [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] "
-                   "[--only=TEXT] [--deterministic]\n",
+                   "[--only=TEXT] [--spin-us=200] [--deterministic]\n",
                    argv[0]);
       std::exit(2);
     }
@@ -154,7 +156,7 @@ AttentionBench::AttentionBench(const Options& options) : options_(options) {
   backend_options.threads = options.threads;
   backend_options.cpu_isa = options.isa;
   backend_options.deterministic = options.deterministic;
-  backend_options.spin_us = 200;
+  backend_options.spin_us = options.spin_us;
   backend_ = Must(kernels::CpuBackend::Create(backend_options));
   const int64_t packed = static_cast<int64_t>(options.max_q_rows) * g.num_heads;
   kernels::BackendLimits limits;

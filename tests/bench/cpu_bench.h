@@ -17,13 +17,15 @@
 namespace mla::bench {
 
 // Command line of every CPU benchmark:
-//   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--deterministic]
+//   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--spin-us=200]
+//   [--deterministic]
 struct BenchFlags {
   std::string json;
   std::string isa;  // forced dispatch level; empty: the best
   std::vector<int32_t> threads = {1, 2};
   int32_t repeats = 5;
-  std::string only;  // shapes whose name contains this
+  std::string only;       // shapes whose name contains this
+  int32_t spin_us = 200;  // idle workers poll this long
   bool deterministic = false;
 };
 // Prints usage and exits on a flag that it does not know.
@@ -65,6 +67,7 @@ class AttentionBench {
     int32_t threads = 1;
     std::string isa;
     bool deterministic = false;
+    int32_t spin_us = 200;
     int64_t max_kv_rows = 0;  // of all requests of a launch together
     int32_t max_q_rows = 0;
   };

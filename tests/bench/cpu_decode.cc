@@ -64,6 +64,7 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
     options.geometry.num_heads = shape.heads;
     options.threads = threads;
     options.isa = flags.isa;
+    options.spin_us = flags.spin_us;
     options.deterministic = flags.deterministic;
     options.max_kv_rows = kv_rows;
     options.max_q_rows = q_rows;

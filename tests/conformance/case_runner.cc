@@ -233,7 +233,8 @@ absl::Status CaseRunner::Project(const Workload& workload, std::vector<Tensors>&
     const int64_t head_stride = latent_dim, row_stride = latent_dim * record.num_heads;
     auto latent = backend_.SlotWorkspace(
         kSlot, std::max<int64_t>(1, record.q_rows * row_stride *
-                                        static_cast<int64_t>(ElementSize(spec.latent_dtype))));
+                                        static_cast<int64_t>(ElementSize(
+                                            absorb ? spec.latent_q_dtype : spec.latent_o_dtype))));
     if (!latent.ok()) return latent.status();
     ProjectionRecord p{};
     p.rows = record.q_rows;
@@ -310,7 +311,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
       if (absl::Status ok = Project(workload, tensors, absorb); !ok.ok()) return ok;
     }
     absl::Status ok =
-        backend_.Absorb(kSlot, spec.geometry, spec.q_dtype, spec.latent_dtype, absorbs_);
+        backend_.Absorb(kSlot, spec.geometry, spec.q_dtype, spec.latent_q_dtype, absorbs_);
     if (!ok.ok()) return ok;
   }
   kernels::AttentionParams params;
@@ -326,7 +327,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
   if (absl::Status ok = backend_.Combine(kSlot, params); !ok.ok()) return ok;
   if (projected) {
     absl::Status ok =
-        backend_.Project(kSlot, spec.geometry, spec.latent_dtype, spec.o_dtype, projects_);
+        backend_.Project(kSlot, spec.geometry, spec.latent_o_dtype, spec.o_dtype, projects_);
     if (!ok.ok()) return ok;
   }
   if (absl::Status ok = backend_.Submit(kSlot); !ok.ok()) return ok;

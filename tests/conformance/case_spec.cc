@@ -75,8 +75,8 @@ kernels::AttentionDesc CaseSpec::Desc() const {
   kernels::AttentionDesc desc;
   desc.geometry = geometry;
   desc.form = route == Route::kExpanded ? AttentionForm::kExpanded : AttentionForm::kAbsorbed;
-  desc.q_dtype = route == Route::kAbsorbProject ? latent_dtype : q_dtype;
-  desc.o_dtype = route == Route::kAbsorbProject ? latent_dtype : o_dtype;
+  desc.q_dtype = route == Route::kAbsorbProject ? latent_q_dtype : q_dtype;
+  desc.o_dtype = route == Route::kAbsorbProject ? latent_o_dtype : o_dtype;
   desc.page_size = requests.empty() ? 64 : requests.front().page_size;
   return desc;
 }
@@ -141,10 +141,9 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index) {
   spec.q_dtype = PickDType(random);
   spec.o_dtype = PickDType(random);
   spec.kv_source = PickDType(random);
-  // Latent tensors are at least as wide as the queries they are made from, and fp32 where there are
-  // too few dims for the extra roundings to average out.
-  const bool wide = spec.q_dtype == DType::kF32 || spec.geometry.kv_lora_rank < 16;
-  spec.latent_dtype = wide ? DType::kF32 : PickDType(random);
+  // What backends do: absorbed queries are as wide as the queries they are made from.
+  spec.latent_q_dtype = spec.q_dtype;
+  spec.latent_o_dtype = DType::kF32;
   spec.softmax_scale = static_cast<float>(
       1.3 / std::sqrt(static_cast<double>(spec.geometry.nope_dim + spec.geometry.rope_dim)));
   spec.units = random.Pick(options.units);

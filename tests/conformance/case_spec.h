@@ -47,8 +47,10 @@ struct CaseSpec {
   InputKind inputs = InputKind::kNormal;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
-  kernels::DType kv_source = kernels::DType::kBf16;     // dtype of the rows given to AppendKv
-  kernels::DType latent_dtype = kernels::DType::kBf16;  // between Absorb, Run and Project
+  kernels::DType kv_source = kernels::DType::kBf16;  // dtype of the rows given to AppendKv
+  // Between Absorb and Run, and between Run and Project.
+  kernels::DType latent_q_dtype = kernels::DType::kBf16;
+  kernels::DType latent_o_dtype = kernels::DType::kF32;
   float softmax_scale = 1.0f;
   int32_t units = 1;  // what the plan is cut for
   std::vector<RequestSpec> requests;

@@ -1,5 +1,6 @@
 #include "tests/conformance/compare.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -19,7 +20,7 @@ Comparison Compare(std::span<const float> got, std::span<const float> want, int6
   if (got.size() != want.size() || columns <= 0) {
     return {false, 0, 0, absl::StrCat("sizes differ: got ", got.size(), ", want ", want.size())};
   }
-  double dot = 0.0, norms = 0.0, worst_excess = 0.0;
+  double errors = 0.0, norms = 0.0, worst_excess = 0.0;
   int64_t worst = -1, misses = 0;
   for (size_t i = 0; i < got.size(); ++i) {
     const double g = got[i], w = want[i];
@@ -29,9 +30,9 @@ Comparison Compare(std::span<const float> got, std::span<const float> want, int6
               absl::StrCat("special values differ at ", At(static_cast<int64_t>(i), columns),
                            ": got ", g, ", want ", w)};
     }
-    dot += g * w;
-    norms += g * g + w * w;
     const double error = std::abs(g - w);
+    errors += error * error;
+    norms += g * g + w * w;
     result.worst_abs = std::max(result.worst_abs, error);
     const double excess = error - std::max(tolerance.abs, tolerance.rel * std::abs(w));
     if (excess <= 0.0) continue;
@@ -41,7 +42,8 @@ Comparison Compare(std::span<const float> got, std::span<const float> want, int6
       worst = static_cast<int64_t>(i);
     }
   }
-  result.cosine_diff = norms > 0.0 ? 1.0 - 2.0 * dot / norms : 0.0;
+  norms = std::max(norms, tolerance.least_norms);
+  result.cosine_diff = norms > 0.0 ? errors / norms : 0.0;
   if (misses > 0) {
     result.equal = false;
     absl::StrAppend(&result.message, misses, " of ", got.size(), " elements outside abs ",

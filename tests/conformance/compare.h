@@ -2,7 +2,8 @@
 //
 // NaN, +Inf and -Inf must match position by position. Every finite element must be within `abs` or
 // within `rel` of the wanted one. Over all finite elements the cosine difference 1 - 2<g,w>/(<g,g>
-// + <w,w>) must stay under `cosine`. A failure names the worst element by its coordinates.
+// + <w,w>), which is |g - w|^2 / (|g|^2 + |w|^2), must stay under `cosine`. A failure names the
+// worst element by its coordinates.
 #ifndef MLA_TESTS_CONFORMANCE_COMPARE_H_
 #define MLA_TESTS_CONFORMANCE_COMPARE_H_
 
@@ -16,6 +17,9 @@ struct Tolerance {
   double abs = 0.0;     // in the unit of the values
   double rel = 0.0;     // of the wanted value's magnitude
   double cosine = 1.0;  // 1 disables the check
+  // |g|^2 + |w|^2 counts as at least this in the cosine difference: for outputs of so few dims that
+  // all of them may be near zero by chance.
+  double least_norms = 0.0;
 };
 
 struct Comparison {

@@ -56,6 +56,13 @@ TEST(CompareTest, CosineCatchesABiasThatElementsHide) {
   EXPECT_FALSE(Compare(got, want, 10, {0.02, 0.0, 1e-5}).equal);
 }
 
+TEST(CompareTest, NormsCountAsAtLeastTheFloor) {
+  const std::vector<float> want = {1e-4f}, got = {1.01e-4f};
+  EXPECT_FALSE(Compare(got, want, 1, {1.0, 0.0, 1e-5}).equal);
+  EXPECT_TRUE(Compare(got, want, 1, {1.0, 0.0, 1e-5, 1e-6}).equal);
+  EXPECT_FALSE(Compare(got, want, 1, {1.0, 0.0, 1e-5, 1e-8}).equal);
+}
+
 TEST(CompareTest, SizesMustAgree) {
   EXPECT_FALSE(Compare(std::vector<float>{1, 2}, std::vector<float>{1}, 1, {1, 1, 1}).equal);
 }

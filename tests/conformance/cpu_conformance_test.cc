@@ -11,6 +11,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/plan_builder.h"
 #include "tests/conformance/scheduler_plan.h"
@@ -25,9 +26,11 @@ using kernels::BackendOptions;
 #ifdef MLA_SANITIZED
 constexpr int64_t kSampledCases = 400;
 constexpr int32_t kLargeCases = 2;
+constexpr int64_t kEmulatedCases = 50;
 #else
 constexpr int64_t kSampledCases = 5000;
 constexpr int32_t kLargeCases = 20;
+constexpr int64_t kEmulatedCases = 300;
 #endif
 
 absl::StatusOr<std::unique_ptr<AttentionBackend>> MakeReference() {
@@ -46,6 +49,16 @@ BackendFactory CpuFactory(const std::string& isa, int32_t threads, bool determin
   };
 }
 
+BackendFactory EmulatedFactory(const kernels::cpu::KernelSet& kernels, int32_t threads) {
+  return [&kernels, threads]() -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+    BackendOptions options;
+    options.threads = threads;
+    options.pin_threads = false;
+    options.spin_us = 0;
+    return kernels::CpuBackend::CreateWith(kernels, options);
+  };
+}
+
 PlanBuilder EvenPlan(AttentionBackend&) {
   auto builder = std::make_shared<EvenPlanBuilder>();
   return [builder](std::span<const PlanShape> shapes, const kernels::PlanTraits& traits) {
@@ -58,10 +71,12 @@ std::vector<Subject> Subjects() {
   std::vector<Subject> subjects;
   int32_t threads = 1;
   for (const kernels::cpu::KernelSet* level : kernels::cpu::UsableLevels()) {
-    subjects.push_back({level->name, CpuFactory(level->name, threads, false), false});
+    subjects.push_back({level->name, CpuFactory(level->name, threads, false),
+                        /*bit_equal_batches=*/false, level->bf16_operands});
     threads = threads % 3 + 1;
   }
-  subjects.push_back({"deterministic", CpuFactory("", 2, true), true});
+  subjects.push_back({"deterministic", CpuFactory("", 2, true), /*bit_equal_batches=*/true,
+                      kernels::cpu::UsableLevels().front()->bf16_operands});
   return subjects;
 }
 
@@ -83,6 +98,16 @@ SamplerOptions Sampler() {
     sampler.seed = std::strtoull(seed, nullptr, 10);
   }
   return sampler;
+}
+
+// The levels with bf16 products where the machine has no instructions for them: fewer cases.
+SuiteOptions EmulatedOptions(std::vector<CaseSpec> cases) {
+  SuiteOptions options = Options(std::move(cases));
+  options.subjects = {
+      {"emulated amx", EmulatedFactory(kernels::cpu::kEmulatedAmxKernels, 1), false, true},
+      {"emulated avx512_bf16", EmulatedFactory(kernels::cpu::kEmulatedAvx512Bf16Kernels, 2), false,
+       true}};
+  return options;
 }
 
 void ExpectNoFailures(const SuiteReport& report) {
@@ -115,6 +140,16 @@ TEST(CpuConformanceTest, DimsThatAreMultiplesOfNothing) {
   sampler.typical_flop = 2e6;
   sampler.max_flop = 2e7;
   ExpectNoFailures(RunSuite(Options(SampleCases(sampler, 0, kSampledCases / 10))));
+}
+
+TEST(CpuConformanceTest, EmulatedLevels) {
+  SamplerOptions sampler = Sampler();
+  sampler.typical_flop = 1e6;
+  sampler.max_flop = 2e7;
+  ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
+  sampler.geometries = OddGeometries();
+  sampler.heads = {1, 3, 5, 17};
+  ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
 }
 
 // Pieces that are empty, or fully masked for some or all of their rows.

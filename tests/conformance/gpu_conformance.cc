@@ -123,7 +123,7 @@ SuiteOptions Suite(const Flags& flags, const Gpu& gpu) {
          if (!backend.ok()) return backend.status();
          return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
        },
-       /*bit_equal_batches=*/false}};
+       /*bit_equal_batches=*/false, /*rounded_weights=*/true}};
   options.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
     return std::make_unique<kernels::ReferenceBackend>();
   };

@@ -72,11 +72,11 @@ void RunCase(const SuiteOptions& options, Bench& bench, size_t index, SuiteRepor
       continue;
     }
     fail(got->violation);
-    fail(CheckOutput(workload, *got, *want, &report.worst_cosine));
+    fail(CheckOutput(workload, *got, *want, subject.rounded_weights, &report.worst_cosine));
     if (!check_alone) continue;
     ++report.batch_checks;
     const auto request = static_cast<int32_t>(index % workload.requests.size());
-    fail(CheckAlone(*bench.subjects[i], workload, *got, request, subject.bit_equal_batches));
+    fail(CheckAlone(*bench.subjects[i], workload, *got, request, subject));
   }
 }
 
@@ -100,6 +100,24 @@ int64_t FirstRow(const CaseSpec& spec, int32_t request) {
   return rows;
 }
 
+constexpr int64_t kManyDims = 16;
+constexpr double kCosineLimit = 1e-5;
+constexpr double kBf16Rounding = 1.0 / 512;
+
+// What an output element moves by when weights are rounded, see CheckOutput in the header; 0 where
+// there are many dims.
+double RoundingSize(const Workload& workload, int32_t request, bool rounded_weights) {
+  if (!rounded_weights || workload.spec.o_dim() >= kManyDims) return 0.0;
+  return kBf16Rounding * workload.requests[static_cast<size_t>(request)].mean_abs_value;
+}
+
+// |g|^2 + |w|^2 at which that movement of every element is just the cosine limit.
+double LeastNorms(const Workload& workload, int32_t request, bool rounded_weights) {
+  const RequestSpec& r = workload.spec.requests[static_cast<size_t>(request)];
+  const double size = RoundingSize(workload, request, rounded_weights);
+  return size * size * r.q_rows * r.num_heads * workload.spec.o_dim() / kCosineLimit;
+}
+
 }  // namespace
 
 std::vector<CaseSpec> SampleCases(const SamplerOptions& options, uint64_t first, int64_t count) {
@@ -119,14 +137,14 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
 }
 
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
-                        double* worst_cosine) {
-  // bf16 latents are rounded twice more on the way, at the client's choice.
-  const bool rounded_latents = workload.spec.route == Route::kAbsorbProject &&
-                               workload.spec.latent_dtype == kernels::DType::kBf16;
-  const double abs = (rounded_latents ? 4e-3 : 2e-3) * workload.max_abs_value;
-  // With a handful of dims, values cancel by chance and single roundings show.
-  const double cosine = workload.spec.o_dim() < 16 ? 1e-3 : 1e-5;
-  const Comparison o = Compare(got.o, want.o, workload.spec.o_dim(), {abs, 0.016, cosine});
+                        bool rounded_weights, double* worst_cosine) {
+  const double abs = 2e-3 * workload.max_abs_value;
+  double least = 0.0;
+  for (int32_t i = 0; i < static_cast<int32_t>(workload.requests.size()); ++i) {
+    least += LeastNorms(workload, i, rounded_weights);
+  }
+  const Comparison o =
+      Compare(got.o, want.o, workload.spec.o_dim(), {abs, 0.016, kCosineLimit, least});
   const Comparison lse = Compare(got.lse, want.lse, 1, {1e-3, 0.0, 1.0});
   *worst_cosine = std::max(*worst_cosine, o.cosine_diff);
   std::string message;
@@ -136,7 +154,7 @@ std::string CheckOutput(const Workload& workload, const CaseOutput& got, const C
 }
 
 std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseOutput& batch,
-                       int32_t request, bool bit_equal) {
+                       int32_t request, const Subject& subject) {
   RunOptions options;
   options.only_request = request;
   options.check_stored_rows = false;
@@ -146,23 +164,24 @@ std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseO
   const float* part = batch.o.data() + FirstRow(workload.spec, request) * columns;
   const size_t count = alone->o.size();
   if (count == 0) return "";
-  if (bit_equal) {
+  if (subject.bit_equal_batches) {
     if (std::memcmp(part, alone->o.data(), count * sizeof(float)) == 0) return "";
     return absl::StrCat("request ", request, " differs by bits between batch and alone");
   }
-  Comparison all =
-      Compare({part, count}, alone->o, columns, {std::numeric_limits<double>::max(), 0.0, 1e-5});
+  Comparison all = Compare({part, count}, alone->o, columns,
+                           {std::numeric_limits<double>::max(), 0.0, kCosineLimit,
+                            LeastNorms(workload, request, subject.rounded_weights)});
   if (!all.equal) return absl::StrCat("request ", request, " alone: ", all.message);
+  const double rounding = 2.0 * RoundingSize(workload, request, subject.rounded_weights);
   for (size_t row = 0; row < count; row += static_cast<size_t>(columns)) {
-    // A row of a few dims may be small all over by chance; the values' size stands in for it.
-    double maximum = columns < 16 ? workload.max_abs_value / 16 : 0.0;
+    double maximum = 0.0;
     for (int64_t i = 0; i < columns; ++i) {
       const double value = std::abs(alone->o[row + static_cast<size_t>(i)]);
       if (std::isfinite(value)) maximum = std::max(maximum, value);
     }
     const Comparison one = Compare({part + row, static_cast<size_t>(columns)},
                                    {alone->o.data() + row, static_cast<size_t>(columns)}, columns,
-                                   {maximum / 128, 0.0, 1.0});
+                                   {maximum / 128 + rounding, 0.0, 1.0});
     if (!one.equal) return absl::StrCat("request ", request, " alone: ", one.message);
   }
   return "";

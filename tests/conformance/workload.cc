@@ -183,24 +183,37 @@ void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
   workload.granules = next + 1 - base_granule;
 }
 
-double MaxAbsLatent(const RequestData& data, const Geometry& g) {
-  double maximum = 0.0;
+// Of the finite elements of V.
+struct ValueSizes {
+  double maximum = 0.0, sum = 0.0;
+  int64_t count = 0;
+
+  void Add(double value) {
+    if (!std::isfinite(value)) return;
+    maximum = std::max(maximum, std::abs(value));
+    sum += std::abs(value);
+    ++count;
+  }
+  double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0.0; }
+};
+
+ValueSizes LatentSizes(const RequestData& data, const Geometry& g) {
+  ValueSizes sizes;
   for (size_t row = 0; row < data.stored.size(); row += static_cast<size_t>(g.kv_row_dim())) {
     for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
-      const double value = std::abs(kernels::ToFloat(data.stored[row + static_cast<size_t>(i)]));
-      if (std::isfinite(value)) maximum = std::max(maximum, value);
+      sizes.Add(kernels::ToFloat(data.stored[row + static_cast<size_t>(i)]));
     }
   }
-  return maximum;
+  return sizes;
 }
 
-// max |V| of the up-projected values: exactly where that is cheap, else of the first rows.
-double MaxAbsExpanded(const RequestData& data, const Weights& weights) {
+// Of up-projected values: all of them where that is cheap, else the first rows'.
+ValueSizes ExpandedSizes(const RequestData& data, const Weights& weights) {
   const Geometry& g = weights.geometry;
   const size_t a_row = static_cast<size_t>(g.num_heads) * g.v_dim * g.kv_lora_rank;
   const size_t rows = std::min(data.stored.size() / static_cast<size_t>(g.kv_row_dim()),
                                std::max<size_t>(2, size_t{4000000} / a_row));
-  double maximum = 0.0;
+  ValueSizes sizes;
   for (size_t row = 0; row < rows; ++row) {
     const Bf16* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
     for (int32_t column = 0; column < g.v_dim * g.num_heads; ++column) {
@@ -210,10 +223,10 @@ double MaxAbsExpanded(const RequestData& data, const Weights& weights) {
         sum += static_cast<double>(kernels::ToFloat(latent[i])) *
                kernels::ToFloat(weights.w_uv[(head * g.kv_lora_rank + i) * g.v_dim + v]);
       }
-      if (std::isfinite(sum)) maximum = std::max(maximum, std::abs(sum));
+      sizes.Add(sum);
     }
   }
-  return maximum;
+  return sizes;
 }
 
 }  // namespace
@@ -248,10 +261,12 @@ Workload MakeWorkload(const CaseSpec& spec, int64_t base_granule) {
   if (spec.route != Route::kAbsorbed) workload.weights = &WeightsFor(spec.geometry);
   for (const RequestSpec& request : spec.requests) {
     workload.requests.push_back(MakeRequest(random, spec, request));
-    const RequestData& data = workload.requests.back();
-    const double value = spec.route == Route::kAbsorbed ? MaxAbsLatent(data, spec.geometry)
-                                                        : MaxAbsExpanded(data, *workload.weights);
-    workload.max_abs_value = std::max(workload.max_abs_value, value);
+    RequestData& data = workload.requests.back();
+    const ValueSizes sizes = spec.route == Route::kAbsorbed
+                                 ? LatentSizes(data, spec.geometry)
+                                 : ExpandedSizes(data, *workload.weights);
+    workload.max_abs_value = std::max(workload.max_abs_value, sizes.maximum);
+    data.mean_abs_value = sizes.Mean();
   }
   PlacePages(random, workload, base_granule);
   return workload;

@@ -40,6 +40,7 @@ struct RequestData {
   std::vector<uint32_t> page_table;   // used entries, then kWildEntries wild ones
   int64_t row_stride = 0;             // bytes between rows of a page
   int64_t layer_offset = 0;           // bytes
+  double mean_abs_value = 0.0;        // mean |V| over what the outputs average
 };
 
 struct Workload {

@@ -142,8 +142,8 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
     } else {
       ZeroTiles<kA, 1>();
     }
-    Multiply<kA, 1>(a.rows[0], a.rows[1], a.stride, b + panel * g.panel_bytes, g.panel_bytes,
-                    steps, next);
+    Multiply<kA, 1>(a.rows[0], a.rows[1], a.stride, b + panel * g.panel_bytes, g.panel_bytes, steps,
+                    next);
     StoreTiles<kA, 1>(c + panel * kPanel, g.ldc);
   }
 }

@@ -39,8 +39,8 @@ inline void DotGroup(const uint16_t* const (&a)[M], int64_t at, const uint8_t* b
   for (int j = 0; j < 4; ++j) bv[j] = AsBf16(_mm512_loadu_si512(b + j * 64));
 #pragma GCC unroll 8
   for (int i = 0; i < M; ++i) {
-    const __m512bh av = AsBf16(_mm512_broadcast_i32x4(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + at))));
+    const __m512bh av = AsBf16(
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + at))));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], bv[j], av);
   }

@@ -262,12 +262,12 @@ static inline __m512i EmulatedUnpack(__m512i a, __m512i b) {
   }
   return MLA_NS::Cast<__m512i>(to);
 }
-#define MLA_UNPACK(bits)                                                          \
-  MLA_EMULATED __m512i _mm512_unpacklo_epi##bits(__m512i a, __m512i b) {          \
-    return EmulatedUnpack<uint##bits##_t, false>(a, b);                           \
-  }                                                                               \
-  MLA_EMULATED __m512i _mm512_unpackhi_epi##bits(__m512i a, __m512i b) {          \
-    return EmulatedUnpack<uint##bits##_t, true>(a, b);                            \
+#define MLA_UNPACK(bits)                                                 \
+  MLA_EMULATED __m512i _mm512_unpacklo_epi##bits(__m512i a, __m512i b) { \
+    return EmulatedUnpack<uint##bits##_t, false>(a, b);                  \
+  }                                                                      \
+  MLA_EMULATED __m512i _mm512_unpackhi_epi##bits(__m512i a, __m512i b) { \
+    return EmulatedUnpack<uint##bits##_t, true>(a, b);                   \
   }
 MLA_UNPACK(16)
 MLA_UNPACK(32)
@@ -305,7 +305,8 @@ MLA_EMULATED __m256bh _mm512_cvtneps_pbh(__m512 v) {
 __attribute__((noinline)) MLA_EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   const auto x = MLA_NS::Cast<MLA_NS::I32>(a), y = MLA_NS::Cast<MLA_NS::I32>(b);
   for (int i = 0; i < 16; ++i) {
-    sum[i] = MLA_NS::DotPair(sum[i], static_cast<uint32_t>(x.at[i]), static_cast<uint32_t>(y.at[i]));
+    sum[i] =
+        MLA_NS::DotPair(sum[i], static_cast<uint32_t>(x.at[i]), static_cast<uint32_t>(y.at[i]));
   }
   return sum;
 }

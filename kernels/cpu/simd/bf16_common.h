@@ -214,8 +214,8 @@ inline __m512 SumOfRows(const float* const* rows, const float* weights, int32_t 
                         __mmask16 mask) {
   __m512 sum = _mm512_setzero_ps();
   for (int32_t j = 0; j < count; ++j) {
-    sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, rows[j] + i), _mm512_set1_ps(weights[j]),
-                          sum);
+    sum =
+        _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, rows[j] + i), _mm512_set1_ps(weights[j]), sum);
   }
   return sum;
 }
