@@ -348,7 +348,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   gemm.panel_bytes = at_.q_panel_bytes;
   gemm.panels = columns / kPanel;
   gemm.c = As<float>(at_.logits);
-  gemm.ldc = columns;
+  gemm.ldc = columns + kPanel;  // see MakeRunLayout on strides
   gemm.b = queries;
   gemm.next_rows = As<const void*>(at_.next_rows);
   gemm.next_count = next_count_;
@@ -357,6 +357,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
   SoftmaxArgs softmax{};
   softmax.s = gemm.c;
+  softmax.lds = gemm.ldc;
   softmax.rows = rows;
   softmax.columns = columns;
   softmax.scale2 = request_.softmax_scale * kLog2E;

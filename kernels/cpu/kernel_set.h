@@ -49,7 +49,8 @@ struct GemmArgs {
 // Row r is visible to column n when r < visible[n] (all rows when `visible` is null); an invisible
 // row has p = 0 whatever its logit. Columns that saw nothing keep m = -inf and get alpha = 0.
 struct SoftmaxArgs {
-  const float* s;  // [rows][columns]
+  const float* s;  // [rows][lds]
+  int64_t lds;
   int32_t rows;
   int32_t columns;  // multiple of kPanel
   float scale2;     // softmax scale x log2(e)

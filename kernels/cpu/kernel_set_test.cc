@@ -121,7 +121,7 @@ TEST_P(KernelSetTest, Exp2IsAccurateOverTheWholeRange) {
     std::vector<float> m(kPanel), alpha(kPanel);
     for (int32_t i = 0; i < kPanel; ++i) m[i] = -static_cast<float>(step + i) / 1024.0f;
     const std::vector<float> x = m;
-    kernels().softmax({s.data(), 1, kPanel, 1.0f, nullptr, m.data(), l.data(), norm.data(),
+    kernels().softmax({s.data(), kPanel, 1, kPanel, 1.0f, nullptr, m.data(), l.data(), norm.data(),
                        alpha.data(), p.data(), nullptr});
     for (int32_t i = 0; i < kPanel; ++i) {
       const double want = std::exp2(static_cast<double>(x[i]));
@@ -149,8 +149,8 @@ TEST_P(KernelSetTest, SoftmaxMasksAndKeepsSpecialsInTheirColumns) {
   s[2 * kColumns + 8] = kInf;
   s[2 * kColumns + 9] = -kInf;
   s[4 * kColumns + 3] = nan;  // masked there
-  const SoftmaxArgs args{s.data(), kRows,       kColumns,     0.5f,     visible.data(), m.data(),
-                         l.data(), norm.data(), alpha.data(), p.data(), nullptr};
+  const SoftmaxArgs args{s.data(), kColumns, kRows,       kColumns,     0.5f,     visible.data(),
+                         m.data(), l.data(), norm.data(), alpha.data(), p.data(), nullptr};
   kernels().softmax(args);
   for (int32_t n = 0; n < kColumns; ++n) {
     const int32_t seen = std::max(0, visible[static_cast<size_t>(n)]);
@@ -183,8 +183,8 @@ TEST_P(KernelSetTest, AccumulateEqualsNaiveLoops) {
         std::vector<float> s(static_cast<size_t>(rows * columns)), p(kTileRows * kTileRows),
             m(columns, -kInf), l(columns), norm(columns), alpha(columns);
         for (float& value : s) value = Draw();
-        const SoftmaxArgs softmax{s.data(), rows,        columns,      1.0f,     nullptr, m.data(),
-                                  l.data(), norm.data(), alpha.data(), p.data(), nullptr};
+        const SoftmaxArgs softmax{s.data(), columns,  rows,        columns,      1.0f,     nullptr,
+                                  m.data(), l.data(), norm.data(), alpha.data(), p.data(), nullptr};
         kernels().softmax(softmax);
         std::vector<Bf16> values(static_cast<size_t>(rows * d));
         for (Bf16& value : values) value = ToBf16(Draw());

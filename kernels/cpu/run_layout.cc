@@ -23,6 +23,7 @@ class Cutter {
 
 constexpr int64_t kPointer = sizeof(void*);
 constexpr int64_t kFloat = sizeof(float);
+constexpr int64_t kLine = 64;
 
 }  // namespace
 
@@ -40,13 +41,15 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.split_ld = RoundUp(at.key_dim, 2 * kPanel);
   at.q_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, at.key_dim);
   at.q_block_bytes = at.q_panel_bytes * (kTileRows / kPanel);
-  at.v_panel_bytes = kTileRows / 2 * 64;
+  // Strides of whole kilobytes put lines that are used together into the same few sets of a cache,
+  // so a line is added to each.
+  at.v_panel_bytes = kTileRows / 2 * 64 + kLine;
   at.v_tile_bytes = at.v_panel_bytes * RoundUp(at.value_panels, 2);
   // An up-projection writes whole panels, so rows are as wide as the padded nope part at least.
   at.key_row_bytes =
       RoundUp(std::max<int64_t>(at.key_dim, RoundUp(g.nope_dim, kPanel)), 2 * kPanel) * element;
   at.value_row_bytes = RoundUp(at.value_dim, 2 * kPanel) * element;
-  at.o_ld = RoundUp(at.value_dim, kPanel);
+  at.o_ld = RoundUp(at.value_dim, kPanel) + kLine / kFloat;
   at.up_ld = RoundUp(std::max(g.nope_dim, g.v_dim), kPanel);
   at.uk_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, g.kv_lora_rank);
 
@@ -58,8 +61,8 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.next_rows = cut.Take(kTileRows * kPointer);
   if (at.q_terms == 2) at.split_rows = cut.Take(2 * kPanel * at.split_ld * 2);
   at.queries = cut.Take(blocks * at.q_terms * at.q_block_bytes);
-  at.logits = cut.Take(kTileRows * kTileRows * kFloat);
-  at.probabilities = cut.Take(kTileRows * kTileRows * kFloat);
+  at.logits = cut.Take(kTileRows * kLogitsLd * kFloat);
+  at.probabilities = cut.Take(kTileRows * kLogitsLd * kFloat);
   if (kernels.bf16_operands && at.expanded) at.rests = cut.Take(kTileRows * kTileRows * kFloat);
   if (kernels.bf16_operands) {
     at.value_panels_at = cut.Take(at.chunk_rows / kTileRows * at.v_tile_bytes);

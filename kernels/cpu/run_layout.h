@@ -18,6 +18,9 @@ inline constexpr int32_t kExpandedTileRows = 2048;
 // KV rows up-projected at a time, a multiple of kTileRows.
 inline constexpr int32_t kExpandedChunk = 512;
 
+// Floats between rows of logits, at most.
+inline constexpr int32_t kLogitsLd = kTileRows + kPanel;
+
 struct RunLayout {
   bool expanded = false;
   int32_t group_rows = 0;  // packed rows whose state is held at a time

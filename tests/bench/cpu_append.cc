@@ -40,9 +40,10 @@ int Main(int argc, char** argv) {
       AttentionBench bench(options);
       const size_t bytes = static_cast<size_t>(options.max_kv_rows) * 576 * 2;
       std::vector<char> from(bytes, 1), to(bytes);
-      const std::vector<double> us = Medians(
-          10 * flags.repeats, {[&] { bench.Append(shape.sequences, shape.rows, shape.dtype); },
-                               [&] { std::memcpy(to.data(), from.data(), bytes); }});
+      const std::vector<double> us =
+          Medians(10 * flags.repeats, threads,
+                  {[&] { bench.Append(shape.sequences, shape.rows, shape.dtype); },
+                   [&] { std::memcpy(to.data(), from.data(), bytes); }});
       BenchRow row;
       row.bench = "cpu_append";
       row.shape = shape.name;

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <random>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "kernels/cpu/cpu_backend.h"
@@ -120,11 +121,16 @@ void WriteJson(const std::string& path) {
   out << "]\n";
 }
 
-std::vector<double> Medians(int32_t repeats, const std::vector<std::function<void()>>& bodies) {
+std::vector<double> Medians(int32_t repeats, int32_t threads,
+                            const std::vector<std::function<void()>>& bodies) {
   std::vector<std::vector<double>> times(bodies.size());
   for (const auto& body : bodies) body();
   for (int32_t repeat = 0; repeat < repeats; ++repeat) {
     for (size_t i = 0; i < bodies.size(); ++i) {
+      if (threads > 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(15));
+        bodies[i]();
+      }
       const auto begin = std::chrono::steady_clock::now();
       bodies[i]();
       times[i].push_back(

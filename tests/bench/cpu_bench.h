@@ -44,7 +44,11 @@ void Report(const BenchRow& row);
 void WriteJson(const std::string& path);
 
 // Medians of `repeats` alternating runs of several bodies, in microseconds, after one warm-up each.
-std::vector<double> Medians(int32_t repeats, const std::vector<std::function<void()>>& bodies);
+// On several threads each timed run follows a pause, in which the threads of the body before stop
+// polling (an OpenMP runtime's do so for milliseconds), and a run that is not timed, so that every
+// body is measured as in a row of its own kind.
+std::vector<double> Medians(int32_t repeats, int32_t threads,
+                            const std::vector<std::function<void()>>& bodies);
 
 // GFLOP/s of a dispatch level's best vector multiply-add instruction, measured on `threads` threads
 // at a time: bf16 dot products where the level has them, else fp32 FMA; 0 for the portable level.

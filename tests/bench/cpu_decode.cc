@@ -71,11 +71,11 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
     AttentionBench bench(options);
     bench.Prepare(shape.requests);
     SetGemmThreads(threads);
-    const std::vector<double> us = Medians(flags.repeats, {[&] { bench.Run(); },
-                                                           [&] {
-                                                             for (const auto& bound : bounds)
-                                                               bound->Run();
-                                                           }});
+    const std::vector<double> us = Medians(flags.repeats, threads,
+                                           {[&] { bench.Run(); },
+                                            [&] {
+                                              for (const auto& bound : bounds) bound->Run();
+                                            }});
     if (gemm_one == 0.0) gemm_one = us[1];
     BenchRow row;
     row.bench = "cpu_decode";

@@ -75,11 +75,11 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
     whole.Prepare(requests);
     up.Prepare(UpProjectionOnly(shape));
     SetGemmThreads(threads);
-    const std::vector<double> us = Medians(flags.repeats, {[&] { whole.Run(); }, [&] { up.Run(); },
-                                                           [&] {
-                                                             for (const auto& bound : bounds)
-                                                               bound->Run();
-                                                           }});
+    const std::vector<double> us = Medians(flags.repeats, threads,
+                                           {[&] { whole.Run(); }, [&] { up.Run(); },
+                                            [&] {
+                                              for (const auto& bound : bounds) bound->Run();
+                                            }});
     const double gemm_us = us[2] * shape.heads;
     if (gemm_one == 0.0) gemm_one = gemm_us;
     const double flop = AttentionFlop(requests, shape.heads, 192, 128);

@@ -7,6 +7,7 @@
 //
 // "in L1" repeats a product with every operand row and panel at one address: what is left is the
 // instructions' own rate. All times are for 128 KV rows and one thread.
+#include <algorithm>
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -29,20 +30,43 @@ constexpr int32_t kKeyDim = 576, kValueDim = 512;
 constexpr int32_t kContext = 4096;
 constexpr int32_t kCalls = 50;  // of a stage a measurement
 
+// Scratch memory as the backend's: on cache lines.
+struct alignas(64) Line {
+  float at[16];
+};
+class Floats {
+ public:
+  explicit Floats(int64_t count, float value = 0.0f)
+      : lines_(static_cast<size_t>(count + 15) / 16) {
+    for (Line& line : lines_) std::fill_n(line.at, 16, value);
+  }
+  float* data() { return lines_[0].at; }
+
+ private:
+  std::vector<Line> lines_;
+};
+
+constexpr int64_t kLdo = kValueDim + kPanel;
+constexpr int64_t kPanelBytes = kTileRows / 2 * 64 + 64;
+
 // Operands of one tile, filled with 1/128 so that no stage meets special values.
 struct Tile {
   Tile(const KernelSet& set, int32_t heads)
       : kernels(set),
         columns((heads + kPanel - 1) / kPanel * kPanel),
-        rows(static_cast<size_t>(kTileRows) * kKeyDim, kernels::ToBf16(0.0078125f)),
-        wide(static_cast<size_t>(kTileRows) * kKeyDim, 0.0078125f),
-        logits(static_cast<size_t>(kTileRows * columns)),
-        p(static_cast<size_t>(kTileRows) * kTileRows),
-        values(static_cast<size_t>(kTileRows) * kValueDim),
-        o(static_cast<size_t>(columns) * kValueDim),
-        state(4 * static_cast<size_t>(columns)) {
+        rows(static_cast<int64_t>(kTileRows) * kKeyDim / 2),
+        wide(static_cast<int64_t>(kTileRows) * kKeyDim, 0.0078125f),
+        queries(kernels::cpu::PanelBytes(set.bf16_operands, set.k_align, kKeyDim) * columns /
+                kPanel / 4),
+        logits(kTileRows * (columns + kPanel)),
+        p(static_cast<int64_t>(kTileRows) * kTileRows),
+        values(kPanelBytes * (kValueDim / kPanel) / 4),
+        o(columns * kLdo),
+        state(4 * columns) {
+    auto* row = reinterpret_cast<Bf16*>(rows.data());
+    std::fill_n(row, kTileRows * kKeyDim, kernels::ToBf16(0.0078125f));
     for (int32_t r = 0; r < kTileRows; ++r) {
-      row_pointers.push_back(rows.data() + r * kKeyDim);
+      row_pointers.push_back(row + r * kKeyDim);
       operands.push_back(set.bf16_operands ? static_cast<const void*>(row_pointers.back())
                                            : wide.data() + r * kKeyDim);
     }
@@ -51,11 +75,11 @@ struct Tile {
     gemm.k = kKeyDim;
     gemm.panel_bytes = kernels::cpu::PanelBytes(set.bf16_operands, set.k_align, kKeyDim);
     gemm.panels = columns / kPanel;
-    queries.resize(static_cast<size_t>(gemm.panel_bytes * gemm.panels) / sizeof(float));
     gemm.b = queries.data();
     gemm.c = logits.data();
-    gemm.ldc = columns;
+    gemm.ldc = columns + kPanel;
     softmax.s = logits.data();
+    softmax.lds = gemm.ldc;
     softmax.rows = kTileRows;
     softmax.columns = columns;
     softmax.scale2 = 0.2f;
@@ -69,17 +93,16 @@ struct Tile {
     accumulate.columns = columns;
     accumulate.packed_rows = heads;
     accumulate.v = set.bf16_operands ? values.data() : wide.data();
-    accumulate.ldv = set.bf16_operands ? kTileRows / 2 * 64 : kKeyDim;
+    accumulate.ldv = set.bf16_operands ? kPanelBytes : kKeyDim;
     accumulate.panels = kValueDim / kPanel;
     accumulate.o = o.data();
-    accumulate.ldo = kValueDim;
+    accumulate.ldo = kLdo;
     accumulate.alpha = softmax.alpha;
   }
 
   const KernelSet& kernels;
   int32_t columns;
-  std::vector<Bf16> rows;
-  std::vector<float> wide, queries, logits, p, values, o, state;
+  Floats rows, wide, queries, logits, p, values, o, state;
   std::vector<const uint16_t*> row_pointers;
   std::vector<const void*> operands;
   kernels::cpu::GemmArgs gemm{};
@@ -131,7 +154,7 @@ double WholeTile(const BenchFlags& flags, int32_t heads) {
   options.max_q_rows = 1;
   AttentionBench bench(options);
   bench.Prepare({{1, kContext}});
-  return Medians(4 * flags.repeats, {[&] { bench.Run(); }})[0] * kTileRows / kContext;
+  return Medians(4 * flags.repeats, 1, {[&] { bench.Run(); }})[0] * kTileRows / kContext;
 }
 
 void RunHeads(const BenchFlags& flags, const KernelSet& kernels, int32_t heads) {
@@ -152,7 +175,7 @@ void RunHeads(const BenchFlags& flags, const KernelSet& kernels, int32_t heads) 
     });
   }
   if (kernels.enter_thread != nullptr) kernels.enter_thread();
-  const std::vector<double> us = Medians(flags.repeats, bodies);
+  const std::vector<double> us = Medians(flags.repeats, 1, bodies);
   if (kernels.leave_thread != nullptr) kernels.leave_thread();
   for (size_t i = 0; i < stages.size(); ++i) report(stages[i].name, us[i] / kCalls, stages[i].flop);
   report("tile of a launch", WholeTile(flags, heads), 2.0 * kTileRows * heads * (576 + 512));

@@ -19,8 +19,13 @@ constexpr int32_t kDepth = 32;  // k of a tile
 constexpr int32_t kStageDepth = 1024;
 constexpr int kPrefetchLines = 4;  // a step of at most four tile products
 
+// The compiler's tile intrinsics do not say which memory they read. What was stored before this is
+// in memory, and not dropped as never read, when they run.
+inline void FinishStores() { asm volatile("" : : : "memory"); }
+
 void EnterThread() {
-  const TileConfig config;
+  static const TileConfig config;
+  FinishStores();
   _tile_loadconfig(&config);
 }
 
@@ -122,6 +127,7 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
       a.rows[0] = reinterpret_cast<const uint8_t*>(stage[0]);
       a.rows[1] = reinterpret_cast<const uint8_t*>(stage[(kA - 1) * kRows]);
     }
+    FinishStores();
     const bool load = g.accumulate || begin > 0;
     const uint8_t* b = static_cast<const uint8_t*>(g.b) + begin * 32;
     float* c = g.c + row * g.ldc;
@@ -239,6 +245,7 @@ void AccumulateRows(const AccumulateArgs& g, int32_t row, int32_t steps) {
 
 void Accumulate(const AccumulateArgs& args) {
   if (args.alpha != nullptr) Rescale(args);
+  FinishStores();
   const int32_t steps = (args.rows + kDepth - 1) / kDepth;
   for (int32_t row = 0; row < args.columns; row += 2 * kRows) {
     if (args.columns - row > kRows) {

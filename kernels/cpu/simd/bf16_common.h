@@ -68,8 +68,7 @@ inline __m512 Exp2(__m512 x) {
 // Scaled logits of row r, columns [n, n + 16), -inf where invisible.
 inline __m512 Logit(const SoftmaxArgs& args, __m512i visible, int32_t r, int32_t n) {
   const __m512 x =
-      _mm512_mul_ps(_mm512_loadu_ps(args.s + static_cast<int64_t>(r) * args.columns + n),
-                    _mm512_set1_ps(args.scale2));
+      _mm512_mul_ps(_mm512_loadu_ps(args.s + r * args.lds + n), _mm512_set1_ps(args.scale2));
   const __mmask16 seen = _mm512_cmpgt_epi32_mask(visible, _mm512_set1_epi32(r));
   return _mm512_mask_blend_ps(seen, _mm512_set1_ps(-__builtin_inff()), x);
 }

@@ -140,7 +140,7 @@ void Softmax(const SoftmaxArgs& args) {
     VecI visible = {};
     if (args.visible != nullptr) memcpy(&visible, args.visible + n, sizeof visible);
     const auto logit = [&](int32_t r) {
-      const VecF x = Load(args.s + static_cast<int64_t>(r) * args.columns + n) * args.scale2;
+      const VecF x = Load(args.s + r * args.lds + n) * args.scale2;
       if (args.visible == nullptr) return x;
       return visible > r ? x : Splat(-__builtin_inff());
     };
