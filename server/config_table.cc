@@ -272,8 +272,7 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
                MLA_SLOT(backend_options.pin_threads)),
           Int("backend.spin_us", 0, 1000000,
               "Longest time that an idle CPU worker polls for the next launch before it sleeps.",
-              "Waking a sleeping thread costs 10 to 400 us, polling a CPU; raise it where launches "
-              "of less than a few milliseconds follow each other and the cores are the server's own.",
+              "Waking a sleeping thread costs 10 to 400 us, polling costs a CPU.",
               MLA_SLOT(backend_options.spin_us)),
           Bool("backend.deterministic", "Results independent of what else is in the batch.",
                "Costs balance between units.", MLA_SLOT(backend_options.deterministic),
