@@ -62,7 +62,6 @@ class ItemState {
   void PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out);
   int64_t QueryOffset(const Group& group, int32_t n) const;  // in elements
   int32_t SetVisible(const Group& group);
-  void RowPointers(int32_t begin, int32_t count, const void** rows) const;
   void PrepareChunk(int32_t begin, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
   void PackRests(const float* up, int32_t count);
@@ -173,24 +172,10 @@ int32_t ItemState::SetVisible(const Group& group) {
   return largest;
 }
 
-// Where rows [begin, begin + count) lie in their pages.
-void ItemState::RowPointers(int32_t begin, int32_t count, const void** rows) const {
-  const uint32_t* table = context_.params->page_tables + request_.page_table;
-  for (int32_t i = 0; i < count;) {
-    const int32_t position = begin + i;
-    const int32_t slot = position % request_.page_size;
-    const int32_t run = std::min(count - i, request_.page_size - slot);
-    const std::byte* page = context_.pool.base +
-                            table[position / request_.page_size] * kPageGranuleBytes +
-                            request_.layer_offset;
-    for (int32_t k = 0; k < run; ++k) rows[i + k] = page + (slot + k) * request_.row_stride;
-    i += run;
-  }
-}
-
 // Finds the chunk's rows and makes them operands.
 void ItemState::PrepareChunk(int32_t begin, int32_t count) {
-  RowPointers(begin, count, As<const void*>(at_.kv_rows));
+  FindRows(context_.pool, context_.params->page_tables, request_, begin, count,
+           As<const void*>(at_.kv_rows));
   auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
@@ -471,7 +456,8 @@ void ItemState::RunGroup(const Group& group) {
     PrepareChunk(begin, rows);
     // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
     next_count_ = at_.expanded ? 0 : std::min(kTileRows, end - begin - rows);
-    RowPointers(begin + rows, next_count_, As<const void*>(at_.next_rows));
+    FindRows(context_.pool, context_.params->page_tables, request_, begin + rows, next_count_,
+             As<const void*>(at_.next_rows));
     for (int32_t first = 0; first < group.rows; first += kTileRows) {
       RunBlock(first / kTileRows, std::min(kTileRows, group.rows - first), begin, rows,
                begin == work_.kv_begin);

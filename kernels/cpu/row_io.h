@@ -1,15 +1,33 @@
-// Small conversions at the edges of the inner loops: elements of user tensors in and out.
+// The edges of the inner loops: KV rows in their pages, elements of user tensors in and out.
 #ifndef MLA_KERNELS_CPU_ROW_IO_H_
 #define MLA_KERNELS_CPU_ROW_IO_H_
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/attention_params.h"
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/dtype.h"
+#include "kernels/host/host_backend.h"
 
 namespace mla::kernels::cpu {
+
+// Where KV rows [begin, begin + count) of a request lie in their pages.
+inline void FindRows(const PoolView& pool, const uint32_t* page_tables,
+                     const RequestRecord& request, int32_t begin, int32_t count,
+                     const void** rows) {
+  const uint32_t* table = page_tables + request.page_table;
+  for (int32_t i = 0; i < count;) {
+    const int32_t position = begin + i;
+    const int32_t slot = position % request.page_size;
+    const int32_t run = std::min(count - i, request.page_size - slot);
+    const std::byte* page =
+        pool.base + table[position / request.page_size] * kPageGranuleBytes + request.layer_offset;
+    for (int32_t k = 0; k < run; ++k) rows[i + k] = page + (slot + k) * request.row_stride;
+    i += run;
+  }
+}
 
 inline float LoadElement(const void* base, DType dtype, int64_t index) {
   if (dtype == DType::kF32) return static_cast<const float*>(base)[index];
