@@ -44,14 +44,17 @@ std::vector<int32_t> UsableCpus() {
 }
 
 // The index-th of `threads` threads, spread evenly: virtual machines hide which CPUs share a core,
-// and then neighbours usually do. Failure leaves the thread unpinned.
+// and then neighbours usually do. The first CPU is left to the caller, who is not pinned; every
+// thread may go there, for when the caller happens to run on the thread's own. Failure leaves the
+// thread unpinned.
 void PinToCpu(const std::vector<int32_t>& cpus, int32_t index, int32_t threads) {
   if (cpus.size() < 2) return;
   const size_t step = std::max<size_t>(1, cpus.size() / static_cast<size_t>(threads));
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(cpus[static_cast<size_t>(index) * step % cpus.size()], &one);
-  pthread_setaffinity_np(pthread_self(), sizeof one, &one);
+  cpu_set_t two;
+  CPU_ZERO(&two);
+  CPU_SET(cpus[static_cast<size_t>(index) * step % cpus.size()], &two);
+  CPU_SET(cpus[0], &two);
+  pthread_setaffinity_np(pthread_self(), sizeof two, &two);
 }
 
 size_t PhaseOf(uint64_t ticket) { return static_cast<size_t>(ticket >> 32); }
