@@ -30,7 +30,7 @@ constexpr int64_t kEmulatedCases = 50;
 #else
 constexpr int64_t kSampledCases = 5000;
 constexpr int32_t kLargeCases = 20;
-constexpr int64_t kEmulatedCases = 300;
+constexpr int64_t kEmulatedCases = 120;
 #endif
 
 absl::StatusOr<std::unique_ptr<AttentionBackend>> MakeReference() {
