@@ -11,6 +11,7 @@ namespace mla::gpu {
 struct AttendVariant {
   int32_t rows = 0;          // packed rows of a block; 0: no such variant
   int32_t shared_bytes = 0;  // dynamic shared memory; 0 where it is static
+  int32_t threads = 256;     // of a block
 };
 
 struct ArchTraits {
@@ -29,7 +30,7 @@ struct ArchTraits {
 
 inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
-    .attend = {{{16, 223744}, {64, 229888}, {}}},
+    .attend = {{{16, 223744}, {64, 223872, 384}, {}}},
     .combine_shared_bytes = 16384,
     .project_shared_bytes = 24576,
     .append_rows_per_block = 8,

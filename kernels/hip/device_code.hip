@@ -67,6 +67,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
 #if !defined(__HIP__)
 static_assert(Attend<AttendConfig<16>>::kSharedBytes == kSm90Traits.attend[0].shared_bytes);
 static_assert(AttendWgmma<AttendConfig<64>>::kSharedBytes == kSm90Traits.attend[1].shared_bytes);
+static_assert(AttendWgmma<AttendConfig<64>>::kThreads == kSm90Traits.attend[1].threads);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
 #endif

@@ -340,7 +340,7 @@ absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
   const auto units = static_cast<uint32_t>(params.plan.work_indptr.size() - 1);
   const LaunchShape shape{
       .grid_x = units * static_cast<uint32_t>(args.blocks_per_unit),
-      .threads = kThreads,
+      .threads = static_cast<uint32_t>(arch_->attend[variant].threads),
       .shared_bytes = static_cast<uint32_t>(arch_->attend[variant].shared_bytes)};
   return slots_[slot]->AddKernel(kernels_.attend[variant], shape, args);
 }

@@ -153,7 +153,7 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   attend_shape_ = {};
   attend_shape_.grid_x =
       static_cast<uint32_t>((plan->work_indptr.size() - 1) * attend_args_.blocks_per_unit);
-  attend_shape_.threads = 256;
+  attend_shape_.threads = static_cast<uint32_t>(arch_->attend[variant_].threads);
   attend_shape_.shared_bytes = arch_->attend[variant_].shared_bytes;
   combine_args_ = {};
   combine_args_.requests = attend_args_.requests;

@@ -207,7 +207,7 @@ class Attend {
     rescale(s, state);
     if (masked && ragged) {
       if constexpr (!kSharedP) block_barrier();
-      hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first);
+      hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first, thread_index());
       if constexpr (!kSharedP) block_barrier();
     }
     if constexpr (kSharedP) {

@@ -112,12 +112,13 @@ struct RowScale {
 
 // Values of rows that only some packed rows see meet probabilities that are zero, but zero times
 // NaN is NaN. Where such a value is not finite, whoever sees the row has no finite logit either, so
-// its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv) of a tile.
+// its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv) of a tile,
+// by kThreads threads of which the caller is number `thread`.
 template <class C, int kThreads>
-MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row) {
+MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row, int thread) {
   constexpr int kChunks = C::kLora / 8;
   const int begin = first_row > 0 ? first_row * kChunks : 0;
-  for (int i = begin + thread_index(); i < C::kTileKv * kChunks; i += kThreads) {
+  for (int i = begin + thread; i < C::kTileKv * kChunks; i += kThreads) {
     const tile::lds_t at = tile::chunk_at<C::kTileKv>(tile_base, i / kChunks, i % kChunks);
     Chunk c = tile::load_chunk_shared(at);
     uint32_t found = 0;

@@ -1,0 +1,60 @@
+// Barriers of sm_90 between the warps of a block: mbarriers in shared memory, which asynchronous
+// copies can complete, named barriers of a number of threads, and the registers that warpgroups
+// hand to each other. Phases of an mbarrier alternate in parity, beginning with 0.
+#ifndef MLA_KERNELS_HIP_SM90_BARRIERS_H_
+#define MLA_KERNELS_HIP_SM90_BARRIERS_H_
+
+#include "kernels/hip/common/vendor.h"
+
+namespace mla::gpu::tile {
+
+// `at`: 8 bytes of shared memory. A phase completes after `arrivals`. One thread initialises; the
+// others see it after a block barrier.
+MLA_DEVICE void barrier_init(uint32_t at, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+MLA_DEVICE void barrier_arrive(uint32_t at) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+// Arrives when all asynchronous copies that this thread has started are complete.
+MLA_DEVICE void barrier_arrive_after_copies(uint32_t at) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
+// Returns once the phase of this parity is complete.
+MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+
+// Barrier kId (1 to 15) of kThreads threads: those that only arrive, and those that wait as well.
+template <int kId, int kThreads>
+MLA_DEVICE void named_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+template <int kId, int kThreads>
+MLA_DEVICE void named_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// Registers a thread of this warpgroup from here on: kCount is a multiple of 8. All warps of the
+// group call it; a group that takes waits until others have given.
+template <int kCount>
+MLA_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+MLA_DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_KERNELS_HIP_SM90_BARRIERS_H_
