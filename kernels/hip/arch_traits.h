@@ -19,7 +19,7 @@ struct ArchTraits {
   std::array<AttendVariant, 3> attend;  // ascending rows
   int32_t combine_shared_bytes = 0;
   int32_t project_shared_bytes = 0;
-  int32_t append_rows_per_block = 8;  // one wave a row, 256 threads
+  int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
   // Blocks that take a share of one work item's packed rows each, so that the rows a tile may have
   // are this many times the largest variant's. They run side by side and read KV rows that their
   // neighbour has just brought into the cache.
@@ -33,7 +33,7 @@ inline constexpr ArchTraits kSm90Traits{
     .attend = {{{16, 223744}, {64, 223872, 384}, {}}},
     .combine_shared_bytes = 16384,
     .project_shared_bytes = 24576,
-    .append_rows_per_block = 8,
+    .waves_per_block = 8,
     .blocks_per_unit = 2,
     .kv_granularity = 64,
     .item_overhead_rows = 128,
@@ -41,7 +41,7 @@ inline constexpr ArchTraits kSm90Traits{
 inline constexpr ArchTraits kGfx950Traits{
     .arch = "gfx950",
     .attend = {{{64, 0}, {128, 0}, {}}},
-    .append_rows_per_block = 4,
+    .waves_per_block = 4,
     .blocks_per_unit = 1,
     .kv_granularity = 32,
     .item_overhead_rows = 256,
@@ -49,11 +49,24 @@ inline constexpr ArchTraits kGfx950Traits{
 inline constexpr ArchTraits kGfx942Traits{
     .arch = "gfx942",
     .attend = {{{64, 0}, {}, {}}},
-    .append_rows_per_block = 4,
+    .waves_per_block = 4,
     .blocks_per_unit = 2,
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };
+
+// Waves that merge one row, given the rows of a launch and the most parts a row has: as many as
+// there are parts for, unless that made more blocks than the device takes at a time.
+constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32_t parts,
+                                     int32_t units) {
+  constexpr int64_t kBlocksPerUnit = 4;
+  int32_t waves = arch.waves_per_block;
+  while (waves > 1 &&
+         (waves > parts || rows * waves > kBlocksPerUnit * units * arch.waves_per_block)) {
+    waves /= 2;
+  }
+  return waves;
+}
 
 // Null when no kernels are written for `arch`.
 constexpr const ArchTraits* FindArchTraits(std::string_view arch) {

@@ -178,8 +178,7 @@ absl::Status HipBackend::AppendKv(int32_t slot, std::span<const kernels::AppendR
   args.page_tables = table_mirror_.As<uint32_t>();
   args.pool = pool_.As<uint8_t>();
   args.count = static_cast<int32_t>(count);
-  const LaunchShape shape{.grid_x = DivideUp(rows, arch_->append_rows_per_block),
-                          .threads = kThreads};
+  const LaunchShape shape{.grid_x = DivideUp(rows, arch_->waves_per_block), .threads = kThreads};
   return launch.AddKernel(kernels_.append, shape, args);
 }
 
@@ -352,10 +351,13 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
   if (run.requests == nullptr || run.generation != params.plan.generation) {
     return absl::FailedPreconditionError("combine: no Run of this plan precedes it in the launch");
   }
-  int32_t rows = 0;
-  for (const kernels::ReduceTile& t : params.plan.reduce_final_map) {
+  int32_t rows = 0, parts = 0;
+  for (size_t i = 0; i < params.plan.reduce_final_map.size(); ++i) {
+    const kernels::ReduceTile& t = params.plan.reduce_final_map[i];
     rows = std::max(rows, PackedRows(t.q_begin, t.q_end, t.heads));
+    parts = std::max(parts, params.plan.reduce_indptr[i + 1] - params.plan.reduce_indptr[i]);
   }
+  const auto tiles = static_cast<uint32_t>(params.plan.reduce_final_map.size());
   CombineArgs args = {};
   args.requests = run.requests;
   args.reduce_indptr = run.reduce_indptr;
@@ -365,8 +367,9 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
   args.partial_lse = partial_lse_.As<float>();
   args.o_dim = params.desc.geometry.kv_lora_rank;
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
-  const LaunchShape shape{.grid_x = static_cast<uint32_t>(params.plan.reduce_final_map.size()),
-                          .grid_y = static_cast<uint32_t>(rows),
+  args.waves_per_row = CombineWavesPerRow(*arch_, int64_t{tiles} * rows, parts, runtime_->units());
+  const LaunchShape shape{.grid_x = tiles,
+                          .grid_y = DivideUp(rows, arch_->waves_per_block / args.waves_per_row),
                           .threads = kThreads,
                           .shared_bytes = static_cast<uint32_t>(arch_->combine_shared_bytes),
                           .overlap_predecessor = true};

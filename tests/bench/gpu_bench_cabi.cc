@@ -163,9 +163,17 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   combine_args_.partial_o = partial_o_.As<float>();
   combine_args_.partial_lse = partial_lse_.As<float>();
   combine_args_.o_dim = 512;
+  int32_t parts = 0;
+  for (size_t i = 0; i + 1 < plan->reduce_indptr.size(); ++i) {
+    parts = std::max(parts, plan->reduce_indptr[i + 1] - plan->reduce_indptr[i]);
+  }
+  const int64_t tiles = static_cast<int64_t>(plan->reduce_final_map.size());
+  combine_args_.waves_per_row =
+      gpu::CombineWavesPerRow(*arch_, tiles * rows, parts, runtime_->units());
+  const int32_t rows_per_block = arch_->waves_per_block / combine_args_.waves_per_row;
   combine_shape_ = {};
-  combine_shape_.grid_x = static_cast<uint32_t>(plan->reduce_final_map.size());
-  combine_shape_.grid_y = static_cast<uint32_t>(rows);
+  combine_shape_.grid_x = static_cast<uint32_t>(tiles);
+  combine_shape_.grid_y = static_cast<uint32_t>((rows + rows_per_block - 1) / rows_per_block);
   combine_shape_.threads = 256;
   combine_shape_.shared_bytes = arch_->combine_shared_bytes;
   combine_shape_.overlap_predecessor = true;

@@ -38,7 +38,8 @@ struct AttendArgs {
   int32_t o_is_f32;
 };
 
-// Merge of partial tiles. Grid: x = reduce tile, y = packed row inside the tile.
+// Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row
+// of them a block of W waves.
 struct CombineArgs {
   const RequestRecord* requests;
   const int32_t* reduce_indptr;
@@ -48,6 +49,7 @@ struct CombineArgs {
   const float* partial_lse;
   int32_t o_dim;  // a multiple of 4
   int32_t o_is_f32;
+  int32_t waves_per_row;  // a power of two, at most W
 };
 
 // Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.

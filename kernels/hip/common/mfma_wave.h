@@ -43,6 +43,12 @@ MLA_DEVICE float exchange(float x) {
       __builtin_amdgcn_ds_bpermute(other, static_cast<int>(float_to_bits(x)))));
 }
 
+// The value of one lane, for all: `from` is the same in every lane.
+MLA_DEVICE float broadcast(float x, int from) {
+  return bits_to_float(
+      static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(float_to_bits(x)), from)));
+}
+
 MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
   *(MLA_LDS u32x4*)at = u32x4{c.w[0], c.w[1], c.w[2], c.w[3]};
 }

@@ -6,13 +6,12 @@
 // probabilities of the tiles in slot g, and accumulates output columns [256 g, 256 g + 256) of all
 // tiles, so each tile's probabilities also go to the other group:
 //
-//     group 0:  S0 = Q K0^T | softmax | O left  += P0 V0 | wait for P1  | O left += P1 V1
-//     group 1:  S1 = Q K1^T | wait for P0 | O right += P0 V0, softmax | O right += P1 V1
+//     group 0:  S0 = Q K0^T, softmax | O left  += P0 V0 |                        | O left  += P1 V1
+//     group 1:                       | O right += P0 V0 | S1 = Q K1^T, softmax   | O right += P1 V1
 //
-// While one group turns scores into probabilities, the other keeps the matrix unit busy. A group
-// lets go of its half of a tile's columns as soon as its product is done; the copying group refills
-// it with the next tile in this slot, of the next item where this one has ended. Group g's P lies
-// where its tile had the rope columns, which only the scores need.
+// A group lets go of its half of a tile's columns as soon as its product is done; the copying group
+// refills it with the next tile in this slot, of the next item where this one has ended. Group g's
+// P lies where its tile had the rope columns, which only the scores need.
 //
 // Probabilities are 2^(x - origin), one origin a row, which the groups hand to and fro with the
 // probabilities. The origin follows the row's maximum only when that has grown by more than
@@ -201,11 +200,7 @@ class WgmmaConsumer {
     if (tiles > 0) {
       Masks masks{item.limit(0), item.limit(item.rows - 1) != item.limit(0),
                   item.request->softmax_scale * kLog2e};
-      if constexpr (kGroup == 0) {
-        attend_even(item, masks, tiles, state);
-      } else {
-        attend_odd(item, masks, tiles, state);
-      }
+      attend_tiles(item, masks, tiles, state);
       add_sums(state);
     }
     write(item, state);
@@ -246,11 +241,13 @@ class WgmmaConsumer {
     }
   }
 
-  // Group 0: tiles 0, 2, 4, ... are its own.
-  MLA_DEVICE void attend_even(const Item& item, const Masks& masks, int tiles, State& state) {
+  // Every second tile is the group's own; of each other one it takes the probabilities.
+  MLA_DEVICE void attend_tiles(const Item& item, const Masks& masks, int tiles, State& state) {
     tile::barrier_wait(shared.queries_filled(), items++ & 1);
-    for (int t = 0; t < tiles; t += 2) {
-      const bool paired = t + 1 < tiles;
+    if (kGroup >= tiles) release(shared.queries_emptied());
+    for (int t = kGroup; t <= tiles; t += 2) {
+      if (t > 0) take_other(state);
+      if (t == tiles) break;
       float s[kScores];
       start_scores(s);
       tile::wgmma_wait<0>();
@@ -262,57 +259,20 @@ class WgmmaConsumer {
       publish(p, masks, first, state);
       move_outputs(shift, state);
       add_own(p, state);
-      if (paired) tile::named_sync<kPublished + kOther, 2 * L::kGroupThreads>();
-      tile::wgmma_wait<0>();
-      tile::pin(state.o);
-      release(shared.emptied(kGroup, kGroup));
-      if (!paired) break;
-      move_outputs(adopt(state), state);
-      add_other(state);
-      tile::wgmma_wait<0>();
-      tile::pin(state.o);
-      release(shared.emptied(kOther, kGroup));
-    }
-  }
-
-  // Group 1: tiles 1, 3, 5, ...; of the last pair its own may be missing.
-  MLA_DEVICE void attend_odd(const Item& item, const Masks& masks, int tiles, State& state) {
-    tile::barrier_wait(shared.queries_filled(), items++ & 1);
-    if (tiles == 1) release(shared.queries_emptied());
-    int t = 1;
-    for (; t < tiles; t += 2) {
-      float s[kScores];
-      start_scores(s);
-      tile::wgmma_wait<0>();
-      tile::pin(s);
-      if (t + 2 >= tiles) release(shared.queries_emptied());
-      take_other(state);
-      const int first = item.work.kv_begin + t * C::kTileKv;
-      uint32_t p[kScores / 2];
-      const Shift shift = make_probabilities(s, p, masks, first, state);
-      publish(p, masks, first, state);
-      tile::wgmma_wait<0>();
-      tile::pin(state.o);
-      release(shared.emptied(kOther, kGroup));
-      move_outputs(shift, state);
-      add_own(p, state);
       tile::wgmma_wait<0>();
       tile::pin(state.o);
       release(shared.emptied(kGroup, kGroup));
     }
-    if (t == tiles) {
-      take_other(state);
-      tile::wgmma_wait<0>();
-      tile::pin(state.o);
-      release(shared.emptied(kOther, kGroup));
-    }
   }
 
-  // Starts the products with the other group's tile, once its probabilities are there.
+  // The products with the other group's tile, once its probabilities are there.
   MLA_DEVICE void take_other(State& state) const {
     tile::named_sync<kPublished + kOther, 2 * L::kGroupThreads>();
     move_outputs(adopt(state), state);
     add_other(state);
+    tile::wgmma_wait<0>();
+    tile::pin(state.o);
+    release(shared.emptied(kOther, kGroup));
   }
 
   // This warp is done with what the barrier guards.

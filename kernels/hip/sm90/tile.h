@@ -29,6 +29,9 @@ MLA_DEVICE float exchange(float x) {
   return __shfl_xor_sync(0xffffffffu, x, kStep);
 }
 
+// The value of one lane, for all: `from` is the same in every lane.
+MLA_DEVICE float broadcast(float x, int from) { return __shfl_sync(0xffffffffu, x, from); }
+
 MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.w[0]), "r"(c.w[1]),
                "r"(c.w[2]), "r"(c.w[3])
