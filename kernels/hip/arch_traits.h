@@ -30,7 +30,7 @@ struct ArchTraits {
 
 inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
-    .attend = {{{16, 223744}, {64, 223872, 384}, {}}},
+    .attend = {{{16, 223744}, {64, 224000, 384}, {}}},
     .combine_shared_bytes = 16384,
     .project_shared_bytes = 24576,
     .waves_per_block = 8,

@@ -25,24 +25,36 @@ struct Item {
   }
 };
 
-// Calls `body` for each work item of this block's unit in which the block has rows: of kRows packed
-// rows each, block s of a unit takes the s-th share.
+// Packed rows of work item `index` that share `share` of its unit takes, kRows a share. A share may
+// be left without rows.
+template <int kRows>
+MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
+  Item item;
+  item.work = args.work_info[index];
+  item.request = args.requests + item.work.request;
+  item.heads =
+      static_cast<int>(item.work.heads >> 16) - static_cast<int>(item.work.heads & 0xffffu);
+  item.first = share * kRows;
+  const int rows = (item.work.q_end - item.work.q_begin) * item.heads - item.first;
+  item.rows = rows < kRows ? rows : kRows;
+  return item;
+}
+
+// Calls `body` with item, index and share for each work item of this block's unit in which the
+// block has rows.
 template <int kRows, class Body>
-MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
+MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body) {
   const int unit = block_index() / args.blocks_per_unit;
   const int share = block_index() - unit * args.blocks_per_unit;
   const int end = args.work_indptr[unit + 1];
   for (int i = args.work_indptr[unit]; i < end; ++i) {
-    Item item;
-    item.work = args.work_info[i];
-    item.request = args.requests + item.work.request;
-    item.heads =
-        static_cast<int>(item.work.heads >> 16) - static_cast<int>(item.work.heads & 0xffffu);
-    item.first = share * kRows;
-    const int rows = (item.work.q_end - item.work.q_begin) * item.heads - item.first;
-    item.rows = rows < kRows ? rows : kRows;
-    if (item.rows > 0) body(item);
+    const Item item = load_item<kRows>(args, i, share);
+    if (item.rows > 0) body(item, i, share);
   }
+}
+template <int kRows, class Body>
+MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
+  for_each_indexed_item<kRows>(args, [&body](const Item& item, int, int) { body(item); });
 }
 
 // Starts copies of the item's queries into a shared tile of kRows rows; they are complete with the

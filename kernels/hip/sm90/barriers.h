@@ -20,6 +20,18 @@ MLA_DEVICE void barrier_arrive(uint32_t at) {
 MLA_DEVICE void barrier_arrive_after_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
 }
+// Whether the phase of this parity is complete.
+MLA_DEVICE bool barrier_test(uint32_t at, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(at), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 // Returns once the phase of this parity is complete.
 MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
   uint32_t done;
@@ -42,6 +54,19 @@ MLA_DEVICE void named_arrive() {
 template <int kId, int kThreads>
 MLA_DEVICE void named_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// Whether x holds in any thread of the barrier; all of them wait for the answer.
+template <int kId, int kThreads>
+MLA_DEVICE bool named_any(bool x) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\n"
+      "barrier.cta.red.or.pred q, %2, %3, p;\nselp.b32 %0, 1, 0, q;\n}\n"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(x)), "n"(kId), "n"(kThreads)
+      : "memory");
+  return any != 0;
 }
 
 // Registers a thread of this warpgroup from here on: kCount is a multiple of 8. All warps of the

@@ -1,0 +1,80 @@
+// Where the groups of attend_wgmma.h meet: shared memory of a block and the barriers in it.
+#ifndef MLA_KERNELS_HIP_SM90_WGMMA_LAYOUT_H_
+#define MLA_KERNELS_HIP_SM90_WGMMA_LAYOUT_H_
+
+#include "kernels/hip/sm90/barriers.h"
+#include "kernels/hip/sm90/tile.h"
+#include "kernels/hip/sm90/wgmma.h"
+
+namespace mla::gpu {
+
+// Bytes, addresses and barriers. A value is an address, so every thread has its own.
+template <class C>
+struct WgmmaLayout {
+  using lds_t = tile::lds_t;
+  static constexpr int kRows = 64;
+  static constexpr int kDim = C::kLora + C::kRope;
+  static constexpr int kBlocks = kDim / 64;        // column blocks of a tile
+  static constexpr int kBlockBytes = kRows * 128;  // of 64 rows
+  static constexpr int kTileBytes = kBlocks * kBlockBytes;
+  static constexpr int kHalfBlocks = C::kLora / 128;  // of a group's output columns
+  static constexpr int kGroupThreads = 128;
+  static constexpr int kGroupWarps = 4;
+  static constexpr int kParts = 4;  // of a tile, each with its own barrier: the scores start early
+  static_assert(C::kTileKv == kRows && C::kLora == 512 && C::kRope == 64);
+
+  static constexpr int kOriginBytes = 2 * kRows * 4;
+  static constexpr int kSumBytes = 2 * 2 * kRows * 8;
+  static constexpr int kBarriers = 3 * kParts + 2 * 2 + 2 + 2 + 2;
+  static constexpr int kSharedBytes =
+      3 * kTileBytes + kOriginBytes + kSumBytes + (kBarriers * 8 + 127) / 128 * 128;
+
+  lds_t base;
+
+  MLA_DEVICE lds_t slot(int s) const { return base + s * kTileBytes; }
+  MLA_DEVICE lds_t queries() const { return slot(2); }
+  MLA_DEVICE lds_t probabilities(int s) const { return slot(s) + (kBlocks - 1) * kBlockBytes; }
+  MLA_DEVICE lds_t origin(int group, int row) const {
+    return base + 3 * kTileBytes + (group * kRows + row) * 4;
+  }
+  // Two sums of a row. Items alternate between two sets, so that a group may be an item ahead.
+  MLA_DEVICE lds_t sums(uint32_t set, int group, int row) const {
+    return base + 3 * kTileBytes + kOriginBytes + ((set * 2 + group) * kRows + row) * 8;
+  }
+  MLA_DEVICE lds_t barrier(int i) const {
+    return base + 3 * kTileBytes + kOriginBytes + kSumBytes + i * 8;
+  }
+  // Part of a slot's tile is there; group `half` is done with its columns; its scores are made; its
+  // probabilities are there; both groups' sums of an item are; queries as slots.
+  MLA_DEVICE lds_t filled(int s, int part) const { return barrier(s * kParts + part); }
+  MLA_DEVICE lds_t queries_filled(int part) const { return filled(2, part); }
+  MLA_DEVICE lds_t emptied(int s, int half) const { return barrier(3 * kParts + s * 2 + half); }
+  MLA_DEVICE lds_t scored(int s) const { return barrier(3 * kParts + 4 + s); }
+  MLA_DEVICE lds_t published(int s) const { return barrier(3 * kParts + 6 + s); }
+  MLA_DEVICE lds_t summed() const { return barrier(kBarriers - 2); }
+  MLA_DEVICE lds_t queries_emptied() const { return barrier(kBarriers - 1); }
+
+  MLA_DEVICE void init_barriers() const {
+    if (thread_index() == 0) {
+      for (int i = 0; i < 3 * kParts; ++i) tile::barrier_init(barrier(i), kGroupThreads);
+      for (int s = 0; s < 2; ++s) {
+        for (int half = 0; half < 2; ++half) tile::barrier_init(emptied(s, half), kGroupWarps);
+        tile::barrier_init(scored(s), kGroupWarps);
+        tile::barrier_init(published(s), kGroupThreads);
+      }
+      tile::barrier_init(summed(), 2 * kGroupThreads);
+      tile::barrier_init(queries_emptied(), 2 * kGroupWarps);
+      tile::publish_shared();
+    }
+    block_barrier();
+  }
+  // Column block `i` (0 to kBlocks - 1) of slot s in the order of copies and scores: first the half
+  // that group s reads last, so the first to be refilled is the first to be needed.
+  MLA_DEVICE static constexpr int block(int s, int i) {
+    return i == kBlocks - 1 ? i : s == 0 ? i : (i + kHalfBlocks) % (2 * kHalfBlocks);
+  }
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_SM90_WGMMA_LAYOUT_H_

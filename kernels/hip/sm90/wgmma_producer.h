@@ -1,0 +1,125 @@
+// The copying group of attend_wgmma.h.
+#ifndef MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_
+#define MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_
+
+#include "kernels/hip/common/item.h"
+#include "kernels/hip/sm90/wgmma_layout.h"
+
+namespace mla::gpu {
+
+// The group that copies queries and KV rows of one item after the other.
+template <class C>
+class WgmmaProducer {
+ public:
+  using L = WgmmaLayout<C>;
+  using lds_t = tile::lds_t;
+
+  MLA_DEVICE WgmmaProducer(const AttendArgs& a, const L& layout)
+      : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
+
+  MLA_DEVICE void produce(const Item& item) {
+    const RequestRecord& r = *item.request;
+    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
+                          r.page_size, args.granule_bytes);
+    const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
+    if (kv_begin >= kv_end) return;
+    find(pages, kv_begin, kv_end);
+    start_queries(item);
+    for (int first = kv_begin; first < kv_end; first += 2 * C::kTileKv) {
+      copy_tile<0>(first == kv_begin);
+      find(pages, first + C::kTileKv, kv_end);
+      if (first + C::kTileKv >= kv_end) break;
+      copy_tile<1>(false);
+      find(pages, first + 2 * C::kTileKv, kv_end);
+    }
+  }
+
+ private:
+  static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
+
+  MLA_DEVICE int row(int g) const { return (g * 4 + warp) * 4 + (lane >> 3); }
+  // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
+  MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ (row(0) & 7)) * 16; }
+
+  // Where this lane's rows of the tile at `first` lie. Rows past the range repeat its last row, so
+  // that masked probabilities, which are zero, always meet values that exist.
+  MLA_DEVICE void find(const PagedRows& pages, int first, int kv_end) {
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      const int position = first + row(g);
+      kv_rows[g] = pages.row(position < kv_end ? position : kv_end - 1) + chunk_bytes();
+    }
+  }
+
+  MLA_DEVICE void copy_block(lds_t tile_base, int block,
+                             const uint8_t* const (&source)[kCopyRows]) const {
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      tile::copy_chunk(tile_base + block * L::kBlockBytes + row(g) * 128 + (lane & 7) * 16,
+                       source[g] + block * 128);
+    }
+  }
+
+  // Column blocks of a part, in the order of slot s.
+  MLA_DEVICE void copy_part(int s, int part, lds_t tile_base,
+                            const uint8_t* const (&source)[kCopyRows]) const {
+    copy_block(tile_base, L::block(s, 2 * part), source);
+    copy_block(tile_base, L::block(s, 2 * part + 1), source);
+    if (part == L::kParts - 1) copy_block(tile_base, L::kBlocks - 1, source);
+  }
+
+  // With the first tile of an item come its queries, part by part.
+  template <int kSlot>
+  MLA_DEVICE void copy_tile(bool with_queries) {
+    const uint32_t n = used[kSlot]++;
+#pragma unroll
+    for (int part = 0; part < L::kParts; ++part) {
+      if (with_queries) copy_query_part(part);
+      const int half = part / 2;
+      if (part % 2 == 0 && n > 0) {
+        tile::barrier_wait(shared.emptied(kSlot, half ^ kSlot), (n - 1) & 1);
+      }
+      copy_part(kSlot, part, shared.slot(kSlot), kv_rows);
+      tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
+    }
+  }
+
+  // Rows past the item's repeat its first: their results are dropped.
+  MLA_DEVICE void start_queries(const Item& item) {
+    const RequestRecord& r = *item.request;
+    const uint32_t n = items++;
+    if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
+    queries_aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+    if (!queries_aligned) {
+      copy_queries<L::kRows, L::kDim, L::kGroupWarps>(item, shared.queries(), warp, lane);
+    }
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      const int p = row(g) < item.rows ? row(g) : 0;
+      query_rows[g] = static_cast<const uint8_t*>(r.q) +
+                      2 * (item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride) +
+                      chunk_bytes();
+    }
+  }
+  MLA_DEVICE void copy_query_part(int part) const {
+    if (!queries_aligned) {  // they are there
+      tile::barrier_arrive(shared.queries_filled(part));
+      return;
+    }
+    copy_part(0, part, shared.queries(), query_rows);
+    tile::barrier_arrive_after_copies(shared.queries_filled(part));
+  }
+
+  const AttendArgs& args;
+  const L shared;
+  const int lane, warp;
+  const uint8_t* kv_rows[kCopyRows];     // where this lane's chunks of the next tile lie
+  const uint8_t* query_rows[kCopyRows];  // and of the item's queries
+  bool queries_aligned = true;
+  uint32_t used[2] = {0, 0};
+  uint32_t items = 0;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_

@@ -1,0 +1,47 @@
+// What the probe kernels of tile primitives take, shared by host and device. All addresses are
+// device addresses; matrices are row-major and dense.
+#ifndef MLA_TESTS_TILE_PROBE_ARGS_H_
+#define MLA_TESTS_TILE_PROBE_ARGS_H_
+
+#include <cstdint>
+
+namespace mla::tile_test {
+
+// Sizes that every architecture's fragments divide.
+inline constexpr int kDepth = 64;        // of a score product
+inline constexpr int kKvRows = 64;       // of a tile
+inline constexpr int kOutCols = 128;     // of an output product
+inline constexpr int kGroupCols = 256;   // of a warpgroup's output product
+inline constexpr int kGroupRows = 64;    // packed rows of a warpgroup
+inline constexpr int kMathValues = 512;  // of a probe of arithmetic
+inline constexpr int kCopyDim = 128;     // elements of a copied row
+inline constexpr int kCopyPage = 7;      // rows of a page, no power of two
+inline constexpr int kSharedBytes = 98304;
+
+// The kernels, by name. <rows> is 16 or 32 packed rows of one wave.
+//   probe_scores_<rows>   out [rows, kKvRows] = a [rows, kDepth] b [kKvRows, kDepth]^T
+//   probe_outputs_<rows>  out [rows, kOutCols] = a [rows, kKvRows] b [kKvRows, kOutCols]
+//   probe_chain_<rows>    out [rows, kOutCols] = bf16(a [rows, kDepth] b [kKvRows, kDepth]^T) c
+//   probe_rows_<rows>     out [kSlots, lanes, 2]: row_max and row_sum of c32 [kSlots, lanes]
+//   probe_copy            out [kKvRows, kCopyDim]: rows of the pool a through the page table b
+//   probe_math            out [3, kMathValues]: exp2, log2 and packed pairs of c32 (as words)
+//   probe_lanes           out [6, lanes]: any, exchange by 1, 2 and 16, broadcast of c32 from lane
+//                         13, any of nothing
+// sm_90 alone, by a warpgroup:
+//   probe_wgmma_scores    out [kGroupRows, kKvRows] = a [kGroupRows, kDepth] b [kKvRows, kDepth]^T
+//   probe_wgmma_outputs   out [2, kGroupRows, kGroupCols] = a [kGroupRows, kKvRows] b, with a in
+//                         shared memory and in registers
+//   probe_matrices        out [3, 16, 16]: a [16, 16] through load_matrices, transposed, and back
+//                         through store_matrices
+//   probe_barriers        out [kKvRows, kDepth]: a, copied by one warpgroup for another
+struct ProbeArgs {
+  const uint16_t* a;  // bf16
+  const uint16_t* b;
+  const uint16_t* c;
+  const float* c32;
+  float* out;
+};
+
+}  // namespace mla::tile_test
+
+#endif  // MLA_TESTS_TILE_PROBE_ARGS_H_
