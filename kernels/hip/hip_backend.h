@@ -168,7 +168,9 @@ class HipBackend final : public kernels::AttentionBackend {
 };
 
 // Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.
-absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry);
+// `base` gives what BackendOptions does not: libraries and images other than the default ones.
+absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
+                                 const HipBackendOptions& base = {});
 
 }  // namespace mla::gpu
 

@@ -351,13 +351,14 @@ absl::Status HipBackend::ReadKv(const kernels::AppendRecord& where, Bf16* out) {
   return runtime_->Synchronize(streams_.compute);
 }
 
-absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry) {
-  const auto row = [](const char* name, int32_t rank, Vendor vendor) {
+absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
+                                 const HipBackendOptions& base) {
+  const auto row = [&base](const char* name, int32_t rank, Vendor vendor) {
     return kernels::BackendRow{
         name, rank,
-        [vendor](const kernels::BackendOptions& options)
+        [vendor, base](const kernels::BackendOptions& options)
             -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
-          HipBackendOptions hip;
+          HipBackendOptions hip = base;
           hip.vendor = vendor;
           hip.device = options.device;
           hip.memory_fraction = options.gpu_memory_fraction;

@@ -211,20 +211,21 @@ size_t ArgumentBytes(const std::string& kernel) {
   return AttendRows(kernel) > 0 ? sizeof(gpu::AttendArgs) : 0;
 }
 
-void RunKernel(const std::string& kernel, uint32_t grid_x, uint32_t grid_y, const void* args) {
+void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
   if (kernel == gpu::kAppendKernel) {
     Append(*static_cast<const gpu::AppendArgs*>(args));
   } else if (kernel == gpu::kCombineKernel) {
-    for (uint32_t tile = 0; tile < grid_x; ++tile) {
-      for (uint32_t p = 0; p < grid_y; ++p) {
-        CombineRow(*static_cast<const gpu::CombineArgs*>(args), static_cast<int>(tile),
-                   static_cast<int>(p));
+    const auto& combine = *static_cast<const gpu::CombineArgs*>(args);
+    const uint32_t rows = grid.y * (grid.waves / static_cast<uint32_t>(combine.waves_per_row));
+    for (uint32_t tile = 0; tile < grid.x; ++tile) {
+      for (uint32_t p = 0; p < rows; ++p) {
+        CombineRow(combine, static_cast<int>(tile), static_cast<int>(p));
       }
     }
   } else if (kernel == gpu::kProjectKernel) {
-    Project(*static_cast<const gpu::ProjectArgs*>(args), grid_x, grid_y);
+    Project(*static_cast<const gpu::ProjectArgs*>(args), grid.x, grid.y);
   } else {
-    Attend(*static_cast<const gpu::AttendArgs*>(args), grid_x, AttendRows(kernel));
+    Attend(*static_cast<const gpu::AttendArgs*>(args), grid.x, AttendRows(kernel));
   }
 }
 

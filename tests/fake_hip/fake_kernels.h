@@ -12,8 +12,13 @@ namespace mla::fake_hip {
 // Bytes of the kernel's argument structure; 0 when there is no kernel of that name.
 size_t ArgumentBytes(const std::string& kernel);
 
+struct Grid {
+  uint32_t x, y;
+  uint32_t waves;  // of a block
+};
+
 // Runs a launch. `args` is the kernel's argument structure.
-void RunKernel(const std::string& kernel, uint32_t grid_x, uint32_t grid_y, const void* args);
+void RunKernel(const std::string& kernel, const Grid& grid, const void* args);
 
 }  // namespace mla::fake_hip
 

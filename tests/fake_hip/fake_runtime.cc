@@ -301,16 +301,18 @@ int hipModuleGetFunction(fake::Function** function, fake::Module* module, const 
   return 0;
 }
 int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
-                          unsigned, unsigned, unsigned, unsigned, fake::Stream* stream,
+                          unsigned block_x, unsigned, unsigned, unsigned, fake::Stream* stream,
                           void** parameters, void**) {
   FAKE_ENTER("hipModuleLaunchKernel");
   ++State().control.launches;
   const auto* bytes = static_cast<const std::byte*>(parameters[0]);
   std::vector<std::byte> args(bytes, bytes + fake::ArgumentBytes(function->name));
-  const bool wrong = State().control.wrong_results;
-  stream->Add([name = function->name, grid_x, grid_y, args = std::move(args), wrong] {
-    // A wrong kernel covers half of its grid.
-    fake::RunKernel(name, wrong ? grid_x / 2 : grid_x, grid_y, args.data());
+  const unsigned wave = std::strncmp(State().control.arch, "gfx", 3) == 0 ? 64 : 32;
+  // A wrong kernel covers half of its grid.
+  const fake::Grid grid{State().control.wrong_results ? grid_x / 2 : grid_x, grid_y,
+                        block_x / wave};
+  stream->Add([name = function->name, grid, args = std::move(args)] {
+    fake::RunKernel(name, grid, args.data());
   });
   return 0;
 }

@@ -24,6 +24,7 @@ using ::testing::HasSubstr;
 constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
 constexpr char kImage950[] = "fake image for gfx950";
 constexpr char kImage942[] = "fake image for gfx942";
+constexpr char kImage90[] = "fake image for sm_90";
 
 KernelImage Image(const char* arch, const char* text) {
   return {arch, {reinterpret_cast<const std::byte*>(text), std::strlen(text) + 1}};
@@ -156,9 +157,9 @@ TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
   }
 }
 
-// The whole host path, gfx950 and gfx942 tiles, against the oracle.
+// The whole host path, by the entry points of either vendor, against the oracle.
 TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
-  for (const char* arch : {"gfx950", "gfx942"}) {
+  for (const char* arch : {"gfx950", "gfx942", "sm_90"}) {
     control_->arch = arch;
     conformance::SamplerOptions sampler;
     sampler.seed = 5;
@@ -166,6 +167,10 @@ TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
     sampler.typical_flop = 1e6;
     sampler.max_flop = 3e6;
     HipBackendOptions options = Options();
+    if (std::string(arch) == "sm_90") {
+      options.vendor = Vendor::kNvidia;
+      options.images = {Image("sm_90", kImage90)};
+    }
     auto probe = HipBackend::Create(options);
     ASSERT_TRUE(probe.ok()) << probe.status();
     conformance::SuiteOptions suite;

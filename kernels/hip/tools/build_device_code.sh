@@ -1,20 +1,34 @@
 #!/usr/bin/env bash
-# Compiles device_code.hip for every architecture whose compiler is there and packs the images into
-# one object file. Runs from the workspace root; needs no GPU and no ROCm.
+# Compiles device code for every architecture whose compiler is there and packs the images into one
+# object file. Runs from the workspace root; needs no GPU and no ROCm.
 #
-#   build_device_code.sh OUT_DIR [--require ARCH,...]
+#   build_device_code.sh OUT_DIR [--source FILE] [--symbols PREFIX] [--require ARCH,...]
 #
 # Writes OUT_DIR/{gfx950.co,gfx942.co,sm_90.cubin,kernel_images.o}, and for the report the compilers'
-# resource usage (usage.txt) and the assembly (gfx950.s, gfx942.s). A missing compiler leaves an empty image and a line on stderr, unless --require names the architecture.
-# HIP_CLANG and NVCC override the compilers; ROCM_PATH selects ROCm's own clang.
+# resource usage (usage.txt) and the assembly (gfx950.s, gfx942.s). Images lie between the symbols
+# PREFIX_ARCH_begin and PREFIX_ARCH_end. A missing compiler leaves an empty image and a line on
+# stderr, unless --require names the architecture. HIP_CLANG and NVCC override the compilers;
+# ROCM_PATH selects ROCm's own clang.
 set -euo pipefail
 
 out="$1"
 shift
-required=""
-if [[ "${1:-}" == "--require" ]]; then required=",$2,"; fi
-mkdir -p "$out"
 source=kernels/hip/device_code.hip
+symbols=mla_image
+required=""
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --source) source="$2" ;;
+    --symbols) symbols="$2" ;;
+    --require) required=",$2," ;;
+    *)
+      echo "build_device_code: no option $1" >&2
+      exit 2
+      ;;
+  esac
+  shift 2
+done
+mkdir -p "$out"
 
 find_tool() {
   local tool
@@ -69,7 +83,7 @@ compile_nvidia
 {
   echo '.section .rodata.mla_images,"a",@progbits'
   for pair in gfx950:gfx950.co gfx942:gfx942.co sm_90:sm_90.cubin; do
-    name="mla_image_${pair%%:*}"
+    name="${symbols}_${pair%%:*}"
     echo ".balign 4096"
     echo ".global ${name}_begin, ${name}_end"
     echo "${name}_begin: .incbin \"$out/${pair##*:}\""
