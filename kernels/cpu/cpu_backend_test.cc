@@ -1,6 +1,7 @@
 // What conformance does not show of the CPU backend: its life, refusals, slots, memory and costs.
 #include "kernels/cpu/cpu_backend.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <string>
@@ -25,7 +26,7 @@ BackendLimits SmallLimits() {
   limits.launch_requests = 4;
   limits.launch_rows = 64;
   limits.launch_packed_rows = 256;
-  limits.partial_rows = 256;
+  limits.partial_rows = 280;
   limits.max_o_dim = 32;
   limits.slot_workspace_bytes = 4096;
   limits.reduce_tiles = 16;
@@ -113,6 +114,50 @@ TEST(CpuBackendTest, AnswersAStepThroughWaitAndThroughDone) {
   }
 }
 
+// 70 pieces of one KV row each, the last one seen by nobody: more than are merged at a time.
+TEST(CpuBackendTest, PiecesOfOneTileAreMergedByWhoeverIsFree) {
+  constexpr int32_t kPieces = 70, kHeads = 4;
+  for (const int32_t threads : {1, 4}) {
+    const auto backend = Make(threads);
+    Step step(0.0f);
+    std::vector<Bf16> kv(kPieces * 48, ToBf16(0.0f));
+    for (int32_t r = 0; r < kPieces; ++r) kv[static_cast<size_t>(r) * 48] = ToBf16(r % 8);
+    step.append.kv = kv.data();
+    step.append.rows = kPieces;
+    step.request.kv_rows = kPieces - 1;
+    std::vector<WorkInfo> work;
+    std::vector<int32_t> partials;
+    for (int32_t i = 0; i < kPieces; ++i) {
+      work.push_back(step.work);
+      work.back().partial_row = i * kHeads;
+      work.back().kv_begin = i;
+      work.back().kv_end = i + 1;
+      partials.push_back(i * kHeads);
+    }
+    const int32_t work_indptr[] = {0, kPieces}, reduce_indptr[] = {0, kPieces};
+    ReduceTile tile{};
+    tile.q_end = 1;
+    tile.heads = PackHeads(0, kHeads);
+    std::fill(step.q.begin(), step.q.end(), ToBf16(0.0f));
+    step.params.plan.work_indptr = work_indptr;
+    step.params.plan.work_info = work;
+    step.params.plan.reduce_indptr = reduce_indptr;
+    step.params.plan.reduce_final_map = {&tile, 1};
+    step.params.plan.reduce_partial_map = partials;
+    step.params.plan.partial_rows = kPieces * kHeads;
+    ASSERT_TRUE(step.Record(*backend, 0).ok());
+    ASSERT_TRUE(backend->Submit(0).ok());
+    ASSERT_TRUE(backend->Wait(0).ok());
+    double sum = 0.0;
+    for (int32_t r = 0; r < kPieces - 1; ++r) sum += r % 8;
+    for (int32_t head = 0; head < kHeads; ++head) {
+      EXPECT_NEAR(ToFloat(step.o[static_cast<size_t>(head) * 32]), sum / (kPieces - 1), 0.01);
+      EXPECT_EQ(ToFloat(step.o[static_cast<size_t>(head) * 32 + 1]), 0.0f);
+      EXPECT_NEAR(step.lse[head], std::log(kPieces - 1.0), 1e-4);
+    }
+  }
+}
+
 TEST(CpuBackendTest, TwoLaunchesInFlightRunInOrder) {
   const auto backend = Make(2);
   for (int32_t repeat = 0; repeat < 50; ++repeat) {
@@ -175,7 +220,7 @@ TEST(CpuBackendTest, RefusesWhatItWasNotConfiguredFor) {
   step.params.desc.geometry.kv_lora_rank = 4096;
   EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kResourceExhausted);
   step.params.desc.geometry = kGeometry;
-  step.params.plan.partial_rows = 257;
+  step.params.plan.partial_rows = 281;
   EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kResourceExhausted);
   step.params.plan.partial_rows = 0;
   step.params.desc.form = AttentionForm::kExpanded;

@@ -166,6 +166,37 @@ void Gemm(const GemmArgs& args) {
   }
 }
 
+// 16 vectors of 16 dwords: t[i][j] becomes t[j][i].
+inline void Transpose16(__m512i (&t)[16]) {
+  __m512i u[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    u[2 * i] = _mm512_unpacklo_epi32(t[2 * i], t[2 * i + 1]);
+    u[2 * i + 1] = _mm512_unpackhi_epi32(t[2 * i], t[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[4 * i] = _mm512_unpacklo_epi64(u[4 * i], u[4 * i + 2]);
+    t[4 * i + 1] = _mm512_unpackhi_epi64(u[4 * i], u[4 * i + 2]);
+    t[4 * i + 2] = _mm512_unpacklo_epi64(u[4 * i + 1], u[4 * i + 3]);
+    t[4 * i + 3] = _mm512_unpackhi_epi64(u[4 * i + 1], u[4 * i + 3]);
+  }
+  // Now lane q of t[4 g + c] holds column 4 q + c of rows 4 g .. 4 g + 3.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i a = _mm512_shuffle_i32x4(t[c], t[4 + c], 0x88);
+    const __m512i b = _mm512_shuffle_i32x4(t[8 + c], t[12 + c], 0x88);
+    const __m512i d = _mm512_shuffle_i32x4(t[c], t[4 + c], 0xdd);
+    const __m512i e = _mm512_shuffle_i32x4(t[8 + c], t[12 + c], 0xdd);
+    u[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+    u[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    u[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
+    u[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) t[i] = u[i];
+}
+
 constexpr int32_t kLdp = kTileRows;  // p: bf16 [columns][kLdp], KV rows padded to 32 with zeros
 
 template <bool kRest>
