@@ -54,7 +54,8 @@ class Engine::Impl {
       impl_.holder_ = std::this_thread::get_id();
     }
     ~Role() {
-      const bool work_left = impl_.core_->inflight() || !impl_.core_->pending().empty();
+      // What waits for siblings or KV rows is no work: its time is NextTick.
+      const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       impl_.holder_ = std::thread::id();
       impl_.role_.unlock();

@@ -48,6 +48,9 @@ class EngineCore {
 
   // --- Launches. Each returns true if it did anything.
   bool StartLaunch();
+  // False when requests wait, if any, for others or for time to pass (NextTick), and not for a
+  // launch.
+  bool MayLaunch() const { return !pending_.empty() && !nothing_ready_; }
   // Completes the oldest launch: waits for it if `wait`, else only if it is done.
   bool CompleteLaunch(bool wait);
   bool inflight() const { return launcher_->inflight() > 0; }
@@ -142,7 +145,8 @@ class EngineCore {
   std::vector<StreamRequest*> failed_;        // scratch of FailLaunches
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
-  int32_t repeats_ = 0;  // pending requests that are repeats and not compared yet
+  int32_t repeats_ = 0;         // pending requests that are repeats and not compared yet
+  bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
   bool draining_ = false;
   std::atomic<int32_t> owned_{0};
   EngineStats stats_;

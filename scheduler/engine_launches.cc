@@ -37,7 +37,8 @@ bool EngineCore::StartLaunch() {
   FailWaiting();
   if (repeats_ > 0) CompareRepeats();
   policy_.Choose(pending_, clock_->Now(), launch->batch);
-  if (launch->batch.empty() && page_work_.operations() <= kPageWorkMost) return false;
+  nothing_ready_ = launch->batch.empty();
+  if (nothing_ready_ && page_work_.operations() <= kPageWorkMost) return false;
   launch->work.Clear();
   launch->work.Swap(page_work_);
   const MonotonicNanos now = clock_->Now();
@@ -65,6 +66,7 @@ bool EngineCore::CompleteLaunch(bool wait) {
 
 void EngineCore::FinishLaunch(Launch* launch) {
   const MonotonicNanos begin = clock_->Now();
+  nothing_ready_ = false;
   LaunchReport& report = launch->report;
   ++stats_.launches;
   stats_.launches_mixed_layers += report.layers > 1;

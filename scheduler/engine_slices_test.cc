@@ -178,6 +178,7 @@ TEST_P(EngineSlicesTest, ALateSiblingCostsTheBoundAndNobodyElseWaits) {
   EXPECT_FALSE(slices[0]->answered());
   // The engine asks to be woken exactly at the bound.
   EXPECT_EQ(r.h_->core().NextTick(), r.h_->clock().Now() + kWaitMicros * 1000);
+  EXPECT_FALSE(r.h_->core().MayLaunch());
   r.h_->AdvanceMicros(kWaitMicros - 1);
   r.h_->Run();
   EXPECT_FALSE(slices[0]->answered());

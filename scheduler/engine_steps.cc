@@ -27,6 +27,7 @@ void EngineCore::Accept(StreamRequest* request) {
   Fault fault;
   absl::Status status;
   bool wait = false;
+  nothing_ready_ = false;
   if (!streams_.contains(request->stream)) {
     Answer(request, absl::CancelledError("the stream is closed"), fault);
     return;
