@@ -12,9 +12,10 @@
 //                in the host buffers
 //
 // Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
-// which is free. Launches execute in submission order, so a launch sees all appends of the ones
-// before it. Everything passed by span or pointer to an enqueue call stays valid and unchanged
-// until Wait(slot) has returned.
+// which is free, and RegisterHost and UnregisterHost, which any thread may call at any time.
+// Launches execute in submission order, so a launch sees all appends of the ones before it.
+// Everything passed by span or pointer to an enqueue call stays valid and unchanged until
+// Wait(slot) has returned.
 //
 // Errors: capability misses are UNIMPLEMENTED with wanted / supported / missing / device in the
 // message; exhausted preallocated space is RESOURCE_EXHAUSTED; device faults are INTERNAL, after
@@ -146,8 +147,8 @@ class AttentionBackend {
 
   // Tells the backend about host memory that later launches will read from and write to, so that it
   // can pin it once; and that the memory is about to go. Between the two, StageInput and
-  // StageOutput may be given addresses inside it. A backend that works on host memory in place has
-  // nothing to do.
+  // StageOutput may be given addresses inside it. Pinning takes milliseconds, so nobody should be
+  // kept waiting for it. A backend that works on host memory in place has nothing to do.
   virtual absl::Status RegisterHost(std::span<std::byte> memory) {
     static_cast<void>(memory);
     return absl::OkStatus();

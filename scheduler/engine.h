@@ -203,7 +203,7 @@ class Engine {
   // Memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
   // Makes memory of the caller's as reachable as AllocateHost's, until UnregisterHost; no request
-  // may point into it any more then.
+  // may point into it any more then. Neither waits for launches of others.
   absl::Status RegisterHost(std::span<std::byte> memory);
   void UnregisterHost(std::span<std::byte> memory);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,19 +22,22 @@ inline int64_t AlignRegion(int64_t bytes) {
 }
 
 // Host memory that the device's copies reach by themselves, in pieces. Piece by piece, because a
-// copy may not cross from one into another.
+// copy may not cross from one into another. Any thread.
 class PinnedRanges {
  public:
   void Add(const void* at, int64_t bytes) {
+    const std::lock_guard lock(mutex_);
     const auto begin = reinterpret_cast<uintptr_t>(at);
     ranges_.push_back({begin, begin + static_cast<uintptr_t>(bytes)});
   }
   // True if a piece began there.
   bool Remove(const void* at) {
+    const std::lock_guard lock(mutex_);
     const auto begin = reinterpret_cast<uintptr_t>(at);
     return std::erase_if(ranges_, [begin](const Range& r) { return r.begin == begin; }) > 0;
   }
   bool Hold(const void* at, int64_t bytes) const {
+    const std::lock_guard lock(mutex_);
     const auto begin = reinterpret_cast<uintptr_t>(at);
     return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range& r) {
       return begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end;
@@ -44,6 +48,7 @@ class PinnedRanges {
   struct Range {
     uintptr_t begin, end;
   };
+  mutable std::mutex mutex_;
   std::vector<Range> ranges_;
 };
 

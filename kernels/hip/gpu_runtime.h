@@ -3,7 +3,8 @@
 // here is linked, so one binary runs on nodes with either vendor's driver or with none.
 //
 // A GpuRuntime is one device of one vendor. All calls make the device current on the calling thread
-// first, so any thread may make them, one at a time. Calls return the API's own error text with the
+// first, so any thread may make them, one at a time; RegisterHost, UnregisterHost and Synchronize
+// also beside others. Calls return the API's own error text with the
 // name of the entry point: RESOURCE_EXHAUSTED when the device is out of memory, else INTERNAL.
 #ifndef MLA_KERNELS_HIP_GPU_RUNTIME_H_
 #define MLA_KERNELS_HIP_GPU_RUNTIME_H_

@@ -379,6 +379,7 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
 absl::Status HipBackend::Fault(absl::Status status) {
   if (!status.ok() && health_.ok()) {
     health_ = absl::InternalError(absl::StrCat("device lost: ", status.message()));
+    lost_ = true;
   }
   return status;
 }

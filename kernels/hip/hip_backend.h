@@ -19,6 +19,7 @@
 #define MLA_KERNELS_HIP_HIP_BACKEND_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -62,9 +63,9 @@ class HipBackend final : public kernels::AttentionBackend {
 
   std::span<uint32_t> PageTables() override { return page_tables_; }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override;
-  // Pins the memory in place. On an error launches reach it through the pinned staging memory, as
-  // they do any other. Unregistering waits for copies under way; a device that is lost never ends
-  // them, so the pages stay pinned then until the process ends.
+  // From any thread. Pins the memory in place. On an error launches reach it through the pinned
+  // staging memory, as they do any other. Unregistering waits for copies under way; a device that
+  // is lost never ends them, so the pages stay pinned then until the process ends.
   absl::Status RegisterHost(std::span<std::byte> memory) override;
   void UnregisterHost(std::span<std::byte> memory) override;
   absl::Status LoadWeights(int32_t slot, const kernels::Geometry& geometry, int32_t head_begin,
@@ -149,6 +150,7 @@ class HipBackend final : public kernels::AttentionBackend {
   const ArchTraits* arch_;
   kernels::BackendInfo info_;
   absl::Status health_;
+  std::atomic<bool> lost_{false};  // health_ is an error, for other threads
   Module module_ = nullptr;
   Kernels kernels_;
   Streams streams_;

@@ -240,20 +240,17 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> HipBackend::AllocateHost(si
 }
 
 absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {
-  if (!health_.ok()) return health_;
+  if (lost_) return absl::UnavailableError("the device is lost");
   absl::Status s = runtime_->RegisterHost(memory.data(), static_cast<int64_t>(memory.size()));
   if (s.ok()) pinned_->Add(memory.data(), static_cast<int64_t>(memory.size()));
   return s;
 }
 
 void HipBackend::UnregisterHost(std::span<std::byte> memory) {
-  if (!pinned_->Remove(memory.data()) || !health_.ok()) return;
-  absl::Status s;
-  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
-    if (s.ok()) s = runtime_->Synchronize(stream);
-  }
-  if (s.ok()) s = runtime_->UnregisterHost(memory.data());
-  (void)Fault(std::move(s));
+  if (!pinned_->Remove(memory.data()) || lost_) return;
+  // A failure here is a device that is lost, which the launches will find out for themselves.
+  for (Stream stream : {streams_.in, streams_.out}) (void)runtime_->Synchronize(stream);
+  (void)runtime_->UnregisterHost(memory.data());
 }
 
 absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,

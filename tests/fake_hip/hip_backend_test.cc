@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -351,6 +352,29 @@ TEST_F(HipBackendTest, UnregisteringWaitsForCopiesUnderWay) {
   ASSERT_TRUE(b.Wait(0).ok());
   ASSERT_TRUE(b.ReadKv(Append(nullptr, 1), read.data()).ok());
   EXPECT_EQ(read, std::vector<kernels::Bf16>(576, 0x3f80));
+}
+
+TEST_F(HipBackendTest, RegionsComeAndGoBesideLaunches) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  int failures = 0;
+  std::thread doors([&b, &failures] {
+    for (int i = 0; i < 300; ++i) {
+      const Region region;
+      failures += !b.RegisterHost(region.bytes()).ok();
+      b.UnregisterHost(region.bytes());
+    }
+  });
+  const Region mine;
+  ASSERT_TRUE(b.RegisterHost(mine.bytes()).ok());
+  for (int i = 0; i < 300; ++i) EXPECT_TRUE(AppendOnce(b, mine.rows()).ok());
+  doors.join();
+  EXPECT_EQ(failures, 0);
+  EXPECT_EQ(control_->registered_bytes, 16384);
+  b.UnregisterHost(mine.bytes());
+  EXPECT_EQ(control_->registered_bytes, 0);
 }
 
 TEST_F(HipBackendTest, PartsLieSideBySideWhereverTheyComeFrom) {
