@@ -162,6 +162,17 @@ TEST_F(EngineFaultTest, ABackendWithoutTheExpandedFormStillTakesTheModel) {
   EXPECT_GT((*model)->expanded_min_rows, testing::TinyLimits().launch_rows);
 }
 
+TEST_F(EngineFaultTest, QueriesThatTheExpandedFormDoesNotTakeGoThroughTheAbsorbedOne) {
+  backend_->SetExpandedBf16Only();
+  Fault fault;
+  ModelSpec spec = h_->model();
+  spec.id = "second";
+  auto model = h_->core().models().Register(h_->core().FindTenant(h_->tenant()), spec, &fault);
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ((*model)->ExpandedMinRows(kernels::DType::kBf16), FaultyBackend::kExpandedRows);
+  EXPECT_GT((*model)->ExpandedMinRows(kernels::DType::kF32), testing::TinyLimits().launch_rows);
+}
+
 TEST_F(EngineFaultTest, AnUnhealthyBackendTakesNoNewSteps) {
   const SequenceInfo a = h_->Open();
   backend_->SetUnhealthy();

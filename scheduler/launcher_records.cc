@@ -243,7 +243,7 @@ absl::Status Launcher::AddCompute(Launch* launch, const Segment& segment, const 
   record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(args.o_dtype));
   if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
   if (args.profile == Profile::kExpanded) {
-    if (segment.rows >= model.expanded_min_rows) {
+    if (segment.rows >= model.ExpandedMinRows(args.q_dtype)) {
       launch->expanded.push_back(record);
       launch->plan_expanded.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
       return absl::OkStatus();

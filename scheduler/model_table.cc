@@ -124,10 +124,14 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->layout_id = *layout;
   model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
-  const bool expanded_form =
-      HasExpanded(spec) && backend_->CanRun(DescOf(spec, AttentionForm::kExpanded)).ok();
-  model->expanded_min_rows =
-      expanded_form ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
+  for (const auto& [q_dtype, min_rows] :
+       {std::pair(kernels::DType::kBf16, &model->expanded_min_rows),
+        std::pair(kernels::DType::kF32, &model->expanded_min_rows_f32)}) {
+    AttentionDesc desc = DescOf(spec, AttentionForm::kExpanded);
+    desc.q_dtype = q_dtype;
+    const bool offered = HasExpanded(spec) && backend_->CanRun(desc).ok();
+    *min_rows = offered ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
+  }
   model->tile_rows = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed)).tile_rows;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);

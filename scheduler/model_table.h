@@ -30,7 +30,13 @@ struct Model {
   kvcache::GroupLayout layout;
   kvcache::LayoutId layout_id = -1;
   int32_t sequences = 0;  // open ones; Unregister waits for zero
+  // Query rows of one request from which EXPANDED takes the expanded form; more than a launch has
+  // where the backend does not offer it. A backend may offer it for bf16 queries alone.
   int32_t expanded_min_rows = 0;
+  int32_t expanded_min_rows_f32 = 0;
+  int32_t ExpandedMinRows(kernels::DType q_dtype) const {
+    return q_dtype == kernels::DType::kF32 ? expanded_min_rows_f32 : expanded_min_rows;
+  }
   int32_t tile_rows = 0;  // packed rows of a full tile of the absorbed form
   // --- Weights
   struct Head {

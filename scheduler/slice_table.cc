@@ -55,7 +55,9 @@ bool SliceTable::Gains(const StreamRequest& request) const {
     const int32_t rows = std::min(EndRow(request), entry->offset + entry->rows) -
                          std::max(FirstRow(request), entry->offset);
     // The expanded form computes each head for itself.
-    if (args.profile == Profile::kExpanded && rows >= model.expanded_min_rows) return false;
+    if (args.profile == Profile::kExpanded && rows >= model.ExpandedMinRows(args.q_dtype)) {
+      return false;
+    }
   }
   const int64_t packed = int64_t{EndRow(request) - FirstRow(request)} * args.num_heads;
   return packed < records * model.tile_rows;

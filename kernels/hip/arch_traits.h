@@ -17,6 +17,11 @@ struct AttendVariant {
 struct ArchTraits {
   std::string_view arch;
   std::array<AttendVariant, 3> attend;  // ascending rows
+  // Up-projection and attention of the expanded form; rows as kExpandedRows.
+  int32_t expanded_threads = 256;
+  int32_t expand_shared_bytes = 0;    // dynamic; 0 where it is static
+  int32_t expanded_shared_bytes = 0;  // dynamic; 0 where it is static
+  int32_t expanded_blocks = 1;        // that a unit holds at a time
   int32_t combine_shared_bytes = 0;
   int32_t project_shared_bytes = 0;
   int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
@@ -31,6 +36,9 @@ struct ArchTraits {
 inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
     .attend = {{{16, 223744}, {64, 224000, 384}, {}}},
+    .expanded_threads = 384,
+    .expand_shared_bytes = 229424,
+    .expanded_shared_bytes = 213632,
     .combine_shared_bytes = 16384,
     .project_shared_bytes = 24576,
     .waves_per_block = 8,
@@ -41,6 +49,7 @@ inline constexpr ArchTraits kSm90Traits{
 inline constexpr ArchTraits kGfx950Traits{
     .arch = "gfx950",
     .attend = {{{64, 0}, {128, 0}, {}}},
+    .expanded_blocks = 2,
     .waves_per_block = 4,
     .blocks_per_unit = 1,
     .kv_granularity = 32,
@@ -49,6 +58,7 @@ inline constexpr ArchTraits kGfx950Traits{
 inline constexpr ArchTraits kGfx942Traits{
     .arch = "gfx942",
     .attend = {{{64, 0}, {}, {}}},
+    .expanded_blocks = 2,
     .waves_per_block = 4,
     .blocks_per_unit = 2,
     .kv_granularity = 32,

@@ -15,10 +15,14 @@
 
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/common/attend.h"
+#include "kernels/hip/common/attend_expanded.h"
+#include "kernels/hip/common/expand.h"
 #include "kernels/hip/common/project.h"
 #include "kernels/hip/common/small_kernels.h"
 #if !defined(__HIP__)
 #include "kernels/hip/sm90/attend_wgmma.h"
+#include "kernels/hip/sm90/expand_wgmma.h"
+#include "kernels/hip/sm90/expanded_wgmma.h"
 #endif
 
 namespace mla::gpu {
@@ -48,6 +52,25 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(AttendWgmma<AttendConfig<64>>::kThr
 }
 #endif
 
+#if defined(__HIP__)
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(256) mla_expand(const ExpandArgs args) {
+  Expand<ExpandedConfig>::run(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
+    mla_attend_expanded(const ExpandedArgs args) {
+  AttendExpanded<ExpandedConfig>::run(args);
+}
+#else
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandWgmma::kThreads)
+    mla_expand(const __grid_constant__ ExpandArgs args) {
+  ExpandWgmma::run(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
+    mla_attend_expanded(const __grid_constant__ ExpandedArgs args) {
+  ExpandedWgmma::run(args);
+}
+#endif
+
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
   append_kv(args);
@@ -68,6 +91,10 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
 static_assert(Attend<AttendConfig<16>>::kSharedBytes == kSm90Traits.attend[0].shared_bytes);
 static_assert(AttendWgmma<AttendConfig<64>>::kSharedBytes == kSm90Traits.attend[1].shared_bytes);
 static_assert(AttendWgmma<AttendConfig<64>>::kThreads == kSm90Traits.attend[1].threads);
+static_assert(ExpandWgmma::kThreads == kSm90Traits.expanded_threads);
+static_assert(ExpandedWgmma::kThreads == kSm90Traits.expanded_threads);
+static_assert(ExpandWgmma::kSharedBytes == kSm90Traits.expand_shared_bytes);
+static_assert(ExpandedWgmma::kSharedBytes == kSm90Traits.expanded_shared_bytes);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
 #endif

@@ -30,7 +30,6 @@ uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 
 absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
   const char* missing = nullptr;
-  if (desc.form != AttentionForm::kAbsorbed) missing = "this form";
   if (desc.row_format != kernels::RowFormat::kBf16) missing = "this row format";
   if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
   // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
@@ -40,6 +39,10 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   if (g.rope_dim != 64) missing = "this rope_dim";
   if (g.nope_dim < 0 || g.nope_dim % 8 != 0) missing = "this nope_dim";
   if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
+  if (desc.form == AttentionForm::kExpanded) {
+    if (g.nope_dim != kExpandedNope) missing = "this nope_dim in the expanded form";
+    if (g.v_dim != kExpandedValue) missing = "this v_dim in the expanded form";
+  }
   if (missing == nullptr) return absl::OkStatus();
   return absl::UnimplementedError(
       absl::StrCat("wanted: ", ToString(desc), "; supported: ", info_.supported,
@@ -48,6 +51,14 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
 
 kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
   kernels::PlanTraits traits;
+  if (desc.form == AttentionForm::kExpanded) {
+    traits.units = std::max(1, runtime_->units() * arch_->expanded_blocks);
+    traits.tile_rows = kExpandedRows;
+    traits.max_heads_per_tile = 1;
+    traits.kv_granularity = kExpandedRows;
+    traits.item_overhead_rows = 2 * kExpandedRows;
+    return traits;
+  }
   int32_t largest = 0;
   for (const AttendVariant& v : arch_->attend) largest = std::max(largest, v.rows);
   // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
@@ -58,8 +69,6 @@ kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
   traits.item_overhead_rows = arch_->item_overhead_rows;
   return traits;
 }
-
-int32_t HipBackend::ExpandedFormMinRows(const Geometry&) const { return limits_.launch_rows + 1; }
 
 absl::Status HipBackend::CheckSlot(int32_t slot) const {
   if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
@@ -302,7 +311,7 @@ absl::Status HipBackend::UploadPlan(int32_t slot, const PlanView& plan) {
   auto reduce_partial_map = metadata.Put(plan.reduce_partial_map);
   if (!reduce_partial_map.ok()) return reduce_partial_map.status();
   run = RunOnDevice{plan.generation,   *work_indptr,        *work_info, *reduce_indptr,
-                    *reduce_final_map, *reduce_partial_map, nullptr};
+                    *reduce_final_map, *reduce_partial_map, nullptr,    false};
   return absl::OkStatus();
 }
 
@@ -310,6 +319,7 @@ absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
   if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
   if (absl::Status s = CheckRun(params); !s.ok()) return s;
   if (params.plan.work_info.empty()) return absl::OkStatus();
+  if (params.desc.form == AttentionForm::kExpanded) return RunExpanded(slot, params);
   if (absl::Status s = UploadPlan(slot, params.plan); !s.ok()) return s;
   RunOnDevice& run = runs_[slot];
   auto requests = slots_[slot]->metadata().Put(params.requests);
@@ -351,6 +361,7 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
   if (run.requests == nullptr || run.generation != params.plan.generation) {
     return absl::FailedPreconditionError("combine: no Run of this plan precedes it in the launch");
   }
+  if (run.merged) return absl::OkStatus();
   int32_t rows = 0, parts = 0;
   for (size_t i = 0; i < params.plan.reduce_final_map.size(); ++i) {
     const kernels::ReduceTile& t = params.plan.reduce_final_map[i];
@@ -365,7 +376,8 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
   args.reduce_partial_map = run.reduce_partial_map;
   args.partial_o = partial_o_.As<float>();
   args.partial_lse = partial_lse_.As<float>();
-  args.o_dim = params.desc.geometry.kv_lora_rank;
+  const Geometry& g = params.desc.geometry;
+  args.o_dim = params.desc.form == AttentionForm::kExpanded ? g.v_dim : g.kv_lora_rank;
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.waves_per_row = CombineWavesPerRow(*arch_, int64_t{tiles} * rows, parts, runtime_->units());
   const LaunchShape shape{.grid_x = tiles,

@@ -30,6 +30,7 @@
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/device_memory.h"
+#include "kernels/hip/expanded_plan.h"
 #include "kernels/hip/gpu_runtime.h"
 #include "kernels/hip/kernel_images.h"
 #include "kernels/hip/launch_slot.h"
@@ -43,7 +44,10 @@ struct HipBackendOptions {
   std::vector<KernelImage> images;     // empty: BuiltInKernelImages
   double memory_fraction = 0.9;        // of the device's memory that Configure may take
   bool self_test = true;               // known-answer test of every kernel before use
-  int64_t watchdog_ms = 10000;         // longest that Wait waits for one launch
+  // Most device memory for up-projected keys and values of the expanded form. Launches that need
+  // more work through it in rounds (expanded_plan.h).
+  int64_t expanded_workspace_bytes = int64_t{640} << 20;
+  int64_t watchdog_ms = 10000;  // longest that Wait waits for one launch
 };
 
 class HipBackend final : public kernels::AttentionBackend {
@@ -107,6 +111,7 @@ class HipBackend final : public kernels::AttentionBackend {
  private:
   struct Kernels {
     Function append = nullptr, combine = nullptr, project = nullptr;
+    Function expand = nullptr, attend_expanded = nullptr;
     std::array<Function, 3> attend = {};  // as ArchTraits::attend_rows
   };
   // What Run left for Combine of the same launch.
@@ -118,6 +123,7 @@ class HipBackend final : public kernels::AttentionBackend {
     const kernels::ReduceTile* reduce_final_map = nullptr;
     const int32_t* reduce_partial_map = nullptr;
     const kernels::RequestRecord* requests = nullptr;
+    bool merged = false;  // nothing is left to combine
   };
   struct Weights {  // of one slot: all heads of the model, and which of them have come
     DeviceBuffer uk, uv;
@@ -144,6 +150,15 @@ class HipBackend final : public kernels::AttentionBackend {
                              const ProjectArgs& args);
   absl::Status CheckRun(const kernels::AttentionParams& params) const;
   absl::Status UploadPlan(int32_t slot, const kernels::PlanView& plan);
+  // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
+  int64_t ExpandedWorkspaceBytes(const kernels::BackendLimits& limits) const;
+  // Of a plan's rounds; its workspace and carried rows are as Allocate made them.
+  ExpandedPlanOptions ExpandedOptions(const kernels::BackendLimits& limits) const;
+  int64_t MetadataBytes(const kernels::BackendLimits& limits) const;
+  absl::Status CheckExpanded(const kernels::AttentionParams& params) const;
+  absl::Status RunExpanded(int32_t slot, const kernels::AttentionParams& params);
+  absl::Status AddRound(int32_t slot, const ExpandedPlan::Round& round, const ExpandArgs& expand,
+                        const ExpandedArgs& attend);
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
@@ -158,6 +173,8 @@ class HipBackend final : public kernels::AttentionBackend {
   kernels::BackendLimits limits_;
   bool configured_ = false;
   DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weight_pointers_;
+  DeviceBuffer expanded_workspace_;
+  std::unique_ptr<ExpandedPlan> expanded_plan_;  // null without a workspace
   PinnedBuffer table_host_, weight_pointers_host_;
   std::span<uint32_t> page_tables_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;

@@ -37,23 +37,6 @@ int64_t ProjectionTiles(const BackendLimits& l) {
          1;
 }
 
-// Bytes of one launch's metadata: records of every verb, three plans, changed table entries, and
-// the alignment of each array.
-int64_t MetadataBytes(const BackendLimits& l) {
-  constexpr int64_t kRuns = 3;
-  constexpr int64_t kSlack = 256 * 1024;
-  const int64_t requests =
-      static_cast<int64_t>(l.launch_requests) *
-      (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) + sizeof(int32_t) +
-       2 * (sizeof(kernels::ProjectionRecord) + sizeof(ProjectTile)) + kRegionAlignment);
-  const int64_t tiles = 2 * ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile));
-  const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
-                       (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
-                       l.reduce_partials * sizeof(int32_t);
-  const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
-  return requests + tiles + kRuns * plan + tables + kSlack;
-}
-
 absl::StatusOr<std::span<const std::byte>> FindImage(const std::vector<KernelImage>& images,
                                                      const GpuRuntime& runtime) {
   std::vector<std::string> built;
@@ -106,8 +89,9 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
   info_.device = runtime_->name();
   info_.arch = runtime_->arch();
   info_.supported =
-      "absorbed form, kv_lora_rank 512, rope_dim 64, nope_dim and v_dim multiples of 8, bf16 rows, "
-      "bf16 queries, bf16 or fp32 outputs, any heads, query rows and page size";
+      "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
+      "kv_lora_rank 512, rope_dim 64, bf16 rows, bf16 queries, bf16 or fp32 outputs, any heads, "
+      "query rows and page size";
   info_.units = runtime_->units();
   info_.unified_memory = false;
   info_.absorbed_q_of_f32 = kernels::DType::kBf16;  // the kernels read no other queries
@@ -132,6 +116,10 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
   absl::Status s = find(kAppendKernel, 0, &kernels_.append);
   if (s.ok()) s = find(kCombineKernel, arch_->combine_shared_bytes, &kernels_.combine);
   if (s.ok()) s = find(kProjectKernel, arch_->project_shared_bytes, &kernels_.project);
+  if (s.ok()) s = find(kExpandKernel, arch_->expand_shared_bytes, &kernels_.expand);
+  if (s.ok()) {
+    s = find(kExpandedKernel, arch_->expanded_shared_bytes, &kernels_.attend_expanded);
+  }
   for (size_t i = 0; s.ok() && i < arch_->attend.size(); ++i) {
     const AttendVariant& v = arch_->attend[i];
     if (v.rows == 0) continue;
@@ -149,13 +137,33 @@ absl::Status HipBackend::CreateStreams() {
   return absl::OkStatus();
 }
 
+// Bytes of one launch's metadata: records of every verb, three plans, changed table entries, and
+// the alignment of each array.
+int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
+  constexpr int64_t kRuns = 3;
+  constexpr int64_t kSlack = 256 * 1024;
+  const int64_t requests =
+      static_cast<int64_t>(l.launch_requests) *
+      (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) + sizeof(int32_t) +
+       2 * (sizeof(kernels::ProjectionRecord) + sizeof(ProjectTile)) + kRegionAlignment);
+  const int64_t tiles = 2 * ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile));
+  const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
+                       (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
+                       l.reduce_partials * sizeof(int32_t);
+  const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t rounds =
+      ExpandedWorkspaceBytes(l) > 0 ? ExpandedPlan::MetadataBytes(ExpandedOptions(l)) : 0;
+  return requests + tiles + kRuns * plan + tables + rounds + kSlack;
+}
+
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
   const int64_t slot = AlignRegion(MetadataBytes(l)) + AlignRegion(l.staging_in_bytes) +
                        AlignRegion(l.staging_out_bytes) + AlignRegion(l.slot_workspace_bytes);
   return l.kv_pool_bytes + l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
-         l.partial_rows * (static_cast<int64_t>(l.max_o_dim) + 1) * sizeof(float) +
-         l.weights_bytes + l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) +
-         l.launch_slots * slot;
+         (l.partial_rows + l.launch_rows) * (static_cast<int64_t>(l.max_o_dim) + 1) *
+             static_cast<int64_t>(sizeof(float)) +
+         ExpandedWorkspaceBytes(l) + l.weights_bytes +
+         l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) + l.launch_slots * slot;
 }
 
 absl::Status HipBackend::Configure(const BackendLimits& limits) {
@@ -181,13 +189,17 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   limits_ = limits;
   const int64_t tables = limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
-  const int64_t partials = limits.partial_rows * static_cast<int64_t>(sizeof(float));
+  // Behind the plan's partial rows: what the expanded form carries between rounds.
+  const int64_t partials =
+      (limits.partial_rows + limits.launch_rows) * static_cast<int64_t>(sizeof(float));
   for (const auto& [buffer, what, bytes] :
        {std::tuple(&pool_, "kv pool", limits.kv_pool_bytes),
         std::tuple(&table_mirror_, "page tables", tables),
         std::tuple(&partial_o_, "partial outputs", partials * limits.max_o_dim),
         std::tuple(&partial_lse_, "partial log-sum-exps", partials),
-        std::tuple(&weight_pointers_, "weight pointers", pointers)}) {
+        std::tuple(&weight_pointers_, "weight pointers", pointers),
+        std::tuple(&expanded_workspace_, "expanded keys and values",
+                   ExpandedWorkspaceBytes(limits))}) {
     absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime_.get(), what, bytes);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
@@ -211,6 +223,11 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   runs_.resize(static_cast<size_t>(limits.launch_slots));
   weights_.resize(static_cast<size_t>(limits.weights_slots));
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
+  if (expanded_workspace_.bytes() > 0) {
+    auto plan = ExpandedPlan::Create(ExpandedOptions(limits));
+    if (!plan.ok()) return plan.status();
+    expanded_plan_ = *std::move(plan);
+  }
   configured_ = true;
   return absl::OkStatus();
 }
@@ -223,10 +240,11 @@ void HipBackend::Release() {
   runs_.clear();
   weights_.clear();
   weight_bytes_ = 0;
-  for (DeviceBuffer* buffer :
-       {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &weight_pointers_}) {
+  for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_,
+                               &weight_pointers_, &expanded_workspace_}) {
     *buffer = DeviceBuffer();
   }
+  expanded_plan_.reset();
   table_host_ = PinnedBuffer();
   weight_pointers_host_ = PinnedBuffer();
   page_tables_ = {};

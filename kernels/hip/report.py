@@ -2,9 +2,9 @@
 
 Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
 usage.txt, the compilers' resource reports, and the assembly of the AMD architectures. Prints, for
-each kernel and architecture, registers, LDS, scratch and spills; for each attention kernel on AMD
-the instructions of its KV-tile loop and the clocks they take. Exits 1 on any spill or scratch, on
-LDS over the limit of the architecture, and when the folder holds no kernel at all.
+each kernel and architecture, registers, LDS, scratch and spills; for each kernel of matrix products
+on AMD the instructions of its inner loop and the clocks they take. Exits 1 on any spill or scratch,
+on LDS over the limit of the architecture, and when the folder holds no kernel at all.
 """
 
 import argparse
@@ -30,9 +30,29 @@ LDS_CLOCKS = {"ds_read_b128": 8, "ds_write_b128": 8, "ds_read_b64": 4, "ds_read_
 ISSUE_CLOCKS = 4
 # CUs, clock in GHz, and the memory bandwidth in TB/s that the kernels are held against.
 MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}
-TILE_ROWS = 32
-ROW_BYTES = 1152
 WAVES = 4
+
+
+@dataclasses.dataclass
+class Loop:
+    """One turn of a kernel's inner loop in a block: what it is, and what it must do."""
+
+    what: str
+    flop: int
+    read: int  # bytes it brings in
+
+
+def loop_of(arch, kernel):
+    """The inner loop of a kernel of matrix products; None for the others."""
+    if kernel == "mla_expand":
+        # 128 rows and both weights of a head, depth 64, 256 columns.
+        return Loop("depth 64 of 128 rows and a head", 128 * 256 * 64 * 2, 3 * 128 * 128)
+    if kernel == "mla_attend_expanded":
+        rows = {"gfx950": 64, "gfx942": 32}[arch]
+        return Loop(f"KV tile of {rows} rows", 128 * rows * 2 * (192 + 128), rows * 640)
+    if match := re.fullmatch(r"mla_attend_(\d+)", kernel):
+        return Loop("KV tile of 32 rows", int(match.group(1)) * 32 * 2 * (576 + 512), 32 * 1152)
+    return None
 
 
 @dataclasses.dataclass
@@ -92,8 +112,9 @@ def parse_usage(text):
 
 
 def tile_loop(assembly, kernel):
-    """Instruction counts of the kernel's KV-tile loop: the blocks at loop depth two."""
-    counts, inside, depth = {}, False, 0
+    """Instruction counts of the kernel's inner loop: the blocks at loop depth two, without what the
+    source marks as rare."""
+    counts, inside, depth, rare = {}, False, 0, False
     for line in assembly.splitlines():
         if line.startswith(kernel + ":"):
             inside = True
@@ -106,16 +127,18 @@ def tile_loop(assembly, kernel):
             depth = int(found.group(1)) if found else 0
         elif header := re.search(r"Loop Header: Depth=(\d)", line):
             depth = int(header.group(1))
-        elif depth == 2 and (name := re.match(r"\s+([a-z]\w+)", line)):
+        elif found := re.search(r"; rare path (begins|ends)", line):
+            rare = found.group(1) == "begins"
+        elif depth == 2 and not rare and (name := re.match(r"\s+([a-z]\w+)", line)):
             key = re.sub(r"_e(32|64)$", "", name.group(1))
             counts[key] = counts.get(key, 0) + 1
     return counts
 
 
-def bounds(arch, counts):
-    """Clocks of one KV tile on one CU: memory, matrix, LDS, issue."""
+def bounds(arch, counts, read):
+    """Clocks of one turn of the loop on one CU: memory (each byte from HBM), matrix, LDS, issue."""
     cus, ghz, bandwidth = MACHINE[arch]
-    memory = TILE_ROWS * ROW_BYTES / (bandwidth * 1e3 / cus / ghz)
+    memory = read / (bandwidth * 1e3 / cus / ghz)
     matrix = sum(counts.get(name, 0) * clocks for name, clocks in MATRIX_CLOCKS[arch].items())
     lds = WAVES * sum(counts.get(name, 0) * clocks for name, clocks in LDS_CLOCKS.items())
     issue = sum(ISSUE_CLOCKS * n for name, n in counts.items() if not name.startswith("s_"))
@@ -127,22 +150,23 @@ def count(counts, *prefixes):
     return sum(n for name, n in counts.items() if name.startswith(prefixes))
 
 
-def print_loop(arch, kernel, counts):
-    """One kernel's loop: counts, then clocks a tile and what they imply."""
-    print(f"\n{arch} {kernel}, KV tile of {TILE_ROWS} rows, per wave: "
+def print_loop(arch, kernel, loop, counts):
+    """One kernel's loop: counts, then clocks a turn and what they imply."""
+    print(f"\n{arch} {kernel}, {loop.what}, per wave: "
           f"{count(counts, 'v_mfma')} matrix, {count(counts, 'ds_')} LDS, "
           f"{count(counts, 'global_', 'flat_', 'buffer_')} global, "
           f"{count(counts, 's_barrier')} barrier, "
           f"{count(counts, 'v_exp', 'v_log', 'v_rcp')} transcendental, "
           f"{count(counts, 'v_') - count(counts, 'v_mfma')} vector in all")
-    memory, matrix, lds, issue = bounds(arch, counts)
-    slowest = max(memory, matrix, lds, issue)
-    rows = int(kernel.rsplit("_", 1)[1])
-    flop = rows * TILE_ROWS * 2 * (576 + 512)
-    print(f"  clocks a tile: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s), matrix {matrix}, "
+    memory, matrix, lds, issue = bounds(arch, counts, loop.read)
+    # What the expanded form reads is shared by neighbours in time and comes from the caches.
+    cached = "expand" in kernel
+    slowest = max(0 if cached else memory, matrix, lds, issue)
+    print(f"  clocks: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s"
+          f"{', were nothing cached' if cached else ''}), matrix {matrix}, "
           f"LDS {lds}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} %, "
-          f"{TILE_ROWS * ROW_BYTES / flop:.4f} B of memory and "
-          f"{lds * 128 / flop:.4f} B of LDS a FLOP")
+          f"{loop.read / loop.flop:.4f} B of memory and "
+          f"{lds * 128 / loop.flop:.4f} B of LDS a FLOP")
 
 
 def main():
@@ -162,8 +186,9 @@ def main():
     for arch in MACHINE:
         assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
         for r in records:
-            if r.arch == arch and r.kernel.startswith("mla_attend_"):
-                print_loop(arch, r.kernel, tile_loop(assembly, r.kernel))
+            loop = loop_of(arch, r.kernel)
+            if r.arch == arch and loop is not None:
+                print_loop(arch, r.kernel, loop, tile_loop(assembly, r.kernel))
     faults = [fault for r in records for fault in r.faults()]
     for fault in faults:
         print(f"FAULT {fault}")

@@ -47,6 +47,8 @@ struct Data {
   std::vector<Bf16> w_uv = Pattern(size_t{kHeads} * 512 * 128, 4);
   std::vector<float> o = std::vector<float>(size_t{kQueries} * kHeads * kODim, NAN);
   std::vector<float> lse = std::vector<float>(size_t{kQueries} * kHeads, NAN);
+  // The same by the expanded form.
+  std::vector<float> expanded_o = o, expanded_lse = lse;
 };
 
 struct Answer {
@@ -80,20 +82,21 @@ Answer Expected(const Data& d, int32_t row, int32_t head) {
   return answer;
 }
 
-absl::Status Compare(const Data& d) {
+absl::Status Compare(const Data& d, const std::vector<float>& o, const std::vector<float>& lse,
+                     const char* form) {
   for (int32_t row = 0; row < kQueries; ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
       const Answer want = Expected(d, row, head);
       const size_t at = static_cast<size_t>(row) * kHeads + head;
-      if (!(std::abs(d.lse[at] - want.lse) < 2e-3)) {
-        return absl::InternalError(absl::StrCat("lse of row ", row, " head ", head, ": got ",
-                                                d.lse[at], ", want ", want.lse));
+      if (!(std::abs(lse[at] - want.lse) < 2e-3)) {
+        return absl::InternalError(absl::StrCat(form, " form, lse of row ", row, " head ", head,
+                                                ": got ", lse[at], ", want ", want.lse));
       }
       for (int v = 0; v < kODim; ++v) {
-        if (std::abs(d.o[at * kODim + v] - want.o[v]) < 0.02) continue;
-        return absl::InternalError(absl::StrCat("output of row ", row, " head ", head, " column ",
-                                                v, ": got ", d.o[at * kODim + v], ", want ",
-                                                want.o[v]));
+        if (std::abs(o[at * kODim + v] - want.o[v]) < 0.02) continue;
+        return absl::InternalError(absl::StrCat(form, " form, output of row ", row, " head ", head,
+                                                " column ", v, ": got ", o[at * kODim + v],
+                                                ", want ", want.o[v]));
       }
     }
   }
@@ -120,10 +123,25 @@ struct Plan {
   }
 };
 
+// The expanded form's: a tile a head, whole.
+struct ExpandedFormPlan {
+  std::vector<int32_t> work_indptr{0, kHeads / 2, kHeads};
+  std::vector<kernels::WorkInfo> work_info;
+  std::vector<int32_t> reduce_indptr{0};
+
+  ExpandedFormPlan() {
+    for (int32_t head = 0; head < kHeads; ++head) {
+      work_info.push_back(
+          {0, kernels::kUnsplit, 0, kQueries, 0, kRows, 0, kernels::PackHeads(head, head + 1)});
+    }
+  }
+  kernels::PlanView View() const { return {work_indptr, work_info, reduce_indptr, {}, {}, 0, 2}; }
+};
+
 // Addresses of one launch in the backend's memory.
 struct Staged {
   const void *kv, *q;
-  void *absorbed, *latent, *o, *lse;
+  void *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse;
 };
 
 absl::StatusOr<Staged> Stage(AttentionBackend& backend, Data& d) {
@@ -132,13 +150,18 @@ absl::StatusOr<Staged> Stage(AttentionBackend& backend, Data& d) {
   auto q = backend.StageInput(0, d.q.data(), d.q.size() * sizeof(Bf16));
   auto o = backend.StageOutput(0, d.o.data(), d.o.size() * sizeof(float));
   auto lse = backend.StageOutput(0, d.lse.data(), d.lse.size() * sizeof(float));
+  auto expanded_o =
+      backend.StageOutput(0, d.expanded_o.data(), d.expanded_o.size() * sizeof(float));
+  auto expanded_lse =
+      backend.StageOutput(0, d.expanded_lse.data(), d.expanded_lse.size() * sizeof(float));
   auto absorbed = backend.SlotWorkspace(0, packed * kRowDim * sizeof(Bf16));
   auto latent = backend.SlotWorkspace(0, packed * 512 * sizeof(float));
   for (const absl::Status& status :
-       {kv.status(), q.status(), o.status(), lse.status(), absorbed.status(), latent.status()}) {
+       {kv.status(), q.status(), o.status(), lse.status(), expanded_o.status(),
+        expanded_lse.status(), absorbed.status(), latent.status()}) {
     if (!status.ok()) return status;
   }
-  return Staged{*kv, *q, *absorbed, *latent, *o, *lse};
+  return Staged{*kv, *q, *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse};
 }
 
 kernels::RequestRecord Request(const Staged& s) {
@@ -159,6 +182,18 @@ kernels::RequestRecord Request(const Staged& s) {
   r.num_heads = kHeads;
   r.softmax_scale = kScale;
   r.causal = 1;
+  return r;
+}
+
+kernels::RequestRecord ExpandedFormRequest(const Staged& s) {
+  kernels::RequestRecord r = Request(s);
+  r.q = s.q;
+  r.o = s.expanded_o;
+  r.lse = static_cast<float*>(s.expanded_lse);
+  r.q_row_stride = kHeads * kQDim;
+  r.q_head_stride = kQDim;
+  r.o_row_stride = kHeads * kODim;
+  r.o_head_stride = kODim;
   return r;
 }
 
@@ -183,12 +218,20 @@ absl::Status Launch(AttentionBackend& backend, Data& d) {
   params.requests = {&request, 1};
   params.page_tables = backend.PageTables().data();
   params.plan = plan.View();
+  const kernels::RequestRecord expanded_request = ExpandedFormRequest(*staged);
+  const ExpandedFormPlan expanded_plan;
+  kernels::AttentionParams expanded = params;
+  expanded.desc.form = kernels::AttentionForm::kExpanded;
+  expanded.requests = {&expanded_request, 1};
+  expanded.plan = expanded_plan.View();
   absl::Status s = backend.PublishPageTable(0, {&table, 1});
   if (s.ok()) s = backend.AppendKv(0, {&append, 1});
   if (s.ok()) s = backend.Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1});
   if (s.ok()) s = backend.Run(0, params);
   if (s.ok()) s = backend.Combine(0, params);
   if (s.ok()) s = backend.Project(0, kGeometry, DType::kF32, DType::kF32, {&project, 1});
+  if (s.ok()) s = backend.Run(0, expanded);
+  if (s.ok()) s = backend.Combine(0, expanded);
   if (s.ok()) s = backend.Submit(0);
   if (!s.ok()) return s;
   return backend.Wait(0).status();
@@ -211,7 +254,7 @@ kernels::BackendLimits SelfTestLimits() {
   l.staging_in_bytes = int64_t{1} << 20;
   l.staging_out_bytes = int64_t{1} << 20;
   l.slot_workspace_bytes = int64_t{1} << 20;
-  l.work_items = 2;
+  l.work_items = kHeads;
   l.reduce_tiles = 1;
   l.reduce_partials = 2;
   l.max_geometry = kGeometry;
@@ -222,7 +265,8 @@ absl::Status SelfTest(AttentionBackend& backend) {
   Data data;
   absl::Status s = backend.LoadWeights(0, kGeometry, 0, kHeads, data.w_uk.data(), data.w_uv.data());
   if (s.ok()) s = Launch(backend, data);
-  return s.ok() ? Compare(data) : s;
+  if (s.ok()) s = Compare(data, data.o, data.lse, "absorbed");
+  return s.ok() ? Compare(data, data.expanded_o, data.expanded_lse, "expanded") : s;
 }
 
 }  // namespace mla::gpu

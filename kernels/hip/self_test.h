@@ -11,9 +11,9 @@ namespace mla::gpu {
 // What the test asks of Configure; a few megabytes.
 kernels::BackendLimits SelfTestLimits();
 
-// Appends, absorbs, attends with a split plan, combines and projects a small batch, and compares
-// with the same sums taken on the host in double precision. REQUIRES: memory as SelfTestLimits.
-// INTERNAL names the first value that is wrong.
+// Appends, absorbs, attends with a split plan, combines and projects a small batch, attends to it
+// in the expanded form too, and compares with the same sums taken on the host in double precision.
+// REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
 absl::Status SelfTest(kernels::AttentionBackend& backend);
 
 }  // namespace mla::gpu

@@ -27,6 +27,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t attended_records() const { return attended_records_; }
   int64_t attended_heads() const { return attended_heads_; }
   void SetAbsorbedOnly() { absorbed_only_ = true; }
+  // The expanded form for bf16 queries alone, from kExpandedRows on.
+  static constexpr int32_t kExpandedRows = 4;
+  void SetExpandedBf16Only() { expanded_bf16_only_ = true; }
   void SetUnhealthy() { healthy_ = absl::InternalError("the device is lost"); }
 
   const kernels::BackendInfo& Info() const override { return inner_->Info(); }
@@ -34,13 +37,17 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (absorbed_only_ && d.form == kernels::AttentionForm::kExpanded) {
       return absl::UnimplementedError("supported: absorbed form");
     }
+    if (expanded_bf16_only_ && d.form == kernels::AttentionForm::kExpanded &&
+        d.q_dtype != kernels::DType::kBf16) {
+      return absl::UnimplementedError("supported: bf16 queries");
+    }
     return inner_->CanRun(d);
   }
   kernels::PlanTraits Traits(const kernels::AttentionDesc& d) const override {
     return inner_->Traits(d);
   }
   int32_t ExpandedFormMinRows(const kernels::Geometry& g) const override {
-    return inner_->ExpandedFormMinRows(g);
+    return expanded_bf16_only_ ? kExpandedRows : inner_->ExpandedFormMinRows(g);
   }
   int64_t WorkspaceSize(const kernels::BackendLimits& l) const override {
     return inner_->WorkspaceSize(l);
@@ -137,6 +144,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   FaultPoint point_ = FaultPoint::kNone;
   int after_ = 0;
   bool absorbed_only_ = false;
+  bool expanded_bf16_only_ = false;
   int64_t appended_rows_ = 0;
   int64_t attended_records_ = 0;
   int64_t attended_heads_ = 0;

@@ -85,9 +85,10 @@ template <int kRows_>
 struct WaveBase {
   static constexpr int kRows = kRows_;
   static constexpr int kSlots = 1;
-  static constexpr int kGroups = 64 / kRows;  // lane groups over the depth
-  static constexpr int kDepth = 8 * kGroups;  // depth of one score step: 16 or 32
-  static constexpr int kScoreCols = kRows;    // kv rows of one score fragment
+  static constexpr bool kDirectQueries = true;  // a lane's share of Q is 16-byte chunks of one row
+  static constexpr int kGroups = 64 / kRows;    // lane groups over the depth
+  static constexpr int kDepth = 8 * kGroups;    // depth of one score step: 16 or 32
+  static constexpr int kScoreCols = kRows;      // kv rows of one score fragment
   static constexpr int kScoreElems = kRows * kRows / 64;
   static constexpr int kPvDepth = kDepth;  // kv rows of one output step
   using Acc = typename Accumulator<kRows>::Type;
@@ -126,6 +127,11 @@ struct WaveBase {
   MLA_DEVICE static void load_k(K& k, lds_t tile, int kv0, int step, int lane) {
     k.r = *(MLA_LDS u32x4*)chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)),
                                                step * kGroups + group(lane));
+  }
+  // Queries of a tile in LDS: both operands of a score product lie alike.
+  template <int kTileRows>
+  MLA_DEVICE static void load_q(Q& q, lds_t tile, int row0, int step, int lane) {
+    load_k<kTileRows>(q, tile, row0, step, lane);
   }
   // Depth order of an output operand: lane group g holds 4g .. 4g+3 and half a step further the
   // same again, which is how the score accumulators lie.

@@ -14,6 +14,9 @@
 #define __shared__ __attribute__((shared))
 #define MLA_LAUNCH_BOUNDS(threads) \
   __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(1, 1)))
+// Half the registers, so that two blocks fit a CU.
+#define MLA_LAUNCH_BOUNDS_OF_TWO(threads) \
+  __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(2, 2)))
 #else
 #define MLA_LAUNCH_BOUNDS(threads) __launch_bounds__(threads, 1)
 #endif
@@ -84,6 +87,18 @@ MLA_DEVICE MLA_GLOBAL T* as_global(const void* p) {
 MLA_DEVICE void schedule_fence() {
 #if defined(__HIP__)
   __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+// Marks code that few turns of a loop run, for report.py to leave out of its counts.
+MLA_DEVICE void rare_path_begins() {
+#if defined(__HIP__)
+  asm volatile("; rare path begins");
+#endif
+}
+MLA_DEVICE void rare_path_ends() {
+#if defined(__HIP__)
+  asm volatile("; rare path ends");
 #endif
 }
 

@@ -20,6 +20,12 @@ template <>
 struct AttendConfig<64> : AttendBase {
   static constexpr int kWaveRows = 16;
 };
+// Two blocks a CU. Operand tiles on their way are held in registers.
+struct ExpandedConfig {
+  static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
+  static constexpr int kExpandStages = 1;
+  static constexpr int kExpandedTile = 32, kExpandedStages = 1;
+};
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;
 };

@@ -11,7 +11,7 @@ namespace mla::gpu::tile {
 // Copies issue as loads into registers and land in LDS when the tile before them has been consumed.
 struct Copies {
   static constexpr bool kThroughRegisters = true;
-  static constexpr int kMost = 9;
+  static constexpr int kMost = 12;
   u32x4 held[kMost];
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t, int, const void* source) {

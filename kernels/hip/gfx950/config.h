@@ -24,6 +24,12 @@ struct AttendConfig<128> : AttendBase {
   static constexpr int kWaveRows = 32;
 };
 
+// Attention: two blocks a CU of two stages each.
+struct ExpandedConfig {
+  static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
+  static constexpr int kExpandStages = 3;
+  static constexpr int kExpandedTile = 64, kExpandedStages = 2;
+};
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;
 };

@@ -118,8 +118,9 @@ struct Wave {
   static constexpr int kRows = kRows_;
   static constexpr int kBlocks = kRows / 16;  // m16 fragments
   static constexpr int kSlots = 2 * kBlocks;  // rows a lane holds statistics of
-  static constexpr int kDepth = 32;           // depth of one score step
-  static constexpr int kScoreCols = 8;        // kv rows of one score fragment
+  static constexpr bool kDirectQueries = false;
+  static constexpr int kDepth = 32;     // depth of one score step
+  static constexpr int kScoreCols = 8;  // kv rows of one score fragment
   static constexpr int kScoreElems = 4 * kBlocks;
   static constexpr int kPvDepth = 16;  // kv rows of one output step
   static constexpr int kOutCols = 16;  // columns of one output fragment
@@ -210,6 +211,18 @@ struct Wave {
         const int r = row0 + b * 16 + h * 8 + (lane >> 2);
         store_word(chunk_at<kTileRows>(tile, r, kv0 >> 3) + (lane & 3) * 4,
                    pack_bf16(s.c[b][2 * h], s.c[b][2 * h + 1]));
+      }
+    }
+  }
+  // Probabilities of a wave that keeps its rows to itself, straight from the scores.
+  template <int kFragments>
+  MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int step) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Scores& from = s[2 * step + (i >> 1)];
+        p.r[b][i] = pack_bf16(from.c[b][2 * (i & 1)], from.c[b][2 * (i & 1) + 1]);
       }
     }
   }

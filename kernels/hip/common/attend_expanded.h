@@ -1,0 +1,351 @@
+// Attention of the expanded form: 128 query rows of one head over KV tiles of kExpandedTile rows.
+//
+//            K tile [T x 192], V tile [T x 128], kExpandedStages deep in shared memory
+//                 |                         |
+//   Q [rows x 192] -> S = Q K^T -> P  ------+-> O [rows x 128] += P V
+//
+// Every wave keeps its query rows to itself: scores, statistics, probabilities and outputs stay in
+// its registers. Tiles are contiguous in the workspace as they are in shared memory
+// (expanded_args.h), so copies need no page table.
+#ifndef MLA_KERNELS_HIP_COMMON_ATTEND_EXPANDED_H_
+#define MLA_KERNELS_HIP_COMMON_ATTEND_EXPANDED_H_
+
+#include "kernels/hip/common/expanded_item.h"
+
+namespace mla::gpu {
+
+template <class C>
+class AttendExpanded {
+ public:
+  using W = tile::Wave<C::kWaveRows>;
+  static constexpr int kWaves = C::kRowWaves;
+  static constexpr int kThreads = kWaves * tile::kWave;
+  static constexpr int kTile = C::kExpandedTile;
+  static constexpr int kDim = kExpandedNope + kExpandedRope;
+  static constexpr int kPanelBytes = kTile * 128;
+  static constexpr int kKPanels = kDim / 64, kVPanels = kExpandedValue / 64;
+  static constexpr int kStageBytes = (kKPanels + kVPanels) * kPanelBytes;
+  static constexpr int kSharedBytes = C::kExpandedStages * kStageBytes;
+  static_assert(C::kRowWaves * C::kWaveRows == kExpandedRows && kExpandedRows % kTile == 0);
+
+  MLA_DEVICE static void run(const ExpandedArgs& args) {
+    AttendExpanded self(args);
+    for_each_expanded(args,
+                      [&self](const ExpandedItem& e, const Item& item) { self.attend(e, item); });
+  }
+
+ private:
+  using lds_t = tile::lds_t;
+  static constexpr int kStages = C::kExpandedStages;
+  static constexpr int kScoreFragments = kTile / W::kScoreCols;
+  static constexpr int kOutFragments = kExpandedValue / W::kOutCols;
+  static constexpr int kScoreSteps = kDim / W::kDepth;
+  static constexpr int kPvSteps = kTile / W::kPvDepth;
+  static constexpr int kRowsPerCopy = tile::kWave / 8;
+  static constexpr int kCopiesPerPanel = kTile / kRowsPerCopy / kWaves;
+  static constexpr int kCopies = (kKPanels + kVPanels) * kCopiesPerPanel;
+  static_assert(kCopiesPerPanel * kRowsPerCopy * kWaves == kTile);
+
+  struct State {
+    typename W::Out o[kOutFragments];
+    float max[W::kSlots], sum[W::kSlots];  // of the logits times log2(e); of this lane's columns
+    int limit[W::kSlots];
+  };
+  struct Sources {  // of this lane in the next tile
+    const uint8_t* keys;
+    const uint8_t* rotated;
+    int64_t panel_bytes;
+  };
+
+  MLA_DEVICE explicit AttendExpanded(const ExpandedArgs& a)
+      : args(a), lane(tile::lane_index()), wave(tile::wave_index()) {
+    stages = tile::shared_base<kSharedBytes>();
+  }
+
+  // --- Copies.
+  template <int kIndex = 0>
+  MLA_DEVICE void issue(const Sources& from, int stage) {
+    if constexpr (kIndex < kCopies) {
+      constexpr int panel = kIndex / kCopiesPerPanel, i = kIndex % kCopiesPerPanel;
+      constexpr bool rotated = panel >= kKPanels - kRotatedPanels && panel < kKPanels;
+      constexpr int of_head = panel < kKPanels ? panel : panel - kRotatedPanels;
+      const uint8_t* source = rotated ? from.rotated : from.keys + of_head * from.panel_bytes;
+      copies.template issue<kIndex, offset(kIndex)>(base(stage), lane,
+                                                    source + i * kWaves * kRowsPerCopy * 128);
+      issue<kIndex + 1>(from, stage);
+    }
+  }
+  template <int kIndex = 0>
+  MLA_DEVICE void land() {
+    if constexpr (kIndex < kCopies) {
+      copies.template land<kIndex, offset(kIndex)>(base(0), lane);
+      land<kIndex + 1>();
+    }
+  }
+  MLA_DEVICE static constexpr int offset(int index) {
+    return index / kCopiesPerPanel * kPanelBytes +
+           index % kCopiesPerPanel * kWaves * kRowsPerCopy * 128;
+  }
+  MLA_DEVICE lds_t base(int stage) const {
+    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+  }
+  MLA_DEVICE static void advance(Sources& from) {
+    from.keys += kPanelBytes;
+    from.rotated += kPanelBytes;
+  }
+
+  MLA_DEVICE void attend(const ExpandedItem& e, const Item& item) {
+    const int kv_begin = item.work.kv_begin;
+    const int tiles = (item.work.kv_end - kv_begin + kTile - 1) / kTile;
+    const int own = wave * C::kWaveRows;
+    const int unmasked_end = item.limit(own < item.rows ? own : 0);
+    const float scale = item.request->softmax_scale * kLog2e;
+    const int inside = wave * kRowsPerCopy * 128 + lane * 16;
+    Sources from{args.workspace + e.keys + inside, args.workspace + e.rotated + inside,
+                 e.panel_bytes};
+    const bool few = sees_few(item);
+    const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
+    block_barrier();  // the previous item's readers are done with shared memory
+    typename W::Q queries[kScoreSteps];
+    load_queries(item, queries);
+    State state;
+    clear(e, item, state);
+    if constexpr (tile::Copies::kThroughRegisters) {
+      if (tiles > 0) issue(from, 0);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStages - 1; ++s) {
+        if (s < tiles) issue(from, s);
+        advance(from);
+        copies.close_stage();
+      }
+    }
+    for (int t = 0; t < tiles; ++t) {
+      int stage = 0;
+      if constexpr (tile::Copies::kThroughRegisters) {
+        land();
+        block_barrier();
+        advance(from);
+        if (t + 1 < tiles) issue(from, 0);
+      } else {
+        if (tiles - 1 - t >= kStages - 2) {
+          copies.template wait<kStages - 2, kCopies>();
+        } else {
+          copies.template wait<0, kCopies>();
+        }
+        block_barrier();
+        stage = t % kStages;
+        if (t + kStages - 1 < tiles) issue(from, (t + kStages - 1) % kStages);
+        advance(from);
+        copies.close_stage();
+      }
+      const int first = kv_begin + t * kTile;
+      step(stages + stage * kStageBytes, queries, state, first, first + kTile > unmasked_end, scale,
+           few && first < kFewKeys ? rests + t * kPanelBytes : nullptr);
+      if constexpr (tile::Copies::kThroughRegisters) block_barrier();
+    }
+    finish(item, state);
+  }
+
+  MLA_DEVICE void load_queries(const Item& item, typename W::Q (&queries)[kScoreSteps]) {
+    if constexpr (W::kDirectQueries) {
+      const RequestRecord& r = *item.request;
+      const int row = wave * C::kWaveRows + W::row(lane, 0);
+      const int p = row < item.rows ? row : 0;  // rows past the item's are dropped in the end
+      const int64_t index = item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride;
+      const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+#pragma unroll
+      for (int s = 0; s < kScoreSteps; ++s) {
+        const Chunk c = load_chunk(r.q, index + W::group(lane) * 8 + s * W::kDepth, false, aligned);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) queries[s].r[i] = c.w[i];
+      }
+    } else {
+      copy_queries<kExpandedRows, kDim, kWaves>(item, stages, wave, lane);
+      copies.close_stage();
+      copies.template wait<0, 0>();
+      block_barrier();
+#pragma unroll
+      for (int s = 0; s < kScoreSteps; ++s) {
+        W::template load_q<kExpandedRows>(queries[s], stages, wave * C::kWaveRows, s, lane);
+      }
+      block_barrier();
+    }
+  }
+
+  MLA_DEVICE void clear(const ExpandedItem& e, const Item& item, State& state) const {
+#pragma unroll
+    for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const int p = wave * C::kWaveRows + W::row(lane, slot);
+      state.max[slot] = negative_infinity();
+      state.sum[slot] = 0.0f;
+      state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
+      if (e.carried_row >= 0 && p < item.rows) carry_in(e.carried_row + p, state, slot);
+    }
+  }
+  // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
+  MLA_DEVICE void carry_in(int64_t row, State& state, int slot) const {
+    const float lse = args.partial_lse[row];
+    if (lse == negative_infinity()) return;
+    state.max[slot] = lse * kLog2e;
+    state.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
+    const float* o = args.partial_o + row * kExpandedValue;
+#pragma unroll
+    for (int f = 0; f < kOutFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kOutElems; ++i) {
+        if (W::out_slot(i) == slot) state.o[f].set(i, o[W::out_col(lane, f, i)]);
+      }
+    }
+  }
+
+  // --- One tile.
+  MLA_DEVICE void step(lds_t tile_base, const typename W::Q (&queries)[kScoreSteps], State& state,
+                       int first, bool masked, float scale, const uint8_t* rests) {
+    typename W::Scores s[kScoreFragments];
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
+    }
+#pragma unroll
+    for (int step = 0; step < kScoreSteps; ++step) {
+#pragma unroll
+      for (int f = 0; f < kScoreFragments; ++f) {
+        typename W::K k;
+        W::template load_k<kTile>(k, tile_base, f * W::kScoreCols, step, lane);
+        W::scores(s[f], queries[step], k);
+      }
+      if (step % 4 == 3) schedule_fence();
+    }
+    if (masked) {
+#pragma unroll
+      for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+        for (int i = 0; i < W::kScoreElems; ++i) {
+          const int position = first + f * W::kScoreCols + W::score_col(lane, i);
+          if (position >= state.limit[W::score_slot(i)]) s[f].set(i, negative_infinity());
+        }
+      }
+    }
+    softmax(s, state, scale);
+    accumulate(tile_base + kKPanels * kPanelBytes, s, state);
+    if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
+  }
+
+  MLA_DEVICE void accumulate(lds_t values, const typename W::Scores (&s)[kScoreFragments],
+                             State& state) const {
+#pragma unroll
+    for (int step = 0; step < kPvSteps; ++step) {
+      typename W::P p;
+      W::make_p(p, s, step);
+#pragma unroll
+      for (int f = 0; f < kOutFragments; ++f) {
+        typename W::V v;
+        W::template load_v<kTile>(v, values, step, f, lane);
+        W::outputs(state.o[f], p, v);
+      }
+      schedule_fence();
+    }
+  }
+
+  // What rounding took from values and probabilities. The rests of the values take the place of the
+  // keys, which no wave needs any more.
+  MLA_DEVICE void accumulate_rests(lds_t tile_base, const uint8_t* rests,
+                                   typename W::Scores (&s)[kScoreFragments], State& state) const {
+    rare_path_begins();
+    block_barrier();
+    for (int i = thread_index(); i < kVPanels * kTile * 8; i += kThreads) {
+      Chunk c;
+      load_words(c.w, rests + i / (kTile * 8) * kRestPanelBytes + i % (kTile * 8) * 16);
+      tile::store_chunk(tile_base + i * 16, c);
+    }
+    block_barrier();
+    accumulate(tile_base, s, state);
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        const float p = s[f].at(i);
+        s[f].set(i, p - bits_to_float(pack_bf16(p, 0.0f) << 16));
+      }
+    }
+    accumulate(tile_base + kKPanels * kPanelBytes, s, state);
+    rare_path_ends();
+  }
+
+  // New row maxima, probabilities in place of the scores, accumulators scaled to match.
+  MLA_DEVICE void softmax(typename W::Scores (&s)[kScoreFragments], State& state, float scale) {
+    float top[W::kSlots], factor[W::kSlots], origin[W::kSlots];
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = negative_infinity();
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        top[W::score_slot(i)] = max_f(top[W::score_slot(i)], s[f].at(i));
+      }
+    }
+    bool moved = false;
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const float now = max_f(state.max[slot], W::row_max(top[slot]) * scale);
+      origin[slot] = now == negative_infinity() ? 0.0f : now;
+      factor[slot] = exp2_fast(state.max[slot] - origin[slot]);
+      moved |= now != state.max[slot];
+      state.max[slot] = now;
+      state.sum[slot] *= factor[slot];
+    }
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        const int slot = W::score_slot(i);
+        const float p = exp2_fast(fma_f(s[f].at(i), scale, -origin[slot]));
+        state.sum[slot] += p;
+        s[f].set(i, p);
+      }
+    }
+    if (!tile::any(moved)) return;
+#pragma unroll
+    for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
+  }
+
+  // --- Results.
+  MLA_DEVICE void finish(const Item& item, State& state) const {
+    const AttendArgs results = results_of(args);
+    const bool aligned = aligned_results(results, item, W::kRun);
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const RowScale scale(state.max[slot], W::row_sum(state.sum[slot]));
+      const int p = wave * C::kWaveRows + W::row(lane, slot);
+      if (p >= item.rows) continue;
+      const RowTarget target(results, item, p, kExpandedValue);
+      if (W::score_col(lane, 0) == 0 && target.lse != nullptr) *target.lse = scale.lse;
+#pragma unroll
+      for (int f = 0; f < kOutFragments; ++f) {
+#pragma unroll
+        for (int i = 0; i < W::kOutElems; i += W::kRun) {
+          if (W::out_slot(i) != slot) continue;
+          float run[W::kRun];
+#pragma unroll
+          for (int j = 0; j < W::kRun; ++j) {
+            run[j] = scale.empty ? 0.0f : state.o[f].at(i + j) * scale.inverse;
+          }
+          store_run(target.base, target.index + W::out_col(lane, f, i), run, target.f32, aligned);
+        }
+      }
+    }
+  }
+
+  const ExpandedArgs& args;
+  const int lane, wave;
+  lds_t stages;
+  tile::Copies copies;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_ATTEND_EXPANDED_H_

@@ -1,0 +1,246 @@
+// Up-projection of cached rows: keys [128 x 128] and values [128 x 128] of one head from 128 rows,
+// depth 512, 64 a stage.
+//
+//   rows [128 x 64] --+-- K = rows W_UK^T   (W_UK [128 x 64], along its rows)
+//                     +-- V = rows W_UV     (W_UV [64 x 128], down its rows)
+//
+// Each wave keeps its rows' keys and values in registers. Copies of later stages are under way
+// while a stage is multiplied.
+#ifndef MLA_KERNELS_HIP_COMMON_EXPAND_H_
+#define MLA_KERNELS_HIP_COMMON_EXPAND_H_
+
+#include "kernels/hip/common/expanded_pairs.h"
+
+namespace mla::gpu {
+
+template <class C>
+class Expand {
+ public:
+  using W = tile::Wave<C::kWaveRows>;
+  static constexpr int kWaves = C::kRowWaves * C::kColWaves;
+  static constexpr int kThreads = kWaves * tile::kWave;
+  static constexpr int kDepth = 64;
+  static constexpr int kTileBytes = 128 * 128;  // of each of the three operands
+  static constexpr int kStageBytes = 3 * kTileBytes;
+  static constexpr int kSharedBytes = C::kExpandStages * kStageBytes;
+  static_assert(C::kRowWaves * C::kWaveRows == kExpandedRows);
+  static_assert(kExpandedNope == 128 && kExpandedValue == 128);
+
+  MLA_DEVICE static void run(const ExpandArgs& args) {
+    Expand self(args);
+    for (ExpandPairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
+      if (pairs.head == 0) copy_rotated(pairs, thread_index(), kThreads);
+      self.expand(pairs);
+    }
+  }
+
+ private:
+  using lds_t = tile::lds_t;
+  static constexpr int kSteps = kExpandedLora / kDepth;
+  static constexpr int kStages = C::kExpandStages;
+  static constexpr int kKeys = kExpandedNope / C::kColWaves / W::kScoreCols;
+  static constexpr int kValues = kExpandedValue / C::kColWaves / W::kOutCols;
+  // Rows of 128 bytes that all waves copy at once, and how often that is for an operand.
+  static constexpr int kRowsPerCopy = tile::kWave / 8;
+  static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;
+  static constexpr int kCopies = 128 / kRowsAtOnce;
+  static_assert(kCopies * kRowsAtOnce == 128 && 64 % kRowsAtOnce == 0);
+  static_assert(kKeys * C::kColWaves * W::kScoreCols == kExpandedNope);
+  static_assert(kValues * C::kColWaves * W::kOutCols == kExpandedValue);
+
+  struct Sources {  // of this lane, at depth 0
+    const uint8_t* rows[kCopies];
+    const uint8_t* w_uk;
+    const uint8_t* w_uv;
+  };
+  struct Sums {
+    typename W::Scores keys[kKeys];
+    typename W::Out values[kValues];
+  };
+
+  MLA_DEVICE explicit Expand(const ExpandArgs& a)
+      : args(a), lane(tile::lane_index()), wave(tile::wave_index()) {
+    row_wave = wave / C::kColWaves;
+    col_wave = wave - row_wave * C::kColWaves;
+    stages = tile::shared_base<kSharedBytes>();
+  }
+
+  // Row of an operand tile that this lane copies the i-th time, and its chunk: one constant, as
+  // rows of later times are a multiple of eight further down.
+  MLA_DEVICE int copied_row(int i) const {
+    return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
+  }
+  MLA_DEVICE Sources find(const ExpandPairs& pairs) const {
+    Sources from;
+    const int chunk = (lane & 7) ^ (copied_row(0) & 7);
+    const PagedRows pages = pairs.pages();
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      from.rows[i] = pages.row(pairs.position(copied_row(i))) + chunk * 16;
+    }
+    from.w_uk =
+        reinterpret_cast<const uint8_t*>(pairs.w_uk() + copied_row(0) * kExpandedLora) + chunk * 16;
+    from.w_uv = reinterpret_cast<const uint8_t*>(pairs.w_uv() + copied_row(0) * kExpandedValue) +
+                chunk * 16;
+    return from;
+  }
+
+  template <int kIndex = 0>
+  MLA_DEVICE void issue(const Sources& from, int step, int stage) {
+    if constexpr (kIndex < 3 * kCopies) {
+      constexpr int i = kIndex % kCopies, operand = kIndex / kCopies;
+      const uint8_t* source = nullptr;
+      if constexpr (operand == 0) {
+        source = from.rows[i] + step * (kDepth * 2);
+      } else if constexpr (operand == 1) {
+        source = from.w_uk + i * (kRowsAtOnce * kExpandedLora * 2) + step * (kDepth * 2);
+      } else {
+        constexpr int row = i * kRowsAtOnce % 64, block = i * kRowsAtOnce / 64;
+        source = from.w_uv + block * 128 + (step * kDepth + row) * (kExpandedValue * 2);
+      }
+      copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane, source);
+      issue<kIndex + 1>(from, step, stage);
+    }
+  }
+  template <int kIndex = 0>
+  MLA_DEVICE void land() {
+    if constexpr (kIndex < 3 * kCopies) {
+      copies.template land<kIndex, kIndex * kRowsAtOnce * 128>(base(0), lane);
+      land<kIndex + 1>();
+    }
+  }
+  MLA_DEVICE lds_t base(int stage) const {
+    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+  }
+
+  MLA_DEVICE void expand(const ExpandPairs& pairs) {
+    const Sources from = find(pairs);
+    Sums sums;
+    clear(sums);
+    block_barrier();  // the previous pair's readers are done with shared memory
+    if constexpr (tile::Copies::kThroughRegisters) {
+      issue(from, 0, 0);
+      for (int step = 0; step < kSteps; ++step) {
+        land();
+        block_barrier();
+        if (step + 1 < kSteps) issue(from, step + 1, 0);
+        multiply(stages, sums);
+        block_barrier();
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStages - 1; ++s) {
+        issue(from, s, s);
+        copies.close_stage();
+      }
+      for (int step = 0; step < kSteps; ++step) {
+        if (step + kStages - 2 < kSteps) {
+          copies.template wait<kStages - 2, 3 * kCopies>();
+        } else {
+          copies.template wait<0, 3 * kCopies>();
+        }
+        block_barrier();
+        const int ahead = step + kStages - 1;
+        if (ahead < kSteps) issue(from, ahead, ahead % kStages);
+        copies.close_stage();
+        multiply(stages + step % kStages * kStageBytes, sums);
+      }
+    }
+    store(pairs, sums);
+  }
+
+  MLA_DEVICE static void clear(Sums& sums) {
+#pragma unroll
+    for (int f = 0; f < kKeys; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) sums.keys[f].set(i, 0.0f);
+    }
+#pragma unroll
+    for (int f = 0; f < kValues; ++f) W::clear(sums.values[f]);
+  }
+
+  MLA_DEVICE void multiply(lds_t rows, Sums& sums) const {
+    const int row0 = row_wave * C::kWaveRows;
+#pragma unroll
+    for (int step = 0; step < kDepth / W::kDepth; ++step) {
+      typename W::Q q;
+      W::template load_q<128>(q, rows, row0, step, lane);
+#pragma unroll
+      for (int f = 0; f < kKeys; ++f) {
+        typename W::K k;
+        W::template load_k<128>(k, rows + kTileBytes, (col_wave * kKeys + f) * W::kScoreCols, step,
+                                lane);
+        W::scores(sums.keys[f], q, k);
+      }
+      schedule_fence();
+    }
+#pragma unroll
+    for (int step = 0; step < kDepth / W::kPvDepth; ++step) {
+      typename W::P p;
+      W::template load_p<128>(p, rows, row0, step, lane);
+#pragma unroll
+      for (int f = 0; f < kValues; ++f) {
+        typename W::V v;
+        W::template load_v<64>(v, rows + 2 * kTileBytes, step, col_wave * kValues + f, lane);
+        W::outputs(sums.values[f], p, v);
+      }
+      schedule_fence();
+    }
+  }
+
+  MLA_DEVICE void store(const ExpandPairs& pairs, const Sums& sums) const {
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const int row = row_wave * C::kWaveRows + W::row(lane, slot);
+      const bool exists = pairs.exists(row);
+#pragma unroll
+      for (int f = 0; f < kKeys; ++f) {
+#pragma unroll
+        for (int i = 0; i < W::kScoreElems; i += W::kRun) {
+          if (W::score_slot(i) != slot) continue;
+          const int column = (col_wave * kKeys + f) * W::kScoreCols + W::score_col(lane, i);
+          store_run_at(pairs.panel(column >> 6), row, column, exists, [&](int j) {
+            return pack_bf16(sums.keys[f].at(i + j), sums.keys[f].at(i + j + 1));
+          });
+        }
+      }
+#pragma unroll
+      for (int f = 0; f < kValues; ++f) {
+#pragma unroll
+        for (int i = 0; i < W::kOutElems; i += W::kRun) {
+          if (W::out_slot(i) != slot) continue;
+          const int column = W::out_col(lane, col_wave * kValues + f, i);
+          store_run_at(pairs.panel(2 + (column >> 6)), row, column, exists, [&](int j) {
+            return only_finite(pack_bf16(sums.values[f].at(i + j), sums.values[f].at(i + j + 1)));
+          });
+          uint8_t* rests = pairs.rest_panel(column >> 6);
+          if (rests == nullptr) continue;
+          store_run_at(rests, row, column, exists, [&](int j) {
+            return rest_of(sums.values[f].at(i + j), sums.values[f].at(i + j + 1));
+          });
+        }
+      }
+    }
+  }
+  // `pair(j)`: elements j and j + 1 of the run, rounded.
+  template <class Pair>
+  MLA_DEVICE static void store_run_at(uint8_t* panel, int row, int column, bool exists,
+                                      const Pair& pair) {
+    uint32_t words[W::kRun / 2];
+#pragma unroll
+    for (int j = 0; j < W::kRun; j += 2) words[j / 2] = exists ? pair(j) : 0;
+    store_words(
+        panel + row * kPanelRowBytes + ((((column >> 3) & 7) ^ (row & 7)) << 4) + (column & 7) * 2,
+        words);
+  }
+
+  const ExpandArgs& args;
+  const int lane, wave;
+  int row_wave, col_wave;
+  lds_t stages;
+  tile::Copies copies;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_EXPAND_H_

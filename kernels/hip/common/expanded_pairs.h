@@ -1,0 +1,152 @@
+// Walking the pairs (tile of context rows, head) of an up-projection.
+#ifndef MLA_KERNELS_HIP_COMMON_EXPANDED_PAIRS_H_
+#define MLA_KERNELS_HIP_COMMON_EXPANDED_PAIRS_H_
+
+#include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/common/memory.h"
+
+namespace mla::gpu {
+
+// The pairs of one block, in order. Roles of a block walk copies of it in step.
+class ExpandPairs {
+ public:
+  MLA_DEVICE explicit ExpandPairs(const ExpandArgs& a, int block_number)
+      : args(a), block(block_number) {
+    begin_list(false);
+    if (done()) begin_list(true);
+  }
+
+  MLA_DEVICE bool done() const { return pair >= end; }
+  // Whether the tile of rows is another than that of the pair before.
+  MLA_DEVICE bool fresh_tile() const { return fresh; }
+  MLA_DEVICE void next() {
+    ++pair;
+    fresh = false;
+    if (done()) {
+      if (!first_tiles) begin_list(true);
+      return;
+    }
+    if (++head < segment.heads) return;
+    head = 0;
+    fresh = true;
+    if (!first_tiles && ++tile * kExpandedRows < segment.padded_rows) return;
+    do {  // segments of one tile are not in the list of later tiles
+      enter(index + 1);
+    } while (!first_tiles && apart() && segment.padded_rows == kExpandedRows);
+  }
+
+  MLA_DEVICE const RequestRecord& request() const { return args.requests[segment.request]; }
+  MLA_DEVICE int model_head() const { return request().head_offset + segment.head_begin + head; }
+  MLA_DEVICE const uint16_t* w_uk() const {
+    return args.w_uk[request().weights_slot] +
+           static_cast<int64_t>(model_head()) * kExpandedNope * kExpandedLora;
+  }
+  MLA_DEVICE const uint16_t* w_uv() const {
+    return args.w_uv[request().weights_slot] +
+           static_cast<int64_t>(model_head()) * kExpandedLora * kExpandedValue;
+  }
+  MLA_DEVICE PagedRows pages() const {
+    const RequestRecord& r = request();
+    return PagedRows(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
+                     r.page_size, args.granule_bytes);
+  }
+  // Row `row` of the tile as a position of the request; rows past the segment's repeat its last.
+  MLA_DEVICE int position(int row) const {
+    const int inside = tile * kExpandedRows + row;
+    return segment.kv_begin + (inside < segment.rows ? inside : segment.rows - 1);
+  }
+  MLA_DEVICE bool exists(int row) const { return tile * kExpandedRows + row < segment.rows; }
+  // Of the tile's first row in panel `panel` of the pair's head.
+  MLA_DEVICE uint8_t* panel(int panel_index) const {
+    return head_at(head) + tile * (kExpandedRows * kPanelRowBytes) + panel_index * panel_bytes();
+  }
+  // Of the rests of the values; null where they are not kept.
+  MLA_DEVICE uint8_t* rest_panel(int panel_index) const {
+    if (segment.kv_begin > 0 || tile > 0) return nullptr;
+    return head_at(head) + kPanelsPerHead * panel_bytes() + panel_index * kRestPanelBytes;
+  }
+  MLA_DEVICE uint8_t* rotated() const {
+    return head_at(segment.heads) + tile * (kExpandedRows * kPanelRowBytes);
+  }
+
+  const ExpandArgs& args;
+  int head = 0;  // in the segment
+
+ private:
+  MLA_DEVICE int64_t panel_bytes() const {
+    return static_cast<int64_t>(segment.padded_rows) * kPanelRowBytes;
+  }
+  MLA_DEVICE uint8_t* head_at(int index_in_segment) const {
+    return args.workspace + segment.base +
+           index_in_segment * (kPanelsPerHead * panel_bytes() + kRestBytes);
+  }
+  // Whether the first tiles' pairs are in a list of their own.
+  MLA_DEVICE bool apart() const { return args.first_tile_pairs > 0; }
+  // This block's part of the first tiles' pairs, or of the others'.
+  MLA_DEVICE void begin_list(bool of_first_tiles) {
+    first_tiles = of_first_tiles;
+    fresh = true;
+    const int64_t count = first_tiles ? args.first_tile_pairs : args.pairs - args.first_tile_pairs;
+    pair = static_cast<int>(count * block / args.blocks);
+    end = static_cast<int>(count * (block + 1) / args.blocks);
+    if (done()) return;
+    int low = 0, high = args.segment_count;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (first_of(args.segments[middle]) <= pair) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    enter(low);
+    const int inside = pair - first_of(segment);
+    tile += inside / segment.heads;
+    head = inside % segment.heads;
+  }
+  MLA_DEVICE int first_of(const ExpandSegment& s) const {
+    return first_tiles ? s.first_head : s.first_pair - (apart() ? s.first_head : 0);
+  }
+  MLA_DEVICE void enter(int segment_index) {
+    index = segment_index;
+    segment = args.segments[segment_index];
+    tile = !first_tiles && apart() ? 1 : 0;
+  }
+
+  ExpandSegment segment;
+  const int block;
+  int pair = 0, end = 0, index = 0, tile = 0;
+  bool fresh = true, first_tiles = false;
+};
+
+// Two packed values; those that are not finite become zero (expanded_args.h).
+MLA_DEVICE uint32_t only_finite(uint32_t pair) {
+  const uint32_t low = (pair & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
+  const uint32_t high = (pair & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
+  return pair & ~(low | high);
+}
+
+// What rounding to bf16 took from two values; 0 where that is not finite.
+MLA_DEVICE uint32_t rest_of(float low, float high) {
+  const uint32_t rounded = pack_bf16(low, high);
+  return only_finite(
+      pack_bf16(low - bits_to_float(rounded << 16), high - bits_to_float(rounded & 0xffff0000u)));
+}
+
+// Copies the rotated part of the pair's rows; `thread` of `threads` takes its share.
+MLA_DEVICE void copy_rotated(const ExpandPairs& pairs, int thread, int threads) {
+  const PagedRows pages = pairs.pages();
+  constexpr int kChunks = kPanelRowBytes / 16;
+  for (int i = thread; i < kExpandedRows * kChunks; i += threads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    uint32_t words[4] = {0, 0, 0, 0};
+    if (pairs.exists(row)) {
+      load_words(words, pages.row(pairs.position(row)) + kExpandedLora * 2 + chunk * 16);
+    }
+    store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ (row & 7)) << 4), words);
+  }
+}
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_COMMON_EXPANDED_PAIRS_H_

@@ -1,0 +1,130 @@
+// HipBackend: the expanded form.
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/hip_backend.h"
+
+namespace mla::gpu {
+
+using kernels::AttentionParams;
+using kernels::BackendLimits;
+using kernels::Geometry;
+
+// Operations a head and KV row: what a query row saves, against the up-projection. The expanded
+// form wins somewhat earlier than these say, because the absorbed one pays for absorb and project
+// too: measured on an H200, both take the same time at about 130 rows.
+int32_t HipBackend::ExpandedFormMinRows(const Geometry& g) const {
+  if (expanded_plan_ == nullptr) return limits_.launch_rows + 1;
+  const int64_t saved = 2 * g.kv_lora_rank + g.rope_dim - (g.nope_dim + g.rope_dim + g.v_dim);
+  const int64_t up = static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim);
+  if (saved <= 0) return limits_.launch_rows + 1;
+  return static_cast<int32_t>(std::min<int64_t>(3 * up / (4 * saved) + 1, limits_.launch_rows + 1));
+}
+
+int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
+  if (l.weights_slots < 1) return 0;
+  // No more than all rows of the pool take for all heads, each request's last tile being padded.
+  const int64_t row_bytes = (kExpandedLora + kExpandedRope) * 2;
+  const int64_t rows =
+      l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
+  const int64_t heads = std::max(1, l.max_geometry.num_heads);
+  const int64_t all = rows / kExpandedRows * (ExpandedPlan::WorkspaceLeast() * heads);
+  return std::max(ExpandedPlan::WorkspaceLeast(), std::min(options_.expanded_workspace_bytes, all));
+}
+
+ExpandedPlanOptions HipBackend::ExpandedOptions(const BackendLimits& l) const {
+  ExpandedPlanOptions options;
+  options.units = std::max(1, runtime_->units() * arch_->expanded_blocks);
+  // Tiles of the plan, and as many again for contexts that are cut.
+  options.max_items = 2 * l.work_items + 1024;
+  options.max_segments = l.launch_requests + 4096;
+  options.max_requests = l.launch_requests;
+  options.first_carry_row = static_cast<int32_t>(l.partial_rows);
+  options.carry_rows = l.launch_rows;
+  options.workspace_bytes = ExpandedWorkspaceBytes(l);
+  return options;
+}
+
+absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
+  if (expanded_plan_ == nullptr) {
+    return absl::FailedPreconditionError("run: the expanded form needs limits.weights_slots >= 1");
+  }
+  for (size_t i = 0; i < params.requests.size(); ++i) {
+    const kernels::RequestRecord& r = params.requests[i];
+    if (r.q_rows == 0 || HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run.requests[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::RunExpanded(int32_t slot, const AttentionParams& params) {
+  if (absl::Status s = CheckExpanded(params); !s.ok()) return s;
+  if (absl::Status s = expanded_plan_->Build(params.plan, params.requests); !s.ok()) return s;
+  RunOnDevice& run = runs_[slot];
+  run = RunOnDevice();
+  run.generation = params.plan.generation;
+  if (expanded_plan_->split()) {
+    run.generation = 0;
+    if (absl::Status s = UploadPlan(slot, params.plan); !s.ok()) return s;
+  }
+  run.merged = !expanded_plan_->split();
+  StagedRegion& metadata = slots_[slot]->metadata();
+  auto requests = metadata.Put(params.requests);
+  if (!requests.ok()) return requests.status();
+  run.requests = *requests;
+  auto segments = metadata.Put(expanded_plan_->segments());
+  if (!segments.ok()) return segments.status();
+  auto items = metadata.Put(expanded_plan_->items());
+  if (!items.ok()) return items.status();
+  auto unit_indptr = metadata.Put(expanded_plan_->unit_indptr());
+  if (!unit_indptr.ok()) return unit_indptr.status();
+
+  ExpandArgs expand = {};
+  expand.requests = run.requests;
+  expand.page_tables = table_mirror_.As<uint32_t>();
+  expand.pool = pool_.As<uint8_t>();
+  expand.segments = *segments;
+  expand.w_uk = weight_pointers_.As<const uint16_t*>();
+  expand.w_uv = expand.w_uk + limits_.weights_slots;
+  expand.workspace = expanded_workspace_.As<uint8_t>();
+  expand.granule_bytes = kernels::kPageGranuleBytes;
+  ExpandedArgs attend = {};
+  attend.requests = run.requests;
+  attend.items = *items;
+  attend.unit_indptr = *unit_indptr;
+  attend.workspace = expand.workspace;
+  attend.partial_o = partial_o_.As<float>();
+  attend.partial_lse = partial_lse_.As<float>();
+  attend.o_is_f32 = params.desc.o_dtype == kernels::DType::kF32;
+  for (const ExpandedPlan::Round& round : expanded_plan_->rounds()) {
+    if (absl::Status s = AddRound(slot, round, expand, attend); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+// `expand` and `attend` are those of the first round.
+absl::Status HipBackend::AddRound(int32_t slot, const ExpandedPlan::Round& round,
+                                  const ExpandArgs& expand, const ExpandedArgs& attend) {
+  const int32_t units = expanded_plan_->units();
+  LaunchShape shape{.threads = static_cast<uint32_t>(arch_->expanded_threads)};
+  if (round.pairs > 0) {
+    ExpandArgs args = expand;
+    args.segments += round.first_segment;
+    args.segment_count = round.segments;
+    args.pairs = round.pairs;
+    args.blocks = std::min(round.pairs, units);
+    args.first_tile_pairs = ExpandedPlan::FirstTilePairs(round, args.blocks);
+    shape.grid_x = static_cast<uint32_t>(args.blocks);
+    shape.shared_bytes = static_cast<uint32_t>(arch_->expand_shared_bytes);
+    if (absl::Status s = slots_[slot]->AddKernel(kernels_.expand, shape, args); !s.ok()) return s;
+  }
+  ExpandedArgs args = attend;
+  args.unit_indptr += round.first_indptr;
+  shape.grid_x = static_cast<uint32_t>(units);
+  shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
+  return slots_[slot]->AddKernel(kernels_.attend_expanded, shape, args);
+}
+
+}  // namespace mla::gpu

@@ -1,0 +1,497 @@
+// Attention of the expanded form on sm_90a, with warpgroup products: 128 query rows of one head
+// over tiles of 128 KV rows.
+//
+//   warp 0:            K [128 x 192] and V [128 x 128] of the next tiles, by bulk copies, two deep
+//   warps 1 to 3:      Q [128 x 192] of the next item, and its records
+//   warpgroups 1, 2:   64 query rows each
+//
+//        S = Q K^T (of tile t + 1)  |  softmax of t + 1  ...
+//        O += P V  (of tile t)      |
+//
+// The two warpgroups take turns: one has the matrix unit while the other is at its exponentials
+// (named barriers kTurn). P stays in registers, where the accumulators of S lie as operands of the
+// second product.
+#ifndef MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
+#define MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
+
+#include "kernels/hip/common/expanded_item.h"
+#include "kernels/hip/sm90/tile.h"
+#include "kernels/hip/sm90/warpgroup.h"
+
+namespace mla::gpu {
+
+class ExpandedWgmma {
+ public:
+  static constexpr int kThreads = 384;
+  static constexpr int kTile = 128;  // kv rows
+  static constexpr int kStages = 2;
+  static constexpr int kDim = kExpandedNope + kExpandedRope;
+  static constexpr int kPanelBytes = kTile * 128;
+  static constexpr int kQBytes = kExpandedRows * kDim * 2;
+  static constexpr int kKBytes = kTile * kDim * 2;
+  static constexpr int kVBytes = kTile * kExpandedValue * 2;
+  static constexpr int kBarriers = 2 + 4 * kStages;
+  static constexpr int kBarrierBytes = 128;
+  static_assert(kBarriers * 8 <= kBarrierBytes);
+  // An item and its request, two deep: results are written while the next item's are brought in.
+  struct Records {
+    ExpandedItem item;
+    RequestRecord request;
+  };
+  static constexpr int kRecordBytes = 256;
+  static_assert(sizeof(Records) <= kRecordBytes && sizeof(Records) % 4 == 0);
+  static constexpr int kSharedBytes =
+      kQBytes + kStages * (kKBytes + kVBytes) + kBarrierBytes + 2 * kRecordBytes;
+  static_assert(kTile == kExpandedRows && kStages == 2);
+
+  MLA_DEVICE static void run(const ExpandedArgs& args) {
+    const ExpandedWgmma self(args);
+    if (thread_index() == 0) self.init_barriers();
+    block_barrier();
+    if (self.group == 0) {
+      tile::give_registers<40>();
+      if (tile::wave_index() == 0) {
+        if (thread_index() == 0) self.copy_tiles();
+      } else {
+        self.bring_items();
+      }
+    } else {
+      tile::take_registers<232>();
+      self.attend_items();
+    }
+  }
+
+ private:
+  static constexpr int kScores = kTile / 2;  // of a thread
+  static constexpr int kOutputs = kExpandedValue / 2;
+  // Named barriers.
+  static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
+  static constexpr int kBoth = 3;
+
+  struct State {
+    float o[kOutputs];
+    float max[2], sum[2];  // of the logits times log2(e)
+    int limit[2];
+  };
+  // A stage and the parity of its current use.
+  struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    MLA_DEVICE void next() {
+      stage ^= 1;
+      parity ^= stage == 0 ? 1 : 0;
+    }
+  };
+
+  MLA_DEVICE explicit ExpandedWgmma(const ExpandedArgs& a)
+      : args(a), group(tile::wave_index() >> 2), thread(thread_index() & 127), lane(thread & 31) {
+    q_tile = tile::shared_base<kSharedBytes>();
+    k_tiles = q_tile + kQBytes;
+    v_tiles = k_tiles + kStages * kKBytes;
+    barriers = v_tiles + kStages * kVBytes;
+  }
+  MLA_DEVICE static Records* records(int slot) {
+    constexpr int kAt = kSharedBytes - 2 * kRecordBytes;
+    return reinterpret_cast<Records*>(tile::dynamic_shared + kAt + slot * kRecordBytes);
+  }
+  MLA_DEVICE uint32_t q_full() const { return barriers; }
+  MLA_DEVICE uint32_t q_empty() const { return barriers + 8; }
+  MLA_DEVICE uint32_t k_full(int s) const { return barriers + 16 + s * 32; }
+  MLA_DEVICE uint32_t k_empty(int s) const { return barriers + 24 + s * 32; }
+  MLA_DEVICE uint32_t v_full(int s) const { return barriers + 32 + s * 32; }
+  MLA_DEVICE uint32_t v_empty(int s) const { return barriers + 40 + s * 32; }
+  MLA_DEVICE void init_barriers() const {
+    tile::barrier_init(q_full(), 96);
+    tile::barrier_init(q_empty(), 2);
+    for (int s = 0; s < kStages; ++s) {
+      tile::barrier_init(k_full(s), 1);
+      tile::barrier_init(k_empty(s), 2);
+      tile::barrier_init(v_full(s), 1);
+      tile::barrier_init(v_empty(s), 2);
+    }
+    tile::barrier_init_visible();
+  }
+  MLA_DEVICE static int tiles_of(const Item& item) {
+    return (item.work.kv_end - item.work.kv_begin + kTile - 1) / kTile;
+  }
+
+  // --- Copies.
+  MLA_DEVICE void copy_tiles() const {
+    Ring ring;
+    for_each_expanded(args, [&](const ExpandedItem& e, const Item& item) {
+      const uint8_t* keys = args.workspace + e.keys;
+      const uint8_t* rotated = args.workspace + e.rotated;
+      const int64_t panel = e.panel_bytes;
+      const int tiles = tiles_of(item);
+      for (int t = 0; t < tiles; ++t) {
+        const uint32_t k = k_tiles + ring.stage * kKBytes, v = v_tiles + ring.stage * kVBytes;
+        tile::barrier_wait(k_empty(ring.stage), ring.parity ^ 1);
+        tile::barrier_arrive_expecting(k_full(ring.stage), kKBytes);
+        tile::bulk_copy(k, keys, kPanelBytes, k_full(ring.stage));
+        tile::bulk_copy(k + kPanelBytes, keys + panel, kPanelBytes, k_full(ring.stage));
+        tile::bulk_copy(k + 2 * kPanelBytes, rotated, kPanelBytes, k_full(ring.stage));
+        tile::barrier_wait(v_empty(ring.stage), ring.parity ^ 1);
+        tile::barrier_arrive_expecting(v_full(ring.stage), kVBytes);
+        tile::bulk_copy(v, keys + 2 * panel, kPanelBytes, v_full(ring.stage));
+        tile::bulk_copy(v + kPanelBytes, keys + 3 * panel, kPanelBytes, v_full(ring.stage));
+        keys += kPanelBytes;
+        rotated += kPanelBytes;
+        ring.next();
+      }
+    });
+  }
+
+  // Records are read ahead and queries prefetched, so that little is waited for once the tile of
+  // the queries is free.
+  MLA_DEVICE void bring_items() const {
+    const int wave = tile::wave_index() - 1;
+    uint32_t parity = 0;
+    for_each_expanded(args, [&](const ExpandedItem& e, const Item& item) {
+      prefetch_queries(item, wave * 32 + lane);
+      const auto* from_item = reinterpret_cast<const uint32_t*>(&e);
+      const auto* from_request = reinterpret_cast<const uint32_t*>(item.request);
+      constexpr int kItemWords = sizeof(ExpandedItem) / 4,
+                    kRequestWords = sizeof(RequestRecord) / 4;
+      const int word = wave * 32 + lane;
+      static_assert(kItemWords + kRequestWords <= 96);
+      uint32_t value = 0;
+      if (word < kItemWords) {
+        value = from_item[word];
+      } else if (word < kItemWords + kRequestWords) {
+        value = from_request[word - kItemWords];
+      }
+      tile::barrier_wait(q_empty(), parity ^ 1);
+      if (word < kItemWords + kRequestWords) {
+        reinterpret_cast<uint32_t*>(records(parity))[word] = value;
+      }
+      copy_queries(item, word);
+      asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+      tile::publish_shared();
+      tile::barrier_arrive(q_full());
+      parity ^= 1;
+    });
+  }
+  // Thread t of 96 copies chunk t % 24 of every fourth row. Rows past the item's repeat its first:
+  // their results are dropped.
+  MLA_DEVICE void copy_queries(const Item& item, int t) const {
+    constexpr int kChunks = kDim / 8, kRowsAtOnce = 96 / kChunks;
+    const RequestRecord& r = *item.request;
+    const int chunk = t % kChunks, first = t / kChunks;
+    const auto* first_row = static_cast<const uint16_t*>(r.q) + queries_of(item) + chunk * 8;
+    const uint16_t* row = first_row + first * r.q_row_stride;
+    const int64_t stride = kRowsAtOnce * r.q_row_stride;
+    if (aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16)) {
+#pragma unroll 2
+      for (int p = first; p < kExpandedRows; p += kRowsAtOnce, row += stride) {
+        tile::copy_chunk(tile::chunk_at<kExpandedRows>(q_tile, p, chunk),
+                         p < item.rows ? row : first_row);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int p = first; p < kExpandedRows; p += kRowsAtOnce, row += stride) {
+      tile::store_chunk(tile::chunk_at<kExpandedRows>(q_tile, p, chunk),
+                        load_chunk(p < item.rows ? row : first_row, 0, false, false));
+    }
+  }
+  MLA_DEVICE static int64_t queries_of(const Item& item) {
+    return item.work.q_begin * item.request->q_row_stride +
+           static_cast<int>(item.work.heads & 0xffffu) * item.request->q_head_stride;
+  }
+  MLA_DEVICE static void prefetch_queries(const Item& item, int first) {
+    const RequestRecord& r = *item.request;
+    for (int p = first; p < item.rows; p += 96) {
+      const auto* row =
+          static_cast<const uint8_t*>(r.q) + 2 * (queries_of(item) + p * r.q_row_stride);
+#pragma unroll
+      for (int at = 0; at < kDim * 2; at += 128) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + at) : "memory");
+      }
+    }
+  }
+
+  // --- Attention.
+  MLA_DEVICE int row(int slot) const {
+    return (group - 1) * 64 + (thread >> 5) * 16 + slot * 8 + (lane >> 2);
+  }
+  MLA_DEVICE void await_turn() const { tile::named_wait(kTurn + group - 1, 256); }
+  MLA_DEVICE void give_turn() const { tile::named_arrive(kTurn + 2 - group, 256); }
+  MLA_DEVICE void release(uint32_t barrier) const {
+    if (thread == 0) tile::barrier_arrive(barrier);
+  }
+
+  MLA_DEVICE void attend_items() const {
+    Ring ring;
+    uint32_t parity = 0;
+    if (group == 2) give_turn();  // the first turn is warpgroup 1's
+    const int items = args.unit_indptr[block_index() + 1] - args.unit_indptr[block_index()];
+    for (int i = 0; i < items; ++i) {
+      tile::barrier_wait(q_full(), parity);
+      const Records& r = *records(parity);
+      Item item = as_item(args, r.item);
+      item.request = &r.request;
+      attend(r.item, item, ring);
+      parity ^= 1;
+    }
+    if (group == 1) await_turn();  // the turn that was given back last
+  }
+
+  MLA_DEVICE void attend(const ExpandedItem& e, const Item& item, Ring& ring) const {
+    const int tiles = tiles_of(item);
+    const float scale = item.request->softmax_scale * kLog2e;
+    const int own = (group - 1) * 64;
+    const int unmasked_end = item.limit(own < item.rows ? own : 0);
+    State state;
+    clear(e, item, state);
+    int first = item.work.kv_begin, t = 0;
+    if (tiles > 0 && sees_few(item)) {
+      attend_few(e, ring, state, unmasked_end, scale);
+      first += kTile;
+      t = 1;
+    }
+    if (t < tiles) {
+      attend_tiles(ring, state, first, tiles - t, unmasked_end, scale);
+    } else {
+      // Without a tile nothing else has kept the warps together, and records are used again.
+      if (tiles == 0) tile::named_wait(kBoth, 256);
+      release(q_empty());
+    }
+    finish(item, state);
+  }
+
+  // Tiles in the manner of the drawing above; the first one's scores and the last one's outputs
+  // have nothing beside them.
+  MLA_DEVICE void attend_tiles(Ring& ring, State& state, int first, int tiles, int unmasked_end,
+                               float scale) const {
+    float s[kScores], factor[2];
+    uint32_t p[kScores / 2];
+    tile::barrier_wait(k_full(ring.stage), ring.parity);
+    await_turn();
+    start_scores(ring.stage, s);
+    give_turn();
+    tile::wgmma_wait<0>();
+    tile::pin(s);
+    release(k_empty(ring.stage));
+    if (tiles == 1) release(q_empty());
+    softmax(s, state, first, unmasked_end, scale, factor);
+    scale_outputs(state, factor);
+    pack(s, p);
+    Ring ahead = ring;
+    for (int t = 1; t < tiles; ++t) {
+      ahead.next();
+      first += kTile;
+      tile::barrier_wait(k_full(ahead.stage), ahead.parity);
+      await_turn();
+      start_scores(ahead.stage, s);
+      tile::barrier_wait(v_full(ring.stage), ring.parity);
+      start_outputs(v_tiles + ring.stage * kVBytes, p, state);
+      give_turn();
+      tile::wgmma_wait<1>();
+      tile::pin(s);
+      release(k_empty(ahead.stage));
+      if (t == tiles - 1) release(q_empty());
+      softmax(s, state, first, unmasked_end, scale, factor);
+      tile::wgmma_wait<0>();
+      tile::pin(state.o);
+      release(v_empty(ring.stage));
+      scale_outputs(state, factor);
+      pack(s, p);
+      ring = ahead;
+    }
+    tile::barrier_wait(v_full(ring.stage), ring.parity);
+    start_outputs(v_tiles + ring.stage * kVBytes, p, state);
+    tile::wgmma_wait<0>();
+    tile::pin(state.o);
+    release(v_empty(ring.stage));
+    ring.next();
+  }
+
+  // The first tile where some row sees few keys: values and probabilities with what rounding took
+  // from them. The rests of the values take the place of the keys once both warpgroups have scored.
+  MLA_DEVICE void attend_few(const ExpandedItem& e, Ring& ring, State& state, int unmasked_end,
+                             float scale) const {
+    float s[kScores], factor[2];
+    uint32_t p[kScores / 2];
+    tile::barrier_wait(k_full(ring.stage), ring.parity);
+    start_scores(ring.stage, s);
+    tile::wgmma_wait<0>();
+    tile::pin(s);
+    tile::named_wait(kBoth, 256);
+    const uint32_t rests_at = k_tiles + ring.stage * kKBytes;
+    const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
+    for (int i = thread_index() - 128; i < static_cast<int>(kRestBytes) / 16; i += 256) {
+      Chunk c;
+      load_words(c.w, rests + i * 16);
+      tile::store_chunk(rests_at + i * 16, c);
+    }
+    tile::publish_shared();
+    tile::named_wait(kBoth, 256);
+    softmax(s, state, 0, unmasked_end, scale, factor);
+    pack(s, p);
+    tile::barrier_wait(v_full(ring.stage), ring.parity);
+    start_outputs(v_tiles + ring.stage * kVBytes, p, state);
+    start_outputs(rests_at, p, state);
+    tile::wgmma_wait<0>();
+    tile::pin(state.o);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      s[2 * i] -= bits_to_float(p[i] << 16);
+      s[2 * i + 1] -= bits_to_float(p[i] & 0xffff0000u);
+    }
+    pack(s, p);
+    start_outputs(v_tiles + ring.stage * kVBytes, p, state);
+    tile::wgmma_wait<0>();
+    tile::pin(state.o);
+    release(k_empty(ring.stage));
+    release(v_empty(ring.stage));
+    ring.next();
+  }
+
+  MLA_DEVICE void clear(const ExpandedItem& e, const Item& item, State& state) const {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) state.o[i] = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int r = row(slot);
+      state.max[slot] = negative_infinity();
+      state.sum[slot] = 0.0f;
+      state.limit[slot] = r < item.rows ? item.limit(r) : item.work.kv_end;
+    }
+    if (e.carried_row >= 0) carry_in(e, item, state);
+  }
+  // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
+  MLA_DEVICE void carry_in(const ExpandedItem& e, const Item& item, State& state) const {
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int r = row(slot);
+      if (r >= item.rows) continue;
+      const int64_t at = static_cast<int64_t>(e.carried_row) + r;
+      const float lse = args.partial_lse[at];
+      if (lse == negative_infinity()) continue;
+      state.max[slot] = lse * kLog2e;
+      state.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
+      const float* o = args.partial_o + at * kExpandedValue + 2 * (lane & 3);
+#pragma unroll
+      for (int j = 0; j < kOutputs / 4; ++j) {
+        state.o[4 * j + 2 * slot] = o[8 * j];
+        state.o[4 * j + 2 * slot + 1] = o[8 * j + 1];
+      }
+    }
+  }
+
+  MLA_DEVICE void start_scores(int stage, float (&s)[kScores]) const {
+    const uint32_t q = q_tile + (group - 1) * (64 * 128), k = k_tiles + stage * kKBytes;
+    tile::pin(s);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      const uint32_t at = (step >> 2) * kPanelBytes + (step & 3) * 32;
+      tile::multiply_rows(s, tile::along_rows(q + at), tile::along_rows(k + at), step > 0);
+    }
+    tile::wgmma_commit();
+  }
+
+  MLA_DEVICE static void start_outputs(uint32_t v, const uint32_t (&p)[kScores / 2], State& state) {
+    tile::pin(state.o);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      tile::multiply_held(state.o, p + 4 * step, tile::down_rows(v + step * 2048, kPanelBytes));
+    }
+    tile::wgmma_commit();
+  }
+
+  // Probabilities in place of the scores, and the factors of what was summed before.
+  MLA_DEVICE void softmax(float (&s)[kScores], State& state, int first, int unmasked_end,
+                          float scale, float (&factor)[2]) const {
+    if (first + kTile > unmasked_end) {
+      const int column = first + 2 * (lane & 3);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int position = column + 8 * (i >> 2) + (i & 1);
+        s[i] = position < state.limit[(i >> 1) & 1] ? s[i] : negative_infinity();
+      }
+    }
+    float top[2] = {s[0], s[2]}, origin[2];
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) top[(i >> 1) & 1] = max_f(top[(i >> 1) & 1], s[i]);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const float now = max_f(state.max[slot], tile::Wave<16>::row_max(top[slot]) * scale);
+      origin[slot] = now == negative_infinity() ? 0.0f : now;
+      factor[slot] = exp2_fast(state.max[slot] - origin[slot]);
+      state.max[slot] = now;
+      state.sum[slot] *= factor[slot];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int slot = (i >> 1) & 1;
+      s[i] = exp2_fast(fma_f(s[i], scale, -origin[slot]));
+      state.sum[slot] += s[i];
+    }
+  }
+  MLA_DEVICE static void scale_outputs(State& state, const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) state.o[i] *= factor[(i >> 1) & 1];
+  }
+  // Scores as operands: register 4 k + r of the k-th depth of 16.
+  MLA_DEVICE static void pack(const float (&s)[kScores], uint32_t (&p)[kScores / 2]) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+  }
+
+  // --- Results.
+  MLA_DEVICE void finish(const Item& item, State& state) const {
+    const AttendArgs results = results_of(args);
+    const bool f32 = item.work.partial_row >= 0 || args.o_is_f32 != 0;
+    const bool whole = aligned_results(results, item, 8);
+    const bool pairs = aligned_results(results, item, 2);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int r = row(slot);
+      const RowScale scale(state.max[slot], tile::Wave<16>::row_sum(state.sum[slot]));
+      const RowTarget target(results, item, r < item.rows ? r : 0, kExpandedValue);
+      const bool stored = r < item.rows;
+      if (stored && (lane & 3) == 0 && target.lse != nullptr) *target.lse = scale.lse;
+      if (!f32 && whole) {
+        store_chunks(state, slot, scale, target, stored);
+        continue;
+      }
+      if (!stored) continue;
+#pragma unroll
+      for (int j = 0; j < kOutputs / 4; ++j) {
+        const float run[2] = {scale.empty ? 0.0f : state.o[4 * j + 2 * slot] * scale.inverse,
+                              scale.empty ? 0.0f : state.o[4 * j + 2 * slot + 1] * scale.inverse};
+        store_run(target.base, target.index + 8 * j + 2 * (lane & 3), run, target.f32, pairs);
+      }
+    }
+  }
+  // bf16, 16 bytes a lane: four lanes of a row exchange their words.
+  MLA_DEVICE void store_chunks(const State& state, int slot, const RowScale& scale,
+                               const RowTarget& target, bool stored) const {
+#pragma unroll
+    for (int j = 0; j < kOutputs / 4; j += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (j + i) + 2 * slot;
+        words[i] = scale.empty
+                       ? 0
+                       : pack_bf16(state.o[at] * scale.inverse, state.o[at + 1] * scale.inverse);
+      }
+      tile::gather_chunks(words, lane);
+      if (stored) {
+        store_words(static_cast<uint16_t*>(target.base) + target.index + 8 * (j + (lane & 3)),
+                    words);
+      }
+    }
+  }
+
+  const ExpandedArgs& args;
+  const int group, thread, lane;
+  uint32_t q_tile, k_tiles, v_tiles, barriers;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
