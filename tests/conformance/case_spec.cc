@@ -183,4 +183,36 @@ std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count) {
   return cases;
 }
 
+std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count) {
+  constexpr int32_t kShapes[16][3] = {// heads, q rows, cached rows
+                                      {2, 300, 0},    {1, 700, 129},  {3, 257, 1000}, {1, 1500, 3},
+                                      {4, 128, 2048}, {8, 129, 64},   {1, 1024, 0},   {2, 640, 63},
+                                      {16, 130, 1},   {1, 255, 5000}, {5, 200, 127},  {1, 2000, 0},
+                                      {12, 150, 40},  {2, 513, 513},  {1, 384, 128},  {24, 129, 0}};
+  std::vector<CaseSpec> cases;
+  for (int32_t i = 0; i < std::min(count, 16); ++i) {
+    CaseSpec spec = SampleCase(options, 2000000 + static_cast<uint64_t>(i));
+    spec.geometry = ReleasedGeometries()[0];
+    spec.geometry.num_heads = kShapes[i][0];
+    spec.route = Route::kExpanded;
+    spec.q_dtype = DType::kBf16;
+    spec.softmax_scale = 0.135234f;
+    RequestSpec r;
+    r.num_heads = kShapes[i][0];
+    r.q_rows = kShapes[i][1];
+    r.cached_rows = kShapes[i][2];
+    r.page_size = options.page_sizes[static_cast<size_t>(i) % options.page_sizes.size()];
+    r.causal = i % 5 != 4;
+    spec.requests = {r};
+    RequestSpec small = r;  // decoding beside it, and an empty one
+    small.q_rows = 1 + i % 3;
+    small.cached_rows = 77 * i;
+    spec.requests.push_back(small);
+    small.q_rows = 0;
+    spec.requests.push_back(small);
+    cases.push_back(spec);
+  }
+  return cases;
+}
+
 }  // namespace mla::conformance

@@ -89,6 +89,10 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index);
 // `count` (at most 20) large cases: full dims and heads, long caches, all stages.
 std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count);
 
+// `count` (at most 16) cases of the expanded form with more query rows than a tile of any backend:
+// full dims, few heads, several requests.
+std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count);
+
 }  // namespace mla::conformance
 
 #endif  // MLA_TESTS_CONFORMANCE_CASE_SPEC_H_

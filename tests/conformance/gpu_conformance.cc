@@ -2,12 +2,17 @@
 // statically against everything but libc and the GPU runtime, which is opened at run time.
 //
 //   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
+//                   [--prefill N] [--form absorbed|expanded] [--expanded-workspace BYTES]
 //                   [--heads 1,16,128] [--page-sizes 1,64] [--max-flop F] [--library LIB]
+//                   [--image FILE]: device code to use in place of what was built in
 //
 // Exit status 0 only when a GPU backend was found and every shape passed.
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +32,10 @@ struct Flags {
   uint64_t first = 0;
   int32_t threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   int32_t large = 4;
+  int32_t prefill = 8;
+  std::string form;  // of the attention itself; empty: both
+  int64_t expanded_workspace = 0;
+  std::string image;  // contents of the file
   std::string library;
   SamplerOptions sampler;
 };
@@ -55,6 +64,15 @@ bool Parse(int argc, char** argv, Flags& flags) {
       flags.threads = std::stoi(value);
     } else if (name == "--large") {
       flags.large = std::stoi(value);
+    } else if (name == "--prefill") {
+      flags.prefill = std::stoi(value);
+    } else if (name == "--image") {
+      std::ifstream in(value, std::ios::binary);
+      flags.image.assign(std::istreambuf_iterator<char>(in), {});
+    } else if (name == "--form") {
+      flags.form = value;
+    } else if (name == "--expanded-workspace") {
+      flags.expanded_workspace = std::stoll(value);
     } else if (name == "--heads") {
       flags.sampler.heads = Integers(value);
     } else if (name == "--page-sizes") {
@@ -82,7 +100,13 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
   for (const gpu::Vendor vendor : {gpu::Vendor::kAmd, gpu::Vendor::kNvidia}) {
     gpu::HipBackendOptions options;
     options.vendor = vendor;
+    if (flags.expanded_workspace > 0) options.expanded_workspace_bytes = flags.expanded_workspace;
     if (!flags.library.empty()) options.libraries = {flags.library};
+    if (!flags.image.empty()) {
+      const auto bytes = std::as_bytes(std::span<const char>(flags.image));
+      for (const char* arch : {"gfx950", "gfx942", "sm_90"})
+        options.images.push_back({arch, bytes});
+    }
     auto backend = gpu::HipBackend::Create(options);
     if (backend.ok()) {
       std::printf("backend %s on %s, %d units\n", (*backend)->Info().name.c_str(),
@@ -100,13 +124,21 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
 // `count` sampled cases that the backend says it can run.
 std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
                                      const gpu::HipBackend& backend) {
+  const auto wanted = [&](const CaseSpec& spec) {
+    const kernels::AttentionDesc desc = spec.Desc();
+    return backend.CanRun(desc).ok() &&
+           (flags.form.empty() || flags.form == kernels::Name(desc.form));
+  };
   std::vector<CaseSpec> cases;
   for (uint64_t i = flags.first; static_cast<int64_t>(cases.size()) < flags.shapes; ++i) {
     CaseSpec spec = SampleCase(sampler, i);
-    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+    if (wanted(spec)) cases.push_back(std::move(spec));
   }
   for (CaseSpec& spec : LargeCases(sampler, flags.large)) {
-    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+    if (wanted(spec)) cases.push_back(std::move(spec));
+  }
+  for (CaseSpec& spec : PrefillCases(sampler, flags.prefill)) {
+    if (wanted(spec)) cases.push_back(std::move(spec));
   }
   return cases;
 }

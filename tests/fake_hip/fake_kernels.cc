@@ -208,6 +208,8 @@ size_t ArgumentBytes(const std::string& kernel) {
   if (kernel == gpu::kAppendKernel) return sizeof(gpu::AppendArgs);
   if (kernel == gpu::kCombineKernel) return sizeof(gpu::CombineArgs);
   if (kernel == gpu::kProjectKernel) return sizeof(gpu::ProjectArgs);
+  if (kernel == gpu::kExpandKernel) return sizeof(gpu::ExpandArgs);
+  if (kernel == gpu::kExpandedKernel) return sizeof(gpu::ExpandedArgs);
   return AttendRows(kernel) > 0 ? sizeof(gpu::AttendArgs) : 0;
 }
 
@@ -224,6 +226,10 @@ void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
     }
   } else if (kernel == gpu::kProjectKernel) {
     Project(*static_cast<const gpu::ProjectArgs*>(args), grid.x, grid.y);
+  } else if (kernel == gpu::kExpandKernel) {
+    RunExpand(*static_cast<const gpu::ExpandArgs*>(args), grid.x);
+  } else if (kernel == gpu::kExpandedKernel) {
+    RunAttendExpanded(*static_cast<const gpu::ExpandedArgs*>(args), grid.x);
   } else {
     Attend(*static_cast<const gpu::AttendArgs*>(args), grid.x, AttendRows(kernel));
   }

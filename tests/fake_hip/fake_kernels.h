@@ -7,6 +7,8 @@
 #include <functional>
 #include <string>
 
+#include "kernels/hip/common/expanded_args.h"
+
 namespace mla::fake_hip {
 
 // Bytes of the kernel's argument structure; 0 when there is no kernel of that name.
@@ -19,6 +21,9 @@ struct Grid {
 
 // Runs a launch. `args` is the kernel's argument structure.
 void RunKernel(const std::string& kernel, const Grid& grid, const void* args);
+
+void RunExpand(const gpu::ExpandArgs& args, uint32_t blocks);
+void RunAttendExpanded(const gpu::ExpandedArgs& args, uint32_t blocks);
 
 }  // namespace mla::fake_hip
 

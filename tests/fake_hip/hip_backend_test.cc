@@ -158,15 +158,55 @@ TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
   }
 }
 
+// Cases through the whole host path of a fake device, against the oracle.
+conformance::SuiteReport RunCases(const HipBackendOptions& options,
+                                  std::vector<conformance::CaseSpec> cases) {
+  conformance::SuiteOptions suite;
+  suite.cases = std::move(cases);
+  suite.subjects = {{"fake",
+                     [options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+                       auto backend = HipBackend::Create(options);
+                       if (!backend.ok()) return backend.status();
+                       return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+                     },
+                     false}};
+  suite.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+    return std::make_unique<kernels::ReferenceBackend>();
+  };
+  suite.plan = conformance::SchedulerPlanBuilder;
+  suite.threads = 1;
+  suite.runner.kv_pool_bytes = int64_t{64} << 20;
+  suite.runner.staging_bytes = int64_t{16} << 20;
+  suite.runner.slot_workspace_bytes = int64_t{16} << 20;
+  suite.runner.partial_rows = 40000;
+  suite.runner.weights_bytes = int64_t{256} << 20;
+  return conformance::RunSuite(suite);
+}
+
+conformance::SamplerOptions SmallCases(uint64_t seed) {
+  conformance::SamplerOptions sampler;
+  sampler.seed = seed;
+  sampler.geometries = {{1, 512, 64, 128, 128}};
+  sampler.typical_flop = 1e6;
+  sampler.max_flop = 3e6;
+  return sampler;
+}
+
+std::vector<conformance::CaseSpec> Sample(const conformance::SamplerOptions& sampler, size_t count,
+                                          const HipBackend& backend, bool expanded_only) {
+  std::vector<conformance::CaseSpec> cases;
+  for (uint64_t i = 0; cases.size() < count; ++i) {
+    conformance::CaseSpec spec = conformance::SampleCase(sampler, i);
+    if (expanded_only && spec.route != conformance::Route::kExpanded) continue;
+    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(spec);
+  }
+  return cases;
+}
+
 // The whole host path, by the entry points of either vendor, against the oracle.
 TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
   for (const char* arch : {"gfx950", "gfx942", "sm_90"}) {
     control_->arch = arch;
-    conformance::SamplerOptions sampler;
-    sampler.seed = 5;
-    sampler.geometries = {{1, 512, 64, 128, 128}};
-    sampler.typical_flop = 1e6;
-    sampler.max_flop = 3e6;
     HipBackendOptions options = Options();
     if (std::string(arch) == "sm_90") {
       options.vendor = Vendor::kNvidia;
@@ -174,32 +214,58 @@ TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
     }
     auto probe = HipBackend::Create(options);
     ASSERT_TRUE(probe.ok()) << probe.status();
-    conformance::SuiteOptions suite;
-    for (uint64_t i = 0; suite.cases.size() < 60; ++i) {
-      conformance::CaseSpec spec = conformance::SampleCase(sampler, i);
-      if ((*probe)->CanRun(spec.Desc()).ok()) suite.cases.push_back(spec);
-    }
-    suite.subjects = {{"fake",
-                       [options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
-                         auto backend = HipBackend::Create(options);
-                         if (!backend.ok()) return backend.status();
-                         return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
-                       },
-                       false}};
-    suite.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
-      return std::make_unique<kernels::ReferenceBackend>();
-    };
-    suite.plan = conformance::SchedulerPlanBuilder;
-    suite.threads = 1;
-    suite.runner.kv_pool_bytes = int64_t{64} << 20;
-    suite.runner.staging_bytes = int64_t{16} << 20;
-    suite.runner.slot_workspace_bytes = int64_t{16} << 20;
-    suite.runner.partial_rows = 20000;
-    suite.runner.weights_bytes = int64_t{256} << 20;
-    const conformance::SuiteReport report = conformance::RunSuite(suite);
+    const conformance::SuiteReport report =
+        RunCases(options, Sample(SmallCases(5), 60, **probe, false));
     for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
     EXPECT_EQ(report.comparisons, 60) << arch;
   }
+}
+
+// With a workspace that holds all heads, a few, and less than the context of one.
+TEST_F(HipBackendTest, ExpandedFormConformsInRounds) {
+  for (const int64_t workspace : {int64_t{64} << 20, int64_t{1} << 20, int64_t{200000}}) {
+    HipBackendOptions options = Options();
+    options.expanded_workspace_bytes = workspace;
+    auto probe = HipBackend::Create(options);
+    ASSERT_TRUE(probe.ok()) << probe.status();
+    conformance::SamplerOptions sampler = SmallCases(6);
+    sampler.heads = {1, 3, 8};
+    std::vector<conformance::CaseSpec> cases = Sample(sampler, 16, **probe, true);
+    for (const auto& [heads, q_rows, cached] :
+         {std::tuple(2, 140, 0), std::tuple(1, 130, 300), std::tuple(3, 5, 1000)}) {
+      conformance::CaseSpec spec = cases[0];
+      spec.geometry.num_heads = heads;
+      spec.inputs = conformance::InputKind::kHostile;
+      spec.requests.resize(1);
+      spec.requests[0] = {q_rows, cached, heads, 0, 16, 1, true};
+      cases.push_back(spec);
+    }
+    const conformance::SuiteReport report = RunCases(options, cases);
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+    EXPECT_EQ(report.comparisons, 19) << workspace;
+  }
+}
+
+TEST_F(HipBackendTest, ExpandedFormOfOtherDimsIsRefused) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  kernels::AttentionDesc desc;
+  desc.geometry = {16, 512, 64, 128, 64};
+  desc.form = kernels::AttentionForm::kExpanded;
+  const absl::Status status = (*backend)->CanRun(desc);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(status.message(), HasSubstr("missing: this v_dim in the expanded form"));
+  desc.form = kernels::AttentionForm::kAbsorbed;
+  EXPECT_TRUE((*backend)->CanRun(desc).ok());
+}
+
+TEST_F(HipBackendTest, ExpandedFormIsAskedForWhereItWins) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  kernels::BackendLimits limits = Limits();
+  limits.launch_rows = 4096;
+  ASSERT_TRUE((*backend)->Configure(limits).ok());
+  EXPECT_EQ((*backend)->ExpandedFormMinRows({128, 512, 64, 128, 128}), 129);
 }
 
 TEST_F(HipBackendTest, AllocatesNothingAfterConfigure) {

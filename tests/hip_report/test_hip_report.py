@@ -69,9 +69,21 @@ class HipReportTest(unittest.TestCase):
     def test_only_the_tile_loop_is_counted(self):
         counts = report.tile_loop(ASSEMBLY, "mla_attend_64")
         self.assertEqual(counts, {"ds_read_b128": 1, "v_mfma_f32_16x16x32_bf16": 2, "v_exp_f32": 1})
-        memory, matrix, lds, issue = report.bounds("gfx950", counts)
+        memory, matrix, lds, issue = report.bounds("gfx950", counts, 32 * 1152)
         self.assertAlmostEqual(memory, 32 * 1152 / (6000 / 256 / 2.4))
         self.assertEqual((matrix, lds, issue), (32, 32, 16))
+
+    def test_rare_paths_are_left_out(self):
+        begin = "\tds_read_b128 v[0:3], v9\n"
+        rare = begin + "\t; rare path begins\n" + begin + "\t; rare path ends\n" + begin
+        counts = report.tile_loop(ASSEMBLY.replace(begin, rare), "mla_attend_64")
+        self.assertEqual(counts["ds_read_b128"], 2)
+
+    def test_loops_are_known_by_kernel(self):
+        self.assertEqual(report.loop_of("gfx950", "mla_attend_128").flop, 128 * 32 * 2 * 1088)
+        self.assertEqual(report.loop_of("gfx942", "mla_attend_expanded").read, 32 * 640)
+        self.assertEqual(report.loop_of("gfx950", "mla_expand").flop, 128 * 64 * 512)
+        self.assertIsNone(report.loop_of("gfx950", "mla_combine"))
 
 
 if __name__ == "__main__":
