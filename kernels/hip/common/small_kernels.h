@@ -152,6 +152,9 @@ class Combine {
   // Adds this wave's share of `here` parts, of which lane i holds first row and weight of part i.
   MLA_DEVICE void add_parts(float (&acc)[kVectors][4], int rows, float weights, int here,
                             int column) const {
+#if !defined(__HIP__)
+#pragma unroll 2
+#endif
     for (int i = wave; i < here; i += args.waves_per_row) {
       const float w = tile::broadcast(weights, i);
       const int64_t row = static_cast<int64_t>(float_to_bits(
