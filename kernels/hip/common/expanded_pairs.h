@@ -26,17 +26,17 @@ class ExpandPairs {
       if (!first_tiles) begin_list(true);
       return;
     }
-    if (++head < segment.heads) return;
+    if (++head < current().heads) return;
     head = 0;
     fresh = true;
-    if (!first_tiles && ++tile * kExpandedRows < segment.padded_rows) return;
+    if (!first_tiles && ++tile * kExpandedRows < current().padded_rows) return;
     do {  // segments of one tile are not in the list of later tiles
       enter(index + 1);
-    } while (!first_tiles && apart() && segment.padded_rows == kExpandedRows);
+    } while (!first_tiles && apart() && current().padded_rows == kExpandedRows);
   }
 
-  MLA_DEVICE const RequestRecord& request() const { return args.requests[segment.request]; }
-  MLA_DEVICE int model_head() const { return request().head_offset + segment.head_begin + head; }
+  MLA_DEVICE const RequestRecord& request() const { return args.requests[current().request]; }
+  MLA_DEVICE int model_head() const { return request().head_offset + current().head_begin + head; }
   MLA_DEVICE const uint16_t* w_uk() const {
     return args.w_uk[request().weights_slot] +
            static_cast<int64_t>(model_head()) * kExpandedNope * kExpandedLora;
@@ -53,20 +53,20 @@ class ExpandPairs {
   // Row `row` of the tile as a position of the request; rows past the segment's repeat its last.
   MLA_DEVICE int position(int row) const {
     const int inside = tile * kExpandedRows + row;
-    return segment.kv_begin + (inside < segment.rows ? inside : segment.rows - 1);
+    return current().kv_begin + (inside < current().rows ? inside : current().rows - 1);
   }
-  MLA_DEVICE bool exists(int row) const { return tile * kExpandedRows + row < segment.rows; }
+  MLA_DEVICE bool exists(int row) const { return tile * kExpandedRows + row < current().rows; }
   // Of the tile's first row in panel `panel` of the pair's head.
   MLA_DEVICE uint8_t* panel(int panel_index) const {
     return head_at(head) + tile * (kExpandedRows * kPanelRowBytes) + panel_index * panel_bytes();
   }
   // Of the rests of the values; null where they are not kept.
   MLA_DEVICE uint8_t* rest_panel(int panel_index) const {
-    if (segment.kv_begin > 0 || tile > 0) return nullptr;
+    if (current().kv_begin > 0 || tile > 0) return nullptr;
     return head_at(head) + kPanelsPerHead * panel_bytes() + panel_index * kRestPanelBytes;
   }
   MLA_DEVICE uint8_t* rotated() const {
-    return head_at(segment.heads) + tile * (kExpandedRows * kPanelRowBytes);
+    return head_at(current().heads) + tile * (kExpandedRows * kPanelRowBytes);
   }
 
   const ExpandArgs& args;
@@ -74,10 +74,10 @@ class ExpandPairs {
 
  private:
   MLA_DEVICE int64_t panel_bytes() const {
-    return static_cast<int64_t>(segment.padded_rows) * kPanelRowBytes;
+    return static_cast<int64_t>(current().padded_rows) * kPanelRowBytes;
   }
   MLA_DEVICE uint8_t* head_at(int index_in_segment) const {
-    return args.workspace + segment.base +
+    return args.workspace + current().base +
            index_in_segment * (kPanelsPerHead * panel_bytes() + kRestBytes);
   }
   // Whether the first tiles' pairs are in a list of their own.
@@ -100,20 +100,31 @@ class ExpandPairs {
       }
     }
     enter(low);
-    const int inside = pair - first_of(segment);
-    tile += inside / segment.heads;
-    head = inside % segment.heads;
+    const int inside = pair - first_of(current());
+    tile += inside / current().heads;
+    head = inside % current().heads;
   }
   MLA_DEVICE int first_of(const ExpandSegment& s) const {
     return first_tiles ? s.first_head : s.first_pair - (apart() ? s.first_head : 0);
   }
   MLA_DEVICE void enter(int segment_index) {
     index = segment_index;
+#if defined(__HIP__)
+    segment = args.segments + segment_index;
+#else
     segment = args.segments[segment_index];
+#endif
     tile = !first_tiles && apart() ? 1 : 0;
   }
 
+  // Scalar registers are few on AMD, so the segment stays in memory; elsewhere its fields are held.
+#if defined(__HIP__)
+  MLA_DEVICE const ExpandSegment& current() const { return *segment; }
+  const ExpandSegment* segment = nullptr;
+#else
+  MLA_DEVICE const ExpandSegment& current() const { return segment; }
   ExpandSegment segment;
+#endif
   const int block;
   int pair = 0, end = 0, index = 0, tile = 0;
   bool fresh = true, first_tiles = false;
