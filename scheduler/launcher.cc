@@ -49,8 +49,9 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
 // always fits, whatever its dtypes.
 int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const kernels::BackendInfo& info = backend.Info();
-  const auto between =
-      static_cast<int64_t>(ElementSize(info.absorbed_q_of_f32) + ElementSize(info.latent_o_dtype));
+  const auto between = static_cast<int64_t>(
+      std::max(ElementSize(info.absorbed_q_of_bf16), ElementSize(info.absorbed_q_of_f32)) +
+      ElementSize(info.latent_o_dtype));
   const auto widest = static_cast<int64_t>(2 * ElementSize(DType::kF32));
   return limits.max_row_dim *
          std::max(limits.launch_packed_rows * between, limits.max_heads * widest);

@@ -78,6 +78,8 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
       "bf16 rows, bf16 or fp32 queries and outputs, heads 1..65535, any dims up to 8192, page >= 1";
   info_.units = threads;
   info_.unified_memory = true;
+  // Levels that compute in fp32 read fp32 queries at the same rate.
+  if (!kernels.bf16_operands) info_.absorbed_q_of_bf16 = DType::kF32;
 }
 
 CpuBackend::~CpuBackend() = default;
