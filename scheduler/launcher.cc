@@ -149,8 +149,9 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     launch.appends.reserve(limits.launch_requests);
     launch.absorbed.reserve(limits.launch_requests);
     launch.expanded.reserve(limits.launch_requests);
-    launch.absorbs.reserve(limits.launch_requests);
-    launch.projects.reserve(limits.launch_requests);
+    // One for each slice of fused requests, one for each record of the others.
+    launch.absorbs.reserve(size_t{2} * limits.launch_requests);
+    launch.projects.reserve(size_t{2} * limits.launch_requests);
     launch.plan_absorbed.reserve(limits.launch_requests);
     launch.plan_expanded.reserve(limits.launch_requests);
   }

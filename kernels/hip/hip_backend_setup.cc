@@ -31,10 +31,14 @@ class ListedBuffer final : public kernels::HostBuffer {
   std::shared_ptr<PinnedRanges> ranges_;
 };
 
-// Tiles of the projections of one launch. A row counts once for every slice of its heads.
+// Records of the projections of one launch: one for each request that is computed alone, and one
+// for each head slice of requests that are computed as one.
+int64_t ProjectionRecords(const BackendLimits& l) { return int64_t{2} * l.launch_requests; }
+
+// Their tiles. A row counts once for every slice of its heads.
 int64_t ProjectionTiles(const BackendLimits& l) {
-  return l.launch_requests + std::max<int64_t>(l.launch_rows, l.launch_packed_rows) / kProjectRows +
-         1;
+  return ProjectionRecords(l) +
+         std::max<int64_t>(l.launch_rows, l.launch_packed_rows) / kProjectRows + 1;
 }
 
 absl::StatusOr<std::span<const std::byte>> FindImage(const std::vector<KernelImage>& images,
@@ -142,18 +146,19 @@ absl::Status HipBackend::CreateStreams() {
 int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   constexpr int64_t kRuns = 3;
   constexpr int64_t kSlack = 256 * 1024;
-  const int64_t requests =
-      static_cast<int64_t>(l.launch_requests) *
-      (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) + sizeof(int32_t) +
-       2 * (sizeof(kernels::ProjectionRecord) + sizeof(ProjectTile)) + kRegionAlignment);
-  const int64_t tiles = 2 * ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile));
+  const int64_t requests = static_cast<int64_t>(l.launch_requests) *
+                           (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) +
+                            sizeof(int32_t) + kRegionAlignment);
+  const int64_t projections =
+      2 * (ProjectionRecords(l) * static_cast<int64_t>(sizeof(kernels::ProjectionRecord)) +
+           ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
   const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
                        (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
                        l.reduce_partials * sizeof(int32_t);
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t rounds =
       ExpandedWorkspaceBytes(l) > 0 ? ExpandedPlan::MetadataBytes(ExpandedOptions(l)) : 0;
-  return requests + tiles + kRuns * plan + tables + rounds + kSlack;
+  return requests + projections + kRuns * plan + tables + rounds + kSlack;
 }
 
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
