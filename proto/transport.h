@@ -15,6 +15,9 @@ inline constexpr int kStreamWindowBytes = 4 << 20;
 // Freed memory that a process keeps at the top of each heap.
 inline constexpr int kKeptHeapBytes = 256 << 20;
 
+// Blocks up to this size come from a heap, larger ones straight from the kernel.
+inline constexpr int kHeapBlockBytes = 32 << 20;
+
 // For programs that exchange large messages, once, at their start. gRPC receives a message into
 // slices of 64 KiB, which come from the heap and return to it with the message. By default the C
 // library hands the pages back to the kernel each time and takes page faults for the next message:
@@ -22,6 +25,9 @@ inline constexpr int kKeptHeapBytes = 256 << 20;
 inline void KeepMessageMemory() {
 #if defined(__GLIBC__)
   mallopt(M_TRIM_THRESHOLD, kKeptHeapBytes);
+  // Setting one threshold ends the adaptation of the other, which this is the upper end of: else
+  // every block over 128 KiB would be mapped and faulted in anew.
+  mallopt(M_MMAP_THRESHOLD, kHeapBlockBytes);
 #endif
 }
 

@@ -223,7 +223,7 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
           Int("limits.launch_packed_rows", 1, 16777216, "Query rows x heads of one launch.",
               "Sizes the launch workspaces; below max_heads no row fits.",
               MLA_SLOT(limits.launch_packed_rows)),
-          Int("limits.launch_requests", 1, 65536, "(sequence, row range) records of one launch.",
+          Int("limits.launch_requests", 1, 8192, "(sequence, row range) records of one launch.",
               "Sizes the plan's buffers.", MLA_SLOT(limits.launch_requests)),
           Int("limits.prefill_rows", 1, 1048576, "Rows of extend and prefill in one launch.",
               "Bounds how long a decode waits behind a prefill.", MLA_SLOT(limits.prefill_rows)),

@@ -166,7 +166,9 @@ int Bench(const Arguments& arguments) {
     }
   }
   if (interrupted.load()) {
-    std::fprintf(stderr, "mlactl: interrupted; what it had created is gone from the server\n");
+    if (!status.ok()) Fail(status);
+    std::fprintf(stderr, "mlactl: interrupted; what it had created %s\n",
+                 status.ok() ? "is gone from the server" : "may stay until its leases end");
     return kInterrupted;
   }
   return status.ok() ? code : Fail(status);

@@ -191,8 +191,13 @@ class Client(Service):
             raise errors.Unavailable("the client is closed")
         stream = self._maker.open()
         with self._lock:
+            closed = self._closed.is_set()  # meanwhile: nobody else would close this one
             opened = self._streams
-            self._streams = [old for old in opened if old.broken is None] + [stream]
+            if not closed:
+                self._streams = [old for old in opened if old.broken is None] + [stream]
+        if closed:
+            stream.close()
+            raise errors.Unavailable("the client is closed")
         for old in opened:
             if old not in self._streams:
                 old.cancel()  # broken ones hold memory

@@ -200,10 +200,12 @@ class AttendStream(StepStream):
 
         # As soon as the reply is there: the room is wanted by calls whose sender does not wait yet.
         def finish(reply: Any, received: float) -> None:
-            if reply.WhichOneof("body") != "error":
-                assembler.put(cut, placement.o, placement.lse,
-                              timings_of(reply.timings, received - sent))
-            memory.unplace(placement)
+            try:
+                if reply.WhichOneof("body") != "error":
+                    assembler.put(cut, placement.o, placement.lse,
+                                  timings_of(reply.timings, received - sent))
+            finally:
+                memory.unplace(placement)
 
         try:
             return _GrpcRequest(self._send(header, [], 0, finish, deadline), None)
