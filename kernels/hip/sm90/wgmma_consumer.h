@@ -94,7 +94,8 @@ class WgmmaConsumer {
       add_rounded(p, state);  // while the matrix unit works
       tile::wgmma_wait<0>();
       tile::pin(state.o);
-      release(shared.emptied(kGroup, kGroup));
+      // Each thread has read values by itself, where it hid some.
+      tile::barrier_arrive(shared.emptied(kGroup, kGroup));
     }
   }
 

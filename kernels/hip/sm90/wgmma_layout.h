@@ -58,7 +58,9 @@ struct WgmmaLayout {
     if (thread_index() == 0) {
       for (int i = 0; i < 3 * kParts; ++i) tile::barrier_init(barrier(i), kGroupThreads);
       for (int s = 0; s < 2; ++s) {
-        for (int half = 0; half < 2; ++half) tile::barrier_init(emptied(s, half), kGroupWarps);
+        // The group whose tile it is may read values thread by thread, the other never does.
+        tile::barrier_init(emptied(s, s), kGroupThreads);
+        tile::barrier_init(emptied(s, 1 - s), kGroupWarps);
         tile::barrier_init(scored(s), kGroupWarps);
         tile::barrier_init(published(s), kGroupThreads);
       }
