@@ -39,7 +39,7 @@ inline constexpr ArchTraits kSm90Traits{
     .expanded_threads = 384,
     .expand_shared_bytes = 229424,
     .expanded_shared_bytes = 213632,
-    .combine_shared_bytes = 16384,
+    .combine_shared_bytes = 16512,
     .project_shared_bytes = 24576,
     .waves_per_block = 8,
     .blocks_per_unit = 2,
@@ -65,17 +65,34 @@ inline constexpr ArchTraits kGfx942Traits{
     .item_overhead_rows = 256,
 };
 
+// Blocks of combine that a unit takes at a time, by their registers.
+inline constexpr int64_t kCombineBlocksPerUnit = 4;
+
 // Waves that merge one row, given the rows of a launch and the most parts a row has: as many as
 // there are parts for, unless that made more blocks than the device takes at a time.
 constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32_t parts,
                                      int32_t units) {
-  constexpr int64_t kBlocksPerUnit = 4;
   int32_t waves = arch.waves_per_block;
   while (waves > 1 &&
-         (waves > parts || rows * waves > kBlocksPerUnit * units * arch.waves_per_block)) {
+         (waves > parts || rows * waves > kCombineBlocksPerUnit * units * arch.waves_per_block)) {
     waves /= 2;
   }
   return waves;
+}
+
+// Blocks that divide the columns of each row of such a launch: a power of two, more than one only
+// where units would have no block otherwise, and all blocks run at a time. A block has four columns
+// a lane, at least.
+constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int32_t waves_per_row,
+                                      int32_t o_dim, int32_t units) {
+  const int32_t least_columns = 4 * 256 / arch.waves_per_block;
+  const int64_t row_blocks = rows * waves_per_row / arch.waves_per_block;
+  int32_t blocks = 1;
+  while (row_blocks <= units && 2 * blocks * least_columns <= o_dim &&
+         2 * blocks * row_blocks <= kCombineBlocksPerUnit * units) {
+    blocks *= 2;
+  }
+  return blocks;
 }
 
 // Null when no kernels are written for `arch`.

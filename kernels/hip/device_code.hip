@@ -76,7 +76,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
   append_kv(args);
 }
 
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
     mla_combine(const MLA_KERNEL_ARGUMENT CombineArgs args) {
   Combine::run(args);
 }

@@ -380,8 +380,11 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
   args.o_dim = params.desc.form == AttentionForm::kExpanded ? g.v_dim : g.kv_lora_rank;
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.waves_per_row = CombineWavesPerRow(*arch_, int64_t{tiles} * rows, parts, runtime_->units());
+  args.column_blocks = CombineColumnBlocks(*arch_, int64_t{tiles} * rows, args.waves_per_row,
+                                           args.o_dim, runtime_->units());
+  const auto row_blocks = DivideUp(rows, arch_->waves_per_block / args.waves_per_row);
   const LaunchShape shape{.grid_x = tiles,
-                          .grid_y = DivideUp(rows, arch_->waves_per_block / args.waves_per_row),
+                          .grid_y = row_blocks * static_cast<uint32_t>(args.column_blocks),
                           .threads = kThreads,
                           .shared_bytes = static_cast<uint32_t>(arch_->combine_shared_bytes),
                           .overlap_predecessor = true};

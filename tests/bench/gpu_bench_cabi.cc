@@ -170,10 +170,13 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   const int64_t tiles = static_cast<int64_t>(plan->reduce_final_map.size());
   combine_args_.waves_per_row =
       gpu::CombineWavesPerRow(*arch_, tiles * rows, parts, runtime_->units());
+  combine_args_.column_blocks = gpu::CombineColumnBlocks(
+      *arch_, tiles * rows, combine_args_.waves_per_row, combine_args_.o_dim, runtime_->units());
   const int32_t rows_per_block = arch_->waves_per_block / combine_args_.waves_per_row;
   combine_shape_ = {};
   combine_shape_.grid_x = static_cast<uint32_t>(tiles);
-  combine_shape_.grid_y = static_cast<uint32_t>((rows + rows_per_block - 1) / rows_per_block);
+  combine_shape_.grid_y = static_cast<uint32_t>((rows + rows_per_block - 1) / rows_per_block *
+                                                combine_args_.column_blocks);
   combine_shape_.threads = 256;
   combine_shape_.shared_bytes = arch_->combine_shared_bytes;
   combine_shape_.overlap_predecessor = true;

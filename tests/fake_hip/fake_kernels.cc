@@ -218,7 +218,8 @@ void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
     Append(*static_cast<const gpu::AppendArgs*>(args));
   } else if (kernel == gpu::kCombineKernel) {
     const auto& combine = *static_cast<const gpu::CombineArgs*>(args);
-    const uint32_t rows = grid.y * (grid.waves / static_cast<uint32_t>(combine.waves_per_row));
+    const uint32_t rows = grid.y / static_cast<uint32_t>(combine.column_blocks) *
+                          (grid.waves / static_cast<uint32_t>(combine.waves_per_row));
     for (uint32_t tile = 0; tile < grid.x; ++tile) {
       for (uint32_t p = 0; p < rows; ++p) {
         CombineRow(combine, static_cast<int>(tile), static_cast<int>(p));

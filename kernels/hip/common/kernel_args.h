@@ -39,7 +39,7 @@ struct AttendArgs {
 };
 
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row
-// of them a block of W waves.
+// of them a block of W waves, times column_blocks: the blocks of some rows are neighbours.
 struct CombineArgs {
   const RequestRecord* requests;
   const int32_t* reduce_indptr;
@@ -50,6 +50,7 @@ struct CombineArgs {
   int32_t o_dim;  // a multiple of 4
   int32_t o_is_f32;
   int32_t waves_per_row;  // a power of two, at most W
+  int32_t column_blocks;  // at least 1
 };
 
 // Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.

@@ -17,8 +17,12 @@
 // Half the registers, so that two blocks fit a CU.
 #define MLA_LAUNCH_BOUNDS_OF_TWO(threads) \
   __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(2, 2)))
+// A quarter of them.
+#define MLA_LAUNCH_BOUNDS_OF_FOUR(threads) \
+  __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(4, 4)))
 #else
 #define MLA_LAUNCH_BOUNDS(threads) __launch_bounds__(threads, 1)
+#define MLA_LAUNCH_BOUNDS_OF_FOUR(threads) __launch_bounds__(threads, 4)
 #endif
 #define MLA_DEVICE __device__ __forceinline__
 #if defined(__HIP__)
