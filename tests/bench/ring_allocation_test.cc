@@ -133,15 +133,12 @@ class RingAllocationTest : public testing::Test {
 TEST_F(RingAllocationTest, TheSteadyStateAllocatesNothing) {
   MakeBegin();
   for (int i = 0; i < 300; ++i) ASSERT_TRUE(Step()) << i;
-  const int64_t resident = ResidentPages();
+  [[maybe_unused]] const int64_t resident = ResidentPages();
   const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 3000; ++i) ASSERT_TRUE(Step()) << i;
   EXPECT_EQ(kernels::testing::Allocations() - before, 0);
-#ifndef MLA_SANITIZED
-  // A sanitizer's own bookkeeping grows with every event.
+#ifndef MLA_SANITIZED  // whose own bookkeeping grows with every event
   EXPECT_LE(ResidentPages() - resident, 16);
-#else
-  EXPECT_GT(resident, 0);
 #endif
 }
 
