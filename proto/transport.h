@@ -1,5 +1,5 @@
 // Settings that both ends of a gRPC connection share, chosen by measurement
-// (docs/benchmarks.md#wire).
+// (docs/benchmarks/wire.md).
 #ifndef MLA_PROTO_TRANSPORT_H_
 #define MLA_PROTO_TRANSPORT_H_
 
