@@ -43,6 +43,15 @@ class DevScriptTest(unittest.TestCase):
         explained = (ROOT / "third_party/README.md").read_text()
         self.assertEqual([name for name in sorted(listed) if name not in explained], [])
 
+    def test_device_compilers_can_be_chosen(self):
+        """Actions see a fixed environment: what the build script reads must be let through."""
+        script = (ROOT / "kernels/hip/tools/build_device_code.sh").read_text()
+        read = set(re.findall(r"\$\{(HIP_CLANG|NVCC|ROCM_PATH|[A-Z_]+_PATH)[:}]", script))
+        self.assertEqual(read, {"HIP_CLANG", "NVCC", "ROCM_PATH"})
+        passed = set(re.findall(r"^build:hip .*", (ROOT / ".bazelrc").read_text(), re.M))
+        passed = set(re.findall(r"--action_env=(\w+)", " ".join(passed)))
+        self.assertEqual(passed, read)
+
     def test_ci_runs_the_tests(self):
         self.assertRegex((ROOT / ".ci/run").read_text(), r"\nexec \./dev test </dev/null\n")
 
