@@ -7,52 +7,6 @@
 #include "absl/strings/str_cat.h"
 
 namespace mla::scheduler {
-namespace {
-
-absl::Status CheckLimits(const Limits& limits) {
-  const struct {
-    const char* name;
-    int64_t got, low, high;
-  } ranges[] = {
-      {"kv_cache_bytes", limits.kv_cache_bytes, 1 << 16, int64_t{1} << 40},
-      {"default_page_size", limits.default_page_size, 1, 4096},
-      {"max_sequences", limits.max_sequences, 1, 1 << 20},
-      {"max_sequence_rows", limits.max_sequence_rows, 1, 1 << 30},
-      {"max_pages_per_sequence", limits.max_pages_per_sequence, 1, 1 << 28},
-      {"max_models", limits.max_models, 1, 1024},
-      {"max_layers", limits.max_layers, 1, 4096},
-      {"max_heads", limits.max_heads, 1, 4096},
-      {"max_row_dim", limits.max_row_dim, 1, 8192},
-      {"max_v_dim", limits.max_v_dim, 0, 8192},
-      {"weights_bytes", limits.weights_bytes, 0, int64_t{1} << 40},
-      {"max_step_rows", limits.max_step_rows, 1, 1 << 24},
-      {"max_step_sequences", limits.max_step_sequences, 1, limits.max_sequences},
-      {"max_open_steps", limits.max_open_steps, 1, 1 << 16},
-      {"max_participants", limits.max_participants, 1, 1 << 10},
-      {"max_tenants", limits.max_tenants, 1, 1 << 20},
-      {"queue_requests", limits.queue_requests, 1, 1 << 20},
-      {"launch_rows", limits.launch_rows, 1, 1 << 20},
-      {"launch_packed_rows", limits.launch_packed_rows, limits.max_heads, 1 << 26},
-      {"launch_requests", limits.launch_requests, 1, 1 << 20},
-      {"prefill_rows", limits.prefill_rows, 1, limits.launch_rows},
-      {"decode_rows", limits.decode_rows, 1, limits.launch_rows},
-      {"sequence_lease_ms", limits.sequence_lease_ms, 1, limits.max_lease_ms},
-      {"max_lease_ms", limits.max_lease_ms, 1, int64_t{1} << 40},
-      {"step_lease_ms", limits.step_lease_ms, 1, limits.max_lease_ms},
-      {"slice_wait_us", limits.slice_wait_us, 0, limits.queue_ms * 1000},
-      {"kv_wait_ms", limits.kv_wait_ms, 0, limits.max_lease_ms},
-      {"queue_ms", limits.queue_ms, 1, limits.max_lease_ms},
-      {"max_name_bytes", limits.max_name_bytes, 1, 1 << 16},
-  };
-  for (const auto& r : ranges) {
-    if (r.got >= r.low && r.got <= r.high) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("limits.", r.name, ": got ", r.got, ", must be ", r.low, "..", r.high));
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
 
 EngineCore::EngineCore(const EngineOptions& options,
                        std::unique_ptr<kernels::AttentionBackend> backend, const Clock* clock)

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
+
 namespace mla::scheduler {
 
 struct Limits {
@@ -50,6 +52,11 @@ struct Limits {
   // --- Names
   int32_t max_name_bytes = 128;  // model, client, request and tenant names
 };
+
+// What the engine can work with: every limit in its range, and those that bound each other in
+// order. INVALID_ARGUMENT names the configuration key of the first that is not, what was got and
+// the range.
+absl::Status CheckLimits(const Limits& limits);
 
 }  // namespace mla::scheduler
 

@@ -401,8 +401,14 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   at_most("limits.slice_wait_us", limits.slice_wait_us, "limits.queue_ms x 1000",
           limits.queue_ms * 1000);
   at_most("limits.kv_wait_ms", limits.kv_wait_ms, "limits.queue_ms", limits.queue_ms);
+  at_most("limits.queue_ms", limits.queue_ms, "limits.max_lease_ms", limits.max_lease_ms);
   at_most("limits.max_step_sequences", limits.max_step_sequences, "limits.max_sequences",
           limits.max_sequences);
+  if (!faults->empty()) return;
+  // What passes here must start: the engine has the last word about its limits.
+  if (absl::Status status = scheduler::CheckLimits(limits); !status.ok()) {
+    faults->push_back(std::string(status.message()));
+  }
 }
 
 LoadedConfig LoadConfig(const std::vector<std::string>& arguments,

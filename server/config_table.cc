@@ -3,7 +3,6 @@
 namespace mla::server {
 namespace {
 
-constexpr double kMaxInt32 = 2147483647;
 constexpr double kTiB = 1099511627776.0;
 constexpr double kDayMs = 86400000;
 
@@ -172,7 +171,7 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
   keys->insert(
       keys->end(),
       {
-          Bytes("kv_cache.bytes", 1048576, kTiB * 64, "The KV cache: one pool for all models.",
+          Bytes("kv_cache.bytes", 1048576, kTiB, "The KV cache: one pool for all models.",
                 "Taken at start; a step that finds no page group is refused.",
                 MLA_SLOT(limits.kv_cache_bytes)),
           Int("kv_cache.page_size", 1, 4096, "Rows a page when a model names no size.",
@@ -181,7 +180,7 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               MLA_SLOT(limits.default_page_size)),
           Int("limits.max_sequences", 1, 1000000, "Open sequences, all tenants together.",
               "Open is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_sequences)),
-          Int("limits.max_sequence_rows", 1, kMaxInt32, "Rows of one sequence.",
+          Int("limits.max_sequence_rows", 1, 1073741824, "Rows of one sequence.",
               "Longer contexts are refused at BeginStep.", MLA_SLOT(limits.max_sequence_rows)),
           Int("limits.max_pages_per_sequence", 1, 16777216, "Page-table entries of one sequence.",
               "Models with small pages get shorter sequences: entries x page size rows.",
@@ -194,11 +193,11 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it.", MLA_SLOT(limits.max_layers)),
           Int("limits.max_heads", 1, 4096, "Heads of one model; sizes the launch workspaces.",
               "Workspace grows with launch_rows x max_heads.", MLA_SLOT(limits.max_heads)),
-          Int("limits.max_row_dim", 1, 65536, "kv_lora_rank + rope_dim of a model, in elements.",
+          Int("limits.max_row_dim", 1, 8192, "kv_lora_rank + rope_dim of a model, in elements.",
               "Register refuses models above it.", MLA_SLOT(limits.max_row_dim)),
-          Int("limits.max_v_dim", 1, 65536, "nope_dim and v_dim of a model, in elements.",
+          Int("limits.max_v_dim", 1, 8192, "nope_dim and v_dim of a model, in elements.",
               "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
-          Bytes("limits.weights_bytes", 0, kTiB * 4, "W_UK and W_UV of all models, as bf16.",
+          Bytes("limits.weights_bytes", 0, kTiB, "W_UK and W_UV of all models, as bf16.",
                 "0: the EXPANDED profile cannot be used.", MLA_SLOT(limits.weights_bytes)),
       });
 }

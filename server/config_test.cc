@@ -10,6 +10,8 @@
 #include <set>
 #include <sstream>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "server/yaml_file.h"
 
 namespace mla::server {
@@ -72,12 +74,12 @@ TEST(ConfigTest, FlagForms) {
 }
 
 struct Bad {
-  const char* flag;      // one argument
+  const char* flag;      // arguments, separated by a blank
   const char* expected;  // a part of the only fault
 };
 
 constexpr Bad kBad[] = {
-    {"--kv-cache-bytes=0", "kv_cache.bytes: got \"0\", must be 1MiB .. 64TiB"},
+    {"--kv-cache-bytes=0", "kv_cache.bytes: got \"0\", must be 1MiB .. 1TiB"},
     {"--kv-cache-bytes=-1", "kv_cache.bytes: got \"-1\""},
     {"--kv-cache-bytes=9999TiB", "kv_cache.bytes: got \"9999TiB\""},
     {"--kv-cache-bytes=9223372036854775807GiB", "kv_cache.bytes"},
@@ -92,7 +94,7 @@ constexpr Bad kBad[] = {
     {"--limits-max-sequences=0", "limits.max_sequences"},
     {"--limits-max-sequences=1000001", "limits.max_sequences"},
     {"--limits-max-sequences=3", "limits.max_step_sequences: got 512"},
-    {"--limits-max-sequence-rows=2147483648", "limits.max_sequence_rows"},
+    {"--limits-max-sequence-rows=1073741825", "limits.max_sequence_rows"},
     {"--limits-max-pages-per-sequence=0", "limits.max_pages_per_sequence"},
     {"--limits-max-models=1025", "limits.max_models"},
     {"--limits-max-layers=0", "limits.max_layers"},
@@ -116,14 +118,20 @@ constexpr Bad kBad[] = {
     {"--limits-sequence-lease-ms=99", "limits.sequence_lease_ms"},
     {"--limits-sequence-lease-ms=7200000", "limits.sequence_lease_ms: got 7200000, must be at"},
     {"--limits-max-lease-ms=0", "limits.max_lease_ms"},
-    {"--limits-step-lease-ms=3600001", "limits.step_lease_ms"},
     {"--limits-kv-wait-ms=60000", "limits.kv_wait_ms: got 60000, must be at most"},
     {"--limits-queue-ms=0", "limits.queue_ms"},
+    {"--limits-queue-ms=3600001", "limits.queue_ms: got 3600001, must be at most limits.max_lea"},
+    {"--limits-step-lease-ms=3600001",
+     "limits.step_lease_ms: got 3600001, must be at most limits.max_lea"},
+    {"--limits-slice-wait-us=999999999", "limits.slice_wait_us"},
+    {"--limits-max-step-sequences=1025", "limits.max_step_sequences: got 1025, must be at most"},
     {"--limits-max-name-bytes=0", "limits.max_name_bytes"},
     {"--wire-message-bytes=1KiB", "wire.message_bytes"},
     {"--wire-message-bytes=2GiB", "wire.message_bytes"},
     {"--wire-inflight-bytes=1MiB", "wire.message_bytes: got 4194304, must be at most"},
     {"--wire-inflight-bytes=1GiB", "wire.inflight_bytes: got 1073741824, must be at most"},
+    {"--wire-staging-bytes=66MiB --wire-message-bytes=9MiB",
+     "wire.message_bytes x 8: got 75497472, must be at most wire.staging_bytes (69206016)"},
     {"--wire-max-streams=0", "wire.max_streams"},
     {"--wire-connection-streams=0", "wire.connection_streams"},
     {"--wire-control-threads=3", "wire.control_threads"},
@@ -142,6 +150,10 @@ constexpr Bad kBad[] = {
     {"--listen=[::]:50551", "an address beyond loopback needs tls.cert"},
     {"--ops-listen=localhost", "ops.listen: got \"localhost\""},
     {"--ops-connections=0", "ops.connections"},
+    {"--shm-ring-entries=1", "shm.ring_entries: got \"1\", must be 2 .. 4096"},
+    {"--shm-ring-entries=96", "shm.ring_entries: got 96, must be a power of two"},
+    {"--shm-region-bytes=512MiB", "shm.region_bytes: got 536870912, must be at most"},
+    {"--shm-regions-max=0", "shm.regions_max"},
     {"--tls-cert=a.pem", "tls.cert: tls.cert, tls.key and tls.client_ca go together; 1 of 3"},
     {"--client-ca=a.pem", "1 of 3 given"},
     {"--tls-reload-ms=1", "tls.reload_ms"},
@@ -163,12 +175,46 @@ constexpr Bad kBad[] = {
 
 TEST(ConfigTest, BadValuesAreNamed) {
   for (const Bad& bad : kBad) {
-    const auto loaded = LoadConfig({bad.flag}, {});
+    const std::vector<std::string> flags = absl::StrSplit(bad.flag, ' ');
+    const auto loaded = LoadConfig(flags, {});
     ASSERT_EQ(loaded.faults.size(), 1u)
         << bad.flag << ": " << ::testing::PrintToString(loaded.faults);
     EXPECT_THAT(loaded.faults[0], HasSubstr(bad.expected)) << bad.flag;
   }
   EXPECT_GE(std::size(kBad), 60u);
+}
+
+// --check-config promises a start. Each key at either end of its range is either refused for what
+// it is compared with, or the engine takes it; no range is wider than what the engine can do at
+// all.
+TEST(ConfigTest, WhatPassesTheEngineTakes) {
+  int taken = 0;
+  for (const ConfigKey& key : ConfigKeys()) {
+    if (key.min == key.max) continue;  // text
+    for (const double end : {key.min, key.max}) {
+      const std::string value = key.type == ConfigType::kDouble ? absl::StrCat(end)
+                                : key.type == ConfigType::kBool ? (end > 0 ? "true" : "false")
+                                                                : absl::StrCat(int64_t(end));
+      Config config;
+      ASSERT_EQ(SetValue(key, value, &config), "") << key.name << " = " << value;
+      // The others make room, so that only the key's own range can be in the way.
+      scheduler::Limits roomy = config.limits;
+      roomy.max_lease_ms = std::max(roomy.max_lease_ms, int64_t{86400000});
+      roomy.max_sequences = std::max(roomy.max_sequences, roomy.max_step_sequences);
+      roomy.launch_rows = std::max({roomy.launch_rows, roomy.prefill_rows, roomy.decode_rows});
+      roomy.prefill_rows = std::min(roomy.prefill_rows, roomy.launch_rows);
+      roomy.decode_rows = std::min(roomy.decode_rows, roomy.launch_rows);
+      roomy.launch_packed_rows = std::max(roomy.launch_packed_rows, roomy.max_heads);
+      roomy.slice_wait_us = std::min(roomy.slice_wait_us, roomy.queue_ms * 1000);
+      EXPECT_EQ(scheduler::CheckLimits(roomy), absl::OkStatus()) << key.name << " = " << value;
+      std::vector<std::string> faults;
+      CheckConfig(config, &faults);
+      if (!faults.empty()) continue;
+      ++taken;
+      EXPECT_EQ(scheduler::CheckLimits(config.limits), absl::OkStatus()) << key.name;
+    }
+  }
+  EXPECT_GT(taken, 80);
 }
 
 TEST(ConfigTest, NothingToServe) {

@@ -35,7 +35,7 @@ TEST(ProcessTest, ConfigCommands) {
 
 TEST(ProcessTest, TooMuchMemoryStopsTheStart) {
   const Result refused =
-      Shell(absl::StrCat(kServer, " --kv-cache-bytes=40TiB --listen=127.0.0.1:0 --ops-listen="));
+      Shell(absl::StrCat(kServer, " --kv-cache-bytes=1TiB --listen=127.0.0.1:0 --ops-listen="));
   EXPECT_EQ(refused.code, 2);
   EXPECT_THAT(refused.output, HasSubstr("RESOURCE_EXHAUSTED"));
   EXPECT_THAT(refused.output, HasSubstr("kv_cache.bytes"));

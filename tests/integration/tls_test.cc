@@ -27,6 +27,7 @@ class Authority {
     MakeCa("other", "Another CA");
     Make("server", "ca", "/CN=localhost", "DNS:localhost,IP:127.0.0.1", 30);
     Make("red", "ca", "/CN=ignored", "DNS:red", 30);
+    Make("alias", "ca", "/CN=blue", "DNS:red,DNS:blue", 30);
     Make("blue", "ca", "/CN=blue", "", 30);
     Make("nameless", "ca", "/O=nobody", "", 30);
     Make("foreign", "other", "/CN=red", "DNS:red", 30);
@@ -104,6 +105,16 @@ TEST_F(TlsTest, TheNameInTheCertificateIsTheTenant) {
   EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
   EXPECT_EQ((*blue)->ListModels()->models_size(), 0);
   EXPECT_EQ((*blue)->GetSequences({track.sequence.id()}, false)->not_found_size(), 1);
+}
+
+TEST_F(TlsTest, TheFirstAlternativeNameCountsBeforeAllOthers) {
+  auto red = Connect(authority_.As("red"));
+  auto alias = Connect(authority_.As("alias"));
+  auto blue = Connect(authority_.As("blue"));
+  ASSERT_TRUE(red.ok() && alias.ok() && blue.ok()) << alias.status();
+  ASSERT_TRUE((*alias)->RegisterModel(SpecOf({}, "m")).ok());
+  EXPECT_EQ((*red)->ListModels()->models_size(), 1);
+  EXPECT_EQ((*blue)->ListModels()->models_size(), 0);
 }
 
 TEST_F(TlsTest, OnlyCertificatesOfTheAuthorityGetIn) {

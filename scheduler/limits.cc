@@ -1,0 +1,50 @@
+#include "scheduler/limits.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::scheduler {
+
+absl::Status CheckLimits(const Limits& limits) {
+  const struct {
+    const char* key;
+    int64_t got, low, high;
+  } ranges[] = {
+      {"kv_cache.bytes", limits.kv_cache_bytes, 1 << 16, int64_t{1} << 40},
+      {"kv_cache.page_size", limits.default_page_size, 1, 4096},
+      {"limits.max_sequences", limits.max_sequences, 1, 1 << 20},
+      {"limits.max_sequence_rows", limits.max_sequence_rows, 1, 1 << 30},
+      {"limits.max_pages_per_sequence", limits.max_pages_per_sequence, 1, 1 << 28},
+      {"limits.max_models", limits.max_models, 1, 1024},
+      {"limits.max_layers", limits.max_layers, 1, 4096},
+      {"limits.max_heads", limits.max_heads, 1, 4096},
+      {"limits.max_row_dim", limits.max_row_dim, 1, 8192},
+      {"limits.max_v_dim", limits.max_v_dim, 0, 8192},
+      {"limits.weights_bytes", limits.weights_bytes, 0, int64_t{1} << 40},
+      {"limits.max_step_rows", limits.max_step_rows, 1, 1 << 24},
+      {"limits.max_step_sequences", limits.max_step_sequences, 1, limits.max_sequences},
+      {"limits.max_open_steps", limits.max_open_steps, 1, 1 << 16},
+      {"limits.max_participants", limits.max_participants, 1, 1 << 10},
+      {"limits.max_tenants", limits.max_tenants, 1, 1 << 20},
+      {"limits.queue_requests", limits.queue_requests, 1, 1 << 20},
+      {"limits.launch_rows", limits.launch_rows, 1, 1 << 20},
+      {"limits.launch_packed_rows", limits.launch_packed_rows, limits.max_heads, 1 << 26},
+      {"limits.launch_requests", limits.launch_requests, 1, 1 << 20},
+      {"limits.prefill_rows", limits.prefill_rows, 1, limits.launch_rows},
+      {"limits.decode_rows", limits.decode_rows, 1, limits.launch_rows},
+      {"limits.sequence_lease_ms", limits.sequence_lease_ms, 1, limits.max_lease_ms},
+      {"limits.max_lease_ms", limits.max_lease_ms, 1, int64_t{1} << 40},
+      {"limits.step_lease_ms", limits.step_lease_ms, 1, limits.max_lease_ms},
+      {"limits.slice_wait_us", limits.slice_wait_us, 0, limits.queue_ms * 1000},
+      {"limits.kv_wait_ms", limits.kv_wait_ms, 0, limits.max_lease_ms},
+      {"limits.queue_ms", limits.queue_ms, 1, limits.max_lease_ms},
+      {"limits.max_name_bytes", limits.max_name_bytes, 1, 1 << 16},
+  };
+  for (const auto& r : ranges) {
+    if (r.got >= r.low && r.got <= r.high) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(r.key, ": got ", r.got, ", must be ", r.low, "..", r.high));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler
