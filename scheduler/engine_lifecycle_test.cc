@@ -187,6 +187,58 @@ TEST_F(EngineCoreTest, ForksShareRowsAndPartWays) {
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
+TEST_F(EngineCoreTest, ForksOfWhatTheClientDoesNotKnowAreRefused) {
+  const SequenceInfo seq = h_.Open();
+  Fill(seq, 4, 1);
+  ForkArgs args;
+  args.tenant = h_.tenant();
+  args.parent = seq.id;
+  args.expected_epoch = 2;  // it is at 1
+  Fault fault;
+  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(fault.reason, "epoch_mismatch");
+  EXPECT_EQ(fault.field, "expected_epoch");
+  args.expected_epoch = 1;
+  args.length = 5;
+  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(fault.field, "length");
+  EXPECT_EQ(fault.limit, "0..4");
+  args.length = 4;
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 4, 1}})->status.ok());
+  fault = Fault();
+  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(fault.reason, "in_step");
+  ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
+  EXPECT_TRUE(h_.core().ForkSequence(args, &fault).ok());
+  EXPECT_EQ(h_.core().Stats().sequences, 2);
+}
+
+TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
+  const SequenceInfo seq = h_.Open();
+  Fill(seq, 5, 1);
+  Fault fault;
+  ASSERT_TRUE(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1, &fault).ok());
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 2, 2, 1}})->status.ok());
+  auto first = h_.AppendOnly(stream_, 1, 0, 0, Rows(1, 9));
+  auto second = h_.AppendOnly(stream_, 1, 1, 0, Rows(1, 9));
+  h_.Run();
+  ASSERT_TRUE(h_.End(stream_, 1)->status.ok());
+  ASSERT_EQ(h_.Get(seq.id).length, 3);
+  // Late messages of the old epoch: one that names today's length, and the old one again.
+  for (const int64_t length : {3, 2}) {
+    EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1, &fault).status().code(),
+              absl::StatusCode::kFailedPrecondition)
+        << length;
+    EXPECT_EQ(fault.reason, "epoch_mismatch");
+    EXPECT_EQ(fault.last_good_position, 3);
+  }
+  EXPECT_EQ(h_.Get(seq.id).length, 3);
+  EXPECT_EQ(h_.Get(seq.id).epoch, 2u);
+}
+
 TEST_F(EngineCoreTest, TruncateFencesTheDroppedBranch) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 5, 1);

@@ -98,11 +98,11 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
   }
 }
 
-// first + count <= total, in 64 bits.
+// first < total and first + count <= total, in 64 bits. REQUIRES: total >= 1.
 absl::Status CheckSlice(uint64_t first, uint64_t count, uint64_t min_count, int64_t total,
                         const char* first_field, const char* count_field, Fault* fault) {
-  if (first > static_cast<uint64_t>(total)) {
-    return InvalidField(fault, first_field, Range(0, total), absl::StrCat(first));
+  if (first >= static_cast<uint64_t>(total)) {
+    return InvalidField(fault, first_field, Range(0, total - 1), absl::StrCat(first));
   }
   const int64_t left = total - static_cast<int64_t>(first);
   if (count < min_count || count > static_cast<uint64_t>(left)) {

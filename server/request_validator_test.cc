@@ -4,8 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <iterator>
 #include <limits>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 
@@ -46,7 +49,12 @@ int RunTable(const Message& good, const std::vector<Row<Message>>& rows,
   EXPECT_EQ(parse(good, &none), absl::OkStatus());
   int cases = 0;
   for (const Row<Message>& row : rows) {
-    for (const uint64_t value : kValues) {
+    // The bounds themselves and what lies just beyond: a wrong one is off by little.
+    std::set<uint64_t> values(std::begin(kValues), std::end(kValues));
+    values.insert({row.low, row.high});
+    if (row.low > 0) values.insert(row.low - 1);
+    if (row.high < kMax64) values.insert(row.high + 1);
+    for (const uint64_t value : values) {
       if (value > row.type_max) continue;
       ++cases;
       Message message = good;
@@ -256,6 +264,17 @@ TEST(RequestValidatorTest, Model) {
   };
   EXPECT_GT(RunTable<M>(good, rows, parse), 25);
   Fault fault;
+  for (const uint32_t value : {uint32_t{256}, uint32_t{257}, uint32_t{1} << 31, UINT32_MAX}) {
+    for (const bool nope : {true, false}) {
+      M changed = good;
+      nope ? changed.mutable_geometry()->set_nope_dim(value)
+           : changed.mutable_geometry()->set_v_dim(value);
+      EXPECT_EQ(parse(changed, &fault).ok(), value == 256) << value;
+      if (value == 256) continue;
+      EXPECT_EQ(fault.field, nope ? "model.geometry.nope_dim" : "model.geometry.v_dim");
+      EXPECT_EQ(fault.limit, "0..256");
+    }
+  }
   for (const double scale : {0.0, -1.0, std::numeric_limits<double>::infinity(),
                              std::numeric_limits<double>::quiet_NaN()}) {
     M bad = good;
@@ -296,7 +315,10 @@ TEST(RequestValidatorTest, WeightsChunk) {
       {"chunk.head_count", kMax32, 1, 3,
        [&](M* m, uint64_t v) {
          m->set_head_count(static_cast<uint32_t>(v));
-         m->set_payload(v == 2 ? one_head + one_head : one_head);
+         m->clear_payload();
+         for (uint64_t head = 0; head < std::min<uint64_t>(v, 4); ++head) {
+           *m->mutable_payload() += one_head;
+         }
        }},
   };
   EXPECT_GT(RunTable<M>(good, rows, parse), 15);

@@ -3,8 +3,13 @@
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <thread>
+
 #include "client/cpp/errors.h"
+#include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/attention.grpc.pb.h"
+#include "mla/v1/model.grpc.pb.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -84,25 +89,54 @@ TEST(CodesTest, OpenAndForkAreIdempotentByRequestId) {
   EXPECT_NE(client->OpenSequence("m", "different")->id(), first->id());
 }
 
+// What a client believes of a sequence, when another handle on it has gone on.
+v1::AttendStreamReply BeginRaw(const TestServer& server, uint64_t id, uint64_t epoch,
+                               uint64_t position) {
+  const auto stub = v1::Attention::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  const auto stream = stub->Attend(&context);
+  v1::AttendStreamRequest request;
+  request.mutable_begin_step()->set_step_id(77);
+  request.mutable_begin_step()->set_model_id("m");
+  v1::StepSequence* sequence = request.mutable_begin_step()->add_sequences();
+  sequence->set_sequence_id(id);
+  sequence->set_epoch(epoch);
+  sequence->set_start_position(position);
+  sequence->set_rows(1);
+  v1::AttendStreamReply reply;
+  EXPECT_TRUE(stream->Write(request) && stream->Read(&reply));
+  stream->WritesDone();
+  EXPECT_TRUE(stream->Finish().ok());
+  return reply;
+}
+
 TEST(CodesTest, StaleEpochAndPosition) {
   const TestServer server;
   const auto client = server.Connect();
   Worker worker(client.get(), {}, "m", 1);
   Track track = *worker.Open();
   ASSERT_EQ(worker.Step({&track}, {4}, v1::PROFILE_ABSORBED), absl::OkStatus());
-  Track stale = *worker.Open();
-  // A second handle on the same sequence that misses the truncation.
-  auto copy = client->GetSequences({track.sequence.id()}, false);
-  ASSERT_TRUE(copy.ok());
+  const uint64_t id = track.sequence.id(), old = track.sequence.epoch();
   ASSERT_EQ(track.sequence.Truncate(2), absl::OkStatus());
-  v1::ModelSpec spec;
+  const v1::AttendStreamReply epoch = BeginRaw(server, id, old, 2);
+  EXPECT_EQ(epoch.error().code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(epoch.error().detail().reason(), "epoch_mismatch");
+  EXPECT_EQ(epoch.error().detail().field(), "begin_step.sequences[0].epoch");
+  EXPECT_EQ(epoch.error().detail().last_good_position(), 2u);
+  for (const uint64_t position : {0, 1, 3, 4}) {
+    const v1::AttendStreamReply stale = BeginRaw(server, id, old + 1, position);
+    EXPECT_EQ(stale.error().code(), grpc::StatusCode::FAILED_PRECONDITION) << position;
+    EXPECT_EQ(stale.error().detail().reason(), "position_mismatch") << position;
+  }
+  EXPECT_TRUE(BeginRaw(server, id, old + 1, 2).has_begin_step());
   auto begun = worker.session().Begin("m", {{&track.sequence, 1}});
-  ASSERT_TRUE(begun.ok());
+  ASSERT_TRUE(begun.ok()) << begun.status();
   // In a step: Fork and Truncate are refused.
   EXPECT_EQ(track.sequence.Fork().status().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(track.sequence.Truncate(1).code(), StatusCode::kFailedPrecondition);
   ASSERT_EQ((*begun)->Abort(), absl::OkStatus());
-  EXPECT_EQ(track.sequence.Truncate(9).code() == StatusCode::kOk, false);
+  EXPECT_EQ(track.sequence.Truncate(9).code(), StatusCode::kInvalidArgument);
 }
 
 TEST(CodesTest, UnsupportedShapesAreListed) {
@@ -247,6 +281,43 @@ TEST(CodesTest, DigestMismatchDiscardsTheUpload) {
   const Dims dims;
   ASSERT_TRUE(client->RegisterModel(SpecOf(dims, "m")).ok());
   std::mt19937_64 random(1);
+  const std::vector<client::WeightsChunk> chunks = ChunksOf(dims, RandomWeights(dims, &random));
+  const auto stub = v1::Models::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  v1::UploadWeightsReply reply;
+  const auto upload = stub->UploadWeights(&context, &reply);
+  v1::UploadWeightsRequest part;
+  part.mutable_header()->set_model_id("m");
+  ASSERT_TRUE(upload->Write(part));
+  for (const client::WeightsChunk& chunk : chunks) {
+    part.mutable_chunk()->set_layer(chunk.layer);
+    part.mutable_chunk()->set_head_begin(chunk.head_begin);
+    part.mutable_chunk()->set_head_count(chunk.head_count);
+    part.mutable_chunk()->set_payload(chunk.bytes);
+    ASSERT_TRUE(upload->Write(part));
+  }
+  part.mutable_trailer()->set_sha256(std::string(32, '\0'));
+  upload->Write(part);
+  upload->WritesDone();
+  EXPECT_EQ(upload->Finish().error_code(), grpc::StatusCode::DATA_LOSS);
+  // Nothing of it counts, and the right bytes are taken after it.
+  EXPECT_FALSE(client->ListModels()->models(0).weights_complete());
+  size_t next = 0;
+  const auto again = client->UploadWeights("m", [&]() -> std::optional<client::WeightsChunk> {
+    if (next == chunks.size()) return std::nullopt;
+    return chunks[next++];
+  });
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(again->complete());
+}
+
+TEST(CodesTest, UploadsOfAPartNameTheRest) {
+  const TestServer server;
+  const auto client = server.Connect();
+  const Dims dims;
+  ASSERT_TRUE(client->RegisterModel(SpecOf(dims, "m")).ok());
+  std::mt19937_64 random(1);
   std::vector<client::WeightsChunk> chunks = ChunksOf(dims, RandomWeights(dims, &random));
   // Half of the layers: accepted, not complete, the rest is named.
   bool sent = false;
@@ -295,6 +366,38 @@ TEST(CodesTest, TenantNamesAreChecked) {
       StatusCode::kInvalidArgument);
   EXPECT_EQ(client::Client::Connect(server.unix_target(), As("two words")).status().code(),
             StatusCode::kInvalidArgument);
+}
+
+TEST(CodesTest, WatchersAreBounded) {
+  const TestServer server([](server::Config& config) { config.wire.max_watchers = 2; });
+  const auto stub = v1::Admin::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  v1::WatchStatusRequest request;
+  v1::StatusUpdate update;
+  grpc::ClientContext contexts[3];
+  std::unique_ptr<grpc::ClientReader<v1::StatusUpdate>> watches[3];
+  for (int i = 0; i < 2; ++i) {
+    watches[i] = stub->WatchStatus(&contexts[i], request);
+    ASSERT_TRUE(watches[i]->Read(&update)) << i;
+  }
+  watches[2] = stub->WatchStatus(&contexts[2], request);
+  EXPECT_FALSE(watches[2]->Read(&update));
+  EXPECT_EQ(watches[2]->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  contexts[0].TryCancel();
+  EXPECT_EQ(watches[0]->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  // Its place is free once the server has noticed.
+  bool admitted = false;
+  for (int i = 0; i < 100 && !admitted; ++i) {
+    grpc::ClientContext context;
+    const auto watch = stub->WatchStatus(&context, request);
+    admitted = watch->Read(&update);
+    context.TryCancel();
+    watch->Finish();
+    if (!admitted) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  EXPECT_TRUE(admitted);
+  contexts[1].TryCancel();
+  watches[1]->Finish();
 }
 
 TEST(CodesTest, NobodyThere) {
