@@ -1,0 +1,134 @@
+// Who may speak for a step, and what must be there before it is committed. One wrong detail at a
+// time, so that each refusal is the only thing that can stop the message.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "scheduler/testing/engine_fixture.h"
+
+namespace mla::scheduler {
+namespace {
+
+using testing::EngineCoreTest;
+using testing::Row;
+using testing::TestRequest;
+
+class EngineRefusalsTest : public EngineCoreTest {
+ protected:
+  // A stream of a tenant that has a model of the same name.
+  StreamId ForeignStream() {
+    Fault fault;
+    const TenantKey key = *h_.core().Tenant("tenant-b", &fault);
+    EXPECT_TRUE(h_.core().models().Register(key, h_.model(), &fault).ok());
+    OpenArgs open;
+    open.tenant = "tenant-b";
+    open.model_id = h_.model().id;
+    const auto seq = h_.core().OpenSequence(open, &fault);
+    EXPECT_TRUE(seq.ok()) << seq.status();
+    const StreamId stream = h_.core().OpenStream("tenant-b");
+    EXPECT_TRUE(h_.Begin(stream, 500, {{seq->id, 1, 0, 1}})->status.ok());
+    return stream;
+  }
+};
+
+TEST_F(EngineRefusalsTest, JoiningMeansRepeatingTheSameBegin) {
+  const SequenceInfo a = h_.Open();
+  const SequenceInfo b = h_.Open();
+  Fill(a, 2, 1);
+  const std::vector<StepSequenceArgs> begun = {{a.id, 1, 2, 2}, {b.id, 1, 0, 1}};
+  ASSERT_TRUE(h_.Begin(stream_, 1, begun, 3)->status.ok());
+  const StreamId rank = h_.core().OpenStream(h_.tenant());
+  const std::vector<std::vector<StepSequenceArgs>> kOthers = {
+      {{a.id, 2, 2, 2}, {b.id, 1, 0, 1}},
+      {{a.id, 1, 1, 2}, {b.id, 1, 0, 1}},
+      {{a.id, 1, 2, 1}, {b.id, 1, 0, 1}},
+      {{b.id, 1, 0, 1}, {a.id, 1, 2, 2}},
+      {{a.id, 1, 2, 2}},
+      {{a.id, 1, 2, 2}, {b.id, 1, 0, 2}},
+  };
+  for (size_t i = 0; i < kOthers.size(); ++i) {
+    SCOPED_TRACE(i);
+    ExpectCode(*h_.Begin(rank, 1, kOthers[i], 3), absl::StatusCode::kAlreadyExists, "step_exists");
+  }
+  ExpectCode(*h_.Begin(rank, 1, begun, 2), absl::StatusCode::kAlreadyExists, "step_exists");
+  const auto joined = h_.Begin(rank, 1, begun, 3);
+  ASSERT_TRUE(joined->status.ok()) << joined->status;
+  EXPECT_EQ(joined->joined, 2);
+}
+
+TEST_F(EngineRefusalsTest, AStreamThatDidNotJoinHasNoSay) {
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 1}}, 2)->status.ok());
+  const StreamId stranger = h_.core().OpenStream(h_.tenant());
+  // It has a step of its own, so it is a stream like any other.
+  const SequenceInfo own = h_.Open();
+  ASSERT_TRUE(h_.Begin(stranger, 2, {{own.id, 1, 0, 1}})->status.ok());
+  ExpectCode(*h_.AppendOnly(stranger, 1, 0, 0, Rows(1, 1)), absl::StatusCode::kNotFound,
+             "step_not_found");
+  ExpectCode(*h_.Query(stranger, 1, 0, 0, 1, 0, 2, 5), absl::StatusCode::kNotFound,
+             "step_not_found");
+  ExpectCode(*h_.End(stranger, 1), absl::StatusCode::kNotFound, "step_not_found");
+  ExpectCode(*h_.Abort(stranger, 1), absl::StatusCode::kNotFound, "step_not_found");
+  EXPECT_TRUE(h_.Get(seq.id).in_step);
+}
+
+TEST_F(EngineRefusalsTest, WhyAStepWasAbortedIsToldToItsTenantAlone) {
+  const StreamId foreign = ForeignStream();
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 1}})->status.ok());
+  ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
+  ExpectCode(*h_.Query(stream_, 1, 0, 0, 1, 0, 2, 5), absl::StatusCode::kAborted, "step_aborted");
+  ExpectCode(*h_.Query(foreign, 1, 0, 0, 1, 0, 2, 5), absl::StatusCode::kNotFound,
+             "step_not_found");
+}
+
+TEST_F(EngineRefusalsTest, OneMissingRowIsNamed) {
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 4}})->status.ok());
+  const std::vector<Row> rows = Rows(4, 1);
+  auto all = h_.AppendOnly(stream_, 1, 0, 0, rows);
+  auto most = h_.AppendOnly(stream_, 1, 1, 0, {rows.begin(), rows.begin() + 3});
+  h_.Run();
+  auto refused = h_.End(stream_, 1);
+  ExpectCode(*refused, absl::StatusCode::kFailedPrecondition, "rows_missing");
+  EXPECT_EQ(refused->fault.got, "layer 1: rows 3..3");
+  ASSERT_TRUE(h_.End(stream_, 1, {3})->status.ok());
+  EXPECT_EQ(h_.Get(seq.id).length, 3);
+}
+
+// The transport sizes a request's memory by the model that it believes the step to have.
+TEST_F(EngineRefusalsTest, ARequestSizedForAnotherModelIsRefused) {
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 1}})->status.ok());
+  for (const int32_t change : {0, 1, 2, 3, 4, 5}) {
+    auto request = h_.Unsent(stream_, 1, 0, 0, 1, Rows(1, 1), 0, 2, 5);
+    kernels::Geometry& geometry = request->attend.sized_for;
+    geometry = h_.model().geometry;
+    int32_t* const dims[] = {&geometry.num_heads, &geometry.kv_lora_rank, &geometry.rope_dim,
+                             &geometry.nope_dim, &geometry.v_dim};
+    if (change < 5) ++*dims[change];
+    h_.Submit(request.get());
+    h_.Run();
+    if (change < 5) {
+      ExpectCode(*request, absl::StatusCode::kFailedPrecondition, "step_reused");
+    } else {
+      EXPECT_TRUE(request->status.ok()) << request->status;
+    }
+  }
+}
+
+TEST_F(EngineRefusalsTest, TheRowsOfAllSequencesTogetherAreBounded) {
+  const int32_t most = testing::TinyLimits().max_step_rows;
+  const SequenceInfo a = h_.Open();
+  const SequenceInfo b = h_.Open();
+  auto refused = h_.Begin(stream_, 1, {{a.id, 1, 0, most}, {b.id, 1, 0, 1}});
+  ExpectCode(*refused, absl::StatusCode::kInvalidArgument, "out_of_range");
+  EXPECT_EQ(refused->fault.field, "begin_step.sequences");
+  EXPECT_EQ(refused->fault.got, std::to_string(most + 1) + " rows");
+  for (const SequenceId id : {a.id, b.id}) EXPECT_FALSE(h_.Get(id).in_step);
+  EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, most - 1}, {b.id, 1, 0, 1}})->status.ok());
+}
+
+}  // namespace
+}  // namespace mla::scheduler
