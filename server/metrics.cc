@@ -88,6 +88,7 @@ constexpr Declaration kDeclarations[] = {
     {"mla_copied_bytes_total", Type::kCounter, "Payload bytes copied on the host, by path."},
     {"mla_kernel_errors_total", Type::kCounter, "Launches that failed."},
     {"mla_device_memory_bytes", Type::kGauge, "Memory taken at start, by use."},
+    {"mla_serving", Type::kGauge, "1 while new work is taken, as health says; else 0."},
     {"mla_backend_info", Type::kGauge, "1, with the backend in use as labels."},
     {"mla_build_info", Type::kGauge, "1, with the version as label."},
     {"process_cpu_seconds_total", Type::kCounter, "Processor time of the process."},
@@ -218,6 +219,7 @@ struct Metrics::Impl {
   Counter& shared_sent = One("mla_sent_bytes_total", {{"path", "shared"}});
   Counter& copied = One("mla_copied_bytes_total", {{"path", "inline"}});
   Counter& kernel_errors = One("mla_kernel_errors_total");
+  Gauge& serving = OneGauge("mla_serving");
   Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
   Family<Gauge>& backend = GaugeFamily("mla_backend_info");
   Counter& cpu_seconds = One("process_cpu_seconds_total");
@@ -314,6 +316,8 @@ void Metrics::SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int
   impl_->memory.Add({{"use", "kv"}}).Set(static_cast<double>(kv_bytes));
   impl_->memory.Add({{"use", "workspace"}}).Set(static_cast<double>(total_bytes - kv_bytes));
 }
+
+void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
 
 std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   Impl& m = *impl_;

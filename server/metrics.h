@@ -64,6 +64,9 @@ class Metrics final : public scheduler::EngineObserver {
   void CountRejected(const std::string& reason);
   void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
 
+  // What grpc.health.v1 answers at this moment; 0 until the first call.
+  void SetServing(bool serving);
+
   // Prometheus text after taking over the figures of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);
 

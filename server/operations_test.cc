@@ -96,6 +96,15 @@ TEST(MetricsTest, TotalsOfTheEngineOnlyRise) {
   EXPECT_THAT(text, HasSubstr("mla_kv_usage_ratio 0.25"));
 }
 
+TEST(MetricsTest, ServingFollowsHealth) {
+  Metrics metrics;
+  EXPECT_THAT(metrics.Expose({}), HasSubstr("\nmla_serving 0\n"));
+  metrics.SetServing(true);
+  EXPECT_THAT(metrics.Expose({}), HasSubstr("\nmla_serving 1\n"));
+  metrics.SetServing(false);
+  EXPECT_THAT(metrics.Expose({}), HasSubstr("\nmla_serving 0\n"));
+}
+
 TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   Metrics metrics;
   metrics.OnSequenceClosed(100, 3'000'000'000);

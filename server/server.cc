@@ -202,6 +202,7 @@ absl::Status Server::Parts::StartOps() {
   if (config.address.empty()) return absl::OkStatus();
   std::map<std::string, HttpHandler> paths;
   paths["/metrics"] = [this](const std::string&) {
+    metrics.SetServing(state.Get().serving());
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(engine->Stats())};
   };

@@ -191,12 +191,14 @@ TEST(LifecycleTest, OperationsPort) {
   EXPECT_THAT(metrics, HasSubstr("mla_rows_total{stage=\"prefill\"} 9"));
   EXPECT_THAT(metrics, HasSubstr("mla_leases_active 1"));
   EXPECT_THAT(metrics, HasSubstr("mla_backend_info{"));
+  EXPECT_THAT(metrics, HasSubstr("\nmla_serving 1\n"));
   EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("<th scope=\"row\">state</th><td>serving"));
   EXPECT_THAT(HttpGet(port, "/statusz?json"), HasSubstr("\"state\": \"serving\""));
   EXPECT_THAT(HttpGet(port, "/etc/passwd"), StartsWith("404 "));
   EXPECT_THAT(HttpGet(port, "/metrics", "POST"), StartsWith("405 "));
   EXPECT_TRUE(client->Drain(100, false)->drained());
   EXPECT_THAT(HttpGet(port, "/readyz"), StartsWith("503 "));
+  EXPECT_THAT(HttpGet(port, "/metrics"), HasSubstr("\nmla_serving 0\n"));
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));
 }
 
