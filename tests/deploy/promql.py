@@ -1,0 +1,112 @@
+"""A light reading of PromQL, enough to see which metrics and labels an expression relies on, and the
+server's own list of them."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KEYWORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
+# Labels that do not come from the server: a scrape adds the first two, the target may have the last.
+TARGET_LABELS = {"job", "instance", "accelerator"}
+SUFFIXES = {"counter": [""], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+
+_TOKEN = re.compile(r'(?P<string>"(?:[^"\\]|\\.)*")|(?P<range>\[[^\]]*\])|'
+                    r"(?P<number>\d[\w.]*)|(?P<name>[A-Za-z_:][\w:]*)|(?P<other>\S)")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
+_GROUPING = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_GRAFANA = re.compile(r"\$(?:__)?[a-z_]+|\$\{[a-z_]+\}")
+
+
+def selectors(expression):
+    """Yields (metric, [(label, operator, value)]) for each selector of the expression."""
+    text = _GROUPING.sub(" ", expression)
+    tokens = [match for match in _TOKEN.finditer(text) if not match["range"]] + [None]
+    metric = start = None  # of the selector being read; `start` once inside its braces
+    for token, following in zip(tokens, tokens[1:]):
+        char = following[0] if following else ""
+        if start is not None:
+            if token[0] == "}":
+                yield metric, _MATCHER.findall(text[start:token.start()])
+                start = None
+        elif token[0] == "{":
+            start = token.end()
+        elif token["name"] and token[0] not in KEYWORDS and char != "(":
+            metric = token[0]
+            if char != "{":
+                yield metric, []
+
+
+def grouping_labels(expression):
+    """Labels that by, on and their like name."""
+    return {label.strip() for _, labels in _GROUPING.findall(expression)
+            for label in labels.split(",") if label.strip()}
+
+
+def plain(expression):
+    """A dashboard's expression as Prometheus would get it."""
+    text = expression.replace("$__rate_interval", "5m").replace("$__range", "1h")
+    return _GRAFANA.sub("x", text)
+
+
+def exported():
+    """{metric: type} as the server's golden list has it."""
+    lines = (ROOT / "server/metrics_golden.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split() for line in lines)
+
+
+def exported_labels():
+    """{metric: {label: set of values, empty when they are not fixed}}, from the declarations."""
+    text = " ".join((ROOT / "server/metrics.cc").read_text(encoding="utf-8").split())
+    found = {name: {} for name in exported()}
+    families = dict((variable, name) for variable, name in
+                    re.findall(r'& (\w+) = \w+Family\("(\w+)"\)', text))
+    families["family_"] = families[re.search(r"Tenant>\(&impl_->(\w+)", text).group(1)]
+    calls = [(name, labels) for name, labels in
+             re.findall(r'One(?:Gauge|Histogram)?\("(\w+)"(?:, \w+)?, \{(\{[^;]*?\})\}\)', text)]
+    calls += [(families[variable], labels) for variable, labels in
+              re.findall(r"(\w+)(?:\.|->)Add\(\{(\{[^;]*?\})\}\)", text)]
+    for name, labels in calls:
+        for label, value in re.findall(r'\{"(\w+)", ([^{}]+)\}', labels):
+            values = found[name].setdefault(label, set())
+            values.update(re.findall(r'^"(\w+)"$', value))
+    codes = re.search(r"kNames\[\] = \{(.*?)\}",
+                      (ROOT / "server/grpc_status.cc").read_text(encoding="utf-8"), re.S).group(1)
+    found["mla_requests_total"]["code"].update(re.findall(r'"(\w+)"', codes))
+    return found
+
+
+class Catalogue:
+    """What expressions may refer to: the server's metrics, Prometheus' own `up`, and `recorded`
+    series with the labels that each keeps."""
+
+    def __init__(self, recorded=None):
+        self.labels = {"up": {}}
+        declared = exported_labels()
+        for name, kind in exported().items():
+            for suffix in SUFFIXES[kind]:
+                extra = {"le": set()} if suffix == "_bucket" else {}
+                self.labels[name + suffix] = {**declared[name], **extra}
+        for name, labels in (recorded or {}).items():
+            values = {"code": declared["mla_requests_total"]["code"]}
+            self.labels[name] = {label: values.get(label, set()) for label in labels}
+
+    def faults(self, expression):
+        """What in the expression refers to nothing that exists."""
+        known_labels = set(TARGET_LABELS)
+        for name, matchers in selectors(expression):
+            if name not in self.labels:
+                yield f"no metric {name}"
+                continue
+            labels = self.labels[name]
+            known_labels |= set(labels)
+            for label, operator, value in matchers:
+                if label in TARGET_LABELS:
+                    continue
+                if label not in labels:
+                    yield f"{name} has no label {label}"
+                elif labels[label] and operator in ("=", "=~", "!=", "!~"):
+                    for part in value.split("|") if "~" in operator else [value]:
+                        if part not in labels[label]:
+                            yield f"{name}: {label} is never {part}"
+        for label in grouping_labels(expression) - known_labels:
+            yield f"nothing has the label {label}"

@@ -1,0 +1,92 @@
+"""The dashboard: panels that fit, and expressions on metrics that the server exports."""
+
+import json
+import pathlib
+import re
+import tempfile
+import unittest
+
+import promql
+import test_prometheus
+import yaml
+
+PATH = promql.ROOT / "deploy/grafana/dashboard.json"
+ROWS = ["Now", "Traffic", "Latency", "Scheduler", "KV cache", "Devices", "Wire"]
+
+
+class DashboardTest(unittest.TestCase):
+    def setUp(self):
+        self.dashboard = json.loads(PATH.read_text(encoding="utf-8"))
+        self.panels = [panel for panel in self.dashboard["panels"] if panel["type"] != "row"]
+        self.queries = [(panel["title"], target) for panel in self.panels
+                        for target in panel["targets"]]
+        self.queries += [(note["name"], note)
+                         for note in self.dashboard["annotations"]["list"]]
+
+    def test_rows(self):
+        titles = [panel["title"] for panel in self.dashboard["panels"] if panel["type"] == "row"]
+        self.assertEqual(titles, ROWS)
+        self.assertGreaterEqual(self.dashboard["schemaVersion"], 39)
+
+    def test_expressions_use_what_the_server_exports(self):
+        catalogue = promql.Catalogue(test_prometheus.recorded())
+        self.assertGreater(len(self.queries), 50)
+        faults = [f"{title}: {fault}" for title, query in self.queries
+                  for fault in catalogue.faults(query["expr"])]
+        self.assertEqual(faults, [])
+
+    def test_legends_name_labels_that_exist(self):
+        labels = promql.Catalogue().labels
+        for title, query in self.queries:
+            known = set(promql.TARGET_LABELS)
+            for name, _ in promql.selectors(query["expr"]):
+                known |= set(labels.get(name, {}))
+            kept = promql.grouping_labels(query["expr"])
+            for label in re.findall(r"\{\{(\w+)\}\}", query.get("legendFormat", "")):
+                self.assertIn(label, known, title)
+                if "sum" in query["expr"]:
+                    self.assertIn(label, kept, f"{title}: summed away")
+
+    def test_prometheus_can_read_the_expressions(self):
+        groups = [{"name": "dashboard", "rules": [
+            {"record": f"panel:{index}", "expr": promql.plain(query["expr"])}
+            for index, (_, query) in enumerate(self.queries)]}]
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "dashboard.yaml"
+            path.write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
+            result = test_prometheus.promtool("check", "rules", path)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+
+    def test_every_query_is_of_the_chosen_servers(self):
+        for title, query in self.queries:
+            self.assertEqual(query["datasource"], {"type": "prometheus", "uid": "${datasource}"})
+            for name, matchers in promql.selectors(query["expr"]):
+                self.assertIn(("job", "=~", "$job"), matchers, f"{title}: {name}")
+                self.assertIn(("instance", "=~", "$instance"), matchers, f"{title}: {name}")
+
+    def test_variables(self):
+        variables = {entry["name"]: entry for entry in self.dashboard["templating"]["list"]}
+        self.assertEqual(list(variables), ["datasource", "job", "instance"])
+        self.assertEqual(variables["datasource"]["type"], "datasource")
+        for name in ("job", "instance"):
+            metric = re.match(r"label_values\((\w+)", variables[name]["query"]["query"]).group(1)
+            self.assertIn(metric, promql.exported())
+
+    def test_panels_are_explained_and_do_not_overlap(self):
+        self.assertEqual(len({panel["id"] for panel in self.dashboard["panels"]}),
+                         len(self.dashboard["panels"]))
+        taken = {}
+        for panel in self.dashboard["panels"]:
+            place = panel["gridPos"]
+            self.assertLessEqual(place["x"] + place["w"], 24, panel["title"])
+            for cell in ((x, y) for x in range(place["x"], place["x"] + place["w"])
+                         for y in range(place["y"], place["y"] + place["h"])):
+                other = taken.setdefault(cell, panel["title"])
+                self.assertEqual(other, panel["title"], f"both at {cell}")
+        for panel in self.panels:
+            self.assertTrue(panel["description"], panel["title"])
+            self.assertTrue(panel["fieldConfig"]["defaults"]["unit"], panel["title"])
+
+
+if __name__ == "__main__":
+    unittest.main()
