@@ -1,4 +1,4 @@
-"""A light reading of PromQL, enough to see which metrics and labels an expression relies on, and the
+"""A light reading of PromQL: which metrics and labels an expression relies on. With it, the
 server's own list of them."""
 
 import pathlib
@@ -6,7 +6,7 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYWORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
-# Labels that do not come from the server: a scrape adds the first two, the target may have the last.
+# Not the server's own labels: a scrape adds the first two, the target may have the last.
 TARGET_LABELS = {"job", "instance", "accelerator"}
 SUFFIXES = {"counter": [""], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 

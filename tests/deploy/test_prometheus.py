@@ -137,7 +137,8 @@ class RulesTest(unittest.TestCase):
         sections = {key.split(".")[0] for key in keys}
         for path in FOLDER.glob("*.yaml"):
             named = re.findall(r"\b([a-z_]+\.[a-z_]+)\b", path.read_text(encoding="utf-8"))
-            unknown = [name for name in named if name.split(".")[0] in sections and name not in keys]
+            unknown = [name for name in named
+                       if name.split(".")[0] in sections and name not in keys]
             self.assertEqual(unknown, [], path)
 
     def test_example_scrapes_the_default_port(self):
