@@ -1,0 +1,271 @@
+"""The chart: its values, what they render to, and whether the server would accept it."""
+
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import unittest
+
+import chart
+import go_template
+import jsonschema
+import test_prometheus
+import yaml
+
+ROOT = chart.ROOT
+# What ./dev test built, unless another one is named.
+SERVER = os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
+# Keys that the chart sets itself, through the environment.
+OWN_KEYS = {"server.listen", "server.unix_path", "server.insecure", "ops.listen", "log.format",
+            "tls.cert", "tls.key", "tls.client_ca", "tls.reload_ms"}
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def example():
+    return yaml.safe_load(read("deploy/config/example.yaml"))
+
+
+def leaves(values, path=""):
+    """The paths of all values that are not mappings, or are empty ones."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield path + key
+
+
+class SchemaTest(unittest.TestCase):
+    def test_schema_and_values_have_the_same_keys(self):
+        def compare(values, schema, path):
+            if schema.get("additionalProperties") is not False or path == "config.":
+                return
+            self.assertEqual(set(values), set(schema["properties"]) - {"global"}, path)
+            self.assertEqual(set(values), set(schema["required"]), path)
+            for key, value in values.items():
+                compare(value, schema["properties"][key], f"{path}{key}.")
+
+        compare(chart.load("values.yaml"), chart.schema(), "")
+
+    def test_configuration_keys_are_the_servers(self):
+        manual = read("docs/configuration.md")
+        described = dict(re.findall(r"^### `([a-z_]+\.[a-z_]+)`\n(.*?)(?=^### |\Z)", manual,
+                                    re.M | re.S))
+        sections = chart.schema()["properties"]["config"]["properties"]
+        offered = {f"{section}.{key}": rule for section, keys in sections.items()
+                   for key, rule in keys["properties"].items()}
+        self.assertEqual(set(offered), set(described) - OWN_KEYS)
+        for key, rule in offered.items():
+            kind, limits = re.search(r"^- type: (\w+)(?:; (.*))?$", described[key], re.M).groups()
+            if kind in ("count", "milliseconds", "ratio"):
+                low, high = (float(limit) for limit in limits.split(" .. "))
+                self.assertEqual((rule["minimum"], rule["maximum"]), (low, high), key)
+            elif kind == "choice":
+                self.assertEqual(rule["enum"], limits.replace('"', "").split(", "), key)
+            else:
+                expected = {"bytes": {"$ref": "#/definitions/bytes"}, "bool": {"type": "boolean"},
+                            "text": {"type": "string"}}
+                self.assertEqual(rule, expected[kind], key)
+
+    def test_wrong_values_are_refused(self):
+        for values in ({"replica": 2}, {"replicas": "two"}, {"service": {"grpcPort": 80}},
+                       {"config": {"kv_cache": {"size": "1GiB"}}},
+                       {"config": {"kv_cache": {"bytes": "1GB"}}},
+                       {"config": {"server": {"listen": "0.0.0.0:1"}}},
+                       {"config": {"tls": {"cert": "x"}}},
+                       {"config": {"limits": {"decode_rows": 257}}},
+                       {"config": {"server": {"drain_deadline_ms": None}}},
+                       {"sameHost": {"hostPath": "run"}}, {"gpu": {"resource": "gpu"}}):
+            with self.assertRaises(jsonschema.ValidationError, msg=values):
+                chart.Rendered(values)
+
+
+class TemplatesTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.rendered = {name: chart.Rendered(over) for name, over in chart.SCENARIOS.items()}
+
+    def test_every_value_has_an_effect(self):
+        touched = set().union(*(item.touched for item in self.rendered.values()))
+        unused = [path for path in leaves(chart.load("values.yaml"))
+                  if not any(path == read or path.startswith(read + ".") for read in touched)]
+        self.assertEqual(unused, [])
+
+    def test_servers_nobody_could_reach_are_refused(self):
+        for values in ({"tls": {"enabled": False}}, {"tls": {"secretName": ""}}):
+            with self.assertRaises(go_template.TemplateError):
+                chart.Rendered(values)
+
+    def test_names_follow_the_release(self):
+        for release, over, name in (("demo", {}, "demo-mla-server"),
+                                    ("my-mla-server", {}, "my-mla-server"),
+                                    ("demo", {"fullnameOverride": "a" * 60}, "a" * 52)):
+            self.assertIn(("StatefulSet", name), chart.Rendered(over, release).objects)
+
+    def test_parts_refer_to_each_other(self):
+        for name, item in self.rendered.items():
+            with self.subTest(name):
+                stateful, service = item.one("StatefulSet"), item.one("Service")
+                labels = stateful["spec"]["template"]["metadata"]["labels"]
+                selectors = [stateful["spec"]["selector"]["matchLabels"],
+                             service["spec"]["selector"],
+                             item.one("NetworkPolicy")["spec"]["podSelector"]["matchLabels"]]
+                if item.values["podDisruptionBudget"]["enabled"]:
+                    selectors.append(
+                        item.one("PodDisruptionBudget")["spec"]["selector"]["matchLabels"])
+                for selector in selectors:
+                    self.assertLessEqual(set(selector.items()), set(labels.items()))
+                    self.assertTrue(selector)
+                self.assertEqual(stateful["spec"]["serviceName"], service["metadata"]["name"])
+                self.assertEqual(service["spec"]["clusterIP"], "None")
+                container = item.container()
+                ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+                self.assertEqual({port["targetPort"]: port["port"]
+                                  for port in service["spec"]["ports"]}, ports)
+                for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    self.assertIn(container[probe]["httpGet"]["port"], ports)
+                for rule in item.one("NetworkPolicy")["spec"]["ingress"]:
+                    self.assertTrue(rule["from"], "no peers: everybody")
+                    self.assertLessEqual({port["port"] for port in rule["ports"]}, set(ports))
+                self.assertEqual({mount["name"] for mount in container["volumeMounts"]},
+                                 {volume["name"] for volume in item.pod()["volumes"]})
+                created = ("ServiceAccount", item.pod()["serviceAccountName"]) in item.objects
+                self.assertEqual(created, item.values["serviceAccount"]["create"])
+
+    def test_pods_run_without_rights(self):
+        user = re.search(r"^USER (\d+):(\d+)$", read("deploy/container/Dockerfile"), re.M)
+        for item in self.rendered.values():
+            pod, container = item.pod(), item.container()
+            context = pod["securityContext"]
+            self.assertEqual((context["runAsUser"], context["runAsGroup"], context["fsGroup"]),
+                             (int(user[1]), int(user[2]), int(user[2])))
+            self.assertTrue(context["runAsNonRoot"])
+            self.assertEqual(context["seccompProfile"], {"type": "RuntimeDefault"})
+            self.assertEqual(container["securityContext"],
+                             {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                              "capabilities": {"drop": ["ALL"]}})
+            self.assertIs(pod["automountServiceAccountToken"], False)
+            self.assertNotIn("hostNetwork", pod)
+            self.assertEqual(item.one("NetworkPolicy")["spec"]["egress"], [])
+            for mount in container["volumeMounts"]:
+                self.assertTrue(mount.get("readOnly") or mount["name"] == "sockets", mount)
+        volumes = self.rendered["defaults"].pod()["volumes"]
+        self.assertFalse([volume for volume in volumes if "hostPath" in volume])
+
+    def test_the_drain_fits_into_the_grace_period(self):
+        for item in self.rendered.values():
+            grace = item.pod()["terminationGracePeriodSeconds"]
+            command, seconds = item.container()["lifecycle"]["preStop"]["exec"]["command"]
+            drain = item.values["config"]["server"]["drain_deadline_ms"] / 1000
+            self.assertEqual(command, "sleep")
+            self.assertGreater(grace, int(seconds) + drain)
+
+    def test_liveness_outlasts_the_watchdog(self):
+        probe = self.rendered["defaults"].container()["livenessProbe"]
+        silence = example()["server"]["unhealthy_after_ms"] / 1000
+        self.assertGreater(probe["periodSeconds"] * probe["failureThreshold"], 2 * silence)
+        self.assertEqual(probe["httpGet"]["path"], "/livez")
+
+    def test_ports_are_those_of_server_and_image(self):
+        service = chart.load("values.yaml")["service"]
+        self.assertEqual(service["grpcPort"], int(example()["server"]["listen"].split(":")[1]))
+        self.assertEqual(service["opsPort"], int(example()["ops"]["listen"].split(":")[1]))
+        exposed = re.findall(r"^EXPOSE (\d+)$", read("deploy/container/Dockerfile"), re.M)
+        self.assertEqual(exposed, [str(service["grpcPort"])])
+
+    def test_probes_and_metrics_are_paths_of_the_operations_port(self):
+        served = set(re.findall(r'paths\["(/\w+)"\]', read("server/server.cc")))
+        item = self.rendered["everything"]
+        used = {item.container()[probe]["httpGet"]["path"]
+                for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+        used.add(item.one("ServiceMonitor")["spec"]["endpoints"][0]["path"])
+        self.assertLessEqual(used, served)
+        self.assertEqual(item.one("ServiceMonitor")["spec"]["endpoints"][0]["port"], "ops")
+
+    def test_versions_are_the_servers(self):
+        version = re.search(r'kVersion\[\] = "(.*)"', read("server/version.h"))[1]
+        about = chart.load("Chart.yaml")
+        self.assertEqual((about["version"], about["appVersion"]), (version, version))
+        self.assertEqual(self.rendered["defaults"].container()["image"], f"mla-server:{version}")
+
+    def test_one_gpu_for_each_server_that_asks(self):
+        self.assertNotIn("amd.com/gpu", self.rendered["defaults"].container()["resources"]["limits"])
+        item = self.rendered["everything"]
+        self.assertEqual(item.container()["resources"]["limits"]["amd.com/gpu"], 1)
+        self.assertEqual(item.pod()["securityContext"]["supplementalGroups"], [109, 44])
+        self.assertEqual(item.environment()["MLA_BACKEND_NAME"], "hip")
+        self.assertEqual(item.one("Service")["metadata"]["labels"]["accelerator"], "gpu")
+
+    def test_monitoring_is_what_the_other_folders_ship(self):
+        item = self.rendered["everything"]
+        groups = [group for name in ("rules.yaml", "alerts.yaml")
+                  for group in test_prometheus.load(test_prometheus.FOLDER / name)["groups"]]
+        self.assertEqual(item.one("PrometheusRule")["spec"]["groups"], groups)
+        board = item.objects["ConfigMap", "attention-dashboard"]["data"]["mla-server.json"]
+        self.assertEqual(board.strip(), read("deploy/grafana/dashboard.json").strip())
+        # The label `job`, as the alerts select it.
+        monitor = item.one("ServiceMonitor")["spec"]
+        job = item.one("Service")["metadata"]["labels"][monitor["jobLabel"]]
+        self.assertRegex(job, "^.*mla-server.*$")
+        self.assertIn("accelerator", monitor["targetLabels"])
+
+    def test_notes_name_what_exists(self):
+        for item in self.rendered.values():
+            name = item.one("StatefulSet")["metadata"]["name"]
+            self.assertIn(f"exec {name}-0 -- mlactl", item.notes)
+            self.assertEqual("WITHOUT TLS" in item.notes, item.values["insecure"])
+            self.assertNotIn("{{", item.notes)
+
+
+class ServerTest(unittest.TestCase):
+    """The server's own check of file and environment, as a pod would start it."""
+
+    def check(self, item, over=None):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "server.yaml"
+            path.write_text(item.one("ConfigMap")["data"]["server.yaml"], encoding="utf-8")
+            variables = {name: value for name, value in os.environ.items()
+                         if not name.startswith("MLA_")}
+            return subprocess.run(
+                [SERVER, f"--config={path}", "--print-config"], text=True,
+                env={**variables, **item.environment(), **(over or {})}, capture_output=True,
+                check=False)
+
+    def test_it_accepts_what_the_chart_renders(self):
+        for name, over in chart.SCENARIOS.items():
+            item = chart.Rendered(over)
+            result = self.check(item)
+            self.assertEqual(result.returncode, 0, f"{name}: {result.stdout}{result.stderr}")
+            shown = dict(re.findall(r"^(\S+) += (\S*)", result.stdout, re.M))
+            self.assertEqual(shown["ops.listen"], f"0.0.0.0:{item.values['service']['opsPort']}")
+            self.assertEqual(shown["kv_cache.bytes"], item.values["config"]["kv_cache"]["bytes"])
+            self.assertEqual(shown["server.drain_deadline_ms"],
+                             str(item.values["config"]["server"]["drain_deadline_ms"]))
+            self.assertEqual("server.listen" in shown and bool(shown["server.listen"]),
+                             name != "unix socket only")
+
+    def test_variables_of_services_would_stop_it(self):
+        item = chart.Rendered({})
+        self.assertEqual(self.check(item, {"MLA_SERVER_SERVICE_HOST": "10.0.0.1"}).returncode, 1)
+        self.assertIs(item.pod()["enableServiceLinks"], False)
+
+    def test_the_file_lies_where_the_image_looks(self):
+        entry = re.search(r'^ENTRYPOINT .*"--config=(.*?)"', read("deploy/container/Dockerfile"),
+                          re.M)[1]
+        item = chart.Rendered({})
+        mount = {mount["name"]: mount["mountPath"] for mount in item.container()["volumeMounts"]}
+        self.assertEqual([f"{mount['config']}/{name}" for name in item.one("ConfigMap")["data"]],
+                         [entry])
+        for variable in ("MLA_TLS_CERT", "MLA_TLS_KEY", "MLA_TLS_CLIENT_CA"):
+            self.assertTrue(item.environment()[variable].startswith(mount["tls"] + "/tls.")
+                            or item.environment()[variable] == mount["tls"] + "/ca.crt")
+        self.assertTrue(item.environment()["MLA_SERVER_UNIX_PATH"].startswith(mount["sockets"]))
+        self.assertEqual(item.environment()["MLA_TARGET"],
+                         "unix:" + item.environment()["MLA_SERVER_UNIX_PATH"])
+
+
+if __name__ == "__main__":
+    unittest.main()
