@@ -1,7 +1,7 @@
 """Renders the subset of Go templates, with Helm's functions, that the chart is written in.
 
-It is stricter than Helm: a field that does not exist is an error, not nothing. `touched` collects the
-paths below .Values that were read, so that a test can see which values have no effect.
+It is stricter than Helm: a field that does not exist is an error, not nothing. `touched` collects
+the paths below .Values that were read, so that a test can see which values have no effect.
 """
 
 import hashlib
@@ -10,8 +10,8 @@ import re
 import yaml
 
 _ACTION = re.compile(r"\{\{(-\s)?\s*(.*?)\s*(\s-)?\}\}", re.S)
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+|\$?(?:\.?[A-Za-z_][\w]*)(?:\.[A-Za-z_]\w*)*|\$(?:\.\w+)*'
-                    r"|\.(?![A-Za-z_])|:=|[|(),]")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+|\$?\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*'
+                    r"|\$|\.(?![A-Za-z_])|[|()]")
 
 
 class TemplateError(Exception):

@@ -4,7 +4,8 @@ import unittest
 
 import go_template
 
-ROOT = {"Values": {"a": {"b": 1, "empty": ""}, "names": ["x", "y"], "map": {"k": "v"}, "off": False},
+ROOT = {"Values": {"a": {"b": 1, "empty": ""}, "names": ["x", "y"], "map": {"k": "v"},
+                   "off": False},
         "Release": {"Name": "demo"}}
 # What Go's text/template with Helm's functions makes of these, white space included.
 CASES = [
@@ -23,8 +24,8 @@ CASES = [
     ('{{ .Values.off }} {{ get (fromYaml "p: q") "p" }}', "false q"),
     ("{{ .Files.Get \"f\" }}", "text"),
 ]
-FAULTS = ["{{ .Values.a.c }}", "{{ .Values.missing }}", "{{ upper .Release.Name }}", "{{ 1 }}{{ end }}",
-          '{{ fail "no" }}', '{{ required "no" .Values.a.empty }}', "{{ .Values.a.b % 2 }}"]
+FAULTS = ["{{ .Values.a.c }}", "{{ .Values.missing }}", "{{ upper .Release.Name }}",
+          "{{ 1 }}{{ end }}", '{{ fail "no" }}', '{{ required "no" .Values.a.empty }}', "{{ .Values.a.b % 2 }}"]
 
 
 def render(source):
