@@ -18,7 +18,7 @@ SCENARIOS = {
         "fullnameOverride": "attention", "replicas": 3,
         "image": {"repository": "example.org/mla", "tag": "1", "pullSecrets": [{"name": "pull"}]},
         "config": {"server": {"operators": "ops", "drain_deadline_ms": 90500},
-                   "backend": {"gpu_memory_fraction": 0.85, "deterministic": True},
+                   "backend": {"deterministic": True, "threads": 8},
                    "limits": {"weights_bytes": 1073741824}},
         "sameHost": {"hostPath": "/run/mla-server"},
         "gpu": {"enabled": True, "supplementalGroups": [109, 44]},

@@ -101,9 +101,21 @@ class ShippingTest(unittest.TestCase):
                 if "mla-server" in line and not line.startswith(("#", "RUN", "    &&")):
                     for flag in re.findall(r"(--[a-z-]+)", line.split("mla-server", 1)[1]):
                         self.assertIn(flag, known, f"{path}: {line}")
-            variables = set(re.findall(r"\b(MLA_[A-Z_]+)=", read(path)))
-            documented = set(re.findall(r"`(MLA_[A-Z_]+)`", read("docs/configuration.md")))
-            self.assertLessEqual(variables, documented | {"MLA_TARGET"}, path)
+
+    def test_variables_and_keys_in_shipped_files_exist(self):
+        manual = read("docs/configuration.md")
+        variables = set(re.findall(r"`(MLA_[A-Z_]+)`", manual)) | {"MLA_TARGET"}
+        keys = set(re.findall(r"^### `([a-z_]+\.[a-z_]+)`", manual, re.M))
+        sections = "|".join(sorted({key.split(".")[0] for key in keys}))
+        # Files, and values of the chart that are called like keys.
+        others = {"server.yaml", "tls.crt", "tls.enabled"}
+        files = [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+        self.assertGreater(len(files), 15)
+        for path in files:
+            text = path.read_text(encoding="utf-8")
+            self.assertLessEqual(set(re.findall(r"\bMLA_[A-Z][A-Z_]*\b", text)), variables, path)
+            named = set(re.findall(rf"(?<![\w./$-])(?:{sections})\.[a-z_]+\b", text))
+            self.assertLessEqual(named, keys | others, path)
 
 
 if __name__ == "__main__":
