@@ -25,7 +25,8 @@ CASES = [
     ("{{ .Files.Get \"f\" }}", "text"),
 ]
 FAULTS = ["{{ .Values.a.c }}", "{{ .Values.missing }}", "{{ upper .Release.Name }}",
-          "{{ 1 }}{{ end }}", '{{ fail "no" }}', '{{ required "no" .Values.a.empty }}', "{{ .Values.a.b % 2 }}"]
+          "{{ 1 }}{{ end }}", '{{ fail "no" }}', '{{ required "no" .Values.a.empty }}',
+          "{{ .Values.a.b % 2 }}"]
 
 
 def render(source):
