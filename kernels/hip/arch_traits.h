@@ -12,6 +12,9 @@ struct AttendVariant {
   int32_t rows = 0;          // packed rows of a block; 0: no such variant
   int32_t shared_bytes = 0;  // dynamic shared memory; 0 where it is static
   int32_t threads = 256;     // of a block
+  // Partial rows are written as accumulators lie in lanes: of each 16 columns, words 4 q and on are
+  // columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q.
+  bool exchanged_partials = false;
 };
 
 struct ArchTraits {
@@ -25,24 +28,30 @@ struct ArchTraits {
   int32_t combine_shared_bytes = 0;
   int32_t project_shared_bytes = 0;
   int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
+  // Blocks of combine may wait beside those of the attention kernel, on units that it leaves idle.
+  bool combine_overlaps = false;
   // Blocks that take a share of one work item's packed rows each, so that the rows a tile may have
   // are this many times the largest variant's. They run side by side and read KV rows that their
   // neighbour has just brought into the cache.
   int32_t blocks_per_unit = 1;
+  // A launch of few work items is given to blocks of fewer rows, more of them an item.
+  bool spreads_few_items = false;
   int32_t kv_granularity = 64;
   int32_t item_overhead_rows = 256;
 };
 
 inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
-    .attend = {{{16, 223744}, {64, 224000, 384}, {}}},
+    .attend = {{{16, 223744}, {64, 224000, 384, true}, {}}},
     .expanded_threads = 384,
     .expand_shared_bytes = 229424,
     .expanded_shared_bytes = 213632,
     .combine_shared_bytes = 16512,
     .project_shared_bytes = 24576,
     .waves_per_block = 8,
+    .combine_overlaps = true,
     .blocks_per_unit = 2,
+    .spreads_few_items = true,
     .kv_granularity = 64,
     .item_overhead_rows = 128,
 };
@@ -64,6 +73,23 @@ inline constexpr ArchTraits kGfx942Traits{
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };
+
+// Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows:
+// the smallest that takes them in one block, else the largest. Where `busy` units have work and so
+// few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
+// same KV rows, from the cache, but each has less to compute and to write.
+constexpr size_t ChooseAttend(const ArchTraits& arch, int32_t rows, int32_t busy, int32_t units) {
+  size_t chosen = 0;
+  while (chosen + 1 < arch.attend.size() && arch.attend[chosen].rows < rows &&
+         arch.attend[chosen + 1].rows > 0) {
+    ++chosen;
+  }
+  for (size_t i = 0; arch.spreads_few_items && i < chosen; ++i) {
+    const int64_t blocks = (rows + arch.attend[i].rows - 1) / arch.attend[i].rows;
+    if (busy * blocks <= units) return i;
+  }
+  return chosen;
+}
 
 // Blocks of combine that a unit takes at a time, by their registers.
 inline constexpr int64_t kCombineBlocksPerUnit = 4;
@@ -93,6 +119,24 @@ constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int3
     blocks *= 2;
   }
   return blocks;
+}
+
+// Parts whose values a wave of combine has on their way at a time where columns are divided.
+inline constexpr int32_t kCombinePartsAhead = 8;
+
+// The waves a row of such a launch when `idle_units` units are left by the attention kernel: fewer
+// where that lets all blocks start before it ends, and a wave still takes its parts at one go.
+constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32_t parts,
+                                     int32_t waves_per_row, int32_t column_blocks,
+                                     int32_t idle_units) {
+  const int64_t room = kCombineBlocksPerUnit * int64_t{idle_units} * arch.waves_per_block;
+  if (!arch.combine_overlaps) return waves_per_row;
+  int32_t waves = waves_per_row;
+  while (waves > 1 && rows * waves * column_blocks > room &&
+         waves / 2 * kCombinePartsAhead >= parts) {
+    waves /= 2;
+  }
+  return rows * waves * column_blocks <= room ? waves : waves_per_row;
 }
 
 // Null when no kernels are written for `arch`.

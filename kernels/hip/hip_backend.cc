@@ -310,8 +310,8 @@ absl::Status HipBackend::UploadPlan(int32_t slot, const PlanView& plan) {
   if (!reduce_final_map.ok()) return reduce_final_map.status();
   auto reduce_partial_map = metadata.Put(plan.reduce_partial_map);
   if (!reduce_partial_map.ok()) return reduce_partial_map.status();
-  run = RunOnDevice{plan.generation,   *work_indptr,        *work_info, *reduce_indptr,
-                    *reduce_final_map, *reduce_partial_map, nullptr,    false};
+  run = RunOnDevice{plan.generation, *work_indptr,      *work_info,
+                    *reduce_indptr,  *reduce_final_map, *reduce_partial_map};
   return absl::OkStatus();
 }
 
@@ -330,11 +330,14 @@ absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
   for (const kernels::WorkInfo& w : params.plan.work_info) {
     rows = std::max(rows, PackedRows(w.q_begin, w.q_end, w.heads));
   }
-  size_t variant = 0;
-  while (variant + 1 < arch_->attend.size() && arch_->attend[variant].rows < rows &&
-         arch_->attend[variant + 1].rows > 0) {
-    ++variant;
+  int32_t busy = 0;
+  uint32_t units = 0;  // up to the last that has work
+  for (size_t i = 0; i + 1 < params.plan.work_indptr.size(); ++i) {
+    if (params.plan.work_indptr[i + 1] == params.plan.work_indptr[i]) continue;
+    ++busy;
+    units = static_cast<uint32_t>(i) + 1;
   }
+  const size_t variant = ChooseAttend(*arch_, rows, busy, runtime_->units());
   AttendArgs args = {};
   args.requests = run.requests;
   args.page_tables = table_mirror_.As<uint32_t>();
@@ -346,7 +349,8 @@ absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
   args.granule_bytes = kernels::kPageGranuleBytes;
   args.blocks_per_unit = static_cast<int32_t>(DivideUp(rows, arch_->attend[variant].rows));
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
-  const auto units = static_cast<uint32_t>(params.plan.work_indptr.size() - 1);
+  run.exchanged = arch_->attend[variant].exchanged_partials;
+  run.idle_units = std::max(0, runtime_->units() - busy * args.blocks_per_unit);
   const LaunchShape shape{
       .grid_x = units * static_cast<uint32_t>(args.blocks_per_unit),
       .threads = static_cast<uint32_t>(arch_->attend[variant].threads),
@@ -382,6 +386,9 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
   args.waves_per_row = CombineWavesPerRow(*arch_, int64_t{tiles} * rows, parts, runtime_->units());
   args.column_blocks = CombineColumnBlocks(*arch_, int64_t{tiles} * rows, args.waves_per_row,
                                            args.o_dim, runtime_->units());
+  args.waves_per_row = CombineWavesBeside(*arch_, int64_t{tiles} * rows, parts, args.waves_per_row,
+                                          args.column_blocks, run.idle_units);
+  args.exchanged = run.exchanged;
   const auto row_blocks = DivideUp(rows, arch_->waves_per_block / args.waves_per_row);
   const LaunchShape shape{.grid_x = tiles,
                           .grid_y = row_blocks * static_cast<uint32_t>(args.column_blocks),

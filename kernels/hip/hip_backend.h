@@ -123,7 +123,9 @@ class HipBackend final : public kernels::AttentionBackend {
     const kernels::ReduceTile* reduce_final_map = nullptr;
     const int32_t* reduce_partial_map = nullptr;
     const kernels::RequestRecord* requests = nullptr;
-    bool merged = false;  // nothing is left to combine
+    bool merged = false;     // nothing is left to combine
+    bool exchanged = false;  // as AttendVariant::exchanged_partials
+    int32_t idle_units = 0;  // that attention leaves to combine
   };
   struct Weights {  // of one slot: all heads of the model, and which of them have come
     DeviceBuffer uk, uv;

@@ -139,8 +139,13 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
 
   const int32_t largest = arch_->attend[attend_.size() - 1].rows;
   const int32_t rows = std::min(heads, largest * arch_->blocks_per_unit);
-  variant_ = 0;
-  while (arch_->attend[variant_].rows < std::min(rows, largest)) ++variant_;
+  int32_t busy = 0, last = 0;
+  for (size_t i = 0; i + 1 < plan->work_indptr.size(); ++i) {
+    if (plan->work_indptr[i + 1] == plan->work_indptr[i]) continue;
+    ++busy;
+    last = static_cast<int32_t>(i) + 1;
+  }
+  variant_ = gpu::ChooseAttend(*arch_, rows, busy, runtime_->units());
   attend_args_ = {};
   attend_args_.work_indptr = reinterpret_cast<const int32_t*>(*indptr);
   attend_args_.work_info = reinterpret_cast<const kernels::WorkInfo*>(*work);
@@ -151,8 +156,7 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   attend_args_.blocks_per_unit =
       (rows + arch_->attend[variant_].rows - 1) / arch_->attend[variant_].rows;
   attend_shape_ = {};
-  attend_shape_.grid_x =
-      static_cast<uint32_t>((plan->work_indptr.size() - 1) * attend_args_.blocks_per_unit);
+  attend_shape_.grid_x = static_cast<uint32_t>(last * attend_args_.blocks_per_unit);
   attend_shape_.threads = static_cast<uint32_t>(arch_->attend[variant_].threads);
   attend_shape_.shared_bytes = arch_->attend[variant_].shared_bytes;
   combine_args_ = {};
@@ -172,6 +176,10 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
       gpu::CombineWavesPerRow(*arch_, tiles * rows, parts, runtime_->units());
   combine_args_.column_blocks = gpu::CombineColumnBlocks(
       *arch_, tiles * rows, combine_args_.waves_per_row, combine_args_.o_dim, runtime_->units());
+  combine_args_.waves_per_row = gpu::CombineWavesBeside(
+      *arch_, tiles * rows, parts, combine_args_.waves_per_row, combine_args_.column_blocks,
+      std::max(0, runtime_->units() - busy * attend_args_.blocks_per_unit));
+  combine_args_.exchanged = arch_->attend[variant_].exchanged_partials;
   const int32_t rows_per_block = arch_->waves_per_block / combine_args_.waves_per_row;
   combine_shape_ = {};
   combine_shape_.grid_x = static_cast<uint32_t>(tiles);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/hip/arch_traits.h"
 #include "kernels/hip/common/kernel_args.h"
 
 namespace mla::fake_hip {
@@ -98,7 +99,13 @@ RowResult AttendRow(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int q,
   return result;
 }
 
-void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first, int last) {
+// Where column c lies in a partial row: see AttendVariant::exchanged_partials.
+int PartialColumn(int c, bool exchanged) {
+  return exchanged ? c / 16 * 16 + c % 8 / 2 * 4 + c / 8 % 2 * 2 + c % 2 : c;
+}
+
+void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first, int last,
+                bool exchanged) {
   const kernels::RequestRecord& r = a.requests[w.request];
   const int heads = w.head_end() - w.head_begin();
   for (int p = first; p < last; ++p) {
@@ -109,7 +116,8 @@ void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first,
     void* o = split ? static_cast<void*>(a.partial_o) : r.o;
     const int64_t index = split ? row * kLora : q * r.o_row_stride + h * r.o_head_stride;
     for (int c = 0; c < kLora; ++c) {
-      Store(o, index + c, split || a.o_is_f32, static_cast<float>(result.o[c]));
+      Store(o, index + PartialColumn(c, split && exchanged), split || a.o_is_f32,
+            static_cast<float>(result.o[c]));
     }
     const auto lse = static_cast<float>(result.lse);
     if (split) {
@@ -120,14 +128,14 @@ void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first,
   }
 }
 
-void Attend(const gpu::AttendArgs& a, uint32_t blocks, int rows) {
+void Attend(const gpu::AttendArgs& a, uint32_t blocks, int rows, bool exchanged) {
   for (uint32_t block = 0; block < blocks; ++block) {
     const int unit = static_cast<int>(block) / a.blocks_per_unit;
     const int share = static_cast<int>(block) % a.blocks_per_unit;
     for (int i = a.work_indptr[unit]; i < a.work_indptr[unit + 1]; ++i) {
       const kernels::WorkInfo& w = a.work_info[i];
       const int packed = (w.q_end - w.q_begin) * (w.head_end() - w.head_begin());
-      AttendItem(a, w, share * rows, std::min(packed, (share + 1) * rows));
+      AttendItem(a, w, share * rows, std::min(packed, (share + 1) * rows), exchanged);
     }
   }
 }
@@ -150,7 +158,9 @@ void CombineRow(const gpu::CombineArgs& a, int tile, int p) {
     const int64_t row = int64_t{a.reduce_partial_map[i]} + p;
     const double weight = std::exp(a.partial_lse[row] - top);
     sum += weight;
-    for (int c = 0; c < a.o_dim; ++c) o[c] += weight * a.partial_o[row * a.o_dim + c];
+    for (int c = 0; c < a.o_dim; ++c) {
+      o[c] += weight * a.partial_o[row * a.o_dim + PartialColumn(c, a.exchanged != 0)];
+    }
   }
   for (int c = 0; c < a.o_dim; ++c) {
     Store(r.o, q * r.o_row_stride + h * r.o_head_stride + c, a.o_is_f32,
@@ -232,7 +242,11 @@ void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
   } else if (kernel == gpu::kExpandedKernel) {
     RunAttendExpanded(*static_cast<const gpu::ExpandedArgs*>(args), grid.x);
   } else {
-    Attend(*static_cast<const gpu::AttendArgs*>(args), grid.x, AttendRows(kernel));
+    // Told from kernels of other architectures by the size of its blocks.
+    const gpu::AttendVariant& wide = gpu::kSm90Traits.attend[1];
+    const bool exchanged =
+        wide.exchanged_partials && static_cast<int>(grid.waves) * 32 == wide.threads;
+    Attend(*static_cast<const gpu::AttendArgs*>(args), grid.x, AttendRows(kernel), exchanged);
   }
 }
 

@@ -79,7 +79,7 @@ class Attend {
     const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
     const int tiles = (kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
     unmasked_end = item.limit(0);
-    ragged = item.limit(item.rows - 1) != unmasked_end;
+    ragged = unmasked_end < kv_end;
     const float scale = r.softmax_scale * kLog2e;
 
     block_barrier();  // the previous item's readers are done with shared memory
@@ -384,7 +384,7 @@ class Attend {
   const int lane, wave;
   int row_wave, col_wave;
   int unmasked_end = 0;  // of the item: kv rows below it are seen by all its packed rows
-  bool ragged = false;   // of the item: some packed rows see fewer kv rows than others
+  bool ragged = false;   // of the item: some packed rows do not see all of its kv rows
   lds_t stages, q_tile, p_tile, stats;
 };
 

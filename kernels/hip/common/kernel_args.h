@@ -31,7 +31,7 @@ struct AttendArgs {
   const uint8_t* pool;
   const int32_t* work_indptr;
   const WorkInfo* work_info;
-  float* partial_o;       // [partial rows, kv_lora_rank], normalised
+  float* partial_o;       // [partial rows, kv_lora_rank], normalised; AttendVariant has the order
   float* partial_lse;     // [partial rows], natural log
   int64_t granule_bytes;  // of a page-table entry: kPageGranuleBytes in the server's pool
   int32_t blocks_per_unit;
@@ -51,6 +51,7 @@ struct CombineArgs {
   int32_t o_is_f32;
   int32_t waves_per_row;  // a power of two, at most W
   int32_t column_blocks;  // at least 1
+  int32_t exchanged;      // as AttendVariant::exchanged_partials; o_dim is a multiple of 16 then
 };
 
 // Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.

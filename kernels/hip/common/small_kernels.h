@@ -81,21 +81,34 @@ class Combine {
     const int p = first + tile::wave_index() / args.waves_per_row;
     const bool mine = p < rows;
     const Combine self(args, args.reduce_partial_map + begin, count, mine ? p : 0);
-    // Nothing so far is written by the attention kernel; only its results are waited for.
     const int own = self.part(0);
-    wait_for_previous_kernel();
-    const RequestRecord& r = args.requests[t.request];
-    const int64_t q = t.q_begin + self.p / heads;
-    const int64_t h = static_cast<int>(t.heads & 0xffffu) + self.p % heads;
+    const Target target(args, args.requests[t.request], t.q_begin + self.p / heads,
+                        static_cast<int>(t.heads & 0xffffu) + self.p % heads);
     const int column_block = block_index_y() - group * args.column_blocks;
+    // Nothing so far is written by the attention kernel; only its results are waited for.
+    wait_for_previous_kernel();
     if (args.column_blocks == 1) {
-      self.merge<kVectors>(r, q, h, own, mine, 0);
+      self.merge<kVectors>(target, own, mine, 0);
     } else {
-      self.merge<1>(r, q, h, own, mine, column_block);
+      self.merge<1>(target, own, mine, column_block);
     }
   }
 
  private:
+  // Where a row's results go.
+  struct Target {
+    void* o;
+    float* lse;
+    bool aligned;  // to four results
+
+    MLA_DEVICE Target(const CombineArgs& args, const RequestRecord& r, int64_t q, int64_t h) {
+      const int bytes = args.o_is_f32 ? 4 : 2;
+      o = static_cast<uint8_t*>(r.o) + (q * r.o_row_stride + h * r.o_head_stride) * bytes;
+      lse = r.lse == nullptr ? nullptr : r.lse + q * r.lse_row_stride + h * r.lse_head_stride;
+      aligned = aligned_to(o, 0, 0, bytes, 4 * bytes);
+    }
+  };
+
   // What parts have come to: the largest LSE, and sums weighted by exp(lse - origin).
   template <int kCount>
   struct Sums {
@@ -126,12 +139,8 @@ class Combine {
 
   // Window `column_block` and every column_blocks-th after it.
   template <int kCount>
-  MLA_DEVICE void merge(const RequestRecord& r, int64_t q, int64_t h, int own, bool mine,
-                        int column_block) const {
+  MLA_DEVICE void merge(const Target& target, int own, bool mine, int column_block) const {
     constexpr int kColumns = kCount * 4 * tile::kWave;
-    const int64_t index = q * r.o_row_stride + h * r.o_head_stride;
-    const int bytes = args.o_is_f32 ? 4 : 2;
-    const bool aligned = aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, 4 * bytes);
     const int step = args.column_blocks * kColumns;
     for (int column = column_block * kColumns; column < args.o_dim; column += step) {
       Sums<kCount> sums;
@@ -141,17 +150,31 @@ class Combine {
       if (!mine || wave != 0) continue;
       const bool empty = sums.sum == 0.0f;
       const float inverse = empty ? 0.0f : 1.0f / sums.sum;
-      if (column == 0 && lane == 0 && r.lse != nullptr) {
-        r.lse[q * r.lse_row_stride + h * r.lse_head_stride] =
-            empty ? negative_infinity() : sums.origin() + log2_fast(sums.sum) * kLn2;
+      if (column == 0 && lane == 0 && target.lse != nullptr) {
+        *target.lse = empty ? negative_infinity() : sums.origin() + log2_fast(sums.sum) * kLn2;
       }
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
-        const int c = column + (v * tile::kWave + lane) * 4;
 #pragma unroll
         for (int j = 0; j < 4; ++j) sums.acc[v][j] *= inverse;
-        if (c < args.o_dim) store_run(r.o, index + c, sums.acc[v], args.o_is_f32 != 0, aligned);
+        store(target, column + (v * tile::kWave + lane) * 4, sums.acc[v]);
       }
+    }
+  }
+
+  // Words c to c + 3 of a merged row.
+  MLA_DEVICE void store(const Target& target, int c, const float (&x)[4]) const {
+    if (c >= args.o_dim) return;
+    const bool f32 = args.o_is_f32 != 0;
+    if (args.exchanged == 0) {
+      store_run(target.o, c, x, f32, target.aligned);
+      return;
+    }
+    const int first = (c & ~15) + (c & 15) / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float run[2] = {x[2 * half], x[2 * half + 1]};
+      store_run(target.o, first + 8 * half, run, f32, target.aligned);
     }
   }
 

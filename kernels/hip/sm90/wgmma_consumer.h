@@ -23,12 +23,17 @@ class WgmmaConsumer {
     const int kv_begin = item.work.kv_begin;
     const int tiles = (item.work.kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
     if (tiles > 0) {
-      const Masks masks{item.limit(0), item.limit(item.rows - 1) != item.limit(0),
+      const Masks masks{item.limit(0), item.limit(0) < item.work.kv_end,
                         item.request->softmax_scale * kLog2e};
       attend_tiles(kv_begin, masks, tiles, state);
       add_sums(state);
     }
-    write(load_item<L::kRows>(args, index, share), state);
+    const Item results = load_item<L::kRows>(args, index, share);
+    if (results.work.partial_row >= 0) {
+      write_partial(results, state);
+    } else {
+      write(results, state);
+    }
   }
 
  private:
@@ -47,7 +52,7 @@ class WgmmaConsumer {
   };
   struct Masks {
     int unmasked_end;  // kv rows below it are seen by all packed rows
-    bool ragged;       // some packed rows see fewer kv rows than others
+    bool ragged;       // some packed rows do not see all kv rows of the item
     float scale;
   };
 
@@ -300,6 +305,35 @@ class WgmmaConsumer {
     for (int slot = 0; slot < 2; ++slot) {
       state.sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)));
       state.rounded_sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)) + 4);
+    }
+  }
+
+  // Partial rows, in the order of exchanged_partials, by little code: in a small launch it comes
+  // from memory, not from a cache.
+  MLA_DEVICE void write_partial(const Item& item, State& state) const {
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int p = row(slot);
+      const int64_t target = static_cast<int64_t>(item.work.partial_row) + item.first + p;
+      const RowScale scale(state.origin[slot], state.sum[slot]);
+      const float inverse = scale.empty ? 0.0f : 1.0f / state.rounded_sum[slot];
+      if (tile::any(scale.empty)) {  // zero times a value that is not finite is not zero
+#pragma unroll
+        for (int i = 2 * slot; i < kOutputs; i += 4) {
+          state.o[i] = scale.empty ? 0.0f : state.o[i];
+          state.o[i + 1] = scale.empty ? 0.0f : state.o[i + 1];
+        }
+      }
+      if (p >= item.rows) continue;
+      if (kGroup == 0 && (lane & 3) == 0) args.partial_lse[target] = scale.lse;
+      float* to = args.partial_o + target * C::kLora + kGroup * kColumns + 4 * (lane & 3);
+#pragma unroll
+      for (int i = 2 * slot; i < kOutputs; i += 8) {
+        const uint32_t words[4] = {
+            float_to_bits(state.o[i] * inverse), float_to_bits(state.o[i + 1] * inverse),
+            float_to_bits(state.o[i + 4] * inverse), float_to_bits(state.o[i + 5] * inverse)};
+        store_words(to + 2 * (i - 2 * slot), words);
+      }
     }
   }
 
