@@ -55,6 +55,7 @@ void Batch::Clear() {
   packed_rows = 0;
   gather_bytes = 0;
   slice_waits_expired = 0;
+  slice_waits_skipped = 0;
 }
 
 void Batch::OrderByStage() {
@@ -197,12 +198,13 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, PendingList& pending
         {static_cast<int32_t>(batch.requests.size()), group->members, group->heads});
   }
   const bool anew = request->engine.rows_done == 0;  // not the rest of a group that was cut
-  if (anew && slices_.HeldUntil(*group) > 0) ++batch.slice_waits_expired;
   AddSegments(group->first, rows, slices, batch);
   for (StreamRequest* member = group->first; member != nullptr; member = SliceTable::Next(member)) {
     TakeRows(member, rows, pending, batch);
   }
-  slices_.Dissolve(group);
+  const Departure departure = slices_.Launch(group, rows);
+  batch.slice_waits_expired += anew && departure == Departure::kGaveUp;
+  batch.slice_waits_skipped += anew && departure == Departure::kDidNotWait;
   return true;
 }
 

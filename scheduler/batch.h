@@ -83,6 +83,7 @@ struct Batch {
   int32_t packed_rows = 0;
   int64_t gather_bytes = 0;         // of fused queries and outputs
   int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
+  int32_t slice_waits_skipped = 0;  // ... without one that others had waited for in vain
 
   bool empty() const { return requests.empty(); }
   void Clear();

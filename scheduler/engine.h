@@ -88,7 +88,7 @@ struct EngineStats {
   uint64_t page_groups_uncommitted = 0;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0;
-  uint64_t slices_fused = 0, slice_waits_expired = 0;
+  uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
 };
 
@@ -98,6 +98,7 @@ struct LaunchReport {
   int32_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   int32_t slices_fused = 0;         // requests that were computed as one with their siblings
   int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
+  int32_t slice_waits_skipped = 0;  // times that such a sibling was not waited for again
   int64_t kv_bytes_read = 0;        // KV rows that the records cover, each record once
   int64_t schedule_ns = 0;          // choosing and committing the batch
   int64_t plan_ns = 0;

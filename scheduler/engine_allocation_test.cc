@@ -25,7 +25,6 @@ namespace mla::scheduler {
 namespace {
 
 using testing::EngineHarness;
-using testing::MakeRow;
 
 // A request that is used again and again, as a transport's pool does.
 class PooledRequest final : public StreamRequest {

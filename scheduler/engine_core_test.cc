@@ -11,7 +11,9 @@ using testing::EngineCoreTest;
 using testing::EngineHarness;
 using ::testing::HasSubstr;
 using testing::kTolerance;
+using testing::Pointers;
 using testing::Row;
+using testing::Rows;
 using testing::TestRequest;
 
 TEST_F(EngineCoreTest, AStepComputesAndCommits) {

@@ -12,20 +12,9 @@ namespace {
 using testing::EngineHarness;
 using testing::FaultPoint;
 using testing::FaultyBackend;
-using testing::MakeRow;
+using testing::Pointers;
 using testing::Row;
-
-std::vector<Row> Rows(int count, uint64_t key) {
-  std::vector<Row> rows;
-  for (int i = 0; i < count; ++i) rows.push_back(MakeRow(key * 1000 + i, 12));
-  return rows;
-}
-
-std::vector<const Row*> Pointers(const std::vector<Row>& rows) {
-  std::vector<const Row*> all;
-  for (const Row& row : rows) all.push_back(&row);
-  return all;
-}
+using testing::Rows;
 
 class EngineFaultTest : public ::testing::TestWithParam<FaultPoint> {
  protected:

@@ -77,6 +77,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
   stats_.kv_bytes_read += static_cast<uint64_t>(report.kv_bytes_read);
   stats_.slices_fused += report.slices_fused;
   stats_.slice_waits_expired += report.slice_waits_expired;
+  stats_.slice_waits_skipped += report.slice_waits_skipped;
   // From the back, so that cut-up requests return to the front of the queue in their order.
   std::vector<StreamRequest*>& requests = launch->batch.requests;
   for (auto it = requests.rbegin(); it != requests.rend(); ++it) {

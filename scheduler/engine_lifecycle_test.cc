@@ -10,7 +10,9 @@ namespace {
 using testing::EngineCoreTest;
 using ::testing::HasSubstr;
 using testing::kTolerance;
+using testing::Pointers;
 using testing::Row;
+using testing::Rows;
 using testing::TestRequest;
 
 TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {

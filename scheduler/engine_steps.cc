@@ -154,6 +154,7 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request, Fault* fau
                          absl::StrCat(step->participants, " streams, which have all joined"),
                          "step_full", absl::StatusCode::kFailedPrecondition);
     }
+    step->ranks[step->streams.size()] = StepRank();
     step->streams.push_back(request->stream);
   }
   steps_->Touch(step);
@@ -202,6 +203,7 @@ absl::Status EngineCore::BeginStep(StreamRequest* request, Fault* fault) {
   }
   step->total_rows = static_cast<int32_t>(total);
   step->participants = args.participants;
+  step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request->stream);
   step->layers.assign(model->spec->layers, LayerProgress());
   step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : limits_.step_lease_ms) * kNanosPerMilli;

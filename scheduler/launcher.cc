@@ -306,6 +306,7 @@ void Launcher::Report(Launch* launch) {
     }
   }
   report.slice_waits_expired = batch.slice_waits_expired;
+  report.slice_waits_skipped = batch.slice_waits_skipped;
   report.rows_decode = batch.rows_by_stage[0];
   report.rows_extend = batch.rows_by_stage[1];
   report.rows_prefill = batch.rows_by_stage[2];

@@ -23,15 +23,35 @@ bool SharesHeads(const SliceGroup& group, const AttendArgs& args) {
   return false;
 }
 
-// Whether every participant has sent a slice.
-bool EveryStream(const SliceGroup& group) {
+StepRank& RankOf(const StreamRequest& request) {
+  Step& step = *request.engine.step;
+  const auto found = std::find(step.streams.begin(), step.streams.end(), request.stream);
+  return step.ranks[found - step.streams.begin()];
+}
+
+// Whether a launch has taken the rank's slice of the layer's rows before end_row, or of a later
+// layer.
+bool Went(const StepRank& rank, int32_t layer, int32_t end_row) {
+  return rank.layer > layer || (rank.layer == layer && rank.end_row >= end_row);
+}
+
+// Whether a participant without a slice in the group may still come in time.
+bool AwaitsSomeone(const SliceGroup& group) {
   const Step& step = *group.step;
-  if (static_cast<int32_t>(step.streams.size()) < step.participants) return false;
-  return std::all_of(step.streams.begin(), step.streams.end(), [&](StreamId stream) {
+  for (size_t i = 0; i < step.ranks.size(); ++i) {
+    if (step.ranks[i].missed || Went(step.ranks[i], group.layer, group.end_row)) continue;
+    if (i >= step.streams.size()) return true;
     const StreamRequest* member = group.first;
-    while (member != nullptr && member->stream != stream) member = SliceTable::Next(member);
-    return member != nullptr;
-  });
+    while (member != nullptr && member->stream != step.streams[i]) {
+      member = SliceTable::Next(member);
+    }
+    if (member == nullptr) return true;
+  }
+  return false;
+}
+
+bool HasAllHeads(const SliceGroup& group) {
+  return group.heads >= group.step->model->spec->geometry.num_heads;
 }
 
 }  // namespace
@@ -106,12 +126,24 @@ void SliceTable::Recount(SliceGroup* group) const {
     group->latest =
         std::min(group->latest, note.arrival_ns + (note.deadline_ns - note.arrival_ns) / 2);
   }
-  group->complete = group->heads >= group->step->model->spec->geometry.num_heads ||
-                    (group->step->participants > 1 && EveryStream(*group));
+  group->awaits = group->step->participants > 1 && !HasAllHeads(*group) && AwaitsSomeone(*group);
+}
+
+void SliceTable::NoteArrival(const StreamRequest& request) const {
+  StepRank& rank = RankOf(request);
+  if (!rank.missed) return;
+  for (const StepRank& sibling : request.engine.step->ranks) {
+    if (Went(sibling, request.attend.layer, EndRow(request)) &&
+        request.engine.arrival_ns - sibling.since >= wait_ns_) {
+      return;
+    }
+  }
+  rank.missed = false;
 }
 
 void SliceTable::Join(StreamRequest* request) {
   if (!Gains(*request)) return;
+  if (request->engine.rows_done == 0) NoteArrival(*request);
   SliceGroup* const group = GroupFor(*request);
   request->engine.group = group;
   request->engine.sibling = nullptr;
@@ -145,14 +177,30 @@ void SliceTable::Leave(StreamRequest* request) {
   }
 }
 
-void SliceTable::Dissolve(SliceGroup* group) {
+Departure SliceTable::Launch(SliceGroup* group, int32_t rows) {
+  Step& step = *group->step;
+  const int32_t end_row = group->first_row + rows;
+  const bool waited = HeldUntil(*group) > 0;
   for (StreamRequest* member = group->first; member != nullptr;) {
+    StepRank& rank = RankOf(*member);
+    if (!Went(rank, group->layer, end_row)) {
+      rank = {group->layer, end_row, group->since, rank.missed};
+    }
     StreamRequest* const next = Next(member);
     member->engine.group = nullptr;
     member->engine.sibling = nullptr;
     member = next;
   }
+  Departure departure = waited ? Departure::kGaveUp : Departure::kWhole;
+  if (wait_ns_ > 0 && step.participants > 1 && !HasAllHeads(*group)) {
+    for (StepRank& rank : step.ranks) {
+      if (Went(rank, group->layer, end_row)) continue;
+      if (!waited) departure = Departure::kDidNotWait;
+      rank.missed = true;
+    }
+  }
   Free(group);
+  return departure;
 }
 
 void SliceTable::Free(SliceGroup* group) {
@@ -175,7 +223,7 @@ bool SliceTable::Ready(const SliceGroup& group) {
 }
 
 MonotonicNanos SliceTable::HeldUntil(const SliceGroup& group) const {
-  if (wait_ns_ == 0 || group.complete || group.step->participants < 2) return 0;
+  if (wait_ns_ == 0 || !group.awaits) return 0;
   return std::min(group.since + wait_ns_, group.latest);
 }
 

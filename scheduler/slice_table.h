@@ -5,7 +5,15 @@
 // form a group, and a group goes into one launch as one record over all its heads. A group waits
 // for siblings that are still missing, but never longer than Limits::slice_wait_us from the moment
 // at which it could have gone, nor past half of the time that one of its members has left before
-// its own deadline. A late sibling makes a group of its own. Nothing else waits for a group.
+// its own deadline. Nothing else waits for a group.
+//
+// Whom a group waits for is learned within the step: the participants without a slice in it, but
+// for those whose slice of these rows, or of a later layer, a launch has taken already (a late
+// sibling makes a group of its own and goes at once), and those that a group has waited for in vain
+// and that have not come in time since. In time is a slice that comes before any sibling's went, or
+// less than slice_wait_us after that could have gone. So a rank that sends no heads, or drags
+// behind at every layer, costs its siblings one wait a step, and one that hesitated once is waited
+// for again from the layer after the one at which it kept up.
 //
 // Only small slices are grouped: when the rows of a slice fill the backend's tiles by themselves,
 // the KV rows would be read as often for the group. A step of one participant has no siblings to
@@ -40,10 +48,17 @@ struct SliceGroup {
   int32_t members = 0;
   int32_t heads = 0;           // of all members; no head twice
   bool appends = false;        // `first` brings the KV rows
-  bool complete = false;       // nobody is missing
+  bool awaits = false;         // a participant is missing that may come in time
   MonotonicNanos since = 0;    // when it could have gone; 0: its KV rows have not come
   MonotonicNanos latest = 0;   // half of the least time that a member had left at its arrival
   SliceGroup* next = nullptr;  // of the same step and layer
+};
+
+// How a group went.
+enum class Departure : uint8_t {
+  kWhole,      // with every head, or nobody else's slice could have come any more
+  kGaveUp,     // without a sibling that it had waited for
+  kDidNotWait  // without a sibling that it did not wait for: others had, in vain
 };
 
 class SliceTable {
@@ -55,8 +70,9 @@ class SliceTable {
   void Join(StreamRequest* request);
   // The request is not waiting any more; ignored if it is in no group.
   void Leave(StreamRequest* request);
-  // All members leave, to be launched together.
-  void Dissolve(SliceGroup* group);
+  // All members leave, to be launched together with the next `rows` of their rows, which is noted
+  // in the step.
+  Departure Launch(SliceGroup* group, int32_t rows);
   // The KV rows [0, accepted) of the layer have come, at `now`.
   static void RowsAccepted(const Step& step, int32_t layer, MonotonicNanos now);
 
@@ -68,6 +84,8 @@ class SliceTable {
 
  private:
   bool Gains(const StreamRequest& request) const;
+  // The request has come: its stream is waited for again if it has come in time.
+  void NoteArrival(const StreamRequest& request) const;
   SliceGroup* GroupFor(const StreamRequest& request);
   void Recount(SliceGroup* group) const;
   void Free(SliceGroup* group);

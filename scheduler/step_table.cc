@@ -123,6 +123,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
   }
   open_.erase(std::find(open_.begin(), open_.end(), step));
   step->streams.clear();
+  step->ranks.clear();
   step->entries.clear();
   step->layers.clear();
   step->model = nullptr;

@@ -46,12 +46,21 @@ struct LayerProgress {
   SliceGroup* slices = nullptr;  // head slices that wait, by rows; see slice_table.h
 };
 
+// What a participant's head slices of this step have shown so far; see slice_table.h.
+struct StepRank {
+  int32_t layer = -1;        // the last one at which a launch took a slice of it
+  int32_t end_row = 0;       // up to which row of that layer
+  MonotonicNanos since = 0;  // when that slice could have gone
+  bool missed = false;       // siblings have waited for it in vain; it has not come in time since
+};
+
 struct Step {
   StepId id = 0;
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
   std::vector<StreamId> streams;  // [0] began it
   int32_t participants = 1;
+  std::vector<StepRank> ranks;  // of `participants`, those of `streams` first
   std::vector<StepEntry> entries;
   int32_t total_rows = 0;
   std::vector<LayerProgress> layers;

@@ -58,6 +58,8 @@ constexpr Declaration kDeclarations[] = {
      "Head slices of tensor-parallel ranks computed as one with their siblings."},
     {"mla_slice_waits_expired_total", Type::kCounter,
      "Times that head slices were computed without a sibling that had not come in time."},
+    {"mla_slice_waits_skipped_total", Type::kCounter,
+     "Times that head slices did not wait for a sibling that others had waited for in vain."},
     {"mla_open_steps", Type::kGauge, "Steps that clients have begun and not ended."},
     {"mla_open_steps_aborted_total", Type::kCounter, "Client steps dropped instead of committed."},
     {"mla_leases_active", Type::kGauge, "Open sequences; each holds a lease."},
@@ -187,6 +189,7 @@ struct Metrics::Impl {
   Histogram& partials = OneHistogram("mla_partial_tiles", counts);
   Counter& slices_fused = One("mla_slices_fused_total");
   Counter& slice_waits_expired = One("mla_slice_waits_expired_total");
+  Counter& slice_waits_skipped = One("mla_slice_waits_skipped_total");
   Gauge& steps_open = OneGauge("mla_open_steps");
   Counter& steps_aborted = One("mla_open_steps_aborted_total");
   Gauge& sequences = OneGauge("mla_leases_active");
@@ -339,6 +342,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   m.rings.Set(wire_.rings.load());
   RaiseTo(m.slices_fused, count(stats.slices_fused));
   RaiseTo(m.slice_waits_expired, count(stats.slice_waits_expired));
+  RaiseTo(m.slice_waits_skipped, count(stats.slice_waits_skipped));
   RaiseTo(m.steps_aborted, count(stats.steps_aborted));
   RaiseTo(m.leases_expired, count(stats.leases_expired));
   RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));

@@ -118,6 +118,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   stats.kv_bytes_read = 5000;
   stats.slices_fused = 8;
   stats.slice_waits_expired = 6;
+  stats.slice_waits_skipped = 5;
   const std::string text = metrics.Expose(stats);
   for (const char* line : {
            "mla_kv_page_allocations_total 9\n",
@@ -132,6 +133,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
            "mla_sequence_lifetime_seconds_sum 3\n",
            "mla_slices_fused_total 8\n",
            "mla_slice_waits_expired_total 6\n",
+           "mla_slice_waits_skipped_total 5\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }

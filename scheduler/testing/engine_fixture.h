@@ -17,18 +17,6 @@ class EngineCoreTest : public ::testing::Test {
  protected:
   EngineCoreTest() : stream_(h_.core().OpenStream(h_.tenant())) {}
 
-  static std::vector<Row> Rows(int count, uint64_t key) {
-    std::vector<Row> rows;
-    for (int i = 0; i < count; ++i) rows.push_back(MakeRow(key * 1000 + i, 12));
-    return rows;
-  }
-  static std::vector<const Row*> Pointers(const std::vector<Row>& a,
-                                          const std::vector<Row>& b = {}) {
-    std::vector<const Row*> all;
-    for (const Row& row : a) all.push_back(&row);
-    for (const Row& row : b) all.push_back(&row);
-    return all;
-  }
   // Commits `rows` rows to a sequence on both layers; layer l stores Rows(rows, key + l).
   void Fill(const SequenceInfo& seq, int rows, uint64_t key) {
     const SequenceInfo now = h_.Get(seq.id);

@@ -73,6 +73,22 @@ void DenseAttention(const ModelSpec& model, const std::vector<const Row*>& rows,
   *lse = sum > 0 ? most + std::log(sum) : -std::numeric_limits<double>::infinity();
 }
 
+std::vector<Row> Rows(int count, uint64_t key) {
+  std::vector<Row> rows;
+  rows.reserve(static_cast<size_t>(count));
+  const auto dim = static_cast<int>(TinyModel().geometry.kv_row_dim());
+  for (int i = 0; i < count; ++i) rows.push_back(MakeRow(key * 1000 + i, dim));
+  return rows;
+}
+
+std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b) {
+  std::vector<const Row*> all;
+  all.reserve(a.size() + b.size());
+  for (const Row& row : a) all.push_back(&row);
+  for (const Row& row : b) all.push_back(&row);
+  return all;
+}
+
 Limits TinyLimits() {
   Limits limits;
   limits.kv_cache_bytes = 1 << 20;

@@ -39,6 +39,11 @@ using Row = std::vector<float>;
 // Deterministic pseudo-random row of `dim` elements, distinct for distinct keys.
 Row MakeRow(uint64_t key, int dim);
 
+// `count` KV rows of TinyModel, distinct for distinct keys.
+std::vector<Row> Rows(int count, uint64_t key);
+// All rows of `a`, then those of `b`, as EngineHarness::Error takes them.
+std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b = {});
+
 // softmax(scale · q K^T) V over the given rows, dense, in double.
 void DenseAttention(const ModelSpec& model, const std::vector<const Row*>& rows, const Row& q,
                     Row* output, double* lse);

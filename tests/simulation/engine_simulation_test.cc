@@ -39,6 +39,7 @@ TEST(EngineSimulation, RandomOperationsAgreeWithTheModel) {
     total.ranks_late += simulator.stats().ranks_late;
     total.slices_fused += simulator.stats().slices_fused;
     total.slice_waits_expired += simulator.stats().slice_waits_expired;
+    total.slice_waits_skipped += simulator.stats().slice_waits_skipped;
   }
   RecordProperty("operations", std::to_string(total.operations));
   // The mix must reach every kind of outcome, or the test proves little.
@@ -50,6 +51,7 @@ TEST(EngineSimulation, RandomOperationsAgreeWithTheModel) {
   EXPECT_GT(total.ranks_late, total.operations / 1000);
   EXPECT_GT(total.slices_fused, total.operations / 100);
   EXPECT_GT(total.slice_waits_expired, total.operations / 1000);
+  EXPECT_GT(total.slice_waits_skipped, total.operations / 2000);
 }
 
 TEST(EngineSimulation, ASeedReplays) {

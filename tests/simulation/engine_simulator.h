@@ -37,6 +37,7 @@ struct SimulatorStats {
   int64_t ranks_late = 0;      // ... or some did not
   int64_t slices_fused = 0;    // as the engine counts them
   int64_t slice_waits_expired = 0;
+  int64_t slice_waits_skipped = 0;
 };
 
 class EngineSimulator {

@@ -107,6 +107,7 @@ std::string EngineSimulator::Finish() {
   const scheduler::EngineStats stats = harness_.core().Stats();
   stats_.slices_fused = static_cast<int64_t>(stats.slices_fused);
   stats_.slice_waits_expired = static_cast<int64_t>(stats.slice_waits_expired);
+  stats_.slice_waits_skipped = static_cast<int64_t>(stats.slice_waits_skipped);
   return harness_.core().Stats().page_groups_used == 0 ? "" : "pages are left over";
 }
 
