@@ -52,6 +52,9 @@ void AdminService::FillLimits(v1::Limits* to) const {
   if (options_.shared_memory) {
     to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
     to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
+    to->set_shm_total_bytes(static_cast<uint64_t>(options_.config.shm.total_bytes));
+    to->set_shm_regions_max(static_cast<uint32_t>(options_.config.shm.regions_max));
+    to->set_shm_tenant_regions(static_cast<uint32_t>(options_.config.shm.tenant_regions));
   }
 }
 
@@ -133,6 +136,7 @@ void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
   to->set_rings(Unsigned<uint32_t>(wire.rings.load()));
   to->set_slices_fused(from.slices_fused);
   to->set_slice_waits_expired(from.slice_waits_expired);
+  to->set_slice_waits_skipped(from.slice_waits_skipped);
   to->set_rows_decode(from.rows_decode);
   to->set_rows_extend(from.rows_extend);
   to->set_rows_prefill(from.rows_prefill);

@@ -37,6 +37,10 @@ namespace {
 
 using Millis = std::chrono::milliseconds;
 
+// Of a session's region when the caller names no size, and the least that is worth having.
+constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
+constexpr uint64_t kLeastSharedBytes = uint64_t{4} << 20;
+
 uint64_t Random64() {
   uint64_t value = 0;
   while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value)) || value == 0) {
@@ -162,10 +166,16 @@ struct Client::Impl {
     SharedMemoryOptions wanted;
     wanted.tenant = options.tenant;
     wanted.ring = ring;
-    wanted.bytes = std::min(options.shared_bytes, info.limits().shm_region_bytes());
+    wanted.bytes = std::min(options.shared_bytes > 0 ? options.shared_bytes : kSharedBytes,
+                            info.limits().shm_region_bytes());
     wanted.spin_us = options.spin_us;
     wanted.server_spin_us = options.spin_us;
     auto memory = SharedMemory::Connect(door, wanted);
+    while (options.shared_bytes == 0 && absl::IsResourceExhausted(memory.status()) &&
+           wanted.bytes / 2 >= kLeastSharedBytes) {
+      wanted.bytes /= 2;
+      memory = SharedMemory::Connect(door, wanted);
+    }
     if (!memory.ok()) return memory.status();
     if ((*memory)->boot_id() != info.boot_id()) {
       return RestartedError(info.boot_id(), (*memory)->boot_id());

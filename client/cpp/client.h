@@ -48,8 +48,10 @@ struct ClientOptions {
   // shared memory. kRing: all in shared memory. kAuto: kRing where a unix target's server offers
   // it, else kGrpc; the others fail OpenSession with UNIMPLEMENTED where there is no shared memory.
   enum class Transport { kAuto, kGrpc, kShared, kRing } transport = Transport::kAuto;
-  uint64_t shared_bytes = 64u << 20;  // of one session's region, if the server allows as much
-  uint32_t spin_us = 20;              // how long a session spins on its ring before it sleeps
+  // Of one session's region, at most what the server allows. 0: 64 MiB, and when the server has no
+  // more for it 32, 16, 8 or 4; a size that is named is to be had or not.
+  uint64_t shared_bytes = 0;
+  uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
 };
 
 // Bytes of one layer's head range, in the layout of UploadWeightsRequest.Chunk.

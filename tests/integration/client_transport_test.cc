@@ -182,6 +182,28 @@ TEST(ClientTransportChoiceTest, OtherTargetsAreInlineOrRefused) {
   }
 }
 
+TEST(ClientTransportChoiceTest, RegionsShrinkBeforeSessionsGoWithout) {
+  const TestServer server([](server::Config& config) {
+    config.shm.region_bytes = int64_t{32} << 20;
+    config.shm.total_bytes = int64_t{40} << 20;
+  });
+  const auto client = server.Connect(Over(Transport::kAuto));
+  const auto first = client->OpenSession(), second = client->OpenSession(),
+             third = client->OpenSession();
+  // 32 MiB and a ring are taken of 40; 16 and 8 do not fit beside them, 4 do.
+  EXPECT_EQ((*first)->transport(), "ring");
+  EXPECT_EQ((*first)->Allocate(32u << 20).size(), 32u << 20);
+  EXPECT_EQ((*second)->transport(), "ring");
+  EXPECT_EQ((*second)->Allocate((4u << 20) + 1).size(), 0u);
+  EXPECT_EQ((*second)->Allocate(4u << 20).size(), 4u << 20);
+  EXPECT_EQ((*third)->transport(), "inline");
+  // A size that was asked for is not made smaller.
+  client::ClientOptions named = Over(Transport::kRing);
+  named.shared_bytes = 8 << 20;
+  EXPECT_EQ(server.Connect(named)->OpenSession().status().code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
 TEST(ClientWatchTest, ReportsUntilToldToStop) {
   const TestServer server;
   const auto client = server.Connect();

@@ -49,7 +49,7 @@ class Tls:
 class _Pending(AttendFuture):
     """The requests that one attend call was cut into."""
 
-    def __init__(self, assembler: wire.ResultAssembler, deadline: float):
+    def __init__(self, assembler: wire.ResultAssembler, deadline: float) -> None:
         self._assembler = assembler
         self._requests: List[Request] = []
         self._deadline = deadline
@@ -73,7 +73,7 @@ class Client(Service):
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
                  secure: bool = False, transport: str = "auto", door: str = "",
-                 shared_bytes: int = 64 << 20, spin_us: int = 20):
+                 shared_bytes: Optional[int] = None, spin_us: int = 20) -> None:
         """Takes over a channel; `connect` makes one and explains the options. `door` is the path of
         the server's shared-memory socket; empty: there is none."""
         self.timeout_s = timeout_s
@@ -107,10 +107,13 @@ class Client(Service):
 
     @classmethod
     def connect(cls, target: str, *, tenant: str = "default", tls: Optional[Tls] = None,
-                **options: Any) -> "Client":
+                client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
+                lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
+                spin_us: int = 20) -> "Client":
         """Connects to `host:port` or `unix:/path`.
 
-        Without TLS the tenant travels as metadata; with it the certificate decides. `message_bytes`
+        Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
+        names this worker in lists of sequences (default: a random name). `message_bytes`
         bounds the messages of this client (default: the smaller of the server's bound and 4 MiB);
         `timeout_s` is the deadline of every call that names none; `lease_ms` is what sequences ask
         for (0: the server's default) and a thread renews them while the client is open.
@@ -118,10 +121,11 @@ class Client(Service):
         `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
         (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the
         ring where a unix target's server offers one, else inline with the reason in the log. Each
-        stream gets memory of its own, `shared_bytes` or what the server allows. A wait on a ring
+        stream gets memory of its own: `shared_bytes` (at most what the server allows), or, if that
+        is None, 64 MiB, 32 and so on down to 4, as much as the server has left. A wait on a ring
         looks for `spin_us` before it sleeps; so does the server, as far as it allows.
         """
-        bound = max(STOCK_MESSAGE_BYTES, options.get("message_bytes", 0))
+        bound = max(STOCK_MESSAGE_BYTES, message_bytes)
         arguments = [("grpc.max_receive_message_length", bound),
                      ("grpc.max_send_message_length", -1)]
         if tls is None:
@@ -131,8 +135,10 @@ class Client(Service):
                 arguments.append(("grpc.ssl_target_name_override", tls.server_name))
             channel = grpc.secure_channel(target, tls.credentials(), options=arguments)
         try:
-            return cls(channel, tenant=tenant, secure=tls is not None,
-                       door=door_of(target) if tls is None else "", **options)
+            return cls(channel, tenant=tenant, client_id=client_id, timeout_s=timeout_s,
+                       message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
+                       transport=transport, door=door_of(target) if tls is None else "",
+                       shared_bytes=shared_bytes, spin_us=spin_us)
         except BaseException:
             channel.close()
             raise

@@ -36,7 +36,7 @@ class MlaError(Exception):
     code = grpc.StatusCode.UNKNOWN
 
     def __init__(self, message: str, detail: Optional[ErrorDetail] = None,
-                 step_aborted: bool = False):
+                 step_aborted: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.detail = detail or ErrorDetail()

@@ -52,7 +52,7 @@ class _Step:
 class _Done(AttendFuture):
     """A result that is there already."""
 
-    def __init__(self, result: AttendResult):
+    def __init__(self, result: AttendResult) -> None:
         self._result = result
 
     def result(self) -> AttendResult:
@@ -63,7 +63,7 @@ class LocalReference(Service):
     """Attention in numpy. With `exact` nothing is rounded: queries, cache, weights and outputs stay
     as given (float32); otherwise they are rounded to bf16 where a server's would be."""
 
-    def __init__(self, *, exact: bool = False):
+    def __init__(self, *, exact: bool = False) -> None:
         self.timeout_s = 30.0
         self._exact = exact
         self._lock = threading.RLock()

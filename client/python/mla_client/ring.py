@@ -65,7 +65,7 @@ class Ring:
     """The client's end. Threading: `submit` from one thread at a time, `take` and `wait` from one
     at a time."""
 
-    def __init__(self, memory: SharedMemory, spin_s: float):
+    def __init__(self, memory: SharedMemory, spin_s: float) -> None:
         self._memory = memory
         self._spin_s = spin_s
         self._map = memoryview(memory.map)
@@ -169,7 +169,7 @@ class _RingRequest(stream.Request):
 
     __slots__ = ("_owner", "sent", "done", "error", "reply", "finish", "blocks")
 
-    def __init__(self, owner: "RingStream", blocks: List[int]):
+    def __init__(self, owner: "RingStream", blocks: List[int]) -> None:
         self._owner = owner
         self.blocks = blocks  # of the arena, given back with the reply
         self.sent = time.monotonic()
@@ -202,7 +202,7 @@ class RingStream(stream.StepStream):
     transport = "ring"
 
     def __init__(self, memory: SharedMemory, message_bytes: int,
-                 on_boot_id: Callable[[int], None], spin_s: float = 0.0):
+                 on_boot_id: Callable[[int], None], spin_s: float = 0.0) -> None:
         """REQUIRES: memory.ring_entries > 0 and not WHY_NOT. `spin_s`: how long a waiter looks at
         the ring before it sleeps; it takes the interpreter's lock meanwhile."""
         self.memory: SharedMemory = memory

@@ -128,7 +128,7 @@ class Service(abc.ABC):
 class Model:
     """A registered model."""
 
-    def __init__(self, service: Service, spec: ModelSpec, page_group_bytes: int):
+    def __init__(self, service: Service, spec: ModelSpec, page_group_bytes: int) -> None:
         self.service = service
         self.spec = spec                          # as in force: with the page size filled in
         self.page_group_bytes = page_group_bytes  # the unit of KV allocation
@@ -165,7 +165,7 @@ class Model:
 class Sequence:
     """One token stream with its rows in the KV cache; released at the end of a `with` block."""
 
-    def __init__(self, model: Model, state: SequenceState):
+    def __init__(self, model: Model, state: SequenceState) -> None:
         self.model = model
         self.id = state.sequence_id
         self.epoch = state.epoch    # advanced by truncate
@@ -219,7 +219,7 @@ class Step:
     """
 
     def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
-                 lease_ms: int, step_id: Optional[int], stream: Any):
+                 lease_ms: int, step_id: Optional[int], stream: Any) -> None:
         if not rows:
             raise errors.InvalidArgument("step: needs at least one sequence")
         if any(sequence.model.spec != rows[0][0].model.spec for sequence, _ in rows):

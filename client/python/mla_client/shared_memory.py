@@ -92,7 +92,7 @@ class Placement:
 class SharedMemory:
     """A region and the connection that keeps it."""
 
-    def __init__(self, connection: socket.socket, welcome: Welcome, descriptor: int):
+    def __init__(self, connection: socket.socket, welcome: Welcome, descriptor: int) -> None:
         """Takes over both descriptors. Unimplemented if the region is not laid out as agreed."""
         self._connection = connection
         self.handle = welcome.handle

@@ -83,7 +83,7 @@ class InflightBytes:
     """Bounds the bytes that were sent and not yet answered, so that a producer that runs ahead is
     paused here and not in a growing queue. One message is always let through."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
         self._changed = threading.Condition()
@@ -117,7 +117,7 @@ class _GrpcRequest(Request):
     """A request on an AttendStream."""
 
     def __init__(self, future: concurrent.futures.Future,
-                 finish: Optional[Callable[[Any, float], None]]):
+                 finish: Optional[Callable[[Any, float], None]]) -> None:
         self._future = future
         self._finish = finish  # what is left to do with the reply on the waiter's thread
 
@@ -142,7 +142,7 @@ class AttendStream(StepStream):
 
     def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...],
                  inflight_bytes: int, message_bytes: int, on_boot_id: Callable[[int], None],
-                 memory: Optional[SharedMemory] = None):
+                 memory: Optional[SharedMemory] = None) -> None:
         self.transport = "inline" if memory is None else "shm"
         self.message_bytes = message_bytes
         self.memory = memory

@@ -20,7 +20,7 @@ STOP_TIMEOUT_S = 15.0
 class ServerProcess:
     """A server on a unix socket in a folder of its own; stopped at the end of a `with` block."""
 
-    def __init__(self, binary: str, arguments: Sequence[str] = (), *, listen: str = ""):
+    def __init__(self, binary: str, arguments: Sequence[str] = (), *, listen: str = "") -> None:
         """`listen` is a TCP address besides the unix socket; empty: none."""
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="mla-"))
         self.socket = self._folder / "mla.sock"

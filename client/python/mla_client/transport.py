@@ -13,6 +13,9 @@ from mla_client.stream import AttendStream, StepStream
 
 TRANSPORTS = ("auto", "inline", "shm", "ring")
 STOCK_MESSAGE_BYTES = 4 << 20
+# What a stream asks for when the caller names no size, and the least that is worth having.
+DEFAULT_SHARED_BYTES = 64 << 20
+LEAST_SHARED_BYTES = 4 << 20
 # The arena must hold the inputs and outputs of several messages.
 MESSAGES_IN_ARENA = 4
 _CAPABILITY = {"shm": "shared_memory", "ring": "command_ring"}
@@ -32,8 +35,10 @@ class StreamMaker:
 
     def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...], info: Any,
                  on_boot_id: Callable[[int], None], *, transport: str, door: str, tenant: str,
-                 message_bytes: int, shared_bytes: int, spin_us: int, timeout_s: float):
-        """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible."""
+                 message_bytes: int, shared_bytes: Optional[int], spin_us: int,
+                 timeout_s: float) -> None:
+        """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible;
+        `shared_bytes` None: DEFAULT_SHARED_BYTES, or half as often as the server has no more."""
         if transport not in TRANSPORTS:
             raise errors.InvalidArgument(
                 f"transport: got {transport!r}, must be one of {', '.join(TRANSPORTS)}")
@@ -46,13 +51,14 @@ class StreamMaker:
         self._door = door
         self._tenant = tenant
         self._message_bytes = message_bytes
-        self._shared_bytes = min(shared_bytes, info.limits.shm_region_bytes)
+        self._shared_bytes = shared_bytes
+        self._warned = False  # that streams go over gRPC; once is enough
         self._spin_us = spin_us
         self._timeout_s = timeout_s
 
     def open(self) -> StepStream:
-        """Another stream. With "auto" never fails for want of shared memory: it logs why it goes
-        over gRPC. Otherwise raises why the wanted kind is not to be had."""
+        """Another stream. With "auto" never fails for want of shared memory: the first time that
+        one goes over gRPC it warns why. Otherwise raises why the wanted kind is not to be had."""
         if self._wanted == "inline":
             return self._over_grpc(None)
         kind = self._wanted
@@ -64,8 +70,10 @@ class StreamMaker:
             if self._wanted != "auto":
                 raise
             # Over TCP that is what everybody expects.
-            level = logging.WARNING if self._door else logging.DEBUG
-            _log.log(level, "tensors travel inside gRPC messages: %s", error)
+            level = logging.WARNING if self._door and not self._warned else logging.DEBUG
+            self._warned = True
+            _log.log(level, "no shared memory, so tensors travel inside gRPC messages, which is "
+                            "slower: %s%s", error, self._advice(error))
         return self._over_grpc(None)
 
     def _over_grpc(self, memory: Optional[SharedMemory]) -> StepStream:
@@ -80,14 +88,42 @@ class StreamMaker:
             raise errors.Unimplemented(f"transport: the server offers no {_CAPABILITY[kind]}")
         if kind == "ring" and ring.WHY_NOT:
             raise errors.Unimplemented(f"transport: ring: {ring.WHY_NOT}")
-        memory = SharedMemory.connect(self._door, tenant=self._tenant, size=self._shared_bytes,
-                                      ring=kind == "ring", spin_us=self._spin_us,
-                                      timeout_s=self._timeout_s)
+        memory = self._region(kind)
         self._on_boot_id(memory.boot_id)
         if kind == "ring":
             return ring.RingStream(memory, self._bound(memory), self._on_boot_id,
                                    self._spin_us / 1e6)
         return self._over_grpc(memory)
+
+    def _region(self, kind: str) -> SharedMemory:
+        """Memory of the wanted size, or of what the server has left if none was asked for."""
+        most = self._info.limits.shm_region_bytes
+        size = min(self._shared_bytes or DEFAULT_SHARED_BYTES, most)
+        while True:
+            try:
+                memory = SharedMemory.connect(self._door, tenant=self._tenant, size=size,
+                                              ring=kind == "ring", spin_us=self._spin_us,
+                                              timeout_s=self._timeout_s)
+            except errors.ResourceExhausted:
+                if self._shared_bytes is not None or size // 2 < LEAST_SHARED_BYTES:
+                    raise
+                size //= 2
+                continue
+            if size < min(self._shared_bytes or DEFAULT_SHARED_BYTES, most):
+                _log.info("the server had %d MiB of shared memory left for this stream, not %d: "
+                          "large steps are cut into more messages", size >> 20,
+                          min(DEFAULT_SHARED_BYTES, most) >> 20)
+            return memory
+
+    def _advice(self, error: errors.MlaError) -> str:
+        """What may be done about a refusal for want of room."""
+        if not isinstance(error, errors.ResourceExhausted):
+            return ""
+        limits = self._info.limits
+        return (f" (the server's shm.total_bytes is {limits.shm_total_bytes >> 20} MiB, "
+                f"shm.regions_max {limits.shm_regions_max}, shm.tenant_regions "
+                f"{limits.shm_tenant_regions}: raise them, or let its clients ask for less with "
+                "shared_bytes)")
 
     def _bound(self, memory: SharedMemory) -> int:
         """Of one message, as if its header were with it."""

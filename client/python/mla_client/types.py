@@ -144,7 +144,7 @@ class Buffers:
 
     def __init__(self, kv: Optional[npt.NDArray], q: Optional[npt.NDArray],
                  o: Optional[npt.NDArray], lse: Optional[npt.NDArray[np.float32]], dtype: DType,
-                 place: Any = None, release: Optional[Callable[[], None]] = None):
+                 place: Any = None, release: Optional[Callable[[], None]] = None) -> None:
         self.kv = kv    # [rows, row dim]; uint16 (bf16 patterns) or float32, as `dtype` says
         self.q = q      # [rows, heads, q dim], likewise; None for APPEND_ONLY
         self.o = o      # [rows, heads, o dim], uint16 or float32; None for APPEND_ONLY

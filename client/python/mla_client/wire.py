@@ -145,7 +145,7 @@ def request_parts(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
 class ResultAssembler:
     """Puts the replies of a call's cuts together, in new arrays or in the caller's buffers."""
 
-    def __init__(self, args: AttendArgs, geometry: Geometry):
+    def __init__(self, args: AttendArgs, geometry: Geometry) -> None:
         self._args = args
         self._o_dim = geometry.o_dim(args.profile)
         self._o: Optional[npt.NDArray] = None

@@ -1,5 +1,6 @@
 """Shared memory and rings with a real server: choosing, running out, and a server that dies."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -91,6 +92,29 @@ class ChoiceTest(unittest.TestCase):
             self.assertIn("RESOURCE_EXHAUSTED", said.output[0])
             with self.assertRaises(mla_client.ResourceExhausted):
                 connect(server, transport="ring")
+
+    def test_regions_shrink_before_clients_go_without(self):
+        server = server_binary.start("--shm-region-bytes=32MiB", "--shm-total-bytes=40MiB")
+        self.addCleanup(server.stop)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connect(server, shared_bytes=None)) for _ in range(3)]
+            with self.assertNoLogs("mla_client", "WARNING"):
+                self.assertEqual([client.transport for client in clients[:2]], ["ring", "ring"])
+            # 32 MiB and a ring are taken of 40; 16 and 8 do not fit beside them, 4 do.
+            sizes = [client._own_stream().memory.arena_bytes >> 20 for client in clients[:2]]
+            self.assertEqual(sizes, [32, 4])
+            with self.assertLogs("mla_client", "WARNING") as said:
+                self.assertEqual(clients[2].transport, "inline")
+                clients[2].open_stream()
+                clients[2].open_stream()
+            self.assertEqual(len(said.output), 1)  # once, however many streams
+            self.assertRegex(said.output[0], "slower.*RESOURCE_EXHAUSTED.*shm.total_bytes is 40 MiB"
+                                             ".*shared_bytes")
+            # A size that was asked for is not made smaller.
+            with self.assertRaises(mla_client.ResourceExhausted):
+                connect(server, transport="ring", shared_bytes=8 << 20)
+            with connect(server, transport="ring", shared_bytes=1 << 20) as small:
+                self.assertEqual(small.transport, "ring")
 
     def test_over_tcp(self):
         server = server_binary.start("--log-level=info", listen="127.0.0.1:0")
