@@ -59,6 +59,8 @@ TEST_P(KernelSetTest, GemmEqualsNaiveLoops) {
         std::vector<float> b(static_cast<size_t>(k) * columns);
         std::vector<std::vector<uint8_t>> operands;
         std::vector<const void*> pointers;
+        operands.reserve(a.size());
+        pointers.reserve(a.size());
         for (auto& row : a) {
           for (float& value : row) value = Draw();
           operands.push_back(Operands(row));
@@ -189,6 +191,7 @@ TEST_P(KernelSetTest, AccumulateEqualsNaiveLoops) {
         std::vector<Bf16> values(static_cast<size_t>(rows * d));
         for (Bf16& value : values) value = ToBf16(Draw());
         std::vector<const uint16_t*> pointers;
+        pointers.reserve(static_cast<size_t>(rows));
         for (int32_t r = 0; r < rows; ++r) pointers.push_back(values.data() + r * d);
         std::vector<float> v(static_cast<size_t>(kTileRows) * (panels + 1) * kPanel);
         AccumulateArgs args{};

@@ -310,8 +310,10 @@ bool HostBackend::HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) co
                      [](bool head) { return head; });
 }
 
-absl::Status HostBackend::CheckProjections(const char* verb,
-                                           std::span<const ProjectionRecord> records) const {
+absl::Status HostBackend::RecordProjections(int32_t slot, HostCommand::Kind kind,
+                                            const Geometry& geometry, DType in, DType out,
+                                            std::span<const ProjectionRecord> records) {
+  const char* const verb = kind == HostCommand::Kind::kAbsorb ? "absorb" : "project";
   for (size_t i = 0; i < records.size(); ++i) {
     const ProjectionRecord& r = records[i];
     if (HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
@@ -319,31 +321,23 @@ absl::Status HostBackend::CheckProjections(const char* verb,
         verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
   }
+  auto command = Record(slot, kind);
+  if (!command.ok()) return command.status();
+  (*command)->geometry = geometry;
+  (*command)->in = in;
+  (*command)->out = out;
+  (*command)->projections = records;
   return absl::OkStatus();
 }
 
 absl::Status HostBackend::Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
                                  std::span<const ProjectionRecord> records) {
-  if (absl::Status ok = CheckProjections("absorb", records); !ok.ok()) return ok;
-  auto command = Record(slot, HostCommand::Kind::kAbsorb);
-  if (!command.ok()) return command.status();
-  (*command)->geometry = geometry;
-  (*command)->in = in;
-  (*command)->out = out;
-  (*command)->projections = records;
-  return absl::OkStatus();
+  return RecordProjections(slot, HostCommand::Kind::kAbsorb, geometry, in, out, records);
 }
 
 absl::Status HostBackend::Project(int32_t slot, const Geometry& geometry, DType in, DType out,
                                   std::span<const ProjectionRecord> records) {
-  if (absl::Status ok = CheckProjections("project", records); !ok.ok()) return ok;
-  auto command = Record(slot, HostCommand::Kind::kProject);
-  if (!command.ok()) return command.status();
-  (*command)->geometry = geometry;
-  (*command)->in = in;
-  (*command)->out = out;
-  (*command)->projections = records;
-  return absl::OkStatus();
+  return RecordProjections(slot, HostCommand::Kind::kProject, geometry, in, out, records);
 }
 
 absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {

@@ -146,7 +146,8 @@ class HostBackend : public AttentionBackend {
   absl::Status CheckRecording(int32_t slot) const;
   absl::StatusOr<HostCommand*> Record(int32_t slot, HostCommand::Kind kind);
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
-  absl::Status CheckProjections(const char* verb, std::span<const ProjectionRecord> records) const;
+  absl::Status RecordProjections(int32_t slot, HostCommand::Kind kind, const Geometry& geometry,
+                                 DType in, DType out, std::span<const ProjectionRecord> records);
 
   bool configured_ = false;
   BackendLimits limits_;

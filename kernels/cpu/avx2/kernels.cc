@@ -5,24 +5,6 @@
 
 namespace mla::kernels::cpu {
 
-const KernelSet kAvx2Kernels = {
-    /*name=*/"avx2",
-    /*bf16_operands=*/false,
-    /*k_align=*/1,
-    /*k_group=*/1,
-    Gemm,
-    Softmax,
-    Accumulate,
-    Probability,
-    /*pack_values=*/nullptr,
-    Widen,
-    Narrow,
-    /*split=*/nullptr,
-    /*pack_rows=*/nullptr,
-    WeightedSum,
-    WeightedSumNarrow,
-    /*enter_thread=*/nullptr,
-    /*leave_thread=*/nullptr,
-};
+constinit const KernelSet kAvx2Kernels = Fp32KernelSet("avx2");
 
 }  // namespace mla::kernels::cpu

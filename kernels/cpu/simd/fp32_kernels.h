@@ -239,6 +239,29 @@ void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t c
              [out](int32_t i, float value) { out[i] = ToBf16Bits(value); });
 }
 
+// All of the level. A constant, so that no code of the level runs before it was chosen.
+constexpr KernelSet Fp32KernelSet(const char* name) {
+  return {
+      name,
+      /*bf16_operands=*/false,
+      /*k_align=*/1,
+      /*k_group=*/1,
+      Gemm,
+      Softmax,
+      Accumulate,
+      Probability,
+      /*pack_values=*/nullptr,
+      Widen,
+      Narrow,
+      /*split=*/nullptr,
+      /*pack_rows=*/nullptr,
+      WeightedSum,
+      WeightedSumNarrow,
+      /*enter_thread=*/nullptr,
+      /*leave_thread=*/nullptr,
+  };
+}
+
 }  // namespace
 
 }  // namespace mla::kernels::cpu
