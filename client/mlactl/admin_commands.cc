@@ -7,7 +7,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "client/cpp/client.h"
-#include "client/mlactl/interrupt.h"
 #include "client/mlactl/option_reader.h"
 #include "client/mlactl/output.h"
 
@@ -156,12 +155,10 @@ int Watch(const Arguments& arguments) {
   if (!reader.status().ok()) return FailUsage(reader.status());
   const auto client = Connect(arguments);
   if (!client.ok()) return Fail(client.status());
-  const std::atomic<bool>& interrupted = CatchInterrupts();
   const bool json = arguments.Has("json") || arguments.Get("output") == "json";
   uint64_t seen = 0;
   const absl::Status status =
       (*client)->WatchStatus(interval_ms, [&](const v1::StatusUpdate& update) {
-        if (interrupted.load()) return false;
         std::string line = absl::StrFormat(
             "%-9s %3d %%  %d open steps, %d sequences  %s\n", StateName(update.state()),
             update.percent(), update.open_steps(), update.sequences(), update.message());
@@ -170,7 +167,6 @@ int Watch(const Arguments& arguments) {
         std::fflush(stdout);
         return ++seen != count;
       });
-  if (interrupted.load()) return kInterrupted;
   return status.ok() ? kOk : Fail(status);
 }
 

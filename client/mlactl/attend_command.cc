@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
+#include "client/mlactl/interrupt.h"
 #include "client/mlactl/option_reader.h"
 #include "client/mlactl/output.h"
 #include "client/mlactl/output_comparison.h"
@@ -41,7 +42,6 @@ std::vector<float> Wide(const std::vector<uint16_t>& values) {
 
 v1::ModelSpec Model() {
   v1::ModelSpec model;
-  model.set_model_id(NewModelId("attend"));
   model.mutable_geometry()->set_num_heads(kHeads);
   model.mutable_geometry()->set_kv_lora_rank(kLora);
   model.mutable_geometry()->set_rope_dim(kRope);
@@ -146,10 +146,11 @@ class Registered {
   ~Registered() {
     if (!id_.empty()) client_->UnregisterModel(id_).IgnoreError();
   }
-  absl::Status Register(const Example& example) {
-    const v1::ModelSpec model = Model();
+  absl::Status Register(const Example& example, const std::string& id) {
+    v1::ModelSpec model = Model();
+    model.set_model_id(id);
     if (absl::Status status = client_->RegisterModel(model).status(); !status.ok()) return status;
-    id_ = model.model_id();
+    id_ = id;
     bool sent = false;
     return client_
         ->UploadWeights(
@@ -170,11 +171,11 @@ class Registered {
   std::string id_;
 };
 
-// A prompt in EXPANDED, then one more row in ABSORBED.
-absl::Status RunSteps(client::Client* client, const Example& example, OutputComparison* comparison,
-                      std::string* transport) {
+// A prompt in EXPANDED, then one more row in ABSORBED. CANCELLED after an interrupt.
+absl::Status RunSteps(client::Client* client, const Example& example, const std::string& model_id,
+                      OutputComparison* comparison, std::string* transport) {
   Registered model(client);
-  if (absl::Status status = model.Register(example); !status.ok()) return status;
+  if (absl::Status status = model.Register(example, model_id); !status.ok()) return status;
   auto sequence = client->OpenSequence(model.id());
   if (!sequence.ok()) return sequence.status();
   auto session = client->OpenSession();
@@ -182,6 +183,7 @@ absl::Status RunSteps(client::Client* client, const Example& example, OutputComp
   *transport = std::string((*session)->transport());
   const ValueBounds bounds = example.Bounds();
   for (const bool expanded : {true, false}) {
+    if (CatchInterrupts().load()) return absl::CancelledError("interrupted");
     const uint32_t first = expanded ? 0 : kPromptRows, rows = expanded ? kPromptRows : 1;
     const uint32_t width = expanded ? kV : kLora;
     auto step = (*session)->Begin(model.id(), {{&*sequence, rows}});
@@ -231,8 +233,14 @@ int Attend(const Arguments& arguments) {
   SetTransport(asked, kDefaultSpinMicros, &options);
   auto client = client::Client::Connect(TargetOf(arguments), options);
   if (!client.ok()) return Fail(client.status());
+  const std::atomic<bool>& interrupted = CatchInterrupts();
   OutputComparison comparison{OutputRule{}};
-  const absl::Status status = RunSteps(client->get(), Example(), &comparison, &transport);
+  const std::string model_id = NewModelId("attend");
+  const absl::Status status = RunSteps(client->get(), Example(), model_id, &comparison, &transport);
+  if (interrupted.load()) {
+    if (!status.ok() && !absl::IsCancelled(status)) Fail(status);
+    return Interrupted(client->get(), {{model_id}});
+  }
   if (!status.ok()) return Fail(status);
   const v1::Backend& backend = (*client)->info().backend();
   const nlohmann::ordered_json json{{"backend", backend.name()},

@@ -118,10 +118,11 @@ class BenchRunner {
 };
 
 // All runs, as far as they get; `runs` holds those that have finished, whatever the status.
-absl::Status RunAll(const BenchOptions& options, client::Client* client, Progress* progress,
-                    std::vector<BenchRun>* runs, bool text) {
+absl::Status RunAll(const BenchOptions& options, client::Client* client,
+                    const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
+                    bool text) {
   const std::atomic<bool>& interrupted = CatchInterrupts();
-  auto model = BenchModel::Create(client, options, [&](double done) {
+  auto model = BenchModel::Create(client, options, model_id, [&](double done) {
     progress->Show("uploading weights", done);
     return !interrupted.load();
   });
@@ -145,16 +146,18 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client, Progres
 int Bench(const Arguments& arguments) {
   const auto options = ReadBenchOptions(arguments);
   if (!options.ok()) return FailUsage(options.status());
-  const std::atomic<bool>& interrupted = CatchInterrupts();
   auto client = client::Client::Connect(options->target, options->client);
   if (!client.ok()) return Fail(client.status());
+  const std::atomic<bool>& interrupted = CatchInterrupts();
   const v1::GetServerInfoReply server = (*client)->info();
   const bool json_only =
       arguments.Get("output") == "json" || (arguments.Has("json") && arguments.Get("json").empty());
   Progress progress(stderr, options->quiet);
   if (!json_only) std::fputs(BenchHeaderText(*options, server).c_str(), stdout);
   std::vector<BenchRun> runs;
-  const absl::Status status = RunAll(*options, client->get(), &progress, &runs, !json_only);
+  const std::string model_id = NewModelId("bench");
+  const absl::Status status =
+      RunAll(*options, client->get(), model_id, &progress, &runs, !json_only);
   progress.Clear();
   int code = kOk;
   if (!runs.empty()) {
@@ -166,10 +169,8 @@ int Bench(const Arguments& arguments) {
     }
   }
   if (interrupted.load()) {
-    if (!status.ok()) Fail(status);
-    std::fprintf(stderr, "mlactl: interrupted; what it had created %s\n",
-                 status.ok() ? "is gone from the server" : "may stay until its leases end");
-    return kInterrupted;
+    if (!status.ok() && !absl::IsCancelled(status)) Fail(status);
+    return Interrupted(client->get(), {{model_id}});
   }
   return status.ok() ? code : Fail(status);
 }

@@ -53,10 +53,10 @@ bool NeedsWeights(const BenchOptions& options) {
 // --------------------------------------------------------------------------------------- Model
 
 absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
-    client::Client* client, const BenchOptions& options,
+    client::Client* client, const BenchOptions& options, const std::string& id,
     const std::function<bool(double)>& progress) {
   v1::ModelSpec spec = options.model;
-  spec.set_model_id(NewModelId("bench"));
+  spec.set_model_id(id);
   const auto registered = client->RegisterModel(spec);
   if (!registered.ok()) return registered.status();
   std::unique_ptr<BenchModel> model(new BenchModel(client, spec.model_id()));

@@ -25,9 +25,10 @@ namespace mla::mlactl {
 // A model of its own name, with random weights when a run is EXPANDED; unregistered at the end.
 class BenchModel final {
  public:
-  // `progress` hears the part that is done, and says whether to go on: CANCELLED if not.
+  // `id` is a name that no model has. `progress` hears the part that is done, and says whether to
+  // go on: CANCELLED if not.
   static absl::StatusOr<std::unique_ptr<BenchModel>> Create(
-      client::Client* client, const BenchOptions& options,
+      client::Client* client, const BenchOptions& options, const std::string& id,
       const std::function<bool(double done)>& progress);
   ~BenchModel();
   const std::string& id() const { return id_; }

@@ -8,6 +8,7 @@
 #include "client/mlactl/attend_command.h"
 #include "client/mlactl/bench_command.h"
 #include "client/mlactl/bench_options.h"
+#include "client/mlactl/interrupt.h"
 #include "client/mlactl/output.h"
 #include "client/mlactl/replay_command.h"
 
@@ -52,7 +53,7 @@ constexpr std::string_view kReplayNotes =
     "\n"
     "With --save the answers of this server take the place of the expected ones in a new "
     "recording,\n"
-    "so that another backend can be compared with it.\n";
+    "so that another backend can be compared with it. Ctrl-C prints what there is by then.\n";
 
 constexpr std::string_view kReplayExamples =
     "mlactl replay demo.rec\n"
@@ -157,6 +158,7 @@ int RunMlactl(std::span<const char* const> words) {
   if (const auto options = ClientOptionsOf(*arguments); !options.ok()) {
     return FailUsage(options.status());
   }
+  ExitOnInterrupts();
   return arguments->command()->run(*arguments);
 }
 

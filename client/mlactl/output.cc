@@ -3,6 +3,7 @@
 #include <google/protobuf/util/json_util.h>
 #include <sys/random.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -94,6 +95,24 @@ int Fail(const absl::Status& status) {
                  detail->retry_after_ms());
   }
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ? kUnreachable : kRefused;
+}
+
+int Interrupted(client::Client* client, std::span<const std::string> model_ids) {
+  const auto listed = client->ListModels();
+  if (!listed.ok()) {
+    PrintLines("interrupted; what it had created may still be on the server, which does not say: " +
+               listed.status().ToString());
+    return kInterrupted;
+  }
+  std::string left;
+  for (const v1::ModelInfo& info : listed->models()) {
+    const std::string& id = info.model().model_id();
+    if (std::find(model_ids.begin(), model_ids.end(), id) == model_ids.end()) continue;
+    absl::StrAppend(&left, left.empty() ? "" : ", ", id, " with ", info.sequences(), " sequences");
+  }
+  PrintLines(left.empty() ? "interrupted; what it had created is gone from the server"
+                          : "interrupted; still on the server: model " + left);
+  return kInterrupted;
 }
 
 int FailUsage(const absl::Status& status) {

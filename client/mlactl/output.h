@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -36,7 +37,11 @@ absl::Status WithContext(const std::string& context, const absl::Status& status)
 
 // Prints why, with the server's reason and retry hint, and returns the exit code that fits.
 int Fail(const absl::Status& status);
-// The same for options that make no sense: kUsageError.
+// After an interrupt, once the command has given back what it had created: asks the server whether
+// any of the models is still there (a model that is gone has no sequences), prints what it says,
+// and returns kInterrupted.
+int Interrupted(client::Client* client, std::span<const std::string> model_ids);
+// Fail for options that make no sense: kUsageError.
 int FailUsage(const absl::Status& status);
 
 // Prints `text`, or `json` with --output=json or a bare --json; writes `json` to the file of

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -343,7 +344,10 @@ absl::StatusOr<std::unique_ptr<RecordingWriter>> RecordingWriter::Create(
 }
 
 RecordingWriter::~RecordingWriter() {
-  if (file_ != nullptr) std::fclose(file_);
+  if (file_ == nullptr) return;
+  std::fclose(file_);
+  std::error_code none;
+  if (std::filesystem::is_regular_file(path_, none)) std::filesystem::remove(path_, none);
 }
 
 absl::Status RecordingWriter::Fault() const {

@@ -106,7 +106,8 @@ class RecordingReader final {
   std::map<uint64_t, OpenStep> steps_;
 };
 
-// Writes a copy of a recording, record by record.
+// Writes a copy of a recording, record by record. Half a recording is none: a file that was not
+// closed is removed.
 class RecordingWriter final {
  public:
   static absl::StatusOr<std::unique_ptr<RecordingWriter>> Create(const std::string& path,

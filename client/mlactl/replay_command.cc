@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -73,8 +74,9 @@ std::string FigureLine(const char* name, const WorstFigure& worst, double bound)
   return line;
 }
 
+// `cut`: it was interrupted, and what there is counts.
 std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& server,
-                       const std::string& target) {
+                       const std::string& target, bool cut) {
   const OutputComparison& comparison = replayer.comparison();
   const OutputRule& rule = comparison.rule();
   const ReplayCounts& counts = replayer.counts();
@@ -94,7 +96,10 @@ std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& s
                   FigureLine("lse error", comparison.lse(), rule.lse));
   absl::StrAppendFormat(&text, "rule: |error| <= %g max |V| or %g %%, cosine < %g, lse <= %g\n",
                         rule.abs_of_v, 100 * rule.rel, rule.cosine, rule.lse);
-  if (comparison.agrees()) return text + "the outputs agree\n";
+  if (cut) absl::StrAppend(&text, "interrupted: the rest of the recording was not replayed\n");
+  if (comparison.agrees()) {
+    return text + (cut ? "the outputs agree as far as they go\n" : "the outputs agree\n");
+  }
   absl::StrAppendFormat(
       &text, "the outputs DIFFER: %d elements, %d row heads by cosine, %d lse outside; first %s\n",
       comparison.outside_elements(), comparison.outside_cosines(), comparison.outside_lse(),
@@ -103,7 +108,7 @@ std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& s
 }
 
 std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& server,
-                       const std::string& target) {
+                       const std::string& target, bool cut) {
   using Json = nlohmann::ordered_json;
   const OutputComparison& comparison = replayer.comparison();
   const OutputRule& rule = comparison.rule();
@@ -117,6 +122,7 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
                     {"backend", server.backend().name()},
                     {"device", server.backend().device()}};
   json["transport"] = replayer.transport();
+  json["interrupted"] = cut;
   json["steps"] = counts.steps;
   json["attends"] = counts.attends;
   json["rows"] = counts.rows;
@@ -138,11 +144,12 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
   return json.dump(2) + "\n";
 }
 
-absl::Status RunReplay(const Arguments& arguments, const Inputs& inputs, int* code) {
+// The whole recording, or as much of it as there is time for. Prints what came of it; `model_ids`
+// gets the names of the models that were on the server meanwhile.
+absl::Status RunReplay(const Arguments& arguments, const Inputs& inputs, client::Client* client,
+                       std::vector<std::string>* model_ids, int* code) {
   auto reader = RecordingReader::Open(inputs.recording);
   if (!reader.ok()) return reader.status();
-  auto client = client::Client::Connect(TargetOf(arguments), inputs.client);
-  if (!client.ok()) return client.status();
   std::unique_ptr<RecordingWriter> writer;
   if (!inputs.save_file.empty()) {
     auto created = RecordingWriter::Create(inputs.save_file, (*reader)->header_line());
@@ -151,21 +158,23 @@ absl::Status RunReplay(const Arguments& arguments, const Inputs& inputs, int* co
   }
   const std::atomic<bool>& interrupted = CatchInterrupts();
   Progress progress(stderr, inputs.quiet);
-  Replayer replayer(client->get(), reader->get(), writer.get(), inputs.replay);
+  Replayer replayer(client, reader->get(), writer.get(), inputs.replay);
   absl::Status status = replayer.Run([&] {
     progress.Show("replaying", (*reader)->fraction_read(),
                   absl::StrCat(replayer.counts().attends, " attends"));
     return !interrupted.load();
   });
   progress.Clear();
+  *model_ids = replayer.model_ids();
   if (status.ok() && writer != nullptr) status = writer->Close();
-  if (!status.ok()) return status;
-  const v1::GetServerInfoReply& server = (*client)->info();
+  const bool cut = absl::IsCancelled(status) && interrupted.load();
+  if (!status.ok() && !(cut && replayer.counts().attends > 0)) return status;
+  const v1::GetServerInfoReply& server = client->info();
   const std::string target = TargetOf(arguments);
-  *code =
-      Emit(arguments, ReplayJson(replayer, server, target), ReplayText(replayer, server, target));
+  *code = Emit(arguments, ReplayJson(replayer, server, target, cut),
+               ReplayText(replayer, server, target, cut));
   if (*code == kOk && !replayer.comparison().agrees()) *code = kDifferent;
-  return absl::OkStatus();
+  return status;
 }
 
 }  // namespace
@@ -188,13 +197,14 @@ std::vector<Option> ReplayOptionTable() {
 int Replay(const Arguments& arguments) {
   const auto inputs = ReadInputs(arguments);
   if (!inputs.ok()) return FailUsage(inputs.status());
+  auto client = client::Client::Connect(TargetOf(arguments), inputs->client);
+  if (!client.ok()) return Fail(client.status());
   int code = kOk;
-  const absl::Status status = RunReplay(arguments, *inputs, &code);
-  if (CatchInterrupts().load()) {
-    std::fprintf(stderr, "mlactl: interrupted; what it had created is gone from the server\n");
-    return kInterrupted;
-  }
-  return status.ok() ? code : Fail(status);
+  std::vector<std::string> model_ids;
+  const absl::Status status = RunReplay(arguments, *inputs, client->get(), &model_ids, &code);
+  if (!CatchInterrupts().load()) return status.ok() ? code : Fail(status);
+  if (!status.ok() && !absl::IsCancelled(status)) Fail(status);
+  return Interrupted(client->get(), model_ids);
 }
 
 }  // namespace mla::mlactl

@@ -62,6 +62,12 @@ Replayer::~Replayer() {
   }
 }
 
+std::vector<std::string> Replayer::model_ids() const {
+  std::vector<std::string> ids;
+  for (const auto& [name, model] : models_) ids.push_back(model->server_id);
+  return ids;
+}
+
 absl::Status Replayer::RegisterModels() {
   for (const v1::ModelSpec& model : reader_->models()) {
     v1::ModelSpec spec = model;
@@ -83,7 +89,10 @@ absl::Status Replayer::Run(const std::function<bool()>& progress) {
     if (absl::Status status = reader_->Next(&record); !status.ok()) return status;
     absl::Status status;
     // An upload ends with the first record that is none of it, which is done after it.
-    if (record.kind == RecordKind::kWeights) status = Upload(&record);
+    if (record.kind == RecordKind::kWeights) {
+      status = Upload(&record, progress);
+      if (absl::IsCancelled(status)) return status;
+    }
     if (status.ok()) status = Replay(record);
     if (!status.ok()) return WithContext(absl::StrCat("record ", reader_->records()), status);
     if (status = Write(record); !status.ok()) return status;
@@ -127,7 +136,7 @@ absl::Status Replayer::Replay(const Record& record) {
   return absl::OkStatus();
 }
 
-absl::Status Replayer::Upload(Record* record) {
+absl::Status Replayer::Upload(Record* record, const std::function<bool()>& progress) {
   while (record->kind == RecordKind::kWeights) {
     Model& model = *models_.at(record->model_id);
     const std::string model_id = record->model_id;
@@ -141,6 +150,7 @@ absl::Status Replayer::Upload(Record* record) {
                                              record->payload.size())};
       read = Write(*record);
       if (read.ok()) read = reader_->Next(record);
+      if (read.ok() && !progress()) read = absl::CancelledError("interrupted");
       return chunk;
     };
     const auto reply = client_->UploadWeights(model.server_id, next);

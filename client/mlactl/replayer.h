@@ -1,8 +1,8 @@
 // Sends a recording's requests to a server, one after another, and compares the answers with the
 // recorded ones.
 //
-// Models get names of their own on the server. Everything that was created is gone when the object
-// is destroyed. Threading: one thread.
+// Models get names of their own on the server. The destructor gives back everything that was
+// created, as far as the server lets it. Threading: one thread.
 #ifndef MLA_CLIENT_MLACTL_REPLAYER_H_
 #define MLA_CLIENT_MLACTL_REPLAYER_H_
 
@@ -40,12 +40,14 @@ class Replayer final {
            const ReplayOptions& options);
   ~Replayer();
 
-  // All of it. `progress` is asked after every record whether to go on; CANCELLED if not. A status
+  // All of it. `progress` is asked at every record whether to go on; CANCELLED if not. A status
   // names the record that could not be replayed; outputs that differ are no error.
   absl::Status Run(const std::function<bool()>& progress);
 
   const OutputComparison& comparison() const { return comparison_; }
   const ReplayCounts& counts() const { return counts_; }
+  // The server's names of the models that it has registered.
+  std::vector<std::string> model_ids() const;
   // "inline", "shm" or "ring". REQUIRES: Run has begun.
   std::string transport() const { return std::string(session_->transport()); }
 
@@ -56,7 +58,7 @@ class Replayer final {
 
   absl::Status RegisterModels();
   absl::Status Replay(const Record& record);
-  absl::Status Upload(Record* record);
+  absl::Status Upload(Record* record, const std::function<bool()>& progress);
   absl::Status Create(const Record& record);
   absl::Status Begin(const Record& record);
   absl::Status Attend(const Record& record);

@@ -164,16 +164,15 @@ TEST_F(MlactlBenchTest, OpenLoopSeesAStallOfTheServer) {
 
 TEST_F(MlactlBenchTest, AnInterruptPrintsWhatThereIsAndLeavesNothing) {
   const std::string file = server_.File("cut.json");
-  auto result = std::async(std::launch::async, [&] {
-    return Shell(absl::StrCat("exec timeout --foreground -s INT 1.5 ",
-                              server_.Mlactl(absl::StrCat("bench --quiet", kSmall,
-                                                          " --concurrency=3 --duration=60 "
-                                                          "--warmup=0.1 --json=",
-                                                          file)),
-                              "; echo code $?"));
-  });
-  const std::string output = result.get().output;
-  EXPECT_THAT(output, HasSubstr("interrupted"));
+  const std::string bench =
+      absl::StrCat("bench --quiet", kSmall, " --concurrency=3 --duration=60 --warmup=0.1 --json=");
+  BackgroundCommand command(server_.Mlactl(bench + file));
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  command.Signal(SIGINT);
+  const Result result = command.Finish();
+  EXPECT_EQ(result.code, 130);
+  EXPECT_THAT(result.output, HasSubstr("interrupted; what it had created is gone from the server"));
+  EXPECT_THAT(result.output, HasSubstr("steps/s"));
   const json document = json::parse(ReadAll(file));
   EXPECT_EQ(document["runs"][0]["interrupted"], true);
   EXPECT_GT(document["runs"][0]["steps"], 0);

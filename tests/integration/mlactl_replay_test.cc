@@ -1,6 +1,7 @@
 // mlactl replay against a real server, with recordings whose outputs the dense model computed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <cstring>
 #include <fstream>
@@ -237,6 +238,7 @@ TEST_F(MlactlReplayTest, AgreesOverEveryTransport) {
     EXPECT_EQ(report["format"], "mlactl-replay");
     EXPECT_EQ(report["transport"], used);
     EXPECT_EQ(report["agrees"], true);
+    EXPECT_EQ(report["interrupted"], false);
     EXPECT_EQ(report["outside"], json({{"elements", 0}, {"cosine", 0}, {"lse", 0}}));
     EXPECT_EQ(report["steps"], 6);
     EXPECT_EQ(report["attends"], 2 * (1 + 1 + 2 + 4 + 1 + 1));
@@ -309,6 +311,39 @@ TEST_F(MlactlReplayTest, SavedOutputsTakeThePlaceOfTheExpectedOnes) {
   EXPECT_EQ(Shell(absl::StrCat("cmp -s ", file, " ", saved)).code, 1);
   EXPECT_EQ(Replay(absl::StrCat(file, " --save=", file)).code, 1);
   EXPECT_EQ(Replay(absl::StrCat(file, " --save=/nonexistent/x")).code, 3);
+}
+
+TEST_F(MlactlReplayTest, AnInterruptPrintsWhatThereIsAndLeavesNothing) {
+  Recorder recorder(7);
+  recorder.Upload();
+  recorder.Open(1);
+  recorder.Step({1}, {3}, "ABSORBED", 1);
+  for (int i = 0; i < 12000; ++i) recorder.Step({1}, {1}, "ABSORBED", 1, {0});
+  recorder.Add({{"kind", "done"}});
+  const std::string file = recorder.Write(server_, "long.rec"), saved = server_.File("half.rec");
+  BackgroundCommand replay(
+      server_.Mlactl(absl::StrCat("replay --quiet ", file, " --json --save=", saved)));
+  // In the middle of it, however long the start has taken.
+  for (int i = 0; i < 500; ++i) {
+    const json stats = json::parse(Shell(server_.Mlactl("status --json")).output);
+    if (stats["open_steps"] != 0 || std::stoul(stats["requests_total"].get<std::string>()) > 300) {
+      break;
+    }
+  }
+  replay.Signal(SIGINT);
+  const Result result = replay.Finish();
+  EXPECT_EQ(result.code, 130) << result.output;
+  EXPECT_THAT(result.output, HasSubstr("interrupted; what it had created is gone from the server"));
+  const size_t end = result.output.rfind('}');
+  ASSERT_NE(end, std::string::npos) << result.output;
+  const size_t begin = result.output.find('{');
+  const json report = json::parse(result.output.substr(begin, end - begin + 1));
+  EXPECT_EQ(report["interrupted"], true);
+  EXPECT_GT(report["attends"], 0);
+  EXPECT_LT(report["steps"], 12000);
+  EXPECT_EQ(report["agrees"], true);
+  ExpectNothingLeft();
+  EXPECT_EQ(Shell(absl::StrCat("test -e ", saved)).code, 1);  // half a recording is none
 }
 
 TEST_F(MlactlReplayTest, WhatCannotBeReplayedSaysWhy) {

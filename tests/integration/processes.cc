@@ -28,6 +28,43 @@ Result Shell(const std::string& command) {
   return result;
 }
 
+BackgroundCommand::BackgroundCommand(const std::string& command) {
+  std::array<int, 2> ends{};
+  if (pipe(ends.data()) != 0) return;
+  output_ = ends[0];
+  const std::string line = "exec " + command;
+  pid_ = fork();
+  if (pid_ == 0) {
+    dup2(ends[1], STDOUT_FILENO);
+    dup2(ends[1], STDERR_FILENO);
+    close(ends[0]);
+    close(ends[1]);
+    execl("/bin/sh", "sh", "-c", line.c_str(), nullptr);
+    _exit(127);
+  }
+  close(ends[1]);
+}
+
+BackgroundCommand::~BackgroundCommand() {
+  if (pid_ > 0) kill(pid_, SIGKILL);
+  if (pid_ > 0) waitpid(pid_, nullptr, 0);
+  if (output_ >= 0) close(output_);
+}
+
+void BackgroundCommand::Signal(int number) const { kill(pid_, number); }
+
+Result BackgroundCommand::Finish() {
+  Result result;
+  std::array<char, 4096> buffer;
+  for (ssize_t n; (n = read(output_, buffer.data(), buffer.size())) > 0;) {
+    result.output.append(buffer.data(), static_cast<size_t>(n));
+  }
+  int status = 0;
+  waitpid(std::exchange(pid_, -1), &status, 0);
+  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return result;
+}
+
 ServerProcess::ServerProcess(const std::vector<std::string>& flags) {
   std::vector<std::string> arguments = {kServer,
                                         "--backend=reference",

@@ -22,6 +22,23 @@ struct Result {
 // Runs a command of the shell; stdout and stderr come together.
 Result Shell(const std::string& command);
 
+// A command of the shell that runs meanwhile; killed at the end.
+class BackgroundCommand final {
+ public:
+  explicit BackgroundCommand(const std::string& command);
+  ~BackgroundCommand();
+  BackgroundCommand(const BackgroundCommand&) = delete;
+  BackgroundCommand& operator=(const BackgroundCommand&) = delete;
+
+  void Signal(int number) const;
+  // Waits for its end; the code is 128 + the signal that killed it, as a shell says it.
+  Result Finish();
+
+ private:
+  pid_t pid_ = -1;
+  int output_ = -1;
+};
+
 // An mla-server process with small limits on a unix socket of its own; killed at the end.
 class ServerProcess final {
  public:
