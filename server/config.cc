@@ -54,24 +54,6 @@ std::string NumberText(const ConfigKey& key, double value) {
   return absl::StrCat(static_cast<int64_t>(value));
 }
 
-std::string RangeText(const ConfigKey& key) {
-  switch (key.type) {
-    case ConfigType::kBool:
-      return "true or false";
-    case ConfigType::kString:
-      return "";
-    case ConfigType::kChoice: {
-      std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
-      for (std::string& choice : choices) {
-        if (choice.empty()) choice = "\"\"";
-      }
-      return absl::StrJoin(choices, ", ");
-    }
-    default:
-      return absl::StrCat(NumberText(key, key.min), " .. ", NumberText(key, key.max));
-  }
-}
-
 bool ParseBool(const std::string& text, bool* value) {
   if (text == "true" || text == "1" || text == "on" || text == "yes") return *value = true;
   if (text == "false" || text == "0" || text == "off" || text == "no") {
@@ -252,19 +234,25 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
   }
 }
 
-void WriteComment(const std::string& text, const std::string& indent, std::string* out) {
-  std::string line;
-  for (const std::string& word : std::vector<std::string>(absl::StrSplit(text, ' '))) {
-    if (line.size() + word.size() > 90) {
-      absl::StrAppend(out, indent, "#", line, "\n");
-      line.clear();
-    }
-    absl::StrAppend(&line, " ", word);
-  }
-  absl::StrAppend(out, indent, "#", line, "\n");
-}
-
 }  // namespace
+
+std::string RangeText(const ConfigKey& key) {
+  switch (key.type) {
+    case ConfigType::kBool:
+      return "true or false";
+    case ConfigType::kString:
+      return "";
+    case ConfigType::kChoice: {
+      std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
+      for (std::string& choice : choices) {
+        if (choice.empty()) choice = "\"\"";
+      }
+      return absl::StrJoin(choices, ", ");
+    }
+    default:
+      return absl::StrCat(NumberText(key, key.min), " .. ", NumberText(key, key.max));
+  }
+}
 
 std::string FlagName(const ConfigKey& key) {
   return "--" + absl::StrReplaceAll(key.name, {{".", "-"}, {"_", "-"}});
@@ -272,26 +260,6 @@ std::string FlagName(const ConfigKey& key) {
 
 std::string EnvironmentName(const ConfigKey& key) {
   return "MLA_" + absl::AsciiStrToUpper(absl::StrReplaceAll(key.name, {{".", "_"}}));
-}
-
-const char* TypeName(ConfigType type) {
-  switch (type) {
-    case ConfigType::kBool:
-      return "bool";
-    case ConfigType::kInt:
-      return "count";
-    case ConfigType::kBytes:
-      return "bytes";
-    case ConfigType::kMillis:
-      return "milliseconds";
-    case ConfigType::kDouble:
-      return "ratio";
-    case ConfigType::kString:
-      return "text";
-    case ConfigType::kChoice:
-      return "choice";
-  }
-  return "";
 }
 
 std::string ValueText(const ConfigKey& key, const Config& config) {
@@ -425,70 +393,6 @@ LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
   for (const Assignment& flag : flags) Assign(*flag.key, flag.value, flag.origin, &loaded);
   CheckConfig(loaded.config, &loaded.faults);
   return loaded;
-}
-
-std::string PrintConfig(const LoadedConfig& loaded) {
-  std::string out;
-  for (const ConfigKey& key : ConfigKeys()) {
-    absl::StrAppendFormat(&out, "%-30s = %-24s # %s\n", key.name, ValueText(key, loaded.config),
-                          loaded.origin.at(key.name));
-  }
-  return out;
-}
-
-std::string HelpText() {
-  std::string out =
-      "mla-server: attention over a paged latent KV cache, served over gRPC.\n\n"
-      "  --config FILE      YAML file; environment and flags override it\n"
-      "  --check-config     list every fault of the configuration and exit\n"
-      "  --print-config     show every value and where it comes from, and exit\n"
-      "  --print-example    write a file with every key at its default, and exit\n"
-      "  --print-reference  write the reference of all keys as Markdown, and exit\n"
-      "  --version          show the version and exit\n\n";
-  for (const ConfigKey& key : ConfigKeys()) {
-    std::string name = FlagName(key);
-    if (*key.short_flag != '\0') absl::StrAppend(&name, ", ", key.short_flag);
-    absl::StrAppend(&out, "  ", name, "=", TypeName(key.type), "\n      ", key.meaning,
-                    " Default: ", ValueText(key, Config()), ".\n");
-  }
-  return out;
-}
-
-std::string ExampleYaml() {
-  std::string out =
-      "# Every key at its default. Environment names and flags override this file:\n"
-      "# kv_cache.bytes is MLA_KV_CACHE_BYTES and --kv-cache-bytes.\n";
-  std::string group;
-  for (const ConfigKey& key : ConfigKeys()) {
-    const std::vector<std::string> parts = absl::StrSplit(key.name, absl::MaxSplits('.', 1));
-    if (parts[0] != group) absl::StrAppend(&out, "\n", parts[0], ":\n");
-    group = parts[0];
-    std::string comment = key.meaning;
-    if (const std::string range = RangeText(key); !range.empty()) {
-      absl::StrAppend(&comment, " (", range, ")");
-    }
-    WriteComment(comment, "  ", &out);
-    const std::string value = ValueText(key, Config());
-    const bool quoted = key.type == ConfigType::kString || key.type == ConfigType::kChoice;
-    absl::StrAppend(&out, "  ", parts[1], ": ", quoted ? absl::StrCat("\"", value, "\"") : value,
-                    "\n");
-  }
-  return out;
-}
-
-std::string ReferenceMarkdown() {
-  std::string out;
-  for (const ConfigKey& key : ConfigKeys()) {
-    std::string flags = absl::StrCat("`", FlagName(key), "`");
-    if (*key.short_flag != '\0') absl::StrAppend(&flags, ", `", key.short_flag, "`");
-    const std::string value = ValueText(key, Config());
-    const std::string range = RangeText(key);
-    absl::StrAppend(&out, "### `", key.name, "`\n\n", key.meaning, " ", key.edge, "\n\n",
-                    "- type: ", TypeName(key.type), range.empty() ? "" : "; " + range,
-                    "\n- default: ", value.empty() ? "empty" : "`" + value + "`", "\n- flag ",
-                    flags, "; environment `", EnvironmentName(key), "`\n\n");
-  }
-  return out;
 }
 
 }  // namespace mla::server

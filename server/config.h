@@ -110,6 +110,7 @@ const std::vector<ConfigKey>& ConfigKeys();
 std::string FlagName(const ConfigKey& key);         // "--kv-cache-bytes"
 std::string EnvironmentName(const ConfigKey& key);  // "MLA_KV_CACHE_BYTES"
 const char* TypeName(ConfigType type);
+std::string RangeText(const ConfigKey& key);  // "1 .. 64", "true or false", "a, b"; "" for text
 // The value now in `config`, as it would be written in a file.
 std::string ValueText(const ConfigKey& key, const Config& config);
 
@@ -132,8 +133,7 @@ struct LoadedConfig {
 };
 
 // Reads flags, environment and the file that --config or MLA_CONFIG names, then checks the whole.
-// `getenv` returns nullptr for unset names; `environment` lists all names, so that a misspelt
-// MLA_ name is found.
+// `environment` holds all of it, so that a misspelt MLA_ name is found.
 LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
                         const std::map<std::string, std::string>& environment);
 

@@ -68,10 +68,9 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                  "An engine that gives no sign of life for this long is reported NOT_SERVING.",
                  "Below the longest launch it reports false alarms.", MLA_SLOT(unhealthy_after_ms)),
           Text("tls.cert", "PEM file with the server's certificate chain.",
-               "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert), "--tls-cert"),
+               "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert)),
           Text("tls.key", "PEM file with the server's private key.",
-               "Must belong to the certificate; readable by the server alone.", MLA_SLOT(tls.key),
-               "--tls-key"),
+               "Must belong to the certificate; readable by the server alone.", MLA_SLOT(tls.key)),
           Text("tls.client_ca", "PEM file with the authorities that sign client certificates.",
                "Clients without a certificate of these are refused in the handshake.",
                MLA_SLOT(tls.client_ca), "--client-ca"),
@@ -80,7 +79,7 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                  "Certificate and key must be replaced together.", MLA_SLOT(tls.reload_ms)),
           Text("ops.listen", "Address of the operations port (metrics, health, status page).",
                "Plain HTTP and read-only: keep it on loopback or a private network; empty: off.",
-               MLA_SLOT(ops.address), "--ops-listen"),
+               MLA_SLOT(ops.address)),
           Int("ops.connections", 1, 1024, "Connections of the operations port at a time.",
               "Too few and a slow scraper keeps a probe waiting.", MLA_SLOT(ops.connections)),
           Choice("log.format", "text|json", "Lines for people, or one JSON object a line.",
@@ -241,11 +240,9 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
                  MLA_SLOT(limits.step_lease_ms)),
           Int("limits.slice_wait_us", 0, 1000000,
               "How long the head slices of tensor-parallel ranks wait for each other, to be "
-              "computed "
-              "as one; microseconds.",
+              "computed as one; microseconds.",
               "0: slices are computed as they come. A rank that is late costs its siblings this "
-              "long "
-              "per layer and nobody else anything.",
+              "long once a step, until it is in time again, and nobody else anything.",
               MLA_SLOT(limits.slice_wait_us)),
           Millis("limits.kv_wait_ms", 0, kDayMs,
                  "How long a request waits for KV rows that another one brings.",

@@ -17,6 +17,7 @@
 namespace mla::server {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -271,7 +272,7 @@ TEST(ConfigTest, TableIsConsistent) {
   for (const ConfigKey& key : ConfigKeys()) {
     EXPECT_TRUE(names.insert(key.name).second) << key.name;
     EXPECT_TRUE(names.insert(FlagName(key)).second) << key.name;
-    if (*key.short_flag != '\0' && FlagName(key) != key.short_flag) {
+    if (*key.short_flag != '\0') {
       EXPECT_TRUE(names.insert(key.short_flag).second) << key.name;
     }
     EXPECT_NE(std::string(key.name).find('.'), std::string::npos);
@@ -299,6 +300,23 @@ TEST(ConfigTest, ExampleFileIsTheTable) {
 TEST(ConfigTest, DocumentedReferenceIsTheTable) {
   EXPECT_THAT(ReadFile("docs/configuration.md"), HasSubstr(ReferenceMarkdown()))
       << "replace it with the output of: mla-server --print-reference";
+}
+
+TEST(ConfigTest, HelpIsTheTable) {
+  const std::string help = HelpText();
+  for (const ConfigKey& key : ConfigKeys()) {
+    const std::string start = absl::StrCat("\n  ", FlagName(key));
+    EXPECT_THAT(help, AnyOf(HasSubstr(start + "="), HasSubstr(start + ", " + key.short_flag + "=")))
+        << key.name;
+  }
+  for (const char* option : {"--config", "--check-config", "--print-config", "--print-example",
+                             "--print-reference", "--version", "--help"}) {
+    EXPECT_THAT(help, HasSubstr(absl::StrCat("\n  ", option, " "))) << option;
+  }
+  for (const absl::string_view line : absl::StrSplit(help, '\n')) {
+    EXPECT_LE(line.size(), 100u) << line;
+    EXPECT_EQ(line.find(" ()"), absl::string_view::npos) << line;
+  }
 }
 
 TEST(ConfigTest, UnixPath) {
