@@ -1,20 +1,17 @@
-// The same-host path as clients meet it: tensors in shared memory under gRPC messages, the command
-// ring, and what becomes of clients that break its rules.
+// The same-host path as clients meet it: regions, and tensors in them under gRPC messages.
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/create_channel.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstring>
 #include <functional>
 #include <optional>
-#include <thread>
 
 #include "client/cpp/errors.h"
 #include "client/cpp/shared_memory.h"
 #include "mla/v1/attention.grpc.pb.h"
-#include "proto/futex.h"
+#include "tests/integration/shared_memory_harness.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -25,35 +22,6 @@ using absl::StatusCode;
 using client::ClientOptions;
 using client::SharedMemory;
 using client::SharedMemoryOptions;
-
-ClientOptions Over(ClientOptions::Transport transport, const std::string& tenant = "") {
-  ClientOptions options;
-  options.transport = transport;
-  options.tenant = tenant;
-  return options;
-}
-
-std::string DoorOf(const TestServer& server) { return server.folder().File("mla.sock.shm"); }
-
-std::unique_ptr<SharedMemory> Region(const TestServer& server, bool ring,
-                                     const std::string& tenant = "") {
-  SharedMemoryOptions options;
-  options.ring = ring;
-  options.tenant = tenant;
-  options.bytes = 1 << 20;
-  auto region = SharedMemory::Connect(DoorOf(server), options);
-  EXPECT_TRUE(region.ok()) << region.status();
-  return region.ok() ? *std::move(region) : nullptr;
-}
-
-// Waits until a figure of the server is what it should be: connections end asynchronously.
-bool Becomes(client::Client& client, const std::function<bool(const v1::GetStatsReply&)>& holds) {
-  for (int i = 0; i < 200; ++i) {
-    if (const auto stats = client.GetStats(); stats.ok() && holds(*stats)) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return false;
-}
 
 TEST(SharedMemoryTest, RingServesWholeStepsWithoutCopies) {
   const TestServer server;
@@ -188,7 +156,8 @@ class SharedTensorsTest : public testing::Test {
     return reply.error();
   }
 
-  TestServer server_;
+  // Rows that are missing are waited for as long as the test takes.
+  TestServer server_{[](server::Config& config) { config.limits.kv_wait_ms = 20000; }};
   std::unique_ptr<client::Client> client_;
   std::optional<client::Sequence> sequence_;
   std::shared_ptr<grpc::Channel> channel_;
@@ -267,6 +236,36 @@ TEST_F(SharedTensorsTest, PlacesAreChecked) {
   EXPECT_TRUE(Call(Attend()).has_attend());
 }
 
+TEST_F(SharedTensorsTest, ARequestInFlightKeepsTheMemoryOfAClientThatHasGone) {
+  v1::AttendStreamRequest waits = Attend();  // for KV rows that another message brings
+  waits.mutable_attend()->set_has_kv(false);
+  waits.set_tag(1);
+  waits.mutable_shared()->set_in_length(640);
+  ASSERT_TRUE(stream_->Write(waits));
+  ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.requests_waiting() == 1; }));
+  region_.reset();
+  ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
+  v1::AttendStreamRequest rows;
+  rows.set_tag(2);
+  v1::Attend* attend = rows.mutable_attend();
+  attend->set_step_id(1);
+  attend->set_row_count(2);
+  attend->set_profile(v1::PROFILE_APPEND_ONLY);
+  attend->set_has_kv(true);
+  rows.set_payload(std::string(kKvBytes, '\x3c'));
+  ASSERT_TRUE(stream_->Write(rows));
+  // The answer is written where nobody looks any more; the server and others go on.
+  uint64_t tags = 0;
+  for (int i = 0; i < 2; ++i) {
+    v1::AttendStreamReply reply;
+    ASSERT_TRUE(stream_->Read(&reply));
+    EXPECT_TRUE(reply.has_attend()) << reply.DebugString();
+    tags += reply.tag();
+  }
+  EXPECT_EQ(tags, 3u);
+  EXPECT_EQ(ErrorOf(waits).detail().reason(), "region_not_found");
+}
+
 TEST_F(SharedTensorsTest, RegionsAreBounded) {
   std::vector<std::unique_ptr<SharedMemory>> regions;
   SharedMemoryOptions other, too_large, unnamed;
@@ -291,186 +290,6 @@ TEST_F(SharedTensorsTest, RegionsAreBounded) {
             StatusCode::kInvalidArgument);
   EXPECT_EQ(SharedMemory::Connect(DoorOf(server_), unnamed).status().code(),
             StatusCode::kInvalidArgument);
-}
-
-// A ring driven by hand, so that its rules can be broken.
-class RingTest : public testing::Test {
- protected:
-  RingTest() : client_(server_.Connect(Over(ClientOptions::Transport::kRing))) {
-    worker_.emplace(client_.get(), Dims(), "m", 1);
-    ring_ = Region(server_, true);
-    header_ = reinterpret_cast<wire::RingHeader*>(ring_->region().data());
-    submissions_ = reinterpret_cast<wire::SubmissionEntry*>(ring_->region().data() +
-                                                            wire::SubmissionsOffset());
-  }
-
-  // A request that the server refuses at once.
-  static wire::SubmissionEntry Refused(uint64_t tag) {
-    wire::SubmissionEntry entry{};
-    entry.kind = wire::kEntryAttend;
-    entry.tag = tag;
-    entry.step_id = 999;
-    return entry;
-  }
-
-  // Publishes entry `index` without the client library's own count.
-  void Publish(uint64_t index, const wire::SubmissionEntry& entry) {
-    wire::SubmissionEntry& slot = submissions_[index & (ring_->ring_entries() - 1)];
-    slot = entry;
-    std::atomic_ref(slot.sequence).store(wire::PublishedSequence(index));
-    std::atomic_ref(header_->submit_bell).fetch_add(1);
-    wire::FutexWake(&header_->submit_bell);
-  }
-
-  // The server has given the ring up.
-  bool IsCut() const {
-    for (int i = 0; i < 500; ++i) {
-      if (std::atomic_ref(header_->closed).load() == 1) return true;
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    return false;
-  }
-
-  // Waits until `count` requests are answered, taking no completion.
-  bool Answered(uint64_t count) const {
-    auto* const completions = reinterpret_cast<wire::CompletionEntry*>(
-        ring_->region().data() + wire::CompletionsOffset(ring_->ring_entries()));
-    wire::CompletionEntry& last = completions[(count - 1) & (ring_->ring_entries() - 1)];
-    for (int i = 0; i < 500; ++i) {
-      if (std::atomic_ref(last.sequence).load() == wire::PublishedSequence(count - 1)) return true;
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    return false;
-  }
-
-  // Another client's work goes on, and nothing of the broken ring is left.
-  void ExpectOthersUnaffected() {
-    Track track = *worker_->Open();
-    EXPECT_EQ(worker_->Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
-    EXPECT_TRUE(Becomes(*client_, [](const v1::GetStatsReply& stats) {
-      return stats.rings() == 1 && stats.shared_regions() == 1 && stats.open_steps() == 0 &&
-             stats.requests_waiting() == 0;
-    }));
-  }
-
-  TestServer server_;
-  std::unique_ptr<client::Client> client_;
-  std::optional<Worker> worker_;
-  std::unique_ptr<SharedMemory> ring_;
-  wire::RingHeader* header_ = nullptr;
-  wire::SubmissionEntry* submissions_ = nullptr;
-};
-
-TEST_F(RingTest, HalfWrittenEntriesAreNotRead) {
-  submissions_[0] = Refused(5);  // everything but the sequence word
-  std::atomic_ref(header_->submit_bell).fetch_add(1);
-  wire::FutexWake(&header_->submit_bell);
-  wire::CompletionEntry entry;
-  EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
-            StatusCode::kDeadlineExceeded);
-  std::atomic_ref(submissions_[0].sequence).store(7);  // of no turn of the ring
-  EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
-            StatusCode::kDeadlineExceeded);
-  Publish(0, Refused(5));
-  ASSERT_EQ(ring_->Wait(&entry, std::chrono::seconds(5)), absl::OkStatus());
-  EXPECT_EQ(entry.tag, 5u);
-  v1::AttendStreamReply reply;
-  ASSERT_TRUE(reply.ParseFromString(std::string(ring_->Message(entry))));
-  EXPECT_EQ(reply.error().code(), static_cast<int>(StatusCode::kNotFound));
-  EXPECT_EQ(reply.error().detail().reason(), "step_not_found");
-}
-
-TEST_F(RingTest, UnknownKindsAndBadMessagesAreErrors) {
-  wire::SubmissionEntry unknown{};
-  unknown.kind = 77;
-  wire::SubmissionEntry outside{};
-  outside.kind = wire::kEntryMessage;
-  outside.row_count = 100;
-  outside.in_offset = ring_->region().size() - 10;
-  wire::SubmissionEntry over_the_ring = outside;
-  over_the_ring.in_offset = 0;  // the ring's own words are not arena
-  wire::SubmissionEntry garbage = outside;
-  garbage.in_offset = ring_->region().size() - 4096;
-  std::memset(ring_->region().data() + garbage.in_offset, 0xff, 100);
-  const char* const fields[] = {"kind", "in_offset", "in_offset", "message"};
-  int i = 0;
-  for (const wire::SubmissionEntry& entry : {unknown, outside, over_the_ring, garbage}) {
-    ASSERT_TRUE(ring_->Submit(entry));
-    wire::CompletionEntry done;
-    ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
-    v1::AttendStreamReply reply;
-    ASSERT_TRUE(reply.ParseFromString(std::string(ring_->Message(done))));
-    EXPECT_EQ(reply.error().code(), static_cast<int>(StatusCode::kInvalidArgument));
-    EXPECT_EQ(reply.error().detail().field(), fields[i++]);
-  }
-}
-
-TEST_F(RingTest, OverflowIsCut) {
-  // The client library refuses what would overflow.
-  for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
-  EXPECT_FALSE(ring_->Submit(Refused(0)));
-  ASSERT_TRUE(Answered(ring_->ring_entries()));
-  // A client that sends it nevertheless, having taken no completion, is cut.
-  Publish(ring_->ring_entries(), Refused(1));
-  EXPECT_TRUE(IsCut());
-  ExpectOthersUnaffected();
-}
-
-TEST_F(RingTest, ForgedCountOfCompletionsIsCut) {
-  std::atomic_ref(header_->completions_taken).store(1'000'000);
-  Publish(0, Refused(1));
-  EXPECT_TRUE(IsCut());
-  ExpectOthersUnaffected();
-}
-
-TEST_F(RingTest, ClientThatStopsReadingHoldsNobodyUp) {
-  for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
-  Track track = *worker_->Open();
-  for (int i = 0; i < 3; ++i) {
-    EXPECT_EQ(worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
-  }
-}
-
-TEST_F(RingTest, DyingClientLeavesNothing) {
-  // A step with an entry in flight that waits for rows which never come.
-  Track track = *worker_->Open();
-  v1::AttendStreamRequest request;
-  v1::BeginStep* begin = request.mutable_begin_step();
-  begin->set_step_id(4711);
-  begin->set_model_id("m");
-  v1::StepSequence* rows = begin->add_sequences();
-  rows->set_sequence_id(track.sequence.id());
-  rows->set_epoch(track.sequence.epoch());
-  rows->set_rows(2);
-  const std::string bytes = request.SerializeAsString();
-  const auto block = ring_->Allocate(4096);
-  std::memcpy(block.data(), bytes.data(), bytes.size());
-  wire::SubmissionEntry entry{};
-  entry.kind = wire::kEntryMessage;
-  entry.row_count = static_cast<uint32_t>(bytes.size());
-  entry.in_offset = ring_->OffsetOf(block.data());
-  ASSERT_TRUE(ring_->Submit(entry));
-  wire::CompletionEntry done;
-  ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
-  wire::SubmissionEntry attend{};
-  attend.kind = wire::kEntryAttend;
-  attend.profile = v1::PROFILE_ABSORBED;
-  attend.step_id = 4711;
-  attend.row_begin = 1;  // without its own KV row, and row 0 is missing as well
-  attend.row_count = 1;
-  attend.num_heads = 4;
-  attend.in_offset = attend.out_offset = ring_->OffsetOf(block.data());
-  ASSERT_TRUE(ring_->Submit(attend));
-  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 1; }));
-  ring_.reset();
-  ExpectOthersUnaffected();
-  EXPECT_EQ(worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
-}
-
-TEST_F(RingTest, ServerRestartEndsTheRing) {
-  server_.Restart();
-  EXPECT_TRUE(IsCut());
-  EXPECT_FALSE(client_->OpenSequence("m").ok());
 }
 
 }  // namespace

@@ -1,0 +1,384 @@
+// The command ring driven by hand: what becomes of clients that break its rules, stop or die.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <thread>
+
+#include "client/cpp/shared_memory.h"
+#include "mla/v1/attention.pb.h"
+#include "proto/futex.h"
+#include "proto/ring_layout.h"
+#include "tests/integration/shared_memory_harness.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using absl::StatusCode;
+using client::ClientOptions;
+using client::SharedMemory;
+
+// A ring driven by hand, so that its rules can be broken.
+class RingTest : public testing::Test {
+ protected:
+  RingTest() : client_(server_.Connect(Over(ClientOptions::Transport::kRing))) {
+    worker_.emplace(client_.get(), Dims(), "m", 1);
+    ring_ = Region(server_, true);
+    header_ = reinterpret_cast<wire::RingHeader*>(ring_->region().data());
+    submissions_ = reinterpret_cast<wire::SubmissionEntry*>(ring_->region().data() +
+                                                            wire::SubmissionsOffset());
+  }
+
+  // A request that the server refuses at once.
+  static wire::SubmissionEntry Refused(uint64_t tag) {
+    wire::SubmissionEntry entry{};
+    entry.kind = wire::kEntryAttend;
+    entry.tag = tag;
+    entry.step_id = 999;
+    return entry;
+  }
+
+  // Publishes entry `index` without the client library's own count.
+  void Publish(uint64_t index, const wire::SubmissionEntry& entry) {
+    wire::SubmissionEntry& slot = submissions_[index & (ring_->ring_entries() - 1)];
+    slot = entry;
+    std::atomic_ref(slot.sequence).store(wire::PublishedSequence(index));
+    std::atomic_ref(header_->submit_bell).fetch_add(1);
+    wire::FutexWake(&header_->submit_bell);
+  }
+
+  // Submits through the client library and returns the refusal.
+  v1::StepError ErrorOf(const wire::SubmissionEntry& entry) {
+    EXPECT_TRUE(ring_->Submit(entry));
+    wire::CompletionEntry done;
+    EXPECT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
+    v1::AttendStreamReply reply;
+    EXPECT_TRUE(reply.ParseFromString(std::string(ring_->Message(done))));
+    EXPECT_TRUE(reply.has_error());
+    return reply.error();
+  }
+
+  // An entry that begins step 4711 with two rows of the sequence; its bytes lie in `block`.
+  wire::SubmissionEntry Begin(const Track& track, std::span<std::byte> block) {
+    v1::AttendStreamRequest request;
+    v1::BeginStep* begin = request.mutable_begin_step();
+    begin->set_step_id(4711);
+    begin->set_model_id("m");
+    v1::StepSequence* rows = begin->add_sequences();
+    rows->set_sequence_id(track.sequence.id());
+    rows->set_epoch(track.sequence.epoch());
+    rows->set_rows(2);
+    const std::string bytes = request.SerializeAsString();
+    std::memcpy(block.data(), bytes.data(), bytes.size());
+    wire::SubmissionEntry entry{};
+    entry.kind = wire::kEntryMessage;
+    entry.row_count = static_cast<uint32_t>(bytes.size());
+    entry.in_offset = ring_->OffsetOf(block.data());
+    return entry;
+  }
+
+  // One row of step 4711, without its KV row: ABSORBED, q and o in `block`.
+  wire::SubmissionEntry Attend(std::span<std::byte> block) const {
+    wire::SubmissionEntry attend{};
+    attend.kind = wire::kEntryAttend;
+    attend.profile = v1::PROFILE_ABSORBED;
+    attend.step_id = 4711;
+    attend.row_count = 1;
+    attend.num_heads = 4;
+    attend.in_offset = attend.out_offset = ring_->OffsetOf(block.data());
+    return attend;
+  }
+
+  // The server has given the ring up.
+  bool IsCut() const {
+    for (int i = 0; i < 500; ++i) {
+      if (std::atomic_ref(header_->closed).load() == 1) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return false;
+  }
+
+  // Waits until `count` requests are answered, taking no completion.
+  bool Answered(uint64_t count) const {
+    auto* const completions = reinterpret_cast<wire::CompletionEntry*>(
+        ring_->region().data() + wire::CompletionsOffset(ring_->ring_entries()));
+    wire::CompletionEntry& last = completions[(count - 1) & (ring_->ring_entries() - 1)];
+    for (int i = 0; i < 500; ++i) {
+      if (std::atomic_ref(last.sequence).load() == wire::PublishedSequence(count - 1)) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return false;
+  }
+
+  // Another client's work goes on, and nothing of the broken ring is left.
+  void ExpectOthersUnaffected() {
+    Track track = *worker_->Open();
+    EXPECT_EQ(worker_->Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+    EXPECT_TRUE(Becomes(*client_, [](const v1::GetStatsReply& stats) {
+      return stats.rings() == 1 && stats.shared_regions() == 1 && stats.open_steps() == 0 &&
+             stats.requests_waiting() == 0;
+    }));
+  }
+
+  TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  std::optional<Worker> worker_;
+  std::unique_ptr<SharedMemory> ring_;
+  wire::RingHeader* header_ = nullptr;
+  wire::SubmissionEntry* submissions_ = nullptr;
+};
+
+TEST_F(RingTest, HalfWrittenEntriesAreNotRead) {
+  submissions_[0] = Refused(5);  // everything but the sequence word
+  std::atomic_ref(header_->submit_bell).fetch_add(1);
+  wire::FutexWake(&header_->submit_bell);
+  wire::CompletionEntry entry;
+  EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
+            StatusCode::kDeadlineExceeded);
+  std::atomic_ref(submissions_[0].sequence).store(7);  // of no turn of the ring
+  EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
+            StatusCode::kDeadlineExceeded);
+  Publish(0, Refused(5));
+  ASSERT_EQ(ring_->Wait(&entry, std::chrono::seconds(5)), absl::OkStatus());
+  EXPECT_EQ(entry.tag, 5u);
+  v1::AttendStreamReply reply;
+  ASSERT_TRUE(reply.ParseFromString(std::string(ring_->Message(entry))));
+  EXPECT_EQ(reply.error().code(), static_cast<int>(StatusCode::kNotFound));
+  EXPECT_EQ(reply.error().detail().reason(), "step_not_found");
+}
+
+TEST_F(RingTest, UnknownKindsAndBadMessagesAreErrors) {
+  wire::SubmissionEntry unknown{};
+  unknown.kind = 77;
+  wire::SubmissionEntry outside{};
+  outside.kind = wire::kEntryMessage;
+  outside.row_count = 100;
+  outside.in_offset = ring_->region().size() - 10;
+  wire::SubmissionEntry over_the_ring = outside;
+  over_the_ring.in_offset = 0;  // the ring's own words are not arena
+  wire::SubmissionEntry garbage = outside;
+  garbage.in_offset = ring_->region().size() - 4096;
+  std::memset(ring_->region().data() + garbage.in_offset, 0xff, 100);
+  const char* const fields[] = {"kind", "in_offset", "in_offset", "message"};
+  int i = 0;
+  for (const wire::SubmissionEntry& entry : {unknown, outside, over_the_ring, garbage}) {
+    const v1::StepError error = ErrorOf(entry);
+    EXPECT_EQ(error.code(), static_cast<int>(StatusCode::kInvalidArgument));
+    EXPECT_EQ(error.detail().field(), fields[i++]);
+  }
+}
+
+TEST_F(RingTest, PlacesOfTensorsAreChecked) {
+  Track track = *worker_->Open();
+  const auto block = ring_->Allocate(4096);
+  ASSERT_TRUE(ring_->Submit(Begin(track, block)));
+  wire::CompletionEntry done;
+  ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
+  const uint64_t size = ring_->region().size();
+  const uint64_t good = ring_->OffsetOf(block.data());
+  for (const uint64_t bad :
+       {uint64_t{0}, uint64_t{wire::SubmissionsOffset()}, size - ring_->arena_bytes() - 64,
+        good + 4, size - 64, size, size + (uint64_t{1} << 40), UINT64_MAX - 63}) {
+    wire::SubmissionEntry attend = Attend(block);
+    attend.in_offset = bad;
+    EXPECT_EQ(ErrorOf(attend).detail().field(), "in_offset") << bad;
+    attend = Attend(block);
+    attend.out_offset = bad;
+    EXPECT_EQ(ErrorOf(attend).detail().field(), "out_offset") << bad;
+  }
+}
+
+TEST_F(RingTest, LongMessagesAreRefused) {
+  // As long as the arena allows, but longer than any message may be.
+  ring_ = Region(server_, true, "", 4 << 20);
+  const auto large = ring_->Allocate(3 << 20);
+  wire::SubmissionEntry entry{};
+  entry.kind = wire::kEntryMessage;
+  entry.in_offset = ring_->OffsetOf(large.data());
+  entry.row_count = (1 << 20) + 1;
+  EXPECT_EQ(ErrorOf(entry).detail().field(), "in_offset");
+  entry.row_count = 1 << 20;  // zeros are no message either
+  EXPECT_EQ(ErrorOf(entry).detail().field(), "message");
+}
+
+TEST_F(RingTest, OverflowIsCut) {
+  // The client library refuses what would overflow.
+  for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
+  EXPECT_FALSE(ring_->Submit(Refused(0)));
+  ASSERT_TRUE(Answered(ring_->ring_entries()));
+  // A client that sends it nevertheless, having taken no completion, is cut.
+  Publish(ring_->ring_entries(), Refused(1));
+  EXPECT_TRUE(IsCut());
+  ExpectOthersUnaffected();
+}
+
+TEST_F(RingTest, ForgedCountOfCompletionsIsCut) {
+  std::atomic_ref(header_->completions_taken).store(1'000'000);
+  Publish(0, Refused(1));
+  EXPECT_TRUE(IsCut());
+  ExpectOthersUnaffected();
+}
+
+TEST_F(RingTest, CompletionsThatAreGivenBackTwiceAreCut) {
+  for (uint64_t i = 0; i < 3; ++i)
+    EXPECT_EQ(ErrorOf(Refused(i)).detail().reason(), "step_not_found");
+  // The count falls: entries that were free would be taken twice.
+  std::atomic_ref(header_->completions_taken).store(1);
+  Publish(3, Refused(3));
+  EXPECT_TRUE(IsCut());
+  ExpectOthersUnaffected();
+}
+
+TEST_F(RingTest, ClientThatStopsReadingHoldsNobodyUp) {
+  for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
+  Track track = *worker_->Open();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  }
+}
+
+TEST_F(RingTest, DyingClientLeavesNothing) {
+  // A step with an entry in flight that waits for rows which never come.
+  Track track = *worker_->Open();
+  const auto block = ring_->Allocate(4096);
+  ASSERT_TRUE(ring_->Submit(Begin(track, block)));
+  wire::CompletionEntry done;
+  ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
+  wire::SubmissionEntry attend = Attend(block);
+  attend.row_begin = 1;  // row 0 is missing as well
+  ASSERT_TRUE(ring_->Submit(attend));
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 1; }));
+  ring_.reset();
+  ExpectOthersUnaffected();
+  EXPECT_EQ(worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+TEST_F(RingTest, ServerRestartEndsTheRing) {
+  server_.Restart();
+  EXPECT_TRUE(IsCut());
+  EXPECT_FALSE(client_->OpenSequence("m").ok());
+}
+
+// The door itself, spoken to without the library.
+class DoorTest : public testing::Test {
+ protected:
+  DoorTest() : client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))) {}
+  ~DoorTest() override {
+    for (const int one : open_) close(one);
+  }
+
+  int Knock() {
+    const int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    open_.push_back(connection);
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    DoorOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
+    EXPECT_EQ(connect(connection, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    const timeval patience{10, 0};
+    setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+    return connection;
+  }
+
+  static wire::Hello Greeting() {
+    wire::Hello hello{};
+    hello.magic = wire::kDoorMagic;
+    hello.version = wire::kDoorVersion;
+    hello.bytes = 1 << 20;
+    return hello;
+  }
+
+  // The answer's bytes, 0 when the connection was ended; `memory` gets the descriptor, if any.
+  ssize_t Answer(int connection, wire::Welcome* welcome, int* memory) {
+    iovec part{welcome, sizeof(*welcome)};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    const ssize_t got = recvmsg(connection, &message, MSG_CMSG_CLOEXEC);
+    *memory = -1;
+    if (const cmsghdr* const first = got > 0 ? CMSG_FIRSTHDR(&message) : nullptr) {
+      std::memcpy(memory, CMSG_DATA(first), sizeof(*memory));
+      open_.push_back(*memory);
+    }
+    return got;
+  }
+
+  TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  std::vector<int> open_;
+};
+
+TEST_F(DoorTest, OnlyItsOwnersMayKnock) {
+  struct stat door {};
+  ASSERT_EQ(stat(DoorOf(server_).c_str(), &door), 0);
+  EXPECT_TRUE(S_ISSOCK(door.st_mode));
+  EXPECT_EQ(door.st_mode & 0177, 0u);
+}
+
+TEST_F(DoorTest, MemoryCannotBeResizedUnderTheServer) {
+  const int connection = Knock();
+  const wire::Hello hello = Greeting();
+  ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
+  wire::Welcome welcome{};
+  int memory = -1;
+  ASSERT_EQ(Answer(connection, &welcome, &memory), static_cast<ssize_t>(sizeof(welcome)));
+  ASSERT_EQ(welcome.code, 0);
+  ASSERT_GE(memory, 0);
+  EXPECT_EQ(ftruncate(memory, 0), -1);
+  EXPECT_EQ(ftruncate(memory, 64 << 20), -1);
+  EXPECT_EQ(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE), -1);  // nor sealed further
+  const int seals = fcntl(memory, F_GET_SEALS);
+  EXPECT_EQ(seals & (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL),
+            F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+}
+
+TEST_F(DoorTest, GarbageEndsTheConnection) {
+  wire::Hello other = Greeting();
+  other.magic ^= 1;
+  const std::string short_bytes(10, 'x'), long_bytes(4096, 'x');
+  const std::string wrong(reinterpret_cast<const char*>(&other), sizeof(other));
+  for (const std::string& bytes : {short_bytes, long_bytes, wrong}) {
+    const int connection = Knock();
+    ASSERT_EQ(send(connection, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    wire::Welcome welcome{};
+    int memory = -1;
+    EXPECT_EQ(Answer(connection, &welcome, &memory), 0) << bytes.size();
+  }
+  other = Greeting();
+  other.version += 1;
+  const int connection = Knock();
+  ASSERT_EQ(send(connection, &other, sizeof(other), 0), static_cast<ssize_t>(sizeof(other)));
+  wire::Welcome welcome{};
+  int memory = -1;
+  EXPECT_EQ(Answer(connection, &welcome, &memory), static_cast<ssize_t>(sizeof(welcome)));
+  EXPECT_EQ(welcome.code, static_cast<int>(StatusCode::kUnimplemented));
+  EXPECT_EQ(memory, -1);
+  EXPECT_EQ(client_->GetStats()->shared_regions(), 0u);
+}
+
+TEST_F(DoorTest, AnythingAfterTheGreetingEndsTheRegion) {
+  const int connection = Knock();
+  const wire::Hello hello = Greeting();
+  ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
+  wire::Welcome welcome{};
+  int memory = -1;
+  ASSERT_GT(Answer(connection, &welcome, &memory), 0);
+  EXPECT_EQ(client_->GetStats()->shared_regions(), 1u);
+  ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
+  EXPECT_EQ(Answer(connection, &welcome, &memory), 0);
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
+}
+
+}  // namespace
+}  // namespace mla::integration
