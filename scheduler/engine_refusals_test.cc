@@ -12,6 +12,7 @@ namespace {
 
 using testing::EngineCoreTest;
 using testing::Row;
+using testing::Rows;
 using testing::TestRequest;
 
 class EngineRefusalsTest : public EngineCoreTest {
