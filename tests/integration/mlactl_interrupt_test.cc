@@ -69,8 +69,8 @@ TEST(MlactlInterruptTest, AServerThatDoesNotAnswerHoldsNobody) {
 // Connecting, registering, uploading, filling the context, measuring, giving back.
 TEST(MlactlInterruptTest, NoMomentLeavesAnythingBehind) {
   ServerProcess server({});
-  int cut = 0;
-  for (int ms = 2; ms < 120; ms += 9) {
+  int cut = 0;  // after something had been created; how late that is depends on the machine
+  for (int ms = 2; cut < 4 && ms < 10'000; ms += 9 + ms / 4) {
     for (const std::string& words : {std::string("attend"), std::string(kBench)}) {
       const Result result = InterruptedAfter(server.Mlactl(words), milliseconds(ms));
       // attend may have been quicker.
@@ -80,7 +80,7 @@ TEST(MlactlInterruptTest, NoMomentLeavesAnythingBehind) {
       ExpectNothingLeft(server, absl::StrCat(words, " after ", ms, " ms: ", result.output));
     }
   }
-  EXPECT_GT(cut, 0);
+  EXPECT_GE(cut, 4);
 }
 
 TEST(MlactlInterruptTest, AServerThatIsGoneIsNotSaidToBeClean) {
@@ -90,8 +90,11 @@ TEST(MlactlInterruptTest, AServerThatIsGoneIsNotSaidToBeClean) {
     const json stats = json::parse(Shell(server.Mlactl("status --json")).output);
     if (stats["open_steps"] != 0) break;
   }
+  // Nothing fails before the interrupt, and nothing can be given back after it.
   server.Signal(SIGSTOP);
   bench.Signal(SIGINT);
+  std::this_thread::sleep_for(milliseconds(300));
+  server.Signal(SIGKILL);
   const Result result = bench.Finish();
   EXPECT_EQ(result.code, 130);
   EXPECT_THAT(result.output, HasSubstr("may still be on the server"));

@@ -229,11 +229,12 @@ TEST_F(RingTest, ForgedCountOfCompletionsIsCut) {
 }
 
 TEST_F(RingTest, CompletionsThatAreGivenBackTwiceAreCut) {
-  for (uint64_t i = 0; i < 3; ++i)
+  for (uint64_t i = 0; i < 5; ++i) {
     EXPECT_EQ(ErrorOf(Refused(i)).detail().reason(), "step_not_found");
+  }
   // The count falls: entries that were free would be taken twice.
   std::atomic_ref(header_->completions_taken).store(1);
-  Publish(3, Refused(3));
+  Publish(5, Refused(5));
   EXPECT_TRUE(IsCut());
   ExpectOthersUnaffected();
 }
@@ -376,7 +377,7 @@ TEST_F(DoorTest, AnythingAfterTheGreetingEndsTheRegion) {
   ASSERT_GT(Answer(connection, &welcome, &memory), 0);
   EXPECT_EQ(client_->GetStats()->shared_regions(), 1u);
   ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
-  EXPECT_EQ(Answer(connection, &welcome, &memory), 0);
+  EXPECT_LE(Answer(connection, &welcome, &memory), 0);  // ended, or reset with what was not read
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
 }
 
