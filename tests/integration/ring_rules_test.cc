@@ -129,7 +129,8 @@ class RingTest : public testing::Test {
     }));
   }
 
-  TestServer server_;
+  // Rows that are missing are waited for as long as a test takes.
+  TestServer server_{[](server::Config& config) { config.limits.kv_wait_ms = 20000; }};
   std::unique_ptr<client::Client> client_;
   std::optional<Worker> worker_;
   std::unique_ptr<SharedMemory> ring_;
@@ -235,6 +236,19 @@ TEST_F(RingTest, CompletionsThatAreGivenBackTwiceAreCut) {
   // The count falls: entries that were free would be taken twice.
   std::atomic_ref(header_->completions_taken).store(1);
   Publish(5, Refused(5));
+  EXPECT_TRUE(IsCut());
+  ExpectOthersUnaffected();
+}
+
+TEST_F(RingTest, CompletionsThatDoNotExistYetCannotBeGivenBack) {
+  Track track = *worker_->Open();
+  const auto block = ring_->Allocate(4096);
+  Publish(0, Begin(track, block));
+  ASSERT_TRUE(Answered(1));
+  Publish(1, Attend(block));  // waits for its row
+  ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.requests_waiting() == 1; }));
+  std::atomic_ref(header_->completions_taken).store(2);
+  Publish(2, Refused(2));
   EXPECT_TRUE(IsCut());
   ExpectOthersUnaffected();
 }
