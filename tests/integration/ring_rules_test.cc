@@ -198,6 +198,20 @@ TEST_F(RingTest, PlacesOfTensorsAreChecked) {
   }
 }
 
+TEST_F(RingTest, MessagesCarryNoTensors) {
+  const auto block = ring_->Allocate(4096);
+  v1::AttendStreamRequest request;
+  request.mutable_end_step()->set_step_id(1);
+  request.set_payload("x");
+  const std::string bytes = request.SerializeAsString();
+  std::memcpy(block.data(), bytes.data(), bytes.size());
+  wire::SubmissionEntry entry{};
+  entry.kind = wire::kEntryMessage;
+  entry.row_count = static_cast<uint32_t>(bytes.size());
+  entry.in_offset = ring_->OffsetOf(block.data());
+  EXPECT_EQ(ErrorOf(entry).detail().field(), "message");
+}
+
 TEST_F(RingTest, LongMessagesAreRefused) {
   // As long as the arena allows, but longer than any message may be.
   ring_ = Region(server_, true, "", 4 << 20);
@@ -361,8 +375,10 @@ TEST_F(DoorTest, MemoryCannotBeResizedUnderTheServer) {
 TEST_F(DoorTest, GarbageEndsTheConnection) {
   wire::Hello other = Greeting();
   other.magic ^= 1;
-  const std::string short_bytes(10, 'x'), long_bytes(4096, 'x');
   const std::string wrong(reinterpret_cast<const char*>(&other), sizeof(other));
+  other = Greeting();
+  const std::string right(reinterpret_cast<const char*>(&other), sizeof(other));
+  const std::string short_bytes = right.substr(0, right.size() - 1), long_bytes = right + "x";
   for (const std::string& bytes : {short_bytes, long_bytes, wrong}) {
     const int connection = Knock();
     ASSERT_EQ(send(connection, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
