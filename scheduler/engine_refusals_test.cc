@@ -98,6 +98,28 @@ TEST_F(EngineRefusalsTest, OneMissingRowIsNamed) {
   EXPECT_EQ(h_.Get(seq.id).length, 3);
 }
 
+// Rows that were accepted and then failed are as if they had never come: they may be sent again,
+// and those behind them go with them.
+TEST_F(EngineRefusalsTest, RowsThatFailedMayBeSentAgain) {
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 3}})->status.ok());
+  const std::vector<Row> rows = Rows(3, 1);
+  auto late = h_.Unsent(stream_, 1, 0, 0, 2, {rows[0], rows[1]}, 0, 2, 5);
+  late->attend.timeout_us = 1000;
+  h_.Submit(late.get());
+  auto behind = h_.Attend(stream_, 1, 0, 2, {rows[2]}, 7);
+  h_.AdvanceMicros(2000);
+  ExpectCode(*late, absl::StatusCode::kDeadlineExceeded, "deadline");
+  ExpectCode(*behind, absl::StatusCode::kFailedPrecondition, "rows_out_of_order");
+  ExpectCode(*h_.Attend(stream_, 1, 0, 2, {rows[2]}, 7), absl::StatusCode::kFailedPrecondition,
+             "rows_out_of_order");
+  auto again = h_.Attend(stream_, 1, 0, 0, rows, 5);
+  h_.Run();
+  ASSERT_TRUE(again->answered());
+  ASSERT_TRUE(again->status.ok()) << again->status;
+  EXPECT_LT(h_.Error(*again, Pointers(rows), {1, 2, 3}, 5), testing::kTolerance);
+}
+
 // The transport sizes a request's memory by the model that it believes the step to have.
 TEST_F(EngineRefusalsTest, ARequestSizedForAnotherModelIsRefused) {
   const SequenceInfo seq = h_.Open();

@@ -60,6 +60,10 @@ absl::Status ModelService::Upload(const std::string& tenant,
     return InvalidField(fault, "header", "the first message of the call", "nothing", "missing");
   }
   const std::string model_id = message.header().model_id();
+  // Before it is echoed: trailing metadata must stay small.
+  const absl::Status named =
+      CheckName(model_id, "header.model_id", false, rpc_.engine->limits(), fault);
+  if (!named.ok()) return named;
   const auto model = rpc_.engine->FindModel(tenant, model_id);
   if (model == nullptr) {
     fault->field = "header.model_id";
