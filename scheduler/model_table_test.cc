@@ -127,6 +127,31 @@ TEST_F(ModelTableTest, UploadsDoNotCommitEachOthersHeads) {
   EXPECT_THAT(table_.CommitWeights(*model_, 4), IsEmpty());
 }
 
+// Room for the weights of one model: the second waits until the first has gone.
+TEST(ModelTableBudgetTest, WeightsOfAllModelsAreBoundedAndGivenBack) {
+  Limits limits = testing::TinyLimits();
+  limits.weights_bytes = 2 * 2 * 8 * (6 + 5) * 2;  // layers x heads x lora x (nope + v) x bf16
+  EngineHarness h({limits, testing::TinyModel(), nullptr, nullptr});
+  ModelTable& table = h.core().models();
+  Fault fault;
+  const TenantKey tenant = *h.core().Tenant(h.tenant(), &fault);
+  ModelSpec spec = h.model();
+  Model* const first = *table.Find(tenant, spec.id, "model_id", &fault);
+  spec.id = "second";
+  Model* const second = *table.Register(tenant, spec, &fault);
+  const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
+  const auto load = [&](Model* model, UploadId upload) {
+    return table.LoadWeights(*model, upload, 0, 0, 1, head, &fault);
+  };
+  ASSERT_EQ(load(first, 1), absl::OkStatus());
+  fault = Fault();
+  EXPECT_EQ(load(second, 2).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(fault.reason, "weights_exhausted");
+  EXPECT_EQ(fault.limit, "0 bytes left");
+  ASSERT_EQ(table.Unregister(tenant, h.model().id, &fault), absl::OkStatus());
+  EXPECT_EQ(load(second, 3), absl::OkStatus());
+}
+
 TEST_F(ModelTableTest, WeightChunksAreChecked) {
   EXPECT_EQ(Load(1, 2, 0, 1).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(fault_.field, "chunk.layer");
