@@ -256,6 +256,7 @@ TEST(ConfigTest, YamlThatIsRefused) {
       {"\"unclosed", "a.yaml:1"},
       {"--- \na: 1\n--- \nb: 2\n", "one document only"},
       {"just words\n", "expected `group:` lines"},
+      {",og: {fom", "one document only"},  // the parser would go round for ever
       {deep, "nested deeper than 8"},
       {std::string(size_t{2} << 20, ' '), "1048576"},
   };

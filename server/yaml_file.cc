@@ -25,7 +25,10 @@ class Flattener final : public YAML::EventHandler {
   Flattener(std::string name, YamlDocument* out) : name_(std::move(name)), out_(out) {}
 
   void OnDocumentStart(const YAML::Mark& mark) override {
-    if (documents_++ > 0) Fault(mark, "one document only");
+    if (documents_++ == 0) return;
+    // Stop: at some tokens the parser finds one empty document after the other, for ever.
+    Fault(mark, "one document only");
+    throw StopParsing();
   }
   void OnDocumentEnd() override {}
   void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override {

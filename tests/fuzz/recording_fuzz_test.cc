@@ -1,0 +1,104 @@
+// Recordings come from elsewhere: mlactl replay reads them, or says what is wrong with them.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "client/mlactl/recording.h"
+#include "tests/fuzz/fuzzer.h"
+
+namespace mla::fuzz {
+namespace {
+
+// A file in memory that holds `bytes`.
+class MemoryFile {
+ public:
+  MemoryFile() : descriptor_(memfd_create("recording", MFD_CLOEXEC)) {}
+  ~MemoryFile() { close(descriptor_); }
+  bool Fill(const std::string& bytes) const {
+    return ftruncate(descriptor_, 0) == 0 &&
+           pwrite(descriptor_, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size());
+  }
+  std::string path() const { return absl::StrCat("/proc/self/fd/", descriptor_); }
+
+ private:
+  const int descriptor_;
+};
+
+std::string Read(const std::string& path, size_t file_bytes) {
+  auto reader = mlactl::RecordingReader::Open(path);
+  if (!reader.ok()) return reader.status().message().empty() ? "a refusal without words" : "";
+  mlactl::Record record;
+  for (uint64_t n = 0;; ++n) {
+    const absl::Status status = (*reader)->Next(&record);
+    if (!status.ok()) return status.message().empty() ? "a refusal without words" : "";
+    if (record.kind == mlactl::RecordKind::kDone) return "";
+    if (n > file_bytes) return "more records than bytes";
+    if (record.payload.size() > file_bytes) return "a payload larger than its file";
+    const auto inside = [&record](std::span<const std::byte> part) {
+      return part.empty() ||
+             (part.data() >= record.payload.data() &&
+              part.data() + part.size() <= record.payload.data() + record.payload.size());
+    };
+    if (!inside(record.kv) || !inside(record.q)) return "tensors outside their payload";
+  }
+}
+
+// Records of a file that is right to its end.
+size_t WholeRecords(const std::string& path) {
+  const auto reader = mlactl::RecordingReader::Open(path);
+  EXPECT_TRUE(reader.ok()) << reader.status();
+  mlactl::Record record;
+  for (size_t n = 0;; ++n) {
+    const absl::Status status = (*reader)->Next(&record);
+    EXPECT_EQ(status, absl::OkStatus());
+    if (!status.ok() || record.kind == mlactl::RecordKind::kDone) return n;
+  }
+}
+
+std::string Length(size_t value, int bytes) {
+  std::string text;
+  for (int i = 0; i < bytes; ++i) text += static_cast<char>(value >> 8 * i);
+  return text;
+}
+
+TEST(RecordingFuzz, ReadOrRefused) {
+  const MemoryFile file;
+  FuzzOptions options;
+  options.name = "recording";
+  options.executions = 3000;
+  options.seeds = {
+      R"({"format":"mla-recording","version":1,"models":[{"model_id":"m","num_heads":2,)"
+      R"("kv_lora_rank":4,"rope_dim":2,"nope_dim":3,"v_dim":5,"layers":2,"softmax_scale":0.5,)"
+      R"("page_size":0}]})"
+      "\n"};
+  const std::pair<std::string, size_t> kRecords[] = {
+      {R"({"kind":"weights","model_id":"m","layer":1,"head_begin":0,"head_count":2})", 128},
+      {R"({"kind":"open","sequence":1,"model_id":"m"})", 0},
+      {R"({"kind":"begin","step":9,"sequences":[{"sequence":1,"start_position":0,"rows":3}]})", 0},
+      {R"({"kind":"attend","step":9,"layer":1,"row_begin":1,"row_count":2,"head_offset":0,)"
+       R"("num_heads":2,"profile":"ABSORBED","has_kv":true,"dtype":"bf16","kv_bytes":24,)"
+       R"("q_bytes":48,"o_bytes":64,"lse_bytes":16})",
+       152},
+      {R"({"kind":"end","step":9,"committed_rows":[3],"lengths":[3]})", 0},
+      {R"({"kind":"done"})", 0},
+  };
+  for (const auto& [text, payload] : kRecords) {
+    options.seeds.push_back(options.seeds.back() + Length(text.size(), 4) + text +
+                            Length(payload, 8) + std::string(payload, '\0'));
+  }
+  // Each of these is a beginning of a recording that is right so far; the last one is whole.
+  ASSERT_TRUE(file.Fill(options.seeds.back()));
+  ASSERT_EQ(WholeRecords(file.path()), std::size(kRecords) - 1);
+  const FuzzResult result = Fuzz(options, [&file](const std::string& input) {
+    return file.Fill(input) ? Read(file.path(), input.size()) : std::string("memfd is full");
+  });
+  EXPECT_EQ(result.violation, "");
+  RecordProperty("executions", std::to_string(result.executions));
+}
+
+}  // namespace
+}  // namespace mla::fuzz

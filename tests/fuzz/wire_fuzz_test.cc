@@ -1,0 +1,116 @@
+// The scanners of attend messages against protobuf: whatever they accept, they read as it does.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "mla/v1/attention.pb.h"
+#include "proto/attend_codec.h"
+#include "proto/tensor_codec.h"
+#include "tests/fuzz/fuzzer.h"
+
+namespace mla::fuzz {
+namespace {
+
+// The first byte says how long the fragments are.
+std::vector<wire::Fragment> Cut(const std::string& input, std::string* bytes) {
+  if (input.empty()) return {};
+  *bytes = input.substr(1);
+  const size_t step = 1 + static_cast<unsigned char>(input[0]) % 64;
+  std::vector<wire::Fragment> fragments;
+  for (size_t at = 0; at < bytes->size(); at += step) {
+    fragments.emplace_back(reinterpret_cast<const std::byte*>(bytes->data()) + at,
+                           std::min(step, bytes->size() - at));
+  }
+  return fragments;
+}
+
+// Empty, or how `header` and the payload's place differ from what protobuf reads.
+template <typename Message>
+std::string Compare(const std::string& bytes, const Message& header,
+                    const wire::PayloadRange& range) {
+  Message whole;
+  if (!whole.ParseFromString(bytes)) return "accepted what protobuf does not read";
+  if (range.offset > bytes.size() || range.size > bytes.size() - range.offset) {
+    return absl::StrCat("payload at ", range.offset, " + ", range.size, " of ", bytes.size());
+  }
+  if (whole.payload() != bytes.substr(range.offset, range.size)) return "another payload";
+  whole.clear_payload();
+  return whole.SerializeAsString() == header.SerializeAsString() ? "" : "another header";
+}
+
+template <typename Message, typename Fast>
+std::string CheckOne(const std::string& input, Fast fast) {
+  std::string bytes, header_bytes;
+  const std::vector<wire::Fragment> fragments = Cut(input, &bytes);
+  wire::PayloadRange range;
+  Message header;
+  std::string fault;
+  if (wire::ScanMessage(fragments, &header_bytes, &range).ok() &&
+      header.ParseFromString(header_bytes)) {
+    fault = Compare(bytes, header, range);
+    if (!fault.empty()) return "ScanMessage: " + fault;
+    std::string gathered(range.size, '\0');
+    wire::GatherBytes(fragments, range.offset, range.size,
+                      reinterpret_cast<std::byte*>(gathered.data()));
+    if (gathered != bytes.substr(range.offset, range.size)) return "GatherBytes: other bytes";
+  }
+  header.set_tag(99);  // of an earlier use
+  if (fast(fragments, &header, &range)) {
+    fault = Compare(bytes, header, range);
+    if (!fault.empty()) return "the fast form: " + fault;
+  }
+  return "";
+}
+
+std::vector<std::string> Seeds() {
+  v1::AttendStreamRequest request, begin, end;
+  request.set_tag(300);
+  v1::Attend* const attend = request.mutable_attend();
+  attend->set_step_id(1u << 20);
+  attend->set_layer(60);
+  attend->set_row_count(2);
+  attend->set_num_heads(128);
+  attend->set_profile(v1::PROFILE_EXPANDED);
+  attend->set_has_kv(true);
+  attend->set_timeout_us(1u << 30);
+  v1::AttendStreamRequest shared = request;
+  shared.mutable_shared()->set_handle("0123456789abcdef");
+  request.set_payload("payload bytes");
+  begin.mutable_begin_step()->set_model_id("m");
+  begin.mutable_begin_step()->add_sequences()->set_sequence_id(7);
+  end.mutable_end_step()->add_committed_rows(3);
+  v1::AttendStreamReply reply, error;
+  reply.set_tag(300);
+  reply.set_boot_id(1234567);
+  reply.mutable_attend()->set_row_count(2);
+  reply.mutable_timings()->set_queue_us(40);
+  reply.set_payload("output");
+  error.mutable_error()->set_code(3);
+  std::vector<std::string> seeds;
+  for (const google::protobuf::Message* message :
+       std::initializer_list<const google::protobuf::Message*>{&request, &shared, &begin, &end,
+                                                               &reply, &error}) {
+    seeds.push_back("\x3f" + message->SerializeAsString());
+    seeds.push_back(std::string(1, '\0') + message->SerializeAsString());
+  }
+  return seeds;
+}
+
+TEST(WireFuzz, ScannersReadWhatProtobufReads) {
+  FuzzOptions options;
+  options.name = "wire";
+  options.seeds = Seeds();
+  options.executions = 50000;
+  const FuzzResult result = Fuzz(options, [](const std::string& input) {
+    const std::string fault = CheckOne<v1::AttendStreamRequest>(input, wire::ScanAttend);
+    if (!fault.empty()) return "request: " + fault;
+    const std::string other = CheckOne<v1::AttendStreamReply>(input, wire::ScanAttendReply);
+    return other.empty() ? other : "reply: " + other;
+  });
+  EXPECT_EQ(result.violation, "");
+  RecordProperty("executions", std::to_string(result.executions));
+}
+
+}  // namespace
+}  // namespace mla::fuzz
