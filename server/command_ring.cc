@@ -55,8 +55,12 @@ uint32_t Micros(int64_t ns) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
 }
 
+// At the border of a character: protobuf reads no text that is not UTF-8.
 void Truncate(std::string* text) {
-  if (text->size() > kMaxErrorText) text->resize(kMaxErrorText);
+  if (text->size() <= kMaxErrorText) return;
+  size_t end = kMaxErrorText;
+  while (end > 0 && (static_cast<unsigned char>((*text)[end]) & 0xc0) == 0x80) --end;
+  text->resize(end);
 }
 
 }  // namespace

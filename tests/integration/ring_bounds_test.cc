@@ -29,6 +29,7 @@ class RingBoundsTest : public testing::Test {
       : server_([](server::Config& config) {
           config.limits.max_sequences = 2 * kSequences;
           config.limits.max_step_sequences = kSequences;
+          config.limits.max_name_bytes = 4096;
         }),
         client_(server_.Connect()) {
     EXPECT_TRUE(client_->RegisterModel(SpecOf(Dims(), "m")).ok());
@@ -113,6 +114,23 @@ TEST_F(RingBoundsTest, RepliesAreWrittenInsideTheArenaOnly) {
   }
   EXPECT_TRUE(Send(request, ring_->OffsetOf(room_.data()), 4096).has_begin_step());
   EXPECT_TRUE(client_->GetStats().ok());
+}
+
+// An error whose text is cut to fit the slot is still one that the client can read.
+TEST_F(RingBoundsTest, LongErrorsAreCutBetweenCharacters) {
+  for (const int shift : {0, 1, 2}) {
+    std::string name(static_cast<size_t>(shift), 'x');
+    for (int i = 0; i < 1300; ++i) name += "\xe2\x82\xac";  // three bytes each
+    v1::AttendStreamRequest request;
+    request.mutable_begin_step()->set_model_id(name);
+    request.mutable_begin_step()->add_sequences()->set_rows(1);
+    const v1::AttendStreamReply reply = Send(request, 0, 0);  // parses it
+    EXPECT_EQ(reply.error().code(), static_cast<int>(StatusCode::kNotFound)) << shift;
+    EXPECT_EQ(reply.error().detail().reason(), "model_not_found");
+    const std::string& got = reply.error().detail().got();
+    EXPECT_GT(got.size(), 150u);
+    EXPECT_EQ(got, name.substr(0, got.size()));
+  }
 }
 
 TEST_F(RingBoundsTest, AReplyThatFitsNeitherSlotNorRoomIsRefused) {

@@ -1,10 +1,16 @@
 // The stepping protocol end to end, every answer compared with a dense model.
 #include <gmock/gmock.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
+#include <string>
 #include <thread>
 
 #include "client/cpp/errors.h"
+#include "mla/v1/attention.grpc.pb.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -155,6 +161,61 @@ TEST(SteppingTest, ScarceStagingMemoryOnlyDelays) {
   }
   for (std::thread& thread : threads) thread.join();
   for (const absl::Status& status : statuses) EXPECT_EQ(status, absl::OkStatus());
+}
+
+// A stream that sends more than it may have staged is read no further until some of it is answered.
+TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
+  const TestServer server([](server::Config& config) {
+    config.wire.message_bytes = 262144;
+    config.wire.inflight_bytes = 1048576;
+    config.limits.kv_wait_ms = 2000;
+  });
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 512}}, {5, 2, 0});
+  ASSERT_TRUE(step.ok()) << step.status();
+  // A second stream, whose queries wait for rows that nobody brings: 164 KB in and 131 KB out each.
+  constexpr int kMessages = 16;
+  const auto stub = v1::Attention::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  const auto stream = stub->Attend(&context);
+  v1::AttendStreamRequest join, query;
+  join.mutable_begin_step()->set_step_id(5);
+  join.mutable_begin_step()->set_model_id("m");
+  join.mutable_begin_step()->set_participants(2);
+  v1::StepSequence* const rows = join.mutable_begin_step()->add_sequences();
+  rows->set_sequence_id(track.sequence.id());
+  rows->set_epoch(track.sequence.epoch());
+  rows->set_rows(512);
+  query.mutable_attend()->set_step_id(5);
+  query.mutable_attend()->set_row_count(512);
+  query.mutable_attend()->set_num_heads(4);
+  query.mutable_attend()->set_profile(v1::PROFILE_ABSORBED);
+  query.set_payload(std::string(512 * 4 * 40 * 2, '\1'));
+  v1::AttendStreamReply reply;
+  ASSERT_TRUE(stream->Write(join) && stream->Read(&reply) && reply.has_begin_step());
+  std::thread writer([&] {
+    for (int i = 0; i < kMessages; ++i) EXPECT_TRUE(stream->Write(query)) << i;
+    stream->WritesDone();
+  });
+  uint32_t most = 0;
+  std::thread reader([&] {
+    for (int i = 0; i < kMessages; ++i) {
+      EXPECT_TRUE(stream->Read(&reply)) << i;
+      EXPECT_EQ(reply.error().detail().reason(), "kv_rows_missing");
+    }
+  });
+  for (int i = 0; i < 100; ++i) {
+    most = std::max(most, client->GetStats()->requests_waiting());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  writer.join();
+  reader.join();
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_GE(most, 2u);
+  EXPECT_LE(most, 5u);  // the fourth begins below 1 MiB, and one may be on its way
 }
 
 TEST(SteppingTest, HeadSlicesOfTwoParticipants) {
