@@ -375,6 +375,9 @@ TEST(CodesTest, WatchersAreBounded) {
   v1::WatchStatusRequest request;
   v1::StatusUpdate update;
   grpc::ClientContext contexts[3];
+  for (grpc::ClientContext& context : contexts) {
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+  }
   std::unique_ptr<grpc::ClientReader<v1::StatusUpdate>> watches[3];
   for (int i = 0; i < 2; ++i) {
     watches[i] = stub->WatchStatus(&contexts[i], request);
