@@ -53,7 +53,7 @@ inline constexpr ArchTraits kSm90Traits{
     .blocks_per_unit = 2,
     .spreads_few_items = true,
     .kv_granularity = 64,
-    .item_overhead_rows = 128,
+    .item_overhead_rows = 256,
 };
 inline constexpr ArchTraits kGfx950Traits{
     .arch = "gfx950",
