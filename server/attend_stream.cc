@@ -16,6 +16,8 @@ namespace {
 constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
+// From this size on copying a message takes long enough for another thread to poll meanwhile.
+constexpr size_t kLongMessage = size_t{256} << 10;
 
 size_t AlignUp(size_t bytes) {
   return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
@@ -32,10 +34,10 @@ grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
 }  // namespace
 
 AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
-                           grpc::CallbackServerContext* context, const std::string& tenant)
+                           std::unique_ptr<StreamCall> call, const std::string& tenant)
     : shared_(shared),
       registry_(registry),
-      context_(context),
+      call_(std::move(call)),
       preparer_(shared.engine, tenant),
       requests_(shared.metrics->ForTenant(tenant)),
       engine_stream_(shared.engine->OpenStream(tenant)) {
@@ -44,7 +46,12 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
 
 // ------------------------------------------------------------------------------------- Reading
 
-void AttendStream::ReadNext() { StartRead(&incoming_); }
+void AttendStream::Start() {
+  call_->Serve(this);
+  ReadNext();
+}
+
+void AttendStream::ReadNext() { call_->StartRead(&incoming_); }
 
 void AttendStream::OnReadDone(bool ok) {
   if (!ok) {
@@ -55,7 +62,10 @@ void AttendStream::OnReadDone(bool ok) {
     MaybeFinish();
     return;
   }
-  shared_.metrics->wire().received_bytes.fetch_add(incoming_.Length(), std::memory_order_relaxed);
+  const size_t length = incoming_.Length();
+  shared_.metrics->wire().received_bytes.fetch_add(length, std::memory_order_relaxed);
+  // Copying, or a launch that this thread runs, must not keep other clients' messages waiting.
+  if (call_->poller().Alternates(this) || length >= kLongMessage) call_->poller().HandOver();
   if (!ScanHeader()) return MaybeFinish();
   Continue();
 }
@@ -302,7 +312,7 @@ void AttendStream::Write(AttendMessage* message) {
   grpc::ByteBuffer buffer(slices, count);
   shared_.metrics->wire().sent_bytes.fetch_add(buffer.Length(), std::memory_order_relaxed);
   outgoing_.Swap(&buffer);
-  StartWrite(&outgoing_);
+  call_->StartWrite(outgoing_);
 }
 
 // REQUIRES: mutex_ held. Ends the account of a message.
@@ -361,7 +371,7 @@ void AttendStream::CutIfSlow(int64_t now_ns) {
     cancelled_ = true;
   }
   shared_.metrics->wire().streams_cut.fetch_add(1);
-  context_->TryCancel();
+  call_->context().TryCancel();
 }
 
 void AttendStream::OnCancel() {
@@ -384,7 +394,10 @@ void AttendStream::MaybeFinish() {
     if (!cancelled_ && !broken_ && pending_ > 0) return;
     close = !std::exchange(closing_, true);
   }
-  if (close) shared_.engine->CloseStream(engine_stream_);
+  if (close) {
+    call_->poller().HandOver();  // closing waits for a running launch
+    shared_.engine->CloseStream(engine_stream_);
+  }
   grpc::Status status;
   {
     const std::lock_guard lock(mutex_);
@@ -401,7 +414,7 @@ void AttendStream::MaybeFinish() {
     status = cancelled_ && !broken_ ? grpc::Status(grpc::StatusCode::CANCELLED, "stream cut")
                                     : final_status_;
   }
-  Finish(status);
+  call_->Finish(status);
 }
 
 void AttendStream::OnDone() {

@@ -17,13 +17,12 @@
 // Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
 // OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
 //
-// Threading: gRPC calls On* from any thread; OnAnswered comes from the holder of the engine role;
-// Resume and CutIfSlow from housekeeping. One mutex guards the state and is never held across a
-// call into gRPC or the engine.
+// Threading: On* come from the poller's threads, whose duty is handed over before anything that may
+// take long; OnAnswered from the holder of the engine role; Resume and CutIfSlow from housekeeping.
+// One mutex guards the state and is never held across a call into gRPC or the engine.
 #ifndef MLA_SERVER_ATTEND_STREAM_H_
 #define MLA_SERVER_ATTEND_STREAM_H_
 
-#include <grpcpp/impl/codegen/server_callback.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
@@ -41,6 +40,7 @@
 #include "server/config.h"
 #include "server/metrics.h"
 #include "server/shared_region.h"
+#include "server/stream_call.h"
 
 namespace mla::server {
 
@@ -64,13 +64,12 @@ class AttendStreamRegistry {
   virtual void OnGone(AttendStream* stream) = 0;     // about to be deleted
 };
 
-class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
-                           public AttendMessageOwner {
+class AttendStream final : public StreamHandler, public AttendMessageOwner {
  public:
   AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
-               grpc::CallbackServerContext* context, const std::string& tenant);
+               std::unique_ptr<StreamCall> call, const std::string& tenant);
 
-  void Start() { ReadNext(); }
+  void Start();
   void Resume();
   void CutIfSlow(int64_t now_ns);
 
@@ -101,7 +100,7 @@ class AttendStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
 
   const WireContext& shared_;
   AttendStreamRegistry* const registry_;
-  grpc::CallbackServerContext* const context_;
+  const std::unique_ptr<StreamCall> call_;
   AttendPreparer preparer_;
   TenantCounters* const requests_;
   scheduler::StreamId engine_stream_ = 0;

@@ -14,11 +14,27 @@ constexpr auto kPeriod = std::chrono::milliseconds(50);
 constexpr auto kStalledPeriod = std::chrono::microseconds(500);
 
 // Ends a call that gets no stream.
-class RefusedStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+class RefusedStream final : public StreamHandler {
  public:
-  explicit RefusedStream(const grpc::Status& status) { Finish(status); }
+  explicit RefusedStream(std::unique_ptr<StreamCall> call) : call_(std::move(call)) {}
+  void Finish(const grpc::Status& status) {
+    call_->Serve(this);
+    call_->Finish(status);
+  }
+  void OnReadDone(bool) override {}
+  void OnWriteDone(bool) override {}
+  void OnCancel() override {}
   void OnDone() override { delete this; }
+
+ private:
+  const std::unique_ptr<StreamCall> call_;
 };
+
+void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
+            const scheduler::Fault& fault) {
+  const grpc::Status answer = ToGrpcStatus(status, fault, &call->context());
+  (new RefusedStream(std::move(call)))->Finish(answer);
+}
 
 }  // namespace
 
@@ -27,29 +43,35 @@ AttentionService::AttentionService(WireContext shared)
 
 AttentionService::~AttentionService() { Stop(); }
 
-grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* AttentionService::Attend(
-    grpc::CallbackServerContext* context) {
+void AttentionService::Serve(StreamPoller* poller) {
+  acceptor_.emplace(
+      poller,
+      [this](StreamCall* call, StreamPoller* its_poller, void* tag) {
+        RequestAttend(&call->context(), &call->stream(), its_poller->queue(), its_poller->queue(),
+                      tag);
+      },
+      [this](std::unique_ptr<StreamCall> call) { Accept(std::move(call)); });
+  acceptor_->Start();
+}
+
+void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
   scheduler::Fault fault;
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
-  const absl::StatusOr<Identity> identity = Identify(*context, names);
-  if (!identity.ok()) {
-    return new RefusedStream(ToGrpcStatus(identity.status(), fault, context));
-  }
+  const absl::StatusOr<Identity> identity = Identify(call->context(), names);
+  if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
   if (shared_.metrics->wire().streams.load() >= shared_.wire.max_streams) {
     fault.limit = absl::StrCat(shared_.wire.max_streams, " streams");
     fault.reason = "too_many_streams";
     fault.retry_after_ms = 1000;
     shared_.metrics->CountRejected(fault.reason);
-    return new RefusedStream(
-        ToGrpcStatus(absl::ResourceExhaustedError("too many open streams"), fault, context));
+    return Refuse(std::move(call), absl::ResourceExhaustedError("too many open streams"), fault);
   }
-  auto* stream = new AttendStream(shared_, this, context, identity->tenant);
+  auto* stream = new AttendStream(shared_, this, std::move(call), identity->tenant);
   {
     const std::lock_guard lock(mutex_);
     streams_.insert(stream);
   }
   stream->Start();
-  return stream;
 }
 
 void AttentionService::OnStalled(AttendStream* stream) {

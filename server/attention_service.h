@@ -1,7 +1,8 @@
 // The Attention service: creates one AttendStream per call and keeps house for all of them.
 //
-// Ownership: streams own themselves (gRPC's reactor rule); the service only lists them. Stop must
-// be called after the gRPC server has shut down and before the service is destroyed.
+// Ownership: streams own themselves until their call is over; the service only lists them. Serve is
+// called once the gRPC server was started; Stop after it has shut down and before its poller stops
+// or the service is destroyed.
 // Threading: one housekeeping thread resumes stalled streams when staging memory comes back and
 // cuts those whose client has stopped reading.
 #ifndef MLA_SERVER_ATTENTION_SERVICE_H_
@@ -9,24 +10,27 @@
 
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 
 #include "mla/v1/attention.grpc.pb.h"
 #include "server/attend_stream.h"
+#include "server/stream_call.h"
+#include "server/stream_poller.h"
 
 namespace mla::server {
 
-class AttentionService final
-    : public v1::Attention::WithRawCallbackMethod_Attend<v1::Attention::Service>,
-      public AttendStreamRegistry {
+class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::Attention::Service>,
+                               public AttendStreamRegistry {
  public:
   explicit AttentionService(WireContext shared);
   ~AttentionService() override;
 
-  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Attend(
-      grpc::CallbackServerContext* context) override;
+  // Takes calls from now on. `poller` belongs to the server that serves this, and outlives Stop.
+  void Serve(StreamPoller* poller);
 
   void OnStalled(AttendStream* stream) override;
   void OnGone(AttendStream* stream) override;
@@ -35,10 +39,12 @@ class AttentionService final
   void Stop();
 
  private:
+  void Accept(std::unique_ptr<StreamCall> call);
   void KeepHouse();
   void ResumeStalled();
 
   const WireContext shared_;
+  std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::set<AttendStream*> streams_;

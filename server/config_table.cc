@@ -134,6 +134,16 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
           Millis("wire.slow_reader_ms", 100, kDayMs,
                  "A stream whose reply is not taken for this long is cut.",
                  "Its open steps are aborted.", MLA_SLOT(wire.slow_reader_ms)),
+          Int("wire.poll_threads", 1, 1024,
+              "Threads that serve the streams; one polls at a time, the others copy and compute.",
+              "With 1 a long copy or launch keeps other clients waiting.",
+              MLA_SLOT(wire.poll_threads)),
+          Int("wire.spin_us", -1, 10000000,
+              "How long polling goes on after an event before it sleeps; -1: 1000, 50 where the "
+              "backend computes on the CPUs, 0 below four CPUs.",
+              "Each sleep costs a wake-up of 5 to 50 us; spinning past the pause between layers "
+              "keeps a core busy while anybody decodes.",
+              MLA_SLOT(wire.spin_us)),
       });
 }
 

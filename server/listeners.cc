@@ -108,7 +108,8 @@ std::string ServedUnixPath(const Config& config) {
   return UnixPath(config.listen, runtime_folder == nullptr ? "" : runtime_folder);
 }
 
-absl::StatusOr<Listeners> Listen(const Config& config,
+absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
+                                 AttentionService* attention,
                                  const std::vector<grpc::Service*>& services) {
   RegisterPluginsOnce();
   Listeners listeners;
@@ -133,7 +134,9 @@ absl::StatusOr<Listeners> Listen(const Config& config,
     }
     builder.AddListeningPort("unix:" + unix_path, grpc::InsecureServerCredentials());
   }
+  builder.RegisterService(attention);
   for (grpc::Service* service : services) builder.RegisterService(service);
+  listeners.poller = std::make_unique<StreamPoller>(&builder, polling);
   // The socket file is made while starting: group and owner only, from its first moment.
   const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP);
   listeners.server = builder.BuildAndStart();
@@ -142,6 +145,8 @@ absl::StatusOr<Listeners> Listen(const Config& config,
     return absl::UnavailableError(absl::StrCat("cannot listen on ", config.listen.address,
                                                unix_path.empty() ? "" : " and unix:" + unix_path));
   }
+  attention->Serve(listeners.poller.get());
+  listeners.poller->Start();
   return listeners;
 }
 

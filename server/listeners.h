@@ -9,11 +9,14 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/attention_service.h"
 #include "server/config.h"
+#include "server/stream_poller.h"
 
 namespace mla::server {
 
 struct Listeners {
+  std::unique_ptr<StreamPoller> poller;  // outlives the server's calls; stop it behind them
   std::unique_ptr<grpc::Server> server;
   int tcp_port = 0;            // 0: no TCP listener
   std::string unix_path;       // empty: no unix socket
@@ -23,10 +26,12 @@ struct Listeners {
 // The unix socket's path with "auto" resolved by this process's environment; empty: none.
 std::string ServedUnixPath(const Config& config);
 
-// Starts serving `services` (which outlive the result) on every address of `config`. Every limit of
-// the transport is set explicitly. INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address
-// cannot be bound.
-absl::StatusOr<Listeners> Listen(const Config& config, const std::vector<grpc::Service*>& services);
+// Starts serving `attention` and `services` (which outlive the result) on every address of
+// `config`, the streams from a poller of `polling`. Every limit of the transport is set explicitly.
+// INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address cannot be bound.
+absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
+                                 AttentionService* attention,
+                                 const std::vector<grpc::Service*>& services);
 
 }  // namespace mla::server
 

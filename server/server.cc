@@ -53,6 +53,14 @@ void LogLadder(const std::vector<kernels::BackendRung>& ladder) {
   }
 }
 
+StreamPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
+  StreamPollerOptions polling;
+  polling.threads = wire.poll_threads;
+  polling.spin_us =
+      wire.spin_us >= 0 ? wire.spin_us : DefaultSpinMicros(UsableCpus(), backend.unified_memory);
+  return polling;
+}
+
 }  // namespace
 
 // In order of construction; destroyed the other way round.
@@ -268,6 +276,7 @@ DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
     listeners.server->Wait();
   }
   if (attention != nullptr) attention->Stop();
+  if (listeners.poller != nullptr) listeners.poller->Stop();
   listeners.server.reset();
   ops.reset();
   watchdog.reset();
@@ -290,8 +299,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
         return engine->Healthy();
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
-  auto listeners = Listen(config, {parts->attention.get(), parts->sequences.get(),
-                                   parts->models.get(), parts->admin.get(), parts->health.get()});
+  auto listeners = Listen(
+      config, PollingOf(config.wire, engine->backend_info()), parts->attention.get(),
+      {parts->sequences.get(), parts->models.get(), parts->admin.get(), parts->health.get()});
   if (!listeners.ok()) return listeners.status();
   parts->listeners = *std::move(listeners);
   if (absl::Status status = parts->OpenDoor(); !status.ok()) return status;

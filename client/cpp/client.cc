@@ -87,6 +87,9 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
   return arguments;
 }
 
+// A spinning thread needs a core that nobody else wants.
+int32_t DefaultStreamSpin() { return std::thread::hardware_concurrency() < 4 ? 0 : 200; }
+
 // Where a unix target's server hands out shared memory; empty for other targets.
 std::string DoorOf(const std::string& target) {
   constexpr absl::string_view kScheme = "unix:";
@@ -149,9 +152,14 @@ struct Client::Impl {
   }
 
   std::shared_ptr<StepStream> OpenStream() const {
-    return std::make_shared<Stream>(channel, options.tenant, info.boot_id(),
-                                    Millis(options.request_timeout_ms),
-                                    info.limits().message_bytes());
+    StreamOptions wanted;
+    wanted.tenant = options.tenant;
+    wanted.boot_id = info.boot_id();
+    wanted.message_bytes = info.limits().message_bytes();
+    wanted.timeout = Millis(options.request_timeout_ms);
+    wanted.spin = std::chrono::microseconds(options.stream_spin_us >= 0 ? options.stream_spin_us
+                                                                        : DefaultStreamSpin());
+    return std::make_shared<Stream>(channel, wanted);
   }
 
   // A region behind the unix socket of the target, with a command ring or for tensors alone.

@@ -1,8 +1,8 @@
 #include "client/cpp/stream.h"
 
 #include <grpcpp/channel.h>
-#include <grpcpp/generic/generic_stub.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "client/cpp/errors.h"
@@ -11,9 +11,18 @@
 namespace mla::client {
 namespace {
 
-using Stub = grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer>;
-
 constexpr char kMethod[] = "/mla.v1.Attention/Attend";
+
+// A message of this size leaves with the call that sends it.
+constexpr size_t kSocketBytes = size_t{192} << 10;
+// Whoever sends a request usually waits for it, and polls by itself, long before this.
+constexpr auto kPumpDelay = std::chrono::microseconds(500);
+// So soon a waiting thread takes over from the pump.
+constexpr auto kPumpTurn = std::chrono::milliseconds(1);
+
+// What operations are tagged with: there is one of each kind at most.
+enum Operation : uintptr_t { kStarted = 1, kRead, kWritten, kHalfClosed, kFinished };
+void* TagOf(Operation operation) { return reinterpret_cast<void*>(operation); }
 
 grpc::Slice ViewOf(std::span<const std::byte> bytes) {
   return grpc::Slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);
@@ -30,20 +39,126 @@ grpc::Slice HeaderOf(const v1::AttendStreamRequest& request, size_t payload_size
 
 }  // namespace
 
-Stream::Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant, uint64_t boot_id,
-               std::chrono::milliseconds timeout, uint64_t message_bytes)
-    : boot_id_(boot_id),
-      timeout_(timeout),
-      message_bytes_(message_bytes),
-      channel_(std::move(channel)) {
-  if (!tenant.empty()) context_.AddMetadata("mla-tenant", tenant);
-  Stub(channel_).PrepareBidiStreamingCall(&context_, kMethod, {}, this);
-  // Reads and writes start from the caller's threads; the hold keeps OnDone away until Close.
-  AddHold();
-  StartCall();
+Stream::Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& options)
+    : options_(options), channel_(std::move(channel)) {
+  if (!options_.tenant.empty()) context_.AddMetadata("mla-tenant", options_.tenant);
+  call_ = grpc::GenericStub(channel_).PrepareCall(&context_, kMethod, &queue_);
+  call_->StartCall(TagOf(kStarted));
 }
 
-Stream::~Stream() { Close().IgnoreError(); }
+Stream::~Stream() {
+  Close().IgnoreError();
+  {
+    const std::lock_guard lock(mutex_);
+    stop_pump_ = true;
+    pump_wanted_.notify_all();
+  }
+  if (pump_.joinable()) pump_.join();
+  queue_.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue_.Next(&tag, &ok)) {
+  }
+}
+
+// ------------------------------------------------------------------------------------- Polling
+
+// Handles one event, if one comes in time.
+bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
+  using Queue = grpc::CompletionQueue;
+  void* tag = nullptr;
+  bool ok = false;
+  Queue::NextStatus status = Queue::TIMEOUT;
+  if (spin && options_.spin.count() > 0) {
+    const auto end = std::min(Clock::now() + options_.spin, deadline);
+    do {
+      status = queue_.AsyncNext(&tag, &ok, gpr_inf_past(GPR_CLOCK_MONOTONIC));
+    } while (status == Queue::TIMEOUT && Clock::now() < end);
+  }
+  if (status == Queue::TIMEOUT) {
+    // Not so long that the sum below would overflow; callers look again.
+    const auto left = std::clamp<Clock::duration>(deadline - Clock::now(), Clock::duration::zero(),
+                                                  std::chrono::hours(1));
+    status =
+        queue_.AsyncNext(&tag, &ok,
+                         std::chrono::system_clock::now() +
+                             std::chrono::duration_cast<std::chrono::system_clock::duration>(left));
+  }
+  if (status != Queue::GOT_EVENT) return false;
+  switch (static_cast<Operation>(reinterpret_cast<uintptr_t>(tag))) {
+    case kRead:
+      OnReadDone(ok);
+      break;
+    case kWritten:
+      OnWriteDone(ok);
+      break;
+    case kFinished:
+      OnFinished();
+      break;
+    case kStarted:     // a call that could not start says so by its reads
+    case kHalfClosed:  // nothing follows
+      break;
+  }
+  return true;
+}
+
+// Waits until `done`, which the mutex guards: by polling, if nobody else does. False: too late.
+template <typename Done>
+bool Stream::PollUntil(Lock* lock, Clock::time_point deadline, Done done) {
+  ++waiting_;
+  while (!done() && Clock::now() < deadline) {
+    if (polling_) {
+      changed_.wait_until(*lock, deadline);
+      continue;
+    }
+    polling_ = true;
+    while (!done() && Clock::now() < deadline) {
+      lock->unlock();
+      PollOnce(deadline, true);
+      lock->lock();
+    }
+    polling_ = false;
+    changed_.notify_all();
+  }
+  --waiting_;
+  return done();
+}
+
+// Polls while there are requests under way and nobody waits for them.
+void Stream::Pump() {
+  Lock lock(mutex_);
+  while (!stop_pump_) {
+    if (!pumping_) {
+      pump_wanted_.wait(lock);
+      continue;
+    }
+    pump_wanted_.wait_for(lock, kPumpDelay);
+    pumping_ = !pending_.empty() && !done_;
+    if (polling_ || waiting_ > 0) continue;
+    polling_ = true;
+    while (!stop_pump_ && waiting_ == 0 && !pending_.empty()) {
+      lock.unlock();
+      PollOnce(Clock::now() + kPumpTurn, false);
+      lock.lock();
+    }
+    polling_ = false;
+    changed_.notify_all();
+  }
+}
+
+// REQUIRES: mutex_ held. A request of `bytes` was sent: the pump shall look after it if it may not
+// have left with that, or if it is one of several.
+void Stream::WakePump(size_t bytes) {
+  if (pumping_ || (bytes < kSocketBytes && unsent_.empty() && pending_.size() < 2)) return;
+  pumping_ = true;
+  if (pump_.joinable()) {
+    pump_wanted_.notify_all();
+  } else {
+    pump_ = std::thread([this] { Pump(); });
+  }
+}
+
+// ------------------------------------------------------------------------------------- Sending
 
 void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
                   std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending) {
@@ -54,67 +169,59 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   if (!first.empty()) slices[count++] = ViewOf(first);
   if (!second.empty()) slices[count++] = ViewOf(second);
   grpc::ByteBuffer message(slices, count);
-  bool write = false, read = false;
-  {
-    const std::lock_guard lock(mutex_);
-    if (done_ || half_closed_ || !broken_.ok()) {
-      pending->status = !broken_.ok()         ? broken_
-                        : !final_status_.ok() ? final_status_
-                                              : absl::UnavailableError("the session has ended");
-      pending->done = done_ || !broken_.ok();
-      // Otherwise the stream is about to end, and its status will say why.
-      if (!pending->done) pending_.emplace(tag, pending);
-      return;
+  Lock lock(mutex_);
+  if (writing_ && !polling_) {
+    // Most often the write is over and only nobody has looked.
+    polling_ = true;
+    lock.unlock();
+    while (PollOnce(Clock::time_point(), false)) {
     }
-    pending_.emplace(tag, pending);
-    write = !std::exchange(writing_, true);
-    read = !std::exchange(reading_, true);
-    if (write) {
-      outgoing_.Swap(&message);
-    } else {
-      queue_.push_back(std::move(message));
-    }
-    ++starting_;
+    lock.lock();
+    polling_ = false;
+    changed_.notify_all();
   }
-  // Outside the lock, which the reply's arrival must not find taken. The write first: the server
+  if (done_ || half_closed_ || finishing_ || !broken_.ok()) {
+    pending->status = !broken_.ok()         ? broken_
+                      : !final_status_.ok() ? final_status_
+                                            : absl::UnavailableError("the session has ended");
+    pending->done = done_ || !broken_.ok();
+    // Otherwise the stream is about to end, and its status will say why.
+    if (!pending->done) pending_.emplace(tag, pending);
+    return;
+  }
+  pending_.emplace(tag, pending);
+  const bool write = !std::exchange(writing_, true);
+  const bool read = !std::exchange(reading_, true);
+  if (!write) unsent_.push_back(std::move(message));
+  WakePump(first.size() + second.size());
+  lock.unlock();
+  // Outside the lock, which the thread that polls must not find taken. The write first: the server
   // waits for it.
-  if (write) StartWrite(&outgoing_);
-  if (read) StartRead(&incoming_);
-  const std::lock_guard lock(mutex_);
-  --starting_;
-  if (!writing_) StartNextWrite();
+  if (write) call_->Write(message, TagOf(kWritten));
+  if (read) call_->Read(&incoming_, TagOf(kRead));
 }
 
-// REQUIRES: mutex_ held, no write under way. gRPC starts the write in this call but reports its
-// end from another stack, so the mutex may be held.
 void Stream::StartNextWrite() {
-  if (!queue_.empty()) {
+  if (!unsent_.empty()) {
     writing_ = true;
-    outgoing_.Swap(&queue_.front());
-    queue_.pop_front();
-    StartWrite(&outgoing_);
-  } else if (closing_ && !half_closed_ && starting_ == 0) {
+    const grpc::ByteBuffer message = std::move(unsent_.front());
+    unsent_.pop_front();
+    call_->Write(message, TagOf(kWritten));
+  } else if (closing_ && !half_closed_ && !finishing_) {
     half_closed_ = true;
-    StartWritesDone();
-    RemoveHold();
+    call_->WritesDone(TagOf(kHalfClosed));
+    if (!reading_) StartFinish();
   }
 }
 
 void Stream::OnWriteDone(bool ok) {
   const std::lock_guard lock(mutex_);
   writing_ = false;
-  outgoing_.Clear();
-  if (!ok) queue_.clear();
+  if (!ok) unsent_.clear();
   StartNextWrite();
 }
 
-// No reply will come any more: let the call end, which fails whatever is pending.
-void Stream::EndSending() {
-  const std::lock_guard lock(mutex_);
-  queue_.clear();
-  closing_ = true;
-  if (!writing_) StartNextWrite();
-}
+// ------------------------------------------------------------------------------------- Reading
 
 // Parses incoming_ into reply_ and payload_.
 absl::Status Stream::Take(uint64_t* tag) {
@@ -151,49 +258,65 @@ void Stream::CopyPayload(PendingReply* pending) const {
 }
 
 void Stream::OnReadDone(bool ok) {
-  if (!ok) return EndSending();
   uint64_t tag = 0;
-  absl::Status status = Take(&tag);
-  if (status.ok() && reply_.boot_id() != boot_id_) {
-    status = RestartedError(boot_id_, reply_.boot_id());
+  absl::Status status;
+  if (ok) status = Take(&tag);
+  if (ok && status.ok() && reply_.boot_id() != options_.boot_id) {
+    status = RestartedError(options_.boot_id, reply_.boot_id());
   }
   std::shared_ptr<PendingReply> pending;
   {
     const std::lock_guard lock(mutex_);
-    if (!status.ok()) broken_ = status;
-    if (const auto found = pending_.find(tag); status.ok() && found != pending_.end()) {
+    if (!ok || !status.ok()) {
+      reading_ = false;
+      unsent_.clear();
+      if (ok) {
+        Break(std::move(status));
+      } else {
+        StartFinish();
+      }
+      return;
+    }
+    if (const auto found = pending_.find(tag); found != pending_.end()) {
       pending = std::move(found->second);
       pending_.erase(found);
     }
   }
-  if (!status.ok()) {
-    Cut();
-    return EndSending();
-  }
   if (pending != nullptr) {
     CopyPayload(pending.get());
     pending->reply.Swap(&reply_);
-    {
-      const std::lock_guard lock(mutex_);
-      pending->done = true;
-    }
-    // Without the lock, which the waiter would only run into. OnDone, and so the end of this
-    // object, waits for this call.
-    changed_.notify_all();
   }
   slices_.clear();
   incoming_.Clear();
-  bool read = false;
-  {
-    const std::lock_guard lock(mutex_);
-    read = reading_ = !pending_.empty();
+  const std::lock_guard lock(mutex_);
+  if (pending != nullptr) {
+    pending->done = true;
+    changed_.notify_all();
   }
-  if (read) StartRead(&incoming_);
+  if (!pending_.empty()) {
+    call_->Read(&incoming_, TagOf(kRead));
+    return;
+  }
+  reading_ = false;
+  if (half_closed_) StartFinish();
 }
 
-void Stream::OnDone(const grpc::Status& status) {
+// -------------------------------------------------------------------------------------- Ending
+
+void Stream::StartFinish() {
+  if (!std::exchange(finishing_, true)) call_->Finish(&result_, TagOf(kFinished));
+}
+
+// Cuts the call. What is pending fails with `why`.
+void Stream::Break(absl::Status why) {
+  if (broken_.ok()) broken_ = std::move(why);
+  context_.TryCancel();
+  if (!reading_) StartFinish();
+}
+
+void Stream::OnFinished() {
   const std::lock_guard lock(mutex_);
-  final_status_ = FromGrpc(status, context_);
+  final_status_ = FromGrpc(result_, context_);
   const absl::Status why = !broken_.ok()         ? broken_
                            : !final_status_.ok() ? final_status_
                                                  : absl::UnavailableError("the stream has ended");
@@ -202,32 +325,28 @@ void Stream::OnDone(const grpc::Status& status) {
     pending->done = true;
   }
   pending_.clear();
-  queue_.clear();
+  unsent_.clear();
   done_ = true;
   changed_.notify_all();
 }
 
 absl::Status Stream::Wait(PendingReply* pending) {
-  std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, timeout_, [&] { return pending->done; })) {
-    broken_ = absl::DeadlineExceededError("no reply in time; the session was cut");
-    lock.unlock();
-    Cut();
-    Close().IgnoreError();
-    lock.lock();
-    changed_.wait(lock, [&] { return pending->done; });
+  Lock lock(mutex_);
+  const auto done = [&] { return pending->done; };
+  if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
+    Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
+    PollUntil(&lock, Clock::time_point::max(), done);
   }
   return pending->status;
 }
 
 absl::Status Stream::Close() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
+  const auto done = [&] { return done_; };
   if (!std::exchange(closing_, true) && !writing_) StartNextWrite();
-  if (!changed_.wait_for(lock, timeout_, [&] { return done_; })) {
-    lock.unlock();
-    Cut();
-    lock.lock();
-    changed_.wait(lock, [&] { return done_; });
+  if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
+    Break(absl::DeadlineExceededError("the session did not end in time"));
+    PollUntil(&lock, Clock::time_point::max(), done);
   }
   return final_status_;
 }

@@ -3,18 +3,23 @@
 // Requests are sent in the order of Send, each from its header bytes and the caller's tensors;
 // replies are matched by tag and their tensors copied once, to where the caller wants them.
 //
-// A read is under way only while replies are awaited, and it is the sending thread that starts it,
-// behind its write: nothing is left to do between a reply's arrival and waking its waiter, and no
-// second thread works on the connection while the next request is sent. A stream that the server
-// has ended is therefore noticed by the next Send.
+// Who waits, works: the first thread in Wait polls the stream's own completion queue and handles
+// whatever arrives, for the others as well, and leaves that to one of them once it has its reply.
+// So no thread is woken between a reply's arrival and its waiter, which spins for a while before it
+// sleeps. Requests that nobody waits for yet go on leaving and arriving through a thread of the
+// stream, which steps in some hundred microseconds later; it is started when it is first needed.
 //
-// Ownership: shared by session, steps and pending calls; gRPC's callbacks end before it does.
-// Threading: any thread; one mutex.
+// A read is under way only while replies are awaited. A stream that the server has ended is
+// therefore noticed by the next Send or Wait.
+//
+// Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex, which is
+// not held while messages are copied.
 #ifndef MLA_CLIENT_CPP_STREAM_H_
 #define MLA_CLIENT_CPP_STREAM_H_
 
 #include <grpcpp/client_context.h>
-#include <grpcpp/impl/codegen/client_callback.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
@@ -28,6 +33,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -36,21 +42,23 @@
 #include "mla/v1/attention.pb.h"
 #include "proto/tensor_codec.h"
 
-namespace grpc {
-class Channel;
-}  // namespace grpc
-
 namespace mla::client {
 
-class Stream final : public StepStream,
-                     public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+struct StreamOptions {
+  std::string tenant;          // sent without TLS only; empty: the server's default
+  uint64_t boot_id = 0;        // replies of another server end the stream with ABORTED
+  uint64_t message_bytes = 0;  // of one request or reply at most
+  std::chrono::milliseconds timeout{60000};  // of each request, and of Close
+  std::chrono::microseconds spin{0};         // of a waiting thread, before it sleeps
+};
+
+class Stream final : public StepStream {
  public:
-  Stream(std::shared_ptr<grpc::Channel> channel, const std::string& tenant, uint64_t boot_id,
-         std::chrono::milliseconds timeout, uint64_t message_bytes);
+  Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& options);
   ~Stream() override;
 
   std::string_view transport() const override { return "inline"; }
-  uint64_t message_bytes() const override { return message_bytes_; }
+  uint64_t message_bytes() const override { return options_.message_bytes; }
   bool InPlace(std::span<const std::byte>, std::span<const std::byte>,
                const PendingReply&) const override {
     return false;
@@ -62,43 +70,61 @@ class Stream final : public StepStream,
   absl::Status Close() override;
   std::span<std::byte> Allocate(uint64_t) override { return {}; }
   void Free(std::span<std::byte>) override {}
-  void Cut() { context_.TryCancel(); }
-
-  void OnReadDone(bool ok) override;
-  void OnWriteDone(bool ok) override;
-  void OnDone(const grpc::Status& status) override;
 
  private:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // Polling.
+  template <typename Done>
+  bool PollUntil(Lock* lock, Clock::time_point deadline, Done done);
+  bool PollOnce(Clock::time_point deadline, bool spin);
+  void Pump();
+  void WakePump(size_t bytes);
+
+  // Handling of what the queue says.
+  void OnReadDone(bool ok);
+  void OnWriteDone(bool ok);
+  void OnFinished();
   absl::Status Take(uint64_t* tag);
   void CopyPayload(PendingReply* pending) const;
+
+  // REQUIRES: mutex_ held.
   void StartNextWrite();
-  void EndSending();
+  void StartFinish();
+  void Break(absl::Status why);
 
-  const uint64_t boot_id_;
-  const std::chrono::milliseconds timeout_;
-  const uint64_t message_bytes_;
+  const StreamOptions options_;
+  const std::shared_ptr<grpc::Channel> channel_;
   grpc::ClientContext context_;
-  std::shared_ptr<grpc::Channel> channel_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
 
-  // Reading side.
-  grpc::ByteBuffer incoming_;
+  // Used by the polling thread alone.
   std::vector<grpc::Slice> slices_;
   std::vector<wire::Fragment> fragments_;
   std::string header_bytes_;
   v1::AttendStreamReply reply_;
   wire::PayloadRange payload_;
 
+  grpc::ByteBuffer incoming_;  // of the read under way
+  grpc::Status result_;        // of the finish under way
   std::atomic<uint64_t> next_tag_{1};
 
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
-  grpc::ByteBuffer outgoing_;
-  std::deque<grpc::ByteBuffer> queue_;
-  int32_t starting_ = 0;  // calls of Send that have not started their operations yet
-  bool writing_ = false, reading_ = false, closing_ = false, half_closed_ = false, done_ = false;
+  std::deque<grpc::ByteBuffer> unsent_;
+  int32_t waiting_ = 0;   // threads in PollUntil
+  bool polling_ = false;  // a thread polls
+  bool writing_ = false, reading_ = false;
+  bool closing_ = false, half_closed_ = false, finishing_ = false, done_ = false;
   absl::Status final_status_;
   absl::Status broken_;  // why the stream was cut by this side
   absl::flat_hash_map<uint64_t, std::shared_ptr<PendingReply>> pending_;  // by tag
+
+  std::condition_variable pump_wanted_;
+  bool pumping_ = false, stop_pump_ = false;
+  std::thread pump_;
 };
 
 }  // namespace mla::client

@@ -49,7 +49,7 @@ class Worker {
   Worker(const std::string& folder, const std::string& path) {
     channel_ = grpc::CreateChannel("unix:" + folder + "/s", grpc::InsecureChannelCredentials());
     if (path == "inline") {
-      path_ = std::make_unique<ServiceStream>(channel_, kShape, nullptr);
+      path_ = std::make_unique<ServiceStream>(channel_, kShape, kNoSpin, nullptr);
       return;
     }
     client::SharedMemoryOptions options;
@@ -60,7 +60,7 @@ class Worker {
     if (path == "ring") {
       path_ = std::make_unique<Ring>(kShape, *std::move(memory));
     } else {
-      path_ = std::make_unique<ServiceStream>(channel_, kShape, *std::move(memory));
+      path_ = std::make_unique<ServiceStream>(channel_, kShape, kNoSpin, *std::move(memory));
     }
   }
   ~Worker() { Release(); }

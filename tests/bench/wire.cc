@@ -1,14 +1,16 @@
 // What the service costs beside the kernel, by path, between two processes.
 //
-//   wire_benchmark [--json FILE] [--seconds S] [--paths A,B] [--shapes A,B]
+//   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
 //
-// S: time for one row, default 0.8, in turns with the shape's other rows. The first path is what
-// the others are compared with.
+// S: time for one row, default 0.8, in turns with the shape's other rows. U: how long both sides of
+// a gRPC path go on polling before they sleep, default 1000. The first path is what the others are
+// compared with.
 //
-// Paths: grpc_unary and grpc_stream are bare gRPC without server logic; inline is an Attend stream
-// over gRPC; shm the same with tensors in shared memory; ring_futex and ring_spin the command ring
-// with both sides sleeping or spinning. The kernel computes nothing. One request is under way at a
-// time: a decode step is 61 dependent calls.
+// Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is;
+// inline is an Attend stream over gRPC; shm the same with tensors in shared memory; NAME_sleep is
+// the same path without spinning; ring_futex and ring_spin the command ring with both sides
+// sleeping or spinning. The kernel computes nothing. One request is under way at a time: a decode
+// step is 61 dependent calls.
 //
 // p50_us and p99_us: one attend, from handing the request over to holding its reply. gbps: tensor
 // bytes of both directions over that time plus the time to write each byte once on the sending
@@ -45,6 +47,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int kTurns = 16;
+// Those that take turns, then the one that has the machine alone: a spinning ring's thread would
+// take a core from the others.
+constexpr const char* kPaths[] = {"grpc_stream",       "grpc_unary",   "inline",    "shm",
+                                  "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex"};
+constexpr char kAlone[] = "ring_spin";
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
@@ -78,8 +85,8 @@ struct Contender {
 
 class Benchmark {
  public:
-  Benchmark(const std::string& folder, Shared* shared, double seconds)
-      : folder_(folder), shared_(shared), seconds_(seconds) {
+  Benchmark(const std::string& folder, Shared* shared, double seconds, int32_t spin_us)
+      : folder_(folder), shared_(shared), seconds_(seconds), spin_us_(spin_us) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(-1);
     arguments.SetMaxSendMessageSize(-1);
@@ -128,6 +135,7 @@ class Benchmark {
  private:
   // Returns the turn's p50.
   double Turn(Contender* contender) {
+    shared_->spin_us = SpinOf(contender->row.path);
     Settle();
     const uint64_t copied = shared_->copied_bytes;
     const int64_t allocations = shared_->allocations;
@@ -147,18 +155,28 @@ class Benchmark {
   }
 
   std::unique_ptr<Path> Open(const std::string& name, const Shape& shape) {
-    if (name == "grpc_unary") return std::make_unique<BareUnary>(channel_, shape);
-    if (name == "grpc_stream") return std::make_unique<BareStream>(channel_, shape);
-    if (name == "inline") return std::make_unique<ServiceStream>(channel_, shape, nullptr);
+    const std::chrono::microseconds spin(SpinOf(name));
+    if (name == "grpc_unary") return std::make_unique<BareUnary>(channel_, shape, spin);
+    if (name.starts_with("grpc_stream")) {
+      return std::make_unique<BareStream>(channel_, shape, spin);
+    }
+    if (name.starts_with("inline")) {
+      return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr);
+    }
     client::SharedMemoryOptions options;
-    options.ring = name != "shm";
+    options.ring = name.starts_with("ring");
     options.bytes = shape.in() + shape.o() + (1 << 20);
     if (name == "ring_spin") options.spin_us = options.server_spin_us = kLongestSpinMicros;
     auto memory = SharedMemory::Connect(folder_ + "/s.shm", options);
     Check(memory.status());
-    if (name == "shm") return std::make_unique<ServiceStream>(channel_, shape, *std::move(memory));
+    if (!options.ring) {
+      return std::make_unique<ServiceStream>(channel_, shape, spin, *std::move(memory));
+    }
     return std::make_unique<Ring>(shape, *std::move(memory));
   }
+
+  // Of both sides of a gRPC path.
+  int32_t SpinOf(const std::string& path) const { return path.ends_with("_sleep") ? 0 : spin_us_; }
 
   void OpenSequences(uint32_t count) {
     const auto stub = v1::Sequences::NewStub(channel_);
@@ -230,6 +248,7 @@ class Benchmark {
   const std::string folder_;
   Shared* const shared_;
   const double seconds_;
+  const int32_t spin_us_;
   std::shared_ptr<grpc::Channel> channel_;
   std::vector<v1::SequenceInfo> sequences_;
   uint64_t step_ = 0, sum_ = 0;
@@ -253,17 +272,17 @@ void WriteJson(const std::vector<Row>& rows, const std::string& path) {
 struct Options {
   double seconds = 0.8;
   std::string json;
-  std::string paths = "grpc_stream,grpc_unary,inline,shm,ring_futex,ring_spin";
-  std::string shapes;  // empty: all
+  int32_t spin_us = 1000;
+  std::string paths, shapes;  // empty: all
 };
 
 bool Names(const std::string& list, const std::string& name) {
-  return ("," + list + ",").find("," + name + ",") != std::string::npos;
+  return list.empty() || ("," + list + ",").find("," + name + ",") != std::string::npos;
 }
 
 void Print(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
-    std::printf("%-12s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
+    std::printf("%-17s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
                 row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us,
                 row.p50_us / rows[0].p50_us, row.over_us, row.gbps, row.gbps / rows[0].gbps,
                 row.copied_bytes, row.allocations, row.token_ms);
@@ -273,22 +292,19 @@ void Print(const std::vector<Row>& rows) {
 
 void RunClient(const std::string& folder, Shared* shared, const Options& options) {
   while (shared->ready.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  std::printf("%u cores\n%-12s %-13s %10s %10s %8s %8s %8s %8s %12s %8s %9s\n",
+  std::printf("%u cores\n%-17s %-13s %10s %10s %8s %8s %8s %8s %12s %8s %9s\n",
               std::thread::hardware_concurrency(), "path", "shape", "p50 us", "p99 us", "x bare",
               "over us", "GB/s", "x bare", "copied", "allocs", "ms/token");
-  std::vector<std::string> sleeping, spinning;
-  for (const char* path :
-       {"grpc_stream", "grpc_unary", "inline", "shm", "ring_futex", "ring_spin"}) {
-    if (!Names(options.paths, path)) continue;
-    // A spinning ring's thread would take a core from the others, so it has the machine alone.
-    (std::string_view(path) == "ring_spin" ? spinning : sleeping).push_back(path);
+  std::vector<std::string> together;
+  for (const char* path : kPaths) {
+    if (Names(options.paths, path)) together.push_back(path);
   }
   std::vector<Row> all;
-  Benchmark benchmark(folder, shared, options.seconds);
+  Benchmark benchmark(folder, shared, options.seconds, options.spin_us);
   for (const Shape& shape : kShapes) {
-    if (!options.shapes.empty() && !Names(options.shapes, shape.name)) continue;
-    std::vector<Row> rows = benchmark.Measure(sleeping, shape);
-    if (!spinning.empty()) rows.push_back(benchmark.Measure(spinning, shape)[0]);
+    if (!Names(options.shapes, shape.name)) continue;
+    std::vector<Row> rows = benchmark.Measure(together, shape);
+    if (Names(options.paths, kAlone)) rows.push_back(benchmark.Measure({kAlone}, shape)[0]);
     Print(rows);
     all.insert(all.end(), rows.begin(), rows.end());
   }
@@ -331,14 +347,16 @@ int main(int argc, char** argv) {
       options.json = argv[++i];
     } else if (argument == "--seconds" && more) {
       options.seconds = std::atof(argv[++i]);
+    } else if (argument == "--spin-us" && more) {
+      options.spin_us = std::atoi(argv[++i]);
     } else if (argument == "--paths" && more) {
       options.paths = argv[++i];
     } else if (argument == "--shapes" && more) {
       options.shapes = argv[++i];
     } else {
       std::fprintf(stderr,
-                   "usage: wire_benchmark [--json FILE] [--seconds S] [--paths A,B] "
-                   "[--shapes A,B]\n");
+                   "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
+                   "[--paths A,B] [--shapes A,B]\n");
       return 2;
     }
   }

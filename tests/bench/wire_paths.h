@@ -6,15 +6,14 @@
 #define MLA_TESTS_BENCH_WIRE_PATHS_H_
 
 #include <grpcpp/channel.h>
+#include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -28,9 +27,9 @@ namespace mla::bench {
 
 using client::PendingReply;
 using client::SharedMemory;
-using BareStub = grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 constexpr auto kTimeout = std::chrono::seconds(60);
+constexpr auto kNoSpin = std::chrono::microseconds(0);
 
 struct Shape {
   const char* name;
@@ -86,23 +85,42 @@ inline void CopyTo(std::span<std::byte> out, const std::vector<grpc::Slice>& sli
   }
 }
 
+// Waits for the next event of `queue` as client::Stream does: spinning first.
+inline bool NextEvent(grpc::CompletionQueue* queue, std::chrono::microseconds spin, void** tag) {
+  bool ok = false;
+  if (spin.count() > 0) {
+    const auto end = std::chrono::steady_clock::now() + spin;
+    do {
+      const auto status = queue->AsyncNext(tag, &ok, gpr_inf_past(GPR_CLOCK_MONOTONIC));
+      if (status == grpc::CompletionQueue::GOT_EVENT) return ok;
+    } while (std::chrono::steady_clock::now() < end);
+  }
+  return queue->Next(tag, &ok) && ok;
+}
+
 // --- Bare gRPC: the message's first eight bytes say how large the reply is to be.
-class BareStream final : public Path,
-                         public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+class BareStream final : public Path {
  public:
-  BareStream(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape)
-      : in_memory_(shape.in()), out_memory_(shape.o()) {
+  BareStream(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape,
+             std::chrono::microseconds spin)
+      : spin_(spin), in_memory_(shape.in()), out_memory_(shape.o()) {
     in = in_memory_;
     out = out_memory_;
-    BareStub(channel).PrepareBidiStreamingCall(&context_, kBareStream, {}, this);
-    AddHold();
-    StartCall();
+    call_ = grpc::GenericStub(channel).PrepareCall(&context_, kBareStream, &queue_);
+    call_->StartCall(this);
+    Event();
   }
   ~BareStream() override {
-    StartWritesDone();
-    RemoveHold();
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return done_; });
+    call_->WritesDone(this);
+    Event();
+    grpc::Status status;
+    call_->Finish(&status, this);
+    Event();
+    if (!status.ok()) Die("stream: " + status.error_message());
+    queue_.Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    queue_.Next(&tag, &ok);
   }
   void Call(v1::AttendStreamRequest) override {}
   bool commits() const override { return false; }
@@ -110,58 +128,51 @@ class BareStream final : public Path,
     const uint64_t wanted = out.size();
     std::memcpy(in.data(), &wanted, sizeof(wanted));
     const grpc::Slice slice(in.data(), in.size(), grpc::Slice::STATIC_SLICE);
-    outgoing_ = grpc::ByteBuffer(&slice, 1);
-    StartWrite(&outgoing_);
-    StartRead(&incoming_);
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return answered_ && written_; });
-    answered_ = written_ = false;
-  }
-  void OnWriteDone(bool) override {
-    bool both = false;
-    {
-      const std::lock_guard lock(mutex_);
-      written_ = true;
-      both = answered_;
+    const grpc::ByteBuffer outgoing(&slice, 1);
+    call_->Write(outgoing, &outgoing_);
+    call_->Read(&incoming_, &incoming_);
+    for (int i = 0; i < 2; ++i) {
+      if (Event() == &incoming_) Received();
     }
-    if (both) changed_.notify_all();
-  }
-  void OnReadDone(bool ok) override {
-    if (!ok) return;
-    std::vector<grpc::Slice> slices;
-    if (!incoming_.Dump(&slices).ok()) Die("a reply cannot be read");
-    CopyTo(out, slices);
-    slices.clear();
-    incoming_.Clear();
-    bool both = false;
-    {
-      const std::lock_guard lock(mutex_);
-      answered_ = true;
-      both = written_;
-    }
-    if (both) changed_.notify_all();
-  }
-  void OnDone(const grpc::Status&) override {
-    const std::lock_guard lock(mutex_);
-    done_ = true;
-    changed_.notify_all();
   }
 
  private:
+  void* Event() {
+    void* tag = nullptr;
+    if (!NextEvent(&queue_, spin_, &tag)) Die("the bare stream has ended");
+    return tag;
+  }
+  void Received() {
+    slices_.clear();
+    if (!incoming_.Dump(&slices_).ok()) Die("a reply cannot be read");
+    CopyTo(out, slices_);
+    slices_.clear();
+    incoming_.Clear();
+  }
+
+  const std::chrono::microseconds spin_;
   std::vector<std::byte> in_memory_, out_memory_;
   grpc::ClientContext context_;
-  grpc::ByteBuffer incoming_, outgoing_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool answered_ = false, written_ = false, done_ = false;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+  grpc::ByteBuffer incoming_;
+  char outgoing_ = 0;  // a tag
+  std::vector<grpc::Slice> slices_;
 };
 
 class BareUnary final : public Path {
  public:
-  BareUnary(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape)
-      : stub_(channel), in_memory_(shape.in()), out_memory_(shape.o()) {
+  BareUnary(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape,
+            std::chrono::microseconds spin)
+      : spin_(spin), stub_(channel), in_memory_(shape.in()), out_memory_(shape.o()) {
     in = in_memory_;
     out = out_memory_;
+  }
+  ~BareUnary() override {
+    queue_.Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    queue_.Next(&tag, &ok);
   }
   void Call(v1::AttendStreamRequest) override {}
   bool commits() const override { return false; }
@@ -172,25 +183,21 @@ class BareUnary final : public Path {
     const grpc::ByteBuffer request(&slice, 1);
     grpc::ByteBuffer reply;
     grpc::ClientContext context;
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
+    const auto call = stub_.PrepareUnaryCall(&context, kBareUnary, request, &queue_);
+    call->StartCall();
     grpc::Status result;
-    stub_.UnaryCall(&context, kBareUnary, {}, &request, &reply, [&](grpc::Status status) {
-      const std::lock_guard lock(mutex);
-      result = std::move(status);
-      done = true;
-      changed.notify_all();
-    });
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return done; });
+    call->Finish(&reply, &result, this);
+    void* tag = nullptr;
+    NextEvent(&queue_, spin_, &tag);
     std::vector<grpc::Slice> slices;
     if (!result.ok() || !reply.Dump(&slices).ok()) Die("unary: " + result.error_message());
     CopyTo(out, slices);
   }
 
  private:
-  BareStub stub_;
+  const std::chrono::microseconds spin_;
+  grpc::CompletionQueue queue_;
+  grpc::GenericStub stub_;
   std::vector<std::byte> in_memory_, out_memory_;
 };
 
@@ -198,10 +205,10 @@ class BareUnary final : public Path {
 class ServiceStream final : public Path {
  public:
   ServiceStream(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape,
-                std::unique_ptr<SharedMemory> memory)
+                std::chrono::microseconds spin, std::unique_ptr<SharedMemory> memory)
       : shape_(shape),
         memory_(std::move(memory)),
-        stream_(channel, "", 1, kTimeout, kMessageBytes) {
+        stream_(channel, {"", 1, kMessageBytes, kTimeout, spin}) {
     if (memory_ == nullptr) {
       in_memory_.resize(shape.in());
       out_memory_.resize(shape.o());

@@ -23,6 +23,8 @@
 #include "server/metrics.h"
 #include "server/sequence_service.h"
 #include "server/shared_memory_door.h"
+#include "server/stream_call.h"
+#include "server/stream_poller.h"
 #include "tests/bench/null_backend.h"
 
 namespace mla::bench {
@@ -47,18 +49,21 @@ class TouchingBackend final : public NullBackend {
 };
 
 // Answers every message with as many bytes as its first eight say, from memory of its own.
-class BareReactor final : public grpc::ServerGenericBidiReactor {
+class BareCall final : public server::StreamHandler {
  public:
   // `reply` outlives what gRPC still has to send of it.
-  BareReactor(grpc::GenericCallbackServerContext* context, const Shared* shared,
-              std::vector<char>* reply)
-      : unary_(context->method() == kBareUnary), shared_(shared), reply_(*reply) {
-    StartRead(&incoming_);
+  BareCall(std::unique_ptr<server::StreamCall> call, const Shared* shared, std::vector<char>* reply)
+      : call_(std::move(call)),
+        unary_(call_->context().method() == kBareUnary),
+        shared_(shared),
+        reply_(*reply) {
+    call_->Serve(this);
+    call_->StartRead(&incoming_);
   }
   void OnReadDone(bool ok) override {
-    if (!ok) return Finish(grpc::Status::OK);
+    if (!ok) return call_->Finish(grpc::Status::OK);
     slices_.clear();
-    if (!incoming_.Dump(&slices_).ok()) return Finish(grpc::Status::CANCELLED);
+    if (!incoming_.Dump(&slices_).ok()) return call_->Finish(grpc::Status::CANCELLED);
     // A fragment may be as short as gRPC likes.
     uint64_t wanted = 0;
     size_t known = 0;
@@ -73,40 +78,30 @@ class BareReactor final : public grpc::ServerGenericBidiReactor {
       std::memset(reply_.data(), 1, wanted);
     }
     const grpc::Slice slice(reply_.data(), wanted, grpc::Slice::STATIC_SLICE);
-    outgoing_ = grpc::ByteBuffer(&slice, 1);
+    const grpc::ByteBuffer outgoing(&slice, 1);
     if (unary_) {
-      StartWriteAndFinish(&outgoing_, {}, grpc::Status::OK);
+      call_->WriteAndFinish(outgoing, grpc::Status::OK);
     } else {
-      StartWrite(&outgoing_);
+      call_->StartWrite(outgoing);
     }
   }
   void OnWriteDone(bool ok) override {
     slices_.clear();
     incoming_.Clear();
-    if (ok) StartRead(&incoming_);
+    if (!ok) return call_->Finish(grpc::Status::CANCELLED);
+    call_->StartRead(&incoming_);
   }
+  void OnCancel() override {}
   void OnDone() override { delete this; }
 
  private:
+  const std::unique_ptr<server::StreamCall> call_;
   const bool unary_;
   const Shared* const shared_;
-  grpc::ByteBuffer incoming_, outgoing_;
+  grpc::ByteBuffer incoming_;
   std::vector<grpc::Slice> slices_;
   std::vector<char>& reply_;
   uint64_t sum_ = 0;
-};
-
-class BareService final : public grpc::CallbackGenericService {
- public:
-  explicit BareService(const Shared* shared) : shared_(shared) {}
-  grpc::ServerGenericBidiReactor* CreateReactor(
-      grpc::GenericCallbackServerContext* context) override {
-    return new BareReactor(context, shared_, &reply_);
-  }
-
- private:
-  const Shared* const shared_;
-  std::vector<char> reply_ = std::vector<char>(kMessageBytes);  // one request at a time
 };
 
 [[noreturn]] void Die(const absl::Status& status) {
@@ -188,7 +183,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   admin_options.config = config;
   admin_options.shared_memory = true;
   server::AdminService admin(rpc, std::move(admin_options));
-  BareService bare(shared);
+  grpc::AsyncGenericService bare;
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(-1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
@@ -196,8 +191,21 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   builder.RegisterService(&attention);
   builder.RegisterService(&sequences);
   builder.RegisterService(&admin);
-  builder.RegisterCallbackGenericService(&bare);
+  builder.RegisterAsyncGenericService(&bare);
+  server::StreamPoller poller(&builder, {config.wire.poll_threads, 0});
   const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
+  std::vector<char> bare_reply(kMessageBytes);  // one request at a time
+  server::StreamAcceptor bare_calls(
+      &poller,
+      [&](server::StreamCall* call, server::StreamPoller*, void* tag) {
+        bare.RequestCall(&call->context(), &call->stream(), poller.queue(), poller.queue(), tag);
+      },
+      [&](std::unique_ptr<server::StreamCall> call) {
+        new BareCall(std::move(call), shared, &bare_reply);
+      });
+  bare_calls.Start();
+  attention.Serve(&poller);
+  poller.Start();
   server::SharedMemoryDoorOptions door;
   door.engine = engine->get();
   door.regions = &regions;
@@ -211,12 +219,14 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   shared->ready = 1;
   while (shared->stop.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    poller.set_spin_us(shared->spin_us.load());
     shared->copied_bytes = metrics.wire().copied_bytes.load();
     shared->allocations = kernels::testing::Allocations();
   }
   opened->reset();
   grpc_server->Shutdown(std::chrono::system_clock::now());
   attention.Stop();
+  poller.Stop();
 }
 
 }  // namespace mla::bench

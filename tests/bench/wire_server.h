@@ -18,10 +18,12 @@ inline constexpr uint32_t kLongestSpinMicros = 1'000'000;
 inline constexpr char kBareStream[] = "/bench.Bare/Stream";
 inline constexpr char kBareUnary[] = "/bench.Bare/Unary";
 
-// Lies in memory that both processes share; written by the server, except `touch` and `stop`.
+// Lies in memory that both processes share; written by the server, except `stop`,
+// `spin_us` and `touch`.
 struct Shared {
   std::atomic<int32_t> ready{0};
   std::atomic<int32_t> stop{0};
+  std::atomic<int32_t> spin_us{0};  // of the thread that polls for the streams
   // 1: whoever receives tensor bytes reads each once, whoever sends them writes each once.
   std::atomic<int32_t> touch{0};
   std::atomic<uint64_t> copied_bytes{0};
