@@ -55,6 +55,7 @@ void AttentionService::Serve(StreamPoller* poller) {
 }
 
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
+  call->poller().HandOver();  // opening a stream waits for a running launch
   scheduler::Fault fault;
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
   const absl::StatusOr<Identity> identity = Identify(call->context(), names);

@@ -59,7 +59,6 @@ void StreamAcceptor::Happened(bool ok) {
   std::unique_ptr<StreamCall> call = std::move(next_);
   if (!ok) return;  // the server is shut down
   Start();
-  poller_->HandOver();
   accept_(std::move(call));
 }
 

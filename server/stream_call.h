@@ -82,8 +82,8 @@ class StreamAcceptor final : private StreamEvent {
   using Ask = std::function<void(StreamCall* call, StreamPoller* poller, void* tag)>;
   using Accept = std::function<void(std::unique_ptr<StreamCall> call)>;
 
-  // `poller` outlives it. Accept is called from its threads, has handed its duty over, and must
-  // lead to Serve and, at last, Finish.
+  // `poller` outlives it. Accept is called from its threads and must lead to Serve and, at last,
+  // Finish.
   StreamAcceptor(StreamPoller* poller, Ask ask, Accept accept);
   // REQUIRES: the server was started.
   void Start();

@@ -21,7 +21,7 @@ constexpr auto kPumpDelay = std::chrono::microseconds(500);
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
 
 // What operations are tagged with: there is one of each kind at most.
-enum Operation : uintptr_t { kStarted = 1, kRead, kWritten, kHalfClosed, kFinished };
+enum Operation : uintptr_t { kRead = 1, kWritten, kHalfClosed, kFinished };
 void* TagOf(Operation operation) { return reinterpret_cast<void*>(operation); }
 
 grpc::Slice ViewOf(std::span<const std::byte> bytes) {
@@ -43,7 +43,9 @@ Stream::Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& opti
     : options_(options), channel_(std::move(channel)) {
   if (!options_.tenant.empty()) context_.AddMetadata("mla-tenant", options_.tenant);
   call_ = grpc::GenericStub(channel_).PrepareCall(&context_, kMethod, &queue_);
-  call_->StartCall(TagOf(kStarted));
+  // Counts as a write: gRPC starts the call with the same operation.
+  writing_ = true;
+  call_->StartCall(TagOf(kWritten));
 }
 
 Stream::~Stream() {
@@ -95,8 +97,7 @@ bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
     case kFinished:
       OnFinished();
       break;
-    case kStarted:     // a call that could not start says so by its reads
-    case kHalfClosed:  // nothing follows
+    case kHalfClosed:
       break;
   }
   return true;
