@@ -34,6 +34,16 @@ struct SharedRegion::Account {
 absl::Status SharedRegion::Map(size_t bytes) {
   descriptor_ = memfd_create("mla-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor_ < 0) return OutOfMemory("cannot create", bytes, errno);
+  if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) {
+    return OutOfMemory("cannot size", bytes, errno);
+  }
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
+  bytes_ = {static_cast<std::byte*>(at), bytes};
+  // Huge pages where the system gives them to whoever asks; they are chosen at the first touch,
+  // through a mapping that has asked. Kernels that know neither leave it to the next call.
+  madvise(at, bytes, MADV_HUGEPAGE);
+  madvise(at, bytes, MADV_POPULATE_WRITE);
   // Taken now: memory that is missing must refuse the region, not kill whoever touches it later.
   if (const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes)); error != 0) {
     return OutOfMemory("cannot take", bytes, error);
@@ -41,10 +51,6 @@ absl::Status SharedRegion::Map(size_t bytes) {
   if (fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return OutOfMemory("cannot seal", bytes, errno);
   }
-  void* const at =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_, 0);
-  if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
-  bytes_ = {static_cast<std::byte*>(at), bytes};
   registered_ = hooks_.on_mapped && hooks_.on_mapped(bytes_).ok();
   return absl::OkStatus();
 }

@@ -174,10 +174,11 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   if (writing_ && !polling_) {
     // Most often the write is over and only nobody has looked.
     polling_ = true;
-    lock.unlock();
-    while (PollOnce(Clock::time_point(), false)) {
+    for (bool more = true; more && writing_;) {
+      lock.unlock();
+      more = PollOnce(Clock::time_point(), false);
+      lock.lock();
     }
-    lock.lock();
     polling_ = false;
     changed_.notify_all();
   }

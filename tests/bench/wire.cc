@@ -85,8 +85,13 @@ struct Contender {
 
 class Benchmark {
  public:
-  Benchmark(const std::string& folder, Shared* shared, double seconds, int32_t spin_us)
-      : folder_(folder), shared_(shared), seconds_(seconds), spin_us_(spin_us) {
+  Benchmark(const std::string& folder, Shared* shared, double seconds, int32_t spin_us,
+            uint64_t piece_bytes)
+      : folder_(folder),
+        shared_(shared),
+        seconds_(seconds),
+        spin_us_(spin_us),
+        piece_bytes_(piece_bytes) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(-1);
     arguments.SetMaxSendMessageSize(-1);
@@ -161,7 +166,7 @@ class Benchmark {
       return std::make_unique<BareStream>(channel_, shape, spin);
     }
     if (name.starts_with("inline")) {
-      return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr);
+      return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, piece_bytes_);
     }
     client::SharedMemoryOptions options;
     options.ring = name.starts_with("ring");
@@ -249,6 +254,7 @@ class Benchmark {
   Shared* const shared_;
   const double seconds_;
   const int32_t spin_us_;
+  const uint64_t piece_bytes_;  // of a request of the inline path at most
   std::shared_ptr<grpc::Channel> channel_;
   std::vector<v1::SequenceInfo> sequences_;
   uint64_t step_ = 0, sum_ = 0;
@@ -273,6 +279,7 @@ struct Options {
   double seconds = 0.8;
   std::string json;
   int32_t spin_us = 1000;
+  uint64_t piece_bytes = kMessageBytes;
   std::string paths, shapes;  // empty: all
 };
 
@@ -300,7 +307,7 @@ void RunClient(const std::string& folder, Shared* shared, const Options& options
     if (Names(options.paths, path)) together.push_back(path);
   }
   std::vector<Row> all;
-  Benchmark benchmark(folder, shared, options.seconds, options.spin_us);
+  Benchmark benchmark(folder, shared, options.seconds, options.spin_us, options.piece_bytes);
   for (const Shape& shape : kShapes) {
     if (!Names(options.shapes, shape.name)) continue;
     std::vector<Row> rows = benchmark.Measure(together, shape);
@@ -349,6 +356,8 @@ int main(int argc, char** argv) {
       options.seconds = std::atof(argv[++i]);
     } else if (argument == "--spin-us" && more) {
       options.spin_us = std::atoi(argv[++i]);
+    } else if (argument == "--piece-bytes" && more) {
+      options.piece_bytes = std::strtoull(argv[++i], nullptr, 10);
     } else if (argument == "--paths" && more) {
       options.paths = argv[++i];
     } else if (argument == "--shapes" && more) {

@@ -9,6 +9,7 @@
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -205,8 +206,11 @@ class BareUnary final : public Path {
 class ServiceStream final : public Path {
  public:
   ServiceStream(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape,
-                std::chrono::microseconds spin, std::unique_ptr<SharedMemory> memory)
+                std::chrono::microseconds spin, std::unique_ptr<SharedMemory> memory,
+                uint64_t piece_bytes = kMessageBytes)
       : shape_(shape),
+        piece_rows_(
+            static_cast<uint32_t>(std::max<uint64_t>(1, piece_bytes / (shape.in() / shape.batch)))),
         memory_(std::move(memory)),
         stream_(channel, {"", 1, kMessageBytes, kTimeout, spin}) {
     if (memory_ == nullptr) {
@@ -224,6 +228,7 @@ class ServiceStream final : public Path {
     Check(stream_.Call(&request, &result));
   }
   void Attend(uint64_t step, uint32_t layer) override {
+    if (memory_ == nullptr && piece_rows_ < shape_.batch) return AttendInPieces(step, layer);
     v1::AttendStreamRequest request = AttendOf(shape_, step, layer);
     const auto pending = std::make_shared<PendingReply>();
     if (memory_ != nullptr) {
@@ -242,7 +247,26 @@ class ServiceStream final : public Path {
   }
 
  private:
+  // As a session cuts a call whose tensors exceed a message.
+  void AttendInPieces(uint64_t step, uint32_t layer) {
+    const uint64_t kv = shape_.kv() / shape_.batch, q = shape_.q() / shape_.batch;
+    const uint64_t o = shape_.o() / shape_.batch;
+    std::vector<std::shared_ptr<PendingReply>> pieces;
+    for (uint32_t row = 0; row < shape_.batch; row += piece_rows_) {
+      const uint32_t rows = std::min(piece_rows_, shape_.batch - row);
+      v1::AttendStreamRequest request = AttendOf(shape_, step, layer);
+      request.mutable_attend()->set_row_begin(row);
+      request.mutable_attend()->set_row_count(rows);
+      pieces.push_back(std::make_shared<PendingReply>());
+      pieces.back()->o = out.subspan(row * o, rows * o);
+      stream_.Send(&request, in.subspan(row * kv, rows * kv),
+                   in.subspan(shape_.kv() + row * q, rows * q), pieces.back());
+    }
+    for (const auto& piece : pieces) Check(stream_.Wait(piece.get()));
+  }
+
   const Shape shape_;
+  const uint32_t piece_rows_;  // of a request at most
   const std::unique_ptr<SharedMemory> memory_;
   client::Stream stream_;
   std::vector<std::byte> in_memory_, out_memory_;
