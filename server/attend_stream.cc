@@ -16,8 +16,9 @@ namespace {
 constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
-// From this size on copying a message takes long enough for another thread to poll meanwhile.
-constexpr size_t kLongMessage = size_t{256} << 10;
+// From this size on a message is likely to be one of several, and the next may arrive while another
+// thread copies this one. Smaller ones stay where caches know their memory.
+constexpr size_t kLongMessage = size_t{2} << 20;
 
 size_t AlignUp(size_t bytes) {
   return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;

@@ -1,10 +1,12 @@
 // What the service costs beside the kernel, by path, between two processes.
 //
 //   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
+//                  [--piece-bytes B] [--poll-threads N]
 //
 // S: time for one row, default 0.8, in turns with the shape's other rows. U: how long both sides of
 // a gRPC path go on polling before they sleep, default 1000. The first path is what the others are
-// compared with.
+// compared with. B: tensor bytes of one request of the inline path, which cuts by rows as a session
+// does; a bare message is always whole. N: threads that serve the server's streams.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is;
 // inline is an Attend stream over gRPC; shm the same with tensors in shared memory; NAME_sleep is
@@ -279,8 +281,9 @@ struct Options {
   double seconds = 0.8;
   std::string json;
   int32_t spin_us = 1000;
-  uint64_t piece_bytes = kMessageBytes;
-  std::string paths, shapes;  // empty: all
+  int32_t poll_threads = 4;
+  uint64_t piece_bytes = (4 << 20) - 1024;  // what a session sends to a server as it comes
+  std::string paths, shapes;                // empty: all
 };
 
 bool Names(const std::string& list, const std::string& name) {
@@ -322,6 +325,7 @@ int Main(const Options& options) {
   wire::KeepMessageMemory();  // in both processes and for every path
   void* const page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* const shared = new (page) Shared;
+  shared->poll_threads = options.poll_threads;
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
   // Before either side has a thread.
@@ -356,6 +360,8 @@ int main(int argc, char** argv) {
       options.seconds = std::atof(argv[++i]);
     } else if (argument == "--spin-us" && more) {
       options.spin_us = std::atoi(argv[++i]);
+    } else if (argument == "--poll-threads" && more) {
+      options.poll_threads = std::atoi(argv[++i]);
     } else if (argument == "--piece-bytes" && more) {
       options.piece_bytes = std::strtoull(argv[++i], nullptr, 10);
     } else if (argument == "--paths" && more) {
@@ -365,7 +371,7 @@ int main(int argc, char** argv) {
     } else {
       std::fprintf(stderr,
                    "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
-                   "[--paths A,B] [--shapes A,B]\n");
+                   "[--paths A,B] [--shapes A,B] [--piece-bytes B] [--poll-threads N]\n");
       return 2;
     }
   }

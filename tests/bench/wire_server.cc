@@ -199,7 +199,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   builder.RegisterService(&sequences);
   builder.RegisterService(&admin);
   builder.RegisterAsyncGenericService(&bare);
-  server::StreamPoller poller(&builder, {config.wire.poll_threads, 0});
+  server::StreamPoller poller(&builder, {shared->poll_threads, 0});
   const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
   std::vector<char> bare_reply(kMessageBytes);  // one request at a time
   server::StreamAcceptor bare_calls(

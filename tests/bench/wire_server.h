@@ -24,6 +24,7 @@ struct Shared {
   std::atomic<int32_t> ready{0};
   std::atomic<int32_t> stop{0};
   std::atomic<int32_t> spin_us{0};  // of the thread that polls for the streams
+  int32_t poll_threads = 4;         // before Serve
   // 1: whoever receives tensor bytes reads each once, whoever sends them writes each once.
   std::atomic<int32_t> touch{0};
   std::atomic<uint64_t> copied_bytes{0};
