@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -104,6 +106,31 @@ class BareCall final : public server::StreamHandler {
   uint64_t sum_ = 0;
 };
 
+// The methods without any logic.
+class BareService final {
+ public:
+  explicit BareService(const Shared* shared) : shared_(shared) {}
+  grpc::AsyncGenericService* service() { return &service_; }
+  void Serve(server::StreamPoller* poller) {
+    calls_.emplace(
+        poller,
+        [this](server::StreamCall* call, server::StreamPoller* its_poller, void* tag) {
+          service_.RequestCall(&call->context(), &call->stream(), its_poller->queue(),
+                               its_poller->queue(), tag);
+        },
+        [this](std::unique_ptr<server::StreamCall> call) {
+          new BareCall(std::move(call), shared_, &reply_);
+        });
+    calls_->Start();
+  }
+
+ private:
+  const Shared* const shared_;
+  grpc::AsyncGenericService service_;
+  std::vector<char> reply_ = std::vector<char>(kMessageBytes);  // one request at a time
+  std::optional<server::StreamAcceptor> calls_;
+};
+
 [[noreturn]] void Die(const absl::Status& status) {
   std::fprintf(stderr, "wire_benchmark server: %s\n", status.ToString().c_str());
   std::abort();
@@ -190,7 +217,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   admin_options.config = config;
   admin_options.shared_memory = true;
   server::AdminService admin(rpc, std::move(admin_options));
-  grpc::AsyncGenericService bare;
+  BareService bare(shared);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(-1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
@@ -198,19 +225,10 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   builder.RegisterService(&attention);
   builder.RegisterService(&sequences);
   builder.RegisterService(&admin);
-  builder.RegisterAsyncGenericService(&bare);
+  builder.RegisterAsyncGenericService(bare.service());
   server::StreamPoller poller(&builder, {shared->poll_threads, 0});
   const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
-  std::vector<char> bare_reply(kMessageBytes);  // one request at a time
-  server::StreamAcceptor bare_calls(
-      &poller,
-      [&](server::StreamCall* call, server::StreamPoller*, void* tag) {
-        bare.RequestCall(&call->context(), &call->stream(), poller.queue(), poller.queue(), tag);
-      },
-      [&](std::unique_ptr<server::StreamCall> call) {
-        new BareCall(std::move(call), shared, &bare_reply);
-      });
-  bare_calls.Start();
+  bare.Serve(&poller);
   attention.Serve(&poller);
   poller.Start();
   server::SharedMemoryDoorOptions door;
