@@ -1,12 +1,13 @@
 // What the service costs beside the kernel, by path, between two processes.
 //
 //   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
-//                  [--piece-bytes B] [--poll-threads N]
+//                  [--turns T] [--piece-bytes B] [--poll-threads N]
 //
-// S: time for one row, default 0.8, in turns with the shape's other rows. U: how long both sides of
-// a gRPC path go on polling before they sleep, default 1000. The first path is what the others are
-// compared with. B: tensor bytes of one request of the inline path, which cuts by rows as a session
-// does; a bare message is always whole. N: threads that serve the server's streams.
+// S: time for one row, default 0.8, in T turns (default 16) with the shape's other rows, a whole
+// step each at least. U: how long both sides of a gRPC path go on polling before they sleep,
+// default 1000. B: tensor bytes of one request of the inline path, which cuts by rows as a session
+// does; a bare message is always whole. N: threads that serve the server's streams. The first path
+// is what the others are compared with.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is;
 // inline is an Attend stream over gRPC; shm the same with tensors in shared memory; NAME_sleep is
@@ -48,7 +49,6 @@ namespace mla::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kTurns = 16;
 // Those that take turns, then the one that has the machine alone: a spinning ring's thread would
 // take a core from the others.
 constexpr const char* kPaths[] = {"grpc_stream",       "grpc_unary",   "inline",    "shm",
@@ -58,6 +58,16 @@ constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
     {"ABSORBED-32", v1::PROFILE_ABSORBED, 32},   {"ABSORBED-128", v1::PROFILE_ABSORBED, 128},
+};
+
+struct Options {
+  double seconds = 0.8;
+  int32_t turns = 16;
+  std::string json;
+  int32_t spin_us = 1000;
+  int32_t poll_threads = 4;
+  uint64_t piece_bytes = (4 << 20) - 1024;  // what a session sends to a server as it comes
+  std::string paths, shapes;                // empty: all
 };
 
 // --------------------------------------------------------------------------------- Measurement
@@ -87,13 +97,8 @@ struct Contender {
 
 class Benchmark {
  public:
-  Benchmark(const std::string& folder, Shared* shared, double seconds, int32_t spin_us,
-            uint64_t piece_bytes)
-      : folder_(folder),
-        shared_(shared),
-        seconds_(seconds),
-        spin_us_(spin_us),
-        piece_bytes_(piece_bytes) {
+  Benchmark(const std::string& folder, Shared* shared, const Options& options)
+      : folder_(folder), shared_(shared), options_(options) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(-1);
     arguments.SetMaxSendMessageSize(-1);
@@ -110,9 +115,9 @@ class Benchmark {
       contenders[i].row = {paths[i], shape.name};
       contenders[i].path = Open(paths[i], shape);
       Contender warm;
-      Steps(*contenders[i].path, 0.1 * seconds_, &warm.micros, &warm.step_millis);
+      Steps(*contenders[i].path, 0.1 * options_.seconds, &warm.micros, &warm.step_millis);
     }
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int turn = 0; turn < options_.turns; ++turn) {
       double first = 0;
       for (Contender& contender : contenders) {
         const double p50 = Turn(&contender);
@@ -147,7 +152,7 @@ class Benchmark {
     const uint64_t copied = shared_->copied_bytes;
     const int64_t allocations = shared_->allocations;
     std::vector<double> micros;
-    Steps(*contender->path, seconds_ / kTurns, &micros, &contender->step_millis);
+    Steps(*contender->path, options_.seconds / options_.turns, &micros, &contender->step_millis);
     contender->micros.insert(contender->micros.end(), micros.begin(), micros.end());
     Settle();
     contender->copied_bytes += shared_->copied_bytes - copied;
@@ -155,7 +160,8 @@ class Benchmark {
     shared_->touch = 1;
     touch_ = true;
     std::vector<double> ignored;
-    Steps(*contender->path, 0.5 * seconds_ / kTurns, &contender->touched_micros, &ignored);
+    Steps(*contender->path, 0.5 * options_.seconds / options_.turns, &contender->touched_micros,
+          &ignored);
     touch_ = false;
     shared_->touch = 0;
     return Quantile(micros, 0.5);
@@ -168,7 +174,7 @@ class Benchmark {
       return std::make_unique<BareStream>(channel_, shape, spin);
     }
     if (name.starts_with("inline")) {
-      return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, piece_bytes_);
+      return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, options_.piece_bytes);
     }
     client::SharedMemoryOptions options;
     options.ring = name.starts_with("ring");
@@ -183,7 +189,9 @@ class Benchmark {
   }
 
   // Of both sides of a gRPC path.
-  int32_t SpinOf(const std::string& path) const { return path.ends_with("_sleep") ? 0 : spin_us_; }
+  int32_t SpinOf(const std::string& path) const {
+    return path.ends_with("_sleep") ? 0 : options_.spin_us;
+  }
 
   void OpenSequences(uint32_t count) {
     const auto stub = v1::Sequences::NewStub(channel_);
@@ -254,9 +262,7 @@ class Benchmark {
 
   const std::string folder_;
   Shared* const shared_;
-  const double seconds_;
-  const int32_t spin_us_;
-  const uint64_t piece_bytes_;  // of a request of the inline path at most
+  const Options options_;
   std::shared_ptr<grpc::Channel> channel_;
   std::vector<v1::SequenceInfo> sequences_;
   uint64_t step_ = 0, sum_ = 0;
@@ -276,15 +282,6 @@ void WriteJson(const std::vector<Row>& rows, const std::string& path) {
   }
   file << "]\n";
 }
-
-struct Options {
-  double seconds = 0.8;
-  std::string json;
-  int32_t spin_us = 1000;
-  int32_t poll_threads = 4;
-  uint64_t piece_bytes = (4 << 20) - 1024;  // what a session sends to a server as it comes
-  std::string paths, shapes;                // empty: all
-};
 
 bool Names(const std::string& list, const std::string& name) {
   return list.empty() || ("," + list + ",").find("," + name + ",") != std::string::npos;
@@ -310,7 +307,7 @@ void RunClient(const std::string& folder, Shared* shared, const Options& options
     if (Names(options.paths, path)) together.push_back(path);
   }
   std::vector<Row> all;
-  Benchmark benchmark(folder, shared, options.seconds, options.spin_us, options.piece_bytes);
+  Benchmark benchmark(folder, shared, options);
   for (const Shape& shape : kShapes) {
     if (!Names(options.shapes, shape.name)) continue;
     std::vector<Row> rows = benchmark.Measure(together, shape);
@@ -360,6 +357,8 @@ int main(int argc, char** argv) {
       options.seconds = std::atof(argv[++i]);
     } else if (argument == "--spin-us" && more) {
       options.spin_us = std::atoi(argv[++i]);
+    } else if (argument == "--turns" && more) {
+      options.turns = std::max(std::atoi(argv[++i]), 1);
     } else if (argument == "--poll-threads" && more) {
       options.poll_threads = std::atoi(argv[++i]);
     } else if (argument == "--piece-bytes" && more) {
@@ -369,9 +368,10 @@ int main(int argc, char** argv) {
     } else if (argument == "--shapes" && more) {
       options.shapes = argv[++i];
     } else {
-      std::fprintf(stderr,
-                   "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
-                   "[--paths A,B] [--shapes A,B] [--piece-bytes B] [--poll-threads N]\n");
+      std::fprintf(
+          stderr,
+          "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
+          "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N]\n");
       return 2;
     }
   }
