@@ -3,7 +3,11 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <chrono>
 #include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
@@ -104,6 +108,54 @@ TEST(ProcessTest, Mlactl) {
   EXPECT_EQ(process.Health(), 4);
   EXPECT_EQ(Shell(process.Mlactl("drain --exit")).code, 0);
   EXPECT_EQ(process.Wait(), 0);
+}
+
+// As the server counts them: asking it from this process would let gRPC work for the session, too.
+int64_t CopiedBytes(const ServerProcess& process) {
+  const std::string stats = Shell(process.Mlactl("status --json")).output;
+  const auto document = nlohmann::json::parse(stats, nullptr, false);
+  if (document.is_discarded() || !document.contains("copied_bytes")) return 0;
+  const auto& value = document["copied_bytes"];
+  return value.is_string() ? std::stoll(value.get<std::string>()) : value.get<int64_t>();
+}
+
+// Requests that no socket holds arrive although their sender does not wait for the replies yet.
+TEST(ProcessTest, RequestsTravelBeforeAnybodyWaits) {
+  ServerProcess process({});
+  client::ClientOptions options;
+  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.renew_leases = false;
+  auto client = client::Client::Connect(process.target(), options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  Worker worker(client->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  constexpr uint32_t kRows = 1024;
+  const auto heads = static_cast<size_t>(worker.dims().heads);
+  const auto kv = RandomBf16(kRows * static_cast<size_t>(worker.dims().row()), &worker.random());
+  const auto q = RandomBf16(kv.size() * heads, &worker.random());
+  std::vector<uint16_t> o(2 * kRows * heads * static_cast<size_t>(worker.dims().lora));
+  auto step = worker.session().Begin("m", {{&track.sequence, kRows}});
+  ASSERT_TRUE(step.ok()) << step.status();
+  std::vector<client::PendingAttend> pending;
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    client::AttendCall call;
+    call.layer = layer;
+    call.row_count = kRows;
+    call.num_heads = static_cast<uint32_t>(heads);
+    call.profile = v1::PROFILE_ABSORBED;
+    call.kv = kv.data();
+    call.q = q.data();
+    call.o = o.data() + layer * o.size() / 2;
+    pending.push_back((*step)->AttendAsync(call));
+  }
+  const auto all = static_cast<int64_t>(2 * 2 * (kv.size() + q.size()));
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (CopiedBytes(process) < all && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  EXPECT_EQ(CopiedBytes(process), all);
+  for (client::PendingAttend& one : pending) EXPECT_TRUE(one.Wait().ok());
+  EXPECT_TRUE((*step)->End().ok());
 }
 
 }  // namespace
