@@ -8,6 +8,8 @@
 namespace mla::mlactl {
 namespace {
 
+constexpr int kMostDepth = 8;
+
 absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
 
 std::string Shown(const nlohmann::json& value) {
@@ -17,8 +19,20 @@ std::string Shown(const nlohmann::json& value) {
 
 }  // namespace
 
-RecordFields::RecordFields(const std::string& text)
-    : RecordFields(nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false)) {}
+// The library copies and prints values by recursion, so a file must not choose how deep.
+RecordFields::RecordFields(const std::string& text) {
+  bool too_deep = false;
+  const auto visit = [&too_deep](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {
+    too_deep = too_deep || depth > kMostDepth;
+    return !too_deep;
+  };
+  object_ = nlohmann::json::parse(text, visit, /*allow_exceptions=*/false);
+  if (too_deep) {
+    status_ = absl::DataLossError(absl::StrCat("nested deeper than ", kMostDepth));
+  } else if (!object_.is_object()) {
+    status_ = absl::DataLossError("not a JSON object");
+  }
+}
 
 RecordFields::RecordFields(nlohmann::json object) : object_(std::move(object)) {
   if (!object_.is_object()) status_ = absl::DataLossError("not a JSON object");

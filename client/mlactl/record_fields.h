@@ -1,5 +1,6 @@
 // Keys of one JSON object, read with their bounds. The first fault is kept and the rest reads as
-// zero, so that a reader asks for all it wants and looks at the status once. Threading: none.
+// zero, so that a reader asks for all it wants and looks at the status once. Values nested deeper
+// than 8 are refused. Threading: none.
 #ifndef MLA_CLIENT_MLACTL_RECORD_FIELDS_H_
 #define MLA_CLIENT_MLACTL_RECORD_FIELDS_H_
 

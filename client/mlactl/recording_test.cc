@@ -175,6 +175,25 @@ TEST(RecordingTest, ChangedBytesDoNoHarm) {
   EXPECT_GT(refused, 300);
 }
 
+// A value far deeper than any stack, at every place where a value may stand.
+TEST(RecordingTest, DeepNestingIsRefused) {
+  const std::string deep(1 << 17, '[');
+  const std::string closed = deep.substr(0, 60'000) + std::string(60'000, ']');
+  const std::string header = std::string(kHeader) + "\n";
+  for (const std::string& value : {deep, closed}) {
+    EXPECT_THAT(ReadAll("{\"format\":" + value + "}\n").ToString(), HasSubstr("nested deeper"));
+    EXPECT_THAT(ReadAll("{\"models\":[" + value + "]}\n").ToString(), HasSubstr("nested deeper"));
+    for (const char* start :
+         {"{\"kind\":", "{\"kind\":\"done\",\"later\":", "[", "{\"kind\":[{\"a\":"}) {
+      EXPECT_THAT(ReadAll(header + RecordBytes(start + value + "}")).ToString(),
+                  HasSubstr("nested deeper"));
+    }
+  }
+  // An unknown key of a modest depth is left alone, as every unknown key.
+  EXPECT_EQ(ReadAll(header + RecordBytes(R"({"kind":"done","later":[[[[[[{}]]]]]]})")),
+            absl::OkStatus());
+}
+
 struct Fault {
   std::string from, to, message;
 };
