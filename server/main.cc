@@ -12,6 +12,7 @@
 
 #include "proto/transport.h"
 #include "server/config.h"
+#include "server/library_logs.h"
 #include "server/logging.h"
 #include "server/server.h"
 #include "server/version.h"
@@ -55,6 +56,7 @@ int main(int argc, char** argv) {
   if (printed || loaded.command.check_config) return 0;
   mla::wire::KeepMessageMemory();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
+  server::CaptureLibraryLogs();
 
   // Every thread inherits the mask, so the signals wait for sigwait below.
   sigset_t signals;

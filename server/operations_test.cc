@@ -1,6 +1,7 @@
 // The small parts behind the operations port and the life cycle: metrics, HTTP, state, watchdog,
 // memory check, log lines, status conversion.
 #include <gmock/gmock.h>
+#include <grpc/support/log.h>
 #include <gtest/gtest.h>
 
 #include <ctime>
@@ -12,7 +13,9 @@
 #include <sstream>
 #include <thread>
 
+#include "mla/v1/sequence.pb.h"
 #include "server/grpc_status.h"
+#include "server/library_logs.h"
 #include "server/logging.h"
 #include "server/memory_check.h"
 #include "server/metrics.h"
@@ -295,6 +298,32 @@ TEST(LoggingTest, OneEventIsOneLine) {
   EXPECT_EQ(parsed["level"], "error");
   EXPECT_EQ(parsed["odd"], fields[1].second);
   EXPECT_FALSE(FormatLine(true, LogLevel::kInfo, "x", {{"bad", "\xff\xfe"}}).empty());
+}
+
+// A client decides how often the libraries complain, but not how much is written, nor in what form.
+TEST(LibraryLogsTest, LinesBecomeFewEvents) {
+  ConfigureLogging("json", "info");
+  gpr_set_log_verbosity(GPR_LOG_SEVERITY_ERROR);  // otherwise set when gRPC starts
+  CaptureLibraryLogs();
+  const auto start = std::chrono::steady_clock::now();
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 1000; ++i) gpr_log(GPR_ERROR, "handshake\nfailed: %d", i);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1050));
+  EXPECT_FALSE(v1::OpenRequest().ParseFromString("\x0a\x01\xff"));  // a name that is no UTF-8
+  std::istringstream written(::testing::internal::GetCapturedStderr());
+  ConfigureLogging("text", "info");
+  const auto seconds = std::chrono::steady_clock::now() - start;
+  std::vector<nlohmann::json> events;
+  for (std::string line; std::getline(written, line);) {
+    events.push_back(nlohmann::json::parse(line));
+    EXPECT_EQ(events.back()["event"], "library");
+  }
+  ASSERT_GE(events.size(), 2u);
+  EXPECT_LE(events.size(), 2u + static_cast<size_t>(seconds / std::chrono::seconds(1)));
+  EXPECT_EQ(events.front()["library"], "grpc");
+  EXPECT_EQ(events.front()["message"], "handshake\nfailed: 0");
+  EXPECT_EQ(events.back()["library"], "protobuf");
+  EXPECT_TRUE(events.back().contains("suppressed"));
 }
 
 TEST(GrpcStatusTest, EveryCodeKeepsItsNumberAndName) {
