@@ -178,6 +178,8 @@ struct Client::Impl {
                             info.limits().shm_region_bytes());
     wanted.spin_us = options.spin_us;
     wanted.server_spin_us = options.spin_us;
+    wanted.greet_timeout_ms =
+        static_cast<int32_t>(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
     auto memory = SharedMemory::Connect(door, wanted);
     while (options.shared_bytes == 0 && absl::IsResourceExhausted(memory.status()) &&
            wanted.bytes / 2 >= kLeastSharedBytes) {

@@ -40,7 +40,7 @@ struct ClientOptions {
   // PEM files; all three or none. With them the target must match the server's certificate.
   std::string tls_ca, tls_cert, tls_key;
   std::string tls_server_name;         // expected instead of the target's host, if not empty
-  int64_t call_timeout_ms = 10000;     // of each unary call
+  int64_t call_timeout_ms = 10000;     // of each unary call, and of asking for shared memory
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default
   bool renew_leases = true;

@@ -17,7 +17,6 @@
 namespace mla::client {
 namespace {
 
-constexpr int kGreetMillis = 5000;
 // A sleeper looks at the connection at least this often.
 constexpr int64_t kLongestSleepNanos = 100'000'000;
 constexpr int kSpinsPerClock = 32;
@@ -78,8 +77,9 @@ absl::Status SharedMemory::Greet(const std::string& door_path) {
   pollfd ready{socket_, POLLIN, 0};
   int descriptor = -1;
   if (send(socket_, &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello)) ||
-      poll(&ready, 1, kGreetMillis) != 1 || !Receive(socket_, &welcome_, &descriptor) ||
-      welcome_.magic != wire::kDoorMagic || welcome_.version != wire::kDoorVersion) {
+      poll(&ready, 1, options_.greet_timeout_ms) != 1 ||
+      !Receive(socket_, &welcome_, &descriptor) || welcome_.magic != wire::kDoorMagic ||
+      welcome_.version != wire::kDoorVersion) {
     if (descriptor >= 0) close(descriptor);
     return absl::UnavailableError(absl::StrCat("shared memory: ", door_path, ": no welcome"));
   }

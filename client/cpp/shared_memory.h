@@ -32,11 +32,12 @@
 namespace mla::client {
 
 struct SharedMemoryOptions {
-  std::string tenant;           // empty: the server's default tenant
-  bool ring = true;             // false: a region for tensors of gRPC messages only
-  uint64_t bytes = 64u << 20;   // for tensors
-  uint32_t server_spin_us = 0;  // how long the server's thread should spin; it may grant less
-  uint32_t spin_us = 0;         // how long Wait spins before it sleeps
+  std::string tenant;                // empty: the server's default tenant
+  bool ring = true;                  // false: a region for tensors of gRPC messages only
+  uint64_t bytes = 64u << 20;        // for tensors
+  uint32_t server_spin_us = 0;       // how long the server's thread should spin; it may grant less
+  uint32_t spin_us = 0;              // how long Wait spins before it sleeps
+  int32_t greet_timeout_ms = 10000;  // for the server's welcome
 };
 
 class SharedMemory final {
