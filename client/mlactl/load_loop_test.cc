@@ -49,9 +49,9 @@ TEST_F(LoadLoopTest, ClosedLoopMeasuresStepsAndTheirRate) {
   EXPECT_EQ(result.seconds, 1);
   EXPECT_FALSE(result.interrupted);
   EXPECT_GE(Millis(result.counts.of(Stage::kStep).min_ns()), 10);
-  EXPECT_LT(Millis(result.counts.of(Stage::kStep).ValueAt(0.5)), 30);
+  EXPECT_LT(Millis(result.counts.of(Stage::kStep).ValueAt(0.5)), 100);
   EXPECT_LE(result.counts.steps, 300u);
-  EXPECT_GT(result.counts.steps, 50u);
+  EXPECT_GT(result.counts.steps, 20u);
   EXPECT_EQ(result.counts.of(Stage::kStep).count(), result.counts.steps);
   EXPECT_EQ(result.counts.of(Stage::kStartDelay).count(), 0u);
   EXPECT_EQ(result.counts.unfinished, 0u);
@@ -74,22 +74,23 @@ TEST_F(LoadLoopTest, OpenLoopChargesAStallToEveryArrivalThatItDelays) {
   };
   begin = LoadClock::now();
   const LoadResult closed = Run(Hooks(step));
-  EXPECT_LT(Millis(closed.counts.of(Stage::kStep).ValueAt(0.99)), 300);
+  EXPECT_LT(Millis(closed.counts.of(Stage::kStep).ValueAt(0.9)), 300);
   EXPECT_GE(Millis(closed.counts.of(Stage::kStep).max_ns()), 600);
 
   stalls = 0;
-  options_.rate_per_s = 200;
+  options_.rate_per_s = 50;  // which a busy machine can do as well
   options_.arrivals = ArrivalKind::kUniform;
   begin = LoadClock::now();
   const LoadResult open = Run(Hooks(step));
   const LatencyHistogram& steps = open.counts.of(Stage::kStep);
-  EXPECT_NEAR(static_cast<double>(steps.count()), 399, 2);
-  // 120 of 400 arrivals fall into the stall and wait 600 ms down to 0.
+  EXPECT_NEAR(static_cast<double>(steps.count()), 99, 2);
+  // 30 of 100 arrivals fall into the stall and wait 600 ms down to 0.
   EXPECT_GT(Millis(steps.ValueAt(0.95)), 450);
   EXPECT_GT(Millis(steps.ValueAt(0.85)), 250);
   EXPECT_LT(Millis(steps.ValueAt(0.40)), 200);
   EXPECT_GT(Millis(open.counts.of(Stage::kStartDelay).ValueAt(0.95)), 450);
-  EXPECT_NEAR(static_cast<double>(open.counts.steps), 399, 4);
+  // On a busy machine some are left at the end.
+  EXPECT_NEAR(static_cast<double>(open.counts.steps + open.counts.unfinished), 99, 4);
 }
 
 // Twice what the workers can do: what was left counts as slow, not as never asked for.
@@ -163,13 +164,15 @@ TEST_F(LoadLoopTest, FailuresWithAHintAreCountedOthersEndTheRun) {
   detail.set_retry_after_ms(1);
   const absl::Status full = client::MakeStatus(8, "full", detail);
   options_.warmup_s = 0;
-  options_.duration_s = 0.3;
+  options_.steps = 60;
   int calls = 0;
   const LoadResult result = Run(Hooks(
       [&](uint32_t, LoadRecorder*) { return ++calls % 3 == 0 ? full : Nap(milliseconds(1)); }));
-  EXPECT_GT(result.counts.failures.at("queue_full"), 10u);
-  EXPECT_GT(result.counts.steps, result.counts.failures.at("queue_full"));
+  EXPECT_EQ(result.counts.steps, 60u);
+  EXPECT_NEAR(static_cast<double>(result.counts.failures.at("queue_full")), 30, 1);
 
+  options_.steps = 0;
+  options_.duration_s = 0.3;
   const auto all =
       RunLoad(options_, Hooks([&](uint32_t, LoadRecorder*) { return full; }), interrupted_);
   EXPECT_EQ(all.status().code(), absl::StatusCode::kFailedPrecondition);

@@ -31,7 +31,7 @@ bool Eventually(const std::function<bool()>& condition) {
 }
 
 TEST(LifecycleTest, LeasesExpireUnlessRenewed) {
-  const TestServer server([](server::Config& config) { config.limits.sequence_lease_ms = 300; });
+  const TestServer server([](server::Config& config) { config.limits.sequence_lease_ms = 1000; });
   const auto keeper = server.Connect();
   client::ClientOptions lazy_options;
   lazy_options.renew_leases = false;
@@ -41,7 +41,7 @@ TEST(LifecycleTest, LeasesExpireUnlessRenewed) {
   Track a = *kept.Open();
   Track b = *lost.Open();
   EXPECT_TRUE(Eventually([&] { return keeper->GetStats()->leases_expired() == 1; }));
-  std::this_thread::sleep_for(milliseconds(700));
+  std::this_thread::sleep_for(milliseconds(2300));
   EXPECT_EQ(kept.Step({&a}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
   EXPECT_TRUE(absl::IsNotFound(lost.Step({&b}, {1}, v1::PROFILE_ABSORBED)));
 }
