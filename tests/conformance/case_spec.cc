@@ -183,6 +183,54 @@ std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count) {
   return cases;
 }
 
+std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, int32_t count) {
+  // Chosen in turn; the lengths have no common divisor, so that all pairs meet in the long run.
+  const std::vector<int32_t> heads = {1, 2, 3, 16, 17, 32, 64, 65, 96, 127, 128};
+  const std::vector<int32_t> packed_rows = {1,   15,  16,  17,  63,  64, 65,
+                                            127, 128, 129, 192, 193, 260};
+  const std::vector<int32_t> kv_rows = {1,  2,  31, 32,  33,  63,  64,  65, 95,
+                                        96, 97, 98, 127, 128, 129, 160, 257};
+  const std::vector<int32_t> page_sizes = {1, 2, 3, 7, 16, 64, 128};
+  const std::vector<int32_t> prefill_rows = {129, 130, 160, 191, 255, 257};
+  constexpr Route kRoutes[] = {Route::kAbsorbed, Route::kAbsorbProject, Route::kAbsorbed,
+                               Route::kExpanded, Route::kAbsorbed};
+  const auto pick = [](const auto& from, int32_t i) {
+    return from[static_cast<size_t>(i) % from.size()];
+  };
+  std::vector<CaseSpec> cases;
+  for (int32_t i = first; i < first + count; ++i) {
+    CaseSpec spec = SampleCase(options, 3000000 + static_cast<uint64_t>(i));
+    spec.geometry = ReleasedGeometries()[0];
+    spec.route = kRoutes[i % 5];
+    spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
+    spec.softmax_scale = 0.135234f;
+    RequestSpec r;
+    r.page_size = pick(page_sizes, i);
+    r.causal = i % 9 != 8;
+    r.layer = i % 2;
+    if (spec.route == Route::kExpanded) {
+      r.num_heads = 1 + i / 5 % 3;
+      r.q_rows = pick(prefill_rows, i);
+      r.cached_rows = pick(kv_rows, i) - 1;
+    } else {
+      const int32_t packed = pick(packed_rows, i);
+      r.num_heads = pick(heads, i);
+      r.q_rows = std::max(1, packed / r.num_heads);
+      r.cached_rows = std::max(0, pick(kv_rows, i) - r.q_rows);
+    }
+    spec.geometry.num_heads = r.num_heads;
+    spec.requests = {r};
+    RequestSpec beside = r;
+    beside.q_rows = 0;
+    spec.requests.push_back(beside);
+    beside.q_rows = 1 + i % 4;
+    beside.cached_rows = pick(kv_rows, i / 2);
+    if (spec.route == Route::kAbsorbed || r.num_heads < 4) spec.requests.push_back(beside);
+    cases.push_back(spec);
+  }
+  return cases;
+}
+
 std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count) {
   constexpr int32_t kShapes[16][3] = {// heads, q rows, cached rows
                                       {2, 300, 0},    {1, 700, 129},  {3, 257, 1000}, {1, 1500, 3},

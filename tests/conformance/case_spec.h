@@ -89,6 +89,12 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index);
 // `count` (at most 20) large cases: full dims and heads, long caches, all stages.
 std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count);
 
+// `count` small cases from index `first` on around the edges of tiles: packed rows and cache rows
+// next to multiples of 16, 32, 64 and 128, one to 128 heads, every route, pages of one row to 64,
+// an empty request beside. Full dims, but so few products that even an emulated GPU answers each
+// within seconds.
+std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, int32_t count);
+
 // `count` (at most 16) cases of the expanded form with more query rows than a tile of any backend:
 // full dims, few heads, several requests.
 std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count);

@@ -2,9 +2,19 @@
 // statically against everything but libc and the GPU runtime, which is opened at run time.
 //
 //   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
-//                   [--prefill N] [--form absorbed|expanded] [--expanded-workspace BYTES]
-//                   [--heads 1,16,128] [--page-sizes 1,64] [--max-flop F] [--library LIB]
+//                   [--prefill N] [--edges N] [--form absorbed|expanded]
+//                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
+//                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
+//                   [--self-test 0] [--library LIB]
 //                   [--image FILE]: device code to use in place of what was built in
+//
+// --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
+// larger shape; --typical-flop is the size of nine in ten sampled ones; --progress prints each
+// shape before it runs; --watchdog-ms is how long a launch may take (ten minutes); --self-test 0
+// goes on to the shapes with a device that gives wrong answers. On an emulated GPU, which computes
+// about 10^8 products a second:
+// --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
+// --progress 1.
 //
 // Exit status 0 only when a GPU backend was found and every shape passed.
 #include <cstdio>
@@ -33,8 +43,13 @@ struct Flags {
   int32_t threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   int32_t large = 4;
   int32_t prefill = 8;
+  int32_t edges = 40;
+  bool progress = false;
+  bool max_flop_given = false;
   std::string form;  // of the attention itself; empty: both
   int64_t expanded_workspace = 0;
+  int64_t watchdog_ms = 600000;
+  bool self_test = true;
   std::string image;  // contents of the file
   std::string library;
   SamplerOptions sampler;
@@ -66,6 +81,16 @@ bool Parse(int argc, char** argv, Flags& flags) {
       flags.large = std::stoi(value);
     } else if (name == "--prefill") {
       flags.prefill = std::stoi(value);
+    } else if (name == "--edges") {
+      flags.edges = std::stoi(value);
+    } else if (name == "--watchdog-ms") {
+      flags.watchdog_ms = std::stoll(value);
+    } else if (name == "--self-test") {
+      flags.self_test = std::stoi(value) != 0;
+    } else if (name == "--progress") {
+      flags.progress = std::stoi(value) != 0;
+    } else if (name == "--typical-flop") {
+      flags.sampler.typical_flop = std::stod(value);
     } else if (name == "--image") {
       std::ifstream in(value, std::ios::binary);
       flags.image.assign(std::istreambuf_iterator<char>(in), {});
@@ -79,6 +104,7 @@ bool Parse(int argc, char** argv, Flags& flags) {
       flags.sampler.page_sizes = Integers(value);
     } else if (name == "--max-flop") {
       flags.sampler.max_flop = std::stod(value);
+      flags.max_flop_given = true;
     } else if (name == "--library") {
       flags.library = value;
     } else {
@@ -100,6 +126,8 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
   for (const gpu::Vendor vendor : {gpu::Vendor::kAmd, gpu::Vendor::kNvidia}) {
     gpu::HipBackendOptions options;
     options.vendor = vendor;
+    options.watchdog_ms = flags.watchdog_ms;
+    options.self_test = flags.self_test;
     if (flags.expanded_workspace > 0) options.expanded_workspace_bytes = flags.expanded_workspace;
     if (!flags.library.empty()) options.libraries = {flags.library};
     if (!flags.image.empty()) {
@@ -134,11 +162,14 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
     CaseSpec spec = SampleCase(sampler, i);
     if (wanted(spec)) cases.push_back(std::move(spec));
   }
-  for (CaseSpec& spec : LargeCases(sampler, flags.large)) {
-    if (wanted(spec)) cases.push_back(std::move(spec));
-  }
-  for (CaseSpec& spec : PrefillCases(sampler, flags.prefill)) {
-    if (wanted(spec)) cases.push_back(std::move(spec));
+  const auto first = static_cast<int32_t>(flags.first);
+  for (const std::vector<CaseSpec>& directed :
+       {EdgeCases(sampler, first, flags.edges), LargeCases(sampler, flags.large),
+        PrefillCases(sampler, flags.prefill)}) {
+    for (const CaseSpec& spec : directed) {
+      const bool fits = !flags.max_flop_given || spec.Flop() <= sampler.max_flop;
+      if (fits && wanted(spec)) cases.push_back(spec);
+    }
   }
   return cases;
 }
@@ -160,6 +191,12 @@ SuiteOptions Suite(const Flags& flags, const Gpu& gpu) {
     return std::make_unique<kernels::ReferenceBackend>();
   };
   options.plan = SchedulerPlanBuilder;
+  if (flags.progress) {
+    options.before_case = [count = options.cases.size()](size_t index, const CaseSpec& spec) {
+      std::printf("%zu/%zu %s\n", index + 1, count, ToString(spec).c_str());
+      std::fflush(stdout);
+    };
+  }
   options.threads = flags.threads;
   options.runner.staging_bytes = int64_t{96} << 20;
   options.runner.slot_workspace_bytes = int64_t{96} << 20;

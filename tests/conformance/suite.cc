@@ -52,6 +52,7 @@ void Fail(SuiteReport& report, const std::string& message) {
 }
 
 void RunCase(const SuiteOptions& options, Bench& bench, size_t index, SuiteReport& report) {
+  if (options.before_case) options.before_case(index, options.cases[index]);
   Workload workload = MakeWorkload(options.cases[index], options.base_granule);
   ++report.cases;
   auto want = RunOracle(*bench.oracle, workload);

@@ -42,6 +42,8 @@ struct SuiteOptions {
   int32_t threads = 2;
   int64_t base_granule = 0;      // see MakeWorkload
   int32_t invariance_every = 8;  // batch invariance of every n-th case with several requests
+  // Called before each case, by the thread that runs it. May be empty.
+  std::function<void(size_t index, const CaseSpec&)> before_case;
 };
 
 struct SuiteReport {
