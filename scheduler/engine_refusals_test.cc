@@ -11,6 +11,7 @@ namespace mla::scheduler {
 namespace {
 
 using testing::EngineCoreTest;
+using testing::Pointers;
 using testing::Row;
 using testing::Rows;
 using testing::TestRequest;
