@@ -1,0 +1,95 @@
+// How combine is spread over the device: every shape covers all of a row's columns, nothing waits
+// for a second turn that need not, and only small launches divide rows.
+#include "kernels/hip/arch_traits.h"
+
+#include <algorithm>
+#include <string>
+
+#include "gtest/gtest.h"
+
+namespace mla::gpu {
+namespace {
+
+constexpr int32_t kODim = 512;
+
+class CombineShapeTest : public ::testing::TestWithParam<const ArchTraits*> {
+ protected:
+  const ArchTraits& arch() const { return *GetParam(); }
+  int64_t Blocks(int64_t rows, int32_t waves) const {
+    return (rows * waves + arch().waves_per_block - 1) / arch().waves_per_block;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Archs, CombineShapeTest,
+                         ::testing::Values(&kSm90Traits, &kGfx950Traits, &kGfx942Traits),
+                         [](const auto& arch) { return std::string(arch.param->arch); });
+
+TEST_P(CombineShapeTest, WavesOfARowDivideItsBlockAndHavePartsToMerge) {
+  for (const int64_t rows : {1, 16, 128, 2048, 65536, 4194304}) {
+    for (const int32_t parts : {1, 2, 3, 5, 8, 132}) {
+      for (const int32_t units : {1, 8, 132, 304}) {
+        const int32_t waves = CombineWavesPerRow(arch(), rows, parts, units);
+        ASSERT_GE(waves, 1);
+        ASSERT_EQ(arch().waves_per_block % waves, 0);
+        ASSERT_LE(waves, std::max(1, parts));
+        // More than one wave a row only while all blocks run at a time.
+        if (waves > 1) {
+          ASSERT_LE(Blocks(rows, waves), kCombineBlocksPerUnit * units);
+        }
+        // As many as that allows.
+        const int32_t more = 2 * waves;
+        const bool possible = more <= arch().waves_per_block && more <= parts;
+        if (possible) {
+          ASSERT_GT(rows * more, kCombineBlocksPerUnit * units * arch().waves_per_block);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CombineShapeTest, ColumnBlocksCoverARowAndRunAtOneTime) {
+  const int32_t lanes = 256 / arch().waves_per_block;
+  for (const int64_t rows : {1, 8, 16, 64, 128, 512, 4096, 1 << 20}) {
+    for (const int32_t units : {1, 8, 132, 304}) {
+      for (const int32_t o_dim : {64, 128, 512}) {
+        for (int32_t waves = 1; waves <= arch().waves_per_block; waves *= 2) {
+          const int32_t blocks = CombineColumnBlocks(arch(), rows, waves, o_dim, units);
+          ASSERT_GE(blocks, 1);
+          ASSERT_EQ(blocks & (blocks - 1), 0) << "a power of two";
+          if (blocks == 1) continue;
+          // Each has four columns a lane at least, and all are needed.
+          ASSERT_EQ(o_dim % blocks, 0);
+          ASSERT_GE(o_dim / blocks, 4 * lanes);
+          ASSERT_LE(blocks * (rows * waves / arch().waves_per_block),
+                    kCombineBlocksPerUnit * units);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CombineShapeTest, FewRowsAreDividedAndManyAreNot) {
+  constexpr int32_t kUnits = 132;
+  const int32_t one = CombineWavesPerRow(arch(), 16, 64, kUnits);
+  EXPECT_EQ(one, arch().waves_per_block) << "a row has a block of its own";
+  EXPECT_GT(CombineColumnBlocks(arch(), 16, one, kODim, kUnits), 1);
+  const int32_t many = CombineWavesPerRow(arch(), 65536, 64, kUnits);
+  EXPECT_EQ(many, 1) << "a block takes as many rows as it has waves";
+  EXPECT_EQ(CombineColumnBlocks(arch(), 65536, many, kODim, kUnits), 1);
+  // More blocks of rows than units: dividing them would only add blocks.
+  EXPECT_EQ(CombineColumnBlocks(arch(), kUnits + 1, arch().waves_per_block, kODim, kUnits), 1);
+}
+
+TEST(CombineShape, KnownLaunchesOfAnH200) {
+  constexpr int32_t kUnits = 132;
+  // One sequence of 128 heads whose context is in 64 parts: a block a row.
+  EXPECT_EQ(CombineWavesPerRow(kSm90Traits, 128, 64, kUnits), 8);
+  // 16 heads: 16 blocks of rows, four ways each, are still fewer than the units take.
+  EXPECT_EQ(CombineWavesPerRow(kSm90Traits, 16, 64, kUnits), 8);
+  EXPECT_EQ(CombineColumnBlocks(kSm90Traits, 16, 8, kODim, kUnits), 4);
+  // Two parts leave six of eight waves without work.
+  EXPECT_EQ(CombineWavesPerRow(kSm90Traits, 128, 2, kUnits), 2);
+}
+
+}  // namespace
+}  // namespace mla::gpu
