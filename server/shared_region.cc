@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,15 +25,68 @@ absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
 
 }  // namespace
 
-// What is mapped, also for requests whose region has lost its handle.
+void SharedRegion::Mapping::Close() {
+  if (before_unmapped) before_unmapped(bytes);
+  if (bytes.data() != nullptr) munmap(bytes.data(), bytes.size());
+  if (descriptor >= 0) close(descriptor);
+}
+
+// What is mapped, also for requests whose region has lost its handle, and what is to be unmapped.
 struct SharedRegion::Account {
   std::mutex mutex;
+  std::condition_variable changed;
   int64_t bytes = 0;
   int32_t regions = 0;
   absl::flat_hash_map<std::string, int32_t> of_tenant;
+  std::deque<Mapping> ended;
+  int32_t closing = 0;    // ended, or in the closer's hands
+  bool deferred = false;  // there is a closer
+
+  void Let(Mapping mapping);
+  void Run();
+  void Forget(const Mapping& mapping);
 };
 
-absl::Status SharedRegion::Map(size_t bytes) {
+void SharedRegion::Account::Let(Mapping mapping) {
+  {
+    const std::lock_guard lock(mutex);
+    if (deferred) {
+      ended.push_back(std::move(mapping));
+      ++closing;
+      changed.notify_all();
+      return;
+    }
+  }
+  mapping.Close();
+  const std::lock_guard lock(mutex);
+  Forget(mapping);
+}
+
+// The closer's life: until there is nothing to do and nobody who wants it done later.
+void SharedRegion::Account::Run() {
+  std::unique_lock lock(mutex);
+  while (true) {
+    changed.wait(lock, [this] { return !ended.empty() || !deferred; });
+    if (ended.empty()) return;
+    Mapping mapping = std::move(ended.front());
+    ended.pop_front();
+    lock.unlock();
+    mapping.Close();
+    lock.lock();
+    --closing;
+    Forget(mapping);
+    changed.notify_all();
+  }
+}
+
+void SharedRegion::Account::Forget(const Mapping& mapping) {
+  bytes -= mapping.counted_bytes;
+  --regions;
+  const auto owned = of_tenant.find(mapping.tenant);
+  if (--owned->second == 0) of_tenant.erase(owned);
+}
+
+absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
   descriptor_ = memfd_create("mla-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor_ < 0) return OutOfMemory("cannot create", bytes, errno);
   if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) {
@@ -51,25 +106,60 @@ absl::Status SharedRegion::Map(size_t bytes) {
   if (fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return OutOfMemory("cannot seal", bytes, errno);
   }
-  registered_ = hooks_.on_mapped && hooks_.on_mapped(bytes_).ok();
+  if (hooks.on_mapped && hooks.on_mapped(bytes_).ok()) before_unmapped_ = hooks.before_unmapped;
   return absl::OkStatus();
 }
 
 SharedRegion::~SharedRegion() {
-  if (registered_ && hooks_.before_unmapped) hooks_.before_unmapped(bytes_);
-  if (bytes_.data() != nullptr) munmap(bytes_.data(), bytes_.size());
-  if (descriptor_ >= 0) close(descriptor_);
-  if (account_ == nullptr) return;
-  const std::lock_guard lock(account_->mutex);
-  account_->bytes -= counted_bytes_;
-  --account_->regions;
-  if (--account_->of_tenant[tenant_] == 0) account_->of_tenant.erase(tenant_);
+  if (account_ == nullptr) return;  // nothing was mapped
+  account_->Let({bytes_, descriptor_, std::move(before_unmapped_), tenant_, counted_bytes_});
 }
 
 SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hooks)
     : limits_(limits),
       hooks_(std::move(hooks)),
-      account_(std::make_shared<SharedRegion::Account>()) {}
+      account_(std::make_shared<SharedRegion::Account>()) {
+  account_->deferred = true;
+  closer_ = std::thread([account = account_] { account->Run(); });
+}
+
+SharedRegionTable::~SharedRegionTable() {
+  regions_.clear();
+  {
+    const std::lock_guard lock(account_->mutex);
+    account_->deferred = false;
+  }
+  account_->changed.notify_all();
+  closer_.join();
+}
+
+absl::Status SharedRegionTable::Reserve(const std::string& tenant, int64_t bytes) {
+  SharedRegion::Account& account = *account_;
+  std::unique_lock lock(account.mutex);
+  int32_t of_tenant = 0;
+  const auto counts_fit = [&] {
+    const auto owned = account.of_tenant.find(tenant);
+    of_tenant = owned == account.of_tenant.end() ? 0 : owned->second;
+    return account.regions < limits_.regions && of_tenant < limits_.tenant_regions;
+  };
+  const auto bytes_fit = [&] { return bytes <= limits_.total_bytes - account.bytes; };
+  account.changed.wait_for(lock, kCloseWait,
+                           [&] { return (counts_fit() && bytes_fit()) || account.closing == 0; });
+  if (!counts_fit()) {
+    return absl::ResourceExhaustedError(absl::StrCat("regions: there are ", account.regions, " of ",
+                                                     limits_.regions, ", ", of_tenant, " of ",
+                                                     limits_.tenant_regions, " of this tenant"));
+  }
+  if (!bytes_fit()) {
+    return absl::ResourceExhaustedError(absl::StrCat("bytes: got ", bytes, ", ",
+                                                     limits_.total_bytes - account.bytes,
+                                                     " are left of ", limits_.total_bytes));
+  }
+  account.bytes += bytes;
+  ++account.regions;
+  ++account.of_tenant[tenant];
+  return absl::OkStatus();
+}
 
 absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(const std::string& tenant,
                                                                         uint64_t arena_bytes,
@@ -82,28 +172,12 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(const st
   std::shared_ptr<SharedRegion> region(new SharedRegion);
   region->tenant_ = tenant;
   region->arena_offset_ = arena_offset;
-  region->hooks_ = hooks_;
-  {
-    const std::lock_guard lock(account_->mutex);
-    const auto owned = account_->of_tenant.find(tenant);
-    const int32_t of_tenant = owned == account_->of_tenant.end() ? 0 : owned->second;
-    if (account_->regions >= limits_.regions || of_tenant >= limits_.tenant_regions) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("regions: there are ", account_->regions, " of ", limits_.regions, ", ",
-                       of_tenant, " of ", limits_.tenant_regions, " of this tenant"));
-    }
-    if (static_cast<int64_t>(bytes) > limits_.total_bytes - account_->bytes) {
-      return absl::ResourceExhaustedError(absl::StrCat("bytes: got ", bytes, ", ",
-                                                       limits_.total_bytes - account_->bytes,
-                                                       " are left of ", limits_.total_bytes));
-    }
-    account_->bytes += static_cast<int64_t>(bytes);
-    ++account_->regions;
-    ++account_->of_tenant[tenant];
+  if (absl::Status status = Reserve(tenant, static_cast<int64_t>(bytes)); !status.ok()) {
+    return status;
   }
   region->account_ = account_;
   region->counted_bytes_ = static_cast<int64_t>(bytes);
-  if (absl::Status status = region->Map(bytes); !status.ok()) return status;
+  if (absl::Status status = region->Map(bytes, hooks_); !status.ok()) return status;
   if (getrandom(region->handle_.data(), region->handle_.size(), 0) !=
       static_cast<ssize_t>(region->handle_.size())) {
     return absl::InternalError("shared memory: no random bytes");
@@ -125,7 +199,7 @@ std::shared_ptr<SharedRegion> SharedRegionTable::Find(const std::string& tenant,
 }
 
 void SharedRegionTable::Remove(const SharedRegion& region) {
-  std::shared_ptr<SharedRegion> last;  // outlives the lock: unmapping may wait for the engine
+  std::shared_ptr<SharedRegion> last;  // outlives the lock
   const std::lock_guard lock(mutex_);
   const auto found = regions_.find(region.handle_);
   if (found == regions_.end()) return;

@@ -5,12 +5,18 @@
 // also be of the tenant it was made for. Requests hold the region they point into, so memory stays
 // mapped until the last of them is answered; the handle is worth nothing from Remove on.
 //
+// Unpinning and unmapping take milliseconds and may wait for a launch, so whoever lets the last
+// request go, the engine's thread most likely, does neither: a thread of the table's own does both.
+// Until then the memory counts, and Create waits for it rather than refuse for want of room.
+//
 // Bounds: regions and bytes of all tenants, regions of one tenant, bytes of one region.
-// Threading: all methods from any thread.
+// Threading: all methods from any thread. Regions may outlive the table; what is let go after it is
+// unmapped at once.
 #ifndef MLA_SERVER_SHARED_REGION_H_
 #define MLA_SERVER_SHARED_REGION_H_
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -19,6 +25,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
@@ -33,7 +40,7 @@ using RegionHandle = std::array<uint8_t, wire::kHandleBytes>;
 struct RegionHooks {
   // An error leaves the region as it is: copies then take the way they take to any other memory.
   std::function<absl::Status(std::span<std::byte>)> on_mapped;
-  // Only after an on_mapped that succeeded.
+  // Only after an on_mapped that succeeded, and while the table lives from its thread. May block.
   std::function<void(std::span<std::byte>)> before_unmapped;
 };
 
@@ -65,16 +72,25 @@ class SharedRegion final {
  private:
   friend class SharedRegionTable;
   struct Account;
+  // What is left to do when nobody uses the memory any more.
+  struct Mapping {
+    std::span<std::byte> bytes;
+    int descriptor = -1;
+    std::function<void(std::span<std::byte>)> before_unmapped;  // null: the backend knows nothing
+    std::string tenant;
+    int64_t counted_bytes = 0;
+
+    void Close();
+  };
   SharedRegion() = default;
-  absl::Status Map(size_t bytes);
+  absl::Status Map(size_t bytes, const RegionHooks& hooks);
 
   RegionHandle handle_{};
   std::string tenant_;
   std::span<std::byte> bytes_;
   size_t arena_offset_ = 0;
   int descriptor_ = -1;
-  bool registered_ = false;
-  RegionHooks hooks_;
+  std::function<void(std::span<std::byte>)> before_unmapped_;
   std::shared_ptr<Account> account_;  // null until the region is counted
   int64_t counted_bytes_ = 0;
 };
@@ -82,9 +98,14 @@ class SharedRegion final {
 class SharedRegionTable final {
  public:
   SharedRegionTable(const RegionLimits& limits, RegionHooks hooks);
+  // Unmaps what has been let go.
+  ~SharedRegionTable();
+  SharedRegionTable(const SharedRegionTable&) = delete;
+  SharedRegionTable& operator=(const SharedRegionTable&) = delete;
 
   // A region whose arena of at least `arena_bytes` (whole pages) begins at `arena_offset`.
-  // INVALID_ARGUMENT (size) or RESOURCE_EXHAUSTED (count, sum, memory).
+  // INVALID_ARGUMENT (size) or RESOURCE_EXHAUSTED (count, sum, memory). Blocks while pages are
+  // taken, and for kCloseWait at most while there is room only after regions that are being closed.
   absl::StatusOr<std::shared_ptr<SharedRegion>> Create(const std::string& tenant,
                                                        uint64_t arena_bytes, size_t arena_offset);
   // Null when there is no such region of this tenant; the caller cannot tell a forged handle from
@@ -92,14 +113,19 @@ class SharedRegionTable final {
   std::shared_ptr<SharedRegion> Find(const std::string& tenant, std::string_view handle) const;
   void Remove(const SharedRegion& region);
   int32_t count() const;
-  int64_t mapped_bytes() const;  // of regions with a handle and of those that requests still hold
+  // Of regions with a handle, of those that requests still hold and of those being closed.
+  int64_t mapped_bytes() const;
+
+  static constexpr std::chrono::milliseconds kCloseWait{2000};
 
  private:
+  absl::Status Reserve(const std::string& tenant, int64_t bytes);
   const RegionLimits limits_;
   const RegionHooks hooks_;
   const std::shared_ptr<SharedRegion::Account> account_;
   mutable std::mutex mutex_;
   absl::flat_hash_map<RegionHandle, std::shared_ptr<SharedRegion>> regions_;
+  std::thread closer_;
 };
 
 }  // namespace mla::server
