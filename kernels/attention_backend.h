@@ -45,6 +45,9 @@ struct BackendInfo {
   std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
   int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
   bool unified_memory = true;  // StageInput returns the host address itself
+  // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
+  // caller bounds.
+  int64_t memory_bytes = 0;
   // Between the projections of the EXPANDED profile: absorbed queries of clients that send bf16 and
   // of those that send fp32, and latent outputs. Outputs rounded twice would miss the accuracy that
   // outputs are held to, hence fp32.
@@ -137,6 +140,11 @@ class AttentionBackend {
   // Bytes of device (or host, when unified) memory that Configure would take for these limits, pool
   // included.
   virtual int64_t WorkspaceSize(const BackendLimits& limits) const = 0;
+  // Host memory that Configure would take besides, where those bytes are the device's.
+  virtual int64_t HostWorkspaceSize(const BackendLimits& limits) const {
+    static_cast<void>(limits);
+    return 0;
+  }
   virtual absl::Status Configure(const BackendLimits& limits) = 0;
   virtual absl::Status Healthy() const = 0;
 

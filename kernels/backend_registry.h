@@ -21,9 +21,11 @@ namespace mla::kernels {
 struct BackendOptions {
   int32_t threads = 0;  // CPU workers; 0 = all usable cores
   bool pin_threads = true;
-  bool deterministic = false;  // results independent of batch composition; costs balance
-  int32_t device = 0;          // GPU ordinal
-  double gpu_memory_fraction = 0.9;
+  bool deterministic = false;        // results independent of batch composition; costs balance
+  int32_t device = 0;                // GPU ordinal
+  double gpu_memory_fraction = 0.9;  // of the memory that is free at start
+  int64_t gpu_expanded_workspace_bytes = int64_t{640} << 20;  // for up-projected keys and values
+  int64_t gpu_watchdog_ms = 10000;                            // longest launch
   // CPU dispatch level to use, or "" for the best: "amx", "avx512_bf16", "avx512", "avx2",
   // "portable".
   std::string cpu_isa;

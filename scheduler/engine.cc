@@ -21,6 +21,8 @@ namespace {
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 constexpr int kInlineLaunches = 2;
+// A pool whose size nobody named is a multiple of this.
+constexpr int64_t kKvCacheStep = 1 << 20;
 
 uint64_t RandomId() {
   uint64_t id = 0;
@@ -176,9 +178,23 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
-int64_t Engine::CountBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  return backend.WorkspaceSize(Launcher::BackendLimitsOf(limits, backend)) +
-         Launcher::PlanBytes(limits, backend);
+EngineBytes Engine::CountBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  const kernels::BackendLimits sizes = Launcher::BackendLimitsOf(limits, backend);
+  EngineBytes bytes;
+  bytes.host = Launcher::PlanBytes(limits, backend) + backend.HostWorkspaceSize(sizes);
+  (backend.Info().unified_memory ? bytes.host : bytes.device) += backend.WorkspaceSize(sizes);
+  return bytes;
+}
+
+int64_t Engine::KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  const int64_t memory = backend.Info().memory_bytes;
+  if (memory <= 0) return Limits().kv_cache_bytes;
+  // Some workspaces grow with the pool, so they are counted for the largest there could be.
+  Limits most = limits;
+  most.kv_cache_bytes = std::min(memory, kMostKvCacheBytes);
+  const int64_t rest =
+      backend.WorkspaceSize(Launcher::BackendLimitsOf(most, backend)) - most.kv_cache_bytes;
+  return std::clamp((memory - rest) / kKvCacheStep * kKvCacheStep, kKvCacheStep, kMostKvCacheBytes);
 }
 
 Engine::~Engine() {

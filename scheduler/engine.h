@@ -44,6 +44,13 @@ struct SequenceInfo {
   int64_t page_groups = 0;
 };
 
+// Memory that an engine takes.
+struct EngineBytes {
+  int64_t host = 0;
+  int64_t device = 0;  // of a backend whose memory is not the host's
+  int64_t sum() const { return host + device; }
+};
+
 struct OpenArgs {
   std::string tenant;
   std::string model_id;
@@ -149,7 +156,11 @@ class Engine {
       Clock* clock);
   // Bytes that Create would take with these limits: pool, weights, workspaces, plans. For the
   // start-up check.
-  static int64_t CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
+  static EngineBytes CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
+  // kv_cache_bytes of a server that is free to choose: what the memory of the backend's device has
+  // left beside everything else of these limits, or the default of Limits where that memory is the
+  // host's.
+  static int64_t KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   ~Engine();
 
   // --- Streams. Closing aborts the steps that the stream began or takes part in; requests not yet

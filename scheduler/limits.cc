@@ -9,7 +9,7 @@ absl::Status CheckLimits(const Limits& limits) {
     const char* key;
     int64_t got, low, high;
   } ranges[] = {
-      {"kv_cache.bytes", limits.kv_cache_bytes, 1 << 16, int64_t{1} << 40},
+      {"kv_cache.bytes", limits.kv_cache_bytes, 1 << 16, kMostKvCacheBytes},
       {"kv_cache.page_size", limits.default_page_size, 1, 4096},
       {"limits.max_sequences", limits.max_sequences, 1, 1 << 20},
       {"limits.max_sequence_rows", limits.max_sequence_rows, 1, 1 << 30},

@@ -10,6 +10,9 @@
 
 namespace mla::scheduler {
 
+// Entries of page tables count 256-byte granules of the pool in 32 bits.
+inline constexpr int64_t kMostKvCacheBytes = int64_t{1} << 40;
+
 struct Limits {
   // --- KV cache
   int64_t kv_cache_bytes = int64_t{1} << 30;  // page pool; one contiguous budget for all models

@@ -24,6 +24,9 @@ struct Suffix {
   const char* text;
   int shift;
 };
+// Below it not even the smallest models find a page.
+constexpr int64_t kLeastKvCacheBytes = 1 << 20;
+
 constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
 
 std::string BytesText(int64_t bytes) {
@@ -346,6 +349,10 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
     faults->push_back(
         absl::StrCat("shm.path: got ", config.shm.path.size(), " bytes, at most 107 are possible"));
   }
+  if (config.limits.kv_cache_bytes > 0 && config.limits.kv_cache_bytes < kLeastKvCacheBytes) {
+    faults->push_back(absl::StrCat("kv_cache.bytes: got ", config.limits.kv_cache_bytes,
+                                   ", must be 0 or at least ", kLeastKvCacheBytes));
+  }
   at_most("shm.region_bytes", config.shm.region_bytes, "shm.total_bytes", config.shm.total_bytes);
   const scheduler::Limits& limits = config.limits;
   at_most("wire.message_bytes", config.wire.message_bytes, "wire.inflight_bytes",
@@ -374,7 +381,9 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           limits.max_sequences);
   if (!faults->empty()) return;
   // What passes here must start: the engine has the last word about its limits.
-  if (absl::Status status = scheduler::CheckLimits(limits); !status.ok()) {
+  scheduler::Limits sized = limits;
+  if (sized.kv_cache_bytes == 0) sized.kv_cache_bytes = scheduler::Limits().kv_cache_bytes;
+  if (absl::Status status = scheduler::CheckLimits(sized); !status.ok()) {
     faults->push_back(std::string(status.message()));
   }
 }

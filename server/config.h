@@ -29,7 +29,9 @@
 namespace mla::server {
 
 struct Config {
-  scheduler::Limits limits;
+  Config() { limits.kv_cache_bytes = 0; }
+
+  scheduler::Limits limits;      // kv_cache_bytes 0: as the backend has room, see server.cc
   std::string backend = "auto";  // "auto" or a name of the registry
   kernels::BackendOptions backend_options;
 

@@ -180,9 +180,10 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
   keys->insert(
       keys->end(),
       {
-          Bytes("kv_cache.bytes", 1048576, kTiB, "The KV cache: one pool for all models.",
-                "Taken at start; a step that finds no page group is refused.",
-                MLA_SLOT(limits.kv_cache_bytes)),
+          Bytes("kv_cache.bytes", 0, kTiB,
+                "The KV cache: one pool for all models, taken at start; 0: on a GPU what "
+                "gpu.memory_fraction leaves, else 1 GiB.",
+                "A step that finds no page group is refused.", MLA_SLOT(limits.kv_cache_bytes)),
           Int("kv_cache.page_size", 1, 4096, "Rows a page when a model names no size.",
               "A page group holds one page of every layer, so large pages waste the tail of short "
               "sequences and small ones cost table entries.",
@@ -286,13 +287,32 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
           Choice("backend.cpu_isa", "|portable|avx2|avx512|avx512_bf16|amx",
                  "Highest CPU instruction set to use; empty: the best there is.",
                  "A lower one is for comparisons.", MLA_SLOT(backend_options.cpu_isa), "--cpu-isa"),
-          Int("backend.device", 0, 1023, "Ordinal of the GPU.",
+      });
+}
+
+void AddGpuKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Int("gpu.device", 0, 1023, "Ordinal of the GPU.",
               "Counted as the driver counts the visible devices.",
               MLA_SLOT(backend_options.device)),
-          Double("backend.gpu_memory_fraction", 0.01, 1.0,
-                 "Share of the GPU's free memory that may be taken.",
-                 "Near 1 leaves nothing for other processes.",
+          Double("gpu.memory_fraction", 0.01, 1.0,
+                 "Share of the memory that is free on the GPU at start which may be taken.",
+                 "Near 1 leaves nothing for other processes; the start is refused when the cache, "
+                 "the weights and the workspaces do not fit.",
                  MLA_SLOT(backend_options.gpu_memory_fraction)),
+          Bytes("gpu.expanded_workspace_bytes", 1048576, kTiB,
+                "Most of the GPU's memory for the up-projected keys and values of prompts; counted "
+                "in gpu.memory_fraction.",
+                "Prompts whose keys and values need more are computed in rounds, which costs time "
+                "from a few hundred MiB down.",
+                MLA_SLOT(backend_options.gpu_expanded_workspace_bytes)),
+          Millis("gpu.watchdog_ms", 100, kDayMs,
+                 "A launch that takes longer than this means that the GPU is lost.",
+                 "Below the longest launch it takes a working GPU out of service until the server "
+                 "is started again.",
+                 MLA_SLOT(backend_options.gpu_watchdog_ms)),
       });
 }
 
@@ -306,6 +326,7 @@ std::vector<ConfigKey> MakeKeys() {
   AddCapacityKeys(&keys);
   AddSchedulingKeys(&keys);
   AddBackendKeys(&keys);
+  AddGpuKeys(&keys);
   return keys;
 }
 

@@ -74,13 +74,27 @@ TEST(ConfigTest, FlagForms) {
   EXPECT_TRUE(loaded.command.check_config);
 }
 
+TEST(ConfigTest, GpuSettingsReachTheBackendsOptions) {
+  const File file("gpu:\n  expanded_workspace_bytes: 2GiB\n  device: 3\n");
+  const auto loaded = LoadConfig({"--config", file.path(), "--gpu-memory-fraction=0.5"},
+                                 {{"MLA_GPU_WATCHDOG_MS", "2500"}});
+  ASSERT_THAT(loaded.faults, IsEmpty());
+  const kernels::BackendOptions& options = loaded.config.backend_options;
+  EXPECT_EQ(options.gpu_expanded_workspace_bytes, int64_t{2} << 30);
+  EXPECT_EQ(options.device, 3);
+  EXPECT_EQ(options.gpu_memory_fraction, 0.5);
+  EXPECT_EQ(options.gpu_watchdog_ms, 2500);
+  EXPECT_THAT(HelpText(), HasSubstr("--gpu-expanded-workspace-bytes"));
+}
+
 struct Bad {
   const char* flag;      // arguments, separated by a blank
   const char* expected;  // a part of the only fault
 };
 
 constexpr Bad kBad[] = {
-    {"--kv-cache-bytes=0", "kv_cache.bytes: got \"0\", must be 1MiB .. 1TiB"},
+    {"--kv-cache-bytes=1MB", "kv_cache.bytes: got \"1MB\", must be 0 .. 1TiB"},
+    {"--kv-cache-bytes=1048575", "kv_cache.bytes: got 1048575, must be 0 or at least 1048576"},
     {"--kv-cache-bytes=-1", "kv_cache.bytes: got \"-1\""},
     {"--kv-cache-bytes=9999TiB", "kv_cache.bytes: got \"9999TiB\""},
     {"--kv-cache-bytes=9223372036854775807GiB", "kv_cache.bytes"},
@@ -165,8 +179,12 @@ constexpr Bad kBad[] = {
     {"--server-drain-deadline-ms=x", "server.drain_deadline_ms"},
     {"--server-unhealthy-after-ms=0", "server.unhealthy_after_ms"},
     {"--backend-threads=-1", "backend.threads"},
-    {"--backend-gpu-memory-fraction=1.5", "backend.gpu_memory_fraction: got \"1.5\""},
-    {"--backend-gpu-memory-fraction=nan", "backend.gpu_memory_fraction"},
+    {"--gpu-device=-1", "gpu.device: got \"-1\", must be 0 .. 1023"},
+    {"--gpu-memory-fraction=1.5", "gpu.memory_fraction: got \"1.5\""},
+    {"--gpu-memory-fraction=nan", "gpu.memory_fraction"},
+    {"--gpu-expanded-workspace-bytes=1023KiB", "gpu.expanded_workspace_bytes: got \"1023KiB\""},
+    {"--gpu-expanded-workspace-bytes=0", "gpu.expanded_workspace_bytes: got \"0\", must be 1MiB"},
+    {"--gpu-watchdog-ms=99", "gpu.watchdog_ms: got \"99\""},
     {"--cpu-isa=mmx", "backend.cpu_isa: got \"mmx\", must be \"\", portable"},
     {"--no-such-flag=1", "--no-such-flag=1: unknown flag"},
     {"--kv-cache-bytes", "--kv-cache-bytes: needs a value"},
@@ -200,6 +218,7 @@ TEST(ConfigTest, WhatPassesTheEngineTakes) {
       ASSERT_EQ(SetValue(key, value, &config), "") << key.name << " = " << value;
       // The others make room, so that only the key's own range can be in the way.
       scheduler::Limits roomy = config.limits;
+      if (roomy.kv_cache_bytes == 0) roomy.kv_cache_bytes = 1 << 20;  // the backend's to choose
       roomy.max_lease_ms = std::max(roomy.max_lease_ms, int64_t{86400000});
       roomy.max_sequences = std::max(roomy.max_sequences, roomy.max_step_sequences);
       roomy.launch_rows = std::max({roomy.launch_rows, roomy.prefill_rows, roomy.decode_rows});
@@ -212,6 +231,7 @@ TEST(ConfigTest, WhatPassesTheEngineTakes) {
       CheckConfig(config, &faults);
       if (!faults.empty()) continue;
       ++taken;
+      if (config.limits.kv_cache_bytes == 0) config.limits.kv_cache_bytes = 1 << 20;
       EXPECT_EQ(scheduler::CheckLimits(config.limits), absl::OkStatus()) << key.name;
     }
   }

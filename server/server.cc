@@ -99,14 +99,22 @@ struct Server::Parts {
 };
 
 absl::Status Server::Parts::MakeEngine() {
-  const Config& config = options.config;
+  Config& config = options.config;
   auto choice = AllBackends().Select(config.backend, config.backend_options);
   if (!choice.ok()) return choice.status();
   ladder = std::move(choice->ladder);
   LogLadder(ladder);
-  const bool in_host_memory = choice->backend->Info().unified_memory;
-  counted_bytes = scheduler::Engine::CountBytes(config.limits, *choice->backend);
-  absl::Status fits = CheckMemory({{"engine", in_host_memory ? counted_bytes : 0},
+  const kernels::AttentionBackend& backend = *choice->backend;
+  if (config.limits.kv_cache_bytes == 0) {
+    config.limits.kv_cache_bytes = scheduler::Engine::KvCacheBytes(config.limits, backend);
+  }
+  const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
+  counted_bytes = bytes.sum();
+  Log(LogLevel::kInfo, "memory",
+      {{"kv_cache_bytes", absl::StrCat(config.limits.kv_cache_bytes)},
+       {"host_bytes", absl::StrCat(bytes.host)},
+       {"device_bytes", absl::StrCat(bytes.device)}});
+  absl::Status fits = CheckMemory({{"engine", bytes.host},
                                    {"staging", config.wire.staging_bytes},
                                    {"shared", door_path.empty() ? 0 : config.shm.total_bytes}},
                                   AvailableMemory());

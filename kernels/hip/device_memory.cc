@@ -1,5 +1,6 @@
 #include "kernels/hip/device_memory.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -13,6 +14,72 @@ absl::Status Named(const absl::Status& status, const char* what) {
 }
 
 }  // namespace
+
+void PinnedRanges::Add(const void* at, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const auto begin = reinterpret_cast<uintptr_t>(at);
+  ranges_.push_back({++last_, begin, begin + static_cast<uintptr_t>(bytes), 0, false});
+}
+
+PinnedRanges::Range* PinnedRanges::Of(Id id) {
+  const auto found =
+      std::find_if(ranges_.begin(), ranges_.end(), [id](const Range& r) { return r.id == id; });
+  return found == ranges_.end() ? nullptr : &*found;
+}
+
+PinnedRanges::Id PinnedRanges::Find(const void* at, int64_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  const auto begin = reinterpret_cast<uintptr_t>(at);
+  for (const Range& r : ranges_) {
+    if (!r.retired && begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end) {
+      return r.id;
+    }
+  }
+  return kNone;
+}
+
+bool PinnedRanges::Begin(std::span<const Id> pieces) {
+  const std::lock_guard lock(mutex_);
+  for (const Id id : pieces) {
+    const Range* range = Of(id);
+    if (range == nullptr || range->retired) return false;
+  }
+  for (const Id id : pieces) ++Of(id)->uses;
+  return true;
+}
+
+void PinnedRanges::End(std::span<const Id> pieces) {
+  bool unused = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Id id : pieces) {
+      Range* const range = Of(id);
+      unused |= range != nullptr && --range->uses == 0 && range->retired;
+    }
+  }
+  if (unused) unused_.notify_all();
+}
+
+PinnedRanges::Id PinnedRanges::Retire(const void* at) {
+  const std::lock_guard lock(mutex_);
+  const auto begin = reinterpret_cast<uintptr_t>(at);
+  for (Range& r : ranges_) {
+    if (r.retired || r.begin != begin) continue;
+    r.retired = true;
+    return r.id;
+  }
+  return kNone;
+}
+
+bool PinnedRanges::AwaitUnused(Id piece, std::chrono::milliseconds most) {
+  std::unique_lock lock(mutex_);
+  const bool unused = unused_.wait_for(lock, most, [&] {
+    const Range* range = Of(piece);
+    return range == nullptr || range->uses == 0;
+  });
+  if (unused) std::erase_if(ranges_, [piece](const Range& r) { return r.id == piece; });
+  return unused;
+}
 
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Create(GpuRuntime* runtime, const char* what,
                                                   int64_t bytes) {

@@ -2,7 +2,8 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_MEMORY_H_
 #define MLA_KERNELS_HIP_DEVICE_MEMORY_H_
 
-#include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <span>
@@ -23,33 +24,38 @@ inline int64_t AlignRegion(int64_t bytes) {
 
 // Host memory that the device's copies reach by themselves, in pieces. Piece by piece, because a
 // copy may not cross from one into another. Any thread.
+//
+// A launch notes the pieces that its copies reach (Find), counts as their user from its submission
+// (Begin) until it has ended (End), and so may its piece be let go: Retire, then AwaitUnused.
 class PinnedRanges {
  public:
-  void Add(const void* at, int64_t bytes) {
-    const std::lock_guard lock(mutex_);
-    const auto begin = reinterpret_cast<uintptr_t>(at);
-    ranges_.push_back({begin, begin + static_cast<uintptr_t>(bytes)});
-  }
-  // True if a piece began there.
-  bool Remove(const void* at) {
-    const std::lock_guard lock(mutex_);
-    const auto begin = reinterpret_cast<uintptr_t>(at);
-    return std::erase_if(ranges_, [begin](const Range& r) { return r.begin == begin; }) > 0;
-  }
-  bool Hold(const void* at, int64_t bytes) const {
-    const std::lock_guard lock(mutex_);
-    const auto begin = reinterpret_cast<uintptr_t>(at);
-    return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range& r) {
-      return begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end;
-    });
-  }
+  using Id = uint64_t;
+  static constexpr Id kNone = 0;
+
+  void Add(const void* at, int64_t bytes);
+  // The piece that holds these bytes.
+  Id Find(const void* at, int64_t bytes) const;
+  // False, with nothing begun, when one of the pieces is gone.
+  bool Begin(std::span<const Id> pieces);
+  void End(std::span<const Id> pieces);
+  // The piece that begins there is found no more; kNone if there is none.
+  Id Retire(const void* at);
+  // Forgets a retired piece once nobody uses it; false when that took longer.
+  bool AwaitUnused(Id piece, std::chrono::milliseconds most);
 
  private:
   struct Range {
+    Id id;
     uintptr_t begin, end;
+    int32_t uses;
+    bool retired;
   };
+  Range* Of(Id id);
+
   mutable std::mutex mutex_;
+  std::condition_variable unused_;
   std::vector<Range> ranges_;
+  Id last_ = kNone;
 };
 
 // Device memory, freed with its owner. Move-only. The runtime outlives it.

@@ -243,11 +243,6 @@ absl::Status GpuRuntime::Identify() {
     return s;
   }
   name_ = name;
-  size_t free_bytes = 0, total = 0;
-  if (absl::Status s = Check(api_->memory_info(&free_bytes, &total), "memory info"); !s.ok()) {
-    return s;
-  }
-  total_memory_ = static_cast<int64_t>(total);
   return vendor_ == Vendor::kAmd ? IdentifyAmd() : IdentifyNvidia();
 }
 
@@ -295,6 +290,11 @@ absl::Status GpuRuntime::Bind() {
     if (absl::Status s = Check(call, name); !s.ok()) return s; \
   } while (false)
 
+absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
+  size_t free_bytes = 0, total = 0;
+  MLA_GPU_CALL(api_->memory_info(&free_bytes, &total), "memory info");
+  return static_cast<int64_t>(free_bytes);
+}
 absl::StatusOr<DevicePtr> GpuRuntime::Malloc(int64_t bytes) {
   DevicePtr at = 0;
   if (absl::Status s = Bind(); !s.ok()) return s;

@@ -62,8 +62,8 @@ class GpuRuntime final {
   const std::string& arch() const { return arch_; }  // "gfx950", "gfx942", "sm_90", ...
   const std::string& library() const { return library_; }
   int32_t units() const { return units_; }  // CUs or SMs
-  int64_t total_memory() const { return total_memory_; }
 
+  absl::StatusOr<int64_t> FreeMemory();  // of the device, in bytes
   absl::StatusOr<DevicePtr> Malloc(int64_t bytes);
   void Free(DevicePtr at);
   absl::StatusOr<void*> MallocHost(int64_t bytes);  // pinned
@@ -118,7 +118,6 @@ class GpuRuntime final {
   std::string name_;
   std::string arch_;
   int32_t units_ = 0;
-  int64_t total_memory_ = 0;
 };
 
 }  // namespace mla::gpu

@@ -92,24 +92,24 @@ absl::Status HipBackend::BeginLaunch(int32_t slot) {
 
 absl::StatusOr<const void*> HipBackend::StageInput(int32_t slot, const void* host, int64_t bytes) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageInput(host, bytes, pinned_->Hold(host, bytes));
+  return slots_[slot]->StageInput(host, bytes);
 }
 
 absl::StatusOr<void*> HipBackend::StageOutput(int32_t slot, void* host, int64_t bytes) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageOutput(host, bytes, pinned_->Hold(host, bytes));
+  return slots_[slot]->StageOutput(host, bytes);
 }
 
 absl::StatusOr<const void*> HipBackend::StageInputParts(int32_t slot, int32_t rows,
                                                         std::span<const kernels::InputPart> parts) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageInputParts(rows, parts, *pinned_);
+  return slots_[slot]->StageInputParts(rows, parts);
 }
 
 absl::StatusOr<void*> HipBackend::StageOutputParts(int32_t slot, int32_t rows,
                                                    std::span<const kernels::OutputPart> parts) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageOutputParts(rows, parts, *pinned_);
+  return slots_[slot]->StageOutputParts(rows, parts);
 }
 
 absl::StatusOr<void*> HipBackend::SlotWorkspace(int32_t slot, int64_t bytes) {

@@ -42,7 +42,7 @@ struct HipBackendOptions {
   int32_t device = 0;
   std::vector<std::string> libraries;  // empty: GpuRuntime::DefaultLibraries
   std::vector<KernelImage> images;     // empty: BuiltInKernelImages
-  double memory_fraction = 0.9;        // of the device's memory that Configure may take
+  double memory_fraction = 0.9;        // of the device's free memory that may be taken
   bool self_test = true;               // known-answer test of every kernel before use
   // Most device memory for up-projected keys and values of the expanded form. Launches that need
   // more work through it in rounds (expanded_plan.h).
@@ -62,14 +62,17 @@ class HipBackend final : public kernels::AttentionBackend {
   kernels::PlanTraits Traits(const kernels::AttentionDesc& desc) const override;
   int32_t ExpandedFormMinRows(const kernels::Geometry& geometry) const override;
   int64_t WorkspaceSize(const kernels::BackendLimits& limits) const override;
+  int64_t HostWorkspaceSize(const kernels::BackendLimits& limits) const override;
   absl::Status Configure(const kernels::BackendLimits& limits) override;
   absl::Status Healthy() const override { return health_; }
 
   std::span<uint32_t> PageTables() override { return page_tables_; }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override;
   // From any thread. Pins the memory in place. On an error launches reach it through the pinned
-  // staging memory, as they do any other. Unregistering waits for copies under way; a device that
-  // is lost never ends them, so the pages stay pinned then until the process ends.
+  // staging memory, as they do any other. Unregistering waits until Wait has returned for launches
+  // whose copies reach this memory, and for no others; launches that were recorded with it before
+  // fail at Submit. A device that is lost never ends its copies, so the pages stay pinned then
+  // until the process ends.
   absl::Status RegisterHost(std::span<std::byte> memory) override;
   void UnregisterHost(std::span<std::byte> memory) override;
   absl::Status LoadWeights(int32_t slot, const kernels::Geometry& geometry, int32_t head_begin,
@@ -157,6 +160,7 @@ class HipBackend final : public kernels::AttentionBackend {
   // Of a plan's rounds; its workspace and carried rows are as Allocate made them.
   ExpandedPlanOptions ExpandedOptions(const kernels::BackendLimits& limits) const;
   int64_t MetadataBytes(const kernels::BackendLimits& limits) const;
+  int64_t StagedBytes(const kernels::BackendLimits& limits) const;
   absl::Status CheckExpanded(const kernels::AttentionParams& params) const;
   absl::Status RunExpanded(int32_t slot, const kernels::AttentionParams& params);
   absl::Status AddRound(int32_t slot, const ExpandedPlan::Round& round, const ExpandArgs& expand,
@@ -166,6 +170,7 @@ class HipBackend final : public kernels::AttentionBackend {
   std::unique_ptr<GpuRuntime> runtime_;
   const ArchTraits* arch_;
   kernels::BackendInfo info_;
+  int64_t free_bytes_ = 0;  // on the device when the backend was made
   absl::Status health_;
   std::atomic<bool> lost_{false};  // health_ is an error, for other threads
   Module module_ = nullptr;

@@ -23,7 +23,9 @@ class ListedBuffer final : public kernels::HostBuffer {
       : buffer_(std::move(buffer)), ranges_(std::move(ranges)) {
     ranges_->Add(buffer_.data(), buffer_.size());
   }
-  ~ListedBuffer() override { ranges_->Remove(buffer_.data()); }
+  ~ListedBuffer() override {
+    (void)ranges_->AwaitUnused(ranges_->Retire(buffer_.data()), std::chrono::milliseconds(0));
+  }
   std::span<std::byte> bytes() override { return buffer_.bytes(); }
 
  private:
@@ -81,6 +83,11 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
           absl::StrCat("failed self-test on ", backend->info_.device, ": ", s.message()));
     }
   }
+  absl::StatusOr<int64_t> free_bytes = backend->runtime_->FreeMemory();
+  if (!free_bytes.ok()) return free_bytes.status();
+  backend->free_bytes_ = *free_bytes;
+  backend->info_.memory_bytes =
+      static_cast<int64_t>(static_cast<double>(*free_bytes) * options.memory_fraction);
   return backend;
 }
 
@@ -161,9 +168,19 @@ int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   return requests + projections + kRuns * plan + tables + rounds + kSlack;
 }
 
+// Of one launch slot, in pinned host memory and as much on the device.
+int64_t HipBackend::StagedBytes(const BackendLimits& l) const {
+  return AlignRegion(MetadataBytes(l)) + AlignRegion(l.staging_in_bytes) +
+         AlignRegion(l.staging_out_bytes);
+}
+
+int64_t HipBackend::HostWorkspaceSize(const BackendLimits& l) const {
+  return l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
+         l.launch_slots * StagedBytes(l);
+}
+
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
-  const int64_t slot = AlignRegion(MetadataBytes(l)) + AlignRegion(l.staging_in_bytes) +
-                       AlignRegion(l.staging_out_bytes) + AlignRegion(l.slot_workspace_bytes);
+  const int64_t slot = StagedBytes(l) + AlignRegion(l.slot_workspace_bytes);
   return l.kv_pool_bytes + l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
          (l.partial_rows + l.launch_rows) * (static_cast<int64_t>(l.max_o_dim) + 1) *
              static_cast<int64_t>(sizeof(float)) +
@@ -178,12 +195,12 @@ absl::Status HipBackend::Configure(const BackendLimits& limits) {
         absl::StrCat("limits.launch_slots: got ", limits.launch_slots, ", want >= 1"));
   }
   const int64_t wanted = WorkspaceSize(limits);
-  const auto allowed = static_cast<int64_t>(static_cast<double>(runtime_->total_memory()) *
-                                            options_.memory_fraction);
-  if (wanted > allowed) {
+  if (wanted > info_.memory_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "device memory: ", wanted, " bytes wanted, limit ", allowed, " (gpu.memory_fraction ",
-        options_.memory_fraction, " of ", runtime_->total_memory(), ")"));
+        "device memory: ", wanted, " bytes wanted, limit ", info_.memory_bytes,
+        " (gpu.memory_fraction ", options_.memory_fraction, " of ", free_bytes_,
+        " that are free); kv pool ", limits.kv_pool_bytes, ", weights ", limits.weights_bytes,
+        ", expanded keys and values ", ExpandedWorkspaceBytes(limits)));
   }
   absl::Status s = Allocate(limits);
   if (!s.ok()) Release();
@@ -221,7 +238,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   const SlotSizes sizes{MetadataBytes(limits), limits.staging_in_bytes, limits.staging_out_bytes,
                         limits.slot_workspace_bytes};
   for (int32_t i = 0; i < limits.launch_slots; ++i) {
-    auto slot = LaunchSlot::Create(runtime_.get(), streams_, sizes);
+    auto slot = LaunchSlot::Create(runtime_.get(), streams_, pinned_, sizes);
     if (!slot.ok()) return slot.status();
     slots_.push_back(*std::move(slot));
   }
@@ -270,9 +287,11 @@ absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {
 }
 
 void HipBackend::UnregisterHost(std::span<std::byte> memory) {
-  if (!pinned_->Remove(memory.data()) || lost_) return;
-  // A failure here is a device that is lost, which the launches will find out for themselves.
-  for (Stream stream : {streams_.in, streams_.out}) (void)runtime_->Synchronize(stream);
+  const PinnedRanges::Id piece = pinned_->Retire(memory.data());
+  if (piece == PinnedRanges::kNone || lost_) return;
+  // A launch that has not ended by then has lost the device.
+  const std::chrono::milliseconds most(2 * options_.watchdog_ms);
+  if (!pinned_->AwaitUnused(piece, most) || lost_) return;
   (void)runtime_->UnregisterHost(memory.data());
 }
 
@@ -382,6 +401,8 @@ absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
           hip.vendor = vendor;
           hip.device = options.device;
           hip.memory_fraction = options.gpu_memory_fraction;
+          hip.expanded_workspace_bytes = options.gpu_expanded_workspace_bytes;
+          hip.watchdog_ms = options.gpu_watchdog_ms;
           auto backend = HipBackend::Create(hip);
           if (!backend.ok()) return backend.status();
           return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));

@@ -1,5 +1,6 @@
 #include "kernels/hip/launch_slot.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -18,8 +19,9 @@ absl::Status Full(const char* what, size_t limit) {
 
 absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runtime,
                                                                const Streams& streams,
+                                                               std::shared_ptr<PinnedRanges> pinned,
                                                                const SlotSizes& sizes) {
-  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams));
+  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams, std::move(pinned)));
   for (const auto& [region, what, bytes] :
        {std::tuple(&slot->metadata_, "launch metadata", sizes.metadata),
         std::tuple(&slot->input_, "staged input", sizes.input),
@@ -40,10 +42,12 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   slot->steps_.reserve(kMaxSteps);
   slot->inputs_.reserve(kMaxTransfers);
   slot->outputs_.reserve(kMaxTransfers);
+  slot->reached_.reserve(kMaxTransfers);
   return slot;
 }
 
 LaunchSlot::~LaunchSlot() {
+  if (state_ == State::kRunning) EndCopies();
   for (Event event : {inputs_ready_, started_, computed_, done_}) runtime_->Destroy(event);
 }
 
@@ -59,6 +63,7 @@ absl::Status LaunchSlot::Begin() {
   steps_.clear();
   inputs_.clear();
   outputs_.clear();
+  reached_.clear();
   staged_input_ = staged_output_ = false;
   return absl::OkStatus();
 }
@@ -87,27 +92,43 @@ absl::Status LaunchSlot::AddOutput(const Transfer& t) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<const void*> LaunchSlot::StageInput(const void* host, int64_t bytes, bool direct) {
+bool LaunchSlot::Reaches(const void* host, int64_t bytes) {
+  const PinnedRanges::Id piece = pinned_->Find(host, bytes);
+  if (piece == PinnedRanges::kNone) return false;
+  // Tensors of one client lie in one piece, so the last ones are where to look.
+  if (std::find(reached_.rbegin(), reached_.rend(), piece) != reached_.rend()) return true;
+  if (reached_.size() == reached_.capacity()) return false;
+  reached_.push_back(piece);
+  return true;
+}
+
+void LaunchSlot::EndCopies() {
+  pinned_->End(reached_);
+  reached_.clear();
+}
+
+absl::StatusOr<const void*> LaunchSlot::StageInput(const void* host, int64_t bytes) {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
   absl::StatusOr<int64_t> at = input_.Take(bytes);
   if (!at.ok()) return at.status();
   auto* const from = static_cast<std::byte*>(const_cast<void*>(host));
+  const bool direct = Reaches(from, bytes);
   if (absl::Status s = AddInput({from, *at, bytes, 1, bytes, direct}); !s.ok()) return s;
   return reinterpret_cast<const void*>(input_.device(*at));
 }
 
-absl::StatusOr<void*> LaunchSlot::StageOutput(void* host, int64_t bytes, bool direct) {
+absl::StatusOr<void*> LaunchSlot::StageOutput(void* host, int64_t bytes) {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
   absl::StatusOr<int64_t> at = output_.Take(bytes);
   if (!at.ok()) return at.status();
   auto* const to = static_cast<std::byte*>(host);
+  const bool direct = Reaches(to, bytes);
   if (absl::Status s = AddOutput({to, *at, bytes, 1, bytes, direct}); !s.ok()) return s;
   return reinterpret_cast<void*>(output_.device(*at));
 }
 
 absl::StatusOr<const void*> LaunchSlot::StageInputParts(int64_t rows,
-                                                        std::span<const kernels::InputPart> parts,
-                                                        const PinnedRanges& pinned) {
+                                                        std::span<const kernels::InputPart> parts) {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
   int64_t pitch = 0;
   for (const kernels::InputPart& part : parts) pitch += part.row_bytes;
@@ -116,7 +137,7 @@ absl::StatusOr<const void*> LaunchSlot::StageInputParts(int64_t rows,
   int64_t column = *at;
   for (const kernels::InputPart& part : parts) {
     auto* const from = static_cast<std::byte*>(const_cast<void*>(part.host));
-    const bool direct = pinned.Hold(from, rows * part.row_bytes);
+    const bool direct = Reaches(from, rows * part.row_bytes);
     absl::Status s = AddInput({from, column, part.row_bytes, rows, pitch, direct});
     if (!s.ok()) return s;
     column += part.row_bytes;
@@ -125,8 +146,7 @@ absl::StatusOr<const void*> LaunchSlot::StageInputParts(int64_t rows,
 }
 
 absl::StatusOr<void*> LaunchSlot::StageOutputParts(int64_t rows,
-                                                   std::span<const kernels::OutputPart> parts,
-                                                   const PinnedRanges& pinned) {
+                                                   std::span<const kernels::OutputPart> parts) {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
   int64_t pitch = 0;
   for (const kernels::OutputPart& part : parts) pitch += part.row_bytes;
@@ -136,7 +156,7 @@ absl::StatusOr<void*> LaunchSlot::StageOutputParts(int64_t rows,
   for (const kernels::OutputPart& part : parts) {
     auto* const to = static_cast<std::byte*>(part.host);
     if (to != nullptr) {
-      const bool direct = pinned.Hold(to, rows * part.row_bytes);
+      const bool direct = Reaches(to, rows * part.row_bytes);
       absl::Status s = AddOutput({to, column, part.row_bytes, rows, pitch, direct});
       if (!s.ok()) return s;
     }
@@ -266,6 +286,11 @@ absl::Status LaunchSlot::SubmitOutputs() {
 
 absl::Status LaunchSlot::Submit() {
   if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  if (!pinned_->Begin(reached_)) {
+    state_ = State::kIdle;
+    return absl::FailedPreconditionError(
+        "launch: memory that it was given is no longer registered");
+  }
   absl::Status s = SubmitInputs();
   if (s.ok()) s = SubmitSteps();
   if (s.ok()) s = SubmitOutputs();
@@ -277,6 +302,7 @@ absl::Status LaunchSlot::Submit() {
   for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
     (void)runtime_->Synchronize(stream);
   }
+  EndCopies();
   state_ = State::kIdle;
   return s;
 }
@@ -288,6 +314,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   while (true) {
     absl::StatusOr<bool> done = runtime_->Done(done_);
     if (!done.ok() || *done) {
+      EndCopies();
       state_ = State::kIdle;
       if (!done.ok()) return done.status();
       break;

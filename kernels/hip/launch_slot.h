@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/hip/device_memory.h"
@@ -41,6 +42,7 @@ class LaunchSlot {
 
   static absl::StatusOr<std::unique_ptr<LaunchSlot>> Create(GpuRuntime* runtime,
                                                             const Streams& streams,
+                                                            std::shared_ptr<PinnedRanges> pinned,
                                                             const SlotSizes& sizes);
   ~LaunchSlot();
   LaunchSlot(const LaunchSlot&) = delete;
@@ -51,16 +53,14 @@ class LaunchSlot {
   absl::Status CheckRecording() const;
   bool running() const { return state_ == State::kRunning; }
 
-  // `direct`: `host` is pinned, so the device reads and writes it itself; else its bytes pass
-  // through the slot's pinned region.
-  absl::StatusOr<const void*> StageInput(const void* host, int64_t bytes, bool direct);
-  absl::StatusOr<void*> StageOutput(void* host, int64_t bytes, bool direct);
-  // The same for a matrix in parts; those in `pinned` memory are copied by the device itself.
+  // Memory in a pinned range is copied by the device itself; the bytes of other memory pass through
+  // the slot's pinned region.
+  absl::StatusOr<const void*> StageInput(const void* host, int64_t bytes);
+  absl::StatusOr<void*> StageOutput(void* host, int64_t bytes);
+  // The same for a matrix in parts.
   absl::StatusOr<const void*> StageInputParts(int64_t rows,
-                                              std::span<const kernels::InputPart> parts,
-                                              const PinnedRanges& pinned);
-  absl::StatusOr<void*> StageOutputParts(int64_t rows, std::span<const kernels::OutputPart> parts,
-                                         const PinnedRanges& pinned);
+                                              std::span<const kernels::InputPart> parts);
+  absl::StatusOr<void*> StageOutputParts(int64_t rows, std::span<const kernels::OutputPart> parts);
   absl::StatusOr<void*> Workspace(int64_t bytes);
   StagedRegion& metadata() { return metadata_; }
 
@@ -72,7 +72,8 @@ class LaunchSlot {
   absl::Status AddCopy(DevicePtr to, DevicePtr from, int64_t bytes);
   absl::Status AddZeroFill(DevicePtr to, int64_t bytes);
 
-  // Enqueues everything; the device starts as soon as earlier launches allow.
+  // Enqueues everything; the device starts as soon as earlier launches allow. FAILED_PRECONDITION
+  // when staged memory is pinned no more.
   absl::Status Submit();
   absl::StatusOr<bool> Done();
   // Waits, hands outputs over and returns the nanoseconds the steps took. DEADLINE_EXCEEDED when
@@ -101,7 +102,11 @@ class LaunchSlot {
     bool direct = false;
   };
 
-  LaunchSlot(GpuRuntime* runtime, const Streams& streams) : runtime_(runtime), streams_(streams) {}
+  LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
+      : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
+  // Whether the device's copies reach these bytes by themselves, as is then noted.
+  bool Reaches(const void* host, int64_t bytes);
+  void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
   absl::StatusOr<Step*> AddStep(Step::Kind kind);
@@ -115,6 +120,8 @@ class LaunchSlot {
 
   GpuRuntime* runtime_;
   Streams streams_;
+  const std::shared_ptr<PinnedRanges> pinned_;
+  std::vector<PinnedRanges::Id> reached_;  // each once
   State state_ = State::kIdle;
   StagedRegion metadata_, input_, output_;
   DeviceBuffer workspace_;

@@ -1,14 +1,11 @@
 // The engine with the GPU backend below it, on the fake HIP runtime: what only the two together do.
-#include <dlfcn.h>
-
-#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/testing/engine_harness.h"
-#include "tests/fake_hip/fake_control.h"
+#include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::gpu {
 namespace {
@@ -19,20 +16,15 @@ using scheduler::testing::MakeRow;
 using scheduler::testing::Row;
 using scheduler::testing::TestRequest;
 
-constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
-constexpr char kImage[] = "fake image for gfx950";
 constexpr int kHeads = 16;
 constexpr int kRowDim = 576;
 constexpr int kLongRows = 4096;
 // Probabilities are rounded to bf16 before the second product.
 constexpr double kTolerance = 4e-3;
 
+// The fake's control block, as it was left.
 fake_hip::Control& Control() {
-  static fake_hip::Control* const control = [] {
-    void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-    EXPECT_NE(library, nullptr) << dlerror();
-    return reinterpret_cast<fake_hip::Control* (*)()>(dlsym(library, "fake_hip_control"))();
-  }();
+  static fake_hip::Control* const control = FakeControl();
   return *control;
 }
 
@@ -40,7 +32,7 @@ std::unique_ptr<EngineHarness> Harness() {
   Control() = fake_hip::Control();
   HipBackendOptions options;
   options.libraries = {kLibrary};
-  options.images = {{"gfx950", {reinterpret_cast<const std::byte*>(kImage), sizeof(kImage)}}};
+  options.images = {Image("gfx950", kImage950)};
   auto backend = HipBackend::Create(options);
   EXPECT_TRUE(backend.ok()) << backend.status();
   scheduler::testing::HarnessOptions harness;
@@ -82,10 +74,9 @@ class LastLaunch final : public scheduler::EngineObserver {
 TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
   Control() = fake_hip::Control();
   Control().arch = "gfx942";
-  constexpr char kImage942[] = "fake image for gfx942";
   HipBackendOptions options;
   options.libraries = {kLibrary};
-  options.images = {{"gfx942", {reinterpret_cast<const std::byte*>(kImage942), sizeof(kImage942)}}};
+  options.images = {Image("gfx942", kImage942)};
   auto backend = HipBackend::Create(options);
   ASSERT_TRUE(backend.ok()) << backend.status();
   LastLaunch last;

@@ -1,5 +1,6 @@
 // How a test steers the fake HIP runtime. The test opens the same library that the backend opens
-// and gets the one control block through fake_hip_control().
+// and gets the one control block through fake_hip_control(). The test sets it while no other thread
+// calls the runtime.
 #ifndef MLA_TESTS_FAKE_HIP_FAKE_CONTROL_H_
 #define MLA_TESTS_FAKE_HIP_FAKE_CONTROL_H_
 
@@ -13,10 +14,12 @@ struct Control {
   int64_t memory_bytes = int64_t{4} << 30;  // hipMalloc beyond it is out of memory
 
   // Call `fail_call` (an entry point's name) fails with `fail_code` once it has succeeded
-  // `fail_after` times; -1 never.
+  // `fail_after` times, -1 never, and does so `fail_times` times, -1 always.
   const char* fail_call = "";
   int fail_after = -1;
   int fail_code = 1;
+  int fail_times = -1;
+  int fail_seen = 0;           // calls of `fail_call` since it was named
   bool lost = false;           // sticky: every call fails with hipErrorLaunchFailure (719)
   bool hang = false;           // events never complete
   bool wrong_results = false;  // kernels leave a wrong value behind
@@ -25,11 +28,21 @@ struct Control {
   int64_t live_bytes = 0;  // of device memory
   int64_t allocations = 0;
   int64_t launches = 0;
-  int64_t registered_bytes = 0;  // of host memory
-  int64_t copies_in = 0;         // from the host, however many rows
+  int64_t expanded_launches = 0;  // of them, attention of the expanded form
+  int64_t registered_bytes = 0;   // of host memory
+  int64_t copies_in = 0;          // from the host, however many rows
   int64_t copies_out = 0;
   const void* last_copied_in = nullptr;   // host address
   const void* last_copied_out = nullptr;  // host address
+
+  // The `after`-th next such call (0: the very next one) fails, once.
+  void FailOnce(const char* call, int after = 0, int code = 1) {
+    fail_call = call;
+    fail_after = after;
+    fail_code = code;
+    fail_times = 1;
+    fail_seen = 0;
+  }
 };
 
 }  // namespace mla::fake_hip

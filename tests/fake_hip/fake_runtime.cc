@@ -66,7 +66,6 @@ struct Runtime {
   Control control;
   std::unordered_map<const void*, int64_t> device_memory;
   std::unordered_map<const void*, int64_t> registered;
-  std::unordered_map<std::string, int> calls;
 };
 Runtime& State() {
   static Runtime& runtime = *new Runtime;
@@ -75,10 +74,12 @@ Runtime& State() {
 
 // Every entry point begins here: 0 to go on, else the code to return.
 int Enter(const char* call) {
-  Runtime& state = State();
-  if (state.control.lost) return kLaunchFailure;
-  if (std::strcmp(state.control.fail_call, call) != 0 || state.control.fail_after < 0) return 0;
-  return state.calls[call]++ >= state.control.fail_after ? state.control.fail_code : 0;
+  Control& control = State().control;
+  if (control.lost) return kLaunchFailure;
+  if (std::strcmp(control.fail_call, call) != 0 || control.fail_after < 0) return 0;
+  const int nth = control.fail_seen++ - control.fail_after;
+  const bool fails = nth >= 0 && (control.fail_times < 0 || nth < control.fail_times);
+  return fails ? control.fail_code : 0;
 }
 
 }  // namespace
@@ -98,7 +99,6 @@ fake::Control* fake_hip_control() { return &State().control; }
 
 int hipInit(unsigned) {
   FAKE_ENTER("hipInit");
-  State().calls.clear();
   return 0;
 }
 int hipGetDeviceCount(int* count) {
@@ -305,6 +305,7 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
                           void** parameters, void**) {
   FAKE_ENTER("hipModuleLaunchKernel");
   ++State().control.launches;
+  State().control.expanded_launches += function->name == mla::gpu::kExpandedKernel;
   const auto* bytes = static_cast<const std::byte*>(parameters[0]);
   std::vector<std::byte> args(bytes, bytes + fake::ArgumentBytes(function->name));
   const unsigned wave = std::strncmp(State().control.arch, "gfx", 3) == 0 ? 64 : 32;

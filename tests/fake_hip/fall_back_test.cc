@@ -1,26 +1,17 @@
 // What the registry does, and says, when a GPU can not serve: every fault with both vendors'
 // runtimes, on a machine that has none of them and on one that does.
-#include <dlfcn.h>
-
-#include <cstring>
 #include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
-#include "tests/fake_hip/fake_control.h"
+#include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::gpu {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
-
-KernelImage Image(const char* arch, const char* text) {
-  return {arch, {reinterpret_cast<const std::byte*>(text), std::strlen(text) + 1}};
-}
 
 struct Machine {
   const char* row;   // in the registry
@@ -31,16 +22,11 @@ struct Machine {
 class FallBackTest : public ::testing::TestWithParam<Machine> {
  protected:
   void SetUp() override {
-    void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-    ASSERT_NE(library, nullptr) << dlerror();
-    auto get = reinterpret_cast<fake_hip::Control* (*)()>(dlsym(library, "fake_hip_control"));
-    ASSERT_NE(get, nullptr);
-    control_ = get();
-    *control_ = fake_hip::Control();
+    control_ = FakeControl();
+    ASSERT_NE(control_, nullptr);
     control_->arch = GetParam().arch;
     options_.libraries = {kLibrary};
-    options_.images = {Image("gfx950", "fake image for gfx950"),
-                       Image("sm_90", "fake image for sm_90")};
+    options_.images = {Image("gfx950", kImage950), Image("sm_90", kImage90)};
     options_.vendor = GetParam().vendor;
   }
   void TearDown() override { EXPECT_EQ(control_->live_bytes, 0); }

@@ -1,13 +1,7 @@
 // The GPU backend's host path (argument packing, streams, events, buffers, refusals, faults)
 // against a fake HIP runtime that executes the kernels by name.
-#include <dlfcn.h>
-
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -15,81 +9,14 @@
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/scheduler_plan.h"
 #include "tests/conformance/suite.h"
-#include "tests/fake_hip/fake_control.h"
+#include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::gpu {
 namespace {
 
 using ::testing::HasSubstr;
 
-constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
-constexpr char kImage950[] = "fake image for gfx950";
-constexpr char kImage942[] = "fake image for gfx942";
-constexpr char kImage90[] = "fake image for sm_90";
-
-KernelImage Image(const char* arch, const char* text) {
-  return {arch, {reinterpret_cast<const std::byte*>(text), std::strlen(text) + 1}};
-}
-
-class HipBackendTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-    ASSERT_NE(library, nullptr) << dlerror();
-    auto get = reinterpret_cast<fake_hip::Control* (*)()>(dlsym(library, "fake_hip_control"));
-    ASSERT_NE(get, nullptr);
-    control_ = get();
-    *control_ = fake_hip::Control();
-  }
-  void TearDown() override { EXPECT_EQ(control_->live_bytes, 0); }
-
-  static HipBackendOptions Options() {
-    HipBackendOptions options;
-    options.libraries = {kLibrary};
-    options.images = {Image("gfx950", kImage950), Image("gfx942", kImage942)};
-    options.watchdog_ms = 200;
-    return options;
-  }
-  static kernels::BackendLimits Limits() {
-    kernels::BackendLimits l;
-    l.kv_pool_bytes = 1 << 20;
-    l.page_table_entries = 16;
-    l.weights_bytes = 1 << 20;
-    l.weights_slots = 2;
-    l.launch_slots = 2;
-    l.launch_requests = 4;
-    l.launch_rows = 16;
-    l.partial_rows = 64;
-    l.max_o_dim = 512;
-    l.staging_in_bytes = l.staging_out_bytes = l.slot_workspace_bytes = 1 << 16;
-    l.work_items = l.reduce_tiles = l.reduce_partials = 16;
-    return l;
-  }
-  // Appends `rows` rows at `kv`, an address of the launch that is being recorded, to the first
-  // page.
-  static kernels::AppendRecord Append(const void* kv, int32_t rows) {
-    return {kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, rows, 576};
-  }
-  // A launch that appends one row.
-  static absl::Status AppendOnce(HipBackend& backend) {
-    const std::vector<kernels::Bf16> row(576, 0x3f80);
-    return AppendOnce(backend, row.data());
-  }
-  static absl::Status AppendOnce(HipBackend& backend, const kernels::Bf16* row) {
-    if (absl::Status s = backend.BeginLaunch(0); !s.ok()) return s;
-    auto kv = backend.StageInput(0, row, 1152);
-    if (!kv.ok()) return kv.status();
-    backend.PageTables()[0] = 0;
-    const kernels::TableRange table{0, 1};
-    const kernels::AppendRecord record = Append(*kv, 1);
-    absl::Status s = backend.PublishPageTable(0, {&table, 1});
-    if (s.ok()) s = backend.AppendKv(0, {&record, 1});
-    if (s.ok()) s = backend.Submit(0);
-    return s.ok() ? backend.Wait(0).status() : s;
-  }
-
-  fake_hip::Control* control_ = nullptr;
-};
+class HipBackendTest : public BackendOnFakeTest {};
 
 TEST_F(HipBackendTest, MissingRuntimeNamesTheLibrariesTried) {
   HipBackendOptions options = Options();
@@ -333,150 +260,6 @@ TEST_F(HipBackendTest, WatchdogEndsAHungLaunch) {
   EXPECT_THAT(status.message(), HasSubstr("not ended a launch within 200 ms"));
   EXPECT_FALSE((*backend)->Healthy().ok());
   control_->hang = false;
-}
-
-// Memory as a client's region has it: pages of its own.
-class Region {
- public:
-  Region() : memory_(static_cast<std::byte*>(std::aligned_alloc(4096, kBytes))) {
-    std::fill_n(rows(), kBytes / 2, kernels::Bf16{0x3f80});
-  }
-  ~Region() { std::free(memory_); }
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
-  std::span<std::byte> bytes() const { return {memory_, kBytes}; }
-  kernels::Bf16* rows() const { return reinterpret_cast<kernels::Bf16*>(memory_); }
-
- private:
-  static constexpr size_t kBytes = 16384;
-  std::byte* const memory_;
-};
-
-TEST_F(HipBackendTest, CopiesReachRegisteredMemoryWithoutStaging) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
-  const Region region;
-  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
-  EXPECT_NE(control_->last_copied_in, region.rows() + 8);  // through the staging memory
-
-  ASSERT_TRUE((*backend)->RegisterHost(region.bytes()).ok());
-  EXPECT_EQ(control_->registered_bytes, 16384);
-  const int64_t copies = control_->copies_in;
-  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
-  EXPECT_EQ(control_->last_copied_in, region.rows() + 8);
-  EXPECT_EQ(control_->copies_in - copies, 2);  // the launch's metadata and the row, nothing else
-
-  (*backend)->UnregisterHost(region.bytes());
-  EXPECT_EQ(control_->registered_bytes, 0);
-  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
-  EXPECT_NE(control_->last_copied_in, region.rows() + 8);
-  (*backend)->UnregisterHost(region.bytes());  // not registered: nothing to do
-  EXPECT_TRUE((*backend)->Healthy().ok());
-}
-
-TEST_F(HipBackendTest, MemoryThatCannotBePinnedIsStaged) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
-  const Region region;
-  control_->fail_call = "hipHostRegister";
-  control_->fail_after = 0;
-  control_->fail_code = 2;
-  const absl::Status refused = (*backend)->RegisterHost(region.bytes());
-  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(refused.message(), HasSubstr("GPU host register: out of memory (2)"));
-  ASSERT_TRUE(AppendOnce(**backend, region.rows()).ok());
-  EXPECT_NE(control_->last_copied_in, region.rows());
-  (*backend)->UnregisterHost(region.bytes());
-  EXPECT_TRUE((*backend)->Healthy().ok());
-  EXPECT_EQ(control_->registered_bytes, 0);
-}
-
-TEST_F(HipBackendTest, UnregisteringWaitsForCopiesUnderWay) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
-  std::vector<kernels::Bf16> read(576);
-  {
-    const Region region;
-    ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
-    ASSERT_TRUE(b.BeginLaunch(0).ok());
-    auto kv = b.StageInput(0, region.rows(), 1152);
-    ASSERT_TRUE(kv.ok());
-    b.PageTables()[0] = 0;
-    const kernels::TableRange table{0, 1};
-    const kernels::AppendRecord record = Append(*kv, 1);
-    ASSERT_TRUE(b.PublishPageTable(0, {&table, 1}).ok());
-    ASSERT_TRUE(b.AppendKv(0, {&record, 1}).ok());
-    ASSERT_TRUE(b.Submit(0).ok());
-    b.UnregisterHost(region.bytes());
-    // From here on the memory may hold anything, or nothing.
-    std::fill_n(region.rows(), 576, kernels::Bf16{0x7fc0});
-  }
-  ASSERT_TRUE(b.Wait(0).ok());
-  ASSERT_TRUE(b.ReadKv(Append(nullptr, 1), read.data()).ok());
-  EXPECT_EQ(read, std::vector<kernels::Bf16>(576, 0x3f80));
-}
-
-TEST_F(HipBackendTest, RegionsComeAndGoBesideLaunches) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
-  int failures = 0;
-  std::thread doors([&b, &failures] {
-    for (int i = 0; i < 300; ++i) {
-      const Region region;
-      failures += !b.RegisterHost(region.bytes()).ok();
-      b.UnregisterHost(region.bytes());
-    }
-  });
-  const Region mine;
-  ASSERT_TRUE(b.RegisterHost(mine.bytes()).ok());
-  for (int i = 0; i < 300; ++i) EXPECT_TRUE(AppendOnce(b, mine.rows()).ok());
-  doors.join();
-  EXPECT_EQ(failures, 0);
-  EXPECT_EQ(control_->registered_bytes, 16384);
-  b.UnregisterHost(mine.bytes());
-  EXPECT_EQ(control_->registered_bytes, 0);
-}
-
-TEST_F(HipBackendTest, PartsLieSideBySideWhereverTheyComeFrom) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
-  // Three rows of 576 elements: 200 columns pinned, 376 not.
-  const Region pinned;
-  ASSERT_TRUE(b.RegisterHost(pinned.bytes()).ok());
-  std::vector<kernels::Bf16> loose(size_t{3} * 376);
-  for (size_t i = 0; i < loose.size(); ++i) loose[i] = static_cast<kernels::Bf16>(i);
-  for (size_t i = 0; i < size_t{3} * 200; ++i) {
-    pinned.rows()[i] = static_cast<kernels::Bf16>(5000 + i);
-  }
-  ASSERT_TRUE(b.BeginLaunch(0).ok());
-  const kernels::InputPart parts[] = {{pinned.rows(), 400}, {loose.data(), 752}};
-  auto kv = b.StageInputParts(0, 3, parts);
-  ASSERT_TRUE(kv.ok()) << kv.status();
-  b.PageTables()[0] = 0;
-  const kernels::TableRange table{0, 1};
-  const kernels::AppendRecord record = Append(*kv, 3);
-  ASSERT_TRUE(b.PublishPageTable(0, {&table, 1}).ok());
-  ASSERT_TRUE(b.AppendKv(0, {&record, 1}).ok());
-  ASSERT_TRUE(b.Submit(0).ok());
-  ASSERT_TRUE(b.Wait(0).ok());
-  EXPECT_EQ(control_->last_copied_in, pinned.rows());
-  std::vector<kernels::Bf16> read(size_t{3} * 576);
-  ASSERT_TRUE(b.ReadKv(Append(nullptr, 3), read.data()).ok());
-  for (size_t row = 0; row < 3; ++row) {
-    for (size_t i = 0; i < 576; ++i) {
-      const kernels::Bf16 want =
-          i < 200 ? pinned.rows()[row * 200 + i] : loose[row * 376 + i - 200];
-      ASSERT_EQ(read[row * 576 + i], want) << row << " " << i;
-    }
-  }
 }
 
 }  // namespace

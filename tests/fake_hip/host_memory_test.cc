@@ -1,0 +1,234 @@
+// Host memory that the device's copies reach by themselves: pinned in place, used beside launches,
+// and let go while some of them run.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::gpu {
+namespace {
+
+using ::testing::HasSubstr;
+
+class HostMemoryTest : public BackendOnFakeTest {};
+
+// Memory as a client's region has it: pages of its own.
+class Region {
+ public:
+  Region() : memory_(static_cast<std::byte*>(std::aligned_alloc(4096, kBytes))) {
+    std::fill_n(rows(), kBytes / 2, kernels::Bf16{0x3f80});
+  }
+  ~Region() { std::free(memory_); }
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+  std::span<std::byte> bytes() const { return {memory_, kBytes}; }
+  kernels::Bf16* rows() const { return reinterpret_cast<kernels::Bf16*>(memory_); }
+
+ private:
+  static constexpr size_t kBytes = 16384;
+  std::byte* const memory_;
+};
+
+TEST_F(HostMemoryTest, CopiesReachRegisteredMemoryWithoutStaging) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  const Region region;
+  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
+  EXPECT_NE(control_->last_copied_in, region.rows() + 8);  // through the staging memory
+
+  ASSERT_TRUE((*backend)->RegisterHost(region.bytes()).ok());
+  EXPECT_EQ(control_->registered_bytes, 16384);
+  const int64_t copies = control_->copies_in;
+  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
+  EXPECT_EQ(control_->last_copied_in, region.rows() + 8);
+  EXPECT_EQ(control_->copies_in - copies, 2);  // the launch's metadata and the row, nothing else
+
+  (*backend)->UnregisterHost(region.bytes());
+  EXPECT_EQ(control_->registered_bytes, 0);
+  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
+  EXPECT_NE(control_->last_copied_in, region.rows() + 8);
+  (*backend)->UnregisterHost(region.bytes());  // not registered: nothing to do
+  EXPECT_TRUE((*backend)->Healthy().ok());
+}
+
+TEST_F(HostMemoryTest, MemoryThatCannotBePinnedIsStaged) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  const Region region;
+  control_->fail_call = "hipHostRegister";
+  control_->fail_after = 0;
+  control_->fail_code = 2;
+  const absl::Status refused = (*backend)->RegisterHost(region.bytes());
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(refused.message(), HasSubstr("GPU host register: out of memory (2)"));
+  ASSERT_TRUE(AppendOnce(**backend, region.rows()).ok());
+  EXPECT_NE(control_->last_copied_in, region.rows());
+  (*backend)->UnregisterHost(region.bytes());
+  EXPECT_TRUE((*backend)->Healthy().ok());
+  EXPECT_EQ(control_->registered_bytes, 0);
+}
+
+// A launch in `slot` that appends the first row of `region`, recorded and not yet submitted.
+absl::Status Record(HipBackend& backend, int32_t slot, const Region& region) {
+  if (absl::Status s = backend.BeginLaunch(slot); !s.ok()) return s;
+  auto kv = backend.StageInput(slot, region.rows(), 1152);
+  if (!kv.ok()) return kv.status();
+  backend.PageTables()[0] = 0;
+  const kernels::TableRange table{0, 1};
+  const kernels::AppendRecord record{*kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, 1, 576};
+  absl::Status s = backend.PublishPageTable(slot, {&table, 1});
+  return s.ok() ? backend.AppendKv(slot, {&record, 1}) : s;
+}
+
+TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  {
+    const Region region;
+    ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
+    ASSERT_TRUE(Record(b, 0, region).ok());
+    ASSERT_TRUE(b.Submit(0).ok());
+    std::thread closer([&] {
+      b.UnregisterHost(region.bytes());
+      // From here on the memory may hold anything, or nothing.
+      std::fill_n(region.rows(), 576, kernels::Bf16{0x7fc0});
+    });
+    // Long enough for a closer that does not wait to be noticed.
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_EQ(control_->registered_bytes, 16384);
+    EXPECT_TRUE(b.Wait(0).ok());
+    closer.join();
+    EXPECT_EQ(control_->registered_bytes, 0);
+  }
+  std::vector<kernels::Bf16> read(576);
+  ASSERT_TRUE(b.ReadKv(Append(nullptr, 1), read.data()).ok());
+  EXPECT_EQ(read, std::vector<kernels::Bf16>(576, 0x3f80));
+}
+
+TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  const Region busy, idle;
+  for (const Region* region : {&busy, &idle}) ASSERT_TRUE(b.RegisterHost(region->bytes()).ok());
+  ASSERT_TRUE(Record(b, 1, idle).ok());
+  ASSERT_TRUE(b.Submit(1).ok());
+  ASSERT_TRUE(b.Wait(1).ok());
+  ASSERT_TRUE(Record(b, 0, busy).ok());
+  ASSERT_TRUE(b.Submit(0).ok());
+  b.UnregisterHost(idle.bytes());  // while the launch of the other runs, in the thread that waits
+  EXPECT_EQ(control_->registered_bytes, 16384);
+  ASSERT_TRUE(b.Wait(0).ok());
+  b.UnregisterHost(busy.bytes());
+  EXPECT_EQ(control_->registered_bytes, 0);
+}
+
+TEST_F(HostMemoryTest, ALaunchRecordedWithMemoryThatWentIsRefused) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  const Region region;
+  ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
+  ASSERT_TRUE(Record(b, 0, region).ok());
+  b.UnregisterHost(region.bytes());
+  EXPECT_EQ(control_->registered_bytes, 0);
+  const absl::Status refused = b.Submit(0);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(refused.message(), HasSubstr("no longer registered"));
+  EXPECT_TRUE(b.Healthy().ok());
+  EXPECT_TRUE(AppendOnce(b, region.rows()).ok());
+}
+
+TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndNobodyWaiting) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  const Region region;
+  ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
+  ASSERT_TRUE(Record(b, 0, region).ok());
+  ASSERT_TRUE(b.Submit(0).ok());
+  control_->hang = true;
+  // Whoever waits already is let go when the watchdog has had its time twice.
+  std::thread early([&] { b.UnregisterHost(region.bytes()); });
+  EXPECT_FALSE(b.Wait(0).ok());
+  early.join();
+  EXPECT_EQ(control_->registered_bytes, 16384);
+  const Region late;
+  EXPECT_EQ(b.RegisterHost(late.bytes()).code(), absl::StatusCode::kUnavailable);
+  control_->hang = false;
+}
+
+TEST_F(HostMemoryTest, RegionsComeAndGoBesideLaunches) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  int failures = 0;
+  std::thread doors([&b, &failures] {
+    for (int i = 0; i < 300; ++i) {
+      const Region region;
+      failures += !b.RegisterHost(region.bytes()).ok();
+      b.UnregisterHost(region.bytes());
+    }
+  });
+  const Region mine;
+  ASSERT_TRUE(b.RegisterHost(mine.bytes()).ok());
+  for (int i = 0; i < 300; ++i) EXPECT_TRUE(AppendOnce(b, mine.rows()).ok());
+  doors.join();
+  EXPECT_EQ(failures, 0);
+  EXPECT_EQ(control_->registered_bytes, 16384);
+  b.UnregisterHost(mine.bytes());
+  EXPECT_EQ(control_->registered_bytes, 0);
+}
+
+TEST_F(HostMemoryTest, PartsLieSideBySideWhereverTheyComeFrom) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  // Three rows of 576 elements: 200 columns pinned, 376 not.
+  const Region pinned;
+  ASSERT_TRUE(b.RegisterHost(pinned.bytes()).ok());
+  std::vector<kernels::Bf16> loose(size_t{3} * 376);
+  for (size_t i = 0; i < loose.size(); ++i) loose[i] = static_cast<kernels::Bf16>(i);
+  for (size_t i = 0; i < size_t{3} * 200; ++i) {
+    pinned.rows()[i] = static_cast<kernels::Bf16>(5000 + i);
+  }
+  ASSERT_TRUE(b.BeginLaunch(0).ok());
+  const kernels::InputPart parts[] = {{pinned.rows(), 400}, {loose.data(), 752}};
+  auto kv = b.StageInputParts(0, 3, parts);
+  ASSERT_TRUE(kv.ok()) << kv.status();
+  b.PageTables()[0] = 0;
+  const kernels::TableRange table{0, 1};
+  const kernels::AppendRecord record = Append(*kv, 3);
+  ASSERT_TRUE(b.PublishPageTable(0, {&table, 1}).ok());
+  ASSERT_TRUE(b.AppendKv(0, {&record, 1}).ok());
+  ASSERT_TRUE(b.Submit(0).ok());
+  ASSERT_TRUE(b.Wait(0).ok());
+  EXPECT_EQ(control_->last_copied_in, pinned.rows());
+  std::vector<kernels::Bf16> read(size_t{3} * 576);
+  ASSERT_TRUE(b.ReadKv(Append(nullptr, 3), read.data()).ok());
+  for (size_t row = 0; row < 3; ++row) {
+    for (size_t i = 0; i < 576; ++i) {
+      const kernels::Bf16 want =
+          i < 200 ? pinned.rows()[row * 200 + i] : loose[row * 376 + i - 200];
+      ASSERT_EQ(read[row * 576 + i], want) << row << " " << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mla::gpu
