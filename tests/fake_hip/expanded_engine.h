@@ -1,0 +1,148 @@
+// An engine whose clients use the EXPANDED profile, above any backend, driven by hand: the same
+// script on two of them can be compared.
+#ifndef MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_
+#define MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "scheduler/testing/engine_harness.h"
+
+namespace mla::gpu {
+
+// From this many rows of a request on the GPU takes the expanded form (128/128 dims).
+inline constexpr int kExpandedFormRows = 129;
+
+class ExpandedEngine {
+ public:
+  static constexpr int kHeads = 2;
+  static constexpr int kLora = 512;
+  static constexpr int kRope = 64;
+  static constexpr int kDim = 128;  // nope_dim and v_dim
+  static constexpr int kRowDim = kLora + kRope;
+  using TestRequest = scheduler::testing::TestRequest;
+  using Row = scheduler::testing::Row;
+
+  static scheduler::Limits Limits() {
+    scheduler::Limits limits = scheduler::testing::TinyLimits();
+    limits.default_page_size = 16;
+    limits.max_heads = kHeads;
+    limits.max_row_dim = kRowDim;
+    limits.max_v_dim = kDim;
+    limits.max_layers = limits.max_models = 1;
+    limits.kv_cache_bytes = 4 << 20;
+    limits.max_sequence_rows = 640;
+    limits.max_pages_per_sequence = 40;
+    limits.max_step_rows = 640;
+    limits.launch_rows = 256;
+    limits.launch_packed_rows = 256 * kHeads;
+    limits.prefill_rows = 160;
+    return limits;
+  }
+
+  // `backend` null: the reference. Weights are uploaded unless the caller does.
+  explicit ExpandedEngine(std::unique_ptr<kernels::AttentionBackend> backend, bool upload = true) {
+    scheduler::testing::HarnessOptions options;
+    options.limits = Limits();
+    options.model = scheduler::testing::TinyModel();
+    options.model.geometry = {kHeads, kLora, kRope, kDim, kDim};
+    options.model.layers = 1;
+    options.model.softmax_scale = 0.07;
+    options.backend = std::move(backend);
+    h_ = std::make_unique<scheduler::testing::EngineHarness>(std::move(options));
+    stream_ = h_->core().OpenStream(h_->tenant());
+    if (upload) {
+      EXPECT_TRUE(Upload(1).ok());
+    }
+  }
+
+  scheduler::testing::EngineHarness& harness() { return *h_; }
+  scheduler::StreamId stream() const { return stream_; }
+
+  absl::Status Upload(scheduler::UploadId upload) {
+    std::vector<kernels::Bf16> weights(size_t{kHeads} * 2 * kDim * kLora);
+    const Row values = scheduler::testing::MakeRow(77, static_cast<int>(weights.size()));
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(0.05f * values[i]);
+    scheduler::Fault fault;
+    scheduler::ModelTable& models = h_->core().models();
+    auto model =
+        models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id", &fault);
+    if (!model.ok()) return model.status();
+    absl::Status s = models.LoadWeights(**model, upload, 0, 0, kHeads,
+                                        std::as_bytes(std::span(weights)), &fault);
+    if (!s.ok()) return s;
+    EXPECT_TRUE(models.CommitWeights(**model, upload).empty());
+    return s;
+  }
+
+  absl::Status Begin(scheduler::StepId step, const scheduler::SequenceInfo& seq, int start,
+                     int rows) {
+    return h_->Begin(stream_, step, {{seq.id, 1, start, rows}})->status;
+  }
+  absl::Status End(scheduler::StepId step) { return h_->End(stream_, step)->status; }
+
+  // All heads of `rows` rows of the step, with their KV rows. Not run yet.
+  std::unique_ptr<TestRequest> Attend(scheduler::StepId step, int row_begin, int rows,
+                                      uint64_t key) {
+    std::vector<Row> kv;
+    for (int i = 0; i < rows; ++i) {
+      kv.push_back(scheduler::testing::MakeRow(key * 1000 + row_begin + i, kRowDim));
+    }
+    auto request = h_->Unsent(stream_, step, 0, row_begin, rows, kv, 0, kHeads, 0);
+    request->queries.clear();
+    for (int i = 0; i < rows * kHeads; ++i) {
+      const uint64_t of_row = (key * 1000 + row_begin) * kHeads + i;
+      for (const float v : scheduler::testing::MakeRow(900000 + of_row, kDim + kRope)) {
+        request->queries.push_back(kernels::ToBf16(v));
+      }
+    }
+    request->attend.profile = scheduler::Profile::kExpanded;
+    request->attend.q = reinterpret_cast<const std::byte*>(request->queries.data());
+    request->output.assign(size_t(rows) * kHeads * kDim, NAN);
+    request->attend.o = reinterpret_cast<std::byte*>(request->output.data());
+    h_->Submit(request.get());
+    return request;
+  }
+
+  // Until nothing is ready and nothing runs.
+  void Settle() {
+    for (int quiet = 0; quiet < 3;) {
+      const bool busy = h_->core().StartLaunch() | h_->core().CompleteLaunch(/*wait=*/true);
+      quiet = busy ? 0 : quiet + 1;
+    }
+  }
+
+ private:
+  std::unique_ptr<scheduler::testing::EngineHarness> h_;
+  scheduler::StreamId stream_ = 0;
+};
+
+// Both answered OK, and `got` is `want` as closely as every backend must be: absolutely by the
+// largest value, or relatively.
+inline void ExpectSame(const scheduler::testing::TestRequest& got,
+                       const scheduler::testing::TestRequest& want) {
+  ASSERT_TRUE(got.answered() && want.answered());
+  ASSERT_TRUE(got.status.ok()) << got.status;
+  ASSERT_TRUE(want.status.ok()) << want.status;
+  ASSERT_EQ(got.output.size(), want.output.size());
+  float most = 0;
+  for (const float v : want.output) most = std::max(most, std::abs(v));
+  ASSERT_GT(most, 0);
+  int wrong = 0;
+  for (size_t i = 0; i < got.output.size(); ++i) {
+    const float off = std::abs(got.output[i] - want.output[i]);
+    const float allowed = std::max(2e-3f * most, 0.016f * std::abs(want.output[i]));
+    wrong += !(off <= allowed);  // a NaN is wrong
+  }
+  EXPECT_EQ(wrong, 0) << "of " << got.output.size();
+  ASSERT_EQ(got.lse.size(), want.lse.size());
+  for (size_t i = 0; i < got.lse.size(); ++i) ASSERT_NEAR(got.lse[i], want.lse[i], 1e-3) << i;
+}
+
+}  // namespace mla::gpu
+
+#endif  // MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_
