@@ -12,7 +12,8 @@ namespace mla::gpu {
 kernels::BackendLimits SelfTestLimits();
 
 // Appends, absorbs, attends with a split plan, combines and projects a small batch, attends to it
-// in the expanded form too, and compares with the same sums taken on the host in double precision.
+// in the expanded form too, and compares with the same sums taken on the host in double precision;
+// twice, so that each of an architecture's attention kernels has its turn.
 // REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
 absl::Status SelfTest(kernels::AttentionBackend& backend);
 
