@@ -8,17 +8,16 @@
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_split.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/metadata_buffers.h"
 #include "scheduler/planner.h"
+#include "tests/bench/gpu_programs.h"
 
 namespace mla::bench {
 namespace {
@@ -38,37 +37,6 @@ struct Flags {
   int32_t query_rows = 1;
   double max_gb = 20.0;
 };
-
-std::vector<int32_t> Integers(const std::string& text) {
-  std::vector<int32_t> values;
-  for (const auto& part : absl::StrSplit(text, ',')) values.push_back(std::stoi(std::string(part)));
-  return values;
-}
-
-bool Parse(int argc, char** argv, Flags& flags) {
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i], value = argv[i + 1];
-    if (name == "--heads") {
-      flags.heads = Integers(value);
-    } else if (name == "--batch") {
-      flags.batch = Integers(value);
-    } else if (name == "--context") {
-      flags.context = Integers(value);
-    } else if (name == "--iterations") {
-      flags.iterations = std::stoi(value);
-    } else if (name == "--ragged") {
-      flags.ragged = value != "0";
-    } else if (name == "--query-rows") {
-      flags.query_rows = std::stoi(value);
-    } else if (name == "--max-gb") {
-      flags.max_gb = std::stod(value);
-    } else {
-      std::fprintf(stderr, "unknown flag %s\n", name.c_str());
-      return false;
-    }
-  }
-  return argc % 2 == 1;
-}
 
 struct Shape {
   int32_t heads, batch, context;
@@ -263,17 +231,16 @@ absl::Status Bench::Time(const Shape& shape) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu() {
-  gpu::HipBackendOptions options;
-  auto backend = gpu::HipBackend::Create(options);
-  if (backend.ok()) return backend;
-  options.vendor = gpu::Vendor::kNvidia;
-  return gpu::HipBackend::Create(options);
-}
-
 int Main(int argc, char** argv) {
   Flags flags;
-  if (!Parse(argc, argv, flags)) return 2;
+  const Flag known[] = {{"--heads", &flags.heads},     {"--batch", &flags.batch},
+                        {"--context", &flags.context}, {"--iterations", &flags.iterations},
+                        {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
+                        {"--max-gb", &flags.max_gb}};
+  if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
+    std::fprintf(stderr, "%s\n", s.ToString().c_str());
+    return 2;
+  }
   auto backend = AnyGpu();
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());

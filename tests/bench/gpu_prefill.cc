@@ -18,12 +18,12 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_split.h"
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/expanded_plan.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/planner.h"
 #include "scheduler/testing/heap_buffers.h"
+#include "tests/bench/gpu_programs.h"
 
 namespace mla::bench {
 namespace {
@@ -43,35 +43,6 @@ struct Flags {
   int64_t workspace_mb = 640;
   std::string image;  // file with device code to use in place of what was built in
 };
-
-std::vector<int32_t> Integers(const std::string& text) {
-  std::vector<int32_t> values;
-  for (const auto& part : absl::StrSplit(text, ',')) values.push_back(std::stoi(std::string(part)));
-  return values;
-}
-
-bool Parse(int argc, char** argv, Flags& flags) {
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i], value = argv[i + 1];
-    if (name == "--heads") {
-      flags.heads = Integers(value);
-    } else if (name == "--rows") {
-      flags.rows = Integers(value);
-    } else if (name == "--context") {
-      flags.context = std::stoi(value);
-    } else if (name == "--iterations") {
-      flags.iterations = std::stoi(value);
-    } else if (name == "--image") {
-      flags.image = value;
-    } else if (name == "--workspace-mb") {
-      flags.workspace_mb = std::stoll(value);
-    } else {
-      std::fprintf(stderr, "unknown flag %s\n", name.c_str());
-      return false;
-    }
-  }
-  return argc % 2 == 1;
-}
 
 class Prefill {
  public:
@@ -110,12 +81,7 @@ class Prefill {
 absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   auto self = std::make_unique<Prefill>();
   self->flags_ = flags;
-  gpu::HipBackendOptions options;
-  auto backend = gpu::HipBackend::Create(options);
-  if (!backend.ok()) {
-    options.vendor = gpu::Vendor::kNvidia;
-    backend = gpu::HipBackend::Create(options);
-  }
+  auto backend = AnyGpu();
   if (!backend.ok()) return backend.status();
   self->backend_ = *std::move(backend);
   self->runtime_ = &self->backend_->runtime();
@@ -354,7 +320,16 @@ absl::Status Prefill::Time(int32_t heads, int32_t rows) {
 
 int Main(int argc, char** argv) {
   Flags flags;
-  if (!Parse(argc, argv, flags)) return 2;
+  const Flag known[] = {{"--heads", &flags.heads},
+                        {"--rows", &flags.rows},
+                        {"--context", &flags.context},
+                        {"--iterations", &flags.iterations},
+                        {"--workspace-mb", &flags.workspace_mb},
+                        {"--image", &flags.image}};
+  if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
+    std::fprintf(stderr, "%s\n", s.ToString().c_str());
+    return 2;
+  }
   auto prefill = Prefill::Create(flags);
   absl::Status s = prefill.status();
   for (const int32_t heads : flags.heads) {

@@ -1,22 +1,17 @@
-// The decode kernels behind a plain C entry point, for timing side by side with other libraries in
-// one process. Page tables hold block numbers of [blocks, page, 576] bf16 here, which the kernels
-// take through their granule argument.
-//
-//   int mla_decode_plan(const int* host_lengths, int batch, int heads, int page);
-//   int mla_decode(q, kv, table, lengths, out, lse, batch, heads, max_blocks, blocks, page, scale,
-//                  stream);
-//
-// mla_decode_plan plans for the batch on the host and uploads; mla_decode uploads the request
-// records when an address has changed since the last call, and launches. 0 means success; errors go
-// to stderr. One thread.
+#include "tests/bench/gpu_decode_c.h"
+
+#include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/metadata_buffers.h"
 #include "scheduler/planner.h"
 #include "scheduler/testing/heap_buffers.h"
+#include "tests/bench/gpu_programs.h"
 
 namespace mla::bench {
 namespace {
@@ -25,10 +20,11 @@ using gpu::DeviceBuffer;
 using gpu::DevicePtr;
 
 constexpr int32_t kRowDim = 576;
+constexpr int kMostBatch = 100000;
 
 struct Key {  // what the uploaded records were made from
   const void *q = nullptr, *out = nullptr, *lse = nullptr;
-  int max_blocks = 0;
+  int batch = 0, heads = 0, max_blocks = 0, page = 0;
   float scale = 0.0f;
   friend bool operator==(const Key&, const Key&) = default;
 };
@@ -40,8 +36,11 @@ class Decoder {
   absl::Status Run(const Key& key, const void* kv, const int* table, gpu::Stream stream);
 
  private:
+  absl::Status CheckSizes(const int* lengths, int batch, int heads, int page) const;
+  absl::StatusOr<DevicePtr> Take(int64_t bytes);
   template <class T>
   absl::StatusOr<DevicePtr> Upload(std::span<const T> values);
+  void ShapeCombine(const kernels::PlanView& plan, int32_t rows);
   absl::Status UploadRequests(const Key& key, gpu::Stream stream);
 
   std::unique_ptr<gpu::HipBackend> backend_;
@@ -68,15 +67,15 @@ class Decoder {
 
 absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
   auto self = std::make_unique<Decoder>();
-  gpu::HipBackendOptions options;
-  options.vendor = gpu::Vendor::kNvidia;
-  auto backend = gpu::HipBackend::Create(options);
+  const gpu::HipBackendOptions& options = DecodeOptions();
+  auto backend = AnyGpu(options);
   if (!backend.ok()) return backend.status();
   self->backend_ = *std::move(backend);
   self->runtime_ = &self->backend_->runtime();
   self->arch_ = gpu::FindArchTraits(self->runtime_->arch());
   self->stream_ = self->backend_->compute_stream();
-  for (const gpu::KernelImage& image : gpu::BuiltInKernelImages()) {
+  for (const gpu::KernelImage& image :
+       options.images.empty() ? gpu::BuiltInKernelImages() : options.images) {
     if (image.arch != self->runtime_->arch()) continue;
     auto module = self->runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
@@ -104,23 +103,48 @@ absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
   return self;
 }
 
-template <class T>
-absl::StatusOr<DevicePtr> Decoder::Upload(std::span<const T> values) {
+absl::StatusOr<DevicePtr> Decoder::Take(int64_t bytes) {
   const DevicePtr at = memory_.at() + static_cast<uint64_t>(used_);
-  const auto bytes = static_cast<int64_t>(values.size_bytes());
+  if (used_ + gpu::AlignRegion(bytes) > memory_.bytes()) {
+    return absl::ResourceExhaustedError(absl::StrCat("metadata: ", used_, " bytes used, ", bytes,
+                                                     " wanted, limit ", memory_.bytes()));
+  }
   used_ += gpu::AlignRegion(bytes);
-  if (used_ > memory_.bytes()) return absl::ResourceExhaustedError("bench metadata");
-  if (bytes == 0) return at;
-  if (absl::Status s = runtime_->CopyIn(at, values.data(), bytes, stream_); !s.ok()) return s;
   return at;
 }
 
+template <class T>
+absl::StatusOr<DevicePtr> Decoder::Upload(std::span<const T> values) {
+  const auto bytes = static_cast<int64_t>(values.size_bytes());
+  absl::StatusOr<DevicePtr> at = Take(bytes);
+  if (!at.ok() || bytes == 0) return at;
+  if (absl::Status s = runtime_->CopyIn(*at, values.data(), bytes, stream_); !s.ok()) return s;
+  return at;
+}
+
+absl::Status Decoder::CheckSizes(const int* lengths, int batch, int heads, int page) const {
+  if (lengths == nullptr) return absl::InvalidArgumentError("host_lengths: got null");
+  for (const auto& [what, got, most] :
+       {std::tuple("batch", batch, kMostBatch), std::tuple("heads", heads, 65535),
+        std::tuple("page", page, 1 << 20)}) {
+    if (got >= 1 && got <= most) continue;
+    return absl::InvalidArgumentError(absl::StrCat(what, ": got ", got, ", must be 1..", most));
+  }
+  const int* const negative = std::find_if(lengths, lengths + batch, [](int n) { return n < 0; });
+  if (negative != lengths + batch) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("host_lengths[", negative - lengths, "]: got ", *negative));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
-  lengths_.assign(lengths, lengths + batch);
+  lengths_.clear();  // nothing is planned until all of it is
+  if (absl::Status s = CheckSizes(lengths, batch, heads, page); !s.ok()) return s;
   heads_ = heads;
   page_ = page;
   std::vector<scheduler::PlanRequest> requests;
-  for (const int n : lengths_) requests.push_back({1, n, heads, true});
+  for (int i = 0; i < batch; ++i) requests.push_back({1, lengths[i], heads, true});
   kernels::AttentionDesc desc;
   desc.geometry = {heads, 512, 64, 128, 128};
   auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
@@ -133,8 +157,13 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   auto reduce_indptr = Upload(plan->reduce_indptr);
   auto final_map = Upload(plan->reduce_final_map);
   auto partial_map = Upload(plan->reduce_partial_map);
-  requests_ = memory_.at() + static_cast<uint64_t>(used_);
-  if (!partial_map.ok()) return partial_map.status();
+  for (const absl::Status& status : {indptr.status(), work.status(), reduce_indptr.status(),
+                                     final_map.status(), partial_map.status()}) {
+    if (!status.ok()) return status;
+  }
+  auto records = Take(int64_t{batch} * static_cast<int64_t>(sizeof(kernels::RequestRecord)));
+  if (!records.ok()) return records.status();
+  requests_ = *records;
   if (absl::Status s = runtime_->Synchronize(stream_); !s.ok()) return s;
 
   const int32_t largest = arch_->attend[attend_.size() - 1].rows;
@@ -164,14 +193,20 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   combine_args_.reduce_indptr = reinterpret_cast<const int32_t*>(*reduce_indptr);
   combine_args_.reduce_final_map = reinterpret_cast<const kernels::ReduceTile*>(*final_map);
   combine_args_.reduce_partial_map = reinterpret_cast<const int32_t*>(*partial_map);
+  ShapeCombine(*plan, rows);
+  lengths_.assign(lengths, lengths + batch);
+  return absl::OkStatus();
+}
+
+void Decoder::ShapeCombine(const kernels::PlanView& plan, int32_t rows) {
   combine_args_.partial_o = partial_o_.As<float>();
   combine_args_.partial_lse = partial_lse_.As<float>();
   combine_args_.o_dim = 512;
   int32_t parts = 0;
-  for (size_t i = 0; i + 1 < plan->reduce_indptr.size(); ++i) {
-    parts = std::max(parts, plan->reduce_indptr[i + 1] - plan->reduce_indptr[i]);
+  for (size_t i = 0; i + 1 < plan.reduce_indptr.size(); ++i) {
+    parts = std::max(parts, plan.reduce_indptr[i + 1] - plan.reduce_indptr[i]);
   }
-  const int64_t tiles = static_cast<int64_t>(plan->reduce_final_map.size());
+  const int64_t tiles = static_cast<int64_t>(plan.reduce_final_map.size());
   combine_args_.waves_per_row =
       gpu::CombineWavesPerRow(*arch_, tiles * rows, parts, runtime_->units());
   combine_args_.column_blocks = gpu::CombineColumnBlocks(
@@ -188,7 +223,6 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   combine_shape_.threads = 256;
   combine_shape_.shared_bytes = arch_->combine_shared_bytes;
   combine_shape_.overlap_predecessor = true;
-  return absl::OkStatus();
 }
 
 absl::Status Decoder::UploadRequests(const Key& key, gpu::Stream stream) {
@@ -224,6 +258,17 @@ absl::Status Decoder::UploadRequests(const Key& key, gpu::Stream stream) {
 }
 
 absl::Status Decoder::Run(const Key& key, const void* kv, const int* table, gpu::Stream stream) {
+  if (lengths_.empty()) return absl::FailedPreconditionError("mla_decode_plan comes first");
+  const auto batch = static_cast<int>(lengths_.size());
+  if (key.batch != batch || key.heads != heads_ || key.page != page_) {
+    return absl::FailedPreconditionError(absl::StrCat("batch ", key.batch, ", heads ", key.heads,
+                                                      ", page ", key.page, "; planned: ", batch,
+                                                      ", ", heads_, ", ", page_));
+  }
+  if (key.q == nullptr || kv == nullptr || table == nullptr || key.out == nullptr ||
+      key.lse == nullptr) {
+    return absl::InvalidArgumentError("q, kv, table, out, lse: got null");
+  }
   if (key != key_) {
     if (absl::Status s = UploadRequests(key, stream); !s.ok()) return s;
   }
@@ -252,23 +297,24 @@ int Report(const absl::Status& status) {
 }
 
 }  // namespace
+
+gpu::HipBackendOptions& DecodeOptions() {
+  static gpu::HipBackendOptions& options = *new gpu::HipBackendOptions;
+  return options;
+}
+
 }  // namespace mla::bench
 
-extern "C" __attribute__((visibility("default"))) int mla_decode_plan(const int* host_lengths,
-                                                                      int batch, int heads,
-                                                                      int page) {
+int mla_decode_plan(const int* host_lengths, int batch, int heads, int page) {
   mla::bench::Decoder* decoder = mla::bench::TheDecoder();
   if (decoder == nullptr) return 1;
   return mla::bench::Report(decoder->Plan(host_lengths, batch, heads, page));
 }
 
-extern "C" __attribute__((visibility("default"))) int mla_decode(const void* q, const void* kv,
-                                                                 const int* table, const int*,
-                                                                 void* out, float* lse, int, int,
-                                                                 int max_blocks, int, int,
-                                                                 float scale, void* stream) {
+int mla_decode(const void* q, const void* kv, const int* table, const int*, void* out, float* lse,
+               int batch, int heads, int max_blocks, int, int page, float scale, void* stream) {
   mla::bench::Decoder* decoder = mla::bench::TheDecoder();
   if (decoder == nullptr) return 1;
-  return mla::bench::Report(decoder->Run({q, out, lse, max_blocks, scale}, kv, table,
-                                         static_cast<mla::gpu::Stream>(stream)));
+  return mla::bench::Report(decoder->Run({q, out, lse, batch, heads, max_blocks, page, scale}, kv,
+                                         table, static_cast<mla::gpu::Stream>(stream)));
 }
