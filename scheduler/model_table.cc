@@ -82,7 +82,7 @@ absl::Status ModelTable::CheckSupported(const ModelSpec& spec, Fault* fault) con
   fault->limit = backend_->Info().supported;
   fault->got = kernels::ToString(DescOf(spec, AttentionForm::kAbsorbed));
   fault->reason = "unsupported_shape";
-  return absl::Status(status.code(), absl::StrCat(status.message(), "; supported: ", fault->limit));
+  return status;
 }
 
 absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted,
@@ -132,6 +132,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     const bool offered = HasExpanded(spec) && backend_->CanRun(desc).ok();
     *min_rows = offered ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
   }
+  AttentionDesc absorbed_f32 = DescOf(spec, AttentionForm::kAbsorbed);
+  absorbed_f32.q_dtype = kernels::DType::kF32;
+  model->absorbed_f32 = backend_->CanRun(absorbed_f32);
   model->tile_rows = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed)).tile_rows;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);

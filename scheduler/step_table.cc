@@ -22,6 +22,15 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args, Fault* fault
   if (args.profile == Profile::kAppendOnly && !args.has_kv) {
     return RefuseField(fault, "attend.has_kv", "false", "true for APPEND_ONLY", "nothing_to_do");
   }
+  const absl::Status& absorbed_f32 = step.model->absorbed_f32;
+  if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
+      !absorbed_f32.ok()) {
+    fault->field = "attend.q_dtype";
+    fault->got = "DTYPE_F32";
+    fault->limit = "DTYPE_BF16 in the ABSORBED profile of this backend";
+    fault->reason = "unsupported_dtype";
+    return absorbed_f32;
+  }
   if (args.profile != Profile::kExpanded) return absl::OkStatus();
   if (spec.geometry.v_dim == 0) {
     return RefuseField(fault, "attend.profile", "EXPANDED",

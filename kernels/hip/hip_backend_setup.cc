@@ -101,8 +101,8 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
   info_.arch = runtime_->arch();
   info_.supported =
       "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
-      "kv_lora_rank 512, rope_dim 64, bf16 rows, bf16 queries, bf16 or fp32 outputs, any heads, "
-      "query rows and page size";
+      "kv_lora_rank 512, rope_dim 64, bf16 rows, bf16 queries (fp32 ones in EXPANDED only), bf16 "
+      "or fp32 outputs, any heads, query rows and page size";
   info_.units = runtime_->units();
   info_.unified_memory = false;
   info_.absorbed_q_of_f32 = kernels::DType::kBf16;  // the kernels read no other queries
