@@ -31,6 +31,8 @@ class EngineExpandedTest : public BackendOnFakeTest {
     EXPECT_TRUE(backend.ok()) << backend.status();
     return *std::move(backend);
   }
+
+  scheduler::Fault fault_;
 };
 
 // Prompts that are cut into launches, so that the later ones have a context; a prompt beside a
@@ -68,8 +70,6 @@ TEST_F(EngineExpandedTest, PromptsDecodesAndExtendsEqualTheReference) {
       control_->arch = arch;
       control_->expanded_launches = 0;
       ExpandedEngine gpu(Gpu(workspace));
-      const int64_t of_self_test = std::exchange(control_->expanded_launches, 0);
-      EXPECT_GT(of_self_test, 0);
       const auto got = RunScript(gpu);
       ASSERT_EQ(got.size(), want.size());
       for (size_t i = 0; i < got.size(); ++i) {
@@ -100,6 +100,116 @@ TEST_F(EngineExpandedTest, RowsBelowTheTurningPointTakeTheAbsorbedForm) {
   gpu.Settle();
   ASSERT_TRUE(at->status.ok()) << at->status;
   EXPECT_GT(control_->expanded_launches, 0);
+}
+
+// As many projection records as a launch can have: a rank's slices fused into one record of
+// attention, each with records of its own, beside a step of as many sequences as records are left.
+TEST_F(EngineExpandedTest, ALaunchTakesARecordForEverySliceBesideThoseOfTheOthers) {
+  constexpr int kRanks = 7;
+  scheduler::Limits limits = ExpandedEngine::Limits(kRanks);
+  limits.launch_requests = kRanks + 1;
+  limits.max_participants = limits.max_step_sequences = kRanks;
+  std::vector<std::unique_ptr<TestRequest>> answers[2];
+  for (const bool on_gpu : {true, false}) {
+    std::unique_ptr<kernels::AttentionBackend> backend;
+    if (on_gpu) backend = Gpu();
+    ExpandedEngine engine(std::move(backend), kRanks, limits);
+    auto& h = engine.harness();
+    std::vector<scheduler::StreamId> streams;
+    for (int i = 0; i < kRanks; ++i) streams.push_back(h.core().OpenStream(h.tenant()));
+    const auto shared = h.Open();
+    for (const scheduler::StreamId stream : streams) {
+      ASSERT_TRUE(h.Begin(stream, 1, {{shared.id, 1, 0, 2}}, kRanks)->status.ok());
+    }
+    std::vector<scheduler::StepSequenceArgs> sequences;
+    for (int i = 0; i < kRanks; ++i) sequences.push_back({h.Open().id, 1, 0, 1});
+    ASSERT_TRUE(h.Begin(engine.stream(), 2, sequences)->status.ok());
+    std::vector<std::unique_ptr<TestRequest>>& own = answers[on_gpu ? 0 : 1];
+    for (int i = 0; i < kRanks; ++i) {
+      own.push_back(engine.Slice(streams[i], 1, 0, 2, i, 1, i == 0, 1));
+    }
+    own.push_back(engine.Slice(engine.stream(), 2, 0, kRanks, 0, kRanks, true, 2));
+    for (const auto& request : own) h.Submit(request.get());
+    engine.Settle();
+    EXPECT_EQ(h.core().Stats().launches, 1u);
+    EXPECT_EQ(h.core().Stats().slices_fused, uint64_t{kRanks});
+  }
+  for (size_t i = 0; i < answers[0].size(); ++i) {
+    SCOPED_TRACE(i);
+    ExpectSame(*answers[0][i], *answers[1][i]);
+  }
+}
+
+// The matrix cores take bf16. Rounding absorbed queries would cost more than outputs may be off,
+// so ABSORBED refuses fp32 ones before anything is staged; EXPANDED takes them.
+TEST_F(EngineExpandedTest, Fp32QueriesAreTakenInExpandedAndRefusedInAbsorbed) {
+  ExpandedEngine reference(nullptr);
+  ExpandedEngine gpu(Gpu());
+  std::vector<std::unique_ptr<TestRequest>> answers;
+  std::vector<float> tensors[4];
+  int next = 0;
+  for (ExpandedEngine* engine : {&gpu, &reference}) {
+    const auto seq = engine->harness().Open();
+    ASSERT_TRUE(engine->Begin(1, seq, 0, 135).ok());
+    answers.push_back(engine->AttendF32(1, 0, 131, 1, &tensors[next++]));
+    answers.push_back(engine->AttendF32(1, 131, 4, 2, &tensors[next++]));
+    engine->Settle();
+  }
+  ExpectSame(*answers[0], *answers[2]);
+  ExpectSame(*answers[1], *answers[3]);
+
+  std::vector<float> q(size_t{2} * ExpandedEngine::kRowDim, 0.5f);
+  const auto absorbed = [&q](ExpandedEngine& engine) {
+    auto request = engine.harness().Unsent(engine.stream(), 1, 0, 134, 1, {}, 0, 2, 5);
+    request->attend.q_dtype = kernels::DType::kF32;
+    request->attend.q = reinterpret_cast<const std::byte*>(q.data());
+    engine.harness().Submit(request.get());
+    engine.Settle();
+    return request;
+  };
+  const auto taken = absorbed(reference);
+  EXPECT_TRUE(taken->status.ok()) << taken->status;
+  const int64_t launches = control_->launches;
+  const auto refused = absorbed(gpu);
+  EXPECT_EQ(control_->launches, launches);
+  EXPECT_EQ(refused->status.code(), absl::StatusCode::kUnimplemented) << refused->status;
+  for (const char* part : {"wanted: absorbed heads=2", "supported: ", "missing: this query dtype",
+                           "device: Fake Instinct (gfx950)"}) {
+    EXPECT_THAT(refused->status.message(), HasSubstr(part));
+  }
+  EXPECT_EQ(refused->fault.field, "attend.q_dtype");
+  EXPECT_EQ(refused->fault.reason, "unsupported_dtype");
+  EXPECT_FALSE(refused->step_aborted);
+  EXPECT_TRUE(gpu.End(1).ok()) << "the step goes on";
+}
+
+// At registration, with what would do and what this device misses.
+TEST_F(EngineExpandedTest, ModelsOfOtherLatentDimsAreRefusedAtRegistration) {
+  ExpandedEngine gpu(Gpu());
+  scheduler::EngineCore& core = gpu.harness().core();
+  const struct {
+    kernels::Geometry geometry;
+    const char* missing;
+  } wrong[] = {{{2, 256, 64, 0, 0}, "missing: this kv_lora_rank"},
+               {{2, 512, 32, 0, 0}, "missing: this rope_dim"},
+               {{2, 512, 64, 100, 128}, "missing: this nope_dim"},
+               {{2, 512, 64, 128, 100}, "missing: this v_dim"}};
+  for (const auto& [geometry, missing] : wrong) {
+    ASSERT_TRUE(core.models().Unregister(core.FindTenant("tenant-a"), "tiny", &fault_).ok() ||
+                core.models().size() == 0);
+    scheduler::ModelSpec spec = gpu.harness().model();
+    spec.geometry = geometry;
+    const auto model = core.models().Register(core.FindTenant("tenant-a"), spec, &fault_);
+    EXPECT_EQ(model.status().code(), absl::StatusCode::kUnimplemented) << model.status();
+    for (const char* part : {"wanted: absorbed heads=2 lora=", "supported: ", missing,
+                             "device: Fake Instinct (gfx950)"}) {
+      EXPECT_THAT(model.status().message(), HasSubstr(part));
+    }
+    EXPECT_EQ(fault_.field, "model.geometry");
+    EXPECT_EQ(fault_.reason, "unsupported_shape");
+    EXPECT_THAT(fault_.limit, HasSubstr("kv_lora_rank 512, rope_dim 64"));
+    EXPECT_THAT(core.backend().Info().supported, HasSubstr("kv_lora_rank 512, rope_dim 64"));
+  }
 }
 
 struct FailingCall {

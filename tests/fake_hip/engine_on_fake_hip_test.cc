@@ -32,6 +32,7 @@ std::unique_ptr<EngineHarness> Harness() {
   Control() = fake_hip::Control();
   HipBackendOptions options;
   options.libraries = {kLibrary};
+  options.self_test = false;
   options.images = {Image("gfx950", kImage950)};
   auto backend = HipBackend::Create(options);
   EXPECT_TRUE(backend.ok()) << backend.status();
@@ -76,6 +77,7 @@ TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
   Control().arch = "gfx942";
   HipBackendOptions options;
   options.libraries = {kLibrary};
+  options.self_test = false;
   options.images = {Image("gfx942", kImage942)};
   auto backend = HipBackend::Create(options);
   ASSERT_TRUE(backend.ok()) << backend.status();

@@ -19,7 +19,6 @@ inline constexpr int kExpandedFormRows = 129;
 
 class ExpandedEngine {
  public:
-  static constexpr int kHeads = 2;
   static constexpr int kLora = 512;
   static constexpr int kRope = 64;
   static constexpr int kDim = 128;  // nope_dim and v_dim
@@ -27,29 +26,34 @@ class ExpandedEngine {
   using TestRequest = scheduler::testing::TestRequest;
   using Row = scheduler::testing::Row;
 
-  static scheduler::Limits Limits() {
+  static scheduler::Limits Limits(int heads = 2) {
     scheduler::Limits limits = scheduler::testing::TinyLimits();
     limits.default_page_size = 16;
-    limits.max_heads = kHeads;
+    limits.max_heads = heads;
     limits.max_row_dim = kRowDim;
     limits.max_v_dim = kDim;
     limits.max_layers = limits.max_models = 1;
+    limits.weights_bytes = heads * (int64_t{2} * kDim * kLora * 2);
     limits.kv_cache_bytes = 4 << 20;
     limits.max_sequence_rows = 640;
     limits.max_pages_per_sequence = 40;
     limits.max_step_rows = 640;
     limits.launch_rows = 256;
-    limits.launch_packed_rows = 256 * kHeads;
+    limits.launch_packed_rows = 256 * heads;
     limits.prefill_rows = 160;
     return limits;
   }
 
   // `backend` null: the reference. Weights are uploaded unless the caller does.
-  explicit ExpandedEngine(std::unique_ptr<kernels::AttentionBackend> backend, bool upload = true) {
+  explicit ExpandedEngine(std::unique_ptr<kernels::AttentionBackend> backend, bool upload = true)
+      : ExpandedEngine(std::move(backend), 2, Limits(), upload) {}
+  ExpandedEngine(std::unique_ptr<kernels::AttentionBackend> backend, int heads,
+                 const scheduler::Limits& limits, bool upload = true)
+      : heads_(heads) {
     scheduler::testing::HarnessOptions options;
-    options.limits = Limits();
+    options.limits = limits;
     options.model = scheduler::testing::TinyModel();
-    options.model.geometry = {kHeads, kLora, kRope, kDim, kDim};
+    options.model.geometry = {heads, kLora, kRope, kDim, kDim};
     options.model.layers = 1;
     options.model.softmax_scale = 0.07;
     options.backend = std::move(backend);
@@ -64,7 +68,7 @@ class ExpandedEngine {
   scheduler::StreamId stream() const { return stream_; }
 
   absl::Status Upload(scheduler::UploadId upload) {
-    std::vector<kernels::Bf16> weights(size_t{kHeads} * 2 * kDim * kLora);
+    std::vector<kernels::Bf16> weights(size_t(heads_) * 2 * kDim * kLora);
     const Row values = scheduler::testing::MakeRow(77, static_cast<int>(weights.size()));
     for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(0.05f * values[i]);
     scheduler::Fault fault;
@@ -72,7 +76,7 @@ class ExpandedEngine {
     auto model =
         models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id", &fault);
     if (!model.ok()) return model.status();
-    absl::Status s = models.LoadWeights(**model, upload, 0, 0, kHeads,
+    absl::Status s = models.LoadWeights(**model, upload, 0, 0, heads_,
                                         std::as_bytes(std::span(weights)), &fault);
     if (!s.ok()) return s;
     EXPECT_TRUE(models.CommitWeights(**model, upload).empty());
@@ -88,23 +92,51 @@ class ExpandedEngine {
   // All heads of `rows` rows of the step, with their KV rows. Not run yet.
   std::unique_ptr<TestRequest> Attend(scheduler::StepId step, int row_begin, int rows,
                                       uint64_t key) {
+    auto request = Unsent(step, row_begin, rows, key);
+    h_->Submit(request.get());
+    return request;
+  }
+  // The same in fp32, of values that bf16 does not have; `tensors` holds what it sends.
+  std::unique_ptr<TestRequest> AttendF32(scheduler::StepId step, int row_begin, int rows,
+                                         uint64_t key, std::vector<float>* tensors) {
+    auto request = Unsent(step, row_begin, rows, key);
+    tensors->clear();
+    for (const auto* values : {&request->kv_rows, &request->queries}) {
+      for (const kernels::Bf16 v : *values) tensors->push_back(kernels::ToFloat(v) * 1.001f);
+    }
+    request->attend.q_dtype = kernels::DType::kF32;
+    request->attend.kv = reinterpret_cast<const std::byte*>(tensors->data());
+    request->attend.q =
+        reinterpret_cast<const std::byte*>(tensors->data() + request->kv_rows.size());
+    h_->Submit(request.get());
+    return request;
+  }
+  std::unique_ptr<TestRequest> Unsent(scheduler::StepId step, int row_begin, int rows,
+                                      uint64_t key) {
+    return Slice(stream_, step, row_begin, rows, 0, heads_, /*has_kv=*/true, key);
+  }
+  // Some heads of the rows, with or without KV rows, not handed over yet.
+  std::unique_ptr<TestRequest> Slice(scheduler::StreamId stream, scheduler::StepId step,
+                                     int row_begin, int rows, int head, int heads, bool has_kv,
+                                     uint64_t key) {
     std::vector<Row> kv;
-    for (int i = 0; i < rows; ++i) {
+    for (int i = 0; has_kv && i < rows; ++i) {
       kv.push_back(scheduler::testing::MakeRow(key * 1000 + row_begin + i, kRowDim));
     }
-    auto request = h_->Unsent(stream_, step, 0, row_begin, rows, kv, 0, kHeads, 0);
+    auto request = h_->Unsent(stream, step, 0, row_begin, rows, kv, head, heads, 0);
     request->queries.clear();
-    for (int i = 0; i < rows * kHeads; ++i) {
-      const uint64_t of_row = (key * 1000 + row_begin) * kHeads + i;
-      for (const float v : scheduler::testing::MakeRow(900000 + of_row, kDim + kRope)) {
-        request->queries.push_back(kernels::ToBf16(v));
+    for (int row = row_begin; row < row_begin + rows; ++row) {
+      for (int h = head; h < head + heads; ++h) {
+        const uint64_t of_head = (key * 1000 + row) * heads_ + h;
+        for (const float v : scheduler::testing::MakeRow(900000 + of_head, kDim + kRope)) {
+          request->queries.push_back(kernels::ToBf16(v));
+        }
       }
     }
     request->attend.profile = scheduler::Profile::kExpanded;
     request->attend.q = reinterpret_cast<const std::byte*>(request->queries.data());
-    request->output.assign(size_t(rows) * kHeads * kDim, NAN);
+    request->output.assign(size_t(rows) * heads * kDim, NAN);
     request->attend.o = reinterpret_cast<std::byte*>(request->output.data());
-    h_->Submit(request.get());
     return request;
   }
 
@@ -117,6 +149,7 @@ class ExpandedEngine {
   }
 
  private:
+  const int heads_;
   std::unique_ptr<scheduler::testing::EngineHarness> h_;
   scheduler::StreamId stream_ = 0;
 };

@@ -19,10 +19,11 @@ struct Control {
   int fail_after = -1;
   int fail_code = 1;
   int fail_times = -1;
-  int fail_seen = 0;           // calls of `fail_call` since it was named
-  bool lost = false;           // sticky: every call fails with hipErrorLaunchFailure (719)
-  bool hang = false;           // events never complete
-  bool wrong_results = false;  // kernels leave a wrong value behind
+  int fail_seen = 0;                   // calls of `fail_call` since it was named
+  bool lost = false;                   // sticky: every call fails with hipErrorLaunchFailure (719)
+  bool hang = false;                   // events never complete
+  bool wrong_results = false;          // kernels do nothing
+  const char* wrong_kernel = nullptr;  // if named, that one alone
 
   // Counters.
   int64_t live_bytes = 0;  // of device memory

@@ -309,9 +309,9 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
   const auto* bytes = static_cast<const std::byte*>(parameters[0]);
   std::vector<std::byte> args(bytes, bytes + fake::ArgumentBytes(function->name));
   const unsigned wave = std::strncmp(State().control.arch, "gfx", 3) == 0 ? 64 : 32;
-  // A wrong kernel covers half of its grid.
-  const fake::Grid grid{State().control.wrong_results ? grid_x / 2 : grid_x, grid_y,
-                        block_x / wave};
+  const char* const named = State().control.wrong_kernel;
+  if (State().control.wrong_results && (named == nullptr || function->name == named)) return 0;
+  const fake::Grid grid{grid_x, grid_y, block_x / wave};
   stream->Add([name = function->name, grid, args = std::move(args)] {
     fake::RunKernel(name, grid, args.data());
   });

@@ -50,9 +50,38 @@ TEST_F(HipBackendTest, WrongArchitectureNamesWhatWasBuiltIn) {
 
 TEST_F(HipBackendTest, FailedSelfTestIsNotOffered) {
   control_->wrong_results = true;
-  const absl::Status status = HipBackend::Create(Options()).status();
+  HipBackendOptions options = Options();
+  options.self_test = true;
+  const absl::Status status = HipBackend::Create(options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct"));
+}
+
+// Each kernel by itself: none is offered that has not given a known answer.
+TEST_F(HipBackendTest, TheSelfTestNoticesAnyKernel) {
+  const std::vector<std::string> common = {kAppendKernel, kCombineKernel, kProjectKernel,
+                                           kExpandKernel, kExpandedKernel};
+  control_->wrong_results = true;
+  for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits, &kSm90Traits}) {
+    control_->arch = arch->arch.data();
+    HipBackendOptions options = Options();
+    options.self_test = true;
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+    std::vector<std::string> kernels = common;
+    for (const AttendVariant& v : arch->attend) {
+      if (v.rows > 0) kernels.push_back(kAttendPrefix + std::to_string(v.rows));
+    }
+    EXPECT_GE(kernels.size(), common.size() + 1);
+    for (const std::string& kernel : kernels) {
+      control_->wrong_kernel = kernel.c_str();
+      const absl::Status status = HipBackend::Create(options).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << arch->arch << " " << kernel;
+      EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct: ")) << kernel;
+    }
+    control_->wrong_kernel = "none of them";
+    EXPECT_TRUE(HipBackend::Create(options).ok()) << arch->arch;
+  }
 }
 
 TEST_F(HipBackendTest, UnsupportedShapeSaysWantedSupportedMissingDevice) {
@@ -204,6 +233,112 @@ TEST_F(HipBackendTest, AllocatesNothingAfterConfigure) {
   EXPECT_EQ(control_->allocations, allocations);
 }
 
+// What Configure takes is what WorkspaceSize says, and never more.
+TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
+  for (const int64_t expanded : {int64_t{1} << 20, int64_t{8} << 20}) {
+    HipBackendOptions options = Options();
+    options.expanded_workspace_bytes = expanded;
+    auto backend = HipBackend::Create(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    kernels::BackendLimits limits = Limits();
+    limits.kv_pool_bytes = 32 << 20;  // so large that all of the workspace can be of use
+    limits.max_geometry = {16, 512, 64, 128, 128};
+    const int64_t before = control_->live_bytes;
+    ASSERT_TRUE((*backend)->Configure(limits).ok());
+    const int64_t taken = control_->live_bytes - before;
+    // Weights come with LoadWeights.
+    EXPECT_EQ(taken, (*backend)->WorkspaceSize(limits) - limits.weights_bytes);
+    EXPECT_GT(taken, limits.kv_pool_bytes + expanded);
+    EXPECT_LT(taken, limits.kv_pool_bytes + expanded + (4 << 20));
+  }
+}
+
+TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
+  control_->memory_bytes = 64 << 20;
+  HipBackendOptions options = Options();
+  options.memory_fraction = 0.5;
+  kernels::BackendLimits limits = Limits();
+  limits.kv_pool_bytes = 20 << 20;
+  limits.max_geometry = {16, 512, 64, 128, 128};
+  for (const auto& [expanded, fits] : {std::pair(4 << 20, true), std::pair(12 << 20, false)}) {
+    options.expanded_workspace_bytes = expanded;
+    auto backend = HipBackend::Create(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    EXPECT_EQ((*backend)->Info().memory_bytes, 32 << 20);
+    const absl::Status status = (*backend)->Configure(limits);
+    EXPECT_EQ(status.ok(), fits) << status;
+    if (fits) continue;
+    EXPECT_THAT(status.message(), HasSubstr("expanded keys and values 12582912"));
+  }
+}
+
+// The registry hands the configured figures on.
+TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
+  control_->memory_bytes = 64 << 20;
+  HipBackendOptions base = Options();
+  kernels::BackendRegistry registry;
+  ASSERT_TRUE(RegisterGpuBackends(registry, base).ok());
+  kernels::BackendOptions options;
+  options.gpu_memory_fraction = 0.25;
+  options.gpu_watchdog_ms = 150;
+  kernels::BackendLimits limits = Limits();
+  limits.kv_pool_bytes = 4 << 20;
+  limits.max_geometry = {16, 512, 64, 128, 128};
+  int64_t sizes[2] = {};
+  for (const int i : {0, 1}) {
+    options.gpu_expanded_workspace_bytes = (i + 1) << 20;
+    auto choice = registry.Select("hip", options);
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->backend->Info().memory_bytes, 16 << 20);
+    sizes[i] = choice->backend->WorkspaceSize(limits);
+    if (i == 0) continue;
+    ASSERT_TRUE(choice->backend->Configure(limits).ok());
+    ASSERT_TRUE(choice->backend->BeginLaunch(0).ok());
+    ASSERT_TRUE(choice->backend->Submit(0).ok());
+    control_->hang = true;
+    EXPECT_THAT(choice->backend->Wait(0).status().message(), HasSubstr("within 150 ms"));
+    control_->hang = false;
+  }
+  EXPECT_GE(sizes[1] - sizes[0], 1 << 20);
+}
+
+// Tiles of projections have room for a record of every request and one of every slice, and a launch
+// that asked for more would be refused, not overrun.
+TEST_F(HipBackendTest, ProjectionsAreBounded) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  kernels::BackendLimits limits = Limits();
+  limits.launch_packed_rows = 16 * 4;
+  limits.weights_bytes = 4 << 20;
+  ASSERT_TRUE(b.Configure(limits).ok());
+  const kernels::Geometry geometry{4, 512, 64, 128, 128};
+  const std::vector<kernels::Bf16> weights(size_t{4} * 128 * 512);
+  ASSERT_TRUE(b.LoadWeights(0, geometry, 0, 4, weights.data(), weights.data()).ok());
+  const int32_t most = 2 * limits.launch_requests + limits.launch_packed_rows / kProjectRows + 1;
+  for (const int32_t records : {2 * limits.launch_requests, most, most + 1}) {
+    ASSERT_TRUE(b.BeginLaunch(0).ok());
+    auto in = b.SlotWorkspace(0, 16384);
+    auto out = b.SlotWorkspace(0, 16384);
+    ASSERT_TRUE(in.ok() && out.ok());
+    std::vector<kernels::ProjectionRecord> all(records);
+    for (int32_t i = 0; i < records; ++i) {
+      // Neighbours of other heads share no tile.
+      all[i] = {*in, *out, 192, 192, 576, 576, 1, 1, i % 2, 0};
+    }
+    const absl::Status status =
+        b.Absorb(0, geometry, kernels::DType::kBf16, kernels::DType::kBf16, all);
+    if (records > most) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+      EXPECT_THAT(status.message(), HasSubstr("projection tiles: limit "));
+    } else {
+      EXPECT_TRUE(status.ok()) << records << ": " << status;
+      EXPECT_TRUE(b.Submit(0).ok());
+      EXPECT_TRUE(b.Wait(0).ok());
+    }
+  }
+}
+
 TEST_F(HipBackendTest, ConfigureBeyondTheMemoryFractionNamesBothFigures) {
   control_->memory_bytes = 64 << 20;
   auto backend = HipBackend::Create(Options());
@@ -212,7 +347,7 @@ TEST_F(HipBackendTest, ConfigureBeyondTheMemoryFractionNamesBothFigures) {
   limits.kv_pool_bytes = 100 << 20;
   const absl::Status status = (*backend)->Configure(limits);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(status.message(), HasSubstr("gpu.memory_fraction 0.9 of 67108864"));
+  EXPECT_THAT(status.message(), HasSubstr("gpu.memory_fraction 0.9 of 67108864 that are free"));
 }
 
 TEST_F(HipBackendTest, OutOfMemoryCarriesTheApisText) {
@@ -224,6 +359,39 @@ TEST_F(HipBackendTest, OutOfMemoryCarriesTheApisText) {
   const absl::Status status = (*backend)->Configure(Limits());
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(status.message(), HasSubstr("kv pool: GPU malloc: out of memory (2)"));
+}
+
+// Each slot has metadata and staging memory of its own, and takes the page table as it was when it
+// was published: the second launch is recorded and submitted while the first has yet to run.
+TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostRecordsOn) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  HipBackend& b = **backend;
+  ASSERT_TRUE(b.Configure(Limits()).ok());
+  constexpr uint32_t kPages[] = {0, 288};  // granules
+  const kernels::Bf16 values[] = {0x3f80, 0x4000};
+  const std::vector<kernels::Bf16> rows[] = {std::vector<kernels::Bf16>(576, values[0]),
+                                             std::vector<kernels::Bf16>(576, values[1])};
+  for (int32_t slot : {0, 1}) {
+    ASSERT_TRUE(b.BeginLaunch(slot).ok());
+    auto kv = b.StageInput(slot, rows[slot].data(), 1152);
+    ASSERT_TRUE(kv.ok());
+    b.PageTables()[0] = kPages[slot];
+    const kernels::TableRange table{0, 1};
+    const kernels::AppendRecord record = Append(*kv, 1);
+    ASSERT_TRUE(b.PublishPageTable(slot, {&table, 1}).ok());
+    ASSERT_TRUE(b.AppendKv(slot, {&record, 1}).ok());
+    ASSERT_TRUE(b.Submit(slot).ok());
+    EXPECT_EQ(b.BeginLaunch(slot).code(), absl::StatusCode::kFailedPrecondition);
+  }
+  b.PageTables()[0] = 12345;  // of neither
+  for (int32_t slot : {0, 1}) ASSERT_TRUE(b.Wait(slot).ok());
+  for (int32_t slot : {0, 1}) {
+    b.PageTables()[0] = kPages[slot];
+    std::vector<kernels::Bf16> read(576);
+    ASSERT_TRUE(b.ReadKv(Append(nullptr, 1), read.data()).ok());
+    EXPECT_EQ(read, rows[slot]) << slot;
+  }
 }
 
 TEST_F(HipBackendTest, FailedLaunchFailsThatLaunchOnly) {
