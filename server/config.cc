@@ -24,9 +24,7 @@ struct Suffix {
   const char* text;
   int shift;
 };
-// Below it not even the smallest models find a page.
-constexpr int64_t kLeastKvCacheBytes = 1 << 20;
-
+constexpr int64_t kLeastKvCacheBytes = 1 << 20;  // below it hardly a model finds a page
 constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
 
 std::string BytesText(int64_t bytes) {
@@ -354,7 +352,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
                                    ", must be 0 or at least ", kLeastKvCacheBytes));
   }
   at_most("shm.region_bytes", config.shm.region_bytes, "shm.total_bytes", config.shm.total_bytes);
-  const scheduler::Limits& limits = config.limits;
+  scheduler::Limits limits = config.limits;
   at_most("wire.message_bytes", config.wire.message_bytes, "wire.inflight_bytes",
           config.wire.inflight_bytes);
   at_most("wire.inflight_bytes", config.wire.inflight_bytes, "wire.staging_bytes",
@@ -381,9 +379,8 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           limits.max_sequences);
   if (!faults->empty()) return;
   // What passes here must start: the engine has the last word about its limits.
-  scheduler::Limits sized = limits;
-  if (sized.kv_cache_bytes == 0) sized.kv_cache_bytes = scheduler::Limits().kv_cache_bytes;
-  if (absl::Status status = scheduler::CheckLimits(sized); !status.ok()) {
+  if (limits.kv_cache_bytes == 0) limits.kv_cache_bytes = kLeastKvCacheBytes;
+  if (absl::Status status = scheduler::CheckLimits(limits); !status.ok()) {
     faults->push_back(std::string(status.message()));
   }
 }

@@ -20,8 +20,8 @@ using kernels::ToFloat;
 constexpr Geometry kGeometry{4, 512, 64, 128, 128};
 constexpr int32_t kHeads = 4;
 constexpr int32_t kRows = 150;  // two cached pages and a half
-// Query rows of each launch. With all heads they make a tile for the smallest of the attention
-// kernels, and one that needs the largest or, where there is but one, two blocks of it.
+// Query rows of each launch. With all heads they make a tile for one block of the smallest of the
+// attention kernels, and one that takes the largest or several blocks of a smaller (ChooseAttend).
 constexpr int32_t kQueries[] = {2, 20};
 constexpr int32_t kMostQueries = 20;
 constexpr int32_t kPage = 64;

@@ -13,7 +13,7 @@ kernels::BackendLimits SelfTestLimits();
 
 // Appends, absorbs, attends with a split plan, combines and projects a small batch, attends to it
 // in the expanded form too, and compares with the same sums taken on the host in double precision;
-// twice, so that each of an architecture's attention kernels has its turn.
+// twice, with a tile for the smallest attention kernel and with one for more.
 // REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
 absl::Status SelfTest(kernels::AttentionBackend& backend);
 

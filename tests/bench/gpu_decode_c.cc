@@ -40,7 +40,8 @@ class Decoder {
   absl::StatusOr<DevicePtr> Take(int64_t bytes);
   template <class T>
   absl::StatusOr<DevicePtr> Upload(std::span<const T> values);
-  void ShapeCombine(const kernels::PlanView& plan, int32_t rows);
+  // `busy` units have work.
+  void ShapeCombine(const kernels::PlanView& plan, int32_t rows, int32_t busy);
   absl::Status UploadRequests(const Key& key, gpu::Stream stream);
 
   std::unique_ptr<gpu::HipBackend> backend_;
@@ -193,12 +194,12 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   combine_args_.reduce_indptr = reinterpret_cast<const int32_t*>(*reduce_indptr);
   combine_args_.reduce_final_map = reinterpret_cast<const kernels::ReduceTile*>(*final_map);
   combine_args_.reduce_partial_map = reinterpret_cast<const int32_t*>(*partial_map);
-  ShapeCombine(*plan, rows);
+  ShapeCombine(*plan, rows, busy);
   lengths_.assign(lengths, lengths + batch);
   return absl::OkStatus();
 }
 
-void Decoder::ShapeCombine(const kernels::PlanView& plan, int32_t rows) {
+void Decoder::ShapeCombine(const kernels::PlanView& plan, int32_t rows, int32_t busy) {
   combine_args_.partial_o = partial_o_.As<float>();
   combine_args_.partial_lse = partial_lse_.As<float>();
   combine_args_.o_dim = 512;
