@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/cpu/usable_cpus.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/admin_service.h"
@@ -56,8 +57,9 @@ void LogLadder(const std::vector<kernels::BackendRung>& ladder) {
 StreamPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
   StreamPollerOptions polling;
   polling.threads = wire.poll_threads;
-  polling.spin_us =
-      wire.spin_us >= 0 ? wire.spin_us : DefaultSpinMicros(UsableCpus(), backend.unified_memory);
+  polling.spin_us = wire.spin_us >= 0
+                        ? wire.spin_us
+                        : DefaultSpinMicros(kernels::cpu::UsableCpuCount(), backend.unified_memory);
   return polling;
 }
 

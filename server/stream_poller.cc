@@ -1,7 +1,6 @@
 #include "server/stream_poller.h"
 
 #include <grpcpp/server_builder.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <chrono>
@@ -20,12 +19,6 @@ thread_local const StreamPoller* duty_of = nullptr;
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus) {
   if (cpus < 4) return 0;
   return computes_on_cpus ? 50 : 1000;
-}
-
-int32_t UsableCpus() {
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return 1;
-  return std::max(CPU_COUNT(&allowed), 1);
 }
 
 StreamPoller::StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options)

@@ -54,9 +54,6 @@ struct StreamPollerOptions {
 // somebody who works.
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
-// CPUs that this process may run on.
-int32_t UsableCpus();
-
 class StreamPoller final {
  public:
   // Adds its queue to `builder`.

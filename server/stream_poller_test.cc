@@ -248,7 +248,6 @@ TEST(StreamPollerDefaultTest, SpinsOnlyWhereACoreIsFree) {
   EXPECT_EQ(DefaultSpinMicros(3, true), 0);
   EXPECT_GT(DefaultSpinMicros(4, true), 0);
   EXPECT_GT(DefaultSpinMicros(4, false), DefaultSpinMicros(4, true));
-  EXPECT_GE(UsableCpus(), 1);
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 #include "kernels/cpu/cpu_backend.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstring>
 #include <fstream>
@@ -10,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/usable_cpus.h"
 #include "kernels/cpu/weights.h"
 
 namespace mla::kernels {
@@ -21,12 +20,6 @@ using cpu::kTileRows;
 constexpr int32_t kAppendRows = 256;       // rows an item of AppendKv copies
 constexpr int32_t kFixedSplitRows = 2048;  // of --deterministic
 constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of ScrubKv clears
-
-int32_t UsableCpus() {
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
-  return std::max(1, CPU_COUNT(&allowed));
-}
 
 std::string CpuModel() {
   std::ifstream info("/proc/cpuinfo");
@@ -96,7 +89,7 @@ absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelS
     return absl::InvalidArgumentError(
         absl::StrCat("backend.threads: got ", options.threads, ", want >= 0"));
   }
-  const int32_t threads = options.threads > 0 ? options.threads : UsableCpus();
+  const int32_t threads = options.threads > 0 ? options.threads : cpu::UsableCpuCount();
   return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, options, threads));
 }
 

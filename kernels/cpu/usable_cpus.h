@@ -1,0 +1,23 @@
+// How many CPUs this process may keep busy, for defaults of threads and spinning.
+#ifndef MLA_KERNELS_CPU_USABLE_CPUS_H_
+#define MLA_KERNELS_CPU_USABLE_CPUS_H_
+
+#include <cstdint>
+#include <string>
+
+namespace mla::kernels::cpu {
+
+// Where a container finds its own quota (control groups, version 2).
+inline constexpr char kCpuQuotaFile[] = "/sys/fs/cgroup/cpu.max";
+
+// `cpus`, or fewer if the quota in `file` ("QUOTA PERIOD" in microseconds, or "max PERIOD") amounts
+// to fewer whole ones; at least 1. A file that is not there or says something else is no quota.
+int32_t WithinQuota(int32_t cpus, const std::string& file = kCpuQuotaFile);
+
+// CPUs that the scheduler may put this thread on, within the quota of its container. A quota gives
+// time, not places: more threads than it has would all be stopped together until the next period.
+int32_t UsableCpuCount();
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_USABLE_CPUS_H_
