@@ -84,6 +84,8 @@ class Launcher {
            ModelTable* models, const Clock* clock);
   absl::Status Fill(Launch* launch);
   absl::Status StageKv(const Launch& launch, const StreamRequest& request, Staged* staged);
+  absl::Status StageQueryAndOutput(const Launch& launch, const StreamRequest& request,
+                                   Staged* staged);
   absl::Status StageRequest(const Launch& launch, const StreamRequest& request, Staged* staged);
   // `staged` is of all heads, side by side, in the absorbed form.
   absl::Status StageSlices(Launch* launch, const FusedSlices& slices, Staged* staged);

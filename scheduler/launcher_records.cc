@@ -18,8 +18,8 @@ absl::Status Launcher::StageKv(const Launch& launch, const StreamRequest& reques
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageRequest(const Launch& launch, const StreamRequest& request,
-                                    Staged* staged) {
+absl::Status Launcher::StageQueryAndOutput(const Launch& launch, const StreamRequest& request,
+                                           Staged* staged) {
   const AttendArgs& args = request.attend;
   const ModelSpec& spec = *request.engine.step->model->spec;
   const int64_t first = request.engine.rows_done;
@@ -36,13 +36,19 @@ absl::Status Launcher::StageRequest(const Launch& launch, const StreamRequest& r
       backend_->StageOutput(launch.slot, args.o + first * o_row, rows * o_row);
   if (!o.ok()) return o.status();
   staged->o = static_cast<std::byte*>(*o);
-  if (args.want_lse) {
-    absl::StatusOr<void*> lse =
-        backend_->StageOutput(launch.slot, args.lse + first * args.num_heads,
-                              rows * args.num_heads * int64_t{sizeof(float)});
-    if (!lse.ok()) return lse.status();
-    staged->lse = static_cast<float*>(*lse);
-  }
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageRequest(const Launch& launch, const StreamRequest& request,
+                                    Staged* staged) {
+  if (absl::Status s = StageQueryAndOutput(launch, request, staged); !s.ok()) return s;
+  const AttendArgs& args = request.attend;
+  if (!args.want_lse) return absl::OkStatus();
+  absl::StatusOr<void*> lse = backend_->StageOutput(
+      launch.slot, args.lse + int64_t{request.engine.rows_done} * args.num_heads,
+      int64_t{request.engine.rows_launched} * args.num_heads * int64_t{sizeof(float)});
+  if (!lse.ok()) return lse.status();
+  staged->lse = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
@@ -93,7 +99,9 @@ absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& sl
     const AttendArgs& args = request.attend;
     const Model& model = *request.engine.step->model;
     Staged own;
-    if (absl::Status s = StageRequest(*launch, request, &own); !s.ok()) return s;
+    // Without its log-sum-exps: StageLse has staged those of all slices, and what no kernel writes
+    // must not be copied over them.
+    if (absl::Status s = StageQueryAndOutput(*launch, request, &own); !s.ok()) return s;
     kernels::ProjectionRecord absorb;
     absorb.in = own.q;
     absorb.in_head_stride = model.spec->q_dim(args.profile);
