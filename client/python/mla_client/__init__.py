@@ -1,6 +1,6 @@
 """Client of mla-server: attention over a paged latent KV cache that a server holds.
 
-    with mla_client.Client.connect("127.0.0.1:50061") as client:
+    with mla_client.Client.connect("127.0.0.1:50551") as client:
         model = client.register_model(mla_client.ModelSpec(
             "demo", mla_client.Geometry(16, 512, 64, 128, 128), layers=4, softmax_scale=0.1352))
         for layer, (w_uk, w_uv) in enumerate(weights):
