@@ -89,8 +89,13 @@ absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelS
     return absl::InvalidArgumentError(
         absl::StrCat("backend.threads: got ", options.threads, ", want >= 0"));
   }
-  const int32_t threads = options.threads > 0 ? options.threads : cpu::UsableCpuCount();
-  return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, options, threads));
+  BackendOptions chosen = options;
+  if (options.threads == 0) {
+    chosen.threads = cpu::UsableCpuCount();
+    // A quota shares the CPUs with others; every server on them would pin to the same few.
+    if (chosen.threads < cpu::AllowedCpuCount()) chosen.pin_threads = false;
+  }
+  return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, chosen, chosen.threads));
 }
 
 PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {

@@ -16,10 +16,12 @@ int32_t WithinQuota(int32_t cpus, const std::string& file) {
   return std::max(cpus, 1);
 }
 
-int32_t UsableCpuCount() {
+int32_t AllowedCpuCount() {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
-  return WithinQuota(CPU_COUNT(&allowed));
+  return CPU_COUNT(&allowed);
 }
+
+int32_t UsableCpuCount() { return WithinQuota(AllowedCpuCount()); }
 
 }  // namespace mla::kernels::cpu

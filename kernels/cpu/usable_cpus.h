@@ -14,8 +14,11 @@ inline constexpr char kCpuQuotaFile[] = "/sys/fs/cgroup/cpu.max";
 // to fewer whole ones; at least 1. A file that is not there or says something else is no quota.
 int32_t WithinQuota(int32_t cpus, const std::string& file = kCpuQuotaFile);
 
-// CPUs that the scheduler may put this thread on, within the quota of its container. A quota gives
-// time, not places: more threads than it has would all be stopped together until the next period.
+// CPUs that the scheduler may put this thread on.
+int32_t AllowedCpuCount();
+
+// The same within the quota of its container. A quota gives time, not places: more threads than it
+// has would all be stopped together until the next period.
 int32_t UsableCpuCount();
 
 }  // namespace mla::kernels::cpu

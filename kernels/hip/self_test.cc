@@ -1,5 +1,6 @@
 #include "kernels/hip/self_test.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -21,9 +22,10 @@ constexpr Geometry kGeometry{4, 512, 64, 128, 128};
 constexpr int32_t kHeads = 4;
 constexpr int32_t kRows = 150;  // two cached pages and a half
 // Query rows of each launch. With all heads they make a tile for one block of the smallest of the
-// attention kernels, and one that takes the largest or several blocks of a smaller (ChooseAttend).
+// attention kernels, and one that takes the largest where all units are busy (ChooseAttend).
 constexpr int32_t kQueries[] = {2, 20};
 constexpr int32_t kMostQueries = 20;
+constexpr int32_t kMostUnits = 1024;  // that get work
 constexpr int32_t kPage = 64;
 constexpr int32_t kRowDim = 576;
 constexpr int32_t kQDim = 192;
@@ -118,18 +120,23 @@ absl::Status Compare(const Data& d) {
   return absl::OkStatus();
 }
 
-// The plan: one tile cut in two, so that partial tiles and their merge are exercised.
+// The plan: one tile cut in two, so that partial tiles and their merge are exercised. Further units
+// do the same again, and write the same.
 struct Plan {
-  std::vector<int32_t> work_indptr{0, 1, 2};
+  std::vector<int32_t> work_indptr{0};
   std::vector<kernels::WorkInfo> work_info;
   std::vector<int32_t> reduce_indptr{0, 2};
   std::vector<kernels::ReduceTile> reduce_final_map;
   std::vector<int32_t> reduce_partial_map;
 
-  explicit Plan(int32_t queries) : reduce_partial_map{0, queries * kHeads} {
+  Plan(int32_t queries, int32_t units) : reduce_partial_map{0, queries * kHeads} {
     const uint32_t heads = kernels::PackHeads(0, kHeads);
-    work_info = {{0, 0, 0, queries, 0, kCut, kRows - kCut, heads},
-                 {0, queries * kHeads, 0, queries, kCut, kRows, 0, heads}};
+    do {
+      work_info.push_back({0, 0, 0, queries, 0, kCut, kRows - kCut, heads});
+      work_indptr.push_back(static_cast<int32_t>(work_info.size()));
+      work_info.push_back({0, queries * kHeads, 0, queries, kCut, kRows, 0, heads});
+      work_indptr.push_back(static_cast<int32_t>(work_info.size()));
+    } while (static_cast<int32_t>(work_info.size()) + 2 <= units);
     reduce_final_map = {{0, 0, queries, heads}};
   }
   kernels::PlanView View() const {
@@ -231,7 +238,8 @@ absl::Status Launch(AttentionBackend& backend, Data& d) {
   const kernels::ProjectionRecord project{
       staged->latent, staged->o, kHeads * 512, 512, kHeads * kODim, kODim, d.queries, kHeads, 0, 0};
   const kernels::RequestRecord request = Request(*staged, d.queries);
-  const Plan plan(d.queries);
+  const Plan plan(d.queries,
+                  d.queries == kMostQueries ? std::min(backend.Info().units, kMostUnits) : 2);
   kernels::AttentionParams params;
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
@@ -274,7 +282,7 @@ kernels::BackendLimits SelfTestLimits() {
   l.staging_in_bytes = int64_t{1} << 20;
   l.staging_out_bytes = int64_t{1} << 20;
   l.slot_workspace_bytes = int64_t{1} << 20;
-  l.work_items = kHeads;
+  l.work_items = kMostUnits;
   l.reduce_tiles = 1;
   l.reduce_partials = 2;
   l.max_geometry = kGeometry;
