@@ -72,14 +72,20 @@ void AttendStream::OnReadDone(bool ok) {
 }
 
 void AttendStream::Resume() {
+  StreamCall* const call = call_.get();
+  call->Hold();  // once the reader is done, another thread may finish the stream
   bool cancelled = false;
   {
     const std::lock_guard lock(mutex_);
     cancelled = cancelled_;
     reader_ = cancelled ? Reader::kDone : Reader::kReading;
   }
-  if (cancelled) return MaybeFinish();
-  Continue();
+  if (cancelled) {
+    MaybeFinish();
+  } else {
+    Continue();
+  }
+  call->Release();
 }
 
 // Serves the scanned message, then decides what the reader does next.

@@ -21,6 +21,10 @@
 namespace mla::server {
 namespace {
 
+// A session that waits for nothing does not poll: gRPC's background poller answers probes for it,
+// about every five seconds.
+constexpr int kPingAnswerMs = 10000;
+
 // Plugins register for the whole process; this option keeps or drops them for one server.
 class Introspection final : public grpc::ServerBuilderOption {
  public:
@@ -85,7 +89,8 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
                               MillisOrUnlimited(wire.connection_idle_ms));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, MillisOrUnlimited(wire.keepalive_ms));
-  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MillisOrUnlimited(wire.keepalive_ms));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                              std::max(MillisOrUnlimited(wire.keepalive_ms), kPingAnswerMs));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   // A second server on the same port must fail instead of sharing it.

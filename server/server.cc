@@ -314,15 +314,17 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
       {parts->sequences.get(), parts->models.get(), parts->admin.get(), parts->health.get()});
   if (!listeners.ok()) return listeners.status();
   parts->listeners = *std::move(listeners);
-  if (absl::Status status = parts->OpenDoor(); !status.ok()) return status;
-  Log(LogLevel::kInfo, "listening",
-      {{"tcp_port", absl::StrCat(parts->listeners.tcp_port)},
-       {"unix_path", parts->listeners.unix_path},
-       {"door_path", parts->door_path},
-       {"ops_port", absl::StrCat(parts->ops == nullptr ? 0 : parts->ops->port())},
-       {"tls", config.tls.cert.empty() ? "no" : "mutual"},
-       {"reflection", parts->listeners.introspection ? "on" : "off"}});
+  // From here on whatever fails must shut down in order: clients may have streams by now.
   std::unique_ptr<Server> server(new Server(std::move(parts)));
+  Parts& made = *server->parts_;
+  if (absl::Status status = made.OpenDoor(); !status.ok()) return status;
+  Log(LogLevel::kInfo, "listening",
+      {{"tcp_port", absl::StrCat(made.listeners.tcp_port)},
+       {"unix_path", made.listeners.unix_path},
+       {"door_path", made.door_path},
+       {"ops_port", absl::StrCat(made.ops == nullptr ? 0 : made.ops->port())},
+       {"tls", config.tls.cert.empty() ? "no" : "mutual"},
+       {"reflection", made.listeners.introspection ? "on" : "off"}});
   server->parts_->state.Move(Phase::kWarming, 0, "known-answer test");
   if (absl::Status status = WarmUp(engine); !status.ok()) return status;
   server->parts_->state.Move(Phase::kServing, 100, "");

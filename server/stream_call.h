@@ -34,8 +34,12 @@ class StreamHandler {
 class StreamCall final {
  public:
   explicit StreamCall(StreamPoller* poller) : poller_(poller) {
+    poller_->CallMade();
     context_.AsyncNotifyWhenDone(&ended_);
   }
+  ~StreamCall() { poller_->CallGone(); }
+  StreamCall(const StreamCall&) = delete;
+  StreamCall& operator=(const StreamCall&) = delete;
 
   grpc::GenericServerContext& context() { return context_; }
   grpc::GenericServerAsyncReaderWriter& stream() { return stream_; }
@@ -51,6 +55,10 @@ class StreamCall final {
   void Finish(const grpc::Status& status);
   void WriteAndFinish(const grpc::ByteBuffer& message, const grpc::Status& status);
 
+  // Keep OnDone away, for a thread that is in no callback of the call. Release may call it.
+  void Hold() { references_.fetch_add(1, std::memory_order_relaxed); }
+  void Release();
+
  private:
   struct Event final : StreamEvent {
     Event(StreamCall* its_call, void (StreamCall::*what_then)(bool))
@@ -64,7 +72,6 @@ class StreamCall final {
   void WriteDone(bool ok);
   void Ended(bool ok);
   void Finished(bool ok);
-  void Release();
 
   StreamPoller* const poller_;
   grpc::GenericServerContext context_;

@@ -34,9 +34,23 @@ void StreamPoller::Start() {
 
 void StreamPoller::Stop() {
   if (std::exchange(stopped_, true)) return;
+  if (!threads_.empty()) {
+    std::unique_lock lock(mutex_);
+    idle_.wait(lock, [this] { return calls_ == 0; });
+  }
   queue_->Shutdown();
   if (threads_.empty()) Run();  // a queue must be empty before it goes
   for (std::thread& thread : threads_) thread.join();
+}
+
+void StreamPoller::CallMade() {
+  const std::lock_guard lock(mutex_);
+  ++calls_;
+}
+
+void StreamPoller::CallGone() {
+  const std::lock_guard lock(mutex_);
+  if (--calls_ == 0) idle_.notify_all();
 }
 
 void StreamPoller::HandOver() {

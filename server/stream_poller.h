@@ -62,8 +62,13 @@ class StreamPoller final {
 
   grpc::ServerCompletionQueue* queue() { return queue_.get(); }
   void Start();
-  // Ends the threads once every tag has come back. REQUIRES: nothing starts operations any more.
+  // Waits until no call is left, then ends the threads: gRPC aborts the process when an operation
+  // is started on a queue that was shut down. REQUIRES: the server was shut down, or never started.
   void Stop();
+
+  // A StreamCall begins or ends to live.
+  void CallMade();
+  void CallGone();
 
   // From inside Happened: what follows may take long, so another thread shall poll meanwhile.
   // Nothing happens on other threads.
@@ -89,6 +94,8 @@ class StreamPoller final {
   std::mutex mutex_;
   std::condition_variable free_;
   bool polled_ = false;  // a thread has the duty
+  std::condition_variable idle_;
+  int32_t calls_ = 0;
 };
 
 }  // namespace mla::server
