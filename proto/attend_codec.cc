@@ -23,7 +23,10 @@ struct Reader {
     for (int shift = 0; shift < 64 && at != end; shift += 7) {
       const uint8_t byte = *at++;
       *value |= static_cast<uint64_t>(byte & 0x7f) << shift;
-      if (byte < 0x80) return shift < 63 || byte <= 1;
+      if (byte >= 0x80) continue;
+      // Longer than it must be is for protobuf, which takes some of those and refuses others.
+      const bool shortest = byte != 0 || shift == 0;
+      return shortest && (shift < 63 || byte <= 1);
     }
     return false;
   }

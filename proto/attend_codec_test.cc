@@ -151,6 +151,11 @@ TEST(AttendCodecTest, LeavesTheUnusualToProtobuf) {
   EXPECT_FALSE(scans(bytes + bytes)) << "a message given twice is merged";
   EXPECT_FALSE(scans(bytes + std::string("\x38\x01", 2))) << "an unknown field";
   EXPECT_FALSE(scans(bytes, bytes.size() / 2)) << "a header in two fragments";
+  EXPECT_TRUE(scans(std::string("\x08\x02\x1a\x00", 4)));
+  // Protobuf reads lengths of at most five bytes.
+  for (const std::string& zero : {std::string("\x80\x00", 2), std::string(7, '\x80') + '\0'}) {
+    EXPECT_FALSE(scans("\x08\x02\x1a" + zero)) << "a number longer than it must be";
+  }
   for (size_t cut = 0; cut < bytes.size(); ++cut) {
     // A shorter message may still be one; then protobuf must agree.
     const std::string prefix = bytes.substr(0, cut);
