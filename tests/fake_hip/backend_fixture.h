@@ -47,8 +47,8 @@ class BackendOnFakeTest : public ::testing::Test {
     options.libraries = {kLibrary};
     options.images = {Image("gfx950", kImage950), Image("gfx942", kImage942)};
     options.watchdog_ms = 200;
-    options.self_test =
-        false;  // has tests of its own, and takes its time where nothing is optimised
+    // Has tests of its own, and takes its time where nothing is optimised.
+    options.self_test = false;
     return options;
   }
   static kernels::BackendLimits Limits() {

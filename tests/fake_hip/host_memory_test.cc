@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -16,7 +17,22 @@ namespace {
 
 using ::testing::HasSubstr;
 
-class HostMemoryTest : public BackendOnFakeTest {};
+class HostMemoryTest : public BackendOnFakeTest {
+ protected:
+  void SetUp() override {
+    ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
+    auto backend = HipBackend::Create(Options());
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    ASSERT_TRUE(backend_->Configure(Limits()).ok());
+  }
+  void TearDown() override {
+    backend_.reset();  // before its memory is counted
+    BackendOnFakeTest::TearDown();
+  }
+
+  std::unique_ptr<HipBackend> backend_;
+};
 
 // Memory as a client's region has it: pages of its own.
 class Region {
@@ -36,43 +52,39 @@ class Region {
 };
 
 TEST_F(HostMemoryTest, CopiesReachRegisteredMemoryWithoutStaging) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   const Region region;
-  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
+  ASSERT_TRUE(AppendOnce(b, region.rows() + 8).ok());
   EXPECT_NE(control_->last_copied_in, region.rows() + 8);  // through the staging memory
 
-  ASSERT_TRUE((*backend)->RegisterHost(region.bytes()).ok());
+  ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
   EXPECT_EQ(control_->registered_bytes, 16384);
   const int64_t copies = control_->copies_in;
-  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
+  ASSERT_TRUE(AppendOnce(b, region.rows() + 8).ok());
   EXPECT_EQ(control_->last_copied_in, region.rows() + 8);
   EXPECT_EQ(control_->copies_in - copies, 2);  // the launch's metadata and the row, nothing else
 
-  (*backend)->UnregisterHost(region.bytes());
+  b.UnregisterHost(region.bytes());
   EXPECT_EQ(control_->registered_bytes, 0);
-  ASSERT_TRUE(AppendOnce(**backend, region.rows() + 8).ok());
+  ASSERT_TRUE(AppendOnce(b, region.rows() + 8).ok());
   EXPECT_NE(control_->last_copied_in, region.rows() + 8);
-  (*backend)->UnregisterHost(region.bytes());  // not registered: nothing to do
-  EXPECT_TRUE((*backend)->Healthy().ok());
+  b.UnregisterHost(region.bytes());  // not registered: nothing to do
+  EXPECT_TRUE(b.Healthy().ok());
 }
 
 TEST_F(HostMemoryTest, MemoryThatCannotBePinnedIsStaged) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   const Region region;
   control_->fail_call = "hipHostRegister";
   control_->fail_after = 0;
   control_->fail_code = 2;
-  const absl::Status refused = (*backend)->RegisterHost(region.bytes());
+  const absl::Status refused = b.RegisterHost(region.bytes());
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(refused.message(), HasSubstr("GPU host register: out of memory (2)"));
-  ASSERT_TRUE(AppendOnce(**backend, region.rows()).ok());
+  ASSERT_TRUE(AppendOnce(b, region.rows()).ok());
   EXPECT_NE(control_->last_copied_in, region.rows());
-  (*backend)->UnregisterHost(region.bytes());
-  EXPECT_TRUE((*backend)->Healthy().ok());
+  b.UnregisterHost(region.bytes());
+  EXPECT_TRUE(b.Healthy().ok());
   EXPECT_EQ(control_->registered_bytes, 0);
 }
 
@@ -89,10 +101,7 @@ absl::Status Record(HipBackend& backend, int32_t slot, const Region& region) {
 }
 
 TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   {
     const Region region;
     ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
@@ -116,10 +125,7 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
 }
 
 TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   const Region busy, idle;
   for (const Region* region : {&busy, &idle}) ASSERT_TRUE(b.RegisterHost(region->bytes()).ok());
   ASSERT_TRUE(Record(b, 1, idle).ok());
@@ -135,10 +141,7 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
 }
 
 TEST_F(HostMemoryTest, ALaunchRecordedWithMemoryThatWentIsRefused) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   const Region region;
   ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
   ASSERT_TRUE(Record(b, 0, region).ok());
@@ -152,10 +155,7 @@ TEST_F(HostMemoryTest, ALaunchRecordedWithMemoryThatWentIsRefused) {
 }
 
 TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndNobodyWaiting) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   const Region region;
   ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
   ASSERT_TRUE(Record(b, 0, region).ok());
@@ -172,10 +172,7 @@ TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndNobodyWaiting) {
 }
 
 TEST_F(HostMemoryTest, RegionsComeAndGoBesideLaunches) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   int failures = 0;
   std::thread doors([&b, &failures] {
     for (int i = 0; i < 300; ++i) {
@@ -195,10 +192,7 @@ TEST_F(HostMemoryTest, RegionsComeAndGoBesideLaunches) {
 }
 
 TEST_F(HostMemoryTest, PartsLieSideBySideWhereverTheyComeFrom) {
-  auto backend = HipBackend::Create(Options());
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  HipBackend& b = **backend;
-  ASSERT_TRUE(b.Configure(Limits()).ok());
+  HipBackend& b = *backend_;
   // Three rows of 576 elements: 200 columns pinned, 376 not.
   const Region pinned;
   ASSERT_TRUE(b.RegisterHost(pinned.bytes()).ok());
