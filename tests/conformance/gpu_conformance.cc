@@ -5,14 +5,15 @@
 //                   [--prefill N] [--edges N] [--form absorbed|expanded]
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
-//                   [--self-test 0] [--library LIB]
+//                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
 //                   [--image FILE]: device code to use in place of what was built in
 //
 // --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
 // larger shape; --typical-flop is the size of nine in ten sampled ones; --progress prints each
 // shape before it runs; --watchdog-ms is how long a launch may take (ten minutes); --self-test 0
-// goes on to the shapes with a device that gives wrong answers. On an emulated GPU, which computes
-// about 10^8 products a second:
+// goes on to the shapes with a device that gives wrong answers. A --shape is a launch of its own
+// (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then but what later flags ask
+// for. On an emulated GPU, which computes about 10^8 products a second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
 //
@@ -31,6 +32,7 @@
 #include "absl/strings/str_split.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
+#include "tests/conformance/directed_case.h"
 #include "tests/conformance/scheduler_plan.h"
 #include "tests/conformance/suite.h"
 
@@ -50,6 +52,7 @@ struct Flags {
   int64_t expanded_workspace = 0;
   int64_t watchdog_ms = 600000;
   bool self_test = true;
+  std::vector<std::string> directed;
   std::string image;  // contents of the file
   std::string library;
   SamplerOptions sampler;
@@ -102,6 +105,11 @@ bool Parse(int argc, char** argv, Flags& flags) {
       flags.sampler.heads = Integers(value);
     } else if (name == "--page-sizes") {
       flags.sampler.page_sizes = Integers(value);
+    } else if (name == "--units") {
+      flags.sampler.units = Integers(value);
+    } else if (name == "--shape") {
+      if (flags.directed.empty()) flags.shapes = flags.large = flags.prefill = flags.edges = 0;
+      flags.directed.push_back(value);
     } else if (name == "--max-flop") {
       flags.sampler.max_flop = std::stod(value);
       flags.max_flop_given = true;
@@ -174,11 +182,28 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   return cases;
 }
 
-SuiteOptions Suite(const Flags& flags, const Gpu& gpu) {
+// What --shape asks for.
+absl::StatusOr<std::vector<CaseSpec>> DirectedCases(const Flags& flags,
+                                                    const SamplerOptions& sampler,
+                                                    const gpu::HipBackend& backend) {
+  std::vector<CaseSpec> cases;
+  for (const std::string& text : flags.directed) {
+    auto spec = ParseCase(sampler, 4000000 + cases.size(), text);
+    if (!spec.ok()) return spec.status();
+    if (absl::Status s = backend.CanRun(spec->Desc()); !s.ok()) return s;
+    cases.push_back(*std::move(spec));
+  }
+  return cases;
+}
+
+absl::StatusOr<SuiteOptions> Suite(const Flags& flags, const Gpu& gpu) {
   SuiteOptions options;
   SamplerOptions sampler = flags.sampler;
   sampler.geometries = {{1, 512, 64, 128, 128}};  // what the backend declares as supported
+  auto directed = DirectedCases(flags, sampler, *gpu.backend);
+  if (!directed.ok()) return directed.status();
   options.cases = SupportedCases(flags, sampler, *gpu.backend);
+  options.cases.insert(options.cases.begin(), directed->begin(), directed->end());
   options.subjects = {
       {"gpu",
        [gpu_options = gpu.options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
@@ -208,8 +233,12 @@ int Main(int argc, char** argv) {
   if (!Parse(argc, argv, flags)) return 2;
   auto gpu = FindGpu(flags);
   if (!gpu.ok()) return 1;
-  const SuiteOptions options = Suite(flags, *gpu);
-  const SuiteReport report = RunSuite(options);
+  const auto options = Suite(flags, *gpu);
+  if (!options.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(options.status().message()).c_str());
+    return 2;
+  }
+  const SuiteReport report = RunSuite(*options);
   for (const std::string& failure : report.failures) std::printf("FAIL %s\n", failure.c_str());
   std::printf(
       "seed %llu: %lld shapes, %lld comparisons, %lld batch checks, %lld failures, worst cosine "
