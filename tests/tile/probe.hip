@@ -172,20 +172,25 @@ struct CopyConfig {
 MLA_DEVICE void copy(const ProbeArgs& args) {
   constexpr int kWaves = 4;
   using Stream = gpu::KvStream<CopyConfig, kWaves>;
-  const tile::lds_t stages = tile::shared_base<2 * Stream::kStageBytes>();
+  const tile::lds_t stages = tile::shared_base<2 * Stream::kStageBytes + Stream::kLookUpBytes>();
   const auto* table = reinterpret_cast<const uint32_t*>(args.b);
   const gpu::PagedRows pages(table, 0, reinterpret_cast<const uint8_t*>(args.a), 0, kCopyDim * 2,
                              kCopyPage, kCopyPage * kCopyDim * 2);
-  Stream stream(stages, tile::wave_index(), tile::lane_index());
-  stream.find(pages, 0, kKvRows);
+  Stream stream(pages, 0, kKvRows, stages, stages + 2 * Stream::kStageBytes, tile::wave_index());
+  stream.look_up(0);
+  if constexpr (Stream::kInLds) {
+    stream.look_up(1);
+    stream.template wait<0>();
+  }
   stream.issue(0);
   stream.close_stage();
+  stream.look_up(Stream::kInLds ? 2 : 1);
   if constexpr (tile::Copies::kThroughRegisters) {
     stream.land();
   } else {
-    stream.find(pages, 3, kKvRows);
     stream.issue(1);
     stream.close_stage();
+    if constexpr (Stream::kInLds) stream.look_up(3);
     stream.template wait<1>();
   }
   gpu::block_barrier();

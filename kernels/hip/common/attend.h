@@ -34,7 +34,9 @@ class Attend {
   static constexpr int kQBytes = C::kQInRegisters ? 0 : kRows * kDim * 2;
   static constexpr int kPBytes = kSharedP ? kRows * C::kTileKv * 2 : 0;
   static constexpr int kStatsBytes = kSharedP ? kRows * C::kColWaves * 4 : 0;
-  static constexpr int kSharedBytes = C::kStages * kStageBytes + kQBytes + kPBytes + kStatsBytes;
+  static constexpr int kLookUpBytes = KvStream<C, kWaves>::kLookUpBytes;
+  static constexpr int kSharedBytes =
+      C::kStages * kStageBytes + kQBytes + kPBytes + kStatsBytes + kLookUpBytes;
 
   MLA_DEVICE static void run(const AttendArgs& args) {
     Attend self(args);
@@ -43,33 +45,36 @@ class Attend {
   }
 
  private:
-  static constexpr int kScoreFragments = C::kTileKv / C::kColWaves / W::kScoreCols;
+  static constexpr int kWaveCols = C::kTileKv / C::kColWaves;  // of a tile's scores
+  static constexpr int kScoreFragments = kWaveCols / W::kScoreCols;
   static constexpr int kOutFragments = C::kLora / C::kColWaves / W::kOutCols;
   static constexpr int kScoreSteps = kDim / W::kDepth;
   static constexpr int kPvSteps = C::kTileKv / W::kPvDepth;
+  // Waves that keep their rows to themselves read their queries straight into registers.
+  static constexpr bool kOwnQueries = C::kQInRegisters && !kSharedP;
   using Stream = KvStream<C, kWaves>;
   static_assert(kScoreFragments * C::kColWaves * W::kScoreCols == C::kTileKv);
   static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
-  static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && C::kTileKv <= 64);
+  static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 32);
 
   struct State {
     typename W::Out o[kOutFragments];
-    float max[W::kSlots];  // of the logits times log2(e)
-    float sum[W::kSlots];  // of this wave's columns
+    float origin[W::kSlots];  // of the exponentials, in powers of two
+    float sum[W::kSlots];     // of this wave's columns
     int limit[W::kSlots];
   };
   struct Queries {
     typename W::Q q[C::kQInRegisters ? kScoreSteps : 1];
   };
 
-  MLA_DEVICE explicit Attend(const AttendArgs& a)
-      : args(a), lane(tile::lane_index()), wave(tile::wave_index()) {
+  MLA_DEVICE explicit Attend(const AttendArgs& a) : args(a), wave(tile::wave_index()) {
     row_wave = wave / C::kColWaves;
     col_wave = wave - row_wave * C::kColWaves;
     stages = tile::shared_base<kSharedBytes>();
     q_tile = stages + C::kStages * kStageBytes;
     p_tile = q_tile + kQBytes;
     stats = p_tile + kPBytes;
+    entries = stats + kStatsBytes;
   }
 
   MLA_DEVICE void attend(const Item& item) {
@@ -84,41 +89,41 @@ class Attend {
 
     block_barrier();  // the previous item's readers are done with shared memory
     Queries queries;
-    Stream kv(stages, wave, lane);
-    kv.find(pages, kv_begin, kv_end);
-    start_queries(item, kv);
-#pragma unroll
-    for (int s = 0; s < C::kStages - 1; ++s) {
-      if (s < tiles) kv.issue(s);
-      kv.close_stage();
-      kv.find(pages, kv_begin + (s + 1) * C::kTileKv, kv_end);
-    }
-    load_queries(item, kv, queries);
+    Stream kv(pages, kv_begin, kv_end, stages, entries, wave);
     State state;
-    clear(item, state);
-    if constexpr (tile::Copies::kThroughRegisters) {
-      if (tiles > 0) kv.issue(0);
-      kv.find(pages, kv_begin + C::kTileKv, kv_end);
+    if (tiles > 0) kv.look_up_first();
+    if constexpr (kOwnQueries) {
+      load_queries(item, kv, queries);
+      clear(item, state);
+      wait_for_loads();
+    }
+    start_queries(item, kv);
+    if (tiles > 0) kv.start(tiles);
+    if constexpr (!kOwnQueries) {
+      load_queries(item, kv, queries);
+      clear(item, state);
     }
 
     for (int t = 0; t < tiles; ++t) {
       if constexpr (tile::Copies::kThroughRegisters) {
         kv.land();
         block_barrier();
-        if (t + 1 < tiles) kv.issue(0);
-        kv.find(pages, kv_begin + (t + 2) * C::kTileKv, kv_end);
+        if (t + 1 < tiles) kv.issue(t + 1);
+        kv.look_up(t + 2);
       } else {
         // Near the end fewer copies are under way than a count of younger stages would assume.
         if (tiles - 1 - t >= C::kStages - 2) {
           kv.template wait<C::kStages - 2>();
         } else {
+          rare_path_begins();
           kv.template wait<0>();
+          rare_path_ends();
         }
         block_barrier();
         const int ahead = t + C::kStages - 1;
-        if (ahead < tiles) kv.issue(ahead % C::kStages);
+        if (ahead < tiles) kv.issue(ahead);
         kv.close_stage();
-        kv.find(pages, kv_begin + (ahead + 1) * C::kTileKv, kv_end);
+        kv.look_up(ahead + Stream::kLookAhead);
       }
       const int first = kv_begin + t * C::kTileKv;
       const lds_t tile_base =
@@ -138,8 +143,9 @@ class Attend {
   MLA_DEVICE lds_t last_stage() const { return stages + (C::kStages - 1) * kStageBytes; }
 
   MLA_DEVICE void start_queries(const Item& item, Stream& kv) const {
-    if constexpr (C::kQInRegisters && !kSharedP) return;
-    copy_queries<kRows, kDim, kWaves>(item, C::kQInRegisters ? last_stage() : q_tile, wave, lane);
+    if constexpr (kOwnQueries) return;
+    copy_queries<kRows, kDim, kWaves>(item, C::kQInRegisters ? last_stage() : q_tile, wave,
+                                      tile::lane_again());
     if constexpr (C::kQInRegisters) kv.close_stage();
   }
 
@@ -151,8 +157,9 @@ class Attend {
   }
 
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
-    if constexpr (C::kQInRegisters && !kSharedP) {
+    if constexpr (kOwnQueries) {
       const RequestRecord& r = *item.request;
+      const int lane = tile::lane_again();
       const int own = row_wave * C::kWaveRows + W::row(lane, 0);
       const int p = own < item.rows ? own : 0;  // rows past the item's are dropped in the end
       const uint16_t* source = static_cast<const uint16_t*>(r.q) + item.query(p) * r.q_row_stride +
@@ -167,6 +174,7 @@ class Attend {
     } else if constexpr (C::kQInRegisters) {
       kv.template wait<C::kStages - 1>();
       block_barrier();
+      const int lane = tile::lane_again();
 #pragma unroll
       for (int s = 0; s < kScoreSteps; ++s) {
         W::template load_q<kRows>(queries.q[s], last_stage(), row_wave * C::kWaveRows, s, lane);
@@ -175,12 +183,13 @@ class Attend {
   }
 
   MLA_DEVICE void clear(const Item& item, State& state) const {
+    const int lane = tile::lane_again();
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
 #pragma unroll
     for (int s = 0; s < W::kSlots; ++s) {
       const int p = row_wave * C::kWaveRows + W::row(lane, s);
-      state.max[s] = negative_infinity();
+      state.origin[s] = negative_infinity();
       state.sum[s] = 0.0f;
       state.limit[s] = p < item.rows ? item.limit(p) : item.work.kv_end;
     }
@@ -191,26 +200,32 @@ class Attend {
                        bool masked, float scale) {
     typename W::Scores s[kScoreFragments];
     score(tile_base, queries, s);
-    const int col0 = col_wave * (C::kTileKv / C::kColWaves);
+    uint32_t visible[W::kSlots];
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) visible[slot] = ~0u;
+    if (masked) look(state, first, visible);
 #pragma unroll
     for (int f = 0; f < kScoreFragments; ++f) {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) {
-        float x = s[f].at(i) * scale;
-        if (masked) {
-          const int position = first + col0 + f * W::kScoreCols + W::score_col(lane, i);
-          x = position < state.limit[W::score_slot(i)] ? x : negative_infinity();
-        }
-        s[f].set(i, x);
+        if (i % 4 == 0) schedule_fence();
+        const int column = f * W::kScoreCols + W::score_col(0, i);
+        const uint32_t seen = bit_as_mask(visible[W::score_slot(i)], column);
+        const uint32_t x = float_to_bits(s[f].at(i) * scale);
+        s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));
       }
     }
     rescale(s, state);
     if (masked && ragged) {
+      rare_path_begins();
       if constexpr (!kSharedP) block_barrier();
-      hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first, thread_index());
+      hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first,
+                                      wave * tile::kWave + tile::lane_again());
       if constexpr (!kSharedP) block_barrier();
+      rare_path_ends();
     }
     if constexpr (kSharedP) {
+      const int col0 = col_wave * kWaveCols, lane = tile::lane_again();
 #pragma unroll
       for (int f = 0; f < kScoreFragments; ++f) {
         W::template store_p<kRows>(p_tile, row_wave * C::kWaveRows, col0 + f * W::kScoreCols, s[f],
@@ -221,6 +236,20 @@ class Attend {
     accumulate(tile_base, s, state);
   }
 
+  // Which of this wave's columns a lane's rows see: bit c is the column score_col(0, i) = c further
+  // than the lane's first, W::score_col(lane, i) being that much more than W::score_col(lane, 0).
+  MLA_DEVICE void look(const State& state, int first, uint32_t (&visible)[W::kSlots]) const {
+    rare_path_begins();
+    const int lane = tile::lane_again();
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const int count = state.limit[slot] - first - col_wave * kWaveCols - W::score_col(lane, 0);
+      const uint32_t below = (1u << (count & 31)) - 1;
+      visible[slot] = count <= 0 ? 0 : count < 32 ? below : ~0u;
+    }
+    rare_path_ends();
+  }
+
   MLA_DEVICE void score(lds_t tile_base, const Queries& queries,
                         typename W::Scores (&s)[kScoreFragments]) const {
 #pragma unroll
@@ -228,7 +257,9 @@ class Attend {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
-    const int kv0 = col_wave * (C::kTileKv / C::kColWaves);
+    const int kv0 = col_wave * kWaveCols;
+    if constexpr (C::kKeysAhead > 0) return score_ahead(tile_base, queries, s);
+    const int lane = tile::lane_again();
 #pragma unroll
     for (int step = 0; step < kScoreSteps; ++step) {
       if (step % 4 == 0) schedule_fence();
@@ -249,7 +280,22 @@ class Attend {
     }
   }
 
-  // New row maxima, probabilities in place of the scaled logits, accumulators scaled to match.
+  // The same where a wave is alone on its SIMD, and nobody else works while it waits for LDS: reads
+  // run some products ahead of their use, in an order that the compiler must keep.
+  MLA_DEVICE void score_ahead(lds_t tile_base, const Queries& queries,
+                              typename W::Scores (&s)[kScoreFragments]) const {
+    const typename W::template KeyRows<C::kTileKv> rows(tile_base, tile::lane_again());
+    read_ahead<typename W::K, kScoreSteps * kScoreFragments, C::kKeysAhead>(
+        [&](typename W::K& k, int n) {
+          rows.load(k, n % kScoreFragments * W::kScoreCols, n / kScoreFragments);
+        },
+        [&](const typename W::K& k, int n) {
+          W::scores(s[n % kScoreFragments], queries.q[n / kScoreFragments], k);
+        });
+  }
+
+  // Row maxima, probabilities 2^(logit - origin) in place of the scaled logits, accumulators scaled
+  // to match.
   MLA_DEVICE void rescale(typename W::Scores (&s)[kScoreFragments], State& state) {
     float top[W::kSlots];
 #pragma unroll
@@ -269,11 +315,12 @@ class Attend {
     bool moved = false;
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const float now = max_f(state.max[slot], top[slot]);
+      const bool follows = top[slot] > state.origin[slot] + C::kOriginSlack;
+      const float now = follows ? top[slot] : state.origin[slot];
       origin[slot] = now == negative_infinity() ? 0.0f : now;
-      factor[slot] = exp2_fast(state.max[slot] - origin[slot]);
-      moved |= now != state.max[slot];
-      state.max[slot] = now;
+      factor[slot] = exp2_fast(state.origin[slot] - origin[slot]);
+      moved |= follows;
+      state.origin[slot] = now;
       state.sum[slot] *= factor[slot];
     }
 #pragma unroll
@@ -281,14 +328,20 @@ class Attend {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) {
         const int slot = W::score_slot(i);
+        if (i % 4 == 0) schedule_fence();
         const float p = exp2_fast(s[f].at(i) - origin[slot]);
         state.sum[slot] += p;
         s[f].set(i, p);
       }
     }
     if (!tile::any(moved)) return;
+    rare_path_begins();
 #pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
+    for (int f = 0; f < kOutFragments; ++f) {
+      schedule_fence();
+      W::scale(state.o[f], factor);
+    }
+    rare_path_ends();
   }
 
   // Row maxima over all waves of the row group.
@@ -307,11 +360,14 @@ class Attend {
     }
   }
   MLA_DEVICE lds_t stat(int slot) const {
-    return stats + (row_wave * C::kWaveRows + W::row(lane, slot)) * (C::kColWaves * 4);
+    return stats +
+           (row_wave * C::kWaveRows + W::row(tile::lane_again(), slot)) * (C::kColWaves * 4);
   }
 
   MLA_DEVICE void accumulate(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
                              State& state) const {
+    if constexpr (C::kValuesAhead > 0) return accumulate_ahead(tile_base, s, state);
+    const int lane = tile::lane_again();
 #pragma unroll
     for (int step = 0; step < kPvSteps; ++step) {
       typename W::P p;
@@ -328,6 +384,21 @@ class Attend {
         W::outputs(state.o[f], p, v);
       }
     }
+  }
+
+  MLA_DEVICE void accumulate_ahead(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
+                                   State& state) const {
+    typename W::P p[kPvSteps];
+#pragma unroll
+    for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
+    const int lane = tile::lane_again();
+    read_ahead<typename W::V, kPvSteps * kOutFragments, C::kValuesAhead>(
+        [&](typename W::V& v, int n) {
+          W::template load_v<C::kTileKv>(v, tile_base, n / kOutFragments, n % kOutFragments, lane);
+        },
+        [&](const typename W::V& v, int n) {
+          W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
+        });
   }
 
   // --- Results.
@@ -352,13 +423,14 @@ class Attend {
     }
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
+      const int lane = tile::lane_again();
       const int p = row_wave * C::kWaveRows + W::row(lane, slot);
-      if (p < item.rows) write_row(item, state, slot, p);
+      if (p < item.rows) write_row(item, state, slot, p, lane);
     }
   }
 
-  MLA_DEVICE void write_row(const Item& item, const State& state, int slot, int p) const {
-    const RowScale scale(state.max[slot], state.sum[slot]);
+  MLA_DEVICE void write_row(const Item& item, const State& state, int slot, int p, int lane) const {
+    const RowScale scale(state.origin[slot], state.sum[slot]);
     const RowTarget target(args, item, p, C::kLora);
     const bool aligned = aligned_results(args, item, W::kRun);
     if (col_wave == 0 && W::score_col(lane, 0) == 0 && target.lse != nullptr) {
@@ -381,11 +453,11 @@ class Attend {
   }
 
   const AttendArgs& args;
-  const int lane, wave;
+  const int wave;
   int row_wave, col_wave;
   int unmasked_end = 0;  // of the item: kv rows below it are seen by all its packed rows
   bool ragged = false;   // of the item: some packed rows do not see all of its kv rows
-  lds_t stages, q_tile, p_tile, stats;
+  lds_t stages, q_tile, p_tile, stats, entries;
 };
 
 }  // namespace mla::gpu

@@ -48,7 +48,8 @@ class AttendExpanded {
 
   struct State {
     typename W::Out o[kOutFragments];
-    float max[W::kSlots], sum[W::kSlots];  // of the logits times log2(e); of this lane's columns
+    float origin[W::kSlots];  // of the exponentials, in powers of two
+    float sum[W::kSlots];     // of this lane's columns
     int limit[W::kSlots];
   };
   struct Sources {  // of this lane in the next tile
@@ -131,7 +132,9 @@ class AttendExpanded {
         if (tiles - 1 - t >= kStages - 2) {
           copies.template wait<kStages - 2, kCopies>();
         } else {
+          rare_path_begins();
           copies.template wait<0, kCopies>();
+          rare_path_ends();
         }
         block_barrier();
         stage = t % kStages;
@@ -179,7 +182,7 @@ class AttendExpanded {
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int p = wave * C::kWaveRows + W::row(lane, slot);
-      state.max[slot] = negative_infinity();
+      state.origin[slot] = negative_infinity();
       state.sum[slot] = 0.0f;
       state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
       if (e.carried_row >= 0 && p < item.rows) carry_in(e.carried_row + p, state, slot);
@@ -189,7 +192,7 @@ class AttendExpanded {
   MLA_DEVICE void carry_in(int64_t row, State& state, int slot) const {
     const float lse = args.partial_lse[row];
     if (lse == negative_infinity()) return;
-    state.max[slot] = lse * kLog2e;
+    state.origin[slot] = lse * kLog2e;
     state.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
     const float* o = args.partial_o + row * kExpandedValue;
 #pragma unroll
@@ -210,45 +213,47 @@ class AttendExpanded {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
-#pragma unroll
-    for (int step = 0; step < kScoreSteps; ++step) {
-#pragma unroll
-      for (int f = 0; f < kScoreFragments; ++f) {
-        typename W::K k;
-        W::template load_k<kTile>(k, tile_base, f * W::kScoreCols, step, lane);
-        W::scores(s[f], queries[step], k);
-      }
-      if (step % 4 == 3) schedule_fence();
-    }
-    if (masked) {
-#pragma unroll
-      for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-        for (int i = 0; i < W::kScoreElems; ++i) {
-          const int position = first + f * W::kScoreCols + W::score_col(lane, i);
-          if (position >= state.limit[W::score_slot(i)]) s[f].set(i, negative_infinity());
-        }
-      }
-    }
+    const typename W::template KeyRows<kTile> rows(tile_base, tile::lane_again());
+    read_ahead<typename W::K, kScoreSteps * kScoreFragments, C::kExpandedAhead>(
+        [&](typename W::K& k, int n) {
+          rows.load(k, n % kScoreFragments * W::kScoreCols, n / kScoreFragments);
+        },
+        [&](const typename W::K& k, int n) {
+          W::scores(s[n % kScoreFragments], queries[n / kScoreFragments], k);
+        });
+    if (masked) mask(s, state, first);
     softmax(s, state, scale);
     accumulate(tile_base + kKPanels * kPanelBytes, s, state);
     if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
   }
 
+  MLA_DEVICE void mask(typename W::Scores (&s)[kScoreFragments], const State& state,
+                       int first) const {
+    rare_path_begins();
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        const int position = first + f * W::kScoreCols + W::score_col(lane, i);
+        if (position >= state.limit[W::score_slot(i)]) s[f].set(i, negative_infinity());
+      }
+    }
+    rare_path_ends();
+  }
+
   MLA_DEVICE void accumulate(lds_t values, const typename W::Scores (&s)[kScoreFragments],
                              State& state) const {
+    typename W::P p[kPvSteps];
 #pragma unroll
-    for (int step = 0; step < kPvSteps; ++step) {
-      typename W::P p;
-      W::make_p(p, s, step);
-#pragma unroll
-      for (int f = 0; f < kOutFragments; ++f) {
-        typename W::V v;
-        W::template load_v<kTile>(v, values, step, f, lane);
-        W::outputs(state.o[f], p, v);
-      }
-      schedule_fence();
-    }
+    for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
+    const int here = tile::lane_again();
+    read_ahead<typename W::V, kPvSteps * kOutFragments, C::kExpandedAhead>(
+        [&](typename W::V& v, int n) {
+          W::template load_v<kTile>(v, values, n / kOutFragments, n % kOutFragments, here);
+        },
+        [&](const typename W::V& v, int n) {
+          W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
+        });
   }
 
   // What rounding took from values and probabilities. The rests of the values take the place of the
@@ -276,7 +281,8 @@ class AttendExpanded {
     rare_path_ends();
   }
 
-  // New row maxima, probabilities in place of the scores, accumulators scaled to match.
+  // Row maxima, probabilities 2^(logit - origin) in place of the scores, accumulators scaled to
+  // match.
   MLA_DEVICE void softmax(typename W::Scores (&s)[kScoreFragments], State& state, float scale) {
     float top[W::kSlots], factor[W::kSlots], origin[W::kSlots];
 #pragma unroll
@@ -291,11 +297,13 @@ class AttendExpanded {
     bool moved = false;
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const float now = max_f(state.max[slot], W::row_max(top[slot]) * scale);
+      const float most = W::row_max(top[slot]) * scale;
+      const bool follows = most > state.origin[slot] + C::kOriginSlack;
+      const float now = follows ? most : state.origin[slot];
       origin[slot] = now == negative_infinity() ? 0.0f : now;
-      factor[slot] = exp2_fast(state.max[slot] - origin[slot]);
-      moved |= now != state.max[slot];
-      state.max[slot] = now;
+      factor[slot] = exp2_fast(state.origin[slot] - origin[slot]);
+      moved |= follows;
+      state.origin[slot] = now;
       state.sum[slot] *= factor[slot];
     }
 #pragma unroll
@@ -309,8 +317,10 @@ class AttendExpanded {
       }
     }
     if (!tile::any(moved)) return;
+    rare_path_begins();
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
+    rare_path_ends();
   }
 
   // --- Results.
@@ -319,7 +329,7 @@ class AttendExpanded {
     const bool aligned = aligned_results(results, item, W::kRun);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const RowScale scale(state.max[slot], W::row_sum(state.sum[slot]));
+      const RowScale scale(state.origin[slot], W::row_sum(state.sum[slot]));
       const int p = wave * C::kWaveRows + W::row(lane, slot);
       if (p >= item.rows) continue;
       const RowTarget target(results, item, p, kExpandedValue);

@@ -7,8 +7,16 @@
 namespace mla::gpu {
 
 // Every wave copies its share of each tile: kCopyRows rows a lane, kBlocks chunks of each. C gives
-// kTileKv, kStages, kLora, kRope and the number of waves.
-template <class C, int kWaves>
+// kTileKv, kStages, kLora, kRope and the number of waves. Tile n goes to stage n % kStages.
+//
+// Where a row lies is known from the page table only, so each tile's rows are looked up kLookAhead
+// tiles before it is issued. Loads are waited for in order: an answer that is used at once would
+// hold everything up until all copies before it have landed. On AMD answers are therefore kept as
+// they come and made into addresses by issue(). Where the copies are asynchronous (kLookUpInLds)
+// even that would wait for them, since the compiler, which does not count them, waits for all:
+// there the entries of the page table are copied to LDS as the rows are, a group of copies early
+// enough to have landed with the tile that is waited for anyway.
+template <class C, int kWaves, class Copies = tile::Copies>
 class KvStream {
  public:
   using lds_t = tile::lds_t;
@@ -18,47 +26,134 @@ class KvStream {
   static constexpr int kBlocks = kDim / 64;
   static constexpr int kCopyRows = C::kTileKv / kRowsPerCopy / kWaves;
   static constexpr int kCopies = kCopyRows * kBlocks;
+  static constexpr bool kInLds = Copies::kLookUpInLds;
+  static constexpr int kLookAhead = kInLds ? C::kStages - 1 : 1;
+  static constexpr int kEntryBytes = kCopyRows * tile::kWave * 4;  // of a wave and tile
+  static constexpr int kLookUpBytes = kInLds ? C::kStages * kWaves * kEntryBytes : 0;
   static_assert(kCopyRows * kRowsPerCopy * kWaves == C::kTileKv);
 
-  MLA_DEVICE KvStream(lds_t stages_at, int wave_number, int lane_number)
-      : stages(stages_at), wave(wave_number), lane(lane_number) {}
+  // `entries_at`: kLookUpBytes of shared memory.
+  MLA_DEVICE KvStream(const PagedRows& rows, int begin, int end, lds_t stages_at, lds_t entries_at,
+                      int wave_number)
+      : pages(rows), kv_begin(begin), kv_end(end), stages(stages_at), wave(wave_number) {
+    if constexpr (kInLds) entries = entries_at + wave * (C::kStages * kEntryBytes);
+  }
 
-  // Looks up where this lane's rows of the tile at `first` lie, for the next issue. Rows past the
-  // range repeat its last row, so that masked probabilities, which are zero, always meet values
-  // that exist.
-  MLA_DEVICE void find(const PagedRows& pages, int first, int kv_end) {
-    if (kv_end <= 0) return;
+  // Of `tiles` > 0 tiles, the first: looks up where their rows lie, ...
+  MLA_DEVICE void look_up_first() {
+    look_up(0);
+    if constexpr (kInLds) {
+#pragma unroll
+      for (int n = 1; n < kLookAhead; ++n) look_up(n);
+    }
+  }
+  // ... and starts as many of them as there are stages to spare, or the one that registers hold.
+  MLA_DEVICE void start(int tiles) {
+    if constexpr (Copies::kThroughRegisters) {
+      issue(0);
+      look_up(1);
+      return;
+    }
+    if constexpr (kInLds) wait<0>();
+#pragma unroll
+    for (int n = 0; n < C::kStages - 1; ++n) {
+      if (n < tiles) issue(n);
+      close_stage();
+      look_up(n + kLookAhead);
+    }
+  }
+
+  // Looks up where this lane's rows of tile n lie. REQUIRES: kv_end > 0.
+  MLA_DEVICE void look_up(int n) {
+    lane = tile::lane_again();
+    if constexpr (kInLds) {
+      copy_entries(n);
+    } else {
+#pragma unroll
+      for (int g = 0; g < kCopyRows; ++g) found[g] = find(position(n, g));
+    }
+  }
+
+  // Starts the copies of tile n, which is the next one that has been looked up.
+  MLA_DEVICE void issue(int n) {
+    lane = tile::lane_again();
+    const uint8_t* from[kCopyRows];
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) {
-      const int position = first + (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);
-      next[g] = pages.row(position < kv_end ? position : kv_end - 1);
+      if constexpr (kInLds) {
+        const tile::lds_t entry = entry_base(n) + g * tile::kWave * 4 + lane * 4;
+        const uint32_t granule = float_to_bits(tile::load_float(entry));
+        from[g] = pages.address(granule, pages.place(position(n, g)).inside);
+      } else {
+        from[g] = address(found[g]);
+      }
+      from[g] += chunk(g) * 16;
     }
-  }
-
-  template <int kIndex = 0>
-  MLA_DEVICE void issue(int stage) {
-    if constexpr (kIndex < kCopies) {
-      constexpr int g = kIndex / kBlocks, block = kIndex % kBlocks;
-      copies.template issue<kIndex, offset(g, block)>(base(stage), lane,
-                                                      next[g] + block * 128 + chunk(g) * 16);
-      issue<kIndex + 1>(stage);
-    }
+    issue_from(from, n % C::kStages);
   }
   MLA_DEVICE void close_stage() { copies.close_stage(); }
+  // Waits until all but the kYounger youngest tiles have landed, and what was looked up with them.
   template <int kYounger>
   MLA_DEVICE void wait() {
-    copies.template wait<kYounger, kCopies>();
+    copies.template wait<kYounger, kCopies + (kInLds ? kCopyRows : 0)>();
   }
   // For copies through registers: writes the issued tile to stage 0.
-  template <int kIndex = 0>
   MLA_DEVICE void land() {
-    if constexpr (kIndex < kCopies) {
-      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(base(0), lane);
-      land<kIndex + 1>();
-    }
+    lane = tile::lane_again();
+    land_from<0>();
   }
 
  private:
+  // Of this lane's row g of tile n. Rows past the range repeat its last row, so that masked
+  // probabilities, which are zero, always meet values that exist.
+  MLA_DEVICE int position(int n, int g) const {
+    const int at = kv_begin + n * C::kTileKv + (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);
+    return at < kv_end ? at : kv_end - 1;
+  }
+
+#if defined(__HIP__)
+  struct Found {
+    uint32_t granule;
+    int inside;
+  };
+  MLA_DEVICE Found find(int at) const {
+    const PagedRows::Place p = pages.place(at);
+    return Found{pages.granule(p.page), p.inside};
+  }
+  MLA_DEVICE const uint8_t* address(const Found& f) const {
+    return pages.address(f.granule, f.inside);
+  }
+#else
+  using Found = const uint8_t*;
+  MLA_DEVICE Found find(int at) const { return pages.row(at); }
+  MLA_DEVICE const uint8_t* address(Found f) const { return f; }
+#endif
+
+  MLA_DEVICE lds_t entry_base(int n) const { return entries + n % C::kStages * kEntryBytes; }
+  template <int kRow = 0>
+  MLA_DEVICE void copy_entries(int n) {
+    if constexpr (kRow < kCopyRows) {
+      copies.template issue_word<kRow * tile::kWave * 4>(
+          entry_base(n), pages.table + pages.place(position(n, kRow)).page);
+      copy_entries<kRow + 1>(n);
+    }
+  }
+
+  template <int kIndex = 0>
+  MLA_DEVICE void issue_from(const uint8_t* const (&from)[kCopyRows], int stage) {
+    if constexpr (kIndex < kCopies) {
+      constexpr int g = kIndex / kBlocks, block = kIndex % kBlocks;
+      copies.template issue<kIndex, offset(g, block)>(base(stage), lane, from[g] + block * 128);
+      issue_from<kIndex + 1>(from, stage);
+    }
+  }
+  template <int kIndex>
+  MLA_DEVICE void land_from() {
+    if constexpr (kIndex < kCopies) {
+      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(base(0), lane);
+      land_from<kIndex + 1>();
+    }
+  }
   // Where copy (g, block) of a wave goes: a constant from where its first one does.
   MLA_DEVICE static constexpr int offset(int g, int block) {
     return block * (C::kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
@@ -71,10 +166,12 @@ class KvStream {
     return (lane & 7) ^ (row & 7);
   }
 
-  lds_t stages;
-  int wave, lane;
-  tile::Copies copies;
-  const uint8_t* next[kCopyRows];
+  const PagedRows& pages;
+  const int kv_begin, kv_end;
+  lds_t stages, entries;
+  int wave, lane = 0;  // the latter is worked out where it is needed
+  Copies copies;
+  Found found[kInLds ? 1 : kCopyRows];
 };
 
 }  // namespace mla::gpu

@@ -26,17 +26,26 @@ struct PagedRows {
         page_size(page_rows),
         shift((page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1) {}
 
-  MLA_DEVICE const uint8_t* row(int position) const {
+  // Where a row lies: the entry of its page in the table, and its row inside that page.
+  struct Place {
     int page, inside;
-    if (shift >= 0) {
-      page = position >> shift;
-      inside = position & (page_size - 1);
-    } else {
-      page = position / page_size;
-      inside = position - page * page_size;
-    }
-    return base + static_cast<int64_t>(as_global<const uint32_t>(table)[page]) * granule_bytes +
+  };
+  MLA_DEVICE Place place(int position) const {
+    if (shift >= 0) return Place{position >> shift, position & (page_size - 1)};
+    rare_path_begins();
+    const int page = position / page_size;
+    const Place place{page, position - page * page_size};
+    rare_path_ends();
+    return place;
+  }
+  MLA_DEVICE uint32_t granule(int page) const { return as_global<const uint32_t>(table)[page]; }
+  MLA_DEVICE const uint8_t* address(uint32_t granule_of_page, int inside) const {
+    return base + static_cast<int64_t>(granule_of_page) * granule_bytes +
            static_cast<int64_t>(inside) * row_stride;
+  }
+  MLA_DEVICE const uint8_t* row(int position) const {
+    const Place p = place(position);
+    return address(granule(p.page), p.inside);
   }
 
  private:

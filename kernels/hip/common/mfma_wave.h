@@ -33,6 +33,13 @@ MLA_DEVICE lds_t shared_base() {
 }
 
 MLA_DEVICE int lane_index() { return thread_index() & 63; }
+// The same, of which the compiler does not know so: what follows from it is worked out at each
+// place anew and not kept over a loop, in registers that are short.
+MLA_DEVICE int lane_again() {
+  int lane = lane_index();
+  asm volatile("" : "+v"(lane));
+  return lane;
+}
 MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
 
 MLA_DEVICE bool any(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
@@ -41,6 +48,20 @@ MLA_DEVICE float exchange(float x) {
   const int other = (lane_index() ^ kStep) << 2;
   return bits_to_float(static_cast<uint32_t>(
       __builtin_amdgcn_ds_bpermute(other, static_cast<int>(float_to_bits(x)))));
+}
+
+// The values of a lane and of the one 32 away, in either order.
+struct Two {
+  float x, y;
+};
+MLA_DEVICE Two with_other_half(float x) {
+#if defined(__gfx950__)  // without a turn through LDS
+  const uint32_t bits = float_to_bits(x);
+  const auto swapped = __builtin_amdgcn_permlane32_swap(bits, bits, false, false);
+  return Two{bits_to_float(swapped[0]), bits_to_float(swapped[1])};
+#else
+  return Two{x, exchange<32>(x)};
+#endif
 }
 
 // The value of one lane, for all: `from` is the same in every lane.
@@ -115,11 +136,13 @@ struct WaveBase {
   MLA_DEVICE static constexpr int out_slot(int) { return 0; }
 
   MLA_DEVICE static float row_max(float x) {
-    x = max_f(x, exchange<32>(x));
+    const Two halves = with_other_half(x);
+    x = max_f(halves.x, halves.y);
     return kRows == 32 ? x : max_f(x, exchange<16>(x));
   }
   MLA_DEVICE static float row_sum(float x) {
-    x += exchange<32>(x);
+    const Two halves = with_other_half(x);
+    x = halves.x + halves.y;
     return kRows == 32 ? x : x + exchange<16>(x);
   }
 
@@ -128,6 +151,22 @@ struct WaveBase {
     k.r = *(MLA_LDS u32x4*)chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)),
                                                step * kGroups + group(lane));
   }
+  // The same from addresses worked out before: steps of one column block differ in the exchange of
+  // chunks, all others in constants. `kv0`: a multiple of eight.
+  template <int kTileRows>
+  struct KeyRows {
+    static constexpr int kSteps = 8 / kGroups;
+    lds_t at[kSteps];
+    MLA_DEVICE KeyRows(lds_t tile, int lane) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        at[s] = chunk_at<kTileRows>(tile, lane & (kRows - 1), s * kGroups + group(lane));
+      }
+    }
+    MLA_DEVICE void load(K& k, int kv0, int step) const {
+      k.r = *(MLA_LDS u32x4*)(at[step % kSteps] + step / kSteps * (kTileRows * 128) + kv0 * 128);
+    }
+  };
   // Queries of a tile in LDS: both operands of a score product lie alike.
   template <int kTileRows>
   MLA_DEVICE static void load_q(Q& q, lds_t tile, int row0, int step, int lane) {

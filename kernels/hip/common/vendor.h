@@ -46,6 +46,9 @@ MLA_DEVICE void block_barrier() {
 }
 // A value that is the same in every lane of a wave, kept in a scalar register.
 MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+// Waits for all loads from memory, and tells the compiler so: it would otherwise wait where they
+// are used, and there for copies too that have been started since and that it does not count.
+MLA_DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }  // vmcnt(0)
 MLA_DEVICE void wait_for_previous_kernel() {}
 MLA_DEVICE void let_next_kernel_start() {}
 #else
@@ -66,6 +69,7 @@ MLA_DEVICE float max_f(float a, float b) { return fmaxf(a, b); }
 MLA_DEVICE float fma_f(float a, float b, float c) { return fmaf(a, b, c); }
 MLA_DEVICE void block_barrier() { __syncthreads(); }
 MLA_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+MLA_DEVICE void wait_for_loads() {}
 // Programmatic dependent launch: a kernel may be resident before its predecessor has ended and
 // waits here before it reads what that one wrote. A no-op in an ordinary launch.
 MLA_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -73,6 +77,15 @@ MLA_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 #endif
+
+// Bit `at` of a word for all bits of the result.
+MLA_DEVICE uint32_t bit_as_mask(uint32_t word, int at) {
+#if defined(__HIP__)
+  return static_cast<uint32_t>(__builtin_amdgcn_sbfe(static_cast<int>(word), at, 1));
+#else
+  return 0u - (word >> at & 1u);
+#endif
+}
 
 // Addresses that come out of records in memory are generic to the compiler; these are known to be
 // in global memory, for which there are cheaper instructions.
@@ -92,6 +105,26 @@ MLA_DEVICE void schedule_fence() {
 #if defined(__HIP__)
   __builtin_amdgcn_sched_barrier(0);
 #endif
+}
+
+// Uses operands 0 .. kCount - 1, each read kAhead uses before, in an order that the compiler keeps:
+// read(x, n) fills x, use(x, n) uses it. For waves that have their SIMD to themselves, or nearly
+// so, where nobody else works while one waits for shared memory.
+template <class Operand, int kCount, int kAhead, class Read, class Use>
+MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
+  Operand x[kAhead];
+#pragma unroll
+  for (int n = 0; n < kAhead; ++n) {
+    read(x[n], n);
+    schedule_fence();
+  }
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    schedule_fence();
+    use(x[n % kAhead], n);
+    if (n + kAhead < kCount) read(x[n % kAhead], n + kAhead);
+  }
+  schedule_fence();
 }
 
 // Marks code that few turns of a loop run, for report.py to leave out of its counts.

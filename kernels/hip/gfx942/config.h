@@ -15,16 +15,21 @@ struct AttendBase {
   static constexpr int kTileKv = 32;
   static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 1;
   static constexpr bool kQInRegisters = true;
+  // Powers of two by which maxima may pass the origin of the exponentials before that follows.
+  static constexpr float kOriginSlack = 8.0f;
 };
 template <>
 struct AttendConfig<64> : AttendBase {
-  static constexpr int kWaveRows = 16;
+  // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
+  static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 4;
 };
 // Two blocks a CU. Operand tiles on their way are held in registers.
 struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 1;
   static constexpr int kExpandedTile = 32, kExpandedStages = 1;
+  static constexpr int kExpandedAhead = 4;  // as kKeysAhead above
+  static constexpr float kOriginSlack = AttendBase::kOriginSlack;
 };
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;

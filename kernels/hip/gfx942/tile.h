@@ -11,6 +11,7 @@ namespace mla::gpu::tile {
 // Copies issue as loads into registers and land in LDS when the tile before them has been consumed.
 struct Copies {
   static constexpr bool kThroughRegisters = true;
+  static constexpr bool kLookUpInLds = false;
   static constexpr int kMost = 12;
   u32x4 held[kMost];
   template <int kIndex, int kOffset>

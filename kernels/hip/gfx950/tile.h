@@ -12,10 +12,19 @@ namespace mla::gpu::tile {
 // another, would otherwise wait for all copies before each read.
 struct Copies {
   static constexpr bool kThroughRegisters = false;
+  static constexpr bool kLookUpInLds = true;
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t wave_base, int, const void* source) {
     const int base = uniform(static_cast<int>((uint32_t)(uintptr_t)wave_base));
     asm volatile("s_add_u32 m0, %0, %2\n\ts_nop 0\n\tglobal_load_lds_dwordx4 %1, off" ::"s"(base),
+                 "v"(source), "n"(kOffset)
+                 : "memory", "scc");
+  }
+  // Four bytes a lane.
+  template <int kOffset>
+  MLA_DEVICE void issue_word(lds_t wave_base, const void* source) {
+    const int base = uniform(static_cast<int>((uint32_t)(uintptr_t)wave_base));
+    asm volatile("s_add_u32 m0, %0, %2\n\ts_nop 0\n\tglobal_load_lds_dword %1, off" ::"s"(base),
                  "v"(source), "n"(kOffset)
                  : "memory", "scc");
   }

@@ -16,6 +16,8 @@ struct AttendBase {
 template <>
 struct AttendConfig<16> : AttendBase {
   static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8, kStages = 3;
+  static constexpr int kKeysAhead = 0, kValuesAhead = 0;
+  static constexpr float kOriginSlack = 0.0f;
   static constexpr bool kQInRegisters = true;
 };
 // Up to 64 rows, by warpgroups (attend_wgmma.h): 64 x 512 fp32 accumulators fill half the register

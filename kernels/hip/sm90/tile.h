@@ -21,6 +21,7 @@ MLA_DEVICE lds_t shared_base() {
 }
 
 MLA_DEVICE int lane_index() { return static_cast<int>(threadIdx.x & 31u); }
+MLA_DEVICE int lane_again() { return lane_index(); }
 MLA_DEVICE int wave_index() { return uniform(static_cast<int>(threadIdx.x >> 5)); }
 
 MLA_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
@@ -66,6 +67,7 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
 // Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on.
 struct Copies {
   static constexpr bool kThroughRegisters = false;
+  static constexpr bool kLookUpInLds = false;
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
     copy_chunk(wave_base + kOffset + lane * 16, source);
