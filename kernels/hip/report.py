@@ -3,15 +3,20 @@
 Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
 usage.txt, the compilers' resource reports, and the assembly of the AMD architectures. Prints, for
 each kernel and architecture, registers, LDS, scratch and spills; for each kernel of matrix products
-on AMD the instructions of its inner loop and the clocks they take. Exits 1 on any spill or scratch,
-on LDS over the limit of the architecture, and when the folder holds no kernel at all.
+on AMD the instructions of its inner loop and the clocks they take, pipe by pipe and, followed with
+the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill or scratch, on LDS
+over the limit of the architecture, on a loop of absorbed attention that misses what is asked of it
+(loop_faults), and when the folder holds no kernel at all.
 """
 
 import argparse
+import collections
 import dataclasses
 import pathlib
 import re
 import sys
+
+import timeline
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
@@ -31,6 +36,11 @@ ISSUE_CLOCKS = 4
 # CUs, clock in GHz, and the memory bandwidth in TB/s that the kernels are held against.
 MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}
 WAVES = 4
+# Clocks after which a load from memory has surely come, the memory being busy: one microsecond.
+MEMORY_LATENCY = 2400
+# What is asked of absorbed attention on gfx950: at 128 packed rows the share of the time in which
+# the matrix pipe is busy, below that everything done while the memory delivers the next tile.
+MATRIX_BUSY = 0.45
 
 
 @dataclasses.dataclass
@@ -111,28 +121,9 @@ def parse_usage(text):
     return records
 
 
-def tile_loop(assembly, kernel):
-    """Instruction counts of the kernel's inner loop: the blocks at loop depth two, without what the
-    source marks as rare."""
-    counts, inside, depth, rare = {}, False, 0, False
-    for line in assembly.splitlines():
-        if line.startswith(kernel + ":"):
-            inside = True
-        if not inside:
-            continue
-        if "s_endpgm" in line:
-            break
-        if re.match(r"\.LBB|; %bb", line):
-            found = re.search(r"Depth=(\d)", line)
-            depth = int(found.group(1)) if found else 0
-        elif header := re.search(r"Loop Header: Depth=(\d)", line):
-            depth = int(header.group(1))
-        elif found := re.search(r"; rare path (begins|ends)", line):
-            rare = found.group(1) == "begins"
-        elif depth == 2 and not rare and (name := re.match(r"\s+([a-z]\w+)", line)):
-            key = re.sub(r"_e(32|64)$", "", name.group(1))
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+def inner_loop(assembly, kernel):
+    """The instructions of one steady turn of the kernel's inner loop, as the loop runs them."""
+    return timeline.steady_turn(timeline.blocks_of(assembly, kernel))
 
 
 def bounds(arch, counts, read):
@@ -145,13 +136,38 @@ def bounds(arch, counts, read):
     return memory, matrix, lds, issue
 
 
+def turn_of(arch, code):
+    """One turn of an inner loop, followed with its waits."""
+    return timeline.follow(code, MATRIX_CLOCKS[arch], LDS_CLOCKS, WAVES)
+
+
+def loop_faults(arch, kernel, clocks, turn):
+    """What an inner loop of absorbed attention must not do, as text. `clocks`: of bounds()."""
+    if not re.fullmatch(r"mla_attend_\d+", kernel):
+        return
+    where = f"{arch} {kernel}"
+    memory, matrix, lds, issue = clocks
+    if turn.lead < MEMORY_LATENCY:
+        yield f"{where}: waits for loads {turn.lead} clocks after they started"
+    if arch != "gfx950":
+        return
+    if turn.waits_for_all:
+        yield f"{where}: waits for all copies from memory in every turn"
+    if kernel == "mla_attend_128":
+        if matrix / max(memory, lds, issue, turn.clocks) < MATRIX_BUSY:
+            yield f"{where}: matrix pipe busy less than {MATRIX_BUSY:.0%}"
+    elif max(matrix, lds, issue, turn.clocks) > memory:
+        yield f"{where}: slower than memory"
+
+
 def count(counts, *prefixes):
     """Instructions whose names start with one of the prefixes."""
     return sum(n for name, n in counts.items() if name.startswith(prefixes))
 
 
-def print_loop(arch, kernel, loop, counts):
+def print_loop(usage, loop, counts, turn):
     """One kernel's loop: counts, then clocks a turn and what they imply."""
+    arch, kernel = usage.arch, usage.kernel
     print(f"\n{arch} {kernel}, {loop.what}, per wave: "
           f"{count(counts, 'v_mfma')} matrix, {count(counts, 'ds_')} LDS, "
           f"{count(counts, 'global_', 'flat_', 'buffer_')} global, "
@@ -162,11 +178,17 @@ def print_loop(arch, kernel, loop, counts):
     # What the expanded form reads is shared by neighbours in time and comes from the caches.
     cached = "expand" in kernel
     slowest = max(0 if cached else memory, matrix, lds, issue)
+    # Blocks that share a CU work in each other's waits.
+    busy = usage.occupancy * matrix / max(usage.occupancy * slowest, turn.clocks)
     print(f"  clocks: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s"
           f"{', were nothing cached' if cached else ''}), matrix {matrix}, "
-          f"LDS {lds}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} %, "
+          f"LDS {lds}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} % were there "
+          f"no waits, "
           f"{loop.read / loop.flop:.4f} B of memory and "
           f"{lds * 128 / loop.flop:.4f} B of LDS a FLOP")
+    print(f"  with its waits: {turn.clocks} clocks, matrix pipe busy {100 * busy:.0f} %; loads are "
+          f"waited for {turn.lead} clocks or more after they started, {turn.waits_for_all} waits "
+          f"for all of them")
 
 
 def main():
@@ -183,13 +205,19 @@ def main():
     for r in records:
         print(f"{r.arch:8}{r.kernel:24}{r.vgpr:6}{r.agpr:6}{r.sgpr:6}{r.lds:8}{r.scratch:9}"
               f"{r.spills:8}{r.occupancy:12}")
+    faults = [fault for r in records for fault in r.faults()]
     for arch in MACHINE:
         assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
         for r in records:
             loop = loop_of(arch, r.kernel)
             if r.arch == arch and loop is not None:
-                print_loop(arch, r.kernel, loop, tile_loop(assembly, r.kernel))
-    faults = [fault for r in records for fault in r.faults()]
+                code = inner_loop(assembly, r.kernel)
+                counts, turn = collections.Counter(name for name, _ in code), turn_of(arch, code)
+                if not count(counts, "v_mfma"):
+                    faults.append(f"{arch} {r.kernel}: no loop found")
+                    continue
+                print_loop(r, loop, counts, turn)
+                faults += loop_faults(arch, r.kernel, bounds(arch, counts, loop.read), turn)
     for fault in faults:
         print(f"FAULT {fault}")
     print(f"\n{len(records)} kernels, {len(faults)} faults")

@@ -1,5 +1,6 @@
 """The report over the device kernels finds what it must refuse, and counts the right loop."""
 
+import collections
 import importlib.util
 import pathlib
 import sys
@@ -9,6 +10,7 @@ PATH = pathlib.Path(__file__).resolve().parents[2] / "kernels/hip/report.py"
 SPEC = importlib.util.spec_from_file_location("hip_report", PATH)
 report = importlib.util.module_from_spec(SPEC)
 sys.modules["hip_report"] = report
+sys.path.insert(0, str(PATH.parent))
 SPEC.loader.exec_module(report)
 
 
@@ -33,17 +35,38 @@ ASSEMBLY = """mla_attend_64:
 .LBB0_1: ; =>This Loop Header: Depth=1
          ;     Child Loop BB0_2 Depth 2
 \tv_mfma_f32_32x32x16_bf16 a[0:15], v[0:3], v[4:7], a[0:15]
+\ts_branch .LBB0_2
+.LBB0_6: ;   in Loop: Header=BB0_2 Depth=2
+\tv_mfma_f32_16x16x32_bf16 a[0:3], v[0:3], v[4:7], a[0:3]
+\ts_cbranch_scc0 .LBB0_7
 .LBB0_2: ;   Parent Loop BB0_1 Depth=1
          ; =>  This Inner Loop Header: Depth=2
+\ts_waitcnt vmcnt(1)
+\tglobal_load_lds_dwordx4 v[8:9], off
 \tds_read_b128 v[0:3], v9
+\ts_cbranch_vccz .LBB0_5
+; %bb.4: ;   in Loop: Header=BB0_2 Depth=2
+\t;;#ASMSTART
+\t; rare path begins
+\t;;#ASMEND
+\tv_mul_f32_e32 v1, v2, v3
+\ts_waitcnt vmcnt(0)
+.LBB0_5: ; %name
+         ;   in Loop: Header=BB0_2 Depth=2
+\ts_waitcnt lgkmcnt(0)
 \tv_mfma_f32_16x16x32_bf16 a[0:3], v[0:3], v[4:7], a[0:3]
 \tv_exp_f32_e32 v1, v2
-; %bb.3: ;   in Loop: Header=BB0_2 Depth=2
-\tv_mfma_f32_16x16x32_bf16 a[0:3], v[0:3], v[4:7], a[0:3]
-.LBB0_4: ;   in Loop: Header=BB0_1 Depth=1
+\ts_branch .LBB0_6
+.LBB0_7: ;   in Loop: Header=BB0_1 Depth=1
 \tv_exp_f32_e32 v1, v2
 \ts_endpgm
 """
+
+
+def turn(lines, waves=1):
+    """The steady turn of a loop made of these instructions."""
+    code = [tuple(line.split(" ", 1)) if " " in line else (line, "") for line in lines]
+    return report.timeline.follow(code, report.MATRIX_CLOCKS["gfx950"], report.LDS_CLOCKS, waves)
 
 
 class HipReportTest(unittest.TestCase):
@@ -66,18 +89,62 @@ class HipReportTest(unittest.TestCase):
         self.assertEqual(list(usage.faults()), ["sm_90 mla_attend_16: 12 spills",
                                                 "sm_90 mla_attend_16: 8 bytes of scratch"])
 
-    def test_only_the_tile_loop_is_counted(self):
-        counts = report.tile_loop(ASSEMBLY, "mla_attend_64")
-        self.assertEqual(counts, {"ds_read_b128": 1, "v_mfma_f32_16x16x32_bf16": 2, "v_exp_f32": 1})
+    def test_the_steady_turn_is_followed_without_rare_paths(self):
+        names = [name for name, _ in report.inner_loop(ASSEMBLY, "mla_attend_64")]
+        self.assertEqual(names, ["s_waitcnt", "global_load_lds_dwordx4", "ds_read_b128",
+                                 "s_cbranch_vccz", "s_waitcnt", "v_mfma_f32_16x16x32_bf16",
+                                 "v_exp_f32", "s_branch", "v_mfma_f32_16x16x32_bf16",
+                                 "s_cbranch_scc0"])
+        self.assertEqual(report.inner_loop(ASSEMBLY, "mla_attend_128"), [])
+
+    def test_pipes_are_counted_over_one_turn(self):
+        counts = collections.Counter(
+            name for name, _ in report.inner_loop(ASSEMBLY, "mla_attend_64"))
         memory, matrix, lds, issue = report.bounds("gfx950", counts, 32 * 1152)
         self.assertAlmostEqual(memory, 32 * 1152 / (6000 / 256 / 2.4))
-        self.assertEqual((matrix, lds, issue), (32, 32, 16))
+        self.assertEqual((matrix, lds, issue), (32, 64, 20))
 
-    def test_rare_paths_are_left_out(self):
-        begin = "\tds_read_b128 v[0:3], v9\n"
-        rare = begin + "\t; rare path begins\n" + begin + "\t; rare path ends\n" + begin
-        counts = report.tile_loop(ASSEMBLY.replace(begin, rare), "mla_attend_64")
-        self.assertEqual(counts["ds_read_b128"], 2)
+    def test_a_wait_for_lds_takes_its_latency_and_the_turns_of_all_waves(self):
+        waiting = ["ds_read_b128 v[0:3], v9", "s_waitcnt lgkmcnt(0)", "v_add_f32 v1, v2, v3"]
+        latency = report.timeline.LDS_LATENCY
+        self.assertEqual(turn(waiting).clocks, 8 + latency + 8)
+        self.assertEqual(turn(waiting, waves=4).clocks, 32 + latency + 8)
+        self.assertEqual(turn([waiting[0], "s_waitcnt lgkmcnt(1)", waiting[2]]).clocks, 4 + latency)
+
+    def test_matrix_products_queue_up(self):
+        product = "v_mfma_f32_32x32x16_bf16 a[0:15], v[0:3], v[4:7], a[0:15]"
+        self.assertEqual(turn([product]).clocks, 32)
+        self.assertEqual(turn([product, "s_nop 4"]).clocks, 32)
+        self.assertEqual(turn([product, "s_nop 15"]).clocks, 68)
+
+    def test_loads_are_timed_to_the_first_wait_for_them(self):
+        load, work = "global_load_lds_dwordx4 v[8:9], off", ["v_add_f32 v1, v2, v3"] * 100
+        early = turn([load, "s_waitcnt vmcnt(0)"] + work)
+        self.assertEqual((early.lead, early.waits_for_all), (4, 1))
+        late = turn(["s_waitcnt vmcnt(1)", load] + work)
+        self.assertEqual((late.lead, late.waits_for_all), (2 * late.clocks - 4, 0))
+        self.assertEqual(turn(work).lead, 0)
+
+    def test_loops_that_do_not_overlap_are_faults(self):
+        def faults(kernel="mla_attend_128", arch="gfx950", clocks=(3775, 2176, 2464, 2032),
+                   turn_clocks=4200, lead=9000, waits_for_all=0):
+            turned = report.timeline.Turn(turn_clocks, lead, waits_for_all)
+            return list(report.loop_faults(arch, kernel, clocks, turned))
+
+        self.assertEqual(faults(), [])
+        self.assertEqual(faults(turn_clocks=4900),
+                         ["gfx950 mla_attend_128: matrix pipe busy less than 45%"])
+        self.assertEqual(faults(waits_for_all=1),
+                         ["gfx950 mla_attend_128: waits for all copies from memory in every turn"])
+        self.assertEqual(faults(arch="gfx942", lead=100, waits_for_all=1),
+                         ["gfx942 mla_attend_128: waits for loads 100 clocks after they started"])
+        small = {"kernel": "mla_attend_64", "turn_clocks": 3500}
+        self.assertEqual(faults(**small), [])
+        self.assertEqual(faults(**small, clocks=(3775, 1088, 3800, 1360)),
+                         ["gfx950 mla_attend_64: slower than memory"])
+        self.assertEqual(faults(kernel="mla_attend_64"),
+                         ["gfx950 mla_attend_64: slower than memory"])
+        self.assertEqual(faults(kernel="mla_attend_expanded", lead=0, waits_for_all=4), [])
 
     def test_loops_are_known_by_kernel(self):
         self.assertEqual(report.loop_of("gfx950", "mla_attend_128").flop, 128 * 32 * 2 * 1088)

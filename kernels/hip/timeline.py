@@ -1,0 +1,128 @@
+"""One wave's way through the steady turn of a compiled loop, with the waits that the code has.
+
+Counting what pipes are kept busy assumes that they overlap. Whether they do is decided by the
+s_waitcnt instructions of the compiled loop: this follows the instructions of one turn in order and
+gives the clocks that it takes, and for how long each load from memory was on its way before the
+loop first waited for it. A model, not a measurement: latencies are stated below, waves of a block
+run in step, and whatever is on its way from memory is assumed to have come when it is waited for.
+"""
+
+import dataclasses
+import re
+
+ISSUE_CLOCKS = 4    # of any instruction: a 16-lane SIMD takes 64 lanes in four clocks
+LDS_LATENCY = 128   # from the read to its data, nobody else reading
+TURNS = 6           # followed; the last one is reported
+
+
+@dataclasses.dataclass
+class Block:
+    """A basic block: its instructions as (name, operands), and where it goes."""
+
+    label: str
+    depth: int = 0
+    header: bool = False
+    rare: bool = False
+    code: list = dataclasses.field(default_factory=list)
+
+
+def blocks_of(assembly, kernel):
+    """The basic blocks of a kernel in the order of the text."""
+    blocks, inside = [], False
+    for line in assembly.splitlines():
+        if line.startswith(kernel + ":"):
+            inside = True
+            blocks.append(Block(kernel))
+        if not inside:
+            continue
+        if label := re.match(r"(?:(\.LBB\w+):|; %bb\.\d+)", line):
+            if blocks[-1].label or blocks[-1].code:
+                blocks.append(Block(""))
+            blocks[-1] = Block(label.group(1) or "")
+        if found := re.search(r"(?:Loop Header:|in Loop: Header=\S+) Depth=(\d+)", line):
+            blocks[-1].depth = int(found.group(1))
+            blocks[-1].header = "Loop Header" in line
+        elif "; rare path begins" in line:
+            blocks[-1].rare = True
+        elif code := re.match(r"\s+([a-z]\w+)\s*([^;]*)", line):
+            blocks[-1].code.append((re.sub(r"_e(32|64)$", "", code.group(1)),
+                                    code.group(2).strip()))
+            if code.group(1) == "s_endpgm":
+                break
+            if code.group(1).startswith(("s_cbranch", "s_branch")):
+                blocks.append(Block("", blocks[-1].depth))
+    return blocks
+
+
+def steady_turn(blocks, depth=2):
+    """Instructions of one turn of the loop at `depth` in the order they run: at each branch the way
+    that is not marked as rare and stays in the loop, and of two such ways the one without a jump.
+    Of several loops the one with most matrix instructions."""
+    at = {block.label: i for i, block in enumerate(blocks) if block.label}
+
+    def usual(i):
+        """Whether block i belongs to the steady turn."""
+        return i < len(blocks) and blocks[i].depth == depth and not blocks[i].rare
+
+    best = []
+    for start, block in enumerate(blocks):
+        if block.header and block.depth == depth:
+            turn, i, seen = [], start, set()
+            while i not in seen and usual(i):
+                seen.add(i)
+                turn += blocks[i].code
+                ahead = i + 1
+                if blocks[i].code and (name := blocks[i].code[-1][0]).startswith(
+                        ("s_branch", "s_cbranch")):
+                    jump = at[blocks[i].code[-1][1]]
+                    # A block may be rare as a whole, or lead into nothing but rare ones.
+                    if name == "s_branch" or not usual(ahead):
+                        ahead = jump
+                i = ahead
+            if i == start and _matrix(turn) > _matrix(best):
+                best = turn
+    return best
+
+
+def _matrix(code):
+    return sum(name.startswith("v_mfma") for name, _ in code)
+
+
+@dataclasses.dataclass
+class Turn:
+    """What one steady turn takes, in clocks."""
+
+    clocks: int
+    lead: int  # shortest time from a load or copy to the first wait for it; 0: loop without loads
+    waits_for_all: int  # waits that leave no load or copy on its way
+
+
+def follow(code, matrix_clocks, lds_clocks, waves):
+    """The last of TURNS turns of `code`."""
+    now, matrix_free, lds_free, reads, loads, turns = 0, 0, 0, [], [], []
+    for _ in range(TURNS):
+        start, lead, waits_for_all = now, None, 0
+        for name, operands in code:
+            if name in matrix_clocks:
+                now = max(now, matrix_free)
+                matrix_free = now + matrix_clocks[name]
+            if name.startswith("ds_"):
+                # Waves run in step: a wave's turn at the LDS takes as long as all of theirs.
+                lds_free = max(now, lds_free) + waves * lds_clocks.get(name, 2)
+                reads.append(lds_free + LDS_LATENCY)
+            elif name.startswith(("global_load", "buffer_load")):
+                loads.append(now)
+            elif name == "s_waitcnt":
+                if left := re.search(r"lgkmcnt\((\d+)\)", operands):
+                    while len(reads) > int(left.group(1)):
+                        now = max(now, reads.pop(0))
+                if left := re.search(r"vmcnt\((\d+)\)", operands):
+                    waits_for_all += left.group(1) == "0"
+                    while len(loads) > int(left.group(1)):
+                        issued = loads.pop(0)
+                        lead = now - issued if lead is None else min(lead, now - issued)
+            elif name == "s_nop":
+                now += ISSUE_CLOCKS * int(operands)
+            now += ISSUE_CLOCKS
+        turns.append(Turn(now - start, lead or 0, waits_for_all))
+    return turns[-1]
