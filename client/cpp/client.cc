@@ -14,6 +14,7 @@
 #include <fstream>
 #include <mutex>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -231,9 +232,14 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   const int64_t lease_ms = options.sequence_lease_ms != 0 ? options.sequence_lease_ms
                                                           : made.info.limits().sequence_lease_ms();
   if (options.renew_leases) {
-    made.renewer = std::thread([raw = client.get(), lease_ms] {
-      raw->impl_->RenewLoop(raw, Millis(std::max<int64_t>(lease_ms / 3, 1)));
-    });
+    try {
+      made.renewer = std::thread([raw = client.get(), lease_ms] {
+        raw->impl_->RenewLoop(raw, Millis(std::max<int64_t>(lease_ms / 3, 1)));
+      });
+    } catch (const std::system_error& error) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("no thread to renew leases: ", error.what()));
+    }
   }
   return client;
 }

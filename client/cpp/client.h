@@ -67,7 +67,8 @@ struct WeightsChunk {
 
 class Client final {
  public:
-  // Asks for the server's limits and boot id. UNAVAILABLE when nobody answers in time.
+  // Asks for the server's limits and boot id. UNAVAILABLE when nobody answers in time,
+  // RESOURCE_EXHAUSTED when there is no thread for renewing leases.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options);
   ~Client();

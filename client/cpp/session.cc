@@ -65,8 +65,15 @@ void FillAttend(const AttendCall& call, uint64_t step_id, uint32_t first, uint32
 
 }  // namespace
 
-PendingAttend::~PendingAttend() {
-  for (const auto& piece : pieces_) stream_->Wait(piece.get()).IgnoreError();
+PendingAttend::~PendingAttend() { Wait().status().IgnoreError(); }
+
+PendingAttend& PendingAttend::operator=(PendingAttend&& other) noexcept {
+  if (this == &other) return *this;
+  Wait().status().IgnoreError();
+  stream_ = std::move(other.stream_);
+  pieces_ = std::exchange(other.pieces_, {});
+  refused_ = other.refused_;
+  return *this;
 }
 
 absl::StatusOr<AttendTimes> PendingAttend::Wait() {

@@ -73,9 +73,12 @@ struct PendingReply;
 class PendingAttend final {
  public:
   PendingAttend(PendingAttend&&) = default;
-  PendingAttend& operator=(PendingAttend&&) = default;
+  PendingAttend& operator=(PendingAttend&& other) noexcept;  // waits for the one it replaces
   ~PendingAttend();
-  // DEADLINE_EXCEEDED ends the whole session: its tensors could not be taken back otherwise.
+  // DEADLINE_EXCEEDED ends the whole session: its tensors could not be taken back otherwise. When
+  // the connection does not take them either (a stopped process, a broken network), this waits on
+  // until it does or is given up: about 20 s over TCP, as long as the server's process over a unix
+  // socket.
   absl::StatusOr<AttendTimes> Wait();
 
  private:

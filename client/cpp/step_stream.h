@@ -5,6 +5,7 @@
 #ifndef MLA_CLIENT_CPP_STEP_STREAM_H_
 #define MLA_CLIENT_CPP_STEP_STREAM_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -22,6 +23,8 @@ struct PendingReply {
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;
+  // Of the request's tensors, those that the transport may still read; 0 when Wait has returned.
+  std::atomic<int32_t> lent{0};
 };
 
 class StepStream {
@@ -40,7 +43,8 @@ class StepStream {
   virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
                     std::span<const std::byte> second,
                     const std::shared_ptr<PendingReply>& pending) = 0;
-  // Waits for the reply. When the timeout passes, the stream is cut first.
+  // Waits for the reply. When the timeout passes, the stream is cut first, and the tensors are
+  // waited for until nobody reads them any more.
   virtual absl::Status Wait(PendingReply* pending) = 0;
   // Lets what is under way finish, then ends the stream; cuts it after the timeout.
   virtual absl::Status Close() = 0;

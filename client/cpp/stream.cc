@@ -3,6 +3,7 @@
 #include <grpcpp/channel.h>
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "client/cpp/errors.h"
@@ -19,13 +20,25 @@ constexpr size_t kSocketBytes = size_t{192} << 10;
 constexpr auto kPumpDelay = std::chrono::microseconds(500);
 // So soon a waiting thread takes over from the pump.
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
+// How often a cut request looks whether gRPC has let go of its tensors, which is no event.
+constexpr auto kLoanTurn = std::chrono::milliseconds(5);
 
 // What operations are tagged with: there is one of each kind at most.
 enum Operation : uintptr_t { kRead = 1, kWritten, kHalfClosed, kFinished };
 void* TagOf(Operation operation) { return reinterpret_cast<void*>(operation); }
 
-grpc::Slice ViewOf(std::span<const std::byte> bytes) {
-  return grpc::Slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);
+using Loan = std::shared_ptr<PendingReply>;
+
+void TakeBack(void* loan) {
+  const std::unique_ptr<Loan> ended(static_cast<Loan*>(loan));
+  (*ended)->lent.fetch_sub(1, std::memory_order_release);
+}
+
+// A view of the caller's memory. A call that was cut leaves what is on its way to the socket there.
+grpc::Slice Lend(std::span<const std::byte> bytes, const Loan& pending) {
+  pending->lent.fetch_add(1, std::memory_order_relaxed);
+  return grpc::Slice(const_cast<std::byte*>(bytes.data()), bytes.size(), TakeBack,
+                     new Loan(pending));
 }
 
 grpc::Slice HeaderOf(const v1::AttendStreamRequest& request, size_t payload_size) {
@@ -155,7 +168,11 @@ void Stream::WakePump(size_t bytes) {
   if (pump_.joinable()) {
     pump_wanted_.notify_all();
   } else {
-    pump_ = std::thread([this] { Pump(); });
+    try {
+      pump_ = std::thread([this] { Pump(); });
+    } catch (const std::system_error&) {
+      pumping_ = false;  // no thread to be had: requests move on when somebody waits for one
+    }
   }
 }
 
@@ -167,8 +184,8 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   request->set_tag(tag);
   grpc::Slice slices[3] = {HeaderOf(*request, first.size() + second.size())};
   size_t count = 1;
-  if (!first.empty()) slices[count++] = ViewOf(first);
-  if (!second.empty()) slices[count++] = ViewOf(second);
+  if (!first.empty()) slices[count++] = Lend(first, pending);
+  if (!second.empty()) slices[count++] = Lend(second, pending);
   grpc::ByteBuffer message(slices, count);
   Lock lock(mutex_);
   if (writing_ && !polling_) {
@@ -338,6 +355,10 @@ absl::Status Stream::Wait(PendingReply* pending) {
   if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
     Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
     PollUntil(&lock, Clock::time_point::max(), done);
+  }
+  // Whoever got its outputs was read to the end.
+  const auto returned = [&] { return pending->lent.load(std::memory_order_acquire) == 0; };
+  while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kLoanTurn, returned)) {
   }
   return pending->status;
 }

@@ -1,0 +1,191 @@
+// The C++ client when things around it fail: a connection that takes no more bytes, a machine that
+// has no more threads.
+#include <dlfcn.h>
+#include <errno.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace {
+
+thread_local bool no_more_threads = false;
+
+}  // namespace
+
+// Stands before the C library's: threads of the test may be told that there are no more.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*start)(void*), void* argument) {
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto real = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  return no_more_threads ? EAGAIN : real(thread, attributes, start, argument);
+}
+
+namespace mla::integration {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::byte kBefore{0x11}, kAfter{0xee};
+
+int UnixSocket(const std::string& path, bool listening) {
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  const auto* const name = reinterpret_cast<const sockaddr*>(&address);
+  const int result = listening ? bind(fd, name, sizeof(address)) + listen(fd, 8)
+                               : connect(fd, name, sizeof(address));
+  EXPECT_EQ(result, 0);
+  return fd;
+}
+
+// Carries one connection to a server, and can stop taking bytes of the client.
+class Relay final {
+ public:
+  Relay(const std::string& path, const std::string& server_path)
+      : server_path_(server_path), listener_(UnixSocket(path, true)), thread_([this] { Run(); }) {}
+  ~Relay() {
+    stop_ = true;
+    thread_.join();
+    close(listener_);
+  }
+  void Stop() { taking_ = false; }
+  void GoOn() { taking_ = true; }
+  // Since GoOn, how many bytes of the client had this value.
+  int64_t Seen(std::byte value) const { return seen_[static_cast<size_t>(value)].load(); }
+
+ private:
+  bool Carry(int from, int to, bool count) {
+    char buffer[65536];
+    const ssize_t got = recv(from, buffer, sizeof(buffer), 0);
+    if (got <= 0) return false;
+    for (ssize_t i = 0; count && i < got; ++i) ++seen_[static_cast<uint8_t>(buffer[i])];
+    for (ssize_t sent = 0; sent < got;) {
+      const ssize_t more = send(to, buffer + sent, static_cast<size_t>(got - sent), MSG_NOSIGNAL);
+      if (more <= 0) return false;
+      sent += more;
+    }
+    return true;
+  }
+
+  void Run() {
+    pollfd waiting{listener_, POLLIN, 0};
+    while (!stop_ && poll(&waiting, 1, 10) == 0) {
+    }
+    if (stop_) return;
+    const int client = accept(listener_, nullptr, nullptr),
+              server = UnixSocket(server_path_, false);
+    for (bool open = true, stopped = false; open && !stop_;) {
+      stopped |= !taking_;
+      pollfd ends[2] = {{taking_ ? client : -1, POLLIN, 0}, {server, POLLIN, 0}};
+      poll(ends, 2, 10);
+      if (ends[0].revents != 0) open = Carry(client, server, stopped);
+      if (open && ends[1].revents != 0) open = Carry(server, client, false);
+    }
+    close(client);
+    close(server);
+  }
+
+  const std::string server_path_;
+  const int listener_;
+  std::atomic<bool> stop_{false}, taking_{true};
+  std::atomic<int64_t> seen_[256] = {};
+  std::thread thread_;
+};
+
+client::AttendCall CallOf(const Dims& dims, uint32_t rows, std::vector<std::byte>* q,
+                          std::vector<std::byte>* o) {
+  client::AttendCall call;
+  call.row_count = rows;
+  call.num_heads = static_cast<uint32_t>(dims.heads);
+  call.profile = v1::PROFILE_ABSORBED;
+  call.q_dtype = v1::DTYPE_F32;
+  const size_t row_heads = size_t{rows} * static_cast<size_t>(dims.heads);
+  q->assign(row_heads * static_cast<size_t>(dims.row()) * 4, kBefore);
+  o->assign(row_heads * static_cast<size_t>(dims.lora) * 2, std::byte{});
+  call.q = q->data();
+  call.o = o->data();
+  return call;
+}
+
+// What the caller does with its tensors after Wait must not reach the server.
+TEST(StalledWireTest, TensorsAreReadNoMoreWhenWaitHasReturned) {
+  const TestServer server;
+  const std::string path = server.folder().File("relay.sock");
+  Relay relay(path, server.folder().File("mla.sock"));
+  client::ClientOptions options;
+  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.request_timeout_ms = 1000;
+  options.renew_leases = false;
+  auto client = client::Client::Connect("unix:" + path, options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  {
+    Worker worker(client->get(), {}, "m", 1);
+    Track track = *worker.Open();
+    auto step = worker.session().Begin("m", {{&track.sequence, 1024}});
+    ASSERT_TRUE(step.ok()) << step.status();
+    std::vector<std::byte> q, o;
+    const client::AttendCall call = CallOf(worker.dims(), 1024, &q, &o);
+    relay.Stop();
+    std::thread later([&] {
+      std::this_thread::sleep_for(2s);
+      relay.GoOn();
+    });
+    EXPECT_EQ((*step)->Attend(call).status().code(), absl::StatusCode::kDeadlineExceeded);
+    std::memset(q.data(), static_cast<int>(kAfter), q.size());
+    later.join();
+    track.sequence.Detach();
+  }
+  EXPECT_TRUE((*client)->GetServerInfo().ok());  // leaves behind all that came before
+  EXPECT_GE(relay.Seen(kBefore), 100000);        // the connection was full of them
+  EXPECT_LT(relay.Seen(kAfter), 1000);
+}
+
+TEST(StalledWireTest, WithoutMoreThreadsRequestsWaitForTheirWaiters) {
+  const TestServer server;
+  client::ClientOptions options;
+  options.transport = client::ClientOptions::Transport::kGrpc;
+  const auto client = server.Connect(options);
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 2}});
+  ASSERT_TRUE(step.ok()) << step.status();
+  std::vector<std::byte> kv(2 * static_cast<size_t>(worker.dims().row()) * 4), q, o;
+  client::AttendCall call = CallOf(worker.dims(), 2, &q, &o);
+  call.kv = kv.data();
+  no_more_threads = true;
+  std::vector<client::PendingAttend> pending;
+  for (int layer = 0; layer < worker.dims().layers; ++layer) {
+    call.layer = static_cast<uint32_t>(layer);
+    pending.push_back((*step)->AttendAsync(call));
+  }
+  no_more_threads = false;
+  for (client::PendingAttend& one : pending) EXPECT_TRUE(one.Wait().ok());
+  EXPECT_TRUE((*step)->End().ok());
+}
+
+TEST(StalledWireTest, WithoutMoreThreadsConnectSaysSo) {
+  const TestServer server;
+  const auto first = server.Connect();  // gRPC has its threads by now
+  no_more_threads = true;
+  const auto second = client::Client::Connect(server.unix_target(), {});
+  no_more_threads = false;
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+}  // namespace
+}  // namespace mla::integration
