@@ -29,6 +29,10 @@ To Unsigned(From value) {
 AdminService::AdminService(const RpcContext& rpc, AdminOptions options)
     : rpc_(rpc), options_(std::move(options)), started_(std::chrono::steady_clock::now()) {}
 
+scheduler::EngineStats AdminService::Stats() const {
+  return options_.stats ? options_.stats() : rpc_.engine->Stats();
+}
+
 void AdminService::FillLimits(v1::Limits* to) const {
   const scheduler::Limits& from = rpc_.engine->limits();
   to->set_message_bytes(static_cast<uint64_t>(options_.config.wire.message_bytes));
@@ -145,7 +149,7 @@ void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
 grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetStatsRequest*,
                                     v1::GetStatsReply* reply) {
   return rpc_.Serve(context, "Admin.GetStats", [&](const Identity&, Fault*) {
-    FillStats(rpc_.engine->Stats(), rpc_.metrics->wire(), reply);
+    FillStats(Stats(), rpc_.metrics->wire(), reply);
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -153,7 +157,7 @@ grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetS
 
 void AdminService::FillUpdate(const ServerState::Snapshot& snapshot,
                               v1::StatusUpdate* update) const {
-  const scheduler::EngineStats stats = rpc_.engine->Stats();
+  const scheduler::EngineStats stats = Stats();
   // Both enumerations number the states alike.
   update->set_state(static_cast<v1::ServerState>(snapshot.phase));
   update->set_percent(static_cast<uint32_t>(snapshot.percent));

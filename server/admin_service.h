@@ -29,6 +29,9 @@ struct AdminOptions {
   std::vector<kernels::BackendRung> ladder;
   Config config;
   bool shared_memory = false;  // the door is open
+  // Figures for GetStats and WatchStatus, from a source that does not wait for a launch. Empty: the
+  // engine's own.
+  std::function<scheduler::EngineStats()> stats;
 };
 
 class AdminService final : public v1::Admin::Service {
@@ -45,6 +48,7 @@ class AdminService final : public v1::Admin::Service {
                      v1::DrainReply* reply) override;
 
  private:
+  scheduler::EngineStats Stats() const;
   void FillLimits(v1::Limits* limits) const;
   void FillBackends(v1::GetServerInfoReply* reply) const;
   void FillUpdate(const ServerState::Snapshot& snapshot, v1::StatusUpdate* update) const;

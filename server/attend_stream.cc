@@ -401,14 +401,10 @@ void AttendStream::MaybeFinish() {
     if (!cancelled_ && !broken_ && pending_ > 0) return;
     close = !std::exchange(closing_, true);
   }
-  if (close) {
-    call_->poller().HandOver();  // closing waits for a running launch
-    shared_.engine->CloseStream(engine_stream_);
-  }
+  if (close) return registry_->OnEnding(this);
   grpc::Status status;
   {
     const std::lock_guard lock(mutex_);
-    closed_ |= close;
     if (!closed_ || finished_) return;
     while (!writing_ && queue_head_ != nullptr) {
       AttendMessage* dropped = queue_head_;
@@ -422,6 +418,18 @@ void AttendStream::MaybeFinish() {
                                     : final_status_;
   }
   call_->Finish(status);
+}
+
+void AttendStream::Close() {
+  shared_.engine->CloseStream(engine_stream_);
+  StreamCall* const call = call_.get();
+  call->Hold();  // once it is closed, another thread may finish the stream
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  MaybeFinish();
+  call->Release();
 }
 
 void AttendStream::OnDone() {

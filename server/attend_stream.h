@@ -17,9 +17,10 @@
 // Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
 // OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
 //
-// Threading: On* come from the poller's threads, whose duty is handed over before anything that may
-// take long; OnAnswered from the holder of the engine role; Resume and CutIfSlow from housekeeping.
-// One mutex guards the state and is never held across a call into gRPC or the engine.
+// Threading: On* come from the poller's threads, whose duty is handed over before anything that is
+// known to take long; OnAnswered from the holder of the engine role; Resume and CutIfSlow from
+// housekeeping. The constructor and Close wait for a running launch, so they are for threads that
+// may. One mutex guards the state and is never held across a call into gRPC or the engine.
 #ifndef MLA_SERVER_ATTEND_STREAM_H_
 #define MLA_SERVER_ATTEND_STREAM_H_
 
@@ -61,6 +62,7 @@ class AttendStreamRegistry {
  public:
   virtual ~AttendStreamRegistry() = default;
   virtual void OnStalled(AttendStream* stream) = 0;  // call Resume when staging memory came back
+  virtual void OnEnding(AttendStream* stream) = 0;   // call Close from a thread that may wait
   virtual void OnGone(AttendStream* stream) = 0;     // about to be deleted
 };
 
@@ -71,6 +73,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
 
   void Start();
   void Resume();
+  void Close();
   void CutIfSlow(int64_t now_ns);
 
   void OnReadDone(bool ok) override;

@@ -39,7 +39,9 @@ void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
 }  // namespace
 
 AttentionService::AttentionService(WireContext shared)
-    : shared_(std::move(shared)), housekeeper_([this] { KeepHouse(); }) {}
+    : shared_(std::move(shared)),
+      housekeeper_([this] { KeepHouse(); }),
+      desk_([this] { RunErrands(); }) {}
 
 AttentionService::~AttentionService() { Stop(); }
 
@@ -54,25 +56,50 @@ void AttentionService::Serve(StreamPoller* poller) {
   acceptor_->Start();
 }
 
+bool AttentionService::TakePlace() {
+  const std::lock_guard lock(mutex_);
+  if (places_taken_ >= shared_.wire.max_streams) return false;
+  ++places_taken_;
+  return true;
+}
+
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
-  call->poller().HandOver();  // opening a stream waits for a running launch
   scheduler::Fault fault;
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
   const absl::StatusOr<Identity> identity = Identify(call->context(), names);
   if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
-  if (shared_.metrics->wire().streams.load() >= shared_.wire.max_streams) {
+  if (!TakePlace()) {
     fault.limit = absl::StrCat(shared_.wire.max_streams, " streams");
     fault.reason = "too_many_streams";
     fault.retry_after_ms = 1000;
     shared_.metrics->CountRejected(fault.reason);
     return Refuse(std::move(call), absl::ResourceExhaustedError("too many open streams"), fault);
   }
-  auto* stream = new AttendStream(shared_, this, std::move(call), identity->tenant);
-  {
-    const std::lock_guard lock(mutex_);
-    streams_.insert(stream);
+  const std::lock_guard lock(mutex_);
+  errands_.push_back({std::move(call), identity->tenant});
+  errand_.notify_one();
+}
+
+void AttentionService::RunErrands() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    errand_.wait(lock, [this] { return stop_ || !errands_.empty(); });
+    if (errands_.empty()) return;
+    Errand errand = std::move(errands_.front());
+    errands_.pop_front();
+    lock.unlock();
+    if (errand.ending != nullptr) {
+      errand.ending->Close();
+    } else {
+      auto* stream = new AttendStream(shared_, this, std::move(errand.call), errand.tenant);
+      {
+        const std::lock_guard insert(mutex_);
+        streams_.insert(stream);
+      }
+      stream->Start();
+    }
+    lock.lock();
   }
-  stream->Start();
 }
 
 void AttentionService::OnStalled(AttendStream* stream) {
@@ -81,9 +108,16 @@ void AttentionService::OnStalled(AttendStream* stream) {
   changed_.notify_all();
 }
 
+void AttentionService::OnEnding(AttendStream* stream) {
+  const std::lock_guard lock(mutex_);
+  errands_.push_back({nullptr, "", stream});
+  errand_.notify_one();
+}
+
 void AttentionService::OnGone(AttendStream* stream) {
   const std::lock_guard lock(mutex_);
   streams_.erase(stream);
+  --places_taken_;
   changed_.notify_all();
 }
 
@@ -124,11 +158,13 @@ void AttentionService::KeepHouse() {
 void AttentionService::Stop() {
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return streams_.empty(); });
+    changed_.wait(lock, [this] { return places_taken_ == 0; });
     stop_ = true;
     changed_.notify_all();
+    errand_.notify_all();
   }
   if (housekeeper_.joinable()) housekeeper_.join();
+  if (desk_.joinable()) desk_.join();
 }
 
 }  // namespace mla::server

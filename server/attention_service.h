@@ -4,7 +4,9 @@
 // called once the gRPC server was started; Stop after it has shut down and before its poller stops
 // or the service is destroyed.
 // Threading: one housekeeping thread resumes stalled streams when staging memory comes back and
-// cuts those whose client has stopped reading.
+// cuts those whose client has stopped reading. Opening and closing a stream wait for a running
+// launch, so another thread, the desk, does both, in the order in which they were asked for: the
+// poller's threads serve health and administration too and must outlast a device that hangs.
 #ifndef MLA_SERVER_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTENTION_SERVICE_H_
 
@@ -14,6 +16,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
 #include <thread>
 
 #include "mla/v1/attention.grpc.pb.h"
@@ -33,13 +36,22 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   void Serve(StreamPoller* poller);
 
   void OnStalled(AttendStream* stream) override;
+  void OnEnding(AttendStream* stream) override;
   void OnGone(AttendStream* stream) override;
 
-  // Waits until no stream is left, then ends the housekeeping thread.
+  // Waits until no stream is left, then ends both threads.
   void Stop();
 
  private:
+  struct Errand {
+    std::unique_ptr<StreamCall> call;  // to be opened as a stream
+    std::string tenant;
+    AttendStream* ending = nullptr;  // or to be closed
+  };
+
   void Accept(std::unique_ptr<StreamCall> call);
+  bool TakePlace();
+  void RunErrands();
   void KeepHouse();
   void ResumeStalled();
 
@@ -47,10 +59,13 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  int32_t places_taken_ = 0;  // of wire.max_streams: streams, and calls that will become one
+  std::deque<Errand> errands_;
+  std::condition_variable errand_;
   std::set<AttendStream*> streams_;
   std::deque<AttendStream*> stalled_;
   bool stop_ = false;
-  std::thread housekeeper_;
+  std::thread housekeeper_, desk_;
 };
 
 }  // namespace mla::server

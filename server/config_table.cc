@@ -136,7 +136,8 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
                  "Its open steps are aborted.", MLA_SLOT(wire.slow_reader_ms)),
           Int("wire.poll_threads", 1, 1024,
               "Threads that serve the streams; one polls at a time, the others copy and compute.",
-              "With 1 a long copy or launch keeps other clients waiting.",
+              "With 1 a long copy or launch keeps every client of every service waiting, health "
+              "included.",
               MLA_SLOT(wire.poll_threads)),
           Int("wire.spin_us", -1, 10000000,
               "How long polling goes on after an event before it sleeps; -1: 1000, 50 where the "

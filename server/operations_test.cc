@@ -219,32 +219,70 @@ TEST(ServerStateTest, HealthGatesServing) {
   EXPECT_EQ(state.WaitForChange(state.Get().version, milliseconds(1)).version, state.Get().version);
 }
 
-TEST(WatchdogTest, ReportsFailureSilenceAndRecovery) {
+// Whether the state becomes like this.
+bool Becomes(const ServerState& state, bool healthy, const std::string& message) {
+  for (int i = 0; i < 1000; ++i) {
+    const auto now = state.Get();
+    if (now.healthy == healthy && now.message.find(message) != std::string::npos) return true;
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  return false;
+}
+
+TEST(WatchdogTest, ReportsSilenceRecoveryAndLoss) {
   ServerState state;
   state.Move(Phase::kServing, 100, "");
-  std::atomic<int> mode{0};  // 0 well, 1 failing, 2 silent
+  std::atomic<int> mode{0};  // 0 well, 1 lost, 2 silent
   const Watchdog watchdog(
       [&] {
         while (mode == 2) std::this_thread::sleep_for(milliseconds(1));
-        return mode == 1 ? absl::InternalError("device lost") : absl::OkStatus();
+        return SignOfLife{mode == 1 ? absl::InternalError("device lost") : absl::OkStatus(), {}};
       },
       &state, milliseconds(100), milliseconds(5));
-  const auto wait_for = [&](bool healthy, const std::string& message) {
-    for (int i = 0; i < 1000; ++i) {
-      const auto now = state.Get();
-      if (now.healthy == healthy && now.message.find(message) != std::string::npos) return true;
-      std::this_thread::sleep_for(milliseconds(5));
-    }
-    return false;
-  };
-  mode = 1;
-  EXPECT_TRUE(wait_for(false, "device lost"));
-  mode = 0;
-  EXPECT_TRUE(wait_for(true, ""));
   mode = 2;
-  EXPECT_TRUE(wait_for(false, "no sign of life"));
+  EXPECT_TRUE(Becomes(state, false, "no sign of life"));
+  EXPECT_FALSE(state.Get().lost);
   mode = 0;
-  EXPECT_TRUE(wait_for(true, ""));
+  EXPECT_TRUE(Becomes(state, true, ""));
+  mode = 1;
+  EXPECT_TRUE(Becomes(state, false, "device lost"));
+  EXPECT_TRUE(state.Get().lost);
+  // Nothing that the engine says later makes the device come back.
+  mode = 2;
+  std::this_thread::sleep_for(milliseconds(150));
+  mode = 0;
+  std::this_thread::sleep_for(milliseconds(50));
+  EXPECT_FALSE(state.Get().healthy);
+  EXPECT_EQ(state.Get().message, "device lost");
+}
+
+TEST(WatchdogTest, FiguresAreOfNowOrTheLastThatWereTold) {
+  ServerState state;
+  std::atomic<uint64_t> launches{1};
+  std::atomic<bool> silent{false};
+  Watchdog watchdog(
+      [&] {
+        SignOfLife sign;
+        sign.stats.launches = launches;
+        silent.wait(true);
+        return sign;
+      },
+      &state, milliseconds(60000), milliseconds(60000));
+  for (uint64_t i = 1; i < 20; ++i) {
+    launches = i;
+    EXPECT_EQ(watchdog.Stats().launches, i);
+  }
+  silent = true;
+  launches = 50;
+  const auto begun = std::chrono::steady_clock::now();
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(watchdog.Stats().launches, 19u);
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, 20 * Watchdog::kAnswerWait);
+  silent = false;
+  silent.notify_all();
+  for (int i = 0; i < 1000 && watchdog.Stats().launches != 50; ++i) {
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  EXPECT_EQ(watchdog.Stats().launches, 50u);
 }
 
 class FakeRoot {

@@ -96,17 +96,22 @@ struct Server::Parts {
   absl::Status StartOps();
   absl::Status OpenDoor();
   std::vector<StatusSection> Status();
+  HttpReply Alive() const;
   HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
 };
 
 absl::Status Server::Parts::MakeEngine() {
   Config& config = options.config;
-  auto choice = AllBackends().Select(config.backend, config.backend_options);
-  if (!choice.ok()) return choice.status();
-  ladder = std::move(choice->ladder);
+  std::unique_ptr<kernels::AttentionBackend> chosen = std::move(options.backend);
+  if (chosen == nullptr) {
+    auto choice = AllBackends().Select(config.backend, config.backend_options);
+    if (!choice.ok()) return choice.status();
+    ladder = std::move(choice->ladder);
+    chosen = std::move(choice->backend);
+  }
   LogLadder(ladder);
-  const kernels::AttentionBackend& backend = *choice->backend;
+  const kernels::AttentionBackend& backend = *chosen;
   if (config.limits.kv_cache_bytes == 0) {
     config.limits.kv_cache_bytes = scheduler::Engine::KvCacheBytes(config.limits, backend);
   }
@@ -124,7 +129,7 @@ absl::Status Server::Parts::MakeEngine() {
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
   engine_options.observer = &metrics;
-  auto made = scheduler::Engine::Create(engine_options, std::move(choice->backend), &clock);
+  auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
   if (!made.ok()) return made.status();
   engine = *std::move(made);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
@@ -156,12 +161,22 @@ void Server::Parts::MakeServices() {
   admin_options.ladder = ladder;
   admin_options.config = options.config;
   admin_options.shared_memory = regions != nullptr;
+  admin_options.stats = [this] { return watchdog->Stats(); };
   admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
   health = std::make_unique<HealthService>(
       &state,
       std::set<std::string>{v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
                             v1::Models::service_full_name(), v1::Admin::service_full_name()},
       options.config.wire.max_watchers);
+}
+
+// Alive means that this process can answer, and that it may serve again: a lost device never comes
+// back to it, so it says no to whoever restarts the dead. Whether it serves now is readiness.
+HttpReply Server::Parts::Alive() const {
+  const ServerState::Snapshot now = state.Get();
+  if (!now.lost) return {200, "text/plain; charset=utf-8", "alive\n"};
+  return {503, "text/plain; charset=utf-8",
+          absl::StrCat("restart this server: ", now.message, "\n")};
 }
 
 HttpReply Server::Parts::Ready(const std::string& query) {
@@ -199,7 +214,7 @@ std::vector<StatusSection> Server::Parts::Status() {
   }
   sections.push_back(std::move(ladder_section));
   v1::GetStatsReply stats;
-  FillStats(engine->Stats(), metrics.wire(), &stats);
+  FillStats(watchdog->Stats(), metrics.wire(), &stats);
   StatusSection figures{"figures", {}};
   const auto* descriptor = v1::GetStatsReply::descriptor();
   const auto* reflection = v1::GetStatsReply::GetReflection();
@@ -222,12 +237,9 @@ absl::Status Server::Parts::StartOps() {
   paths["/metrics"] = [this](const std::string&) {
     metrics.SetServing(state.Get().serving());
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
-                     metrics.Expose(engine->Stats())};
+                     metrics.Expose(watchdog->Stats())};
   };
-  // Alive means that this process can answer at all; whether the engine can is readiness.
-  paths["/livez"] = [](const std::string&) {
-    return HttpReply{200, "text/plain; charset=utf-8", "alive\n"};
-  };
+  paths["/livez"] = [this](const std::string&) { return Alive(); };
   paths["/readyz"] = [this](const std::string& query) { return Ready(query); };
   paths["/statusz"] = [this](const std::string& query) {
     if (query == "json") return HttpReply{200, "application/json", StatusJson(Status())};
@@ -301,14 +313,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
   parts->MakeRegions();
   parts->MakeServices();
-  if (absl::Status status = parts->StartOps(); !status.ok()) return status;
   scheduler::Engine* const engine = parts->engine.get();
   parts->watchdog = std::make_unique<Watchdog>(
       [engine] {
-        engine->Stats();  // needs the engine's role, so it answers only while the engine moves
-        return engine->Healthy();
+        return SignOfLife{engine->Healthy(), engine->Stats()};
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
+  if (absl::Status status = parts->StartOps(); !status.ok()) return status;
   auto listeners = Listen(
       config, PollingOf(config.wire, engine->backend_info()), parts->attention.get(),
       {parts->sequences.get(), parts->models.get(), parts->admin.get(), parts->health.get()});

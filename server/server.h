@@ -14,6 +14,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
 #include "server/config.h"
 #include "server/drain.h"
 
@@ -23,6 +24,9 @@ struct ServerOptions {
   Config config;
   // Called when an operator asks the process to exit after a drain. May be empty.
   std::function<void()> on_exit_request;
+  // Served by instead of the one that the configuration chooses, for tests of what no machine does
+  // on demand. Usually null.
+  std::unique_ptr<kernels::AttentionBackend> backend = nullptr;
 };
 
 class Server final {

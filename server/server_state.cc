@@ -29,7 +29,7 @@ void ServerState::Move(Phase phase, int32_t percent, const std::string& message)
 void ServerState::SetHealth(bool healthy, const std::string& why) {
   {
     const std::lock_guard lock(mutex_);
-    if (now_.healthy == healthy) return;
+    if (now_.lost || now_.healthy == healthy) return;
     now_.healthy = healthy;
     now_.message = why;
     ++now_.version;
@@ -37,6 +37,19 @@ void ServerState::SetHealth(bool healthy, const std::string& why) {
   }
   Log(healthy ? LogLevel::kInfo : LogLevel::kError, "health",
       {{"healthy", healthy ? "true" : "false"}, {"why", why}});
+}
+
+void ServerState::SetLost(const std::string& why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (now_.lost) return;
+    now_.healthy = false;
+    now_.lost = true;
+    now_.message = why;
+    ++now_.version;
+    changed_.notify_all();
+  }
+  Log(LogLevel::kError, "health", {{"healthy", "false"}, {"lost", "true"}, {"why", why}});
 }
 
 ServerState::Snapshot ServerState::Get() const {

@@ -2,8 +2,8 @@
 //
 //   Starting -> Warming -> Serving -> Draining -> Stopped
 //
-// States only move forward. Serving splits into healthy and not: an engine that fails or falls
-// silent turns health off and, if it recovers, on again.
+// States only move forward. Serving splits into healthy and not: an engine that falls silent turns
+// health off and, if it recovers, on again. A lost device turns it off for good.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_SERVER_STATE_H_
@@ -28,6 +28,7 @@ class ServerState final {
     int32_t percent = 0;  // of warm-up or drain
     std::string message;  // what is being waited for
     bool healthy = true;
+    bool lost = false;     // not healthy, and nothing but another process will be
     uint64_t version = 0;  // grows with every change
     // Ready for new work.
     bool serving() const { return phase == Phase::kServing && healthy; }
@@ -35,7 +36,9 @@ class ServerState final {
 
   // Ignored when it would move back.
   void Move(Phase phase, int32_t percent, const std::string& message);
+  // Ignored when the device is lost.
   void SetHealth(bool healthy, const std::string& why);
+  void SetLost(const std::string& why);
   Snapshot Get() const;
   // The first snapshot newer than `version`, or the present one after `timeout`.
   Snapshot WaitForChange(uint64_t version, std::chrono::milliseconds timeout) const;

@@ -11,10 +11,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The poller for which this thread has the duty of polling.
-thread_local const StreamPoller* duty_of = nullptr;
-
 }  // namespace
+
+thread_local StreamPoller::Seat* StreamPoller::own_seat = nullptr;
 
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus) {
   if (cpus < 4) return 0;
@@ -29,18 +28,26 @@ StreamPoller::StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptio
 StreamPoller::~StreamPoller() { Stop(); }
 
 void StreamPoller::Start() {
-  for (int32_t i = 0; i < thread_count_; ++i) threads_.emplace_back([this] { Run(); });
+  for (int32_t i = 0; i < thread_count_; ++i) {
+    seats_.push_back(std::make_unique<Seat>(this));
+    seats_.back()->thread = std::thread([this, seat = seats_.back().get()] { Run(seat); });
+  }
+  if (thread_count_ > 1) watch_ = std::thread([this] { Watch(); });
 }
 
 void StreamPoller::Stop() {
   if (std::exchange(stopped_, true)) return;
-  if (!threads_.empty()) {
+  {
     std::unique_lock lock(mutex_);
-    idle_.wait(lock, [this] { return calls_ == 0; });
+    if (!seats_.empty()) idle_.wait(lock, [this] { return calls_ == 0; });
+    stop_watch_ = true;
+    watched_.notify_all();
   }
+  if (watch_.joinable()) watch_.join();
   queue_->Shutdown();
-  if (threads_.empty()) Run();  // a queue must be empty before it goes
-  for (std::thread& thread : threads_) thread.join();
+  Seat nobody(this);
+  if (seats_.empty()) Run(&nobody);  // a queue must be empty before it goes
+  for (const auto& seat : seats_) seat->thread.join();
 }
 
 void StreamPoller::CallMade() {
@@ -54,13 +61,32 @@ void StreamPoller::CallGone() {
 }
 
 void StreamPoller::HandOver() {
-  if (thread_count_ < 2 || duty_of != this) return;
-  duty_of = nullptr;
+  Seat* const seat = own_seat;
+  if (thread_count_ < 2 || seat == nullptr || seat->poller != this) return;
+  if (duty_.load(std::memory_order_relaxed) != seat) return;
   {
     const std::lock_guard lock(mutex_);
-    polled_ = false;
+    if (duty_.load(std::memory_order_relaxed) != seat) return;
+    duty_.store(nullptr, std::memory_order_relaxed);
   }
   free_.notify_one();
+}
+
+// Takes the duty from whoever is found twice in the same event.
+void StreamPoller::Watch() {
+  const Seat* seen = nullptr;
+  uint64_t events_seen = 0;
+  std::unique_lock lock(mutex_);
+  while (!watched_.wait_for(lock, kPatience, [this] { return stop_watch_; })) {
+    const Seat* const seat = duty_.load(std::memory_order_relaxed);
+    const uint64_t events = seat == nullptr ? 0 : seat->events.load(std::memory_order_relaxed);
+    if (events % 2 == 1 && seat == seen && events == events_seen) {
+      duty_.store(nullptr, std::memory_order_relaxed);
+      free_.notify_one();
+    }
+    seen = seat;
+    events_seen = events;
+  }
 }
 
 // False: the queue was shut down and is empty.
@@ -77,23 +103,26 @@ bool StreamPoller::Next(void** tag, bool* ok) {
   return queue_->Next(tag, ok);
 }
 
-void StreamPoller::Run() {
+void StreamPoller::Run(Seat* seat) {
+  own_seat = seat;
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      free_.wait(lock, [this] { return !polled_; });
-      polled_ = true;
+      free_.wait(lock, [this] { return duty_.load(std::memory_order_relaxed) == nullptr; });
+      duty_.store(seat, std::memory_order_relaxed);
     }
-    duty_of = this;
-    while (duty_of == this) {
+    while (duty_.load(std::memory_order_relaxed) == seat) {
       void* tag = nullptr;
       bool ok = false;
       if (!Next(&tag, &ok)) {
         HandOver();  // so that the others see it, too
-        duty_of = nullptr;
+        own_seat = nullptr;
         return;
       }
+      const uint64_t events = seat->events.load(std::memory_order_relaxed);
+      seat->events.store(events + 1, std::memory_order_relaxed);
       static_cast<StreamEvent*>(tag)->Happened(ok);
+      seat->events.store(events + 2, std::memory_order_relaxed);
     }
   }
 }

@@ -4,7 +4,9 @@
 // a callback, so every message wakes a second thread, and each of them sleeps again at once. Here
 // one thread at a time polls a queue that all share and handles what arrives itself; for a while
 // after each event it asks again and again instead of going to sleep. The other threads are spares:
-// HandOver lets one of them poll while the first does something long.
+// HandOver lets one of them poll while the first does something long. A thread that does so without
+// a word (a small launch on a device that hangs) loses the duty after kPatience to twice that: one
+// more thread, which never polls itself, looks for that, so that an event costs two stores.
 //
 // A process should have one poller and no service of gRPC's callback kind: all of gRPC's sockets
 // are polled by one thread at a time, and one that sleeps in there would keep this one from seeing
@@ -22,6 +24,7 @@
 #include <grpcpp/completion_queue.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -45,7 +48,7 @@ class StreamEvent {
 };
 
 struct StreamPollerOptions {
-  int32_t threads = 4;  // 1: HandOver does nothing
+  int32_t threads = 4;  // 1: nobody ever takes over
   int32_t spin_us = 0;  // after an event; 0: sleeps at once
 };
 
@@ -56,6 +59,9 @@ int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
 class StreamPoller final {
  public:
+  // How long one event may keep the duty of polling.
+  static constexpr std::chrono::milliseconds kPatience{20};
+
   // Adds its queue to `builder`.
   StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options);
   ~StreamPoller();
@@ -81,19 +87,32 @@ class StreamPoller final {
   void set_spin_us(int32_t spin_us) { spin_us_.store(spin_us, std::memory_order_relaxed); }
 
  private:
-  void Run();
+  // A thread that polls.
+  struct Seat {
+    explicit Seat(const StreamPoller* its_poller) : poller(its_poller) {}
+    const StreamPoller* const poller;
+    std::atomic<uint64_t> events{0};  // begun and ended, so that it is odd while one is handled
+    std::thread thread;
+  };
+
+  void Run(Seat* seat);
+  void Watch();
   bool Next(void** tag, bool* ok);
+  static thread_local Seat* own_seat;  // of the present thread
 
   const int32_t thread_count_;
   std::atomic<int32_t> spin_us_;
   std::atomic<const void*> last_user_{nullptr};
   std::unique_ptr<grpc::ServerCompletionQueue> queue_;
-  std::vector<std::thread> threads_;
+  std::vector<std::unique_ptr<Seat>> seats_;
+  std::thread watch_;
   bool stopped_ = false;
 
   std::mutex mutex_;
   std::condition_variable free_;
-  bool polled_ = false;  // a thread has the duty
+  std::atomic<Seat*> duty_{nullptr};  // who polls; changed with the mutex held
+  std::condition_variable watched_;
+  bool stop_watch_ = false;
   std::condition_variable idle_;
   int32_t calls_ = 0;
 };

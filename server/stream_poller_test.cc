@@ -242,6 +242,35 @@ TEST(StreamPollerHandOverTest, OthersAreServedMeanwhile) {
   EXPECT_TRUE(other.Finish().ok());
 }
 
+// A handler that did not know that it would take long.
+TEST(StreamPollerTakeOverTest, OthersAreServedWhileAHandlerHangs) {
+  Record record;
+  std::promise<void> go_on;
+  std::shared_future<void> may_go_on = go_on.get_future().share();
+  std::atomic<int> stuck{0};
+  record.on_message = [&](StreamPoller&, const std::string& text) {
+    if (text != "long") return;
+    ++stuck;
+    may_go_on.wait();
+  };
+  EchoServer server({3, 100}, &record);
+  Caller first(server.Connect()), second(server.Connect()), other(server.Connect());
+  auto first_answer = std::async(std::launch::async, [&] { return first.Echo("long"); });
+  ASSERT_TRUE(Becomes(stuck, 1));
+  auto second_answer = std::async(std::launch::async, [&] { return second.Echo("long"); });
+  EXPECT_TRUE(Becomes(stuck, 2));
+  if (stuck == 2) {
+    for (int i = 0; i < 50; ++i) EXPECT_EQ(other.Echo("short"), "short");
+  }
+  go_on.set_value();
+  EXPECT_EQ(first_answer.get(), "long");
+  EXPECT_EQ(second_answer.get(), "long");
+  for (int i = 0; i < 50; ++i) EXPECT_EQ(first.Echo(std::to_string(i)), std::to_string(i));
+  EXPECT_TRUE(first.Finish().ok());
+  EXPECT_TRUE(second.Finish().ok());
+  EXPECT_TRUE(other.Finish().ok());
+}
+
 TEST(StreamPollerDefaultTest, SpinsOnlyWhereACoreIsFree) {
   EXPECT_EQ(DefaultSpinMicros(1, false), 0);
   EXPECT_EQ(DefaultSpinMicros(3, false), 0);

@@ -1,17 +1,19 @@
 #include "server/watchdog.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
 namespace mla::server {
 
-Watchdog::Watchdog(std::function<absl::Status()> probe, ServerState* state,
+Watchdog::Watchdog(std::function<SignOfLife()> probe, ServerState* state,
                    std::chrono::milliseconds silence, std::chrono::milliseconds period)
     : probe_(std::move(probe)),
       state_(state),
       silence_(silence),
       period_(period),
-      heard_(std::chrono::steady_clock::now()),
+      begun_(Clock::now()),
+      heard_(begun_),
       asking_([this] { Ask(); }),
       looking_([this] { Look(); }) {}
 
@@ -19,43 +21,51 @@ Watchdog::~Watchdog() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
-    stopped_.notify_all();
+    wake_.notify_all();
+    answered_.notify_all();
   }
   asking_.join();
   looking_.join();
 }
 
-bool Watchdog::Sleep() {
-  std::unique_lock lock(mutex_);
-  return !stopped_.wait_for(lock, period_, [this] { return stop_; });
-}
-
 void Watchdog::Ask() {
-  do {
-    absl::Status status = probe_();
-    const std::lock_guard lock(mutex_);
-    last_ = std::move(status);
-    heard_ = std::chrono::steady_clock::now();
-  } while (Sleep());
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    const uint64_t number = ++asked_;
+    begun_ = Clock::now();
+    lock.unlock();
+    SignOfLife sign = probe_();
+    // Not left to the other thread: nobody shall send work to a lost device for a moment longer.
+    if (!sign.health.ok()) state_->SetLost(std::string(sign.health.message()));
+    lock.lock();
+    stats_ = sign.stats;
+    heard_ = Clock::now();
+    finished_ = number;
+    answered_.notify_all();
+    wake_.wait_for(lock, period_, [this] { return stop_ || wanted_ > asked_; });
+  }
 }
 
 void Watchdog::Look() {
-  while (Sleep()) {
-    absl::Status status;
-    std::chrono::steady_clock::time_point heard;
-    {
-      const std::lock_guard lock(mutex_);
-      status = last_;
-      heard = heard_;
-    }
-    if (std::chrono::steady_clock::now() - heard > silence_) {
-      state_->SetHealth(false, "the engine gives no sign of life");
-    } else if (!status.ok()) {
-      state_->SetHealth(false, std::string(status.message()));
-    } else {
-      state_->SetHealth(true, "");
-    }
+  std::unique_lock lock(mutex_);
+  while (!answered_.wait_for(lock, period_, [this] { return stop_; })) {
+    const bool silent = Clock::now() - heard_ > silence_;
+    lock.unlock();
+    state_->SetHealth(!silent, silent ? "the engine gives no sign of life" : "");
+    lock.lock();
   }
+}
+
+scheduler::EngineStats Watchdog::Stats() {
+  std::unique_lock lock(mutex_);
+  // A probe that has begun already may have been answered before the caller's last request.
+  const uint64_t wanted = asked_ + 1;
+  wanted_ = std::max(wanted_, wanted);
+  wake_.notify_all();
+  const bool under_way = asked_ != finished_;
+  answered_.wait_until(lock, (under_way ? begun_ : Clock::now()) + kAnswerWait,
+                       [&] { return stop_ || finished_ >= wanted; });
+  return stats_;
 }
 
 }  // namespace mla::server

@@ -3,6 +3,7 @@
 #ifndef MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 #define MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 
+#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -30,7 +31,14 @@ class FaultyBackend final : public kernels::AttentionBackend {
   // The expanded form for bf16 queries alone, from kExpandedRows on.
   static constexpr int32_t kExpandedRows = 4;
   void SetExpandedBf16Only() { expanded_bf16_only_ = true; }
-  void SetUnhealthy() { healthy_ = absl::InternalError("the device is lost"); }
+  // These may be called from other threads: the device is lost, or launches hang until LetGo.
+  void SetUnhealthy() { unhealthy_ = true; }
+  void Hang() { hung_ = true; }
+  void LetGo() {
+    hung_ = false;
+    hung_.notify_all();
+  }
+  bool hanging() const { return hanging_; }  // a launch does
 
   const kernels::BackendInfo& Info() const override { return inner_->Info(); }
   absl::Status CanRun(const kernels::AttentionDesc& d) const override {
@@ -53,7 +61,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
     return inner_->WorkspaceSize(l);
   }
   absl::Status Configure(const kernels::BackendLimits& l) override { return inner_->Configure(l); }
-  absl::Status Healthy() const override { return healthy_.ok() ? inner_->Healthy() : healthy_; }
+  absl::Status Healthy() const override {
+    return unhealthy_ ? absl::InternalError("the device is lost") : inner_->Healthy();
+  }
   std::span<uint32_t> PageTables() override { return inner_->PageTables(); }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override {
     return inner_->AllocateHost(bytes);
@@ -128,6 +138,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   bool Done(int32_t slot) override { return inner_->Done(slot); }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
+    hanging_ = hung_.load();
+    hung_.wait(true);
+    hanging_ = false;
     absl::StatusOr<int64_t> waited = inner_->Wait(slot);
     if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
     return waited;
@@ -148,7 +161,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t appended_rows_ = 0;
   int64_t attended_records_ = 0;
   int64_t attended_heads_ = 0;
-  absl::Status healthy_;
+  std::atomic<bool> unhealthy_{false}, hung_{false}, hanging_{false};
 };
 
 }  // namespace mla::scheduler::testing
