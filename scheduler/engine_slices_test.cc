@@ -226,6 +226,51 @@ TEST_P(EngineSlicesTest, AGroupTooLargeForOneLaunchIsCutByRows) {
   EXPECT_EQ(r.backend().appended_rows(), 7);
 }
 
+// Half of the rows went without it: what it brings can be fused with nothing any more.
+TEST_P(EngineSlicesTest, ALateSiblingOfACutGroupGoesAtOnce) {
+  const int ranks = GetParam();
+  Limits limits = LimitsOfRanks();
+  limits.launch_packed_rows = 3 * kRankHeads;
+  RankHarness r(ranks, limits);
+  const SequenceInfo a = r.harness().Open();
+  ASSERT_TRUE(r.Begin(1, {{a.id, 1, 0, 6}}));
+  const std::vector<Row> rows = Rows(6, 2);
+  std::vector<std::unique_ptr<TestRequest>> slices;
+  for (int i = 0; i + 1 < ranks; ++i) slices.push_back(r.Send(i, 1, 0, rows));
+  r.harness().AdvanceMicros(kSliceWaitMicros);
+  EXPECT_TRUE(r.core().StartLaunch());
+  r.core().CompleteLaunch(/*wait=*/true);
+  EXPECT_FALSE(slices[0]->answered());
+  slices.push_back(r.Send(ranks - 1, 1, 0, rows));
+  r.harness().Run();
+  for (const auto& slice : slices) EXPECT_TRUE(slice->answered());
+  EXPECT_EQ(r.core().Stats().slice_waits_expired, 1u);
+}
+
+// The same rows in another dtype: each rank has sent what it will, so nobody is waited for.
+TEST_P(EngineSlicesTest, RanksOfTwoDtypesDoNotWaitForEachOther) {
+  const int ranks = GetParam();
+  RankHarness r(ranks);
+  const SequenceInfo seq = r.harness().Open();
+  ASSERT_TRUE(r.Begin(1, {{seq.id, 1, 0, 1}}));
+  const std::vector<Row> rows = Rows(1, 2);
+  const int heads = kRankHeads / ranks;
+  std::vector<std::unique_ptr<TestRequest>> slices;
+  for (int i = 0; i + 1 < ranks; ++i) slices.push_back(r.Send(i, 1, 0, rows));
+  r.harness().Run();
+  for (const auto& slice : slices) EXPECT_FALSE(slice->answered());
+  auto narrow =
+      r.harness().Unsent(r.stream(ranks - 1), 1, 0, 0, 1, {}, (ranks - 1) * heads, heads, kQueries);
+  std::vector<kernels::Bf16> o(size_t(heads) * 8);
+  narrow->attend.o_dtype = kernels::DType::kBf16;
+  narrow->attend.o = reinterpret_cast<std::byte*>(o.data());
+  r.harness().Submit(narrow.get());
+  r.harness().Run();
+  EXPECT_TRUE(narrow->answered());
+  for (const auto& slice : slices) EXPECT_TRUE(slice->answered());
+  EXPECT_EQ(r.core().Stats().slice_waits_expired + r.core().Stats().slice_waits_skipped, 0u);
+}
+
 TEST(EngineSlices, ZeroTurnsTheWaitOffAndFusesWhatIsThere) {
   Limits limits = LimitsOfRanks();
   limits.slice_wait_us = 0;
@@ -296,11 +341,15 @@ TEST(EngineSlices, SlicesOfOtherRowsLayersOrDtypesStayApart) {
   wider->attend.o = reinterpret_cast<std::byte*>(narrow.data());
   r.harness().Submit(wider.get());
   r.harness().Run();
-  EXPECT_FALSE(a->answered());
+  // Everybody's slice of layer 0 is there, so nobody waits for one that would fit better.
+  for (const TestRequest* slice : {a.get(), other_rows.get(), same_heads.get(), wider.get()}) {
+    EXPECT_TRUE(slice->answered());
+  }
+  EXPECT_FALSE(other_layer->answered());
   r.harness().AdvanceMicros(kSliceWaitMicros);
   r.harness().Run();
   EXPECT_EQ(r.core().Stats().slices_fused, 0u);
-  EXPECT_EQ(r.core().Stats().slice_waits_expired, 5u);
+  EXPECT_EQ(r.core().Stats().slice_waits_expired, 1u);
   EXPECT_LT(r.harness().Error(*a, Pointers(rows), {1, 2}, kQueries), kTolerance);
   EXPECT_LT(r.harness().Error(*other_rows, Pointers(rows), {2}, kQueries), kTolerance);
   EXPECT_LT(r.harness().Error(*other_layer, Pointers(rows), {1, 2}, kQueries), kTolerance);

@@ -29,23 +29,38 @@ StepRank& RankOf(const StreamRequest& request) {
   return step.ranks[found - step.streams.begin()];
 }
 
-// Whether a launch has taken the rank's slice of the layer's rows before end_row, or of a later
-// layer.
-bool Went(const StepRank& rank, int32_t layer, int32_t end_row) {
-  return rank.layer > layer || (rank.layer == layer && rank.end_row >= end_row);
+// Whether a launch has taken the rank's slice of the layer's row `row`, or of one behind it, or of
+// a later layer.
+bool Went(const StepRank& rank, int32_t layer, int32_t row) {
+  return rank.layer > layer || (rank.layer == layer && rank.end_row > row);
 }
 
-// Whether a participant without a slice in the group may still come in time.
-bool AwaitsSomeone(const SliceGroup& group) {
+// Whether a slice of the participant waits, in this group or in another one of the layer: there
+// because it differs, or has come too late for the rows that this group has had already.
+bool Waits(const SliceGroup& group, size_t participant) {
   const Step& step = *group.step;
-  for (size_t i = 0; i < step.ranks.size(); ++i) {
-    if (step.ranks[i].missed || Went(step.ranks[i], group.layer, group.end_row)) continue;
-    if (i >= step.streams.size()) return true;
-    const StreamRequest* member = group.first;
-    while (member != nullptr && member->stream != step.streams[i]) {
-      member = SliceTable::Next(member);
+  if (participant >= step.streams.size()) return false;
+  for (const SliceGroup* other = step.layers[group.layer].slices; other != nullptr;
+       other = other->next) {
+    if (other->end_row <= group.first_row) continue;
+    for (const StreamRequest* member = other->first; member != nullptr;
+         member = SliceTable::Next(member)) {
+      if (member->stream == step.streams[participant]) return true;
     }
-    if (member == nullptr) return true;
+  }
+  return false;
+}
+
+// Whether the participant may still bring a slice to the group.
+bool IsMissing(const SliceGroup& group, size_t participant) {
+  return !Went(group.step->ranks[participant], group.layer, group.first_row) &&
+         !Waits(group, participant);
+}
+
+// Whether a participant is missing that may come in time.
+bool AwaitsSomeone(const SliceGroup& group) {
+  for (size_t i = 0; i < group.step->ranks.size(); ++i) {
+    if (!group.step->ranks[i].missed && IsMissing(group, i)) return true;
   }
   return false;
 }
@@ -126,14 +141,19 @@ void SliceTable::Recount(SliceGroup* group) const {
     group->latest =
         std::min(group->latest, note.arrival_ns + (note.deadline_ns - note.arrival_ns) / 2);
   }
-  group->awaits = group->step->participants > 1 && !HasAllHeads(*group) && AwaitsSomeone(*group);
+}
+
+void SliceTable::NoteWhoIsAwaited(const Step& step, int32_t layer) {
+  for (SliceGroup* group = step.layers[layer].slices; group != nullptr; group = group->next) {
+    group->awaits = step.participants > 1 && !HasAllHeads(*group) && AwaitsSomeone(*group);
+  }
 }
 
 void SliceTable::NoteArrival(const StreamRequest& request) const {
   StepRank& rank = RankOf(request);
   if (!rank.missed) return;
   for (const StepRank& sibling : request.engine.step->ranks) {
-    if (Went(sibling, request.attend.layer, EndRow(request)) &&
+    if (Went(sibling, request.attend.layer, FirstRow(request)) &&
         request.engine.arrival_ns - sibling.since >= wait_ns_) {
       return;
     }
@@ -160,6 +180,7 @@ void SliceTable::Join(StreamRequest* request) {
     group->since = request->engine.arrival_ns;
   }
   Recount(group);
+  NoteWhoIsAwaited(*group->step, group->layer);
 }
 
 void SliceTable::Leave(StreamRequest* request) {
@@ -170,11 +191,14 @@ void SliceTable::Leave(StreamRequest* request) {
   *link = request->engine.sibling;
   request->engine.group = nullptr;
   request->engine.sibling = nullptr;
+  const Step& step = *group->step;
+  const int32_t layer = group->layer;
   if (group->first == nullptr) {
     Free(group);
   } else {
     Recount(group);
   }
+  NoteWhoIsAwaited(step, layer);
 }
 
 Departure SliceTable::Launch(SliceGroup* group, int32_t rows) {
@@ -183,7 +207,7 @@ Departure SliceTable::Launch(SliceGroup* group, int32_t rows) {
   const bool waited = HeldUntil(*group) > 0;
   for (StreamRequest* member = group->first; member != nullptr;) {
     StepRank& rank = RankOf(*member);
-    if (!Went(rank, group->layer, end_row)) {
+    if (!Went(rank, group->layer, end_row - 1)) {
       rank = {group->layer, end_row, group->since, rank.missed};
     }
     StreamRequest* const next = Next(member);
@@ -193,13 +217,15 @@ Departure SliceTable::Launch(SliceGroup* group, int32_t rows) {
   }
   Departure departure = waited ? Departure::kGaveUp : Departure::kWhole;
   if (wait_ns_ > 0 && step.participants > 1 && !HasAllHeads(*group)) {
-    for (StepRank& rank : step.ranks) {
-      if (Went(rank, group->layer, end_row)) continue;
+    for (size_t i = 0; i < step.ranks.size(); ++i) {
+      if (!IsMissing(*group, i)) continue;
       if (!waited) departure = Departure::kDidNotWait;
-      rank.missed = true;
+      step.ranks[i].missed = true;
     }
   }
+  const int32_t layer = group->layer;
   Free(group);
+  NoteWhoIsAwaited(step, layer);
   return departure;
 }
 

@@ -8,9 +8,10 @@
 // its own deadline. Nothing else waits for a group.
 //
 // Whom a group waits for is learned within the step: the participants without a slice in it, but
-// for those whose slice of these rows, or of a later layer, a launch has taken already (a late
-// sibling makes a group of its own and goes at once), and those that a group has waited for in vain
-// and that have not come in time since. In time is a slice that comes before any sibling's went, or
+// for those whose slice of these rows, of rows behind them or of a later layer waits in another
+// group (it has another dtype, say) or has been taken by a launch already (a late sibling makes a
+// group of its own and goes at once), and those that a group has waited for in vain and that have
+// not come in time since. In time is a slice that comes before any sibling's went, or
 // less than slice_wait_us after that could have gone. So a rank that sends no heads, or drags
 // behind at every layer, costs its siblings one wait a step, and one that hesitated once is waited
 // for again from the layer after the one at which it kept up.
@@ -88,6 +89,8 @@ class SliceTable {
   void NoteArrival(const StreamRequest& request) const;
   SliceGroup* GroupFor(const StreamRequest& request);
   void Recount(SliceGroup* group) const;
+  // Whom each group of the layer waits for follows from all of them.
+  static void NoteWhoIsAwaited(const Step& step, int32_t layer);
   void Free(SliceGroup* group);
 
   const int64_t wait_ns_;
