@@ -28,6 +28,7 @@
 #include "client/cpp/shared_stream.h"
 #include "client/cpp/stream.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "kernels/cpu/usable_cpus.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "mla/v1/sequence.grpc.pb.h"
@@ -87,9 +88,6 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
   }
   return arguments;
 }
-
-// A spinning thread needs a core that nobody else wants.
-int32_t DefaultStreamSpin() { return std::thread::hardware_concurrency() < 4 ? 0 : 200; }
 
 // Where a unix target's server hands out shared memory; empty for other targets.
 std::string DoorOf(const std::string& target) {
@@ -158,8 +156,8 @@ struct Client::Impl {
     wanted.boot_id = info.boot_id();
     wanted.message_bytes = info.limits().message_bytes();
     wanted.timeout = Millis(options.request_timeout_ms);
-    wanted.spin = std::chrono::microseconds(options.stream_spin_us >= 0 ? options.stream_spin_us
-                                                                        : DefaultStreamSpin());
+    wanted.spin = options.stream_spin_us >= 0 ? std::chrono::microseconds(options.stream_spin_us)
+                                              : DefaultStreamSpin(kernels::cpu::UsableCpuCount());
     return std::make_shared<Stream>(channel, wanted);
   }
 

@@ -53,7 +53,8 @@ struct ClientOptions {
   uint64_t shared_bytes = 0;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
   // How long a thread that waits for a reply over gRPC spins before it sleeps, which costs a
-  // wake-up of 5 to 50 us. -1: 200 where there are four CPUs, else 0.
+  // wake-up of 5 to 50 us. -1: 200 where this process may use four CPUs (its affinity and its
+  // container's quota count), else 0.
   int32_t stream_spin_us = -1;
 };
 
@@ -89,7 +90,8 @@ class Client final {
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit);
 
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model);
-  // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it.
+  // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it. A
+  // chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(
       const std::string& model_id, const std::function<std::optional<WeightsChunk>()>& next);
   absl::StatusOr<v1::ListModelsReply> ListModels();

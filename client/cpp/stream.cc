@@ -52,6 +52,10 @@ grpc::Slice HeaderOf(const v1::AttendStreamRequest& request, size_t payload_size
 
 }  // namespace
 
+std::chrono::microseconds DefaultStreamSpin(int32_t cpus) {
+  return std::chrono::microseconds(cpus < 4 ? 0 : 200);
+}
+
 Stream::Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& options)
     : options_(options), channel_(std::move(channel)) {
   if (!options_.tenant.empty()) context_.AddMetadata("mla-tenant", options_.tenant);

@@ -52,6 +52,10 @@ struct StreamOptions {
   std::chrono::microseconds spin{0};         // of a waiting thread, before it sleeps
 };
 
+// How long to spin by default where this process may keep `cpus` busy: a spinning thread needs one
+// that nobody else wants.
+std::chrono::microseconds DefaultStreamSpin(int32_t cpus);
+
 class Stream final : public StepStream {
  public:
   Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& options);

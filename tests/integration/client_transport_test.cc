@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "client/cpp/errors.h"
+#include "client/cpp/stream.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -202,6 +203,12 @@ TEST(ClientTransportChoiceTest, RegionsShrinkBeforeSessionsGoWithout) {
   named.shared_bytes = 8 << 20;
   EXPECT_EQ(server.Connect(named)->OpenSession().status().code(),
             absl::StatusCode::kResourceExhausted);
+}
+
+TEST(ClientSpinTest, TakesNoCoreThatOthersNeed) {
+  EXPECT_EQ(client::DefaultStreamSpin(1).count(), 0);
+  EXPECT_EQ(client::DefaultStreamSpin(3).count(), 0);
+  EXPECT_GT(client::DefaultStreamSpin(4).count(), 0);
 }
 
 TEST(ClientWatchTest, ReportsUntilToldToStop) {
