@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -22,6 +23,8 @@ namespace {
 
 constexpr int64_t kHelloNanos = 5'000'000'000;  // a client must have said hello by then
 constexpr int kSweepMillis = 1000;
+constexpr int kRoomMillis = 10;  // how often it looks for room that somebody waits for
+constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
 constexpr size_t kPendingConnections = 16;  // beside those with a region
 
 sockaddr_un Address(const std::string& path) {
@@ -141,7 +144,8 @@ void SharedMemoryDoor::Run() {
   bool stop = false;
   while (!stop) {
     epoll_event events[16];
-    const int count = epoll_wait(events_, events, 16, kSweepMillis);
+    const int count =
+        epoll_wait(events_, events, 16, waiting_.empty() ? kSweepMillis : kRoomMillis);
     for (int i = 0; i < count; ++i) {
       const int descriptor = events[i].data.fd;
       if (descriptor == stop_event_) {
@@ -149,14 +153,15 @@ void SharedMemoryDoor::Run() {
       } else if (descriptor == listener_) {
         Accept();
       } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
-        // Whatever happens on a greeted connection is its end.
-        if (found->second.region == nullptr && (events[i].events & EPOLLIN) != 0) {
+        // Whatever happens behind the hello is the connection's end.
+        if (found->second.hello_ns == 0 && (events[i].events & EPOLLIN) != 0) {
           Greet(&found->second);
         } else {
           End(descriptor);
         }
       }
     }
+    AnswerWaiting();
     EndSilent();
   }
   while (!connections_.empty()) End(connections_.begin()->first);
@@ -181,22 +186,43 @@ void SharedMemoryDoor::Accept() {
 
 void SharedMemoryDoor::Greet(Connection* connection) {
   const int descriptor = connection->descriptor;
-  wire::Hello hello{};
+  wire::Hello& hello = connection->hello;
   const ssize_t got = recv(descriptor, &hello, sizeof(hello), MSG_DONTWAIT | MSG_TRUNC);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got != static_cast<ssize_t>(sizeof(hello)) || hello.magic != wire::kDoorMagic) {
     return End(descriptor);
   }
+  connection->hello_ns = SteadyNanos();
+  if (!Answer(connection)) waiting_.push_back(descriptor);
+}
+
+// False: there may be room soon.
+bool SharedMemoryDoor::Answer(Connection* connection) {
+  const int descriptor = connection->descriptor;
+  // Before it is tried: what is closed in between shall not be missed.
+  const bool room_to_come = options_.regions->closing();
   wire::Welcome welcome{};
   welcome.magic = wire::kDoorMagic;
   welcome.version = wire::kDoorVersion;
   welcome.boot_id = options_.boot_id;
-  const absl::Status status = Admit(hello, connection, &welcome);
+  const absl::Status status = Admit(connection->hello, connection, &welcome);
+  if (room_to_come && absl::IsResourceExhausted(status) &&
+      SteadyNanos() - connection->hello_ns < kRoomNanos) {
+    return false;
+  }
   welcome.code = static_cast<int32_t>(status.code());
   std::string(status.message()).copy(welcome.message, sizeof(welcome.message) - 1);
   Log(LogLevel::kDebug, "shared_memory",
       {{"tenant", connection->tenant}, {"answer", status.ToString()}});
   if (!Send(descriptor, welcome, connection->region.get()) || !status.ok()) End(descriptor);
+  return true;
+}
+
+void SharedMemoryDoor::AnswerWaiting() {
+  const std::vector<int> waiting = std::exchange(waiting_, {});
+  for (const int descriptor : waiting) {
+    if (!Answer(&connections_.at(descriptor))) waiting_.push_back(descriptor);
+  }
 }
 
 absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* connection,
@@ -213,7 +239,8 @@ absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* conne
   const bool wants_ring = (hello.flags & wire::kWantRing) != 0;
   const auto entries = static_cast<uint32_t>(options_.shm.ring_entries);
   auto region = options_.regions->Create(connection->tenant, hello.bytes,
-                                         wants_ring ? wire::RingBytes(entries) : 0);
+                                         wants_ring ? wire::RingBytes(entries) : 0,
+                                         std::chrono::milliseconds(0));
   if (!region.ok()) return region.status();
   connection->region = *std::move(region);
   options_.metrics->wire().shared_regions.fetch_add(1);
@@ -241,6 +268,7 @@ absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* conne
 void SharedMemoryDoor::End(int descriptor) {
   const auto found = connections_.find(descriptor);
   Connection& connection = found->second;
+  std::erase(waiting_, descriptor);
   if (connection.region != nullptr) {
     options_.regions->Remove(*connection.region);
     options_.metrics->wire().shared_regions.fetch_sub(1);
@@ -254,7 +282,7 @@ void SharedMemoryDoor::EndSilent() {
   std::vector<int> silent;
   const int64_t now = SteadyNanos();
   for (const auto& [descriptor, connection] : connections_) {
-    if (connection.region == nullptr && now - connection.since_ns > kHelloNanos) {
+    if (connection.hello_ns == 0 && now - connection.since_ns > kHelloNanos) {
       silent.push_back(descriptor);
     }
   }

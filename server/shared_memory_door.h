@@ -7,7 +7,8 @@
 //
 // Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
 // file's mode). A client that does not say hello in time is dropped; so is one that says anything
-// after it.
+// after it. One for whom there is room only after regions that are being closed waits for that, at
+// most SharedRegionTable::kCloseWait, and keeps nobody else waiting.
 //
 // Threading: one thread serves all connections. Open and the destructor from one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_DOOR_H_
@@ -18,6 +19,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -51,8 +53,10 @@ class SharedMemoryDoor final {
   struct Connection {
     int descriptor = -1;
     int64_t since_ns = 0;
+    int64_t hello_ns = 0;  // when it said hello; 0: not yet
+    wire::Hello hello{};
     std::string tenant;
-    std::shared_ptr<SharedRegion> region;  // null until the hello
+    std::shared_ptr<SharedRegion> region;  // null until the welcome
     std::unique_ptr<CommandRing> ring;
   };
 
@@ -61,6 +65,8 @@ class SharedMemoryDoor final {
   void Run();
   void Accept();
   void Greet(Connection* connection);
+  bool Answer(Connection* connection);
+  void AnswerWaiting();
   absl::Status Admit(const wire::Hello& hello, Connection* connection, wire::Welcome* welcome);
   void End(int descriptor);
   void EndSilent();
@@ -68,6 +74,7 @@ class SharedMemoryDoor final {
   const SharedMemoryDoorOptions options_;
   int listener_ = -1, events_ = -1, stop_event_ = -1;
   std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
+  std::vector<int> waiting_;               // of these, those that wait for room, by their hello
   std::thread thread_;
 };
 

@@ -39,8 +39,8 @@ struct SharedRegion::Account {
   int32_t regions = 0;
   absl::flat_hash_map<std::string, int32_t> of_tenant;
   std::deque<Mapping> ended;
-  int32_t closing = 0;    // ended, or in the closer's hands
-  bool deferred = false;  // there is a closer
+  int32_t closing = 0;    // ended, or in a closer's hands
+  bool deferred = false;  // there are closers
 
   void Let(Mapping mapping);
   void Run();
@@ -62,7 +62,7 @@ void SharedRegion::Account::Let(Mapping mapping) {
   Forget(mapping);
 }
 
-// The closer's life: until there is nothing to do and nobody who wants it done later.
+// A closer's life: until there is nothing to do and nobody who wants it done later.
 void SharedRegion::Account::Run() {
   std::unique_lock lock(mutex);
   while (true) {
@@ -120,7 +120,9 @@ SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hoo
       hooks_(std::move(hooks)),
       account_(std::make_shared<SharedRegion::Account>()) {
   account_->deferred = true;
-  closer_ = std::thread([account = account_] { account->Run(); });
+  for (std::thread& closer : closers_) {
+    closer = std::thread([account = account_] { account->Run(); });
+  }
 }
 
 SharedRegionTable::~SharedRegionTable() {
@@ -130,10 +132,11 @@ SharedRegionTable::~SharedRegionTable() {
     account_->deferred = false;
   }
   account_->changed.notify_all();
-  closer_.join();
+  for (std::thread& closer : closers_) closer.join();
 }
 
-absl::Status SharedRegionTable::Reserve(const std::string& tenant, int64_t bytes) {
+absl::Status SharedRegionTable::Reserve(const std::string& tenant, int64_t bytes,
+                                        std::chrono::milliseconds wait) {
   SharedRegion::Account& account = *account_;
   std::unique_lock lock(account.mutex);
   int32_t of_tenant = 0;
@@ -143,7 +146,7 @@ absl::Status SharedRegionTable::Reserve(const std::string& tenant, int64_t bytes
     return account.regions < limits_.regions && of_tenant < limits_.tenant_regions;
   };
   const auto bytes_fit = [&] { return bytes <= limits_.total_bytes - account.bytes; };
-  account.changed.wait_for(lock, kCloseWait,
+  account.changed.wait_for(lock, wait,
                            [&] { return (counts_fit() && bytes_fit()) || account.closing == 0; });
   if (!counts_fit()) {
     return absl::ResourceExhaustedError(absl::StrCat("regions: there are ", account.regions, " of ",
@@ -161,9 +164,9 @@ absl::Status SharedRegionTable::Reserve(const std::string& tenant, int64_t bytes
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(const std::string& tenant,
-                                                                        uint64_t arena_bytes,
-                                                                        size_t arena_offset) {
+absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
+    const std::string& tenant, uint64_t arena_bytes, size_t arena_offset,
+    std::chrono::milliseconds wait) {
   if (arena_bytes == 0 || arena_bytes > static_cast<uint64_t>(limits_.region_bytes)) {
     return absl::InvalidArgumentError(
         absl::StrCat("bytes: got ", arena_bytes, ", must be 1..", limits_.region_bytes));
@@ -172,7 +175,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(const st
   std::shared_ptr<SharedRegion> region(new SharedRegion);
   region->tenant_ = tenant;
   region->arena_offset_ = arena_offset;
-  if (absl::Status status = Reserve(tenant, static_cast<int64_t>(bytes)); !status.ok()) {
+  if (absl::Status status = Reserve(tenant, static_cast<int64_t>(bytes), wait); !status.ok()) {
     return status;
   }
   region->account_ = account_;
@@ -210,6 +213,11 @@ void SharedRegionTable::Remove(const SharedRegion& region) {
 int32_t SharedRegionTable::count() const {
   const std::lock_guard lock(mutex_);
   return static_cast<int32_t>(regions_.size());
+}
+
+bool SharedRegionTable::closing() const {
+  const std::lock_guard lock(account_->mutex);
+  return account_->closing > 0;
 }
 
 int64_t SharedRegionTable::mapped_bytes() const {

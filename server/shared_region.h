@@ -6,8 +6,9 @@
 // mapped until the last of them is answered; the handle is worth nothing from Remove on.
 //
 // Unpinning and unmapping take milliseconds and may wait for a launch, so whoever lets the last
-// request go, the engine's thread most likely, does neither: a thread of the table's own does both.
-// Until then the memory counts, and Create waits for it rather than refuse for want of room.
+// request go, the engine's thread most likely, does neither: two threads of the table's own do
+// both, so that one region that must wait does not keep the others. Until then the memory counts,
+// and Create can wait for it rather than refuse for want of room.
 //
 // Bounds: regions and bytes of all tenants, regions of one tenant, bytes of one region.
 // Threading: all methods from any thread. Regions may outlive the table; what is let go after it is
@@ -105,9 +106,12 @@ class SharedRegionTable final {
 
   // A region whose arena of at least `arena_bytes` (whole pages) begins at `arena_offset`.
   // INVALID_ARGUMENT (size) or RESOURCE_EXHAUSTED (count, sum, memory). Blocks while pages are
-  // taken, and for kCloseWait at most while there is room only after regions that are being closed.
+  // taken, and for `wait` at most while there is room only after regions that are being closed.
   absl::StatusOr<std::shared_ptr<SharedRegion>> Create(const std::string& tenant,
-                                                       uint64_t arena_bytes, size_t arena_offset);
+                                                       uint64_t arena_bytes, size_t arena_offset,
+                                                       std::chrono::milliseconds wait = kCloseWait);
+  // Whether regions are being closed, so that there may be room soon.
+  bool closing() const;
   // Null when there is no such region of this tenant; the caller cannot tell a forged handle from
   // another tenant's or from one whose connection has ended.
   std::shared_ptr<SharedRegion> Find(const std::string& tenant, std::string_view handle) const;
@@ -116,16 +120,17 @@ class SharedRegionTable final {
   // Of regions with a handle, of those that requests still hold and of those being closed.
   int64_t mapped_bytes() const;
 
+  // How long it makes sense to wait for regions that are being closed.
   static constexpr std::chrono::milliseconds kCloseWait{2000};
 
  private:
-  absl::Status Reserve(const std::string& tenant, int64_t bytes);
+  absl::Status Reserve(const std::string& tenant, int64_t bytes, std::chrono::milliseconds wait);
   const RegionLimits limits_;
   const RegionHooks hooks_;
   const std::shared_ptr<SharedRegion::Account> account_;
   mutable std::mutex mutex_;
   absl::flat_hash_map<RegionHandle, std::shared_ptr<SharedRegion>> regions_;
-  std::thread closer_;
+  std::array<std::thread, 2> closers_;
 };
 
 }  // namespace mla::server

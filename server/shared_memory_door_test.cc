@@ -1,0 +1,129 @@
+// The door, when room has to be made first.
+#include "server/shared_memory_door.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+
+#include "client/cpp/shared_memory.h"
+#include "gtest/gtest.h"
+#include "server/metrics.h"
+#include "server/shared_region.h"
+
+namespace mla::server {
+namespace {
+
+using client::SharedMemory;
+using std::chrono::steady_clock;
+
+constexpr int64_t kMiB = 1 << 20;
+
+class SharedMemoryDoorTest : public ::testing::Test {
+ protected:
+  SharedMemoryDoorTest() {
+    RegionHooks hooks;
+    hooks.on_mapped = [](std::span<std::byte>) { return absl::OkStatus(); };
+    hooks.before_unmapped = [this](std::span<std::byte>) {
+      ++closing_;
+      held_.wait(true);
+    };
+    // One region for each tenant, two for all.
+    regions_ = std::make_unique<SharedRegionTable>(RegionLimits{kMiB, 8 * kMiB, 2, 1}, hooks);
+    SharedMemoryDoorOptions options;
+    options.regions = regions_.get();
+    options.metrics = &metrics_;
+    options.boot_id = 7;
+    options.path = folder_ + "/door";
+    auto opened = SharedMemoryDoor::Open(std::move(options));
+    EXPECT_TRUE(opened.ok()) << opened.status();
+    door_ = *std::move(opened);
+  }
+  ~SharedMemoryDoorTest() override {
+    LetGo();
+    door_.reset();
+    regions_.reset();
+    rmdir(folder_.c_str());
+  }
+  void LetGo() {
+    held_ = false;
+    held_.notify_all();
+  }
+  absl::StatusOr<std::unique_ptr<SharedMemory>> Enter(const std::string& tenant) {
+    client::SharedMemoryOptions options;
+    options.tenant = tenant;
+    options.ring = false;
+    options.bytes = 4096;
+    return SharedMemory::Connect(folder_ + "/door", options);
+  }
+  // A tenant comes and goes, and its region is long in closing.
+  void LeaveRegionClosing(const std::string& tenant, int regions) {
+    ASSERT_TRUE(Enter(tenant).ok());
+    for (int i = 0; i < 5000 && closing_ < regions; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ASSERT_EQ(closing_, regions);
+  }
+
+  char name_[21] = "/tmp/mla-door-XXXXXX";
+  const std::string folder_ = mkdtemp(name_);
+  Metrics metrics_;
+  std::atomic<bool> held_{true};
+  std::atomic<int> closing_{0};
+  std::unique_ptr<SharedRegionTable> regions_;
+  std::unique_ptr<SharedMemoryDoor> door_;
+};
+
+TEST_F(SharedMemoryDoorTest, WhoWaitsForRoomKeepsNobodyElseWaiting) {
+  LeaveRegionClosing("a", 1);
+  const auto begin = steady_clock::now();
+  auto again = std::async(std::launch::async, [this] { return Enter("a"); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_TRUE(Enter("b").ok());
+  EXPECT_LT(steady_clock::now() - begin, SharedRegionTable::kCloseWait / 2);
+  EXPECT_EQ(again.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  LetGo();
+  EXPECT_TRUE(again.get().ok());
+}
+
+TEST_F(SharedMemoryDoorTest, WhoWaitsInVainIsRefusedInTheEnd) {
+  LeaveRegionClosing("a", 1);
+  const auto begin = steady_clock::now();
+  EXPECT_TRUE(absl::IsResourceExhausted(Enter("a").status()));
+  EXPECT_GE(steady_clock::now() - begin, SharedRegionTable::kCloseWait);
+  LetGo();
+  for (int i = 0; i < 5000 && regions_->closing(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_TRUE(Enter("a").ok());
+}
+
+TEST_F(SharedMemoryDoorTest, WhoWaitsAndLeavesIsForgotten) {
+  LeaveRegionClosing("a", 1);
+  {
+    client::SharedMemoryOptions hasty;
+    hasty.tenant = "a";
+    hasty.ring = false;
+    hasty.bytes = 4096;
+    hasty.greet_timeout_ms = 50;
+    EXPECT_FALSE(SharedMemory::Connect(folder_ + "/door", hasty).ok());
+  }
+  EXPECT_TRUE(Enter("b").ok());
+  LetGo();
+  EXPECT_TRUE(Enter("a").ok());
+}
+
+// One region that is long in closing does not keep another one from it.
+TEST_F(SharedMemoryDoorTest, ARegionThatIsLongInClosingIsNotAlone) {
+  LeaveRegionClosing("a", 1);
+  LeaveRegionClosing("b", 2);
+}
+
+}  // namespace
+}  // namespace mla::server
