@@ -1,4 +1,4 @@
-// A small fuzzer for the functions that read bytes from outside: inputs are mutated from seeds,
+// A small fuzzer for functions whose input comes from outside: inputs are mutated from seeds,
 // those that reach new code are kept and mutated further.
 //
 // A target is a function that returns an empty text, or says which promise the input broke; it may

@@ -1,0 +1,194 @@
+// The planner, given lengths and traits of any kind: it plans what can be planned, every pair of
+// rows once and inside its arrays, and says what is wrong with the rest. A batch's lengths come
+// from clients, so a plan that read or wrote past its arrays would be theirs to make.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "scheduler/planner.h"
+#include "scheduler/testing/heap_buffers.h"
+#include "scheduler/testing/plan_checker.h"
+#include "tests/fuzz/fuzzer.h"
+
+namespace mla::fuzz {
+namespace {
+
+using kernels::PlanTraits;
+using scheduler::PlanCapacity;
+using scheduler::Planner;
+using scheduler::PlanRequest;
+
+constexpr int64_t kMostPieces = 3000;  // that are judged; more take too long
+
+// An input: traits, which array is too short by how much, then requests. Numbers in little endian.
+struct Batch {
+  PlanTraits traits;
+  uint8_t short_array = 0;  // 0: none
+  uint8_t missing = 0;
+  std::vector<PlanRequest> requests;
+};
+
+template <typename T>
+bool Take(const std::string& input, size_t* at, T* value) {
+  if (input.size() - *at < sizeof(T)) return false;
+  std::memcpy(value, input.data() + *at, sizeof(T));
+  *at += sizeof(T);
+  return true;
+}
+
+template <typename T>
+void Put(T value, std::string* text) {
+  text->append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+bool Parse(const std::string& input, Batch* batch) {
+  size_t at = 0;
+  int16_t small[6] = {};
+  for (int16_t& value : small) {
+    if (!Take(input, &at, &value)) return false;
+  }
+  PlanTraits& t = batch->traits;
+  t.units = small[0], t.tile_rows = small[1], t.max_heads_per_tile = small[2];
+  t.kv_granularity = small[3], t.item_overhead_rows = small[4], t.min_charged_rows = small[5];
+  if (!Take(input, &at, &t.fixed_split_rows) || !Take(input, &at, &batch->short_array) ||
+      !Take(input, &at, &batch->missing)) {
+    return false;
+  }
+  for (;;) {
+    int16_t q_rows = 0;
+    int32_t kv_rows = 0;
+    uint16_t heads = 0;
+    uint8_t causal = 0;
+    if (!Take(input, &at, &q_rows) || !Take(input, &at, &kv_rows) || !Take(input, &at, &heads) ||
+        !Take(input, &at, &causal)) {
+      return true;
+    }
+    batch->requests.push_back({q_rows, kv_rows, heads, causal % 2 == 1});
+  }
+}
+
+std::string Encode(const PlanTraits& t, const std::vector<PlanRequest>& requests) {
+  std::string text;
+  for (const int32_t value : {t.units, t.tile_rows, t.max_heads_per_tile, t.kv_granularity,
+                              t.item_overhead_rows, t.min_charged_rows}) {
+    Put(static_cast<int16_t>(value), &text);
+  }
+  Put(t.fixed_split_rows, &text);
+  Put(uint8_t{0}, &text);
+  Put(uint8_t{0}, &text);
+  for (const PlanRequest& request : requests) {
+    Put(static_cast<int16_t>(request.q_rows), &text);
+    Put(request.kv_rows, &text);
+    Put(static_cast<uint16_t>(request.num_heads), &text);
+    Put(static_cast<uint8_t>(request.causal), &text);
+  }
+  return text;
+}
+
+bool IsValid(const Batch& batch) {
+  const PlanTraits& t = batch.traits;
+  return t.units >= 1 && t.tile_rows >= 1 && t.max_heads_per_tile >= 0 && t.kv_granularity >= 1 &&
+         t.item_overhead_rows >= 0 && t.min_charged_rows >= 0 &&
+         t.min_charged_rows <= t.tile_rows && t.fixed_split_rows >= 0 &&
+         std::all_of(batch.requests.begin(), batch.requests.end(), [](const PlanRequest& r) {
+           return r.q_rows >= 0 && r.kv_rows >= 0 && r.num_heads >= 1;
+         });
+}
+
+// At least as many as there are pieces of tiles before any unit's cut.
+int64_t PiecesOf(const Batch& batch) {
+  const PlanTraits& t = batch.traits;
+  int64_t pieces = 0;
+  for (const PlanRequest& r : batch.requests) {
+    int32_t heads = std::min(t.tile_rows, r.num_heads);
+    if (t.max_heads_per_tile > 0) heads = std::min(heads, t.max_heads_per_tile);
+    const int64_t tiles = int64_t{r.q_rows} * ((r.num_heads + heads - 1) / heads);
+    pieces += tiles * (t.fixed_split_rows > 0 ? r.kv_rows / t.fixed_split_rows + 1 : 1);
+  }
+  return pieces;
+}
+
+PlanCapacity CapacityFor(const Batch& batch) {
+  scheduler::PlanLimits limits;
+  limits.requests = static_cast<int32_t>(batch.requests.size());
+  limits.max_heads = 1;
+  for (const PlanRequest& r : batch.requests) {
+    limits.q_rows += r.q_rows;
+    limits.packed_rows += int64_t{r.q_rows} * r.num_heads;
+    limits.kv_rows = std::max(limits.kv_rows, r.kv_rows);
+    limits.min_heads =
+        limits.max_heads == 1 ? r.num_heads : std::min(limits.min_heads, r.num_heads);
+    limits.max_heads = std::max(limits.max_heads, r.num_heads);
+  }
+  limits.min_heads = std::min(limits.min_heads, limits.max_heads);
+  return Planner::Capacity(limits, batch.traits);
+}
+
+// Takes `missing` from one of the arrays; false if nothing was taken.
+bool Shorten(const Batch& batch, PlanCapacity* capacity) {
+  int64_t* const arrays[] = {&capacity->units, &capacity->work_items, &capacity->reduce_tiles,
+                             &capacity->reduce_partials, &capacity->partial_rows};
+  if (batch.short_array == 0 || batch.missing == 0) return false;
+  int64_t& array = *arrays[batch.short_array % std::size(arrays)];
+  const int64_t before = array;
+  array = std::max<int64_t>(array - batch.missing, &array == &capacity->units ? 1 : 0);
+  return array != before;
+}
+
+std::string Plan(const std::string& input) {
+  static scheduler::testing::PlanChecker checker;
+  Batch batch;
+  if (!Parse(input, &batch)) return "";
+  Planner planner;
+  if (!IsValid(batch)) {
+    const auto buffers = scheduler::testing::MakeBuffers({1, 16, 16, 16, 16});
+    const absl::Status refused = planner.Build(batch.requests, batch.traits, *buffers).status();
+    return absl::IsInvalidArgument(refused) ? "" : "an invalid batch: " + refused.ToString();
+  }
+  if (PiecesOf(batch) > kMostPieces) return "";
+  PlanCapacity capacity = CapacityFor(batch);
+  if (capacity.bytes() > (int64_t{64} << 20)) return "";
+  const bool shortened = Shorten(batch, &capacity);
+  const auto buffers = scheduler::testing::MakeBuffers(capacity);
+  const auto view = planner.Build(batch.requests, batch.traits, *buffers);
+  if (!view.ok()) {
+    return shortened && absl::IsResourceExhausted(view.status())
+               ? ""
+               : "a valid batch: " + view.status().ToString();
+  }
+  return checker.Fault(batch.requests, batch.traits, *view, capacity, planner.last_imbalance());
+}
+
+TEST(PlannerFuzz, PlannedOrRefused) {
+  FuzzOptions options;
+  options.name = "planner";
+  options.executions = 5000;  // each is planned and judged whole
+  options.input_bytes_max = 512;
+  PlanTraits traits;
+  traits.units = 7;
+  options.seeds = {Encode(traits, {{1, 4096, 128, true}, {1, 100, 128, true}}),
+                   Encode(traits, {{300, 900, 16, true}, {0, 0, 1, true}, {9, 4, 65, false}})};
+  traits.units = 132;
+  traits.tile_rows = 64;
+  traits.min_charged_rows = 16;
+  traits.max_heads_per_tile = 1;
+  options.seeds.push_back(Encode(traits, {{64, 5000, 8, true}, {3, 70000, 2, true}}));
+  traits.fixed_split_rows = 512;
+  options.seeds.push_back(Encode(traits, {{2, 4097, 3, true}, {1, 1, 1, true}}));
+  for (const std::string& seed : options.seeds) {
+    Batch batch;
+    ASSERT_TRUE(Parse(seed, &batch) && IsValid(batch));
+    ASSERT_FALSE(batch.requests.empty());
+    ASSERT_LE(PiecesOf(batch), kMostPieces);
+  }
+  const FuzzResult result = Fuzz(options, Plan);
+  EXPECT_EQ(result.violation, "");
+  RecordProperty("executions", std::to_string(result.executions));
+}
+
+}  // namespace
+}  // namespace mla::fuzz
