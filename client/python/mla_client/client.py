@@ -102,6 +102,8 @@ class Client(Service):
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
                                   spin_us=spin_us, timeout_s=timeout_s)
         self.message_bytes = self._maker.inline_bytes  # of gRPC messages
+        self._chunk_bytes = min(self.message_bytes - wire.HEADER_BYTES,
+                                info.limits.weight_chunk_bytes or self.message_bytes)
         if transport != "auto":
             self._own_stream()  # what was asked for by name must be there
 
@@ -122,7 +124,8 @@ class Client(Service):
         (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the
         ring where a unix target's server offers one, else inline with the reason in the log. Each
         stream gets memory of its own: `shared_bytes` (at most what the server allows), or, if that
-        is None, 64 MiB, 32 and so on down to 4, as much as the server has left. A wait on a ring
+        is None, 64 MiB, 32 and so on down to 4, as much as the server has left; 0 asks for none,
+        which leaves "inline". A wait on a ring
         looks for `spin_us` before it sleeps; so does the server, as far as it allows.
         """
         bound = max(STOCK_MESSAGE_BYTES, message_bytes)
@@ -142,6 +145,10 @@ class Client(Service):
         except BaseException:
             channel.close()
             raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed.is_set() else f"boot id {self.boot_id:016x}"
+        return f"<Client {self.client_id!r}, {state}>"
 
     def __enter__(self) -> "Client":
         return self
@@ -223,7 +230,7 @@ class Client(Service):
                 w_uv: npt.NDArray) -> WeightsStatus:
         reply = self._call(self._models.UploadWeights, None, idempotent=False,
                            requests=lambda: _weight_chunks(spec.model_id, layer, head_begin, w_uk,
-                                                           w_uv, self.message_bytes))
+                                                           w_uv, self._chunk_bytes))
         return WeightsStatus(reply.complete, list(reply.missing_layers), reply.bytes)
 
     def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState:
@@ -380,13 +387,13 @@ def _spec_from_proto(message: Any) -> ModelSpec:
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,
-                   w_uv: npt.NDArray, message_bytes: int) -> Iterator[Any]:
-    """The messages of one upload: header, chunks of whole heads below the bound, digest."""
+                   w_uv: npt.NDArray, chunk_bytes: int) -> Iterator[Any]:
+    """The messages of one upload: header, chunks of whole heads within the bound, digest."""
     Request = model_pb2.UploadWeightsRequest
     yield Request(header=Request.Header(model_id=model_id))
     digest = hashlib.sha256()
     head_bytes = 2 * (w_uk[0].size + w_uv[0].size)
-    heads_a_chunk = max(1, (message_bytes - wire.HEADER_BYTES) // head_bytes)
+    heads_a_chunk = max(1, chunk_bytes // head_bytes)
     for begin in range(0, len(w_uk), heads_a_chunk):
         heads = slice(begin, begin + heads_a_chunk)
         payload = (wire.encode(w_uk[heads], DType.BF16).tobytes() +

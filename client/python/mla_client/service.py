@@ -21,6 +21,7 @@ from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpe
                               SequenceState, WeightsStatus)
 
 _LARGEST = 2**32 - 1  # that the contract's indexes can be
+_LARGEST_POSITION = 2**64 - 1
 
 
 class AttendFuture(abc.ABC):
@@ -133,6 +134,9 @@ class Model:
         self.spec = spec                          # as in force: with the page size filled in
         self.page_group_bytes = page_group_bytes  # the unit of KV allocation
 
+    def __repr__(self) -> str:
+        return f"<Model {self.spec.model_id!r}, {self.spec.layers} layers>"
+
     def upload_weights(self, layer: int, w_uk: npt.NDArray, w_uv: npt.NDArray,
                        head_begin: int = 0) -> WeightsStatus:
         """Uploads W_UK [heads, nope, lora] and W_UV [heads, lora, v] of one layer.
@@ -142,7 +146,10 @@ class Model:
         are there already are AlreadyExists. EXPANDED is served once every layer and head is there.
         """
         geometry = self.spec.geometry
-        heads = len(w_uk)
+        w_uk, w_uv = np.asarray(w_uk), np.asarray(w_uv)
+        heads = len(w_uk) if w_uk.ndim else 0
+        _check_number("layer", layer)
+        _check_number("head_begin", head_begin)
         for name, array, shape in (
                 ("w_uk", w_uk, (heads, geometry.nope_dim, geometry.kv_lora_rank)),
                 ("w_uv", w_uv, (heads, geometry.kv_lora_rank, geometry.v_dim))):
@@ -152,6 +159,7 @@ class Model:
 
     def open_sequence(self, *, request_id: str = "", lease_ms: int = 0) -> "Sequence":
         """Opens an empty sequence. A repeated `request_id` returns the sequence it opened."""
+        _check_number("lease_ms", lease_ms)
         # A request id of our own makes the retries of the transport safe.
         state = self.service._open(self.spec.model_id, request_id or secrets.token_hex(16),
                                    lease_ms)
@@ -172,6 +180,10 @@ class Sequence:
         self.length = state.length  # committed rows
         self.released = False
 
+    def __repr__(self) -> str:
+        state = ", released" if self.released else ""
+        return f"<Sequence {self.id:#x}, {self.length} rows, epoch {self.epoch}{state}>"
+
     def __enter__(self) -> "Sequence":
         return self
 
@@ -187,12 +199,16 @@ class Sequence:
     def fork(self, length: Optional[int] = None, *, request_id: str = "",
              lease_ms: int = 0) -> "Sequence":
         """A new sequence that shares the first `length` rows (default: all), copy-on-write."""
+        if length is not None:
+            _check_number("length", length, _LARGEST_POSITION)
+        _check_number("lease_ms", lease_ms)
         state = self.model.service._fork(self.id, self.epoch, length,
                                          request_id or secrets.token_hex(16), lease_ms)
         return Sequence(self.model, state)
 
     def truncate(self, length: int) -> None:
         """Drops the rows from `length` on and starts a new epoch."""
+        _check_number("length", length, _LARGEST_POSITION)
         self.epoch, self.length = self.model.service._truncate(self.id, length, self.epoch)
 
     def release(self) -> None:
@@ -224,6 +240,11 @@ class Step:
             raise errors.InvalidArgument("step: needs at least one sequence")
         if any(sequence.model.spec != rows[0][0].model.spec for sequence, _ in rows):
             raise errors.InvalidArgument("step: all sequences must be of one model")
+        for index, (_, count) in enumerate(rows):
+            _check_number(f"step.rows[{index}]", count)
+        _check_number("step.participants", participants)
+        _check_number("step.lease_ms", lease_ms)
+        _check_number("step.step_id", step_id or 0, _LARGEST_POSITION)
         self.service = service
         self.model = rows[0][0].model
         self.sequences = [sequence for sequence, _ in rows]
@@ -235,6 +256,10 @@ class Step:
         self.stream = stream
         self.open = False
         self._handle: Any = None
+
+    def __repr__(self) -> str:
+        return (f"<Step {self.step_id:#x}, {self.total_rows} rows, "
+                f"{'open' if self.open else 'not open'}>")
 
     def __enter__(self) -> "Step":
         return self.begin()
@@ -257,9 +282,13 @@ class Step:
         return self
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
-               profile: Profile = Profile.EXPANDED, **options: Any) -> AttendResult:
+               profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
+               want_lse: bool = False, dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
+               timeout_s: Optional[float] = None, out: Optional[Buffers] = None) -> AttendResult:
         """Stores KV rows and computes attention at one layer; see `attend_async`."""
-        return self.attend_async(layer, q, kv, profile, **options).result()
+        return self.attend_async(layer, q, kv, profile, row_begin=row_begin,
+                                 head_offset=head_offset, want_lse=want_lse, dtype=dtype,
+                                 o_dtype=o_dtype, timeout_s=timeout_s, out=out).result()
 
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
@@ -275,11 +304,13 @@ class Step:
         With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
         and q may be passed as kv and q. After DeadlineExceeded they may still be in use.
         """
+        self._check_begun("attend")
         geometry = self.model.spec.geometry
+        q, kv = _floats(q), _floats(kv)
         given = kv if q is None else q
         if given is None:
             raise errors.InvalidArgument("attend: needs q, kv or both")
-        rows = len(given)
+        rows = len(given) if given.ndim else 0
         heads = 0 if q is None else (q.shape[1] if q.ndim == 3 else 0)
         if (q is None) != (profile == Profile.APPEND_ONLY):
             raise errors.InvalidArgument(f"attend.q: with {Profile(profile).name} it is "
@@ -297,12 +328,15 @@ class Step:
             want_lse, dtype = out.lse is not None, out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
-                          _floats(q), _floats(kv), want_lse, DType(dtype), DType(o_dtype),
+                          q, kv, want_lse, DType(dtype), DType(o_dtype),
                           self.service.timeout_s if timeout_s is None else timeout_s, out)
         return self.service._attend(self, args)
 
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
         """Commits the first `committed` rows of each sequence (default: all); returns lengths."""
+        self._check_begun("end")
+        for index, count in enumerate(committed or []):
+            _check_number(f"end.committed[{index}]", count)
         lengths = self.service._end(self, None if committed is None else list(committed))
         self.open = False
         for sequence, length in zip(self.sequences, lengths):
@@ -311,8 +345,14 @@ class Step:
 
     def abort(self) -> None:
         """Drops the step; the sequences are as they were before it."""
+        self._check_begun("abort")
         self.open = False
         self.service._abort(self)
+
+    def _check_begun(self, what: str) -> None:
+        if self._handle is None:
+            raise errors.FailedPrecondition(
+                f"{what}: the step has not begun: use it in a `with` block, or call begin()")
 
 
 def _check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
@@ -321,13 +361,13 @@ def _check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[
         raise errors.InvalidArgument(f"{name}: got shape {got}, must be {shape}")
 
 
-def _check_number(name: str, number: int) -> None:
-    if not 0 <= number <= _LARGEST:
-        raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{_LARGEST}")
+def _check_number(name: str, number: int, most: int = _LARGEST) -> None:
+    if not 0 <= number <= most:
+        raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{most}")
 
 
 def _floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
-    """uint16 stays (bf16 patterns); everything else becomes float32."""
-    if array is None or array.dtype == np.uint16:
+    """uint16 stays (bf16 patterns); everything else that numpy can read becomes float32."""
+    if array is None or getattr(array, "dtype", None) == np.uint16:
         return array
     return np.asarray(array, dtype=np.float32)

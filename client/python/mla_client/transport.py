@@ -38,16 +38,21 @@ class StreamMaker:
                  message_bytes: int, shared_bytes: Optional[int], spin_us: int,
                  timeout_s: float) -> None:
         """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible;
-        `shared_bytes` None: DEFAULT_SHARED_BYTES, or half as often as the server has no more."""
+        `shared_bytes` None: DEFAULT_SHARED_BYTES, or half as often as the server has no more; 0:
+        no shared memory."""
         if transport not in TRANSPORTS:
             raise errors.InvalidArgument(
                 f"transport: got {transport!r}, must be one of {', '.join(TRANSPORTS)}")
+        if shared_bytes is not None and shared_bytes < 0:
+            raise errors.InvalidArgument(f"shared_bytes: got {shared_bytes}, must be 0 or more")
+        if shared_bytes == 0 and transport in _CAPABILITY:
+            raise errors.InvalidArgument(f"shared_bytes: got 0, transport {transport} needs some")
         self.inline_bytes = message_bytes or min(info.limits.message_bytes, STOCK_MESSAGE_BYTES)
         self._channel = channel
         self._metadata = metadata
         self._info = info
         self._on_boot_id = on_boot_id
-        self._wanted = transport
+        self._wanted = "inline" if shared_bytes == 0 else transport
         self._door = door
         self._tenant = tenant
         self._message_bytes = message_bytes
@@ -98,7 +103,8 @@ class StreamMaker:
     def _region(self, kind: str) -> SharedMemory:
         """Memory of the wanted size, or of what the server has left if none was asked for."""
         most = self._info.limits.shm_region_bytes
-        size = min(self._shared_bytes or DEFAULT_SHARED_BYTES, most)
+        wanted = DEFAULT_SHARED_BYTES if self._shared_bytes is None else self._shared_bytes
+        size = min(wanted, most)
         while True:
             try:
                 memory = SharedMemory.connect(self._door, tenant=self._tenant, size=size,
@@ -109,10 +115,10 @@ class StreamMaker:
                     raise
                 size //= 2
                 continue
-            if size < min(self._shared_bytes or DEFAULT_SHARED_BYTES, most):
+            if size < min(wanted, most):
                 _log.info("the server had %d MiB of shared memory left for this stream, not %d: "
                           "large steps are cut into more messages", size >> 20,
-                          min(DEFAULT_SHARED_BYTES, most) >> 20)
+                          min(wanted, most) >> 20)
             return memory
 
     def _advice(self, error: errors.MlaError) -> str:

@@ -244,6 +244,35 @@ class ServiceContract:
             self.assertEqual((state.length, state.in_step), (5, False))
             self.add(sequence, self.rows(1), seen=seen)
 
+    def test_misuse_is_named_before_anything_is_sent(self):
+        with self.model.open_sequence() as sequence:
+            step = self.service.step([(sequence, 1)])
+            row = self.worker.kv(1)
+            for call in (lambda: step.attend(0, None, row, Profile.APPEND_ONLY), step.end,
+                         step.abort):
+                with self.assertRaisesRegex(mla_client.FailedPrecondition, "has not begun"):
+                    call()
+            for name, call in (
+                    (r"step.rows\[0\]", lambda: self.service.step([(sequence, -1)])),
+                    ("step.lease_ms", lambda: self.service.step([(sequence, 1)], lease_ms=-1)),
+                    ("step.step_id", lambda: self.service.step([(sequence, 1)], step_id=2**64)),
+                    ("length", lambda: sequence.truncate(-1)),
+                    ("length", lambda: sequence.fork(-1)),
+                    ("lease_ms", lambda: self.model.open_sequence(lease_ms=2**32))):
+                with self.assertRaisesRegex(mla_client.InvalidArgument, f"{name}: got"):
+                    call()
+            with step:
+                for layer in range(LAYERS):  # what numpy can read is an array
+                    step.attend(layer, None, row.tolist(), Profile.APPEND_ONLY)
+                with self.assertRaisesRegex(mla_client.InvalidArgument, "got shape"):
+                    step.attend(0, None, 3.0, Profile.APPEND_ONLY)
+                with self.assertRaisesRegex(mla_client.InvalidArgument, "committed.*got -1"):
+                    step.end([-1])
+                self.assertIn("1 rows, open", repr(step))
+            self.assertEqual(sequence.length, 1)
+            self.assertIn(", 1 rows, epoch", repr(sequence))
+            self.assertIn(repr(self.model.spec.model_id), repr(self.model))
+
     def test_a_step_needs_every_layer(self):
         with self.model.open_sequence() as sequence:
             step = self.service.step([(sequence, 2)]).begin()

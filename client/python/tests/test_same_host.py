@@ -116,6 +116,16 @@ class ChoiceTest(unittest.TestCase):
             with connect(server, transport="ring", shared_bytes=1 << 20) as small:
                 self.assertEqual(small.transport, "ring")
 
+    def test_no_shared_memory_wanted(self):
+        with self.assertNoLogs("mla_client", "WARNING"), connect(SERVER, shared_bytes=0) as client:
+            self.assertEqual(client.transport, "inline")
+            self.assertIsNone(client._own_stream().memory)
+        for transport in ("ring", "shm"):
+            with self.assertRaisesRegex(mla_client.InvalidArgument, "shared_bytes: got 0"):
+                connect(SERVER, transport=transport, shared_bytes=0)
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "shared_bytes: got -1"):
+            connect(SERVER, shared_bytes=-1)
+
     def test_over_tcp(self):
         server = server_binary.start("--log-level=info", listen="127.0.0.1:0")
         self.addCleanup(server.stop)
