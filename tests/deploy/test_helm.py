@@ -160,6 +160,12 @@ class TemplatesTest(unittest.TestCase):
         self.assertGreater(probe["periodSeconds"] * probe["failureThreshold"], 2 * silence)
         self.assertEqual(probe["httpGet"]["path"], "/livez")
 
+    def test_cpus_are_requested_and_not_limited(self):
+        for name in ("defaults", "everything"):
+            resources = self.rendered[name].container()["resources"]
+            self.assertIn("cpu", resources["requests"])
+            self.assertNotIn("cpu", resources["limits"])
+
     def test_ports_are_those_of_server_and_image(self):
         service = chart.load("values.yaml")["service"]
         self.assertEqual(service["grpcPort"], int(example()["server"]["listen"].split(":")[1]))
