@@ -53,6 +53,14 @@ void AdminService::FillLimits(v1::Limits* to) const {
   to->set_sequence_lease_ms(static_cast<uint32_t>(from.sequence_lease_ms));
   to->set_step_lease_ms(static_cast<uint32_t>(from.step_lease_ms));
   to->set_kv_wait_ms(static_cast<uint32_t>(from.kv_wait_ms));
+  to->set_weight_chunk_bytes(static_cast<uint64_t>(options_.config.wire.weight_chunk_bytes));
+  to->set_max_participants(static_cast<uint32_t>(from.max_participants));
+  to->set_max_lease_ms(static_cast<uint32_t>(from.max_lease_ms));
+  to->set_max_name_bytes(static_cast<uint32_t>(from.max_name_bytes));
+  to->set_slice_wait_us(static_cast<uint32_t>(from.slice_wait_us));
+  to->set_max_layers(static_cast<uint32_t>(from.max_layers));
+  to->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
+  to->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
   if (options_.shared_memory) {
     to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
     to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));

@@ -189,9 +189,10 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
     return status;
   }
   if (payload_.size != 0 || header_.has_shared()) {
-    return InvalidField(&message->fault, payload_.size != 0 ? "payload" : "shared",
-                        "empty unless the body is attend", absl::StrCat(payload_.size, " bytes"),
-                        "payload_size");
+    const bool payload = payload_.size != 0;
+    return InvalidField(
+        &message->fault, payload ? "payload" : "shared", "absent unless the body is attend",
+        payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region", "payload_size");
   }
   return preparer_.Prepare(header_, message);
 }

@@ -85,7 +85,7 @@ absl::Status ModelService::Upload(const std::string& tenant,
     const std::lock_guard lock(mutex_);
     uploading_.erase(key);
   };
-  WeightsUpload upload(rpc_.engine, tenant, model);
+  WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
   while (in->Read(&message)) {
     absl::Status status = upload.Add(message, fault);
     if (!status.ok()) return status;

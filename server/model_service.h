@@ -20,7 +20,9 @@ namespace mla::server {
 
 class ModelService final : public v1::Models::Service {
  public:
-  explicit ModelService(const RpcContext& rpc) : rpc_(rpc) {}
+  // `weight_chunk_bytes`: wire.weight_chunk_bytes.
+  ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes)
+      : rpc_(rpc), weight_chunk_bytes_(weight_chunk_bytes) {}
 
   grpc::Status Register(grpc::ServerContext* context, const v1::RegisterRequest* request,
                         v1::RegisterReply* reply) override;
@@ -37,6 +39,7 @@ class ModelService final : public v1::Models::Service {
                       v1::UploadWeightsReply* reply, scheduler::Fault* fault);
 
   const RpcContext rpc_;
+  const int64_t weight_chunk_bytes_;
   std::mutex mutex_;
   std::set<std::pair<std::string, std::string>> uploading_;  // (tenant, model)
 };

@@ -180,10 +180,16 @@ TEST(OpsHttpTest, AnswersFixedPathsOnly) {
 }
 
 TEST(StatusPageTest, EscapesAndAgrees) {
-  const std::vector<StatusSection> sections = {{"s<1>", {{"name", "<script>\"&"}}}};
+  const std::vector<StatusSection> sections = {
+      {"s<1>", {{"name", std::string("<script>\"&")}}},
+      {"two words", {{"a count", uint64_t{18446744073709551615u}}, {"is so", true}}}};
   EXPECT_THAT(StatusHtml(sections), HasSubstr("&lt;script&gt;&quot;&amp;"));
   EXPECT_THAT(StatusHtml(sections), Not(HasSubstr("<script>")));
-  EXPECT_EQ(nlohmann::json::parse(StatusJson(sections))["s<1>"]["name"], "<script>\"&");
+  EXPECT_THAT(StatusHtml(sections), HasSubstr("is so</th><td>yes<"));
+  const auto json = nlohmann::json::parse(StatusJson(sections));
+  EXPECT_EQ(json["s<1>"]["name"], "<script>\"&");
+  EXPECT_EQ(json["two_words"]["a_count"], 18446744073709551615u);
+  EXPECT_EQ(json["two_words"]["is_so"], true);
 }
 
 TEST(ServerStateTest, MovesForwardOnly) {

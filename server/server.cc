@@ -151,7 +151,7 @@ void Server::Parts::MakeServices() {
   wire.boot_id = boot_id;
   attention = std::make_unique<AttentionService>(wire);
   sequences = std::make_unique<SequenceService>(rpc);
-  models = std::make_unique<ModelService>(rpc);
+  models = std::make_unique<ModelService>(rpc, options.config.wire.weight_chunk_bytes);
   AdminOptions admin_options;
   admin_options.state = &state;
   admin_options.drain = &*drain;
@@ -197,20 +197,21 @@ std::vector<StatusSection> Server::Parts::Status() {
   const kernels::BackendInfo& info = engine->backend_info();
   std::vector<StatusSection> sections;
   sections.push_back({"server",
-                      {{"version", kVersion},
+                      {{"version", std::string(kVersion)},
                        {"boot id", absl::StrFormat("%016x", boot_id)},
-                       {"state", PhaseName(now.phase)},
-                       {"healthy", now.healthy ? "yes" : "no"},
+                       {"state", std::string(PhaseName(now.phase))},
+                       {"healthy", now.healthy},
+                       {"device lost", now.lost},
                        {"message", now.message}}});
   sections.push_back({"backend",
                       {{"name", info.name},
                        {"device", info.device},
                        {"arch", info.arch},
-                       {"units", absl::StrCat(info.units)},
+                       {"units", static_cast<uint64_t>(info.units)},
                        {"supports", info.supported}}});
   StatusSection ladder_section{"backends tried", {}};
   for (const kernels::BackendRung& rung : ladder) {
-    ladder_section.rows.push_back({rung.name, rung.chosen ? "chosen" : rung.reason});
+    ladder_section.rows.push_back({rung.name, rung.chosen ? std::string("chosen") : rung.reason});
   }
   sections.push_back(std::move(ladder_section));
   v1::GetStatsReply stats;
@@ -224,7 +225,7 @@ std::vector<StatusSection> Server::Parts::Status() {
     const uint64_t value = field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32
                                ? reflection->GetUInt32(stats, field)
                                : reflection->GetUInt64(stats, field);
-    figures.rows.push_back({field->name(), absl::StrCat(value)});
+    figures.rows.push_back({field->name(), value});
   }
   sections.push_back(std::move(figures));
   return sections;

@@ -13,6 +13,14 @@ std::string Escape(const std::string& text) {
                              {{"&", "&amp;"}, {"<", "&lt;"}, {">", "&gt;"}, {"\"", "&quot;"}});
 }
 
+std::string TextOf(const StatusValue& value) {
+  if (const auto* number = std::get_if<uint64_t>(&value)) return absl::StrCat(*number);
+  if (const auto* is = std::get_if<bool>(&value)) return *is ? "yes" : "no";
+  return std::get<std::string>(value);
+}
+
+std::string KeyOf(const std::string& name) { return absl::StrReplaceAll(name, {{" ", "_"}}); }
+
 }  // namespace
 
 std::string StatusHtml(const std::vector<StatusSection>& sections) {
@@ -25,8 +33,8 @@ std::string StatusHtml(const std::vector<StatusSection>& sections) {
   for (const StatusSection& section : sections) {
     absl::StrAppend(&html, "<table><caption>", Escape(section.title), "</caption>\n");
     for (const auto& [name, value] : section.rows) {
-      absl::StrAppend(&html, "<tr><th scope=\"row\">", Escape(name), "</th><td>", Escape(value),
-                      "</td></tr>\n");
+      absl::StrAppend(&html, "<tr><th scope=\"row\">", Escape(name), "</th><td>",
+                      Escape(TextOf(value)), "</td></tr>\n");
     }
     absl::StrAppend(&html, "</table>\n");
   }
@@ -37,8 +45,10 @@ std::string StatusJson(const std::vector<StatusSection>& sections) {
   nlohmann::ordered_json out;
   for (const StatusSection& section : sections) {
     nlohmann::ordered_json rows;
-    for (const auto& [name, value] : section.rows) rows[name] = value;
-    out[section.title] = std::move(rows);
+    for (const auto& [name, value] : section.rows) {
+      std::visit([&, key = KeyOf(name)](const auto& plain) { rows[key] = plain; }, value);
+    }
+    out[KeyOf(section.title)] = std::move(rows);
   }
   return out.dump(2, ' ', true, nlohmann::json::error_handler_t::replace) + "\n";
 }

@@ -15,10 +15,11 @@ constexpr size_t kDigestBytes = 32;
 }  // namespace
 
 WeightsUpload::WeightsUpload(scheduler::Engine* engine, std::string tenant,
-                             std::shared_ptr<const scheduler::ModelSpec> model)
+                             std::shared_ptr<const scheduler::ModelSpec> model, int64_t chunk_bytes)
     : engine_(engine),
       tenant_(std::move(tenant)),
       model_(std::move(model)),
+      chunk_bytes_(chunk_bytes),
       upload_(engine->NewUpload()),
       digest_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
   EVP_DigestInit_ex(digest_.get(), EVP_sha256(), nullptr);
@@ -47,6 +48,10 @@ absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message, schedul
 
 absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chunk,
                                      scheduler::Fault* fault) {
+  if (chunk.payload().size() > static_cast<size_t>(chunk_bytes_)) {
+    return InvalidField(fault, "chunk.payload", absl::StrCat("at most ", chunk_bytes_, " bytes"),
+                        absl::StrCat(chunk.payload().size(), " bytes"), "payload_size");
+  }
   int64_t bytes = 0;
   absl::Status status = ParseWeightsChunk(chunk, *model_, &bytes, fault);
   if (!status.ok()) return status;

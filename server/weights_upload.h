@@ -21,9 +21,10 @@ namespace mla::server {
 
 class WeightsUpload final {
  public:
-  // `model` is the registered model that the header named.
+  // `model` is the registered model that the header named; a chunk's payload has at most
+  // `chunk_bytes`.
   WeightsUpload(scheduler::Engine* engine, std::string tenant,
-                std::shared_ptr<const scheduler::ModelSpec> model);
+                std::shared_ptr<const scheduler::ModelSpec> model, int64_t chunk_bytes);
   ~WeightsUpload();
 
   // INVALID_ARGUMENT for parts out of order, wrong sizes or a head sent twice; the engine's own
@@ -38,6 +39,7 @@ class WeightsUpload final {
   scheduler::Engine* engine_;
   std::string tenant_;
   std::shared_ptr<const scheduler::ModelSpec> model_;
+  const int64_t chunk_bytes_;
   const scheduler::UploadId upload_;
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest_;
   std::set<std::pair<uint32_t, uint32_t>> seen_;  // (layer, head)

@@ -2,10 +2,14 @@
 
 #include <cstdio>
 #include <string>
+#include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/option_reader.h"
 #include "client/mlactl/output.h"
@@ -43,8 +47,25 @@ std::string Lines(const google::protobuf::Message& message, const std::string& i
   return text;
 }
 
+std::string DTypeNames(const google::protobuf::RepeatedField<int>& dtypes) {
+  std::string names;
+  for (const int dtype : dtypes) {
+    const std::string& name = v1::DType_Name(static_cast<v1::DType>(dtype));
+    absl::StrAppend(&names, names.empty() ? "" : ", ",
+                    absl::AsciiStrToLower(absl::StripPrefix(name, "DTYPE_")));
+  }
+  return names;
+}
+
 std::string InfoText(const v1::GetServerInfoReply& info) {
   std::string text = Lines(info);
+  for (const auto& [name, value] :
+       {std::pair("wire_dtypes", DTypeNames(info.wire_dtypes())),
+        std::pair("kv_dtypes", DTypeNames(info.kv_dtypes())),
+        std::pair("profiles", absl::StrJoin(info.profiles(), ", ")),
+        std::pair("capabilities", absl::StrJoin(info.capabilities(), ", "))}) {
+    absl::StrAppendFormat(&text, "%-24s %s\n", name, value);
+  }
   for (const v1::Backend& backend : info.backends()) {
     absl::StrAppendFormat(&text, "backend %-16s %s\n", backend.name(),
                           backend.chosen()

@@ -14,8 +14,6 @@ namespace {
 constexpr uint64_t kAlignment = 64;
 constexpr uint64_t kUploadBytes = 4u << 20;  // of one chunk, or one head if that is more
 constexpr uint32_t kFillRows = 1024;         // of one step that fills the context
-// A step lives this long without a message: layers of a large batch take their time on a CPU.
-constexpr uint32_t kStepLeaseMs = 30000;
 constexpr double kDeviation = 0.1;
 
 uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -78,8 +76,10 @@ absl::Status BenchModel::Upload(const BenchOptions& options,
   const v1::Geometry& geometry = options.model.geometry();
   const uint64_t head_elements =
       uint64_t{geometry.kv_lora_rank()} * (geometry.nope_dim() + geometry.v_dim());
+  const uint64_t limit = client_->info().limits().weight_chunk_bytes();
+  const uint64_t most = limit == 0 ? kUploadBytes : std::min(kUploadBytes, limit);
   const auto heads_a_chunk = static_cast<uint32_t>(
-      std::clamp<uint64_t>(kUploadBytes / (head_elements * 2), 1, geometry.num_heads()));
+      std::clamp<uint64_t>(most / (head_elements * 2), 1, geometry.num_heads()));
   std::vector<uint16_t> values(head_elements * heads_a_chunk);
   FillRandomBf16(options.load.seed, 1.0 / std::sqrt(geometry.kv_lora_rank()), values);
   uint32_t layer = 0, head = 0;
@@ -196,7 +196,7 @@ void BenchWorker::Place(uint32_t index) {
 absl::Status BenchWorker::Append(client::Sequence* sequence, uint32_t rows,
                                  const std::vector<uint16_t>& kv) {
   client::BeginOptions options;
-  options.lease_ms = kStepLeaseMs;
+  options.lease_ms = StepLeaseMs(*client_);
   auto step = session_->Begin(model_id_, {{sequence, rows}}, options);
   if (!step.ok()) return step.status();
   std::vector<client::PendingAttend> pending;
@@ -257,7 +257,7 @@ void BenchWorker::Touch() {
 
 absl::Status BenchWorker::Step(LoadRecorder* recorder) {
   client::BeginOptions options;
-  options.lease_ms = kStepLeaseMs;
+  options.lease_ms = StepLeaseMs(*client_);
   LoadClock::time_point before = LoadClock::now();
   auto step = session_->Begin(model_id_, rows_, options);
   LoadClock::time_point after = LoadClock::now();

@@ -50,6 +50,12 @@ absl::StatusOr<client::ClientOptions> ClientOptionsOf(const Arguments& arguments
   return options;
 }
 
+uint32_t StepLeaseMs(const client::Client& client) {
+  constexpr uint32_t kWanted = 30000;
+  const uint32_t most = client.info().limits().max_lease_ms();
+  return most == 0 ? kWanted : std::min(kWanted, most);
+}
+
 absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& arguments) {
   const auto options = ClientOptionsOf(arguments);
   if (!options.ok()) return options.status();

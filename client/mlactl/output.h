@@ -32,6 +32,10 @@ inline constexpr uint32_t kDefaultSpinMicros = 100;
 // A name for a model that no other run has chosen: mlactl-PURPOSE-RANDOM.
 std::string NewModelId(const std::string& purpose);
 
+// How long a step lives without a message: 30 s, since layers of a large batch, and comparing
+// them, take their time on a CPU, or the most that the server grants.
+uint32_t StepLeaseMs(const client::Client& client);
+
 // The same status, with the server's detail, and the context before its message.
 absl::Status WithContext(const std::string& context, const absl::Status& status);
 

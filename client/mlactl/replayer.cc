@@ -8,12 +8,6 @@
 #include "client/mlactl/output.h"
 
 namespace mla::mlactl {
-namespace {
-
-// A step lives this long without a message: comparing takes its time between two of them.
-constexpr uint32_t kStepLeaseMs = 30000;
-
-}  // namespace
 
 struct Replayer::Model {
   Model(const v1::ModelSpec& model, std::string name)
@@ -196,7 +190,7 @@ absl::Status Replayer::Begin(const Record& record) {
     }
   }
   client::BeginOptions options;
-  options.lease_ms = kStepLeaseMs;
+  options.lease_ms = StepLeaseMs(*client_);
   auto begun = session_->Begin(step->model->server_id, rows, options);
   if (!begun.ok()) return begun.status();
   step->remote = *std::move(begun);

@@ -275,6 +275,36 @@ TEST(CodesTest, ReusedStepIdsCannotChangeTheModel) {
   EXPECT_EQ(wide.Step({&b}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
+// What a client is told beforehand is what it is held to.
+TEST(CodesTest, ChunksOfWeightsAreBoundedAsTheLimitsSay) {
+  const TestServer server([](server::Config& config) { config.wire.weight_chunk_bytes = 2048; });
+  const auto client = server.Connect();
+  const v1::Limits& limits = client->info().limits();
+  EXPECT_EQ(limits.weight_chunk_bytes(), 2048u);
+  EXPECT_EQ(limits.max_participants(), 4u);
+  EXPECT_EQ(limits.max_lease_ms(), 3600000u);
+  EXPECT_EQ(limits.max_name_bytes(), 128u);
+  EXPECT_EQ(limits.slice_wait_us(), 200u);
+  EXPECT_EQ(limits.max_layers(), 8u);
+  EXPECT_EQ(limits.max_row_dim(), 128u);
+  EXPECT_EQ(limits.max_v_dim(), 64u);
+  const Worker worker(client.get(), {}, "m", 1);
+  const auto upload = [&](uint32_t heads) {
+    int sent = 0;
+    return client
+        ->UploadWeights("m",
+                        [&]() -> std::optional<client::WeightsChunk> {
+                          if (sent++ > 0) return std::nullopt;
+                          return client::WeightsChunk{0, 0, heads, std::string(heads * 2048, '0')};
+                        })
+        .status();
+  };
+  EXPECT_EQ(upload(1), absl::OkStatus());
+  const absl::Status refused = upload(2);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused.message(), "chunk.payload: got 4096 bytes, must be at most 2048 bytes");
+}
+
 TEST(CodesTest, DigestMismatchDiscardsTheUpload) {
   const TestServer server;
   const auto client = server.Connect();

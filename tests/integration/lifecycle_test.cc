@@ -193,7 +193,11 @@ TEST(LifecycleTest, OperationsPort) {
   EXPECT_THAT(metrics, HasSubstr("mla_backend_info{"));
   EXPECT_THAT(metrics, HasSubstr("\nmla_serving 1\n"));
   EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("<th scope=\"row\">state</th><td>serving"));
-  EXPECT_THAT(HttpGet(port, "/statusz?json"), HasSubstr("\"state\": \"serving\""));
+  const std::string status = HttpGet(port, "/statusz?json");
+  for (const char* part : {"\"state\": \"serving\"", "\"device_lost\": false", "\"backends_tried\"",
+                           "\"sequences\": 1,"}) {
+    EXPECT_THAT(status, HasSubstr(part));
+  }
   EXPECT_THAT(HttpGet(port, "/etc/passwd"), StartsWith("404 "));
   EXPECT_THAT(HttpGet(port, "/metrics", "POST"), StartsWith("405 "));
   EXPECT_TRUE(client->Drain(100, false)->drained());

@@ -82,7 +82,12 @@ TEST(ProcessTest, Mlactl) {
   ASSERT_TRUE(client.ok()) << client.status();
   Worker worker(client->get(), {}, "m", 1);
   Track track = *worker.Open();
-  EXPECT_THAT(Shell(process.Mlactl("info")).output, HasSubstr("backend reference"));
+  const std::string shown = Shell(process.Mlactl("info")).output;
+  for (const char* part : {"backend reference", "wire_dtypes              bf16, f32\n",
+                           "kv_dtypes                bf16\n", "profiles                 ABSORBED, ",
+                           "capabilities             fork, truncate, ", "  weight_chunk_bytes "}) {
+    EXPECT_THAT(shown, HasSubstr(part));
+  }
   const auto info = nlohmann::json::parse(Shell(process.Mlactl("info --json")).output);
   EXPECT_EQ(info["api_version"], "mla.v1");
   EXPECT_EQ(info["limits"]["kv_cache_bytes"], std::to_string(8 << 20));
