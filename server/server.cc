@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "kernels/cpu/usable_cpus.h"
+#include "base/usable_cpus.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/admin_service.h"
@@ -59,7 +59,7 @@ StreamPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendIn
   polling.threads = wire.poll_threads;
   polling.spin_us = wire.spin_us >= 0
                         ? wire.spin_us
-                        : DefaultSpinMicros(kernels::cpu::UsableCpuCount(), backend.unified_memory);
+                        : DefaultSpinMicros(base::UsableCpuCount(), backend.unified_memory);
   return polling;
 }
 

@@ -21,6 +21,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/usable_cpus.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/ring_stream.h"
 #include "client/cpp/session.h"
@@ -28,7 +29,6 @@
 #include "client/cpp/shared_stream.h"
 #include "client/cpp/stream.h"
 #include "grpc/health/v1/health.grpc.pb.h"
-#include "kernels/cpu/usable_cpus.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "mla/v1/sequence.grpc.pb.h"
@@ -157,7 +157,7 @@ struct Client::Impl {
     wanted.message_bytes = info.limits().message_bytes();
     wanted.timeout = Millis(options.request_timeout_ms);
     wanted.spin = options.stream_spin_us >= 0 ? std::chrono::microseconds(options.stream_spin_us)
-                                              : DefaultStreamSpin(kernels::cpu::UsableCpuCount());
+                                              : DefaultStreamSpin(base::UsableCpuCount());
     return std::make_shared<Stream>(channel, wanted);
   }
 

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/usable_cpus.h"
 #include "kernels/cpu/dispatch.h"
-#include "kernels/cpu/usable_cpus.h"
 #include "kernels/cpu/weights.h"
 
 namespace mla::kernels {
@@ -91,9 +91,9 @@ absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelS
   }
   BackendOptions chosen = options;
   if (options.threads == 0) {
-    chosen.threads = cpu::UsableCpuCount();
+    chosen.threads = base::UsableCpuCount();
     // A quota shares the CPUs with others; every server on them would pin to the same few.
-    if (chosen.threads < cpu::AllowedCpuCount()) chosen.pin_threads = false;
+    if (chosen.threads < base::AllowedCpuCount()) chosen.pin_threads = false;
   }
   return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, chosen, chosen.threads));
 }

@@ -22,6 +22,7 @@ LONG_FUNCTIONS_ALLOWED = re.compile(r"kernels/(cpu/[^/]+|hip/(gfx|sm)\w+)/")
 
 # Folder -> includes that it must not contain. The first matching row decides.
 FORBIDDEN_INCLUDES = [
+    ("base/", r"grpc|google/protobuf|mla/v1/|proto/|kernels/|scheduler/|server/|client/|tests/"),
     ("kernels/", r"grpc|google/protobuf|spdlog|mla/v1/|proto/|scheduler/|server/|client/|tests/"),
     ("scheduler/kvcache/", r"grpc|google/protobuf|spdlog|mla/v1/|proto/|server/|client/|tests/"
                            r"|scheduler/(?!kvcache/|limits\.h|clock\.h)"),

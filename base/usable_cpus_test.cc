@@ -1,12 +1,12 @@
 // A container's quota, as the kernel writes it.
-#include "kernels/cpu/usable_cpus.h"
+#include "base/usable_cpus.h"
 
 #include <gtest/gtest.h>
 
 #include <fstream>
 #include <string>
 
-namespace mla::kernels::cpu {
+namespace mla::base {
 namespace {
 
 TEST(UsableCpusTest, CountsWholeCpus) {
@@ -29,4 +29,4 @@ TEST(UsableCpusTest, CountsWholeCpus) {
 TEST(UsableCpusTest, IsOneAtLeast) { EXPECT_GE(UsableCpuCount(), 1); }
 
 }  // namespace
-}  // namespace mla::kernels::cpu
+}  // namespace mla::base

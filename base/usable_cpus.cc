@@ -1,11 +1,11 @@
-#include "kernels/cpu/usable_cpus.h"
+#include "base/usable_cpus.h"
 
 #include <sched.h>
 
 #include <algorithm>
 #include <fstream>
 
-namespace mla::kernels::cpu {
+namespace mla::base {
 
 int32_t WithinQuota(int32_t cpus, const std::string& file) {
   std::ifstream stream(file);
@@ -24,4 +24,4 @@ int32_t AllowedCpuCount() {
 
 int32_t UsableCpuCount() { return WithinQuota(AllowedCpuCount()); }
 
-}  // namespace mla::kernels::cpu
+}  // namespace mla::base

@@ -1,11 +1,11 @@
 // How many CPUs this process may keep busy, for defaults of threads and spinning.
-#ifndef MLA_KERNELS_CPU_USABLE_CPUS_H_
-#define MLA_KERNELS_CPU_USABLE_CPUS_H_
+#ifndef MLA_BASE_USABLE_CPUS_H_
+#define MLA_BASE_USABLE_CPUS_H_
 
 #include <cstdint>
 #include <string>
 
-namespace mla::kernels::cpu {
+namespace mla::base {
 
 // Where a container finds its own quota (control groups, version 2).
 inline constexpr char kCpuQuotaFile[] = "/sys/fs/cgroup/cpu.max";
@@ -21,6 +21,6 @@ int32_t AllowedCpuCount();
 // has would all be stopped together until the next period.
 int32_t UsableCpuCount();
 
-}  // namespace mla::kernels::cpu
+}  // namespace mla::base
 
-#endif  // MLA_KERNELS_CPU_USABLE_CPUS_H_
+#endif  // MLA_BASE_USABLE_CPUS_H_

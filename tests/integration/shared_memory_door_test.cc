@@ -17,10 +17,16 @@
 #include "server/metrics.h"
 #include "server/shared_region.h"
 
-namespace mla::server {
+namespace mla::integration {
 namespace {
 
 using client::SharedMemory;
+using server::Metrics;
+using server::RegionHooks;
+using server::RegionLimits;
+using server::SharedMemoryDoor;
+using server::SharedMemoryDoorOptions;
+using server::SharedRegionTable;
 using std::chrono::steady_clock;
 
 constexpr int64_t kMiB = 1 << 20;
@@ -126,4 +132,4 @@ TEST_F(SharedMemoryDoorTest, ARegionThatIsLongInClosingIsNotAlone) {
 }
 
 }  // namespace
-}  // namespace mla::server
+}  // namespace mla::integration
