@@ -47,7 +47,7 @@ inline constexpr ArchTraits kSm90Traits{
     .expand_shared_bytes = 229424,
     .expanded_shared_bytes = 213632,
     .combine_shared_bytes = 16512,
-    .project_shared_bytes = 24576,
+    .project_shared_bytes = 49152,
     .waves_per_block = 8,
     .combine_overlaps = true,
     .blocks_per_unit = 2,

@@ -81,8 +81,13 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
   Combine::run(args);
 }
 
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
-    mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+#if defined(__gfx942__)
+#define MLA_PROJECT_BOUNDS MLA_LAUNCH_BOUNDS(256)  // its LDS has room for one block
+#else
+#define MLA_PROJECT_BOUNDS MLA_LAUNCH_BOUNDS_OF_TWO(256)
+#endif
+extern "C" __global__ void MLA_PROJECT_BOUNDS
+mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
   Project<ProjectConfig>::run(args);
 }
 

@@ -216,40 +216,48 @@ absl::Status HipBackend::AddProjection(int32_t slot,
                                        const ProjectArgs& args) {
   LaunchSlot& launch = *slots_[slot];
   tiles_.clear();
+  project_rows_.clear();
+  const int64_t in_bytes = args.in_is_f32 ? 4 : 2, out_bytes = args.out_is_f32 ? 4 : 2;
   int32_t heads = 0;
-  const kernels::ProjectionRecord* previous = nullptr;
-  for (size_t i = 0; i < records.size(); ++i) {
-    const kernels::ProjectionRecord& r = records[i];
+  for (const kernels::ProjectionRecord& r : records) {
     heads = std::max(heads, r.num_heads);
-    const bool joins = previous != nullptr && previous->weights_slot == r.weights_slot &&
-                       previous->head_offset == r.head_offset && previous->num_heads == r.num_heads;
-    for (int32_t row = 0; row < r.rows;) {
-      const bool room = (row > 0 || joins) && !tiles_.empty() && tiles_.back().rows < kProjectRows;
-      if (!room) {
+    if (project_rows_.size() + static_cast<size_t>(r.rows) > project_rows_.capacity()) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("projection rows: limit ", project_rows_.capacity()));
+    }
+    for (int32_t row = 0; row < r.rows; ++row) {
+      const bool joins = !tiles_.empty() && tiles_.back().rows < kProjectRows &&
+                         tiles_.back().weights_slot == r.weights_slot &&
+                         tiles_.back().head_offset == r.head_offset &&
+                         tiles_.back().num_heads == r.num_heads;
+      if (!joins) {
         if (tiles_.size() == tiles_.capacity()) {
           return absl::ResourceExhaustedError(
               absl::StrCat("projection tiles: limit ", tiles_.capacity()));
         }
-        tiles_.push_back({static_cast<int32_t>(i), row, 0, 0});
+        tiles_.push_back({static_cast<int32_t>(project_rows_.size()), 0, r.weights_slot,
+                          r.head_offset, r.num_heads});
       }
-      const int32_t taken = std::min(kProjectRows - tiles_.back().rows, r.rows - row);
-      tiles_.back().rows += taken;
-      row += taken;
+      ++tiles_.back().rows;
+      project_rows_.push_back(
+          {static_cast<const std::byte*>(r.in) + row * r.in_row_stride * in_bytes,
+           static_cast<std::byte*>(r.out) + row * r.out_row_stride * out_bytes, r.in_head_stride,
+           r.out_head_stride});
     }
-    if (r.rows > 0) previous = &r;
   }
   if (tiles_.empty()) return absl::OkStatus();
-  auto uploaded = launch.metadata().Put(records);
-  if (!uploaded.ok()) return uploaded.status();
+  auto rows = launch.metadata().Put(std::span<const ProjectRow>(project_rows_));
+  if (!rows.ok()) return rows.status();
   auto tiles = launch.metadata().Put(std::span<const ProjectTile>(tiles_));
   if (!tiles.ok()) return tiles.status();
   ProjectArgs complete = args;
-  complete.records = *uploaded;
+  complete.rows = *rows;
   complete.tiles = *tiles;
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
                           .grid_y = static_cast<uint32_t>(heads) * DivideUp(args.n, kProjectCols),
                           .threads = kThreads,
-                          .shared_bytes = static_cast<uint32_t>(arch_->project_shared_bytes)};
+                          .shared_bytes = static_cast<uint32_t>(arch_->project_shared_bytes),
+                          .overlap_predecessor = true};
   return launch.AddKernel(kernels_.project, shape, complete);
 }
 

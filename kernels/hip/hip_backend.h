@@ -4,7 +4,8 @@
 //
 // Memory: one pool, a mirror of the page tables, partial buffers and weights in device memory, and
 // for every launch slot a region of pinned and device memory each for metadata, inputs, outputs and
-// workspace. All of it is taken in Configure (weights in LoadWeights); nothing is allocated later.
+// workspace. All of it is taken in Configure; nothing is allocated later. A model's weights take
+// the room of all its heads with the first of them (weight_arena.h), so what has begun also ends.
 //
 // A launch is recorded by the verbs and started by Submit. Copies run on streams of their own
 // (launch_slot.h), so that those of one launch overlap the kernels of another. Kernels of all
@@ -34,6 +35,7 @@
 #include "kernels/hip/gpu_runtime.h"
 #include "kernels/hip/kernel_images.h"
 #include "kernels/hip/launch_slot.h"
+#include "kernels/hip/weight_arena.h"
 
 namespace mla::gpu {
 
@@ -130,11 +132,9 @@ class HipBackend final : public kernels::AttentionBackend {
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
   };
-  struct Weights {  // of one slot: all heads of the model, and which of them have come
-    DeviceBuffer uk, uv;
+  struct Weights {  // of one slot: W_UK of all heads of the model, then W_UV
     kernels::Geometry geometry;
-    std::vector<bool> loaded;
-    int64_t charged_bytes = 0;
+    std::vector<bool> loaded;  // by head, whether it has come
     bool used() const { return !loaded.empty(); }
   };
 
@@ -147,7 +147,9 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status CheckRecording(int32_t slot) const;
   absl::Status Fault(absl::Status status);
-  absl::Status AllocateWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
+  absl::Status PlaceWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
+  absl::Status CompactWeights();
+  absl::Status PublishWeights();
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb,
                                 std::span<const kernels::ProjectionRecord> records) const;
@@ -179,18 +181,20 @@ class HipBackend final : public kernels::AttentionBackend {
 
   kernels::BackendLimits limits_;
   bool configured_ = false;
-  DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weight_pointers_;
+  DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weights_memory_, weight_pointers_;
   DeviceBuffer expanded_workspace_;
   std::unique_ptr<ExpandedPlan> expanded_plan_;  // null without a workspace
   PinnedBuffer table_host_, weight_pointers_host_;
   std::span<uint32_t> page_tables_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
   std::vector<RunOnDevice> runs_;  // by slot
-  std::vector<Weights> weights_;
-  int64_t weight_bytes_ = 0;
+  std::vector<Weights> weights_;   // by slot, as in the arena
+  WeightArena arena_;              // of weights_memory_
   // Shared with the buffers handed out, which may outlive a launch but not the backend.
   std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
-  std::vector<ProjectTile> tiles_;  // scratch, capacity from the limits
+  // Scratch, capacity from the limits.
+  std::vector<ProjectTile> tiles_;
+  std::vector<ProjectRow> project_rows_;
 };
 
 // Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.

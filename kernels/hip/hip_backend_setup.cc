@@ -37,10 +37,12 @@ class ListedBuffer final : public kernels::HostBuffer {
 // for each head slice of requests that are computed as one.
 int64_t ProjectionRecords(const BackendLimits& l) { return int64_t{2} * l.launch_requests; }
 
-// Their tiles. A row counts once for every slice of its heads.
+// Their rows, of which each counts once for every slice of its heads, and tiles.
+int64_t ProjectionRows(const BackendLimits& l) {
+  return std::max<int64_t>(l.launch_rows, l.launch_packed_rows);
+}
 int64_t ProjectionTiles(const BackendLimits& l) {
-  return ProjectionRecords(l) +
-         std::max<int64_t>(l.launch_rows, l.launch_packed_rows) / kProjectRows + 1;
+  return ProjectionRecords(l) + ProjectionRows(l) / kProjectRows + 1;
 }
 
 absl::StatusOr<std::span<const std::byte>> FindImage(const std::vector<KernelImage>& images,
@@ -156,9 +158,8 @@ int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   const int64_t requests = static_cast<int64_t>(l.launch_requests) *
                            (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) +
                             sizeof(int32_t) + kRegionAlignment);
-  const int64_t projections =
-      2 * (ProjectionRecords(l) * static_cast<int64_t>(sizeof(kernels::ProjectionRecord)) +
-           ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
+  const int64_t projections = 2 * (ProjectionRows(l) * static_cast<int64_t>(sizeof(ProjectRow)) +
+                                   ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
   const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
                        (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
                        l.reduce_partials * sizeof(int32_t);
@@ -199,8 +200,8 @@ absl::Status HipBackend::Configure(const BackendLimits& limits) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "device memory: ", wanted, " bytes wanted, limit ", info_.memory_bytes,
         " (gpu.memory_fraction ", options_.memory_fraction, " of ", free_bytes_,
-        " that are free); kv pool ", limits.kv_pool_bytes, ", weights ", limits.weights_bytes,
-        ", expanded keys and values ", ExpandedWorkspaceBytes(limits)));
+        " that are free); kv pool ", limits.kv_pool_bytes, ", limits.weights_bytes ",
+        limits.weights_bytes, ", expanded keys and values ", ExpandedWorkspaceBytes(limits)));
   }
   absl::Status s = Allocate(limits);
   if (!s.ok()) Release();
@@ -215,12 +216,13 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   const int64_t partials =
       (limits.partial_rows + limits.launch_rows) * static_cast<int64_t>(sizeof(float));
   for (const auto& [buffer, what, bytes] :
-       {std::tuple(&pool_, "kv pool", limits.kv_pool_bytes),
+       {std::tuple(&weights_memory_, "limits.weights_bytes", limits.weights_bytes),
+        std::tuple(&pool_, "kv_cache.bytes", limits.kv_pool_bytes),
         std::tuple(&table_mirror_, "page tables", tables),
         std::tuple(&partial_o_, "partial outputs", partials * limits.max_o_dim),
         std::tuple(&partial_lse_, "partial log-sum-exps", partials),
         std::tuple(&weight_pointers_, "weight pointers", pointers),
-        std::tuple(&expanded_workspace_, "expanded keys and values",
+        std::tuple(&expanded_workspace_, "gpu.expanded_workspace_bytes",
                    ExpandedWorkspaceBytes(limits))}) {
     absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime_.get(), what, bytes);
     if (!made.ok()) return made.status();
@@ -244,7 +246,9 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   }
   runs_.resize(static_cast<size_t>(limits.launch_slots));
   weights_.resize(static_cast<size_t>(limits.weights_slots));
+  arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
+  project_rows_.reserve(static_cast<size_t>(ProjectionRows(limits)));
   if (expanded_workspace_.bytes() > 0) {
     auto plan = ExpandedPlan::Create(ExpandedOptions(limits));
     if (!plan.ok()) return plan.status();
@@ -261,8 +265,8 @@ void HipBackend::Release() {
   slots_.clear();
   runs_.clear();
   weights_.clear();
-  weight_bytes_ = 0;
-  for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_,
+  arena_ = WeightArena();
+  for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &weights_memory_,
                                &weight_pointers_, &expanded_workspace_}) {
     *buffer = DeviceBuffer();
   }
@@ -293,86 +297,6 @@ void HipBackend::UnregisterHost(std::span<std::byte> memory) {
   const std::chrono::milliseconds most(2 * options_.watchdog_ms);
   if (!pinned_->AwaitUnused(piece, most) || lost_) return;
   (void)runtime_->UnregisterHost(memory.data());
-}
-
-absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
-                                     int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
-  }
-  if (head_begin < 0 || head_end <= head_begin) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
-  }
-  Weights& target = weights_[slot];
-  // Another model's weights, or more heads than there is room for: the slot starts afresh.
-  const int32_t capacity = std::max(geometry.num_heads, head_end);
-  if (target.used() &&
-      (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
-    if (absl::Status s = FreeWeights(slot); !s.ok()) return s;
-  }
-  const int64_t head_bytes = static_cast<int64_t>(sizeof(Bf16)) * geometry.kv_lora_rank *
-                             (geometry.nope_dim + geometry.v_dim);
-  int64_t charged = 0;
-  for (int32_t head = head_begin; head < head_end; ++head) {
-    if (!target.used() || !target.loaded[head]) charged += head_bytes;
-  }
-  if (weight_bytes_ + charged > limits_.weights_bytes) {
-    return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_, " bytes used, ",
-                                                     charged, " wanted, limit ",
-                                                     limits_.weights_bytes));
-  }
-  if (!target.used()) {
-    if (absl::Status s = AllocateWeights(slot, geometry, capacity); !s.ok()) return s;
-  }
-  const int64_t row = geometry.kv_lora_rank * static_cast<int64_t>(sizeof(Bf16));
-  for (const auto& [buffer, source, size] : {std::tuple(&target.uk, w_uk, row * geometry.nope_dim),
-                                             std::tuple(&target.uv, w_uv, row * geometry.v_dim)}) {
-    absl::Status s = runtime_->CopyIn(buffer->at() + static_cast<uint64_t>(head_begin * size),
-                                      source, (head_end - head_begin) * size, streams_.compute);
-    if (!s.ok()) return s;
-  }
-  std::fill(target.loaded.begin() + head_begin, target.loaded.begin() + head_end, true);
-  target.charged_bytes += charged;
-  weight_bytes_ += charged;
-  return runtime_->Synchronize(streams_.compute);  // the source is the caller's
-}
-
-// Memory for all heads of the model, and its addresses where the kernels look for them.
-absl::Status HipBackend::AllocateWeights(int32_t slot, const Geometry& geometry, int32_t heads) {
-  Weights fresh;
-  const int64_t row = static_cast<int64_t>(heads) * geometry.kv_lora_rank * sizeof(Bf16);
-  for (const auto& [buffer, size] : {std::pair(&fresh.uk, row * geometry.nope_dim),
-                                     std::pair(&fresh.uv, row * geometry.v_dim)}) {
-    auto made = DeviceBuffer::Create(runtime_.get(), "weights", size);
-    if (!made.ok()) return made.status();
-    *buffer = *std::move(made);
-  }
-  fresh.geometry = geometry;
-  fresh.loaded.assign(static_cast<size_t>(heads), false);
-  weights_[slot] = std::move(fresh);
-  auto* pointers = reinterpret_cast<uint64_t*>(weight_pointers_host_.data());
-  const size_t slots = weights_.size();
-  for (size_t i = 0; i < slots; ++i) {
-    pointers[i] = weights_[i].uk.at();
-    pointers[slots + i] = weights_[i].uv.at();
-  }
-  absl::Status s =
-      runtime_->CopyIn(weight_pointers_.at(), pointers, weight_pointers_.bytes(), streams_.compute);
-  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
-}
-
-absl::Status HipBackend::FreeWeights(int32_t slot) {
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
-  }
-  if (!weights_[slot].used()) return absl::OkStatus();
-  if (absl::Status s = runtime_->Synchronize(streams_.compute); !s.ok()) return s;
-  weight_bytes_ -= weights_[slot].charged_bytes;
-  weights_[slot] = Weights();
-  return absl::OkStatus();
 }
 
 absl::Status HipBackend::ReadKv(const kernels::AppendRecord& where, Bf16* out) {

@@ -104,7 +104,8 @@ int64_t CaseSpec::PackedRows() const {
 std::string ToString(const CaseSpec& spec) {
   std::string text = absl::StrCat("case ", spec.seed, " ", Name(spec.route), " ", Name(spec.inputs),
                                   " units=", spec.units, " source=", kernels::Name(spec.kv_source),
-                                  " ", kernels::ToString(spec.Desc()), " requests:");
+                                  " queries=", kernels::Name(spec.q_dtype), " ",
+                                  kernels::ToString(spec.Desc()), " requests:");
   for (const RequestSpec& r : spec.requests) {
     absl::StrAppend(&text, " {q=", r.q_rows, " cached=", r.cached_rows, " heads=", r.head_offset,
                     "+", r.num_heads, " page=", r.page_size, " layer=", r.layer,

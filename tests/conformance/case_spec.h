@@ -57,6 +57,13 @@ struct CaseSpec {
 
   // The attention desc of the Run that this route makes.
   kernels::AttentionDesc Desc() const;
+  // Whether Absorb narrows the part of the queries that passes it by: fp32 queries of backends
+  // whose absorbed queries are bf16. What that costs is no error of the kernels, so such cases have
+  // queries whose rotated part bf16 can hold.
+  bool RoundsRotated() const {
+    return route == Route::kAbsorbProject && q_dtype == kernels::DType::kF32 &&
+           latent_q_dtype == kernels::DType::kBf16;
+  }
   int32_t q_dim() const;  // of the queries a client sends
   int32_t o_dim() const;  // of the outputs a client gets
   // Attention FLOP of the oracle (latent form, whole square).

@@ -6,6 +6,7 @@
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
+//                   [--first-byte BYTES]
 //                   [--image FILE]: device code to use in place of what was built in
 //
 // --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
@@ -13,7 +14,9 @@
 // shape before it runs; --watchdog-ms is how long a launch may take (ten minutes); --self-test 0
 // goes on to the shapes with a device that gives wrong answers. A --shape is a launch of its own
 // (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then but what later flags ask
-// for. On an emulated GPU, which computes about 10^8 products a second:
+// for. --first-byte puts all pages of a pool that much larger behind it, for addresses beyond 32
+// bits (few --threads, each has a pool). On an emulated GPU, which computes about 10^8 products a
+// second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
 //
@@ -50,6 +53,7 @@ struct Flags {
   bool max_flop_given = false;
   std::string form;  // of the attention itself; empty: both
   int64_t expanded_workspace = 0;
+  int64_t first_byte = 0;  // of the pool that pages may use
   int64_t watchdog_ms = 600000;
   bool self_test = true;
   std::vector<std::string> directed;
@@ -101,6 +105,8 @@ bool Parse(int argc, char** argv, Flags& flags) {
       flags.form = value;
     } else if (name == "--expanded-workspace") {
       flags.expanded_workspace = std::stoll(value);
+    } else if (name == "--first-byte") {
+      flags.first_byte = std::stoll(value);
     } else if (name == "--heads") {
       flags.sampler.heads = Integers(value);
     } else if (name == "--page-sizes") {
@@ -157,10 +163,12 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
   return last;
 }
 
-// `count` sampled cases that the backend says it can run.
+// `count` sampled cases that the backend says it can run, and the directed ones. Between the
+// projections they have the dtypes that the backend asks for.
 std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
                                      const gpu::HipBackend& backend) {
-  const auto wanted = [&](const CaseSpec& spec) {
+  const auto wanted = [&](CaseSpec& spec) {
+    spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype);
     const kernels::AttentionDesc desc = spec.Desc();
     return backend.CanRun(desc).ok() &&
            (flags.form.empty() || flags.form == kernels::Name(desc.form));
@@ -171,10 +179,10 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
     if (wanted(spec)) cases.push_back(std::move(spec));
   }
   const auto first = static_cast<int32_t>(flags.first);
-  for (const std::vector<CaseSpec>& directed :
+  for (std::vector<CaseSpec> directed :
        {EdgeCases(sampler, first, flags.edges), LargeCases(sampler, flags.large),
         PrefillCases(sampler, flags.prefill)}) {
-    for (const CaseSpec& spec : directed) {
+    for (CaseSpec& spec : directed) {
       const bool fits = !flags.max_flop_given || spec.Flop() <= sampler.max_flop;
       if (fits && wanted(spec)) cases.push_back(spec);
     }
@@ -211,7 +219,7 @@ absl::StatusOr<SuiteOptions> Suite(const Flags& flags, const Gpu& gpu) {
          if (!backend.ok()) return backend.status();
          return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
        },
-       /*bit_equal_batches=*/false, /*rounded_weights=*/true}};
+       /*bit_equal_batches=*/false}};
   options.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
     return std::make_unique<kernels::ReferenceBackend>();
   };
@@ -223,6 +231,8 @@ absl::StatusOr<SuiteOptions> Suite(const Flags& flags, const Gpu& gpu) {
     };
   }
   options.threads = flags.threads;
+  options.base_granule = flags.first_byte / kernels::kPageGranuleBytes;
+  options.runner.kv_pool_bytes += flags.first_byte;
   options.runner.staging_bytes = int64_t{96} << 20;
   options.runner.slot_workspace_bytes = int64_t{96} << 20;
   return options;

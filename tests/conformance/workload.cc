@@ -141,6 +141,16 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
     if (spec.inputs == InputKind::kCancellation) MakeCancelling(random, draft);
     if (spec.inputs == InputKind::kHostile) MakeHostile(random, draft);
   }
+  if (spec.RoundsRotated()) {
+    for (int64_t row = 0; row < request.q_rows; ++row) {
+      for (int32_t head = 0; head < request.num_heads; ++head) {
+        float* const rotated = draft.Query(row, head) + draft.rope_of_query();
+        for (int32_t i = 0; i < spec.geometry.rope_dim; ++i) {
+          rotated[i] = kernels::ToFloat(kernels::ToBf16(rotated[i]));
+        }
+      }
+    }
+  }
   RequestData data;
   data.q = Encode(draft.q, spec.q_dtype);
   data.kv = Encode(draft.kv, spec.kv_source);

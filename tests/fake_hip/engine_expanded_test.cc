@@ -267,14 +267,17 @@ INSTANTIATE_TEST_SUITE_P(
                       FailingCall{"hipEventRecord", 2}, FailingCall{"hipEventRecord", 3},
                       FailingCall{"hipStreamWaitEvent", 0}, FailingCall{"hipStreamWaitEvent", 1}));
 
-TEST_F(EngineExpandedTest, WeightsThatFindNoMemoryAreRefusedAndMayComeAgain) {
+// No memory is asked for: it was taken at start.
+TEST_F(EngineExpandedTest, WeightsThatCanNotBeCopiedAreRefusedAndMayComeAgain) {
   ExpandedEngine gpu(Gpu(), /*upload=*/false);
-  for (const int allocation : {0, 1}) {  // W_UK, W_UV
-    control_->FailOnce("hipMalloc", allocation, 2);
+  for (const int copy : {0, 0, 1, 2}) {  // addresses for the kernels, W_UK, W_UV
+    control_->FailOnce("hipMemcpyHtoDAsync", copy);
     const absl::Status refused = gpu.Upload(1);
-    EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
-    EXPECT_THAT(refused.message(), HasSubstr("weights: GPU malloc: out of memory (2)"));
+    EXPECT_THAT(refused.message(), HasSubstr("invalid argument (1)"));
   }
+  control_->fail_call = "hipMalloc";
+  control_->fail_after = 0;
+  control_->fail_times = -1;
   ASSERT_TRUE(gpu.Upload(2).ok());
   ExpandedEngine reference(nullptr);
   std::vector<std::unique_ptr<TestRequest>> answers;

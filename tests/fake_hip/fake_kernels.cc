@@ -172,11 +172,11 @@ void CombineRow(const gpu::CombineArgs& a, int tile, int p) {
   }
 }
 
-void ProjectRow(const gpu::ProjectArgs& a, const kernels::ProjectionRecord& r, int row, int h) {
+void ProjectHead(const gpu::ProjectArgs& a, const gpu::ProjectTile& tile, const gpu::ProjectRow& r,
+                 int h) {
   const uint16_t* w =
-      a.weights[r.weights_slot] + static_cast<int64_t>(r.head_offset + h) * a.k * a.n;
-  const int64_t in = row * r.in_row_stride + h * r.in_head_stride;
-  const int64_t out = row * r.out_row_stride + h * r.out_head_stride;
+      a.weights[tile.weights_slot] + static_cast<int64_t>(tile.head_offset + h) * a.k * a.n;
+  const int64_t in = h * r.in_head_stride, out = h * r.out_head_stride;
   for (int c = 0; c < a.n; ++c) {
     double sum = 0.0;
     for (int k = 0; k < a.k; ++k) {
@@ -193,15 +193,9 @@ void Project(const gpu::ProjectArgs& a, uint32_t tiles, uint32_t grid_y) {
   const int blocks = (a.n + gpu::kProjectCols - 1) / gpu::kProjectCols;
   for (uint32_t t = 0; t < tiles; ++t) {
     const gpu::ProjectTile& tile = a.tiles[t];
-    const kernels::ProjectionRecord* record = a.records + tile.first_record;
-    int row = tile.first_row;
-    for (int p = 0; p < tile.rows; ++p, ++row) {
-      while (row >= record->rows) {
-        row -= record->rows;
-        ++record;
-      }
-      for (int h = 0; h < std::min<int>(record->num_heads, grid_y / blocks); ++h) {
-        ProjectRow(a, *record, row, h);
+    for (int p = 0; p < tile.rows; ++p) {
+      for (int h = 0; h < std::min<int>(tile.num_heads, grid_y / blocks); ++h) {
+        ProjectHead(a, tile, a.rows[tile.first_row + p], h);
       }
     }
   }

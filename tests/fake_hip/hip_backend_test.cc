@@ -246,8 +246,7 @@ TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
     const int64_t before = control_->live_bytes;
     ASSERT_TRUE((*backend)->Configure(limits).ok());
     const int64_t taken = control_->live_bytes - before;
-    // Weights come with LoadWeights.
-    EXPECT_EQ(taken, (*backend)->WorkspaceSize(limits) - limits.weights_bytes);
+    EXPECT_EQ(taken, (*backend)->WorkspaceSize(limits));
     EXPECT_GT(taken, limits.kv_pool_bytes + expanded);
     EXPECT_LT(taken, limits.kv_pool_bytes + expanded + (4 << 20));
   }
@@ -358,7 +357,7 @@ TEST_F(HipBackendTest, OutOfMemoryCarriesTheApisText) {
   control_->fail_code = 2;
   const absl::Status status = (*backend)->Configure(Limits());
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(status.message(), HasSubstr("kv pool: GPU malloc: out of memory (2)"));
+  EXPECT_THAT(status.message(), HasSubstr("limits.weights_bytes: GPU malloc: out of memory (2)"));
 }
 
 // Each slot has metadata and staging memory of its own, and takes the page table as it was when it

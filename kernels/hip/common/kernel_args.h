@@ -64,23 +64,30 @@ struct AppendArgs {
 };
 
 // out[r, h, :n] = in[r, h, :k] x w[h, k, n], and out[r, h, n:n+copy] = in[r, h, k:k+copy].
-// Rows of all records are gathered into tiles of kProjectRows; a tile stays within one weight slot.
+// Rows of all records are gathered into tiles of kProjectRows; a tile stays within one weight slot
+// and head range.
 inline constexpr int32_t kProjectRows = 64;
-inline constexpr int32_t kProjectCols = 128;
+inline constexpr int32_t kProjectCols = 64;
 struct ProjectTile {
-  int32_t first_record;  // record of the tile's first row
-  int32_t first_row;     // row inside that record
-  int32_t rows;          // 1 .. kProjectRows, over consecutive records of one slot and head range
-  int32_t pad;
+  int32_t first_row;  // in ProjectArgs::rows
+  int32_t rows;       // 1 .. kProjectRows
+  int32_t weights_slot;
+  int32_t head_offset;
+  int32_t num_heads;
+};
+struct ProjectRow {
+  const void* in;  // the row's first head
+  void* out;
+  int64_t in_head_stride, out_head_stride;  // elements
 };
 // Grid: x = tile, y = head x column block.
 struct ProjectArgs {
-  const ProjectionRecord* records;
+  const ProjectRow* rows;
   const ProjectTile* tiles;
   const uint16_t* const* weights;  // by weights_slot; [heads, k, n] of this product
   int32_t k;
   int32_t n;
-  int32_t copy;
+  int32_t copy;  // a multiple of 4
   int32_t in_is_f32;
   int32_t out_is_f32;
 };

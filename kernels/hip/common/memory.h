@@ -77,6 +77,23 @@ MLA_DEVICE Chunk load_chunk(const void* base, int64_t index, bool is_f32, bool a
   return c;
 }
 
+// Bits of eight consecutive floats. `aligned`: the address is a multiple of 16.
+MLA_DEVICE void load_floats(uint32_t (&out)[8], const void* from, bool aligned) {
+  const auto* p = as_global<const float>(from);
+  if (aligned) {
+    uint32_t half[4];
+    load_words(half, static_cast<const uint8_t*>(from));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = half[i];
+    load_words(half, static_cast<const uint8_t*>(from) + 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[4 + i] = half[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] = float_to_bits(p[i]);
+  }
+}
+
 MLA_DEVICE bool aligned_to(const void* base, int64_t stride_a, int64_t stride_b, int element_bytes,
                            int bytes) {
   const int64_t bits = static_cast<int64_t>(reinterpret_cast<uintptr_t>(base)) |

@@ -1,8 +1,14 @@
 // Batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w row-major [k, n].
 //
-// A block computes kProjectRows gathered rows x kProjectCols columns of one head. Rows come from
-// consecutive records that share a weight slot, so that one decode step of many sequences reads
-// each weight once per tile of 64 rows.
+// A block computes kProjectRows gathered rows x kProjectCols columns of one head, so that one
+// decode step of many sequences reads each weight once per tile of 64 rows.
+//
+// fp32 inputs are multiplied as two bf16 operands, what they round to and the rest of it, which
+// keeps 16 bits of each: rounding latent outputs once more would cost outputs of few keys the
+// accuracy that is promised, where those keys nearly cancel.
+//
+// Weights of the next two steps, and inputs of the next, are on their way to registers while one is
+// multiplied.
 #ifndef MLA_KERNELS_HIP_COMMON_PROJECT_H_
 #define MLA_KERNELS_HIP_COMMON_PROJECT_H_
 
@@ -15,115 +21,226 @@ class Project {
  public:
   using W = tile::Wave<C::kWaveRows>;
   static constexpr int kThreads = C::kRowWaves * C::kColWaves * tile::kWave;
-  static constexpr int kDepth = 64;  // k per step
+  static constexpr int kDepth = 128;  // k per step
   static constexpr int kInBytes = kProjectRows * kDepth * 2;
   static constexpr int kWeightBytes = kDepth * kProjectCols * 2;
-  static constexpr int kSharedBytes = kInBytes + kWeightBytes;
+  static constexpr int kSharedBytes = 2 * kInBytes + kWeightBytes;
   static_assert(C::kRowWaves * C::kWaveRows == kProjectRows);
 
   MLA_DEVICE static void run(const ProjectArgs& args) {
     const ProjectTile t = args.tiles[block_index()];
-    const ProjectionRecord& head_record = args.records[t.first_record];
     const int blocks = (args.n + kProjectCols - 1) / kProjectCols;
     const int h = block_index_y() / blocks;
     const int column = (block_index_y() - h * blocks) * kProjectCols;
-    if (h >= head_record.num_heads) return;
-    const uint16_t* w = args.weights[head_record.weights_slot] +
-                        static_cast<int64_t>(head_record.head_offset + h) * args.k * args.n;
-    Project self(args, t, h);
-    self.multiply(w, column);
+    if (h >= t.num_heads) return;
+    const uint16_t* w =
+        args.weights[t.weights_slot] + static_cast<int64_t>(t.head_offset + h) * args.k * args.n;
+    const Project self(args, t, h, w, column);
+    if (args.in_is_f32 != 0) {
+      self.template multiply<true>();
+    } else {
+      self.template multiply<false>();
+    }
     if (column == 0 && args.copy > 0) self.copy_tail();
   }
 
  private:
   static constexpr int kFragments = kProjectCols / C::kColWaves / W::kOutCols;
   static constexpr int kSteps = kDepth / W::kPvDepth;
+  // 16-byte chunks of a step: of a tile's row, and how many a thread brings in.
+  static constexpr int kRowChunks = kDepth / 8;
+  static constexpr int kWeightRowChunks = kProjectCols / 8;
+  static constexpr int kInChunks = kProjectRows * kRowChunks / kThreads;
+  static constexpr int kWeightChunks = kDepth * kWeightRowChunks / kThreads;
   using lds_t = tile::lds_t;
 
-  struct Row {
-    const ProjectionRecord* record;
-    int row;
+  // Where the thread's input chunks come from at depth 0; null past the tile's rows.
+  struct Sources {
+    const uint8_t* at[kInChunks];
+    bool aligned;  // all of them
+  };
+  template <bool kF32>
+  struct Inputs {
+    uint32_t words[kInChunks][kF32 ? 8 : 4];
+  };
+  struct Weights {
+    uint32_t words[kWeightChunks][4];
   };
 
-  MLA_DEVICE Project(const ProjectArgs& a, const ProjectTile& t, int h)
-      : args(a), tile_rows(t), head(h) {
+  MLA_DEVICE Project(const ProjectArgs& a, const ProjectTile& t, int h, const uint16_t* weights,
+                     int first_column)
+      : args(a), part(t), head(h), w(weights), column(first_column) {
     in_tile = tile::shared_base<kSharedBytes>();
-    weight_tile = in_tile + kInBytes;
+    weight_tile = in_tile + 2 * kInBytes;
   }
 
-  // Row p of the tile: records are walked, since most tiles hold one or 64 of them.
-  MLA_DEVICE Row find(int p) const {
-    const ProjectionRecord* record = args.records + tile_rows.first_record;
-    int row = tile_rows.first_row + p;
-    while (row >= record->rows) {
-      row -= record->rows;
-      ++record;
+  MLA_DEVICE const ProjectRow& row(int p) const { return args.rows[part.first_row + p]; }
+
+  // Chunk i of the thread: row and chunk of that row in the tile of inputs, and of weights.
+  MLA_DEVICE static int in_row(int i) { return (thread_index() + i * kThreads) / kRowChunks; }
+  MLA_DEVICE static int in_chunk() { return thread_index() % kRowChunks; }
+  MLA_DEVICE static int weight_row(int i) {
+    return (thread_index() + i * kThreads) / kWeightRowChunks;
+  }
+  MLA_DEVICE static int weight_chunk() { return thread_index() % kWeightRowChunks; }
+
+  template <bool kF32>
+  MLA_DEVICE Sources sources() const {
+    constexpr int kBytes = kF32 ? 4 : 2;
+    Sources s;
+    s.aligned = true;
+#pragma unroll
+    for (int i = 0; i < kInChunks; ++i) {
+      s.at[i] = nullptr;
+      if (in_row(i) >= part.rows) continue;
+      const ProjectRow r = row(in_row(i));
+      s.at[i] =
+          static_cast<const uint8_t*>(r.in) + (head * r.in_head_stride + in_chunk() * 8) * kBytes;
+      s.aligned = s.aligned && aligned_to(r.in, r.in_head_stride, 0, kBytes, 16);
     }
-    return Row{record, row};
+    return s;
   }
 
-  MLA_DEVICE Chunk in_chunk(const Row& r, int element) const {
-    const ProjectionRecord& x = *r.record;
-    return load_chunk(x.in, r.row * x.in_row_stride + head * x.in_head_stride + element,
-                      args.in_is_f32 != 0,
-                      aligned_to(x.in, x.in_row_stride, x.in_head_stride, 2, 16));
-  }
-
-  MLA_DEVICE void multiply(const uint16_t* w, int column) {
+  template <bool kF32>
+  MLA_DEVICE void multiply() const {
     typename W::Out o[kFragments];
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) W::clear(o[f]);
-    const int lane = tile::lane_index(), wave = tile::wave_index();
-    const int row_wave = wave / C::kColWaves, col_wave = wave - row_wave * C::kColWaves;
-    for (int k0 = 0; k0 < args.k; k0 += kDepth) {
-      block_barrier();
-      load_tiles(w, column, k0);
-      block_barrier();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        typename W::P p;
-        W::template load_p<kProjectRows>(p, in_tile, row_wave * C::kWaveRows, step, lane);
-#pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
-          typename W::V v;
-          W::template load_v<kDepth>(v, weight_tile, step, col_wave * kFragments + f, lane);
-          W::outputs(o[f], p, v);
-        }
-      }
+    const Sources from = sources<kF32>();
+    Weights even, odd;
+    Inputs<kF32> in;
+    fetch_weights(even, 0);
+    fetch_weights(odd, kDepth);
+    // Weights and records are not written by the kernel before this one; its results are.
+    wait_for_previous_kernel();
+    fetch_inputs(in, from, 0);
+    for (int k0 = 0; k0 < args.k; k0 += 2 * kDepth) {
+      step(o, in, even, from, k0);
+      if (k0 + kDepth < args.k) step(o, in, odd, from, k0 + kDepth);
     }
+    // All lanes of a wave ask for its index, so it is asked for before they part.
+    const int lane = tile::lane_index(), row0 = row_wave() * C::kWaveRows;
+    const int fragment0 = first_fragment();
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const int p = row_wave * C::kWaveRows + W::row(lane, slot);
-      if (p < tile_rows.rows) write_row(o, slot, p, column, col_wave * kFragments, lane);
+      const int p = row0 + W::row(lane, slot);
+      if (p < part.rows) write_row(o, slot, p, fragment0, lane);
     }
   }
 
-  MLA_DEVICE void load_tiles(const uint16_t* w, int column, int k0) const {
-    for (int i = thread_index(); i < kProjectRows * (kDepth / 8); i += kThreads) {
-      const int p = i / (kDepth / 8), chunk = i % (kDepth / 8);
-      const bool inside = p < tile_rows.rows && k0 + chunk * 8 < args.k;
-      tile::store_chunk(tile::chunk_at<kProjectRows>(in_tile, p, chunk),
-                        inside ? in_chunk(find(p), k0 + chunk * 8) : Chunk{{0, 0, 0, 0}});
-    }
-    for (int i = thread_index(); i < kDepth * (kProjectCols / 8); i += kThreads) {
-      const int k = i / (kProjectCols / 8), chunk = i % (kProjectCols / 8);
-      const int c = column + chunk * 8;
-      const bool inside = k0 + k < args.k && c < args.n;
-      tile::store_chunk(tile::chunk_at<kDepth>(weight_tile, k, chunk),
-                        inside
-                            ? load_chunk(w, static_cast<int64_t>(k0 + k) * args.n + c, false, true)
-                            : Chunk{{0, 0, 0, 0}});
+  MLA_DEVICE static int row_wave() { return tile::wave_index() / C::kColWaves; }
+  MLA_DEVICE static int first_fragment() {
+    return (tile::wave_index() - row_wave() * C::kColWaves) * kFragments;
+  }
+
+  // Multiplies what has been brought in, and lets the same registers bring in what comes next.
+  template <bool kF32>
+  MLA_DEVICE void step(typename W::Out (&o)[kFragments], Inputs<kF32>& in, Weights& weights,
+                       const Sources& from, int k0) const {
+    block_barrier();
+    store(in);
+    store(weights);
+    block_barrier();
+    fetch_weights(weights, k0 + 2 * kDepth);
+    fetch_inputs(in, from, k0 + kDepth);
+    if (row_wave() * C::kWaveRows >= part.rows) return;
+    const int lane = tile::lane_index();
+#pragma unroll 1
+    for (int s = 0; s < kSteps; ++s) {
+      typename W::P p, rest;
+      W::template load_p<kProjectRows>(p, in_tile, row_wave() * C::kWaveRows, s, lane);
+      if constexpr (kF32) {
+        W::template load_p<kProjectRows>(rest, in_tile + kInBytes, row_wave() * C::kWaveRows, s,
+                                         lane);
+      }
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        typename W::V v;
+        W::template load_v<kDepth>(v, weight_tile, s, first_fragment() + f, lane);
+        if constexpr (kF32) W::outputs(o[f], rest, v);
+        W::outputs(o[f], p, v);
+      }
     }
   }
 
-  MLA_DEVICE void write_row(const typename W::Out (&o)[kFragments], int slot, int p, int column,
-                            int fragment0, int lane) const {
-    const Row r = find(p);
-    const ProjectionRecord& x = *r.record;
-    const int64_t index = r.row * x.out_row_stride + head * x.out_head_stride + column;
+  MLA_DEVICE void fetch_weights(Weights& weights, int k0) const {
+    const int c = column + weight_chunk() * 8;
+#pragma unroll
+    for (int i = 0; i < kWeightChunks; ++i) {
+      const int k = k0 + weight_row(i);
+      if (k < args.k && c < args.n) {
+        load_words(weights.words[i], w + static_cast<int64_t>(k) * args.n + c);
+      } else {
+        clear(weights.words[i]);
+      }
+    }
+  }
+
+  template <bool kF32>
+  MLA_DEVICE void fetch_inputs(Inputs<kF32>& in, const Sources& from, int k0) const {
+#pragma unroll
+    for (int i = 0; i < kInChunks; ++i) {
+      if (from.at[i] == nullptr || k0 + in_chunk() * 8 >= args.k) {
+        clear(in.words[i]);
+      } else if constexpr (kF32) {
+        load_floats(in.words[i], from.at[i] + static_cast<int64_t>(k0) * 4, from.aligned);
+      } else {
+        const Chunk c = load_chunk(from.at[i], k0, false, from.aligned);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) in.words[i][j] = c.w[j];
+      }
+    }
+  }
+
+  template <int kWords>
+  MLA_DEVICE static void clear(uint32_t (&words)[kWords]) {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) words[j] = 0;
+  }
+
+  template <bool kF32>
+  MLA_DEVICE void store(const Inputs<kF32>& in) const {
+#pragma unroll
+    for (int i = 0; i < kInChunks; ++i) {
+      const lds_t at = tile::chunk_at<kProjectRows>(in_tile, in_row(i), in_chunk());
+      Chunk c;
+      if constexpr (kF32) {
+        Chunk rest;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float a = bits_to_float(in.words[i][2 * j]);
+          const float b = bits_to_float(in.words[i][2 * j + 1]);
+          c.w[j] = pack_bf16(a, b);
+          rest.w[j] = pack_bf16(rest_of(a, c.w[j] << 16), rest_of(b, c.w[j] & 0xffff0000u));
+        }
+        tile::store_chunk(at + kInBytes, rest);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c.w[j] = in.words[i][j];
+      }
+      tile::store_chunk(at, c);
+    }
+  }
+  MLA_DEVICE void store(const Weights& weights) const {
+#pragma unroll
+    for (int i = 0; i < kWeightChunks; ++i) {
+      const uint32_t(&x)[4] = weights.words[i];
+      tile::store_chunk(tile::chunk_at<kDepth>(weight_tile, weight_row(i), weight_chunk()),
+                        Chunk{{x[0], x[1], x[2], x[3]}});
+    }
+  }
+
+  // What rounding took from x. Infinities have no rest, which would be NaN.
+  MLA_DEVICE static float rest_of(float x, uint32_t rounded) {
+    return (rounded & 0x7f800000u) == 0x7f800000u ? 0.0f : x - bits_to_float(rounded);
+  }
+
+  MLA_DEVICE void write_row(const typename W::Out (&o)[kFragments], int slot, int p, int fragment0,
+                            int lane) const {
+    const ProjectRow r = row(p);
+    const int64_t index = head * r.out_head_stride + column;
     const int bytes = args.out_is_f32 ? 4 : 2;
-    const bool aligned =
-        aligned_to(x.out, x.out_row_stride, x.out_head_stride, bytes, bytes * W::kRun);
+    const bool aligned = aligned_to(r.out, r.out_head_stride, 0, bytes, bytes * W::kRun);
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -134,36 +251,38 @@ class Project {
         float run[W::kRun];
 #pragma unroll
         for (int j = 0; j < W::kRun; ++j) run[j] = o[f].at(i + j);
-        store_run(x.out, index + c, run, args.out_is_f32 != 0, aligned);
+        store_run(r.out, index + c, run, args.out_is_f32 != 0, aligned);
       }
     }
   }
 
   // The rotated part of the queries passes through unchanged.
   MLA_DEVICE void copy_tail() const {
-    const int pairs = args.copy / 2;
-    for (int i = thread_index(); i < tile_rows.rows * pairs; i += kThreads) {
-      const int p = i / pairs, c = (i - p * pairs) * 2;
-      const Row r = find(p);
-      const ProjectionRecord& x = *r.record;
-      const int64_t from = r.row * x.in_row_stride + head * x.in_head_stride + args.k + c;
-      const int64_t to = r.row * x.out_row_stride + head * x.out_head_stride + args.n + c;
-      float v[2];
-      if (args.in_is_f32) {
-        v[0] = static_cast<const float*>(x.in)[from];
-        v[1] = static_cast<const float*>(x.in)[from + 1];
-      } else {
-        v[0] = bf16_to_float(static_cast<const uint16_t*>(x.in)[from]);
-        v[1] = bf16_to_float(static_cast<const uint16_t*>(x.in)[from + 1]);
+    const int runs = args.copy / 4;
+    const int bytes = args.out_is_f32 ? 4 : 2;
+    for (int i = thread_index(); i < part.rows * runs; i += kThreads) {
+      const int p = i / runs, c = (i - p * runs) * 4;
+      const ProjectRow r = row(p);
+      const int64_t from = head * r.in_head_stride + args.k + c;
+      const int64_t to = head * r.out_head_stride + args.n + c;
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        v[j] = args.in_is_f32 ? static_cast<const float*>(r.in)[from + j]
+                              : bf16_to_float(static_cast<const uint16_t*>(r.in)[from + j]);
       }
-      store_run(x.out, to, v, args.out_is_f32 != 0, false);
+      // n is a multiple of 8.
+      store_run(r.out, to, v, args.out_is_f32 != 0,
+                aligned_to(r.out, r.out_head_stride, 0, bytes, 4 * bytes));
     }
   }
 
   const ProjectArgs& args;
-  const ProjectTile tile_rows;
+  const ProjectTile part;
   const int head;
-  lds_t in_tile, weight_tile;
+  const uint16_t* w;  // of the head
+  const int column;
+  lds_t in_tile, weight_tile;  // inputs, and behind them their rests
 };
 
 }  // namespace mla::gpu

@@ -25,6 +25,7 @@ MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
 
 // One wave a row.
 MLA_DEVICE void append_kv(const AppendArgs& args) {
+  let_next_kernel_start();
   const int lane = tile::lane_index();
   const int row = block_index() * kSmallWaves + tile::wave_index();
   if (row >= args.first_row[args.count]) return;
@@ -69,6 +70,7 @@ class Combine {
   static constexpr int kSharedBytes = kStatisticsBytes + kSmallWaves * kWindow * 4;
 
   MLA_DEVICE static void run(const CombineArgs& args) {
+    let_next_kernel_start();
     const int tile_index = block_index();
     const int begin = args.reduce_indptr[tile_index];
     const int count = args.reduce_indptr[tile_index + 1] - begin;

@@ -22,6 +22,7 @@
   __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(4, 4)))
 #else
 #define MLA_LAUNCH_BOUNDS(threads) __launch_bounds__(threads, 1)
+#define MLA_LAUNCH_BOUNDS_OF_TWO(threads) __launch_bounds__(threads, 2)
 #define MLA_LAUNCH_BOUNDS_OF_FOUR(threads) __launch_bounds__(threads, 4)
 #endif
 #define MLA_DEVICE __device__ __forceinline__

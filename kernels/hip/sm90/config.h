@@ -28,7 +28,7 @@ struct AttendConfig<64> : AttendBase {
 };
 
 struct ProjectConfig {
-  static constexpr int kWaveRows = 32, kRowWaves = 2, kColWaves = 4;
+  static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 2;
 };
 
 }  // namespace mla::gpu

@@ -1,0 +1,125 @@
+// HipBackend: weights. Everything happens on the compute stream, so launches that were submitted
+// before see what was there before.
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/hip_backend.h"
+
+namespace mla::gpu {
+
+using kernels::Bf16;
+using kernels::Geometry;
+
+namespace {
+
+int64_t WeightBytes(const Geometry& g, int32_t heads) {
+  return int64_t{heads} * g.kv_lora_rank * (g.nope_dim + g.v_dim) * int64_t{sizeof(Bf16)};
+}
+
+// Of W_UV behind W_UK, in a slot for `heads` heads.
+int64_t ValuesOffset(const Geometry& g, int32_t heads) {
+  return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
+}
+
+}  // namespace
+
+absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                                     int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+  }
+  if (head_begin < 0 || head_end <= head_begin) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
+  }
+  if (WeightBytes(geometry, 1) <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights geometry: got kv_lora_rank ", geometry.kv_lora_rank, ", nope_dim ",
+                     geometry.nope_dim, ", v_dim ", geometry.v_dim, "; there is nothing to load"));
+  }
+  const Weights& target = weights_[slot];
+  // Another model's weights, or more heads than there is room for: the slot starts afresh.
+  const int32_t capacity = std::max(geometry.num_heads, head_end);
+  if (target.used() &&
+      (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
+    if (absl::Status s = FreeWeights(slot); !s.ok()) return s;
+  }
+  if (!target.used()) {
+    if (absl::Status s = PlaceWeights(slot, geometry, capacity); !s.ok()) return s;
+  }
+  const DevicePtr uk = weights_memory_.at() + static_cast<uint64_t>(arena_.at(slot));
+  const auto places = static_cast<int32_t>(target.loaded.size());
+  const DevicePtr uv = uk + static_cast<uint64_t>(ValuesOffset(geometry, places));
+  const int64_t row = geometry.kv_lora_rank * int64_t{sizeof(Bf16)};
+  for (const auto& [at, source, size] : {std::tuple(uk, w_uk, row * geometry.nope_dim),
+                                         std::tuple(uv, w_uv, row * geometry.v_dim)}) {
+    if (size == 0) continue;
+    absl::Status s = runtime_->CopyIn(at + static_cast<uint64_t>(head_begin * size), source,
+                                      (head_end - head_begin) * size, streams_.compute);
+    if (!s.ok()) return s;
+  }
+  std::vector<bool>& loaded = weights_[slot].loaded;
+  std::fill(loaded.begin() + head_begin, loaded.begin() + head_end, true);
+  return runtime_->Synchronize(streams_.compute);  // the source is the caller's
+}
+
+// Room for all heads of the model, and its addresses where the kernels look for them.
+absl::Status HipBackend::PlaceWeights(int32_t slot, const Geometry& geometry, int32_t heads) {
+  const int64_t bytes = WeightBytes(geometry, heads);
+  if (bytes > arena_.bytes() - arena_.used()) {
+    return absl::ResourceExhaustedError(absl::StrCat("limits.weights_bytes: got ", bytes,
+                                                     " bytes of weights beside ", arena_.used(),
+                                                     " in use, limit ", arena_.bytes()));
+  }
+  if (!arena_.Take(slot, bytes)) {
+    if (absl::Status s = CompactWeights(); !s.ok()) return s;
+    if (!arena_.Take(slot, bytes)) return absl::InternalError("weights: no room after compaction");
+  }
+  weights_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
+  absl::Status published = PublishWeights();
+  if (!published.ok()) published.Update(FreeWeights(slot));  // whoever comes again publishes
+  return published;
+}
+
+// Copies may not overlap, so an extent moves in pieces no longer than its way.
+absl::Status HipBackend::CompactWeights() {
+  for (const WeightArena::Move& move : arena_.Compact()) {
+    const int64_t piece = move.from - move.to;
+    for (int64_t done = 0; done < move.bytes; done += piece) {
+      absl::Status s =
+          runtime_->CopyDevice(weights_memory_.at() + static_cast<uint64_t>(move.to + done),
+                               weights_memory_.at() + static_cast<uint64_t>(move.from + done),
+                               std::min(piece, move.bytes - done), streams_.compute);
+      if (!s.ok()) return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::PublishWeights() {
+  auto* pointers = reinterpret_cast<uint64_t*>(weight_pointers_host_.data());
+  const size_t slots = weights_.size();
+  for (size_t i = 0; i < slots; ++i) {
+    const Weights& w = weights_[i];
+    const int64_t at = arena_.at(static_cast<int32_t>(i));
+    const int64_t values = ValuesOffset(w.geometry, static_cast<int32_t>(w.loaded.size()));
+    pointers[i] = w.used() ? weights_memory_.at() + static_cast<uint64_t>(at) : 0;
+    pointers[slots + i] = w.used() ? pointers[i] + static_cast<uint64_t>(values) : 0;
+  }
+  absl::Status s =
+      runtime_->CopyIn(weight_pointers_.at(), pointers, weight_pointers_.bytes(), streams_.compute);
+  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;  // the next call writes them again
+}
+
+absl::Status HipBackend::FreeWeights(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+  }
+  arena_.Free(slot);
+  weights_[slot] = Weights();
+  return absl::OkStatus();
+}
+
+}  // namespace mla::gpu

@@ -1,0 +1,168 @@
+// Weights on a GPU: taken at start, placed by one account, moved together where free room lies in
+// pieces.
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::gpu {
+namespace {
+
+using kernels::Bf16;
+using kernels::DType;
+using kernels::Geometry;
+using ::testing::HasSubstr;
+
+constexpr int32_t kLora = 512;
+constexpr int32_t kRope = 64;
+
+Geometry OfHeads(int32_t heads, int32_t dim = 8) { return {heads, kLora, kRope, dim, dim}; }
+int64_t BytesOf(const Geometry& g) {
+  return int64_t{g.num_heads} * kLora * (g.nope_dim + g.v_dim) * 2;
+}
+
+class WeightsTest : public BackendOnFakeTest {
+ protected:
+  static kernels::BackendLimits LimitsOf(int64_t weights_bytes) {
+    kernels::BackendLimits limits = Limits();
+    limits.weights_bytes = weights_bytes;
+    limits.weights_slots = 4;
+    return limits;
+  }
+  std::unique_ptr<HipBackend> Configured(int64_t weights_bytes) {
+    auto backend = HipBackend::Create(Options());
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    if (!backend.ok()) return nullptr;
+    EXPECT_TRUE((*backend)->Configure(LimitsOf(weights_bytes)).ok());
+    return *std::move(backend);
+  }
+  // W_UK of head h is `value` + h everywhere, W_UV the negative.
+  static absl::Status Load(HipBackend& backend, int32_t slot, const Geometry& g, float value,
+                           int32_t begin = 0, int32_t end = -1) {
+    if (end < 0) end = g.num_heads;
+    std::vector<Bf16> uk, uv;
+    for (int32_t h = begin; h < end; ++h) {
+      const float x = value + static_cast<float>(h);
+      uk.insert(uk.end(), static_cast<size_t>(g.nope_dim) * kLora, kernels::ToBf16(x));
+      uv.insert(uv.end(), static_cast<size_t>(g.v_dim) * kLora, kernels::ToBf16(-x));
+    }
+    return backend.LoadWeights(slot, g, begin, end, uk.data(), uv.data());
+  }
+  // What a one in the first element of head `head` is projected to: an element of its W_UK, or of
+  // W_UV.
+  static float Seen(HipBackend& b, int32_t slot, const Geometry& g, int32_t head, bool absorb) {
+    std::vector<Bf16> in(kLora + kRope, 0), out(kLora + kRope, 0);
+    in[0] = kernels::ToBf16(1.0f);
+    EXPECT_TRUE(b.BeginLaunch(0).ok());
+    auto from = b.StageInput(0, in.data(), static_cast<int64_t>(in.size()) * 2);
+    auto to = b.StageOutput(0, out.data(), static_cast<int64_t>(out.size()) * 2);
+    EXPECT_TRUE(from.ok() && to.ok());
+    const kernels::ProjectionRecord record{*from, *to, 0, 0, 0, 0, 1, 1, head, slot};
+    const absl::Status recorded = absorb
+                                      ? b.Absorb(0, g, DType::kBf16, DType::kBf16, {&record, 1})
+                                      : b.Project(0, g, DType::kBf16, DType::kBf16, {&record, 1});
+    EXPECT_TRUE(recorded.ok()) << recorded;
+    EXPECT_TRUE(b.Submit(0).ok());
+    EXPECT_TRUE(b.Wait(0).ok());
+    return kernels::ToFloat(out[0]);
+  }
+  static void ExpectSeen(HipBackend& b, int32_t slot, const Geometry& g, float value) {
+    for (int32_t h = 0; h < g.num_heads; ++h) {
+      EXPECT_EQ(Seen(b, slot, g, h, true), value + static_cast<float>(h)) << slot << ", " << h;
+      EXPECT_EQ(Seen(b, slot, g, h, false), -value - static_cast<float>(h)) << slot << ", " << h;
+    }
+  }
+};
+
+TEST_F(WeightsTest, OutOfMemoryAtStartNamesTheKey) {
+  const char* const keys[] = {"limits.weights_bytes: ", "kv_cache.bytes: "};
+  for (int i = 0; i < 2; ++i) {
+    auto backend = HipBackend::Create(Options());
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    control_->FailOnce("hipMalloc", i, 2);
+    const absl::Status status = (*backend)->Configure(LimitsOf(1 << 20));
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_THAT(status.message(), HasSubstr(keys[i]));
+    EXPECT_THAT(status.message(), HasSubstr("out of memory (2)"));
+    EXPECT_EQ(control_->live_bytes, 0);
+  }
+}
+
+TEST_F(WeightsTest, UploadsAllocateNothing) {
+  const Geometry g = OfHeads(4);
+  auto backend = Configured(2 * BytesOf(g));
+  ASSERT_NE(backend, nullptr);
+  const int64_t live = control_->live_bytes, allocations = control_->allocations;
+  control_->fail_call = "hipMalloc";
+  control_->fail_after = 0;
+  control_->fail_code = 2;
+  ASSERT_TRUE(Load(*backend, 0, g, 1.0f).ok());
+  ASSERT_TRUE(Load(*backend, 3, g, 16.0f).ok());
+  ExpectSeen(*backend, 0, g, 1.0f);
+  ExpectSeen(*backend, 3, g, 16.0f);
+  // Another model takes the slot.
+  const Geometry other = OfHeads(2, 16);
+  ASSERT_TRUE(Load(*backend, 0, other, 32.0f).ok());
+  ExpectSeen(*backend, 0, other, 32.0f);
+  EXPECT_EQ(control_->allocations, allocations);
+  EXPECT_EQ(control_->live_bytes, live);
+}
+
+// The account is of whole models: what begins also ends, whatever comes between.
+TEST_F(WeightsTest, TheFirstHeadTakesTheRoomOfAll) {
+  const Geometry g = OfHeads(4);
+  auto backend = Configured(2 * BytesOf(g));
+  ASSERT_NE(backend, nullptr);
+  ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 3, 4).ok());
+  ASSERT_TRUE(Load(*backend, 1, g, 8.0f, 0, 1).ok());
+  const absl::Status status = Load(*backend, 2, OfHeads(1), 24.0f);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(status.message(),
+            "limits.weights_bytes: got 16384 bytes of weights beside 131072 in use, limit 131072");
+  ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 3).ok());
+  ASSERT_TRUE(Load(*backend, 1, g, 8.0f, 1, 4).ok());
+  ExpectSeen(*backend, 0, g, 1.0f);
+  ExpectSeen(*backend, 1, g, 8.0f);
+  ASSERT_TRUE(backend->FreeWeights(0).ok());
+  ASSERT_TRUE(Load(*backend, 2, OfHeads(1), 24.0f).ok());
+  ExpectSeen(*backend, 2, OfHeads(1), 24.0f);
+}
+
+TEST_F(WeightsTest, FreeRoomInPiecesIsJoined) {
+  const Geometry small = OfHeads(1), middle = OfHeads(3), large = OfHeads(4);
+  auto backend = Configured(BytesOf(OfHeads(8)));
+  ASSERT_NE(backend, nullptr);
+  ASSERT_TRUE(Load(*backend, 0, small, 1.0f).ok());
+  ASSERT_TRUE(Load(*backend, 1, middle, 2.0f).ok());
+  ASSERT_TRUE(Load(*backend, 2, small, 8.0f).ok());
+  ASSERT_TRUE(Load(*backend, 3, middle, 16.0f).ok());
+  ASSERT_TRUE(backend->FreeWeights(0).ok());
+  ASSERT_TRUE(backend->FreeWeights(3).ok());
+  // One head's room before the three of slot 1, which therefore move in pieces, and three behind.
+  ASSERT_TRUE(Load(*backend, 0, large, 32.0f).ok());
+  ExpectSeen(*backend, 0, large, 32.0f);
+  ExpectSeen(*backend, 1, middle, 2.0f);
+  ExpectSeen(*backend, 2, small, 8.0f);
+}
+
+TEST_F(WeightsTest, BadUploadsAreRefused) {
+  auto backend = Configured(1 << 20);
+  ASSERT_NE(backend, nullptr);
+  const Geometry g = OfHeads(2);
+  EXPECT_EQ(Load(*backend, 4, g, 1.0f).message(), "weights slot: got 4, limit 4");
+  EXPECT_EQ(Load(*backend, -1, g, 1.0f).message(), "weights slot: got -1, limit 4");
+  EXPECT_EQ(Load(*backend, 0, g, 1.0f, 1, 1).message(), "weights heads: got [1, 1)");
+  EXPECT_EQ(Load(*backend, 0, OfHeads(2, 0), 1.0f).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(backend->FreeWeights(4).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(backend->FreeWeights(0).ok());
+  // Heads that have not come can not be used.
+  ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 1).ok());
+  ASSERT_TRUE(backend->BeginLaunch(0).ok());
+  const kernels::ProjectionRecord record{nullptr, nullptr, 0, 0, 0, 0, 1, 2, 0, 0};
+  EXPECT_EQ(backend->Absorb(0, g, DType::kBf16, DType::kBf16, {&record, 1}).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+}  // namespace
+}  // namespace mla::gpu
