@@ -361,8 +361,11 @@ TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
     return now;
   };
   {
-    const server::Watchdog watchdog([&engine] { return (*engine)->Healthy(); }, &state,
-                                    std::chrono::seconds(10), std::chrono::milliseconds(10));
+    const server::Watchdog watchdog(
+        [&engine] {
+          return server::SignOfLife{(*engine)->Healthy(), (*engine)->Stats()};
+        },
+        &state, std::chrono::seconds(10), std::chrono::milliseconds(10));
     EXPECT_TRUE(state.Get().serving());
     Lose();
     const scheduler::StreamId stream = (*engine)->OpenStream("t");
