@@ -34,6 +34,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_desc.h"
 #include "kernels/attention_params.h"
+#include "kernels/input_fragments.h"
 
 namespace mla::kernels {
 
@@ -45,6 +46,8 @@ struct BackendInfo {
   std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
   int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
   bool unified_memory = true;  // StageInput returns the host address itself
+  // StageInputFragments is there.
+  bool reads_fragments = false;
   // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
   // caller bounds.
   int64_t memory_bytes = 0;
@@ -178,6 +181,14 @@ class AttentionBackend {
   virtual absl::Status BeginLaunch(int32_t slot) = 0;
   virtual absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) = 0;
   virtual absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) = 0;
+  // Queries in pieces, which the launch reads where they lie: one call for each request at most.
+  // The address is for records alone; nothing may be loaded from it.
+  virtual absl::StatusOr<const void*> StageInputFragments(int32_t slot,
+                                                          const FragmentedInput& input) {
+    static_cast<void>(slot);
+    static_cast<void>(input);
+    return absl::UnimplementedError("inputs in pieces: not read by this backend");
+  }
   // The same for a matrix of `rows` rows in parts, which lies in one piece where the launch sees
   // it. The parts are read during the call. A backend with unified memory takes the piece from the
   // slot's workspace, inputs copied at once and outputs handed out when the launch has completed.

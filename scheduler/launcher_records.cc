@@ -27,7 +27,11 @@ absl::Status Launcher::StageQueryAndOutput(const Launch& launch, const StreamReq
   const int64_t q_row =
       int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
   absl::StatusOr<const void*> q =
-      backend_->StageInput(launch.slot, args.q + first * q_row, rows * q_row);
+      args.q_fragments.empty()
+          ? backend_->StageInput(launch.slot, args.q + first * q_row, rows * q_row)
+          : backend_->StageInputFragments(
+                launch.slot,
+                {args.q_fragments, args.q_fragments_offset + first * q_row, rows * q_row});
   if (!q.ok()) return q.status();
   staged->q = static_cast<const std::byte*>(*q);
   const int64_t o_row =

@@ -9,12 +9,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/attention_desc.h"
 #include "kernels/dtype.h"
+#include "kernels/input_fragments.h"
 
 namespace mla::scheduler {
 
@@ -59,8 +61,12 @@ struct AttendArgs {
   // Row-major host memory; sizes follow from the model (the transport has checked them).
   const std::byte* kv = nullptr;  // [row_count, lora + rope] if has_kv
   const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only
-  std::byte* o = nullptr;         // [row_count, num_heads, o dim], written by the launch
-  float* lse = nullptr;           // [row_count, num_heads] if want_lse
+  // Or q in pieces, where the backend reads_fragments and the request is for all heads: the tensor
+  // begins at that byte of what the fragments hold together. q is null then.
+  std::span<const kernels::InputFragment> q_fragments;
+  int64_t q_fragments_offset = 0;
+  std::byte* o = nullptr;  // [row_count, num_heads, o dim], written by the launch
+  float* lse = nullptr;    // [row_count, num_heads] if want_lse
 };
 
 struct EndStepArgs {

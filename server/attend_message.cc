@@ -30,6 +30,8 @@ void AttendMessage::Recycle() {
   tag = 0;
   input.Reset();
   output.Reset();
+  slices.clear();
+  fragments.clear();
   region.reset();
   reply_area = {};
   reply_bound = 0;

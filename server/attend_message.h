@@ -11,6 +11,8 @@
 #ifndef MLA_SERVER_ATTEND_MESSAGE_H_
 #define MLA_SERVER_ATTEND_MESSAGE_H_
 
+#include <grpcpp/support/slice.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -46,6 +48,9 @@ class AttendMessage final : public scheduler::StreamRequest {
   AttendMessageOwner* owner = nullptr;
   uint64_t tag = 0;
   StagingPool::Block input, output;
+  // The message as it was received, where its queries are read in place.
+  std::vector<grpc::Slice> slices;
+  std::vector<kernels::InputFragment> fragments;  // of those slices
   AttendSizes sizes;
   absl::Status answer;
   scheduler::Fault fault;

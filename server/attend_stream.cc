@@ -41,7 +41,8 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
       call_(std::move(call)),
       preparer_(shared.engine, tenant),
       requests_(shared.metrics->ForTenant(tenant)),
-      engine_stream_(shared.engine->OpenStream(tenant)) {
+      engine_stream_(shared.engine->OpenStream(tenant)),
+      reads_fragments_(shared.engine->backend_info().reads_fragments) {
   shared_.metrics->wire().streams.fetch_add(1);
 }
 
@@ -234,8 +235,24 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
   return absl::OkStatus();
 }
 
+// Lets the engine have the queries where they lie: the message keeps its slices until then.
+void AttendStream::KeepInPlace(AttendMessage* message) {
+  int64_t begin = 0;
+  for (const wire::Fragment& fragment : fragments_) {
+    if (fragment.empty()) continue;
+    message->fragments.push_back({fragment.data(), begin});
+    begin += static_cast<int64_t>(fragment.size());
+  }
+  // Elements stay where they are, and with them the bytes of slices that hold their own.
+  message->slices.swap(slices_);
+  message->attend.q_fragments = message->fragments;
+  message->attend.q_fragments_offset =
+      static_cast<int64_t>(payload_.offset) + message->sizes.kv_bytes;
+}
+
 // Takes input and output memory together (so that no request waits holding half of what it needs)
-// and copies the tensors in: the only copy on their way to the engine.
+// and copies the tensors in: the only copy on their way to the engine. Queries that the backend
+// reads in place are not copied, but counted all the same: their slices are memory, too.
 bool AttendStream::TakeStaging(AttendMessage* message) {
   const AttendSizes& sizes = message->sizes;
   const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
@@ -256,17 +273,21 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
     wire::GatherBytes(fragments_, payload_.offset, kv_bytes, message->input.data());
     args.kv = message->input.data();
   }
-  if (q_bytes > 0) {
+  size_t copied = kv_bytes;
+  if (q_bytes > 0 && reads_fragments_ && args.num_heads == args.sized_for.num_heads) {
+    KeepInPlace(message);
+  } else if (q_bytes > 0) {
     std::byte* q = message->input.data() + AlignUp(kv_bytes);
     wire::GatherBytes(fragments_, payload_.offset + kv_bytes, q_bytes, q);
     args.q = q;
+    copied += q_bytes;
   }
   if (sizes.o_bytes > 0) args.o = message->output.data();
   if (sizes.lse_bytes > 0) {
     args.lse = reinterpret_cast<float*>(message->output.data() +
                                         AlignUp(static_cast<size_t>(sizes.o_bytes)));
   }
-  shared_.metrics->wire().copied_bytes.fetch_add(kv_bytes + q_bytes, std::memory_order_relaxed);
+  shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
   return true;
 }
 

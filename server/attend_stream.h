@@ -95,6 +95,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   absl::Status Prepare(AttendMessage* message, bool* stalled);
   absl::Status PrepareShared(AttendMessage* message);
   bool TakeStaging(AttendMessage* message);
+  void KeepInPlace(AttendMessage* message);
   void Discharge(AttendMessage* message);
 
   // Writing side.
@@ -107,6 +108,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   AttendPreparer preparer_;
   TenantCounters* const requests_;
   scheduler::StreamId engine_stream_ = 0;
+  const bool reads_fragments_;  // the backend does
 
   // Used by the reading side alone.
   grpc::ByteBuffer incoming_;

@@ -71,6 +71,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
       "bf16 rows, bf16 or fp32 queries and outputs, heads 1..65535, any dims up to 8192, page >= 1";
   info_.units = threads;
   info_.unified_memory = true;
+  info_.reads_fragments = true;
   // Levels that compute in fp32 read fp32 queries at the same rate.
   if (!kernels.bf16_operands) info_.absorbed_q_of_bf16 = DType::kF32;
 }
@@ -231,6 +232,7 @@ void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
       phase.run.params = &command.attention;
       phase.run.layout = cpu::MakeRunLayout(kernels_, command.attention.desc);
       phase.run.pool = Pool();
+      phase.run.inputs = command.inputs;
       phase.run.partials = {partial_o_.As<float>(), partial_lse_.As<float>(),
                             PartialRowFloats(limits())};
       items = plan.work_indptr.empty() ? 0 : plan.work_indptr.back();
@@ -351,6 +353,7 @@ void CpuBackend::ProjectItem(const HostCommand& command, int64_t item, int32_t p
   context.absorb = command.kind == HostCommand::Kind::kAbsorb;
   context.in = command.in;
   context.out = command.out;
+  context.inputs = command.inputs;
   for (const ProjectionRecord& record : command.projections) {
     const int64_t items = ProjectionItems(record);
     if (item >= items) {

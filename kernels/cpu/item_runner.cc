@@ -60,7 +60,7 @@ class ItemState {
   void PackQueries(const Group& group);
   void PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out);
   void PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out);
-  int64_t QueryOffset(const Group& group, int32_t n) const;  // in elements
+  const void* QueryRow(const Group& group, int32_t n, int32_t place) const;
   int32_t SetVisible(const Group& group);
   void PrepareChunk(int32_t begin, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
@@ -95,8 +95,13 @@ void ItemState::SelectHead(int32_t head) {
               As<std::byte>(at_.uk));
 }
 
-int64_t ItemState::QueryOffset(const Group& group, int32_t n) const {
-  return group.query_row(n) * request_.q_row_stride + group.head(n) * request_.q_head_stride;
+// Packed row n as it was sent. One in pieces is copied to `place` of the panel's rows, at most.
+const void* ItemState::QueryRow(const Group& group, int32_t n, int32_t place) const {
+  const int64_t offset =
+      group.query_row(n) * request_.q_row_stride + group.head(n) * request_.q_head_stride;
+  const auto size = static_cast<int64_t>(ElementSize(context_.params->desc.q_dtype));
+  return RowAt(context_.inputs, static_cast<const std::byte*>(request_.q) + offset * size,
+               at_.key_dim * size, scratch_ + at_.query_rows + place * at_.query_row_bytes);
 }
 
 void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out) {
@@ -106,7 +111,7 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
       const uint16_t* columns[kPanel] = {};
       const int32_t count = std::min(kPanel, rows - n);
       for (int32_t i = 0; i < count; ++i) {
-        columns[i] = static_cast<const uint16_t*>(request_.q) + QueryOffset(group, first + n + i);
+        columns[i] = static_cast<const uint16_t*>(QueryRow(group, first + n + i, i));
       }
       kernels_.pack_rows(columns, count, at_.key_dim, reinterpret_cast<uint16_t*>(out));
     }
@@ -119,11 +124,10 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
   const int32_t panels = (rows + kPanel - 1) / kPanel;
   std::memset(out, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
   for (int32_t n = 0; n < rows; ++n) {
-    const int64_t offset = QueryOffset(group, first + n);
+    const void* const row = QueryRow(group, first + n, 0);
     auto* to = reinterpret_cast<float*>(out + n / kPanel * at_.q_panel_bytes) + n % kPanel;
     for (int32_t i = 0; i < at_.key_dim; ++i) {
-      to[static_cast<int64_t>(i) * kPanel] =
-          LoadElement(request_.q, params.desc.q_dtype, offset + i);
+      to[static_cast<int64_t>(i) * kPanel] = LoadElement(row, params.desc.q_dtype, i);
     }
   }
 }
@@ -136,8 +140,7 @@ void ItemState::PackSplitQueries(const Group& group, int32_t first, int32_t rows
     const uint16_t *high_rows[kPanel] = {}, *low_rows[kPanel] = {};
     const int32_t count = std::min(kPanel, rows - n);
     for (int32_t i = 0; i < count; ++i) {
-      const int64_t offset = QueryOffset(group, first + n + i);
-      kernels_.split(static_cast<const float*>(request_.q) + offset, at_.key_dim,
+      kernels_.split(static_cast<const float*>(QueryRow(group, first + n + i, i)), at_.key_dim,
                      high + i * at_.split_ld, low + i * at_.split_ld);
       high_rows[i] = high + i * at_.split_ld;
       low_rows[i] = low + i * at_.split_ld;

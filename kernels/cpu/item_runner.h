@@ -21,6 +21,7 @@
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/run_layout.h"
 #include "kernels/host/host_backend.h"
+#include "kernels/host/input_map.h"
 
 namespace mla::kernels::cpu {
 
@@ -42,6 +43,7 @@ struct RunContext {
   RunLayout layout;
   PoolView pool;
   PartialBuffers partials;
+  const InputMap* inputs = nullptr;  // where queries in pieces lie, if there are any
 };
 
 // `weights` are those of the item's request; unused in the absorbed form.
@@ -58,6 +60,7 @@ struct ProjectionContext {
   bool absorb = true;
   DType in = DType::kBf16;
   DType out = DType::kBf16;
+  const InputMap* inputs = nullptr;  // as in RunContext
 };
 void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& record,
                   const PackedWeights& weights, int32_t head, int32_t row_begin, int32_t row_end,

@@ -84,8 +84,13 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   const ProjectionLayout at = MakeProjectionLayout(kernels, in_dim, out_dim);
   const int32_t rows = row_end - row_begin;
   auto** operands = reinterpret_cast<const void**>(scratch + at.row_ptrs);
-  const auto in_at = [&](int32_t r) {
-    return (row_begin + r) * record.in_row_stride + head * record.in_head_stride;
+  const auto in_size = static_cast<int64_t>(ElementSize(context.in));
+  // `count` elements of row r from `first` on, at least as much room in `spare`.
+  const auto in_at = [&](int32_t r, int32_t first, int32_t count, void* spare) {
+    const int64_t offset =
+        (row_begin + r) * record.in_row_stride + head * record.in_head_stride + first;
+    return RowAt(context.inputs, static_cast<const std::byte*>(record.in) + offset * in_size,
+                 count * in_size, spare);
   };
 
   GemmArgs gemm{};
@@ -108,13 +113,15 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     operands[r] = row;
     operands[rows + r] = low;
     if (direct) {
-      operands[r] = static_cast<const std::byte*>(record.in) +
-                    in_at(r) * static_cast<int64_t>(ElementSize(context.in));
-    } else if (split) {
-      kernels.split(static_cast<const float*>(record.in) + in_at(r), in_dim,
-                    reinterpret_cast<uint16_t*>(row), reinterpret_cast<uint16_t*>(low));
+      operands[r] = in_at(r, 0, in_dim, row);
+      continue;
+    }
+    const void* const sent = in_at(r, 0, in_dim, scratch + at.query);
+    if (split) {
+      kernels.split(static_cast<const float*>(sent), in_dim, reinterpret_cast<uint16_t*>(row),
+                    reinterpret_cast<uint16_t*>(low));
     } else {
-      CopyOperands(static_cast<const Bf16*>(record.in) + in_at(r), in_dim, false, row, 0);
+      CopyOperands(static_cast<const Bf16*>(sent), in_dim, false, row, 0);
     }
   }
   const bool stacked = split && 2 * rows <= kTileRows;
@@ -130,9 +137,15 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     const float* terms[] = {gemm.c + r * gemm.ldc, gemm.c + (rows + r) * gemm.ldc};
     StoreSum(kernels, terms, kOnes, stacked ? 2 : 1, out_dim, context.out, record.out, out);
     if (!context.absorb) continue;
-    for (int32_t i = 0; i < g.rope_dim; ++i) {  // the rotated part is copied
-      const float value = LoadElement(record.in, context.in, in_at(r) + g.nope_dim + i);
-      StoreElement(record.out, context.out, out + g.kv_lora_rank + i, value);
+    constexpr int32_t kAtOnce = 16;
+    float spare[kAtOnce];
+    for (int32_t i = 0; i < g.rope_dim; i += kAtOnce) {  // the rotated part is copied
+      const int32_t count = std::min(kAtOnce, g.rope_dim - i);
+      const void* const sent = in_at(r, g.nope_dim + i, count, spare);
+      for (int32_t k = 0; k < count; ++k) {
+        StoreElement(record.out, context.out, out + g.kv_lora_rank + i + k,
+                     LoadElement(sent, context.in, k));
+      }
     }
   }
 }

@@ -38,6 +38,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.value_dim = at.expanded ? g.v_dim : g.kv_lora_rank;
   at.value_panels = (at.value_dim + kPanel - 1) / kPanel;
   at.q_terms = kernels.bf16_operands && desc.q_dtype == DType::kF32 ? 2 : 1;
+  at.query_row_bytes = RoundUp(at.key_dim * static_cast<int64_t>(ElementSize(desc.q_dtype)), kLine);
   at.split_ld = RoundUp(at.key_dim, 2 * kPanel);
   at.q_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, at.key_dim);
   at.q_block_bytes = at.q_panel_bytes * (kTileRows / kPanel);
@@ -59,6 +60,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.key_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.value_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.next_rows = cut.Take(kTileRows * kPointer);
+  at.query_rows = cut.Take(kPanel * at.query_row_bytes);
   if (at.q_terms == 2) at.split_rows = cut.Take(2 * kPanel * at.split_ld * 2);
   at.queries = cut.Take(blocks * at.q_terms * at.q_block_bytes);
   at.logits = cut.Take(kTileRows * kLogitsLd * kFloat);
@@ -98,6 +100,7 @@ ProjectionLayout MakeProjectionLayout(const KernelSet& kernels, int32_t in_dim, 
   at.row_ptrs = cut.Take(2 * kTileRows * kPointer);
   at.rows = cut.Take(2 * kTileRows * at.row_bytes);
   at.c = cut.Take(kTileRows * at.c_ld * kFloat);
+  at.query = cut.Take(in_dim * kFloat);
   at.bytes = cut.bytes();
   return at;
 }

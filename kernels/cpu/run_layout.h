@@ -30,6 +30,7 @@ struct RunLayout {
   int32_t value_panels = 0;
   int32_t q_terms = 1;          // bf16 parts that a query is the sum of (2 for fp32 queries)
   int64_t split_ld = 0;         // elements between rows of split_rows
+  int64_t query_row_bytes = 0;  // between query_rows
   int64_t q_panel_bytes = 0;    // of one B panel of packed queries
   int64_t q_block_bytes = 0;    // of one term of a block of kTileRows packed rows
   int64_t v_panel_bytes = 0;    // value panels of a tile (bf16)
@@ -45,6 +46,7 @@ struct RunLayout {
   int64_t key_ptrs = 0;    // const void*[chunk_rows]: A rows of the logits product
   int64_t value_ptrs = 0;  // const void*[chunk_rows]: value rows before packing
   int64_t next_rows = 0;   // const void*[kTileRows]: where the rows of the next tile lie
+  int64_t query_rows = 0;  // of a panel, where they lie in pieces
   int64_t split_rows = 0;  // both parts of a panel's queries before packing, row by row
   int64_t queries = 0;     // packed queries, block by block, term by term
   int64_t logits = 0, probabilities = 0, rests = 0, value_panels_at = 0;
@@ -60,6 +62,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc);
 // kTileRows rows.
 struct ProjectionLayout {
   int64_t row_ptrs = 0, rows = 0, c = 0;
+  int64_t query = 0;  // one row as it was sent, where it lies in pieces; of `in_dim` elements
   int64_t row_bytes = 0;
   int64_t c_ld = 0;
   int64_t bytes = 0;

@@ -87,6 +87,7 @@ absl::Status HostBackend::Configure(const BackendLimits& limits) {
   for (Slot& slot : slots_) {
     slot.commands.reserve(kMaxCommands);
     slot.hand_outs.reserve(kMaxOutputParts);
+    slot.inputs.Reserve(limits.launch_requests);
     auto workspace = MappedMemory::Create("slot workspace", limits.slot_workspace_bytes, true);
     if (!workspace.ok()) return workspace.status();
     slot.workspace = *std::move(workspace);
@@ -200,6 +201,7 @@ absl::StatusOr<HostCommand*> HostBackend::Record(int32_t slot, HostCommand::Kind
   }
   commands.emplace_back();
   commands.back().kind = kind;
+  commands.back().inputs = &slots_[slot].inputs;
   return &commands.back();
 }
 
@@ -214,6 +216,7 @@ absl::Status HostBackend::BeginLaunch(int32_t slot) {
   slots_[slot].state = SlotState::kRecording;
   slots_[slot].commands.clear();
   slots_[slot].hand_outs.clear();
+  slots_[slot].inputs.Clear();
   slots_[slot].workspace_used = 0;
   return absl::OkStatus();
 }
@@ -221,6 +224,15 @@ absl::Status HostBackend::BeginLaunch(int32_t slot) {
 absl::StatusOr<const void*> HostBackend::StageInput(int32_t slot, const void* host, int64_t) {
   if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
   return host;
+}
+
+absl::StatusOr<const void*> HostBackend::StageInputFragments(int32_t slot,
+                                                             const FragmentedInput& input) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  const void* const address = slots_[slot].inputs.Add(input);
+  if (address != nullptr) return address;
+  return absl::ResourceExhaustedError(
+      absl::StrCat("inputs in pieces: limit ", limits_.launch_requests));
 }
 
 absl::StatusOr<void*> HostBackend::StageOutput(int32_t slot, void* host, int64_t) {

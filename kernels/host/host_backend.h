@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "kernels/host/input_map.h"
 #include "kernels/host/mapped_memory.h"
 
 namespace mla::kernels {
@@ -34,7 +35,8 @@ struct HostCommand {
   std::span<const KvRange> ranges;
   std::span<const AppendRecord> appends;
   std::span<const ProjectionRecord> projections;
-  AttentionParams attention;  // kRun
+  AttentionParams attention;         // kRun
+  const InputMap* inputs = nullptr;  // of the launch; queries may lie in pieces
 };
 
 // Where KV rows lie: pool base and the table that addresses it.
@@ -76,6 +78,9 @@ class HostBackend : public AttentionBackend {
   absl::Status BeginLaunch(int32_t slot) override;
   absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override;
   absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override;
+  // For derived classes that say so in Info().
+  absl::StatusOr<const void*> StageInputFragments(int32_t slot,
+                                                  const FragmentedInput& input) override;
   absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
                                               std::span<const InputPart> parts) override;
   absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
@@ -141,6 +146,7 @@ class HostBackend : public AttentionBackend {
     MappedMemory workspace;
     int64_t workspace_used = 0;
     std::vector<HandOut> hand_outs;  // capacity kMaxOutputParts, never regrown
+    InputMap inputs;
   };
 
   absl::Status CheckRecording(int32_t slot) const;

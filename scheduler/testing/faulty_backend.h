@@ -81,6 +81,11 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
     return inner_->StageInput(slot, host, bytes);
   }
+  absl::StatusOr<const void*> StageInputFragments(int32_t slot,
+                                                  const kernels::FragmentedInput& input) override {
+    if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
+    return inner_->StageInputFragments(slot, input);
+  }
   absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override {
     return inner_->StageOutput(slot, host, bytes);
   }

@@ -10,6 +10,7 @@
 #define MLA_TESTS_CONFORMANCE_CASE_RUNNER_H_
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,6 +31,9 @@ struct RunnerOptions {
   int64_t partial_rows = 200000;
   int64_t weights_bytes = int64_t{768} << 20;
   int32_t weights_slots = 64;
+  // > 0: backends that read queries in pieces get them so, each piece about that large and at an
+  // address of its own choice.
+  int64_t query_piece_bytes = 0;
 };
 
 struct RunOptions {
@@ -69,6 +73,7 @@ class CaseRunner {
   absl::Status WriteTables(const Workload& workload);
   absl::Status Append(const Workload& workload);
   absl::StatusOr<Tensors> MakeTensors(const Workload& workload, size_t request);
+  absl::StatusOr<const void*> StageQueries(std::byte* host, int64_t bytes);
   absl::Status Attend(const Workload& workload, const RunOptions& options,
                       std::vector<Tensors>& tensors);
   absl::Status Project(const Workload& workload, std::vector<Tensors>& tensors, bool absorb);
@@ -87,6 +92,7 @@ class CaseRunner {
   std::vector<kernels::ProjectionRecord> absorbs_, projects_;
   std::vector<kernels::RequestRecord> records_;
   std::vector<kernels::TableRange> table_ranges_;
+  std::deque<std::vector<kernels::InputFragment>> fragments_;  // by request
 };
 
 }  // namespace mla::conformance

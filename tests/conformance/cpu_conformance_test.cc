@@ -152,6 +152,18 @@ TEST(CpuConformanceTest, EmulatedLevels) {
   ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
 }
 
+// Queries as a network delivers them: whole messages, some heads and less than one head a piece.
+TEST(CpuConformanceTest, QueriesInPieces) {
+  for (const int64_t bytes : {int64_t{1} << 20, int64_t{4099}, int64_t{201}}) {
+    SuiteOptions options = Options(SampleCases(Sampler(), 900000, kSampledCases / 20));
+    options.runner.query_piece_bytes = bytes;
+    ExpectNoFailures(RunSuite(options));
+    options = EmulatedOptions(SampleCases(Sampler(), 900000, kEmulatedCases / 8));
+    options.runner.query_piece_bytes = bytes;
+    ExpectNoFailures(RunSuite(options));
+  }
+}
+
 // Pieces that are empty, or fully masked for some or all of their rows.
 TEST(CpuConformanceTest, PlansWithEmptyAndMaskedPieces) {
   SuiteOptions options = Options(SampleCases(Sampler(), 500000, kSampledCases / 10));
