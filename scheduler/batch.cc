@@ -59,6 +59,8 @@ void Batch::Clear() {
 }
 
 void Batch::OrderByStage() {
+  const auto used = [](int32_t rows) { return rows > 0; };
+  if (std::count_if(std::begin(rows_by_stage), std::end(rows_by_stage), used) <= 1) return;
   by_stage_.clear();
   for (const Stage stage : {Stage::kDecode, Stage::kExtend, Stage::kPrefill}) {
     for (const Segment& segment : segments) {

@@ -80,6 +80,22 @@ class Launcher {
     float* lse = nullptr;
   };
 
+  // What the records of a request's segments have in common: a decode step has a segment for each
+  // of its sequences, at every layer.
+  struct Common {
+    const StreamRequest* request = nullptr;
+    Staged staged;
+    int32_t expanded_min_rows = 0;  // of EXPANDED: shorter segments take the absorbed form
+    int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
+    kernels::AppendRecord append{};
+    kernels::RequestRecord sent{}, latent{};  // by the tensors sent; between the projections
+    kernels::ProjectionRecord absorb{}, project{};
+    int64_t latent_q_row_bytes = 0, latent_o_row_bytes = 0;
+    // Workspace taken and not yet given to a segment.
+    std::byte *latent_q = nullptr, *latent_o = nullptr;
+    int64_t latent_rows = 0;
+  };
+
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            ModelTable* models, const Clock* clock);
   absl::Status Fill(Launch* launch);
@@ -93,12 +109,13 @@ class Launcher {
   absl::Status StageExpandedSlices(Launch* launch, const FusedSlices& slices, Staged* staged);
   absl::Status StageLse(const Launch& launch, const FusedSlices& slices, Staged* staged);
   absl::Status StageBatch(Launch* launch);
-  void AddAppend(Launch* launch, const Segment& segment, const Staged& staged);
+  Common CommonOf(const Segment& segment, const Staged& staged, const BatchKey& key) const;
+  void AddAppend(Launch* launch, const Segment& segment, const Common& common);
   kernels::RequestRecord Record(const Segment& segment) const;
-  absl::Status AddCompute(Launch* launch, const Segment& segment, const Staged& staged);
+  // Of segment `index` of the batch.
+  absl::Status AddCompute(Launch* launch, size_t index, Common* common);
+  absl::Status TakeLatents(const Launch& launch, size_t index, Common* common);
   void AddFused(Launch* launch, const Segment& segment);
-  absl::Status AddAbsorbedOfExpanded(Launch* launch, const Segment& segment,
-                                     kernels::RequestRecord record);
   absl::Status Plan(Launch* launch);
   absl::Status Enqueue(Launch* launch);
   void Report(Launch* launch);

@@ -49,6 +49,25 @@ TEST_P(ClientTransportTest, ServesWholeSteps) {
   EXPECT_EQ(stats->copied_bytes() > 0, !shared);
 }
 
+// Queries of whole messages are computed from where gRPC left them, whatever the row's place in its
+// slices; only the cache's rows are copied. A head slice is gathered, to lie beside its siblings.
+TEST(InlineTest, CpuBackendReadsQueriesInPlace) {
+  const TestServer server([](server::Config& config) { config.backend = "cpu"; });
+  const auto client = server.Connect(Over(Transport::kGrpc));
+  Dims dims;
+  dims.heads = 16;
+  Worker worker(client.get(), dims, "m", 1);
+  ASSERT_EQ(worker.Upload(), absl::OkStatus());
+  Track a = *worker.Open(), b = *worker.Open();
+  EXPECT_EQ(worker.Step({&a, &b}, {200, 3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&b, &a}, {1, 150}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&a, &b}, {1, 1}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  const auto stats = client->GetStats();
+  ASSERT_TRUE(stats.ok());
+  const int rows = 203 + 151 + 2;
+  EXPECT_EQ(stats->copied_bytes(), static_cast<uint64_t>(rows * dims.layers * dims.row() * 2));
+}
+
 // More rows than the region has room for at a time: pieces wait for those before them.
 TEST_P(ClientTransportTest, LargeCallsWaitForRoom) {
   const TestServer server;
