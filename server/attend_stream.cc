@@ -16,9 +16,6 @@ namespace {
 constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
-// From this size on a message is likely to be one of several, and the next may arrive while another
-// thread copies this one. Smaller ones stay where caches know their memory.
-constexpr size_t kLongMessage = size_t{2} << 20;
 
 size_t AlignUp(size_t bytes) {
   return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
@@ -35,14 +32,15 @@ grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
 }  // namespace
 
 AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
-                           std::unique_ptr<StreamCall> call, const std::string& tenant)
+                           std::unique_ptr<StreamCall> call, const std::string& tenant,
+                           bool in_place)
     : shared_(shared),
       registry_(registry),
       call_(std::move(call)),
       preparer_(shared.engine, tenant),
       requests_(shared.metrics->ForTenant(tenant)),
       engine_stream_(shared.engine->OpenStream(tenant)),
-      reads_fragments_(shared.engine->backend_info().reads_fragments) {
+      in_place_(in_place) {
   shared_.metrics->wire().streams.fetch_add(1);
 }
 
@@ -66,8 +64,9 @@ void AttendStream::OnReadDone(bool ok) {
   }
   const size_t length = incoming_.Length();
   shared_.metrics->wire().received_bytes.fetch_add(length, std::memory_order_relaxed);
-  // Copying, or a launch that this thread runs, must not keep other clients' messages waiting.
-  if (call_->poller().Alternates(this) || length >= kLongMessage) call_->poller().HandOver();
+  // Copying, or a launch that this thread runs, must not keep other clients' messages waiting. A
+  // stream that is alone goes on by itself: its next message would only find other caches.
+  if (call_->poller().Alternates(this)) call_->poller().HandOver();
   if (!ScanHeader()) return MaybeFinish();
   Continue();
 }
@@ -270,15 +269,15 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
   }
   scheduler::AttendArgs& args = message->attend;
   if (kv_bytes > 0) {
-    wire::GatherBytes(fragments_, payload_.offset, kv_bytes, message->input.data());
+    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, message->input.data());
     args.kv = message->input.data();
   }
   size_t copied = kv_bytes;
-  if (q_bytes > 0 && reads_fragments_ && args.num_heads == args.sized_for.num_heads) {
+  if (q_bytes > 0 && in_place_ && args.num_heads == args.sized_for.num_heads) {
     KeepInPlace(message);
   } else if (q_bytes > 0) {
     std::byte* q = message->input.data() + AlignUp(kv_bytes);
-    wire::GatherBytes(fragments_, payload_.offset + kv_bytes, q_bytes, q);
+    shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, q);
     args.q = q;
     copied += q_bytes;
   }

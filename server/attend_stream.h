@@ -1,7 +1,8 @@
 // One Attend stream: reads messages, hands them to the engine, writes the replies.
 //
 // Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
-// memory (tensors in a shared-memory region stay where they are) and submits; the engine answers
+// memory (tensors in a shared-memory region stay where they are, and so do queries that the backend
+// reads from their slices) and submits; the engine answers
 // through OnAnswered; the reply is framed over the output memory and written; OnWriteDone gives the
 // memory back. Requests are submitted in the order they arrived, replies leave in the order they
 // were answered.
@@ -34,6 +35,7 @@
 #include <vector>
 
 #include "mla/v1/attention.pb.h"
+#include "proto/copy_team.h"
 #include "proto/tensor_codec.h"
 #include "scheduler/engine.h"
 #include "server/attend_message.h"
@@ -51,6 +53,7 @@ struct WireContext {
   std::shared_ptr<AttendMessagePool> pool;
   Config::Wire wire;
   Metrics* metrics = nullptr;
+  wire::CopyTeam* copies = nullptr;      // gathers what is not read in place
   SharedRegionTable* regions = nullptr;  // null: the path is off
   uint64_t boot_id = 0;
 };
@@ -68,8 +71,9 @@ class AttendStreamRegistry {
 
 class AttendStream final : public StreamHandler, public AttendMessageOwner {
  public:
+  // `in_place`: queries stay where gRPC put them. REQUIRES: then the backend reads_fragments.
   AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
-               std::unique_ptr<StreamCall> call, const std::string& tenant);
+               std::unique_ptr<StreamCall> call, const std::string& tenant, bool in_place);
 
   void Start();
   void Resume();
@@ -108,7 +112,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   AttendPreparer preparer_;
   TenantCounters* const requests_;
   scheduler::StreamId engine_stream_ = 0;
-  const bool reads_fragments_;  // the backend does
+  const bool in_place_;
 
   // Used by the reading side alone.
   grpc::ByteBuffer incoming_;

@@ -40,6 +40,7 @@ void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
 
 AttentionService::AttentionService(WireContext shared)
     : shared_(std::move(shared)),
+      reads_in_place_(shared_.engine->backend_info().reads_fragments),
       housekeeper_([this] { KeepHouse(); }),
       desk_([this] { RunErrands(); }) {}
 
@@ -91,7 +92,8 @@ void AttentionService::RunErrands() {
     if (errand.ending != nullptr) {
       errand.ending->Close();
     } else {
-      auto* stream = new AttendStream(shared_, this, std::move(errand.call), errand.tenant);
+      auto* stream = new AttendStream(shared_, this, std::move(errand.call), errand.tenant,
+                                      reads_in_place_);
       {
         const std::lock_guard insert(mutex_);
         streams_.insert(stream);

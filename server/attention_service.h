@@ -10,6 +10,7 @@
 #ifndef MLA_SERVER_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTENTION_SERVICE_H_
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -34,6 +35,9 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
 
   // Takes calls from now on. `poller` belongs to the server that serves this, and outlives Stop.
   void Serve(StreamPoller* poller);
+  // False: streams that begin from now on have all tensors gathered into staging memory, even where
+  // the backend reads queries in pieces. For measurements. Any thread.
+  void set_reads_in_place(bool in_place) { reads_in_place_ = in_place; }
 
   void OnStalled(AttendStream* stream) override;
   void OnEnding(AttendStream* stream) override;
@@ -56,6 +60,7 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   void ResumeStalled();
 
   const WireContext shared_;
+  std::atomic<bool> reads_in_place_;
   std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;

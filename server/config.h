@@ -59,6 +59,7 @@ struct Config {
     int64_t keepalive_ms = 20000;
     int64_t slow_reader_ms = 30000;  // a reply not taken for this long cuts the stream
     int32_t poll_threads = 4;        // of the streams; one polls at a time
+    int32_t copy_threads = 0;        // of one large message; 0: by CPUs and backend
     int32_t spin_us = -1;            // for this long after an event; -1: by CPUs and backend
   } wire;
 

@@ -139,6 +139,12 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
               "With 1 a long copy or launch keeps every client of every service waiting, health "
               "included.",
               MLA_SLOT(wire.poll_threads)),
+          Int("wire.copy_threads", 0, 64,
+              "Threads that share the copy of a large inline message into staging memory, its "
+              "stream's own among them; 0: a quarter of the CPUs, 1 to 4, and 1 where the backend "
+              "reads queries in place.",
+              "All but one spin for wire.spin_us after each such copy.",
+              MLA_SLOT(wire.copy_threads)),
           Int("wire.spin_us", -1, 10000000,
               "How long polling goes on after an event before it sleeps; -1: 1000, 50 where the "
               "backend computes on the CPUs, 0 below four CPUs.",

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/usable_cpus.h"
+#include "proto/copy_team.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/admin_service.h"
@@ -63,6 +64,18 @@ StreamPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendIn
   return polling;
 }
 
+wire::CopyTeamOptions CopiesOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
+  constexpr int32_t kMostByDefault = 4, kCpusPerThread = 4;
+  wire::CopyTeamOptions copies;
+  copies.threads = wire.copy_threads;
+  if (copies.threads == 0 && !backend.reads_fragments) {
+    copies.threads = std::min(base::UsableCpuCount() / kCpusPerThread, kMostByDefault);
+  }
+  copies.threads = std::max(copies.threads, 1);
+  copies.spin_us = PollingOf(wire, backend).spin_us;
+  return copies;
+}
+
 }  // namespace
 
 // In order of construction; destroyed the other way round.
@@ -78,6 +91,7 @@ struct Server::Parts {
   std::shared_ptr<AttendMessagePool> pool;
   std::string door_path;  // empty: no shared memory
   std::unique_ptr<SharedRegionTable> regions;
+  std::unique_ptr<wire::CopyTeam> copies;
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
@@ -147,6 +161,8 @@ void Server::Parts::MakeServices() {
   wire.pool = pool;
   wire.wire = options.config.wire;
   wire.metrics = &metrics;
+  copies = std::make_unique<wire::CopyTeam>(CopiesOf(options.config.wire, engine->backend_info()));
+  wire.copies = copies.get();
   wire.regions = regions.get();
   wire.boot_id = boot_id;
   attention = std::make_unique<AttentionService>(wire);

@@ -89,6 +89,9 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
   return arguments;
 }
 
+// Of helpers that copy, as long as the pause between two layers may take.
+constexpr int32_t kCopySpinMicros = 1000;
+
 // Where a unix target's server hands out shared memory; empty for other targets.
 std::string DoorOf(const std::string& target) {
   constexpr absl::string_view kScheme = "unix:";
@@ -190,9 +193,12 @@ struct Client::Impl {
       return RestartedError(info.boot_id(), (*memory)->boot_id());
     }
     const Millis timeout(options.request_timeout_ms);
-    if (!ring) return std::make_shared<SharedStream>(*std::move(memory), OpenStream(), timeout);
+    const wire::CopyTeamOptions copies{options.copy_threads, kCopySpinMicros};
+    if (!ring) {
+      return std::make_shared<SharedStream>(*std::move(memory), OpenStream(), timeout, copies);
+    }
     return std::make_shared<RingStream>(*std::move(memory), info.boot_id(), timeout,
-                                        info.limits().message_bytes());
+                                        info.limits().message_bytes(), copies);
   }
 
   void RenewLoop(Client* client, Millis period) {

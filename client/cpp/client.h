@@ -56,6 +56,10 @@ struct ClientOptions {
   // wake-up of 5 to 50 us. -1: 200 where this process may use four CPUs (its affinity and its
   // container's quota count), else 0.
   int32_t stream_spin_us = -1;
+  // Threads of a session that copy large tensors into shared memory and out of it, the caller's
+  // among them: for tensors that were not made in place (Session::Allocate). The others spin for a
+  // millisecond after each such copy and then sleep.
+  int32_t copy_threads = 1;
 };
 
 // Bytes of one layer's head range, in the layout of UploadWeightsRequest.Chunk.

@@ -33,11 +33,13 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
 }  // namespace
 
 RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
-                       std::chrono::milliseconds timeout, uint64_t message_bytes)
+                       std::chrono::milliseconds timeout, uint64_t message_bytes,
+                       const wire::CopyTeamOptions& copies)
     : memory_(std::move(memory)),
       boot_id_(boot_id),
       timeout_(timeout),
-      message_bytes_(std::min(message_bytes, memory_->arena_bytes() / kPiecesInArena)) {}
+      message_bytes_(std::min(message_bytes, memory_->arena_bytes() / kPiecesInArena)),
+      team_(copies) {}
 
 RingStream::~RingStream() { Close().IgnoreError(); }
 
@@ -78,9 +80,9 @@ void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byt
     if (is_attend) entry = EntryOf(request->attend());
     request->set_tag(tag);
     entry.tag = tag;
-    const bool placed = is_attend
-                            ? PlaceTensors(memory_.get(), first, second, *pending, &flight.room)
-                            : PlaceMessage(*request, &flight, &entry);
+    const bool placed =
+        is_attend ? PlaceTensors(memory_.get(), &team_, first, second, *pending, &flight.room)
+                  : PlaceMessage(*request, &flight, &entry);
     if (is_attend) {
       entry.in_offset = flight.room.in_offset;
       entry.out_offset = flight.room.out_offset;
@@ -153,7 +155,7 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
     timings->set_launch_layers(entry.launch_layers);
     timings->set_launch_clients(entry.launch_clients);
     timings->set_plan_reused((entry.flags & wire::kEntryPlanReused) != 0);
-    TakeOutputs(flight.room, pending);
+    TakeOutputs(flight.room, &team_, pending);
   }
   FreeTensors(memory_.get(), &flight.room);
   pending.done = true;

@@ -117,6 +117,11 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     }
     most = static_cast<uint32_t>(
         std::min<uint64_t>(room / widest, std::numeric_limits<uint32_t>::max()));
+    // As few pieces as possible, but alike: the reply to one travels while the next one arrives.
+    if (call.row_count > most) {
+      const uint32_t pieces = (call.row_count - 1) / most + 1;
+      most = (call.row_count - 1) / pieces + 1;
+    }
   }
   for (uint32_t first = 0; first < call.row_count || first == 0;) {
     const uint32_t count = std::min(most, call.row_count - first);

@@ -1,7 +1,5 @@
 #include "client/cpp/tensor_placement.h"
 
-#include <cstring>
-
 #include "proto/ring_layout.h"
 
 namespace mla::client {
@@ -27,13 +25,9 @@ const std::byte* InPlace(const SharedMemory& memory, std::span<const std::byte> 
   return fits ? start : nullptr;
 }
 
-void Copy(std::span<const std::byte> from, std::byte* to) {
-  if (!from.empty()) std::memcpy(to, from.data(), from.size());
-}
-
 }  // namespace
 
-bool PlaceTensors(SharedMemory* memory, std::span<const std::byte> first,
+bool PlaceTensors(SharedMemory* memory, wire::CopyTeam* team, std::span<const std::byte> first,
                   std::span<const std::byte> second, const PendingReply& pending,
                   TensorPlacement* placement) {
   TensorPlacement made;
@@ -50,8 +44,8 @@ bool PlaceTensors(SharedMemory* memory, std::span<const std::byte> first,
     return false;
   }
   if (!made.in.empty()) {
-    Copy(first, made.in.data());
-    Copy(second, made.in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
+    team->Copy(first, made.in.data());
+    team->Copy(second, made.in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
   }
   if (in != nullptr) made.in_offset = memory->OffsetOf(in);
   if (out != nullptr) made.out_offset = memory->OffsetOf(out);
@@ -67,10 +61,11 @@ bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
          (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
 }
 
-void TakeOutputs(const TensorPlacement& placement, const PendingReply& pending) {
+void TakeOutputs(const TensorPlacement& placement, wire::CopyTeam* team,
+                 const PendingReply& pending) {
   if (placement.out.empty()) return;
-  Copy(placement.out.first(pending.o.size()), pending.o.data());
-  Copy(placement.out.last(pending.lse.size()), pending.lse.data());
+  team->Copy(placement.out.first(pending.o.size()), pending.o.data());
+  team->Copy(placement.out.last(pending.lse.size()), pending.lse.data());
 }
 
 void FreeTensors(SharedMemory* memory, TensorPlacement* placement) {

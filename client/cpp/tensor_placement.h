@@ -11,6 +11,7 @@
 
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/step_stream.h"
+#include "proto/copy_team.h"
 
 namespace mla::client {
 
@@ -25,14 +26,15 @@ struct TensorPlacement {
 
 // Places inputs `first` and `second` and the outputs of `pending`. False when there is no room now;
 // nothing is held then.
-bool PlaceTensors(SharedMemory* memory, std::span<const std::byte> first,
+bool PlaceTensors(SharedMemory* memory, wire::CopyTeam* team, std::span<const std::byte> first,
                   std::span<const std::byte> second, const PendingReply& pending,
                   TensorPlacement* placement);
 // True if a call of these tensors copies nothing, so that it need not be cut either.
 bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
                 std::span<const std::byte> second, const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.
-void TakeOutputs(const TensorPlacement& placement, const PendingReply& pending);
+void TakeOutputs(const TensorPlacement& placement, wire::CopyTeam* team,
+                 const PendingReply& pending);
 // Gives the blocks back. REQUIRES: the server does not use them any more.
 void FreeTensors(SharedMemory* memory, TensorPlacement* placement);
 

@@ -49,6 +49,23 @@ TEST_P(ClientTransportTest, ServesWholeSteps) {
   EXPECT_EQ(stats->copied_bytes() > 0, !shared);
 }
 
+// Tensors of more than half a megabyte, which a session's own threads copy together.
+TEST_P(ClientTransportTest, SeveralThreadsCopyLargeTensors) {
+  const TestServer server([](server::Config& config) { config.wire.copy_threads = 3; });
+  client::ClientOptions options = Over(GetParam().transport);
+  options.copy_threads = 3;
+  const auto client = server.Connect(options);
+  Dims dims;
+  dims.heads = 16;
+  Worker worker(client.get(), dims, "m", 1);
+  Track track = *worker.Open();
+  for (int step = 0; step < 3; ++step) {
+    EXPECT_EQ(worker.Step({&track}, {500}, v1::PROFILE_ABSORBED, {}, v1::DTYPE_BF16),
+              absl::OkStatus());
+  }
+  EXPECT_EQ(worker.most_messages(), 1u);
+}
+
 // Queries of whole messages are computed from where gRPC left them, whatever the row's place in its
 // slices; only the cache's rows are copied. A head slice is gathered, to lie beside its siblings.
 TEST(InlineTest, CpuBackendReadsQueriesInPlace) {

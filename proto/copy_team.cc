@@ -1,0 +1,88 @@
+#include "proto/copy_team.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "proto/futex.h"
+#include "proto/tensor_codec.h"
+
+namespace mla::wire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpinsPerClock = 64;
+
+}  // namespace
+
+CopyTeam::CopyTeam(const CopyTeamOptions& options) : options_(options) {
+  for (int32_t i = 1; i < options_.threads; ++i) helpers_.emplace_back([this] { Help(); });
+}
+
+CopyTeam::~CopyTeam() {
+  {
+    const std::lock_guard lock(sleep_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& helper : helpers_) helper.join();
+}
+
+// Copies a piece that nobody has claimed; false when there is none.
+bool CopyTeam::CopyPiece() {
+  uint32_t left = unclaimed_.load(std::memory_order_acquire);
+  do {
+    if (left == 0) return false;
+  } while (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
+                                             std::memory_order_acquire));
+  // The job stays as it is until this piece is finished. That `left` may have been counted for an
+  // earlier job does no harm: it was right when it was taken.
+  const size_t begin = size_t{left - 1} * kPieceBytes;
+  const size_t size = std::min(kPieceBytes, job_.size - begin);
+  GatherBytes(job_.fragments, job_.offset + begin, size, job_.to + begin);
+  unfinished_.fetch_sub(1, std::memory_order_release);
+  return true;
+}
+
+void CopyTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
+                      std::byte* to) {
+  std::unique_lock lock(busy_, std::defer_lock);
+  if (size < kSharedBytes || helpers_.empty() || !lock.try_lock()) {
+    return GatherBytes(fragments, offset, size, to);
+  }
+  job_ = {fragments, offset, size, to};
+  const auto pieces = static_cast<uint32_t>((size + kPieceBytes - 1) / kPieceBytes);
+  unfinished_.store(pieces, std::memory_order_relaxed);
+  // Against a helper that is about to sleep: one of the two sees what the other has stored.
+  unclaimed_.store(pieces, std::memory_order_seq_cst);
+  if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+    {
+      const std::lock_guard sleepers(sleep_);
+    }
+    wake_.notify_all();
+  }
+  while (CopyPiece()) {
+  }
+  while (unfinished_.load(std::memory_order_acquire) > 0) SpinPause();
+}
+
+void CopyTeam::Help() {
+  auto last = Clock::now();
+  while (!stop_.load(std::memory_order_relaxed)) {
+    bool copied = false;
+    for (int i = 0; i < kSpinsPerClock && !copied; ++i) {
+      copied = CopyPiece();
+      if (!copied) SpinPause();
+    }
+    const auto now = Clock::now();
+    if (copied) last = now;
+    if (now - last < std::chrono::microseconds(options_.spin_us)) continue;
+    std::unique_lock lock(sleep_);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [this] { return stop_ || unclaimed_.load(std::memory_order_seq_cst) > 0; });
+    sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+    last = Clock::now();
+  }
+}
+
+}  // namespace mla::wire
