@@ -1,25 +1,32 @@
 // What the service costs beside the kernel, by path, between two processes.
 //
 //   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
-//                  [--turns T] [--piece-bytes B] [--poll-threads N]
+//                  [--turns T] [--piece-bytes B] [--poll-threads N] [--copy-threads K]
+//                  [--touch-threads M]
 //
 // S: time for one row, default 0.8, in T turns (default 16) with the shape's other rows, a whole
 // step each at least. U: how long both sides of a gRPC path go on polling before they sleep,
 // default 1000. B: tensor bytes of one request of the inline path, which cuts by rows as a session
-// does; a bare message is always whole. N: threads that serve the server's streams. The first path
-// is what the others are compared with.
+// does; a bare message is always whole. N: threads that serve the server's streams. K: threads
+// that share the copy of a large message where queries are gathered, default 4. M: threads on
+// either side that touch tensors in gbps_wide, default a quarter of the CPUs, four at most. The
+// first path is what the others are compared with.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is;
-// inline is an Attend stream over gRPC; shm the same with tensors in shared memory; NAME_sleep is
-// the same path without spinning; ring_futex and ring_spin the command ring with both sides
-// sleeping or spinning. The kernel computes nothing. One request is under way at a time: a decode
-// step is 61 dependent calls.
+// inline is an Attend stream over gRPC whose queries the backend reads in place, as one on the CPU
+// does; inline_staged the same with them gathered into staging memory, as for a GPU; shm with
+// tensors in shared memory; NAME_sleep is the same path without spinning; grpc_stream_stock a peer
+// of gRPC's synchronous interface (wire_stock.h); ring_futex and ring_spin the command ring with
+// both sides sleeping or spinning. The kernel computes nothing. One request is under way at a time:
+// a decode step is 61 dependent calls.
 //
 // p50_us and p99_us: one attend, from handing the request over to holding its reply. gbps: tensor
 // bytes of both directions over that time plus the time to write each byte once on the sending
-// side and to read it once on the receiving side. copied_bytes: payload bytes that the server
-// copied per attend. allocations: heap allocations of the whole server process per attend.
-// token_ms: a whole step of 61 layers, begin and end included. `x bare`: ratio to grpc_stream.
+// side and to read it once on the receiving side, by one thread; gbps_wide the same by M threads on
+// either side, since neither a worker nor a backend touches tensors with one core. copied_bytes:
+// payload bytes that the server copied per attend. allocations: heap allocations of the whole
+// server process per attend. token_ms: a whole step of 61 layers, begin and end included. `x bare`:
+// ratio to grpc_stream.
 #include <grpcpp/create_channel.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -34,6 +41,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -42,8 +50,10 @@
 
 #include "mla/v1/sequence.grpc.pb.h"
 #include "proto/transport.h"
+#include "tests/bench/touch_team.h"
 #include "tests/bench/wire_paths.h"
 #include "tests/bench/wire_server.h"
+#include "tests/bench/wire_stock.h"
 
 namespace mla::bench {
 namespace {
@@ -51,8 +61,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 // Those that take turns, then the one that has the machine alone: a spinning ring's thread would
 // take a core from the others.
-constexpr const char* kPaths[] = {"grpc_stream",       "grpc_unary",   "inline",    "shm",
-                                  "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex"};
+constexpr const char* kPaths[] = {
+    "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
+    "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex",    "grpc_stream_stock"};
 constexpr char kAlone[] = "ring_spin";
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
@@ -66,6 +77,9 @@ struct Options {
   std::string json;
   int32_t spin_us = 1000;
   int32_t poll_threads = 4;
+  int32_t copy_threads = 4;
+  int32_t touch_threads =
+      std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 4, 1, 4);
   uint64_t piece_bytes = (4 << 20) - 1024;  // what a session sends to a server as it comes
   std::string paths, shapes;                // empty: all
 };
@@ -74,7 +88,7 @@ struct Options {
 
 struct Row {
   std::string path, shape;
-  double p50_us = 0, p99_us = 0, over_us = 0, gbps = 0, token_ms = 0;
+  double p50_us = 0, p99_us = 0, over_us = 0, gbps = 0, gbps_wide = 0, token_ms = 0;
   double copied_bytes = 0, allocations = 0;
 };
 
@@ -89,8 +103,9 @@ struct Contender {
   Row row;
   Shape shape;
   std::unique_ptr<Path> path;
-  std::vector<double> micros, touched_micros, step_millis;
-  std::vector<double> over_micros;  // of each turn: its p50 less the first path's
+  std::vector<double> micros, step_millis;
+  std::vector<double> touched_micros, wide_micros;  // by one thread and by several on either side
+  std::vector<double> over_micros;                  // of each turn: its p50 less the first path's
   uint64_t copied_bytes = 0;
   int64_t allocations = 0;
 };
@@ -98,7 +113,10 @@ struct Contender {
 class Benchmark {
  public:
   Benchmark(const std::string& folder, Shared* shared, const Options& options)
-      : folder_(folder), shared_(shared), options_(options) {
+      : folder_(folder),
+        shared_(shared),
+        options_(options),
+        team_(options.touch_threads, &shared->touch) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(-1);
     arguments.SetMaxSendMessageSize(-1);
@@ -135,8 +153,9 @@ class Benchmark {
       row.p99_us = Quantile(contender.micros, 0.99);
       row.over_us = Quantile(contender.over_micros, 0.5);
       row.token_ms = Quantile(contender.step_millis, 0.5);
-      row.gbps = static_cast<double>(shape.in() + shape.o()) /
-                 Quantile(contender.touched_micros, 0.5) * 1e-3;
+      const auto bytes = static_cast<double>(shape.in() + shape.o());
+      row.gbps = bytes / Quantile(contender.touched_micros, 0.5) * 1e-3;
+      row.gbps_wide = bytes / Quantile(contender.wide_micros, 0.5) * 1e-3;
       rows.push_back(row);
     }
     contenders.clear();
@@ -157,22 +176,29 @@ class Benchmark {
     Settle();
     contender->copied_bytes += shared_->copied_bytes - copied;
     contender->allocations += shared_->allocations - allocations;
-    shared_->touch = 1;
-    touch_ = true;
-    std::vector<double> ignored;
-    Steps(*contender->path, 0.5 * options_.seconds / options_.turns, &contender->touched_micros,
-          &ignored);
-    touch_ = false;
-    shared_->touch = 0;
+    Touch(contender, 1, &contender->touched_micros);
+    Touch(contender, options_.touch_threads, &contender->wide_micros);
     return Quantile(micros, 0.5);
+  }
+
+  void Touch(Contender* contender, int32_t threads, std::vector<double>* micros) {
+    shared_->touch = threads;
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));  // helpers wake or sleep
+    std::vector<double> ignored;
+    Steps(*contender->path, 0.5 * options_.seconds / options_.turns, micros, &ignored);
+    shared_->touch = 0;
   }
 
   std::unique_ptr<Path> Open(const std::string& name, const Shape& shape) {
     const std::chrono::microseconds spin(SpinOf(name));
     if (name == "grpc_unary") return std::make_unique<BareUnary>(channel_, shape, spin);
+    if (name == "grpc_stream_stock") return std::make_unique<StockStream>(folder_, shape);
     if (name.starts_with("grpc_stream")) {
       return std::make_unique<BareStream>(channel_, shape, spin);
     }
+    // Seen by the server soon, and by the stream when it begins: before the next one is opened.
+    shared_->in_place = name != "inline_staged";
+    Settle();
     if (name.starts_with("inline")) {
       return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, options_.piece_bytes);
     }
@@ -235,15 +261,16 @@ class Benchmark {
   void Steps(Path& path, double seconds, std::vector<double>* micros,
              std::vector<double>* step_millis) {
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+    const bool touch = shared_->touch.load() != 0;
     do {
       const uint64_t step = ++step_;
       const auto start = Clock::now();
       path.Call(Begin(step));
       for (uint32_t layer = 0; layer < kLayers; ++layer) {
         const auto before = Clock::now();
-        if (touch_) std::memset(path.in.data(), static_cast<int>(layer), path.in.size());
+        if (touch) team_.Fill(path.in.data(), path.in.size(), static_cast<int>(layer));
         path.Attend(step, layer);
-        if (touch_) sum_ += Sum(path.out.data(), path.out.size());
+        if (touch) sum_ += team_.Sum(path.out.data(), path.out.size());
         micros->push_back(std::chrono::duration<double, std::micro>(Clock::now() - before).count());
       }
       v1::AttendStreamRequest last;
@@ -265,8 +292,8 @@ class Benchmark {
   const Options options_;
   std::shared_ptr<grpc::Channel> channel_;
   std::vector<v1::SequenceInfo> sequences_;
+  TouchTeam team_;
   uint64_t step_ = 0, sum_ = 0;
-  bool touch_ = false;
 };
 
 void WriteJson(const std::vector<Row>& rows, const std::string& path) {
@@ -277,8 +304,9 @@ void WriteJson(const std::vector<Row>& rows, const std::string& path) {
     file << "  {\"bench\": \"wire\", \"path\": \"" << row.path << "\", \"shape\": \"" << row.shape
          << "\", \"p50_us\": " << row.p50_us << ", \"p99_us\": " << row.p99_us
          << ", \"over_us\": " << row.over_us << ", \"gbps\": " << row.gbps
-         << ", \"copied_bytes\": " << row.copied_bytes << ", \"allocations\": " << row.allocations
-         << ", \"token_ms\": " << row.token_ms << "}" << (i + 1 < rows.size() ? "," : "") << "\n";
+         << ", \"gbps_wide\": " << row.gbps_wide << ", \"copied_bytes\": " << row.copied_bytes
+         << ", \"allocations\": " << row.allocations << ", \"token_ms\": " << row.token_ms << "}"
+         << (i + 1 < rows.size() ? "," : "") << "\n";
   }
   file << "]\n";
 }
@@ -289,19 +317,24 @@ bool Names(const std::string& list, const std::string& name) {
 
 void Print(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
-    std::printf("%-17s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
-                row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us,
-                row.p50_us / rows[0].p50_us, row.over_us, row.gbps, row.gbps / rows[0].gbps,
-                row.copied_bytes, row.allocations, row.token_ms);
+    std::printf(
+        "%-17s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
+        row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us, row.p50_us / rows[0].p50_us,
+        row.over_us, row.gbps, row.gbps / rows[0].gbps, row.gbps_wide,
+        row.gbps_wide / rows[0].gbps_wide, row.copied_bytes, row.allocations, row.token_ms);
   }
   std::fflush(stdout);
 }
 
 void RunClient(const std::string& folder, Shared* shared, const Options& options) {
-  while (shared->ready.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  std::printf("%u cores\n%-17s %-13s %10s %10s %8s %8s %8s %8s %12s %8s %9s\n",
-              std::thread::hardware_concurrency(), "path", "shape", "p50 us", "p99 us", "x bare",
-              "over us", "GB/s", "x bare", "copied", "allocs", "ms/token");
+  while (shared->ready.load() == 0 || shared->stock_ready.load() == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  std::printf("%u cores, %d touching threads\n", std::thread::hardware_concurrency(),
+              options.touch_threads);
+  std::printf("%-17s %-13s %10s %10s %8s %8s %8s %8s %8s %8s %12s %8s %9s\n", "path", "shape",
+              "p50 us", "p99 us", "x bare", "over us", "GB/s", "x bare", "GB/s M", "x bare",
+              "copied", "allocs", "ms/token");
   std::vector<std::string> together;
   for (const char* path : kPaths) {
     if (Names(options.paths, path)) together.push_back(path);
@@ -318,27 +351,37 @@ void RunClient(const std::string& folder, Shared* shared, const Options& options
   if (!options.json.empty()) WriteJson(all, options.json);
 }
 
+pid_t Fork(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  body();
+  std::_Exit(0);
+}
+
 int Main(const Options& options) {
-  wire::KeepMessageMemory();  // in both processes and for every path
   void* const page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* const shared = new (page) Shared;
   shared->poll_threads = options.poll_threads;
+  shared->touch_threads = options.touch_threads;
+  shared->copy_threads = options.copy_threads;
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
-  // Before either side has a thread.
-  const pid_t child = fork();
-  if (child == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    Serve(folder, shared);
-    std::_Exit(0);
-  }
+  // Before any side has a thread. The stock server without our setting of the heap.
+  const pid_t stock = Fork([&] { ServeStock(folder, shared); });
+  wire::KeepMessageMemory();
+  const pid_t service = Fork([&] { Serve(folder, shared); });
   RunClient(folder, shared, options);
   shared->stop = 1;
-  int status = 0;
-  waitpid(child, &status, 0);
-  unlink((folder + "/s").c_str());
+  bool well = true;
+  for (const pid_t child : {stock, service}) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    well = well && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  for (const char* socket : {"/s", "/stock"}) unlink((folder + socket).c_str());
   rmdir(folder.c_str());
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 0 : 1;
+  return well ? 0 : 1;
 }
 
 }  // namespace
@@ -361,6 +404,10 @@ int main(int argc, char** argv) {
       options.turns = std::max(std::atoi(argv[++i]), 1);
     } else if (argument == "--poll-threads" && more) {
       options.poll_threads = std::atoi(argv[++i]);
+    } else if (argument == "--copy-threads" && more) {
+      options.copy_threads = std::max(std::atoi(argv[++i]), 1);
+    } else if (argument == "--touch-threads" && more) {
+      options.touch_threads = std::max(std::atoi(argv[++i]), 1);
     } else if (argument == "--piece-bytes" && more) {
       options.piece_bytes = std::strtoull(argv[++i], nullptr, 10);
     } else if (argument == "--paths" && more) {
@@ -368,10 +415,10 @@ int main(int argc, char** argv) {
     } else if (argument == "--shapes" && more) {
       options.shapes = argv[++i];
     } else {
-      std::fprintf(
-          stderr,
-          "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
-          "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N]\n");
+      std::fprintf(stderr,
+                   "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
+                   "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N] "
+                   "[--touch-threads M] [--copy-threads K]\n");
       return 2;
     }
   }

@@ -209,8 +209,7 @@ class ServiceStream final : public Path {
                 std::chrono::microseconds spin, std::unique_ptr<SharedMemory> memory,
                 uint64_t piece_bytes = kMessageBytes)
       : shape_(shape),
-        piece_rows_(
-            static_cast<uint32_t>(std::max<uint64_t>(1, piece_bytes / (shape.in() / shape.batch)))),
+        piece_rows_(RowsOfPiece(shape, piece_bytes)),
         memory_(std::move(memory)),
         stream_(channel, {"", 1, kMessageBytes, kTimeout, spin}) {
     if (memory_ == nullptr) {
@@ -247,7 +246,12 @@ class ServiceStream final : public Path {
   }
 
  private:
-  // As a session cuts a call whose tensors exceed a message.
+  // As a session cuts a call whose tensors exceed a message: into equal pieces, as few as possible.
+  static uint32_t RowsOfPiece(const Shape& shape, uint64_t piece_bytes) {
+    const uint64_t most = std::max<uint64_t>(1, piece_bytes / (shape.in() / shape.batch));
+    const uint64_t pieces = (shape.batch - 1) / most + 1;
+    return static_cast<uint32_t>((shape.batch - 1) / pieces + 1);
+  }
   void AttendInPieces(uint64_t step, uint32_t layer) {
     const uint64_t kv = shape_.kv() / shape_.batch, q = shape_.q() / shape_.batch;
     const uint64_t o = shape_.o() / shape_.batch;

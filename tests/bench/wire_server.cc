@@ -28,6 +28,7 @@
 #include "server/stream_call.h"
 #include "server/stream_poller.h"
 #include "tests/bench/null_backend.h"
+#include "tests/bench/touch_team.h"
 
 namespace mla::bench {
 namespace {
@@ -35,18 +36,42 @@ namespace {
 // NullBackend that reads what it is given and writes what it owes, if asked to.
 class TouchingBackend final : public NullBackend {
  public:
-  explicit TouchingBackend(const Shared* shared) : shared_(shared) {}
+  TouchingBackend(const Shared* shared, TouchTeam* team)
+      : shared_(shared), team_(*team), info_(NullBackend::Info()) {
+    info_.reads_fragments = true;
+  }
+  const kernels::BackendInfo& Info() const override { return info_; }
   absl::StatusOr<const void*> StageInput(int32_t, const void* host, int64_t bytes) override {
-    if (shared_->touch.load() != 0) sum_ += Sum(host, static_cast<uint64_t>(bytes));
+    if (shared_->touch.load() != 0) sum_ += team_.Sum(host, static_cast<uint64_t>(bytes));
     return host;
   }
+  absl::StatusOr<const void*> StageInputFragments(int32_t,
+                                                  const kernels::FragmentedInput& input) override {
+    if (shared_->touch.load() != 0) {
+      pieces_.clear();
+      const int64_t end = input.offset + input.bytes;
+      for (size_t i = 0; i < input.fragments.size(); ++i) {
+        const int64_t begin = input.fragments[i].begin;
+        const int64_t next = i + 1 < input.fragments.size() ? input.fragments[i + 1].begin : end;
+        const int64_t from = std::max(begin, input.offset), to = std::min(next, end);
+        if (from >= to) continue;
+        pieces_.emplace_back(input.fragments[i].data + (from - begin),
+                             static_cast<size_t>(to - from));
+      }
+      sum_ += team_.SumPieces(pieces_);
+    }
+    return input.fragments[0].data;
+  }
   absl::StatusOr<void*> StageOutput(int32_t, void* host, int64_t bytes) override {
-    if (shared_->touch.load() != 0) std::memset(host, 1, static_cast<size_t>(bytes));
+    if (shared_->touch.load() != 0) team_.Fill(host, static_cast<uint64_t>(bytes), 1);
     return host;
   }
 
  private:
   const Shared* const shared_;
+  TouchTeam& team_;
+  kernels::BackendInfo info_;
+  std::vector<TouchTeam::Piece> pieces_;
   uint64_t sum_ = 0;
 };
 
@@ -54,10 +79,12 @@ class TouchingBackend final : public NullBackend {
 class BareCall final : public server::StreamHandler {
  public:
   // `reply` outlives what gRPC still has to send of it.
-  BareCall(std::unique_ptr<server::StreamCall> call, const Shared* shared, std::vector<char>* reply)
+  BareCall(std::unique_ptr<server::StreamCall> call, const Shared* shared, TouchTeam* team,
+           std::vector<char>* reply)
       : call_(std::move(call)),
         unary_(call_->context().method() == kBareUnary),
         shared_(shared),
+        team_(*team),
         reply_(*reply) {
     call_->Serve(this);
     call_->StartRead(&incoming_);
@@ -76,8 +103,12 @@ class BareCall final : public server::StreamHandler {
     }
     wanted = std::min<uint64_t>(wanted, reply_.size());
     if (shared_->touch.load() != 0) {
-      for (const grpc::Slice& slice : slices_) sum_ += Sum(slice.begin(), slice.size());
-      std::memset(reply_.data(), 1, wanted);
+      pieces_.clear();
+      for (const grpc::Slice& slice : slices_) {
+        pieces_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+      }
+      sum_ += team_.SumPieces(pieces_);
+      team_.Fill(reply_.data(), wanted, 1);
     }
     const grpc::Slice slice(reply_.data(), wanted, grpc::Slice::STATIC_SLICE);
     const grpc::ByteBuffer outgoing(&slice, 1);
@@ -100,6 +131,8 @@ class BareCall final : public server::StreamHandler {
   const std::unique_ptr<server::StreamCall> call_;
   const bool unary_;
   const Shared* const shared_;
+  TouchTeam& team_;
+  std::vector<TouchTeam::Piece> pieces_;
   grpc::ByteBuffer incoming_;
   std::vector<grpc::Slice> slices_;
   std::vector<char>& reply_;
@@ -109,7 +142,7 @@ class BareCall final : public server::StreamHandler {
 // The methods without any logic.
 class BareService final {
  public:
-  explicit BareService(const Shared* shared) : shared_(shared) {}
+  BareService(const Shared* shared, TouchTeam* team) : shared_(shared), team_(team) {}
   grpc::AsyncGenericService* service() { return &service_; }
   void Serve(server::StreamPoller* poller) {
     calls_.emplace(
@@ -119,13 +152,14 @@ class BareService final {
                                its_poller->queue(), tag);
         },
         [this](std::unique_ptr<server::StreamCall> call) {
-          new BareCall(std::move(call), shared_, &reply_);
+          new BareCall(std::move(call), shared_, team_, &reply_);
         });
     calls_->Start();
   }
 
  private:
   const Shared* const shared_;
+  TouchTeam* const team_;
   grpc::AsyncGenericService service_;
   std::vector<char> reply_ = std::vector<char>(kMessageBytes);  // one request at a time
   std::optional<server::StreamAcceptor> calls_;
@@ -168,30 +202,13 @@ void AddModel(scheduler::Engine& engine, uint32_t layers) {
 
 }  // namespace
 
-uint64_t Sum(const void* data, uint64_t bytes) {
-  // Wide and in four sums, so that memory is what limits it.
-  using Words = uint64_t __attribute__((vector_size(32)));
-  Words sums[4] = {};
-  const auto* at = static_cast<const char*>(data);
-  for (uint64_t i = 0; i + sizeof(sums) <= bytes; i += sizeof(sums)) {
-    Words words[4];
-    std::memcpy(words, at + i, sizeof(words));
-    for (int k = 0; k < 4; ++k) sums[k] += words[k];
-  }
-  uint64_t sum = 0;
-  for (uint64_t i = bytes / sizeof(sums) * sizeof(sums); i < bytes; ++i) {
-    sum += static_cast<unsigned char>(at[i]);
-  }
-  const Words all = sums[0] + sums[1] + sums[2] + sums[3];
-  return sum + all[0] + all[1] + all[2] + all[3];
-}
-
 void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   server::ConfigureLogging("text", "error");
   scheduler::RealClock clock;
+  TouchTeam team(shared->touch_threads, &shared->touch);
   server::Metrics metrics;
   auto engine = scheduler::Engine::Create(Options(&metrics),
-                                          std::make_unique<TouchingBackend>(shared), &clock);
+                                          std::make_unique<TouchingBackend>(shared, &team), &clock);
   if (!engine.ok()) Die(engine.status());
   AddModel(**engine, layers);
   server::Config config;
@@ -208,6 +225,8 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   wire.pool = std::make_shared<server::AttendMessagePool>(*std::move(staging));
   wire.wire = config.wire;
   wire.metrics = &metrics;
+  wire::CopyTeam copies({shared->copy_threads, 1000});
+  wire.copies = &copies;
   wire.regions = &regions;
   wire.boot_id = 1;
   const server::RpcContext rpc{engine->get(), &metrics, wire.boot_id};
@@ -217,7 +236,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   admin_options.config = config;
   admin_options.shared_memory = true;
   server::AdminService admin(rpc, std::move(admin_options));
-  BareService bare(shared);
+  BareService bare(shared, &team);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(-1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
@@ -245,6 +264,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   while (shared->stop.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     poller.set_spin_us(shared->spin_us.load());
+    attention.set_reads_in_place(shared->in_place.load() != 0);
     shared->copied_bytes = metrics.wire().copied_bytes.load();
     shared->allocations = kernels::testing::Allocations();
   }

@@ -18,15 +18,21 @@ inline constexpr uint32_t kLongestSpinMicros = 1'000'000;
 inline constexpr char kBareStream[] = "/bench.Bare/Stream";
 inline constexpr char kBareUnary[] = "/bench.Bare/Unary";
 
-// Lies in memory that both processes share; written by the server, except `stop`,
-// `spin_us` and `touch`.
+// Lies in memory that the processes share; written by the server, except `stop`, `spin_us`, `touch`
+// and `in_place`.
 struct Shared {
-  std::atomic<int32_t> ready{0};
+  std::atomic<int32_t> ready{0}, stock_ready{0};
   std::atomic<int32_t> stop{0};
   std::atomic<int32_t> spin_us{0};  // of the thread that polls for the streams
   int32_t poll_threads = 4;         // before Serve
-  // 1: whoever receives tensor bytes reads each once, whoever sends them writes each once.
+  int32_t copy_threads = 1;         // before Serve
+  // N > 0: whoever receives tensor bytes reads each once, whoever sends them writes each once, with
+  // one thread (1) or with `touch_threads` (more).
   std::atomic<int32_t> touch{0};
+  int32_t touch_threads = 1;  // before Serve
+  // Streams that begin while this is 0 have their queries gathered into staging memory, as for a
+  // device; else the backend reads them in place, as one on the CPU does.
+  std::atomic<int32_t> in_place{1};
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<int64_t> allocations{0};  // of the whole process
 };
@@ -34,9 +40,6 @@ struct Shared {
 // Serves unix:`folder`/s and the door `folder`/s.shm until shared->stop, with a model of that many
 // layers.
 void Serve(const std::string& folder, Shared* shared, uint32_t layers = kLayers);
-
-// Reads every byte once.
-uint64_t Sum(const void* data, uint64_t bytes);
 
 }  // namespace mla::bench
 
