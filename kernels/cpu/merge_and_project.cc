@@ -52,6 +52,21 @@ void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t
   }
 }
 
+// out[offset ..] = `count` elements of a row of projected queries, which may lie in pieces.
+void CopyElements(const ProjectionContext& context, const std::byte* from, int32_t count, void* out,
+                  int64_t offset) {
+  constexpr int32_t kAtOnce = 16;
+  const auto size = static_cast<int64_t>(ElementSize(context.in));
+  float spare[kAtOnce];
+  for (int32_t i = 0; i < count; i += kAtOnce) {
+    const int32_t some = std::min(kAtOnce, count - i);
+    const void* const sent = RowAt(context.inputs, from + i * size, some * size, spare);
+    for (int32_t k = 0; k < some; ++k) {
+      StoreElement(out, context.out, offset + i + k, LoadElement(sent, context.in, k));
+    }
+  }
+}
+
 }  // namespace
 
 void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t parts) {
@@ -85,12 +100,10 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   const int32_t rows = row_end - row_begin;
   auto** operands = reinterpret_cast<const void**>(scratch + at.row_ptrs);
   const auto in_size = static_cast<int64_t>(ElementSize(context.in));
-  // `count` elements of row r from `first` on, at least as much room in `spare`.
-  const auto in_at = [&](int32_t r, int32_t first, int32_t count, void* spare) {
+  const auto in_at = [&](int32_t r, int32_t first) {
     const int64_t offset =
         (row_begin + r) * record.in_row_stride + head * record.in_head_stride + first;
-    return RowAt(context.inputs, static_cast<const std::byte*>(record.in) + offset * in_size,
-                 count * in_size, spare);
+    return static_cast<const std::byte*>(record.in) + offset * in_size;
   };
 
   GemmArgs gemm{};
@@ -113,10 +126,11 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     operands[r] = row;
     operands[rows + r] = low;
     if (direct) {
-      operands[r] = in_at(r, 0, in_dim, row);
+      operands[r] = RowAt(context.inputs, in_at(r, 0), in_dim * in_size, row);
       continue;
     }
-    const void* const sent = in_at(r, 0, in_dim, scratch + at.query);
+    const void* const sent =
+        RowAt(context.inputs, in_at(r, 0), in_dim * in_size, scratch + at.query);
     if (split) {
       kernels.split(static_cast<const float*>(sent), in_dim, reinterpret_cast<uint16_t*>(row),
                     reinterpret_cast<uint16_t*>(low));
@@ -137,16 +151,8 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     const float* terms[] = {gemm.c + r * gemm.ldc, gemm.c + (rows + r) * gemm.ldc};
     StoreSum(kernels, terms, kOnes, stacked ? 2 : 1, out_dim, context.out, record.out, out);
     if (!context.absorb) continue;
-    constexpr int32_t kAtOnce = 16;
-    float spare[kAtOnce];
-    for (int32_t i = 0; i < g.rope_dim; i += kAtOnce) {  // the rotated part is copied
-      const int32_t count = std::min(kAtOnce, g.rope_dim - i);
-      const void* const sent = in_at(r, g.nope_dim + i, count, spare);
-      for (int32_t k = 0; k < count; ++k) {
-        StoreElement(record.out, context.out, out + g.kv_lora_rank + i + k,
-                     LoadElement(sent, context.in, k));
-      }
-    }
+    // The rotated part goes as it is.
+    CopyElements(context, in_at(r, g.nope_dim), g.rope_dim, record.out, out + g.kv_lora_rank);
   }
 }
 

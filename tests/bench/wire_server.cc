@@ -200,6 +200,22 @@ void AddModel(scheduler::Engine& engine, uint32_t layers) {
   if (!missing.ok()) Die(missing.status());
 }
 
+std::unique_ptr<server::SharedMemoryDoor> OpenDoor(const server::WireContext& wire,
+                                                   const server::Config::Shm& shm,
+                                                   const std::string& path) {
+  server::SharedMemoryDoorOptions door;
+  door.engine = wire.engine;
+  door.regions = wire.regions;
+  door.metrics = wire.metrics;
+  door.pool = wire.pool;
+  door.boot_id = wire.boot_id;
+  door.path = path;
+  door.shm = shm;
+  auto opened = server::SharedMemoryDoor::Open(std::move(door));
+  if (!opened.ok()) Die(opened.status());
+  return *std::move(opened);
+}
+
 }  // namespace
 
 void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
@@ -250,16 +266,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   bare.Serve(&poller);
   attention.Serve(&poller);
   poller.Start();
-  server::SharedMemoryDoorOptions door;
-  door.engine = engine->get();
-  door.regions = &regions;
-  door.metrics = &metrics;
-  door.pool = wire.pool;
-  door.boot_id = wire.boot_id;
-  door.path = folder + "/s.shm";
-  door.shm = config.shm;
-  auto opened = server::SharedMemoryDoor::Open(std::move(door));
-  if (!opened.ok()) Die(opened.status());
+  auto door = OpenDoor(wire, config.shm, folder + "/s.shm");
   shared->ready = 1;
   while (shared->stop.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -268,7 +275,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
     shared->copied_bytes = metrics.wire().copied_bytes.load();
     shared->allocations = kernels::testing::Allocations();
   }
-  opened->reset();
+  door.reset();
   grpc_server->Shutdown(std::chrono::system_clock::now());
   attention.Stop();
   poller.Stop();
