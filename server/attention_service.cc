@@ -92,8 +92,8 @@ void AttentionService::RunErrands() {
     if (errand.ending != nullptr) {
       errand.ending->Close();
     } else {
-      auto* stream = new AttendStream(shared_, this, std::move(errand.call), errand.tenant,
-                                      reads_in_place_);
+      auto* stream =
+          new AttendStream(shared_, this, std::move(errand.call), errand.tenant, reads_in_place_);
       {
         const std::lock_guard insert(mutex_);
         streams_.insert(stream);
