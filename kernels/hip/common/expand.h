@@ -161,31 +161,31 @@ class Expand {
 
   MLA_DEVICE void multiply(lds_t rows, Sums& sums) const {
     const int row0 = row_wave * C::kWaveRows;
+    constexpr int kKeySteps = kDepth / W::kDepth, kValueSteps = kDepth / W::kPvDepth;
+    typename W::Q q[kKeySteps];
 #pragma unroll
-    for (int step = 0; step < kDepth / W::kDepth; ++step) {
-      typename W::Q q;
-      W::template load_q<128>(q, rows, row0, step, lane);
-#pragma unroll
-      for (int f = 0; f < kKeys; ++f) {
-        typename W::K k;
-        W::template load_k<128>(k, rows + kTileBytes, (col_wave * kKeys + f) * W::kScoreCols, step,
-                                lane);
-        W::scores(sums.keys[f], q, k);
-      }
-      schedule_fence();
+    for (int step = 0; step < kKeySteps; ++step) {
+      W::template load_q<128>(q[step], rows, row0, step, lane);
     }
+    const typename W::template KeyRows<128> keys(rows + kTileBytes, lane);
+    read_ahead<typename W::K, kKeySteps * kKeys, C::kExpandAhead>(
+        [&](typename W::K& k, int n) {
+          keys.load(k, (col_wave * kKeys + n % kKeys) * W::kScoreCols, n / kKeys);
+        },
+        [&](const typename W::K& k, int n) { W::scores(sums.keys[n % kKeys], q[n / kKeys], k); });
+    typename W::P p[kValueSteps];
 #pragma unroll
-    for (int step = 0; step < kDepth / W::kPvDepth; ++step) {
-      typename W::P p;
-      W::template load_p<128>(p, rows, row0, step, lane);
-#pragma unroll
-      for (int f = 0; f < kValues; ++f) {
-        typename W::V v;
-        W::template load_v<64>(v, rows + 2 * kTileBytes, step, col_wave * kValues + f, lane);
-        W::outputs(sums.values[f], p, v);
-      }
-      schedule_fence();
+    for (int step = 0; step < kValueSteps; ++step) {
+      W::template load_p<128>(p[step], rows, row0, step, lane);
     }
+    read_ahead<typename W::V, kValueSteps * kValues, C::kExpandAhead>(
+        [&](typename W::V& v, int n) {
+          W::template load_v<64>(v, rows + 2 * kTileBytes, n / kValues,
+                                 col_wave * kValues + n % kValues, lane);
+        },
+        [&](const typename W::V& v, int n) {
+          W::outputs(sums.values[n % kValues], p[n / kValues], v);
+        });
   }
 
   MLA_DEVICE void store(const ExpandPairs& pairs, const Sums& sums) const {

@@ -32,7 +32,7 @@ struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 3;
   static constexpr int kExpandedTile = 64, kExpandedStages = 2;
-  static constexpr int kExpandedAhead = 4;  // as kKeysAhead above
+  static constexpr int kExpandAhead = 5, kExpandedAhead = 4;  // as kKeysAhead above
   static constexpr float kOriginSlack = AttendBase::kOriginSlack;
 };
 struct ProjectConfig {
