@@ -215,7 +215,7 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   pending_.emplace(tag, pending);
   const bool write = !std::exchange(writing_, true);
   const bool read = !std::exchange(reading_, true);
-  if (!write) unsent_.push_back(std::move(message));
+  if (!write) unsent_.emplace_back().Swap(&message);
   WakePump(first.size() + second.size());
   lock.unlock();
   // Outside the lock, which the thread that polls must not find taken. The write first: the server
@@ -227,7 +227,8 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
 void Stream::StartNextWrite() {
   if (!unsent_.empty()) {
     writing_ = true;
-    const grpc::ByteBuffer message = std::move(unsent_.front());
+    grpc::ByteBuffer message;
+    message.Swap(&unsent_.front());
     unsent_.pop_front();
     call_->Write(message, TagOf(kWritten));
   } else if (closing_ && !half_closed_ && !finishing_) {

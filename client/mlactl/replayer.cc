@@ -58,6 +58,7 @@ Replayer::~Replayer() {
 
 std::vector<std::string> Replayer::model_ids() const {
   std::vector<std::string> ids;
+  ids.reserve(models_.size());
   for (const auto& [name, model] : models_) ids.push_back(model->server_id);
   return ids;
 }
@@ -102,12 +103,12 @@ absl::Status Replayer::Replay(const Record& record) {
       return Create(record);
     case RecordKind::kTruncate: {
       OpenSequence& sequence = *sequences_.at(record.sequence);
-      const absl::Status status = sequence.remote.Truncate(record.length);
+      absl::Status status = sequence.remote.Truncate(record.length);
       if (status.ok()) sequence.bounds.Truncate(record.length);
       return status;
     }
     case RecordKind::kRelease: {
-      const absl::Status status = sequences_.at(record.sequence)->remote.Release();
+      absl::Status status = sequences_.at(record.sequence)->remote.Release();
       sequences_.erase(record.sequence);
       return status;
     }
@@ -119,7 +120,7 @@ absl::Status Replayer::Replay(const Record& record) {
       return End(record);
     case RecordKind::kAbort: {
       const auto step = steps_.extract(record.step);
-      const absl::Status status = step.mapped()->remote->Abort();
+      absl::Status status = step.mapped()->remote->Abort();
       step.mapped()->Settle();
       return status;
     }
@@ -249,8 +250,8 @@ void Replayer::AddKv(const Record& record, OpenStep* step) {
 }
 
 void Replayer::Compare(const Record& record, const OpenStep& step) {
-  if (record.o.empty()) return;
   const size_t cells = size_t{record.row_count} * record.num_heads;
+  if (cells == 0 || record.o.empty()) return;
   const size_t width = record.o.size() / cells;
   for (size_t cell = 0; cell < cells; ++cell) {
     const size_t row = cell / record.num_heads;
