@@ -274,7 +274,7 @@ absl::Status BenchWorker::Step(LoadRecorder* recorder) {
     recorder->Attend(before, after, *times, attend_bytes_);
   }
   before = LoadClock::now();
-  absl::Status ended = (*step)->End(keep_).status();
+  const absl::Status ended = (*step)->End(keep_).status();
   if (ended.ok()) recorder->End(before, LoadClock::now());
   return ended;
 }

@@ -103,12 +103,12 @@ absl::Status Replayer::Replay(const Record& record) {
       return Create(record);
     case RecordKind::kTruncate: {
       OpenSequence& sequence = *sequences_.at(record.sequence);
-      absl::Status status = sequence.remote.Truncate(record.length);
+      const absl::Status status = sequence.remote.Truncate(record.length);
       if (status.ok()) sequence.bounds.Truncate(record.length);
       return status;
     }
     case RecordKind::kRelease: {
-      absl::Status status = sequences_.at(record.sequence)->remote.Release();
+      const absl::Status status = sequences_.at(record.sequence)->remote.Release();
       sequences_.erase(record.sequence);
       return status;
     }
@@ -120,7 +120,7 @@ absl::Status Replayer::Replay(const Record& record) {
       return End(record);
     case RecordKind::kAbort: {
       const auto step = steps_.extract(record.step);
-      absl::Status status = step.mapped()->remote->Abort();
+      const absl::Status status = step.mapped()->remote->Abort();
       step.mapped()->Settle();
       return status;
     }
