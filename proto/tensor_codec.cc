@@ -10,6 +10,12 @@
 namespace mla::wire {
 namespace {
 
+// What protobuf reads at most. The payload's tag and length are not in the header that it parses
+// afterwards, so they are bounded here.
+constexpr int kMostVarintBytes = 10;
+constexpr int kMostTagBytes = 5;
+constexpr int kMostLengthBytes = 5;
+
 // Reads forward over fragments without joining them.
 class Cursor {
  public:
@@ -25,13 +31,13 @@ class Cursor {
     return true;
   }
 
-  bool ReadVarint(uint64_t* value, std::string* copy) {
+  bool ReadVarint(int most_bytes, uint64_t* value, std::string* copy) {
     *value = 0;
-    for (int shift = 0; shift < 70; shift += 7) {
+    for (int i = 0; i < most_bytes; ++i) {
       uint8_t byte = 0;
       if (!ReadByte(&byte)) return false;
       copy->push_back(static_cast<char>(byte));
-      if (shift < 64) *value |= static_cast<uint64_t>(byte & 0x7f) << shift;
+      *value |= static_cast<uint64_t>(byte & 0x7f) << (7 * i);
       if ((byte & 0x80) == 0) return true;
     }
     return false;
@@ -78,7 +84,7 @@ bool TakeScalar(Cursor* cursor, uint32_t wire_type, std::string* header) {
   uint64_t ignored = 0;
   switch (wire_type) {
     case 0:
-      return cursor->ReadVarint(&ignored, header);
+      return cursor->ReadVarint(kMostVarintBytes, &ignored, header);
     case 1:
       return cursor->Take(8, header);
     case 5:
@@ -99,7 +105,7 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
     const size_t start = cursor.offset();
     const size_t header_size = header->size();
     uint64_t tag = 0;
-    if (!cursor.ReadVarint(&tag, header)) return Malformed(start);
+    if (!cursor.ReadVarint(kMostTagBytes, &tag, header)) return Malformed(start);
     const auto wire_type = static_cast<uint32_t>(tag & 7);
     if (tag >> 3 == 0 || tag > UINT32_MAX) return Malformed(start);
     if (wire_type != 2) {
@@ -107,7 +113,7 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
       continue;
     }
     uint64_t length = 0;
-    if (!cursor.ReadVarint(&length, header)) return Malformed(start);
+    if (!cursor.ReadVarint(kMostLengthBytes, &length, header)) return Malformed(start);
     const bool is_payload = tag >> 3 == kPayloadField;
     if (is_payload) {
       header->resize(header_size);

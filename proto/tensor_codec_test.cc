@@ -98,6 +98,9 @@ TEST(TensorCodecTest, MalformedIsRefused) {
       "\x12\x05 abc",
       "\xfa\x7f\x04 ab",
       "\xfa\x7f\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+      // Protobuf reads no length or tag of more than five bytes.
+      "\xfa\x7f" + std::string(5, '\x80') + '\0',
+      "\xfa\xff" + std::string(3, '\x80') + std::string(2, '\0'),
   };
   for (const std::string& bytes : kBad) {
     std::string header;
