@@ -33,7 +33,7 @@ inline absl::Status CheckRange(Fault* fault, const char* field, int64_t got, int
 }
 
 // A refusal that no single field explains.
-inline absl::Status Refuse(Fault* fault, absl::StatusCode code, std::string message,
+inline absl::Status Refuse(Fault* fault, absl::StatusCode code, const std::string& message,
                            std::string reason, int64_t retry_after_ms = 0) {
   fault->reason = std::move(reason);
   fault->retry_after_ms = retry_after_ms;

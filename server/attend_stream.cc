@@ -132,11 +132,11 @@ bool AttendStream::ScanHeader() {
     }
   }
   if (status.ok()) return true;
-  Break(std::move(status));
+  Break(status);
   return false;
 }
 
-void AttendStream::Break(absl::Status status) {
+void AttendStream::Break(const absl::Status& status) {
   const std::lock_guard lock(mutex_);
   broken_ = true;
   reader_ = Reader::kDone;

@@ -94,7 +94,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void Continue();
   void ReadNext();
   bool ScanHeader();
-  void Break(absl::Status status);
+  void Break(const absl::Status& status);
   AttendMessage* Accept();
   absl::Status Prepare(AttendMessage* message, bool* stalled);
   absl::Status PrepareShared(AttendMessage* message);
