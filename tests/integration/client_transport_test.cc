@@ -179,7 +179,7 @@ TEST_P(ClientTransportTest, StepsOfSeveralThreadsShareASession) {
       std::vector<uint16_t> kv(rows * static_cast<size_t>(dims.row())), q(kv.size() * heads);
       std::vector<uint16_t> o(rows * heads * static_cast<size_t>(dims.lora));
       auto step = worker.session().Begin("m", {{&track.sequence, 16}});
-      if (!step.ok()) return;
+      ASSERT_TRUE(step.ok()) << step.status();
       client::AttendCall call;
       call.row_count = 16;
       call.num_heads = static_cast<uint32_t>(dims.heads);
@@ -189,9 +189,12 @@ TEST_P(ClientTransportTest, StepsOfSeveralThreadsShareASession) {
       call.o = o.data();
       for (int layer = 0; layer < dims.layers; ++layer) {
         call.layer = static_cast<uint32_t>(layer);
-        if (!(*step)->Attend(call).ok()) return;
+        const auto times = (*step)->Attend(call);
+        ASSERT_TRUE(times.ok()) << "layer " << layer << ": " << times.status();
       }
-      done += (*step)->End().ok();
+      const auto ended = (*step)->End();
+      EXPECT_TRUE(ended.ok()) << ended.status();
+      done += ended.ok();
     });
   }
   for (std::thread& thread : threads) thread.join();
