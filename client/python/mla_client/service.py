@@ -10,6 +10,7 @@ except that `Step.attend` and `Step.attend_async` may be called from several.
 from __future__ import annotations
 
 import abc
+import operator
 import secrets
 from typing import Any, List, Optional, Sequence as Seq, Tuple
 
@@ -335,9 +336,11 @@ class Step:
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
         """Commits the first `committed` rows of each sequence (default: all); returns lengths."""
         self._check_begun("end")
-        for index, count in enumerate(committed or []):
+        # Arrays are sequences, too, though they have no truth value.
+        kept = None if committed is None else [operator.index(count) for count in committed]
+        for index, count in enumerate(kept or []):
             _check_number(f"end.committed[{index}]", count)
-        lengths = self.service._end(self, None if committed is None else list(committed))
+        lengths = self.service._end(self, kept)
         self.open = False
         for sequence, length in zip(self.sequences, lengths):
             sequence.length = length

@@ -273,6 +273,16 @@ class ServiceContract:
             self.assertIn(", 1 rows, epoch", repr(sequence))
             self.assertIn(repr(self.model.spec.model_id), repr(self.model))
 
+    def test_what_is_committed_may_be_an_array(self):
+        with self.model.open_sequence() as first, self.model.open_sequence() as second:
+            for kept, lengths in ((np.array([2, 1]), [2, 1]), (np.array([0, 2], np.uint8), [2, 3])):
+                with self.service.step([(first, 2), (second, 2)]) as step:
+                    for layer in range(LAYERS):
+                        step.attend(layer, None, self.worker.kv(4), Profile.APPEND_ONLY)
+                    with self.assertRaises(TypeError):
+                        step.end(np.array([0.5, 1]))
+                    self.assertEqual(step.end(kept), lengths)
+
     def test_a_step_needs_every_layer(self):
         with self.model.open_sequence() as sequence:
             step = self.service.step([(sequence, 2)]).begin()
