@@ -23,7 +23,8 @@ struct PendingReply {
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;
-  // Of the request's tensors, those that the transport may still read; 0 when Wait has returned.
+  // Of the request's tensors, those that the transport may still read. 0 after a Wait that failed;
+  // after one that succeeded nobody reads them, though gRPC may hold its views a little longer.
   std::atomic<int32_t> lent{0};
 };
 
