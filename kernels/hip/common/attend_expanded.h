@@ -151,28 +151,16 @@ class AttendExpanded {
   }
 
   MLA_DEVICE void load_queries(const Item& item, typename W::Q (&queries)[kScoreSteps]) {
-    if constexpr (W::kDirectQueries) {
-      const RequestRecord& r = *item.request;
-      const int row = wave * C::kWaveRows + W::row(lane, 0);
-      const int p = row < item.rows ? row : 0;  // rows past the item's are dropped in the end
-      const int64_t index = item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride;
-      const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+    const RequestRecord& r = *item.request;
+    const int row = wave * C::kWaveRows + W::row(lane, 0);
+    const int p = row < item.rows ? row : 0;  // rows past the item's are dropped in the end
+    const int64_t index = item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride;
+    const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
 #pragma unroll
-      for (int s = 0; s < kScoreSteps; ++s) {
-        const Chunk c = load_chunk(r.q, index + W::group(lane) * 8 + s * W::kDepth, false, aligned);
+    for (int s = 0; s < kScoreSteps; ++s) {
+      const Chunk c = load_chunk(r.q, index + W::group(lane) * 8 + s * W::kDepth, false, aligned);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) queries[s].r[i] = c.w[i];
-      }
-    } else {
-      copy_queries<kExpandedRows, kDim, kWaves>(item, stages, wave, lane);
-      copies.close_stage();
-      copies.template wait<0, 0>();
-      block_barrier();
-#pragma unroll
-      for (int s = 0; s < kScoreSteps; ++s) {
-        W::template load_q<kExpandedRows>(queries[s], stages, wave * C::kWaveRows, s, lane);
-      }
-      block_barrier();
+      for (int i = 0; i < 4; ++i) queries[s].r[i] = c.w[i];
     }
   }
 

@@ -106,10 +106,9 @@ template <int kRows_>
 struct WaveBase {
   static constexpr int kRows = kRows_;
   static constexpr int kSlots = 1;
-  static constexpr bool kDirectQueries = true;  // a lane's share of Q is 16-byte chunks of one row
-  static constexpr int kGroups = 64 / kRows;    // lane groups over the depth
-  static constexpr int kDepth = 8 * kGroups;    // depth of one score step: 16 or 32
-  static constexpr int kScoreCols = kRows;      // kv rows of one score fragment
+  static constexpr int kGroups = 64 / kRows;  // lane groups over the depth
+  static constexpr int kDepth = 8 * kGroups;  // depth of one score step: 16 or 32
+  static constexpr int kScoreCols = kRows;    // kv rows of one score fragment
   static constexpr int kScoreElems = kRows * kRows / 64;
   static constexpr int kPvDepth = kDepth;  // kv rows of one output step
   using Acc = typename Accumulator<kRows>::Type;

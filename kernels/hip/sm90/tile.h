@@ -120,9 +120,8 @@ struct Wave {
   static constexpr int kRows = kRows_;
   static constexpr int kBlocks = kRows / 16;  // m16 fragments
   static constexpr int kSlots = 2 * kBlocks;  // rows a lane holds statistics of
-  static constexpr bool kDirectQueries = false;
-  static constexpr int kDepth = 32;     // depth of one score step
-  static constexpr int kScoreCols = 8;  // kv rows of one score fragment
+  static constexpr int kDepth = 32;           // depth of one score step
+  static constexpr int kScoreCols = 8;        // kv rows of one score fragment
   static constexpr int kScoreElems = 4 * kBlocks;
   static constexpr int kPvDepth = 16;  // kv rows of one output step
   static constexpr int kOutCols = 16;  // columns of one output fragment
