@@ -100,6 +100,8 @@ class Attend {
     start_queries(item, kv);
     if (tiles > 0) kv.start(tiles);
     if constexpr (!kOwnQueries) {
+      // Without tiles no stages were closed behind the queries', and counting does not reach them.
+      if (tiles == 0) kv.template wait<0>();
       load_queries(item, kv, queries);
       clear(item, state);
     }
