@@ -5,8 +5,9 @@ usage.txt, the compilers' resource reports, and the assembly of the AMD architec
 each kernel and architecture, registers, LDS, scratch and spills; for each kernel of matrix products
 on AMD the instructions of its inner loop and the clocks they take, pipe by pipe and, followed with
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill or scratch, on LDS
-over the limit of the architecture, on a loop of absorbed attention that misses what is asked of it
-(loop_faults), and when the folder holds no kernel at all.
+over the limit of the architecture, on a loop that misses what is asked of it (loop_faults,
+stage_faults), on uses of m0 that the copies do not expect (m0_faults), and when the folder holds no
+kernel at all.
 """
 
 import argparse
@@ -41,6 +42,8 @@ MEMORY_LATENCY = 2400
 # What is asked of absorbed attention on gfx950: at 128 packed rows the share of the time in which
 # the matrix pipe is busy, below that everything done while the memory delivers the next tile.
 MATRIX_BUSY = 0.45
+# Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h.
+STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2}
 
 
 @dataclasses.dataclass
@@ -160,6 +163,27 @@ def loop_faults(arch, kernel, clocks, turn):
         yield f"{where}: slower than memory"
 
 
+def stage_faults(arch, kernel, turn):
+    """Whether the tile that a turn reads has landed when the waves meet, and no more than it: the
+    copies of the next stages - 2 tiles are then on their way, all others have been waited for. A
+    wait that leaves more lets the products read what is not there yet, on hardware now and then."""
+    if arch != "gfx950" or kernel not in STAGES:
+        return
+    want = (STAGES[kernel] - 2) * turn.loads
+    if turn.left != want:
+        yield (f"{arch} {kernel}: {turn.left} loads on their way at the barrier, must be {want} "
+               f"({STAGES[kernel] - 2} turns of {turn.loads})")
+
+
+def m0_faults(arch, assembly):
+    """Instructions that use m0 beside those with which copies to LDS set it (gfx950/tile.h). They
+    can not declare that they do, m0 being reserved, so nothing else may keep a value there."""
+    for line in assembly.splitlines():
+        code = line.split(";")[0].strip()
+        if re.search(r"\bm0\b", code) and not re.fullmatch(r"s_add_u32 m0, s\d+, \w+", code):
+            yield f"{arch}: m0 used by '{code}'"
+
+
 def count(counts, *prefixes):
     """Instructions whose names start with one of the prefixes."""
     return sum(n for name, n in counts.items() if name.startswith(prefixes))
@@ -188,7 +212,7 @@ def print_loop(usage, loop, counts, turn):
           f"{lds * 128 / loop.flop:.4f} B of LDS a FLOP")
     print(f"  with its waits: {turn.clocks} clocks, matrix pipe busy {100 * busy:.0f} %; loads are "
           f"waited for {turn.lead} clocks or more after they started, {turn.waits_for_all} waits "
-          f"for all of them")
+          f"for all of them; {turn.left} on their way at the barrier, {turn.loads} started a turn")
 
 
 def main():
@@ -208,6 +232,7 @@ def main():
     faults = [fault for r in records for fault in r.faults()]
     for arch in MACHINE:
         assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
+        faults += m0_faults(arch, assembly)
         for r in records:
             loop = loop_of(arch, r.kernel)
             if r.arch == arch and loop is not None:
@@ -218,6 +243,7 @@ def main():
                     continue
                 print_loop(r, loop, counts, turn)
                 faults += loop_faults(arch, r.kernel, bounds(arch, counts, loop.read), turn)
+                faults += stage_faults(arch, r.kernel, turn)
     for fault in faults:
         print(f"FAULT {fault}")
     print(f"\n{len(records)} kernels, {len(faults)} faults")

@@ -95,13 +95,15 @@ class Turn:
     clocks: int
     lead: int  # shortest time from a load or copy to the first wait for it; 0: loop without loads
     waits_for_all: int  # waits that leave no load or copy on its way
+    loads: int  # loads and copies that it starts
+    left: int   # of them and of earlier turns', on their way at its first barrier; -1: no barrier
 
 
 def follow(code, matrix_clocks, lds_clocks, waves):
     """The last of TURNS turns of `code`."""
     now, matrix_free, lds_free, reads, loads, turns = 0, 0, 0, [], [], []
     for _ in range(TURNS):
-        start, lead, waits_for_all = now, None, 0
+        start, lead, waits_for_all, started, left = now, None, 0, 0, -1
         for name, operands in code:
             if name in matrix_clocks:
                 now = max(now, matrix_free)
@@ -112,17 +114,20 @@ def follow(code, matrix_clocks, lds_clocks, waves):
                 reads.append(lds_free + LDS_LATENCY)
             elif name.startswith(("global_load", "buffer_load")):
                 loads.append(now)
+                started += 1
+            elif name == "s_barrier" and left < 0:
+                left = len(loads)
             elif name == "s_waitcnt":
-                if left := re.search(r"lgkmcnt\((\d+)\)", operands):
-                    while len(reads) > int(left.group(1)):
+                if limit := re.search(r"lgkmcnt\((\d+)\)", operands):
+                    while len(reads) > int(limit.group(1)):
                         now = max(now, reads.pop(0))
-                if left := re.search(r"vmcnt\((\d+)\)", operands):
-                    waits_for_all += left.group(1) == "0"
-                    while len(loads) > int(left.group(1)):
+                if limit := re.search(r"vmcnt\((\d+)\)", operands):
+                    waits_for_all += limit.group(1) == "0"
+                    while len(loads) > int(limit.group(1)):
                         issued = loads.pop(0)
                         lead = now - issued if lead is None else min(lead, now - issued)
             elif name == "s_nop":
                 now += ISSUE_CLOCKS * int(operands)
             now += ISSUE_CLOCKS
-        turns.append(Turn(now - start, lead or 0, waits_for_all))
+        turns.append(Turn(now - start, lead or 0, waits_for_all, started, left))
     return turns[-1]

@@ -128,7 +128,7 @@ class HipReportTest(unittest.TestCase):
     def test_loops_that_do_not_overlap_are_faults(self):
         def faults(kernel="mla_attend_128", arch="gfx950", clocks=(3775, 2176, 2464, 2032),
                    turn_clocks=4200, lead=9000, waits_for_all=0):
-            turned = report.timeline.Turn(turn_clocks, lead, waits_for_all)
+            turned = report.timeline.Turn(turn_clocks, lead, waits_for_all, loads=10, left=20)
             return list(report.loop_faults(arch, kernel, clocks, turned))
 
         self.assertEqual(faults(), [])
@@ -145,6 +145,34 @@ class HipReportTest(unittest.TestCase):
         self.assertEqual(faults(kernel="mla_attend_64"),
                          ["gfx950 mla_attend_64: slower than memory"])
         self.assertEqual(faults(kernel="mla_attend_expanded", lead=0, waits_for_all=4), [])
+
+    def test_waits_that_leave_too_many_copies_or_too_few_are_faults(self):
+        def faults(loads, left, kernel="mla_attend_64", barrier=("s_barrier ",), arch="gfx950"):
+            code = [f"s_waitcnt vmcnt({left})", *barrier,
+                    *["global_load_lds_dwordx4 v[8:9], off"] * loads]
+            return list(report.stage_faults(arch, kernel, turn(code)))
+
+        self.assertEqual(faults(10, 20), [])
+        # One load of the turn is gone, and with the old count one of the tile's is not waited for.
+        self.assertEqual(faults(9, 20), ["gfx950 mla_attend_64: 20 loads on their way at the "
+                                         "barrier, must be 18 (2 turns of 9)"])
+        self.assertEqual(faults(10, 21), ["gfx950 mla_attend_64: 21 loads on their way at the "
+                                          "barrier, must be 20 (2 turns of 10)"])
+        self.assertEqual(len(faults(10, 19)), 1)
+        self.assertEqual(len(faults(10, 63)), 1)
+        self.assertEqual(len(faults(10, 20, barrier=())), 1)
+        self.assertEqual(faults(12, 12, kernel="mla_expand"), [])
+        self.assertEqual(faults(10, 0, kernel="mla_attend_expanded"), [])
+        self.assertEqual(len(faults(10, 1, kernel="mla_attend_expanded")), 1)
+        self.assertEqual(faults(9, 20, arch="gfx942"), [])
+
+    def test_uses_of_m0_beside_those_of_copies_are_faults(self):
+        copy = "\ts_add_u32 m0, s57, 0x1000\n\tglobal_load_lds_dword v[4:5], off ; m0\n"
+        self.assertEqual(list(report.m0_faults("gfx950", copy + "\ts_mov_b32 s0, s10\n")), [])
+        self.assertEqual(list(report.m0_faults("gfx950", copy + "\ts_mov_b32 m0, s10 ; set\n")),
+                         ["gfx950: m0 used by 's_mov_b32 m0, s10'"])
+        self.assertEqual(list(report.m0_faults("gfx950", "\tv_readlane_b32 s1, v2, m0\n")),
+                         ["gfx950: m0 used by 'v_readlane_b32 s1, v2, m0'"])
 
     def test_loops_are_known_by_kernel(self):
         self.assertEqual(report.loop_of("gfx950", "mla_attend_128").flop, 128 * 32 * 2 * 1088)

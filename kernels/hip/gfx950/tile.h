@@ -9,7 +9,8 @@ namespace mla::gpu::tile {
 
 // Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on. The instruction
 // is written as assembly because the compiler, which can not tell one stage of the LDS from
-// another, would otherwise wait for all copies before each read.
+// another, would otherwise wait for all copies before each read. It sets m0, which can not be
+// declared: the compiler reserves it. report.py fails when the compiler itself uses m0 in a kernel.
 struct Copies {
   static constexpr bool kThroughRegisters = false;
   static constexpr bool kLookUpInLds = true;
