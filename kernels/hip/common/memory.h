@@ -31,6 +31,7 @@ struct PagedRows {
     int page, inside;
   };
   MLA_DEVICE Place place(int position) const {
+    // The report is on powers of two; with other page sizes every turn of a loop divides.
     if (shift >= 0) return Place{position >> shift, position & (page_size - 1)};
     rare_path_begins();
     const int page = position / page_size;

@@ -5,7 +5,9 @@
 //
 // fp32 inputs are multiplied as two bf16 operands, what they round to and the rest of it, which
 // keeps 16 bits of each: rounding latent outputs once more would cost outputs of few keys the
-// accuracy that is promised, where those keys nearly cancel.
+// accuracy that is promised, where those keys nearly cancel. Two limits: inputs beyond 3.396e38,
+// which no bf16 holds, count as infinite; and where a weight is infinite the result is NaN even for
+// finite inputs, since a rest may be zero or of the other sign.
 //
 // Weights of the next two steps, and inputs of the next, are on their way to registers while one is
 // multiplied.

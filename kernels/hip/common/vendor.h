@@ -128,7 +128,8 @@ MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
   schedule_fence();
 }
 
-// Marks code that few turns of a loop run, for report.py to leave out of its counts.
+// Marks code for report.py to leave out of its counts: what few turns of a loop run, and the
+// division by page sizes that are no powers of two, which those models run in every turn.
 MLA_DEVICE void rare_path_begins() {
 #if defined(__HIP__)
   asm volatile("; rare path begins");
