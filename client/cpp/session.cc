@@ -165,22 +165,31 @@ Step::~Step() {
   if (open_) Abort().IgnoreError();
 }
 
+absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
+  {
+    const std::lock_guard lock(models_mutex_);
+    if (const auto known = models_.find(id); known != models_.end()) return known->second;
+  }
+  // Without the lock, so that steps of known models need not wait for this call.
+  const auto list = client_->ListModels();
+  if (!list.ok()) return list.status();
+  const std::lock_guard lock(models_mutex_);
+  for (const v1::ModelInfo& info : list->models()) {
+    models_.insert_or_assign(info.model().model_id(), info.model());
+  }
+  const auto model = models_.find(id);
+  if (model == models_.end()) return absl::NotFoundError("no such model: " + id);
+  return model->second;
+}
+
 absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id,
                                                      const std::vector<StepRows>& rows,
                                                      const BeginOptions& options) {
-  auto model = models_.find(model_id);
-  if (model == models_.end()) {
-    const auto list = client_->ListModels();
-    if (!list.ok()) return list.status();
-    for (const v1::ModelInfo& info : list->models()) {
-      models_[info.model().model_id()] = info.model();
-    }
-    model = models_.find(model_id);
-    if (model == models_.end()) return absl::NotFoundError("no such model: " + model_id);
-  }
+  absl::StatusOr<v1::ModelSpec> model = FindModel(model_id);
+  if (!model.ok()) return model.status();
   std::unique_ptr<Step> step(new Step());
   step->stream_ = stream_;
-  step->model_ = model->second;
+  step->model_ = *std::move(model);
   step->rows_ = rows;
   step->id_ = options.step_id != 0 ? options.step_id : client_->NewStepId();
   v1::AttendStreamRequest request;

@@ -10,13 +10,14 @@
 //
 // Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
 // was not ended aborts it; destroying a session aborts all its steps. Threading: several threads
-// may use different steps of one session; one step is for one thread at a time.
+// may begin and use different steps of one session; one step is for one thread at a time.
 #ifndef MLA_CLIENT_CPP_SESSION_H_
 #define MLA_CLIENT_CPP_SESSION_H_
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -135,8 +136,11 @@ class Session final {
   friend class Client;
   Session() = default;
 
+  absl::StatusOr<v1::ModelSpec> FindModel(const std::string& id);
+
   Client* client_ = nullptr;
   std::shared_ptr<StepStream> stream_;
+  std::mutex models_mutex_;
   std::map<std::string, v1::ModelSpec> models_;  // as the server has them
 };
 
