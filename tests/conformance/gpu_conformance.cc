@@ -15,16 +15,19 @@
 // goes on to the shapes with a device that gives wrong answers. A --shape is a launch of its own
 // (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then but what later flags ask
 // for. --first-byte puts all pages of a pool that much larger behind it, for addresses beyond 32
-// bits (few --threads, each has a pool). On an emulated GPU, which computes about 10^8 products a
-// second:
+// bits (few --threads, each has a pool); a multiple of kPageGranuleBytes. On an emulated GPU, which
+// computes about 10^8 products a second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
 //
-// Exit status 0 only when a GPU backend was found and every shape passed.
+// Exit status 0 only when a GPU backend was found and every shape passed; 2 for flags that make no
+// sense.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -32,6 +35,7 @@
 #include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
@@ -62,12 +66,103 @@ struct Flags {
   SamplerOptions sampler;
 };
 
-std::vector<int32_t> Integers(const std::string& text) {
-  std::vector<int32_t> values;
-  for (const auto& part : absl::StrSplit(text, ',')) values.push_back(std::stoi(std::string(part)));
-  return values;
+constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+
+bool Refuse(const std::string& name, const std::string& value, const std::string& want) {
+  std::fprintf(stderr, "%s: got '%s', want %s\n", name.c_str(), value.c_str(), want.c_str());
+  return false;
 }
 
+// Whether `value` is a number from `least` to `most`, which is stored then; else says so.
+template <typename T>
+bool Integer(const std::string& name, const std::string& value, int64_t least, int64_t most,
+             T* into) {
+  int64_t number = 0;
+  if (!absl::SimpleAtoi(value, &number) || number < least || number > most) {
+    return Refuse(name, value, absl::StrCat(least, " to ", most));
+  }
+  *into = static_cast<T>(number);
+  return true;
+}
+
+bool Integers(const std::string& name, const std::string& value, int32_t most,
+              std::vector<int32_t>* into) {
+  into->clear();
+  for (const auto& part : absl::StrSplit(value, ',')) {
+    into->emplace_back();
+    if (!Integer(name, std::string(part), 1, most, &into->back())) return false;
+  }
+  return true;
+}
+
+bool Flop(const std::string& name, const std::string& value, double* into) {
+  return (absl::SimpleAtod(value, into) && *into > 0.0) || Refuse(name, value, "a number above 0");
+}
+
+bool File(const std::string& name, const std::string& value, std::string* into) {
+  std::ifstream in(value, std::ios::binary);
+  into->assign(std::istreambuf_iterator<char>(in), {});
+  return !into->empty() || Refuse(name, value, "a file that can be read and is not empty");
+}
+
+// Of the flags that say what is run. Sets `known` to false for others.
+bool ParseCases(const std::string& name, const std::string& value, Flags& flags, bool* known) {
+  SamplerOptions& sampler = flags.sampler;
+  if (name == "--shapes") return Integer(name, value, 0, kMost, &flags.shapes);
+  if (name == "--first") return Integer(name, value, 0, kMost, &flags.first);
+  if (name == "--large") return Integer(name, value, 0, kMost, &flags.large);
+  if (name == "--prefill") return Integer(name, value, 0, kMost, &flags.prefill);
+  if (name == "--edges") return Integer(name, value, 0, kMost, &flags.edges);
+  if (name == "--heads") return Integers(name, value, 65535, &sampler.heads);
+  if (name == "--page-sizes") return Integers(name, value, 1 << 20, &sampler.page_sizes);
+  if (name == "--units") return Integers(name, value, 4096, &sampler.units);
+  if (name == "--typical-flop") return Flop(name, value, &sampler.typical_flop);
+  if (name == "--seed") {
+    return absl::SimpleAtoi(value, &sampler.seed) || Refuse(name, value, "0 to 2^64 - 1");
+  }
+  if (name == "--max-flop") {
+    flags.max_flop_given = true;
+    return Flop(name, value, &sampler.max_flop);
+  }
+  if (name == "--form") {
+    flags.form = value;
+    return value == "absorbed" || value == "expanded" ||
+           Refuse(name, value, "absorbed or expanded");
+  }
+  if (name == "--shape") {
+    if (flags.directed.empty()) flags.shapes = flags.large = flags.prefill = flags.edges = 0;
+    flags.directed.push_back(value);
+    return true;
+  }
+  *known = false;
+  return false;
+}
+
+// Of the others.
+bool ParseDevice(const std::string& name, const std::string& value, Flags& flags) {
+  constexpr int64_t kMostBytes = int64_t{1} << 40;
+  if (name == "--threads") return Integer(name, value, 1, 4096, &flags.threads);
+  if (name == "--watchdog-ms") return Integer(name, value, 1, kMost, &flags.watchdog_ms);
+  if (name == "--self-test") return Integer(name, value, 0, 1, &flags.self_test);
+  if (name == "--progress") return Integer(name, value, 0, 1, &flags.progress);
+  if (name == "--expanded-workspace") {
+    return Integer(name, value, 1, kMostBytes, &flags.expanded_workspace);
+  }
+  if (name == "--first-byte") {
+    if (!Integer(name, value, 0, kMostBytes, &flags.first_byte)) return false;
+    return flags.first_byte % kernels::kPageGranuleBytes == 0 ||
+           Refuse(name, value, absl::StrCat("a multiple of ", kernels::kPageGranuleBytes));
+  }
+  if (name == "--image") return File(name, value, &flags.image);
+  if (name == "--library") {
+    flags.library = value;
+    return true;
+  }
+  std::fprintf(stderr, "unknown flag %s\n", name.c_str());
+  return false;
+}
+
+// False, with a message, where a flag is unknown or its value is no such value.
 bool Parse(int argc, char** argv, Flags& flags) {
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i];
@@ -76,55 +171,9 @@ bool Parse(int argc, char** argv, Flags& flags) {
       return false;
     }
     const std::string value = argv[i + 1];
-    if (name == "--shapes") {
-      flags.shapes = std::stoll(value);
-    } else if (name == "--seed") {
-      flags.sampler.seed = std::stoull(value);
-    } else if (name == "--first") {
-      flags.first = std::stoull(value);
-    } else if (name == "--threads") {
-      flags.threads = std::stoi(value);
-    } else if (name == "--large") {
-      flags.large = std::stoi(value);
-    } else if (name == "--prefill") {
-      flags.prefill = std::stoi(value);
-    } else if (name == "--edges") {
-      flags.edges = std::stoi(value);
-    } else if (name == "--watchdog-ms") {
-      flags.watchdog_ms = std::stoll(value);
-    } else if (name == "--self-test") {
-      flags.self_test = std::stoi(value) != 0;
-    } else if (name == "--progress") {
-      flags.progress = std::stoi(value) != 0;
-    } else if (name == "--typical-flop") {
-      flags.sampler.typical_flop = std::stod(value);
-    } else if (name == "--image") {
-      std::ifstream in(value, std::ios::binary);
-      flags.image.assign(std::istreambuf_iterator<char>(in), {});
-    } else if (name == "--form") {
-      flags.form = value;
-    } else if (name == "--expanded-workspace") {
-      flags.expanded_workspace = std::stoll(value);
-    } else if (name == "--first-byte") {
-      flags.first_byte = std::stoll(value);
-    } else if (name == "--heads") {
-      flags.sampler.heads = Integers(value);
-    } else if (name == "--page-sizes") {
-      flags.sampler.page_sizes = Integers(value);
-    } else if (name == "--units") {
-      flags.sampler.units = Integers(value);
-    } else if (name == "--shape") {
-      if (flags.directed.empty()) flags.shapes = flags.large = flags.prefill = flags.edges = 0;
-      flags.directed.push_back(value);
-    } else if (name == "--max-flop") {
-      flags.sampler.max_flop = std::stod(value);
-      flags.max_flop_given = true;
-    } else if (name == "--library") {
-      flags.library = value;
-    } else {
-      std::fprintf(stderr, "unknown flag %s\n", name.c_str());
-      return false;
-    }
+    bool known = true;
+    if (ParseCases(name, value, flags, &known)) continue;
+    if (known || !ParseDevice(name, value, flags)) return false;
   }
   return true;
 }
