@@ -25,6 +25,7 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
 
 absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                      int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
+  if (!health_.ok()) return health_;
   if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
     return absl::InvalidArgumentError(
         absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
@@ -72,25 +73,42 @@ absl::Status HipBackend::PlaceWeights(int32_t slot, const Geometry& geometry, in
                                                      " bytes of weights beside ", arena_.used(),
                                                      " in use, limit ", arena_.bytes()));
   }
-  if (!arena_.Take(slot, bytes)) {
-    if (absl::Status s = CompactWeights(); !s.ok()) return s;
-    if (!arena_.Take(slot, bytes)) return absl::InternalError("weights: no room after compaction");
+  absl::Status s;
+  const bool moved = !arena_.Take(slot, bytes);
+  if (moved) {
+    s = CompactWeights();
+    if (s.ok() && !arena_.Take(slot, bytes)) s = absl::InternalError("no room after compaction");
   }
-  weights_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
-  absl::Status published = PublishWeights();
-  if (!published.ok()) published.Update(FreeWeights(slot));  // whoever comes again publishes
-  return published;
+  if (s.ok()) {
+    weights_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
+    s = PublishWeights();
+  }
+  if (s.ok()) return s;
+  s.Update(FreeWeights(slot));
+  if (!moved) return s;  // the others are where they were, and whoever comes again publishes
+  // Other models lie elsewhere than the kernels would look for them, or in part. Nobody may read
+  // them any more.
+  return Fault(absl::InternalError(absl::StrCat("weights that were being moved: ", s.message())));
 }
 
-// Copies may not overlap, so an extent moves in pieces no longer than its way.
+// Copies may not overlap, so an extent moves in pieces no longer than its way. Where the way is
+// short, those would be many: then pieces go through the expanded form's workspace, which holds
+// nothing between launches.
 absl::Status HipBackend::CompactWeights() {
+  const auto copy = [this](DevicePtr to, DevicePtr from, int64_t bytes) {
+    return runtime_->CopyDevice(to, from, bytes, streams_.compute);
+  };
+  const DevicePtr through = expanded_workspace_.at();
   for (const WeightArena::Move& move : arena_.Compact()) {
-    const int64_t piece = move.from - move.to;
+    const int64_t way = move.from - move.to;
+    const bool direct = move.bytes <= way || expanded_workspace_.bytes() <= 2 * way;
+    const int64_t piece = direct ? way : expanded_workspace_.bytes();
     for (int64_t done = 0; done < move.bytes; done += piece) {
-      absl::Status s =
-          runtime_->CopyDevice(weights_memory_.at() + static_cast<uint64_t>(move.to + done),
-                               weights_memory_.at() + static_cast<uint64_t>(move.from + done),
-                               std::min(piece, move.bytes - done), streams_.compute);
+      const DevicePtr from = weights_memory_.at() + static_cast<uint64_t>(move.from + done);
+      const DevicePtr to = weights_memory_.at() + static_cast<uint64_t>(move.to + done);
+      const int64_t bytes = std::min(piece, move.bytes - done);
+      absl::Status s = direct ? copy(to, from, bytes) : copy(through, from, bytes);
+      if (s.ok() && !direct) s = copy(to, through, bytes);
       if (!s.ok()) return s;
     }
   }

@@ -270,10 +270,21 @@ INSTANTIATE_TEST_SUITE_P(
 // No memory is asked for: it was taken at start.
 TEST_F(EngineExpandedTest, WeightsThatCanNotBeCopiedAreRefusedAndMayComeAgain) {
   ExpandedEngine gpu(Gpu(), /*upload=*/false);
-  for (const int copy : {0, 0, 1, 2}) {  // addresses for the kernels, W_UK, W_UV
-    control_->FailOnce("hipMemcpyHtoDAsync", copy);
+  constexpr int64_t kAddresses = 2 * sizeof(void*);  // of the one model's W_UK and W_UV
+  constexpr int64_t kHead = int64_t{ExpandedEngine::kDim} * ExpandedEngine::kLora * 2;
+  // Addresses, which are for the kernels, come first until they have been taken; then W_UK and W_UV
+  // of a head follow one another.
+  const struct {
+    int after;
+    int64_t last_bytes;  // of the copy before the one that fails
+  } failures[] = {{0, 0}, {1, kAddresses}, {1, kHead}, {2, kHead}};
+  for (const auto& [after, last_bytes] : failures) {
+    control_->last_copied_in_bytes = 0;
+    control_->FailOnce("hipMemcpyHtoDAsync", after);
     const absl::Status refused = gpu.Upload(1);
     EXPECT_THAT(refused.message(), HasSubstr("invalid argument (1)"));
+    EXPECT_EQ(control_->last_copied_in_bytes, last_bytes);
+    EXPECT_TRUE(gpu.harness().core().backend().Healthy().ok());
   }
   control_->fail_call = "hipMalloc";
   control_->fail_after = 0;

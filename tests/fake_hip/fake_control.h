@@ -24,6 +24,7 @@ struct Control {
   bool hang = false;                   // events never complete
   bool wrong_results = false;          // kernels do nothing
   const char* wrong_kernel = nullptr;  // if named, that one alone
+  bool rounded_inputs = false;         // projections round fp32 inputs to bf16
 
   // Counters.
   int64_t live_bytes = 0;  // of device memory
@@ -33,7 +34,9 @@ struct Control {
   int64_t registered_bytes = 0;   // of host memory
   int64_t copies_in = 0;          // from the host, however many rows
   int64_t copies_out = 0;
+  int64_t copies_on_device = 0;
   const void* last_copied_in = nullptr;   // host address
+  int64_t last_copied_in_bytes = 0;       // of hipMemcpyHtoDAsync
   const void* last_copied_out = nullptr;  // host address
 
   // The `after`-th next such call (0: the very next one) fails, once.

@@ -173,14 +173,15 @@ void CombineRow(const gpu::CombineArgs& a, int tile, int p) {
 }
 
 void ProjectHead(const gpu::ProjectArgs& a, const gpu::ProjectTile& tile, const gpu::ProjectRow& r,
-                 int h) {
+                 int h, bool rounded) {
   const uint16_t* w =
       a.weights[tile.weights_slot] + static_cast<int64_t>(tile.head_offset + h) * a.k * a.n;
   const int64_t in = h * r.in_head_stride, out = h * r.out_head_stride;
   for (int c = 0; c < a.n; ++c) {
     double sum = 0.0;
     for (int k = 0; k < a.k; ++k) {
-      sum += double{Load(r.in, in + k, a.in_is_f32)} * ToFloat(w[int64_t{k} * a.n + c]);
+      const float x = Load(r.in, in + k, a.in_is_f32);
+      sum += double{rounded ? ToFloat(ToBf16(x)) : x} * ToFloat(w[int64_t{k} * a.n + c]);
     }
     Store(r.out, out + c, a.out_is_f32, static_cast<float>(sum));
   }
@@ -189,13 +190,13 @@ void ProjectHead(const gpu::ProjectArgs& a, const gpu::ProjectTile& tile, const 
   }
 }
 
-void Project(const gpu::ProjectArgs& a, uint32_t tiles, uint32_t grid_y) {
+void Project(const gpu::ProjectArgs& a, const Grid& grid) {
   const int blocks = (a.n + gpu::kProjectCols - 1) / gpu::kProjectCols;
-  for (uint32_t t = 0; t < tiles; ++t) {
+  for (uint32_t t = 0; t < grid.x; ++t) {
     const gpu::ProjectTile& tile = a.tiles[t];
     for (int p = 0; p < tile.rows; ++p) {
-      for (int h = 0; h < std::min<int>(tile.num_heads, grid_y / blocks); ++h) {
-        ProjectHead(a, tile, a.rows[tile.first_row + p], h);
+      for (int h = 0; h < std::min<int>(tile.num_heads, grid.y / blocks); ++h) {
+        ProjectHead(a, tile, a.rows[tile.first_row + p], h, grid.rounded_inputs);
       }
     }
   }
@@ -230,7 +231,7 @@ void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
       }
     }
   } else if (kernel == gpu::kProjectKernel) {
-    Project(*static_cast<const gpu::ProjectArgs*>(args), grid.x, grid.y);
+    Project(*static_cast<const gpu::ProjectArgs*>(args), grid);
   } else if (kernel == gpu::kExpandKernel) {
     RunExpand(*static_cast<const gpu::ExpandArgs*>(args), grid.x);
   } else if (kernel == gpu::kExpandedKernel) {

@@ -16,7 +16,8 @@ size_t ArgumentBytes(const std::string& kernel);
 
 struct Grid {
   uint32_t x, y;
-  uint32_t waves;  // of a block
+  uint32_t waves;       // of a block
+  bool rounded_inputs;  // as Control
 };
 
 // Runs a launch. `args` is the kernel's argument structure.

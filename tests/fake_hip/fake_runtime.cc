@@ -245,6 +245,7 @@ int hipMemcpyHtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* s
   FAKE_ENTER("hipMemcpyHtoDAsync");
   ++State().control.copies_in;
   State().control.last_copied_in = from;
+  State().control.last_copied_in_bytes = static_cast<int64_t>(bytes);
   stream->Add([=] { std::memcpy(to, from, bytes); });
   return 0;
 }
@@ -273,7 +274,11 @@ int hipMemcpyDtoHAsync(void* to, const void* from, size_t bytes, fake::Stream* s
 }
 int hipMemcpyDtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
   FAKE_ENTER("hipMemcpyDtoDAsync");
-  stream->Add([=] { std::memmove(to, from, bytes); });
+  const auto* target = static_cast<const char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  if (target < source + bytes && source < target + bytes) return fake::kInvalidValue;  // overlap
+  ++State().control.copies_on_device;
+  stream->Add([=] { std::memcpy(to, from, bytes); });
   return 0;
 }
 int hipMemsetD8Async(void* to, unsigned char value, size_t bytes, fake::Stream* stream) {
@@ -311,7 +316,7 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
   const unsigned wave = std::strncmp(State().control.arch, "gfx", 3) == 0 ? 64 : 32;
   const char* const named = State().control.wrong_kernel;
   if (State().control.wrong_results && (named == nullptr || function->name == named)) return 0;
-  const fake::Grid grid{grid_x, grid_y, block_x / wave};
+  const fake::Grid grid{grid_x, grid_y, block_x / wave, State().control.rounded_inputs};
   stream->Add([name = function->name, grid, args = std::move(args)] {
     fake::RunKernel(name, grid, args.data());
   });

@@ -2,6 +2,7 @@
 // pieces.
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/fake_hip/backend_fixture.h"
@@ -30,8 +31,11 @@ class WeightsTest : public BackendOnFakeTest {
     limits.weights_slots = 4;
     return limits;
   }
-  std::unique_ptr<HipBackend> Configured(int64_t weights_bytes) {
-    auto backend = HipBackend::Create(Options());
+  std::unique_ptr<HipBackend> Configured(int64_t weights_bytes,
+                                         int64_t expanded_workspace_bytes = 640 << 20) {
+    HipBackendOptions options = Options();
+    options.expanded_workspace_bytes = expanded_workspace_bytes;
+    auto backend = HipBackend::Create(options);
     EXPECT_TRUE(backend.ok()) << backend.status();
     if (!backend.ok()) return nullptr;
     EXPECT_TRUE((*backend)->Configure(LimitsOf(weights_bytes)).ok());
@@ -144,6 +148,90 @@ TEST_F(WeightsTest, FreeRoomInPiecesIsJoined) {
   ExpectSeen(*backend, 0, large, 32.0f);
   ExpectSeen(*backend, 1, middle, 2.0f);
   ExpectSeen(*backend, 2, small, 8.0f);
+}
+
+// Room of `gap` heads before a model of `heads` heads, and of two behind it: two heads more than
+// the gap come, for which the model moves.
+TEST_F(WeightsTest, AMoveTakesFewCopies) {
+  constexpr int64_t kWorkspace = ExpandedPlan::WorkspaceLeast();
+  const int64_t head = BytesOf(OfHeads(1));
+  ASSERT_GT(kWorkspace, 2 * head);
+  ASSERT_LT(kWorkspace, 2 * 4 * head);
+  const struct {
+    int32_t gap, heads;
+    int64_t copies;
+  } moves[] = {
+      {4, 3, 1},                                                 // at once
+      {4, 4, 1},                                                 // as long as its way
+      {4, 10, 3},                                                // in pieces
+      {1, 15, 2 * ((15 * head + kWorkspace - 1) / kWorkspace)},  // through the workspace
+  };
+  for (const auto& [gap, heads, copies] : moves) {
+    SCOPED_TRACE(testing::Message() << gap << ", " << heads);
+    const Geometry small = OfHeads(gap), model = OfHeads(heads), more = OfHeads(gap + 2);
+    auto backend = Configured(BytesOf(model) + BytesOf(more), kWorkspace);
+    ASSERT_NE(backend, nullptr);
+    ASSERT_TRUE(Load(*backend, 0, small, 1.0f).ok());
+    ASSERT_TRUE(Load(*backend, 1, model, 16.0f).ok());
+    ASSERT_TRUE(backend->FreeWeights(0).ok());
+    control_->copies_on_device = 0;
+    ASSERT_TRUE(Load(*backend, 2, more, 64.0f).ok());
+    EXPECT_EQ(control_->copies_on_device, copies);
+    ExpectSeen(*backend, 1, model, 16.0f);
+    ExpectSeen(*backend, 2, more, 64.0f);
+  }
+}
+
+// Where others have moved, or have in part, nobody may read them: the device counts as lost.
+TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
+  const Geometry small = OfHeads(1), middle = OfHeads(3), large = OfHeads(4);
+  const struct {
+    const char* call;
+    int after;
+  } failures[] = {{"hipMemcpyDtoDAsync", 0},  // of the first model that moves
+                  {"hipMemcpyDtoDAsync", 1},  // the same, from the workspace
+                  {"hipMemcpyDtoDAsync", 2},  // of the second model
+                  {"hipMemcpyHtoDAsync", 0},  // the new addresses
+                  {"hipStreamSynchronize", 0}};
+  for (const auto& [call, after] : failures) {
+    SCOPED_TRACE(testing::Message() << call << " " << after);
+    auto backend = Configured(BytesOf(OfHeads(8)));
+    ASSERT_NE(backend, nullptr);
+    ASSERT_TRUE(Load(*backend, 0, small, 1.0f).ok());
+    ASSERT_TRUE(Load(*backend, 1, middle, 2.0f).ok());
+    ASSERT_TRUE(Load(*backend, 2, small, 8.0f).ok());
+    ASSERT_TRUE(backend->FreeWeights(0).ok());
+    ASSERT_TRUE(backend->BeginLaunch(1).ok());  // being recorded when it happens
+    control_->FailOnce(call, after);
+    const absl::Status status = Load(*backend, 3, large, 32.0f);
+    EXPECT_EQ(control_->fail_seen, after + 1) << "the call was not reached, or others followed";
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+    EXPECT_THAT(status.message(), HasSubstr("weights that were being moved: "));
+    EXPECT_THAT(status.message(), HasSubstr("invalid argument (1)"));
+    EXPECT_EQ(backend->Healthy().message(), absl::StrCat("device lost: ", status.message()));
+    EXPECT_EQ(backend->Submit(1), backend->Healthy());
+    EXPECT_EQ(backend->BeginLaunch(0), backend->Healthy());
+    EXPECT_EQ(Load(*backend, 0, small, 1.0f), backend->Healthy());
+    EXPECT_TRUE(backend->FreeWeights(1).ok());
+  }
+}
+
+// Nothing had to move: the others are where they were, and it may come again.
+TEST_F(WeightsTest, AFailedUploadThatMovesNothingFailsAlone) {
+  const Geometry g = OfHeads(2);
+  for (const int copy : {0, 1, 2}) {  // addresses for the kernels, W_UK, W_UV
+    SCOPED_TRACE(copy);
+    auto backend = Configured(2 * BytesOf(g));
+    ASSERT_NE(backend, nullptr);
+    ASSERT_TRUE(Load(*backend, 1, g, 1.0f).ok());
+    control_->FailOnce("hipMemcpyHtoDAsync", copy);
+    EXPECT_THAT(Load(*backend, 0, g, 8.0f).message(), HasSubstr("invalid argument (1)"));
+    EXPECT_TRUE(backend->Healthy().ok());
+    ExpectSeen(*backend, 1, g, 1.0f);
+    ASSERT_TRUE(Load(*backend, 0, g, 8.0f).ok());
+    ExpectSeen(*backend, 0, g, 8.0f);
+    ExpectSeen(*backend, 1, g, 1.0f);
+  }
 }
 
 TEST_F(WeightsTest, BadUploadsAreRefused) {
