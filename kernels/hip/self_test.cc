@@ -34,6 +34,10 @@ constexpr float kScale = 0.07f;
 constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
 constexpr uint32_t kPages[] = {2 * 288, 0, 288};  // granules; a page is 288 of them
 constexpr int32_t kCut = 96;                      // where the plan splits the tile
+// Latent outputs that bf16 does not tell from (1, -1). W_UV of +-0.5 makes the difference up to
+// 2^-11, many times what sums in fp32 may be off.
+constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};
+constexpr double kNarrowOff = 2e-5;
 
 // Small values without structure, the same on every machine.
 std::vector<Bf16> Pattern(size_t count, uint32_t seed) {
@@ -48,13 +52,17 @@ std::vector<Bf16> Pattern(size_t count, uint32_t seed) {
 
 struct Data {
   explicit Data(int32_t rows)
-      : queries(rows), o(size_t(rows) * kHeads * kODim, NAN), lse(size_t(rows) * kHeads, NAN) {}
+      : queries(rows), o(size_t(rows) * kHeads * kODim, NAN), lse(size_t(rows) * kHeads, NAN) {
+    std::copy(std::begin(kNarrow), std::end(kNarrow), narrow.begin());
+  }
 
   const int32_t queries;
   std::vector<Bf16> kv = Pattern(size_t{kRows} * kRowDim, 1);
   std::vector<Bf16> q = Pattern(size_t(queries) * kHeads * kQDim, 2);
   std::vector<Bf16> w_uk = Pattern(size_t{kHeads} * 128 * 512, 3);
   std::vector<Bf16> w_uv = Pattern(size_t{kHeads} * 512 * 128, 4);
+  std::vector<float> narrow = std::vector<float>(512, 0.0f);
+  std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * kODim, NAN);
   std::vector<float> o, lse;
   // The same by the expanded form.
   std::vector<float> expanded_o = o, expanded_lse = lse;
@@ -103,6 +111,22 @@ absl::Status CompareRow(const Answer& want, const float* o, float lse, const std
   return absl::OkStatus();
 }
 
+absl::Status CompareNarrow(const Data& d) {
+  for (int32_t head = 0; head < kHeads; ++head) {
+    const Bf16* uv = &d.w_uv[static_cast<size_t>(head) * 512 * kODim];
+    for (int v = 0; v < kODim; ++v) {
+      const double want =
+          double{kNarrow[0]} * ToFloat(uv[v]) + double{kNarrow[1]} * ToFloat(uv[kODim + v]);
+      const float got = d.narrow_o[static_cast<size_t>(head) * kODim + v];
+      if (std::abs(got - want) < kNarrowOff) continue;
+      return absl::InternalError(absl::StrCat("fp32 latent outputs, head ", head,
+                                              ": output column ", v, ": got ", got, ", want ",
+                                              want));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Compare(const Data& d) {
   for (int32_t row = 0; row < d.queries; ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
@@ -117,7 +141,7 @@ absl::Status Compare(const Data& d) {
       if (!s.ok()) return s;
     }
   }
-  return absl::OkStatus();
+  return CompareNarrow(d);
 }
 
 // The plan: one tile cut in two, so that partial tiles and their merge are exercised. Further units
@@ -167,28 +191,31 @@ struct ExpandedFormPlan {
 
 // Addresses of one launch in the backend's memory.
 struct Staged {
-  const void *kv, *q;
-  void *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse;
+  const void *kv, *q, *narrow;
+  void *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse, *narrow_o;
 };
 
 absl::StatusOr<Staged> Stage(AttentionBackend& backend, Data& d) {
   const size_t packed = size_t(d.queries) * kHeads;
   auto kv = backend.StageInput(0, d.kv.data(), d.kv.size() * sizeof(Bf16));
   auto q = backend.StageInput(0, d.q.data(), d.q.size() * sizeof(Bf16));
+  auto narrow = backend.StageInput(0, d.narrow.data(), d.narrow.size() * sizeof(float));
   auto o = backend.StageOutput(0, d.o.data(), d.o.size() * sizeof(float));
   auto lse = backend.StageOutput(0, d.lse.data(), d.lse.size() * sizeof(float));
   auto expanded_o =
       backend.StageOutput(0, d.expanded_o.data(), d.expanded_o.size() * sizeof(float));
   auto expanded_lse =
       backend.StageOutput(0, d.expanded_lse.data(), d.expanded_lse.size() * sizeof(float));
+  auto narrow_o = backend.StageOutput(0, d.narrow_o.data(), d.narrow_o.size() * sizeof(float));
   auto absorbed = backend.SlotWorkspace(0, packed * kRowDim * sizeof(Bf16));
   auto latent = backend.SlotWorkspace(0, packed * 512 * sizeof(float));
-  for (const absl::Status& status :
-       {kv.status(), q.status(), o.status(), lse.status(), expanded_o.status(),
-        expanded_lse.status(), absorbed.status(), latent.status()}) {
+  for (const absl::Status& status : {kv.status(), q.status(), o.status(), lse.status(),
+                                     expanded_o.status(), expanded_lse.status(), absorbed.status(),
+                                     latent.status(), narrow.status(), narrow_o.status()}) {
     if (!status.ok()) return status;
   }
-  return Staged{*kv, *q, *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse};
+  return Staged{*kv, *q,   *narrow,     *absorbed,     *latent,
+                *o,  *lse, *expanded_o, *expanded_lse, *narrow_o};
 }
 
 kernels::RequestRecord Request(const Staged& s, int32_t queries) {
@@ -235,8 +262,10 @@ absl::Status Launch(AttentionBackend& backend, Data& d) {
   const kernels::ProjectionRecord absorb{
       staged->q, staged->absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
       kRowDim,   d.queries,        kHeads,         0,     0};
-  const kernels::ProjectionRecord project{
-      staged->latent, staged->o, kHeads * 512, 512, kHeads * kODim, kODim, d.queries, kHeads, 0, 0};
+  const kernels::ProjectionRecord project[] = {
+      {staged->latent, staged->o, kHeads * 512, 512, kHeads * kODim, kODim, d.queries, kHeads, 0,
+       0},
+      {staged->narrow, staged->narrow_o, 512, 0, kHeads * kODim, kODim, 1, kHeads, 0, 0}};
   const kernels::RequestRecord request = Request(*staged, d.queries);
   const Plan plan(d.queries,
                   d.queries == kMostQueries ? std::min(backend.Info().units, kMostUnits) : 2);
@@ -257,7 +286,7 @@ absl::Status Launch(AttentionBackend& backend, Data& d) {
   if (s.ok()) s = backend.Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1});
   if (s.ok()) s = backend.Run(0, params);
   if (s.ok()) s = backend.Combine(0, params);
-  if (s.ok()) s = backend.Project(0, kGeometry, DType::kF32, DType::kF32, {&project, 1});
+  if (s.ok()) s = backend.Project(0, kGeometry, DType::kF32, DType::kF32, project);
   if (s.ok()) s = backend.Run(0, expanded);
   if (s.ok()) s = backend.Combine(0, expanded);
   if (s.ok()) s = backend.Submit(0);

@@ -13,7 +13,9 @@ kernels::BackendLimits SelfTestLimits();
 
 // Appends, absorbs, attends with a split plan, combines and projects a small batch, attends to it
 // in the expanded form too, and compares with the same sums taken on the host in double precision;
-// twice, with a tile for the smallest attention kernel and with one for more.
+// twice, with a tile for the smallest attention kernel and with one for more. Beside them it
+// projects latent outputs that nearly cancel, of values that bf16 does not hold: a kernel that
+// rounds them once more is found.
 // REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
 absl::Status SelfTest(kernels::AttentionBackend& backend);
 
