@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #include "proto/futex.h"
 #include "proto/tensor_codec.h"
@@ -12,11 +13,20 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinsPerClock = 64;
+// Of a caller whose last pieces are with helpers, 20 to 100 us: more than a piece takes, so what it
+// waits for then is a helper without a core.
+constexpr int kSpinsForHelpers = 2000;
 
 }  // namespace
 
 CopyTeam::CopyTeam(const CopyTeamOptions& options) : options_(options) {
-  for (int32_t i = 1; i < options_.threads; ++i) helpers_.emplace_back([this] { Help(); });
+  if (options_.threads <= 1) return;
+  helpers_.reserve(static_cast<size_t>(options_.threads) - 1);
+  try {
+    for (int32_t i = 1; i < options_.threads; ++i) helpers_.emplace_back([this] { Help(); });
+  } catch (const std::system_error&) {
+    // No more threads: those that there are copy everything, too.
+  }
 }
 
 CopyTeam::~CopyTeam() {
@@ -29,7 +39,7 @@ CopyTeam::~CopyTeam() {
 }
 
 // Copies a piece that nobody has claimed; false when there is none.
-bool CopyTeam::CopyPiece() {
+bool CopyTeam::CopyPiece(bool helping) {
   uint32_t left = unclaimed_.load(std::memory_order_acquire);
   do {
     if (left == 0) return false;
@@ -40,7 +50,8 @@ bool CopyTeam::CopyPiece() {
   const size_t begin = size_t{left - 1} * kPieceBytes;
   const size_t size = std::min(kPieceBytes, job_.size - begin);
   GatherBytes(job_.fragments, job_.offset + begin, size, job_.to + begin);
-  unfinished_.fetch_sub(1, std::memory_order_release);
+  if (helping) helped_.fetch_add(1, std::memory_order_relaxed);
+  if (unfinished_.fetch_sub(1, std::memory_order_release) == 1 && helping) unfinished_.notify_one();
   return true;
 }
 
@@ -61,9 +72,16 @@ void CopyTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t
     }
     wake_.notify_all();
   }
-  while (CopyPiece()) {
+  while (CopyPiece(false)) {
   }
-  while (unfinished_.load(std::memory_order_acquire) > 0) SpinPause();
+  uint32_t left = unfinished_.load(std::memory_order_acquire);
+  for (int spins = 0; left > 0; left = unfinished_.load(std::memory_order_acquire)) {
+    if (spins++ < kSpinsForHelpers) {
+      SpinPause();
+    } else {
+      unfinished_.wait(left, std::memory_order_acquire);
+    }
+  }
 }
 
 void CopyTeam::Help() {
@@ -71,7 +89,7 @@ void CopyTeam::Help() {
   while (!stop_.load(std::memory_order_relaxed)) {
     bool copied = false;
     for (int i = 0; i < kSpinsPerClock && !copied; ++i) {
-      copied = CopyPiece();
+      copied = CopyPiece(true);
       if (!copied) SpinPause();
     }
     const auto now = Clock::now();

@@ -1,10 +1,11 @@
 // Threads that copy large tensors together.
 //
-// One core moves 9 to 13 GB/s between memory that other cores have written, four move 40 to 60: on
-// the way of megabytes into staging memory or into a shared-memory region this is most of what a
-// request costs (docs/benchmarks/wire.md). The caller copies, too, and helpers take whatever pieces
-// are left when they come; so a team whose helpers sleep, or have no core, is as fast as the caller
-// alone, less the cost of waking them.
+// One core copies at 6 to 13 GB/s what other cores have written, four at 26 to 38: on the way of
+// megabytes into staging memory or into a shared-memory region this is most of what a request costs
+// (docs/benchmarks/wire.md). The caller copies, too, and helpers take whatever pieces are left when
+// they come; so a team whose helpers sleep through a copy is as fast as the caller alone, less the
+// cost of waking them. A helper that loses its core in the midst of a piece is waited for, first
+// spinning, then asleep: teams larger than the number of usable CPUs are slower than smaller ones.
 //
 // Helpers spin for a while after a copy that was shared and then sleep until the next one. Small
 // copies are the caller's own. Threading: Copy from any thread; one that finds the team busy copies
@@ -25,7 +26,9 @@
 namespace mla::wire {
 
 struct CopyTeamOptions {
-  int32_t threads = 1;  // that copy, the caller of Copy among them; 1: no helpers
+  // That copy, the caller of Copy among them; 1 and less: no helpers. Where the system has no more
+  // threads the team does with those that it got.
+  int32_t threads = 1;
   int32_t spin_us = 0;  // of a helper, after a shared copy
 };
 
@@ -46,6 +49,10 @@ class CopyTeam final {
   void Gather(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to);
   void Copy(Fragment from, std::byte* to) { Gather({&from, 1}, 0, from.size(), to); }
 
+  int32_t threads() const { return static_cast<int32_t>(helpers_.size()) + 1; }
+  // Pieces that helpers have copied since the start, those of all returned copies among them.
+  uint64_t helped() const { return helped_.load(std::memory_order_relaxed); }
+
  private:
   // Pieces are claimed one by one. Large enough for the claim to cost nothing, small enough that
   // the last one does not keep the others waiting.
@@ -57,7 +64,7 @@ class CopyTeam final {
     std::byte* to = nullptr;
   };
 
-  bool CopyPiece();
+  bool CopyPiece(bool helping);
   void Help();
 
   const CopyTeamOptions options_;
@@ -66,6 +73,7 @@ class CopyTeam final {
   // Pieces that nobody has claimed.
   alignas(64) std::atomic<uint32_t> unclaimed_{0};
   alignas(64) std::atomic<uint32_t> unfinished_{0};
+  std::atomic<uint64_t> helped_{0};
 
   std::mutex sleep_;
   std::condition_variable wake_;

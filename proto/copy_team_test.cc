@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -62,6 +63,55 @@ TEST_P(CopyTeamTest, ServesSeveralThreads) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(wrong, 0);
+}
+
+// Copies until helpers have taken a piece more, which is only a matter of time where they take any.
+bool GetsHelp(CopyTeam* team) {
+  const std::vector<std::byte> from(size_t{8} << 20, std::byte{7});
+  std::vector<std::byte> to(from.size());
+  const uint64_t before = team->helped();
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (team->helped() == before && std::chrono::steady_clock::now() < give_up) {
+    team->Copy(from, to.data());
+  }
+  return team->helped() > before;
+}
+
+TEST_P(CopyTeamTest, HelpersHelpAndDoSoAgainAfterTheirSleep) {
+  CopyTeam team(GetParam());
+  ASSERT_EQ(team.threads(), GetParam().threads);
+  if (team.threads() == 1) {
+    const std::vector<std::byte> from(2 * CopyTeam::kSharedBytes);
+    std::vector<std::byte> to(from.size());
+    team.Copy(from, to.data());
+    EXPECT_EQ(team.helped(), 0u);
+    return;
+  }
+  for (int sleep = 0; sleep < 3; ++sleep) {
+    EXPECT_TRUE(GetsHelp(&team)) << sleep;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // longer than any spin here
+  }
+}
+
+TEST(CopyTeamHelpTest, SmallCopiesAreTheCallersOwn) {
+  CopyTeam team({4, 1000});
+  const std::vector<std::byte> from(CopyTeam::kSharedBytes - 1, std::byte{7});
+  std::vector<std::byte> to(from.size());
+  for (int i = 0; i < 200; ++i) team.Copy(from, to.data());
+  EXPECT_EQ(team.helped(), 0u);
+  EXPECT_EQ(to, from);
+}
+
+// Far more threads than cores: the caller comes to wait for helpers that do not run.
+TEST(CopyTeamHelpTest, WaitsForHelpersThatHaveLostTheirCores) {
+  CopyTeam team({64, 1000});
+  const Source source(size_t{4} << 20, 5);
+  std::vector<std::byte> to(source.all.size());
+  for (int round = 0; round < 30; ++round) {
+    std::memset(to.data(), 0, to.size());
+    team.Gather(source.fragments, 0, to.size(), to.data());
+    ASSERT_EQ(to, source.all) << round;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, CopyTeamTest,

@@ -91,6 +91,7 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
 
 // Of helpers that copy, as long as the pause between two layers may take.
 constexpr int32_t kCopySpinMicros = 1000;
+constexpr int32_t kMostCopyThreads = 64;
 
 // Where a unix target's server hands out shared memory; empty for other targets.
 std::string DoorOf(const std::string& target) {
@@ -178,8 +179,7 @@ struct Client::Impl {
     wanted.ring = ring;
     wanted.bytes = std::min(options.shared_bytes > 0 ? options.shared_bytes : kSharedBytes,
                             info.limits().shm_region_bytes());
-    wanted.spin_us = options.spin_us;
-    wanted.server_spin_us = options.spin_us;
+    wanted.spin_us = wanted.server_spin_us = options.spin_us;
     wanted.greet_timeout_ms =
         static_cast<int32_t>(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
     auto memory = SharedMemory::Connect(door, wanted);
@@ -193,7 +193,10 @@ struct Client::Impl {
       return RestartedError(info.boot_id(), (*memory)->boot_id());
     }
     const Millis timeout(options.request_timeout_ms);
-    const wire::CopyTeamOptions copies{options.copy_threads, kCopySpinMicros};
+    const int32_t cpus = base::UsableCpuCount();
+    const wire::CopyTeamOptions copies{
+        std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
+        DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
     if (!ring) {
       return std::make_shared<SharedStream>(*std::move(memory), OpenStream(), timeout, copies);
     }

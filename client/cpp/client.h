@@ -57,8 +57,10 @@ struct ClientOptions {
   // container's quota count), else 0.
   int32_t stream_spin_us = -1;
   // Threads of a session that copy large tensors into shared memory and out of it, the caller's
-  // among them: for tensors that were not made in place (Session::Allocate). The others spin for a
-  // millisecond after each such copy and then sleep.
+  // among them: for tensors that were not made in place (Session::Allocate). At least 1, at most 64
+  // and the CPUs that this process may use: a figure beyond is taken as that bound. Where the
+  // system has no more threads, sessions do with fewer. The others spin for a millisecond after
+  // each such copy, where there are four CPUs, and then sleep.
   int32_t copy_threads = 1;
 };
 

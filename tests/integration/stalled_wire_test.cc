@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <gtest/gtest.h>
+#include <limits.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
@@ -12,17 +13,19 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "proto/copy_team.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
 namespace {
 
-thread_local bool no_more_threads = false;
+thread_local int threads_left = INT_MAX;
 
 }  // namespace
 
@@ -31,7 +34,9 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
                               void* (*start)(void*), void* argument) {
   using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
   static const auto real = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
-  return no_more_threads ? EAGAIN : real(thread, attributes, start, argument);
+  if (threads_left == 0) return EAGAIN;
+  --threads_left;
+  return real(thread, attributes, start, argument);
 }
 
 namespace mla::integration {
@@ -167,13 +172,13 @@ TEST(StalledWireTest, WithoutMoreThreadsRequestsWaitForTheirWaiters) {
   std::vector<std::byte> kv(2 * static_cast<size_t>(worker.dims().row()) * 4), q, o;
   client::AttendCall call = CallOf(worker.dims(), 2, &q, &o);
   call.kv = kv.data();
-  no_more_threads = true;
+  threads_left = 0;
   std::vector<client::PendingAttend> pending;
   for (int layer = 0; layer < worker.dims().layers; ++layer) {
     call.layer = static_cast<uint32_t>(layer);
     pending.push_back((*step)->AttendAsync(call));
   }
-  no_more_threads = false;
+  threads_left = INT_MAX;
   for (client::PendingAttend& one : pending) EXPECT_TRUE(one.Wait().ok());
   EXPECT_TRUE((*step)->End().ok());
 }
@@ -181,10 +186,46 @@ TEST(StalledWireTest, WithoutMoreThreadsRequestsWaitForTheirWaiters) {
 TEST(StalledWireTest, WithoutMoreThreadsConnectSaysSo) {
   const TestServer server;
   const auto first = server.Connect();  // gRPC has its threads by now
-  no_more_threads = true;
+  threads_left = 0;
   const auto second = client::Client::Connect(server.unix_target(), {});
-  no_more_threads = false;
+  threads_left = INT_MAX;
   EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST(StalledWireTest, CopiesAreMadeByThoseThreadsThatThereAre) {
+  for (const int helpers : {0, 1, 2}) {
+    threads_left = helpers;
+    wire::CopyTeam team({4, 0});
+    threads_left = INT_MAX;
+    EXPECT_EQ(team.threads(), helpers + 1);
+    std::vector<std::byte> from(2 * wire::CopyTeam::kSharedBytes, kBefore), to(from.size());
+    team.Copy(from, to.data());
+    EXPECT_EQ(to, from) << helpers;
+  }
+}
+
+TEST(StalledWireTest, WithoutMoreThreadsSessionsCopyThemselves) {
+  using Transport = client::ClientOptions::Transport;
+  const TestServer server;
+  for (const Transport transport : {Transport::kShared, Transport::kRing}) {
+    client::ClientOptions options;
+    options.transport = transport;
+    options.copy_threads = 1000;
+    const auto client = server.Connect(options);
+    Dims dims;
+    dims.heads = 16;
+    dims.layers = 1;
+    threads_left = 0;
+    Worker worker(client.get(), dims, "m", 1);
+    threads_left = INT_MAX;
+    EXPECT_EQ(worker.session().transport(), transport == Transport::kRing ? "ring" : "shm");
+    std::deque<Track> tracks;
+    std::vector<Track*> each;
+    for (int i = 0; i < 30; ++i) each.push_back(&tracks.emplace_back(*worker.Open()));
+    const std::vector<uint32_t> rows(each.size(), 15);
+    EXPECT_EQ(worker.Step(each, rows, v1::PROFILE_ABSORBED, {}, v1::DTYPE_BF16), absl::OkStatus());
+    EXPECT_EQ(worker.most_messages(), 1u);
+  }
 }
 
 }  // namespace
