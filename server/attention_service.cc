@@ -77,30 +77,34 @@ void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
     return Refuse(std::move(call), absl::ResourceExhaustedError("too many open streams"), fault);
   }
   const std::lock_guard lock(mutex_);
-  errands_.push_back({std::move(call), identity->tenant});
+  opening_.push_back({std::move(call), identity->tenant});
   errand_.notify_one();
 }
 
 void AttentionService::RunErrands() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    errand_.wait(lock, [this] { return stop_ || !errands_.empty(); });
-    if (errands_.empty()) return;
-    Errand errand = std::move(errands_.front());
-    errands_.pop_front();
-    lock.unlock();
-    if (errand.ending != nullptr) {
-      errand.ending->Close();
-    } else {
+    errand_.wait(lock, [this] { return stop_ || !ending_.empty() || !opening_.empty(); });
+    if (!ending_.empty()) {
+      AttendStream* const stream = ending_.front();
+      ending_.pop_front();
+      lock.unlock();
+      stream->Close();
+      lock.lock();
+    } else if (!opening_.empty()) {
+      Opening opening = std::move(opening_.front());
+      opening_.pop_front();
+      lock.unlock();
       auto* stream =
-          new AttendStream(shared_, this, std::move(errand.call), errand.tenant, reads_in_place_);
-      {
-        const std::lock_guard insert(mutex_);
-        streams_.insert(stream);
-      }
+          new AttendStream(shared_, this, std::move(opening.call), opening.tenant, reads_in_place_);
+      lock.lock();
+      streams_.insert(stream);
+      lock.unlock();
       stream->Start();
+      lock.lock();
+    } else {
+      return;
     }
-    lock.lock();
   }
 }
 
@@ -112,7 +116,7 @@ void AttentionService::OnStalled(AttendStream* stream) {
 
 void AttentionService::OnEnding(AttendStream* stream) {
   const std::lock_guard lock(mutex_);
-  errands_.push_back({nullptr, "", stream});
+  ending_.push_back(stream);
   errand_.notify_one();
 }
 

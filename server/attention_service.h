@@ -4,9 +4,12 @@
 // called once the gRPC server was started; Stop after it has shut down and before its poller stops
 // or the service is destroyed.
 // Threading: one housekeeping thread resumes stalled streams when staging memory comes back and
-// cuts those whose client has stopped reading. Opening and closing a stream wait for a running
-// launch, so another thread, the desk, does both, in the order in which they were asked for: the
-// poller's threads serve health and administration too and must outlast a device that hangs.
+// cuts those whose client has stopped reading. A stream that it resumes may have it run a small
+// launch; should that hang, nobody is cut, as no stream could be closed then either. Opening and
+// closing a stream wait for a running launch, so another thread, the desk, does both, each in the
+// order in which it was asked for: the poller's threads serve health and administration too and
+// must outlast a device that hangs. The desk closes before it opens: what is closed gives back
+// places, staging memory and open steps, and shall not queue behind calls that want some.
 #ifndef MLA_SERVER_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTENTION_SERVICE_H_
 
@@ -47,10 +50,9 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   void Stop();
 
  private:
-  struct Errand {
-    std::unique_ptr<StreamCall> call;  // to be opened as a stream
+  struct Opening {
+    std::unique_ptr<StreamCall> call;
     std::string tenant;
-    AttendStream* ending = nullptr;  // or to be closed
   };
 
   void Accept(std::unique_ptr<StreamCall> call);
@@ -64,9 +66,10 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int32_t places_taken_ = 0;  // of wire.max_streams: streams, and calls that will become one
-  std::deque<Errand> errands_;
-  std::condition_variable errand_;
+  int32_t places_taken_ = 0;     // of wire.max_streams: streams, and calls that will become one
+  std::deque<Opening> opening_;  // calls to become streams
+  std::deque<AttendStream*> ending_;  // streams to be closed
+  std::condition_variable errand_;    // for the desk: one of either
   std::set<AttendStream*> streams_;
   std::deque<AttendStream*> stalled_;
   bool stop_ = false;
