@@ -193,7 +193,7 @@ void SharedMemoryDoor::Greet(Connection* connection) {
     return End(descriptor);
   }
   connection->hello_ns = SteadyNanos();
-  if (!Answer(connection)) waiting_.push_back(descriptor);
+  waiting_.push_back(descriptor);  // behind those who said it before
 }
 
 // False: there may be room soon.

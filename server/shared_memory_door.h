@@ -8,7 +8,9 @@
 // Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
 // file's mode). A client that does not say hello in time is dropped; so is one that says anything
 // after it. One for whom there is room only after regions that are being closed waits for that, at
-// most SharedRegionTable::kCloseWait, and keeps nobody else waiting.
+// most SharedRegionTable::kCloseWait, and keeps nobody else waiting: hellos are tried in the order
+// in which they came, those that must wait again and again. Whose regions these are does
+// not count, so a tenant at its own bound may learn that late, too.
 //
 // Threading: one thread serves all connections. Open and the destructor from one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_DOOR_H_
@@ -74,7 +76,7 @@ class SharedMemoryDoor final {
   const SharedMemoryDoorOptions options_;
   int listener_ = -1, events_ = -1, stop_event_ = -1;
   std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
-  std::vector<int> waiting_;               // of these, those that wait for room, by their hello
+  std::vector<int> waiting_;               // of these, those without an answer, by their hello
   std::thread thread_;
 };
 
