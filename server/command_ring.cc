@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <limits>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -85,7 +86,15 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
   header_->completions_offset = wire::CompletionsOffset(options_.entries);
   header_->replies_offset = wire::RepliesOffset(options_.entries);
   options_.metrics->wire().rings.fetch_add(1);
-  thread_ = std::thread([this] { Run(); });
+}
+
+absl::Status CommandRing::Start() {
+  try {
+    thread_ = std::thread([this] { Run(); });
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(absl::StrCat("no thread for the ring: ", error.what()));
+  }
+  return absl::OkStatus();
 }
 
 void CommandRing::Stop() {
@@ -93,7 +102,7 @@ void CommandRing::Stop() {
   stop_ = true;
   Atomic(header_->submit_bell).fetch_add(1);
   wire::FutexWake(&header_->submit_bell);
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   options_.engine->CloseStream(engine_stream_);
   Atomic(header_->closed).store(1);
   Atomic(header_->complete_bell).fetch_add(1);

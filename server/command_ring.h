@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/ring_layout.h"
 #include "scheduler/engine.h"
@@ -50,11 +51,13 @@ struct CommandRingOptions {
 
 class CommandRing final : public AttendMessageOwner {
  public:
-  // Lays the ring out at the front of `region` and starts serving it.
+  // Lays the ring out at the front of `region`.
   // REQUIRES: region->arena_offset() == wire::RingBytes(options.entries).
   CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegion> region);
   ~CommandRing() override { Stop(); }
 
+  // Starts serving it, once. UNAVAILABLE when the machine has no thread left for that.
+  absl::Status Start();
   void Stop();
 
   void OnAnswered(AttendMessage* message) override;

@@ -214,7 +214,8 @@ bool SharedMemoryDoor::Answer(Connection* connection) {
   std::string(status.message()).copy(welcome.message, sizeof(welcome.message) - 1);
   Log(LogLevel::kDebug, "shared_memory",
       {{"tenant", connection->tenant}, {"answer", status.ToString()}});
-  if (!Send(descriptor, welcome, connection->region.get()) || !status.ok()) End(descriptor);
+  const SharedRegion* const region = status.ok() ? connection->region.get() : nullptr;
+  if (!Send(descriptor, welcome, region) || !status.ok()) End(descriptor);
   return true;
 }
 
@@ -262,7 +263,7 @@ absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* conne
   welcome->ring_entries = entries;
   welcome->spin_us = ring.spin_us;
   connection->ring = std::make_unique<CommandRing>(std::move(ring), connection->region);
-  return absl::OkStatus();
+  return connection->ring->Start();
 }
 
 void SharedMemoryDoor::End(int descriptor) {
