@@ -1,19 +1,22 @@
 // mla-server: see `mla-server --help` and docs/configuration.md.
 //
 // Exit codes: 0 drained and stopped, 1 bad configuration, 2 could not start, 3 stopped with steps
-// aborted at the drain deadline.
+// aborted at the drain deadline, or while a launch hung.
 #include <signal.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "proto/transport.h"
 #include "server/config.h"
 #include "server/library_logs.h"
 #include "server/logging.h"
+#include "server/process_end.h"
 #include "server/server.h"
 #include "server/version.h"
 
@@ -44,6 +47,11 @@ bool Print(const mla::server::LoadedConfig& loaded) {
   return !text.empty();
 }
 
+absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Config& config) {
+  const mla::server::StartGuard guard;
+  return mla::server::Server::Start({config, [] { kill(getpid(), SIGTERM); }});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -52,7 +60,7 @@ int main(int argc, char** argv) {
       server::LoadConfig(std::vector<std::string>(argv + 1, argv + argc), Environment());
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());
   const bool printed = Print(loaded);
-  if (!loaded.faults.empty()) return 1;
+  if (!loaded.faults.empty()) return server::kExitBadConfig;
   if (printed || loaded.command.check_config) return 0;
   mla::wire::KeepMessageMemory();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
@@ -66,14 +74,17 @@ int main(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
 
-  auto started = server::Server::Start({loaded.config, [] { kill(getpid(), SIGTERM); }});
+  auto started = Start(loaded.config);
   if (!started.ok()) {
     server::Log(server::LogLevel::kError, "start_failed", {{"why", started.status().ToString()}});
-    return 2;
+    return server::kExitNotStarted;
   }
   int signal_number = 0;
   sigwait(&signals, &signal_number);
   server::Log(server::LogLevel::kInfo, "signal", {{"number", std::to_string(signal_number)}});
   const auto deadline = std::chrono::milliseconds(loaded.config.drain_deadline_ms);
-  return (*started)->Shutdown(deadline).drained ? 0 : 3;
+  const server::StopGuard guard(deadline + server::StopGuard::kGrace);
+  const bool drained = (*started)->Shutdown(deadline).drained;
+  started->reset();
+  return drained ? server::kExitDrained : server::kExitAborted;
 }

@@ -1,0 +1,120 @@
+// How a server's process ends when a launch hangs, and when the machine has no more threads.
+#include <dlfcn.h>
+#include <errno.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "client/cpp/shared_memory.h"
+#include "kernels/reference/reference_backend.h"
+#include "scheduler/testing/faulty_backend.h"
+#include "server/process_end.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace {
+
+thread_local int threads_left = 1 << 20;
+thread_local bool may_make_threads = false;
+std::atomic<bool> others_may{true};
+
+}  // namespace
+
+// Stands before the C library's: threads of the test may be told that there are no more.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*start)(void*), void* argument) {
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto real = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  const bool left = threads_left-- > 0 && (others_may || may_make_threads);
+  return left ? real(thread, attributes, start, argument) : EAGAIN;
+}
+
+namespace mla::integration {
+namespace {
+
+using namespace std::chrono_literals;
+using scheduler::testing::FaultyBackend;
+using ::testing::ExitedWithCode;
+
+class ProcessEndTest : public testing::Test {
+ protected:
+  void SetUp() override { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
+  server::ServerOptions Options() {
+    server::ServerOptions options;
+    options.config = SmallConfig();
+    options.config.listen.unix_path = folder_.File("mla.sock");
+    return options;
+  }
+  // As main does it, on a thread that can be made only so many others.
+  void StartWith(int threads) {
+    std::thread([&] {
+      const server::StartGuard guard;
+      threads_left = threads;
+      server::Server::Start(Options()).IgnoreError();
+    }).join();
+  }
+  void StopWhileALaunchHangs() {
+    server::ServerOptions options = Options();
+    auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+    FaultyBackend* const device = backend.get();
+    options.backend = std::move(backend);
+    auto server = server::Server::Start(std::move(options));
+    auto client = client::Client::Connect("unix:" + folder_.File("mla.sock"), {});
+    Worker worker(client->get(), {}, "m", 1);
+    Track track = *worker.Open();
+    device->Hang();
+    std::thread([&] { worker.Step({&track}, {1}, v1::PROFILE_ABSORBED).IgnoreError(); }).detach();
+    while (!device->hanging()) std::this_thread::sleep_for(1ms);
+    const server::StopGuard guard(300ms);
+    (*server)->Shutdown(100ms);
+  }
+
+  TempFolder folder_;
+};
+
+TEST_F(ProcessEndTest, AHungLaunchDoesNotKeepTheProcess) {
+  EXPECT_EXIT(StopWhileALaunchHangs(), ExitedWithCode(server::kExitAborted), "stop_hangs");
+}
+
+TEST_F(ProcessEndTest, AStopInTimeIsLeftAlone) {
+  const auto stop = [] {
+    { const server::StopGuard guard(10s); }
+    { const server::StopGuard guard(1ms * 60'000); }
+    std::exit(server::kExitDrained);
+  };
+  EXPECT_EXIT(stop(), ExitedWithCode(server::kExitDrained), "");
+}
+
+// The first thread may be the engine's, the poller's or a housekeeper's: some run already then.
+TEST_F(ProcessEndTest, NoThreadLeftIsAFailedStart) {
+  for (const int threads : {0, 1, 3, 4}) {
+    EXPECT_EXIT(StartWith(threads), ExitedWithCode(server::kExitNotStarted), "start_failed.*thread")
+        << threads;
+  }
+}
+
+// Once it serves, what needs a thread is refused alone.
+TEST(ThreadShortageTest, ARingWithoutAThreadIsRefused) {
+  const TestServer server;
+  client::SharedMemoryOptions options;
+  options.bytes = 4096;
+  const std::string door = server.folder().File("mla.sock") + ".shm";
+  may_make_threads = true;
+  others_may = false;
+  const absl::Status refused = client::SharedMemory::Connect(door, options).status();
+  others_may = true;
+  EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr("no thread for the ring"));
+  EXPECT_TRUE(client::SharedMemory::Connect(door, options).ok());
+}
+
+}  // namespace
+}  // namespace mla::integration
