@@ -92,6 +92,7 @@ struct Config {
 
   int64_t drain_deadline_ms = 30000;
   int64_t unhealthy_after_ms = 10000;  // engine silent for this long: NOT_SERVING
+  int64_t restart_after_ms = 120000;   // and after this long beyond that: restart me; 0: never
 };
 
 using ConfigSlot = std::variant<bool*, int32_t*, int64_t*, double*, std::string*>;

@@ -67,6 +67,11 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
           Millis("server.unhealthy_after_ms", 100, kDayMs,
                  "An engine that gives no sign of life for this long is reported NOT_SERVING.",
                  "Below the longest launch it reports false alarms.", MLA_SLOT(unhealthy_after_ms)),
+          Millis(
+              "server.restart_after_ms", 0, kDayMs,
+              "After this long without a sign of life, beyond unhealthy_after_ms, /livez is 503.",
+              "Whoever probes it restarts the server, which loses its sequences; 0: never.",
+              MLA_SLOT(restart_after_ms)),
           Text("tls.cert", "PEM file with the server's certificate chain.",
                "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert)),
           Text("tls.key", "PEM file with the server's private key.",

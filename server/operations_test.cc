@@ -225,6 +225,27 @@ TEST(ServerStateTest, HealthGatesServing) {
   EXPECT_EQ(state.WaitForChange(state.Get().version, milliseconds(1)).version, state.Get().version);
 }
 
+TEST(ServerStateTest, WhyAndSinceWhenOutliveWhatADrainSays) {
+  ServerState state;
+  const auto begun = std::chrono::steady_clock::now();
+  state.SetHealth(false, "silent");
+  const auto since = state.Get().unhealthy_since;
+  EXPECT_GE(since, begun);
+  std::this_thread::sleep_for(milliseconds(2));
+  state.SetHealth(false, "silent");
+  state.Move(Phase::kDraining, 0, "waiting for 1 open steps");
+  EXPECT_EQ(state.Get().why_unhealthy, "silent");
+  state.SetLost("the device is gone");
+  state.Move(Phase::kDraining, 50, "waiting for no open steps");
+  EXPECT_EQ(state.Get().message, "waiting for no open steps");
+  EXPECT_EQ(state.Get().why_unhealthy, "the device is gone");
+  EXPECT_EQ(state.Get().unhealthy_since, since);
+  ServerState other;
+  other.SetHealth(false, "silent");
+  other.SetHealth(true, "");
+  EXPECT_EQ(other.Get().why_unhealthy, "");
+}
+
 // Whether the state becomes like this.
 bool Becomes(const ServerState& state, bool healthy, const std::string& message) {
   for (int i = 0; i < 1000; ++i) {

@@ -187,12 +187,16 @@ void Server::Parts::MakeServices() {
 }
 
 // Alive means that this process can answer, and that it may serve again: a lost device never comes
-// back to it, so it says no to whoever restarts the dead. Whether it serves now is readiness.
+// back to it, nor, most likely, a launch that has hung for so long, so it says no to whoever
+// restarts the dead. Whether it serves now is readiness.
 HttpReply Server::Parts::Alive() const {
   const ServerState::Snapshot now = state.Get();
-  if (!now.lost) return {200, "text/plain; charset=utf-8", "alive\n"};
+  const auto patience = std::chrono::milliseconds(options.config.restart_after_ms);
+  const bool hung = patience.count() > 0 && !now.healthy &&
+                    std::chrono::steady_clock::now() - now.unhealthy_since >= patience;
+  if (!now.lost && !hung) return {200, "text/plain; charset=utf-8", "alive\n"};
   return {503, "text/plain; charset=utf-8",
-          absl::StrCat("restart this server: ", now.message, "\n")};
+          absl::StrCat("restart this server: ", now.why_unhealthy, "\n")};
 }
 
 HttpReply Server::Parts::Ready(const std::string& query) {
@@ -204,6 +208,10 @@ HttpReply Server::Parts::Ready(const std::string& query) {
     absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
                     now.healthy ? "healthy" : "unhealthy", "\n", now.message,
                     now.message.empty() ? "" : "\n");
+    // A drain says what it waits for, and does not make a device come back.
+    if (now.why_unhealthy != now.message && !now.healthy) {
+      absl::StrAppend(&reply.body, now.why_unhealthy, "\n");
+    }
   }
   return reply;
 }
@@ -218,6 +226,7 @@ std::vector<StatusSection> Server::Parts::Status() {
                        {"state", std::string(PhaseName(now.phase))},
                        {"healthy", now.healthy},
                        {"device lost", now.lost},
+                       {"why unhealthy", now.why_unhealthy},
                        {"message", now.message}}});
   sections.push_back({"backend",
                       {{"name", info.name},

@@ -31,7 +31,8 @@ void ServerState::SetHealth(bool healthy, const std::string& why) {
     const std::lock_guard lock(mutex_);
     if (now_.lost || now_.healthy == healthy) return;
     now_.healthy = healthy;
-    now_.message = why;
+    now_.message = now_.why_unhealthy = why;
+    now_.unhealthy_since = std::chrono::steady_clock::now();
     ++now_.version;
     changed_.notify_all();
   }
@@ -43,9 +44,10 @@ void ServerState::SetLost(const std::string& why) {
   {
     const std::lock_guard lock(mutex_);
     if (now_.lost) return;
+    if (now_.healthy) now_.unhealthy_since = std::chrono::steady_clock::now();
     now_.healthy = false;
     now_.lost = true;
-    now_.message = why;
+    now_.message = now_.why_unhealthy = why;
     ++now_.version;
     changed_.notify_all();
   }

@@ -26,9 +26,12 @@ class ServerState final {
   struct Snapshot {
     Phase phase = Phase::kStarting;
     int32_t percent = 0;  // of warm-up or drain
-    std::string message;  // what is being waited for
+    std::string message;  // what is being waited for, or the last to go wrong
     bool healthy = true;
-    bool lost = false;     // not healthy, and nothing but another process will be
+    bool lost = false;  // not healthy, and nothing but another process will be
+    // Both are of a server that is not healthy.
+    std::string why_unhealthy;
+    std::chrono::steady_clock::time_point unhealthy_since;
     uint64_t version = 0;  // grows with every change
     // Ready for new work.
     bool serving() const { return phase == Phase::kServing && healthy; }
@@ -36,7 +39,7 @@ class ServerState final {
 
   // Ignored when it would move back.
   void Move(Phase phase, int32_t percent, const std::string& message);
-  // Ignored when the device is lost.
+  // Ignored when the device is lost, and when nothing changes.
   void SetHealth(bool healthy, const std::string& why);
   void SetLost(const std::string& why);
   Snapshot Get() const;

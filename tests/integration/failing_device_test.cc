@@ -87,6 +87,7 @@ absl::StatusCode TryStream(const std::string& target) {
 TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   ASSERT_NO_FATAL_FAILURE(Start([](server::Config& config) {
     config.unhealthy_after_ms = 500;
+    config.restart_after_ms = 5000;
     config.wire.poll_threads = 2;
   }));
   const auto client = Connect();
@@ -112,12 +113,16 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("no sign of life"));
   EXPECT_THAT(HttpGet(port, "/readyz"), StartsWith("503 "));
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));  // it may come back
+  EXPECT_TRUE(Eventually([&] {
+    return HttpGet(port, "/livez").find("503 restart this server: the engine gives no sign") == 0;
+  }));
 
   device_->LetGo();
   waiting.join();
   for (std::thread& thread : opening) thread.join();
   EXPECT_EQ(answer, absl::OkStatus());
   EXPECT_TRUE(Eventually([&] { return other->IsServing().value_or(false); }));
+  EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));
   EXPECT_GT(other->GetStats()->launches(), launches);
 }
 
@@ -158,6 +163,9 @@ TEST_F(FailingDeviceTest, ALostDeviceWantsARestart) {
   EXPECT_THAT(HttpGet(port, "/readyz?verbose"), HasSubstr("the device is lost"));
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("503 restart this server: the device is lost"));
   EXPECT_THAT(HttpGet(port, "/metrics"), HasSubstr("\nmla_serving 0\n"));
+  ASSERT_TRUE(client->Drain(100, false).ok());
+  EXPECT_THAT(HttpGet(port, "/readyz?verbose"), HasSubstr("no step was open\nthe device is lost"));
+  EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("503 restart this server: the device is lost"));
 }
 
 }  // namespace
