@@ -15,6 +15,8 @@ namespace {
 std::string WhatWasThrown() {
   try {
     if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+  } catch (const std::system_error& error) {
+    return absl::StrCat("the machine is short of threads or another resource: ", error.what());
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {
