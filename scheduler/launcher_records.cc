@@ -1,6 +1,8 @@
 // Launcher: from a batch to the records of its launch.
 #include "scheduler/launcher.h"
 
+#include <cassert>
+
 namespace mla::scheduler {
 
 using kernels::DType;
@@ -75,6 +77,7 @@ absl::Status Launcher::StageAbsorbedSlices(const Launch& launch, const FusedSlic
         int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
     const int64_t o_row =
         int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
+    assert(args.q_fragments.empty());  // slices lie whole beside their siblings
     in_parts_.push_back({args.q + request.engine.rows_done * q_row, q_row});
     out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row});
     rows = request.engine.rows_launched;

@@ -48,7 +48,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   AttendMessageOwner* owner = nullptr;
   uint64_t tag = 0;
   StagingPool::Block input, output;
-  // The message as it was received, where its queries are read in place.
+  // The message as it was received, where its queries are read in place; until it is answered.
   std::vector<grpc::Slice> slices;
   std::vector<kernels::InputFragment> fragments;  // of those slices
   AttendSizes sizes;

@@ -17,6 +17,13 @@ constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
 
+// Of messages whose queries are read in place: a launch pays for every slice, and it is
+// everybody's, so queries that came in crumbs are gathered by the one who has sent them.
+constexpr size_t kSlicesOfAny = 4;
+constexpr size_t kBytesPerSlice = 2048;
+// What the list of a stream's slices may hold when it waits for the next message.
+constexpr size_t kSlicesKept = 1024;
+
 size_t AlignUp(size_t bytes) {
   return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
 }
@@ -176,6 +183,8 @@ bool AttendStream::Handle() {
   }
   // Not needed since they were gathered, but the answer was more urgent.
   slices_.clear();
+  if (slices_.capacity() > kSlicesKept) slices_.shrink_to_fit();
+  if (fragments_.capacity() > kSlicesKept) std::vector<wire::Fragment>().swap(fragments_);
   incoming_.Clear();
   return true;
 }
@@ -234,7 +243,14 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
   return absl::OkStatus();
 }
 
-// Lets the engine have the queries where they lie: the message keeps its slices until then.
+bool AttendStream::ReadsInPlace(const AttendMessage& message) const {
+  const scheduler::AttendArgs& args = message.attend;
+  const auto q_bytes = static_cast<size_t>(message.sizes.q_bytes);
+  return in_place_ && args.num_heads == args.sized_for.num_heads &&
+         fragments_.size() <= kSlicesOfAny + q_bytes / kBytesPerSlice;
+}
+
+// Lets the engine have the queries where they lie: the message keeps its slices until OnAnswered.
 void AttendStream::KeepInPlace(AttendMessage* message) {
   int64_t begin = 0;
   for (const wire::Fragment& fragment : fragments_) {
@@ -273,7 +289,7 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
     args.kv = message->input.data();
   }
   size_t copied = kv_bytes;
-  if (q_bytes > 0 && in_place_ && args.num_heads == args.sized_for.num_heads) {
+  if (q_bytes > 0 && ReadsInPlace(*message)) {
     KeepInPlace(message);
   } else if (q_bytes > 0) {
     std::byte* q = message->input.data() + AlignUp(kv_bytes);
@@ -297,6 +313,11 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   message->answered_ns = SteadyNanos();
   message->next = nullptr;
   preparer_.Answered(*message);
+  // The launch has read the queries; gRPC's memory is not to wait for a slow reader as the outputs
+  // do.
+  message->attend.q_fragments = {};
+  message->fragments.clear();
+  message->slices.clear();
   {
     const std::lock_guard lock(mutex_);
     if (writing_ || cancelled_ || broken_) {

@@ -2,10 +2,10 @@
 //
 // Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
 // memory (tensors in a shared-memory region stay where they are, and so do queries that the backend
-// reads from their slices) and submits; the engine answers
-// through OnAnswered; the reply is framed over the output memory and written; OnWriteDone gives the
-// memory back. Requests are submitted in the order they arrived, replies leave in the order they
-// were answered.
+// reads from their slices, unless they are many small ones) and submits; the engine answers through
+// OnAnswered, which lets the slices go; the reply is framed over the output memory and written;
+// OnWriteDone gives the memory back. Requests are submitted in the order they arrived, replies
+// leave in the order they were answered.
 //
 // Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
 // wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
@@ -99,6 +99,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   absl::Status Prepare(AttendMessage* message, bool* stalled);
   absl::Status PrepareShared(AttendMessage* message);
   bool TakeStaging(AttendMessage* message);
+  bool ReadsInPlace(const AttendMessage& message) const;
   void KeepInPlace(AttendMessage* message);
   void Discharge(AttendMessage* message);
 

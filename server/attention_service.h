@@ -39,8 +39,11 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   // Takes calls from now on. `poller` belongs to the server that serves this, and outlives Stop.
   void Serve(StreamPoller* poller);
   // False: streams that begin from now on have all tensors gathered into staging memory, even where
-  // the backend reads queries in pieces. For measurements. Any thread.
-  void set_reads_in_place(bool in_place) { reads_in_place_ = in_place; }
+  // the backend reads queries in pieces. True, as at the start: queries stay in place where the
+  // backend reads_fragments. For measurements. Any thread.
+  void set_reads_in_place(bool in_place) {
+    reads_in_place_ = in_place && shared_.engine->backend_info().reads_fragments;
+  }
 
   void OnStalled(AttendStream* stream) override;
   void OnEnding(AttendStream* stream) override;

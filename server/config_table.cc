@@ -124,7 +124,10 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
           Bytes("wire.metadata_bytes", 1024, 1048576, "Header bytes of one call.",
                 "Below 8 KiB some proxies' headers do not fit.", MLA_SLOT(wire.metadata_bytes)),
           Bytes("wire.quota_bytes", 16777216, kTiB, "Memory that gRPC's own buffers may use.",
-                "When short, connections are slowed down or dropped.", MLA_SLOT(wire.quota_bytes)),
+                "When short, connections are slowed down or dropped. Over a backend that reads "
+                "queries in place, a CPU's, it holds them, too: at least twice wire.staging_bytes "
+                "then.",
+                MLA_SLOT(wire.quota_bytes)),
           Millis("wire.connection_age_ms", 0, kDayMs * 365,
                  "Connections are closed gracefully at this age; 0: never.",
                  "A stream that is cut loses its open steps.", MLA_SLOT(wire.connection_age_ms)),

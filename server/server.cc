@@ -76,6 +76,15 @@ wire::CopyTeamOptions CopiesOf(const Config::Wire& wire, const kernels::BackendI
   return copies;
 }
 
+// Queries that a backend reads in place are memory of gRPC's until they are computed, and staging
+// memory bounds how many there are.
+void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& backend) {
+  if (!backend.reads_fragments || wire.quota_bytes / 2 >= wire.staging_bytes) return;
+  Log(LogLevel::kWarning, "quota_small",
+      {{"wire.quota_bytes", absl::StrCat(wire.quota_bytes)},
+       {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
+}
+
 }  // namespace
 
 // In order of construction; destroyed the other way round.
@@ -147,6 +156,7 @@ absl::Status Server::Parts::MakeEngine() {
   if (!made.ok()) return made.status();
   engine = *std::move(made);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
+  WarnOfSmallQuota(config.wire, engine->backend_info());
   auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
   if (!staging.ok()) return staging.status();
   pool = std::make_shared<AttendMessagePool>(*std::move(staging));
