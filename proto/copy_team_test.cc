@@ -102,12 +102,12 @@ TEST(CopyTeamHelpTest, SmallCopiesAreTheCallersOwn) {
   EXPECT_EQ(to, from);
 }
 
-// Far more threads than cores: the caller comes to wait for helpers that do not run.
+// More threads than cores: the caller comes to wait for helpers that do not run.
 TEST(CopyTeamHelpTest, WaitsForHelpersThatHaveLostTheirCores) {
-  CopyTeam team({64, 1000});
-  const Source source(size_t{4} << 20, 5);
+  CopyTeam team({32, 1000});
+  const Source source(2 * CopyTeam::kSharedBytes, 5);
   std::vector<std::byte> to(source.all.size());
-  for (int round = 0; round < 30; ++round) {
+  for (int round = 0; round < 10; ++round) {
     std::memset(to.data(), 0, to.size());
     team.Gather(source.fragments, 0, to.size(), to.data());
     ASSERT_EQ(to, source.all) << round;

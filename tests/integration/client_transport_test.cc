@@ -69,7 +69,7 @@ TEST_P(ClientTransportTest, SeveralThreadsCopyLargeTensors) {
 }
 
 // Queries of whole messages are computed from where gRPC left them, whatever the row's place in its
-// slices; only the cache's rows are copied. A head slice is gathered, to lie beside its siblings.
+// slices; only the cache's rows are copied.
 TEST(InlineTest, CpuBackendReadsQueriesInPlace) {
   const TestServer server([](server::Config& config) { config.backend = "cpu"; });
   const auto client = server.Connect(Over(Transport::kGrpc));
