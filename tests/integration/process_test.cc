@@ -48,6 +48,17 @@ TEST(ProcessTest, TooMuchMemoryStopsTheStart) {
   EXPECT_THAT(unknown.output, HasSubstr("reference"));
 }
 
+TEST(ProcessTest, WarnsOfAQuotaThatQueriesInPlaceWouldFill) {
+  for (const bool small : {false, true}) {
+    ServerProcess process({"--backend=cpu", "--wire-inflight-bytes=32MiB",
+                           "--wire-staging-bytes=32MiB",
+                           small ? "--wire-quota-bytes=63MiB" : "--wire-quota-bytes=64MiB"});
+    ASSERT_EQ(process.Health(), 0) << process.Log();
+    const std::string log = process.Log();
+    EXPECT_EQ(log.find("quota_small") != std::string::npos, small) << log;
+  }
+}
+
 TEST(ProcessTest, TermDrainsAndEndsWithZero) {
   ServerProcess process({"--log-format=json"});
   ASSERT_EQ(process.Health(), 0) << process.Log();

@@ -25,10 +25,11 @@ Dims RankDims() {
 
 class RankGroup {
  public:
-  RankGroup(const TestServer& server, int ranks, uint64_t first_step = 100)
+  RankGroup(const TestServer& server, int ranks, uint64_t first_step = 100,
+            const client::ClientOptions& options = {})
       : dims_(RankDims()), random_(17), step_id_(first_step) {
     for (int i = 0; i < ranks; ++i) {
-      clients_.push_back(server.Connect());
+      clients_.push_back(server.Connect(options));
       sessions_.push_back(*clients_.back()->OpenSession());
     }
     EXPECT_TRUE(clients_[0]->RegisterModel(SpecOf(dims_, "m")).ok());
@@ -167,6 +168,34 @@ TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
   EXPECT_EQ(rows_of(*stats) - warm_up, 2u * kSteps * kRows);
   EXPECT_EQ(stats->slices_fused(), static_cast<uint64_t>(2 * kSteps * ranks.ranks()));
   EXPECT_EQ(stats->slice_waits_expired(), 0u);
+}
+
+// Even where the backend reads queries in place: slices lie side by side with their siblings.
+TEST_P(RanksTest, SlicesOverGrpcAreGathered) {
+  const TestServer server([](server::Config& config) {
+    WithWait(1000000)(config);
+    config.backend = "cpu";
+  });
+  client::ClientOptions options;
+  options.transport = client::ClientOptions::Transport::kGrpc;
+  RankGroup ranks(server, GetParam(), 100, options);
+  const uint64_t before = ranks.client().GetStats()->copied_bytes();
+  ASSERT_EQ(ranks.Begin(), absl::OkStatus());
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    ranks.Send(layer);
+    for (int i = 0; i < ranks.ranks(); ++i) {
+      ASSERT_EQ(ranks.Wait(i), absl::OkStatus()) << "rank " << i;
+      EXPECT_LT(ranks.Error(layer, i), kTolerance) << "rank " << i << " layer " << layer;
+    }
+  }
+  ASSERT_EQ(ranks.End(), absl::OkStatus());
+  const auto stats = ranks.client().GetStats();
+  ASSERT_TRUE(stats.ok());
+  EXPECT_EQ(stats->slices_fused(), static_cast<uint64_t>(2 * ranks.ranks()));
+  const Dims dims = RankDims();
+  const auto row_bytes = static_cast<uint64_t>(dims.row()) * 2;
+  EXPECT_EQ(stats->copied_bytes() - before,
+            2 * kRows * row_bytes * (1 + static_cast<uint64_t>(dims.heads)));
 }
 
 TEST_P(RanksTest, ALateRankCostsTheBoundAndOthersNothing) {
