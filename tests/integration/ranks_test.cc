@@ -142,6 +142,19 @@ std::function<void(server::Config&)> WithWait(int64_t us) {
 class RanksTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, RanksTest, ::testing::Values(2, 4, 8));
 
+// One step of two layers in which all ranks ask at once.
+void RunStep(RankGroup* ranks) {
+  ASSERT_EQ(ranks->Begin(), absl::OkStatus());
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    ranks->Send(layer);
+    for (int i = 0; i < ranks->ranks(); ++i) {
+      ASSERT_EQ(ranks->Wait(i), absl::OkStatus()) << "rank " << i;
+      EXPECT_LT(ranks->Error(layer, i), kTolerance) << "rank " << i << " layer " << layer;
+    }
+  }
+  ASSERT_EQ(ranks->End(), absl::OkStatus());
+}
+
 TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
   // Long enough for any machine: whoever is missing would be noticed by the time it takes.
   const TestServer server(WithWait(1000000));
@@ -151,15 +164,7 @@ TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
   };
   const uint64_t warm_up = rows_of(*ranks.client().GetStats());
   for (int step = 0; step < kSteps; ++step) {
-    ASSERT_EQ(ranks.Begin(), absl::OkStatus());
-    for (uint32_t layer = 0; layer < 2; ++layer) {
-      ranks.Send(layer);
-      for (int i = 0; i < ranks.ranks(); ++i) {
-        ASSERT_EQ(ranks.Wait(i), absl::OkStatus()) << "rank " << i;
-        EXPECT_LT(ranks.Error(layer, i), kTolerance) << "rank " << i << " layer " << layer;
-      }
-    }
-    ASSERT_EQ(ranks.End(), absl::OkStatus());
+    ASSERT_NO_FATAL_FAILURE(RunStep(&ranks));
   }
   const auto stats = ranks.client().GetStats();
   ASSERT_TRUE(stats.ok());
@@ -180,15 +185,7 @@ TEST_P(RanksTest, SlicesOverGrpcAreGathered) {
   options.transport = client::ClientOptions::Transport::kGrpc;
   RankGroup ranks(server, GetParam(), 100, options);
   const uint64_t before = ranks.client().GetStats()->copied_bytes();
-  ASSERT_EQ(ranks.Begin(), absl::OkStatus());
-  for (uint32_t layer = 0; layer < 2; ++layer) {
-    ranks.Send(layer);
-    for (int i = 0; i < ranks.ranks(); ++i) {
-      ASSERT_EQ(ranks.Wait(i), absl::OkStatus()) << "rank " << i;
-      EXPECT_LT(ranks.Error(layer, i), kTolerance) << "rank " << i << " layer " << layer;
-    }
-  }
-  ASSERT_EQ(ranks.End(), absl::OkStatus());
+  ASSERT_NO_FATAL_FAILURE(RunStep(&ranks));
   const auto stats = ranks.client().GetStats();
   ASSERT_TRUE(stats.ok());
   EXPECT_EQ(stats->slices_fused(), static_cast<uint64_t>(2 * ranks.ranks()));
