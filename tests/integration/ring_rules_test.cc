@@ -67,6 +67,18 @@ class RingTest : public testing::Test {
     return reply.error();
   }
 
+  // An entry of a message whose bytes lie in `block`.
+  wire::SubmissionEntry Message(const v1::AttendStreamRequest& request,
+                                std::span<std::byte> block) const {
+    const std::string bytes = request.SerializeAsString();
+    std::memcpy(block.data(), bytes.data(), bytes.size());
+    wire::SubmissionEntry entry{};
+    entry.kind = wire::kEntryMessage;
+    entry.row_count = static_cast<uint32_t>(bytes.size());
+    entry.in_offset = ring_->OffsetOf(block.data());
+    return entry;
+  }
+
   // An entry that begins step 4711 with two rows of the sequence; its bytes lie in `block`.
   wire::SubmissionEntry Begin(const Track& track, std::span<std::byte> block) {
     v1::AttendStreamRequest request;
@@ -77,13 +89,7 @@ class RingTest : public testing::Test {
     rows->set_sequence_id(track.sequence.id());
     rows->set_epoch(track.sequence.epoch());
     rows->set_rows(2);
-    const std::string bytes = request.SerializeAsString();
-    std::memcpy(block.data(), bytes.data(), bytes.size());
-    wire::SubmissionEntry entry{};
-    entry.kind = wire::kEntryMessage;
-    entry.row_count = static_cast<uint32_t>(bytes.size());
-    entry.in_offset = ring_->OffsetOf(block.data());
-    return entry;
+    return Message(request, block);
   }
 
   // One row of step 4711, without its KV row: ABSORBED, q and o in `block`.
@@ -203,13 +209,7 @@ TEST_F(RingTest, MessagesCarryNoTensors) {
   v1::AttendStreamRequest request;
   request.mutable_end_step()->set_step_id(1);
   request.set_payload("x");
-  const std::string bytes = request.SerializeAsString();
-  std::memcpy(block.data(), bytes.data(), bytes.size());
-  wire::SubmissionEntry entry{};
-  entry.kind = wire::kEntryMessage;
-  entry.row_count = static_cast<uint32_t>(bytes.size());
-  entry.in_offset = ring_->OffsetOf(block.data());
-  EXPECT_EQ(ErrorOf(entry).detail().field(), "message");
+  EXPECT_EQ(ErrorOf(Message(request, block)).detail().field(), "message");
 }
 
 TEST_F(RingTest, LongMessagesAreRefused) {
