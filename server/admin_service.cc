@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_split.h"
 #include "server/version.h"
 
 namespace mla::server {
@@ -203,21 +202,9 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
   });
 }
 
-bool AdminService::IsOperator(const Identity& who) const {
-  if (!who.authenticated) return true;
-  for (absl::string_view name : absl::StrSplit(options_.config.listen.operators, ',')) {
-    if (name == who.tenant) return true;
-  }
-  return false;
-}
-
 grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
                                  v1::DrainReply* reply) {
-  return rpc_.Serve(context, "Admin.Drain", [&](const Identity& who, Fault* fault) {
-    if (!IsOperator(who)) {
-      fault->reason = "not_an_operator";
-      return absl::PermissionDeniedError("Drain is for the tenants of server.operators");
-    }
+  return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity&, Fault*) {
     const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
                                                             : int64_t{request->deadline_ms()};
     const DrainResult result = options_.drain->Run(std::chrono::milliseconds(deadline_ms));

@@ -1,7 +1,6 @@
 // The Admin service: what the server is, what it does now, and how to stop it.
 //
-// Everyone may read. Drain is for operators: over TLS the tenants of server.operators, on local
-// listeners everyone.
+// Every caller may read. Drain is for operators (CheckOperator in identity.h).
 //
 // Threading: any thread. WatchStatus and Drain hold theirs; watchers are bounded.
 #ifndef MLA_SERVER_ADMIN_SERVICE_H_
@@ -52,7 +51,6 @@ class AdminService final : public v1::Admin::Service {
   void FillLimits(v1::Limits* limits) const;
   void FillBackends(v1::GetServerInfoReply* reply) const;
   void FillUpdate(const ServerState::Snapshot& snapshot, v1::StatusUpdate* update) const;
-  bool IsOperator(const Identity& who) const;
 
   const RpcContext rpc_;
   const AdminOptions options_;

@@ -40,7 +40,8 @@ struct Config {
     std::string unix_path = "auto";           // empty: no unix socket; see UnixPath
     bool insecure = false;                    // allow plaintext beyond loopback
     std::string reflection = "auto";          // auto: on when every listener is local
-    std::string operators;                    // tenants that may Drain, comma separated
+    std::string operators;                    // tenants that are operators, comma separated
+    bool remote_operators = false;            // every caller without TLS is an operator
   } listen;
 
   struct Wire {

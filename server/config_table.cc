@@ -57,9 +57,15 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                  "Reflection shows the contract to whoever can connect.",
                  MLA_SLOT(listen.reflection)),
           Text("server.operators",
-               "Tenants that may call Admin.Drain over TLS, separated by commas.",
-               "Empty: nobody can drain over TLS; local listeners without TLS always can.",
+               "Tenants that may call operator RPCs such as Admin.Drain over TLS, separated by "
+               "commas.",
+               "Empty: none over TLS. Callers without TLS on the server's own host always may.",
                MLA_SLOT(listen.operators)),
+          Bool(
+              "server.remote_operators",
+              "Operator RPCs also for callers without TLS from other hosts.",
+              "With server.insecure, every caller that reaches the port can then drain the server.",
+              MLA_SLOT(listen.remote_operators)),
           Millis("server.drain_deadline_ms", 0, kDayMs,
                  "How long a drain waits for open steps before it aborts them.",
                  "Must be below the service manager's own stop timeout.",

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
 
 namespace mla::server {
 namespace {
@@ -25,6 +27,28 @@ bool IsTenantName(const std::string& name, size_t max_name_bytes) {
          std::all_of(name.begin(), name.end(), [](char c) { return c > 0x20 && c < 0x7f; });
 }
 
+bool IsLocalPeer(const std::string& peer) {
+  // gRPC escapes the brackets of IPv6 addresses in some versions.
+  return absl::StartsWith(peer, "unix:") || absl::StartsWith(peer, "unix-abstract:") ||
+         absl::StartsWith(peer, "ipv4:127.") || absl::StartsWith(peer, "ipv6:[::1]:") ||
+         absl::StartsWith(peer, "ipv6:%5B::1%5D:") || absl::StartsWith(peer, "ipv6:[::ffff:127.") ||
+         absl::StartsWith(peer, "ipv6:%5B::ffff:127.");
+}
+
+absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
+                           scheduler::Fault* fault) {
+  if (who.authenticated) {
+    if (policy.tenants.count(who.tenant) != 0) return absl::OkStatus();
+    return scheduler::RefuseField(fault, "caller", who.tenant, "a tenant of server.operators",
+                                  "not_an_operator", absl::StatusCode::kPermissionDenied);
+  }
+  if (who.local || policy.remote_without_tls) return absl::OkStatus();
+  return scheduler::RefuseField(
+      fault, "caller", "a caller from another host without TLS",
+      "on the server's own host, or over TLS a tenant of server.operators", "not_an_operator",
+      absl::StatusCode::kPermissionDenied);
+}
+
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes) {
   Identity identity;
   const auto auth = context.auth_context();
@@ -39,6 +63,7 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
     }
     return identity;
   }
+  identity.local = IsLocalPeer(context.peer());
   identity.tenant = "default";
   const auto& metadata = context.client_metadata();
   if (const auto found = metadata.find(kTenantKey); found != metadata.end()) {

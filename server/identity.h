@@ -3,12 +3,16 @@
 // Over mutual TLS the tenant is the client certificate's name: its first DNS, URI or other subject
 // alternative name, else its common name. Metadata is then ignored. Without TLS (loopback, unix
 // socket, --insecure) it is the metadata key `mla-tenant`, by default "default".
+//
+// Operators are the callers that may change the server for all tenants (CheckOperator).
 #ifndef MLA_SERVER_IDENTITY_H_
 #define MLA_SERVER_IDENTITY_H_
 
+#include <set>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "scheduler/request.h"
 
 namespace grpc {
 class ServerContextBase;
@@ -21,11 +25,27 @@ inline constexpr char kTenantKey[] = "mla-tenant";
 struct Identity {
   std::string tenant;
   bool authenticated = false;  // by a client certificate
+  bool local = false;          // connected by a unix socket or from a loopback address
+};
+
+// Who may call operator RPCs. Metadata never makes an operator: any caller may claim any name.
+struct OperatorPolicy {
+  std::set<std::string> tenants;    // names in client certificates
+  bool remote_without_tls = false;  // callers without TLS from other hosts, too
 };
 
 // UNAUTHENTICATED: a TLS peer without a usable name. INVALID_ARGUMENT: a name that is empty, longer
 // than `max_name_bytes`, or holds bytes outside printable ASCII.
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes);
+
+// True if `peer`, as gRPC writes a peer's address, is a unix socket or a loopback address.
+bool IsLocalPeer(const std::string& peer);
+
+// OK if `who` may call operator RPCs: over TLS the tenants of the policy, without TLS callers on
+// this host (and others, if the policy says so). Else PERMISSION_DENIED with the reason
+// "not_an_operator" in `fault`.
+absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
+                           scheduler::Fault* fault);
 
 // True if `name` can be a tenant's name.
 bool IsTenantName(const std::string& name, size_t max_name_bytes);

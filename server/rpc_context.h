@@ -24,6 +24,17 @@ struct RpcContext {
   scheduler::Engine* engine = nullptr;
   Metrics* metrics = nullptr;
   uint64_t boot_id = 0;
+  OperatorPolicy operators;
+
+  // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
+  // that are no operators.
+  template <typename Body>
+  grpc::Status ServeOperator(grpc::ServerContext* context, const char* rpc, Body body) const {
+    return Serve(context, rpc, [&](const Identity& who, scheduler::Fault* fault) {
+      const absl::Status allowed = CheckOperator(who, operators, fault);
+      return allowed.ok() ? body(who, fault) : allowed;
+    });
+  }
 
   // body(const Identity&, scheduler::Fault*) -> absl::Status
   template <typename Body>

@@ -6,8 +6,10 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "base/usable_cpus.h"
 #include "proto/copy_team.h"
 #include "scheduler/clock.h"
@@ -83,6 +85,16 @@ void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& back
   Log(LogLevel::kWarning, "quota_small",
       {{"wire.quota_bytes", absl::StrCat(wire.quota_bytes)},
        {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
+}
+
+OperatorPolicy OperatorsOf(const Config::Listen& listen) {
+  OperatorPolicy policy;
+  for (const absl::string_view name :
+       absl::StrSplit(listen.operators, ',', absl::SkipWhitespace())) {
+    policy.tenants.emplace(absl::StripAsciiWhitespace(name));
+  }
+  policy.remote_without_tls = listen.remote_operators;
+  return policy;
 }
 
 }  // namespace
@@ -164,7 +176,7 @@ absl::Status Server::Parts::MakeEngine() {
 }
 
 void Server::Parts::MakeServices() {
-  const RpcContext rpc = {engine.get(), &metrics, boot_id};
+  const RpcContext rpc = {engine.get(), &metrics, boot_id, OperatorsOf(options.config.listen)};
   drain.emplace(engine.get(), &state);
   WireContext wire;
   wire.engine = engine.get();

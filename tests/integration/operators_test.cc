@@ -1,0 +1,93 @@
+// Who may call operator RPCs without TLS. The peers of this machine look like peers of another one
+// to the server: gRPC takes a peer's address from accept4.
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <string>
+
+#include "client/cpp/errors.h"
+#include "server/identity.h"
+#include "tests/integration/test_server.h"
+
+namespace {
+
+std::atomic<bool> from_elsewhere{false};
+
+}  // namespace
+
+// Stands before the C library's.
+extern "C" int accept4(int listener, sockaddr* address, socklen_t* length, int flags) {
+  using Accept = int (*)(int, sockaddr*, socklen_t*, int);
+  static const auto real = reinterpret_cast<Accept>(dlsym(RTLD_NEXT, "accept4"));
+  const int fd = real(listener, address, length, flags);
+  if (fd < 0 || !from_elsewhere || address == nullptr) return fd;
+  if (address->sa_family == AF_INET) {
+    inet_pton(AF_INET, "192.0.2.7", &reinterpret_cast<sockaddr_in*>(address)->sin_addr);
+  } else if (address->sa_family == AF_INET6) {
+    inet_pton(AF_INET6, "::ffff:192.0.2.7", &reinterpret_cast<sockaddr_in6*>(address)->sin6_addr);
+  }
+  return fd;
+}
+
+namespace mla::integration {
+namespace {
+
+class OperatorsTest : public ::testing::Test {
+ protected:
+  ~OperatorsTest() override { from_elsewhere = false; }
+};
+
+absl::StatusOr<v1::DrainReply> DrainFrom(const std::string& target) {
+  auto client = client::Client::Connect(target, {});
+  if (!client.ok()) return client.status();
+  return (*client)->Drain(100, false);
+}
+
+TEST_F(OperatorsTest, OtherHostsWithoutTlsCannotDrain) {
+  const TestServer server([](server::Config& config) { config.listen.operators = "default"; });
+  from_elsewhere = true;
+  const auto refused = DrainFrom(server.tcp_target());
+  EXPECT_TRUE(absl::IsPermissionDenied(refused.status())) << refused.status();
+  const auto detail = client::DetailOf(refused.status());
+  ASSERT_TRUE(detail.has_value());
+  EXPECT_EQ(detail->reason(), "not_an_operator");
+  EXPECT_EQ(detail->field(), "caller");
+  EXPECT_FALSE(detail->limit().empty());
+  from_elsewhere = false;
+  EXPECT_TRUE(*server.Connect()->IsServing());
+}
+
+TEST_F(OperatorsTest, CallersOfThisHostCan) {
+  for (const bool unix_socket : {false, true}) {
+    const TestServer server;
+    const auto drained = DrainFrom(unix_socket ? server.unix_target() : server.tcp_target());
+    EXPECT_TRUE(drained.ok() && drained->drained()) << drained.status();
+  }
+}
+
+TEST_F(OperatorsTest, TheConfigurationMayAllowOtherHosts) {
+  const TestServer server([](server::Config& config) { config.listen.remote_operators = true; });
+  from_elsewhere = true;
+  const auto drained = DrainFrom(server.tcp_target());
+  EXPECT_TRUE(drained.ok()) << drained.status();
+}
+
+TEST(LocalPeerTest, UnixSocketsAndLoopbackAreLocal) {
+  for (const char* local :
+       {"unix:/run/mla.sock", "unix:", "ipv4:127.0.0.1:1", "ipv4:127.9.9.9:65535", "ipv6:[::1]:9",
+        "ipv6:%5B::1%5D:9", "ipv6:[::ffff:127.0.0.1]:9", "ipv6:%5B::ffff:127.0.0.1%5D:9"}) {
+    EXPECT_TRUE(server::IsLocalPeer(local)) << local;
+  }
+  for (const char* other :
+       {"", "ipv4:10.0.0.1:1", "ipv4:128.127.0.1:1", "ipv6:[::2]:1", "ipv6:[::1:1]:9",
+        "ipv6:[fe80::1]:1", "ipv6:%5B::ffff:10.0.0.1%5D:1", "vsock:2:1", "127.0.0.1:1"}) {
+    EXPECT_FALSE(server::IsLocalPeer(other)) << other;
+  }
+}
+
+}  // namespace
+}  // namespace mla::integration
