@@ -24,7 +24,7 @@ struct RpcContext {
   scheduler::Engine* engine = nullptr;
   Metrics* metrics = nullptr;
   uint64_t boot_id = 0;
-  OperatorPolicy operators;
+  OperatorPolicy operators = {};
 
   // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
   // that are no operators.
