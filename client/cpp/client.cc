@@ -12,6 +12,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <fstream>
+#include <limits>
 #include <mutex>
 #include <sstream>
 #include <system_error>
@@ -88,6 +89,9 @@ grpc::ChannelArguments Arguments(const ClientOptions& options) {
   }
   return arguments;
 }
+
+// Between a renewal of the leases that failed and the next.
+constexpr Millis kLeastRenewalPause(20);
 
 // Of helpers that copy, as long as the pause between two layers may take.
 constexpr int32_t kCopySpinMicros = 1000;
@@ -204,12 +208,25 @@ struct Client::Impl {
                                         info.limits().message_bytes(), copies);
   }
 
-  void RenewLoop(Client* client, Millis period) {
+  absl::StatusOr<v1::RenewLeaseReply> RenewLeases(Millis timeout) {
+    v1::RenewLeaseRequest request;
+    request.set_client_id(options.client_id);
+    return Unary<v1::RenewLeaseReply>(
+        [&](auto* context, auto* reply) { return sequences->RenewLease(context, request, reply); },
+        timeout - Millis(options.call_timeout_ms));
+  }
+
+  // Renews at a third of the lease. A renewal may take that long and no longer, and one that
+  // failed is repeated soon: a lost message must not cost the lease.
+  void RenewLoop(Millis lease) {
+    const Millis period = std::max(lease / 3, Millis(1));
+    const Millis timeout = std::clamp(Millis(options.call_timeout_ms), Millis(1), period);
+    Millis pause = period;
     std::unique_lock lock(mutex);
-    while (!stopped.wait_for(lock, period, [this] { return stop; })) {
+    while (!stopped.wait_for(lock, pause, [this] { return stop; })) {
       lock.unlock();
       // A failure is seen by the next call that matters; a restart is remembered by CheckBoot.
-      client->RenewLeases().status().IgnoreError();
+      pause = RenewLeases(timeout).ok() ? period : std::max(period / 4, kLeastRenewalPause);
       lock.lock();
     }
   }
@@ -217,6 +234,13 @@ struct Client::Impl {
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& options) {
+  // The wire carries 32 bits: a larger lease would be asked for as a short one and not be renewed
+  // in time.
+  constexpr int64_t kMostLeaseMs = std::numeric_limits<uint32_t>::max();
+  if (options.sequence_lease_ms < 0 || options.sequence_lease_ms > kMostLeaseMs) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "sequence_lease_ms: got ", options.sequence_lease_ms, ", limit 0..", kMostLeaseMs));
+  }
   auto credentials = Credentials(options);
   if (!credentials.ok()) return credentials.status();
   auto impl = std::make_unique<Impl>();
@@ -240,9 +264,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
                                                           : made.info.limits().sequence_lease_ms();
   if (options.renew_leases) {
     try {
-      made.renewer = std::thread([raw = client.get(), lease_ms] {
-        raw->impl_->RenewLoop(raw, Millis(std::max<int64_t>(lease_ms / 3, 1)));
-      });
+      made.renewer = std::thread([impl = &made, lease_ms] { impl->RenewLoop(Millis(lease_ms)); });
     } catch (const std::system_error& error) {
       return absl::ResourceExhaustedError(
           absl::StrCat("no thread to renew leases: ", error.what()));
@@ -404,11 +426,7 @@ absl::StatusOr<v1::ReleaseReply> Client::ReleaseSequences(const std::vector<uint
 }
 
 absl::StatusOr<v1::RenewLeaseReply> Client::RenewLeases() {
-  v1::RenewLeaseRequest request;
-  request.set_client_id(client_id());
-  return impl_->Unary<v1::RenewLeaseReply>([&](auto* context, auto* reply) {
-    return impl_->sequences->RenewLease(context, request, reply);
-  });
+  return impl_->RenewLeases(Millis(impl_->options.call_timeout_ms));
 }
 
 absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
@@ -448,53 +466,6 @@ absl::StatusOr<v1::TruncateReply> Client::TruncateSequence(uint64_t id, uint64_t
   return impl_->Unary<v1::TruncateReply>([&](auto* context, auto* reply) {
     return impl_->sequences->Truncate(context, request, reply);
   });
-}
-
-// ------------------------------------------------------------------------------------ Sequence
-
-Sequence::Sequence(Client* client, const v1::SequenceInfo& info)
-    : client_(client), id_(info.sequence_id()), epoch_(info.epoch()), length_(info.length()) {}
-
-Sequence::Sequence(Sequence&& other) noexcept { *this = std::move(other); }
-
-Sequence& Sequence::operator=(Sequence&& other) noexcept {
-  if (this == &other) return *this;
-  Release().IgnoreError();
-  client_ = std::exchange(other.client_, nullptr);
-  id_ = other.id_;
-  epoch_ = other.epoch_;
-  length_ = other.length_;
-  return *this;
-}
-
-Sequence::~Sequence() { Release().IgnoreError(); }
-
-absl::StatusOr<Sequence> Sequence::Fork(std::optional<uint64_t> length) {
-  const auto reply = client_->ForkSequence(id_, epoch_, length);
-  if (!reply.ok()) return reply.status();
-  return Sequence(client_, reply->sequence());
-}
-
-absl::Status Sequence::Truncate(uint64_t length) {
-  const auto reply = client_->TruncateSequence(id_, epoch_, length);
-  if (!reply.ok()) return reply.status();
-  epoch_ = reply->epoch();
-  length_ = reply->length();
-  return absl::OkStatus();
-}
-
-absl::Status Sequence::Refresh() {
-  const auto reply = client_->GetSequences({id_}, false);
-  if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() != 1) return absl::NotFoundError("the sequence is gone");
-  epoch_ = reply->sequences(0).epoch();
-  length_ = reply->sequences(0).length();
-  return absl::OkStatus();
-}
-
-absl::Status Sequence::Release() {
-  if (client_ == nullptr) return absl::OkStatus();
-  return std::exchange(client_, nullptr)->ReleaseSequences({id_}).status();
 }
 
 }  // namespace mla::client

@@ -42,7 +42,7 @@ struct ClientOptions {
   std::string tls_server_name;         // expected instead of the target's host, if not empty
   int64_t call_timeout_ms = 10000;     // of each unary call, and of asking for shared memory
   int64_t request_timeout_ms = 60000;  // of each request on a session
-  int64_t sequence_lease_ms = 0;       // 0: the server's default
+  int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
   bool renew_leases = true;
   // How sessions travel. kGrpc: all in gRPC messages. kShared: messages over gRPC, tensors in
   // shared memory. kRing: all in shared memory. kAuto: kRing where a unix target's server offers
@@ -74,8 +74,8 @@ struct WeightsChunk {
 
 class Client final {
  public:
-  // Asks for the server's limits and boot id. UNAVAILABLE when nobody answers in time,
-  // RESOURCE_EXHAUSTED when there is no thread for renewing leases.
+  // Asks for the server's limits and boot id. INVALID_ARGUMENT names an option out of range,
+  // UNAVAILABLE: no answer in time, RESOURCE_EXHAUSTED: no thread for renewing leases.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options);
   ~Client();

@@ -2,6 +2,7 @@
 
 The modules are build products: ignored by git, renewed when a .proto file is newer. The system's
 protoc with grpc_python_plugin is used where both exist (protobuf-compiler-grpc), else grpcio-tools.
+A source distribution has the modules and not the .proto files: there is nothing to do there.
 Imports are rewritten to be relative, so the stubs need no top-level package named `mla`.
 
 protoc 3.20 and later write modules that the protobuf runtimes 3.20 to 6.x load: they carry the
@@ -18,15 +19,12 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 TARGET = HERE / "mla_client" / "gen"
-PROTO_ROOTS = [HERE.parent.parent / "proto", HERE / "proto"]
+PROTO_ROOT = HERE.parent.parent / "proto"  # holds mla/v1
 
 
-def proto_root():
-    """The folder that holds mla/v1: the repository's, or the copy in a source distribution."""
-    for root in PROTO_ROOTS:
-        if (root / "mla" / "v1").is_dir():
-            return root
-    raise SystemExit("generate_stubs: no mla/v1/*.proto found")
+def in_repository():
+    """True where the .proto files are; false in a source distribution."""
+    return (PROTO_ROOT / "mla" / "v1").is_dir()
 
 
 def up_to_date(protos):
@@ -37,17 +35,24 @@ def up_to_date(protos):
     return all(path.exists() and path.stat().st_mtime >= newest for path in modules)
 
 
-def compiler():
-    """The command that runs protoc with the gRPC plugin."""
+def system_compiler():
+    """The command that runs the system's protoc with the gRPC plugin; None where one is missing."""
     protoc, plugin = shutil.which("protoc"), shutil.which("grpc_python_plugin")
-    if protoc and plugin:
-        return [protoc, f"--plugin=protoc-gen-grpc_python={plugin}"]
-    return [sys.executable, "-m", "grpc_tools.protoc"]
+    return [protoc, f"--plugin=protoc-gen-grpc_python={plugin}"] if protoc and plugin else None
+
+
+def compiler():
+    """The command that generates."""
+    return system_compiler() or [sys.executable, "-m", "grpc_tools.protoc"]
 
 
 def generate(target=TARGET):
-    """Writes all modules into `target`."""
-    root = proto_root()
+    """Writes all modules into `target`; false if there was nothing to do."""
+    if not in_repository():
+        if (TARGET / "__init__.py").exists():
+            return False
+        raise SystemExit(f"generate_stubs: neither {PROTO_ROOT}/mla/v1 nor {TARGET} is there")
+    root = PROTO_ROOT
     protos = sorted((root / "mla" / "v1").glob("*.proto"))
     if target == TARGET and up_to_date(protos):
         return False

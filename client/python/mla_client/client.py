@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mla_client import errors, wire
 from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, model_pb2, model_pb2_grpc,
                             sequence_pb2, sequence_pb2_grpc, tensor_pb2)
+from mla_client.leases import LeaseRenewer
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
@@ -78,7 +79,6 @@ class Client(Service):
         the server's shared-memory socket; empty: there is none."""
         self.timeout_s = timeout_s
         self.client_id = client_id or "py-" + secrets.token_hex(8)
-        self.lease_error: Optional[errors.MlaError] = None  # of the last renewal
         self._metadata = () if secure else (("mla-tenant", tenant),)
         self._lease_ms = lease_ms
         self._channel = channel
@@ -90,13 +90,15 @@ class Client(Service):
         self._stream: Optional[StepStream] = None
         self._streams: List[StepStream] = []
         self._closed = threading.Event()
-        self._renewer: Optional[threading.Thread] = None
+        self._renewer = LeaseRenewer(self._renew)
         self.boot_id = 0
         self._restarted = False
         info = self.server_info()
         if info.api_version != API_VERSION:
             raise errors.Unimplemented(f"server speaks {info.api_version}, must be {API_VERSION}")
         self.boot_id = info.boot_id
+        # What a sequence gets that asks for none.
+        self._default_lease_ms = lease_ms or info.limits.sequence_lease_ms
         self._maker = StreamMaker(channel, self._metadata, info, self._see_boot_id,
                                   transport=transport, door=door, tenant=tenant,
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
@@ -164,8 +166,7 @@ class Client(Service):
             opened, self._streams, self._stream = self._streams, [], None
         for stream in opened:
             stream.close()
-        if self._renewer is not None:
-            self._renewer.join()
+        self._renewer.close()
         self._channel.close()
 
     # --- Operation
@@ -188,10 +189,19 @@ class Client(Service):
         request = sequence_pb2.GetRequest(client_id=self.client_id)
         return [_state(info) for info in self._call(self._sequences.Get, request).sequences]
 
+    @property
+    def lease_error(self) -> Optional[errors.MlaError]:
+        """Why the last renewal of the leases failed; None if it did not."""
+        return self._renewer.error
+
     def renew_leases(self, lease_ms: int = 0) -> int:
-        """Renews the leases of all of this client's sequences; returns how many."""
+        """Renews the leases of all of this client's sequences; returns how many. `lease_ms` is
+        their length from now on; 0: each keeps its own."""
         request = sequence_pb2.RenewLeaseRequest(client_id=self.client_id, lease_ms=lease_ms)
-        return self._call(self._sequences.RenewLease, request).renewed
+        renewed = self._call(self._sequences.RenewLease, request).renewed
+        if lease_ms:
+            self._renewer.set_all(lease_ms)
+        return renewed
 
     @property
     def transport(self) -> str:
@@ -237,9 +247,7 @@ class Client(Service):
         request = sequence_pb2.OpenRequest(model_id=model_id, request_id=request_id,
                                            client_id=self.client_id,
                                            lease_ms=lease_ms or self._lease_ms)
-        state = _state(self._call(self._sequences.Open, request).sequence)
-        self._start_renewal(state.lease_left_ms)
-        return state
+        return self._keep(_state(self._call(self._sequences.Open, request).sequence), lease_ms)
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:
@@ -248,7 +256,7 @@ class Client(Service):
                                            lease_ms=lease_ms or self._lease_ms)
         if length is not None:
             request.length = length
-        return _state(self._call(self._sequences.Fork, request).sequence)
+        return self._keep(_state(self._call(self._sequences.Fork, request).sequence), lease_ms)
 
     def _truncate(self, sequence_id: int, length: int, epoch: int) -> Tuple[int, int]:
         reply = self._call(self._sequences.Truncate, sequence_pb2.TruncateRequest(
@@ -256,6 +264,7 @@ class Client(Service):
         return reply.epoch, reply.length
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
+        self._renewer.drop(sequence_ids)
         reply = self._call(self._sequences.Release,
                            sequence_pb2.ReleaseRequest(sequence_ids=sequence_ids))
         return list(reply.not_found)
@@ -319,10 +328,11 @@ class Client(Service):
         return stream.ask(deadline, reply_bytes, **body).wait(deadline)
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
-              requests: Optional[Callable[[], Iterator[Any]]] = None) -> Any:
-        """One control call with a deadline. Calls that may be repeated are, while the server is
-        unavailable and time is left, unless it is draining."""
-        deadline = time.monotonic() + self.timeout_s
+              requests: Optional[Callable[[], Iterator[Any]]] = None,
+              timeout_s: Optional[float] = None) -> Any:
+        """One control call with a deadline (None: the client's). Calls that may be repeated are,
+        while the server is unavailable and time is left, unless it is draining."""
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 reply = method(requests() if requests else request, metadata=self._metadata,
@@ -346,23 +356,15 @@ class Client(Service):
         if self.boot_id and boot_id and boot_id != self.boot_id:
             self._restarted = True
 
-    def _start_renewal(self, lease_ms: int) -> None:
-        with self._lock:
-            if self._renewer is None and lease_ms > 0 and not self._closed.is_set():
-                self._renewer = threading.Thread(target=self._renew, args=(lease_ms / 3e3,),
-                                                 name="mla-lease", daemon=True)
-                self._renewer.start()
+    def _keep(self, state: SequenceState, lease_ms: int) -> SequenceState:
+        """Renews the lease of a sequence that was opened or forked, from now on."""
+        self._renewer.add(state.sequence_id, lease_ms or self._default_lease_ms,
+                          state.lease_left_ms)
+        return state
 
-    def _renew(self, period_s: float) -> None:
-        while not self._closed.wait(period_s):
-            try:
-                self.renew_leases()
-                self.lease_error = None
-            except errors.MlaError as error:
-                # Kept for whoever asks; the next call on a lost sequence says NOT_FOUND.
-                self.lease_error = error
-            except ValueError:
-                return  # the channel was closed
+    def _renew(self, timeout_s: float) -> None:
+        request = sequence_pb2.RenewLeaseRequest(client_id=self.client_id)
+        self._call(self._sequences.RenewLease, request, timeout_s=min(timeout_s, self.timeout_s))
 
 
 def _state(info: Any) -> SequenceState:

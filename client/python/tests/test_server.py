@@ -55,6 +55,19 @@ class ClientTest(ServiceContract, unittest.TestCase):
                 self.assertGreater(sequence.refresh().lease_left_ms, 0)
                 self.assertIsNone(client.lease_error)
 
+    def test_a_later_shorter_lease_is_renewed(self):
+        """The first sequence's lease used to decide how often all of them are renewed."""
+        with mla_client.Client.connect(SERVER.target, lease_ms=600_000) as client:
+            model = client.register_model(self.model.spec)
+            with model.open_sequence(), model.open_sequence(lease_ms=3000) as late, \
+                    late.fork(lease_ms=3000) as child:
+                for sequence in (late, child):
+                    left = sequence.refresh().lease_left_ms
+                    # NotFound ends it when the lease was lost.
+                    while (now_left := sequence.refresh().lease_left_ms) <= left:
+                        left = now_left
+                        time.sleep(0.05)
+
     def test_without_renewal_a_lease_ends(self):
         client = mla_client.Client.connect(SERVER.target, lease_ms=300)
         sequence = client.register_model(self.model.spec).open_sequence()

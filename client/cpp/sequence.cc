@@ -1,0 +1,52 @@
+#include <utility>
+
+#include "client/cpp/client.h"
+
+namespace mla::client {
+
+Sequence::Sequence(Client* client, const v1::SequenceInfo& info)
+    : client_(client), id_(info.sequence_id()), epoch_(info.epoch()), length_(info.length()) {}
+
+Sequence::Sequence(Sequence&& other) noexcept { *this = std::move(other); }
+
+Sequence& Sequence::operator=(Sequence&& other) noexcept {
+  if (this == &other) return *this;
+  Release().IgnoreError();
+  client_ = std::exchange(other.client_, nullptr);
+  id_ = other.id_;
+  epoch_ = other.epoch_;
+  length_ = other.length_;
+  return *this;
+}
+
+Sequence::~Sequence() { Release().IgnoreError(); }
+
+absl::StatusOr<Sequence> Sequence::Fork(std::optional<uint64_t> length) {
+  const auto reply = client_->ForkSequence(id_, epoch_, length);
+  if (!reply.ok()) return reply.status();
+  return Sequence(client_, reply->sequence());
+}
+
+absl::Status Sequence::Truncate(uint64_t length) {
+  const auto reply = client_->TruncateSequence(id_, epoch_, length);
+  if (!reply.ok()) return reply.status();
+  epoch_ = reply->epoch();
+  length_ = reply->length();
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::Refresh() {
+  const auto reply = client_->GetSequences({id_}, false);
+  if (!reply.ok()) return reply.status();
+  if (reply->sequences_size() != 1) return absl::NotFoundError("the sequence is gone");
+  epoch_ = reply->sequences(0).epoch();
+  length_ = reply->sequences(0).length();
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::Release() {
+  if (client_ == nullptr) return absl::OkStatus();
+  return std::exchange(client_, nullptr)->ReleaseSequences({id_}).status();
+}
+
+}  // namespace mla::client
