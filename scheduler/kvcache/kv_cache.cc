@@ -1,27 +1,18 @@
 #include "scheduler/kvcache/kv_cache.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <numeric>
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
+#include "scheduler/kvcache/require.h"
 
 namespace mla::kvcache {
 namespace {
 
 constexpr int64_t kMaxBytes = (int64_t{1} << 32) * kernels::kPageGranuleBytes;
 constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max();
-
-// A caller that breaks a REQUIRES would corrupt the pages of others: stop at once, in any build.
-void Require(bool holds, const char* what) {
-  if (holds) [[likely]]
-    return;
-  std::fprintf(stderr, "KvCache: %s\n", what);
-  std::abort();
-}
 
 absl::Status Invalid(const char* field, int64_t got, const std::string& limit) {
   return absl::InvalidArgumentError(absl::StrCat(field, ": got ", got, ", limit ", limit));
@@ -367,9 +358,7 @@ KvCacheStats KvCache::stats() const {
 }
 
 void KvCache::CheckAfterMutation() const {
-#ifndef NDEBUG
   Require(pool_.CountersHold(), "page groups are not conserved");
-#endif
 }
 
 std::string KvCache::CheckInvariants() const {

@@ -1,7 +1,8 @@
 #include "scheduler/kvcache/lease_table.h"
 
 #include <algorithm>
-#include <cassert>
+
+#include "scheduler/kvcache/require.h"
 
 namespace mla::kvcache {
 
@@ -10,7 +11,7 @@ LeaseTable::LeaseTable(int32_t max_leases) : positions_(static_cast<size_t>(max_
 }
 
 void LeaseTable::Grant(int32_t id, int64_t deadline_ns) {
-  assert(id >= 0 && static_cast<size_t>(id) < positions_.size());
+  Require(id >= 0 && static_cast<size_t>(id) < positions_.size(), "lease id out of range");
   if (Has(id)) {
     const auto position = static_cast<size_t>(positions_[static_cast<size_t>(id)]);
     heap_[position].deadline_ns = deadline_ns;

@@ -1,11 +1,11 @@
 #include "scheduler/kvcache/slab_pool.h"
 
 #include <algorithm>
-#include <cassert>
 #include <limits>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/kvcache/require.h"
 
 namespace mla::kvcache {
 namespace {
@@ -64,7 +64,7 @@ void SlabPool::CutSlabs(int64_t group_bytes) {
 }
 
 void SlabPool::RemoveLayout(LayoutId layout) {
-  assert(Has(layout) && Of(layout).groups_used == 0);
+  Require(Has(layout) && Of(layout).groups_used == 0, "removal of a layout in use");
   Of(layout).active = false;
 }
 
@@ -84,7 +84,7 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
     taken = slab.groups_fresh++;
   }
   Group& group = slab.groups[static_cast<size_t>(taken)];
-  assert(group.references == 0);
+  Require(group.references == 0, "a page group in use is on the free list");
   group.references = 1;
   group.mark_before = group.mark;
   group.mark = tenant;
@@ -101,7 +101,7 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
 
 void SlabPool::Untake(uint32_t entry) {
   Group& group = GroupOf(entry);
-  assert(group.references == 1);
+  Require(group.references == 1, "undo of a page group that is shared or free");
   group.mark = group.mark_before;
   group.taken_ns = kUntaken;
   Drop(entry);
@@ -109,13 +109,13 @@ void SlabPool::Untake(uint32_t entry) {
 
 void SlabPool::Share(uint32_t entry) {
   Group& group = GroupOf(entry);
-  assert(group.references > 0);
+  Require(group.references > 0, "a free page group is shared");
   if (++group.references == 2) ++stats_.groups_shared;
 }
 
 void SlabPool::Drop(uint32_t entry) {
   Group& group = GroupOf(entry);
-  assert(group.references > 0);
+  Require(group.references > 0, "a page group is freed twice");
   const int32_t left = --group.references;
   if (left == 1) --stats_.groups_shared;
   if (left == 0) Free(entry);
@@ -169,10 +169,13 @@ int64_t SlabPool::BytesOf(int32_t slab) const {
 
 SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
   const int64_t at = offset(entry);
+  Require(at < bytes_, "a page table entry points past the pool");
   const int32_t head = At(static_cast<int32_t>(at / slab_bytes_)).head;
-  assert(head != kNone);
+  Require(head != kNone, "a page table entry points into a free slab");
   const int64_t inside = at - head * slab_bytes_;
-  return {head, static_cast<int32_t>(inside / Of(At(head).layout).group_bytes)};
+  const auto group = static_cast<int32_t>(inside / Of(At(head).layout).group_bytes);
+  Require(group < At(head).groups_total, "a page table entry points past its slab's groups");
+  return {head, group};
 }
 
 SlabPool::Group& SlabPool::GroupOf(uint32_t entry) {

@@ -9,6 +9,9 @@
 // dirty for a tenant when its mark is neither clean nor that tenant's. Marks follow the bytes when
 // a slab changes layout; where ranges no longer fit, marks merge towards mixed.
 //
+// An entry that names no group, a group that is freed twice and the like end the process, in any
+// build: require.h.
+//
 // Take, Untake, Share and Drop are O(1), except that a layout that needs a further slab looks for a
 // free one among all slabs, and re-marks it when the slab served another group size before. Nothing
 // allocates after AddLayout. Threading: owned by the KvCache that holds it.
@@ -81,11 +84,12 @@ class SlabPool final {
 
   // Compares all state with the reference counts that the tables hold, by entry. Empty when right.
   std::string CheckInvariants(const std::unordered_map<uint32_t, int32_t>& references) const;
-  // The part of it that costs a few additions, for every mutation of a debug build.
+  // The part of it that costs a few additions a layout, for every mutation.
   bool CountersHold() const;
 
  private:
-  using Mark = uint32_t;  // a tenant key, kClean or kMixed
+  friend class SlabPoolPeer;  // tests break counters through it
+  using Mark = uint32_t;      // a tenant key, kClean or kMixed
   static constexpr Mark kClean = 0xfffffffeu;
   static constexpr Mark kMixed = 0xffffffffu;
   static constexpr int32_t kNone = -1;
