@@ -52,6 +52,13 @@ class DevScriptTest(unittest.TestCase):
         passed = set(re.findall(r"--action_env=(\w+)", " ".join(passed)))
         self.assertEqual(passed, read)
 
+    def test_a_benchmark_is_compared_with_another_commit(self):
+        """Whatever that commit's own script knows: this one compares."""
+        for arguments in (["--against", "nosuch"], ["--json", "x.json", "--against=nosuch"]):
+            result = dev("bench", "plan", *arguments)
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertIn("compare: git rev-parse", result.stderr)
+
     def test_ci_runs_the_tests(self):
         self.assertRegex((ROOT / ".ci/run").read_text(), r"\nexec \./dev test </dev/null\n")
 
