@@ -13,27 +13,10 @@ namespace {
 constexpr auto kPeriod = std::chrono::milliseconds(50);
 constexpr auto kStalledPeriod = std::chrono::microseconds(500);
 
-// Ends a call that gets no stream.
-class RefusedStream final : public StreamHandler {
- public:
-  explicit RefusedStream(std::unique_ptr<StreamCall> call) : call_(std::move(call)) {}
-  void Finish(const grpc::Status& status) {
-    call_->Serve(this);
-    call_->Finish(status);
-  }
-  void OnReadDone(bool) override {}
-  void OnWriteDone(bool) override {}
-  void OnCancel() override {}
-  void OnDone() override { delete this; }
-
- private:
-  const std::unique_ptr<StreamCall> call_;
-};
-
 void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
             const scheduler::Fault& fault) {
   const grpc::Status answer = ToGrpcStatus(status, fault, &call->context());
-  (new RefusedStream(std::move(call)))->Finish(answer);
+  RefuseCall(std::move(call), answer);
 }
 
 }  // namespace

@@ -53,6 +53,7 @@ struct Config {
     int32_t connection_streams = 128;  // concurrent RPCs of one connection
     int32_t control_threads = 64;      // threads for unary calls, uploads and watchers
     int32_t max_watchers = 16;
+    int32_t max_health_calls = 1024;  // of grpc.health.v1, open at a time
     int64_t metadata_bytes = 16384;
     int64_t quota_bytes = int64_t{2} << 30;  // gRPC's own buffers
     int64_t connection_age_ms = 0;           // 0: unlimited

@@ -127,6 +127,10 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
               MLA_SLOT(wire.control_threads)),
           Int("wire.max_watchers", 1, 4096, "WatchStatus calls at a time.",
               "Must be below wire.control_threads.", MLA_SLOT(wire.max_watchers)),
+          Int("wire.max_health_calls", 2, 100000,
+              "Open calls of grpc.health.v1, Watch above all; one tenant may have half of them.",
+              "Clients that watch health see the server as unavailable beyond it.",
+              MLA_SLOT(wire.max_health_calls)),
           Bytes("wire.metadata_bytes", 1024, 1048576, "Header bytes of one call.",
                 "Below 8 KiB some proxies' headers do not fit.", MLA_SLOT(wire.metadata_bytes)),
           Bytes("wire.quota_bytes", 16777216, kTiB, "Memory that gRPC's own buffers may use.",
@@ -134,6 +138,13 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
                 "queries in place, a CPU's, it holds them, too: at least twice wire.staging_bytes "
                 "then.",
                 MLA_SLOT(wire.quota_bytes)),
+      });
+}
+
+void AddConnectionKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
           Millis("wire.connection_age_ms", 0, kDayMs * 365,
                  "Connections are closed gracefully at this age; 0: never.",
                  "A stream that is cut loses its open steps.", MLA_SLOT(wire.connection_age_ms)),
@@ -343,6 +354,7 @@ std::vector<ConfigKey> MakeKeys() {
   std::vector<ConfigKey> keys;
   AddListenKeys(&keys);
   AddWireKeys(&keys);
+  AddConnectionKeys(&keys);
   AddShmKeys(&keys);
   AddCapacityKeys(&keys);
   AddSchedulingKeys(&keys);

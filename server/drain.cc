@@ -1,7 +1,7 @@
 #include "server/drain.h"
 
 #include <algorithm>
-#include <thread>
+#include <mutex>
 
 #include "absl/strings/str_cat.h"
 #include "server/logging.h"
@@ -22,12 +22,26 @@ std::string Waiting(const scheduler::EngineStats& stats) {
 }  // namespace
 
 DrainResult Drain::Run(std::chrono::milliseconds deadline) {
-  const std::lock_guard lock(mutex_);
-  if (result_) return *result_;
+  std::unique_lock lock(mutex_);
+  end_ = std::min(end_, steady_clock::now() + deadline);
+  changed_.notify_all();  // a drain that runs has a new end
+  if (running_) {
+    changed_.wait(lock, [this] { return result_.has_value(); });
+    return *result_;
+  }
+  running_ = true;
+  lock.unlock();
+  const DrainResult result = WaitForSteps();
+  lock.lock();
+  result_ = result;
+  changed_.notify_all();
+  return result;
+}
+
+DrainResult Drain::WaitForSteps() {
   engine_->StartDrain();
   state_->Move(Phase::kDraining, 0, "drain begun");
-  const auto begun = steady_clock::now();
-  auto report = begun;
+  auto report = steady_clock::now();
   int32_t most = 1;
   DrainResult result;
   for (;;) {
@@ -38,14 +52,14 @@ DrainResult Drain::Run(std::chrono::milliseconds deadline) {
       result.message = "no step was open";
       break;
     }
-    const auto now = steady_clock::now();
-    if (now - begun >= deadline) break;
     state_->Move(Phase::kDraining, 100 * (most - stats.open_steps) / most, Waiting(stats));
-    if (now >= report) {
+    if (steady_clock::now() >= report) {
       Log(LogLevel::kInfo, "drain", {{"message", Waiting(stats)}});
-      report = now + kReport;
+      report = steady_clock::now() + kReport;
     }
-    std::this_thread::sleep_for(kPoll);
+    std::unique_lock lock(mutex_);
+    if (steady_clock::now() >= end_) break;
+    changed_.wait_until(lock, std::min(end_, steady_clock::now() + kPoll));
   }
   if (!result.drained) {
     result.aborted_steps = engine_->AbortAllSteps();
@@ -54,7 +68,6 @@ DrainResult Drain::Run(std::chrono::milliseconds deadline) {
   state_->Move(Phase::kDraining, 100, result.message);
   Log(result.drained ? LogLevel::kInfo : LogLevel::kWarning, "drained",
       {{"aborted_steps", absl::StrCat(result.aborted_steps)}, {"message", result.message}});
-  result_ = result;
   return result;
 }
 

@@ -3,12 +3,13 @@
 // Drain refuses new sequences and steps, waits until no step is open or the deadline has passed,
 // aborts what is left, and says each second what it waits for (in the log and in ServerState).
 //
-// Threading: Run may be called from any thread and more than once; callers beyond the first wait
-// for the same drain and get its result.
+// Threading: Run may be called from any thread and more than once. Callers beyond the first wait
+// for the same drain and get its result; the earliest of all deadlines counts.
 #ifndef MLA_SERVER_DRAIN_H_
 #define MLA_SERVER_DRAIN_H_
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -33,7 +34,12 @@ class Drain final {
  private:
   scheduler::Engine* const engine_;
   ServerState* const state_;
+  DrainResult WaitForSteps();
+
   std::mutex mutex_;
+  std::condition_variable changed_;
+  std::chrono::steady_clock::time_point end_ = std::chrono::steady_clock::time_point::max();
+  bool running_ = false;
   std::optional<DrainResult> result_;
 };
 

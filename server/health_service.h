@@ -1,37 +1,76 @@
 // grpc.health.v1 over ServerState: SERVING only while the server is ready for new work, so a prober
 // never sees it before warm-up has ended nor after a drain has begun.
 //
-// Threading: any thread. A Watch holds its thread; at most `max_watchers` at a time, further ones
-// are RESOURCE_EXHAUSTED.
+// Check and Watch are served by the stream poller's threads. They hold no thread of their own, and
+// calls that keep the control threads busy do not delay them. One notifier thread writes to all
+// watchers when the state changes. At most `max_watchers` calls are open at a time, at most half of
+// them by one tenant; further ones are RESOURCE_EXHAUSTED. A call whose request does not arrive
+// within kRequestTimeout is cancelled.
+//
+// Life: Serve once the gRPC server was started; Stop after its Shutdown and before the poller's.
+// Threading: Serve, Stop and the destructor from one thread.
 #ifndef MLA_SERVER_HEALTH_SERVICE_H_
 #define MLA_SERVER_HEALTH_SERVICE_H_
 
-#include <atomic>
+#include <grpcpp/impl/service_type.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
 
-#include "grpc/health/v1/health.grpc.pb.h"
+#include "grpc/health/v1/health.pb.h"
 #include "server/server_state.h"
+#include "server/stream_call.h"
 
 namespace mla::server {
 
-class HealthService final : public grpc::health::v1::Health::Service {
- public:
-  // `services`: full names; "" is added.
-  HealthService(const ServerState* state, std::set<std::string> services, int32_t max_watchers);
+struct HealthOptions {
+  std::set<std::string> services;  // full names; "" is added
+  int32_t max_watchers = 1024;
+  size_t max_name_bytes = 128;  // of tenants
+};
 
-  grpc::Status Check(grpc::ServerContext* context,
-                     const grpc::health::v1::HealthCheckRequest* request,
-                     grpc::health::v1::HealthCheckResponse* reply) override;
-  grpc::Status Watch(grpc::ServerContext* context,
-                     const grpc::health::v1::HealthCheckRequest* request,
-                     grpc::ServerWriter<grpc::health::v1::HealthCheckResponse>* writer) override;
+class HealthService final : public grpc::Service {
+ public:
+  static constexpr std::chrono::seconds kRequestTimeout{5};
+
+  // `state` outlives the service.
+  HealthService(const ServerState* state, HealthOptions options);
+  ~HealthService() override;
+
+  void Serve(StreamPoller* poller);
+  // Waits until no call is left, then ends the notifier.
+  void Stop();
 
  private:
+  class Call;
+  enum class Method { kCheck, kWatch };  // also the methods' indices
+
+  void Accept(Method method, std::unique_ptr<StreamCall> call);
+  bool Admit(const std::string& tenant);
+  void Forget(Call* call);                 // it is about to finish
+  void OnGone(const std::string& tenant);  // it has finished
+  void Notify();
+  // Empty: no service of that name.
+  std::optional<grpc::health::v1::HealthCheckResponse::ServingStatus> StatusOf(
+      const std::string& service, const ServerState::Snapshot& now) const;
+
   const ServerState* const state_;
-  std::set<std::string> services_;
-  const int32_t max_watchers_;
-  std::atomic<int32_t> watchers_{0};
+  HealthOptions options_;
+  std::optional<StreamAcceptor> check_, watch_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<Call*> calls_;                // not about to finish
+  std::map<std::string, int32_t> open_;  // calls by tenant
+  int32_t open_calls_ = 0;
+  bool stop_ = false;
+  std::thread notifier_;
 };
 
 }  // namespace mla::server

@@ -96,6 +96,11 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
   // A second server on the same port must fail instead of sharing it.
   builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder->AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 1);
+  // A message grows a thousandfold before its size could be checked, so none is inflated. gRPC
+  // refuses calls with an encoding that is switched off with UNIMPLEMENTED.
+  builder->AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  builder->AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET,
+                              1 << GRPC_COMPRESS_NONE);
   grpc::ResourceQuota quota("mla-server");
   quota.Resize(static_cast<size_t>(wire.quota_bytes));
   // Beside the control calls' threads gRPC wants a few for its own work.
@@ -114,8 +119,7 @@ std::string ServedUnixPath(const Config& config) {
 }
 
 absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
-                                 AttentionService* attention,
-                                 const std::vector<grpc::Service*>& services) {
+                                 const Services& services) {
   RegisterPluginsOnce();
   Listeners listeners;
   listeners.introspection = WantsIntrospection(config);
@@ -139,8 +143,10 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
     }
     builder.AddListeningPort("unix:" + unix_path, grpc::InsecureServerCredentials());
   }
-  builder.RegisterService(attention);
-  for (grpc::Service* service : services) builder.RegisterService(service);
+  builder.RegisterService(services.attention);
+  builder.RegisterService(services.health);
+  for (grpc::Service* service : services.control) builder.RegisterService(service);
+  builder.experimental().SetInterceptorCreators(InterceptUndecodable(services.on_undecodable));
   listeners.poller = std::make_unique<StreamPoller>(&builder, polling);
   // The socket file is made while starting: group and owner only, from its first moment.
   const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP);
@@ -150,7 +156,8 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
     return absl::UnavailableError(absl::StrCat("cannot listen on ", config.listen.address,
                                                unix_path.empty() ? "" : " and unix:" + unix_path));
   }
-  attention->Serve(listeners.poller.get());
+  services.attention->Serve(listeners.poller.get());
+  services.health->Serve(listeners.poller.get());
   listeners.poller->Start();
   return listeners;
 }

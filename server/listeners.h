@@ -11,7 +11,9 @@
 #include "absl/status/statusor.h"
 #include "server/attention_service.h"
 #include "server/config.h"
+#include "server/health_service.h"
 #include "server/stream_poller.h"
+#include "server/undecodable.h"
 
 namespace mla::server {
 
@@ -26,12 +28,19 @@ struct Listeners {
 // The unix socket's path with "auto" resolved by this process's environment; empty: none.
 std::string ServedUnixPath(const Config& config);
 
-// Starts serving `attention` and `services` (which outlive the result) on every address of
-// `config`, the streams from a poller of `polling`. Every limit of the transport is set explicitly.
+// What is served; all of it outlives the listeners.
+struct Services {
+  AttentionService* attention = nullptr;
+  HealthService* health = nullptr;
+  std::vector<grpc::Service*> control;
+  UndecodableCounter on_undecodable;  // see InterceptUndecodable
+};
+
+// Starts serving `services` on every address of `config`, streams and health from a poller of
+// `polling`. Every limit of the transport is set explicitly.
 // INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address cannot be bound.
 absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
-                                 AttentionService* attention,
-                                 const std::vector<grpc::Service*>& services);
+                                 const Services& services);
 
 }  // namespace mla::server
 

@@ -131,6 +131,7 @@ struct Server::Parts {
   absl::Status StartOps();
   absl::Status OpenDoor();
   std::vector<StatusSection> Status();
+  Services ServicesToServe();
   HttpReply Alive() const;
   HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
@@ -201,11 +202,26 @@ void Server::Parts::MakeServices() {
   admin_options.shared_memory = regions != nullptr;
   admin_options.stats = [this] { return watchdog->Stats(); };
   admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
-  health = std::make_unique<HealthService>(
-      &state,
-      std::set<std::string>{v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
-                            v1::Models::service_full_name(), v1::Admin::service_full_name()},
-      options.config.wire.max_watchers);
+  HealthOptions health_options;
+  health_options.services = {v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
+                             v1::Models::service_full_name(), v1::Admin::service_full_name()};
+  health_options.max_watchers = options.config.wire.max_health_calls;
+  health_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
+  health = std::make_unique<HealthService>(&state, std::move(health_options));
+}
+
+Services Server::Parts::ServicesToServe() {
+  Services services;
+  services.attention = attention.get();
+  services.health = health.get();
+  services.control = {sequences.get(), models.get(), admin.get()};
+  services.on_undecodable = [this](const grpc::ServerContextBase& context) {
+    const auto names = static_cast<size_t>(options.config.limits.max_name_bytes);
+    const auto identity = Identify(context, names);
+    metrics.ForTenant(identity.ok() ? identity->tenant : "unknown")
+        ->Count(absl::StatusCode::kInvalidArgument);
+  };
+  return services;
 }
 
 // Alive means that this process can answer, and that it may serve again: a lost device never comes
@@ -346,6 +362,7 @@ DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
     listeners.server->Wait();
   }
   if (attention != nullptr) attention->Stop();
+  if (health != nullptr) health->Stop();
   if (listeners.poller != nullptr) listeners.poller->Stop();
   listeners.server.reset();
   ops.reset();
@@ -368,9 +385,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
   if (absl::Status status = parts->StartOps(); !status.ok()) return status;
-  auto listeners = Listen(
-      config, PollingOf(config.wire, engine->backend_info()), parts->attention.get(),
-      {parts->sequences.get(), parts->models.get(), parts->admin.get(), parts->health.get()});
+  auto listeners =
+      Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe());
   if (!listeners.ok()) return listeners.status();
   parts->listeners = *std::move(listeners);
   // From here on whatever fails must shut down in order: clients may have streams by now.

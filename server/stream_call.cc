@@ -45,6 +45,32 @@ void StreamCall::Release() {
   handler_.load(std::memory_order_acquire)->OnDone();
 }
 
+// ---------------------------------------------------------------------------------- RefuseCall
+
+namespace {
+
+class RefusedCall final : public StreamHandler {
+ public:
+  explicit RefusedCall(std::unique_ptr<StreamCall> call) : call_(std::move(call)) {}
+  void Finish(const grpc::Status& status) {
+    call_->Serve(this);
+    call_->Finish(status);
+  }
+  void OnReadDone(bool) override {}
+  void OnWriteDone(bool) override {}
+  void OnCancel() override {}
+  void OnDone() override { delete this; }
+
+ private:
+  const std::unique_ptr<StreamCall> call_;
+};
+
+}  // namespace
+
+void RefuseCall(std::unique_ptr<StreamCall> call, const grpc::Status& status) {
+  (new RefusedCall(std::move(call)))->Finish(status);
+}
+
 // ------------------------------------------------------------------------------ StreamAcceptor
 
 StreamAcceptor::StreamAcceptor(StreamPoller* poller, Ask ask, Accept accept)

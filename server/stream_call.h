@@ -82,6 +82,9 @@ class StreamCall final {
   Event ended_{this, &StreamCall::Ended}, finished_{this, &StreamCall::Finished};
 };
 
+// Ends an accepted call that is not to be served.
+void RefuseCall(std::unique_ptr<StreamCall> call, const grpc::Status& status);
+
 // Takes calls, one after the other, for as long as the server lives.
 class StreamAcceptor final : private StreamEvent {
  public:

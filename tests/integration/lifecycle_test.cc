@@ -130,6 +130,33 @@ TEST(LifecycleTest, DrainDeadlineAbortsWhatIsOpen) {
   EXPECT_LT(took, milliseconds(1300));
 }
 
+// What asks for less time than the drain that runs already gets it, a stop by a signal above all.
+TEST(LifecycleTest, AShorterDeadlineEndsADrainThatRuns) {
+  TestServer server;
+  const auto client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  client::BeginOptions options;
+  options.lease_ms = 60000;
+  auto step = worker.session().Begin("m", {{&track.sequence, 1}}, options);
+  ASSERT_TRUE(step.ok());
+  std::thread drainer([&] {
+    client::ClientOptions patient;
+    patient.call_timeout_ms = 120000;
+    const auto reply = server.Connect(patient)->Drain(60000, false);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    EXPECT_FALSE(reply->drained());
+    EXPECT_EQ(reply->aborted_steps(), 1u);
+  });
+  EXPECT_TRUE(Eventually([&] { return !*client->IsServing(); }));
+  const auto begun = std::chrono::steady_clock::now();
+  const server::DrainResult result = server.server().Shutdown(milliseconds(300));
+  EXPECT_EQ(result.aborted_steps, 1);
+  EXPECT_GE(std::chrono::steady_clock::now() - begun, milliseconds(300));
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, milliseconds(30000));
+  drainer.join();
+}
+
 TEST(LifecycleTest, HealthOfEveryService) {
   TestServer server;
   const auto client = server.Connect();
@@ -153,6 +180,61 @@ TEST(LifecycleTest, HealthOfEveryService) {
   ASSERT_TRUE(watch->Read(&reply));
   EXPECT_EQ(reply.status(), grpc::health::v1::HealthCheckResponse::NOT_SERVING);
   context.TryCancel();
+}
+
+// Standard clients watch health before they use a connection, one watch for each.
+TEST(LifecycleTest, ManyChannelsWithHealthChecksBecomeReady) {
+  TestServer server([](server::Config& config) { config.wire.control_threads = 4; });
+  std::vector<std::shared_ptr<grpc::Channel>> channels;
+  for (int i = 0; i < 40; ++i) {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetServiceConfigJSON(
+        R"({"loadBalancingConfig":[{"round_robin":{}}],"healthCheckConfig":{"serviceName":""}})");
+    channels.push_back(grpc::CreateCustomChannel(server.unix_target(),
+                                                 grpc::InsecureChannelCredentials(), arguments));
+    channels.back()->GetState(true);
+  }
+  const auto deadline = std::chrono::system_clock::now() + std::chrono::seconds(20);
+  for (const auto& channel : channels) EXPECT_TRUE(channel->WaitForConnected(deadline));
+  EXPECT_TRUE(server.Connect()->Drain(100, false)->drained());
+  for (const auto& channel : channels) {
+    EXPECT_TRUE(Eventually([&] { return channel->GetState(false) != GRPC_CHANNEL_READY; }));
+  }
+}
+
+TEST(LifecycleTest, HealthCallsAreBounded) {
+  const TestServer server([](server::Config& config) { config.wire.max_health_calls = 4; });
+  const auto stub = grpc::health::v1::Health::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  struct Watch {
+    Watch(grpc::health::v1::Health::Stub* health, const std::string& tenant) {
+      context.AddMetadata("mla-tenant", tenant);
+      reader = health->Watch(&context, {});
+    }
+    ~Watch() { context.TryCancel(); }
+    bool Read() {
+      grpc::health::v1::HealthCheckResponse reply;
+      return reader->Read(&reply);
+    }
+    grpc::ClientContext context;
+    std::unique_ptr<grpc::ClientReader<grpc::health::v1::HealthCheckResponse>> reader;
+  };
+  // Half of the calls are one tenant's; the others remain for other tenants.
+  Watch a(stub.get(), "red"), b(stub.get(), "red"), c(stub.get(), "red");
+  EXPECT_TRUE(a.Read());
+  EXPECT_TRUE(b.Read());
+  EXPECT_FALSE(c.Read());
+  EXPECT_EQ(c.reader->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  Watch d(stub.get(), "blue"), e(stub.get(), "blue"), f(stub.get(), "green");
+  EXPECT_TRUE(d.Read());
+  EXPECT_TRUE(e.Read());
+  EXPECT_FALSE(f.Read());
+  // What a client gives back may be taken again.
+  a.context.TryCancel();
+  EXPECT_EQ(a.reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Eventually([&] { return *server.Connect()->IsServing(); }));
+  EXPECT_TRUE(Eventually([&] { return Watch(stub.get(), "red").Read(); }));
 }
 
 TEST(LifecycleTest, WatchStatusFollowsTheState) {

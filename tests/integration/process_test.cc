@@ -87,6 +87,24 @@ TEST(ProcessTest, AbortedStepsShowInTheExitCode) {
   EXPECT_THAT(process.Log(), HasSubstr("waiting for 1 open steps"));
 }
 
+// The drain of an operator has a later deadline; the signal's own counts, and is the cause.
+TEST(ProcessTest, TermEndsALongerDrain) {
+  ServerProcess process({"--server-drain-deadline-ms=200", "--limits-step-lease-ms=60000"});
+  auto client = client::Client::Connect(process.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  Worker worker(client->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  auto step = worker.session().Begin("m", {{&track.sequence, 1}});
+  ASSERT_TRUE(step.ok()) << step.status();
+  BackgroundCommand drain(process.Mlactl("drain --deadline-ms=60000"));
+  while (process.Health() != 4) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 3);
+  EXPECT_THAT(process.Log(), HasSubstr("1 steps aborted"));
+  EXPECT_THAT(process.Log(), ::testing::Not(HasSubstr("stop_hangs")));
+  EXPECT_EQ(drain.Finish().code, 4);
+}
+
 TEST(ProcessTest, Mlactl) {
   ServerProcess process({});
   auto client = client::Client::Connect(process.target(), {});
