@@ -6,10 +6,11 @@
 //   Create -> CanRun (at model registration) -> Configure (once, sizes everything) -> LoadWeights
 //   ... per launch:  BeginLaunch(slot)
 //                StageInput / StageOutput (..Parts) / SlotWorkspace   addresses for the records
-//                CopyKv, ScrubKv, PublishPageTable, AppendKv, Absorb, Run, Combine, Project
-//                enqueue, in order Submit(slot)                                starts it and
-//                returns Done(slot) / Wait(slot)                     completion; then results are
-//                in the host buffers
+//                WritePages, PublishPageTable, AppendKv, Absorb, Run, Combine, Project
+//                                                        enqueue, in order
+//                Submit(slot)                            starts it and returns
+//                Done(slot) / Wait(slot)                 completion; then results are in the
+//                                                        host buffers
 //
 // Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
 // which is free, and RegisterHost and UnregisterHost, which any thread may call at any time.
@@ -99,14 +100,19 @@ struct BackendLimits {
   int64_t work_items = 0;            // plan capacity, for device copies of the plan
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
-  Geometry max_geometry;  // every dim at its maximum over all models
+  int32_t page_ranges = 4096;   // of WritePages of a launch, all calls together
+  int32_t table_ranges = 4096;  // of PublishPageTable of a launch, all calls together
+  Geometry max_geometry;        // every dim at its maximum over all models
 };
 
-struct KvCopy {  // bytes inside the pool
-  int64_t source_offset, target_offset, bytes;
-};
-struct KvRange {
-  int64_t offset, bytes;
+// Bytes of the pool that WritePages fills: with a copy of as many bytes from elsewhere in the pool,
+// or with zeros.
+struct PageRange {
+  static constexpr int64_t kZeros = -1;
+  int64_t target_offset = 0;
+  int64_t bytes = 0;
+  int64_t source_offset = kZeros;
+  bool zeroes() const { return source_offset == kZeros; }
 };
 struct TableRange {  // entries of BackendPageTables()
   int64_t first, count;
@@ -198,8 +204,14 @@ class AttentionBackend {
                                                  std::span<const OutputPart> parts) = 0;
   virtual absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) = 0;  // 64-byte aligned
 
-  virtual absl::Status CopyKv(int32_t slot, std::span<const KvCopy> copies) = 0;
-  virtual absl::Status ScrubKv(int32_t slot, std::span<const KvRange> ranges) = 0;  // zero fill
+  // Fills ranges of the pool. One command, whatever the list's length; the list takes effect as if
+  // its ranges were carried out one after another, so a range may read or overwrite what an earlier
+  // one has written. Ranges that share no bytes run in parallel. A source may not overlap its own
+  // target. INVALID_ARGUMENT names a range that leaves the pool; RESOURCE_EXHAUSTED past
+  // limits.page_ranges.
+  virtual absl::Status WritePages(int32_t slot, std::span<const PageRange> ranges) = 0;
+  // Shows the launch the entries of PageTables() in these ranges as they are during this call. One
+  // command; ranges may overlap. RESOURCE_EXHAUSTED past limits.table_ranges.
   virtual absl::Status PublishPageTable(int32_t slot, std::span<const TableRange> changed) = 0;
   virtual absl::Status AppendKv(int32_t slot, std::span<const AppendRecord> records) = 0;
   virtual absl::Status Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,

@@ -138,7 +138,41 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Points, EnginePageWorkTest,
-                         ::testing::Values(FaultPoint::kScrubKv, FaultPoint::kSubmit));
+                         ::testing::Values(FaultPoint::kWritePages, FaultPoint::kSubmit));
+
+// Page work that waits for a launch is bounded by nothing but what clients begin; a launch carries
+// it in few commands.
+TEST_F(EngineFaultTest, AbandonedStepsWithCopiesLeaveWorkThatLaunchesCarry) {
+  const SequenceInfo parent = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{parent.id, 1, 0, 2}})->status.ok());
+  const auto first = h_->AppendOnly(stream_, 1, 0, 0, Rows(2, 1));
+  const auto second = h_->AppendOnly(stream_, 1, 1, 0, Rows(2, 1));
+  h_->Run();
+  ASSERT_TRUE(h_->End(stream_, 1)->status.ok());
+  constexpr int kRounds = 1200;
+  for (int round = 0; round < kRounds; ++round) {
+    ForkArgs fork;
+    fork.tenant = h_->tenant();
+    fork.parent = parent.id;
+    fork.expected_epoch = 1;
+    Fault fault;
+    const auto child = h_->core().ForkSequence(fork, &fault);
+    ASSERT_TRUE(child.ok()) << child.status();
+    const StepId step = 10 + static_cast<StepId>(round);
+    ASSERT_TRUE(h_->Begin(stream_, step, {{child->id, 1, 2, 1}})->status.ok());
+    ASSERT_TRUE(h_->Abort(stream_, step)->status.ok());
+    const std::vector<SequenceId> ids = {child->id};
+    std::vector<SequenceId> absent;
+    h_->core().ReleaseSequences(h_->tenant(), ids, &absent);
+  }
+  EXPECT_EQ(h_->core().Stats().copies_on_write, uint64_t{kRounds});
+  ASSERT_TRUE(h_->Begin(stream_, 2, {{parent.id, 1, 2, 1}})->status.ok());
+  auto next = h_->Attend(stream_, 2, 0, 0, Rows(1, 2), 5);
+  h_->Run();
+  ASSERT_TRUE(next->status.ok()) << next->status;
+  const std::vector<Row> before = Rows(2, 1), last = Rows(1, 2);
+  EXPECT_LT(h_->Error(*next, Pointers(before, last), {3}, 5), 2e-5);
+}
 
 // EXPANDED needs no kernel of that form: the absorbed one runs between the projections.
 TEST_F(EngineFaultTest, ABackendWithoutTheExpandedFormStillTakesTheModel) {

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
 // Page work that no launch has carried is flushed on its own past this many operations.
-constexpr size_t kPageWorkMost = 4096;
+constexpr size_t kPageWorkMost = 1024;
 // Requests that ReadyWork looks at before it calls the work large.
 constexpr int kReadyWorkRequests = 64;
 
@@ -36,11 +36,15 @@ bool EngineCore::StartLaunch() {
   const MonotonicNanos begin = clock_->Now();
   FailWaiting();
   if (repeats_ > 0) CompareRepeats();
-  policy_.Choose(pending_, clock_->Now(), launch->batch);
-  nothing_ready_ = launch->batch.empty();
+  launch->batch.Clear();
+  // Requests count on all page work before them: more than fits a launch goes ahead by itself.
+  const bool fits = page_work_.pages().size() <= Launcher::kPageRanges &&
+                    page_work_.tables().size() <= Launcher::kTableRanges;
+  if (fits) policy_.Choose(pending_, clock_->Now(), launch->batch);
+  nothing_ready_ = fits && launch->batch.empty();
   if (nothing_ready_ && page_work_.operations() <= kPageWorkMost) return false;
   launch->work.Clear();
-  launch->work.Swap(page_work_);
+  page_work_.TakeFront(Launcher::kPageRanges, Launcher::kTableRanges, launch->work);
   const MonotonicNanos now = clock_->Now();
   for (StreamRequest* request : launch->batch.requests) {
     --request->engine.step->waiting;

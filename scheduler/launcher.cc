@@ -128,6 +128,8 @@ kernels::BackendLimits Launcher::BackendLimitsOf(const Limits& limits,
   out.work_items = plan.work_items;
   out.reduce_tiles = plan.reduce_tiles;
   out.reduce_partials = plan.reduce_partials;
+  out.page_ranges = kPageRanges;
+  out.table_ranges = kTableRanges;
   out.max_geometry = MaxGeometry(limits);
   return out;
 }
@@ -270,11 +272,9 @@ absl::Status Launcher::Enqueue(Launch* launch) {
   const auto then = [&status](absl::Status next) {
     if (status.ok()) status = std::move(next);
   };
-  for (const kvcache::KvWork& work : launch->work.parts()) {
-    if (!work.copies.empty()) then(b.CopyKv(slot, work.copies));
-    if (!work.scrubs.empty()) then(b.ScrubKv(slot, work.scrubs));
-    if (!work.tables.empty()) then(b.PublishPageTable(slot, work.tables));
-  }
+  const PageWork& work = launch->work;
+  if (!work.pages().empty()) then(b.WritePages(slot, work.pages()));
+  if (!work.tables().empty()) then(b.PublishPageTable(slot, work.tables()));
   if (!launch->appends.empty()) then(b.AppendKv(slot, launch->appends));
   if (!launch->absorbs.empty()) {
     then(b.Absorb(slot, key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype),

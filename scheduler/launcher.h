@@ -44,6 +44,10 @@ struct Launch {
 
 class Launcher {
  public:
+  // Most page work of one launch, as ranges of the pool and of the page tables.
+  static constexpr int32_t kPageRanges = 4096;
+  static constexpr int32_t kTableRanges = 4096;
+
   // Bytes of queries and outputs of fused slices that one launch can bring together.
   static int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   // Sizes of everything that the backend and the plans need under `limits`.

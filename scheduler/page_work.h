@@ -1,15 +1,11 @@
 // Device work on pages that reservations asked for and no launch has carried yet, in the order it
 // must happen.
-//
-// The work of one reservation may run in any order, that of different ones may not. Parts keep
-// this: inside one part copies go before scrubs (a page may be freed and promised to another tenant
-// after it was copied from), and work with copies after other copies or scrubs starts a new part.
 #ifndef MLA_SCHEDULER_PAGE_WORK_H_
 #define MLA_SCHEDULER_PAGE_WORK_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "scheduler/kvcache/kv_cache.h"
@@ -19,40 +15,39 @@ namespace mla::scheduler {
 // Owned by the engine role; keeps its capacity over Clear.
 class PageWork {
  public:
-  void Add(const kvcache::KvWork& work) {
-    const bool after_others =
-        used_ > 0 && (!parts_[used_ - 1].copies.empty() || !parts_[used_ - 1].scrubs.empty());
-    if (used_ == 0 || (!work.copies.empty() && after_others)) {
-      if (used_ == parts_.size()) parts_.emplace_back();
-      parts_[used_++].Clear();
-    }
-    kvcache::KvWork& last = parts_[used_ - 1];
-    last.copies.insert(last.copies.end(), work.copies.begin(), work.copies.end());
-    last.scrubs.insert(last.scrubs.end(), work.scrubs.begin(), work.scrubs.end());
-    last.tables.insert(last.tables.end(), work.tables.begin(), work.tables.end());
-  }
+  void Add(const kvcache::KvWork& work) { Append(work.pages, work.tables); }
   // Appends everything of `other`, which is later work.
-  void Append(const PageWork& other) {
-    for (const kvcache::KvWork& part : other.parts()) Add(part);
+  void Append(const PageWork& other) { Append(other.pages_, other.tables_); }
+  // Moves the oldest work to the end of `other`: at most so many ranges of pages and of tables.
+  void TakeFront(size_t pages, size_t tables, PageWork& other) {
+    pages = std::min(pages, pages_.size());
+    tables = std::min(tables, tables_.size());
+    other.Append({pages_.data(), pages}, {tables_.data(), tables});
+    pages_.erase(pages_.begin(), pages_.begin() + static_cast<std::ptrdiff_t>(pages));
+    tables_.erase(tables_.begin(), tables_.begin() + static_cast<std::ptrdiff_t>(tables));
   }
-  std::span<const kvcache::KvWork> parts() const { return {parts_.data(), used_}; }
-  bool empty() const { return used_ == 0; }
-  size_t operations() const {
-    size_t count = 0;
-    for (const kvcache::KvWork& part : parts()) {
-      count += part.copies.size() + part.scrubs.size() + part.tables.size();
-    }
-    return count;
+  std::span<const kernels::PageRange> pages() const { return pages_; }
+  std::span<const kernels::TableRange> tables() const { return tables_; }
+  bool empty() const { return pages_.empty() && tables_.empty(); }
+  size_t operations() const { return pages_.size() + tables_.size(); }
+  void Clear() {
+    pages_.clear();
+    tables_.clear();
   }
-  void Clear() { used_ = 0; }
   void Swap(PageWork& other) {
-    parts_.swap(other.parts_);
-    std::swap(used_, other.used_);
+    pages_.swap(other.pages_);
+    tables_.swap(other.tables_);
   }
 
  private:
-  std::vector<kvcache::KvWork> parts_;
-  size_t used_ = 0;
+  void Append(std::span<const kernels::PageRange> pages,
+              std::span<const kernels::TableRange> tables) {
+    pages_.insert(pages_.end(), pages.begin(), pages.end());
+    tables_.insert(tables_.end(), tables.begin(), tables.end());
+  }
+
+  std::vector<kernels::PageRange> pages_;
+  std::vector<kernels::TableRange> tables_;
 };
 
 }  // namespace mla::scheduler

@@ -19,7 +19,7 @@ using cpu::kTileRows;
 
 constexpr int32_t kAppendRows = 256;       // rows an item of AppendKv copies
 constexpr int32_t kFixedSplitRows = 2048;  // of --deterministic
-constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of ScrubKv clears
+constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of WritePages fills
 
 std::string CpuModel() {
   std::ifstream info("/proc/cpuinfo");
@@ -55,7 +55,7 @@ int64_t ProjectionItems(const ProjectionRecord& record) {
 // Shares that the merge of a split tile is cut into.
 int32_t MergeShares(int32_t threads) { return threads == 1 ? 1 : 16; }
 
-int64_t ScrubItems(const KvRange& range) { return (range.bytes + kCopyBytes - 1) / kCopyBytes; }
+int64_t PageItems(const PageRange& range) { return (range.bytes + kCopyBytes - 1) / kCopyBytes; }
 
 }  // namespace
 
@@ -139,7 +139,8 @@ int64_t CpuBackend::OwnWorkspaceSize(const BackendLimits& limits) const {
       PartialRowFloats(limits) * 4 + 4 + static_cast<int64_t>(sizeof(int32_t));
   int64_t bytes = limits.partial_rows * per_partial + limits.reduce_tiles * 4;
   bytes += ScratchBytes(limits) * options_.threads;
-  bytes += limits.launch_slots * 2 * kMaxCommands * static_cast<int64_t>(sizeof(Phase) + 8);
+  bytes += limits.launch_slots * (kMaxPhases * static_cast<int64_t>(sizeof(Phase) + 8) +
+                                  limits.page_ranges * static_cast<int64_t>(sizeof(int64_t)));
   return bytes + limits.weights_bytes * (kernels_.bf16_operands ? 1 : 2);
 }
 
@@ -164,12 +165,14 @@ absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
   for (int32_t slot = 0; slot < limits.launch_slots; ++slot) {
     launches_.push_back(std::make_unique<Launch>());
     Launch* launch = launches_.back().get();
-    launch->phases.reserve(2 * kMaxCommands);
-    launch->job.phase_items.reserve(2 * kMaxCommands);
+    launch->phases.reserve(kMaxPhases);
+    launch->job.phase_items.reserve(kMaxPhases);
+    launch->first_item.reserve(static_cast<size_t>(limits.page_ranges));
     launch->job.body = [this, launch](int32_t phase, int64_t item, int32_t place) {
       Execute(launch->phases[static_cast<size_t>(phase)], item, place);
     };
   }
+  page_runs_.Reserve(static_cast<size_t>(limits.page_ranges));
   cpu::WorkerPool::Options pool;
   pool.threads = options_.threads;
   pool.pin_threads = options_.pin_threads;
@@ -204,6 +207,44 @@ cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {
   return {Weights(slot).memory.data()};
 }
 
+void CpuBackend::AddPagePhases(Launch& launch, const HostCommand& command) {
+  std::span<const PageRange> left = command.pages;
+  while (!left.empty()) {
+    Phase phase;
+    phase.command = &command;
+    int64_t items = 1;
+    phase.pages = left;
+    if (launch.page_phases < kMaxPagePhases - 1) {
+      phase.pages = left.first(page_runs_.Next(left));
+      phase.first_item = launch.first_item.data() + launch.first_item.size();
+      items = 0;
+      for (const PageRange& range : phase.pages) {
+        launch.first_item.push_back(items);
+        items += PageItems(range);
+      }
+    }
+    left = left.subspan(phase.pages.size());
+    launch.phases.push_back(phase);
+    launch.job.phase_items.push_back(items);
+    ++launch.page_phases;
+  }
+}
+
+void CpuBackend::WritePagesItem(const Phase& phase, int64_t item) const {
+  if (phase.first_item == nullptr) {
+    for (const PageRange& range : phase.pages) WritePageRange(Pool(), range);
+    return;
+  }
+  const int64_t* const end = phase.first_item + phase.pages.size();
+  const int64_t at = std::upper_bound(phase.first_item, end, item) - phase.first_item - 1;
+  PageRange piece = phase.pages[static_cast<size_t>(at)];
+  const int64_t begin = (item - phase.first_item[at]) * kCopyBytes;
+  piece.target_offset += begin;
+  if (!piece.zeroes()) piece.source_offset += begin;
+  piece.bytes = std::min(kCopyBytes, piece.bytes - begin);
+  WritePageRange(Pool(), piece);
+}
+
 void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
   const auto add = [&launch](const Phase& phase, int64_t items) {
     launch.phases.push_back(phase);
@@ -213,12 +254,8 @@ void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
   phase.command = &command;
   int64_t items = 0;
   switch (command.kind) {
-    case HostCommand::Kind::kCopy:
-      items = command.copies.empty() ? 0 : 1;  // in order: one copy may read what another wrote
-      break;
-    case HostCommand::Kind::kScrub:
-      for (const KvRange& range : command.ranges) items += ScrubItems(range);
-      break;
+    case HostCommand::Kind::kPages:
+      return AddPagePhases(launch, command);
     case HostCommand::Kind::kAppend:
       items = AppendItems(command.appends);
       break;
@@ -250,6 +287,8 @@ void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
 void CpuBackend::Start(int32_t slot) {
   Launch& launch = *launches_[static_cast<size_t>(slot)];
   launch.phases.clear();
+  launch.first_item.clear();
+  launch.page_phases = 0;
   launch.job.phase_items.clear();
   for (const HostCommand& command : Commands(slot)) AddPhases(launch, command);
   pool_->Start(launch.job);
@@ -266,23 +305,8 @@ absl::StatusOr<int64_t> CpuBackend::Finish(int32_t slot) {
 void CpuBackend::Execute(const Phase& phase, int64_t item, int32_t place) {
   const HostCommand& command = *phase.command;
   switch (command.kind) {
-    case HostCommand::Kind::kCopy:
-      for (const KvCopy& copy : command.copies) {
-        std::memmove(Pool().base + copy.target_offset, Pool().base + copy.source_offset,
-                     static_cast<size_t>(copy.bytes));
-      }
-      break;
-    case HostCommand::Kind::kScrub:
-      for (const KvRange& range : command.ranges) {
-        const int64_t items = ScrubItems(range);
-        if (item >= items) {
-          item -= items;
-          continue;
-        }
-        std::memset(Pool().base + range.offset + item * kCopyBytes, 0,
-                    static_cast<size_t>(std::min(kCopyBytes, range.bytes - item * kCopyBytes)));
-        break;
-      }
+    case HostCommand::Kind::kPages:
+      WritePagesItem(phase, item);
       break;
     case HostCommand::Kind::kAppend:
       for (const AppendRecord& record : command.appends) {

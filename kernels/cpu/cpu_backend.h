@@ -21,6 +21,7 @@
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/worker_pool.h"
 #include "kernels/host/host_backend.h"
+#include "kernels/page_ranges.h"
 
 namespace mla::kernels {
 
@@ -44,10 +45,19 @@ class CpuBackend final : public HostBackend {
   struct Phase {
     const HostCommand* command = nullptr;
     bool prepare = false;  // first phase of a split Run: fills the merge bookkeeping
+    // kPages: ranges to carry out, and of each the phase's items before it; none: one after another
+    std::span<const PageRange> pages;
+    const int64_t* first_item = nullptr;
     cpu::RunContext run;
   };
+  // Phases that the ranges of a launch are spread over where they wait for each other; what is left
+  // then is carried out by one thread.
+  static constexpr int32_t kMaxPagePhases = 256;
+  static constexpr int32_t kMaxPhases = 2 * kMaxCommands + kMaxPagePhases;
   struct Launch {
-    std::vector<Phase> phases;  // capacity 2 * kMaxCommands
+    std::vector<Phase> phases;  // capacity kMaxPhases
+    int32_t page_phases = 0;
+    std::vector<int64_t> first_item;  // capacity limits.page_ranges
     cpu::WorkerPool::Job job;
   };
 
@@ -66,6 +76,8 @@ class CpuBackend final : public HostBackend {
   int64_t ScratchBytes(const BackendLimits& limits) const;
   int64_t PartialRowFloats(const BackendLimits& limits) const;
   void AddPhases(Launch& launch, const HostCommand& command);
+  void AddPagePhases(Launch& launch, const HostCommand& command);
+  void WritePagesItem(const Phase& phase, int64_t item) const;
   void Execute(const Phase& phase, int64_t item, int32_t place);
   void PrepareMerges(const cpu::RunContext& run);
   void RunItem(const cpu::RunContext& run, int64_t item, int32_t place);
@@ -82,6 +94,7 @@ class CpuBackend final : public HostBackend {
   MappedMemory tile_of_partial_;  // int32 [partial_rows]: reduce tile of a partial's first row
   std::vector<std::atomic<int32_t>> unfinished_;  // pieces of a reduce tile still running
   std::vector<std::unique_ptr<Launch>> launches_;
+  PageRangeRuns page_runs_;
   std::unique_ptr<cpu::WorkerPool> pool_;
 };
 

@@ -173,22 +173,59 @@ TEST(CpuBackendTest, TwoLaunchesInFlightRunInOrder) {
   }
 }
 
-TEST(CpuBackendTest, CopyAndScrubHappenInOrder) {
+TEST(CpuBackendTest, RangesOfPagesAreWrittenInOrder) {
   const auto backend = Make(2);
   Step step(3.0f);
   ASSERT_TRUE(step.Record(*backend, 0).ok());
-  const KvCopy copy{0, 4096, 96};  // the row just appended, to where table entry 2 points
-  const KvRange range{0, 96};
-  ASSERT_TRUE(backend->CopyKv(0, {&copy, 1}).ok());
-  ASSERT_TRUE(backend->ScrubKv(0, {&range, 1}).ok());
+  const PageRange ranges[] = {
+      {8192, 96},        // behind what the next one reads from
+      {4096, 96, 0},     // the row just appended, to where table entry 2 points
+      {0, 96},           // the row itself goes
+      {8192, 96, 4096},  // a copy of the copy, over what was zeroed
+      {8192 + 94, 2},    // but for its last element
+  };
+  ASSERT_TRUE(backend->WritePages(0, ranges).ok());
   ASSERT_TRUE(backend->Submit(0).ok());
   ASSERT_TRUE(backend->Wait(0).ok());
   std::vector<Bf16> row(48, 7);
   ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
-  EXPECT_EQ(row[0], 0);
+  EXPECT_EQ(row, std::vector<Bf16>(48, 0));
   step.append.page_table = 2;
   ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
   EXPECT_EQ(ToFloat(row[47]), 3.0f);
+  backend->PageTables()[2] = 8192 / kPageGranuleBytes;
+  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
+  EXPECT_EQ(ToFloat(row[46]), 3.0f);
+  EXPECT_EQ(row[47], 0);
+}
+
+// One command, whatever the list's length and however its ranges wait for each other.
+TEST(CpuBackendTest, AListOfRangesIsOneCommand) {
+  const auto backend = Make(2);
+  Step step(3.0f);
+  ASSERT_TRUE(step.Record(*backend, 0).ok());
+  // The row wanders, each place zeroed once it is left: 2 x 1600 ranges, none of them independent.
+  std::vector<PageRange> ranges;
+  for (int64_t i = 0; i < 1600; ++i) {
+    ranges.push_back({(i + 1) % 2 * 4096, 96, i % 2 * 4096});
+    ranges.push_back({i % 2 * 4096, 96});
+  }
+  ASSERT_TRUE(backend->WritePages(0, ranges).ok());
+  ASSERT_TRUE(backend->Submit(0).ok());
+  ASSERT_TRUE(backend->Wait(0).ok());
+  std::vector<Bf16> row(48);
+  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
+  EXPECT_EQ(ToFloat(row[47]), 3.0f);
+  step.append.page_table = 2;
+  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
+  EXPECT_EQ(row, std::vector<Bf16>(48, 0));
+  ASSERT_TRUE(backend->BeginLaunch(0).ok());
+  const std::vector<PageRange> more(BackendLimits().page_ranges);
+  EXPECT_TRUE(backend->WritePages(0, more).ok());
+  EXPECT_EQ(backend->WritePages(0, {more.data(), 1}).code(), absl::StatusCode::kResourceExhausted);
+  const PageRange outside{1 << 30, 1};
+  ASSERT_TRUE(backend->BeginLaunch(0).ok());
+  EXPECT_EQ(backend->WritePages(0, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(CpuBackendTest, SteadyStateAllocatesNothing) {

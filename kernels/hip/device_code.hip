@@ -71,6 +71,11 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
 }
 #endif
 
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
+    mla_move(const MLA_KERNEL_ARGUMENT MoveArgs args) {
+  move_ranges(args);
+}
+
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
   append_kv(args);

@@ -87,6 +87,7 @@ absl::Status HipBackend::BeginLaunch(int32_t slot) {
   if (!health_.ok()) return health_;
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
   runs_[slot] = RunOnDevice();
+  page_work_[slot] = PageWork();
   return slots_[slot]->Begin();
 }
 
@@ -115,48 +116,6 @@ absl::StatusOr<void*> HipBackend::StageOutputParts(int32_t slot, int32_t rows,
 absl::StatusOr<void*> HipBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
   return slots_[slot]->Workspace(bytes);
-}
-
-absl::Status HipBackend::CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  for (const kernels::KvCopy& c : copies) {
-    absl::Status s =
-        slots_[slot]->AddCopy(pool_.at() + c.target_offset, pool_.at() + c.source_offset, c.bytes);
-    if (!s.ok()) return s;
-  }
-  return absl::OkStatus();
-}
-
-absl::Status HipBackend::ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  for (const kernels::KvRange& r : ranges) {
-    if (absl::Status s = slots_[slot]->AddZeroFill(pool_.at() + r.offset, r.bytes); !s.ok()) {
-      return s;
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::Status HipBackend::PublishPageTable(int32_t slot,
-                                          std::span<const kernels::TableRange> changed) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  LaunchSlot& launch = *slots_[slot];
-  for (const kernels::TableRange& r : changed) {
-    if (r.first < 0 || r.count < 0 || r.first + r.count > limits_.page_table_entries) {
-      return absl::InvalidArgumentError(absl::StrCat("page table entries [", r.first, ", ",
-                                                     r.first + r.count, "), limit ",
-                                                     limits_.page_table_entries));
-    }
-    // The entries are taken as they are now: the host may change them while the launch runs.
-    auto entries =
-        launch.metadata().Put(std::span<const uint32_t>(page_tables_.subspan(r.first, r.count)));
-    if (!entries.ok()) return entries.status();
-    absl::Status s = launch.AddCopy(
-        table_mirror_.at() + static_cast<uint64_t>(r.first) * sizeof(uint32_t),
-        reinterpret_cast<DevicePtr>(*entries), r.count * static_cast<int64_t>(sizeof(uint32_t)));
-    if (!s.ok()) return s;
-  }
-  return absl::OkStatus();
 }
 
 absl::Status HipBackend::AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) {

@@ -38,6 +38,7 @@
 #include "kernels/hip/kernel_images.h"
 #include "kernels/hip/launch_slot.h"
 #include "kernels/hip/weight_arena.h"
+#include "kernels/page_ranges.h"
 
 namespace mla::gpu {
 
@@ -93,8 +94,7 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
                                          std::span<const kernels::OutputPart> parts) override;
   absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override;
-  absl::Status CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) override;
-  absl::Status ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) override;
+  absl::Status WritePages(int32_t slot, std::span<const kernels::PageRange> ranges) override;
   absl::Status PublishPageTable(int32_t slot,
                                 std::span<const kernels::TableRange> changed) override;
   absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override;
@@ -117,7 +117,7 @@ class HipBackend final : public kernels::AttentionBackend {
 
  private:
   struct Kernels {
-    Function append = nullptr, combine = nullptr, project = nullptr;
+    Function move = nullptr, append = nullptr, combine = nullptr, project = nullptr;
     Function expand = nullptr, attend_expanded = nullptr;
     std::array<Function, 3> attend = {};  // as ArchTraits::attend_rows
   };
@@ -133,6 +133,9 @@ class HipBackend final : public kernels::AttentionBackend {
     bool merged = false;     // nothing is left to combine
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
+  };
+  struct PageWork {  // ranges that a launch has recorded
+    int64_t pages = 0, tables = 0;
   };
   struct Weights {  // of one slot: W_UK of all heads of the model, then W_UV
     kernels::Geometry geometry;
@@ -152,6 +155,9 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status PlaceWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
   absl::Status CompactWeights();
   absl::Status PublishWeights();
+  // Enqueues moves_, run after run: ends[i] is where run i ends, and moves of a run are
+  // independent.
+  absl::Status AddMoves(int32_t slot, std::span<const size_t> ends);
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb,
                                 std::span<const kernels::ProjectionRecord> records) const;
@@ -189,12 +195,17 @@ class HipBackend final : public kernels::AttentionBackend {
   PinnedBuffer table_host_, weight_pointers_host_;
   std::span<uint32_t> page_tables_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
-  std::vector<RunOnDevice> runs_;  // by slot
-  std::vector<Weights> weights_;   // by slot, as in the arena
-  WeightArena arena_;              // of weights_memory_
+  std::vector<RunOnDevice> runs_;    // by slot
+  std::vector<PageWork> page_work_;  // by slot
+  std::vector<Weights> weights_;     // by slot, as in the arena
+  WeightArena arena_;                // of weights_memory_
   // Shared with the buffers handed out, which may outlive a launch but not the backend.
   std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
   // Scratch, capacity from the limits.
+  std::vector<MoveRange> moves_;
+  std::vector<size_t> run_ends_;
+  std::vector<kernels::TableRange> table_ranges_;
+  kernels::PageRangeRuns page_runs_;
   std::vector<ProjectTile> tiles_;
   std::vector<ProjectRow> project_rows_;
 };

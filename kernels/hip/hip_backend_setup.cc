@@ -126,7 +126,8 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
     *into = *f;
     return shared > 0 ? runtime_->AllowSharedBytes(*f, shared) : absl::OkStatus();
   };
-  absl::Status s = find(kAppendKernel, 0, &kernels_.append);
+  absl::Status s = find(kMoveKernel, 0, &kernels_.move);
+  if (s.ok()) s = find(kAppendKernel, 0, &kernels_.append);
   if (s.ok()) s = find(kCombineKernel, arch_->combine_shared_bytes, &kernels_.combine);
   if (s.ok()) s = find(kProjectKernel, arch_->project_shared_bytes, &kernels_.project);
   if (s.ok()) s = find(kExpandKernel, arch_->expand_shared_bytes, &kernels_.expand);
@@ -164,9 +165,11 @@ int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
                        (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
                        l.reduce_partials * sizeof(int32_t);
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t moves = (int64_t{l.page_ranges} + l.table_ranges) *
+                        static_cast<int64_t>(sizeof(MoveRange) + 2 * sizeof(int32_t));
   const int64_t rounds =
       ExpandedWorkspaceBytes(l) > 0 ? ExpandedPlan::MetadataBytes(ExpandedOptions(l)) : 0;
-  return requests + projections + kRuns * plan + tables + rounds + kSlack;
+  return requests + projections + kRuns * plan + tables + moves + rounds + kSlack;
 }
 
 // Of one launch slot, in pinned host memory and as much on the device.
@@ -235,16 +238,27 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
   }
+  // An entry that was never published leads to the pool's first page and not anywhere.
+  if (tables > 0) {
+    absl::Status cleared = runtime_->Fill(table_mirror_.at(), 0, tables, streams_.compute);
+    if (!cleared.ok()) return cleared;
+  }
   page_tables_ = {reinterpret_cast<uint32_t*>(table_host_.data()),
                   static_cast<size_t>(limits.page_table_entries)};
-  const SlotSizes sizes{MetadataBytes(limits), limits.staging_in_bytes, limits.staging_out_bytes,
-                        limits.slot_workspace_bytes};
+  const SlotSizes sizes{limits.page_ranges, MetadataBytes(limits), limits.staging_in_bytes,
+                        limits.staging_out_bytes, limits.slot_workspace_bytes};
   for (int32_t i = 0; i < limits.launch_slots; ++i) {
     auto slot = LaunchSlot::Create(runtime_.get(), streams_, pinned_, sizes);
     if (!slot.ok()) return slot.status();
     slots_.push_back(*std::move(slot));
   }
   runs_.resize(static_cast<size_t>(limits.launch_slots));
+  page_work_.resize(static_cast<size_t>(limits.launch_slots));
+  const auto page_ranges = static_cast<size_t>(limits.page_ranges);
+  moves_.reserve(std::max(page_ranges, static_cast<size_t>(limits.table_ranges)));
+  run_ends_.reserve(page_ranges);
+  page_runs_.Reserve(page_ranges);
+  table_ranges_.reserve(static_cast<size_t>(limits.table_ranges));
   weights_.resize(static_cast<size_t>(limits.weights_slots));
   arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
@@ -264,6 +278,7 @@ void HipBackend::Release() {
   }
   slots_.clear();
   runs_.clear();
+  page_work_.clear();
   weights_.clear();
   arena_ = WeightArena();
   for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &weights_memory_,

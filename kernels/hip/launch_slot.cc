@@ -39,7 +39,7 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
     if (!made.ok()) return made.status();
     *event = *made;
   }
-  slot->steps_.reserve(kMaxSteps);
+  slot->steps_.reserve(kMaxSteps + static_cast<size_t>(sizes.page_ranges));
   slot->inputs_.reserve(kMaxTransfers);
   slot->outputs_.reserve(kMaxTransfers);
   slot->reached_.reserve(kMaxTransfers);
@@ -177,38 +177,14 @@ absl::StatusOr<void*> LaunchSlot::Workspace(int64_t bytes) {
   return reinterpret_cast<void*>(at);
 }
 
-absl::StatusOr<LaunchSlot::Step*> LaunchSlot::AddStep(Step::Kind kind) {
-  if (absl::Status s = CheckRecording(); !s.ok()) return s;
-  if (steps_.size() >= kMaxSteps) return Full("steps", kMaxSteps);
-  Step& step = steps_.emplace_back();
-  step.kind = kind;
-  return &step;
-}
-
 absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& shape,
                                         const void* args, size_t bytes) {
-  absl::StatusOr<Step*> step = AddStep(Step::Kind::kKernel);
-  if (!step.ok()) return step.status();
-  (*step)->function = function;
-  (*step)->shape = shape;
-  std::memcpy((*step)->args.data(), args, bytes);
-  return absl::OkStatus();
-}
-
-absl::Status LaunchSlot::AddCopy(DevicePtr to, DevicePtr from, int64_t bytes) {
-  absl::StatusOr<Step*> step = AddStep(Step::Kind::kCopy);
-  if (!step.ok()) return step.status();
-  (*step)->target = to;
-  (*step)->source = from;
-  (*step)->bytes = bytes;
-  return absl::OkStatus();
-}
-
-absl::Status LaunchSlot::AddZeroFill(DevicePtr to, int64_t bytes) {
-  absl::StatusOr<Step*> step = AddStep(Step::Kind::kZero);
-  if (!step.ok()) return step.status();
-  (*step)->target = to;
-  (*step)->bytes = bytes;
+  if (absl::Status s = CheckRecording(); !s.ok()) return s;
+  if (steps_.size() == steps_.capacity()) return Full("steps", steps_.capacity());
+  Step& step = steps_.emplace_back();
+  step.function = function;
+  step.shape = shape;
+  std::memcpy(step.args.data(), args, bytes);
   return absl::OkStatus();
 }
 
@@ -253,18 +229,8 @@ absl::Status LaunchSlot::SubmitInputs() {
 absl::Status LaunchSlot::SubmitSteps() {
   if (absl::Status s = runtime_->Record(started_, streams_.compute); !s.ok()) return s;
   for (const Step& step : steps_) {
-    absl::Status s;
-    switch (step.kind) {
-      case Step::Kind::kKernel:
-        s = runtime_->Launch(step.function, step.shape, step.args.data(), streams_.compute);
-        break;
-      case Step::Kind::kCopy:
-        s = runtime_->CopyDevice(step.target, step.source, step.bytes, streams_.compute);
-        break;
-      case Step::Kind::kZero:
-        s = runtime_->Fill(step.target, 0, step.bytes, streams_.compute);
-        break;
-    }
+    absl::Status s =
+        runtime_->Launch(step.function, step.shape, step.args.data(), streams_.compute);
     if (!s.ok()) return s;
   }
   return runtime_->Record(computed_, streams_.compute);

@@ -27,6 +27,7 @@ struct Streams {
 };
 
 struct SlotSizes {
+  int64_t page_ranges = 0;  // a step each at most, besides kMaxSteps
   int64_t metadata = 0;
   int64_t input = 0;
   int64_t output = 0;
@@ -69,8 +70,6 @@ class LaunchSlot {
     static_assert(sizeof(Args) <= kArgBytes);
     return AddKernelBytes(function, shape, &args, sizeof(Args));
   }
-  absl::Status AddCopy(DevicePtr to, DevicePtr from, int64_t bytes);
-  absl::Status AddZeroFill(DevicePtr to, int64_t bytes);
 
   // Enqueues everything; the device starts as soon as earlier launches allow. FAILED_PRECONDITION
   // when staged memory is pinned no more.
@@ -83,15 +82,10 @@ class LaunchSlot {
  private:
   enum class State : uint8_t { kIdle, kRecording, kRunning };
   static constexpr size_t kArgBytes = 128;
-  struct Step {
-    enum class Kind : uint8_t { kKernel, kCopy, kZero };
-    Kind kind = Kind::kKernel;
+  struct Step {  // a kernel
     Function function = nullptr;
     LaunchShape shape;
     alignas(16) std::array<std::byte, kArgBytes> args;
-    DevicePtr target = 0;
-    DevicePtr source = 0;
-    int64_t bytes = 0;
   };
   struct Transfer {
     std::byte* host = nullptr;  // rows of `bytes`, one after the other
@@ -109,7 +103,6 @@ class LaunchSlot {
   void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
-  absl::StatusOr<Step*> AddStep(Step::Kind kind);
   absl::Status AddInput(const Transfer& transfer);
   absl::Status AddOutput(const Transfer& transfer);
   absl::Status CopyIn(const Transfer& transfer);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/page_ranges.h"
 
 namespace mla::kernels {
 namespace {
@@ -44,6 +45,15 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
     }
     const float* source = static_cast<const float*>(record.kv) + offset;
     for (int32_t i = 0; i < record.row_dim; ++i) target[i] = ToBf16(source[i]);
+  }
+}
+
+void WritePageRange(const PoolView& pool, const PageRange& range) {
+  std::byte* const target = pool.base + range.target_offset;
+  if (range.zeroes()) {
+    std::memset(target, 0, static_cast<size_t>(range.bytes));
+  } else {
+    std::memcpy(target, pool.base + range.source_offset, static_cast<size_t>(range.bytes));
   }
 }
 
@@ -218,6 +228,7 @@ absl::Status HostBackend::BeginLaunch(int32_t slot) {
   slots_[slot].hand_outs.clear();
   slots_[slot].inputs.Clear();
   slots_[slot].workspace_used = 0;
+  slots_[slot].page_ranges = slots_[slot].table_ranges = 0;
   return absl::OkStatus();
 }
 
@@ -290,20 +301,24 @@ absl::StatusOr<void*> HostBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
   return address;
 }
 
-absl::Status HostBackend::CopyKv(int32_t slot, std::span<const KvCopy> copies) {
-  auto command = Record(slot, HostCommand::Kind::kCopy);
-  if (command.ok()) (*command)->copies = copies;
-  return command.status();
+absl::Status HostBackend::WritePages(int32_t slot, std::span<const PageRange> ranges) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  int64_t& used = slots_[slot].page_ranges;
+  if (absl::Status valid = CheckPageRanges(ranges, limits_, used); !valid.ok()) return valid;
+  auto command = Record(slot, HostCommand::Kind::kPages);
+  if (!command.ok()) return command.status();
+  (*command)->pages = ranges;
+  used += static_cast<int64_t>(ranges.size());
+  return absl::OkStatus();
 }
 
-absl::Status HostBackend::ScrubKv(int32_t slot, std::span<const KvRange> ranges) {
-  auto command = Record(slot, HostCommand::Kind::kScrub);
-  if (command.ok()) (*command)->ranges = ranges;
-  return command.status();
-}
-
-absl::Status HostBackend::PublishPageTable(int32_t slot, std::span<const TableRange>) {
-  return CheckRecording(slot);  // the host's table is the table
+// The host's table is the table.
+absl::Status HostBackend::PublishPageTable(int32_t slot, std::span<const TableRange> changed) {
+  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
+  int64_t& used = slots_[slot].table_ranges;
+  if (absl::Status valid = CheckTableRanges(changed, limits_, used); !valid.ok()) return valid;
+  used += static_cast<int64_t>(changed.size());
+  return absl::OkStatus();
 }
 
 absl::Status HostBackend::AppendKv(int32_t slot, std::span<const AppendRecord> records) {

@@ -26,13 +26,12 @@ namespace mla::kernels {
 
 // One enqueued verb. Which spans are meaningful follows from `kind`.
 struct HostCommand {
-  enum class Kind : uint8_t { kCopy, kScrub, kAppend, kAbsorb, kProject, kRun };
-  Kind kind = Kind::kCopy;
-  DType in = DType::kBf16;   // kAbsorb, kProject
-  DType out = DType::kBf16;  // kAbsorb, kProject
-  Geometry geometry;         // kAbsorb, kProject
-  std::span<const KvCopy> copies;
-  std::span<const KvRange> ranges;
+  enum class Kind : uint8_t { kPages, kAppend, kAbsorb, kProject, kRun };
+  Kind kind = Kind::kPages;
+  DType in = DType::kBf16;           // kAbsorb, kProject
+  DType out = DType::kBf16;          // kAbsorb, kProject
+  Geometry geometry;                 // kAbsorb, kProject
+  std::span<const PageRange> pages;  // inside the pool
   std::span<const AppendRecord> appends;
   std::span<const ProjectionRecord> projections;
   AttentionParams attention;         // kRun
@@ -56,6 +55,9 @@ struct PoolView {
 // Copies rows [row_begin, row_end) of the record into their pages, rounding to bf16.
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end);
+
+// Carries out one range; its source does not overlap its target.
+void WritePageRange(const PoolView& pool, const PageRange& range);
 
 class HostBackend : public AttentionBackend {
  public:
@@ -86,8 +88,7 @@ class HostBackend : public AttentionBackend {
   absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
                                          std::span<const OutputPart> parts) override;
   absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override;
-  absl::Status CopyKv(int32_t slot, std::span<const KvCopy> copies) override;
-  absl::Status ScrubKv(int32_t slot, std::span<const KvRange> ranges) override;
+  absl::Status WritePages(int32_t slot, std::span<const PageRange> ranges) override;
   absl::Status PublishPageTable(int32_t slot, std::span<const TableRange> changed) override;
   absl::Status AppendKv(int32_t slot, std::span<const AppendRecord> records) override;
   absl::Status Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
@@ -145,6 +146,8 @@ class HostBackend : public AttentionBackend {
     std::vector<HostCommand> commands;  // capacity kMaxCommands, never regrown
     MappedMemory workspace;
     int64_t workspace_used = 0;
+    int64_t page_ranges = 0;  // recorded so far
+    int64_t table_ranges = 0;
     std::vector<HandOut> hand_outs;  // capacity kMaxOutputParts, never regrown
     InputMap inputs;
   };

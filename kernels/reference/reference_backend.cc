@@ -65,13 +65,7 @@ absl::StatusOr<int64_t> ReferenceBackend::Finish(int32_t slot) { return nanoseco
 
 void ReferenceBackend::Execute(const HostCommand& command) {
   const PoolView pool = Pool();
-  for (const KvCopy& copy : command.copies) {
-    std::memmove(pool.base + copy.target_offset, pool.base + copy.source_offset,
-                 static_cast<size_t>(copy.bytes));
-  }
-  for (const KvRange& range : command.ranges) {
-    std::memset(pool.base + range.offset, 0, static_cast<size_t>(range.bytes));
-  }
+  for (const PageRange& range : command.pages) WritePageRange(pool, range);
   for (const AppendRecord& record : command.appends) AppendRows(pool, record, 0, record.rows);
   for (const ProjectionRecord& record : command.projections) {
     const ReferenceWeights weights = WeightsOf(record.weights_slot);

@@ -156,20 +156,19 @@ void KvCache::Release(SeqSlot slot, Freed why) {
 
 absl::Status KvCache::Reserve(std::span<const StepRows> rows, KvWork* work) {
   if (auto s = CheckReserve(rows); !s.ok()) return s;
-  const size_t copies = work->copies.size();
-  const size_t scrubs = work->scrubs.size();
+  const size_t pages = work->pages.size();
   for (size_t i = 0; i < rows.size(); ++i) {
     if (ReserveOne(rows[i].sequence, rows[i].rows, work)) continue;
     // Newest first, so that every mark and reference returns to what it was.
     for (size_t done = i + 1; done-- > 0;) UndoReserve(rows[done].sequence);
-    work->copies.resize(copies);
-    work->scrubs.resize(scrubs);
+    work->pages.resize(pages);
     CheckAfterMutation();
     return Exhausted(rows, rows[i]);
   }
   for (const StepRows& row : rows) ReportTable(row.sequence, work);
-  copies_on_write_ += work->copies.size() - copies;
-  scrubs_ += work->scrubs.size() - scrubs;
+  for (size_t i = pages; i < work->pages.size(); ++i) {
+    ++(work->pages[i].zeroes() ? scrubs_ : copies_on_write_);
+  }
   CheckAfterMutation();
   return absl::OkStatus();
 }
@@ -209,7 +208,7 @@ bool KvCache::ReserveOne(SeqSlot slot, int32_t rows, KvWork* work) {
     const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
     if (taken.entry == SlabPool::kNoEntry) return false;
     if (taken.dirty) {
-      work->scrubs.push_back({pool_.offset(taken.entry), pool_.group_bytes(sequence.layout)});
+      work->pages.push_back({pool_.offset(taken.entry), pool_.group_bytes(sequence.layout)});
     }
     table[static_cast<size_t>(sequence.pages++)] = taken.entry;
   }
@@ -225,8 +224,8 @@ bool KvCache::CopySharedPage(SeqSlot slot, KvWork* work) {
   if (pool_.references(entry) == 1) return true;
   const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
   if (taken.entry == SlabPool::kNoEntry) return false;
-  work->copies.push_back(
-      {pool_.offset(entry), pool_.offset(taken.entry), pool_.group_bytes(sequence.layout)});
+  work->pages.push_back(
+      {pool_.offset(taken.entry), pool_.group_bytes(sequence.layout), pool_.offset(entry)});
   pool_.Drop(entry);
   sequence.entry_before_copy = entry;
   entry = taken.entry;

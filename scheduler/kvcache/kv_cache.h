@@ -50,15 +50,13 @@ struct KvCacheOptions {
 // Device work that a reservation asks for; the engine enqueues it before the step's first append.
 // The work of one Reserve call may run in any order and in parallel. That of different calls must
 // reach the device in the order of the calls, and all of it even when the reservation is rolled
-// back meanwhile: the accounting already counts on it. Vectors are cleared and refilled by the
-// caller and keep their capacity.
+// back meanwhile: the accounting already counts on it. Reserve appends; vectors keep their
+// capacity.
 struct KvWork {
-  std::vector<kernels::KvCopy> copies;
-  std::vector<kernels::KvRange> scrubs;
+  std::vector<kernels::PageRange> pages;  // copies of shared groups, and groups to be zeroed
   std::vector<kernels::TableRange> tables;
   void Clear() {
-    copies.clear();
-    scrubs.clear();
+    pages.clear();
     tables.clear();
   }
 };

@@ -215,7 +215,7 @@ class Simulation {
     if (!status.ok()) {
       ++refused_;
       Expect(status.code() == absl::StatusCode::kResourceExhausted, "wrong status code");
-      Expect(work.copies.empty() && work.scrubs.empty() && work.tables.empty(), "work of nothing");
+      Expect(work.pages.empty() && work.tables.empty(), "work of nothing");
       Expect(cache_->stats().groups_used == stats_before.groups_used, "refusal took groups");
       Expect(cache_->stats().groups_shared == stats_before.groups_shared, "refusal lost shares");
       ExpectSameTables(tables_before);
@@ -242,17 +242,14 @@ class Simulation {
   void Flush() {
     for (; !pending_.empty(); pending_.pop_front()) {
       const KvWork& work = pending_.front();
-      std::vector<size_t> order(work.copies.size() + work.scrubs.size());
-      for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-      std::shuffle(order.begin(), order.end(), random_);
-      for (const size_t i : order) {
-        if (i < work.copies.size()) {
-          const kernels::KvCopy& copy = work.copies[i];
-          std::copy_n(words_.begin() + copy.source_offset / 8, copy.bytes / 8,
-                      words_.begin() + copy.target_offset / 8);
+      std::vector<kernels::PageRange> ranges = work.pages;
+      std::shuffle(ranges.begin(), ranges.end(), random_);
+      for (const kernels::PageRange& range : ranges) {
+        const auto target = words_.begin() + range.target_offset / 8;
+        if (range.zeroes()) {
+          std::fill_n(target, range.bytes / 8, 0);
         } else {
-          const kernels::KvRange& scrub = work.scrubs[i - work.copies.size()];
-          std::fill_n(words_.begin() + scrub.offset / 8, scrub.bytes / 8, 0);
+          std::copy_n(words_.begin() + range.source_offset / 8, range.bytes / 8, target);
         }
       }
       for (const kernels::TableRange& range : work.tables) {

@@ -11,7 +11,7 @@
 
 namespace mla::scheduler::testing {
 
-enum class FaultPoint { kNone, kStageInput, kScrubKv, kAppendKv, kRun, kSubmit, kWait };
+enum class FaultPoint { kNone, kStageInput, kWritePages, kAppendKv, kRun, kSubmit, kWait };
 
 class FaultyBackend final : public kernels::AttentionBackend {
  public:
@@ -101,12 +101,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override {
     return inner_->SlotWorkspace(slot, bytes);
   }
-  absl::Status CopyKv(int32_t slot, std::span<const kernels::KvCopy> copies) override {
-    return inner_->CopyKv(slot, copies);
-  }
-  absl::Status ScrubKv(int32_t slot, std::span<const kernels::KvRange> ranges) override {
-    if (absl::Status s = At(FaultPoint::kScrubKv); !s.ok()) return s;
-    return inner_->ScrubKv(slot, ranges);
+  absl::Status WritePages(int32_t slot, std::span<const kernels::PageRange> ranges) override {
+    if (absl::Status s = At(FaultPoint::kWritePages); !s.ok()) return s;
+    return inner_->WritePages(slot, ranges);
   }
   absl::Status PublishPageTable(int32_t slot, std::span<const kernels::TableRange> r) override {
     return inner_->PublishPageTable(slot, r);

@@ -70,10 +70,7 @@ class NullBackend : public kernels::AttentionBackend {
     }
     return at;
   }
-  absl::Status CopyKv(int32_t, std::span<const kernels::KvCopy>) override {
-    return absl::OkStatus();
-  }
-  absl::Status ScrubKv(int32_t, std::span<const kernels::KvRange>) override {
+  absl::Status WritePages(int32_t, std::span<const kernels::PageRange>) override {
     return absl::OkStatus();
   }
   absl::Status PublishPageTable(int32_t, std::span<const kernels::TableRange>) override {

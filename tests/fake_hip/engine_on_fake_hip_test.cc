@@ -113,6 +113,24 @@ TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
   }
 }
 
+// More steps than a launch has commands, begun and abandoned, each with a page of its own.
+TEST(EngineOnFakeHip, BegunStepsLeavePageWorkThatLaunchesCarry) {
+  auto h = Harness();
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const auto seq = h->Open();
+  for (int round = 0; round < 5000; ++round) {
+    const auto step = static_cast<scheduler::StepId>(round) + 10;
+    ASSERT_TRUE(h->Begin(stream, step, {{seq.id, 1, 0, 1}})->status.ok());
+    ASSERT_TRUE(h->Abort(stream, step)->status.ok());
+  }
+  ASSERT_TRUE(h->Begin(stream, 1, {{seq.id, 1, 0, 3}})->status.ok());
+  const std::vector<Row> rows = Rows(3, 7);
+  const auto answer = h->Attend(stream, 1, 0, 0, rows, 5);
+  Settle(*h);
+  ASSERT_TRUE(answer->status.ok()) << answer->status;
+  EXPECT_LT(h->Error(*answer, scheduler::testing::Pointers(rows), {1, 2, 3}, 5), kTolerance);
+}
+
 class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, EngineOnFakeHipTest, ::testing::Values(2, 4, 8));
 

@@ -41,6 +41,20 @@ uint8_t* RowAt(const uint8_t* pool, const uint32_t* tables, const Record& r, int
          (position % r.page_size) * r.row_stride;
 }
 
+// Last range first: the device may take them in any order.
+void Move(const gpu::MoveArgs& a) {
+  for (int i = a.count - 1; i >= 0; --i) {
+    const gpu::MoveRange& r = a.ranges[i];
+    const int64_t chunks = a.first_chunk[i + 1] - a.first_chunk[i];
+    const auto bytes = static_cast<size_t>(std::min(r.bytes, chunks * gpu::kMoveChunkBytes));
+    if (r.from == nullptr) {
+      std::memset(r.to, 0, bytes);
+    } else {
+      std::memcpy(r.to, r.from, bytes);
+    }
+  }
+}
+
 void Append(const gpu::AppendArgs& a) {
   for (int i = 0; i < a.count; ++i) {
     const kernels::AppendRecord& r = a.records[i];
@@ -210,6 +224,7 @@ int AttendRows(const std::string& kernel) {
 }  // namespace
 
 size_t ArgumentBytes(const std::string& kernel) {
+  if (kernel == gpu::kMoveKernel) return sizeof(gpu::MoveArgs);
   if (kernel == gpu::kAppendKernel) return sizeof(gpu::AppendArgs);
   if (kernel == gpu::kCombineKernel) return sizeof(gpu::CombineArgs);
   if (kernel == gpu::kProjectKernel) return sizeof(gpu::ProjectArgs);
@@ -219,7 +234,9 @@ size_t ArgumentBytes(const std::string& kernel) {
 }
 
 void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
-  if (kernel == gpu::kAppendKernel) {
+  if (kernel == gpu::kMoveKernel) {
+    Move(*static_cast<const gpu::MoveArgs*>(args));
+  } else if (kernel == gpu::kAppendKernel) {
     Append(*static_cast<const gpu::AppendArgs*>(args));
   } else if (kernel == gpu::kCombineKernel) {
     const auto& combine = *static_cast<const gpu::CombineArgs*>(args);

@@ -59,8 +59,8 @@ TEST_F(HipBackendTest, FailedSelfTestIsNotOffered) {
 
 // Each kernel by itself: none is offered that has not given a known answer.
 TEST_F(HipBackendTest, TheSelfTestNoticesAnyKernel) {
-  const std::vector<std::string> common = {kAppendKernel, kCombineKernel, kProjectKernel,
-                                           kExpandKernel, kExpandedKernel};
+  const std::vector<std::string> common = {kMoveKernel,    kAppendKernel, kCombineKernel,
+                                           kProjectKernel, kExpandKernel, kExpandedKernel};
   control_->wrong_results = true;
   for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits, &kSm90Traits}) {
     control_->arch = arch->arch.data();

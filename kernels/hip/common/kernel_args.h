@@ -17,6 +17,7 @@ using kernels::RequestRecord;
 using kernels::WorkInfo;
 
 // Names of the kernels, as the module loader looks them up and as a fake device dispatches them.
+inline constexpr char kMoveKernel[] = "mla_move";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
@@ -52,6 +53,21 @@ struct CombineArgs {
   int32_t waves_per_row;  // a power of two, at most W
   int32_t column_blocks;  // at least 1
   int32_t exchanged;      // as AttendVariant::exchanged_partials; o_dim is a multiple of 16 then
+};
+
+// Ranges of device memory filled with copies or zeros, in any order: what one writes is neither
+// read nor written by another. Grid: blocks that share the chunks of all ranges.
+inline constexpr int32_t kMoveChunkBytes = 32 * 1024;
+struct MoveRange {
+  uint8_t* to;
+  const uint8_t* from;  // null: zeros
+  int64_t bytes;
+};
+struct MoveArgs {
+  const MoveRange* ranges;
+  const int32_t* first_chunk;  // [count + 1]: chunks of the ranges before it
+  int32_t count;
+  int32_t blocks;  // of the grid
 };
 
 // Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.
@@ -93,6 +109,7 @@ struct ProjectArgs {
 };
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
+static_assert(std::is_trivially_copyable_v<MoveRange>);
 static_assert(std::is_trivially_copyable_v<ProjectArgs>);
 
 }  // namespace mla::gpu

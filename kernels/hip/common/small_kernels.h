@@ -1,4 +1,4 @@
-// The kernels around attention: KV append, scrubbing, and the merge of partial tiles.
+// The kernels around attention: page work, KV append, and the merge of partial tiles.
 #ifndef MLA_KERNELS_HIP_COMMON_SMALL_KERNELS_H_
 #define MLA_KERNELS_HIP_COMMON_SMALL_KERNELS_H_
 
@@ -21,6 +21,49 @@ MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
     }
   }
   return low;
+}
+
+// One block. All three are alike in their alignment to kWords words.
+template <int kWords>
+MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {
+  constexpr int kAhead = 4;  // loads on their way at a time
+  constexpr int kStep = kSmallThreads * kWords * 4;
+  for (int at = thread_index() * kWords * 4; at < bytes; at += kAhead * kStep) {
+    uint32_t words[kAhead][kWords] = {};
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (from != nullptr && at + i * kStep < bytes) load_words(words[i], from + at + i * kStep);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (at + i * kStep < bytes) store_words(to + at + i * kStep, words[i]);
+    }
+  }
+}
+
+MLA_DEVICE void move_ranges(const MoveArgs& args) {
+  let_next_kernel_start();
+  const int chunks = args.first_chunk[args.count];
+  for (int chunk = block_index(); chunk < chunks; chunk += args.blocks) {
+    const int index = find_range(args.first_chunk, args.count, chunk);
+    const MoveRange r = args.ranges[index];
+    const int64_t begin = static_cast<int64_t>(chunk - args.first_chunk[index]) * kMoveChunkBytes;
+    const int64_t left = r.bytes - begin;
+    const int bytes = left < kMoveChunkBytes ? static_cast<int>(left) : kMoveChunkBytes;
+    uint8_t* const to = r.to + begin;
+    const uint8_t* const from = r.from == nullptr ? nullptr : r.from + begin;
+    const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
+                      static_cast<uintptr_t>(bytes);
+    if (bits % 16 == 0) {
+      move_words<4>(to, from, bytes);
+    } else if (bits % 4 == 0) {
+      move_words<1>(to, from, bytes);
+    } else {
+      for (int at = thread_index(); at < bytes; at += kSmallThreads) {
+        *as_global<uint8_t>(to + at) = from == nullptr ? 0 : *as_global<const uint8_t>(from + at);
+      }
+    }
+  }
 }
 
 // One wave a row.

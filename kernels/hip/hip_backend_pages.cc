@@ -1,0 +1,118 @@
+// HipBackend: page work and the mirror of the page tables, one kernel a list (mla_move).
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/hip_backend.h"
+
+namespace mla::gpu {
+namespace {
+
+constexpr uint32_t kThreads = 256;
+// More blocks than any device runs at a time; they share the chunks of longer lists.
+constexpr int64_t kMaxMoveBlocks = 1 << 16;
+
+}  // namespace
+
+absl::Status HipBackend::AddMoves(int32_t slot, std::span<const size_t> ends) {
+  LaunchSlot& launch = *slots_[slot];
+  auto ranges = launch.metadata().Put(std::span<const MoveRange>(moves_));
+  if (!ranges.ok()) return ranges.status();
+  const size_t counts = moves_.size() + ends.size();
+  absl::StatusOr<int64_t> at =
+      launch.metadata().Take(static_cast<int64_t>(counts * sizeof(int32_t)));
+  if (!at.ok()) return at.status();
+  auto* first_chunk = reinterpret_cast<int32_t*>(launch.metadata().host(*at));
+  const auto* on_device = reinterpret_cast<const int32_t*>(launch.metadata().device(*at));
+  size_t begin = 0;
+  for (const size_t end : ends) {
+    int64_t chunks = 0;
+    for (size_t i = begin; i < end; ++i) {
+      *first_chunk++ = static_cast<int32_t>(chunks);
+      chunks += (moves_[i].bytes + kMoveChunkBytes - 1) / kMoveChunkBytes;
+      if (chunks > std::numeric_limits<int32_t>::max()) {
+        return absl::ResourceExhaustedError(absl::StrCat("page ranges: more than ",
+                                                         std::numeric_limits<int32_t>::max(),
+                                                         " pieces of ", kMoveChunkBytes, " bytes"));
+      }
+    }
+    *first_chunk++ = static_cast<int32_t>(chunks);
+    MoveArgs args = {};
+    args.ranges = *ranges + begin;
+    args.first_chunk = on_device;
+    args.count = static_cast<int32_t>(end - begin);
+    args.blocks = static_cast<int32_t>(std::min(chunks, kMaxMoveBlocks));
+    on_device += args.count + 1;
+    begin = end;
+    if (chunks == 0) continue;
+    const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kThreads};
+    if (absl::Status s = launch.AddKernel(kernels_.move, shape, args); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::WritePages(int32_t slot, std::span<const kernels::PageRange> ranges) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  int64_t& used = page_work_[slot].pages;
+  if (absl::Status s = kernels::CheckPageRanges(ranges, limits_, used); !s.ok()) return s;
+  if (ranges.empty()) return absl::OkStatus();
+  moves_.clear();
+  run_ends_.clear();
+  auto* const pool = pool_.As<uint8_t>();
+  for (const kernels::PageRange& r : ranges) {
+    moves_.push_back(
+        {pool + r.target_offset, r.zeroes() ? nullptr : pool + r.source_offset, r.bytes});
+  }
+  for (size_t done = 0; done < ranges.size();) {
+    done += page_runs_.Next(ranges.subspan(done));
+    run_ends_.push_back(done);
+  }
+  used += static_cast<int64_t>(ranges.size());
+  return AddMoves(slot, run_ends_);
+}
+
+absl::Status HipBackend::PublishPageTable(int32_t slot,
+                                          std::span<const kernels::TableRange> changed) {
+  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+  int64_t& used = page_work_[slot].tables;
+  if (absl::Status s = kernels::CheckTableRanges(changed, limits_, used); !s.ok()) return s;
+  if (changed.empty()) return absl::OkStatus();
+  used += static_cast<int64_t>(changed.size());
+  // An entry named twice travels once, so no list takes more room than the table itself.
+  table_ranges_.assign(changed.begin(), changed.end());
+  std::sort(
+      table_ranges_.begin(), table_ranges_.end(),
+      [](const kernels::TableRange& a, const kernels::TableRange& b) { return a.first < b.first; });
+  size_t kept = 0;
+  for (size_t i = 1; i < table_ranges_.size(); ++i) {
+    kernels::TableRange& last = table_ranges_[kept];
+    const kernels::TableRange& next = table_ranges_[i];
+    if (next.first > last.first + last.count) {
+      table_ranges_[++kept] = next;
+    } else {
+      last.count = std::max(last.count, next.first + next.count - last.first);
+    }
+  }
+  table_ranges_.resize(kept + 1);
+  int64_t entries = 0;
+  for (const kernels::TableRange& r : table_ranges_) entries += r.count;
+  StagedRegion& metadata = slots_[slot]->metadata();
+  absl::StatusOr<int64_t> at = metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t)));
+  if (!at.ok()) return at.status();
+  moves_.clear();
+  int64_t offset = *at;
+  // The entries are taken as they are now: the host may change them while the launch runs.
+  for (const kernels::TableRange& r : table_ranges_) {
+    const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
+    std::memcpy(metadata.host(offset), page_tables_.data() + r.first, static_cast<size_t>(bytes));
+    moves_.push_back({table_mirror_.As<uint8_t>() + r.first * sizeof(uint32_t),
+                      reinterpret_cast<const uint8_t*>(metadata.device(offset)), bytes});
+    offset += bytes;
+  }
+  const size_t all = moves_.size();
+  return AddMoves(slot, {&all, 1});
+}
+
+}  // namespace mla::gpu

@@ -1,0 +1,93 @@
+#include "kernels/page_ranges.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kernels {
+namespace {
+
+bool Inside(int64_t offset, int64_t bytes, int64_t pool_bytes) {
+  return offset >= 0 && bytes >= 0 && bytes <= pool_bytes && offset <= pool_bytes - bytes;
+}
+
+absl::Status CheckRoom(const char* what, size_t wanted, int64_t used, int64_t most) {
+  if (static_cast<int64_t>(wanted) <= most - used) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat(what, " of a launch: ", used, " used, ", wanted, " wanted, limit ", most));
+}
+
+}  // namespace
+
+absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits,
+                             int64_t used) {
+  const int64_t pool_bytes = limits.kv_pool_bytes;
+  absl::Status room = CheckRoom("page ranges", ranges.size(), used, limits.page_ranges);
+  if (!room.ok()) return room;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const PageRange& r = ranges[i];
+    const bool copies = !r.zeroes();
+    if (!Inside(r.target_offset, r.bytes, pool_bytes) ||
+        (copies && !Inside(r.source_offset, r.bytes, pool_bytes))) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "pages.ranges[", i, "]: ", r.bytes, " bytes at ", r.target_offset,
+          copies ? absl::StrCat(" from ", r.source_offset) : "", ", limit ", pool_bytes));
+    }
+    if (copies && r.source_offset < r.target_offset + r.bytes &&
+        r.target_offset < r.source_offset + r.bytes && r.bytes > 0) {
+      return absl::InvalidArgumentError(absl::StrCat("pages.ranges[", i, "]: ", r.bytes,
+                                                     " bytes at ", r.target_offset,
+                                                     " overlap their source ", r.source_offset));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
+                              int64_t used) {
+  absl::Status room = CheckRoom("table ranges", ranges.size(), used, limits.table_ranges);
+  if (!room.ok()) return room;
+  for (const TableRange& r : ranges) {
+    if (Inside(r.first, r.count, limits.page_table_entries)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("page table entries: ", r.count, " from ",
+                                                   r.first, ", limit ", limits.page_table_entries));
+  }
+  return absl::OkStatus();
+}
+
+bool PageRangeRuns::Independent(std::span<const PageRange> ranges) {
+  pieces_.clear();
+  for (const PageRange& r : ranges) {
+    if (r.bytes == 0) continue;
+    pieces_.push_back({r.target_offset, r.target_offset + r.bytes, true});
+    if (!r.zeroes()) pieces_.push_back({r.source_offset, r.source_offset + r.bytes, false});
+  }
+  std::sort(pieces_.begin(), pieces_.end(),
+            [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  int64_t read_to = 0, written_to = 0;
+  for (const Piece& piece : pieces_) {
+    if (piece.begin < written_to || (piece.written && piece.begin < read_to)) return false;
+    int64_t& reached = piece.written ? written_to : read_to;
+    reached = std::max(reached, piece.end);
+  }
+  return true;
+}
+
+size_t PageRangeRuns::Next(std::span<const PageRange> ranges) {
+  if (ranges.size() <= 1 || Independent(ranges)) return ranges.size();
+  // A list that waits for itself often costs a few ranges at each place; one that rarely does, few
+  // rounds over the whole of it.
+  size_t good = 1, bad = 2;
+  while (bad < ranges.size() && Independent(ranges.first(bad))) {
+    good = bad;
+    bad *= 2;
+  }
+  bad = std::min(bad, ranges.size());
+  while (bad - good > 1) {
+    const size_t middle = good + (bad - good) / 2;
+    (Independent(ranges.first(middle)) ? good : bad) = middle;
+  }
+  return good;
+}
+
+}  // namespace mla::kernels
