@@ -79,6 +79,7 @@ struct Config {
 
   struct Tls {
     std::string cert, key, client_ca;  // PEM files
+    std::string client_crl;            // PEM file of revocation lists; empty: none
     int64_t reload_ms = 10000;
   } tls;
 

@@ -1,69 +1,80 @@
 #include "server/credentials.h"
 
-#include <grpcpp/security/tls_certificate_provider.h>
-#include <grpcpp/security/tls_credentials_options.h>
-#include <openssl/bio.h>
-#include <openssl/pem.h>
-#include <openssl/x509.h>
+#include <grpc/grpc.h>
+#include <grpc/grpc_security.h>
 
-#include <algorithm>
+#include <mutex>
 #include <string>
-
-#include "absl/strings/str_cat.h"
+#include <utility>
 
 namespace mla::server {
 namespace {
 
-template <typename T, void (*Free)(T*)>
-struct Deleter {
-  void operator()(T* object) const { Free(object); }
+// What gRPC's callbacks work with. Lives as long as gRPC's credentials.
+struct Shared {
+  std::shared_ptr<TlsFiles> files;
+  std::mutex mutex;
+  std::shared_ptr<const TlsMaterial> given;  // to gRPC, last
 };
-using Certificate = std::unique_ptr<X509, Deleter<X509, X509_free>>;
-using PrivateKey = std::unique_ptr<EVP_PKEY, Deleter<EVP_PKEY, EVP_PKEY_free>>;
-using File = std::unique_ptr<BIO, Deleter<BIO, BIO_free_all>>;
 
-// A server has nobody to ask: encrypted keys are refused instead of prompting on the terminal.
-int NoPassword(char*, int, int, void*) { return -1; }
-
-absl::Status Bad(const char* key, const std::string& path, const char* what) {
-  return absl::InvalidArgumentError(absl::StrCat(key, ": ", path, ": ", what));
+// Called for every new connection.
+grpc_ssl_certificate_config_reload_status Renew(void* state,
+                                                grpc_ssl_server_certificate_config** config) {
+  auto* const shared = static_cast<Shared*>(state);
+  const std::shared_ptr<const TlsMaterial> material = shared->files->current();
+  const std::lock_guard lock(shared->mutex);
+  if (material == shared->given) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
+  const grpc_ssl_pem_key_cert_pair pair = {material->key.c_str(), material->cert.c_str()};
+  *config = grpc_ssl_server_certificate_config_create(material->client_ca.c_str(), &pair, 1);
+  shared->given = material;
+  return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
 }
 
-absl::StatusOr<Certificate> ReadCertificate(const char* key, const std::string& path) {
-  const File file(BIO_new_file(path.c_str(), "r"));
-  if (file == nullptr) return Bad(key, path, "cannot be read");
-  Certificate certificate(PEM_read_bio_X509(file.get(), nullptr, NoPassword, nullptr));
-  if (certificate == nullptr) return Bad(key, path, "holds no PEM certificate");
-  return certificate;
+bool HasRevoked(const TlsFiles& files, const grpc_auth_context* context, const char* property) {
+  grpc_auth_property_iterator all = grpc_auth_context_find_properties_by_name(context, property);
+  while (const grpc_auth_property* one = grpc_auth_property_iterator_next(&all)) {
+    if (files.IsRevoked(std::string(one->value, one->value_length))) return true;
+  }
+  return false;
 }
+
+// Called for every call.
+void CheckPeer(void* state, grpc_auth_context* context, const grpc_metadata*, size_t,
+               grpc_process_auth_metadata_done_cb done, void* user_data) {
+  const TlsFiles& files = *static_cast<Shared*>(state)->files;
+  const bool revoked = HasRevoked(files, context, GRPC_X509_PEM_CERT_PROPERTY_NAME) ||
+                       HasRevoked(files, context, GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME);
+  done(user_data, nullptr, 0, nullptr, 0, revoked ? GRPC_STATUS_UNAUTHENTICATED : GRPC_STATUS_OK,
+       revoked ? "the client certificate is revoked" : nullptr);
+}
+
+class ReloadingCredentials final : public grpc::ServerCredentials {
+ public:
+  explicit ReloadingCredentials(std::shared_ptr<TlsFiles> files) {
+    auto* const shared = new Shared;
+    shared->files = std::move(files);
+    credentials_ = grpc_ssl_server_credentials_create_with_options(
+        grpc_ssl_server_credentials_create_options_using_config_fetcher(
+            GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY, Renew, shared));
+    grpc_server_credentials_set_auth_metadata_processor(
+        credentials_, {CheckPeer, [](void* state) { delete static_cast<Shared*>(state); }, shared});
+  }
+  ~ReloadingCredentials() override { grpc_server_credentials_release(credentials_); }
+
+  void SetAuthMetadataProcessor(const std::shared_ptr<grpc::AuthMetadataProcessor>&) override {}
+
+ private:
+  int AddPortToServer(const std::string& address, grpc_server* server) override {
+    return grpc_server_add_http2_port(server, address.c_str(), credentials_);
+  }
+
+  grpc_server_credentials* credentials_ = nullptr;
+};
 
 }  // namespace
 
-absl::Status CheckTlsFiles(const Config::Tls& tls) {
-  const auto certificate = ReadCertificate("tls.cert", tls.cert);
-  if (!certificate.ok()) return certificate.status();
-  const auto authority = ReadCertificate("tls.client_ca", tls.client_ca);
-  if (!authority.ok()) return authority.status();
-  const File file(BIO_new_file(tls.key.c_str(), "r"));
-  if (file == nullptr) return Bad("tls.key", tls.key, "cannot be read");
-  const PrivateKey key(PEM_read_bio_PrivateKey(file.get(), nullptr, NoPassword, nullptr));
-  if (key == nullptr) return Bad("tls.key", tls.key, "holds no unencrypted PEM private key");
-  if (X509_check_private_key(certificate->get(), key.get()) != 1) {
-    return Bad("tls.key", tls.key, "does not belong to tls.cert");
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MutualTls(const Config::Tls& tls) {
-  if (absl::Status status = CheckTlsFiles(tls); !status.ok()) return status;
-  const auto seconds = static_cast<unsigned>(std::max<int64_t>(tls.reload_ms / 1000, 1));
-  grpc::experimental::TlsServerCredentialsOptions options(
-      std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(tls.key, tls.cert,
-                                                                           tls.client_ca, seconds));
-  options.watch_root_certs();
-  options.watch_identity_key_cert_pairs();
-  options.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  return grpc::experimental::TlsServerCredentials(options);
+std::shared_ptr<grpc::ServerCredentials> MutualTls(std::shared_ptr<TlsFiles> files) {
+  return std::make_shared<ReloadingCredentials>(std::move(files));
 }
 
 }  // namespace mla::server

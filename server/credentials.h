@@ -1,8 +1,8 @@
 // Server credentials for listeners beyond loopback: mutual TLS from PEM files.
 //
-// The files are looked at again every tls.reload_ms, so renewed certificates are used for new
-// connections without a restart. Clients must present a certificate of tls.client_ca; who they are
-// is read from it (identity.h).
+// New connections use the files that TlsFiles has in use then; who the clients are is read from
+// their certificates (identity.h). A client whose certificate is on a revocation list is refused at
+// every call, on connections that exist already as well.
 #ifndef MLA_SERVER_CREDENTIALS_H_
 #define MLA_SERVER_CREDENTIALS_H_
 
@@ -10,18 +10,12 @@
 
 #include <memory>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "server/config.h"
+#include "server/tls_files.h"
 
 namespace mla::server {
 
-// INVALID_ARGUMENT naming the key: a file that cannot be read, holds no PEM of its kind, or a
-// private key that does not belong to the certificate.
-absl::Status CheckTlsFiles(const Config::Tls& tls);
-
-// REQUIRES: all three files are named. Fails like CheckTlsFiles.
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MutualTls(const Config::Tls& tls);
+// Clients must present a certificate of tls.client_ca. Shares `files`.
+std::shared_ptr<grpc::ServerCredentials> MutualTls(std::shared_ptr<TlsFiles> files);
 
 }  // namespace mla::server
 

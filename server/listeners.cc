@@ -124,11 +124,7 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   Listeners listeners;
   listeners.introspection = WantsIntrospection(config);
   std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
-  if (!config.tls.cert.empty()) {
-    auto tls = MutualTls(config.tls);
-    if (!tls.ok()) return tls.status();
-    credentials = *std::move(tls);
-  }
+  if (services.tls != nullptr) credentials = MutualTls(services.tls);
   grpc::ServerBuilder builder;
   SetLimits(config.wire, &builder);
   builder.SetOption(std::make_unique<Introspection>(listeners.introspection));

@@ -13,6 +13,7 @@
 #include "server/config.h"
 #include "server/health_service.h"
 #include "server/stream_poller.h"
+#include "server/tls_files.h"
 #include "server/undecodable.h"
 
 namespace mla::server {
@@ -33,12 +34,13 @@ struct Services {
   AttentionService* attention = nullptr;
   HealthService* health = nullptr;
   std::vector<grpc::Service*> control;
+  std::shared_ptr<TlsFiles> tls;      // null: without TLS
   UndecodableCounter on_undecodable;  // see InterceptUndecodable
 };
 
 // Starts serving `services` on every address of `config`, streams and health from a poller of
 // `polling`. Every limit of the transport is set explicitly.
-// INVALID_ARGUMENT for bad TLS files, UNAVAILABLE when an address cannot be bound.
+// UNAVAILABLE when an address cannot be bound.
 absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
                                  const Services& services);
 

@@ -90,6 +90,12 @@ constexpr Declaration kDeclarations[] = {
     {"mla_copied_bytes_total", Type::kCounter, "Payload bytes copied on the host, by path."},
     {"mla_kernel_errors_total", Type::kCounter, "Launches that failed."},
     {"mla_device_memory_bytes", Type::kGauge, "Memory taken at start, by use."},
+    {"mla_tls_reloads_total", Type::kCounter,
+     "TLS files that had changed, by whether they were taken into use."},
+    {"mla_tls_files_refused", Type::kGauge,
+     "1 while the TLS files on disk cannot be used and the last good ones are."},
+    {"mla_tls_expiry_timestamp_seconds", Type::kGauge,
+     "When the TLS files in use expire, in seconds since 1970, by file."},
     {"mla_serving", Type::kGauge, "1 while new work is taken, as health says; else 0."},
     {"mla_backend_info", Type::kGauge, "1, with the backend in use as labels."},
     {"mla_build_info", Type::kGauge, "1, with the version as label."},
@@ -222,6 +228,10 @@ struct Metrics::Impl {
   Counter& shared_sent = One("mla_sent_bytes_total", {{"path", "shared"}});
   Counter& copied = One("mla_copied_bytes_total", {{"path", "inline"}});
   Counter& kernel_errors = One("mla_kernel_errors_total");
+  Counter& tls_reloads = One("mla_tls_reloads_total", {{"result", "used"}});
+  Counter& tls_refused = One("mla_tls_reloads_total", {{"result", "refused"}});
+  Gauge& tls_files_refused = OneGauge("mla_tls_files_refused");
+  Family<Gauge>& tls_expiry = GaugeFamily("mla_tls_expiry_timestamp_seconds");
   Gauge& serving = OneGauge("mla_serving");
   Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
   Family<Gauge>& backend = GaugeFamily("mla_backend_info");
@@ -321,6 +331,20 @@ void Metrics::SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int
 }
 
 void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
+
+void Metrics::SetTls(const TlsFigures& figures) {
+  Impl& m = *impl_;
+  const std::lock_guard lock(m.mutex);
+  RaiseTo(m.tls_reloads, static_cast<double>(figures.reloads));
+  RaiseTo(m.tls_refused, static_cast<double>(figures.refused));
+  m.tls_files_refused.Set(figures.files_refused ? 1 : 0);
+  const auto expires = [&](const char* file, int64_t seconds) {
+    if (seconds != 0) m.tls_expiry.Add({{"file", file}}).Set(static_cast<double>(seconds));
+  };
+  expires("cert", figures.cert_expires);
+  expires("client_ca", figures.client_ca_expires);
+  expires("client_crl", figures.client_crl_expires);
+}
 
 std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   Impl& m = *impl_;

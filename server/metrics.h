@@ -47,6 +47,13 @@ class TenantCounters {
   virtual void Count(absl::StatusCode code) = 0;
 };
 
+// Of the TLS files, as TlsFiles says it. Times are Unix seconds; 0: there is no such file.
+struct TlsFigures {
+  uint64_t reloads = 0, refused = 0;
+  bool files_refused = false;  // those on disk now
+  int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
+};
+
 class Metrics final : public scheduler::EngineObserver {
  public:
   Metrics();
@@ -66,6 +73,8 @@ class Metrics final : public scheduler::EngineObserver {
 
   // What grpc.health.v1 answers at this moment; 0 until the first call.
   void SetServing(bool serving);
+
+  void SetTls(const TlsFigures& figures);
 
   // Prometheus text after taking over the figures of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);

@@ -50,6 +50,7 @@ TEST(MetricsTest, EveryDeclaredNameIsExposedAndDocumented) {
   metrics.ForTenant("t")->Count(absl::StatusCode::kOk);
   metrics.CountRejected("queue_full");
   metrics.SetBackend({}, 1, 2);
+  metrics.SetTls({1, 2, true, 1000, 2000, 0});
   scheduler::LaunchReport report;
   report.rows_decode = report.rows_prefill = 1;
   metrics.OnLaunch(report);

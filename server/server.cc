@@ -97,6 +97,11 @@ OperatorPolicy OperatorsOf(const Config::Listen& listen) {
   return policy;
 }
 
+TlsFigures TlsFiguresOf(const TlsFiles::Status& status) {
+  return {status.reloads,      status.refused,           !status.why.empty(),
+          status.cert_expires, status.client_ca_expires, status.client_crl_expires};
+}
+
 }  // namespace
 
 // In order of construction; destroyed the other way round.
@@ -120,6 +125,7 @@ struct Server::Parts {
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<HealthService> health;
   std::unique_ptr<Watchdog> watchdog;
+  std::shared_ptr<TlsFiles> tls;  // null: none configured
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
   std::unique_ptr<SharedMemoryDoor> door;
@@ -215,6 +221,7 @@ Services Server::Parts::ServicesToServe() {
   services.attention = attention.get();
   services.health = health.get();
   services.control = {sequences.get(), models.get(), admin.get()};
+  services.tls = tls;
   services.on_undecodable = [this](const grpc::ServerContextBase& context) {
     const auto names = static_cast<size_t>(options.config.limits.max_name_bytes);
     const auto identity = Identify(context, names);
@@ -240,9 +247,14 @@ HttpReply Server::Parts::Alive() const {
 HttpReply Server::Parts::Ready(const std::string& query) {
   const ServerState::Snapshot now = state.Get();
   HttpReply reply;
-  reply.status = now.serving() ? 200 : 503;
-  reply.body = now.serving() ? "ready\n" : "not ready\n";
+  // Every new connection over TLS fails then.
+  const bool expired = tls != nullptr && tls->CertificateExpired();
+  reply.status = now.serving() && !expired ? 200 : 503;
+  reply.body = reply.status == 200 ? "ready\n" : "not ready\n";
   if (query == "verbose") {
+    if (expired) absl::StrAppend(&reply.body, "tls.cert has expired\n");
+    const std::string why = tls == nullptr ? "" : tls->status().why;
+    if (!why.empty()) absl::StrAppend(&reply.body, "TLS files not in use: ", why, "\n");
     absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
                     now.healthy ? "healthy" : "unhealthy", "\n", now.message,
                     now.message.empty() ? "" : "\n");
@@ -300,6 +312,7 @@ absl::Status Server::Parts::StartOps() {
   std::map<std::string, HttpHandler> paths;
   paths["/metrics"] = [this](const std::string&) {
     metrics.SetServing(state.Get().serving());
+    if (tls != nullptr) metrics.SetTls(TlsFiguresOf(tls->status()));
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(watchdog->Stats())};
   };
@@ -375,6 +388,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   parts->options = std::move(options);
   const Config& config = parts->options.config;
   parts->door_path = DoorPath(config.shm, ServedUnixPath(config));
+  if (!config.tls.cert.empty()) {
+    auto files = TlsFiles::Open(config.tls);
+    if (!files.ok()) return files.status();
+    parts->tls = *std::move(files);
+  }
   if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
   parts->MakeRegions();
   parts->MakeServices();

@@ -6,9 +6,13 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <ctime>
 #include <fstream>
+#include <functional>
 #include <sstream>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/errors.h"
@@ -46,6 +50,45 @@ class Authority {
     return options;
   }
 
+  // A certificate of the key of `name` that ends `seconds` from now, in NAME.pem.
+  void MakeShort(const std::string& name, int seconds) {
+    std::ofstream(File("ca.cnf")) << Config();
+    std::ofstream(File("ca.index"), std::ios::app);
+    std::ofstream(File("ca.serial")) << "01\n";
+    const std::time_t now = std::time(nullptr);
+    const auto date = [](std::time_t time) {
+      char text[32];
+      std::strftime(text, sizeof(text), "%y%m%d%H%M%SZ", std::gmtime(&time));
+      return std::string(text);
+    };
+    Run(absl::StrCat("openssl ca -batch -notext -rand_serial -config ", File("ca.cnf"), " -in ",
+                     File(name), ".csr -out ", File(name), ".pem -startdate ", date(now - 60),
+                     " -enddate ", date(now + seconds)));
+  }
+
+  // Writes NAME.crl: the certificates of `names` are revoked by `ca`.
+  void Revoke(const std::string& crl, const std::string& ca,
+              const std::vector<std::string>& names) {
+    std::ofstream(File("ca.cnf")) << Config();
+    std::ofstream(File("ca.index"), std::ios::trunc);
+    const std::string options = absl::StrCat(" -config ", File("ca.cnf"), " -cert ", File(ca),
+                                             ".pem -keyfile ", File(ca), ".key");
+    for (const std::string& name : names) {
+      Run(absl::StrCat("openssl ca", options, " -revoke ", File(name), ".pem"));
+    }
+    Run(absl::StrCat("openssl ca", options, " -gencrl -crldays 30 -out ", File(crl), ".new && mv ",
+                     File(crl), ".new ", File(crl)));
+  }
+
+  void Write(const std::string& name, const std::string& text) const {
+    std::ofstream(File(name), std::ios::trunc) << text;
+  }
+  std::string Read(const std::string& name) const {
+    std::ostringstream text;
+    text << std::ifstream(File(name)).rdbuf();
+    return text.str();
+  }
+
   // Replaces NAME.pem and NAME.key.
   void Make(const std::string& name, const std::string& ca, const std::string& subject,
             const std::string& san, int days) {
@@ -62,6 +105,13 @@ class Authority {
   }
 
  private:
+  std::string Config() const {
+    return absl::StrCat("[ca]\ndefault_ca=d\n[d]\ndatabase=", File("ca.index"),
+                        "\nserial=", File("ca.serial"), "\nnew_certs_dir=", folder_.path(),
+                        "\ncertificate=", File("ca.pem"), "\nprivate_key=", File("ca.key"),
+                        "\ndefault_md=sha256\nunique_subject=no\npolicy=p\n[p]\n"
+                        "commonName=optional\n");
+  }
   static void Run(const std::string& command) {
     ASSERT_EQ(std::system((command + " 2>/dev/null").c_str()), 0) << command;
   }
@@ -79,8 +129,11 @@ class TlsTest : public ::testing::Test {
       : server_([this](server::Config& config) {
           config.tls.cert = authority_.File("server.pem");
           config.tls.key = authority_.File("server.key");
-          config.tls.client_ca = authority_.File("ca.pem");
-          config.tls.reload_ms = 1000;
+          authority_.Write("ca.used.pem", authority_.Read("ca.pem"));
+          config.tls.client_ca = authority_.File("ca.used.pem");
+          authority_.Revoke("used.crl", "ca", {});
+          config.tls.client_crl = authority_.File("used.crl");
+          config.tls.reload_ms = 200;
           config.listen.operators = "blue,someone";
           config.listen.unix_path = "";
         }) {}
@@ -184,6 +237,96 @@ TEST_F(TlsTest, RenewedCertificatesAreUsed) {
   EXPECT_EQ(status, absl::OkStatus());
 }
 
+bool Eventually(const std::function<bool()>& condition) {
+  for (int i = 0; i < 100; ++i) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+  return false;
+}
+
+// `cp` truncates first; what it writes may be cut, mixed up or out of date. New connections get the
+// last good files meanwhile.
+TEST_F(TlsTest, TheLastGoodFilesStayInUse) {
+  const int port = server_.server().ops_port();
+  const std::string cert = authority_.Read("server.pem"), key = authority_.Read("server.key");
+  const std::string ca = authority_.Read("ca.pem");
+  authority_.Make("late", "ca", "/CN=localhost", "DNS:localhost", -1);
+  const struct {
+    const char* what;
+    std::string cert, key, client_ca;
+  } kBad[] = {{"empty certificate", "", key, ca},
+              {"empty key", cert, "", ca},
+              {"empty authorities", cert, key, ""},
+              {"garbage", "garbage", "garbage", ca},
+              {"half a certificate", cert.substr(0, cert.size() / 2), key, ca},
+              {"mismatched pair", cert, authority_.Read("red.key"), ca},
+              {"expired", authority_.Read("late.pem"), authority_.Read("late.key"), ca}};
+  int refused = 0;
+  for (const auto& bad : kBad) {
+    authority_.Write("server.pem", bad.cert);
+    authority_.Write("server.key", bad.key);
+    authority_.Write("ca.used.pem", bad.client_ca);
+    const std::string line =
+        absl::StrCat("\nmla_tls_reloads_total{result=\"refused\"} ", ++refused, "\n");
+    EXPECT_TRUE(Eventually([&] {
+      return HttpGet(port, "/metrics").find(line) != std::string::npos;
+    })) << bad.what;
+    EXPECT_NE(HttpGet(port, "/metrics").find("\nmla_tls_files_refused 1\n"), std::string::npos);
+    EXPECT_NE(HttpGet(port, "/readyz?verbose").find("TLS files not in use: tls."),
+              std::string::npos);
+    const auto client = Connect(authority_.As("red"));
+    EXPECT_TRUE(client.ok()) << bad.what << client.status();
+  }
+  authority_.Make("server", "ca", "/CN=renewed", "DNS:renewed.example", 30);
+  authority_.Write("ca.used.pem", ca);
+  auto options = authority_.As("red");
+  options.tls_server_name = "renewed.example";
+  EXPECT_TRUE(Eventually([&] { return Connect(options).ok(); }));
+  const std::string metrics = HttpGet(port, "/metrics");
+  EXPECT_NE(metrics.find("\nmla_tls_files_refused 0\n"), std::string::npos);
+  EXPECT_NE(metrics.find("mla_tls_expiry_timestamp_seconds{file=\"cert\"}"), std::string::npos);
+}
+
+TEST_F(TlsTest, RevokedClientsAreRefusedOnOpenConnectionsToo) {
+  auto red = Connect(authority_.As("red"));
+  auto blue = Connect(authority_.As("blue"));
+  ASSERT_TRUE(red.ok() && blue.ok());
+  authority_.Revoke("used.crl", "ca", {"red"});
+  EXPECT_TRUE(Eventually([&] { return absl::IsUnauthenticated((*red)->GetStats().status()); }));
+  const absl::Status refused = (*red)->GetStats().status();
+  EXPECT_NE(refused.message().find("revoked"), std::string::npos) << refused;
+  EXPECT_TRUE(absl::IsUnauthenticated(Connect(authority_.As("red")).status()));
+  EXPECT_TRUE((*blue)->GetStats().ok());
+  EXPECT_TRUE(Connect(authority_.As("blue")).ok());
+  // A list of somebody else's authority does not replace it.
+  authority_.Revoke("used.crl", "other", {"foreign"});
+  EXPECT_TRUE(Eventually([&] {
+    return HttpGet(server_.server().ops_port(), "/readyz?verbose").find("not signed by") !=
+           std::string::npos;
+  }));
+  EXPECT_TRUE(absl::IsUnauthenticated((*red)->GetStats().status()));
+  authority_.Revoke("used.crl", "ca", {});
+  EXPECT_TRUE(Eventually([&] { return (*red)->GetStats().ok(); }));
+}
+
+TEST(TlsFilesTest, AnExpiredCertificateIsNotReady) {
+  Authority authority;
+  authority.MakeShort("server", 8);
+  const TestServer server([&](server::Config& config) {
+    config.listen.unix_path = "";
+    config.tls.cert = authority.File("server.pem");
+    config.tls.key = authority.File("server.key");
+    config.tls.client_ca = authority.File("ca.pem");
+    config.tls.reload_ms = 200;
+  });
+  const int port = server.server().ops_port();
+  EXPECT_EQ(HttpGet(port, "/readyz"), "200 ready\n");
+  EXPECT_TRUE(Eventually([&] { return HttpGet(port, "/readyz") == "503 not ready\n"; }));
+  EXPECT_NE(HttpGet(port, "/readyz?verbose").find("tls.cert has expired"), std::string::npos);
+  EXPECT_EQ(HttpGet(port, "/livez"), "200 alive\n");
+}
+
 TEST(TlsFilesTest, BadFilesStopTheStart) {
   const Authority authority;
   server::Config config = SmallConfig();
@@ -199,6 +342,15 @@ TEST(TlsFilesTest, BadFilesStopTheStart) {
   config.tls.key = authority.File("server.key");
   config.tls.client_ca = authority.File("server.key");
   EXPECT_TRUE(absl::IsInvalidArgument(server::Server::Start({config, {}}).status()));
+  config.tls.client_ca = authority.File("ca.pem");
+  config.tls.client_crl = authority.File("ca.pem");
+  EXPECT_TRUE(absl::IsInvalidArgument(server::Server::Start({config, {}}).status()));
+  config.tls.client_crl = "";
+  config.tls.cert = authority.File("expired.pem");
+  config.tls.key = authority.File("expired.key");
+  const absl::Status expired = server::Server::Start({config, {}}).status();
+  EXPECT_NE(expired.message().find("tls.cert"), std::string::npos) << expired;
+  EXPECT_NE(expired.message().find("expired at "), std::string::npos) << expired;
 }
 
 }  // namespace
