@@ -54,6 +54,7 @@ void Batch::Clear() {
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
   gather_bytes = 0;
+  piece_rows = 0;
   slice_waits_expired = 0;
   slice_waits_skipped = 0;
 }
@@ -70,8 +71,8 @@ void Batch::OrderByStage() {
   segments.swap(by_stage_);
 }
 
-BatchPolicy::BatchPolicy(const Limits& limits, int64_t gather_bytes)
-    : limits_(limits), gather_bytes_(gather_bytes), slices_(limits) {}
+BatchPolicy::BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces)
+    : limits_(limits), gather_bytes_(gather_bytes), pieces_(pieces), slices_(limits) {}
 
 bool BatchPolicy::Ready(const StreamRequest& request) {
   const LayerProgress& layer = Progress(request);
@@ -129,15 +130,28 @@ void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slic
   }
 }
 
-BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) {
+// Of one row and head, at the longest context of the rows that are left.
+int64_t BatchPolicy::PiecesOf(const StreamRequest& request) const {
+  int64_t kv_rows = 0;
+  const std::vector<StepEntry>& entries = request.engine.step->entries;
+  for (const StepEntry* entry = EntryOf(*request.engine.step, FirstRow(request));
+       entry != entries.data() + entries.size() && entry->offset < EndRow(request); ++entry) {
+    kv_rows = std::max(kv_rows, int64_t{entry->start} + entry->rows);
+  }
+  return pieces_.pieces(kv_rows);
+}
+
+BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) const {
   Demand demand;
   const SliceGroup* const group = request.engine.group;
   if (group == nullptr || group->members == 1) {
     demand.heads = Computes(request) ? request.attend.num_heads : 0;
+    if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
     return demand;
   }
   demand.members = group->members;
   demand.heads = group->heads;
+  if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
   // In EXPANDED the projections write and read the slices where they are.
   if (group->profile == Profile::kAbsorbed) {
     const ModelSpec& spec = *group->step->model->spec;
@@ -158,6 +172,10 @@ int32_t BatchPolicy::RowsThatFit(const StreamRequest& request, const Demand& dem
   }
   if (demand.gather_row_bytes > 0) {
     const int64_t fit = (gather_bytes_ - batch.gather_bytes) / demand.gather_row_bytes;
+    rows = static_cast<int32_t>(std::min<int64_t>(rows, fit));
+  }
+  if (demand.row_pieces > 0) {
+    const int64_t fit = (pieces_.piece_rows - batch.piece_rows) / demand.row_pieces;
     rows = static_cast<int32_t>(std::min<int64_t>(rows, fit));
   }
   if (stage != Stage::kDecode) {
@@ -185,6 +203,11 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, PendingList& pending
   const Demand demand = DemandOf(*request);
   const int32_t rows = RowsThatFit(*request, demand, stage, batch);
   if (rows <= 0) return false;
+  if (pieces_.split_rows > 0 && demand.heads > 0 &&
+      rows < RowsThatFit(*request, demand, stage, nothing_)) {
+    return false;
+  }
+  batch.piece_rows += rows * demand.row_pieces;
   batch.packed_rows += rows * demand.heads;
   batch.gather_bytes += rows * demand.gather_row_bytes;
   SliceGroup* const group = request->engine.group;

@@ -82,6 +82,7 @@ struct Batch {
   int32_t rows_by_stage[3] = {0, 0, 0};
   int32_t packed_rows = 0;
   int64_t gather_bytes = 0;         // of fused queries and outputs
+  int64_t piece_rows = 0;           // as PieceBudget
   int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
   int32_t slice_waits_skipped = 0;  // ... without one that others had waited for in vain
 
@@ -94,12 +95,25 @@ struct Batch {
   std::vector<Segment> by_stage_;  // scratch of OrderByStage
 };
 
+// What plans with fixed cuts (PlanTraits::fixed_split_rows) hold of one batch. A packed row counts
+// once for every piece that its context is cut into, and not at all where it is not cut.
+struct PieceBudget {
+  int32_t split_rows = 0;  // KV rows of a piece; 0: cuts are not fixed, and every batch fits
+  int64_t piece_rows = 0;
+
+  int64_t pieces(int64_t kv_rows) const {
+    return split_rows == 0 || kv_rows <= split_rows ? 0 : (kv_rows + split_rows - 1) / split_rows;
+  }
+};
+
 // Chooses batches. Owned by the engine role; allocates nothing once its vectors have grown.
 class BatchPolicy {
  public:
   // `gather_bytes`: room of a launch for the queries and outputs of fused slices, where the backend
-  // needs them side by side; enough for one row of all heads.
-  BatchPolicy(const Limits& limits, int64_t gather_bytes);
+  // needs them side by side; enough for one row of all heads. `pieces` holds one row of all heads
+  // and the longest context, too. With fixed cuts a request is also cut the same way whatever else
+  // is in its batch: it waits for one that takes as many of its rows as it gets alone.
+  BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces = {});
 
   // Moves what goes next from `pending` into `batch` (cleared first) and advances the `appended`
   // counts of the steps whose KV rows it takes. Leaves the batch empty when nothing is ready.
@@ -119,11 +133,13 @@ class BatchPolicy {
     int32_t members = 1;
     int32_t heads = 0;
     int64_t gather_row_bytes = 0;
+    int64_t row_pieces = 0;  // of a row, all heads
   };
 
   Stage StageOf(const StreamRequest& request) const;
   bool Goes(const StreamRequest& request, MonotonicNanos now) const;
-  static Demand DemandOf(const StreamRequest& request);
+  Demand DemandOf(const StreamRequest& request) const;
+  int64_t PiecesOf(const StreamRequest& request) const;
   int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
                       const Batch& batch) const;
   // Takes the request, with all of its group, out of `pending`; false if nothing of it fits.
@@ -133,6 +149,8 @@ class BatchPolicy {
 
   const Limits limits_;
   const int64_t gather_bytes_;
+  const PieceBudget pieces_;
+  const Batch nothing_;  // a launch without requests
   SliceTable slices_;
 };
 

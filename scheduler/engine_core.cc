@@ -15,7 +15,8 @@ EngineCore::EngineCore(const EngineOptions& options,
       clock_(clock),
       backend_(std::move(backend)),
       tenants_(options.limits.max_tenants),
-      policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_)) {
+      policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_),
+              Launcher::PieceBudgetOf(options.limits, *backend_)) {
   failed_.reserve(options.limits.queue_requests);
 }
 

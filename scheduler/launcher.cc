@@ -57,6 +57,22 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
          std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
 }
 
+// Calls visit(traits) for either form and models of few and of many heads: a backend may cut
+// differently by them.
+template <typename Visit>
+void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backend, Visit&& visit) {
+  for (int32_t heads = 1;; heads = std::min(2 * heads, limits.max_heads)) {
+    for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
+      kernels::AttentionDesc desc;
+      desc.geometry = MaxGeometry(limits);
+      desc.geometry.num_heads = heads;
+      desc.form = form;
+      visit(backend.Traits(desc));
+    }
+    if (heads == limits.max_heads) break;
+  }
+}
+
 int32_t WidestHeads(const std::vector<PlanRequest>& requests) {
   int32_t heads = 1;
   for (const PlanRequest& request : requests) heads = std::max(heads, request.num_heads);
@@ -71,25 +87,39 @@ int32_t CountDistinct(std::vector<T>& values) {
 
 }  // namespace
 
+PieceBudget Launcher::PieceBudgetOf(const Limits& limits,
+                                    const kernels::AttentionBackend& backend) {
+  PieceBudget budget;
+  ForEachTraits(limits, backend, [&](const kernels::PlanTraits& traits) {
+    if (traits.fixed_split_rows == 0) return;
+    const int32_t rows = Planner::SplitRows(traits);
+    budget.split_rows = budget.split_rows == 0 ? rows : std::min(budget.split_rows, rows);
+  });
+  if (budget.split_rows == 0) return budget;
+  budget.piece_rows = std::max<int64_t>(limits.launch_packed_rows,
+                                        limits.max_heads * budget.pieces(limits.max_sequence_rows));
+  return budget;
+}
+
 PlanCapacity Launcher::PlanCapacityOf(const Limits& limits,
                                       const kernels::AttentionBackend& backend) {
   PlanCapacity most;
-  // A backend may cut differently by the model's heads, so the worst of all sizes counts.
-  for (int32_t heads = 1;; heads = std::min(2 * heads, limits.max_heads)) {
-    for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
-      kernels::AttentionDesc desc;
-      desc.geometry = MaxGeometry(limits);
-      desc.geometry.num_heads = heads;
-      desc.form = form;
-      const PlanCapacity one = Planner::Capacity(PlanLimitsOf(limits), backend.Traits(desc));
-      most.units = std::max(most.units, one.units);
-      most.work_items = std::max(most.work_items, one.work_items);
-      most.reduce_tiles = std::max(most.reduce_tiles, one.reduce_tiles);
-      most.reduce_partials = std::max(most.reduce_partials, one.reduce_partials);
-      most.partial_rows = std::max(most.partial_rows, one.partial_rows);
+  const int64_t piece_rows = PieceBudgetOf(limits, backend).piece_rows;
+  ForEachTraits(limits, backend, [&](const kernels::PlanTraits& traits) {
+    PlanLimits plan = PlanLimitsOf(limits);
+    // Tiles that are not cut, and at worst a tile for every piece row.
+    if (traits.fixed_split_rows > 0) plan.kv_rows = 0;
+    PlanCapacity one = Planner::Capacity(plan, traits);
+    if (traits.fixed_split_rows > 0) {
+      one.work_items += piece_rows;
+      one.reduce_tiles = one.reduce_partials = one.partial_rows = piece_rows;
     }
-    if (heads == limits.max_heads) break;
-  }
+    most.units = std::max(most.units, one.units);
+    most.work_items = std::max(most.work_items, one.work_items);
+    most.reduce_tiles = std::max(most.reduce_tiles, one.reduce_tiles);
+    most.reduce_partials = std::max(most.reduce_partials, one.reduce_partials);
+    most.partial_rows = std::max(most.partial_rows, one.partial_rows);
+  });
   return most;
 }
 

@@ -53,6 +53,10 @@ class Launcher {
   // Sizes of everything that the backend and the plans need under `limits`.
   static kernels::BackendLimits BackendLimitsOf(const Limits& limits,
                                                 const kernels::AttentionBackend& backend);
+  // What plans hold of one batch where the backend's cuts are fixed: as many piece rows as packed
+  // rows, and one row of all heads at the longest context.
+  static PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend& backend);
+  // Of any batch within the limits and PieceBudgetOf.
   static PlanCapacity PlanCapacityOf(const Limits& limits,
                                      const kernels::AttentionBackend& backend);
   // Host bytes of the plans that Create will make.

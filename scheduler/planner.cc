@@ -243,6 +243,8 @@ Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
 
 }  // namespace
 
+int32_t Planner::SplitRows(const PlanTraits& traits) { return scheduler::SplitRows(traits); }
+
 PlanCapacity Planner::Capacity(const PlanLimits& limits, const PlanTraits& traits) {
   if (limits.requests <= 0 || limits.q_rows <= 0 || limits.packed_rows <= 0) {
     return Needs(Tally(), traits);

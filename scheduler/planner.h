@@ -50,6 +50,10 @@ struct PlanLimits {
 
 class Planner final {
  public:
+  // KV rows between the cuts of fixed-split mode: traits.fixed_split_rows, rounded up to the
+  // granularity. A tile of `kv_rows` rows has at most one piece for each of them, or part.
+  static int32_t SplitRows(const kernels::PlanTraits& traits);
+
   // Capacity of every array for any batch within `limits`: the counting pass of Build itself, run
   // on the worst batches, so that sizing and use can not drift apart. REQUIRES: limits and traits
   // in the ranges that their comments state. In fixed-split mode the worst batch has every request

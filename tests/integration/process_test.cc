@@ -48,6 +48,11 @@ TEST(ProcessTest, TooMuchMemoryStopsTheStart) {
   EXPECT_THAT(unknown.output, HasSubstr("reference"));
 }
 
+TEST(ProcessTest, StartsDeterministicWithDefaultLimits) {
+  ServerProcess process({"--backend=cpu", "--deterministic"});
+  EXPECT_EQ(process.Health(), 0) << process.Log();
+}
+
 TEST(ProcessTest, WarnsOfAQuotaThatQueriesInPlaceWouldFill) {
   for (const bool small : {false, true}) {
     ServerProcess process({"--backend=cpu", "--wire-inflight-bytes=32MiB",
