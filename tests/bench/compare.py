@@ -63,11 +63,19 @@ METRICS = {
     "copied_bytes": Metric(Better.COUNT, True),
     "allocations": Metric(Better.COUNT, True),
     "imbalance": Metric(Better.LESS, True),
+    "light_p50_us": Metric(Better.LESS, True),
+    "light_p99_us": Metric(Better.LESS, False),
+    "light_failures": Metric(Better.COUNT, True),
+    "longest_launch_ms": Metric(Better.LESS, False),
 }
 # Figures that name a row, references that are measured beside the product, and what follows from
 # other metrics.
 ROW_NUMBERS = {"threads"}
-NOT_COMPARED = {"bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us"}
+NOT_COMPARED = {
+    "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
+    "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
+    "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
+NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
 
 
 class CompareError(Exception):
@@ -138,7 +146,7 @@ def rows_of(report):
         names, figures = [], {}
         for key, value in entry.items():
             if isinstance(value, str):
-                if key != "bench":
+                if key not in NOT_NAMES:
                     names.append(value)
             elif key in ROW_NUMBERS:
                 names.append(f"{key} {value}")
