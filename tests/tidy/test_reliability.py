@@ -1,0 +1,44 @@
+"""What docs/reliability.md says is tested, is: every test that it names exists."""
+
+import pathlib
+import re
+import unittest
+
+import test_tidy
+
+PAGE = "docs/reliability.md"
+REFERENCE = re.compile(r"`([a-z0-9_]+_test|test_[a-z0-9_]+)(?:\.(\w+))?`")
+
+
+def broken_references(text):
+    """Tests named in a page that do not exist."""
+    files = {pathlib.Path(path).stem: path for path in test_tidy.tracked(".cc", ".py")}
+    for file, case in REFERENCE.findall(text):
+        if file not in files:
+            yield f"{file}: no such file"
+        elif case and not re.search(rf"\b{case}\b", test_tidy.read(files[file])):
+            yield f"{file}: no test {case}"
+
+
+class ReliabilityTest(unittest.TestCase):
+    def test_every_test_that_is_named_exists(self):
+        text = test_tidy.read(PAGE)
+        self.assertGreater(len(REFERENCE.findall(text)), 30)
+        self.assertEqual(list(broken_references(text)), [])
+
+    def test_every_fault_names_a_test(self):
+        rows = test_tidy.read(PAGE).split("## Faults that were found")[1].split("\n")
+        rows = [row for row in rows if row.startswith("| ")][1:]
+        self.assertGreater(len(rows), 10)
+        for row in rows:
+            shown_by = row.rstrip(" |").rsplit("|", 1)[1]
+            self.assertTrue(shown_by.strip() == "`documented`" or REFERENCE.search(shown_by), row)
+            self.assertTrue(all(case for _, case in REFERENCE.findall(shown_by)), row)
+
+    def test_a_wrong_name_is_found(self):
+        self.assertEqual(list(broken_references("`nosuch_test` `test_tidy.test_nosuch`")),
+                         ["nosuch_test: no such file", "test_tidy: no test test_nosuch"])
+
+
+if __name__ == "__main__":
+    unittest.main()
