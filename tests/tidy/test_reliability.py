@@ -12,11 +12,14 @@ REFERENCE = re.compile(r"`([a-z0-9_]+_test|test_[a-z0-9_]+)(?:\.(\w+))?`")
 
 def broken_references(text):
     """Tests named in a page that do not exist."""
-    files = {pathlib.Path(path).stem: path for path in test_tidy.tracked(".cc", ".py")}
+    files = {}  # by name, which two folders may share
+    for path in test_tidy.tracked(".cc", ".py"):
+        files.setdefault(pathlib.Path(path).stem, []).append(path)
     for file, case in REFERENCE.findall(text):
         if file not in files:
             yield f"{file}: no such file"
-        elif case and not re.search(rf"\b{case}\b", test_tidy.read(files[file])):
+        elif case and not any(re.search(rf"\b{case}\b", test_tidy.read(path))
+                              for path in files[file]):
             yield f"{file}: no test {case}"
 
 
