@@ -41,8 +41,9 @@ class Engine::Impl {
  public:
   Impl(const EngineOptions& options, Clock* clock) : options_(options), clock_(clock) {}
 
-  // Holds the role for its lifetime. Control calls announce themselves so that the engine's thread,
-  // which would otherwise take the role again at once, lets them in.
+  // Holds the role for its lifetime. Control calls
+  // announce themselves so that the engine's thread, which would otherwise take the role again at
+  // once, lets them in.
   class Role {
    public:
     explicit Role(Impl& impl) : impl_(impl) {
@@ -204,8 +205,8 @@ Engine::~Engine() {
   if (impl_->thread_.joinable()) impl_->thread_.join();
 }
 
-StreamId Engine::OpenStream(const std::string& tenant) {
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant); });
+StreamId Engine::OpenStream(const std::string& tenant, std::shared_ptr<const StreamSteps>* steps) {
+  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant, steps); });
 }
 
 void Engine::CloseStream(StreamId stream) {

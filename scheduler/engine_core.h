@@ -41,7 +41,8 @@ class EngineCore {
   ~EngineCore();
 
   // --- Streams and requests.
-  StreamId OpenStream(const std::string& tenant);
+  StreamId OpenStream(const std::string& tenant,
+                      std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
   // Answers the request or queues it. REQUIRES: engine.arrival_ns is set.
   void Accept(StreamRequest* request);
@@ -92,6 +93,7 @@ class EngineCore {
   struct Stream {
     std::string tenant;
     TenantKey key = kNoTenant;  // given once the tenant owns something
+    std::shared_ptr<StreamSteps> steps;
   };
 
   EngineCore(const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,

@@ -112,7 +112,6 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   const std::unique_ptr<StreamCall> call_;
   AttendPreparer preparer_;
   TenantCounters* const requests_;
-  scheduler::StreamId engine_stream_ = 0;
   const bool in_place_;
 
   // Used by the reading side alone.
