@@ -20,7 +20,10 @@ void EngineCore::Answer(StreamRequest* request, const absl::Status& status, cons
     options_.observer->OnRequest(*request, status, clock_->Now() - request->engine.arrival_ns);
   }
   owned_.fetch_sub(1);
-  request->Done(status, fault);
+  if (!collects_answers_) return request->Done(status, fault);
+  request->engine.status = status;
+  if (!status.ok()) request->engine.fault = fault;
+  answers_.PushBack(request);
 }
 
 void EngineCore::Accept(StreamRequest* request) {

@@ -143,6 +143,8 @@ class StreamRequest {
     StreamRequest* sibling = nullptr;  // the next of them
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
     bool compared = false;             // ... and were found equal
+    absl::Status status;               // the answer, until it is delivered
+    Fault fault;                       // of an error
   };
   EngineFields engine;
 };
