@@ -209,6 +209,25 @@ bool CheckAddress(const char* key, const std::string& address, std::vector<std::
   return true;
 }
 
+bool IsAnyHost(const std::string& host) {
+  return host == "0.0.0.0" || host == "[::]" || host == "*";
+}
+
+// True if both would be bound to one port of one address.
+bool SamePort(const std::string& a, const std::string& b) {
+  const size_t colon_a = a.rfind(':'), colon_b = b.rfind(':');
+  if (colon_a == std::string::npos || colon_b == std::string::npos) return false;
+  int32_t port_a = 0, port_b = 0;
+  if (!absl::SimpleAtoi(a.substr(colon_a + 1), &port_a) ||
+      !absl::SimpleAtoi(b.substr(colon_b + 1), &port_b) || port_a != port_b || port_a == 0) {
+    return false;
+  }
+  std::string host_a = a.substr(0, colon_a), host_b = b.substr(0, colon_b);
+  if (host_a == "localhost") host_a = "127.0.0.1";
+  if (host_b == "localhost") host_b = "127.0.0.1";
+  return host_a == host_b || IsAnyHost(host_a) || IsAnyHost(host_b);
+}
+
 void CheckListen(const Config& config, std::vector<std::string>* faults) {
   const Config::Listen& listen = config.listen;
   const bool well_formed = CheckAddress("server.listen", listen.address, faults);
@@ -220,7 +239,17 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
     faults->push_back(absl::StrCat("server.unix_path: got ", listen.unix_path.size(),
                                    " bytes, at most 107 are possible"));
   }
+  if (SamePort(listen.address, config.ops.address)) {
+    faults->push_back(absl::StrCat("ops.listen: got \"", config.ops.address,
+                                   "\", must be another port than server.listen"));
+  }
+  if (config.shm.enabled && config.shm.path != "auto" && config.shm.path == listen.unix_path) {
+    faults->push_back("shm.path: must be another path than server.unix_path");
+  }
   const Config::Tls& tls = config.tls;
+  if (!tls.client_crl.empty() && tls.client_ca.empty()) {
+    faults->push_back("tls.client_crl: needs tls.client_ca");
+  }
   const int given = !tls.cert.empty() + !tls.key.empty() + !tls.client_ca.empty();
   if (given != 0 && given != 3) {
     faults->push_back("tls.cert: tls.cert, tls.key and tls.client_ca go together; " +
@@ -352,6 +381,8 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
                                    ", must be 0 or at least ", kLeastKvCacheBytes));
   }
   at_most("shm.region_bytes", config.shm.region_bytes, "shm.total_bytes", config.shm.total_bytes);
+  at_most("shm.tenant_regions", config.shm.tenant_regions, "shm.regions_max",
+          config.shm.regions_max);
   scheduler::Limits limits = config.limits;
   at_most("wire.message_bytes", config.wire.message_bytes, "wire.inflight_bytes",
           config.wire.inflight_bytes);

@@ -38,10 +38,11 @@ struct Config {
   struct Listen {
     std::string address = "127.0.0.1:50551";  // empty: no TCP listener; port 0: any free port
     std::string unix_path = "auto";           // empty: no unix socket; see UnixPath
-    bool insecure = false;                    // allow plaintext beyond loopback
-    std::string reflection = "auto";          // auto: on when every listener is local
-    std::string operators;                    // tenants that are operators, comma separated
-    bool remote_operators = false;            // every caller without TLS is an operator
+    std::string socket_group;              // whose members may connect; empty: see socket_files.h
+    bool insecure = false;                 // allow plaintext beyond loopback
+    std::string reflection = "auto";       // auto: on when every listener is local
+    std::string operators;                 // tenants that are operators, comma separated
+    std::string plain_operators = "host";  // callers without TLS that are operators
   } listen;
 
   struct Wire {

@@ -49,6 +49,12 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                "user's runtime folder, else in /tmp; empty: none.",
                "At most 107 bytes; the folder must exist; only owner and group may connect.",
                MLA_SLOT(listen.unix_path), "--unix-path"),
+          Text(
+              "server.socket_group",
+              "Group, by name or number, whose members may use the unix socket and shared memory; "
+              "empty: the socket's own group may use the unix socket, the server's own user shared "
+              "memory.",
+              "The server must be a member of the group.", MLA_SLOT(listen.socket_group)),
           Bool("server.insecure", "Serve beyond loopback without TLS.",
                "Everyone who reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
                "--insecure"),
@@ -59,13 +65,14 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
           Text("server.operators",
                "Tenants that may call operator RPCs such as Admin.Drain over TLS, separated by "
                "commas.",
-               "Empty: none over TLS. Callers without TLS on the server's own host always may.",
+               "Empty: none over TLS. Callers without TLS: see server.plain_operators.",
                MLA_SLOT(listen.operators)),
-          Bool(
-              "server.remote_operators",
-              "Operator RPCs also for callers without TLS from other hosts.",
-              "With server.insecure, every caller that reaches the port can then drain the server.",
-              MLA_SLOT(listen.remote_operators)),
+          Choice("server.plain_operators", "none|host|any",
+                 "Callers without TLS that may call operator RPCs: none, those on the server's own "
+                 "host, or any.",
+                 "host: every user of the unix socket or of a loopback address can drain the "
+                 "server; any: every caller that reaches the port of an insecure server can.",
+                 MLA_SLOT(listen.plain_operators)),
           Millis("server.drain_deadline_ms", 0, kDayMs,
                  "How long a drain waits for open steps before it aborts them.",
                  "Must be below the service manager's own stop timeout.",
@@ -78,6 +85,13 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
               "After this long without a sign of life, beyond unhealthy_after_ms, /livez is 503.",
               "Whoever probes it restarts the server, which loses its sequences; 0: never.",
               MLA_SLOT(restart_after_ms)),
+      });
+}
+
+void AddTlsAndOpsKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
           Text("tls.cert", "PEM file with the server's certificate chain.",
                "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert)),
           Text("tls.key", "PEM file with the server's private key.",
@@ -193,7 +207,8 @@ void AddShmKeys(std::vector<ConfigKey>* keys) {
           Text("shm.path",
                "Path of the socket through which regions are handed out; auto: the unix socket's "
                "with .shm behind it.",
-               "At most 107 bytes; only the server's own user may connect.", MLA_SLOT(shm.path)),
+               "At most 107 bytes; only the server's own user and server.socket_group may connect.",
+               MLA_SLOT(shm.path)),
           Bytes("shm.region_bytes", 65536, kTiB, "Tensor bytes of one region.",
                 "Holds what one client has in flight, requests and replies together.",
                 MLA_SLOT(shm.region_bytes)),
@@ -358,6 +373,7 @@ void AddGpuKeys(std::vector<ConfigKey>* keys) {
 std::vector<ConfigKey> MakeKeys() {
   std::vector<ConfigKey> keys;
   AddListenKeys(&keys);
+  AddTlsAndOpsKeys(&keys);
   AddWireKeys(&keys);
   AddConnectionKeys(&keys);
   AddShmKeys(&keys);

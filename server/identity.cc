@@ -42,11 +42,13 @@ absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
     return scheduler::RefuseField(fault, "caller", who.tenant, "a tenant of server.operators",
                                   "not_an_operator", absl::StatusCode::kPermissionDenied);
   }
-  if (who.local || policy.remote_without_tls) return absl::OkStatus();
+  if (who.local ? policy.local_without_tls : policy.remote_without_tls) return absl::OkStatus();
   return scheduler::RefuseField(
-      fault, "caller", "a caller from another host without TLS",
-      "on the server's own host, or over TLS a tenant of server.operators", "not_an_operator",
-      absl::StatusCode::kPermissionDenied);
+      fault, "caller", who.local ? "a caller without TLS" : "a caller without TLS on another host",
+      policy.local_without_tls
+          ? "on the server's own host, or over TLS a tenant of server.operators"
+          : "over TLS a tenant of server.operators",
+      "not_an_operator", absl::StatusCode::kPermissionDenied);
 }
 
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes) {

@@ -31,7 +31,8 @@ struct Identity {
 // Who may call operator RPCs. Metadata never makes an operator: any caller may claim any name.
 struct OperatorPolicy {
   std::set<std::string> tenants;    // names in client certificates
-  bool remote_without_tls = false;  // callers without TLS from other hosts, too
+  bool local_without_tls = true;    // callers without TLS on this host
+  bool remote_without_tls = false;  // ... and on others
 };
 
 // UNAUTHENTICATED: a TLS peer without a usable name. INVALID_ARGUMENT: a name that is empty, longer
@@ -42,7 +43,7 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
 bool IsLocalPeer(const std::string& peer);
 
 // OK if `who` may call operator RPCs: over TLS the tenants of the policy, without TLS callers on
-// this host (and others, if the policy says so). Else PERMISSION_DENIED with the reason
+// this host or others, as far as the policy says so. Else PERMISSION_DENIED with the reason
 // "not_an_operator" in `fault`.
 absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
                            scheduler::Fault* fault);

@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/transport.h"
 #include "server/credentials.h"
+#include "server/socket_files.h"
 
 namespace mla::server {
 namespace {
@@ -151,6 +152,10 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   if (listeners.server == nullptr) {
     return absl::UnavailableError(absl::StrCat("cannot listen on ", config.listen.address,
                                                unix_path.empty() ? "" : " and unix:" + unix_path));
+  }
+  if (!unix_path.empty() && !config.listen.socket_group.empty()) {
+    absl::Status given = GiveToGroup(unix_path, config.listen.socket_group);
+    if (!given.ok()) return given;
   }
   services.attention->Serve(listeners.poller.get());
   services.health->Serve(listeners.poller.get());

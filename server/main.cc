@@ -16,6 +16,7 @@
 #include "server/config.h"
 #include "server/library_logs.h"
 #include "server/logging.h"
+#include "server/preflight.h"
 #include "server/process_end.h"
 #include "server/server.h"
 #include "server/version.h"
@@ -61,7 +62,12 @@ int main(int argc, char** argv) {
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());
   const bool printed = Print(loaded);
   if (!loaded.faults.empty()) return server::kExitBadConfig;
-  if (printed || loaded.command.check_config) return 0;
+  if (loaded.command.check_config) {
+    const std::vector<std::string> faults = server::Preflight(loaded.config);
+    for (const std::string& fault : faults) std::fprintf(stderr, "%s\n", fault.c_str());
+    return faults.empty() ? server::kExitDrained : server::kExitBadConfig;
+  }
+  if (printed) return 0;
   mla::wire::KeepMessageMemory();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
   server::CaptureLibraryLogs();

@@ -20,14 +20,15 @@
 #include "server/health_service.h"
 #include "server/listeners.h"
 #include "server/logging.h"
-#include "server/memory_check.h"
 #include "server/metrics.h"
 #include "server/model_service.h"
 #include "server/ops_http.h"
+#include "server/preflight.h"
 #include "server/sequence_service.h"
 #include "server/server_state.h"
 #include "server/shared_memory_door.h"
 #include "server/shared_region.h"
+#include "server/socket_files.h"
 #include "server/status_page.h"
 #include "server/version.h"
 #include "server/warm_up.h"
@@ -93,7 +94,8 @@ OperatorPolicy OperatorsOf(const Config::Listen& listen) {
        absl::StrSplit(listen.operators, ',', absl::SkipWhitespace())) {
     policy.tenants.emplace(absl::StripAsciiWhitespace(name));
   }
-  policy.remote_without_tls = listen.remote_operators;
+  policy.local_without_tls = listen.plain_operators != "none";
+  policy.remote_without_tls = listen.plain_operators == "any";
   return policy;
 }
 
@@ -163,10 +165,7 @@ absl::Status Server::Parts::MakeEngine() {
       {{"kv_cache_bytes", absl::StrCat(config.limits.kv_cache_bytes)},
        {"host_bytes", absl::StrCat(bytes.host)},
        {"device_bytes", absl::StrCat(bytes.device)}});
-  absl::Status fits = CheckMemory({{"engine", bytes.host},
-                                   {"staging", config.wire.staging_bytes},
-                                   {"shared", door_path.empty() ? 0 : config.shm.total_bytes}},
-                                  AvailableMemory());
+  absl::Status fits = CheckHostMemory(config, backend);
   if (!fits.ok()) return fits;
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
@@ -357,11 +356,13 @@ absl::Status Server::Parts::OpenDoor() {
   door_options.boot_id = boot_id;
   door_options.path = door_path;
   door_options.shm = options.config.shm;
+  door_options.any_user = !options.config.listen.socket_group.empty();
   door_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
   auto opened = SharedMemoryDoor::Open(std::move(door_options));
   if (!opened.ok()) return opened.status();
   door = *std::move(opened);
-  return absl::OkStatus();
+  if (options.config.listen.socket_group.empty()) return absl::OkStatus();
+  return GiveToGroup(door_path, options.config.listen.socket_group);
 }
 
 DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {

@@ -174,7 +174,7 @@ void SharedMemoryDoor::Accept() {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.fd = descriptor;
-  if (connections_.size() >= most || !IsOwnUser(descriptor) ||
+  if (connections_.size() >= most || !(options_.any_user || IsOwnUser(descriptor)) ||
       epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
     close(descriptor);
     return;

@@ -42,6 +42,9 @@ struct SharedMemoryDoorOptions {
   std::string path;  // of the socket
   Config::Shm shm;
   size_t max_name_bytes = 128;  // of a tenant
+  // False: only this process's own user and root may connect. True: whoever the permissions of the
+  // socket's file let in; the caller sets them.
+  bool any_user = false;
 };
 
 class SharedMemoryDoor final {

@@ -133,6 +133,10 @@ YamlDocument ReadYamlFile(const std::string& path) {
   std::string text(kMaxBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(file.gcount()));
+  if (file.bad()) {  // a folder can be opened, but not read
+    document.faults.push_back(absl::StrCat(path, ": cannot be read"));
+    return document;
+  }
   return ParseYaml(text, path);
 }
 

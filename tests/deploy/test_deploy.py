@@ -93,6 +93,15 @@ class ShippingTest(unittest.TestCase):
                      "CapabilityBoundingSet=", "RestartPreventExitStatus=1"):
             self.assertIn(f"\n{line}\n", unit)
 
+    def test_service_lets_workers_of_the_group_in(self):
+        unit = read("deploy/systemd/mla-server.service")
+        group = re.search(r"^Environment=MLA_SERVER_SOCKET_GROUP=(\S+)$", unit, re.M).group(1)
+        groups = re.search(r"^SupplementaryGroups=(.*)$", unit, re.M).group(1).split()
+        self.assertIn(group, groups)
+        # Without the right to enter the folder no user but the unit's own reaches the sockets.
+        mode = int(re.search(r"^RuntimeDirectoryMode=(\d+)$", unit, re.M).group(1), 8)
+        self.assertEqual(mode & 0o001, 0o001)
+
     def test_flags_in_shipped_files_exist(self):
         known = set(re.findall(r"`(--[a-z-]+)`", read("docs/configuration.md")))
         known |= {"--config", "--check-config", "--print-config"}

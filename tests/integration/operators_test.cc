@@ -70,10 +70,19 @@ TEST_F(OperatorsTest, CallersOfThisHostCan) {
 }
 
 TEST_F(OperatorsTest, TheConfigurationMayAllowOtherHosts) {
-  const TestServer server([](server::Config& config) { config.listen.remote_operators = true; });
+  const TestServer server([](server::Config& config) { config.listen.plain_operators = "any"; });
   from_elsewhere = true;
   const auto drained = DrainFrom(server.tcp_target());
   EXPECT_TRUE(drained.ok()) << drained.status();
+}
+
+TEST_F(OperatorsTest, TheConfigurationMayRefuseCallersOfThisHost) {
+  const TestServer server([](server::Config& config) { config.listen.plain_operators = "none"; });
+  for (const std::string& target : {server.unix_target(), server.tcp_target()}) {
+    const auto refused = DrainFrom(target);
+    EXPECT_TRUE(absl::IsPermissionDenied(refused.status())) << refused.status();
+  }
+  EXPECT_TRUE(*server.Connect()->IsServing());
 }
 
 TEST(LocalPeerTest, UnixSocketsAndLoopbackAreLocal) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <sstream>
@@ -35,6 +36,77 @@ TEST(ProcessTest, ConfigCommands) {
   EXPECT_THAT(printed.output, ::testing::ContainsRegex("log.level += debug +# flag --log-level"));
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --version")).output, HasSubstr("mla-server "));
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
+}
+
+// What would stop a start on this machine, or fail once clients come, is found beforehand.
+TEST(ProcessTest, CheckConfigFindsWhatWouldStopTheStart) {
+  const TempFolder folder;
+  ASSERT_EQ(Shell("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout " +
+                  folder.File("key") + " -out " + folder.File("cert") + " -subj /CN=x")
+                .code,
+            0);
+  const std::string tls =
+      absl::StrCat(" --tls-cert=", folder.File("cert"), " --tls-key=", folder.File("key"),
+                   " --tls-client-ca=", folder.File("cert"));
+  const std::string path = folder.path();
+  const struct {
+    std::string flags;
+    std::string fault;
+  } kCases[] = {
+      {" --backend=abacus", "backend.name: "},
+      {tls + " --tls-cert=/nonexistent.pem", "tls.cert: /nonexistent.pem: cannot be read"},
+      {tls + " --tls-key=" + folder.File("cert"), "holds no unencrypted PEM private key"},
+      {tls + " --tls-client-ca=" + path, "tls.client_ca: " + path + ": cannot be read"},
+      {tls + " --tls-client-crl=" + folder.File("cert"), "holds no PEM revocation list"},
+      {" --unix-path=/nonexistent/a.sock", "server.unix_path: /nonexistent/a.sock: its folder"},
+      {" --unix-path=" + folder.File("cert"), "is a file that is no socket"},
+      {" --unix-path=" + path, "server.unix_path: " + path + ": is a folder"},
+      {" --shm-path=/nonexistent/a.shm", "shm.path: /nonexistent/a.shm: its folder"},
+      {" --server-socket-group=no-such-group", "server.socket_group: got \"no-such-group\""},
+      {" --kv-cache-bytes=900GiB", "the configured buffers need"},
+      {" --listen=127.0.0.1:7000 --ops-listen=127.0.0.1:7000", "ops.listen: got"},
+      {" --listen=127.0.0.1:7000 --ops-listen=0.0.0.0:7000", "ops.listen: got"},
+      {" --config=" + path, path + ": cannot be read"},
+      {" --shm-tenant-regions=65", "shm.tenant_regions: got 65, must be at most shm.regions_max"},
+  };
+  const std::string check = absl::StrCat(
+      kServer, " --backend=reference --unix-path=", folder.File("mla.sock"), " --check-config");
+  const Result good = Shell(check + tls);
+  EXPECT_EQ(good.code, 0) << good.output;
+  EXPECT_EQ(good.output, "");
+  for (const auto& [flags, fault] : kCases) {
+    const Result bad = Shell(check + flags);
+    EXPECT_EQ(bad.code, 1) << flags << "\n" << bad.output;
+    EXPECT_THAT(bad.output, HasSubstr(fault)) << flags;
+  }
+  // Nothing was made.
+  EXPECT_NE(Shell("test -e " + folder.File("mla.sock")).code, 0);
+}
+
+// Workers of the group reach both sockets under users of their own; others reach neither.
+TEST(ProcessTest, TheSocketGroupMayConnect) {
+  constexpr int kGroup = 61234, kUser = 61235;
+  const std::string group = geteuid() == 0 ? std::to_string(kGroup) : std::to_string(getegid());
+  ServerProcess process({"--server-socket-group=" + group});
+  ASSERT_EQ(process.Health(), 0) << process.Log();
+  for (const char* name : {"mla.sock", "mla.sock.shm"}) {
+    EXPECT_EQ(Shell("stat -c '%a %g' " + process.File(name)).output, "660 " + group + "\n");
+  }
+  if (geteuid() != 0) return;  // only root may take other users' parts
+  ASSERT_EQ(Shell("chmod 755 " + process.File("")).code, 0);
+  const auto connect = [&](const std::string& groups, const char* kind, const char* name) {
+    return Shell(absl::StrCat(
+        "setpriv --reuid=", kUser, " --regid=", kUser, " ", groups, " /usr/bin/python3 -c \"",
+        "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_", kind, "); s.connect('",
+        process.File(name), "'); s.settimeout(1)\ntry: print(s.recv(1))\n",
+        "except TimeoutError: print('open')\""));
+  };
+  const std::string member = absl::StrCat("--groups=", kGroup);
+  EXPECT_EQ(connect(member, "SEQPACKET", "mla.sock.shm").output, "open\n");
+  EXPECT_EQ(connect(member, "STREAM", "mla.sock").code, 0);
+  EXPECT_THAT(connect("--clear-groups", "SEQPACKET", "mla.sock.shm").output,
+              HasSubstr("PermissionError"));
+  EXPECT_THAT(connect("--clear-groups", "STREAM", "mla.sock").output, HasSubstr("PermissionError"));
 }
 
 TEST(ProcessTest, TooMuchMemoryStopsTheStart) {

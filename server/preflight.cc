@@ -1,0 +1,47 @@
+#include "server/preflight.h"
+
+#include <ctime>
+
+#include "scheduler/engine.h"
+#include "server/backends.h"
+#include "server/listeners.h"
+#include "server/memory_check.h"
+#include "server/socket_files.h"
+#include "server/tls_files.h"
+
+namespace mla::server {
+
+absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend) {
+  const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
+  const bool shared = !DoorPath(config.shm, ServedUnixPath(config)).empty();
+  return CheckMemory({{"engine", bytes.host},
+                      {"staging", config.wire.staging_bytes},
+                      {"shared", shared ? config.shm.total_bytes : 0}},
+                     AvailableMemory());
+}
+
+std::vector<std::string> Preflight(const Config& config) {
+  std::vector<std::string> faults;
+  const auto note = [&](const absl::Status& status) {
+    if (!status.ok()) faults.emplace_back(status.message());
+  };
+  if (!config.tls.cert.empty()) note(LoadTls(config.tls, std::time(nullptr)).status());
+  const std::string unix_path = ServedUnixPath(config);
+  if (!unix_path.empty()) note(CheckSocketPath("server.unix_path", unix_path));
+  const std::string shm_path = DoorPath(config.shm, unix_path);
+  if (!shm_path.empty()) note(CheckSocketPath("shm.path", shm_path));
+  if (!config.listen.socket_group.empty()) note(FindGroup(config.listen.socket_group).status());
+  const auto choice = AllBackends().Select(config.backend, config.backend_options);
+  if (!choice.ok()) {
+    faults.push_back("backend.name: " + std::string(choice.status().message()));
+    return faults;
+  }
+  Config sized = config;
+  if (sized.limits.kv_cache_bytes == 0) {
+    sized.limits.kv_cache_bytes = scheduler::Engine::KvCacheBytes(sized.limits, *choice->backend);
+  }
+  note(CheckHostMemory(sized, *choice->backend));
+  return faults;
+}
+
+}  // namespace mla::server

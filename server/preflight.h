@@ -1,0 +1,26 @@
+// What --check-config finds out on the machine at hand, beyond the rules of the configuration
+// itself (CheckConfig): whether a server with this configuration would start here.
+//
+// Nothing is bound, written or kept: it may run beside a server that uses the same addresses.
+#ifndef MLA_SERVER_PREFLIGHT_H_
+#define MLA_SERVER_PREFLIGHT_H_
+
+#include <string>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "server/config.h"
+
+namespace mla::server {
+
+// Every fault, each "key: what is wrong": the backend, the PEM files, the folders and the group of
+// the sockets, the memory.
+std::vector<std::string> Preflight(const Config& config);
+
+// OK if the buffers of a server with this configuration fit into the memory of the host; else
+// RESOURCE_EXHAUSTED that lists them. REQUIRES: limits.kv_cache_bytes is set.
+absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PREFLIGHT_H_
