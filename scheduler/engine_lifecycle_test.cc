@@ -149,6 +149,15 @@ TEST_F(EngineCoreTest, SequenceLeasesExpireAndAreRenewed) {
   EXPECT_EQ(h_.core().Stats().page_groups_used, 0);
 }
 
+TEST_F(EngineCoreTest, ALateBeginStepDoesNotReviveAnExpiredSequence) {
+  const auto seq = h_.Open("", 1000);
+  Fill(seq, 2, 1);
+  h_.clock().Advance(int64_t{1'000'000'000});  // and no timer has run yet
+  const auto begin = h_.Begin(stream_, 1, {{seq.id, 1, 2, 1}});
+  ExpectCode(*begin, absl::StatusCode::kNotFound, "sequence_not_found");
+  EXPECT_EQ(h_.core().Stats().leases_expired, 1u);
+}
+
 TEST_F(EngineCoreTest, ForksShareRowsAndPartWays) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 4, 1);
