@@ -8,8 +8,7 @@
 //
 // Threading: every public method may be called from any thread. Submit never blocks on a launch;
 // the control calls (sequences, models, stats) take the role and so wait for a running launch at
-// most. Done callbacks run without the role: on the thread that has just given it up, or, while the
-// next launch runs, on a thread of their own (answer_queue.h).
+// most. Done callbacks run on the thread that holds the role.
 //
 // Errors: canonical codes; the Fault beside a status names field, limit, got and reason. Another
 // tenant's sequence or model is NOT_FOUND, exactly like one that does not exist. Bad input never
@@ -18,6 +17,7 @@
 #define MLA_SCHEDULER_ENGINE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -30,7 +30,6 @@
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
 #include "scheduler/request.h"
-#include "scheduler/stream_steps.h"
 
 namespace mla::scheduler {
 
@@ -145,6 +144,8 @@ struct EngineOptions {
   int64_t inline_work = int64_t{1} << 22;
   bool dedicated_thread = true;        // false: stepped by hand through Poll (tests)
   EngineObserver* observer = nullptr;  // may be null; outlives the engine
+  // Yields sequence ids; null: unpredictable ones, as production needs. For runs that repeat.
+  std::function<uint64_t()> ids;
 };
 
 class Clock;  // scheduler/clock.h
@@ -167,10 +168,8 @@ class Engine {
 
   // --- Streams. Closing aborts the steps that the stream began or takes part in; requests not yet
   // answered are answered with CANCELLED. Returns when none of the stream's requests is owned by
-  // the engine any more, their answers delivered. Not from Done.
-  // `steps` (may be null) receives the stream's open steps.
-  StreamId OpenStream(const std::string& tenant,
-                      std::shared_ptr<const StreamSteps>* steps = nullptr);
+  // the engine any more.
+  StreamId OpenStream(const std::string& tenant);
   void CloseStream(StreamId stream);
 
   // Hands a request over. RESOURCE_EXHAUSTED (queue full) and UNAVAILABLE (stopped) mean that the
@@ -229,6 +228,8 @@ class Engine {
   // Runs what is ready in the calling thread and handles timers; true if anything was done. For
   // dedicated_thread = false.
   bool Poll();
+  // Walks the cache's books; empty when they are right, else what is wrong. For tests.
+  std::string CheckInvariants();
 
  private:
   class Impl;

@@ -57,12 +57,9 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   return core;
 }
 
-StreamId EngineCore::OpenStream(const std::string& tenant,
-                                std::shared_ptr<const StreamSteps>* steps) {
+StreamId EngineCore::OpenStream(const std::string& tenant) {
   const StreamId id = next_stream_++;
-  auto open = std::make_shared<StreamSteps>();
-  if (steps != nullptr) *steps = open;
-  streams_.emplace(id, Stream{tenant, kNoTenant, std::move(open)});
+  streams_.emplace(id, Stream{tenant, kNoTenant});
   return id;
 }
 

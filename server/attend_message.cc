@@ -1,7 +1,6 @@
 #include "server/attend_message.h"
 
 #include <chrono>
-#include <limits>
 #include <utility>
 
 namespace mla::server {
@@ -35,11 +34,12 @@ void AttendMessage::Recycle() {
   fragments.clear();
   region.reset();
   reply_area = {};
+  reply_bound = 0;
   sizes = {};
   answer = absl::OkStatus();
   fault = {};
   charge = 0;
-  begin_order = 0;
+  new_step = false;
   answered_ns = 0;
   next = nullptr;
   stream = 0;
@@ -47,7 +47,6 @@ void AttendMessage::Recycle() {
   begin.sequences.clear();
   attend = {};
   end.committed_rows.clear();
-  end.lengths_max = std::numeric_limits<int32_t>::max();
   total_rows = 0;
   lease_ms = 0;
   joined = 0;

@@ -1,0 +1,86 @@
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "gtest/gtest.h"
+#include "tests/simulation/simulation_run.h"
+
+namespace mla::simulation {
+namespace {
+
+#if defined(MLA_SANITIZED)
+constexpr int64_t kOperations = 30'000;
+#else
+constexpr int64_t kOperations = 1'000'000;
+#endif
+
+uint64_t FirstSeed() {
+  const char* given = std::getenv("MLA_TEST_SEED");
+  return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
+}
+
+TEST(Simulation, AMillionOperationsAreAsForetold) {
+  RunOptions options;
+  options.seed = FirstSeed();
+  options.operations = kOperations * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
+  options.threads = 2;
+  const RunResult run = RunSeeds(options);
+  ASSERT_EQ(run.violations, 0) << run.violation << "replay: ./dev sim --seed " << run.failing_seed
+                               << " --seeds 1";
+  const SimulatorCounts& counts = run.counts;
+  for (size_t i = 0; i < counts.operations.size(); ++i) {
+    RecordProperty(std::string("op_") + Name(static_cast<Op>(i)),
+                   std::to_string(counts.operations[i]));
+  }
+  EXPECT_GE(counts.total(), options.operations);
+  // The mix reaches every kind of outcome, or the run proves little.
+  const int64_t share = counts.total() / 1000;
+  for (size_t i = 0; i < counts.operations.size(); ++i) {
+    EXPECT_GT(counts.operations[i], 0) << Name(static_cast<Op>(i));
+  }
+  EXPECT_GT(counts.answers_checked, 100 * share);
+  EXPECT_GT(counts.refusals, 100 * share);
+  EXPECT_GT(counts.commits, 20 * share);
+  EXPECT_GT(counts.aborts, 10 * share);
+  EXPECT_GT(counts.expired, 5 * share);
+  EXPECT_GT(counts.faults, share);
+  EXPECT_GT(counts.scrubs, 5 * share);
+  EXPECT_GT(counts.copies, share);
+  EXPECT_GT(counts.slices_fused, share);
+}
+
+TEST(Simulation, ASeedRepeats) {
+  RunOptions options;
+  options.seed = FirstSeed();
+  options.operations = 20'000;
+  options.threads = 1;
+  const RunResult first = RunSeeds(options);
+  const RunResult again = RunSeeds(options);
+  options.threads = 3;
+  const RunResult together = RunSeeds(options);
+  EXPECT_EQ(first.hash, again.hash);
+  EXPECT_EQ(first.hash, together.hash);
+  EXPECT_EQ(first.counts.total(), together.counts.total());
+  options.seed += 1000;
+  EXPECT_NE(RunSeeds(options).hash, first.hash);
+}
+
+TEST(Simulation, KeptSeedsHold) {
+  std::ifstream file("tests/simulation/seeds/kept.txt");
+  ASSERT_TRUE(file.is_open());
+  int kept = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty() || line[0] == '#') continue;
+    RunOptions options;
+    std::istringstream(line) >> options.seed >> options.steps_per_seed;
+    options.operations = 1;
+    options.most_seeds = 1;
+    const RunResult run = RunSeeds(options);
+    EXPECT_EQ(run.violations, 0) << line << "\n" << run.violation;
+    ++kept;
+  }
+  EXPECT_GT(kept, 0);
+}
+
+}  // namespace
+}  // namespace mla::simulation
