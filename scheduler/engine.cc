@@ -12,6 +12,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/answer_queue.h"
 #include "scheduler/engine_core.h"
 #include "scheduler/inbox.h"
 
@@ -42,8 +43,9 @@ class Engine::Impl {
  public:
   Impl(const EngineOptions& options, Clock* clock) : options_(options), clock_(clock) {}
 
-  // Holds the role for its lifetime. Control calls announce themselves so that the engine's thread,
-  // which would otherwise take the role again at once, lets them in.
+  // Holds the role for its lifetime, then delivers the answers given meanwhile. Control calls
+  // announce themselves so that the engine's thread, which would otherwise take the role again at
+  // once, lets them in.
   class Role {
    public:
     explicit Role(Impl& impl) : impl_(impl) {
@@ -60,10 +62,15 @@ class Engine::Impl {
       // What waits for siblings or KV rows is no work: its time is NextTick.
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
+      const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
       impl_.holder_ = std::thread::id();
       impl_.role_.unlock();
       const bool own_thread = std::this_thread::get_id() == impl_.engine_thread_;
       if (!own_thread && (work_left || sooner || !impl_.inbox_.empty())) impl_.inbox_.Wake();
+      // The engine's thread goes back to work when there is some that no other thread does.
+      impl_.answers_.Deliver(answers, [this, own_thread] {
+        return own_thread && !impl_.inbox_.empty() && impl_.holder_ == std::thread::id();
+      });
     }
     Role(const Role&) = delete;
     Role& operator=(const Role&) = delete;
@@ -109,19 +116,31 @@ class Engine::Impl {
     return busy || !inbox_.empty();
   }
 
+  // Rounds until there is nothing to do, others want the role, or there are answers and no work
+  // that could go on while they are delivered. True in the last case.
+  bool RunRounds() {
+    bool busy = true;
+    while (busy && waiting_for_role_ == 0 && !stopping_) {
+      busy = Round();
+      if (!core_->has_answers()) continue;
+      if (!core_->MayLaunch() && !core_->inflight() && inbox_.empty()) return true;
+      answers_.Push(core_->TakeAnswers());
+    }
+    return false;
+  }
+
   void RunThread() {
     engine_thread_ = std::this_thread::get_id();
     while (!stopping_) {
       int64_t sleep = kLongestSleepNanos;
       {
         Role role(*this);
-        while (waiting_for_role_ == 0 && !stopping_ && Round()) {
-        }
+        const bool answered = RunRounds();
         const MonotonicNanos now = clock_->Now();
         const MonotonicNanos tick = core_->NextTick();
         sleep = std::clamp<int64_t>(tick - now, 0, kLongestSleepNanos);
         wake_at_ = now + sleep;
-        if (core_->inflight() || waiting_for_role_ > 0) sleep = 0;
+        if (answered || core_->inflight() || waiting_for_role_ > 0) sleep = 0;
       }
       while (waiting_for_role_ > 0 && !stopping_) std::this_thread::yield();
       if (sleep > 0) inbox_.Wait(sleep);
@@ -130,7 +149,7 @@ class Engine::Impl {
 
   // The submitting thread takes the role if nobody has it, and runs what is small.
   void RunInline() {
-    if (holder_ == std::this_thread::get_id()) return;  // called from Done: the holder drains
+    if (answers_.IsDelivering()) return inbox_.Wake();  // called from Done
     if (options_.inline_work <= 0 || !role_.try_lock()) {
       if (options_.inline_work <= 0) inbox_.Wake();
       return;
@@ -141,6 +160,7 @@ class Engine::Impl {
       if (core_->ReadyWork() > options_.inline_work || !core_->StartLaunch()) break;
       core_->CompleteLaunch(/*wait=*/true);
       Drain();
+      if (!core_->pending().empty()) answers_.Push(core_->TakeAnswers());
     }
   }
 
@@ -154,6 +174,7 @@ class Engine::Impl {
   std::atomic<int> waiting_for_role_{0};
   std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
   Inbox inbox_;
+  AnswerQueue answers_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
   std::atomic<std::thread::id> engine_thread_{};
@@ -175,8 +196,12 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
                          options.ids != nullptr ? options.ids : std::function(RandomId));
   if (!core.ok()) return core.status();
   impl->core_ = *std::move(core);
+  impl->core_->CollectAnswers();
   Impl* raw = impl.get();
-  if (options.dedicated_thread) impl->thread_ = std::thread([raw] { raw->RunThread(); });
+  if (options.dedicated_thread) {
+    impl->answers_.Start();
+    impl->thread_ = std::thread([raw] { raw->RunThread(); });
+  }
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
@@ -204,14 +229,16 @@ Engine::~Engine() {
   impl_->stopping_ = true;
   impl_->inbox_.Wake();
   if (impl_->thread_.joinable()) impl_->thread_.join();
+  impl_->answers_.Stop();
 }
 
-StreamId Engine::OpenStream(const std::string& tenant) {
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant); });
+StreamId Engine::OpenStream(const std::string& tenant, std::shared_ptr<const StreamSteps>* steps) {
+  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant, steps); });
 }
 
 void Engine::CloseStream(StreamId stream) {
   impl_->WithRole([&](EngineCore& core) { core.CloseStream(stream); });
+  impl_->answers_.Flush();
 }
 
 absl::Status Engine::Submit(StreamRequest* request) {
@@ -370,8 +397,10 @@ void Engine::StartDrain() {
 }
 
 int32_t Engine::AbortAllSteps() {
-  return impl_->WithRole(
+  const int32_t aborted = impl_->WithRole(
       [](EngineCore& core) { return core.AbortAllSteps("the server aborts all open steps"); });
+  impl_->answers_.Flush();
+  return aborted;
 }
 
 std::string Engine::CheckInvariants() {

@@ -8,7 +8,8 @@
 //
 // Threading: every public method may be called from any thread. Submit never blocks on a launch;
 // the control calls (sequences, models, stats) take the role and so wait for a running launch at
-// most. Done callbacks run on the thread that holds the role.
+// most. Done callbacks run without the role: on the thread that has just given it up, or, while the
+// next launch runs, on a thread of their own (answer_queue.h).
 //
 // Errors: canonical codes; the Fault beside a status names field, limit, got and reason. Another
 // tenant's sequence or model is NOT_FOUND, exactly like one that does not exist. Bad input never
@@ -30,6 +31,7 @@
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
 #include "scheduler/request.h"
+#include "scheduler/stream_steps.h"
 
 namespace mla::scheduler {
 
@@ -168,8 +170,10 @@ class Engine {
 
   // --- Streams. Closing aborts the steps that the stream began or takes part in; requests not yet
   // answered are answered with CANCELLED. Returns when none of the stream's requests is owned by
-  // the engine any more.
-  StreamId OpenStream(const std::string& tenant);
+  // the engine any more, their answers delivered. Not from Done.
+  // `steps` (may be null) receives the stream's open steps.
+  StreamId OpenStream(const std::string& tenant,
+                      std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
 
   // Hands a request over. RESOURCE_EXHAUSTED (queue full) and UNAVAILABLE (stopped) mean that the

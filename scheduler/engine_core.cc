@@ -57,9 +57,12 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   return core;
 }
 
-StreamId EngineCore::OpenStream(const std::string& tenant) {
+StreamId EngineCore::OpenStream(const std::string& tenant,
+                                std::shared_ptr<const StreamSteps>* steps) {
   const StreamId id = next_stream_++;
-  streams_.emplace(id, Stream{tenant, kNoTenant});
+  auto open = std::make_shared<StreamSteps>();
+  if (steps != nullptr) *steps = open;
+  streams_.emplace(id, Stream{tenant, kNoTenant, std::move(open)});
   return id;
 }
 

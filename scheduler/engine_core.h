@@ -14,11 +14,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "scheduler/answer_queue.h"
 #include "scheduler/batch.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
@@ -41,7 +43,8 @@ class EngineCore {
   ~EngineCore();
 
   // --- Streams and requests.
-  StreamId OpenStream(const std::string& tenant);
+  StreamId OpenStream(const std::string& tenant,
+                      std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
   // Answers the request or queues it. REQUIRES: engine.arrival_ns is set.
   void Accept(StreamRequest* request);
@@ -85,6 +88,11 @@ class EngineCore {
   const Limits& limits() const { return limits_; }
   const kvcache::KvCache& cache() const { return *cache_; }
   const PendingList& pending() const { return pending_; }
+  // From now on answers are collected for TakeAnswers; before, Done is called at once.
+  void CollectAnswers() { collects_answers_ = true; }
+  bool has_answers() const { return !answers_.empty(); }
+  // The answers since the last call, in their order. The caller sees to it that Done is called.
+  AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
   // Requests handed over and not answered: whoever hands one over counts it first. Any thread.
   std::atomic<int32_t>& owned() { return owned_; }
 
@@ -92,6 +100,7 @@ class EngineCore {
   struct Stream {
     std::string tenant;
     TenantKey key = kNoTenant;  // given once the tenant owns something
+    std::shared_ptr<StreamSteps> steps;
   };
 
   EngineCore(const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
@@ -148,6 +157,8 @@ class EngineCore {
   int32_t repeats_ = 0;         // pending requests that are repeats and not compared yet
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
   bool draining_ = false;
+  bool collects_answers_ = false;
+  AnswerList answers_;
   std::atomic<int32_t> owned_{0};
   EngineStats stats_;
 };

@@ -20,7 +20,10 @@ void EngineCore::Answer(StreamRequest* request, const absl::Status& status, cons
     options_.observer->OnRequest(*request, status, clock_->Now() - request->engine.arrival_ns);
   }
   owned_.fetch_sub(1);
-  request->Done(status, fault);
+  if (!collects_answers_) return request->Done(status, fault);
+  request->engine.status = status;
+  if (!status.ok()) request->engine.fault = fault;
+  answers_.PushBack(request);
 }
 
 void EngineCore::Accept(StreamRequest* request) {
@@ -159,6 +162,7 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request, Fault* fau
     step->ranks[step->streams.size()] = StepRank();
     step->streams.push_back(request->stream);
   }
+  streams_.at(request->stream).steps->Add(step->id, {step->model->spec, step->total_rows});
   steps_->Touch(step);
   request->total_rows = step->total_rows;
   request->lease_ms = step->lease_ns / kNanosPerMilli;
@@ -274,6 +278,12 @@ absl::Status EngineCore::EndStep(StreamRequest* request, bool* wait, Fault* faul
     return Refuse(fault, absl::StatusCode::kFailedPrecondition,
                   "the step's EndStep was sent before and waits for its requests", "step_ending");
   }
+  const auto sequences = static_cast<int64_t>(step->entries.size());
+  if (sequences > request->end.lengths_max) {
+    return RefuseField(
+        fault, "end_step.lengths", absl::StrCat("room for ", request->end.lengths_max),
+        absl::StrCat("room for the lengths of ", sequences, " sequences"), "reply_too_large");
+  }
   const std::vector<int32_t>& committed = request->end.committed_rows;
   if (!committed.empty() && committed.size() != step->entries.size()) {
     return RefuseField(fault, "end_step.committed_rows", absl::StrCat(committed.size(), " entries"),
@@ -325,6 +335,7 @@ void EngineCore::CloseStep(Step* step, const std::string& why_aborted) {
     entry.sequence->step = nullptr;
     sequences_->Renew(entry.sequence);
   }
+  for (const StreamId stream : step->streams) streams_.at(stream).steps->Remove(step->id);
   steps_->Remove(step, why_aborted);
 }
 

@@ -3,9 +3,16 @@
 #include "scheduler/engine.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <functional>
+#include <future>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
@@ -253,6 +260,158 @@ TEST_P(EngineTest, TheQueueIsBounded) {
   while (engine->Poll()) {
   }
   EXPECT_EQ(requests[3].Wait().code(), absl::StatusCode::kNotFound);
+}
+
+// A request whose answer runs a function; an AbortStep of an unknown step is answered at once.
+class CallbackRequest final : public StreamRequest {
+ public:
+  explicit CallbackRequest(StreamId of, std::function<void()> function = {})
+      : function_(std::move(function)) {
+    kind = RequestKind::kAbortStep;
+    stream = of;
+    step_id = 404;
+  }
+  void Done(const absl::Status& status, const Fault& fault) override {
+    code = status.code();
+    reason = fault.reason;
+    function_();
+  }
+  absl::StatusCode code = absl::StatusCode::kOk;
+  std::string reason;
+
+ private:
+  const std::function<void()> function_;
+};
+
+// Holds Done up until Release, at most for ten seconds.
+class Gate {
+ public:
+  ~Gate() { Release(); }
+  void Pass() {
+    entered_.set_value();
+    released_in_time_ = release_.get_future().wait_for(kPatience) == std::future_status::ready;
+  }
+  bool WaitUntilEntered() {
+    return entered_.get_future().wait_for(kPatience) == std::future_status::ready;
+  }
+  void Release() {
+    if (!std::exchange(released_, true)) release_.set_value();
+  }
+  bool released_in_time() const { return released_in_time_; }
+
+ private:
+  static constexpr std::chrono::seconds kPatience{10};
+  std::promise<void> entered_, release_;
+  bool released_ = false;
+  std::atomic<bool> released_in_time_{false};
+};
+
+// A transport that is slow to take an answer holds up no control call, and no launch either, unless
+// the engine's own thread has to run it and delivers that very answer.
+TEST_P(EngineTest, AnswersAreDeliveredWithoutTheRole) {
+  Gate gate;
+  const StreamId stream = engine_->OpenStream("t");
+  CallbackRequest slow(stream, [&gate] { gate.Pass(); });
+  std::thread submitter([&] { EXPECT_TRUE(engine_->Submit(&slow).ok()); });
+  ASSERT_TRUE(gate.WaitUntilEntered());
+  Fault fault;
+  OpenArgs args;
+  args.tenant = "t";
+  args.model_id = model_.id;
+  const SequenceInfo sequence = *engine_->OpenSequence(args, &fault);
+  if (GetParam() == 0) gate.Release();
+  // A whole step runs meanwhile; its answers wait behind the slow one.
+  const StreamId other = engine_->OpenStream("t");
+  const uint64_t launches = engine_->Stats().launches;
+  BlockingRequest begin, append;
+  begin.kind = RequestKind::kBeginStep;
+  begin.stream = append.stream = other;
+  begin.step_id = append.step_id = 1;
+  begin.begin.model_id = model_.id;
+  begin.begin.sequences = {{sequence.id, sequence.epoch, 0, 1}};
+  EXPECT_TRUE(engine_->Submit(&begin).ok());
+  const std::vector<kernels::Bf16> kv(12);
+  append.attend.profile = Profile::kAppendOnly;
+  append.attend.row_count = 1;
+  append.attend.has_kv = true;
+  append.attend.kv = reinterpret_cast<const std::byte*>(kv.data());
+  EXPECT_TRUE(engine_->Submit(&append).ok());
+  for (int i = 0; i < 2000 && engine_->Stats().launches == launches; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_EQ(engine_->Stats().launches, launches + 1);
+  gate.Release();
+  submitter.join();
+  EXPECT_TRUE(begin.Wait().ok());
+  EXPECT_TRUE(append.Wait().ok());
+  engine_->CloseStream(other);
+  engine_->CloseStream(stream);
+  EXPECT_TRUE(gate.released_in_time());
+  EXPECT_EQ(slow.reason, "step_not_found");
+}
+
+TEST_P(EngineTest, AStreamIsClosedOnceItsAnswersAreDelivered) {
+  Gate gate;
+  std::atomic<bool> delivered{false};
+  const StreamId stream = engine_->OpenStream("t");
+  CallbackRequest slow(stream, [&] {
+    gate.Pass();
+    delivered = true;
+  });
+  std::thread submitter([&] { EXPECT_TRUE(engine_->Submit(&slow).ok()); });
+  ASSERT_TRUE(gate.WaitUntilEntered());
+  std::atomic<bool> delivered_before_close{false};
+  std::thread closer([&] {
+    engine_->CloseStream(stream);
+    delivered_before_close = delivered.load();
+  });
+  // Not proof that it waits, but a chance to be wrong.
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  gate.Release();
+  closer.join();
+  submitter.join();
+  EXPECT_TRUE(delivered_before_close);
+}
+
+TEST_P(EngineTest, AnswersOfAStreamKeepTheirOrder) {
+  constexpr int kThreads = 4, kRequests = 2000;
+  std::atomic<int> out_of_order{0}, answered{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&] {
+      const StreamId stream = engine_->OpenStream("t");
+      std::vector<std::unique_ptr<CallbackRequest>> requests;
+      int next = 0;  // of the stream's one deliverer at a time
+      for (int i = 0; i < kRequests; ++i) {
+        requests.push_back(std::make_unique<CallbackRequest>(stream, [&, i] {
+          if (next++ != i) ++out_of_order;
+          ++answered;
+        }));
+        while (!engine_->Submit(requests.back().get()).ok()) std::this_thread::yield();
+      }
+      engine_->CloseStream(stream);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(out_of_order, 0);
+  EXPECT_EQ(answered, kThreads * kRequests);
+}
+
+// Every answer submits the next request, as a transport may.
+TEST_P(EngineTest, AnswersMaySubmit) {
+  constexpr int kRequests = 5000;
+  const StreamId stream = engine_->OpenStream("t");
+  std::vector<std::unique_ptr<CallbackRequest>> requests;
+  std::promise<void> last;
+  for (int i = 0; i < kRequests; ++i) {
+    requests.push_back(std::make_unique<CallbackRequest>(stream, [&, i] {
+      if (i + 1 == kRequests) return last.set_value();
+      EXPECT_TRUE(engine_->Submit(requests[static_cast<size_t>(i) + 1].get()).ok());
+    }));
+  }
+  ASSERT_TRUE(engine_->Submit(requests[0].get()).ok());
+  EXPECT_EQ(last.get_future().wait_for(std::chrono::seconds(60)), std::future_status::ready);
+  engine_->CloseStream(stream);
 }
 
 INSTANTIATE_TEST_SUITE_P(InlineWork, EngineTest, ::testing::Values(0, 1 << 22));

@@ -1,14 +1,15 @@
 // Requests of the stepping protocol as the engine sees them, free of any transport.
 //
 // A transport creates a StreamRequest (and may pool them), fills the fields of its kind, and hands
-// it to Engine::Submit. The engine owns it until it calls Done exactly once; after that it never
-// touches it again. All memory the request points to is the transport's and must stay valid until
+// it to Engine::Submit. The engine owns it until it calls Done exactly once; from then on it never
+// touches it. All memory the request points to is the transport's and must stay valid until
 // Done.
 #ifndef MLA_SCHEDULER_REQUEST_H_
 #define MLA_SCHEDULER_REQUEST_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,6 +44,7 @@ struct BeginStepArgs {
 };
 
 struct AttendArgs {
+  static constexpr int32_t kUnsized = -1;
   int32_t layer = 0;
   int32_t row_begin = 0;
   int32_t row_count = 0;
@@ -56,7 +58,7 @@ struct AttendArgs {
   int64_t timeout_us = 0;  // 0: Limits::queue_ms
   // Geometry by which the transport sized the memory below. A request that meets a step of another
   // geometry (its id was reused before the old step's end was answered) is refused. num_heads 0:
-  // the caller vouches for the sizes.
+  // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
   kernels::Geometry sized_for;
   // Row-major host memory; sizes follow from the model (the transport has checked them).
   const std::byte* kv = nullptr;  // [row_count, lora + rope] if has_kv
@@ -71,6 +73,9 @@ struct AttendArgs {
 
 struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all
+  // Lengths that the transport has room for in its reply. The end of a step of more sequences is
+  // refused, and the step stays open.
+  int32_t lengths_max = std::numeric_limits<int32_t>::max();
 };
 
 // Where the time went, in nanoseconds of the engine's clock.
@@ -100,8 +105,9 @@ struct SliceGroup;
 class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
-  // Called once, by the thread that holds the engine role; must not block and must not call into
-  // the engine except Submit. `fault` is meaningful only for an error.
+  // Called once, in the order in which the engine answered and one at a time, without the engine
+  // role; must not block for long and must not call into the engine except Submit. `fault` is
+  // meaningful only for an error.
   virtual void Done(const absl::Status& status, const Fault& fault) = 0;
 
   // --- Filled by the transport.
@@ -121,10 +127,10 @@ class StreamRequest {
   // The step no longer exists (valid for errors too).
   bool step_aborted = false;
 
-  // --- The engine's own notes; nobody else's business.
+  // --- The engine's own notes.
   struct EngineFields {
     StreamRequest* next =
-        nullptr;  // inbox and pending list are intrusive: queueing allocates nothing
+        nullptr;  // inbox, pending list and answers are intrusive: queueing allocates nothing
     StreamRequest* prev = nullptr;
     Step* step = nullptr;
     int64_t arrival_ns = 0;
@@ -137,6 +143,8 @@ class StreamRequest {
     StreamRequest* sibling = nullptr;  // the next of them
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
     bool compared = false;             // ... and were found equal
+    absl::Status status;               // the answer, until it is delivered
+    Fault fault;                       // of an error
   };
   EngineFields engine;
 };

@@ -1,6 +1,7 @@
 #include "server/attend_message.h"
 
 #include <chrono>
+#include <limits>
 #include <utility>
 
 namespace mla::server {
@@ -34,12 +35,11 @@ void AttendMessage::Recycle() {
   fragments.clear();
   region.reset();
   reply_area = {};
-  reply_bound = 0;
   sizes = {};
   answer = absl::OkStatus();
   fault = {};
   charge = 0;
-  new_step = false;
+  begin_order = 0;
   answered_ns = 0;
   next = nullptr;
   stream = 0;
@@ -47,6 +47,7 @@ void AttendMessage::Recycle() {
   begin.sequences.clear();
   attend = {};
   end.committed_rows.clear();
+  end.lengths_max = std::numeric_limits<int32_t>::max();
   total_rows = 0;
   lease_ms = 0;
   joined = 0;

@@ -35,7 +35,8 @@ class AttendMessagePool;
 class AttendMessageOwner {
  public:
   virtual ~AttendMessageOwner() = default;
-  // Called with the engine role held: must not block and must not call the engine.
+  // Called in the order of the answers, one at a time (StreamRequest::Done): must not block for
+  // long and must not call the engine.
   virtual void OnAnswered(AttendMessage* message) = 0;
 };
 
@@ -56,9 +57,8 @@ class AttendMessage final : public scheduler::StreamRequest {
   scheduler::Fault fault;
   std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
   std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
-  size_t reply_bound = 0;                // bytes that the reply's header takes at most, if known
   size_t charge = 0;                     // bytes counted against the stream
-  bool new_step = false;                 // this BeginStep made the stream remember the step
+  uint64_t begin_order = 0;              // of a BeginStep among its stream's; 0: not listed there
   int64_t answered_ns = 0;               // steady clock
   AttendMessage* next = nullptr;
 

@@ -12,18 +12,6 @@ namespace {
 
 using scheduler::RequestKind;
 
-// Of an EndStepReply: everything around the lengths, and one length as a varint.
-constexpr size_t kReplyFixedBytes = 64;
-constexpr size_t kLengthBytes = 10;
-
-absl::Status UnknownStep(uint64_t step_id, scheduler::Fault* fault) {
-  fault->field = "step_id";
-  fault->got = absl::StrCat(step_id);
-  fault->limit = "a step that this stream has begun or joined";
-  fault->reason = "step_not_found";
-  return absl::NotFoundError(absl::StrCat("step_id: no open step ", step_id, " on this stream"));
-}
-
 // Two tensors one after the other, the second aligned.
 uint64_t Together(int64_t first, int64_t second) {
   const auto size = static_cast<uint64_t>(first);
@@ -49,12 +37,31 @@ absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t le
 
 }  // namespace
 
+AttendPreparer::AttendPreparer(scheduler::Engine* engine, std::string tenant)
+    : engine_(engine), tenant_(std::move(tenant)), stream_(engine->OpenStream(tenant_, &steps_)) {}
+
 uint64_t AttendPreparer::SharedInBytes(const AttendSizes& sizes) {
   return Together(sizes.kv_bytes, sizes.q_bytes);
 }
 
 uint64_t AttendPreparer::SharedOutBytes(const AttendSizes& sizes) {
   return Together(sizes.o_bytes, sizes.lse_bytes);
+}
+
+absl::Status AttendPreparer::Submit(AttendMessage* message) {
+  absl::Status status = engine_->Submit(message);
+  if (status.ok()) return status;
+  if (absl::IsResourceExhausted(status)) {
+    message->fault.reason = "queue_full";
+    message->fault.limit =
+        absl::StrCat("limits.queue_requests: ", engine_->limits().queue_requests);
+    message->fault.got = "one more request";
+    message->fault.retry_after_ms = 10;
+  } else {
+    message->fault.reason = "stopped";
+    message->fault.retry_after_ms = 1000;
+  }
+  return status;
 }
 
 absl::Status AttendPreparer::Prepare(const v1::AttendStreamRequest& header,
@@ -77,59 +84,55 @@ absl::Status AttendPreparer::Prepare(const v1::AttendStreamRequest& header,
 absl::Status AttendPreparer::PrepareEnd(const v1::EndStep& end, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = steps_.find(end.step_id());
-    if (found != steps_.end()) {
-      message->reply_bound = kReplyFixedBytes + kLengthBytes * found->second.sequences;
-    }
-  }
   return ParseEndStep(end, engine_->limits(), &message->end, &message->fault);
 }
 
 absl::Status AttendPreparer::PrepareBegin(const v1::BeginStep& begin, AttendMessage* message) {
   message->kind = RequestKind::kBeginStep;
   message->step_id = begin.step_id();
-  StepShape shape;
+  scheduler::StepShape shape;
   absl::Status status =
       ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows, &message->fault);
   if (!status.ok()) return status;
-  shape.sequences = begin.sequences_size();
   shape.model = engine_->FindModel(tenant_, begin.model_id());
   if (shape.model == nullptr) {
     message->fault.field = "begin_step.model_id";
     message->fault.got = begin.model_id();
+    message->fault.limit = "a registered model of this tenant";
     message->fault.reason = "model_not_found";
     return absl::NotFoundError("begin_step.model_id: no such model");
   }
-  // Remembered before the engine has answered: a client may send its rows without waiting.
-  message->new_step = Remember(message->step_id, std::move(shape));
+  const std::lock_guard lock(mutex_);
+  message->begin_order = ++last_begin_;
+  begins_.push_back({message->step_id, message->begin_order, std::move(shape)});
+  begins_pending_.fetch_add(1, std::memory_order_release);
   return absl::OkStatus();
 }
 
-bool AttendPreparer::Remember(scheduler::StepId id, StepShape shape) {
-  const std::lock_guard lock(mutex_);
-  // Steps whose lease ran out are forgotten here only when something is said about them, so the
-  // oldest give way once there are far more than can be open.
-  if (steps_.size() >= 4 * static_cast<size_t>(engine_->limits().max_open_steps)) {
-    steps_.erase(std::min_element(steps_.begin(), steps_.end(), [](const auto& a, const auto& b) {
-      return a.second.order < b.second.order;
-    }));
+bool AttendPreparer::FindShape(scheduler::StepId id, scheduler::StepShape* shape) {
+  // The engine lists a step before it answers the BeginStep, so one that is not pending is listed.
+  if (begins_pending_.load(std::memory_order_acquire) > 0) {
+    const std::lock_guard lock(mutex_);
+    const auto last = std::find_if(begins_.rbegin(), begins_.rend(),
+                                   [id](const PendingBegin& begin) { return begin.id == id; });
+    if (last != begins_.rend()) {
+      *shape = last->shape;
+      return true;
+    }
   }
-  shape.order = ++steps_begun_;
-  return steps_.emplace(id, std::move(shape)).second;
+  return steps_->Find(id, shape);
 }
 
 absl::Status AttendPreparer::PrepareAttend(const v1::Attend& attend, int64_t payload_bytes,
                                            int64_t reply_bytes, AttendMessage* message) {
   message->kind = RequestKind::kAttend;
   message->step_id = attend.step_id();
-  StepShape shape;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = steps_.find(attend.step_id());
-    if (found == steps_.end()) return UnknownStep(attend.step_id(), &message->fault);
-    shape = found->second;
+  scheduler::StepShape shape;
+  if (!FindShape(attend.step_id(), &shape)) {
+    message->attend = {};
+    message->attend.sized_for.num_heads = scheduler::AttendArgs::kUnsized;
+    message->sizes = {};
+    return absl::OkStatus();
   }
   return ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes, &message->attend,
                      &message->sizes, &message->fault);
@@ -159,11 +162,13 @@ absl::Status AttendPreparer::PointInto(const SharedRegion& region, uint64_t in_o
 }
 
 void AttendPreparer::Answered(const AttendMessage& message) {
-  const bool ended = message.answer.ok() && (message.kind == RequestKind::kEndStep ||
-                                             message.kind == RequestKind::kAbortStep);
-  if (!ended && !message.step_aborted && !(message.new_step && !message.answer.ok())) return;
+  if (message.begin_order == 0) return;
   const std::lock_guard lock(mutex_);
-  steps_.erase(message.step_id);
+  const auto begin = std::find_if(
+      begins_.begin(), begins_.end(),
+      [&message](const PendingBegin& pending) { return pending.order == message.begin_order; });
+  begins_.erase(begin);
+  begins_pending_.fetch_sub(1, std::memory_order_release);
 }
 
 }  // namespace mla::server

@@ -46,7 +46,6 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
       call_(std::move(call)),
       preparer_(shared.engine, tenant),
       requests_(shared.metrics->ForTenant(tenant)),
-      engine_stream_(shared.engine->OpenStream(tenant)),
       in_place_(in_place) {
   shared_.metrics->wire().streams.fetch_add(1);
 }
@@ -154,7 +153,7 @@ void AttendStream::Break(const absl::Status& status) {
 bool AttendStream::Handle() {
   AttendMessage* message = shared_.pool->Take();
   message->owner = this;
-  message->stream = engine_stream_;
+  message->stream = preparer_.stream();
   message->tag = header_.tag();
   bool stalled = false;
   absl::Status status = Prepare(message, &stalled);
@@ -168,14 +167,7 @@ bool AttendStream::Handle() {
     inflight_bytes_ += message->charge;
     ++pending_;
   }
-  if (status.ok()) {
-    status = shared_.engine->Submit(message);
-    if (!status.ok()) {
-      const bool full = absl::IsResourceExhausted(status);
-      message->fault.reason = full ? "queue_full" : "stopped";
-      message->fault.retry_after_ms = full ? 10 : 1000;
-    }
-  }
+  if (status.ok()) status = preparer_.Submit(message);
   if (!status.ok()) {
     shared_.metrics->CountRejected(message->fault.reason);
     message->answer = std::move(status);
@@ -194,7 +186,7 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
     if (header_.has_shared()) return PrepareShared(message);
     absl::Status status = preparer_.PrepareAttend(
         header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
-    if (status.ok()) *stalled = !TakeStaging(message);
+    if (status.ok() && AttendPreparer::IsSized(*message)) *stalled = !TakeStaging(message);
     return status;
   }
   if (payload_.size != 0 || header_.has_shared()) {
@@ -219,12 +211,14 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
   if (message->region == nullptr) {
     // The same words for a handle that never was, one of another tenant, and one that is no more.
     message->fault.field = "shared.handle";
+    message->fault.limit = "the handle of a region whose connection stands";
+    message->fault.got = "another handle";
     message->fault.reason = "region_not_found";
     return absl::NotFoundError("shared.handle: no such region");
   }
   absl::Status status = preparer_.PrepareAttend(header_.attend(), kTensorsElsewhere,
                                                 std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok()) return status;
+  if (!status.ok() || !AttendPreparer::IsSized(*message)) return status;
   const uint64_t in = AttendPreparer::SharedInBytes(message->sizes);
   const uint64_t out = AttendPreparer::SharedOutBytes(message->sizes);
   if (where.in_length() != in || where.out_length() != out) {
@@ -434,7 +428,7 @@ void AttendStream::OnCancel() {
 }
 
 // Finishes the stream once its reader is done and nothing is left to answer or write. Never called
-// with the engine role held.
+// from OnAnswered.
 void AttendStream::MaybeFinish() {
   bool close = false;
   {
@@ -463,7 +457,7 @@ void AttendStream::MaybeFinish() {
 }
 
 void AttendStream::Close() {
-  shared_.engine->CloseStream(engine_stream_);
+  shared_.engine->CloseStream(preparer_.stream());
   StreamCall* const call = call_.get();
   call->Hold();  // once it is closed, another thread may finish the stream
   {

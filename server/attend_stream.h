@@ -19,7 +19,7 @@
 // OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
 //
 // Threading: On* come from the poller's threads, whose duty is handed over before anything that is
-// known to take long; OnAnswered from the holder of the engine role; Resume and CutIfSlow from
+// known to take long; OnAnswered from the engine's deliverer; Resume and CutIfSlow from
 // housekeeping. The constructor and Close wait for a running launch, so they are for threads that
 // may. One mutex guards the state and is never held across a call into gRPC or the engine.
 #ifndef MLA_SERVER_ATTEND_STREAM_H_
@@ -112,7 +112,6 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   const std::unique_ptr<StreamCall> call_;
   AttendPreparer preparer_;
   TenantCounters* const requests_;
-  scheduler::StreamId engine_stream_ = 0;
   const bool in_place_;
 
   // Used by the reading side alone.

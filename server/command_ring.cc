@@ -25,7 +25,13 @@ constexpr size_t kArenaBytes = 65536;
 // A sleeping ring looks at its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
+// A StepError whose texts are this long fits a slot.
 constexpr size_t kMaxErrorText = 160;
+// Of an EndStepReply: everything around the lengths, and one length as a varint.
+constexpr size_t kReplyFixedBytes = 64;
+constexpr size_t kLengthBytes = 10;
+static_assert(kReplyFixedBytes < wire::kReplySlotBytes);
+static_assert(5 * (kMaxErrorText + 3) + kReplyFixedBytes < wire::kReplySlotBytes);
 
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
@@ -56,12 +62,25 @@ uint32_t Micros(int64_t ns) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
 }
 
+// Sequences whose lengths an EndStepReply of so many bytes holds.
+int32_t LengthsWithin(size_t bytes) {
+  return static_cast<int32_t>((bytes - kReplyFixedBytes) / kLengthBytes);
+}
+
 // At the border of a character: protobuf reads no text that is not UTF-8.
 void Truncate(std::string* text) {
   if (text->size() <= kMaxErrorText) return;
   size_t end = kMaxErrorText;
   while (end > 0 && (static_cast<unsigned char>((*text)[end]) & 0xc0) == 0x80) --end;
   text->resize(end);
+}
+
+void ShortenTexts(v1::StepError* error) {
+  Truncate(error->mutable_message());
+  Truncate(error->mutable_detail()->mutable_field());
+  Truncate(error->mutable_detail()->mutable_limit());
+  Truncate(error->mutable_detail()->mutable_got());
+  Truncate(error->mutable_detail()->mutable_reason());
 }
 
 }  // namespace
@@ -77,7 +96,6 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
           region_->data() + wire::CompletionsOffset(options_.entries))),
       preparer_(options_.engine, options_.tenant),
       requests_(options_.metrics->ForTenant(options_.tenant)),
-      engine_stream_(options_.engine->OpenStream(options_.tenant)),
       request_arena_(InitialBlock(&request_block_)),
       reply_arena_(InitialBlock(&reply_block_)) {
   header_->magic = wire::kDoorMagic;
@@ -103,7 +121,7 @@ void CommandRing::Stop() {
   Atomic(header_->submit_bell).fetch_add(1);
   wire::FutexWake(&header_->submit_bell);
   if (thread_.joinable()) thread_.join();
-  options_.engine->CloseStream(engine_stream_);
+  options_.engine->CloseStream(preparer_.stream());
   Atomic(header_->closed).store(1);
   Atomic(header_->complete_bell).fetch_add(1);
   wire::FutexWake(&header_->complete_bell);
@@ -176,7 +194,7 @@ void CommandRing::Sleep() {
 
 void CommandRing::Cut(const char* why) {
   cut_ = true;
-  options_.metrics->wire().streams_cut.fetch_add(1);
+  options_.metrics->wire().rings_cut.fetch_add(1);
   Log(LogLevel::kWarning, "ring_cut", {{"tenant", options_.tenant}, {"why", why}});
   if (options_.on_cut) options_.on_cut();
 }
@@ -186,7 +204,7 @@ void CommandRing::Cut(const char* why) {
 void CommandRing::Serve(const wire::SubmissionEntry& entry) {
   AttendMessage* const message = options_.pool->Take();
   message->owner = this;
-  message->stream = engine_stream_;
+  message->stream = preparer_.stream();
   message->tag = entry.tag;
   absl::Status status;
   switch (entry.kind) {
@@ -200,14 +218,7 @@ void CommandRing::Serve(const wire::SubmissionEntry& entry) {
       status = InvalidField(&message->fault, "kind", "1 (attend) or 2 (message)",
                             absl::StrCat(int{entry.kind}), "unknown_value");
   }
-  if (status.ok()) {
-    status = options_.engine->Submit(message);
-    if (!status.ok()) {
-      const bool full = absl::IsResourceExhausted(status);
-      message->fault.reason = full ? "queue_full" : "stopped";
-      message->fault.retry_after_ms = full ? 10 : 1000;
-    }
-  }
+  if (status.ok()) status = preparer_.Submit(message);
   if (status.ok()) return;  // the engine has it
   options_.metrics->CountRejected(message->fault.reason);
   message->answer = std::move(status);
@@ -230,7 +241,7 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   attend_.set_timeout_us(entry.timeout_us);
   absl::Status status = preparer_.PrepareAttend(attend_, kTensorsElsewhere,
                                                 std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok()) return status;
+  if (!status.ok() || !AttendPreparer::IsSized(*message)) return status;
   status = AttendPreparer::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
   if (!status.ok()) return status;
   WireCounters& counters = options_.metrics->wire();
@@ -253,7 +264,9 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   const size_t room = entry.num_heads;
   if (room > 0) {
     if (!region_->Holds(entry.out_offset, room)) {
-      return InvalidField(&message->fault, "out_offset", "room for the reply within the arena",
+      return InvalidField(&message->fault, "out_offset",
+                          absl::StrCat("room for the reply within ", region_->arena_offset(), "..",
+                                       region_->size()),
                           absl::StrCat(entry.out_offset, " + ", room));
     }
     message->reply_area = {region_->data() + entry.out_offset, room};
@@ -269,12 +282,8 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   }
   message->tag = request->tag();
   absl::Status status = preparer_.Prepare(*request, message);
-  const size_t needed = message->reply_bound;
-  if (status.ok() && needed > std::max(wire::kReplySlotBytes, room)) {
-    return InvalidField(&message->fault, "num_heads",
-                        absl::StrCat("at least ", needed, ", room for the reply"),
-                        absl::StrCat(room));
-  }
+  // What the step's reply needs is known to the engine alone.
+  message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
   return status;
 }
 
@@ -284,6 +293,10 @@ void CommandRing::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
   message->answered_ns = SteadyNanos();
   preparer_.Answered(*message);
+  if (message->fault.field == "end_step.lengths") {  // in terms of the entry
+    message->fault.field = "num_heads";
+    message->fault.got = absl::StrCat(message->reply_area.size(), " bytes");
+  }
   {
     const std::lock_guard lock(completion_mutex_);
     Complete(*message);
@@ -326,24 +339,28 @@ void CommandRing::FillMessage(const AttendMessage& message, uint64_t slot,
   reply_arena_.Reset();
   auto* const reply = google::protobuf::Arena::CreateMessage<v1::AttendStreamReply>(&reply_arena_);
   FillReply(message, options_.boot_id, reply);
-  size_t bytes = reply->ByteSizeLong();
-  std::byte* to =
-      region_->data() + wire::RepliesOffset(options_.entries) + slot * wire::kReplySlotBytes;
-  if (bytes > wire::kReplySlotBytes) {
-    if (reply->has_error()) {
-      v1::StepError* error = reply->mutable_error();
-      Truncate(error->mutable_message());
-      Truncate(error->mutable_detail()->mutable_field());
-      Truncate(error->mutable_detail()->mutable_limit());
-      Truncate(error->mutable_detail()->mutable_got());
-      bytes = reply->ByteSizeLong();
-    } else {
-      to = message.reply_area.data();
-    }
+  const std::span<std::byte> own(
+      region_->data() + wire::RepliesOffset(options_.entries) + slot * wire::kReplySlotBytes,
+      wire::kReplySlotBytes);
+  if (WriteReply(*reply, own, entry) || WriteReply(*reply, message.reply_area, entry)) return;
+  // An error with long texts: all other replies were bounded before the engine did the work.
+  if (!reply->has_error()) {
+    reply->mutable_error()->set_code(static_cast<int32_t>(absl::StatusCode::kInternal));
+    reply->mutable_error()->set_message("the request succeeded, but its reply has no room");
   }
-  reply->SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(to));
-  entry->message_offset = static_cast<uint64_t>(to - region_->data());
+  ShortenTexts(reply->mutable_error());
+  WriteReply(*reply, own, entry);
+}
+
+// False when the reply does not fit `room`; nothing is written then.
+bool CommandRing::WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
+                             wire::CompletionEntry* entry) const {
+  const size_t bytes = reply.ByteSizeLong();
+  if (bytes > room.size()) return false;
+  reply.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(room.data()));
+  entry->message_offset = static_cast<uint64_t>(room.data() - region_->data());
   entry->message_length = static_cast<uint32_t>(bytes);
+  return true;
 }
 
 void CommandRing::WakeClient() {

@@ -8,11 +8,14 @@
 // and messages are copied before they are looked at, and a client that breaks the ring's rules
 // (more requests in flight than entries, a count of taken completions that cannot be) is cut.
 //
+// Writes. A reply goes into its completion's slot or into the room that its request offered inside
+// the arena; WriteReply is the only place that writes one and checks its size against that room.
+//
 // Every attend allocates nothing; nor do the other messages once their buffers have grown.
 //
 // Ending: Stop (or the destructor) ends the thread, then closes the engine's stream, which aborts
-// its steps and answers what was in flight. Never called from the ring's own thread or with the
-// engine role held.
+// its steps and answers what was in flight. Never called from the ring's own thread or from
+// OnAnswered.
 #ifndef MLA_SERVER_COMMAND_RING_H_
 #define MLA_SERVER_COMMAND_RING_H_
 
@@ -23,6 +26,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -59,6 +63,8 @@ class CommandRing final : public AttendMessageOwner {
   // Starts serving it, once. UNAVAILABLE when the machine has no thread left for that.
   absl::Status Start();
   void Stop();
+  // Takes one submission, if there is one, on the calling thread; for tests, in place of Start.
+  bool Poll() { return !cut_ && TakeSubmission(); }
 
   void OnAnswered(AttendMessage* message) override;
 
@@ -75,6 +81,8 @@ class CommandRing final : public AttendMessageOwner {
 
   void Complete(const AttendMessage& message);
   void FillMessage(const AttendMessage& message, uint64_t slot, wire::CompletionEntry* entry);
+  bool WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
+                  wire::CompletionEntry* entry) const;
   void WakeClient();
 
   const CommandRingOptions options_;
@@ -85,7 +93,6 @@ class CommandRing final : public AttendMessageOwner {
   wire::CompletionEntry* const completions_;
   AttendPreparer preparer_;
   TenantCounters* const requests_;
-  const scheduler::StreamId engine_stream_;
 
   // Used by the ring's thread alone.
   uint64_t taken_ = 0;         // submissions
@@ -96,7 +103,7 @@ class CommandRing final : public AttendMessageOwner {
   std::vector<char> request_block_;
   google::protobuf::Arena request_arena_;
 
-  std::mutex completion_mutex_;  // completions come from the engine's role and from the thread
+  std::mutex completion_mutex_;  // completions come from the engine and from the thread
   std::vector<char> reply_block_;
   google::protobuf::Arena reply_arena_;
   std::atomic<uint64_t> completed_{0};

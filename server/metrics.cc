@@ -82,7 +82,10 @@ constexpr Declaration kDeclarations[] = {
     {"mla_streams_open", Type::kGauge, "Open Attend streams."},
     {"mla_shared_regions", Type::kGauge, "Shared-memory regions of connected clients."},
     {"mla_rings_open", Type::kGauge, "Command rings of connected clients."},
-    {"mla_streams_cut_total", Type::kCounter, "Streams cut because their replies were not read."},
+    {"mla_shm_connections_refused_total", Type::kCounter,
+     "Times that the server had no descriptor for a connection to the shared-memory socket."},
+    {"mla_streams_cut_total", Type::kCounter,
+     "Streams cut: slow readers, rings and regions whose client broke a rule."},
     {"mla_stream_write_blocked_seconds_total", Type::kCounter,
      "Time replies waited for the transport to take them."},
     {"mla_received_bytes_total", Type::kCounter, "Message bytes received, by path."},
@@ -221,6 +224,9 @@ struct Metrics::Impl {
   Gauge& shared_regions = OneGauge("mla_shared_regions");
   Gauge& rings = OneGauge("mla_rings_open");
   Counter& streams_cut = One("mla_streams_cut_total", {{"reason", "slow_reader"}});
+  Counter& rings_cut = One("mla_streams_cut_total", {{"reason", "ring_rules"}});
+  Counter& regions_cut = One("mla_streams_cut_total", {{"reason", "region_holes"}});
+  Counter& shm_refusals = One("mla_shm_connections_refused_total");
   Counter& write_blocked = One("mla_stream_write_blocked_seconds_total");
   Counter& received = One("mla_received_bytes_total", {{"path", "inline"}});
   Counter& sent = One("mla_sent_bytes_total", {{"path", "inline"}});
@@ -388,6 +394,9 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.shared_received, count(wire_.shared_received_bytes.load()));
   RaiseTo(m.shared_sent, count(wire_.shared_sent_bytes.load()));
   RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
+  RaiseTo(m.rings_cut, count(wire_.rings_cut.load()));
+  RaiseTo(m.regions_cut, count(wire_.regions_cut.load()));
+  RaiseTo(m.shm_refusals, count(wire_.shm_refusals.load()));
   RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);
   const ProcessUsage usage = ReadProcessUsage();
   RaiseTo(m.cpu_seconds, usage.cpu_seconds);

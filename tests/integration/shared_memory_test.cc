@@ -200,6 +200,8 @@ TEST_F(SharedTensorsTest, ForgedForeignAndStaleHandlesAreTheSame) {
     EXPECT_EQ(error.detail().SerializeAsString(), [] {
       v1::ErrorDetail detail;
       detail.set_field("shared.handle");
+      detail.set_limit("the handle of a region whose connection stands");
+      detail.set_got("another handle");
       detail.set_reason("region_not_found");
       return detail.SerializeAsString();
     }());

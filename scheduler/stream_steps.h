@@ -1,0 +1,69 @@
+// The open steps of one stream, as its transport sees them: what a message that names only a step
+// must be sized by.
+//
+// The engine adds a step when a BeginStep of the stream has begun or joined it, and removes it when
+// the step ends, whatever ended it; both before the answer or the abort is delivered. So a step
+// that the stream may use and that no BeginStep in flight is about to create is here.
+//
+// Ownership: shared by the engine and the transport. Threading: Find from any thread, Add and
+// Remove with the engine role held. Nothing is allocated once the list has grown.
+#ifndef MLA_SCHEDULER_STREAM_STEPS_H_
+#define MLA_SCHEDULER_STREAM_STEPS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "scheduler/model.h"
+#include "scheduler/request.h"
+
+namespace mla::scheduler {
+
+struct StepShape {
+  std::shared_ptr<const ModelSpec> model;
+  int32_t rows = 0;  // of all its sequences
+};
+
+class StreamSteps final {
+ public:
+  // False when the stream has no such open step; `shape` is then unchanged.
+  bool Find(StepId id, StepShape* shape) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = Position(id);
+    if (found == steps_.end()) return false;
+    *shape = found->second;
+    return true;
+  }
+
+  void Add(StepId id, StepShape shape) {
+    const std::lock_guard lock(mutex_);
+    if (Position(id) == steps_.end()) steps_.emplace_back(id, std::move(shape));
+  }
+
+  void Remove(StepId id) {
+    const std::lock_guard lock(mutex_);
+    const auto found = Position(id);
+    if (found == steps_.end()) return;
+    const auto at = steps_.begin() + (found - steps_.cbegin());
+    std::swap(*at, steps_.back());
+    steps_.pop_back();
+  }
+
+ private:
+  using Steps = std::vector<std::pair<StepId, StepShape>>;  // Limits::max_open_steps at most
+  // REQUIRES: mutex_ held.
+  Steps::const_iterator Position(StepId id) const {
+    return std::find_if(steps_.begin(), steps_.end(),
+                        [id](const auto& step) { return step.first == id; });
+  }
+
+  mutable std::mutex mutex_;
+  Steps steps_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_STREAM_STEPS_H_
