@@ -1,4 +1,4 @@
-"""What the pages on reliability and security say is tested, is: every test that they name exists."""
+"""What the pages on reliability and security name as tested, is: every such test exists."""
 
 import pathlib
 import re
