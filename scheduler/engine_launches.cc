@@ -142,10 +142,12 @@ void EngineCore::FailLaunches(const absl::Status& status, Launch* failed) {
   page_work_.Swap(undone);
 
   std::vector<std::pair<TenantKey, StepId>> steps;
+  std::vector<int64_t> committed;
   for (StreamRequest* request : failed_) {
     Step* step = request->engine.step;
     --step->inflight;
     steps.emplace_back(step->tenant, step->id);
+    committed.push_back(CommittedAt(*step, 0));
   }
   Fault fault;
   fault.reason = "launch_failed";
@@ -153,6 +155,7 @@ void EngineCore::FailLaunches(const absl::Status& status, Launch* failed) {
   requests.swap(failed_);
   for (size_t i = 0; i < requests.size(); ++i) {
     requests[i]->step_aborted = true;
+    fault.last_good_position = committed[i];
     Answer(
         requests[i],
         absl::Status(status.code(), absl::StrCat("step ", steps[i].second, ": ", status.message())),
@@ -186,6 +189,7 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
     broken.field = "attend.row_begin";
     broken.reason = "rows_out_of_order";
     broken.limit = absl::StrCat(first);
+    broken.last_good_position = CommittedAt(*step, first);
     StreamRequest* other = pending_.front();
     while (other != nullptr) {
       StreamRequest* const next = PendingList::Next(other);
@@ -194,6 +198,7 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
         RemovePending(other);
         --step->waiting;
         if (other->engine.repeat && !other->engine.compared) --repeats_;
+        broken.got = absl::StrCat(other->attend.row_begin);
         Answer(other,
                absl::FailedPreconditionError(absl::StrCat(
                    "the rows of layer ", layer, " before these, from ", first, " on, failed")),
@@ -216,15 +221,19 @@ void EngineCore::FailWaiting() {
     absl::Status status;
     if (now >= note.deadline_ns) {
       fault.reason = "deadline";
+      Blame(&fault, "attend.timeout_us", absl::StrCat((note.deadline_ns - note.arrival_ns) / 1000),
+            "the time until a launch takes the request");
+      fault.last_good_position = CommittedAt(*note.step, FirstRow(*request));
       status = absl::DeadlineExceededError(absl::StrCat("no launch took the request within ",
                                                         (note.deadline_ns - note.arrival_ns) / 1000,
                                                         " us of its arrival"));
     } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&
                now - note.blocked_since_ns >= limits_.kv_wait_ms * kNanosPerMilli) {
-      fault.field = "attend.row_begin";
+      Blame(&fault, "attend.row_begin", absl::StrCat("rows up to ", last),
+            first == 0 ? std::string("no row, as none has arrived")
+                       : absl::StrCat("rows up to ", first - 1, ", which have arrived"));
       fault.reason = "kv_rows_missing";
-      fault.got = absl::StrCat("rows up to ", last);
-      fault.limit = absl::StrCat("rows up to ", first - 1, ", which have arrived");
+      fault.last_good_position = CommittedAt(*note.step, first);
       status = absl::FailedPreconditionError(
           absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
                        " did not arrive within ", limits_.kv_wait_ms, " ms"));

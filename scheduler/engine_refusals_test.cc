@@ -142,6 +142,55 @@ TEST_F(EngineRefusalsTest, ARequestSizedForAnotherModelIsRefused) {
   }
 }
 
+// A client resumes from the committed rows of the sequence that a refusal is about.
+TEST_F(EngineRefusalsTest, RefusalsSayWhatIsCommitted) {
+  const SequenceInfo a = h_.Open(), b = h_.Open();
+  Fill(a, 3, 1);
+  Fill(b, 5, 2);
+  const std::vector<StepSequenceArgs> both = {{a.id, 1, 3, 2}, {b.id, 1, 5, 2}};
+  ASSERT_TRUE(h_.Begin(stream_, 1, both)->status.ok());
+  // The rows of the first sequence are there at both layers, those of the second at one.
+  auto all = h_.AppendOnly(stream_, 1, 0, 0, Rows(4, 1));
+  auto some = h_.AppendOnly(stream_, 1, 1, 0, Rows(2, 1));
+  auto late = h_.Query(stream_, 1, 1, 2, 1, 0, 2, 5);
+  h_.Run();
+  auto missing = h_.End(stream_, 1, {2, 2});
+  EXPECT_FALSE(missing->answered());  // it waits for the query
+  h_.Advance(testing::TinyLimits().kv_wait_ms);
+  ExpectCode(*late, absl::StatusCode::kFailedPrecondition, "kv_rows_missing");
+  EXPECT_EQ(late->fault.last_good_position, 5);
+  EXPECT_EQ(late->fault.limit, "rows up to 1, which have arrived");
+  ExpectCode(*missing, absl::StatusCode::kFailedPrecondition, "rows_missing");
+  EXPECT_EQ(missing->fault.last_good_position, 5);
+  ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
+  auto gone = h_.Query(stream_, 1, 0, 0, 1, 0, 2, 5);
+  ExpectCode(*gone, absl::StatusCode::kAborted, "step_aborted");
+  EXPECT_EQ(gone->fault.last_good_position, 3);
+  EXPECT_EQ(gone->fault.field, "step_id");
+}
+
+TEST_F(EngineRefusalsTest, WaitingRequestsOfADroppedStepSayWhatIsCommitted) {
+  const SequenceInfo seq = h_.Open();
+  Fill(seq, 3, 1);
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 3, 2}})->status.ok());
+  auto waiting = h_.Query(stream_, 1, 0, 0, 1, 0, 2, 5);
+  std::vector<SequenceId> not_found;
+  h_.core().ReleaseSequences(h_.tenant(), std::vector<SequenceId>{seq.id}, &not_found);
+  ExpectCode(*waiting, absl::StatusCode::kAborted, "step_aborted");
+  EXPECT_EQ(waiting->fault.last_good_position, 3);
+}
+
+// "rows up to -1" is no limit.
+TEST_F(EngineRefusalsTest, NoRowMayHaveArrived) {
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 2}})->status.ok());
+  auto late = h_.Query(stream_, 1, 0, 0, 2, 0, 2, 5);
+  h_.Advance(testing::TinyLimits().kv_wait_ms);
+  ExpectCode(*late, absl::StatusCode::kFailedPrecondition, "kv_rows_missing");
+  EXPECT_EQ(late->fault.got, "rows up to 1");
+  EXPECT_EQ(late->fault.limit, "no row, as none has arrived");
+}
+
 TEST_F(EngineRefusalsTest, TheRowsOfAllSequencesTogetherAreBounded) {
   const int32_t most = testing::TinyLimits().max_step_rows;
   const SequenceInfo a = h_.Open();

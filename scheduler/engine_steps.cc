@@ -265,6 +265,7 @@ absl::Status EngineCore::LeaderOf(StreamRequest* request, Step** step, Fault* fa
   }
   *step = *found;
   if ((*step)->streams[0] == request->stream) return absl::OkStatus();
+  Blame(fault, "step_id", absl::StrCat(request->step_id), "a step that this stream began");
   return Refuse(fault, absl::StatusCode::kFailedPrecondition,
                 "only the stream that began the step may end or abort it", "not_the_leader");
 }
@@ -275,6 +276,7 @@ absl::Status EngineCore::EndStep(StreamRequest* request, bool* wait, Fault* faul
   if (!status.ok()) return status;
   steps_->Touch(step);
   if (step->end != nullptr) {
+    Blame(fault, "step_id", absl::StrCat(request->step_id), "a step without an EndStep under way");
     return Refuse(fault, absl::StatusCode::kFailedPrecondition,
                   "the step's EndStep was sent before and waits for its requests", "step_ending");
   }
@@ -317,6 +319,9 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request, Fault* f
     fault->limit = "every layer has the rows to be committed";
     fault->got = missing;
     fault->reason = "rows_missing";
+    int32_t stored = needed;
+    for (const LayerProgress& layer : step->layers) stored = std::min(stored, layer.stored);
+    fault->last_good_position = CommittedAt(*step, stored);
     return absl::FailedPreconditionError(
         absl::StrCat("step ", step->id, " cannot be committed, KV rows are missing: ", missing));
   }
@@ -367,6 +372,8 @@ void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& stat
   if (step == nullptr) return;
   Fault fault;
   fault.reason = "step_aborted";
+  Blame(&fault, "step_id", absl::StrCat(id), "an open step");
+  fault.last_good_position = CommittedAt(*step, 0);
   const absl::Status answer(status.code(),
                             absl::StrCat("step ", id, " was aborted: ", status.message()));
   StreamRequest* request = pending_.front();

@@ -32,6 +32,14 @@ inline absl::Status CheckRange(Fault* fault, const char* field, int64_t got, int
                      "out_of_range");
 }
 
+// Names the field to blame, what it held and what would be accepted, beside a status with a text of
+// its own.
+inline void Blame(Fault* fault, std::string field, std::string got, std::string limit) {
+  fault->field = std::move(field);
+  fault->got = std::move(got);
+  fault->limit = std::move(limit);
+}
+
 // A refusal that no single field explains.
 inline absl::Status Refuse(Fault* fault, absl::StatusCode code, const std::string& message,
                            std::string reason, int64_t retry_after_ms = 0) {

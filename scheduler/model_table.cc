@@ -117,7 +117,8 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->layout.layers = spec.layers;
   absl::StatusOr<kvcache::LayoutId> layout = cache_->AddLayout(model->layout);
   if (!layout.ok()) {
-    fault->field = "model.layers";
+    Blame(fault, "model.layers", absl::StrCat(spec.layers),
+          "layers whose page group fits into kv_cache.bytes");
     fault->reason = "page_group_too_large";
     return layout.status();
   }
@@ -146,6 +147,7 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id, Fau
   if (!found.ok()) return found.status();
   Model& model = **found;
   if (model.sequences > 0) {
+    Blame(fault, "model_id", id, "a model without open sequences");
     return Refuse(fault, absl::StatusCode::kFailedPrecondition,
                   absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
                   "model_in_use");

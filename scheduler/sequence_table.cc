@@ -92,7 +92,8 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
   if (!slot.ok()) {
     fault->reason = "sequences_exhausted";
-    fault->limit = absl::StrCat("at most ", limits_.max_sequences, " open sequences");
+    Blame(fault, "sequence", "one more",
+          absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
     fault->retry_after_ms = limits_.sequence_lease_ms;
     return slot.status();
   }
@@ -113,11 +114,14 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   if (!found.ok()) return found;
   Sequence* parent = *found;
   if (parent->epoch != args.expected_epoch) {
+    fault->last_good_position = cache_->length(parent->slot);
     return RefuseField(fault, "expected_epoch", absl::StrCat(args.expected_epoch),
                        absl::StrCat(parent->epoch), "epoch_mismatch",
                        absl::StatusCode::kFailedPrecondition);
   }
   if (parent->step != nullptr) {
+    Blame(fault, "sequence_id", absl::StrCat(args.parent), "a sequence in no open step");
+    fault->last_good_position = cache_->length(parent->slot);
     return Refuse(fault, absl::StatusCode::kFailedPrecondition,
                   "the sequence is in an open step: end or abort it first", "in_step");
   }
@@ -130,6 +134,9 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
   if (!slot.ok()) {
     fault->reason = "sequences_exhausted";
+    Blame(fault, "sequence", "one more",
+          absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
+    fault->retry_after_ms = limits_.sequence_lease_ms;
     return slot.status();
   }
   Renew(parent);
@@ -155,6 +162,8 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
                        absl::StatusCode::kFailedPrecondition);
   }
   if (sequence->step != nullptr) {
+    Blame(fault, "sequence_id", absl::StrCat(id), "a sequence in no open step");
+    fault->last_good_position = committed;
     return Refuse(fault, absl::StatusCode::kFailedPrecondition,
                   "the sequence is in an open step: end or abort it first", "in_step");
   }

@@ -95,6 +95,8 @@ absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId 
   if (step == nullptr) {
     for (auto gone = aborted_.rbegin(); gone != aborted_.rend(); ++gone) {
       if (gone->tenant != tenant || gone->id != id) continue;
+      Blame(fault, "step_id", absl::StrCat(id), "an open step");
+      fault->last_good_position = gone->committed;
       return Refuse(fault, absl::StatusCode::kAborted,
                     absl::StrCat("step ", id, " was aborted: ", gone->why), "step_aborted");
     }
@@ -128,7 +130,7 @@ absl::StatusOr<Step*> StepTable::Create(TenantKey tenant, StepId id, Fault* faul
 void StepTable::Remove(Step* step, const std::string& why) {
   if (!why.empty()) {
     if (aborted_.size() == kAbortedRemembered) aborted_.pop_front();
-    aborted_.push_back(AbortedStep{step->tenant, step->id, why});
+    aborted_.push_back(AbortedStep{step->tenant, step->id, why, CommittedAt(*step, 0)});
   }
   open_.erase(std::find(open_.begin(), open_.end(), step));
   step->streams.clear();
@@ -180,6 +182,15 @@ bool SameStep(const Step& step, const BeginStepArgs& args) {
     }
   }
   return true;
+}
+
+int64_t CommittedAt(const Step& step, int32_t row) {
+  int64_t committed = 0;
+  for (const StepEntry& entry : step.entries) {
+    committed = entry.start;
+    if (row < entry.offset + entry.rows) break;
+  }
+  return committed;
 }
 
 std::string MissingRows(const Step& step, int32_t rows_needed) {

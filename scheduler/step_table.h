@@ -79,6 +79,7 @@ struct AbortedStep {
   TenantKey tenant = kNoTenant;
   StepId id = 0;
   std::string why;
+  int64_t committed = 0;  // rows of its first sequence
 };
 
 class StepTable {
@@ -111,6 +112,9 @@ class StepTable {
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault);
 // Equal contents: a repeat by the same stream or a join by another.
 bool SameStep(const Step& step, const BeginStepArgs& args);
+// Committed rows of the sequence to which that row of the step belongs; of the last one for a row
+// behind the step's end, 0 for a step without sequences.
+int64_t CommittedAt(const Step& step, int32_t row);
 // Empty when every layer has stored `rows_needed` rows, else "layer 3: rows 2..7, layer 4: ...".
 std::string MissingRows(const Step& step, int32_t rows_needed);
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
 #include "server/version.h"
 
 namespace mla::server {
@@ -180,9 +182,10 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
   return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity&, Fault* fault) {
     const absl::Cleanup leave = [this] { watchers_.fetch_sub(1); };
     if (watchers_.fetch_add(1) >= options_.config.wire.max_watchers) {
-      fault->reason = "too_many_watchers";
       fault->retry_after_ms = 1000;
-      return absl::ResourceExhaustedError("too many watchers");
+      return scheduler::RefuseField(fault, "call", "one more WatchStatus",
+                                    absl::StrCat("at most ", options_.config.wire.max_watchers),
+                                    "too_many_watchers", absl::StatusCode::kResourceExhausted);
     }
     const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
     const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));

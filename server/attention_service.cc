@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
 #include "server/grpc_status.h"
 #include "server/identity.h"
 
@@ -50,10 +51,11 @@ bool AttentionService::TakePlace() {
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
   scheduler::Fault fault;
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
-  const absl::StatusOr<Identity> identity = Identify(call->context(), names);
+  const absl::StatusOr<Identity> identity = Identify(call->context(), names, &fault);
   if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
   if (!TakePlace()) {
-    fault.limit = absl::StrCat(shared_.wire.max_streams, " streams");
+    scheduler::Blame(&fault, "stream", "one more",
+                     absl::StrCat("at most ", shared_.wire.max_streams, " streams"));
     fault.reason = "too_many_streams";
     fault.retry_after_ms = 1000;
     shared_.metrics->CountRejected(fault.reason);

@@ -67,7 +67,7 @@ DrainResult Drain::WaitForSteps() {
   }
   state_->Move(Phase::kDraining, 100, result.message);
   Log(result.drained ? LogLevel::kInfo : LogLevel::kWarning, "drained",
-      {{"aborted_steps", absl::StrCat(result.aborted_steps)}, {"message", result.message}});
+      {{"aborted_steps", result.aborted_steps}, {"message", result.message}});
   return result;
 }
 

@@ -51,7 +51,11 @@ absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
       "not_an_operator", absl::StatusCode::kPermissionDenied);
 }
 
-absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes) {
+absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
+                                  scheduler::Fault* fault) {
+  scheduler::Fault unused;
+  if (fault == nullptr) fault = &unused;
+  const std::string limit = absl::StrCat("1..", max_name_bytes, " printable ASCII characters");
   Identity identity;
   const auto auth = context.auth_context();
   const std::string transport =
@@ -61,6 +65,9 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
     identity.tenant = FirstProperty(*auth, GRPC_X509_SAN_PROPERTY_NAME);
     if (identity.tenant.empty()) identity.tenant = FirstProperty(*auth, GRPC_X509_CN_PROPERTY_NAME);
     if (!IsTenantName(identity.tenant, max_name_bytes)) {
+      scheduler::Blame(fault, "client certificate",
+                       absl::StrCat("a name of ", identity.tenant.size(), " bytes"), limit);
+      fault->reason = "name_characters";
       return absl::UnauthenticatedError("the client certificate carries no usable name");
     }
     return identity;
@@ -72,8 +79,11 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
     identity.tenant.assign(found->second.data(), found->second.size());
   }
   if (!IsTenantName(identity.tenant, max_name_bytes)) {
-    return absl::InvalidArgumentError(absl::StrCat("metadata ", kTenantKey, ": must be 1..",
-                                                   max_name_bytes, " printable ASCII characters"));
+    // The name itself may be too long, or unprintable.
+    scheduler::Blame(fault, absl::StrCat("metadata.", kTenantKey),
+                     absl::StrCat("a name of ", identity.tenant.size(), " bytes"), limit);
+    fault->reason = "name_characters";
+    return absl::InvalidArgumentError(absl::StrCat("metadata ", kTenantKey, ": must be ", limit));
   }
   return identity;
 }

@@ -36,8 +36,10 @@ struct OperatorPolicy {
 };
 
 // UNAUTHENTICATED: a TLS peer without a usable name. INVALID_ARGUMENT: a name that is empty, longer
-// than `max_name_bytes`, or holds bytes outside printable ASCII.
-absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes);
+// than `max_name_bytes`, or holds bytes outside printable ASCII. `fault` (may be null) says so,
+// too.
+absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
+                                  scheduler::Fault* fault = nullptr);
 
 // True if `peer`, as gRPC writes a peer's address, is a unix socket or a loopback address.
 bool IsLocalPeer(const std::string& peer);

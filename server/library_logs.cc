@@ -30,7 +30,7 @@ void Report(const char* library, const std::string& message) {
   }
   LogFields fields = {{"library", library}, {"message", message}};
   if (const int64_t left_out = suppressed.exchange(0); left_out > 0) {
-    fields.emplace_back("suppressed", std::to_string(left_out));
+    fields.emplace_back("suppressed", left_out);
   }
   Log(LogLevel::kWarning, "library", fields);
 }

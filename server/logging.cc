@@ -38,7 +38,7 @@ spdlog::logger& Logger() {
   // Never destroyed: lines may still be written while the process ends.
   static spdlog::logger* logger = [] {
     auto* made = new spdlog::logger("mla", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    made->set_pattern("%Y-%m-%dT%H:%M:%S.%e %v");
+    made->set_pattern("%Y-%m-%dT%H:%M:%S.%e%z %v");
     made->flush_on(spdlog::level::debug);
     return made;
   }();
@@ -49,8 +49,8 @@ spdlog::logger& Logger() {
 
 void ConfigureLogging(const std::string& format, const std::string& level) {
   json_lines = format == "json";
-  Logger().set_pattern(json_lines ? "{\"time\":\"%Y-%m-%dT%H:%M:%S.%e\",%v"
-                                  : "%Y-%m-%dT%H:%M:%S.%e %v");
+  Logger().set_pattern(json_lines ? "{\"time\":\"%Y-%m-%dT%H:%M:%S.%e%z\",%v"
+                                  : "%Y-%m-%dT%H:%M:%S.%e%z %v");
   Logger().set_level(spdlog::level::from_str(level == "warning" ? "warn" : level));
 }
 
@@ -59,12 +59,14 @@ std::string FormatLine(bool json, LogLevel level, const std::string& event,
   std::string line;
   if (json) {
     line = "\"level\":" + Quote(LevelName(level)) + ",\"event\":" + Quote(event);
-    for (const auto& [name, value] : fields) line += "," + Quote(name) + ":" + Quote(value);
+    for (const auto& [name, value] : fields) {
+      line += "," + Quote(name) + ":" + (value.plain() ? value.text() : Quote(value.text()));
+    }
     return line + "}";
   }
   line = std::string(LevelName(level)) + " " + event;
   for (const auto& [name, value] : fields) {
-    line += " " + name + "=" + (IsPlain(value) ? value : Quote(value));
+    line += " " + name + "=" + (IsPlain(value.text()) ? value.text() : Quote(value.text()));
   }
   return line;
 }

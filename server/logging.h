@@ -8,8 +8,10 @@
 #ifndef MLA_SERVER_LOGGING_H_
 #define MLA_SERVER_LOGGING_H_
 
+#include <cmath>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,7 +19,26 @@ namespace mla::server {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-using LogFields = std::vector<std::pair<std::string, std::string>>;
+// A text, a number or a truth value; in JSON each as itself.
+class LogValue {
+ public:
+  LogValue(std::string text) : value_(std::move(text)) {}  // NOLINT: implicit
+  LogValue(const char* text) : value_(text) {}             // NOLINT: implicit
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>
+  LogValue(T number) : value_(std::to_string(number)), plain_(true) {  // NOLINT: implicit
+    if constexpr (std::is_same_v<T, bool>) value_ = number ? "true" : "false";
+    if constexpr (std::is_floating_point_v<T>) plain_ = std::isfinite(number);
+  }
+
+  const std::string& text() const { return value_; }
+  bool plain() const { return plain_; }  // not a text
+
+ private:
+  std::string value_;
+  bool plain_ = false;
+};
+
+using LogFields = std::vector<std::pair<std::string, LogValue>>;
 
 // Before the first line. `format` is "text" or "json"; `level` a name of config key log.level.
 void ConfigureLogging(const std::string& format, const std::string& level);

@@ -87,7 +87,7 @@ int main(int argc, char** argv) {
   }
   int signal_number = 0;
   sigwait(&signals, &signal_number);
-  server::Log(server::LogLevel::kInfo, "signal", {{"number", std::to_string(signal_number)}});
+  server::Log(server::LogLevel::kInfo, "signal", {{"number", signal_number}});
   const auto deadline = std::chrono::milliseconds(loaded.config.drain_deadline_ms);
   const server::StopGuard guard(deadline + server::StopGuard::kGrace);
   const bool drained = (*started)->Shutdown(deadline).drained;

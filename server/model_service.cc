@@ -68,6 +68,7 @@ absl::Status ModelService::Upload(const std::string& tenant,
   if (model == nullptr) {
     fault->field = "header.model_id";
     fault->got = model_id;
+    fault->limit = "a registered model of this tenant";
     fault->reason = "model_not_found";
     return absl::NotFoundError("header.model_id: no such model");
   }
@@ -76,6 +77,8 @@ absl::Status ModelService::Upload(const std::string& tenant,
     const std::lock_guard lock(mutex_);
     if (!uploading_.insert(key).second) {
       fault->field = "header.model_id";
+      fault->got = model_id;
+      fault->limit = "a model without an upload under way";
       fault->reason = "upload_under_way";
       fault->retry_after_ms = 1000;
       return absl::AbortedError("header.model_id: another upload of this model is under way");

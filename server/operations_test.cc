@@ -1,12 +1,10 @@
-// The small parts behind the operations port and the life cycle: metrics, HTTP, state, watchdog,
-// memory check, log lines, status conversion.
+// The small parts behind the operations port and the life cycle: metrics, state, watchdog, memory
+// check, log lines, status conversion.
 #include <gmock/gmock.h>
 #include <grpc/support/log.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
+#include <cmath>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -22,10 +20,8 @@
 #include "server/logging.h"
 #include "server/memory_check.h"
 #include "server/metrics.h"
-#include "server/ops_http.h"
 #include "server/process_usage.h"
 #include "server/server_state.h"
-#include "server/status_page.h"
 #include "server/watchdog.h"
 
 namespace mla::server {
@@ -165,115 +161,6 @@ TEST(ProcessUsageTest, CountsThisProcess) {
   const ProcessUsage after = ReadProcessUsage();
   EXPECT_EQ(after.open_fds, before.open_fds + 1);
   EXPECT_GT(after.cpu_seconds, before.cpu_seconds);
-}
-
-TEST(OpsHttpTest, AnswersFixedPathsOnly) {
-  auto port =
-      OpsHttp::Start("127.0.0.1:0", 2, {{"/a", [](const std::string& query) {
-                                           return HttpReply{200, "text/plain", "a?" + query};
-                                         }}});
-  ASSERT_TRUE(port.ok()) << port.status();
-  EXPECT_GT((*port)->port(), 0);
-  EXPECT_EQ((*port)->Answer("GET", "/a", "x=1").body, "a?x=1");
-  EXPECT_EQ((*port)->Answer("GET", "/a/", "").status, 404);
-  EXPECT_EQ((*port)->Answer("GET", "/../a", "").status, 404);
-  EXPECT_EQ((*port)->Answer("DELETE", "/a", "").status, 405);
-  const std::string taken = "127.0.0.1:" + std::to_string((*port)->port());
-  EXPECT_TRUE(absl::IsUnavailable(OpsHttp::Start(taken, 2, {}).status()));
-  EXPECT_TRUE(absl::IsInvalidArgument(OpsHttp::Start("host", 2, {}).status()));
-}
-
-// A connection to the port that sends `text` and may wait for more.
-class HttpPeer {
- public:
-  HttpPeer(int port, const std::string& text) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>(port));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    const timeval most{2, 0};
-    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof(most));
-    EXPECT_EQ(connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    Send(text);
-  }
-  ~HttpPeer() { close(fd_); }
-  HttpPeer(const HttpPeer&) = delete;
-  HttpPeer& operator=(const HttpPeer&) = delete;
-  bool Send(const std::string& text) const {
-    return send(fd_, text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
-  }
-  // What comes within two seconds; "" for nothing, or the end.
-  std::string Receive() const {
-    char buffer[4096];
-    const ssize_t got = recv(fd_, buffer, sizeof(buffer), 0);
-    return got > 0 ? std::string(buffer, static_cast<size_t>(got)) : "";
-  }
-  // The other side has closed the connection.
-  bool Closed() const {
-    char byte = 0;
-    const ssize_t got = recv(fd_, &byte, 1, MSG_DONTWAIT);
-    return got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK);
-  }
-
- private:
-  const int fd_;
-};
-
-constexpr char kProbe[] = "GET /livez HTTP/1.1\r\nHost: x\r\n\r\n";
-
-std::unique_ptr<OpsHttp> PortWithProbe() {
-  auto port = OpsHttp::Start("127.0.0.1:0", 2, {{"/livez", [](const std::string&) {
-                                                   return HttpReply{200, "text/plain", "alive"};
-                                                 }}});
-  EXPECT_TRUE(port.ok()) << port.status();
-  return *std::move(port);
-}
-
-TEST(OpsHttpTest, StalledConnectionsDoNotKeepProbesOut) {
-  const auto port = PortWithProbe();
-  std::vector<std::unique_ptr<HttpPeer>> stalled;
-  for (int round = 0; round < 10; ++round) {
-    // Silent ones, and ones within their header.
-    for (int i = 0; i < 20; ++i) {
-      stalled.push_back(
-          std::make_unique<HttpPeer>(port->port(), i % 2 == 0 ? "" : "GET /livez HTTP/1.1\r\nA"));
-    }
-    EXPECT_THAT(HttpPeer(port->port(), kProbe).Receive(), HasSubstr("alive")) << round;
-  }
-}
-
-TEST(OpsHttpTest, HeadersThatTrickleAreCut) {
-  const auto port = PortWithProbe();
-  const HttpPeer trickle(port->port(), "GET /livez HTTP/1.1\r\n");
-  const HttpPeer kept(port->port(), kProbe);
-  EXPECT_THAT(kept.Receive(), HasSubstr("alive"));
-  bool closed = false;
-  for (int i = 0; i < 200 && !closed; ++i) {
-    trickle.Send("X");
-    std::this_thread::sleep_for(milliseconds(50));
-    closed = trickle.Closed();
-    if (i % 20 == 0) {
-      // A connection that asks again stays.
-      EXPECT_TRUE(kept.Send(kProbe));
-      EXPECT_THAT(kept.Receive(), HasSubstr("alive"));
-    }
-  }
-  EXPECT_TRUE(closed);
-  EXPECT_TRUE(kept.Send(kProbe));
-  EXPECT_THAT(kept.Receive(), HasSubstr("alive"));
-}
-
-TEST(StatusPageTest, EscapesAndAgrees) {
-  const std::vector<StatusSection> sections = {
-      {"s<1>", {{"name", std::string("<script>\"&")}}},
-      {"two words", {{"a count", uint64_t{18446744073709551615u}}, {"is so", true}}}};
-  EXPECT_THAT(StatusHtml(sections), HasSubstr("&lt;script&gt;&quot;&amp;"));
-  EXPECT_THAT(StatusHtml(sections), Not(HasSubstr("<script>")));
-  EXPECT_THAT(StatusHtml(sections), HasSubstr("is so</th><td>yes<"));
-  const auto json = nlohmann::json::parse(StatusJson(sections));
-  EXPECT_EQ(json["s<1>"]["name"], "<script>\"&");
-  EXPECT_EQ(json["two_words"]["a_count"], 18446744073709551615u);
-  EXPECT_EQ(json["two_words"]["is_so"], true);
 }
 
 TEST(ServerStateTest, MovesForwardOnly) {
@@ -445,8 +332,34 @@ TEST(LoggingTest, OneEventIsOneLine) {
   const auto parsed = nlohmann::json::parse("{" + json);
   EXPECT_EQ(parsed["event"], "thing");
   EXPECT_EQ(parsed["level"], "error");
-  EXPECT_EQ(parsed["odd"], fields[1].second);
+  EXPECT_EQ(parsed["odd"], fields[1].second.text());
   EXPECT_FALSE(FormatLine(true, LogLevel::kInfo, "x", {{"bad", "\xff\xfe"}}).empty());
+}
+
+TEST(LoggingTest, NumbersAreNumbersAndTimesHaveAZone) {
+  const LogFields fields = {{"bytes", int64_t{9007199254740993}},
+                            {"port", 7},
+                            {"share", 0.5},
+                            {"lost", false},
+                            {"text", "7"},
+                            {"odd", NAN}};
+  EXPECT_EQ(FormatLine(false, LogLevel::kInfo, "x", fields),
+            "info x bytes=9007199254740993 port=7 share=0.500000 lost=false text=7 odd=nan");
+  const auto parsed = nlohmann::json::parse("{" + FormatLine(true, LogLevel::kInfo, "x", fields));
+  EXPECT_EQ(parsed["bytes"], int64_t{9007199254740993});
+  EXPECT_TRUE(parsed["port"].is_number_integer());
+  EXPECT_EQ(parsed["share"], 0.5);
+  EXPECT_EQ(parsed["lost"], false);
+  EXPECT_EQ(parsed["text"], "7");
+  EXPECT_EQ(parsed["odd"], "nan");
+  for (const char* format : {"json", "text"}) {
+    ConfigureLogging(format, "info");
+    ::testing::internal::CaptureStderr();
+    Log(LogLevel::kInfo, "x");
+    EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+                ::testing::ContainsRegex("T[0-9:]{8}\\.[0-9]{3}[+-][0-9]{2}:[0-9]{2}[\" ]"));
+  }
+  ConfigureLogging("text", "info");
 }
 
 // A client decides how often the libraries complain, but not how much is written, nor in what form.

@@ -39,7 +39,7 @@ StopGuard::StopGuard(std::chrono::milliseconds bound) {
   const auto watch = [bound](const std::future<void>& over) {
     if (over.wait_for(bound) == std::future_status::ready) return;
     Log(LogLevel::kError, "stop_hangs",
-        {{"after_ms", absl::StrCat(bound.count())}, {"why", "a launch does not end"}});
+        {{"after_ms", bound.count()}, {"why", "a launch does not end"}});
     _exit(kExitAborted);
   };
   try {

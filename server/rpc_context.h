@@ -40,7 +40,8 @@ struct RpcContext {
   template <typename Body>
   grpc::Status Serve(grpc::ServerContext* context, const char* rpc, Body body) const {
     scheduler::Fault fault;
-    const auto identity = Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes));
+    const auto identity =
+        Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes), &fault);
     const absl::Status status = identity.ok() ? body(*identity, &fault) : identity.status();
     Note(rpc, identity.ok() ? identity->tenant : "", status);
     return ToGrpcStatus(status, fault, context);

@@ -52,8 +52,8 @@ void LogLadder(const std::vector<kernels::BackendRung>& ladder) {
   for (const kernels::BackendRung& rung : ladder) {
     Log(LogLevel::kInfo, "backend",
         {{"name", rung.name},
-         {"rank", absl::StrCat(rung.rank)},
-         {"chosen", rung.chosen ? "yes" : "no"},
+         {"rank", rung.rank},
+         {"chosen", rung.chosen},
          {"reason", rung.reason}});
   }
 }
@@ -84,7 +84,7 @@ wire::CopyTeamOptions CopiesOf(const Config::Wire& wire, const kernels::BackendI
 void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& backend) {
   if (!backend.reads_fragments || wire.quota_bytes / 2 >= wire.staging_bytes) return;
   Log(LogLevel::kWarning, "quota_small",
-      {{"wire.quota_bytes", absl::StrCat(wire.quota_bytes)},
+      {{"wire.quota_bytes", wire.quota_bytes},
        {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
 }
 
@@ -162,9 +162,9 @@ absl::Status Server::Parts::MakeEngine() {
   const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
   counted_bytes = bytes.sum();
   Log(LogLevel::kInfo, "memory",
-      {{"kv_cache_bytes", absl::StrCat(config.limits.kv_cache_bytes)},
-       {"host_bytes", absl::StrCat(bytes.host)},
-       {"device_bytes", absl::StrCat(bytes.device)}});
+      {{"kv_cache_bytes", config.limits.kv_cache_bytes},
+       {"host_bytes", bytes.host},
+       {"device_bytes", bytes.device}});
   absl::Status fits = CheckHostMemory(config, backend);
   if (!fits.ok()) return fits;
   scheduler::EngineOptions engine_options;
@@ -336,7 +336,7 @@ void Server::Parts::MakeRegions() {
     absl::Status status = engine->RegisterHost(memory);
     if (!status.ok()) {
       Log(LogLevel::kWarning, "region_not_pinned",
-          {{"bytes", absl::StrCat(memory.size())}, {"reason", std::string(status.message())}});
+          {{"bytes", memory.size()}, {"reason", std::string(status.message())}});
     }
     return status;
   };
@@ -413,10 +413,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   Parts& made = *server->parts_;
   if (absl::Status status = made.OpenDoor(); !status.ok()) return status;
   Log(LogLevel::kInfo, "listening",
-      {{"tcp_port", absl::StrCat(made.listeners.tcp_port)},
+      {{"tcp_port", made.listeners.tcp_port},
        {"unix_path", made.listeners.unix_path},
        {"door_path", made.door_path},
-       {"ops_port", absl::StrCat(made.ops == nullptr ? 0 : made.ops->port())},
+       {"ops_port", made.ops == nullptr ? 0 : made.ops->port()},
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
        {"reflection", made.listeners.introspection ? "on" : "off"}});
   server->parts_->state.Move(Phase::kWarming, 0, "known-answer test");

@@ -36,8 +36,7 @@ void ServerState::SetHealth(bool healthy, const std::string& why) {
     ++now_.version;
     changed_.notify_all();
   }
-  Log(healthy ? LogLevel::kInfo : LogLevel::kError, "health",
-      {{"healthy", healthy ? "true" : "false"}, {"why", why}});
+  Log(healthy ? LogLevel::kInfo : LogLevel::kError, "health", {{"healthy", healthy}, {"why", why}});
 }
 
 void ServerState::SetLost(const std::string& why) {
@@ -51,7 +50,7 @@ void ServerState::SetLost(const std::string& why) {
     ++now_.version;
     changed_.notify_all();
   }
-  Log(LogLevel::kError, "health", {{"healthy", "false"}, {"lost", "true"}, {"why", why}});
+  Log(LogLevel::kError, "health", {{"healthy", false}, {"lost", true}, {"why", why}});
 }
 
 ServerState::Snapshot ServerState::Get() const {

@@ -3,7 +3,9 @@
 #include <span>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
 #include "server/grpc_status.h"
 #include "server/request_validator.h"
 
@@ -78,12 +80,17 @@ absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply, scheduler::Fau
   std::string got(kDigestBytes, '\0');
   EVP_DigestFinal_ex(digest_.get(), reinterpret_cast<unsigned char*>(got.data()), nullptr);
   if (got != expected_) {
-    fault->field = "trailer.sha256";
+    scheduler::Blame(fault, "trailer.sha256", absl::BytesToHexString(expected_),
+                     absl::StrCat(absl::BytesToHexString(got), ", the digest of what arrived"));
     fault->reason = "digest_mismatch";
     return absl::DataLossError("trailer.sha256: differs from the digest of the bytes received");
   }
   const auto missing = engine_->CommitWeights(tenant_, model_->id, upload_);
-  if (!missing.ok()) return missing.status();
+  if (!missing.ok()) {  // unregistered meanwhile
+    scheduler::Blame(fault, "header.model_id", model_->id, "a registered model of this tenant");
+    fault->reason = "model_not_found";
+    return missing.status();
+  }
   committed_ = true;
   reply->set_bytes(bytes_);
   reply->set_complete(missing->empty());
