@@ -97,7 +97,11 @@ bool TakeScalar(Cursor* cursor, uint32_t wire_type, std::string* header) {
 }  // namespace
 
 absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* header,
-                         PayloadRange* payload) {
+                         PayloadRange* payload, size_t most_header) {
+  const auto too_long = [most_header] {
+    return absl::InvalidArgumentError(
+        absl::StrCat("message: more than ", most_header, " bytes beside the payload"));
+  };
   header->clear();
   *payload = {};
   Cursor cursor(fragments);
@@ -110,6 +114,7 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
     if (tag >> 3 == 0 || tag > UINT32_MAX) return Malformed(start);
     if (wire_type != 2) {
       if (!TakeScalar(&cursor, wire_type, header)) return Malformed(start);
+      if (header->size() > most_header) return too_long();
       continue;
     }
     uint64_t length = 0;
@@ -118,9 +123,8 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
     if (is_payload) {
       header->resize(header_size);
       *payload = {cursor.offset(), length};
-    } else if (length > kMaxHeaderBytes - std::min(kMaxHeaderBytes, header->size())) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("message: more than ", kMaxHeaderBytes, " bytes beside the payload"));
+    } else if (length > most_header - std::min(most_header, header->size())) {
+      return too_long();
     }
     if (!cursor.Take(length, is_payload ? nullptr : header)) return Malformed(start);
   }

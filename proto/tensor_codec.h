@@ -27,7 +27,7 @@ namespace mla::wire {
 using Fragment = std::span<const std::byte>;
 
 inline constexpr int kPayloadField = 2047;
-// Header bytes of one message at most: a BeginStep of 65536 sequences fits.
+// Header bytes of one message at most, whoever reads it: a BeginStep of 65536 sequences fits.
 inline constexpr size_t kMaxHeaderBytes = size_t{4} << 20;
 
 struct PayloadRange {
@@ -36,9 +36,10 @@ struct PayloadRange {
 };
 
 // Splits a message into header bytes (appended to the cleared `header`) and the payload's place.
-// INVALID_ARGUMENT when the bytes are not a protobuf message or the header exceeds its limit.
+// INVALID_ARGUMENT when the bytes are not a protobuf message or the header exceeds `most_header`:
+// a parsed header can take many times its bytes, so its reader bounds it before it is parsed.
 absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* header,
-                         PayloadRange* payload);
+                         PayloadRange* payload, size_t most_header = kMaxHeaderBytes);
 
 // Copies `size` bytes from `offset` of the message. REQUIRES: offset + size <= total size.
 void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to);

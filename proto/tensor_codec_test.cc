@@ -120,6 +120,27 @@ TEST(TensorCodecTest, HeadersAreBounded) {
   EXPECT_LT(header.size(), 100u);  // refused before it was copied
 }
 
+TEST(TensorCodecTest, ReadersBoundHeadersTighter) {
+  constexpr size_t kMost = 64;
+  v1::AttendStreamRequest fits, empty, scalars;
+  fits.mutable_begin_step()->set_model_id(std::string(kMost - 4, 'x'));
+  for (size_t i = 0; i <= kMost / 2; ++i) empty.mutable_begin_step()->add_sequences();
+  std::string bytes;
+  for (size_t i = 0; i <= kMost / 2; ++i) bytes += std::string("\x08\x01");  // tag = 1, again
+  std::string header;
+  PayloadRange range;
+  const std::string good = fits.SerializeAsString() + std::string("\xfa\x7f\x03xyz");
+  ASSERT_EQ(fits.SerializeAsString().size(), kMost);
+  EXPECT_EQ(ScanMessage(Cut(good, 3), &header, &range, kMost), absl::OkStatus());
+  EXPECT_EQ(range.size, 3u);  // the payload does not count
+  for (const std::string& bad : {good + "\x08\x01", empty.SerializeAsString(), bytes}) {
+    EXPECT_EQ(ScanMessage(Cut(bad, 3), &header, &range, kMost).message(),
+              "message: more than 64 bytes beside the payload");
+    EXPECT_LE(header.size(), kMost + 2);
+    EXPECT_EQ(ScanMessage(Cut(bad, 3), &header, &range), absl::OkStatus());
+  }
+}
+
 // Random bytes and random changes of good messages: accepted messages must mean to us what they
 // mean to protobuf; nothing may crash or read outside (sanitizers watch).
 TEST(TensorCodecTest, AgreesWithProtobufOnRandomBytes) {

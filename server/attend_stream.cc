@@ -9,6 +9,7 @@
 #include "proto/attend_codec.h"
 #include "server/attend_reply.h"
 #include "server/grpc_status.h"
+#include "server/request_validator.h"
 
 namespace mla::server {
 namespace {
@@ -132,7 +133,8 @@ bool AttendStream::ScanHeader() {
       fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
     }
     if (wire::ScanAttend(fragments_, &header_, &payload_)) return true;
-    status = wire::ScanMessage(fragments_, &header_bytes_, &payload_);
+    status = wire::ScanMessage(fragments_, &header_bytes_, &payload_,
+                               MostHeaderBytes(shared_.engine->limits()));
     if (status.ok() && !header_.ParseFromString(header_bytes_)) {
       status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
     }

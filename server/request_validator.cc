@@ -188,6 +188,13 @@ absl::Status CheckName(const std::string& name, std::string_view field, bool opt
   return absl::OkStatus();
 }
 
+size_t MostHeaderBytes(const Limits& limits) {
+  constexpr size_t kSequence = 64;  // a StepSequence has 41 bytes at most, a count of rows 10
+  constexpr size_t kRest = 4096;    // numbers, a region's handle, fields of later clients
+  return kRest + static_cast<size_t>(limits.max_name_bytes) +
+         kSequence * static_cast<size_t>(limits.max_step_sequences);
+}
+
 absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
                             scheduler::BeginStepArgs* args, int32_t* total_rows, Fault* fault) {
   MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "begin_step.model_id", false, limits, fault));

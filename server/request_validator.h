@@ -10,6 +10,7 @@
 #ifndef MLA_SERVER_REQUEST_VALIDATOR_H_
 #define MLA_SERVER_REQUEST_VALIDATOR_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -35,6 +36,11 @@ struct AttendSizes {
 
 // Header bytes that every reply may need beside its payload.
 inline constexpr int64_t kReplyHeaderBytes = 512;
+
+// Bytes of a request of an Attend stream beside its payload, at most: a BeginStep of as many
+// sequences as a step may have, and what else a message carries. Its reader compares them before it
+// parses, since two bytes of an empty StepSequence become a hundred of memory.
+size_t MostHeaderBytes(const scheduler::Limits& limits);
 
 // For ParseAttend: the tensors do not travel in the message, and neither will the reply's.
 inline constexpr int64_t kTensorsElsewhere = -1;

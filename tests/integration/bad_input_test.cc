@@ -1,5 +1,6 @@
 // Hostile values in every field of every request: refused under the field's own path or answered,
 // as its rule says; never a crash, and the engine goes on serving good steps.
+#include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
@@ -312,6 +313,45 @@ TEST_F(BadInputTest, NoBodyIsRefusedAndTheStreamGoesOn) {
   }
   stream->WritesDone();
   EXPECT_TRUE(stream->Finish().ok());
+}
+
+// Two bytes of an empty sequence become a hundred once they are parsed, and a message has room for
+// half a million of them: they are counted before.
+TEST_F(BadInputTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
+  const auto stub = v1::Attention::NewStub(channel_);
+  const auto send = [&](const v1::AttendStreamRequest& request, v1::AttendStreamReply* reply) {
+    grpc::ClientContext context;
+    const auto stream = stub->Attend(&context);
+    stream->Write(request);
+    if (stream->Read(reply)) {
+      stream->WritesDone();
+      EXPECT_TRUE(stream->Finish().ok());
+      return grpc::Status::OK;
+    }
+    return stream->Finish();
+  };
+  v1::AttendStreamRequest request;
+  v1::BeginStep* const begin = request.mutable_begin_step();
+  begin->set_step_id(1);
+  begin->set_model_id(std::string(128, 'm'));
+  const v1::StepSequence most = [] {
+    v1::StepSequence sequence;
+    sequence.set_sequence_id(~uint64_t{0});
+    sequence.set_epoch(~uint64_t{0});
+    sequence.set_start_position(~uint64_t{0});
+    sequence.set_rows(~uint32_t{0});
+    return sequence;
+  }();
+  for (int i = 0; i < 32; ++i) *begin->add_sequences() = most;  // limits.max_step_sequences
+  v1::AttendStreamReply reply;
+  EXPECT_TRUE(send(request, &reply).ok());  // as long as a valid one can be: an answer names fields
+  EXPECT_EQ(reply.error().detail().field(), "begin_step.sequences[0].start_position");
+  begin->clear_sequences();
+  for (int i = 0; i < 400000; ++i) begin->add_sequences();
+  const grpc::Status refused = send(request, &reply);
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(refused.error_message(), testing::EndsWith(" bytes beside the payload"));
+  CheckAlive("a BeginStep of 400,000 sequences");
 }
 
 TEST_F(BadInputTest, OversizeMessagesAndHeadersAreCutOff) {
