@@ -31,6 +31,19 @@ inline Bf16 ToBf16(float value) {
   return static_cast<Bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// KV rows hold numbers of magnitude below 2^80 and NaN, nothing else: anything larger, an infinity
+// included, is stored as NaN, which reaches whoever sees the row. With weights below kWeightBound
+// in magnitude no sum over a row can then leave fp32's range, in either form of attention, so a
+// result is finite where its log-sum-exp is.
+inline constexpr uint32_t kStoredBound = (127 + 80) << 7;  // as the bits of a bf16 magnitude
+inline constexpr uint32_t kStoredNaN = 0x7fc0;
+inline constexpr float kWeightBound = 1048576.0f;  // 2^20
+
+// An element of a KV row as the pool holds it.
+constexpr Bf16 Stored(Bf16 value) {
+  return static_cast<Bf16>((value & 0x7fffu) < kStoredBound ? value : kStoredNaN);
+}
+
 }  // namespace mla::kernels
 
 #endif  // MLA_KERNELS_DTYPE_H_

@@ -132,6 +132,12 @@ class EngineCore {
   void CompareRepeats();
   absl::Status CompareRepeat(const StreamRequest& request, Fault* fault);
   void FinishLaunch(Launch* launch);
+  // Marks requests of a launch that has ended whose results are not finite though their inputs are.
+  void CheckResults(Launch* launch);
+  void NoteRows(const StreamRequest& request);
+  void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
+  // OK, or what CheckResults has found.
+  absl::Status ResultOf(const StreamRequest& request, Fault* fault) const;
   void FailLaunches(const absl::Status& status, Launch* also);
   bool LaunchFailed(Launch* launch, const absl::Status& status);
 

@@ -82,6 +82,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
   stats_.slices_fused += report.slices_fused;
   stats_.slice_waits_expired += report.slice_waits_expired;
   stats_.slice_waits_skipped += report.slice_waits_skipped;
+  CheckResults(launch);
   // From the back, so that cut-up requests return to the front of the queue in their order.
   std::vector<StreamRequest*>& requests = launch->batch.requests;
   for (auto it = requests.rbegin(); it != requests.rend(); ++it) {
@@ -110,7 +111,9 @@ void EngineCore::FinishLaunch(Launch* launch) {
   for (StreamRequest* request : requests) {
     if (request == nullptr) continue;
     Step* step = request->engine.step;
-    Answer(request, absl::OkStatus(), Fault());
+    Fault fault;
+    const absl::Status result = ResultOf(*request, &fault);
+    Answer(request, result, fault);
     --step->inflight;
     FinishEndIfIdle(step);
   }
@@ -269,7 +272,7 @@ absl::Status EngineCore::CompareRepeat(const StreamRequest& request, Fault* faul
     if (!status.ok()) return status;
     const int64_t offset = int64_t{row - args.row_begin} * dim;
     for (int64_t i = 0; i < static_cast<int64_t>(compare_.size()); ++i) {
-      if (compare_[i] == RowElement(args, offset + i)) continue;
+      if (compare_[i] == kernels::Stored(RowElement(args, offset + i))) continue;
       return RefuseField(fault, "payload", absl::StrCat("other KV bytes at row ", row + i / dim),
                          "equal to the rows stored before", "kv_rows_differ",
                          absl::StatusCode::kAlreadyExists);

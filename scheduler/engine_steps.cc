@@ -238,6 +238,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   }
   note.step = step;
   note.rows_done = 0;
+  note.bad_row = note.bad_head = -1;
   note.rows_launched = 0;
   note.compared = false;
   note.group = nullptr;

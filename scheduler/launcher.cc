@@ -124,7 +124,9 @@ PlanCapacity Launcher::PlanCapacityOf(const Limits& limits,
 }
 
 int64_t Launcher::PlanBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  return PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot * LaunchSlots(backend);
+  const int64_t unwanted_lse = limits.launch_packed_rows * int64_t{sizeof(float)};
+  return (PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot + unwanted_lse) *
+         LaunchSlots(backend);
 }
 
 int64_t Launcher::GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
@@ -186,6 +188,7 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     launch.projects.reserve(size_t{2} * limits.launch_requests);
     launch.plan_absorbed.reserve(limits.launch_requests);
     launch.plan_expanded.reserve(limits.launch_requests);
+    launch.lse.reserve(limits.launch_requests);
   }
   staged_.reserve(limits.launch_requests);
   fused_.reserve(limits.launch_requests);
@@ -201,6 +204,12 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(const Limits& limits,
                                                            kvcache::KvCache* cache,
                                                            ModelTable* models, const Clock* clock) {
   std::unique_ptr<Launcher> launcher(new Launcher(limits, backend, cache, models, clock));
+  for (Launch& launch : launcher->launches_) {
+    auto lse =
+        backend->AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
+    if (!lse.ok()) return lse.status();
+    launch.unwanted_lse = *std::move(lse);
+  }
   PlanCacheOptions options;
   options.capacity = PlanCapacityOf(limits, *backend);
   options.launch_slots = LaunchSlots(*backend);

@@ -40,6 +40,17 @@ struct Launch {
   std::vector<kernels::ProjectionRecord> absorbs, projects;
   std::vector<PlanRequest> plan_absorbed, plan_expanded;
   kernels::AttentionParams absorbed_params, expanded_params;
+  // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or
+  // `unwanted_lse` for requests that ask for none.
+  struct LseRows {
+    const float* at = nullptr;  // null: nothing was computed
+    int64_t row_stride = 0;     // floats
+  };
+  std::vector<LseRows> lse;
+  std::unique_ptr<kernels::HostBuffer> unwanted_lse;  // [launch_packed_rows]
+  int64_t unwanted_used = 0;                          // floats of it, from its start
+  int64_t unwanted_left = 0;                          // floats that are not taken from its end
+  float* unwanted_staged = nullptr;                   // where the launch sees it
 };
 
 class Launcher {
@@ -59,7 +70,7 @@ class Launcher {
   // Of any batch within the limits and PieceBudgetOf.
   static PlanCapacity PlanCapacityOf(const Limits& limits,
                                      const kernels::AttentionBackend& backend);
-  // Host bytes of the plans that Create will make.
+  // Host bytes of the plans and buffers that Create will make.
   static int64_t PlanBytes(const Limits& limits, const kernels::AttentionBackend& backend);
 
   static absl::StatusOr<std::unique_ptr<Launcher>> Create(const Limits& limits,
@@ -110,12 +121,18 @@ class Launcher {
   absl::Status StageKv(const Launch& launch, const StreamRequest& request, Staged* staged);
   absl::Status StageQueryAndOutput(const Launch& launch, const StreamRequest& request,
                                    Staged* staged);
-  absl::Status StageRequest(const Launch& launch, const StreamRequest& request, Staged* staged);
+  absl::Status StageRequest(Launch* launch, size_t index, Staged* staged);
   // `staged` is of all heads, side by side, in the absorbed form.
   absl::Status StageSlices(Launch* launch, const FusedSlices& slices, Staged* staged);
   absl::Status StageAbsorbedSlices(const Launch& launch, const FusedSlices& slices, Staged* staged);
   absl::Status StageExpandedSlices(Launch* launch, const FusedSlices& slices, Staged* staged);
-  absl::Status StageLse(const Launch& launch, const FusedSlices& slices, Staged* staged);
+  absl::Status StageLse(Launch* launch, const FusedSlices& slices, Staged* staged);
+  // Stages memory for the log-sum-exps that no client wants, which are checked all the same.
+  absl::Status StageUnwantedLse(Launch* launch);
+  // Whether no client of these slices wants its log-sum-exps.
+  static bool Unwanted(const Launch& launch, const FusedSlices& slices);
+  // Takes `rows` rows of `heads` heads of it; where the host reads them goes to `host`.
+  static float* TakeUnwantedLse(Launch* launch, int64_t rows, int64_t heads, const float** host);
   absl::Status StageBatch(Launch* launch);
   Common CommonOf(const Segment& segment, const Staged& staged, const BatchKey& key) const;
   void AddAppend(Launch* launch, const Segment& segment, const Common& common);

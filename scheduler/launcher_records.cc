@@ -51,17 +51,67 @@ absl::Status Launcher::StageQueryAndOutput(const Launch& launch, const StreamReq
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageRequest(const Launch& launch, const StreamRequest& request,
-                                    Staged* staged) {
-  if (absl::Status s = StageQueryAndOutput(launch, request, staged); !s.ok()) return s;
+absl::Status Launcher::StageRequest(Launch* launch, size_t index, Staged* staged) {
+  const StreamRequest& request = *launch->batch.requests[index];
+  if (absl::Status s = StageQueryAndOutput(*launch, request, staged); !s.ok()) return s;
   const AttendArgs& args = request.attend;
-  if (!args.want_lse) return absl::OkStatus();
+  Launch::LseRows& seen = launch->lse[index];
+  seen.row_stride = args.num_heads;
+  if (!args.want_lse) {
+    staged->lse = TakeUnwantedLse(launch, request.engine.rows_launched, args.num_heads, &seen.at);
+    return absl::OkStatus();
+  }
+  float* const own = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
   absl::StatusOr<void*> lse = backend_->StageOutput(
-      launch.slot, args.lse + int64_t{request.engine.rows_done} * args.num_heads,
+      launch->slot, own,
       int64_t{request.engine.rows_launched} * args.num_heads * int64_t{sizeof(float)});
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
+  seen.at = own;
   return absl::OkStatus();
+}
+
+absl::Status Launcher::StageUnwantedLse(Launch* launch) {
+  const Batch& batch = launch->batch;
+  int64_t count = 0;
+  for (const StreamRequest* request : batch.requests) {
+    const AttendArgs& args = request->attend;
+    if (args.profile == Profile::kAppendOnly || args.want_lse) continue;
+    count += int64_t{request->engine.rows_launched} * args.num_heads;
+  }
+  for (const FusedSlices& slices : batch.slices) {
+    // Beside slices of which some are wanted, the others are staged with them.
+    if (Unwanted(*launch, slices)) continue;
+    for (int32_t i = 0; i < slices.count; ++i) {
+      const StreamRequest& request = *batch.requests[slices.first + i];
+      if (request.attend.want_lse) continue;
+      count -= int64_t{request.engine.rows_launched} * request.attend.num_heads;
+    }
+  }
+  launch->unwanted_left = limits_.launch_packed_rows;
+  launch->unwanted_used = 0;
+  launch->unwanted_staged = nullptr;
+  if (count == 0) return absl::OkStatus();
+  absl::StatusOr<void*> lse = backend_->StageOutput(
+      launch->slot, launch->unwanted_lse->bytes().data(), count * int64_t{sizeof(float)});
+  if (!lse.ok()) return lse.status();
+  launch->unwanted_staged = static_cast<float*>(*lse);
+  return absl::OkStatus();
+}
+
+bool Launcher::Unwanted(const Launch& launch, const FusedSlices& slices) {
+  bool wanted = false;
+  for (int32_t i = 0; i < slices.count; ++i) {
+    wanted |= launch.batch.requests[slices.first + i]->attend.want_lse;
+  }
+  return !wanted;
+}
+
+float* Launcher::TakeUnwantedLse(Launch* launch, int64_t rows, int64_t heads, const float** host) {
+  const int64_t first = launch->unwanted_used;
+  launch->unwanted_used += rows * heads;
+  *host = reinterpret_cast<const float*>(launch->unwanted_lse->bytes().data()) + first;
+  return launch->unwanted_staged + first;
 }
 
 absl::Status Launcher::StageAbsorbedSlices(const Launch& launch, const FusedSlices& slices,
@@ -140,28 +190,42 @@ absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& sl
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageLse(const Launch& launch, const FusedSlices& slices, Staged* staged) {
+absl::Status Launcher::StageLse(Launch* launch, const FusedSlices& slices, Staged* staged) {
+  const bool wanted = !Unwanted(*launch, slices);
+  const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
+  const float* side_by_side = nullptr;  // of all slices, where no client wants them
+  if (!wanted) staged->lse = TakeUnwantedLse(launch, rows, slices.heads, &side_by_side);
   lse_parts_.clear();
-  bool wanted = false;
-  int32_t rows = 0;
   for (int32_t i = 0; i < slices.count; ++i) {
-    const StreamRequest& request = *launch.batch.requests[slices.first + i];
+    const int32_t index = slices.first + i;
+    const StreamRequest& request = *launch->batch.requests[index];
     const AttendArgs& args = request.attend;
-    float* const lse =
-        args.want_lse ? args.lse + int64_t{request.engine.rows_done} * args.num_heads : nullptr;
-    lse_parts_.push_back({lse, args.num_heads * int64_t{sizeof(float)}});
-    wanted |= args.want_lse;
-    rows = request.engine.rows_launched;
+    Launch::LseRows& seen = launch->lse[index];
+    seen.at = side_by_side;
+    seen.row_stride = slices.heads;
+    if (!wanted) {
+      side_by_side += args.num_heads;
+      continue;
+    }
+    seen.at = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
+    if (!args.want_lse) {
+      launch->unwanted_left -= rows * args.num_heads;
+      seen.at = reinterpret_cast<const float*>(launch->unwanted_lse->bytes().data()) +
+                launch->unwanted_left;
+    }
+    seen.row_stride = args.num_heads;
+    lse_parts_.push_back({const_cast<float*>(seen.at), args.num_heads * int64_t{sizeof(float)}});
   }
   if (!wanted) return absl::OkStatus();
-  absl::StatusOr<void*> lse = backend_->StageOutputParts(launch.slot, rows, lse_parts_);
+  absl::StatusOr<void*> lse =
+      backend_->StageOutputParts(launch->slot, static_cast<int32_t>(rows), lse_parts_);
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
 absl::Status Launcher::StageSlices(Launch* launch, const FusedSlices& slices, Staged* staged) {
-  if (absl::Status s = StageLse(*launch, slices, staged); !s.ok()) return s;
+  if (absl::Status s = StageLse(launch, slices, staged); !s.ok()) return s;
   return launch->batch.key.profile == Profile::kAbsorbed
              ? StageAbsorbedSlices(*launch, slices, staged)
              : StageExpandedSlices(launch, slices, staged);
@@ -343,6 +407,8 @@ absl::Status Launcher::StageBatch(Launch* launch) {
   const Batch& batch = launch->batch;
   staged_.assign(batch.requests.size(), Staged());
   fused_.assign(batch.slices.size(), Staged());
+  launch->lse.assign(batch.requests.size(), Launch::LseRows());
+  if (absl::Status s = StageUnwantedLse(launch); !s.ok()) return s;
   for (size_t i = 0; i < batch.requests.size(); ++i) {
     if (absl::Status s = StageKv(*launch, *batch.requests[i], &staged_[i]); !s.ok()) return s;
   }
@@ -356,7 +422,7 @@ absl::Status Launcher::StageBatch(Launch* launch) {
       continue;
     }
     if (batch.requests[i]->attend.profile == Profile::kAppendOnly) continue;
-    if (absl::Status s = StageRequest(*launch, *batch.requests[i], &staged_[i]); !s.ok()) return s;
+    if (absl::Status s = StageRequest(launch, i, &staged_[i]); !s.ok()) return s;
   }
   return absl::OkStatus();
 }

@@ -145,6 +145,10 @@ class StreamRequest {
     bool compared = false;             // ... and were found equal
     absl::Status status;               // the answer, until it is delivered
     Fault fault;                       // of an error
+    // The first row, of all it asks for, and head of which the result is not finite though the
+    // inputs are; -1: none so far.
+    int32_t bad_row = -1;
+    int32_t bad_head = -1;
   };
   EngineFields engine;
 };

@@ -140,9 +140,11 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
     return slot.status();
   }
   Renew(parent);
-  return Insert(*slot, tenant, parent->model, *lease,
-                args.client_id.empty() ? parent->client_id : args.client_id, args.request_id,
-                std::move(origin));
+  Sequence* const child = Insert(*slot, tenant, parent->model, *lease,
+                                 args.client_id.empty() ? parent->client_id : args.client_id,
+                                 args.request_id, std::move(origin));
+  child->not_finite = parent->not_finite;
+  return child;
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId id, int64_t length,

@@ -38,8 +38,9 @@ struct Sequence {
   MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
   std::string client_id;
-  std::string request_id;  // as opened or forked
-  std::string origin;      // what that request asked for, to tell a repeat from a clash
+  std::string request_id;   // as opened or forked
+  std::string origin;       // what that request asked for, to tell a repeat from a clash
+  bool not_finite = false;  // it has, or had, a row with a NaN or an infinity: so may its answers
   // The last Truncate, so that its repeat gives the same answer.
   uint64_t truncated_from_epoch = 0;
   int64_t truncated_length = -1;

@@ -1,7 +1,9 @@
 #include "server/request_validator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -307,8 +309,12 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
   }
   MLA_RETURN_IF_ERROR(
       Narrow(message.layers(), 1, limits.max_layers, "model.layers", &spec->layers, fault));
-  if (!std::isfinite(message.softmax_scale()) || !(message.softmax_scale() > 0)) {
-    return InvalidField(fault, "model.softmax_scale", "finite and > 0: it is never defaulted",
+  // Kernels compute with it in fp32, and some take denormals as zero.
+  constexpr double kLeast = std::numeric_limits<float>::min();
+  constexpr double kMost = std::numeric_limits<float>::max();
+  if (!(message.softmax_scale() >= kLeast && message.softmax_scale() <= kMost)) {
+    return InvalidField(fault, "model.softmax_scale",
+                        absl::StrCat(kLeast, "..", kMost, ": it is never defaulted"),
                         absl::StrCat(message.softmax_scale()));
   }
   if (message.kv_dtype() != v1::DTYPE_UNSPECIFIED && message.kv_dtype() != v1::DTYPE_BF16) {
@@ -326,6 +332,51 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
   return absl::OkStatus();
 }
 
+namespace {
+
+kernels::Bf16 WeightAt(const std::string& payload, int64_t index) {
+  kernels::Bf16 value;
+  std::memcpy(&value, payload.data() + index * int64_t{sizeof(value)}, sizeof(value));
+  return value;
+}
+
+bool IsWeight(kernels::Bf16 value) {
+  return (value & 0x7fffu) < (std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16);
+}
+
+// REQUIRES: the payload has its size.
+absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
+                          const kernels::Geometry& g, Fault* fault) {
+  const std::string& payload = message.payload();
+  const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
+  constexpr int64_t kBlock = 4096;  // looked at as a whole, which compilers make a vector of
+  int64_t at = 0;
+  for (; at < count; at += kBlock) {
+    bool good = true;
+    const int64_t end = std::min(count, at + kBlock);
+    for (int64_t i = at; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
+    if (!good) break;
+  }
+  while (at < count && IsWeight(WeightAt(payload, at))) ++at;
+  if (at >= count) return absl::OkStatus();
+  const int64_t uk_head = int64_t{g.nope_dim} * g.kv_lora_rank;
+  const int64_t uv_head = int64_t{g.kv_lora_rank} * g.v_dim;
+  const int64_t uk = uk_head * message.head_count();
+  const bool in_uk = at < uk;
+  const int64_t inside = in_uk ? at : at - uk;
+  const int64_t head = message.head_begin() + inside / (in_uk ? uk_head : uv_head);
+  const int64_t element = inside % (in_uk ? uk_head : uv_head);
+  const int64_t columns = in_uk ? g.kv_lora_rank : g.v_dim;
+  return InvalidField(
+      fault, "chunk.payload", "finite weights of magnitude below 2^20",
+      absl::StrCat(kernels::ToFloat(WeightAt(payload, at)), " at layer ", message.layer(),
+                   ", head ", head, ", ", in_uk ? "W_UK[" : "W_UV[", element / columns, ", ",
+                   element % columns, "]"),
+      "not_finite");
+}
+
+}  // namespace
+
 absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
                                const ModelSpec& model, int64_t* bytes, Fault* fault) {
   int32_t layer = 0;
@@ -340,7 +391,7 @@ absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
     return InvalidField(fault, "chunk.payload", absl::StrCat(*bytes, " bytes"),
                         absl::StrCat(message.payload().size(), " bytes"), "payload_size");
   }
-  return absl::OkStatus();
+  return CheckWeights(message, g, fault);
 }
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const Limits& limits,

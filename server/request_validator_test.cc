@@ -275,8 +275,14 @@ TEST(RequestValidatorTest, Model) {
       EXPECT_EQ(fault.limit, "0..256");
     }
   }
-  for (const double scale : {0.0, -1.0, std::numeric_limits<double>::infinity(),
-                             std::numeric_limits<double>::quiet_NaN()}) {
+  for (const double scale : {1.18e-38, 0.135, 3.4e38}) {
+    M odd = good;
+    odd.set_softmax_scale(scale);
+    EXPECT_TRUE(parse(odd, &fault).ok()) << scale;
+  }
+  for (const double scale :
+       {0.0, -1.0, 1.17e-38, 5e-324, 3.41e38, 1e39, -1e39, std::numeric_limits<double>::infinity(),
+        std::numeric_limits<double>::quiet_NaN()}) {
     M bad = good;
     bad.set_softmax_scale(scale);
     EXPECT_FALSE(parse(bad, &fault).ok());
@@ -300,7 +306,7 @@ TEST(RequestValidatorTest, WeightsChunk) {
   v1::UploadWeightsRequest::Chunk good;
   good.set_head_begin(1);
   good.set_head_count(1);
-  const std::string one_head(32 * (16 + 16) * 2, 'x');
+  const std::string one_head(32 * (16 + 16) * 2, '<');
   good.set_payload(one_head);
   using M = v1::UploadWeightsRequest::Chunk;
   const auto parse = [](const M& m, Fault* fault) {
@@ -327,6 +333,41 @@ TEST(RequestValidatorTest, WeightsChunk) {
   bad.mutable_payload()->pop_back();
   EXPECT_FALSE(parse(bad, &fault).ok());
   EXPECT_EQ(fault.field, "chunk.payload");
+}
+
+// Where rows of heads 1 and 2 of layer 1 are no numbers to compute with: W_UK [2, 16, 32], then
+// W_UV [2, 32, 16].
+TEST(RequestValidatorTest, WeightsThatAreNoNumbers) {
+  v1::UploadWeightsRequest::Chunk good;
+  good.set_layer(1);
+  good.set_head_begin(1);
+  good.set_head_count(2);
+  good.set_payload(std::string(2 * 32 * (16 + 16) * 2, '<'));
+  const auto set = [&good](size_t index, uint16_t bits) {
+    v1::UploadWeightsRequest::Chunk changed = good;
+    std::memcpy(changed.mutable_payload()->data() + 2 * index, &bits, 2);
+    return changed;
+  };
+  int64_t bytes = 0;
+  Fault fault;
+  for (const uint16_t bits : {0x0000, 0x8000, 0x0001, 0x497f, 0xc97f}) {
+    EXPECT_TRUE(ParseWeightsChunk(set(5, bits), Model(), &bytes, &fault).ok()) << bits;
+  }
+  struct Case {
+    size_t index;
+    uint16_t bits;
+    const char* got;
+  };
+  for (const Case& c : {Case{0, 0x7fc0, "nan at layer 1, head 1, W_UK[0, 0]"},
+                        Case{512 + 32 + 7, 0x7f80, "inf at layer 1, head 2, W_UK[1, 7]"},
+                        Case{1023, 0xff80, "-inf at layer 1, head 2, W_UK[15, 31]"},
+                        Case{1024 + 16 + 3, 0x7f81, "nan at layer 1, head 1, W_UV[1, 3]"},
+                        Case{2047, 0x4980, "1.04858e+06 at layer 1, head 2, W_UV[31, 15]"}}) {
+    EXPECT_FALSE(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes, &fault).ok()) << c.got;
+    EXPECT_EQ(fault.field, "chunk.payload");
+    EXPECT_EQ(fault.reason, "not_finite");
+    EXPECT_EQ(fault.got, c.got);
+  }
 }
 
 TEST(RequestValidatorTest, Names) {

@@ -39,12 +39,12 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
                                          record.page_size, record.first_position + row));
     const int64_t offset = row * record.kv_row_stride;
     if (record.dtype == DType::kBf16) {
-      std::memcpy(target, static_cast<const Bf16*>(record.kv) + offset,
-                  sizeof(Bf16) * static_cast<size_t>(record.row_dim));
+      const Bf16* source = static_cast<const Bf16*>(record.kv) + offset;
+      for (int32_t i = 0; i < record.row_dim; ++i) target[i] = Stored(source[i]);
       continue;
     }
     const float* source = static_cast<const float*>(record.kv) + offset;
-    for (int32_t i = 0; i < record.row_dim; ++i) target[i] = ToBf16(source[i]);
+    for (int32_t i = 0; i < record.row_dim; ++i) target[i] = Stored(ToBf16(source[i]));
   }
 }
 

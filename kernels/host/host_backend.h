@@ -52,7 +52,8 @@ struct PoolView {
   }
 };
 
-// Copies rows [row_begin, row_end) of the record into their pages, rounding to bf16.
+// Copies rows [row_begin, row_end) of the record into their pages, as kernels/dtype.h says that
+// they are stored.
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end);
 

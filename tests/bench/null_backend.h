@@ -98,7 +98,7 @@ class NullBackend : public kernels::AttentionBackend {
  private:
   class Buffer final : public kernels::HostBuffer {
    public:
-    explicit Buffer(size_t bytes) : memory_(new std::byte[bytes]), bytes_(bytes) {}
+    explicit Buffer(size_t bytes) : memory_(new std::byte[bytes]()), bytes_(bytes) {}
     std::span<std::byte> bytes() override { return {memory_.get(), bytes_}; }
 
    private:

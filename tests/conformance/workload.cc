@@ -100,8 +100,9 @@ void MakeCancelling(Random& random, Draft& d) {
   }
 }
 
-// NaN in one query row of one head; NaN in the latent part or an infinity in the rotated part of a
-// late KV row, which the earlier query rows of a causal request must not notice; denormals.
+// NaN in one query row of one head; NaN, an infinity or a number that KV rows do not hold in the
+// latent part, or an infinity in the rotated part, of a late KV row, which the earlier query rows
+// of a causal request must not notice; denormals.
 void MakeHostile(Random& random, Draft& d) {
   const Geometry& g = d.spec.geometry;
   // Few enough that the outputs are not denormal themselves: those have no digits to compare.
@@ -116,9 +117,14 @@ void MakeHostile(Random& random, Draft& d) {
   }
   const int64_t late = d.request.kv_rows() - 1 - random.Below(std::min(3, d.request.q_rows));
   switch (random.Below(3)) {
-    case 0:
-      d.Key(late)[random.Below(g.kv_lora_rank)] = std::numeric_limits<float>::quiet_NaN();
+    case 0: {
+      constexpr float kInfinity = std::numeric_limits<float>::infinity();
+      const std::vector<float> values = {std::numeric_limits<float>::quiet_NaN(), kInfinity,
+                                         -kInfinity, 1.3e24f, -3e38f};
+      const int64_t at = random.Below(g.kv_lora_rank);
+      d.Key(late)[at] = random.Pick(values);
       break;
+    }
     case 1:
       if (g.rope_dim == 0) break;
       d.Key(late)[g.kv_lora_rank + random.Below(g.rope_dim)] =
@@ -155,6 +161,7 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
   data.q = Encode(draft.q, spec.q_dtype);
   data.kv = Encode(draft.kv, spec.kv_source);
   data.stored = RoundAll(draft.kv);
+  for (Bf16& element : data.stored) element = kernels::Stored(element);
   return data;
 }
 

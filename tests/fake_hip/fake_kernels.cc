@@ -64,11 +64,10 @@ void Append(const gpu::AppendArgs& a) {
           RowAt(a.pool, a.page_tables, r, r.first_position + row, kernels::kPageGranuleBytes);
       for (int c = 0; c < r.row_dim; ++c) {
         const int64_t index = row * r.kv_row_stride + c;
-        if (r.dtype == DType::kBf16) {
-          std::memcpy(target + c * 2, static_cast<const Bf16*>(r.kv) + index, 2);
-        } else {
-          Store(target, c, false, Load(r.kv, index, true));
-        }
+        const Bf16 stored = kernels::Stored(r.dtype == DType::kBf16
+                                                ? static_cast<const Bf16*>(r.kv)[index]
+                                                : ToBf16(static_cast<const float*>(r.kv)[index]));
+        std::memcpy(target + c * 2, &stored, 2);
       }
     }
   }

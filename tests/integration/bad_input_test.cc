@@ -175,7 +175,7 @@ void BadInputTest::TryUpload() {
   v1::UploadWeightsRequest header, chunk, trailer;
   header.mutable_header()->set_model_id("m");
   chunk.mutable_chunk()->set_head_count(1);
-  chunk.mutable_chunk()->set_payload(std::string(2048, 'w'));  // 32 x (16 + 16) x 2
+  chunk.mutable_chunk()->set_payload(std::string(2048, '<'));  // 32 x (16 + 16) x 2
   trailer.mutable_trailer()->set_sha256(std::string(32, 'd'));
   const auto upload = [&](auto* context, const v1::UploadWeightsRequest& part) {
     v1::UploadWeightsReply reply;

@@ -74,7 +74,7 @@ void Set(Message* message, const FieldDescriptor* field, uint64_t value) {
       reflection->SetDouble(message, field, value == kAnything ? -1 : static_cast<double>(value));
       break;
     default:
-      reflection->SetString(message, field, std::string(value, 'x'));
+      reflection->SetString(message, field, std::string(value, '<'));
   }
 }
 

@@ -167,6 +167,8 @@ class FakeDevice final : public kernels::AttentionBackend {
   std::byte* Place(Slot& slot, int64_t at) { return slot.memory.data() + at; }
   int TenantAt(const Slot& slot, const void* device) const;
   void CopyIn(Slot& slot, const Staged& staged);
+  // Whether AllocateHost has given this memory out.
+  bool OwnsHost(const void* host, int64_t bytes) const;
   void Execute(Slot& slot, size_t end);
   void Execute(Slot& slot, const Command& command);
   void WriteRange(const kernels::PageRange& range);
@@ -204,6 +206,7 @@ class FakeDevice final : public kernels::AttentionBackend {
   Piece piece_, merged_;                               // scratch
   DeviceFault armed_ = DeviceFault::kNone;
   bool lost_ = false;
+  std::vector<std::span<std::byte>> own_host_;
   uint64_t next_serial_ = 1;
   int64_t faults_ = 0, launches_ = 0, commands_ = 0, last_done_ = 0;
 };

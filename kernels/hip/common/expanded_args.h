@@ -14,9 +14,9 @@
 // keys, roundings do not average out, and values and probabilities are multiplied with their rests
 // too.
 //
-// Rows past `rows` are zero. Values that are not finite are stored as zero: the keys of the same
-// row are not finite either, so whoever sees the row has a NaN in its probability, and whoever does
-// not see it must not meet a NaN.
+// Rows past `rows` are zero. Values that are not finite are stored as zero: the row holds a NaN
+// then (kernels/dtype.h), which is in its keys too, so every query that sees the row has a NaN in
+// its probability, and one that does not see it meets none.
 #ifndef MLA_KERNELS_HIP_COMMON_EXPANDED_ARGS_H_
 #define MLA_KERNELS_HIP_COMMON_EXPANDED_ARGS_H_
 

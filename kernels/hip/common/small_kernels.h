@@ -66,6 +66,15 @@ MLA_DEVICE void move_ranges(const MoveArgs& args) {
   }
 }
 
+// A pair of elements of a KV row as the pool holds it: kernels::Stored.
+MLA_DEVICE uint32_t stored_pair(uint32_t pair) {
+  const uint32_t low =
+      (pair & 0x7fffu) < kernels::kStoredBound ? pair & 0xffffu : kernels::kStoredNaN;
+  const uint32_t high = (pair >> 16 & 0x7fffu) < kernels::kStoredBound ? pair & 0xffff0000u
+                                                                       : kernels::kStoredNaN << 16;
+  return low | high;
+}
+
 // One wave a row.
 MLA_DEVICE void append_kv(const AppendArgs& args) {
   let_next_kernel_start();
@@ -83,7 +92,9 @@ MLA_DEVICE void append_kv(const AppendArgs& args) {
   const bool aligned = aligned_to(r.kv, r.kv_row_stride, 0, 2, 16);
   const int64_t source = source_row * r.kv_row_stride;
   for (int c = lane; c < r.row_dim / 8; c += tile::kWave) {
-    const Chunk chunk = load_chunk(r.kv, source + c * 8, f32, aligned);
+    Chunk chunk = load_chunk(r.kv, source + c * 8, f32, aligned);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chunk.w[i] = stored_pair(chunk.w[i]);
     store_words(target + c * 16, chunk.w);
   }
 }

@@ -1,0 +1,191 @@
+// Results that are not finite: an error where the inputs are finite, NaN where they are not.
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "scheduler/testing/engine_harness.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::Bf16;
+using kernels::ToBf16;
+using testing::EngineHarness;
+using testing::Rows;
+using testing::TestRequest;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int kDim = 12, kHeads = 2, kLora = 8;
+
+// By whether the CPU backend or the reference computes.
+class EngineResultsTest : public ::testing::TestWithParam<bool> {
+ protected:
+  EngineResultsTest() {
+    testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr, nullptr};
+    if (GetParam()) {
+      kernels::BackendOptions cpu;
+      cpu.threads = 2;
+      cpu.pin_threads = false;
+      options.backend = *kernels::CpuBackend::Create(cpu);
+    }
+    h_ = std::make_unique<EngineHarness>(std::move(options));
+    stream_ = h_->core().OpenStream(h_->tenant());
+  }
+
+  // Two rows of step `step`, unsent, with answers that hold no NaN yet.
+  std::unique_ptr<TestRequest> TwoRows(StepId step) {
+    return h_->Unsent(stream_, step, 0, 0, 2, Rows(2, step), 0, kHeads, 5);
+  }
+  void Send(TestRequest* request) {
+    h_->Submit(request);
+    h_->Run();
+  }
+  static Bf16& Key(TestRequest& r, int row, int i) { return r.kv_rows[row * kDim + i]; }
+  static Bf16& Query(TestRequest& r, int row, int head, int i) {
+    return r.queries[(row * kHeads + head) * kDim + i];
+  }
+  static bool AllNaN(const TestRequest& r, int row, int head) {
+    bool all = !r.attend.want_lse || std::isnan(r.lse[row * kHeads + head]);
+    for (int i = 0; i < kLora; ++i) {
+      all &= std::isnan(r.output[(row * kHeads + head) * kLora + i]);
+    }
+    return all;
+  }
+  static bool AllFinite(const TestRequest& r, int row, int head) {
+    bool all = !r.attend.want_lse || std::isfinite(r.lse[row * kHeads + head]);
+    for (int i = 0; i < kLora; ++i) {
+      all &= std::isfinite(r.output[(row * kHeads + head) * kLora + i]);
+    }
+    return all;
+  }
+  static void ExpectRefused(const TestRequest& r, const char* where) {
+    EXPECT_EQ(r.status.code(), absl::StatusCode::kInvalidArgument) << r.status;
+    EXPECT_EQ(r.fault.reason, "result_not_finite");
+    EXPECT_THAT(r.fault.got, ::testing::HasSubstr(where));
+  }
+  SequenceInfo Begin(StepId step, int rows) {
+    const SequenceInfo sequence = h_->Open();
+    EXPECT_TRUE(h_->Begin(stream_, step, {{sequence.id, 1, 0, rows}})->status.ok());
+    return sequence;
+  }
+
+  std::unique_ptr<EngineHarness> h_;
+  StreamId stream_ = 0;
+};
+
+INSTANTIATE_TEST_SUITE_P(Backends, EngineResultsTest, ::testing::Bool());
+
+TEST_P(EngineResultsTest, WhatFiniteInputsCanNotGiveIsAnErrorOfThatRequest) {
+  for (const bool want_lse : {true, false}) {
+    for (const float sign : {1.0f, -1.0f}) {  // logits of +inf make NaN, those of -inf no weight
+      const StepId step = 1 + 2 * want_lse + (sign > 0);
+      Begin(step, 2);
+      Begin(step + 10, 2);
+      auto bad = TwoRows(step);
+      bad->attend.want_lse = want_lse;
+      for (int row = 0; row < 2; ++row) Key(*bad, row, 3) = ToBf16(1e20f);
+      Query(*bad, 1, 1, 3) = ToBf16(sign * 3e38f);
+      auto good = TwoRows(step + 10);
+      h_->Submit(bad.get());
+      Send(good.get());
+      ExpectRefused(*bad, "row 1, head 1");
+      EXPECT_TRUE(good->status.ok()) << good->status;
+      for (int cell = 0; cell < 4; ++cell) EXPECT_TRUE(AllFinite(*good, cell / 2, cell % 2));
+      ASSERT_TRUE(h_->Abort(stream_, step)->status.ok());
+      ASSERT_TRUE(h_->Abort(stream_, step + 10)->status.ok());
+    }
+  }
+}
+
+TEST_P(EngineResultsTest, KvElementsThatAreTooLargeAreAnErrorToo) {
+  Begin(1, 2);
+  auto request = TwoRows(1);
+  Key(*request, 1, 2) = ToBf16(std::ldexp(1.0f, 79));
+  Send(request.get());
+  EXPECT_TRUE(request->status.ok()) << request->status;
+  ASSERT_TRUE(h_->Abort(stream_, 1)->status.ok());
+  Begin(2, 2);
+  auto larger = TwoRows(2);
+  Key(*larger, 1, 2) = ToBf16(std::ldexp(-1.0f, 80));
+  Send(larger.get());
+  ExpectRefused(*larger, "row 1, head 0");
+}
+
+TEST_P(EngineResultsTest, RowsThatAreNotFiniteMakeNaNOfWhatSeesThemAlone) {
+  for (const float value : {kNaN, kInf, -kInf}) {
+    for (const int element : {0, kDim - 1}) {
+      const StepId step = 1;
+      Begin(step, 2);
+      Begin(step + 1, 2);
+      auto bad = TwoRows(step);
+      Key(*bad, 1, element) = ToBf16(value);
+      auto good = TwoRows(step + 1);
+      h_->Submit(bad.get());
+      Send(good.get());
+      ASSERT_TRUE(bad->status.ok()) << bad->status;
+      for (int head = 0; head < kHeads; ++head) {
+        EXPECT_TRUE(AllFinite(*bad, 0, head)) << value;
+        EXPECT_TRUE(AllNaN(*bad, 1, head)) << value;
+        EXPECT_TRUE(AllFinite(*good, 0, head) && AllFinite(*good, 1, head));
+      }
+      ASSERT_TRUE(h_->Abort(stream_, step)->status.ok());
+      ASSERT_TRUE(h_->Abort(stream_, step + 1)->status.ok());
+    }
+  }
+}
+
+// Later steps, forks, and rows that came without queries.
+TEST_P(EngineResultsTest, ASequenceKeepsWhatItsRowsHold) {
+  const SequenceInfo sequence = Begin(1, 2);
+  for (const int layer : {0, 1}) {
+    auto rows = Rows(2, 3);
+    rows[1][4] = kInf;
+    auto sent = h_->AppendOnly(stream_, 1, layer, 0, rows);
+    h_->Run();
+    ASSERT_TRUE(sent->status.ok()) << sent->status;
+  }
+  ASSERT_TRUE(h_->End(stream_, 1)->status.ok());
+  Fault fault;
+  ForkArgs fork;
+  fork.tenant = h_->tenant();
+  fork.parent = sequence.id;
+  fork.expected_epoch = 1;
+  const auto child = h_->core().ForkSequence(fork, &fault);
+  ASSERT_TRUE(child.ok()) << child.status();
+  StepId step = 2;
+  for (const SequenceId id : {sequence.id, child->id}) {
+    ASSERT_TRUE(h_->Begin(stream_, step, {{id, 1, 2, 2}})->status.ok());
+    auto next = TwoRows(step++);
+    Send(next.get());
+    ASSERT_TRUE(next->status.ok()) << next->status;
+    EXPECT_TRUE(AllNaN(*next, 0, 0) && AllNaN(*next, 1, 1));
+  }
+}
+
+TEST_P(EngineResultsTest, AQueryThatIsNotFiniteMakesNaNOfItsRowAndHead) {
+  for (const bool want_lse : {true, false}) {
+    for (const float value : {kNaN, kInf, -kInf}) {
+      for (const int element : {0, kDim - 1}) {
+        Begin(1, 2);
+        auto request = TwoRows(1);
+        request->attend.want_lse = want_lse;
+        // All keys alike, so that an infinite query gives every logit the same infinity.
+        for (int row = 0; row < 2; ++row) Key(*request, row, element) = ToBf16(0.5f);
+        Query(*request, 1, 0, element) = ToBf16(value);
+        Send(request.get());
+        ASSERT_TRUE(request->status.ok()) << request->status;
+        EXPECT_TRUE(AllNaN(*request, 1, 0)) << value;
+        EXPECT_TRUE(AllFinite(*request, 0, 0) && AllFinite(*request, 1, 1)) << value;
+        ASSERT_TRUE(h_->Abort(stream_, 1)->status.ok());
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mla::scheduler
