@@ -59,6 +59,7 @@ struct Config {
     int64_t quota_bytes = int64_t{2} << 30;  // gRPC's own buffers
     int64_t connection_age_ms = 0;           // 0: unlimited
     int64_t connection_idle_ms = 0;          // 0: unlimited
+    int64_t handshake_ms = 10000;            // from a connection to its first frame
     int64_t keepalive_ms = 20000;
     int64_t slow_reader_ms = 30000;  // a reply not taken for this long cuts the stream
     int32_t poll_threads = 4;        // of the streams; one polls at a time

@@ -173,6 +173,11 @@ void AddConnectionKeys(std::vector<ConfigKey>* keys) {
                  "Connections without calls are closed after this time; 0: never.",
                  "Too short and workers reconnect between steps.",
                  MLA_SLOT(wire.connection_idle_ms)),
+          Millis("wire.handshake_ms", 100, kDayMs,
+                 "A new connection must have finished TLS and sent its first frame within this "
+                 "time, or it is closed.",
+                 "Connections that send nothing hold a descriptor each for so long.",
+                 MLA_SLOT(wire.handshake_ms)),
           Millis("wire.keepalive_ms", 1000, kDayMs,
                  "Silent connections are probed this often, so that a dead peer is noticed.",
                  "Short times cost traffic; long ones delay the release of a dead client's steps.",

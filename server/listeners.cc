@@ -89,6 +89,8 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
                               MillisOrUnlimited(wire.connection_age_ms));
   builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
                               MillisOrUnlimited(wire.connection_idle_ms));
+  builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                              MillisOrUnlimited(wire.handshake_ms));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, MillisOrUnlimited(wire.keepalive_ms));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
                               std::max(MillisOrUnlimited(wire.keepalive_ms), kPingAnswerMs));

@@ -18,6 +18,7 @@
 #include "server/logging.h"
 #include "server/preflight.h"
 #include "server/process_end.h"
+#include "server/process_usage.h"
 #include "server/server.h"
 #include "server/version.h"
 
@@ -69,6 +70,7 @@ int main(int argc, char** argv) {
   }
   if (printed) return 0;
   mla::wire::KeepMessageMemory();
+  server::RaiseDescriptorLimit();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
   server::CaptureLibraryLogs();
 

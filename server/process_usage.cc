@@ -69,4 +69,11 @@ ProcessUsage ReadProcessUsage() {
   return usage;
 }
 
+void RaiseDescriptorLimit() {
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= files.rlim_max) return;
+  files.rlim_cur = files.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &files);  // else it stays as it is, and mla_process_max_fds says so
+}
+
 }  // namespace mla::server

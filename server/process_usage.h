@@ -19,6 +19,11 @@ struct ProcessUsage {
 // Reads a few files below /proc; figures that cannot be read stay 0. Any thread.
 ProcessUsage ReadProcessUsage();
 
+// Raises the number of descriptors that this process may have to the most that it may ask for.
+// Shells and containers often give 1,024 of many more, which connections that do nothing use up;
+// then neither a tenant nor a probe gets an answer. Before any thread starts.
+void RaiseDescriptorLimit();
+
 }  // namespace mla::server
 
 #endif  // MLA_SERVER_PROCESS_USAGE_H_

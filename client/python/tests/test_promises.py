@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import re
+import resource
+import socket
 import unittest
 import urllib.request
 
@@ -121,6 +123,39 @@ class PromisesTest(unittest.TestCase):
             self.assertIn("event", json.loads(line))
         for line in metrics.splitlines():
             self.assertRegex(line, r'^(#.*|\w+(\{(\w+="([^"\\]|\\.)*",?)*\})? [-+\w.]+)$')
+
+
+class DescriptorsTest(unittest.TestCase):
+    """Connections that send nothing must not use up what others and probes need."""
+
+    def test_the_server_takes_all_descriptors_that_it_may_have(self):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.assertGreater(hard, 256)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            server = server_binary.start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            limits = pathlib.Path(f"/proc/{server.pid}/limits").read_text()
+            self.assertRegex(limits, rf"Max open files +{hard} +{hard} ")
+        finally:
+            server.stop()
+
+    def test_connections_that_send_nothing_are_closed(self):
+        server = server_binary.start("--wire-handshake-ms=200")
+        try:
+            for first_bytes in (b"", b"PRI * HTTP/2.0"):
+                with socket.socket(socket.AF_UNIX) as silent:
+                    silent.settimeout(60)  # gRPC's own bound is 120 s
+                    silent.connect(str(server.socket))
+                    silent.sendall(first_bytes)
+                    while silent.recv(4096):
+                        pass  # its settings
+            with mla_client.Client.connect(server.target) as client:
+                self.assertEqual(client.stats().streams, 0)
+        finally:
+            server.stop()
 
 
 if __name__ == "__main__":
