@@ -76,7 +76,7 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   if (absl::Status s = backend->LoadKernels(*image); !s.ok()) return s;
   if (absl::Status s = backend->CreateStreams(); !s.ok()) return s;
   if (options.self_test) {
-    const BackendLimits limits = SelfTestLimits();
+    const BackendLimits limits = SelfTestLimits(*backend);
     absl::Status s = backend->Allocate(limits);
     if (s.ok()) s = SelfTest(*backend);
     backend->Release();

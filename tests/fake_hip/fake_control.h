@@ -8,6 +8,18 @@
 
 namespace mla::fake_hip {
 
+// What only shows where loops turn around, or in rows that are not finite.
+enum class Flaw : int {
+  kNone,
+  kThirdItem,     // a unit's items from the third on are left out
+  kLateTile,      // absorbed: KV rows from the twelfth tile of an item on read as the first ones
+  kOddPages,      // absorbed: pages of three rows are taken for pages of four
+  kNaNAsZero,     // absorbed: a NaN in a KV row counts as zero
+  kNoKeys,        // absorbed: an item without keys is left out
+  kSecondTile,    // expanded: query rows from 128 on take the rows before
+  kCarriedWrong,  // expanded: items after a unit's first begin with the sums of the one before
+};
+
 struct Control {
   int devices = 1;
   const char* arch = "gfx950";
@@ -24,6 +36,7 @@ struct Control {
   bool hang = false;                   // events never complete
   bool wrong_results = false;          // kernels do nothing
   const char* wrong_kernel = nullptr;  // if named, that one alone
+  Flaw flaw = Flaw::kNone;             // of the attention kernels
   bool rounded_inputs = false;         // projections round fp32 inputs to bf16
 
   // Counters.

@@ -192,15 +192,19 @@ void RunExpand(const gpu::ExpandArgs& a, uint32_t blocks) {
   }
 }
 
-void RunAttendExpanded(const gpu::ExpandedArgs& a, uint32_t blocks) {
+void RunAttendExpanded(const gpu::ExpandedArgs& a, uint32_t blocks, Flaw flaw) {
   for (uint32_t block = 0; block < blocks; ++block) {
+    RowSums before;
     for (int i = a.unit_indptr[block]; i < a.unit_indptr[block + 1]; ++i) {
       const gpu::ExpandedItem& e = a.items[i];
+      if (flaw == Flaw::kThirdItem && i >= a.unit_indptr[block] + 2) continue;
       for (int q = e.work.q_begin; q < e.work.q_end; ++q) {
         RowSums sums;
         if (e.carried_row >= 0) sums = Carried(a, int64_t{e.carried_row} + q - e.work.q_begin);
-        AttendRow(a, e, q, sums);
+        if (flaw == Flaw::kCarriedWrong && i > a.unit_indptr[block]) sums = before;
+        AttendRow(a, e, flaw == Flaw::kSecondTile && q >= 128 ? q - 128 : q, sums);
         StoreRow(a, e, q, sums);
+        before = sums;
       }
     }
   }

@@ -82,17 +82,25 @@ struct RowResult {
   double lse = kNever;
 };
 
-RowResult AttendRow(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int q, int h) {
-  const kernels::RequestRecord& r = a.requests[w.request];
+RowResult AttendRow(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int q, int h, Flaw flaw) {
+  kernels::RequestRecord r = a.requests[w.request];
+  if (flaw == Flaw::kOddPages && r.page_size == 3) r.page_size = 4;
+  const auto key = [&](int j) {
+    const int late = flaw == Flaw::kLateTile ? w.kv_begin + (j - w.kv_begin) % (11 * 64) : j;
+    return reinterpret_cast<const Bf16*>(RowAt(a.pool, a.page_tables, r, late, a.granule_bytes));
+  };
+  const auto value = [flaw](Bf16 x) {
+    const float wide = ToFloat(x);
+    return flaw == Flaw::kNaNAsZero && std::isnan(wide) ? 0.0f : wide;
+  };
   const int seen = r.causal ? r.kv_rows - r.q_rows + q + 1 : w.kv_end;
   const auto* query = static_cast<const Bf16*>(r.q) + q * r.q_row_stride + h * r.q_head_stride;
   std::vector<double> logits;
   double top = kNever;
   for (int j = w.kv_begin; j < std::min(seen, w.kv_end); ++j) {
-    const auto* row =
-        reinterpret_cast<const Bf16*>(RowAt(a.pool, a.page_tables, r, j, a.granule_bytes));
+    const Bf16* const row = key(j);
     double dot = 0.0;
-    for (int c = 0; c < kDim; ++c) dot += double{ToFloat(query[c])} * ToFloat(row[c]);
+    for (int c = 0; c < kDim; ++c) dot += double{ToFloat(query[c])} * value(row[c]);
     logits.push_back(dot * r.softmax_scale);
     if (!(logits.back() <= top)) top = logits.back();
   }
@@ -102,9 +110,8 @@ RowResult AttendRow(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int q,
   for (size_t i = 0; i < logits.size(); ++i) {
     const double p = std::exp(logits[i] - origin);
     sum += p;
-    const auto* row = reinterpret_cast<const Bf16*>(
-        RowAt(a.pool, a.page_tables, r, w.kv_begin + static_cast<int>(i), a.granule_bytes));
-    for (int c = 0; c < kLora; ++c) result.o[c] += p * ToFloat(row[c]);
+    const Bf16* const row = key(w.kv_begin + static_cast<int>(i));
+    for (int c = 0; c < kLora; ++c) result.o[c] += p * value(row[c]);
   }
   if (sum == 0.0) return RowResult();
   for (double& x : result.o) x /= sum;
@@ -118,12 +125,12 @@ int PartialColumn(int c, bool exchanged) {
 }
 
 void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first, int last,
-                bool exchanged) {
+                bool exchanged, Flaw flaw) {
   const kernels::RequestRecord& r = a.requests[w.request];
   const int heads = w.head_end() - w.head_begin();
   for (int p = first; p < last; ++p) {
     const int q = w.q_begin + p / heads, h = w.head_begin() + p % heads;
-    const RowResult result = AttendRow(a, w, q, h);
+    const RowResult result = AttendRow(a, w, q, h, flaw);
     const bool split = w.partial_row >= 0;
     const int64_t row = int64_t{w.partial_row} + p;
     void* o = split ? static_cast<void*>(a.partial_o) : r.o;
@@ -141,14 +148,16 @@ void AttendItem(const gpu::AttendArgs& a, const kernels::WorkInfo& w, int first,
   }
 }
 
-void Attend(const gpu::AttendArgs& a, uint32_t blocks, int rows, bool exchanged) {
+void Attend(const gpu::AttendArgs& a, uint32_t blocks, int rows, bool exchanged, Flaw flaw) {
   for (uint32_t block = 0; block < blocks; ++block) {
     const int unit = static_cast<int>(block) / a.blocks_per_unit;
     const int share = static_cast<int>(block) % a.blocks_per_unit;
     for (int i = a.work_indptr[unit]; i < a.work_indptr[unit + 1]; ++i) {
       const kernels::WorkInfo& w = a.work_info[i];
+      if (flaw == Flaw::kThirdItem && i >= a.work_indptr[unit] + 2) continue;
+      if (flaw == Flaw::kNoKeys && w.kv_begin == w.kv_end) continue;
       const int packed = (w.q_end - w.q_begin) * (w.head_end() - w.head_begin());
-      AttendItem(a, w, share * rows, std::min(packed, (share + 1) * rows), exchanged);
+      AttendItem(a, w, share * rows, std::min(packed, (share + 1) * rows), exchanged, flaw);
     }
   }
 }
@@ -251,13 +260,14 @@ void RunKernel(const std::string& kernel, const Grid& grid, const void* args) {
   } else if (kernel == gpu::kExpandKernel) {
     RunExpand(*static_cast<const gpu::ExpandArgs*>(args), grid.x);
   } else if (kernel == gpu::kExpandedKernel) {
-    RunAttendExpanded(*static_cast<const gpu::ExpandedArgs*>(args), grid.x);
+    RunAttendExpanded(*static_cast<const gpu::ExpandedArgs*>(args), grid.x, grid.flaw);
   } else {
     // Told from kernels of other architectures by the size of its blocks.
     const gpu::AttendVariant& wide = gpu::kSm90Traits.attend[1];
     const bool exchanged =
         wide.exchanged_partials && static_cast<int>(grid.waves) * 32 == wide.threads;
-    Attend(*static_cast<const gpu::AttendArgs*>(args), grid.x, AttendRows(kernel), exchanged);
+    Attend(*static_cast<const gpu::AttendArgs*>(args), grid.x, AttendRows(kernel), exchanged,
+           grid.flaw);
   }
 }
 

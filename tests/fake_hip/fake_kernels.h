@@ -8,6 +8,7 @@
 #include <string>
 
 #include "kernels/hip/common/expanded_args.h"
+#include "tests/fake_hip/fake_control.h"
 
 namespace mla::fake_hip {
 
@@ -18,13 +19,14 @@ struct Grid {
   uint32_t x, y;
   uint32_t waves;       // of a block
   bool rounded_inputs;  // as Control
+  Flaw flaw = Flaw::kNone;
 };
 
 // Runs a launch. `args` is the kernel's argument structure.
 void RunKernel(const std::string& kernel, const Grid& grid, const void* args);
 
 void RunExpand(const gpu::ExpandArgs& args, uint32_t blocks);
-void RunAttendExpanded(const gpu::ExpandedArgs& args, uint32_t blocks);
+void RunAttendExpanded(const gpu::ExpandedArgs& args, uint32_t blocks, Flaw flaw);
 
 }  // namespace mla::fake_hip
 

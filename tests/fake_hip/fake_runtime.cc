@@ -316,7 +316,8 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
   const unsigned wave = std::strncmp(State().control.arch, "gfx", 3) == 0 ? 64 : 32;
   const char* const named = State().control.wrong_kernel;
   if (State().control.wrong_results && (named == nullptr || function->name == named)) return 0;
-  const fake::Grid grid{grid_x, grid_y, block_x / wave, State().control.rounded_inputs};
+  const fake::Grid grid{grid_x, grid_y, block_x / wave, State().control.rounded_inputs,
+                        State().control.flaw};
   stream->Add([name = function->name, grid, args = std::move(args)] {
     fake::RunKernel(name, grid, args.data());
   });

@@ -84,6 +84,27 @@ TEST_F(HipBackendTest, TheSelfTestNoticesAnyKernel) {
   }
 }
 
+// What only shows where loops turn around, with pages of three rows, without keys, or as NaN.
+TEST_F(HipBackendTest, TheSelfTestNoticesWhatFewRowsDoNotShow) {
+  using fake_hip::Flaw;
+  HipBackendOptions options = Options();
+  options.self_test = true;
+  const std::vector<std::pair<Flaw, const char*>> flaws = {
+      {Flaw::kThirdItem, "row "},
+      {Flaw::kLateTile, "absorbed form, 1600 keys"},
+      {Flaw::kOddPages, "absorbed form, 1600 keys"},
+      {Flaw::kNaNAsZero, "absorbed form, 1600 keys, row 1 of 4"},
+      {Flaw::kNoKeys, "absorbed form, 150 keys, row 2 of 4"},
+      {Flaw::kSecondTile, "expanded form, 850 keys, row 12"},
+      {Flaw::kCarriedWrong, "expanded form"}};
+  for (const auto& [flaw, where] : flaws) {
+    control_->flaw = flaw;
+    const absl::Status status = HipBackend::Create(options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << static_cast<int>(flaw);
+    EXPECT_THAT(status.message(), HasSubstr(where)) << static_cast<int>(flaw);
+  }
+}
+
 // Rounding latent outputs once more changes nothing much but where they nearly cancel.
 TEST_F(HipBackendTest, TheSelfTestNoticesRoundedLatentOutputs) {
   control_->rounded_inputs = true;
