@@ -42,6 +42,8 @@ PAGE_BYTES = 4096
 # Of Linux; a Python that was built for an old C library has no names for them.
 _POPULATE = 0x8000  # MAP_POPULATE: the pages are there already, so map them at once
 _GET_SEALS, _SEAL_SHRINK = 1034, 2
+_CONNECT_PAUSE_S = 0.005  # between attempts while the server has connections to take
+
 _ENDED = select.POLLIN | select.POLLRDHUP
 
 
@@ -133,8 +135,7 @@ class SharedMemory:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         descriptors: List[int] = []
         try:
-            connection.settimeout(timeout_s)
-            connection.connect(door)
+            _connect(connection, door, timeout_s)
             connection.sendall(HELLO.pack(DOOR_MAGIC, DOOR_VERSION, WANT_RING if ring else 0, size,
                                           spin_us, 0, name))
             packet, descriptors, _, _ = socket.recv_fds(connection, WELCOME.size, 1)
@@ -328,6 +329,21 @@ def _layout(name: str, got: Any, wanted: Any) -> errors.Unimplemented:
     return errors.Unimplemented(f"shared memory: {name}: got {got}, must be {wanted}",
                                 errors.ErrorDetail(field=name, got=str(got), limit=str(wanted),
                                                    reason="layout_mismatch"))
+
+
+def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
+    """Connects within that time; OSError if it cannot. A unix socket with a timeout does not wait
+    for a place among the connections that the server has not taken yet: it says EAGAIN."""
+    connection.settimeout(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_CONNECT_PAUSE_S)
 
 
 def _read_welcome(packet: bytes, descriptors: int) -> Welcome:

@@ -3,7 +3,9 @@
 import ctypes
 import os
 import re
+import socket
 import struct
+import tempfile
 import threading
 import time
 import unittest
@@ -88,6 +90,38 @@ class DoorTest(unittest.TestCase):
         self.assertTrue(memory.connected())
         memory.array(memory.arena_offset, (3,), "u1")[...] = (1, 2, 3)
         self.assertEqual(bytes(door.region[ring_bytes():ring_bytes() + 3]), b"\1\2\3")
+
+    def test_a_busy_listener_is_waited_for(self):
+        """Connections of others that the server has not taken yet are no refusal."""
+        with tempfile.TemporaryDirectory(prefix="mla-busy-") as folder:
+            path = f"{folder}/mla.sock.shm"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(path)
+                listener.listen(0)
+                others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
+                waiting = 0
+                for other in others:
+                    self.addCleanup(other.close)
+                    other.setblocking(False)
+                    waiting += other.connect_ex(path) == 0
+                self.assertLess(waiting, len(others))  # the listener has no more room
+                with self.assertRaises(mla_client.Unavailable):
+                    shared_memory.SharedMemory.connect(path, timeout_s=0.05)
+                seen = []
+
+                def serve():
+                    for _ in range(waiting + 1):
+                        taken, _ = listener.accept()
+                        self.addCleanup(taken.close)
+                    seen.append(len(taken.recv(4096)))
+                    taken.close()  # no welcome
+
+                thread = threading.Timer(0.05, serve)
+                thread.start()
+                with self.assertRaises(mla_client.MlaError):
+                    shared_memory.SharedMemory.connect(path, timeout_s=60.0)
+                thread.join()
+                self.assertEqual(seen, [shared_memory.HELLO.size])
 
     def test_another_layout_is_refused_by_name(self):
         size = ring_bytes() + ARENA_BYTES
