@@ -198,6 +198,10 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   impl->core_ = *std::move(core);
   impl->core_->CollectAnswers();
   Impl* raw = impl.get();
+  raw->core_->models().set_on_gone([raw](const Model& model) {
+    const std::unique_lock<std::shared_mutex> lock(raw->directory_mutex_);
+    raw->directory_.erase(ModelKey(model.account->name(), model.spec->id));
+  });
   if (options.dedicated_thread) {
     impl->answers_.Start();
     impl->thread_ = std::thread([raw] { raw->RunThread(); });
@@ -241,15 +245,25 @@ void Engine::CloseStream(StreamId stream) {
   impl_->answers_.Flush();
 }
 
-absl::Status Engine::Submit(StreamRequest* request) {
-  if (impl_->stopping_) return absl::UnavailableError("the server stops");
+absl::Status Engine::Submit(StreamRequest* request, Fault* fault) {
+  if (impl_->stopping_) {
+    return Refuse(fault, absl::StatusCode::kUnavailable, "the server stops", "stopped", 1000);
+  }
   EngineCore& core = *impl_->core_;
+  Tenant* const tenant = request->tenant;
+  if (tenant != nullptr && !core.tenants().TryTake(*tenant, Resource::kQueuedRequests, 1)) {
+    return core.tenants().Refusal(*tenant, Resource::kQueuedRequests, 1, "request", fault);
+  }
+  // Requests without a tenant are bounded here alone; of the others there are no more than these.
   if (core.owned().fetch_add(1) >= impl_->options_.limits.queue_requests) {
     core.owned().fetch_sub(1);
-    return absl::ResourceExhaustedError(absl::StrCat("the queue holds ",
-                                                     impl_->options_.limits.queue_requests,
-                                                     " requests, which is its limit"));
+    if (tenant != nullptr) core.tenants().Return(*tenant, Resource::kQueuedRequests, 1);
+    return Refuse(fault, absl::StatusCode::kResourceExhausted,
+                  absl::StrCat("the queue holds ", impl_->options_.limits.queue_requests,
+                               " requests, which is its limit"),
+                  "queue_full", RowOf(Resource::kQueuedRequests).retry_ms);
   }
+  request->engine.counted = tenant != nullptr;
   request->engine.arrival_ns = impl_->clock_->Now();
   impl_->inbox_.Push(request);
   if (impl_->options_.dedicated_thread) impl_->RunInline();
@@ -257,11 +271,11 @@ absl::Status Engine::Submit(StreamRequest* request) {
 }
 
 absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                                Fault* fault) {
+                                                Fault* fault, int64_t lease_ms) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
-    absl::StatusOr<TenantKey> key = core.Tenant(tenant, fault);
-    if (!key.ok()) return key.status();
-    absl::StatusOr<Model*> model = core.models().Register(*key, spec, fault);
+    const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant, fault);
+    if (!row.ok()) return row.status();
+    absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, fault, lease_ms);
     if (!model.ok()) return model.status();
     const std::unique_lock<std::shared_mutex> lock(impl_->directory_mutex_);
     impl_->directory_[ModelKey(tenant, spec.id)] = (*model)->spec;
@@ -272,12 +286,7 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
 absl::Status Engine::UnregisterModel(const std::string& tenant, const std::string& id,
                                      Fault* fault) {
   return impl_->WithRole([&](EngineCore& core) {
-    absl::Status status = core.models().Unregister(core.FindTenant(tenant), id, fault);
-    if (status.ok()) {
-      const std::unique_lock<std::shared_mutex> lock(impl_->directory_mutex_);
-      impl_->directory_.erase(ModelKey(tenant, id));
-    }
-    return status;
+    return core.models().Unregister(core.FindTenant(tenant), id, fault);
   });
 }
 
@@ -372,6 +381,21 @@ EngineStats Engine::Stats() {
   return impl_->WithRole([](EngineCore& core) { return core.Stats(); });
 }
 
+const std::shared_ptr<TenantTable>& Engine::tenants() const {
+  return impl_->core_->shared_tenants();
+}
+
+int32_t Engine::EvictSequences(const SequenceSelection& selection,
+                               std::vector<SequenceId>* not_found) {
+  return impl_->WithRole(
+      [&](EngineCore& core) { return core.EvictSequences(selection, not_found); });
+}
+
+absl::StatusOr<int32_t> Engine::EvictModel(const std::string& tenant, const std::string& id,
+                                           Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) { return core.EvictModel(tenant, id, fault); });
+}
+
 const kernels::BackendInfo& Engine::backend_info() const { return impl_->info_; }
 
 const Limits& Engine::limits() const { return impl_->options_.limits; }
@@ -394,6 +418,10 @@ void Engine::UnregisterHost(std::span<std::byte> memory) {
 
 void Engine::StartDrain() {
   impl_->WithRole([](EngineCore& core) { core.StartDrain(); });
+}
+
+void Engine::CancelDrain() {
+  impl_->WithRole([](EngineCore& core) { core.CancelDrain(); });
 }
 
 int32_t Engine::AbortAllSteps() {

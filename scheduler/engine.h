@@ -32,6 +32,7 @@
 #include "scheduler/model.h"
 #include "scheduler/request.h"
 #include "scheduler/stream_steps.h"
+#include "scheduler/tenant_table.h"
 
 namespace mla::scheduler {
 
@@ -97,7 +98,7 @@ struct EngineStats {
   uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
   uint64_t page_groups_uncommitted = 0;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
-  uint64_t leases_expired = 0, steps_aborted = 0;
+  uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
 };
@@ -140,6 +141,9 @@ class EngineObserver {
 
 struct EngineOptions {
   Limits limits;
+  // Bounds by tenant. max_tenants and the server's bounds of what the engine holds come from
+  // `limits`.
+  TenantTableOptions tenants;
   // Launches whose work (packed query rows x kv rows, all records) is at most this run on the
   // submitting thread when the engine is idle; larger ones are left to the engine's thread. 0:
   // never inline.
@@ -176,13 +180,20 @@ class Engine {
                       std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
 
-  // Hands a request over. RESOURCE_EXHAUSTED (queue full) and UNAVAILABLE (stopped) mean that the
-  // engine did not take it and Done will not be called.
-  absl::Status Submit(StreamRequest* request);
+  // Hands a request over. RESOURCE_EXHAUSTED (queue full, of the tenant or of the server) and
+  // UNAVAILABLE (stopped) mean that the engine did not take it and Done will not be called; `fault`
+  // says more.
+  absl::Status Submit(StreamRequest* request, Fault* fault);
+  absl::Status Submit(StreamRequest* request) {
+    Fault fault;
+    return Submit(request, &fault);
+  }
 
   // --- Models (scoped to the tenant).
+  // `lease_ms`: how long the model stays without a call or a sequence of it; 0: as
+  // Limits::model_lease_ms says.
   absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                          Fault* fault);
+                                          Fault* fault, int64_t lease_ms = 0);
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id, Fault* fault);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
   // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
@@ -216,6 +227,8 @@ class Engine {
 
   // --- Operation.
   EngineStats Stats();
+  // Usage and bounds by tenant; thread-safe, and may outlive the engine.
+  const std::shared_ptr<TenantTable>& tenants() const;
   const kernels::BackendInfo& backend_info() const;
   const Limits& limits() const;
   absl::Status Healthy();  // the backend's word
@@ -227,6 +240,14 @@ class Engine {
   void UnregisterHost(std::span<std::byte> memory);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
   void StartDrain();
+  // Undoes StartDrain.
+  void CancelDrain();
+  // For operators. Releases sequences of any tenant, as ReleaseSequences does, aborting their open
+  // steps; all of the selection's. `not_found` receives absent ids.
+  int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
+  // Releases the model's sequences, then unregisters it. Returns how many sequences went.
+  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id,
+                                     Fault* fault);
   // Aborts what is open; returns the number of steps aborted.
   int32_t AbortAllSteps();
   // Runs what is ready in the calling thread and handles timers; true if anything was done. For

@@ -7,6 +7,24 @@
 #include "absl/strings/str_cat.h"
 
 namespace mla::scheduler {
+namespace {
+
+// What the engine holds is bounded by its limits.
+TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
+  const Limits& limits = options.limits;
+  TenantTableOptions tenants = options.tenants;
+  tenants.max_tenants = limits.max_tenants;
+  tenants.server_bounds[Resource::kKvBytes] = limits.kv_cache_bytes;
+  tenants.server_bounds[Resource::kKvSlabBytes] = limits.kv_cache_bytes;
+  tenants.server_bounds[Resource::kSequences] = limits.max_sequences;
+  tenants.server_bounds[Resource::kModels] = limits.max_models;
+  tenants.server_bounds[Resource::kWeightBytes] = limits.weights_bytes;
+  tenants.server_bounds[Resource::kOpenSteps] = limits.max_open_steps;
+  tenants.server_bounds[Resource::kQueuedRequests] = limits.queue_requests;
+  return tenants;
+}
+
+}  // namespace
 
 EngineCore::EngineCore(const EngineOptions& options,
                        std::unique_ptr<kernels::AttentionBackend> backend, const Clock* clock)
@@ -14,7 +32,8 @@ EngineCore::EngineCore(const EngineOptions& options,
       limits_(options_.limits),
       clock_(clock),
       backend_(std::move(backend)),
-      tenants_(options.limits.max_tenants),
+      tenant_table_(std::make_shared<TenantTable>(TenantOptionsOf(options))),
+      tenants_(*tenant_table_),
       policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_),
               Launcher::PieceBudgetOf(options.limits, *backend_)) {
   failed_.reserve(options.limits.queue_requests);
@@ -40,16 +59,17 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   if (!made.ok()) return made.status();
   core->cache_ = *std::move(made);
 
-  core->models_ =
-      std::make_unique<ModelTable>(options.limits, core->backend_.get(), core->cache_.get());
+  core->models_ = std::make_unique<ModelTable>(options.limits, core->backend_.get(),
+                                               core->cache_.get(), &core->tenants_, clock);
   core->sequences_ =
-      std::make_unique<SequenceTable>(options.limits, core->cache_.get(), clock, std::move(ids));
+      std::make_unique<SequenceTable>(options.limits, core->cache_.get(), core->models_.get(),
+                                      &core->tenants_, clock, std::move(ids));
   if (EngineObserver* const observer = options.observer; observer != nullptr) {
     core->sequences_->set_observer(observer);
     core->cache_->WatchLifetimes([clock] { return clock->Now(); },
                                  [observer](int64_t ns) { observer->OnPageGroupFreed(ns); });
   }
-  core->steps_ = std::make_unique<StepTable>(options.limits, clock);
+  core->steps_ = std::make_unique<StepTable>(options.limits, &core->tenants_, clock);
   absl::StatusOr<std::unique_ptr<Launcher>> launcher = Launcher::Create(
       options.limits, core->backend_.get(), core->cache_.get(), core->models_.get(), clock);
   if (!launcher.ok()) return launcher.status();
@@ -60,9 +80,11 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
 StreamId EngineCore::OpenStream(const std::string& tenant,
                                 std::shared_ptr<const StreamSteps>* steps) {
   const StreamId id = next_stream_++;
+  Fault fault;
+  absl::StatusOr<TenantRef> row = tenants_.Enter(tenant, &fault);
   auto open = std::make_shared<StreamSteps>();
   if (steps != nullptr) *steps = open;
-  streams_.emplace(id, Stream{tenant, kNoTenant, std::move(open)});
+  streams_.emplace(id, Stream{tenant, row.ok() ? *row : TenantRef(), std::move(open)});
   return id;
 }
 
@@ -150,14 +172,49 @@ int32_t EngineCore::ReleaseSequences(const std::string& tenant_name,
       not_found->push_back(id);
       continue;
     }
-    if (sequence->step != nullptr) {
-      AbortStep(tenant, sequence->step->id,
-                absl::AbortedError(absl::StrCat("its sequence ", id, " was released")));
-    }
-    sequences_->Release(sequence);
+    EvictSequence(sequence, "released");
     ++released;
   }
   return released;
+}
+
+void EngineCore::EvictSequence(Sequence* sequence, const char* why) {
+  if (sequence->step != nullptr) {
+    AbortStep(sequence->tenant, sequence->step->id,
+              absl::AbortedError(absl::StrCat("its sequence ", sequence->id, " was ", why)));
+  }
+  sequences_->Release(sequence);
+}
+
+int32_t EngineCore::EvictSequences(const SequenceSelection& selection,
+                                   std::vector<SequenceId>* not_found) {
+  const TenantKey tenant = tenants_.Find(selection.tenant);
+  std::vector<Sequence*> going;
+  if (selection.ids.empty() && tenant != kNoTenant) {
+    going = sequences_->OfTenant(tenant, selection.client_id);
+  }
+  for (const SequenceId id : selection.ids) {
+    Sequence* const sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      not_found->push_back(id);
+    } else if (std::find(going.begin(), going.end(), sequence) == going.end()) {
+      going.push_back(sequence);
+    }
+  }
+  for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
+  return static_cast<int32_t>(going.size());
+}
+
+absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const std::string& id,
+                                               Fault* fault) {
+  const TenantKey key = tenants_.Find(tenant);
+  absl::StatusOr<Model*> model = models_->Find(key, id, "model_id", fault);
+  if (!model.ok()) return model.status();
+  const std::vector<Sequence*> going = sequences_->OfModel(**model);
+  for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
+  absl::Status status = models_->Unregister(key, id, fault);
+  if (!status.ok()) return status;
+  return static_cast<int32_t>(going.size());
 }
 
 int32_t EngineCore::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,9 +67,9 @@ class EngineCore {
   MonotonicNanos NextTick() const;
 
   // --- Control plane; see engine.h.
-  absl::StatusOr<TenantKey> Tenant(const std::string& name, Fault* fault) {
-    return tenants_.Intern(name, fault);
-  }
+  TenantTable& tenants() { return tenants_; }
+  // Transports may return staged bytes after the engine is gone.
+  const std::shared_ptr<TenantTable>& shared_tenants() const { return tenant_table_; }
   TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
   ModelTable& models() { return *models_; }
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);
@@ -81,7 +82,11 @@ class EngineCore {
                            std::vector<SequenceId>* not_found);
   int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
                       std::vector<SequenceId>* not_found);
+  int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
+  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id,
+                                     Fault* fault);
   void StartDrain() { draining_ = true; }
+  void CancelDrain() { draining_ = false; }
   int32_t AbortAllSteps(const std::string& why);
   EngineStats Stats() const;
   kernels::AttentionBackend& backend() { return *backend_; }
@@ -99,8 +104,9 @@ class EngineCore {
  private:
   struct Stream {
     std::string tenant;
-    TenantKey key = kNoTenant;  // given once the tenant owns something
+    TenantRef row;  // empty if the table had no room for it
     std::shared_ptr<StreamSteps> steps;
+    TenantKey key() const { return row ? row->key() : kNoTenant; }
   };
 
   EngineCore(const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
@@ -113,10 +119,14 @@ class EngineCore {
   absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
                                   const StepSequenceArgs& args, size_t index, Fault* fault);
   absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model, Fault* fault);
+  absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,
+                           std::optional<Resource> refused, const absl::Status& status,
+                           Fault* fault);
   absl::Status AcceptAttend(StreamRequest* request, Fault* fault);
   // OK with *wait set: the step still has requests; the answer comes when they are done.
   absl::Status EndStep(StreamRequest* request, bool* wait, Fault* fault);
   absl::Status CommitStep(Step* step, StreamRequest* request, Fault* fault);
+  void EvictSequence(Sequence* sequence, const char* why);
   absl::Status AbortStepRequest(StreamRequest* request, Fault* fault);
   // Rolls the step back and answers what waits of it. Completes launches first if they carry it.
   void AbortStep(TenantKey tenant, StepId id, const absl::Status& status);
@@ -146,7 +156,8 @@ class EngineCore {
   const Clock* const clock_;
   std::unique_ptr<kernels::AttentionBackend> backend_;
   std::unique_ptr<kvcache::KvCache> cache_;
-  TenantTable tenants_;
+  const std::shared_ptr<TenantTable> tenant_table_;
+  TenantTable& tenants_;
   std::unique_ptr<ModelTable> models_;
   std::unique_ptr<SequenceTable> sequences_;
   std::unique_ptr<StepTable> steps_;

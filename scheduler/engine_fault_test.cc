@@ -78,8 +78,8 @@ class EnginePageWorkTest : public EngineFaultTest {};
 // Pages that changed tenant must be zeroed even if the launch that should have done it fails.
 TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
   Fault fault;
-  const TenantKey key = *h_->core().Tenant("tenant-b", &fault);
-  ASSERT_TRUE(h_->core().models().Register(key, h_->model(), &fault).ok());
+  const TenantRef other = *h_->core().tenants().Enter("tenant-b", &fault);
+  ASSERT_TRUE(h_->core().models().Register(other->key(), h_->model(), &fault).ok());
   // Tenant A fills the whole pool once, so that every page has been its.
   for (int round = 0; round < 14; ++round) h_->Open();
   const SequenceList all = h_->core().GetSequences({h_->tenant(), {}, ""});

@@ -21,8 +21,8 @@ TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {
   ExpectCode(*h_.Begin(foreign, 1, {{seq.id, 1, 0, 1}}), absl::StatusCode::kNotFound,
              "model_not_found");
   Fault fault;
-  const TenantKey key = *h_.core().Tenant("tenant-b", &fault);
-  ASSERT_TRUE(h_.core().models().Register(key, h_.model(), &fault).ok());
+  const TenantRef other = *h_.core().tenants().Enter("tenant-b", &fault);
+  ASSERT_TRUE(h_.core().models().Register(other->key(), h_.model(), &fault).ok());
   auto foreign_begin = h_.Begin(foreign, 1, {{seq.id, 1, 0, 1}});
   auto absent_begin = h_.Begin(foreign, 1, {{12345, 1, 0, 1}});
   ExpectCode(*foreign_begin, absl::StatusCode::kNotFound, "sequence_not_found");

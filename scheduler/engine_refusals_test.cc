@@ -21,8 +21,8 @@ class EngineRefusalsTest : public EngineCoreTest {
   // A stream of a tenant that has a model of the same name.
   StreamId ForeignStream() {
     Fault fault;
-    const TenantKey key = *h_.core().Tenant("tenant-b", &fault);
-    EXPECT_TRUE(h_.core().models().Register(key, h_.model(), &fault).ok());
+    const TenantRef other = *h_.core().tenants().Enter("tenant-b", &fault);
+    EXPECT_TRUE(h_.core().models().Register(other->key(), h_.model(), &fault).ok());
     OpenArgs open;
     open.tenant = "tenant-b";
     open.model_id = h_.model().id;

@@ -20,6 +20,9 @@ void EngineCore::Answer(StreamRequest* request, const absl::Status& status, cons
     options_.observer->OnRequest(*request, status, clock_->Now() - request->engine.arrival_ns);
   }
   owned_.fetch_sub(1);
+  if (std::exchange(request->engine.counted, false)) {
+    tenants_.Return(*request->tenant, Resource::kQueuedRequests, 1);
+  }
   if (!collects_answers_) return request->Done(status, fault);
   request->engine.status = status;
   if (!status.ok()) request->engine.fault = fault;
@@ -120,11 +123,44 @@ absl::Status EngineCore::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
     return RefuseField(fault, "begin_step.participants", absl::StrCat(args.participants),
                        absl::StrCat("0..", limits_.max_participants), "out_of_range");
   }
-  if (args.lease_ms < 0 || args.lease_ms > limits_.max_lease_ms) {
+  if (args.lease_ms < 0 || args.lease_ms > limits_.longest_step_lease_ms()) {
     return RefuseField(fault, "begin_step.lease_ms", absl::StrCat(args.lease_ms),
-                       absl::StrCat("0..", limits_.max_lease_ms), "out_of_range");
+                       absl::StrCat("0..", limits_.longest_step_lease_ms()), "out_of_range");
   }
   return absl::OkStatus();
+}
+
+// What of the step's pages was refused: by the tenant's bound, or because the pool has no room.
+absl::Status EngineCore::RefusePages(const std::vector<StepEntry>& entries, const Model& model,
+                                     std::optional<Resource> refused, const absl::Status& status,
+                                     Fault* fault) {
+  if (!absl::IsResourceExhausted(status)) return status;
+  const kvcache::GroupLayout& layout = model.layout;
+  int64_t groups = 0;
+  for (const StepEntry& entry : entries) {
+    const auto pages = [&](int64_t rows) {
+      return (rows + layout.page_size - 1) / layout.page_size;
+    };
+    groups += pages(int64_t{entry.start} + entry.rows) - pages(entry.start);
+  }
+  const int64_t wanted = groups * layout.group_bytes();
+  absl::Status answer = status;
+  if (refused) {
+    answer = tenants_.Refusal(*model.account, *refused, wanted, "begin_step.sequences", fault);
+  } else {
+    const int64_t free_groups = cache_->free_groups(model.layout_id);
+    fault->field = "begin_step.sequences";
+    fault->limit = absl::StrCat(free_groups, " free page groups");
+    fault->got = absl::StrCat("rows that need ", groups, " page groups and copies of shared ones");
+    fault->reason = RowOf(Resource::kKvBytes).reason;
+    fault->resource = RowOf(Resource::kKvBytes).name;
+    fault->wanted = wanted;
+    fault->free = free_groups * layout.group_bytes();
+    fault->bound = limits_.kv_cache_bytes;
+    fault->bound_of = BoundOwner::kServer;
+  }
+  fault->retry_after_ms = limits_.step_lease_ms;
+  return answer;
 }
 
 absl::Status EngineCore::ReserveStep(const std::vector<StepEntry>& entries, const Model& model,
@@ -135,14 +171,8 @@ absl::Status EngineCore::ReserveStep(const std::vector<StepEntry>& entries, cons
   }
   reservation_.Clear();
   const absl::Status status = cache_->Reserve(step_rows_, &reservation_);
-  if (!status.ok()) {
-    fault->field = "begin_step.sequences";
-    fault->limit = absl::StrCat(cache_->free_groups(model.layout_id), " free page groups");
-    fault->got = "more rows than the free pages hold";
-    fault->reason = "pages_exhausted";
-    fault->retry_after_ms = limits_.step_lease_ms;
-    return status;
-  }
+  const std::optional<Resource> refused = model.pool_account->TakeRefused();
+  if (!status.ok()) return RefusePages(entries, model, refused, status, fault);
   page_work_.Add(reservation_);
   return status;
 }
@@ -172,25 +202,29 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request, Fault* fau
 
 absl::Status EngineCore::BeginStep(StreamRequest* request, Fault* fault) {
   Stream& stream = streams_.at(request->stream);
-  if (stream.key == kNoTenant) stream.key = tenants_.Find(stream.tenant);
+  if (!stream.row) {
+    absl::StatusOr<TenantRef> row = tenants_.Enter(stream.tenant, fault);
+    if (!row.ok()) return row.status();
+    stream.row = *std::move(row);
+  }
+  const TenantKey tenant = stream.key();
   BeginStepArgs& args = request->begin;
   if (args.participants == 0) args.participants = 1;
-  Step* existing = steps_->Lookup(stream.key, request->step_id);
+  Step* existing = steps_->Lookup(tenant, request->step_id);
   if (existing != nullptr) return JoinStep(existing, request, fault);
 
   Model* model = nullptr;
-  absl::Status status = CheckBegin(stream.key, args, &model, fault);
+  absl::Status status = CheckBegin(tenant, args, &model, fault);
   if (!status.ok()) return status;
-  absl::StatusOr<Step*> created = steps_->Create(stream.key, request->step_id, fault);
+  absl::StatusOr<Step*> created = steps_->Create(model, request->step_id, fault);
   if (!created.ok()) return created.status();
   Step* step = *created;
-  step->model = model;
   int64_t total = 0;
   for (size_t i = 0; i < args.sequences.size() && status.ok(); ++i) {
     const StepSequenceArgs& wanted = args.sequences[i];
-    status = CheckBeginSequence(stream.key, *model, wanted, i, fault);
+    status = CheckBeginSequence(tenant, *model, wanted, i, fault);
     if (!status.ok()) break;
-    Sequence* sequence = sequences_->Find(stream.key, wanted.id);
+    Sequence* sequence = sequences_->Find(tenant, wanted.id);
     sequence->step = step;  // also refuses a sequence that is named twice
     step->entries.push_back({sequence, static_cast<int32_t>(wanted.start_position), wanted.rows,
                              static_cast<int32_t>(total)});
@@ -219,7 +253,8 @@ absl::Status EngineCore::BeginStep(StreamRequest* request, Fault* fault) {
 
 absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   const Stream& stream = streams_.at(request->stream);
-  absl::StatusOr<Step*> found = steps_->Find(stream.key, request->stream, request->step_id, fault);
+  absl::StatusOr<Step*> found =
+      steps_->Find(stream.key(), request->stream, request->step_id, fault);
   if (!found.ok()) {
     request->step_aborted = absl::IsAborted(found.status());
     return found.status();
@@ -259,7 +294,8 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
 
 absl::Status EngineCore::LeaderOf(StreamRequest* request, Step** step, Fault* fault) {
   const Stream& stream = streams_.at(request->stream);
-  absl::StatusOr<Step*> found = steps_->Find(stream.key, request->stream, request->step_id, fault);
+  absl::StatusOr<Step*> found =
+      steps_->Find(stream.key(), request->stream, request->step_id, fault);
   if (!found.ok()) {
     request->step_aborted = absl::IsAborted(found.status());
     return found.status();

@@ -4,6 +4,7 @@
 #ifndef MLA_SCHEDULER_LIMITS_H_
 #define MLA_SCHEDULER_LIMITS_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "absl/status/status.h"
@@ -34,7 +35,7 @@ struct Limits {
   int32_t max_step_sequences = 512;  // sequences of one step
   int32_t max_open_steps = 256;      // all streams together
   int32_t max_participants = 64;     // streams of one step
-  int32_t max_tenants = 4096;        // names ever seen by one server process
+  int32_t max_tenants = 4096;        // that use something at a time
 
   // --- Queue and launches
   int32_t queue_requests = 4096;       // requests accepted and not yet answered, all streams
@@ -46,14 +47,21 @@ struct Limits {
 
   // --- Time
   int64_t sequence_lease_ms = 10000;  // since the last sign of life of the sequence or a renewal
-  int64_t max_lease_ms = 3600000;     // that a client may ask for
+  int64_t max_lease_ms = 3600000;     // that a client may ask for, of sequences and models
+  int64_t model_lease_ms = 0;         // of a model that asks for none; 0: it stays
   int64_t step_lease_ms = 2000;       // since the last message of the step
+  int64_t max_step_lease_ms = 60000;  // that a client may ask for
   int64_t slice_wait_us = 200;  // how long head slices wait for those of other ranks; 0: never
   int64_t kv_wait_ms = 500;     // how long rows wait for KV rows that have not arrived
   int64_t queue_ms = 30000;     // how long any request may wait for its launch
 
   // --- Names
   int32_t max_name_bytes = 128;  // model, client, request and tenant names
+
+  // Longest step lease that a client may ask for: never below the default, never above any lease.
+  int64_t longest_step_lease_ms() const {
+    return std::min(max_lease_ms, std::max(step_lease_ms, max_step_lease_ms));
+  }
 };
 
 // What the engine can work with: every limit in its range, and those that bound each other in

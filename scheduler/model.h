@@ -33,6 +33,8 @@ struct ModelInfo {
   int64_t max_sequence_rows = 0;
   bool weights_complete = false;
   int32_t sequences = 0;
+  int64_t lease_ms = 0;       // 0: the model stays until it is unregistered
+  int64_t lease_left_ms = 0;  // of a model with a lease and without sequences; else lease_ms
 };
 
 }  // namespace mla::scheduler

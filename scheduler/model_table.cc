@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +10,8 @@
 
 namespace mla::scheduler {
 namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
 
 using kernels::AttentionDesc;
 using kernels::AttentionForm;
@@ -41,8 +44,19 @@ int64_t HeadWeightElements(const kernels::Geometry& g) {
 }  // namespace
 
 ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
-                       kvcache::KvCache* cache)
-    : limits_(limits), backend_(backend), cache_(cache), models_(limits.max_models) {}
+                       kvcache::KvCache* cache, TenantTable* tenants, const Clock* clock)
+    : limits_(limits),
+      backend_(backend),
+      cache_(cache),
+      tenants_(tenants),
+      clock_(clock),
+      models_(limits.max_models) {}
+
+absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms, Fault* fault) const {
+  const absl::Status status = CheckRange(fault, "lease_ms", lease_ms, 0, limits_.max_lease_ms);
+  if (!status.ok()) return status;
+  return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
+}
 
 absl::Status ModelTable::CheckSpec(const ModelSpec& spec, Fault* fault) const {
   const kernels::Geometry& g = spec.geometry;
@@ -85,11 +99,13 @@ absl::Status ModelTable::CheckSupported(const ModelSpec& spec, Fault* fault) con
   return status;
 }
 
-absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted,
-                                            Fault* fault) {
+absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted, Fault* fault,
+                                            int64_t lease_ms) {
   ModelSpec spec = wanted;
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
   if (absl::Status status = CheckSpec(spec, fault); !status.ok()) return status;
+  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms, fault);
+  if (!lease_ns.ok()) return lease_ns.status();
   size_t free = models_.size();
   for (size_t i = 0; i < models_.size(); ++i) {
     Model* model = models_[i].get();
@@ -98,25 +114,33 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
       continue;
     }
     if (model->tenant != tenant || model->spec->id != spec.id) continue;
-    if (*model->spec == spec) return model;
+    if (*model->spec == spec) {
+      if (lease_ms > 0) model->lease_ns = *lease_ns;
+      Touch(model);
+      return model;
+    }
     return RefuseField(fault, "model", "other contents than registered",
                        absl::StrCat("equal to the registered model ", spec.id), "model_exists",
                        absl::StatusCode::kAlreadyExists);
   }
-  if (free == models_.size()) {
-    return RefuseField(fault, "model", "one more", absl::StrCat("at most ", limits_.max_models),
-                       "models_exhausted", absl::StatusCode::kResourceExhausted);
-  }
   if (absl::Status status = CheckSupported(spec, fault); !status.ok()) return status;
+  const TenantRef account = tenants_->Get(tenant);
+  absl::Status taken = tenants_->Take(*account, Resource::kModels, 1, "model", fault);
+  if (!taken.ok()) return taken;
 
   auto model = std::make_unique<Model>();
   model->index = static_cast<int32_t>(free);
   model->tenant = tenant;
+  model->account = account.get();
+  model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
+  model->lease_ns = *lease_ns;
   model->layout.row_bytes = int64_t{spec.geometry.kv_row_dim()} * 2;
   model->layout.page_size = spec.page_size;
   model->layout.layers = spec.layers;
-  absl::StatusOr<kvcache::LayoutId> layout = cache_->AddLayout(model->layout);
+  absl::StatusOr<kvcache::LayoutId> layout =
+      cache_->AddLayout(model->layout, model->pool_account.get());
   if (!layout.ok()) {
+    tenants_->Return(*account, Resource::kModels, 1);
     Blame(fault, "model.layers", absl::StrCat(spec.layers),
           "layers whose page group fits into kv_cache.bytes");
     fault->reason = "page_group_too_large";
@@ -139,6 +163,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->tile_rows = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed)).tile_rows;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
+  Touch(models_[free].get());
   return models_[free].get();
 }
 
@@ -152,16 +177,52 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id, Fau
                   absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
                   "model_in_use");
   }
-  if (absl::Status status = cache_->RemoveLayout(model.layout_id); !status.ok()) return status;
-  if (model.weights_bytes > 0) {
-    for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
-      const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
-      if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
-    }
-    weights_bytes_ -= model.weights_bytes;
+  return Remove(model);
+}
+
+// The layout goes last: a model that stays because its weights cannot be freed must keep it, or
+// its sequences would write into groups of whatever layout gets the id next.
+absl::Status ModelTable::Remove(Model& model) {
+  const int32_t heads = model.spec->geometry.num_heads;
+  for (int32_t layer = 0; model.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
+    const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
+    if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
+    const auto first = model.heads.begin() + int64_t{layer} * heads;
+    std::fill(first, first + heads, Model::Head());
+    model.weights_complete = false;
   }
+  if (absl::Status status = cache_->RemoveLayout(model.layout_id); !status.ok()) return status;
+  if (on_gone_) on_gone_(model);
+  Tenant& account = *model.account;
+  const int64_t weights_bytes = model.weights_bytes;
   models_[model.index].reset();
+  tenants_->Return(account, Resource::kWeightBytes, weights_bytes);
+  tenants_->Return(account, Resource::kModels, 1);
   return absl::OkStatus();
+}
+
+int32_t ModelTable::ExpireLeases() {
+  int32_t expired = 0;
+  const MonotonicNanos now = clock_->Now();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    if (now < model->lease_deadline) continue;
+    if (Remove(*model).ok()) {
+      ++expired;
+    } else {
+      Touch(model.get());  // tried again after another lease
+    }
+  }
+  return expired;
+}
+
+MonotonicNanos ModelTable::NextExpiry() const {
+  MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    next = std::min(next, model->lease_deadline);
+  }
+  return next;
 }
 
 absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id, const char* field,
@@ -169,6 +230,7 @@ absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id,
   for (const std::unique_ptr<Model>& model : models_) {
     if (model != nullptr && tenant != kNoTenant && model->tenant == tenant &&
         model->spec->id == id) {
+      Touch(model.get());
       return model.get();
     }
   }
@@ -189,6 +251,12 @@ ModelInfo ModelTable::Info(const Model& model) const {
       std::min<int64_t>(limits_.max_sequence_rows, pages * model.layout.page_size);
   info.weights_complete = model.weights_complete;
   info.sequences = model.sequences;
+  info.lease_ms = model.lease_ns / kNanosPerMilli;
+  info.lease_left_ms = info.lease_ms;
+  if (model.lease_ns > 0 && model.sequences == 0) {
+    info.lease_left_ms =
+        std::max<int64_t>(0, model.lease_deadline - clock_->Now()) / kNanosPerMilli;
+  }
   return info;
 }
 
@@ -231,14 +299,10 @@ absl::Status ModelTable::ChargeWeights(Model& model, Fault* fault) {
   if (model.weights_bytes > 0) return absl::OkStatus();
   const kernels::Geometry& g = model.spec->geometry;
   const int64_t total = int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * 2;
-  if (weights_bytes_ + total > limits_.weights_bytes) {
-    return RefuseField(fault, "header.model_id", absl::StrCat(total, " bytes of weights"),
-                       absl::StrCat(limits_.weights_bytes - weights_bytes_, " bytes left"),
-                       "weights_exhausted", absl::StatusCode::kResourceExhausted);
-  }
-  model.weights_bytes = total;
-  weights_bytes_ += total;
-  return absl::OkStatus();
+  absl::Status status =
+      tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id", fault);
+  if (status.ok()) model.weights_bytes = total;
+  return status;
 }
 
 absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t layer,

@@ -7,6 +7,7 @@
 #define MLA_SCHEDULER_MODEL_TABLE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -15,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "scheduler/clock.h"
 #include "scheduler/fault.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/limits.h"
@@ -26,10 +28,15 @@ namespace mla::scheduler {
 struct Model {
   int32_t index = -1;
   TenantKey tenant = kNoTenant;
+  Tenant* account = nullptr;  // the tenant's row; the model keeps it
+  std::unique_ptr<TenantPoolAccount> pool_account;
   std::shared_ptr<const ModelSpec> spec;
   kvcache::GroupLayout layout;
   kvcache::LayoutId layout_id = -1;
   int32_t sequences = 0;  // open ones; Unregister waits for zero
+  // The model goes when nothing has named it for so long and no sequence of it is open; 0: never.
+  int64_t lease_ns = 0;
+  MonotonicNanos lease_deadline = 0;
   // Query rows of one request from which EXPANDED takes the expanded form; more than a launch has
   // where the backend does not offer it. A backend may offer it for bf16 queries alone.
   int32_t expanded_min_rows = 0;
@@ -53,11 +60,26 @@ struct Model {
 
 class ModelTable {
  public:
-  ModelTable(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache);
+  ModelTable(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
+             TenantTable* tenants, const Clock* clock);
 
-  absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, Fault* fault);
+  // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
+  // replaces the one in force.
+  absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, Fault* fault,
+                                  int64_t lease_ms = 0);
+  // An error leaves the model registered, perhaps without some of its weights; a repeat goes on.
   absl::Status Unregister(TenantKey tenant, const std::string& id, Fault* fault);
-  // NOT_FOUND, with a reason, when the tenant has no such model.
+  // Called with every model before it is gone. May be empty.
+  void set_on_gone(std::function<void(const Model&)> on_gone) { on_gone_ = std::move(on_gone); }
+  // The model's lease starts again: something has named it, or a sequence of it has closed.
+  void Touch(Model* model) {
+    if (model->lease_ns > 0) model->lease_deadline = clock_->Now() + model->lease_ns;
+  }
+  // Unregisters models whose lease has run out. Returns how many.
+  int32_t ExpireLeases();
+  // When ExpireLeases should next be called; max() if no lease runs.
+  MonotonicNanos NextExpiry() const;
+  // NOT_FOUND, with a reason, when the tenant has no such model. Renews its lease.
   absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field,
                               Fault* fault);
   ModelInfo Info(const Model& model) const;
@@ -84,12 +106,16 @@ class ModelTable {
   absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
                           std::span<const std::byte> bytes, Fault* fault) const;
   absl::Status ChargeWeights(Model& model, Fault* fault);
+  absl::Status Remove(Model& model);
+  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;
 
   const Limits limits_;
   kernels::AttentionBackend* const backend_;
   kvcache::KvCache* const cache_;
+  TenantTable* const tenants_;
+  const Clock* const clock_;
+  std::function<void(const Model&)> on_gone_;
   std::vector<std::unique_ptr<Model>> models_;  // by index; null when free
-  int64_t weights_bytes_ = 0;
 };
 
 }  // namespace mla::scheduler

@@ -134,7 +134,7 @@ TEST(ModelTableBudgetTest, WeightsOfAllModelsAreBoundedAndGivenBack) {
   EngineHarness h({limits, testing::TinyModel(), nullptr, nullptr});
   ModelTable& table = h.core().models();
   Fault fault;
-  const TenantKey tenant = *h.core().Tenant(h.tenant(), &fault);
+  const TenantKey tenant = h.core().FindTenant(h.tenant());
   ModelSpec spec = h.model();
   Model* const first = *table.Find(tenant, spec.id, "model_id", &fault);
   spec.id = "second";
@@ -147,7 +147,8 @@ TEST(ModelTableBudgetTest, WeightsOfAllModelsAreBoundedAndGivenBack) {
   fault = Fault();
   EXPECT_EQ(load(second, 2).code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(fault.reason, "weights_exhausted");
-  EXPECT_EQ(fault.limit, "0 bytes left");
+  EXPECT_EQ(fault.limit, "at most 704 bytes in all, 0 free");
+  EXPECT_EQ(fault.bound_of, BoundOwner::kServer);
   ASSERT_EQ(table.Unregister(tenant, h.model().id, &fault), absl::OkStatus());
   EXPECT_EQ(load(second, 3), absl::OkStatus());
 }

@@ -89,6 +89,9 @@ struct RequestTimings {
   bool plan_reused = false;
 };
 
+// Whose bound refused a request.
+enum class BoundOwner : uint8_t { kNone, kTenant, kServer };
+
 // What went wrong, in terms of the contract; travels beside the status.
 struct Fault {
   std::string field;  // path, e.g. "attend.row_count"
@@ -97,8 +100,16 @@ struct Fault {
   std::string reason;  // stable token, e.g. "epoch_mismatch"
   int64_t retry_after_ms = 0;
   int64_t last_good_position = 0;
+  // Of a refusal by a bound (tenant_table.h): the resource, what was wanted, what is free of the
+  // bound, and whose it is.
+  const char* resource = "";
+  int64_t wanted = 0;
+  int64_t free = 0;
+  int64_t bound = 0;
+  BoundOwner bound_of = BoundOwner::kNone;
 };
 
+class Tenant;
 struct Step;
 struct SliceGroup;
 
@@ -113,6 +124,8 @@ class StreamRequest {
   // --- Filled by the transport.
   RequestKind kind = RequestKind::kAttend;
   StreamId stream = 0;
+  // Of the stream; lives until Done. Null: only the server's bound of queued requests holds.
+  Tenant* tenant = nullptr;
   StepId step_id = 0;
   BeginStepArgs begin;
   AttendArgs attend;
@@ -149,6 +162,7 @@ class StreamRequest {
     // inputs are; -1: none so far.
     int32_t bad_row = -1;
     int32_t bad_head = -1;
+    bool counted = false;              // among the tenant's queued requests
   };
   EngineFields engine;
 };

@@ -16,10 +16,13 @@ std::string RequestKey(TenantKey tenant, const std::string& request_id) {
 
 }  // namespace
 
-SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, const Clock* clock,
+SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
+                             TenantTable* tenants, const Clock* clock,
                              std::function<uint64_t()> ids)
     : limits_(limits),
       cache_(cache),
+      models_(models),
+      tenants_(tenants),
       clock_(clock),
       ids_(std::move(ids)),
       leases_(limits.max_sequences),
@@ -89,8 +92,11 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
   std::string origin = absl::StrCat("open/", args.model_id, "/", args.client_id);
   absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin, fault);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
+  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence", fault);
+  if (!taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
   if (!slot.ok()) {
+    tenants_->Return(*model->account, Resource::kSequences, 1);
     fault->reason = "sequences_exhausted";
     Blame(fault, "sequence", "one more",
           absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
@@ -131,8 +137,12 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
     return RefuseField(fault, "length", absl::StrCat(length), absl::StrCat("0..", committed),
                        "out_of_range");
   }
+  Tenant& account = *parent->model->account;
+  absl::Status taken = tenants_->Take(account, Resource::kSequences, 1, "sequence", fault);
+  if (!taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
   if (!slot.ok()) {
+    tenants_->Return(account, Resource::kSequences, 1);
     fault->reason = "sequences_exhausted";
     Blame(fault, "sequence", "one more",
           absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
@@ -186,7 +196,9 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   if (observer_ != nullptr) {
     observer_->OnSequenceClosed(cache_->length(slot), clock_->Now() - sequence->opened_ns);
   }
-  --sequence->model->sequences;
+  Model* const model = sequence->model;
+  --model->sequences;
+  models_->Touch(model);
   leases_.Drop(slot);
   by_id_.erase(sequence->id);
   if (!sequence->request_id.empty()) {
@@ -194,6 +206,7 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   }
   cache_->Release(slot, why);
   by_slot_[slot].reset();
+  tenants_->Return(*model->account, Resource::kSequences, 1);
 }
 
 void SequenceTable::Renew(Sequence* sequence, int64_t lease_ms) {
@@ -229,6 +242,14 @@ std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::stri
   }
   std::sort(result.begin(), result.end(),
             [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  return result;
+}
+
+std::vector<Sequence*> SequenceTable::OfModel(const Model& model) {
+  std::vector<Sequence*> result;
+  for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
+    if (sequence != nullptr && sequence->model == &model) result.push_back(sequence.get());
+  }
   return result;
 }
 

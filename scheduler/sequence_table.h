@@ -49,8 +49,8 @@ struct Sequence {
 class SequenceTable {
  public:
   // `ids` yields sequence ids; it must be unpredictable in production.
-  SequenceTable(const Limits& limits, kvcache::KvCache* cache, const Clock* clock,
-                std::function<uint64_t()> ids);
+  SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
+                TenantTable* tenants, const Clock* clock, std::function<uint64_t()> ids);
 
   absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
                                  Fault* fault);
@@ -70,6 +70,7 @@ class SequenceTable {
                                         Fault* fault);
   // The tenant's sequences, of one client if `client_id` is not empty; ordered by id.
   std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id);
+  std::vector<Sequence*> OfModel(const Model& model);
   SequenceInfo Info(const Sequence& sequence) const;
 
   // Releases what has outlived its lease; sequences in a step are alive through it. Returns how
@@ -91,6 +92,8 @@ class SequenceTable {
 
   const Limits limits_;
   kvcache::KvCache* const cache_;
+  ModelTable* const models_;
+  TenantTable* const tenants_;
   const Clock* const clock_;
   const std::function<uint64_t()> ids_;
   EngineObserver* observer_ = nullptr;

@@ -76,7 +76,8 @@ bool Step::Includes(StreamId stream) const {
   return std::find(streams.begin(), streams.end(), stream) != streams.end();
 }
 
-StepTable::StepTable(const Limits& limits, const Clock* clock) : limits_(limits), clock_(clock) {
+StepTable::StepTable(const Limits& limits, TenantTable* tenants, const Clock* clock)
+    : tenants_(tenants), clock_(clock) {
   pool_.reserve(limits.max_open_steps);
   free_.reserve(limits.max_open_steps);
   open_.reserve(limits.max_open_steps);
@@ -108,13 +109,10 @@ absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId 
   return absl::NotFoundError(absl::StrCat("step ", id, " is not open on this stream"));
 }
 
-absl::StatusOr<Step*> StepTable::Create(TenantKey tenant, StepId id, Fault* fault) {
-  if (static_cast<int32_t>(open_.size()) >= limits_.max_open_steps) {
-    fault->retry_after_ms = 1;
-    return RefuseField(fault, "begin_step", "one more open step",
-                       absl::StrCat("at most ", limits_.max_open_steps), "steps_exhausted",
-                       absl::StatusCode::kResourceExhausted);
-  }
+absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id, Fault* fault) {
+  absl::Status taken =
+      tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step", fault);
+  if (!taken.ok()) return taken;
   if (free_.empty()) {
     pool_.push_back(std::make_unique<Step>());
     free_.push_back(pool_.back().get());
@@ -122,7 +120,8 @@ absl::StatusOr<Step*> StepTable::Create(TenantKey tenant, StepId id, Fault* faul
   Step* step = free_.back();
   free_.pop_back();
   step->id = id;
-  step->tenant = tenant;
+  step->tenant = model->tenant;
+  step->model = model;
   open_.push_back(step);
   return step;
 }
@@ -137,6 +136,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
   step->ranks.clear();
   step->entries.clear();
   step->layers.clear();
+  tenants_->Return(*step->model->account, Resource::kOpenSteps, 1);
   step->model = nullptr;
   step->participants = 1;
   step->total_rows = 0;

@@ -84,14 +84,15 @@ struct AbortedStep {
 
 class StepTable {
  public:
-  StepTable(const Limits& limits, const Clock* clock);
+  StepTable(const Limits& limits, TenantTable* tenants, const Clock* clock);
 
   // The open step, or NOT_FOUND / ABORTED with the reason it is gone.
   absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault);
   // Any open step of the tenant by id, whoever takes part; null if none.
   Step* Lookup(TenantKey tenant, StepId id);
-  // An empty step from the pool, listed as open. RESOURCE_EXHAUSTED past max_open_steps.
-  absl::StatusOr<Step*> Create(TenantKey tenant, StepId id, Fault* fault);
+  // An empty step of the model from the pool, listed as open. RESOURCE_EXHAUSTED when the tenant or
+  // the server has as many as its bound says.
+  absl::StatusOr<Step*> Create(Model* model, StepId id, Fault* fault);
   // Removes the step; `why` not empty remembers it as aborted.
   void Remove(Step* step, const std::string& why);
 
@@ -99,7 +100,7 @@ class StepTable {
   const std::vector<Step*>& open() const { return open_; }
 
  private:
-  const Limits limits_;
+  TenantTable* const tenants_;
   const Clock* const clock_;
   std::vector<std::unique_ptr<Step>> pool_;
   std::vector<Step*> free_;

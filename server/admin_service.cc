@@ -95,27 +95,31 @@ void AdminService::FillBackends(v1::GetServerInfoReply* reply) const {
 grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
                                          const v1::GetServerInfoRequest*,
                                          v1::GetServerInfoReply* reply) {
-  return rpc_.Serve(context, "Admin.GetServerInfo", [&](const Identity&, Fault*) {
-    reply->set_server_version(kVersion);
-    reply->set_api_version(kApiVersion);
-    reply->set_boot_id(rpc_.boot_id);
-    FillBackends(reply);
-    FillLimits(reply->mutable_limits());
-    reply->add_wire_dtypes(v1::DTYPE_BF16);
-    reply->add_wire_dtypes(v1::DTYPE_F32);
-    reply->add_kv_dtypes(v1::DTYPE_BF16);
-    for (const char* profile : {"ABSORBED", "EXPANDED", "APPEND_ONLY"}) {
-      reply->add_profiles(profile);
-    }
-    for (const char* capability : kCapabilities) reply->add_capabilities(capability);
-    if (options_.shared_memory) {
-      for (const char* capability : kSharedMemoryCapabilities) reply->add_capabilities(capability);
-    }
-    const auto up = std::chrono::steady_clock::now() - started_;
-    reply->set_uptime_ms(
-        static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(up).count()));
-    return absl::OkStatus();
-  });
+  return rpc_.Serve(
+      context, "Admin.GetServerInfo",
+      [&](const Identity&, Fault*) {
+        reply->set_server_version(kVersion);
+        reply->set_api_version(kApiVersion);
+        reply->set_boot_id(rpc_.boot_id);
+        FillBackends(reply);
+        FillLimits(reply->mutable_limits());
+        reply->add_wire_dtypes(v1::DTYPE_BF16);
+        reply->add_wire_dtypes(v1::DTYPE_F32);
+        reply->add_kv_dtypes(v1::DTYPE_BF16);
+        for (const char* profile : {"ABSORBED", "EXPANDED", "APPEND_ONLY"}) {
+          reply->add_profiles(profile);
+        }
+        for (const char* capability : kCapabilities) reply->add_capabilities(capability);
+        if (options_.shared_memory) {
+          for (const char* capability : kSharedMemoryCapabilities)
+            reply->add_capabilities(capability);
+        }
+        const auto up = std::chrono::steady_clock::now() - started_;
+        reply->set_uptime_ms(static_cast<uint64_t>(
+            std::chrono::duration_cast<std::chrono::milliseconds>(up).count()));
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
 }
 
 void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
@@ -157,11 +161,14 @@ void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
 
 grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetStatsRequest*,
                                     v1::GetStatsReply* reply) {
-  return rpc_.Serve(context, "Admin.GetStats", [&](const Identity&, Fault*) {
-    FillStats(Stats(), rpc_.metrics->wire(), reply);
-    reply->set_boot_id(rpc_.boot_id);
-    return absl::OkStatus();
-  });
+  return rpc_.Serve(
+      context, "Admin.GetStats",
+      [&](const Identity&, Fault*) {
+        FillStats(Stats(), rpc_.metrics->wire(), reply);
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
 }
 
 void AdminService::FillUpdate(const ServerState::Snapshot& snapshot,

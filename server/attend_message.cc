@@ -29,6 +29,10 @@ void AttendMessage::Unref() {
 void AttendMessage::Recycle() {
   owner = nullptr;
   tag = 0;
+  // First the count, then the memory: streams that wait look again when memory comes back.
+  if (staged > 0) home_->tenants().Return(*tenant, scheduler::Resource::kStagedBytes, staged);
+  staged = 0;
+  tenant = nullptr;
   input.Reset();
   output.Reset();
   slices.clear();

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "scheduler/request.h"
+#include "scheduler/tenant_table.h"
 #include "server/request_validator.h"
 #include "server/shared_region.h"
 #include "server/staging_pool.h"
@@ -58,6 +59,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
   std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
   size_t charge = 0;                     // bytes counted against the stream
+  int64_t staged = 0;                    // bytes of input and output, counted against the tenant
   uint64_t begin_order = 0;              // of a BeginStep among its stream's; 0: not listed there
   int64_t answered_ns = 0;               // steady clock
   AttendMessage* next = nullptr;
@@ -72,17 +74,21 @@ class AttendMessage final : public scheduler::StreamRequest {
 
 class AttendMessagePool final : public std::enable_shared_from_this<AttendMessagePool> {
  public:
-  explicit AttendMessagePool(std::unique_ptr<kernels::HostBuffer> memory)
-      : staging_(std::move(memory)) {}
+  // `tenants`: counts staged bytes.
+  AttendMessagePool(std::unique_ptr<kernels::HostBuffer> memory,
+                    std::shared_ptr<scheduler::TenantTable> tenants)
+      : staging_(std::move(memory)), tenants_(std::move(tenants)) {}
   // A message with one reference. Grows to the largest number ever out at a time.
   AttendMessage* Take();
   StagingPool& staging() { return staging_; }
+  scheduler::TenantTable& tenants() { return *tenants_; }
 
  private:
   friend class AttendMessage;
   void Return(AttendMessage* message);
 
   StagingPool staging_;
+  const std::shared_ptr<scheduler::TenantTable> tenants_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<AttendMessage>> all_;
   AttendMessage* free_ = nullptr;

@@ -35,10 +35,19 @@ absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t le
   return absl::OkStatus();
 }
 
+scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& tenant) {
+  scheduler::Fault fault;
+  absl::StatusOr<scheduler::TenantRef> row = engine.tenants()->Enter(tenant, &fault);
+  return row.ok() ? *std::move(row) : scheduler::TenantRef();
+}
+
 }  // namespace
 
 AttendPreparer::AttendPreparer(scheduler::Engine* engine, std::string tenant)
-    : engine_(engine), tenant_(std::move(tenant)), stream_(engine->OpenStream(tenant_, &steps_)) {}
+    : engine_(engine),
+      tenant_(std::move(tenant)),
+      row_(RowOf(*engine, tenant_)),
+      stream_(engine->OpenStream(tenant_, &steps_)) {}
 
 uint64_t AttendPreparer::SharedInBytes(const AttendSizes& sizes) {
   return Together(sizes.kv_bytes, sizes.q_bytes);
@@ -49,19 +58,8 @@ uint64_t AttendPreparer::SharedOutBytes(const AttendSizes& sizes) {
 }
 
 absl::Status AttendPreparer::Submit(AttendMessage* message) {
-  absl::Status status = engine_->Submit(message);
-  if (status.ok()) return status;
-  if (absl::IsResourceExhausted(status)) {
-    message->fault.reason = "queue_full";
-    message->fault.limit =
-        absl::StrCat("limits.queue_requests: ", engine_->limits().queue_requests);
-    message->fault.got = "one more request";
-    message->fault.retry_after_ms = 10;
-  } else {
-    message->fault.reason = "stopped";
-    message->fault.retry_after_ms = 1000;
-  }
-  return status;
+  message->tenant = row_.get();
+  return engine_->Submit(message, &message->fault);
 }
 
 absl::Status AttendPreparer::Prepare(const v1::AttendStreamRequest& header,

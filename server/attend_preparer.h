@@ -38,7 +38,8 @@ class AttendPreparer final {
   const std::string& tenant() const { return tenant_; }
   scheduler::StreamId stream() const { return stream_; }
 
-  // Hands a prepared message to the engine. An error is the answer: the engine did not take it.
+  // Hands a prepared message to the engine, as one of the tenant's requests. An error is the
+  // answer: the engine did not take it.
   absl::Status Submit(AttendMessage* message);
 
   // begin_step, end_step and abort_step. INVALID_ARGUMENT for any other body.
@@ -76,6 +77,7 @@ class AttendPreparer final {
 
   scheduler::Engine* const engine_;
   const std::string tenant_;
+  const scheduler::TenantRef row_;  // empty if there was no room for one
   std::shared_ptr<const scheduler::StreamSteps> steps_;
   const scheduler::StreamId stream_;
 

@@ -14,6 +14,8 @@
 namespace mla::server {
 namespace {
 
+using scheduler::Resource;
+
 constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
@@ -40,13 +42,14 @@ grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
 }  // namespace
 
 AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
-                           std::unique_ptr<StreamCall> call, const std::string& tenant,
+                           std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant,
                            bool in_place)
     : shared_(shared),
       registry_(registry),
       call_(std::move(call)),
-      preparer_(shared.engine, tenant),
-      requests_(shared.metrics->ForTenant(tenant)),
+      tenant_(std::move(tenant)),
+      preparer_(shared.engine, tenant_->name()),
+      requests_(shared.metrics->ForTenant(tenant_->name())),
       in_place_(in_place) {
   shared_.metrics->wire().streams.fetch_add(1);
 }
@@ -156,6 +159,7 @@ bool AttendStream::Handle() {
   AttendMessage* message = shared_.pool->Take();
   message->owner = this;
   message->stream = preparer_.stream();
+  message->tenant = tenant_.get();
   message->tag = header_.tag();
   bool stalled = false;
   absl::Status status = Prepare(message, &stalled);
@@ -188,8 +192,8 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
     if (header_.has_shared()) return PrepareShared(message);
     absl::Status status = preparer_.PrepareAttend(
         header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
-    if (status.ok() && AttendPreparer::IsSized(*message)) *stalled = !TakeStaging(message);
-    return status;
+    return status.ok() && AttendPreparer::IsSized(*message) ? TakeStaging(message, stalled)
+                                                            : status;
   }
   if (payload_.size != 0 || header_.has_shared()) {
     const bool payload = payload_.size != 0;
@@ -264,7 +268,7 @@ void AttendStream::KeepInPlace(AttendMessage* message) {
 // Takes input and output memory together (so that no request waits holding half of what it needs)
 // and copies the tensors in: the only copy on their way to the engine. Queries that the backend
 // reads in place are not copied, but counted all the same: their slices are memory, too.
-bool AttendStream::TakeStaging(AttendMessage* message) {
+absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const AttendSizes& sizes = message->sizes;
   const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
   const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
@@ -272,13 +276,19 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
   const size_t out =
       AlignUp(static_cast<size_t>(sizes.o_bytes)) + static_cast<size_t>(sizes.lse_bytes);
   StagingPool& staging = shared_.pool->staging();
+  scheduler::TenantTable& tenants = shared_.pool->tenants();
+  const auto staged =
+      static_cast<int64_t>(StagingPool::BlockBytes(in) + StagingPool::BlockBytes(out));
+  if (staged > tenant_->bound(Resource::kStagedBytes)) {  // waiting would not help
+    return tenants.Refusal(*tenant_, Resource::kStagedBytes, staged, "payload", &message->fault);
+  }
+  *stalled = !tenants.TryTake(*tenant_, Resource::kStagedBytes, staged);
+  if (*stalled) return absl::OkStatus();
+  message->staged = staged;
   message->input = staging.Take(in);
   message->output = staging.Take(out);
-  if (!message->input || (out > 0 && !message->output)) {
-    message->input.Reset();
-    message->output.Reset();
-    return false;
-  }
+  *stalled = !message->input || (out > 0 && !message->output);
+  if (*stalled) return absl::OkStatus();  // the message gives back what it has
   scheduler::AttendArgs& args = message->attend;
   if (kv_bytes > 0) {
     shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, message->input.data());
@@ -299,7 +309,7 @@ bool AttendStream::TakeStaging(AttendMessage* message) {
                                         AlignUp(static_cast<size_t>(sizes.o_bytes)));
   }
   shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
-  return true;
+  return absl::OkStatus();
 }
 
 // ------------------------------------------------------------------------------------- Writing

@@ -9,7 +9,8 @@
 //
 // Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
 // wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
-// after wire.slow_reader_ms. When the common staging memory is used up, the stream is stalled: it
+// after wire.slow_reader_ms. When the tenant's share of the staging memory, or all of it, is used
+// up, the stream is stalled: it
 // keeps its one unprocessed message and is resumed by the service's housekeeping thread.
 //
 // Failures: a refused request is answered by StepError and the stream goes on. Bytes that are not a
@@ -73,12 +74,13 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
  public:
   // `in_place`: queries stay where gRPC put them. REQUIRES: then the backend reads_fragments.
   AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
-               std::unique_ptr<StreamCall> call, const std::string& tenant, bool in_place);
+               std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant, bool in_place);
 
   void Start();
   void Resume();
   void Close();
   void CutIfSlow(int64_t now_ns);
+  const scheduler::TenantRef& tenant() const { return tenant_; }
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override;
@@ -98,7 +100,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   AttendMessage* Accept();
   absl::Status Prepare(AttendMessage* message, bool* stalled);
   absl::Status PrepareShared(AttendMessage* message);
-  bool TakeStaging(AttendMessage* message);
+  absl::Status TakeStaging(AttendMessage* message, bool* stalled);
   bool ReadsInPlace(const AttendMessage& message) const;
   void KeepInPlace(AttendMessage* message);
   void Discharge(AttendMessage* message);
@@ -110,6 +112,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   const WireContext& shared_;
   AttendStreamRegistry* const registry_;
   const std::unique_ptr<StreamCall> call_;
+  const scheduler::TenantRef tenant_;
   AttendPreparer preparer_;
   TenantCounters* const requests_;
   const bool in_place_;

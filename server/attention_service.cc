@@ -11,6 +11,8 @@
 namespace mla::server {
 namespace {
 
+using scheduler::Resource;
+
 constexpr auto kPeriod = std::chrono::milliseconds(50);
 constexpr auto kStalledPeriod = std::chrono::microseconds(500);
 
@@ -41,11 +43,9 @@ void AttentionService::Serve(StreamPoller* poller) {
   acceptor_->Start();
 }
 
-bool AttentionService::TakePlace() {
+void AttentionService::TakePlace() {
   const std::lock_guard lock(mutex_);
-  if (places_taken_ >= shared_.wire.max_streams) return false;
   ++places_taken_;
-  return true;
 }
 
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
@@ -53,16 +53,17 @@ void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
   const absl::StatusOr<Identity> identity = Identify(call->context(), names, &fault);
   if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
-  if (!TakePlace()) {
-    scheduler::Blame(&fault, "stream", "one more",
-                     absl::StrCat("at most ", shared_.wire.max_streams, " streams"));
-    fault.reason = "too_many_streams";
-    fault.retry_after_ms = 1000;
+  scheduler::TenantTable& tenants = *shared_.engine->tenants();
+  absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(identity->tenant, &fault);
+  absl::Status admitted = tenant.status();
+  if (tenant.ok()) admitted = tenants.Take(**tenant, Resource::kStreams, 1, "stream", &fault);
+  if (!admitted.ok()) {
     shared_.metrics->CountRejected(fault.reason);
-    return Refuse(std::move(call), absl::ResourceExhaustedError("too many open streams"), fault);
+    return Refuse(std::move(call), admitted, fault);
   }
+  TakePlace();
   const std::lock_guard lock(mutex_);
-  opening_.push_back({std::move(call), identity->tenant});
+  opening_.push_back({std::move(call), *std::move(tenant)});
   errand_.notify_one();
 }
 
@@ -80,8 +81,8 @@ void AttentionService::RunErrands() {
       Opening opening = std::move(opening_.front());
       opening_.pop_front();
       lock.unlock();
-      auto* stream =
-          new AttendStream(shared_, this, std::move(opening.call), opening.tenant, reads_in_place_);
+      auto* stream = new AttendStream(shared_, this, std::move(opening.call),
+                                      std::move(opening.tenant), reads_in_place_);
       lock.lock();
       streams_.insert(stream);
       lock.unlock();
@@ -106,6 +107,7 @@ void AttentionService::OnEnding(AttendStream* stream) {
 }
 
 void AttentionService::OnGone(AttendStream* stream) {
+  shared_.engine->tenants()->Return(*stream->tenant(), Resource::kStreams, 1);
   const std::lock_guard lock(mutex_);
   streams_.erase(stream);
   --places_taken_;

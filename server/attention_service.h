@@ -55,11 +55,11 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
  private:
   struct Opening {
     std::unique_ptr<StreamCall> call;
-    std::string tenant;
+    scheduler::TenantRef tenant;
   };
 
   void Accept(std::unique_ptr<StreamCall> call);
-  bool TakePlace();
+  void TakePlace();
   void RunErrands();
   void KeepHouse();
   void ResumeStalled();
@@ -69,8 +69,8 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int32_t places_taken_ = 0;     // of wire.max_streams: streams, and calls that will become one
-  std::deque<Opening> opening_;  // calls to become streams
+  int32_t places_taken_ = 0;          // streams, and calls that will become one
+  std::deque<Opening> opening_;       // calls to become streams
   std::deque<AttendStream*> ending_;  // streams to be closed
   std::condition_variable errand_;    // for the desk: one of either
   std::set<AttendStream*> streams_;

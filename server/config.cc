@@ -27,28 +27,6 @@ struct Suffix {
 constexpr int64_t kLeastKvCacheBytes = 1 << 20;  // below it hardly a model finds a page
 constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
 
-std::string BytesText(int64_t bytes) {
-  for (int i = 3; i >= 0; --i) {
-    const int64_t unit = int64_t{1} << kSuffixes[i].shift;
-    if (bytes >= unit && bytes % unit == 0) {
-      return absl::StrCat(bytes / unit, kSuffixes[i].text);
-    }
-  }
-  return absl::StrCat(bytes);
-}
-
-bool ParseBytes(std::string text, int64_t* bytes) {
-  int shift = 0;
-  for (const Suffix& suffix : kSuffixes) {
-    if (!absl::EndsWith(text, suffix.text)) continue;
-    text.resize(text.size() - 3);
-    shift = suffix.shift;
-  }
-  int64_t count = 0;
-  if (!absl::SimpleAtoi(text, &count)) return false;
-  return !__builtin_mul_overflow(count, int64_t{1} << shift, bytes);
-}
-
 std::string NumberText(const ConfigKey& key, double value) {
   if (key.type == ConfigType::kBytes) return BytesText(static_cast<int64_t>(value));
   if (key.type == ConfigType::kDouble) return absl::StrCat(value);
@@ -90,6 +68,13 @@ void ApplyFile(const std::string& path, LoadedConfig* loaded) {
   loaded->faults.insert(loaded->faults.end(), document.faults.begin(), document.faults.end());
   for (const YamlValue& value : document.values) {
     const std::string origin = absl::StrCat("file ", path, ":", value.line);
+    if (absl::StartsWith(value.key, kTenantQuotas)) {
+      const std::string fault = SetTenantQuota(value.key, value.value, &loaded->config);
+      if (!fault.empty()) {
+        loaded->faults.push_back(absl::StrCat(value.key, ": ", fault, " (", origin, ")"));
+      }
+      continue;
+    }
     if (const ConfigKey* key = FindKey(value.key)) {
       Assign(*key, value.value, origin, loaded);
     } else {
@@ -266,6 +251,28 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
 
 }  // namespace
 
+std::string BytesText(int64_t bytes) {
+  for (int i = 3; i >= 0; --i) {
+    const int64_t unit = int64_t{1} << kSuffixes[i].shift;
+    if (bytes >= unit && bytes % unit == 0) {
+      return absl::StrCat(bytes / unit, kSuffixes[i].text);
+    }
+  }
+  return absl::StrCat(bytes);
+}
+
+bool ParseBytes(std::string text, int64_t* bytes) {
+  int shift = 0;
+  for (const Suffix& suffix : kSuffixes) {
+    if (!absl::EndsWith(text, suffix.text)) continue;
+    text.resize(text.size() - 3);
+    shift = suffix.shift;
+  }
+  int64_t count = 0;
+  if (!absl::SimpleAtoi(text, &count)) return false;
+  return !__builtin_mul_overflow(count, int64_t{1} << shift, bytes);
+}
+
 std::string RangeText(const ConfigKey& key) {
   switch (key.type) {
     case ConfigType::kBool:
@@ -402,6 +409,8 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   at_most("limits.sequence_lease_ms", limits.sequence_lease_ms, "limits.max_lease_ms",
           limits.max_lease_ms);
   at_most("limits.step_lease_ms", limits.step_lease_ms, "limits.max_lease_ms", limits.max_lease_ms);
+  at_most("limits.model_lease_ms", limits.model_lease_ms, "limits.max_lease_ms",
+          limits.max_lease_ms);
   at_most("limits.slice_wait_us", limits.slice_wait_us, "limits.queue_ms x 1000",
           limits.queue_ms * 1000);
   at_most("limits.kv_wait_ms", limits.kv_wait_ms, "limits.queue_ms", limits.queue_ms);

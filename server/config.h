@@ -25,6 +25,7 @@
 
 #include "kernels/backend_registry.h"
 #include "scheduler/limits.h"
+#include "scheduler/tenant_table.h"
 
 namespace mla::server {
 
@@ -53,6 +54,9 @@ struct Config {
     int32_t max_streams = 1024;
     int32_t connection_streams = 128;  // concurrent RPCs of one connection
     int32_t control_threads = 64;      // threads for unary calls, uploads and watchers
+    int32_t control_reserve = 8;       // of these, for leases and administration alone
+    int32_t max_uploads = 16;          // UploadWeights calls at a time
+    int64_t upload_idle_ms = 30000;    // an upload that sends nothing for this long is cut
     int32_t max_watchers = 16;
     int32_t max_health_calls = 1024;  // of grpc.health.v1, open at a time
     int64_t metadata_bytes = 16384;
@@ -66,6 +70,13 @@ struct Config {
     int32_t copy_threads = 0;        // of one large message; 0: by CPUs and backend
     int32_t spin_us = -1;            // for this long after an event; -1: by CPUs and backend
   } wire;
+
+  // What one tenant may use: scheduler/tenant_table.h.
+  struct Tenants {
+    scheduler::PerResource<int64_t> bounds;                // 0: its share of the server's bound
+    std::map<std::string, scheduler::TenantQuota> quotas;  // of tenants by name
+    int32_t metrics = 32;                                  // tenants with metrics of their own
+  } tenants;
 
   // The same-host path: docs/shared_memory.md.
   struct Shm {
@@ -150,6 +161,20 @@ LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
 
 // The rules that involve more than one key. Appends to `faults`.
 void CheckConfig(const Config& config, std::vector<std::string>* faults);
+
+// The bounds by tenant that `config` stands for, shares resolved. REQUIRES: kv_cache.bytes is
+// known.
+scheduler::TenantTableOptions TenantOptionsOf(const Config& config);
+// Threads of the control calls that only leases and administration may take.
+int32_t ControlReserve(const Config& config);
+// Sets a bound or the weight of one tenant from a key of the file, "tenants.quotas.NAME.RESOURCE".
+// Returns what is wrong, or an empty string.
+std::string SetTenantQuota(const std::string& key, const std::string& text, Config* config);
+inline constexpr char kTenantQuotas[] = "tenants.quotas.";
+
+// "4GiB" and the like, also for what is no key.
+std::string BytesText(int64_t bytes);
+bool ParseBytes(std::string text, int64_t* bytes);
 
 // Writes `text` into the key's slot. Returns what is wrong, or an empty string.
 std::string SetValue(const ConfigKey& key, const std::string& text, Config* config);

@@ -1,3 +1,7 @@
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
 #include "server/config.h"
 
 namespace mla::server {
@@ -146,6 +150,18 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
               "Threads for control calls, uploads and status watchers.",
               "A watcher or an upload holds one for its whole life.",
               MLA_SLOT(wire.control_threads)),
+          Int("wire.control_reserve", 1, 1024,
+              "Of wire.control_threads, those for leases (RenewLease, Get) and administration "
+              "alone; at most a quarter of them.",
+              "Without one, uploads could keep every sequence's lease from being renewed.",
+              MLA_SLOT(wire.control_reserve)),
+          Int("wire.max_uploads", 1, 4096, "UploadWeights calls at a time, all tenants together.",
+              "Further uploads are RESOURCE_EXHAUSTED; each holds a control thread.",
+              MLA_SLOT(wire.max_uploads)),
+          Millis("wire.upload_idle_ms", 100, kDayMs,
+                 "An UploadWeights call that sends nothing for this long is cut.",
+                 "Its weights are discarded and its thread is free again.",
+                 MLA_SLOT(wire.upload_idle_ms)),
           Int("wire.max_watchers", 1, 4096, "WatchStatus calls at a time.",
               "Must be below wire.control_threads.", MLA_SLOT(wire.max_watchers)),
           Int("wire.max_health_calls", 2, 100000,
@@ -205,6 +221,42 @@ void AddConnectionKeys(std::vector<ConfigKey>* keys) {
       });
 }
 
+template <size_t kIndex>
+ConfigSlot TenantSlot(Config& c) {
+  return &c.tenants.bounds[static_cast<scheduler::Resource>(kIndex + 1)];
+}
+
+// The row of the resource says it all; a row whose key is in another group is listed there.
+template <size_t kIndex>
+void AddTenantKey(std::vector<ConfigKey>* keys) {
+  const scheduler::ResourceRow& row = scheduler::ResourceRows()[kIndex];
+  if (std::string(row.config_key).rfind("tenants.", 0) != 0) return;
+  // Keys live as long as the process.
+  static const std::string* const meaning =
+      new std::string(absl::StrCat("Bound of one tenant. ", row.meaning));
+  static const std::string* const edge = new std::string(
+      absl::StrCat("0: ", row.share_eighths, "/8 of ", row.server_key,
+                   "; what exceeds it is RESOURCE_EXHAUSTED with reason ", row.reason, "."));
+  keys->push_back(
+      row.bytes
+          ? Bytes(row.config_key, 0, kTiB, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>)
+          : Int(row.config_key, 0, 1048576, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>));
+}
+
+template <size_t... kIndices>
+void AddTenantRows(std::vector<ConfigKey>* keys, std::index_sequence<kIndices...>) {
+  (AddTenantKey<kIndices>(keys), ...);
+}
+
+void AddTenantKeys(std::vector<ConfigKey>* keys) {
+  AddTenantRows(keys, std::make_index_sequence<scheduler::kResourceCount>());
+  keys->push_back(Int("tenants.metrics", 1, 1000,
+                      "Tenants with metrics of their own: those of tenants.quotas, then those that "
+                      "use most.",
+                      "The others are summed as other; each takes a few dozen time series.",
+                      MLA_SLOT(tenants.metrics)));
+}
+
 void AddShmKeys(std::vector<ConfigKey>* keys) {
   keys->insert(
       keys->end(),
@@ -254,8 +306,9 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
           Int("limits.max_pages_per_sequence", 1, 16777216, "Page-table entries of one sequence.",
               "Models with small pages get shorter sequences: entries x page size rows.",
               MLA_SLOT(limits.max_pages_per_sequence)),
-          Int("limits.max_tenants", 1, 1000000, "Tenant names ever seen by one server process.",
-              "Calls of further tenants are refused.", MLA_SLOT(limits.max_tenants)),
+          Int("limits.max_tenants", 1, 1000000, "Tenants that use something at a time.",
+              "Calls of further tenants are refused; tenants that use nothing do not count.",
+              MLA_SLOT(limits.max_tenants)),
           Int("limits.max_models", 1, 1024, "Registered models, all tenants together.",
               "Register is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_models)),
           Int("limits.max_layers", 1, 4096, "Layers of one model.",
@@ -304,6 +357,16 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
                  MLA_SLOT(limits.sequence_lease_ms)),
           Millis("limits.max_lease_ms", 100, kDayMs, "Longest lease that a client may ask for.",
                  "A dead client's pages stay taken for this long.", MLA_SLOT(limits.max_lease_ms)),
+          Millis("limits.model_lease_ms", 0, kDayMs,
+                 "A model is unregistered after this time without a call or a sequence of it, "
+                 "unless its client asked for another lease; 0: it stays.",
+                 "Too short and workers must register and upload again after a pause.",
+                 MLA_SLOT(limits.model_lease_ms)),
+          Millis(
+              "limits.max_step_lease_ms", 100, kDayMs,
+              "Longest step lease that a client may ask for.",
+              "A dead client's open steps, and the pages they reserve, stay taken for this long.",
+              MLA_SLOT(limits.max_step_lease_ms)),
           Millis("limits.step_lease_ms", 100, kDayMs,
                  "An open step is aborted after this time without a message.",
                  "Must exceed the worker's time between two layers.",
@@ -383,6 +446,7 @@ std::vector<ConfigKey> MakeKeys() {
   AddTlsAndOpsKeys(&keys);
   AddWireKeys(&keys);
   AddConnectionKeys(&keys);
+  AddTenantKeys(&keys);
   AddShmKeys(&keys);
   AddCapacityKeys(&keys);
   AddSchedulingKeys(&keys);

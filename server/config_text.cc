@@ -59,6 +59,16 @@ std::string PrintConfig(const LoadedConfig& loaded) {
     absl::StrAppendFormat(&out, "%-30s = %-24s # %s\n", key.name, ValueText(key, loaded.config),
                           loaded.origin.at(key.name));
   }
+  for (const auto& [name, quota] : loaded.config.tenants.quotas) {
+    const std::string prefix = absl::StrCat(kTenantQuotas, name, ".");
+    for (const scheduler::ResourceRow& row : scheduler::ResourceRows()) {
+      const auto& bound = quota.bounds[row.resource];
+      if (!bound) continue;
+      absl::StrAppendFormat(&out, "%-30s = %-24s # file\n", prefix + row.name,
+                            row.bytes ? BytesText(*bound) : absl::StrCat(*bound));
+    }
+    if (quota.weight) absl::StrAppendFormat(&out, "%sweight = %d # file\n", prefix, *quota.weight);
+  }
   return out;
 }
 

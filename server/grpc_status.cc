@@ -20,6 +20,13 @@ v1::ErrorDetail ToErrorDetail(const scheduler::Fault& fault) {
       std::clamp<int64_t>(fault.retry_after_ms, 0, std::numeric_limits<uint32_t>::max())));
   detail.set_last_good_position(
       static_cast<uint64_t>(std::max<int64_t>(fault.last_good_position, 0)));
+  if (fault.bound_of != scheduler::BoundOwner::kNone) {
+    detail.set_resource(fault.resource);
+    detail.set_wanted(static_cast<uint64_t>(fault.wanted));
+    detail.set_free(static_cast<uint64_t>(fault.free));
+    detail.set_bound(static_cast<uint64_t>(fault.bound));
+    detail.set_bound_of(fault.bound_of == scheduler::BoundOwner::kTenant ? "tenant" : "server");
+  }
   return detail;
 }
 

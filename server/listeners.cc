@@ -106,8 +106,9 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
                               1 << GRPC_COMPRESS_NONE);
   grpc::ResourceQuota quota("mla-server");
   quota.Resize(static_cast<size_t>(wire.quota_bytes));
-  // Beside the control calls' threads gRPC wants a few for its own work.
-  quota.SetMaxThreads(wire.control_threads + 8);
+  // Beside the control calls' threads gRPC wants a few for its own work, and calls that are refused
+  // hold one for a moment.
+  quota.SetMaxThreads(wire.control_threads + 24);
   builder->SetResourceQuota(quota);
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MIN_POLLERS, 1);

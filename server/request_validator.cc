@@ -42,10 +42,10 @@ absl::Status Narrow64(uint64_t value, const std::string& field, int64_t* out, Fa
   return absl::OkStatus();
 }
 
-absl::Status CheckLease(uint32_t lease_ms, const Limits& limits, const char* field, int64_t* out,
+absl::Status CheckLease(uint32_t lease_ms, int64_t longest_ms, const char* field, int64_t* out,
                         Fault* fault) {
-  if (lease_ms > limits.max_lease_ms) {
-    return InvalidField(fault, field, Range(0, limits.max_lease_ms), absl::StrCat(lease_ms));
+  if (lease_ms > longest_ms) {
+    return InvalidField(fault, field, Range(0, longest_ms), absl::StrCat(lease_ms));
   }
   *out = lease_ms;
   return absl::OkStatus();
@@ -209,8 +209,8 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
   int32_t participants = 0;
   MLA_RETURN_IF_ERROR(Narrow(message.participants(), 0, limits.max_participants,
                              "begin_step.participants", &participants, fault));
-  MLA_RETURN_IF_ERROR(
-      CheckLease(message.lease_ms(), limits, "begin_step.lease_ms", &args->lease_ms, fault));
+  MLA_RETURN_IF_ERROR(CheckLease(message.lease_ms(), limits.longest_step_lease_ms(),
+                                 "begin_step.lease_ms", &args->lease_ms, fault));
   args->model_id = message.model_id();
   args->participants = std::max(participants, 1);
   args->sequences.resize(static_cast<size_t>(count));
@@ -402,7 +402,7 @@ absl::Status ParseOpen(const v1::OpenRequest& message, const Limits& limits,
   args->model_id = message.model_id();
   args->request_id = message.request_id();
   args->client_id = message.client_id();
-  return CheckLease(message.lease_ms(), limits, "lease_ms", &args->lease_ms, fault);
+  return CheckLease(message.lease_ms(), limits.max_lease_ms, "lease_ms", &args->lease_ms, fault);
 }
 
 absl::Status ParseFork(const v1::ForkRequest& message, const Limits& limits,
@@ -418,7 +418,7 @@ absl::Status ParseFork(const v1::ForkRequest& message, const Limits& limits,
   }
   args->request_id = message.request_id();
   args->client_id = message.client_id();
-  return CheckLease(message.lease_ms(), limits, "lease_ms", &args->lease_ms, fault);
+  return CheckLease(message.lease_ms(), limits.max_lease_ms, "lease_ms", &args->lease_ms, fault);
 }
 
 absl::Status ParseTruncate(const v1::TruncateRequest& message, int64_t* length, Fault* fault) {
@@ -444,7 +444,7 @@ absl::Status ParseRenew(const v1::RenewLeaseRequest& message, const Limits& limi
   }
   selection->ids.assign(message.sequence_ids().begin(), message.sequence_ids().end());
   selection->client_id = message.client_id();
-  return CheckLease(message.lease_ms(), limits, "lease_ms", lease_ms, fault);
+  return CheckLease(message.lease_ms(), limits.max_lease_ms, "lease_ms", lease_ms, fault);
 }
 
 absl::Status ParseRelease(const v1::ReleaseRequest& message, const Limits& limits,

@@ -93,7 +93,7 @@ TEST(RequestValidatorTest, BeginStep) {
   const std::vector<Row<M>> rows = {
       {"begin_step.participants", kMax32, 0, 64,
        [](M* m, uint64_t v) { m->set_participants(static_cast<uint32_t>(v)); }},
-      {"begin_step.lease_ms", kMax32, 0, 3600000,
+      {"begin_step.lease_ms", kMax32, 0, 60000,
        [](M* m, uint64_t v) { m->set_lease_ms(static_cast<uint32_t>(v)); }},
       {"begin_step.step_id", kMax64, 0, kMax64, [](M* m, uint64_t v) { m->set_step_id(v); }},
       {"begin_step.sequences[0].sequence_id", kMax64, 0, kMax64,

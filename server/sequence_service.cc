@@ -41,17 +41,20 @@ grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenR
 
 grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetRequest* request,
                                   v1::GetReply* reply) {
-  return rpc_.Serve(context, "Sequences.Get", [&](const Identity& who, Fault* fault) {
-    scheduler::SequenceSelection selection;
-    selection.tenant = who.tenant;
-    absl::Status status = ParseGet(*request, rpc_.engine->limits(), &selection, fault);
-    if (!status.ok()) return status;
-    const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
-    for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
-    reply->mutable_not_found()->Add(list.not_found.begin(), list.not_found.end());
-    reply->set_boot_id(rpc_.boot_id);
-    return absl::OkStatus();
-  });
+  return rpc_.Serve(
+      context, "Sequences.Get",
+      [&](const Identity& who, Fault* fault) {
+        scheduler::SequenceSelection selection;
+        selection.tenant = who.tenant;
+        absl::Status status = ParseGet(*request, rpc_.engine->limits(), &selection, fault);
+        if (!status.ok()) return status;
+        const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
+        for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
+        reply->mutable_not_found()->Add(list.not_found.begin(), list.not_found.end());
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
 }
 
 grpc::Status SequenceService::Fork(grpc::ServerContext* context, const v1::ForkRequest* request,
@@ -88,34 +91,41 @@ grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
 
 grpc::Status SequenceService::Release(grpc::ServerContext* context,
                                       const v1::ReleaseRequest* request, v1::ReleaseReply* reply) {
-  return rpc_.Serve(context, "Sequences.Release", [&](const Identity& who, Fault* fault) {
-    std::vector<scheduler::SequenceId> ids, not_found;
-    absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids, fault);
-    if (!status.ok()) return status;
-    const int32_t released = rpc_.engine->ReleaseSequences(who.tenant, ids, &not_found);
-    reply->set_released(static_cast<uint32_t>(released));
-    reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
-    reply->set_boot_id(rpc_.boot_id);
-    return absl::OkStatus();
-  });
+  return rpc_.Serve(
+      context, "Sequences.Release",
+      [&](const Identity& who, Fault* fault) {
+        std::vector<scheduler::SequenceId> ids, not_found;
+        absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids, fault);
+        if (!status.ok()) return status;
+        const int32_t released = rpc_.engine->ReleaseSequences(who.tenant, ids, &not_found);
+        reply->set_released(static_cast<uint32_t>(released));
+        reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
 }
 
 grpc::Status SequenceService::RenewLease(grpc::ServerContext* context,
                                          const v1::RenewLeaseRequest* request,
                                          v1::RenewLeaseReply* reply) {
-  return rpc_.Serve(context, "Sequences.RenewLease", [&](const Identity& who, Fault* fault) {
-    scheduler::SequenceSelection selection;
-    selection.tenant = who.tenant;
-    int64_t lease_ms = 0;
-    std::vector<scheduler::SequenceId> not_found;
-    absl::Status status = ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms, fault);
-    if (!status.ok()) return status;
-    reply->set_renewed(
-        static_cast<uint32_t>(rpc_.engine->RenewLeases(selection, lease_ms, &not_found)));
-    reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
-    reply->set_boot_id(rpc_.boot_id);
-    return absl::OkStatus();
-  });
+  return rpc_.Serve(
+      context, "Sequences.RenewLease",
+      [&](const Identity& who, Fault* fault) {
+        scheduler::SequenceSelection selection;
+        selection.tenant = who.tenant;
+        int64_t lease_ms = 0;
+        std::vector<scheduler::SequenceId> not_found;
+        absl::Status status =
+            ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms, fault);
+        if (!status.ok()) return status;
+        reply->set_renewed(
+            static_cast<uint32_t>(rpc_.engine->RenewLeases(selection, lease_ms, &not_found)));
+        reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
 }
 
 }  // namespace mla::server

@@ -169,6 +169,7 @@ absl::Status Server::Parts::MakeEngine() {
   if (!fits.ok()) return fits;
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
+  engine_options.tenants = TenantOptionsOf(config);
   engine_options.observer = &metrics;
   auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
   if (!made.ok()) return made.status();
@@ -177,12 +178,13 @@ absl::Status Server::Parts::MakeEngine() {
   WarnOfSmallQuota(config.wire, engine->backend_info());
   auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
   if (!staging.ok()) return staging.status();
-  pool = std::make_shared<AttendMessagePool>(*std::move(staging));
+  pool = std::make_shared<AttendMessagePool>(*std::move(staging), engine->tenants());
   return absl::OkStatus();
 }
 
 void Server::Parts::MakeServices() {
-  const RpcContext rpc = {engine.get(), &metrics, boot_id, OperatorsOf(options.config.listen)};
+  const RpcContext rpc = {engine.get(), &metrics, boot_id, OperatorsOf(options.config.listen),
+                          ControlReserve(options.config)};
   drain.emplace(engine.get(), &state);
   WireContext wire;
   wire.engine = engine.get();
@@ -195,7 +197,9 @@ void Server::Parts::MakeServices() {
   wire.boot_id = boot_id;
   attention = std::make_unique<AttentionService>(wire);
   sequences = std::make_unique<SequenceService>(rpc);
-  models = std::make_unique<ModelService>(rpc, options.config.wire.weight_chunk_bytes);
+  models =
+      std::make_unique<ModelService>(rpc, options.config.wire.weight_chunk_bytes,
+                                     std::chrono::milliseconds(options.config.wire.upload_idle_ms));
   AdminOptions admin_options;
   admin_options.state = &state;
   admin_options.drain = &*drain;

@@ -37,7 +37,7 @@ StagingPool::StagingPool(std::unique_ptr<kernels::HostBuffer> memory) : memory_(
   }
 }
 
-uint8_t StagingPool::OrderFor(size_t bytes) const {
+uint8_t StagingPool::OrderFor(size_t bytes) {
   const size_t units = (bytes + kUnit - 1) / kUnit;
   return static_cast<uint8_t>(std::bit_width(units - 1));
 }

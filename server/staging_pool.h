@@ -49,12 +49,14 @@ class StagingPool final {
   Block Take(size_t bytes);
   // Changes whenever memory came back; for waiting without polling the allocator itself.
   uint64_t releases() const;
+  // What a block of `bytes` takes of the pool.
+  static size_t BlockBytes(size_t bytes) { return bytes == 0 ? 0 : kUnit << OrderFor(bytes); }
   size_t used_bytes() const;
   size_t total_bytes() const { return units_ * kUnit; }
 
  private:
   void Return(std::byte* data, uint8_t order);
-  uint8_t OrderFor(size_t bytes) const;
+  static uint8_t OrderFor(size_t bytes);
   void PushFree(uint32_t unit, uint8_t order);
   void RemoveFree(uint32_t unit, uint8_t order);
 

@@ -61,7 +61,7 @@ KvCache::KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables)
 
 KvCache::~KvCache() = default;
 
-absl::StatusOr<LayoutId> KvCache::AddLayout(const GroupLayout& layout) {
+absl::StatusOr<LayoutId> KvCache::AddLayout(const GroupLayout& layout, PoolAccount* account) {
   if (layout.row_bytes < 1) return Invalid("layout.row_bytes", layout.row_bytes, "at least 1");
   if (layout.page_size < 1) return Invalid("layout.page_size", layout.page_size, "at least 1");
   if (layout.layers < 1) return Invalid("layout.layers", layout.layers, "at least 1");
@@ -71,7 +71,7 @@ absl::StatusOr<LayoutId> KvCache::AddLayout(const GroupLayout& layout) {
         absl::StrCat("page group: ", layout.layers, " layers x ", layout.page_size, " rows x ",
                      layout.row_bytes, " bytes exceed the pool, limit ", options_.bytes));
   }
-  auto id = pool_.AddLayout(layout);
+  auto id = pool_.AddLayout(layout, account);
   if (id.ok() && static_cast<size_t>(*id) >= layout_sequences_.size()) {
     layout_sequences_.resize(static_cast<size_t>(*id) + 1);
   }

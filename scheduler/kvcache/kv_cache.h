@@ -98,8 +98,8 @@ class KvCache final {
   ~KvCache();
 
   // RESOURCE_EXHAUSTED when one group does not fit the budget, INVALID_ARGUMENT for dims below 1.
-  // Allocates; not for the steady state.
-  absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout);
+  // Allocates; not for the steady state. `account` as in SlabPool::AddLayout.
+  absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
   // FAILED_PRECONDITION while sequences use it.
   absl::Status RemoveLayout(LayoutId layout);
 

@@ -30,7 +30,7 @@ void SlabPool::WatchLifetimes(std::function<int64_t()> now, std::function<void(i
   on_freed_ = std::move(on_freed);
 }
 
-absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout) {
+absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAccount* account) {
   const int64_t group_bytes = layout.group_bytes();
   if (group_bytes > bytes_) {
     return absl::ResourceExhaustedError(
@@ -49,6 +49,7 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout) {
   *slot = Layout();
   slot->layout = layout;
   slot->active = true;
+  slot->account = account;
   slot->group_bytes = group_bytes;
   return static_cast<LayoutId>(slot - layouts_.begin());
 }
@@ -74,8 +75,12 @@ bool SlabPool::Has(LayoutId layout) const {
 
 SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
   Layout& owner = Of(layout);
+  if (owner.account != nullptr && !owner.account->TakeGroup(owner.group_bytes)) return {};
   const int32_t index = owner.open_head != kNone ? owner.open_head : AssignRun(layout);
-  if (index == kNone) return {};
+  if (index == kNone) {
+    if (owner.account != nullptr) owner.account->ReturnGroup(owner.group_bytes);
+    return {};
+  }
   Slab& slab = At(index);
   int32_t taken = slab.free_head;
   if (taken != kNone) {
@@ -135,6 +140,7 @@ void SlabPool::Free(uint32_t entry) {
   --stats_.groups_used;
   ++stats_.groups_free;
   stats_.bytes_used -= owner.group_bytes;
+  if (owner.account != nullptr) owner.account->ReturnGroup(owner.group_bytes);
   const bool was_full = slab.groups_used-- == slab.groups_total;
   if (was_full) Link(place.slab);
   if (slab.groups_used == 0) ReturnRun(place.slab);
@@ -165,6 +171,12 @@ SlabPool::Mark SlabPool::Merge(Mark a, Mark b) {
 
 int64_t SlabPool::BytesOf(int32_t slab) const {
   return std::min(slab_bytes_, bytes_ - slab * slab_bytes_);
+}
+
+int64_t SlabPool::RunBytes(int32_t head, int32_t span) const {
+  int64_t bytes = 0;
+  for (int32_t s = head; s < head + span; ++s) bytes += BytesOf(s);
+  return bytes;
 }
 
 SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
@@ -204,6 +216,7 @@ int32_t SlabPool::AssignRun(LayoutId layout) {
     if (span > 0) break;
   }
   if (span == 0) return kNone;
+  if (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, span))) return kNone;
 
   Slab& slab = At(head);
   slab.groups_total = span == 1 ? static_cast<int32_t>(BytesOf(head) / owner.group_bytes) : 1;
@@ -236,6 +249,7 @@ void SlabPool::ReturnRun(int32_t head) {
   owner.groups_total -= slab.groups_total;
   stats_.groups_free -= slab.groups_total;
   stats_.slabs_free += slab.span;
+  if (owner.account != nullptr) owner.account->ReturnSlab(RunBytes(head, slab.span));
   if (slab.span > 1) {
     const Mark mark = Merge(slab.groups[0].mark, slab.rest_mark);
     for (int32_t s = head; s < head + slab.span; ++s) {

@@ -30,9 +30,21 @@
 namespace mla::kvcache {
 
 using LayoutId = int32_t;    // index of a registered layout, reused after removal
-using TenantKey = uint32_t;  // small integer the engine gives each tenant, below kMaxTenantKey
+using TenantKey = uint64_t;  // the engine gives each tenant; never reused, below kMaxTenantKey
 
-inline constexpr TenantKey kMaxTenantKey = 0xfffffff0u;
+inline constexpr TenantKey kMaxTenantKey = 0xfffffffffffffff0u;
+
+// Counts what a layout takes of the pool, and may refuse it. Called from the pool's thread; may not
+// call back.
+class PoolAccount {
+ public:
+  virtual ~PoolAccount() = default;
+  // False: the layout gets no further group / slab. Bytes of one group, of one run of slabs.
+  virtual bool TakeGroup(int64_t bytes) = 0;
+  virtual bool TakeSlab(int64_t bytes) = 0;
+  virtual void ReturnGroup(int64_t bytes) = 0;
+  virtual void ReturnSlab(int64_t bytes) = 0;
+};
 
 struct SlabPoolStats {
   int64_t bytes_total = 0;
@@ -62,13 +74,16 @@ class SlabPool final {
   // kLifetimeSample-th group. Neither may call back or allocate.
   void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed);
   // RESOURCE_EXHAUSTED when not even one group fits the budget. REQUIRES: positive dims.
-  absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout);
+  // `account`: told of every group and slab that the layout takes and returns, or null; outlives
+  // the layout.
+  absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
   // REQUIRES: no group of it in use.
   void RemoveLayout(LayoutId layout);
   bool Has(LayoutId layout) const;
   const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
 
-  // A group with one reference, marked as the tenant's; kNoEntry when there is no room.
+  // A group with one reference, marked as the tenant's; kNoEntry when there is no room or the
+  // layout's account refuses.
   Taken Take(LayoutId layout, TenantKey tenant);
   // Undoes a Take whose group nobody has touched: its former mark returns. The latest Take first.
   void Untake(uint32_t entry);
@@ -89,9 +104,9 @@ class SlabPool final {
 
  private:
   friend class SlabPoolPeer;  // tests break counters through it
-  using Mark = uint32_t;      // a tenant key, kClean or kMixed
-  static constexpr Mark kClean = 0xfffffffeu;
-  static constexpr Mark kMixed = 0xffffffffu;
+  using Mark = TenantKey;     // or kClean or kMixed
+  static constexpr Mark kClean = 0xfffffffffffffffeu;
+  static constexpr Mark kMixed = 0xffffffffffffffffu;
   static constexpr int32_t kNone = -1;
 
   struct Group {
@@ -121,6 +136,7 @@ class SlabPool final {
   struct Layout {
     GroupLayout layout;
     bool active = false;
+    PoolAccount* account = nullptr;
     int64_t group_bytes = 0;
     int64_t groups_total = 0;  // in its slabs
     int64_t groups_used = 0;
@@ -138,6 +154,7 @@ class SlabPool final {
   Slab& At(int32_t slab) { return slabs_[static_cast<size_t>(slab)]; }
   const Slab& At(int32_t slab) const { return slabs_[static_cast<size_t>(slab)]; }
   int64_t BytesOf(int32_t slab) const;
+  int64_t RunBytes(int32_t head, int32_t span) const;
   Place PlaceOf(uint32_t entry) const;
   Group& GroupOf(uint32_t entry);
   void CutSlabs(int64_t group_bytes);

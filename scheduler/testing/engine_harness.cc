@@ -137,6 +137,7 @@ EngineHarness::EngineHarness(HarnessOptions options) : clock_(1'000'000), model_
   if (backend == nullptr) backend = std::make_unique<kernels::ReferenceBackend>();
   EngineOptions engine;
   engine.limits = options.limits;
+  engine.tenants = options.tenants;
   engine.observer = options.observer;
   uint64_t next_id = 0;
   auto core = EngineCore::Create(engine, std::move(backend), &clock_,
@@ -144,8 +145,8 @@ EngineHarness::EngineHarness(HarnessOptions options) : clock_(1'000'000), model_
   Require(core.ok(), std::string(core.status().message()));
   core_ = *std::move(core);
   Fault fault;
-  const TenantKey key = *core_->Tenant(tenant_, &fault);
-  auto registered = core_->models().Register(key, model_, &fault);
+  const TenantRef tenant = *core_->tenants().Enter(tenant_, &fault);
+  auto registered = core_->models().Register(tenant->key(), model_, &fault);
   Require(registered.ok(), std::string(registered.status().message()));
 }
 

@@ -53,6 +53,7 @@ struct HarnessOptions {
   ModelSpec model;
   std::unique_ptr<kernels::AttentionBackend> backend;  // null: reference
   EngineObserver* observer = nullptr;
+  TenantTableOptions tenants = {};
 };
 
 // Limits small enough that a test meets all of them.

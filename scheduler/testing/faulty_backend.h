@@ -11,7 +11,16 @@
 
 namespace mla::scheduler::testing {
 
-enum class FaultPoint { kNone, kStageInput, kWritePages, kAppendKv, kRun, kSubmit, kWait };
+enum class FaultPoint {
+  kNone,
+  kStageInput,
+  kWritePages,
+  kAppendKv,
+  kRun,
+  kSubmit,
+  kWait,
+  kFreeWeights
+};
 
 class FaultyBackend final : public kernels::AttentionBackend {
  public:
@@ -72,7 +81,10 @@ class FaultyBackend final : public kernels::AttentionBackend {
                            const kernels::Bf16* uk, const kernels::Bf16* uv) override {
     return inner_->LoadWeights(slot, g, begin, end, uk, uv);
   }
-  absl::Status FreeWeights(int32_t slot) override { return inner_->FreeWeights(slot); }
+  absl::Status FreeWeights(int32_t slot) override {
+    if (absl::Status s = At(FaultPoint::kFreeWeights); !s.ok()) return s;
+    return inner_->FreeWeights(slot);
+  }
   absl::Status ReadKv(const kernels::AppendRecord& where, kernels::Bf16* out) override {
     return inner_->ReadKv(where, out);
   }

@@ -56,8 +56,8 @@ class RingAllocationTest : public testing::Test {
     door.engine = engine_.get();
     door.regions = &regions_;
     door.metrics = &metrics_;
-    door.pool =
-        std::make_shared<server::AttendMessagePool>(*engine_->AllocateHost(size_t{1} << 20));
+    door.pool = std::make_shared<server::AttendMessagePool>(*engine_->AllocateHost(size_t{1} << 20),
+                                                            engine_->tenants());
     door.path = folder_ + "/door";
     door_ = *server::SharedMemoryDoor::Open(std::move(door));
     client::SharedMemoryOptions memory;

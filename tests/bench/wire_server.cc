@@ -238,7 +238,8 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
                                     {});
   server::WireContext wire;
   wire.engine = engine->get();
-  wire.pool = std::make_shared<server::AttendMessagePool>(*std::move(staging));
+  wire.pool =
+      std::make_shared<server::AttendMessagePool>(*std::move(staging), (*engine)->tenants());
   wire.wire = config.wire;
   wire.metrics = &metrics;
   wire::CopyTeam copies({shared->copy_threads, 1000});

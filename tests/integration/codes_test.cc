@@ -173,7 +173,10 @@ TEST(CodesTest, PoolExhaustedNamesPagesAndRecovers) {
 }
 
 TEST(CodesTest, TooManySequences) {
-  const TestServer server([](server::Config& config) { config.limits.max_sequences = 32; });
+  const TestServer server([](server::Config& config) {
+    config.limits.max_sequences = 32;
+    config.tenants.bounds[scheduler::Resource::kSequences] = 32;
+  });
   const auto client = server.Connect();
   Worker worker(client.get(), {}, "m", 1);
   std::vector<Track> tracks;

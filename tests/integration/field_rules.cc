@@ -26,6 +26,7 @@ constexpr uint64_t kHostile[] = {0,
                                  kAnything};
 constexpr uint64_t kMostPosition = (uint64_t{1} << 63) - 1;
 constexpr uint64_t kMostLease = 3600000;
+constexpr uint64_t kMostStepLease = 60000;
 constexpr uint64_t kMostName = 128;
 constexpr uint64_t kLongestText = 5000;
 
@@ -183,6 +184,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"UploadWeightsRequest.Chunk.head_count", {1, 4, "chunk.head_count", {"chunk.payload"}}},
       {"UploadWeightsRequest.Chunk.payload", {2048, 2048, "chunk.payload", {}}},
       {"UploadWeightsRequest.Trailer.sha256", {32, 32, "trailer.sha256", {}}},
+      {"RegisterRequest.lease_ms", {0, kMostLease, "lease_ms", {}}},
       {"UnregisterRequest.model_id", {1, kMostName, "model_id", {}}},
       {"WatchStatusRequest.interval_ms", {}},
       {"DrainRequest.deadline_ms", {}},
@@ -205,7 +207,7 @@ std::map<std::string, FieldRule> StreamRules() {
       {"BeginStep.step_id", any},
       {"BeginStep.model_id", {1, kMostName, "begin_step.model_id", {}}},
       {"BeginStep.participants", {0, 4, "begin_step.participants", {}}},
-      {"BeginStep.lease_ms", {0, kMostLease, "begin_step.lease_ms", {}}},
+      {"BeginStep.lease_ms", {0, kMostStepLease, "begin_step.lease_ms", {}}},
       {"StepSequence.sequence_id", any},
       {"StepSequence.epoch", any},
       {"StepSequence.start_position", {0, kMostPosition, sequence + "start_position", {}}},

@@ -1,0 +1,353 @@
+// The engine's state under bounds by tenant: what one tenant may hold, what operators may evict,
+// how models go.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
+#include "scheduler/testing/engine_fixture.h"
+#include "scheduler/testing/engine_harness.h"
+#include "scheduler/testing/faulty_backend.h"
+
+namespace mla::scheduler {
+namespace {
+
+using testing::EngineHarness;
+using testing::FaultPoint;
+using testing::FaultyBackend;
+using testing::Rows;
+using testing::TestRequest;
+
+struct Quota {
+  Resource resource;
+  int64_t bound;
+};
+
+std::unique_ptr<EngineHarness> HarnessWith(const std::vector<Quota>& quotas,
+                                           Limits limits = testing::TinyLimits()) {
+  testing::HarnessOptions options{limits, testing::TinyModel(), nullptr, nullptr};
+  for (const Quota& quota : quotas) options.tenants.default_bounds[quota.resource] = quota.bound;
+  return std::make_unique<EngineHarness>(std::move(options));
+}
+
+absl::StatusOr<Model*> RegisterFor(EngineHarness& h, const std::string& tenant,
+                                   const ModelSpec& spec, Fault* fault, int64_t lease_ms = 0) {
+  const TenantRef row = *h.core().tenants().Enter(tenant, fault);
+  return h.core().models().Register(row->key(), spec, fault, lease_ms);
+}
+
+absl::StatusOr<SequenceInfo> OpenFor(EngineHarness& h, const std::string& tenant,
+                                     const std::string& model, Fault* fault) {
+  OpenArgs args;
+  args.tenant = tenant;
+  args.model_id = model;
+  args.lease_ms = 1000000;
+  return h.core().OpenSequence(args, fault);
+}
+
+void ExpectTenantBound(const Fault& fault, const char* reason, int64_t bound) {
+  EXPECT_EQ(fault.reason, reason);
+  EXPECT_EQ(fault.bound_of, BoundOwner::kTenant);
+  EXPECT_EQ(fault.bound, bound);
+  EXPECT_GT(fault.retry_after_ms, 0);
+}
+
+TEST(EngineTenantsTest, OneTenantCannotHoldAllSequences) {
+  const auto h = HarnessWith({{Resource::kSequences, 3}});
+  for (int i = 0; i < 3; ++i) h->Open();
+  Fault fault;
+  EXPECT_TRUE(absl::IsResourceExhausted(OpenFor(*h, h->tenant(), h->model().id, &fault).status()));
+  ExpectTenantBound(fault, "sequences_exhausted", 3);
+  const SequenceInfo parent = h->core().GetSequences({h->tenant(), {}, ""}).sequences[0];
+  ForkArgs fork;
+  fork.tenant = h->tenant();
+  fork.parent = parent.id;
+  fork.expected_epoch = parent.epoch;
+  fault = Fault();
+  EXPECT_TRUE(absl::IsResourceExhausted(h->core().ForkSequence(fork, &fault).status()));
+  ExpectTenantBound(fault, "sequences_exhausted", 3);
+  ASSERT_TRUE(RegisterFor(*h, "b", h->model(), &fault).ok());
+  EXPECT_TRUE(OpenFor(*h, "b", h->model().id, &fault).ok());
+  std::vector<SequenceId> missing;
+  h->core().ReleaseSequences(h->tenant(), std::vector{parent.id}, &missing);
+  EXPECT_TRUE(OpenFor(*h, h->tenant(), h->model().id, &fault).ok()) << "what is released is free";
+}
+
+TEST(EngineTenantsTest, OneTenantCannotHoldAllModelsOrWeights) {
+  const int64_t weights = 2 * 2 * 8 * (6 + 5) * 2;
+  const auto h = HarnessWith({{Resource::kModels, 2}, {Resource::kWeightBytes, weights}});
+  ModelSpec spec = h->model();
+  spec.id = "second";
+  Fault fault;
+  Model* const second = *RegisterFor(*h, h->tenant(), spec, &fault);
+  spec.id = "third";
+  EXPECT_TRUE(absl::IsResourceExhausted(RegisterFor(*h, h->tenant(), spec, &fault).status()));
+  EXPECT_EQ(fault.reason, "models_exhausted");
+  const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
+  ModelTable& models = h->core().models();
+  ASSERT_TRUE(models.LoadWeights(*second, 1, 0, 0, 1, head, &fault).ok());
+  Model* const first =
+      *models.Find(h->core().FindTenant(h->tenant()), h->model().id, "model_id", &fault);
+  fault = Fault();
+  EXPECT_TRUE(absl::IsResourceExhausted(models.LoadWeights(*first, 2, 0, 0, 1, head, &fault)));
+  ExpectTenantBound(fault, "weights_exhausted", weights);
+}
+
+TEST(EngineTenantsTest, OneTenantCannotHoldAllOpenSteps) {
+  const auto h = HarnessWith({{Resource::kOpenSteps, 2}});
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  std::vector<SequenceInfo> own;
+  for (int i = 0; i < 3; ++i) own.push_back(h->Open());
+  for (StepId step : {1, 2}) {
+    ASSERT_TRUE(h->Begin(stream, step, {{own[step].id, 1, 0, 1}})->status.ok());
+  }
+  const auto third = h->Begin(stream, 3, {{own[0].id, 1, 0, 1}});
+  EXPECT_TRUE(absl::IsResourceExhausted(third->status));
+  ExpectTenantBound(third->fault, "steps_exhausted", 2);
+  EXPECT_FALSE(h->Get(own[0].id).in_step);
+  Fault fault;
+  ASSERT_TRUE(RegisterFor(*h, "b", h->model(), &fault).ok());
+  const SequenceInfo other = *OpenFor(*h, "b", h->model().id, &fault);
+  EXPECT_TRUE(h->Begin(h->core().OpenStream("b"), 1, {{other.id, 1, 0, 1}})->status.ok());
+  ASSERT_TRUE(h->Abort(stream, 1)->status.ok());
+  EXPECT_TRUE(h->Begin(stream, 3, {{own[0].id, 1, 0, 1}})->status.ok());
+}
+
+TEST(EngineTenantsTest, AStepLeaseIsBounded) {
+  Limits limits = testing::TinyLimits();
+  limits.max_step_lease_ms = 5000;
+  const auto h = HarnessWith({}, limits);
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const SequenceInfo sequence = h->Open();
+  for (const auto& [lease_ms, code] : {std::pair(5001, absl::StatusCode::kInvalidArgument),
+                                       std::pair(5000, absl::StatusCode::kOk)}) {
+    TestRequest begin;
+    begin.kind = RequestKind::kBeginStep;
+    begin.stream = stream;
+    begin.step_id = 1;
+    begin.begin.model_id = h->model().id;
+    begin.begin.lease_ms = lease_ms;
+    begin.begin.sequences = {{sequence.id, 1, 0, 1}};
+    h->Submit(&begin);
+    EXPECT_EQ(begin.status.code(), code) << begin.status;
+  }
+}
+
+// All pages, those of a copy on write included, count until they are back in the pool.
+TEST(EngineTenantsTest, OneTenantCannotHoldAllPages) {
+  const auto h = HarnessWith({});
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const SequenceInfo sequence = h->Open();
+  Fault fault;
+  const Model& model =
+      **h->core().models().Find(h->core().FindTenant(h->tenant()), h->model().id, "", &fault);
+  const int64_t group = model.layout.group_bytes();
+  TenantQuota quota;
+  quota.bounds[Resource::kKvBytes] = 3 * group;
+  ASSERT_TRUE(h->core().tenants().SetQuota(h->tenant(), quota, false, &fault).ok());
+  ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 9}})->status.ok()) << "three pages of 3";
+  EXPECT_EQ(h->core().tenants().Usage(h->tenant()).used[Resource::kKvBytes], 3 * group);
+  const SequenceInfo second = h->Open();
+  auto more = h->Begin(stream, 2, {{second.id, 1, 0, 4}});
+  EXPECT_TRUE(absl::IsResourceExhausted(more->status));
+  ExpectTenantBound(more->fault, "pages_exhausted", 3 * group);
+  EXPECT_EQ(more->fault.wanted, 2 * group);
+  EXPECT_EQ(more->fault.free, 0);
+  ASSERT_TRUE(h->Abort(stream, 1)->status.ok());
+  EXPECT_EQ(h->core().tenants().Usage(h->tenant()).used[Resource::kKvBytes], 0);
+  EXPECT_EQ(h->core().tenants().Usage(h->tenant()).used[Resource::kKvSlabBytes], 0);
+  EXPECT_TRUE(h->Begin(stream, 2, {{second.id, 1, 0, 4}})->status.ok());
+  EXPECT_EQ(h->core().cache().CheckInvariants(), "");
+}
+
+TEST(EngineTenantsTest, AFullPoolIsNotTheTenantsBound) {
+  const auto h = HarnessWith({});
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  Limits limits = testing::TinyLimits();
+  ModelSpec wide = h->model();
+  wide.id = "wide";
+  wide.page_size = 4096;
+  Fault fault;
+  ASSERT_TRUE(RegisterFor(*h, h->tenant(), wide, &fault).ok());
+  StepId step = 1;
+  std::unique_ptr<TestRequest> begin;
+  for (; step < 10; ++step) {
+    const SequenceInfo sequence = *OpenFor(*h, h->tenant(), "wide", &fault);
+    begin = std::make_unique<TestRequest>();
+    begin->kind = RequestKind::kBeginStep;
+    begin->stream = stream;
+    begin->step_id = step;
+    begin->begin.model_id = "wide";
+    begin->begin.sequences = {{sequence.id, 1, 0, 1}};
+    h->Submit(begin.get());
+    if (!begin->status.ok()) break;
+  }
+  EXPECT_TRUE(absl::IsResourceExhausted(begin->status)) << begin->status;
+  EXPECT_EQ(begin->fault.reason, "pages_exhausted");
+  EXPECT_EQ(begin->fault.bound_of, BoundOwner::kServer);
+  EXPECT_EQ(begin->fault.bound, limits.kv_cache_bytes);
+}
+
+// A slab serves one model until its last page group is free, so a tenant could keep all slabs with
+// one page each. Slabs count, too.
+TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
+  Limits limits = testing::TinyLimits();
+  limits.max_sequences = 1024;
+  const auto h = HarnessWith({{Resource::kKvSlabBytes, limits.kv_cache_bytes / 2}}, limits);
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  // Sequences of eight pages each, until the tenant gets no more.
+  std::vector<SequenceId> held;
+  bool refused = false;
+  for (StepId step = 1; !refused && held.size() < 1000; ++step) {
+    const SequenceInfo sequence = h->Open();
+    const auto begin = h->Begin(stream, step, {{sequence.id, 1, 0, 24}});
+    refused = !begin->status.ok();
+    if (refused) {
+      ExpectTenantBound(begin->fault, "pages_exhausted", limits.kv_cache_bytes / 2);
+      break;
+    }
+    held.push_back(sequence.id);
+    const auto first = h->AppendOnly(stream, step, 0, 0, Rows(24, held.size()));
+    const auto second = h->AppendOnly(stream, step, 1, 0, Rows(24, held.size()));
+    h->Run();
+    ASSERT_TRUE(h->End(stream, step)->status.ok());
+  }
+  ASSERT_TRUE(refused) << held.size() << " sequences";
+  // One page of each stays, and with it every slab.
+  Fault fault;
+  for (const SequenceId id : held) {
+    ASSERT_TRUE(h->core().TruncateSequence(h->tenant(), id, 3, 1, &fault).ok());
+  }
+  EXPECT_GT(h->core().tenants().Usage(h->tenant()).used[Resource::kKvSlabBytes],
+            limits.kv_cache_bytes / 4);
+  EXPECT_LE(h->core().tenants().Usage(h->tenant()).used[Resource::kKvSlabBytes],
+            limits.kv_cache_bytes / 2);
+  // Another tenant's model of another page size still finds slabs.
+  ModelSpec spec = h->model();
+  spec.page_size = 64;
+  ASSERT_TRUE(RegisterFor(*h, "b", spec, &fault).ok());
+  const SequenceInfo other = *OpenFor(*h, "b", spec.id, &fault);
+  auto begin = h->Begin(h->core().OpenStream("b"), 1, {{other.id, 1, 0, 20}});
+  EXPECT_TRUE(begin->status.ok()) << begin->status;
+}
+
+// A row that is dropped and made again has another key: pages of the former are scrubbed.
+TEST(EngineTenantsTest, ATenantThatComesBackGetsScrubbedPages) {
+  Limits limits = testing::TinyLimits();
+  limits.max_tenants = 2;
+  const auto h = HarnessWith({}, limits);
+  Fault fault;
+  const auto visit = [&](const std::string& tenant) {
+    ASSERT_TRUE(RegisterFor(*h, tenant, h->model(), &fault).ok()) << tenant;
+    const SequenceInfo sequence = *OpenFor(*h, tenant, h->model().id, &fault);
+    const StreamId stream = h->core().OpenStream(tenant);
+    ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 3}})->status.ok());
+    h->core().CloseStream(stream);
+    EXPECT_TRUE(h->core().EvictModel(tenant, h->model().id, &fault).ok());
+  };
+  visit("b");
+  const uint64_t before = h->core().Stats().page_groups_scrubbed;
+  visit("b");  // the row is idle but still there: its own page
+  EXPECT_EQ(h->core().Stats().page_groups_scrubbed, before);
+  ASSERT_TRUE(h->core().tenants().Enter("c", &fault).ok());  // drops b's row
+  visit("b");
+  EXPECT_EQ(h->core().Stats().page_groups_scrubbed, before + 1);
+}
+
+TEST(EngineTenantsTest, AModelGoesWhenItsLeaseRunsOut) {
+  const auto h = HarnessWith({});
+  ModelSpec spec = h->model();
+  spec.id = "leased";
+  Fault fault;
+  ASSERT_TRUE(RegisterFor(*h, h->tenant(), spec, &fault, 1000).ok());
+  const auto models = [&] {
+    return h->core().models().OfTenant(h->core().FindTenant(h->tenant())).size();
+  };
+  h->Advance(900);
+  // Any call that names it renews it; so does its last sequence when it closes.
+  ASSERT_TRUE(RegisterFor(*h, h->tenant(), spec, &fault).ok());
+  h->Advance(900);
+  const SequenceInfo sequence = *OpenFor(*h, h->tenant(), spec.id, &fault);
+  h->Advance(5000);
+  EXPECT_EQ(models(), 2u) << "an open sequence keeps its model";
+  std::vector<SequenceId> missing;
+  h->core().ReleaseSequences(h->tenant(), std::vector{sequence.id}, &missing);
+  h->Advance(999);
+  EXPECT_EQ(models(), 2u);
+  EXPECT_LE(h->core().NextTick(), h->clock().Now() + 1'000'000);
+  h->Advance(1);
+  EXPECT_EQ(models(), 1u) << "the model without a lease stays";
+  EXPECT_EQ(h->core().Stats().models_expired, 1u);
+  h->Advance(1000000);
+  EXPECT_EQ(models(), 1u);
+}
+
+TEST(EngineTenantsTest, AnOperatorMayGiveAllModelsALease) {
+  Limits limits = testing::TinyLimits();
+  limits.model_lease_ms = 1000;
+  const auto h = HarnessWith({}, limits);
+  EXPECT_EQ(h->core().models().size(), 1);
+  h->Advance(1000);
+  EXPECT_EQ(h->core().models().size(), 0);
+}
+
+TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
+  const auto h = HarnessWith({});
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const SequenceInfo first = h->Open(), second = h->Open();
+  ASSERT_TRUE(h->Begin(stream, 1, {{first.id, 1, 0, 2}})->status.ok());
+  auto waiting = h->Query(stream, 1, 0, 0, 2, 0, 2, 5);
+  std::vector<SequenceId> missing;
+  EXPECT_EQ(h->core().EvictSequences({h->tenant(), {first.id, first.id, 77}, ""}, &missing), 1);
+  EXPECT_EQ(missing, std::vector<SequenceId>{77});
+  ASSERT_TRUE(waiting->answered());
+  EXPECT_TRUE(absl::IsAborted(waiting->status)) << waiting->status;
+  // A selection of a tenant that has no row must not reach rows of others.
+  EXPECT_EQ(h->core().EvictSequences({"nobody", {}, ""}, &missing), 0);
+  EXPECT_EQ(h->Get(second.id).id, second.id);
+  Fault fault;
+  ASSERT_TRUE(h->Begin(stream, 2, {{second.id, 1, 0, 2}})->status.ok());
+  EXPECT_EQ(*h->core().EvictModel(h->tenant(), h->model().id, &fault), 1);
+  EXPECT_EQ(h->core().models().size(), 0);
+  EXPECT_EQ(h->core().Stats().open_steps, 0);
+  EXPECT_EQ(h->core().Stats().page_groups_used, 0);
+  EXPECT_TRUE(absl::IsNotFound(h->core().EvictModel(h->tenant(), "tiny", &fault).status()));
+}
+
+// Were the layout removed before the weights are freed, the model would stay with the id of a
+// layout that the next model gets, and write with that one's group size.
+TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
+  auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+  FaultyBackend* const faults = backend.get();
+  EngineHarness h({testing::TinyLimits(), testing::TinyModel(), std::move(backend), nullptr});
+  ModelTable& models = h.core().models();
+  const TenantKey tenant = h.core().FindTenant(h.tenant());
+  Fault fault;
+  Model* const model = *models.Find(tenant, h.model().id, "model_id", &fault);
+  const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
+  ASSERT_TRUE(models.LoadWeights(*model, 1, 0, 0, 1, head, &fault).ok());
+  faults->FailAt(FaultPoint::kFreeWeights);
+  ASSERT_FALSE(models.Unregister(tenant, h.model().id, &fault).ok());
+  // Another model of another group size comes; the first one is still whole.
+  ModelSpec wide = h.model();
+  wide.id = "wide";
+  wide.page_size = 64;
+  ASSERT_TRUE(models.Register(tenant, wide, &fault).ok());
+  Model* const still = *models.Find(tenant, h.model().id, "model_id", &fault);
+  Model* const other = *models.Find(tenant, "wide", "model_id", &fault);
+  EXPECT_NE(still->layout_id, other->layout_id);
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  const SequenceInfo sequence = h.Open();
+  ASSERT_TRUE(h.Begin(stream, 1, {{sequence.id, 1, 0, 4}})->status.ok());
+  EXPECT_EQ(h.Get(sequence.id).page_groups, 2);
+  EXPECT_EQ(h.core().Stats().kv_bytes_used, 2 * still->layout.group_bytes());
+  ASSERT_TRUE(h.Abort(stream, 1)->status.ok());
+  std::vector<SequenceId> missing;
+  h.core().ReleaseSequences(h.tenant(), std::vector{sequence.id}, &missing);
+  EXPECT_TRUE(models.Unregister(tenant, h.model().id, &fault).ok()) << "and can go after all";
+}
+
+}  // namespace
+}  // namespace mla::scheduler
