@@ -58,9 +58,19 @@ struct BackendInfo {
   DType absorbed_q_of_bf16 = DType::kBf16;
   DType absorbed_q_of_f32 = DType::kF32;
   DType latent_o_dtype = DType::kF32;
+  // Absorbed queries may also be fp32 whatever clients send: where products take bf16 operands they
+  // are then two of them, what fp32 rounds to and the rest of it, for the scores.
+  bool splits_queries = false;
 
-  DType absorbed_q_dtype(DType sent) const {
+  // `split`: whether they are to be kept as such; REQUIRES splits_queries then.
+  DType absorbed_q_dtype(DType sent, bool split) const {
+    if (split) return DType::kF32;
     return sent == DType::kF32 ? absorbed_q_of_f32 : absorbed_q_of_bf16;
+  }
+  DType widest_absorbed_q() const {
+    const bool wide =
+        splits_queries || absorbed_q_of_bf16 == DType::kF32 || absorbed_q_of_f32 == DType::kF32;
+    return wide ? DType::kF32 : DType::kBf16;
   }
 };
 

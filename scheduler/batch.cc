@@ -15,8 +15,10 @@ bool Computes(const StreamRequest& request) {
 
 BatchKey KeyOf(const StreamRequest& request) {
   const AttendArgs& args = request.attend;
-  return BatchKey{request.engine.step->model->spec->geometry, args.profile, args.q_dtype,
-                  args.o_dtype};
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const bool split =
+      args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
+  return BatchKey{spec.geometry, args.profile, args.q_dtype, args.o_dtype, split};
 }
 
 }  // namespace

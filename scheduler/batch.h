@@ -69,6 +69,7 @@ struct BatchKey {
   Profile profile = Profile::kAbsorbed;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
+  bool split_queries = false;  // of EXPANDED: QueryPrecision::kSplit
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 

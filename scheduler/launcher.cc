@@ -49,9 +49,8 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
 // always fits, whatever its dtypes.
 int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const kernels::BackendInfo& info = backend.Info();
-  const auto between = static_cast<int64_t>(
-      std::max(ElementSize(info.absorbed_q_of_bf16), ElementSize(info.absorbed_q_of_f32)) +
-      ElementSize(info.latent_o_dtype));
+  const auto between = static_cast<int64_t>(ElementSize(info.widest_absorbed_q()) +
+                                            ElementSize(info.latent_o_dtype));
   const auto widest = static_cast<int64_t>(2 * ElementSize(DType::kF32));
   return limits.max_row_dim *
          std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
@@ -262,7 +261,7 @@ kernels::AttentionDesc Launcher::Desc(const Launch& launch, AttentionForm form) 
   desc.form = form;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   const kernels::BackendInfo& info = backend_->Info();
-  desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype) : key.q_dtype;
+  desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
   desc.o_dtype = between ? info.latent_o_dtype : key.o_dtype;
   return desc;
 }
@@ -316,8 +315,8 @@ absl::Status Launcher::Enqueue(Launch* launch) {
   if (!work.tables().empty()) then(b.PublishPageTable(slot, work.tables()));
   if (!launch->appends.empty()) then(b.AppendKv(slot, launch->appends));
   if (!launch->absorbs.empty()) {
-    then(b.Absorb(slot, key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype),
-                  launch->absorbs));
+    then(b.Absorb(slot, key.geometry, key.q_dtype,
+                  info.absorbed_q_dtype(key.q_dtype, key.split_queries), launch->absorbs));
   }
   if (!launch->absorbed.empty()) {
     then(b.Run(slot, launch->absorbed_params));

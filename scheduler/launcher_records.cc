@@ -145,7 +145,8 @@ absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& sl
                                            Staged* staged) {
   const kernels::Geometry& g = launch->batch.key.geometry;
   const kernels::BackendInfo& info = backend_->Info();
-  const int64_t q_size = ElementSize(info.absorbed_q_dtype(launch->batch.key.q_dtype));
+  const int64_t q_size = ElementSize(
+      info.absorbed_q_dtype(launch->batch.key.q_dtype, launch->batch.key.split_queries));
   const int64_t o_size = ElementSize(info.latent_o_dtype);
   const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
   absl::StatusOr<void*> q =
@@ -270,7 +271,8 @@ Launcher::Common Launcher::CommonOf(const Segment& segment, const Staged& staged
   latent.o_head_stride = key.geometry.kv_lora_rank;
   latent.o_row_stride = latent.o_head_stride * args.num_heads;
   common.latent_q_row_bytes =
-      latent.q_row_stride * int64_t(ElementSize(info.absorbed_q_dtype(key.q_dtype)));
+      latent.q_row_stride *
+      int64_t(ElementSize(info.absorbed_q_dtype(key.q_dtype, key.split_queries)));
   common.latent_o_row_bytes = latent.o_row_stride * int64_t(ElementSize(info.latent_o_dtype));
   kernels::ProjectionRecord& absorb = common.absorb;
   absorb.in_row_stride = sent.q_row_stride;
@@ -384,7 +386,9 @@ void Launcher::AddFused(Launch* launch, const Segment& segment) {
   const kernels::Geometry& g = launch->batch.key.geometry;
   const kernels::BackendInfo& info = backend_->Info();
   const bool absorbed = args.profile == Profile::kAbsorbed;
-  const DType q_dtype = absorbed ? args.q_dtype : info.absorbed_q_dtype(args.q_dtype);
+  const DType q_dtype = absorbed
+                            ? args.q_dtype
+                            : info.absorbed_q_dtype(args.q_dtype, launch->batch.key.split_queries);
   const DType o_dtype = absorbed ? args.o_dtype : info.latent_o_dtype;
   const Staged& staged = fused_[segment.slices];
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);

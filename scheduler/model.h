@@ -10,12 +10,20 @@
 
 namespace mla::scheduler {
 
+// How EXPANDED keeps the queries between absorbing them and the scores.
+enum class QueryPrecision : uint8_t {
+  kDefault,  // at registration: kSplit where the backend can, else kBf16
+  kBf16,     // as bf16 where clients send bf16, unless the backend computes in fp32 anyway
+  kSplit,    // as fp32, whose scores cost a second product where operands are bf16
+};
+
 struct ModelSpec {
   std::string id;
   kernels::Geometry geometry;
   int32_t layers = 0;
   double softmax_scale = 0;  // > 0; multiplies q·k before the softmax, never defaulted
   int32_t page_size = 0;     // 0 at registration: Limits::default_page_size
+  QueryPrecision query_precision = QueryPrecision::kDefault;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
   // Elements of one query / output head in a profile; 0 for append-only.

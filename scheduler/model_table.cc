@@ -41,6 +41,18 @@ int64_t HeadWeightElements(const kernels::Geometry& g) {
   return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
 }
 
+absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec, Fault* fault) {
+  if (spec->query_precision == QueryPrecision::kDefault) {
+    spec->query_precision = backend.splits_queries ? QueryPrecision::kSplit : QueryPrecision::kBf16;
+  }
+  if (spec->query_precision == QueryPrecision::kBf16 || backend.splits_queries) {
+    return absl::OkStatus();
+  }
+  return RefuseField(fault, "model.query_precision", "split",
+                     absl::StrCat("bf16 on backend ", backend.name), "unsupported_precision",
+                     absl::StatusCode::kUnimplemented);
+}
+
 }  // namespace
 
 ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
@@ -103,6 +115,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                                             int64_t lease_ms) {
   ModelSpec spec = wanted;
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
+  if (absl::Status s = SettlePrecision(backend_->Info(), &spec, fault); !s.ok()) return s;
   if (absl::Status status = CheckSpec(spec, fault); !status.ok()) return status;
   const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms, fault);
   if (!lease_ns.ok()) return lease_ns.status();

@@ -162,7 +162,7 @@ class StreamRequest {
     // inputs are; -1: none so far.
     int32_t bad_row = -1;
     int32_t bad_head = -1;
-    bool counted = false;              // among the tenant's queued requests
+    bool counted = false;  // among the tenant's queued requests
   };
   EngineFields engine;
 };

@@ -24,6 +24,9 @@ void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
   to->set_kv_dtype(v1::DTYPE_BF16);
   to->set_rope_owner(v1::ROPE_OWNER_WORKER);
   to->set_page_size(static_cast<uint32_t>(from.page_size));
+  to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
+                              ? v1::QUERY_PRECISION_SPLIT
+                              : v1::QUERY_PRECISION_BF16);
 }
 
 }  // namespace

@@ -329,6 +329,21 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
       Narrow(message.page_size(), 0, 4096, "model.page_size", &spec->page_size, fault));
   spec->id = message.model_id();
   spec->softmax_scale = message.softmax_scale();
+  switch (message.query_precision()) {
+    case v1::QUERY_PRECISION_UNSPECIFIED:
+      spec->query_precision = scheduler::QueryPrecision::kDefault;
+      break;
+    case v1::QUERY_PRECISION_BF16:
+      spec->query_precision = scheduler::QueryPrecision::kBf16;
+      break;
+    case v1::QUERY_PRECISION_SPLIT:
+      spec->query_precision = scheduler::QueryPrecision::kSplit;
+      break;
+    default:
+      return InvalidField(
+          fault, "model.query_precision", "QUERY_PRECISION_BF16 or QUERY_PRECISION_SPLIT",
+          absl::StrCat(static_cast<int>(message.query_precision())), "unknown_value");
+  }
   return absl::OkStatus();
 }
 

@@ -302,6 +302,27 @@ TEST(RequestValidatorTest, Model) {
   EXPECT_EQ(fault.field, "model.geometry.v_dim");
 }
 
+TEST(RequestValidatorTest, QueryPrecision) {
+  v1::ModelSpec model;
+  model.set_model_id("m");
+  *model.mutable_geometry() = [] {
+    v1::Geometry g;
+    g.set_num_heads(4);
+    g.set_kv_lora_rank(32);
+    return g;
+  }();
+  model.set_layers(1);
+  model.set_softmax_scale(0.5);
+  model.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  for (const int value : {0, 1, 2, 3, -1}) {
+    model.set_query_precision(static_cast<v1::QueryPrecision>(value));
+    scheduler::ModelSpec spec;
+    Fault fault;
+    EXPECT_EQ(ParseModelSpec(model, Limits(), &spec, &fault).ok(), value >= 0 && value <= 2);
+    EXPECT_EQ(fault.field, value < 0 || value > 2 ? "model.query_precision" : "");
+  }
+}
+
 TEST(RequestValidatorTest, WeightsChunk) {
   v1::UploadWeightsRequest::Chunk good;
   good.set_head_begin(1);

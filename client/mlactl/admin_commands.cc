@@ -90,15 +90,16 @@ std::string SequencesText(const v1::GetReply& reply) {
 
 std::string ModelsText(const v1::ListModelsReply& reply) {
   std::string text =
-      absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-9s %s\n", "model", "heads", "lora",
-                      "rope", "nope", "v", "layers", "page", "weights", "sequences");
+      absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-7s %-9s %s\n", "model", "heads", "lora",
+                      "rope", "nope", "v", "layers", "page", "queries", "weights", "sequences");
   for (const v1::ModelInfo& info : reply.models()) {
     const v1::Geometry& geometry = info.model().geometry();
-    absl::StrAppendFormat(&text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-9s %d\n",
-                          info.model().model_id(), geometry.num_heads(), geometry.kv_lora_rank(),
-                          geometry.rope_dim(), geometry.nope_dim(), geometry.v_dim(),
-                          info.model().layers(), info.model().page_size(),
-                          info.weights_complete() ? "complete" : "missing", info.sequences());
+    absl::StrAppendFormat(
+        &text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-7s %-9s %d\n", info.model().model_id(),
+        geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(), geometry.nope_dim(),
+        geometry.v_dim(), info.model().layers(), info.model().page_size(),
+        info.model().query_precision() == v1::QUERY_PRECISION_SPLIT ? "split" : "bf16",
+        info.weights_complete() ? "complete" : "missing", info.sequences());
   }
   return text;
 }

@@ -49,6 +49,11 @@ void ReadModel(const Arguments& arguments, OptionReader* reader, v1::ModelSpec* 
   reader->Number("nope", 1, kMost, &nope);
   reader->Number("v", 1, kMost, &v);
   reader->Number("page-size", 0, kMost, &page_size);
+  std::string precision = "default";
+  reader->Choice("query-precision", {"default", "bf16", "split"}, &precision);
+  model->set_query_precision(precision == "bf16"    ? v1::QUERY_PRECISION_BF16
+                             : precision == "split" ? v1::QUERY_PRECISION_SPLIT
+                                                    : v1::QUERY_PRECISION_UNSPECIFIED);
   v1::Geometry* const geometry = model->mutable_geometry();
   geometry->set_num_heads(heads);
   geometry->set_kv_lora_rank(lora);
@@ -163,6 +168,7 @@ std::vector<Option> BenchOptionTable() {
       {"rope", "N", "rotated part of a KV row (default 64)"},
       {"nope", "N", "unrotated part of an expanded query head (default 128)"},
       {"v", "N", "expanded output head (default 128)"},
+      {"query-precision", "P", "of expanded: default, bf16 or split"},
       {"page-size", "N", "rows a page (default 0: the server's choice)"},
       {"lse", "", "ask for the log-sum-exp of every row and head too"},
       {"output-dtype", "TYPE", "of o: bf16 (default) or f32", "bf16,f32"},

@@ -72,6 +72,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
   info_.units = threads;
   info_.unified_memory = true;
   info_.reads_fragments = true;
+  info_.splits_queries = true;
   // Levels that compute in fp32 read fp32 queries at the same rate.
   if (!kernels.bf16_operands) info_.absorbed_q_of_bf16 = DType::kF32;
 }

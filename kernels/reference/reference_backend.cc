@@ -13,6 +13,7 @@ ReferenceBackend::ReferenceBackend() {
   info_.supported = "bf16 rows, bf16 or fp32 queries and outputs, any heads, dims and page size";
   info_.units = 1;
   info_.unified_memory = true;
+  info_.splits_queries = true;
   info_.absorbed_q_of_bf16 = DType::kF32;  // nothing is rounded between the projections
 }
 

@@ -19,7 +19,8 @@ const char* Name(Route route) {
 }
 
 const char* Name(InputKind kind) {
-  constexpr const char* kNames[] = {"normal", "dominant", "cancellation", "hostile"};
+  constexpr const char* kNames[] = {"normal", "dominant", "cancellation",    "hostile",
+                                    "unit",   "large",    "dominant-latent", "true-cancellation"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -179,6 +180,23 @@ std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count) {
     r.page_size = options.page_sizes[static_cast<size_t>(i) % options.page_sizes.size()];
     spec.requests = {r};
     spec.units = options.units[static_cast<size_t>(i / 2) % options.units.size()];
+    cases.push_back(spec);
+  }
+  return cases;
+}
+
+std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, int32_t count,
+                                DType latent_q) {
+  constexpr InputKind kKinds[] = {InputKind::kUnit, InputKind::kLarge, InputKind::kDominantLatent,
+                                  InputKind::kTrueCancellation};
+  std::vector<CaseSpec> cases;
+  for (int32_t i = first; i < first + count; ++i) {
+    CaseSpec spec = SampleCase(options, 4000000 + static_cast<uint64_t>(i));
+    spec.inputs = kKinds[i % 4];
+    spec.route = i / 4 % 4 == 3 && options.expanded ? Route::kExpanded : Route::kAbsorbProject;
+    // What clients send; the same for all, so that the bf16 form has the same inputs.
+    spec.q_dtype = DType::kBf16;
+    spec.latent_q_dtype = latent_q;
     cases.push_back(spec);
   }
   return cases;

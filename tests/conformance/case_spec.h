@@ -26,7 +26,13 @@ enum class InputKind : uint8_t {
   kDominantKey,   // one visible key carries nearly all weight
   kCancellation,  // values come in pairs that cancel; logits have large terms that cancel
   kHostile,       // NaN, Inf and denormals in some rows, which must stay in their own outputs
+  // Wide ones, judged against the expanded form in bf16: see CheckWide.
+  kUnit,              // N(0,1)
+  kLarge,             // N(0,9)
+  kDominantLatent,    // one key carries nearly all weight by its latent part
+  kTrueCancellation,  // values come in pairs whose sum is zero
 };
+constexpr bool IsWide(InputKind kind) { return kind >= InputKind::kUnit; }
 
 struct RequestSpec {
   int32_t q_rows = 0;
@@ -95,6 +101,11 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index);
 
 // `count` (at most 20) large cases: full dims and heads, long caches, all stages.
 std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count);
+
+// `count` cases of wide inputs, from index `first` on: absorb, attention and projection, and every
+// fourth the expanded form. `latent_q` is the dtype of absorbed queries.
+std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, int32_t count,
+                                kernels::DType latent_q);
 
 // `count` small cases from index `first` on around the edges of tiles: packed rows and cache rows
 // next to multiples of 16, 32, 64 and 128, one to 128 heads, every route, pages of one row to 64,

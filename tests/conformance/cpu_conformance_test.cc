@@ -152,6 +152,40 @@ TEST(CpuConformanceTest, EmulatedLevels) {
   ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
 }
 
+constexpr int32_t kWideCases = kEmulatedCases;
+
+SamplerOptions WideSampler() {
+  SamplerOptions sampler = Sampler();
+  sampler.typical_flop = 1e6;
+  sampler.max_flop = 4e6;
+  sampler.heads = {1, 3, 8, 16};
+  return sampler;
+}
+
+// Absorbed queries as two parts (QueryPrecision::kSplit), on every level.
+TEST(CpuConformanceTest, WideInputs) {
+  const std::vector<CaseSpec> cases = WideCases(WideSampler(), 0, kWideCases, kernels::DType::kF32);
+  for (const bool emulated : {false, true}) {
+    const SuiteReport report = RunSuite(emulated ? EmulatedOptions(cases) : Options(cases));
+    ExpectNoFailures(report);
+    EXPECT_GE(report.wide_checks, kWideCases / 2);
+    EXPECT_EQ(report.known_misses, 0);
+  }
+}
+
+// What QueryPrecision::kBf16 costs in accuracy at levels with bf16 operands. Should this find no
+// miss any more, wide inputs show nothing, or the precision is an option no longer.
+TEST(CpuConformanceTest, WideInputsMissTheRuleWithBf16Queries) {
+  SuiteOptions options =
+      EmulatedOptions(WideCases(WideSampler(), 0, kWideCases, kernels::DType::kBf16));
+  for (Subject& subject : options.subjects) subject.rounded_queries = true;
+  const SuiteReport report = RunSuite(options);
+  ExpectNoFailures(report);
+  EXPECT_GT(report.known_misses, report.wide_checks / 20);  // a tenth, on the default seed
+  std::printf("bf16 queries: %s of %s\n", absl::StrCat(report.known_misses).c_str(),
+              absl::StrCat(report.wide_checks).c_str());
+}
+
 // Queries as a network delivers them: whole messages, some heads and less than one head a piece.
 TEST(CpuConformanceTest, QueriesInPieces) {
   for (const int64_t bytes : {int64_t{1} << 20, int64_t{4099}, int64_t{201}}) {

@@ -2,7 +2,7 @@
 // statically against everything but libc and the GPU runtime, which is opened at run time.
 //
 //   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
-//                   [--prefill N] [--edges N] [--form absorbed|expanded]
+//                   [--prefill N] [--edges N] [--wide N] [--form absorbed|expanded]
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
@@ -19,6 +19,10 @@
 // computes about 10^8 products a second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
+//
+// --wide is how many cases of wide inputs are run. Known gap: absorbed queries are bf16 on GPUs, so
+// those that pass Absorb may miss the rule of CheckWide; how many do is printed. Twenty of them
+// without a miss mean that the gap is closed, and this expectation is to be taken out: status 1.
 //
 // Exit status 0 only when a GPU backend was found and every shape passed; 2 for flags that make no
 // sense.
@@ -53,6 +57,7 @@ struct Flags {
   int32_t large = 4;
   int32_t prefill = 8;
   int32_t edges = 40;
+  int32_t wide = 40;
   bool progress = false;
   bool max_flop_given = false;
   std::string form;  // of the attention itself; empty: both
@@ -113,6 +118,7 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--large") return Integer(name, value, 0, kMost, &flags.large);
   if (name == "--prefill") return Integer(name, value, 0, kMost, &flags.prefill);
   if (name == "--edges") return Integer(name, value, 0, kMost, &flags.edges);
+  if (name == "--wide") return Integer(name, value, 0, kMost, &flags.wide);
   if (name == "--heads") return Integers(name, value, 65535, &sampler.heads);
   if (name == "--page-sizes") return Integers(name, value, 1 << 20, &sampler.page_sizes);
   if (name == "--units") return Integers(name, value, 4096, &sampler.units);
@@ -130,7 +136,8 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
            Refuse(name, value, "absorbed or expanded");
   }
   if (name == "--shape") {
-    if (flags.directed.empty()) flags.shapes = flags.large = flags.prefill = flags.edges = 0;
+    if (flags.directed.empty())
+      flags.shapes = flags.large = flags.prefill = flags.edges = flags.wide = 0;
     flags.directed.push_back(value);
     return true;
   }
@@ -217,7 +224,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
 std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
                                      const gpu::HipBackend& backend) {
   const auto wanted = [&](CaseSpec& spec) {
-    spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype);
+    spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     const kernels::AttentionDesc desc = spec.Desc();
     return backend.CanRun(desc).ok() &&
            (flags.form.empty() || flags.form == kernels::Name(desc.form));
@@ -230,7 +237,8 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   const auto first = static_cast<int32_t>(flags.first);
   for (std::vector<CaseSpec> directed :
        {EdgeCases(sampler, first, flags.edges), LargeCases(sampler, flags.large),
-        PrefillCases(sampler, flags.prefill)}) {
+        PrefillCases(sampler, flags.prefill),
+        WideCases(sampler, first, flags.wide, kernels::DType::kBf16)}) {
     for (CaseSpec& spec : directed) {
       if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
       // These are about shapes: where fp32 queries are refused, others do.
@@ -270,7 +278,7 @@ absl::StatusOr<SuiteOptions> Suite(const Flags& flags, const Gpu& gpu) {
          if (!backend.ok()) return backend.status();
          return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
        },
-       /*bit_equal_batches=*/false}};
+       /*bit_equal_batches=*/false, /*rounded_weights=*/false, /*rounded_queries=*/true}};
   options.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
     return std::make_unique<kernels::ReferenceBackend>();
   };
@@ -307,7 +315,12 @@ int Main(int argc, char** argv) {
       static_cast<unsigned long long>(flags.sampler.seed), static_cast<long long>(report.cases),
       static_cast<long long>(report.comparisons), static_cast<long long>(report.batch_checks),
       static_cast<long long>(report.failure_count), report.worst_cosine);
-  return report.failure_count == 0 && report.comparisons > 0 ? 0 : 1;
+  std::printf("known gap: %lld of %lld cases of wide inputs miss the rule with bf16 queries\n",
+              static_cast<long long>(report.known_misses),
+              static_cast<long long>(report.wide_checks));
+  const bool closed = report.wide_checks >= 20 && report.known_misses == 0;
+  if (closed) std::printf("FAIL the gap is closed: judge wide inputs like all others\n");
+  return report.failure_count == 0 && report.comparisons > 0 && !closed ? 0 : 1;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "tests/conformance/bf16_form.h"
 
 namespace mla::conformance {
 namespace {
@@ -58,7 +59,9 @@ void RunCase(const SuiteOptions& options, Bench& bench, size_t index, SuiteRepor
   auto want = RunOracle(*bench.oracle, workload);
   if (!want.ok()) return Fail(report, absl::StrCat("oracle: ", want.status().ToString()));
   if (!want->violation.empty()) Fail(report, absl::StrCat("oracle: ", want->violation));
-  const bool check_alone = workload.requests.size() > 1 && options.invariance_every > 0 &&
+  const bool wide = IsWide(workload.spec.inputs);
+  const CaseOutput in_bf16 = wide ? AttendInBf16(workload) : CaseOutput();
+  const bool check_alone = !wide && workload.requests.size() > 1 && options.invariance_every > 0 &&
                            index % static_cast<size_t>(options.invariance_every) == 0;
   for (size_t i = 0; i < bench.subjects.size(); ++i) {
     const Subject& subject = options.subjects[i];
@@ -73,6 +76,17 @@ void RunCase(const SuiteOptions& options, Bench& bench, size_t index, SuiteRepor
       continue;
     }
     fail(got->violation);
+    if (wide) {
+      const std::string miss = CheckWide(workload, *got, *want, in_bf16);
+      const bool absorbs = workload.spec.route == Route::kAbsorbProject;
+      report.wide_checks += absorbs;
+      if (absorbs && subject.rounded_queries) {
+        report.known_misses += !miss.empty();
+      } else {
+        fail(miss);
+      }
+      continue;
+    }
     fail(CheckOutput(workload, *got, *want, subject.rounded_weights, &report.worst_cosine));
     if (!check_alone) continue;
     ++report.batch_checks;
@@ -87,6 +101,8 @@ void Merge(const SuiteReport& part, SuiteReport& whole) {
   whole.batch_checks += part.batch_checks;
   whole.worst_cosine = std::max(whole.worst_cosine, part.worst_cosine);
   whole.failure_count += part.failure_count;
+  whole.wide_checks += part.wide_checks;
+  whole.known_misses += part.known_misses;
   for (const std::string& failure : part.failures) {
     if (whole.failures.size() < kFailuresKept) whole.failures.push_back(failure);
   }
@@ -119,7 +135,41 @@ double LeastNorms(const Workload& workload, int32_t request, bool rounded_weight
   return size * size * r.q_rows * r.num_heads * workload.spec.o_dim() / kCosineLimit;
 }
 
+// Of got - want where both are finite; NaN where special values differ.
+double MeanSquareError(const std::vector<float>& got, const std::vector<float>& want) {
+  double sum = 0.0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (got[i] == want[i] || (std::isnan(got[i]) && std::isnan(want[i]))) continue;
+    if (!std::isfinite(got[i]) || !std::isfinite(want[i])) return std::nan("");
+    const double error = double{got[i]} - want[i];
+    sum += error * error;
+  }
+  return got.empty() ? 0.0 : sum / static_cast<double>(got.size());
+}
+
 }  // namespace
+
+std::string CheckWide(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
+                      const CaseOutput& in_bf16) {
+  constexpr double kTimes = 1.5;
+  constexpr double kOfFp32 = 1e-6;  // what sums in fp32 may be off, of the largest value
+  double most_lse = 1.0;
+  for (const float lse : want.lse) {
+    if (std::isfinite(lse)) most_lse = std::max(most_lse, std::abs(double{lse}));
+  }
+  std::string message;
+  const auto judge = [&message](const char* what, double error, double of_bf16, double floor) {
+    if (error <= kTimes * of_bf16 + floor) return;  // not so for NaN
+    absl::StrAppend(&message, what, ": error ", error, ", of the expanded form in bf16 ", of_bf16,
+                    ", which is ", error / of_bf16, " times; ");
+  };
+  judge("output", std::sqrt(MeanSquareError(got.o, want.o)),
+        std::sqrt(MeanSquareError(in_bf16.o, want.o)), kOfFp32 * workload.max_abs_value);
+  judge("lse", std::sqrt(MeanSquareError(got.lse, want.lse)),
+        std::sqrt(MeanSquareError(in_bf16.lse, want.lse)), kOfFp32 * most_lse);
+  if (got.o.size() != want.o.size()) message = "sizes differ";
+  return message;
+}
 
 std::vector<CaseSpec> SampleCases(const SamplerOptions& options, uint64_t first, int64_t count) {
   std::vector<CaseSpec> cases;

@@ -31,6 +31,9 @@ struct Subject {
   // Results must not change by a bit with the batch (else: within the tolerance for batches).
   bool bit_equal_batches = false;
   bool rounded_weights = false;  // see CheckOutput
+  // Known gap: it keeps absorbed queries as bf16, which wide inputs show. Their misses are counted
+  // in SuiteReport::known_misses and are no failures.
+  bool rounded_queries = false;
 };
 
 struct SuiteOptions {
@@ -53,6 +56,8 @@ struct SuiteReport {
   double worst_cosine = 0.0;          // over all comparisons
   std::vector<std::string> failures;  // at most 20 are kept
   int64_t failure_count = 0;
+  int64_t wide_checks = 0;   // of wide inputs through Absorb
+  int64_t known_misses = 0;  // of those, by subjects with rounded_queries
 };
 
 // First `count` cases of the sample from index `first` on.
@@ -74,6 +79,12 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 // limit.
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                         bool rounded_weights, double* worst_cosine);
+
+// The rule for wide inputs (IsWide): empty when the root mean squares of the errors of outputs and
+// of log-sum-exps are each at most 1.5 times those of the expanded form in bf16 on the same inputs,
+// and special values lie at the same places.
+std::string CheckWide(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
+                      const CaseOutput& in_bf16);
 
 // Empty when request `request` run alone equals its part of `batch`: bit by bit where the subject
 // says so, else cosine difference below 1e-5 and every element within 2^-7 of its row's largest.

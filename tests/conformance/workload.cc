@@ -136,16 +136,53 @@ void MakeHostile(Random& random, Draft& d) {
   }
 }
 
-RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec& request) {
+// The latent part of one key lies along the absorbed query of one row and head, so that its logit
+// there is about 20 above the others.
+void MakeDominantLatent(Random& random, const Weights& weights, Draft& d) {
+  const Geometry& g = d.spec.geometry;
+  const int64_t key = random.Below(d.request.kv_rows());
+  const int64_t head = random.Below(d.request.num_heads);
+  const float* const q = d.Query(random.Below(d.request.q_rows), head);
+  std::vector<double> latent(static_cast<size_t>(g.kv_lora_rank), 0.0);
+  double norm = 0.0;
+  for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+    for (int32_t n = 0; n < g.nope_dim; ++n) {
+      const int64_t at =
+          ((d.request.head_offset + head) * g.nope_dim + n) * int64_t{g.kv_lora_rank} + i;
+      latent[i] += double{q[n]} * kernels::ToFloat(weights.w_uk[static_cast<size_t>(at)]);
+    }
+    norm += latent[i] * latent[i];
+  }
+  if (norm == 0.0) return;
+  for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+    d.Key(key)[i] += static_cast<float>(20.0 / (d.spec.softmax_scale * norm) * latent[i]);
+  }
+}
+
+void MakeTrulyCancelling(Draft& d) {
+  for (int64_t row = 0; row + 1 < d.request.kv_rows(); row += 2) {
+    for (int32_t i = 0; i < d.spec.geometry.kv_lora_rank; ++i) d.Key(row + 1)[i] = -d.Key(row)[i];
+  }
+}
+
+float DeviationOf(InputKind kind) {
+  return kind == InputKind::kUnit ? 1.0f : kind == InputKind::kLarge ? 3.0f : kDeviation;
+}
+
+RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec& request,
+                        const Weights* weights) {
   Draft draft{spec, request, {}, {}};
   draft.q.resize(static_cast<size_t>(request.q_rows) * request.num_heads * spec.q_dim());
   draft.kv.resize(static_cast<size_t>(request.kv_rows()) * draft.row_dim());
-  FillNormal(random, kDeviation, draft.q.data(), static_cast<int64_t>(draft.q.size()));
-  FillNormal(random, kDeviation, draft.kv.data(), static_cast<int64_t>(draft.kv.size()));
+  const float deviation = DeviationOf(spec.inputs);
+  FillNormal(random, deviation, draft.q.data(), static_cast<int64_t>(draft.q.size()));
+  FillNormal(random, deviation, draft.kv.data(), static_cast<int64_t>(draft.kv.size()));
   if (request.q_rows > 0) {
     if (spec.inputs == InputKind::kDominantKey) MakeDominant(random, draft);
     if (spec.inputs == InputKind::kCancellation) MakeCancelling(random, draft);
     if (spec.inputs == InputKind::kHostile) MakeHostile(random, draft);
+    if (spec.inputs == InputKind::kDominantLatent) MakeDominantLatent(random, *weights, draft);
+    if (spec.inputs == InputKind::kTrueCancellation) MakeTrulyCancelling(draft);
   }
   if (spec.RoundsRotated()) {
     for (int64_t row = 0; row < request.q_rows; ++row) {
@@ -277,7 +314,7 @@ Workload MakeWorkload(const CaseSpec& spec, int64_t base_granule) {
   workload.spec = spec;
   if (spec.route != Route::kAbsorbed) workload.weights = &WeightsFor(spec.geometry);
   for (const RequestSpec& request : spec.requests) {
-    workload.requests.push_back(MakeRequest(random, spec, request));
+    workload.requests.push_back(MakeRequest(random, spec, request, workload.weights));
     RequestData& data = workload.requests.back();
     const ValueSizes sizes = spec.route == Route::kAbsorbed
                                  ? LatentSizes(data, spec.geometry)

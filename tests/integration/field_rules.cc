@@ -177,6 +177,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"ModelSpec.softmax_scale", {1, kAnything, "model.softmax_scale", {}}},
       {"ModelSpec.kv_dtype", {0, 1, "model.kv_dtype", {}}},
       {"ModelSpec.rope_owner", {1, 1, "model.rope_owner", {}}},
+      {"ModelSpec.query_precision", {0, 2, "model.query_precision", {}}},
       {"ModelSpec.page_size", {0, 4096, "model.page_size", {}}},
       {"UploadWeightsRequest.Header.model_id", {1, kMostName, "header.model_id", {}}},
       {"UploadWeightsRequest.Chunk.layer", {0, 1, "chunk.layer", {}}},

@@ -373,11 +373,22 @@ def _state(info: Any) -> SequenceState:
                          info.page_groups)
 
 
+_PRECISIONS = ("", "bf16", "split")  # by number in the contract
+
+
+def _precision_to_proto(name: str) -> int:
+    if name not in _PRECISIONS:
+        raise errors.InvalidArgument(
+            f"model.query_precision: got {name!r}, must be 'bf16', 'split' or ''")
+    return _PRECISIONS.index(name)
+
+
 def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
     return model_pb2.ModelSpec(
         model_id=spec.model_id, geometry=tensor_pb2.Geometry(**dataclasses.asdict(spec.geometry)),
         layers=spec.layers, softmax_scale=spec.softmax_scale, kv_dtype=tensor_pb2.DTYPE_BF16,
-        rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size)
+        rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
+        query_precision=_precision_to_proto(spec.query_precision))
 
 
 def _spec_from_proto(message: Any) -> ModelSpec:
@@ -385,7 +396,8 @@ def _spec_from_proto(message: Any) -> ModelSpec:
     return ModelSpec(message.model_id,
                      Geometry(geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim,
                               geometry.nope_dim, geometry.v_dim),
-                     message.layers, message.softmax_scale, message.page_size)
+                     message.layers, message.softmax_scale, message.page_size,
+                     _PRECISIONS[message.query_precision])
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

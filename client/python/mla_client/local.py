@@ -99,7 +99,8 @@ class LocalReference(Service):
         geometry = spec.geometry
         if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
             raise errors.InvalidArgument("model: layers, softmax_scale and num_heads must be > 0")
-        spec = dataclasses.replace(spec, page_size=spec.page_size or 64)
+        spec = dataclasses.replace(spec, page_size=spec.page_size or 64,
+                                   query_precision=spec.query_precision or "split")
         with self._lock:
             known = self._models.get(spec.model_id)
             if known is not None and known.spec != spec:

@@ -75,6 +75,9 @@ class ModelSpec:
     layers: int
     softmax_scale: float
     page_size: int = 0  # rows a page; 0: the server's default
+    # How EXPANDED keeps absorbed queries: "bf16" or "split" (two bf16 parts); "": as the server's
+    # backend can, which the registered model names.
+    query_precision: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
