@@ -2,7 +2,8 @@
 
 namespace mla::scheduler {
 
-void AnswerQueue::Start() {
+void AnswerQueue::Start(std::function<void()> after_delivery) {
+  after_delivery_ = std::move(after_delivery);
   running_ = true;
   thread_ = std::thread([this] { Run(); });
 }
@@ -33,14 +34,23 @@ AnswerList AnswerQueue::PushAndClaim(const AnswerList& answers) {
   const std::lock_guard lock(mutex_);
   waiting_.Append(answers);
   pushed_ += answers.size;
-  return claimed_ ? AnswerList() : Claim();
+  return busy_ ? AnswerList() : Claim();
 }
 
 // REQUIRES: mutex_ held and not claimed.
 AnswerList AnswerQueue::Claim() {
-  claimed_ = true;
+  busy_ = true;
   wanted_ = false;
   return std::exchange(waiting_, {});
+}
+
+void AnswerQueue::Deliver(AnswerList claimed) {
+  if (claimed.empty()) return;
+  do {
+    deliverer_ = std::this_thread::get_id();
+    while (!claimed.empty()) DeliverFirst(&claimed);
+    deliverer_ = std::thread::id();
+  } while (EndDelivery(&claimed));
 }
 
 void AnswerQueue::DeliverFirst(AnswerList* answers) {
@@ -57,9 +67,7 @@ void AnswerQueue::DeliverFirst(AnswerList* answers) {
 bool AnswerQueue::EndDelivery(AnswerList* claimed) {
   const std::lock_guard lock(mutex_);
   delivered_ += std::exchange(delivered_now_, 0);
-  claimed->Append(waiting_);
-  waiting_ = std::exchange(*claimed, {});
-  claimed_ = false;
+  busy_ = false;
   if (flushing_ > 0) done_.notify_all();
   if (waiting_.empty()) return false;
   if (running_ && std::this_thread::get_id() != thread_.get_id()) {
@@ -75,7 +83,7 @@ void AnswerQueue::Flush() {
   std::unique_lock lock(mutex_);
   const int64_t target = pushed_;
   while (delivered_ < target) {
-    if (claimed_) {
+    if (busy_) {
       ++flushing_;
       done_.wait(lock);
       --flushing_;
@@ -83,7 +91,8 @@ void AnswerQueue::Flush() {
     }
     const AnswerList claimed = Claim();
     lock.unlock();
-    Deliver(claimed, [] { return false; });
+    Deliver(claimed);
+    if (after_delivery_) after_delivery_();
     lock.lock();
   }
 }
@@ -91,15 +100,16 @@ void AnswerQueue::Flush() {
 void AnswerQueue::Run() {
   std::unique_lock lock(mutex_);
   while (true) {
-    work_.wait(lock, [this] { return stop_ || (wanted_ && !claimed_); });
-    if (waiting_.empty() || claimed_) {
+    work_.wait(lock, [this] { return stop_ || (wanted_ && !busy_); });
+    if (waiting_.empty() || busy_) {
       wanted_ = false;
       if (stop_) return;
       continue;
     }
     const AnswerList claimed = Claim();
     lock.unlock();
-    Deliver(claimed, [] { return false; });
+    Deliver(claimed);
+    if (after_delivery_) after_delivery_();
     lock.lock();
   }
 }

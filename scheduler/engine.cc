@@ -65,18 +65,30 @@ class Engine::Impl {
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
       impl_.holder_ = std::thread::id();
       impl_.role_.unlock();
-      const bool own_thread = std::this_thread::get_id() == impl_.engine_thread_;
-      if (!own_thread && (work_left || sooner || !impl_.inbox_.empty())) impl_.inbox_.Wake();
-      // The engine's thread goes back to work when there is some that no other thread does.
-      impl_.answers_.Deliver(answers, [this, own_thread] {
-        return own_thread && !impl_.inbox_.empty() && impl_.holder_ == std::thread::id();
-      });
+      if (std::this_thread::get_id() == impl_.engine_thread_) {
+        impl_.answers_.Deliver(answers);
+        return;
+      }
+      const bool left = work_left || sooner || !impl_.inbox_.empty();
+      if (left && left_ == nullptr) impl_.inbox_.Wake();
+      impl_.answers_.Deliver(answers);
+      // What came meanwhile has been left to gather.
+      const bool came = !answers.empty() && !impl_.inbox_.empty();
+      if (left_ != nullptr) {
+        *left_ = left || came;
+      } else if (came) {
+        impl_.inbox_.Wake();
+      }
     }
+    // Whether anything is left to do is noted in `left`, for a caller that goes on with it, instead
+    // of waking the engine's thread.
+    void ComeBack(bool* left) { left_ = left; }
     Role(const Role&) = delete;
     Role& operator=(const Role&) = delete;
 
    private:
     Impl& impl_;
+    bool* left_ = nullptr;
   };
 
   // Runs `fn(core)` with the role, after everything that was submitted before.
@@ -147,21 +159,27 @@ class Engine::Impl {
     }
   }
 
-  // The submitting thread takes the role if nobody has it, and runs what is small.
+  // The submitting thread takes the role if it is free, and runs what is small.
   void RunInline() {
-    if (answers_.IsDelivering()) return inbox_.Wake();  // called from Done
-    if (options_.inline_work <= 0 || !role_.try_lock()) {
-      if (options_.inline_work <= 0) inbox_.Wake();
-      return;
+    if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
+    if (options_.inline_work <= 0) return inbox_.Wake();
+    bool left = false;
+    for (int i = 0; i < kInlineLaunches; ++i) {
+      if (answers_.busy() || !role_.try_lock()) break;
+      left = false;
+      {
+        Role role(*this, std::adopt_lock);
+        Drain();
+        if (core_->pending().empty() || core_->ReadyWork() > options_.inline_work ||
+            !core_->StartLaunch()) {
+          return;
+        }
+        core_->CompleteLaunch(/*wait=*/true);
+        if (i + 1 < kInlineLaunches) role.ComeBack(&left);
+      }
+      if (!left) return;
     }
-    Role role(*this, std::adopt_lock);
-    Drain();
-    for (int i = 0; i < kInlineLaunches && !core_->pending().empty(); ++i) {
-      if (core_->ReadyWork() > options_.inline_work || !core_->StartLaunch()) break;
-      core_->CompleteLaunch(/*wait=*/true);
-      Drain();
-      if (!core_->pending().empty()) answers_.Push(core_->TakeAnswers());
-    }
+    if (left) inbox_.Wake();
   }
 
   const EngineOptions options_;
@@ -203,7 +221,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     raw->directory_.erase(ModelKey(model.account->name(), model.spec->id));
   });
   if (options.dedicated_thread) {
-    impl->answers_.Start();
+    impl->answers_.Start([raw] {
+      if (!raw->inbox_.empty()) raw->inbox_.Wake();
+    });
     impl->thread_ = std::thread([raw] { raw->RunThread(); });
   }
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));

@@ -397,6 +397,53 @@ TEST_P(EngineTest, AnswersOfAStreamKeepTheirOrder) {
   EXPECT_EQ(answered, kThreads * kRequests);
 }
 
+// Clients that are answered together send their next requests together: the first to arrive gets no
+// launch of its own while the others are still being answered.
+TEST_P(EngineTest, WhatArrivesDuringADeliverySharesALaunch) {
+  constexpr int kAttempts = 5;  // the engine's timer may come in between
+  const std::vector<kernels::Bf16> kv(12);
+  const StreamId slow_stream = engine_->OpenStream("t");
+  BlockingRequest begins[2], appends[2];
+  for (int i = 0; i < 2; ++i) {
+    Fault fault;
+    OpenArgs args;
+    args.tenant = "t";
+    args.model_id = model_.id;
+    const SequenceInfo sequence = *engine_->OpenSequence(args, &fault);
+    begins[i].kind = RequestKind::kBeginStep;
+    begins[i].stream = appends[i].stream = engine_->OpenStream("t");
+    begins[i].step_id = appends[i].step_id = static_cast<StepId>(i) + 1;
+    begins[i].begin.model_id = model_.id;
+    begins[i].begin.sequences = {{sequence.id, sequence.epoch, 0, kAttempts}};
+    ASSERT_TRUE(engine_->Submit(&begins[i]).ok());
+    ASSERT_TRUE(begins[i].Wait().ok());
+  }
+  bool together = false;
+  for (int attempt = 0; attempt < kAttempts && !together; ++attempt) {
+    Gate gate;
+    CallbackRequest slow(slow_stream, [&gate] { gate.Pass(); });
+    std::thread submitter([&] { EXPECT_TRUE(engine_->Submit(&slow).ok()); });
+    ASSERT_TRUE(gate.WaitUntilEntered());
+    const uint64_t launches = engine_->Stats().launches;
+    for (BlockingRequest& append : appends) {
+      append.attend = AttendArgs();
+      append.attend.profile = Profile::kAppendOnly;
+      append.attend.row_begin = attempt;
+      append.attend.row_count = 1;
+      append.attend.has_kv = true;
+      append.attend.kv = reinterpret_cast<const std::byte*>(kv.data());
+      EXPECT_TRUE(engine_->Submit(&append).ok());
+    }
+    gate.Release();
+    submitter.join();
+    for (BlockingRequest& append : appends) EXPECT_TRUE(append.Wait().ok());
+    together = engine_->Stats().launches == launches + 1;
+  }
+  EXPECT_TRUE(together);
+  for (const BlockingRequest& begin : begins) engine_->CloseStream(begin.stream);
+  engine_->CloseStream(slow_stream);
+}
+
 // Every answer submits the next request, as a transport may.
 TEST_P(EngineTest, AnswersMaySubmit) {
   constexpr int kRequests = 5000;
