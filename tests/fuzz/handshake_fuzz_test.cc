@@ -1,0 +1,160 @@
+// The handshake of the shared-memory socket on arbitrary packets: every connection is answered as
+// the protocol says or ended, and what is handed out is sealed, of the size named, and bounded.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/reference/reference_backend.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/testing/heap_buffers.h"
+#include "server/metrics.h"
+#include "server/shared_memory_door.h"
+#include "server/shared_region.h"
+#include "tests/fuzz/fuzzer.h"
+#include "tests/integration/ring_hand.h"
+
+namespace mla::fuzz {
+namespace {
+
+using integration::ShmConnection;
+using std::chrono::seconds;
+
+constexpr uint64_t kMostArenaBytes = 1 << 20;
+constexpr int kMostPackets = 4;
+constexpr int kRegions = 4;
+
+// A listener with an engine behind it, for all inputs.
+class Listener {
+ public:
+  Listener() {
+    scheduler::EngineOptions options;
+    options.limits.kv_cache_bytes = 1 << 18;
+    options.limits.weights_bytes = 1 << 16;
+    engine_ =
+        *scheduler::Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
+    const server::RegionLimits limits = {kMostArenaBytes, kRegions * (kMostArenaBytes + (1 << 20)),
+                                         kRegions, kRegions};
+    regions_ = std::make_unique<server::SharedRegionTable>(limits, server::RegionHooks{});
+    server::SharedMemoryDoorOptions door;
+    door.engine = engine_.get();
+    door.regions = regions_.get();
+    door.metrics = &metrics_;
+    door.pool = std::make_shared<server::AttendMessagePool>(
+        std::make_unique<scheduler::testing::HeapBuffer>(4096), engine_->tenants());
+    door.boot_id = 7;
+    door.path = path();
+    door.shm.regions_max = kRegions;
+    door.shm.ring_entries = 16;
+    door.shm.spin_us = 0;
+    door_ = *server::SharedMemoryDoor::Open(std::move(door));
+  }
+  ~Listener() {
+    door_.reset();
+    rmdir(folder_.c_str());
+  }
+  std::string path() const { return folder_ + "/s"; }
+
+ private:
+  char name_[26] = "/tmp/mla-handshake-XXXXXX";
+  const std::string folder_ = mkdtemp(name_);
+  scheduler::RealClock clock_;
+  server::Metrics metrics_;
+  std::unique_ptr<scheduler::Engine> engine_;
+  std::unique_ptr<server::SharedRegionTable> regions_;
+  std::unique_ptr<server::SharedMemoryDoor> door_;
+};
+
+// Empty, or what is wrong with the region that came with the reply.
+std::string CheckRegion(const ShmConnection& connection, const wire::Hello& request,
+                        const wire::Welcome& reply) {
+  if (connection.descriptor() < 0 || connection.region().empty()) return "no region";
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  if ((fcntl(connection.descriptor(), F_GET_SEALS) & kSeals) != kSeals) return "not sealed";
+  struct stat found {};
+  fstat(connection.descriptor(), &found);
+  if (static_cast<uint64_t>(found.st_size) != reply.region_bytes) return "another size";
+  const bool ring = (request.flags & wire::kWantRing) != 0;
+  if (ring != (reply.ring_entries > 0)) return "a ring that was not asked for, or none";
+  if (reply.arena_offset != (ring ? wire::RingBytes(reply.ring_entries) : 0)) return "arena";
+  if (reply.region_bytes - reply.arena_offset < request.bytes ||
+      reply.region_bytes - reply.arena_offset > kMostArenaBytes) {
+    return absl::StrCat("an arena of ", reply.region_bytes - reply.arena_offset, " for ",
+                        request.bytes);
+  }
+  return "";
+}
+
+std::string CheckReply(const ShmConnection& connection, std::string_view packet,
+                       const wire::Welcome& reply) {
+  wire::Hello request;
+  if (packet.size() != sizeof(request)) return "an answer to a packet of another size";
+  std::memcpy(&request, packet.data(), sizeof(request));
+  if (request.magic != wire::kDoorMagic) return "an answer to another magic";
+  if (reply.magic != wire::kDoorMagic || reply.version != wire::kDoorVersion) return "magic";
+  if (reply.boot_id != 7) return "boot_id";
+  if (reply.code == 0 && request.version != wire::kDoorVersion) return "another version accepted";
+  if (reply.code == 0) return CheckRegion(connection, request, reply);
+  if (connection.descriptor() >= 0) return "a region beside a refusal";
+  if (reply.code < 0 || reply.code > 16) return absl::StrCat("code ", reply.code);
+  return reply.message[0] == 0 ? "a refusal that explains nothing" : "";
+}
+
+// The first byte of a packet's description says how long it is: so many bytes, or a whole request.
+std::string CheckOne(const Listener& listener, const std::string& input) {
+  ShmConnection connection(listener.path());
+  if (!connection.connected()) return "cannot connect";
+  std::string_view left = input;
+  for (int i = 0; i < kMostPackets && !left.empty(); ++i) {
+    const auto length = static_cast<unsigned char>(left[0]);
+    left.remove_prefix(1);
+    const std::string_view packet = left.substr(0, length);
+    left.remove_prefix(packet.size());
+    if (!connection.Send(packet.data(), packet.size())) return "";  // ended before
+    const auto reply = connection.Receive(seconds(10));
+    if (!reply.has_value()) return connection.Ended(seconds(10)) ? "" : "neither answer nor end";
+    if (i > 0) return "a second answer";
+    if (std::string fault = CheckReply(connection, packet, *reply); !fault.empty()) return fault;
+    if (reply->code != 0) return connection.Ended(seconds(10)) ? "" : "refused and not ended";
+  }
+  return "";
+}
+
+std::string Described(const wire::Hello& request, size_t size = sizeof(wire::Hello)) {
+  return std::string(1, static_cast<char>(size)) +
+         std::string(reinterpret_cast<const char*>(&request), size);
+}
+
+TEST(HandshakeFuzz, EveryPacketIsAnsweredOrEndsTheConnection) {
+  const Listener listener;
+  FuzzOptions options;
+  options.name = "handshake";
+  options.executions = 2000;
+  const wire::Hello plain = ShmConnection::Request("a", 4096, false);
+  const wire::Hello ring = ShmConnection::Request("", 65536, true);
+  wire::Hello other = ring;
+  other.bytes = kMostArenaBytes + 1;
+  wire::Hello unending = plain;
+  std::memset(unending.tenant, 'x', sizeof(unending.tenant));
+  wire::Hello later = plain;
+  later.version = 2;
+  options.seeds = {Described(plain), Described(ring),     Described(plain) + Described(ring),
+                   Described(other), Described(unending), Described(ring, 151),
+                   Described(later)};
+  const FuzzResult result =
+      Fuzz(options, [&listener](const std::string& input) { return CheckOne(listener, input); });
+  EXPECT_EQ(result.violation, "");
+  RecordProperty("executions", std::to_string(result.executions));
+}
+
+}  // namespace
+}  // namespace mla::fuzz
