@@ -28,6 +28,7 @@
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/shared_stream.h"
+#include "client/cpp/socket_owner.h"
 #include "client/cpp/stream.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "mla/v1/admin.grpc.pb.h"
@@ -97,14 +98,20 @@ constexpr Millis kLeastRenewalPause(20);
 constexpr int32_t kCopySpinMicros = 1000;
 constexpr int32_t kMostCopyThreads = 64;
 
-// Where a unix target's server hands out shared memory; empty for other targets.
-std::string DoorOf(const std::string& target) {
+// Of the socket that a unix target names; empty for other targets.
+std::string UnixPathOf(const std::string& target) {
   constexpr absl::string_view kScheme = "unix:";
   if (!absl::StartsWith(target, kScheme)) return "";
   absl::string_view path(target);
   path.remove_prefix(kScheme.size());
   if (absl::StartsWith(path, "//")) path.remove_prefix(2);
-  return absl::StrCat(path, ".shm");
+  return std::string(path);
+}
+
+// Where a unix target's server hands out shared memory; empty for other targets.
+std::string DoorOf(const std::string& target) {
+  const std::string path = UnixPathOf(target);
+  return path.empty() ? "" : path + ".shm";
 }
 
 }  // namespace
@@ -184,6 +191,7 @@ struct Client::Impl {
     wanted.bytes = std::min(options.shared_bytes > 0 ? options.shared_bytes : kSharedBytes,
                             info.limits().shm_region_bytes());
     wanted.spin_us = wanted.server_spin_us = options.spin_us;
+    wanted.server_uid = options.server_uid;
     wanted.greet_timeout_ms =
         static_cast<int32_t>(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
     auto memory = SharedMemory::Connect(door, wanted);
@@ -240,6 +248,10 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   if (options.sequence_lease_ms < 0 || options.sequence_lease_ms > kMostLeaseMs) {
     return absl::InvalidArgumentError(absl::StrCat(
         "sequence_lease_ms: got ", options.sequence_lease_ms, ", limit 0..", kMostLeaseMs));
+  }
+  if (const std::string path = UnixPathOf(target); !path.empty()) {
+    const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
+    if (!owned.ok()) return owned;
   }
   auto credentials = Credentials(options);
   if (!credentials.ok()) return credentials.status();

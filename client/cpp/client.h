@@ -52,6 +52,10 @@ struct ClientOptions {
   // more for it 32, 16, 8 or 4; a size that is named is to be had or not.
   uint64_t shared_bytes = 0;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
+  // Of unix targets: the server's user, where that is neither root nor this process's. In a folder
+  // that every user may write to, sockets of other users are refused with PERMISSION_DENIED. -1:
+  // none.
+  int64_t server_uid = -1;
   // How long a thread that waits for a reply over gRPC spins before it sleeps, which costs a
   // wake-up of 5 to 50 us. -1: 200 where this process may use four CPUs (its affinity and its
   // container's quota count), else 0.

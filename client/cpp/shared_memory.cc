@@ -1,17 +1,23 @@
 #include "client/cpp/shared_memory.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstring>
+#include <string>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/socket_owner.h"
 #include "proto/futex.h"
 
 namespace mla::client {
@@ -20,10 +26,17 @@ namespace {
 // A sleeper looks at the connection at least this often.
 constexpr int64_t kLongestSleepNanos = 100'000'000;
 constexpr int kSpinsPerClock = 32;
+constexpr uint32_t kMostRingEntries = 65536;
 
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
   return std::atomic_ref<T>(word);
+}
+
+// The server does not do as the protocol says: it is another version, or none of ours.
+absl::Status Mismatch(const char* field, const std::string& got, const std::string& expected) {
+  return absl::UnimplementedError(
+      absl::StrCat("shared memory: ", field, ": got ", got, ", must be ", expected));
 }
 
 // Reads the welcome and the descriptor that comes with it, -1 if none does.
@@ -67,6 +80,11 @@ absl::Status SharedMemory::Greet(const std::string& door_path) {
     return absl::UnavailableError(
         absl::StrCat("shared memory: ", door_path, ": ", std::strerror(errno)));
   }
+  if (absl::Status status =
+          CheckSocketPeer(socket_, door_path, TrustedUsersWith(options_.server_uid));
+      !status.ok()) {
+    return status;
+  }
   wire::Hello hello{};
   hello.magic = wire::kDoorMagic;
   hello.version = wire::kDoorVersion;
@@ -84,6 +102,7 @@ absl::Status SharedMemory::Greet(const std::string& door_path) {
     return absl::UnavailableError(absl::StrCat("shared memory: ", door_path, ": no welcome"));
   }
   if (welcome_.code != 0) {
+    if (descriptor >= 0) close(descriptor);
     return absl::Status(
         static_cast<absl::StatusCode>(welcome_.code),
         std::string(welcome_.message, strnlen(welcome_.message, sizeof(welcome_.message))));
@@ -91,7 +110,58 @@ absl::Status SharedMemory::Greet(const std::string& door_path) {
   return Map(descriptor);
 }
 
+// The memory must be sealed, and as large as the welcome says: else an access could end this
+// process.
+absl::Status SharedMemory::CheckRegion(int descriptor) const {
+  struct stat found {};
+  if (descriptor < 0 || fstat(descriptor, &found) != 0) {
+    return Mismatch("region", "no memory", "the region's descriptor");
+  }
+  const int seals = fcntl(descriptor, F_GET_SEALS);
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    return Mismatch("region", "memory that can be resized", "sealed memory");
+  }
+  const uint64_t size = welcome_.region_bytes, arena = welcome_.arena_offset;
+  if (static_cast<uint64_t>(found.st_size) != size) {
+    return Mismatch("region_bytes", absl::StrCat(size), absl::StrCat(found.st_size));
+  }
+  const uint32_t entries = welcome_.ring_entries;
+  if (options_.ring != (entries > 0) || entries > kMostRingEntries ||
+      (entries > 0 && !std::has_single_bit(entries))) {
+    return Mismatch("ring_entries", absl::StrCat(entries),
+                    options_.ring ? absl::StrCat("a power of two up to ", kMostRingEntries) : "0");
+  }
+  const uint64_t expected = entries > 0 ? wire::RingBytes(entries) : 0;
+  if (arena != expected)
+    return Mismatch("arena_offset", absl::StrCat(arena), absl::StrCat(expected));
+  if (arena > size || size - arena < options_.bytes) {
+    return Mismatch("region_bytes", absl::StrCat(size),
+                    absl::StrCat("at least ", options_.bytes, " beside the ring"));
+  }
+  return absl::OkStatus();
+}
+
+// The server and this client must agree on where the ring's parts lie.
+absl::Status SharedMemory::CheckRing() const {
+  const uint64_t entries = welcome_.ring_entries;
+  const std::tuple<const char*, uint64_t, uint64_t> kFields[] = {
+      {"magic", header_->magic, wire::kDoorMagic},
+      {"entries", header_->entries, entries},
+      {"submissions_offset", header_->submissions_offset, wire::SubmissionsOffset()},
+      {"completions_offset", header_->completions_offset, wire::CompletionsOffset(entries)},
+      {"replies_offset", header_->replies_offset, wire::RepliesOffset(entries)}};
+  for (const auto& [field, got, expected] : kFields) {
+    if (got != expected) return Mismatch(field, absl::StrCat(got), absl::StrCat(expected));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status SharedMemory::Map(int descriptor) {
+  if (absl::Status status = CheckRegion(descriptor); !status.ok()) {
+    if (descriptor >= 0) close(descriptor);
+    return status;
+  }
   void* const at = mmap(nullptr, welcome_.region_bytes, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_POPULATE, descriptor, 0);
   close(descriptor);
@@ -107,7 +177,7 @@ absl::Status SharedMemory::Map(int descriptor) {
       reinterpret_cast<wire::SubmissionEntry*>(region_.data() + wire::SubmissionsOffset());
   completions_ = reinterpret_cast<wire::CompletionEntry*>(
       region_.data() + wire::CompletionsOffset(welcome_.ring_entries));
-  return absl::OkStatus();
+  return CheckRing();
 }
 
 SharedMemory::~SharedMemory() {

@@ -21,7 +21,8 @@ from mla_client.leases import LeaseRenewer
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
-from mla_client.transport import STOCK_MESSAGE_BYTES, StreamMaker, door_of
+from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, door_of,
+                                  unix_path_of)
 from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, SequenceState,
                               WeightsStatus)
 
@@ -113,7 +114,7 @@ class Client(Service):
     def connect(cls, target: str, *, tenant: str = "default", tls: Optional[Tls] = None,
                 client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
                 lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
-                spin_us: int = 20) -> "Client":
+                spin_us: int = 20, server_uid: Optional[int] = None) -> "Client":
         """Connects to `host:port` or `unix:/path`.
 
         Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
@@ -129,7 +130,12 @@ class Client(Service):
         is None, 64 MiB, 32 and so on down to 4, as much as the server has left; 0 asks for none,
         which leaves "inline". A wait on a ring
         looks for `spin_us` before it sleeps; so does the server, as far as it allows.
+
+        `server_uid` is the user of a unix target's server, where that is neither root nor this
+        process's: in a folder that every user may write to, sockets of others are refused.
         """
+        for path in (unix_path_of(target), door_of(target)):
+            check_socket_owner(path, server_uid)
         bound = max(STOCK_MESSAGE_BYTES, message_bytes)
         arguments = [("grpc.max_receive_message_length", bound),
                      ("grpc.max_send_message_length", -1)]

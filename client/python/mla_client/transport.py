@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from typing import Any, Callable, Optional, Tuple
 
 import grpc
@@ -22,12 +24,33 @@ _CAPABILITY = {"shm": "shared_memory", "ring": "command_ring"}
 _log = logging.getLogger("mla_client")
 
 
-def door_of(target: str) -> str:
-    """Path of the door through which the server of a unix target hands out memory; else empty."""
+def unix_path_of(target: str) -> str:
+    """Path of a unix target's socket; of other targets empty."""
     if not target.startswith("unix:"):
         return ""
     path = target[len("unix:"):]
-    return (path[2:] if path.startswith("//") else path) + ".shm"
+    return path[2:] if path.startswith("//") else path
+
+
+def door_of(target: str) -> str:
+    """Path of the door through which the server of a unix target hands out memory; else empty."""
+    path = unix_path_of(target)
+    return path + ".shm" if path else ""
+
+
+def check_socket_owner(path: str, server_uid: Optional[int] = None) -> None:
+    """Raises PermissionDenied for a socket of another user in a folder that every user may write
+    to, where anyone can put a socket. Trusted are root, this process's user and `server_uid`."""
+    try:
+        owner = os.lstat(path).st_uid
+        folder = os.stat(os.path.dirname(path) or ".")
+    except OSError:
+        return  # connecting will say what is wrong
+    if owner in (0, os.geteuid(), server_uid) or not folder.st_mode & stat.S_IWOTH:
+        return
+    raise errors.PermissionDenied(
+        f"unix:{path}: belongs to user {owner} and lies in a folder that every user may write to; "
+        "if that is the server's user, name it as server_uid")
 
 
 class StreamMaker:

@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import signal
+import tempfile
 import threading
 import time
 import unittest
@@ -14,6 +15,7 @@ import mla_client
 import numpy as np
 import server_binary
 from mla_client import Profile, fence, ring
+from mla_client.transport import check_socket_owner
 from service_contract import GEOMETRY, LAYERS, SCALE, Worker
 
 RING_ENTRIES = 4
@@ -50,6 +52,39 @@ def stopped(server):
     os.kill(server.pid, signal.SIGSTOP)
     while " T " not in pathlib.Path(f"/proc/{server.pid}/stat").read_text():
         time.sleep(0.001)
+
+
+class SocketOwnerTest(unittest.TestCase):
+    """Sockets that another user could have put where the server's is looked for."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.path = os.path.join(self.folder, "mla.sock")
+        pathlib.Path(self.path).touch()
+
+    def owned_by(self, uid):
+        found = os.lstat(self.path)
+        values = list(found)
+        values[4] = uid
+        return mock.patch.object(os, "lstat", return_value=os.stat_result(values))
+
+    def test_a_socket_of_another_user_is_refused_where_all_may_write(self):
+        os.chmod(self.folder, 0o1777)
+        with self.owned_by(12345):
+            with self.assertRaisesRegex(mla_client.PermissionDenied, "belongs to user 12345"):
+                mla_client.Client.connect(f"unix:{self.path}", timeout_s=0.1)
+            check_socket_owner(self.path, server_uid=12345)
+        for trusted in (0, os.geteuid()):
+            with self.owned_by(trusted):
+                check_socket_owner(self.path)
+        check_socket_owner(os.path.join(self.folder, "none"))
+
+    def test_a_folder_of_the_servers_own_is_trusted(self):
+        os.chmod(self.folder, 0o770)
+        with self.owned_by(12345):
+            check_socket_owner(self.path)
 
 
 class ChoiceTest(unittest.TestCase):

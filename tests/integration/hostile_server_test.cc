@@ -1,0 +1,177 @@
+// A client whose server is none of ours: regions that are not sealed, sized or laid out as agreed
+// are refused before an access to them could end the client.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "client/cpp/shared_memory.h"
+#include "client/cpp/socket_owner.h"
+#include "proto/ring_layout.h"
+#include "tests/integration/test_server.h"
+
+namespace mla::integration {
+namespace {
+
+using absl::StatusCode;
+using client::CheckSocketFile;
+using client::CheckSocketPeer;
+using client::SharedMemory;
+using client::TrustedUsers;
+
+constexpr uint32_t kEntries = 16;
+constexpr uint64_t kArenaBytes = 65536;
+
+// What a server hands out, to be spoilt.
+struct Offer {
+  wire::Welcome welcome{};
+  uint64_t memory_bytes = wire::RingBytes(kEntries) + kArenaBytes;
+  int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  bool with_memory = true;
+  wire::RingHeader header{};
+};
+
+Offer GoodOffer() {
+  Offer offer;
+  offer.welcome.magic = offer.header.magic = wire::kDoorMagic;
+  offer.welcome.version = wire::kDoorVersion;
+  offer.welcome.ring_entries = offer.header.entries = kEntries;
+  offer.welcome.region_bytes = offer.memory_bytes;
+  offer.welcome.arena_offset = wire::RingBytes(kEntries);
+  offer.header.submissions_offset = wire::SubmissionsOffset();
+  offer.header.completions_offset = wire::CompletionsOffset(kEntries);
+  offer.header.replies_offset = wire::RepliesOffset(kEntries);
+  return offer;
+}
+
+void Send(int connection, const Offer& offer) {
+  const int memory = memfd_create("offer", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  ASSERT_EQ(ftruncate(memory, static_cast<off_t>(offer.memory_bytes)), 0);
+  if (offer.memory_bytes >= sizeof(offer.header)) {
+    ASSERT_EQ(pwrite(memory, &offer.header, sizeof(offer.header), 0),
+              static_cast<ssize_t>(sizeof(offer.header)));
+  }
+  if (offer.seals != 0) {
+    ASSERT_EQ(fcntl(memory, F_ADD_SEALS, offer.seals), 0);
+  }
+  iovec part{const_cast<wire::Welcome*>(&offer.welcome), sizeof(offer.welcome)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (offer.with_memory) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* const first = CMSG_FIRSTHDR(&message);
+    first->cmsg_level = SOL_SOCKET;
+    first->cmsg_type = SCM_RIGHTS;
+    first->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(first), &memory, sizeof(memory));
+  }
+  EXPECT_EQ(sendmsg(connection, &message, MSG_NOSIGNAL),
+            static_cast<ssize_t>(sizeof(offer.welcome)));
+  close(memory);
+}
+
+// Connects to a server that makes `offer`.
+absl::Status ConnectTo(const Offer& offer) {
+  const TempFolder folder;
+  const std::string path = folder.File("s");
+  const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  EXPECT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  EXPECT_EQ(listen(listener, 1), 0);
+  std::thread server([&] {
+    const int connection = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    wire::Hello request;
+    EXPECT_EQ(recv(connection, &request, sizeof(request), 0),
+              static_cast<ssize_t>(sizeof(request)));
+    Send(connection, offer);
+    recv(connection, &request, sizeof(request), 0);  // until the client has gone
+    close(connection);
+  });
+  client::SharedMemoryOptions options;
+  options.bytes = kArenaBytes;
+  absl::Status status;
+  {
+    const auto memory = SharedMemory::Connect(path, options);
+    status = memory.status();
+    if (memory.ok()) std::memset((*memory)->region().data(), 1, (*memory)->region().size());
+  }
+  server.join();
+  close(listener);
+  return status;
+}
+
+TEST(HostileServerTest, AGoodOfferIsTaken) { EXPECT_EQ(ConnectTo(GoodOffer()), absl::OkStatus()); }
+
+TEST(HostileServerTest, RegionsThatAreNotAsAgreedAreRefused) {
+  const std::pair<const char*, std::function<void(Offer&)>> kFaults[] = {
+      {"region", [](Offer& o) { o.with_memory = false; }},
+      {"region", [](Offer& o) { o.seals = 0; }},
+      {"region", [](Offer& o) { o.seals = F_SEAL_SHRINK; }},
+      {"region", [](Offer& o) { o.seals = F_SEAL_GROW; }},
+      {"region_bytes", [](Offer& o) { o.memory_bytes -= 4096; }},
+      {"region_bytes", [](Offer& o) { o.memory_bytes = 0; }},
+      {"region_bytes", [](Offer& o) { o.welcome.region_bytes = uint64_t{1} << 40; }},
+      {"region_bytes", [](Offer& o) { o.welcome.region_bytes = o.memory_bytes -= 4096; }},
+      {"ring_entries", [](Offer& o) { o.welcome.ring_entries = 0; }},
+      {"ring_entries", [](Offer& o) { o.welcome.ring_entries = 15; }},
+      {"ring_entries", [](Offer& o) { o.welcome.ring_entries = 1u << 31; }},
+      {"arena_offset", [](Offer& o) { o.welcome.ring_entries = 2 * kEntries; }},
+      {"arena_offset", [](Offer& o) { o.welcome.arena_offset = o.memory_bytes + 64; }},
+      {"arena_offset", [](Offer& o) { o.welcome.arena_offset = 0; }},
+      {"magic", [](Offer& o) { o.header.magic ^= 1; }},
+      {"entries", [](Offer& o) { o.header.entries = 32; }},
+      {"submissions_offset", [](Offer& o) { o.header.submissions_offset += 64; }},
+      {"completions_offset", [](Offer& o) { o.header.completions_offset = uint64_t{1} << 50; }},
+      {"replies_offset", [](Offer& o) { o.header.replies_offset = 0; }},
+  };
+  int number = 0;
+  for (const auto& [field, spoil] : kFaults) {
+    Offer offer = GoodOffer();
+    spoil(offer);
+    const absl::Status status = ConnectTo(offer);
+    EXPECT_EQ(status.code(), StatusCode::kUnimplemented) << field << " " << number;
+    EXPECT_NE(status.message().find(std::string(": ") + field + ": "), std::string::npos)
+        << number << " " << status;
+    ++number;
+  }
+}
+
+TEST(HostileServerTest, ClientsRefuseSocketsOfOthersWhereAnyUserCouldHavePutThem) {
+  const TempFolder folder;
+  const std::string path = folder.File("s");
+  const TrustedUsers stranger = {geteuid() + 1, -1}, told = {geteuid() + 1, geteuid()};
+  EXPECT_EQ(CheckSocketFile(path, stranger), absl::OkStatus());  // there is none
+  ASSERT_EQ(mknod(path.c_str(), S_IFSOCK | 0600, 0), 0);
+  const bool root = geteuid() == 0;                              // which is always trusted
+  EXPECT_EQ(CheckSocketFile(path, stranger), absl::OkStatus());  // only its owner may write here
+  ASSERT_EQ(chmod(folder.path().c_str(), 01777), 0);
+  EXPECT_EQ(absl::IsPermissionDenied(CheckSocketFile(path, stranger)), !root);
+  EXPECT_EQ(CheckSocketFile(path, told), absl::OkStatus());
+  EXPECT_EQ(CheckSocketFile(path, {geteuid(), -1}), absl::OkStatus());
+  int pair[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair), 0);
+  EXPECT_EQ(absl::IsPermissionDenied(CheckSocketPeer(pair[0], path, stranger)), !root);
+  EXPECT_EQ(CheckSocketPeer(pair[0], path, told), absl::OkStatus());
+  close(pair[0]);
+  close(pair[1]);
+  if (!root) return;
+  ASSERT_EQ(lchown(path.c_str(), 12345, -1), 0);
+  EXPECT_TRUE(absl::IsPermissionDenied(CheckSocketFile(path, {0, -1})));
+  EXPECT_EQ(CheckSocketFile(path, {0, 12345}), absl::OkStatus());
+}
+
+}  // namespace
+}  // namespace mla::integration
