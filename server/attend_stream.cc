@@ -125,9 +125,16 @@ void AttendStream::Continue() {
 // Splits incoming_ into header_ and payload_. False: the stream is broken.
 bool AttendStream::ScanHeader() {
   absl::Status status;
+  scheduler::Fault fault;
+  fault.field = "message";
+  fault.limit = "an AttendStreamRequest";
+  fault.got = absl::StrCat(incoming_.Length(), " bytes");
+  fault.reason = "malformed";
   if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
-    status = absl::ResourceExhaustedError(absl::StrCat(
-        "message: got ", incoming_.Length(), " bytes, at most ", shared_.wire.message_bytes));
+    fault.limit = absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
+    fault.reason = "message_size";
+    status =
+        absl::ResourceExhaustedError(absl::StrCat("message: got ", fault.got, ", ", fault.limit));
   } else if (slices_.clear(); !incoming_.Dump(&slices_).ok()) {
     status = absl::InvalidArgumentError("message: cannot be decompressed");
   } else {
@@ -143,16 +150,17 @@ bool AttendStream::ScanHeader() {
     }
   }
   if (status.ok()) return true;
-  Break(status);
+  Break(status, fault);
   return false;
 }
 
-void AttendStream::Break(const absl::Status& status) {
+void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fault) {
+  // Before anything can finish the stream, which sends the detail behind the status.
+  const grpc::Status answer = ToGrpcStatus(status, fault, &call_->context());
   const std::lock_guard lock(mutex_);
   broken_ = true;
   reader_ = Reader::kDone;
-  final_status_ =
-      grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
+  final_status_ = answer;
 }
 
 bool AttendStream::Handle() {

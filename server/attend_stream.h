@@ -57,6 +57,7 @@ struct WireContext {
   wire::CopyTeam* copies = nullptr;      // gathers what is not read in place
   SharedRegionTable* regions = nullptr;  // null: the path is off
   uint64_t boot_id = 0;
+  std::string unix_tenant;  // server.unix_tenant
 };
 
 class AttendStream;
@@ -96,7 +97,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void Continue();
   void ReadNext();
   bool ScanHeader();
-  void Break(const absl::Status& status);
+  void Break(const absl::Status& status, const scheduler::Fault& fault);
   AttendMessage* Accept();
   absl::Status Prepare(AttendMessage* message, bool* stalled);
   absl::Status PrepareShared(AttendMessage* message);

@@ -51,7 +51,8 @@ void AttentionService::TakePlace() {
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
   scheduler::Fault fault;
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
-  const absl::StatusOr<Identity> identity = Identify(call->context(), names, &fault);
+  const absl::StatusOr<Identity> identity =
+      Identify(call->context(), names, shared_.unix_tenant, &fault);
   if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
   scheduler::TenantTable& tenants = *shared_.engine->tenants();
   absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(identity->tenant, &fault);

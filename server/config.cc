@@ -231,7 +231,18 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
   if (config.shm.enabled && config.shm.path != "auto" && config.shm.path == listen.unix_path) {
     faults->push_back("shm.path: must be another path than server.unix_path");
   }
+  const std::string& tenant = listen.unix_tenant;
+  if (tenant.size() > static_cast<size_t>(config.limits.max_name_bytes) ||
+      std::any_of(tenant.begin(), tenant.end(), [](char c) { return c <= 0x20 || c >= 0x7f; })) {
+    faults->push_back(absl::StrCat("server.unix_tenant: must be at most ",
+                                   config.limits.max_name_bytes, " printable ASCII characters"));
+  }
   const Config::Tls& tls = config.tls;
+  if (!tls.cert.empty() && !listen.socket_group.empty() && tenant.empty()) {
+    faults->push_back(
+        "server.socket_group: beside tls.cert it needs server.unix_tenant, the tenant of its "
+        "members (*: any)");
+  }
   if (!tls.client_crl.empty() && tls.client_ca.empty()) {
     faults->push_back("tls.client_crl: needs tls.client_ca");
   }
@@ -358,8 +369,7 @@ std::string UnixPath(const Config::Listen& listen, const std::string& runtime_fo
   const std::string port = listen.address.substr(listen.address.rfind(':') + 1);
   // A port that the system picks names no place where a client would look.
   if (listen.address.empty() || port == "0") return "";
-  return absl::StrCat(runtime_folder.empty() ? "/tmp" : runtime_folder, "/mla-server-", port,
-                      ".sock");
+  return absl::StrCat(runtime_folder, "/mla-server-", port, ".sock");
 }
 
 std::string DoorPath(const Config::Shm& shm, const std::string& unix_path) {

@@ -40,6 +40,8 @@ struct Config {
     std::string address = "127.0.0.1:50551";  // empty: no TCP listener; port 0: any free port
     std::string unix_path = "auto";           // empty: no unix socket; see UnixPath
     std::string socket_group;              // whose members may connect; empty: see socket_files.h
+    std::string unix_tenant;               // of all who call over it; empty: see identity.h
+    bool open_folder = false;              // sockets in folders that every user may write to
     bool insecure = false;                 // allow plaintext beyond loopback
     std::string reflection = "auto";       // auto: on when every listener is local
     std::string operators;                 // tenants that are operators, comma separated
@@ -185,8 +187,8 @@ std::string HelpText();
 std::string ExampleYaml();
 std::string ReferenceMarkdown();
 
-// The path of the unix socket with "auto" resolved; empty: none. `runtime_folder` is the user's
-// folder for sockets ($XDG_RUNTIME_DIR), empty if there is none.
+// The path of the unix socket with "auto" resolved; empty: none. `runtime_folder` is that of
+// socket_files.h.
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder);
 
 // The path of the shared-memory door beside the unix socket at `unix_path`; empty: none.

@@ -50,8 +50,9 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                MLA_SLOT(listen.address), "--listen"),
           Text("server.unix_path",
                "Path of a unix socket to serve on as well; auto: mla-server-PORT.sock in the "
-               "user's runtime folder, else in /tmp; empty: none.",
-               "At most 107 bytes; the folder must exist; only owner and group may connect.",
+               "user's runtime folder, else in /tmp/mla-server-UID; empty: none.",
+               "At most 107 bytes; the folder must exist; only owner and group may connect, beside "
+               "TLS only the owner.",
                MLA_SLOT(listen.unix_path), "--unix-path"),
           Text(
               "server.socket_group",
@@ -59,6 +60,16 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
               "empty: the socket's own group may use the unix socket, the server's own user shared "
               "memory.",
               "The server must be a member of the group.", MLA_SLOT(listen.socket_group)),
+          Text("server.unix_tenant",
+               "Tenant of every caller over the unix socket and of its shared memory; empty or *: "
+               "the name that the caller gives.",
+               "Empty beside TLS, only the server's own user and root may connect; otherwise the "
+               "group may, too.",
+               MLA_SLOT(listen.unix_tenant)),
+          Bool("server.open_folder",
+               "Make unix sockets also in a folder that every user may write to.",
+               "Any of them can put a socket of their own in its place.",
+               MLA_SLOT(listen.open_folder)),
           Bool("server.insecure", "Serve beyond loopback without TLS.",
                "Everyone who reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
                "--insecure"),

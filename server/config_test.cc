@@ -342,10 +342,10 @@ TEST(ConfigTest, HelpIsTheTable) {
 
 TEST(ConfigTest, UnixPath) {
   Config::Listen listen;
-  EXPECT_EQ(UnixPath(listen, ""), "/tmp/mla-server-50551.sock");
+  EXPECT_EQ(UnixPath(listen, "/tmp"), "/tmp/mla-server-50551.sock");
   EXPECT_EQ(UnixPath(listen, "/run/user/7"), "/run/user/7/mla-server-50551.sock");
   listen.address = "127.0.0.1:0";
-  EXPECT_EQ(UnixPath(listen, ""), "");
+  EXPECT_EQ(UnixPath(listen, "/tmp"), "");
   listen.unix_path = "/x";
   EXPECT_EQ(UnixPath(listen, "/run"), "/x");
 }

@@ -219,7 +219,7 @@ bool HealthService::Admit(const std::string& tenant) {
 
 void HealthService::Accept(Method method, std::unique_ptr<StreamCall> call) {
   // Probers often have no name: health is for callers without one, too.
-  const auto identity = Identify(call->context(), options_.max_name_bytes);
+  const auto identity = Identify(call->context(), options_.max_name_bytes, options_.unix_tenant);
   const std::string tenant = identity.ok() ? identity->tenant : "";
   if (!Admit(tenant)) {
     scheduler::Fault fault;

@@ -34,6 +34,7 @@ struct HealthOptions {
   std::set<std::string> services;  // full names; "" is added
   int32_t max_watchers = 1024;
   size_t max_name_bytes = 128;  // of tenants
+  std::string unix_tenant;      // server.unix_tenant
 };
 
 class HealthService final : public grpc::Service {

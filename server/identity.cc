@@ -51,8 +51,13 @@ absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
       "not_an_operator", absl::StatusCode::kPermissionDenied);
 }
 
+std::string UnixTenant(const std::string& unix_tenant, const std::string& name) {
+  if (!unix_tenant.empty() && unix_tenant != "*") return unix_tenant;
+  return name.empty() ? "default" : name;
+}
+
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
-                                  scheduler::Fault* fault) {
+                                  const std::string& unix_tenant, scheduler::Fault* fault) {
   scheduler::Fault unused;
   if (fault == nullptr) fault = &unused;
   const std::string limit = absl::StrCat("1..", max_name_bytes, " printable ASCII characters");
@@ -73,6 +78,11 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
     return identity;
   }
   identity.local = IsLocalPeer(context.peer());
+  if (absl::StartsWith(context.peer(), "unix:") && UnixTenant(unix_tenant, "") == unix_tenant) {
+    identity.tenant = unix_tenant;
+    identity.authenticated = true;
+    return identity;
+  }
   identity.tenant = "default";
   const auto& metadata = context.client_metadata();
   if (const auto found = metadata.find(kTenantKey); found != metadata.end()) {

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstdlib>
 
 #include "absl/strings/str_cat.h"
 #include "proto/transport.h"
@@ -118,8 +117,7 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
 }  // namespace
 
 std::string ServedUnixPath(const Config& config) {
-  const char* runtime_folder = std::getenv("XDG_RUNTIME_DIR");
-  return UnixPath(config.listen, runtime_folder == nullptr ? "" : runtime_folder);
+  return UnixPath(config.listen, RuntimeFolder());
 }
 
 absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
@@ -138,6 +136,9 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   listeners.unix_path = ServedUnixPath(config);
   const std::string& unix_path = listeners.unix_path;
   if (!unix_path.empty()) {
+    const absl::Status placed =
+        PrepareSocketFolder("server.unix_path", unix_path, config.listen.open_folder);
+    if (!placed.ok()) return placed;
     if (SomebodyServes(unix_path)) {
       return absl::UnavailableError(absl::StrCat("unix:", unix_path, ": another server is there"));
     }
@@ -148,8 +149,10 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   for (grpc::Service* service : services.control) builder.RegisterService(service);
   builder.experimental().SetInterceptorCreators(InterceptUndecodable(services.on_undecodable));
   listeners.poller = std::make_unique<StreamPoller>(&builder, polling);
-  // The socket file is made while starting: group and owner only, from its first moment.
-  const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP);
+  // The socket file is made while starting: group and owner only, from its first moment. Beside
+  // TLS, where a caller without a certificate must not name any tenant, the owner only.
+  const bool owner_only = services.tls != nullptr && config.listen.unix_tenant.empty();
+  const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP | (owner_only ? S_IRWXG : 0));
   listeners.server = builder.BuildAndStart();
   umask(before);
   if (listeners.server == nullptr) {

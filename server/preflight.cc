@@ -1,5 +1,7 @@
 #include "server/preflight.h"
 
+#include <unistd.h>
+
 #include <ctime>
 
 #include "scheduler/engine.h"
@@ -27,9 +29,11 @@ std::vector<std::string> Preflight(const Config& config) {
   };
   if (!config.tls.cert.empty()) note(LoadTls(config.tls, std::time(nullptr)).status());
   const std::string unix_path = ServedUnixPath(config);
-  if (!unix_path.empty()) note(CheckSocketPath("server.unix_path", unix_path));
+  if (!unix_path.empty())
+    note(CheckSocketPath("server.unix_path", unix_path, config.listen.open_folder, geteuid()));
   const std::string shm_path = DoorPath(config.shm, unix_path);
-  if (!shm_path.empty()) note(CheckSocketPath("shm.path", shm_path));
+  if (!shm_path.empty())
+    note(CheckSocketPath("shm.path", shm_path, config.listen.open_folder, geteuid()));
   if (!config.listen.socket_group.empty()) note(FindGroup(config.listen.socket_group).status());
   const auto choice = AllBackends().Select(config.backend, config.backend_options);
   if (!choice.ok()) {

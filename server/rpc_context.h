@@ -55,6 +55,7 @@ struct RpcContext {
   OperatorPolicy operators = {};
   int32_t control_reserve =
       0;  // control calls beyond the bounds that CallClass::kReserved may take
+  std::string unix_tenant = {};  // server.unix_tenant
 
   // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
   // that are no operators.
@@ -74,8 +75,8 @@ struct RpcContext {
   grpc::Status Serve(grpc::ServerContext* context, const char* rpc, Body body,
                      CallClass call_class = CallClass::kOrdinary) const {
     scheduler::Fault fault;
-    const auto identity =
-        Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes), &fault);
+    const auto identity = Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes),
+                                   unix_tenant, &fault);
     absl::Status status = identity.status();
     if (status.ok()) {
       const absl::StatusOr<CallSlot> slot = Admit(*identity, call_class, &fault);

@@ -183,10 +183,15 @@ absl::Status Server::Parts::MakeEngine() {
 }
 
 void Server::Parts::MakeServices() {
-  const RpcContext rpc = {engine.get(), &metrics, boot_id, OperatorsOf(options.config.listen),
-                          ControlReserve(options.config)};
+  const RpcContext rpc = {engine.get(),
+                          &metrics,
+                          boot_id,
+                          OperatorsOf(options.config.listen),
+                          ControlReserve(options.config),
+                          options.config.listen.unix_tenant};
   drain.emplace(engine.get(), &state);
   WireContext wire;
+  wire.unix_tenant = options.config.listen.unix_tenant;
   wire.engine = engine.get();
   wire.pool = pool;
   wire.wire = options.config.wire;
@@ -216,6 +221,7 @@ void Server::Parts::MakeServices() {
                              v1::Models::service_full_name(), v1::Admin::service_full_name()};
   health_options.max_watchers = options.config.wire.max_health_calls;
   health_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
+  health_options.unix_tenant = options.config.listen.unix_tenant;
   health = std::make_unique<HealthService>(&state, std::move(health_options));
 }
 
@@ -227,7 +233,7 @@ Services Server::Parts::ServicesToServe() {
   services.tls = tls;
   services.on_undecodable = [this](const grpc::ServerContextBase& context) {
     const auto names = static_cast<size_t>(options.config.limits.max_name_bytes);
-    const auto identity = Identify(context, names);
+    const auto identity = Identify(context, names, options.config.listen.unix_tenant);
     metrics.ForTenant(identity.ok() ? identity->tenant : "unknown")
         ->Count(absl::StatusCode::kInvalidArgument);
   };
@@ -361,6 +367,8 @@ absl::Status Server::Parts::OpenDoor() {
   door_options.path = door_path;
   door_options.shm = options.config.shm;
   door_options.any_user = !options.config.listen.socket_group.empty();
+  door_options.unix_tenant = options.config.listen.unix_tenant;
+  door_options.open_folder = options.config.listen.open_folder;
   door_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
   auto opened = SharedMemoryDoor::Open(std::move(door_options));
   if (!opened.ok()) return opened.status();

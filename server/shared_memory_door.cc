@@ -1,5 +1,6 @@
 #include "server/shared_memory_door.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -17,13 +18,16 @@
 #include "absl/strings/str_cat.h"
 #include "server/identity.h"
 #include "server/logging.h"
+#include "server/socket_files.h"
 
 namespace mla::server {
 namespace {
 
 constexpr int64_t kHelloNanos = 5'000'000'000;  // a client must have said hello by then
 constexpr int kSweepMillis = 1000;
-constexpr int kRoomMillis = 10;  // how often it looks for room that somebody waits for
+constexpr int64_t kNanosPerMilli = 1'000'000;
+constexpr int kPauseMillis = 100;  // of the listener, when it cannot even refuse
+constexpr int kRoomMillis = 10;    // how often it looks for room that somebody waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
 constexpr size_t kPendingConnections = 16;  // beside those with a region
 
@@ -42,6 +46,8 @@ bool SomebodyServes(const sockaddr_un& address) {
   close(fd);
   return connected;
 }
+
+int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
 bool IsOwnUser(int descriptor) {
   ucred peer{};
@@ -92,6 +98,10 @@ absl::Status SharedMemoryDoor::Bind() {
                                                options_.path.size(), " bytes, at most ",
                                                sizeof(address.sun_path) - 1, " are possible"));
   }
+  if (absl::Status status = PrepareSocketFolder("shm.path", options_.path, options_.open_folder);
+      !status.ok()) {
+    return status;
+  }
   if (SomebodyServes(address)) {
     return absl::UnavailableError(
         absl::StrCat("shm.path ", options_.path, ": another server is there"));
@@ -114,6 +124,7 @@ absl::Status SharedMemoryDoor::Bind() {
   listener_ = listener;  // from here on the socket file is this door's to remove
   events_ = epoll_create1(EPOLL_CLOEXEC);
   stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  spare_ = OpenSpare();
   if (listen(listener_, static_cast<int>(kPendingConnections)) != 0 || events_ < 0 ||
       stop_event_ < 0) {
     return failed("listen");
@@ -138,14 +149,14 @@ SharedMemoryDoor::~SharedMemoryDoor() {
   }
   if (events_ >= 0) close(events_);
   if (stop_event_ >= 0) close(stop_event_);
+  if (spare_ >= 0) close(spare_);
 }
 
 void SharedMemoryDoor::Run() {
   bool stop = false;
   while (!stop) {
     epoll_event events[16];
-    const int count =
-        epoll_wait(events_, events, 16, waiting_.empty() ? kSweepMillis : kRoomMillis);
+    const int count = epoll_wait(events_, events, 16, WaitMillis());
     for (int i = 0; i < count; ++i) {
       const int descriptor = events[i].data.fd;
       if (descriptor == stop_event_) {
@@ -162,14 +173,52 @@ void SharedMemoryDoor::Run() {
       }
     }
     AnswerWaiting();
-    EndSilent();
+    Sweep();
+    if (paused_until_ns_ != 0 && SteadyNanos() >= paused_until_ns_) WatchListener(true);
   }
   while (!connections_.empty()) End(connections_.begin()->first);
 }
 
+int SharedMemoryDoor::WaitMillis() const {
+  if (!waiting_.empty()) return kRoomMillis;
+  return paused_until_ns_ != 0 ? kPauseMillis : kSweepMillis;
+}
+
+void SharedMemoryDoor::WatchListener(bool watch) {
+  epoll_event event{};
+  if (watch) event.events = EPOLLIN;
+  event.data.fd = listener_;
+  epoll_ctl(events_, EPOLL_CTL_MOD, listener_, &event);
+  paused_until_ns_ = watch ? 0 : SteadyNanos() + kPauseMillis * kNanosPerMilli;
+}
+
+// The connection stays in the listener's queue and would be reported again at once. A client that
+// is refused goes over gRPC; one that waits does not.
+void SharedMemoryDoor::RefuseForWantOfDescriptors() {
+  options_.metrics->wire().shm_refusals.fetch_add(1);
+  if (!std::exchange(exhausted_, true)) {
+    Log(LogLevel::kWarning, "shared_memory_out_of_descriptors", {{"path", options_.path}});
+  }
+  if (spare_ >= 0) {
+    close(spare_);
+    const int refused = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (refused >= 0) close(refused);
+    spare_ = OpenSpare();
+    if (refused >= 0) return;
+  }
+  if (spare_ < 0) spare_ = OpenSpare();
+  WatchListener(false);
+}
+
 void SharedMemoryDoor::Accept() {
   const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (descriptor < 0) return;
+  if (descriptor < 0) {
+    const bool exhausted =
+        errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    if (exhausted) RefuseForWantOfDescriptors();
+    return;
+  }
+  exhausted_ = false;
   const size_t most = static_cast<size_t>(options_.shm.regions_max) + kPendingConnections;
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
@@ -232,8 +281,8 @@ absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* conne
     return absl::UnimplementedError(
         absl::StrCat("version: got ", hello.version, ", must be ", wire::kDoorVersion));
   }
-  connection->tenant.assign(hello.tenant, strnlen(hello.tenant, sizeof(hello.tenant)));
-  if (connection->tenant.empty()) connection->tenant = "default";
+  connection->tenant = UnixTenant(
+      options_.unix_tenant, std::string(hello.tenant, strnlen(hello.tenant, sizeof(hello.tenant))));
   if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
     return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
   }
@@ -279,15 +328,22 @@ void SharedMemoryDoor::End(int descriptor) {
   close(descriptor);
 }
 
-void SharedMemoryDoor::EndSilent() {
-  std::vector<int> silent;
+// Ends connections that have said nothing in time or broken a rule of their region.
+void SharedMemoryDoor::Sweep() {
   const int64_t now = SteadyNanos();
+  if (now - swept_ns_ < int64_t{kSweepMillis} * kNanosPerMilli) return;
+  swept_ns_ = now;
+  std::vector<int> ending;
   for (const auto& [descriptor, connection] : connections_) {
     if (connection.hello_ns == 0 && now - connection.since_ns > kHelloNanos) {
-      silent.push_back(descriptor);
+      ending.push_back(descriptor);
+    } else if (connection.region != nullptr && connection.region->HasHoles()) {
+      options_.metrics->wire().regions_cut.fetch_add(1);
+      Log(LogLevel::kWarning, "region_cut", {{"tenant", connection.tenant}, {"why", "holes"}});
+      ending.push_back(descriptor);
     }
   }
-  for (const int descriptor : silent) End(descriptor);
+  for (const int descriptor : ending) End(descriptor);
 }
 
 }  // namespace mla::server

@@ -12,6 +12,10 @@
 // in which they came, those that must wait again and again. Whose regions these are does
 // not count, so a tenant at its own bound may learn that late, too.
 //
+// When the process has no descriptor left, connections are refused at once by means of one that is
+// kept for that; without it the listener pauses. Once a second regions are looked at: a client that
+// has taken pages out of its region is disconnected.
+//
 // Threading: one thread serves all connections. Open and the destructor from one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_DOOR_H_
 #define MLA_SERVER_SHARED_MEMORY_DOOR_H_
@@ -39,7 +43,9 @@ struct SharedMemoryDoorOptions {
   Metrics* metrics = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
   uint64_t boot_id = 0;
-  std::string path;  // of the socket
+  std::string path;          // of the socket
+  std::string unix_tenant;   // server.unix_tenant
+  bool open_folder = false;  // server.open_folder
   Config::Shm shm;
   size_t max_name_bytes = 128;  // of a tenant
   // False: only this process's own user and root may connect. True: whoever the permissions of the
@@ -69,15 +75,22 @@ class SharedMemoryDoor final {
   absl::Status Bind();
   void Run();
   void Accept();
+  void RefuseForWantOfDescriptors();
+  void WatchListener(bool watch);
+  int WaitMillis() const;
   void Greet(Connection* connection);
   bool Answer(Connection* connection);
   void AnswerWaiting();
   absl::Status Admit(const wire::Hello& hello, Connection* connection, wire::Welcome* welcome);
   void End(int descriptor);
-  void EndSilent();
+  void Sweep();
 
   const SharedMemoryDoorOptions options_;
   int listener_ = -1, events_ = -1, stop_event_ = -1;
+  int spare_ = -1;               // a descriptor to accept with when there is no other
+  bool exhausted_ = false;       // the last connection found no descriptor
+  int64_t paused_until_ns_ = 0;  // the listener is not watched; 0: it is
+  int64_t swept_ns_ = 0;
   std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
   std::vector<int> waiting_;               // of these, those without an answer, by their hello
   std::thread thread_;

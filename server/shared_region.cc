@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -108,6 +109,13 @@ absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
   }
   if (hooks.on_mapped && hooks.on_mapped(bytes_).ok()) before_unmapped_ = hooks.before_unmapped;
   return absl::OkStatus();
+}
+
+bool SharedRegion::HasHoles() const {
+  constexpr int64_t kStatBlock = 512;
+  struct stat found {};
+  return fstat(descriptor_, &found) == 0 &&
+         found.st_blocks * kStatBlock < static_cast<int64_t>(size());
 }
 
 SharedRegion::~SharedRegion() {

@@ -1,9 +1,12 @@
 // Memory that a client of the same host and this server both map, and the table that says whose.
 //
 // A region is a sealed memory object (it can be neither shrunk nor grown, so no access faults)
-// whose pages are taken when it is made. Its handle is 128 random bits: whoever presents it must
-// also be of the tenant it was made for. Requests hold the region they point into, so memory stays
-// mapped until the last of them is answered; the handle is worth nothing from Remove on.
+// whose pages are taken when it is made. A client can give pages back (fallocate, MADV_REMOVE);
+// no seal forbids that to one who may write. The bytes stay counted, so the server never takes more
+// than the sum that it has reserved, and the listener ends such a region (HasHoles). Its handle
+// is 128 random bits: whoever presents it must also be of the tenant it was made for. Requests hold
+// the region they point into, so memory stays mapped until the last of them is answered; the handle
+// is worth nothing from Remove on.
 //
 // Unpinning and unmapping take milliseconds and may wait for a launch, so whoever lets the last
 // request go, the engine's thread most likely, does neither: two threads of the table's own do
@@ -65,6 +68,9 @@ class SharedRegion final {
   size_t arena_offset() const { return arena_offset_; }
   const RegionHandle& handle() const { return handle_; }
   int descriptor() const { return descriptor_; }
+  // True if pages of the memory have been given back. Only who holds the descriptor can do that;
+  // the next access takes pages again, which the region's size has accounted for.
+  bool HasHoles() const;
   // True if [offset, offset + length) lies in the arena.
   bool Holds(uint64_t offset, uint64_t length) const {
     return offset >= arena_offset_ && offset <= size() && length <= size() - offset;

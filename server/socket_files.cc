@@ -4,7 +4,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -12,6 +14,17 @@
 #include "absl/strings/str_cat.h"
 
 namespace mla::server {
+
+namespace {
+
+std::string OwnFolder() { return absl::StrCat("/tmp/mla-server-", geteuid()); }
+
+std::string FolderOf(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+}
+
+}  // namespace
 
 absl::StatusOr<gid_t> FindGroup(const std::string& name) {
   if (uint32_t number = 0; absl::SimpleAtoi(name, &number)) return number;
@@ -35,26 +48,52 @@ absl::Status GiveToGroup(const std::string& path, const std::string& group) {
                    std::strerror(errno), "; the server must be a member of the group"));
 }
 
-absl::Status CheckSocketPath(const std::string& key, const std::string& path) {
+std::string RuntimeFolder() {
+  const char* const given = std::getenv("XDG_RUNTIME_DIR");
+  return given != nullptr && *given != '\0' ? given : OwnFolder();
+}
+
+absl::Status CheckSocketPath(const std::string& key, const std::string& path, bool open_folder,
+                             uid_t uid) {
   const auto bad = [&](const std::string& what) {
     return absl::InvalidArgumentError(absl::StrCat(key, ": ", path, ": ", what));
   };
-  const size_t slash = path.rfind('/');
-  const std::string folder = slash == std::string::npos ? std::string(".")
-                             : slash == 0               ? std::string("/")
-                                                        : path.substr(0, slash);
+  const std::string folder = FolderOf(path);
   struct stat found {};
+  if (folder == OwnFolder()) {
+    // It lies where others may write: what is there may be theirs, a link for example.
+    if (lstat(folder.c_str(), &found) != 0 && errno == ENOENT) return absl::OkStatus();
+    if (!S_ISDIR(found.st_mode) || found.st_uid != uid ||
+        (found.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+      return bad(absl::StrCat(folder, " must be a folder that only user ", uid, " may write to"));
+    }
+  }
   if (stat(folder.c_str(), &found) != 0) {
     return bad(absl::StrCat("its folder ", folder, ": ", std::strerror(errno)));
   }
   if (!S_ISDIR(found.st_mode)) return bad(absl::StrCat(folder, " is no folder"));
+  struct stat place {};
+  const bool taken = lstat(path.c_str(), &place) == 0;
+  if (taken && !S_ISSOCK(place.st_mode)) {
+    return bad(S_ISDIR(place.st_mode) ? "is a folder" : "is a file that is no socket");
+  }
+  if ((found.st_mode & S_IWOTH) != 0 && !open_folder) {
+    return bad(absl::StrCat("every user may write to its folder ", folder,
+                            " and so put another socket in its place; use a folder of the server's "
+                            "own, or server.open_folder"));
+  }
   if (access(folder.c_str(), W_OK | X_OK) != 0) {
     return bad(absl::StrCat("its folder ", folder, ": ", std::strerror(errno)));
   }
-  if (lstat(path.c_str(), &found) == 0 && !S_ISSOCK(found.st_mode)) {
-    return bad(S_ISDIR(found.st_mode) ? "is a folder" : "is a file that is no socket");
-  }
+  if (!taken) return absl::OkStatus();
+  if (place.st_uid != uid) return bad(absl::StrCat("is a socket of user ", place.st_uid));
   return absl::OkStatus();
+}
+
+absl::Status PrepareSocketFolder(const std::string& key, const std::string& path,
+                                 bool open_folder) {
+  if (FolderOf(path) == OwnFolder()) mkdir(OwnFolder().c_str(), S_IRWXU);  // or it is there
+  return CheckSocketPath(key, path, open_folder, geteuid());
 }
 
 }  // namespace mla::server

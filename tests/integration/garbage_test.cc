@@ -16,8 +16,10 @@ namespace {
 // Sends raw bytes on an Attend stream and reports how it ended.
 class RawCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  RawCall(const std::shared_ptr<grpc::Channel>& channel, std::vector<std::string> messages)
-      : messages_(std::move(messages)) {
+  // Messages are cut into slices of `slice_bytes`, so that every field straddles one somewhere.
+  RawCall(const std::shared_ptr<grpc::Channel>& channel, std::vector<std::string> messages,
+          size_t slice_bytes = 1)
+      : messages_(std::move(messages)), slice_bytes_(slice_bytes) {
     context_.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
     grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer>(channel)
         .PrepareBidiStreamingCall(&context_, "/mla.v1.Attention/Attend", {}, this);
@@ -33,20 +35,31 @@ class RawCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::Byt
   void OnWriteDone(bool ok) override {
     if (!ok) return;
     if (next_ == messages_.size()) return StartWritesDone();
-    // Cut into tiny slices, so that every field straddles one somewhere.
+    const std::string& message = messages_[next_++];
     std::vector<grpc::Slice> slices;
-    for (const char c : messages_[next_]) slices.emplace_back(std::string(1, c));
-    ++next_;
+    for (size_t at = 0; at < message.size(); at += slice_bytes_) {
+      slices.emplace_back(message.substr(at, slice_bytes_));
+    }
     outgoing_ = grpc::ByteBuffer(slices.data(), slices.size());
     StartWrite(&outgoing_);
   }
   void OnDone(const grpc::Status& status) override { done_.set_value(status); }
   grpc::Status Wait() { return done_.get_future().get(); }
   int replies() const { return replies_; }
+  // Of the status; after Wait.
+  v1::ErrorDetail Detail() const {
+    v1::ErrorDetail detail;
+    const auto& trailer = context_.GetServerTrailingMetadata();
+    const auto found = trailer.find("mla-error-detail-bin");
+    EXPECT_TRUE(found != trailer.end() &&
+                detail.ParseFromString(std::string(found->second.data(), found->second.size())));
+    return detail;
+  }
 
  private:
   grpc::ClientContext context_;
   std::vector<std::string> messages_;
+  const size_t slice_bytes_;
   size_t next_ = 0;
   grpc::ByteBuffer incoming_, outgoing_;
   int replies_ = 0;
@@ -79,7 +92,17 @@ TEST_F(GarbageTest, BytesThatAreNoMessage) {
     RawCall call(channel_, {bytes});
     EXPECT_EQ(call.Wait().error_code(), grpc::StatusCode::INVALID_ARGUMENT);
     EXPECT_EQ(call.replies(), 0);
+    EXPECT_EQ(call.Detail().field(), "message");
+    EXPECT_EQ(call.Detail().reason(), "malformed");
+    EXPECT_EQ(call.Detail().got(), std::to_string(bytes.size()) + " bytes");
+    EXPECT_EQ(call.Detail().limit(), "an AttendStreamRequest");
   }
+  const int64_t bound = SmallConfig().wire.message_bytes;
+  RawCall large(channel_, {"\xfa\x7f\xff\xff\xff\x07" + std::string(bound, 'x')}, 65536);
+  EXPECT_EQ(large.Wait().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(large.Detail().field(), "message");
+  EXPECT_EQ(large.Detail().reason(), "message_size");
+  EXPECT_EQ(large.Detail().limit(), "at most " + std::to_string(bound) + " bytes");
   Track track = *worker_.Open();
   EXPECT_EQ(worker_.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }

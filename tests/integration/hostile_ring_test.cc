@@ -1,10 +1,18 @@
 // Rings and regions in the hands of hostile clients: nothing is written outside what a request
 // offered, nothing of another tenant changes, and the server goes on.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <memory>
 #include <optional>
 #include <string>
@@ -250,6 +258,65 @@ TEST_F(HostileRingTest, AStepThatRanOutSaysWhy) {
   ASSERT_TRUE(reply.has_value());
   EXPECT_EQ(reply->error().code(), static_cast<int>(StatusCode::kAborted));
   EXPECT_EQ(reply->error().detail().reason(), "step_aborted");
+}
+
+// A client that gives pages of its region back costs the server nothing but those pages again, and
+// loses the region.
+TEST_F(HostileRingTest, HolesInARegionEndIt) {
+  ASSERT_TRUE(Send(Begin(1)).has_begin_step());
+  const std::span<std::byte> region = ring_->region();
+  ASSERT_EQ(madvise(region.data() + arena_, region.size() - arena_, MADV_REMOVE), 0);
+  ASSERT_EQ(fallocate(connection_.descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                      static_cast<off_t>(region.size())),
+            0);
+  // The server reads and writes where the pages were, the ring's own words among them.
+  wire::SubmissionEntry attend{};
+  attend.kind = wire::kEntryAttend;
+  attend.profile = v1::PROFILE_ABSORBED;
+  attend.flags = wire::kEntryHasKv | wire::kEntryWantLse;
+  attend.step_id = 7;
+  attend.row_count = 1;
+  attend.num_heads = 4;
+  attend.in_offset = arena_;
+  attend.out_offset = arena_ + 65536;
+  ring_->Submit(attend);
+  ExpectServes();
+  EXPECT_TRUE(connection_.Ended(seconds(20)));
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
+  const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
+  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"region_holes\"} 1"), std::string::npos);
+  ExpectServes();
+}
+
+// Without a descriptor left, clients are refused at once, and the listener does not spin.
+TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
+  // Connects when there is a descriptor, and is accepted when there is none.
+  const int late = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  rlimit before_limit;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before_limit), 0);
+  rlimit few = before_limit;
+  few.rlim_cur = 512;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::vector<int> taken;
+  for (int one = dup(late); one >= 0; one = dup(late)) taken.push_back(one);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  DoorOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ASSERT_EQ(connect(late, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  pollfd ended{late, POLLIN | POLLRDHUP, 0};
+  EXPECT_EQ(poll(&ended, 1, 20000), 1);
+  // Processor time, of which a machine that is busy gives less, not more.
+  const auto cpu_ms = [] { return 1000 * std::clock() / CLOCKS_PER_SEC; };
+  const auto before = cpu_ms();
+  std::this_thread::sleep_for(milliseconds(1000));
+  EXPECT_LT(cpu_ms() - before, 500);
+  for (const int one : taken) close(one);
+  close(late);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before_limit), 0);
+  const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
+  EXPECT_EQ(metrics.find("mla_shm_connections_refused_total 0\n"), std::string::npos);
+  ShmConnection again(DoorOf(server_));
+  EXPECT_FALSE(again.Open("", kArenaBytes, /*ring=*/true).empty());
 }
 
 TEST_F(HostileRingTest, ABrokenRuleHasItsOwnReason) {

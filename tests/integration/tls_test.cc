@@ -3,12 +3,19 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <ctime>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -351,6 +358,100 @@ TEST(TlsFilesTest, BadFilesStopTheStart) {
   const absl::Status expired = server::Server::Start({config, {}}).status();
   EXPECT_NE(expired.message().find("tls.cert"), std::string::npos) << expired;
   EXPECT_NE(expired.message().find("expired at "), std::string::npos) << expired;
+}
+
+// --- The unix socket beside TLS, over which no certificate says who calls.
+
+class UnixBesideTlsTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<TestServer> Serve(const std::string& unix_tenant) const {
+    return std::make_unique<TestServer>([&](server::Config& config) {
+      config.tls.cert = authority_->File("server.pem");
+      config.tls.key = authority_->File("server.key");
+      config.tls.client_ca = authority_->File("ca.pem");
+      config.listen.unix_tenant = unix_tenant;
+    });
+  }
+
+  static mode_t ModeOf(const std::string& path) {
+    struct stat found {};
+    EXPECT_EQ(lstat(path.c_str(), &found), 0) << path;
+    return found.st_mode & 0777;
+  }
+
+  // Certificates take a while, and no test changes them.
+  static void SetUpTestSuite() { authority_ = new Authority; }
+  static void TearDownTestSuite() { delete authority_; }
+
+  static absl::StatusOr<std::unique_ptr<client::Client>> As(const TestServer& server,
+                                                            const std::string& tenant) {
+    client::ClientOptions options;
+    options.tenant = tenant;
+    return client::Client::Connect(server.unix_target(), options);
+  }
+
+  static inline Authority* authority_ = nullptr;
+};
+
+TEST_F(UnixBesideTlsTest, OnlyTheServersOwnUserMayConnect) {
+  const auto server = Serve("");
+  const std::string path = server->folder().File("mla.sock");
+  EXPECT_EQ(ModeOf(path) & 0177, 0u);
+  EXPECT_TRUE(As(*server, "any").ok());
+  if (geteuid() != 0) return;  // cannot become another user
+  ASSERT_EQ(chmod(server->folder().path().c_str(), 0755), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    const int one = socket(AF_UNIX, SOCK_STREAM, 0);
+    const bool other = setgid(65534) == 0 && setuid(65534) == 0;
+    const int failed = connect(one, reinterpret_cast<sockaddr*>(&address), sizeof(address));
+    _exit(other && failed != 0 && errno == EACCES ? 0 : 1);
+  }
+  int ended = 0;
+  ASSERT_EQ(waitpid(child, &ended, 0), child);
+  EXPECT_EQ(ended, 0);
+}
+
+TEST_F(UnixBesideTlsTest, ItsCallersHaveTheTenantOfTheConfiguration) {
+  const auto server = Serve("blue");
+  EXPECT_EQ(ModeOf(server->folder().File("mla.sock")), 0660u);
+  auto unnamed = As(*server, "");
+  ASSERT_TRUE(unnamed.ok()) << unnamed.status();
+  ASSERT_TRUE((*unnamed)->RegisterModel(SpecOf({}, "m")).ok());
+  auto blue = client::Client::Connect(server->tcp_target(), authority_->As("blue"));
+  auto red = client::Client::Connect(server->tcp_target(), authority_->As("red"));
+  ASSERT_TRUE(blue.ok() && red.ok());
+  EXPECT_EQ((*blue)->ListModels()->models_size(), 1);
+  EXPECT_EQ((*red)->ListModels()->models_size(), 0);
+  auto claims_red = As(*server, "red");
+  ASSERT_TRUE(claims_red.ok());
+  EXPECT_EQ((*claims_red)->ListModels()->models_size(), 1);
+  EXPECT_EQ((*claims_red)->Drain(0, false).status().code(), absl::StatusCode::kPermissionDenied);
+
+  // Rings and streams that claim to be red's are blue's, too.
+  Worker worker(claims_red->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  client::ClientOptions streams;
+  streams.tenant = "red";
+  streams.transport = client::ClientOptions::Transport::kGrpc;
+  auto over_grpc = client::Client::Connect(server->unix_target(), streams);
+  ASSERT_TRUE(over_grpc.ok());
+  Worker other(over_grpc->get(), {}, "m", 2);
+  EXPECT_EQ(other.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+TEST_F(UnixBesideTlsTest, AnyNameCountsWhereTheConfigurationSaysSo) {
+  const auto server = Serve("*");
+  EXPECT_EQ(ModeOf(server->folder().File("mla.sock")), 0660u);
+  auto red = As(*server, "red");
+  ASSERT_TRUE(red.ok());
+  ASSERT_TRUE((*red)->RegisterModel(SpecOf({}, "m")).ok());
+  EXPECT_EQ((*As(*server, "blue"))->ListModels()->models_size(), 0);
+  EXPECT_EQ((*As(*server, "red"))->ListModels()->models_size(), 1);
 }
 
 }  // namespace
