@@ -118,7 +118,7 @@ class ChoiceTest(unittest.TestCase):
                 connect(server, transport=transport)
 
     def test_no_regions_left(self):
-        server = server_binary.start("--shm-regions-max=1")
+        server = server_binary.start("--shm-regions-max=1", "--shm-tenant-regions=1")
         self.addCleanup(server.stop)
         with connect(server) as first, connect(server) as second:
             self.assertEqual(first.transport, "ring")
