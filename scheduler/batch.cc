@@ -1,62 +1,45 @@
 #include "scheduler/batch.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace mla::scheduler {
 namespace {
+
+// While extend or prefill waits, decode takes this part of a launch's time.
+constexpr int64_t kDecodeParts = 3, kParts = 4;
+// Extend and prefill that have waited for so many launches go before decode.
+constexpr int64_t kAgedLaunches = 8;
+// Requests of a queue that do not fit before the rest of it is left to a later launch.
+constexpr int kMisfits = 16;
+constexpr int64_t kNanosPerMilli = 1'000'000;
+
+// Whether the segment may be part of a run: all rows that its request launches, and not few of many
+// sequences.
+bool MayRun(const Segment& segment) {
+  return segment.stage != Stage::kDecode && segment.slices < 0 && Computes(*segment.request) &&
+         segment.rows == segment.request->engine.rows_launched;
+}
 
 LayerProgress& Progress(const StreamRequest& request) {
   return request.engine.step->layers[request.attend.layer];
 }
 
-bool Computes(const StreamRequest& request) {
-  return request.attend.profile != Profile::kAppendOnly;
-}
-
-BatchKey KeyOf(const StreamRequest& request) {
-  const AttendArgs& args = request.attend;
-  const ModelSpec& spec = *request.engine.step->model->spec;
-  const bool split =
-      args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
-  return BatchKey{spec.geometry, args.profile, args.q_dtype, args.o_dtype, split};
-}
-
 }  // namespace
-
-void PendingList::PushBack(StreamRequest* request) {
-  request->engine.prev = tail_;
-  request->engine.next = nullptr;
-  (tail_ == nullptr ? head_ : tail_->engine.next) = request;
-  tail_ = request;
-  ++size_;
-}
-
-void PendingList::PushFront(StreamRequest* request) {
-  request->engine.prev = nullptr;
-  request->engine.next = head_;
-  (head_ == nullptr ? tail_ : head_->engine.prev) = request;
-  head_ = request;
-  ++size_;
-}
-
-void PendingList::Remove(StreamRequest* request) {
-  StreamRequest* prev = request->engine.prev;
-  StreamRequest* next = request->engine.next;
-  (prev == nullptr ? head_ : prev->engine.next) = next;
-  (next == nullptr ? tail_ : next->engine.prev) = prev;
-  request->engine.prev = request->engine.next = nullptr;
-  --size_;
-}
 
 void Batch::Clear() {
   requests.clear();
   segments.clear();
   slices.clear();
+  runs.clear();
+  run_segments.clear();
   computes = false;
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
   gather_bytes = 0;
   piece_rows = 0;
+  units = LaunchUnits();
+  key = BatchKey();
   slice_waits_expired = 0;
   slice_waits_skipped = 0;
 }
@@ -192,30 +175,123 @@ int32_t BatchPolicy::RowsThatFit(const StreamRequest& request, const Demand& dem
   return static_cast<int32_t>(std::min<int64_t>(rows, records <= room ? rows : room));
 }
 
-void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, PendingList& pending,
+LaunchUnits BatchPolicy::UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row,
+                                 int32_t rows, int32_t heads, bool expands) const {
+  const Model& model = *request.engine.step->model;
+  const int64_t cached = entry.start + row - entry.offset;
+  LaunchUnits units;
+  if (Appends(request)) units.pages = rows * model.layout.row_bytes;
+  if (expands) {
+    units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
+  } else if (Computes(request)) {
+    units.absorbed = LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached);
+  }
+  return units;
+}
+
+bool BatchPolicy::FitsTime(const Round& round, const LaunchUnits& units) const {
+  return cost_.Nanos(round.batch.key, round.batch.units + units) <= round.nanos;
+}
+
+// As many of the first `most` rows as the launch's time allows, at least one for a launch that has
+// nothing else to do.
+BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most, int32_t heads,
+                                      const Round& round) const {
+  const AttendArgs& args = request.attend;
+  const int32_t min_rows = request.engine.step->model->ExpandedMinRows(args.q_dtype);
+  const bool may_expand = args.profile == Profile::kExpanded && heads == args.num_heads;
+  Fit fit;
+  const int32_t first = FirstRow(request);
+  for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < most; ++entry) {
+    const int32_t row = first + fit.rows;
+    const int32_t rows = std::min(first + most, entry->offset + entry->rows) - row;
+    // The largest part of [low, high] rows that fits, or 0.
+    const auto largest = [&](int32_t low, int32_t high, bool expands, LaunchUnits* units) {
+      int32_t best = 0;
+      for (int32_t tried = high; low <= high; tried = low + (high - low) / 2) {
+        const LaunchUnits more = UnitsOf(request, *entry, row, tried, heads, expands);
+        if (FitsTime(round, fit.units + more)) {
+          best = tried;
+          *units = more;
+          low = tried + 1;
+        } else {
+          high = tried - 1;
+        }
+      }
+      return best;
+    };
+    LaunchUnits units;
+    int32_t taken = 0;
+    if (may_expand && rows >= min_rows) taken = largest(min_rows, rows, true, &units);
+    // Fewer rows than the expanded form starts at are computed in the absorbed form.
+    if (taken == 0) {
+      taken = largest(1, may_expand ? std::min(rows, min_rows - 1) : rows, false, &units);
+    }
+    if (taken == 0 && fit.rows == 0 && round.batch.empty()) {
+      taken = 1;
+      units = UnitsOf(request, *entry, row, 1, heads, may_expand && min_rows <= 1);
+    }
+    fit.rows += taken;
+    fit.units += units;
+    if (taken < rows) break;
+  }
+  return fit;
+}
+
+// All of the first `rows` rows, in time or not when the launch has nothing else to do.
+BatchPolicy::Fit BatchPolicy::FitWhole(const StreamRequest& request, int32_t rows, int32_t heads,
+                                       const Round& round) const {
+  Round unbounded = round;
+  unbounded.nanos = std::numeric_limits<int64_t>::max();
+  const Fit fit = FitTime(request, rows, heads, unbounded);
+  return round.batch.empty() || FitsTime(round, fit.units) ? fit : Fit();
+}
+
+bool BatchPolicy::TakePages(const StreamRequest& request, Round& round) {
+  Step& step = *request.engine.step;
+  if (step.pages_ready) return true;
+  Batch& batch = round.batch;
+  const int64_t before = batch.pages.bytes();
+  const int64_t left = round.nanos - cost_.Nanos(batch.key, batch.units);
+  kvcache::WorkRoom room{kPageRanges - static_cast<int64_t>(batch.pages.ranges().size()),
+                         cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
+  step.pages_ready = round.work.Take(step.tenant, step.ticket, &room, &batch.pages);
+  const int64_t bytes = batch.pages.bytes() - before;
+  batch.units.pages += bytes;
+  if (bytes > 0) round.waiting.Charge(request.engine.queue, bytes);
+  return step.pages_ready;
+}
+
+void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
                            Batch& batch) {
-  pending.Remove(request);
+  waiting.Remove(request);
   request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
   if (Appends(*request)) Progress(*request).appended += rows;
 }
 
-bool BatchPolicy::Take(StreamRequest* request, Stage stage, PendingList& pending, Batch& batch) {
+bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
+  Batch& batch = round.batch;
   const Demand demand = DemandOf(*request);
-  const int32_t rows = RowsThatFit(*request, demand, stage, batch);
-  if (rows <= 0) return false;
-  if (pieces_.split_rows > 0 && demand.heads > 0 &&
-      rows < RowsThatFit(*request, demand, stage, nothing_)) {
-    return false;
-  }
+  const int32_t most = RowsThatFit(*request, demand, stage, batch);
+  if (most <= 0) return false;
+  const bool fixed = pieces_.split_rows > 0 && demand.heads > 0;
+  if (fixed && most < RowsThatFit(*request, demand, stage, nothing_)) return false;
+  if (!TakePages(*request, round)) return false;
+  const Fit fit = fixed ? FitWhole(*request, most, demand.heads, round)
+                        : FitTime(*request, most, demand.heads, round);
+  if (fit.rows <= 0) return false;
+  const int32_t rows = fit.rows;
   batch.piece_rows += rows * demand.row_pieces;
   batch.packed_rows += rows * demand.heads;
   batch.gather_bytes += rows * demand.gather_row_bytes;
+  batch.units += fit.units;
+  round.waiting.Charge(request->engine.queue, fit.units.sum());
   SliceGroup* const group = request->engine.group;
   if (group == nullptr) {
     AddSegments(request, rows, -1, batch);
-    TakeRows(request, rows, pending, batch);
+    TakeRows(request, rows, round.waiting, batch);
     return true;
   }
   int32_t slices = -1;
@@ -224,45 +300,192 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, PendingList& pending
     batch.slices.push_back(
         {static_cast<int32_t>(batch.requests.size()), group->members, group->heads});
   }
-  const bool anew = request->engine.rows_done == 0;  // not the rest of a group that was cut
+  const bool is_new = request->engine.rows_done == 0;  // not the rest of a group that was cut
   AddSegments(group->first, rows, slices, batch);
   for (StreamRequest* member = group->first; member != nullptr; member = SliceTable::Next(member)) {
-    TakeRows(member, rows, pending, batch);
+    TakeRows(member, rows, round.waiting, batch);
   }
   const Departure departure = slices_.Launch(group, rows);
-  batch.slice_waits_expired += anew && departure == Departure::kGaveUp;
-  batch.slice_waits_skipped += anew && departure == Departure::kDidNotWait;
+  batch.slice_waits_expired += is_new && departure == Departure::kGaveUp;
+  batch.slice_waits_skipped += is_new && departure == Departure::kDidNotWait;
   return true;
 }
 
-void BatchPolicy::Choose(PendingList& pending, MonotonicNanos now, Batch& batch) {
-  batch.Clear();
-  for (const Stage stage : {Stage::kDecode, Stage::kExtend, Stage::kPrefill}) {
-    StreamRequest* request = pending.front();
-    if (stage == Stage::kDecode) {
-      // The oldest ready request decides what the launch computes, so that no key starves.
-      for (; request != nullptr && !batch.computes; request = PendingList::Next(request)) {
-        if (!Computes(*request) || !Goes(*request, now)) continue;
-        batch.key = KeyOf(*request);
-        batch.computes = true;
-      }
-      request = pending.front();
+RequestQueue* BatchPolicy::Leader(const Round& round) const {
+  RequestQueue* leader = nullptr;
+  const auto before = [](const RequestQueue& a, const RequestQueue& b) {
+    if (a.share->virtual_time != b.share->virtual_time) {
+      return a.share->virtual_time < b.share->virtual_time;
     }
-    while (request != nullptr) {
-      StreamRequest* next = PendingList::Next(request);
-      const bool fits = !Computes(*request) || (batch.computes && KeyOf(*request) == batch.key);
-      if (fits && Goes(*request, now) && StageOf(*request) == stage) {
-        // Siblings leave the list with it.
-        const SliceGroup* const group = request->engine.group;
-        while (group != nullptr && next != nullptr && next->engine.group == group) {
-          next = PendingList::Next(next);
-        }
-        Take(request, stage, pending, batch);
+    if (a.share == b.share && a.virtual_time != b.virtual_time) {
+      return a.virtual_time < b.virtual_time;
+    }
+    return a.head->engine.order < b.head->engine.order;
+  };
+  for (const TenantShare* share : round.waiting.shares()) {
+    for (RequestQueue* queue : share->queues) {
+      if (queue->head == nullptr || queue->key.profile == Profile::kAppendOnly) continue;
+      if (leader != nullptr && !before(*queue, *leader)) continue;
+      const StreamRequest* request = queue->head;
+      while (request != nullptr && !Goes(*request, round.now)) {
+        request = WaitingRequests::NextInQueue(request);
       }
-      request = next;
+      if (request != nullptr) leader = queue;
     }
   }
+  return leader;
+}
+
+bool BatchPolicy::FitsKey(const RequestQueue& queue, const Batch& batch) const {
+  return queue.key.profile == Profile::kAppendOnly || (batch.computes && queue.key == batch.key);
+}
+
+const StreamRequest* BatchPolicy::OldestBulk(const Round& round) const {
+  const StreamRequest* oldest = nullptr;
+  for (const TenantShare* share : round.waiting.shares()) {
+    for (const RequestQueue* queue : share->queues) {
+      if (!FitsKey(*queue, round.batch)) continue;
+      const StreamRequest* request = queue->head;
+      while (request != nullptr &&
+             (!Goes(*request, round.now) || StageOf(*request) == Stage::kDecode)) {
+        request = WaitingRequests::NextInQueue(request);
+      }
+      if (request == nullptr) continue;
+      if (oldest == nullptr || request->engine.blocked_since_ns < oldest->engine.blocked_since_ns) {
+        oldest = request;
+      }
+    }
+  }
+  return oldest;
+}
+
+void BatchPolicy::TakeKind(Kind kind, Round& round) {
+  cursors_.clear();
+  for (const TenantShare* share : round.waiting.shares()) {
+    for (RequestQueue* queue : share->queues) {
+      if (queue->head != nullptr && FitsKey(*queue, round.batch)) {
+        cursors_.push_back({queue, queue->head, 0});
+      }
+    }
+  }
+  while (!cursors_.empty()) {
+    const auto least =
+        std::min_element(cursors_.begin(), cursors_.end(), [](const Cursor& a, const Cursor& b) {
+          if (a.queue->share->virtual_time != b.queue->share->virtual_time) {
+            return a.queue->share->virtual_time < b.queue->share->virtual_time;
+          }
+          // Rows that are appended first let others of the same launch read them.
+          return a.queue->key.profile == Profile::kAppendOnly &&
+                 b.queue->key.profile != Profile::kAppendOnly;
+        });
+    StreamRequest* const request = least->next;
+    if (request == nullptr || least->misfits == kMisfits) {
+      cursors_.erase(least);
+      continue;
+    }
+    StreamRequest* next = WaitingRequests::NextInQueue(request);
+    if (Goes(*request, round.now)) {
+      const Stage stage = StageOf(*request);
+      if ((stage == Stage::kDecode) == (kind == Kind::kDecode)) {
+        // Siblings leave the queue with it.
+        const SliceGroup* const group = request->engine.group;
+        while (group != nullptr && next != nullptr && next->engine.group == group) {
+          next = WaitingRequests::NextInQueue(next);
+        }
+        if (!Take(request, stage, round)) ++least->misfits;
+      }
+    }
+    least->next = next;
+  }
+}
+
+// Adds the run that begins with segment `head`, if it is one.
+void BatchPolicy::AddRun(int32_t head, Batch& batch) const {
+  const auto size = static_cast<int32_t>(batch.segments.size());
+  RowRun run{static_cast<int32_t>(batch.run_segments.size()), 0, 0};
+  const AttendArgs& args = batch.segments[head].request->attend;
+  for (int32_t index = head; index < size;) {
+    const Segment& last = batch.segments[index];
+    batch.run_segments.push_back(index);
+    ++run.count;
+    run.rows += last.rows;
+    for (index = 0; index < size; ++index) {
+      const Segment& next = batch.segments[index];
+      const AttendArgs& other = next.request->attend;
+      if (next.entry == last.entry && next.row_begin == last.row_begin + last.rows &&
+          MayRun(next) && other.layer == args.layer && other.head_offset == args.head_offset &&
+          other.num_heads == args.num_heads && other.want_lse == args.want_lse) {
+        break;
+      }
+    }
+  }
+  const Model& model = *batch.segments[head].request->engine.step->model;
+  if (run.count < 2 || run.rows < model.ExpandedMinRows(args.q_dtype)) {
+    batch.run_segments.resize(run.first);
+    return;
+  }
+  for (int32_t i = 0; i < run.count; ++i) {
+    Segment& segment = batch.segments[batch.run_segments[run.first + i]];
+    segment.run = static_cast<int32_t>(batch.runs.size());
+    const bool expands = segment.rows >= model.ExpandedMinRows(args.q_dtype);
+    const LaunchUnits alone = UnitsOf(*segment.request, *segment.entry, segment.row_begin,
+                                      segment.rows, args.num_heads, expands);
+    batch.units.absorbed -= alone.absorbed;
+    batch.units.expanded -= alone.expanded;
+  }
+  batch.units.expanded +=
+      LaunchCost::ExpandedUnits(model, run.rows, args.num_heads, batch.segments[head].cached());
+  batch.runs.push_back(run);
+}
+
+void BatchPolicy::FindRuns(Batch& batch) const {
+  if (batch.key.profile != Profile::kExpanded ||
+      batch.rows_by_stage[1] + batch.rows_by_stage[2] == 0)
+    return;
+  const auto size = static_cast<int32_t>(batch.segments.size());
+  for (int32_t head = 0; head < size; ++head) {
+    const Segment& segment = batch.segments[head];
+    if (!MayRun(segment)) continue;
+    const bool has_former =
+        std::any_of(batch.segments.begin(), batch.segments.end(), [&](const Segment& former) {
+          return former.entry == segment.entry &&
+                 former.row_begin + former.rows == segment.row_begin && MayRun(former) &&
+                 former.request->attend.layer == segment.request->attend.layer &&
+                 former.request->attend.head_offset == segment.request->attend.head_offset;
+        });
+    if (!has_former) AddRun(head, batch);
+  }
+}
+
+void BatchPolicy::TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const {
+  kvcache::WorkRoom room{kPageRanges, cost_.PageBytes(limits_.launch_ms * kNanosPerMilli)};
+  work.TakeAny(&room, &batch.pages);
+  batch.units.pages += batch.pages.bytes();
+}
+
+void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
+                         Batch& batch) {
+  batch.Clear();
+  waiting.Prune();
+  const int64_t nanos = limits_.launch_ms * kNanosPerMilli;
+  Round round{waiting, work, now, batch, nanos};
+  if (const RequestQueue* const leader = Leader(round); leader != nullptr) {
+    batch.key = leader->key;
+    batch.computes = true;
+    waiting.Serve(*leader);
+  }
+  const StreamRequest* const bulk = OldestBulk(round);
+  if (bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * nanos) {
+    TakeKind(Kind::kBulk, round);
+    TakeKind(Kind::kDecode, round);
+  } else {
+    if (bulk != nullptr) round.nanos = nanos / kParts * kDecodeParts;
+    TakeKind(Kind::kDecode, round);
+    round.nanos = nanos;
+    if (bulk != nullptr) TakeKind(Kind::kBulk, round);
+  }
   batch.OrderByStage();
+  if (forms_runs_) FindRuns(batch);
 }
 
 }  // namespace mla::scheduler

@@ -1,41 +1,35 @@
 // What one launch computes, and how it is chosen from the requests that wait.
 //
-// Natural batching: when a launch may start, everything that is ready goes, whatever stream, layer
-// or sequence it belongs to, as long as it shares the attention's geometry and dtypes with the
-// oldest ready request. Head slices of the same rows go together (slice_table.h). Order inside the
-// batch is decode, extend, prefill; extend and prefill are cut to a row budget so that they bound a
-// decode's wait.
+// Natural batching: when a launch may start, what is ready goes, whatever stream, layer or sequence
+// it belongs to, as long as it shares the attention's geometry and dtypes. Bounds are rows, records
+// and predicted time (Limits::launch_ms), so nothing waits for one launch for long.
+//
+// Between tenants, and between the keys of one tenant, the least served goes first
+// (waiting_requests.h): it decides the launch's key, and the other tenants with requests of that
+// key fill what is left, least served first. Within that order decode goes before extend and
+// prefill, which go in the order of their arrival. While those wait, decode takes three quarters of
+// a launch at most; once one of them has waited for several launches, it goes first.
+//
+// Head slices of the same rows go together (slice_table.h). A step's page work
+// (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
+// in launches before.
 #ifndef MLA_SCHEDULER_BATCH_H_
 #define MLA_SCHEDULER_BATCH_H_
 
 #include <cstdint>
 #include <vector>
 
-#include "kernels/attention_desc.h"
+#include "scheduler/batch_key.h"
+#include "scheduler/kvcache/page_work.h"
+#include "scheduler/launch_cost.h"
 #include "scheduler/limits.h"
 #include "scheduler/request.h"
 #include "scheduler/rows.h"
 #include "scheduler/slice_table.h"
 #include "scheduler/step_table.h"
+#include "scheduler/waiting_requests.h"
 
 namespace mla::scheduler {
-
-// Requests that wait for a launch, in arrival order. Intrusive: links live in the requests.
-class PendingList {
- public:
-  StreamRequest* front() const { return head_; }
-  static StreamRequest* Next(const StreamRequest* request) { return request->engine.next; }
-  bool empty() const { return head_ == nullptr; }
-  int32_t size() const { return size_; }
-  void PushBack(StreamRequest* request);
-  void PushFront(StreamRequest* request);
-  void Remove(StreamRequest* request);
-
- private:
-  StreamRequest* head_ = nullptr;
-  StreamRequest* tail_ = nullptr;
-  int32_t size_ = 0;
-};
 
 enum class Stage : uint8_t {
   kDecode,   // 1 .. Limits::decode_rows new rows on a cache that is not empty
@@ -51,6 +45,7 @@ struct Segment {
   int32_t rows = 0;
   Stage stage = Stage::kDecode;
   int32_t slices = -1;  // index in Batch::slices, or -1: the request alone
+  int32_t run = -1;     // index in Batch::runs, or -1
   // Rows of the sequence before row_begin, committed and of this step.
   int32_t cached() const { return entry->start + row_begin - entry->offset; }
 };
@@ -63,14 +58,13 @@ struct FusedSlices {
   int32_t heads = 0;
 };
 
-// What requests must have in common to share a launch.
-struct BatchKey {
-  kernels::Geometry geometry;
-  Profile profile = Profile::kAbsorbed;
-  kernels::DType q_dtype = kernels::DType::kBf16;
-  kernels::DType o_dtype = kernels::DType::kBf16;
-  bool split_queries = false;  // of EXPANDED: QueryPrecision::kSplit
-  friend bool operator==(const BatchKey&, const BatchKey&) = default;
+// Consecutive rows of one sequence and layer that came in several requests, and are computed as one
+// record in the expanded form: a message holds fewer rows than the form starts at. All rows that a
+// member's request launches are the member's.
+struct RowRun {
+  int32_t first = 0;  // in Batch::run_segments, in the order of rows
+  int32_t count = 0;
+  int32_t rows = 0;
 };
 
 struct Batch {
@@ -78,16 +72,20 @@ struct Batch {
       requests;                   // engine.rows_launched rows of each, from engine.rows_done on
   std::vector<Segment> segments;  // decode | extend | prefill
   std::vector<FusedSlices> slices;
-  BatchKey key;           // of the requests that compute; append-only ones fit any
-  bool computes = false;  // false: nothing but appends
+  std::vector<RowRun> runs;
+  std::vector<int32_t> run_segments;  // indices in segments
+  BatchKey key;                       // of the requests that compute; append-only ones fit any
+  bool computes = false;              // false: nothing but appends
   int32_t rows_by_stage[3] = {0, 0, 0};
   int32_t packed_rows = 0;
-  int64_t gather_bytes = 0;         // of fused queries and outputs
-  int64_t piece_rows = 0;           // as PieceBudget
+  int64_t gather_bytes = 0;  // of fused queries and outputs
+  int64_t piece_rows = 0;    // as PieceBudget
+  LaunchUnits units;
+  kvcache::LaunchWork pages;        // page work that goes before everything else
   int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
   int32_t slice_waits_skipped = 0;  // ... without one that others had waited for in vain
 
-  bool empty() const { return requests.empty(); }
+  bool empty() const { return requests.empty() && pages.empty(); }
   void Clear();
   void OrderByStage();  // stable
   int32_t rows() const { return rows_by_stage[0] + rows_by_stage[1] + rows_by_stage[2]; }
@@ -95,6 +93,9 @@ struct Batch {
  private:
   std::vector<Segment> by_stage_;  // scratch of OrderByStage
 };
+
+// Ranges of page work in one launch; what its metadata has room for.
+inline constexpr int32_t kPageRanges = 4096;
 
 // What plans with fixed cuts (PlanTraits::fixed_split_rows) hold of one batch. A packed row counts
 // once for every piece that its context is cut into, and not at all where it is not cut.
@@ -115,10 +116,20 @@ class BatchPolicy {
   // and the longest context, too. With fixed cuts a request is also cut the same way whatever else
   // is in its batch: it waits for one that takes as many of its rows as it gets alone.
   BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces = {});
+  // Where staging brings the rows of several requests together at no cost, runs are formed.
+  void FormRuns() { forms_runs_ = true; }
 
-  // Moves what goes next from `pending` into `batch` (cleared first) and advances the `appended`
-  // counts of the steps whose KV rows it takes. Leaves the batch empty when nothing is ready.
-  void Choose(PendingList& pending, MonotonicNanos now, Batch& batch);
+  // Moves what goes next from `waiting` and `work` into `batch` (cleared first) and advances the
+  // `appended` counts of the steps whose KV rows it takes. Leaves the batch empty when nothing is
+  // ready.
+  void Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
+              Batch& batch);
+  // Fills an empty batch with page work of any tenant.
+  void TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const;
+  // A launch of this batch took `nanos` on the device.
+  void Observe(const Batch& batch, int64_t nanos) { cost_.Observe(batch.key, batch.units, nanos); }
+  // The launch will take about this long on the device.
+  int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
   // True if the request could be part of a launch now, as far as its KV rows are concerned.
   static bool Ready(const StreamRequest& request);
   // The missing KV rows that a request waits for, [first, last], as row numbers of its step; false
@@ -136,23 +147,63 @@ class BatchPolicy {
     int64_t gather_row_bytes = 0;
     int64_t row_pieces = 0;  // of a row, all heads
   };
+  // Rows of a request that fit, and what they cost.
+  struct Fit {
+    int32_t rows = 0;
+    LaunchUnits units;
+  };
+  // One choice of a batch.
+  struct Round {
+    WaitingRequests& waiting;
+    kvcache::PageWorkQueue& work;
+    MonotonicNanos now;
+    Batch& batch;
+    int64_t nanos = 0;  // that the launch may take
+  };
+  struct Cursor {  // a queue whose requests from `next` on have not been looked at
+    RequestQueue* queue;
+    StreamRequest* next;
+    int misfits;  // requests of it that did not fit
+  };
+  enum class Kind : uint8_t { kDecode, kBulk };
 
   Stage StageOf(const StreamRequest& request) const;
   bool Goes(const StreamRequest& request, MonotonicNanos now) const;
   Demand DemandOf(const StreamRequest& request) const;
   int64_t PiecesOf(const StreamRequest& request) const;
+  // The queue whose requests decide the launch's key, or null when none of any that compute is
+  // ready.
+  RequestQueue* Leader(const Round& round) const;
+  // The oldest request that is ready, is no decode and fits the batch's key; null if there is none.
+  const StreamRequest* OldestBulk(const Round& round) const;
+  bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
+  // Takes ready requests of one kind, least served tenants first, while they fit.
+  void TakeKind(Kind kind, Round& round);
+  // Takes the page work that the request waits for; false if not all of it fits.
+  bool TakePages(const StreamRequest& request, Round& round);
   int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
                       const Batch& batch) const;
-  // Takes the request, with all of its group, out of `pending`; false if nothing of it fits.
-  bool Take(StreamRequest* request, Stage stage, PendingList& pending, Batch& batch);
-  static void TakeRows(StreamRequest* request, int32_t rows, PendingList& pending, Batch& batch);
+  Fit FitTime(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
+  Fit FitWhole(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
+  LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row,
+                      int32_t rows, int32_t heads, bool expands) const;
+  bool FitsTime(const Round& round, const LaunchUnits& units) const;
+  // Takes the request, with all of its group, out of the queues; false if nothing of it fits.
+  bool Take(StreamRequest* request, Stage stage, Round& round);
+  static void TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
+                       Batch& batch);
   void AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch);
+  void FindRuns(Batch& batch) const;
+  void AddRun(int32_t head, Batch& batch) const;
 
   const Limits limits_;
   const int64_t gather_bytes_;
   const PieceBudget pieces_;
+  bool forms_runs_ = false;
   const Batch nothing_;  // a launch without requests
   SliceTable slices_;
+  LaunchCost cost_;
+  std::vector<Cursor> cursors_;  // scratch of TakeKind
 };
 
 }  // namespace mla::scheduler

@@ -93,7 +93,9 @@ struct EngineStats {
   int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
   int64_t page_groups_free = 0;
   uint64_t copies_on_write = 0, page_groups_scrubbed = 0;
-  // Page groups handed out, and come back by reason; the difference is page_groups_used.
+  // Given back, and kept until page work on them is done; part of neither used nor free.
+  int64_t page_groups_pinned = 0, kv_bytes_pinned = 0;
+  // Page groups handed out, and given back by reason; the difference is page_groups_used.
   uint64_t page_groups_taken = 0;
   uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
   uint64_t page_groups_uncommitted = 0;
@@ -114,6 +116,7 @@ struct LaunchReport {
   int64_t schedule_ns = 0;          // choosing and committing the batch
   int64_t plan_ns = 0;
   int64_t kernel_ns = 0;
+  int64_t predicted_ns = 0;  // of kernel_ns, before the launch
   int64_t complete_ns = 0;
   int32_t work_items = 0, partials = 0;
   double imbalance = 1.0;  // max / mean work of a unit

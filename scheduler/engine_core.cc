@@ -36,7 +36,8 @@ EngineCore::EngineCore(const EngineOptions& options,
       tenants_(*tenant_table_),
       policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_),
               Launcher::PieceBudgetOf(options.limits, *backend_)) {
-  failed_.reserve(options.limits.queue_requests);
+  // Copies into staging memory bring rows together by the way.
+  if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
 EngineCore::~EngineCore() = default;
@@ -264,6 +265,8 @@ EngineStats EngineCore::Stats() const {
   stats.page_groups_used = cache.groups_used;
   stats.page_groups_free = cache.groups_free;
   stats.page_groups_shared = cache.groups_shared;
+  stats.page_groups_pinned = cache.groups_pinned;
+  stats.kv_bytes_pinned = cache.bytes_pinned;
   stats.page_groups_taken = cache.allocations;
   const auto freed = [&cache](kvcache::Freed why) { return cache.freed[static_cast<size_t>(why)]; };
   stats.page_groups_released = freed(kvcache::Freed::kReleased);

@@ -28,7 +28,6 @@
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launcher.h"
 #include "scheduler/model_table.h"
-#include "scheduler/page_work.h"
 #include "scheduler/sequence_table.h"
 #include "scheduler/step_table.h"
 #include "scheduler/tenant_table.h"
@@ -92,7 +91,7 @@ class EngineCore {
   kernels::AttentionBackend& backend() { return *backend_; }
   const Limits& limits() const { return limits_; }
   const kvcache::KvCache& cache() const { return *cache_; }
-  const PendingList& pending() const { return pending_; }
+  const WaitingRequests& pending() const { return pending_; }
   // From now on answers are collected for TakeAnswers; before, Done is called at once.
   void CollectAnswers() { collects_answers_ = true; }
   bool has_answers() const { return !answers_.empty(); }
@@ -148,8 +147,15 @@ class EngineCore {
   void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
   // OK, or what CheckResults has found.
   absl::Status ResultOf(const StreamRequest& request, Fault* fault) const;
-  void FailLaunches(const absl::Status& status, Launch* also);
-  bool LaunchFailed(Launch* launch, const absl::Status& status);
+  // A launch that did not start: it alone is undone. One that ran and failed is undone with those
+  // behind it. The steps of their requests are aborted either way.
+  void FailSubmit(Launch* launch, const absl::Status& cause);
+  void FailOldest(Launch* launch, const absl::Status& cause);
+  // Returns its page work to the queue, and adds its requests to `failed`.
+  void UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed);
+  void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
+  // A tenant's part of the service beside others.
+  int32_t WeightOf(TenantKey tenant) const { return tenants_.weight(tenant); }
 
   const EngineOptions options_;
   const Limits& limits_;
@@ -163,12 +169,9 @@ class EngineCore {
   std::unique_ptr<StepTable> steps_;
   std::unique_ptr<Launcher> launcher_;
   BatchPolicy policy_;
-  PendingList pending_;
-  PageWork page_work_;                        // not carried by a launch yet
-  kvcache::KvWork reservation_;               // scratch of ReserveStep
+  WaitingRequests pending_;
   std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
   std::vector<kernels::Bf16> compare_;        // scratch of CompareRepeat
-  std::vector<StreamRequest*> failed_;        // scratch of FailLaunches
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
   int32_t repeats_ = 0;         // pending requests that are repeats and not compared yet

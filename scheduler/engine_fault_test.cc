@@ -140,9 +140,8 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
 INSTANTIATE_TEST_SUITE_P(Points, EnginePageWorkTest,
                          ::testing::Values(FaultPoint::kWritePages, FaultPoint::kSubmit));
 
-// Page work that waits for a launch is bounded by nothing but what clients begin; a launch carries
-// it in few commands.
-TEST_F(EngineFaultTest, AbandonedStepsWithCopiesLeaveWorkThatLaunchesCarry) {
+// Copies for steps that are abandoned wait for a launch that never needs them.
+TEST_F(EngineFaultTest, AbandonedStepsLeaveNoPageWork) {
   const SequenceInfo parent = h_->Open();
   ASSERT_TRUE(h_->Begin(stream_, 1, {{parent.id, 1, 0, 2}})->status.ok());
   const auto first = h_->AppendOnly(stream_, 1, 0, 0, Rows(2, 1));
@@ -166,6 +165,7 @@ TEST_F(EngineFaultTest, AbandonedStepsWithCopiesLeaveWorkThatLaunchesCarry) {
     h_->core().ReleaseSequences(h_->tenant(), ids, &absent);
   }
   EXPECT_EQ(h_->core().Stats().copies_on_write, uint64_t{kRounds});
+  EXPECT_EQ(h_->core().cache().work().queued(), 0);
   ASSERT_TRUE(h_->Begin(stream_, 2, {{parent.id, 1, 2, 1}})->status.ok());
   auto next = h_->Attend(stream_, 2, 0, 0, Rows(1, 2), 5);
   h_->Run();
@@ -202,6 +202,104 @@ TEST_F(EngineFaultTest, AnUnhealthyBackendTakesNoNewSteps) {
   auto begin = h_->Begin(stream_, 1, {{a.id, 1, 0, 1}});
   EXPECT_EQ(begin->status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(begin->fault.reason, "backend_unhealthy");
+}
+
+// A device that takes two launches at a time.
+class TwoSlotsTest : public ::testing::Test {
+ protected:
+  TwoSlotsTest() {
+    auto faulty = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+    faulty->SetTwoSlots();
+    backend_ = faulty.get();
+    h_ = std::make_unique<EngineHarness>(testing::HarnessOptions{
+        testing::TinyLimits(), testing::TinyModel(), std::move(faulty), nullptr});
+    stream_ = h_->core().OpenStream(h_->tenant());
+  }
+
+  FaultyBackend* backend_ = nullptr;
+  std::unique_ptr<EngineHarness> h_;
+  StreamId stream_ = 0;
+};
+
+TEST_F(TwoSlotsTest, LaunchThatDoesNotStartSparesTheOneThatRuns) {
+  const SequenceInfo a = h_->Open();
+  const SequenceInfo b = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
+  ASSERT_TRUE(h_->Begin(stream_, 2, {{b.id, 1, 0, 2}})->status.ok());
+  auto runs = h_->Attend(stream_, 1, 0, 0, Rows(2, 1), 5);
+  ASSERT_TRUE(h_->core().StartLaunch());
+  auto lost = h_->Attend(stream_, 2, 0, 0, Rows(2, 2), 5);
+  backend_->FailAt(FaultPoint::kSubmit);
+  ASSERT_TRUE(h_->core().StartLaunch());
+  EXPECT_EQ(lost->status.code(), absl::StatusCode::kInternal);
+  EXPECT_FALSE(runs->answered());
+  h_->Run();
+  ASSERT_TRUE(runs->status.ok()) << runs->status;
+  const std::vector<Row> rows = Rows(2, 1);
+  EXPECT_LT(h_->Error(*runs, Pointers(rows), {1, 2}, 5), 2e-5);
+  EXPECT_TRUE(h_->Get(a.id).in_step) << "its step goes on";
+}
+
+// The older launch completes on the way of the abort; its step must not be committed then.
+TEST_F(TwoSlotsTest, StepWithAFailedRequestIsNotCommittedByWhatCompletesMeanwhile) {
+  const SequenceInfo a = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{a.id, 1, 0, 1}})->status.ok());
+  auto layer0 = h_->AppendOnly(stream_, 1, 0, 0, Rows(1, 1));
+  auto layer1 = h_->AppendOnly(stream_, 1, 1, 0, Rows(1, 2));
+  ASSERT_TRUE(h_->core().StartLaunch());
+  auto lost = h_->Query(stream_, 1, 0, 0, 1, 0, 2, 5);
+  auto end = h_->End(stream_, 1);
+  EXPECT_FALSE(end->answered());
+  backend_->FailAt(FaultPoint::kSubmit);
+  ASSERT_TRUE(h_->core().StartLaunch());
+  EXPECT_EQ(lost->status.code(), absl::StatusCode::kInternal);
+  h_->Run();
+  EXPECT_TRUE(layer0->status.ok() && layer1->status.ok());
+  EXPECT_EQ(end->status.code(), absl::StatusCode::kInternal) << end->status;
+  EXPECT_TRUE(end->step_aborted);
+  EXPECT_EQ(h_->Get(a.id).length, 0);
+}
+
+// The work of a launch that has run must not be done again: its copy would put the shared rows back
+// over those that the step has appended since.
+TEST_F(TwoSlotsTest, PageWorkOfALaunchThatRanIsNotDoneAgain) {
+  const SequenceInfo parent = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{parent.id, 1, 0, 2}})->status.ok());
+  const auto first = h_->AppendOnly(stream_, 1, 0, 0, Rows(2, 1));
+  const auto second = h_->AppendOnly(stream_, 1, 1, 0, Rows(2, 1));
+  h_->Run();
+  ASSERT_TRUE(h_->End(stream_, 1)->status.ok());
+  ForkArgs fork;
+  fork.tenant = h_->tenant();
+  fork.parent = parent.id;
+  fork.expected_epoch = 1;
+  Fault fault;
+  const auto child = h_->core().ForkSequence(fork, &fault);
+  ASSERT_TRUE(child.ok()) << child.status();
+  const SequenceInfo other = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 2, {{child->id, 1, 2, 1}})->status.ok());
+  ASSERT_TRUE(h_->Begin(stream_, 3, {{other.id, 1, 0, 1}})->status.ok());
+  auto copied = h_->Attend(stream_, 2, 0, 2 - 2, Rows(1, 2), 5);
+  ASSERT_TRUE(h_->core().StartLaunch());
+  auto lost = h_->Attend(stream_, 3, 0, 0, Rows(1, 3), 5);
+  backend_->FailAt(FaultPoint::kSubmit);
+  ASSERT_TRUE(h_->core().StartLaunch());
+  EXPECT_EQ(lost->status.code(), absl::StatusCode::kInternal);
+  h_->Run();
+  ASSERT_TRUE(copied->status.ok()) << copied->status;
+  // The step goes on: its next layer, and a commit that reads its row again.
+  auto layer1 = h_->Attend(stream_, 2, 1, 0, Rows(1, 2), 5);
+  h_->Run();
+  ASSERT_TRUE(layer1->status.ok()) << layer1->status;
+  ASSERT_TRUE(h_->End(stream_, 2)->status.ok());
+  ASSERT_TRUE(h_->Begin(stream_, 4, {{child->id, 1, 3, 1}})->status.ok());
+  auto next = h_->Attend(stream_, 4, 0, 0, Rows(1, 4), 5);
+  h_->Run();
+  ASSERT_TRUE(next->status.ok()) << next->status;
+  const std::vector<Row> shared = Rows(2, 1), own = Rows(1, 2), last = Rows(1, 4);
+  std::vector<const Row*> all = Pointers(shared, own);
+  all.push_back(&last[0]);
+  EXPECT_LT(h_->Error(*next, all, {4}, 5), 2e-5);
 }
 
 }  // namespace

@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
-// Page work that no launch has carried is flushed on its own past this many operations.
-constexpr size_t kPageWorkMost = 1024;
 // Requests that ReadyWork looks at before it calls the work large.
 constexpr int kReadyWorkRequests = 64;
 
@@ -36,15 +34,13 @@ bool EngineCore::StartLaunch() {
   const MonotonicNanos begin = clock_->Now();
   FailWaiting();
   if (repeats_ > 0) CompareRepeats();
-  launch->batch.Clear();
-  // Requests count on all page work before them: more than fits a launch goes ahead by itself.
-  const bool fits = page_work_.pages().size() <= Launcher::kPageRanges &&
-                    page_work_.tables().size() <= Launcher::kTableRanges;
-  if (fits) policy_.Choose(pending_, clock_->Now(), launch->batch);
-  nothing_ready_ = fits && launch->batch.empty();
-  if (nothing_ready_ && page_work_.operations() <= kPageWorkMost) return false;
-  launch->work.Clear();
-  page_work_.TakeFront(Launcher::kPageRanges, Launcher::kTableRanges, launch->work);
+  policy_.Choose(pending_, cache_->work(), clock_->Now(), launch->batch);
+  // Groups that are kept for page work alone come back once it is done.
+  if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
+    policy_.TakeAnyPages(cache_->work(), launch->batch);
+  }
+  nothing_ready_ = launch->batch.empty();
+  if (nothing_ready_) return false;
   const MonotonicNanos now = clock_->Now();
   for (StreamRequest* request : launch->batch.requests) {
     --request->engine.step->waiting;
@@ -55,7 +51,8 @@ bool EngineCore::StartLaunch() {
   }
   const absl::Status status = launcher_->Submit(launch);
   launch->report.schedule_ns = now - begin;
-  if (!status.ok()) return LaunchFailed(launch, status);
+  launch->report.predicted_ns = policy_.PredictedNanos(launch->batch);
+  if (!status.ok()) FailSubmit(launch, status);
   return true;
 }
 
@@ -63,15 +60,20 @@ bool EngineCore::CompleteLaunch(bool wait) {
   Launch* launch = launcher_->oldest();
   if (launch == nullptr || (!wait && !launcher_->OldestDone())) return false;
   const absl::Status status = launcher_->WaitOldest();
-  if (!status.ok()) return LaunchFailed(launch, status);
-  FinishLaunch(launch);
+  if (status.ok()) {
+    FinishLaunch(launch);
+  } else {
+    FailOldest(launch, status);
+  }
   return true;
 }
 
 void EngineCore::FinishLaunch(Launch* launch) {
   const MonotonicNanos begin = clock_->Now();
   nothing_ready_ = false;
+  cache_->work().Acknowledge(&launch->batch.pages);
   LaunchReport& report = launch->report;
+  policy_.Observe(launch->batch, report.kernel_ns);
   ++stats_.launches;
   stats_.launches_mixed_layers += report.layers > 1;
   stats_.launches_mixed_clients += report.clients > 1;
@@ -83,10 +85,9 @@ void EngineCore::FinishLaunch(Launch* launch) {
   stats_.slice_waits_expired += report.slice_waits_expired;
   stats_.slice_waits_skipped += report.slice_waits_skipped;
   CheckResults(launch);
-  // From the back, so that cut-up requests return to the front of the queue in their order.
   std::vector<StreamRequest*>& requests = launch->batch.requests;
-  for (auto it = requests.rbegin(); it != requests.rend(); ++it) {
-    StreamRequest* request = *it;
+  for (StreamRequest*& place : requests) {
+    StreamRequest* const request = place;
     Step* step = request->engine.step;
     const int32_t rows = std::exchange(request->engine.rows_launched, 0);
     if (Appends(*request)) step->layers[request->attend.layer].stored += rows;
@@ -103,9 +104,9 @@ void EngineCore::FinishLaunch(Launch* launch) {
       --step->inflight;
       ++step->waiting;
       request->engine.blocked_since_ns = begin;
-      pending_.PushFront(request);
+      pending_.Return(request, WeightOf(step->tenant));
       policy_.slices().Join(request);
-      *it = nullptr;
+      place = nullptr;
     }
   }
   for (StreamRequest* request : requests) {
@@ -121,52 +122,58 @@ void EngineCore::FinishLaunch(Launch* launch) {
   if (options_.observer != nullptr) options_.observer->OnLaunch(report);
 }
 
-bool EngineCore::LaunchFailed(Launch* launch, const absl::Status& status) {
-  launch->report.ok = false;
-  if (options_.observer != nullptr) options_.observer->OnLaunch(launch->report);
-  FailLaunches(absl::InternalError(absl::StrCat("the launch failed: ", status.message())), launch);
-  return true;
+void EngineCore::FailSubmit(Launch* launch, const absl::Status& cause) {
+  std::vector<StreamRequest*> failed;
+  UndoLaunch(launch, &failed);
+  AbortFailed(failed, cause);
 }
 
-void EngineCore::FailLaunches(const absl::Status& status, Launch* failed) {
-  // Later launches read what this one should have written, so all that is in flight goes. Page work
-  // is done again by the next launch: what it zeroes or copies into belongs to steps that are about
-  // to be rolled back, or has no rows yet.
-  PageWork undone;
-  undone.Append(failed->work);
-  failed_.assign(failed->batch.requests.begin(), failed->batch.requests.end());
+void EngineCore::FailOldest(Launch* launch, const absl::Status& cause) {
+  // Later launches read what this one should have written, so they fail with it. The latest returns
+  // its page work first, which keeps the order.
+  std::vector<Launch*> undone = {launch};
   while (Launch* later = launcher_->oldest()) {
     const absl::Status waited = launcher_->WaitOldest();
     (void)waited;  // it counts as failed either way
-    undone.Append(later->work);
-    failed_.insert(failed_.end(), later->batch.requests.begin(), later->batch.requests.end());
+    undone.push_back(later);
   }
-  undone.Append(page_work_);
-  page_work_.Swap(undone);
+  std::vector<StreamRequest*> failed;
+  for (size_t i = undone.size(); i-- > 0;) UndoLaunch(undone[i], &failed);
+  AbortFailed(failed, cause);
+}
 
+void EngineCore::UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed) {
+  launch->report.ok = false;
+  if (options_.observer != nullptr) options_.observer->OnLaunch(launch->report);
+  Batch& batch = launch->batch;
+  cache_->work().Requeue(&batch.pages);
+  for (Step* step : steps_->open()) step->pages_ready = false;
+  for (const Segment& segment : batch.segments) {
+    cache_->UnpublishTable(segment.entry->sequence->slot);
+  }
+  for (StreamRequest* request : batch.requests) {
+    if (request == nullptr) continue;
+    --request->engine.step->inflight;
+    failed->push_back(request);
+  }
+}
+
+void EngineCore::AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause) {
+  nothing_ready_ = false;
+  const std::string why = absl::StrCat("the launch failed: ", cause.message());
   std::vector<std::pair<TenantKey, StepId>> steps;
-  std::vector<int64_t> committed;
-  for (StreamRequest* request : failed_) {
-    Step* step = request->engine.step;
-    --step->inflight;
-    steps.emplace_back(step->tenant, step->id);
-    committed.push_back(CommittedAt(*step, 0));
+  for (StreamRequest* request : failed) {
+    Step& step = *request->engine.step;
+    step.failed = true;
+    steps.emplace_back(step.tenant, step.id);
+    Fault fault;
+    fault.reason = "launch_failed";
+    fault.last_good_position = CommittedAt(step, 0);
+    request->step_aborted = true;
+    Answer(request, absl::InternalError(absl::StrCat("step ", step.id, ": ", why)), fault);
   }
-  Fault fault;
-  fault.reason = "launch_failed";
-  std::vector<StreamRequest*> requests;
-  requests.swap(failed_);
-  for (size_t i = 0; i < requests.size(); ++i) {
-    requests[i]->step_aborted = true;
-    fault.last_good_position = committed[i];
-    Answer(
-        requests[i],
-        absl::Status(status.code(), absl::StrCat("step ", steps[i].second, ": ", status.message())),
-        fault);
-  }
-  for (const auto& [tenant, id] : steps) AbortStep(tenant, id, status);
-  requests.clear();
-  failed_.swap(requests);
+  // Completes launches that are still running and carry other requests of these steps.
+  for (const auto& [tenant, id] : steps) AbortStep(tenant, id, absl::InternalError(why));
 }
 
 void EngineCore::RemovePending(StreamRequest* request) {
@@ -195,7 +202,7 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
     broken.last_good_position = CommittedAt(*step, first);
     StreamRequest* other = pending_.front();
     while (other != nullptr) {
-      StreamRequest* const next = PendingList::Next(other);
+      StreamRequest* const next = WaitingRequests::Next(other);
       if (other->engine.step == step && other->attend.layer == layer && other->attend.has_kv &&
           EndRow(*other) > first) {
         RemovePending(other);
@@ -242,7 +249,7 @@ void EngineCore::FailWaiting() {
                        " did not arrive within ", limits_.kv_wait_ms, " ms"));
     }
     if (status.ok()) {
-      request = PendingList::Next(request);
+      request = WaitingRequests::Next(request);
     } else {
       FailPending(request, status, fault);
       request = pending_.front();  // more than one may have gone
@@ -285,7 +292,7 @@ absl::Status EngineCore::CompareRepeat(const StreamRequest& request, Fault* faul
 void EngineCore::CompareRepeats() {
   StreamRequest* request = pending_.front();
   while (request != nullptr) {
-    StreamRequest* const next = PendingList::Next(request);
+    StreamRequest* const next = WaitingRequests::Next(request);
     StreamRequest::EngineFields& note = request->engine;
     const bool due = note.repeat && !note.compared &&
                      note.step->layers[request->attend.layer].stored >= EndRow(*request);
@@ -307,7 +314,7 @@ int64_t EngineCore::ReadyWork() const {
   int64_t work = 0;
   int looked = 0;
   for (const StreamRequest* request = pending_.front(); request != nullptr;
-       request = PendingList::Next(request)) {
+       request = WaitingRequests::Next(request)) {
     if (++looked > kReadyWorkRequests) return std::numeric_limits<int64_t>::max();
     int64_t kv = 0;
     for (const StepEntry& entry : request->engine.step->entries) {
@@ -346,7 +353,7 @@ MonotonicNanos EngineCore::NextTick() const {
   int32_t first = 0;
   int32_t last = 0;
   for (const StreamRequest* request = pending_.front(); request != nullptr;
-       request = PendingList::Next(request)) {
+       request = WaitingRequests::Next(request)) {
     next = std::min(next, request->engine.deadline_ns);
     if (const MonotonicNanos held = policy_.HeldUntil(*request); held > now) {
       next = std::min(next, held);

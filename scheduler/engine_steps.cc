@@ -169,11 +169,9 @@ absl::Status EngineCore::ReserveStep(const std::vector<StepEntry>& entries, cons
   for (const StepEntry& entry : entries) {
     step_rows_.push_back({entry.sequence->slot, entry.rows});
   }
-  reservation_.Clear();
-  const absl::Status status = cache_->Reserve(step_rows_, &reservation_);
+  const absl::Status status = cache_->Reserve(step_rows_);
   const std::optional<Resource> refused = model.pool_account->TakeRefused();
   if (!status.ok()) return RefusePages(entries, model, refused, status, fault);
-  page_work_.Add(reservation_);
   return status;
 }
 
@@ -241,6 +239,8 @@ absl::Status EngineCore::BeginStep(StreamRequest* request, Fault* fault) {
     steps_->Remove(step, "");
     return status;
   }
+  step->ticket = cache_->work().last();
+  step->pages_ready = !cache_->work().Waits(stream.key(), step->ticket);
   step->total_rows = static_cast<int32_t>(total);
   step->participants = args.participants;
   step->ranks.assign(step->participants, StepRank());
@@ -287,7 +287,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   request->timings = RequestTimings();
   if (note.repeat) ++repeats_;
   ++step->waiting;
-  pending_.PushBack(request);
+  pending_.Add(request, WeightOf(step->tenant));
   policy_.slices().Join(request);
   return absl::OkStatus();
 }
@@ -382,7 +382,7 @@ void EngineCore::CloseStep(Step* step, const std::string& why_aborted) {
 }
 
 void EngineCore::FinishEndIfIdle(Step* step) {
-  if (step->end == nullptr || !step->idle()) return;
+  if (step->end == nullptr || !step->idle() || step->failed) return;
   StreamRequest* request = std::exchange(step->end, nullptr);
   Fault fault;
   const absl::Status status = CommitStep(step, request, &fault);
@@ -415,7 +415,7 @@ void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& stat
                             absl::StrCat("step ", id, " was aborted: ", status.message()));
   StreamRequest* request = pending_.front();
   while (request != nullptr) {
-    StreamRequest* const next = PendingList::Next(request);
+    StreamRequest* const next = WaitingRequests::Next(request);
     if (request->engine.step == step) {
       RemovePending(request);
       if (request->engine.repeat && !request->engine.compared) --repeats_;

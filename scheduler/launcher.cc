@@ -147,6 +147,8 @@ kernels::BackendLimits Launcher::BackendLimitsOf(const Limits& limits,
   out.launch_slots = LaunchSlots(backend);
   out.launch_requests = limits.launch_requests;
   out.launch_rows = limits.launch_rows;
+  out.page_ranges = kPageRanges;
+  out.table_ranges = limits.launch_requests;
   out.launch_packed_rows = packed;
   out.partial_rows = plan.partial_rows;
   out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);
@@ -159,8 +161,6 @@ kernels::BackendLimits Launcher::BackendLimitsOf(const Limits& limits,
   out.work_items = plan.work_items;
   out.reduce_tiles = plan.reduce_tiles;
   out.reduce_partials = plan.reduce_partials;
-  out.page_ranges = kPageRanges;
-  out.table_ranges = kTableRanges;
   out.max_geometry = MaxGeometry(limits);
   return out;
 }
@@ -179,6 +179,9 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     launch.batch.requests.reserve(limits.launch_requests);
     launch.batch.segments.reserve(limits.launch_requests);
     launch.batch.slices.reserve(limits.launch_requests);
+    launch.batch.runs.reserve(limits.launch_requests);
+    launch.batch.run_segments.reserve(limits.launch_requests);
+    launch.tables.reserve(limits.launch_requests);
     launch.appends.reserve(limits.launch_requests);
     launch.absorbed.reserve(limits.launch_requests);
     launch.expanded.reserve(limits.launch_requests);
@@ -191,9 +194,11 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
   }
   staged_.reserve(limits.launch_requests);
   fused_.reserve(limits.launch_requests);
-  in_parts_.reserve(limits.max_heads);
-  out_parts_.reserve(limits.max_heads);
-  lse_parts_.reserve(limits.max_heads);
+  in_run_.reserve(limits.launch_requests);
+  const auto parts = static_cast<size_t>(std::max(limits.max_heads, limits.launch_requests));
+  in_parts_.reserve(parts);
+  out_parts_.reserve(parts);
+  lse_parts_.reserve(parts);
   layers_.reserve(limits.launch_requests);
   streams_.reserve(limits.launch_requests);
 }
@@ -310,9 +315,8 @@ absl::Status Launcher::Enqueue(Launch* launch) {
   const auto then = [&status](absl::Status next) {
     if (status.ok()) status = std::move(next);
   };
-  const PageWork& work = launch->work;
-  if (!work.pages().empty()) then(b.WritePages(slot, work.pages()));
-  if (!work.tables().empty()) then(b.PublishPageTable(slot, work.tables()));
+  if (!launch->batch.pages.empty()) then(b.WritePages(slot, launch->batch.pages.ranges()));
+  if (!launch->tables.empty()) then(b.PublishPageTable(slot, launch->tables));
   if (!launch->appends.empty()) then(b.AppendKv(slot, launch->appends));
   if (!launch->absorbs.empty()) {
     then(b.Absorb(slot, key.geometry, key.q_dtype,

@@ -23,7 +23,6 @@
 #include "scheduler/engine.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/limits.h"
-#include "scheduler/page_work.h"
 #include "scheduler/plan_cache.h"
 
 namespace mla::scheduler {
@@ -31,10 +30,10 @@ namespace mla::scheduler {
 struct Launch {
   int32_t slot = -1;
   Batch batch;
-  PageWork work;  // copies, scrubs and table changes that go before the appends
   MonotonicNanos start_ns = 0;
   LaunchReport report;
   // --- Records; valid until the slot is waited for.
+  std::vector<kernels::TableRange> tables;  // entries of page tables that changed
   std::vector<kernels::AppendRecord> appends;
   std::vector<kernels::RequestRecord> absorbed, expanded;
   std::vector<kernels::ProjectionRecord> absorbs, projects;
@@ -55,10 +54,6 @@ struct Launch {
 
 class Launcher {
  public:
-  // Most page work of one launch, as ranges of the pool and of the page tables.
-  static constexpr int32_t kPageRanges = 4096;
-  static constexpr int32_t kTableRanges = 4096;
-
   // Bytes of queries and outputs of fused slices that one launch can bring together.
   static int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   // Sizes of everything that the backend and the plans need under `limits`.
@@ -80,8 +75,7 @@ class Launcher {
 
   // Null when every slot is in flight.
   Launch* FreeSlot();
-  // Enqueues and starts launch->batch. On an error nothing runs, and launch->work is still to be
-  // done.
+  // Enqueues and starts launch->batch. On an error nothing runs.
   absl::Status Submit(Launch* launch);
   Launch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
   bool OldestDone();
@@ -133,6 +127,8 @@ class Launcher {
   static bool Unwanted(const Launch& launch, const FusedSlices& slices);
   // Takes `rows` rows of `heads` heads of it; where the host reads them goes to `host`.
   static float* TakeUnwantedLse(Launch* launch, int64_t rows, int64_t heads, const float** host);
+  // Queries, outputs and log-sum-exps of a run, each in one piece.
+  absl::Status StageRun(Launch* launch, const RowRun& run);
   absl::Status StageBatch(Launch* launch);
   Common CommonOf(const Segment& segment, const Staged& staged, const BatchKey& key) const;
   void AddAppend(Launch* launch, const Segment& segment, const Common& common);
@@ -155,6 +151,7 @@ class Launcher {
   std::vector<Launch> launches_;
   std::vector<Staged> staged_;                // by position in batch.requests
   std::vector<Staged> fused_;                 // by position in batch.slices
+  std::vector<bool> in_run_;                  // by position in batch.requests
   std::vector<kernels::InputPart> in_parts_;  // scratch of StageSlices
   std::vector<kernels::OutputPart> out_parts_, lse_parts_;
   std::vector<int32_t> layers_;  // scratch of Report

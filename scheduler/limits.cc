@@ -30,6 +30,7 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.launch_packed_rows", limits.launch_packed_rows, limits.max_heads, 1 << 26},
       {"limits.launch_requests", limits.launch_requests, 1, 1 << 20},
       {"limits.prefill_rows", limits.prefill_rows, 1, limits.launch_rows},
+      {"limits.launch_ms", limits.launch_ms, 1, 60'000},
       {"limits.decode_rows", limits.decode_rows, 1, limits.launch_rows},
       {"limits.sequence_lease_ms", limits.sequence_lease_ms, 1, limits.max_lease_ms},
       {"limits.max_lease_ms", limits.max_lease_ms, 1, int64_t{1} << 40},

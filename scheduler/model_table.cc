@@ -173,7 +173,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   AttentionDesc absorbed_f32 = DescOf(spec, AttentionForm::kAbsorbed);
   absorbed_f32.q_dtype = kernels::DType::kF32;
   model->absorbed_f32 = backend_->CanRun(absorbed_f32);
-  model->tile_rows = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed)).tile_rows;
+  const kernels::PlanTraits traits = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed));
+  model->tile_rows = traits.tile_rows;
+  model->min_charged_rows = traits.min_charged_rows;
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
   Touch(models_[free].get());

@@ -44,8 +44,9 @@ struct Model {
   int32_t ExpandedMinRows(kernels::DType q_dtype) const {
     return q_dtype == kernels::DType::kF32 ? expanded_min_rows_f32 : expanded_min_rows;
   }
-  absl::Status absorbed_f32;  // whether ABSORBED may send fp32 queries; else the backend's words
-  int32_t tile_rows = 0;      // packed rows of a full tile of the absorbed form
+  absl::Status absorbed_f32;     // whether ABSORBED may send fp32 queries; else the backend's words
+  int32_t tile_rows = 0;         // packed rows of a full tile of the absorbed form
+  int32_t min_charged_rows = 0;  // see PlanTraits
   // --- Weights
   struct Head {
     // Missing: 0; loaded: the upload that brought it; committed: kCommitted.

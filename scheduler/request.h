@@ -110,8 +110,9 @@ struct Fault {
 };
 
 class Tenant;
-struct Step;
+struct RequestQueue;
 struct SliceGroup;
+struct Step;
 
 class StreamRequest {
  public:
@@ -145,6 +146,10 @@ class StreamRequest {
     StreamRequest* next =
         nullptr;  // inbox, pending list and answers are intrusive: queueing allocates nothing
     StreamRequest* prev = nullptr;
+    StreamRequest* queue_next = nullptr;  // waiting_requests.h: of the same tenant and key
+    StreamRequest* queue_prev = nullptr;
+    RequestQueue* queue = nullptr;  // null unless the request waits
+    uint64_t order = 0;             // of arrival
     Step* step = nullptr;
     int64_t arrival_ns = 0;
     int64_t deadline_ns = 0;

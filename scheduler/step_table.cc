@@ -143,6 +143,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
   step->waiting = 0;
   step->inflight = 0;
   step->end = nullptr;
+  step->failed = false;
   free_.push_back(step);
 }
 

@@ -64,6 +64,11 @@ struct Step {
   std::vector<StepEntry> entries;
   int32_t total_rows = 0;
   std::vector<LayerProgress> layers;
+  // Its rows may be written once its tenant's page work up to here has been carried; `pages_ready`
+  // says that it has.
+  kvcache::WorkTicket ticket = 0;
+  bool pages_ready = false;
+  bool failed = false;  // a launch of it has failed: it is aborted, and not committed any more
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
   int32_t waiting = 0;           // requests queued

@@ -358,7 +358,13 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
           Int("limits.launch_requests", 1, 8192, "(sequence, row range) records of one launch.",
               "Sizes the plan's buffers.", MLA_SLOT(limits.launch_requests)),
           Int("limits.prefill_rows", 1, 1048576, "Rows of extend and prefill in one launch.",
-              "Bounds how long a decode waits behind a prefill.", MLA_SLOT(limits.prefill_rows)),
+              "Beside limits.launch_ms, which bounds the time; this bounds staging memory in use.",
+              MLA_SLOT(limits.prefill_rows)),
+          Millis(
+              "limits.launch_ms", 1, 60'000, "Predicted time of one launch on the device.",
+              "What arrives waits no longer than this for the launch that is running. Long prompts "
+              "are computed in parts; larger parts are more efficient on CPUs.",
+              MLA_SLOT(limits.launch_ms)),
           Int("limits.decode_rows", 1, 256,
               "A record with at most this many rows on a cache counts as decode.",
               "1 + the longest draft that is verified in one step.", MLA_SLOT(limits.decode_rows)),

@@ -154,21 +154,16 @@ void KvCache::Release(SeqSlot slot, Freed why) {
   CheckAfterMutation();
 }
 
-absl::Status KvCache::Reserve(std::span<const StepRows> rows, KvWork* work) {
+absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
   if (auto s = CheckReserve(rows); !s.ok()) return s;
-  const size_t pages = work->pages.size();
   for (size_t i = 0; i < rows.size(); ++i) {
-    if (ReserveOne(rows[i].sequence, rows[i].rows, work)) continue;
+    if (ReserveOne(rows[i].sequence, rows[i].rows)) continue;
     // Newest first, so that every mark and reference returns to what it was.
     for (size_t done = i + 1; done-- > 0;) UndoReserve(rows[done].sequence);
-    work->pages.resize(pages);
     CheckAfterMutation();
     return Exhausted(rows, rows[i]);
   }
-  for (const StepRows& row : rows) ReportTable(row.sequence, work);
-  for (size_t i = pages; i < work->pages.size(); ++i) {
-    ++(work->pages[i].zeroes() ? scrubs_ : copies_on_write_);
-  }
+  for (const StepRows& row : rows) CountReserved(row.sequence);
   CheckAfterMutation();
   return absl::OkStatus();
 }
@@ -195,54 +190,65 @@ absl::Status KvCache::CheckReserve(std::span<const StepRows> rows) {
   return absl::OkStatus();
 }
 
-bool KvCache::ReserveOne(SeqSlot slot, int32_t rows, KvWork* work) {
+bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
   Sequence& sequence = At(slot);
   sequence.rows_reserved = rows;
   sequence.pages_before = sequence.pages;
   sequence.entry_before_copy = SlabPool::kNoEntry;
   if (rows == 0) return true;
-  if (!CopySharedPage(slot, work)) return false;
+  if (!CopySharedPage(slot)) return false;
   const int32_t pages = PagesFor(sequence, int64_t{sequence.length} + rows);
   const auto table = TableOf(slot);
   while (sequence.pages < pages) {
     const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
     if (taken.entry == SlabPool::kNoEntry) return false;
     if (taken.dirty) {
-      work->pages.push_back({pool_.offset(taken.entry), pool_.group_bytes(sequence.layout)});
+      work_.AddZeroing(sequence.tenant, taken.entry, pool_.group_bytes(sequence.layout));
     }
     table[static_cast<size_t>(sequence.pages++)] = taken.entry;
   }
   return true;
 }
 
-// The page that the next row falls in gets a copy of its own if others hold it too. The whole group
-// is copied: one range, and nothing of a former tenant stays in the target.
-bool KvCache::CopySharedPage(SeqSlot slot, KvWork* work) {
+// The page that the next row falls in gets a copy of its own if others hold it too, or if a copy
+// that is not done yet reads that row. The whole group is copied: one range, and nothing of a
+// former tenant stays in the target.
+bool KvCache::CopySharedPage(SeqSlot slot) {
   Sequence& sequence = At(slot);
-  if (sequence.length % pool_.layout(sequence.layout).page_size == 0) return true;
+  const int32_t row = sequence.length % pool_.layout(sequence.layout).page_size;
+  if (row == 0) return true;
   uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages) - 1];
-  if (pool_.references(entry) == 1) return true;
+  if (pool_.references(entry) == 1 && row >= pool_.pinned_rows(entry)) return true;
   const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
   if (taken.entry == SlabPool::kNoEntry) return false;
-  work->pages.push_back(
-      {pool_.offset(taken.entry), pool_.group_bytes(sequence.layout), pool_.offset(entry)});
-  pool_.Drop(entry);
+  work_.AddCopy(sequence.tenant, taken.entry, entry, pool_.group_bytes(sequence.layout), row);
+  sequence.copy_took_last = pool_.Drop(entry);
   sequence.entry_before_copy = entry;
   entry = taken.entry;
   return true;
+}
+
+// A reference less. Work that would only fill a group which nothing holds is not done.
+bool KvCache::DropGroup(uint32_t entry) {
+  if (pool_.references(entry) == 1) work_.Cancel(entry);
+  return pool_.Drop(entry);
 }
 
 void KvCache::UndoReserve(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const auto table = TableOf(slot);
   while (sequence.pages > sequence.pages_before) {
-    pool_.Untake(table[static_cast<size_t>(--sequence.pages)]);
+    const uint32_t entry = table[static_cast<size_t>(--sequence.pages)];
+    work_.Cancel(entry);
+    pool_.Untake(entry);
   }
   if (sequence.entry_before_copy != SlabPool::kNoEntry) {
     uint32_t& entry = table[static_cast<size_t>(sequence.pages) - 1];
+    // Before the copy is cancelled, which may be all that keeps its source.
+    pool_.Share(sequence.entry_before_copy);
+    work_.Cancel(entry);
     pool_.Untake(entry);
     entry = sequence.entry_before_copy;
-    pool_.Share(entry);
   }
   sequence.rows_reserved = kNone;
 }
@@ -260,19 +266,28 @@ absl::Status KvCache::Exhausted(std::span<const StepRows> rows, const StepRows& 
                                                    pool_.free_groups(layout), " are free"));
 }
 
-void KvCache::ReportTable(SeqSlot slot, KvWork* work) {
+void KvCache::CountReserved(SeqSlot slot) {
   Sequence& sequence = At(slot);
-  int32_t first = sequence.pages_published;
-  if (sequence.entry_before_copy != SlabPool::kNoEntry) {
-    first = std::min(first, sequence.pages_before - 1);
+  allocations_ += static_cast<uint64_t>(sequence.pages - sequence.pages_before);
+  for (int32_t page = sequence.pages_before; page < sequence.pages; ++page) {
+    scrubs_ += pool_.work(TableOf(slot)[static_cast<size_t>(page)]) != kNone;
   }
-  if (first < sequence.pages) {
-    work->tables.push_back({page_table(slot) + first, sequence.pages - first});
-  }
-  allocations_ += static_cast<uint64_t>(sequence.pages - sequence.pages_before) +
-                  (sequence.entry_before_copy != SlabPool::kNoEntry ? 1 : 0);
-  sequence.pages_published = sequence.pages;
+  if (sequence.entry_before_copy == SlabPool::kNoEntry) return;
+  ++allocations_;
+  ++copies_on_write_;
+  sequence.pages_published = std::min(sequence.pages_published, sequence.pages_before - 1);
+  // Only a truncation leads to rows that a copy still reads.
+  freed_[static_cast<size_t>(Freed::kTruncated)] += sequence.copy_took_last;
 }
+
+kernels::TableRange KvCache::TakeTableChange(SeqSlot slot) {
+  Sequence& sequence = At(slot);
+  const int32_t first = sequence.pages_published;
+  sequence.pages_published = sequence.pages;
+  return {page_table(slot) + first, sequence.pages - first};
+}
+
+void KvCache::UnpublishTable(SeqSlot slot) { At(slot).pages_published = 0; }
 
 void KvCache::Commit(SeqSlot slot, int32_t rows) {
   Sequence& sequence = At(slot);
@@ -286,12 +301,12 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
 void KvCache::Rollback(SeqSlot slot) { Commit(slot, 0); }
 
 void KvCache::ShrinkTo(SeqSlot slot, int32_t pages, Freed why) {
-  const int64_t used = pool_.stats().groups_used;
   Sequence& sequence = At(slot);
   const auto table = TableOf(slot);
-  while (sequence.pages > pages) pool_.Drop(table[static_cast<size_t>(--sequence.pages)]);
+  while (sequence.pages > pages) {
+    freed_[static_cast<size_t>(why)] += DropGroup(table[static_cast<size_t>(--sequence.pages)]);
+  }
   sequence.pages_published = std::min(sequence.pages_published, sequence.pages);
-  freed_[static_cast<size_t>(why)] += static_cast<uint64_t>(used - pool_.stats().groups_used);
 }
 
 bool KvCache::IsOpen(SeqSlot slot) const {
@@ -343,11 +358,13 @@ KvCacheStats KvCache::stats() const {
   const SlabPoolStats pool = pool_.stats();
   KvCacheStats stats;
   stats.bytes_total = pool.bytes_total;
-  stats.bytes_used = pool.bytes_used;
-  stats.groups_used = pool.groups_used;
+  stats.bytes_used = pool.bytes_used - pool.bytes_pinned;
+  stats.groups_used = pool.groups_used - pool.groups_pinned;
   stats.groups_free = pool.groups_free;
   stats.slabs_free = pool.slabs_free;
   stats.groups_shared = pool.groups_shared;
+  stats.groups_pinned = pool.groups_pinned;
+  stats.bytes_pinned = pool.bytes_pinned;
   stats.sequences = open_sequences_;
   stats.allocations = allocations_;
   stats.freed = freed_;
@@ -378,9 +395,10 @@ std::string KvCache::CheckInvariants() const {
   }
   if (open != open_sequences_) return "open sequences miscounted";
   const uint64_t freed = std::accumulate(freed_.begin(), freed_.end(), uint64_t{0});
-  if (allocations_ - freed != static_cast<uint64_t>(pool_.stats().groups_used)) {
-    return absl::StrCat(allocations_, " groups taken less ", freed, " freed are not the ",
-                        pool_.stats().groups_used, " in use");
+  const int64_t held = pool_.stats().groups_used - pool_.stats().groups_pinned;
+  if (allocations_ - freed != static_cast<uint64_t>(held)) {
+    return absl::StrCat(allocations_, " groups taken less ", freed, " freed are not the ", held,
+                        " in use");
   }
   return pool_.CheckInvariants(references);
 }

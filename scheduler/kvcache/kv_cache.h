@@ -4,8 +4,9 @@
 // One byte budget is cut into slabs; a slab serves page groups of one layout at a time and returns
 // to the budget when its last group is free. A sequence is a list of page groups plus a length;
 // groups are shared by Fork and copied when a sequence is about to write into one that it shares
-// (copy-on-write). A group that last belonged to another tenant is zeroed before it is handed out;
-// pool memory that was never handed out counts as clean.
+// (copy-on-write). A group that last belonged to another tenant is zeroed before rows are written;
+// pool memory that was never handed out counts as clean. Copies and zeroing are device work, which
+// waits in a PageWorkQueue until launches carry it.
 //
 // Conservation invariant: free + used groups of a slab equal its groups, every used group's
 // reference count equals the number of tables that hold it, slab bytes sum to the budget. The sums
@@ -17,7 +18,8 @@
 // open; breaking that, or committing more than was reserved, ends the process.
 //
 // Threading: owned by the engine role. No call blocks. Errors leave everything as it was. After
-// AddLayout only KvWork's vectors and error messages allocate.
+// AddLayout only error messages allocate, and the work queue and LaunchWork while they find their
+// capacity.
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 
@@ -34,6 +36,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
 #include "scheduler/kvcache/cache_layout.h"
+#include "scheduler/kvcache/page_work.h"
 #include "scheduler/kvcache/slab_pool.h"
 
 namespace mla::kvcache {
@@ -45,20 +48,6 @@ struct KvCacheOptions {
   int64_t slab_bytes = 0;  // 0: chosen from the budget; never smaller than one group
   int32_t max_sequences = 0;
   int32_t max_pages_per_sequence = 0;  // page-table entries of a sequence
-};
-
-// Device work that a reservation asks for; the engine enqueues it before the step's first append.
-// The work of one Reserve call may run in any order and in parallel. That of different calls must
-// reach the device in the order of the calls, and all of it even when the reservation is rolled
-// back meanwhile: the accounting already counts on it. Reserve appends; vectors keep their
-// capacity.
-struct KvWork {
-  std::vector<kernels::PageRange> pages;  // copies of shared groups, and groups to be zeroed
-  std::vector<kernels::TableRange> tables;
-  void Clear() {
-    pages.clear();
-    tables.clear();
-  }
 };
 
 struct StepRows {  // rows that one sequence adds in a step
@@ -82,8 +71,11 @@ struct KvCacheStats {
   int64_t groups_free = 0;  // free groups in slabs that are assigned to a layout
   int64_t slabs_free = 0;
   int64_t groups_shared = 0;  // reference count above one
+  // Given back, and kept until page work on them is done; part of neither used nor free.
+  int64_t groups_pinned = 0;
+  int64_t bytes_pinned = 0;
   int64_t sequences = 0;
-  uint64_t allocations = 0;  // counters since start; allocations - all freed = groups_used
+  uint64_t allocations = 0;  // since start; allocations - all freed = groups_used
   std::array<uint64_t, kFreedReasons> freed = {};
   uint64_t copies_on_write = 0;
   uint64_t scrubs = 0;
@@ -113,12 +105,21 @@ class KvCache final {
   void Release(SeqSlot sequence, Freed why = Freed::kReleased);
 
   // Reserves pages for all rows of a step or for none (RESOURCE_EXHAUSTED with pages wanted and
-  // free). Appends copies, scrubs and changed table ranges to `work`. A sequence with a reservation
-  // refuses another one, Fork and Truncate (FAILED_PRECONDITION).
-  absl::Status Reserve(std::span<const StepRows> rows, KvWork* work);
+  // free). Queues the copies and zeroing that the pages need in work(): the rows may be written and
+  // read once that work up to work().last(), as it is after this call, has been carried. A sequence
+  // with a reservation refuses another one, Fork and Truncate (FAILED_PRECONDITION).
+  absl::Status Reserve(std::span<const StepRows> rows);
   // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation.
   void Commit(SeqSlot sequence, int32_t rows);
   void Rollback(SeqSlot sequence);
+
+  PageWorkQueue& work() { return work_; }
+  const PageWorkQueue& work() const { return work_; }
+  // Entries of the sequence's page table that changed since a launch last published them; count 0
+  // if none did. They count as published from now on.
+  kernels::TableRange TakeTableChange(SeqSlot sequence);
+  // The launch that published entries of the sequence has failed.
+  void UnpublishTable(SeqSlot sequence);
 
   // See SlabPool::WatchLifetimes.
   void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed) {
@@ -132,6 +133,7 @@ class KvCache final {
   int32_t max_rows(SeqSlot sequence) const;    // rows that its page table can address
   // Page groups that could be allocated now for this layout.
   int64_t free_groups(LayoutId layout) const;
+  int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
   KvCacheStats stats() const;
   // Walks everything; empty when the conservation invariant holds, else what is broken.
   std::string CheckInvariants() const;
@@ -145,10 +147,11 @@ class KvCache final {
     TenantKey tenant = 0;
     int32_t length = 0;
     int32_t pages = 0;              // entries of its table in use
-    int32_t pages_published = 0;    // leading entries that earlier work has reported
+    int32_t pages_published = 0;    // leading entries that launches have published
     int32_t rows_reserved = kNone;  // kNone: no reservation
     int32_t pages_before = 0;       // the reservation
     uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copied on write, if any
+    bool copy_took_last = false;                      // reference to that page
     uint64_t reserve_call = 0;  // the latest call that named it, to find repeats
     int32_t next_free = kNone;
   };
@@ -161,17 +164,19 @@ class KvCache final {
   int32_t PagesFor(const Sequence& sequence, int64_t rows) const;
   absl::StatusOr<SeqSlot> TakeSlot(LayoutId layout, TenantKey tenant);
   absl::Status CheckReserve(std::span<const StepRows> rows);
-  bool ReserveOne(SeqSlot slot, int32_t rows, KvWork* work);
-  bool CopySharedPage(SeqSlot slot, KvWork* work);
+  bool ReserveOne(SeqSlot slot, int32_t rows);
+  bool CopySharedPage(SeqSlot slot);
   void UndoReserve(SeqSlot slot);
   absl::Status Exhausted(std::span<const StepRows> rows, const StepRows& at) const;
-  void ReportTable(SeqSlot slot, KvWork* work);
+  void CountReserved(SeqSlot slot);
+  bool DropGroup(uint32_t entry);
   void ShrinkTo(SeqSlot slot, int32_t pages, Freed why);
   void CheckAfterMutation() const;
 
   const KvCacheOptions options_;
   const std::span<uint32_t> tables_;
   SlabPool pool_;
+  PageWorkQueue work_{&pool_};
   std::vector<Sequence> sequences_;
   std::vector<int32_t> layout_sequences_;  // open sequences by layout
   SeqSlot free_slot_ = kNone;

@@ -1,69 +1,13 @@
 #include "scheduler/kvcache/kv_cache.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "kernels/testing/allocation_counter.h"
+#include "scheduler/kvcache/kv_cache_fixture.h"
 
 namespace mla::kvcache {
 namespace {
-
-// Four rows a page, one granule a group.
-constexpr GroupLayout kSmall{.row_bytes = 32, .page_size = 4, .layers = 2};
-
-class KvCacheTest : public ::testing::Test {
- protected:
-  void Make(int64_t groups, int64_t slab_groups = 0) {
-    const KvCacheOptions options{.bytes = groups * kSmall.group_bytes(),
-                                 .slab_bytes = slab_groups * kSmall.group_bytes(),
-                                 .max_sequences = 8,
-                                 .max_pages_per_sequence = 16};
-    tables_.assign(8 * 16, 0xdeadbeefu);
-    cache_ = KvCache::Create(options, tables_).value();
-    layout_ = cache_->AddLayout(kSmall).value();
-  }
-
-  SeqSlot Open(TenantKey tenant = 1) { return cache_->Open(layout_, tenant).value(); }
-
-  absl::Status Reserve(SeqSlot sequence, int32_t rows) {
-    work_.Clear();
-    const StepRows step[] = {{sequence, rows}};
-    return cache_->Reserve(step, &work_);
-  }
-
-  void Append(SeqSlot sequence, int32_t rows) {
-    ASSERT_TRUE(Reserve(sequence, rows).ok());
-    cache_->Commit(sequence, rows);
-  }
-
-  std::vector<kernels::PageRange> Pages(bool zeroes) {
-    std::vector<kernels::PageRange> found;
-    for (const kernels::PageRange& range : work_.pages) {
-      if (range.zeroes() == zeroes) found.push_back(range);
-    }
-    return found;
-  }
-  std::vector<kernels::PageRange> Copies() { return Pages(false); }
-  std::vector<kernels::PageRange> Scrubs() { return Pages(true); }
-
-  std::vector<uint32_t> Table(SeqSlot sequence, size_t pages) {
-    const auto first = tables_.begin() + cache_->page_table(sequence);
-    return {first, first + static_cast<int64_t>(pages)};
-  }
-
-  void TearDown() override {
-    if (cache_ == nullptr) return;
-    EXPECT_EQ(cache_->CheckInvariants(), "");
-  }
-
-  std::vector<uint32_t> tables_;
-  std::unique_ptr<KvCache> cache_;
-  LayoutId layout_ = -1;
-  KvWork work_;
-};
 
 TEST_F(KvCacheTest, FreedGroupsAreCountedByReasonAndTheirLivesSampled) {
   Make(16);
@@ -101,7 +45,7 @@ TEST_F(KvCacheTest, RowsTakePagesAsTheyComeAndGiveThemBack) {
   EXPECT_EQ(cache_->length(s), 5);
   EXPECT_EQ(cache_->stats().groups_used, 2);
   Append(s, 3);
-  EXPECT_TRUE(work_.tables.empty()) << "no new page, nothing to publish";
+  EXPECT_TRUE(carried_.tables.empty()) << "no new page, nothing to publish";
   EXPECT_EQ(cache_->free_groups(layout_), 6);
   ASSERT_TRUE(cache_->Truncate(s, 4).ok());
   EXPECT_EQ(cache_->stats().groups_used, 1);
@@ -116,15 +60,15 @@ TEST_F(KvCacheTest, TableRangesNameWhatChanged) {
   Open();
   const SeqSlot s = Open();
   ASSERT_TRUE(Reserve(s, 6).ok());
-  ASSERT_EQ(work_.tables.size(), 1u);
-  EXPECT_EQ(work_.tables[0].first, 16);
-  EXPECT_EQ(work_.tables[0].count, 2);
+  ASSERT_EQ(carried_.tables.size(), 1u);
+  EXPECT_EQ(carried_.tables[0].first, 16);
+  EXPECT_EQ(carried_.tables[0].count, 2);
   cache_->Commit(s, 1);  // the second page goes back
   EXPECT_EQ(cache_->stats().groups_used, 1);
   ASSERT_TRUE(Reserve(s, 4).ok());
-  ASSERT_EQ(work_.tables.size(), 1u);
-  EXPECT_EQ(work_.tables[0].first, 17);
-  EXPECT_EQ(work_.tables[0].count, 1);
+  ASSERT_EQ(carried_.tables.size(), 1u);
+  EXPECT_EQ(carried_.tables[0].first, 17);
+  EXPECT_EQ(carried_.tables[0].count, 1);
 }
 
 TEST_F(KvCacheTest, ForkSharesAndWritingCopies) {
@@ -138,17 +82,17 @@ TEST_F(KvCacheTest, ForkSharesAndWritingCopies) {
   EXPECT_EQ(cache_->stats().groups_shared, 2);
   const uint32_t shared = Table(parent, 2)[1];
   ASSERT_TRUE(Reserve(child, 1).ok());
-  ASSERT_EQ(Copies().size(), 1u);
-  EXPECT_EQ(Copies()[0].source_offset, int64_t{shared} * kernels::kPageGranuleBytes);
-  EXPECT_EQ(Copies()[0].bytes, kSmall.group_bytes());
-  ASSERT_EQ(work_.tables.size(), 1u) << "a child publishes its whole table";
-  EXPECT_EQ(work_.tables[0].count, 2);
+  ASSERT_EQ(carried_.copies.size(), 1u);
+  EXPECT_EQ(carried_.copies[0].source_offset, int64_t{shared} * kernels::kPageGranuleBytes);
+  EXPECT_EQ(carried_.copies[0].bytes, kSmall.group_bytes());
+  ASSERT_EQ(carried_.tables.size(), 1u) << "a child publishes its whole table";
+  EXPECT_EQ(carried_.tables[0].count, 2);
   cache_->Commit(child, 1);
   EXPECT_EQ(Table(parent, 2)[1], shared);
   EXPECT_NE(Table(child, 2)[1], shared);
   EXPECT_EQ(cache_->stats().copies_on_write, 1u);
   Append(parent, 1);
-  EXPECT_TRUE(Copies().empty()) << "nobody else holds the page any more";
+  EXPECT_TRUE(carried_.copies.empty()) << "nobody else holds the page any more";
 }
 
 TEST_F(KvCacheTest, ForkAtAPageBorderNeverCopies) {
@@ -158,7 +102,7 @@ TEST_F(KvCacheTest, ForkAtAPageBorderNeverCopies) {
   const SeqSlot child = cache_->Fork(parent, 4).value();
   EXPECT_EQ(cache_->stats().groups_shared, 1);
   Append(child, 1);
-  EXPECT_TRUE(Copies().empty());
+  EXPECT_TRUE(carried_.copies.empty());
 }
 
 TEST_F(KvCacheTest, StepIsReservedAsAWholeOrNotAtAll) {
@@ -168,18 +112,17 @@ TEST_F(KvCacheTest, StepIsReservedAsAWholeOrNotAtAll) {
   Append(a, 6);
   const SeqSlot fork = cache_->Fork(a, 6).value();
   const auto before = tables_;
-  work_.Clear();
   const StepRows step[] = {{a, 1}, {b, 4}, {fork, 4}};  // copy, page, page: one too many
-  const absl::Status refused = cache_->Reserve(step, &work_);
+  const absl::Status refused = ReserveStep(step);
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_NE(refused.message().find("2 are free"), std::string::npos) << refused;
-  EXPECT_TRUE(work_.pages.empty() && work_.tables.empty());
+  EXPECT_TRUE(carried_.copies.empty() && carried_.scrubs.empty() && carried_.tables.empty());
   EXPECT_EQ(Table(a, 2), std::vector<uint32_t>(before.begin(), before.begin() + 2));
   EXPECT_FALSE(cache_->has_reservation(a));
   EXPECT_EQ(cache_->stats().groups_shared, 2);
   EXPECT_EQ(cache_->CheckInvariants(), "");
   const StepRows fits[] = {{a, 1}, {b, 4}};
-  EXPECT_TRUE(cache_->Reserve(fits, &work_).ok());
+  EXPECT_TRUE(ReserveStep(fits).ok());
 }
 
 TEST_F(KvCacheTest, ReservationRefusesEverythingElse) {
@@ -194,7 +137,7 @@ TEST_F(KvCacheTest, ReservationRefusesEverythingElse) {
   EXPECT_EQ(cache_->stats().groups_used, 0);
   EXPECT_EQ(cache_->length(s), 0);
   const StepRows twice[] = {{s, 1}, {s, 1}};
-  EXPECT_EQ(cache_->Reserve(twice, &work_).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ReserveStep(twice).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_FALSE(cache_->has_reservation(s));
 }
 
@@ -202,17 +145,17 @@ TEST_F(KvCacheTest, ScrubsOnlyWhenTheTenantChanges) {
   Make(1);
   SeqSlot s = Open(1);
   ASSERT_TRUE(Reserve(s, 1).ok());
-  EXPECT_TRUE(Scrubs().empty()) << "fresh memory is clean";
+  EXPECT_TRUE(carried_.scrubs.empty()) << "fresh memory is clean";
   cache_->Release(s);
   s = Open(1);
   ASSERT_TRUE(Reserve(s, 1).ok());
-  EXPECT_TRUE(Scrubs().empty()) << "it was its own";
+  EXPECT_TRUE(carried_.scrubs.empty()) << "it was its own";
   cache_->Release(s);
   s = Open(2);
   ASSERT_TRUE(Reserve(s, 1).ok());
-  ASSERT_EQ(Scrubs().size(), 1u);
-  EXPECT_EQ(Scrubs()[0].target_offset, 0);
-  EXPECT_EQ(Scrubs()[0].bytes, kSmall.group_bytes());
+  ASSERT_EQ(carried_.scrubs.size(), 1u);
+  EXPECT_EQ(carried_.scrubs[0].target_offset, 0);
+  EXPECT_EQ(carried_.scrubs[0].bytes, kSmall.group_bytes());
   EXPECT_EQ(cache_->stats().scrubs, 1u);
 }
 
@@ -224,7 +167,7 @@ TEST_F(KvCacheTest, RefusedReservationLeavesTheMarks) {
   s = Open(2);
   EXPECT_FALSE(Reserve(s, 8).ok());
   EXPECT_TRUE(Reserve(s, 4).ok());
-  EXPECT_EQ(Scrubs().size(), 1u) << "the refused one scrubbed nothing";
+  EXPECT_EQ(carried_.scrubs.size(), 1u) << "the refused one scrubbed nothing";
 }
 
 TEST_F(KvCacheTest, MarksFollowTheBytesAcrossLayouts) {
@@ -236,12 +179,12 @@ TEST_F(KvCacheTest, MarksFollowTheBytesAcrossLayouts) {
   cache_->Release(s);
   s = cache_->Open(other, 2).value();
   ASSERT_TRUE(Reserve(s, 8 * 4).ok());  // all of the pool
-  EXPECT_GE(Scrubs().size(), 1u) << "whoever gets the first slab gets tenant 1's bytes";
-  EXPECT_EQ(Scrubs()[0].bytes, wide.group_bytes());
+  EXPECT_GE(carried_.scrubs.size(), 1u) << "whoever gets the first slab gets tenant 1's bytes";
+  EXPECT_EQ(carried_.scrubs[0].bytes, wide.group_bytes());
   cache_->Release(s);
   s = cache_->Open(other, 2).value();
   ASSERT_TRUE(Reserve(s, 8 * 4).ok());
-  EXPECT_TRUE(Scrubs().empty());
+  EXPECT_TRUE(carried_.scrubs.empty());
 }
 
 TEST_F(KvCacheTest, LayoutsShareTheBudgetBySlabs) {
@@ -305,8 +248,8 @@ TEST_F(KvCacheTest, OffsetsPastFourGibAndEntriesPastTwoToTheTwentyFour) {
   const SeqSlot last = 2;
   const SeqSlot fork = cache_->Fork(last, cache_->length(last) - 1).value();
   ASSERT_TRUE(Reserve(fork, 1).ok());
-  ASSERT_EQ(Copies().size(), 1u);
-  EXPECT_GT(Copies()[0].source_offset, int64_t{1} << 32);
+  ASSERT_EQ(carried_.copies.size(), 1u);
+  EXPECT_GT(carried_.copies[0].source_offset, int64_t{1} << 32);
 }
 
 TEST_F(KvCacheTest, BoundsAreChecked) {
@@ -350,19 +293,21 @@ TEST_F(KvCacheTest, SteadyStateAllocatesNothing) {
   const SeqSlot a = Open(1);
   const SeqSlot b = Open(2);
   const auto step = [&](int round) {
-    work_.Clear();
     const StepRows rows[] = {{a, 7}, {b, 3}};
-    ASSERT_TRUE(cache_->Reserve(rows, &work_).ok());
+    ASSERT_TRUE(cache_->Reserve(rows).ok());
     cache_->Commit(a, round % 2 == 0 ? 7 : 2);
     const SeqSlot child = cache_->Fork(a, cache_->length(a) - 1).value();
     const StepRows more[] = {{child, 9}};
-    ASSERT_TRUE(cache_->Reserve(more, &work_).ok());
+    ASSERT_TRUE(cache_->Reserve(more).ok());
+    WorkRoom room{.ranges = 2, .bytes = INT64_MAX};
+    cache_->work().Take(1, cache_->work().last(), &room, &work_);
+    cache_->work().Acknowledge(&work_);
     cache_->Rollback(child);
     cache_->Release(child);
     cache_->Rollback(b);
     ASSERT_TRUE(cache_->Truncate(a, cache_->length(a) / 2).ok());
   };
-  for (int round = 0; round < 64; ++round) step(round);  // KvWork finds its capacity
+  for (int round = 0; round < 64; ++round) step(round);  // the work queue finds its capacity
   const int64_t before = kernels::testing::Allocations();
   for (int round = 0; round < 1000; ++round) step(round);
   EXPECT_EQ(kernels::testing::Allocations(), before);

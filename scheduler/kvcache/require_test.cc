@@ -58,9 +58,8 @@ class RequireDeathTest : public ::testing::Test {
   }
 
   absl::Status Reserve(SeqSlot sequence, int32_t rows) {
-    work_.Clear();
     const StepRows step[] = {{sequence, rows}};
-    return cache_->Reserve(step, &work_);
+    return cache_->Reserve(step);
   }
 
   uint32_t& Entry(SeqSlot sequence, int32_t page) {
@@ -72,7 +71,6 @@ class RequireDeathTest : public ::testing::Test {
   std::unique_ptr<KvCache> cache_;
   LayoutId layout_ = -1;
   SeqSlot a_ = -1, b_ = -1;
-  KvWork work_;
 };
 
 // Every mutation looks at the counters.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -43,8 +44,9 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
       slabs_[s].groups.resize(static_cast<size_t>(most));
     }
   }
-  auto slot = std::find_if(layouts_.begin(), layouts_.end(),
-                           [](const Layout& existing) { return !existing.active; });
+  auto slot = std::find_if(layouts_.begin(), layouts_.end(), [](const Layout& existing) {
+    return !existing.active && existing.groups_used == 0;
+  });
   if (slot == layouts_.end()) slot = layouts_.insert(slot, Layout());
   *slot = Layout();
   slot->layout = layout;
@@ -65,8 +67,17 @@ void SlabPool::CutSlabs(int64_t group_bytes) {
 }
 
 void SlabPool::RemoveLayout(LayoutId layout) {
-  Require(Has(layout) && Of(layout).groups_used == 0, "removal of a layout in use");
-  Of(layout).active = false;
+  Require(Has(layout) && Of(layout).groups_used == Of(layout).groups_pinned,
+          "removal of a layout in use");
+  Layout& owner = Of(layout);
+  owner.active = false;
+  // Groups that page work still pins outlive the layout, but not its account.
+  PoolAccount* const account = std::exchange(owner.account, nullptr);
+  if (account == nullptr) return;
+  for (int64_t g = 0; g < owner.groups_pinned; ++g) account->ReturnGroup(owner.group_bytes);
+  for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    if (At(s).layout == layout) account->ReturnSlab(RunBytes(s, At(s).span));
+  }
 }
 
 bool SlabPool::Has(LayoutId layout) const {
@@ -114,16 +125,61 @@ void SlabPool::Untake(uint32_t entry) {
 
 void SlabPool::Share(uint32_t entry) {
   Group& group = GroupOf(entry);
-  Require(group.references > 0, "a free page group is shared");
-  if (++group.references == 2) ++stats_.groups_shared;
+  Require(group.references > 0 || group.pins > 0, "a free page group is shared");
+  const int32_t now = ++group.references;
+  if (now == 2) ++stats_.groups_shared;
+  if (now == 1) CountPinned(entry, -1);
 }
 
-void SlabPool::Drop(uint32_t entry) {
+bool SlabPool::Drop(uint32_t entry) {
   Group& group = GroupOf(entry);
   Require(group.references > 0, "a page group is freed twice");
   const int32_t left = --group.references;
   if (left == 1) --stats_.groups_shared;
-  if (left == 0) Free(entry);
+  if (left > 0) return false;
+  CountPinned(entry, 1);
+  if (group.pins == 0) Free(entry);
+  return true;
+}
+
+void SlabPool::CountPinned(uint32_t entry, int64_t change) {
+  Layout& owner = Of(At(PlaceOf(entry).slab).layout);
+  owner.groups_pinned += change;
+  stats_.groups_pinned += change;
+  stats_.bytes_pinned += change * owner.group_bytes;
+}
+
+void SlabPool::Pin(uint32_t entry) { ++GroupOf(entry).pins; }
+
+void SlabPool::Unpin(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.pins > 0, "a page group is unpinned twice");
+  if (--group.pins == 0 && group.references == 0) Free(entry);
+}
+
+void SlabPool::PinSource(uint32_t entry, int32_t rows) {
+  Group& group = GroupOf(entry);
+  ++group.pins;
+  ++group.sources;
+  group.pinned_rows = std::max(group.pinned_rows, rows);
+}
+
+bool SlabPool::UnpinSource(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.sources > 0, "a page group is unpinned twice as a source");
+  if (--group.sources == 0) group.pinned_rows = 0;
+  const bool unwanted = group.references == 0 && group.sources == 0 && group.pins > 1;
+  Unpin(entry);
+  return unwanted;
+}
+
+int32_t SlabPool::pinned_rows(uint32_t entry) const { return GroupOf(entry).pinned_rows; }
+
+int32_t SlabPool::work(uint32_t entry) const { return GroupOf(entry).work; }
+
+void SlabPool::RestoreMark(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  group.mark = group.mark_before;
 }
 
 void SlabPool::Free(uint32_t entry) {
@@ -131,6 +187,9 @@ void SlabPool::Free(uint32_t entry) {
   Slab& slab = At(place.slab);
   Layout& owner = Of(slab.layout);
   Group& group = slab.groups[static_cast<size_t>(place.group)];
+  --owner.groups_pinned;
+  --stats_.groups_pinned;
+  stats_.bytes_pinned -= owner.group_bytes;
   if (on_freed_ && group.taken_ns != kUntaken && ++freed_ % kLifetimeSample == 0) {
     on_freed_(now_() - group.taken_ns);
   }
@@ -146,10 +205,7 @@ void SlabPool::Free(uint32_t entry) {
   if (slab.groups_used == 0) ReturnRun(place.slab);
 }
 
-int32_t SlabPool::references(uint32_t entry) const {
-  const Place place = PlaceOf(entry);
-  return At(place.slab).groups[static_cast<size_t>(place.group)].references;
-}
+int32_t SlabPool::references(uint32_t entry) const { return GroupOf(entry).references; }
 
 int64_t SlabPool::free_groups(LayoutId layout) const {
   const Layout& owner = Of(layout);
@@ -191,6 +247,11 @@ SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
 }
 
 SlabPool::Group& SlabPool::GroupOf(uint32_t entry) {
+  const Place place = PlaceOf(entry);
+  return At(place.slab).groups[static_cast<size_t>(place.group)];
+}
+
+const SlabPool::Group& SlabPool::GroupOf(uint32_t entry) const {
   const Place place = PlaceOf(entry);
   return At(place.slab).groups[static_cast<size_t>(place.group)];
 }

@@ -52,6 +52,9 @@ struct SlabPoolStats {
   int64_t groups_used = 0;
   int64_t groups_free = 0;  // in slabs that are assigned to a layout
   int64_t groups_shared = 0;
+  // Without references, kept by page work alone; part of groups_used and bytes_used.
+  int64_t groups_pinned = 0;
+  int64_t bytes_pinned = 0;
   int64_t slabs_free = 0;
 };
 
@@ -77,7 +80,8 @@ class SlabPool final {
   // `account`: told of every group and slab that the layout takes and returns, or null; outlives
   // the layout.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
-  // REQUIRES: no group of it in use.
+  // REQUIRES: no group of it has a reference. Groups that page work pins keep their slabs until
+  // then.
   void RemoveLayout(LayoutId layout);
   bool Has(LayoutId layout) const;
   const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
@@ -88,8 +92,26 @@ class SlabPool final {
   // Undoes a Take whose group nobody has touched: its former mark returns. The latest Take first.
   void Untake(uint32_t entry);
   void Share(uint32_t entry);  // one more reference
-  void Drop(uint32_t entry);   // one less; the last frees the group
+  // One reference less; true if it was the last, which frees the group once nothing pins it.
+  bool Drop(uint32_t entry);
   int32_t references(uint32_t entry) const;
+
+  // --- Page work (page_work.h): a pinned group is not handed out again.
+  void Pin(uint32_t entry);
+  void Unpin(uint32_t entry);
+  // The same for the source of a copy: its first `rows` rows may not be written meanwhile.
+  void PinSource(uint32_t entry, int32_t rows);
+  // True if work that fills the group is all that still pins it.
+  bool UnpinSource(uint32_t entry);
+  // Rows of each page that copies which wait or run still read.
+  int32_t pinned_rows(uint32_t entry) const;
+  // The piece of work that fills the group, or -1.
+  int32_t work(uint32_t entry) const;
+  void set_work(uint32_t entry, int32_t piece) { GroupOf(entry).work = piece; }
+  // The mark that the group had before the latest Take.
+  void RestoreMark(uint32_t entry);
+  // The group may hold bytes of any tenant.
+  void MarkMixed(uint32_t entry) { GroupOf(entry).mark = kMixed; }
   int64_t offset(uint32_t entry) const { return int64_t{entry} * kernels::kPageGranuleBytes; }
   int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
 
@@ -114,7 +136,11 @@ class SlabPool final {
     int32_t next_free = kNone;
     Mark mark = kClean;
     Mark mark_before = kClean;  // of the latest Take
-    int64_t taken_ns = 0;       // kUntaken: that Take is being undone
+    int32_t work = kNone;
+    int32_t pins = 0;
+    int32_t sources = 0;      // of them, copies from it
+    int32_t pinned_rows = 0;  // 0 without such copies
+    int64_t taken_ns = 0;     // kUntaken: that Take is being undone
   };
   static constexpr int64_t kUntaken = -1;
 
@@ -140,6 +166,7 @@ class SlabPool final {
     int64_t group_bytes = 0;
     int64_t groups_total = 0;  // in its slabs
     int64_t groups_used = 0;
+    int64_t groups_pinned = 0;
     int32_t open_head = kNone;  // slabs with free groups
   };
 
@@ -156,7 +183,9 @@ class SlabPool final {
   int64_t BytesOf(int32_t slab) const;
   int64_t RunBytes(int32_t head, int32_t span) const;
   Place PlaceOf(uint32_t entry) const;
+  void CountPinned(uint32_t entry, int64_t change);
   Group& GroupOf(uint32_t entry);
+  const Group& GroupOf(uint32_t entry) const;
   void CutSlabs(int64_t group_bytes);
   // Slabs from `first` on that make a free run for one group or more; 0 if they do not.
   int32_t RunLength(int32_t first, int64_t group_bytes) const;
@@ -170,7 +199,7 @@ class SlabPool final {
                         int64_t* groups_seen) const;
 
   const int64_t bytes_;
-  std::function<int64_t()> now_;  // null: nobody asks for lifetimes
+  std::function<int64_t()> now_;  // null: lifetimes are not watched
   std::function<void(int64_t)> on_freed_;
   uint64_t freed_ = 0;
   int64_t slab_bytes_;

@@ -19,7 +19,7 @@ bool SlabPool::CountersHold() const {
   }
   return used == stats_.groups_used && total == used + stats_.groups_free &&
          bytes == stats_.bytes_used && bytes <= bytes_ && stats_.groups_shared >= 0 &&
-         stats_.groups_shared <= used;
+         stats_.groups_shared <= used && stats_.groups_pinned >= 0 && stats_.groups_pinned <= used;
 }
 
 std::string SlabPool::CheckSlab(int32_t index,
@@ -32,24 +32,30 @@ std::string SlabPool::CheckSlab(int32_t index,
   const int64_t group_bytes = Of(slab.layout).group_bytes;
   int32_t used = 0;
   for (int32_t g = 0; g < slab.groups_total; ++g) {
-    const int32_t have = slab.groups[static_cast<size_t>(g)].references;
+    const Group& group = slab.groups[static_cast<size_t>(g)];
+    const int32_t have = group.references;
     const int64_t offset = index * slab_bytes_ + g * group_bytes;
     if (offset + group_bytes > bytes_) return fault("group ", g, " ends past the pool");
     const auto held = references.find(static_cast<uint32_t>(offset / kernels::kPageGranuleBytes));
     const int32_t want = held == references.end() ? 0 : held->second;
     if (have != want)
       return fault("group ", g, " counts ", have, " references, tables hold ", want);
-    if (have > 0) ++used;
-    if (have > 0 && g >= slab.groups_fresh) return fault("fresh group ", g, " is in use");
+    const bool kept = have > 0 || group.pins > 0;
+    if (group.pins < group.sources + (group.work != kNone ? 1 : 0)) {
+      return fault("group ", g, " has ", group.pins, " pins for more page work");
+    }
+    if (kept) ++used;
+    if (have > 0) ++*groups_seen;
+    if (kept && g >= slab.groups_fresh) return fault("fresh group ", g, " is in use");
   }
   if (used != slab.groups_used) return fault("used ", slab.groups_used, ", counted ", used);
   int32_t freed = 0;
   for (int32_t g = slab.free_head; g != kNone; g = slab.groups[static_cast<size_t>(g)].next_free) {
-    if (slab.groups[static_cast<size_t>(g)].references != 0) return fault("used group is free");
+    const Group& group = slab.groups[static_cast<size_t>(g)];
+    if (group.references != 0 || group.pins != 0) return fault("used group is free");
     if (++freed > slab.groups_fresh) return fault("free list is a circle");
   }
   if (freed + used != slab.groups_fresh) return fault("groups lost: ", slab.groups_fresh);
-  *groups_seen += used;
   return "";
 }
 
@@ -69,6 +75,7 @@ std::string SlabPool::CheckInvariants(
   }
   if (!slabs_.empty() && bytes != bytes_) return "slab bytes do not sum to the budget";
   if (free_slabs != stats_.slabs_free) return "free slabs miscounted";
+  if (groups_seen != stats_.groups_used - stats_.groups_pinned) return "pinned groups miscounted";
   if (groups_seen != static_cast<int64_t>(references.size())) {
     return absl::StrCat("tables hold ", references.size(), " groups, slabs ", groups_seen);
   }

@@ -49,7 +49,16 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   bool hanging() const { return hanging_; }  // a launch does
 
-  const kernels::BackendInfo& Info() const override { return inner_->Info(); }
+  // Looks like a device with memory of its own, which takes two launches at a time.
+  void SetTwoSlots() {
+    two_slots_ = inner_->Info();
+    two_slots_.unified_memory = false;
+    has_two_slots_ = true;
+  }
+
+  const kernels::BackendInfo& Info() const override {
+    return has_two_slots_ ? two_slots_ : inner_->Info();
+  }
   absl::Status CanRun(const kernels::AttentionDesc& d) const override {
     if (absorbed_only_ && d.form == kernels::AttentionForm::kExpanded) {
       return absl::UnimplementedError("supported: absorbed form");
@@ -170,6 +179,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
   const std::unique_ptr<kernels::AttentionBackend> inner_;
   FaultPoint point_ = FaultPoint::kNone;
   int after_ = 0;
+  kernels::BackendInfo two_slots_;
+  bool has_two_slots_ = false;
   bool absorbed_only_ = false;
   bool expanded_bf16_only_ = false;
   int64_t appended_rows_ = 0;

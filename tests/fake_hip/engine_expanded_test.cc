@@ -102,6 +102,33 @@ TEST_F(EngineExpandedTest, RowsBelowTheTurningPointTakeTheAbsorbedForm) {
   EXPECT_GT(control_->expanded_launches, 0);
 }
 
+// Messages hold fewer rows than the expanded form starts at; those that wait together make it.
+TEST_F(EngineExpandedTest, RowsOfSeveralMessagesTakeTheExpandedFormTogether) {
+  constexpr int kMessage = 50;
+  static_assert(kMessage < kExpandedFormRows && 3 * kMessage >= kExpandedFormRows);
+  std::vector<std::unique_ptr<TestRequest>> answers[2];
+  for (const bool on_gpu : {true, false}) {
+    std::unique_ptr<kernels::AttentionBackend> backend;
+    if (on_gpu) backend = Gpu();
+    ExpandedEngine engine(std::move(backend));
+    control_->expanded_launches = 0;
+    const auto seq = engine.harness().Open();
+    ASSERT_TRUE(engine.Begin(1, seq, 0, 3 * kMessage).ok());
+    for (int message = 0; message < 3; ++message) {
+      answers[on_gpu ? 0 : 1].push_back(engine.Attend(1, message * kMessage, kMessage, 1));
+    }
+    engine.Settle();
+    if (on_gpu) {
+      EXPECT_GT(control_->expanded_launches, 0);
+    }
+  }
+  for (int message = 0; message < 3; ++message) {
+    SCOPED_TRACE(message);
+    ASSERT_TRUE(answers[0][message]->status.ok()) << answers[0][message]->status;
+    ExpectSame(*answers[0][message], *answers[1][message]);
+  }
+}
+
 // As many projection records as a launch can have: a rank's slices fused into one record of
 // attention, each with records of its own, beside a step of as many sequences as records are left.
 TEST_F(EngineExpandedTest, ALaunchTakesARecordForEverySliceBesideThoseOfTheOthers) {

@@ -12,8 +12,6 @@ namespace {
 
 constexpr size_t kKept = 64;
 constexpr int kSettleRounds = 4000;
-// Whether a launch that fails leaves the older ones alone.
-constexpr bool kOlderLaunchesAreSpared = false;
 
 double At(const std::byte* base, bool f32, size_t index) {
   if (f32) {
@@ -111,8 +109,11 @@ void Simulator::CheckAttendAnswer(SimRequest* request) {
     CheckAttendFailure(*request, step);
     return;
   }
-  // Of a repeat that appends nothing no launch tells.
-  step->touched = std::max(step->touched, request->answered_ns);
+  // Of a repeat that appends nothing no launch tells. The others' answers come after their launch,
+  // and later still when the engine completes several launches at once.
+  if (request->repeat && request->form == Form::kAppend) {
+    step->touched = std::max(step->touched, request->answered_ns);
+  }
   const scheduler::AttendArgs& args = request->attend;
   const int end = args.row_begin + args.row_count;
   if (request->differs) Fail("other KV bytes for rows that are stored were accepted");
@@ -136,9 +137,9 @@ void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) 
   bool right = false;
   if (reason == "launch_failed") {
     // A repeat that appends nothing is part of a launch without memory of its own.
-    right = failed_in(request.launch) ||
-            (any_failed_ &&
-             (!kOlderLaunchesAreSpared || (request.repeat && request.form == Form::kAppend)));
+    // A launch goes with the one before it, whose rows it may read; never the other way round.
+    right = failed_in(request.launch) || failed_in(request.launch - 1) ||
+            (any_failed_ && request.repeat && request.form == Form::kAppend);
     step->aborting = true;
   } else if (reason == "step_aborted") {
     right = step->aborting && request.step_aborted;

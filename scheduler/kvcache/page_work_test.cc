@@ -1,0 +1,237 @@
+// Page work: what waits, what a launch takes, and what becomes of it when launches fail.
+#include "scheduler/kvcache/page_work.h"
+
+#include "scheduler/kvcache/kv_cache_fixture.h"
+
+namespace mla::kvcache {
+namespace {
+
+// What a test needs of queued work: a launch of limited room.
+class PageWorkTest : public KvCacheTest {
+ protected:
+  // Takes work of the tenant into a launch; true if none is left.
+  bool Take(TenantKey tenant, LaunchWork* work, int64_t ranges = 100) {
+    WorkRoom room{.ranges = ranges, .bytes = INT64_MAX};
+    return cache_->work().Take(tenant, cache_->work().last(), &room, work);
+  }
+  absl::Status Queue(SeqSlot sequence, int32_t rows) {
+    const StepRows step[] = {{sequence, rows}};
+    return cache_->Reserve(step);
+  }
+  // Groups that tenant 1 has used.
+  void Dirty(int32_t groups) {
+    const SeqSlot s = Open(1);
+    Append(s, groups * kSmall.page_size);
+    cache_->Release(s);
+  }
+};
+
+TEST_F(PageWorkTest, LaunchTakesWhatFitsAndTheRestStays) {
+  Make(8);
+  Dirty(4);
+  const SeqSlot s = Open(2);
+  ASSERT_TRUE(Queue(s, 16).ok());
+  EXPECT_EQ(cache_->work().queued(), 4);
+  const WorkTicket ticket = cache_->work().last();
+  LaunchWork first, second;
+  EXPECT_FALSE(Take(2, &first, 3));
+  EXPECT_EQ(first.ranges().size(), 3u);
+  EXPECT_EQ(first.bytes(), 3 * kSmall.group_bytes());
+  EXPECT_TRUE(cache_->work().Waits(2, ticket));
+  EXPECT_TRUE(Take(2, &second));
+  EXPECT_FALSE(cache_->work().Waits(2, ticket));
+  cache_->work().Acknowledge(&first);
+  cache_->work().Acknowledge(&second);
+  EXPECT_TRUE(second.empty());
+}
+
+TEST_F(PageWorkTest, PieceLargerThanTheRoomGoesAlone) {
+  Make(8);
+  Dirty(2);
+  ASSERT_TRUE(Queue(Open(2), 8).ok());
+  WorkRoom room{.ranges = 100, .bytes = 1};
+  LaunchWork work;
+  EXPECT_FALSE(cache_->work().Take(2, cache_->work().last(), &room, &work));
+  EXPECT_EQ(work.ranges().size(), 1u);
+  cache_->work().Acknowledge(&work);
+}
+
+TEST_F(PageWorkTest, WorkOfAnAbortedStepIsCancelledAndTheNextTenantStillZeroes) {
+  Make(1);
+  Dirty(1);
+  SeqSlot s = Open(2);
+  ASSERT_TRUE(Queue(s, 1).ok());
+  EXPECT_EQ(cache_->work().queued(), 1);
+  cache_->Rollback(s);
+  EXPECT_EQ(cache_->work().queued(), 0);
+  cache_->Release(s);
+  // The bytes are still those of tenant 1.
+  s = Open(2);
+  ASSERT_TRUE(Queue(s, 1).ok());
+  EXPECT_EQ(cache_->work().queued(), 1);
+}
+
+TEST_F(PageWorkTest, ForksThatAreReleasedLeaveNoWork) {
+  Make(8);
+  const SeqSlot parent = Open();
+  Append(parent, 5);
+  for (int i = 0; i < 5000; ++i) {
+    const SeqSlot child = cache_->Fork(parent, 5).value();
+    ASSERT_TRUE(Queue(child, 1).ok());
+    cache_->Rollback(child);
+    cache_->Release(child);
+  }
+  EXPECT_EQ(cache_->work().queued(), 0);
+  EXPECT_EQ(cache_->stats().groups_used, 2);
+}
+
+TEST_F(PageWorkTest, CopySurvivesTheEndOfItsSource) {
+  Make(8);
+  const SeqSlot parent = Open();
+  Append(parent, 6);
+  const SeqSlot child = cache_->Fork(parent, 6).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  cache_->Rollback(child);  // the copy holds committed rows
+  const uint32_t source = Table(parent, 2)[1];
+  cache_->Release(parent);
+  EXPECT_EQ(cache_->stats().groups_pinned, 1);
+  EXPECT_EQ(cache_->stats().groups_used, 2) << "page 0 and the copy";
+  EXPECT_EQ(cache_->CheckInvariants(), "");
+  LaunchWork work;
+  EXPECT_TRUE(Take(1, &work));
+  ASSERT_EQ(work.ranges().size(), 1u);
+  EXPECT_EQ(work.ranges()[0].source_offset, int64_t{source} * kernels::kPageGranuleBytes);
+  EXPECT_EQ(cache_->stats().groups_pinned, 1) << "the launch may fail";
+  cache_->work().Acknowledge(&work);
+  EXPECT_EQ(cache_->stats().groups_pinned, 0);
+  EXPECT_EQ(cache_->stats().groups_used, 2);
+}
+
+TEST_F(PageWorkTest, RowsThatACopyReadsAreNotOverwritten) {
+  Make(8);
+  const SeqSlot parent = Open();
+  Append(parent, 6);
+  const SeqSlot child = cache_->Fork(parent, 6).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  const uint32_t source = Table(parent, 2)[1];
+  ASSERT_TRUE(Queue(parent, 1).ok());
+  EXPECT_EQ(Table(parent, 2)[1], source) << "row 6 is none of the copied rows";
+  cache_->Rollback(parent);
+  ASSERT_TRUE(cache_->Truncate(parent, 5).ok());
+  ASSERT_TRUE(Queue(parent, 1).ok());
+  EXPECT_NE(Table(parent, 2)[1], source) << "row 5 is copied later";
+  EXPECT_EQ(cache_->CheckInvariants(), "");
+  LaunchWork work;
+  EXPECT_TRUE(Take(1, &work));
+  cache_->work().Acknowledge(&work);
+  EXPECT_EQ(cache_->stats().groups_pinned, 0);
+}
+
+// Two launches run when the first fails: their work comes back in order, and a copy is done after
+// what fills its source.
+TEST_F(PageWorkTest, FailedLaunchesReturnTheirWorkInOrder) {
+  Make(8);
+  Dirty(8);
+  const SeqSlot parent = Open(2);
+  ASSERT_TRUE(Queue(parent, 6).ok());
+  LaunchWork zeroing, copy;
+  ASSERT_TRUE(Take(2, &zeroing));
+  cache_->Commit(parent, 6);
+  const SeqSlot child = cache_->Fork(parent, 6).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  ASSERT_TRUE(Take(2, &copy));
+  EXPECT_EQ(copy.ranges().size(), 1u);
+  cache_->work().Requeue(&copy);
+  cache_->work().Requeue(&zeroing);
+  EXPECT_EQ(cache_->work().queued(), 3);
+  LaunchWork again;
+  ASSERT_TRUE(Take(2, &again));
+  ASSERT_EQ(again.ranges().size(), 3u);
+  EXPECT_TRUE(again.ranges()[0].zeroes() && again.ranges()[1].zeroes());
+  EXPECT_EQ(again.ranges()[2].source_offset, again.ranges()[1].target_offset);
+  cache_->work().Acknowledge(&again);
+}
+
+TEST_F(PageWorkTest, GroupFreedUnderAFailingLaunchCountsAsForeign) {
+  Make(1);
+  Dirty(1);
+  SeqSlot s = Open(2);
+  ASSERT_TRUE(Queue(s, 1).ok());
+  LaunchWork work;
+  ASSERT_TRUE(Take(2, &work));
+  cache_->Rollback(s);
+  cache_->Release(s);
+  EXPECT_EQ(cache_->stats().groups_pinned, 1);
+  EXPECT_FALSE(Queue(Open(1), 1).ok()) << "not handed out while the launch runs";
+  cache_->work().Requeue(&work);
+  EXPECT_EQ(cache_->work().queued(), 0);
+  EXPECT_EQ(cache_->stats().groups_used, 0);
+  ASSERT_TRUE(Queue(Open(1), 1).ok());
+  EXPECT_EQ(cache_->work().queued(), 1) << "the launch may have run in part";
+}
+
+TEST_F(PageWorkTest, GroupWhoseWorkFailedAndWasCancelledCountsAsForeign) {
+  Make(1);
+  Dirty(1);
+  SeqSlot s = Open(2);
+  ASSERT_TRUE(Queue(s, 1).ok());
+  LaunchWork work;
+  ASSERT_TRUE(Take(2, &work));
+  cache_->work().Requeue(&work);
+  cache_->Release(s);
+  EXPECT_EQ(cache_->work().queued(), 0);
+  ASSERT_TRUE(Queue(Open(1), 1).ok());
+  EXPECT_EQ(cache_->work().queued(), 1) << "the launch may have run in part";
+}
+
+TEST_F(PageWorkTest, TenantsDoNotWaitForEachOther) {
+  Make(8);
+  Dirty(4);
+  ASSERT_TRUE(Queue(Open(2), 12).ok());
+  ASSERT_TRUE(Queue(Open(3), 4).ok());
+  LaunchWork work;
+  EXPECT_TRUE(Take(3, &work, 1));
+  EXPECT_EQ(work.ranges().size(), 1u);
+  EXPECT_TRUE(cache_->work().Waits(2, cache_->work().last()));
+  cache_->work().Acknowledge(&work);
+}
+
+// Counts what is taken and returned; ends before the pool does.
+class CountingAccount final : public PoolAccount {
+ public:
+  bool TakeGroup(int64_t bytes) override {
+    groups += bytes;
+    return true;
+  }
+  bool TakeSlab(int64_t bytes) override {
+    slabs += bytes;
+    return true;
+  }
+  void ReturnGroup(int64_t bytes) override { groups -= bytes; }
+  void ReturnSlab(int64_t bytes) override { slabs -= bytes; }
+  int64_t groups = 0, slabs = 0;
+};
+
+TEST_F(PageWorkTest, PinnedGroupsOutliveTheirLayoutAndNotItsAccount) {
+  Make(8);
+  auto account = std::make_unique<CountingAccount>();
+  const LayoutId other = cache_->AddLayout(kSmall, account.get()).value();
+  const SeqSlot parent = cache_->Open(other, 1).value();
+  Append(parent, 6);
+  const SeqSlot child = cache_->Fork(parent, 6).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  LaunchWork work;
+  ASSERT_TRUE(Take(1, &work));
+  cache_->Release(parent);
+  cache_->Release(child);
+  EXPECT_EQ(cache_->stats().groups_pinned, 2);
+  EXPECT_TRUE(cache_->RemoveLayout(other).ok());
+  EXPECT_EQ(account->groups, 0);
+  EXPECT_EQ(account->slabs, 0);
+  account.reset();
+  cache_->work().Acknowledge(&work);
+  EXPECT_EQ(cache_->stats().groups_pinned, 0);
+}
+
+}  // namespace
+}  // namespace mla::kvcache
