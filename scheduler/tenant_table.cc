@@ -131,6 +131,8 @@ bool TenantTable::TryTake(Tenant& tenant, Resource resource, int64_t amount, int
     if (Add(server_.used_[resource], amount, with_reserve(server_.bound(resource)))) return true;
     tenant.used_[resource].fetch_sub(amount, std::memory_order_release);
     server_.refused_[resource].fetch_add(1, std::memory_order_relaxed);
+  } else {
+    tenant_refusals_[resource].fetch_add(1, std::memory_order_relaxed);
   }
   tenant.refused_[resource].fetch_add(1, std::memory_order_relaxed);
   return false;

@@ -217,6 +217,15 @@ class TenantTable {
     return server_.used_[resource].load(std::memory_order_relaxed);
   }
   int64_t server_bound(Resource resource) const { return server_.bound(resource); }
+  // Takes that were refused since the table was made, all tenants together. A request that waits
+  // for its bound counts at each try.
+  struct Refusals {
+    uint64_t by_tenant_bound = 0, by_server_bound = 0;
+  };
+  Refusals refusals(Resource resource) const {
+    return {tenant_refusals_[resource].load(std::memory_order_relaxed),
+            server_.refused_[resource].load(std::memory_order_relaxed)};
+  }
 
   // Run-time quotas; not persisted. Bounds that `quota` names replace those in force. `reset` drops
   // all run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have
@@ -242,6 +251,7 @@ class TenantTable {
 
   const TenantTableOptions options_;
   Tenant server_;
+  PerResource<std::atomic<uint64_t>> tenant_refusals_;
   mutable std::mutex mutex_;
   TenantKey last_key_ = kNoTenant;
   absl::flat_hash_map<std::string, std::unique_ptr<Tenant>> rows_;

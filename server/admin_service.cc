@@ -16,8 +16,9 @@ using scheduler::Fault;
 constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
-constexpr const char* kCapabilities[] = {"fork",           "truncate", "participants",
-                                         "partial_commit", "lse",      "kv_compare"};
+constexpr const char* kCapabilities[] = {
+    "fork",       "truncate", "participants", "partial_commit", "lse",
+    "kv_compare", "quotas",   "eviction",     "cancel_drain",   "model_leases"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 template <typename To, typename From>
@@ -219,10 +220,21 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
                                                             : int64_t{request->deadline_ms()};
     const DrainResult result = options_.drain->Run(std::chrono::milliseconds(deadline_ms));
     reply->set_drained(result.drained);
+    reply->set_cancelled(result.cancelled);
     reply->set_aborted_steps(static_cast<uint32_t>(result.aborted_steps));
     reply->set_message(result.message);
-    if (request->exit()) options_.exit();
+    if (request->exit() && !result.cancelled) options_.exit();
     return absl::OkStatus();
+  });
+}
+
+grpc::Status AdminService::CancelDrain(grpc::ServerContext* context, const v1::CancelDrainRequest*,
+                                       v1::CancelDrainReply* reply) {
+  return rpc_.ServeOperator(context, "Admin.CancelDrain", [&](const Identity&, Fault* fault) {
+    reply->set_boot_id(rpc_.boot_id);
+    if (options_.drain->Cancel()) return absl::OkStatus();
+    fault->reason = "not_draining";
+    return absl::FailedPreconditionError("no drain that could be cancelled is under way");
   });
 }
 

@@ -1,4 +1,5 @@
-// The Admin service: what the server is, what it does now, and how to stop it.
+// The Admin service: what the server is, what it does now, who may use how much of it, and how to
+// stop it. The calls about tenants are in admin_tenants.cc.
 //
 // Every caller may read. Drain is for operators (CheckOperator in identity.h).
 //
@@ -45,9 +46,21 @@ class AdminService final : public v1::Admin::Service {
                            grpc::ServerWriter<v1::StatusUpdate>* writer) override;
   grpc::Status Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
                      v1::DrainReply* reply) override;
+  grpc::Status CancelDrain(grpc::ServerContext* context, const v1::CancelDrainRequest* request,
+                           v1::CancelDrainReply* reply) override;
+  grpc::Status GetQuota(grpc::ServerContext* context, const v1::GetQuotaRequest* request,
+                        v1::GetQuotaReply* reply) override;
+  grpc::Status SetQuota(grpc::ServerContext* context, const v1::SetQuotaRequest* request,
+                        v1::SetQuotaReply* reply) override;
+  grpc::Status EvictSequences(grpc::ServerContext* context,
+                              const v1::EvictSequencesRequest* request,
+                              v1::EvictSequencesReply* reply) override;
+  grpc::Status EvictModel(grpc::ServerContext* context, const v1::EvictModelRequest* request,
+                          v1::EvictModelReply* reply) override;
 
  private:
   scheduler::EngineStats Stats() const;
+  absl::Status CheckTenant(const std::string& tenant, scheduler::Fault* fault) const;
   void FillLimits(v1::Limits* limits) const;
   void FillBackends(v1::GetServerInfoReply* reply) const;
   void FillUpdate(const ServerState::Snapshot& snapshot, v1::StatusUpdate* update) const;

@@ -62,6 +62,44 @@ TEST(ConfigTest, FileThenEnvironmentThenFlags) {
   EXPECT_EQ(loaded.origin.at("log.level"), "default");
 }
 
+TEST(ConfigTest, TenantsHaveSharesAndQuotas) {
+  using scheduler::Resource;
+  const File file(
+      "tenants:\n  sequences: 5\n  quotas:\n    a.b: {kv_bytes: 2GiB, weight: 7}\n"
+      "    \"spiffe://x/y\": {models: 0}\nlimits:\n  max_models: 2\n  max_open_steps: 9\n");
+  const auto loaded = LoadConfig({"--config", file.path()}, {});
+  ASSERT_THAT(loaded.faults, IsEmpty());
+  const scheduler::TenantTableOptions options = TenantOptionsOf(loaded.config);
+  EXPECT_EQ(options.default_bounds[Resource::kSequences], 5);
+  // Shares are rounded up: a tenant alone may have both models.
+  EXPECT_EQ(options.default_bounds[Resource::kModels], 2);
+  EXPECT_EQ(options.default_bounds[Resource::kOpenSteps], 5);
+  EXPECT_EQ(options.server_bounds[Resource::kOpenSteps], 9);
+  EXPECT_EQ(options.default_bounds[Resource::kRegions], loaded.config.shm.tenant_regions);
+  // Uploads never take the last control call, and the reserve is not theirs.
+  EXPECT_LT(options.server_bounds[Resource::kUploads],
+            options.server_bounds[Resource::kControlCalls]);
+  EXPECT_EQ(options.server_bounds[Resource::kControlCalls],
+            loaded.config.wire.control_threads - loaded.config.wire.control_reserve);
+  EXPECT_EQ(options.quotas.at("a.b").bounds[Resource::kKvBytes], int64_t{2} << 30);
+  EXPECT_EQ(options.quotas.at("a.b").weight, 7);
+  EXPECT_EQ(options.quotas.at("spiffe://x/y").bounds[Resource::kModels], 0);
+  EXPECT_THAT(PrintConfig(loaded), HasSubstr("tenants.quotas.a.b.kv_bytes"));
+}
+
+TEST(ConfigTest, BadTenantQuotasAreNamed) {
+  const File file(
+      "tenants:\n  quotas:\n    a: {pages: 1, models: -1, kv_bytes: x, weight: 1001}\n"
+      "    \"b c\": {models: 1}\n    models: 3\n");
+  const auto loaded = LoadConfig({"--config", file.path()}, {});
+  EXPECT_EQ(loaded.faults.size(), 6u);
+  for (const char* key :
+       {"a.pages", "a.models", "a.kv_bytes", "a.weight", "b c.models", "models"}) {
+    EXPECT_THAT(loaded.faults, Contains(HasSubstr(std::string("tenants.quotas.") + key + ": ")))
+        << key;
+  }
+}
+
 TEST(ConfigTest, FlagForms) {
   const auto loaded = LoadConfig({"--backend", "cpu", "--deterministic", "--no-backend-pin-threads",
                                   "--kv-cache-bytes", "64MiB", "--check-config"},

@@ -19,23 +19,59 @@ std::string Waiting(const scheduler::EngineStats& stats) {
                       stats.requests_waiting + stats.requests_running, " requests");
 }
 
+const DrainResult kCancelled = {false, true, 0, "cancelled: the server takes new work"};
+
 }  // namespace
 
-DrainResult Drain::Run(std::chrono::milliseconds deadline) {
+DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good) {
   std::unique_lock lock(mutex_);
+  // A drain that is being cancelled ends first.
+  changed_.wait(lock, [this] { return !cancel_; });
+  for_good_ = for_good_ || for_good;
   end_ = std::min(end_, steady_clock::now() + deadline);
   changed_.notify_all();  // a drain that runs has a new end
   if (running_) {
-    changed_.wait(lock, [this] { return result_.has_value(); });
-    return *result_;
+    const uint64_t ended = cancelled_;
+    changed_.wait(lock, [&] { return result_.has_value() || cancelled_ != ended; });
+    return result_.value_or(kCancelled);
   }
   running_ = true;
   lock.unlock();
-  const DrainResult result = WaitForSteps();
+  DrainResult result = WaitForSteps();
   lock.lock();
-  result_ = result;
+  if (std::exchange(cancel_, false)) {
+    result = kCancelled;
+    Reopen();
+  } else {
+    result_ = result;
+  }
   changed_.notify_all();
   return result;
+}
+
+bool Drain::Cancel() {
+  std::unique_lock lock(mutex_);
+  if (!running_ || for_good_) return false;
+  if (result_.has_value()) {
+    Reopen();
+    return true;
+  }
+  const uint64_t ended = cancelled_;
+  cancel_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return cancelled_ != ended; });
+  return true;
+}
+
+// REQUIRES: mutex_ held, and nobody waits for steps.
+void Drain::Reopen() {
+  running_ = false;
+  result_.reset();
+  end_ = steady_clock::time_point::max();
+  ++cancelled_;
+  engine_->CancelDrain();
+  state_->Reopen("the drain was cancelled");
+  Log(LogLevel::kInfo, "drain_cancelled", {});
 }
 
 DrainResult Drain::WaitForSteps() {
@@ -58,6 +94,7 @@ DrainResult Drain::WaitForSteps() {
       report = steady_clock::now() + kReport;
     }
     std::unique_lock lock(mutex_);
+    if (cancel_) return result;
     if (steady_clock::now() >= end_) break;
     changed_.wait_until(lock, std::min(end_, steady_clock::now() + kPoll));
   }

@@ -4,7 +4,8 @@
 // aborts what is left, and says each second what it waits for (in the log and in ServerState).
 //
 // Threading: Run may be called from any thread and more than once. Callers beyond the first wait
-// for the same drain and get its result; the earliest of all deadlines counts.
+// for the same drain and get its result; the earliest of all deadlines counts. Cancel from any
+// thread.
 #ifndef MLA_SERVER_DRAIN_H_
 #define MLA_SERVER_DRAIN_H_
 
@@ -21,7 +22,8 @@
 namespace mla::server {
 
 struct DrainResult {
-  bool drained = false;  // false: steps were aborted at the deadline
+  bool drained = false;  // false: steps were aborted at the deadline, or it was cancelled
+  bool cancelled = false;
   int32_t aborted_steps = 0;
   std::string message;
 };
@@ -29,17 +31,25 @@ struct DrainResult {
 class Drain final {
  public:
   Drain(scheduler::Engine* engine, ServerState* state) : engine_(engine), state_(state) {}
-  DrainResult Run(std::chrono::milliseconds deadline);
+  // `for_good`: the server stops, so Cancel is refused from now on.
+  DrainResult Run(std::chrono::milliseconds deadline, bool for_good = false);
+  // Ends a drain that runs, or undoes one that has ended: the server takes new work again. False
+  // when none has begun or the server stops.
+  bool Cancel();
 
  private:
   scheduler::Engine* const engine_;
   ServerState* const state_;
   DrainResult WaitForSteps();
+  void Reopen();
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::chrono::steady_clock::time_point end_ = std::chrono::steady_clock::time_point::max();
-  bool running_ = false;
+  bool running_ = false;  // begun, and not cancelled
+  bool for_good_ = false;
+  bool cancel_ = false;     // wanted of the one that waits
+  uint64_t cancelled_ = 0;  // drains
   std::optional<DrainResult> result_;
 };
 

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/grpc_status.h"
 #include "server/process_usage.h"
+#include "server/tenant_metrics.h"
 #include "server/version.h"
 
 namespace mla::server {
@@ -88,6 +89,14 @@ constexpr Declaration kDeclarations[] = {
      "Streams cut: slow readers, rings and regions whose client broke a rule."},
     {"mla_stream_write_blocked_seconds_total", Type::kCounter,
      "Time replies waited for the transport to take them."},
+    {"mla_tenants", Type::kGauge, "Tenants that use something."},
+    {"mla_tenant_used", Type::kGauge, "What a tenant uses, by tenant and resource."},
+    {"mla_tenant_bound", Type::kGauge, "What a tenant may use, by tenant and resource."},
+    {"mla_bound_refusals_total", Type::kCounter,
+     "Takes that a bound refused, by resource and by whose bound: tenant or server."},
+    {"mla_staging_used_bytes", Type::kGauge, "Staging memory in use, all tenants together."},
+    {"mla_staging_bytes", Type::kGauge, "Staging memory."},
+    {"mla_models_expired_total", Type::kCounter, "Models whose lease ran out."},
     {"mla_received_bytes_total", Type::kCounter, "Message bytes received, by path."},
     {"mla_sent_bytes_total", Type::kCounter, "Message bytes sent, by path."},
     {"mla_copied_bytes_total", Type::kCounter, "Payload bytes copied on the host, by path."},
@@ -203,6 +212,11 @@ struct Metrics::Impl {
   Counter& steps_aborted = One("mla_open_steps_aborted_total");
   Gauge& sequences = OneGauge("mla_leases_active");
   Counter& leases_expired = One("mla_leases_expired_total");
+  Counter& models_expired = One("mla_models_expired_total");
+  TenantMetrics tenant_metrics{{&GaugeFamily("mla_tenant_used"), &GaugeFamily("mla_tenant_bound"),
+                                &CounterFamily("mla_bound_refusals_total"),
+                                &OneGauge("mla_tenants"), &OneGauge("mla_staging_used_bytes"),
+                                &OneGauge("mla_staging_bytes")}};
   Gauge& models = OneGauge("mla_models");
   Gauge& pages_used = OneGauge("mla_kv_pages_used");
   Gauge& pages_free = OneGauge("mla_kv_pages_free");
@@ -336,6 +350,11 @@ void Metrics::SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int
   impl_->memory.Add({{"use", "workspace"}}).Set(static_cast<double>(total_bytes - kv_bytes));
 }
 
+void Metrics::SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->tenant_metrics.Watch(std::move(tenants), most);
+}
+
 void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
 
 void Metrics::SetTls(const TlsFigures& figures) {
@@ -375,6 +394,8 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.slice_waits_skipped, count(stats.slice_waits_skipped));
   RaiseTo(m.steps_aborted, count(stats.steps_aborted));
   RaiseTo(m.leases_expired, count(stats.leases_expired));
+  RaiseTo(m.models_expired, count(stats.models_expired));
+  m.tenant_metrics.Update();
   RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));
   RaiseTo(m.copies_on_write, count(stats.copies_on_write));
   RaiseTo(m.pages_taken, count(stats.page_groups_taken));

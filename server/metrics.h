@@ -4,7 +4,8 @@
 // (with the engine role held: no allocation, no waiting but the metric's own short lock), wire
 // counters from the transport. Gauges are sampled from Engine::Stats when somebody scrapes.
 //
-// Labels are bounded: tenants beyond the first 64 are counted as "other".
+// Labels are bounded: requests of tenants beyond the first 64 are counted as "other"; what tenants
+// use is shown for `tenants.metrics` of them, chosen at each scrape.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_METRICS_H_
@@ -22,6 +23,7 @@
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
 #include "scheduler/engine.h"
+#include "scheduler/tenant_table.h"
 
 namespace mla::server {
 
@@ -78,6 +80,10 @@ class Metrics final : public scheduler::EngineObserver {
   void SetServing(bool serving);
 
   void SetTls(const TlsFigures& figures);
+
+  // From now on Expose shows what tenants use: those of the configuration's quotas, then those that
+  // use the largest share of a bound, `most` of them by name and the others summed as "other".
+  void SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most);
 
   // Prometheus text after taking over the figures of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);

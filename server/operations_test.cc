@@ -27,6 +27,9 @@
 namespace mla::server {
 namespace {
 
+using scheduler::Fault;
+using scheduler::Resource;
+using scheduler::TenantQuota;
 using std::chrono::milliseconds;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -48,6 +51,14 @@ TEST(MetricsTest, EveryDeclaredNameIsExposedAndDocumented) {
   Metrics metrics;
   metrics.ForTenant("t")->Count(absl::StatusCode::kOk);
   metrics.CountRejected("queue_full");
+  const auto tenants = std::make_shared<scheduler::TenantTable>(scheduler::TenantTableOptions());
+  TenantQuota quota;
+  quota.bounds[Resource::kModels] = 2;
+  Fault fault;
+  ASSERT_TRUE(tenants->SetQuota("t", quota, false, &fault).ok());
+  const auto tenant = *tenants->Enter("t", &fault);
+  ASSERT_TRUE(tenants->TryTake(*tenant, Resource::kModels, 1));
+  metrics.SetTenants(tenants, 1);
   metrics.SetBackend({}, 1, 2);
   metrics.SetTls({1, 2, true, 1000, 2000, 0});
   scheduler::LaunchReport report;
@@ -60,6 +71,38 @@ TEST(MetricsTest, EveryDeclaredNameIsExposedAndDocumented) {
     EXPECT_THAT(manual, HasSubstr("`" + line.substr(0, line.find(' ')) + "`"));
   }
   EXPECT_THAT(text, HasSubstr("mla_steps_total{kind=\"mixed\"} 1"));
+}
+
+// However many tenants there are, so many are named: those of the configuration, then those that
+// use most. Tenants that use nothing any more are not shown.
+TEST(MetricsTest, TenantsShownAreBounded) {
+  scheduler::TenantTableOptions options;
+  options.default_bounds[Resource::kModels] = 100;
+  options.quotas["configured"].weight = 2;
+  const auto tenants = std::make_shared<scheduler::TenantTable>(options);
+  Metrics metrics;
+  metrics.SetTenants(tenants, 3);
+  Fault fault;
+  std::vector<scheduler::TenantRef> rows;
+  for (int i = 1; i <= 20; ++i) {
+    rows.push_back(*tenants->Enter(absl::StrCat("t", i), &fault));
+    ASSERT_TRUE(tenants->TryTake(*rows.back(), Resource::kModels, i));
+  }
+  const auto shown = [](const std::string& tenant, int used) {
+    return absl::StrCat("mla_tenant_used{resource=\"models\",tenant=\"", tenant, "\"} ", used,
+                        "\n");
+  };
+  std::string text = metrics.Expose({});
+  EXPECT_THAT(text, HasSubstr(shown("configured", 0)));
+  EXPECT_THAT(text, HasSubstr(shown("t20", 20)));
+  EXPECT_THAT(text, HasSubstr(shown("t19", 19)));
+  EXPECT_THAT(text, HasSubstr(shown("other", 18 * 19 / 2)));
+  EXPECT_THAT(text, Not(HasSubstr("tenant=\"t18\"")));
+  EXPECT_THAT(text, HasSubstr("mla_tenants 20\n"));
+  tenants->Return(*rows[19], Resource::kModels, 20);
+  text = metrics.Expose({});
+  EXPECT_THAT(text, Not(HasSubstr("tenant=\"t20\"")));
+  EXPECT_THAT(text, HasSubstr(shown("t18", 18)));
 }
 
 TEST(MetricsTest, NamesFollowTheRules) {

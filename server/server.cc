@@ -174,6 +174,7 @@ absl::Status Server::Parts::MakeEngine() {
   auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
   if (!made.ok()) return made.status();
   engine = *std::move(made);
+  metrics.SetTenants(engine->tenants(), config.tenants.metrics);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
   WarnOfSmallQuota(config.wire, engine->backend_info());
   auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
@@ -353,7 +354,7 @@ void Server::Parts::MakeRegions() {
   hooks.before_unmapped = [this](std::span<std::byte> memory) { engine->UnregisterHost(memory); };
   const RegionLimits limits = {shm.region_bytes, shm.total_bytes, shm.regions_max,
                                shm.tenant_regions};
-  regions = std::make_unique<SharedRegionTable>(limits, std::move(hooks));
+  regions = std::make_unique<SharedRegionTable>(limits, std::move(hooks), engine->tenants());
 }
 
 absl::Status Server::Parts::OpenDoor() {
@@ -380,7 +381,7 @@ absl::Status Server::Parts::OpenDoor() {
 DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
   DrainResult result;
   if (std::exchange(shut_down, true)) return result;
-  if (drain) result = drain->Run(drain_deadline);
+  if (drain) result = drain->Run(drain_deadline, /*for_good=*/true);
   state.Move(Phase::kStopped, 100, "stopped");
   door.reset();
   if (listeners.server != nullptr) {

@@ -26,6 +26,19 @@ void ServerState::Move(Phase phase, int32_t percent, const std::string& message)
   Log(LogLevel::kInfo, "state", {{"state", PhaseName(phase)}, {"message", message}});
 }
 
+void ServerState::Reopen(const std::string& message) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (now_.phase != Phase::kDraining) return;
+    now_.phase = Phase::kServing;
+    now_.percent = 100;
+    now_.message = message;
+    ++now_.version;
+    changed_.notify_all();
+  }
+  Log(LogLevel::kInfo, "state", {{"state", PhaseName(Phase::kServing)}, {"message", message}});
+}
+
 void ServerState::SetHealth(bool healthy, const std::string& why) {
   {
     const std::lock_guard lock(mutex_);

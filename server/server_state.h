@@ -2,8 +2,9 @@
 //
 //   Starting -> Warming -> Serving -> Draining -> Stopped
 //
-// States only move forward. Serving splits into healthy and not: an engine that falls silent turns
-// health off and, if it recovers, on again. A lost device turns it off for good.
+// States only move forward, but that a drain may be undone. Serving splits into healthy and not: an
+// engine that falls silent turns health off and, if it recovers, on again. A lost device turns it
+// off for good.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_SERVER_STATE_H_
@@ -39,6 +40,8 @@ class ServerState final {
 
   // Ignored when it would move back.
   void Move(Phase phase, int32_t percent, const std::string& message);
+  // From Draining back to Serving; ignored in any other state.
+  void Reopen(const std::string& message);
   // Ignored when the device is lost, and when nothing changes.
   void SetHealth(bool healthy, const std::string& why);
   void SetLost(const std::string& why);

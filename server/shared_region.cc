@@ -17,11 +17,21 @@
 namespace mla::server {
 namespace {
 
+using scheduler::Resource;
+
 constexpr size_t kPage = 4096;
 
 absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
   return absl::ResourceExhaustedError(
       absl::StrCat("shared memory: ", what, " ", bytes, " bytes: ", std::strerror(error)));
+}
+
+std::shared_ptr<scheduler::TenantTable> TableOf(const RegionLimits& limits) {
+  scheduler::TenantTableOptions options;
+  options.server_bounds[Resource::kRegions] = limits.regions;
+  options.server_bounds[Resource::kRegionBytes] = limits.total_bytes;
+  options.default_bounds[Resource::kRegions] = limits.tenant_regions;
+  return std::make_shared<scheduler::TenantTable>(std::move(options));
 }
 
 }  // namespace
@@ -37,8 +47,7 @@ struct SharedRegion::Account {
   std::mutex mutex;
   std::condition_variable changed;
   int64_t bytes = 0;
-  int32_t regions = 0;
-  absl::flat_hash_map<std::string, int32_t> of_tenant;
+  std::shared_ptr<scheduler::TenantTable> tenants;
   std::deque<Mapping> ended;
   int32_t closing = 0;    // ended, or in a closer's hands
   bool deferred = false;  // there are closers
@@ -82,9 +91,8 @@ void SharedRegion::Account::Run() {
 
 void SharedRegion::Account::Forget(const Mapping& mapping) {
   bytes -= mapping.counted_bytes;
-  --regions;
-  const auto owned = of_tenant.find(mapping.tenant);
-  if (--owned->second == 0) of_tenant.erase(owned);
+  tenants->Return(*mapping.tenant, Resource::kRegionBytes, mapping.counted_bytes);
+  tenants->Return(*mapping.tenant, Resource::kRegions, 1);
 }
 
 absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
@@ -123,10 +131,12 @@ SharedRegion::~SharedRegion() {
   account_->Let({bytes_, descriptor_, std::move(before_unmapped_), tenant_, counted_bytes_});
 }
 
-SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hooks)
+SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
+                                     std::shared_ptr<scheduler::TenantTable> tenants)
     : limits_(limits),
       hooks_(std::move(hooks)),
       account_(std::make_shared<SharedRegion::Account>()) {
+  account_->tenants = tenants != nullptr ? std::move(tenants) : TableOf(limits);
   account_->deferred = true;
   for (std::thread& closer : closers_) {
     closer = std::thread([account = account_] { account->Run(); });
@@ -143,33 +153,27 @@ SharedRegionTable::~SharedRegionTable() {
   for (std::thread& closer : closers_) closer.join();
 }
 
-absl::Status SharedRegionTable::Reserve(const std::string& tenant, int64_t bytes,
+absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes,
                                         std::chrono::milliseconds wait) {
   SharedRegion::Account& account = *account_;
-  std::unique_lock lock(account.mutex);
-  int32_t of_tenant = 0;
-  const auto counts_fit = [&] {
-    const auto owned = account.of_tenant.find(tenant);
-    of_tenant = owned == account.of_tenant.end() ? 0 : owned->second;
-    return account.regions < limits_.regions && of_tenant < limits_.tenant_regions;
+  scheduler::TenantTable& tenants = *account.tenants;
+  const auto take = [&] {
+    scheduler::Fault fault;
+    absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "", &fault);
+    if (!status.ok()) return status;
+    status = tenants.Take(tenant, Resource::kRegionBytes, bytes, "", &fault);
+    if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
+    return status;
   };
-  const auto bytes_fit = [&] { return bytes <= limits_.total_bytes - account.bytes; };
-  account.changed.wait_for(lock, wait,
-                           [&] { return (counts_fit() && bytes_fit()) || account.closing == 0; });
-  if (!counts_fit()) {
-    return absl::ResourceExhaustedError(absl::StrCat("regions: there are ", account.regions, " of ",
-                                                     limits_.regions, ", ", of_tenant, " of ",
-                                                     limits_.tenant_regions, " of this tenant"));
+  const auto end = std::chrono::steady_clock::now() + wait;
+  std::unique_lock lock(account.mutex);
+  absl::Status status = take();
+  for (bool time_left = true; !status.ok() && account.closing > 0 && time_left;) {
+    time_left = account.changed.wait_until(lock, end) != std::cv_status::timeout;
+    status = take();
   }
-  if (!bytes_fit()) {
-    return absl::ResourceExhaustedError(absl::StrCat("bytes: got ", bytes, ", ",
-                                                     limits_.total_bytes - account.bytes,
-                                                     " are left of ", limits_.total_bytes));
-  }
-  account.bytes += bytes;
-  ++account.regions;
-  ++account.of_tenant[tenant];
-  return absl::OkStatus();
+  if (status.ok()) account.bytes += bytes;
+  return status;
 }
 
 absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
@@ -180,12 +184,15 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
         absl::StrCat("bytes: got ", arena_bytes, ", must be 1..", limits_.region_bytes));
   }
   const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
-  std::shared_ptr<SharedRegion> region(new SharedRegion);
-  region->tenant_ = tenant;
-  region->arena_offset_ = arena_offset;
-  if (absl::Status status = Reserve(tenant, static_cast<int64_t>(bytes), wait); !status.ok()) {
+  scheduler::Fault fault;
+  absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant, &fault);
+  if (!row.ok()) return row.status();
+  if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), wait); !status.ok()) {
     return status;
   }
+  std::shared_ptr<SharedRegion> region(new SharedRegion);
+  region->tenant_ = *std::move(row);
+  region->arena_offset_ = arena_offset;
   region->account_ = account_;
   region->counted_bytes_ = static_cast<int64_t>(bytes);
   if (absl::Status status = region->Map(bytes, hooks_); !status.ok()) return status;
@@ -205,7 +212,7 @@ std::shared_ptr<SharedRegion> SharedRegionTable::Find(const std::string& tenant,
   std::memcpy(key.data(), handle.data(), key.size());
   const std::lock_guard lock(mutex_);
   const auto found = regions_.find(key);
-  if (found == regions_.end() || found->second->tenant_ != tenant) return nullptr;
+  if (found == regions_.end() || found->second->tenant_->name() != tenant) return nullptr;
   return found->second;
 }
 

@@ -13,7 +13,8 @@
 // both, so that one region that must wait does not keep the others. Until then the memory counts,
 // and Create can wait for it rather than refuse for want of room.
 //
-// Bounds: regions and bytes of all tenants, regions of one tenant, bytes of one region.
+// Bounds: bytes of one region here; regions and bytes of one tenant and of all in the tenant table,
+// which counts a region until it is unmapped.
 // Threading: all methods from any thread. Regions may outlive the table; what is let go after it is
 // unmapped at once.
 #ifndef MLA_SERVER_SHARED_REGION_H_
@@ -35,6 +36,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "proto/ring_layout.h"
+#include "scheduler/tenant_table.h"
 
 namespace mla::server {
 
@@ -48,6 +50,7 @@ struct RegionHooks {
   std::function<void(std::span<std::byte>)> before_unmapped;
 };
 
+// All but region_bytes bound a table of regions that is given no tenant table.
 struct RegionLimits {
   int64_t region_bytes = 0;  // arena of one region
   int64_t total_bytes = 0;   // mapped, all regions
@@ -84,7 +87,7 @@ class SharedRegion final {
     std::span<std::byte> bytes;
     int descriptor = -1;
     std::function<void(std::span<std::byte>)> before_unmapped;  // null: the backend knows nothing
-    std::string tenant;
+    scheduler::TenantRef tenant;
     int64_t counted_bytes = 0;
 
     void Close();
@@ -93,7 +96,7 @@ class SharedRegion final {
   absl::Status Map(size_t bytes, const RegionHooks& hooks);
 
   RegionHandle handle_{};
-  std::string tenant_;
+  scheduler::TenantRef tenant_;
   std::span<std::byte> bytes_;
   size_t arena_offset_ = 0;
   int descriptor_ = -1;
@@ -104,7 +107,9 @@ class SharedRegion final {
 
 class SharedRegionTable final {
  public:
-  SharedRegionTable(const RegionLimits& limits, RegionHooks hooks);
+  // `tenants`: counts and bounds the regions; null: a table of its own, bounded by `limits`.
+  SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
+                    std::shared_ptr<scheduler::TenantTable> tenants = nullptr);
   // Unmaps what has been let go.
   ~SharedRegionTable();
   SharedRegionTable(const SharedRegionTable&) = delete;
@@ -130,7 +135,7 @@ class SharedRegionTable final {
   static constexpr std::chrono::milliseconds kCloseWait{2000};
 
  private:
-  absl::Status Reserve(const std::string& tenant, int64_t bytes, std::chrono::milliseconds wait);
+  absl::Status Reserve(scheduler::Tenant& tenant, int64_t bytes, std::chrono::milliseconds wait);
   const RegionLimits limits_;
   const RegionHooks hooks_;
   const std::shared_ptr<SharedRegion::Account> account_;

@@ -2,8 +2,6 @@
 
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
-#include <grpcpp/create_channel.h>
-#include <grpcpp/security/credentials.h>
 #include <openssl/evp.h>
 #include <sys/random.h>
 
@@ -11,10 +9,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <fstream>
 #include <limits>
 #include <mutex>
-#include <sstream>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -23,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/usable_cpus.h"
+#include "client/cpp/channel.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/ring_stream.h"
 #include "client/cpp/session.h"
@@ -50,45 +47,6 @@ uint64_t Random64() {
   while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value)) || value == 0) {
   }
   return value;
-}
-
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::InvalidArgumentError(path + ": cannot be read");
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
-    const ClientOptions& options) {
-  if (options.tls_ca.empty() && options.tls_cert.empty() && options.tls_key.empty()) {
-    return grpc::InsecureChannelCredentials();
-  }
-  grpc::SslCredentialsOptions ssl;
-  for (const auto& [path, text] : {std::pair(&options.tls_ca, &ssl.pem_root_certs),
-                                   std::pair(&options.tls_cert, &ssl.pem_cert_chain),
-                                   std::pair(&options.tls_key, &ssl.pem_private_key)}) {
-    auto read = ReadFile(*path);
-    if (!read.ok()) return read.status();
-    *text = *std::move(read);
-  }
-  return grpc::SslCredentials(ssl);
-}
-
-grpc::ChannelArguments Arguments(const ClientOptions& options) {
-  grpc::ChannelArguments arguments;
-  // Sizes are the server's to bound: it answers with the limit that was exceeded.
-  arguments.SetMaxReceiveMessageSize(-1);
-  arguments.SetMaxSendMessageSize(-1);
-  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
-  // A client that shared another's connection would share its fate and its flow control.
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  if (!options.tls_server_name.empty()) {
-    arguments.SetSslTargetNameOverride(options.tls_server_name);
-  }
-  return arguments;
 }
 
 // Between a renewal of the leases that failed and the next.
@@ -253,15 +211,15 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
     const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
     if (!owned.ok()) return owned;
   }
-  auto credentials = Credentials(options);
-  if (!credentials.ok()) return credentials.status();
+  auto channel = MakeChannel(target, options);
+  if (!channel.ok()) return channel.status();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->target = target;
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
   }
-  impl->channel = grpc::CreateCustomChannel(target, *credentials, Arguments(options));
+  impl->channel = *std::move(channel);
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
   impl->sequences = v1::Sequences::NewStub(impl->channel);
@@ -348,9 +306,43 @@ absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit) {
       Millis(deadline_ms));
 }
 
-absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& model) {
+absl::StatusOr<v1::CancelDrainReply> Client::CancelDrain() {
+  return impl_->Unary<v1::CancelDrainReply>(
+      [&](auto* context, auto* reply) { return impl_->admin->CancelDrain(context, {}, reply); });
+}
+
+absl::StatusOr<v1::GetQuotaReply> Client::GetQuota(const v1::GetQuotaRequest& request) {
+  return impl_->Unary<v1::GetQuotaReply>(
+      [&](auto* context, auto* reply) { return impl_->admin->GetQuota(context, request, reply); });
+}
+
+absl::StatusOr<v1::SetQuotaReply> Client::SetQuota(const v1::SetQuotaRequest& request) {
+  return impl_->Unary<v1::SetQuotaReply>(
+      [&](auto* context, auto* reply) { return impl_->admin->SetQuota(context, request, reply); });
+}
+
+absl::StatusOr<v1::EvictSequencesReply> Client::EvictSequences(
+    const v1::EvictSequencesRequest& request) {
+  return impl_->Unary<v1::EvictSequencesReply>([&](auto* context, auto* reply) {
+    return impl_->admin->EvictSequences(context, request, reply);
+  });
+}
+
+absl::StatusOr<v1::EvictModelReply> Client::EvictModel(const std::string& tenant,
+                                                       const std::string& model_id) {
+  v1::EvictModelRequest request;
+  request.set_tenant(tenant);
+  request.set_model_id(model_id);
+  return impl_->Unary<v1::EvictModelReply>([&](auto* context, auto* reply) {
+    return impl_->admin->EvictModel(context, request, reply);
+  });
+}
+
+absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& model,
+                                                        uint32_t lease_ms) {
   v1::RegisterRequest request;
   *request.mutable_model() = model;
+  request.set_lease_ms(lease_ms);
   return impl_->Unary<v1::RegisterReply>(
       [&](auto* context, auto* reply) { return impl_->models->Register(context, request, reply); });
 }

@@ -98,8 +98,22 @@ class Client final {
                            const std::function<bool(const v1::StatusUpdate&)>& update);
   // `deadline_ms` 0: the server's. The call itself is given that time and call_timeout_ms more.
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit);
+  // Takes new work again after a drain, or ends one that is under way.
+  absl::StatusOr<v1::CancelDrainReply> CancelDrain();
+  // What tenants use and may use; those of other tenants for operators. An empty request: the
+  // caller's own.
+  absl::StatusOr<v1::GetQuotaReply> GetQuota(const v1::GetQuotaRequest& request = {});
+  // For operators. Changes last until the server ends; only its configuration is kept.
+  absl::StatusOr<v1::SetQuotaReply> SetQuota(const v1::SetQuotaRequest& request);
+  // For operators: releases sequences, or a model with its sequences, of any tenant.
+  absl::StatusOr<v1::EvictSequencesReply> EvictSequences(const v1::EvictSequencesRequest& request);
+  absl::StatusOr<v1::EvictModelReply> EvictModel(const std::string& tenant,
+                                                 const std::string& model_id);
 
-  absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model);
+  // `lease_ms` > 0: the model goes when for so long nothing has named it and no sequence of it was
+  // open. 0: as the server is configured, by default never.
+  absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model,
+                                                  uint32_t lease_ms = 0);
   // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it. A
   // chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(

@@ -3,12 +3,15 @@
 #include <cstdio>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/option_reader.h"
@@ -104,6 +107,54 @@ std::string ModelsText(const v1::ListModelsReply& reply) {
   return text;
 }
 
+std::string NumberText(uint64_t number) {
+  return number > uint64_t{INT64_MAX} - 1 ? "none" : absl::StrCat(number);
+}
+
+std::string UsageLines(absl::string_view tenant,
+                       const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& usages) {
+  std::string text;
+  for (const v1::QuotaUsage& usage : usages) {
+    const std::string source = absl::AsciiStrToLower(
+        absl::StripPrefix(v1::QuotaSource_Name(usage.source()), "QUOTA_SOURCE_"));
+    absl::StrAppendFormat(&text, "%-24s %-16s %16d %16s %-10s %8d\n", tenant, usage.name(),
+                          usage.used(), NumberText(usage.bound()), source, usage.refused());
+  }
+  return text;
+}
+
+std::string QuotaText(const google::protobuf::RepeatedPtrField<v1::TenantQuota>& tenants,
+                      const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& server) {
+  std::string text = absl::StrFormat("%-24s %-16s %16s %16s %-10s %8s\n", "tenant", "resource",
+                                     "used", "bound", "from", "refused");
+  absl::StrAppend(&text, UsageLines("(server)", server));
+  for (const v1::TenantQuota& tenant : tenants) {
+    absl::StrAppend(&text, UsageLines(tenant.tenant(), tenant.resources()));
+    absl::StrAppendFormat(&text, "%-24s %-16s %16d\n", tenant.tenant(), "weight", tenant.weight());
+  }
+  return text;
+}
+
+// "kv_bytes=4GiB" and the like. False: no such resource or no number.
+bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
+  const std::pair<absl::string_view, absl::string_view> parts =
+      absl::StrSplit(text, absl::MaxSplits('=', 1));
+  v1::QuotaResource resource;
+  if (!v1::QuotaResource_Parse("QUOTA_RESOURCE_" + absl::AsciiStrToUpper(parts.first), &resource)) {
+    return false;
+  }
+  absl::string_view number = parts.second;
+  int shift = 0;
+  for (const auto& [suffix, bits] : {std::pair("KiB", 10), {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}) {
+    if (absl::ConsumeSuffix(&number, suffix)) shift = bits;
+  }
+  uint64_t value = 0;
+  if (!absl::SimpleAtoi(number, &value) || value > uint64_t{INT64_MAX} >> shift) return false;
+  bound->set_resource(resource);
+  bound->set_bound(value << shift);
+  return true;
+}
+
 // Calls `ask` on a connected client and prints what it returns.
 template <typename Ask, typename Format>
 int Show(const Arguments& arguments, Ask ask, Format format) {
@@ -166,6 +217,99 @@ int Drain(const Arguments& arguments) {
       Emit(arguments, ToJson(*reply),
            absl::StrCat(reply->drained() ? "drained: " : "not drained: ", reply->message(), "\n"));
   return code != kOk ? code : reply->drained() ? kOk : kNotServing;
+}
+
+int CancelDrain(const Arguments& arguments) {
+  return Show(
+      arguments, [](client::Client* client) { return client->CancelDrain(); },
+      [](const v1::CancelDrainReply&) { return "the server takes new work\n"; });
+}
+
+int Quotas(const Arguments& arguments) {
+  return Show(
+      arguments,
+      [](client::Client* client) {
+        v1::GetQuotaRequest request;
+        request.set_all(true);
+        return client->GetQuota(request);
+      },
+      [](const v1::GetQuotaReply& reply) { return QuotaText(reply.tenants(), reply.server()); });
+}
+
+int Quota(const Arguments& arguments) {
+  return Show(
+      arguments,
+      [&](client::Client* client) {
+        v1::GetQuotaRequest request;
+        request.set_tenant(arguments.words()[0]);
+        return client->GetQuota(request);
+      },
+      [](const v1::GetQuotaReply& reply) { return QuotaText(reply.tenants(), {}); });
+}
+
+int SetQuota(const Arguments& arguments) {
+  v1::SetQuotaRequest request;
+  request.set_tenant(arguments.words()[0]);
+  request.set_reset(arguments.Has("reset"));
+  OptionReader reader(arguments);
+  uint32_t weight = 0;
+  reader.Number("weight", 1, 1000, &weight);
+  request.set_weight(weight);
+  const std::string bounds = arguments.Get("bounds");
+  for (absl::string_view bound : absl::StrSplit(bounds, ',', absl::SkipEmpty())) {
+    if (ReadBound(bound, request.add_bounds())) continue;
+    reader.Fault("bounds", std::string(bound), "RESOURCE=NUMBER, RESOURCE as quotas shows it");
+  }
+  if (request.bounds_size() == 0 && weight == 0 && !request.reset()) {
+    reader.Fault("bounds", "nothing", "given, or --weight, or --reset");
+  }
+  if (!reader.status().ok()) return FailUsage(reader.status());
+  return Show(
+      arguments, [&](client::Client* client) { return client->SetQuota(request); },
+      [](const v1::SetQuotaReply& reply) {
+        google::protobuf::RepeatedPtrField<v1::TenantQuota> one;
+        *one.Add() = reply.quota();
+        return QuotaText(one, {});
+      });
+}
+
+int EvictSequences(const Arguments& arguments) {
+  v1::EvictSequencesRequest request;
+  request.set_tenant(arguments.words()[0]);
+  request.set_client_id(arguments.Get("client"));
+  request.set_all(arguments.Has("all"));
+  OptionReader reader(arguments);
+  const std::string ids = arguments.Get("ids");
+  for (const std::string& text :
+       std::vector<std::string>(absl::StrSplit(ids, ',', absl::SkipEmpty()))) {
+    uint64_t id = 0;
+    if (absl::SimpleHexAtoi(text, &id)) {
+      request.add_sequence_ids(id);
+    } else {
+      reader.Fault("ids", text, "ids as sequences shows them, separated by commas");
+    }
+  }
+  if ((request.sequence_ids_size() > 0) + !request.client_id().empty() + request.all() != 1) {
+    reader.Fault("ids", "none or several", "one of --ids, --client and --all");
+  }
+  if (!reader.status().ok()) return FailUsage(reader.status());
+  return Show(
+      arguments, [&](client::Client* client) { return client->EvictSequences(request); },
+      [](const v1::EvictSequencesReply& reply) {
+        return absl::StrCat(reply.evicted(), " sequences evicted, ", reply.not_found_size(),
+                            " not found\n");
+      });
+}
+
+int EvictModel(const Arguments& arguments) {
+  return Show(
+      arguments,
+      [&](client::Client* client) {
+        return client->EvictModel(arguments.words()[0], arguments.words()[1]);
+      },
+      [](const v1::EvictModelReply& reply) {
+        return absl::StrCat("model evicted, and ", reply.evicted_sequences(), " sequences\n");
+      });
 }
 
 int Watch(const Arguments& arguments) {

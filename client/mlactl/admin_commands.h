@@ -14,6 +14,12 @@ int Models(const Arguments& arguments);
 int Sequences(const Arguments& arguments);
 int Health(const Arguments& arguments);
 int Drain(const Arguments& arguments);
+int CancelDrain(const Arguments& arguments);
+int Quotas(const Arguments& arguments);
+int Quota(const Arguments& arguments);
+int SetQuota(const Arguments& arguments);
+int EvictSequences(const Arguments& arguments);
+int EvictModel(const Arguments& arguments);
 
 }  // namespace mla::mlactl
 

@@ -15,6 +15,11 @@
 namespace mla::mlactl {
 namespace {
 
+constexpr std::string_view kQuotaNotes =
+    "Changes are not persisted: a restarted server has those of its configuration. A bound below "
+    "what\n"
+    "is in use takes nothing away; the tenant gets no more until it has given enough back.\n";
+
 constexpr std::string_view kAttendNotes =
     "A prompt in the EXPANDED profile and one more row in ABSORBED, on a model of its own. Exit "
     "code 5\n"
@@ -70,8 +75,67 @@ int Complete(const Arguments& arguments) {
   return kOk;
 }
 
-std::vector<Command> MakeCommands() {
+// What operators do about tenants, and undo of a drain.
+std::vector<Command> OperatorCommands() {
   return {
+      {"cancel-drain",
+       "",
+       0,
+       "take new work again, or end a drain that is under way",
+       {},
+       "",
+       "mlactl cancel-drain\n",
+       CancelDrain},
+      {"quotas",
+       "",
+       0,
+       "what each tenant uses and may use",
+       {},
+       "",
+       "mlactl quotas --json\n",
+       Quotas},
+      {"quota",
+       "TENANT",
+       1,
+       "what one tenant uses and may use",
+       {},
+       "",
+       "mlactl quota research\n",
+       Quota},
+      {"set-quota",
+       "TENANT",
+       1,
+       "bounds of one tenant, until the server ends",
+       {{"bounds", "LIST", "RESOURCE=NUMBER, separated by commas; sizes take KiB, MiB, GiB"},
+        {"weight", "N", "its share in what the scheduler divides, 1 to 1000"},
+        {"reset", "", "first undo all earlier set-quota of this tenant"}},
+       kQuotaNotes,
+       "mlactl set-quota research --bounds=kv_bytes=4GiB,sequences=64\n"
+       "mlactl set-quota research --reset\n",
+       SetQuota},
+      {"evict-sequences",
+       "TENANT",
+       1,
+       "release sequences of any tenant",
+       {{"ids", "LIST", "these, as sequences shows them"},
+        {"client", "ID", "those of one client"},
+        {"all", "", "all of the tenant"}},
+       "",
+       "mlactl evict-sequences research --client=worker-7\n",
+       EvictSequences},
+      {"evict-model",
+       "TENANT MODEL",
+       2,
+       "release a model's sequences and unregister it",
+       {},
+       "",
+       "mlactl evict-model research deepseek-v3\n",
+       EvictModel},
+  };
+}
+
+std::vector<Command> MakeCommands() {
+  std::vector<Command> commands = {
       {"info",
        "",
        0,
@@ -139,6 +203,9 @@ std::vector<Command> MakeCommands() {
        "source <(mlactl completion bash)\nmlactl completion fish | source\n",
        Complete},
   };
+  const std::vector<Command> more = OperatorCommands();
+  commands.insert(commands.end(), more.begin(), more.end());
+  return commands;
 }
 
 }  // namespace

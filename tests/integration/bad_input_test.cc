@@ -202,6 +202,33 @@ void BadInputTest::TryAdmin() {
     watch->Finish();
     return grpc::Status::OK;
   });
+  v1::GetQuotaRequest get_quota;
+  get_quota.set_tenant("t");
+  TryUnary(get_quota, [&](auto* context, const auto& request) {
+    v1::GetQuotaReply reply;
+    return admin->GetQuota(context, request, &reply);
+  });
+  v1::SetQuotaRequest set_quota;
+  set_quota.set_tenant("t");
+  set_quota.add_bounds()->set_resource(v1::QUOTA_RESOURCE_MODELS);
+  TryUnary(set_quota, [&](auto* context, const auto& request) {
+    v1::SetQuotaReply reply;
+    return admin->SetQuota(context, request, &reply);
+  });
+  v1::EvictSequencesRequest evict;
+  evict.set_tenant("t");
+  evict.add_sequence_ids(1);
+  TryUnary(evict, [&](auto* context, const auto& request) {
+    v1::EvictSequencesReply reply;
+    return admin->EvictSequences(context, request, &reply);
+  });
+  v1::EvictModelRequest evict_model;
+  evict_model.set_tenant("t");
+  evict_model.set_model_id("absent");
+  TryUnary(evict_model, [&](auto* context, const auto& request) {
+    v1::EvictModelReply reply;
+    return admin->EvictModel(context, request, &reply);
+  });
   TryUnary(v1::DrainRequest(), [&](auto* context, const auto& request) {
     v1::DrainReply reply;
     return admin->Drain(context, request, &reply);

@@ -18,6 +18,7 @@ from mla_client import errors, wire
 from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, model_pb2, model_pb2_grpc,
                             sequence_pb2, sequence_pb2_grpc, tensor_pb2)
 from mla_client.leases import LeaseRenewer
+from mla_client.operations import Operations
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
@@ -69,7 +70,7 @@ class _Pending(AttendFuture):
         return self._result
 
 
-class Client(Service):
+class Client(Service, Operations):
     """A connection to a server. Close it, or use it in a `with` block."""
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
@@ -234,9 +235,11 @@ class Client(Service):
 
     # --- Service
 
-    def _register(self, spec: ModelSpec) -> Tuple[ModelSpec, int]:
-        reply = self._call(self._models.Register,
-                           model_pb2.RegisterRequest(model=_spec_to_proto(spec)))
+    def _register(self, spec: ModelSpec, lease_ms: int) -> Tuple[ModelSpec, int]:
+        if not 0 <= lease_ms < 2**32:
+            raise errors.InvalidArgument(f"lease_ms: got {lease_ms}, must be 0..{2**32 - 1}")
+        reply = self._call(self._models.Register, model_pb2.RegisterRequest(
+            model=_spec_to_proto(spec), lease_ms=lease_ms))
         return _spec_from_proto(reply.model), reply.page_group_bytes
 
     def _unregister(self, model_id: str) -> None:
@@ -352,7 +355,8 @@ class Client(Service):
                         or time.monotonic() + pause >= deadline or self._closed.wait(pause)):
                     raise error from rpc_error
             else:
-                self._see_boot_id(reply.boot_id)
+                # A drain's answer carries none.
+                self._see_boot_id(getattr(reply, "boot_id", self.boot_id))
                 if self._restarted:
                     raise errors.ServerRestarted("the server restarted: all sequences are gone")
                 return reply

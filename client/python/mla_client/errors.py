@@ -22,12 +22,20 @@ class ErrorDetail:
     retry_after_ms: int = 0
     reason: str = ""
     last_good_position: int = 0
+    # Of a refusal by a bound: the resource, what was wanted and free of the bound, and whose bound
+    # it is, "tenant" or "server".
+    resource: str = ""
+    wanted: int = 0
+    free: int = 0
+    bound: int = 0
+    bound_of: str = ""
 
     @classmethod
     def from_proto(cls, message: Any) -> "ErrorDetail":
         """Reads an mla.v1.ErrorDetail."""
         return cls(message.field, message.limit, message.got, message.retry_after_ms,
-                   message.reason, message.last_good_position)
+                   message.reason, message.last_good_position, message.resource, message.wanted,
+                   message.free, message.bound, message.bound_of)
 
 
 class MlaError(Exception):

@@ -95,7 +95,8 @@ class LocalReference(Service):
 
     # --- Models
 
-    def _register(self, spec: ModelSpec) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int) -> Tuple[ModelSpec, int]:
+        del lease_ms  # nothing else runs here that a lease would protect
         geometry = spec.geometry
         if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
             raise errors.InvalidArgument("model: layers, softmax_scale and num_heads must be > 0")

@@ -39,7 +39,7 @@ class Service(abc.ABC):
     timeout_s: float
 
     @abc.abstractmethod
-    def _register(self, spec: ModelSpec) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int) -> Tuple[ModelSpec, int]:
         """Returns the spec in force and the bytes of a page group."""
 
     @abc.abstractmethod
@@ -85,9 +85,11 @@ class Service(abc.ABC):
         """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
         return None
 
-    def register_model(self, spec: ModelSpec) -> "Model":
-        """Registers a model; repeating it with equal contents succeeds."""
-        in_force, page_group_bytes = self._register(spec)
+    def register_model(self, spec: ModelSpec, *, lease_ms: int = 0) -> "Model":
+        """Registers a model; repeating it with equal contents succeeds. With `lease_ms` > 0 it goes
+        when for so long nothing has named it and no sequence of it was open; 0: as the server is
+        configured, by default never."""
+        in_force, page_group_bytes = self._register(spec, lease_ms)
         return Model(self, in_force, page_group_bytes)
 
     def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,

@@ -1,0 +1,100 @@
+"""Calls of operators: draining, bounds of tenants, eviction."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
+
+from mla_client.gen import admin_pb2
+
+_PREFIX = "QUOTA_RESOURCE_"
+
+
+@dataclasses.dataclass(frozen=True)
+class ResourceUsage:
+    """What a tenant uses of one resource, in the resource's unit."""
+
+    used: int
+    bound: int  # 2**63 - 1: none
+    source: str  # of the bound: "default", "configured" or "runtime"
+    refused: int  # requests, since the tenant was last idle
+
+
+@dataclasses.dataclass(frozen=True)
+class TenantQuota:
+    """What a tenant uses and may use, by name of the resource ("kv_bytes", "sequences", ...)."""
+
+    tenant: str
+    weight: int
+    resources: Dict[str, ResourceUsage]
+
+
+def _usage(entries: Any) -> Dict[str, ResourceUsage]:
+    return {entry.name: ResourceUsage(
+        entry.used, entry.bound,
+        admin_pb2.QuotaSource.Name(entry.source).replace("QUOTA_SOURCE_", "").lower(),
+        entry.refused) for entry in entries}
+
+
+def _quota(message: Any) -> TenantQuota:
+    return TenantQuota(message.tenant, message.weight, _usage(message.resources))
+
+
+class Operations:
+    """Mixed into Client. All but `quota` of the own tenant are for operators."""
+
+    _admin: Any
+
+    def _call(self, method: Any, request: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def drain(self, deadline_ms: int = 0, exit: bool = False) -> admin_pb2.DrainReply:
+        """Refuses new work and waits for open steps; 0: the server's own deadline. The call itself
+        is given that time and the client's timeout more."""
+        request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit)
+        return self._call(self._admin.Drain, request, idempotent=False,
+                          timeout_s=self.timeout_s + deadline_ms / 1e3)  # type: ignore
+
+    def cancel_drain(self) -> None:
+        """Takes new work again after a drain, or ends one that is under way."""
+        self._call(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(), idempotent=False)
+
+    def quota(self, tenant: str = "") -> TenantQuota:
+        """What one tenant uses and may use; "": the caller's own."""
+        reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(tenant=tenant))
+        return _quota(reply.tenants[0])
+
+    def quotas(self) -> Tuple[List[TenantQuota], Dict[str, ResourceUsage]]:
+        """Of every tenant that uses something or has a quota of its own, and of all together."""
+        reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(all=True))
+        return [_quota(entry) for entry in reply.tenants], _usage(reply.server)
+
+    def set_quota(self, tenant: str, bounds: Mapping[str, int], *, weight: int = 0,
+                  reset: bool = False) -> TenantQuota:
+        """Changes bounds until the server ends; only its configuration is kept. Others stay as they
+        are. `reset` first undoes all earlier calls for this tenant; `weight` 0 keeps it."""
+        known = admin_pb2.QuotaResource.keys()
+        unknown = [name for name in bounds if _PREFIX + name.upper() not in known]
+        if unknown:
+            names = ", ".join(key[len(_PREFIX):].lower() for key in known[1:])
+            raise ValueError(f"bounds: got {unknown[0]!r}, must be one of {names}")
+        request = admin_pb2.SetQuotaRequest(
+            tenant=tenant, weight=weight, reset=reset,
+            bounds=[admin_pb2.QuotaBound(
+                resource=admin_pb2.QuotaResource.Value(_PREFIX + name.upper()), bound=bound)
+                    for name, bound in bounds.items()])
+        return _quota(self._call(self._admin.SetQuota, request).quota)
+
+    def evict_sequences(self, tenant: str, sequence_ids: Sequence[int] = (), *,
+                        client_id: str = "", everything: bool = False) -> Tuple[int, List[int]]:
+        """Releases sequences of any tenant: these, those of one client, or all. Their open steps
+        are aborted. Returns how many went and which ids were not found."""
+        request = admin_pb2.EvictSequencesRequest(tenant=tenant, sequence_ids=sequence_ids,
+                                                  client_id=client_id, all=everything)
+        reply = self._call(self._admin.EvictSequences, request, idempotent=False)
+        return reply.evicted, list(reply.not_found)
+
+    def evict_model(self, tenant: str, model_id: str) -> int:
+        """Releases all sequences of a model of any tenant and unregisters it; returns how many."""
+        request = admin_pb2.EvictModelRequest(tenant=tenant, model_id=model_id)
+        return self._call(self._admin.EvictModel, request, idempotent=False).evicted_sequences
