@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
@@ -23,6 +25,8 @@ namespace {
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 constexpr int kInlineLaunches = 2;
+// How long a call that takes the role many times lets those that wait for it go ahead.
+constexpr int kYieldsToOthers = 1000;
 // A pool whose size nobody named is a multiple of this.
 constexpr int64_t kKvCacheStep = 1 << 20;
 
@@ -336,13 +340,33 @@ UploadId Engine::NewUpload() { return impl_->next_upload_.fetch_add(1); }
 absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                                  int32_t layer, int32_t head_begin, int32_t head_count,
                                  std::span<const std::byte> w_uk_w_uv, Fault* fault) {
-  return impl_->WithRole([&](EngineCore& core) {
-    absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id", fault);
-    if (!model.ok()) return model.status();
-    return core.models().LoadWeights(**model, upload, layer, head_begin, head_count, w_uk_w_uv,
-                                     fault);
+  const auto with_model = [&](auto&& fn) {
+    return impl_->WithRole([&](EngineCore& core) {
+      absl::StatusOr<Model*> model =
+          core.models().Find(core.FindTenant(tenant), id, "header.model_id", fault);
+      return model.ok() ? fn(core.models(), **model) : model.status();
+    });
+  };
+  kernels::Geometry g;
+  absl::Status status = with_model([&](ModelTable& models, Model& model) {
+    g = model.spec->geometry;
+    return models.CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv, fault);
   });
+  // One head at a time: repacking a chunk of all heads takes as long as many launches.
+  const size_t uk = size_t(g.nope_dim) * g.kv_lora_rank * sizeof(kernels::Bf16);
+  const size_t uv = size_t(g.kv_lora_rank) * g.v_dim * sizeof(kernels::Bf16);
+  std::vector<std::byte> head(uk + uv);
+  for (int32_t h = 0; h < head_count && status.ok(); ++h) {
+    std::memcpy(head.data(), w_uk_w_uv.data() + h * uk, uk);
+    std::memcpy(head.data() + uk, w_uk_w_uv.data() + head_count * uk + h * uv, uv);
+    status = with_model([&](ModelTable& models, Model& model) {
+      return models.LoadWeights(model, upload, layer, head_begin + h, 1, head, fault);
+    });
+    for (int i = 0; i < kYieldsToOthers && impl_->waiting_for_role_ > 0; ++i) {
+      std::this_thread::yield();
+    }
+  }
+  return status;
 }
 
 absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,

@@ -90,6 +90,9 @@ class ModelTable {
   // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
   // over. A committed head accepts a repeat of the same bytes and refuses others (ALREADY_EXISTS):
   // launches may read it.
+  // Whether LoadWeights takes heads and bytes of these sizes.
+  absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
+                          std::span<const std::byte> bytes, Fault* fault) const;
   absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
                            int32_t head_count, std::span<const std::byte> bytes, Fault* fault);
   // Returns the layers that still miss committed heads.
@@ -104,8 +107,6 @@ class ModelTable {
  private:
   absl::Status CheckSpec(const ModelSpec& spec, Fault* fault) const;
   absl::Status CheckSupported(const ModelSpec& spec, Fault* fault) const;
-  absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
-                          std::span<const std::byte> bytes, Fault* fault) const;
   absl::Status ChargeWeights(Model& model, Fault* fault);
   absl::Status Remove(Model& model);
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;

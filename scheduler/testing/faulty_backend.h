@@ -4,6 +4,7 @@
 #define MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -32,6 +33,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
     point_ = point;
     after_ = after;
   }
+  // Called for each head whose weights are loaded, with the engine role held.
+  void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
   // Of all launches: KV rows appended, and records of attention and their heads.
   int64_t appended_rows() const { return appended_rows_; }
   int64_t attended_records() const { return attended_records_; }
@@ -88,6 +91,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status LoadWeights(int32_t slot, const kernels::Geometry& g, int32_t begin, int32_t end,
                            const kernels::Bf16* uk, const kernels::Bf16* uv) override {
+    if (on_load_weights_) on_load_weights_(begin);
     return inner_->LoadWeights(slot, g, begin, end, uk, uv);
   }
   absl::Status FreeWeights(int32_t slot) override {
@@ -181,6 +185,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int after_ = 0;
   kernels::BackendInfo two_slots_;
   bool has_two_slots_ = false;
+  std::function<void(int32_t)> on_load_weights_;
   bool absorbed_only_ = false;
   bool expanded_bf16_only_ = false;
   int64_t appended_rows_ = 0;
