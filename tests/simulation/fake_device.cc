@@ -66,9 +66,9 @@ absl::Status FakeDevice::Healthy() const {
 }
 
 absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> FakeDevice::AllocateHost(size_t bytes) {
-  auto heap = std::make_unique<Heap>(bytes);
-  own_host_.push_back(heap->bytes());
-  return heap;
+  auto buffer = std::make_unique<Heap>(bytes);
+  own_.push_back(buffer->bytes());
+  return buffer;
 }
 
 absl::Status FakeDevice::LoadWeights(int32_t slot, const kernels::Geometry& geometry,
@@ -95,6 +95,13 @@ absl::Status FakeDevice::FreeWeights(int32_t slot) {
   if (UsesWeights(slot)) Violation("weights freed while a launch uses them");
   weights_.at(static_cast<size_t>(slot)) = Weights();
   return absl::OkStatus();
+}
+
+bool FakeDevice::IsOwn(const void* host) const {
+  const auto* at = static_cast<const std::byte*>(host);
+  return std::any_of(own_.begin(), own_.end(), [at](std::span<std::byte> memory) {
+    return at >= memory.data() && at < memory.data() + memory.size();
+  });
 }
 
 bool FakeDevice::UsesWeights(int32_t slot) const {
@@ -148,6 +155,7 @@ absl::Status FakeDevice::BeginLaunch(int32_t slot) {
   s.commands.clear();
   s.run = s.to_run = 0;
   s.page_ranges = s.table_ranges = 0;
+  s.requests = s.rows = s.packed_rows = 0;
   s.fails = false;
   std::fill(s.memory.begin(), s.memory.end(), std::byte{0xff});
   return absl::OkStatus();
@@ -165,13 +173,6 @@ absl::StatusOr<int64_t> FakeDevice::Take(int32_t slot, int64_t bytes, int64_t* u
     return absl::ResourceExhaustedError(what);
   }
   return at;
-}
-
-bool FakeDevice::OwnsHost(const void* host, int64_t bytes) const {
-  const auto* const first = static_cast<const std::byte*>(host);
-  return std::any_of(own_host_.begin(), own_host_.end(), [&](std::span<const std::byte> own) {
-    return first >= own.data() && first + bytes <= own.data() + own.size();
-  });
 }
 
 void FakeDevice::CopyIn(Slot& slot, const Staged& staged) {
@@ -231,8 +232,7 @@ absl::StatusOr<void*> FakeDevice::StageOutputParts(int32_t slot, int32_t rows,
     staged.output = true;
     column += part.row_bytes;
     if (part.host == nullptr) continue;
-    // What no client wants goes to the engine's own memory, which no query is read from.
-    if (!OwnsHost(part.host, rows * part.row_bytes)) {
+    if (!IsOwn(part.host)) {
       staged.tenant = watcher_->OnStaged(part.host, rows * part.row_bytes, s.serial);
       if (staged.tenant == 0) return absl::InternalError("memory of no request");
     }
@@ -316,6 +316,17 @@ absl::Status FakeDevice::Project(int32_t slot, const kernels::Geometry& geometry
 }
 
 absl::Status FakeDevice::Run(int32_t slot, const kernels::AttentionParams& params) {
+  Slot& s = slots_.at(static_cast<size_t>(slot));
+  for (const kernels::RequestRecord& request : params.requests) {
+    ++s.requests;
+    s.rows += request.q_rows;
+    s.packed_rows += int64_t{request.q_rows} * request.num_heads;
+  }
+  if (s.requests > limits_.launch_requests || s.rows > limits_.launch_rows ||
+      s.packed_rows > limits_.launch_packed_rows) {
+    Violation(absl::StrCat("a launch of ", s.requests, " requests, ", s.rows, " rows and ",
+                           s.packed_rows, " packed rows"));
+  }
   auto command = Record(slot, Verb::kRun);
   if (command.ok()) (*command)->params = params;
   return command.status();

@@ -146,6 +146,7 @@ class FakeDevice final : public kernels::AttentionBackend {
     bool fails = false;
     int64_t started_at = 0, done_at = 0;
     int64_t page_ranges = 0, table_ranges = 0;
+    int64_t requests = 0, rows = 0, packed_rows = 0;  // of Run
     // Partials between Run and Combine.
     std::vector<double> partial_sums, partial_most, partial_total;
   };
@@ -167,8 +168,6 @@ class FakeDevice final : public kernels::AttentionBackend {
   std::byte* Place(Slot& slot, int64_t at) { return slot.memory.data() + at; }
   int TenantAt(const Slot& slot, const void* device) const;
   void CopyIn(Slot& slot, const Staged& staged);
-  // Whether AllocateHost has given this memory out.
-  bool OwnsHost(const void* host, int64_t bytes) const;
   void Execute(Slot& slot, size_t end);
   void Execute(Slot& slot, const Command& command);
   void WriteRange(const kernels::PageRange& range);
@@ -188,6 +187,8 @@ class FakeDevice final : public kernels::AttentionBackend {
   void CheckWords(const uint16_t* first, int64_t count, int tenant, bool fresh, const char* where);
   // Whether a launch that runs uses the weights.
   bool UsesWeights(int32_t slot) const;
+  // Whether the memory is of AllocateHost: the scheduler's own, of no tenant.
+  bool IsOwn(const void* host) const;
   const Weights* WeightsOf(int32_t slot, int head_begin, int heads);
 
   const FakeDeviceOptions options_;
@@ -200,13 +201,13 @@ class FakeDevice final : public kernels::AttentionBackend {
   std::vector<uint32_t> host_tables_, tables_;
   std::vector<Slot> slots_;
   std::vector<Weights> weights_;
-  std::vector<int32_t> running_;  // slots by submission
+  std::vector<std::span<std::byte>> own_;  // memory of AllocateHost, which the engine keeps
+  std::vector<int32_t> running_;           // slots by submission
   scheduler::testing::PlanChecker checker_;
   std::vector<scheduler::PlanRequest> plan_requests_;  // scratch
   Piece piece_, merged_;                               // scratch
   DeviceFault armed_ = DeviceFault::kNone;
   bool lost_ = false;
-  std::vector<std::span<std::byte>> own_host_;
   uint64_t next_serial_ = 1;
   int64_t faults_ = 0, launches_ = 0, commands_ = 0, last_done_ = 0;
 };

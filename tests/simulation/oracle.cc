@@ -82,6 +82,36 @@ double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int
   return most + std::log(sum);
 }
 
+const OracleQuota& Oracle::QuotaOf(int tenant) const {
+  static const OracleQuota none;
+  const auto found = quotas.find(tenant);
+  return found == quotas.end() ? none : found->second;
+}
+
+int64_t Oracle::KvBytesOf(int tenant) const {
+  int64_t bytes = 0;
+  for (const OracleModel& model : models) {
+    if (model.tenant == tenant) bytes += model.groups * model.shape.group_bytes();
+  }
+  return bytes;
+}
+
+int64_t Oracle::SequencesOf(int tenant) const {
+  return std::count_if(sequences.begin(), sequences.end(),
+                       [tenant](const auto& entry) { return entry.second.tenant == tenant; });
+}
+
+int64_t Oracle::ModelsOf(int tenant) const {
+  return std::count_if(models.begin(), models.end(), [tenant](const OracleModel& model) {
+    return model.open && model.tenant == tenant;
+  });
+}
+
+int64_t Oracle::StepsOf(int tenant) const {
+  return std::count_if(steps.begin(), steps.end(),
+                       [tenant](const auto& entry) { return entry.second.tenant == tenant; });
+}
+
 int Oracle::models_open() const {
   return static_cast<int>(
       std::count_if(models.begin(), models.end(), [](const OracleModel& m) { return m.open; }));
@@ -94,16 +124,20 @@ Reasons Oracle::CheckRegister(int tenant, const std::string& name, const Shape& 
     reasons.AddIf(model.shape != shape, "model_exists");
     return reasons;
   }
-  reasons.AddIf(models_open() >= limits_.max_models, "models_exhausted");
+  reasons.AddIf(models_open() >= limits_.max_models || ModelsOf(tenant) >= QuotaOf(tenant).models,
+                "models_exhausted");
   reasons.AddIf(shape.group_bytes() > limits_.pool_bytes, "page_group_too_large");
   return reasons;
 }
 
 int Oracle::ApplyRegister(int tenant, const std::string& name, const Shape& shape,
-                          uint64_t weights_key) {
+                          uint64_t weights_key, int64_t lease_ns, int64_t now) {
   for (size_t i = 0; i < models.size(); ++i) {
-    const OracleModel& model = models[i];
-    if (model.open && model.tenant == tenant && model.name == name) return static_cast<int>(i);
+    OracleModel& model = models[i];
+    if (!model.open || model.tenant != tenant || model.name != name) continue;
+    if (lease_ns > 0) model.lease_ns = lease_ns;
+    TouchModel(static_cast<int>(i), now);
+    return static_cast<int>(i);
   }
   OracleModel model;
   model.tenant = tenant;
@@ -111,6 +145,8 @@ int Oracle::ApplyRegister(int tenant, const std::string& name, const Shape& shap
   model.shape = shape;
   model.open = true;
   model.weights_key = weights_key;
+  model.lease_ns = lease_ns;
+  model.deadline = now + lease_ns;
   models.push_back(model);
   return static_cast<int>(models.size()) - 1;
 }
@@ -131,11 +167,13 @@ const OracleSequence* Oracle::Find(int tenant, uint64_t id) const {
   return const_cast<Oracle*>(this)->Find(tenant, id);
 }
 
-Reasons Oracle::CheckOpen(int model) const {
+Reasons Oracle::CheckOpen(int tenant, int model) const {
   Reasons reasons;
   reasons.AddIf(draining, "draining");
   reasons.AddIf(model < 0 || !models[model].open, "model_not_found");
-  reasons.AddIf(static_cast<int>(sequences.size()) >= limits_.max_sequences, "sequences_exhausted");
+  reasons.AddIf(static_cast<int>(sequences.size()) >= limits_.max_sequences ||
+                    SequencesOf(tenant) >= QuotaOf(tenant).sequences,
+                "sequences_exhausted");
   return reasons;
 }
 
@@ -150,7 +188,9 @@ Reasons Oracle::CheckFork(int tenant, uint64_t parent, uint64_t epoch, int64_t l
   reasons.AddIf(from->epoch != epoch, "epoch_mismatch");
   reasons.AddIf(from->step != 0, "in_step");
   reasons.AddIf(length < 0 || length > from->length(), "out_of_range");
-  reasons.AddIf(static_cast<int>(sequences.size()) >= limits_.max_sequences, "sequences_exhausted");
+  reasons.AddIf(static_cast<int>(sequences.size()) >= limits_.max_sequences ||
+                    SequencesOf(tenant) >= QuotaOf(tenant).sequences,
+                "sequences_exhausted");
   return reasons;
 }
 
@@ -208,10 +248,11 @@ void Oracle::ApplyTruncate(uint64_t id, int64_t length, int64_t now) {
   Renew(&sequence, 0, now);
 }
 
-void Oracle::ApplyRelease(uint64_t id) {
+void Oracle::ApplyRelease(uint64_t id, int64_t now) {
   OracleSequence& sequence = sequences.at(id);
   ShrinkTo(&sequence, 0);
   --models[sequence.model].sequences;
+  TouchModel(sequence.model, now);
   sequences.erase(id);
 }
 
@@ -267,11 +308,19 @@ int64_t Oracle::GroupsWanted(const OracleBegin& begin) const {
 
 void Oracle::CheckPages(const OracleBegin& begin, Reasons* reasons) const {
   const int64_t bytes = models[begin.model].shape.group_bytes();
-  reasons->AddIf(GroupsWanted(begin) > (limits_.pool_bytes - bytes_used_) / bytes,
-                 "pages_exhausted");
+  const int64_t left = std::min(limits_.pool_bytes - bytes_used_,
+                                QuotaOf(begin.tenant).kv_bytes - KvBytesOf(begin.tenant));
+  // A bound may have been set below what is in use; whoever wants nothing more is not refused. A
+  // tenant that has nothing gets one group, however large, unless its bound is 0.
+  const int64_t wanted = GroupsWanted(begin);
+  const bool first = wanted == 1 && KvBytesOf(begin.tenant) == 0 &&
+                     QuotaOf(begin.tenant).kv_bytes > 0 &&
+                     bytes <= limits_.pool_bytes - bytes_used_;
+  reasons->AddIf(wanted > 0 && wanted * bytes > left && !first, "pages_exhausted");
 }
 
 void Oracle::CheckMember(const OracleBegin& begin, size_t index, Reasons* reasons) const {
+  reasons->AddIf(begin.rows[index] < 1, "out_of_range");
   const OracleSequence* sequence = Find(begin.tenant, begin.sequences[index]);
   if (sequence == nullptr) {
     reasons->Add("sequence_not_found");
@@ -285,8 +334,7 @@ void Oracle::CheckMember(const OracleBegin& begin, size_t index, Reasons* reason
   reasons->AddIf(sequence->epoch != begin.epochs[index], "epoch_mismatch");
   reasons->AddIf(sequence->step != 0 || twice, "in_step");
   reasons->AddIf(sequence->length() != begin.starts[index], "position_mismatch");
-  reasons->AddIf(begin.rows[index] < 1 || begin.rows[index] + sequence->length() > most,
-                 "out_of_range");
+  reasons->AddIf(begin.rows[index] + sequence->length() > most, "out_of_range");
 }
 
 }  // namespace mla::simulation

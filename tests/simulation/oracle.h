@@ -51,6 +51,12 @@ struct OracleLimits {
   int64_t sequence_lease_ns = 0, step_lease_ns = 0, max_lease_ns = 0;
 };
 
+// What one tenant may have at a time.
+struct OracleQuota {
+  static constexpr int64_t kNone = int64_t{1} << 60;  // no bound
+  int64_t kv_bytes = kNone, sequences = kNone, models = kNone, open_steps = kNone, queued = kNone;
+};
+
 struct OracleModel {
   int tenant = 0;
   std::string name;
@@ -59,7 +65,8 @@ struct OracleModel {
   bool weights = false;
   uint64_t weights_key = 0;
   int sequences = 0;
-  int groups = 0;  // in use, each once
+  int groups = 0;                      // in use, each once
+  int64_t lease_ns = 0, deadline = 0;  // 0: no lease
 };
 
 struct OracleSequence {
@@ -95,6 +102,7 @@ struct OracleStep {
   int pending = 0;         // Attend requests not answered
   bool ending = false;     // its EndStep waits
   bool aborting = false;   // may be aborted now
+  bool failed = false;     // a launch of it failed: it must not be committed
   bool uncertain = false;  // when it was last touched is not known
 };
 
@@ -124,23 +132,27 @@ class Oracle {
 
   // --- Models
   Reasons CheckRegister(int tenant, const std::string& name, const Shape& shape) const;
-  int ApplyRegister(int tenant, const std::string& name, const Shape& shape, uint64_t weights_key);
+  int ApplyRegister(int tenant, const std::string& name, const Shape& shape, uint64_t weights_key,
+                    int64_t lease_ns, int64_t now);
+  void ApplyUnregister(int model) { models[model].open = false; }
+  // Something has named the model, or a sequence of it has gone.
+  void TouchModel(int model, int64_t now) { models[model].deadline = now + models[model].lease_ns; }
   Reasons CheckUnregister(int model) const;
 
   // --- Sequences
-  Reasons CheckOpen(int model) const;
+  Reasons CheckOpen(int tenant, int model) const;
   Reasons CheckFork(int tenant, uint64_t parent, uint64_t epoch, int64_t length) const;
   Reasons CheckTruncate(int tenant, uint64_t id, uint64_t epoch, int64_t length) const;
   void ApplyOpen(uint64_t id, int model, int64_t lease_ns, int64_t now);
   void ApplyFork(uint64_t id, uint64_t parent, int64_t length, int64_t lease_ns, int64_t now);
   void ApplyTruncate(uint64_t id, int64_t length, int64_t now);
-  void ApplyRelease(uint64_t id);
+  void ApplyRelease(uint64_t id, int64_t now);
   void Renew(OracleSequence* sequence, int64_t lease_ns, int64_t now);
 
   // --- Steps
   Reasons CheckBegin(const OracleBegin& begin) const;
   // Whether a refusal for want of pages may be right although the bytes would suffice.
-  bool PagesInDoubt(const OracleBegin& begin) const;
+  bool PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const;
   uint64_t ApplyBegin(const OracleBegin& begin, int64_t now);  // the step's key
   // Commits the given rows of each member.
   void ApplyEnd(OracleStep* step, const std::vector<int>& rows, int64_t now);
@@ -162,6 +174,13 @@ class Oracle {
   OracleSequence* Find(int tenant, uint64_t id);
   const OracleSequence* Find(int tenant, uint64_t id) const;
   int models_open() const;
+  int64_t models_expired() const { return models_expired_; }
+  // In use by a tenant.
+  int64_t KvBytesOf(int tenant) const;
+  int64_t SequencesOf(int tenant) const;
+  int64_t ModelsOf(int tenant) const;
+  int64_t StepsOf(int tenant) const;
+  std::map<int, OracleQuota> quotas;  // by tenant
 
   // Sequences that a step has let go since the last look, by tenant and id.
   std::vector<std::pair<int, uint64_t>> let_go;
@@ -184,7 +203,8 @@ class Oracle {
   const OracleLimits limits_;
   std::vector<int> holders_;  // by group
   std::vector<int> free_groups_;
-  int64_t groups_used_ = 0, bytes_used_ = 0, expired_ = 0;
+  const OracleQuota& QuotaOf(int tenant) const;
+  int64_t groups_used_ = 0, bytes_used_ = 0, expired_ = 0, models_expired_ = 0;
   uint64_t next_step_ = 1;
   std::vector<double> logits_, latent_query_, latent_;  // scratch of Attend
 };

@@ -32,7 +32,9 @@ Reasons Oracle::CheckBegin(const OracleBegin& begin) const {
   reasons.AddIf(draining, "draining");
   reasons.AddIf(unhealthy, "backend_unhealthy");
   reasons.AddIf(begin.model < 0 || !models[begin.model].open, "model_not_found");
-  reasons.AddIf(static_cast<int>(steps.size()) >= limits_.max_open_steps, "steps_exhausted");
+  reasons.AddIf(static_cast<int>(steps.size()) >= limits_.max_open_steps ||
+                    StepsOf(begin.tenant) >= QuotaOf(begin.tenant).open_steps,
+                "steps_exhausted");
   const int members = static_cast<int>(begin.sequences.size());
   int64_t rows = 0;
   for (const int count : begin.rows) rows += count;
@@ -46,9 +48,15 @@ Reasons Oracle::CheckBegin(const OracleBegin& begin) const {
   return reasons;
 }
 
-bool Oracle::PagesInDoubt(const OracleBegin& begin) const {
+bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const {
+  // Groups that page work still uses are not free, of whatever model they are.
+  if (groups_pinned > 0) return true;
   // A group of another model keeps at most one slab, or as many as it covers, from this one.
   const OracleModel& model = models[begin.model];
+  // A page whose rows a copy still reads is copied once more.
+  const int64_t most = GroupsWanted(begin) + static_cast<int64_t>(begin.sequences.size());
+  const int64_t quota = QuotaOf(begin.tenant).kv_bytes;
+  if (most * model.shape.group_bytes() > quota - KvBytesOf(begin.tenant)) return true;
   const int64_t slab = limits_.pool_bytes / kSlabs;
   int64_t kept = 0;
   for (const OracleModel& other : models) {
@@ -57,7 +65,7 @@ bool Oracle::PagesInDoubt(const OracleBegin& begin) const {
   }
   const int64_t sure = limits_.pool_bytes - kept - model.groups * model.shape.group_bytes();
   // The pool need not be a whole number of slabs, nor a slab of groups of a second layout.
-  const int64_t bytes = GroupsWanted(begin) * model.shape.group_bytes();
+  const int64_t bytes = most * model.shape.group_bytes();
   return models.size() > 1 ? bytes > sure / 2 : bytes > sure;
 }
 
@@ -145,8 +153,13 @@ int Oracle::PassTime(int64_t now) {
       Renew(&sequence, 0, now);  // the step's own lease keeps it
     }
   }
-  for (const uint64_t id : expired) ApplyRelease(id);
+  for (const uint64_t id : expired) ApplyRelease(id, now);
   expired_ += static_cast<int64_t>(expired.size());
+  for (OracleModel& model : models) {
+    if (!model.open || model.lease_ns == 0 || model.sequences > 0 || now < model.deadline) continue;
+    model.open = false;
+    ++models_expired_;
+  }
   return static_cast<int>(gone.size() + expired.size());
 }
 

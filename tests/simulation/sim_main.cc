@@ -13,12 +13,13 @@ namespace mla::simulation {
 namespace {
 
 constexpr char kUsage[] =
-    "usage: sim [--ops N] [--seed S] [--seeds N] [--steps N] [--threads N] [--quiet]\n"
+    "usage: sim [--ops N] [--seed S] [--seeds N] [--steps N] [--threads N] [--quiet] [--progress]\n"
     "  --ops N      go on until N operations were done (default 1000000)\n"
     "  --seed S     the first seed (default 1); a seed decides everything\n"
     "  --seeds N    at most N seeds\n"
     "  --steps N    operations drawn for one seed (default 2000)\n"
-    "  --threads N  seeds that run at a time (default: cores); the result does not depend on it\n";
+    "  --threads N  seeds that run at a time (default: cores); the result does not depend on it\n"
+    "  --quiet      the last line alone, and a violation; --progress tells of the seeds begun\n";
 
 int64_t Number(const char* flag, const char* text) {
   char* end = nullptr;
@@ -62,6 +63,10 @@ int Main(int argc, char** argv) {
     const std::string flag = argv[i];
     if (flag == "--quiet") {
       quiet = true;
+      continue;
+    }
+    if (flag == "--progress") {
+      options.progress = true;
       continue;
     }
     if (flag == "--help") {

@@ -1,6 +1,7 @@
 #include "tests/simulation/simulation_run.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <thread>
 #include <vector>
 
@@ -39,6 +40,9 @@ RunResult RunSeeds(const RunOptions& options) {
       results[static_cast<size_t>(i)] =
           RunSeed(first + static_cast<uint64_t>(i), options.steps_per_seed);
     };
+    if (options.progress) {
+      std::fprintf(stderr, "seed %lld\n", static_cast<long long>(run.seeds) + threads);
+    }
     std::vector<std::thread> workers;
     for (int i = 1; i < threads; ++i) workers.emplace_back(one, i);
     one(0);

@@ -16,6 +16,7 @@ struct RunOptions {
   int64_t most_seeds = 0;     // 0: as many as it takes
   int steps_per_seed = 2000;  // operations drawn for one seed
   int threads = 1;
+  bool progress = false;  // the number of each seed goes to standard error as it begins
 };
 
 struct RunResult {

@@ -10,6 +10,8 @@
 namespace mla::simulation {
 namespace {
 
+using scheduler::Fault;
+
 struct Weighted {
   Op op;
   int weight;
@@ -21,13 +23,15 @@ constexpr Weighted kMix[] = {
     {Op::kJoin, 6},     {Op::kAttend, 90},    {Op::kQuery, 30},      {Op::kRanks, 45},
     {Op::kRepeat, 12},  {Op::kFill, 45},      {Op::kRefusable, 8},   {Op::kMalformed, 6},
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
-    {Op::kFault, 3},    {Op::kDrain, 1},
+    {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
+    {Op::kBranch, 12},
 };
 constexpr const char* kNames[] = {
-    "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
-    "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
-    "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
-    "abort",    "launch",     "time",        "fault",        "drain",
+    "register",  "unregister", "weights", "open",        "fork",         "truncate",
+    "release",   "renew",      "get",     "open_stream", "close_stream", "begin",
+    "join",      "attend",     "query",   "ranks",       "repeat",       "fill",
+    "refusable", "malformed",  "end",     "abort",       "launch",       "time",
+    "fault",     "drain",      "quota",   "evict",       "branch",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -67,6 +71,11 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   options.dedicated_thread = false;
   uint64_t next_id = Mix(seed);
   options.ids = [next_id]() mutable { return Mix(++next_id); };
+  std::map<int, OracleQuota> quotas;
+  for (int tenant = 1; tenant <= tenants_ && has_quotas_; ++tenant) {
+    quotas[tenant] = DrawQuota();
+    options.tenants.quotas[TenantName(tenant)] = QuotaOf(quotas[tenant]);
+  }
   auto engine = scheduler::Engine::Create(options, std::move(device), &clock_);
   if (!engine.ok()) {
     Fail(absl::StrCat("the engine does not start: ", engine.status().ToString()));
@@ -74,7 +83,13 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   }
   engine_ = *std::move(engine);
   oracle_ = std::make_unique<Oracle>(oracle_limits_);
+  oracle_->quotas = quotas;
+  rows_.emplace_back();
   for (int tenant = 1; tenant <= tenants_; ++tenant) {
+    Fault fault;
+    const auto row = engine_->tenants()->Enter(TenantName(tenant), &fault);
+    if (!row.ok()) Fail(row.status().ToString());
+    rows_.push_back(row.ok() ? *row : scheduler::TenantRef());
     for (int i = 0; i < 2; ++i) {
       streams_.push_back({engine_->OpenStream(TenantName(tenant)), tenant});
     }
@@ -83,6 +98,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
 
 Simulator::~Simulator() {
   // Requests of an unfinished run are answered by the engine's end.
+  rows_.clear();
   engine_.reset();
 }
 
@@ -139,6 +155,8 @@ void Simulator::DrawConfig() {
   fault_percent_ = Chance(60) ? draw(5, 60) : 0;
   drains_ = Chance(15);
   loses_device_ = fault_percent_ > 0 && Chance(10);
+  has_quotas_ = Chance(50);
+  leases_models_ = Chance(40);
   FakeDeviceOptions& device = device_options_;
   device.seed = Pick(~uint64_t{0});
   device.runs_at_submit = Chance(50);
@@ -263,6 +281,12 @@ bool Simulator::Do(Op op) {
       return ArmFault();
     case Op::kDrain:
       return Drain();
+    case Op::kQuota:
+      return SetQuota();
+    case Op::kEvict:
+      return Evict();
+    case Op::kBranch:
+      return Branch();
     case Op::kCount:
       break;
   }
@@ -279,7 +303,7 @@ std::string Simulator::Run(int operations) {
     op_ = one->op;
     // What ends a run early happens towards its end.
     const bool late = i > operations * 9 / 10;
-    if (op_ == Op::kDrain && !(drains_ && late)) continue;
+    if (op_ == Op::kDrain && !(drains_ && late) && !oracle_->draining) continue;
     // What waits too long is given up by the timer, before anything that a call asks for.
     if (late_ && !requests_.empty()) Poll();
     if (Do(op_)) ++counts_.operations[static_cast<size_t>(op_)];

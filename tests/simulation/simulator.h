@@ -22,6 +22,7 @@
 #include "mla/v1/attention.pb.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
+#include "scheduler/tenant_table.h"
 #include "server/request_validator.h"
 #include "tests/simulation/fake_device.h"
 #include "tests/simulation/oracle.h"
@@ -55,6 +56,9 @@ enum class Op : uint8_t {
   kTime,
   kFault,
   kDrain,
+  kQuota,
+  kEvict,
+  kBranch,
   kCount,
 };
 const char* Name(Op op);
@@ -83,7 +87,7 @@ class SimRequest final : public scheduler::StreamRequest {
   int answers = 0;
   absl::Status status;
   scheduler::Fault fault;
-  int tenant = 0;
+  int owner = 0;          // number of the tenant
   uint64_t step_key = 0;  // the oracle's
   Reasons expect;         // of what is decided on arrival
   bool immediate = false;
@@ -92,7 +96,7 @@ class SimRequest final : public scheduler::StreamRequest {
   Form form = Form::kAbsorbed;
   uint64_t q_key = 0;
   bool repeat = false, differs = false;
-  int64_t arrival_ns = 0, deadline_ns = 0, answered_ns = 0;
+  int64_t arrival_ns = 0, deadline_ns = 0;
   uint64_t launch = 0;            // the last one that it was staged for
   std::vector<std::byte> memory;  // kv, q, o, lse, each with a guard behind it
   size_t kv_bytes = 0, q_bytes = 0, o_bytes = 0, lse_bytes = 0;
@@ -150,6 +154,7 @@ class Simulator final : public DeviceWatcher {
   bool LoadWeights();
   bool Open();
   bool Fork();
+  bool Branch();
   bool Truncate();
   bool Release();
   bool Renew();
@@ -171,6 +176,12 @@ class Simulator final : public DeviceWatcher {
   bool Time();
   bool ArmFault();
   bool Drain();
+  bool SetQuota();
+  bool Evict();
+  bool EvictModel();
+  static scheduler::TenantQuota QuotaOf(const OracleQuota& quota);
+  OracleQuota DrawQuota();
+  void TouchModels();
 
   // --- Choosing
   OracleSequence* AnySequence(int tenant, bool free);
@@ -180,6 +191,9 @@ class Simulator final : public DeviceWatcher {
   int64_t Now() const { return clock_.Now(); }
 
   // --- The transport
+  // The child's id, 0 if it was refused.
+  uint64_t SendFork(int tenant, const OracleSequence& parent, uint64_t epoch, int64_t length);
+  bool SendRows(uint64_t step_id, int tenant);
   OracleBegin DrawBegin(int tenant);
   void SpoilBegin(OracleBegin* begin);
   bool SendBegin(const OracleBegin& begin, bool joins);
@@ -215,6 +229,7 @@ class Simulator final : public DeviceWatcher {
   void CheckOutput(const SimRequest& request, const OracleStep& step);
   void CheckGuards(const SimRequest& request);
   void CheckBooks();
+  void CheckQuotas();
   static int64_t PagesOnTheBooks(const scheduler::EngineStats& stats);
   int64_t OpenAttends() const;
   // A refusal that was foretold, or none was and the call was granted.
@@ -237,7 +252,7 @@ class Simulator final : public DeviceWatcher {
   std::vector<Shape> shapes_;
   int tenants_ = 2;
   int fault_percent_ = 0;
-  bool drains_ = false, loses_device_ = false;
+  bool drains_ = false, loses_device_ = false, has_quotas_ = false, leases_models_ = false;
   int queue_requests_ = 0, launch_rows_ = 0, launch_packed_rows_ = 0, launch_requests_ = 0;
   int prefill_rows_ = 0, decode_rows_ = 0;
   int64_t slice_wait_us_ = 0, kv_wait_ms_ = 0, queue_ms_ = 0;
@@ -246,19 +261,20 @@ class Simulator final : public DeviceWatcher {
   FakeDevice* device_ = nullptr;  // the engine's
   std::unique_ptr<scheduler::Engine> engine_;
   std::unique_ptr<Oracle> oracle_;
+  std::vector<scheduler::TenantRef> rows_;  // by tenant, as a transport holds them
   std::vector<Stream> streams_;
-  std::list<std::unique_ptr<SimRequest>> requests_;  // not answered
-  std::vector<std::unique_ptr<SimRequest>> done_;    // answered, not checked
-  std::map<const std::byte*, SimRequest*> memory_;   // of requests not answered
-  std::vector<uint64_t> failed_launches_;
+  std::list<std::unique_ptr<SimRequest>> requests_;    // not answered
+  std::vector<std::unique_ptr<SimRequest>> done_;      // answered, not checked
+  std::map<const std::byte*, SimRequest*> memory_;     // of requests not answered
   std::vector<std::unique_ptr<SimRequest>> answered_;  // the last ones, checked
   size_t next_answered_ = 0;
   uint64_t next_step_id_ = 1, next_key_ = 1;
-  bool undrained_ = false;   // the engine has not taken all that was handed over
-  bool any_failed_ = false;  // a launch has, since the last look at the answers
-  bool gave_up_ = false;     // requests have waited too long, since the last call
-  int64_t called_at_ = 0;    // the last call of the engine
-  bool late_ = false;        // time has passed and the engine has not been called
+  bool undrained_ = false;                // the engine has not taken all that was handed over
+  uint64_t first_failed_ = ~uint64_t{0};  // launch, since the last look at the answers
+  int64_t pinned_ = 0;     // page groups that page work alone keeps, when last looked at
+  bool gave_up_ = false;   // requests have waited too long, since the last call
+  int64_t called_at_ = 0;  // the last call of the engine
+  bool late_ = false;      // time has passed and the engine has not been called
 
   Op op_ = Op::kCount;
   std::array<TraceEntry, 64> trace_ = {};

@@ -12,7 +12,6 @@ namespace {
 
 constexpr size_t kKept = 64;
 constexpr int kSettleRounds = 4000;
-
 double At(const std::byte* base, bool f32, size_t index) {
   if (f32) {
     float value;
@@ -70,7 +69,8 @@ void Simulator::CheckAnswer(SimRequest* request) {
 void Simulator::CheckBeginAnswer(SimRequest* request) {
   const OracleBegin& wanted = request->wanted;
   const bool in_doubt = !request->joins && request->expect.none() &&
-                        request->fault.reason == "pages_exhausted" && oracle_->PagesInDoubt(wanted);
+                        request->fault.reason == "pages_exhausted" &&
+                        oracle_->PagesInDoubt(wanted, pinned_);
   if (!request->status.ok() && in_doubt) {
     ++counts_.refusals;
     return;
@@ -78,12 +78,13 @@ void Simulator::CheckBeginAnswer(SimRequest* request) {
   if (!Foretold("BeginStep", request->status, request->fault, request->expect)) return;
   OracleStep* step = oracle_->FindStep(wanted.tenant, wanted.id);
   if (step == nullptr) {
-    request->step_key = oracle_->ApplyBegin(wanted, Now());
+    request->step_key = oracle_->ApplyBegin(wanted, called_at_);
     step = oracle_->StepOf(request->step_key);
   } else if (std::count(step->streams.begin(), step->streams.end(), wanted.stream) == 0) {
     step->streams.push_back(wanted.stream);
   }
-  step->touched = Now();
+  // It was taken when the call began; launches may have been waited for since.
+  step->touched = called_at_;
   if (request->total_rows != step->total ||
       request->joined != static_cast<int>(step->streams.size()) ||
       request->lease_ms != step->lease_ns / 1'000'000) {
@@ -109,11 +110,6 @@ void Simulator::CheckAttendAnswer(SimRequest* request) {
     CheckAttendFailure(*request, step);
     return;
   }
-  // Of a repeat that appends nothing no launch tells. The others' answers come after their launch,
-  // and later still when the engine completes several launches at once.
-  if (request->repeat && request->form == Form::kAppend) {
-    step->touched = std::max(step->touched, request->answered_ns);
-  }
   const scheduler::AttendArgs& args = request->attend;
   const int end = args.row_begin + args.row_count;
   if (request->differs) Fail("other KV bytes for rows that are stored were accepted");
@@ -131,16 +127,11 @@ void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) 
   const int end = args.row_begin + args.row_count;
   const bool waits =
       !args.has_kv && (end > static_cast<int>(step->layers[layer].size()) || step->broken[layer]);
-  const auto failed_in = [&](uint64_t launch) {
-    return std::count(failed_launches_.begin(), failed_launches_.end(), launch) > 0;
-  };
   bool right = false;
   if (reason == "launch_failed") {
-    // A repeat that appends nothing is part of a launch without memory of its own.
-    // A launch goes with the one before it, whose rows it may read; never the other way round.
-    right = failed_in(request.launch) || failed_in(request.launch - 1) ||
-            (any_failed_ && request.repeat && request.form == Form::kAppend);
-    step->aborting = true;
+    // Launches behind the one that failed go with it, older ones do not.
+    right = request.launch != 0 && request.launch >= first_failed_;
+    step->aborting = step->failed = true;
   } else if (reason == "step_aborted") {
     right = step->aborting && request.step_aborted;
   } else if (reason == "deadline") {
@@ -212,6 +203,7 @@ void Simulator::CheckEndAnswer(SimRequest* request) {
     ++counts_.refusals;
     return;
   }
+  if (step->failed) Fail(absl::StrCat("a step whose launch failed: ", request->status.ToString()));
   if (step->pending > 0) Fail("EndStep was answered before requests of its step");
   std::vector<int> rows(request->end.committed_rows.begin(), request->end.committed_rows.end());
   int needed = 0;
@@ -245,6 +237,7 @@ void Simulator::CheckBooks() {
   BeforeCall();
   const scheduler::EngineStats stats = engine_->Stats();
   AfterCall();
+  pinned_ = stats.page_groups_pinned;
   const struct {
     const char* what;
     int64_t got, want;
@@ -252,6 +245,7 @@ void Simulator::CheckBooks() {
       {"sequences", stats.sequences, static_cast<int64_t>(oracle_->sequences.size())},
       {"open steps", stats.open_steps, static_cast<int64_t>(oracle_->steps.size())},
       {"models", stats.models, oracle_->models_open()},
+      {"models expired", static_cast<int64_t>(stats.models_expired), oracle_->models_expired()},
       {"streams", stats.streams, static_cast<int64_t>(streams_.size())},
       {"page groups in use", stats.page_groups_used, oracle_->groups_used()},
       {"bytes in use", stats.kv_bytes_used, oracle_->bytes_used()},
@@ -263,8 +257,34 @@ void Simulator::CheckBooks() {
     if (book.got == book.want) continue;
     Fail(absl::StrCat(book.what, ": ", book.got, ", foretold ", book.want));
   }
+  CheckQuotas();
   if (Chance(10)) {
     if (const std::string wrong = engine_->CheckInvariants(); !wrong.empty()) Fail(wrong);
+  }
+}
+
+// What the product says that each tenant uses and may use.
+void Simulator::CheckQuotas() {
+  using scheduler::Resource;
+  const int tenant = 1 + static_cast<int>(Pick(tenants_));
+  const scheduler::TenantUsage usage = engine_->tenants()->Usage(TenantName(tenant));
+  int64_t queued = 0;
+  for (const auto& request : requests_) queued += request->owner == tenant;
+  const struct {
+    Resource resource;
+    int64_t used;
+  } uses[] = {
+      {Resource::kSequences, oracle_->SequencesOf(tenant)},
+      {Resource::kModels, oracle_->ModelsOf(tenant)},
+      {Resource::kOpenSteps, oracle_->StepsOf(tenant)},
+      {Resource::kQueuedRequests, queued},
+      {Resource::kKvBytes,
+       pinned_ > 0 ? usage.used[Resource::kKvBytes] : oracle_->KvBytesOf(tenant)},
+  };
+  for (const auto& use : uses) {
+    if (usage.used[use.resource] == use.used) continue;
+    Fail(absl::StrCat("tenant ", tenant, " uses ", usage.used[use.resource], " ",
+                      scheduler::RowOf(use.resource).name, ", foretold ", use.used));
   }
 }
 
@@ -342,7 +362,7 @@ void Simulator::Finish() {
     engine_->ReleaseSequences(TenantName(tenant), ids, &absent);
     CheckAnswers();
     FinishAborts();
-    for (const uint64_t id : ids) oracle_->ApplyRelease(id);
+    for (const uint64_t id : ids) oracle_->ApplyRelease(id, Now());
     AfterCall();
     if (!absent.empty()) Fail("a sequence is gone at the end");
   }

@@ -75,17 +75,20 @@ bool Simulator::Register() {
   Fault fault;
   scheduler::ModelSpec spec;
   BeforeCall();
+  const int64_t lease_ms = leases_models_ ? 50 + static_cast<int64_t>(Pick(500)) : 0;
   absl::Status status =
       server::ParseModelSpec(ModelMessage(name, shape), engine_->limits(), &spec, &fault);
-  if (status.ok()) status = engine_->RegisterModel(TenantName(tenant), spec, &fault).status();
+  if (status.ok()) {
+    status = engine_->RegisterModel(TenantName(tenant), spec, &fault, lease_ms).status();
+  }
   AfterCall();
   Trace(static_cast<uint64_t>(tenant), name.back(), static_cast<uint64_t>(status.code()));
   const Reasons expect = oracle_->CheckRegister(tenant, name, shape);
   if (Foretold("Register", status, fault, expect)) {
-    oracle_->ApplyRegister(tenant, name, shape, next_key_++);
+    oracle_->ApplyRegister(tenant, name, shape, next_key_++, lease_ms * kMilli, Now());
   }
   return true;
-}
+}  // namespace mla::simulation
 
 bool Simulator::Unregister() {
   const int model = AnyModel(1 + static_cast<int>(Pick(tenants_)));
@@ -97,11 +100,17 @@ bool Simulator::Unregister() {
       engine_->UnregisterModel(TenantName(known.tenant), known.name, &fault);
   AfterCall();
   Trace(static_cast<uint64_t>(model), static_cast<uint64_t>(status.code()));
-  if (Foretold("Unregister", status, fault, oracle_->CheckUnregister(model))) known.open = false;
+  if (Foretold("Unregister", status, fault, oracle_->CheckUnregister(model))) {
+    oracle_->ApplyUnregister(model);
+  } else {
+    oracle_->TouchModel(model, Now());
+  }
   return true;
 }
 
 bool Simulator::LoadWeights() {
+  BeforeCall();
+  AfterCall();
   const int index = AnyModel(1 + static_cast<int>(Pick(tenants_)));
   if (index < 0 || oracle_->models[index].weights || oracle_->models[index].shape.nope == 0) {
     return false;
@@ -134,6 +143,7 @@ bool Simulator::LoadWeights() {
     return true;
   }
   model.weights = missing->empty();
+  oracle_->TouchModel(index, Now());
   Trace(static_cast<uint64_t>(index), model.weights);
   return true;
 }
@@ -157,10 +167,12 @@ bool Simulator::Open() {
   absl::StatusOr<scheduler::SequenceInfo> info = NotSent(status);
   if (status.ok()) info = engine_->OpenSequence(args, &fault);
   AfterCall();
-  if (Foretold("Open", info.status(), fault, oracle_->CheckOpen(model))) {
+  if (Foretold("Open", info.status(), fault, oracle_->CheckOpen(tenant, model))) {
     if (info->length != 0 || info->epoch != 1) Fail("Open: a new sequence is not empty");
     if (oracle_->sequences.contains(info->id)) Fail("Open: an id was given twice");
     oracle_->ApplyOpen(info->id, model, lease_ms * kMilli, Now());
+  } else if (model >= 0 && !oracle_->draining) {
+    oracle_->TouchModel(model, Now());
   }
   Trace(static_cast<uint64_t>(tenant), static_cast<uint64_t>(info.status().code()));
   return true;
@@ -171,14 +183,20 @@ bool Simulator::Fork() {
   if (parent == nullptr) return false;
   // Sometimes as another tenant, which must not find it.
   const int tenant = Chance(95) ? parent->tenant : 1 + static_cast<int>(Pick(tenants_));
-  const uint64_t id = parent->id;
   const uint64_t epoch = parent->epoch + (Chance(95) ? 0 : 1);
   const int64_t length = static_cast<int64_t>(Pick(parent->length() + (Chance(95) ? 1 : 3)));
+  SendFork(tenant, *parent, epoch, length);
+  return true;
+}
+
+uint64_t Simulator::SendFork(int tenant, const OracleSequence& parent, uint64_t epoch,
+                             int64_t length) {
+  const uint64_t id = parent.id;
   v1::ForkRequest message;
   message.set_sequence_id(id);
   message.set_expected_epoch(epoch);
-  if (length < parent->length() || Chance(50)) message.set_length(static_cast<uint64_t>(length));
-  const int64_t wanted = message.has_length() ? length : parent->length();
+  if (length < parent.length() || Chance(50)) message.set_length(static_cast<uint64_t>(length));
+  const int64_t wanted = message.has_length() ? length : parent.length();
   scheduler::ForkArgs args;
   args.tenant = TenantName(tenant);
   Fault fault;
@@ -187,13 +205,14 @@ bool Simulator::Fork() {
   const Reasons expect = oracle_->CheckFork(tenant, id, epoch, wanted);
   absl::StatusOr<scheduler::SequenceInfo> info = NotSent(status);
   if (status.ok()) info = engine_->ForkSequence(args, &fault);
-  if (Foretold("Fork", info.status(), fault, expect)) {
+  const bool granted = Foretold("Fork", info.status(), fault, expect);
+  if (granted) {
     if (info->length != wanted) Fail("Fork: the child has another length");
     oracle_->ApplyFork(info->id, id, wanted, 0, Now());
   }
   AfterCall();
   Trace(id, static_cast<uint64_t>(wanted), static_cast<uint64_t>(info.status().code()));
-  return true;
+  return granted ? info->id : 0;
 }
 
 bool Simulator::Truncate() {
@@ -244,7 +263,7 @@ bool Simulator::Release() {
   const int released = engine_->ReleaseSequences(TenantName(tenant), ids, &absent);
   CheckAnswers();
   FinishAborts();
-  for (const uint64_t id : known) oracle_->ApplyRelease(id);
+  for (const uint64_t id : known) oracle_->ApplyRelease(id, Now());
   AfterCall();
   if (released != static_cast<int>(known.size()) || absent.size() != ids.size() - known.size()) {
     Fail(absl::StrCat("Release: ", released, " of ", known.size(), " sequences were released"));
@@ -397,16 +416,6 @@ bool Simulator::ArmFault() {
   const uint64_t fault = Pick(std::size(kFaults));
   device_->Arm(kFaults[fault]);
   Trace(fault);
-  return true;
-}
-
-bool Simulator::Drain() {
-  if (oracle_->draining) return false;
-  BeforeCall();
-  engine_->StartDrain();
-  oracle_->draining = true;
-  AfterCall();
-  Trace(1);
   return true;
 }
 

@@ -109,6 +109,54 @@ bool Simulator::Begin() {
   return true;
 }
 
+// All rows of a step at every layer, without queries.
+bool Simulator::SendRows(uint64_t step_id, int tenant) {
+  bool any = false;
+  for (size_t layer = 0;; ++layer) {
+    OracleStep* step = oracle_->FindStep(tenant, step_id);
+    if (step == nullptr || layer == step->layers.size() || failed()) return any;
+    AttendSpec spec = DrawAttend(*step);
+    spec.layer = static_cast<int>(layer);
+    spec.row = static_cast<int>(step->layers[layer].size());
+    spec.rows = step->total - spec.row;
+    spec.form = Form::kAppend;
+    spec.head = std::max(0, step->writer[layer]);
+    spec.timeout_us = 0;
+    if (spec.rows > 0 && !step->broken[layer]) any |= SendAttend(step, spec);
+  }
+}
+
+// A fork that parts from its parent inside a page, and steps of both at once: whichever writes
+// first gets a copy of the page, and the other one the page itself.
+bool Simulator::Branch() {
+  if (oracle_->StepsOverdue(Now())) Poll();
+  const OracleSequence* parent = AnySequence(0, /*free=*/true);
+  if (parent == nullptr || parent->length() < 2) return false;
+  const int tenant = parent->tenant;
+  const int64_t length = parent->length() - static_cast<int64_t>(Pick(2)) - 1;
+  uint64_t ids[] = {parent->id, SendFork(tenant, *parent, parent->epoch, length)};
+  if (ids[1] == 0) return true;
+  if (Chance(50)) std::swap(ids[0], ids[1]);
+  uint64_t steps[] = {0, 0};
+  for (int i = 0; i < 2 && !failed(); ++i) {
+    const OracleSequence* sequence = oracle_->Find(tenant, ids[i]);
+    if (sequence == nullptr || sequence->step != 0) return true;
+    OracleBegin begin;
+    begin.tenant = tenant;
+    begin.model = sequence->model;
+    begin.stream = AnyStream(tenant)->id;
+    begin.id = steps[i] = next_step_id_++;
+    begin.sequences.push_back(sequence->id);
+    begin.epochs.push_back(sequence->epoch);
+    begin.starts.push_back(sequence->length());
+    begin.rows.push_back(1 + static_cast<int>(Pick(3)));
+    SendBegin(begin, /*joins=*/false);
+  }
+  SendRows(steps[1], tenant);
+  if (Chance(50)) SendRows(steps[0], tenant);
+  return true;
+}
+
 bool Simulator::Join() {
   const OracleStep* step = AnyStep();
   if (step == nullptr || (step->participants == 1 && Chance(80))) return false;
@@ -226,11 +274,6 @@ bool Simulator::Repeat() {
   spec.head = step->writer[spec.layer];
   spec.heads = oracle_->models[step->model].shape.heads - spec.head;
   spec.differs = Chance(30);
-  // Of one row, so that it is never computed in parts: no tensor of it is staged.
-  if (Chance(30)) {
-    spec.form = Form::kAppend;
-    spec.rows = 1;
-  }
   return SendAttend(step, spec);
 }
 
@@ -316,7 +359,7 @@ bool Simulator::End() {
   request->stream = step->streams[Chance(95) ? 0 : Pick(step->streams.size())];
   request->step_id = step->id;
   request->step_key = step->key;
-  request->tenant = step->tenant;
+  request->owner = step->tenant;
   const bool leads = request->stream == step->streams[0];
   request->expect.AddIf(!leads, "not_the_leader");
   request->expect.AddIf(step->ending, "step_ending");
@@ -338,7 +381,7 @@ bool Simulator::Abort() {
   request->stream = step->streams[Chance(90) ? 0 : Pick(step->streams.size())];
   request->step_id = step->id;
   request->step_key = step->key;
-  request->tenant = step->tenant;
+  request->owner = step->tenant;
   const bool leads = request->stream == step->streams[0];
   request->expect.AddIf(!leads, "not_the_leader");
   request->immediate = true;

@@ -43,7 +43,6 @@ void Simulator::OnDone(SimRequest* request) {
     Fail("a request was answered twice");
     return;
   }
-  request->answered_ns = Now();
   if (!request->memory.empty()) {
     if (device_->Uses(request->memory.data(), static_cast<int64_t>(request->memory.size()))) {
       Fail("a request was answered while a launch uses its memory");
@@ -71,7 +70,7 @@ int Simulator::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
   }
   if (Now() >= request->deadline_ns) Fail("a launch takes a request after its deadline");
   request->launch = serial;
-  return request->tenant;
+  return request->owner;
 }
 
 void Simulator::OnLaunchDone(uint64_t serial) {
@@ -82,8 +81,7 @@ void Simulator::OnLaunchDone(uint64_t serial) {
 }
 
 void Simulator::OnLaunchFailed(uint64_t serial) {
-  failed_launches_.push_back(serial);
-  any_failed_ = true;
+  first_failed_ = std::min(first_failed_, serial);
   if (device_->lost()) oracle_->unhealthy = true;
 }
 
@@ -99,10 +97,13 @@ void Simulator::AfterCall() {
   undrained_ = false;
   CheckAnswers();
   FinishAborts();
-  any_failed_ = false;
+  first_failed_ = ~uint64_t{0};
   if (gave_up_) oracle_->PassTime(called_at_);
   gave_up_ = false;
-  if (Now() != called_at_) RenewLetGo();
+  if (Now() != called_at_) {
+    TouchModels();
+    RenewLetGo();
+  }
 }
 
 // Time went by during the call, and when in it each step ended is not known: sequences of these
@@ -133,15 +134,21 @@ bool Simulator::Poll() {
 }
 
 bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
-  const bool full = static_cast<int>(requests_.size()) >= queue_requests_;
+  int64_t queued = 0;
+  for (const auto& other : requests_) queued += other->owner == request->owner;
+  const auto quota = oracle_->quotas.find(request->owner);
+  const bool full = static_cast<int>(requests_.size()) >= queue_requests_ ||
+                    (quota != oracle_->quotas.end() && queued >= quota->second.queued);
   SimRequest* raw = request.get();
   raw->arrival_ns = Now();
   if (raw->deadline_ns == 0) {
     raw->deadline_ns = Now() + engine_->limits().queue_ms * 1'000'000;
   }
+  raw->tenant = rows_[static_cast<size_t>(raw->owner)].get();
   requests_.push_back(std::move(request));
-  const absl::Status status = engine_->Submit(raw);
-  if (status.ok() == full) {
+  Fault fault;
+  const absl::Status status = engine_->Submit(raw, &fault);
+  if (status.ok() == full || (!status.ok() && fault.reason != "queue_full")) {
     Fail(absl::StrCat("Submit with ", requests_.size() - 1, " requests in the queue, limit ",
                       queue_requests_, ": ", status.ToString()));
   }
@@ -172,7 +179,7 @@ bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
   request->kind = scheduler::RequestKind::kBeginStep;
   request->stream = begin.stream;
   request->step_id = begin.id;
-  request->tenant = begin.tenant;
+  request->owner = begin.tenant;
   request->wanted = begin;
   request->joins = joins;
   request->immediate = true;
@@ -320,7 +327,7 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
   request->stream = spec.stream;
   request->step_id = step->id;
   request->step_key = step->key;
-  request->tenant = step->tenant;
+  request->owner = step->tenant;
   request->form = spec.form;
   request->differs = spec.differs && request->repeat;
   request->q_key = next_key_ += 4096;
