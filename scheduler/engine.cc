@@ -1,6 +1,7 @@
 #include "scheduler/engine.h"
 
 #include <sys/random.h>
+#include <tuple>
 
 #include <algorithm>
 #include <atomic>
@@ -322,6 +323,22 @@ std::vector<ModelInfo> Engine::ListModels(const std::string& tenant) {
     }
     return list;
   });
+}
+
+std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> Engine::AllModels() {
+  std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> all;
+  {
+    const std::shared_lock<std::shared_mutex> lock(impl_->directory_mutex_);
+    for (const auto& [key, spec] : impl_->directory_) {
+      // See ModelKey: the tenant lies between the colon and the id.
+      const size_t begin = key.find(':') + 1;
+      all.emplace_back(key.substr(begin, key.size() - begin - spec->id.size()), spec);
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.first, a.second->id) < std::tie(b.first, b.second->id);
+  });
+  return all;
 }
 
 std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,

@@ -23,6 +23,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -199,6 +200,8 @@ class Engine {
                                           Fault* fault, int64_t lease_ms = 0);
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id, Fault* fault);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
+  // Of all tenants, by tenant and id; with the same lock as FindModel. For operators.
+  std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
   // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
   // Names a new upload of weights.

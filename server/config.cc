@@ -430,6 +430,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   if (!faults->empty()) return;
   // What passes here must start: the engine has the last word about its limits.
   if (limits.kv_cache_bytes == 0) limits.kv_cache_bytes = kLeastKvCacheBytes;
+  if (limits.weights_bytes == Config::kChooseWeights) limits.weights_bytes = 0;
   if (absl::Status status = scheduler::CheckLimits(limits); !status.ok()) {
     faults->push_back(std::string(status.message()));
   }

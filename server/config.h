@@ -30,9 +30,15 @@
 namespace mla::server {
 
 struct Config {
-  Config() { limits.kv_cache_bytes = 0; }
+  Config() {
+    limits.kv_cache_bytes = 0;
+    limits.weights_bytes = kChooseWeights;
+  }
 
-  scheduler::Limits limits;      // kv_cache_bytes 0: as the backend has room, see server.cc
+  // limits.weights_bytes: ChooseSizes decides.
+  static constexpr int64_t kChooseWeights = -1;
+
+  scheduler::Limits limits;      // kv_cache_bytes 0: as the backend has room, see ChooseSizes
   std::string backend = "auto";  // "auto" or a name of the registry
   kernels::BackendOptions backend_options;
 

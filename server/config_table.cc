@@ -330,8 +330,13 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it.", MLA_SLOT(limits.max_row_dim)),
           Int("limits.max_v_dim", 1, 8192, "nope_dim and v_dim of a model, in elements.",
               "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
-          Bytes("limits.weights_bytes", 0, kTiB, "W_UK and W_UV of all models, as bf16.",
-                "0: the EXPANDED profile cannot be used.", MLA_SLOT(limits.weights_bytes)),
+          Bytes(
+              "limits.weights_bytes", -1, kTiB,
+              "W_UK and W_UV of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "
+              "where that is less.",
+              "heads x kv_lora_rank x (nope_dim + v_dim) x 2 bytes a layer; the 61 layers of "
+              "DeepSeek-V3 need 1.91 GiB. 0: the EXPANDED profile cannot be used.",
+              MLA_SLOT(limits.weights_bytes)),
       });
 }
 

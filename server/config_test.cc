@@ -257,6 +257,7 @@ TEST(ConfigTest, WhatPassesTheEngineTakes) {
       // The others make room, so that only the key's own range can be in the way.
       scheduler::Limits roomy = config.limits;
       if (roomy.kv_cache_bytes == 0) roomy.kv_cache_bytes = 1 << 20;  // the backend's to choose
+      if (roomy.weights_bytes < 0) roomy.weights_bytes = 0;
       roomy.max_lease_ms = std::max(roomy.max_lease_ms, int64_t{86400000});
       roomy.max_sequences = std::max(roomy.max_sequences, roomy.max_step_sequences);
       roomy.launch_rows = std::max({roomy.launch_rows, roomy.prefill_rows, roomy.decode_rows});
@@ -270,6 +271,7 @@ TEST(ConfigTest, WhatPassesTheEngineTakes) {
       if (!faults.empty()) continue;
       ++taken;
       if (config.limits.kv_cache_bytes == 0) config.limits.kv_cache_bytes = 1 << 20;
+      if (config.limits.weights_bytes < 0) config.limits.weights_bytes = 0;
       EXPECT_EQ(scheduler::CheckLimits(config.limits), absl::OkStatus()) << key.name;
     }
   }

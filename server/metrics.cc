@@ -7,6 +7,7 @@
 #include <prometheus/text_serializer.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "server/grpc_status.h"
@@ -139,6 +140,16 @@ double Seconds(int64_t ns) { return static_cast<double>(ns) * 1e-9; }
 void RaiseTo(Counter& counter, double total) {
   const double delta = total - counter.Value();
   if (delta > 0) counter.Increment(delta);
+}
+
+Distribution DistributionOf(const Histogram& histogram) {
+  const prometheus::ClientMetric metric = histogram.Collect();
+  Distribution distribution;
+  for (const auto& bucket : metric.histogram.bucket) {
+    if (std::isfinite(bucket.upper_bound)) distribution.bounds.push_back(bucket.upper_bound);
+    distribution.counts.push_back(bucket.cumulative_count);
+  }
+  return distribution;
 }
 
 }  // namespace
@@ -277,6 +288,16 @@ struct Metrics::Impl {
       }
       counter->Increment();
     }
+    TenantTotals Totals() const {
+      TenantTotals totals;
+      totals.name = name_;
+      for (int code = 0; code < kCodes; ++code) {
+        const Counter* counter = counters_[code].load(std::memory_order_acquire);
+        if (counter == nullptr) continue;
+        (code == 0 ? totals.ok : totals.failed) += static_cast<uint64_t>(counter->Value());
+      }
+      return totals;
+    }
 
    private:
     Family<Counter>* family_;
@@ -370,6 +391,20 @@ void Metrics::SetTls(const TlsFigures& figures) {
   expires("client_ca", figures.client_ca_expires);
   expires("client_crl", figures.client_crl_expires);
 }
+
+std::vector<TenantTotals> Metrics::Tenants() const {
+  const std::lock_guard lock(impl_->mutex);
+  std::vector<TenantTotals> all;
+  for (const auto& [name, tenant] : impl_->tenants) all.push_back(tenant->Totals());
+  return all;
+}
+
+Distribution Metrics::AttendTimes() const {
+  return DistributionOf(
+      *impl_->request_duration[static_cast<size_t>(scheduler::RequestKind::kAttend)]);
+}
+
+Distribution Metrics::QueueTimes() const { return DistributionOf(impl_->request_queue); }
 
 std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   Impl& m = *impl_;

@@ -59,6 +59,18 @@ struct TlsFigures {
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
+// Calls and requests of one tenant, as mla_requests_total counts them.
+struct TenantTotals {
+  std::string name;
+  uint64_t ok = 0, failed = 0;
+};
+
+// Observations up to each bound, cumulative; one more count than bounds, of all.
+struct Distribution {
+  std::vector<double> bounds;
+  std::vector<uint64_t> counts;
+};
+
 class Metrics final : public scheduler::EngineObserver {
  public:
   Metrics();
@@ -84,6 +96,11 @@ class Metrics final : public scheduler::EngineObserver {
   // From now on Expose shows what tenants use: those of the configuration's quotas, then those that
   // use the largest share of a bound, `most` of them by name and the others summed as "other".
   void SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most);
+  // By name; what lies beyond the bound of tenants is "other".
+  std::vector<TenantTotals> Tenants() const;
+  // Seconds of Attend requests inside the server, and from arrival to launch.
+  Distribution AttendTimes() const;
+  Distribution QueueTimes() const;
 
   // Prometheus text after taking over the figures of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);

@@ -120,17 +120,107 @@ TEST(OpsHttpTest, HeadersThatTrickleAreCut) {
   EXPECT_THAT(kept.Receive(), HasSubstr("alive"));
 }
 
-TEST(StatusPageTest, EscapesAndAgrees) {
-  const std::vector<StatusSection> sections = {
-      {"s<1>", {{"name", std::string("<script>\"&")}}},
-      {"two words", {{"a count", uint64_t{18446744073709551615u}}, {"is so", true}}}};
-  EXPECT_THAT(StatusHtml(sections), HasSubstr("&lt;script&gt;&quot;&amp;"));
-  EXPECT_THAT(StatusHtml(sections), Not(HasSubstr("<script>")));
-  EXPECT_THAT(StatusHtml(sections), HasSubstr("is so</th><td>yes<"));
-  const auto json = nlohmann::json::parse(StatusJson(sections));
-  EXPECT_EQ(json["s<1>"]["name"], "<script>\"&");
+StatusPage HostilePage() {
+  const std::string name = "<script>\"&'</td></table><img src=x onerror=alert(1)>";
+  StatusPage page;
+  page.state = page.message = page.version = page.backend = page.window = name;
+  page.tiles = {{name, name, name}};
+  page.meters = {{name, 3, 4, true, name}, {name, 5, 0, false, name}};
+  page.tenants = {{name, {{name, 1, 2, false, name}}}};
+  page.models = {{name, name, name, 1, 2}};
+  page.sections = {{name, {{name, name}}},
+                   {"two words", {{"a count", uint64_t{18446744073709551615u}}, {"is so", true}}}};
+  page.links = {{"/x", name}};
+  return page;
+}
+
+TEST(StatusPageTest, EscapesEveryText) {
+  const std::string html = StatusHtml(HostilePage());
+  for (const char* part : {"<script", "<img", "onerror=alert(1)>"}) {
+    EXPECT_THAT(html, Not(HasSubstr(part)));
+  }
+  const std::string escaped =
+      "&lt;script&gt;&quot;&amp;&#39;&lt;/td&gt;&lt;/table&gt;&lt;img src=x onerror=alert(1)&gt;";
+  size_t count = 0;
+  for (size_t at = 0; (at = html.find(escaped, at)) != std::string::npos; ++at) ++count;
+  // Twice the state, and twice the names of meters with a bound: as a text and as a label.
+  EXPECT_EQ(count, 24u);
+  EXPECT_THAT(html, HasSubstr("width:75.0%"));
+  EXPECT_THAT(html, HasSubstr("is so</th><td>yes<"));
+  EXPECT_THAT(html, HasSubstr("http-equiv=\"refresh\" content=\"5\""));
+  EXPECT_THAT(html, HasSubstr("prefers-color-scheme:dark"));
+  EXPECT_THAT(html, Not(HasSubstr("http://")));  // nothing is loaded from elsewhere
+  EXPECT_THAT(html, Not(HasSubstr("https://")));
+}
+
+TEST(StatusPageTest, JsonHasTheSameAsNumbers) {
+  const StatusPage page = HostilePage();
+  const auto json = nlohmann::json::parse(StatusJson(page));
   EXPECT_EQ(json["two_words"]["a_count"], 18446744073709551615u);
   EXPECT_EQ(json["two_words"]["is_so"], true);
+  EXPECT_EQ(json["tenants"][0]["name"], page.tenants[0].name);
+  EXPECT_EQ(json["models"][0]["layers"], 1);
+  StatusPage plain;
+  plain.meters = {{"KV page pool", 3, 4, true, ""}};
+  EXPECT_EQ(nlohmann::json::parse(StatusJson(plain))["limits"]["KV_page_pool"]["bound"], 4);
+}
+
+TEST(StatusPageTest, TenantsAreBounded) {
+  StatusPage page;
+  for (int i = 0; i < 150; ++i) page.tenants.push_back({"t" + std::to_string(i), {}});
+  page.tenants_left_out = 7;
+  const std::string html = StatusHtml(page);
+  EXPECT_THAT(html, HasSubstr(">t99<"));
+  EXPECT_THAT(html, Not(HasSubstr(">t100<")));
+  EXPECT_THAT(html, HasSubstr("and 57 more"));
+}
+
+TEST(StatusPageTest, FiguresHaveUnits) {
+  EXPECT_EQ(DurationText(59), "59 s");
+  EXPECT_EQ(DurationText(3599), "59 min 59 s");
+  EXPECT_EQ(DurationText(3600), "1 h 0 min");
+  EXPECT_EQ(DurationText(90000), "1 d 1 h");
+  EXPECT_EQ(BytesText(1023), "1023 B");
+  EXPECT_EQ(BytesText(1024), "1.00 KiB");
+  EXPECT_EQ(BytesText(1536.0 * 1024 * 1024), "1.50 GiB");
+  EXPECT_EQ(NumberText(0), "0");
+  EXPECT_EQ(NumberText(0.25), "0.25");
+  EXPECT_EQ(NumberText(999), "999");
+  EXPECT_EQ(NumberText(1234567), "1,234,567");
+  EXPECT_EQ(LatencyText(180e-6), "180 us");
+  EXPECT_EQ(LatencyText(1.25e-3), "1.2 ms");
+  EXPECT_EQ(LatencyText(3.4), "3.4 s");
+}
+
+TEST(RateWindowTest, RatesAreOfTheLastMinute) {
+  using std::chrono::seconds;
+  const RateWindow::Clock::time_point start{};
+  RateWindow rates(start);
+  StatusTotals totals;
+  totals.bounds = {1e-3, 2e-3};
+  totals.latency = totals.queue = {0, 0, 0};
+  std::string window;
+  const auto tile = [&](int64_t at, size_t index) {
+    return rates.Tiles(start + seconds(at), totals, &window)[index];
+  };
+  // 10 rows a second for 100 s, then 100 a second for 60 s.
+  for (int64_t at = 1; at <= 160; ++at) {
+    totals.rows_decode += at <= 100 ? 10 : 100;
+    rates.Note(start + seconds(at), totals);
+    if (at != 30) continue;
+    EXPECT_EQ(tile(30, 0).value, "10 /s");
+    EXPECT_EQ(window, "Rates and times of the last 30 s");
+  }
+  EXPECT_EQ(tile(160, 0).value, "100 /s");
+  EXPECT_EQ(window, "Rates and times of the last 1 min 0 s");
+  EXPECT_EQ(tile(160, 2).note, "no Attend in this time");
+  // Only what came in the window counts: 4 below 1 ms, 6 between 1 and 2 ms.
+  totals.latency = {4, 10, 10};
+  EXPECT_EQ(tile(160, 2).value, "1.2 ms");
+  // The window slides on, so what is old falls out of it.
+  for (int64_t at = 161; at <= 230; ++at) rates.Note(start + seconds(at), totals);
+  EXPECT_EQ(tile(230, 0).value, "0 /s");
+  EXPECT_EQ(tile(230, 2).note, "no Attend in this time");
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <ctime>
 
 #include "scheduler/engine.h"
@@ -12,6 +13,22 @@
 #include "server/tls_files.h"
 
 namespace mla::server {
+
+int64_t DefaultWeightsBytes(int64_t memory_bytes) {
+  constexpr int64_t kMost = int64_t{2} << 30, kShare = 8, kStep = 1 << 20;
+  return std::min(kMost, memory_bytes / kShare / kStep * kStep);
+}
+
+void ChooseSizes(const kernels::AttentionBackend& backend, Config* config) {
+  scheduler::Limits& limits = config->limits;
+  if (limits.weights_bytes == Config::kChooseWeights) {
+    const int64_t of_device = backend.Info().memory_bytes;  // 0: the host's
+    limits.weights_bytes = DefaultWeightsBytes(of_device > 0 ? of_device : AvailableMemory());
+  }
+  if (limits.kv_cache_bytes == 0) {
+    limits.kv_cache_bytes = scheduler::Engine::KvCacheBytes(limits, backend);
+  }
+}
 
 absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend) {
   const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
@@ -41,9 +58,7 @@ std::vector<std::string> Preflight(const Config& config) {
     return faults;
   }
   Config sized = config;
-  if (sized.limits.kv_cache_bytes == 0) {
-    sized.limits.kv_cache_bytes = scheduler::Engine::KvCacheBytes(sized.limits, *choice->backend);
-  }
+  ChooseSizes(*choice->backend, &sized);
   note(CheckHostMemory(sized, *choice->backend));
   return faults;
 }

@@ -17,8 +17,16 @@ namespace mla::server {
 // the sockets, the memory.
 std::vector<std::string> Preflight(const Config& config);
 
+// Fills in the sizes that the configuration leaves open: limits.weights_bytes and, of what is left,
+// limits.kv_cache_bytes.
+void ChooseSizes(const kernels::AttentionBackend& backend, Config* config);
+
+// limits.weights_bytes of a server with so much memory: room for the 61 layers of DeepSeek-V3 where
+// that is no more than an eighth.
+int64_t DefaultWeightsBytes(int64_t memory_bytes);
+
 // OK if the buffers of a server with this configuration fit into the memory of the host; else
-// RESOURCE_EXHAUSTED that lists them. REQUIRES: limits.kv_cache_bytes is set.
+// RESOURCE_EXHAUSTED that lists them. REQUIRES: ChooseSizes.
 absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend);
 
 }  // namespace mla::server

@@ -30,6 +30,7 @@
 #include "server/shared_region.h"
 #include "server/socket_files.h"
 #include "server/status_page.h"
+#include "server/status_source.h"
 #include "server/version.h"
 #include "server/warm_up.h"
 #include "server/watchdog.h"
@@ -128,6 +129,7 @@ struct Server::Parts {
   std::unique_ptr<HealthService> health;
   std::unique_ptr<Watchdog> watchdog;
   std::shared_ptr<TlsFiles> tls;  // null: none configured
+  std::unique_ptr<StatusSource> status;
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
   std::unique_ptr<SharedMemoryDoor> door;
@@ -138,7 +140,6 @@ struct Server::Parts {
   void MakeServices();
   absl::Status StartOps();
   absl::Status OpenDoor();
-  std::vector<StatusSection> Status();
   Services ServicesToServe();
   HttpReply Alive() const;
   HttpReply Ready(const std::string& query);
@@ -156,13 +157,12 @@ absl::Status Server::Parts::MakeEngine() {
   }
   LogLadder(ladder);
   const kernels::AttentionBackend& backend = *chosen;
-  if (config.limits.kv_cache_bytes == 0) {
-    config.limits.kv_cache_bytes = scheduler::Engine::KvCacheBytes(config.limits, backend);
-  }
+  ChooseSizes(backend, &config);
   const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
   counted_bytes = bytes.sum();
   Log(LogLevel::kInfo, "memory",
       {{"kv_cache_bytes", config.limits.kv_cache_bytes},
+       {"weights_bytes", config.limits.weights_bytes},
        {"host_bytes", bytes.host},
        {"device_bytes", bytes.device}});
   absl::Status fits = CheckHostMemory(config, backend);
@@ -276,61 +276,36 @@ HttpReply Server::Parts::Ready(const std::string& query) {
   return reply;
 }
 
-std::vector<StatusSection> Server::Parts::Status() {
-  const ServerState::Snapshot now = state.Get();
-  const kernels::BackendInfo& info = engine->backend_info();
-  std::vector<StatusSection> sections;
-  sections.push_back({"server",
-                      {{"version", std::string(kVersion)},
-                       {"boot id", absl::StrFormat("%016x", boot_id)},
-                       {"state", std::string(PhaseName(now.phase))},
-                       {"healthy", now.healthy},
-                       {"device lost", now.lost},
-                       {"why unhealthy", now.why_unhealthy},
-                       {"message", now.message}}});
-  sections.push_back({"backend",
-                      {{"name", info.name},
-                       {"device", info.device},
-                       {"arch", info.arch},
-                       {"units", static_cast<uint64_t>(info.units)},
-                       {"supports", info.supported}}});
-  StatusSection ladder_section{"backends tried", {}};
-  for (const kernels::BackendRung& rung : ladder) {
-    ladder_section.rows.push_back({rung.name, rung.chosen ? std::string("chosen") : rung.reason});
-  }
-  sections.push_back(std::move(ladder_section));
-  v1::GetStatsReply stats;
-  FillStats(watchdog->Stats(), metrics.wire(), &stats);
-  StatusSection figures{"figures", {}};
-  const auto* descriptor = v1::GetStatsReply::descriptor();
-  const auto* reflection = v1::GetStatsReply::GetReflection();
-  for (int i = 0; i < descriptor->field_count(); ++i) {
-    const auto* field = descriptor->field(i);
-    if (field->name() == "boot_id") continue;
-    const uint64_t value = field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32
-                               ? reflection->GetUInt32(stats, field)
-                               : reflection->GetUInt64(stats, field);
-    figures.rows.push_back({field->name(), value});
-  }
-  sections.push_back(std::move(figures));
-  return sections;
-}
-
 absl::Status Server::Parts::StartOps() {
   const Config::Ops& config = options.config.ops;
   if (config.address.empty()) return absl::OkStatus();
+  StatusSourceOptions source;
+  source.state = &state;
+  source.metrics = &metrics;
+  source.engine = engine.get();
+  source.config = &options.config;
+  source.staging = &pool->staging();
+  source.tls = tls.get();
+  source.ladder = ladder;
+  source.boot_id = boot_id;
+  source.stats = [this] { return watchdog->Stats(); };
+  status = std::make_unique<StatusSource>(std::move(source));
   std::map<std::string, HttpHandler> paths;
   paths["/metrics"] = [this](const std::string&) {
+    status->Note();
     metrics.SetServing(state.Get().serving());
     if (tls != nullptr) metrics.SetTls(TlsFiguresOf(tls->status()));
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(watchdog->Stats())};
   };
   paths["/livez"] = [this](const std::string&) { return Alive(); };
-  paths["/readyz"] = [this](const std::string& query) { return Ready(query); };
+  paths["/readyz"] = [this](const std::string& query) {
+    status->Note();
+    return Ready(query);
+  };
   paths["/statusz"] = [this](const std::string& query) {
-    if (query == "json") return HttpReply{200, "application/json", StatusJson(Status())};
-    return HttpReply{200, "text/html; charset=utf-8", StatusHtml(Status())};
+    if (query == "json") return HttpReply{200, "application/json", StatusJson(status->Page())};
+    return HttpReply{200, "text/html; charset=utf-8", StatusHtml(status->Page())};
   };
   auto started = OpsHttp::Start(config.address, config.connections, std::move(paths));
   if (!started.ok()) return started.status();

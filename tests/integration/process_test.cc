@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
+#include "server/preflight.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
@@ -81,6 +82,21 @@ TEST(ProcessTest, CheckConfigFindsWhatWouldStopTheStart) {
   }
   // Nothing was made.
   EXPECT_NE(Shell("test -e " + folder.File("mla.sock")).code, 0);
+}
+
+// A server that is told nothing has room for the weights of the models that it is made for.
+TEST(ProcessTest, DefaultWeightsHoldDeepSeekV3) {
+  constexpr int64_t kLayer = int64_t{128} * 512 * (128 + 128) * 2, kGiB = int64_t{1} << 30;
+  EXPECT_GE(server::DefaultWeightsBytes(16 * kGiB), 61 * kLayer);
+  EXPECT_EQ(server::DefaultWeightsBytes(4 * kGiB), kGiB / 2);  // most of it is for other things
+  EXPECT_EQ(server::DefaultWeightsBytes(1024 * kGiB), 2 * kGiB);
+  ServerProcess process({"--limits-weights-bytes=-1"});
+  ASSERT_EQ(process.Health(), 0) << process.Log();
+  const auto info = nlohmann::json::parse(Shell(process.Mlactl("info --json")).output);
+  const int64_t chosen = std::stoll(info["limits"]["weights_bytes"].get<std::string>());
+  EXPECT_GT(chosen, 0);
+  EXPECT_LE(chosen, 2 * kGiB);
+  EXPECT_THAT(process.Log(), HasSubstr(absl::StrCat("weights_bytes=", chosen)));
 }
 
 // Workers of the group reach both sockets under users of their own; others reach neither.
