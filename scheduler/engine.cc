@@ -1,23 +1,21 @@
 #include "scheduler/engine.h"
 
 #include <sys/random.h>
-#include <tuple>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
 #include <mutex>
-#include <shared_mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "scheduler/answer_queue.h"
 #include "scheduler/engine_core.h"
 #include "scheduler/inbox.h"
+#include "scheduler/model_directory.h"
 
 namespace mla::scheduler {
 namespace {
@@ -27,7 +25,7 @@ constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 constexpr int kInlineLaunches = 2;
 // How long a call that takes the role many times lets those that wait for it go ahead.
-constexpr int kYieldsToOthers = 1000;
+constexpr int kYields = 1000;
 // A pool whose size nobody named is a multiple of this.
 constexpr int64_t kKvCacheStep = 1 << 20;
 
@@ -36,10 +34,6 @@ uint64_t RandomId() {
   while (getrandom(&id, sizeof(id), 0) != static_cast<ssize_t>(sizeof(id))) {
   }
   return id;
-}
-
-std::string ModelKey(const std::string& tenant, const std::string& id) {
-  return absl::StrCat(tenant.size(), ":", tenant, id);
 }
 
 }  // namespace
@@ -164,6 +158,10 @@ class Engine::Impl {
     }
   }
 
+  void LetOthersIn() const {
+    for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
+  }
+
   // The submitting thread takes the role if it is free, and runs what is small.
   void RunInline() {
     if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
@@ -203,8 +201,7 @@ class Engine::Impl {
   std::atomic<std::thread::id> engine_thread_{};
 
   std::atomic<UploadId> next_upload_{1};
-  std::shared_mutex directory_mutex_;
-  absl::flat_hash_map<std::string, std::shared_ptr<const ModelSpec>> directory_;
+  ModelDirectory directory_;
 };
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -221,10 +218,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   impl->core_ = *std::move(core);
   impl->core_->CollectAnswers();
   Impl* raw = impl.get();
-  raw->core_->models().set_on_gone([raw](const Model& model) {
-    const std::unique_lock<std::shared_mutex> lock(raw->directory_mutex_);
-    raw->directory_.erase(ModelKey(model.account->name(), model.spec->id));
-  });
+  raw->core_->models().set_on_gone(
+      [raw](const Model& model) { raw->directory_.Erase(model.account->name(), model.spec->id); });
   if (options.dedicated_thread) {
     impl->answers_.Start([raw] {
       if (!raw->inbox_.empty()) raw->inbox_.Wake();
@@ -302,8 +297,7 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
     if (!row.ok()) return row.status();
     absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, fault, lease_ms);
     if (!model.ok()) return model.status();
-    const std::unique_lock<std::shared_mutex> lock(impl_->directory_mutex_);
-    impl_->directory_[ModelKey(tenant, spec.id)] = (*model)->spec;
+    impl_->directory_.Put(tenant, (*model)->spec);
     return core.models().Info(**model);
   });
 }
@@ -326,30 +320,12 @@ std::vector<ModelInfo> Engine::ListModels(const std::string& tenant) {
 }
 
 std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> Engine::AllModels() {
-  std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> all;
-  {
-    const std::shared_lock<std::shared_mutex> lock(impl_->directory_mutex_);
-    for (const auto& [key, spec] : impl_->directory_) {
-      // See ModelKey: the tenant lies between the colon and the id.
-      const size_t begin = key.find(':') + 1;
-      all.emplace_back(key.substr(begin, key.size() - begin - spec->id.size()), spec);
-    }
-  }
-  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
-    return std::tie(a.first, a.second->id) < std::tie(b.first, b.second->id);
-  });
-  return all;
+  return impl_->directory_.All();
 }
 
 std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
                                                    const std::string& id) {
-  // Asked for every step, so the key's memory is kept.
-  thread_local std::string key;
-  key.clear();
-  absl::StrAppend(&key, tenant.size(), ":", tenant, id);
-  const std::shared_lock<std::shared_mutex> lock(impl_->directory_mutex_);
-  const auto found = impl_->directory_.find(key);
-  return found == impl_->directory_.end() ? nullptr : found->second;
+  return impl_->directory_.Find(tenant, id);
 }
 
 UploadId Engine::NewUpload() { return impl_->next_upload_.fetch_add(1); }
@@ -379,9 +355,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
     status = with_model([&](ModelTable& models, Model& model) {
       return models.LoadWeights(model, upload, layer, head_begin + h, 1, head, fault);
     });
-    for (int i = 0; i < kYieldsToOthers && impl_->waiting_for_role_ > 0; ++i) {
-      std::this_thread::yield();
-    }
+    impl_->LetOthersIn();
   }
   return status;
 }

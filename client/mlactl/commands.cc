@@ -134,6 +134,17 @@ std::vector<Command> OperatorCommands() {
   };
 }
 
+Command CompletionCommand() {
+  return {"completion",
+          "SHELL",
+          1,
+          "a script that completes these words in bash, zsh or fish",
+          {},
+          "",
+          "source <(mlactl completion bash)\nmlactl completion fish | source\n",
+          Complete};
+}
+
 std::vector<Command> MakeCommands() {
   std::vector<Command> commands = {
       {"info",
@@ -194,17 +205,10 @@ std::vector<Command> MakeCommands() {
        kBenchExamples, Bench},
       {"replay", "FILE", 1, "a recording sent to the server, its outputs compared",
        ReplayOptionTable(), kReplayNotes, kReplayExamples, Replay},
-      {"completion",
-       "SHELL",
-       1,
-       "a script that completes these words in bash, zsh or fish",
-       {},
-       "",
-       "source <(mlactl completion bash)\nmlactl completion fish | source\n",
-       Complete},
   };
   const std::vector<Command> more = OperatorCommands();
   commands.insert(commands.end(), more.begin(), more.end());
+  commands.push_back(CompletionCommand());
   return commands;
 }
 
