@@ -132,6 +132,8 @@ class BatchPolicy {
   int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
   // True if the request could be part of a launch now, as far as its KV rows are concerned.
   static bool Ready(const StreamRequest& request);
+  // Of the rows that are not launched yet.
+  Stage StageOf(const StreamRequest& request) const;
   // The missing KV rows that a request waits for, [first, last], as row numbers of its step; false
   // if it waits for none (they are accepted and only not launched yet).
   static bool WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last);
@@ -167,7 +169,6 @@ class BatchPolicy {
   };
   enum class Kind : uint8_t { kDecode, kBulk };
 
-  Stage StageOf(const StreamRequest& request) const;
   bool Goes(const StreamRequest& request, MonotonicNanos now) const;
   Demand DemandOf(const StreamRequest& request) const;
   int64_t PiecesOf(const StreamRequest& request) const;

@@ -17,6 +17,7 @@
 #ifndef MLA_SCHEDULER_ENGINE_H_
 #define MLA_SCHEDULER_ENGINE_H_
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -88,6 +89,9 @@ struct SequenceList {
 struct EngineStats {
   int32_t sequences = 0, open_steps = 0, models = 0, streams = 0;
   int32_t requests_waiting = 0, requests_running = 0;
+  // Since the arrival of the oldest request that waits: decode, extend, prefill, and any of these
+  // that waits for KV rows which have not arrived.
+  std::array<int64_t, 4> oldest_waiting_ns = {};
   uint64_t requests_total = 0, requests_failed = 0;
   uint64_t launches = 0, launches_mixed_layers = 0, launches_mixed_clients = 0;
   uint64_t plan_hits = 0, plan_misses = 0;

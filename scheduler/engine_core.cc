@@ -258,6 +258,15 @@ EngineStats EngineCore::Stats() const {
   stats.models = models_->size();
   stats.streams = static_cast<int32_t>(streams_.size());
   stats.requests_waiting = pending_.size();
+  const MonotonicNanos now = clock_->Now();
+  for (const StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    const size_t stage = BatchPolicy::Ready(*request)
+                             ? static_cast<size_t>(policy_.StageOf(*request))
+                             : stats.oldest_waiting_ns.size() - 1;
+    int64_t& oldest = stats.oldest_waiting_ns[stage];
+    oldest = std::max(oldest, now - request->engine.arrival_ns);
+  }
   stats.plan_hits = launcher_->plan_stats().hits;
   stats.plan_misses = launcher_->plan_stats().misses;
   stats.kv_bytes_total = cache.bytes_total;

@@ -293,6 +293,22 @@ TEST(EngineTenantsTest, AnOperatorMayGiveAllModelsALease) {
   EXPECT_EQ(h->core().models().size(), 0);
 }
 
+TEST(EngineTenantsTest, TheOldestWaitingRequestIsToldByStage) {
+  const auto h = HarnessWith({});
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const SequenceInfo sequence = h->Open();
+  ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 2}})->status.ok());
+  const auto early = h->Query(stream, 1, 0, 0, 2, 0, 2, 5);  // its KV rows have not come
+  h->Advance(100);
+  const auto prompt = h->AppendOnly(stream, 1, 1, 0, Rows(2, 1));
+  h->Advance(20);
+  const EngineStats stats = h->core().Stats();
+  EXPECT_EQ(stats.oldest_waiting_ns[3], 120'000'000);
+  EXPECT_EQ(stats.oldest_waiting_ns[2], 20'000'000);
+  EXPECT_EQ(stats.oldest_waiting_ns[0], 0);
+  h->core().CloseStream(stream);
+}
+
 TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
   const auto h = HarnessWith({});
   const StreamId stream = h->core().OpenStream(h->tenant());

@@ -41,6 +41,8 @@ constexpr Declaration kDeclarations[] = {
      "Arrival of a request to its answer, inside the server, by kind."},
     {"mla_request_queue_seconds", Type::kHistogram, "Arrival of a request to its launch."},
     {"mla_requests_waiting", Type::kGauge, "Requests accepted whose launch has not started."},
+    {"mla_oldest_waiting_seconds", Type::kGauge,
+     "Since the arrival of the oldest request that waits, by stage."},
     {"mla_requests_running", Type::kGauge, "Requests in the running launch."},
     {"mla_admission_rejected_total", Type::kCounter,
      "Requests refused before they were queued, by reason."},
@@ -193,6 +195,11 @@ struct Metrics::Impl {
   Histogram& request_queue = OneHistogram("mla_request_queue_seconds", times);
   Gauge& waiting = OneGauge("mla_requests_waiting");
   Gauge& running = OneGauge("mla_requests_running");
+  std::array<Gauge*, 4> oldest_waiting = {
+      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "decode"}}),
+      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "extend"}}),
+      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "prefill"}}),
+      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "kv_rows"}})};
   Counter& launches_decode = One("mla_steps_total", {{"kind", "decode"}});
   Counter& launches_prefill = One("mla_steps_total", {{"kind", "prefill"}});
   Counter& launches_mixed = One("mla_steps_total", {{"kind", "mixed"}});
@@ -411,6 +418,9 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   const std::lock_guard lock(m.mutex);
   const auto count = [](auto value) { return static_cast<double>(value); };
   m.waiting.Set(stats.requests_waiting);
+  for (size_t stage = 0; stage < m.oldest_waiting.size(); ++stage) {
+    m.oldest_waiting[stage]->Set(Seconds(stats.oldest_waiting_ns[stage]));
+  }
   m.running.Set(stats.requests_running);
   m.steps_open.Set(stats.open_steps);
   m.sequences.Set(stats.sequences);

@@ -228,6 +228,7 @@ TEST(ClientTransportChoiceTest, RegionsShrinkBeforeSessionsGoWithout) {
   const TestServer server([](server::Config& config) {
     config.shm.region_bytes = int64_t{32} << 20;
     config.shm.total_bytes = int64_t{40} << 20;
+    config.tenants.bounds[scheduler::Resource::kRegionBytes] = config.shm.total_bytes;
   });
   const auto client = server.Connect(Over(Transport::kAuto));
   const auto first = client->OpenSession(), second = client->OpenSession(),

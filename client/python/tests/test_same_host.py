@@ -129,7 +129,8 @@ class ChoiceTest(unittest.TestCase):
                 connect(server, transport="ring")
 
     def test_regions_shrink_before_clients_go_without(self):
-        server = server_binary.start("--shm-region-bytes=32MiB", "--shm-total-bytes=40MiB")
+        server = server_binary.start("--shm-region-bytes=32MiB", "--shm-total-bytes=40MiB",
+                                     "--tenants-region-bytes=40MiB")
         self.addCleanup(server.stop)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(connect(server, shared_bytes=None)) for _ in range(3)]
