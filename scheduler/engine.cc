@@ -269,21 +269,8 @@ absl::Status Engine::Submit(StreamRequest* request, Fault* fault) {
   if (impl_->stopping_) {
     return Refuse(fault, absl::StatusCode::kUnavailable, "the server stops", "stopped", 1000);
   }
-  EngineCore& core = *impl_->core_;
-  Tenant* const tenant = request->tenant;
-  if (tenant != nullptr && !core.tenants().TryTake(*tenant, Resource::kQueuedRequests, 1)) {
-    return core.tenants().Refusal(*tenant, Resource::kQueuedRequests, 1, "request", fault);
-  }
-  // Requests without a tenant are bounded here alone; of the others there are no more than these.
-  if (core.owned().fetch_add(1) >= impl_->options_.limits.queue_requests) {
-    core.owned().fetch_sub(1);
-    if (tenant != nullptr) core.tenants().Return(*tenant, Resource::kQueuedRequests, 1);
-    return Refuse(fault, absl::StatusCode::kResourceExhausted,
-                  absl::StrCat("the queue holds ", impl_->options_.limits.queue_requests,
-                               " requests, which is its limit"),
-                  "queue_full", RowOf(Resource::kQueuedRequests).retry_ms);
-  }
-  request->engine.counted = tenant != nullptr;
+  const absl::Status admitted = impl_->core_->Admit(request, fault);
+  if (!admitted.ok()) return admitted;
   request->engine.arrival_ns = impl_->clock_->Now();
   impl_->inbox_.Push(request);
   if (impl_->options_.dedicated_thread) impl_->RunInline();

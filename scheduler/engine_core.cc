@@ -89,6 +89,24 @@ StreamId EngineCore::OpenStream(const std::string& tenant,
   return id;
 }
 
+absl::Status EngineCore::Admit(StreamRequest* request, Fault* fault) {
+  Tenant* const tenant = request->tenant;
+  if (tenant != nullptr && !tenants_.TryTake(*tenant, Resource::kQueuedRequests, 1)) {
+    return tenants_.Refusal(*tenant, Resource::kQueuedRequests, 1, "request", fault);
+  }
+  // Requests without a tenant are bounded here alone; of the others there are no more than these.
+  if (owned_.fetch_add(1) >= limits_.queue_requests) {
+    owned_.fetch_sub(1);
+    if (tenant != nullptr) tenants_.Return(*tenant, Resource::kQueuedRequests, 1);
+    return Refuse(
+        fault, absl::StatusCode::kResourceExhausted,
+        absl::StrCat("the queue holds ", limits_.queue_requests, " requests, which is its limit"),
+        "queue_full", RowOf(Resource::kQueuedRequests).retry_ms);
+  }
+  request->engine.counted = tenant != nullptr;
+  return absl::OkStatus();
+}
+
 void EngineCore::CloseStream(StreamId stream) {
   bool again = true;
   while (again) {

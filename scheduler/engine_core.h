@@ -97,6 +97,9 @@ class EngineCore {
   bool has_answers() const { return !answers_.empty(); }
   // The answers since the last call, in their order. The caller sees to it that Done is called.
   AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
+  // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
+  // tenant or the server has as many as it may. Any thread.
+  absl::Status Admit(StreamRequest* request, Fault* fault);
   // Requests handed over and not answered: whoever hands one over counts it first. Any thread.
   std::atomic<int32_t>& owned() { return owned_; }
 

@@ -75,9 +75,18 @@ int Complete(const Arguments& arguments) {
   return kOk;
 }
 
-// What operators do about tenants, and undo of a drain.
+// Draining and its undoing, quotas, eviction.
 std::vector<Command> OperatorCommands() {
   return {
+      {"drain",
+       "",
+       0,
+       "refuse new work and wait for open steps",
+       {{"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"},
+        {"exit", "", "stop the process when drained"}},
+       "",
+       "mlactl drain --deadline-ms=60000 --exit\n",
+       Drain},
       {"cancel-drain",
        "",
        0,
@@ -189,15 +198,6 @@ std::vector<Command> MakeCommands() {
        "",
        "mlactl health && echo ready\n",
        Health},
-      {"drain",
-       "",
-       0,
-       "refuse new work and wait for open steps",
-       {{"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"},
-        {"exit", "", "stop the process when drained"}},
-       "",
-       "mlactl drain --deadline-ms=60000 --exit\n",
-       Drain},
       {"attend", "", 0, "a few rows of attention, checked against this program's own",
        AttendOptionTable(), kAttendNotes, "mlactl attend\nmlactl attend --transport=shm --json\n",
        Attend},
