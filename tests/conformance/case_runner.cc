@@ -394,7 +394,8 @@ std::string CaseRunner::CheckStored(const Workload& workload) {
     std::vector<Bf16> stored(data.stored.size());
     if (absl::Status ok = backend_.ReadKv(where, stored.data()); !ok.ok()) return ok.ToString();
     for (size_t k = 0; k < stored.size(); ++k) {
-      const float got = kernels::ToFloat(stored[k]), want = kernels::ToFloat(data.stored[k]);
+      const float got = kernels::ToFloat(stored[k]);
+      const float want = kernels::ToFloat(kernels::Stored(data.stored[k]));
       if (got == want || (std::isnan(got) && std::isnan(want))) continue;
       return absl::StrCat("request ", i, ": stored row ", k / where.row_dim, " element ",
                           k % where.row_dim, " got ", got, ", want ", want);
