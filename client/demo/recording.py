@@ -121,8 +121,9 @@ class Recorder(mla_client.Service):
 
     # --- Models
 
-    def _register(self, spec: mla_client.ModelSpec) -> Tuple[mla_client.ModelSpec, int]:
-        answer = self._service._register(spec)
+    def _register(self, spec: mla_client.ModelSpec,
+                  lease_ms: int) -> Tuple[mla_client.ModelSpec, int]:
+        answer = self._service._register(spec, lease_ms)
         self._writer.model(spec)
         self._models[spec.model_id] = self._reference.register_model(spec)
         return answer

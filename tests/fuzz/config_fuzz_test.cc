@@ -47,8 +47,9 @@ std::string CheckFlags(const std::string& text) {
   }
   if (!loaded.faults.empty()) return "";
   scheduler::Limits limits = loaded.config.limits;
-  // What is left of a device is known at start only.
+  // What is left of a device, and of memory for weights, is known at start only.
   if (limits.kv_cache_bytes == 0) limits.kv_cache_bytes = 1 << 16;
+  if (limits.weights_bytes == server::Config::kChooseWeights) limits.weights_bytes = 0;
   const absl::Status taken = scheduler::CheckLimits(limits);
   if (!taken.ok()) return absl::StrCat("passed, but the engine says ", taken.ToString());
   return server::PrintConfig(loaded).empty() ? "nothing to print" : "";
