@@ -32,9 +32,9 @@ inline Bf16 ToBf16(float value) {
 }
 
 // KV rows hold numbers of magnitude below 2^80 and NaN, nothing else: anything larger, an infinity
-// included, is stored as NaN, which reaches whoever sees the row. With weights below kWeightBound
-// in magnitude no sum over a row can then leave fp32's range, in either form of attention, so a
-// result is finite where its log-sum-exp is.
+// included, is stored as NaN, which reaches every result that sees the row. With weights below
+// kWeightBound in magnitude no sum over a row can then leave fp32's range, in either form of
+// attention, so a result is finite where its log-sum-exp is.
 inline constexpr uint32_t kStoredBound = (127 + 80) << 7;  // as the bits of a bf16 magnitude
 inline constexpr uint32_t kStoredNaN = 0x7fc0;
 inline constexpr float kWeightBound = 1048576.0f;  // 2^20

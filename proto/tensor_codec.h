@@ -27,7 +27,7 @@ namespace mla::wire {
 using Fragment = std::span<const std::byte>;
 
 inline constexpr int kPayloadField = 2047;
-// Header bytes of one message at most, whoever reads it: a BeginStep of 65536 sequences fits.
+// Header bytes of one message at most: a BeginStep of 65536 sequences fits.
 inline constexpr size_t kMaxHeaderBytes = size_t{4} << 20;
 
 struct PayloadRange {

@@ -279,7 +279,7 @@ TEST_F(TwoSlotsTest, PageWorkOfALaunchThatRanIsNotDoneAgain) {
   const SequenceInfo other = h_->Open();
   ASSERT_TRUE(h_->Begin(stream_, 2, {{child->id, 1, 2, 1}})->status.ok());
   ASSERT_TRUE(h_->Begin(stream_, 3, {{other.id, 1, 0, 1}})->status.ok());
-  auto copied = h_->Attend(stream_, 2, 0, 2 - 2, Rows(1, 2), 5);
+  auto copied = h_->Attend(stream_, 2, 0, 0, Rows(1, 2), 5);
   ASSERT_TRUE(h_->core().StartLaunch());
   auto lost = h_->Attend(stream_, 3, 0, 0, Rows(1, 3), 5);
   backend_->FailAt(FaultPoint::kSubmit);

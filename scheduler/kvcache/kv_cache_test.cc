@@ -92,7 +92,7 @@ TEST_F(KvCacheTest, ForkSharesAndWritingCopies) {
   EXPECT_NE(Table(child, 2)[1], shared);
   EXPECT_EQ(cache_->stats().copies_on_write, 1u);
   Append(parent, 1);
-  EXPECT_TRUE(carried_.copies.empty()) << "nobody else holds the page any more";
+  EXPECT_TRUE(carried_.copies.empty()) << "no other sequence holds the page";
 }
 
 TEST_F(KvCacheTest, ForkAtAPageBorderNeverCopies) {
