@@ -86,6 +86,8 @@ constexpr Declaration kDeclarations[] = {
     {"mla_streams_open", Type::kGauge, "Open Attend streams."},
     {"mla_shared_regions", Type::kGauge, "Shared-memory regions of connected clients."},
     {"mla_rings_open", Type::kGauge, "Command rings of connected clients."},
+    {"mla_shm_connections_displaced_total", Type::kCounter,
+     "Connections to the shared-memory socket that had sent no request and made room for others."},
     {"mla_shm_connections_refused_total", Type::kCounter,
      "Times that the server had no descriptor for a connection to the shared-memory socket."},
     {"mla_streams_cut_total", Type::kCounter,
@@ -258,6 +260,7 @@ struct Metrics::Impl {
   Counter& streams_cut = One("mla_streams_cut_total", {{"reason", "slow_reader"}});
   Counter& rings_cut = One("mla_streams_cut_total", {{"reason", "ring_rules"}});
   Counter& regions_cut = One("mla_streams_cut_total", {{"reason", "region_holes"}});
+  Counter& shm_displaced = One("mla_shm_connections_displaced_total");
   Counter& shm_refusals = One("mla_shm_connections_refused_total");
   Counter& write_blocked = One("mla_stream_write_blocked_seconds_total");
   Counter& received = One("mla_received_bytes_total", {{"path", "inline"}});
@@ -462,6 +465,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
   RaiseTo(m.rings_cut, count(wire_.rings_cut.load()));
   RaiseTo(m.regions_cut, count(wire_.regions_cut.load()));
+  RaiseTo(m.shm_displaced, count(wire_.shm_displaced.load()));
   RaiseTo(m.shm_refusals, count(wire_.shm_refusals.load()));
   RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);
   const ProcessUsage usage = ReadProcessUsage();

@@ -23,13 +23,15 @@
 namespace mla::server {
 namespace {
 
-constexpr int64_t kHelloNanos = 5'000'000'000;  // a client must have said hello by then
 constexpr int kSweepMillis = 1000;
 constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr int kPauseMillis = 100;  // of the listener, when it cannot even refuse
 constexpr int kRoomMillis = 10;    // how often it looks for room that somebody waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
-constexpr size_t kPendingConnections = 16;  // beside those with a region
+// Connections that the kernel keeps until they are accepted. Clients in that queue send their
+// request meanwhile, so a long one protects them from displacement.
+constexpr int kBacklog = 128;
+constexpr int64_t kDisplacedLogNanos = 10'000'000'000;  // between two lines about displacements
 
 sockaddr_un Address(const std::string& path) {
   sockaddr_un address{};
@@ -49,11 +51,11 @@ bool SomebodyServes(const sockaddr_un& address) {
 
 int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
-bool IsOwnUser(int descriptor) {
+std::optional<uid_t> PeerUser(int descriptor) {
   ucred peer{};
   socklen_t size = sizeof(peer);
-  if (getsockopt(descriptor, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-  return peer.uid == geteuid() || peer.uid == 0;
+  if (getsockopt(descriptor, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
+  return peer.uid;
 }
 
 // The welcome, with the region's descriptor if there is a region.
@@ -78,6 +80,11 @@ bool Send(int descriptor, const wire::Welcome& welcome, const SharedRegion* regi
 }
 
 }  // namespace
+
+SharedMemoryDoor::SharedMemoryDoor(SharedMemoryDoorOptions options)
+    : options_(std::move(options)),
+      unsent_(static_cast<size_t>(options_.shm.handshakes_max),
+              static_cast<size_t>(options_.shm.user_handshakes)) {}
 
 absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> SharedMemoryDoor::Open(
     SharedMemoryDoorOptions options) {
@@ -125,8 +132,7 @@ absl::Status SharedMemoryDoor::Bind() {
   events_ = epoll_create1(EPOLL_CLOEXEC);
   stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   spare_ = OpenSpare();
-  if (listen(listener_, static_cast<int>(kPendingConnections)) != 0 || events_ < 0 ||
-      stop_event_ < 0) {
+  if (listen(listener_, kBacklog) != 0 || events_ < 0 || stop_event_ < 0) {
     return failed("listen");
   }
   for (const int descriptor : {listener_, stop_event_}) {
@@ -219,18 +225,45 @@ void SharedMemoryDoor::Accept() {
     return;
   }
   exhausted_ = false;
-  const size_t most = static_cast<size_t>(options_.shm.regions_max) + kPendingConnections;
+  const std::optional<uid_t> user =
+      options_.user_of ? options_.user_of(descriptor) : PeerUser(descriptor);
+  const bool welcome = user.has_value() && (options_.any_user || *user == geteuid() || *user == 0);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.fd = descriptor;
-  if (connections_.size() >= most || !(options_.any_user || IsOwnUser(descriptor)) ||
-      epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
+  if (!welcome || epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
     close(descriptor);
     return;
   }
+  MakeRoomFor(*user);
   Connection& connection = connections_[descriptor];
   connection.descriptor = descriptor;
+  connection.user = *user;
   connection.since_ns = SteadyNanos();
+  unsent_.Add(descriptor, *user);
+  Greet(&connection);  // its request may be there already
+}
+
+// Makes room for one more connection without a request, of `user`.
+void SharedMemoryDoor::MakeRoomFor(uid_t user) {
+  while (const auto displaced = unsent_.Displaced(user)) {
+    // Its request may have come since the last look.
+    Greet(&connections_.at(displaced->descriptor));
+    const auto found = connections_.find(displaced->descriptor);
+    if (found == connections_.end() || found->second.hello_ns != 0) continue;
+    End(displaced->descriptor);
+    NoteDisplaced(displaced->user);
+  }
+}
+
+void SharedMemoryDoor::NoteDisplaced(uid_t user) {
+  options_.metrics->wire().shm_displaced.fetch_add(1);
+  ++displaced_unlogged_;
+  const int64_t now = SteadyNanos();
+  if (displaced_logged_ns_ != 0 && now - displaced_logged_ns_ < kDisplacedLogNanos) return;
+  displaced_logged_ns_ = now;
+  Log(LogLevel::kWarning, "shared_memory_displaced",
+      {{"user", user}, {"connections", std::exchange(displaced_unlogged_, 0)}});
 }
 
 void SharedMemoryDoor::Greet(Connection* connection) {
@@ -241,8 +274,19 @@ void SharedMemoryDoor::Greet(Connection* connection) {
   if (got != static_cast<ssize_t>(sizeof(hello)) || hello.magic != wire::kDoorMagic) {
     return End(descriptor);
   }
+  unsent_.Remove(descriptor);
   connection->hello_ns = SteadyNanos();
   waiting_.push_back(descriptor);  // behind those who said it before
+}
+
+// Requests that wait for room are bounded like connections without a request.
+bool SharedMemoryDoor::MayWait(const Connection& connection) const {
+  const auto of_user = [this, &connection](int descriptor) {
+    return connections_.at(descriptor).user == connection.user;
+  };
+  const auto waiting = std::count_if(waiting_.begin(), waiting_.end(), of_user);
+  return waiting < options_.shm.user_handshakes &&
+         waiting_.size() < static_cast<size_t>(options_.shm.handshakes_max);
 }
 
 // False: there may be room soon.
@@ -256,7 +300,7 @@ bool SharedMemoryDoor::Answer(Connection* connection) {
   welcome.boot_id = options_.boot_id;
   const absl::Status status = Admit(connection->hello, connection, &welcome);
   if (room_to_come && absl::IsResourceExhausted(status) &&
-      SteadyNanos() - connection->hello_ns < kRoomNanos) {
+      SteadyNanos() - connection->hello_ns < kRoomNanos && MayWait(*connection)) {
     return false;
   }
   welcome.code = static_cast<int32_t>(status.code());
@@ -319,6 +363,7 @@ void SharedMemoryDoor::End(int descriptor) {
   const auto found = connections_.find(descriptor);
   Connection& connection = found->second;
   std::erase(waiting_, descriptor);
+  unsent_.Remove(descriptor);
   if (connection.region != nullptr) {
     options_.regions->Remove(*connection.region);
     options_.metrics->wire().shared_regions.fetch_sub(1);
@@ -331,11 +376,12 @@ void SharedMemoryDoor::End(int descriptor) {
 // Ends connections that have said nothing in time or broken a rule of their region.
 void SharedMemoryDoor::Sweep() {
   const int64_t now = SteadyNanos();
+  const int64_t longest = options_.shm.handshake_ms * kNanosPerMilli;
   if (now - swept_ns_ < int64_t{kSweepMillis} * kNanosPerMilli) return;
   swept_ns_ = now;
   std::vector<int> ending;
   for (const auto& [descriptor, connection] : connections_) {
-    if (connection.hello_ns == 0 && now - connection.since_ns > kHelloNanos) {
+    if (connection.hello_ns == 0 && now - connection.since_ns > longest) {
       ending.push_back(descriptor);
     } else if (connection.region != nullptr && connection.region->HasHoles()) {
       options_.metrics->wire().regions_cut.fetch_add(1);

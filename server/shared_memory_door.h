@@ -12,6 +12,11 @@
 // in which they came, those that must wait again and again. Whose regions these are does
 // not count, so a tenant at its own bound may learn that late, too.
 //
+// Connections without a request are bounded, in all and for each user (shm.handshakes_max,
+// shm.user_handshakes), and so are requests that wait for room. A new connection beyond the bound
+// displaces one that has not sent its request (unsent_connections.h); a request beyond the bound
+// does not wait. So silent connections keep no client out.
+//
 // When the process has no descriptor left, connections are refused at once by means of one that is
 // kept for that; without it the listener pauses. Once a second regions are looked at: a client that
 // has taken pages out of its region is disconnected.
@@ -20,9 +25,13 @@
 #ifndef MLA_SERVER_SHARED_MEMORY_DOOR_H_
 #define MLA_SERVER_SHARED_MEMORY_DOOR_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,6 +43,7 @@
 #include "server/config.h"
 #include "server/metrics.h"
 #include "server/shared_region.h"
+#include "server/unsent_connections.h"
 
 namespace mla::server {
 
@@ -51,6 +61,9 @@ struct SharedMemoryDoorOptions {
   // False: only this process's own user and root may connect. True: whoever the permissions of the
   // socket's file let in; the caller sets them.
   bool any_user = false;
+  // The user at the other end of a connection, empty if unknown. Empty: the kernel says it
+  // (SO_PEERCRED); tests stand in for several users.
+  std::function<std::optional<uid_t>(int descriptor)> user_of;
 };
 
 class SharedMemoryDoor final {
@@ -63,6 +76,7 @@ class SharedMemoryDoor final {
  private:
   struct Connection {
     int descriptor = -1;
+    uid_t user = 0;
     int64_t since_ns = 0;
     int64_t hello_ns = 0;  // when it said hello; 0: not yet
     wire::Hello hello{};
@@ -71,14 +85,17 @@ class SharedMemoryDoor final {
     std::unique_ptr<CommandRing> ring;
   };
 
-  explicit SharedMemoryDoor(SharedMemoryDoorOptions options) : options_(std::move(options)) {}
+  explicit SharedMemoryDoor(SharedMemoryDoorOptions options);
   absl::Status Bind();
   void Run();
   void Accept();
+  void MakeRoomFor(uid_t user);
+  void NoteDisplaced(uid_t user);
   void RefuseForWantOfDescriptors();
   void WatchListener(bool watch);
   int WaitMillis() const;
   void Greet(Connection* connection);
+  bool MayWait(const Connection& connection) const;
   bool Answer(Connection* connection);
   void AnswerWaiting();
   absl::Status Admit(const wire::Hello& hello, Connection* connection, wire::Welcome* welcome);
@@ -93,6 +110,9 @@ class SharedMemoryDoor final {
   int64_t swept_ns_ = 0;
   std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
   std::vector<int> waiting_;               // of these, those without an answer, by their hello
+  UnsentConnections unsent_;               // of these, those without a request
+  uint64_t displaced_unlogged_ = 0;
+  int64_t displaced_logged_ns_ = 0;  // 0: never
   std::thread thread_;
 };
 
