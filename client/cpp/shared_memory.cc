@@ -12,6 +12,7 @@
 #include <atomic>
 #include <bit>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -23,10 +24,15 @@
 namespace mla::client {
 namespace {
 
+using std::chrono::steady_clock;
+
 // A sleeper looks at the connection at least this often.
 constexpr int64_t kLongestSleepNanos = 100'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr uint32_t kMostRingEntries = 65536;
+// Connections that are tried when the server closes them without a reply.
+constexpr int kAttempts = 5;
+constexpr steady_clock::duration kLeastWait = std::chrono::milliseconds(1);
 
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
@@ -39,8 +45,25 @@ absl::Status Mismatch(const char* field, const std::string& got, const std::stri
       absl::StrCat("shared memory: ", field, ": got ", got, ", must be ", expected));
 }
 
+timeval Timeval(steady_clock::duration duration) {
+  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(duration).count();
+  return {us / 1'000'000, us % 1'000'000};
+}
+
+// True once there is something to read, or the end; false when the deadline comes first.
+bool WaitReadable(int socket, steady_clock::time_point deadline) {
+  pollfd ready{socket, POLLIN, 0};
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - steady_clock::now());
+    const int count = poll(&ready, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+    if (count >= 0 || errno != EINTR) return count == 1;
+  }
+}
+
+enum class Received { kReply, kClosed, kOther };
+
 // Reads the welcome and the descriptor that comes with it, -1 if none does.
-bool Receive(int socket, wire::Welcome* welcome, int* descriptor) {
+Received Receive(int socket, wire::Welcome* welcome, int* descriptor) {
   iovec part{welcome, sizeof(*welcome)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
@@ -54,7 +77,8 @@ bool Receive(int socket, wire::Welcome* welcome, int* descriptor) {
   if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
     std::memcpy(descriptor, CMSG_DATA(header), sizeof(*descriptor));
   }
-  return got == static_cast<ssize_t>(sizeof(*welcome));
+  if (got == 0 || (got < 0 && errno == ECONNRESET)) return Received::kClosed;
+  return got == static_cast<ssize_t>(sizeof(*welcome)) ? Received::kReply : Received::kOther;
 }
 
 }  // namespace
@@ -67,21 +91,48 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
 }
 
 absl::Status SharedMemory::Greet(const std::string& door_path) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (door_path.size() >= sizeof(address.sun_path) ||
+  if (door_path.size() >= sizeof(sockaddr_un::sun_path) ||
       options_.tenant.size() >= wire::kDoorTextBytes) {
     return absl::InvalidArgumentError("shared memory: path or tenant too long");
   }
-  door_path.copy(address.sun_path, door_path.size());
-  socket_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (socket_ < 0 ||
-      connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
-    return absl::UnavailableError(
-        absl::StrCat("shared memory: ", door_path, ": ", std::strerror(errno)));
+  const auto deadline = steady_clock::now() + std::chrono::milliseconds(options_.greet_timeout_ms);
+  int descriptor = -1;
+  bool closed = true;
+  absl::Status status;
+  // A server with too many connections may close one before it has read the request.
+  for (int attempt = 0; attempt < kAttempts && closed; ++attempt) {
+    status = Exchange(door_path, deadline, &descriptor, &closed);
   }
-  if (absl::Status status =
-          CheckSocketPeer(socket_, door_path, TrustedUsersWith(options_.server_uid));
+  if (!status.ok()) return status;
+  if (welcome_.code != 0) {
+    if (descriptor >= 0) close(descriptor);
+    return absl::Status(
+        static_cast<absl::StatusCode>(welcome_.code),
+        std::string(welcome_.message, strnlen(welcome_.message, sizeof(welcome_.message))));
+  }
+  return Map(descriptor);
+}
+
+// Connects, sends the request and reads the reply, with the descriptor that comes with it.
+// `*closed` says whether the server ended the connection without a reply.
+absl::Status SharedMemory::Exchange(const std::string& path,
+                                    std::chrono::steady_clock::time_point deadline, int* descriptor,
+                                    bool* closed) {
+  *closed = false;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, path.size());
+  if (socket_ >= 0) close(socket_);
+  socket_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  // Bounds connect as well, which waits while the listener's queue is full.
+  const timeval left = Timeval(std::max(deadline - steady_clock::now(), kLeastWait));
+  if (socket_ < 0 || setsockopt(socket_, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof(left)) != 0 ||
+      connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    return absl::UnavailableError(absl::StrCat(
+        "shared memory: ", path, ": ",
+        errno == EAGAIN ? "the server does not accept connections in time" : std::strerror(errno)));
+  }
+  if (absl::Status status = CheckSocketPeer(socket_, path, TrustedUsersWith(options_.server_uid));
       !status.ok()) {
     return status;
   }
@@ -92,22 +143,27 @@ absl::Status SharedMemory::Greet(const std::string& door_path) {
   hello.bytes = options_.bytes;
   hello.spin_us = options_.server_spin_us;
   options_.tenant.copy(hello.tenant, sizeof(hello.tenant) - 1);
-  pollfd ready{socket_, POLLIN, 0};
-  int descriptor = -1;
-  if (send(socket_, &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello)) ||
-      poll(&ready, 1, options_.greet_timeout_ms) != 1 ||
-      !Receive(socket_, &welcome_, &descriptor) || welcome_.magic != wire::kDoorMagic ||
-      welcome_.version != wire::kDoorVersion) {
-    if (descriptor >= 0) close(descriptor);
-    return absl::UnavailableError(absl::StrCat("shared memory: ", door_path, ": no welcome"));
+  const auto no_reply = [&path](const char* why) {
+    return absl::UnavailableError(absl::StrCat("shared memory: ", path, ": no reply: ", why));
+  };
+  if (send(socket_, &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+    *closed = errno == EPIPE || errno == ECONNRESET;
+    return no_reply(std::strerror(errno));
   }
-  if (welcome_.code != 0) {
-    if (descriptor >= 0) close(descriptor);
-    return absl::Status(
-        static_cast<absl::StatusCode>(welcome_.code),
-        std::string(welcome_.message, strnlen(welcome_.message, sizeof(welcome_.message))));
+  if (!WaitReadable(socket_, deadline)) return no_reply("timeout");
+  switch (Receive(socket_, &welcome_, descriptor)) {
+    case Received::kClosed:
+      *closed = true;
+      return no_reply("the server closed the connection");
+    case Received::kOther:
+      break;
+    case Received::kReply:
+      if (welcome_.magic == wire::kDoorMagic && welcome_.version == wire::kDoorVersion) {
+        return absl::OkStatus();
+      }
   }
-  return Map(descriptor);
+  if (*descriptor >= 0) close(*descriptor);
+  return no_reply("not one of this protocol");
 }
 
 // The memory must be sealed, and as large as the welcome says: else an access could end this

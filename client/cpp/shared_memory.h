@@ -37,13 +37,14 @@ struct SharedMemoryOptions {
   uint64_t bytes = 64u << 20;        // for tensors
   uint32_t server_spin_us = 0;       // how long the server's thread should spin; it may grant less
   uint32_t spin_us = 0;              // how long Wait spins before it sleeps
-  int32_t greet_timeout_ms = 10000;  // for the server's welcome
+  int32_t greet_timeout_ms = 10000;  // for the connection and the server's welcome together
   int64_t server_uid = -1;           // a further user whose sockets are trusted (socket_owner.h)
 };
 
 class SharedMemory final {
  public:
-  // `door_path` is the server's shm.path. UNAVAILABLE when there is no server, UNIMPLEMENTED when
+  // `door_path` is the server's shm.path. UNAVAILABLE when there is no server or it does not accept
+  // and reply within greet_timeout_ms, UNIMPLEMENTED when
   // the memory is not sealed, sized and laid out as proto/ring_layout.h says, PERMISSION_DENIED for
   // a socket of another user (socket_owner.h), otherwise the status with which the server refused.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& door_path,
@@ -91,6 +92,8 @@ class SharedMemory final {
  private:
   explicit SharedMemory(const SharedMemoryOptions& options) : options_(options) {}
   absl::Status Greet(const std::string& door_path);
+  absl::Status Exchange(const std::string& path, std::chrono::steady_clock::time_point deadline,
+                        int* descriptor, bool* closed);
   absl::Status CheckRegion(int descriptor) const;
   absl::Status CheckRing() const;
   absl::Status Map(int descriptor);

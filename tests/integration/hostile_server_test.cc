@@ -8,10 +8,15 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/socket_owner.h"
@@ -111,6 +116,95 @@ absl::Status ConnectTo(const Offer& offer) {
   server.join();
   close(listener);
   return status;
+}
+
+// A listener of the shared-memory protocol that a test serves by hand.
+class Listener {
+ public:
+  explicit Listener(int backlog) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path_.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    EXPECT_EQ(bind(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    EXPECT_EQ(listen(socket_, backlog), 0);
+  }
+  ~Listener() { Close(); }
+  void Close() {
+    if (socket_ >= 0) close(std::exchange(socket_, -1));
+  }
+  // Connects without waiting; -1 when the queue is full.
+  int TryConnect() const {
+    const int one = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path_.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    if (connect(one, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) return one;
+    close(one);
+    return -1;
+  }
+  int socket() const { return socket_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  const TempFolder folder_;
+  const std::string path_ = folder_.File("s");
+  int socket_ = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+};
+
+TEST(HostileServerTest, AListenerThatAcceptsNothingIsGivenUp) {
+  Listener listener(/*backlog=*/0);
+  std::vector<int> queued;
+  for (int one = listener.TryConnect(); one >= 0; one = listener.TryConnect()) {
+    queued.push_back(one);
+  }
+  ASSERT_FALSE(queued.empty());
+  auto connecting = std::async(std::launch::async, [&listener] {
+    client::SharedMemoryOptions options;
+    options.greet_timeout_ms = 50;
+    return SharedMemory::Connect(listener.path(), options).status();
+  });
+  EXPECT_EQ(connecting.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  listener.Close();  // which ends a client that waits for it
+  const absl::Status status = connecting.get();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("does not accept connections in time"), std::string::npos)
+      << status;
+  for (const int one : queued) close(one);
+}
+
+// A server with too many connections closes some before it has read their requests.
+TEST(HostileServerTest, AConnectionThatIsClosedWithoutAReplyIsTriedAgain) {
+  const Listener listener(/*backlog=*/8);
+  std::thread server([&listener] {
+    for (int i = 0; i < 2; ++i) close(accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC));
+    const int connection = accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC);
+    wire::Hello request;
+    EXPECT_EQ(recv(connection, &request, sizeof(request), 0),
+              static_cast<ssize_t>(sizeof(request)));
+    Send(connection, GoodOffer());
+    recv(connection, &request, sizeof(request), 0);  // until the client has gone
+    close(connection);
+  });
+  client::SharedMemoryOptions options;
+  options.bytes = kArenaBytes;
+  EXPECT_EQ(SharedMemory::Connect(listener.path(), options).status(), absl::OkStatus());
+  server.join();
+}
+
+TEST(HostileServerTest, AServerThatClosesEveryConnectionIsGivenUp) {
+  Listener listener(/*backlog=*/8);
+  std::atomic<int> closed{0};
+  std::thread server([&] {
+    for (int one; (one = accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
+      close(one);
+      ++closed;
+    }
+  });
+  EXPECT_EQ(SharedMemory::Connect(listener.path(), {}).status().code(), StatusCode::kUnavailable);
+  shutdown(listener.socket(), SHUT_RDWR);
+  server.join();
+  EXPECT_GT(closed, 1);
+  EXPECT_LT(closed, 20);
 }
 
 TEST(HostileServerTest, AGoodOfferIsTaken) { EXPECT_EQ(ConnectTo(GoodOffer()), absl::OkStatus()); }

@@ -43,6 +43,7 @@ PAGE_BYTES = 4096
 _POPULATE = 0x8000  # MAP_POPULATE: the pages are there already, so map them at once
 _GET_SEALS, _SEAL_SHRINK = 1034, 2
 _CONNECT_PAUSE_S = 0.005  # between attempts while the server has connections to take
+_ATTEMPTS = 5  # connections that are tried when the server closes them without an answer
 
 _ENDED = select.POLLIN | select.POLLRDHUP
 
@@ -124,21 +125,40 @@ class SharedMemory:
         """Asks the door at that path for a region with `size` bytes of arena.
 
         `spin_us`: how long the server's thread should spin on the ring before it sleeps; it may
-        grant less. `timeout_s` bounds the answer: the server takes the region's pages first, which
-        a busy machine can draw out. Unavailable: no door; Unimplemented: another layout; otherwise
-        what the server said when it refused.
+        grant less. `timeout_s` bounds connection and answer together: the server takes the
+        region's pages first, which a busy machine can draw out. Unavailable: no door;
+        Unimplemented: another layout; otherwise what the server said when it refused.
         """
         name = tenant.encode()
         if len(name) >= TEXT_BYTES:
             raise errors.InvalidArgument(
                 f"shared memory: tenant: got {len(name)} bytes, at most {TEXT_BYTES - 1}")
+        request = HELLO.pack(DOOR_MAGIC, DOOR_VERSION, WANT_RING if ring else 0, size, spin_us, 0,
+                             name)
+        deadline = time.monotonic() + timeout_s
+        for _ in range(_ATTEMPTS):
+            memory = cls._exchange(door, request, deadline)
+            if memory is not None:
+                return memory
+        raise errors.Unavailable("shared memory: the server closed the door without an answer")
+
+    @classmethod
+    def _exchange(cls, door: str, request: bytes, deadline: float) -> Optional["SharedMemory"]:
+        """One connection: the request and its answer. None if the server closed it without an
+        answer, as one with too many connections may do before it has read the request."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         descriptors: List[int] = []
         try:
-            _connect(connection, door, timeout_s)
-            connection.sendall(HELLO.pack(DOOR_MAGIC, DOOR_VERSION, WANT_RING if ring else 0, size,
-                                          spin_us, 0, name))
-            packet, descriptors, _, _ = socket.recv_fds(connection, WELCOME.size, 1)
+            _connect(connection, door, deadline)
+            try:
+                connection.sendall(request)
+                connection.settimeout(_time_left(deadline))
+                packet, descriptors, _, _ = socket.recv_fds(connection, WELCOME.size, 1)
+            except (BrokenPipeError, ConnectionResetError):
+                packet = b""
+            if not packet:
+                connection.close()
+                return None
             return cls(connection, _read_welcome(packet, len(descriptors)), descriptors.pop())
         except OSError as error:
             connection.close()
@@ -331,12 +351,16 @@ def _layout(name: str, got: Any, wanted: Any) -> errors.Unimplemented:
                                                    reason="layout_mismatch"))
 
 
-def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
-    """Connects within that time; OSError if it cannot. A unix socket with a timeout does not wait
-    for a place among the connections that the server has not taken yet: it says EAGAIN."""
-    connection.settimeout(timeout_s)
-    deadline = time.monotonic() + timeout_s
+def _time_left(deadline: float) -> float:
+    """Seconds until then, a positive number: 0 would make a socket one that never waits."""
+    return max(deadline - time.monotonic(), 1e-3)
+
+
+def _connect(connection: socket.socket, path: str, deadline: float) -> None:
+    """Connects until then; OSError if it cannot. A unix socket with a timeout does not wait for a
+    place among the connections that the server has not taken yet: it says EAGAIN."""
     while True:
+        connection.settimeout(_time_left(deadline))
         try:
             connection.connect(path)
             return
@@ -348,8 +372,6 @@ def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
 
 def _read_welcome(packet: bytes, descriptors: int) -> Welcome:
     """The server's answer. Raises what the server said, or Unimplemented for another layout."""
-    if not packet:
-        raise errors.Unavailable("shared memory: the server closed the door without an answer")
     if len(packet) != WELCOME.size:
         raise _layout("welcome", f"{len(packet)} bytes", f"{WELCOME.size} bytes")
     welcome = Welcome(*WELCOME.unpack(packet))

@@ -24,11 +24,14 @@ def ring_bytes(entries=ENTRIES):
 
 
 class FakeDoor:
-    """Answers one connection; `region` is the server's view of the memory that it gave."""
+    """Answers one connection, or with an empty packet closes each without an answer; `region` is
+    the server's view of the memory that it gave."""
 
-    def __init__(self, *, seal=True, ring_header=None, descriptors=1, packet=None, **welcome):
+    def __init__(self, *, seal=True, ring_header=None, descriptors=1, packet=None, closed_first=0,
+                 **welcome):
         """`welcome` overrides fields of the answer, `ring_header` words of the ring's header,
-        `packet` the whole answer."""
+        `packet` the whole answer; `closed_first` connections are closed without an answer."""
+        self._closed_first = closed_first
         self._folder = tempfile.TemporaryDirectory(prefix="mla-door-")
         self.path = str(pathlib.Path(self._folder.name) / "mla.sock.shm")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -56,6 +59,7 @@ class FakeDoor:
         fields.update(welcome)
         self._packet = shared_memory.WELCOME.pack(*fields.values()) if packet is None else packet
         self._descriptors = descriptors
+        self.accepted = 0
         self.hello = None
         self.connection = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -64,12 +68,15 @@ class FakeDoor:
     def _serve(self):
         try:
             self.connection, _ = self._listener.accept()
+            self.accepted += 1
+            while not self._packet or self.accepted <= self._closed_first:
+                self.connection.close()
+                self.connection, _ = self._listener.accept()
+                self.accepted += 1
         except OSError:
             return  # closed without a visitor
         self.hello = shared_memory.HELLO.unpack(self.connection.recv(4096))
-        if not self._packet:
-            self.connection.close()
-        elif self._descriptors:
+        if self._descriptors:
             socket.send_fds(self.connection, [self._packet], [self._descriptor] * self._descriptors)
         else:
             self.connection.send(self._packet)
@@ -104,6 +111,11 @@ class FakeDoor:
 
     def close(self):
         """Ends the connection and forgets the region."""
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends an accept that waits
+        except OSError:
+            pass
+        self._thread.join()
         if self.connection is not None:
             self.connection.close()
         self._listener.close()

@@ -8,6 +8,7 @@ import struct
 import tempfile
 import threading
 import time
+import types
 import unittest
 from unittest import mock
 
@@ -115,6 +116,7 @@ class DoorTest(unittest.TestCase):
                         self.addCleanup(taken.close)
                     seen.append(len(taken.recv(4096)))
                     taken.close()  # no welcome
+                    listener.close()  # nor another attempt
 
                 thread = threading.Timer(0.05, serve)
                 thread.start()
@@ -122,6 +124,42 @@ class DoorTest(unittest.TestCase):
                     shared_memory.SharedMemory.connect(path, timeout_s=60.0)
                 thread.join()
                 self.assertEqual(seen, [shared_memory.HELLO.size])
+
+    def test_the_timeout_bounds_connection_and_answer_together(self):
+        now = [1000.0]
+        with tempfile.TemporaryDirectory(prefix="mla-busy-") as folder:
+            path = f"{folder}/mla.sock.shm"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(path)
+                listener.listen(0)
+                other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.addCleanup(other.close)
+                other.connect(path)  # the listener has no more room
+
+                def sleep(seconds):
+                    now[0] += seconds
+                    if now[0] >= 1007.0:
+                        listener.accept()[0].close()
+
+                waits = []
+
+                def receive(connection, *_):
+                    waits.append(connection.gettimeout())
+                    raise TimeoutError
+
+                clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+                with mock.patch.object(shared_memory, "time", clock), \
+                        mock.patch.object(socket, "recv_fds", receive), \
+                        self.assertRaises(mla_client.Unavailable):
+                    shared_memory.SharedMemory.connect(path, timeout_s=10.0)
+        self.assertEqual(len(waits), 1)
+        self.assertAlmostEqual(waits[0], 3.0, delta=0.1)
+
+    def test_a_connection_closed_without_an_answer_is_tried_again(self):
+        door = FakeDoor(closed_first=2)
+        self.addCleanup(door.close)
+        self.assertEqual(door.connect().boot_id, BOOT_ID)
+        self.assertEqual(door.accepted, 3)
 
     def test_another_layout_is_refused_by_name(self):
         size = ring_bytes() + ARENA_BYTES
