@@ -29,7 +29,7 @@ FakeDevice::FakeDevice(const FakeDeviceOptions& options, scheduler::SimulatedClo
     : options_(options), clock_(clock), watcher_(watcher), random_(options.seed) {
   info_.name = "simulated";
   info_.units = options.traits.units;
-  info_.unified_memory = false;
+  info_.unified_memory = options.unified;
   info_.absorbed_q_of_bf16 = kernels::DType::kF32;
 }
 
@@ -58,6 +58,8 @@ absl::Status FakeDevice::Configure(const kernels::BackendLimits& limits) {
                         limits.slot_workspace_bytes + 8 * kAlignment * limits.launch_requests;
   for (Slot& slot : slots_) slot.memory.resize(static_cast<size_t>(bytes));
   weights_.resize(static_cast<size_t>(limits.weights_slots));
+  if (limits.launch_slots != (options_.unified ? 1 : 2))
+    Violation("another number of launch slots");
   return absl::OkStatus();
 }
 
@@ -175,19 +177,52 @@ absl::StatusOr<int64_t> FakeDevice::Take(int32_t slot, int64_t bytes, int64_t* u
   return at;
 }
 
+absl::StatusOr<int64_t> FakeDevice::TakePiece(int32_t slot, int64_t bytes, bool output) {
+  Slot& s = slots_.at(static_cast<size_t>(slot));
+  if (options_.unified) {
+    return Take(slot, bytes, &s.work_bytes, limits_.slot_workspace_bytes, "slot_workspace_bytes");
+  }
+  return output ? Take(slot, bytes, &s.out_bytes, limits_.staging_out_bytes, "staging_out_bytes")
+                : Take(slot, bytes, &s.in_bytes, limits_.staging_in_bytes, "staging_in_bytes");
+}
+
 void FakeDevice::CopyIn(Slot& slot, const Staged& staged) {
+  if (staged.device == Staged::kInPlace) return;
   for (int32_t row = 0; row < staged.rows; ++row) {
     std::memcpy(Place(slot, staged.device) + row * staged.pitch,
                 staged.host + row * staged.row_bytes, static_cast<size_t>(staged.row_bytes));
   }
 }
 
+absl::Status FakeDevice::StageInPlace(int32_t slot, void* host, int64_t bytes, bool output) {
+  if (absl::Status s = Recording(slot); !s.ok()) return s;
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  Staged staged{Staged::kInPlace, bytes, static_cast<std::byte*>(host), bytes, bytes, 1};
+  staged.output = output;
+  if (!output || !IsOwn(host)) {
+    staged.tenant = watcher_->OnStaged(host, bytes, s.serial);
+    if (staged.tenant == 0) return absl::InternalError("memory of no request");
+  }
+  s.staged.push_back(staged);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<const void*> FakeDevice::StageInput(int32_t slot, const void* host, int64_t bytes) {
+  if (options_.unified) {
+    const absl::Status staged = StageInPlace(slot, const_cast<void*>(host), bytes, false);
+    if (!staged.ok()) return staged;
+    return host;
+  }
   const kernels::InputPart part{host, bytes};
   return StageInputParts(slot, 1, std::span(&part, 1));
 }
 
 absl::StatusOr<void*> FakeDevice::StageOutput(int32_t slot, void* host, int64_t bytes) {
+  if (options_.unified) {
+    const absl::Status staged = StageInPlace(slot, host, bytes, true);
+    if (!staged.ok()) return staged;
+    return host;
+  }
   const kernels::OutputPart part{host, bytes};
   return StageOutputParts(slot, 1, std::span(&part, 1));
 }
@@ -197,7 +232,7 @@ absl::StatusOr<const void*> FakeDevice::StageInputParts(int32_t slot, int32_t ro
   int64_t pitch = 0;
   for (const kernels::InputPart& part : parts) pitch += part.row_bytes;
   Slot& s = slots_.at(static_cast<size_t>(slot));
-  auto at = Take(slot, rows * pitch, &s.in_bytes, limits_.staging_in_bytes, "staging_in_bytes");
+  auto at = TakePiece(slot, rows * pitch, /*output=*/false);
   if (!at.ok()) return at.status();
   int64_t column = *at;
   for (const kernels::InputPart& part : parts) {
@@ -208,7 +243,8 @@ absl::StatusOr<const void*> FakeDevice::StageInputParts(int32_t slot, int32_t ro
     staged.rows = rows;
     staged.tenant = watcher_->OnStaged(part.host, rows * part.row_bytes, s.serial);
     if (staged.tenant == 0) return absl::InternalError("memory of no request");
-    if (options_.runs_at_submit) CopyIn(s, staged);
+    // Read during the call where the piece is in the slot's workspace.
+    if (options_.runs_at_submit || options_.unified) CopyIn(s, staged);
     s.staged.push_back(staged);
     column += part.row_bytes;
   }
@@ -220,7 +256,7 @@ absl::StatusOr<void*> FakeDevice::StageOutputParts(int32_t slot, int32_t rows,
   int64_t pitch = 0;
   for (const kernels::OutputPart& part : parts) pitch += part.row_bytes;
   Slot& s = slots_.at(static_cast<size_t>(slot));
-  auto at = Take(slot, rows * pitch, &s.out_bytes, limits_.staging_out_bytes, "staging_out_bytes");
+  auto at = TakePiece(slot, rows * pitch, /*output=*/true);
   if (!at.ok()) return at.status();
   int64_t column = *at;
   for (const kernels::OutputPart& part : parts) {
@@ -373,6 +409,7 @@ absl::Status FakeDevice::Submit(int32_t slot) {
   const int64_t takes = 1000 * static_cast<int64_t>(1 + random_ % (options_.latency_us + 1));
   s.started_at = std::max(last_done_, clock_->Now());
   s.done_at = last_done_ = s.started_at + takes;
+  if (options_.unified && options_.runs_at_submit) s.done_at = last_done_ = s.started_at;
   running_.push_back(slot);
   if (options_.runs_at_submit) Execute(s, s.to_run);
   return absl::OkStatus();
@@ -407,7 +444,7 @@ absl::StatusOr<int64_t> FakeDevice::Wait(int32_t slot) {
   if (s.done_at > clock_->Now()) clock_->Advance(s.done_at - clock_->Now());
   if (!options_.runs_at_submit) {
     for (const Staged& staged : s.staged) {
-      if (!staged.output) CopyIn(s, staged);
+      if (!staged.output && !options_.unified) CopyIn(s, staged);
     }
     Execute(s, s.to_run);
   }
@@ -418,7 +455,8 @@ absl::StatusOr<int64_t> FakeDevice::Wait(int32_t slot) {
     return absl::InternalError("a fault was injected at Wait");
   }
   for (const Staged& staged : s.staged) {
-    for (int32_t row = 0; staged.output && row < staged.rows; ++row) {
+    const bool copied = staged.output && staged.device != Staged::kInPlace;
+    for (int32_t row = 0; copied && row < staged.rows; ++row) {
       std::memcpy(staged.host + row * staged.row_bytes,
                   Place(s, staged.device) + row * staged.pitch,
                   static_cast<size_t>(staged.row_bytes));

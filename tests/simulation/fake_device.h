@@ -1,5 +1,7 @@
-// The simulator's adapter to the backend seam, and its only file that knows it: a device with
-// memory of its own and two launch slots, computed in double with the plan that the scheduler made.
+// The simulator's adapter to the backend seam, and its only file that knows it. Attention is
+// computed in double with the plan that the scheduler made, on a device of one of two kinds: one
+// with memory of its own and two launch slots, or one like a CPU, with one slot, which reads and
+// writes the host's memory and page tables where they are.
 //
 //   - Work runs when it is submitted or when it completes; completion is as late as the seed says,
 //     and waiting for it moves the clock.
@@ -43,7 +45,8 @@ enum class DeviceFault { kNone, kEnqueue, kSubmit, kWaitAllRan, kWaitSomeRan, kW
 
 struct FakeDeviceOptions {
   uint64_t seed = 0;
-  bool runs_at_submit = false;
+  bool unified = false;             // the host's memory, one launch slot
+  bool runs_at_submit = false;      // a unified device has completed then, too
   bool runs_after_failure = false;  // launches still run behind one that has run and then failed
   int64_t latency_us = 0;           // of a launch, at most
   int32_t expanded_min_rows = 0;    // from which the expanded form is taken
@@ -127,7 +130,8 @@ class FakeDevice final : public kernels::AttentionBackend {
   };
   // Device memory that stands for host memory, row by row.
   struct Staged {
-    int64_t device = 0, bytes = 0;  // place in the slot's memory
+    static constexpr int64_t kInPlace = -1;
+    int64_t device = 0, bytes = 0;  // place in the slot's memory; kInPlace: the host's own
     std::byte* host = nullptr;
     int64_t row_bytes = 0, pitch = 0;
     int32_t rows = 0;
@@ -165,9 +169,15 @@ class FakeDevice final : public kernels::AttentionBackend {
   absl::StatusOr<Command*> Record(int32_t slot, Verb verb);
   absl::StatusOr<int64_t> Take(int32_t slot, int64_t bytes, int64_t* used, int64_t limit,
                                const char* what);
+  // Room for a matrix in parts: staging memory, or the workspace of a unified device.
+  absl::StatusOr<int64_t> TakePiece(int32_t slot, int64_t bytes, bool output);
   std::byte* Place(Slot& slot, int64_t at) { return slot.memory.data() + at; }
   int TenantAt(const Slot& slot, const void* device) const;
+  // Of a unified device: what the launch reads or writes where it is.
+  absl::Status StageInPlace(int32_t slot, void* host, int64_t bytes, bool output);
   void CopyIn(Slot& slot, const Staged& staged);
+  // The page tables that a launch reads.
+  std::span<const uint32_t> tables() const { return options_.unified ? host_tables_ : tables_; }
   void Execute(Slot& slot, size_t end);
   void Execute(Slot& slot, const Command& command);
   void WriteRange(const kernels::PageRange& range);

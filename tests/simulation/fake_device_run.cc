@@ -45,7 +45,11 @@ void StoreAt(void* base, DType dtype, int64_t index, double value) {
 int FakeDevice::TenantAt(const Slot& slot, const void* device) const {
   const int64_t at = static_cast<const std::byte*>(device) - slot.memory.data();
   for (const Staged& staged : slot.staged) {
-    if (at >= staged.device && at < staged.device + staged.bytes) return staged.tenant;
+    if (staged.device == Staged::kInPlace) {
+      if (device >= staged.host && device < staged.host + staged.bytes) return staged.tenant;
+    } else if (at >= staged.device && at < staged.device + staged.bytes) {
+      return staged.tenant;
+    }
   }
   return 0;
 }
@@ -133,7 +137,7 @@ void FakeDevice::Append(Slot& slot, const kernels::AppendRecord& record) {
   for (int row = 0; row < record.rows; ++row) {
     const int position = record.first_position + row;
     uint16_t* to = Element(record.page_table, record.layer_offset, record.row_stride,
-                           record.page_size, position, tables_);
+                           record.page_size, position, tables());
     if (to == nullptr) return;
     // The whole page: what an earlier tenant left in it would be seen by later rows.
     const int64_t words = record.row_stride / 2;
@@ -261,7 +265,7 @@ void FakeDevice::AttendPiece(const kernels::AttentionParams& params,
       request.causal != 0 ? request.kv_rows - request.q_rows + row + 1 : request.kv_rows;
   for (int j = item.kv_begin; j < std::min(item.kv_end, sees); ++j) {
     const uint16_t* kv = Element(request.page_table, request.layer_offset, request.row_stride,
-                                 request.page_size, j, tables_);
+                                 request.page_size, j, tables());
     if (kv == nullptr) return;
     CheckWords(kv, dim, tenant, /*fresh=*/false, "reads");
     double logit = 0;

@@ -45,6 +45,7 @@ void Print(const SimulatorCounts& counts) {
       {"steps aborted", counts.aborts},
       {"leases expired", counts.expired},
       {"launches", counts.launches},
+      {"one-slot launches", counts.one_slot_launches},
       {"device commands", counts.commands},
       {"device faults", counts.faults},
       {"pages zeroed", counts.scrubs},

@@ -44,6 +44,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.aborts, 10 * share);
   EXPECT_GT(counts.expired, 5 * share);
   EXPECT_GT(counts.faults, share);
+  EXPECT_GT(counts.one_slot_launches, 10 * share);
   EXPECT_GT(counts.scrubs, 5 * share);
   EXPECT_GT(counts.copies, share);
   EXPECT_GT(counts.slices_fused, share);

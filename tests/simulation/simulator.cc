@@ -53,6 +53,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   aborts += other.aborts;
   expired += other.expired;
   launches += other.launches;
+  one_slot_launches += other.one_slot_launches;
   commands += other.commands;
   faults += other.faults;
   scrubs += other.scrubs;
@@ -159,6 +160,7 @@ void Simulator::DrawConfig() {
   leases_models_ = Chance(40);
   FakeDeviceOptions& device = device_options_;
   device.seed = Pick(~uint64_t{0});
+  device.unified = Chance(25);
   device.runs_at_submit = Chance(50);
   device.runs_after_failure = Chance(50);
   device.latency_us = draw(0, 3) * 400;
@@ -317,6 +319,7 @@ std::string Simulator::Run(int operations) {
     counts_.copies = static_cast<int64_t>(stats.copies_on_write);
     counts_.slices_fused = static_cast<int64_t>(stats.slices_fused);
     counts_.launches = device_->launches();
+    if (device_options_.unified) counts_.one_slot_launches = device_->launches();
     counts_.commands = device_->commands();
     counts_.faults = device_->faults();
     counts_.expired = oracle_->expired();

@@ -68,6 +68,7 @@ struct SimulatorCounts {
   int64_t answers_checked = 0;  // outputs compared with the dense answer
   int64_t refusals = 0, commits = 0, aborts = 0, expired = 0;
   int64_t launches = 0, commands = 0, faults = 0;
+  int64_t one_slot_launches = 0;  // of devices like a CPU
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
   int64_t total() const;
   void Add(const SimulatorCounts& other);
