@@ -201,10 +201,23 @@ Reasons Oracle::CheckTruncate(int tenant, uint64_t id, uint64_t epoch, int64_t l
     reasons.Add("sequence_not_found");
     return reasons;
   }
+  if (IsRepeat(*sequence, epoch, length)) return reasons;
   reasons.AddIf(sequence->epoch != epoch, "epoch_mismatch");
   reasons.AddIf(sequence->step != 0, "in_step");
   reasons.AddIf(length < 0 || length > sequence->length(), "out_of_range");
   return reasons;
+}
+
+bool Oracle::IsRepeat(const OracleSequence& sequence, uint64_t epoch, int64_t length) {
+  return sequence.truncated_from == epoch && sequence.epoch == epoch + 1 &&
+         sequence.truncated_length == length && sequence.length() == length;
+}
+
+const OracleSequence* Oracle::OpenedBy(int tenant, const std::string& request_id) const {
+  for (const auto& [id, sequence] : sequences) {
+    if (sequence.tenant == tenant && sequence.origin.request_id == request_id) return &sequence;
+  }
+  return nullptr;
 }
 
 void Oracle::Renew(OracleSequence* sequence, int64_t lease_ns, int64_t now) {
@@ -231,6 +244,8 @@ void Oracle::ApplyFork(uint64_t id, uint64_t parent, int64_t length, int64_t lea
   OracleSequence child = from;
   child.id = id;
   child.epoch = 1;
+  child.origin = OracleOrigin();
+  child.truncated_from = 0;
   child.lease_ns = limits_.sequence_lease_ns;
   for (auto& layer : child.layers) layer.resize(length);
   child.groups.resize(PagesOf(from, length));
@@ -242,7 +257,8 @@ void Oracle::ApplyFork(uint64_t id, uint64_t parent, int64_t length, int64_t lea
 
 void Oracle::ApplyTruncate(uint64_t id, int64_t length, int64_t now) {
   OracleSequence& sequence = sequences.at(id);
-  ++sequence.epoch;
+  sequence.truncated_from = sequence.epoch++;
+  sequence.truncated_length = length;
   for (auto& layer : sequence.layers) layer.resize(length);
   ShrinkTo(&sequence, static_cast<int>(length));
   Renew(&sequence, 0, now);

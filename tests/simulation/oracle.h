@@ -9,6 +9,7 @@
 #define MLA_TESTS_SIMULATION_ORACLE_H_
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <string>
 #include <utility>
@@ -69,6 +70,16 @@ struct OracleModel {
   int64_t lease_ns = 0, deadline = 0;  // 0: no lease
 };
 
+// What a call asked for that opened a sequence under a request id.
+struct OracleOrigin {
+  std::string request_id;  // empty: none was given
+  bool fork = false;
+  std::string model, client;       // of Open
+  uint64_t parent = 0, epoch = 0;  // of Fork
+  int64_t length = -1;             // -1: not named
+  bool operator==(const OracleOrigin&) const = default;
+};
+
 struct OracleSequence {
   uint64_t id = 0;
   int tenant = 0;
@@ -78,6 +89,9 @@ struct OracleSequence {
   std::vector<std::vector<uint64_t>> layers;  // keys of the committed rows
   std::vector<int> groups;                    // indices of page groups
   int64_t lease_ns = 0, deadline = 0;
+  OracleOrigin origin;
+  uint64_t truncated_from = 0;  // epoch that the last Truncate named; 0: none did
+  int64_t truncated_length = -1;
   int length() const { return static_cast<int>(layers[0].size()); }
 };
 
@@ -104,6 +118,11 @@ struct OracleStep {
   bool aborting = false;   // may be aborted now
   bool failed = false;     // a launch of it failed: it must not be committed
   bool uncertain = false;  // when it was last touched is not known
+};
+
+struct OracleClosed {
+  OracleStep step;
+  bool aborted = false;  // else committed
 };
 
 // What a BeginStep names.
@@ -143,6 +162,10 @@ class Oracle {
   Reasons CheckOpen(int tenant, int model) const;
   Reasons CheckFork(int tenant, uint64_t parent, uint64_t epoch, int64_t length) const;
   Reasons CheckTruncate(int tenant, uint64_t id, uint64_t epoch, int64_t length) const;
+  // The sequence that the tenant has opened under a request id; null: none that is there.
+  const OracleSequence* OpenedBy(int tenant, const std::string& request_id) const;
+  // Whether Truncate was granted before with these arguments and would change nothing now.
+  static bool IsRepeat(const OracleSequence& sequence, uint64_t epoch, int64_t length);
   void ApplyOpen(uint64_t id, int model, int64_t lease_ns, int64_t now);
   void ApplyFork(uint64_t id, uint64_t parent, int64_t length, int64_t lease_ns, int64_t now);
   void ApplyTruncate(uint64_t id, int64_t length, int64_t now);
@@ -185,6 +208,10 @@ class Oracle {
   // Sequences that a step has let go since the last look, by tenant and id.
   std::vector<std::pair<int, uint64_t>> let_go;
 
+  // Steps that have ended, the last ones.
+  static constexpr size_t kClosedKept = 16;
+  std::deque<OracleClosed> closed;
+
   bool draining = false;
   bool unhealthy = false;
   std::vector<OracleModel> models;
@@ -199,6 +226,7 @@ class Oracle {
   void DropGroup(OracleSequence* sequence);
   void ShrinkTo(OracleSequence* sequence, int rows);
   int PagesOf(const OracleSequence& sequence, int64_t rows) const;
+  void Close(uint64_t key, bool aborted);
 
   const OracleLimits limits_;
   std::vector<int> holders_;  // by group

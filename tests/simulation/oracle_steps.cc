@@ -1,5 +1,6 @@
 // Oracle: steps, and what time does to them.
 #include <algorithm>
+#include <utility>
 
 #include "tests/simulation/oracle.h"
 
@@ -114,7 +115,7 @@ void Oracle::ApplyEnd(OracleStep* step, const std::vector<int>& rows, int64_t no
     let_go.emplace_back(sequence.tenant, sequence.id);
     Renew(&sequence, 0, now);
   }
-  steps.erase(step->key);
+  Close(step->key, /*aborted=*/false);
 }
 
 void Oracle::ApplyAbort(uint64_t key, int64_t now) {
@@ -126,7 +127,14 @@ void Oracle::ApplyAbort(uint64_t key, int64_t now) {
     let_go.emplace_back(sequence.tenant, sequence.id);
     Renew(&sequence, 0, now);
   }
-  steps.erase(key);
+  Close(key, /*aborted=*/true);
+}
+
+void Oracle::Close(uint64_t key, bool aborted) {
+  const auto at = steps.find(key);
+  if (closed.size() == kClosedKept) closed.pop_front();
+  closed.push_back({std::move(at->second), aborted});
+  steps.erase(at);
 }
 
 bool Oracle::StepsOverdue(int64_t now) const {

@@ -40,6 +40,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   }
   EXPECT_GT(counts.answers_checked, 100 * share);
   EXPECT_GT(counts.refusals, 100 * share);
+  EXPECT_GT(counts.resent, 2 * share);
   EXPECT_GT(counts.commits, 20 * share);
   EXPECT_GT(counts.aborts, 10 * share);
   EXPECT_GT(counts.expired, 5 * share);

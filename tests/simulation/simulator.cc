@@ -24,14 +24,14 @@ constexpr Weighted kMix[] = {
     {Op::kRepeat, 12},  {Op::kFill, 45},      {Op::kRefusable, 8},   {Op::kMalformed, 6},
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
-    {Op::kBranch, 12},
+    {Op::kBranch, 12},  {Op::kResend, 8},
 };
 constexpr const char* kNames[] = {
     "register",  "unregister", "weights", "open",        "fork",         "truncate",
     "release",   "renew",      "get",     "open_stream", "close_stream", "begin",
     "join",      "attend",     "query",   "ranks",       "repeat",       "fill",
     "refusable", "malformed",  "end",     "abort",       "launch",       "time",
-    "fault",     "drain",      "quota",   "evict",       "branch",
+    "fault",     "drain",      "quota",   "evict",       "branch",       "resend",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -48,6 +48,7 @@ int64_t SimulatorCounts::total() const {
 void SimulatorCounts::Add(const SimulatorCounts& other) {
   for (size_t i = 0; i < operations.size(); ++i) operations[i] += other.operations[i];
   answers_checked += other.answers_checked;
+  resent += other.resent;
   refusals += other.refusals;
   commits += other.commits;
   aborts += other.aborts;
@@ -289,6 +290,8 @@ bool Simulator::Do(Op op) {
       return Evict();
     case Op::kBranch:
       return Branch();
+    case Op::kResend:
+      return Resend();
     case Op::kCount:
       break;
   }

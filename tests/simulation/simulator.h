@@ -59,6 +59,7 @@ enum class Op : uint8_t {
   kQuota,
   kEvict,
   kBranch,
+  kResend,
   kCount,
 };
 const char* Name(Op op);
@@ -66,6 +67,7 @@ const char* Name(Op op);
 struct SimulatorCounts {
   std::array<int64_t, static_cast<size_t>(Op::kCount)> operations = {};  // that did something
   int64_t answers_checked = 0;  // outputs compared with the dense answer
+  int64_t resent = 0;           // calls sent again
   int64_t refusals = 0, commits = 0, aborts = 0, expired = 0;
   int64_t launches = 0, commands = 0, faults = 0;
   int64_t one_slot_launches = 0;  // of devices like a CPU
@@ -180,6 +182,12 @@ class Simulator final : public DeviceWatcher {
   bool SetQuota();
   bool Evict();
   bool EvictModel();
+  bool Resend();
+  bool ResendCreation();
+  bool ResendOpen(int tenant, const OracleSequence& known, bool changed);
+  bool ResendFork(int tenant, const OracleSequence& known, bool changed);
+  bool ResendTruncate();
+  bool ResendToClosedStep();
   static scheduler::TenantQuota QuotaOf(const OracleQuota& quota);
   OracleQuota DrawQuota();
   void TouchModels();
@@ -188,6 +196,7 @@ class Simulator final : public DeviceWatcher {
   OracleSequence* AnySequence(int tenant, bool free);
   OracleStep* AnyStep();
   int AnyModel(int tenant);
+  std::string NewRequestId();
   const Stream* AnyStream(int tenant);
   int64_t Now() const { return clock_.Now(); }
 
@@ -210,6 +219,9 @@ class Simulator final : public DeviceWatcher {
   v1::Attend MessageOf(const OracleStep& step, const AttendSpec& spec) const;
   // Adds the KV rows to the oracle's step and hands the request over.
   bool SendAttend(OracleStep* step, const AttendSpec& spec);
+  // Through the validator; sets the request's arguments and the sizes of its tensors.
+  absl::Status ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
+                         const AttendSpec& spec, SimRequest* request);
   Reasons CheckAttend(const OracleStep& step, const AttendSpec& spec, bool* repeat) const;
   void FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec);
   // Hands over; false if the queue is full, as foretold.
@@ -228,6 +240,8 @@ class Simulator final : public DeviceWatcher {
   void CheckAttendFailure(const SimRequest& request, OracleStep* step);
   void CheckEndAnswer(SimRequest* request);
   void CheckOutput(const SimRequest& request, const OracleStep& step);
+  // Of a call that was sent again: null if it opened a sequence for the first time.
+  void CheckRepeated(const scheduler::SequenceInfo& info, const OracleSequence* repeats);
   void CheckGuards(const SimRequest& request);
   void CheckBooks();
   void CheckQuotas();

@@ -55,6 +55,9 @@ void Simulator::FinishAborts() {
 void Simulator::CheckAnswer(SimRequest* request) {
   using scheduler::RequestKind;
   if (!request->memory.empty()) CheckGuards(*request);
+  if (request->immediate && request->step_aborted != (request->fault.reason == "step_aborted")) {
+    Fail("an answer does not say whether the step was aborted");
+  }
   if (request->kind == RequestKind::kBeginStep) {
     CheckBeginAnswer(request);
   } else if (request->kind == RequestKind::kAttend) {
@@ -84,7 +87,7 @@ void Simulator::CheckBeginAnswer(SimRequest* request) {
     step->streams.push_back(wanted.stream);
   }
   // It was taken when the call began; launches may have been waited for since.
-  step->touched = called_at_;
+  step->touched = std::max(step->touched, called_at_);
   if (request->total_rows != step->total ||
       request->joined != static_cast<int>(step->streams.size()) ||
       request->lease_ms != step->lease_ns / 1'000'000) {

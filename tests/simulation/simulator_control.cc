@@ -159,6 +159,7 @@ bool Simulator::Open() {
   message.set_client_id(absl::StrCat("client-", tenant));
   const int64_t lease_ms = Chance(80) ? 0 : 20 + static_cast<int64_t>(Pick(500));
   message.set_lease_ms(static_cast<uint32_t>(lease_ms));
+  message.set_request_id(NewRequestId());
   scheduler::OpenArgs args;
   args.tenant = TenantName(tenant);
   Fault fault;
@@ -171,6 +172,10 @@ bool Simulator::Open() {
     if (info->length != 0 || info->epoch != 1) Fail("Open: a new sequence is not empty");
     if (oracle_->sequences.contains(info->id)) Fail("Open: an id was given twice");
     oracle_->ApplyOpen(info->id, model, lease_ms * kMilli, Now());
+    OracleOrigin& origin = oracle_->sequences.at(info->id).origin;
+    origin.request_id = message.request_id();
+    origin.model = message.model_id();
+    origin.client = message.client_id();
   } else if (model >= 0 && !oracle_->draining) {
     oracle_->TouchModel(model, Now());
   }
@@ -197,6 +202,7 @@ uint64_t Simulator::SendFork(int tenant, const OracleSequence& parent, uint64_t 
   message.set_expected_epoch(epoch);
   if (length < parent.length() || Chance(50)) message.set_length(static_cast<uint64_t>(length));
   const int64_t wanted = message.has_length() ? length : parent.length();
+  message.set_request_id(NewRequestId());
   scheduler::ForkArgs args;
   args.tenant = TenantName(tenant);
   Fault fault;
@@ -209,6 +215,12 @@ uint64_t Simulator::SendFork(int tenant, const OracleSequence& parent, uint64_t 
   if (granted) {
     if (info->length != wanted) Fail("Fork: the child has another length");
     oracle_->ApplyFork(info->id, id, wanted, 0, Now());
+    OracleOrigin& origin = oracle_->sequences.at(info->id).origin;
+    origin.request_id = message.request_id();
+    origin.fork = true;
+    origin.parent = id;
+    origin.epoch = epoch;
+    if (message.has_length()) origin.length = length;
   }
   AfterCall();
   Trace(id, static_cast<uint64_t>(wanted), static_cast<uint64_t>(info.status().code()));

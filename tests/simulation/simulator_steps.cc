@@ -95,7 +95,6 @@ void Simulator::SpoilBegin(OracleBegin* begin) {
 }
 
 bool Simulator::Begin() {
-  if (oracle_->StepsOverdue(Now())) Poll();
   OracleBegin begin = DrawBegin(1 + static_cast<int>(Pick(tenants_)));
   if (begin.sequences.empty()) return false;
   if (Chance(10)) SpoilBegin(&begin);
@@ -129,7 +128,6 @@ bool Simulator::SendRows(uint64_t step_id, int tenant) {
 // A fork that parts from its parent inside a page, and steps of both at once: whichever writes
 // first gets a copy of the page, and the other one the page itself.
 bool Simulator::Branch() {
-  if (oracle_->StepsOverdue(Now())) Poll();
   const OracleSequence* parent = AnySequence(0, /*free=*/true);
   if (parent == nullptr || parent->length() < 2) return false;
   const int tenant = parent->tenant;

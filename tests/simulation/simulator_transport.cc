@@ -163,6 +163,8 @@ bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
 }
 
 bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
+  // A step whose lease has run out counts until the engine looks at its timers.
+  while (oracle_->StepsOverdue(Now()) && !failed()) Poll();
   v1::BeginStep message;
   message.set_step_id(begin.id);
   message.set_model_id(begin.model < 0 ? "no-such-model" : oracle_->models[begin.model].name);
@@ -292,11 +294,9 @@ void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const A
   std::fill_n(at, request->lse_bytes, std::byte{0xff});
 }
 
-bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
-  auto request = std::make_unique<SimRequest>(this);
-  const OracleModel& model = oracle_->models[step->model];
-  const Shape& shape = model.shape;
-  const v1::Attend message = MessageOf(*step, spec);
+absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
+                                  const AttendSpec& spec, SimRequest* request) {
+  const Shape& shape = oracle_->models[step.model].shape;
   const size_t in = spec.f32 ? 4 : 2;
   const size_t packed = static_cast<size_t>(spec.rows) * spec.heads;
   if (spec.kv) request->kv_bytes = in * spec.rows * shape.row_dim();
@@ -306,6 +306,15 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
     request->o_bytes = (spec.f32_out ? 4 : 2) * packed * out_dim;
     if (spec.lse) request->lse_bytes = 4 * packed;
   }
+  server::AttendSizes sizes;
+  return server::ParseAttend(MessageOf(step, spec), known, step.total,
+                             static_cast<int64_t>(request->kv_bytes + request->q_bytes),
+                             kMessageBytes, &request->attend, &sizes, &request->fault);
+}
+
+bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
+  auto request = std::make_unique<SimRequest>(this);
+  const OracleModel& model = oracle_->models[step->model];
   const auto known = engine_->FindModel(TenantName(step->tenant), model.name);
   if (known == nullptr) {
     Fail("a model of an open step is not found");
@@ -315,10 +324,7 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
   request->immediate = !request->expect.none();
   Trace(step->id, static_cast<uint64_t>(spec.layer * 4096 + spec.row * 64 + spec.rows),
         static_cast<uint64_t>(spec.head * 64 + spec.heads * 4 + static_cast<int>(spec.form)));
-  server::AttendSizes sizes;
-  const absl::Status parsed = server::ParseAttend(
-      message, *known, step->total, static_cast<int64_t>(request->kv_bytes + request->q_bytes),
-      kMessageBytes, &request->attend, &sizes, &request->fault);
+  const absl::Status parsed = ParseRows(*known, *step, spec, request.get());
   if (!parsed.ok()) {
     Foretold("ParseAttend", parsed, request->fault, request->expect);
     return true;
