@@ -24,14 +24,14 @@ constexpr Weighted kMix[] = {
     {Op::kRepeat, 12},  {Op::kFill, 45},      {Op::kRefusable, 8},   {Op::kMalformed, 6},
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
-    {Op::kBranch, 12},  {Op::kResend, 8},
+    {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12},
 };
 constexpr const char* kNames[] = {
-    "register",  "unregister", "weights", "open",        "fork",         "truncate",
-    "release",   "renew",      "get",     "open_stream", "close_stream", "begin",
-    "join",      "attend",     "query",   "ranks",       "repeat",       "fill",
-    "refusable", "malformed",  "end",     "abort",       "launch",       "time",
-    "fault",     "drain",      "quota",   "evict",       "branch",       "resend",
+    "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
+    "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
+    "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
+    "abort",    "launch",     "time",        "fault",        "drain",     "quota",     "evict",
+    "branch",   "resend",     "tenant_call",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -78,6 +78,8 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
     quotas[tenant] = DrawQuota();
     options.tenants.quotas[TenantName(tenant)] = QuotaOf(quotas[tenant]);
   }
+  calls_ = std::make_unique<TenantCalls>(most_tenants_, [this](uint64_t n) { return Pick(n); });
+  calls_->AddTo(&options.tenants);
   auto engine = scheduler::Engine::Create(options, std::move(device), &clock_);
   if (!engine.ok()) {
     Fail(absl::StrCat("the engine does not start: ", engine.status().ToString()));
@@ -86,12 +88,14 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   engine_ = *std::move(engine);
   oracle_ = std::make_unique<Oracle>(oracle_limits_);
   oracle_->quotas = quotas;
+  calls_->Start(engine_->tenants().get());
   rows_.emplace_back();
   for (int tenant = 1; tenant <= tenants_; ++tenant) {
     Fault fault;
     const auto row = engine_->tenants()->Enter(TenantName(tenant), &fault);
     if (!row.ok()) Fail(row.status().ToString());
     rows_.push_back(row.ok() ? *row : scheduler::TenantRef());
+    if (row.ok()) calls_->Keep(TenantName(tenant), *row, &violation_);
     for (int i = 0; i < 2; ++i) {
       streams_.push_back({engine_->OpenStream(TenantName(tenant)), tenant});
     }
@@ -101,6 +105,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
 Simulator::~Simulator() {
   // Requests of an unfinished run are answered by the engine's end.
   rows_.clear();
+  calls_.reset();
   engine_.reset();
 }
 
@@ -130,6 +135,7 @@ void Simulator::DrawConfig() {
     return low + static_cast<int>(Pick(static_cast<uint64_t>(high - low + 1)));
   };
   tenants_ = draw(1, kMostTenants);
+  most_tenants_ = tenants_ + draw(1, 4);
   DrawShapes();
   OracleLimits& limits = oracle_limits_;
   limits.pool_bytes = (64 + 8 * draw(0, 4)) * 1024;
@@ -182,6 +188,7 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.max_sequence_rows = oracle_limits_.max_sequence_rows;
   limits.max_pages_per_sequence = oracle_limits_.max_pages;
   limits.max_models = oracle_limits_.max_models;
+  limits.max_tenants = most_tenants_;
   limits.max_layers = 4;
   limits.max_heads = 4;
   limits.max_row_dim = 8;
@@ -292,6 +299,8 @@ bool Simulator::Do(Op op) {
       return Branch();
     case Op::kResend:
       return Resend();
+    case Op::kTenantCall:
+      return CallAsTenant();
     case Op::kCount:
       break;
   }

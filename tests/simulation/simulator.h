@@ -26,6 +26,7 @@
 #include "server/request_validator.h"
 #include "tests/simulation/fake_device.h"
 #include "tests/simulation/oracle.h"
+#include "tests/simulation/tenant_calls.h"
 
 namespace mla::simulation {
 
@@ -60,6 +61,7 @@ enum class Op : uint8_t {
   kEvict,
   kBranch,
   kResend,
+  kTenantCall,
   kCount,
 };
 const char* Name(Op op);
@@ -180,6 +182,7 @@ class Simulator final : public DeviceWatcher {
   bool ArmFault();
   bool Drain();
   bool SetQuota();
+  bool CallAsTenant();
   bool Evict();
   bool EvictModel();
   bool Resend();
@@ -269,13 +272,14 @@ class Simulator final : public DeviceWatcher {
   int fault_percent_ = 0;
   bool drains_ = false, loses_device_ = false, has_quotas_ = false, leases_models_ = false;
   int queue_requests_ = 0, launch_rows_ = 0, launch_packed_rows_ = 0, launch_requests_ = 0;
-  int prefill_rows_ = 0, decode_rows_ = 0;
+  int prefill_rows_ = 0, decode_rows_ = 0, most_tenants_ = 0;
   int64_t slice_wait_us_ = 0, kv_wait_ms_ = 0, queue_ms_ = 0;
 
   scheduler::SimulatedClock clock_;
   FakeDevice* device_ = nullptr;  // the engine's
   std::unique_ptr<scheduler::Engine> engine_;
   std::unique_ptr<Oracle> oracle_;
+  std::unique_ptr<TenantCalls> calls_;      // on the engine's tenant table
   std::vector<scheduler::TenantRef> rows_;  // by tenant, as a transport holds them
   std::vector<Stream> streams_;
   std::list<std::unique_ptr<SimRequest>> requests_;    // not answered

@@ -373,6 +373,9 @@ void Simulator::Finish() {
   CheckBooks();
   if (oracle_->groups_used() != 0 || !oracle_->steps.empty()) Fail("something is left over");
   if (const std::string wrong = engine_->CheckInvariants(); !wrong.empty()) Fail(wrong);
+  std::string violation;
+  calls_->Finish(&violation);
+  if (!violation.empty()) Fail(violation);
 }
 
 }  // namespace mla::simulation

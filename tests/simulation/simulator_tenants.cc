@@ -44,11 +44,23 @@ bool Simulator::SetQuota() {
   const int tenant = 1 + static_cast<int>(Pick(tenants_));
   const OracleQuota quota = Chance(30) ? OracleQuota() : DrawQuota();
   Fault fault;
+  Reasons expect;
+  expect.AddIf(!calls_->SetOtherQuota(TenantName(tenant)), "tenants_exhausted");
   const absl::Status status =
       engine_->tenants()->SetQuota(TenantName(tenant), QuotaOf(quota), /*reset=*/true, &fault);
-  if (!status.ok()) Fail(absl::StrCat("SetQuota: ", status.ToString()));
-  oracle_->quotas[tenant] = quota;
+  if (Foretold("SetQuota", status, fault, expect)) oracle_->quotas[tenant] = quota;
   Trace(static_cast<uint64_t>(tenant), static_cast<uint64_t>(quota.kv_bytes));
+  return true;
+}
+
+// What transports and operators do with the table that the engine counts in as well.
+bool Simulator::CallAsTenant() {
+  const int64_t refusals = calls_->refusals();
+  std::string violation;
+  if (!calls_->Do(&violation)) return false;
+  if (!violation.empty()) Fail(violation);
+  counts_.refusals += calls_->refusals() - refusals;
+  Trace(static_cast<uint64_t>(calls_->refusals()));
   return true;
 }
 
