@@ -31,9 +31,13 @@ void EngineCore::NoteRows(const StreamRequest& request) {
   ForEachEntry(request, begin, end, [&](const StepEntry& entry) {
     const int64_t first = std::max(begin, entry.offset);
     const int64_t rows = std::min(end, entry.offset + entry.rows) - first;
-    if (entry.sequence->not_finite) return;
-    entry.sequence->not_finite =
-        HoldsNotFinite(args.kv + (first - args.row_begin) * row_bytes, args.q_dtype, rows * dim);
+    const int64_t position = entry.start + first - entry.offset;
+    int64_t& known = entry.sequence->not_finite_from;
+    const std::byte* const at = args.kv + (first - args.row_begin) * row_bytes;
+    if (known <= position || !HoldsNotFinite(at, args.q_dtype, rows * dim)) return;
+    int64_t row = 0;
+    while (!HoldsNotFinite(at + row * row_bytes, args.q_dtype, dim)) ++row;
+    known = std::min(known, position + row);
   });
 }
 
@@ -42,7 +46,9 @@ void EngineCore::JudgeRow(StreamRequest* request, int64_t row, int64_t head, flo
   const AttendArgs& args = request->attend;
   const ModelSpec& spec = *note.step->model->spec;
   const auto step_row = static_cast<int32_t>(args.row_begin + row);
-  const bool expected = EntryOf(*note.step, step_row)->sequence->not_finite ||
+  const StepEntry& entry = *EntryOf(*note.step, step_row);
+  const int64_t position = entry.start + step_row - entry.offset;
+  const bool expected = position >= entry.sequence->not_finite_from ||
                         QueryHoldsNotFinite(args, row, head, spec.q_dim(args.profile));
   if (!expected) {
     note.bad_row = static_cast<int32_t>(row);

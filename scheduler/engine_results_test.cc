@@ -167,6 +167,77 @@ TEST_P(EngineResultsTest, ASequenceKeepsWhatItsRowsHold) {
   }
 }
 
+// What is expected of a sequence's answers follows the rows that it still has.
+TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
+  Fault fault;
+  SequenceInfo sequence = Begin(1, 2);
+  const auto append = [&](StepId step, bool finite) {
+    for (const int layer : {0, 1}) {
+      auto rows = Rows(2, 3);
+      if (!finite) rows[1][4] = kInf;  // the second of the step's rows
+      auto sent = h_->AppendOnly(stream_, step, layer, 0, rows);
+      h_->Run();
+      ASSERT_TRUE(sent->status.ok()) << sent->status;
+    }
+  };
+  // The answer to finite rows at the sequence's end, of which fp32 cannot hold the result.
+  const auto overflow = [&](StepId step, SequenceId id, uint64_t epoch, int64_t length) {
+    EXPECT_TRUE(h_->Begin(stream_, step, {{id, epoch, length, 2}})->status.ok());
+    auto request = TwoRows(step);
+    for (int row = 0; row < 2; ++row) Key(*request, row, 3) = ToBf16(1e20f);
+    Query(*request, 0, 0, 3) = ToBf16(3e38f);
+    Send(request.get());
+    EXPECT_TRUE(h_->Abort(stream_, step)->status.ok());
+    return request;
+  };
+  append(1, /*finite=*/true);
+  ASSERT_TRUE(h_->End(stream_, 1)->status.ok());
+
+  // Rows of a step that was aborted, and those that were not committed.
+  ASSERT_TRUE(h_->Begin(stream_, 2, {{sequence.id, 1, 2, 2}})->status.ok());
+  append(2, /*finite=*/false);
+  ASSERT_TRUE(h_->Abort(stream_, 2)->status.ok());
+  ExpectRefused(*overflow(3, sequence.id, 1, 2), "row 0, head 0");
+  ASSERT_TRUE(h_->Begin(stream_, 4, {{sequence.id, 1, 2, 2}})->status.ok());
+  append(4, /*finite=*/false);
+  ASSERT_TRUE(h_->End(stream_, 4, {1})->status.ok());
+  ExpectRefused(*overflow(5, sequence.id, 1, 3), "row 0, head 0");
+
+  // Rows that are committed count until they are truncated; a fork has those that it was given.
+  ASSERT_TRUE(h_->Begin(stream_, 6, {{sequence.id, 1, 3, 2}})->status.ok());
+  append(6, /*finite=*/false);
+  ASSERT_TRUE(h_->End(stream_, 6)->status.ok());
+  ForkArgs fork;
+  fork.tenant = h_->tenant();
+  fork.parent = sequence.id;
+  fork.expected_epoch = 1;
+  const auto whole = h_->core().ForkSequence(fork, &fault);
+  fork.length = 4;
+  const auto part = h_->core().ForkSequence(fork, &fault);
+  ASSERT_TRUE(whole.ok() && part.ok());
+  auto expected = overflow(7, whole->id, 1, 5);
+  EXPECT_TRUE(expected->status.ok() && AllNaN(*expected, 0, 0)) << expected->status;
+  ExpectRefused(*overflow(8, part->id, 1, 4), "row 0, head 0");
+  const auto kept = h_->core().TruncateSequence(h_->tenant(), sequence.id, 5, 1, &fault);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  expected = overflow(9, sequence.id, 2, 5);
+  EXPECT_TRUE(expected->status.ok() && AllNaN(*expected, 0, 0)) << expected->status;
+  const auto cut = h_->core().TruncateSequence(h_->tenant(), sequence.id, 4, 2, &fault);
+  ASSERT_TRUE(cut.ok()) << cut.status();
+  ExpectRefused(*overflow(10, sequence.id, 3, 4), "row 0, head 0");
+}
+
+// A row sees what is before it, so what comes behind it is no excuse.
+TEST_P(EngineResultsTest, RowsBehindExcuseNothing) {
+  Begin(1, 2);
+  auto request = TwoRows(1);
+  Key(*request, 0, 3) = ToBf16(1e20f);
+  Query(*request, 0, 1, 3) = ToBf16(3e38f);
+  Key(*request, 1, 5) = ToBf16(kInf);
+  Send(request.get());
+  ExpectRefused(*request, "row 0, head 1");
+}
+
 TEST_P(EngineResultsTest, AQueryThatIsNotFiniteMakesNaNOfItsRowAndHead) {
   for (const bool want_lse : {true, false}) {
     for (const float value : {kNaN, kInf, -kInf}) {

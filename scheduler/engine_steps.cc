@@ -366,7 +366,9 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request, Fault* f
   for (size_t i = 0; i < step->entries.size(); ++i) {
     const StepEntry& entry = step->entries[i];
     cache_->Commit(entry.sequence->slot, committed.empty() ? entry.rows : committed[i]);
-    request->lengths.push_back(cache_->length(entry.sequence->slot));
+    const int64_t length = cache_->length(entry.sequence->slot);
+    entry.sequence->ForgetRowsFrom(length);
+    request->lengths.push_back(length);
   }
   CloseStep(step, "");
   return absl::OkStatus();
@@ -428,7 +430,10 @@ void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& stat
     step->end->step_aborted = true;
     Answer(std::exchange(step->end, nullptr), answer, fault);
   }
-  for (const StepEntry& entry : step->entries) cache_->Rollback(entry.sequence->slot);
+  for (const StepEntry& entry : step->entries) {
+    cache_->Rollback(entry.sequence->slot);
+    entry.sequence->ForgetRowsFrom(entry.start);
+  }
   ++stats_.steps_aborted;
   CloseStep(step, std::string(status.message()));
 }

@@ -153,7 +153,8 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   Sequence* const child = Insert(*slot, tenant, parent->model, *lease,
                                  args.client_id.empty() ? parent->client_id : args.client_id,
                                  args.request_id, std::move(origin));
-  child->not_finite = parent->not_finite;
+  child->not_finite_from = parent->not_finite_from;
+  child->ForgetRowsFrom(length);
   return child;
 }
 
@@ -185,6 +186,7 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
   }
   absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
   if (!status.ok()) return status;
+  sequence->ForgetRowsFrom(length);
   sequence->truncated_from_epoch = sequence->epoch++;
   sequence->truncated_length = length;
   Renew(sequence);

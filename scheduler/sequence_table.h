@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,6 +30,13 @@ namespace mla::scheduler {
 struct Step;
 
 struct Sequence {
+  static constexpr int64_t kNoRow = std::numeric_limits<int64_t>::max();
+
+  // To be called when the rows from `length` on are gone.
+  void ForgetRowsFrom(int64_t length) {
+    if (not_finite_from >= length) not_finite_from = kNoRow;
+  }
+
   SequenceId id = 0;
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
@@ -38,9 +46,11 @@ struct Sequence {
   MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
   std::string client_id;
-  std::string request_id;   // as opened or forked
-  std::string origin;       // what that request asked for, to tell a repeat from a clash
-  bool not_finite = false;  // it has, or had, a row with a NaN or an infinity: so may its answers
+  std::string request_id;  // as opened or forked
+  std::string origin;      // what that request asked for, to tell a repeat from a clash
+  // The first position that holds, at some layer, a KV row with a NaN or an infinity; rows that see
+  // it may have answers that are not finite. kNoRow: no row does.
+  int64_t not_finite_from = kNoRow;
   // The last Truncate, so that its repeat gives the same answer.
   uint64_t truncated_from_epoch = 0;
   int64_t truncated_length = -1;
