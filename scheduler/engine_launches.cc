@@ -190,12 +190,16 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
   RemovePending(request);
   --step->waiting;
   if (request->engine.repeat && !request->engine.compared) --repeats_;
-  Answer(request, status, fault);
+  Fault answer = fault;
+  // Of a request that is cut up, launches may have stored some rows; these stay.
+  if (appends) answer.next_row = first;
+  Answer(request, status, answer);
   if (appends) {
     // The rows after these can not be appended any more: their requests go too, and the client may
     // send both again.
     step->layers[layer].accepted = first;
     Fault broken;
+    broken.next_row = first;
     broken.field = "attend.row_begin";
     broken.reason = "rows_out_of_order";
     broken.limit = absl::StrCat(first);
@@ -234,7 +238,10 @@ void EngineCore::FailWaiting() {
       Blame(&fault, "attend.timeout_us", absl::StrCat((note.deadline_ns - note.arrival_ns) / 1000),
             "the time until a launch takes the request");
       fault.last_good_position = CommittedAt(*note.step, FirstRow(*request));
-      status = absl::DeadlineExceededError(absl::StrCat("no launch took the request within ",
+      const std::string rest = note.rows_done > 0
+                                   ? absl::StrCat("row ", FirstRow(*request), " of the request")
+                                   : std::string("the request");
+      status = absl::DeadlineExceededError(absl::StrCat("no launch took ", rest, " within ",
                                                         (note.deadline_ns - note.arrival_ns) / 1000,
                                                         " us of its arrival"));
     } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&

@@ -121,6 +121,91 @@ TEST_F(EngineRefusalsTest, RowsThatFailedMayBeSentAgain) {
   EXPECT_LT(h_.Error(*again, Pointers(rows), {1, 2, 3}, 5), testing::kTolerance);
 }
 
+class EngineCutRequestTest : public EngineCoreTest {
+ protected:
+  static testing::HarnessOptions TwoRowsALaunch() {
+    testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr, nullptr};
+    options.limits.prefill_rows = 2;
+    return options;
+  }
+};
+
+// A launch takes the first rows of a message and the rest runs out of time: what is stored stays,
+// and the refusal says from which row on to send again.
+TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
+  testing::EngineHarness h(TwoRowsALaunch());
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  const SequenceInfo seq = h.Open();
+  ASSERT_TRUE(h.Begin(stream, 1, {{seq.id, 1, 0, 6}})->status.ok());
+  const std::vector<Row> rows = Rows(6, 1);
+  const auto part = [&](int first, int end) {
+    return std::vector<Row>(rows.begin() + first, rows.begin() + end);
+  };
+  auto cut = h.Unsent(stream, 1, 0, 0, 5, part(0, 5), 0, 2, 5);
+  cut->attend.timeout_us = 1000;
+  h.Submit(cut.get());
+  auto behind = h.Attend(stream, 1, 0, 5, part(5, 6), 7);
+  auto waits = h.Query(stream, 1, 0, 1, 1, 0, 2, 9);  // of a row that is stored
+  ASSERT_TRUE(h.core().StartLaunch());
+  ASSERT_TRUE(h.core().CompleteLaunch(/*wait=*/true));
+  EXPECT_FALSE(cut->answered());
+  h.AdvanceMicros(2000);
+  ExpectCode(*cut, absl::StatusCode::kDeadlineExceeded, "deadline");
+  EXPECT_EQ(cut->fault.next_row, 2);
+  EXPECT_EQ(cut->status.message(),
+            "no launch took row 2 of the request within 1000 us of its arrival");
+  EXPECT_FALSE(cut->step_aborted);
+  ExpectCode(*behind, absl::StatusCode::kFailedPrecondition, "rows_out_of_order");
+  EXPECT_EQ(behind->fault.next_row, 2);
+
+  // The message as it was is refused, and so are other bytes for rows that are stored.
+  auto whole = h.Attend(stream, 1, 0, 0, part(0, 5), 5);
+  ExpectCode(*whole, absl::StatusCode::kFailedPrecondition, "rows_out_of_order");
+  EXPECT_EQ(whole->fault.next_row, 2);
+  auto others = h.Attend(stream, 1, 0, 0, part(2, 4), 5);
+  h.Run();
+  ExpectCode(*others, absl::StatusCode::kAlreadyExists, "kv_rows_differ");
+  EXPECT_EQ(others->fault.next_row, -1);
+  EXPECT_TRUE(waits->answered());
+
+  // What is stored may be committed, though not with rows that are not.
+  ExpectCode(*h.End(stream, 1), absl::StatusCode::kFailedPrecondition, "rows_missing");
+  auto again = h.Attend(stream, 1, 0, 0, part(0, 2), 5);
+  auto rest = h.Attend(stream, 1, 0, 2, part(2, 6), 11);
+  auto second_layer = h.AppendOnly(stream, 1, 1, 0, rows);
+  h.Run();
+  ASSERT_TRUE(again->status.ok() && rest->status.ok() && second_layer->status.ok())
+      << again->status << rest->status << second_layer->status;
+  EXPECT_LT(h.Error(*again, Pointers(rows), {1, 2}, 5), testing::kTolerance);
+  EXPECT_LT(h.Error(*rest, Pointers(rows), {3, 4, 5, 6}, 11), testing::kTolerance);
+  ASSERT_TRUE(h.End(stream, 1)->status.ok());
+  EXPECT_EQ(h.Get(seq.id).length, 6);
+}
+
+TEST_F(EngineCutRequestTest, StoredRowsOfACutMessageMayBeCommitted) {
+  testing::EngineHarness h(TwoRowsALaunch());
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  const SequenceInfo seq = h.Open();
+  ASSERT_TRUE(h.Begin(stream, 1, {{seq.id, 1, 0, 5}})->status.ok());
+  const std::vector<Row> rows = Rows(5, 1);
+  auto first = h.AppendOnly(stream, 1, 1, 0, rows);
+  h.Run();
+  auto cut = h.Unsent(stream, 1, 0, 0, 5, rows, 0, 2, 5);
+  cut->attend.timeout_us = 1000;
+  h.Submit(cut.get());
+  ASSERT_TRUE(h.core().StartLaunch());
+  ASSERT_TRUE(h.core().CompleteLaunch(/*wait=*/true));
+  h.AdvanceMicros(2000);
+  ASSERT_EQ(cut->fault.next_row, 2);
+  ASSERT_TRUE(h.End(stream, 1, {2})->status.ok());
+  EXPECT_EQ(h.Get(seq.id).length, 2);
+  ASSERT_TRUE(h.Begin(stream, 2, {{seq.id, 1, 2, 1}})->status.ok());
+  auto next = h.Attend(stream, 2, 0, 0, {rows[4]}, 3);
+  h.Run();
+  const std::vector<Row> seen = {rows[0], rows[1], rows[4]};
+  EXPECT_LT(h.Error(*next, Pointers(seen), {3}, 3), testing::kTolerance);
+}
+
 // The transport sizes a request's memory by the model that it believes the step to have.
 TEST_F(EngineRefusalsTest, ARequestSizedForAnotherModelIsRefused) {
   const SequenceInfo seq = h_.Open();

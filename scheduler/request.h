@@ -100,6 +100,10 @@ struct Fault {
   std::string reason;  // stable token, e.g. "epoch_mismatch"
   int64_t retry_after_ms = 0;
   int64_t last_good_position = 0;
+  // Of an Attend with KV rows whose step is still open: the first row of the step that its layer
+  // does not have. The rows before it are stored, or on their way; the client sends again from it.
+  // -1: the failure says nothing about it.
+  int64_t next_row = -1;
   // Of a refusal by a bound (tenant_table.h): the resource, what was wanted, what is free of the
   // bound, and whose it is.
   const char* resource = "";

@@ -65,6 +65,8 @@ absl::Status CheckKvOrder(const Step& step, const AttendArgs& args, bool* repeat
                        "kv_writer_taken", absl::StatusCode::kFailedPrecondition);
   }
   if (*repeat || args.row_begin == layer.accepted) return absl::OkStatus();
+  fault->next_row = layer.accepted;
+  fault->last_good_position = CommittedAt(step, args.row_begin);
   return RefuseField(fault, "attend.row_begin", absl::StrCat(args.row_begin),
                      absl::StrCat(layer.accepted, ": rows of layer ", args.layer, " come in order"),
                      "rows_out_of_order", absl::StatusCode::kFailedPrecondition);

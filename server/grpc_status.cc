@@ -20,6 +20,7 @@ v1::ErrorDetail ToErrorDetail(const scheduler::Fault& fault) {
       std::clamp<int64_t>(fault.retry_after_ms, 0, std::numeric_limits<uint32_t>::max())));
   detail.set_last_good_position(
       static_cast<uint64_t>(std::max<int64_t>(fault.last_good_position, 0)));
+  if (fault.next_row >= 0) detail.set_next_row(static_cast<uint32_t>(fault.next_row));
   if (fault.bound_of != scheduler::BoundOwner::kNone) {
     detail.set_resource(fault.resource);
     detail.set_wanted(static_cast<uint64_t>(fault.wanted));

@@ -448,6 +448,8 @@ TEST(GrpcStatusTest, DetailHoldsTheFault) {
   EXPECT_EQ(status.message(), "a.b: got 9, must be 1..4");
   fault.retry_after_ms = int64_t{1} << 40;
   fault.last_good_position = 12;
+  EXPECT_FALSE(ToErrorDetail(fault).has_next_row());
+  fault.next_row = 0;
   const v1::ErrorDetail detail = ToErrorDetail(fault);
   EXPECT_EQ(detail.field(), "a.b");
   EXPECT_EQ(detail.limit(), "1..4");
@@ -455,6 +457,7 @@ TEST(GrpcStatusTest, DetailHoldsTheFault) {
   EXPECT_EQ(detail.reason(), "out_of_range");
   EXPECT_EQ(detail.retry_after_ms(), std::numeric_limits<uint32_t>::max());
   EXPECT_EQ(detail.last_good_position(), 12u);
+  EXPECT_TRUE(detail.has_next_row());
 }
 
 }  // namespace

@@ -29,13 +29,17 @@ class ErrorDetail:
     free: int = 0
     bound: int = 0
     bound_of: str = ""
+    # Of an attend with KV rows that failed while its step stays open: the step's first row that the
+    # layer does not have.
+    next_row: Optional[int] = None
 
     @classmethod
     def from_proto(cls, message: Any) -> "ErrorDetail":
         """Reads an mla.v1.ErrorDetail."""
         return cls(message.field, message.limit, message.got, message.retry_after_ms,
                    message.reason, message.last_good_position, message.resource, message.wanted,
-                   message.free, message.bound, message.bound_of)
+                   message.free, message.bound, message.bound_of,
+                   message.next_row if message.HasField("next_row") else None)
 
 
 class MlaError(Exception):
