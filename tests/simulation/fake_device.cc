@@ -411,6 +411,7 @@ absl::Status FakeDevice::Submit(int32_t slot) {
   s.done_at = last_done_ = s.started_at + takes;
   if (options_.unified && options_.runs_at_submit) s.done_at = last_done_ = s.started_at;
   running_.push_back(slot);
+  watcher_->OnSubmitted(s.serial);
   if (options_.runs_at_submit) Execute(s, s.to_run);
   return absl::OkStatus();
 }

@@ -35,6 +35,8 @@ class DeviceWatcher {
   // Host memory of a request goes into (or out of) launch `serial`: the tenant whose it is, 0 if
   // nobody's.
   virtual int OnStaged(const void* host, int64_t bytes, uint64_t serial) = 0;
+  // The launch has been submitted, and what it takes is staged.
+  virtual void OnSubmitted(uint64_t serial) = 0;
   // The launch has completed well, at the clock's time.
   virtual void OnLaunchDone(uint64_t serial) = 0;
   // Nothing that the launch should have written may be relied on.

@@ -9,7 +9,8 @@
 
 namespace mla::simulation {
 
-inline constexpr int kMostTenants = 3;         // numbers 1..3; 0 stands for zeroed memory
+inline constexpr int kMostTenants = 3;  // numbers 1..3; 0 stands for zeroed memory
+inline constexpr int kTenantNumbers = kMostTenants + 1;
 inline constexpr uint16_t kPoison = 0xffff;    // memory that was never written: reads as NaN
 inline constexpr uint32_t kWild = 0xffffffff;  // a page-table entry that was never written
 

@@ -46,6 +46,7 @@ void Print(const SimulatorCounts& counts) {
       {"steps aborted", counts.aborts},
       {"leases expired", counts.expired},
       {"launches", counts.launches},
+      {"most passed over", counts.most_passed_over},
       {"one-slot launches", counts.one_slot_launches},
       {"device commands", counts.commands},
       {"device faults", counts.faults},

@@ -24,14 +24,14 @@ constexpr Weighted kMix[] = {
     {Op::kRepeat, 12},  {Op::kFill, 45},      {Op::kRefusable, 8},   {Op::kMalformed, 6},
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
-    {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12},
+    {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12}, {Op::kFlood, 3},
 };
 constexpr const char* kNames[] = {
     "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
     "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
     "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
     "abort",    "launch",     "time",        "fault",        "drain",     "quota",     "evict",
-    "branch",   "resend",     "tenant_call",
+    "branch",   "resend",     "tenant_call", "flood",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -55,6 +55,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   expired += other.expired;
   launches += other.launches;
   one_slot_launches += other.one_slot_launches;
+  most_passed_over = std::max(most_passed_over, other.most_passed_over);
   commands += other.commands;
   faults += other.faults;
   scrubs += other.scrubs;
@@ -90,7 +91,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   oracle_->quotas = quotas;
   calls_->Start(engine_->tenants().get());
   rows_.emplace_back();
-  for (int tenant = 1; tenant <= tenants_; ++tenant) {
+  for (int tenant = 1; tenant <= Tenants(); ++tenant) {
     Fault fault;
     const auto row = engine_->tenants()->Enter(TenantName(tenant), &fault);
     if (!row.ok()) Fail(row.status().ToString());
@@ -135,7 +136,6 @@ void Simulator::DrawConfig() {
     return low + static_cast<int>(Pick(static_cast<uint64_t>(high - low + 1)));
   };
   tenants_ = draw(1, kMostTenants);
-  most_tenants_ = tenants_ + draw(1, 4);
   DrawShapes();
   OracleLimits& limits = oracle_limits_;
   limits.pool_bytes = (64 + 8 * draw(0, 4)) * 1024;
@@ -165,12 +165,22 @@ void Simulator::DrawConfig() {
   loses_device_ = fault_percent_ > 0 && Chance(10);
   has_quotas_ = Chance(50);
   leases_models_ = Chance(40);
+  floods_ = tenants_ < kMostTenants && fault_percent_ == 0 && Chance(50);
+  light_ = floods_ ? tenants_ + 1 : 0;
+  most_tenants_ = Tenants() + draw(1, 4);
+  if (floods_) {  // steps that live as long, and launches that take a part of launch_ms
+    launch_ms_ = draw(1, 3);
+    queue_ms_ = limits.max_lease_ns / kMilli;
+    limits.step_lease_ns = draw(500, 1500) * kMilli;
+    limits.sequence_lease_ns = 4 * limits.sequence_lease_ns;
+  }
   FakeDeviceOptions& device = device_options_;
   device.seed = Pick(~uint64_t{0});
   device.unified = Chance(25);
   device.runs_at_submit = Chance(50);
   device.runs_after_failure = Chance(50);
-  device.latency_us = draw(0, 3) * 400;
+  device.latency_us = draw(floods_ ? 1 : 0, 3) * 400;
+  if (floods_ && device.unified) device.runs_at_submit = false;
   device.expanded_min_rows = Chance(20) ? launch_rows_ + 1 : draw(1, 4);
   device.traits.units = draw(1, 4);
   device.traits.tile_rows = draw(4, 12);
@@ -200,6 +210,7 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.max_participants = oracle_limits_.max_participants;
   limits.queue_requests = queue_requests_;
   limits.launch_rows = launch_rows_;
+  limits.launch_ms = launch_ms_;
   limits.launch_packed_rows = launch_packed_rows_;
   limits.launch_requests = launch_requests_;
   limits.prefill_rows = prefill_rows_;
@@ -238,73 +249,19 @@ std::string Simulator::Tail() const {
 }
 
 bool Simulator::Do(Op op) {
-  switch (op) {
-    case Op::kRegister:
-      return Register();
-    case Op::kUnregister:
-      return Unregister();
-    case Op::kWeights:
-      return LoadWeights();
-    case Op::kOpen:
-      return Open();
-    case Op::kFork:
-      return Fork();
-    case Op::kTruncate:
-      return Truncate();
-    case Op::kRelease:
-      return Release();
-    case Op::kRenew:
-      return Renew();
-    case Op::kGet:
-      return Get();
-    case Op::kOpenStream:
-      return OpenStream();
-    case Op::kCloseStream:
-      return CloseStream();
-    case Op::kBegin:
-      return Begin();
-    case Op::kJoin:
-      return Join();
-    case Op::kAttend:
-      return Attend();
-    case Op::kQuery:
-      return Query();
-    case Op::kRanks:
-      return Ranks();
-    case Op::kRepeat:
-      return Repeat();
-    case Op::kFill:
-      return FillStep();
-    case Op::kRefusable:
-      return Refusable();
-    case Op::kMalformed:
-      return Malformed();
-    case Op::kEnd:
-      return End();
-    case Op::kAbort:
-      return Abort();
-    case Op::kLaunch:
-      return Launch();
-    case Op::kTime:
-      return Time();
-    case Op::kFault:
-      return ArmFault();
-    case Op::kDrain:
-      return Drain();
-    case Op::kQuota:
-      return SetQuota();
-    case Op::kEvict:
-      return Evict();
-    case Op::kBranch:
-      return Branch();
-    case Op::kResend:
-      return Resend();
-    case Op::kTenantCall:
-      return CallAsTenant();
-    case Op::kCount:
-      break;
-  }
-  return false;
+  using S = Simulator;
+  // In the order of Op.
+  static constexpr bool (S::*kMethods[])() = {
+      &S::RegisterAny,  &S::Unregister, &S::LoadWeights, &S::OpenAny,   &S::Fork,
+      &S::Truncate,     &S::Release,    &S::Renew,       &S::Get,       &S::OpenStream,
+      &S::CloseStream,  &S::Begin,      &S::Join,        &S::Attend,    &S::Query,
+      &S::Ranks,        &S::Repeat,     &S::FillStep,    &S::Refusable, &S::Malformed,
+      &S::End,          &S::Abort,      &S::Launch,      &S::Time,      &S::ArmFault,
+      &S::Drain,        &S::SetQuota,   &S::Evict,       &S::Branch,    &S::Resend,
+      &S::CallAsTenant, &S::Flood,
+  };
+  static_assert(std::size(kMethods) == static_cast<size_t>(Op::kCount));
+  return (this->*kMethods[static_cast<size_t>(op)])();
 }
 
 std::string Simulator::Run(int operations) {
@@ -315,6 +272,8 @@ std::string Simulator::Run(int operations) {
     const Weighted* one = kMix;
     while (drawn >= one->weight) drawn -= (one++)->weight;
     op_ = one->op;
+    // Weights of tenants would change what is due to them.
+    if (op_ == Op::kTenantCall && floods_) continue;
     // What ends a run early happens towards its end.
     const bool late = i > operations * 9 / 10;
     if (op_ == Op::kDrain && !(drains_ && late) && !oracle_->draining) continue;

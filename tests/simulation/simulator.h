@@ -26,6 +26,7 @@
 #include "server/request_validator.h"
 #include "tests/simulation/fake_device.h"
 #include "tests/simulation/oracle.h"
+#include "tests/simulation/patterns.h"
 #include "tests/simulation/tenant_calls.h"
 
 namespace mla::simulation {
@@ -62,6 +63,7 @@ enum class Op : uint8_t {
   kBranch,
   kResend,
   kTenantCall,
+  kFlood,
   kCount,
 };
 const char* Name(Op op);
@@ -72,6 +74,7 @@ struct SimulatorCounts {
   int64_t resent = 0;           // calls sent again
   int64_t refusals = 0, commits = 0, aborts = 0, expired = 0;
   int64_t launches = 0, commands = 0, faults = 0;
+  int64_t most_passed_over = 0;   // by launches, of a request that could run
   int64_t one_slot_launches = 0;  // of devices like a CPU
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
   int64_t total() const;
@@ -101,6 +104,11 @@ class SimRequest final : public scheduler::StreamRequest {
   Form form = Form::kAbsorbed;
   uint64_t q_key = 0;
   bool repeat = false, differs = false;
+  // Launches that were begun without it since it could run and had waited for what it may wait for.
+  int64_t passed_over = 0, counts_from = 0;
+  bool running = false;  // in a launch
+  bool bulk = false;     // extend or prefill
+  int flood = 0;         // > 0: of this queue of the flood; -1: the one that is watched
   int64_t arrival_ns = 0, deadline_ns = 0;
   uint64_t launch = 0;            // the last one that it was staged for
   std::vector<std::byte> memory;  // kv, q, o, lse, each with a guard behind it
@@ -125,6 +133,7 @@ class Simulator final : public DeviceWatcher {
   // --- DeviceWatcher
   void OnViolation(const std::string& what) override { Fail(what); }
   int OnStaged(const void* host, int64_t bytes, uint64_t serial) override;
+  void OnSubmitted(uint64_t serial) override;
   void OnLaunchDone(uint64_t serial) override;
   void OnLaunchFailed(uint64_t serial) override;
   // --- Of requests
@@ -154,10 +163,12 @@ class Simulator final : public DeviceWatcher {
 
   // --- Operations: true if anything was done
   bool Do(Op op);
-  bool Register();
+  bool Register(int tenant);
+  bool RegisterAny() { return Register(AnyTenant()); }
   bool Unregister();
   bool LoadWeights();
-  bool Open();
+  bool Open(int tenant);
+  bool OpenAny() { return Open(AnyTenant()); }
   bool Fork();
   bool Branch();
   bool Truncate();
@@ -183,6 +194,7 @@ class Simulator final : public DeviceWatcher {
   bool Drain();
   bool SetQuota();
   bool CallAsTenant();
+  bool Flood();
   bool Evict();
   bool EvictModel();
   bool Resend();
@@ -198,6 +210,7 @@ class Simulator final : public DeviceWatcher {
   // --- Choosing
   OracleSequence* AnySequence(int tenant, bool free);
   OracleStep* AnyStep();
+  int AnyTenant() { return 1 + static_cast<int>(Pick(static_cast<uint64_t>(tenants_))); }
   int AnyModel(int tenant);
   std::string NewRequestId();
   const Stream* AnyStream(int tenant);
@@ -218,6 +231,25 @@ class Simulator final : public DeviceWatcher {
     bool f32 = false, f32_out = false;
     int64_t timeout_us = 0;
   };
+  struct FloodQueue {
+    AttendSpec spec;
+    uint64_t step = 0;
+    int tenant = 0, depth = 1;
+    int64_t least_cost = 0;  // of a launch that it leads
+  };
+  int64_t LeastCost(const Shape& shape, int rows, int heads, int cached) const;
+  int64_t MostCost(const Shape& shape, int rows, int heads, int cached) const;
+  void NotePages(const OracleStep& step);
+  void NoteTaken(SimRequest* request, int64_t offset, int64_t bytes);
+  bool DrawStored(int tenant, bool of_tenant, AttendSpec* spec, uint64_t* key);
+  bool IsBulk(const OracleStep& step, const AttendSpec& spec) const;
+  void Prepare(int tenant);
+  bool DrawFlood(bool bulk, std::vector<FloodQueue>* flood);
+  bool FloodRound(const std::vector<FloodQueue>& flood);
+  bool WarmUp(const std::vector<FloodQueue>& flood);
+  int64_t MostPassedOver(const std::vector<FloodQueue>& flood) const;
+  void SendVictim(uint64_t key, const AttendSpec& spec, const std::vector<FloodQueue>& flood);
+  void WaitsFrom(SimRequest* request) const;
   AttendSpec DrawAttend(const OracleStep& step);
   v1::Attend MessageOf(const OracleStep& step, const AttendSpec& spec) const;
   // Adds the KV rows to the oracle's step and hands the request over.
@@ -256,8 +288,10 @@ class Simulator final : public DeviceWatcher {
   bool MayWait(const SimRequest& request);
   void FinishAborts();
   void Settle();
+  void ReleaseAll(int tenant);
   void Finish();
   void Fail(const std::string& what);
+  int Tenants() const { return tenants_ + (floods_ ? 1 : 0); }
   bool failed() const { return !violation_.empty(); }
   void Trace(uint64_t a, uint64_t b = 0, uint64_t c = 0);
   void Hash(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001b3u; }
@@ -272,6 +306,9 @@ class Simulator final : public DeviceWatcher {
   int fault_percent_ = 0;
   bool drains_ = false, loses_device_ = false, has_quotas_ = false, leases_models_ = false;
   int queue_requests_ = 0, launch_rows_ = 0, launch_packed_rows_ = 0, launch_requests_ = 0;
+  bool floods_ = false;
+  int light_ = 0;  // with floods: one more tenant, which takes part in nothing else
+  int64_t launch_ms_ = 10;
   int prefill_rows_ = 0, decode_rows_ = 0, most_tenants_ = 0;
   int64_t slice_wait_us_ = 0, kv_wait_ms_ = 0, queue_ms_ = 0;
 
@@ -287,6 +324,9 @@ class Simulator final : public DeviceWatcher {
   std::map<const std::byte*, SimRequest*> memory_;     // of requests not answered
   std::vector<std::unique_ptr<SimRequest>> answered_;  // the last ones, checked
   size_t next_answered_ = 0;
+  int flood_ = 0;  // SimRequest::flood of what is sent now
+  // KV bytes of service by tenant, at least and at most.
+  std::array<int64_t, kTenantNumbers> least_served_ = {}, most_served_ = {};
   uint64_t next_step_id_ = 1, next_key_ = 1;
   bool undrained_ = false;                // the engine has not taken all that was handed over
   uint64_t first_failed_ = ~uint64_t{0};  // launch, since the last look at the answers

@@ -83,6 +83,7 @@ void Simulator::CheckBeginAnswer(SimRequest* request) {
   if (step == nullptr) {
     request->step_key = oracle_->ApplyBegin(wanted, called_at_);
     step = oracle_->StepOf(request->step_key);
+    NotePages(*step);
   } else if (std::count(step->streams.begin(), step->streams.end(), wanted.stream) == 0) {
     step->streams.push_back(wanted.stream);
   }
@@ -269,7 +270,7 @@ void Simulator::CheckBooks() {
 // What the product says that each tenant uses and may use.
 void Simulator::CheckQuotas() {
   using scheduler::Resource;
-  const int tenant = 1 + static_cast<int>(Pick(tenants_));
+  const int tenant = 1 + static_cast<int>(Pick(static_cast<uint64_t>(Tenants())));
   const scheduler::TenantUsage usage = engine_->tenants()->Usage(TenantName(tenant));
   int64_t queued = 0;
   for (const auto& request : requests_) queued += request->owner == tenant;
@@ -345,6 +346,22 @@ bool Simulator::Launch() {
   return any;
 }
 
+void Simulator::ReleaseAll(int tenant) {
+  std::vector<scheduler::SequenceId> ids, absent;
+  BeforeCall();
+  for (const auto& [id, sequence] : oracle_->sequences) {
+    if (sequence.tenant != tenant) continue;
+    ids.push_back(id);
+    if (OracleStep* step = oracle_->StepOf(sequence.step)) step->aborting = true;
+  }
+  engine_->ReleaseSequences(TenantName(tenant), ids, &absent);
+  CheckAnswers();
+  FinishAborts();
+  for (const uint64_t id : ids) oracle_->ApplyRelease(id, Now());
+  AfterCall();
+  if (!absent.empty()) Fail("a sequence is gone that should be there");
+}
+
 void Simulator::Finish() {
   op_ = Op::kCount;
   if (!device_->lost()) device_->Arm(DeviceFault::kNone);
@@ -354,21 +371,7 @@ void Simulator::Finish() {
   if (!failed()) Settle();
   if (!failed() && !requests_.empty()) Fail("a request is not answered at the end");
   if (failed()) return;
-  for (int tenant = 1; tenant <= tenants_ && !failed(); ++tenant) {
-    std::vector<scheduler::SequenceId> ids, absent;
-    BeforeCall();
-    for (const auto& [id, sequence] : oracle_->sequences) {
-      if (sequence.tenant != tenant) continue;
-      ids.push_back(id);
-      if (OracleStep* step = oracle_->StepOf(sequence.step)) step->aborting = true;
-    }
-    engine_->ReleaseSequences(TenantName(tenant), ids, &absent);
-    CheckAnswers();
-    FinishAborts();
-    for (const uint64_t id : ids) oracle_->ApplyRelease(id, Now());
-    AfterCall();
-    if (!absent.empty()) Fail("a sequence is gone at the end");
-  }
+  for (int tenant = 1; tenant <= Tenants() && !failed(); ++tenant) ReleaseAll(tenant);
   if (failed()) return;
   CheckBooks();
   if (oracle_->groups_used() != 0 || !oracle_->steps.empty()) Fail("something is left over");

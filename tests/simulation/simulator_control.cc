@@ -68,8 +68,7 @@ bool Simulator::Foretold(const char* call, const absl::Status& status, const Fau
   return false;
 }
 
-bool Simulator::Register() {
-  const int tenant = 1 + static_cast<int>(Pick(tenants_));
+bool Simulator::Register(int tenant) {
   const std::string name = absl::StrCat("model-", Pick(2));
   const Shape shape = shapes_[Pick(shapes_.size())];
   Fault fault;
@@ -148,10 +147,9 @@ bool Simulator::LoadWeights() {
   return true;
 }
 
-bool Simulator::Open() {
-  const int tenant = 1 + static_cast<int>(Pick(tenants_));
+bool Simulator::Open(int tenant) {
   int model = AnyModel(tenant);
-  if (model < 0) return Register();
+  if (model < 0) return Register(tenant);
   // Another tenant's model is not found, or is one of the caller's own of that name.
   v1::OpenRequest message;
   message.set_model_id(Chance(95) ? oracle_->models[model].name : "no-such-model");

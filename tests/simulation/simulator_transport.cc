@@ -70,12 +70,15 @@ int Simulator::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
   }
   if (Now() >= request->deadline_ns) Fail("a launch takes a request after its deadline");
   request->launch = serial;
+  NoteTaken(request, first - request->memory.data(), bytes);
   return request->owner;
 }
 
 void Simulator::OnLaunchDone(uint64_t serial) {
   for (const auto& request : requests_) {
     if (request->launch != serial) continue;
+    request->running = false;
+    WaitsFrom(request.get());
     if (OracleStep* step = oracle_->StepOf(request->step_key)) step->touched = Now();
   }
 }
@@ -141,6 +144,8 @@ bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
                     (quota != oracle_->quotas.end() && queued >= quota->second.queued);
   SimRequest* raw = request.get();
   raw->arrival_ns = Now();
+  raw->flood = flood_;
+  WaitsFrom(raw);
   if (raw->deadline_ns == 0) {
     raw->deadline_ns = Now() + engine_->limits().queue_ms * 1'000'000;
   }
@@ -337,6 +342,7 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
   request->form = spec.form;
   request->differs = spec.differs && request->repeat;
   request->q_key = next_key_ += 4096;
+  request->bulk = IsBulk(*step, spec);
   const bool appends = spec.kv && !request->repeat && request->expect.none();
   if (appends) {
     step->writer[spec.layer] = spec.head;

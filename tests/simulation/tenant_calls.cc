@@ -144,7 +144,7 @@ bool TenantCalls::Take() {
   const Guest& guest = guests_[pick_(guests_.size())];
   Holding wanted{guest.name, guest.row.get(), static_cast<int>(pick_(TenantBooks::kResources))};
   wanted.amount = TenantBooks::InBytes(wanted.resource)
-                      ? static_cast<int64_t>(pick_(3 * static_cast<uint64_t>(kBytes)))
+                      ? 1 + static_cast<int64_t>(pick_(3 * static_cast<uint64_t>(kBytes)))
                       : 1;
   const int64_t reserve =
       Chance(20) ? Amount(wanted.resource, 1 + static_cast<int64_t>(pick_(2))) : 0;
@@ -171,7 +171,7 @@ bool TenantCalls::Take() {
     return true;
   }
   row.used[wanted.resource] += wanted.amount;
-  if (wanted.amount > 0) holdings_.push_back(wanted);
+  holdings_.push_back(wanted);
   return true;
 }
 
