@@ -168,7 +168,8 @@ TEST_F(BatchPolicyTest, LaunchesKeepTheirTimeOnFastAndSlowDevices) {
 }
 
 TEST_F(BatchPolicyTest, AnotherKeyGetsItsTurnBesideAFlood) {
-  for (TenantKey tenant = 1; tenant <= 3; ++tenant) Add(tenant, 0, 4'000, 100);
+  // More messages under way than a launch takes, so that each one cuts a message.
+  for (int i = 0; i < 24; ++i) Add(1 + static_cast<TenantKey>(i % 3), 0, 4'000, 100);
   Launches(20);
   Worker* light = Add(9, 100, 1, 1, kernels::DType::kF32);
   EXPECT_LE(LaunchesUntil(*light), 2);
@@ -182,7 +183,7 @@ TEST_F(BatchPolicyTest, AnotherKeyGetsItsTurnBesideAFlood) {
 }
 
 TEST_F(BatchPolicyTest, AnotherKeyOfTheSameTenantGetsItsTurn) {
-  for (int i = 0; i < 3; ++i) Add(1, 0, 4'000, 100);
+  for (int i = 0; i < 24; ++i) Add(1, 0, 4'000, 100);
   Launches(20);
   Worker* light = Add(1, 100, 1, 1, kernels::DType::kF32);
   EXPECT_LE(LaunchesUntil(*light), 4);

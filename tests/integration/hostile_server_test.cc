@@ -2,10 +2,12 @@
 // are refused before an access to them could end the client.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -265,6 +267,47 @@ TEST(HostileServerTest, ClientsRefuseSocketsOfOthersWhereAnyUserCouldHavePutThem
   ASSERT_EQ(lchown(path.c_str(), 12345, -1), 0);
   EXPECT_TRUE(absl::IsPermissionDenied(CheckSocketFile(path, {0, -1})));
   EXPECT_EQ(CheckSocketFile(path, {0, 12345}), absl::OkStatus());
+}
+
+// Both kinds of connection look at the socket before anything is sent.
+TEST(HostileServerTest, NothingIsSentToASocketOfAnother) {
+  if (geteuid() != 0) return;  // only root can act for another user
+  constexpr int kOther = 12345;
+  const TestServer server;
+  ASSERT_EQ(chmod(server.folder().path().c_str(), 01777), 0);
+  ASSERT_EQ(lchown(server.folder().File("mla.sock").c_str(), kOther, -1), 0);
+  client::ClientOptions options;
+  const absl::Status refused = client::Client::Connect(server.unix_target(), options).status();
+  EXPECT_TRUE(absl::IsPermissionDenied(refused)) << refused;
+  options.server_uid = kOther;
+  EXPECT_EQ(client::Client::Connect(server.unix_target(), options).status(), absl::OkStatus());
+
+  const std::string path = server.folder().File("s");
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  int listens[2];
+  ASSERT_EQ(pipe(listens), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const int listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    const bool made = setgid(kOther) == 0 && setuid(kOther) == 0 &&
+                      bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+                      listen(listener, 1) == 0;
+    if (!made || write(listens[1], "1", 1) != 1) _exit(1);
+    while (true) pause();
+  }
+  close(listens[1]);
+  char byte = 0;
+  EXPECT_EQ(read(listens[0], &byte, 1), 1);
+  close(listens[0]);
+  client::SharedMemoryOptions shared;
+  shared.bytes = kArenaBytes;
+  shared.greet_timeout_ms = 100;
+  const absl::Status peer = SharedMemory::Connect(path, shared).status();
+  EXPECT_TRUE(absl::IsPermissionDenied(peer)) << peer;
+  kill(child, SIGKILL);
+  EXPECT_EQ(waitpid(child, nullptr, 0), child);
 }
 
 }  // namespace

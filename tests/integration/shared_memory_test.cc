@@ -294,5 +294,32 @@ TEST_F(SharedTensorsTest, RegionsAreBounded) {
             StatusCode::kInvalidArgument);
 }
 
+// A tenant may have all regions and still not all their memory.
+TEST(SharedMemoryTest, MemoryForRegionsIsLeftToOtherTenants) {
+  constexpr uint64_t kBytes = 1 << 20;
+  const TestServer server([](server::Config& config) {
+    config.shm.total_bytes = 16 * kBytes;
+    config.shm.tenant_regions = config.shm.regions_max;
+  });
+  const auto open = [&server](const char* tenant) {
+    SharedMemoryOptions options;
+    options.tenant = tenant;
+    options.bytes = kBytes / 2;
+    return SharedMemory::Connect(DoorOf(server), options);
+  };
+  std::vector<std::unique_ptr<SharedMemory>> regions;
+  absl::Status refused;
+  while (refused.ok() && regions.size() < 100) {
+    auto region = open("a");
+    refused = region.status();
+    if (region.ok()) regions.push_back(*std::move(region));
+  }
+  EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused;
+  EXPECT_GT(regions.size(), 8u);
+  EXPECT_LT(regions.size(), 32u);
+  const absl::Status other = open("b").status();
+  EXPECT_EQ(other, absl::OkStatus());
+}
+
 }  // namespace
 }  // namespace mla::integration

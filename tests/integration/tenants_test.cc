@@ -170,16 +170,17 @@ void ExpectTenantBound(const v1::ErrorDetail& detail, const char* reason, const 
   EXPECT_GT(detail.retry_after_ms(), 0u);
 }
 
-// A step of one row, as any worker does it.
-void ExpectStepsWork(const TestServer& server, const std::string& tenant) {
+// A step as any worker does it whose requests are staged: rings have memory of their own.
+void ExpectStepsWork(const TestServer& server, const std::string& tenant, uint32_t rows = 2) {
   client::ClientOptions options;
   options.tenant = tenant;
+  options.transport = client::ClientOptions::Transport::kGrpc;
   options.request_timeout_ms = 15000;
   const auto client = server.Connect(options);
   Worker worker(client.get(), {}, "own-model", 3);
   auto track = worker.Open();
   ASSERT_TRUE(track.ok()) << track.status();
-  EXPECT_EQ(worker.Step({&*track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  EXPECT_EQ(worker.Step({&*track}, {rows}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
 TEST(TenantsTest, SequencesOfOneTenantLeaveRoomForOthers) {
@@ -295,7 +296,11 @@ TEST(TenantsTest, SlowReadersOfOneTenantLeaveStagingForOthers) {
   // Until the tenant has what it may have and is refused more.
   while (staged().refused() < 10) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   EXPECT_LE(staged().used(), uint64_t{8} << 20);
-  ExpectStepsWork(server, "b");
+  const std::string metrics = HttpGet(server.server().ops_port(), "/metrics");
+  EXPECT_NE(metrics.find("\nmla_staging_used_bytes "), std::string::npos);
+  EXPECT_NE(metrics.find("mla_tenant_used{resource=\"staged_bytes\",tenant=\"a\"} "),
+            std::string::npos);
+  ExpectStepsWork(server, "b", 1500);  // small ones fit between those that are held
   for (const auto& stream : streams) stream->Cancel();
   for (std::thread& writer : writers) writer.join();
 }

@@ -109,6 +109,7 @@ class DoorTest(unittest.TestCase):
                 with self.assertRaises(mla_client.Unavailable):
                     shared_memory.SharedMemory.connect(path, timeout_s=0.05)
                 seen = []
+                listener.settimeout(20)  # if the client does not come
 
                 def serve():
                     for _ in range(waiting + 1):
