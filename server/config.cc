@@ -400,6 +400,8 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   at_most("shm.region_bytes", config.shm.region_bytes, "shm.total_bytes", config.shm.total_bytes);
   at_most("shm.tenant_regions", config.shm.tenant_regions, "shm.regions_max",
           config.shm.regions_max);
+  at_most("wire.peer_connections", config.wire.peer_connections, "wire.max_connections",
+          config.wire.max_connections);
   at_most("shm.user_handshakes", config.shm.user_handshakes, "shm.handshakes_max",
           config.shm.handshakes_max);
   scheduler::Limits limits = config.limits;

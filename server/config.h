@@ -60,6 +60,8 @@ struct Config {
     int64_t staging_bytes = int64_t{256} << 20;  // staging memory of all streams
     int64_t weight_chunk_bytes = int64_t{16} << 20;
     int32_t max_streams = 1024;
+    int32_t max_connections = 4096;
+    int32_t peer_connections = 1024;   // of one address, or of one user of the unix socket
     int32_t connection_streams = 128;  // concurrent RPCs of one connection
     int32_t control_threads = 64;      // threads for unary calls, uploads and watchers
     int32_t control_reserve = 8;       // of these, for leases and administration alone

@@ -16,6 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "proto/transport.h"
 #include "server/credentials.h"
+#include "server/logging.h"
+#include "server/process_usage.h"
 #include "server/socket_files.h"
 
 namespace mla::server {
@@ -62,7 +64,7 @@ int MillisOrUnlimited(int64_t ms) {
   return ms == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(ms, INT_MAX));
 }
 
-// gRPC replaces a socket file that is in its way, which must not happen to a living server's.
+// A socket file that is in the way is replaced, which must not happen to a living server's.
 bool SomebodyServes(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -95,8 +97,6 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
                               std::max(MillisOrUnlimited(wire.keepalive_ms), kPingAnswerMs));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
-  // A second server on the same port must fail instead of sharing it.
-  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder->AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 1);
   // A message grows a thousandfold before its size could be checked, so none is inflated. gRPC
   // refuses calls with an encoding that is switched off with UNIMPLEMENTED.
@@ -112,6 +112,26 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MIN_POLLERS, 1);
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, 4);
+}
+
+ConnectionBounds BoundsOf(const Config::Wire& wire, const Services& services) {
+  ConnectionBounds bounds;
+  bounds.max_connections = wire.max_connections;
+  bounds.peer_connections = wire.peer_connections;
+  bounds.unacknowledged_ms = std::max<int64_t>(wire.keepalive_ms, kPingAnswerMs);
+  bounds.on_refused = services.on_connection_refused;
+  const int64_t descriptors = DescriptorsForConnections();
+  if (descriptors < wire.max_connections) {
+    // One peer must not be able to take all of them.
+    bounds.max_connections = static_cast<int32_t>(descriptors);
+    bounds.peer_connections =
+        std::min(bounds.peer_connections, std::max(bounds.max_connections / 2, 1));
+    Log(LogLevel::kWarning, "few_descriptors",
+        {{"wire.max_connections", wire.max_connections},
+         {"possible", bounds.max_connections},
+         {"of_one_peer", bounds.peer_connections}});
+  }
+  return bounds;
 }
 
 }  // namespace
@@ -130,8 +150,15 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   grpc::ServerBuilder builder;
   SetLimits(config.wire, &builder);
   builder.SetOption(std::make_unique<Introspection>(listeners.introspection));
+  using ServerBuilder = grpc::ServerBuilder::experimental_type;
+  const auto from_descriptors = ServerBuilder::ExternalConnectionType::FROM_FD;
+  auto acceptor = std::make_unique<ConnectionAcceptor>(BoundsOf(config.wire, services));
   if (!config.listen.address.empty()) {
-    builder.AddListeningPort(config.listen.address, credentials, &listeners.tcp_port);
+    const auto port = acceptor->ListenTcp(
+        config.listen.address,
+        builder.experimental().AddExternalConnectionAcceptor(from_descriptors, credentials));
+    if (!port.ok()) return port.status();
+    listeners.tcp_port = *port;
   }
   listeners.unix_path = ServedUnixPath(config);
   const std::string& unix_path = listeners.unix_path;
@@ -142,23 +169,23 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
     if (SomebodyServes(unix_path)) {
       return absl::UnavailableError(absl::StrCat("unix:", unix_path, ": another server is there"));
     }
-    builder.AddListeningPort("unix:" + unix_path, grpc::InsecureServerCredentials());
+    // The socket file is group and owner only, from its first moment. Beside TLS, where a caller
+    // without a certificate must not name any tenant, the owner only.
+    const bool owner_only = services.tls != nullptr && config.listen.unix_tenant.empty();
+    const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP | (owner_only ? S_IRWXG : 0));
+    const absl::Status bound =
+        acceptor->ListenUnix(unix_path, builder.experimental().AddExternalConnectionAcceptor(
+                                            from_descriptors, grpc::InsecureServerCredentials()));
+    umask(before);
+    if (!bound.ok()) return bound;
   }
   builder.RegisterService(services.attention);
   builder.RegisterService(services.health);
   for (grpc::Service* service : services.control) builder.RegisterService(service);
   builder.experimental().SetInterceptorCreators(InterceptUndecodable(services.on_undecodable));
   listeners.poller = std::make_unique<StreamPoller>(&builder, polling);
-  // The socket file is made while starting: group and owner only, from its first moment. Beside
-  // TLS, where a caller without a certificate must not name any tenant, the owner only.
-  const bool owner_only = services.tls != nullptr && config.listen.unix_tenant.empty();
-  const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP | (owner_only ? S_IRWXG : 0));
   listeners.server = builder.BuildAndStart();
-  umask(before);
-  if (listeners.server == nullptr) {
-    return absl::UnavailableError(absl::StrCat("cannot listen on ", config.listen.address,
-                                               unix_path.empty() ? "" : " and unix:" + unix_path));
-  }
+  if (listeners.server == nullptr) return absl::UnavailableError("gRPC does not start");
   if (!unix_path.empty() && !config.listen.socket_group.empty()) {
     absl::Status given = GiveToGroup(unix_path, config.listen.socket_group);
     if (!given.ok()) return given;
@@ -166,6 +193,8 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   services.attention->Serve(listeners.poller.get());
   services.health->Serve(listeners.poller.get());
   listeners.poller->Start();
+  if (absl::Status started = acceptor->Start(); !started.ok()) return started;
+  listeners.acceptor = std::move(acceptor);
   return listeners;
 }
 

@@ -4,6 +4,7 @@
 
 #include <grpcpp/server.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "server/attention_service.h"
 #include "server/config.h"
+#include "server/connection_acceptor.h"
 #include "server/health_service.h"
 #include "server/stream_poller.h"
 #include "server/tls_files.h"
@@ -21,9 +23,10 @@ namespace mla::server {
 struct Listeners {
   std::unique_ptr<StreamPoller> poller;  // outlives the server's calls; stop it behind them
   std::unique_ptr<grpc::Server> server;
-  int tcp_port = 0;            // 0: no TCP listener
-  std::string unix_path;       // empty: no unix socket
-  bool introspection = false;  // reflection and channelz are served
+  std::unique_ptr<ConnectionAcceptor> acceptor;  // stop it before the server
+  int tcp_port = 0;                              // 0: no TCP listener
+  std::string unix_path;                         // empty: no unix socket
+  bool introspection = false;                    // reflection and channelz are served
 };
 
 // The unix socket's path with "auto" resolved by this process's environment; empty: none.
@@ -34,8 +37,9 @@ struct Services {
   AttentionService* attention = nullptr;
   HealthService* health = nullptr;
   std::vector<grpc::Service*> control;
-  std::shared_ptr<TlsFiles> tls;      // null: without TLS
-  UndecodableCounter on_undecodable;  // see InterceptUndecodable
+  std::shared_ptr<TlsFiles> tls;                // null: without TLS
+  UndecodableCounter on_undecodable;            // see InterceptUndecodable
+  std::function<void()> on_connection_refused;  // of connections beyond a bound
 };
 
 // Starts serving `services` on every address of `config`, streams and health from a poller of

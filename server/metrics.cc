@@ -86,6 +86,8 @@ constexpr Declaration kDeclarations[] = {
     {"mla_streams_open", Type::kGauge, "Open Attend streams."},
     {"mla_shared_regions", Type::kGauge, "Shared-memory regions of connected clients."},
     {"mla_rings_open", Type::kGauge, "Command rings of connected clients."},
+    {"mla_connections_refused_total", Type::kCounter,
+     "Connections for gRPC that were closed at once: a bound was reached, or descriptors ran out."},
     {"mla_shm_connections_displaced_total", Type::kCounter,
      "Connections to the shared-memory socket that had sent no request and made room for others."},
     {"mla_shm_connections_refused_total", Type::kCounter,
@@ -260,6 +262,7 @@ struct Metrics::Impl {
   Counter& streams_cut = One("mla_streams_cut_total", {{"reason", "slow_reader"}});
   Counter& rings_cut = One("mla_streams_cut_total", {{"reason", "ring_rules"}});
   Counter& regions_cut = One("mla_streams_cut_total", {{"reason", "region_holes"}});
+  Counter& connections_refused = One("mla_connections_refused_total");
   Counter& shm_displaced = One("mla_shm_connections_displaced_total");
   Counter& shm_refusals = One("mla_shm_connections_refused_total");
   Counter& write_blocked = One("mla_stream_write_blocked_seconds_total");
@@ -465,6 +468,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
   RaiseTo(m.rings_cut, count(wire_.rings_cut.load()));
   RaiseTo(m.regions_cut, count(wire_.regions_cut.load()));
+  RaiseTo(m.connections_refused, count(wire_.connections_refused.load()));
   RaiseTo(m.shm_displaced, count(wire_.shm_displaced.load()));
   RaiseTo(m.shm_refusals, count(wire_.shm_refusals.load()));
   RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);

@@ -33,11 +33,12 @@ struct WireCounters {
   std::atomic<uint64_t> sent_bytes{0};
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<int32_t> streams{0};
-  std::atomic<uint64_t> streams_cut{0};    // slow readers
-  std::atomic<uint64_t> rings_cut{0};      // rings whose client broke a rule
-  std::atomic<uint64_t> regions_cut{0};    // regions into which a client has punched holes
-  std::atomic<uint64_t> shm_refusals{0};   // connections that no descriptor was left for
-  std::atomic<uint64_t> shm_displaced{0};  // connections without a request, for want of room
+  std::atomic<uint64_t> streams_cut{0};          // slow readers
+  std::atomic<uint64_t> rings_cut{0};            // rings whose client broke a rule
+  std::atomic<uint64_t> regions_cut{0};          // regions into which a client has punched holes
+  std::atomic<uint64_t> connections_refused{0};  // of gRPC, beyond a bound
+  std::atomic<uint64_t> shm_refusals{0};         // connections that no descriptor was left for
+  std::atomic<uint64_t> shm_displaced{0};        // connections without a request, for want of room
   std::atomic<uint64_t> write_blocked_ns{0};
   // Tensors that were used where they lay, in shared memory.
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};

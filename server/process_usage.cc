@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -75,5 +76,14 @@ void RaiseDescriptorLimit() {
   files.rlim_cur = files.rlim_max;
   setrlimit(RLIMIT_NOFILE, &files);  // else it stays as it is, and mla_process_max_fds says so
 }
+
+int64_t DescriptorsForConnections() {
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur > INT32_MAX) return INT32_MAX;
+  const auto limit = static_cast<int64_t>(files.rlim_cur);
+  return std::max<int64_t>(limit - std::min(limit / 4, kDescriptorReserve), 1);
+}
+
+bool InDescriptorReserve(int descriptor) { return descriptor >= DescriptorsForConnections(); }
 
 }  // namespace mla::server

@@ -24,6 +24,14 @@ ProcessUsage ReadProcessUsage();
 // then neither a tenant nor a probe gets an answer. Before any thread starts.
 void RaiseDescriptorLimit();
 
+// Descriptors that connections leave free, so that probes, files and reloads find some: a quarter
+// of what the process may have, at most kDescriptorReserve. A descriptor is in the reserve by its
+// number: the kernel gives the lowest that is free, so every one below is taken then.
+inline constexpr int64_t kDescriptorReserve = 64;
+bool InDescriptorReserve(int descriptor);
+// Descriptors outside of the reserve.
+int64_t DescriptorsForConnections();
+
 }  // namespace mla::server
 
 #endif  // MLA_SERVER_PROCESS_USAGE_H_

@@ -232,6 +232,7 @@ Services Server::Parts::ServicesToServe() {
   services.health = health.get();
   services.control = {sequences.get(), models.get(), admin.get()};
   services.tls = tls;
+  services.on_connection_refused = [this] { metrics.wire().connections_refused.fetch_add(1); };
   services.on_undecodable = [this](const grpc::ServerContextBase& context) {
     const auto names = static_cast<size_t>(options.config.limits.max_name_bytes);
     const auto identity = Identify(context, names, options.config.listen.unix_tenant);
@@ -359,6 +360,7 @@ DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
   if (drain) result = drain->Run(drain_deadline, /*for_good=*/true);
   state.Move(Phase::kStopped, 100, "stopped");
   door.reset();
+  listeners.acceptor.reset();
   if (listeners.server != nullptr) {
     listeners.server->Shutdown(std::chrono::system_clock::now() + kCloseGrace);
     listeners.server->Wait();

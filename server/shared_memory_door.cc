@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/identity.h"
 #include "server/logging.h"
+#include "server/process_usage.h"
 #include "server/socket_files.h"
 
 namespace mla::server {
@@ -198,13 +199,17 @@ void SharedMemoryDoor::WatchListener(bool watch) {
   paused_until_ns_ = watch ? 0 : SteadyNanos() + kPauseMillis * kNanosPerMilli;
 }
 
-// The connection stays in the listener's queue and would be reported again at once. A client that
-// is refused goes over gRPC; one that waits does not.
-void SharedMemoryDoor::RefuseForWantOfDescriptors() {
+void SharedMemoryDoor::NoteOutOfDescriptors() {
   options_.metrics->wire().shm_refusals.fetch_add(1);
   if (!std::exchange(exhausted_, true)) {
     Log(LogLevel::kWarning, "shared_memory_out_of_descriptors", {{"path", options_.path}});
   }
+}
+
+// The connection stays in the listener's queue and would be reported again at once. A client that
+// is refused goes over gRPC; one that waits does not.
+void SharedMemoryDoor::RefuseForWantOfDescriptors() {
+  NoteOutOfDescriptors();
   if (spare_ >= 0) {
     close(spare_);
     const int refused = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
@@ -222,6 +227,11 @@ void SharedMemoryDoor::Accept() {
     const bool exhausted =
         errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
     if (exhausted) RefuseForWantOfDescriptors();
+    return;
+  }
+  if (InDescriptorReserve(descriptor)) {
+    close(descriptor);
+    NoteOutOfDescriptors();
     return;
   }
   exhausted_ = false;

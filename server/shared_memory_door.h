@@ -91,6 +91,7 @@ class SharedMemoryDoor final {
   void Accept();
   void MakeRoomFor(uid_t user);
   void NoteDisplaced(uid_t user);
+  void NoteOutOfDescriptors();
   void RefuseForWantOfDescriptors();
   void WatchListener(bool watch);
   int WaitMillis() const;

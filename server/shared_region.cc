@@ -14,6 +14,8 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "server/process_usage.h"
+
 namespace mla::server {
 namespace {
 
@@ -98,6 +100,7 @@ void SharedRegion::Account::Forget(const Mapping& mapping) {
 absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
   descriptor_ = memfd_create("mla-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor_ < 0) return OutOfMemory("cannot create", bytes, errno);
+  if (InDescriptorReserve(descriptor_)) return OutOfMemory("cannot create", bytes, EMFILE);
   if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) {
     return OutOfMemory("cannot size", bytes, errno);
   }

@@ -1,5 +1,5 @@
 // Who may call operator RPCs without TLS. The peers of this machine look like peers of another one
-// to the server: gRPC takes a peer's address from accept4.
+// to the server: gRPC takes a peer's address from getpeername.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -19,18 +19,18 @@ std::atomic<bool> from_elsewhere{false};
 
 }  // namespace
 
-// Stands before the C library's.
-extern "C" int accept4(int listener, sockaddr* address, socklen_t* length, int flags) {
-  using Accept = int (*)(int, sockaddr*, socklen_t*, int);
-  static const auto real = reinterpret_cast<Accept>(dlsym(RTLD_NEXT, "accept4"));
-  const int fd = real(listener, address, length, flags);
-  if (fd < 0 || !from_elsewhere || address == nullptr) return fd;
+// Stands before the C library's: gRPC learns from it who a connection's peer is.
+extern "C" int getpeername(int descriptor, sockaddr* address, socklen_t* length) noexcept {
+  using GetPeerName = int (*)(int, sockaddr*, socklen_t*);
+  static const auto real = reinterpret_cast<GetPeerName>(dlsym(RTLD_NEXT, "getpeername"));
+  const int result = real(descriptor, address, length);
+  if (result != 0 || !from_elsewhere) return result;
   if (address->sa_family == AF_INET) {
     inet_pton(AF_INET, "192.0.2.7", &reinterpret_cast<sockaddr_in*>(address)->sin_addr);
   } else if (address->sa_family == AF_INET6) {
     inet_pton(AF_INET6, "::ffff:192.0.2.7", &reinterpret_cast<sockaddr_in6*>(address)->sin6_addr);
   }
-  return fd;
+  return result;
 }
 
 namespace mla::integration {
