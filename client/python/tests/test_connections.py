@@ -14,7 +14,19 @@ import server_binary
 from mla_client.gen import admin_pb2, admin_pb2_grpc
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty settings
+HEADERS, CONTINUATION = 1, 9  # types of HTTP/2 frames
 WAIT_S = 60
+
+
+def frame(kind, stream, payload):
+    """An HTTP/2 frame without flags."""
+    return (len(payload).to_bytes(3, "big") + bytes([kind, 0]) + stream.to_bytes(4, "big") +
+            payload)
+
+
+def header(name, value):
+    """A header of HPACK that enters no table. Name and value are shorter than 127 bytes."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
 class ConnectionsTest(unittest.TestCase):
@@ -107,15 +119,29 @@ class ConnectionsTest(unittest.TestCase):
         self.start("--wire-connection-streams=2")
         with grpc.insecure_channel(self.server.target) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
-            calls = [stub.WatchStatus(admin_pb2.WatchStatusRequest(interval_ms=1000))
-                     for _ in range(3)]
-            for call in calls[:2]:
-                next(call)
+            calls = []
+            for _ in range(2):
+                calls.append(stub.WatchStatus(admin_pb2.WatchStatusRequest(interval_ms=1000),
+                                              timeout=WAIT_S))
+                next(calls[-1])
             with self.assertRaises(grpc.RpcError) as caught:
                 stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=0.5)
             self.assertEqual(caught.exception.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
             calls[0].cancel()
-            next(calls[2])
+            stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=WAIT_S)
+            calls[1].cancel()
+
+    def test_headers_that_never_end_are_cut(self):
+        self.start("--wire-quota-bytes=16MiB")
+        hostile = self.becomes_served(str(self.server.socket))
+        hostile.sendall(PREFACE + frame(HEADERS, 1, header(b":method", b"POST")))
+        more = frame(CONTINUATION, 1,
+                     b"".join(header(b"a%d" % i, b"v" * 60) for i in range(200)))
+        with self.assertRaises((BrokenPipeError, ConnectionResetError)):
+            for _ in range((512 << 20) // len(more)):
+                hostile.sendall(more)
+        with mla_client.Client.connect(self.server.target) as client:
+            client.stats()
 
     def test_a_connection_that_answers_no_probe_is_closed(self):
         self.start("--wire-keepalive-ms=1000")
