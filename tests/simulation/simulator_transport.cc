@@ -106,6 +106,11 @@ void Simulator::AfterCall() {
   if (Now() != called_at_) {
     TouchModels();
     RenewLetGo();
+    // These calls let the engine look at its timers again.
+    CheckAnswers();
+    FinishAborts();
+    if (gave_up_) oracle_->PassTime(Now());
+    gave_up_ = false;
   }
 }
 
