@@ -74,8 +74,13 @@ void Simulator::OnSubmitted(uint64_t serial) {
     return request->launch == serial;
   });
   if (!takes) return;  // page work alone
+  // Extend and prefill that have waited for long go before decode, and may fill the launch.
+  const bool aged = std::any_of(requests_.begin(), requests_.end(), [&](const auto& request) {
+    return request->bulk && (request->launch == serial || !request->running) &&
+           Now() >= request->counts_from - slice_wait_us_ * 1000;
+  });
   for (const auto& request : requests_) {
-    if (request->launch == serial || request->running) continue;
+    if (request->launch == serial || request->running || (aged && !request->bulk)) continue;
     if (Now() >= request->counts_from) ++request->passed_over;
   }
 }
