@@ -211,8 +211,8 @@ void ConnectionAcceptor::Accept(const Listener& listener) {
     Connection connection{descriptor, CookieOf(descriptor), PeerOf(descriptor, address)};
     const bool reserved = InDescriptorReserve(descriptor);
     if (reserved || !HasRoom(connection.peer)) {
-      close(descriptor);
       Refuse(reserved ? "descriptors" : "connections");
+      close(descriptor);
       continue;
     }
     if (listener.tcp) {
