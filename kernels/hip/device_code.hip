@@ -1,16 +1,15 @@
 // All device kernels of one architecture, from one source: the architecture folder supplies the
 // tile primitives and sizes.
-#if defined(__gfx950__)
+#include "kernels/hip/common/target.h"
+#if MLA_GFX950
 #include "kernels/hip/gfx950/config.h"
 #include "kernels/hip/gfx950/tile.h"
-#elif defined(__gfx942__)
+#elif MLA_GFX942
 #include "kernels/hip/gfx942/config.h"
 #include "kernels/hip/gfx942/tile.h"
-#elif defined(__CUDA_ARCH__) || defined(__CUDACC__)
+#else
 #include "kernels/hip/sm90/config.h"
 #include "kernels/hip/sm90/tile.h"
-#else
-#error "build for gfx950, gfx942 or sm_90a"
 #endif
 
 #include "kernels/hip/arch_traits.h"
@@ -19,7 +18,7 @@
 #include "kernels/hip/common/expand.h"
 #include "kernels/hip/common/project.h"
 #include "kernels/hip/common/small_kernels.h"
-#if !defined(__HIP__)
+#if MLA_SM90
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded_wgmma.h"
@@ -33,26 +32,21 @@ namespace mla::gpu {
     Attend<AttendConfig<rows>>::run(args);                                           \
   }
 
-#if defined(__HIP__)
-#define MLA_KERNEL_ARGUMENT
-#else
-#define MLA_KERNEL_ARGUMENT __grid_constant__
-MLA_ATTEND_KERNEL(16)
-#endif
-#if defined(__HIP__)
+#if MLA_AMD
 MLA_ATTEND_KERNEL(64)
-#if defined(__gfx950__)
+#if MLA_GFX950
 MLA_ATTEND_KERNEL(128)
 #endif
 #else
+MLA_ATTEND_KERNEL(16)
 // Where matrix work counts; the loop of common/attend.h would do at about half the speed.
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(AttendWgmma<AttendConfig<64>>::kThreads)
-    mla_attend_64(const __grid_constant__ AttendArgs args) {
+    mla_attend_64(const MLA_KERNEL_ARGUMENT AttendArgs args) {
   AttendWgmma<AttendConfig<64>>::run(args);
 }
 #endif
 
-#if defined(__HIP__)
+#if MLA_AMD
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256) mla_expand(const ExpandArgs args) {
   Expand<ExpandedConfig>::run(args);
 }
@@ -62,11 +56,11 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
 }
 #else
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandWgmma::kThreads)
-    mla_expand(const __grid_constant__ ExpandArgs args) {
+    mla_expand(const MLA_KERNEL_ARGUMENT ExpandArgs args) {
   ExpandWgmma::run(args);
 }
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
-    mla_attend_expanded(const __grid_constant__ ExpandedArgs args) {
+    mla_attend_expanded(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
   ExpandedWgmma::run(args);
 }
 #endif
@@ -86,7 +80,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
   Combine::run(args);
 }
 
-#if defined(__gfx942__)
+#if MLA_GFX942
 #define MLA_PROJECT_BOUNDS MLA_LAUNCH_BOUNDS(256)  // its LDS has room for one block
 #else
 #define MLA_PROJECT_BOUNDS MLA_LAUNCH_BOUNDS_OF_TWO(256)
@@ -97,7 +91,7 @@ mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
 }
 
 // The host launches with the sizes of arch_traits.h.
-#if !defined(__HIP__)
+#if MLA_SM90
 static_assert(Attend<AttendConfig<16>>::kSharedBytes == kSm90Traits.attend[0].shared_bytes);
 static_assert(AttendWgmma<AttendConfig<64>>::kSharedBytes == kSm90Traits.attend[1].shared_bytes);
 static_assert(AttendWgmma<AttendConfig<64>>::kThreads == kSm90Traits.attend[1].threads);

@@ -109,7 +109,7 @@ class ExpandPairs {
   }
   MLA_DEVICE void enter(int segment_index) {
     index = segment_index;
-#if defined(__HIP__)
+#if MLA_AMD
     segment = args.segments + segment_index;
 #else
     segment = args.segments[segment_index];
@@ -118,7 +118,7 @@ class ExpandPairs {
   }
 
   // Scalar registers are few on AMD, so the segment stays in memory; elsewhere its fields are held.
-#if defined(__HIP__)
+#if MLA_AMD
   MLA_DEVICE const ExpandSegment& current() const { return *segment; }
   const ExpandSegment* segment = nullptr;
 #else

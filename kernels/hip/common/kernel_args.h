@@ -16,7 +16,7 @@ using kernels::ReduceTile;
 using kernels::RequestRecord;
 using kernels::WorkInfo;
 
-// Names of the kernels, as the module loader looks them up and as a fake device dispatches them.
+// Names of the kernels, as the module loader looks them up.
 inline constexpr char kMoveKernel[] = "mla_move";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";

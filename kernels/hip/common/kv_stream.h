@@ -111,7 +111,7 @@ class KvStream {
     return at < kv_end ? at : kv_end - 1;
   }
 
-#if defined(__HIP__)
+#if MLA_AMD
   struct Found {
     uint32_t granule;
     int inside;

@@ -48,15 +48,6 @@ struct PagedRows {
     const Place p = place(position);
     return address(granule(p.page), p.inside);
   }
-
- private:
-  MLA_DEVICE static int leading_zeros(int x) {
-#if defined(__HIP__)
-    return __builtin_clz(static_cast<unsigned>(x));
-#else
-    return __clz(x);
-#endif
-  }
 };
 
 // Eight consecutive elements from `index` on as bf16. `aligned`: the address is a multiple of 16.

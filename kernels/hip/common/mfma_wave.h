@@ -10,44 +10,23 @@
 #ifndef MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
 #define MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
 
-#include "kernels/hip/common/vendor.h"
+#include "kernels/hip/common/amd_instructions.h"
 
 namespace mla::gpu::tile {
 
-#define MLA_LDS __attribute__((address_space(3)))
-
 inline constexpr int kWave = 64;
-using lds_t = MLA_LDS char*;
-
-typedef short bf16x4 __attribute__((ext_vector_type(4)));
-typedef __bf16 bf16x8 __attribute__((ext_vector_type(8)));
-typedef uint32_t u32x2 __attribute__((ext_vector_type(2)));
-typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
-typedef float f32x4 __attribute__((ext_vector_type(4)));
-typedef float f32x16 __attribute__((ext_vector_type(16)));
-
-template <int kBytes>
-MLA_DEVICE lds_t shared_base() {
-  static __shared__ __attribute__((aligned(128))) char memory[kBytes];
-  return (lds_t)memory;
-}
 
 MLA_DEVICE int lane_index() { return thread_index() & 63; }
 // The same, of which the compiler does not know so: what follows from it is worked out at each
 // place anew and not kept over a loop, in registers that are short.
-MLA_DEVICE int lane_again() {
-  int lane = lane_index();
-  asm volatile("" : "+v"(lane));
-  return lane;
-}
+MLA_DEVICE int lane_again() { return opaque(lane_index()); }
 MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
 
-MLA_DEVICE bool any(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+MLA_DEVICE bool any(bool x) { return ballot(x) != 0; }
 template <int kStep>
 MLA_DEVICE float exchange(float x) {
   const int other = (lane_index() ^ kStep) << 2;
-  return bits_to_float(static_cast<uint32_t>(
-      __builtin_amdgcn_ds_bpermute(other, static_cast<int>(float_to_bits(x)))));
+  return bits_to_float(static_cast<uint32_t>(permute(other, static_cast<int>(float_to_bits(x)))));
 }
 
 // The values of a lane and of the one 32 away, in either order.
@@ -55,10 +34,9 @@ struct Two {
   float x, y;
 };
 MLA_DEVICE Two with_other_half(float x) {
-#if defined(__gfx950__)  // without a turn through LDS
-  const uint32_t bits = float_to_bits(x);
-  const auto swapped = __builtin_amdgcn_permlane32_swap(bits, bits, false, false);
-  return Two{bits_to_float(swapped[0]), bits_to_float(swapped[1])};
+#if MLA_GFX950  // without a turn through LDS
+  const u32x2 halves = both_halves(float_to_bits(x));
+  return Two{bits_to_float(halves[0]), bits_to_float(halves[1])};
 #else
   return Two{x, exchange<32>(x)};
 #endif
@@ -66,22 +44,21 @@ MLA_DEVICE Two with_other_half(float x) {
 
 // The value of one lane, for all: `from` is the same in every lane.
 MLA_DEVICE float broadcast(float x, int from) {
-  return bits_to_float(
-      static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(float_to_bits(x)), from)));
+  return bits_to_float(static_cast<uint32_t>(read_lane(static_cast<int>(float_to_bits(x)), from)));
 }
 
 MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
-  *(MLA_LDS u32x4*)at = u32x4{c.w[0], c.w[1], c.w[2], c.w[3]};
+  shared_store<u32x4>(at, u32x4{c.w[0], c.w[1], c.w[2], c.w[3]});
 }
 MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
-  const u32x4 v = *(MLA_LDS u32x4*)at;
+  const u32x4 v = shared_load<u32x4>(at);
   return Chunk{{v[0], v[1], v[2], v[3]}};
 }
-MLA_DEVICE void store_float(lds_t at, float x) { *(MLA_LDS float*)at = x; }
-MLA_DEVICE float load_float(lds_t at) { return *(MLA_LDS float*)at; }
+MLA_DEVICE void store_float(lds_t at, float x) { shared_store<float>(at, x); }
+MLA_DEVICE float load_float(lds_t at) { return shared_load<float>(at); }
 
 MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
-  *(MLA_LDS u32x4*)at = *(const MLA_GLOBAL u32x4*)(uintptr_t)source;
+  shared_store<u32x4>(at, *as_global<const u32x4>(source));
 }
 
 // Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
@@ -147,8 +124,8 @@ struct WaveBase {
 
   template <int kTileRows>
   MLA_DEVICE static void load_k(K& k, lds_t tile, int kv0, int step, int lane) {
-    k.r = *(MLA_LDS u32x4*)chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)),
-                                               step * kGroups + group(lane));
+    k.r = shared_load<u32x4>(
+        chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)), step * kGroups + group(lane)));
   }
   // The same from addresses worked out before: steps of one column block differ in the exchange of
   // chunks, all others in constants. `kv0`: a multiple of eight.
@@ -163,7 +140,7 @@ struct WaveBase {
       }
     }
     MLA_DEVICE void load(K& k, int kv0, int step) const {
-      k.r = *(MLA_LDS u32x4*)(at[step % kSteps] + step / kSteps * (kTileRows * 128) + kv0 * 128);
+      k.r = shared_load<u32x4>(at[step % kSteps] + step / kSteps * (kTileRows * 128) + kv0 * 128);
     }
   };
   // Queries of a tile in LDS: both operands of a score product lie alike.
@@ -191,8 +168,9 @@ struct WaveBase {
   MLA_DEVICE static void load_p(P& p, lds_t tile, int row0, int step, int lane) {
     const int r = row0 + (lane & (kRows - 1));
     const int first = step * kPvDepth + 4 * group(lane), second = first + kPvDepth / 2;
-    const u32x2 a = *(MLA_LDS u32x2*)(chunk_at<kTileRows>(tile, r, first >> 3) + (first & 4) * 2);
-    const u32x2 b = *(MLA_LDS u32x2*)(chunk_at<kTileRows>(tile, r, second >> 3) + (second & 4) * 2);
+    const u32x2 a = shared_load<u32x2>(chunk_at<kTileRows>(tile, r, first >> 3) + (first & 4) * 2);
+    const u32x2 b =
+        shared_load<u32x2>(chunk_at<kTileRows>(tile, r, second >> 3) + (second & 4) * 2);
     p.r = u32x4{a[0], a[1], b[0], b[1]};
   }
 };

@@ -21,7 +21,7 @@ struct Copies {
   }
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t wave_base, int lane) {
-    *(MLA_LDS u32x4*)(wave_base + kOffset + lane * 16) = held[kIndex];
+    shared_store<u32x4>(wave_base + kOffset + lane * 16, held[kIndex]);
   }
   MLA_DEVICE void close_stage() {}
   template <int kYounger, int kPerStage>
@@ -62,11 +62,10 @@ struct Wave : WaveBase<kRows_> {
     return fragment * kOutCols + 4 * Base::acc_row(lane, i >> 2) + (i & 3);
   }
   MLA_DEVICE static typename Base::Acc multiply(u32x2 a, u32x2 b, typename Base::Acc c) {
-    const bf16x4 x = __builtin_bit_cast(bf16x4, a), y = __builtin_bit_cast(bf16x4, b);
     if constexpr (kRows == 32) {
-      return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(x, y, c, 0, 0, 0);
+      return multiply_32x32x8(a, b, c);
     } else {
-      return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c, 0, 0, 0);
+      return multiply_16x16x16(a, b, c);
     }
   }
   // One 16-byte chunk of both operands is two instructions; which depth they call first is the same
@@ -84,15 +83,15 @@ struct Wave : WaveBase<kRows_> {
       u32x2 x[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        x[r] = *(MLA_LDS u32x2*)(chunk_at<kTileRows>(tile, first + r, col >> 3) + (col & 4) * 2);
+        x[r] = shared_load<u32x2>(chunk_at<kTileRows>(tile, first + r, col >> 3) + (col & 4) * 2);
       }
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         // Selects the low or high halves of two words: bytes 0-3 of the second operand, 4-7 of the
         // first.
         const uint32_t pick = (u & 1) ? 0x07060302u : 0x05040100u;
-        v.operand[u][half] = u32x2{__builtin_amdgcn_perm(x[1][u >> 1], x[0][u >> 1], pick),
-                                   __builtin_amdgcn_perm(x[3][u >> 1], x[2][u >> 1], pick)};
+        v.operand[u][half] = u32x2{permute_bytes(x[1][u >> 1], x[0][u >> 1], pick),
+                                   permute_bytes(x[3][u >> 1], x[2][u >> 1], pick)};
       }
     }
   }

@@ -5,6 +5,9 @@
 #define MLA_KERNELS_HIP_SM90_BARRIERS_H_
 
 #include "kernels/hip/common/vendor.h"
+#if MLA_ON_HOST
+#include "kernels/hip/host/sm90_barriers.h"
+#else
 
 namespace mla::gpu::tile {
 
@@ -81,5 +84,7 @@ MLA_DEVICE void give_registers() {
 }
 
 }  // namespace mla::gpu::tile
+
+#endif  // MLA_ON_HOST
 
 #endif  // MLA_KERNELS_HIP_SM90_BARRIERS_H_

@@ -99,16 +99,16 @@ class ExpandWgmma {
         }
         copy_weights(stages + ring.stage * kStageBytes, w_uk + panel * 64,
                      w_uv + panel * (64 * kExpandedValue));
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        tile::close_copies();
         if (announced >= 0) {
-          asm volatile("cp.async.wait_group 1;" ::: "memory");
+          tile::wait_for_copies<1>();
           announce(announced);
         }
         announced = ring.stage;
         ring.next();
       }
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    tile::wait_for_copies<0>();
     if (announced >= 0) announce(announced);
   }
   MLA_DEVICE void announce(int stage) const {

@@ -92,7 +92,7 @@ class ExpandedWgmma {
   }
   MLA_DEVICE static Records* records(int slot) {
     constexpr int kAt = kSharedBytes - 2 * kRecordBytes;
-    return reinterpret_cast<Records*>(tile::dynamic_shared + kAt + slot * kRecordBytes);
+    return reinterpret_cast<Records*>(tile::shared_pointer(kAt + slot * kRecordBytes));
   }
   MLA_DEVICE uint32_t q_full() const { return barriers; }
   MLA_DEVICE uint32_t q_empty() const { return barriers + 8; }
@@ -165,7 +165,8 @@ class ExpandedWgmma {
         reinterpret_cast<uint32_t*>(records(parity))[word] = value;
       }
       copy_queries(item, word);
-      asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+      tile::close_copies();
+      tile::wait_for_copies<0>();
       tile::publish_shared();
       tile::barrier_arrive(q_full());
       parity ^= 1;
@@ -205,7 +206,7 @@ class ExpandedWgmma {
           static_cast<const uint8_t*>(r.q) + 2 * (queries_of(item) + p * r.q_row_stride);
 #pragma unroll
       for (int at = 0; at < kDim * 2; at += 128) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + at) : "memory");
+        tile::prefetch(row + at);
       }
     }
   }

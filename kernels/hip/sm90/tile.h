@@ -6,62 +6,18 @@
 #ifndef MLA_KERNELS_HIP_SM90_TILE_H_
 #define MLA_KERNELS_HIP_SM90_TILE_H_
 
-#include "kernels/hip/common/vendor.h"
+#include "kernels/hip/sm90/instructions.h"
 
 namespace mla::gpu::tile {
 
 inline constexpr int kWave = 32;
-using lds_t = uint32_t;  // address in the shared window
 
-extern __shared__ __align__(1024) uint8_t dynamic_shared[];  // the swizzle counts from 1 KiB
-
-template <int kBytes>
-MLA_DEVICE lds_t shared_base() {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
+MLA_DEVICE int lane_index() {
+  return static_cast<int>(static_cast<uint32_t>(thread_index()) & 31u);
 }
-
-MLA_DEVICE int lane_index() { return static_cast<int>(threadIdx.x & 31u); }
 MLA_DEVICE int lane_again() { return lane_index(); }
-MLA_DEVICE int wave_index() { return uniform(static_cast<int>(threadIdx.x >> 5)); }
-
-MLA_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
-template <int kStep>
-MLA_DEVICE float exchange(float x) {
-  return __shfl_xor_sync(0xffffffffu, x, kStep);
-}
-
-// The value of one lane, for all: `from` is the same in every lane.
-MLA_DEVICE float broadcast(float x, int from) { return __shfl_sync(0xffffffffu, x, from); }
-
-MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.w[0]), "r"(c.w[1]),
-               "r"(c.w[2]), "r"(c.w[3])
-               : "memory");
-}
-MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
-  Chunk c;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
-               : "r"(at)
-               : "memory");
-  return c;
-}
-MLA_DEVICE void store_float(lds_t at, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
-}
-MLA_DEVICE float load_float(lds_t at) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-  return x;
-}
-MLA_DEVICE void store_word(lds_t at, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
-}
-
-// Starts the copy of one chunk; it is complete with the stage that is closed next.
-MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
-               : "memory");
+MLA_DEVICE int wave_index() {
+  return uniform(static_cast<int>(static_cast<uint32_t>(thread_index()) >> 5));
 }
 
 // Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on.
@@ -74,39 +30,13 @@ struct Copies {
   }
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t, int) {}
-  MLA_DEVICE void close_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  MLA_DEVICE void close_stage() { close_copies(); }
   // Waits until at most `kYounger` stages closed later than the wanted one are still under way.
   template <int kYounger, int kPerStage>
   MLA_DEVICE void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kYounger) : "memory");
+    wait_for_copies<kYounger>();
   }
 };
-
-MLA_DEVICE void load_matrices(uint32_t (&r)[4], lds_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at)
-               : "memory");
-}
-MLA_DEVICE void load_matrices_transposed(uint32_t (&r)[4], lds_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at)
-               : "memory");
-}
-// The inverse of load_matrices.
-MLA_DEVICE void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
-}
-MLA_DEVICE void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
 template <int kRows>
@@ -170,12 +100,12 @@ struct Wave {
   }
   // Over the lanes that share a row.
   MLA_DEVICE static float row_max(float x) {
-    x = max_f(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return max_f(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    x = max_f(x, exchange<1>(x));
+    return max_f(x, exchange<2>(x));
   }
   MLA_DEVICE static float row_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+    x += exchange<1>(x);
+    return x + exchange<2>(x);
   }
 
   template <int kTileRows>

@@ -4,7 +4,31 @@
 #define MLA_KERNELS_HIP_SM90_WARPGROUP_H_
 
 #include "kernels/hip/sm90/barriers.h"
+#include "kernels/hip/sm90/instructions.h"
 #include "kernels/hip/sm90/wgmma.h"
+
+namespace mla::gpu::tile {
+
+// Four lanes of a row hold word i of four 16-byte chunks each; afterwards lane q of them holds the
+// four words of chunk q.
+MLA_DEVICE void gather_chunks(uint32_t (&w)[4], int lane) {
+  const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
+  // Chunks differ in bit 0 between w[0], w[1] and between w[2], w[3].
+  const uint32_t a = exchange_word<1>(odd ? w[0] : w[1]);
+  const uint32_t b = exchange_word<1>(odd ? w[2] : w[3]);
+  const uint32_t low0 = odd ? a : w[0], low1 = odd ? w[1] : a;    // chunk odd, words 2u, 2u + 1
+  const uint32_t high0 = odd ? b : w[2], high1 = odd ? w[3] : b;  // chunk 2 + odd
+  const uint32_t c = exchange_word<2>(upper ? low0 : high0);
+  const uint32_t d = exchange_word<2>(upper ? low1 : high1);
+  w[0] = upper ? c : low0;
+  w[1] = upper ? d : low1;
+  w[2] = upper ? high0 : c;
+  w[3] = upper ? high1 : d;
+}
+
+}  // namespace mla::gpu::tile
+
+#if !MLA_ON_HOST
 
 namespace mla::gpu::tile {
 
@@ -33,23 +57,6 @@ MLA_DEVICE void named_wait(int id, int threads) {
 }
 MLA_DEVICE void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Four lanes of a row hold word i of four 16-byte chunks each; afterwards lane q of them holds the
-// four words of chunk q.
-MLA_DEVICE void gather_chunks(uint32_t (&w)[4], int lane) {
-  const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
-  // Chunks differ in bit 0 between w[0], w[1] and between w[2], w[3].
-  const uint32_t a = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-  const uint32_t b = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-  const uint32_t low0 = odd ? a : w[0], low1 = odd ? w[1] : a;    // chunk odd, words 2u, 2u + 1
-  const uint32_t high0 = odd ? b : w[2], high1 = odd ? w[3] : b;  // chunk 2 + odd
-  const uint32_t c = __shfl_xor_sync(0xffffffffu, upper ? low0 : high0, 2);
-  const uint32_t d = __shfl_xor_sync(0xffffffffu, upper ? low1 : high1, 2);
-  w[0] = upper ? c : low0;
-  w[1] = upper ? d : low1;
-  w[2] = upper ? high0 : c;
-  w[3] = upper ? high1 : d;
 }
 
 // c [64 x 128] (+)= a [64 x 16] b [128 x 16]^T, both along rows.
@@ -121,5 +128,7 @@ MLA_DEVICE void multiply_held(float (&c)[64], const uint32_t* a, uint64_t b) {
 }
 
 }  // namespace mla::gpu::tile
+
+#endif  // !MLA_ON_HOST
 
 #endif  // MLA_KERNELS_HIP_SM90_WARPGROUP_H_

@@ -21,6 +21,14 @@ MLA_DEVICE uint64_t down_rows(uint32_t at, uint32_t block_bytes) {
          (uint64_t{1} << 62);
 }
 
+}  // namespace mla::gpu::tile
+
+#if MLA_ON_HOST
+#include "kernels/hip/host/sm90_products.h"
+#else
+
+namespace mla::gpu::tile {
+
 MLA_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
@@ -100,5 +108,7 @@ MLA_DEVICE void wgmma_64x256(float (&c)[128], uint32_t a0, uint32_t a1, uint32_t
 #undef MLA_NAMES_128
 
 }  // namespace mla::gpu::tile
+
+#endif  // MLA_ON_HOST
 
 #endif  // MLA_KERNELS_HIP_SM90_WGMMA_H_

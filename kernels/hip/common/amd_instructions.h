@@ -1,0 +1,125 @@
+// Instructions of gfx942 and gfx950 that tile primitives are made of, one function each. On the
+// host kernels/hip/host/amd_instructions.h supplies the same functions.
+#ifndef MLA_KERNELS_HIP_COMMON_AMD_INSTRUCTIONS_H_
+#define MLA_KERNELS_HIP_COMMON_AMD_INSTRUCTIONS_H_
+
+#include "kernels/hip/common/vendor.h"
+
+namespace mla::gpu::tile {
+
+MLA_VECTOR(short, 4, bf16x4);
+MLA_VECTOR(uint32_t, 2, u32x2);
+MLA_VECTOR(uint32_t, 4, u32x4);
+MLA_VECTOR(float, 4, f32x4);
+MLA_VECTOR(float, 16, f32x16);
+
+}  // namespace mla::gpu::tile
+
+#if MLA_ON_HOST
+#include "kernels/hip/host/amd_instructions.h"
+#else
+
+namespace mla::gpu::tile {
+
+using lds_t = MLA_LDS char*;
+MLA_VECTOR(__bf16, 8, bf16x8);
+
+template <int kBytes>
+MLA_DEVICE lds_t shared_base() {
+  static __shared__ __attribute__((aligned(128))) char memory[kBytes];
+  return (lds_t)memory;
+}
+template <class T>
+MLA_DEVICE T shared_load(lds_t at) {
+  return *(MLA_LDS T*)at;
+}
+template <class T>
+MLA_DEVICE void shared_store(lds_t at, T x) {
+  *(MLA_LDS T*)at = x;
+}
+
+// A number of which the compiler does not know where it comes from: what follows from it is worked
+// out at each place anew and not kept over a loop, in registers that are short.
+MLA_DEVICE int opaque(int x) {
+  asm volatile("" : "+v"(x));
+  return x;
+}
+
+// --- Between lanes of a wave.
+MLA_DEVICE uint64_t ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
+// x of lane at_byte / 4.
+MLA_DEVICE int permute(int at_byte, int x) { return __builtin_amdgcn_ds_bpermute(at_byte, x); }
+MLA_DEVICE int read_lane(int x, int lane) { return __builtin_amdgcn_readlane(x, lane); }
+#if MLA_GFX950
+// First x of the lower half of the wave, then of the upper half, in every lane.
+MLA_DEVICE u32x2 both_halves(uint32_t x) {
+  const auto swapped = __builtin_amdgcn_permlane32_swap(x, x, false, false);
+  return u32x2{swapped[0], swapped[1]};
+}
+#endif
+// Bytes 0 to 3 of `selector` name bytes: 0 to 3 of `low`, 4 to 7 of `high`.
+MLA_DEVICE uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
+  return __builtin_amdgcn_perm(high, low, selector);
+}
+
+// --- Matrix products c + a b.
+#if MLA_GFX950
+MLA_DEVICE f32x16 multiply_32x32x16(u32x4 a, u32x4 b, f32x16 c) {
+  const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
+  return __builtin_amdgcn_mfma_f32_32x32x16_bf16(x, y, c, 0, 0, 0);
+}
+MLA_DEVICE f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) {
+  const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
+  return __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, c, 0, 0, 0);
+}
+#else
+MLA_DEVICE f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) {
+  const bf16x4 x = __builtin_bit_cast(bf16x4, a), y = __builtin_bit_cast(bf16x4, b);
+  return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(x, y, c, 0, 0, 0);
+}
+MLA_DEVICE f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) {
+  const bf16x4 x = __builtin_bit_cast(bf16x4, a), y = __builtin_bit_cast(bf16x4, b);
+  return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c, 0, 0, 0);
+}
+#endif
+
+#if MLA_GFX950
+// A group of 16 lanes reads a block of 4 rows x 16 columns and gets it transposed: lane i supplies
+// the address of row i / 4, columns 4 * (i % 4), and receives column i.
+MLA_DEVICE u32x2 read_transposed(lds_t at) {
+  return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS bf16x4*)at));
+}
+
+// --- Asynchronous copies to LDS: lane i's words go to wave_base + kOffset + i times their size.
+// The instruction is written as assembly because the compiler, which can not tell one stage of the
+// LDS from another, would otherwise wait for all copies before each read. It sets m0, which can not
+// be declared: the compiler reserves it. report.py fails when the compiler itself uses m0 in a
+// kernel.
+template <int kOffset>
+MLA_DEVICE void copy_4_words(lds_t wave_base, const void* source) {
+  const int base = uniform(static_cast<int>((uint32_t)(uintptr_t)wave_base));
+  asm volatile("s_add_u32 m0, %0, %2\n\ts_nop 0\n\tglobal_load_lds_dwordx4 %1, off" ::"s"(base),
+               "v"(source), "n"(kOffset)
+               : "memory", "scc");
+}
+template <int kOffset>
+MLA_DEVICE void copy_word(lds_t wave_base, const void* source) {
+  const int base = uniform(static_cast<int>((uint32_t)(uintptr_t)wave_base));
+  asm volatile("s_add_u32 m0, %0, %2\n\ts_nop 0\n\tglobal_load_lds_dword %1, off" ::"s"(base),
+               "v"(source), "n"(kOffset)
+               : "memory", "scc");
+}
+// vmcnt counts down in order: all but the kYounger copies issued last have landed. Loads of the
+// compiler in between only make this wait longer.
+template <int kYounger>
+MLA_DEVICE void wait_for_copies() {
+  static_assert(kYounger < 64, "vmcnt has six bits");
+  asm volatile("s_waitcnt vmcnt(%0)" ::"n"(kYounger) : "memory");
+}
+#endif
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_ON_HOST
+
+#endif  // MLA_KERNELS_HIP_COMMON_AMD_INSTRUCTIONS_H_

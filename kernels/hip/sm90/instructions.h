@@ -1,0 +1,107 @@
+// Instructions of sm_90 that tile primitives are made of, one function each. On the host
+// kernels/hip/host/sm90_instructions.h supplies the same functions.
+#ifndef MLA_KERNELS_HIP_SM90_INSTRUCTIONS_H_
+#define MLA_KERNELS_HIP_SM90_INSTRUCTIONS_H_
+
+#include "kernels/hip/common/vendor.h"
+#if MLA_ON_HOST
+#include "kernels/hip/host/sm90_instructions.h"
+#else
+
+namespace mla::gpu::tile {
+
+using lds_t = uint32_t;  // address in the shared window
+
+extern __shared__ __align__(1024) uint8_t dynamic_shared[];  // the swizzle counts from 1 KiB
+
+template <int kBytes>
+MLA_DEVICE lds_t shared_base() {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
+}
+// Of a byte of the block's shared memory, for ordinary reads and writes.
+MLA_DEVICE uint8_t* shared_pointer(int offset) { return dynamic_shared + offset; }
+
+MLA_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
+template <int kStep>
+MLA_DEVICE float exchange(float x) {
+  return __shfl_xor_sync(0xffffffffu, x, kStep);
+}
+template <int kStep>
+MLA_DEVICE uint32_t exchange_word(uint32_t x) {
+  return __shfl_xor_sync(0xffffffffu, x, kStep);
+}
+
+// The value of one lane, for all: `from` is the same in every lane.
+MLA_DEVICE float broadcast(float x, int from) { return __shfl_sync(0xffffffffu, x, from); }
+
+MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.w[0]), "r"(c.w[1]),
+               "r"(c.w[2]), "r"(c.w[3])
+               : "memory");
+}
+MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
+  Chunk c;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+               : "r"(at)
+               : "memory");
+  return c;
+}
+MLA_DEVICE void store_float(lds_t at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+MLA_DEVICE float load_float(lds_t at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+MLA_DEVICE void store_word(lds_t at, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+// Starts the copy of one chunk; it is complete with the stage that is closed next.
+MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
+               : "memory");
+}
+// Copies since the last call are a group; waits until at most kYounger groups are still under way.
+MLA_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kYounger>
+MLA_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kYounger) : "memory");
+}
+MLA_DEVICE void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
+MLA_DEVICE void load_matrices(uint32_t (&r)[4], lds_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+MLA_DEVICE void load_matrices_transposed(uint32_t (&r)[4], lds_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+// The inverse of load_matrices.
+MLA_DEVICE void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+MLA_DEVICE void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_ON_HOST
+
+#endif  // MLA_KERNELS_HIP_SM90_INSTRUCTIONS_H_
