@@ -125,7 +125,8 @@ TEST_F(EngineExpandedTest, RowsOfSeveralMessagesTakeTheExpandedFormTogether) {
   for (int message = 0; message < 3; ++message) {
     SCOPED_TRACE(message);
     ASSERT_TRUE(answers[0][message]->status.ok()) << answers[0][message]->status;
-    ExpectSame(*answers[0][message], *answers[1][message]);
+    // The first row of the first message sees one key.
+    ExpectSame(*answers[0][message], *answers[1][message], LargestOutput(*answers[1][0]));
   }
 }
 

@@ -4,6 +4,7 @@
 // order, and another stream's work only through an event that was waited for. A missing wait
 // therefore shows as a wrong result, and host memory that is reused too early as well.
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -13,8 +14,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kernels/hip/common/expanded_args.h"
 #include "tests/fake_hip/fake_control.h"
-#include "tests/fake_hip/fake_kernels.h"
+#include "tests/fake_hip/fake_image.h"
+#include "tests/fake_hip/flaws.h"
 
 namespace mla::fake_hip {
 namespace {
@@ -56,8 +59,11 @@ struct Event {
 
 struct Function {
   std::string name;
+  const gpu::host::Image* image;
+  const gpu::host::Kernel* kernel;
 };
 struct Module {
+  const gpu::host::Image* image;
   std::deque<Function> functions;
 };
 
@@ -287,12 +293,11 @@ int hipMemsetD8Async(void* to, unsigned char value, size_t bytes, fake::Stream* 
   return 0;
 }
 
-// An image is the text "fake image for ARCH".
-int hipModuleLoadData(fake::Module** module, const void* image) {
+int hipModuleLoadData(fake::Module** module, const void* bytes) {
   FAKE_ENTER("hipModuleLoadData");
-  const std::string wanted = std::string("fake image for ") + State().control.arch;
-  if (wanted != static_cast<const char*>(image)) return fake::kInvalidImage;
-  *module = new fake::Module;
+  const mla::gpu::host::Image* const image = fake::LoadImage(bytes, State().control.arch);
+  if (image == nullptr) return fake::kInvalidImage;
+  *module = new fake::Module{image, {}};
   return 0;
 }
 int hipModuleUnload(fake::Module* module) {
@@ -301,25 +306,34 @@ int hipModuleUnload(fake::Module* module) {
 }
 int hipModuleGetFunction(fake::Function** function, fake::Module* module, const char* name) {
   FAKE_ENTER("hipModuleGetFunction");
-  if (fake::ArgumentBytes(name) == 0) return fake::kNotFound;
-  *function = &module->functions.emplace_back(fake::Function{name});
-  return 0;
+  for (size_t i = 0; i < module->image->kernel_count; ++i) {
+    const mla::gpu::host::Kernel& kernel = module->image->kernels[i];
+    if (std::strcmp(kernel.name, name) != 0) continue;
+    *function = &module->functions.emplace_back(fake::Function{name, module->image, &kernel});
+    return 0;
+  }
+  return fake::kNotFound;
 }
 int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
-                          unsigned block_x, unsigned, unsigned, unsigned, fake::Stream* stream,
-                          void** parameters, void**) {
+                          unsigned block_x, unsigned, unsigned, unsigned shared_bytes,
+                          fake::Stream* stream, void** parameters, void**) {
   FAKE_ENTER("hipModuleLaunchKernel");
   ++State().control.launches;
   State().control.expanded_launches += function->name == mla::gpu::kExpandedKernel;
   const auto* bytes = static_cast<const std::byte*>(parameters[0]);
-  std::vector<std::byte> args(bytes, bytes + fake::ArgumentBytes(function->name));
-  const unsigned wave = std::strncmp(State().control.arch, "gfx", 3) == 0 ? 64 : 32;
-  const char* const named = State().control.wrong_kernel;
-  if (State().control.wrong_results && (named == nullptr || function->name == named)) return 0;
-  const fake::Grid grid{grid_x, grid_y, block_x / wave, State().control.rounded_inputs,
-                        State().control.flaw};
-  stream->Add([name = function->name, grid, args = std::move(args)] {
-    fake::RunKernel(name, grid, args.data());
+  std::vector<std::byte> args(bytes, bytes + function->kernel->argument_bytes);
+  const fake::Control& control = State().control;
+  const char* const named = control.wrong_kernel;
+  if (control.wrong_results && (named == nullptr || function->name == named)) return 0;
+  const mla::gpu::host::Grid grid{grid_x, grid_y, block_x, shared_bytes};
+  stream->Add([function = *function, grid, args = std::move(args), flaw = control.flaw,
+               rounded = control.rounded_inputs] {
+    fake::RunFlawed(flaw, rounded, function.name, grid, args, [&](const void* arguments) {
+      const char* const fault = function.image->run(*function.kernel, grid, arguments);
+      if (fault == nullptr) return;
+      std::fprintf(stderr, "fake device: %s\n", fault);
+      State().control.lost = true;
+    });
   });
   return 0;
 }

@@ -1,0 +1,196 @@
+// The instructions of kernels/hip/common/amd_instructions.h on the host. Layouts of operands are
+// those of the instruction set: see mfma_wave.h there, and the tests of tests/tile.
+#ifndef MLA_KERNELS_HIP_HOST_AMD_INSTRUCTIONS_H_
+#define MLA_KERNELS_HIP_HOST_AMD_INSTRUCTIONS_H_
+
+#include <cstring>
+
+#include "kernels/hip/common/vendor.h"
+#include "kernels/hip/host/block/block.h"
+#include "kernels/hip/host/block/products.h"
+
+namespace mla::gpu::tile {
+
+using lds_t = char*;
+
+template <int kBytes>
+lds_t shared_base() {
+  return host::the_block->shared.Base(kBytes);
+}
+template <class T>
+T shared_load(lds_t at) {
+  host::the_block->shared.Read(at, sizeof(T), host::the_lane->wave->index);
+  T x;
+  std::memcpy(&x, at, sizeof(T));
+  return x;
+}
+template <class T>
+void shared_store(lds_t at, T x) {
+  host::the_block->shared.Write(at, sizeof(T), host::the_lane->wave->index);
+  std::memcpy(at, &x, sizeof(T));
+}
+
+inline int opaque(int x) { return x; }
+
+// --- Between lanes of a wave.
+struct Exchange {
+  uint64_t x;
+  int from;
+  uint64_t result;
+};
+
+inline uint64_t ballot(bool x) {
+  Exchange slot{x ? 1u : 0u, 0, 0};
+  host::Meet(
+      [](host::Wave& wave) {
+        uint64_t bits = 0;
+        for (int i = 0; i < 64; ++i) bits |= wave.slot<Exchange>(i).x << i;
+        for (int i = 0; i < 64; ++i) wave.slot<Exchange>(i).result = bits;
+      },
+      &slot);
+  return slot.result;
+}
+inline uint64_t from_lane(uint64_t x, int from) {
+  Exchange slot{x, from, 0};
+  host::Meet(
+      [](host::Wave& wave) {
+        for (int i = 0; i < 64; ++i) {
+          auto& to = wave.slot<Exchange>(i);
+          to.result = wave.slot<Exchange>(to.from & 63).x;
+        }
+      },
+      &slot);
+  return slot.result;
+}
+inline int permute(int at_byte, int x) {
+  return static_cast<int>(from_lane(static_cast<uint32_t>(x), at_byte >> 2));
+}
+inline int read_lane(int x, int lane) {
+  return static_cast<int>(from_lane(static_cast<uint32_t>(x), host::Uniform(lane)));
+}
+inline u32x2 both_halves(uint32_t x) {
+  const int lane = thread_index() & 31;
+  return u32x2{static_cast<uint32_t>(from_lane(x, lane)),
+               static_cast<uint32_t>(from_lane(x, lane + 32))};
+}
+inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 32; i += 8) {
+    result |= static_cast<uint32_t>(both >> (selector >> i & 7u) * 8 & 0xffu) << i;
+  }
+  return result;
+}
+
+// --- Matrix products. A lane holds kEach elements of the depth of row (of b: column) lane % kRows,
+// lanes of the same row one after another; of the sums, four rows in a run every 4 * 64 / kRows.
+template <class Operand, class Sums>
+struct ProductSlot {
+  Operand a, b;
+  Sums c;
+};
+template <int kRows, class Operand, class Sums>
+Sums multiply_wave(const Operand& a, const Operand& b, const Sums& c) {
+  using Slot = ProductSlot<Operand, Sums>;
+  Slot slot{a, b, c};
+  host::Meet(
+      [](host::Wave& wave) {
+        constexpr int kGroups = 64 / kRows, kEach = sizeof(Operand) / 2, kDepth = kGroups * kEach;
+        constexpr int kElements = kRows * kRows / 64;
+        alignas(32) float left[kRows * kDepth], right[kDepth * kRows], sums[kRows * kRows];
+        const auto row_of = [](int lane, int i) {
+          return 4 * kGroups * (i >> 2) + 4 * (lane / kRows) + (i & 3);
+        };
+        for (int lane = 0; lane < 64; ++lane) {
+          const auto& from = wave.slot<Slot>(lane);
+          const int row = lane % kRows, first = lane / kRows * kEach;
+          uint16_t x[kEach], y[kEach];
+          std::memcpy(x, &from.a, sizeof(x));
+          std::memcpy(y, &from.b, sizeof(y));
+          for (int e = 0; e < kEach; ++e) {
+            left[row * kDepth + first + e] = host::WideBf16(x[e]);
+            right[(first + e) * kRows + row] = host::WideBf16(y[e]);
+          }
+          for (int i = 0; i < kElements; ++i) sums[row_of(lane, i) * kRows + row] = from.c[i];
+        }
+        host::MultiplyAdd(sums, left, right, kRows, kRows, kDepth);
+        for (int lane = 0; lane < 64; ++lane) {
+          auto& to = wave.slot<Slot>(lane);
+          for (int i = 0; i < kElements; ++i) {
+            to.c[i] = sums[row_of(lane, i) * kRows + lane % kRows];
+          }
+        }
+      },
+      &slot);
+  return slot.c;
+}
+inline f32x16 multiply_32x32x16(u32x4 a, u32x4 b, f32x16 c) { return multiply_wave<32>(a, b, c); }
+inline f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
+inline f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) { return multiply_wave<32>(a, b, c); }
+inline f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
+
+inline u32x2 read_transposed(lds_t at) {
+  struct Slot {
+    uint16_t block[4];  // columns 4 * (lane % 4) and on of row lane % 16 / 4
+    uint16_t column[4];
+  } slot;
+  const u32x2 words = shared_load<u32x2>(at);
+  std::memcpy(slot.block, &words, sizeof(words));
+  host::Meet(
+      [](host::Wave& wave) {
+        for (int lane = 0; lane < 64; ++lane) {
+          const int group = lane & ~15, column = lane & 15;
+          for (int row = 0; row < 4; ++row) {
+            wave.slot<Slot>(lane).column[row] =
+                wave.slot<Slot>(group + row * 4 + column / 4).block[column % 4];
+          }
+        }
+      },
+      &slot);
+  u32x2 result;
+  std::memcpy(&result, slot.column, sizeof(result));
+  return result;
+}
+
+// --- Asynchronous copies.
+template <int kBytes>
+void start_copy(lds_t wave_base, int offset, const void* source) {
+  host::Lane& lane = *host::the_lane;
+  host::Uniform(static_cast<int>(wave_base - host::the_block->shared.base()));
+  host::the_block->shared.StartCopy(lane.copies, wave_base + offset + lane.number * kBytes, source,
+                                    kBytes, lane.wave->index);
+}
+template <int kOffset>
+void copy_4_words(lds_t wave_base, const void* source) {
+  start_copy<16>(wave_base, kOffset, source);
+}
+template <int kOffset>
+void copy_word(lds_t wave_base, const void* source) {
+  start_copy<4>(wave_base, kOffset, source);
+}
+// The instruction counts copies of the wave: those of all its lanes land.
+inline void land_all_but(int younger) {
+  host::Meet(
+      [](host::Wave& wave) {
+        for (int i = 0; i < 64; ++i) {
+          host::the_block->shared.LandAllBut(wave.lane[static_cast<size_t>(i)]->copies,
+                                             wave.slot<int>(i), wave.index);
+        }
+      },
+      &younger);
+}
+template <int kYounger>
+void wait_for_copies() {
+  static_assert(kYounger < 64, "vmcnt has six bits");
+  land_all_but(kYounger);
+}
+
+}  // namespace mla::gpu::tile
+
+namespace mla::gpu {
+
+inline void wait_for_loads() { tile::land_all_but(0); }
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_HOST_AMD_INSTRUCTIONS_H_

@@ -1,0 +1,6 @@
+// The kernels of gfx942, compiled for the host.
+#define MLA_ON_HOST 1
+#define MLA_GFX942 1
+#define MLA_HOST_ARCH "gfx942"
+#include "kernels/hip/device_code.hip"
+#include "kernels/hip/host/kernel_table.h"

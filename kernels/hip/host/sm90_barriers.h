@@ -1,0 +1,55 @@
+// The barriers of kernels/hip/sm90/barriers.h and the bulk copies of warpgroup.h on the host.
+#ifndef MLA_KERNELS_HIP_HOST_SM90_BARRIERS_H_
+#define MLA_KERNELS_HIP_HOST_SM90_BARRIERS_H_
+
+#include "kernels/hip/host/block/counted_barrier.h"
+#include "kernels/hip/host/sm90_instructions.h"
+
+namespace mla::gpu::tile {
+
+inline void barrier_init(uint32_t at, int arrivals) { host::InitCounted(at, arrivals); }
+inline void barrier_init_visible() {}
+inline void barrier_arrive(uint32_t at) { host::ArriveCounted(at, 0); }
+inline void barrier_arrive_expecting(uint32_t at, uint32_t bytes) {
+  host::ArriveCounted(at, bytes);
+}
+inline void barrier_arrive_after_copies(uint32_t at) { host::ArriveAfterCopies(at); }
+inline void barrier_wait(uint32_t at, uint32_t parity) {
+  host::Poll(host::CountedPhaseEnded, at, parity);
+}
+// Loops that test would keep the others from running, so it answers once the phase is complete.
+inline bool barrier_test(uint32_t at, uint32_t parity) {
+  barrier_wait(at, parity);
+  return true;
+}
+inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  host::StartBulkCopy(shared_bytes() + to, from, bytes, barrier);
+}
+
+template <int kId, int kThreads>
+void named_arrive() {
+  host::Barrier(host::the_block->named.at(kId), kThreads, false, false);
+}
+template <int kId, int kThreads>
+void named_sync() {
+  host::Barrier(host::the_block->named.at(kId), kThreads, true, false);
+}
+template <int kId, int kThreads>
+bool named_any(bool x) {
+  return host::Barrier(host::the_block->named.at(kId), kThreads, true, x);
+}
+inline void named_wait(int id, int threads) {
+  host::Barrier(host::the_block->named.at(id), threads, true, false);
+}
+inline void named_arrive(int id, int threads) {
+  host::Barrier(host::the_block->named.at(id), threads, false, false);
+}
+
+template <int kCount>
+void take_registers() {}
+template <int kCount>
+void give_registers() {}
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_KERNELS_HIP_HOST_SM90_BARRIERS_H_

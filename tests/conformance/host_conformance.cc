@@ -1,0 +1,240 @@
+// The conformance suite on device code that was compiled for the host (kernels/hip/host): the
+// kernels themselves, driven through the whole host path by the fake runtime.
+//
+//   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
+//                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
+//
+// --image is such a library, in place of what was built; --long draws more cases, as does the
+// environment's MLA_TEST_LONG; --cases runs COUNT of them from number FIRST on; --first-failure
+// ends with the first group of cases in which one fails.
+//
+// Exit status 0: every case passed; 1: some failed, or the start-up self-test did; 2: it could not
+// be found out.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "kernels/hip/hip_backend.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/conformance/directed_case.h"
+#include "tests/conformance/scheduler_plan.h"
+#include "tests/conformance/suite.h"
+#include "tests/fake_hip/fake_control.h"
+
+namespace mla::conformance {
+namespace {
+
+constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
+constexpr size_t kGroup = 12;  // cases
+
+#ifdef MLA_SANITIZED
+constexpr bool kSlow = true;
+#else
+constexpr bool kSlow = false;
+#endif
+
+struct Flags {
+  std::string arch;
+  std::string image;  // contents of the file
+  bool many = false;
+  bool first_failure = false;
+  bool progress = false;
+  uint64_t seed = 1;
+  size_t first = 0, count = ~size_t{0};
+};
+
+bool Read(const std::string& path, std::string* into) {
+  std::ifstream in(path, std::ios::binary);
+  into->assign(std::istreambuf_iterator<char>(in), {});
+  return !into->empty();
+}
+
+bool ReadRange(const std::string& value, Flags& flags) {
+  const std::vector<std::string> parts = absl::StrSplit(value, ',');
+  return value == "all" || (parts.size() == 2 && absl::SimpleAtoi(parts[0], &flags.first) &&
+                            absl::SimpleAtoi(parts[1], &flags.count));
+}
+
+bool Parse(int argc, char** argv, Flags& flags) {
+  const char* const many = std::getenv("MLA_TEST_LONG");
+  flags.many = many != nullptr && *many != '\0';
+  const char* const seed = std::getenv("MLA_TEST_SEED");
+  if (seed != nullptr && *seed != '\0' && !absl::SimpleAtoi(seed, &flags.seed)) return false;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string name = argv[i], value = argv[i + 1];
+    const bool on = value == "1";
+    if (name == "--arch") {
+      flags.arch = value;
+    } else if (name == "--image") {
+      if (!Read(value, &flags.image)) return false;
+    } else if (name == "--long") {
+      flags.many = on;
+    } else if (name == "--first-failure") {
+      flags.first_failure = on;
+    } else if (name == "--progress") {
+      flags.progress = on;
+    } else if (name == "--seed") {
+      if (!absl::SimpleAtoi(value, &flags.seed)) return false;
+    } else if (name != "--cases" || !ReadRange(value, flags)) {
+      return false;
+    }
+  }
+  return argc % 2 == 1 &&
+         (flags.arch == "gfx950" || flags.arch == "gfx942" || flags.arch == "sm_90");
+}
+
+gpu::HipBackendOptions DeviceOptions(const Flags& flags) {
+  gpu::HipBackendOptions options;
+  options.vendor = flags.arch == "sm_90" ? gpu::Vendor::kNvidia : gpu::Vendor::kAmd;
+  options.libraries = {kLibrary};
+  options.watchdog_ms = 600000;
+  options.self_test = false;
+  return options;
+}
+
+// Around the turns of loops: rings of stages that are filled several times, items one after another
+// in one unit, contexts that end in the middle of a tile, pages that no tile is a multiple of.
+constexpr const char* kDirected[] = {
+    "absorbed:16:1,700,3:1",        "absorbed:128:1,300,64/1,33,64/1,64,64:1",
+    "absorbed:64:2,257,16:7",       "absorbed:1:5,129,7/1,0,7/64,3,7:2",
+    "project:5:3,200,16/9,31,16:2", "absorbed:40:3,515,1,full/2,96,1:1",
+    "expanded:2:130,300,16:2",      "expanded:1:257,0,3/3,500,3:1",
+    "expanded:3:64,129,64,full:4",  "absorbed:16:17,31,128/1,1500,128:2",
+};
+
+std::vector<CaseSpec> Cases(const Flags& flags, const gpu::HipBackend& backend) {
+  SamplerOptions sampler;
+  sampler.seed = flags.seed;
+  sampler.geometries = {{1, 512, 64, 128, 128}};
+  sampler.typical_flop = 2e6;
+  sampler.max_flop = 1e7;
+  std::vector<CaseSpec> wanted;
+  for (size_t i = 0; i < std::size(kDirected); ++i) {
+    auto spec = ParseCase(sampler, 5000000 + i, kDirected[i]);
+    if (spec.ok()) wanted.push_back(*std::move(spec));
+  }
+  const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
+  const int64_t samples = kSlow ? 10 : flags.many ? 400 : 80;
+  for (const auto& more : {EdgeCases(sampler, 0, edges), SampleCases(sampler, 0, samples),
+                           PrefillCases(sampler, kSlow        ? 0
+                                                 : flags.many ? 4
+                                                              : 1)}) {
+    wanted.insert(wanted.end(), more.begin(), more.end());
+  }
+  std::vector<CaseSpec> cases;
+  for (CaseSpec& spec : wanted) {
+    spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
+    if (!backend.CanRun(spec.Desc()).ok()) {
+      spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;
+    }
+    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+  }
+  if (flags.first >= cases.size()) return {};
+  const auto first = cases.begin() + static_cast<ptrdiff_t>(flags.first);
+  return {first, first + static_cast<ptrdiff_t>(std::min(flags.count, cases.size() - flags.first))};
+}
+
+SuiteOptions Suite(const Flags& flags, const gpu::HipBackendOptions& device) {
+  SuiteOptions suite;
+  suite.subjects = {{"host " + flags.arch,
+                     [device]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+                       auto backend = gpu::HipBackend::Create(device);
+                       if (!backend.ok()) return backend.status();
+                       return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+                     },
+                     /*bit_equal_batches=*/false, /*rounded_weights=*/false,
+                     /*rounded_queries=*/true}};
+  suite.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+    return std::make_unique<kernels::ReferenceBackend>();
+  };
+  suite.plan = SchedulerPlanBuilder;
+  suite.threads = 1;  // the fake device has one
+  suite.runner.kv_pool_bytes = int64_t{64} << 20;
+  suite.runner.staging_bytes = int64_t{24} << 20;
+  suite.runner.slot_workspace_bytes = int64_t{24} << 20;
+  suite.runner.partial_rows = 40000;
+  suite.runner.weights_bytes = int64_t{256} << 20;
+  if (flags.progress) {
+    suite.before_case = [](size_t, const CaseSpec& spec) {
+      std::printf("%s\n", ToString(spec).c_str());
+      std::fflush(stdout);
+    };
+  }
+  return suite;
+}
+
+struct Totals {
+  int64_t cases = 0, comparisons = 0, failures = 0;
+  double worst_cosine = 0.0;
+};
+
+void RunGroup(SuiteOptions& suite, std::vector<CaseSpec> cases, Totals& totals) {
+  suite.cases = std::move(cases);
+  const SuiteReport report = RunSuite(suite);
+  for (const std::string& failure : report.failures) std::printf("FAIL %s\n", failure.c_str());
+  totals.cases += report.cases;
+  totals.comparisons += report.comparisons;
+  totals.failures += report.failure_count;
+  totals.worst_cosine = std::max(totals.worst_cosine, report.worst_cosine);
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  if (!Parse(argc, argv, flags)) {
+    std::fprintf(stderr, "see the top of tests/conformance/host_conformance.cc\n");
+    return 2;
+  }
+  void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    std::fprintf(stderr, "%s\n", dlerror());
+    return 2;
+  }
+  using GetControl = fake_hip::Control* (*)();
+  reinterpret_cast<GetControl>(dlsym(library, "fake_hip_control"))()->arch = flags.arch.c_str();
+  gpu::HipBackendOptions device = DeviceOptions(flags);
+  const std::string text = "fake image for " + flags.arch + '\0';
+  const std::string& image = flags.image.empty() ? text : flags.image;
+  device.images = {{flags.arch, std::as_bytes(std::span<const char>(image))}};
+  auto backend = gpu::HipBackend::Create(device);
+  if (!backend.ok()) {
+    std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
+    return 2;
+  }
+  const std::vector<CaseSpec> cases = Cases(flags, **backend);
+  SuiteOptions suite = Suite(flags, device);
+  Totals totals;
+  for (size_t i = 0; i < cases.size(); i += kGroup) {
+    // Every other group with a workspace that the expanded form fills several times.
+    device.expanded_workspace_bytes = i / kGroup % 2 == 0 ? int64_t{64} << 20 : int64_t{400000};
+    suite.subjects = Suite(flags, device).subjects;
+    const size_t end = std::min(cases.size(), i + kGroup);
+    RunGroup(
+        suite,
+        {cases.begin() + static_cast<ptrdiff_t>(i), cases.begin() + static_cast<ptrdiff_t>(end)},
+        totals);
+    if (flags.first_failure && totals.failures > 0) break;
+  }
+  std::printf(
+      "%s on the host: %lld cases, %lld comparisons, %lld failures, worst cosine difference "
+      "%.2e\n",
+      flags.arch.c_str(), static_cast<long long>(totals.cases),
+      static_cast<long long>(totals.comparisons), static_cast<long long>(totals.failures),
+      totals.worst_cosine);
+  return totals.failures == 0 && totals.comparisons > 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mla::conformance
+
+int main(int argc, char** argv) { return mla::conformance::Main(argc, argv); }
