@@ -14,8 +14,8 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "client/cpp/client.h"
-#include "client/mlactl/option_reader.h"
-#include "client/mlactl/output.h"
+#include "client/mlactl/cli/option_reader.h"
+#include "client/mlactl/cli/output.h"
 
 namespace mla::mlactl {
 namespace {

@@ -3,7 +3,7 @@
 #ifndef MLA_CLIENT_MLACTL_ADMIN_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_ADMIN_COMMANDS_H_
 
-#include "client/mlactl/command_line.h"
+#include "client/mlactl/cli/command_line.h"
 
 namespace mla::mlactl {
 

@@ -11,12 +11,12 @@
 #include "absl/strings/str_format.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
-#include "client/mlactl/interrupt.h"
-#include "client/mlactl/option_reader.h"
-#include "client/mlactl/output.h"
-#include "client/mlactl/output_comparison.h"
-#include "client/mlactl/random_tensors.h"
-#include "client/mlactl/value_bounds.h"
+#include "client/mlactl/cli/interrupt.h"
+#include "client/mlactl/cli/option_reader.h"
+#include "client/mlactl/cli/output.h"
+#include "client/mlactl/tensors/output_comparison.h"
+#include "client/mlactl/tensors/random_tensors.h"
+#include "client/mlactl/tensors/value_bounds.h"
 #include "nlohmann/json.hpp"
 
 namespace mla::mlactl {

@@ -6,11 +6,11 @@
 
 #include "client/mlactl/admin_commands.h"
 #include "client/mlactl/attend_command.h"
-#include "client/mlactl/bench_command.h"
-#include "client/mlactl/bench_options.h"
-#include "client/mlactl/interrupt.h"
-#include "client/mlactl/output.h"
-#include "client/mlactl/replay_command.h"
+#include "client/mlactl/bench/bench_command.h"
+#include "client/mlactl/bench/bench_options.h"
+#include "client/mlactl/cli/interrupt.h"
+#include "client/mlactl/cli/output.h"
+#include "client/mlactl/replay/replay_command.h"
 
 namespace mla::mlactl {
 namespace {

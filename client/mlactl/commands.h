@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "client/mlactl/command_line.h"
+#include "client/mlactl/cli/command_line.h"
 
 namespace mla::mlactl {
 

@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
-#include "client/mlactl/recording.h"
+#include "client/mlactl/replay/recording.h"
 #include "tests/fuzz/fuzzer.h"
 
 namespace mla::fuzz {

@@ -32,6 +32,9 @@ FORBIDDEN_INCLUDES = [
     ("proto/", r"server/|scheduler/|kernels/|client/|tests/"),
 ]
 
+# Folders that depend on their sub-folders: nothing below includes a header that lies in them.
+PARENTS = ["client/mlactl/"]
+
 BANNED_CALLS = re.compile(
     r"(?<![\w:.>])(?:std::|::)?(strcpy|strcat|sprintf|vsprintf|gets|rand|srand|strtok|alloca)\s*\(")
 SYSTEM_CALL = re.compile(r"(?<![\w:.>])(?:std::|::)?system\s*\(")
@@ -133,6 +136,17 @@ class TidyTest(unittest.TestCase):
                 include = re.match(r'\s*#\s*include\s*[<"]([^>"]+)[>"]', line)
                 if include and re.match(forbidden, include.group(1)):
                     faults.append(f"{path}:{number}: must not include {include.group(1)}")
+        self.report(faults)
+
+    def test_subfolders_include_nothing_of_their_parent(self):
+        faults = []
+        for parent in PARENTS:
+            own = re.compile(rf'^\s*#\s*include\s*"({parent}[^/"]+)"', re.M)
+            files = [path for path in tracked(*CPP) if path.startswith(parent)]
+            self.assertTrue(files, f"{parent}: no sources")
+            faults += [f"{path}: must not include {found.group(1)}"
+                       for path in files if "/" in path[len(parent):]
+                       for found in own.finditer(read(path))]
         self.report(faults)
 
     def test_build_files_name_no_upper_layer(self):

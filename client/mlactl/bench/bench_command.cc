@@ -1,0 +1,178 @@
+#include "client/mlactl/bench/bench_command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/mlactl/bench/bench_options.h"
+#include "client/mlactl/bench/bench_report.h"
+#include "client/mlactl/bench/bench_worker.h"
+#include "client/mlactl/cli/interrupt.h"
+#include "client/mlactl/cli/output.h"
+#include "client/mlactl/cli/progress.h"
+
+namespace mla::mlactl {
+namespace {
+
+std::string MeasureText(const LoadProgress& progress) {
+  const auto micros = [](int64_t ns) { return static_cast<double>(ns) * 1e-3; };
+  std::string text =
+      absl::StrFormat("%.0f steps/s, p50 %.0f us, p99 %.0f us", progress.latest.steps_per_s,
+                      micros(progress.latest.p50_ns), micros(progress.latest.p99_ns));
+  if (progress.failed > 0) absl::StrAppend(&text, ", ", progress.failed, " refused");
+  return text;
+}
+
+// One run: its workers, and what the server counted meanwhile.
+class BenchRunner {
+ public:
+  BenchRunner(const BenchOptions& options, const BenchPoint& point, client::Client* client,
+              const std::string& model_id, Progress* progress)
+      : options_(options),
+        point_(point),
+        client_(client),
+        model_id_(model_id),
+        progress_(progress),
+        workers_(point.concurrency),
+        filled_(point.concurrency) {}
+
+  absl::StatusOr<BenchRun> Run() {
+    LoadOptions load = options_.load;
+    load.concurrency = point_.concurrency;
+    load.rate_per_s = point_.rate_per_s;
+    LoadHooks hooks;
+    hooks.set_up = [this](uint32_t worker) { return SetUp(worker); };
+    hooks.step = [this](uint32_t worker, LoadRecorder* recorder) {
+      return workers_[worker]->Step(recorder);
+    };
+    hooks.tear_down = [this](uint32_t worker) { workers_[worker].reset(); };
+    hooks.progress = [this](const LoadProgress& progress) { Watch(progress); };
+    auto result = RunLoad(load, hooks, CatchInterrupts());
+    if (!result.ok()) return result.status();
+    return BenchRun{point_, transport_, *std::move(result), CopiedPerAttend()};
+  }
+
+ private:
+  absl::Status SetUp(uint32_t index) {
+    auto worker = BenchWorker::Create(options_, point_, model_id_, index);
+    if (!worker.ok()) return worker.status();
+    workers_[index] = *std::move(worker);
+    absl::Status status =
+        workers_[index]->FillContext([this, index](double done) { return Filled(index, done); });
+    if (index == 0) transport_ = workers_[index]->transport();
+    return status;
+  }
+
+  bool Filled(uint32_t index, double done) {
+    const std::lock_guard lock(mutex_);
+    filled_[index] = done;
+    double sum = 0;
+    for (const double one : filled_) sum += one;
+    progress_->Show(point_.Name() + ": filling the context",
+                    sum / static_cast<double>(filled_.size()));
+    return !CatchInterrupts().load();
+  }
+
+  void Watch(const LoadProgress& progress) {
+    if (progress.warming) return progress_->Show(point_.Name() + ": warm-up", -1);
+    if (!before_) {
+      if (const auto stats = client_->GetStats(); stats.ok()) before_ = *stats;
+    }
+    const double wanted = options_.load.steps > 0 ? static_cast<double>(options_.load.steps)
+                                                  : progress.wanted_seconds;
+    const double done =
+        options_.load.steps > 0 ? static_cast<double>(progress.steps) : progress.seconds;
+    progress_->Show(point_.Name(), wanted > 0 ? done / wanted : -1,
+                    progress.latest.at_s > 0 ? MeasureText(progress) : "");
+  }
+
+  // By the server's counters, which are those of all its clients. They count every request; each
+  // step has two beside its attends.
+  double CopiedPerAttend() const {
+    const auto after = client_->GetStats();
+    if (!before_ || !after.ok()) return 0;
+    const uint64_t requests = after->requests_total() - before_->requests_total();
+    const uint64_t copied = after->copied_bytes() - before_->copied_bytes();
+    const double layers = options_.model.layers();
+    const double attends = static_cast<double>(requests) * layers / (layers + 2);
+    return requests == 0 ? 0 : static_cast<double>(copied) / attends;
+  }
+
+  const BenchOptions& options_;
+  const BenchPoint& point_;
+  client::Client* const client_;
+  const std::string& model_id_;
+  Progress* const progress_;
+  std::string transport_;
+  std::vector<std::unique_ptr<BenchWorker>> workers_;
+  std::optional<v1::GetStatsReply> before_;
+  std::mutex mutex_;  // guards what follows
+  std::vector<double> filled_;
+};
+
+// All runs, as far as they get; `runs` holds those that have finished, whatever the status.
+absl::Status RunAll(const BenchOptions& options, client::Client* client,
+                    const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
+                    bool text) {
+  const std::atomic<bool>& interrupted = CatchInterrupts();
+  auto model = BenchModel::Create(client, options, model_id, [&](double done) {
+    progress->Show("uploading weights", done);
+    return !interrupted.load();
+  });
+  if (!model.ok()) return model.status();
+  for (const BenchPoint& point : options.points) {
+    auto run = BenchRunner(options, point, client, (*model)->id(), progress).Run();
+    progress->Clear();
+    if (!run.ok()) return WithContext(point.Name(), run.status());
+    if (text && run->result.counts.steps > 0) {
+      std::fputs(BenchRunText(*run).c_str(), stdout);
+      std::fflush(stdout);
+    }
+    if (run->result.counts.steps > 0) runs->push_back(*std::move(run));
+    if (interrupted.load()) break;
+  }
+  return (*model)->Remove();
+}
+
+}  // namespace
+
+int Bench(const Arguments& arguments) {
+  const auto options = ReadBenchOptions(arguments);
+  if (!options.ok()) return FailUsage(options.status());
+  auto client = client::Client::Connect(options->target, options->client);
+  if (!client.ok()) return Fail(client.status());
+  const std::atomic<bool>& interrupted = CatchInterrupts();
+  const v1::GetServerInfoReply server = (*client)->info();
+  const bool json_only =
+      arguments.Get("output") == "json" || (arguments.Has("json") && arguments.Get("json").empty());
+  Progress progress(stderr, options->quiet);
+  if (!json_only) std::fputs(BenchHeaderText(*options, server).c_str(), stdout);
+  std::vector<BenchRun> runs;
+  const std::string model_id = NewModelId("bench");
+  const absl::Status status =
+      RunAll(*options, client->get(), model_id, &progress, &runs, !json_only);
+  progress.Clear();
+  int code = kOk;
+  if (!runs.empty()) {
+    code = Emit(arguments, BenchJson(*options, server, runs),
+                runs.size() > 1 ? BenchSummaryText(runs) : "");
+    if (!options->plot_file.empty() && code == kOk) {
+      const absl::Status written = WriteFile(options->plot_file, BenchSvg(*options, runs));
+      if (!written.ok()) code = Fail(written);
+    }
+  }
+  if (interrupted.load()) {
+    if (!status.ok() && !absl::IsCancelled(status)) Fail(status);
+    return Interrupted(client->get(), {{model_id}});
+  }
+  return status.ok() ? code : Fail(status);
+}
+
+}  // namespace mla::mlactl

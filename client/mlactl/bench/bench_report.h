@@ -1,0 +1,36 @@
+// The results of `mlactl bench` for people, for programs and as pictures. README.md documents the
+// JSON.
+#ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
+#define MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
+
+#include <string>
+#include <vector>
+
+#include "client/mlactl/bench/bench_options.h"
+#include "client/mlactl/load/load_loop.h"
+#include "mla/v1/admin.pb.h"
+
+namespace mla::mlactl {
+
+struct BenchRun {
+  BenchPoint point;
+  std::string transport;  // that it became: "inline", "shm" or "ring"
+  LoadResult result;
+  // Payload bytes that the server copied for each attend, by its own count, other clients'
+  // included.
+  double copied_bytes_per_attend = 0;
+};
+
+// What is measured, before the first run.
+std::string BenchHeaderText(const BenchOptions& options, const v1::GetServerInfoReply& server);
+std::string BenchRunText(const BenchRun& run);
+// One line a run.
+std::string BenchSummaryText(const std::vector<BenchRun>& runs);
+
+std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
+                      const std::vector<BenchRun>& runs);
+std::string BenchSvg(const BenchOptions& options, const std::vector<BenchRun>& runs);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_

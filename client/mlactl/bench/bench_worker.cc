@@ -1,0 +1,282 @@
+#include "client/mlactl/bench/bench_worker.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "client/mlactl/cli/output.h"
+#include "client/mlactl/tensors/random_tensors.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr uint64_t kAlignment = 64;
+constexpr uint64_t kUploadBytes = 4u << 20;  // of one chunk, or one head if that is more
+constexpr uint32_t kFillRows = 1024;         // of one step that fills the context
+constexpr double kDeviation = 0.1;
+
+uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Bytes of each tensor of one attend.
+struct TensorBytes {
+  uint64_t kv = 0, q = 0, o = 0, lse = 0;
+  uint64_t in() const { return q == 0 ? kv : AlignUp(kv) + q; }
+  uint64_t out() const { return lse == 0 ? o : AlignUp(o) + lse; }
+};
+
+TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
+  const v1::Geometry& geometry = options.model.geometry();
+  const uint64_t rows = uint64_t{point.batch} * point.rows;
+  const uint64_t rows_heads = rows * geometry.num_heads();
+  const uint64_t latent = geometry.kv_lora_rank(), rope = geometry.rope_dim();
+  const uint64_t o_element = options.o_dtype == v1::DTYPE_F32 ? 4 : 2;
+  TensorBytes bytes;
+  bytes.kv = rows * (latent + rope) * 2;
+  if (point.profile == v1::PROFILE_APPEND_ONLY) return bytes;
+  const bool absorbed = point.profile == v1::PROFILE_ABSORBED;
+  bytes.q = rows_heads * ((absorbed ? latent : geometry.nope_dim()) + rope) * 2;
+  bytes.o = rows_heads * (absorbed ? latent : geometry.v_dim()) * o_element;
+  if (options.want_lse) bytes.lse = rows_heads * sizeof(float);
+  return bytes;
+}
+
+bool NeedsWeights(const BenchOptions& options) {
+  return std::any_of(options.points.begin(), options.points.end(),
+                     [](const BenchPoint& point) { return point.profile == v1::PROFILE_EXPANDED; });
+}
+
+}  // namespace
+
+// --------------------------------------------------------------------------------------- Model
+
+absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
+    client::Client* client, const BenchOptions& options, const std::string& id,
+    const std::function<bool(double)>& progress) {
+  v1::ModelSpec spec = options.model;
+  spec.set_model_id(id);
+  const auto registered = client->RegisterModel(spec);
+  if (!registered.ok()) return registered.status();
+  std::unique_ptr<BenchModel> model(new BenchModel(client, spec.model_id()));
+  if (NeedsWeights(options)) {
+    if (absl::Status status = model->Upload(options, progress); !status.ok()) return status;
+  }
+  return model;
+}
+
+BenchModel::~BenchModel() { Remove().IgnoreError(); }
+
+absl::Status BenchModel::Remove() {
+  if (client_ == nullptr) return absl::OkStatus();
+  return std::exchange(client_, nullptr)->UnregisterModel(id_);
+}
+
+absl::Status BenchModel::Upload(const BenchOptions& options,
+                                const std::function<bool(double)>& progress) {
+  const v1::Geometry& geometry = options.model.geometry();
+  const uint64_t head_elements =
+      uint64_t{geometry.kv_lora_rank()} * (geometry.nope_dim() + geometry.v_dim());
+  const uint64_t limit = client_->info().limits().weight_chunk_bytes();
+  const uint64_t most = limit == 0 ? kUploadBytes : std::min(kUploadBytes, limit);
+  const auto heads_a_chunk = static_cast<uint32_t>(
+      std::clamp<uint64_t>(most / (head_elements * 2), 1, geometry.num_heads()));
+  std::vector<uint16_t> values(head_elements * heads_a_chunk);
+  FillRandomBf16(options.load.seed, 1.0 / std::sqrt(geometry.kv_lora_rank()), values);
+  uint32_t layer = 0, head = 0;
+  bool going = true;
+  const auto next = [&]() -> std::optional<client::WeightsChunk> {
+    going = progress((layer + static_cast<double>(head) / geometry.num_heads()) /
+                     options.model.layers());
+    if (!going || layer == options.model.layers()) return std::nullopt;
+    client::WeightsChunk chunk;
+    chunk.layer = layer;
+    chunk.head_begin = head;
+    chunk.head_count = std::min(heads_a_chunk, geometry.num_heads() - head);
+    chunk.bytes.assign(reinterpret_cast<const char*>(values.data()),
+                       chunk.head_count * head_elements * 2);
+    head += chunk.head_count;
+    if (head == geometry.num_heads()) {
+      head = 0;
+      ++layer;
+    }
+    return chunk;
+  };
+  const auto reply = client_->UploadWeights(id_, next);
+  if (!going) return absl::CancelledError("interrupted");
+  return reply.status();
+}
+
+// -------------------------------------------------------------------------------------- Worker
+
+absl::StatusOr<std::unique_ptr<BenchWorker>> BenchWorker::Create(const BenchOptions& options,
+                                                                 const BenchPoint& point,
+                                                                 const std::string& model_id,
+                                                                 uint32_t index) {
+  std::unique_ptr<BenchWorker> worker(new BenchWorker(options, point, model_id));
+  if (absl::Status status = worker->Open(index); !status.ok()) return status;
+  return worker;
+}
+
+BenchWorker::~BenchWorker() {
+  session_.reset();
+  if (sequences_.empty()) return;
+  // One call for all; the destructors would make one each.
+  std::vector<uint64_t> ids;
+  for (client::Sequence& sequence : sequences_) {
+    ids.push_back(sequence.id());
+    sequence.Detach();
+  }
+  client_->ReleaseSequences(ids).status().IgnoreError();
+}
+
+absl::Status BenchWorker::Open(uint32_t index) {
+  client::ClientOptions options = options_.client;
+  const TensorBytes bytes = BytesOf(options_, point_);
+  options.shared_bytes = AlignUp(bytes.in()) + AlignUp(bytes.out()) + (8u << 20);
+  SetTransport(point_.transport, options_.spin_us, &options);
+  auto client = client::Client::Connect(options_.target, options);
+  if (!client.ok()) return client.status();
+  client_ = *std::move(client);
+  auto session = client_->OpenSession();
+  if (!session.ok()) return session.status();
+  session_ = *std::move(session);
+  if (absl::Status status = OpenSequences(options_.shared_context ? 1 : point_.batch);
+      !status.ok()) {
+    return status;
+  }
+  attend_bytes_ = bytes.kv + bytes.q + bytes.o + bytes.lse;
+  Place(index);
+  return absl::OkStatus();
+}
+
+absl::Status BenchWorker::OpenSequences(uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    auto sequence = client_->OpenSequence(model_id_);
+    if (!sequence.ok()) return sequence.status();
+    sequences_.push_back(*std::move(sequence));
+  }
+  return absl::OkStatus();
+}
+
+// In the shared region if there is one, else in memory of this worker.
+std::byte* BenchWorker::Take(uint64_t bytes, std::vector<std::byte>* own) {
+  if (bytes == 0) return nullptr;
+  if (const std::span<std::byte> shared = session_->Allocate(bytes); !shared.empty()) {
+    return shared.data();
+  }
+  own->resize(bytes + kAlignment);
+  void* start = own->data();
+  size_t room = own->size();
+  return static_cast<std::byte*>(std::align(kAlignment, bytes, start, room));
+}
+
+void BenchWorker::Place(uint32_t index) {
+  const TensorBytes bytes = BytesOf(options_, point_);
+  std::byte* const in = Take(bytes.in(), &own_in_);
+  std::byte* const out = Take(bytes.out(), &own_out_);
+  in_ = {in, bytes.in()};
+  out_ = {out, bytes.out()};
+  std::vector<uint16_t> values(bytes.in() / 2);
+  FillRandomBf16(options_.load.seed + index, kDeviation, values);
+  std::memcpy(in, values.data(), bytes.in());
+  if (out != nullptr) std::memset(out, 0, bytes.out());
+  call_.row_count = point_.batch * point_.rows;
+  call_.num_heads = options_.model.geometry().num_heads();
+  call_.profile = point_.profile;
+  call_.o_dtype = options_.o_dtype;
+  call_.kv = in;
+  if (bytes.q > 0) call_.q = in + AlignUp(bytes.kv);
+  call_.o = out;
+  if (bytes.lse > 0) call_.lse = reinterpret_cast<float*>(out + AlignUp(bytes.o));
+}
+
+// ------------------------------------------------------------------------------------- Context
+
+// Adds `rows` rows to one sequence, all layers under way at a time.
+absl::Status BenchWorker::Append(client::Sequence* sequence, uint32_t rows,
+                                 const std::vector<uint16_t>& kv) {
+  client::BeginOptions options;
+  options.lease_ms = StepLeaseMs(*client_);
+  auto step = session_->Begin(model_id_, {{sequence, rows}}, options);
+  if (!step.ok()) return step.status();
+  std::vector<client::PendingAttend> pending;
+  for (uint32_t layer = 0; layer < options_.model.layers(); ++layer) {
+    client::AttendCall call;
+    call.layer = layer;
+    call.row_count = rows;
+    call.num_heads = options_.model.geometry().num_heads();
+    call.profile = v1::PROFILE_APPEND_ONLY;
+    call.kv = kv.data();
+    pending.push_back((*step)->AttendAsync(call));
+  }
+  absl::Status status;
+  for (client::PendingAttend& one : pending) {
+    const absl::Status waited = one.Wait().status();
+    if (status.ok()) status = waited;
+  }
+  return status.ok() ? (*step)->End().status() : status;
+}
+
+absl::Status BenchWorker::FillContext(const std::function<bool(double)>& progress) {
+  const v1::Geometry& geometry = options_.model.geometry();
+  const uint32_t rows_a_step = std::clamp(client_->info().limits().max_step_rows(), 1u, kFillRows);
+  std::vector<uint16_t> kv(uint64_t{std::min(rows_a_step, point_.context)} *
+                           (geometry.kv_lora_rank() + geometry.rope_dim()));
+  FillRandomBf16(options_.load.seed, kDeviation, kv);
+  const double total = static_cast<double>(sequences_.size()) * point_.context;
+  double done = 0;
+  for (client::Sequence& sequence : sequences_) {
+    while (sequence.length() < point_.context) {
+      if (!progress(done / total)) return absl::CancelledError("interrupted");
+      const auto rows = static_cast<uint32_t>(
+          std::min<uint64_t>(rows_a_step, point_.context - sequence.length()));
+      if (absl::Status status = Append(&sequence, rows, kv); !status.ok()) return status;
+      done += rows;
+    }
+  }
+  while (sequences_.size() < point_.batch) {
+    auto fork = sequences_.front().Fork();
+    if (!fork.ok()) return fork.status();
+    sequences_.push_back(*std::move(fork));
+  }
+  for (client::Sequence& sequence : sequences_) rows_.push_back({&sequence, point_.rows});
+  if (!options_.grow) keep_.assign(sequences_.size(), 0);
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------------------------------- Step
+
+void BenchWorker::Touch() {
+  for (const std::byte byte : out_) touched_ ^= static_cast<uint8_t>(byte);
+  // The same contents again, so that results stay what they are.
+  for (std::byte& byte : in_) {
+    volatile std::byte* const place = &byte;
+    *place = byte;
+  }
+}
+
+absl::Status BenchWorker::Step(LoadRecorder* recorder) {
+  client::BeginOptions options;
+  options.lease_ms = StepLeaseMs(*client_);
+  LoadClock::time_point before = LoadClock::now();
+  auto step = session_->Begin(model_id_, rows_, options);
+  LoadClock::time_point after = LoadClock::now();
+  if (!step.ok()) return step.status();
+  recorder->Begin(before, after);
+  for (uint32_t layer = 0; layer < options_.model.layers(); ++layer) {
+    if (recorder->stopping()) return absl::CancelledError("the run has ended");
+    call_.layer = layer;
+    before = LoadClock::now();
+    if (options_.touch) Touch();
+    const auto times = (*step)->Attend(call_);
+    after = LoadClock::now();
+    if (!times.ok()) return times.status();
+    recorder->Attend(before, after, *times, attend_bytes_);
+  }
+  before = LoadClock::now();
+  const absl::Status ended = (*step)->End(keep_).status();
+  if (ended.ok()) recorder->End(before, LoadClock::now());
+  return ended;
+}
+
+}  // namespace mla::mlactl

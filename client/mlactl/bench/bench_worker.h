@@ -1,0 +1,89 @@
+// One simulated model worker of `mlactl bench`: a connection and a session of its own, a batch of
+// sequences filled to the wanted context, and steps over them.
+//
+// Everything it creates goes when it is destroyed. Threading: one thread; `stop` is asked often.
+#ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_WORKER_H_
+#define MLA_CLIENT_MLACTL_BENCH_BENCH_WORKER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/client.h"
+#include "client/cpp/session.h"
+#include "client/mlactl/bench/bench_options.h"
+#include "client/mlactl/load/load_loop.h"
+
+namespace mla::mlactl {
+
+// A model of its own name, with random weights when a run is EXPANDED; unregistered at the end.
+class BenchModel final {
+ public:
+  // `id` is a name that no model has. `progress` hears the part that is done, and says whether to
+  // go on: CANCELLED if not.
+  static absl::StatusOr<std::unique_ptr<BenchModel>> Create(
+      client::Client* client, const BenchOptions& options, const std::string& id,
+      const std::function<bool(double done)>& progress);
+  ~BenchModel();
+  const std::string& id() const { return id_; }
+  // Unregisters it, after all its sequences are gone. The destructor does so too, silently.
+  absl::Status Remove();
+
+ private:
+  BenchModel(client::Client* client, std::string id) : client_(client), id_(std::move(id)) {}
+  absl::Status Upload(const BenchOptions& options, const std::function<bool(double)>& progress);
+
+  client::Client* client_;
+  const std::string id_;
+};
+
+class BenchWorker final {
+ public:
+  // Connects, opens the session and the sequences. `index` makes workers' data differ.
+  static absl::StatusOr<std::unique_ptr<BenchWorker>> Create(const BenchOptions& options,
+                                                             const BenchPoint& point,
+                                                             const std::string& model_id,
+                                                             uint32_t index);
+  ~BenchWorker();
+
+  // Fills the sequences to the context; `progress` as above.
+  absl::Status FillContext(const std::function<bool(double done)>& progress);
+  // One step of all layers, each timed. CANCELLED when the recorder says stop.
+  absl::Status Step(LoadRecorder* recorder);
+  // What carries the session: "inline", "shm" or "ring".
+  std::string transport() const { return std::string(session_->transport()); }
+
+ private:
+  BenchWorker(const BenchOptions& options, const BenchPoint& point, const std::string& model_id)
+      : options_(options), point_(point), model_id_(model_id) {}
+  absl::Status Open(uint32_t index);
+  absl::Status OpenSequences(uint32_t count);
+  absl::Status Append(client::Sequence* sequence, uint32_t rows, const std::vector<uint16_t>& kv);
+  std::byte* Take(uint64_t bytes, std::vector<std::byte>* own);
+  void Place(uint32_t index);
+  void Touch();
+
+  const BenchOptions& options_;
+  const BenchPoint& point_;
+  const std::string model_id_;
+  std::unique_ptr<client::Client> client_;
+  std::vector<client::Sequence> sequences_;
+  std::unique_ptr<client::Session> session_;
+  std::vector<client::StepRows> rows_;
+  std::vector<uint32_t> keep_;  // committed rows of each sequence; empty: all
+  std::vector<std::byte> own_in_, own_out_;
+  std::span<std::byte> in_, out_;
+  client::AttendCall call_;
+  uint64_t attend_bytes_ = 0;
+  uint8_t touched_ = 0;
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_BENCH_BENCH_WORKER_H_

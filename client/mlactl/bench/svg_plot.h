@@ -1,0 +1,35 @@
+// Charts as SVG text: lines over a linear or logarithmic axis, a legend, titles and descriptions
+// for readers that see no picture. No scripts, no fonts beyond the viewer's own.
+#ifndef MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_
+#define MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mla::mlactl {
+
+enum class AxisScale {
+  kLinear,
+  kLog,         // values below the smallest positive one are drawn at it
+  kPercentile,  // a quantile 0..1 by the number of nines: 0.9, 0.99, 0.999 are equally far apart
+};
+
+struct PlotLine {
+  size_t color = 0;  // lines of one number share it, and a place in the legend
+  std::string name;
+  std::vector<std::pair<double, double>> points;  // x, y
+};
+
+struct Chart {
+  std::string title, x_label, y_label;
+  AxisScale x_scale = AxisScale::kLinear, y_scale = AxisScale::kLinear;
+  std::vector<PlotLine> lines;
+};
+
+// One above the other.
+std::string RenderSvg(const std::string& title, const std::vector<Chart>& charts);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_

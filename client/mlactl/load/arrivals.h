@@ -1,0 +1,43 @@
+// When the steps of an open loop are meant to start, whether or not anybody is free to start them.
+//
+// Threading: any thread; each arrival is given out once, in order.
+#ifndef MLA_CLIENT_MLACTL_LOAD_ARRIVALS_H_
+#define MLA_CLIENT_MLACTL_LOAD_ARRIVALS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <random>
+
+namespace mla::mlactl {
+
+enum class ArrivalKind {
+  kPoisson,  // independent of each other: exponential gaps
+  kUniform,  // equal gaps
+};
+
+class Arrivals final {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // REQUIRES: rate_per_s > 0. The same seed gives the same gaps.
+  Arrivals(ArrivalKind kind, double rate_per_s, uint64_t seed, Clock::time_point begin);
+
+  // The next arrival if it lies before `end`; otherwise none, and it stays to be taken.
+  std::optional<Clock::time_point> TakeBefore(Clock::time_point end);
+
+ private:
+  double Gap();
+
+  const ArrivalKind kind_;
+  const double rate_per_s_;
+  const Clock::time_point begin_;
+  std::mutex mutex_;
+  std::mt19937_64 random_;
+  double next_s_ = 0;  // after begin_
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_LOAD_ARRIVALS_H_

@@ -1,0 +1,43 @@
+// Keys of one JSON object, read with their bounds. The first fault is kept and the rest reads as
+// zero, so that a reader asks for all it wants and looks at the status once. Values nested deeper
+// than 8 are refused. Threading: none.
+#ifndef MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_
+#define MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "nlohmann/json.hpp"
+
+namespace mla::mlactl {
+
+class RecordFields final {
+ public:
+  explicit RecordFields(const std::string& text);
+  explicit RecordFields(nlohmann::json object);
+
+  uint64_t Number(const char* key, uint64_t least, uint64_t most);
+  double Real(const char* key);  // finite
+  bool Flag(const char* key);
+  std::string Text(const char* key);
+  std::vector<RecordFields> Objects(const char* key);
+  std::vector<uint64_t> Numbers(const char* key, uint64_t most);
+
+  void Fault(std::string_view key, std::string_view got, std::string_view must);
+  // DATA_LOSS: "key: got ..., must be ...".
+  const absl::Status& status() const { return status_; }
+
+ private:
+  // Null, and a fault, if the object lacks it.
+  const nlohmann::json* Find(const char* key);
+
+  nlohmann::json object_;
+  absl::Status status_;
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_

@@ -1,0 +1,72 @@
+// One rule for when a server's attention outputs are those that were expected, and the worst
+// figures of all that was compared.
+//
+// An element of o agrees within `abs_of_v` times the largest |V| that its row can see, or within
+// `rel` of the expected one. Each row's head agrees when 1 - 2<g,w> / (<g,g> + <w,w>) stays below
+// `cosine`, and its lse within `lse`. NaN, +inf and -inf must be at the same places. Threading:
+// none.
+#ifndef MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_
+#define MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace mla::mlactl {
+
+struct OutputRule {
+  double abs_of_v = 2e-3;
+  double rel = 1.6e-2;
+  double cosine = 1e-5;
+  double lse = 1e-3;
+};
+
+// The largest figure of a kind, and where it was met.
+struct WorstFigure {
+  double value = 0;
+  std::string where;  // empty: nothing was compared
+};
+
+class OutputComparison final {
+ public:
+  explicit OutputComparison(const OutputRule& rule) : rule_(rule) {}
+
+  // `got` and `want`: one head of one row. `max_v`: the largest |V| that the row can see. `where`
+  // names it, e.g. "record 17: row 3, head 0".
+  void AddRow(std::span<const float> got, std::span<const float> want, double max_v,
+              const std::string& where);
+  void AddLse(float got, float want, const std::string& where);
+
+  bool agrees() const { return outside() == 0; }
+  const OutputRule& rule() const { return rule_; }
+  uint64_t elements() const { return elements_; }
+  uint64_t rows() const { return rows_; }  // row heads
+  // What does not agree: elements, row heads by their cosine, lse.
+  uint64_t outside() const { return outside_elements_ + outside_cosines_ + outside_lse_; }
+  uint64_t outside_elements() const { return outside_elements_; }
+  uint64_t outside_cosines() const { return outside_cosines_; }
+  uint64_t outside_lse() const { return outside_lse_; }
+  const std::string& first_outside() const { return first_outside_; }
+
+  // |got - want| as a part of what the rule allows, so 1 is just inside; and in figures.
+  const WorstFigure& of_allowed() const { return of_allowed_; }
+  const WorstFigure& abs() const { return abs_; }
+  const WorstFigure& abs_of_v() const { return abs_of_v_; }  // as a part of the largest |V|
+  const WorstFigure& cosine() const { return cosine_; }
+  const WorstFigure& lse() const { return lse_; }
+
+ private:
+  void Outside(uint64_t* count, const std::string& what, const std::string& where);
+  static void Keep(WorstFigure* worst, double value, const std::string& where);
+
+  const OutputRule rule_;
+  uint64_t elements_ = 0, rows_ = 0;
+  uint64_t outside_elements_ = 0, outside_cosines_ = 0, outside_lse_ = 0;
+  std::string first_outside_;
+  WorstFigure of_allowed_, abs_, abs_of_v_, cosine_, lse_;
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_

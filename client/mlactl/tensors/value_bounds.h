@@ -1,0 +1,61 @@
+// The largest |V| that each row of a sequence can see: what an absolute bound on attention outputs
+// is measured by. V is the latent part of the KV rows for ABSORBED and that times W_UV for
+// EXPANDED, over all heads of the layer.
+#ifndef MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
+#define MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "mla/v1/attention.pb.h"
+#include "mla/v1/model.pb.h"
+
+namespace mla::mlactl {
+
+// W_UV of one model. Threading: none.
+class ValueProjection final {
+ public:
+  explicit ValueProjection(const v1::ModelSpec& model);
+
+  // `weights`: the bytes of UploadWeightsRequest.Chunk: bf16 W_UK, then W_UV.
+  void Add(uint32_t layer, uint32_t head_begin, uint32_t head_count,
+           std::span<const std::byte> weights);
+  // The largest |V| that one row of latent values has after the projection; 0 without weights.
+  float Largest(uint32_t layer, std::span<const float> latent);
+
+ private:
+  const size_t heads_, lora_, nope_, v_;
+  std::vector<std::vector<float>> layers_;  // [heads, lora, v], or empty
+  std::vector<float> row_;                  // [v]
+};
+
+// Rows of one sequence. Copyable: a fork is a copy.
+class ValueBounds final {
+ public:
+  explicit ValueBounds(uint32_t layers) : layers_(layers) {}
+
+  // Row `position` of a layer: its latent values. Rows come in order; one that is there stays.
+  void AddRow(uint32_t layer, uint64_t position, std::span<const float> latent,
+              ValueProjection* projection);
+  // Over rows 0..position. REQUIRES: they have been added.
+  double Largest(uint32_t layer, uint64_t position, v1::Profile profile) const;
+  bool Has(uint32_t layer, uint64_t position) const {
+    return position < layers_[layer].latent.size();
+  }
+  void Truncate(uint64_t rows);
+
+ private:
+  struct Layer {
+    std::vector<float> latent, projected;  // running maxima
+  };
+  std::vector<Layer> layers_;
+};
+
+// `count` values of `bytes`, which are bf16 or fp32.
+std::vector<float> ToFloats(std::span<const std::byte> bytes, v1::DType dtype);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
