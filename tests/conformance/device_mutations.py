@@ -1,0 +1,256 @@
+"""Plants faults in the device kernels and lets their conformance run on the host find them.
+
+A mutation replaces one piece of text, which must occur exactly once in its file. The harness edits
+a copy of kernels/, compiles the kernels of the mutation's architectures for the host (one
+translation unit each) and gives the library to host_conformance as a device image. A text that is
+not there, a mutation that does not compile and one that no case notices are failures.
+
+    python3 tests/conformance/device_mutations.py [--sample] [NAME...]
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WORK = ROOT / "build/device_mutations"
+TARGET = "//tests/conformance:host_conformance"
+RUNFILES = ROOT / ".bazel/bin/tests/conformance/host_conformance.runfiles"
+PROGRAM = "tests/conformance/host_conformance"
+COMPILE = ["g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-I."]
+SOURCES = {"gfx950": "gfx950.cc", "gfx942": "gfx942.cc", "sm_90": "sm90.cc"}
+# A run that takes so long hangs, which is a find as well: all cases take a minute or two.
+MOST_SECONDS = 900
+
+
+class HarnessError(Exception):
+    """The harness cannot do its work: nothing is known of the mutation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    name: str
+    about: str
+    file: str  # below kernels/hip
+    old: str
+    new: str
+    archs: tuple = ("gfx950",)
+
+
+@dataclasses.dataclass
+class Result:
+    found: bool
+    how: str
+    build_seconds: float
+    run_seconds: float
+
+
+MUTATIONS = (
+    Mutation("mask_one_key_too_many", "A row sees one key more than it may.", "common/attend.h",
+             "const int count = state.limit[slot] - first -",
+             "const int count = state.limit[slot] + 1 - first -", ("gfx950", "gfx942", "sm_90")),
+    Mutation("mask_in_the_expanded_form", "A query row of the expanded form sees the next key.",
+             "common/attend_expanded.h", "if (position >= state.limit",
+             "if (position > state.limit"),
+    Mutation("mask_of_the_last_query_row", "Causal rows do not see their own key.", "common/item.h",
+             "request->q_rows + query(p) + 1;", "request->q_rows + query(p);"),
+    Mutation("mask_tiles_judged_too_late", "A tile that the first row sees in part is not masked.",
+             "common/attend.h",
+             "const bool masked = first + C::kTileKv > unmasked_end;",
+             "const bool masked = first >= unmasked_end;"),
+    Mutation("mask_ignored_by_warpgroups", "Warpgroups mask one key too few.",
+             "sm90/expanded_wgmma.h", "s[i] = position < state.limit",
+             "s[i] = position <= state.limit", ("sm_90",)),
+    Mutation("wait_one_copy_short", "Every wait is content with one copy that has not landed.",
+             "gfx950/tile.h", "wait_for_copies<kYounger * kPerStage>();",
+             "wait_for_copies<kYounger * kPerStage + 1>();"),
+    Mutation("wait_one_stage_short", "Every wait is content with one stage that has not landed.",
+             "sm90/tile.h", "wait_for_copies<kYounger>();", "wait_for_copies<kYounger + 1>();",
+             ("sm_90",)),
+    Mutation("wait_near_the_end", "The last tiles but one are waited for as if others followed.",
+             "common/attend.h", "if (tiles - 1 - t >= C::kStages - 2) {",
+             "if (tiles - 1 - t >= C::kStages - 3) {"),
+    Mutation("wait_of_expand", "Stages of the up-projection are waited for one copy short.",
+             "common/expand.h", "copies.template wait<kStages - 2, 3 * kCopies>();",
+             "copies.template wait<kStages - 2, 3 * kCopies + 1>();"),
+    Mutation("wait_for_products", "Outputs are scaled before their product is finished.",
+             "sm90/expanded_wgmma.h",
+             "      softmax(s, state, first, unmasked_end, scale, factor);\n"
+             "      tile::wgmma_wait<0>();",
+             "      softmax(s, state, first, unmasked_end, scale, factor);\n"
+             "      tile::wgmma_wait<1>();", ("sm_90",)),
+    Mutation("barrier_before_a_refill", "A stage is refilled while other waves may read it.",
+             "common/attend.h", "        block_barrier();\n        const int ahead",
+             "        const int ahead"),
+    Mutation("barrier_after_a_tile", "The only stage is refilled while other waves may read it.",
+             "common/attend.h",
+             "if constexpr (tile::Copies::kThroughRegisters) block_barrier();", "", ("gfx942",)),
+    Mutation("barrier_between_items", "An item's copies begin while the one before is read.",
+             "common/attend_expanded.h",
+             "block_barrier();  // the previous item's readers are done with shared memory", ""),
+    Mutation("ring_of_stages", "The stage that is read is the next one.", "common/attend.h",
+             "(tile::Copies::kThroughRegisters ? 0 : t % C::kStages)",
+             "(tile::Copies::kThroughRegisters ? 0 : (t + 1) % C::kStages)"),
+    Mutation("ring_of_page_table_entries", "Entries of the page table are overwritten too early.",
+             "common/kv_stream.h", "entries + n % C::kStages * kEntryBytes",
+             "entries + n % (C::kStages - 2) * kEntryBytes"),
+    Mutation("ring_ends_at_the_last_row", "Rows past the context are not taken from its last one.",
+             "common/kv_stream.h", "return at < kv_end ? at : kv_end - 1;", "return at;",
+             ("gfx950", "gfx942")),
+    Mutation("column_swapped", "Neighbouring rows of an accumulator change places.",
+             "common/mfma_wave.h", "4 * group(lane) + (i & 3);", "4 * group(lane) + ((i ^ 1) & 3);",
+             ("gfx950", "gfx942")),
+    Mutation("column_of_another_lane", "Columns of outputs change places in pairs.", "sm90/tile.h",
+             "((i >> 2) & 1) * 8 + 2 * (lane & 3) + (i & 1);",
+             "((i >> 2) & 1) * 8 + 2 * (lane & 3) + (~i & 1);", ("sm_90",)),
+    Mutation("column_of_values", "Halves of a chunk of values change places.", "gfx950/tile.h",
+             "v.a = read_transposed(chunk_at<kTileRows>(tile, first, col >> 3) + (col & 4) * 2);",
+             "v.a = read_transposed(chunk_at<kTileRows>(tile, first, col >> 3) + (~col & 4) * 2);"),
+    Mutation("swizzle_of_copies", "Copies exchange chunks by two bits of the row, not three.",
+             "common/kv_stream.h", "return (lane & 7) ^ (row & 7);",
+             "return (lane & 7) ^ (row & 3);", ("gfx950", "gfx942", "sm_90")),
+    Mutation("rescale_skipped", "Outputs keep the scale of an earlier maximum.", "common/attend.h",
+             "if (!tile::any(moved)) return;", "return;", ("gfx950", "gfx942", "sm_90")),
+    Mutation("rescale_of_the_expanded_form", "The same in the expanded form.",
+             "common/attend_expanded.h", "if (!tile::any(moved)) return;", "return;",
+             ("gfx950", "gfx942")),
+    Mutation("rescale_of_sums", "Sums keep the scale of an earlier maximum.", "common/attend.h",
+             "      state.sum[slot] *= factor[slot];\n", ""),
+    Mutation("rescale_when_merging", "Parts are merged without regard to their maxima.",
+             "common/small_kernels.h", "sums.top != top) move(sums, weight(sums.top, top));",
+             "sums.top != top) move(sums, 1.0f);"),
+    Mutation("rescale_between_waves", "Sums of a row's first wave keep their own scale.",
+             "common/small_kernels.h",
+             "    if (sums.top != negative_infinity()) move(sums, weight(sums.top, top));\n", "",
+             ("gfx950", "sm_90")),
+    Mutation("merge_without_the_origin", "A merged log-sum-exp lacks its origin.",
+             "common/small_kernels.h", "sums.origin() + log2_fast(sums.sum) * kLn2",
+             "log2_fast(sums.sum) * kLn2"),
+    Mutation("merge_of_shared_tiles", "Blocks that share a tile write the same partial rows.",
+             "common/item.h", "static_cast<int64_t>(item.work.partial_row) + item.first + p;",
+             "static_cast<int64_t>(item.work.partial_row) + p;", ("gfx942",)),
+    Mutation("merge_of_earlier_rounds", "What an earlier round has summed weighs nothing.",
+             "common/attend_expanded.h", "W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;", "0.0f;"),
+    Mutation("append_to_the_next_row", "KV rows land one row too far.", "common/small_kernels.h",
+             "pages.row(r.first_position + source_row)",
+             "pages.row(r.first_position + source_row + 1)"),
+    Mutation("expand_keeps_what_is_not_finite", "Values that are not finite reach the workspace.",
+             "common/expand.h",
+             "return only_finite(pack_bf16(sums.values[f].at(i + j), ",
+             "return (pack_bf16(sums.values[f].at(i + j), "),
+    Mutation("project_reads_the_next_head", "Weights are those of the next head.",
+             "common/project.h", "(t.head_offset + h) * args.k * args.n",
+             "(t.head_offset + (h + 1) % t.num_heads) * args.k * args.n"),
+)
+
+# One of each kind, for the quick run.
+SAMPLE = ("mask_one_key_too_many", "wait_one_copy_short", "column_swapped", "rescale_skipped",
+          "barrier_before_a_refill", "wait_for_products")
+KINDS = ("mask", "wait", "barrier", "ring", "column", "rescale", "merge")
+
+
+def run(command, **options):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True,
+                          check=False, **options)
+
+
+def named(name):
+    return next(m for m in MUTATIONS if m.name == name)
+
+
+class Harness:
+    """The unmutated build, and what is made of it."""
+
+    def __init__(self):
+        built = run(["bazel", "build", "--config=opt", TARGET], cwd=ROOT)
+        if built.returncode != 0:
+            raise HarnessError("bazel build: " + built.stderr[-2000:])
+        # A copy: the program stays as it is while other builds run.
+        self.program = WORK / "run"
+        self.tree = WORK / "tree"
+        shutil.rmtree(WORK, ignore_errors=True)
+        folder = next(path.parent.parent.parent for path in RUNFILES.glob(f"*/{PROGRAM}"))
+        shutil.copytree(folder, self.program, ignore=shutil.ignore_patterns("*.runfiles*"))
+        listing = run(["git", "ls-files", "-co", "--exclude-standard", "--", "kernels"], cwd=ROOT)
+        for path in listing.stdout.splitlines():
+            if path.endswith((".h", ".cc", ".hip")) and (ROOT / path).is_file():
+                (self.tree / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, self.tree / path)
+        self.block = []
+        for source in sorted((self.tree / "kernels/hip/host/block").glob("*.cc")):
+            self.block.append(WORK / f"{source.stem}.o")
+            self.compile(source, self.block[-1], "-O2")
+
+    def compile(self, source, target, *flags):
+        built = run([*COMPILE, *flags, "-c", source, "-o", target], cwd=self.tree)
+        if built.returncode != 0:
+            raise HarnessError(f"{source.name} does not compile:\n{built.stderr[-2000:]}")
+
+    def library(self, arch):
+        """The kernels of the tree as it is, as a library."""
+        made, target = WORK / f"{arch}.o", WORK / f"{arch}.so"
+        self.compile(self.tree / "kernels/hip/host" / SOURCES[arch], made)
+        linked = run(["g++", "-shared", "-Wl,-Bsymbolic", made, *self.block, "-o", target])
+        if linked.returncode != 0:
+            raise HarnessError(f"{arch}: does not link:\n{linked.stderr[-2000:]}")
+        return target
+
+    def conformance(self, arch, library, *flags):
+        """(whether all cases passed, what was printed)"""
+        try:
+            ended = run([self.program / PROGRAM, "--arch", arch, "--image", library,
+                         "--first-failure", "1", *flags], cwd=self.program, timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False, "hangs"
+        text = ended.stderr + ended.stdout
+        if ended.returncode < 0:
+            text += f"FAIL ends by signal {-ended.returncode}\n"
+        if ended.returncode == 2:
+            raise HarnessError(f"{arch}: the conformance run says {text[-2000:]}")
+        return ended.returncode == 0, text
+
+    def find(self, mutation, arch):
+        file = self.tree / "kernels/hip" / mutation.file
+        original = file.read_text()
+        if original.count(mutation.old) != 1:
+            raise HarnessError(f"{mutation.name}: {mutation.file} has its text "
+                               f"{original.count(mutation.old)} times")
+        begin = time.monotonic()
+        file.write_text(original.replace(mutation.old, mutation.new))
+        try:
+            library = self.library(arch)
+        finally:
+            file.write_text(original)
+        built = time.monotonic()
+        passed, text = self.conformance(arch, library)
+        lines = sorted(line for line in text.splitlines()
+                       if line.startswith(("fake device", "FAIL")))
+        how = lines[-1] if lines else text[-200:]
+        return Result(not passed, how, built - begin, time.monotonic() - built)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="mutations; none: all")
+    parser.add_argument("--sample", action="store_true", help="those of the quick run")
+    options = parser.parse_args()
+    harness = Harness()
+    faults = 0
+    chosen = [named(name) for name in options.names or (SAMPLE if options.sample else ())]
+    for mutation in chosen or MUTATIONS:
+        for arch in mutation.archs:
+            result = harness.find(mutation, arch)
+            faults += not result.found
+            found = "found" if result.found else "NOT FOUND"
+            print(f"{mutation.name} on {arch}: {found}, built in {result.build_seconds:.1f} s, "
+                  f"run {result.run_seconds:.1f} s: {result.how[:160]}", flush=True)
+    print(f"device mutations: {faults} not found")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Conformance of the device kernels on the host finds planted faults: a sample, or all with
+MLA_TEST_LONG."""
+
+import collections
+import os
+import pathlib
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import device_mutations  # noqa: E402
+
+ALL = os.environ.get("MLA_TEST_LONG", "") != ""
+
+
+class DeviceMutationTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.harness = device_mutations.Harness()
+
+    def test_every_kind_has_its_mutations(self):
+        kinds = collections.Counter(m.name.split("_")[0] for m in device_mutations.MUTATIONS)
+        for kind in device_mutations.KINDS:
+            self.assertGreaterEqual(kinds[kind], 3, kind)
+        archs = collections.Counter(arch for m in device_mutations.MUTATIONS for arch in m.archs)
+        for arch in device_mutations.SOURCES:
+            self.assertGreaterEqual(archs[arch], 5, arch)
+
+    def test_unmutated_kernels_pass(self):
+        """Compiled as the mutated ones are: else every mutation would be found."""
+        for arch in device_mutations.SOURCES:
+            with self.subTest(arch):
+                passed, text = self.harness.conformance(arch, self.harness.library(arch), "--cases",
+                                                        "0,11")
+                self.assertTrue(passed, text)
+
+    def test_mutations_are_found(self):
+        for mutation in device_mutations.MUTATIONS:
+            if not ALL and mutation.name not in device_mutations.SAMPLE:
+                continue
+            for arch in mutation.archs if ALL else mutation.archs[:1]:
+                with self.subTest(f"{mutation.name} on {arch}"):
+                    self.assertTrue(self.harness.find(mutation, arch).found, mutation.about)
+
+
+if __name__ == "__main__":
+    unittest.main()
