@@ -58,6 +58,9 @@ struct PlanView {
 
 // Scatter of new KV rows into pages: source row i goes to position first_position + i of the
 // sequence. A record with first_position < 0 is padding and is skipped whole.
+//
+// With `differs`, nothing is written: source rows are compared, as the pool would hold them, with
+// the rows that are there. Rows that the same AppendKv writes may not be compared.
 struct AppendRecord {
   const void* kv;         // [rows, kv_lora_rank + rope_dim], source dtype, row-major
   DType dtype;            // rounded to the row format when it is wider
@@ -69,6 +72,8 @@ struct AppendRecord {
   int32_t first_position;  // position in the sequence of source row 0
   int32_t rows;
   int32_t row_dim;  // elements a row
+  // [rows], output: 1 where a row differs, else 0. Null: the rows are stored.
+  int32_t* differs = nullptr;
 };
 
 // Batched small GEMMs of the EXPANDED profile around the absorbed form, with h' = head_offset + h:

@@ -61,7 +61,7 @@ BatchPolicy::BatchPolicy(const Limits& limits, int64_t gather_bytes, const Piece
 
 bool BatchPolicy::Ready(const StreamRequest& request) {
   const LayerProgress& layer = Progress(request);
-  if (request.engine.repeat) return request.engine.compared;
+  if (request.engine.repeat) return layer.stored >= EndRow(request);
   if (request.attend.has_kv) return layer.appended == FirstRow(request);
   return layer.appended >= EndRow(request);
 }

@@ -94,6 +94,7 @@ struct EngineStats {
   std::array<int64_t, 4> oldest_waiting_ns = {};
   uint64_t requests_total = 0, requests_failed = 0;
   uint64_t launches = 0, launches_mixed_layers = 0, launches_mixed_clients = 0;
+  int64_t longest_launch_ns = 0;  // on the device, since start
   uint64_t plan_hits = 0, plan_misses = 0;
   int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
   int64_t page_groups_free = 0;

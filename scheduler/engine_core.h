@@ -141,14 +141,14 @@ class EngineCore {
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
   void FailWaiting();  // deadlines and missing KV rows
-  void CompareRepeats();
-  absl::Status CompareRepeat(const StreamRequest& request, Fault* fault);
   void FinishLaunch(Launch* launch);
+  // Marks repeats of a launch that has ended whose KV rows are not those stored before.
+  void CheckRepeats(const Launch& launch);
   // Marks requests of a launch that has ended whose results are not finite though their inputs are.
   void CheckResults(Launch* launch);
   void NoteRows(const StreamRequest& request);
   void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
-  // OK, or what CheckResults has found.
+  // OK, or what CheckRepeats and CheckResults have found.
   absl::Status ResultOf(const StreamRequest& request, Fault* fault) const;
   // A launch that did not start: it alone is undone. One that ran and failed is undone with those
   // behind it. The steps of their requests are aborted either way.
@@ -174,10 +174,8 @@ class EngineCore {
   BatchPolicy policy_;
   WaitingRequests pending_;
   std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
-  std::vector<kernels::Bf16> compare_;        // scratch of CompareRepeat
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
-  int32_t repeats_ = 0;         // pending requests that are repeats and not compared yet
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
   bool draining_ = false;
   bool collects_answers_ = false;

@@ -15,17 +15,6 @@ constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
 // Requests that ReadyWork looks at before it calls the work large.
 constexpr int kReadyWorkRequests = 64;
 
-kernels::Bf16 RowElement(const AttendArgs& args, int64_t index) {
-  if (args.q_dtype == kernels::DType::kBf16) {
-    kernels::Bf16 value;
-    std::memcpy(&value, args.kv + index * 2, sizeof(value));
-    return value;
-  }
-  float value;
-  std::memcpy(&value, args.kv + index * 4, sizeof(value));
-  return kernels::ToBf16(value);
-}
-
 }  // namespace
 
 bool EngineCore::StartLaunch() {
@@ -33,7 +22,6 @@ bool EngineCore::StartLaunch() {
   if (launch == nullptr) return false;
   const MonotonicNanos begin = clock_->Now();
   FailWaiting();
-  if (repeats_ > 0) CompareRepeats();
   policy_.Choose(pending_, cache_->work(), clock_->Now(), launch->batch);
   // Groups that are kept for page work alone come back once it is done.
   if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
@@ -75,6 +63,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
   LaunchReport& report = launch->report;
   policy_.Observe(launch->batch, report.kernel_ns);
   ++stats_.launches;
+  stats_.longest_launch_ns = std::max(stats_.longest_launch_ns, report.kernel_ns);
   stats_.launches_mixed_layers += report.layers > 1;
   stats_.launches_mixed_clients += report.clients > 1;
   stats_.rows_decode += report.rows_decode;
@@ -84,6 +73,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
   stats_.slices_fused += report.slices_fused;
   stats_.slice_waits_expired += report.slice_waits_expired;
   stats_.slice_waits_skipped += report.slice_waits_skipped;
+  CheckRepeats(*launch);
   CheckResults(launch);
   std::vector<StreamRequest*>& requests = launch->batch.requests;
   for (StreamRequest*& place : requests) {
@@ -100,7 +90,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
     timings.launch_clients = report.clients;
     timings.plan_reused = report.plan_reused;
     steps_->Touch(step);
-    if (request->engine.rows_done < request->attend.row_count) {
+    if (request->engine.rows_done < request->attend.row_count && request->engine.other_row < 0) {
       --step->inflight;
       ++step->waiting;
       request->engine.blocked_since_ns = begin;
@@ -189,7 +179,6 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
   const int32_t first = FirstRow(*request);
   RemovePending(request);
   --step->waiting;
-  if (request->engine.repeat && !request->engine.compared) --repeats_;
   Fault answer = fault;
   // Of a request that is cut up, launches may have stored some rows; these stay.
   if (appends) answer.next_row = first;
@@ -211,7 +200,6 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
           EndRow(*other) > first) {
         RemovePending(other);
         --step->waiting;
-        if (other->engine.repeat && !other->engine.compared) --repeats_;
         broken.got = absl::StrCat(other->attend.row_begin);
         Answer(other,
                absl::FailedPreconditionError(absl::StrCat(
@@ -261,59 +249,6 @@ void EngineCore::FailWaiting() {
       FailPending(request, status, fault);
       request = pending_.front();  // more than one may have gone
     }
-  }
-}
-
-absl::Status EngineCore::CompareRepeat(const StreamRequest& request, Fault* fault) {
-  const AttendArgs& args = request.attend;
-  const Step& step = *request.engine.step;
-  const Model& model = *step.model;
-  const int64_t dim = model.spec->geometry.kv_row_dim();
-  int32_t row = args.row_begin;
-  for (const StepEntry& entry : step.entries) {
-    const int32_t end = std::min(EndRow(request), entry.offset + entry.rows);
-    if (row < entry.offset || row >= end) continue;
-    kernels::AppendRecord where{};
-    where.page_table = cache_->page_table(entry.sequence->slot);
-    where.layer_offset = model.layout.layer_offset(args.layer);
-    where.row_stride = model.layout.row_bytes;
-    where.page_size = model.layout.page_size;
-    where.first_position = entry.start + row - entry.offset;
-    where.rows = end - row;
-    where.row_dim = static_cast<int32_t>(dim);
-    compare_.resize(int64_t{where.rows} * dim);
-    absl::Status status = backend_->ReadKv(where, compare_.data());
-    if (!status.ok()) return status;
-    const int64_t offset = int64_t{row - args.row_begin} * dim;
-    for (int64_t i = 0; i < static_cast<int64_t>(compare_.size()); ++i) {
-      if (compare_[i] == kernels::Stored(RowElement(args, offset + i))) continue;
-      return RefuseField(fault, "payload", absl::StrCat("other KV bytes at row ", row + i / dim),
-                         "equal to the rows stored before", "kv_rows_differ",
-                         absl::StatusCode::kAlreadyExists);
-    }
-    row = end;
-  }
-  return absl::OkStatus();
-}
-
-void EngineCore::CompareRepeats() {
-  StreamRequest* request = pending_.front();
-  while (request != nullptr) {
-    StreamRequest* const next = WaitingRequests::Next(request);
-    StreamRequest::EngineFields& note = request->engine;
-    const bool due = note.repeat && !note.compared &&
-                     note.step->layers[request->attend.layer].stored >= EndRow(*request);
-    if (due) {
-      Fault fault;
-      const absl::Status status = CompareRepeat(*request, &fault);
-      if (status.ok()) {
-        note.compared = true;
-        --repeats_;
-      } else {
-        FailPending(request, status, fault);  // a repeat appends nothing, so `next` stays valid
-      }
-    }
-    request = next;
   }
 }
 

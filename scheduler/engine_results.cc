@@ -1,4 +1,5 @@
-// EngineCore: results that are not finite.
+// EngineCore: what a launch that has ended shows of its requests: repeats that differ, results that
+// are not finite.
 #include <algorithm>
 #include <cmath>
 
@@ -96,8 +97,25 @@ void EngineCore::CheckResults(Launch* launch) {
   }
 }
 
+void EngineCore::CheckRepeats(const Launch& launch) {
+  for (size_t i = 0; i < launch.differs.size(); ++i) {
+    const int32_t* const differs = launch.differs[i];
+    if (differs == nullptr) continue;
+    StreamRequest* const request = launch.batch.requests[i];
+    const int32_t* const end = differs + request->engine.rows_launched;
+    const int32_t* const first = std::find_if(differs, end, [](int32_t row) { return row != 0; });
+    if (first == end) continue;
+    request->engine.other_row = FirstRow(*request) + static_cast<int32_t>(first - differs);
+  }
+}
+
 absl::Status EngineCore::ResultOf(const StreamRequest& request, Fault* fault) const {
   const StreamRequest::EngineFields& note = request.engine;
+  if (note.other_row >= 0) {
+    return RefuseField(fault, "payload", absl::StrCat("other KV bytes at row ", note.other_row),
+                       "equal to the rows stored before", "kv_rows_differ",
+                       absl::StatusCode::kAlreadyExists);
+  }
   if (note.bad_row < 0) return absl::OkStatus();
   return RefuseField(fault, "payload",
                      absl::StrCat("finite inputs of a result that is not, at row ", note.bad_row,

@@ -273,9 +273,8 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   }
   note.step = step;
   note.rows_done = 0;
-  note.bad_row = note.bad_head = -1;
+  note.bad_row = note.bad_head = note.other_row = -1;
   note.rows_launched = 0;
-  note.compared = false;
   note.group = nullptr;
   note.sibling = nullptr;
   note.blocked_since_ns = note.arrival_ns;
@@ -285,7 +284,6 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
         std::min(note.deadline_ns, note.arrival_ns + args.timeout_us * kNanosPerMicro);
   }
   request->timings = RequestTimings();
-  if (note.repeat) ++repeats_;
   ++step->waiting;
   pending_.Add(request, WeightOf(step->tenant));
   policy_.slices().Join(request);
@@ -420,7 +418,6 @@ void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& stat
     StreamRequest* const next = WaitingRequests::Next(request);
     if (request->engine.step == step) {
       RemovePending(request);
-      if (request->engine.repeat && !request->engine.compared) --repeats_;
       request->step_aborted = true;
       Answer(request, answer, fault);
     }

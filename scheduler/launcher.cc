@@ -124,7 +124,8 @@ PlanCapacity Launcher::PlanCapacityOf(const Limits& limits,
 
 int64_t Launcher::PlanBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const int64_t unwanted_lse = limits.launch_packed_rows * int64_t{sizeof(float)};
-  return (PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot + unwanted_lse) *
+  const int64_t compared = limits.launch_rows * int64_t{sizeof(int32_t)};
+  return (PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot + unwanted_lse + compared) *
          LaunchSlots(backend);
 }
 
@@ -153,7 +154,8 @@ kernels::BackendLimits Launcher::BackendLimitsOf(const Limits& limits,
   out.partial_rows = plan.partial_rows;
   out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);
   out.staging_in_bytes = (packed + limits.launch_rows) * limits.max_row_dim * wide;
-  out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide;
+  out.staging_out_bytes =
+      packed * (out.max_o_dim + 1) * wide + limits.launch_rows * int64_t{sizeof(int32_t)};
   // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus
   // alignment of each record.
   out.slot_workspace_bytes = WorkspaceBytes(limits, backend) + packed * int64_t{sizeof(float)} +
@@ -191,6 +193,7 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     launch.plan_absorbed.reserve(limits.launch_requests);
     launch.plan_expanded.reserve(limits.launch_requests);
     launch.lse.reserve(limits.launch_requests);
+    launch.differs.reserve(limits.launch_requests);
   }
   staged_.reserve(limits.launch_requests);
   fused_.reserve(limits.launch_requests);
@@ -213,6 +216,10 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(const Limits& limits,
         backend->AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
     if (!lse.ok()) return lse.status();
     launch.unwanted_lse = *std::move(lse);
+    auto compared =
+        backend->AllocateHost(static_cast<size_t>(limits.launch_rows) * sizeof(int32_t));
+    if (!compared.ok()) return compared.status();
+    launch.compared = *std::move(compared);
   }
   PlanCacheOptions options;
   options.capacity = PlanCapacityOf(limits, *backend);

@@ -50,6 +50,10 @@ struct Launch {
   int64_t unwanted_used = 0;                          // floats of it, from its start
   int64_t unwanted_left = 0;                          // floats that are not taken from its end
   float* unwanted_staged = nullptr;                   // where the launch sees it
+  // By position in batch.requests: of a repeat, 1 for each row launched that differs from what is
+  // stored and else 0, in `compared`; null for other requests. Empty without repeats.
+  std::vector<const int32_t*> differs;
+  std::unique_ptr<kernels::HostBuffer> compared;  // [launch_rows]
 };
 
 class Launcher {
@@ -91,6 +95,7 @@ class Launcher {
     const std::byte* q = nullptr;
     std::byte* o = nullptr;
     float* lse = nullptr;
+    int32_t* differs = nullptr;  // of a repeat
   };
 
   // What the records of a request's segments have in common: a decode step has a segment for each
@@ -113,6 +118,8 @@ class Launcher {
            ModelTable* models, const Clock* clock);
   absl::Status Fill(Launch* launch);
   absl::Status StageKv(const Launch& launch, const StreamRequest& request, Staged* staged);
+  // Stages memory for the comparison of repeats with what is stored.
+  absl::Status StageComparisons(Launch* launch);
   absl::Status StageQueryAndOutput(const Launch& launch, const StreamRequest& request,
                                    Staged* staged);
   absl::Status StageRequest(Launch* launch, size_t index, Staged* staged);

@@ -80,6 +80,7 @@ void Launcher::AddAppend(Launch* launch, const Segment& segment, const Common& c
   record.page_table = cache_->page_table(segment.entry->sequence->slot);
   record.first_position = segment.cached();
   record.rows = segment.rows;
+  if (common.staged.differs != nullptr) record.differs = common.staged.differs + skip;
 }
 
 // Takes workspace for segment `index` and for those behind it that need it alike, so that a step of

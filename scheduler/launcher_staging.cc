@@ -9,7 +9,7 @@ namespace mla::scheduler {
 using kernels::ElementSize;
 
 absl::Status Launcher::StageKv(const Launch& launch, const StreamRequest& request, Staged* staged) {
-  if (!Appends(request)) return absl::OkStatus();
+  if (!request.attend.has_kv) return absl::OkStatus();
   const AttendArgs& args = request.attend;
   const int64_t row =
       request.engine.step->model->spec->geometry.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
@@ -17,6 +17,29 @@ absl::Status Launcher::StageKv(const Launch& launch, const StreamRequest& reques
       launch.slot, args.kv + request.engine.rows_done * row, request.engine.rows_launched * row);
   if (!kv.ok()) return kv.status();
   staged->kv = static_cast<const std::byte*>(*kv);
+  return absl::OkStatus();
+}
+
+absl::Status Launcher::StageComparisons(Launch* launch) {
+  const std::vector<StreamRequest*>& requests = launch->batch.requests;
+  launch->differs.clear();
+  int64_t rows = 0;
+  for (const StreamRequest* request : requests) {
+    if (request->engine.repeat) rows += request->engine.rows_launched;
+  }
+  if (rows == 0) return absl::OkStatus();
+  auto* const host = reinterpret_cast<int32_t*>(launch->compared->bytes().data());
+  absl::StatusOr<void*> staged =
+      backend_->StageOutput(launch->slot, host, rows * int64_t{sizeof(int32_t)});
+  if (!staged.ok()) return staged.status();
+  launch->differs.assign(requests.size(), nullptr);
+  int64_t row = 0;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    if (!requests[i]->engine.repeat) continue;
+    launch->differs[i] = host + row;
+    staged_[i].differs = static_cast<int32_t*>(*staged) + row;
+    row += requests[i]->engine.rows_launched;
+  }
   return absl::OkStatus();
 }
 
@@ -279,6 +302,7 @@ absl::Status Launcher::StageBatch(Launch* launch) {
   in_run_.assign(batch.requests.size(), false);
   launch->lse.assign(batch.requests.size(), Launch::LseRows());
   if (absl::Status s = StageUnwantedLse(launch); !s.ok()) return s;
+  if (absl::Status s = StageComparisons(launch); !s.ok()) return s;
   for (size_t i = 0; i < batch.requests.size(); ++i) {
     if (absl::Status s = StageKv(*launch, *batch.requests[i], &staged_[i]); !s.ok()) return s;
   }

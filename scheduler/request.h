@@ -164,14 +164,14 @@ class StreamRequest {
     SliceGroup* group = nullptr;       // head slices of the same rows that wait with it
     StreamRequest* sibling = nullptr;  // the next of them
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
-    bool compared = false;             // ... and were found equal
     absl::Status status;               // the answer, until it is delivered
     Fault fault;                       // of an error
     // The first row, of all it asks for, and head of which the result is not finite though the
     // inputs are; -1: none so far.
     int32_t bad_row = -1;
     int32_t bad_head = -1;
-    bool counted = false;  // among the tenant's queued requests
+    int32_t other_row = -1;  // of a repeat: the first, of all it brings, that differs; -1: none
+    bool counted = false;    // among the tenant's queued requests
   };
   EngineFields engine;
 };

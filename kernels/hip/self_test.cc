@@ -1,6 +1,7 @@
 #include "kernels/hip/self_test.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -420,7 +421,8 @@ absl::Status Launch(AttentionBackend& backend, Data& d) {
   return s.ok() ? backend.Wait(0).status() : s;
 }
 
-// Page work alone: rows that move, pages that are zeroed, at odd places too.
+// Page work alone: rows that move, pages that are zeroed, at odd places too. Then the rows are
+// compared with what is left of them.
 absl::Status CheckPages(AttentionBackend& backend) {
   constexpr int64_t kPage = 14 * kernels::kPageGranuleBytes;
   const std::vector<Bf16> kv = Pattern(size_t{3} * kRowDim, 5);
@@ -433,9 +435,16 @@ absl::Status CheckPages(AttentionBackend& backend) {
   kernels::AppendRecord record{*rows, DType::kBf16, kRowDim, 0, 0, kRowBytes, 3, 0, 3, kRowDim};
   const kernels::PageRange ranges[] = {
       {kPage, 40 * kPage}, {2 * kPage, kPage, 0}, {0, kPage}, {0, 3 * kRowBytes - 2, 2 * kPage}};
+  std::array<int32_t, 3> differs;
+  differs.fill(-1);
+  auto flags = backend.StageOutput(0, differs.data(), sizeof(differs));
+  if (!flags.ok()) return flags.status();
+  kernels::AppendRecord compared = record;
+  compared.differs = static_cast<int32_t*>(*flags);
   s = backend.PublishPageTable(0, {&table, 1});
   if (s.ok()) s = backend.AppendKv(0, {&record, 1});
   if (s.ok()) s = backend.WritePages(0, ranges);
+  if (s.ok()) s = backend.AppendKv(0, {&compared, 1});
   if (s.ok()) s = backend.Submit(0);
   if (s.ok()) s = backend.Wait(0).status();
   std::vector<Bf16> got(kv.size());
@@ -445,6 +454,12 @@ absl::Status CheckPages(AttentionBackend& backend) {
     const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
     if (got[i] == want) continue;
     return Wrong(absl::StrCat("page work: element ", i), ToFloat(got[i]), ToFloat(want));
+  }
+  for (size_t row = 0; row < differs.size(); ++row) {
+    const int32_t want = row + 1 < differs.size() ? 0 : 1;  // the last element was zeroed
+    if (differs[row] != want) {
+      return Wrong(absl::StrCat("comparison of row ", row), differs[row], want);
+    }
   }
   return absl::OkStatus();
 }

@@ -33,6 +33,16 @@ absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end) {
   if (record.first_position < 0) return;
+  // Stores or compares one row, of which element(i) is the i-th as the pool holds it.
+  const auto each = [&record](int32_t row, Bf16* target, auto&& element) {
+    if (record.differs == nullptr) {
+      for (int32_t i = 0; i < record.row_dim; ++i) target[i] = element(i);
+      return;
+    }
+    bool same = true;
+    for (int32_t i = 0; i < record.row_dim; ++i) same &= target[i] == element(i);
+    record.differs[row] = same ? 0 : 1;
+  };
   for (int32_t row = row_begin; row < row_end; ++row) {
     auto* target =
         reinterpret_cast<Bf16*>(pool.Row(record.page_table, record.layer_offset, record.row_stride,
@@ -40,11 +50,11 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
     const int64_t offset = row * record.kv_row_stride;
     if (record.dtype == DType::kBf16) {
       const Bf16* source = static_cast<const Bf16*>(record.kv) + offset;
-      for (int32_t i = 0; i < record.row_dim; ++i) target[i] = Stored(source[i]);
-      continue;
+      each(row, target, [source](int32_t i) { return Stored(source[i]); });
+    } else {
+      const float* source = static_cast<const float*>(record.kv) + offset;
+      each(row, target, [source](int32_t i) { return Stored(ToBf16(source[i])); });
     }
-    const float* source = static_cast<const float*>(record.kv) + offset;
-    for (int32_t i = 0; i < record.row_dim; ++i) target[i] = Stored(ToBf16(source[i]));
   }
 }
 

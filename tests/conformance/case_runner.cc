@@ -170,7 +170,26 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   }
   record.first_position = -1;  // padding: must be skipped whole
   appends_.push_back(record);
-  return backend_.AppendKv(kSlot, appends_);
+  if (absl::Status ok = backend_.AppendKv(kSlot, appends_); !ok.ok()) return ok;
+  return Compare();
+}
+
+// What was stored is sent again.
+absl::Status CaseRunner::Compare() {
+  int64_t rows = 0;
+  for (const AppendRecord& record : appends_) rows += record.rows;
+  differs_.assign(static_cast<size_t>(rows), -1);
+  auto staged = backend_.StageOutput(kSlot, differs_.data(), rows * int64_t{sizeof(int32_t)});
+  if (!staged.ok()) return staged.status();
+  compares_ = appends_;
+  compares_.pop_back();  // the padding
+  auto* differs = static_cast<int32_t*>(*staged);
+  for (AppendRecord& record : compares_) {
+    record.differs = differs;
+    differs += record.rows;
+  }
+  differs_.resize(static_cast<size_t>(differs - static_cast<int32_t*>(*staged)));
+  return backend_.AppendKv(kSlot, compares_);
 }
 
 // In pieces if the options and the backend want them so: then the tensor itself is overwritten, so
@@ -387,6 +406,11 @@ void CaseRunner::Collect(const Workload& workload, const std::vector<Tensors>& t
 }
 
 std::string CaseRunner::CheckStored(const Workload& workload) {
+  for (size_t row = 0; row < differs_.size(); ++row) {
+    if (differs_[row] == 0) continue;
+    return absl::StrCat("row ", row, " of all, sent again: got ", differs_[row],
+                        " from the comparison, want 0");
+  }
   for (size_t i = 0; i < workload.requests.size(); ++i) {
     const RequestData& data = workload.requests[i];
     AppendRecord where = appends_[2 * i];

@@ -72,6 +72,7 @@ class CaseRunner {
   absl::StatusOr<std::byte*> Take(int64_t bytes);
   absl::Status WriteTables(const Workload& workload);
   absl::Status Append(const Workload& workload);
+  absl::Status Compare();
   absl::StatusOr<Tensors> MakeTensors(const Workload& workload, size_t request);
   absl::StatusOr<const void*> StageQueries(std::byte* host, int64_t bytes);
   absl::Status Attend(const Workload& workload, const RunOptions& options,
@@ -88,7 +89,8 @@ class CaseRunner {
   std::vector<const Weights*> loaded_;  // by weights slot
   // Records of the launch in flight.
   std::vector<int64_t> table_first_;  // by request
-  std::vector<kernels::AppendRecord> poison_, appends_;
+  std::vector<kernels::AppendRecord> poison_, appends_, compares_;
+  std::vector<int32_t> differs_;  // by row of all records
   std::vector<kernels::ProjectionRecord> absorbs_, projects_;
   std::vector<kernels::RequestRecord> records_;
   std::vector<kernels::TableRange> table_ranges_;

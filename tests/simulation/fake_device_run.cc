@@ -139,13 +139,20 @@ void FakeDevice::Append(Slot& slot, const kernels::AppendRecord& record) {
     uint16_t* to = Element(record.page_table, record.layer_offset, record.row_stride,
                            record.page_size, position, tables());
     if (to == nullptr) return;
+    const auto sent = [&](int i) {
+      return ToBits(Load(record.kv, record.dtype, row * record.kv_row_stride + i));
+    };
+    if (record.differs != nullptr) {
+      CheckWords(to, record.row_dim, tenant, /*fresh=*/false, "compares");
+      record.differs[row] = 0;
+      for (int i = 0; i < record.row_dim; ++i) record.differs[row] |= to[i] != sent(i);
+      continue;
+    }
     // The whole page: what an earlier tenant left in it would be seen by later rows.
     const int64_t words = record.row_stride / 2;
     CheckWords(to - position % record.page_size * words, words * record.page_size, tenant,
                /*fresh=*/true, "is given");
-    for (int i = 0; i < record.row_dim; ++i) {
-      to[i] = ToBits(Load(record.kv, record.dtype, row * record.kv_row_stride + i));
-    }
+    for (int i = 0; i < record.row_dim; ++i) to[i] = sent(i);
   }
 }
 

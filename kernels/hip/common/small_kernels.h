@@ -66,6 +66,19 @@ MLA_DEVICE void move_ranges(const MoveArgs& args) {
   }
 }
 
+template <int kStep = tile::kWave / 2>
+MLA_DEVICE float wave_max(float x) {
+  x = max_f(x, tile::exchange<kStep>(x));
+  if constexpr (kStep > 1) return wave_max<kStep / 2>(x);
+  return x;
+}
+template <int kStep = tile::kWave / 2>
+MLA_DEVICE float wave_sum(float x) {
+  x += tile::exchange<kStep>(x);
+  if constexpr (kStep > 1) return wave_sum<kStep / 2>(x);
+  return x;
+}
+
 // A pair of elements of a KV row as the pool holds it: kernels::Stored.
 MLA_DEVICE uint32_t stored_pair(uint32_t pair) {
   const uint32_t low =
@@ -91,25 +104,22 @@ MLA_DEVICE void append_kv(const AppendArgs& args) {
   const bool f32 = r.dtype == kernels::DType::kF32;
   const bool aligned = aligned_to(r.kv, r.kv_row_stride, 0, 2, 16);
   const int64_t source = source_row * r.kv_row_stride;
+  uint32_t differs = 0;
   for (int c = lane; c < r.row_dim / 8; c += tile::kWave) {
     Chunk chunk = load_chunk(r.kv, source + c * 8, f32, aligned);
 #pragma unroll
     for (int i = 0; i < 4; ++i) chunk.w[i] = stored_pair(chunk.w[i]);
-    store_words(target + c * 16, chunk.w);
+    if (r.differs == nullptr) {
+      store_words(target + c * 16, chunk.w);
+      continue;
+    }
+    const Chunk stored = load_chunk(target, c * 8, /*f32=*/false, /*aligned=*/true);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) differs |= chunk.w[i] ^ stored.w[i];
   }
-}
-
-template <int kStep = tile::kWave / 2>
-MLA_DEVICE float wave_max(float x) {
-  x = max_f(x, tile::exchange<kStep>(x));
-  if constexpr (kStep > 1) return wave_max<kStep / 2>(x);
-  return x;
-}
-template <int kStep = tile::kWave / 2>
-MLA_DEVICE float wave_sum(float x) {
-  x += tile::exchange<kStep>(x);
-  if constexpr (kStep > 1) return wave_sum<kStep / 2>(x);
-  return x;
+  if (r.differs == nullptr) return;
+  const float any = wave_max(differs == 0 ? 0.0f : 1.0f);
+  if (lane == 0) *as_global<int32_t>(r.differs + source_row) = any > 0.0f ? 1 : 0;
 }
 
 // Merges packed rows, waves_per_row waves each: few parts of many rows want many rows at a time,
