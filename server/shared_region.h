@@ -96,12 +96,12 @@ class SharedRegion final {
   absl::Status Map(size_t bytes, const RegionHooks& hooks);
 
   RegionHandle handle_{};
-  scheduler::TenantRef tenant_;
   std::span<std::byte> bytes_;
   size_t arena_offset_ = 0;
   int descriptor_ = -1;
   std::function<void(std::span<std::byte>)> before_unmapped_;
   std::shared_ptr<Account> account_;  // null until the region is counted
+  scheduler::TenantRef tenant_;       // of a table that the account keeps: released first
   int64_t counted_bytes_ = 0;
 };
 

@@ -53,16 +53,19 @@ absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int
   const auto places = static_cast<int32_t>(target.loaded.size());
   const DevicePtr uv = uk + static_cast<uint64_t>(ValuesOffset(geometry, places));
   const int64_t row = geometry.kv_lora_rank * int64_t{sizeof(Bf16)};
+  absl::Status copied;
   for (const auto& [at, source, size] : {std::tuple(uk, w_uk, row * geometry.nope_dim),
                                          std::tuple(uv, w_uv, row * geometry.v_dim)}) {
-    if (size == 0) continue;
-    absl::Status s = runtime_->CopyIn(at + static_cast<uint64_t>(head_begin * size), source,
-                                      (head_end - head_begin) * size, streams_.compute);
-    if (!s.ok()) return s;
+    if (size == 0 || !copied.ok()) continue;
+    copied = runtime_->CopyIn(at + static_cast<uint64_t>(head_begin * size), source,
+                              (head_end - head_begin) * size, streams_.compute);
   }
+  // The source is the caller's: a copy that has begun ends before this call does.
+  copied.Update(runtime_->Synchronize(streams_.compute));
+  if (!copied.ok()) return copied;
   std::vector<bool>& loaded = weights_[slot].loaded;
   std::fill(loaded.begin() + head_begin, loaded.begin() + head_end, true);
-  return runtime_->Synchronize(streams_.compute);  // the source is the caller's
+  return absl::OkStatus();
 }
 
 // Room for all heads of the model, and its addresses where the kernels look for them.

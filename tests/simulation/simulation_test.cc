@@ -9,7 +9,7 @@ namespace mla::simulation {
 namespace {
 
 #if defined(MLA_SANITIZED)
-constexpr int64_t kOperations = 30'000;
+constexpr int64_t kOperations = 100'000;
 #else
 constexpr int64_t kOperations = 1'000'000;
 #endif
