@@ -136,6 +136,7 @@ void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
   to->set_launches(from.launches);
   to->set_launches_mixed_layers(from.launches_mixed_layers);
   to->set_launches_mixed_clients(from.launches_mixed_clients);
+  to->set_longest_launch_us(Unsigned<uint64_t>(from.longest_launch_ns / 1000));
   to->set_plan_hits(from.plan_hits);
   to->set_plan_misses(from.plan_misses);
   to->set_kv_bytes_total(Unsigned<uint64_t>(from.kv_bytes_total));
