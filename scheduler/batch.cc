@@ -8,6 +8,11 @@ namespace {
 
 // While extend or prefill waits, decode takes this part of a launch's time.
 constexpr int64_t kDecodeParts = 3, kParts = 4;
+// While decodes come, a launch takes this part of limits.launch_ms: a decode that has just missed a
+// launch waits for it and then for its own.
+constexpr int64_t kLaunchesOfAWait = 2;
+// Decodes have stopped coming once so many launches were chosen without one.
+constexpr int kLaunchesWithoutDecode = 16;
 // Extend and prefill that have waited for so many launches go before decode.
 constexpr int64_t kAgedLaunches = 8;
 // Requests of a queue that do not fit before the rest of it is left to a later launch.
@@ -467,7 +472,9 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
                          Batch& batch) {
   batch.Clear();
   waiting.Prune();
-  const int64_t nanos = limits_.launch_ms * kNanosPerMilli;
+  const int64_t whole = limits_.launch_ms * kNanosPerMilli;
+  const int64_t part = whole / kLaunchesOfAWait;
+  const int64_t nanos = launches_without_decode_ < kLaunchesWithoutDecode ? part : whole;
   Round round{waiting, work, now, batch, nanos};
   if (const RequestQueue* const leader = Leader(round); leader != nullptr) {
     batch.key = leader->key;
@@ -475,14 +482,19 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     waiting.Serve(*leader);
   }
   const StreamRequest* const bulk = OldestBulk(round);
-  if (bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * nanos) {
+  if (bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * whole) {
     TakeKind(Kind::kBulk, round);
     TakeKind(Kind::kDecode, round);
   } else {
     if (bulk != nullptr) round.nanos = nanos / kParts * kDecodeParts;
     TakeKind(Kind::kDecode, round);
-    round.nanos = nanos;
+    round.nanos = batch.rows_by_stage[0] > 0 ? part : nanos;
     if (bulk != nullptr) TakeKind(Kind::kBulk, round);
+  }
+  if (batch.rows_by_stage[0] > 0) {
+    launches_without_decode_ = 0;
+  } else if (launches_without_decode_ < kLaunchesWithoutDecode) {
+    ++launches_without_decode_;
   }
   batch.OrderByStage();
   if (forms_runs_) FindRuns(batch);

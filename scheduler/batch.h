@@ -8,7 +8,9 @@
 // (waiting_requests.h): it decides the launch's key, and the other tenants with requests of that
 // key fill what is left, least served first. Within that order decode goes before extend and
 // prefill, which go in the order of their arrival. While those wait, decode takes three quarters of
-// a launch at most; once one of them has waited for several launches, it goes first.
+// a launch at most; once one of them has waited for several launches, it goes first. As long as
+// decodes come, launches take half of the predicted time, so that a decode which arrives during a
+// launch has been computed within Limits::launch_ms.
 //
 // Head slices of the same rows go together (slice_table.h). A step's page work
 // (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
@@ -201,7 +203,8 @@ class BatchPolicy {
   const int64_t gather_bytes_;
   const PieceBudget pieces_;
   bool forms_runs_ = false;
-  const Batch nothing_;  // a launch without requests
+  int launches_without_decode_ = 0;  // chosen since one that had a decode, up to a bound
+  const Batch nothing_;              // a launch without requests
   SliceTable slices_;
   LaunchCost cost_;
   std::vector<Cursor> cursors_;  // scratch of TakeKind

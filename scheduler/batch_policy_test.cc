@@ -207,6 +207,24 @@ TEST_F(BatchPolicyTest, DecodeGoesBesideLongPrompts) {
   EXPECT_GT(decode->answered, 50);
 }
 
+TEST_F(BatchPolicyTest, LaunchesAreHalfAsLongWhileDecodesCome) {
+  for (TenantKey tenant = 1; tenant <= 4; ++tenant) Add(tenant, 0, 8'000, 1'000);
+  const int64_t whole = limits_.launch_ms * kMilli;
+  const auto longest_of = [this](int launches) {
+    longest_ns_ = 0;
+    Launches(launches);
+    return longest_ns_;
+  };
+  Launches(50);  // the rates are learned
+  EXPECT_GT(longest_of(50), whole * 3 / 4);
+  Worker* decode = Add(9, 1'000, 1, 1);
+  Launches(2);
+  EXPECT_LE(longest_of(50), whole / 2 + kMilli);
+  decode->again = false;
+  Launches(50);
+  EXPECT_GT(longest_of(50), whole * 3 / 4) << "no decodes, long launches";
+}
+
 TEST_F(BatchPolicyTest, PromptsOfATenantGoOnBesideItsOwnDecodes) {
   for (int i = 0; i < 200; ++i) Add(1, 200, 1, 1);
   Launches(20);

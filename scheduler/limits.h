@@ -43,7 +43,7 @@ struct Limits {
   int32_t launch_packed_rows = 65536;  // query rows x heads of one launch: sizes its workspaces
   int32_t launch_requests = 1024;      // (sequence, row range) records of one launch
   int32_t prefill_rows = 2048;  // rows of extend and prefill in one launch: bounds a decode's wait
-  int64_t launch_ms = 10;       // predicted time of one launch: what arrives waits no longer for it
+  int64_t launch_ms = 10;       // predicted time of one launch; half of it while decodes come
   int32_t decode_rows = 8;  // a record with at most this many rows on a cache is decode: 1 + drafts
 
   // --- Time

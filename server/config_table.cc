@@ -380,8 +380,9 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
               MLA_SLOT(limits.prefill_rows)),
           Millis(
               "limits.launch_ms", 1, 60'000, "Predicted time of one launch on the device.",
-              "What arrives waits no longer than this for the launch that is running. Long prompts "
-              "are computed in parts; larger parts are more efficient on CPUs.",
+              "While decodes come, launches take half of it: a decode that arrives during a launch "
+              "has been computed within this time. Long prompts are computed in parts; larger "
+              "parts are more efficient on CPUs.",
               MLA_SLOT(limits.launch_ms)),
           Int("limits.decode_rows", 1, 256,
               "A record with at most this many rows on a cache counts as decode.",
