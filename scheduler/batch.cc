@@ -13,18 +13,11 @@ constexpr int64_t kDecodeParts = 3, kParts = 4;
 constexpr int64_t kLaunchesOfAWait = 2;
 // Decodes have stopped coming once so many launches were chosen without one.
 constexpr int kLaunchesWithoutDecode = 16;
-// Extend and prefill that have waited for so many launches go before decode.
+// Extend and prefill that have waited for so many launches go before decode in every second launch.
 constexpr int64_t kAgedLaunches = 8;
 // Requests of a queue that do not fit before the rest of it is left to a later launch.
 constexpr int kMisfits = 16;
 constexpr int64_t kNanosPerMilli = 1'000'000;
-
-// Whether the segment may be part of a run: all rows that its request launches, and not few of many
-// sequences.
-bool MayRun(const Segment& segment) {
-  return segment.stage != Stage::kDecode && segment.slices < 0 && Computes(*segment.request) &&
-         segment.rows == segment.request->engine.rows_launched;
-}
 
 LayerProgress& Progress(const StreamRequest& request) {
   return request.engine.step->layers[request.attend.layer];
@@ -178,20 +171,6 @@ int32_t BatchPolicy::RowsThatFit(const StreamRequest& request, const Demand& dem
   const int64_t records = static_cast<int64_t>(request.engine.step->entries.size());
   const int64_t room = limits_.launch_requests - static_cast<int64_t>(batch.segments.size());
   return static_cast<int32_t>(std::min<int64_t>(rows, records <= room ? rows : room));
-}
-
-LaunchUnits BatchPolicy::UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row,
-                                 int32_t rows, int32_t heads, bool expands) const {
-  const Model& model = *request.engine.step->model;
-  const int64_t cached = entry.start + row - entry.offset;
-  LaunchUnits units;
-  if (Appends(request)) units.pages = rows * model.layout.row_bytes;
-  if (expands) {
-    units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
-  } else if (Computes(request)) {
-    units.absorbed = LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached);
-  }
-  return units;
 }
 
 bool BatchPolicy::FitsTime(const Round& round, const LaunchUnits& units) const {
@@ -404,68 +383,19 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
   }
 }
 
-// Adds the run that begins with segment `head`, if it is one.
-void BatchPolicy::AddRun(int32_t head, Batch& batch) const {
-  const auto size = static_cast<int32_t>(batch.segments.size());
-  RowRun run{static_cast<int32_t>(batch.run_segments.size()), 0, 0};
-  const AttendArgs& args = batch.segments[head].request->attend;
-  for (int32_t index = head; index < size;) {
-    const Segment& last = batch.segments[index];
-    batch.run_segments.push_back(index);
-    ++run.count;
-    run.rows += last.rows;
-    for (index = 0; index < size; ++index) {
-      const Segment& next = batch.segments[index];
-      const AttendArgs& other = next.request->attend;
-      if (next.entry == last.entry && next.row_begin == last.row_begin + last.rows &&
-          MayRun(next) && other.layer == args.layer && other.head_offset == args.head_offset &&
-          other.num_heads == args.num_heads && other.want_lse == args.want_lse) {
-        break;
-      }
-    }
-  }
-  const Model& model = *batch.segments[head].request->engine.step->model;
-  if (run.count < 2 || run.rows < model.ExpandedMinRows(args.q_dtype)) {
-    batch.run_segments.resize(run.first);
-    return;
-  }
-  for (int32_t i = 0; i < run.count; ++i) {
-    Segment& segment = batch.segments[batch.run_segments[run.first + i]];
-    segment.run = static_cast<int32_t>(batch.runs.size());
-    const bool expands = segment.rows >= model.ExpandedMinRows(args.q_dtype);
-    const LaunchUnits alone = UnitsOf(*segment.request, *segment.entry, segment.row_begin,
-                                      segment.rows, args.num_heads, expands);
-    batch.units.absorbed -= alone.absorbed;
-    batch.units.expanded -= alone.expanded;
-  }
-  batch.units.expanded +=
-      LaunchCost::ExpandedUnits(model, run.rows, args.num_heads, batch.segments[head].cached());
-  batch.runs.push_back(run);
-}
-
-void BatchPolicy::FindRuns(Batch& batch) const {
-  if (batch.key.profile != Profile::kExpanded ||
-      batch.rows_by_stage[1] + batch.rows_by_stage[2] == 0)
-    return;
-  const auto size = static_cast<int32_t>(batch.segments.size());
-  for (int32_t head = 0; head < size; ++head) {
-    const Segment& segment = batch.segments[head];
-    if (!MayRun(segment)) continue;
-    const bool has_former =
-        std::any_of(batch.segments.begin(), batch.segments.end(), [&](const Segment& former) {
-          return former.entry == segment.entry &&
-                 former.row_begin + former.rows == segment.row_begin && MayRun(former) &&
-                 former.request->attend.layer == segment.request->attend.layer &&
-                 former.request->attend.head_offset == segment.request->attend.head_offset;
-        });
-    if (!has_former) AddRun(head, batch);
-  }
-}
-
 void BatchPolicy::TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const {
   kvcache::WorkRoom room{kPageRanges, cost_.PageBytes(limits_.launch_ms * kNanosPerMilli)};
   work.TakeAny(&room, &batch.pages);
   batch.units.pages += batch.pages.bytes();
+}
+
+bool BatchPolicy::TakeDecodes(Round& round) {
+  const std::vector<StreamRequest*>& requests = round.batch.requests;
+  const auto before = static_cast<std::ptrdiff_t>(requests.size());
+  TakeKind(Kind::kDecode, round);
+  // The last rows of a prompt's message are few as well.
+  return std::any_of(requests.begin() + before, requests.end(),
+                     [](const StreamRequest* request) { return request->engine.rows_done == 0; });
 }
 
 void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
@@ -482,22 +412,26 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     waiting.Serve(*leader);
   }
   const StreamRequest* const bulk = OldestBulk(round);
-  if (bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * whole) {
+  // Every second launch: one row may fill a launch, and decodes must not wait for all of them.
+  const bool aged = bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * whole;
+  bulk_went_first_ = aged && !bulk_went_first_;
+  bool decodes = false;
+  if (bulk_went_first_) {
     TakeKind(Kind::kBulk, round);
-    TakeKind(Kind::kDecode, round);
+    decodes = TakeDecodes(round);
   } else {
     if (bulk != nullptr) round.nanos = nanos / kParts * kDecodeParts;
-    TakeKind(Kind::kDecode, round);
-    round.nanos = batch.rows_by_stage[0] > 0 ? part : nanos;
+    decodes = TakeDecodes(round);
+    round.nanos = decodes ? part : nanos;
     if (bulk != nullptr) TakeKind(Kind::kBulk, round);
   }
-  if (batch.rows_by_stage[0] > 0) {
+  if (decodes) {
     launches_without_decode_ = 0;
   } else if (launches_without_decode_ < kLaunchesWithoutDecode) {
     ++launches_without_decode_;
   }
   batch.OrderByStage();
-  if (forms_runs_) FindRuns(batch);
+  if (forms_runs_) FindRowRuns(&batch);
 }
 
 }  // namespace mla::scheduler

@@ -8,9 +8,9 @@
 // (waiting_requests.h): it decides the launch's key, and the other tenants with requests of that
 // key fill what is left, least served first. Within that order decode goes before extend and
 // prefill, which go in the order of their arrival. While those wait, decode takes three quarters of
-// a launch at most; once one of them has waited for several launches, it goes first. As long as
-// decodes come, launches take half of the predicted time, so that a decode which arrives during a
-// launch has been computed within Limits::launch_ms.
+// a launch at most; once one of them has waited for several launches, it goes first in every second
+// one. As long as decodes come, launches take half of the predicted time, so that a decode which
+// arrives during a launch has been computed within Limits::launch_ms.
 //
 // Head slices of the same rows go together (slice_table.h). A step's page work
 // (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
@@ -95,6 +95,13 @@ struct Batch {
  private:
   std::vector<Segment> by_stage_;  // scratch of OrderByStage
 };
+
+// What `rows` rows of a request, from row `row` of its step on, which belong to `entry`, cost with
+// `heads` heads; `expands`: in the expanded form.
+LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row, int32_t rows,
+                    int32_t heads, bool expands);
+// Finds the runs of a batch and counts their units as such (row_runs.cc).
+void FindRowRuns(Batch* batch);
 
 // Ranges of page work in one launch; what its metadata has room for.
 inline constexpr int32_t kPageRanges = 4096;
@@ -182,28 +189,27 @@ class BatchPolicy {
   bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
   // Takes ready requests of one kind, least served tenants first, while they fit.
   void TakeKind(Kind kind, Round& round);
+  // Takes decodes that way; false if none came as one.
+  bool TakeDecodes(Round& round);
   // Takes the page work that the request waits for; false if not all of it fits.
   bool TakePages(const StreamRequest& request, Round& round);
   int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
                       const Batch& batch) const;
   Fit FitTime(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
   Fit FitWhole(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
-  LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row,
-                      int32_t rows, int32_t heads, bool expands) const;
   bool FitsTime(const Round& round, const LaunchUnits& units) const;
   // Takes the request, with all of its group, out of the queues; false if nothing of it fits.
   bool Take(StreamRequest* request, Stage stage, Round& round);
   static void TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
                        Batch& batch);
   void AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch);
-  void FindRuns(Batch& batch) const;
-  void AddRun(int32_t head, Batch& batch) const;
 
   const Limits limits_;
   const int64_t gather_bytes_;
   const PieceBudget pieces_;
   bool forms_runs_ = false;
   int launches_without_decode_ = 0;  // chosen since one that had a decode, up to a bound
+  bool bulk_went_first_ = false;     // extend and prefill, in the last launch
   const Batch nothing_;              // a launch without requests
   SliceTable slices_;
   LaunchCost cost_;

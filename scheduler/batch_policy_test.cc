@@ -225,6 +225,15 @@ TEST_F(BatchPolicyTest, LaunchesAreHalfAsLongWhileDecodesCome) {
   EXPECT_GT(longest_of(50), whole * 3 / 4) << "no decodes, long launches";
 }
 
+TEST_F(BatchPolicyTest, DecodeGoesBesideAgedRowsOfWhichOneFillsALaunch) {
+  // Long contexts on a slow device, and more of them than are served while they are young.
+  for (int i = 0; i < 40; ++i) Add(1, 16'000, 40, 40);
+  Launches(400);
+  Worker* decode = Add(9, 100, 1, 1);
+  EXPECT_LE(LaunchesUntil(*decode), 2);
+  EXPECT_LE(LaunchesUntil(*decode), 2);
+}
+
 TEST_F(BatchPolicyTest, PromptsOfATenantGoOnBesideItsOwnDecodes) {
   for (int i = 0; i < 200; ++i) Add(1, 200, 1, 1);
   Launches(20);

@@ -74,13 +74,8 @@ void Simulator::OnSubmitted(uint64_t serial) {
     return request->launch == serial;
   });
   if (!takes) return;  // page work alone
-  // Extend and prefill that have waited for long go before decode, and may fill the launch.
-  const bool aged = std::any_of(requests_.begin(), requests_.end(), [&](const auto& request) {
-    return request->bulk && (request->launch == serial || !request->running) &&
-           Now() >= request->counts_from - slice_wait_us_ * 1000;
-  });
   for (const auto& request : requests_) {
-    if (request->launch == serial || request->running || (aged && !request->bulk)) continue;
+    if (request->launch == serial || request->running) continue;
     if (Now() >= request->counts_from) ++request->passed_over;
   }
 }
@@ -184,7 +179,8 @@ bool Simulator::WarmUp(const std::vector<FloodQueue>& flood) {
 }
 
 // Launches that may pass over a request of the light tenant: each other tenant begins one, and
-// those in which it catches up with what the light one has had since the flood began.
+// those in which it catches up with what the light one has had since the flood began. In every
+// second one the other kind may go first: decode, or what has waited for long.
 int64_t Simulator::MostPassedOver(const std::vector<FloodQueue>& flood) const {
   std::map<int, int64_t> least_cost;
   for (const FloodQueue& queue : flood) {
@@ -195,7 +191,7 @@ int64_t Simulator::MostPassedOver(const std::vector<FloodQueue>& flood) const {
   for (const auto& [tenant, cost] : least_cost) {
     most += 1 + DivideUp(most_served_[light_], cost);
   }
-  return most;
+  return 2 * most;
 }
 
 // Steps of a tenant with rows that are stored.
