@@ -141,6 +141,26 @@ INSTANTIATE_TEST_SUITE_P(Points, EnginePageWorkTest,
                          ::testing::Values(FaultPoint::kWritePages, FaultPoint::kSubmit));
 
 // Copies for steps that are abandoned wait for a launch that never needs them.
+// The engine role is not held for it, however many rows are sent again.
+TEST_F(EngineFaultTest, RowsThatAreSentAgainAreComparedByALaunch) {
+  const SequenceInfo seq = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{seq.id, 1, 0, 3}})->status.ok());
+  auto first = h_->Attend(stream_, 1, 0, 0, Rows(3, 1), 5);
+  h_->Run();
+  auto again = h_->Attend(stream_, 1, 0, 0, Rows(3, 1), 5);
+  std::vector<Row> changed = Rows(3, 1);
+  changed[2].back() += 1;
+  auto other = h_->Attend(stream_, 1, 0, 0, changed, 5);
+  h_->Run();
+  EXPECT_TRUE(first->status.ok()) << first->status;
+  EXPECT_TRUE(again->status.ok()) << again->status;
+  EXPECT_EQ(other->fault.reason, "kv_rows_differ") << other->status;
+  EXPECT_EQ(other->fault.got, "other KV bytes at row 2");
+  EXPECT_EQ(backend_->appended_rows(), 3);
+  EXPECT_EQ(backend_->compared_rows(), 6);
+  EXPECT_EQ(backend_->reads(), 0);
+}
+
 TEST_F(EngineFaultTest, AbandonedStepsLeaveNoPageWork) {
   const SequenceInfo parent = h_->Open();
   ASSERT_TRUE(h_->Begin(stream_, 1, {{parent.id, 1, 0, 2}})->status.ok());

@@ -378,12 +378,10 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
           Int("limits.prefill_rows", 1, 1048576, "Rows of extend and prefill in one launch.",
               "Beside limits.launch_ms, which bounds the time; this bounds staging memory in use.",
               MLA_SLOT(limits.prefill_rows)),
-          Millis(
-              "limits.launch_ms", 1, 60'000, "Predicted time of one launch on the device.",
-              "While decodes come, launches take half of it: a decode that arrives during a launch "
-              "has been computed within this time. Long prompts are computed in parts; larger "
-              "parts are more efficient on CPUs.",
-              MLA_SLOT(limits.launch_ms)),
+          Millis("limits.launch_ms", 1, 60'000, "Predicted time of one launch on the device.",
+                 "Half of it while decodes come, so that one is computed within it. Longer suits "
+                 "CPUs.",
+                 MLA_SLOT(limits.launch_ms)),
           Int("limits.decode_rows", 1, 256,
               "A record with at most this many rows on a cache counts as decode.",
               "1 + the longest draft that is verified in one step.", MLA_SLOT(limits.decode_rows)),

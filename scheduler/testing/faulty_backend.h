@@ -37,6 +37,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
   void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
   // Of all launches: KV rows appended, and records of attention and their heads.
   int64_t appended_rows() const { return appended_rows_; }
+  int64_t compared_rows() const { return compared_rows_; }
+  int64_t reads() const { return reads_; }  // calls of ReadKv, which block
   int64_t attended_records() const { return attended_records_; }
   int64_t attended_heads() const { return attended_heads_; }
   void SetAbsorbedOnly() { absorbed_only_ = true; }
@@ -99,6 +101,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
     return inner_->FreeWeights(slot);
   }
   absl::Status ReadKv(const kernels::AppendRecord& where, kernels::Bf16* out) override {
+    ++reads_;
     return inner_->ReadKv(where, out);
   }
   absl::Status BeginLaunch(int32_t slot) override { return inner_->BeginLaunch(slot); }
@@ -135,7 +138,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override {
     if (absl::Status s = At(FaultPoint::kAppendKv); !s.ok()) return s;
-    for (const kernels::AppendRecord& record : records) appended_rows_ += record.rows;
+    for (const kernels::AppendRecord& record : records) {
+      (record.differs == nullptr ? appended_rows_ : compared_rows_) += record.rows;
+    }
     return inner_->AppendKv(slot, records);
   }
   absl::Status Absorb(int32_t slot, const kernels::Geometry& g, kernels::DType in,
@@ -189,6 +194,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   bool absorbed_only_ = false;
   bool expanded_bf16_only_ = false;
   int64_t appended_rows_ = 0;
+  int64_t compared_rows_ = 0, reads_ = 0;
   int64_t attended_records_ = 0;
   int64_t attended_heads_ = 0;
   std::atomic<bool> unhealthy_{false}, hung_{false}, hanging_{false};
