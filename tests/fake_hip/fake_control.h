@@ -31,8 +31,9 @@ struct Control {
   int fail_after = -1;
   int fail_code = 1;
   int fail_times = -1;
-  int fail_seen = 0;                   // calls of `fail_call` since it was named
-  bool lost = false;                   // sticky: every call fails with hipErrorLaunchFailure (719)
+  int fail_seen = 0;  // calls of `fail_call` since it was named
+  // Sticky: every call fails with hipErrorLaunchFailure (719). A fault of a kernel sets it.
+  bool lost = false;
   bool hang = false;                   // events never complete
   bool wrong_results = false;          // kernels do nothing
   const char* wrong_kernel = nullptr;  // if named, that one alone

@@ -1,15 +1,14 @@
 // Probe kernels: each runs one tile primitive of the architecture on given operands and writes what
 // comes out in plain row-major order, by the layout functions that the real kernels use.
-#if defined(__gfx950__)
+#include "kernels/hip/common/target.h"
+#if MLA_GFX950
 #include "kernels/hip/gfx950/tile.h"
-#elif defined(__gfx942__)
+#elif MLA_GFX942
 #include "kernels/hip/gfx942/tile.h"
-#elif defined(__CUDA_ARCH__) || defined(__CUDACC__)
+#else
 #include "kernels/hip/sm90/barriers.h"
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/wgmma.h"
-#else
-#error "build for gfx950, gfx942 or sm_90a"
 #endif
 
 #include "kernels/hip/common/kv_stream.h"
@@ -53,7 +52,7 @@ struct Probe {
     }
     for (int step = 0; step < kDepth / W::kDepth; ++step) {
       typename W::Q q;
-#if defined(__HIP__)
+#if MLA_AMD
       W::template load_k<kRows>(q, tile_a(), 0, step, lane);  // the same layout
 #else
       W::template load_q<kRows>(q, tile_a(), 0, step, lane);
@@ -125,7 +124,7 @@ struct Probe {
     stage<kKvRows>(tile_c(), args.c, kKvRows, kOutCols, tile::kWave);
     Scores s[kFragments];
     multiply_scores(args, s);
-#if defined(__HIP__)
+#if MLA_AMD
     multiply_outputs(args, tile_c(), [&s](typename W::P& p, int step) { W::make_p(p, s, step); });
 #else
     const int lane = tile::lane_index();
@@ -231,7 +230,7 @@ MLA_DEVICE void lanes(const ProbeArgs& args) {
 }
 MLA_PROBE(lanes, tile::kWave, lanes)
 
-#if !defined(__HIP__)
+#if MLA_SM90
 constexpr int kGroupThreads = 128;
 
 MLA_DEVICE int group_row(int slot) {

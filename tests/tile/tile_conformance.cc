@@ -1,20 +1,23 @@
 // Runs every tile primitive of the architecture that this machine's GPU has, and compares each
 // element with a formula on the host. Operands are distinct in every element, or whole numbers
-// small enough that sums are exact, so nothing transposed, swapped or left out can pass. Needs a
-// device: there is nothing to compare where the kernels are only executed by name.
+// small enough that sums are exact, so nothing transposed, swapped or left out can pass.
 //
-//   tile_conformance [--library LIB]
+//   tile_conformance [--library LIB] [--image ARCH FILE]
 //
-// A line per probe; exit status 0 only when a device was found and every element was right.
+// --image is device code for ARCH, in place of what was built in. A line per probe; exit status 0
+// only when a device was found and every element was right.
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -108,8 +111,13 @@ struct Case {
 
 class Device {
  public:
+  struct Image {
+    std::string arch;
+    std::span<const std::byte> bytes;
+  };
   static absl::StatusOr<std::unique_ptr<Device>> Open(gpu::Vendor vendor,
-                                                      const std::string& library);
+                                                      const std::string& library,
+                                                      const std::vector<Image>& images);
   const GpuRuntime& runtime() const { return *runtime_; }
   int wave() const { return runtime_->vendor() == gpu::Vendor::kAmd ? 64 : 32; }
   // Elements that are wrong; the first ones are printed.
@@ -125,23 +133,17 @@ class Device {
   std::vector<gpu::DeviceBuffer> buffers_;  // of the case that runs
 };
 
-absl::StatusOr<std::unique_ptr<Device>> Device::Open(gpu::Vendor vendor,
-                                                     const std::string& library) {
+absl::StatusOr<std::unique_ptr<Device>> Device::Open(gpu::Vendor vendor, const std::string& library,
+                                                     const std::vector<Image>& images) {
   std::vector<std::string> libraries;
   if (!library.empty()) libraries.push_back(library);
   auto runtime = GpuRuntime::Open(vendor, 0, libraries);
   if (!runtime.ok()) return runtime.status();
   auto device = std::make_unique<Device>();
   device->runtime_ = *std::move(runtime);
-  struct Image {
-    const char* arch;
-    const std::byte *begin, *end;
-  };
-  for (const Image& image : {Image{"gfx950", mla_probe_gfx950_begin, mla_probe_gfx950_end},
-                             Image{"gfx942", mla_probe_gfx942_begin, mla_probe_gfx942_end},
-                             Image{"sm_90", mla_probe_sm_90_begin, mla_probe_sm_90_end}}) {
-    if (device->runtime_->arch() != image.arch || image.begin == image.end) continue;
-    auto module = device->runtime_->Load({image.begin, image.end});
+  for (const Image& image : images) {
+    if (device->runtime_->arch() != image.arch || image.bytes.empty()) continue;
+    auto module = device->runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
     device->module_ = *module;
   }
@@ -363,24 +365,57 @@ void AddWarpgroups(std::vector<Case>& cases) {
                    Floats(rows)});
 }
 
-int Main(int argc, char** argv) {
+struct Flags {
   std::string library;
-  if (argc == 3 && std::strcmp(argv[1], "--library") == 0) {
-    library = argv[2];
-  } else if (argc != 1) {
-    std::fprintf(stderr, "usage: %s [--library LIB]\n", argv[0]);
+  std::string arch, image;  // the latter is the contents of the file
+};
+
+bool Parse(int argc, char** argv, Flags& flags) {
+  for (int i = 1; i < argc;) {
+    if (i + 1 < argc && std::strcmp(argv[i], "--library") == 0) {
+      flags.library = argv[i + 1];
+      i += 2;
+    } else if (i + 2 < argc && std::strcmp(argv[i], "--image") == 0) {
+      flags.arch = argv[i + 1];
+      std::ifstream in(argv[i + 2], std::ios::binary);
+      flags.image.assign(std::istreambuf_iterator<char>(in), {});
+      if (flags.image.empty()) return false;
+      i += 3;
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::unique_ptr<Device> FindDevice(const Flags& flags) {
+  const auto built_in = [](const char* arch, const std::byte* begin, const std::byte* end) {
+    return Device::Image{arch, {begin, static_cast<size_t>(end - begin)}};
+  };
+  std::vector<Device::Image> images = {
+      built_in("gfx950", mla_probe_gfx950_begin, mla_probe_gfx950_end),
+      built_in("gfx942", mla_probe_gfx942_begin, mla_probe_gfx942_end),
+      built_in("sm_90", mla_probe_sm_90_begin, mla_probe_sm_90_end)};
+  std::vector<gpu::Vendor> vendors = {gpu::Vendor::kAmd, gpu::Vendor::kNvidia};
+  if (!flags.image.empty()) {
+    images = {{flags.arch, std::as_bytes(std::span<const char>(flags.image))}};
+    vendors = {flags.arch.starts_with("gfx") ? gpu::Vendor::kAmd : gpu::Vendor::kNvidia};
+  }
+  for (const gpu::Vendor vendor : vendors) {
+    auto opened = Device::Open(vendor, flags.library, images);
+    if (opened.ok()) return *std::move(opened);
+    std::printf("%s\n", std::string(opened.status().message()).c_str());
+  }
+  return nullptr;
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  if (!Parse(argc, argv, flags)) {
+    std::fprintf(stderr, "usage: %s [--library LIB] [--image ARCH FILE]\n", argv[0]);
     return 2;
   }
-  std::unique_ptr<Device> device;
-  for (const gpu::Vendor vendor : {gpu::Vendor::kAmd, gpu::Vendor::kNvidia}) {
-    auto opened = Device::Open(vendor, library);
-    if (!opened.ok()) {
-      std::printf("%s\n", std::string(opened.status().message()).c_str());
-      continue;
-    }
-    device = *std::move(opened);
-    break;
-  }
+  const std::unique_ptr<Device> device = FindDevice(flags);
   if (device == nullptr) return 1;
   std::vector<Case> cases;
   AddWaveProducts(device->wave(), cases);

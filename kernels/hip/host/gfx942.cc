@@ -2,5 +2,4 @@
 #define MLA_ON_HOST 1
 #define MLA_GFX942 1
 #define MLA_HOST_ARCH "gfx942"
-#include "kernels/hip/device_code.hip"
-#include "kernels/hip/host/kernel_table.h"
+#include "kernels/hip/host/device_kernels.h"

@@ -1,5 +1,10 @@
-// Ends the translation unit of an architecture on the host: after device_code.hip, whose kernels it
-// makes an image of. MLA_HOST_ARCH is the architecture's name.
+// Makes an image of the kernels of a translation unit that is compiled for the host: includes them
+// before this header, and ends with
+//
+//   constexpr mla::gpu::host::Kernel kKernels[] = {MLA_HOST_KERNEL(name), ...};
+//   MLA_HOST_IMAGE(kKernels)
+//
+// MLA_HOST_ARCH is the architecture's name.
 #ifndef MLA_KERNELS_HIP_HOST_KERNEL_TABLE_H_
 #define MLA_KERNELS_HIP_HOST_KERNEL_TABLE_H_
 
@@ -24,32 +29,21 @@ template <class Arguments>
 constexpr OfArguments<Arguments> ArgumentsOf(void (*)(Arguments)) {
   return {};
 }
-#define MLA_HOST_KERNEL(kernel) decltype(ArgumentsOf(kernel))::Make<kernel>(#kernel)
-
-constexpr Kernel kKernels[] = {
-#if MLA_SM90
-    MLA_HOST_KERNEL(mla_attend_16),
-#endif
-    MLA_HOST_KERNEL(mla_attend_64),
-#if MLA_GFX950
-    MLA_HOST_KERNEL(mla_attend_128),
-#endif
-    MLA_HOST_KERNEL(mla_expand),     MLA_HOST_KERNEL(mla_attend_expanded),
-    MLA_HOST_KERNEL(mla_move),       MLA_HOST_KERNEL(mla_append_kv),
-    MLA_HOST_KERNEL(mla_combine),    MLA_HOST_KERNEL(mla_project),
-};
-
-const char* RunGrid(const Kernel& kernel, const Grid& grid, const void* arguments) {
-  return Run(kernel, tile::kWave, grid, arguments);
-}
-constexpr Image kImage = {MLA_HOST_ARCH, tile::kWave, kKernels, sizeof(kKernels) / sizeof(Kernel),
-                          RunGrid};
+#define MLA_HOST_KERNEL(kernel) decltype(mla::gpu::host::ArgumentsOf(kernel))::Make<kernel>(#kernel)
 
 }  // namespace
 }  // namespace mla::gpu::host
 
-extern "C" __attribute__((visibility("default"))) const mla::gpu::host::Image* mla_host_image() {
-  return &mla::gpu::host::kImage;
-}
+#define MLA_HOST_IMAGE(kernels)                                                            \
+  extern "C" __attribute__((visibility("default"))) const mla::gpu::host::Image*           \
+  mla_host_image() {                                                                       \
+    static constexpr mla::gpu::host::Image kImage = {                                      \
+        MLA_HOST_ARCH, mla::gpu::tile::kWave, kernels, sizeof(kernels) / sizeof(*kernels), \
+        [](const mla::gpu::host::Kernel& kernel, const mla::gpu::host::Grid& grid,         \
+           const void* arguments) {                                                        \
+          return mla::gpu::host::Run(kernel, mla::gpu::tile::kWave, grid, arguments);      \
+        }};                                                                                \
+    return &kImage;                                                                        \
+  }
 
 #endif  // MLA_KERNELS_HIP_HOST_KERNEL_TABLE_H_

@@ -1,0 +1,26 @@
+// All device kernels of the architecture that the including file has chosen, as an image.
+#ifndef MLA_KERNELS_HIP_HOST_DEVICE_KERNELS_H_
+#define MLA_KERNELS_HIP_HOST_DEVICE_KERNELS_H_
+
+#include "kernels/hip/device_code.hip"
+#include "kernels/hip/host/kernel_table.h"
+
+namespace mla::gpu {
+
+constexpr host::Kernel kKernels[] = {
+#if MLA_SM90
+    MLA_HOST_KERNEL(mla_attend_16),
+#endif
+    MLA_HOST_KERNEL(mla_attend_64),
+#if MLA_GFX950
+    MLA_HOST_KERNEL(mla_attend_128),
+#endif
+    MLA_HOST_KERNEL(mla_expand),     MLA_HOST_KERNEL(mla_attend_expanded),
+    MLA_HOST_KERNEL(mla_move),       MLA_HOST_KERNEL(mla_append_kv),
+    MLA_HOST_KERNEL(mla_combine),    MLA_HOST_KERNEL(mla_project),
+};
+MLA_HOST_IMAGE(kKernels)
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_HOST_DEVICE_KERNELS_H_

@@ -1,0 +1,21 @@
+// The probe kernels, compiled for the host. The build chooses the architecture.
+#include "kernels/hip/host/kernel_table.h"
+#include "tests/tile/probe.hip"
+
+namespace mla::tile_test {
+
+constexpr gpu::host::Kernel kKernels[] = {
+    MLA_HOST_KERNEL(probe_scores_16),    MLA_HOST_KERNEL(probe_scores_32),
+    MLA_HOST_KERNEL(probe_outputs_16),   MLA_HOST_KERNEL(probe_outputs_32),
+    MLA_HOST_KERNEL(probe_chain_16),     MLA_HOST_KERNEL(probe_chain_32),
+    MLA_HOST_KERNEL(probe_rows_16),      MLA_HOST_KERNEL(probe_rows_32),
+    MLA_HOST_KERNEL(probe_copy),         MLA_HOST_KERNEL(probe_math),
+    MLA_HOST_KERNEL(probe_lanes),
+#if MLA_SM90
+    MLA_HOST_KERNEL(probe_wgmma_scores), MLA_HOST_KERNEL(probe_wgmma_outputs),
+    MLA_HOST_KERNEL(probe_matrices),     MLA_HOST_KERNEL(probe_barriers),
+#endif
+};
+MLA_HOST_IMAGE(kKernels)
+
+}  // namespace mla::tile_test
