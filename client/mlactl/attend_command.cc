@@ -12,8 +12,8 @@
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
 #include "client/mlactl/cli/interrupt.h"
-#include "client/mlactl/cli/option_reader.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/cli/transport.h"
 #include "client/mlactl/tensors/output_comparison.h"
 #include "client/mlactl/tensors/random_tensors.h"
 #include "client/mlactl/tensors/value_bounds.h"
@@ -21,6 +21,11 @@
 
 namespace mla::mlactl {
 namespace {
+
+constexpr char kNotes[] =
+    "A prompt in the EXPANDED profile and one more row in ABSORBED, on a model of its own. Exit\n"
+    "code 5 when the outputs are outside the rule. A first check of a new server; replay is the\n"
+    "thorough one.\n";
 
 // Dimensions that every backend takes; two heads, so that their order shows.
 constexpr uint32_t kHeads = 2, kLora = 512, kRope = 64, kNope = 128, kV = 128;
@@ -215,23 +220,11 @@ absl::Status RunSteps(client::Client* client, const Example& example, const std:
   return absl::OkStatus();
 }
 
-}  // namespace
-
-std::vector<Option> AttendOptionTable() {
-  return {{"transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)",
-           "auto,inline,shm,ring-futex,ring-spin"}};
-}
-
-int Attend(const Arguments& arguments) {
-  auto options = *ClientOptionsOf(arguments);
-  OptionReader reader(arguments);
-  std::string asked = "auto", transport;
-  if (arguments.Get("transport", "auto") != "auto") {
-    reader.Choice("transport", TransportNames(), &asked);
-  }
-  if (!reader.status().ok()) return FailUsage(reader.status());
+int Attend(const CommonOptions& common, const std::string& asked) {
+  client::ClientOptions options = common.client;
+  std::string transport;
   SetTransport(asked, kDefaultSpinMicros, &options);
-  auto client = client::Client::Connect(TargetOf(arguments), options);
+  auto client = client::Client::Connect(common.target, options);
   if (!client.ok()) return Fail(client.status());
   const std::atomic<bool>& interrupted = CatchInterrupts();
   OutputComparison comparison{OutputRule{}};
@@ -256,8 +249,22 @@ int Attend(const Arguments& arguments) {
       backend.name(), transport, kRows, comparison.cosine().value, comparison.of_allowed().value,
       comparison.agrees() ? "the outputs agree"
                           : absl::StrCat("the outputs DIFFER: ", comparison.first_outside()));
-  const int code = Emit(arguments, json.dump(2) + "\n", text);
+  const int code = Emit(common, json.dump(2) + "\n", text);
   return code != kOk ? code : comparison.agrees() ? kOk : kDifferent;
+}
+
+}  // namespace
+
+void AddAttendCommand(Program* program) {
+  const auto transport = std::make_shared<std::string>("auto");
+  Command command =
+      program->Add({.name = "attend",
+                    .group = "Checks and load",
+                    .summary = "a few rows of attention, checked against this program's own",
+                    .examples = "mlactl attend\nmlactl attend --transport=shm --json\n",
+                    .notes = kNotes});
+  AddTransport(&command, transport.get());
+  command.Run([transport](const CommonOptions& common) { return Attend(common, *transport); });
 }
 
 }  // namespace mla::mlactl

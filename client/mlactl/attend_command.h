@@ -2,17 +2,13 @@
 #ifndef MLA_CLIENT_MLACTL_ATTEND_COMMAND_H_
 #define MLA_CLIENT_MLACTL_ATTEND_COMMAND_H_
 
-#include <vector>
-
-#include "client/mlactl/cli/command_line.h"
+#include "client/mlactl/cli/program.h"
 
 namespace mla::mlactl {
 
-std::vector<Option> AttendOptionTable();
-
-// kDifferent when an output is outside the rule of output_comparison.h. What it created on the
-// server is gone when it returns.
-int Attend(const Arguments& arguments);
+// Its exit code is kDifferent when an output is outside the rule of output_comparison.h. What the
+// command created on the server is gone when it returns.
+void AddAttendCommand(Program* program);
 
 }  // namespace mla::mlactl
 

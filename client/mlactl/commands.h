@@ -1,17 +1,13 @@
-// The table of commands, and the program around it.
+// All commands of mlactl.
 #ifndef MLA_CLIENT_MLACTL_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_COMMANDS_H_
 
-#include <span>
-
-#include "client/mlactl/cli/command_line.h"
+#include "client/mlactl/cli/program.h"
 
 namespace mla::mlactl {
 
-std::span<const Command> Commands();
-
-// Does what the words say and returns the exit code. `words` without the program's name.
-int RunMlactl(std::span<const char* const> words);
+// `program` must outlive its run: the completion command reads it.
+void AddCommands(Program* program);
 
 }  // namespace mla::mlactl
 

@@ -8,23 +8,41 @@
 #include <sstream>
 #include <string>
 
+#include "client/mlactl/cli/completion.h"
+
 namespace mla::mlactl {
 namespace {
 
 using ::testing::HasSubstr;
 
+Program* AllCommands() {
+  static Program* const kProgram = [] {
+    auto* const program = new Program;
+    AddCommands(program);
+    return program;
+  }();
+  return kProgram;
+}
+
 TEST(CommandsTest, EveryCommandHasHelpThatFitsATerminal) {
-  ASSERT_GT(Commands().size(), 7u);
-  for (const Command& command : Commands()) {
-    EXPECT_FALSE(command.summary.empty()) << command.name;
-    EXPECT_FALSE(command.examples.empty()) << command.name;
-    EXPECT_NE(command.run, nullptr) << command.name;
-    std::istringstream lines(HelpText(&command, Commands()));
+  const CLI::App& app = AllCommands()->app();
+  const auto commands = app.get_subcommands([](const CLI::App*) { return true; });
+  ASSERT_GT(commands.size(), 15u);
+  for (const CLI::App* command : commands) {
+    const std::string& name = command->get_name();
+    EXPECT_FALSE(command->get_description().empty()) << name;
+    const std::string help = AllCommands()->Help(name);
+    EXPECT_THAT(help, HasSubstr("Examples:\n  ")) << name;
+    EXPECT_THAT(help, HasSubstr("mlactl " + name)) << name;
+    EXPECT_THAT(help, HasSubstr("--tls-server-name=NAME")) << name;
+    std::istringstream lines(help + AllCommands()->Help());
     for (std::string line; std::getline(lines, line);) {
-      EXPECT_LE(line.size(), 110u) << command.name << ": " << line;
+      EXPECT_LE(line.size(), 110u) << name << ": " << line;
     }
-    for (const Option& option : command.options) {
-      for (const Option& global : GlobalOptions()) EXPECT_NE(option.name, global.name);
+    for (const CLI::Option* option : command->get_options()) {
+      if (option->get_group().empty()) continue;
+      EXPECT_FALSE(option->get_description().empty()) << name << " " << option->get_name();
+      EXPECT_EQ(app.get_option_no_throw(option->get_name()), nullptr) << option->get_name();
     }
   }
 }
@@ -32,7 +50,7 @@ TEST(CommandsTest, EveryCommandHasHelpThatFitsATerminal) {
 // What the script offers for a line, by running it in bash.
 std::string Completed(const std::string& words, int at) {
   const std::string path = testing::TempDir() + "/completion.bash";
-  std::ofstream(path) << CompletionScript("bash", Commands());
+  std::ofstream(path) << CompletionScript("bash", *AllCommands());
   const std::string command = "bash -c 'source " + path + "; compopt() { :; }; COMP_WORDS=(" +
                               words + "); COMP_CWORD=" + std::to_string(at) +
                               "; _mlactl; echo ${COMPREPLY[*]}'";
@@ -48,6 +66,7 @@ TEST(CommandsTest, BashCompletesCommandsOptionsAndChoices) {
   EXPECT_EQ(Completed("mlactl --output=json dr", 2), "drain\n");
   EXPECT_THAT(Completed("mlactl bench --conc", 2), HasSubstr("--concurrency="));
   EXPECT_THAT(Completed("mlactl bench --tar", 2), HasSubstr("--target="));
+  EXPECT_EQ(Completed("mlactl bench --qui", 2), "--quiet\n");
   EXPECT_EQ(Completed("mlactl info --conc", 2), "\n");
   EXPECT_EQ(Completed("mlactl bench --transport = ring", 4), "ring-futex ring-spin\n");
   EXPECT_EQ(Completed("mlactl bench --transport =", 3),
@@ -59,11 +78,11 @@ TEST(CommandsTest, BashCompletesCommandsOptionsAndChoices) {
 }
 
 TEST(CommandsTest, OtherShellsHaveScriptsToo) {
-  EXPECT_THAT(CompletionScript("zsh", Commands()), HasSubstr("bashcompinit"));
-  const std::string fish = CompletionScript("fish", Commands());
+  EXPECT_THAT(CompletionScript("zsh", *AllCommands()), HasSubstr("bashcompinit"));
+  const std::string fish = CompletionScript("fish", *AllCommands());
   EXPECT_THAT(fish, HasSubstr("complete -c mlactl -f -n __fish_use_subcommand -a bench"));
   EXPECT_THAT(fish, HasSubstr("server\\'s"));
-  EXPECT_EQ(CompletionScript("tcsh", Commands()), "");
+  EXPECT_EQ(CompletionScript("tcsh", *AllCommands()), "");
 }
 
 }  // namespace

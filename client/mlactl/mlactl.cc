@@ -1,10 +1,10 @@
-// mlactl: what a server is, does and can do, from the command line.
-#include <cstdio>
+// mlactl: the command line of a server.
 #include <span>
-#include <vector>
 
 #include "client/mlactl/commands.h"
 
 int main(int argc, char** argv) {
-  return mla::mlactl::RunMlactl(std::span<const char* const>(argv + 1, argv + argc));
+  mla::mlactl::Program program;
+  mla::mlactl::AddCommands(&program);
+  return program.Run(std::span<const char* const>(argv + 1, argv + argc));
 }

@@ -21,6 +21,28 @@
 namespace mla::mlactl {
 namespace {
 
+constexpr char kNotes[] =
+    "Simulated model workers send decode steps: BeginStep, one Attend for each layer, each sent\n"
+    "when the one before is answered, EndStep. LIST options take values separated by commas; "
+    "every\n"
+    "combination is a run. The command registers a model of random weights under a new name and\n"
+    "removes it at the end. Ctrl-C ends the run early; the results so far are printed.\n"
+    "\n"
+    "In a closed loop each worker starts a step when its last one is done. With --rate steps\n"
+    "arrive whether or not the server keeps up, and latency runs from the intended arrival, so\n"
+    "that a stall counts in every step that it delays; concurrency is then the most steps under\n"
+    "way.\n"
+    "\n"
+    "network is what the client saw beyond the server's own queue, plan, kernel and write.\n";
+
+constexpr char kExamples[] =
+    "mlactl bench\n"
+    "mlactl --target=unix:/run/mla/mla.sock bench --transport=all --json=wire.json "
+    "--plot=wire.svg\n"
+    "mlactl bench --preset=deepseek-v3 --batch=1,32,128 --context=4096 --shared-context\n"
+    "mlactl bench --rate=500,1000,2000 --concurrency=64 --duration=30\n"
+    "mlactl bench --rows=512 --context=0 --steps=20       # prefill\n";
+
 std::string MeasureText(const LoadProgress& progress) {
   const auto micros = [](int64_t ns) { return static_cast<double>(ns) * 1e-3; };
   std::string text =
@@ -141,27 +163,23 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client,
   return (*model)->Remove();
 }
 
-}  // namespace
-
-int Bench(const Arguments& arguments) {
-  const auto options = ReadBenchOptions(arguments);
+int Bench(const CommonOptions& common, const BenchArguments& arguments) {
+  const auto options = MakeBenchOptions(common, arguments);
   if (!options.ok()) return FailUsage(options.status());
   auto client = client::Client::Connect(options->target, options->client);
   if (!client.ok()) return Fail(client.status());
   const std::atomic<bool>& interrupted = CatchInterrupts();
   const v1::GetServerInfoReply server = (*client)->info();
-  const bool json_only =
-      arguments.Get("output") == "json" || (arguments.Has("json") && arguments.Get("json").empty());
   Progress progress(stderr, options->quiet);
-  if (!json_only) std::fputs(BenchHeaderText(*options, server).c_str(), stdout);
+  if (!common.json) std::fputs(BenchHeaderText(*options, server).c_str(), stdout);
   std::vector<BenchRun> runs;
   const std::string model_id = NewModelId("bench");
   const absl::Status status =
-      RunAll(*options, client->get(), model_id, &progress, &runs, !json_only);
+      RunAll(*options, client->get(), model_id, &progress, &runs, !common.json);
   progress.Clear();
   int code = kOk;
   if (!runs.empty()) {
-    code = Emit(arguments, BenchJson(*options, server, runs),
+    code = Emit(common, BenchJson(*options, server, runs),
                 runs.size() > 1 ? BenchSummaryText(runs) : "");
     if (!options->plot_file.empty() && code == kOk) {
       const absl::Status written = WriteFile(options->plot_file, BenchSvg(*options, runs));
@@ -173,6 +191,19 @@ int Bench(const Arguments& arguments) {
     return Interrupted(client->get(), {{model_id}});
   }
   return status.ok() ? code : Fail(status);
+}
+
+}  // namespace
+
+void AddBenchCommand(Program* program) {
+  const auto arguments = std::make_shared<BenchArguments>();
+  Command command = program->Add({.name = "bench",
+                                  .group = "Checks and load",
+                                  .summary = "load on the server, measured",
+                                  .examples = kExamples,
+                                  .notes = kNotes});
+  AddBenchOptions(&command, arguments.get());
+  command.Run([arguments](const CommonOptions& common) { return Bench(common, *arguments); });
 }
 
 }  // namespace mla::mlactl

@@ -2,13 +2,12 @@
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
 
-#include "client/mlactl/cli/command_line.h"
+#include "client/mlactl/cli/program.h"
 
 namespace mla::mlactl {
 
-// Runs everything that the options ask for and prints the report. What it created on the server is
-// gone when it returns, however it returns.
-int Bench(const Arguments& arguments);
+// What the command created on the server is gone when it returns, however it returns.
+void AddBenchCommand(Program* program);
 
 }  // namespace mla::mlactl
 

@@ -8,8 +8,8 @@
 
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
-#include "client/mlactl/cli/command_line.h"
-#include "client/mlactl/cli/output.h"
+#include "client/mlactl/cli/program.h"
+#include "client/mlactl/cli/transport.h"
 #include "client/mlactl/load/load_loop.h"
 #include "mla/v1/attention.pb.h"
 #include "mla/v1/model.pb.h"
@@ -48,11 +48,24 @@ struct BenchOptions {
   bool quiet = false;                     // no progress
 };
 
-// The options of the command, for the table of commands.
-std::vector<Option> BenchOptionTable();
+// The command line: what BenchOptions takes as it is, names, and lists whose combinations are runs.
+struct BenchArguments {
+  BenchOptions options;  // without target, client, model and points
+  std::string preset = "small", query_precision = "default", arrivals = "poisson";
+  std::string output_dtype = "bf16";
+  uint32_t heads = 0, layers = 0;  // 0: the preset's
+  uint32_t lora = 512, rope = 64, nope = 128, v = 128, page_size = 0;
+  std::vector<std::string> transports = {"auto"}, profiles = {"expanded"};
+  std::vector<uint64_t> batches = {1}, rows = {1}, contexts = {1024}, workers = {1};
+  std::vector<double> rates = {0};
+};
 
-// INVALID_ARGUMENT with all faults, one a line.
-absl::StatusOr<BenchOptions> ReadBenchOptions(const Arguments& arguments);
+// Defines the options. `arguments` must outlive the program's run.
+void AddBenchOptions(Command* command, BenchArguments* arguments);
+
+// INVALID_ARGUMENT when the lists combine to more than kMaxBenchRuns.
+absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
+                                              const BenchArguments& arguments);
 
 }  // namespace mla::mlactl
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/cli/transport.h"
 #include "client/mlactl/tensors/random_tensors.h"
 
 namespace mla::mlactl {

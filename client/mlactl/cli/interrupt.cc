@@ -3,7 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "client/mlactl/cli/command_line.h"
+#include "client/mlactl/cli/common.h"
 
 namespace mla::mlactl {
 namespace {

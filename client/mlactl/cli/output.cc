@@ -6,19 +6,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "client/cpp/errors.h"
-#include "client/mlactl/cli/option_reader.h"
 
 namespace mla::mlactl {
 namespace {
-
-constexpr char kDefaultTarget[] = "127.0.0.1:50551";
 
 void PrintLines(const std::string& text) {
   for (const auto line : absl::StrSplit(text, '\n')) {
@@ -28,56 +24,14 @@ void PrintLines(const std::string& text) {
 
 }  // namespace
 
-std::string TargetOf(const Arguments& arguments) {
-  const char* from_environment = std::getenv("MLA_TARGET");
-  return arguments.Get("target", from_environment == nullptr ? kDefaultTarget : from_environment);
-}
-
-absl::StatusOr<client::ClientOptions> ClientOptionsOf(const Arguments& arguments) {
-  client::ClientOptions options;
-  options.tenant = arguments.Get("tenant");
-  options.tls_ca = arguments.Get("tls-ca");
-  options.tls_cert = arguments.Get("tls-cert");
-  options.tls_key = arguments.Get("tls-key");
-  options.tls_server_name = arguments.Get("tls-server-name");
-  options.renew_leases = false;
-  options.call_timeout_ms = 5000;
-  OptionReader reader(arguments);
-  reader.Number("timeout-ms", 1, 86400000, &options.call_timeout_ms);
-  std::string format;
-  reader.Choice("output", {"text", "json"}, &format);
-  if (!reader.status().ok()) return reader.status();
-  return options;
-}
-
 uint32_t StepLeaseMs(const client::Client& client) {
   constexpr uint32_t kWanted = 30000;
   const uint32_t most = client.info().limits().max_lease_ms();
   return most == 0 ? kWanted : std::min(kWanted, most);
 }
 
-absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& arguments) {
-  const auto options = ClientOptionsOf(arguments);
-  if (!options.ok()) return options.status();
-  return client::Client::Connect(TargetOf(arguments), *options);
-}
-
-void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options) {
-  using Transport = client::ClientOptions::Transport;
-  options->spin_us = 0;
-  if (name == "inline") options->transport = Transport::kGrpc;
-  if (name == "shm") options->transport = Transport::kShared;
-  if (name == "ring-futex") options->transport = Transport::kRing;
-  if (name == "ring-spin") {
-    options->transport = Transport::kRing;
-    options->spin_us = spin_us;
-  }
-}
-
-const std::vector<std::string>& TransportNames() {
-  static const auto* const kNames =
-      new std::vector<std::string>{"inline", "shm", "ring-futex", "ring-spin"};
-  return *kNames;
+absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& common) {
+  return client::Client::Connect(common.target, common.client);
 }
 
 std::string NewModelId(const std::string& purpose) {
@@ -138,13 +92,10 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
   return absl::OkStatus();
 }
 
-int Emit(const Arguments& arguments, const std::string& json, const std::string& text) {
-  const std::string file = arguments.Get("json");
-  const bool bare = arguments.Has("json") && file.empty();
-  const bool as_json = bare || arguments.Get("output", "text") == "json";
-  std::fputs((as_json ? json : text).c_str(), stdout);
-  if (file.empty()) return kOk;
-  const absl::Status written = WriteFile(file, json);
+int Emit(const CommonOptions& common, const std::string& json, const std::string& text) {
+  std::fputs((common.json ? json : text).c_str(), stdout);
+  if (common.json_file.empty()) return kOk;
+  const absl::Status written = WriteFile(common.json_file, json);
   return written.ok() ? kOk : Fail(written);
 }
 

@@ -14,21 +14,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
-#include "client/mlactl/cli/command_line.h"
+#include "client/mlactl/cli/common.h"
 
 namespace mla::mlactl {
 
-// Of --target and $MLA_TARGET.
-std::string TargetOf(const Arguments& arguments);
-// Of --tenant, --timeout-ms and --tls-*; leases are not renewed.
-absl::StatusOr<client::ClientOptions> ClientOptionsOf(const Arguments& arguments);
-absl::StatusOr<std::unique_ptr<client::Client>> Connect(const Arguments& arguments);
+// A client of the common options' target.
+absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& common);
 
-// Of a --transport and a spinning time: "auto", "inline", "shm", "ring-futex" or "ring-spin".
-void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options);
-// The names that SetTransport knows, without "auto".
-const std::vector<std::string>& TransportNames();
-inline constexpr uint32_t kDefaultSpinMicros = 100;
 // A name for a model that no other run has chosen: mlactl-PURPOSE-RANDOM.
 std::string NewModelId(const std::string& purpose);
 
@@ -48,12 +40,23 @@ int Interrupted(client::Client* client, std::span<const std::string> model_ids);
 // Fail for options that make no sense: kUsageError.
 int FailUsage(const absl::Status& status);
 
-// Prints `text`, or `json` with --output=json or a bare --json; writes `json` to the file of
-// --json=FILE. kRefused when it cannot be written, else kOk.
-int Emit(const Arguments& arguments, const std::string& json, const std::string& text);
+// Prints `json` or `text`, whichever the options name, and writes `json` to their file, if any.
+// kRefused when it cannot be written, else kOk.
+int Emit(const CommonOptions& common, const std::string& json, const std::string& text);
 absl::Status WriteFile(const std::string& path, const std::string& bytes);
 
 std::string ToJson(const google::protobuf::Message& message);
+
+// Connects, calls `call` and prints its reply; returns the exit code. `call` takes a Client* and
+// returns a StatusOr of a message, of which `format` makes text.
+template <typename Call, typename Format>
+int CallAndPrint(const CommonOptions& common, Call call, Format format) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  const auto reply = call(client->get());
+  if (!reply.ok()) return Fail(reply.status());
+  return Emit(common, ToJson(*reply), format(*reply));
+}
 
 }  // namespace mla::mlactl
 

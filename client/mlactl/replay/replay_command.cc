@@ -10,9 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/mlactl/cli/interrupt.h"
-#include "client/mlactl/cli/option_reader.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/progress.h"
+#include "client/mlactl/cli/transport.h"
 #include "client/mlactl/replay/recording.h"
 #include "client/mlactl/replay/replayer.h"
 #include "nlohmann/json.hpp"
@@ -23,47 +23,36 @@ namespace {
 // What bf16 outputs lose at the wire, as a cosine difference.
 constexpr double kBf16Cosine = 3e-5;
 
+constexpr char kNotes[] =
+    "FILE holds requests and the outputs that they should give, as ./dev demo --record writes it.\n"
+    "It is sent to the server under model names of its own. Exit code 5 when outputs are outside\n"
+    "the rule; the worst errors are printed either way.\n"
+    "\n"
+    "With --save the answers of this server replace the expected ones in a new recording, so that\n"
+    "another backend can be compared with it. Ctrl-C prints the results so far.\n";
+
+constexpr char kExamples[] =
+    "mlactl replay demo.rec\n"
+    "mlactl --target=unix:/run/cpu.sock replay demo.rec --save=cpu.rec\n"
+    "mlactl --target=unix:/run/gpu.sock replay cpu.rec --transport=inline --json=gpu.json\n";
+
 struct Inputs {
-  client::ClientOptions client;
-  ReplayOptions replay;
   std::string recording, save_file;
+  std::string transport = "auto", output_dtype = "f32";
+  uint32_t spin_us = kDefaultSpinMicros;
+  OutputRule rule;
+  bool has_cosine = false;  // the rule's is given
   bool quiet = false;
 };
 
-absl::StatusOr<Inputs> ReadInputs(const Arguments& arguments) {
-  const auto client = ClientOptionsOf(arguments);
-  if (!client.ok()) return client.status();
-  Inputs inputs;
-  inputs.client = *client;
-  inputs.client.renew_leases = true;
-  inputs.recording = arguments.words()[0];
-  inputs.save_file = arguments.Get("save");
-  inputs.quiet = arguments.Has("quiet");
-  OptionReader reader(arguments);
-  std::string transport = "auto", dtype = "f32";
-  uint32_t spin_us = kDefaultSpinMicros;
-  if (arguments.Get("transport", "auto") != "auto") {
-    reader.Choice("transport", TransportNames(), &transport);
+ReplayOptions OptionsOf(const Inputs& inputs) {
+  ReplayOptions options;
+  options.rule = inputs.rule;
+  if (inputs.output_dtype == "bf16") {
+    options.o_dtype = v1::DTYPE_BF16;
+    if (!inputs.has_cosine) options.rule.cosine = kBf16Cosine;
   }
-  reader.Number("spin-us", 1, 10'000'000, &spin_us);
-  reader.Choice("output-dtype", {"f32", "bf16"}, &dtype);
-  SetTransport(transport, spin_us, &inputs.client);
-  OutputRule& rule = inputs.replay.rule;
-  if (dtype == "bf16") {
-    inputs.replay.o_dtype = v1::DTYPE_BF16;
-    rule.cosine = kBf16Cosine;
-  }
-  reader.Real("abs-of-v", 0, 1, &rule.abs_of_v);
-  reader.Real("rel", 0, 1, &rule.rel);
-  reader.Real("cosine", 0, 2, &rule.cosine);
-  reader.Real("lse", 0, 100, &rule.lse);
-  if (!reader.status().ok()) return reader.status();
-  std::error_code none;
-  if (!inputs.save_file.empty() &&
-      std::filesystem::equivalent(inputs.save_file, inputs.recording, none)) {
-    return absl::InvalidArgumentError("--save: got the recording itself, must be another file");
-  }
-  return inputs;
+  return options;
 }
 
 std::string FigureLine(const char* name, const WorstFigure& worst, double bound) {
@@ -146,7 +135,7 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
 
 // The whole recording, or as much of it as there is time for. Prints what came of it; `model_ids`
 // gets the names of the models that were on the server meanwhile.
-absl::Status RunReplay(const Arguments& arguments, const Inputs& inputs, client::Client* client,
+absl::Status RunReplay(const CommonOptions& common, const Inputs& inputs, client::Client* client,
                        std::vector<std::string>* model_ids, int* code) {
   auto reader = RecordingReader::Open(inputs.recording);
   if (!reader.ok()) return reader.status();
@@ -158,7 +147,7 @@ absl::Status RunReplay(const Arguments& arguments, const Inputs& inputs, client:
   }
   const std::atomic<bool>& interrupted = CatchInterrupts();
   Progress progress(stderr, inputs.quiet);
-  Replayer replayer(client, reader->get(), writer.get(), inputs.replay);
+  Replayer replayer(client, reader->get(), writer.get(), OptionsOf(inputs));
   absl::Status status = replayer.Run([&] {
     progress.Show("replaying", (*reader)->fraction_read(),
                   absl::StrCat(replayer.counts().attends, " attends"));
@@ -170,41 +159,64 @@ absl::Status RunReplay(const Arguments& arguments, const Inputs& inputs, client:
   const bool cut = absl::IsCancelled(status) && interrupted.load();
   if (!status.ok() && !(cut && replayer.counts().attends > 0)) return status;
   const v1::GetServerInfoReply& server = client->info();
-  const std::string target = TargetOf(arguments);
-  *code = Emit(arguments, ReplayJson(replayer, server, target, cut),
-               ReplayText(replayer, server, target, cut));
+  *code = Emit(common, ReplayJson(replayer, server, common.target, cut),
+               ReplayText(replayer, server, common.target, cut));
   if (*code == kOk && !replayer.comparison().agrees()) *code = kDifferent;
   return status;
 }
 
-}  // namespace
-
-std::vector<Option> ReplayOptionTable() {
-  return {
-      {"transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)",
-       "auto,inline,shm,ring-futex,ring-spin"},
-      {"spin-us", "N", "how long each side of ring-spin spins before it sleeps (default 100)"},
-      {"save", "FILE", "write the recording with this server's outputs, to replay elsewhere"},
-      {"output-dtype", "TYPE", "asked of the server: f32 (default) or bf16", "f32,bf16"},
-      {"abs-of-v", "X", "error allowed, as a part of the largest |V| in sight (default 2e-3)"},
-      {"rel", "X", "error allowed, as a part of the expected value (default 1.6e-2)"},
-      {"cosine", "X", "cosine difference allowed of a row's head (default 1e-5; bf16 3e-5)"},
-      {"lse", "X", "error of the log-sum-exp allowed (default 1e-3)"},
-      {"quiet", "", "show no progress"},
-  };
-}
-
-int Replay(const Arguments& arguments) {
-  const auto inputs = ReadInputs(arguments);
-  if (!inputs.ok()) return FailUsage(inputs.status());
-  auto client = client::Client::Connect(TargetOf(arguments), inputs->client);
+int Replay(const CommonOptions& common, const Inputs& inputs) {
+  std::error_code none;
+  if (!inputs.save_file.empty() &&
+      std::filesystem::equivalent(inputs.save_file, inputs.recording, none)) {
+    return FailUsage(
+        absl::InvalidArgumentError("--save: got the recording itself, must be another file"));
+  }
+  client::ClientOptions options = common.client;
+  options.renew_leases = true;
+  SetTransport(inputs.transport, inputs.spin_us, &options);
+  auto client = client::Client::Connect(common.target, options);
   if (!client.ok()) return Fail(client.status());
   int code = kOk;
   std::vector<std::string> model_ids;
-  const absl::Status status = RunReplay(arguments, *inputs, client->get(), &model_ids, &code);
+  const absl::Status status = RunReplay(common, inputs, client->get(), &model_ids, &code);
   if (!CatchInterrupts().load()) return status.ok() ? code : Fail(status);
   if (!status.ok() && !absl::IsCancelled(status)) Fail(status);
   return Interrupted(client->get(), model_ids);
+}
+
+}  // namespace
+
+void AddReplayCommand(Program* program) {
+  const auto inputs = std::make_shared<Inputs>();
+  Command command = program->Add({.name = "replay",
+                                  .group = "Checks and load",
+                                  .summary = "a recording sent to the server, its outputs compared",
+                                  .examples = kExamples,
+                                  .notes = kNotes});
+  command.Word("FILE", "the recording", &inputs->recording);
+  AddTransport(&command, &inputs->transport);
+  AddSpin(&command, &inputs->spin_us);
+  command.Text("save", "FILE",
+               "write the recording with this server's outputs, to replay elsewhere",
+               &inputs->save_file);
+  command.Choice("output-dtype", "TYPE", "of the server's outputs: f32 (default) or bf16",
+                 {"f32", "bf16"}, &inputs->output_dtype);
+  OutputRule* const rule = &inputs->rule;
+  command.Real("abs-of-v", "X",
+               "error allowed, as a part of the largest |V| in sight (default 2e-3)", 0, 1,
+               &rule->abs_of_v);
+  command.Real("rel", "X", "error allowed, as a part of the expected value (default 1.6e-2)", 0, 1,
+               &rule->rel);
+  CLI::Option* const cosine = command.Real(
+      "cosine", "X", "cosine difference allowed of a row's head (default 1e-5; bf16 3e-5)", 0, 2,
+      &rule->cosine);
+  command.Real("lse", "X", "error of the log-sum-exp allowed (default 1e-3)", 0, 100, &rule->lse);
+  command.Flag("quiet", "show no progress", &inputs->quiet);
+  command.Run([inputs, cosine](const CommonOptions& common) {
+    inputs->has_cosine = cosine->count() > 0;
+    return Replay(common, *inputs);
+  });
 }
 
 }  // namespace mla::mlactl

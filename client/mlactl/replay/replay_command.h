@@ -2,17 +2,13 @@
 #ifndef MLA_CLIENT_MLACTL_REPLAY_REPLAY_COMMAND_H_
 #define MLA_CLIENT_MLACTL_REPLAY_REPLAY_COMMAND_H_
 
-#include <vector>
-
-#include "client/mlactl/cli/command_line.h"
+#include "client/mlactl/cli/program.h"
 
 namespace mla::mlactl {
 
-std::vector<Option> ReplayOptionTable();
-
-// kDifferent when outputs are outside the rule. What it created on the server is gone when it
-// returns.
-int Replay(const Arguments& arguments);
+// Its exit code is kDifferent when outputs are outside the rule. What the command created on the
+// server is gone when it returns.
+void AddReplayCommand(Program* program);
 
 }  // namespace mla::mlactl
 

@@ -1,0 +1,32 @@
+// What all commands share: exit codes of the process, and the options that every command has.
+#ifndef MLA_CLIENT_MLACTL_CLI_COMMON_H_
+#define MLA_CLIENT_MLACTL_CLI_COMMON_H_
+
+#include <string>
+
+#include "client/cpp/client.h"
+
+namespace mla::mlactl {
+
+// docs/operations.md lists them.
+enum ExitCode {
+  kOk = 0,
+  kUsageError = 1,
+  kUnreachable = 2,
+  kRefused = 3,
+  kNotServing = 4,  // health; or drain, when steps had to be aborted
+  kDifferent = 5,   // outputs are outside the rule
+  kInterrupted = 130,
+};
+
+// As read from the command line.
+struct CommonOptions {
+  std::string target;            // --target, else $MLA_TARGET, else 127.0.0.1:50551
+  client::ClientOptions client;  // --tenant, --timeout-ms and --tls-*; leases are not renewed
+  bool json = false;             // JSON instead of text on standard output
+  std::string json_file;         // JSON is written to this file too; empty: to none
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_CLI_COMMON_H_

@@ -1,0 +1,16 @@
+// Shell completion of a program's commands, options and choices.
+#ifndef MLA_CLIENT_MLACTL_CLI_COMPLETION_H_
+#define MLA_CLIENT_MLACTL_CLI_COMPLETION_H_
+
+#include <string>
+
+#include "client/mlactl/cli/program.h"
+
+namespace mla::mlactl {
+
+// The script for `shell`: "bash", "zsh" or "fish". Empty for another shell.
+std::string CompletionScript(const std::string& shell, const Program& program);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_CLI_COMPLETION_H_

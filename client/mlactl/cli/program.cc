@@ -1,0 +1,325 @@
+#include "client/mlactl/cli/program.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "client/mlactl/cli/interrupt.h"
+#include "client/mlactl/cli/output.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr char kDefaultTarget[] = "127.0.0.1:50551";
+constexpr char kCommonGroup[] = "Options of all commands";
+// The value of a --json without a file.
+constexpr char kStandardOutput[] = "-";
+constexpr char kExitCodes[] =
+    "Exit codes: 0 success, 1 wrong usage, 2 the server cannot be reached, 3 it answered with an\n"
+    "error, 4 not serving or not drained, 5 outputs differ, 130 interrupted.";
+
+// CLI11's layout, with --NAME=VALUE, the words of each command, and the common options under every
+// command.
+class HelpFormatter final : public CLI::Formatter {
+ public:
+  // CLI11 would add the value that a flag stands for.
+  std::string make_option_name(const CLI::Option* option, bool) const override {
+    return option->get_name();
+  }
+  std::string make_option_opts(const CLI::Option* option) const override {
+    if (!option->get_option_text().empty()) return option->get_option_text();
+    if (option->get_expected_max() == 0 || option->get_positional()) return "";
+    return "=" + option->get_type_name();
+  }
+  std::string make_subcommand(const CLI::App* command) const override {
+    std::string left = command->get_name();
+    for (const CLI::Option* option : command->get_options()) {
+      if (option->get_positional()) absl::StrAppend(&left, " ", option->get_name(true, false));
+    }
+    std::ostringstream text;
+    CLI::detail::format_help(text, left, command->get_description(), column_width_);
+    return text.str();
+  }
+  std::string make_subcommands(const CLI::App* app, CLI::AppFormatMode mode) const override {
+    return app->get_parent() == nullptr ? CLI::Formatter::make_subcommands(app, mode)
+                                        : make_groups(app->get_parent(), mode);
+  }
+};
+
+template <typename T>
+std::string RangeText(T least, T most) {
+  return absl::StrCat(least, "..", most);
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------- Command
+
+void Command::Fault(const std::string& name, const std::string& got, const std::string& must) {
+  program_->faults_.push_back(absl::StrCat("--", name, ": got \"", got, "\", must be ", must));
+}
+
+CLI::Option* Command::AddText(const std::string& name, const std::string& label,
+                              const std::string& help,
+                              std::function<void(const std::string& text)> read) {
+  const auto on_results = [self = *this, name, read](const CLI::results_t& results) mutable {
+    // CLI11 takes any word that follows.
+    if (absl::StartsWith(results.front(), "--")) {
+      self.Fault(name, results.front(), "a value");
+    } else {
+      read(results.front());
+    }
+    return true;
+  };
+  return app_->add_option("--" + name, CLI::callback_t(on_results), help)->type_name(label);
+}
+
+template <typename T>
+CLI::Option* Command::AddList(const std::string& name, const std::string& label,
+                              const std::string& help, size_t count, const std::string& must,
+                              std::function<bool(const std::string& part, T* value)> parse,
+                              std::function<void(std::vector<T>)> commit) {
+  return AddText(name, label, help, [=, self = *this](const std::string& text) mutable {
+    const std::vector<std::string> parts = absl::StrSplit(text, ',');
+    if (parts.size() > count) {
+      return self.Fault(name, text,
+                        absl::StrCat("at most ", count, " value", count == 1 ? "" : "s"));
+    }
+    std::vector<T> values(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (!parse(parts[i], &values[i])) return self.Fault(name, parts[i], must);
+    }
+    commit(std::move(values));
+  });
+}
+
+CLI::Option* Command::AddNumbers(const std::string& name, const std::string& label,
+                                 const std::string& help, uint64_t least, uint64_t most,
+                                 size_t count, std::function<void(std::vector<uint64_t>)> commit) {
+  const auto parse = [least, most](const std::string& part, uint64_t* value) {
+    return absl::SimpleAtoi(part, value) && *value >= least && *value <= most;
+  };
+  return AddList<uint64_t>(name, label, help, count, RangeText(least, most), parse, commit);
+}
+
+CLI::Option* Command::AddReals(const std::string& name, const std::string& label,
+                               const std::string& help, double least, double most, size_t count,
+                               std::function<void(std::vector<double>)> commit) {
+  const auto parse = [least, most](const std::string& part, double* value) {
+    return absl::SimpleAtod(part, value) && *value >= least && *value <= most;
+  };
+  return AddList<double>(name, label, help, count, RangeText(least, most), parse, commit);
+}
+
+CLI::Option* Command::AddChoices(const std::string& name, const std::string& label,
+                                 const std::string& help, size_t count,
+                                 const std::vector<std::string>& choices,
+                                 std::function<void(std::vector<std::string>)> commit) {
+  const auto parse = [choices](const std::string& part, std::string* value) {
+    *value = part;
+    return std::find(choices.begin(), choices.end(), part) != choices.end();
+  };
+  CLI::Option* const option =
+      AddList<std::string>(name, label, help, count,
+                           absl::StrCat("one of ", absl::StrJoin(choices, ", ")), parse, commit);
+  program_->choices_[option] = choices;
+  return option;
+}
+
+CLI::Option* Command::Word(const std::string& name, const std::string& help, std::string* value) {
+  return app_->add_option(name, *value, help)->required();
+}
+
+CLI::Option* Command::Flag(const std::string& name, const std::string& help, bool* value) {
+  return app_->add_flag("--" + name, *value, help)->disable_flag_override();
+}
+
+CLI::Option* Command::Text(const std::string& name, const std::string& label,
+                           const std::string& help, std::string* value) {
+  return AddText(name, label, help, [value](const std::string& text) { *value = text; });
+}
+
+CLI::Option* Command::Numbers(const std::string& name, const std::string& help, uint64_t least,
+                              uint64_t most, size_t count, std::vector<uint64_t>* values) {
+  return AddNumbers(name, "LIST", help, least, most, count,
+                    [values](std::vector<uint64_t> read) { *values = std::move(read); });
+}
+
+CLI::Option* Command::Real(const std::string& name, const std::string& label,
+                           const std::string& help, double least, double most, double* value) {
+  return AddReals(name, label, help, least, most, 1,
+                  [value](std::vector<double> read) { *value = read[0]; });
+}
+
+CLI::Option* Command::Reals(const std::string& name, const std::string& help, double least,
+                            double most, size_t count, std::vector<double>* values) {
+  return AddReals(name, "LIST", help, least, most, count,
+                  [values](std::vector<double> read) { *values = std::move(read); });
+}
+
+CLI::Option* Command::Choice(const std::string& name, const std::string& label,
+                             const std::string& help, const std::vector<std::string>& choices,
+                             std::string* value) {
+  return AddChoices(name, label, help, 1, choices,
+                    [value](std::vector<std::string> read) { *value = read[0]; });
+}
+
+CLI::Option* Command::Choices(const std::string& name, const std::string& help,
+                              const std::vector<std::string>& choices,
+                              const std::vector<std::string>& others,
+                              std::vector<std::string>* values) {
+  std::vector<std::string> known = others;
+  known.insert(known.end(), choices.begin(), choices.end());
+  known.emplace_back("all");
+  const auto commit = [choices, values](std::vector<std::string> read) {
+    const bool all = std::find(read.begin(), read.end(), "all") != read.end();
+    *values = all ? choices : std::move(read);
+  };
+  return AddChoices(name, "LIST", help, known.size(), known, commit);
+}
+
+CLI::Option* Command::Parts(const std::string& name, const std::string& help,
+                            const std::string& must,
+                            std::function<bool(const std::string& part)> read) {
+  return AddText(name, "LIST", help, [=, self = *this](const std::string& text) mutable {
+    const std::vector<std::string> parts = absl::StrSplit(text, ',', absl::SkipEmpty());
+    for (const std::string& part : parts) {
+      if (!read(part)) self.Fault(name, part, must);
+    }
+  });
+}
+
+void Command::Run(RunFunction run) { program_->run_[app_] = std::move(run); }
+
+// ------------------------------------------------------------------------------------- Program
+
+Program::Program() : app_("Asks, operates and measures a server.", "mlactl") {
+  const char* const from_environment = std::getenv("MLA_TARGET");
+  common_.target = from_environment == nullptr ? kDefaultTarget : from_environment;
+  common_.client.renew_leases = false;
+  common_.client.call_timeout_ms = 5000;
+  auto formatter = std::make_shared<HelpFormatter>();
+  formatter->column_width(28);
+  formatter->label("SUBCOMMAND", "COMMAND");
+  formatter->label("OPTIONS", "OPTION...");
+  app_.formatter(formatter);
+  app_.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  app_.require_subcommand(0, 1);
+  app_.allow_extras();  // see CheckExtras
+  app_.fallthrough();
+  app_.set_help_flag("--help", "this text, or that of the command");
+  app_.footer(absl::StrCat("mlactl COMMAND --help explains one command.\n", kExitCodes));
+  AddCommonOptions();
+}
+
+void Program::AddCommonOptions() {
+  app_.option_defaults()->group(kCommonGroup);
+  Command all(this, &app_);
+  all.Text("target", "ADDRESS",
+           "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)", &common_.target);
+  all.Choice("output", "FORMAT", "text or json on standard output (default text)", {"text", "json"},
+             &output_);
+  app_.add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
+                "without FILE the same as --output=json; else write JSON to FILE")
+      ->option_text("[=FILE]");
+  all.Text("tenant", "NAME", "tenant to act for, without TLS", &common_.client.tenant);
+  all.Number("timeout-ms", "N", "of each call (default 5000)", 1, 86400000,
+             &common_.client.call_timeout_ms);
+  all.Text("tls-ca", "FILE", "authorities that sign the server's certificate; with it mutual TLS",
+           &common_.client.tls_ca);
+  all.Text("tls-cert", "FILE", "this client's certificate", &common_.client.tls_cert);
+  all.Text("tls-key", "FILE", "its key", &common_.client.tls_key);
+  all.Text("tls-server-name", "NAME", "name to expect in the server's certificate",
+           &common_.client.tls_server_name);
+  app_.get_help_ptr()->group(kCommonGroup);
+  app_.option_defaults()->group("Options");
+}
+
+Command Program::Add(const CommandText& text) {
+  CLI::App* const command = app_.add_subcommand(text.name, text.summary)->group(text.group);
+  command->get_help_ptr()->group("");  // listed with the common options
+  std::string footer = text.notes.empty() ? "" : text.notes + "\n";
+  absl::StrAppend(&footer, "Examples:\n");
+  for (const auto line : absl::StrSplit(text.examples, '\n', absl::SkipEmpty())) {
+    absl::StrAppend(&footer, "  ", line, "\n");
+  }
+  command->footer(absl::StrCat(footer, "\n", kExitCodes));
+  return Command(this, command);
+}
+
+// Words and options that nothing has taken. One word is right: the file of `--json FILE`, which
+// CLI11 cannot tell from a word of the command.
+void Program::CheckExtras(const std::vector<std::string>& words) {
+  std::vector<std::string> extras = app_.remaining(true);
+  const bool has_command = !app_.get_subcommands().empty();
+  const auto is_file = [&](const std::string& word) {
+    const std::string pair[] = {"--json", word};
+    return std::search(words.begin(), words.end(), std::begin(pair), std::end(pair)) != words.end();
+  };
+  if (has_command && json_ == kStandardOutput && extras.size() == 1 && is_file(extras[0])) {
+    if (!extras[0].empty()) json_ = extras[0];
+    return;
+  }
+  for (const std::string& extra : extras) {
+    if (absl::StartsWith(extra, "-")) {
+      faults_.push_back("unknown option " + extra.substr(0, extra.find('=')));
+    } else if (has_command) {
+      faults_.push_back(absl::StrCat("unexpected word \"", extra, "\""));
+    } else {
+      faults_.push_back(absl::StrCat("no command \"", extra, "\""));
+      return;
+    }
+  }
+  if (!has_command && extras.empty()) faults_.push_back("no command given");
+}
+
+int Program::Run(std::span<const char* const> words) {
+  std::vector<std::string> given;
+  for (const std::string word : words) {
+    // An empty value is a word of its own to CLI11.
+    if (absl::StartsWith(word, "--") && word.find('=') == word.size() - 1) {
+      given.push_back(word.substr(0, word.size() - 1));
+      given.emplace_back();
+    } else {
+      given.push_back(word);
+    }
+  }
+  try {
+    app_.parse(std::vector<std::string>(given.rbegin(), given.rend()));
+    CheckExtras(given);
+  } catch (const CLI::CallForHelp&) {
+    std::fputs(app_.help().c_str(), stdout);
+    return kOk;
+  } catch (const CLI::ParseError& error) {
+    faults_.push_back(absl::StrReplaceAll(
+        error.what(), {{"was given a disallowed flag override", "takes no value"}}));
+  }
+  const std::vector<CLI::App*> commands = app_.get_subcommands();
+  if (!faults_.empty()) {
+    const std::string place = commands.empty() ? "" : " " + commands[0]->get_name();
+    faults_.push_back(absl::StrCat("see mlactl", place, " --help"));
+    return FailUsage(absl::InvalidArgumentError(absl::StrJoin(faults_, "\n")));
+  }
+  common_.json = output_ == "json" || json_ == kStandardOutput;
+  if (json_ != kStandardOutput) common_.json_file = json_;
+  ExitOnInterrupts();
+  return run_.at(commands[0])(common_);
+}
+
+std::string Program::Help(const std::string& command) const {
+  return command.empty() ? app_.help() : app_.get_subcommand(command)->help("mlactl");
+}
+
+std::vector<std::string> Program::ChoicesOf(const CLI::Option* option) const {
+  const auto found = choices_.find(option);
+  return found == choices_.end() ? std::vector<std::string>() : found->second;
+}
+
+}  // namespace mla::mlactl

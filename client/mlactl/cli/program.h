@@ -1,0 +1,143 @@
+// The program and its commands, parsed by CLI11. Parsing, help and shell completion read the same
+// definitions.
+//
+//   Program program;
+//   auto size = std::make_shared<uint32_t>(4);
+//   Command grow = program.Add({.name = "grow", .group = "Examples", .summary = "makes it larger",
+//                               .examples = "mlactl grow --size=7\n"});
+//   grow.Number("size", "N", "how large (default 4)", 1, 9, size.get());
+//   grow.Run([size](const CommonOptions& common) { return Grow(common, *size); });
+//   return program.Run(words);
+//
+// Options are --NAME=VALUE or --NAME VALUE; the last of several counts. The common options may
+// stand before the command. Threading: one thread.
+#ifndef MLA_CLIENT_MLACTL_CLI_PROGRAM_H_
+#define MLA_CLIENT_MLACTL_CLI_PROGRAM_H_
+
+#include <CLI/CLI.hpp>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "client/mlactl/cli/common.h"
+
+namespace mla::mlactl {
+
+struct CommandText {
+  std::string name;
+  std::string group;       // heading in the program's help
+  std::string summary;     // one line
+  std::string examples;    // one a line
+  std::string notes = "";  // paragraphs of the help; lines of at most 100 columns
+};
+
+class Program;
+
+// Defines the words and options of one command. Each method returns CLI11's option, for needs() and
+// excludes(). An option that is not given leaves its variable as it is. A wrong value is reported
+// with those of all other options, e.g. "--batch: got \"0\", must be 1..4096".
+class Command final {
+ public:
+  using RunFunction = std::function<int(const CommonOptions& common)>;
+
+  // A required word after the command, in the order of the calls.
+  CLI::Option* Word(const std::string& name, const std::string& help, std::string* value);
+  CLI::Option* Flag(const std::string& name, const std::string& help, bool* value);
+  // `label` stands for the value in the help.
+  CLI::Option* Text(const std::string& name, const std::string& label, const std::string& help,
+                    std::string* value);
+  // Decimal, `least`..`most`.
+  template <typename Integer>
+  CLI::Option* Number(const std::string& name, const std::string& label, const std::string& help,
+                      uint64_t least, uint64_t most, Integer* value) {
+    return AddNumbers(name, label, help, least, most, 1, [value](std::vector<uint64_t> read) {
+      *value = static_cast<Integer>(read[0]);
+    });
+  }
+  CLI::Option* Real(const std::string& name, const std::string& label, const std::string& help,
+                    double least, double most, double* value);
+  // Separated by commas; at most `count` of them.
+  CLI::Option* Numbers(const std::string& name, const std::string& help, uint64_t least,
+                       uint64_t most, size_t count, std::vector<uint64_t>* values);
+  CLI::Option* Reals(const std::string& name, const std::string& help, double least, double most,
+                     size_t count, std::vector<double>* values);
+  CLI::Option* Choice(const std::string& name, const std::string& label, const std::string& help,
+                      const std::vector<std::string>& choices, std::string* value);
+  // Separated by commas. "all" stands for `choices`; `others` may be given too.
+  CLI::Option* Choices(const std::string& name, const std::string& help,
+                       const std::vector<std::string>& choices,
+                       const std::vector<std::string>& others, std::vector<std::string>* values);
+  // Calls `read` with each part between commas, without empty ones. False: it must be `must`.
+  CLI::Option* Parts(const std::string& name, const std::string& help, const std::string& must,
+                     std::function<bool(const std::string& part)> read);
+
+  // What the command does, once its options are read; returns the exit code.
+  void Run(RunFunction run);
+
+ private:
+  friend class Program;
+  Command(Program* program, CLI::App* app) : program_(program), app_(app) {}
+  // Calls `read` with the option's text.
+  CLI::Option* AddText(const std::string& name, const std::string& label, const std::string& help,
+                       std::function<void(const std::string& text)> read);
+  // Calls `commit` with the parts between commas, if there are at most `count` and `parse` takes
+  // each; otherwise a part must be `must`.
+  template <typename T>
+  CLI::Option* AddList(const std::string& name, const std::string& label, const std::string& help,
+                       size_t count, const std::string& must,
+                       std::function<bool(const std::string& part, T* value)> parse,
+                       std::function<void(std::vector<T>)> commit);
+  CLI::Option* AddNumbers(const std::string& name, const std::string& label,
+                          const std::string& help, uint64_t least, uint64_t most, size_t count,
+                          std::function<void(std::vector<uint64_t>)> commit);
+  CLI::Option* AddReals(const std::string& name, const std::string& label, const std::string& help,
+                        double least, double most, size_t count,
+                        std::function<void(std::vector<double>)> commit);
+  CLI::Option* AddChoices(const std::string& name, const std::string& label,
+                          const std::string& help, size_t count,
+                          const std::vector<std::string>& choices,
+                          std::function<void(std::vector<std::string>)> commit);
+  void Fault(const std::string& name, const std::string& got, const std::string& must);
+
+  Program* const program_;
+  CLI::App* const app_;
+};
+
+class Program final {
+ public:
+  Program();
+
+  Command Add(const CommandText& text);
+
+  // Parses `words` (without the program's name), runs the command and returns its exit code.
+  // kUsageError, with all faults on standard error, when the words are wrong. REQUIRES: called
+  // once.
+  int Run(std::span<const char* const> words);
+
+  // Help of the program, or of one command.
+  std::string Help(const std::string& command = "") const;
+  const CLI::App& app() const { return app_; }
+  // Values that an option takes, for completion; empty: any.
+  std::vector<std::string> ChoicesOf(const CLI::Option* option) const;
+
+ private:
+  friend class Command;
+  void AddCommonOptions();
+  void CheckExtras(const std::vector<std::string>& words);
+
+  CLI::App app_;
+  CommonOptions common_;
+  std::string json_, output_ = "text";
+  std::vector<std::string> faults_;
+  std::map<const CLI::Option*, std::vector<std::string>> choices_;
+  std::map<const CLI::App*, Command::RunFunction> run_;
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_CLI_PROGRAM_H_

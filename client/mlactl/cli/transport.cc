@@ -1,0 +1,36 @@
+#include "client/mlactl/cli/transport.h"
+
+namespace mla::mlactl {
+
+const std::vector<std::string>& TransportNames() {
+  static const auto* const kNames =
+      new std::vector<std::string>{"inline", "shm", "ring-futex", "ring-spin"};
+  return *kNames;
+}
+
+void AddTransport(Command* command, std::string* name) {
+  std::vector<std::string> names = TransportNames();
+  names.insert(names.begin(), "auto");
+  command->Choice("transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)",
+                  names, name);
+}
+
+void AddSpin(Command* command, uint32_t* spin_us) {
+  command->Number("spin-us", "N",
+                  "how long each side of ring-spin spins before it sleeps (default 100)", 1,
+                  10'000'000, spin_us);
+}
+
+void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options) {
+  using Transport = client::ClientOptions::Transport;
+  options->spin_us = 0;
+  if (name == "inline") options->transport = Transport::kGrpc;
+  if (name == "shm") options->transport = Transport::kShared;
+  if (name == "ring-futex") options->transport = Transport::kRing;
+  if (name == "ring-spin") {
+    options->transport = Transport::kRing;
+    options->spin_us = spin_us;
+  }
+}
+
+}  // namespace mla::mlactl

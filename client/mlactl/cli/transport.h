@@ -1,0 +1,29 @@
+// The transports of a client session, by the names of --transport.
+#ifndef MLA_CLIENT_MLACTL_CLI_TRANSPORT_H_
+#define MLA_CLIENT_MLACTL_CLI_TRANSPORT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "client/cpp/client.h"
+#include "client/mlactl/cli/program.h"
+
+namespace mla::mlactl {
+
+inline constexpr uint32_t kDefaultSpinMicros = 100;
+
+// inline, shm, ring-futex, ring-spin: without auto, which leaves the choice to the client library.
+const std::vector<std::string>& TransportNames();
+
+// Defines --transport with one name, auto included.
+void AddTransport(Command* command, std::string* name);
+// Defines --spin-us.
+void AddSpin(Command* command, uint32_t* spin_us);
+
+// `spin_us`: how long each side of ring-spin spins before it sleeps; unused by the others.
+void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_CLI_TRANSPORT_H_

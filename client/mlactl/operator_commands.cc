@@ -1,0 +1,264 @@
+#include "client/mlactl/operator_commands.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "client/cpp/client.h"
+#include "client/mlactl/cli/output.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr char kGroup[] = "Operation";
+
+constexpr char kQuotaNotes[] =
+    "Changes are not persisted: a restarted server has the quotas of its configuration. A bound\n"
+    "below what is in use takes nothing away; the tenant gets no more until it has released "
+    "enough.\n";
+
+std::string NumberText(uint64_t number) {
+  return number > uint64_t{INT64_MAX} - 1 ? "none" : absl::StrCat(number);
+}
+
+std::string UsageLines(absl::string_view tenant,
+                       const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& usages) {
+  std::string text;
+  for (const v1::QuotaUsage& usage : usages) {
+    const std::string source = absl::AsciiStrToLower(
+        absl::StripPrefix(v1::QuotaSource_Name(usage.source()), "QUOTA_SOURCE_"));
+    absl::StrAppendFormat(&text, "%-24s %-16s %16d %16s %-10s %8d\n", tenant, usage.name(),
+                          usage.used(), NumberText(usage.bound()), source, usage.refused());
+  }
+  return text;
+}
+
+std::string QuotaText(const google::protobuf::RepeatedPtrField<v1::TenantQuota>& tenants,
+                      const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& server) {
+  std::string text = absl::StrFormat("%-24s %-16s %16s %16s %-10s %8s\n", "tenant", "resource",
+                                     "used", "bound", "from", "refused");
+  absl::StrAppend(&text, UsageLines("(server)", server));
+  for (const v1::TenantQuota& tenant : tenants) {
+    absl::StrAppend(&text, UsageLines(tenant.tenant(), tenant.resources()));
+    absl::StrAppendFormat(&text, "%-24s %-16s %16d\n", tenant.tenant(), "weight", tenant.weight());
+  }
+  return text;
+}
+
+// "kv_bytes=4GiB" and the like. False: no such resource or no number.
+bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
+  const std::pair<absl::string_view, absl::string_view> parts =
+      absl::StrSplit(text, absl::MaxSplits('=', 1));
+  v1::QuotaResource resource;
+  if (!v1::QuotaResource_Parse("QUOTA_RESOURCE_" + absl::AsciiStrToUpper(parts.first), &resource)) {
+    return false;
+  }
+  absl::string_view number = parts.second;
+  int shift = 0;
+  for (const auto& [suffix, bits] : {std::pair("KiB", 10), {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}) {
+    if (absl::ConsumeSuffix(&number, suffix)) shift = bits;
+  }
+  uint64_t value = 0;
+  if (!absl::SimpleAtoi(number, &value) || value > uint64_t{INT64_MAX} >> shift) return false;
+  bound->set_resource(resource);
+  bound->set_bound(value << shift);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------- Drain
+
+struct DrainOptions {
+  uint32_t deadline_ms = 0;  // 0: the server's
+  bool exit = false;
+};
+
+int Drain(const CommonOptions& common, const DrainOptions& options) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  const auto reply = (*client)->Drain(options.deadline_ms, options.exit);
+  if (!reply.ok()) return Fail(reply.status());
+  const int code =
+      Emit(common, ToJson(*reply),
+           absl::StrCat(reply->drained() ? "drained: " : "not drained: ", reply->message(), "\n"));
+  return code != kOk ? code : reply->drained() ? kOk : kNotServing;
+}
+
+void AddDrain(Program* program) {
+  const auto options = std::make_shared<DrainOptions>();
+  Command command = program->Add({.name = "drain",
+                                  .group = kGroup,
+                                  .summary = "refuse new work and wait for open steps",
+                                  .examples = "mlactl drain --deadline-ms=60000 --exit\n"});
+  command.Number("deadline-ms", "N",
+                 "abort what is still open after this time (default 0: the server's)", 0, 86400000,
+                 &options->deadline_ms);
+  command.Flag("exit", "stop the process when drained", &options->exit);
+  command.Run([options](const CommonOptions& common) { return Drain(common, *options); });
+
+  program
+      ->Add({.name = "cancel-drain",
+             .group = kGroup,
+             .summary = "take new work again, or end a drain that is under way",
+             .examples = "mlactl cancel-drain\n"})
+      .Run([](const CommonOptions& common) {
+        return CallAndPrint(
+            common, [](client::Client* client) { return client->CancelDrain(); },
+            [](const v1::CancelDrainReply&) { return "the server takes new work\n"; });
+      });
+}
+
+// ------------------------------------------------------------------------------------- Quotas
+
+int ShowQuota(const CommonOptions& common, const v1::GetQuotaRequest& request) {
+  return CallAndPrint(
+      common, [&](client::Client* client) { return client->GetQuota(request); },
+      [&](const v1::GetQuotaReply& reply) {
+        return request.all() ? QuotaText(reply.tenants(), reply.server())
+                             : QuotaText(reply.tenants(), {});
+      });
+}
+
+int SetQuota(const CommonOptions& common, const v1::SetQuotaRequest& request) {
+  if (request.bounds_size() == 0 && request.weight() == 0 && !request.reset()) {
+    return FailUsage(absl::InvalidArgumentError(
+        "--bounds: got \"nothing\", must be given, or --weight, or --reset"));
+  }
+  return CallAndPrint(
+      common, [&](client::Client* client) { return client->SetQuota(request); },
+      [](const v1::SetQuotaReply& reply) {
+        google::protobuf::RepeatedPtrField<v1::TenantQuota> one;
+        *one.Add() = reply.quota();
+        return QuotaText(one, {});
+      });
+}
+
+void AddSetQuota(Program* program) {
+  struct Options {
+    v1::SetQuotaRequest request;
+    uint32_t weight = 0;
+    bool reset = false;
+  };
+  const auto options = std::make_shared<Options>();
+  Command command =
+      program->Add({.name = "set-quota",
+                    .group = kGroup,
+                    .summary = "bounds of one tenant, until the server ends",
+                    .examples = "mlactl set-quota research --bounds=kv_bytes=4GiB,sequences=64\n"
+                                "mlactl set-quota research --reset\n",
+                    .notes = kQuotaNotes});
+  command.Word("TENANT", "the tenant", options->request.mutable_tenant());
+  command.Parts("bounds", "RESOURCE=NUMBER, separated by commas; sizes take KiB, MiB, GiB",
+                "RESOURCE=NUMBER, RESOURCE as quotas shows it", [options](const std::string& part) {
+                  return ReadBound(part, options->request.add_bounds());
+                });
+  command.Number("weight", "N", "its share in what the scheduler divides, 1 to 1000", 1, 1000,
+                 &options->weight);
+  command.Flag("reset", "first undo all earlier set-quota of this tenant", &options->reset);
+  command.Run([options](const CommonOptions& common) {
+    options->request.set_weight(options->weight);
+    options->request.set_reset(options->reset);
+    return SetQuota(common, options->request);
+  });
+}
+
+void AddQuotas(Program* program) {
+  program
+      ->Add({.name = "quotas",
+             .group = kGroup,
+             .summary = "what each tenant uses and may use",
+             .examples = "mlactl quotas --json\n"})
+      .Run([](const CommonOptions& common) {
+        v1::GetQuotaRequest request;
+        request.set_all(true);
+        return ShowQuota(common, request);
+      });
+  const auto request = std::make_shared<v1::GetQuotaRequest>();
+  Command command = program->Add({.name = "quota",
+                                  .group = kGroup,
+                                  .summary = "what one tenant uses and may use",
+                                  .examples = "mlactl quota research\n"});
+  command.Word("TENANT", "the tenant", request->mutable_tenant());
+  command.Run([request](const CommonOptions& common) { return ShowQuota(common, *request); });
+  AddSetQuota(program);
+}
+
+// ------------------------------------------------------------------------------------- Eviction
+
+int EvictSequences(const CommonOptions& common, const v1::EvictSequencesRequest& request) {
+  if ((request.sequence_ids_size() > 0) + !request.client_id().empty() + request.all() != 1) {
+    return FailUsage(absl::InvalidArgumentError(
+        "--ids: got \"none or several\", must be one of --ids, --client and --all"));
+  }
+  return CallAndPrint(
+      common, [&](client::Client* client) { return client->EvictSequences(request); },
+      [](const v1::EvictSequencesReply& reply) {
+        return absl::StrCat(reply.evicted(), " sequences evicted, ", reply.not_found_size(),
+                            " not found\n");
+      });
+}
+
+void AddEvictSequences(Program* program) {
+  struct Options {
+    v1::EvictSequencesRequest request;
+    bool all = false;
+  };
+  const auto options = std::make_shared<Options>();
+  Command command =
+      program->Add({.name = "evict-sequences",
+                    .group = kGroup,
+                    .summary = "release sequences of any tenant",
+                    .examples = "mlactl evict-sequences research --client=worker-7\n"});
+  command.Word("TENANT", "whose sequences", options->request.mutable_tenant());
+  command.Parts("ids", "these, as sequences shows them",
+                "ids as sequences shows them, separated by commas",
+                [options](const std::string& part) {
+                  uint64_t id = 0;
+                  if (!absl::SimpleHexAtoi(part, &id)) return false;
+                  options->request.add_sequence_ids(id);
+                  return true;
+                });
+  command.Text("client", "ID", "those of one client", options->request.mutable_client_id());
+  command.Flag("all", "all of the tenant", &options->all);
+  command.Run([options](const CommonOptions& common) {
+    options->request.set_all(options->all);
+    return EvictSequences(common, options->request);
+  });
+}
+
+void AddEvictModel(Program* program) {
+  struct Words {
+    std::string tenant, model;
+  };
+  const auto words = std::make_shared<Words>();
+  Command command = program->Add({.name = "evict-model",
+                                  .group = kGroup,
+                                  .summary = "release a model's sequences and unregister it",
+                                  .examples = "mlactl evict-model research deepseek-v3\n"});
+  command.Word("TENANT", "whose model", &words->tenant);
+  command.Word("MODEL", "its name", &words->model);
+  command.Run([words](const CommonOptions& common) {
+    return CallAndPrint(
+        common,
+        [&](client::Client* client) { return client->EvictModel(words->tenant, words->model); },
+        [](const v1::EvictModelReply& reply) {
+          return absl::StrCat("model evicted, and ", reply.evicted_sequences(), " sequences\n");
+        });
+  });
+}
+
+}  // namespace
+
+void AddOperatorCommands(Program* program) {
+  AddDrain(program);
+  AddQuotas(program);
+  AddEvictSequences(program);
+  AddEvictModel(program);
+}
+
+}  // namespace mla::mlactl

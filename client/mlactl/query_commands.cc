@@ -1,0 +1,208 @@
+#include "client/mlactl/query_commands.h"
+
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
+#include "client/cpp/client.h"
+#include "client/mlactl/cli/output.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr char kGroup[] = "State of a server";
+
+// Every plain field of a message, one a line.
+std::string Lines(const google::protobuf::Message& message, const std::string& indent = "") {
+  using Field = google::protobuf::FieldDescriptor;
+  std::string text;
+  const auto* reflection = message.GetReflection();
+  const auto* descriptor = message.GetDescriptor();
+  for (int i = 0; i < descriptor->field_count(); ++i) {
+    const Field* field = descriptor->field(i);
+    if (field->is_repeated()) continue;
+    std::string value;
+    switch (field->cpp_type()) {
+      case Field::CPPTYPE_UINT32:
+        value = absl::StrCat(reflection->GetUInt32(message, field));
+        break;
+      case Field::CPPTYPE_UINT64:
+        value = field->name() == "boot_id"
+                    ? absl::StrFormat("%016x", reflection->GetUInt64(message, field))
+                    : absl::StrCat(reflection->GetUInt64(message, field));
+        break;
+      case Field::CPPTYPE_STRING:
+        value = reflection->GetString(message, field);
+        break;
+      default:
+        continue;
+    }
+    absl::StrAppendFormat(&text, "%s%-24s %s\n", indent, field->name(), value);
+  }
+  return text;
+}
+
+std::string DTypeNames(const google::protobuf::RepeatedField<int>& dtypes) {
+  std::string names;
+  for (const int dtype : dtypes) {
+    const std::string& name = v1::DType_Name(static_cast<v1::DType>(dtype));
+    absl::StrAppend(&names, names.empty() ? "" : ", ",
+                    absl::AsciiStrToLower(absl::StripPrefix(name, "DTYPE_")));
+  }
+  return names;
+}
+
+std::string InfoText(const v1::GetServerInfoReply& info) {
+  std::string text = Lines(info);
+  for (const auto& [name, value] :
+       {std::pair("wire_dtypes", DTypeNames(info.wire_dtypes())),
+        std::pair("kv_dtypes", DTypeNames(info.kv_dtypes())),
+        std::pair("profiles", absl::StrJoin(info.profiles(), ", ")),
+        std::pair("capabilities", absl::StrJoin(info.capabilities(), ", "))}) {
+    absl::StrAppendFormat(&text, "%-24s %s\n", name, value);
+  }
+  for (const v1::Backend& backend : info.backends()) {
+    absl::StrAppendFormat(&text, "backend %-16s %s\n", backend.name(),
+                          backend.chosen()
+                              ? absl::StrCat("chosen: ", backend.device(), ", ", backend.arch(),
+                                             ", ", backend.units(), " units")
+                              : backend.reason());
+  }
+  return absl::StrCat(text, "limits\n", Lines(info.limits(), "  "));
+}
+
+std::string SequencesText(const v1::GetReply& reply) {
+  std::string text = absl::StrFormat("%-16s %8s %10s %10s %-20s %s\n", "sequence", "epoch",
+                                     "length", "lease ms", "model", "client");
+  for (const v1::SequenceInfo& sequence : reply.sequences()) {
+    absl::StrAppendFormat(&text, "%016x %8d %10d %10d %-20s %s%s\n", sequence.sequence_id(),
+                          sequence.epoch(), sequence.length(), sequence.lease_left_ms(),
+                          sequence.model_id(), sequence.client_id(),
+                          sequence.in_step() ? " (in a step)" : "");
+  }
+  return text;
+}
+
+std::string ModelsText(const v1::ListModelsReply& reply) {
+  std::string text =
+      absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-7s %-9s %s\n", "model", "heads", "lora",
+                      "rope", "nope", "v", "layers", "page", "queries", "weights", "sequences");
+  for (const v1::ModelInfo& info : reply.models()) {
+    const v1::Geometry& geometry = info.model().geometry();
+    absl::StrAppendFormat(
+        &text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-7s %-9s %d\n", info.model().model_id(),
+        geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(), geometry.nope_dim(),
+        geometry.v_dim(), info.model().layers(), info.model().page_size(),
+        info.model().query_precision() == v1::QUERY_PRECISION_SPLIT ? "split" : "bf16",
+        info.weights_complete() ? "complete" : "missing", info.sequences());
+  }
+  return text;
+}
+
+std::string StateName(v1::ServerState state) {
+  return absl::StrReplaceAll(v1::ServerState_Name(state), {{"SERVER_STATE_", ""}});
+}
+
+int Health(const CommonOptions& common) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  const auto serving = (*client)->IsServing();
+  if (!serving.ok()) return Fail(serving.status());
+  const std::string word = *serving ? "SERVING" : "NOT_SERVING";
+  const int code =
+      Emit(common, absl::StrCat("{\"status\": \"", word, "\"}\n"), absl::StrCat(word, "\n"));
+  return code != kOk ? code : *serving ? kOk : kNotServing;
+}
+
+struct WatchOptions {
+  uint32_t interval_ms = 1000;
+  uint64_t count = 0;  // 0: no end
+};
+
+int Watch(const CommonOptions& common, const WatchOptions& options) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  uint64_t seen = 0;
+  const absl::Status status =
+      (*client)->WatchStatus(options.interval_ms, [&](const v1::StatusUpdate& update) {
+        std::string line = absl::StrFormat(
+            "%-9s %3d %%  %d open steps, %d sequences  %s\n", StateName(update.state()),
+            update.percent(), update.open_steps(), update.sequences(), update.message());
+        if (common.json) line = absl::StrReplaceAll(ToJson(update), {{"\n ", " "}, {"\n}", "}"}});
+        std::fputs(line.c_str(), stdout);
+        std::fflush(stdout);
+        return ++seen != options.count;
+      });
+  return status.ok() ? kOk : Fail(status);
+}
+
+void AddWatch(Program* program) {
+  const auto options = std::make_shared<WatchOptions>();
+  Command command = program->Add({.name = "watch",
+                                  .group = kGroup,
+                                  .summary = "its state whenever that changes, until Ctrl-C",
+                                  .examples = "mlactl watch\nmlactl watch --count=1 --json\n"});
+  command.Number("interval-ms", "N", "a line at least this often (default 1000)", 100, 60000,
+                 &options->interval_ms);
+  command.Number("count", "N", "end after N lines", 1, UINT64_MAX, &options->count);
+  command.Run([options](const CommonOptions& common) { return Watch(common, *options); });
+}
+
+}  // namespace
+
+void AddQueryCommands(Program* program) {
+  program
+      ->Add({.name = "info",
+             .group = kGroup,
+             .summary = "what the server is: backends, limits, profiles",
+             .examples = "mlactl info\nmlactl --target=unix:/run/mla/mla.sock info --json\n"})
+      .Run([](const CommonOptions& common) {
+        return CallAndPrint(
+            common, [](client::Client* client) { return client->GetServerInfo(); }, InfoText);
+      });
+  program
+      ->Add({.name = "status",
+             .group = kGroup,
+             .summary = "what it does now: counters and gauges",
+             .examples = "mlactl status\nmlactl status --json | jq .kv_bytes_used\n"})
+      .Run([](const CommonOptions& common) {
+        return CallAndPrint(
+            common, [](client::Client* client) { return client->GetStats(); },
+            [](const v1::GetStatsReply& stats) { return Lines(stats); });
+      });
+  AddWatch(program);
+  program
+      ->Add({.name = "models",
+             .group = kGroup,
+             .summary = "registered models of the tenant",
+             .examples = "mlactl models\n"})
+      .Run([](const CommonOptions& common) {
+        return CallAndPrint(
+            common, [](client::Client* client) { return client->ListModels(); }, ModelsText);
+      });
+  program
+      ->Add({.name = "sequences",
+             .group = kGroup,
+             .summary = "open sequences of the tenant",
+             .examples = "mlactl sequences --tenant=research\n"})
+      .Run([](const CommonOptions& common) {
+        return CallAndPrint(
+            common, [](client::Client* client) { return client->GetSequences({}, false); },
+            SequencesText);
+      });
+  program
+      ->Add({.name = "health",
+             .group = kGroup,
+             .summary = "exit 0 when it takes new work, 4 when not",
+             .examples = "mlactl health && echo ready\n"})
+      .Run(Health);
+}
+
+}  // namespace mla::mlactl
