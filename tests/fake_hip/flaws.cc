@@ -91,6 +91,23 @@ void ChangeRows(Flaw flaw, const gpu::AttendArgs& a, const Work<kernels::WorkInf
   }
 }
 
+// A copy of the pool as far as the launch's rows lie in it, and a row more, which the last page may
+// be thought to have.
+std::vector<uint8_t> CopyPool(const gpu::AttendArgs& a, const Work<kernels::WorkInfo>& work) {
+  int64_t end = 0, row_bytes = 0;
+  for (const RequestRecord& r : work.requests) {
+    for (int j = 0; j < r.kv_rows; ++j) {
+      const int64_t entry = a.page_tables[r.page_table + j / r.page_size];
+      end = std::max(
+          end, entry * a.granule_bytes + r.layer_offset + (j % r.page_size + 1) * r.row_stride);
+    }
+    row_bytes = std::max(row_bytes, r.row_stride);
+  }
+  std::vector<uint8_t> pool(a.pool, a.pool + end);
+  pool.resize(static_cast<size_t>(end + row_bytes), 0xff);
+  return pool;
+}
+
 using RunArguments = std::function<void(const void* arguments)>;
 
 void RunAttend(Flaw flaw, const gpu::host::Grid& grid, gpu::AttendArgs a, const RunArguments& run) {
@@ -102,8 +119,11 @@ void RunAttend(Flaw flaw, const gpu::host::Grid& grid, gpu::AttendArgs a, const 
                                });
   SavedRows saved;
   if (flaw == Flaw::kNaNAsZero || flaw == Flaw::kLateTile) ChangeRows(flaw, a, work, saved);
-  for (RequestRecord& r : work.requests) {
-    if (flaw == Flaw::kOddPages && r.page_size == 3) r.page_size = 4;
+  std::vector<uint8_t> pool;
+  if (flaw == Flaw::kOddPages) {
+    pool = CopyPool(a, work);
+    a.pool = pool.data();
+    for (RequestRecord& r : work.requests) r.page_size += r.page_size == 3;
   }
   a.work_info = work.items.data();
   a.work_indptr = work.indptr.data();

@@ -111,6 +111,7 @@ struct Case {
 
 class Device {
  public:
+  ~Device();
   struct Image {
     std::string arch;
     std::span<const std::byte> bytes;
@@ -132,6 +133,13 @@ class Device {
   gpu::Stream stream_ = nullptr;
   std::vector<gpu::DeviceBuffer> buffers_;  // of the case that runs
 };
+
+Device::~Device() {
+  buffers_.clear();
+  if (runtime_ == nullptr) return;
+  runtime_->Destroy(stream_);
+  runtime_->Unload(module_);
+}
 
 absl::StatusOr<std::unique_ptr<Device>> Device::Open(gpu::Vendor vendor, const std::string& library,
                                                      const std::vector<Image>& images) {

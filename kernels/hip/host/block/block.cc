@@ -1,6 +1,7 @@
 #include "kernels/hip/host/block/block.h"
 
-#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
 #include <mutex>
 #include <numeric>
 #include <utility>
@@ -145,10 +146,17 @@ void PrepareLanes(Block& block, FiberStacks& stacks) {
 
 }  // namespace
 
-void Fault(const std::string& what) {
+void Fault(const char* format, ...) {
+  char what[300];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(what, sizeof(what), format, arguments);
+  va_end(arguments);
   Block& block = *the_block;
-  block.fault = std::string(block.kernel->name) + ", block " + std::to_string(block.x) + "," +
-                std::to_string(block.y) + ", lane " + std::to_string(the_lane->index) + ": " + what;
+  char text[400];
+  std::snprintf(text, sizeof(text), "%s, block %u,%u, lane %d: %s", block.kernel->name, block.x,
+                block.y, the_lane->index, what);
+  block.fault = text;
   SwitchForGood(the_caller);
 }
 

@@ -105,8 +105,9 @@ struct Block {
 extern Block* the_block;
 extern Lane* the_lane;  // that runs
 
-// Ends the launch with what went wrong. Does not return.
-[[noreturn]] void Fault(const std::string& what);
+// Ends the launch with what went wrong, as printf. Lanes are left where they stand, so nothing on
+// their stacks may own memory.
+[[noreturn]] void Fault(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Waits for all lanes of the wave, the last of which carries `instruction` out; each gave its slot.
 void Meet(Instruction instruction, void* slot);

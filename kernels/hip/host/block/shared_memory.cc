@@ -2,7 +2,6 @@
 
 #include <cstring>
 #include <new>
-#include <string>
 
 #include "kernels/hip/host/block/block.h"
 
@@ -56,13 +55,11 @@ SharedMemory::Word* SharedMemory::Words(const void* at, size_t bytes, const char
                                         size_t* count) {
   const auto offset = static_cast<const char*>(at) - memory_.get();
   if (!taken_ || offset < 0 || static_cast<size_t>(offset) + bytes > bytes_) {
-    Fault(std::string(what) + " at " + std::to_string(offset) + " of " + std::to_string(bytes_) +
-          " bytes of shared memory");
+    Fault("%s at %td of %zu bytes of shared memory", what, offset, bytes_);
   }
   const size_t aligned = bytes < 16 ? bytes : 16;
   if (static_cast<size_t>(offset) % aligned != 0) {
-    Fault(std::string(what) + " of " + std::to_string(bytes) + " bytes at " +
-          std::to_string(offset) + " of shared memory is not aligned");
+    Fault("%s of %zu bytes at %td of shared memory is not aligned", what, bytes, offset);
   }
   *count = (bytes + 3) / 4;
   return &words_[static_cast<size_t>(offset) / 4];
@@ -70,8 +67,8 @@ SharedMemory::Word* SharedMemory::Words(const void* at, size_t bytes, const char
 
 void SharedMemory::Describe(const char* what, const void* at, int wave, int other) const {
   const auto offset = static_cast<const char*>(at) - memory_.get();
-  Fault("wave " + std::to_string(wave) + " " + what + " wave " + std::to_string(other) +
-        " with no barrier between them, at " + std::to_string(offset) + " of shared memory");
+  Fault("wave %d %s wave %d with no barrier between them, at %td of shared memory", wave, what,
+        other, offset);
 }
 
 void SharedMemory::Read(const void* at, size_t bytes, int wave) {
