@@ -59,6 +59,16 @@ class DevScriptTest(unittest.TestCase):
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertIn("compare: git rev-parse", result.stderr)
 
+    def test_fuzz_lists_the_targets_that_are_built(self):
+        build = (ROOT / "tests/fuzz/BUILD.bazel").read_text()
+        targets = set(re.findall(r'^fuzz_target\(\n    name = "(\w+)"', build, re.M))
+        self.assertIn("wire", targets)
+        self.assertEqual(set(dev("fuzz").stdout.split()), targets)
+        for arguments, word in ((["nosuch"], "there are: "), (["wire", "0"], "must be seconds")):
+            result = dev("fuzz", *arguments)
+            self.assertEqual(result.returncode, 1, arguments)
+            self.assertIn(word, result.stderr)
+
     def test_ci_runs_the_tests(self):
         self.assertRegex((ROOT / ".ci/run").read_text(), r"\nexec \./dev test </dev/null\n")
 

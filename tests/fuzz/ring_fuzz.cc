@@ -3,8 +3,6 @@
 //
 // An input is a list of actions: entries, bytes of the arena, words of the header, time. The ring
 // is polled and the engine stepped by this thread, so that an input always does the same.
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -20,7 +18,7 @@
 #include "scheduler/testing/heap_buffers.h"
 #include "server/command_ring.h"
 #include "server/shared_region.h"
-#include "tests/fuzz/fuzzer.h"
+#include "tests/fuzz/harness/target.h"
 #include "tests/integration/ring_hand.h"
 
 namespace mla::fuzz {
@@ -73,7 +71,7 @@ class Side {
     model.geometry = {2, 8, 4, 0, 0};
     model.layers = 1;
     model.softmax_scale = 1;
-    EXPECT_TRUE(engine_->RegisterModel("t", model, &fault).ok());
+    Require(engine_->RegisterModel("t", model, &fault).ok() ? "" : "no model");
     pool_ = std::make_shared<server::AttendMessagePool>(
         std::make_unique<scheduler::testing::HeapBuffer>(4096), engine_->tenants());
     region_ = *regions->Create("t", kArenaBytes, wire::RingBytes(kEntries));
@@ -360,19 +358,13 @@ server::SharedRegionTable* Regions() {
 
 std::string CheckOne(const std::string& input) { return Side(Regions()).Do(input); }
 
-TEST(RingFuzz, InputsThatOnceBrokeAPromise) {
-  for (const std::string& input : RegressionInputs()) EXPECT_EQ(CheckOne(input), "");
-}
-
-TEST(RingFuzz, TheServerWritesOnlyWhereRoomWasOffered) {
-  FuzzOptions options;
-  options.name = "ring";
-  options.seeds = Seeds();
-  options.executions = 1000;
-  const FuzzResult result = Fuzz(options, CheckOne);
-  EXPECT_EQ(result.violation, "");
-  RecordProperty("executions", std::to_string(result.executions));
-}
-
 }  // namespace
+
+FuzzTarget TargetUnderTest() { return {.seeds = Seeds(), .executions = 1000}; }
+
 }  // namespace mla::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  mla::fuzz::Require(mla::fuzz::CheckOne({reinterpret_cast<const char*>(data), size}));
+  return 0;
+}

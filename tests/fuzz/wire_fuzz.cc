@@ -1,13 +1,15 @@
 // The scanners of attend messages against protobuf: whatever they accept, they read as it does.
-#include <gtest/gtest.h>
-
+#include <algorithm>
 #include <cstring>
+#include <initializer_list>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/attend_codec.h"
 #include "proto/tensor_codec.h"
-#include "tests/fuzz/fuzzer.h"
+#include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {
 namespace {
@@ -102,20 +104,20 @@ std::vector<std::string> Seeds() {
   return seeds;
 }
 
-TEST(WireFuzz, ScannersReadWhatProtobufReads) {
-  FuzzOptions options;
-  options.name = "wire";
-  options.seeds = Seeds();
-  options.executions = 50000;
-  const FuzzResult result = Fuzz(options, [](const std::string& input) {
-    const std::string fault = CheckOne<v1::AttendStreamRequest>(input, wire::ScanAttend);
-    if (!fault.empty()) return "request: " + fault;
-    const std::string other = CheckOne<v1::AttendStreamReply>(input, wire::ScanAttendReply);
-    return other.empty() ? other : "reply: " + other;
-  });
-  EXPECT_EQ(result.violation, "");
-  RecordProperty("executions", std::to_string(result.executions));
+std::string CheckBoth(const std::string& input) {
+  const std::string fault = CheckOne<v1::AttendStreamRequest>(input, wire::ScanAttend);
+  if (!fault.empty()) return "request: " + fault;
+  const std::string other = CheckOne<v1::AttendStreamReply>(input, wire::ScanAttendReply);
+  return other.empty() ? other : "reply: " + other;
 }
 
 }  // namespace
+
+FuzzTarget TargetUnderTest() { return {.seeds = Seeds(), .executions = 50000}; }
+
 }  // namespace mla::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  mla::fuzz::Require(mla::fuzz::CheckBoth({reinterpret_cast<const char*>(data), size}));
+  return 0;
+}

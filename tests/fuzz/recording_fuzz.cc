@@ -1,14 +1,15 @@
 // Recordings come from elsewhere: mlactl replay reads them, or says what is wrong with them.
-#include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <fstream>
-#include <sstream>
+#include <iterator>
+#include <span>
+#include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/mlactl/replay/recording.h"
-#include "tests/fuzz/fuzzer.h"
+#include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {
 namespace {
@@ -50,12 +51,12 @@ std::string Read(const std::string& path, size_t file_bytes) {
 // Records of a file that is right to its end.
 size_t WholeRecords(const std::string& path) {
   const auto reader = mlactl::RecordingReader::Open(path);
-  EXPECT_TRUE(reader.ok()) << reader.status();
+  if (!reader.ok()) Require(reader.status().ToString());
   mlactl::Record record;
   for (size_t n = 0;; ++n) {
     const absl::Status status = (*reader)->Next(&record);
-    EXPECT_EQ(status, absl::OkStatus());
-    if (!status.ok() || record.kind == mlactl::RecordKind::kDone) return n;
+    if (!status.ok()) Require(status.ToString());
+    if (record.kind == mlactl::RecordKind::kDone) return n;
   }
 }
 
@@ -65,12 +66,21 @@ std::string Length(size_t value, int bytes) {
   return text;
 }
 
-TEST(RecordingFuzz, ReadOrRefused) {
-  const MemoryFile file;
-  FuzzOptions options;
-  options.name = "recording";
-  options.executions = 3000;
-  options.seeds = {
+const MemoryFile& File() {
+  static const MemoryFile file;
+  return file;
+}
+
+std::string CheckOne(const std::string& input) {
+  return File().Fill(input) ? Read(File().path(), input.size()) : std::string("memfd is full");
+}
+
+}  // namespace
+
+FuzzTarget TargetUnderTest() {
+  FuzzTarget target;
+  target.executions = 3000;
+  target.seeds = {
       R"({"format":"mla-recording","version":1,"models":[{"model_id":"m","num_heads":2,)"
       R"("kv_lora_rank":4,"rope_dim":2,"nope_dim":3,"v_dim":5,"layers":2,"softmax_scale":0.5,)"
       R"("page_size":0}]})"
@@ -87,18 +97,18 @@ TEST(RecordingFuzz, ReadOrRefused) {
       {R"({"kind":"done"})", 0},
   };
   for (const auto& [text, payload] : kRecords) {
-    options.seeds.push_back(options.seeds.back() + Length(text.size(), 4) + text +
-                            Length(payload, 8) + std::string(payload, '\0'));
+    target.seeds.push_back(target.seeds.back() + Length(text.size(), 4) + text +
+                           Length(payload, 8) + std::string(payload, '\0'));
   }
   // Each of these is a beginning of a recording that is right so far; the last one is whole.
-  ASSERT_TRUE(file.Fill(options.seeds.back()));
-  ASSERT_EQ(WholeRecords(file.path()), std::size(kRecords) - 1);
-  const FuzzResult result = Fuzz(options, [&file](const std::string& input) {
-    return file.Fill(input) ? Read(file.path(), input.size()) : std::string("memfd is full");
-  });
-  EXPECT_EQ(result.violation, "");
-  RecordProperty("executions", std::to_string(result.executions));
+  Require(File().Fill(target.seeds.back()) ? "" : "memfd is full");
+  Require(WholeRecords(File().path()) == std::size(kRecords) - 1 ? "" : "a seed that is not whole");
+  return target;
 }
 
-}  // namespace
 }  // namespace mla::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  mla::fuzz::Require(mla::fuzz::CheckOne({reinterpret_cast<const char*>(data), size}));
+  return 0;
+}

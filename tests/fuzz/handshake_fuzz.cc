@@ -1,7 +1,6 @@
 // The handshake of the shared-memory socket on arbitrary packets: every connection is answered as
 // the protocol says or ended, and what is handed out is sealed, of the size named, and bounded.
 #include <fcntl.h>
-#include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -20,7 +19,7 @@
 #include "server/metrics.h"
 #include "server/shared_memory_door.h"
 #include "server/shared_region.h"
-#include "tests/fuzz/fuzzer.h"
+#include "tests/fuzz/harness/target.h"
 #include "tests/integration/ring_hand.h"
 
 namespace mla::fuzz {
@@ -134,11 +133,11 @@ std::string Described(const wire::Hello& request, size_t size = sizeof(wire::Hel
          std::string(reinterpret_cast<const char*>(&request), size);
 }
 
-TEST(HandshakeFuzz, EveryPacketIsAnsweredOrEndsTheConnection) {
-  const Listener listener;
-  FuzzOptions options;
-  options.name = "handshake";
-  options.executions = 2000;
+}  // namespace
+
+FuzzTarget TargetUnderTest() {
+  FuzzTarget target;
+  target.executions = 2000;
   const wire::Hello plain = ShmConnection::Request("a", 4096, false);
   const wire::Hello ring = ShmConnection::Request("", 65536, true);
   wire::Hello other = ring;
@@ -147,14 +146,16 @@ TEST(HandshakeFuzz, EveryPacketIsAnsweredOrEndsTheConnection) {
   std::memset(unending.tenant, 'x', sizeof(unending.tenant));
   wire::Hello later = plain;
   later.version = 2;
-  options.seeds = {Described(plain), Described(ring),     Described(plain) + Described(ring),
-                   Described(other), Described(unending), Described(ring, 151),
-                   Described(later)};
-  const FuzzResult result =
-      Fuzz(options, [&listener](const std::string& input) { return CheckOne(listener, input); });
-  EXPECT_EQ(result.violation, "");
-  RecordProperty("executions", std::to_string(result.executions));
+  target.seeds = {Described(plain), Described(ring),     Described(plain) + Described(ring),
+                  Described(other), Described(unending), Described(ring, 151),
+                  Described(later)};
+  return target;
 }
 
-}  // namespace
 }  // namespace mla::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static const mla::fuzz::Listener listener;
+  mla::fuzz::Require(mla::fuzz::CheckOne(listener, {reinterpret_cast<const char*>(data), size}));
+  return 0;
+}
