@@ -27,11 +27,11 @@ constexpr char kNotes[] =
     "code 5 when the outputs are outside the rule. A first check of a new server; replay is the\n"
     "thorough one.\n";
 
-// Dimensions that every backend takes; two heads, so that their order shows.
+// Dimensions that every backend supports. With two heads a wrong order of heads is found.
 constexpr uint32_t kHeads = 2, kLora = 512, kRope = 64, kNope = 128, kV = 128;
 constexpr uint32_t kRow = kLora + kRope;
 constexpr double kScale = 0.135234;
-// Scores spread by one half: rows differ, and no backend's rounding comes near its bound.
+// Scores then deviate by one half: rows differ, and rounding stays far inside the bounds.
 constexpr double kDeviation = 0.5;
 constexpr uint32_t kPromptRows = 33, kRows = kPromptRows + 1;
 
@@ -107,7 +107,7 @@ class Example {
     return {latent.begin(), latent.end()};
   }
 
-  // What the rows can see, for the comparison's bound.
+  // The largest |V| of each row, for the comparison.
   ValueBounds Bounds() const {
     const v1::ModelSpec model = Model();
     ValueProjection projection(model);
@@ -144,7 +144,7 @@ class Example {
   const std::vector<float> wide_weights_, wide_kv_;
 };
 
-// A model on the server for as long as the object lives.
+// Registers the example's model; the destructor unregisters it.
 class Registered {
  public:
   explicit Registered(client::Client* client) : client_(client) {}
@@ -207,23 +207,23 @@ absl::Status RunSteps(client::Client* client, const Example& example, const std:
     if (const auto ended = (*step)->End(); !ended.ok()) return ended.status();
     for (uint32_t cell = 0; cell < rows * kHeads; ++cell) {
       const uint32_t row = first + cell / kHeads, head = cell % kHeads;
-      float wanted_lse = lse[cell];
-      const std::vector<float> wanted =
-          expanded ? example.Expanded(row, head) : example.Absorbed(row, head, &wanted_lse);
+      float expected_lse = lse[cell];
+      const std::vector<float> expected =
+          expanded ? example.Expanded(row, head) : example.Absorbed(row, head, &expected_lse);
       const std::string where =
           absl::StrCat(v1::Profile_Name(call.profile).substr(8), " row ", row, ", head ", head);
-      comparison->AddRow(std::span(o).subspan(size_t{cell} * width, width), wanted,
+      comparison->AddRow(std::span(o).subspan(size_t{cell} * width, width), expected,
                          bounds.Largest(0, row, call.profile), where);
-      comparison->AddLse(lse[cell], wanted_lse, where);
+      comparison->AddLse(lse[cell], expected_lse, where);
     }
   }
   return absl::OkStatus();
 }
 
-int Attend(const CommonOptions& common, const std::string& asked) {
+int Attend(const CommonOptions& common, const std::string& transport_name) {
   client::ClientOptions options = common.client;
   std::string transport;
-  SetTransport(asked, kDefaultSpinMicros, &options);
+  SetTransport(transport_name, kDefaultSpinMicros, &options);
   auto client = client::Client::Connect(common.target, options);
   if (!client.ok()) return Fail(client.status());
   const std::atomic<bool>& interrupted = CatchInterrupts();

@@ -6,8 +6,8 @@
 
 namespace mla::mlactl {
 
-// Its exit code is kDifferent when an output is outside the rule of output_comparison.h. What the
-// command created on the server is gone when it returns.
+// Its exit code is kDifferent when an output is outside the rule of output_comparison.h. The
+// command removes what it created on the server, whether it succeeds or fails.
 void AddAttendCommand(Program* program);
 
 }  // namespace mla::mlactl

@@ -104,7 +104,7 @@ void AddDrain(Program* program) {
   program
       ->Add({.name = "cancel-drain",
              .group = kGroup,
-             .summary = "take new work again, or end a drain that is under way",
+             .summary = "accept new work again, or end a running drain",
              .examples = "mlactl cancel-drain\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(

@@ -129,7 +129,7 @@ struct WatchOptions {
 int Watch(const CommonOptions& common, const WatchOptions& options) {
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
-  uint64_t seen = 0;
+  uint64_t updates = 0;
   const absl::Status status =
       (*client)->WatchStatus(options.interval_ms, [&](const v1::StatusUpdate& update) {
         std::string line = absl::StrFormat(
@@ -138,7 +138,7 @@ int Watch(const CommonOptions& common, const WatchOptions& options) {
         if (common.json) line = absl::StrReplaceAll(ToJson(update), {{"\n ", " "}, {"\n}", "}"}});
         std::fputs(line.c_str(), stdout);
         std::fflush(stdout);
-        return ++seen != options.count;
+        return ++updates != options.count;
       });
   return status.ok() ? kOk : Fail(status);
 }

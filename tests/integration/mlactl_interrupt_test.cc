@@ -1,5 +1,5 @@
-// Ctrl-C at any moment of a command of mlactl: exit code 130, at once where nothing has to be given
-// back, and nothing left on the server.
+// Ctrl-C at any moment of a command of mlactl: exit code 130, immediately if nothing was created,
+// and nothing left on the server.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -48,11 +48,11 @@ TEST(MlactlInterruptTest, WatchEndsAtOnceHoweverRareItsLines) {
     const Result result = watch.Finish();
     EXPECT_EQ(result.code, 130);
     EXPECT_LT(Clock::now() - begin, milliseconds(2000));
-    EXPECT_THAT(result.output, HasSubstr("SERVING"));  // what it had seen by then
+    EXPECT_THAT(result.output, HasSubstr("SERVING"));  // the updates so far
   }
 }
 
-TEST(MlactlInterruptTest, AServerThatDoesNotAnswerHoldsNobody) {
+TEST(MlactlInterruptTest, AnInterruptEndsAnUnansweredCall) {
   ServerProcess server({});
   server.Signal(SIGSTOP);
   for (const char* words : {"status", "attend", "bench --quiet", "drain"}) {

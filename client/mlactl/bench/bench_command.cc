@@ -33,7 +33,7 @@ constexpr char kNotes[] =
     "that a stall counts in every step that it delays; concurrency is then the most steps under\n"
     "way.\n"
     "\n"
-    "network is what the client saw beyond the server's own queue, plan, kernel and write.\n";
+    "network is the layer's time without the server's own queue, plan, kernel and write.\n";
 
 constexpr char kExamples[] =
     "mlactl bench\n"
@@ -52,7 +52,7 @@ std::string MeasureText(const LoadProgress& progress) {
   return text;
 }
 
-// One run: its workers, and what the server counted meanwhile.
+// One run: its workers, and the server's counters before and after.
 class BenchRunner {
  public:
   BenchRunner(const BenchOptions& options, const BenchPoint& point, client::Client* client,
@@ -107,11 +107,11 @@ class BenchRunner {
     if (!before_) {
       if (const auto stats = client_->GetStats(); stats.ok()) before_ = *stats;
     }
-    const double wanted = options_.load.steps > 0 ? static_cast<double>(options_.load.steps)
-                                                  : progress.wanted_seconds;
+    const double target = options_.load.steps > 0 ? static_cast<double>(options_.load.steps)
+                                                  : progress.target_seconds;
     const double done =
         options_.load.steps > 0 ? static_cast<double>(progress.steps) : progress.seconds;
-    progress_->Show(point_.Name(), wanted > 0 ? done / wanted : -1,
+    progress_->Show(point_.Name(), target > 0 ? done / target : -1,
                     progress.latest.at_s > 0 ? MeasureText(progress) : "");
   }
 
@@ -135,11 +135,11 @@ class BenchRunner {
   std::string transport_;
   std::vector<std::unique_ptr<BenchWorker>> workers_;
   std::optional<v1::GetStatsReply> before_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards filled_
   std::vector<double> filled_;
 };
 
-// All runs, as far as they get; `runs` holds those that have finished, whatever the status.
+// All runs until one fails or an interrupt. `runs` gets those that finished, whatever the status.
 absl::Status RunAll(const BenchOptions& options, client::Client* client,
                     const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
                     bool text) {

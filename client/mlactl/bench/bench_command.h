@@ -6,7 +6,7 @@
 
 namespace mla::mlactl {
 
-// What the command created on the server is gone when it returns, however it returns.
+// The command removes what it created on the server, whether it succeeds or fails.
 void AddBenchCommand(Program* program);
 
 }  // namespace mla::mlactl

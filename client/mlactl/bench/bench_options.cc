@@ -1,5 +1,6 @@
 #include "client/mlactl/bench/bench_options.h"
 
+#include <CLI/CLI.hpp>
 #include <cmath>
 #include <limits>
 

@@ -34,10 +34,10 @@ struct BenchPoint {
 
 struct BenchOptions {
   std::string target;
-  client::ClientOptions client;  // of every connection; transport and sizes are each run's
-  v1::ModelSpec model;           // its model_id is chosen by the run
+  client::ClientOptions client;  // of every connection, without transport and sizes: see points
+  v1::ModelSpec model;           // without model_id, which the run sets
   std::vector<BenchPoint> points;
-  LoadOptions load;             // concurrency and rate are each point's
+  LoadOptions load;             // without concurrency and rate: see points
   bool shared_context = false;  // sequences are forks of one, instead of filled each
   bool grow = false;            // steps commit their rows; otherwise the context stays as it is
   bool want_lse = false;
@@ -48,7 +48,8 @@ struct BenchOptions {
   bool quiet = false;                     // no progress
 };
 
-// The command line: what BenchOptions takes as it is, names, and lists whose combinations are runs.
+// The command line: values that go into BenchOptions unchanged, names that are still to be
+// resolved, and lists whose combinations are the runs.
 struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";

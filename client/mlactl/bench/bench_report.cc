@@ -40,7 +40,7 @@ struct Rates {
   double requests, layers, clients, reused;
 };
 
-// Digits enough for its size.
+// Three significant digits.
 std::string Short(double value) {
   return absl::StrFormat(value >= 100 ? "%.0f" : value >= 10 ? "%.1f" : "%.2f", value);
 }

@@ -1,5 +1,4 @@
-// The results of `mlactl bench` for people, for programs and as pictures. README.md documents the
-// JSON.
+// The results of `mlactl bench` as text, JSON and SVG. README.md documents the JSON.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
 
@@ -14,14 +13,14 @@ namespace mla::mlactl {
 
 struct BenchRun {
   BenchPoint point;
-  std::string transport;  // that it became: "inline", "shm" or "ring"
+  std::string transport;  // in use: "inline", "shm" or "ring"
   LoadResult result;
-  // Payload bytes that the server copied for each attend, by its own count, other clients'
-  // included.
+  // Payload bytes that the server copied for each attend, by its counters, which include other
+  // clients.
   double copied_bytes_per_attend = 0;
 };
 
-// What is measured, before the first run.
+// Server, model and load, printed before the first run.
 std::string BenchHeaderText(const BenchOptions& options, const v1::GetServerInfoReply& server);
 std::string BenchRunText(const BenchRun& run);
 // One line a run.

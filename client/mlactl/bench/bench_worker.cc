@@ -121,7 +121,7 @@ absl::StatusOr<std::unique_ptr<BenchWorker>> BenchWorker::Create(const BenchOpti
 BenchWorker::~BenchWorker() {
   session_.reset();
   if (sequences_.empty()) return;
-  // One call for all; the destructors would make one each.
+  // One call for all sequences; their destructors would make one call each.
   std::vector<uint64_t> ids;
   for (client::Sequence& sequence : sequences_) {
     ids.push_back(sequence.id());
@@ -146,7 +146,7 @@ absl::Status BenchWorker::Open(uint32_t index) {
     return status;
   }
   attend_bytes_ = bytes.kv + bytes.q + bytes.o + bytes.lse;
-  Place(index);
+  PlaceTensors(index);
   return absl::OkStatus();
 }
 
@@ -159,8 +159,8 @@ absl::Status BenchWorker::OpenSequences(uint32_t count) {
   return absl::OkStatus();
 }
 
-// In the shared region if there is one, else in memory of this worker.
-std::byte* BenchWorker::Take(uint64_t bytes, std::vector<std::byte>* own) {
+// In the shared region if there is one, else in `own`.
+std::byte* BenchWorker::Allocate(uint64_t bytes, std::vector<std::byte>* own) {
   if (bytes == 0) return nullptr;
   if (const std::span<std::byte> shared = session_->Allocate(bytes); !shared.empty()) {
     return shared.data();
@@ -171,10 +171,10 @@ std::byte* BenchWorker::Take(uint64_t bytes, std::vector<std::byte>* own) {
   return static_cast<std::byte*>(std::align(kAlignment, bytes, start, room));
 }
 
-void BenchWorker::Place(uint32_t index) {
+void BenchWorker::PlaceTensors(uint32_t index) {
   const TensorBytes bytes = BytesOf(options_, point_);
-  std::byte* const in = Take(bytes.in(), &own_in_);
-  std::byte* const out = Take(bytes.out(), &own_out_);
+  std::byte* const in = Allocate(bytes.in(), &own_in_);
+  std::byte* const out = Allocate(bytes.out(), &own_out_);
   in_ = {in, bytes.in()};
   out_ = {out, bytes.out()};
   std::vector<uint16_t> values(bytes.in() / 2);
@@ -193,7 +193,7 @@ void BenchWorker::Place(uint32_t index) {
 
 // ------------------------------------------------------------------------------------- Context
 
-// Adds `rows` rows to one sequence, all layers under way at a time.
+// Adds `rows` rows to one sequence. Requests of all layers are in flight together.
 absl::Status BenchWorker::Append(client::Sequence* sequence, uint32_t rows,
                                  const std::vector<uint16_t>& kv) {
   client::BeginOptions options;
@@ -247,9 +247,9 @@ absl::Status BenchWorker::FillContext(const std::function<bool(double)>& progres
 
 // ---------------------------------------------------------------------------------------- Step
 
-void BenchWorker::Touch() {
+void BenchWorker::TouchTensors() {
   for (const std::byte byte : out_) touched_ ^= static_cast<uint8_t>(byte);
-  // The same contents again, so that results stay what they are.
+  // Writes the same values, so that results do not change.
   for (std::byte& byte : in_) {
     volatile std::byte* const place = &byte;
     *place = byte;
@@ -268,7 +268,7 @@ absl::Status BenchWorker::Step(LoadRecorder* recorder) {
     if (recorder->stopping()) return absl::CancelledError("the run has ended");
     call_.layer = layer;
     before = LoadClock::now();
-    if (options_.touch) Touch();
+    if (options_.touch) TouchTensors();
     const auto times = (*step)->Attend(call_);
     after = LoadClock::now();
     if (!times.ok()) return times.status();

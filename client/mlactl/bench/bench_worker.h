@@ -1,7 +1,7 @@
 // One simulated model worker of `mlactl bench`: a connection and a session of its own, a batch of
-// sequences filled to the wanted context, and steps over them.
+// sequences filled to the context's length, and steps over them.
 //
-// Everything it creates goes when it is destroyed. Threading: one thread; `stop` is asked often.
+// The destructor releases everything that the worker has created. Threading: one thread.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_WORKER_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_WORKER_H_
 
@@ -22,17 +22,17 @@
 
 namespace mla::mlactl {
 
-// A model of its own name, with random weights when a run is EXPANDED; unregistered at the end.
+// A registered model, with random weights when a run is EXPANDED. The destructor unregisters it.
 class BenchModel final {
  public:
-  // `id` is a name that no model has. `progress` hears the part that is done, and says whether to
-  // go on: CANCELLED if not.
+  // `id`: a name that no model has. `progress` gets the part that is done, 0..1, and returns
+  // whether to go on; CANCELLED if not.
   static absl::StatusOr<std::unique_ptr<BenchModel>> Create(
       client::Client* client, const BenchOptions& options, const std::string& id,
       const std::function<bool(double done)>& progress);
   ~BenchModel();
   const std::string& id() const { return id_; }
-  // Unregisters it, after all its sequences are gone. The destructor does so too, silently.
+  // Unregisters it, after all its sequences are gone. The destructor ignores errors.
   absl::Status Remove();
 
  private:
@@ -54,9 +54,9 @@ class BenchWorker final {
 
   // Fills the sequences to the context; `progress` as above.
   absl::Status FillContext(const std::function<bool(double done)>& progress);
-  // One step of all layers, each timed. CANCELLED when the recorder says stop.
+  // One step of all layers, each timed. CANCELLED when the recorder is stopping.
   absl::Status Step(LoadRecorder* recorder);
-  // What carries the session: "inline", "shm" or "ring".
+  // The session's transport: "inline", "shm" or "ring".
   std::string transport() const { return std::string(session_->transport()); }
 
  private:
@@ -65,9 +65,9 @@ class BenchWorker final {
   absl::Status Open(uint32_t index);
   absl::Status OpenSequences(uint32_t count);
   absl::Status Append(client::Sequence* sequence, uint32_t rows, const std::vector<uint16_t>& kv);
-  std::byte* Take(uint64_t bytes, std::vector<std::byte>* own);
-  void Place(uint32_t index);
-  void Touch();
+  std::byte* Allocate(uint64_t bytes, std::vector<std::byte>* own);
+  void PlaceTensors(uint32_t index);
+  void TouchTensors();
 
   const BenchOptions& options_;
   const BenchPoint& point_;

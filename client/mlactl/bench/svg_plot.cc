@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kWidth = 960, kLeft = 90, kRight = 20, kTop = 40, kBottom = 50, kPlotHeight = 300;
 constexpr double kLegendLine = 18;
-// Told apart by people who confuse red and green as well; dashes repeat the message.
+// Distinct for red-green colour blindness too; dashes differ as well.
 constexpr const char* kColors[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7",
                                    "#e69f00", "#56b4e9", "#000000"};
 constexpr size_t kColorCount = std::size(kColors);
@@ -30,7 +30,7 @@ struct Tick {
   std::string label;
 };
 
-// Values to places along an axis.
+// Maps values to positions along an axis.
 class Axis {
  public:
   Axis(AxisScale scale, double least, double most) : scale_(scale) {
@@ -73,7 +73,7 @@ class Axis {
 
  private:
   static double Nines(double quantile) { return -std::log10(std::max(1 - quantile, 1e-9)); }
-  // A round number that cuts the axis into four to ten.
+  // A round number that divides the axis into four to ten parts.
   double Step() const {
     const double power = std::pow(10, std::floor(std::log10(high_)));
     for (const double part : {0.1, 0.2, 0.5, 1.0}) {
@@ -92,7 +92,7 @@ Axis AxisOf(const Chart& chart, bool x) {
   for (const PlotLine& line : chart.lines) {
     for (const auto& [x_value, y_value] : line.points) {
       const double value = x ? x_value : y_value;
-      // The end of a curve, where nothing lies beyond, has no place on an axis of nines.
+      // A quantile of 1 has no position on an axis of nines.
       if (scale == AxisScale::kPercentile && value >= 1) continue;
       if (value > 0) least = std::min(least, value);
       most = std::max(most, value);

@@ -1,5 +1,5 @@
 // Charts as SVG text: lines over a linear or logarithmic axis, a legend, titles and descriptions
-// for readers that see no picture. No scripts, no fonts beyond the viewer's own.
+// for screen readers. No scripts and no embedded fonts.
 #ifndef MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_
 #define MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_
 
@@ -16,7 +16,7 @@ enum class AxisScale {
 };
 
 struct PlotLine {
-  size_t color = 0;  // lines of one number share it, and a place in the legend
+  size_t color = 0;  // lines with the same number share a colour and a legend entry
   std::string name;
   std::vector<std::pair<double, double>> points;  // x, y
 };

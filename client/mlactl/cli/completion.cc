@@ -1,5 +1,6 @@
 #include "client/mlactl/cli/completion.h"
 
+#include <CLI/CLI.hpp>
 #include <vector>
 
 #include "absl/strings/str_cat.h"

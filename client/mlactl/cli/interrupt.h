@@ -1,5 +1,5 @@
-// What Ctrl-C and SIGTERM do: end a command that has nothing to give back, and set a flag in one
-// that has.
+// Ctrl-C and SIGTERM: they end a command that has created nothing on the server, and set a flag in
+// one that has to clean up.
 #ifndef MLA_CLIENT_MLACTL_CLI_INTERRUPT_H_
 #define MLA_CLIENT_MLACTL_CLI_INTERRUPT_H_
 
@@ -10,8 +10,8 @@ namespace mla::mlactl {
 // From now on SIGINT and SIGTERM end the process at once, with kInterrupted.
 void ExitOnInterrupts();
 
-// From the first call on, the first SIGINT or SIGTERM sets the flag; a second one ends the process
-// as it always did.
+// After the first call, one SIGINT or SIGTERM sets the returned flag; a second one ends the process
+// with the default action.
 const std::atomic<bool>& CatchInterrupts();
 
 }  // namespace mla::mlactl

@@ -60,7 +60,7 @@ int Fail(const absl::Status& status) {
 int Interrupted(client::Client* client, std::span<const std::string> model_ids) {
   const auto listed = client->ListModels();
   if (!listed.ok()) {
-    PrintLines("interrupted; what it had created may still be on the server, which does not say: " +
+    PrintLines("interrupted; its model may still be on the server, which cannot be reached: " +
                listed.status().ToString());
     return kInterrupted;
   }

@@ -1,5 +1,4 @@
-// What all commands share: connecting as the options say, printing a result, and failing in the
-// same words with the same exit codes.
+// Shared by all commands: connecting, printing results and errors, and exit codes.
 #ifndef MLA_CLIENT_MLACTL_CLI_OUTPUT_H_
 #define MLA_CLIENT_MLACTL_CLI_OUTPUT_H_
 
@@ -21,23 +20,22 @@ namespace mla::mlactl {
 // A client of the common options' target.
 absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& common);
 
-// A name for a model that no other run has chosen: mlactl-PURPOSE-RANDOM.
+// A new model name: mlactl-PURPOSE-RANDOM.
 std::string NewModelId(const std::string& purpose);
 
-// How long a step lives without a message: 30 s, since layers of a large batch, and comparing
-// them, take their time on a CPU, or the most that the server grants.
+// Lease of a step: 30 s, because the layers of a large batch and their comparison are slow on a
+// CPU, or the server's maximum if that is less.
 uint32_t StepLeaseMs(const client::Client& client);
 
 // The same status, with the server's detail, and the context before its message.
 absl::Status WithContext(const std::string& context, const absl::Status& status);
 
-// Prints why, with the server's reason and retry hint, and returns the exit code that fits.
+// Prints the error with the server's reason and retry hint; returns the exit code for it.
 int Fail(const absl::Status& status);
-// After an interrupt, once the command has given back what it had created: asks the server whether
-// any of the models is still there (a model that is gone has no sequences), prints what it says,
-// and returns kInterrupted.
+// Called after an interrupt, when the command has cleaned up: prints which of the models are still
+// on the server (a model that is gone has no sequences) and returns kInterrupted.
 int Interrupted(client::Client* client, std::span<const std::string> model_ids);
-// Fail for options that make no sense: kUsageError.
+// Prints a usage error and returns kUsageError.
 int FailUsage(const absl::Status& status);
 
 // Prints `json` or `text`, whichever the options name, and writes `json` to their file, if any.

@@ -1,5 +1,6 @@
 #include "client/mlactl/cli/program.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -200,7 +201,8 @@ void Command::Run(RunFunction run) { program_->run_[app_] = std::move(run); }
 
 // ------------------------------------------------------------------------------------- Program
 
-Program::Program() : app_("Asks, operates and measures a server.", "mlactl") {
+Program::Program()
+    : app_(std::make_unique<CLI::App>("Inspects, operates and measures an mla-server.", "mlactl")) {
   const char* const from_environment = std::getenv("MLA_TARGET");
   common_.target = from_environment == nullptr ? kDefaultTarget : from_environment;
   common_.client.renew_leases = false;
@@ -209,25 +211,27 @@ Program::Program() : app_("Asks, operates and measures a server.", "mlactl") {
   formatter->column_width(28);
   formatter->label("SUBCOMMAND", "COMMAND");
   formatter->label("OPTIONS", "OPTION...");
-  app_.formatter(formatter);
-  app_.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  app_.require_subcommand(0, 1);
-  app_.allow_extras();  // see CheckExtras
-  app_.fallthrough();
-  app_.set_help_flag("--help", "this text, or that of the command");
-  app_.footer(absl::StrCat("mlactl COMMAND --help explains one command.\n", kExitCodes));
+  app_->formatter(formatter);
+  app_->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  app_->require_subcommand(0, 1);
+  app_->allow_extras();  // see CheckExtras
+  app_->fallthrough();
+  app_->set_help_flag("--help", "this text, or that of the command");
+  app_->footer(absl::StrCat("mlactl COMMAND --help explains one command.\n", kExitCodes));
   AddCommonOptions();
 }
 
+Program::~Program() = default;
+
 void Program::AddCommonOptions() {
-  app_.option_defaults()->group(kCommonGroup);
-  Command all(this, &app_);
+  app_->option_defaults()->group(kCommonGroup);
+  Command all(this, app_.get());
   all.Text("target", "ADDRESS",
            "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)", &common_.target);
   all.Choice("output", "FORMAT", "text or json on standard output (default text)", {"text", "json"},
              &output_);
-  app_.add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
-                "without FILE the same as --output=json; else write JSON to FILE")
+  app_->add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
+                 "without FILE the same as --output=json; else write JSON to FILE")
       ->option_text("[=FILE]");
   all.Text("tenant", "NAME", "tenant to act for, without TLS", &common_.client.tenant);
   all.Number("timeout-ms", "N", "of each call (default 5000)", 1, 86400000,
@@ -238,12 +242,12 @@ void Program::AddCommonOptions() {
   all.Text("tls-key", "FILE", "its key", &common_.client.tls_key);
   all.Text("tls-server-name", "NAME", "name to expect in the server's certificate",
            &common_.client.tls_server_name);
-  app_.get_help_ptr()->group(kCommonGroup);
-  app_.option_defaults()->group("Options");
+  app_->get_help_ptr()->group(kCommonGroup);
+  app_->option_defaults()->group("Options");
 }
 
 Command Program::Add(const CommandText& text) {
-  CLI::App* const command = app_.add_subcommand(text.name, text.summary)->group(text.group);
+  CLI::App* const command = app_->add_subcommand(text.name, text.summary)->group(text.group);
   command->get_help_ptr()->group("");  // listed with the common options
   std::string footer = text.notes.empty() ? "" : text.notes + "\n";
   absl::StrAppend(&footer, "Examples:\n");
@@ -254,11 +258,11 @@ Command Program::Add(const CommandText& text) {
   return Command(this, command);
 }
 
-// Words and options that nothing has taken. One word is right: the file of `--json FILE`, which
-// CLI11 cannot tell from a word of the command.
+// Checks words and options that CLI11 has left over. One of them may be right: the file of
+// `--json FILE`, because a flag of CLI11 takes no following word.
 void Program::CheckExtras(const std::vector<std::string>& words) {
-  std::vector<std::string> extras = app_.remaining(true);
-  const bool has_command = !app_.get_subcommands().empty();
+  std::vector<std::string> extras = app_->remaining(true);
+  const bool has_command = !app_->get_subcommands().empty();
   const auto is_file = [&](const std::string& word) {
     const std::string pair[] = {"--json", word};
     return std::search(words.begin(), words.end(), std::begin(pair), std::end(pair)) != words.end();
@@ -292,16 +296,16 @@ int Program::Run(std::span<const char* const> words) {
     }
   }
   try {
-    app_.parse(std::vector<std::string>(given.rbegin(), given.rend()));
+    app_->parse(std::vector<std::string>(given.rbegin(), given.rend()));
     CheckExtras(given);
   } catch (const CLI::CallForHelp&) {
-    std::fputs(app_.help().c_str(), stdout);
+    std::fputs(app_->help().c_str(), stdout);
     return kOk;
   } catch (const CLI::ParseError& error) {
     faults_.push_back(absl::StrReplaceAll(
         error.what(), {{"was given a disallowed flag override", "takes no value"}}));
   }
-  const std::vector<CLI::App*> commands = app_.get_subcommands();
+  const std::vector<CLI::App*> commands = app_->get_subcommands();
   if (!faults_.empty()) {
     const std::string place = commands.empty() ? "" : " " + commands[0]->get_name();
     faults_.push_back(absl::StrCat("see mlactl", place, " --help"));
@@ -314,7 +318,7 @@ int Program::Run(std::span<const char* const> words) {
 }
 
 std::string Program::Help(const std::string& command) const {
-  return command.empty() ? app_.help() : app_.get_subcommand(command)->help("mlactl");
+  return command.empty() ? app_->help() : app_->get_subcommand(command)->help("mlactl");
 }
 
 std::vector<std::string> Program::ChoicesOf(const CLI::Option* option) const {

@@ -14,7 +14,6 @@
 #ifndef MLA_CLIENT_MLACTL_CLI_PROGRAM_H_
 #define MLA_CLIENT_MLACTL_CLI_PROGRAM_H_
 
-#include <CLI/CLI.hpp>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -25,6 +24,11 @@
 #include <vector>
 
 #include "client/mlactl/cli/common.h"
+
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
 
 namespace mla::mlactl {
 
@@ -111,6 +115,7 @@ class Command final {
 class Program final {
  public:
   Program();
+  ~Program();
 
   Command Add(const CommandText& text);
 
@@ -121,7 +126,7 @@ class Program final {
 
   // Help of the program, or of one command.
   std::string Help(const std::string& command = "") const;
-  const CLI::App& app() const { return app_; }
+  const CLI::App& app() const { return *app_; }
   // Values that an option takes, for completion; empty: any.
   std::vector<std::string> ChoicesOf(const CLI::Option* option) const;
 
@@ -130,7 +135,7 @@ class Program final {
   void AddCommonOptions();
   void CheckExtras(const std::vector<std::string>& words);
 
-  CLI::App app_;
+  const std::unique_ptr<CLI::App> app_;
   CommonOptions common_;
   std::string json_, output_ = "text";
   std::vector<std::string> faults_;

@@ -1,5 +1,5 @@
-// What a long command is doing, on standard error: one line that is redrawn on a terminal, plain
-// lines now and then elsewhere. Threading: any thread.
+// Progress of a long command on standard error: one line, redrawn, on a terminal; elsewhere plain
+// lines. Threading: any thread.
 #ifndef MLA_CLIENT_MLACTL_CLI_PROGRESS_H_
 #define MLA_CLIENT_MLACTL_CLI_PROGRESS_H_
 
@@ -16,8 +16,8 @@ class Progress final {
   Progress(std::FILE* stream, bool quiet);
   ~Progress();
 
-  // `fraction` 0..1 of `phase` is done; below 0: unknown. Often is fine: it draws at most ten times
-  // a second on a terminal, and elsewhere when the phase changes and every five seconds.
+  // `fraction` 0..1 of `phase` is done; below 0: unknown. May be called often: it draws at most
+  // ten times a second on a terminal, and elsewhere when the phase changes and every five seconds.
   void Show(const std::string& phase, double fraction, const std::string& detail = "");
   // Ends the redrawn line, so that other output starts on a line of its own.
   void Clear();

@@ -1,6 +1,7 @@
-// When the steps of an open loop are meant to start, whether or not anybody is free to start them.
+// Intended start times of the steps of an open loop. They do not depend on whether a worker is
+// free.
 //
-// Threading: any thread; each arrival is given out once, in order.
+// Threading: any thread; each arrival is returned once, in order.
 #ifndef MLA_CLIENT_MLACTL_LOAD_ARRIVALS_H_
 #define MLA_CLIENT_MLACTL_LOAD_ARRIVALS_H_
 
@@ -24,7 +25,7 @@ class Arrivals final {
   // REQUIRES: rate_per_s > 0. The same seed gives the same gaps.
   Arrivals(ArrivalKind kind, double rate_per_s, uint64_t seed, Clock::time_point begin);
 
-  // The next arrival if it lies before `end`; otherwise none, and it stays to be taken.
+  // The next arrival if it is before `end`; otherwise none, and a later call returns it.
   std::optional<Clock::time_point> TakeBefore(Clock::time_point end);
 
  private:

@@ -14,7 +14,7 @@ constexpr size_t kExact = size_t{1} << kExactBits;
 constexpr size_t kHalf = kExact / 2;
 constexpr size_t kBuckets = kExact + (kMaxBits - kExactBits) * kHalf;
 
-// From 2^9 on, each power of two is cut into 2^8 buckets.
+// From 2^9 on, each power of two has 2^8 buckets.
 size_t BucketOf(int64_t ns) {
   const auto value = static_cast<uint64_t>(std::clamp<int64_t>(ns, 0, kMaxValue));
   if (value < kExact) return value;
@@ -65,11 +65,11 @@ double LatencyHistogram::mean_ns() const {
 int64_t LatencyHistogram::ValueAt(double quantile) const {
   if (count_ == 0) return 0;
   const double rank = std::ceil(std::clamp(quantile, 0.0, 1.0) * static_cast<double>(count_));
-  const auto wanted = std::clamp<uint64_t>(static_cast<uint64_t>(rank), 1, count_);
+  const auto target = std::clamp<uint64_t>(static_cast<uint64_t>(rank), 1, count_);
   uint64_t seen = 0;
   for (size_t i = 0; i < kBuckets; ++i) {
     seen += buckets_[i];
-    if (seen >= wanted) return std::min(LargestIn(i), max_);
+    if (seen >= target) return std::min(LargestIn(i), max_);
   }
   return max_;
 }

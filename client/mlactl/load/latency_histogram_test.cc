@@ -65,8 +65,8 @@ TEST(LatencyHistogramTest, QuantilesEqualThoseOfSortedSamples) {
   std::sort(samples.begin(), samples.end());
   for (const double quantile : {0.01, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999}) {
     const auto rank = static_cast<size_t>(std::ceil(quantile * 100000)) - 1;
-    const auto wanted = static_cast<double>(samples[rank]);
-    EXPECT_NEAR(static_cast<double>(one.ValueAt(quantile)), wanted, wanted / 200) << quantile;
+    const auto expected = static_cast<double>(samples[rank]);
+    EXPECT_NEAR(static_cast<double>(one.ValueAt(quantile)), expected, expected / 200) << quantile;
   }
   EXPECT_EQ(one.max_ns(), samples.back());
   EXPECT_EQ(one.min_ns(), samples.front());

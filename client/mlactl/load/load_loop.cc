@@ -28,7 +28,7 @@ int64_t Nanos(LoadClock::duration duration) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
 }
 
-// A name to count a failure under.
+// The name under which a failure is counted.
 std::string ReasonOf(const absl::Status& status) {
   const auto detail = client::DetailOf(status);
   return detail && !detail->reason().empty() ? detail->reason()
@@ -50,7 +50,7 @@ void LoadCounts::Merge(const LoadCounts& other) {
   plans_reused += other.plans_reused;
 }
 
-// One run: the workers' threads, and the caller's, which keeps the time.
+// One run: the workers' threads, and the caller's thread, which ends the run in time.
 class LoadRun final {
  public:
   LoadRun(const LoadOptions& options, const LoadHooks& hooks, const std::atomic<bool>& interrupted)
@@ -92,12 +92,12 @@ class LoadRun final {
   LoadResult result_;
   uint64_t failed_ = 0;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards all members below
   std::condition_variable changed_;
   uint32_t ready_ = 0, working_ = 0;
   bool started_ = false;
   absl::Status status_;
-  std::optional<TimePoint> stopped_;  // when it was told to stop before the time was up
+  std::optional<TimePoint> stopped_;  // when Stop was called, if before the end
 };
 
 bool LoadRecorder::stopping() const { return run_->stopping(); }
@@ -136,7 +136,7 @@ void LoadRecorder::Attend(TimePoint sent, TimePoint done, const client::AttendTi
 // ------------------------------------------------------------------------------------- Workers
 
 void LoadRun::Work(uint32_t worker) {
-  // Sleeps end on time instead of within the kernel's usual 50 us.
+  // Without it the kernel may end a sleep 50 us late.
   prctl(PR_SET_TIMERSLACK, 1UL);
   const absl::Status status = hooks_.set_up(worker);
   bool go = false;
@@ -195,7 +195,7 @@ void LoadRun::Sleep(TimePoint until) const {
 void LoadRun::Finished(LoadRecorder* recorder, TimePoint intended, TimePoint start,
                        TimePoint done) {
   const bool counts = Measured(done);
-  // Arrivals decide what an open loop measures, so that late ends are not left out.
+  // An open loop measures by arrival: a step that ends late still counts.
   const bool times = arrivals_ == nullptr ? counts : Measured(intended);
   if (counts) {
     const uint64_t before = measured_steps_.fetch_add(1);
@@ -242,7 +242,7 @@ void LoadRun::End(const absl::Status& status) {
   changed_.notify_all();
 }
 
-// -------------------------------------------------------------------------------- The caller's
+// ------------------------------------------------------------------------------ Caller's thread
 
 bool LoadRun::WaitUntilReady() {
   std::unique_lock lock(mutex_);
@@ -282,19 +282,19 @@ SeriesPoint LoadRun::TakeInterval(TimePoint from, TimePoint to) {
   return point;
 }
 
-// Ends the run in time: at once when it is closed, and after a grace when arrivals of the last
-// moment deserve an end.
+// Ends a closed loop at its time, and an open loop after a grace period, in which the last arrivals
+// can finish.
 void LoadRun::KeepTime() {
   const double grace_s = arrivals_ == nullptr ? 0 : std::clamp(options_.duration_s / 4, 0.0, 1.0);
   const bool timed = options_.steps == 0;
   const auto interval = Of(timed ? std::clamp(options_.duration_s / 100, 0.1, 60.0) : 0.5);
   TimePoint from = measure_begin_;
   LoadProgress progress;
-  progress.wanted_seconds = timed ? options_.duration_s : 0;
+  progress.target_seconds = timed ? options_.duration_s : 0;
   std::unique_lock lock(mutex_);
   while (working_ > 0) {
     const TimePoint tick = LoadClock::now() + kTick;
-    // Punctual at the end, and no hurry while the last requests are answered.
+    // Wakes exactly at the end; afterwards once a tick, while the last requests finish.
     const TimePoint wake = timed && !stopping() ? std::min(tick, measure_end_ + Of(grace_s)) : tick;
     changed_.wait_until(lock, wake, [this] { return working_ == 0; });
     lock.unlock();

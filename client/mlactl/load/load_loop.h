@@ -6,7 +6,7 @@
 // have started meanwhile, not one step a worker (coordinated omission). Steps that had arrived but
 // not finished when the run ended count with the time that they had waited.
 //
-// What a step is lies in LoadHooks. A step that fails with a retry hint is counted and the loop
+// LoadHooks define a step. A step that fails with a retry hint is counted and the loop
 // goes on after the hinted time; any other failure ends the run.
 #ifndef MLA_CLIENT_MLACTL_LOAD_LOAD_LOOP_H_
 #define MLA_CLIENT_MLACTL_LOAD_LOAD_LOOP_H_
@@ -32,7 +32,7 @@ namespace mla::mlactl {
 
 using LoadClock = std::chrono::steady_clock;
 
-// What is timed. The server's stages are those of each Attend's reply.
+// Timed stages. The server's stages are those of each Attend's reply.
 enum class Stage {
   kStep,        // closed loop: start to end; open loop: intended arrival to end
   kStartDelay,  // open loop: intended arrival to start
@@ -79,7 +79,7 @@ struct LoadResult {
 struct LoadProgress {
   bool warming = false;
   double seconds = 0;         // measured so far
-  double wanted_seconds = 0;  // 0: until a number of steps
+  double target_seconds = 0;  // 0: until a number of steps
   uint64_t steps = 0, failed = 0;
   SeriesPoint latest;
 };
@@ -93,10 +93,10 @@ struct LoadOptions {
   double warmup_s = 1, duration_s = 10;
 };
 
-// What one worker saw. Written by its thread.
+// Measurements of one worker. Written by its thread.
 class LoadRecorder final {
  public:
-  // A step should be given up: the run has ended. Its status does not matter then.
+  // True when the run has ended: a step should return early, with any status.
   bool stopping() const;
   void Begin(LoadClock::time_point sent, LoadClock::time_point done);
   // `bytes`: of the tensors, both ways.
@@ -111,7 +111,7 @@ class LoadRecorder final {
 
   const class LoadRun* run_ = nullptr;
   LoadCounts counts_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards interval_ and failed_
   LatencyHistogram interval_;
   uint64_t failed_ = 0;
 };

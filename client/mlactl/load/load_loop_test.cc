@@ -1,4 +1,4 @@
-// The loop against steps of known cost: no server, so what it reports can be told in advance.
+// The loop with steps of known cost and no server, so that its results can be predicted.
 #include "client/mlactl/load/load_loop.h"
 
 #include <gtest/gtest.h>
@@ -59,8 +59,8 @@ TEST_F(LoadLoopTest, ClosedLoopMeasuresStepsAndTheirRate) {
   EXPECT_NEAR(result.series.back().at_s, 1, 0.3);
 }
 
-// All workers stall once. A closed loop sees one long step a worker; in an open loop every arrival
-// of the stall has waited.
+// All workers stall once. A closed loop measures one long step a worker; in an open loop every
+// arrival during the stall has waited.
 TEST_F(LoadLoopTest, OpenLoopChargesAStallToEveryArrivalThatItDelays) {
   options_.concurrency = 2;
   options_.warmup_s = 0;
@@ -78,7 +78,7 @@ TEST_F(LoadLoopTest, OpenLoopChargesAStallToEveryArrivalThatItDelays) {
   EXPECT_GE(Millis(closed.counts.of(Stage::kStep).max_ns()), 600);
 
   stalls = 0;
-  options_.rate_per_s = 50;  // which a busy machine can do as well
+  options_.rate_per_s = 50;  // a busy machine reaches it too
   options_.arrivals = ArrivalKind::kUniform;
   begin = LoadClock::now();
   const LoadResult open = Run(Hooks(step));
@@ -93,7 +93,7 @@ TEST_F(LoadLoopTest, OpenLoopChargesAStallToEveryArrivalThatItDelays) {
   EXPECT_NEAR(static_cast<double>(open.counts.steps + open.counts.unfinished), 99, 4);
 }
 
-// Twice what the workers can do: what was left counts as slow, not as never asked for.
+// Twice the workers' capacity: steps that did not run count as slow, not as absent.
 TEST_F(LoadLoopTest, OverloadShowsInTheLatencies) {
   options_.rate_per_s = 100;
   options_.arrivals = ArrivalKind::kUniform;

@@ -19,7 +19,7 @@ std::string Shown(const nlohmann::json& value) {
 
 }  // namespace
 
-// The library copies and prints values by recursion, so a file must not choose how deep.
+// The library copies and prints values by recursion, so the depth needs a limit.
 RecordFields::RecordFields(const std::string& text) {
   bool too_deep = false;
   const auto visit = [&too_deep](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {

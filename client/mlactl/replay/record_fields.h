@@ -1,6 +1,6 @@
-// Keys of one JSON object, read with their bounds. The first fault is kept and the rest reads as
-// zero, so that a reader asks for all it wants and looks at the status once. Values nested deeper
-// than 8 are refused. Threading: none.
+// Keys of one JSON object, read with their bounds. After the first fault every read returns zero,
+// so that a caller can read all its keys and check the status once. Values nested deeper than 8 are
+// refused. Threading: none.
 #ifndef MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_
 #define MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_
 
@@ -31,7 +31,7 @@ class RecordFields final {
   const absl::Status& status() const { return status_; }
 
  private:
-  // Null, and a fault, if the object lacks it.
+  // Null, and a fault, if the object does not have the key.
   const nlohmann::json* Find(const char* key);
 
   nlohmann::json object_;

@@ -41,11 +41,11 @@ uint32_t Small(RecordFields* fields, const char* key, uint32_t least, uint32_t m
   return static_cast<uint32_t>(fields->Number(key, least, most));
 }
 
-void Exactly(RecordFields* fields, const char* key, uint64_t wanted) {
-  fields->Number(key, wanted, wanted);
+void Exactly(RecordFields* fields, const char* key, uint64_t expected) {
+  fields->Number(key, expected, expected);
 }
 
-absl::Status CutShort() { return absl::DataLossError("the recording ends inside a record"); }
+absl::Status Truncated() { return absl::DataLossError("the recording ends inside a record"); }
 
 // Reads one of the header line's models.
 v1::ModelSpec ReadModel(RecordFields* fields) {
@@ -96,8 +96,8 @@ const v1::ModelSpec* RecordingReader::Model(const std::string& id) const {
 }
 
 absl::Status RecordingReader::ReadBytes(void* to, uint64_t bytes) {
-  if (bytes > file_bytes_ - read_) return CutShort();
-  if (std::fread(to, 1, bytes, file_.get()) != bytes) return CutShort();
+  if (bytes > file_bytes_ - read_) return Truncated();
+  if (std::fread(to, 1, bytes, file_.get()) != bytes) return Truncated();
   read_ += bytes;
   return absl::OkStatus();
 }
@@ -129,7 +129,7 @@ absl::Status RecordingReader::ReadHeaderLine() {
 absl::Status RecordingReader::ReadPayload(Record* record) {
   uint64_t bytes = 0;
   if (absl::Status status = ReadBytes(&bytes, sizeof(bytes)); !status.ok()) return status;
-  if (bytes > file_bytes_ - read_) return CutShort();
+  if (bytes > file_bytes_ - read_) return Truncated();
   record->payload.resize(bytes);
   return ReadBytes(record->payload.data(), bytes);
 }
@@ -137,9 +137,9 @@ absl::Status RecordingReader::ReadPayload(Record* record) {
 absl::Status RecordingReader::Next(Record* record) {
   if (done_) return absl::FailedPreconditionError("the recording has ended");
   if (read_ == file_bytes_) {
-    return absl::DataLossError("the recording was cut short: it has no record \"done\"");
+    return absl::DataLossError("the recording is truncated: it has no record \"done\"");
   }
-  std::vector<std::byte> payload = std::move(record->payload);  // its memory serves again
+  std::vector<std::byte> payload = std::move(record->payload);  // reuses its memory
   *record = Record();
   record->payload = std::move(payload);
   uint32_t header_bytes = 0;
@@ -210,11 +210,11 @@ absl::Status RecordingReader::ParseWeights(RecordFields* fields, Record* record)
   record->layer = Small(fields, "layer", 0, model->layers() - 1);
   record->head_begin = Small(fields, "head_begin", 0, g.num_heads() - 1);
   record->head_count = Small(fields, "head_count", 1, g.num_heads() - record->head_begin);
-  const uint64_t wanted =
+  const uint64_t expected =
       uint64_t{record->head_count} * g.kv_lora_rank() * (uint64_t{g.nope_dim()} + g.v_dim()) * 2;
-  if (record->payload.size() != wanted) {
+  if (record->payload.size() != expected) {
     fields->Fault("payload", absl::StrCat(record->payload.size(), " bytes"),
-                  absl::StrCat(wanted, " bytes"));
+                  absl::StrCat(expected, " bytes"));
   }
   return fields->status();
 }
@@ -320,7 +320,7 @@ absl::Status RecordingReader::ParseAttend(RecordFields* fields, Record* record) 
   const std::span<const std::byte> payload = record->payload;
   record->kv = payload.first(kv);
   record->q = payload.subspan(kv, q);
-  // Inputs of bf16 may leave the outputs at an odd place for a float.
+  // After bf16 inputs the outputs may not be aligned for floats.
   record->expected.resize((o + lse) / 4);
   if (o + lse > 0) std::memcpy(record->expected.data(), payload.data() + kv + q, o + lse);
   record->o = std::span(record->expected).first(o / 4);

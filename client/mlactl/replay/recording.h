@@ -1,8 +1,8 @@
-// Reads and writes recordings: requests of the stepping protocol with their expected answers, in
+// Reads and writes recordings: requests of the stepping protocol with their expected replies, in
 // the format of client/demo/RECORDING.md.
 //
 // A file is not trusted: every number is checked against the models of its header line before it is
-// used, and a fault names the record and the key. DATA_LOSS: not such a file, or cut short.
+// used, and a fault names the record and the key. DATA_LOSS: not a recording, or truncated.
 // Threading: none.
 #ifndef MLA_CLIENT_MLACTL_REPLAY_RECORDING_H_
 #define MLA_CLIENT_MLACTL_REPLAY_RECORDING_H_
@@ -98,7 +98,7 @@ class RecordingReader final {
   bool done_ = false;
   std::string header_line_;
   std::vector<v1::ModelSpec> models_;
-  std::map<uint64_t, std::string> sequences_;  // the model of each open one
+  std::map<uint64_t, std::string> sequences_;  // open ones, with their models
   struct OpenStep {
     std::string model_id;
     uint32_t rows = 0;
@@ -106,8 +106,8 @@ class RecordingReader final {
   std::map<uint64_t, OpenStep> steps_;
 };
 
-// Writes a copy of a recording, record by record. Half a recording is none: a file that was not
-// closed is removed.
+// Writes a copy of a recording, record by record. A file that was not closed is removed,
+// so that no incomplete recording stays.
 class RecordingWriter final {
  public:
   static absl::StatusOr<std::unique_ptr<RecordingWriter>> Create(const std::string& path,
@@ -116,7 +116,7 @@ class RecordingWriter final {
 
   // `parts` make up the payload.
   absl::Status Write(std::string_view header, std::span<const std::span<const std::byte>> parts);
-  absl::Status Close();  // what could not be written shows here at the latest
+  absl::Status Close();  // reports write errors that were still pending
 
  private:
   RecordingWriter(std::FILE* file, std::string path) : file_(file), path_(std::move(path)) {}

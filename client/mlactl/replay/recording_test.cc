@@ -162,7 +162,7 @@ TEST(RecordingTest, EveryCutIsNoticed) {
   EXPECT_EQ(ReadAll(whole + "x").code(), absl::StatusCode::kDataLoss);
 }
 
-// Any one byte changed: refused or read, but never more memory or time than the file is worth.
+// Any one byte changed: the file is refused or read, with memory and time bounded by its size.
 TEST(RecordingTest, ChangedBytesDoNoHarm) {
   const std::string whole = Whole();
   int refused = 0;
@@ -189,7 +189,7 @@ TEST(RecordingTest, DeepNestingIsRefused) {
                   HasSubstr("nested deeper"));
     }
   }
-  // An unknown key of a modest depth is left alone, as every unknown key.
+  // An unknown key of small depth is ignored, as every unknown key.
   EXPECT_EQ(ReadAll(header + RecordBytes(R"({"kind":"done","later":[[[[[[{}]]]]]]})")),
             absl::OkStatus());
 }

@@ -1,5 +1,6 @@
 #include "client/mlactl/replay/replay_command.h"
 
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -20,7 +21,7 @@
 namespace mla::mlactl {
 namespace {
 
-// What bf16 outputs lose at the wire, as a cosine difference.
+// Cosine difference allowed when outputs are rounded to bf16.
 constexpr double kBf16Cosine = 3e-5;
 
 constexpr char kNotes[] =
@@ -41,7 +42,7 @@ struct Inputs {
   std::string transport = "auto", output_dtype = "f32";
   uint32_t spin_us = kDefaultSpinMicros;
   OutputRule rule;
-  bool has_cosine = false;  // the rule's is given
+  bool has_cosine = false;  // --cosine is given
   bool quiet = false;
 };
 
@@ -55,7 +56,7 @@ ReplayOptions OptionsOf(const Inputs& inputs) {
   return options;
 }
 
-std::string FigureLine(const char* name, const WorstFigure& worst, double bound) {
+std::string ErrorLine(const char* name, const WorstError& worst, double bound) {
   if (worst.where.empty()) return absl::StrFormat("  %-22s none compared\n", name);
   std::string line = absl::StrFormat("  %-22s %-10.3g", name, worst.value);
   absl::StrAppend(&line, bound > 0 ? absl::StrFormat(" of %-8.3g", bound) : std::string(12, ' '),
@@ -63,9 +64,9 @@ std::string FigureLine(const char* name, const WorstFigure& worst, double bound)
   return line;
 }
 
-// `cut`: it was interrupted, and what there is counts.
+// `partial`: the replay was interrupted; the results cover the records so far.
 std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& server,
-                       const std::string& target, bool cut) {
+                       const std::string& target, bool partial) {
   const OutputComparison& comparison = replayer.comparison();
   const OutputRule& rule = comparison.rule();
   const ReplayCounts& counts = replayer.counts();
@@ -78,16 +79,16 @@ std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& s
       static_cast<double>(counts.attend_times.ValueAt(0.5)) * 1e-3,
       static_cast<double>(counts.attend_times.ValueAt(0.99)) * 1e-3, comparison.rows(),
       comparison.elements());
-  absl::StrAppend(&text, FigureLine("error / allowed", comparison.of_allowed(), 1),
-                  FigureLine("error", comparison.abs(), 0),
-                  FigureLine("error / max |V|", comparison.abs_of_v(), rule.abs_of_v),
-                  FigureLine("cosine difference", comparison.cosine(), rule.cosine),
-                  FigureLine("lse error", comparison.lse(), rule.lse));
+  absl::StrAppend(&text, ErrorLine("error / allowed", comparison.of_allowed(), 1),
+                  ErrorLine("error", comparison.abs(), 0),
+                  ErrorLine("error / max |V|", comparison.abs_of_v(), rule.abs_of_v),
+                  ErrorLine("cosine difference", comparison.cosine(), rule.cosine),
+                  ErrorLine("lse error", comparison.lse(), rule.lse));
   absl::StrAppendFormat(&text, "rule: |error| <= %g max |V| or %g %%, cosine < %g, lse <= %g\n",
                         rule.abs_of_v, 100 * rule.rel, rule.cosine, rule.lse);
-  if (cut) absl::StrAppend(&text, "interrupted: the rest of the recording was not replayed\n");
+  if (partial) absl::StrAppend(&text, "interrupted: the rest of the recording was not replayed\n");
   if (comparison.agrees()) {
-    return text + (cut ? "the outputs agree as far as they go\n" : "the outputs agree\n");
+    return text + (partial ? "the outputs agree as far as they go\n" : "the outputs agree\n");
   }
   absl::StrAppendFormat(
       &text, "the outputs DIFFER: %d elements, %d row heads by cosine, %d lse outside; first %s\n",
@@ -97,12 +98,12 @@ std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& s
 }
 
 std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& server,
-                       const std::string& target, bool cut) {
+                       const std::string& target, bool partial) {
   using Json = nlohmann::ordered_json;
   const OutputComparison& comparison = replayer.comparison();
   const OutputRule& rule = comparison.rule();
   const ReplayCounts& counts = replayer.counts();
-  const auto figure = [](const WorstFigure& worst) {
+  const auto worst_json = [](const WorstError& worst) {
     return Json{{"value", worst.value}, {"where", worst.where}};
   };
   Json json{{"format", "mlactl-replay"}, {"version", 1}};
@@ -111,7 +112,7 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
                     {"backend", server.backend().name()},
                     {"device", server.backend().device()}};
   json["transport"] = replayer.transport();
-  json["interrupted"] = cut;
+  json["interrupted"] = partial;
   json["steps"] = counts.steps;
   json["attends"] = counts.attends;
   json["rows"] = counts.rows;
@@ -120,11 +121,11 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
                        {"p99", static_cast<double>(counts.attend_times.ValueAt(0.99)) * 1e-3}};
   json["rule"] = {
       {"abs_of_v", rule.abs_of_v}, {"rel", rule.rel}, {"cosine", rule.cosine}, {"lse", rule.lse}};
-  json["worst"] = {{"error_of_allowed", figure(comparison.of_allowed())},
-                   {"error", figure(comparison.abs())},
-                   {"error_of_v", figure(comparison.abs_of_v())},
-                   {"cosine", figure(comparison.cosine())},
-                   {"lse", figure(comparison.lse())}};
+  json["worst"] = {{"error_of_allowed", worst_json(comparison.of_allowed())},
+                   {"error", worst_json(comparison.abs())},
+                   {"error_of_v", worst_json(comparison.abs_of_v())},
+                   {"cosine", worst_json(comparison.cosine())},
+                   {"lse", worst_json(comparison.lse())}};
   json["outside"] = {{"elements", comparison.outside_elements()},
                      {"cosine", comparison.outside_cosines()},
                      {"lse", comparison.outside_lse()}};
@@ -133,8 +134,8 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
   return json.dump(2) + "\n";
 }
 
-// The whole recording, or as much of it as there is time for. Prints what came of it; `model_ids`
-// gets the names of the models that were on the server meanwhile.
+// Replays the recording until its end or an interrupt, and prints the results. `model_ids` gets the
+// names of the models that the replay registered.
 absl::Status RunReplay(const CommonOptions& common, const Inputs& inputs, client::Client* client,
                        std::vector<std::string>* model_ids, int* code) {
   auto reader = RecordingReader::Open(inputs.recording);
@@ -156,11 +157,11 @@ absl::Status RunReplay(const CommonOptions& common, const Inputs& inputs, client
   progress.Clear();
   *model_ids = replayer.model_ids();
   if (status.ok() && writer != nullptr) status = writer->Close();
-  const bool cut = absl::IsCancelled(status) && interrupted.load();
-  if (!status.ok() && !(cut && replayer.counts().attends > 0)) return status;
+  const bool partial = absl::IsCancelled(status) && interrupted.load();
+  if (!status.ok() && !(partial && replayer.counts().attends > 0)) return status;
   const v1::GetServerInfoReply& server = client->info();
-  *code = Emit(common, ReplayJson(replayer, server, common.target, cut),
-               ReplayText(replayer, server, common.target, cut));
+  *code = Emit(common, ReplayJson(replayer, server, common.target, partial),
+               ReplayText(replayer, server, common.target, partial));
   if (*code == kOk && !replayer.comparison().agrees()) *code = kDifferent;
   return status;
 }

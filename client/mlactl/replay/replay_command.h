@@ -6,8 +6,8 @@
 
 namespace mla::mlactl {
 
-// Its exit code is kDifferent when outputs are outside the rule. What the command created on the
-// server is gone when it returns.
+// Its exit code is kDifferent when outputs are outside the rule. The command removes what it
+// created on the server, whether it succeeds or fails.
 void AddReplayCommand(Program* program);
 
 }  // namespace mla::mlactl

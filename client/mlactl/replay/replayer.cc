@@ -33,7 +33,7 @@ struct Replayer::OpenStep {
   std::vector<Row> rows;
   std::vector<std::shared_ptr<OpenSequence>> sequences;
 
-  // Forgets rows that were not committed.
+  // Drops rows that were not committed.
   void Settle() {
     for (const auto& sequence : sequences) sequence->bounds.Truncate(sequence->remote.length());
   }
@@ -83,7 +83,7 @@ absl::Status Replayer::Run(const std::function<bool()>& progress) {
   do {
     if (absl::Status status = reader_->Next(&record); !status.ok()) return status;
     absl::Status status;
-    // An upload ends with the first record that is none of it, which is done after it.
+    // An upload ends at the first record of another kind, which is replayed after it.
     if (record.kind == RecordKind::kWeights) {
       status = Upload(&record, progress);
       if (absl::IsCancelled(status)) return status;

@@ -1,8 +1,8 @@
-// Sends a recording's requests to a server, one after another, and compares the answers with the
+// Sends a recording's requests to a server, one after another, and compares the replies with the
 // recorded ones.
 //
-// Models get names of their own on the server. The destructor gives back everything that was
-// created, as far as the server lets it. Threading: one thread.
+// Models get new names on the server. The destructor releases everything that was created and
+// ignores errors. Threading: one thread.
 #ifndef MLA_CLIENT_MLACTL_REPLAY_REPLAYER_H_
 #define MLA_CLIENT_MLACTL_REPLAY_REPLAYER_H_
 
@@ -24,7 +24,7 @@
 namespace mla::mlactl {
 
 struct ReplayOptions {
-  v1::DType o_dtype = v1::DTYPE_F32;  // asked of the server
+  v1::DType o_dtype = v1::DTYPE_F32;  // of the server's outputs
   OutputRule rule;
 };
 
@@ -40,8 +40,9 @@ class Replayer final {
            const ReplayOptions& options);
   ~Replayer();
 
-  // All of it. `progress` is asked at every record whether to go on; CANCELLED if not. A status
-  // names the record that could not be replayed; outputs that differ are no error.
+  // Replays all records. `progress` is called at every record and returns whether to go on;
+  // CANCELLED if not. An error names the record that could not be replayed. Outputs that differ are
+  // not an error.
   absl::Status Run(const std::function<bool()>& progress);
 
   const OutputComparison& comparison() const { return comparison_; }
@@ -77,7 +78,7 @@ class Replayer final {
   std::map<uint64_t, std::shared_ptr<OpenSequence>> sequences_;  // by the file's numbers
   std::unique_ptr<client::Session> session_;
   std::map<uint64_t, std::unique_ptr<OpenStep>> steps_;
-  std::vector<std::byte> output_;  // of the last attend, as it came
+  std::vector<std::byte> output_;  // of the last attend, as received
   std::vector<float> o_, lse_;
 };
 

@@ -21,7 +21,7 @@ void OutputComparison::Outside(uint64_t* count, const std::string& what, const s
   ++*count;
 }
 
-void OutputComparison::Keep(WorstFigure* worst, double value, const std::string& where) {
+void OutputComparison::Keep(WorstError* worst, double value, const std::string& where) {
   if (!worst->where.empty() && value <= worst->value) return;
   worst->value = value;
   worst->where = where;
@@ -45,7 +45,7 @@ void OutputComparison::AddRow(std::span<const float> got, std::span<const float>
     }
     const double error = std::abs(g - w);
     const double allowed = std::max(rule_.abs_of_v * max_v, rule_.rel * std::abs(w));
-    // Nothing is allowed where everything is zero: then any error is infinitely too large.
+    // No error is allowed where everything is zero; the part is then infinite.
     const double part = error == 0 ? 0 : error / allowed;
     if (part > 1)
       Outside(&outside_elements_, absl::StrCat("element ", i, ": got ", g, ", want ", w), where);

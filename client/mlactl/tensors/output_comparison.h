@@ -1,10 +1,10 @@
-// One rule for when a server's attention outputs are those that were expected, and the worst
-// figures of all that was compared.
+// The rule by which a server's attention outputs agree with the expected ones, and the worst errors
+// of all compared outputs.
 //
-// An element of o agrees within `abs_of_v` times the largest |V| that its row can see, or within
-// `rel` of the expected one. Each row's head agrees when 1 - 2<g,w> / (<g,g> + <w,w>) stays below
-// `cosine`, and its lse within `lse`. NaN, +inf and -inf must be at the same places. Threading:
-// none.
+// An element of o agrees within `abs_of_v` times the largest |V| among the rows that its row
+// attends to, or within `rel` of the expected one. Each row's head agrees when 1 - 2<g,w> / (<g,g>
+// + <w,w>) stays below `cosine`, and its lse within `lse`. NaN, +inf and -inf must be at the same
+// places. Threading: none.
 #ifndef MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_
 #define MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_
 
@@ -22,8 +22,8 @@ struct OutputRule {
   double lse = 1e-3;
 };
 
-// The largest figure of a kind, and where it was met.
-struct WorstFigure {
+// The largest error of a kind, and its place.
+struct WorstError {
   double value = 0;
   std::string where;  // empty: nothing was compared
 };
@@ -32,8 +32,8 @@ class OutputComparison final {
  public:
   explicit OutputComparison(const OutputRule& rule) : rule_(rule) {}
 
-  // `got` and `want`: one head of one row. `max_v`: the largest |V| that the row can see. `where`
-  // names it, e.g. "record 17: row 3, head 0".
+  // `got` and `want`: one head of one row. `max_v`: the largest |V| that the row attends to.
+  // `where` names it, e.g. "record 17: row 3, head 0".
   void AddRow(std::span<const float> got, std::span<const float> want, double max_v,
               const std::string& where);
   void AddLse(float got, float want, const std::string& where);
@@ -42,29 +42,29 @@ class OutputComparison final {
   const OutputRule& rule() const { return rule_; }
   uint64_t elements() const { return elements_; }
   uint64_t rows() const { return rows_; }  // row heads
-  // What does not agree: elements, row heads by their cosine, lse.
+  // Number of elements, row heads by their cosine, and lse that do not agree.
   uint64_t outside() const { return outside_elements_ + outside_cosines_ + outside_lse_; }
   uint64_t outside_elements() const { return outside_elements_; }
   uint64_t outside_cosines() const { return outside_cosines_; }
   uint64_t outside_lse() const { return outside_lse_; }
   const std::string& first_outside() const { return first_outside_; }
 
-  // |got - want| as a part of what the rule allows, so 1 is just inside; and in figures.
-  const WorstFigure& of_allowed() const { return of_allowed_; }
-  const WorstFigure& abs() const { return abs_; }
-  const WorstFigure& abs_of_v() const { return abs_of_v_; }  // as a part of the largest |V|
-  const WorstFigure& cosine() const { return cosine_; }
-  const WorstFigure& lse() const { return lse_; }
+  // |got - want| as a part of the allowed error (1 is just inside), and its absolute value.
+  const WorstError& of_allowed() const { return of_allowed_; }
+  const WorstError& abs() const { return abs_; }
+  const WorstError& abs_of_v() const { return abs_of_v_; }  // as a part of the largest |V|
+  const WorstError& cosine() const { return cosine_; }
+  const WorstError& lse() const { return lse_; }
 
  private:
   void Outside(uint64_t* count, const std::string& what, const std::string& where);
-  static void Keep(WorstFigure* worst, double value, const std::string& where);
+  static void Keep(WorstError* worst, double value, const std::string& where);
 
   const OutputRule rule_;
   uint64_t elements_ = 0, rows_ = 0;
   uint64_t outside_elements_ = 0, outside_cosines_ = 0, outside_lse_ = 0;
   std::string first_outside_;
-  WorstFigure of_allowed_, abs_, abs_of_v_, cosine_, lse_;
+  WorstError of_allowed_, abs_, abs_of_v_, cosine_, lse_;
 };
 
 }  // namespace mla::mlactl

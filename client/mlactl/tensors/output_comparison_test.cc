@@ -33,7 +33,7 @@ TEST(OutputComparisonTest, EqualRowsAgree) {
   EXPECT_EQ(same.abs().where, "row");
 }
 
-// Each bound just inside and just outside, with the others kept out of the way.
+// Each bound just inside and just outside, while the other bounds hold.
 TEST(OutputComparisonTest, BoundsAreWhereTheRuleSays) {
   std::vector<float> want(1000, 1.0F), got = want;
   got[7] = 1.0F + 0.0159F;  // relative

@@ -1,5 +1,5 @@
-// The largest |V| that each row of a sequence can see: what an absolute bound on attention outputs
-// is measured by. V is the latent part of the KV rows for ABSORBED and that times W_UV for
+// The largest |V| that each row of a sequence attends to, the scale of an absolute bound on its
+// outputs. V is the latent part of the KV rows for ABSORBED and that times W_UV for
 // EXPANDED, over all heads of the layer.
 #ifndef MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
 #define MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
@@ -36,7 +36,7 @@ class ValueBounds final {
  public:
   explicit ValueBounds(uint32_t layers) : layers_(layers) {}
 
-  // Row `position` of a layer: its latent values. Rows come in order; one that is there stays.
+  // Row `position` of a layer: its latent values. Rows are added in order; a repeat has no effect.
   void AddRow(uint32_t layer, uint64_t position, std::span<const float> latent,
               ValueProjection* projection);
   // Over rows 0..position. REQUIRES: they have been added.
