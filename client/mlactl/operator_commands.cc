@@ -95,9 +95,9 @@ void AddDrain(Program* program) {
                                   .group = kGroup,
                                   .summary = "refuse new work and wait for open steps",
                                   .examples = "mlactl drain --deadline-ms=60000 --exit\n"});
-  command.Number("deadline-ms", "N",
-                 "abort what is still open after this time (default 0: the server's)", 0, 86400000,
-                 &options->deadline_ms);
+  command.Number(
+      {"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"}, 0,
+      86400000, &options->deadline_ms);
   command.Flag("exit", "stop the process when drained", &options->exit);
   command.Run([options](const CommonOptions& common) { return Drain(common, *options); });
 
@@ -153,11 +153,12 @@ void AddSetQuota(Program* program) {
                                 "mlactl set-quota research --reset\n",
                     .notes = kQuotaNotes});
   command.Word("TENANT", "the tenant", options->request.mutable_tenant());
-  command.Parts("bounds", "RESOURCE=NUMBER, separated by commas; sizes take KiB, MiB, GiB",
-                "RESOURCE=NUMBER, RESOURCE as quotas shows it", [options](const std::string& part) {
-                  return ReadBound(part, options->request.add_bounds());
-                });
-  command.Number("weight", "N", "its share in what the scheduler divides, 1 to 1000", 1, 1000,
+  command.Parts(
+      {"bounds", "LIST", "RESOURCE=NUMBER, separated by commas; sizes take KiB, MiB, GiB"},
+      "RESOURCE=NUMBER, RESOURCE as quotas shows it", [options](const std::string& part) {
+        return ReadBound(part, options->request.add_bounds());
+      });
+  command.Number({"weight", "N", "its share in what the scheduler divides, 1 to 1000"}, 1, 1000,
                  &options->weight);
   command.Flag("reset", "first undo all earlier set-quota of this tenant", &options->reset);
   command.Run([options](const CommonOptions& common) {
@@ -215,7 +216,7 @@ void AddEvictSequences(Program* program) {
                     .summary = "release sequences of any tenant",
                     .examples = "mlactl evict-sequences research --client=worker-7\n"});
   command.Word("TENANT", "whose sequences", options->request.mutable_tenant());
-  command.Parts("ids", "these, as sequences shows them",
+  command.Parts({"ids", "LIST", "these, as sequences shows them"},
                 "ids as sequences shows them, separated by commas",
                 [options](const std::string& part) {
                   uint64_t id = 0;
@@ -223,7 +224,7 @@ void AddEvictSequences(Program* program) {
                   options->request.add_sequence_ids(id);
                   return true;
                 });
-  command.Text("client", "ID", "those of one client", options->request.mutable_client_id());
+  command.Text({"client", "ID", "those of one client"}, options->request.mutable_client_id());
   command.Flag("all", "all of the tenant", &options->all);
   command.Run([options](const CommonOptions& common) {
     options->request.set_all(options->all);

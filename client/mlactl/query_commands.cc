@@ -149,9 +149,9 @@ void AddWatch(Program* program) {
                                   .group = kGroup,
                                   .summary = "its state whenever that changes, until Ctrl-C",
                                   .examples = "mlactl watch\nmlactl watch --count=1 --json\n"});
-  command.Number("interval-ms", "N", "a line at least this often (default 1000)", 100, 60000,
+  command.Number({"interval-ms", "N", "a line at least this often (default 1000)"}, 100, 60000,
                  &options->interval_ms);
-  command.Number("count", "N", "end after N lines", 1, UINT64_MAX, &options->count);
+  command.Number({"count", "N", "end after N lines"}, 1, UINT64_MAX, &options->count);
   command.Run([options](const CommonOptions& common) { return Watch(common, *options); });
 }
 

@@ -85,36 +85,41 @@ void Combine(const BenchArguments& arguments, Add add) {
 
 void AddLoad(Command* command, BenchArguments* arguments) {
   LoadOptions* const load = &arguments->options.load;
-  command->Choices("transport", "inline, shm, ring-futex, ring-spin, all, or auto (default)",
-                   TransportNames(), {"auto"}, &arguments->transports);
-  command->Numbers("concurrency", "workers, each with a connection of its own (default 1)", 1, 4096,
-                   kMaxList, &arguments->workers);
+  command->Choices(
+      {"transport", "LIST", "inline, shm, ring-futex, ring-spin, all, or auto (default)"},
+      TransportNames(), {"auto"}, &arguments->transports);
+  command->Numbers(
+      {"concurrency", "LIST", "workers, each with a connection of its own (default 1)"}, 1, 4096,
+      kMaxList, &arguments->workers);
   CLI::Option* const rate =
-      command->Reals("rate", "steps a second: an open loop (default: closed loop)", 1e-3, 1e7,
-                     kMaxList, &arguments->rates);
+      command->Reals({"rate", "LIST", "steps a second: an open loop (default: closed loop)"}, 1e-3,
+                     1e7, kMaxList, &arguments->rates);
   command
-      ->Choice("arrivals", "KIND", "of the open loop: poisson (default) or uniform",
+      ->Choice({"arrivals", "KIND", "of the open loop: poisson (default) or uniform"},
                {"poisson", "uniform"}, &arguments->arrivals)
       ->needs(rate);
-  CLI::Option* const duration = command->Real(
-      "duration", "SECONDS", "measured time of a run (default 10)", 0.1, 86400, &load->duration_s);
+  CLI::Option* const duration =
+      command->Real({"duration", "SECONDS", "measured time of a run (default 10)"}, 0.1, 86400,
+                    &load->duration_s);
   command
-      ->Number("steps", "N", "measure N steps instead", 1, std::numeric_limits<uint64_t>::max(),
+      ->Number({"steps", "N", "measure N steps instead"}, 1, std::numeric_limits<uint64_t>::max(),
                &load->steps)
       ->excludes(duration);
-  command->Real("warmup", "SECONDS", "before it is measured (default 1)", 0, 3600, &load->warmup_s);
+  command->Real({"warmup", "SECONDS", "before it is measured (default 1)"}, 0, 3600,
+                &load->warmup_s);
 }
 
 void AddShape(Command* command, BenchArguments* arguments) {
   constexpr uint64_t kMost = 1u << 20;
-  command->Choices("profile", "expanded (default), absorbed, append-only, all",
+  command->Choices({"profile", "LIST", "expanded (default), absorbed, append-only, all"},
                    {"expanded", "absorbed", "append-only"}, {}, &arguments->profiles);
-  command->Numbers("batch", "sequences of a step (default 1)", 1, kMost, kMaxList,
+  command->Numbers({"batch", "LIST", "sequences of a step (default 1)"}, 1, kMost, kMaxList,
                    &arguments->batches);
-  command->Numbers("rows", "new rows of each sequence in a step (default 1: decode)", 1, kMost,
-                   kMaxList, &arguments->rows);
-  command->Numbers("context", "rows of each sequence before the first step (default 1024)", 0,
-                   1u << 30, kMaxList, &arguments->contexts);
+  command->Numbers({"rows", "LIST", "new rows of each sequence in a step (default 1: decode)"}, 1,
+                   kMost, kMaxList, &arguments->rows);
+  command->Numbers(
+      {"context", "LIST", "rows of each sequence before the first step (default 1024)"}, 0,
+      1u << 30, kMaxList, &arguments->contexts);
   command->Flag("shared-context", "sequences are forks of one, sharing its pages",
                 &arguments->options.shared_context);
   command->Flag("grow", "steps commit their rows (default: dropped, so that the context stays)",
@@ -125,19 +130,21 @@ void AddModel(Command* command, BenchArguments* arguments) {
   constexpr uint64_t kMost = 65536;
   std::vector<std::string> presets;
   for (const Preset& preset : kPresets) presets.emplace_back(preset.name);
-  command->Choice("preset", "MODEL",
-                  "small (default: 16 heads, 4 layers), deepseek-v2-lite, deepseek-v3, kimi-k2",
+  command->Choice({"preset", "MODEL",
+                   "small (default: 16 heads, 4 layers), deepseek-v2-lite, deepseek-v3, kimi-k2"},
                   presets, &arguments->preset);
-  command->Number("heads", "N", "instead of the preset's", 1, kMost, &arguments->heads);
-  command->Number("layers", "N", "instead of the preset's", 1, kMost, &arguments->layers);
-  command->Number("lora", "N", "latent part of a KV row (default 512)", 1, kMost, &arguments->lora);
-  command->Number("rope", "N", "rotated part of a KV row (default 64)", 1, kMost, &arguments->rope);
-  command->Number("nope", "N", "unrotated part of an expanded query head (default 128)", 1, kMost,
+  command->Number({"heads", "N", "instead of the preset's"}, 1, kMost, &arguments->heads);
+  command->Number({"layers", "N", "instead of the preset's"}, 1, kMost, &arguments->layers);
+  command->Number({"lora", "N", "latent part of a KV row (default 512)"}, 1, kMost,
+                  &arguments->lora);
+  command->Number({"rope", "N", "rotated part of a KV row (default 64)"}, 1, kMost,
+                  &arguments->rope);
+  command->Number({"nope", "N", "unrotated part of an expanded query head (default 128)"}, 1, kMost,
                   &arguments->nope);
-  command->Number("v", "N", "expanded output head (default 128)", 1, kMost, &arguments->v);
-  command->Choice("query-precision", "P", "of expanded: default, bf16 or split",
+  command->Number({"v", "N", "expanded output head (default 128)"}, 1, kMost, &arguments->v);
+  command->Choice({"query-precision", "P", "of expanded: default, bf16 or split"},
                   {"default", "bf16", "split"}, &arguments->query_precision);
-  command->Number("page-size", "N", "rows a page (default 0: the server's choice)", 0, kMost,
+  command->Number({"page-size", "N", "rows a page (default 0: the server's choice)"}, 0, kMost,
                   &arguments->page_size);
 }
 
@@ -157,14 +164,15 @@ void AddBenchOptions(Command* command, BenchArguments* arguments) {
   AddShape(command, arguments);
   AddModel(command, arguments);
   command->Flag("lse", "request the log-sum-exp of every row and head too", &options->want_lse);
-  command->Choice("output-dtype", "TYPE", "of o: bf16 (default) or f32", {"bf16", "f32"},
+  command->Choice({"output-dtype", "TYPE", "of o: bf16 (default) or f32"}, {"bf16", "f32"},
                   &arguments->output_dtype);
   command->Flag("touch", "write every input byte and read every output byte, as a model does",
                 &options->touch);
   AddSpin(command, &options->spin_us);
-  command->Number("seed", "N", "of arrivals and data (default 1)", 0,
+  command->Number({"seed", "N", "of arrivals and data (default 1)"}, 0,
                   std::numeric_limits<uint64_t>::max(), &options->load.seed);
-  command->Text("plot", "FILE", "write latency curves and time series as SVG", &options->plot_file);
+  command->Text({"plot", "FILE", "write latency curves and time series as SVG"},
+                &options->plot_file);
   command->Flag("quiet", "show no progress", &options->quiet);
 }
 

@@ -54,11 +54,6 @@ class HelpFormatter final : public CLI::Formatter {
   }
 };
 
-template <typename T>
-std::string RangeText(T least, T most) {
-  return absl::StrCat(least, "..", most);
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------------------------- Command
@@ -67,10 +62,10 @@ void Command::Fault(const std::string& name, const std::string& got, const std::
   program_->faults_.push_back(absl::StrCat("--", name, ": got \"", got, "\", must be ", must));
 }
 
-CLI::Option* Command::AddText(const std::string& name, const std::string& label,
-                              const std::string& help,
-                              std::function<void(const std::string& text)> read) {
-  const auto on_results = [self = *this, name, read](const CLI::results_t& results) mutable {
+CLI::Option* Command::AddText(const OptionText& text,
+                              std::function<void(const std::string& value)> read) {
+  const auto on_results = [self = *this, name = text.name,
+                           read](const CLI::results_t& results) mutable {
     // CLI11 takes any word that follows.
     if (absl::StartsWith(results.front(), "--")) {
       self.Fault(name, results.front(), "a value");
@@ -79,18 +74,18 @@ CLI::Option* Command::AddText(const std::string& name, const std::string& label,
     }
     return true;
   };
-  return app_->add_option("--" + name, CLI::callback_t(on_results), help)->type_name(label);
+  return app_->add_option("--" + text.name, CLI::callback_t(on_results), text.help)
+      ->type_name(text.label);
 }
 
 template <typename T>
-CLI::Option* Command::AddList(const std::string& name, const std::string& label,
-                              const std::string& help, size_t count, const std::string& must,
+CLI::Option* Command::AddList(const OptionText& text, size_t count, const std::string& must,
                               std::function<bool(const std::string& part, T* value)> parse,
                               std::function<void(std::vector<T>)> commit) {
-  return AddText(name, label, help, [=, self = *this](const std::string& text) mutable {
-    const std::vector<std::string> parts = absl::StrSplit(text, ',');
+  return AddText(text, [=, self = *this, name = text.name](const std::string& list) mutable {
+    const std::vector<std::string> parts = absl::StrSplit(list, ',');
     if (parts.size() > count) {
-      return self.Fault(name, text,
+      return self.Fault(name, list,
                         absl::StrCat("at most ", count, " value", count == 1 ? "" : "s"));
     }
     std::vector<T> values(parts.size());
@@ -101,35 +96,32 @@ CLI::Option* Command::AddList(const std::string& name, const std::string& label,
   });
 }
 
-CLI::Option* Command::AddNumbers(const std::string& name, const std::string& label,
-                                 const std::string& help, uint64_t least, uint64_t most,
+CLI::Option* Command::AddNumbers(const OptionText& text, uint64_t least, uint64_t most,
                                  size_t count, std::function<void(std::vector<uint64_t>)> commit) {
+  // CLI11's own conversion takes octal and lets 64 bits overflow.
   const auto parse = [least, most](const std::string& part, uint64_t* value) {
     return absl::SimpleAtoi(part, value) && *value >= least && *value <= most;
   };
-  return AddList<uint64_t>(name, label, help, count, RangeText(least, most), parse, commit);
+  return AddList<uint64_t>(text, count, absl::StrCat(least, "..", most), parse, commit);
 }
 
-CLI::Option* Command::AddReals(const std::string& name, const std::string& label,
-                               const std::string& help, double least, double most, size_t count,
+CLI::Option* Command::AddReals(const OptionText& text, double least, double most, size_t count,
                                std::function<void(std::vector<double>)> commit) {
   const auto parse = [least, most](const std::string& part, double* value) {
     return absl::SimpleAtod(part, value) && *value >= least && *value <= most;
   };
-  return AddList<double>(name, label, help, count, RangeText(least, most), parse, commit);
+  return AddList<double>(text, count, absl::StrCat(least, "..", most), parse, commit);
 }
 
-CLI::Option* Command::AddChoices(const std::string& name, const std::string& label,
-                                 const std::string& help, size_t count,
+CLI::Option* Command::AddChoices(const OptionText& text, size_t count,
                                  const std::vector<std::string>& choices,
                                  std::function<void(std::vector<std::string>)> commit) {
   const auto parse = [choices](const std::string& part, std::string* value) {
     *value = part;
     return std::find(choices.begin(), choices.end(), part) != choices.end();
   };
-  CLI::Option* const option =
-      AddList<std::string>(name, label, help, count,
-                           absl::StrCat("one of ", absl::StrJoin(choices, ", ")), parse, commit);
+  const std::string must = absl::StrCat("one of ", absl::StrJoin(choices, ", "));
+  CLI::Option* const option = AddList<std::string>(text, count, must, parse, commit);
   program_->choices_[option] = choices;
   return option;
 }
@@ -142,38 +134,32 @@ CLI::Option* Command::Flag(const std::string& name, const std::string& help, boo
   return app_->add_flag("--" + name, *value, help)->disable_flag_override();
 }
 
-CLI::Option* Command::Text(const std::string& name, const std::string& label,
-                           const std::string& help, std::string* value) {
-  return AddText(name, label, help, [value](const std::string& text) { *value = text; });
+CLI::Option* Command::Text(const OptionText& text, std::string* value) {
+  return AddText(text, [value](const std::string& read) { *value = read; });
 }
 
-CLI::Option* Command::Numbers(const std::string& name, const std::string& help, uint64_t least,
-                              uint64_t most, size_t count, std::vector<uint64_t>* values) {
-  return AddNumbers(name, "LIST", help, least, most, count,
+CLI::Option* Command::Numbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
+                              std::vector<uint64_t>* values) {
+  return AddNumbers(text, least, most, count,
                     [values](std::vector<uint64_t> read) { *values = std::move(read); });
 }
 
-CLI::Option* Command::Real(const std::string& name, const std::string& label,
-                           const std::string& help, double least, double most, double* value) {
-  return AddReals(name, label, help, least, most, 1,
-                  [value](std::vector<double> read) { *value = read[0]; });
+CLI::Option* Command::Real(const OptionText& text, double least, double most, double* value) {
+  return AddReals(text, least, most, 1, [value](std::vector<double> read) { *value = read[0]; });
 }
 
-CLI::Option* Command::Reals(const std::string& name, const std::string& help, double least,
-                            double most, size_t count, std::vector<double>* values) {
-  return AddReals(name, "LIST", help, least, most, count,
+CLI::Option* Command::Reals(const OptionText& text, double least, double most, size_t count,
+                            std::vector<double>* values) {
+  return AddReals(text, least, most, count,
                   [values](std::vector<double> read) { *values = std::move(read); });
 }
 
-CLI::Option* Command::Choice(const std::string& name, const std::string& label,
-                             const std::string& help, const std::vector<std::string>& choices,
+CLI::Option* Command::Choice(const OptionText& text, const std::vector<std::string>& choices,
                              std::string* value) {
-  return AddChoices(name, label, help, 1, choices,
-                    [value](std::vector<std::string> read) { *value = read[0]; });
+  return AddChoices(text, 1, choices, [value](std::vector<std::string> read) { *value = read[0]; });
 }
 
-CLI::Option* Command::Choices(const std::string& name, const std::string& help,
-                              const std::vector<std::string>& choices,
+CLI::Option* Command::Choices(const OptionText& text, const std::vector<std::string>& choices,
                               const std::vector<std::string>& others,
                               std::vector<std::string>* values) {
   std::vector<std::string> known = others;
@@ -183,14 +169,13 @@ CLI::Option* Command::Choices(const std::string& name, const std::string& help,
     const bool all = std::find(read.begin(), read.end(), "all") != read.end();
     *values = all ? choices : std::move(read);
   };
-  return AddChoices(name, "LIST", help, known.size(), known, commit);
+  return AddChoices(text, known.size(), known, commit);
 }
 
-CLI::Option* Command::Parts(const std::string& name, const std::string& help,
-                            const std::string& must,
+CLI::Option* Command::Parts(const OptionText& text, const std::string& must,
                             std::function<bool(const std::string& part)> read) {
-  return AddText(name, "LIST", help, [=, self = *this](const std::string& text) mutable {
-    const std::vector<std::string> parts = absl::StrSplit(text, ',', absl::SkipEmpty());
+  return AddText(text, [=, self = *this, name = text.name](const std::string& list) mutable {
+    const std::vector<std::string> parts = absl::StrSplit(list, ',', absl::SkipEmpty());
     for (const std::string& part : parts) {
       if (!read(part)) self.Fault(name, part, must);
     }
@@ -226,21 +211,22 @@ Program::~Program() = default;
 void Program::AddCommonOptions() {
   app_->option_defaults()->group(kCommonGroup);
   Command all(this, app_.get());
-  all.Text("target", "ADDRESS",
-           "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)", &common_.target);
-  all.Choice("output", "FORMAT", "text or json on standard output (default text)", {"text", "json"},
-             &output_);
+  all.Text(
+      {"target", "ADDRESS", "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)"},
+      &common_.target);
+  all.Choice({"output", "FORMAT", "text or json on standard output (default text)"},
+             {"text", "json"}, &output_);
   app_->add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
                  "without FILE the same as --output=json; else write JSON to FILE")
       ->option_text("[=FILE]");
-  all.Text("tenant", "NAME", "tenant to act for, without TLS", &common_.client.tenant);
-  all.Number("timeout-ms", "N", "of each call (default 5000)", 1, 86400000,
+  all.Text({"tenant", "NAME", "tenant to act for, without TLS"}, &common_.client.tenant);
+  all.Number({"timeout-ms", "N", "of each call (default 5000)"}, 1, 86400000,
              &common_.client.call_timeout_ms);
-  all.Text("tls-ca", "FILE", "authorities that sign the server's certificate; with it mutual TLS",
+  all.Text({"tls-ca", "FILE", "authorities that sign the server's certificate; with it mutual TLS"},
            &common_.client.tls_ca);
-  all.Text("tls-cert", "FILE", "this client's certificate", &common_.client.tls_cert);
-  all.Text("tls-key", "FILE", "its key", &common_.client.tls_key);
-  all.Text("tls-server-name", "NAME", "name to expect in the server's certificate",
+  all.Text({"tls-cert", "FILE", "this client's certificate"}, &common_.client.tls_cert);
+  all.Text({"tls-key", "FILE", "its key"}, &common_.client.tls_key);
+  all.Text({"tls-server-name", "NAME", "name to expect in the server's certificate"},
            &common_.client.tls_server_name);
   app_->get_help_ptr()->group(kCommonGroup);
   app_->option_defaults()->group("Options");

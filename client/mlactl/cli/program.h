@@ -5,7 +5,7 @@
 //   auto size = std::make_shared<uint32_t>(4);
 //   Command grow = program.Add({.name = "grow", .group = "Examples", .summary = "makes it larger",
 //                               .examples = "mlactl grow --size=7\n"});
-//   grow.Number("size", "N", "how large (default 4)", 1, 9, size.get());
+//   grow.Number({"size", "N", "how large (default 4)"}, 1, 9, size.get());
 //   grow.Run([size](const CommonOptions& common) { return Grow(common, *size); });
 //   return program.Run(words);
 //
@@ -40,6 +40,12 @@ struct CommandText {
   std::string notes = "";  // paragraphs of the help; lines of at most 100 columns
 };
 
+struct OptionText {
+  std::string name;   // without dashes
+  std::string label;  // stands for the value in the help
+  std::string help;   // one line
+};
+
 class Program;
 
 // Defines the words and options of one command. Each method returns CLI11's option, for needs() and
@@ -52,32 +58,27 @@ class Command final {
   // A required word after the command, in the order of the calls.
   CLI::Option* Word(const std::string& name, const std::string& help, std::string* value);
   CLI::Option* Flag(const std::string& name, const std::string& help, bool* value);
-  // `label` stands for the value in the help.
-  CLI::Option* Text(const std::string& name, const std::string& label, const std::string& help,
-                    std::string* value);
+  CLI::Option* Text(const OptionText& text, std::string* value);
   // Decimal, `least`..`most`.
   template <typename Integer>
-  CLI::Option* Number(const std::string& name, const std::string& label, const std::string& help,
-                      uint64_t least, uint64_t most, Integer* value) {
-    return AddNumbers(name, label, help, least, most, 1, [value](std::vector<uint64_t> read) {
+  CLI::Option* Number(const OptionText& text, uint64_t least, uint64_t most, Integer* value) {
+    return AddNumbers(text, least, most, 1, [value](std::vector<uint64_t> read) {
       *value = static_cast<Integer>(read[0]);
     });
   }
-  CLI::Option* Real(const std::string& name, const std::string& label, const std::string& help,
-                    double least, double most, double* value);
+  CLI::Option* Real(const OptionText& text, double least, double most, double* value);
   // Separated by commas; at most `count` of them.
-  CLI::Option* Numbers(const std::string& name, const std::string& help, uint64_t least,
-                       uint64_t most, size_t count, std::vector<uint64_t>* values);
-  CLI::Option* Reals(const std::string& name, const std::string& help, double least, double most,
-                     size_t count, std::vector<double>* values);
-  CLI::Option* Choice(const std::string& name, const std::string& label, const std::string& help,
-                      const std::vector<std::string>& choices, std::string* value);
+  CLI::Option* Numbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
+                       std::vector<uint64_t>* values);
+  CLI::Option* Reals(const OptionText& text, double least, double most, size_t count,
+                     std::vector<double>* values);
+  CLI::Option* Choice(const OptionText& text, const std::vector<std::string>& choices,
+                      std::string* value);
   // Separated by commas. "all" stands for `choices`; `others` may be given too.
-  CLI::Option* Choices(const std::string& name, const std::string& help,
-                       const std::vector<std::string>& choices,
+  CLI::Option* Choices(const OptionText& text, const std::vector<std::string>& choices,
                        const std::vector<std::string>& others, std::vector<std::string>* values);
   // Calls `read` with each part between commas, without empty ones. False: it must be `must`.
-  CLI::Option* Parts(const std::string& name, const std::string& help, const std::string& must,
+  CLI::Option* Parts(const OptionText& text, const std::string& must,
                      std::function<bool(const std::string& part)> read);
 
   // What the command does, once its options are read; returns the exit code.
@@ -86,24 +87,19 @@ class Command final {
  private:
   friend class Program;
   Command(Program* program, CLI::App* app) : program_(program), app_(app) {}
-  // Calls `read` with the option's text.
-  CLI::Option* AddText(const std::string& name, const std::string& label, const std::string& help,
-                       std::function<void(const std::string& text)> read);
-  // Calls `commit` with the parts between commas, if there are at most `count` and `parse` takes
+  // Calls `read` with the option's value.
+  CLI::Option* AddText(const OptionText& text, std::function<void(const std::string& value)> read);
+  // Calls `commit` with the parts between commas, if there are at most `count` and `parse` accepts
   // each; otherwise a part must be `must`.
   template <typename T>
-  CLI::Option* AddList(const std::string& name, const std::string& label, const std::string& help,
-                       size_t count, const std::string& must,
+  CLI::Option* AddList(const OptionText& text, size_t count, const std::string& must,
                        std::function<bool(const std::string& part, T* value)> parse,
                        std::function<void(std::vector<T>)> commit);
-  CLI::Option* AddNumbers(const std::string& name, const std::string& label,
-                          const std::string& help, uint64_t least, uint64_t most, size_t count,
+  CLI::Option* AddNumbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
                           std::function<void(std::vector<uint64_t>)> commit);
-  CLI::Option* AddReals(const std::string& name, const std::string& label, const std::string& help,
-                        double least, double most, size_t count,
+  CLI::Option* AddReals(const OptionText& text, double least, double most, size_t count,
                         std::function<void(std::vector<double>)> commit);
-  CLI::Option* AddChoices(const std::string& name, const std::string& label,
-                          const std::string& help, size_t count,
+  CLI::Option* AddChoices(const OptionText& text, size_t count,
                           const std::vector<std::string>& choices,
                           std::function<void(std::vector<std::string>)> commit);
   void Fault(const std::string& name, const std::string& got, const std::string& must);

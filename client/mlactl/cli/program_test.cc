@@ -29,14 +29,14 @@ struct Sample {
                                 .examples = "mlactl take x\n",
                                 .notes = "Notes.\n"});
     take.Word("FILE", "the file", &file);
-    take.Number("size", "N", "how large", 1, 9, &size);
-    take.Number("wide", "N", "64 bits", 0, UINT64_MAX, &wide);
-    take.Numbers("sizes", "how large", 1, 30, 3, &sizes);
-    take.Real("part", "X", "how much", 0, 1, &part);
-    take.Reals("parts", "how much", 0, 1, 2, &parts);
-    take.Choice("mode", "MODE", "fast or exact", {"fast", "exact"}, &mode);
-    take.Choices("kinds", "a, b, all or auto", {"a", "b"}, {"auto"}, &kinds);
-    take.Text("name", "NAME", "its name", &name);
+    take.Number({"size", "N", "how large"}, 1, 9, &size);
+    take.Number({"wide", "N", "64 bits"}, 0, UINT64_MAX, &wide);
+    take.Numbers({"sizes", "LIST", "how large"}, 1, 30, 3, &sizes);
+    take.Real({"part", "X", "how much"}, 0, 1, &part);
+    take.Reals({"parts", "LIST", "how much"}, 0, 1, 2, &parts);
+    take.Choice({"mode", "MODE", "fast or exact"}, {"fast", "exact"}, &mode);
+    take.Choices({"kinds", "LIST", "a, b, all or auto"}, {"a", "b"}, {"auto"}, &kinds);
+    take.Text({"name", "NAME", "its name"}, &name);
     take.Flag("fast", "at once", &fast);
     take.Run([this](const CommonOptions& options) { return Finish("take", options); });
   }

@@ -11,14 +11,14 @@ const std::vector<std::string>& TransportNames() {
 void AddTransport(Command* command, std::string* name) {
   std::vector<std::string> names = TransportNames();
   names.insert(names.begin(), "auto");
-  command->Choice("transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)",
+  command->Choice({"transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)"},
                   names, name);
 }
 
 void AddSpin(Command* command, uint32_t* spin_us) {
-  command->Number("spin-us", "N",
-                  "how long each side of ring-spin spins before it sleeps (default 100)", 1,
-                  10'000'000, spin_us);
+  command->Number(
+      {"spin-us", "N", "how long each side of ring-spin spins before it sleeps (default 100)"}, 1,
+      10'000'000, spin_us);
 }
 
 void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options) {

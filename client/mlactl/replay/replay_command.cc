@@ -198,21 +198,21 @@ void AddReplayCommand(Program* program) {
   command.Word("FILE", "the recording", &inputs->recording);
   AddTransport(&command, &inputs->transport);
   AddSpin(&command, &inputs->spin_us);
-  command.Text("save", "FILE",
-               "write the recording with this server's outputs, to replay elsewhere",
-               &inputs->save_file);
-  command.Choice("output-dtype", "TYPE", "of the server's outputs: f32 (default) or bf16",
+  command.Text(
+      {"save", "FILE", "write the recording with this server's outputs, to replay elsewhere"},
+      &inputs->save_file);
+  command.Choice({"output-dtype", "TYPE", "of the server's outputs: f32 (default) or bf16"},
                  {"f32", "bf16"}, &inputs->output_dtype);
   OutputRule* const rule = &inputs->rule;
-  command.Real("abs-of-v", "X",
-               "error allowed, as a part of the largest |V| in sight (default 2e-3)", 0, 1,
-               &rule->abs_of_v);
-  command.Real("rel", "X", "error allowed, as a part of the expected value (default 1.6e-2)", 0, 1,
-               &rule->rel);
+  command.Real(
+      {"abs-of-v", "X", "error allowed, as a part of the largest |V| in sight (default 2e-3)"}, 0,
+      1, &rule->abs_of_v);
+  command.Real({"rel", "X", "error allowed, as a part of the expected value (default 1.6e-2)"}, 0,
+               1, &rule->rel);
   CLI::Option* const cosine = command.Real(
-      "cosine", "X", "cosine difference allowed of a row's head (default 1e-5; bf16 3e-5)", 0, 2,
+      {"cosine", "X", "cosine difference allowed of a row's head (default 1e-5; bf16 3e-5)"}, 0, 2,
       &rule->cosine);
-  command.Real("lse", "X", "error of the log-sum-exp allowed (default 1e-3)", 0, 100, &rule->lse);
+  command.Real({"lse", "X", "error of the log-sum-exp allowed (default 1e-3)"}, 0, 100, &rule->lse);
   command.Flag("quiet", "show no progress", &inputs->quiet);
   command.Run([inputs, cosine](const CommonOptions& common) {
     inputs->has_cosine = cosine->count() > 0;
