@@ -13,14 +13,14 @@
 
 #include "absl/status/statusor.h"
 #include "proto/transport.h"
-#include "server/config.h"
-#include "server/library_logs.h"
-#include "server/logging.h"
+#include "server/config/config.h"
+#include "server/logging/library_logs.h"
+#include "server/logging/logging.h"
 #include "server/preflight.h"
-#include "server/process_end.h"
-#include "server/process_usage.h"
+#include "server/process/process_end.h"
+#include "server/process/process_usage.h"
 #include "server/server.h"
-#include "server/version.h"
+#include "server/process/version.h"
 
 extern char** environ;
 

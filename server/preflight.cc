@@ -7,10 +7,10 @@
 
 #include "scheduler/engine.h"
 #include "server/backends.h"
-#include "server/listeners.h"
-#include "server/memory_check.h"
-#include "server/socket_files.h"
-#include "server/tls_files.h"
+#include "server/connections/listeners.h"
+#include "server/process/memory_check.h"
+#include "server/process/socket_files.h"
+#include "server/connections/tls_files.h"
 
 namespace mla::server {
 

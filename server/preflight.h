@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/attention_backend.h"
-#include "server/config.h"
+#include "server/config/config.h"
 
 namespace mla::server {
 

@@ -15,8 +15,8 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "server/config.h"
-#include "server/drain.h"
+#include "server/config/config.h"
+#include "server/lifecycle/drain.h"
 
 namespace mla::server {
 

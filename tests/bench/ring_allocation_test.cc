@@ -14,9 +14,9 @@
 #include "mla/v1/attention.pb.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
-#include "server/logging.h"
-#include "server/metrics.h"
-#include "server/shared_memory_door.h"
+#include "server/logging/logging.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/shared_memory_door.h"
 #include "tests/bench/null_backend.h"
 
 namespace mla::bench {

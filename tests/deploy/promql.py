@@ -50,13 +50,13 @@ def plain(expression):
 
 def exported():
     """{metric: type} as the server's golden list has it."""
-    lines = (ROOT / "server/metrics_golden.txt").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "server/operations/metrics_golden.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split() for line in lines)
 
 
 def exported_labels():
     """{metric: {label: set of values, empty when they are not fixed}}, from the declarations."""
-    text = " ".join((ROOT / "server/metrics.cc").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "server/metrics/metrics.cc").read_text(encoding="utf-8").split())
     found = {name: {} for name in exported()}
     families = dict((variable, name) for variable, name in
                     re.findall(r'& (\w+) = \w+Family\("(\w+)"\)', text))
@@ -70,7 +70,7 @@ def exported_labels():
             values = found[name].setdefault(label, set())
             values.update(re.findall(r'^"(\w+)"$', value))
     codes = re.search(r"kNames\[\] = \{(.*?)\}",
-                      (ROOT / "server/grpc_status.cc").read_text(encoding="utf-8"), re.S).group(1)
+                      (ROOT / "server/grpc/grpc_status.cc").read_text(encoding="utf-8"), re.S).group(1)
     found["mla_requests_total"]["code"].update(re.findall(r'"(\w+)"', codes))
     return found
 

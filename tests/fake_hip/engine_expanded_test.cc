@@ -11,8 +11,8 @@
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
-#include "server/server_state.h"
-#include "server/watchdog.h"
+#include "server/lifecycle/server_state.h"
+#include "server/lifecycle/watchdog.h"
 #include "tests/fake_hip/backend_fixture.h"
 #include "tests/fake_hip/expanded_engine.h"
 

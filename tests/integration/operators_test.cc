@@ -10,7 +10,7 @@
 #include <string>
 
 #include "client/cpp/errors.h"
-#include "server/identity.h"
+#include "server/grpc/identity.h"
 #include "tests/integration/test_server.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // The door, when room has to be made first.
-#include "server/shared_memory_door.h"
+#include "server/shared_memory/shared_memory_door.h"
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -14,8 +14,8 @@
 
 #include "client/cpp/shared_memory.h"
 #include "gtest/gtest.h"
-#include "server/metrics.h"
-#include "server/shared_region.h"
+#include "server/metrics/metrics.h"
+#include "server/memory/shared_region.h"
 
 namespace mla::integration {
 namespace {

@@ -17,9 +17,9 @@
 
 #include "client/cpp/shared_memory.h"
 #include "gtest/gtest.h"
-#include "server/metrics.h"
-#include "server/shared_memory_door.h"
-#include "server/shared_region.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/shared_memory_door.h"
+#include "server/memory/shared_region.h"
 #include "tests/integration/ring_hand.h"
 
 namespace mla::integration {

@@ -10,7 +10,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
-#include "server/logging.h"
+#include "server/logging/logging.h"
 
 namespace mla::integration {
 

@@ -10,7 +10,7 @@
 
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
-#include "server/config.h"
+#include "server/config/config.h"
 #include "server/server.h"
 
 namespace mla::integration {

@@ -23,7 +23,7 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/tenant_table.h"
-#include "server/request_validator.h"
+#include "server/grpc/request_validator.h"
 #include "tests/simulation/fake_device.h"
 #include "tests/simulation/oracle.h"
 #include "tests/simulation/patterns.h"

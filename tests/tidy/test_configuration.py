@@ -1,6 +1,6 @@
 """Every configuration key is documented, and nothing else is.
 
-The table in server/config_table.cc is where keys are declared, except that each resource of a
+The table in server/config/config_table.cc is where keys are declared, except that each resource of a
 tenant has its own in scheduler/tenant_table.cc; docs/configuration.md describes them and
 deploy/config/example.yaml shows them.
 """
@@ -10,7 +10,7 @@ import unittest
 
 import test_tidy
 
-TABLE = "server/config_table.cc"
+TABLE = "server/config/config_table.cc"
 TENANT_TABLE = "scheduler/tenant_table.cc"
 REFERENCE = "docs/configuration.md"
 EXAMPLE = "deploy/config/example.yaml"

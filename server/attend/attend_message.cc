@@ -1,0 +1,83 @@
+#include "server/attend/attend_message.h"
+
+#include <chrono>
+#include <limits>
+#include <utility>
+
+namespace mla::server {
+
+int64_t SteadyNanos() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void AttendMessage::Done(const absl::Status& status, const scheduler::Fault& why) {
+  answer = status;
+  if (!status.ok()) fault = why;
+  owner->OnAnswered(this);
+}
+
+void AttendMessage::Unref() {
+  if (references_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  Recycle();
+  // The pool may live only through this reference, so it must survive Return.
+  const std::shared_ptr<AttendMessagePool> home = std::move(home_);
+  home->Return(this);
+}
+
+void AttendMessage::Recycle() {
+  owner = nullptr;
+  tag = 0;
+  // First the count, then the memory: streams that wait look again when memory comes back.
+  if (staged > 0) home_->tenants().Return(*tenant, scheduler::Resource::kStagedBytes, staged);
+  staged = 0;
+  tenant = nullptr;
+  input.Reset();
+  output.Reset();
+  slices.clear();
+  fragments.clear();
+  region.reset();
+  reply_area = {};
+  sizes = {};
+  answer = absl::OkStatus();
+  fault = {};
+  charge = 0;
+  begin_order = 0;
+  answered_ns = 0;
+  next = nullptr;
+  stream = 0;
+  step_id = 0;
+  begin.sequences.clear();
+  attend = {};
+  end.committed_rows.clear();
+  end.lengths_max = std::numeric_limits<int32_t>::max();
+  total_rows = 0;
+  lease_ms = 0;
+  joined = 0;
+  lengths.clear();
+  timings = {};
+  step_aborted = false;
+}
+
+AttendMessage* AttendMessagePool::Take() {
+  const std::lock_guard lock(mutex_);
+  AttendMessage* message = free_;
+  if (message != nullptr) {
+    free_ = std::exchange(message->next, nullptr);
+  } else {
+    all_.push_back(std::make_unique<AttendMessage>());
+    message = all_.back().get();
+  }
+  message->references_.store(1, std::memory_order_relaxed);
+  message->home_ = shared_from_this();
+  return message;
+}
+
+void AttendMessagePool::Return(AttendMessage* message) {
+  const std::lock_guard lock(mutex_);
+  message->next = free_;
+  free_ = message;
+}
+
+}  // namespace mla::server

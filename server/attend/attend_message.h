@@ -1,0 +1,101 @@
+// One request of an Attend stream from arrival to the moment its reply has left, and the pool that
+// recycles such objects.
+//
+// Ownership: AttendMessage is reference-counted. The stream holds one reference while the message
+// is being served; each payload slice that gRPC still has to send holds another, because the
+// transport may release it after the stream is gone. The last reference returns the object, and its
+// staging memory, to the pool. The pool is shared by the streams and by every message that is out.
+//
+// Threading: a message belongs to one thread at a time (reader, then engine, then writer); only
+// Unref and the pool itself may be called concurrently.
+#ifndef MLA_SERVER_ATTEND_ATTEND_MESSAGE_H_
+#define MLA_SERVER_ATTEND_ATTEND_MESSAGE_H_
+
+#include <grpcpp/support/slice.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "scheduler/request.h"
+#include "scheduler/tenant_table.h"
+#include "server/grpc/request_validator.h"
+#include "server/memory/shared_region.h"
+#include "server/memory/staging_pool.h"
+
+namespace mla::server {
+
+class AttendMessage;
+class AttendMessagePool;
+
+// Where a message goes when the engine has answered it.
+class AttendMessageOwner {
+ public:
+  virtual ~AttendMessageOwner() = default;
+  // Called in the order of the answers, one at a time (StreamRequest::Done): must not block for
+  // long and must not call the engine.
+  virtual void OnAnswered(AttendMessage* message) = 0;
+};
+
+class AttendMessage final : public scheduler::StreamRequest {
+ public:
+  void Done(const absl::Status& status, const scheduler::Fault& fault) override;
+  void Unref();
+  void Ref() { references_.fetch_add(1, std::memory_order_relaxed); }
+
+  AttendMessageOwner* owner = nullptr;
+  uint64_t tag = 0;
+  StagingPool::Block input, output;
+  // The message as it was received, where its queries are read in place; until it is answered.
+  std::vector<grpc::Slice> slices;
+  std::vector<kernels::InputFragment> fragments;  // of those slices
+  AttendSizes sizes;
+  absl::Status answer;
+  scheduler::Fault fault;
+  std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
+  std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
+  size_t charge = 0;                     // bytes counted against the stream
+  int64_t staged = 0;                    // bytes of input and output, counted against the tenant
+  uint64_t begin_order = 0;              // of a BeginStep among its stream's; 0: not listed there
+  int64_t answered_ns = 0;               // steady clock
+  AttendMessage* next = nullptr;
+
+ private:
+  friend class AttendMessagePool;
+  void Recycle();
+
+  std::atomic<int32_t> references_{0};
+  std::shared_ptr<AttendMessagePool> home_;  // set while the message is out
+};
+
+class AttendMessagePool final : public std::enable_shared_from_this<AttendMessagePool> {
+ public:
+  // `tenants`: counts staged bytes.
+  AttendMessagePool(std::unique_ptr<kernels::HostBuffer> memory,
+                    std::shared_ptr<scheduler::TenantTable> tenants)
+      : staging_(std::move(memory)), tenants_(std::move(tenants)) {}
+  // A message with one reference. Grows to the largest number ever out at a time.
+  AttendMessage* Take();
+  StagingPool& staging() { return staging_; }
+  scheduler::TenantTable& tenants() { return *tenants_; }
+
+ private:
+  friend class AttendMessage;
+  void Return(AttendMessage* message);
+
+  StagingPool staging_;
+  const std::shared_ptr<scheduler::TenantTable> tenants_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<AttendMessage>> all_;
+  AttendMessage* free_ = nullptr;
+};
+
+int64_t SteadyNanos();
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_ATTEND_MESSAGE_H_

@@ -1,0 +1,172 @@
+#include "server/attend/attend_preparer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/ring_layout.h"
+#include "server/grpc/grpc_status.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::RequestKind;
+
+// Two tensors one after the other, the second aligned.
+uint64_t Together(int64_t first, int64_t second) {
+  const auto size = static_cast<uint64_t>(first);
+  return second == 0 ? size : wire::AlignShared(size) + static_cast<uint64_t>(second);
+}
+
+absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t length,
+                        const char* prefix, const char* field, scheduler::Fault* fault) {
+  if (length == 0) return absl::OkStatus();
+  if (offset % wire::kSharedAlignment != 0) {
+    return InvalidField(fault, absl::StrCat(prefix, field),
+                        absl::StrCat("a multiple of ", wire::kSharedAlignment),
+                        absl::StrCat(offset), "misaligned");
+  }
+  if (!region.Holds(offset, length)) {
+    return InvalidField(fault, absl::StrCat(prefix, field),
+                        absl::StrCat("such that ", length, " bytes lie within ",
+                                     region.arena_offset(), "..", region.size()),
+                        absl::StrCat(offset));
+  }
+  return absl::OkStatus();
+}
+
+scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& tenant) {
+  scheduler::Fault fault;
+  absl::StatusOr<scheduler::TenantRef> row = engine.tenants()->Enter(tenant, &fault);
+  return row.ok() ? *std::move(row) : scheduler::TenantRef();
+}
+
+}  // namespace
+
+AttendPreparer::AttendPreparer(scheduler::Engine* engine, std::string tenant)
+    : engine_(engine),
+      tenant_(std::move(tenant)),
+      row_(RowOf(*engine, tenant_)),
+      stream_(engine->OpenStream(tenant_, &steps_)) {}
+
+uint64_t AttendPreparer::SharedInBytes(const AttendSizes& sizes) {
+  return Together(sizes.kv_bytes, sizes.q_bytes);
+}
+
+uint64_t AttendPreparer::SharedOutBytes(const AttendSizes& sizes) {
+  return Together(sizes.o_bytes, sizes.lse_bytes);
+}
+
+absl::Status AttendPreparer::Submit(AttendMessage* message) {
+  message->tenant = row_.get();
+  return engine_->Submit(message, &message->fault);
+}
+
+absl::Status AttendPreparer::Prepare(const v1::AttendStreamRequest& header,
+                                     AttendMessage* message) {
+  switch (header.body_case()) {
+    case v1::AttendStreamRequest::kBeginStep:
+      return PrepareBegin(header.begin_step(), message);
+    case v1::AttendStreamRequest::kEndStep:
+      return PrepareEnd(header.end_step(), message);
+    case v1::AttendStreamRequest::kAbortStep:
+      message->kind = RequestKind::kAbortStep;
+      message->step_id = header.abort_step().step_id();
+      return absl::OkStatus();
+    default:
+      return InvalidField(&message->fault, "body", "begin_step, attend, end_step or abort_step",
+                          "nothing", "missing");
+  }
+}
+
+absl::Status AttendPreparer::PrepareEnd(const v1::EndStep& end, AttendMessage* message) {
+  message->kind = RequestKind::kEndStep;
+  message->step_id = end.step_id();
+  return ParseEndStep(end, engine_->limits(), &message->end, &message->fault);
+}
+
+absl::Status AttendPreparer::PrepareBegin(const v1::BeginStep& begin, AttendMessage* message) {
+  message->kind = RequestKind::kBeginStep;
+  message->step_id = begin.step_id();
+  scheduler::StepShape shape;
+  absl::Status status =
+      ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows, &message->fault);
+  if (!status.ok()) return status;
+  shape.model = engine_->FindModel(tenant_, begin.model_id());
+  if (shape.model == nullptr) {
+    message->fault.field = "begin_step.model_id";
+    message->fault.got = begin.model_id();
+    message->fault.limit = "a registered model of this tenant";
+    message->fault.reason = "model_not_found";
+    return absl::NotFoundError("begin_step.model_id: no such model");
+  }
+  const std::lock_guard lock(mutex_);
+  message->begin_order = ++last_begin_;
+  begins_.push_back({message->step_id, message->begin_order, std::move(shape)});
+  begins_pending_.fetch_add(1, std::memory_order_release);
+  return absl::OkStatus();
+}
+
+bool AttendPreparer::FindShape(scheduler::StepId id, scheduler::StepShape* shape) {
+  // The engine lists a step before it answers the BeginStep, so one that is not pending is listed.
+  if (begins_pending_.load(std::memory_order_acquire) > 0) {
+    const std::lock_guard lock(mutex_);
+    const auto last = std::find_if(begins_.rbegin(), begins_.rend(),
+                                   [id](const PendingBegin& begin) { return begin.id == id; });
+    if (last != begins_.rend()) {
+      *shape = last->shape;
+      return true;
+    }
+  }
+  return steps_->Find(id, shape);
+}
+
+absl::Status AttendPreparer::PrepareAttend(const v1::Attend& attend, int64_t payload_bytes,
+                                           int64_t reply_bytes, AttendMessage* message) {
+  message->kind = RequestKind::kAttend;
+  message->step_id = attend.step_id();
+  scheduler::StepShape shape;
+  if (!FindShape(attend.step_id(), &shape)) {
+    message->attend = {};
+    message->attend.sized_for.num_heads = scheduler::AttendArgs::kUnsized;
+    message->sizes = {};
+    return absl::OkStatus();
+  }
+  return ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes, &message->attend,
+                     &message->sizes, &message->fault);
+}
+
+absl::Status AttendPreparer::PointInto(const SharedRegion& region, uint64_t in_offset,
+                                       uint64_t out_offset, const char* prefix,
+                                       AttendMessage* message) {
+  const AttendSizes& sizes = message->sizes;
+  absl::Status status =
+      CheckPlace(region, in_offset, SharedInBytes(sizes), prefix, "in_offset", &message->fault);
+  if (status.ok()) {
+    status = CheckPlace(region, out_offset, SharedOutBytes(sizes), prefix, "out_offset",
+                        &message->fault);
+  }
+  if (!status.ok()) return status;
+  scheduler::AttendArgs& args = message->attend;
+  const auto kv_end = wire::AlignShared(static_cast<uint64_t>(sizes.kv_bytes));
+  const auto o_end = wire::AlignShared(static_cast<uint64_t>(sizes.o_bytes));
+  if (sizes.kv_bytes > 0) args.kv = region.data() + in_offset;
+  if (sizes.q_bytes > 0) args.q = region.data() + in_offset + kv_end;
+  if (sizes.o_bytes > 0) args.o = region.data() + out_offset;
+  if (sizes.lse_bytes > 0) {
+    args.lse = reinterpret_cast<float*>(region.data() + out_offset + o_end);
+  }
+  return absl::OkStatus();
+}
+
+void AttendPreparer::Answered(const AttendMessage& message) {
+  if (message.begin_order == 0) return;
+  const std::lock_guard lock(mutex_);
+  const auto begin = std::find_if(
+      begins_.begin(), begins_.end(),
+      [&message](const PendingBegin& pending) { return pending.order == message.begin_order; });
+  begins_.erase(begin);
+  begins_pending_.fetch_sub(1, std::memory_order_release);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,92 @@
+// From a message of the stepping protocol to a request that the engine can take: what every
+// transport of Attend messages does alike, once it has the message's header.
+//
+// An attend message names only its step, so its sizes follow from the step's model: that of the
+// last BeginStep of this id still unanswered, else that of the open step as the engine lists it. A
+// message whose step is neither goes to the engine without tensors; the engine knows why the step
+// is gone. Where the tensors lie is the transport's business, except for tensors in a shared-memory
+// region, which PointInto checks and points to.
+//
+// Ownership: opens the engine's stream; the transport closes it.
+// Every function: OK, or the status to answer with; the message's fault then says the same.
+// Allocates nothing for an attend, and nothing for the others once its list has grown.
+//
+// Threading: Prepare* from one thread at a time, Answered from any.
+#ifndef MLA_SERVER_ATTEND_ATTEND_PREPARER_H_
+#define MLA_SERVER_ATTEND_ATTEND_PREPARER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "mla/v1/attention.pb.h"
+#include "scheduler/engine.h"
+#include "server/attend/attend_message.h"
+#include "server/memory/shared_region.h"
+
+namespace mla::server {
+
+class AttendPreparer final {
+ public:
+  // `engine` outlives it. Waits for the engine role.
+  AttendPreparer(scheduler::Engine* engine, std::string tenant);
+
+  const std::string& tenant() const { return tenant_; }
+  scheduler::StreamId stream() const { return stream_; }
+
+  // Hands a prepared message to the engine, as one of the tenant's requests. An error is the
+  // answer: the engine did not take it.
+  absl::Status Submit(AttendMessage* message);
+
+  // begin_step, end_step and abort_step. INVALID_ARGUMENT for any other body.
+  absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message);
+  // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. Of a step
+  // that is neither open nor about to be, all sizes stay 0 and IsSized is false.
+  absl::Status PrepareAttend(const v1::Attend& attend, int64_t payload_bytes, int64_t reply_bytes,
+                             AttendMessage* message);
+  static bool IsSized(const AttendMessage& message) {
+    return message.attend.sized_for.num_heads != scheduler::AttendArgs::kUnsized;
+  }
+  // Points a prepared attend at its tensors in `region`, which must stay mapped until it is
+  // answered. INVALID_ARGUMENT when a place is unaligned or outside the arena. `prefix` stands
+  // before the field's name in the fault.
+  static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
+                                const char* prefix, AttendMessage* message);
+  // Bytes that the tensors of a prepared attend take in shared memory.
+  static uint64_t SharedInBytes(const AttendSizes& sizes);
+  static uint64_t SharedOutBytes(const AttendSizes& sizes);
+
+  // Must be called for every answered message.
+  void Answered(const AttendMessage& message);
+
+ private:
+  // A BeginStep without an answer. A client may send its rows without waiting for that.
+  struct PendingBegin {
+    scheduler::StepId id = 0;
+    uint64_t order = 0;  // AttendMessage::begin_order
+    scheduler::StepShape shape;
+  };
+
+  absl::Status PrepareEnd(const v1::EndStep& end, AttendMessage* message);
+  absl::Status PrepareBegin(const v1::BeginStep& begin, AttendMessage* message);
+  bool FindShape(scheduler::StepId id, scheduler::StepShape* shape);
+
+  scheduler::Engine* const engine_;
+  const std::string tenant_;
+  const scheduler::TenantRef row_;  // empty if there was no room for one
+  std::shared_ptr<const scheduler::StreamSteps> steps_;
+  const scheduler::StreamId stream_;
+
+  std::atomic<int32_t> begins_pending_{0};  // entries of begins_; the engine lists the others
+  std::mutex mutex_;
+  std::vector<PendingBegin> begins_;  // by order
+  uint64_t last_begin_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_ATTEND_PREPARER_H_

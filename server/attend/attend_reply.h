@@ -1,0 +1,18 @@
+// The header of the reply to an answered request: everything but its tensors.
+#ifndef MLA_SERVER_ATTEND_ATTEND_REPLY_H_
+#define MLA_SERVER_ATTEND_ATTEND_REPLY_H_
+
+#include <cstdint>
+
+#include "mla/v1/attention.pb.h"
+#include "server/attend/attend_message.h"
+
+namespace mla::server {
+
+// Replaces the contents of `reply`. REQUIRES: the message is answered. Stamps the time between the
+// answer and this call as Timings.write_us.
+void FillReply(const AttendMessage& message, uint64_t boot_id, v1::AttendStreamReply* reply);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_ATTEND_REPLY_H_

@@ -1,0 +1,497 @@
+#include "server/attend/attend_stream.h"
+
+#include <grpcpp/server_context.h>
+
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/attend_codec.h"
+#include "server/attend/attend_reply.h"
+#include "server/grpc/grpc_status.h"
+#include "server/grpc/request_validator.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Resource;
+
+constexpr size_t kMessageCharge =
+    1024;  // beside its tensors, so that tiny messages are bounded too
+constexpr size_t kTensorAlignment = 64;
+
+// Of messages whose queries are read in place: a launch pays for every slice, and it is
+// everybody's, so queries that came in crumbs are gathered by the one who has sent them.
+constexpr size_t kSlicesOfAny = 4;
+constexpr size_t kBytesPerSlice = 2048;
+// What the list of a stream's slices may hold when it waits for the next message.
+constexpr size_t kSlicesKept = 1024;
+
+size_t AlignUp(size_t bytes) {
+  return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+}
+
+void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
+
+// A slice over the message's memory that keeps the message until gRPC lets go of it.
+grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
+  message->Ref();
+  return grpc::Slice(data, size, ReleaseMessage, message);
+}
+
+}  // namespace
+
+AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
+                           std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant,
+                           bool in_place)
+    : shared_(shared),
+      registry_(registry),
+      call_(std::move(call)),
+      tenant_(std::move(tenant)),
+      preparer_(shared.engine, tenant_->name()),
+      requests_(shared.metrics->ForTenant(tenant_->name())),
+      in_place_(in_place) {
+  shared_.metrics->wire().streams.fetch_add(1);
+}
+
+// ------------------------------------------------------------------------------------- Reading
+
+void AttendStream::Start() {
+  call_->Serve(this);
+  ReadNext();
+}
+
+void AttendStream::ReadNext() { call_->StartRead(&incoming_); }
+
+void AttendStream::OnReadDone(bool ok) {
+  if (!ok) {
+    {
+      const std::lock_guard lock(mutex_);
+      reader_ = Reader::kDone;
+    }
+    MaybeFinish();
+    return;
+  }
+  const size_t length = incoming_.Length();
+  shared_.metrics->wire().received_bytes.fetch_add(length, std::memory_order_relaxed);
+  // Copying, or a launch that this thread runs, must not keep other clients' messages waiting. A
+  // stream that is alone goes on by itself: its next message would only find other caches.
+  if (call_->poller().Alternates(this)) call_->poller().HandOver();
+  if (!ScanHeader()) return MaybeFinish();
+  Continue();
+}
+
+void AttendStream::Resume() {
+  StreamCall* const call = call_.get();
+  call->Hold();  // once the reader is done, another thread may finish the stream
+  bool cancelled = false;
+  {
+    const std::lock_guard lock(mutex_);
+    cancelled = cancelled_;
+    reader_ = cancelled ? Reader::kDone : Reader::kReading;
+  }
+  if (cancelled) {
+    MaybeFinish();
+  } else {
+    Continue();
+  }
+  call->Release();
+}
+
+// Serves the scanned message, then decides what the reader does next.
+void AttendStream::Continue() {
+  const bool handled = Handle();
+  bool read = false, stalled = false, done = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (cancelled_ || broken_) {
+      reader_ = Reader::kDone;
+      done = true;
+    } else if (!handled) {
+      reader_ = Reader::kStalled;
+      stalled = true;
+    } else if (inflight_bytes_ >= static_cast<size_t>(shared_.wire.inflight_bytes)) {
+      reader_ = Reader::kPaused;
+    } else {
+      read = true;
+    }
+  }
+  // Once paused or stalled, another thread may already be serving the stream: touch nothing more.
+  if (done) return MaybeFinish();
+  if (stalled) return registry_->OnStalled(this);
+  if (read) ReadNext();
+}
+
+// Splits incoming_ into header_ and payload_. False: the stream is broken.
+bool AttendStream::ScanHeader() {
+  absl::Status status;
+  scheduler::Fault fault;
+  fault.field = "message";
+  fault.limit = "an AttendStreamRequest";
+  fault.got = absl::StrCat(incoming_.Length(), " bytes");
+  fault.reason = "malformed";
+  if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
+    fault.limit = absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
+    fault.reason = "message_size";
+    status =
+        absl::ResourceExhaustedError(absl::StrCat("message: got ", fault.got, ", ", fault.limit));
+  } else if (slices_.clear(); !incoming_.Dump(&slices_).ok()) {
+    status = absl::InvalidArgumentError("message: cannot be decompressed");
+  } else {
+    fragments_.clear();
+    for (const grpc::Slice& slice : slices_) {
+      fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+    }
+    if (wire::ScanAttend(fragments_, &header_, &payload_)) return true;
+    status = wire::ScanMessage(fragments_, &header_bytes_, &payload_,
+                               MostHeaderBytes(shared_.engine->limits()));
+    if (status.ok() && !header_.ParseFromString(header_bytes_)) {
+      status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
+    }
+  }
+  if (status.ok()) return true;
+  Break(status, fault);
+  return false;
+}
+
+void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fault) {
+  // Before anything can finish the stream, which sends the detail behind the status.
+  const grpc::Status answer = ToGrpcStatus(status, fault, &call_->context());
+  const std::lock_guard lock(mutex_);
+  broken_ = true;
+  reader_ = Reader::kDone;
+  final_status_ = answer;
+}
+
+bool AttendStream::Handle() {
+  AttendMessage* message = shared_.pool->Take();
+  message->owner = this;
+  message->stream = preparer_.stream();
+  message->tenant = tenant_.get();
+  message->tag = header_.tag();
+  bool stalled = false;
+  absl::Status status = Prepare(message, &stalled);
+  if (stalled) {
+    message->Unref();
+    return false;
+  }
+  message->charge = kMessageCharge + message->input.size() + message->output.size();
+  {
+    const std::lock_guard lock(mutex_);
+    inflight_bytes_ += message->charge;
+    ++pending_;
+  }
+  if (status.ok()) status = preparer_.Submit(message);
+  if (!status.ok()) {
+    shared_.metrics->CountRejected(message->fault.reason);
+    message->answer = std::move(status);
+    OnAnswered(message);
+  }
+  // Not needed since they were gathered, but the answer was more urgent.
+  slices_.clear();
+  if (slices_.capacity() > kSlicesKept) slices_.shrink_to_fit();
+  if (fragments_.capacity() > kSlicesKept) std::vector<wire::Fragment>().swap(fragments_);
+  incoming_.Clear();
+  return true;
+}
+
+absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
+  if (header_.body_case() == v1::AttendStreamRequest::kAttend) {
+    if (header_.has_shared()) return PrepareShared(message);
+    absl::Status status = preparer_.PrepareAttend(
+        header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
+    return status.ok() && AttendPreparer::IsSized(*message) ? TakeStaging(message, stalled)
+                                                            : status;
+  }
+  if (payload_.size != 0 || header_.has_shared()) {
+    const bool payload = payload_.size != 0;
+    return InvalidField(
+        &message->fault, payload ? "payload" : "shared", "absent unless the body is attend",
+        payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region", "payload_size");
+  }
+  return preparer_.Prepare(header_, message);
+}
+
+// Tensors that stay where they are: nothing is staged, nothing copied.
+absl::Status AttendStream::PrepareShared(AttendMessage* message) {
+  const v1::SharedTensors& where = header_.shared();
+  if (payload_.size != 0) {
+    return InvalidField(&message->fault, "payload", "empty beside shared",
+                        absl::StrCat(payload_.size, " bytes"), "payload_size");
+  }
+  if (shared_.regions != nullptr) {
+    message->region = shared_.regions->Find(preparer_.tenant(), where.handle());
+  }
+  if (message->region == nullptr) {
+    // The same words for a handle that never was, one of another tenant, and one that is no more.
+    message->fault.field = "shared.handle";
+    message->fault.limit = "the handle of a region whose connection stands";
+    message->fault.got = "another handle";
+    message->fault.reason = "region_not_found";
+    return absl::NotFoundError("shared.handle: no such region");
+  }
+  absl::Status status = preparer_.PrepareAttend(header_.attend(), kTensorsElsewhere,
+                                                std::numeric_limits<int64_t>::max(), message);
+  if (!status.ok() || !AttendPreparer::IsSized(*message)) return status;
+  const uint64_t in = AttendPreparer::SharedInBytes(message->sizes);
+  const uint64_t out = AttendPreparer::SharedOutBytes(message->sizes);
+  if (where.in_length() != in || where.out_length() != out) {
+    const bool is_in = where.in_length() != in;
+    return InvalidField(&message->fault, is_in ? "shared.in_length" : "shared.out_length",
+                        absl::StrCat(is_in ? in : out, " bytes"),
+                        absl::StrCat(is_in ? where.in_length() : where.out_length()),
+                        "payload_size");
+  }
+  status = AttendPreparer::PointInto(*message->region, where.in_offset(), where.out_offset(),
+                                     "shared.", message);
+  if (!status.ok()) return status;
+  WireCounters& counters = shared_.metrics->wire();
+  counters.shared_received_bytes.fetch_add(in, std::memory_order_relaxed);
+  counters.shared_sent_bytes.fetch_add(out, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+bool AttendStream::ReadsInPlace(const AttendMessage& message) const {
+  const scheduler::AttendArgs& args = message.attend;
+  const auto q_bytes = static_cast<size_t>(message.sizes.q_bytes);
+  return in_place_ && args.num_heads == args.sized_for.num_heads &&
+         fragments_.size() <= kSlicesOfAny + q_bytes / kBytesPerSlice;
+}
+
+// Lets the engine have the queries where they lie: the message keeps its slices until OnAnswered.
+void AttendStream::KeepInPlace(AttendMessage* message) {
+  int64_t begin = 0;
+  for (const wire::Fragment& fragment : fragments_) {
+    if (fragment.empty()) continue;
+    message->fragments.push_back({fragment.data(), begin});
+    begin += static_cast<int64_t>(fragment.size());
+  }
+  // Elements stay where they are, and with them the bytes of slices that hold their own.
+  message->slices.swap(slices_);
+  message->attend.q_fragments = message->fragments;
+  message->attend.q_fragments_offset =
+      static_cast<int64_t>(payload_.offset) + message->sizes.kv_bytes;
+}
+
+// Takes input and output memory together (so that no request waits holding half of what it needs)
+// and copies the tensors in: the only copy on their way to the engine. Queries that the backend
+// reads in place are not copied, but counted all the same: their slices are memory, too.
+absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
+  const AttendSizes& sizes = message->sizes;
+  const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
+  const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
+  const size_t in = AlignUp(kv_bytes) + q_bytes;
+  const size_t out =
+      AlignUp(static_cast<size_t>(sizes.o_bytes)) + static_cast<size_t>(sizes.lse_bytes);
+  StagingPool& staging = shared_.pool->staging();
+  scheduler::TenantTable& tenants = shared_.pool->tenants();
+  const auto staged =
+      static_cast<int64_t>(StagingPool::BlockBytes(in) + StagingPool::BlockBytes(out));
+  if (staged > tenant_->bound(Resource::kStagedBytes)) {  // waiting would not help
+    return tenants.Refusal(*tenant_, Resource::kStagedBytes, staged, "payload", &message->fault);
+  }
+  *stalled = !tenants.TryTake(*tenant_, Resource::kStagedBytes, staged);
+  if (*stalled) return absl::OkStatus();
+  message->staged = staged;
+  message->input = staging.Take(in);
+  message->output = staging.Take(out);
+  *stalled = !message->input || (out > 0 && !message->output);
+  if (*stalled) return absl::OkStatus();  // the message gives back what it has
+  scheduler::AttendArgs& args = message->attend;
+  if (kv_bytes > 0) {
+    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, message->input.data());
+    args.kv = message->input.data();
+  }
+  size_t copied = kv_bytes;
+  if (q_bytes > 0 && ReadsInPlace(*message)) {
+    KeepInPlace(message);
+  } else if (q_bytes > 0) {
+    std::byte* q = message->input.data() + AlignUp(kv_bytes);
+    shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, q);
+    args.q = q;
+    copied += q_bytes;
+  }
+  if (sizes.o_bytes > 0) args.o = message->output.data();
+  if (sizes.lse_bytes > 0) {
+    args.lse = reinterpret_cast<float*>(message->output.data() +
+                                        AlignUp(static_cast<size_t>(sizes.o_bytes)));
+  }
+  shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+// ------------------------------------------------------------------------------------- Writing
+
+void AttendStream::OnAnswered(AttendMessage* message) {
+  requests_->Count(message->answer.code());
+  message->answered_ns = SteadyNanos();
+  message->next = nullptr;
+  preparer_.Answered(*message);
+  // The launch has read the queries; gRPC's memory is not to wait for a slow reader as the outputs
+  // do.
+  message->attend.q_fragments = {};
+  message->fragments.clear();
+  message->slices.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    if (writing_ || cancelled_ || broken_) {
+      (queue_tail_ != nullptr ? queue_tail_->next : queue_head_) = message;
+      queue_tail_ = message;
+      return;
+    }
+    writing_ = true;
+    writing_message_ = message;
+    write_started_ns_ = message->answered_ns;
+  }
+  Write(message);
+}
+
+// The payload's slices point into the output memory; nothing is copied on the way out.
+void AttendStream::Write(AttendMessage* message) {
+  FillReply(*message, shared_.boot_id, &reply_);
+  grpc::Slice slices[3];
+  size_t count = 1;
+  size_t payload = 0;
+  if (message->answer.ok() && message->output) {
+    const AttendSizes& sizes = message->sizes;
+    const auto o_bytes = static_cast<size_t>(sizes.o_bytes);
+    const auto lse_bytes = static_cast<size_t>(sizes.lse_bytes);
+    payload = o_bytes + lse_bytes;
+    // One slice where no padding lies between the tensors.
+    const size_t first = AlignUp(o_bytes) == o_bytes ? payload : o_bytes;
+    if (first > 0) slices[count++] = PayloadSlice(message, message->output.data(), first);
+    if (first < payload) {
+      slices[count++] = PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
+    }
+  }
+  char header[wire::kMaxAttendHeaderBytes];
+  const size_t length = wire::EncodeAttendReply(reply_, payload, header);
+  if (length > 0) {
+    slices[0] = grpc::Slice(header, length);
+  } else {
+    wire::EncodeHeader(reply_, payload, &reply_header_);
+    slices[0] = grpc::Slice(reply_header_);
+  }
+  grpc::ByteBuffer buffer(slices, count);
+  shared_.metrics->wire().sent_bytes.fetch_add(buffer.Length(), std::memory_order_relaxed);
+  outgoing_.Swap(&buffer);
+  call_->StartWrite(outgoing_);
+}
+
+// REQUIRES: mutex_ held. Ends the account of a message.
+void AttendStream::Discharge(AttendMessage* message) {
+  inflight_bytes_ -= message->charge;
+  --pending_;
+  message->Unref();
+}
+
+void AttendStream::OnWriteDone(bool ok) {
+  AttendMessage* next = nullptr;
+  bool read = false;
+  outgoing_.Clear();
+  {
+    const std::lock_guard lock(mutex_);
+    const int64_t now = SteadyNanos();
+    shared_.metrics->wire().write_blocked_ns.fetch_add(
+        static_cast<uint64_t>(now - write_started_ns_), std::memory_order_relaxed);
+    Discharge(std::exchange(writing_message_, nullptr));
+    if (!ok) cancelled_ = true;
+    if (!cancelled_ && !broken_ && queue_head_ != nullptr) {
+      next = queue_head_;
+      queue_head_ = next->next;
+      if (queue_head_ == nullptr) queue_tail_ = nullptr;
+      writing_message_ = next;
+      write_started_ns_ = now;
+    } else {
+      writing_ = false;
+    }
+    if (reader_ == Reader::kPaused) {
+      if (cancelled_) {
+        reader_ = Reader::kDone;
+      } else if (inflight_bytes_ < static_cast<size_t>(shared_.wire.inflight_bytes)) {
+        reader_ = Reader::kReading;
+        read = true;
+      }
+    }
+  }
+  if (read) ReadNext();
+  if (next != nullptr) {
+    Write(next);
+  } else {
+    MaybeFinish();
+  }
+}
+
+// -------------------------------------------------------------------------------------- Ending
+
+void AttendStream::CutIfSlow(int64_t now_ns) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!writing_ || cancelled_ || finished_ ||
+        now_ns - write_started_ns_ < shared_.wire.slow_reader_ms * 1000000) {
+      return;
+    }
+    cancelled_ = true;
+  }
+  shared_.metrics->wire().streams_cut.fetch_add(1);
+  call_->context().TryCancel();
+}
+
+void AttendStream::OnCancel() {
+  {
+    const std::lock_guard lock(mutex_);
+    cancelled_ = true;
+    // A reader that gRPC holds is ended by OnReadDone(false), a stalled one by Resume.
+    if (reader_ == Reader::kPaused) reader_ = Reader::kDone;
+  }
+  MaybeFinish();
+}
+
+// Finishes the stream once its reader is done and nothing is left to answer or write. Never called
+// from OnAnswered.
+void AttendStream::MaybeFinish() {
+  bool close = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (reader_ != Reader::kDone || finished_) return;
+    if (!cancelled_ && !broken_ && pending_ > 0) return;
+    close = !std::exchange(closing_, true);
+  }
+  if (close) return registry_->OnEnding(this);
+  grpc::Status status;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_ || finished_) return;
+    while (!writing_ && queue_head_ != nullptr) {
+      AttendMessage* dropped = queue_head_;
+      queue_head_ = dropped->next;
+      Discharge(dropped);
+    }
+    if (writing_ || pending_ > 0) return;
+    queue_tail_ = nullptr;
+    finished_ = true;
+    status = cancelled_ && !broken_ ? grpc::Status(grpc::StatusCode::CANCELLED, "stream cut")
+                                    : final_status_;
+  }
+  call_->Finish(status);
+}
+
+void AttendStream::Close() {
+  shared_.engine->CloseStream(preparer_.stream());
+  StreamCall* const call = call_.get();
+  call->Hold();  // once it is closed, another thread may finish the stream
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  MaybeFinish();
+  call->Release();
+}
+
+void AttendStream::OnDone() {
+  shared_.metrics->wire().streams.fetch_sub(1);
+  registry_->OnGone(this);
+  delete this;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,150 @@
+// One Attend stream: reads messages, hands them to the engine, writes the replies.
+//
+// Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
+// memory (tensors in a shared-memory region stay where they are, and so do queries that the backend
+// reads from their slices, unless they are many small ones) and submits; the engine answers through
+// OnAnswered, which lets the slices go; the reply is framed over the output memory and written;
+// OnWriteDone gives the memory back. Requests are submitted in the order they arrived, replies
+// leave in the order they were answered.
+//
+// Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
+// wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
+// after wire.slow_reader_ms. When the tenant's share of the staging memory, or all of it, is used
+// up, the stream is stalled: it
+// keeps its one unprocessed message and is resumed by the service's housekeeping thread.
+//
+// Failures: a refused request is answered by StepError and the stream goes on. Bytes that are not a
+// message of the contract end the stream with INVALID_ARGUMENT.
+//
+// Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
+// OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
+//
+// Threading: On* come from the poller's threads, whose duty is handed over before anything that is
+// known to take long; OnAnswered from the engine's deliverer; Resume and CutIfSlow from
+// housekeeping. The constructor and Close wait for a running launch, so they are for threads that
+// may. One mutex guards the state and is never held across a call into gRPC or the engine.
+#ifndef MLA_SERVER_ATTEND_ATTEND_STREAM_H_
+#define MLA_SERVER_ATTEND_ATTEND_STREAM_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mla/v1/attention.pb.h"
+#include "proto/copy_team.h"
+#include "proto/tensor_codec.h"
+#include "scheduler/engine.h"
+#include "server/attend/attend_message.h"
+#include "server/attend/attend_preparer.h"
+#include "server/config/config.h"
+#include "server/metrics/metrics.h"
+#include "server/memory/shared_region.h"
+#include "server/grpc/stream_call.h"
+
+namespace mla::server {
+
+// What all streams share. Outlives them.
+struct WireContext {
+  scheduler::Engine* engine = nullptr;
+  std::shared_ptr<AttendMessagePool> pool;
+  Config::Wire wire;
+  Metrics* metrics = nullptr;
+  wire::CopyTeam* copies = nullptr;      // gathers what is not read in place
+  SharedRegionTable* regions = nullptr;  // null: the path is off
+  uint64_t boot_id = 0;
+  std::string unix_tenant;  // server.unix_tenant
+};
+
+class AttendStream;
+
+// Keeps track of the streams; implemented by the service.
+class AttendStreamRegistry {
+ public:
+  virtual ~AttendStreamRegistry() = default;
+  virtual void OnStalled(AttendStream* stream) = 0;  // call Resume when staging memory came back
+  virtual void OnEnding(AttendStream* stream) = 0;   // call Close from a thread that may wait
+  virtual void OnGone(AttendStream* stream) = 0;     // about to be deleted
+};
+
+class AttendStream final : public StreamHandler, public AttendMessageOwner {
+ public:
+  // `in_place`: queries stay where gRPC put them. REQUIRES: then the backend reads_fragments.
+  AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
+               std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant, bool in_place);
+
+  void Start();
+  void Resume();
+  void Close();
+  void CutIfSlow(int64_t now_ns);
+  const scheduler::TenantRef& tenant() const { return tenant_; }
+
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+  void OnAnswered(AttendMessage* message) override;
+
+ private:
+  enum class Reader { kReading, kPaused, kStalled, kDone };
+
+  // Reading side. Handle returns false when there was no staging memory: call again later.
+  bool Handle();
+  void Continue();
+  void ReadNext();
+  bool ScanHeader();
+  void Break(const absl::Status& status, const scheduler::Fault& fault);
+  AttendMessage* Accept();
+  absl::Status Prepare(AttendMessage* message, bool* stalled);
+  absl::Status PrepareShared(AttendMessage* message);
+  absl::Status TakeStaging(AttendMessage* message, bool* stalled);
+  bool ReadsInPlace(const AttendMessage& message) const;
+  void KeepInPlace(AttendMessage* message);
+  void Discharge(AttendMessage* message);
+
+  // Writing side.
+  void Write(AttendMessage* message);
+  void MaybeFinish();
+
+  const WireContext& shared_;
+  AttendStreamRegistry* const registry_;
+  const std::unique_ptr<StreamCall> call_;
+  const scheduler::TenantRef tenant_;
+  AttendPreparer preparer_;
+  TenantCounters* const requests_;
+  const bool in_place_;
+
+  // Used by the reading side alone.
+  grpc::ByteBuffer incoming_;
+  std::vector<grpc::Slice> slices_;
+  std::vector<wire::Fragment> fragments_;
+  std::string header_bytes_;
+  v1::AttendStreamRequest header_;
+  wire::PayloadRange payload_;
+
+  // Used by the writing side alone (whoever set writing_).
+  v1::AttendStreamReply reply_;
+  std::string reply_header_;
+  grpc::ByteBuffer outgoing_;
+
+  std::mutex mutex_;  // guards everything below
+  Reader reader_ = Reader::kReading;
+  bool cancelled_ = false, broken_ = false;
+  bool writing_ = false;
+  bool closing_ = false, closed_ = false, finished_ = false;
+  grpc::Status final_status_;
+  size_t inflight_bytes_ = 0;
+  int32_t pending_ = 0;  // messages accepted and not yet written or dropped
+  int64_t write_started_ns_ = 0;
+  AttendMessage* writing_message_ = nullptr;
+  AttendMessage* queue_head_ = nullptr;
+  AttendMessage* queue_tail_ = nullptr;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_ATTEND_STREAM_H_

@@ -1,0 +1,164 @@
+#include "server/attend/attention_service.h"
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
+#include "server/grpc/grpc_status.h"
+#include "server/grpc/identity.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Resource;
+
+constexpr auto kPeriod = std::chrono::milliseconds(50);
+constexpr auto kStalledPeriod = std::chrono::microseconds(500);
+
+void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
+            const scheduler::Fault& fault) {
+  const grpc::Status answer = ToGrpcStatus(status, fault, &call->context());
+  RefuseCall(std::move(call), answer);
+}
+
+}  // namespace
+
+AttentionService::AttentionService(WireContext shared)
+    : shared_(std::move(shared)),
+      reads_in_place_(shared_.engine->backend_info().reads_fragments),
+      housekeeper_([this] { KeepHouse(); }),
+      desk_([this] { RunErrands(); }) {}
+
+AttentionService::~AttentionService() { Stop(); }
+
+void AttentionService::Serve(StreamPoller* poller) {
+  acceptor_.emplace(
+      poller,
+      [this](StreamCall* call, StreamPoller* its_poller, void* tag) {
+        RequestAttend(&call->context(), &call->stream(), its_poller->queue(), its_poller->queue(),
+                      tag);
+      },
+      [this](std::unique_ptr<StreamCall> call) { Accept(std::move(call)); });
+  acceptor_->Start();
+}
+
+void AttentionService::TakePlace() {
+  const std::lock_guard lock(mutex_);
+  ++places_taken_;
+}
+
+void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
+  scheduler::Fault fault;
+  const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
+  const absl::StatusOr<Identity> identity =
+      Identify(call->context(), names, shared_.unix_tenant, &fault);
+  if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
+  scheduler::TenantTable& tenants = *shared_.engine->tenants();
+  absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(identity->tenant, &fault);
+  absl::Status admitted = tenant.status();
+  if (tenant.ok()) admitted = tenants.Take(**tenant, Resource::kStreams, 1, "stream", &fault);
+  if (!admitted.ok()) {
+    shared_.metrics->CountRejected(fault.reason);
+    return Refuse(std::move(call), admitted, fault);
+  }
+  TakePlace();
+  const std::lock_guard lock(mutex_);
+  opening_.push_back({std::move(call), *std::move(tenant)});
+  errand_.notify_one();
+}
+
+void AttentionService::RunErrands() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    errand_.wait(lock, [this] { return stop_ || !ending_.empty() || !opening_.empty(); });
+    if (!ending_.empty()) {
+      AttendStream* const stream = ending_.front();
+      ending_.pop_front();
+      lock.unlock();
+      stream->Close();
+      lock.lock();
+    } else if (!opening_.empty()) {
+      Opening opening = std::move(opening_.front());
+      opening_.pop_front();
+      lock.unlock();
+      auto* stream = new AttendStream(shared_, this, std::move(opening.call),
+                                      std::move(opening.tenant), reads_in_place_);
+      lock.lock();
+      streams_.insert(stream);
+      lock.unlock();
+      stream->Start();
+      lock.lock();
+    } else {
+      return;
+    }
+  }
+}
+
+void AttentionService::OnStalled(AttendStream* stream) {
+  const std::lock_guard lock(mutex_);
+  stalled_.push_back(stream);
+  changed_.notify_all();
+}
+
+void AttentionService::OnEnding(AttendStream* stream) {
+  const std::lock_guard lock(mutex_);
+  ending_.push_back(stream);
+  errand_.notify_one();
+}
+
+void AttentionService::OnGone(AttendStream* stream) {
+  shared_.engine->tenants()->Return(*stream->tenant(), Resource::kStreams, 1);
+  const std::lock_guard lock(mutex_);
+  streams_.erase(stream);
+  --places_taken_;
+  changed_.notify_all();
+}
+
+// One try for each stalled stream, in the order in which they stalled.
+void AttentionService::ResumeStalled() {
+  std::deque<AttendStream*> waiting;
+  {
+    const std::lock_guard lock(mutex_);
+    waiting.swap(stalled_);
+  }
+  // A stalled stream cannot go away: it ends through Resume.
+  for (AttendStream* stream : waiting) stream->Resume();
+}
+
+void AttentionService::KeepHouse() {
+  uint64_t seen_releases = 0;
+  auto next_check = std::chrono::steady_clock::now();
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    const auto period = stalled_.empty() ? std::chrono::nanoseconds(kPeriod)
+                                         : std::chrono::nanoseconds(kStalledPeriod);
+    changed_.wait_for(lock, period);
+    if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
+      next_check = now + kPeriod;
+      for (AttendStream* stream : streams_) stream->CutIfSlow(SteadyNanos());
+      seen_releases = 0;  // look at stalled streams now and then even if nothing came back:
+                          // they may have been cancelled
+    }
+    const uint64_t releases = shared_.pool->staging().releases();
+    if (stalled_.empty() || releases == seen_releases) continue;
+    seen_releases = releases;
+    lock.unlock();
+    ResumeStalled();
+    lock.lock();
+  }
+}
+
+void AttentionService::Stop() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return places_taken_ == 0; });
+    stop_ = true;
+    changed_.notify_all();
+    errand_.notify_all();
+  }
+  if (housekeeper_.joinable()) housekeeper_.join();
+  if (desk_.joinable()) desk_.join();
+}
+
+}  // namespace mla::server

@@ -1,0 +1,84 @@
+// The Attention service: creates one AttendStream per call and keeps house for all of them.
+//
+// Ownership: streams own themselves until their call is over; the service only lists them. Serve is
+// called once the gRPC server was started; Stop after it has shut down and before its poller stops
+// or the service is destroyed.
+// Threading: one housekeeping thread resumes stalled streams when staging memory comes back and
+// cuts those whose client has stopped reading. A stream that it resumes may have it run a small
+// launch; should that hang, nobody is cut, as no stream could be closed then either. Opening and
+// closing a stream wait for a running launch, so another thread, the desk, does both, each in the
+// order in which it was asked for: the poller's threads serve health and administration too and
+// must outlast a device that hangs. The desk closes before it opens: what is closed gives back
+// places, staging memory and open steps, and shall not queue behind calls that want some.
+#ifndef MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
+#define MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "mla/v1/attention.grpc.pb.h"
+#include "server/attend/attend_stream.h"
+#include "server/grpc/stream_call.h"
+#include "server/grpc/stream_poller.h"
+
+namespace mla::server {
+
+class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::Attention::Service>,
+                               public AttendStreamRegistry {
+ public:
+  explicit AttentionService(WireContext shared);
+  ~AttentionService() override;
+
+  // Takes calls from now on. `poller` belongs to the server that serves this, and outlives Stop.
+  void Serve(StreamPoller* poller);
+  // False: streams that begin from now on have all tensors gathered into staging memory, even where
+  // the backend reads queries in pieces. True, as at the start: queries stay in place where the
+  // backend reads_fragments. For measurements. Any thread.
+  void set_reads_in_place(bool in_place) {
+    reads_in_place_ = in_place && shared_.engine->backend_info().reads_fragments;
+  }
+
+  void OnStalled(AttendStream* stream) override;
+  void OnEnding(AttendStream* stream) override;
+  void OnGone(AttendStream* stream) override;
+
+  // Waits until no stream is left, then ends both threads.
+  void Stop();
+
+ private:
+  struct Opening {
+    std::unique_ptr<StreamCall> call;
+    scheduler::TenantRef tenant;
+  };
+
+  void Accept(std::unique_ptr<StreamCall> call);
+  void TakePlace();
+  void RunErrands();
+  void KeepHouse();
+  void ResumeStalled();
+
+  const WireContext shared_;
+  std::atomic<bool> reads_in_place_;
+  std::optional<StreamAcceptor> acceptor_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int32_t places_taken_ = 0;          // streams, and calls that will become one
+  std::deque<Opening> opening_;       // calls to become streams
+  std::deque<AttendStream*> ending_;  // streams to be closed
+  std::condition_variable errand_;    // for the desk: one of either
+  std::set<AttendStream*> streams_;
+  std::deque<AttendStream*> stalled_;
+  bool stop_ = false;
+  std::thread housekeeper_, desk_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_

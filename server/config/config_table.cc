@@ -1,0 +1,499 @@
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/config/config.h"
+
+namespace mla::server {
+namespace {
+
+constexpr double kTiB = 1099511627776.0;
+constexpr double kDayMs = 86400000;
+
+#define MLA_SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
+
+ConfigKey Bool(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
+               const char* short_flag = "") {
+  return {name, ConfigType::kBool, 0, 1, "", meaning, edge, short_flag, slot};
+}
+ConfigKey Int(const char* name, double min, double max, const char* meaning, const char* edge,
+              ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kInt, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Bytes(const char* name, double min, double max, const char* meaning, const char* edge,
+                ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kBytes, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Millis(const char* name, double min, double max, const char* meaning, const char* edge,
+                 ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kMillis, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Double(const char* name, double min, double max, const char* meaning, const char* edge,
+                 ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kDouble, min, max, "", meaning, edge, "", slot};
+}
+ConfigKey Text(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
+               const char* short_flag = "") {
+  return {name, ConfigType::kString, 0, 0, "", meaning, edge, short_flag, slot};
+}
+ConfigKey Choice(const char* name, const char* choices, const char* meaning, const char* edge,
+                 ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+  return {name, ConfigType::kChoice, 0, 0, choices, meaning, edge, short_flag, slot};
+}
+
+void AddListenKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Text("server.listen", "TCP address host:port; port 0 takes any free port; empty: no TCP.",
+               "An address beyond loopback needs tls.* or server.insecure.",
+               MLA_SLOT(listen.address), "--listen"),
+          Text("server.unix_path",
+               "Path of a unix socket to serve on as well; auto: mla-server-PORT.sock in the "
+               "user's runtime folder, else in /tmp/mla-server-UID; empty: none.",
+               "At most 107 bytes; the folder must exist; only owner and group may connect, beside "
+               "TLS only the owner.",
+               MLA_SLOT(listen.unix_path), "--unix-path"),
+          Text(
+              "server.socket_group",
+              "Group, by name or number, whose members may use the unix socket and shared memory; "
+              "empty: the socket's own group may use the unix socket, the server's own user shared "
+              "memory.",
+              "The server must be a member of the group.", MLA_SLOT(listen.socket_group)),
+          Text("server.unix_tenant",
+               "Tenant of every caller over the unix socket and of its shared memory; empty or *: "
+               "the name that the caller gives.",
+               "Empty beside TLS, only the server's own user and root may connect; otherwise the "
+               "group may, too.",
+               MLA_SLOT(listen.unix_tenant)),
+          Bool("server.open_folder",
+               "Make unix sockets also in a folder that every user may write to.",
+               "Any of them can put a socket of their own in its place.",
+               MLA_SLOT(listen.open_folder)),
+          Bool("server.insecure", "Serve beyond loopback without TLS.",
+               "Everyone who reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
+               "--insecure"),
+          Choice("server.reflection", "auto|on|off",
+                 "gRPC reflection; auto: on when every listener is local.",
+                 "Reflection shows the contract to whoever can connect.",
+                 MLA_SLOT(listen.reflection)),
+          Text("server.operators",
+               "Tenants that may call operator RPCs such as Admin.Drain over TLS, separated by "
+               "commas.",
+               "Empty: none over TLS. Callers without TLS: see server.plain_operators.",
+               MLA_SLOT(listen.operators)),
+          Choice("server.plain_operators", "none|host|any",
+                 "Callers without TLS that may call operator RPCs: none, those on the server's own "
+                 "host, or any.",
+                 "host: every user of the unix socket or of a loopback address can drain the "
+                 "server; any: every caller that reaches the port of an insecure server can.",
+                 MLA_SLOT(listen.plain_operators)),
+          Millis("server.drain_deadline_ms", 0, kDayMs,
+                 "How long a drain waits for open steps before it aborts them.",
+                 "Must be below the service manager's own stop timeout.",
+                 MLA_SLOT(drain_deadline_ms)),
+          Millis("server.unhealthy_after_ms", 100, kDayMs,
+                 "An engine that gives no sign of life for this long is reported NOT_SERVING.",
+                 "Below the longest launch it reports false alarms.", MLA_SLOT(unhealthy_after_ms)),
+          Millis(
+              "server.restart_after_ms", 0, kDayMs,
+              "After this long without a sign of life, beyond unhealthy_after_ms, /livez is 503.",
+              "Whoever probes it restarts the server, which loses its sequences; 0: never.",
+              MLA_SLOT(restart_after_ms)),
+      });
+}
+
+void AddTlsAndOpsKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Text("tls.cert", "PEM file with the server's certificate chain.",
+               "Needs tls.key and tls.client_ca too.", MLA_SLOT(tls.cert)),
+          Text("tls.key", "PEM file with the server's private key.",
+               "Must belong to the certificate; readable by the server alone.", MLA_SLOT(tls.key)),
+          Text("tls.client_ca", "PEM file with the authorities that sign client certificates.",
+               "Clients without a certificate of these are refused in the handshake.",
+               MLA_SLOT(tls.client_ca), "--client-ca"),
+          Text("tls.client_crl", "PEM file with revocation lists of the authorities; empty: none.",
+               "Clients whose certificate is listed are UNAUTHENTICATED at every call, on open "
+               "connections too.",
+               MLA_SLOT(tls.client_crl)),
+          Millis("tls.reload_ms", 1000, kDayMs,
+                 "How often the PEM files are looked at for changes.",
+                 "Files that cannot be used are refused, and the last good ones stay in use.",
+                 MLA_SLOT(tls.reload_ms)),
+          Text("ops.listen", "Address of the operations port (metrics, health, status page).",
+               "Plain HTTP and read-only: keep it on loopback or a private network; empty: off.",
+               MLA_SLOT(ops.address)),
+          Int("ops.connections", 1, 1024,
+              "Connections of the operations port at a time, beside a reserve of 32.",
+              "Beyond it a new connection displaces the oldest that has sent no request.",
+              MLA_SLOT(ops.connections)),
+          Choice("log.format", "text|json", "Lines for people, or one JSON object a line.",
+                 "Each event is one line either way.", MLA_SLOT(log.format)),
+          Choice("log.level", "debug|info|warning|error", "Least severity that is written.",
+                 "debug writes a line for every control call.", MLA_SLOT(log.level)),
+      });
+}
+
+void AddWireKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bytes("wire.message_bytes", 65536, 1073741824,
+                "Largest request or reply message, header included.",
+                "Stock gRPC clients receive at most 4 MiB unless told otherwise.",
+                MLA_SLOT(wire.message_bytes)),
+          Bytes("wire.inflight_bytes", 65536, kTiB,
+                "Staged for one stream, requests and replies together; then its reads pause.",
+                "Below two messages a stream cannot overlap sending and computing.",
+                MLA_SLOT(wire.inflight_bytes)),
+          Bytes("wire.staging_bytes", 1048576, kTiB, "Staging memory of all streams together.",
+                "When it is used up, streams wait for each other.", MLA_SLOT(wire.staging_bytes)),
+          Bytes("wire.weight_chunk_bytes", 65536, 1073741824,
+                "Largest chunk of an UploadWeights call.", "Held once for each upload under way.",
+                MLA_SLOT(wire.weight_chunk_bytes)),
+          Int("wire.max_streams", 1, 1000000, "Open Attend streams, all clients together.",
+              "Further streams end with RESOURCE_EXHAUSTED.", MLA_SLOT(wire.max_streams)),
+          Int("wire.max_connections", 1, 1000000, "Connections for gRPC, all peers together.",
+              "Further ones are closed at once, as where the descriptors of the process end.",
+              MLA_SLOT(wire.max_connections)),
+          Int("wire.peer_connections", 1, 1000000, "Those of one address or unix-socket user.",
+              "Further ones are closed at once.", MLA_SLOT(wire.peer_connections)),
+          Int("wire.connection_streams", 1, 100000, "Concurrent calls of one connection.",
+              "Calls beyond it wait inside the client.", MLA_SLOT(wire.connection_streams)),
+          Int("wire.control_threads", 4, 4096,
+              "Threads for control calls, uploads and status watchers.",
+              "A watcher or an upload holds one for its whole life.",
+              MLA_SLOT(wire.control_threads)),
+          Int("wire.control_reserve", 1, 1024,
+              "Of wire.control_threads, those for leases (RenewLease, Get) and administration "
+              "alone; at most a quarter of them.",
+              "Without one, uploads could keep every sequence's lease from being renewed.",
+              MLA_SLOT(wire.control_reserve)),
+          Int("wire.max_uploads", 1, 4096, "UploadWeights calls at a time, all tenants together.",
+              "Further uploads are RESOURCE_EXHAUSTED; each holds a control thread.",
+              MLA_SLOT(wire.max_uploads)),
+          Millis("wire.upload_idle_ms", 100, kDayMs,
+                 "An UploadWeights call that sends nothing for this long is cut.",
+                 "Its weights are discarded and its thread is free again.",
+                 MLA_SLOT(wire.upload_idle_ms)),
+          Int("wire.max_watchers", 1, 4096, "WatchStatus calls at a time.",
+              "Must be below wire.control_threads.", MLA_SLOT(wire.max_watchers)),
+          Int("wire.max_health_calls", 2, 100000,
+              "Open calls of grpc.health.v1, Watch above all; one tenant may have half of them.",
+              "Clients that watch health see the server as unavailable beyond it.",
+              MLA_SLOT(wire.max_health_calls)),
+          Bytes("wire.metadata_bytes", 1024, 1048576, "Header bytes of one call.",
+                "Below 8 KiB some proxies' headers do not fit.", MLA_SLOT(wire.metadata_bytes)),
+          Bytes("wire.quota_bytes", 16777216, kTiB, "Memory that gRPC's own buffers may use.",
+                "When short, connections are slowed down or dropped. Over a backend that reads "
+                "queries in place, a CPU's, it holds them, too: at least twice wire.staging_bytes "
+                "then.",
+                MLA_SLOT(wire.quota_bytes)),
+      });
+}
+
+void AddConnectionKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Millis("wire.connection_age_ms", 0, kDayMs * 365,
+                 "Connections are closed gracefully at this age; 0: never.",
+                 "A stream that is cut loses its open steps.", MLA_SLOT(wire.connection_age_ms)),
+          Millis("wire.connection_idle_ms", 0, kDayMs * 365,
+                 "Connections without calls are closed after this time; 0: never.",
+                 "Too short and workers reconnect between steps.",
+                 MLA_SLOT(wire.connection_idle_ms)),
+          Millis("wire.handshake_ms", 100, kDayMs,
+                 "A new connection must have finished TLS and sent its first frame within this "
+                 "time, or it is closed.",
+                 "Connections that send nothing hold a descriptor each for so long.",
+                 MLA_SLOT(wire.handshake_ms)),
+          Millis("wire.keepalive_ms", 1000, kDayMs,
+                 "Silent connections are probed this often, so that a dead peer is noticed.",
+                 "Short times cost traffic; long ones delay the release of a dead client's steps.",
+                 MLA_SLOT(wire.keepalive_ms)),
+          Millis("wire.slow_reader_ms", 100, kDayMs,
+                 "A stream whose reply is not taken for this long is cut.",
+                 "Its open steps are aborted.", MLA_SLOT(wire.slow_reader_ms)),
+          Int("wire.poll_threads", 1, 1024,
+              "Threads that serve the streams; one polls at a time, the others copy and compute.",
+              "With 1 a long copy or launch keeps every client of every service waiting, health "
+              "included.",
+              MLA_SLOT(wire.poll_threads)),
+          Int("wire.copy_threads", 0, 64,
+              "Threads that share the copy of a large inline message into staging memory, its "
+              "stream's own among them; 0: a quarter of the CPUs, 1 to 4, and 1 where the backend "
+              "reads queries in place.",
+              "All but one spin for wire.spin_us after each such copy.",
+              MLA_SLOT(wire.copy_threads)),
+          Int("wire.spin_us", -1, 10000000,
+              "How long polling goes on after an event before it sleeps; -1: 1000, 50 where the "
+              "backend computes on the CPUs, 0 below four CPUs.",
+              "Each sleep costs a wake-up of 5 to 50 us; spinning past the pause between layers "
+              "keeps a core busy while anybody decodes.",
+              MLA_SLOT(wire.spin_us)),
+      });
+}
+
+template <size_t kIndex>
+ConfigSlot TenantSlot(Config& c) {
+  return &c.tenants.bounds[static_cast<scheduler::Resource>(kIndex + 1)];
+}
+
+// The row of the resource says it all; a row whose key is in another group is listed there.
+template <size_t kIndex>
+void AddTenantKey(std::vector<ConfigKey>* keys) {
+  const scheduler::ResourceRow& row = scheduler::ResourceRows()[kIndex];
+  if (std::string(row.config_key).rfind("tenants.", 0) != 0) return;
+  // Keys live as long as the process.
+  static const std::string* const meaning =
+      new std::string(absl::StrCat("Bound of one tenant. ", row.meaning));
+  static const std::string* const edge = new std::string(
+      absl::StrCat("0: ", row.share_eighths, "/8 of ", row.server_key,
+                   "; what exceeds it is RESOURCE_EXHAUSTED with reason ", row.reason, "."));
+  keys->push_back(
+      row.bytes
+          ? Bytes(row.config_key, 0, kTiB, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>)
+          : Int(row.config_key, 0, 1048576, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>));
+}
+
+template <size_t... kIndices>
+void AddTenantRows(std::vector<ConfigKey>* keys, std::index_sequence<kIndices...>) {
+  (AddTenantKey<kIndices>(keys), ...);
+}
+
+void AddTenantKeys(std::vector<ConfigKey>* keys) {
+  AddTenantRows(keys, std::make_index_sequence<scheduler::kResourceCount>());
+  keys->push_back(Int("tenants.metrics", 1, 1000,
+                      "Tenants with metrics of their own: those of tenants.quotas, then those that "
+                      "use most.",
+                      "The others are summed as other; each takes a few dozen time series.",
+                      MLA_SLOT(tenants.metrics)));
+}
+
+void AddShmKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bool("shm.enabled", "Offer shared memory to clients of the unix socket.",
+               "Without it their tensors travel through the socket.", MLA_SLOT(shm.enabled)),
+          Text("shm.path",
+               "Path of the socket through which regions are handed out; auto: the unix socket's "
+               "with .shm behind it.",
+               "At most 107 bytes; only the server's own user and server.socket_group may connect.",
+               MLA_SLOT(shm.path)),
+          Bytes("shm.region_bytes", 65536, kTiB, "Tensor bytes of one region.",
+                "Holds what one client has in flight, requests and replies together.",
+                MLA_SLOT(shm.region_bytes)),
+          Bytes("shm.total_bytes", 65536, kTiB, "Memory of all regions together.",
+                "Counted at start and taken as clients connect; further clients use the socket.",
+                MLA_SLOT(shm.total_bytes)),
+          Int("shm.regions_max", 1, 4096, "Regions at a time, all tenants together.",
+              "Each ring has a thread of its own.", MLA_SLOT(shm.regions_max)),
+          Int("shm.tenant_regions", 1, 4096, "Regions of one tenant at a time.",
+              "Further clients of the tenant use the socket.", MLA_SLOT(shm.tenant_regions)),
+          Int("shm.handshakes_max", 1, 4096, "Connections without a request, all users together.",
+              "One more displaces the oldest of the user that has most.",
+              MLA_SLOT(shm.handshakes_max)),
+          Int("shm.user_handshakes", 1, 4096,
+              "Connections without a request of one user of the host.",
+              "One more displaces the oldest.", MLA_SLOT(shm.user_handshakes)),
+          Millis("shm.handshake_ms", 1, kDayMs, "Time from a connection to its request.",
+                 "Others are closed, within a second more.", MLA_SLOT(shm.handshake_ms)),
+          Int("shm.ring_entries", 2, 4096, "Requests in flight on one command ring.",
+              "A power of two; a client that sends more is cut off.", MLA_SLOT(shm.ring_entries)),
+          Int("shm.spin_us", 0, 10000000,
+              "Longest time that a ring's thread spins for the next request before it sleeps.",
+              "Spinning saves a wake-up of 5 to 50 us and takes a core while it lasts.",
+              MLA_SLOT(shm.spin_us)),
+      });
+}
+
+void AddCapacityKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bytes("kv_cache.bytes", 0, kTiB,
+                "The KV cache: one pool for all models, taken at start; 0: on a GPU what "
+                "gpu.memory_fraction leaves, else 1 GiB.",
+                "A step that finds no page group is refused.", MLA_SLOT(limits.kv_cache_bytes)),
+          Int("kv_cache.page_size", 1, 4096, "Rows a page when a model names no size.",
+              "A page group holds one page of every layer, so large pages waste the tail of short "
+              "sequences and small ones cost table entries.",
+              MLA_SLOT(limits.default_page_size)),
+          Int("limits.max_sequences", 1, 1000000, "Open sequences, all tenants together.",
+              "Open is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_sequences)),
+          Int("limits.max_sequence_rows", 1, 1073741824, "Rows of one sequence.",
+              "Longer contexts are refused at BeginStep.", MLA_SLOT(limits.max_sequence_rows)),
+          Int("limits.max_pages_per_sequence", 1, 16777216, "Page-table entries of one sequence.",
+              "Models with small pages get shorter sequences: entries x page size rows.",
+              MLA_SLOT(limits.max_pages_per_sequence)),
+          Int("limits.max_tenants", 1, 1000000, "Tenants that use something at a time.",
+              "Calls of further tenants are refused; tenants that use nothing do not count.",
+              MLA_SLOT(limits.max_tenants)),
+          Int("limits.max_models", 1, 1024, "Registered models, all tenants together.",
+              "Register is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_models)),
+          Int("limits.max_layers", 1, 4096, "Layers of one model.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_layers)),
+          Int("limits.max_heads", 1, 4096, "Heads of one model; sizes the launch workspaces.",
+              "Workspace grows with launch_rows x max_heads.", MLA_SLOT(limits.max_heads)),
+          Int("limits.max_row_dim", 1, 8192, "kv_lora_rank + rope_dim of a model, in elements.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_row_dim)),
+          Int("limits.max_v_dim", 1, 8192, "nope_dim and v_dim of a model, in elements.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
+          Bytes(
+              "limits.weights_bytes", -1, kTiB,
+              "W_UK and W_UV of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "
+              "where that is less.",
+              "heads x kv_lora_rank x (nope_dim + v_dim) x 2 bytes a layer; the 61 layers of "
+              "DeepSeek-V3 need 1.91 GiB. 0: the EXPANDED profile cannot be used.",
+              MLA_SLOT(limits.weights_bytes)),
+      });
+}
+
+void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Int("limits.max_step_rows", 1, 1048576, "Rows of one step, its sequences together.",
+              "Prompts above it take several steps.", MLA_SLOT(limits.max_step_rows)),
+          Int("limits.max_step_sequences", 1, 65536, "Sequences of one step.",
+              "Larger batches take several steps.", MLA_SLOT(limits.max_step_sequences)),
+          Int("limits.max_open_steps", 1, 65536, "Open steps, all streams together.",
+              "BeginStep is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_open_steps)),
+          Int("limits.max_participants", 1, 1024, "Streams that may take part in one step.",
+              "Must cover the largest tensor-parallel group.", MLA_SLOT(limits.max_participants)),
+          Int("limits.queue_requests", 1, 1048576,
+              "Requests accepted and not yet answered, all streams together.",
+              "Requests beyond it are RESOURCE_EXHAUSTED.", MLA_SLOT(limits.queue_requests)),
+          Int("limits.launch_rows", 1, 1048576, "Query rows of one launch.",
+              "Sizes the launch workspaces.", MLA_SLOT(limits.launch_rows)),
+          Int("limits.launch_packed_rows", 1, 16777216, "Query rows x heads of one launch.",
+              "Sizes the launch workspaces; below max_heads no row fits.",
+              MLA_SLOT(limits.launch_packed_rows)),
+          Int("limits.launch_requests", 1, 8192, "(sequence, row range) records of one launch.",
+              "Sizes the plan's buffers.", MLA_SLOT(limits.launch_requests)),
+          Int("limits.prefill_rows", 1, 1048576, "Rows of extend and prefill in one launch.",
+              "Beside limits.launch_ms, which bounds the time; this bounds staging memory in use.",
+              MLA_SLOT(limits.prefill_rows)),
+          Millis("limits.launch_ms", 1, 60'000, "Predicted time of one launch on the device.",
+                 "Half of it while decodes come, so that one is computed within it. Longer suits "
+                 "CPUs.",
+                 MLA_SLOT(limits.launch_ms)),
+          Int("limits.decode_rows", 1, 256,
+              "A record with at most this many rows on a cache counts as decode.",
+              "1 + the longest draft that is verified in one step.", MLA_SLOT(limits.decode_rows)),
+          Millis("limits.sequence_lease_ms", 100, kDayMs,
+                 "A sequence is released after this time without a sign of life.",
+                 "Too short and a paused worker loses its cache.",
+                 MLA_SLOT(limits.sequence_lease_ms)),
+          Millis("limits.max_lease_ms", 100, kDayMs, "Longest lease that a client may ask for.",
+                 "A dead client's pages stay taken for this long.", MLA_SLOT(limits.max_lease_ms)),
+          Millis("limits.model_lease_ms", 0, kDayMs,
+                 "A model is unregistered after this time without a call or a sequence of it, "
+                 "unless its client asked for another lease; 0: it stays.",
+                 "Too short and workers must register and upload again after a pause.",
+                 MLA_SLOT(limits.model_lease_ms)),
+          Millis(
+              "limits.max_step_lease_ms", 100, kDayMs,
+              "Longest step lease that a client may ask for.",
+              "A dead client's open steps, and the pages they reserve, stay taken for this long.",
+              MLA_SLOT(limits.max_step_lease_ms)),
+          Millis("limits.step_lease_ms", 100, kDayMs,
+                 "An open step is aborted after this time without a message.",
+                 "Must exceed the worker's time between two layers.",
+                 MLA_SLOT(limits.step_lease_ms)),
+          Int("limits.slice_wait_us", 0, 1000000,
+              "How long the head slices of tensor-parallel ranks wait for each other, to be "
+              "computed as one; microseconds.",
+              "0: slices are computed as they come. A rank that is late costs its siblings this "
+              "long once a step, until it is in time again, and nobody else anything.",
+              MLA_SLOT(limits.slice_wait_us)),
+          Millis("limits.kv_wait_ms", 0, kDayMs,
+                 "How long a request waits for KV rows that another one brings.",
+                 "0: they must have arrived before.", MLA_SLOT(limits.kv_wait_ms)),
+          Millis("limits.queue_ms", 1, kDayMs, "How long any request may wait for its launch.",
+                 "After it the request fails with DEADLINE_EXCEEDED.", MLA_SLOT(limits.queue_ms)),
+          Int("limits.max_name_bytes", 1, 4096, "Bytes of model, client, request and tenant names.",
+              "Longer names are refused.", MLA_SLOT(limits.max_name_bytes)),
+      });
+}
+
+void AddBackendKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Text("backend.name", "auto, or the name of a backend that must be used.",
+               "A name that cannot run here stops the start with the reasons.", MLA_SLOT(backend),
+               "--backend"),
+          Int("backend.threads", 0, 4096, "Worker threads of the CPU backend; 0: all usable cores.",
+              "More threads than cores slow every launch down.", MLA_SLOT(backend_options.threads)),
+          Bool("backend.pin_threads", "Bind CPU workers to cores.",
+               "Turn off when other processes share the cores.",
+               MLA_SLOT(backend_options.pin_threads)),
+          Int("backend.spin_us", 0, 1000000,
+              "Longest time that an idle CPU worker polls for the next launch before it sleeps.",
+              "Waking a sleeping thread costs 10 to 400 us, polling costs a CPU.",
+              MLA_SLOT(backend_options.spin_us)),
+          Bool("backend.deterministic", "Results independent of what else is in the batch.",
+               "Costs balance between units.", MLA_SLOT(backend_options.deterministic),
+               "--deterministic"),
+          Choice("backend.cpu_isa", "|portable|avx2|avx512|avx512_bf16|amx",
+                 "Highest CPU instruction set to use; empty: the best there is.",
+                 "A lower one is for comparisons.", MLA_SLOT(backend_options.cpu_isa), "--cpu-isa"),
+      });
+}
+
+void AddGpuKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Int("gpu.device", 0, 1023, "Ordinal of the GPU.",
+              "Counted as the driver counts the visible devices.",
+              MLA_SLOT(backend_options.device)),
+          Double("gpu.memory_fraction", 0.01, 1.0,
+                 "Share of the memory that is free on the GPU at start which may be taken.",
+                 "Near 1 leaves nothing for other processes; the start is refused when the cache, "
+                 "the weights and the workspaces do not fit.",
+                 MLA_SLOT(backend_options.gpu_memory_fraction)),
+          Bytes("gpu.expanded_workspace_bytes", 1048576, kTiB,
+                "Most of the GPU's memory for the up-projected keys and values of prompts; counted "
+                "in gpu.memory_fraction.",
+                "Prompts whose keys and values need more are computed in rounds, which costs time "
+                "from a few hundred MiB down.",
+                MLA_SLOT(backend_options.gpu_expanded_workspace_bytes)),
+          Millis("gpu.watchdog_ms", 100, kDayMs,
+                 "A launch that takes longer than this means that the GPU is lost.",
+                 "Below the longest launch it takes a working GPU out of service until the server "
+                 "is started again.",
+                 MLA_SLOT(backend_options.gpu_watchdog_ms)),
+      });
+}
+
+#undef MLA_SLOT
+
+std::vector<ConfigKey> MakeKeys() {
+  std::vector<ConfigKey> keys;
+  AddListenKeys(&keys);
+  AddTlsAndOpsKeys(&keys);
+  AddWireKeys(&keys);
+  AddConnectionKeys(&keys);
+  AddTenantKeys(&keys);
+  AddShmKeys(&keys);
+  AddCapacityKeys(&keys);
+  AddSchedulingKeys(&keys);
+  AddBackendKeys(&keys);
+  AddGpuKeys(&keys);
+  return keys;
+}
+
+}  // namespace
+
+const std::vector<ConfigKey>& ConfigKeys() {
+  static const std::vector<ConfigKey>* keys = new std::vector<ConfigKey>(MakeKeys());
+  return *keys;
+}
+
+}  // namespace mla::server

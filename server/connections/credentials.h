@@ -1,0 +1,22 @@
+// Server credentials for listeners beyond loopback: mutual TLS from PEM files.
+//
+// New connections use the files that TlsFiles has in use then; who the clients are is read from
+// their certificates (identity.h). A client whose certificate is on a revocation list is refused at
+// every call, on connections that exist already as well.
+#ifndef MLA_SERVER_CONNECTIONS_CREDENTIALS_H_
+#define MLA_SERVER_CONNECTIONS_CREDENTIALS_H_
+
+#include <grpcpp/security/server_credentials.h>
+
+#include <memory>
+
+#include "server/connections/tls_files.h"
+
+namespace mla::server {
+
+// Clients must present a certificate of tls.client_ca. Shares `files`.
+std::shared_ptr<grpc::ServerCredentials> MutualTls(std::shared_ptr<TlsFiles> files);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONNECTIONS_CREDENTIALS_H_

@@ -1,0 +1,53 @@
+// Builds the gRPC server: where it listens, with which credentials, under which limits.
+#ifndef MLA_SERVER_CONNECTIONS_LISTENERS_H_
+#define MLA_SERVER_CONNECTIONS_LISTENERS_H_
+
+#include <grpcpp/server.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/attend/attention_service.h"
+#include "server/config/config.h"
+#include "server/connections/connection_acceptor.h"
+#include "server/lifecycle/health_service.h"
+#include "server/grpc/stream_poller.h"
+#include "server/connections/tls_files.h"
+#include "server/connections/undecodable.h"
+
+namespace mla::server {
+
+struct Listeners {
+  std::unique_ptr<StreamPoller> poller;  // outlives the server's calls; stop it behind them
+  std::unique_ptr<grpc::Server> server;
+  std::unique_ptr<ConnectionAcceptor> acceptor;  // stop it before the server
+  int tcp_port = 0;                              // 0: no TCP listener
+  std::string unix_path;                         // empty: no unix socket
+  bool introspection = false;                    // reflection and channelz are served
+};
+
+// The unix socket's path with "auto" resolved by this process's environment; empty: none.
+std::string ServedUnixPath(const Config& config);
+
+// What is served; all of it outlives the listeners.
+struct Services {
+  AttentionService* attention = nullptr;
+  HealthService* health = nullptr;
+  std::vector<grpc::Service*> control;
+  std::shared_ptr<TlsFiles> tls;                // null: without TLS
+  UndecodableCounter on_undecodable;            // see InterceptUndecodable
+  std::function<void()> on_connection_refused;  // of connections beyond a bound
+};
+
+// Starts serving `services` on every address of `config`, streams and health from a poller of
+// `polling`. Every limit of the transport is set explicitly.
+// UNAVAILABLE when an address cannot be bound.
+absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
+                                 const Services& services);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONNECTIONS_LISTENERS_H_

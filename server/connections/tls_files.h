@@ -1,0 +1,89 @@
+// The PEM files of mutual TLS: read, checked as a whole, and looked at again while serving.
+//
+// A set of files is taken into use only if everything in it can be used: the certificate chain is
+// PEM and valid today, the key belongs to it, the authorities are PEM and one of them is valid
+// today, and the revocation lists were signed by one of the authorities. Else the last good set
+// stays in use, and Status says why.
+//
+// Ownership: shared with the gRPC credentials that use it. Threading: all methods from any thread;
+// one thread of its own looks at the files.
+#ifndef MLA_SERVER_CONNECTIONS_TLS_FILES_H_
+#define MLA_SERVER_CONNECTIONS_TLS_FILES_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <ctime>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/config/config.h"
+
+namespace mla::server {
+
+// A checked set of files. Immutable.
+struct TlsMaterial {
+  std::string cert, key, client_ca;  // PEM
+  std::string client_crl;            // PEM; empty: none
+  std::set<std::string> revoked;     // IssuedBy keys of revoked certificates
+  // Unix seconds. When the first of the server's chain expires, the last of the authorities, and
+  // when the first revocation list should have been replaced (0: there is none).
+  int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
+};
+
+// Reads and checks all files. INVALID_ARGUMENT names the key, the file and what is wrong.
+// REQUIRES: tls.cert, tls.key and tls.client_ca are set.
+absl::StatusOr<TlsMaterial> LoadTls(const Config::Tls& tls, std::time_t now);
+
+class TlsFiles final {
+ public:
+  struct Status {
+    uint64_t reloads = 0;      // sets of files taken into use after the first
+    uint64_t refused = 0;      // sets of files that could not be used
+    std::string why;           // the files on disk are not in use because of this; empty: they are
+    int64_t cert_expires = 0;  // of what is in use, as in TlsMaterial
+    int64_t client_ca_expires = 0;
+    int64_t client_crl_expires = 0;
+  };
+
+  // Fails like LoadTls.
+  static absl::StatusOr<std::shared_ptr<TlsFiles>> Open(const Config::Tls& tls);
+  ~TlsFiles();
+  TlsFiles(const TlsFiles&) = delete;
+  TlsFiles& operator=(const TlsFiles&) = delete;
+
+  std::shared_ptr<const TlsMaterial> current() const;
+  Status status() const;
+  bool CertificateExpired() const;
+
+  // True if a certificate of `pem` (one or several) is on a revocation list in use, or cannot be
+  // read while there is such a list.
+  bool IsRevoked(const std::string& pem) const;
+
+ private:
+  TlsFiles(const Config::Tls& tls, TlsMaterial material);
+  void Watch();
+  void LookAgain();
+
+  static constexpr size_t kVerdicts = 1024;  // of IsRevoked; then they are found again
+
+  const Config::Tls tls_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::shared_ptr<const TlsMaterial> current_;
+  mutable std::map<std::string, bool> verdicts_;  // by PEM, for the lists in use
+  Status status_;
+  std::string seen_;  // the contents of the files that were looked at last
+  bool expiry_logged_ = false;
+  bool stop_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONNECTIONS_TLS_FILES_H_

@@ -1,0 +1,27 @@
+// Requests of unary calls whose bytes are no message of the contract.
+//
+// gRPC answers them before the handler runs, with INTERNAL and an empty text, which blames the
+// server. Here the answer becomes INVALID_ARGUMENT with a text and an error detail.
+//
+// Threading: the counter is called from any thread.
+#ifndef MLA_SERVER_CONNECTIONS_UNDECODABLE_H_
+#define MLA_SERVER_CONNECTIONS_UNDECODABLE_H_
+
+#include <grpcpp/support/server_interceptor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace mla::server {
+
+// Called once for each such call.
+using UndecodableCounter = std::function<void(const grpc::ServerContextBase& context)>;
+
+// For ServerBuilder::experimental().SetInterceptorCreators. Streams of the client are not touched.
+std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
+InterceptUndecodable(UndecodableCounter counter);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONNECTIONS_UNDECODABLE_H_

@@ -1,0 +1,242 @@
+#include "server/control/admin_service.h"
+
+#include <algorithm>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
+#include "server/process/version.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Fault;
+
+// How often a watcher looks whether its client is still there.
+constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
+
+// Tokens of optional features; clients check them instead of version numbers.
+constexpr const char* kCapabilities[] = {
+    "fork",       "truncate", "participants", "partial_commit", "lse",
+    "kv_compare", "quotas",   "eviction",     "cancel_drain",   "model_leases"};
+constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
+
+template <typename To, typename From>
+To Unsigned(From value) {
+  return static_cast<To>(std::max<From>(value, 0));
+}
+
+}  // namespace
+
+AdminService::AdminService(const RpcContext& rpc, AdminOptions options)
+    : rpc_(rpc), options_(std::move(options)), started_(std::chrono::steady_clock::now()) {}
+
+scheduler::EngineStats AdminService::Stats() const {
+  return options_.stats ? options_.stats() : rpc_.engine->Stats();
+}
+
+void AdminService::FillLimits(v1::Limits* to) const {
+  const scheduler::Limits& from = rpc_.engine->limits();
+  to->set_message_bytes(static_cast<uint64_t>(options_.config.wire.message_bytes));
+  to->set_inflight_bytes(static_cast<uint64_t>(options_.config.wire.inflight_bytes));
+  to->set_max_sequences(static_cast<uint32_t>(from.max_sequences));
+  to->set_max_step_rows(static_cast<uint32_t>(from.max_step_rows));
+  to->set_max_step_sequences(static_cast<uint32_t>(from.max_step_sequences));
+  to->set_max_open_steps(static_cast<uint32_t>(from.max_open_steps));
+  to->set_max_models(static_cast<uint32_t>(from.max_models));
+  to->set_max_heads(static_cast<uint32_t>(from.max_heads));
+  to->set_max_sequence_rows(static_cast<uint64_t>(from.max_sequence_rows));
+  to->set_queue_requests(static_cast<uint32_t>(from.queue_requests));
+  to->set_launch_rows(static_cast<uint32_t>(from.launch_rows));
+  to->set_prefill_rows(static_cast<uint32_t>(from.prefill_rows));
+  to->set_kv_cache_bytes(static_cast<uint64_t>(from.kv_cache_bytes));
+  to->set_weights_bytes(static_cast<uint64_t>(from.weights_bytes));
+  to->set_default_page_size(static_cast<uint32_t>(from.default_page_size));
+  to->set_sequence_lease_ms(static_cast<uint32_t>(from.sequence_lease_ms));
+  to->set_step_lease_ms(static_cast<uint32_t>(from.step_lease_ms));
+  to->set_kv_wait_ms(static_cast<uint32_t>(from.kv_wait_ms));
+  to->set_weight_chunk_bytes(static_cast<uint64_t>(options_.config.wire.weight_chunk_bytes));
+  to->set_max_participants(static_cast<uint32_t>(from.max_participants));
+  to->set_max_lease_ms(static_cast<uint32_t>(from.max_lease_ms));
+  to->set_max_name_bytes(static_cast<uint32_t>(from.max_name_bytes));
+  to->set_slice_wait_us(static_cast<uint32_t>(from.slice_wait_us));
+  to->set_max_layers(static_cast<uint32_t>(from.max_layers));
+  to->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
+  to->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
+  if (options_.shared_memory) {
+    to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
+    to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
+    to->set_shm_total_bytes(static_cast<uint64_t>(options_.config.shm.total_bytes));
+    to->set_shm_regions_max(static_cast<uint32_t>(options_.config.shm.regions_max));
+    to->set_shm_tenant_regions(static_cast<uint32_t>(options_.config.shm.tenant_regions));
+  }
+}
+
+void AdminService::FillBackends(v1::GetServerInfoReply* reply) const {
+  const kernels::BackendInfo& info = rpc_.engine->backend_info();
+  v1::Backend* chosen = reply->mutable_backend();
+  chosen->set_name(info.name);
+  chosen->set_description(info.description);
+  chosen->set_device(info.device);
+  chosen->set_arch(info.arch);
+  chosen->set_units(static_cast<uint32_t>(info.units));
+  chosen->set_chosen(true);
+  reply->set_supported_shapes(info.supported);
+  for (const kernels::BackendRung& rung : options_.ladder) {
+    v1::Backend* backend = reply->add_backends();
+    if (rung.chosen) *backend = *chosen;
+    backend->set_name(rung.name);
+    backend->set_rank(rung.rank);
+    backend->set_chosen(rung.chosen);
+    backend->set_reason(rung.reason);
+    if (rung.chosen) chosen->set_rank(rung.rank);
+  }
+}
+
+grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
+                                         const v1::GetServerInfoRequest*,
+                                         v1::GetServerInfoReply* reply) {
+  return rpc_.Serve(
+      context, "Admin.GetServerInfo",
+      [&](const Identity&, Fault*) {
+        reply->set_server_version(kVersion);
+        reply->set_api_version(kApiVersion);
+        reply->set_boot_id(rpc_.boot_id);
+        FillBackends(reply);
+        FillLimits(reply->mutable_limits());
+        reply->add_wire_dtypes(v1::DTYPE_BF16);
+        reply->add_wire_dtypes(v1::DTYPE_F32);
+        reply->add_kv_dtypes(v1::DTYPE_BF16);
+        for (const char* profile : {"ABSORBED", "EXPANDED", "APPEND_ONLY"}) {
+          reply->add_profiles(profile);
+        }
+        for (const char* capability : kCapabilities) reply->add_capabilities(capability);
+        if (options_.shared_memory) {
+          for (const char* capability : kSharedMemoryCapabilities)
+            reply->add_capabilities(capability);
+        }
+        const auto up = std::chrono::steady_clock::now() - started_;
+        reply->set_uptime_ms(static_cast<uint64_t>(
+            std::chrono::duration_cast<std::chrono::milliseconds>(up).count()));
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
+}
+
+void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
+               v1::GetStatsReply* to) {
+  to->set_sequences(Unsigned<uint32_t>(from.sequences));
+  to->set_open_steps(Unsigned<uint32_t>(from.open_steps));
+  to->set_models(Unsigned<uint32_t>(from.models));
+  to->set_streams(Unsigned<uint32_t>(wire.streams.load()));
+  to->set_requests_waiting(Unsigned<uint32_t>(from.requests_waiting));
+  to->set_requests_running(Unsigned<uint32_t>(from.requests_running));
+  to->set_requests_total(from.requests_total);
+  to->set_requests_failed(from.requests_failed);
+  to->set_launches(from.launches);
+  to->set_launches_mixed_layers(from.launches_mixed_layers);
+  to->set_launches_mixed_clients(from.launches_mixed_clients);
+  to->set_longest_launch_us(Unsigned<uint64_t>(from.longest_launch_ns / 1000));
+  to->set_plan_hits(from.plan_hits);
+  to->set_plan_misses(from.plan_misses);
+  to->set_kv_bytes_total(Unsigned<uint64_t>(from.kv_bytes_total));
+  to->set_kv_bytes_used(Unsigned<uint64_t>(from.kv_bytes_used));
+  to->set_page_groups_used(Unsigned<uint64_t>(from.page_groups_used));
+  to->set_page_groups_shared(Unsigned<uint64_t>(from.page_groups_shared));
+  to->set_copies_on_write(from.copies_on_write);
+  to->set_page_groups_scrubbed(from.page_groups_scrubbed);
+  to->set_leases_expired(from.leases_expired);
+  to->set_steps_aborted(from.steps_aborted);
+  to->set_received_bytes(wire.received_bytes.load());
+  to->set_sent_bytes(wire.sent_bytes.load());
+  to->set_copied_bytes(wire.copied_bytes.load());
+  to->set_shared_bytes(wire.shared_received_bytes.load() + wire.shared_sent_bytes.load());
+  to->set_shared_regions(Unsigned<uint32_t>(wire.shared_regions.load()));
+  to->set_rings(Unsigned<uint32_t>(wire.rings.load()));
+  to->set_slices_fused(from.slices_fused);
+  to->set_slice_waits_expired(from.slice_waits_expired);
+  to->set_slice_waits_skipped(from.slice_waits_skipped);
+  to->set_rows_decode(from.rows_decode);
+  to->set_rows_extend(from.rows_extend);
+  to->set_rows_prefill(from.rows_prefill);
+}
+
+grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetStatsRequest*,
+                                    v1::GetStatsReply* reply) {
+  return rpc_.Serve(
+      context, "Admin.GetStats",
+      [&](const Identity&, Fault*) {
+        FillStats(Stats(), rpc_.metrics->wire(), reply);
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
+}
+
+void AdminService::FillUpdate(const ServerState::Snapshot& snapshot,
+                              v1::StatusUpdate* update) const {
+  const scheduler::EngineStats stats = Stats();
+  // Both enumerations number the states alike.
+  update->set_state(static_cast<v1::ServerState>(snapshot.phase));
+  update->set_percent(static_cast<uint32_t>(snapshot.percent));
+  update->set_message(snapshot.message);
+  update->set_boot_id(rpc_.boot_id);
+  update->set_open_steps(Unsigned<uint32_t>(stats.open_steps));
+  update->set_sequences(Unsigned<uint32_t>(stats.sequences));
+}
+
+grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
+                                       const v1::WatchStatusRequest* request,
+                                       grpc::ServerWriter<v1::StatusUpdate>* writer) {
+  return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity&, Fault* fault) {
+    const absl::Cleanup leave = [this] { watchers_.fetch_sub(1); };
+    if (watchers_.fetch_add(1) >= options_.config.wire.max_watchers) {
+      fault->retry_after_ms = 1000;
+      return scheduler::RefuseField(fault, "call", "one more WatchStatus",
+                                    absl::StrCat("at most ", options_.config.wire.max_watchers),
+                                    "too_many_watchers", absl::StatusCode::kResourceExhausted);
+    }
+    const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
+    const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));
+    v1::StatusUpdate update;
+    ServerState::Snapshot now = options_.state->Get();
+    while (!context->IsCancelled()) {
+      FillUpdate(now, &update);
+      if (!writer->Write(update) || now.phase == Phase::kStopped) break;
+      const auto next = std::chrono::steady_clock::now() + interval;
+      const uint64_t sent = now.version;
+      while (now.version == sent && std::chrono::steady_clock::now() < next &&
+             !context->IsCancelled()) {
+        now = options_.state->WaitForChange(sent, kCancelPeriod);
+      }
+    }
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
+                                 v1::DrainReply* reply) {
+  return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity&, Fault*) {
+    const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
+                                                            : int64_t{request->deadline_ms()};
+    const DrainResult result = options_.drain->Run(std::chrono::milliseconds(deadline_ms));
+    reply->set_drained(result.drained);
+    reply->set_cancelled(result.cancelled);
+    reply->set_aborted_steps(static_cast<uint32_t>(result.aborted_steps));
+    reply->set_message(result.message);
+    if (request->exit() && !result.cancelled) options_.exit();
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status AdminService::CancelDrain(grpc::ServerContext* context, const v1::CancelDrainRequest*,
+                                       v1::CancelDrainReply* reply) {
+  return rpc_.ServeOperator(context, "Admin.CancelDrain", [&](const Identity&, Fault* fault) {
+    reply->set_boot_id(rpc_.boot_id);
+    if (options_.drain->Cancel()) return absl::OkStatus();
+    fault->reason = "not_draining";
+    return absl::FailedPreconditionError("no drain that could be cancelled is under way");
+  });
+}
+
+}  // namespace mla::server

@@ -1,0 +1,80 @@
+// The Admin service: what the server is, what it does now, who may use how much of it, and how to
+// stop it. The calls about tenants are in admin_tenants.cc.
+//
+// Every caller may read. Drain is for operators (CheckOperator in identity.h).
+//
+// Threading: any thread. WatchStatus and Drain hold theirs; watchers are bounded.
+#ifndef MLA_SERVER_CONTROL_ADMIN_SERVICE_H_
+#define MLA_SERVER_CONTROL_ADMIN_SERVICE_H_
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/backend_registry.h"
+#include "mla/v1/admin.grpc.pb.h"
+#include "server/config/config.h"
+#include "server/lifecycle/drain.h"
+#include "server/control/rpc_context.h"
+#include "server/lifecycle/server_state.h"
+
+namespace mla::server {
+
+struct AdminOptions {
+  const ServerState* state = nullptr;
+  Drain* drain = nullptr;
+  std::function<void()> exit;  // asks the process to stop
+  std::vector<kernels::BackendRung> ladder;
+  Config config;
+  bool shared_memory = false;  // the door is open
+  // Figures for GetStats and WatchStatus, from a source that does not wait for a launch. Empty: the
+  // engine's own.
+  std::function<scheduler::EngineStats()> stats;
+};
+
+class AdminService final : public v1::Admin::Service {
+ public:
+  AdminService(const RpcContext& rpc, AdminOptions options);
+
+  grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest* request,
+                             v1::GetServerInfoReply* reply) override;
+  grpc::Status GetStats(grpc::ServerContext* context, const v1::GetStatsRequest* request,
+                        v1::GetStatsReply* reply) override;
+  grpc::Status WatchStatus(grpc::ServerContext* context, const v1::WatchStatusRequest* request,
+                           grpc::ServerWriter<v1::StatusUpdate>* writer) override;
+  grpc::Status Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
+                     v1::DrainReply* reply) override;
+  grpc::Status CancelDrain(grpc::ServerContext* context, const v1::CancelDrainRequest* request,
+                           v1::CancelDrainReply* reply) override;
+  grpc::Status GetQuota(grpc::ServerContext* context, const v1::GetQuotaRequest* request,
+                        v1::GetQuotaReply* reply) override;
+  grpc::Status SetQuota(grpc::ServerContext* context, const v1::SetQuotaRequest* request,
+                        v1::SetQuotaReply* reply) override;
+  grpc::Status EvictSequences(grpc::ServerContext* context,
+                              const v1::EvictSequencesRequest* request,
+                              v1::EvictSequencesReply* reply) override;
+  grpc::Status EvictModel(grpc::ServerContext* context, const v1::EvictModelRequest* request,
+                          v1::EvictModelReply* reply) override;
+
+ private:
+  scheduler::EngineStats Stats() const;
+  absl::Status CheckTenant(const std::string& tenant, scheduler::Fault* fault) const;
+  void FillLimits(v1::Limits* limits) const;
+  void FillBackends(v1::GetServerInfoReply* reply) const;
+  void FillUpdate(const ServerState::Snapshot& snapshot, v1::StatusUpdate* update) const;
+
+  const RpcContext rpc_;
+  const AdminOptions options_;
+  const std::chrono::steady_clock::time_point started_;
+  std::atomic<int32_t> watchers_{0};
+};
+
+// The reply of GetStats; also behind the status page.
+void FillStats(const scheduler::EngineStats& stats, const WireCounters& wire,
+               v1::GetStatsReply* reply);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONTROL_ADMIN_SERVICE_H_

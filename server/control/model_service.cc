@@ -1,0 +1,209 @@
+#include "server/control/model_service.h"
+
+#include <algorithm>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "server/grpc/request_validator.h"
+#include "server/control/weights_upload.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Fault;
+
+void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
+  to->set_model_id(from.id);
+  to->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
+  to->mutable_geometry()->set_kv_lora_rank(static_cast<uint32_t>(from.geometry.kv_lora_rank));
+  to->mutable_geometry()->set_rope_dim(static_cast<uint32_t>(from.geometry.rope_dim));
+  to->mutable_geometry()->set_nope_dim(static_cast<uint32_t>(from.geometry.nope_dim));
+  to->mutable_geometry()->set_v_dim(static_cast<uint32_t>(from.geometry.v_dim));
+  to->set_layers(static_cast<uint32_t>(from.layers));
+  to->set_softmax_scale(from.softmax_scale);
+  to->set_kv_dtype(v1::DTYPE_BF16);
+  to->set_rope_owner(v1::ROPE_OWNER_WORKER);
+  to->set_page_size(static_cast<uint32_t>(from.page_size));
+  to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
+                              ? v1::QUERY_PRECISION_SPLIT
+                              : v1::QUERY_PRECISION_BF16);
+}
+
+}  // namespace
+
+ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes,
+                           std::chrono::milliseconds upload_idle)
+    : rpc_(rpc),
+      weight_chunk_bytes_(weight_chunk_bytes),
+      upload_idle_(upload_idle),
+      cutter_([this] { CutIdle(); }) {}
+
+ModelService::~ModelService() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  stopping_.notify_all();
+  cutter_.join();
+}
+
+grpc::Status ModelService::Register(grpc::ServerContext* context,
+                                    const v1::RegisterRequest* request, v1::RegisterReply* reply) {
+  return rpc_.Serve(context, "Models.Register", [&](const Identity& who, Fault* fault) {
+    scheduler::ModelSpec spec;
+    absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec, fault);
+    if (!status.ok()) return status;
+    const auto info =
+        rpc_.engine->RegisterModel(who.tenant, spec, fault, int64_t{request->lease_ms()});
+    if (!info.ok()) return info.status();
+    Fill(info->spec, reply->mutable_model());
+    reply->set_page_group_bytes(static_cast<uint64_t>(info->page_group_bytes));
+    reply->set_page_groups_max(static_cast<uint64_t>(info->page_groups_max));
+    reply->set_max_sequence_rows(static_cast<uint64_t>(info->max_sequence_rows));
+    reply->set_lease_ms(static_cast<uint32_t>(info->lease_ms));
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status ModelService::UploadWeights(grpc::ServerContext* context,
+                                         grpc::ServerReader<v1::UploadWeightsRequest>* reader,
+                                         v1::UploadWeightsReply* reply) {
+  return rpc_.Serve(context, "Models.UploadWeights", [&](const Identity& who, Fault* fault) {
+    absl::Status status = ServeUpload(who.tenant, context, reader, reply, fault);
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
+  });
+}
+
+absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerContext* context,
+                                       grpc::ServerReader<v1::UploadWeightsRequest>* in,
+                                       v1::UploadWeightsReply* reply, Fault* fault) {
+  scheduler::TenantTable& tenants = *rpc_.engine->tenants();
+  absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant, fault);
+  if (!row.ok()) return row.status();
+  absl::Status status = tenants.Take(**row, scheduler::Resource::kUploads, 1, "call", fault);
+  if (!status.ok()) {
+    rpc_.metrics->CountRejected(fault->reason);
+    return status;
+  }
+  status = Upload(tenant, context, in, reply, fault);
+  tenants.Return(**row, scheduler::Resource::kUploads, 1);
+  bool cut = false;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = watched_.find(context);
+    cut = found != watched_.end() && found->second.cut;
+    watched_.erase(context);
+  }
+  if (!cut) return status;
+  *fault = Fault();
+  fault->reason = "upload_idle";
+  return absl::DeadlineExceededError(
+      absl::StrCat("the upload has sent nothing for ", upload_idle_.count(), " ms"));
+}
+
+bool ModelService::Read(grpc::ServerContext* context,
+                        grpc::ServerReader<v1::UploadWeightsRequest>* in,
+                        v1::UploadWeightsRequest* message) {
+  {
+    const std::lock_guard lock(mutex_);
+    watched_[context].heard = Clock::now();
+  }
+  const bool read = in->Read(message);
+  const std::lock_guard lock(mutex_);
+  // While the engine has the chunk it is not the client that keeps the call waiting.
+  watched_[context].heard = Clock::time_point::max();
+  return read;
+}
+
+void ModelService::CutIdle() {
+  const auto period = std::clamp<std::chrono::milliseconds>(
+      upload_idle_ / 4, std::chrono::milliseconds(10), std::chrono::milliseconds(1000));
+  std::unique_lock lock(mutex_);
+  while (!stopping_.wait_for(lock, period, [this] { return stop_; })) {
+    const Clock::time_point now = Clock::now();
+    for (auto& [context, watched] : watched_) {
+      if (watched.cut || watched.heard == Clock::time_point::max() ||
+          now - watched.heard < upload_idle_) {
+        continue;
+      }
+      watched.cut = true;
+      context->TryCancel();
+    }
+  }
+}
+
+absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext* context,
+                                  grpc::ServerReader<v1::UploadWeightsRequest>* in,
+                                  v1::UploadWeightsReply* reply, Fault* fault) {
+  v1::UploadWeightsRequest message;
+  if (!Read(context, in, &message) || !message.has_header()) {
+    return InvalidField(fault, "header", "the first message of the call", "nothing", "missing");
+  }
+  const std::string model_id = message.header().model_id();
+  // Before it is echoed: trailing metadata must stay small.
+  const absl::Status named =
+      CheckName(model_id, "header.model_id", false, rpc_.engine->limits(), fault);
+  if (!named.ok()) return named;
+  const auto model = rpc_.engine->FindModel(tenant, model_id);
+  if (model == nullptr) {
+    fault->field = "header.model_id";
+    fault->got = model_id;
+    fault->limit = "a registered model of this tenant";
+    fault->reason = "model_not_found";
+    return absl::NotFoundError("header.model_id: no such model");
+  }
+  const auto key = std::pair(tenant, model_id);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!uploading_.insert(key).second) {
+      fault->field = "header.model_id";
+      fault->got = model_id;
+      fault->limit = "a model without an upload under way";
+      fault->reason = "upload_under_way";
+      fault->retry_after_ms = 1000;
+      return absl::AbortedError("header.model_id: another upload of this model is under way");
+    }
+  }
+  const absl::Cleanup forget = [&] {
+    const std::lock_guard lock(mutex_);
+    uploading_.erase(key);
+  };
+  WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
+  while (Read(context, in, &message)) {
+    absl::Status status = upload.Add(message, fault);
+    if (!status.ok()) return status;
+  }
+  return upload.Finish(reply, fault);
+}
+
+grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListModelsRequest*,
+                                v1::ListModelsReply* reply) {
+  return rpc_.Serve(context, "Models.List", [&](const Identity& who, Fault*) {
+    for (const scheduler::ModelInfo& info : rpc_.engine->ListModels(who.tenant)) {
+      v1::ModelInfo* model = reply->add_models();
+      Fill(info.spec, model->mutable_model());
+      model->set_weights_complete(info.weights_complete);
+      model->set_sequences(static_cast<uint32_t>(info.sequences));
+      model->set_lease_ms(static_cast<uint32_t>(info.lease_ms));
+      model->set_lease_left_ms(static_cast<uint32_t>(info.lease_left_ms));
+    }
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status ModelService::Unregister(grpc::ServerContext* context,
+                                      const v1::UnregisterRequest* request,
+                                      v1::UnregisterReply* reply) {
+  return rpc_.Serve(context, "Models.Unregister", [&](const Identity& who, Fault* fault) {
+    absl::Status status =
+        CheckName(request->model_id(), "model_id", false, rpc_.engine->limits(), fault);
+    if (status.ok()) status = rpc_.engine->UnregisterModel(who.tenant, request->model_id(), fault);
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
+  });
+}
+
+}  // namespace mla::server

@@ -1,0 +1,76 @@
+// The Models service: registration, and the streamed upload of the EXPANDED profile's weights.
+//
+// An upload is header, chunks, trailer. Chunks go to the engine as they come but count only after
+// the trailer's SHA-256 has been found equal; whatever ends the call earlier discards them. One
+// upload a model at a time.
+//
+// An upload that sends nothing for wire.upload_idle_ms is cut: its client sees CANCELLED.
+//
+// Threading: any thread; an upload holds its thread for its whole life. One more thread looks for
+// idle uploads.
+#ifndef MLA_SERVER_CONTROL_MODEL_SERVICE_H_
+#define MLA_SERVER_CONTROL_MODEL_SERVICE_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "mla/v1/model.grpc.pb.h"
+#include "server/control/rpc_context.h"
+
+namespace mla::server {
+
+class ModelService final : public v1::Models::Service {
+ public:
+  // `weight_chunk_bytes`, `upload_idle`: wire.weight_chunk_bytes, wire.upload_idle_ms.
+  ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes,
+               std::chrono::milliseconds upload_idle);
+  ~ModelService() override;
+
+  grpc::Status Register(grpc::ServerContext* context, const v1::RegisterRequest* request,
+                        v1::RegisterReply* reply) override;
+  grpc::Status UploadWeights(grpc::ServerContext* context,
+                             grpc::ServerReader<v1::UploadWeightsRequest>* reader,
+                             v1::UploadWeightsReply* reply) override;
+  grpc::Status List(grpc::ServerContext* context, const v1::ListModelsRequest* request,
+                    v1::ListModelsReply* reply) override;
+  grpc::Status Unregister(grpc::ServerContext* context, const v1::UnregisterRequest* request,
+                          v1::UnregisterReply* reply) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Watched {
+    Clock::time_point heard;
+    bool cut = false;
+  };
+
+  // One upload, with its place among the tenant's, and cut when it is idle.
+  absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context,
+                           grpc::ServerReader<v1::UploadWeightsRequest>* in,
+                           v1::UploadWeightsReply* reply, scheduler::Fault* fault);
+  absl::Status Upload(const std::string& tenant, grpc::ServerContext* context,
+                      grpc::ServerReader<v1::UploadWeightsRequest>* in,
+                      v1::UploadWeightsReply* reply, scheduler::Fault* fault);
+  bool Read(grpc::ServerContext* context, grpc::ServerReader<v1::UploadWeightsRequest>* in,
+            v1::UploadWeightsRequest* message);
+  void CutIdle();
+
+  const RpcContext rpc_;
+  const int64_t weight_chunk_bytes_;
+  const std::chrono::milliseconds upload_idle_;
+  std::mutex mutex_;
+  std::set<std::pair<std::string, std::string>> uploading_;  // (tenant, model)
+  std::map<grpc::ServerContext*, Watched> watched_;          // calls that wait for a message
+  std::condition_variable stopping_;
+  bool stop_ = false;
+  std::thread cutter_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONTROL_MODEL_SERVICE_H_

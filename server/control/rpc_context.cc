@@ -1,0 +1,35 @@
+#include "server/control/rpc_context.h"
+
+#include "server/logging/logging.h"
+
+namespace mla::server {
+
+absl::StatusOr<CallSlot> RpcContext::Admit(const Identity& who, CallClass call_class,
+                                           scheduler::Fault* fault) const {
+  scheduler::TenantTable& tenants = *engine->tenants();
+  const bool reserved = call_class == CallClass::kReserved;
+  absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(who.tenant, fault);
+  absl::Status status = tenant.status();
+  if (status.ok()) {
+    status = tenants.Take(**tenant, scheduler::Resource::kControlCalls, 1, "call", fault,
+                          reserved ? control_reserve : 0);
+  } else if (reserved) {
+    // Tenants without a row hold nothing, so their reads are cheap, and an operator must get in.
+    *fault = scheduler::Fault();
+    return CallSlot();
+  }
+  if (!status.ok()) {
+    metrics->CountRejected(fault->reason);
+    return status;
+  }
+  return CallSlot(&tenants, *std::move(tenant));
+}
+
+void RpcContext::Note(const char* rpc, const std::string& tenant,
+                      const absl::Status& status) const {
+  metrics->ForTenant(tenant.empty() ? "unknown" : tenant)->Count(status.code());
+  Log(LogLevel::kDebug, "rpc",
+      {{"rpc", rpc}, {"tenant", tenant}, {"code", CodeName(status.code())}});
+}
+
+}  // namespace mla::server

@@ -1,0 +1,99 @@
+// What every control RPC needs, and the frame in which each of them runs.
+//
+// Serve is the one way into a control RPC: it finds the tenant, runs the body, converts the status
+// and counts the call. Bodies therefore hold only what is particular to them.
+//
+// Ownership: plain references; everything outlives the services. Threading: any thread.
+#ifndef MLA_SERVER_CONTROL_RPC_CONTEXT_H_
+#define MLA_SERVER_CONTROL_RPC_CONTEXT_H_
+
+#include <grpcpp/server_context.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "scheduler/engine.h"
+#include "scheduler/tenant_table.h"
+#include "server/grpc/grpc_status.h"
+#include "server/grpc/identity.h"
+#include "server/metrics/metrics.h"
+
+namespace mla::server {
+
+// What a control call may take of the threads that serve them.
+enum class CallClass : uint8_t {
+  kOrdinary,
+  kReserved,  // leases and administration: also from the reserve
+};
+
+// A call's place among the control calls of its tenant; gives it back.
+class CallSlot final {
+ public:
+  CallSlot() = default;
+  CallSlot(scheduler::TenantTable* table, scheduler::TenantRef tenant)
+      : table_(table), tenant_(std::move(tenant)) {}
+  CallSlot(CallSlot&&) = default;
+  CallSlot& operator=(CallSlot&&) = delete;
+  ~CallSlot() {
+    if (tenant_) table_->Return(*tenant_, scheduler::Resource::kControlCalls, 1);
+  }
+  // Empty: an operator's call that needed none.
+  const scheduler::TenantRef& tenant() const { return tenant_; }
+
+ private:
+  scheduler::TenantTable* table_ = nullptr;
+  scheduler::TenantRef tenant_;
+};
+
+struct RpcContext {
+  scheduler::Engine* engine = nullptr;
+  Metrics* metrics = nullptr;
+  uint64_t boot_id = 0;
+  OperatorPolicy operators = {};
+  int32_t control_reserve =
+      0;  // control calls beyond the bounds that CallClass::kReserved may take
+  std::string unix_tenant = {};  // server.unix_tenant
+
+  // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
+  // that are no operators.
+  template <typename Body>
+  grpc::Status ServeOperator(grpc::ServerContext* context, const char* rpc, Body body) const {
+    return Serve(
+        context, rpc,
+        [&](const Identity& who, scheduler::Fault* fault) {
+          const absl::Status allowed = CheckOperator(who, operators, fault);
+          return allowed.ok() ? body(who, fault) : allowed;
+        },
+        CallClass::kReserved);
+  }
+
+  // body(const Identity&, scheduler::Fault*) -> absl::Status
+  template <typename Body>
+  grpc::Status Serve(grpc::ServerContext* context, const char* rpc, Body body,
+                     CallClass call_class = CallClass::kOrdinary) const {
+    scheduler::Fault fault;
+    const auto identity = Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes),
+                                   unix_tenant, &fault);
+    absl::Status status = identity.status();
+    if (status.ok()) {
+      const absl::StatusOr<CallSlot> slot = Admit(*identity, call_class, &fault);
+      status = slot.ok() ? body(*identity, &fault) : slot.status();
+    }
+    Note(rpc, identity.ok() ? identity->tenant : "", status);
+    return ToGrpcStatus(status, fault, context);
+  }
+
+  // RESOURCE_EXHAUSTED when the tenant, or all tenants together, have as many control calls under
+  // way as they may.
+  absl::StatusOr<CallSlot> Admit(const Identity& who, CallClass call_class,
+                                 scheduler::Fault* fault) const;
+  // Counts a finished call and logs it at debug level.
+  void Note(const char* rpc, const std::string& tenant, const absl::Status& status) const;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONTROL_RPC_CONTEXT_H_

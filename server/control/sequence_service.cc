@@ -1,0 +1,131 @@
+#include "server/control/sequence_service.h"
+
+#include <algorithm>
+
+#include "server/grpc/request_validator.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Fault;
+
+void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
+  to->set_sequence_id(from.id);
+  to->set_epoch(from.epoch);
+  to->set_length(static_cast<uint64_t>(from.length));
+  to->set_lease_left_ms(
+      static_cast<uint32_t>(std::clamp<int64_t>(from.lease_left_ms, 0, UINT32_MAX)));
+  to->set_in_step(from.in_step);
+  to->set_open_step(from.in_step ? from.open_step : 0);
+  to->set_model_id(from.model_id);
+  to->set_client_id(from.client_id);
+  to->set_page_groups(static_cast<uint64_t>(from.page_groups));
+}
+
+}  // namespace
+
+grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenRequest* request,
+                                   v1::OpenReply* reply) {
+  return rpc_.Serve(context, "Sequences.Open", [&](const Identity& who, Fault* fault) {
+    scheduler::OpenArgs args;
+    args.tenant = who.tenant;
+    absl::Status status = ParseOpen(*request, rpc_.engine->limits(), &args, fault);
+    if (!status.ok()) return status;
+    const auto opened = rpc_.engine->OpenSequence(args, fault);
+    if (!opened.ok()) return opened.status();
+    Fill(*opened, reply->mutable_sequence());
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetRequest* request,
+                                  v1::GetReply* reply) {
+  return rpc_.Serve(
+      context, "Sequences.Get",
+      [&](const Identity& who, Fault* fault) {
+        scheduler::SequenceSelection selection;
+        selection.tenant = who.tenant;
+        absl::Status status = ParseGet(*request, rpc_.engine->limits(), &selection, fault);
+        if (!status.ok()) return status;
+        const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
+        for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
+        reply->mutable_not_found()->Add(list.not_found.begin(), list.not_found.end());
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
+}
+
+grpc::Status SequenceService::Fork(grpc::ServerContext* context, const v1::ForkRequest* request,
+                                   v1::ForkReply* reply) {
+  return rpc_.Serve(context, "Sequences.Fork", [&](const Identity& who, Fault* fault) {
+    scheduler::ForkArgs args;
+    args.tenant = who.tenant;
+    absl::Status status = ParseFork(*request, rpc_.engine->limits(), &args, fault);
+    if (!status.ok()) return status;
+    const auto forked = rpc_.engine->ForkSequence(args, fault);
+    if (!forked.ok()) return forked.status();
+    Fill(*forked, reply->mutable_sequence());
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
+                                       const v1::TruncateRequest* request,
+                                       v1::TruncateReply* reply) {
+  return rpc_.Serve(context, "Sequences.Truncate", [&](const Identity& who, Fault* fault) {
+    int64_t length = 0;
+    absl::Status status = ParseTruncate(*request, &length, fault);
+    if (!status.ok()) return status;
+    const auto cut = rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
+                                                   request->expected_epoch(), fault);
+    if (!cut.ok()) return cut.status();
+    reply->set_epoch(cut->epoch);
+    reply->set_length(static_cast<uint64_t>(cut->length));
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status SequenceService::Release(grpc::ServerContext* context,
+                                      const v1::ReleaseRequest* request, v1::ReleaseReply* reply) {
+  return rpc_.Serve(
+      context, "Sequences.Release",
+      [&](const Identity& who, Fault* fault) {
+        std::vector<scheduler::SequenceId> ids, not_found;
+        absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids, fault);
+        if (!status.ok()) return status;
+        const int32_t released = rpc_.engine->ReleaseSequences(who.tenant, ids, &not_found);
+        reply->set_released(static_cast<uint32_t>(released));
+        reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
+}
+
+grpc::Status SequenceService::RenewLease(grpc::ServerContext* context,
+                                         const v1::RenewLeaseRequest* request,
+                                         v1::RenewLeaseReply* reply) {
+  return rpc_.Serve(
+      context, "Sequences.RenewLease",
+      [&](const Identity& who, Fault* fault) {
+        scheduler::SequenceSelection selection;
+        selection.tenant = who.tenant;
+        int64_t lease_ms = 0;
+        std::vector<scheduler::SequenceId> not_found;
+        absl::Status status =
+            ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms, fault);
+        if (!status.ok()) return status;
+        reply->set_renewed(
+            static_cast<uint32_t>(rpc_.engine->RenewLeases(selection, lease_ms, &not_found)));
+        reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,34 @@
+// The Sequences service: each RPC is parse, one engine call, reply. Any thread; blocks for a
+// running launch at most.
+#ifndef MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_
+#define MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_
+
+#include "mla/v1/sequence.grpc.pb.h"
+#include "server/control/rpc_context.h"
+
+namespace mla::server {
+
+class SequenceService final : public v1::Sequences::Service {
+ public:
+  explicit SequenceService(const RpcContext& rpc) : rpc_(rpc) {}
+
+  grpc::Status Open(grpc::ServerContext* context, const v1::OpenRequest* request,
+                    v1::OpenReply* reply) override;
+  grpc::Status Get(grpc::ServerContext* context, const v1::GetRequest* request,
+                   v1::GetReply* reply) override;
+  grpc::Status Fork(grpc::ServerContext* context, const v1::ForkRequest* request,
+                    v1::ForkReply* reply) override;
+  grpc::Status Truncate(grpc::ServerContext* context, const v1::TruncateRequest* request,
+                        v1::TruncateReply* reply) override;
+  grpc::Status Release(grpc::ServerContext* context, const v1::ReleaseRequest* request,
+                       v1::ReleaseReply* reply) override;
+  grpc::Status RenewLease(grpc::ServerContext* context, const v1::RenewLeaseRequest* request,
+                          v1::RenewLeaseReply* reply) override;
+
+ private:
+  const RpcContext rpc_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_

@@ -1,0 +1,53 @@
+// One UploadWeights call: the order of its parts, its digest, and its effect on the engine.
+//
+// Feed each message to Add; Finish after the last. Destroying an upload that was not finished
+// discards what it loaded. Not thread-safe.
+#ifndef MLA_SERVER_CONTROL_WEIGHTS_UPLOAD_H_
+#define MLA_SERVER_CONTROL_WEIGHTS_UPLOAD_H_
+
+#include <openssl/evp.h>
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "mla/v1/model.pb.h"
+#include "scheduler/engine.h"
+
+namespace mla::server {
+
+class WeightsUpload final {
+ public:
+  // `model` is the registered model that the header named; a chunk's payload has at most
+  // `chunk_bytes`.
+  WeightsUpload(scheduler::Engine* engine, std::string tenant,
+                std::shared_ptr<const scheduler::ModelSpec> model, int64_t chunk_bytes);
+  ~WeightsUpload();
+
+  // INVALID_ARGUMENT for parts out of order, wrong sizes or a head sent twice; the engine's own
+  // codes otherwise.
+  absl::Status Add(const v1::UploadWeightsRequest& message, scheduler::Fault* fault);
+  // DATA_LOSS when the digest differs, INVALID_ARGUMENT without a trailer.
+  absl::Status Finish(v1::UploadWeightsReply* reply, scheduler::Fault* fault);
+
+ private:
+  absl::Status AddChunk(const v1::UploadWeightsRequest::Chunk& chunk, scheduler::Fault* fault);
+
+  scheduler::Engine* engine_;
+  std::string tenant_;
+  std::shared_ptr<const scheduler::ModelSpec> model_;
+  const int64_t chunk_bytes_;
+  const scheduler::UploadId upload_;
+  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest_;
+  std::set<std::pair<uint32_t, uint32_t>> seen_;  // (layer, head)
+  std::string expected_;                          // from the trailer
+  uint64_t bytes_ = 0;
+  bool committed_ = false;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONTROL_WEIGHTS_UPLOAD_H_

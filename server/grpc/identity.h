@@ -1,0 +1,64 @@
+// Who is calling: the tenant on whose behalf an RPC acts.
+//
+// Over mutual TLS the tenant is the client certificate's name: its first DNS, URI or other subject
+// alternative name, else its common name. Metadata is then ignored. Without TLS (loopback, unix
+// socket, --insecure) it is the metadata key `mla-tenant`, by default "default". Callers over the
+// unix socket may have one tenant fixed by the configuration, whatever they say.
+//
+// Operators are the callers that may change the server for all tenants (CheckOperator).
+#ifndef MLA_SERVER_GRPC_IDENTITY_H_
+#define MLA_SERVER_GRPC_IDENTITY_H_
+
+#include <set>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "scheduler/request.h"
+
+namespace grpc {
+class ServerContextBase;
+}  // namespace grpc
+
+namespace mla::server {
+
+inline constexpr char kTenantKey[] = "mla-tenant";
+
+struct Identity {
+  std::string tenant;
+  bool authenticated = false;  // by a client certificate, or the name is server.unix_tenant
+  bool local = false;          // connected by a unix socket or from a loopback address
+};
+
+// Who may call operator RPCs. Metadata never makes an operator: any caller may claim any name.
+struct OperatorPolicy {
+  std::set<std::string> tenants;    // names in client certificates
+  bool local_without_tls = true;    // callers without TLS on this host
+  bool remote_without_tls = false;  // ... and on others
+};
+
+// UNAUTHENTICATED: a TLS peer without a usable name. INVALID_ARGUMENT: a name that is empty, longer
+// than `max_name_bytes`, or holds bytes outside printable ASCII. `fault` (may be null) says so,
+// too. `unix_tenant` is server.unix_tenant.
+absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
+                                  const std::string& unix_tenant = "",
+                                  scheduler::Fault* fault = nullptr);
+
+// Tenant of a caller over a unix socket who has given `name` (empty: none): `unix_tenant` unless
+// that is empty or "*", else the name, else "default".
+std::string UnixTenant(const std::string& unix_tenant, const std::string& name);
+
+// True if `peer`, as gRPC writes a peer's address, is a unix socket or a loopback address.
+bool IsLocalPeer(const std::string& peer);
+
+// OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without TLS on
+// this host or others as far as the policy says so. Else PERMISSION_DENIED with the reason
+// "not_an_operator" in `fault`.
+absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
+                           scheduler::Fault* fault);
+
+// True if `name` can be a tenant's name.
+bool IsTenantName(const std::string& name, size_t max_name_bytes);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_GRPC_IDENTITY_H_

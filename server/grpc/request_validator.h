@@ -1,0 +1,93 @@
+// Turns messages of the contract into arguments of the engine, or says what is wrong with them.
+//
+// Pure functions: no state, no engine, no transport. Every number is checked before it is narrowed,
+// products are 64-bit with overflow checks, and a refusal names field path, what was got and what
+// would have been accepted. Nothing behind this file validates sizes again. Rules that need the
+// engine's state (lengths, epochs, order of rows) are the engine's.
+//
+// All functions: OK fills the output; otherwise INVALID_ARGUMENT unless said otherwise, and `fault`
+// holds the same words.
+#ifndef MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
+#define MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "mla/v1/attention.pb.h"
+#include "mla/v1/model.pb.h"
+#include "mla/v1/sequence.pb.h"
+#include "scheduler/engine.h"
+#include "scheduler/limits.h"
+#include "scheduler/model.h"
+#include "scheduler/request.h"
+
+namespace mla::server {
+
+// Bytes of an attend message's tensors; all checked against overflow and the message limit.
+struct AttendSizes {
+  int64_t kv_bytes = 0;
+  int64_t q_bytes = 0;
+  int64_t o_bytes = 0;
+  int64_t lse_bytes = 0;
+};
+
+// Header bytes that every reply may need beside its payload.
+inline constexpr int64_t kReplyHeaderBytes = 512;
+
+// Bytes of a request of an Attend stream beside its payload, at most: a BeginStep of as many
+// sequences as a step may have, and what else a message carries. Its reader compares them before it
+// parses, since two bytes of an empty StepSequence become a hundred of memory.
+size_t MostHeaderBytes(const scheduler::Limits& limits);
+
+// For ParseAttend: the tensors do not travel in the message, and neither will the reply's.
+inline constexpr int64_t kTensorsElsewhere = -1;
+
+// `total_rows` receives the sum of the sequences' rows.
+absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limits& limits,
+                            scheduler::BeginStepArgs* args, int32_t* total_rows,
+                            scheduler::Fault* fault);
+
+// `total_rows` are the step's rows. Checks slices, profile, dtypes and that `payload_bytes` is what
+// they imply (unless it is kTensorsElsewhere) and that the reply stays within `message_bytes`.
+// Leaves the pointers of `args` null.
+// FAILED_PRECONDITION when the model has no expanded form.
+absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
+                         int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,
+                         scheduler::AttendArgs* args, AttendSizes* sizes, scheduler::Fault* fault);
+
+absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
+                          scheduler::EndStepArgs* args, scheduler::Fault* fault);
+
+absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
+                            scheduler::ModelSpec* spec, scheduler::Fault* fault);
+
+// Checks an UploadWeights chunk against its model; `bytes` receives the payload size it must have.
+absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
+                               const scheduler::ModelSpec& model, int64_t* bytes,
+                               scheduler::Fault* fault);
+
+absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& limits,
+                       scheduler::OpenArgs* args, scheduler::Fault* fault);
+absl::Status ParseFork(const v1::ForkRequest& message, const scheduler::Limits& limits,
+                       scheduler::ForkArgs* args, scheduler::Fault* fault);
+absl::Status ParseTruncate(const v1::TruncateRequest& message, int64_t* length,
+                           scheduler::Fault* fault);
+absl::Status ParseGet(const v1::GetRequest& message, const scheduler::Limits& limits,
+                      scheduler::SequenceSelection* selection, scheduler::Fault* fault);
+absl::Status ParseRenew(const v1::RenewLeaseRequest& message, const scheduler::Limits& limits,
+                        scheduler::SequenceSelection* selection, int64_t* lease_ms,
+                        scheduler::Fault* fault);
+absl::Status ParseRelease(const v1::ReleaseRequest& message, const scheduler::Limits& limits,
+                          std::vector<scheduler::SequenceId>* ids, scheduler::Fault* fault);
+
+// A name of the client's choice: valid when 1 (or 0 if `optional`) .. max_name_bytes bytes without
+// control characters.
+absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
+                       const scheduler::Limits& limits, scheduler::Fault* fault);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_

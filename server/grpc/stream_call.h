@@ -1,0 +1,112 @@
+// One call of a bidirectional stream of raw messages, served by a StreamPoller.
+//
+// Its operations report to a StreamHandler as gRPC's reactors do to theirs. At most one read and
+// one write are under way at a time. After Finish come the ends of what was still under way and
+// then OnDone, which may delete the call: nothing of the call is running or will be called then,
+// except the end of a Write or Finish on another thread's stack, which touches nothing.
+//
+// Ownership: made by its StreamAcceptor; belongs to whoever accepts it, until OnDone.
+// Threading: operations may be started from any thread, callbacks come from the poller's.
+#ifndef MLA_SERVER_GRPC_STREAM_CALL_H_
+#define MLA_SERVER_GRPC_STREAM_CALL_H_
+
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "server/grpc/stream_poller.h"
+
+namespace mla::server {
+
+class StreamHandler {
+ public:
+  virtual ~StreamHandler() = default;
+  virtual void OnReadDone(bool ok) = 0;
+  virtual void OnWriteDone(bool ok) = 0;
+  virtual void OnCancel() = 0;  // the client has gone, or TryCancel was called
+  virtual void OnDone() = 0;
+};
+
+class StreamCall final {
+ public:
+  explicit StreamCall(StreamPoller* poller) : poller_(poller) {
+    poller_->CallMade();
+    context_.AsyncNotifyWhenDone(&ended_);
+  }
+  ~StreamCall() { poller_->CallGone(); }
+  StreamCall(const StreamCall&) = delete;
+  StreamCall& operator=(const StreamCall&) = delete;
+
+  grpc::GenericServerContext& context() { return context_; }
+  grpc::GenericServerAsyncReaderWriter& stream() { return stream_; }
+  StreamPoller& poller() { return *poller_; }
+
+  // REQUIRES: accepted. Before anything else; `handler` lives until OnDone. A call that has ended
+  // by then says so through its first operation alone.
+  void Serve(StreamHandler* handler) { handler_.store(handler, std::memory_order_release); }
+
+  void StartRead(grpc::ByteBuffer* message);
+  void StartWrite(const grpc::ByteBuffer& message);
+  // REQUIRES of both: no read or write under way.
+  void Finish(const grpc::Status& status);
+  void WriteAndFinish(const grpc::ByteBuffer& message, const grpc::Status& status);
+
+  // Keep OnDone away, for a thread that is in no callback of the call. Release may call it.
+  void Hold() { references_.fetch_add(1, std::memory_order_relaxed); }
+  void Release();
+
+ private:
+  struct Event final : StreamEvent {
+    Event(StreamCall* its_call, void (StreamCall::*what_then)(bool))
+        : call(its_call), then(what_then) {}
+    void Happened(bool ok) override { (call->*then)(ok); }
+    StreamCall* const call;
+    void (StreamCall::*const then)(bool);
+  };
+
+  void ReadDone(bool ok);
+  void WriteDone(bool ok);
+  void Ended(bool ok);
+  void Finished(bool ok);
+
+  StreamPoller* const poller_;
+  grpc::GenericServerContext context_;
+  grpc::GenericServerAsyncReaderWriter stream_{&context_};
+  std::atomic<StreamHandler*> handler_{nullptr};
+  std::atomic<int32_t> references_{2};  // Finished, Ended and the operations under way
+  Event read_{this, &StreamCall::ReadDone}, written_{this, &StreamCall::WriteDone};
+  Event ended_{this, &StreamCall::Ended}, finished_{this, &StreamCall::Finished};
+};
+
+// Ends an accepted call that is not to be served.
+void RefuseCall(std::unique_ptr<StreamCall> call, const grpc::Status& status);
+
+// Takes calls, one after the other, for as long as the server lives.
+class StreamAcceptor final : private StreamEvent {
+ public:
+  // Asks gRPC for the next call, to be reported with that tag.
+  using Ask = std::function<void(StreamCall* call, StreamPoller* poller, void* tag)>;
+  using Accept = std::function<void(std::unique_ptr<StreamCall> call)>;
+
+  // `poller` outlives it. Accept is called from its threads and must lead to Serve and, at last,
+  // Finish.
+  StreamAcceptor(StreamPoller* poller, Ask ask, Accept accept);
+  // REQUIRES: the server was started.
+  void Start();
+
+ private:
+  void Happened(bool ok) override;
+
+  StreamPoller* const poller_;
+  const Ask ask_;
+  const Accept accept_;
+  std::unique_ptr<StreamCall> next_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_GRPC_STREAM_CALL_H_

@@ -1,0 +1,130 @@
+#include "server/grpc/stream_poller.h"
+
+#include <grpcpp/server_builder.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace mla::server {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+thread_local StreamPoller::Seat* StreamPoller::own_seat = nullptr;
+
+int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus) {
+  if (cpus < 4) return 0;
+  return computes_on_cpus ? 50 : 1000;
+}
+
+StreamPoller::StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options)
+    : thread_count_(options.threads),
+      spin_us_(options.spin_us),
+      queue_(builder->AddCompletionQueue()) {}
+
+StreamPoller::~StreamPoller() { Stop(); }
+
+void StreamPoller::Start() {
+  for (int32_t i = 0; i < thread_count_; ++i) {
+    seats_.push_back(std::make_unique<Seat>(this));
+    seats_.back()->thread = std::thread([this, seat = seats_.back().get()] { Run(seat); });
+  }
+  if (thread_count_ > 1) watch_ = std::thread([this] { Watch(); });
+}
+
+void StreamPoller::Stop() {
+  if (std::exchange(stopped_, true)) return;
+  {
+    std::unique_lock lock(mutex_);
+    if (!seats_.empty()) idle_.wait(lock, [this] { return calls_ == 0; });
+    stop_watch_ = true;
+    watched_.notify_all();
+  }
+  if (watch_.joinable()) watch_.join();
+  queue_->Shutdown();
+  Seat nobody(this);
+  if (seats_.empty()) Run(&nobody);  // a queue must be empty before it goes
+  for (const auto& seat : seats_) seat->thread.join();
+}
+
+void StreamPoller::CallMade() {
+  const std::lock_guard lock(mutex_);
+  ++calls_;
+}
+
+void StreamPoller::CallGone() {
+  const std::lock_guard lock(mutex_);
+  if (--calls_ == 0) idle_.notify_all();
+}
+
+void StreamPoller::HandOver() {
+  Seat* const seat = own_seat;
+  if (thread_count_ < 2 || seat == nullptr || seat->poller != this) return;
+  if (duty_.load(std::memory_order_relaxed) != seat) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (duty_.load(std::memory_order_relaxed) != seat) return;
+    duty_.store(nullptr, std::memory_order_relaxed);
+  }
+  free_.notify_one();
+}
+
+// Takes the duty from whoever is found twice in the same event.
+void StreamPoller::Watch() {
+  const Seat* seen = nullptr;
+  uint64_t events_seen = 0;
+  std::unique_lock lock(mutex_);
+  while (!watched_.wait_for(lock, kPatience, [this] { return stop_watch_; })) {
+    const Seat* const seat = duty_.load(std::memory_order_relaxed);
+    const uint64_t events = seat == nullptr ? 0 : seat->events.load(std::memory_order_relaxed);
+    if (events % 2 == 1 && seat == seen && events == events_seen) {
+      duty_.store(nullptr, std::memory_order_relaxed);
+      free_.notify_one();
+    }
+    seen = seat;
+    events_seen = events;
+  }
+}
+
+// False: the queue was shut down and is empty.
+bool StreamPoller::Next(void** tag, bool* ok) {
+  using Queue = grpc::CompletionQueue;
+  if (const int32_t spin = spin_us_.load(std::memory_order_relaxed); spin > 0) {
+    const auto end = Clock::now() + std::chrono::microseconds(spin);
+    do {
+      const Queue::NextStatus status =
+          queue_->AsyncNext(tag, ok, gpr_inf_past(GPR_CLOCK_MONOTONIC));
+      if (status != Queue::TIMEOUT) return status == Queue::GOT_EVENT;
+    } while (Clock::now() < end);
+  }
+  return queue_->Next(tag, ok);
+}
+
+void StreamPoller::Run(Seat* seat) {
+  own_seat = seat;
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      free_.wait(lock, [this] { return duty_.load(std::memory_order_relaxed) == nullptr; });
+      duty_.store(seat, std::memory_order_relaxed);
+    }
+    while (duty_.load(std::memory_order_relaxed) == seat) {
+      void* tag = nullptr;
+      bool ok = false;
+      if (!Next(&tag, &ok)) {
+        HandOver();  // so that the others see it, too
+        own_seat = nullptr;
+        return;
+      }
+      const uint64_t events = seat->events.load(std::memory_order_relaxed);
+      seat->events.store(events + 1, std::memory_order_relaxed);
+      static_cast<StreamEvent*>(tag)->Happened(ok);
+      seat->events.store(events + 2, std::memory_order_relaxed);
+    }
+  }
+}
+
+}  // namespace mla::server

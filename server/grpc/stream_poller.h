@@ -1,0 +1,122 @@
+// Threads that poll gRPC for the Attend streams.
+//
+// Latency decides the form. gRPC's own callback threads pass the duty of polling on before they run
+// a callback, so every message wakes a second thread, and each of them sleeps again at once. Here
+// one thread at a time polls a queue that all share and handles what arrives itself; for a while
+// after each event it asks again and again instead of going to sleep. The other threads are spares:
+// HandOver lets one of them poll while the first does something long. A thread that does so without
+// a word (a small launch on a device that hangs) loses the duty after kPatience to twice that: one
+// more thread, which never polls itself, looks for that, so that an event costs two stores.
+//
+// A process should have one poller and no service of gRPC's callback kind: all of gRPC's sockets
+// are polled by one thread at a time, and one that sleeps in there would keep this one from seeing
+// anything. Services of the synchronous kind are served beside it: a server with such a queue lets
+// their threads wait without polling.
+//
+// Cost: after the last event one core is busy for `spin_us` and then none. Spinning longer than the
+// pause between two layers of a step keeps a core busy for as long as somebody decodes.
+//
+// Life: made while the server is being built, Start once it was started, Stop after its Shutdown.
+// Threading: Start and Stop from one thread; HandOver and set_spin_us from any.
+#ifndef MLA_SERVER_GRPC_STREAM_POLLER_H_
+#define MLA_SERVER_GRPC_STREAM_POLLER_H_
+
+#include <grpcpp/completion_queue.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace grpc {
+class ServerBuilder;
+}  // namespace grpc
+
+namespace mla::server {
+
+// What an operation of gRPC is tagged with.
+class StreamEvent {
+ public:
+  virtual void Happened(bool ok) = 0;
+
+ protected:
+  ~StreamEvent() = default;
+};
+
+struct StreamPollerOptions {
+  int32_t threads = 4;  // 1: nobody ever takes over
+  int32_t spin_us = 0;  // after an event; 0: sleeps at once
+};
+
+// How long to spin by default: `cpus` are those of this process, `computes_on_cpus` says whether
+// the backend wants them for itself. 0 below four CPUs, where a spinning thread takes its core from
+// somebody who works.
+int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
+
+class StreamPoller final {
+ public:
+  // How long one event may keep the duty of polling.
+  static constexpr std::chrono::milliseconds kPatience{20};
+
+  // Adds its queue to `builder`.
+  StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options);
+  ~StreamPoller();
+
+  grpc::ServerCompletionQueue* queue() { return queue_.get(); }
+  void Start();
+  // Waits until no call is left, then ends the threads: gRPC aborts the process when an operation
+  // is started on a queue that was shut down. REQUIRES: the server was shut down, or never started.
+  void Stop();
+
+  // A StreamCall begins or ends to live.
+  void CallMade();
+  void CallGone();
+
+  // From inside Happened: what follows may take long, so another thread shall poll meanwhile.
+  // Nothing happens on other threads.
+  void HandOver();
+  // True if somebody else than `user` asked last: there is more than one to be polled for.
+  bool Alternates(const void* user) {
+    return last_user_.exchange(user, std::memory_order_relaxed) != user;
+  }
+
+  void set_spin_us(int32_t spin_us) { spin_us_.store(spin_us, std::memory_order_relaxed); }
+
+ private:
+  // A thread that polls.
+  struct Seat {
+    explicit Seat(const StreamPoller* its_poller) : poller(its_poller) {}
+    const StreamPoller* const poller;
+    std::atomic<uint64_t> events{0};  // begun and ended, so that it is odd while one is handled
+    std::thread thread;
+  };
+
+  void Run(Seat* seat);
+  void Watch();
+  bool Next(void** tag, bool* ok);
+  static thread_local Seat* own_seat;  // of the present thread
+
+  const int32_t thread_count_;
+  std::atomic<int32_t> spin_us_;
+  std::atomic<const void*> last_user_{nullptr};
+  std::unique_ptr<grpc::ServerCompletionQueue> queue_;
+  std::vector<std::unique_ptr<Seat>> seats_;
+  std::thread watch_;
+  bool stopped_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable free_;
+  std::atomic<Seat*> duty_{nullptr};  // who polls; changed with the mutex held
+  std::condition_variable watched_;
+  bool stop_watch_ = false;
+  std::condition_variable idle_;
+  int32_t calls_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_GRPC_STREAM_POLLER_H_

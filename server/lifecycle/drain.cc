@@ -1,0 +1,111 @@
+#include "server/lifecycle/drain.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "absl/strings/str_cat.h"
+#include "server/logging/logging.h"
+
+namespace mla::server {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr auto kPoll = std::chrono::milliseconds(10);
+constexpr auto kReport = std::chrono::seconds(1);
+
+std::string Waiting(const scheduler::EngineStats& stats) {
+  return absl::StrCat("waiting for ", stats.open_steps, " open steps, ",
+                      stats.requests_waiting + stats.requests_running, " requests");
+}
+
+const DrainResult kCancelled = {false, true, 0, "cancelled: the server takes new work"};
+
+}  // namespace
+
+DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good) {
+  std::unique_lock lock(mutex_);
+  // A drain that is being cancelled ends first.
+  changed_.wait(lock, [this] { return !cancel_; });
+  for_good_ = for_good_ || for_good;
+  end_ = std::min(end_, steady_clock::now() + deadline);
+  changed_.notify_all();  // a drain that runs has a new end
+  if (running_) {
+    const uint64_t ended = cancelled_;
+    changed_.wait(lock, [&] { return result_.has_value() || cancelled_ != ended; });
+    return result_.value_or(kCancelled);
+  }
+  running_ = true;
+  lock.unlock();
+  DrainResult result = WaitForSteps();
+  lock.lock();
+  if (std::exchange(cancel_, false)) {
+    result = kCancelled;
+    Reopen();
+  } else {
+    result_ = result;
+  }
+  changed_.notify_all();
+  return result;
+}
+
+bool Drain::Cancel() {
+  std::unique_lock lock(mutex_);
+  if (!running_ || for_good_) return false;
+  if (result_.has_value()) {
+    Reopen();
+    return true;
+  }
+  const uint64_t ended = cancelled_;
+  cancel_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return cancelled_ != ended; });
+  return true;
+}
+
+// REQUIRES: mutex_ held, and nobody waits for steps.
+void Drain::Reopen() {
+  running_ = false;
+  result_.reset();
+  end_ = steady_clock::time_point::max();
+  ++cancelled_;
+  engine_->CancelDrain();
+  state_->Reopen("the drain was cancelled");
+  Log(LogLevel::kInfo, "drain_cancelled", {});
+}
+
+DrainResult Drain::WaitForSteps() {
+  engine_->StartDrain();
+  state_->Move(Phase::kDraining, 0, "drain begun");
+  auto report = steady_clock::now();
+  int32_t most = 1;
+  DrainResult result;
+  for (;;) {
+    const scheduler::EngineStats stats = engine_->Stats();
+    most = std::max(most, stats.open_steps);
+    if (stats.open_steps == 0) {
+      result.drained = true;
+      result.message = "no step was open";
+      break;
+    }
+    state_->Move(Phase::kDraining, 100 * (most - stats.open_steps) / most, Waiting(stats));
+    if (steady_clock::now() >= report) {
+      Log(LogLevel::kInfo, "drain", {{"message", Waiting(stats)}});
+      report = steady_clock::now() + kReport;
+    }
+    std::unique_lock lock(mutex_);
+    if (cancel_) return result;
+    if (steady_clock::now() >= end_) break;
+    changed_.wait_until(lock, std::min(end_, steady_clock::now() + kPoll));
+  }
+  if (!result.drained) {
+    result.aborted_steps = engine_->AbortAllSteps();
+    result.message = absl::StrCat("deadline passed; ", result.aborted_steps, " steps aborted");
+  }
+  state_->Move(Phase::kDraining, 100, result.message);
+  Log(result.drained ? LogLevel::kInfo : LogLevel::kWarning, "drained",
+      {{"aborted_steps", result.aborted_steps}, {"message", result.message}});
+  return result;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,58 @@
+// Taking the server out of service without losing finished work.
+//
+// Drain refuses new sequences and steps, waits until no step is open or the deadline has passed,
+// aborts what is left, and says each second what it waits for (in the log and in ServerState).
+//
+// Threading: Run may be called from any thread and more than once. Callers beyond the first wait
+// for the same drain and get its result; the earliest of all deadlines counts. Cancel from any
+// thread.
+#ifndef MLA_SERVER_LIFECYCLE_DRAIN_H_
+#define MLA_SERVER_LIFECYCLE_DRAIN_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "scheduler/engine.h"
+#include "server/lifecycle/server_state.h"
+
+namespace mla::server {
+
+struct DrainResult {
+  bool drained = false;  // false: steps were aborted at the deadline, or it was cancelled
+  bool cancelled = false;
+  int32_t aborted_steps = 0;
+  std::string message;
+};
+
+class Drain final {
+ public:
+  Drain(scheduler::Engine* engine, ServerState* state) : engine_(engine), state_(state) {}
+  // `for_good`: the server stops, so Cancel is refused from now on.
+  DrainResult Run(std::chrono::milliseconds deadline, bool for_good = false);
+  // Ends a drain that runs, or undoes one that has ended: the server takes new work again. False
+  // when none has begun or the server stops.
+  bool Cancel();
+
+ private:
+  scheduler::Engine* const engine_;
+  ServerState* const state_;
+  DrainResult WaitForSteps();
+  void Reopen();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::chrono::steady_clock::time_point end_ = std::chrono::steady_clock::time_point::max();
+  bool running_ = false;  // begun, and not cancelled
+  bool for_good_ = false;
+  bool cancel_ = false;     // wanted of the one that waits
+  uint64_t cancelled_ = 0;  // drains
+  std::optional<DrainResult> result_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LIFECYCLE_DRAIN_H_

@@ -1,0 +1,283 @@
+#include "server/lifecycle/health_service.h"
+
+#include <grpcpp/impl/rpc_service_method.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "scheduler/fault.h"
+#include "server/grpc/grpc_status.h"
+#include "server/grpc/identity.h"
+
+namespace mla::server {
+namespace {
+
+using grpc::health::v1::HealthCheckRequest;
+using grpc::health::v1::HealthCheckResponse;
+using ServingStatus = HealthCheckResponse::ServingStatus;
+
+// How often the notifier looks for requests that are overdue and for a stop.
+constexpr auto kPeriod = std::chrono::milliseconds(200);
+
+bool Parse(const grpc::ByteBuffer& bytes, HealthCheckRequest* request) {
+  // The reader takes a pointer to non-const and changes nothing.
+  grpc::ProtoBufferReader reader(const_cast<grpc::ByteBuffer*>(&bytes));
+  return reader.status().ok() && request->ParseFromZeroCopyStream(&reader);
+}
+
+grpc::ByteBuffer ReplyOf(ServingStatus status) {
+  HealthCheckResponse reply;
+  reply.set_status(status);
+  const grpc::Slice slice(reply.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+}  // namespace
+
+// A Check or a Watch. Deletes itself when it is done.
+class HealthService::Call final : public StreamHandler {
+ public:
+  Call(HealthService* service, Method method, std::string tenant, std::unique_ptr<StreamCall> call)
+      : service_(service), method_(method), tenant_(std::move(tenant)), call_(std::move(call)) {}
+
+  void Start() {
+    call_->Serve(this);
+    call_->StartRead(&request_);
+  }
+
+  void OnReadDone(bool ok) override {
+    HealthCheckRequest request;
+    if (!ok || !Parse(request_, &request)) {
+      return End(Invalid("request", "a HealthCheckRequest", ok ? "other bytes" : "nothing"));
+    }
+    if (method_ == Method::kCheck) return AnswerCheck(request.service());
+    {
+      const std::lock_guard lock(mutex_);
+      watched_ = request.service();
+      requested_ = true;
+    }
+    Update();
+  }
+
+  void OnWriteDone(bool ok) override {
+    {
+      const std::lock_guard lock(mutex_);
+      writing_ = false;
+    }
+    if (!ok) return End(grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone"));
+    Update();
+  }
+
+  void OnCancel() override {
+    bool idle = false;
+    {
+      const std::lock_guard lock(mutex_);
+      cancelled_ = true;
+      idle = requested_ && !writing_;
+    }
+    // Else the read or the write under way ends with a failure.
+    if (idle) End(grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone"));
+  }
+
+  void OnDone() override {
+    HealthService* const service = service_;
+    const std::string tenant = tenant_;
+    delete this;
+    service->OnGone(tenant);
+  }
+
+  // Writes the present status to a watcher unless it has it. Any thread that keeps the call alive.
+  void Update() {
+    const ServerState::Snapshot now = service_->state_->Get();
+    ServingStatus status{};
+    bool over = false;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!requested_ || writing_ || finished_) return;
+      status = service_->StatusOf(watched_, now).value_or(HealthCheckResponse::SERVICE_UNKNOWN);
+      over = cancelled_ || (sent_ == status && now.phase == Phase::kStopped);
+      if (!over) {
+        if (sent_ == status) return;
+        writing_ = true;
+        sent_ = status;
+      }
+    }
+    if (over) return End(grpc::Status::OK);
+    call_->StartWrite(ReplyOf(status));
+  }
+
+  // Cancels a call whose request is overdue.
+  void CutIfLate(std::chrono::steady_clock::time_point now) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (requested_ || finished_ || now - begun_ < kRequestTimeout) return;
+    }
+    call_->context().TryCancel();
+  }
+
+  StreamCall& call() { return *call_; }
+
+ private:
+  grpc::Status Invalid(const char* field, const char* limit, const char* got) {
+    scheduler::Fault fault;
+    const absl::Status status = InvalidField(&fault, field, limit, got, "malformed");
+    return ToGrpcStatus(status, fault, &call_->context());
+  }
+
+  void AnswerCheck(const std::string& name) {
+    const std::optional<ServingStatus> status = service_->StatusOf(name, service_->state_->Get());
+    if (!status.has_value()) {
+      scheduler::Fault fault;
+      return End(ToGrpcStatus(
+          scheduler::RefuseField(&fault, "service", "another name", "a service of this server",
+                                 "service_not_found", absl::StatusCode::kNotFound),
+          fault, &call_->context()));
+    }
+    if (!Finishes()) return;
+    service_->Forget(this);
+    call_->WriteAndFinish(ReplyOf(*status), grpc::Status::OK);
+  }
+
+  bool Finishes() {
+    const std::lock_guard lock(mutex_);
+    return !std::exchange(finished_, true);
+  }
+
+  void End(const grpc::Status& status) {
+    if (!Finishes()) return;
+    service_->Forget(this);
+    call_->Finish(status);
+  }
+
+  HealthService* const service_;
+  const Method method_;
+  const std::string tenant_;
+  const std::unique_ptr<StreamCall> call_;
+  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  grpc::ByteBuffer request_;
+
+  std::mutex mutex_;
+  std::string watched_;  // the service that a watcher named
+  bool requested_ = false, writing_ = false, cancelled_ = false, finished_ = false;
+  std::optional<ServingStatus> sent_;
+};
+
+HealthService::HealthService(const ServerState* state, HealthOptions options)
+    : state_(state), options_(std::move(options)) {
+  options_.services.insert("");
+  using grpc::internal::RpcMethod;
+  using grpc::internal::RpcServiceMethod;
+  // As streams of raw messages in both directions, which look the same on the wire.
+  for (const char* name : {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}) {
+    AddMethod(new RpcServiceMethod(name, RpcMethod::BIDI_STREAMING, nullptr));
+  }
+  MarkMethodRaw(static_cast<int>(Method::kCheck));
+  MarkMethodRaw(static_cast<int>(Method::kWatch));
+}
+
+HealthService::~HealthService() { Stop(); }
+
+void HealthService::Serve(StreamPoller* poller) {
+  notifier_ = std::thread([this] { Notify(); });
+  const auto serve = [&](Method method, std::optional<StreamAcceptor>* acceptor) {
+    acceptor->emplace(
+        poller,
+        [this, method](StreamCall* call, StreamPoller* its_poller, void* tag) {
+          RequestAsyncBidiStreaming(static_cast<int>(method), &call->context(), &call->stream(),
+                                    its_poller->queue(), its_poller->queue(), tag);
+        },
+        [this, method](std::unique_ptr<StreamCall> call) { Accept(method, std::move(call)); });
+    (*acceptor)->Start();
+  };
+  serve(Method::kCheck, &check_);
+  serve(Method::kWatch, &watch_);
+}
+
+void HealthService::Stop() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_calls_ == 0; });
+    stop_ = true;
+  }
+  if (notifier_.joinable()) notifier_.join();
+}
+
+bool HealthService::Admit(const std::string& tenant) {
+  const std::lock_guard lock(mutex_);
+  int32_t& of_tenant = open_[tenant];
+  if (open_calls_ >= options_.max_watchers || of_tenant >= (options_.max_watchers + 1) / 2) {
+    if (of_tenant == 0) open_.erase(tenant);
+    return false;
+  }
+  ++of_tenant;
+  ++open_calls_;
+  return true;
+}
+
+void HealthService::Accept(Method method, std::unique_ptr<StreamCall> call) {
+  // Probers often have no name: health is for callers without one, too.
+  const auto identity = Identify(call->context(), options_.max_name_bytes, options_.unix_tenant);
+  const std::string tenant = identity.ok() ? identity->tenant : "";
+  if (!Admit(tenant)) {
+    scheduler::Fault fault;
+    const absl::Status status = scheduler::RefuseField(
+        &fault, "call", "one more open call of grpc.health.v1",
+        absl::StrCat("at most ", options_.max_watchers, " of all tenants, half of them of one"),
+        "too_many_watchers", absl::StatusCode::kResourceExhausted);
+    fault.retry_after_ms = 1000;
+    const grpc::Status answer = ToGrpcStatus(status, fault, &call->context());
+    return RefuseCall(std::move(call), answer);
+  }
+  auto* made = new Call(this, method, tenant, std::move(call));
+  {
+    const std::lock_guard lock(mutex_);
+    calls_.insert(made);
+  }
+  made->Start();
+}
+
+void HealthService::Forget(Call* call) {
+  const std::lock_guard lock(mutex_);
+  calls_.erase(call);
+}
+
+void HealthService::OnGone(const std::string& tenant) {
+  const std::lock_guard lock(mutex_);
+  const auto found = open_.find(tenant);
+  if (--found->second == 0) open_.erase(found);
+  --open_calls_;
+  changed_.notify_all();
+}
+
+std::optional<ServingStatus> HealthService::StatusOf(const std::string& service,
+                                                     const ServerState::Snapshot& now) const {
+  if (options_.services.count(service) == 0) return std::nullopt;
+  return now.serving() ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING;
+}
+
+void HealthService::Notify() {
+  uint64_t seen = state_->Get().version;
+  std::vector<Call*> held;
+  for (;;) {
+    const ServerState::Snapshot now = state_->WaitForChange(seen, kPeriod);
+    {
+      const std::lock_guard lock(mutex_);
+      if (stop_) return;
+      // A call in the list has not finished, so it can be held.
+      held.assign(calls_.begin(), calls_.end());
+      for (Call* call : held) call->call().Hold();
+    }
+    const auto time = std::chrono::steady_clock::now();
+    for (Call* call : held) {
+      if (now.version != seen) call->Update();
+      call->CutIfLate(time);
+      call->call().Release();  // may delete it
+    }
+    seen = now.version;
+  }
+}
+
+}  // namespace mla::server

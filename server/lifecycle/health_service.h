@@ -1,0 +1,79 @@
+// grpc.health.v1 over ServerState: SERVING only while the server is ready for new work, so a prober
+// never sees it before warm-up has ended nor after a drain has begun.
+//
+// Check and Watch are served by the stream poller's threads. They hold no thread of their own, and
+// calls that keep the control threads busy do not delay them. One notifier thread writes to all
+// watchers when the state changes. At most `max_watchers` calls are open at a time, at most half of
+// them by one tenant; further ones are RESOURCE_EXHAUSTED. A call whose request does not arrive
+// within kRequestTimeout is cancelled.
+//
+// Life: Serve once the gRPC server was started; Stop after its Shutdown and before the poller's.
+// Threading: Serve, Stop and the destructor from one thread.
+#ifndef MLA_SERVER_LIFECYCLE_HEALTH_SERVICE_H_
+#define MLA_SERVER_LIFECYCLE_HEALTH_SERVICE_H_
+
+#include <grpcpp/impl/service_type.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "grpc/health/v1/health.pb.h"
+#include "server/lifecycle/server_state.h"
+#include "server/grpc/stream_call.h"
+
+namespace mla::server {
+
+struct HealthOptions {
+  std::set<std::string> services;  // full names; "" is added
+  int32_t max_watchers = 1024;
+  size_t max_name_bytes = 128;  // of tenants
+  std::string unix_tenant;      // server.unix_tenant
+};
+
+class HealthService final : public grpc::Service {
+ public:
+  static constexpr std::chrono::seconds kRequestTimeout{5};
+
+  // `state` outlives the service.
+  HealthService(const ServerState* state, HealthOptions options);
+  ~HealthService() override;
+
+  void Serve(StreamPoller* poller);
+  // Waits until no call is left, then ends the notifier.
+  void Stop();
+
+ private:
+  class Call;
+  enum class Method { kCheck, kWatch };  // also the methods' indices
+
+  void Accept(Method method, std::unique_ptr<StreamCall> call);
+  bool Admit(const std::string& tenant);
+  void Forget(Call* call);                 // it is about to finish
+  void OnGone(const std::string& tenant);  // it has finished
+  void Notify();
+  // Empty: no service of that name.
+  std::optional<grpc::health::v1::HealthCheckResponse::ServingStatus> StatusOf(
+      const std::string& service, const ServerState::Snapshot& now) const;
+
+  const ServerState* const state_;
+  HealthOptions options_;
+  std::optional<StreamAcceptor> check_, watch_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<Call*> calls_;                // not about to finish
+  std::map<std::string, int32_t> open_;  // calls by tenant
+  int32_t open_calls_ = 0;
+  bool stop_ = false;
+  std::thread notifier_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LIFECYCLE_HEALTH_SERVICE_H_

@@ -1,0 +1,60 @@
+// The server's state machine, and whoever waits for it to move.
+//
+//   Starting -> Warming -> Serving -> Draining -> Stopped
+//
+// States only move forward, but that a drain may be undone. Serving splits into healthy and not: an
+// engine that falls silent turns health off and, if it recovers, on again. A lost device turns it
+// off for good.
+//
+// Threading: all methods from any thread.
+#ifndef MLA_SERVER_LIFECYCLE_SERVER_STATE_H_
+#define MLA_SERVER_LIFECYCLE_SERVER_STATE_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+namespace mla::server {
+
+enum class Phase { kStarting = 1, kWarming, kServing, kDraining, kStopped };
+
+const char* PhaseName(Phase phase);  // "starting", ...
+
+class ServerState final {
+ public:
+  struct Snapshot {
+    Phase phase = Phase::kStarting;
+    int32_t percent = 0;  // of warm-up or drain
+    std::string message;  // what is being waited for, or the last to go wrong
+    bool healthy = true;
+    bool lost = false;  // not healthy, and nothing but another process will be
+    // Both are of a server that is not healthy.
+    std::string why_unhealthy;
+    std::chrono::steady_clock::time_point unhealthy_since;
+    uint64_t version = 0;  // grows with every change
+    // Ready for new work.
+    bool serving() const { return phase == Phase::kServing && healthy; }
+  };
+
+  // Ignored when it would move back.
+  void Move(Phase phase, int32_t percent, const std::string& message);
+  // From Draining back to Serving; ignored in any other state.
+  void Reopen(const std::string& message);
+  // Ignored when the device is lost, and when nothing changes.
+  void SetHealth(bool healthy, const std::string& why);
+  void SetLost(const std::string& why);
+  Snapshot Get() const;
+  // The first snapshot newer than `version`, or the present one after `timeout`.
+  Snapshot WaitForChange(uint64_t version, std::chrono::milliseconds timeout) const;
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  Snapshot now_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LIFECYCLE_SERVER_STATE_H_

@@ -1,0 +1,71 @@
+#include "server/lifecycle/watchdog.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace mla::server {
+
+Watchdog::Watchdog(std::function<SignOfLife()> probe, ServerState* state,
+                   std::chrono::milliseconds silence, std::chrono::milliseconds period)
+    : probe_(std::move(probe)),
+      state_(state),
+      silence_(silence),
+      period_(period),
+      begun_(Clock::now()),
+      heard_(begun_),
+      asking_([this] { Ask(); }),
+      looking_([this] { Look(); }) {}
+
+Watchdog::~Watchdog() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+    wake_.notify_all();
+    answered_.notify_all();
+  }
+  asking_.join();
+  looking_.join();
+}
+
+void Watchdog::Ask() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    const uint64_t number = ++asked_;
+    begun_ = Clock::now();
+    lock.unlock();
+    SignOfLife sign = probe_();
+    // Not left to the other thread: nobody shall send work to a lost device for a moment longer.
+    if (!sign.health.ok()) state_->SetLost(std::string(sign.health.message()));
+    lock.lock();
+    stats_ = sign.stats;
+    heard_ = Clock::now();
+    finished_ = number;
+    answered_.notify_all();
+    wake_.wait_for(lock, period_, [this] { return stop_ || wanted_ > asked_; });
+  }
+}
+
+void Watchdog::Look() {
+  std::unique_lock lock(mutex_);
+  while (!answered_.wait_for(lock, period_, [this] { return stop_; })) {
+    const bool silent = Clock::now() - heard_ > silence_;
+    lock.unlock();
+    state_->SetHealth(!silent, silent ? "the engine gives no sign of life" : "");
+    lock.lock();
+  }
+}
+
+scheduler::EngineStats Watchdog::Stats() {
+  std::unique_lock lock(mutex_);
+  // A probe that has begun already may have been answered before the caller's last request.
+  const uint64_t wanted = asked_ + 1;
+  wanted_ = std::max(wanted_, wanted);
+  wake_.notify_all();
+  const bool under_way = asked_ != finished_;
+  answered_.wait_until(lock, (under_way ? begun_ : Clock::now()) + kAnswerWait,
+                       [&] { return stop_ || finished_ >= wanted; });
+  return stats_;
+}
+
+}  // namespace mla::server

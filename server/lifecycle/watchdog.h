@@ -1,0 +1,66 @@
+// Watches the engine: asks it for a sign of life, turns health off when it falls silent, off for
+// good when it says that its backend can run no more, and keeps what it said for those who must not
+// wait for a launch.
+//
+// Two threads, because a hung engine hangs whoever asks it: one asks, the other looks at the clock.
+// Threading: construct and destroy from one thread, Stats from any. The destructor waits for the
+// probe.
+#ifndef MLA_SERVER_LIFECYCLE_WATCHDOG_H_
+#define MLA_SERVER_LIFECYCLE_WATCHDOG_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "scheduler/engine.h"
+#include "server/lifecycle/server_state.h"
+
+namespace mla::server {
+
+struct SignOfLife {
+  absl::Status health;  // an error is for good: kernels/attention_backend.h
+  scheduler::EngineStats stats;
+};
+
+class Watchdog final {
+ public:
+  // How long Stats waits for an engine that is busy.
+  static constexpr std::chrono::milliseconds kAnswerWait{250};
+
+  // `probe` asks the engine and may block. `state` outlives the watchdog.
+  Watchdog(std::function<SignOfLife()> probe, ServerState* state, std::chrono::milliseconds silence,
+           std::chrono::milliseconds period);
+  ~Watchdog();
+
+  // The engine's figures as of now, or as it last told them when it does not answer in time: then
+  // one call waits for kAnswerWait, and those behind it for what is left of that.
+  scheduler::EngineStats Stats();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void Ask();
+  void Look();
+
+  const std::function<SignOfLife()> probe_;
+  ServerState* const state_;
+  const std::chrono::milliseconds silence_, period_;
+  std::mutex mutex_;
+  std::condition_variable wake_;      // somebody wants an answer, or the end
+  std::condition_variable answered_;  // there is one
+  bool stop_ = false;
+  uint64_t asked_ = 0;     // probes begun
+  uint64_t wanted_ = 0;    // of those, the last that somebody waits for
+  uint64_t finished_ = 0;  // probes ended; asked_ or one less
+  Clock::time_point begun_, heard_;
+  scheduler::EngineStats stats_;
+  std::thread asking_, looking_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LIFECYCLE_WATCHDOG_H_

@@ -1,0 +1,18 @@
+// Lines that the libraries below write on their own, made into events of this server's log.
+//
+// gRPC and protobuf print to standard error in formats of their own, much of it about what a client
+// sent (a handshake that failed, a name that is no UTF-8) and as often as a client likes. After
+// this call they appear as warnings `library` with the fields library and message: one a second at
+// most, and the next one says in the field `suppressed` how many were left out.
+//
+// Threading: call once, before the first use of gRPC; the lines may come from any thread.
+#ifndef MLA_SERVER_LOGGING_LIBRARY_LOGS_H_
+#define MLA_SERVER_LOGGING_LIBRARY_LOGS_H_
+
+namespace mla::server {
+
+void CaptureLibraryLogs();
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LOGGING_LIBRARY_LOGS_H_

@@ -1,0 +1,54 @@
+// Log lines: one event, one line, a stable `event` word, and fields.
+//
+// As text ("07:12:01.123 info  listening address=127.0.0.1:50551") or as JSON objects with the keys
+// time, level, event and the fields. Fields never hold tensor bytes or weights; their values are
+// escaped, so that one event cannot look like two.
+//
+// Threading: any thread; lines are written whole.
+#ifndef MLA_SERVER_LOGGING_LOGGING_H_
+#define MLA_SERVER_LOGGING_LOGGING_H_
+
+#include <cmath>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mla::server {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+// A text, a number or a truth value; in JSON each as itself.
+class LogValue {
+ public:
+  LogValue(std::string text) : value_(std::move(text)) {}  // NOLINT: implicit
+  LogValue(const char* text) : value_(text) {}             // NOLINT: implicit
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>
+  LogValue(T number) : value_(std::to_string(number)), plain_(true) {  // NOLINT: implicit
+    if constexpr (std::is_same_v<T, bool>) value_ = number ? "true" : "false";
+    if constexpr (std::is_floating_point_v<T>) plain_ = std::isfinite(number);
+  }
+
+  const std::string& text() const { return value_; }
+  bool plain() const { return plain_; }  // not a text
+
+ private:
+  std::string value_;
+  bool plain_ = false;
+};
+
+using LogFields = std::vector<std::pair<std::string, LogValue>>;
+
+// Before the first line. `format` is "text" or "json"; `level` a name of config key log.level.
+void ConfigureLogging(const std::string& format, const std::string& level);
+
+void Log(LogLevel level, const char* event, const LogFields& fields = {});
+
+// The line that Log would write, without a time stamp. For tests.
+std::string FormatLine(bool json, LogLevel level, const std::string& event,
+                       const LogFields& fields);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LOGGING_LOGGING_H_

@@ -1,0 +1,246 @@
+#include "server/memory/shared_region.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "server/process/process_usage.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Resource;
+
+constexpr size_t kPage = 4096;
+
+absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("shared memory: ", what, " ", bytes, " bytes: ", std::strerror(error)));
+}
+
+std::shared_ptr<scheduler::TenantTable> TableOf(const RegionLimits& limits) {
+  scheduler::TenantTableOptions options;
+  options.server_bounds[Resource::kRegions] = limits.regions;
+  options.server_bounds[Resource::kRegionBytes] = limits.total_bytes;
+  options.default_bounds[Resource::kRegions] = limits.tenant_regions;
+  return std::make_shared<scheduler::TenantTable>(std::move(options));
+}
+
+}  // namespace
+
+void SharedRegion::Mapping::Close() {
+  if (before_unmapped) before_unmapped(bytes);
+  if (bytes.data() != nullptr) munmap(bytes.data(), bytes.size());
+  if (descriptor >= 0) close(descriptor);
+}
+
+// What is mapped, also for requests whose region has lost its handle, and what is to be unmapped.
+struct SharedRegion::Account {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t bytes = 0;
+  std::shared_ptr<scheduler::TenantTable> tenants;
+  std::deque<Mapping> ended;
+  int32_t closing = 0;    // ended, or in a closer's hands
+  bool deferred = false;  // there are closers
+
+  void Let(Mapping mapping);
+  void Run();
+  void Forget(const Mapping& mapping);
+};
+
+void SharedRegion::Account::Let(Mapping mapping) {
+  {
+    const std::lock_guard lock(mutex);
+    if (deferred) {
+      ended.push_back(std::move(mapping));
+      ++closing;
+      changed.notify_all();
+      return;
+    }
+  }
+  mapping.Close();
+  const std::lock_guard lock(mutex);
+  Forget(mapping);
+}
+
+// A closer's life: until there is nothing to do and nobody who wants it done later.
+void SharedRegion::Account::Run() {
+  std::unique_lock lock(mutex);
+  while (true) {
+    changed.wait(lock, [this] { return !ended.empty() || !deferred; });
+    if (ended.empty()) return;
+    Mapping mapping = std::move(ended.front());
+    ended.pop_front();
+    lock.unlock();
+    mapping.Close();
+    lock.lock();
+    --closing;
+    Forget(mapping);
+    changed.notify_all();
+  }
+}
+
+void SharedRegion::Account::Forget(const Mapping& mapping) {
+  bytes -= mapping.counted_bytes;
+  tenants->Return(*mapping.tenant, Resource::kRegionBytes, mapping.counted_bytes);
+  tenants->Return(*mapping.tenant, Resource::kRegions, 1);
+}
+
+absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
+  descriptor_ = memfd_create("mla-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (descriptor_ < 0) return OutOfMemory("cannot create", bytes, errno);
+  if (InDescriptorReserve(descriptor_)) return OutOfMemory("cannot create", bytes, EMFILE);
+  if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) {
+    return OutOfMemory("cannot size", bytes, errno);
+  }
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
+  bytes_ = {static_cast<std::byte*>(at), bytes};
+  // Huge pages where the system gives them to whoever asks; they are chosen at the first touch,
+  // through a mapping that has asked. Kernels that know neither leave it to the next call.
+  madvise(at, bytes, MADV_HUGEPAGE);
+  madvise(at, bytes, MADV_POPULATE_WRITE);
+  // Taken now: memory that is missing must refuse the region, not kill whoever touches it later.
+  if (const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes)); error != 0) {
+    return OutOfMemory("cannot take", bytes, error);
+  }
+  if (fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return OutOfMemory("cannot seal", bytes, errno);
+  }
+  if (hooks.on_mapped && hooks.on_mapped(bytes_).ok()) before_unmapped_ = hooks.before_unmapped;
+  return absl::OkStatus();
+}
+
+bool SharedRegion::HasHoles() const {
+  constexpr int64_t kStatBlock = 512;
+  struct stat found {};
+  return fstat(descriptor_, &found) == 0 &&
+         found.st_blocks * kStatBlock < static_cast<int64_t>(size());
+}
+
+SharedRegion::~SharedRegion() {
+  if (account_ == nullptr) return;  // nothing was mapped
+  account_->Let({bytes_, descriptor_, std::move(before_unmapped_), tenant_, counted_bytes_});
+}
+
+SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
+                                     std::shared_ptr<scheduler::TenantTable> tenants)
+    : limits_(limits),
+      hooks_(std::move(hooks)),
+      account_(std::make_shared<SharedRegion::Account>()) {
+  account_->tenants = tenants != nullptr ? std::move(tenants) : TableOf(limits);
+  account_->deferred = true;
+  for (std::thread& closer : closers_) {
+    closer = std::thread([account = account_] { account->Run(); });
+  }
+}
+
+SharedRegionTable::~SharedRegionTable() {
+  regions_.clear();
+  {
+    const std::lock_guard lock(account_->mutex);
+    account_->deferred = false;
+  }
+  account_->changed.notify_all();
+  for (std::thread& closer : closers_) closer.join();
+}
+
+absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes,
+                                        std::chrono::milliseconds wait) {
+  SharedRegion::Account& account = *account_;
+  scheduler::TenantTable& tenants = *account.tenants;
+  const auto take = [&] {
+    scheduler::Fault fault;
+    absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "", &fault);
+    if (!status.ok()) return status;
+    status = tenants.Take(tenant, Resource::kRegionBytes, bytes, "", &fault);
+    if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
+    return status;
+  };
+  const auto end = std::chrono::steady_clock::now() + wait;
+  std::unique_lock lock(account.mutex);
+  absl::Status status = take();
+  for (bool time_left = true; !status.ok() && account.closing > 0 && time_left;) {
+    time_left = account.changed.wait_until(lock, end) != std::cv_status::timeout;
+    status = take();
+  }
+  if (status.ok()) account.bytes += bytes;
+  return status;
+}
+
+absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
+    const std::string& tenant, uint64_t arena_bytes, size_t arena_offset,
+    std::chrono::milliseconds wait) {
+  if (arena_bytes == 0 || arena_bytes > static_cast<uint64_t>(limits_.region_bytes)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("bytes: got ", arena_bytes, ", must be 1..", limits_.region_bytes));
+  }
+  const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
+  scheduler::Fault fault;
+  absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant, &fault);
+  if (!row.ok()) return row.status();
+  if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), wait); !status.ok()) {
+    return status;
+  }
+  std::shared_ptr<SharedRegion> region(new SharedRegion);
+  region->tenant_ = *std::move(row);
+  region->arena_offset_ = arena_offset;
+  region->account_ = account_;
+  region->counted_bytes_ = static_cast<int64_t>(bytes);
+  if (absl::Status status = region->Map(bytes, hooks_); !status.ok()) return status;
+  if (getrandom(region->handle_.data(), region->handle_.size(), 0) !=
+      static_cast<ssize_t>(region->handle_.size())) {
+    return absl::InternalError("shared memory: no random bytes");
+  }
+  const std::lock_guard lock(mutex_);
+  regions_[region->handle_] = region;
+  return region;
+}
+
+std::shared_ptr<SharedRegion> SharedRegionTable::Find(const std::string& tenant,
+                                                      std::string_view handle) const {
+  RegionHandle key;
+  if (handle.size() != key.size()) return nullptr;
+  std::memcpy(key.data(), handle.data(), key.size());
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(key);
+  if (found == regions_.end() || found->second->tenant_->name() != tenant) return nullptr;
+  return found->second;
+}
+
+void SharedRegionTable::Remove(const SharedRegion& region) {
+  std::shared_ptr<SharedRegion> last;  // outlives the lock
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(region.handle_);
+  if (found == regions_.end()) return;
+  last = std::move(found->second);
+  regions_.erase(found);
+}
+
+int32_t SharedRegionTable::count() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int32_t>(regions_.size());
+}
+
+bool SharedRegionTable::closing() const {
+  const std::lock_guard lock(account_->mutex);
+  return account_->closing > 0;
+}
+
+int64_t SharedRegionTable::mapped_bytes() const {
+  const std::lock_guard lock(account_->mutex);
+  return account_->bytes;
+}
+
+}  // namespace mla::server

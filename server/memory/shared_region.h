@@ -1,0 +1,149 @@
+// Memory that a client of the same host and this server both map, and the table that says whose.
+//
+// A region is a sealed memory object (it can be neither shrunk nor grown, so no access faults)
+// whose pages are taken when it is made. A client can give pages back (fallocate, MADV_REMOVE);
+// no seal forbids that to one who may write. The bytes stay counted, so the server never takes more
+// than the sum that it has reserved, and the listener ends such a region (HasHoles). Its handle
+// is 128 random bits: whoever presents it must also be of the tenant it was made for. Requests hold
+// the region they point into, so memory stays mapped until the last of them is answered; the handle
+// is worth nothing from Remove on.
+//
+// Unpinning and unmapping take milliseconds and may wait for a launch, so whoever lets the last
+// request go, the engine's thread most likely, does neither: two threads of the table's own do
+// both, so that one region that must wait does not keep the others. Until then the memory counts,
+// and Create can wait for it rather than refuse for want of room.
+//
+// Bounds: bytes of one region here; regions and bytes of one tenant and of all in the tenant table,
+// which counts a region until it is unmapped.
+// Threading: all methods from any thread. Regions may outlive the table; what is let go after it is
+// unmapped at once.
+#ifndef MLA_SERVER_MEMORY_SHARED_REGION_H_
+#define MLA_SERVER_MEMORY_SHARED_REGION_H_
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/ring_layout.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::server {
+
+using RegionHandle = std::array<uint8_t, wire::kHandleBytes>;
+
+// Hooks through which device backends learn about memory that copies should reach directly.
+struct RegionHooks {
+  // An error leaves the region as it is: copies then take the way they take to any other memory.
+  std::function<absl::Status(std::span<std::byte>)> on_mapped;
+  // Only after an on_mapped that succeeded, and while the table lives from its thread. May block.
+  std::function<void(std::span<std::byte>)> before_unmapped;
+};
+
+// All but region_bytes bound a table of regions that is given no tenant table.
+struct RegionLimits {
+  int64_t region_bytes = 0;  // arena of one region
+  int64_t total_bytes = 0;   // mapped, all regions
+  int32_t regions = 0;
+  int32_t tenant_regions = 0;
+};
+
+class SharedRegionTable;
+
+class SharedRegion final {
+ public:
+  ~SharedRegion();
+  SharedRegion(const SharedRegion&) = delete;
+  SharedRegion& operator=(const SharedRegion&) = delete;
+
+  std::byte* data() const { return bytes_.data(); }
+  size_t size() const { return bytes_.size(); }
+  size_t arena_offset() const { return arena_offset_; }
+  const RegionHandle& handle() const { return handle_; }
+  int descriptor() const { return descriptor_; }
+  // True if pages of the memory have been given back. Only who holds the descriptor can do that;
+  // the next access takes pages again, which the region's size has accounted for.
+  bool HasHoles() const;
+  // True if [offset, offset + length) lies in the arena.
+  bool Holds(uint64_t offset, uint64_t length) const {
+    return offset >= arena_offset_ && offset <= size() && length <= size() - offset;
+  }
+
+ private:
+  friend class SharedRegionTable;
+  struct Account;
+  // What is left to do when nobody uses the memory any more.
+  struct Mapping {
+    std::span<std::byte> bytes;
+    int descriptor = -1;
+    std::function<void(std::span<std::byte>)> before_unmapped;  // null: the backend knows nothing
+    scheduler::TenantRef tenant;
+    int64_t counted_bytes = 0;
+
+    void Close();
+  };
+  SharedRegion() = default;
+  absl::Status Map(size_t bytes, const RegionHooks& hooks);
+
+  RegionHandle handle_{};
+  std::span<std::byte> bytes_;
+  size_t arena_offset_ = 0;
+  int descriptor_ = -1;
+  std::function<void(std::span<std::byte>)> before_unmapped_;
+  std::shared_ptr<Account> account_;  // null until the region is counted
+  scheduler::TenantRef tenant_;       // of a table that the account keeps: released first
+  int64_t counted_bytes_ = 0;
+};
+
+class SharedRegionTable final {
+ public:
+  // `tenants`: counts and bounds the regions; null: a table of its own, bounded by `limits`.
+  SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
+                    std::shared_ptr<scheduler::TenantTable> tenants = nullptr);
+  // Unmaps what has been let go.
+  ~SharedRegionTable();
+  SharedRegionTable(const SharedRegionTable&) = delete;
+  SharedRegionTable& operator=(const SharedRegionTable&) = delete;
+
+  // A region whose arena of at least `arena_bytes` (whole pages) begins at `arena_offset`.
+  // INVALID_ARGUMENT (size) or RESOURCE_EXHAUSTED (count, sum, memory). Blocks while pages are
+  // taken, and for `wait` at most while there is room only after regions that are being closed.
+  absl::StatusOr<std::shared_ptr<SharedRegion>> Create(const std::string& tenant,
+                                                       uint64_t arena_bytes, size_t arena_offset,
+                                                       std::chrono::milliseconds wait = kCloseWait);
+  // Whether regions are being closed, so that there may be room soon.
+  bool closing() const;
+  // Null when there is no such region of this tenant; the caller cannot tell a forged handle from
+  // another tenant's or from one whose connection has ended.
+  std::shared_ptr<SharedRegion> Find(const std::string& tenant, std::string_view handle) const;
+  void Remove(const SharedRegion& region);
+  int32_t count() const;
+  // Of regions with a handle, of those that requests still hold and of those being closed.
+  int64_t mapped_bytes() const;
+
+  // How long it makes sense to wait for regions that are being closed.
+  static constexpr std::chrono::milliseconds kCloseWait{2000};
+
+ private:
+  absl::Status Reserve(scheduler::Tenant& tenant, int64_t bytes, std::chrono::milliseconds wait);
+  const RegionLimits limits_;
+  const RegionHooks hooks_;
+  const std::shared_ptr<SharedRegion::Account> account_;
+  mutable std::mutex mutex_;
+  absl::flat_hash_map<RegionHandle, std::shared_ptr<SharedRegion>> regions_;
+  std::array<std::thread, 2> closers_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_MEMORY_SHARED_REGION_H_

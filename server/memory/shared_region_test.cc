@@ -1,0 +1,239 @@
+// Regions: what the backend is told, how long memory lives, and who unmaps it.
+#include "server/memory/shared_region.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <limits>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace mla::server {
+namespace {
+
+constexpr int64_t kMiB = 1 << 20;
+
+// A backend that takes its time to let memory go.
+class Backend {
+ public:
+  RegionHooks Hooks() {
+    return {[this](std::span<std::byte> memory) {
+              mapped_.push_back(memory.data());
+              return answer_;
+            },
+            [this](std::span<std::byte> memory) {
+              std::unique_lock lock(mutex_);
+              asked_ = true;
+              changed_.notify_all();
+              changed_.wait(lock, [this] { return !holding_; });
+              // Still mapped: whoever unpins it may look at it.
+              memory[0] = std::byte{1};
+              unmapped_.push_back(memory.data());
+              unmapped_by_.push_back(std::this_thread::get_id());
+              changed_.notify_all();
+            }};
+  }
+  void Refuse() { answer_ = absl::ResourceExhaustedError("no more pages may be pinned"); }
+  void Hold() {
+    const std::lock_guard lock(mutex_);
+    holding_ = true;
+  }
+  void AwaitAsked() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return asked_; });
+  }
+  void LetGo() {
+    const std::lock_guard lock(mutex_);
+    holding_ = false;
+    changed_.notify_all();
+  }
+  void AwaitUnmapped(size_t regions) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return unmapped_.size() == regions; });
+  }
+  const std::vector<std::byte*>& mapped() const { return mapped_; }
+  std::vector<std::byte*> unmapped() const {
+    const std::lock_guard lock(mutex_);
+    return unmapped_;
+  }
+  std::vector<std::thread::id> unmapped_by() const {
+    const std::lock_guard lock(mutex_);
+    return unmapped_by_;
+  }
+
+ private:
+  absl::Status answer_;
+  std::vector<std::byte*> mapped_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool holding_ = false, asked_ = false;
+  std::vector<std::byte*> unmapped_;
+  std::vector<std::thread::id> unmapped_by_;
+};
+
+class SharedRegionTest : public ::testing::Test {
+ protected:
+  static constexpr RegionLimits kLimits = {kMiB, 4 * kMiB, 3, 2};
+  std::shared_ptr<SharedRegion> Make(uint64_t bytes = 5000) {
+    auto region = table_->Create("a", bytes, 4096);
+    EXPECT_TRUE(region.ok()) << region.status();
+    return *std::move(region);
+  }
+  void End(std::shared_ptr<SharedRegion> region) { table_->Remove(*region); }
+  // Once nothing is being closed any more.
+  int64_t MappedAfterClosing() {
+    while (table_->mapped_bytes() > 0) std::this_thread::yield();
+    return table_->mapped_bytes();
+  }
+
+  Backend backend_;
+  std::unique_ptr<SharedRegionTable> table_ =
+      std::make_unique<SharedRegionTable>(kLimits, backend_.Hooks());
+};
+
+TEST_F(SharedRegionTest, TheBackendKnowsTheMemoryFromFirstToLast) {
+  auto region = Make();
+  EXPECT_EQ(backend_.mapped(), std::vector<std::byte*>{region->data()});
+  std::byte* const at = region->data();
+  std::shared_ptr<SharedRegion> of_a_request = region;
+  End(std::move(region));
+  EXPECT_TRUE(backend_.unmapped().empty()) << "a request still points into it";
+  of_a_request.reset();
+  backend_.AwaitUnmapped(1);
+  EXPECT_EQ(backend_.unmapped(), std::vector<std::byte*>{at});
+  EXPECT_EQ(MappedAfterClosing(), 0);
+}
+
+TEST_F(SharedRegionTest, MemoryThatCannotBePinnedServesAllTheSame) {
+  backend_.Refuse();
+  auto region = Make();
+  std::fill_n(region->data(), region->size(), std::byte{7});
+  EXPECT_EQ(table_->Find("a", {reinterpret_cast<const char*>(region->handle().data()),
+                               region->handle().size()}),
+            region);
+  End(std::move(region));
+  EXPECT_EQ(MappedAfterClosing(), 0);
+  EXPECT_TRUE(backend_.unmapped().empty()) << "what was not registered is not unregistered";
+  EXPECT_EQ(table_->count(), 0);
+}
+
+// The engine's thread lets the last request go: it must not wait for the backend.
+TEST_F(SharedRegionTest, WhoLetsTheLastRequestGoDoesNotWaitForTheBackend) {
+  auto region = Make();
+  const int64_t bytes = static_cast<int64_t>(region->size());
+  backend_.Hold();
+  End(std::move(region));  // would never return if it waited
+  backend_.AwaitAsked();
+  EXPECT_EQ(table_->mapped_bytes(), bytes) << "counted for as long as it is mapped";
+  EXPECT_EQ(table_->count(), 0);
+  backend_.LetGo();
+  EXPECT_EQ(MappedAfterClosing(), 0);
+  ASSERT_EQ(backend_.unmapped_by().size(), 1u);
+  EXPECT_NE(backend_.unmapped_by()[0], std::this_thread::get_id());
+}
+
+TEST_F(SharedRegionTest, RoomThatIsBeingMadeIsWaitedFor) {
+  auto first = Make();
+  auto second = Make();
+  // All that a tenant may have.
+  const absl::Status full = table_->Create("a", 5000, 4096).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
+  backend_.Hold();
+  End(std::move(first));
+  backend_.AwaitAsked();
+  std::thread later([this] { backend_.LetGo(); });
+  auto third = table_->Create("a", 5000, 4096);
+  later.join();
+  EXPECT_TRUE(third.ok()) << third.status();
+}
+
+TEST_F(SharedRegionTest, ABackendThatNeverLetsGoOnlyCostsItsRegion) {
+  auto first = Make();
+  auto second = Make();
+  backend_.Hold();
+  End(std::move(first));
+  backend_.AwaitAsked();
+  const auto begin = std::chrono::steady_clock::now();
+  const absl::Status full = table_->Create("a", 5000, 4096).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, SharedRegionTable::kCloseWait);
+  EXPECT_TRUE(table_->Create("b", 5000, 4096).ok());
+  backend_.LetGo();
+}
+
+TEST_F(SharedRegionTest, TheTablesEndUnmapsWhatWasLetGoAndLeavesWhatIsUsed) {
+  auto kept = Make();
+  End(Make());
+  std::shared_ptr<SharedRegion> used = kept;
+  End(std::move(kept));
+  table_.reset();
+  EXPECT_EQ(backend_.unmapped().size(), 1u);
+  used->data()[0] = std::byte{3};
+  used.reset();
+  EXPECT_EQ(backend_.unmapped().size(), 2u);
+  EXPECT_EQ(backend_.unmapped_by()[1], std::this_thread::get_id());
+}
+
+TEST_F(SharedRegionTest, MemoryIsBoundedForAllAndRegionsForEachTenant) {
+  const auto refused = [this](const std::string& tenant, uint64_t bytes) {
+    return table_->Create(tenant, bytes, 0).status().code();
+  };
+  EXPECT_EQ(refused("a", 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused("a", kMiB + 1), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused("a", std::numeric_limits<uint64_t>::max()), absl::StatusCode::kInvalidArgument);
+  auto first = table_->Create("a", kMiB, 0);
+  auto second = table_->Create("a", kMiB, 0);
+  ASSERT_TRUE(first.ok() && second.ok());
+  EXPECT_EQ(refused("a", 1), absl::StatusCode::kResourceExhausted);  // two of its two
+  // Ring and arena of it take what is left.
+  auto third = table_->Create("b", kMiB, kMiB);
+  ASSERT_TRUE(third.ok()) << third.status();
+  EXPECT_EQ(table_->mapped_bytes(), 4 * kMiB);
+  EXPECT_EQ(refused("c", 1), absl::StatusCode::kResourceExhausted);
+  table_->Remove(**third);
+  third->reset();
+  auto larger = table_->Create("b", kMiB, kMiB + 4096);
+  EXPECT_EQ(larger.status().code(), absl::StatusCode::kResourceExhausted) << "2 MiB are left";
+  EXPECT_EQ(table_->mapped_bytes(), 2 * kMiB);
+  EXPECT_TRUE(table_->Create("b", kMiB, 4096).ok());
+}
+
+// A client that could shrink the file would kill the server with its next access.
+TEST_F(SharedRegionTest, TheFileKeepsItsSize) {
+  auto region = table_->Create("a", 8192, 0);
+  ASSERT_TRUE(region.ok()) << region.status();
+  const int file = (*region)->descriptor();
+  for (const off_t size : {off_t{0}, off_t{4096}, off_t{1} << 20}) {
+    EXPECT_EQ(ftruncate(file, size), -1);
+    EXPECT_EQ(errno, EPERM) << size;
+  }
+  EXPECT_EQ(fcntl(file, F_ADD_SEALS, F_SEAL_WRITE), -1) << "nor may it become read-only";
+  EXPECT_EQ(lseek(file, 0, SEEK_END), 8192);
+}
+
+TEST_F(SharedRegionTest, NothingOutsideTheArenaIsHeld) {
+  auto region = table_->Create("a", 8192, 4096);
+  ASSERT_TRUE(region.ok()) << region.status();
+  const SharedRegion& r = **region;
+  constexpr uint64_t kMost = std::numeric_limits<uint64_t>::max();
+  EXPECT_TRUE(r.Holds(4096, 8192));
+  EXPECT_TRUE(r.Holds(r.size(), 0));
+  EXPECT_TRUE(r.Holds(r.size() - 1, 1));
+  EXPECT_FALSE(r.Holds(4095, 1));
+  EXPECT_FALSE(r.Holds(0, 0));
+  EXPECT_FALSE(r.Holds(4096, 8193));
+  EXPECT_FALSE(r.Holds(r.size(), 1));
+  EXPECT_FALSE(r.Holds(r.size() + 1, 0));
+  EXPECT_FALSE(r.Holds(kMost, 2));
+  EXPECT_FALSE(r.Holds(8192, kMost));
+  EXPECT_FALSE(r.Holds(8192, kMost - 8191));
+}
+
+}  // namespace
+}  // namespace mla::server

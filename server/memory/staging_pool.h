@@ -1,0 +1,81 @@
+// Host memory for request payloads and replies, taken once at start.
+//
+// A buddy allocator over one region from Engine::AllocateHost, so that device copies reach it
+// directly and nothing is allocated while serving. Blocks are powers of two from 4 KiB up, aligned
+// to 64 bytes at least (4 KiB within the region).
+//
+// Ownership: Block is a move-only handle; its destructor gives the memory back. Blocks must not
+// outlive the pool. Threading: safe from any thread; one short lock a call.
+#ifndef MLA_SERVER_MEMORY_STAGING_POOL_H_
+#define MLA_SERVER_MEMORY_STAGING_POOL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+
+namespace mla::server {
+
+class StagingPool final {
+ public:
+  class Block {
+   public:
+    Block() = default;
+    Block(Block&& other) noexcept { *this = std::move(other); }
+    Block& operator=(Block&& other) noexcept;
+    ~Block() { Reset(); }
+    std::byte* data() const { return data_; }
+    size_t size() const { return size_; }  // as asked for
+    explicit operator bool() const { return data_ != nullptr; }
+    void Reset();
+
+   private:
+    friend class StagingPool;
+    StagingPool* pool_ = nullptr;
+    std::byte* data_ = nullptr;
+    size_t size_ = 0;
+    uint8_t order_ = 0;
+  };
+
+  static constexpr size_t kUnit = 4096;
+
+  explicit StagingPool(std::unique_ptr<kernels::HostBuffer> memory);
+
+  // An empty block when there is no contiguous room, or when `bytes` is 0.
+  Block Take(size_t bytes);
+  // Changes whenever memory came back; for waiting without polling the allocator itself.
+  uint64_t releases() const;
+  // What a block of `bytes` takes of the pool.
+  static size_t BlockBytes(size_t bytes) { return bytes == 0 ? 0 : kUnit << OrderFor(bytes); }
+  size_t used_bytes() const;
+  size_t total_bytes() const { return units_ * kUnit; }
+
+ private:
+  void Return(std::byte* data, uint8_t order);
+  static uint8_t OrderFor(size_t bytes);
+  void PushFree(uint32_t unit, uint8_t order);
+  void RemoveFree(uint32_t unit, uint8_t order);
+
+  static constexpr uint32_t kNone = UINT32_MAX;
+  struct Unit {
+    uint32_t next = kNone, prev = kNone;  // free list of its order, when first of a free block
+    int8_t free_order = -1;
+  };
+
+  std::unique_ptr<kernels::HostBuffer> memory_;
+  std::byte* base_ = nullptr;
+  size_t units_ = 0;
+  mutable std::mutex mutex_;
+  std::vector<Unit> unit_;
+  std::vector<uint32_t> free_;  // head of each order's list
+  size_t used_bytes_ = 0;
+  uint64_t releases_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_MEMORY_STAGING_POOL_H_

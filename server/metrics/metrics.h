@@ -1,0 +1,121 @@
+// Every metric of the server, declared once: name, type, help and buckets stand in metrics.cc.
+//
+// Counters and histograms are fed as things happen: launches and requests through EngineObserver
+// (with the engine role held: no allocation, no waiting but the metric's own short lock), wire
+// counters from the transport. Gauges are sampled from Engine::Stats when somebody scrapes.
+//
+// Labels are bounded: requests of tenants beyond the first 64 are counted as "other"; what tenants
+// use is shown for `tenants.metrics` of them, chosen at each scrape.
+//
+// Threading: all methods from any thread.
+#ifndef MLA_SERVER_METRICS_METRICS_H_
+#define MLA_SERVER_METRICS_METRICS_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/engine.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::server {
+
+// Bytes and streams of the transport; exact, also when nobody scrapes.
+struct WireCounters {
+  std::atomic<uint64_t> received_bytes{0};
+  std::atomic<uint64_t> sent_bytes{0};
+  std::atomic<uint64_t> copied_bytes{0};
+  std::atomic<int32_t> streams{0};
+  std::atomic<uint64_t> streams_cut{0};          // slow readers
+  std::atomic<uint64_t> rings_cut{0};            // rings whose client broke a rule
+  std::atomic<uint64_t> regions_cut{0};          // regions into which a client has punched holes
+  std::atomic<uint64_t> connections_refused{0};  // of gRPC, beyond a bound
+  std::atomic<uint64_t> shm_refusals{0};         // connections that no descriptor was left for
+  std::atomic<uint64_t> shm_displaced{0};        // connections without a request, for want of room
+  std::atomic<uint64_t> write_blocked_ns{0};
+  // Tensors that were used where they lay, in shared memory.
+  std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
+  std::atomic<int32_t> shared_regions{0};  // with a handle
+  std::atomic<int32_t> rings{0};
+};
+
+// Requests of one tenant by status code. Owned by Metrics, alive as long as it.
+class TenantCounters {
+ public:
+  virtual ~TenantCounters() = default;
+  // Allocates on the first use of a code only.
+  virtual void Count(absl::StatusCode code) = 0;
+};
+
+// Of the TLS files, as TlsFiles says it. Times are Unix seconds; 0: there is no such file.
+struct TlsFigures {
+  uint64_t reloads = 0, refused = 0;
+  bool files_refused = false;  // those on disk now
+  int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
+};
+
+// Calls and requests of one tenant, as mla_requests_total counts them.
+struct TenantTotals {
+  std::string name;
+  uint64_t ok = 0, failed = 0;
+};
+
+// Observations up to each bound, cumulative; one more count than bounds, of all.
+struct Distribution {
+  std::vector<double> bounds;
+  std::vector<uint64_t> counts;
+};
+
+class Metrics final : public scheduler::EngineObserver {
+ public:
+  Metrics();
+  ~Metrics() override;
+
+  void OnLaunch(const scheduler::LaunchReport& report) override;
+  void OnRequest(const scheduler::StreamRequest& request, const absl::Status& status,
+                 int64_t total_ns) override;
+  void OnSequenceClosed(int64_t rows, int64_t open_ns) override;
+  void OnPageGroupFreed(int64_t held_ns) override;
+
+  WireCounters& wire() { return wire_; }
+  TenantCounters* ForTenant(const std::string& tenant);
+  // A request that was refused before the engine took it.
+  void CountRejected(const std::string& reason);
+  void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
+
+  // What grpc.health.v1 answers at this moment; 0 until the first call.
+  void SetServing(bool serving);
+
+  void SetTls(const TlsFigures& figures);
+
+  // From now on Expose shows what tenants use: those of the configuration's quotas, then those that
+  // use the largest share of a bound, `most` of them by name and the others summed as "other".
+  void SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most);
+  // By name; what lies beyond the bound of tenants is "other".
+  std::vector<TenantTotals> Tenants() const;
+  // Seconds of Attend requests inside the server, and from arrival to launch.
+  Distribution AttendTimes() const;
+  Distribution QueueTimes() const;
+
+  // Prometheus text after taking over the figures of `stats`.
+  std::string Expose(const scheduler::EngineStats& stats);
+
+  // "name type" of every metric, sorted: what dashboards and alerts may rely on.
+  static std::vector<std::string> Declared();
+
+ private:
+  struct Impl;
+  WireCounters wire_;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_METRICS_METRICS_H_

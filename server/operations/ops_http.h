@@ -1,0 +1,87 @@
+// The operations port: plain HTTP, GET only, fixed paths, read-only.
+//
+// Each path is answered by a function; everything else is 404, other methods 405. It serves
+// metrics, health and the status page; nothing on it changes the server.
+//
+// Stalled clients do not keep probes out: a connection must complete its request header within
+// kHeaderTimeout and take its answer within kAnswerTimeout. Beyond `connections` there is a reserve
+// of kReserve. When that is used up as well, a new connection displaces the oldest one that has no
+// complete request, else the oldest.
+//
+// Threading: handlers run on the port's own thread, one at a time. A second thread closes what is
+// overdue.
+#ifndef MLA_SERVER_OPERATIONS_OPS_HTTP_H_
+#define MLA_SERVER_OPERATIONS_OPS_HTTP_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "absl/status/statusor.h"
+
+namespace mla::server {
+
+struct HttpReply {
+  int status = 200;
+  const char* content_type = "text/plain; charset=utf-8";
+  std::string body;
+};
+
+// `query` is the part behind '?', without it.
+using HttpHandler = std::function<HttpReply(const std::string& query)>;
+
+class OpsHttp final {
+ public:
+  static constexpr std::chrono::seconds kHeaderTimeout{3}, kAnswerTimeout{15};
+  static constexpr size_t kReserve = 32;
+
+  // Listens on "host:port" (port 0: any). INVALID_ARGUMENT for an address that cannot be read,
+  // UNAVAILABLE when it cannot be bound.
+  static absl::StatusOr<std::unique_ptr<OpsHttp>> Start(const std::string& address,
+                                                        int32_t connections,
+                                                        std::map<std::string, HttpHandler> paths);
+  ~OpsHttp();
+  int port() const { return port_; }
+
+  // What a GET of `path` answers; used by the port and by tests.
+  HttpReply Answer(const std::string& method, const std::string& path,
+                   const std::string& query) const;
+
+ private:
+  friend struct OpsHttpCallbacks;
+
+  struct Connection {
+    int descriptor = -1;
+    bool requested = false;  // its request header is complete
+    std::chrono::steady_clock::time_point since;
+  };
+
+  OpsHttp(size_t most, std::map<std::string, HttpHandler> paths)
+      : most_(most), paths_(std::move(paths)), sweeper_([this] { Sweep(); }) {}
+  void OnOpened(const void* key, int descriptor);
+  void OnClosed(const void* key);
+  void OnProgress(const void* key, bool requested);
+  void Displace();
+  void Sweep();
+
+  const size_t most_;  // connections, the reserve among them
+  const std::map<std::string, HttpHandler> paths_;
+  std::mutex mutex_;
+  std::condition_variable stopped_;
+  bool stop_ = false;
+  std::map<const void*, Connection> connections_;  // by MHD_Connection
+  std::thread sweeper_;
+  void* daemon_ = nullptr;  // MHD_Daemon
+  int port_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_OPERATIONS_OPS_HTTP_H_

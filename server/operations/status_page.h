@@ -1,0 +1,115 @@
+// The status page of the operations port: what an operator looks at first, as one HTML page without
+// scripts that loads itself again, and the same as JSON (numbers are numbers there, and names have
+// underscores for their spaces).
+//
+// Every text may come from a client and is escaped. Pure functions; RateWindow is not thread-safe.
+#ifndef MLA_SERVER_OPERATIONS_STATUS_PAGE_H_
+#define MLA_SERVER_OPERATIONS_STATUS_PAGE_H_
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace mla::server {
+
+using StatusValue = std::variant<std::string, uint64_t, bool>;
+
+struct StatusSection {
+  std::string title;
+  std::vector<std::pair<std::string, StatusValue>> rows;
+};
+
+// Something that is used up to a bound.
+struct StatusMeter {
+  std::string name;
+  uint64_t used = 0;
+  uint64_t bound = 0;  // 0: none
+  bool bytes = false;  // else a count
+  std::string note;    // in small print beside it; may be empty
+};
+
+// A figure of its own: "Attend latency", "1.2 ms", "p99 4.0 ms".
+struct StatusTile {
+  std::string name, value, note;
+};
+
+struct StatusTenant {
+  std::string name;
+  std::vector<StatusMeter> meters;  // the same ones, in the same order, for every tenant
+};
+
+struct StatusModel {
+  std::string tenant, name;
+  std::string shape;  // in words
+  uint64_t layers = 0, page_rows = 0;
+};
+
+struct StatusPage {
+  std::string state;    // "serving", ...
+  bool good = false;    // takes new work
+  std::string message;  // what is wrong or waited for; may be empty
+  std::string version, backend;
+  int64_t uptime_seconds = 0;
+  std::vector<StatusTile> tiles;
+  std::string window;               // over what time the tiles are
+  std::vector<StatusMeter> meters;  // of the server; the page pool first
+  std::vector<StatusTenant> tenants;
+  uint64_t tenants_left_out = 0;  // beyond kMaxTenantRows
+  std::vector<StatusModel> models;
+  std::vector<StatusSection> sections;                     // everything else, folded
+  std::vector<std::pair<std::string, std::string>> links;  // address, text
+};
+
+inline constexpr size_t kMaxTenantRows = 100;
+inline constexpr int kStatusRefreshSeconds = 5;
+
+std::string StatusHtml(const StatusPage& page);
+std::string StatusJson(const StatusPage& page);
+
+// "3 d 4 h", "12 min 3 s"; "1.5 GiB", "12 KiB"; "12,345", "0.25".
+std::string DurationText(int64_t seconds);
+std::string BytesText(double bytes);
+std::string NumberText(double number);
+// "180 us", "1.2 ms", "3.4 s".
+std::string LatencyText(double seconds);
+
+// Totals at one time, and what became of them in a window of time.
+struct StatusTotals {
+  uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
+  uint64_t launches = 0, plan_hits = 0, plan_misses = 0;
+  uint64_t requests = 0, failed = 0;
+  uint64_t received_bytes = 0, sent_bytes = 0;
+  // Observations up to each bound (cumulative; the last has no bound) of Attend's time inside the
+  // server and of its wait for a launch.
+  std::vector<double> bounds;  // seconds
+  std::vector<uint64_t> latency, queue;
+};
+
+class RateWindow {
+ public:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::seconds kLongest{60}, kShortest{2};
+
+  // Begins with the totals at a start, usually zeros.
+  explicit RateWindow(Clock::time_point start) { samples_.push_back({start, {}}); }
+  // Notes totals now and then, so that later windows have a beginning. Cheap when called often.
+  void Note(Clock::time_point now, const StatusTotals& totals);
+  // Rates from the beginning of the window to `totals`; its length goes to `window`.
+  std::vector<StatusTile> Tiles(Clock::time_point now, const StatusTotals& totals,
+                                std::string* window) const;
+
+ private:
+  struct Sample {
+    Clock::time_point time;
+    StatusTotals totals;
+  };
+  std::deque<Sample> samples_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_OPERATIONS_STATUS_PAGE_H_

@@ -1,0 +1,61 @@
+// Collects what the status page shows, from sources that do not wait for a launch.
+//
+// Ownership: everything that the options point to outlives it. Threading: any thread.
+#ifndef MLA_SERVER_OPERATIONS_STATUS_SOURCE_H_
+#define MLA_SERVER_OPERATIONS_STATUS_SOURCE_H_
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernels/backend_registry.h"
+#include "scheduler/engine.h"
+#include "server/config/config.h"
+#include "server/metrics/metrics.h"
+#include "server/lifecycle/server_state.h"
+#include "server/memory/staging_pool.h"
+#include "server/operations/status_page.h"
+#include "server/connections/tls_files.h"
+
+namespace mla::server {
+
+struct StatusSourceOptions {
+  const ServerState* state = nullptr;
+  Metrics* metrics = nullptr;
+  scheduler::Engine* engine = nullptr;
+  const Config* config = nullptr;
+  const StagingPool* staging = nullptr;
+  const TlsFiles* tls = nullptr;  // null: none configured
+  std::vector<kernels::BackendRung> ladder;
+  uint64_t boot_id = 0;
+  std::function<scheduler::EngineStats()> stats;  // must not wait for a launch
+};
+
+class StatusSource final {
+ public:
+  explicit StatusSource(StatusSourceOptions options)
+      : options_(std::move(options)), start_(RateWindow::Clock::now()), rates_(start_) {}
+
+  StatusPage Page();
+  // To be called now and then, so that the page's rates have a window to be of.
+  void Note();
+
+ private:
+  StatusTotals Totals(const scheduler::EngineStats& stats) const;
+  void AddMeters(const scheduler::EngineStats& stats, StatusPage* page) const;
+  void AddTenants(StatusPage* page) const;
+  void AddModels(StatusPage* page) const;
+  void AddSections(const scheduler::EngineStats& stats, const ServerState::Snapshot& now,
+                   StatusPage* page) const;
+
+  const StatusSourceOptions options_;
+  const RateWindow::Clock::time_point start_;
+  std::mutex mutex_;
+  RateWindow rates_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_OPERATIONS_STATUS_SOURCE_H_

@@ -1,0 +1,50 @@
+// How the process ends when nothing that it does by itself can end it.
+//
+// Threading: one StartGuard at a time; a StopGuard is made and destroyed by one thread.
+#ifndef MLA_SERVER_PROCESS_PROCESS_END_H_
+#define MLA_SERVER_PROCESS_PROCESS_END_H_
+
+#include <chrono>
+#include <exception>
+#include <future>
+#include <thread>
+
+namespace mla::server {
+
+inline constexpr int kExitDrained = 0, kExitBadConfig = 1, kExitNotStarted = 2, kExitAborted = 3;
+
+// While it lives, an exception that nobody catches (the machine has no thread or no memory left)
+// ends the process with kExitNotStarted and a line in the log. Nothing is unwound: threads that run
+// already could not be.
+class StartGuard final {
+ public:
+  StartGuard();
+  ~StartGuard();
+  StartGuard(const StartGuard&) = delete;
+  StartGuard& operator=(const StartGuard&) = delete;
+
+ private:
+  const std::terminate_handler before_;
+};
+
+// Ends the process with kExitAborted and a line in the log unless it is destroyed within `bound`: a
+// launch that never ends keeps whoever shuts the engine down. Without a thread left for it, it
+// guards nothing.
+class StopGuard final {
+ public:
+  // What a shutdown may take beyond the drain's deadline. Service managers must wait longer.
+  static constexpr std::chrono::milliseconds kGrace{5000};
+
+  explicit StopGuard(std::chrono::milliseconds bound);
+  ~StopGuard();
+  StopGuard(const StopGuard&) = delete;
+  StopGuard& operator=(const StopGuard&) = delete;
+
+ private:
+  std::promise<void> over_;
+  std::thread thread_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PROCESS_PROCESS_END_H_

@@ -1,0 +1,41 @@
+// Files of unix sockets: where they may lie and who may connect to them.
+//
+// Threading: any thread.
+#ifndef MLA_SERVER_PROCESS_SOCKET_FILES_H_
+#define MLA_SERVER_PROCESS_SOCKET_FILES_H_
+
+#include <sys/types.h>
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace mla::server {
+
+// The group of this name, or of this number. INVALID_ARGUMENT naming server.socket_group if there
+// is none.
+absl::StatusOr<gid_t> FindGroup(const std::string& name);
+
+// Lets the owner and the members of `group` connect to the socket at `path`, and nobody else.
+// FAILED_PRECONDITION when this process may not give its files to the group: it must be a member.
+absl::Status GiveToGroup(const std::string& path, const std::string& group);
+
+// The folder of sockets whose path is "auto": $XDG_RUNTIME_DIR, else /tmp/mla-server-UID, which
+// PrepareSocketFolder makes.
+std::string RuntimeFolder();
+
+// OK if a server of user `uid` can make a socket at `path` that stays its own: its folder exists
+// (RuntimeFolder's need not), nothing but a socket of the user is there, and, unless `open_folder`,
+// not every user may write to the folder and so replace the socket. Else INVALID_ARGUMENT naming
+// `key`.
+absl::Status CheckSocketPath(const std::string& key, const std::string& path, bool open_folder,
+                             uid_t uid);
+
+// The same for this process's user, after making RuntimeFolder's folder in /tmp if `path` lies
+// there. To be called before the socket is made.
+absl::Status PrepareSocketFolder(const std::string& key, const std::string& path, bool open_folder);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PROCESS_SOCKET_FILES_H_

@@ -1,0 +1,12 @@
+// The version of the server, in one place.
+#ifndef MLA_SERVER_PROCESS_VERSION_H_
+#define MLA_SERVER_PROCESS_VERSION_H_
+
+namespace mla::server {
+
+inline constexpr char kVersion[] = "0.1.0";
+inline constexpr char kApiVersion[] = "mla.v1";
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PROCESS_VERSION_H_

@@ -1,0 +1,373 @@
+#include "server/shared_memory/command_ring.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/futex.h"
+#include "server/attend/attend_reply.h"
+#include "server/grpc/grpc_status.h"
+#include "server/logging/logging.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::RequestKind;
+
+// Bytes of a begin_step, end_step or abort_step message at most, and of what is parsed from it
+// without touching the heap.
+constexpr size_t kMaxMessageBytes = size_t{1} << 20;
+constexpr size_t kArenaBytes = 65536;
+// A sleeping ring looks at its stop word at least this often.
+constexpr int64_t kLongestSleepNanos = 200'000'000;
+constexpr int kSpinsPerClock = 32;
+// A StepError whose texts are this long fits a slot.
+constexpr size_t kMaxErrorText = 160;
+// Of an EndStepReply: everything around the lengths, and one length as a varint.
+constexpr size_t kReplyFixedBytes = 64;
+constexpr size_t kLengthBytes = 10;
+static_assert(kReplyFixedBytes < wire::kReplySlotBytes);
+static_assert(5 * (kMaxErrorText + 3) + kReplyFixedBytes < wire::kReplySlotBytes);
+
+template <typename T>
+std::atomic_ref<T> Atomic(T& word) {
+  return std::atomic_ref<T>(word);
+}
+
+google::protobuf::ArenaOptions InitialBlock(std::vector<char>* block) {
+  google::protobuf::ArenaOptions options;
+  block->resize(kArenaBytes);
+  options.initial_block = block->data();
+  options.initial_block_size = block->size();
+  return options;
+}
+
+// One fetch of each word, so that the client cannot change what has been checked.
+wire::SubmissionEntry CopyOnce(wire::SubmissionEntry* from) {
+  std::array<uint64_t, sizeof(wire::SubmissionEntry) / sizeof(uint64_t)> words;
+  auto* const shared = reinterpret_cast<uint64_t*>(from);
+  for (size_t i = 0; i < words.size(); ++i) {
+    words[i] = Atomic(shared[i]).load(std::memory_order_relaxed);
+  }
+  wire::SubmissionEntry entry;
+  std::memcpy(&entry, words.data(), sizeof(entry));
+  return entry;
+}
+
+uint32_t Micros(int64_t ns) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
+}
+
+// Sequences whose lengths an EndStepReply of so many bytes holds.
+int32_t LengthsWithin(size_t bytes) {
+  return static_cast<int32_t>((bytes - kReplyFixedBytes) / kLengthBytes);
+}
+
+// At the border of a character: protobuf reads no text that is not UTF-8.
+void Truncate(std::string* text) {
+  if (text->size() <= kMaxErrorText) return;
+  size_t end = kMaxErrorText;
+  while (end > 0 && (static_cast<unsigned char>((*text)[end]) & 0xc0) == 0x80) --end;
+  text->resize(end);
+}
+
+void ShortenTexts(v1::StepError* error) {
+  Truncate(error->mutable_message());
+  Truncate(error->mutable_detail()->mutable_field());
+  Truncate(error->mutable_detail()->mutable_limit());
+  Truncate(error->mutable_detail()->mutable_got());
+  Truncate(error->mutable_detail()->mutable_reason());
+}
+
+}  // namespace
+
+CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegion> region)
+    : options_(std::move(options)),
+      region_(std::move(region)),
+      mask_(options_.entries - 1),
+      header_(reinterpret_cast<wire::RingHeader*>(region_->data())),
+      submissions_(
+          reinterpret_cast<wire::SubmissionEntry*>(region_->data() + wire::SubmissionsOffset())),
+      completions_(reinterpret_cast<wire::CompletionEntry*>(
+          region_->data() + wire::CompletionsOffset(options_.entries))),
+      preparer_(options_.engine, options_.tenant),
+      requests_(options_.metrics->ForTenant(options_.tenant)),
+      request_arena_(InitialBlock(&request_block_)),
+      reply_arena_(InitialBlock(&reply_block_)) {
+  header_->magic = wire::kDoorMagic;
+  header_->entries = options_.entries;
+  header_->submissions_offset = wire::SubmissionsOffset();
+  header_->completions_offset = wire::CompletionsOffset(options_.entries);
+  header_->replies_offset = wire::RepliesOffset(options_.entries);
+  options_.metrics->wire().rings.fetch_add(1);
+}
+
+absl::Status CommandRing::Start() {
+  try {
+    thread_ = std::thread([this] { Run(); });
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(absl::StrCat("no thread for the ring: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+void CommandRing::Stop() {
+  if (std::exchange(stopped_, true)) return;
+  stop_ = true;
+  Atomic(header_->submit_bell).fetch_add(1);
+  wire::FutexWake(&header_->submit_bell);
+  if (thread_.joinable()) thread_.join();
+  options_.engine->CloseStream(preparer_.stream());
+  Atomic(header_->closed).store(1);
+  Atomic(header_->complete_bell).fetch_add(1);
+  wire::FutexWake(&header_->complete_bell);
+  options_.metrics->wire().rings.fetch_sub(1);
+}
+
+// ------------------------------------------------------------------------------------- Polling
+
+void CommandRing::Run() {
+  const int64_t spin_ns = int64_t{options_.spin_us} * 1000;
+  int64_t last_work_ns = SteadyNanos();
+  while (!stop_.load(std::memory_order_relaxed)) {
+    if (!cut_ && TakeSubmission()) {
+      last_work_ns = 0;  // read the clock only once there is nothing to do
+      continue;
+    }
+    const int64_t now = SteadyNanos();
+    if (last_work_ns == 0) last_work_ns = now;
+    if (cut_ || now - last_work_ns >= spin_ns) {
+      Sleep();
+      last_work_ns = 0;
+      continue;
+    }
+    for (int i = 0; i < kSpinsPerClock; ++i) {
+      wire::SpinPause();
+      const uint32_t seen =
+          Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_relaxed);
+      if (seen == wire::PublishedSequence(taken_)) break;
+    }
+  }
+}
+
+bool CommandRing::TakeSubmission() {
+  wire::SubmissionEntry& slot = submissions_[taken_ & mask_];
+  if (Atomic(slot.sequence).load(std::memory_order_acquire) != wire::PublishedSequence(taken_)) {
+    return false;
+  }
+  const wire::SubmissionEntry entry = CopyOnce(&slot);
+  ++taken_;
+  if (WithinBounds()) Serve(entry);
+  return true;
+}
+
+// Checks that there will be a free completion slot for what has just been taken.
+bool CommandRing::WithinBounds() {
+  const uint64_t client_taken = Atomic(header_->completions_taken).load(std::memory_order_acquire);
+  if (client_taken < client_taken_ || client_taken > completed_.load(std::memory_order_acquire)) {
+    Cut("completions_taken");
+    return false;
+  }
+  client_taken_ = client_taken;
+  if (taken_ - client_taken > options_.entries) {
+    Cut("overflow");
+    return false;
+  }
+  return true;
+}
+
+void CommandRing::Sleep() {
+  const uint32_t bell = Atomic(header_->submit_bell).load();
+  Atomic(header_->server_sleeping).store(1);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const uint32_t seen =
+      Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_acquire);
+  if (!stop_ && (cut_ || seen != wire::PublishedSequence(taken_))) {
+    wire::FutexWait(&header_->submit_bell, bell, kLongestSleepNanos);
+  }
+  Atomic(header_->server_sleeping).store(0);
+}
+
+void CommandRing::Cut(const char* why) {
+  cut_ = true;
+  options_.metrics->wire().rings_cut.fetch_add(1);
+  Log(LogLevel::kWarning, "ring_cut", {{"tenant", options_.tenant}, {"why", why}});
+  if (options_.on_cut) options_.on_cut();
+}
+
+// ------------------------------------------------------------------------------------- Serving
+
+void CommandRing::Serve(const wire::SubmissionEntry& entry) {
+  AttendMessage* const message = options_.pool->Take();
+  message->owner = this;
+  message->stream = preparer_.stream();
+  message->tag = entry.tag;
+  absl::Status status;
+  switch (entry.kind) {
+    case wire::kEntryAttend:
+      status = PrepareAttend(entry, message);
+      break;
+    case wire::kEntryMessage:
+      status = PrepareMessage(entry, message);
+      break;
+    default:
+      status = InvalidField(&message->fault, "kind", "1 (attend) or 2 (message)",
+                            absl::StrCat(int{entry.kind}), "unknown_value");
+  }
+  if (status.ok()) status = preparer_.Submit(message);
+  if (status.ok()) return;  // the engine has it
+  options_.metrics->CountRejected(message->fault.reason);
+  message->answer = std::move(status);
+  OnAnswered(message);
+}
+
+absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
+                                        AttendMessage* message) {
+  attend_.set_step_id(entry.step_id);
+  attend_.set_layer(entry.layer);
+  attend_.set_row_begin(entry.row_begin);
+  attend_.set_row_count(entry.row_count);
+  attend_.set_head_offset(entry.head_offset);
+  attend_.set_num_heads(entry.num_heads);
+  attend_.set_profile(static_cast<v1::Profile>(entry.profile));
+  attend_.set_has_kv((entry.flags & wire::kEntryHasKv) != 0);
+  attend_.set_want_lse((entry.flags & wire::kEntryWantLse) != 0);
+  attend_.set_q_dtype(static_cast<v1::DType>(entry.dtypes & 15));
+  attend_.set_o_dtype(static_cast<v1::DType>(entry.dtypes >> 4));
+  attend_.set_timeout_us(entry.timeout_us);
+  absl::Status status = preparer_.PrepareAttend(attend_, kTensorsElsewhere,
+                                                std::numeric_limits<int64_t>::max(), message);
+  if (!status.ok() || !AttendPreparer::IsSized(*message)) return status;
+  status = AttendPreparer::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
+  if (!status.ok()) return status;
+  WireCounters& counters = options_.metrics->wire();
+  counters.shared_received_bytes.fetch_add(AttendPreparer::SharedInBytes(message->sizes),
+                                           std::memory_order_relaxed);
+  counters.shared_sent_bytes.fetch_add(AttendPreparer::SharedOutBytes(message->sizes),
+                                       std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
+                                         AttendMessage* message) {
+  const size_t length = entry.row_count;
+  if (length > kMaxMessageBytes || !region_->Holds(entry.in_offset, length)) {
+    return InvalidField(
+        &message->fault, "in_offset",
+        absl::StrCat("a message of at most ", kMaxMessageBytes, " bytes within the arena"),
+        absl::StrCat(entry.in_offset, " + ", length));
+  }
+  const size_t room = entry.num_heads;
+  if (room > 0) {
+    if (!region_->Holds(entry.out_offset, room)) {
+      return InvalidField(&message->fault, "out_offset",
+                          absl::StrCat("room for the reply within ", region_->arena_offset(), "..",
+                                       region_->size()),
+                          absl::StrCat(entry.out_offset, " + ", room));
+    }
+    message->reply_area = {region_->data() + entry.out_offset, room};
+  }
+  message_bytes_.assign(reinterpret_cast<const char*>(region_->data()) + entry.in_offset, length);
+  request_arena_.Reset();
+  auto* const request =
+      google::protobuf::Arena::CreateMessage<v1::AttendStreamRequest>(&request_arena_);
+  if (!request->ParseFromString(message_bytes_) || !request->payload().empty() ||
+      request->has_shared()) {
+    return InvalidField(&message->fault, "message", "an AttendStreamRequest without tensors",
+                        absl::StrCat(length, " other bytes"), "malformed");
+  }
+  message->tag = request->tag();
+  absl::Status status = preparer_.Prepare(*request, message);
+  // What the step's reply needs is known to the engine alone.
+  message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
+  return status;
+}
+
+// ---------------------------------------------------------------------------------- Completing
+
+void CommandRing::OnAnswered(AttendMessage* message) {
+  requests_->Count(message->answer.code());
+  message->answered_ns = SteadyNanos();
+  preparer_.Answered(*message);
+  if (message->fault.field == "end_step.lengths") {  // in terms of the entry
+    message->fault.field = "num_heads";
+    message->fault.got = absl::StrCat(message->reply_area.size(), " bytes");
+  }
+  {
+    const std::lock_guard lock(completion_mutex_);
+    Complete(*message);
+  }
+  message->Unref();
+  WakeClient();
+}
+
+// REQUIRES: completion_mutex_ held. There is a free slot: WithinBounds saw to that.
+void CommandRing::Complete(const AttendMessage& message) {
+  const uint64_t index = completed_.load(std::memory_order_relaxed);
+  wire::CompletionEntry entry{};
+  entry.tag = message.tag;
+  entry.boot_id = options_.boot_id;
+  if (message.answer.ok() && message.kind == RequestKind::kAttend) {
+    const scheduler::RequestTimings& took = message.timings;
+    entry.kind = wire::kEntryAttend;
+    entry.flags = took.plan_reused ? wire::kEntryPlanReused : 0;
+    entry.launch_layers = static_cast<uint16_t>(took.launch_layers);
+    entry.queue_us = Micros(took.queue_ns);
+    entry.plan_us = Micros(took.plan_ns);
+    entry.kernel_us = Micros(took.kernel_ns);
+    entry.launch_requests = static_cast<uint32_t>(took.launch_requests);
+    entry.launch_clients = static_cast<uint32_t>(took.launch_clients);
+  } else {
+    entry.kind = wire::kEntryMessage;
+    FillMessage(message, index & mask_, &entry);
+  }
+  wire::CompletionEntry& slot = completions_[index & mask_];
+  std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
+              reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),
+              sizeof(entry) - sizeof(entry.sequence));
+  completed_.store(index + 1, std::memory_order_release);
+  Atomic(slot.sequence).store(wire::PublishedSequence(index), std::memory_order_release);
+}
+
+// Writes the reply into the completion's own slot, or where the request offered room for it.
+void CommandRing::FillMessage(const AttendMessage& message, uint64_t slot,
+                              wire::CompletionEntry* entry) {
+  reply_arena_.Reset();
+  auto* const reply = google::protobuf::Arena::CreateMessage<v1::AttendStreamReply>(&reply_arena_);
+  FillReply(message, options_.boot_id, reply);
+  const std::span<std::byte> own(
+      region_->data() + wire::RepliesOffset(options_.entries) + slot * wire::kReplySlotBytes,
+      wire::kReplySlotBytes);
+  if (WriteReply(*reply, own, entry) || WriteReply(*reply, message.reply_area, entry)) return;
+  // An error with long texts: all other replies were bounded before the engine did the work.
+  if (!reply->has_error()) {
+    reply->mutable_error()->set_code(static_cast<int32_t>(absl::StatusCode::kInternal));
+    reply->mutable_error()->set_message("the request succeeded, but its reply has no room");
+  }
+  ShortenTexts(reply->mutable_error());
+  WriteReply(*reply, own, entry);
+}
+
+// False when the reply does not fit `room`; nothing is written then.
+bool CommandRing::WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
+                             wire::CompletionEntry* entry) const {
+  const size_t bytes = reply.ByteSizeLong();
+  if (bytes > room.size()) return false;
+  reply.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(room.data()));
+  entry->message_offset = static_cast<uint64_t>(room.data() - region_->data());
+  entry->message_length = static_cast<uint32_t>(bytes);
+  return true;
+}
+
+void CommandRing::WakeClient() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (Atomic(header_->client_sleeping).load(std::memory_order_relaxed) == 0) return;
+  Atomic(header_->complete_bell).fetch_add(1);
+  wire::FutexWake(&header_->complete_bell);
+}
+
+}  // namespace mla::server

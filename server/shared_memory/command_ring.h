@@ -1,0 +1,118 @@
+// The server's end of one command ring: an Attend stream whose messages travel through a
+// shared-memory region (proto/ring_layout.h) instead of gRPC.
+//
+// One thread polls the submissions: it copies an entry once, checks the copy with the same code
+// that serves gRPC streams, and submits it; on an idle engine the launch then runs on this very
+// thread. The completion is written where the answer becomes known, and the client is woken only if
+// it said that it sleeps. Nothing in the region is trusted: indexes are kept on this side, entries
+// and messages are copied before they are looked at, and a client that breaks the ring's rules
+// (more requests in flight than entries, a count of taken completions that cannot be) is cut.
+//
+// Writes. A reply goes into its completion's slot or into the room that its request offered inside
+// the arena; WriteReply is the only place that writes one and checks its size against that room.
+//
+// Every attend allocates nothing; nor do the other messages once their buffers have grown.
+//
+// Ending: Stop (or the destructor) ends the thread, then closes the engine's stream, which aborts
+// its steps and answers what was in flight. Never called from the ring's own thread or from
+// OnAnswered.
+#ifndef MLA_SERVER_SHARED_MEMORY_COMMAND_RING_H_
+#define MLA_SERVER_SHARED_MEMORY_COMMAND_RING_H_
+
+#include <google/protobuf/arena.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "mla/v1/attention.pb.h"
+#include "proto/ring_layout.h"
+#include "scheduler/engine.h"
+#include "server/attend/attend_message.h"
+#include "server/attend/attend_preparer.h"
+#include "server/metrics/metrics.h"
+#include "server/memory/shared_region.h"
+
+namespace mla::server {
+
+struct CommandRingOptions {
+  scheduler::Engine* engine = nullptr;      // outlives the ring
+  std::shared_ptr<AttendMessagePool> pool;  // its messages; staging is not used
+  Metrics* metrics = nullptr;               // outlives the ring
+  std::string tenant;
+  std::function<void()> on_cut;  // called once, from the ring's thread, when the client is cut
+  uint64_t boot_id = 0;
+  uint32_t entries = 0;  // of the region's ring
+  uint32_t spin_us = 0;
+};
+
+class CommandRing final : public AttendMessageOwner {
+ public:
+  // Lays the ring out at the front of `region`.
+  // REQUIRES: region->arena_offset() == wire::RingBytes(options.entries).
+  CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegion> region);
+  ~CommandRing() override { Stop(); }
+
+  // Starts serving it, once. UNAVAILABLE when the machine has no thread left for that.
+  absl::Status Start();
+  void Stop();
+  // Takes one submission, if there is one, on the calling thread; for tests, in place of Start.
+  bool Poll() { return !cut_ && TakeSubmission(); }
+
+  void OnAnswered(AttendMessage* message) override;
+
+ private:
+  void Run();
+  bool TakeSubmission();
+  bool WithinBounds();
+  void Sleep();
+  void Cut(const char* why);
+
+  void Serve(const wire::SubmissionEntry& entry);
+  absl::Status PrepareAttend(const wire::SubmissionEntry& entry, AttendMessage* message);
+  absl::Status PrepareMessage(const wire::SubmissionEntry& entry, AttendMessage* message);
+
+  void Complete(const AttendMessage& message);
+  void FillMessage(const AttendMessage& message, uint64_t slot, wire::CompletionEntry* entry);
+  bool WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
+                  wire::CompletionEntry* entry) const;
+  void WakeClient();
+
+  const CommandRingOptions options_;
+  const std::shared_ptr<SharedRegion> region_;
+  const uint64_t mask_;
+  wire::RingHeader* const header_;
+  wire::SubmissionEntry* const submissions_;
+  wire::CompletionEntry* const completions_;
+  AttendPreparer preparer_;
+  TenantCounters* const requests_;
+
+  // Used by the ring's thread alone.
+  uint64_t taken_ = 0;         // submissions
+  uint64_t client_taken_ = 0;  // completions, as last read
+  bool cut_ = false;
+  v1::Attend attend_;
+  std::string message_bytes_;
+  std::vector<char> request_block_;
+  google::protobuf::Arena request_arena_;
+
+  std::mutex completion_mutex_;  // completions come from the engine and from the thread
+  std::vector<char> reply_block_;
+  google::protobuf::Arena reply_arena_;
+  std::atomic<uint64_t> completed_{0};
+
+  std::atomic<bool> stop_{false};
+  bool stopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SHARED_MEMORY_COMMAND_RING_H_

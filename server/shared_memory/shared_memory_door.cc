@@ -1,0 +1,405 @@
+#include "server/shared_memory/shared_memory_door.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/grpc/identity.h"
+#include "server/logging/logging.h"
+#include "server/process/process_usage.h"
+#include "server/process/socket_files.h"
+
+namespace mla::server {
+namespace {
+
+constexpr int kSweepMillis = 1000;
+constexpr int64_t kNanosPerMilli = 1'000'000;
+constexpr int kPauseMillis = 100;  // of the listener, when it cannot even refuse
+constexpr int kRoomMillis = 10;    // how often it looks for room that somebody waits for
+constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
+// Connections that the kernel keeps until they are accepted. Clients in that queue send their
+// request meanwhile, so a long one protects them from displacement.
+constexpr int kBacklog = 128;
+constexpr int64_t kDisplacedLogNanos = 10'000'000'000;  // between two lines about displacements
+
+sockaddr_un Address(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  return address;
+}
+
+bool SomebodyServes(const sockaddr_un& address) {
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool connected =
+      connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+  close(fd);
+  return connected;
+}
+
+int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
+
+std::optional<uid_t> PeerUser(int descriptor) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(descriptor, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
+  return peer.uid;
+}
+
+// The welcome, with the region's descriptor if there is a region.
+bool Send(int descriptor, const wire::Welcome& welcome, const SharedRegion* region) {
+  iovec part{const_cast<wire::Welcome*>(&welcome), sizeof(welcome)};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  if (region != nullptr) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    const int passed = region->descriptor();
+    std::memcpy(CMSG_DATA(header), &passed, sizeof(passed));
+  }
+  return sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT) ==
+         static_cast<ssize_t>(sizeof(welcome));
+}
+
+}  // namespace
+
+SharedMemoryDoor::SharedMemoryDoor(SharedMemoryDoorOptions options)
+    : options_(std::move(options)),
+      unsent_(static_cast<size_t>(options_.shm.handshakes_max),
+              static_cast<size_t>(options_.shm.user_handshakes)) {}
+
+absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> SharedMemoryDoor::Open(
+    SharedMemoryDoorOptions options) {
+  std::unique_ptr<SharedMemoryDoor> door(new SharedMemoryDoor(std::move(options)));
+  if (absl::Status status = door->Bind(); !status.ok()) return status;
+  door->thread_ = std::thread([raw = door.get()] { raw->Run(); });
+  return door;
+}
+
+absl::Status SharedMemoryDoor::Bind() {
+  const auto failed = [this](const char* what) {
+    return absl::UnavailableError(
+        absl::StrCat("shm.path ", options_.path, ": ", what, ": ", std::strerror(errno)));
+  };
+  const sockaddr_un address = Address(options_.path);
+  if (options_.path.size() >= sizeof(address.sun_path)) {
+    return absl::UnavailableError(absl::StrCat("shm.path ", options_.path, ": got ",
+                                               options_.path.size(), " bytes, at most ",
+                                               sizeof(address.sun_path) - 1, " are possible"));
+  }
+  if (absl::Status status = PrepareSocketFolder("shm.path", options_.path, options_.open_folder);
+      !status.ok()) {
+    return status;
+  }
+  if (SomebodyServes(address)) {
+    return absl::UnavailableError(
+        absl::StrCat("shm.path ", options_.path, ": another server is there"));
+  }
+  struct stat found {};
+  if (lstat(options_.path.c_str(), &found) == 0 && S_ISSOCK(found.st_mode)) {
+    unlink(options_.path.c_str());
+  }
+  const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (listener < 0) return failed("socket");
+  // Owner only, from the file's first moment.
+  const mode_t before = umask(S_IRWXG | S_IRWXO | S_IXUSR);
+  const int bound = bind(listener, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  umask(before);
+  if (bound != 0) {
+    absl::Status status = failed("bind");
+    close(listener);
+    return status;
+  }
+  listener_ = listener;  // from here on the socket file is this door's to remove
+  events_ = epoll_create1(EPOLL_CLOEXEC);
+  stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  spare_ = OpenSpare();
+  if (listen(listener_, kBacklog) != 0 || events_ < 0 || stop_event_ < 0) {
+    return failed("listen");
+  }
+  for (const int descriptor : {listener_, stop_event_}) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.fd = descriptor;
+    if (epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) return failed("epoll");
+  }
+  return absl::OkStatus();
+}
+
+SharedMemoryDoor::~SharedMemoryDoor() {
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    if (write(stop_event_, &one, sizeof(one)) == sizeof(one)) thread_.join();
+  }
+  if (listener_ >= 0) {
+    unlink(options_.path.c_str());
+    close(listener_);
+  }
+  if (events_ >= 0) close(events_);
+  if (stop_event_ >= 0) close(stop_event_);
+  if (spare_ >= 0) close(spare_);
+}
+
+void SharedMemoryDoor::Run() {
+  bool stop = false;
+  while (!stop) {
+    epoll_event events[16];
+    const int count = epoll_wait(events_, events, 16, WaitMillis());
+    for (int i = 0; i < count; ++i) {
+      const int descriptor = events[i].data.fd;
+      if (descriptor == stop_event_) {
+        stop = true;
+      } else if (descriptor == listener_) {
+        Accept();
+      } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
+        // Whatever happens behind the hello is the connection's end.
+        if (found->second.hello_ns == 0 && (events[i].events & EPOLLIN) != 0) {
+          Greet(&found->second);
+        } else {
+          End(descriptor);
+        }
+      }
+    }
+    AnswerWaiting();
+    Sweep();
+    if (paused_until_ns_ != 0 && SteadyNanos() >= paused_until_ns_) WatchListener(true);
+  }
+  while (!connections_.empty()) End(connections_.begin()->first);
+}
+
+int SharedMemoryDoor::WaitMillis() const {
+  if (!waiting_.empty()) return kRoomMillis;
+  return paused_until_ns_ != 0 ? kPauseMillis : kSweepMillis;
+}
+
+void SharedMemoryDoor::WatchListener(bool watch) {
+  epoll_event event{};
+  if (watch) event.events = EPOLLIN;
+  event.data.fd = listener_;
+  epoll_ctl(events_, EPOLL_CTL_MOD, listener_, &event);
+  paused_until_ns_ = watch ? 0 : SteadyNanos() + kPauseMillis * kNanosPerMilli;
+}
+
+void SharedMemoryDoor::NoteOutOfDescriptors() {
+  options_.metrics->wire().shm_refusals.fetch_add(1);
+  if (!std::exchange(exhausted_, true)) {
+    Log(LogLevel::kWarning, "shared_memory_out_of_descriptors", {{"path", options_.path}});
+  }
+}
+
+// The connection stays in the listener's queue and would be reported again at once. A client that
+// is refused goes over gRPC; one that waits does not.
+void SharedMemoryDoor::RefuseForWantOfDescriptors() {
+  NoteOutOfDescriptors();
+  if (spare_ >= 0) {
+    close(spare_);
+    const int refused = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (refused >= 0) close(refused);
+    spare_ = OpenSpare();
+    if (refused >= 0) return;
+  }
+  if (spare_ < 0) spare_ = OpenSpare();
+  WatchListener(false);
+}
+
+void SharedMemoryDoor::Accept() {
+  const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (descriptor < 0) {
+    const bool exhausted =
+        errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    if (exhausted) RefuseForWantOfDescriptors();
+    return;
+  }
+  if (InDescriptorReserve(descriptor)) {
+    close(descriptor);
+    NoteOutOfDescriptors();
+    return;
+  }
+  exhausted_ = false;
+  const std::optional<uid_t> user =
+      options_.user_of ? options_.user_of(descriptor) : PeerUser(descriptor);
+  const bool welcome = user.has_value() && (options_.any_user || *user == geteuid() || *user == 0);
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLRDHUP;
+  event.data.fd = descriptor;
+  if (!welcome || epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
+    close(descriptor);
+    return;
+  }
+  MakeRoomFor(*user);
+  Connection& connection = connections_[descriptor];
+  connection.descriptor = descriptor;
+  connection.user = *user;
+  connection.since_ns = SteadyNanos();
+  unsent_.Add(descriptor, *user);
+  Greet(&connection);  // its request may be there already
+}
+
+// Makes room for one more connection without a request, of `user`.
+void SharedMemoryDoor::MakeRoomFor(uid_t user) {
+  while (const auto displaced = unsent_.Displaced(user)) {
+    // Its request may have come since the last look.
+    Greet(&connections_.at(displaced->descriptor));
+    const auto found = connections_.find(displaced->descriptor);
+    if (found == connections_.end() || found->second.hello_ns != 0) continue;
+    End(displaced->descriptor);
+    NoteDisplaced(displaced->user);
+  }
+}
+
+void SharedMemoryDoor::NoteDisplaced(uid_t user) {
+  options_.metrics->wire().shm_displaced.fetch_add(1);
+  ++displaced_unlogged_;
+  const int64_t now = SteadyNanos();
+  if (displaced_logged_ns_ != 0 && now - displaced_logged_ns_ < kDisplacedLogNanos) return;
+  displaced_logged_ns_ = now;
+  Log(LogLevel::kWarning, "shared_memory_displaced",
+      {{"user", user}, {"connections", std::exchange(displaced_unlogged_, 0)}});
+}
+
+void SharedMemoryDoor::Greet(Connection* connection) {
+  const int descriptor = connection->descriptor;
+  wire::Hello& hello = connection->hello;
+  const ssize_t got = recv(descriptor, &hello, sizeof(hello), MSG_DONTWAIT | MSG_TRUNC);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got != static_cast<ssize_t>(sizeof(hello)) || hello.magic != wire::kDoorMagic) {
+    return End(descriptor);
+  }
+  unsent_.Remove(descriptor);
+  connection->hello_ns = SteadyNanos();
+  waiting_.push_back(descriptor);  // behind those who said it before
+}
+
+// Requests that wait for room are bounded like connections without a request.
+bool SharedMemoryDoor::MayWait(const Connection& connection) const {
+  const auto of_user = [this, &connection](int descriptor) {
+    return connections_.at(descriptor).user == connection.user;
+  };
+  const auto waiting = std::count_if(waiting_.begin(), waiting_.end(), of_user);
+  return waiting < options_.shm.user_handshakes &&
+         waiting_.size() < static_cast<size_t>(options_.shm.handshakes_max);
+}
+
+// False: there may be room soon.
+bool SharedMemoryDoor::Answer(Connection* connection) {
+  const int descriptor = connection->descriptor;
+  // Before it is tried: what is closed in between shall not be missed.
+  const bool room_to_come = options_.regions->closing();
+  wire::Welcome welcome{};
+  welcome.magic = wire::kDoorMagic;
+  welcome.version = wire::kDoorVersion;
+  welcome.boot_id = options_.boot_id;
+  const absl::Status status = Admit(connection->hello, connection, &welcome);
+  if (room_to_come && absl::IsResourceExhausted(status) &&
+      SteadyNanos() - connection->hello_ns < kRoomNanos && MayWait(*connection)) {
+    return false;
+  }
+  welcome.code = static_cast<int32_t>(status.code());
+  std::string(status.message()).copy(welcome.message, sizeof(welcome.message) - 1);
+  Log(LogLevel::kDebug, "shared_memory",
+      {{"tenant", connection->tenant}, {"answer", status.ToString()}});
+  const SharedRegion* const region = status.ok() ? connection->region.get() : nullptr;
+  if (!Send(descriptor, welcome, region) || !status.ok()) End(descriptor);
+  return true;
+}
+
+void SharedMemoryDoor::AnswerWaiting() {
+  const std::vector<int> waiting = std::exchange(waiting_, {});
+  for (const int descriptor : waiting) {
+    if (!Answer(&connections_.at(descriptor))) waiting_.push_back(descriptor);
+  }
+}
+
+absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* connection,
+                                     wire::Welcome* welcome) {
+  if (hello.version != wire::kDoorVersion) {
+    return absl::UnimplementedError(
+        absl::StrCat("version: got ", hello.version, ", must be ", wire::kDoorVersion));
+  }
+  connection->tenant = UnixTenant(
+      options_.unix_tenant, std::string(hello.tenant, strnlen(hello.tenant, sizeof(hello.tenant))));
+  if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
+    return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
+  }
+  const bool wants_ring = (hello.flags & wire::kWantRing) != 0;
+  const auto entries = static_cast<uint32_t>(options_.shm.ring_entries);
+  auto region = options_.regions->Create(connection->tenant, hello.bytes,
+                                         wants_ring ? wire::RingBytes(entries) : 0,
+                                         std::chrono::milliseconds(0));
+  if (!region.ok()) return region.status();
+  connection->region = *std::move(region);
+  options_.metrics->wire().shared_regions.fetch_add(1);
+  const SharedRegion& made = *connection->region;
+  std::copy(made.handle().begin(), made.handle().end(), welcome->handle);
+  welcome->region_bytes = made.size();
+  welcome->arena_offset = made.arena_offset();
+  if (!wants_ring) return absl::OkStatus();
+  CommandRingOptions ring;
+  ring.engine = options_.engine;
+  ring.pool = options_.pool;
+  ring.metrics = options_.metrics;
+  ring.tenant = connection->tenant;
+  // The connection's end, which this causes, is what ends the ring.
+  ring.on_cut = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
+  ring.boot_id = options_.boot_id;
+  ring.entries = entries;
+  ring.spin_us = std::min(hello.spin_us, static_cast<uint32_t>(options_.shm.spin_us));
+  welcome->ring_entries = entries;
+  welcome->spin_us = ring.spin_us;
+  connection->ring = std::make_unique<CommandRing>(std::move(ring), connection->region);
+  return connection->ring->Start();
+}
+
+void SharedMemoryDoor::End(int descriptor) {
+  const auto found = connections_.find(descriptor);
+  Connection& connection = found->second;
+  std::erase(waiting_, descriptor);
+  unsent_.Remove(descriptor);
+  if (connection.region != nullptr) {
+    options_.regions->Remove(*connection.region);
+    options_.metrics->wire().shared_regions.fetch_sub(1);
+  }
+  connection.ring.reset();
+  connections_.erase(found);
+  close(descriptor);
+}
+
+// Ends connections that have said nothing in time or broken a rule of their region.
+void SharedMemoryDoor::Sweep() {
+  const int64_t now = SteadyNanos();
+  const int64_t longest = options_.shm.handshake_ms * kNanosPerMilli;
+  if (now - swept_ns_ < int64_t{kSweepMillis} * kNanosPerMilli) return;
+  swept_ns_ = now;
+  std::vector<int> ending;
+  for (const auto& [descriptor, connection] : connections_) {
+    if (connection.hello_ns == 0 && now - connection.since_ns > longest) {
+      ending.push_back(descriptor);
+    } else if (connection.region != nullptr && connection.region->HasHoles()) {
+      options_.metrics->wire().regions_cut.fetch_add(1);
+      Log(LogLevel::kWarning, "region_cut", {{"tenant", connection.tenant}, {"why", "holes"}});
+      ending.push_back(descriptor);
+    }
+  }
+  for (const int descriptor : ending) End(descriptor);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,122 @@
+// The door: a unix socket through which clients of the same host and user get shared memory.
+//
+// A client connects, sends one wire::Hello and receives one wire::Welcome with the descriptor of
+// its region. From then on the connection carries nothing; it stands for the client's life. When it
+// ends, for whatever reason, the region's handle is worthless at once and its ring is closed, which
+// aborts the ring's steps.
+//
+// Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
+// file's mode). A client that does not say hello in time is dropped; so is one that says anything
+// after it. One for whom there is room only after regions that are being closed waits for that, at
+// most SharedRegionTable::kCloseWait, and keeps nobody else waiting: hellos are tried in the order
+// in which they came, those that must wait again and again. Whose regions these are does
+// not count, so a tenant at its own bound may learn that late, too.
+//
+// Connections without a request are bounded, in all and for each user (shm.handshakes_max,
+// shm.user_handshakes), and so are requests that wait for room. A new connection beyond the bound
+// displaces one that has not sent its request (unsent_connections.h); a request beyond the bound
+// does not wait. So silent connections keep no client out.
+//
+// When the process has no descriptor left, connections are refused at once by means of one that is
+// kept for that; without it the listener pauses. Once a second regions are looked at: a client that
+// has taken pages out of its region is disconnected.
+//
+// Threading: one thread serves all connections. Open and the destructor from one thread.
+#ifndef MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_DOOR_H_
+#define MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_DOOR_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/attend/attend_message.h"
+#include "server/shared_memory/command_ring.h"
+#include "server/config/config.h"
+#include "server/metrics/metrics.h"
+#include "server/memory/shared_region.h"
+#include "server/shared_memory/unsent_connections.h"
+
+namespace mla::server {
+
+struct SharedMemoryDoorOptions {
+  scheduler::Engine* engine = nullptr;  // these four outlive the door
+  SharedRegionTable* regions = nullptr;
+  Metrics* metrics = nullptr;
+  std::shared_ptr<AttendMessagePool> pool;
+  uint64_t boot_id = 0;
+  std::string path;          // of the socket
+  std::string unix_tenant;   // server.unix_tenant
+  bool open_folder = false;  // server.open_folder
+  Config::Shm shm;
+  size_t max_name_bytes = 128;  // of a tenant
+  // False: only this process's own user and root may connect. True: whoever the permissions of the
+  // socket's file let in; the caller sets them.
+  bool any_user = false;
+  // The user at the other end of a connection, empty if unknown. Empty: the kernel says it
+  // (SO_PEERCRED); tests stand in for several users.
+  std::function<std::optional<uid_t>(int descriptor)> user_of;
+};
+
+class SharedMemoryDoor final {
+ public:
+  // UNAVAILABLE when the socket cannot be bound or another server serves it.
+  static absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> Open(SharedMemoryDoorOptions options);
+  // Ends every connection as if its client had gone.
+  ~SharedMemoryDoor();
+
+ private:
+  struct Connection {
+    int descriptor = -1;
+    uid_t user = 0;
+    int64_t since_ns = 0;
+    int64_t hello_ns = 0;  // when it said hello; 0: not yet
+    wire::Hello hello{};
+    std::string tenant;
+    std::shared_ptr<SharedRegion> region;  // null until the welcome
+    std::unique_ptr<CommandRing> ring;
+  };
+
+  explicit SharedMemoryDoor(SharedMemoryDoorOptions options);
+  absl::Status Bind();
+  void Run();
+  void Accept();
+  void MakeRoomFor(uid_t user);
+  void NoteDisplaced(uid_t user);
+  void NoteOutOfDescriptors();
+  void RefuseForWantOfDescriptors();
+  void WatchListener(bool watch);
+  int WaitMillis() const;
+  void Greet(Connection* connection);
+  bool MayWait(const Connection& connection) const;
+  bool Answer(Connection* connection);
+  void AnswerWaiting();
+  absl::Status Admit(const wire::Hello& hello, Connection* connection, wire::Welcome* welcome);
+  void End(int descriptor);
+  void Sweep();
+
+  const SharedMemoryDoorOptions options_;
+  int listener_ = -1, events_ = -1, stop_event_ = -1;
+  int spare_ = -1;               // a descriptor to accept with when there is no other
+  bool exhausted_ = false;       // the last connection found no descriptor
+  int64_t paused_until_ns_ = 0;  // the listener is not watched; 0: it is
+  int64_t swept_ns_ = 0;
+  std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
+  std::vector<int> waiting_;               // of these, those without an answer, by their hello
+  UnsentConnections unsent_;               // of these, those without a request
+  uint64_t displaced_unlogged_ = 0;
+  int64_t displaced_logged_ns_ = 0;  // 0: never
+  std::thread thread_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_DOOR_H_

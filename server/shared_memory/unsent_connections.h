@@ -1,0 +1,46 @@
+// Connections of the shared-memory listener that have not sent their request yet: how many there
+// may be, and which one is displaced by a new one.
+//
+// A client sends its request right after it connects, so a full list holds mostly connections that
+// will never send one. The oldest is displaced, of the user that holds most of them: a user that
+// floods the listener displaces its own connections and no others.
+//
+// Threading: one thread.
+#ifndef MLA_SERVER_SHARED_MEMORY_UNSENT_CONNECTIONS_H_
+#define MLA_SERVER_SHARED_MEMORY_UNSENT_CONNECTIONS_H_
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <list>
+#include <optional>
+
+namespace mla::server {
+
+class UnsentConnections final {
+ public:
+  struct Entry {
+    int descriptor = -1;
+    uid_t user = 0;
+  };
+
+  // At most `most` connections, and at most `most_of_user` of one user. REQUIRES: both positive.
+  UnsentConnections(size_t most, size_t most_of_user) : most_(most), most_of_user_(most_of_user) {}
+
+  // What has to be removed before `user` may add a connection; empty when there is room.
+  std::optional<Entry> Displaced(uid_t user) const;
+  // REQUIRES: !Displaced(user), and `descriptor` is not in the list.
+  void Add(int descriptor, uid_t user) { entries_.push_back({descriptor, user}); }
+  // No effect when it is not in the list.
+  void Remove(int descriptor);
+
+  size_t size() const { return entries_.size(); }
+
+ private:
+  const size_t most_, most_of_user_;
+  std::list<Entry> entries_;  // oldest first
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SHARED_MEMORY_UNSENT_CONNECTIONS_H_
