@@ -1,11 +1,12 @@
-// The same-host path byte by byte: what passes through the shared-memory door, and the command
-// ring that may stand at the front of a region. docs/shared_memory.md explains it with a picture.
+// The same-host path byte by byte: what passes through the shared-memory listener's socket, and the
+// command ring that may stand at the front of a region. docs/shared_memory.md explains it with a
+// picture.
 //
 // A region is one memory object that the server created, sealed against resizing and mapped by
 // both sides. All offsets count bytes from its start. A region with a ring begins with RingHeader,
 // the submission entries, the completion entries and the reply slots; the rest, from
-// Welcome::arena_offset on, is the arena, where the client places tensors and messages as it likes.
-// Without a ring the arena begins at 0.
+// ConnectReply::arena_offset on, is the arena, where the client places tensors and messages as it
+// likes. Without a ring the arena begins at 0.
 //
 // The ring. Entry i of either direction lies in slot i % entries and is valid once its `sequence`
 // word equals PublishedSequence(i): the writer fills the other 60 bytes first and then stores the
@@ -29,27 +30,27 @@
 
 namespace mla::wire {
 
-inline constexpr uint32_t kDoorMagic = 0x314d4853;  // "SHM1"
-inline constexpr uint16_t kDoorVersion = 1;
-inline constexpr uint16_t kWantRing = 1;  // Hello::flags
+inline constexpr uint32_t kHandshakeMagic = 0x314d4853;  // "SHM1"
+inline constexpr uint16_t kHandshakeVersion = 1;
+inline constexpr uint16_t kWantRing = 1;  // ConnectRequest::flags
 inline constexpr size_t kHandleBytes = 16;
 // Tensors in a region start at multiples of this.
 inline constexpr size_t kSharedAlignment = 64;
-inline constexpr size_t kDoorTextBytes = 128;
+inline constexpr size_t kHandshakeTextBytes = 128;
 
 // Client to server, the first and only packet.
-struct Hello {
-  uint32_t magic;    // kDoorMagic
-  uint16_t version;  // kDoorVersion
+struct ConnectRequest {
+  uint32_t magic;    // kHandshakeMagic
+  uint16_t version;  // kHandshakeVersion
   uint16_t flags;    // kWantRing
   uint64_t bytes;    // arena bytes wanted
   uint32_t spin_us;  // how long the ring's poller spins before it sleeps; the server may cap it
   uint32_t reserved;
-  char tenant[kDoorTextBytes];  // padded with zeros; empty: "default"
+  char tenant[kHandshakeTextBytes];  // padded with zeros; empty: "default"
 };
 
 // Server to client, the only packet; carries the region's descriptor when `code` is 0.
-struct Welcome {
+struct ConnectReply {
   uint32_t magic;
   uint16_t version;
   uint16_t reserved0;
@@ -61,12 +62,12 @@ struct Welcome {
   uint64_t boot_id;
   uint32_t spin_us;  // as granted
   uint32_t reserved1;
-  char message[kDoorTextBytes];  // why not, padded with zeros
+  char message[kHandshakeTextBytes];  // why not, padded with zeros
 };
 
 struct RingHeader {
   // Line 0: written by the server before the client sees the region.
-  uint32_t magic;    // kDoorMagic
+  uint32_t magic;    // kHandshakeMagic
   uint32_t entries;  // of each direction, a power of two
   uint64_t submissions_offset;
   uint64_t completions_offset;
@@ -140,8 +141,8 @@ struct CompletionEntry {
 
 inline constexpr size_t kReplySlotBytes = 1024;
 
-static_assert(sizeof(Hello) == 152 && std::is_trivially_copyable_v<Hello>);
-static_assert(sizeof(Welcome) == 192 && std::is_trivially_copyable_v<Welcome>);
+static_assert(sizeof(ConnectRequest) == 152 && std::is_trivially_copyable_v<ConnectRequest>);
+static_assert(sizeof(ConnectReply) == 192 && std::is_trivially_copyable_v<ConnectReply>);
 static_assert(offsetof(RingHeader, submit_bell) == 64);
 static_assert(offsetof(RingHeader, complete_bell) == 128);
 static_assert(offsetof(RingHeader, completions_taken) == 192);

@@ -19,8 +19,8 @@
 #include "server/preflight.h"
 #include "server/process/process_end.h"
 #include "server/process/process_usage.h"
-#include "server/server.h"
 #include "server/process/version.h"
+#include "server/server.h"
 
 extern char** environ;
 

@@ -8,9 +8,9 @@
 #include "scheduler/engine.h"
 #include "server/backends.h"
 #include "server/connections/listeners.h"
+#include "server/connections/tls_files.h"
 #include "server/process/memory_check.h"
 #include "server/process/socket_files.h"
-#include "server/connections/tls_files.h"
 
 namespace mla::server {
 
@@ -32,7 +32,7 @@ void ChooseSizes(const kernels::AttentionBackend& backend, Config* config) {
 
 absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend) {
   const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
-  const bool shared = !DoorPath(config.shm, ServedUnixPath(config)).empty();
+  const bool shared = !ShmSocketPath(config.shm, ServedUnixPath(config)).empty();
   return CheckMemory({{"engine", bytes.host},
                       {"staging", config.wire.staging_bytes},
                       {"shared", shared ? config.shm.total_bytes : 0}},
@@ -48,7 +48,7 @@ std::vector<std::string> Preflight(const Config& config) {
   const std::string unix_path = ServedUnixPath(config);
   if (!unix_path.empty())
     note(CheckSocketPath("server.unix_path", unix_path, config.listen.open_folder, geteuid()));
-  const std::string shm_path = DoorPath(config.shm, unix_path);
+  const std::string shm_path = ShmSocketPath(config.shm, unix_path);
   if (!shm_path.empty())
     note(CheckSocketPath("shm.path", shm_path, config.listen.open_folder, geteuid()));
   if (!config.listen.socket_group.empty()) note(FindGroup(config.listen.socket_group).status());

@@ -14,26 +14,26 @@
 #include "proto/copy_team.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
-#include "server/control/admin_service.h"
 #include "server/attend/attention_service.h"
 #include "server/backends.h"
-#include "server/lifecycle/health_service.h"
 #include "server/connections/listeners.h"
-#include "server/logging/logging.h"
-#include "server/metrics/metrics.h"
+#include "server/control/admin_service.h"
 #include "server/control/model_service.h"
-#include "server/operations/ops_http.h"
-#include "server/preflight.h"
 #include "server/control/sequence_service.h"
+#include "server/lifecycle/health_service.h"
 #include "server/lifecycle/server_state.h"
-#include "server/shared_memory/shared_memory_door.h"
+#include "server/lifecycle/watchdog.h"
+#include "server/logging/logging.h"
 #include "server/memory/shared_region.h"
-#include "server/process/socket_files.h"
+#include "server/metrics/metrics.h"
+#include "server/operations/ops_http.h"
 #include "server/operations/status_page.h"
 #include "server/operations/status_source.h"
+#include "server/preflight.h"
+#include "server/process/socket_files.h"
 #include "server/process/version.h"
+#include "server/shared_memory/shared_memory_listener.h"
 #include "server/warm_up.h"
-#include "server/lifecycle/watchdog.h"
 
 namespace mla::server {
 namespace {
@@ -118,7 +118,7 @@ struct Server::Parts {
   int64_t counted_bytes = 0;
   std::unique_ptr<scheduler::Engine> engine;
   std::shared_ptr<AttendMessagePool> pool;
-  std::string door_path;  // empty: no shared memory
+  std::string shm_path;  // empty: no shared memory
   std::unique_ptr<SharedRegionTable> regions;
   std::unique_ptr<wire::CopyTeam> copies;
   std::optional<Drain> drain;
@@ -132,14 +132,14 @@ struct Server::Parts {
   std::unique_ptr<StatusSource> status;
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
-  std::unique_ptr<SharedMemoryDoor> door;
+  std::unique_ptr<SharedMemoryListener> listener;
   bool shut_down = false;
 
   absl::Status MakeEngine();
   void MakeRegions();
   void MakeServices();
   absl::Status StartOps();
-  absl::Status OpenDoor();
+  absl::Status OpenListener();
   Services ServicesToServe();
   HttpReply Alive() const;
   HttpReply Ready(const std::string& query);
@@ -314,9 +314,9 @@ absl::Status Server::Parts::StartOps() {
   return absl::OkStatus();
 }
 
-// What regions are made of; the door to them opens once there is something to serve.
+// What regions are made of. The listener opens once there is something to serve.
 void Server::Parts::MakeRegions() {
-  if (door_path.empty()) return;
+  if (shm_path.empty()) return;
   const Config::Shm& shm = options.config.shm;
   RegionHooks hooks;
   hooks.on_mapped = [this](std::span<std::byte> memory) {
@@ -333,25 +333,25 @@ void Server::Parts::MakeRegions() {
   regions = std::make_unique<SharedRegionTable>(limits, std::move(hooks), engine->tenants());
 }
 
-absl::Status Server::Parts::OpenDoor() {
+absl::Status Server::Parts::OpenListener() {
   if (regions == nullptr) return absl::OkStatus();
-  SharedMemoryDoorOptions door_options;
-  door_options.engine = engine.get();
-  door_options.regions = regions.get();
-  door_options.metrics = &metrics;
-  door_options.pool = pool;
-  door_options.boot_id = boot_id;
-  door_options.path = door_path;
-  door_options.shm = options.config.shm;
-  door_options.any_user = !options.config.listen.socket_group.empty();
-  door_options.unix_tenant = options.config.listen.unix_tenant;
-  door_options.open_folder = options.config.listen.open_folder;
-  door_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
-  auto opened = SharedMemoryDoor::Open(std::move(door_options));
+  SharedMemoryListenerOptions listener_options;
+  listener_options.engine = engine.get();
+  listener_options.regions = regions.get();
+  listener_options.metrics = &metrics;
+  listener_options.pool = pool;
+  listener_options.boot_id = boot_id;
+  listener_options.path = shm_path;
+  listener_options.shm = options.config.shm;
+  listener_options.any_user = !options.config.listen.socket_group.empty();
+  listener_options.unix_tenant = options.config.listen.unix_tenant;
+  listener_options.open_folder = options.config.listen.open_folder;
+  listener_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
+  auto opened = SharedMemoryListener::Open(std::move(listener_options));
   if (!opened.ok()) return opened.status();
-  door = *std::move(opened);
+  listener = *std::move(opened);
   if (options.config.listen.socket_group.empty()) return absl::OkStatus();
-  return GiveToGroup(door_path, options.config.listen.socket_group);
+  return GiveToGroup(shm_path, options.config.listen.socket_group);
 }
 
 DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
@@ -359,7 +359,7 @@ DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
   if (std::exchange(shut_down, true)) return result;
   if (drain) result = drain->Run(drain_deadline, /*for_good=*/true);
   state.Move(Phase::kStopped, 100, "stopped");
-  door.reset();
+  listener.reset();
   listeners.acceptor.reset();
   if (listeners.server != nullptr) {
     listeners.server->Shutdown(std::chrono::system_clock::now() + kCloseGrace);
@@ -378,7 +378,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   auto parts = std::make_unique<Parts>();
   parts->options = std::move(options);
   const Config& config = parts->options.config;
-  parts->door_path = DoorPath(config.shm, ServedUnixPath(config));
+  parts->shm_path = ShmSocketPath(config.shm, ServedUnixPath(config));
   if (!config.tls.cert.empty()) {
     auto files = TlsFiles::Open(config.tls);
     if (!files.ok()) return files.status();
@@ -401,11 +401,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   // From here on whatever fails must shut down in order: clients may have streams by now.
   std::unique_ptr<Server> server(new Server(std::move(parts)));
   Parts& made = *server->parts_;
-  if (absl::Status status = made.OpenDoor(); !status.ok()) return status;
+  if (absl::Status status = made.OpenListener(); !status.ok()) return status;
   Log(LogLevel::kInfo, "listening",
       {{"tcp_port", made.listeners.tcp_port},
        {"unix_path", made.listeners.unix_path},
-       {"door_path", made.door_path},
+       {"shm_path", made.shm_path},
        {"ops_port", made.ops == nullptr ? 0 : made.ops->port()},
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
        {"reflection", made.listeners.introspection ? "on" : "off"}});

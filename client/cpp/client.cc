@@ -67,7 +67,7 @@ std::string UnixPathOf(const std::string& target) {
 }
 
 // Where a unix target's server hands out shared memory; empty for other targets.
-std::string DoorOf(const std::string& target) {
+std::string ShmPathOf(const std::string& target) {
   const std::string path = UnixPathOf(target);
   return path.empty() ? "" : path + ".shm";
 }
@@ -136,8 +136,8 @@ struct Client::Impl {
 
   // A region behind the unix socket of the target, with a command ring or for tensors alone.
   absl::StatusOr<std::shared_ptr<StepStream>> OpenShared(bool ring) const {
-    const std::string door = DoorOf(target);
-    if (door.empty()) {
+    const std::string shm_path = ShmPathOf(target);
+    if (shm_path.empty()) {
       return absl::UnimplementedError("shared memory needs a target of the form unix:PATH");
     }
     if (info.limits().shm_ring_entries() == 0) {
@@ -150,13 +150,13 @@ struct Client::Impl {
                             info.limits().shm_region_bytes());
     wanted.spin_us = wanted.server_spin_us = options.spin_us;
     wanted.server_uid = options.server_uid;
-    wanted.greet_timeout_ms =
+    wanted.connect_timeout_ms =
         static_cast<int32_t>(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
-    auto memory = SharedMemory::Connect(door, wanted);
+    auto memory = SharedMemory::Connect(shm_path, wanted);
     while (options.shared_bytes == 0 && absl::IsResourceExhausted(memory.status()) &&
            wanted.bytes / 2 >= kLeastSharedBytes) {
       wanted.bytes /= 2;
-      memory = SharedMemory::Connect(door, wanted);
+      memory = SharedMemory::Connect(shm_path, wanted);
     }
     if (!memory.ok()) return memory.status();
     if ((*memory)->boot_id() != info.boot_id()) {

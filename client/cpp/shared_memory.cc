@@ -62,9 +62,9 @@ bool WaitReadable(int socket, steady_clock::time_point deadline) {
 
 enum class Received { kReply, kClosed, kOther };
 
-// Reads the welcome and the descriptor that comes with it, -1 if none does.
-Received Receive(int socket, wire::Welcome* welcome, int* descriptor) {
-  iovec part{welcome, sizeof(*welcome)};
+// Reads the connect_reply and the descriptor that comes with it, -1 if none does.
+Received Receive(int socket, wire::ConnectReply* connect_reply, int* descriptor) {
+  iovec part{connect_reply, sizeof(*connect_reply)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
   message.msg_iov = &part;
@@ -78,37 +78,39 @@ Received Receive(int socket, wire::Welcome* welcome, int* descriptor) {
     std::memcpy(descriptor, CMSG_DATA(header), sizeof(*descriptor));
   }
   if (got == 0 || (got < 0 && errno == ECONNRESET)) return Received::kClosed;
-  return got == static_cast<ssize_t>(sizeof(*welcome)) ? Received::kReply : Received::kOther;
+  return got == static_cast<ssize_t>(sizeof(*connect_reply)) ? Received::kReply : Received::kOther;
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
-    const std::string& door_path, const SharedMemoryOptions& options) {
+    const std::string& shm_path, const SharedMemoryOptions& options) {
   std::unique_ptr<SharedMemory> channel(new SharedMemory(options));
-  if (absl::Status status = channel->Greet(door_path); !status.ok()) return status;
+  if (absl::Status status = channel->Handshake(shm_path); !status.ok()) return status;
   return channel;
 }
 
-absl::Status SharedMemory::Greet(const std::string& door_path) {
-  if (door_path.size() >= sizeof(sockaddr_un::sun_path) ||
-      options_.tenant.size() >= wire::kDoorTextBytes) {
+absl::Status SharedMemory::Handshake(const std::string& shm_path) {
+  if (shm_path.size() >= sizeof(sockaddr_un::sun_path) ||
+      options_.tenant.size() >= wire::kHandshakeTextBytes) {
     return absl::InvalidArgumentError("shared memory: path or tenant too long");
   }
-  const auto deadline = steady_clock::now() + std::chrono::milliseconds(options_.greet_timeout_ms);
+  const auto deadline =
+      steady_clock::now() + std::chrono::milliseconds(options_.connect_timeout_ms);
   int descriptor = -1;
   bool closed = true;
   absl::Status status;
   // A server with too many connections may close one before it has read the request.
   for (int attempt = 0; attempt < kAttempts && closed; ++attempt) {
-    status = Exchange(door_path, deadline, &descriptor, &closed);
+    status = Exchange(shm_path, deadline, &descriptor, &closed);
   }
   if (!status.ok()) return status;
-  if (welcome_.code != 0) {
+  if (connect_reply_.code != 0) {
     if (descriptor >= 0) close(descriptor);
     return absl::Status(
-        static_cast<absl::StatusCode>(welcome_.code),
-        std::string(welcome_.message, strnlen(welcome_.message, sizeof(welcome_.message))));
+        static_cast<absl::StatusCode>(connect_reply_.code),
+        std::string(connect_reply_.message,
+                    strnlen(connect_reply_.message, sizeof(connect_reply_.message))));
   }
   return Map(descriptor);
 }
@@ -136,29 +138,31 @@ absl::Status SharedMemory::Exchange(const std::string& path,
       !status.ok()) {
     return status;
   }
-  wire::Hello hello{};
-  hello.magic = wire::kDoorMagic;
-  hello.version = wire::kDoorVersion;
-  hello.flags = options_.ring ? wire::kWantRing : 0;
-  hello.bytes = options_.bytes;
-  hello.spin_us = options_.server_spin_us;
-  options_.tenant.copy(hello.tenant, sizeof(hello.tenant) - 1);
+  wire::ConnectRequest connect_request{};
+  connect_request.magic = wire::kHandshakeMagic;
+  connect_request.version = wire::kHandshakeVersion;
+  connect_request.flags = options_.ring ? wire::kWantRing : 0;
+  connect_request.bytes = options_.bytes;
+  connect_request.spin_us = options_.server_spin_us;
+  options_.tenant.copy(connect_request.tenant, sizeof(connect_request.tenant) - 1);
   const auto no_reply = [&path](const char* why) {
     return absl::UnavailableError(absl::StrCat("shared memory: ", path, ": no reply: ", why));
   };
-  if (send(socket_, &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+  if (send(socket_, &connect_request, sizeof(connect_request), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(sizeof(connect_request))) {
     *closed = errno == EPIPE || errno == ECONNRESET;
     return no_reply(std::strerror(errno));
   }
   if (!WaitReadable(socket_, deadline)) return no_reply("timeout");
-  switch (Receive(socket_, &welcome_, descriptor)) {
+  switch (Receive(socket_, &connect_reply_, descriptor)) {
     case Received::kClosed:
       *closed = true;
       return no_reply("the server closed the connection");
     case Received::kOther:
       break;
     case Received::kReply:
-      if (welcome_.magic == wire::kDoorMagic && welcome_.version == wire::kDoorVersion) {
+      if (connect_reply_.magic == wire::kHandshakeMagic &&
+          connect_reply_.version == wire::kHandshakeVersion) {
         return absl::OkStatus();
       }
   }
@@ -166,7 +170,7 @@ absl::Status SharedMemory::Exchange(const std::string& path,
   return no_reply("not one of this protocol");
 }
 
-// The memory must be sealed, and as large as the welcome says: else an access could end this
+// The memory must be sealed, and as large as the connect_reply says: else an access could end this
 // process.
 absl::Status SharedMemory::CheckRegion(int descriptor) const {
   struct stat found {};
@@ -178,11 +182,11 @@ absl::Status SharedMemory::CheckRegion(int descriptor) const {
   if (seals < 0 || (seals & kSeals) != kSeals) {
     return Mismatch("region", "memory that can be resized", "sealed memory");
   }
-  const uint64_t size = welcome_.region_bytes, arena = welcome_.arena_offset;
+  const uint64_t size = connect_reply_.region_bytes, arena = connect_reply_.arena_offset;
   if (static_cast<uint64_t>(found.st_size) != size) {
     return Mismatch("region_bytes", absl::StrCat(size), absl::StrCat(found.st_size));
   }
-  const uint32_t entries = welcome_.ring_entries;
+  const uint32_t entries = connect_reply_.ring_entries;
   if (options_.ring != (entries > 0) || entries > kMostRingEntries ||
       (entries > 0 && !std::has_single_bit(entries))) {
     return Mismatch("ring_entries", absl::StrCat(entries),
@@ -200,9 +204,9 @@ absl::Status SharedMemory::CheckRegion(int descriptor) const {
 
 // The server and this client must agree on where the ring's parts lie.
 absl::Status SharedMemory::CheckRing() const {
-  const uint64_t entries = welcome_.ring_entries;
+  const uint64_t entries = connect_reply_.ring_entries;
   const std::tuple<const char*, uint64_t, uint64_t> kFields[] = {
-      {"magic", header_->magic, wire::kDoorMagic},
+      {"magic", header_->magic, wire::kHandshakeMagic},
       {"entries", header_->entries, entries},
       {"submissions_offset", header_->submissions_offset, wire::SubmissionsOffset()},
       {"completions_offset", header_->completions_offset, wire::CompletionsOffset(entries)},
@@ -218,21 +222,21 @@ absl::Status SharedMemory::Map(int descriptor) {
     if (descriptor >= 0) close(descriptor);
     return status;
   }
-  void* const at = mmap(nullptr, welcome_.region_bytes, PROT_READ | PROT_WRITE,
+  void* const at = mmap(nullptr, connect_reply_.region_bytes, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_POPULATE, descriptor, 0);
   close(descriptor);
   if (at == MAP_FAILED) {
     return absl::ResourceExhaustedError(
         absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
   }
-  region_ = {static_cast<std::byte*>(at), welcome_.region_bytes};
-  free_[welcome_.arena_offset] = arena_bytes();
-  if (welcome_.ring_entries == 0) return absl::OkStatus();
+  region_ = {static_cast<std::byte*>(at), connect_reply_.region_bytes};
+  free_[connect_reply_.arena_offset] = arena_bytes();
+  if (connect_reply_.ring_entries == 0) return absl::OkStatus();
   header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
   submissions_ =
       reinterpret_cast<wire::SubmissionEntry*>(region_.data() + wire::SubmissionsOffset());
   completions_ = reinterpret_cast<wire::CompletionEntry*>(
-      region_.data() + wire::CompletionsOffset(welcome_.ring_entries));
+      region_.data() + wire::CompletionsOffset(connect_reply_.ring_entries));
   return CheckRing();
 }
 
@@ -289,7 +293,7 @@ void SharedMemory::Free(std::span<std::byte> block) {
 
 bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
   const auto* const from = static_cast<const std::byte*>(data);
-  const std::byte* const arena = region_.data() + welcome_.arena_offset;
+  const std::byte* const arena = region_.data() + connect_reply_.arena_offset;
   const std::byte* const end = region_.data() + region_.size();
   return from >= arena && from <= end && bytes <= static_cast<uint64_t>(end - from);
 }
@@ -297,8 +301,8 @@ bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
 // --------------------------------------------------------------------------------------- Ring
 
 bool SharedMemory::Submit(wire::SubmissionEntry entry) {
-  if (in_flight() >= welcome_.ring_entries) return false;
-  wire::SubmissionEntry& slot = submissions_[submitted_ & (welcome_.ring_entries - 1)];
+  if (in_flight() >= connect_reply_.ring_entries) return false;
+  wire::SubmissionEntry& slot = submissions_[submitted_ & (connect_reply_.ring_entries - 1)];
   std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
               reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),
               sizeof(entry) - sizeof(entry.sequence));
@@ -313,7 +317,7 @@ bool SharedMemory::Submit(wire::SubmissionEntry entry) {
 }
 
 bool SharedMemory::Ready() const {
-  wire::CompletionEntry& slot = completions_[taken_ & (welcome_.ring_entries - 1)];
+  wire::CompletionEntry& slot = completions_[taken_ & (connect_reply_.ring_entries - 1)];
   return Atomic(slot.sequence).load(std::memory_order_acquire) == wire::PublishedSequence(taken_);
 }
 
@@ -328,7 +332,7 @@ void SharedMemory::GiveBack() {
 bool SharedMemory::Poll(wire::CompletionEntry* entry) {
   GiveBack();
   if (!Ready()) return false;
-  *entry = completions_[taken_ & (welcome_.ring_entries - 1)];
+  *entry = completions_[taken_ & (connect_reply_.ring_entries - 1)];
   ++taken_;
   held_ = true;
   if (entry->kind != wire::kEntryMessage) GiveBack();

@@ -1,6 +1,6 @@
 // Shared memory with a server of the same host: a region, and the command ring at its front.
 //
-//   auto channel = SharedMemory::Connect(door_path, {.tenant = "", .bytes = 64 << 20});
+//   auto channel = SharedMemory::Connect(shm_path, {.tenant = "", .bytes = 64 << 20});
 //   std::span<std::byte> q = (*channel)->Allocate(q_bytes);     // tensors live here
 //   (*channel)->Submit(entry);                                  // filled as in proto/ring_layout.h
 //   wire::CompletionEntry done;
@@ -32,34 +32,34 @@
 namespace mla::client {
 
 struct SharedMemoryOptions {
-  std::string tenant;                // empty: the server's default tenant
-  bool ring = true;                  // false: a region for tensors of gRPC messages only
-  uint64_t bytes = 64u << 20;        // for tensors
-  uint32_t server_spin_us = 0;       // how long the server's thread should spin; it may grant less
-  uint32_t spin_us = 0;              // how long Wait spins before it sleeps
-  int32_t greet_timeout_ms = 10000;  // for the connection and the server's welcome together
-  int64_t server_uid = -1;           // a further user whose sockets are trusted (socket_owner.h)
+  std::string tenant;           // empty: the server's default tenant
+  bool ring = true;             // false: a region for tensors of gRPC messages only
+  uint64_t bytes = 64u << 20;   // for tensors
+  uint32_t server_spin_us = 0;  // how long the server's thread should spin; it may grant less
+  uint32_t spin_us = 0;         // how long Wait spins before it sleeps
+  int32_t connect_timeout_ms = 10000;  // for the connection and the server's connect_reply together
+  int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
 };
 
 class SharedMemory final {
  public:
-  // `door_path` is the server's shm.path. UNAVAILABLE when there is no server or it does not accept
-  // and reply within greet_timeout_ms, UNIMPLEMENTED when
+  // `shm_path` is the server's shm.path. UNAVAILABLE when there is no server or it does not accept
+  // and reply within connect_timeout_ms, UNIMPLEMENTED when
   // the memory is not sealed, sized and laid out as proto/ring_layout.h says, PERMISSION_DENIED for
   // a socket of another user (socket_owner.h), otherwise the status with which the server refused.
-  static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& door_path,
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& shm_path,
                                                                const SharedMemoryOptions& options);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  uint64_t boot_id() const { return welcome_.boot_id; }
+  uint64_t boot_id() const { return connect_reply_.boot_id; }
   std::string_view handle() const {
-    return {reinterpret_cast<const char*>(welcome_.handle), wire::kHandleBytes};
+    return {reinterpret_cast<const char*>(connect_reply_.handle), wire::kHandleBytes};
   }
   std::span<std::byte> region() const { return region_; }
-  uint64_t arena_bytes() const { return region_.size() - welcome_.arena_offset; }
-  uint32_t ring_entries() const { return welcome_.ring_entries; }
+  uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
+  uint32_t ring_entries() const { return connect_reply_.ring_entries; }
 
   // Memory for tensors, aligned to 64 bytes; empty when there is no contiguous room.
   std::span<std::byte> Allocate(uint64_t bytes);
@@ -91,7 +91,7 @@ class SharedMemory final {
 
  private:
   explicit SharedMemory(const SharedMemoryOptions& options) : options_(options) {}
-  absl::Status Greet(const std::string& door_path);
+  absl::Status Handshake(const std::string& shm_path);
   absl::Status Exchange(const std::string& path, std::chrono::steady_clock::time_point deadline,
                         int* descriptor, bool* closed);
   absl::Status CheckRegion(int descriptor) const;
@@ -103,7 +103,7 @@ class SharedMemory final {
 
   const SharedMemoryOptions options_;
   int socket_ = -1;
-  wire::Welcome welcome_{};
+  wire::ConnectReply connect_reply_{};
   std::span<std::byte> region_;
   wire::RingHeader* header_ = nullptr;
   wire::SubmissionEntry* submissions_ = nullptr;

@@ -42,9 +42,9 @@
 #include "server/attend/attend_message.h"
 #include "server/attend/attend_preparer.h"
 #include "server/config/config.h"
-#include "server/metrics/metrics.h"
-#include "server/memory/shared_region.h"
 #include "server/grpc/stream_call.h"
+#include "server/memory/shared_region.h"
+#include "server/metrics/metrics.h"
 
 namespace mla::server {
 

@@ -372,7 +372,7 @@ std::string UnixPath(const Config::Listen& listen, const std::string& runtime_fo
   return absl::StrCat(runtime_folder, "/mla-server-", port, ".sock");
 }
 
-std::string DoorPath(const Config::Shm& shm, const std::string& unix_path) {
+std::string ShmSocketPath(const Config::Shm& shm, const std::string& unix_path) {
   if (!shm.enabled || unix_path.empty()) return "";
   return shm.path == "auto" ? unix_path + ".shm" : shm.path;
 }

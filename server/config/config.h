@@ -91,7 +91,7 @@ struct Config {
   // The same-host path: docs/shared_memory.md.
   struct Shm {
     bool enabled = true;
-    std::string path = "auto";                  // of the door; auto: the unix socket's + ".shm"
+    std::string path = "auto";                  // of the listener; auto: the unix socket's + ".shm"
     int64_t region_bytes = int64_t{128} << 20;  // arena of one region
     int64_t total_bytes = int64_t{256} << 20;   // of all regions
     int32_t regions_max = 64;
@@ -202,8 +202,8 @@ std::string ReferenceMarkdown();
 // socket_files.h.
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder);
 
-// The path of the shared-memory door beside the unix socket at `unix_path`; empty: none.
-std::string DoorPath(const Config::Shm& shm, const std::string& unix_path);
+// The path of the shared-memory listener beside the unix socket at `unix_path`; empty: none.
+std::string ShmSocketPath(const Config::Shm& shm, const std::string& unix_path);
 
 // "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.
 bool IsLoopback(const std::string& address);

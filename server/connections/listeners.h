@@ -13,10 +13,10 @@
 #include "server/attend/attention_service.h"
 #include "server/config/config.h"
 #include "server/connections/connection_acceptor.h"
-#include "server/lifecycle/health_service.h"
-#include "server/grpc/stream_poller.h"
 #include "server/connections/tls_files.h"
 #include "server/connections/undecodable.h"
+#include "server/grpc/stream_poller.h"
+#include "server/lifecycle/health_service.h"
 
 namespace mla::server {
 

@@ -16,8 +16,8 @@
 #include "kernels/backend_registry.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "server/config/config.h"
-#include "server/lifecycle/drain.h"
 #include "server/control/rpc_context.h"
+#include "server/lifecycle/drain.h"
 #include "server/lifecycle/server_state.h"
 
 namespace mla::server {
@@ -28,7 +28,7 @@ struct AdminOptions {
   std::function<void()> exit;  // asks the process to stop
   std::vector<kernels::BackendRung> ladder;
   Config config;
-  bool shared_memory = false;  // the door is open
+  bool shared_memory = false;  // the listener is open
   // Figures for GetStats and WatchStatus, from a source that does not wait for a launch. Empty: the
   // engine's own.
   std::function<scheduler::EngineStats()> stats;

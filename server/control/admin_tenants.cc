@@ -6,8 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "server/control/admin_service.h"
 #include "server/grpc/grpc_status.h"
-#include "server/logging/logging.h"
 #include "server/grpc/request_validator.h"
+#include "server/logging/logging.h"
 
 namespace mla::server {
 namespace {

@@ -4,8 +4,8 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "server/grpc/request_validator.h"
 #include "server/control/weights_upload.h"
+#include "server/grpc/request_validator.h"
 
 namespace mla::server {
 namespace {

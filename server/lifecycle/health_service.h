@@ -25,8 +25,8 @@
 #include <thread>
 
 #include "grpc/health/v1/health.pb.h"
-#include "server/lifecycle/server_state.h"
 #include "server/grpc/stream_call.h"
+#include "server/lifecycle/server_state.h"
 
 namespace mla::server {
 

@@ -11,8 +11,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/grpc/grpc_status.h"
-#include "server/process/process_usage.h"
 #include "server/metrics/tenant_metrics.h"
+#include "server/process/process_usage.h"
 #include "server/process/version.h"
 
 namespace mla::server {

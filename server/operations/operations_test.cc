@@ -16,13 +16,13 @@
 
 #include "mla/v1/sequence.pb.h"
 #include "server/grpc/grpc_status.h"
-#include "server/logging/library_logs.h"
-#include "server/logging/logging.h"
-#include "server/process/memory_check.h"
-#include "server/metrics/metrics.h"
-#include "server/process/process_usage.h"
 #include "server/lifecycle/server_state.h"
 #include "server/lifecycle/watchdog.h"
+#include "server/logging/library_logs.h"
+#include "server/logging/logging.h"
+#include "server/metrics/metrics.h"
+#include "server/process/memory_check.h"
+#include "server/process/process_usage.h"
 
 namespace mla::server {
 namespace {

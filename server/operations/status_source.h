@@ -13,11 +13,11 @@
 #include "kernels/backend_registry.h"
 #include "scheduler/engine.h"
 #include "server/config/config.h"
-#include "server/metrics/metrics.h"
+#include "server/connections/tls_files.h"
 #include "server/lifecycle/server_state.h"
 #include "server/memory/staging_pool.h"
+#include "server/metrics/metrics.h"
 #include "server/operations/status_page.h"
-#include "server/connections/tls_files.h"
 
 namespace mla::server {
 

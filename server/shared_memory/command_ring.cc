@@ -98,7 +98,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
       requests_(options_.metrics->ForTenant(options_.tenant)),
       request_arena_(InitialBlock(&request_block_)),
       reply_arena_(InitialBlock(&reply_block_)) {
-  header_->magic = wire::kDoorMagic;
+  header_->magic = wire::kHandshakeMagic;
   header_->entries = options_.entries;
   header_->submissions_offset = wire::SubmissionsOffset();
   header_->completions_offset = wire::CompletionsOffset(options_.entries);

@@ -37,8 +37,8 @@
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
 #include "server/attend/attend_preparer.h"
-#include "server/metrics/metrics.h"
 #include "server/memory/shared_region.h"
+#include "server/metrics/metrics.h"
 
 namespace mla::server {
 

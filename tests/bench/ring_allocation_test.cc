@@ -16,7 +16,7 @@
 #include "scheduler/engine.h"
 #include "server/logging/logging.h"
 #include "server/metrics/metrics.h"
-#include "server/shared_memory/shared_memory_door.h"
+#include "server/shared_memory/shared_memory_listener.h"
 #include "tests/bench/null_backend.h"
 
 namespace mla::bench {
@@ -52,23 +52,23 @@ class RingAllocationTest : public testing::Test {
     sequence_ = *engine_->OpenSequence(open, &fault);
     char name[] = "/tmp/mla-ring-XXXXXX";
     folder_ = mkdtemp(name);
-    server::SharedMemoryDoorOptions door;
-    door.engine = engine_.get();
-    door.regions = &regions_;
-    door.metrics = &metrics_;
-    door.pool = std::make_shared<server::AttendMessagePool>(*engine_->AllocateHost(size_t{1} << 20),
-                                                            engine_->tenants());
-    door.path = folder_ + "/door";
-    door_ = *server::SharedMemoryDoor::Open(std::move(door));
+    server::SharedMemoryListenerOptions listener;
+    listener.engine = engine_.get();
+    listener.regions = &regions_;
+    listener.metrics = &metrics_;
+    listener.pool = std::make_shared<server::AttendMessagePool>(
+        *engine_->AllocateHost(size_t{1} << 20), engine_->tenants());
+    listener.path = folder_ + "/shm";
+    listener_ = *server::SharedMemoryListener::Open(std::move(listener));
     client::SharedMemoryOptions memory;
     memory.bytes = 1 << 20;
-    ring_ = *client::SharedMemory::Connect(folder_ + "/door", memory);
+    ring_ = *client::SharedMemory::Connect(folder_ + "/shm", memory);
     block_ = ring_->Allocate(8192);
   }
 
   ~RingAllocationTest() override {
     ring_.reset();
-    door_.reset();
+    listener_.reset();
     rmdir(folder_.c_str());
   }
 
@@ -122,7 +122,7 @@ class RingAllocationTest : public testing::Test {
   std::unique_ptr<scheduler::Engine> engine_;
   server::SharedRegionTable regions_{{1 << 20, 4 << 20, 4, 4}, {}};
   std::string folder_;
-  std::unique_ptr<server::SharedMemoryDoor> door_;
+  std::unique_ptr<server::SharedMemoryListener> listener_;
   std::unique_ptr<client::SharedMemory> ring_;
   std::span<std::byte> block_;
   scheduler::SequenceInfo sequence_;

@@ -19,14 +19,14 @@
 #include "proto/transport.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
-#include "server/control/admin_service.h"
 #include "server/attend/attention_service.h"
-#include "server/logging/logging.h"
-#include "server/metrics/metrics.h"
+#include "server/control/admin_service.h"
 #include "server/control/sequence_service.h"
-#include "server/shared_memory/shared_memory_door.h"
 #include "server/grpc/stream_call.h"
 #include "server/grpc/stream_poller.h"
+#include "server/logging/logging.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/shared_memory_listener.h"
 #include "tests/bench/null_backend.h"
 #include "tests/bench/touch_team.h"
 
@@ -200,18 +200,18 @@ void AddModel(scheduler::Engine& engine, uint32_t layers) {
   if (!missing.ok()) Die(missing.status());
 }
 
-std::unique_ptr<server::SharedMemoryDoor> OpenDoor(const server::WireContext& wire,
-                                                   const server::Config::Shm& shm,
-                                                   const std::string& path) {
-  server::SharedMemoryDoorOptions door;
-  door.engine = wire.engine;
-  door.regions = wire.regions;
-  door.metrics = wire.metrics;
-  door.pool = wire.pool;
-  door.boot_id = wire.boot_id;
-  door.path = path;
-  door.shm = shm;
-  auto opened = server::SharedMemoryDoor::Open(std::move(door));
+std::unique_ptr<server::SharedMemoryListener> OpenListener(const server::WireContext& wire,
+                                                           const server::Config::Shm& shm,
+                                                           const std::string& path) {
+  server::SharedMemoryListenerOptions listener;
+  listener.engine = wire.engine;
+  listener.regions = wire.regions;
+  listener.metrics = wire.metrics;
+  listener.pool = wire.pool;
+  listener.boot_id = wire.boot_id;
+  listener.path = path;
+  listener.shm = shm;
+  auto opened = server::SharedMemoryListener::Open(std::move(listener));
   if (!opened.ok()) Die(opened.status());
   return *std::move(opened);
 }
@@ -267,7 +267,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   bare.Serve(&poller);
   attention.Serve(&poller);
   poller.Start();
-  auto door = OpenDoor(wire, config.shm, folder + "/s.shm");
+  auto listener = OpenListener(wire, config.shm, folder + "/s.shm");
   shared->ready = 1;
   while (shared->stop.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -276,7 +276,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
     shared->copied_bytes = metrics.wire().copied_bytes.load();
     shared->allocations = kernels::testing::Allocations();
   }
-  door.reset();
+  listener.reset();
   grpc_server->Shutdown(std::chrono::system_clock::now());
   attention.Stop();
   poller.Stop();

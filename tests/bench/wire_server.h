@@ -37,8 +37,8 @@ struct Shared {
   std::atomic<int64_t> allocations{0};  // of the whole process
 };
 
-// Serves unix:`folder`/s and the door `folder`/s.shm until shared->stop, with a model of that many
-// layers.
+// Serves unix:`folder`/s and the listener `folder`/s.shm until shared->stop, with a model of that
+// many layers.
 void Serve(const std::string& folder, Shared* shared, uint32_t layers = kLayers);
 
 }  // namespace mla::bench

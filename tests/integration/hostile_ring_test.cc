@@ -48,7 +48,7 @@ class HostileRingTest : public testing::Test {
           config.shm.regions_max = 8;
         }),
         client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))),
-        connection_(DoorOf(server_)) {
+        connection_(ShmPathOf(server_)) {
     const std::span<std::byte> region = connection_.Open("", kArenaBytes, /*ring=*/true);
     EXPECT_FALSE(region.empty());
     ring_.emplace(region, connection_.reply().ring_entries);
@@ -103,7 +103,7 @@ class HostileRingTest : public testing::Test {
   // Regions of other tenants, on both sides of what has been mapped so far.
   void OpenNeighbours() {
     for (const char* tenant : {"b", "c"}) {
-      neighbours_.push_back(std::make_unique<ShmConnection>(DoorOf(server_)));
+      neighbours_.push_back(std::make_unique<ShmConnection>(ShmPathOf(server_)));
       const std::span<std::byte> region =
           neighbours_.back()->Open(tenant, kArenaBytes, /*ring=*/false);
       ASSERT_FALSE(region.empty());
@@ -301,7 +301,7 @@ TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
   for (int one = dup(late); one >= 0; one = dup(late)) taken.push_back(one);
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  DoorOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ShmPathOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
   ASSERT_EQ(connect(late, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
   pollfd ended{late, POLLIN | POLLRDHUP, 0};
   EXPECT_EQ(poll(&ended, 1, 20000), 1);
@@ -315,7 +315,7 @@ TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before_limit), 0);
   const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
   EXPECT_EQ(metrics.find("mla_shm_connections_refused_total 0\n"), std::string::npos);
-  ShmConnection again(DoorOf(server_));
+  ShmConnection again(ShmPathOf(server_));
   EXPECT_FALSE(again.Open("", kArenaBytes, /*ring=*/true).empty());
 }
 

@@ -39,7 +39,7 @@ constexpr uint64_t kArenaBytes = 65536;
 
 // What a server hands out, to be spoilt.
 struct Offer {
-  wire::Welcome welcome{};
+  wire::ConnectReply connect_reply{};
   uint64_t memory_bytes = wire::RingBytes(kEntries) + kArenaBytes;
   int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   bool with_memory = true;
@@ -48,11 +48,11 @@ struct Offer {
 
 Offer GoodOffer() {
   Offer offer;
-  offer.welcome.magic = offer.header.magic = wire::kDoorMagic;
-  offer.welcome.version = wire::kDoorVersion;
-  offer.welcome.ring_entries = offer.header.entries = kEntries;
-  offer.welcome.region_bytes = offer.memory_bytes;
-  offer.welcome.arena_offset = wire::RingBytes(kEntries);
+  offer.connect_reply.magic = offer.header.magic = wire::kHandshakeMagic;
+  offer.connect_reply.version = wire::kHandshakeVersion;
+  offer.connect_reply.ring_entries = offer.header.entries = kEntries;
+  offer.connect_reply.region_bytes = offer.memory_bytes;
+  offer.connect_reply.arena_offset = wire::RingBytes(kEntries);
   offer.header.submissions_offset = wire::SubmissionsOffset();
   offer.header.completions_offset = wire::CompletionsOffset(kEntries);
   offer.header.replies_offset = wire::RepliesOffset(kEntries);
@@ -69,7 +69,7 @@ void Send(int connection, const Offer& offer) {
   if (offer.seals != 0) {
     ASSERT_EQ(fcntl(memory, F_ADD_SEALS, offer.seals), 0);
   }
-  iovec part{const_cast<wire::Welcome*>(&offer.welcome), sizeof(offer.welcome)};
+  iovec part{const_cast<wire::ConnectReply*>(&offer.connect_reply), sizeof(offer.connect_reply)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
   message.msg_iov = &part;
@@ -84,7 +84,7 @@ void Send(int connection, const Offer& offer) {
     std::memcpy(CMSG_DATA(first), &memory, sizeof(memory));
   }
   EXPECT_EQ(sendmsg(connection, &message, MSG_NOSIGNAL),
-            static_cast<ssize_t>(sizeof(offer.welcome)));
+            static_cast<ssize_t>(sizeof(offer.connect_reply)));
   close(memory);
 }
 
@@ -100,7 +100,7 @@ absl::Status ConnectTo(const Offer& offer) {
   EXPECT_EQ(listen(listener, 1), 0);
   std::thread server([&] {
     const int connection = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-    wire::Hello request;
+    wire::ConnectRequest request;
     EXPECT_EQ(recv(connection, &request, sizeof(request), 0),
               static_cast<ssize_t>(sizeof(request)));
     Send(connection, offer);
@@ -162,7 +162,7 @@ TEST(HostileServerTest, AListenerThatAcceptsNothingIsGivenUp) {
   ASSERT_FALSE(queued.empty());
   auto connecting = std::async(std::launch::async, [&listener] {
     client::SharedMemoryOptions options;
-    options.greet_timeout_ms = 50;
+    options.connect_timeout_ms = 50;
     return SharedMemory::Connect(listener.path(), options).status();
   });
   EXPECT_EQ(connecting.wait_for(std::chrono::seconds(20)), std::future_status::ready);
@@ -180,7 +180,7 @@ TEST(HostileServerTest, AConnectionThatIsClosedWithoutAReplyIsTriedAgain) {
   std::thread server([&listener] {
     for (int i = 0; i < 2; ++i) close(accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC));
     const int connection = accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC);
-    wire::Hello request;
+    wire::ConnectRequest request;
     EXPECT_EQ(recv(connection, &request, sizeof(request), 0),
               static_cast<ssize_t>(sizeof(request)));
     Send(connection, GoodOffer());
@@ -219,14 +219,14 @@ TEST(HostileServerTest, RegionsThatAreNotAsAgreedAreRefused) {
       {"region", [](Offer& o) { o.seals = F_SEAL_GROW; }},
       {"region_bytes", [](Offer& o) { o.memory_bytes -= 4096; }},
       {"region_bytes", [](Offer& o) { o.memory_bytes = 0; }},
-      {"region_bytes", [](Offer& o) { o.welcome.region_bytes = uint64_t{1} << 40; }},
-      {"region_bytes", [](Offer& o) { o.welcome.region_bytes = o.memory_bytes -= 4096; }},
-      {"ring_entries", [](Offer& o) { o.welcome.ring_entries = 0; }},
-      {"ring_entries", [](Offer& o) { o.welcome.ring_entries = 15; }},
-      {"ring_entries", [](Offer& o) { o.welcome.ring_entries = 1u << 31; }},
-      {"arena_offset", [](Offer& o) { o.welcome.ring_entries = 2 * kEntries; }},
-      {"arena_offset", [](Offer& o) { o.welcome.arena_offset = o.memory_bytes + 64; }},
-      {"arena_offset", [](Offer& o) { o.welcome.arena_offset = 0; }},
+      {"region_bytes", [](Offer& o) { o.connect_reply.region_bytes = uint64_t{1} << 40; }},
+      {"region_bytes", [](Offer& o) { o.connect_reply.region_bytes = o.memory_bytes -= 4096; }},
+      {"ring_entries", [](Offer& o) { o.connect_reply.ring_entries = 0; }},
+      {"ring_entries", [](Offer& o) { o.connect_reply.ring_entries = 15; }},
+      {"ring_entries", [](Offer& o) { o.connect_reply.ring_entries = 1u << 31; }},
+      {"arena_offset", [](Offer& o) { o.connect_reply.ring_entries = 2 * kEntries; }},
+      {"arena_offset", [](Offer& o) { o.connect_reply.arena_offset = o.memory_bytes + 64; }},
+      {"arena_offset", [](Offer& o) { o.connect_reply.arena_offset = 0; }},
       {"magic", [](Offer& o) { o.header.magic ^= 1; }},
       {"entries", [](Offer& o) { o.header.entries = 32; }},
       {"submissions_offset", [](Offer& o) { o.header.submissions_offset += 64; }},
@@ -303,7 +303,7 @@ TEST(HostileServerTest, NothingIsSentToASocketOfAnother) {
   close(listens[0]);
   client::SharedMemoryOptions shared;
   shared.bytes = kArenaBytes;
-  shared.greet_timeout_ms = 100;
+  shared.connect_timeout_ms = 100;
   const absl::Status peer = SharedMemory::Connect(path, shared).status();
   EXPECT_TRUE(absl::IsPermissionDenied(peer)) << peer;
   kill(child, SIGKILL);

@@ -106,14 +106,14 @@ TEST(ThreadShortageTest, ARingWithoutAThreadIsRefused) {
   const TestServer server;
   client::SharedMemoryOptions options;
   options.bytes = 4096;
-  const std::string door = server.folder().File("mla.sock") + ".shm";
+  const std::string listener = server.folder().File("mla.sock") + ".shm";
   may_make_threads = true;
   others_may = false;
-  const absl::Status refused = client::SharedMemory::Connect(door, options).status();
+  const absl::Status refused = client::SharedMemory::Connect(listener, options).status();
   others_may = true;
   EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
   EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr("no thread for the ring"));
-  EXPECT_TRUE(client::SharedMemory::Connect(door, options).ok());
+  EXPECT_TRUE(client::SharedMemory::Connect(listener, options).ok());
 }
 
 }  // namespace

@@ -97,10 +97,10 @@ ShmConnection::~ShmConnection() {
   if (socket_ >= 0) close(socket_);
 }
 
-wire::Hello ShmConnection::Request(const std::string& tenant, uint64_t bytes, bool ring) {
-  wire::Hello request{};
-  request.magic = wire::kDoorMagic;
-  request.version = wire::kDoorVersion;
+wire::ConnectRequest ShmConnection::Request(const std::string& tenant, uint64_t bytes, bool ring) {
+  wire::ConnectRequest request{};
+  request.magic = wire::kHandshakeMagic;
+  request.version = wire::kHandshakeVersion;
   request.flags = ring ? wire::kWantRing : 0;
   request.bytes = bytes;
   tenant.copy(request.tenant, sizeof(request.tenant) - 1);
@@ -111,7 +111,7 @@ bool ShmConnection::Send(const void* data, size_t size) const {
   return send(socket_, data, size, MSG_NOSIGNAL) == static_cast<ssize_t>(size);
 }
 
-std::optional<wire::Welcome> ShmConnection::Receive(std::chrono::milliseconds timeout) {
+std::optional<wire::ConnectReply> ShmConnection::Receive(std::chrono::milliseconds timeout) {
   pollfd ready{socket_, POLLIN, 0};
   if (poll(&ready, 1, static_cast<int>(timeout.count())) != 1) return std::nullopt;
   iovec part{&reply_, sizeof(reply_)};
@@ -140,7 +140,7 @@ bool ShmConnection::Ended(std::chrono::milliseconds timeout) const {
 }
 
 std::span<std::byte> ShmConnection::Open(const std::string& tenant, uint64_t bytes, bool ring) {
-  const wire::Hello request = Request(tenant, bytes, ring);
+  const wire::ConnectRequest request = Request(tenant, bytes, ring);
   if (!connected() || !Send(&request, sizeof(request))) return {};
   const auto reply = Receive(std::chrono::seconds(10));
   return reply.has_value() && reply->code == 0 ? region_ : std::span<std::byte>();

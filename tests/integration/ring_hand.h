@@ -58,13 +58,13 @@ class ShmConnection final {
   ShmConnection& operator=(const ShmConnection&) = delete;
 
   // A packet that a correct client would send.
-  static wire::Hello Request(const std::string& tenant, uint64_t bytes, bool ring);
+  static wire::ConnectRequest Request(const std::string& tenant, uint64_t bytes, bool ring);
 
   bool connected() const { return socket_ >= 0; }
   bool Send(const void* data, size_t size) const;
   // The server's reply; nothing when the server ended the connection or `timeout` has passed. The
   // region that comes with it is mapped.
-  std::optional<wire::Welcome> Receive(std::chrono::milliseconds timeout);
+  std::optional<wire::ConnectReply> Receive(std::chrono::milliseconds timeout);
   // True once the server has ended the connection, which is waited for until `timeout`.
   bool Ended(std::chrono::milliseconds timeout) const;
   // Sends Request and maps the region. Empty when the server refused.
@@ -72,12 +72,12 @@ class ShmConnection final {
 
   std::span<std::byte> region() const { return region_; }
   int descriptor() const { return descriptor_; }  // of the region; -1: none
-  const wire::Welcome& reply() const { return reply_; }
+  const wire::ConnectReply& reply() const { return reply_; }
 
  private:
   int socket_ = -1;
   int descriptor_ = -1;
-  wire::Welcome reply_{};
+  wire::ConnectReply reply_{};
   std::span<std::byte> region_;
 };
 

@@ -297,37 +297,37 @@ TEST_F(RingTest, ServerRestartEndsTheRing) {
   EXPECT_FALSE(client_->OpenSequence("m").ok());
 }
 
-// The door itself, spoken to without the library.
-class DoorTest : public testing::Test {
+// The listener itself, spoken to without the library.
+class ListenerTest : public testing::Test {
  protected:
-  DoorTest() : client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))) {}
-  ~DoorTest() override {
+  ListenerTest() : client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))) {}
+  ~ListenerTest() override {
     for (const int one : open_) close(one);
   }
 
-  int Knock() {
+  int ConnectRaw() {
     const int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     open_.push_back(connection);
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
-    DoorOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
+    ShmPathOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
     EXPECT_EQ(connect(connection, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
     const timeval patience{10, 0};
     setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
     return connection;
   }
 
-  static wire::Hello Greeting() {
-    wire::Hello hello{};
-    hello.magic = wire::kDoorMagic;
-    hello.version = wire::kDoorVersion;
-    hello.bytes = 1 << 20;
-    return hello;
+  static wire::ConnectRequest Handshake() {
+    wire::ConnectRequest connect_request{};
+    connect_request.magic = wire::kHandshakeMagic;
+    connect_request.version = wire::kHandshakeVersion;
+    connect_request.bytes = 1 << 20;
+    return connect_request;
   }
 
   // The answer's bytes, 0 when the connection was ended; `memory` gets the descriptor, if any.
-  ssize_t Answer(int connection, wire::Welcome* welcome, int* memory) {
-    iovec part{welcome, sizeof(*welcome)};
+  ssize_t Answer(int connection, wire::ConnectReply* connect_reply, int* memory) {
+    iovec part{connect_reply, sizeof(*connect_reply)};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
     msghdr message{};
     message.msg_iov = &part;
@@ -348,21 +348,23 @@ class DoorTest : public testing::Test {
   std::vector<int> open_;
 };
 
-TEST_F(DoorTest, OnlyItsOwnersMayKnock) {
-  struct stat door {};
-  ASSERT_EQ(stat(DoorOf(server_).c_str(), &door), 0);
-  EXPECT_TRUE(S_ISSOCK(door.st_mode));
-  EXPECT_EQ(door.st_mode & 0177, 0u);
+TEST_F(ListenerTest, OnlyItsOwnersMayConnect) {
+  struct stat listener {};
+  ASSERT_EQ(stat(ShmPathOf(server_).c_str(), &listener), 0);
+  EXPECT_TRUE(S_ISSOCK(listener.st_mode));
+  EXPECT_EQ(listener.st_mode & 0177, 0u);
 }
 
-TEST_F(DoorTest, MemoryCannotBeResizedUnderTheServer) {
-  const int connection = Knock();
-  const wire::Hello hello = Greeting();
-  ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
-  wire::Welcome welcome{};
+TEST_F(ListenerTest, MemoryCannotBeResizedUnderTheServer) {
+  const int connection = ConnectRaw();
+  const wire::ConnectRequest connect_request = Handshake();
+  ASSERT_EQ(send(connection, &connect_request, sizeof(connect_request), 0),
+            static_cast<ssize_t>(sizeof(connect_request)));
+  wire::ConnectReply connect_reply{};
   int memory = -1;
-  ASSERT_EQ(Answer(connection, &welcome, &memory), static_cast<ssize_t>(sizeof(welcome)));
-  ASSERT_EQ(welcome.code, 0);
+  ASSERT_EQ(Answer(connection, &connect_reply, &memory),
+            static_cast<ssize_t>(sizeof(connect_reply)));
+  ASSERT_EQ(connect_reply.code, 0);
   ASSERT_GE(memory, 0);
   EXPECT_EQ(ftruncate(memory, 0), -1);
   EXPECT_EQ(ftruncate(memory, 64 << 20), -1);
@@ -372,42 +374,46 @@ TEST_F(DoorTest, MemoryCannotBeResizedUnderTheServer) {
             F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
 }
 
-TEST_F(DoorTest, GarbageEndsTheConnection) {
-  wire::Hello other = Greeting();
+TEST_F(ListenerTest, GarbageEndsTheConnection) {
+  wire::ConnectRequest other = Handshake();
   other.magic ^= 1;
   const std::string wrong(reinterpret_cast<const char*>(&other), sizeof(other));
-  other = Greeting();
+  other = Handshake();
   const std::string right(reinterpret_cast<const char*>(&other), sizeof(other));
   const std::string short_bytes = right.substr(0, right.size() - 1), long_bytes = right + "x";
   for (const std::string& bytes : {short_bytes, long_bytes, wrong}) {
-    const int connection = Knock();
+    const int connection = ConnectRaw();
     ASSERT_EQ(send(connection, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
-    wire::Welcome welcome{};
+    wire::ConnectReply connect_reply{};
     int memory = -1;
-    EXPECT_EQ(Answer(connection, &welcome, &memory), 0) << bytes.size();
+    EXPECT_EQ(Answer(connection, &connect_reply, &memory), 0) << bytes.size();
   }
-  other = Greeting();
+  other = Handshake();
   other.version += 1;
-  const int connection = Knock();
+  const int connection = ConnectRaw();
   ASSERT_EQ(send(connection, &other, sizeof(other), 0), static_cast<ssize_t>(sizeof(other)));
-  wire::Welcome welcome{};
+  wire::ConnectReply connect_reply{};
   int memory = -1;
-  EXPECT_EQ(Answer(connection, &welcome, &memory), static_cast<ssize_t>(sizeof(welcome)));
-  EXPECT_EQ(welcome.code, static_cast<int>(StatusCode::kUnimplemented));
+  EXPECT_EQ(Answer(connection, &connect_reply, &memory),
+            static_cast<ssize_t>(sizeof(connect_reply)));
+  EXPECT_EQ(connect_reply.code, static_cast<int>(StatusCode::kUnimplemented));
   EXPECT_EQ(memory, -1);
   EXPECT_EQ(client_->GetStats()->shared_regions(), 0u);
 }
 
-TEST_F(DoorTest, AnythingAfterTheGreetingEndsTheRegion) {
-  const int connection = Knock();
-  const wire::Hello hello = Greeting();
-  ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
-  wire::Welcome welcome{};
+TEST_F(ListenerTest, AnythingAfterTheHandshakeEndsTheRegion) {
+  const int connection = ConnectRaw();
+  const wire::ConnectRequest connect_request = Handshake();
+  ASSERT_EQ(send(connection, &connect_request, sizeof(connect_request), 0),
+            static_cast<ssize_t>(sizeof(connect_request)));
+  wire::ConnectReply connect_reply{};
   int memory = -1;
-  ASSERT_GT(Answer(connection, &welcome, &memory), 0);
+  ASSERT_GT(Answer(connection, &connect_reply, &memory), 0);
   EXPECT_EQ(client_->GetStats()->shared_regions(), 1u);
-  ASSERT_EQ(send(connection, &hello, sizeof(hello), 0), static_cast<ssize_t>(sizeof(hello)));
-  EXPECT_LE(Answer(connection, &welcome, &memory), 0);  // ended, or reset with what was not read
+  ASSERT_EQ(send(connection, &connect_request, sizeof(connect_request), 0),
+            static_cast<ssize_t>(sizeof(connect_request)));
+  EXPECT_LE(Answer(connection, &connect_reply, &memory),
+            0);  // ended, or reset with what was not read
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
 }
 

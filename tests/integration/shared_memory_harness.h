@@ -25,7 +25,9 @@ inline client::ClientOptions Over(client::ClientOptions::Transport transport,
   return options;
 }
 
-inline std::string DoorOf(const TestServer& server) { return server.folder().File("mla.sock.shm"); }
+inline std::string ShmPathOf(const TestServer& server) {
+  return server.folder().File("mla.sock.shm");
+}
 
 inline std::unique_ptr<client::SharedMemory> Region(const TestServer& server, bool ring,
                                                     const std::string& tenant = "",
@@ -34,7 +36,7 @@ inline std::unique_ptr<client::SharedMemory> Region(const TestServer& server, bo
   options.ring = ring;
   options.tenant = tenant;
   options.bytes = bytes;
-  auto region = client::SharedMemory::Connect(DoorOf(server), options);
+  auto region = client::SharedMemory::Connect(ShmPathOf(server), options);
   EXPECT_TRUE(region.ok()) << region.status();
   return region.ok() ? *std::move(region) : nullptr;
 }

@@ -278,19 +278,19 @@ TEST_F(SharedTensorsTest, RegionsAreBounded) {
   for (int i = 0; i < 20 && refused.ok(); ++i) {
     SharedMemoryOptions options;
     options.bytes = 65536;
-    auto region = SharedMemory::Connect(DoorOf(server_), options);
+    auto region = SharedMemory::Connect(ShmPathOf(server_), options);
     refused = region.status();
     if (region.ok()) regions.push_back(*std::move(region));
   }
   EXPECT_EQ(regions.size(), 15u);  // and the fixture's own
   EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused;
-  EXPECT_TRUE(SharedMemory::Connect(DoorOf(server_), other).ok());
+  EXPECT_TRUE(SharedMemory::Connect(ShmPathOf(server_), other).ok());
   regions.clear();
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 1; }));
-  EXPECT_TRUE(SharedMemory::Connect(DoorOf(server_), {}).ok());
-  EXPECT_EQ(SharedMemory::Connect(DoorOf(server_), too_large).status().code(),
+  EXPECT_TRUE(SharedMemory::Connect(ShmPathOf(server_), {}).ok());
+  EXPECT_EQ(SharedMemory::Connect(ShmPathOf(server_), too_large).status().code(),
             StatusCode::kInvalidArgument);
-  EXPECT_EQ(SharedMemory::Connect(DoorOf(server_), unnamed).status().code(),
+  EXPECT_EQ(SharedMemory::Connect(ShmPathOf(server_), unnamed).status().code(),
             StatusCode::kInvalidArgument);
 }
 
@@ -305,7 +305,7 @@ TEST(SharedMemoryTest, MemoryForRegionsIsLeftToOtherTenants) {
     SharedMemoryOptions options;
     options.tenant = tenant;
     options.bytes = kBytes / 2;
-    return SharedMemory::Connect(DoorOf(server), options);
+    return SharedMemory::Connect(ShmPathOf(server), options);
   };
   std::vector<std::unique_ptr<SharedMemory>> regions;
   absl::Status refused;

@@ -17,9 +17,9 @@
 
 #include "client/cpp/shared_memory.h"
 #include "gtest/gtest.h"
-#include "server/metrics/metrics.h"
-#include "server/shared_memory/shared_memory_door.h"
 #include "server/memory/shared_region.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/shared_memory_listener.h"
 #include "tests/integration/ring_hand.h"
 
 namespace mla::integration {
@@ -29,8 +29,8 @@ using client::SharedMemory;
 using server::Metrics;
 using server::RegionHooks;
 using server::RegionLimits;
-using server::SharedMemoryDoor;
-using server::SharedMemoryDoorOptions;
+using server::SharedMemoryListener;
+using server::SharedMemoryListenerOptions;
 using server::SharedRegionTable;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
@@ -59,7 +59,7 @@ class SilentConnectionsTest : public ::testing::Test {
 
   // `in_all` connections without a request, `of_user` of one user.
   void Listen(int in_all, int of_user, int64_t handshake_ms = 3'600'000) {
-    SharedMemoryDoorOptions options;
+    SharedMemoryListenerOptions options;
     options.regions = regions_.get();
     options.metrics = &metrics_;
     options.boot_id = 7;
@@ -73,7 +73,7 @@ class SilentConnectionsTest : public ::testing::Test {
       ++accepted_;
       return std::optional<uid_t>(user_);
     };
-    auto opened = SharedMemoryDoor::Open(std::move(options));
+    auto opened = SharedMemoryListener::Open(std::move(options));
     ASSERT_TRUE(opened.ok()) << opened.status();
     listener_ = *std::move(opened);
   }
@@ -116,7 +116,7 @@ class SilentConnectionsTest : public ::testing::Test {
   std::atomic<uid_t> user_{kFlood};
   std::function<void()> before_room_;  // by the listener, once, when it has accepted a connection
   std::unique_ptr<SharedRegionTable> regions_;
-  std::unique_ptr<SharedMemoryDoor> listener_;
+  std::unique_ptr<SharedMemoryListener> listener_;
   std::vector<std::unique_ptr<ShmConnection>> silent_;
 };
 
@@ -150,7 +150,7 @@ TEST_F(SilentConnectionsTest, TheUserWithMostMakesRoomForAnother) {
 TEST_F(SilentConnectionsTest, ARequestThatHasComeIsServed) {
   Listen(/*in_all=*/1, /*of_user=*/1);
   const auto client = Connect(kFlood);
-  const wire::Hello request = ShmConnection::Request("a", 4096, /*ring=*/false);
+  const wire::ConnectRequest request = ShmConnection::Request("a", 4096, /*ring=*/false);
   before_room_ = [&] { EXPECT_TRUE(client->Send(&request, sizeof(request))); };
   ConnectSilently(kFlood, 1);
   const auto reply = client->Receive(seconds(20));
@@ -192,7 +192,7 @@ TEST_F(SilentConnectionsTest, RequestsThatWaitAreBounded) {
   ASSERT_EQ(Enter("a"), absl::OkStatus());
   ASSERT_TRUE(Becomes([&] { return closing_ == 1; }));
   std::vector<std::unique_ptr<ShmConnection>> clients;
-  const wire::Hello request = ShmConnection::Request("a", 4096, /*ring=*/false);
+  const wire::ConnectRequest request = ShmConnection::Request("a", 4096, /*ring=*/false);
   const auto ask = [&](uid_t user) {
     clients.push_back(Connect(user));
     EXPECT_TRUE(clients.back()->Send(&request, sizeof(request)));

@@ -38,8 +38,8 @@ class Party {
       : stream_step_(first_step),
         ring_step_(first_step + 1),
         client_(server.Connect(Over(client::ClientOptions::Transport::kGrpc, tenant))),
-        tensors_(DoorOf(server)),
-        ring_connection_(DoorOf(server)),
+        tensors_(ShmPathOf(server)),
+        ring_connection_(ShmPathOf(server)),
         stub_(v1::Attention::NewStub(
             grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()))) {
     EXPECT_TRUE(client_->RegisterModel(SpecOf(Dims(), "m")).ok());

@@ -22,7 +22,7 @@ from mla_client.operations import Operations
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
-from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, door_of,
+from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
                                   unix_path_of)
 from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, SequenceState,
                               WeightsStatus)
@@ -75,9 +75,9 @@ class Client(Service, Operations):
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
-                 secure: bool = False, transport: str = "auto", door: str = "",
+                 secure: bool = False, transport: str = "auto", shm_path: str = "",
                  shared_bytes: Optional[int] = None, spin_us: int = 20) -> None:
-        """Takes over a channel; `connect` makes one and explains the options. `door` is the path of
+        """Takes over a channel; `connect` makes one and explains the options. `shm_path` is the path of
         the server's shared-memory socket; empty: there is none."""
         self.timeout_s = timeout_s
         self.client_id = client_id or "py-" + secrets.token_hex(8)
@@ -102,7 +102,7 @@ class Client(Service, Operations):
         # What a sequence gets that asks for none.
         self._default_lease_ms = lease_ms or info.limits.sequence_lease_ms
         self._maker = StreamMaker(channel, self._metadata, info, self._see_boot_id,
-                                  transport=transport, door=door, tenant=tenant,
+                                  transport=transport, shm_path=shm_path, tenant=tenant,
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
                                   spin_us=spin_us, timeout_s=timeout_s)
         self.message_bytes = self._maker.inline_bytes  # of gRPC messages
@@ -135,7 +135,7 @@ class Client(Service, Operations):
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
         """
-        for path in (unix_path_of(target), door_of(target)):
+        for path in (unix_path_of(target), shm_path_of(target)):
             check_socket_owner(path, server_uid)
         bound = max(STOCK_MESSAGE_BYTES, message_bytes)
         arguments = [("grpc.max_receive_message_length", bound),
@@ -149,7 +149,7 @@ class Client(Service, Operations):
         try:
             return cls(channel, tenant=tenant, client_id=client_id, timeout_s=timeout_s,
                        message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
-                       transport=transport, door=door_of(target) if tls is None else "",
+                       transport=transport, shm_path=shm_path_of(target) if tls is None else "",
                        shared_bytes=shared_bytes, spin_us=spin_us)
         except BaseException:
             channel.close()

@@ -1,6 +1,6 @@
 """Shared memory with a server of the same host: a region, and tensors in its arena.
 
-The server makes the region and passes it through the door, a socket beside its own; every byte of
+The server makes the region and passes it through a socket beside its own; every byte of
 that exchange, and of the ring that may stand at the region's front, is defined in the repository's
 proto/ring_layout.h and checked here. When the connection ends the server forgets the region: the
 memory stays readable, but nothing reaches the server through it any more.
@@ -26,13 +26,13 @@ import numpy.typing as npt
 from mla_client import errors, wire
 from mla_client.types import AttendArgs, Buffers, DType, Geometry, Profile
 
-DOOR_MAGIC = 0x314D4853  # "SHM1"
-DOOR_VERSION = 1
+HANDSHAKE_MAGIC = 0x314D4853  # "SHM1"
+HANDSHAKE_VERSION = 1
 WANT_RING = 1
 ALIGNMENT = 64
 TEXT_BYTES = 128
-HELLO = struct.Struct("<IHHQII128s")
-WELCOME = struct.Struct("<IHHiI16sQQQII128s")
+CONNECT_REQUEST = struct.Struct("<IHHQII128s")
+CONNECT_REPLY = struct.Struct("<IHHiI16sQQQII128s")
 # magic, entries, offsets of submissions, completions and reply slots.
 RING_HEADER = struct.Struct("<IIQQQ")
 RING_HEADER_BYTES = 320
@@ -53,7 +53,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Welcome(NamedTuple):
+class ConnectReply(NamedTuple):
     """What the server says about the region that it made."""
 
     magic: int
@@ -95,23 +95,23 @@ class Placement:
 class SharedMemory:
     """A region and the connection that keeps it."""
 
-    def __init__(self, connection: socket.socket, welcome: Welcome, descriptor: int) -> None:
+    def __init__(self, connection: socket.socket, connect_reply: ConnectReply, descriptor: int) -> None:
         """Takes over both descriptors. Unimplemented if the region is not laid out as agreed."""
         self._connection = connection
-        self.handle = welcome.handle
-        self.boot_id = welcome.boot_id
-        self.ring_entries = welcome.ring_entries
-        self.arena_offset = welcome.arena_offset
-        self.arena_bytes = welcome.region_bytes - welcome.arena_offset
+        self.handle = connect_reply.handle
+        self.boot_id = connect_reply.boot_id
+        self.ring_entries = connect_reply.ring_entries
+        self.arena_offset = connect_reply.arena_offset
+        self.arena_bytes = connect_reply.region_bytes - connect_reply.arena_offset
         self.ended = False
         self.freed = 0  # blocks given back so far: changes whenever there may be more room
         try:
-            _check_region(welcome, descriptor)
-            self.map = mmap.mmap(descriptor, welcome.region_bytes,
+            _check_region(connect_reply, descriptor)
+            self.map = mmap.mmap(descriptor, connect_reply.region_bytes,
                                  flags=mmap.MAP_SHARED | _POPULATE)
         finally:
             os.close(descriptor)
-        _check_ring(welcome, self.map)
+        _check_ring(connect_reply, self.map)
         self.address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
@@ -120,49 +120,49 @@ class SharedMemory:
         self._buffers = 0  # blocks among them that no reply will give back
 
     @classmethod
-    def connect(cls, door: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
+    def connect(cls, path: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
                 spin_us: int = 0, timeout_s: float = 30.0) -> "SharedMemory":
-        """Asks the door at that path for a region with `size` bytes of arena.
+        """Asks the listener at that path for a region with `size` bytes of arena.
 
         `spin_us`: how long the server's thread should spin on the ring before it sleeps; it may
         grant less. `timeout_s` bounds connection and answer together: the server takes the
-        region's pages first, which a busy machine can draw out. Unavailable: no door;
+        region's pages first, which a busy machine can draw out. Unavailable: no listener;
         Unimplemented: another layout; otherwise what the server said when it refused.
         """
         name = tenant.encode()
         if len(name) >= TEXT_BYTES:
             raise errors.InvalidArgument(
                 f"shared memory: tenant: got {len(name)} bytes, at most {TEXT_BYTES - 1}")
-        request = HELLO.pack(DOOR_MAGIC, DOOR_VERSION, WANT_RING if ring else 0, size, spin_us, 0,
+        request = CONNECT_REQUEST.pack(HANDSHAKE_MAGIC, HANDSHAKE_VERSION, WANT_RING if ring else 0, size, spin_us, 0,
                              name)
         deadline = time.monotonic() + timeout_s
         for _ in range(_ATTEMPTS):
-            memory = cls._exchange(door, request, deadline)
+            memory = cls._exchange(path, request, deadline)
             if memory is not None:
                 return memory
-        raise errors.Unavailable("shared memory: the server closed the door without an answer")
+        raise errors.Unavailable("shared memory: the server closed the connection without an answer")
 
     @classmethod
-    def _exchange(cls, door: str, request: bytes, deadline: float) -> Optional["SharedMemory"]:
+    def _exchange(cls, path: str, request: bytes, deadline: float) -> Optional["SharedMemory"]:
         """One connection: the request and its answer. None if the server closed it without an
         answer, as one with too many connections may do before it has read the request."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         descriptors: List[int] = []
         try:
-            _connect(connection, door, deadline)
+            _connect(connection, path, deadline)
             try:
                 connection.sendall(request)
                 connection.settimeout(_time_left(deadline))
-                packet, descriptors, _, _ = socket.recv_fds(connection, WELCOME.size, 1)
+                packet, descriptors, _, _ = socket.recv_fds(connection, CONNECT_REPLY.size, 1)
             except (BrokenPipeError, ConnectionResetError):
                 packet = b""
             if not packet:
                 connection.close()
                 return None
-            return cls(connection, _read_welcome(packet, len(descriptors)), descriptors.pop())
+            return cls(connection, _read_connect_reply(packet, len(descriptors)), descriptors.pop())
         except OSError as error:
             connection.close()
-            raise errors.Unavailable(f"shared memory: {door}: {error}") from error
+            raise errors.Unavailable(f"shared memory: {path}: {error}") from error
         except BaseException:
             connection.close()
             raise
@@ -370,48 +370,48 @@ def _connect(connection: socket.socket, path: str, deadline: float) -> None:
             time.sleep(_CONNECT_PAUSE_S)
 
 
-def _read_welcome(packet: bytes, descriptors: int) -> Welcome:
+def _read_connect_reply(packet: bytes, descriptors: int) -> ConnectReply:
     """The server's answer. Raises what the server said, or Unimplemented for another layout."""
-    if len(packet) != WELCOME.size:
-        raise _layout("welcome", f"{len(packet)} bytes", f"{WELCOME.size} bytes")
-    welcome = Welcome(*WELCOME.unpack(packet))
-    for name, got, wanted in (("welcome.magic", welcome.magic, DOOR_MAGIC),
-                              ("welcome.version", welcome.version, DOOR_VERSION)):
+    if len(packet) != CONNECT_REPLY.size:
+        raise _layout("connect_reply", f"{len(packet)} bytes", f"{CONNECT_REPLY.size} bytes")
+    connect_reply = ConnectReply(*CONNECT_REPLY.unpack(packet))
+    for name, got, wanted in (("connect_reply.magic", connect_reply.magic, HANDSHAKE_MAGIC),
+                              ("connect_reply.version", connect_reply.version, HANDSHAKE_VERSION)):
         if got != wanted:
             raise _layout(name, got, wanted)
-    if welcome.code != 0:
-        text = welcome.message.rstrip(b"\0").decode(errors="replace")
-        raise errors.from_code(welcome.code, f"shared memory: {text}")
+    if connect_reply.code != 0:
+        text = connect_reply.message.rstrip(b"\0").decode(errors="replace")
+        raise errors.from_code(connect_reply.code, f"shared memory: {text}")
     if descriptors != 1:
-        raise _layout("welcome", f"{descriptors} descriptors", "1 descriptor")
-    return welcome
+        raise _layout("connect_reply", f"{descriptors} descriptors", "1 descriptor")
+    return connect_reply
 
 
-def _check_region(welcome: Welcome, descriptor: int) -> None:
+def _check_region(connect_reply: ConnectReply, descriptor: int) -> None:
     """The memory must be as large as said and sealed, or an access could end this process."""
     size = os.fstat(descriptor).st_size
-    if size != welcome.region_bytes or not welcome.arena_offset < size:
-        raise _layout("welcome.region_bytes", welcome.region_bytes, f"{size}, the memory's size")
+    if size != connect_reply.region_bytes or not connect_reply.arena_offset < size:
+        raise _layout("connect_reply.region_bytes", connect_reply.region_bytes, f"{size}, the memory's size")
     if not fcntl.fcntl(descriptor, _GET_SEALS) & _SEAL_SHRINK:
         raise _layout("region", "memory that can shrink", "sealed memory")
 
 
-def _check_ring(welcome: Welcome, memory: mmap.mmap) -> None:
+def _check_ring(connect_reply: ConnectReply, memory: mmap.mmap) -> None:
     """The ring's parts must lie where this client expects them."""
-    entries = welcome.ring_entries
+    entries = connect_reply.ring_entries
     completions = RING_HEADER_BYTES + entries * ENTRY_BYTES
     replies = completions + entries * ENTRY_BYTES
     end = -(-(replies + entries * REPLY_SLOT_BYTES) // PAGE_BYTES) * PAGE_BYTES
     if entries == 0:
-        if welcome.arena_offset != 0:
-            raise _layout("welcome.arena_offset", welcome.arena_offset, 0)
+        if connect_reply.arena_offset != 0:
+            raise _layout("connect_reply.arena_offset", connect_reply.arena_offset, 0)
         return
     if entries & (entries - 1):
-        raise _layout("welcome.ring_entries", entries, "a power of two")
-    if welcome.arena_offset != end:
-        raise _layout("welcome.arena_offset", welcome.arena_offset, end)
+        raise _layout("connect_reply.ring_entries", entries, "a power of two")
+    if connect_reply.arena_offset != end:
+        raise _layout("connect_reply.arena_offset", connect_reply.arena_offset, end)
     header = RING_HEADER.unpack_from(memory, 0)
-    wanted = (DOOR_MAGIC, entries, RING_HEADER_BYTES, completions, replies)
+    wanted = (HANDSHAKE_MAGIC, entries, RING_HEADER_BYTES, completions, replies)
     for name, got, value in zip(("magic", "entries", "submissions_offset", "completions_offset",
                                  "replies_offset"), header, wanted):
         if got != value:

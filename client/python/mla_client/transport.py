@@ -32,8 +32,8 @@ def unix_path_of(target: str) -> str:
     return path[2:] if path.startswith("//") else path
 
 
-def door_of(target: str) -> str:
-    """Path of the door through which the server of a unix target hands out memory; else empty."""
+def shm_path_of(target: str) -> str:
+    """Path of the shared-memory listener beside the socket of a unix target; else empty."""
     path = unix_path_of(target)
     return path + ".shm" if path else ""
 
@@ -57,7 +57,7 @@ class StreamMaker:
     """Opens streams of the kind that was asked for, or of the best kind there is."""
 
     def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...], info: Any,
-                 on_boot_id: Callable[[int], None], *, transport: str, door: str, tenant: str,
+                 on_boot_id: Callable[[int], None], *, transport: str, shm_path: str, tenant: str,
                  message_bytes: int, shared_bytes: Optional[int], spin_us: int,
                  timeout_s: float) -> None:
         """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible;
@@ -76,7 +76,7 @@ class StreamMaker:
         self._info = info
         self._on_boot_id = on_boot_id
         self._wanted = "inline" if shared_bytes == 0 else transport
-        self._door = door
+        self._shm_path = shm_path
         self._tenant = tenant
         self._message_bytes = message_bytes
         self._shared_bytes = shared_bytes
@@ -98,7 +98,7 @@ class StreamMaker:
             if self._wanted != "auto":
                 raise
             # Over TCP that is what everybody expects.
-            level = logging.WARNING if self._door and not self._warned else logging.DEBUG
+            level = logging.WARNING if self._shm_path and not self._warned else logging.DEBUG
             self._warned = True
             _log.log(level, "no shared memory, so tensors travel inside gRPC messages, which is "
                             "slower: %s%s", error, self._advice(error))
@@ -110,7 +110,7 @@ class StreamMaker:
                             self._on_boot_id, memory)
 
     def _over_memory(self, kind: str) -> StepStream:
-        if not self._door:
+        if not self._shm_path:
             raise errors.InvalidArgument(f"transport: {kind} needs a unix: target without TLS")
         if _CAPABILITY[kind] not in self._info.capabilities:
             raise errors.Unimplemented(f"transport: the server offers no {_CAPABILITY[kind]}")
@@ -130,7 +130,7 @@ class StreamMaker:
         size = min(wanted, most)
         while True:
             try:
-                memory = SharedMemory.connect(self._door, tenant=self._tenant, size=size,
+                memory = SharedMemory.connect(self._shm_path, tenant=self._tenant, size=size,
                                               ring=kind == "ring", spin_us=self._spin_us,
                                               timeout_s=self._timeout_s)
             except errors.ResourceExhausted:

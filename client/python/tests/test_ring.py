@@ -1,4 +1,4 @@
-"""The client's end of regions and rings, against doors that hold anything."""
+"""The client's end of regions and rings, against listeners that hold anything."""
 
 import ctypes
 import os
@@ -14,13 +14,13 @@ from unittest import mock
 
 import mla_client
 import server_binary
-from fake_door import ARENA_BYTES, BOOT_ID, ENTRIES, FakeDoor, ring_bytes
+from fake_listener import ARENA_BYTES, BOOT_ID, ENTRIES, FakeListener, ring_bytes
 from mla_client import fence, futex, ring, shared_memory
 from mla_client.gen import attention_pb2
 
 # Bytes of the types in ring_layout.h, as struct's letters.
 LETTERS = {"uint8_t": "B", "uint16_t": "H", "uint32_t": "I", "int32_t": "i", "uint64_t": "Q"}
-SIZES = {"kHandleBytes": 16, "kDoorTextBytes": shared_memory.TEXT_BYTES}
+SIZES = {"kHandleBytes": 16, "kHandshakeTextBytes": shared_memory.TEXT_BYTES}
 
 
 def descriptors():
@@ -43,7 +43,7 @@ class LayoutTest(unittest.TestCase):
         return letters
 
     def test_packets_and_entries(self):
-        for name, ours in (("Hello", shared_memory.HELLO), ("Welcome", shared_memory.WELCOME)):
+        for name, ours in (("ConnectRequest", shared_memory.CONNECT_REQUEST), ("ConnectReply", shared_memory.CONNECT_REPLY)):
             self.assertEqual(self.fields(name), ours.format)
         for name, ours in (("SubmissionEntry", ring.SUBMISSION),
                            ("CompletionEntry", ring.COMPLETION)):
@@ -61,8 +61,8 @@ class LayoutTest(unittest.TestCase):
             self.assertIn(f"offsetof(RingHeader, {name}) == {offset}", self.text)
 
     def test_numbers(self):
-        for name, value in (("kDoorMagic", f"{shared_memory.DOOR_MAGIC:#x}"),
-                            ("kDoorVersion", shared_memory.DOOR_VERSION),
+        for name, value in (("kHandshakeMagic", f"{shared_memory.HANDSHAKE_MAGIC:#x}"),
+                            ("kHandshakeVersion", shared_memory.HANDSHAKE_VERSION),
                             ("kWantRing", shared_memory.WANT_RING),
                             ("kSharedAlignment", shared_memory.ALIGNMENT),
                             ("kReplySlotBytes", shared_memory.REPLY_SLOT_BYTES),
@@ -72,25 +72,25 @@ class LayoutTest(unittest.TestCase):
             self.assertRegex(self.text, rf"\b{name} = {value}[;,]")
 
 
-class DoorTest(unittest.TestCase):
-    def connect(self, **door):
-        opened = FakeDoor(**door)
+class ListenerTest(unittest.TestCase):
+    def connect(self, **listener):
+        opened = FakeListener(**listener)
         self.addCleanup(opened.close)
         return opened.connect(tenant="red", size=4096, spin_us=7)
 
     def test_what_is_asked_and_given(self):
-        door = FakeDoor()
-        self.addCleanup(door.close)
-        memory = door.connect(tenant="red", size=4096, spin_us=7)
-        magic, version, flags, size, spin_us, _, tenant = door.hello
+        listener = FakeListener()
+        self.addCleanup(listener.close)
+        memory = listener.connect(tenant="red", size=4096, spin_us=7)
+        magic, version, flags, size, spin_us, _, tenant = listener.connect_request
         self.assertEqual((magic, version, flags, size, spin_us, tenant.rstrip(b"\0")),
-                         (shared_memory.DOOR_MAGIC, 1, shared_memory.WANT_RING, 4096, 7, b"red"))
+                         (shared_memory.HANDSHAKE_MAGIC, 1, shared_memory.WANT_RING, 4096, 7, b"red"))
         self.assertEqual((memory.handle, memory.boot_id, memory.ring_entries, memory.arena_offset,
                           memory.arena_bytes), (b"h" * 16, BOOT_ID, ENTRIES, ring_bytes(),
                                                 ARENA_BYTES))
         self.assertTrue(memory.connected())
         memory.array(memory.arena_offset, (3,), "u1")[...] = (1, 2, 3)
-        self.assertEqual(bytes(door.region[ring_bytes():ring_bytes() + 3]), b"\1\2\3")
+        self.assertEqual(bytes(listener.region[ring_bytes():ring_bytes() + 3]), b"\1\2\3")
 
     def test_a_busy_listener_is_waited_for(self):
         """Connections of others that the server has not taken yet are no refusal."""
@@ -116,7 +116,7 @@ class DoorTest(unittest.TestCase):
                         taken, _ = listener.accept()
                         self.addCleanup(taken.close)
                     seen.append(len(taken.recv(4096)))
-                    taken.close()  # no welcome
+                    taken.close()  # no connect_reply
                     listener.close()  # nor another attempt
 
                 thread = threading.Timer(0.05, serve)
@@ -124,7 +124,7 @@ class DoorTest(unittest.TestCase):
                 with self.assertRaises(mla_client.MlaError):
                     shared_memory.SharedMemory.connect(path, timeout_s=60.0)
                 thread.join()
-                self.assertEqual(seen, [shared_memory.HELLO.size])
+                self.assertEqual(seen, [shared_memory.CONNECT_REQUEST.size])
 
     def test_the_timeout_bounds_connection_and_answer_together(self):
         now = [1000.0]
@@ -157,31 +157,31 @@ class DoorTest(unittest.TestCase):
         self.assertAlmostEqual(waits[0], 3.0, delta=0.1)
 
     def test_a_connection_closed_without_an_answer_is_tried_again(self):
-        door = FakeDoor(closed_first=2)
-        self.addCleanup(door.close)
-        self.assertEqual(door.connect().boot_id, BOOT_ID)
-        self.assertEqual(door.accepted, 3)
+        listener = FakeListener(closed_first=2)
+        self.addCleanup(listener.close)
+        self.assertEqual(listener.connect().boot_id, BOOT_ID)
+        self.assertEqual(listener.accepted, 3)
 
     def test_another_layout_is_refused_by_name(self):
         size = ring_bytes() + ARENA_BYTES
-        for field, door in (
-                ("welcome.magic", dict(magic=1)), ("welcome.version", dict(version=2)),
-                ("welcome.ring_entries", dict(ring_entries=3)),
-                ("welcome.arena_offset", dict(arena_offset=ring_bytes() + 4096)),
-                ("welcome.arena_offset", dict(ring_entries=0)),
-                ("welcome.region_bytes", dict(region_bytes=size + 4096)),
-                ("welcome.region_bytes", dict(arena_offset=size)),
+        for field, listener in (
+                ("connect_reply.magic", dict(magic=1)), ("connect_reply.version", dict(version=2)),
+                ("connect_reply.ring_entries", dict(ring_entries=3)),
+                ("connect_reply.arena_offset", dict(arena_offset=ring_bytes() + 4096)),
+                ("connect_reply.arena_offset", dict(ring_entries=0)),
+                ("connect_reply.region_bytes", dict(region_bytes=size + 4096)),
+                ("connect_reply.region_bytes", dict(arena_offset=size)),
                 ("ring.magic", dict(ring_header=dict(magic=1))),
                 ("ring.entries", dict(ring_header=dict(entries=8))),
                 ("ring.submissions_offset", dict(ring_header=dict(submissions=384))),
                 ("ring.completions_offset", dict(ring_header=dict(completions=0))),
                 ("ring.replies_offset", dict(ring_header=dict(replies=0))),
-                ("region", dict(seal=False)), ("welcome", dict(packet=b"short")),
-                ("welcome", dict(descriptors=0))):
-            with self.subTest(field=field, door=door):
+                ("region", dict(seal=False)), ("connect_reply", dict(packet=b"short")),
+                ("connect_reply", dict(descriptors=0))):
+            with self.subTest(field=field, listener=listener):
                 before = descriptors()
                 with self.assertRaises(mla_client.Unimplemented) as caught:
-                    self.connect(**door)
+                    self.connect(**listener)
                 self.assertEqual(caught.exception.detail.field, field)
                 self.assertEqual(caught.exception.detail.reason, "layout_mismatch")
                 self.assertIn(field, str(caught.exception))
@@ -189,12 +189,12 @@ class DoorTest(unittest.TestCase):
                 self.assertLessEqual(descriptors(), before)
 
     def test_refusals(self):
-        for error, door in ((mla_client.ResourceExhausted, dict(code=8, message=b"no more")),
+        for error, listener in ((mla_client.ResourceExhausted, dict(code=8, message=b"no more")),
                             (mla_client.InvalidArgument, dict(code=3, message=b"tenant")),
                             (mla_client.Unavailable, dict(packet=b""))):
-            with self.subTest(door=door), self.assertRaises(error) as caught:
-                self.connect(**door)
-            self.assertIn(door.get("message", b"without an answer").decode(),
+            with self.subTest(listener=listener), self.assertRaises(error) as caught:
+                self.connect(**listener)
+            self.assertIn(listener.get("message", b"without an answer").decode(),
                           str(caught.exception))
         with self.assertRaises(mla_client.Unavailable):
             shared_memory.SharedMemory.connect("/nowhere/mla.sock.shm")
@@ -206,9 +206,9 @@ class DoorTest(unittest.TestCase):
 
 class ArenaTest(unittest.TestCase):
     def setUp(self):
-        door = FakeDoor()
-        self.addCleanup(door.close)
-        self.memory = door.connect()
+        listener = FakeListener()
+        self.addCleanup(listener.close)
+        self.memory = listener.connect()
 
     def test_blocks_are_apart_and_come_back(self):
         offsets = self.memory.allocate(1, 64, 65, 4096)
@@ -245,9 +245,9 @@ class ArenaTest(unittest.TestCase):
 
 class RingTest(unittest.TestCase):
     def setUp(self):
-        self.door = FakeDoor()
-        self.addCleanup(self.door.close)
-        self.memory = self.door.connect()
+        self.listener = FakeListener()
+        self.addCleanup(self.listener.close)
+        self.memory = self.listener.connect()
         self.ring = ring.Ring(self.memory, 0.0)
 
     def submit(self, tag):
@@ -256,54 +256,54 @@ class RingTest(unittest.TestCase):
     def test_entries_are_laid_out_as_agreed(self):
         for index in range(ENTRIES):
             self.assertFalse(self.ring.full())
-            self.assertEqual(self.door.submission(index)[0], 0)
+            self.assertEqual(self.listener.submission(index)[0], 0)
             self.submit(index + 100)
-            self.assertEqual(self.door.submission(index),
+            self.assertEqual(self.listener.submission(index),
                              (index + 1, (1, 2, 3, 0x21, index + 100, 9, 4, 5, 6, 7, 8, 1000, 4096,
                                           8192)))
         self.assertTrue(self.ring.full())
 
     def test_completions(self):
         for index in range(3 * ENTRIES):
-            self.door.fill(index, ring.ATTEND, index)
-            self.door.publish(index)
+            self.listener.fill(index, ring.ATTEND, index)
+            self.listener.publish(index)
             self.assertTrue(self.ring.ready())
             got = self.ring.take()
             self.assertEqual((got.kind, got.flags, got.launch_layers, got.tag, got.boot_id,
                               got.queue_us, got.plan_us, got.kernel_us, got.write_us,
                               got.launch_requests, got.launch_clients, got.message),
                              (1, 1, 3, index, BOOT_ID, 10, 20, 30, 40, 5, 6, None))
-            self.assertEqual(self.door.longs[ring.COMPLETIONS_TAKEN], index + 1)
+            self.assertEqual(self.listener.longs[ring.COMPLETIONS_TAKEN], index + 1)
             self.assertFalse(self.ring.ready())
 
     def test_sequence_words_wrap(self):
         last = 2**32 - 1
         self.ring._submitted = self.ring._taken = last
         self.submit(1)
-        self.assertEqual(self.door.submission(last)[0], 0)
+        self.assertEqual(self.listener.submission(last)[0], 0)
         self.submit(2)
-        self.assertEqual(self.door.submission(last + 1)[0], 1)
-        self.door.words[(self.door.completions + last % ENTRIES * 64) // 4] = last - 3
+        self.assertEqual(self.listener.submission(last + 1)[0], 1)
+        self.listener.words[(self.listener.completions + last % ENTRIES * 64) // 4] = last - 3
         self.assertFalse(self.ring.ready())
-        self.door.fill(last, ring.ATTEND, 7)
-        self.door.publish(last)
+        self.listener.fill(last, ring.ATTEND, 7)
+        self.listener.publish(last)
         self.assertTrue(self.ring.ready())
         self.assertEqual(self.ring.take().tag, 7)
-        self.assertEqual(self.door.longs[ring.COMPLETIONS_TAKEN], last + 1)
+        self.assertEqual(self.listener.longs[ring.COMPLETIONS_TAKEN], last + 1)
 
     def test_half_written_entries_are_not_read(self):
-        self.door.fill(0, ring.ATTEND, 5)
+        self.listener.fill(0, ring.ATTEND, 5)
         self.assertFalse(self.ring.ready())
         self.assertFalse(self.ring.wait(time.monotonic() + 0.02))
-        self.door.publish(0)
+        self.listener.publish(0)
         self.assertTrue(self.ring.wait(time.monotonic() + 5))
         self.assertEqual(self.ring.take().tag, 5)
 
     def test_a_sleeping_server_is_woken_and_no_other(self):
         self.submit(1)
-        self.assertEqual(self.door.words[ring.SUBMIT_BELL], 0)
-        self.door.words[ring.SERVER_SLEEPING] = 1
-        bell = ctypes.addressof(ctypes.c_uint32.from_buffer(self.door.region, 4 * ring.SUBMIT_BELL))
+        self.assertEqual(self.listener.words[ring.SUBMIT_BELL], 0)
+        self.listener.words[ring.SERVER_SLEEPING] = 1
+        bell = ctypes.addressof(ctypes.c_uint32.from_buffer(self.listener.region, 4 * ring.SUBMIT_BELL))
         woken = []
         sleeper = threading.Thread(
             target=lambda: (futex.wait(bell, 0, 10.0), woken.append(time.monotonic())))
@@ -312,7 +312,7 @@ class RingTest(unittest.TestCase):
         time.sleep(0.05)
         self.submit(2)
         sleeper.join()
-        self.assertEqual(self.door.words[ring.SUBMIT_BELL], 1)
+        self.assertEqual(self.listener.words[ring.SUBMIT_BELL], 1)
         self.assertLess(woken[0] - begin, 5.0)
 
     def test_a_sleeping_client_is_woken(self):
@@ -322,15 +322,15 @@ class RingTest(unittest.TestCase):
         with mock.patch.object(ring, "LONGEST_SLEEP_S", 10.0):
             begin = time.monotonic()
             sleeper.start()
-            while not self.door.words[ring.CLIENT_SLEEPING]:
+            while not self.listener.words[ring.CLIENT_SLEEPING]:
                 time.sleep(0.001)
-            self.door.fill(0, ring.ATTEND, 1)
-            self.door.publish(0)
+            self.listener.fill(0, ring.ATTEND, 1)
+            self.listener.publish(0)
             self.ring.wake_waiter()  # what the server does: the bell, then the futex
             sleeper.join()
         self.assertEqual(taken, [True])
         self.assertLess(time.monotonic() - begin, 5.0)
-        self.assertEqual(self.door.words[ring.CLIENT_SLEEPING], 0)
+        self.assertEqual(self.listener.words[ring.CLIENT_SLEEPING], 0)
 
     def test_a_spinning_client_never_says_that_it_sleeps(self):
         spinning = ring.Ring(self.memory, 10.0)
@@ -338,24 +338,24 @@ class RingTest(unittest.TestCase):
         sleeper = threading.Thread(target=lambda: slept.append(spinning.wait(time.monotonic() + 9)))
         sleeper.start()
         for _ in range(20):
-            self.assertEqual(self.door.words[ring.CLIENT_SLEEPING], 0)
+            self.assertEqual(self.listener.words[ring.CLIENT_SLEEPING], 0)
             time.sleep(0.002)
-        self.door.fill(0, ring.ATTEND, 1)
-        self.door.publish(0)
+        self.listener.fill(0, ring.ATTEND, 1)
+        self.listener.publish(0)
         sleeper.join()
         self.assertEqual(slept, [True])
 
     def test_what_was_completed_before_the_end_is_taken(self):
-        self.door.fill(0, ring.ATTEND, 1)
-        self.door.publish(0)
-        self.door.words[ring.CLOSED] = 1
+        self.listener.fill(0, ring.ATTEND, 1)
+        self.listener.publish(0)
+        self.listener.words[ring.CLOSED] = 1
         self.assertTrue(self.ring.wait(time.monotonic() + 5))
         self.ring.take()
         with self.assertRaises(mla_client.Unavailable):
             self.ring.wait(time.monotonic() + 5)
 
     def test_a_lost_connection_ends_the_wait(self):
-        threading.Timer(0.05, self.door.connection.close).start()
+        threading.Timer(0.05, self.listener.connection.close).start()
         begin = time.monotonic()
         with self.assertRaises(mla_client.Unavailable):
             self.ring.wait(time.monotonic() + 30)
@@ -366,26 +366,26 @@ class StreamTest(unittest.TestCase):
     """RingStream over a region where the test plays the server."""
 
     def setUp(self):
-        self.door = FakeDoor()
-        self.addCleanup(self.door.close)
+        self.listener = FakeListener()
+        self.addCleanup(self.listener.close)
         self.boot_ids = []
-        self.stream = ring.RingStream(self.door.connect(), 1 << 14, self.boot_ids.append)
+        self.stream = ring.RingStream(self.listener.connect(), 1 << 14, self.boot_ids.append)
 
     def ask(self, seconds=5.0):
         return self.stream.ask(time.monotonic() + seconds, abort_step=attention_pb2.AbortStep())
 
     def answer(self, index, tag, **fields):
         reply = attention_pb2.AttendStreamReply(tag=tag, boot_id=BOOT_ID, **fields)
-        self.door.fill(index, ring.MESSAGE, tag, message=reply.SerializeToString())
-        self.door.publish(index)
+        self.listener.fill(index, ring.MESSAGE, tag, message=reply.SerializeToString())
+        self.listener.publish(index)
 
     def test_replies_in_any_order(self):
         requests = [self.ask() for _ in range(ENTRIES)]
-        tags = [self.door.submission(index)[1][4] for index in range(ENTRIES)]
-        for index, (_, fields) in enumerate(map(self.door.submission, range(ENTRIES))):
+        tags = [self.listener.submission(index)[1][4] for index in range(ENTRIES)]
+        for index, (_, fields) in enumerate(map(self.listener.submission, range(ENTRIES))):
             kind, size, offset = fields[0], fields[8], fields[12]
             sent = attention_pb2.AttendStreamRequest.FromString(
-                bytes(self.door.region[offset:offset + size]))
+                bytes(self.listener.region[offset:offset + size]))
             self.assertEqual((kind, sent.tag, sent.WhichOneof("body")),
                              (ring.MESSAGE, tags[index], "abort_step"))
         for index, tag in enumerate(reversed(tags)):
@@ -400,9 +400,9 @@ class StreamTest(unittest.TestCase):
         with self.assertRaises(mla_client.DeadlineExceeded) as caught:
             self.ask(0.05)
         self.assertIn("no room", str(caught.exception))
-        self.answer(0, self.door.submission(0)[1][4], abort_step=attention_pb2.AbortStepReply())
+        self.answer(0, self.listener.submission(0)[1][4], abort_step=attention_pb2.AbortStepReply())
         self.ask()
-        self.assertEqual(self.door.submission(ENTRIES)[0], ENTRIES + 1)
+        self.assertEqual(self.listener.submission(ENTRIES)[0], ENTRIES + 1)
         first[0].wait(time.monotonic())
         self.stream.cancel()
 
@@ -419,8 +419,8 @@ class StreamTest(unittest.TestCase):
             with self.subTest(message=message, at=at):
                 self.setUp()
                 request = self.ask()
-                self.door.fill(0, ring.MESSAGE, 1, message=message, at=at)
-                self.door.publish(0)
+                self.listener.fill(0, ring.MESSAGE, 1, message=message, at=at)
+                self.listener.publish(0)
                 with self.assertRaises(mla_client.DataLoss):
                     request.wait(time.monotonic() + 0.5)
 

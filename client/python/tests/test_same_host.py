@@ -180,7 +180,7 @@ class ChoiceTest(unittest.TestCase):
                 connect(SERVER, transport="ring")
 
     def test_another_layout_falls_back(self):
-        with mock.patch("mla_client.shared_memory.DOOR_VERSION", 2):
+        with mock.patch("mla_client.shared_memory.HANDSHAKE_VERSION", 2):
             with connect(SERVER) as client, self.assertLogs("mla_client", "WARNING") as said:
                 self.assertEqual(client.transport, "inline")
             self.assertIn("version", said.output[0])

@@ -1,4 +1,4 @@
-#include "server/shared_memory/shared_memory_door.h"
+#include "server/shared_memory/shared_memory_listener.h"
 
 #include <fcntl.h>
 #include <sys/epoll.h>
@@ -59,9 +59,9 @@ std::optional<uid_t> PeerUser(int descriptor) {
   return peer.uid;
 }
 
-// The welcome, with the region's descriptor if there is a region.
-bool Send(int descriptor, const wire::Welcome& welcome, const SharedRegion* region) {
-  iovec part{const_cast<wire::Welcome*>(&welcome), sizeof(welcome)};
+// The connect_reply, with the region's descriptor if there is a region.
+bool Send(int descriptor, const wire::ConnectReply& connect_reply, const SharedRegion* region) {
+  iovec part{const_cast<wire::ConnectReply*>(&connect_reply), sizeof(connect_reply)};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
@@ -77,25 +77,25 @@ bool Send(int descriptor, const wire::Welcome& welcome, const SharedRegion* regi
     std::memcpy(CMSG_DATA(header), &passed, sizeof(passed));
   }
   return sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT) ==
-         static_cast<ssize_t>(sizeof(welcome));
+         static_cast<ssize_t>(sizeof(connect_reply));
 }
 
 }  // namespace
 
-SharedMemoryDoor::SharedMemoryDoor(SharedMemoryDoorOptions options)
+SharedMemoryListener::SharedMemoryListener(SharedMemoryListenerOptions options)
     : options_(std::move(options)),
       unsent_(static_cast<size_t>(options_.shm.handshakes_max),
               static_cast<size_t>(options_.shm.user_handshakes)) {}
 
-absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> SharedMemoryDoor::Open(
-    SharedMemoryDoorOptions options) {
-  std::unique_ptr<SharedMemoryDoor> door(new SharedMemoryDoor(std::move(options)));
-  if (absl::Status status = door->Bind(); !status.ok()) return status;
-  door->thread_ = std::thread([raw = door.get()] { raw->Run(); });
-  return door;
+absl::StatusOr<std::unique_ptr<SharedMemoryListener>> SharedMemoryListener::Open(
+    SharedMemoryListenerOptions options) {
+  std::unique_ptr<SharedMemoryListener> listener(new SharedMemoryListener(std::move(options)));
+  if (absl::Status status = listener->Bind(); !status.ok()) return status;
+  listener->thread_ = std::thread([raw = listener.get()] { raw->Run(); });
+  return listener;
 }
 
-absl::Status SharedMemoryDoor::Bind() {
+absl::Status SharedMemoryListener::Bind() {
   const auto failed = [this](const char* what) {
     return absl::UnavailableError(
         absl::StrCat("shm.path ", options_.path, ": ", what, ": ", std::strerror(errno)));
@@ -129,7 +129,7 @@ absl::Status SharedMemoryDoor::Bind() {
     close(listener);
     return status;
   }
-  listener_ = listener;  // from here on the socket file is this door's to remove
+  listener_ = listener;  // from here on the socket file is this listener's to remove
   events_ = epoll_create1(EPOLL_CLOEXEC);
   stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   spare_ = OpenSpare();
@@ -145,7 +145,7 @@ absl::Status SharedMemoryDoor::Bind() {
   return absl::OkStatus();
 }
 
-SharedMemoryDoor::~SharedMemoryDoor() {
+SharedMemoryListener::~SharedMemoryListener() {
   if (thread_.joinable()) {
     const uint64_t one = 1;
     if (write(stop_event_, &one, sizeof(one)) == sizeof(one)) thread_.join();
@@ -159,7 +159,7 @@ SharedMemoryDoor::~SharedMemoryDoor() {
   if (spare_ >= 0) close(spare_);
 }
 
-void SharedMemoryDoor::Run() {
+void SharedMemoryListener::Run() {
   bool stop = false;
   while (!stop) {
     epoll_event events[16];
@@ -171,9 +171,9 @@ void SharedMemoryDoor::Run() {
       } else if (descriptor == listener_) {
         Accept();
       } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
-        // Whatever happens behind the hello is the connection's end.
-        if (found->second.hello_ns == 0 && (events[i].events & EPOLLIN) != 0) {
-          Greet(&found->second);
+        // Whatever happens behind the connect_request is the connection's end.
+        if (found->second.connect_request_ns == 0 && (events[i].events & EPOLLIN) != 0) {
+          Handshake(&found->second);
         } else {
           End(descriptor);
         }
@@ -186,12 +186,12 @@ void SharedMemoryDoor::Run() {
   while (!connections_.empty()) End(connections_.begin()->first);
 }
 
-int SharedMemoryDoor::WaitMillis() const {
+int SharedMemoryListener::WaitMillis() const {
   if (!waiting_.empty()) return kRoomMillis;
   return paused_until_ns_ != 0 ? kPauseMillis : kSweepMillis;
 }
 
-void SharedMemoryDoor::WatchListener(bool watch) {
+void SharedMemoryListener::WatchListener(bool watch) {
   epoll_event event{};
   if (watch) event.events = EPOLLIN;
   event.data.fd = listener_;
@@ -199,7 +199,7 @@ void SharedMemoryDoor::WatchListener(bool watch) {
   paused_until_ns_ = watch ? 0 : SteadyNanos() + kPauseMillis * kNanosPerMilli;
 }
 
-void SharedMemoryDoor::NoteOutOfDescriptors() {
+void SharedMemoryListener::NoteOutOfDescriptors() {
   options_.metrics->wire().shm_refusals.fetch_add(1);
   if (!std::exchange(exhausted_, true)) {
     Log(LogLevel::kWarning, "shared_memory_out_of_descriptors", {{"path", options_.path}});
@@ -208,7 +208,7 @@ void SharedMemoryDoor::NoteOutOfDescriptors() {
 
 // The connection stays in the listener's queue and would be reported again at once. A client that
 // is refused goes over gRPC; one that waits does not.
-void SharedMemoryDoor::RefuseForWantOfDescriptors() {
+void SharedMemoryListener::RefuseForWantOfDescriptors() {
   NoteOutOfDescriptors();
   if (spare_ >= 0) {
     close(spare_);
@@ -221,7 +221,7 @@ void SharedMemoryDoor::RefuseForWantOfDescriptors() {
   WatchListener(false);
 }
 
-void SharedMemoryDoor::Accept() {
+void SharedMemoryListener::Accept() {
   const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (descriptor < 0) {
     const bool exhausted =
@@ -237,11 +237,12 @@ void SharedMemoryDoor::Accept() {
   exhausted_ = false;
   const std::optional<uid_t> user =
       options_.user_of ? options_.user_of(descriptor) : PeerUser(descriptor);
-  const bool welcome = user.has_value() && (options_.any_user || *user == geteuid() || *user == 0);
+  const bool connect_reply =
+      user.has_value() && (options_.any_user || *user == geteuid() || *user == 0);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.fd = descriptor;
-  if (!welcome || epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
+  if (!connect_reply || epoll_ctl(events_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
     close(descriptor);
     return;
   }
@@ -251,22 +252,22 @@ void SharedMemoryDoor::Accept() {
   connection.user = *user;
   connection.since_ns = SteadyNanos();
   unsent_.Add(descriptor, *user);
-  Greet(&connection);  // its request may be there already
+  Handshake(&connection);  // its request may be there already
 }
 
 // Makes room for one more connection without a request, of `user`.
-void SharedMemoryDoor::MakeRoomFor(uid_t user) {
+void SharedMemoryListener::MakeRoomFor(uid_t user) {
   while (const auto displaced = unsent_.Displaced(user)) {
     // Its request may have come since the last look.
-    Greet(&connections_.at(displaced->descriptor));
+    Handshake(&connections_.at(displaced->descriptor));
     const auto found = connections_.find(displaced->descriptor);
-    if (found == connections_.end() || found->second.hello_ns != 0) continue;
+    if (found == connections_.end() || found->second.connect_request_ns != 0) continue;
     End(displaced->descriptor);
     NoteDisplaced(displaced->user);
   }
 }
 
-void SharedMemoryDoor::NoteDisplaced(uid_t user) {
+void SharedMemoryListener::NoteDisplaced(uid_t user) {
   options_.metrics->wire().shm_displaced.fetch_add(1);
   ++displaced_unlogged_;
   const int64_t now = SteadyNanos();
@@ -276,21 +277,23 @@ void SharedMemoryDoor::NoteDisplaced(uid_t user) {
       {{"user", user}, {"connections", std::exchange(displaced_unlogged_, 0)}});
 }
 
-void SharedMemoryDoor::Greet(Connection* connection) {
+void SharedMemoryListener::Handshake(Connection* connection) {
   const int descriptor = connection->descriptor;
-  wire::Hello& hello = connection->hello;
-  const ssize_t got = recv(descriptor, &hello, sizeof(hello), MSG_DONTWAIT | MSG_TRUNC);
+  wire::ConnectRequest& connect_request = connection->connect_request;
+  const ssize_t got =
+      recv(descriptor, &connect_request, sizeof(connect_request), MSG_DONTWAIT | MSG_TRUNC);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (got != static_cast<ssize_t>(sizeof(hello)) || hello.magic != wire::kDoorMagic) {
+  if (got != static_cast<ssize_t>(sizeof(connect_request)) ||
+      connect_request.magic != wire::kHandshakeMagic) {
     return End(descriptor);
   }
   unsent_.Remove(descriptor);
-  connection->hello_ns = SteadyNanos();
+  connection->connect_request_ns = SteadyNanos();
   waiting_.push_back(descriptor);  // behind those who said it before
 }
 
 // Requests that wait for room are bounded like connections without a request.
-bool SharedMemoryDoor::MayWait(const Connection& connection) const {
+bool SharedMemoryListener::MayWait(const Connection& connection) const {
   const auto of_user = [this, &connection](int descriptor) {
     return connections_.at(descriptor).user == connection.user;
   };
@@ -300,58 +303,61 @@ bool SharedMemoryDoor::MayWait(const Connection& connection) const {
 }
 
 // False: there may be room soon.
-bool SharedMemoryDoor::Answer(Connection* connection) {
+bool SharedMemoryListener::Answer(Connection* connection) {
   const int descriptor = connection->descriptor;
   // Before it is tried: what is closed in between shall not be missed.
   const bool room_to_come = options_.regions->closing();
-  wire::Welcome welcome{};
-  welcome.magic = wire::kDoorMagic;
-  welcome.version = wire::kDoorVersion;
-  welcome.boot_id = options_.boot_id;
-  const absl::Status status = Admit(connection->hello, connection, &welcome);
+  wire::ConnectReply connect_reply{};
+  connect_reply.magic = wire::kHandshakeMagic;
+  connect_reply.version = wire::kHandshakeVersion;
+  connect_reply.boot_id = options_.boot_id;
+  const absl::Status status = Admit(connection->connect_request, connection, &connect_reply);
   if (room_to_come && absl::IsResourceExhausted(status) &&
-      SteadyNanos() - connection->hello_ns < kRoomNanos && MayWait(*connection)) {
+      SteadyNanos() - connection->connect_request_ns < kRoomNanos && MayWait(*connection)) {
     return false;
   }
-  welcome.code = static_cast<int32_t>(status.code());
-  std::string(status.message()).copy(welcome.message, sizeof(welcome.message) - 1);
+  connect_reply.code = static_cast<int32_t>(status.code());
+  std::string(status.message()).copy(connect_reply.message, sizeof(connect_reply.message) - 1);
   Log(LogLevel::kDebug, "shared_memory",
       {{"tenant", connection->tenant}, {"answer", status.ToString()}});
   const SharedRegion* const region = status.ok() ? connection->region.get() : nullptr;
-  if (!Send(descriptor, welcome, region) || !status.ok()) End(descriptor);
+  if (!Send(descriptor, connect_reply, region) || !status.ok()) End(descriptor);
   return true;
 }
 
-void SharedMemoryDoor::AnswerWaiting() {
+void SharedMemoryListener::AnswerWaiting() {
   const std::vector<int> waiting = std::exchange(waiting_, {});
   for (const int descriptor : waiting) {
     if (!Answer(&connections_.at(descriptor))) waiting_.push_back(descriptor);
   }
 }
 
-absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* connection,
-                                     wire::Welcome* welcome) {
-  if (hello.version != wire::kDoorVersion) {
-    return absl::UnimplementedError(
-        absl::StrCat("version: got ", hello.version, ", must be ", wire::kDoorVersion));
+absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_request,
+                                         Connection* connection,
+                                         wire::ConnectReply* connect_reply) {
+  if (connect_request.version != wire::kHandshakeVersion) {
+    return absl::UnimplementedError(absl::StrCat("version: got ", connect_request.version,
+                                                 ", must be ", wire::kHandshakeVersion));
   }
-  connection->tenant = UnixTenant(
-      options_.unix_tenant, std::string(hello.tenant, strnlen(hello.tenant, sizeof(hello.tenant))));
+  connection->tenant =
+      UnixTenant(options_.unix_tenant,
+                 std::string(connect_request.tenant,
+                             strnlen(connect_request.tenant, sizeof(connect_request.tenant))));
   if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
     return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
   }
-  const bool wants_ring = (hello.flags & wire::kWantRing) != 0;
+  const bool wants_ring = (connect_request.flags & wire::kWantRing) != 0;
   const auto entries = static_cast<uint32_t>(options_.shm.ring_entries);
-  auto region = options_.regions->Create(connection->tenant, hello.bytes,
+  auto region = options_.regions->Create(connection->tenant, connect_request.bytes,
                                          wants_ring ? wire::RingBytes(entries) : 0,
                                          std::chrono::milliseconds(0));
   if (!region.ok()) return region.status();
   connection->region = *std::move(region);
   options_.metrics->wire().shared_regions.fetch_add(1);
   const SharedRegion& made = *connection->region;
-  std::copy(made.handle().begin(), made.handle().end(), welcome->handle);
-  welcome->region_bytes = made.size();
-  welcome->arena_offset = made.arena_offset();
+  std::copy(made.handle().begin(), made.handle().end(), connect_reply->handle);
+  connect_reply->region_bytes = made.size();
+  connect_reply->arena_offset = made.arena_offset();
   if (!wants_ring) return absl::OkStatus();
   CommandRingOptions ring;
   ring.engine = options_.engine;
@@ -362,14 +368,14 @@ absl::Status SharedMemoryDoor::Admit(const wire::Hello& hello, Connection* conne
   ring.on_cut = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
   ring.boot_id = options_.boot_id;
   ring.entries = entries;
-  ring.spin_us = std::min(hello.spin_us, static_cast<uint32_t>(options_.shm.spin_us));
-  welcome->ring_entries = entries;
-  welcome->spin_us = ring.spin_us;
+  ring.spin_us = std::min(connect_request.spin_us, static_cast<uint32_t>(options_.shm.spin_us));
+  connect_reply->ring_entries = entries;
+  connect_reply->spin_us = ring.spin_us;
   connection->ring = std::make_unique<CommandRing>(std::move(ring), connection->region);
   return connection->ring->Start();
 }
 
-void SharedMemoryDoor::End(int descriptor) {
+void SharedMemoryListener::End(int descriptor) {
   const auto found = connections_.find(descriptor);
   Connection& connection = found->second;
   std::erase(waiting_, descriptor);
@@ -384,14 +390,14 @@ void SharedMemoryDoor::End(int descriptor) {
 }
 
 // Ends connections that have said nothing in time or broken a rule of their region.
-void SharedMemoryDoor::Sweep() {
+void SharedMemoryListener::Sweep() {
   const int64_t now = SteadyNanos();
   const int64_t longest = options_.shm.handshake_ms * kNanosPerMilli;
   if (now - swept_ns_ < int64_t{kSweepMillis} * kNanosPerMilli) return;
   swept_ns_ = now;
   std::vector<int> ending;
   for (const auto& [descriptor, connection] : connections_) {
-    if (connection.hello_ns == 0 && now - connection.since_ns > longest) {
+    if (connection.connect_request_ns == 0 && now - connection.since_ns > longest) {
       ending.push_back(descriptor);
     } else if (connection.region != nullptr && connection.region->HasHoles()) {
       options_.metrics->wire().regions_cut.fetch_add(1);

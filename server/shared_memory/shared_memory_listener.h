@@ -1,16 +1,17 @@
-// The door: a unix socket through which clients of the same host and user get shared memory.
+// The shared-memory listener: a unix socket through which clients of the same host and user get
+// shared memory.
 //
-// A client connects, sends one wire::Hello and receives one wire::Welcome with the descriptor of
-// its region. From then on the connection carries nothing; it stands for the client's life. When it
-// ends, for whatever reason, the region's handle is worthless at once and its ring is closed, which
-// aborts the ring's steps.
+// A client connects, sends one wire::ConnectRequest and receives one wire::ConnectReply with the
+// descriptor of its region. From then on the connection carries nothing; it stands for the client's
+// life. When it ends, for whatever reason, the region's handle is worthless at once and its ring is
+// closed, which aborts the ring's steps.
 //
 // Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
-// file's mode). A client that does not say hello in time is dropped; so is one that says anything
-// after it. One for whom there is room only after regions that are being closed waits for that, at
-// most SharedRegionTable::kCloseWait, and keeps nobody else waiting: hellos are tried in the order
-// in which they came, those that must wait again and again. Whose regions these are does
-// not count, so a tenant at its own bound may learn that late, too.
+// file's mode). A client that does not say connect_request in time is dropped; so is one that says
+// anything after it. One for whom there is room only after regions that are being closed waits for
+// that, at most SharedRegionTable::kCloseWait, and keeps nobody else waiting: connect requests are
+// tried in the order in which they came, those that must wait again and again. Whose regions these
+// are does not count, so a tenant at its own bound may learn that late, too.
 //
 // Connections without a request are bounded, in all and for each user (shm.handshakes_max,
 // shm.user_handshakes), and so are requests that wait for room. A new connection beyond the bound
@@ -22,8 +23,8 @@
 // has taken pages out of its region is disconnected.
 //
 // Threading: one thread serves all connections. Open and the destructor from one thread.
-#ifndef MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_DOOR_H_
-#define MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_DOOR_H_
+#ifndef MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
+#define MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
 
 #include <sys/types.h>
 
@@ -39,16 +40,16 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/attend/attend_message.h"
-#include "server/shared_memory/command_ring.h"
 #include "server/config/config.h"
-#include "server/metrics/metrics.h"
 #include "server/memory/shared_region.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/command_ring.h"
 #include "server/shared_memory/unsent_connections.h"
 
 namespace mla::server {
 
-struct SharedMemoryDoorOptions {
-  scheduler::Engine* engine = nullptr;  // these four outlive the door
+struct SharedMemoryListenerOptions {
+  scheduler::Engine* engine = nullptr;  // these four outlive the listener
   SharedRegionTable* regions = nullptr;
   Metrics* metrics = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
@@ -66,26 +67,27 @@ struct SharedMemoryDoorOptions {
   std::function<std::optional<uid_t>(int descriptor)> user_of;
 };
 
-class SharedMemoryDoor final {
+class SharedMemoryListener final {
  public:
   // UNAVAILABLE when the socket cannot be bound or another server serves it.
-  static absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> Open(SharedMemoryDoorOptions options);
+  static absl::StatusOr<std::unique_ptr<SharedMemoryListener>> Open(
+      SharedMemoryListenerOptions options);
   // Ends every connection as if its client had gone.
-  ~SharedMemoryDoor();
+  ~SharedMemoryListener();
 
  private:
   struct Connection {
     int descriptor = -1;
     uid_t user = 0;
     int64_t since_ns = 0;
-    int64_t hello_ns = 0;  // when it said hello; 0: not yet
-    wire::Hello hello{};
+    int64_t connect_request_ns = 0;  // when it said connect_request; 0: not yet
+    wire::ConnectRequest connect_request{};
     std::string tenant;
-    std::shared_ptr<SharedRegion> region;  // null until the welcome
+    std::shared_ptr<SharedRegion> region;  // null until the connect_reply
     std::unique_ptr<CommandRing> ring;
   };
 
-  explicit SharedMemoryDoor(SharedMemoryDoorOptions options);
+  explicit SharedMemoryListener(SharedMemoryListenerOptions options);
   absl::Status Bind();
   void Run();
   void Accept();
@@ -95,23 +97,24 @@ class SharedMemoryDoor final {
   void RefuseForWantOfDescriptors();
   void WatchListener(bool watch);
   int WaitMillis() const;
-  void Greet(Connection* connection);
+  void Handshake(Connection* connection);
   bool MayWait(const Connection& connection) const;
   bool Answer(Connection* connection);
   void AnswerWaiting();
-  absl::Status Admit(const wire::Hello& hello, Connection* connection, wire::Welcome* welcome);
+  absl::Status Admit(const wire::ConnectRequest& connect_request, Connection* connection,
+                     wire::ConnectReply* connect_reply);
   void End(int descriptor);
   void Sweep();
 
-  const SharedMemoryDoorOptions options_;
+  const SharedMemoryListenerOptions options_;
   int listener_ = -1, events_ = -1, stop_event_ = -1;
   int spare_ = -1;               // a descriptor to accept with when there is no other
   bool exhausted_ = false;       // the last connection found no descriptor
   int64_t paused_until_ns_ = 0;  // the listener is not watched; 0: it is
   int64_t swept_ns_ = 0;
-  std::map<int, Connection> connections_;  // by descriptor; the door's thread alone
-  std::vector<int> waiting_;               // of these, those without an answer, by their hello
-  UnsentConnections unsent_;               // of these, those without a request
+  std::map<int, Connection> connections_;  // by descriptor; the listener's thread alone
+  std::vector<int> waiting_;  // of these, those without an answer, by their connect_request
+  UnsentConnections unsent_;  // of these, those without a request
   uint64_t displaced_unlogged_ = 0;
   int64_t displaced_logged_ns_ = 0;  // 0: never
   std::thread thread_;
@@ -119,4 +122,4 @@ class SharedMemoryDoor final {
 
 }  // namespace mla::server
 
-#endif  // MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_DOOR_H_
+#endif  // MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_

@@ -1,4 +1,4 @@
-"""A door without a server behind it: hands out whatever region a test wants to be given."""
+"""A listener without a server behind it: hands out whatever region a test wants to be given."""
 
 import fcntl
 import mmap
@@ -23,16 +23,16 @@ def ring_bytes(entries=ENTRIES):
     return -(-size // shared_memory.PAGE_BYTES) * shared_memory.PAGE_BYTES
 
 
-class FakeDoor:
+class FakeListener:
     """Answers one connection, or with an empty packet closes each without an answer; `region` is
     the server's view of the memory that it gave."""
 
     def __init__(self, *, seal=True, ring_header=None, descriptors=1, packet=None, closed_first=0,
-                 **welcome):
-        """`welcome` overrides fields of the answer, `ring_header` words of the ring's header,
+                 **connect_reply):
+        """`connect_reply` overrides fields of the answer, `ring_header` words of the ring's header,
         `packet` the whole answer; `closed_first` connections are closed without an answer."""
         self._closed_first = closed_first
-        self._folder = tempfile.TemporaryDirectory(prefix="mla-door-")
+        self._folder = tempfile.TemporaryDirectory(prefix="mla-shm-")
         self.path = str(pathlib.Path(self._folder.name) / "mla.sock.shm")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.path)
@@ -48,19 +48,19 @@ class FakeDoor:
         submissions = shared_memory.RING_HEADER_BYTES
         self.completions = submissions + ENTRIES * shared_memory.ENTRY_BYTES
         self.replies = self.completions + ENTRIES * shared_memory.ENTRY_BYTES
-        header = dict(magic=shared_memory.DOOR_MAGIC, entries=ENTRIES, submissions=submissions,
+        header = dict(magic=shared_memory.HANDSHAKE_MAGIC, entries=ENTRIES, submissions=submissions,
                       completions=self.completions, replies=self.replies)
         header.update(ring_header or {})
         shared_memory.RING_HEADER.pack_into(self.region, 0, *header.values())
-        fields = dict(magic=shared_memory.DOOR_MAGIC, version=shared_memory.DOOR_VERSION,
+        fields = dict(magic=shared_memory.HANDSHAKE_MAGIC, version=shared_memory.HANDSHAKE_VERSION,
                       reserved0=0, code=0, ring_entries=ENTRIES, handle=b"h" * 16,
                       region_bytes=size, arena_offset=ring_bytes(), boot_id=BOOT_ID, spin_us=0,
                       reserved1=0, message=b"")
-        fields.update(welcome)
-        self._packet = shared_memory.WELCOME.pack(*fields.values()) if packet is None else packet
+        fields.update(connect_reply)
+        self._packet = shared_memory.CONNECT_REPLY.pack(*fields.values()) if packet is None else packet
         self._descriptors = descriptors
         self.accepted = 0
-        self.hello = None
+        self.connect_request = None
         self.connection = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -75,7 +75,7 @@ class FakeDoor:
                 self.accepted += 1
         except OSError:
             return  # closed without a visitor
-        self.hello = shared_memory.HELLO.unpack(self.connection.recv(4096))
+        self.connect_request = shared_memory.CONNECT_REQUEST.unpack(self.connection.recv(4096))
         if self._descriptors:
             socket.send_fds(self.connection, [self._packet], [self._descriptor] * self._descriptors)
         else:

@@ -1,5 +1,5 @@
-// The door, when room has to be made first.
-#include "server/shared_memory/shared_memory_door.h"
+// The listener, when room has to be made first.
+#include "server/shared_memory/shared_memory_listener.h"
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -14,8 +14,8 @@
 
 #include "client/cpp/shared_memory.h"
 #include "gtest/gtest.h"
-#include "server/metrics/metrics.h"
 #include "server/memory/shared_region.h"
+#include "server/metrics/metrics.h"
 
 namespace mla::integration {
 namespace {
@@ -24,16 +24,16 @@ using client::SharedMemory;
 using server::Metrics;
 using server::RegionHooks;
 using server::RegionLimits;
-using server::SharedMemoryDoor;
-using server::SharedMemoryDoorOptions;
+using server::SharedMemoryListener;
+using server::SharedMemoryListenerOptions;
 using server::SharedRegionTable;
 using std::chrono::steady_clock;
 
 constexpr int64_t kMiB = 1 << 20;
 
-class SharedMemoryDoorTest : public ::testing::Test {
+class SharedMemoryListenerTest : public ::testing::Test {
  protected:
-  SharedMemoryDoorTest() {
+  SharedMemoryListenerTest() {
     RegionHooks hooks;
     hooks.on_mapped = [](std::span<std::byte>) { return absl::OkStatus(); };
     hooks.before_unmapped = [this](std::span<std::byte>) {
@@ -42,18 +42,18 @@ class SharedMemoryDoorTest : public ::testing::Test {
     };
     // One region for each tenant, two for all.
     regions_ = std::make_unique<SharedRegionTable>(RegionLimits{kMiB, 8 * kMiB, 2, 1}, hooks);
-    SharedMemoryDoorOptions options;
+    SharedMemoryListenerOptions options;
     options.regions = regions_.get();
     options.metrics = &metrics_;
     options.boot_id = 7;
-    options.path = folder_ + "/door";
-    auto opened = SharedMemoryDoor::Open(std::move(options));
+    options.path = folder_ + "/shm";
+    auto opened = SharedMemoryListener::Open(std::move(options));
     EXPECT_TRUE(opened.ok()) << opened.status();
-    door_ = *std::move(opened);
+    listener_ = *std::move(opened);
   }
-  ~SharedMemoryDoorTest() override {
+  ~SharedMemoryListenerTest() override {
     LetGo();
-    door_.reset();
+    listener_.reset();
     regions_.reset();
     rmdir(folder_.c_str());
   }
@@ -66,7 +66,7 @@ class SharedMemoryDoorTest : public ::testing::Test {
     options.tenant = tenant;
     options.ring = false;
     options.bytes = 4096;
-    return SharedMemory::Connect(folder_ + "/door", options);
+    return SharedMemory::Connect(folder_ + "/shm", options);
   }
   // A tenant comes and goes, and its region is long in closing.
   void LeaveRegionClosing(const std::string& tenant, int regions) {
@@ -77,16 +77,16 @@ class SharedMemoryDoorTest : public ::testing::Test {
     ASSERT_EQ(closing_, regions);
   }
 
-  char name_[21] = "/tmp/mla-door-XXXXXX";
+  char name_[21] = "/tmp/mla-shm-XXXXXX";
   const std::string folder_ = mkdtemp(name_);
   Metrics metrics_;
   std::atomic<bool> held_{true};
   std::atomic<int> closing_{0};
   std::unique_ptr<SharedRegionTable> regions_;
-  std::unique_ptr<SharedMemoryDoor> door_;
+  std::unique_ptr<SharedMemoryListener> listener_;
 };
 
-TEST_F(SharedMemoryDoorTest, WhoWaitsForRoomKeepsNobodyElseWaiting) {
+TEST_F(SharedMemoryListenerTest, WhoWaitsForRoomKeepsNobodyElseWaiting) {
   LeaveRegionClosing("a", 1);
   const auto begin = steady_clock::now();
   auto again = std::async(std::launch::async, [this] { return Enter("a"); });
@@ -98,7 +98,7 @@ TEST_F(SharedMemoryDoorTest, WhoWaitsForRoomKeepsNobodyElseWaiting) {
   EXPECT_TRUE(again.get().ok());
 }
 
-TEST_F(SharedMemoryDoorTest, WhoWaitsInVainIsRefusedInTheEnd) {
+TEST_F(SharedMemoryListenerTest, WhoWaitsInVainIsRefusedInTheEnd) {
   LeaveRegionClosing("a", 1);
   const auto begin = steady_clock::now();
   EXPECT_TRUE(absl::IsResourceExhausted(Enter("a").status()));
@@ -110,15 +110,15 @@ TEST_F(SharedMemoryDoorTest, WhoWaitsInVainIsRefusedInTheEnd) {
   EXPECT_TRUE(Enter("a").ok());
 }
 
-TEST_F(SharedMemoryDoorTest, WhoWaitsAndLeavesIsForgotten) {
+TEST_F(SharedMemoryListenerTest, WhoWaitsAndLeavesIsForgotten) {
   LeaveRegionClosing("a", 1);
   {
     client::SharedMemoryOptions hasty;
     hasty.tenant = "a";
     hasty.ring = false;
     hasty.bytes = 4096;
-    hasty.greet_timeout_ms = 50;
-    EXPECT_FALSE(SharedMemory::Connect(folder_ + "/door", hasty).ok());
+    hasty.connect_timeout_ms = 50;
+    EXPECT_FALSE(SharedMemory::Connect(folder_ + "/shm", hasty).ok());
   }
   EXPECT_TRUE(Enter("b").ok());
   LetGo();
@@ -126,7 +126,7 @@ TEST_F(SharedMemoryDoorTest, WhoWaitsAndLeavesIsForgotten) {
 }
 
 // One region that is long in closing does not keep another one from it.
-TEST_F(SharedMemoryDoorTest, ARegionThatIsLongInClosingIsNotAlone) {
+TEST_F(SharedMemoryListenerTest, ARegionThatIsLongInClosingIsNotAlone) {
   LeaveRegionClosing("a", 1);
   LeaveRegionClosing("b", 2);
 }
