@@ -41,7 +41,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "scheduler/fault.h"
-#include "scheduler/kvcache/slab_pool.h"
+#include "scheduler/kvcache/pool/slab_pool.h"
 
 namespace mla::scheduler {
 

@@ -6,7 +6,7 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
-#include "scheduler/kvcache/require.h"
+#include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
 namespace {

@@ -35,9 +35,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "scheduler/kvcache/cache_layout.h"
-#include "scheduler/kvcache/page_work.h"
-#include "scheduler/kvcache/slab_pool.h"
+#include "scheduler/kvcache/pool/cache_layout.h"
+#include "scheduler/kvcache/pool/page_work.h"
+#include "scheduler/kvcache/pool/slab_pool.h"
 
 namespace mla::kvcache {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "scheduler/kvcache/require.h"
+#include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
 

@@ -1,5 +1,5 @@
 // Page work: what waits, what a launch takes, and what becomes of it when launches fail.
-#include "scheduler/kvcache/page_work.h"
+#include "scheduler/kvcache/pool/page_work.h"
 
 #include "scheduler/kvcache/kv_cache_fixture.h"
 

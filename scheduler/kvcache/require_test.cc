@@ -1,6 +1,6 @@
 // Accounting that is broken ends the process in the build that is shipped, not in debug builds
 // only: each test breaks one thing and goes on as the engine would.
-#include "scheduler/kvcache/require.h"
+#include "scheduler/kvcache/pool/require.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/kvcache/lease_table.h"
-#include "scheduler/kvcache/slab_pool.h"
+#include "scheduler/kvcache/pool/slab_pool.h"
 
 namespace mla::kvcache {
 

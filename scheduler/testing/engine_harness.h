@@ -11,7 +11,7 @@
 
 #include "kernels/attention_backend.h"
 #include "scheduler/clock.h"
-#include "scheduler/engine_core.h"
+#include "scheduler/engine/engine_core.h"
 
 namespace mla::scheduler::testing {
 

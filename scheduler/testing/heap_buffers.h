@@ -7,7 +7,7 @@
 #include <span>
 
 #include "kernels/attention_backend.h"
-#include "scheduler/metadata_buffers.h"
+#include "scheduler/planning/metadata_buffers.h"
 
 namespace mla::scheduler::testing {
 

@@ -8,8 +8,8 @@
 
 #include "kernels/attention_backend.h"
 #include "kernels/attention_params.h"
-#include "scheduler/metadata_buffers.h"
-#include "scheduler/planner.h"
+#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 
 namespace mla::scheduler::testing {
 

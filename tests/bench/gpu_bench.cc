@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "kernels/hip/hip_backend.h"
-#include "scheduler/metadata_buffers.h"
-#include "scheduler/planner.h"
+#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 #include "tests/bench/gpu_programs.h"
 
 namespace mla::bench {

@@ -8,8 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/hip_backend.h"
-#include "scheduler/metadata_buffers.h"
-#include "scheduler/planner.h"
+#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "tests/bench/gpu_programs.h"
 

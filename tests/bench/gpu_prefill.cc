@@ -21,7 +21,7 @@
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/expanded_plan.h"
 #include "kernels/hip/hip_backend.h"
-#include "scheduler/planner.h"
+#include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "tests/bench/gpu_programs.h"
 

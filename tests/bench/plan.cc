@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "kernels/testing/allocation_counter.h"
-#include "scheduler/planner.h"
+#include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
 
 namespace mla::scheduler {

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "scheduler/metadata_buffers.h"
-#include "scheduler/planner.h"
+#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 
 namespace mla::conformance {
 

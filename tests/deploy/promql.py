@@ -69,8 +69,8 @@ def exported_labels():
         for label, value in re.findall(r'\{"(\w+)", ([^{}]+)\}', labels):
             values = found[name].setdefault(label, set())
             values.update(re.findall(r'^"(\w+)"$', value))
-    codes = re.search(r"kNames\[\] = \{(.*?)\}",
-                      (ROOT / "server/grpc/grpc_status.cc").read_text(encoding="utf-8"), re.S).group(1)
+    status = (ROOT / "server/grpc/grpc_status.cc").read_text(encoding="utf-8")
+    codes = re.search(r"kNames\[\] = \{(.*?)\}", status, re.S).group(1)
     found["mla_requests_total"]["code"].update(re.findall(r'"(\w+)"', codes))
     return found
 

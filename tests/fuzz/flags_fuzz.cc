@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "scheduler/limits.h"
-#include "server/config.h"
+#include "server/config/config.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {

@@ -16,11 +16,11 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/testing/heap_buffers.h"
-#include "server/metrics.h"
-#include "server/shared_memory_door.h"
-#include "server/shared_region.h"
+#include "server/memory/shared_region.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/shared_memory_listener.h"
 #include "tests/fuzz/harness/target.h"
-#include "tests/integration/ring_hand.h"
+#include "tests/integration/shared_memory/ring_hand.h"
 
 namespace mla::fuzz {
 namespace {
@@ -44,21 +44,21 @@ class Listener {
     const server::RegionLimits limits = {kMostArenaBytes, kRegions * (kMostArenaBytes + (1 << 20)),
                                          kRegions, kRegions};
     regions_ = std::make_unique<server::SharedRegionTable>(limits, server::RegionHooks{});
-    server::SharedMemoryDoorOptions door;
-    door.engine = engine_.get();
-    door.regions = regions_.get();
-    door.metrics = &metrics_;
-    door.pool = std::make_shared<server::AttendMessagePool>(
+    server::SharedMemoryListenerOptions listener;
+    listener.engine = engine_.get();
+    listener.regions = regions_.get();
+    listener.metrics = &metrics_;
+    listener.pool = std::make_shared<server::AttendMessagePool>(
         std::make_unique<scheduler::testing::HeapBuffer>(4096), engine_->tenants());
-    door.boot_id = 7;
-    door.path = path();
-    door.shm.regions_max = kRegions;
-    door.shm.ring_entries = 16;
-    door.shm.spin_us = 0;
-    door_ = *server::SharedMemoryDoor::Open(std::move(door));
+    listener.boot_id = 7;
+    listener.path = path();
+    listener.shm.regions_max = kRegions;
+    listener.shm.ring_entries = 16;
+    listener.shm.spin_us = 0;
+    listener_ = *server::SharedMemoryListener::Open(std::move(listener));
   }
   ~Listener() {
-    door_.reset();
+    listener_.reset();
     rmdir(folder_.c_str());
   }
   std::string path() const { return folder_ + "/s"; }
@@ -70,12 +70,12 @@ class Listener {
   server::Metrics metrics_;
   std::unique_ptr<scheduler::Engine> engine_;
   std::unique_ptr<server::SharedRegionTable> regions_;
-  std::unique_ptr<server::SharedMemoryDoor> door_;
+  std::unique_ptr<server::SharedMemoryListener> listener_;
 };
 
 // Empty, or what is wrong with the region that came with the reply.
-std::string CheckRegion(const ShmConnection& connection, const wire::Hello& request,
-                        const wire::Welcome& reply) {
+std::string CheckRegion(const ShmConnection& connection, const wire::ConnectRequest& request,
+                        const wire::ConnectReply& reply) {
   if (connection.descriptor() < 0 || connection.region().empty()) return "no region";
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   if ((fcntl(connection.descriptor(), F_GET_SEALS) & kSeals) != kSeals) return "not sealed";
@@ -94,14 +94,16 @@ std::string CheckRegion(const ShmConnection& connection, const wire::Hello& requ
 }
 
 std::string CheckReply(const ShmConnection& connection, std::string_view packet,
-                       const wire::Welcome& reply) {
-  wire::Hello request;
+                       const wire::ConnectReply& reply) {
+  wire::ConnectRequest request;
   if (packet.size() != sizeof(request)) return "an answer to a packet of another size";
   std::memcpy(&request, packet.data(), sizeof(request));
-  if (request.magic != wire::kDoorMagic) return "an answer to another magic";
-  if (reply.magic != wire::kDoorMagic || reply.version != wire::kDoorVersion) return "magic";
+  if (request.magic != wire::kHandshakeMagic) return "an answer to another magic";
+  if (reply.magic != wire::kHandshakeMagic || reply.version != wire::kHandshakeVersion)
+    return "magic";
   if (reply.boot_id != 7) return "boot_id";
-  if (reply.code == 0 && request.version != wire::kDoorVersion) return "another version accepted";
+  if (reply.code == 0 && request.version != wire::kHandshakeVersion)
+    return "another version accepted";
   if (reply.code == 0) return CheckRegion(connection, request, reply);
   if (connection.descriptor() >= 0) return "a region beside a refusal";
   if (reply.code < 0 || reply.code > 16) return absl::StrCat("code ", reply.code);
@@ -128,7 +130,8 @@ std::string CheckOne(const Listener& listener, const std::string& input) {
   return "";
 }
 
-std::string Described(const wire::Hello& request, size_t size = sizeof(wire::Hello)) {
+std::string Described(const wire::ConnectRequest& request,
+                      size_t size = sizeof(wire::ConnectRequest)) {
   return std::string(1, static_cast<char>(size)) +
          std::string(reinterpret_cast<const char*>(&request), size);
 }
@@ -138,13 +141,13 @@ std::string Described(const wire::Hello& request, size_t size = sizeof(wire::Hel
 FuzzTarget TargetUnderTest() {
   FuzzTarget target;
   target.executions = 2000;
-  const wire::Hello plain = ShmConnection::Request("a", 4096, false);
-  const wire::Hello ring = ShmConnection::Request("", 65536, true);
-  wire::Hello other = ring;
+  const wire::ConnectRequest plain = ShmConnection::Request("a", 4096, false);
+  const wire::ConnectRequest ring = ShmConnection::Request("", 65536, true);
+  wire::ConnectRequest other = ring;
   other.bytes = kMostArenaBytes + 1;
-  wire::Hello unending = plain;
+  wire::ConnectRequest unending = plain;
   std::memset(unending.tenant, 'x', sizeof(unending.tenant));
-  wire::Hello later = plain;
+  wire::ConnectRequest later = plain;
   later.version = 2;
   target.seeds = {Described(plain), Described(ring),     Described(plain) + Described(ring),
                   Described(other), Described(unending), Described(ring, 151),

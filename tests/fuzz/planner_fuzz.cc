@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "scheduler/planner.h"
+#include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "scheduler/testing/plan_checker.h"
 #include "tests/fuzz/harness/target.h"

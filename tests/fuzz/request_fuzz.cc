@@ -4,7 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "server/request_validator.h"
+#include "server/grpc/request_validator.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {

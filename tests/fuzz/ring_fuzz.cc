@@ -16,10 +16,10 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/testing/heap_buffers.h"
-#include "server/command_ring.h"
-#include "server/shared_region.h"
+#include "server/memory/shared_region.h"
+#include "server/shared_memory/command_ring.h"
 #include "tests/fuzz/harness/target.h"
-#include "tests/integration/ring_hand.h"
+#include "tests/integration/shared_memory/ring_hand.h"
 
 namespace mla::fuzz {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "server/config.h"
-#include "server/yaml_file.h"
+#include "server/config/config.h"
+#include "server/config/yaml_file.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {

@@ -1,7 +1,7 @@
 """Every configuration key is documented, and nothing else is.
 
-The table in server/config/config_table.cc is where keys are declared, except that each resource of a
-tenant has its own in scheduler/tenant_table.cc; docs/configuration.md describes them and
+The table in server/config/config_table.cc is where keys are declared, except that each resource of
+a tenant has its own in scheduler/tenant_table.cc; docs/configuration.md describes them and
 deploy/config/example.yaml shows them.
 """
 

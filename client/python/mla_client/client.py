@@ -77,8 +77,8 @@ class Client(Service, Operations):
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
                  secure: bool = False, transport: str = "auto", shm_path: str = "",
                  shared_bytes: Optional[int] = None, spin_us: int = 20) -> None:
-        """Takes over a channel; `connect` makes one and explains the options. `shm_path` is the path of
-        the server's shared-memory socket; empty: there is none."""
+        """Takes over a channel; `connect` makes one and explains the options. `shm_path` is the
+        path of the server's shared-memory socket; empty: there is none."""
         self.timeout_s = timeout_s
         self.client_id = client_id or "py-" + secrets.token_hex(8)
         self._metadata = () if secure else (("mla-tenant", tenant),)

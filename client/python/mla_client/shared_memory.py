@@ -95,7 +95,8 @@ class Placement:
 class SharedMemory:
     """A region and the connection that keeps it."""
 
-    def __init__(self, connection: socket.socket, connect_reply: ConnectReply, descriptor: int) -> None:
+    def __init__(self, connection: socket.socket, connect_reply: ConnectReply,
+                 descriptor: int) -> None:
         """Takes over both descriptors. Unimplemented if the region is not laid out as agreed."""
         self._connection = connection
         self.handle = connect_reply.handle
@@ -133,14 +134,15 @@ class SharedMemory:
         if len(name) >= TEXT_BYTES:
             raise errors.InvalidArgument(
                 f"shared memory: tenant: got {len(name)} bytes, at most {TEXT_BYTES - 1}")
-        request = CONNECT_REQUEST.pack(HANDSHAKE_MAGIC, HANDSHAKE_VERSION, WANT_RING if ring else 0, size, spin_us, 0,
-                             name)
+        request = CONNECT_REQUEST.pack(HANDSHAKE_MAGIC, HANDSHAKE_VERSION,
+                                       WANT_RING if ring else 0, size, spin_us, 0, name)
         deadline = time.monotonic() + timeout_s
         for _ in range(_ATTEMPTS):
             memory = cls._exchange(path, request, deadline)
             if memory is not None:
                 return memory
-        raise errors.Unavailable("shared memory: the server closed the connection without an answer")
+        raise errors.Unavailable(
+            "shared memory: the server closed the connection without an answer")
 
     @classmethod
     def _exchange(cls, path: str, request: bytes, deadline: float) -> Optional["SharedMemory"]:
@@ -391,7 +393,8 @@ def _check_region(connect_reply: ConnectReply, descriptor: int) -> None:
     """The memory must be as large as said and sealed, or an access could end this process."""
     size = os.fstat(descriptor).st_size
     if size != connect_reply.region_bytes or not connect_reply.arena_offset < size:
-        raise _layout("connect_reply.region_bytes", connect_reply.region_bytes, f"{size}, the memory's size")
+        raise _layout("connect_reply.region_bytes", connect_reply.region_bytes,
+                      f"{size}, the memory's size")
     if not fcntl.fcntl(descriptor, _GET_SEALS) & _SEAL_SHRINK:
         raise _layout("region", "memory that can shrink", "sealed memory")
 

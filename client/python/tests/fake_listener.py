@@ -57,7 +57,8 @@ class FakeListener:
                       region_bytes=size, arena_offset=ring_bytes(), boot_id=BOOT_ID, spin_us=0,
                       reserved1=0, message=b"")
         fields.update(connect_reply)
-        self._packet = shared_memory.CONNECT_REPLY.pack(*fields.values()) if packet is None else packet
+        self._packet = (shared_memory.CONNECT_REPLY.pack(*fields.values()) if packet is None
+                        else packet)
         self._descriptors = descriptors
         self.accepted = 0
         self.connect_request = None

@@ -43,7 +43,8 @@ class LayoutTest(unittest.TestCase):
         return letters
 
     def test_packets_and_entries(self):
-        for name, ours in (("ConnectRequest", shared_memory.CONNECT_REQUEST), ("ConnectReply", shared_memory.CONNECT_REPLY)):
+        for name, ours in (("ConnectRequest", shared_memory.CONNECT_REQUEST),
+                           ("ConnectReply", shared_memory.CONNECT_REPLY)):
             self.assertEqual(self.fields(name), ours.format)
         for name, ours in (("SubmissionEntry", ring.SUBMISSION),
                            ("CompletionEntry", ring.COMPLETION)):
@@ -84,7 +85,8 @@ class ListenerTest(unittest.TestCase):
         memory = listener.connect(tenant="red", size=4096, spin_us=7)
         magic, version, flags, size, spin_us, _, tenant = listener.connect_request
         self.assertEqual((magic, version, flags, size, spin_us, tenant.rstrip(b"\0")),
-                         (shared_memory.HANDSHAKE_MAGIC, 1, shared_memory.WANT_RING, 4096, 7, b"red"))
+                         (shared_memory.HANDSHAKE_MAGIC, 1, shared_memory.WANT_RING, 4096, 7,
+                          b"red"))
         self.assertEqual((memory.handle, memory.boot_id, memory.ring_entries, memory.arena_offset,
                           memory.arena_bytes), (b"h" * 16, BOOT_ID, ENTRIES, ring_bytes(),
                                                 ARENA_BYTES))
@@ -303,7 +305,8 @@ class RingTest(unittest.TestCase):
         self.submit(1)
         self.assertEqual(self.listener.words[ring.SUBMIT_BELL], 0)
         self.listener.words[ring.SERVER_SLEEPING] = 1
-        bell = ctypes.addressof(ctypes.c_uint32.from_buffer(self.listener.region, 4 * ring.SUBMIT_BELL))
+        bell = ctypes.addressof(
+            ctypes.c_uint32.from_buffer(self.listener.region, 4 * ring.SUBMIT_BELL))
         woken = []
         sleeper = threading.Thread(
             target=lambda: (futex.wait(bell, 0, 10.0), woken.append(time.monotonic())))

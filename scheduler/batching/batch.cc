@@ -1,0 +1,437 @@
+#include "scheduler/batching/batch.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace mla::scheduler {
+namespace {
+
+// While extend or prefill waits, decode takes this part of a launch's time.
+constexpr int64_t kDecodeParts = 3, kParts = 4;
+// While decodes come, a launch takes this part of limits.launch_ms: a decode that has just missed a
+// launch waits for it and then for its own.
+constexpr int64_t kLaunchesOfAWait = 2;
+// Decodes have stopped coming once so many launches were chosen without one.
+constexpr int kLaunchesWithoutDecode = 16;
+// Extend and prefill that have waited for so many launches go before decode in every second launch.
+constexpr int64_t kAgedLaunches = 8;
+// Requests of a queue that do not fit before the rest of it is left to a later launch.
+constexpr int kMisfits = 16;
+constexpr int64_t kNanosPerMilli = 1'000'000;
+
+LayerProgress& Progress(const StreamRequest& request) {
+  return request.engine.step->layers[request.attend.layer];
+}
+
+}  // namespace
+
+void Batch::Clear() {
+  requests.clear();
+  segments.clear();
+  slices.clear();
+  runs.clear();
+  run_segments.clear();
+  computes = false;
+  rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
+  packed_rows = 0;
+  gather_bytes = 0;
+  piece_rows = 0;
+  units = LaunchUnits();
+  key = BatchKey();
+  slice_waits_expired = 0;
+  slice_waits_skipped = 0;
+}
+
+void Batch::OrderByStage() {
+  const auto used = [](int32_t rows) { return rows > 0; };
+  if (std::count_if(std::begin(rows_by_stage), std::end(rows_by_stage), used) <= 1) return;
+  by_stage_.clear();
+  for (const Stage stage : {Stage::kDecode, Stage::kExtend, Stage::kPrefill}) {
+    for (const Segment& segment : segments) {
+      if (segment.stage == stage) by_stage_.push_back(segment);
+    }
+  }
+  segments.swap(by_stage_);
+}
+
+BatchPolicy::BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces)
+    : limits_(limits), gather_bytes_(gather_bytes), pieces_(pieces), slices_(limits) {}
+
+bool BatchPolicy::Ready(const StreamRequest& request) {
+  const LayerProgress& layer = Progress(request);
+  if (request.engine.repeat) return layer.stored >= EndRow(request);
+  if (request.attend.has_kv) return layer.appended == FirstRow(request);
+  return layer.appended >= EndRow(request);
+}
+
+bool BatchPolicy::WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last) {
+  const LayerProgress& layer = Progress(request);
+  if (request.attend.has_kv || layer.accepted >= EndRow(request)) return false;
+  *first = layer.accepted;
+  *last = EndRow(request) - 1;
+  return true;
+}
+
+Stage BatchPolicy::StageOf(const StreamRequest& request) const {
+  const Step& step = *request.engine.step;
+  Stage stage = Stage::kDecode;
+  int32_t row = FirstRow(request);
+  const int32_t end = EndRow(request);
+  for (const StepEntry* entry = EntryOf(step, row); row < end; ++entry) {
+    const int32_t rows = std::min(end, entry->offset + entry->rows) - row;
+    const int32_t cached = entry->start + row - entry->offset;
+    if (cached == 0) return Stage::kPrefill;
+    if (rows > limits_.decode_rows) stage = Stage::kExtend;
+    row += rows;
+  }
+  return stage;
+}
+
+MonotonicNanos BatchPolicy::HeldUntil(const StreamRequest& request) const {
+  const SliceGroup* const group = request.engine.group;
+  return group == nullptr || !SliceTable::Ready(*group) ? 0 : slices_.HeldUntil(*group);
+}
+
+bool BatchPolicy::Goes(const StreamRequest& request, MonotonicNanos now) const {
+  const SliceGroup* const group = request.engine.group;
+  if (group == nullptr) return Ready(request);
+  return SliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
+}
+
+void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch) {
+  int32_t row = FirstRow(*request);
+  const int32_t end = row + rows;
+  for (const StepEntry* entry = EntryOf(*request->engine.step, row); row < end; ++entry) {
+    Segment segment{request, entry, row, std::min(end, entry->offset + entry->rows) - row};
+    segment.stage = segment.cached() == 0                 ? Stage::kPrefill
+                    : segment.rows <= limits_.decode_rows ? Stage::kDecode
+                                                          : Stage::kExtend;
+    segment.slices = slices;
+    batch.rows_by_stage[static_cast<int>(segment.stage)] += segment.rows;
+    batch.segments.push_back(segment);
+    row += segment.rows;
+  }
+}
+
+// Of one row and head, at the longest context of the rows that are left.
+int64_t BatchPolicy::PiecesOf(const StreamRequest& request) const {
+  int64_t kv_rows = 0;
+  const std::vector<StepEntry>& entries = request.engine.step->entries;
+  for (const StepEntry* entry = EntryOf(*request.engine.step, FirstRow(request));
+       entry != entries.data() + entries.size() && entry->offset < EndRow(request); ++entry) {
+    kv_rows = std::max(kv_rows, int64_t{entry->start} + entry->rows);
+  }
+  return pieces_.pieces(kv_rows);
+}
+
+BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) const {
+  Demand demand;
+  const SliceGroup* const group = request.engine.group;
+  if (group == nullptr || group->members == 1) {
+    demand.heads = Computes(request) ? request.attend.num_heads : 0;
+    if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
+    return demand;
+  }
+  demand.members = group->members;
+  demand.heads = group->heads;
+  if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
+  // In EXPANDED the projections write and read the slices where they are.
+  if (group->profile == Profile::kAbsorbed) {
+    const ModelSpec& spec = *group->step->model->spec;
+    demand.gather_row_bytes =
+        int64_t{group->heads} *
+        (spec.q_dim(group->profile) * int64_t(kernels::ElementSize(group->q_dtype)) +
+         spec.o_dim(group->profile) * int64_t(kernels::ElementSize(group->o_dtype)));
+  }
+  return demand;
+}
+
+int32_t BatchPolicy::RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
+                                 const Batch& batch) const {
+  int32_t rows = EndRow(request) - FirstRow(request);
+  rows = std::min(rows, limits_.launch_rows - batch.rows());
+  if (demand.heads > 0) {
+    rows = std::min(rows, (limits_.launch_packed_rows - batch.packed_rows) / demand.heads);
+  }
+  if (demand.gather_row_bytes > 0) {
+    const int64_t fit = (gather_bytes_ - batch.gather_bytes) / demand.gather_row_bytes;
+    rows = static_cast<int32_t>(std::min<int64_t>(rows, fit));
+  }
+  if (demand.row_pieces > 0) {
+    const int64_t fit = (pieces_.piece_rows - batch.piece_rows) / demand.row_pieces;
+    rows = static_cast<int32_t>(std::min<int64_t>(rows, fit));
+  }
+  if (stage != Stage::kDecode) {
+    rows = std::min(rows, limits_.prefill_rows - batch.rows_by_stage[1] - batch.rows_by_stage[2]);
+  }
+  if (demand.members > limits_.launch_requests - static_cast<int32_t>(batch.requests.size())) {
+    return 0;
+  }
+  // A request has at most as many records as its step has entries.
+  const int64_t records = static_cast<int64_t>(request.engine.step->entries.size());
+  const int64_t room = limits_.launch_requests - static_cast<int64_t>(batch.segments.size());
+  return static_cast<int32_t>(std::min<int64_t>(rows, records <= room ? rows : room));
+}
+
+bool BatchPolicy::FitsTime(const Round& round, const LaunchUnits& units) const {
+  return cost_.Nanos(round.batch.key, round.batch.units + units) <= round.nanos;
+}
+
+// As many of the first `most` rows as the launch's time allows, at least one for a launch that has
+// nothing else to do.
+BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most, int32_t heads,
+                                      const Round& round) const {
+  const AttendArgs& args = request.attend;
+  const int32_t min_rows = request.engine.step->model->ExpandedMinRows(args.q_dtype);
+  const bool may_expand = args.profile == Profile::kExpanded && heads == args.num_heads;
+  Fit fit;
+  const int32_t first = FirstRow(request);
+  for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < most; ++entry) {
+    const int32_t row = first + fit.rows;
+    const int32_t rows = std::min(first + most, entry->offset + entry->rows) - row;
+    // The largest part of [low, high] rows that fits, or 0.
+    const auto largest = [&](int32_t low, int32_t high, bool expands, LaunchUnits* units) {
+      int32_t best = 0;
+      for (int32_t tried = high; low <= high; tried = low + (high - low) / 2) {
+        const LaunchUnits more = UnitsOf(request, *entry, row, tried, heads, expands);
+        if (FitsTime(round, fit.units + more)) {
+          best = tried;
+          *units = more;
+          low = tried + 1;
+        } else {
+          high = tried - 1;
+        }
+      }
+      return best;
+    };
+    LaunchUnits units;
+    int32_t taken = 0;
+    if (may_expand && rows >= min_rows) taken = largest(min_rows, rows, true, &units);
+    // Fewer rows than the expanded form starts at are computed in the absorbed form.
+    if (taken == 0) {
+      taken = largest(1, may_expand ? std::min(rows, min_rows - 1) : rows, false, &units);
+    }
+    if (taken == 0 && fit.rows == 0 && round.batch.empty()) {
+      taken = 1;
+      units = UnitsOf(request, *entry, row, 1, heads, may_expand && min_rows <= 1);
+    }
+    fit.rows += taken;
+    fit.units += units;
+    if (taken < rows) break;
+  }
+  return fit;
+}
+
+// All of the first `rows` rows, in time or not when the launch has nothing else to do.
+BatchPolicy::Fit BatchPolicy::FitWhole(const StreamRequest& request, int32_t rows, int32_t heads,
+                                       const Round& round) const {
+  Round unbounded = round;
+  unbounded.nanos = std::numeric_limits<int64_t>::max();
+  const Fit fit = FitTime(request, rows, heads, unbounded);
+  return round.batch.empty() || FitsTime(round, fit.units) ? fit : Fit();
+}
+
+bool BatchPolicy::TakePages(const StreamRequest& request, Round& round) {
+  Step& step = *request.engine.step;
+  if (step.pages_ready) return true;
+  Batch& batch = round.batch;
+  const int64_t before = batch.pages.bytes();
+  const int64_t left = round.nanos - cost_.Nanos(batch.key, batch.units);
+  kvcache::WorkRoom room{kPageRanges - static_cast<int64_t>(batch.pages.ranges().size()),
+                         cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
+  step.pages_ready = round.work.Take(step.tenant, step.ticket, &room, &batch.pages);
+  const int64_t bytes = batch.pages.bytes() - before;
+  batch.units.pages += bytes;
+  if (bytes > 0) round.waiting.Charge(request.engine.queue, bytes);
+  return step.pages_ready;
+}
+
+void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
+                           Batch& batch) {
+  waiting.Remove(request);
+  request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
+  batch.requests.push_back(request);
+  request->engine.rows_launched = rows;
+  if (Appends(*request)) Progress(*request).appended += rows;
+}
+
+bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
+  Batch& batch = round.batch;
+  const Demand demand = DemandOf(*request);
+  const int32_t most = RowsThatFit(*request, demand, stage, batch);
+  if (most <= 0) return false;
+  const bool fixed = pieces_.split_rows > 0 && demand.heads > 0;
+  if (fixed && most < RowsThatFit(*request, demand, stage, nothing_)) return false;
+  if (!TakePages(*request, round)) return false;
+  const Fit fit = fixed ? FitWhole(*request, most, demand.heads, round)
+                        : FitTime(*request, most, demand.heads, round);
+  if (fit.rows <= 0) return false;
+  const int32_t rows = fit.rows;
+  batch.piece_rows += rows * demand.row_pieces;
+  batch.packed_rows += rows * demand.heads;
+  batch.gather_bytes += rows * demand.gather_row_bytes;
+  batch.units += fit.units;
+  round.waiting.Charge(request->engine.queue, fit.units.sum());
+  SliceGroup* const group = request->engine.group;
+  if (group == nullptr) {
+    AddSegments(request, rows, -1, batch);
+    TakeRows(request, rows, round.waiting, batch);
+    return true;
+  }
+  int32_t slices = -1;
+  if (group->members > 1) {
+    slices = static_cast<int32_t>(batch.slices.size());
+    batch.slices.push_back(
+        {static_cast<int32_t>(batch.requests.size()), group->members, group->heads});
+  }
+  const bool is_new = request->engine.rows_done == 0;  // not the rest of a group that was cut
+  AddSegments(group->first, rows, slices, batch);
+  for (StreamRequest* member = group->first; member != nullptr; member = SliceTable::Next(member)) {
+    TakeRows(member, rows, round.waiting, batch);
+  }
+  const Departure departure = slices_.Launch(group, rows);
+  batch.slice_waits_expired += is_new && departure == Departure::kGaveUp;
+  batch.slice_waits_skipped += is_new && departure == Departure::kDidNotWait;
+  return true;
+}
+
+RequestQueue* BatchPolicy::Leader(const Round& round) const {
+  RequestQueue* leader = nullptr;
+  const auto before = [](const RequestQueue& a, const RequestQueue& b) {
+    if (a.share->virtual_time != b.share->virtual_time) {
+      return a.share->virtual_time < b.share->virtual_time;
+    }
+    if (a.share == b.share && a.virtual_time != b.virtual_time) {
+      return a.virtual_time < b.virtual_time;
+    }
+    return a.head->engine.order < b.head->engine.order;
+  };
+  for (const TenantShare* share : round.waiting.shares()) {
+    for (RequestQueue* queue : share->queues) {
+      if (queue->head == nullptr || queue->key.profile == Profile::kAppendOnly) continue;
+      if (leader != nullptr && !before(*queue, *leader)) continue;
+      const StreamRequest* request = queue->head;
+      while (request != nullptr && !Goes(*request, round.now)) {
+        request = WaitingRequests::NextInQueue(request);
+      }
+      if (request != nullptr) leader = queue;
+    }
+  }
+  return leader;
+}
+
+bool BatchPolicy::FitsKey(const RequestQueue& queue, const Batch& batch) const {
+  return queue.key.profile == Profile::kAppendOnly || (batch.computes && queue.key == batch.key);
+}
+
+const StreamRequest* BatchPolicy::OldestBulk(const Round& round) const {
+  const StreamRequest* oldest = nullptr;
+  for (const TenantShare* share : round.waiting.shares()) {
+    for (const RequestQueue* queue : share->queues) {
+      if (!FitsKey(*queue, round.batch)) continue;
+      const StreamRequest* request = queue->head;
+      while (request != nullptr &&
+             (!Goes(*request, round.now) || StageOf(*request) == Stage::kDecode)) {
+        request = WaitingRequests::NextInQueue(request);
+      }
+      if (request == nullptr) continue;
+      if (oldest == nullptr || request->engine.blocked_since_ns < oldest->engine.blocked_since_ns) {
+        oldest = request;
+      }
+    }
+  }
+  return oldest;
+}
+
+void BatchPolicy::TakeKind(Kind kind, Round& round) {
+  cursors_.clear();
+  for (const TenantShare* share : round.waiting.shares()) {
+    for (RequestQueue* queue : share->queues) {
+      if (queue->head != nullptr && FitsKey(*queue, round.batch)) {
+        cursors_.push_back({queue, queue->head, 0});
+      }
+    }
+  }
+  while (!cursors_.empty()) {
+    const auto least =
+        std::min_element(cursors_.begin(), cursors_.end(), [](const Cursor& a, const Cursor& b) {
+          if (a.queue->share->virtual_time != b.queue->share->virtual_time) {
+            return a.queue->share->virtual_time < b.queue->share->virtual_time;
+          }
+          // Rows that are appended first let others of the same launch read them.
+          return a.queue->key.profile == Profile::kAppendOnly &&
+                 b.queue->key.profile != Profile::kAppendOnly;
+        });
+    StreamRequest* const request = least->next;
+    if (request == nullptr || least->misfits == kMisfits) {
+      cursors_.erase(least);
+      continue;
+    }
+    StreamRequest* next = WaitingRequests::NextInQueue(request);
+    if (Goes(*request, round.now)) {
+      const Stage stage = StageOf(*request);
+      if ((stage == Stage::kDecode) == (kind == Kind::kDecode)) {
+        // Siblings leave the queue with it.
+        const SliceGroup* const group = request->engine.group;
+        while (group != nullptr && next != nullptr && next->engine.group == group) {
+          next = WaitingRequests::NextInQueue(next);
+        }
+        if (!Take(request, stage, round)) ++least->misfits;
+      }
+    }
+    least->next = next;
+  }
+}
+
+void BatchPolicy::TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const {
+  kvcache::WorkRoom room{kPageRanges, cost_.PageBytes(limits_.launch_ms * kNanosPerMilli)};
+  work.TakeAny(&room, &batch.pages);
+  batch.units.pages += batch.pages.bytes();
+}
+
+bool BatchPolicy::TakeDecodes(Round& round) {
+  const std::vector<StreamRequest*>& requests = round.batch.requests;
+  const auto before = static_cast<std::ptrdiff_t>(requests.size());
+  TakeKind(Kind::kDecode, round);
+  // The last rows of a prompt's message are few as well.
+  return std::any_of(requests.begin() + before, requests.end(),
+                     [](const StreamRequest* request) { return request->engine.rows_done == 0; });
+}
+
+void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
+                         Batch& batch) {
+  batch.Clear();
+  waiting.Prune();
+  const int64_t whole = limits_.launch_ms * kNanosPerMilli;
+  const int64_t part = whole / kLaunchesOfAWait;
+  const int64_t nanos = launches_without_decode_ < kLaunchesWithoutDecode ? part : whole;
+  Round round{waiting, work, now, batch, nanos};
+  if (const RequestQueue* const leader = Leader(round); leader != nullptr) {
+    batch.key = leader->key;
+    batch.computes = true;
+    waiting.Serve(*leader);
+  }
+  const StreamRequest* const bulk = OldestBulk(round);
+  // Every second launch: one row may fill a launch, and decodes must not wait for all of them.
+  const bool aged = bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * whole;
+  bulk_went_first_ = aged && !bulk_went_first_;
+  bool decodes = false;
+  if (bulk_went_first_) {
+    TakeKind(Kind::kBulk, round);
+    decodes = TakeDecodes(round);
+  } else {
+    if (bulk != nullptr) round.nanos = nanos / kParts * kDecodeParts;
+    decodes = TakeDecodes(round);
+    round.nanos = decodes ? part : nanos;
+    if (bulk != nullptr) TakeKind(Kind::kBulk, round);
+  }
+  if (decodes) {
+    launches_without_decode_ = 0;
+  } else if (launches_without_decode_ < kLaunchesWithoutDecode) {
+    ++launches_without_decode_;
+  }
+  batch.OrderByStage();
+  if (forms_runs_) FindRowRuns(&batch);
+}
+
+}  // namespace mla::scheduler

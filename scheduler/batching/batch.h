@@ -1,0 +1,221 @@
+// What one launch computes, and how it is chosen from the requests that wait.
+//
+// Natural batching: when a launch may start, what is ready goes, whatever stream, layer or sequence
+// it belongs to, as long as it shares the attention's geometry and dtypes. Bounds are rows, records
+// and predicted time (Limits::launch_ms), so nothing waits for one launch for long.
+//
+// Between tenants, and between the keys of one tenant, the least served goes first
+// (waiting_requests.h): it decides the launch's key, and the other tenants with requests of that
+// key fill what is left, least served first. Within that order decode goes before extend and
+// prefill, which go in the order of their arrival. While those wait, decode takes three quarters of
+// a launch at most; once one of them has waited for several launches, it goes first in every second
+// one. As long as decodes come, launches take half of the predicted time, so that a decode which
+// arrives during a launch has been computed within Limits::launch_ms.
+//
+// Head slices of the same rows go together (slice_table.h). A step's page work
+// (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
+// in launches before.
+#ifndef MLA_SCHEDULER_BATCHING_BATCH_H_
+#define MLA_SCHEDULER_BATCHING_BATCH_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "scheduler/batching/batch_key.h"
+#include "scheduler/batching/launch_cost.h"
+#include "scheduler/batching/rows.h"
+#include "scheduler/batching/slice_table.h"
+#include "scheduler/batching/waiting_requests.h"
+#include "scheduler/kvcache/pool/page_work.h"
+#include "scheduler/limits.h"
+#include "scheduler/request.h"
+#include "scheduler/tables/step_table.h"
+
+namespace mla::scheduler {
+
+enum class Stage : uint8_t {
+  kDecode,   // 1 .. Limits::decode_rows new rows on a cache that is not empty
+  kExtend,   // more new rows on a cache
+  kPrefill,  // no cache
+};
+
+// Consecutive new rows of one sequence at one layer: one record of the launch.
+struct Segment {
+  StreamRequest* request = nullptr;  // of fused slices: the first
+  const StepEntry* entry = nullptr;
+  int32_t row_begin = 0;  // among the step's rows
+  int32_t rows = 0;
+  Stage stage = Stage::kDecode;
+  int32_t slices = -1;  // index in Batch::slices, or -1: the request alone
+  int32_t run = -1;     // index in Batch::runs, or -1
+  // Rows of the sequence before row_begin, committed and of this step.
+  int32_t cached() const { return entry->start + row_begin - entry->offset; }
+};
+
+// Requests [first, first + count) of a batch that are head slices of the same rows and are computed
+// as one, heads side by side in this order.
+struct FusedSlices {
+  int32_t first = 0;
+  int32_t count = 0;
+  int32_t heads = 0;
+};
+
+// Consecutive rows of one sequence and layer that came in several requests, and are computed as one
+// record in the expanded form: a message holds fewer rows than the form starts at. All rows that a
+// member's request launches are the member's.
+struct RowRun {
+  int32_t first = 0;  // in Batch::run_segments, in the order of rows
+  int32_t count = 0;
+  int32_t rows = 0;
+};
+
+struct Batch {
+  std::vector<StreamRequest*>
+      requests;                   // engine.rows_launched rows of each, from engine.rows_done on
+  std::vector<Segment> segments;  // decode | extend | prefill
+  std::vector<FusedSlices> slices;
+  std::vector<RowRun> runs;
+  std::vector<int32_t> run_segments;  // indices in segments
+  BatchKey key;                       // of the requests that compute; append-only ones fit any
+  bool computes = false;              // false: nothing but appends
+  int32_t rows_by_stage[3] = {0, 0, 0};
+  int32_t packed_rows = 0;
+  int64_t gather_bytes = 0;  // of fused queries and outputs
+  int64_t piece_rows = 0;    // as PieceBudget
+  LaunchUnits units;
+  kvcache::LaunchWork pages;        // page work that goes before everything else
+  int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
+  int32_t slice_waits_skipped = 0;  // ... without one that others had waited for in vain
+
+  bool empty() const { return requests.empty() && pages.empty(); }
+  void Clear();
+  void OrderByStage();  // stable
+  int32_t rows() const { return rows_by_stage[0] + rows_by_stage[1] + rows_by_stage[2]; }
+
+ private:
+  std::vector<Segment> by_stage_;  // scratch of OrderByStage
+};
+
+// What `rows` rows of a request, from row `row` of its step on, which belong to `entry`, cost with
+// `heads` heads; `expands`: in the expanded form.
+LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row, int32_t rows,
+                    int32_t heads, bool expands);
+// Finds the runs of a batch and counts their units as such (row_runs.cc).
+void FindRowRuns(Batch* batch);
+
+// Ranges of page work in one launch; what its metadata has room for.
+inline constexpr int32_t kPageRanges = 4096;
+
+// What plans with fixed cuts (PlanTraits::fixed_split_rows) hold of one batch. A packed row counts
+// once for every piece that its context is cut into, and not at all where it is not cut.
+struct PieceBudget {
+  int32_t split_rows = 0;  // KV rows of a piece; 0: cuts are not fixed, and every batch fits
+  int64_t piece_rows = 0;
+
+  int64_t pieces(int64_t kv_rows) const {
+    return split_rows == 0 || kv_rows <= split_rows ? 0 : (kv_rows + split_rows - 1) / split_rows;
+  }
+};
+
+// Chooses batches. Owned by the engine role; allocates nothing once its vectors have grown.
+class BatchPolicy {
+ public:
+  // `gather_bytes`: room of a launch for the queries and outputs of fused slices, where the backend
+  // needs them side by side; enough for one row of all heads. `pieces` holds one row of all heads
+  // and the longest context, too. With fixed cuts a request is also cut the same way whatever else
+  // is in its batch: it waits for one that takes as many of its rows as it gets alone.
+  BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces = {});
+  // Where staging brings the rows of several requests together at no cost, runs are formed.
+  void FormRuns() { forms_runs_ = true; }
+
+  // Moves what goes next from `waiting` and `work` into `batch` (cleared first) and advances the
+  // `appended` counts of the steps whose KV rows it takes. Leaves the batch empty when nothing is
+  // ready.
+  void Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
+              Batch& batch);
+  // Fills an empty batch with page work of any tenant.
+  void TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const;
+  // A launch of this batch took `nanos` on the device.
+  void Observe(const Batch& batch, int64_t nanos) { cost_.Observe(batch.key, batch.units, nanos); }
+  // The launch will take about this long on the device.
+  int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
+  // True if the request could be part of a launch now, as far as its KV rows are concerned.
+  static bool Ready(const StreamRequest& request);
+  // Of the rows that are not launched yet.
+  Stage StageOf(const StreamRequest& request) const;
+  // The missing KV rows that a request waits for, [first, last], as row numbers of its step; false
+  // if it waits for none (they are accepted and only not launched yet).
+  static bool WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last);
+  // Until when a request that could go waits for its sibling slices; in the past if it does not.
+  MonotonicNanos HeldUntil(const StreamRequest& request) const;
+  SliceTable& slices() { return slices_; }
+
+ private:
+  // What a request takes of the launch's bounds, alone or with its siblings.
+  struct Demand {
+    int32_t members = 1;
+    int32_t heads = 0;
+    int64_t gather_row_bytes = 0;
+    int64_t row_pieces = 0;  // of a row, all heads
+  };
+  // Rows of a request that fit, and what they cost.
+  struct Fit {
+    int32_t rows = 0;
+    LaunchUnits units;
+  };
+  // One choice of a batch.
+  struct Round {
+    WaitingRequests& waiting;
+    kvcache::PageWorkQueue& work;
+    MonotonicNanos now;
+    Batch& batch;
+    int64_t nanos = 0;  // that the launch may take
+  };
+  struct Cursor {  // a queue whose requests from `next` on have not been looked at
+    RequestQueue* queue;
+    StreamRequest* next;
+    int misfits;  // requests of it that did not fit
+  };
+  enum class Kind : uint8_t { kDecode, kBulk };
+
+  bool Goes(const StreamRequest& request, MonotonicNanos now) const;
+  Demand DemandOf(const StreamRequest& request) const;
+  int64_t PiecesOf(const StreamRequest& request) const;
+  // The queue whose requests decide the launch's key, or null when none of any that compute is
+  // ready.
+  RequestQueue* Leader(const Round& round) const;
+  // The oldest request that is ready, is no decode and fits the batch's key; null if there is none.
+  const StreamRequest* OldestBulk(const Round& round) const;
+  bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
+  // Takes ready requests of one kind, least served tenants first, while they fit.
+  void TakeKind(Kind kind, Round& round);
+  // Takes decodes that way; false if none came as one.
+  bool TakeDecodes(Round& round);
+  // Takes the page work that the request waits for; false if not all of it fits.
+  bool TakePages(const StreamRequest& request, Round& round);
+  int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
+                      const Batch& batch) const;
+  Fit FitTime(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
+  Fit FitWhole(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
+  bool FitsTime(const Round& round, const LaunchUnits& units) const;
+  // Takes the request, with all of its group, out of the queues; false if nothing of it fits.
+  bool Take(StreamRequest* request, Stage stage, Round& round);
+  static void TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
+                       Batch& batch);
+  void AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch);
+
+  const Limits limits_;
+  const int64_t gather_bytes_;
+  const PieceBudget pieces_;
+  bool forms_runs_ = false;
+  int launches_without_decode_ = 0;  // chosen since one that had a decode, up to a bound
+  bool bulk_went_first_ = false;     // extend and prefill, in the last launch
+  const Batch nothing_;              // a launch without requests
+  SliceTable slices_;
+  LaunchCost cost_;
+  std::vector<Cursor> cursors_;  // scratch of TakeKind
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_BATCHING_BATCH_H_

@@ -1,0 +1,23 @@
+// What requests must have in common to share a launch.
+#ifndef MLA_SCHEDULER_BATCHING_BATCH_KEY_H_
+#define MLA_SCHEDULER_BATCHING_BATCH_KEY_H_
+
+#include "kernels/attention_desc.h"
+#include "kernels/dtype.h"
+#include "scheduler/request.h"
+
+namespace mla::scheduler {
+
+// Requests that only append fit any launch: theirs is the default key with profile kAppendOnly.
+struct BatchKey {
+  kernels::Geometry geometry;
+  Profile profile = Profile::kAbsorbed;
+  kernels::DType q_dtype = kernels::DType::kBf16;
+  kernels::DType o_dtype = kernels::DType::kBf16;
+  bool split_queries = false;  // of EXPANDED: QueryPrecision::kSplit
+  friend bool operator==(const BatchKey&, const BatchKey&) = default;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_BATCHING_BATCH_KEY_H_

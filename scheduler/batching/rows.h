@@ -1,0 +1,34 @@
+// Which of its step's rows a request still has to compute.
+#ifndef MLA_SCHEDULER_BATCHING_ROWS_H_
+#define MLA_SCHEDULER_BATCHING_ROWS_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "scheduler/request.h"
+#include "scheduler/tables/step_table.h"
+
+namespace mla::scheduler {
+
+// Rows of the step that the request still has to compute: [FirstRow, EndRow).
+inline int32_t FirstRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.engine.rows_done;
+}
+inline int32_t EndRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.attend.row_count;
+}
+// Whether it brings new KV rows; a repeat is compared instead.
+inline bool Appends(const StreamRequest& request) {
+  return request.attend.has_kv && !request.engine.repeat;
+}
+// The entry of a step that holds one of its rows. REQUIRES: 0 <= row < step.total_rows.
+inline const StepEntry* EntryOf(const Step& step, int32_t row) {
+  const auto after =
+      std::upper_bound(step.entries.begin(), step.entries.end(), row,
+                       [](int32_t r, const StepEntry& entry) { return r < entry.offset; });
+  return &*(after - 1);
+}
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_BATCHING_ROWS_H_

@@ -1,0 +1,104 @@
+// Which waiting requests are head slices of one and the same rows.
+//
+// The ranks of a tensor-parallel worker send the heads of a (sequence, layer, step) apart. Slices
+// of the same rows that are computed together read the KV rows once instead of once a rank, so they
+// form a group, and a group goes into one launch as one record over all its heads. A group waits
+// for siblings that are still missing, but never longer than Limits::slice_wait_us from the moment
+// at which it could have gone, nor past half of the time that one of its members has left before
+// its own deadline. Nothing else waits for a group.
+//
+// Whom a group waits for is learned within the step: the participants without a slice in it, but
+// for those whose slice of these rows, of rows behind them or of a later layer waits in another
+// group (it has another dtype, say) or has been taken by a launch already (a late sibling makes a
+// group of its own and goes at once), and those that a group has waited for in vain and that have
+// not come in time since. In time is a slice that comes before any sibling's went, or
+// less than slice_wait_us after that could have gone. So a rank that sends no heads, or drags
+// behind at every layer, costs its siblings one wait a step, and one that hesitated once is waited
+// for again from the layer after the one at which it kept up.
+//
+// Only small slices are grouped: when the rows of a slice fill the backend's tiles by themselves,
+// the KV rows would be read as often for the group. A step of one participant has no siblings to
+// wait for; its slices are grouped when they happen to be there together.
+//
+// Ownership: the table owns the groups; a group borrows its members while they wait. Threading:
+// owned by the engine role. Groups are pooled; nothing is allocated once the pool is warm.
+#ifndef MLA_SCHEDULER_BATCHING_SLICE_TABLE_H_
+#define MLA_SCHEDULER_BATCHING_SLICE_TABLE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "scheduler/clock.h"
+#include "scheduler/limits.h"
+#include "scheduler/request.h"
+#include "scheduler/tables/step_table.h"
+
+namespace mla::scheduler {
+
+struct SliceGroup {
+  // --- What its members have in common.
+  Step* step = nullptr;
+  int32_t layer = 0;
+  int32_t first_row = 0, end_row = 0;  // among the step's rows, still to be computed
+  Profile profile = Profile::kAbsorbed;
+  kernels::DType q_dtype = kernels::DType::kBf16;
+  kernels::DType o_dtype = kernels::DType::kBf16;
+  // --- Members, by arrival; one that brings the KV rows comes first.
+  StreamRequest* first = nullptr;
+  int32_t members = 0;
+  int32_t heads = 0;           // of all members; no head twice
+  bool appends = false;        // `first` brings the KV rows
+  bool awaits = false;         // a participant is missing that may come in time
+  MonotonicNanos since = 0;    // when it could have gone; 0: its KV rows have not come
+  MonotonicNanos latest = 0;   // half of the least time that a member had left at its arrival
+  SliceGroup* next = nullptr;  // of the same step and layer
+};
+
+// How a group went.
+enum class Departure : uint8_t {
+  kWhole,      // with every head, or nobody else's slice could have come any more
+  kGaveUp,     // without a sibling that it had waited for
+  kDidNotWait  // without a sibling that it did not wait for: others had, in vain
+};
+
+class SliceTable {
+ public:
+  explicit SliceTable(const Limits& limits);
+
+  // Adds a waiting request to the group it belongs to, if it is a slice that gains by one. Calls
+  // for requests that do not are ignored. REQUIRES: engine.step is set; in no group.
+  void Join(StreamRequest* request);
+  // The request is not waiting any more; ignored if it is in no group.
+  void Leave(StreamRequest* request);
+  // All members leave, to be launched together with the next `rows` of their rows, which is noted
+  // in the step.
+  Departure Launch(SliceGroup* group, int32_t rows);
+  // The KV rows [0, accepted) of the layer have come, at `now`.
+  static void RowsAccepted(const Step& step, int32_t layer, MonotonicNanos now);
+
+  // True if the group could be part of a launch as far as its KV rows are concerned.
+  static bool Ready(const SliceGroup& group);
+  // Until when it waits for siblings; in the past (or 0) when it does not.
+  MonotonicNanos HeldUntil(const SliceGroup& group) const;
+  static StreamRequest* Next(const StreamRequest* member) { return member->engine.sibling; }
+
+ private:
+  bool Gains(const StreamRequest& request) const;
+  // The request has come: its stream is waited for again if it has come in time.
+  void NoteArrival(const StreamRequest& request) const;
+  SliceGroup* GroupFor(const StreamRequest& request);
+  void Recount(SliceGroup* group) const;
+  // Whom each group of the layer waits for follows from all of them.
+  static void NoteWhoIsAwaited(const Step& step, int32_t layer);
+  void Free(SliceGroup* group);
+
+  const int64_t wait_ns_;
+  const int32_t members_most_;  // that a launch can take at once
+  std::vector<std::unique_ptr<SliceGroup>> pool_;
+  std::vector<SliceGroup*> free_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_BATCHING_SLICE_TABLE_H_

@@ -1,0 +1,100 @@
+// Requests that wait for a launch: one queue for each tenant and batch key, and shares between
+// tenants.
+//
+// Service is counted by start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant, and
+// each queue within it, has a virtual time that advances by the KV bytes of what is launched for
+// it, divided by the tenant's weight. The tenant with the least goes first. One that was idle
+// starts at the time of the tenant now served, so it neither saves up service nor pays for what
+// others had.
+//
+// A request whose rows are launched in parts keeps its place in its own queue. Requests are linked
+// through their engine fields: queueing allocates nothing once the pools are warm. A tenant without
+// requests is forgotten when its virtual time has passed.
+//
+// Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_BATCHING_WAITING_REQUESTS_H_
+#define MLA_SCHEDULER_BATCHING_WAITING_REQUESTS_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "scheduler/batching/batch_key.h"
+#include "scheduler/request.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+struct TenantShare;
+
+// Requests of one tenant and batch key, in the order of their arrival.
+struct RequestQueue {
+  TenantShare* share = nullptr;
+  BatchKey key;
+  StreamRequest* head = nullptr;
+  StreamRequest* tail = nullptr;
+  int64_t virtual_time = 0;  // among the tenant's queues
+};
+
+struct TenantShare {
+  TenantKey tenant = kNoTenant;
+  int32_t weight = 1;
+  int32_t waiting = 0;                // requests in its queues
+  int64_t virtual_time = 0;           // KV bytes / weight
+  int64_t queue_time = 0;             // virtual time of the queue served last
+  std::vector<RequestQueue*> queues;  // with requests
+};
+
+class WaitingRequests {
+ public:
+  // All requests, in no order that matters.
+  StreamRequest* front() const { return head_; }
+  static StreamRequest* Next(const StreamRequest* request) { return request->engine.next; }
+  bool empty() const { return head_ == nullptr; }
+  int32_t size() const { return size_; }
+
+  // Queues a request behind those of its tenant and key. `weight` is its tenant's, at least 1.
+  void Add(StreamRequest* request, int32_t weight);
+  // Queues the rest of a request that a launch has taken in part, before those of its tenant and
+  // key that came later.
+  void Return(StreamRequest* request, int32_t weight) { Insert(request, weight); }
+  void Remove(StreamRequest* request);
+
+  // Tenants with requests, and their queues. Both stay until Prune, even when they have none left.
+  const std::vector<TenantShare*>& shares() const { return active_; }
+  static StreamRequest* NextInQueue(const StreamRequest* request) {
+    return request->engine.queue_next;
+  }
+  // A launch takes work of the queue: its tenant, and the queue among the tenant's, have been
+  // served `units` more.
+  void Charge(RequestQueue* queue, int64_t units);
+  // The launch now chosen begins with the requests of this queue, which is the least served one.
+  void Serve(const RequestQueue& queue);
+  // Lets go of queues and tenants without requests.
+  void Prune();
+
+ private:
+  TenantShare* ShareOf(TenantKey tenant, int32_t weight);
+  RequestQueue* QueueOf(TenantShare* share, const BatchKey& key);
+  void Insert(StreamRequest* request, int32_t weight);
+
+  StreamRequest* head_ = nullptr;
+  StreamRequest* tail_ = nullptr;
+  int32_t size_ = 0;
+  uint64_t added_ = 0;
+  int64_t virtual_now_ = 0;
+  std::vector<std::unique_ptr<TenantShare>> shares_;  // all, with requests or not
+  std::vector<TenantShare*> active_, idle_, free_shares_;
+  std::vector<std::unique_ptr<RequestQueue>> queues_;
+  std::vector<RequestQueue*> free_queues_;
+};
+
+// The key of a request's queue. REQUIRES: engine.step is set.
+BatchKey KeyOf(const StreamRequest& request);
+inline bool Computes(const StreamRequest& request) {
+  return request.attend.profile != Profile::kAppendOnly;
+}
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_BATCHING_WAITING_REQUESTS_H_

@@ -1,0 +1,114 @@
+// Answers on their way from the engine's role to the transports, in the order in which they were
+// given.
+//
+// Writing a reply costs as much as a small launch, so it is not done with the role held. The holder
+// leaves its answers here when it gives the role up and delivers them itself, if no other thread is
+// delivering: an idle engine hands nothing over. Where work waits already, the engine's thread goes
+// on with it, and the queue's own thread delivers. One thread delivers at a time, so the answers of
+// a stream never overtake one another.
+//
+// What arrives during a delivery is mostly the next requests of those who were just answered; it is
+// left to gather (busy) and goes when the delivery ends, so that clients in step share launches.
+//
+// Ownership: borrows the requests, whose links it uses (StreamRequest::engine.next), until Done.
+// Threading: all methods from any thread; Flush and Stop not from Done. Nothing is allocated.
+#ifndef MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
+#define MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "scheduler/request.h"
+
+namespace mla::scheduler {
+
+// Answered requests, linked by engine.next, whose engine.status and engine.fault say how.
+struct AnswerList {
+  StreamRequest* head = nullptr;
+  StreamRequest* tail = nullptr;
+
+  int64_t size = 0;
+
+  bool empty() const { return head == nullptr; }
+  void PushBack(StreamRequest* request) {
+    request->engine.next = nullptr;
+    (tail == nullptr ? head : tail->engine.next) = request;
+    tail = request;
+    ++size;
+  }
+  // REQUIRES: not empty.
+  StreamRequest* PopFront() {
+    StreamRequest* const first = std::exchange(head, head->engine.next);
+    if (head == nullptr) tail = nullptr;
+    --size;
+    return first;
+  }
+  void Append(const AnswerList& other) {
+    if (other.empty()) return;
+    (tail == nullptr ? head : tail->engine.next) = other.head;
+    tail = other.tail;
+    size += other.size;
+  }
+};
+
+class AnswerQueue final {
+ public:
+  ~AnswerQueue() { Stop(); }
+
+  // Starts the thread; without it every deliverer goes on until the queue is empty.
+  // `after_delivery` is called whenever that thread has delivered, by Flush likewise.
+  void Start(std::function<void()> after_delivery);
+  // Delivers what is left and ends the thread.
+  void Stop();
+
+  // REQUIRES (both): the engine role is held, which keeps the order.
+  // Leaves the answers to the queue's thread.
+  void Push(const AnswerList& answers);
+  // The same, but returns what the caller must pass to Deliver once it has given the role up. Empty
+  // when there is nothing to do or another thread is delivering.
+  AnswerList PushAndClaim(const AnswerList& answers);
+
+  // Delivers what was claimed.
+  void Deliver(AnswerList claimed);
+  // Returns once everything that was pushed before is delivered.
+  void Flush();
+  // True while Done is being called on this thread.
+  bool IsDelivering() const { return deliverer_ == std::this_thread::get_id(); }
+  // True while a thread delivers. The end of a delivery is followed by a
+  // look for new work, and bringing work by a look here: one of the two sees the other.
+  bool busy() const {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return busy_.load();
+  }
+
+ private:
+  void DeliverFirst(AnswerList* answers);
+  bool EndDelivery(AnswerList* claimed);
+  AnswerList Claim();
+  void Run();
+
+  const Fault none_;
+  std::atomic<std::thread::id> deliverer_{};
+  int64_t delivered_now_ = 0;      // of the claim that is being delivered; of its thread alone
+  std::atomic<bool> busy_{false};  // a thread is delivering; set with mutex_ held
+  std::function<void()> after_delivery_;
+
+  std::mutex mutex_;              // guards everything below
+  std::condition_variable work_;  // for the queue's thread
+  std::condition_variable done_;  // for Flush
+  AnswerList waiting_;
+  bool wanted_ = false;   // the queue's thread is to deliver what waits
+  int32_t flushing_ = 0;  // threads in Flush
+  int64_t pushed_ = 0, delivered_ = 0;
+  bool running_ = false, stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_

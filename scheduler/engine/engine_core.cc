@@ -1,0 +1,309 @@
+#include "scheduler/engine/engine_core.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::scheduler {
+namespace {
+
+// What the engine holds is bounded by its limits.
+TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
+  const Limits& limits = options.limits;
+  TenantTableOptions tenants = options.tenants;
+  tenants.max_tenants = limits.max_tenants;
+  tenants.server_bounds[Resource::kKvBytes] = limits.kv_cache_bytes;
+  tenants.server_bounds[Resource::kKvSlabBytes] = limits.kv_cache_bytes;
+  tenants.server_bounds[Resource::kSequences] = limits.max_sequences;
+  tenants.server_bounds[Resource::kModels] = limits.max_models;
+  tenants.server_bounds[Resource::kWeightBytes] = limits.weights_bytes;
+  tenants.server_bounds[Resource::kOpenSteps] = limits.max_open_steps;
+  tenants.server_bounds[Resource::kQueuedRequests] = limits.queue_requests;
+  return tenants;
+}
+
+}  // namespace
+
+EngineCore::EngineCore(const EngineOptions& options,
+                       std::unique_ptr<kernels::AttentionBackend> backend, const Clock* clock)
+    : options_(options),
+      limits_(options_.limits),
+      clock_(clock),
+      backend_(std::move(backend)),
+      tenant_table_(std::make_shared<TenantTable>(TenantOptionsOf(options))),
+      tenants_(*tenant_table_),
+      policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_),
+              Launcher::PieceBudgetOf(options.limits, *backend_)) {
+  // Copies into staging memory bring rows together by the way.
+  if (!backend_->Info().unified_memory) policy_.FormRuns();
+}
+
+EngineCore::~EngineCore() = default;
+
+absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
+    const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+    const Clock* clock, std::function<uint64_t()> ids) {
+  absl::Status status = CheckLimits(options.limits);
+  if (!status.ok()) return status;
+  std::unique_ptr<EngineCore> core(new EngineCore(options, std::move(backend), clock));
+  status = core->backend_->Configure(Launcher::BackendLimitsOf(options.limits, *core->backend_));
+  if (!status.ok()) return status;
+
+  kvcache::KvCacheOptions cache;
+  cache.bytes = options.limits.kv_cache_bytes;
+  cache.max_sequences = options.limits.max_sequences;
+  cache.max_pages_per_sequence = options.limits.max_pages_per_sequence;
+  absl::StatusOr<std::unique_ptr<kvcache::KvCache>> made =
+      kvcache::KvCache::Create(cache, core->backend_->PageTables());
+  if (!made.ok()) return made.status();
+  core->cache_ = *std::move(made);
+
+  core->models_ = std::make_unique<ModelTable>(options.limits, core->backend_.get(),
+                                               core->cache_.get(), &core->tenants_, clock);
+  core->sequences_ =
+      std::make_unique<SequenceTable>(options.limits, core->cache_.get(), core->models_.get(),
+                                      &core->tenants_, clock, std::move(ids));
+  if (EngineObserver* const observer = options.observer; observer != nullptr) {
+    core->sequences_->set_observer(observer);
+    core->cache_->WatchLifetimes([clock] { return clock->Now(); },
+                                 [observer](int64_t ns) { observer->OnPageGroupFreed(ns); });
+  }
+  core->steps_ = std::make_unique<StepTable>(options.limits, &core->tenants_, clock);
+  absl::StatusOr<std::unique_ptr<Launcher>> launcher = Launcher::Create(
+      options.limits, core->backend_.get(), core->cache_.get(), core->models_.get(), clock);
+  if (!launcher.ok()) return launcher.status();
+  core->launcher_ = *std::move(launcher);
+  return core;
+}
+
+StreamId EngineCore::OpenStream(const std::string& tenant,
+                                std::shared_ptr<const StreamSteps>* steps) {
+  const StreamId id = next_stream_++;
+  Fault fault;
+  absl::StatusOr<TenantRef> row = tenants_.Enter(tenant, &fault);
+  auto open = std::make_shared<StreamSteps>();
+  if (steps != nullptr) *steps = open;
+  streams_.emplace(id, Stream{tenant, row.ok() ? *row : TenantRef(), std::move(open)});
+  return id;
+}
+
+absl::Status EngineCore::Admit(StreamRequest* request, Fault* fault) {
+  Tenant* const tenant = request->tenant;
+  if (tenant != nullptr && !tenants_.TryTake(*tenant, Resource::kQueuedRequests, 1)) {
+    return tenants_.Refusal(*tenant, Resource::kQueuedRequests, 1, "request", fault);
+  }
+  // Requests without a tenant are bounded here alone; of the others there are no more than these.
+  if (owned_.fetch_add(1) >= limits_.queue_requests) {
+    owned_.fetch_sub(1);
+    if (tenant != nullptr) tenants_.Return(*tenant, Resource::kQueuedRequests, 1);
+    return Refuse(
+        fault, absl::StatusCode::kResourceExhausted,
+        absl::StrCat("the queue holds ", limits_.queue_requests, " requests, which is its limit"),
+        "queue_full", RowOf(Resource::kQueuedRequests).retry_ms);
+  }
+  request->engine.counted = tenant != nullptr;
+  return absl::OkStatus();
+}
+
+void EngineCore::CloseStream(StreamId stream) {
+  bool again = true;
+  while (again) {
+    again = false;
+    for (Step* step : steps_->open()) {
+      if (!step->Includes(stream)) continue;
+      const bool leader = step->streams[0] == stream;
+      AbortStep(step->tenant, step->id,
+                absl::CancelledError(leader ? "the stream that began the step has closed"
+                                            : "a participant's stream has closed"));
+      again = true;  // the list of open steps has changed
+      break;
+    }
+  }
+  streams_.erase(stream);
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args, Fault* fault) {
+  if (draining_) {
+    return Refuse(fault, absl::StatusCode::kUnavailable, "the server is draining", "draining",
+                  limits_.sequence_lease_ms);
+  }
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id", fault);
+  if (!model.ok()) return model.status();
+  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, fault);
+  if (!sequence.ok()) return sequence.status();
+  return sequences_->Info(**sequence);
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args, Fault* fault) {
+  if (draining_) {
+    return Refuse(fault, absl::StatusCode::kUnavailable, "the server is draining", "draining",
+                  limits_.sequence_lease_ms);
+  }
+  absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args, fault);
+  if (!child.ok()) return child.status();
+  return sequences_->Info(**child);
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::TruncateSequence(const std::string& tenant, SequenceId id,
+                                                          int64_t length, uint64_t expected_epoch,
+                                                          Fault* fault) {
+  absl::StatusOr<Sequence*> sequence =
+      sequences_->Truncate(tenants_.Find(tenant), id, length, expected_epoch, fault);
+  if (!sequence.ok()) return sequence.status();
+  return sequences_->Info(**sequence);
+}
+
+SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
+  const TenantKey tenant = tenants_.Find(selection.tenant);
+  SequenceList list;
+  const auto add = [&](const Sequence& sequence) {
+    SequenceInfo info = sequences_->Info(sequence);
+    if (sequence.step != nullptr) info.open_step = sequence.step->id;
+    list.sequences.push_back(std::move(info));
+  };
+  if (selection.ids.empty()) {
+    for (const Sequence* sequence : sequences_->OfTenant(tenant, selection.client_id)) {
+      add(*sequence);
+    }
+  }
+  for (const SequenceId id : selection.ids) {
+    const Sequence* sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      list.not_found.push_back(id);
+    } else {
+      add(*sequence);
+    }
+  }
+  return list;
+}
+
+int32_t EngineCore::ReleaseSequences(const std::string& tenant_name,
+                                     std::span<const SequenceId> ids,
+                                     std::vector<SequenceId>* not_found) {
+  const TenantKey tenant = tenants_.Find(tenant_name);
+  int32_t released = 0;
+  for (const SequenceId id : ids) {
+    Sequence* sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      not_found->push_back(id);
+      continue;
+    }
+    EvictSequence(sequence, "released");
+    ++released;
+  }
+  return released;
+}
+
+void EngineCore::EvictSequence(Sequence* sequence, const char* why) {
+  if (sequence->step != nullptr) {
+    AbortStep(sequence->tenant, sequence->step->id,
+              absl::AbortedError(absl::StrCat("its sequence ", sequence->id, " was ", why)));
+  }
+  sequences_->Release(sequence);
+}
+
+int32_t EngineCore::EvictSequences(const SequenceSelection& selection,
+                                   std::vector<SequenceId>* not_found) {
+  const TenantKey tenant = tenants_.Find(selection.tenant);
+  std::vector<Sequence*> going;
+  if (selection.ids.empty() && tenant != kNoTenant) {
+    going = sequences_->OfTenant(tenant, selection.client_id);
+  }
+  for (const SequenceId id : selection.ids) {
+    Sequence* const sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      not_found->push_back(id);
+    } else if (std::find(going.begin(), going.end(), sequence) == going.end()) {
+      going.push_back(sequence);
+    }
+  }
+  for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
+  return static_cast<int32_t>(going.size());
+}
+
+absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const std::string& id,
+                                               Fault* fault) {
+  const TenantKey key = tenants_.Find(tenant);
+  absl::StatusOr<Model*> model = models_->Find(key, id, "model_id", fault);
+  if (!model.ok()) return model.status();
+  const std::vector<Sequence*> going = sequences_->OfModel(**model);
+  for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
+  absl::Status status = models_->Unregister(key, id, fault);
+  if (!status.ok()) return status;
+  return static_cast<int32_t>(going.size());
+}
+
+int32_t EngineCore::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
+                                std::vector<SequenceId>* not_found) {
+  const TenantKey tenant = tenants_.Find(selection.tenant);
+  int32_t renewed = 0;
+  if (selection.ids.empty()) {
+    for (Sequence* sequence : sequences_->OfTenant(tenant, selection.client_id)) {
+      sequences_->Renew(sequence, lease_ms);
+      ++renewed;
+    }
+  }
+  for (const SequenceId id : selection.ids) {
+    Sequence* sequence = sequences_->Find(tenant, id);
+    if (sequence == nullptr) {
+      not_found->push_back(id);
+      continue;
+    }
+    sequences_->Renew(sequence, lease_ms);
+    ++renewed;
+  }
+  return renewed;
+}
+
+int32_t EngineCore::AbortAllSteps(const std::string& why) {
+  int32_t aborted = 0;
+  while (!steps_->open().empty()) {
+    Step* step = steps_->open().front();
+    AbortStep(step->tenant, step->id, absl::AbortedError(why));
+    ++aborted;
+  }
+  return aborted;
+}
+
+EngineStats EngineCore::Stats() const {
+  EngineStats stats = stats_;
+  const kvcache::KvCacheStats cache = cache_->stats();
+  stats.sequences = sequences_->size();
+  stats.open_steps = static_cast<int32_t>(steps_->open().size());
+  stats.models = models_->size();
+  stats.streams = static_cast<int32_t>(streams_.size());
+  stats.requests_waiting = pending_.size();
+  const MonotonicNanos now = clock_->Now();
+  for (const StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    const size_t stage = BatchPolicy::Ready(*request)
+                             ? static_cast<size_t>(policy_.StageOf(*request))
+                             : stats.oldest_waiting_ns.size() - 1;
+    int64_t& oldest = stats.oldest_waiting_ns[stage];
+    oldest = std::max(oldest, now - request->engine.arrival_ns);
+  }
+  stats.plan_hits = launcher_->plan_stats().hits;
+  stats.plan_misses = launcher_->plan_stats().misses;
+  stats.kv_bytes_total = cache.bytes_total;
+  stats.kv_bytes_used = cache.bytes_used;
+  stats.page_groups_used = cache.groups_used;
+  stats.page_groups_free = cache.groups_free;
+  stats.page_groups_shared = cache.groups_shared;
+  stats.page_groups_pinned = cache.groups_pinned;
+  stats.kv_bytes_pinned = cache.bytes_pinned;
+  stats.page_groups_taken = cache.allocations;
+  const auto freed = [&cache](kvcache::Freed why) { return cache.freed[static_cast<size_t>(why)]; };
+  stats.page_groups_released = freed(kvcache::Freed::kReleased);
+  stats.page_groups_expired = freed(kvcache::Freed::kExpired);
+  stats.page_groups_truncated = freed(kvcache::Freed::kTruncated);
+  stats.page_groups_uncommitted = freed(kvcache::Freed::kUncommitted);
+  stats.copies_on_write = cache.copies_on_write;
+  stats.page_groups_scrubbed = cache.scrubs;
+  for (const Step* step : steps_->open()) stats.requests_running += step->inflight;
+  return stats;
+}
+
+}  // namespace mla::scheduler

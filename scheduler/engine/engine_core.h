@@ -1,0 +1,189 @@
+// The engine without threads: all scheduler and cache state, and every transition, in a form that
+// one thread can step by hand. Engine (engine.h) adds the inbox, the role and the dedicated thread.
+//
+// A step is a transaction: BeginStep decides everything and reserves, EndStep commits, and whatever
+// goes wrong in between rolls back the whole. A launch that fails takes the steps of all requests
+// in flight with it and nothing else.
+//
+// Threading: one thread at a time; asserted by the caller (Engine holds the role).
+#ifndef MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_
+#define MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "scheduler/batching/batch.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/engine/answer_queue.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/launching/launcher.h"
+#include "scheduler/tables/model_table.h"
+#include "scheduler/tables/sequence_table.h"
+#include "scheduler/tables/step_table.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+class EngineCore {
+ public:
+  // `ids` yields sequence ids.
+  static absl::StatusOr<std::unique_ptr<EngineCore>> Create(
+      const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+      const Clock* clock, std::function<uint64_t()> ids);
+  ~EngineCore();
+
+  // --- Streams and requests.
+  StreamId OpenStream(const std::string& tenant,
+                      std::shared_ptr<const StreamSteps>* steps = nullptr);
+  void CloseStream(StreamId stream);
+  // Answers the request or queues it. REQUIRES: engine.arrival_ns is set.
+  void Accept(StreamRequest* request);
+
+  // --- Launches. Each returns true if it did anything.
+  bool StartLaunch();
+  // False when requests wait, if any, for others or for time to pass (NextTick), and not for a
+  // launch.
+  bool MayLaunch() const { return !pending_.empty() && !nothing_ready_; }
+  // Completes the oldest launch: waits for it if `wait`, else only if it is done.
+  bool CompleteLaunch(bool wait);
+  bool inflight() const { return launcher_->inflight() > 0; }
+  // Work (packed rows x kv rows) of what would be launched now; a bound, for the inline decision.
+  int64_t ReadyWork() const;
+
+  // --- Time. Fails what waited too long, expires leases.
+  void Tick();
+  // When Tick has something to do; max() if never.
+  MonotonicNanos NextTick() const;
+
+  // --- Control plane; see engine.h.
+  TenantTable& tenants() { return tenants_; }
+  // Transports may return staged bytes after the engine is gone.
+  const std::shared_ptr<TenantTable>& shared_tenants() const { return tenant_table_; }
+  TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
+  ModelTable& models() { return *models_; }
+  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
+                                                int64_t length, uint64_t expected_epoch,
+                                                Fault* fault);
+  SequenceList GetSequences(const SequenceSelection& selection);
+  int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
+                           std::vector<SequenceId>* not_found);
+  int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
+                      std::vector<SequenceId>* not_found);
+  int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
+  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id,
+                                     Fault* fault);
+  void StartDrain() { draining_ = true; }
+  void CancelDrain() { draining_ = false; }
+  int32_t AbortAllSteps(const std::string& why);
+  EngineStats Stats() const;
+  kernels::AttentionBackend& backend() { return *backend_; }
+  const Limits& limits() const { return limits_; }
+  const kvcache::KvCache& cache() const { return *cache_; }
+  const WaitingRequests& pending() const { return pending_; }
+  // From now on answers are collected for TakeAnswers; before, Done is called at once.
+  void CollectAnswers() { collects_answers_ = true; }
+  bool has_answers() const { return !answers_.empty(); }
+  // The answers since the last call, in their order. The caller sees to it that Done is called.
+  AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
+  // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
+  // tenant or the server has as many as it may. Any thread.
+  absl::Status Admit(StreamRequest* request, Fault* fault);
+  // Requests handed over and not answered: whoever hands one over counts it first. Any thread.
+  std::atomic<int32_t>& owned() { return owned_; }
+
+ private:
+  struct Stream {
+    std::string tenant;
+    TenantRef row;  // empty if the table had no room for it
+    std::shared_ptr<StreamSteps> steps;
+    TenantKey key() const { return row ? row->key() : kNoTenant; }
+  };
+
+  EngineCore(const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
+             const Clock* clock);
+
+  // --- Steps
+  absl::Status BeginStep(StreamRequest* request, Fault* fault);
+  absl::Status JoinStep(Step* step, StreamRequest* request, Fault* fault);
+  absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model, Fault* fault);
+  absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
+                                  const StepSequenceArgs& args, size_t index, Fault* fault);
+  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model, Fault* fault);
+  absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,
+                           std::optional<Resource> refused, const absl::Status& status,
+                           Fault* fault);
+  absl::Status AcceptAttend(StreamRequest* request, Fault* fault);
+  // OK with *wait set: the step still has requests; the answer comes when they are done.
+  absl::Status EndStep(StreamRequest* request, bool* wait, Fault* fault);
+  absl::Status CommitStep(Step* step, StreamRequest* request, Fault* fault);
+  void EvictSequence(Sequence* sequence, const char* why);
+  absl::Status AbortStepRequest(StreamRequest* request, Fault* fault);
+  // Rolls the step back and answers what waits of it. Completes launches first if they carry it.
+  void AbortStep(TenantKey tenant, StepId id, const absl::Status& status);
+  void CloseStep(Step* step, const std::string& why_aborted);
+  void FinishEndIfIdle(Step* step);
+  absl::Status LeaderOf(StreamRequest* request, Step** step, Fault* fault);
+
+  // --- Requests
+  void Answer(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void RemovePending(StreamRequest* request);
+  void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void FailWaiting();  // deadlines and missing KV rows
+  void FinishLaunch(Launch* launch);
+  // Marks repeats of a launch that has ended whose KV rows are not those stored before.
+  void CheckRepeats(const Launch& launch);
+  // Marks requests of a launch that has ended whose results are not finite though their inputs are.
+  void CheckResults(Launch* launch);
+  void NoteRows(const StreamRequest& request);
+  void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
+  // OK, or what CheckRepeats and CheckResults have found.
+  absl::Status ResultOf(const StreamRequest& request, Fault* fault) const;
+  // A launch that did not start: it alone is undone. One that ran and failed is undone with those
+  // behind it. The steps of their requests are aborted either way.
+  void FailSubmit(Launch* launch, const absl::Status& cause);
+  void FailOldest(Launch* launch, const absl::Status& cause);
+  // Returns its page work to the queue, and adds its requests to `failed`.
+  void UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed);
+  void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
+  // A tenant's part of the service beside others.
+  int32_t WeightOf(TenantKey tenant) const { return tenants_.weight(tenant); }
+
+  const EngineOptions options_;
+  const Limits& limits_;
+  const Clock* const clock_;
+  std::unique_ptr<kernels::AttentionBackend> backend_;
+  std::unique_ptr<kvcache::KvCache> cache_;
+  const std::shared_ptr<TenantTable> tenant_table_;
+  TenantTable& tenants_;
+  std::unique_ptr<ModelTable> models_;
+  std::unique_ptr<SequenceTable> sequences_;
+  std::unique_ptr<StepTable> steps_;
+  std::unique_ptr<Launcher> launcher_;
+  BatchPolicy policy_;
+  WaitingRequests pending_;
+  std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
+  absl::flat_hash_map<StreamId, Stream> streams_;
+  StreamId next_stream_ = 1;
+  bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
+  bool draining_ = false;
+  bool collects_answers_ = false;
+  AnswerList answers_;
+  std::atomic<int32_t> owned_{0};
+  EngineStats stats_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_

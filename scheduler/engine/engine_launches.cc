@@ -1,0 +1,310 @@
+// EngineCore: launches, their completion and failure, and everything that time brings about.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "scheduler/engine/engine_core.h"
+
+namespace mla::scheduler {
+namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
+constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
+// Requests that ReadyWork looks at before it calls the work large.
+constexpr int kReadyWorkRequests = 64;
+
+}  // namespace
+
+bool EngineCore::StartLaunch() {
+  Launch* launch = launcher_->FreeSlot();
+  if (launch == nullptr) return false;
+  const MonotonicNanos begin = clock_->Now();
+  FailWaiting();
+  policy_.Choose(pending_, cache_->work(), clock_->Now(), launch->batch);
+  // Groups that are kept for page work alone come back once it is done.
+  if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
+    policy_.TakeAnyPages(cache_->work(), launch->batch);
+  }
+  nothing_ready_ = launch->batch.empty();
+  if (nothing_ready_) return false;
+  const MonotonicNanos now = clock_->Now();
+  for (StreamRequest* request : launch->batch.requests) {
+    --request->engine.step->waiting;
+    ++request->engine.step->inflight;
+    if (request->engine.rows_done == 0) {
+      request->timings.queue_ns = now - request->engine.arrival_ns;
+    }
+  }
+  const absl::Status status = launcher_->Submit(launch);
+  launch->report.schedule_ns = now - begin;
+  launch->report.predicted_ns = policy_.PredictedNanos(launch->batch);
+  if (!status.ok()) FailSubmit(launch, status);
+  return true;
+}
+
+bool EngineCore::CompleteLaunch(bool wait) {
+  Launch* launch = launcher_->oldest();
+  if (launch == nullptr || (!wait && !launcher_->OldestDone())) return false;
+  const absl::Status status = launcher_->WaitOldest();
+  if (status.ok()) {
+    FinishLaunch(launch);
+  } else {
+    FailOldest(launch, status);
+  }
+  return true;
+}
+
+void EngineCore::FinishLaunch(Launch* launch) {
+  const MonotonicNanos begin = clock_->Now();
+  nothing_ready_ = false;
+  cache_->work().Acknowledge(&launch->batch.pages);
+  LaunchReport& report = launch->report;
+  policy_.Observe(launch->batch, report.kernel_ns);
+  ++stats_.launches;
+  stats_.longest_launch_ns = std::max(stats_.longest_launch_ns, report.kernel_ns);
+  stats_.launches_mixed_layers += report.layers > 1;
+  stats_.launches_mixed_clients += report.clients > 1;
+  stats_.rows_decode += report.rows_decode;
+  stats_.rows_extend += report.rows_extend;
+  stats_.rows_prefill += report.rows_prefill;
+  stats_.kv_bytes_read += static_cast<uint64_t>(report.kv_bytes_read);
+  stats_.slices_fused += report.slices_fused;
+  stats_.slice_waits_expired += report.slice_waits_expired;
+  stats_.slice_waits_skipped += report.slice_waits_skipped;
+  CheckRepeats(*launch);
+  CheckResults(launch);
+  std::vector<StreamRequest*>& requests = launch->batch.requests;
+  for (StreamRequest*& place : requests) {
+    StreamRequest* const request = place;
+    Step* step = request->engine.step;
+    const int32_t rows = std::exchange(request->engine.rows_launched, 0);
+    if (Appends(*request)) step->layers[request->attend.layer].stored += rows;
+    request->engine.rows_done += rows;
+    RequestTimings& timings = request->timings;
+    timings.plan_ns += report.plan_ns;
+    timings.kernel_ns += report.kernel_ns;
+    timings.launch_requests = report.requests;
+    timings.launch_layers = report.layers;
+    timings.launch_clients = report.clients;
+    timings.plan_reused = report.plan_reused;
+    steps_->Touch(step);
+    if (request->engine.rows_done < request->attend.row_count && request->engine.other_row < 0) {
+      --step->inflight;
+      ++step->waiting;
+      request->engine.blocked_since_ns = begin;
+      pending_.Return(request, WeightOf(step->tenant));
+      policy_.slices().Join(request);
+      place = nullptr;
+    }
+  }
+  for (StreamRequest* request : requests) {
+    if (request == nullptr) continue;
+    Step* step = request->engine.step;
+    Fault fault;
+    const absl::Status result = ResultOf(*request, &fault);
+    Answer(request, result, fault);
+    --step->inflight;
+    FinishEndIfIdle(step);
+  }
+  report.complete_ns = clock_->Now() - begin;
+  if (options_.observer != nullptr) options_.observer->OnLaunch(report);
+}
+
+void EngineCore::FailSubmit(Launch* launch, const absl::Status& cause) {
+  std::vector<StreamRequest*> failed;
+  UndoLaunch(launch, &failed);
+  AbortFailed(failed, cause);
+}
+
+void EngineCore::FailOldest(Launch* launch, const absl::Status& cause) {
+  // Later launches read what this one should have written, so they fail with it. The latest returns
+  // its page work first, which keeps the order.
+  std::vector<Launch*> undone = {launch};
+  while (Launch* later = launcher_->oldest()) {
+    const absl::Status waited = launcher_->WaitOldest();
+    (void)waited;  // it counts as failed either way
+    undone.push_back(later);
+  }
+  std::vector<StreamRequest*> failed;
+  for (size_t i = undone.size(); i-- > 0;) UndoLaunch(undone[i], &failed);
+  AbortFailed(failed, cause);
+}
+
+void EngineCore::UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed) {
+  launch->report.ok = false;
+  if (options_.observer != nullptr) options_.observer->OnLaunch(launch->report);
+  Batch& batch = launch->batch;
+  cache_->work().Requeue(&batch.pages);
+  for (Step* step : steps_->open()) step->pages_ready = false;
+  for (const Segment& segment : batch.segments) {
+    cache_->UnpublishTable(segment.entry->sequence->slot);
+  }
+  for (StreamRequest* request : batch.requests) {
+    if (request == nullptr) continue;
+    --request->engine.step->inflight;
+    failed->push_back(request);
+  }
+}
+
+void EngineCore::AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause) {
+  nothing_ready_ = false;
+  const std::string why = absl::StrCat("the launch failed: ", cause.message());
+  std::vector<std::pair<TenantKey, StepId>> steps;
+  for (StreamRequest* request : failed) {
+    Step& step = *request->engine.step;
+    step.failed = true;
+    steps.emplace_back(step.tenant, step.id);
+    Fault fault;
+    fault.reason = "launch_failed";
+    fault.last_good_position = CommittedAt(step, 0);
+    request->step_aborted = true;
+    Answer(request, absl::InternalError(absl::StrCat("step ", step.id, ": ", why)), fault);
+  }
+  // Completes launches that are still running and carry other requests of these steps.
+  for (const auto& [tenant, id] : steps) AbortStep(tenant, id, absl::InternalError(why));
+}
+
+void EngineCore::RemovePending(StreamRequest* request) {
+  pending_.Remove(request);
+  policy_.slices().Leave(request);
+}
+
+void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
+                             const Fault& fault) {
+  Step* step = request->engine.step;
+  const int32_t layer = request->attend.layer;
+  const bool appends = Appends(*request);
+  const int32_t first = FirstRow(*request);
+  RemovePending(request);
+  --step->waiting;
+  Fault answer = fault;
+  // Of a request that is cut up, launches may have stored some rows; these stay.
+  if (appends) answer.next_row = first;
+  Answer(request, status, answer);
+  if (appends) {
+    // The rows after these can not be appended any more: their requests go too, and the client may
+    // send both again.
+    step->layers[layer].accepted = first;
+    Fault broken;
+    broken.next_row = first;
+    broken.field = "attend.row_begin";
+    broken.reason = "rows_out_of_order";
+    broken.limit = absl::StrCat(first);
+    broken.last_good_position = CommittedAt(*step, first);
+    StreamRequest* other = pending_.front();
+    while (other != nullptr) {
+      StreamRequest* const next = WaitingRequests::Next(other);
+      if (other->engine.step == step && other->attend.layer == layer && other->attend.has_kv &&
+          EndRow(*other) > first) {
+        RemovePending(other);
+        --step->waiting;
+        broken.got = absl::StrCat(other->attend.row_begin);
+        Answer(other,
+               absl::FailedPreconditionError(absl::StrCat(
+                   "the rows of layer ", layer, " before these, from ", first, " on, failed")),
+               broken);
+      }
+      other = next;
+    }
+  }
+  FinishEndIfIdle(step);
+}
+
+void EngineCore::FailWaiting() {
+  const MonotonicNanos now = clock_->Now();
+  StreamRequest* request = pending_.front();
+  while (request != nullptr) {
+    const StreamRequest::EngineFields& note = request->engine;
+    int32_t first = 0;
+    int32_t last = 0;
+    Fault fault;
+    absl::Status status;
+    if (now >= note.deadline_ns) {
+      fault.reason = "deadline";
+      Blame(&fault, "attend.timeout_us", absl::StrCat((note.deadline_ns - note.arrival_ns) / 1000),
+            "the time until a launch takes the request");
+      fault.last_good_position = CommittedAt(*note.step, FirstRow(*request));
+      const std::string rest = note.rows_done > 0
+                                   ? absl::StrCat("row ", FirstRow(*request), " of the request")
+                                   : std::string("the request");
+      status = absl::DeadlineExceededError(absl::StrCat("no launch took ", rest, " within ",
+                                                        (note.deadline_ns - note.arrival_ns) / 1000,
+                                                        " us of its arrival"));
+    } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&
+               now - note.blocked_since_ns >= limits_.kv_wait_ms * kNanosPerMilli) {
+      Blame(&fault, "attend.row_begin", absl::StrCat("rows up to ", last),
+            first == 0 ? std::string("no row, as none has arrived")
+                       : absl::StrCat("rows up to ", first - 1, ", which have arrived"));
+      fault.reason = "kv_rows_missing";
+      fault.last_good_position = CommittedAt(*note.step, first);
+      status = absl::FailedPreconditionError(
+          absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
+                       " did not arrive within ", limits_.kv_wait_ms, " ms"));
+    }
+    if (status.ok()) {
+      request = WaitingRequests::Next(request);
+    } else {
+      FailPending(request, status, fault);
+      request = pending_.front();  // more than one may have gone
+    }
+  }
+}
+
+int64_t EngineCore::ReadyWork() const {
+  int64_t work = 0;
+  int looked = 0;
+  for (const StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    if (++looked > kReadyWorkRequests) return std::numeric_limits<int64_t>::max();
+    int64_t kv = 0;
+    for (const StepEntry& entry : request->engine.step->entries) {
+      kv = std::max<int64_t>(kv, entry.start + entry.rows);
+    }
+    work += int64_t{request->attend.row_count} * request->attend.num_heads * kv;
+  }
+  return work;
+}
+
+void EngineCore::Tick() {
+  FailWaiting();
+  const MonotonicNanos now = clock_->Now();
+  bool again = true;
+  while (again) {
+    again = false;
+    for (Step* step : steps_->open()) {
+      if (!step->idle() || now < step->lease_deadline) continue;
+      AbortStep(step->tenant, step->id,
+                absl::AbortedError(absl::StrCat("nothing was heard of it for ",
+                                                step->lease_ns / kNanosPerMilli, " ms")));
+      again = true;  // the list of open steps has changed
+      break;
+    }
+  }
+  stats_.leases_expired += sequences_->ExpireLeases();
+  stats_.models_expired += models_->ExpireLeases();
+}
+
+MonotonicNanos EngineCore::NextTick() const {
+  const MonotonicNanos now = pending_.empty() ? 0 : clock_->Now();
+  MonotonicNanos next = std::min(sequences_->NextExpiry(), models_->NextExpiry());
+  for (const Step* step : steps_->open()) {
+    if (step->idle()) next = std::min(next, step->lease_deadline);
+  }
+  int32_t first = 0;
+  int32_t last = 0;
+  for (const StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    next = std::min(next, request->engine.deadline_ns);
+    if (const MonotonicNanos held = policy_.HeldUntil(*request); held > now) {
+      next = std::min(next, held);
+    }
+    if (BatchPolicy::WaitsForRows(*request, &first, &last)) {
+      next = std::min(next, request->engine.blocked_since_ns + limits_.kv_wait_ms * kNanosPerMilli);
+    }
+  }
+  return next;
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,71 @@
+// Registered models by tenant and id, for those that must not wait for the engine role: transports
+// size every request by its model.
+//
+// Threading: any thread; a lock that is held for a look-up.
+#ifndef MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_
+#define MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/model.h"
+
+namespace mla::scheduler {
+
+class ModelDirectory {
+ public:
+  using Entry = std::pair<std::string, std::shared_ptr<const ModelSpec>>;  // tenant, model
+
+  void Put(const std::string& tenant, std::shared_ptr<const ModelSpec> spec) {
+    const std::unique_lock<std::shared_mutex> lock(mutex_);
+    const std::string key = KeyOf(tenant, spec->id);
+    models_[key] = {tenant, std::move(spec)};
+  }
+  void Erase(const std::string& tenant, const std::string& id) {
+    const std::unique_lock<std::shared_mutex> lock(mutex_);
+    models_.erase(KeyOf(tenant, id));
+  }
+  // Null when the tenant has no such model. Allocates nothing in the steady state: it is called for
+  // every step.
+  std::shared_ptr<const ModelSpec> Find(const std::string& tenant, const std::string& id) const {
+    thread_local std::string key;
+    key.clear();
+    absl::StrAppend(&key, tenant.size(), ":", tenant, id);
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    const auto found = models_.find(key);
+    return found == models_.end() ? nullptr : found->second.second;
+  }
+  // By tenant and id.
+  std::vector<Entry> All() const {
+    std::vector<Entry> all;
+    {
+      const std::shared_lock<std::shared_mutex> lock(mutex_);
+      for (const auto& [key, entry] : models_) all.push_back(entry);
+    }
+    std::sort(all.begin(), all.end(), [](const Entry& a, const Entry& b) {
+      return std::tie(a.first, a.second->id) < std::tie(b.first, b.second->id);
+    });
+    return all;
+  }
+
+ private:
+  // Names may hold any character, hence the length.
+  static std::string KeyOf(const std::string& tenant, const std::string& id) {
+    return absl::StrCat(tenant.size(), ":", tenant, id);
+  }
+
+  mutable std::shared_mutex mutex_;
+  absl::flat_hash_map<std::string, Entry> models_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_

@@ -1,0 +1,139 @@
+#include "scheduler/kvcache/pool/page_work.h"
+
+#include "scheduler/kvcache/pool/require.h"
+
+namespace mla::kvcache {
+
+void PageWorkQueue::AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes) {
+  Piece piece;
+  piece.tenant = tenant;
+  piece.target = target;
+  piece.bytes = bytes;
+  Add(piece);
+}
+
+void PageWorkQueue::AddCopy(TenantKey tenant, uint32_t target, uint32_t source, int64_t bytes,
+                            int32_t rows) {
+  Piece piece;
+  piece.tenant = tenant;
+  piece.target = target;
+  piece.source = source;
+  piece.bytes = bytes;
+  Add(piece);
+  pool_->PinSource(source, rows);
+}
+
+void PageWorkQueue::Add(const Piece& piece) {
+  int32_t index = free_;
+  if (index != kNone) {
+    free_ = At(index).next;
+  } else {
+    index = static_cast<int32_t>(pieces_.size());
+    pieces_.emplace_back();
+  }
+  At(index) = piece;
+  At(index).ticket = ++last_;
+  Require(pool_->work(piece.target) == kNone, "a page group is filled twice");
+  pool_->set_work(piece.target, index);
+  pool_->Pin(piece.target);
+  Link(index, /*front=*/false);
+}
+
+void PageWorkQueue::Link(int32_t index, bool front) {
+  Piece& piece = At(index);
+  Queue& queue = queues_[piece.tenant];
+  piece.prev = front ? kNone : queue.tail;
+  piece.next = front ? queue.head : kNone;
+  (piece.prev == kNone ? queue.head : At(piece.prev).next) = index;
+  (piece.next == kNone ? queue.tail : At(piece.next).prev) = index;
+  piece.queued = true;
+  ++queued_;
+}
+
+void PageWorkQueue::Unlink(int32_t index) {
+  Piece& piece = At(index);
+  const auto queue = queues_.find(piece.tenant);
+  (piece.prev == kNone ? queue->second.head : At(piece.prev).next) = piece.next;
+  (piece.next == kNone ? queue->second.tail : At(piece.next).prev) = piece.prev;
+  if (queue->second.head == kNone) queues_.erase(queue);
+  piece.queued = false;
+  --queued_;
+}
+
+void PageWorkQueue::Forget(int32_t index) {
+  Piece& piece = At(index);
+  const uint32_t source = piece.source;
+  pool_->set_work(piece.target, kNone);
+  pool_->Unpin(piece.target);
+  piece = Piece();
+  piece.next = free_;
+  free_ = index;
+  // A source that only this copy wanted needs its own work no more.
+  if (source != SlabPool::kNoEntry && pool_->UnpinSource(source)) Cancel(source);
+}
+
+void PageWorkQueue::Cancel(uint32_t target) {
+  const int32_t index = pool_->work(target);
+  if (index == kNone || !At(index).queued || pool_->pinned_rows(target) > 0) return;
+  Unlink(index);
+  // Nothing has been written to the group since Take, as nothing may be before its work.
+  if (At(index).tried) {
+    pool_->MarkMixed(target);
+  } else {
+    pool_->RestoreMark(target);
+  }
+  Forget(index);
+}
+
+bool PageWorkQueue::Waits(TenantKey tenant, WorkTicket until) const {
+  if (queued_ == 0) return false;
+  const auto queue = queues_.find(tenant);
+  return queue != queues_.end() && At(queue->second.head).ticket <= until;
+}
+
+bool PageWorkQueue::Take(TenantKey tenant, WorkTicket until, WorkRoom* room, LaunchWork* work) {
+  while (Waits(tenant, until)) {
+    const int32_t index = queues_.find(tenant)->second.head;
+    const Piece& piece = At(index);
+    if (room->ranges < 1 || (!room->any && room->bytes < piece.bytes)) return false;
+    room->any = false;
+    const int64_t source = piece.source == SlabPool::kNoEntry ? kernels::PageRange::kZeros
+                                                              : pool_->offset(piece.source);
+    work->ranges_.push_back({pool_->offset(piece.target), piece.bytes, source});
+    work->pieces_.push_back(index);
+    work->bytes_ += piece.bytes;
+    --room->ranges;
+    room->bytes -= piece.bytes;
+    Unlink(index);
+  }
+  return true;
+}
+
+void PageWorkQueue::TakeAny(WorkRoom* room, LaunchWork* work) {
+  while (!queues_.empty()) {
+    if (!Take(queues_.begin()->first, last_, room, work)) return;
+  }
+}
+
+void PageWorkQueue::Acknowledge(LaunchWork* work) {
+  for (const int32_t index : work->pieces_) Forget(index);
+  work->Clear();
+}
+
+void PageWorkQueue::Requeue(LaunchWork* work) {
+  for (size_t i = work->pieces_.size(); i-- > 0;) {
+    const int32_t index = work->pieces_[i];
+    const uint32_t target = At(index).target;
+    if (pool_->references(target) > 0 || pool_->pinned_rows(target) > 0) {
+      At(index).tried = true;
+      Link(index, /*front=*/true);
+    } else {
+      // The group is not wanted any more, and what the launch has left in it is not known.
+      pool_->MarkMixed(target);
+      Forget(index);
+    }
+  }
+  work->Clear();
+}
+
+}  // namespace mla::kvcache

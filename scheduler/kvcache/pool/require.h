@@ -1,0 +1,21 @@
+// Conditions on which the isolation of tenants rests. They are checked in every build: accounting
+// that is wrong hands pages of one tenant to another, so the process ends at once instead.
+#ifndef MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_
+#define MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace mla::kvcache {
+
+// Ends the process with SIGABRT and `what` on stderr unless the condition holds.
+inline void Require(bool holds, const char* what) {
+  if (holds) [[likely]]
+    return;
+  std::fprintf(stderr, "KV cache: %s\n", what);
+  std::abort();
+}
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_

@@ -1,0 +1,355 @@
+#include "scheduler/kvcache/pool/slab_pool.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/kvcache/pool/require.h"
+
+namespace mla::kvcache {
+namespace {
+
+using kernels::kPageGranuleBytes;
+
+// Enough slabs that models can share the budget, few enough that a group rarely spans two.
+constexpr int64_t kSlabsWanted = 32;
+
+constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+SlabPool::SlabPool(int64_t bytes, int64_t slab_bytes)
+    : bytes_(bytes / kPageGranuleBytes * kPageGranuleBytes),
+      slab_bytes_(RoundUp(slab_bytes, kPageGranuleBytes)) {
+  stats_.bytes_total = bytes_;
+}
+
+void SlabPool::WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed) {
+  now_ = std::move(now);
+  on_freed_ = std::move(on_freed);
+}
+
+absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAccount* account) {
+  const int64_t group_bytes = layout.group_bytes();
+  if (group_bytes > bytes_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("page group: needs ", group_bytes, " bytes, limit ", bytes_));
+  }
+  if (slabs_.empty()) CutSlabs(group_bytes);
+  for (size_t s = 0; s < slabs_.size(); ++s) {
+    const int64_t most = std::max<int64_t>(1, BytesOf(static_cast<int32_t>(s)) / group_bytes);
+    if (slabs_[s].groups.size() < static_cast<size_t>(most)) {
+      slabs_[s].groups.resize(static_cast<size_t>(most));
+    }
+  }
+  auto slot = std::find_if(layouts_.begin(), layouts_.end(), [](const Layout& existing) {
+    return !existing.active && existing.groups_used == 0;
+  });
+  if (slot == layouts_.end()) slot = layouts_.insert(slot, Layout());
+  *slot = Layout();
+  slot->layout = layout;
+  slot->active = true;
+  slot->account = account;
+  slot->group_bytes = group_bytes;
+  return static_cast<LayoutId>(slot - layouts_.begin());
+}
+
+void SlabPool::CutSlabs(int64_t group_bytes) {
+  if (slab_bytes_ == 0) {
+    slab_bytes_ = group_bytes * std::max<int64_t>(1, bytes_ / kSlabsWanted / group_bytes);
+  }
+  slab_bytes_ = std::min(std::max(slab_bytes_, group_bytes), bytes_);
+  const int64_t count = (bytes_ + slab_bytes_ - 1) / slab_bytes_;
+  slabs_.resize(static_cast<size_t>(count));
+  stats_.slabs_free = count;
+}
+
+void SlabPool::RemoveLayout(LayoutId layout) {
+  Require(Has(layout) && Of(layout).groups_used == Of(layout).groups_pinned,
+          "removal of a layout in use");
+  Layout& owner = Of(layout);
+  owner.active = false;
+  // Groups that page work still pins outlive the layout, but not its account.
+  PoolAccount* const account = std::exchange(owner.account, nullptr);
+  if (account == nullptr) return;
+  for (int64_t g = 0; g < owner.groups_pinned; ++g) account->ReturnGroup(owner.group_bytes);
+  for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    if (At(s).layout == layout) account->ReturnSlab(RunBytes(s, At(s).span));
+  }
+}
+
+bool SlabPool::Has(LayoutId layout) const {
+  return layout >= 0 && layout < static_cast<int64_t>(layouts_.size()) && Of(layout).active;
+}
+
+SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
+  Layout& owner = Of(layout);
+  if (owner.account != nullptr && !owner.account->TakeGroup(owner.group_bytes)) return {};
+  const int32_t index = owner.open_head != kNone ? owner.open_head : AssignRun(layout);
+  if (index == kNone) {
+    if (owner.account != nullptr) owner.account->ReturnGroup(owner.group_bytes);
+    return {};
+  }
+  Slab& slab = At(index);
+  int32_t taken = slab.free_head;
+  if (taken != kNone) {
+    slab.free_head = slab.groups[static_cast<size_t>(taken)].next_free;
+  } else {
+    taken = slab.groups_fresh++;
+  }
+  Group& group = slab.groups[static_cast<size_t>(taken)];
+  Require(group.references == 0, "a page group in use is on the free list");
+  group.references = 1;
+  group.mark_before = group.mark;
+  group.mark = tenant;
+  if (now_) group.taken_ns = now_();
+  if (++slab.groups_used == slab.groups_total) Unlink(index);
+  ++owner.groups_used;
+  ++stats_.groups_used;
+  --stats_.groups_free;
+  stats_.bytes_used += owner.group_bytes;
+  const int64_t offset = index * slab_bytes_ + taken * owner.group_bytes;
+  return {static_cast<uint32_t>(offset / kPageGranuleBytes),
+          group.mark_before != kClean && group.mark_before != tenant};
+}
+
+void SlabPool::Untake(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.references == 1, "undo of a page group that is shared or free");
+  group.mark = group.mark_before;
+  group.taken_ns = kUntaken;
+  Drop(entry);
+}
+
+void SlabPool::Share(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.references > 0 || group.pins > 0, "a free page group is shared");
+  const int32_t now = ++group.references;
+  if (now == 2) ++stats_.groups_shared;
+  if (now == 1) CountPinned(entry, -1);
+}
+
+bool SlabPool::Drop(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.references > 0, "a page group is freed twice");
+  const int32_t left = --group.references;
+  if (left == 1) --stats_.groups_shared;
+  if (left > 0) return false;
+  CountPinned(entry, 1);
+  if (group.pins == 0) Free(entry);
+  return true;
+}
+
+void SlabPool::CountPinned(uint32_t entry, int64_t change) {
+  Layout& owner = Of(At(PlaceOf(entry).slab).layout);
+  owner.groups_pinned += change;
+  stats_.groups_pinned += change;
+  stats_.bytes_pinned += change * owner.group_bytes;
+}
+
+void SlabPool::Pin(uint32_t entry) { ++GroupOf(entry).pins; }
+
+void SlabPool::Unpin(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.pins > 0, "a page group is unpinned twice");
+  if (--group.pins == 0 && group.references == 0) Free(entry);
+}
+
+void SlabPool::PinSource(uint32_t entry, int32_t rows) {
+  Group& group = GroupOf(entry);
+  ++group.pins;
+  ++group.sources;
+  group.pinned_rows = std::max(group.pinned_rows, rows);
+}
+
+bool SlabPool::UnpinSource(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.sources > 0, "a page group is unpinned twice as a source");
+  if (--group.sources == 0) group.pinned_rows = 0;
+  const bool unwanted = group.references == 0 && group.sources == 0 && group.pins > 1;
+  Unpin(entry);
+  return unwanted;
+}
+
+int32_t SlabPool::pinned_rows(uint32_t entry) const { return GroupOf(entry).pinned_rows; }
+
+int32_t SlabPool::work(uint32_t entry) const { return GroupOf(entry).work; }
+
+void SlabPool::RestoreMark(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  group.mark = group.mark_before;
+}
+
+void SlabPool::Free(uint32_t entry) {
+  const Place place = PlaceOf(entry);
+  Slab& slab = At(place.slab);
+  Layout& owner = Of(slab.layout);
+  Group& group = slab.groups[static_cast<size_t>(place.group)];
+  --owner.groups_pinned;
+  --stats_.groups_pinned;
+  stats_.bytes_pinned -= owner.group_bytes;
+  if (on_freed_ && group.taken_ns != kUntaken && ++freed_ % kLifetimeSample == 0) {
+    on_freed_(now_() - group.taken_ns);
+  }
+  group.next_free = slab.free_head;
+  slab.free_head = place.group;
+  --owner.groups_used;
+  --stats_.groups_used;
+  ++stats_.groups_free;
+  stats_.bytes_used -= owner.group_bytes;
+  if (owner.account != nullptr) owner.account->ReturnGroup(owner.group_bytes);
+  const bool was_full = slab.groups_used-- == slab.groups_total;
+  if (was_full) Link(place.slab);
+  if (slab.groups_used == 0) ReturnRun(place.slab);
+}
+
+int32_t SlabPool::references(uint32_t entry) const { return GroupOf(entry).references; }
+
+int64_t SlabPool::free_groups(LayoutId layout) const {
+  const Layout& owner = Of(layout);
+  int64_t free = owner.groups_total - owner.groups_used;
+  const auto count = static_cast<int32_t>(slabs_.size());
+  for (int32_t s = first_free_; s < count;) {
+    const int32_t run = RunLength(s, owner.group_bytes);
+    if (run == 1) free += BytesOf(s) / owner.group_bytes;
+    if (run > 1) ++free;
+    s += std::max(run, 1);
+  }
+  return free;
+}
+
+SlabPool::Mark SlabPool::Merge(Mark a, Mark b) {
+  if (a == b || b == kClean) return a;
+  return a == kClean ? b : kMixed;
+}
+
+int64_t SlabPool::BytesOf(int32_t slab) const {
+  return std::min(slab_bytes_, bytes_ - slab * slab_bytes_);
+}
+
+int64_t SlabPool::RunBytes(int32_t head, int32_t span) const {
+  int64_t bytes = 0;
+  for (int32_t s = head; s < head + span; ++s) bytes += BytesOf(s);
+  return bytes;
+}
+
+SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
+  const int64_t at = offset(entry);
+  Require(at < bytes_, "a page table entry points past the pool");
+  const int32_t head = At(static_cast<int32_t>(at / slab_bytes_)).head;
+  Require(head != kNone, "a page table entry points into a free slab");
+  const int64_t inside = at - head * slab_bytes_;
+  const auto group = static_cast<int32_t>(inside / Of(At(head).layout).group_bytes);
+  Require(group < At(head).groups_total, "a page table entry points past its slab's groups");
+  return {head, group};
+}
+
+SlabPool::Group& SlabPool::GroupOf(uint32_t entry) {
+  const Place place = PlaceOf(entry);
+  return At(place.slab).groups[static_cast<size_t>(place.group)];
+}
+
+const SlabPool::Group& SlabPool::GroupOf(uint32_t entry) const {
+  const Place place = PlaceOf(entry);
+  return At(place.slab).groups[static_cast<size_t>(place.group)];
+}
+
+int32_t SlabPool::RunLength(int32_t first, int64_t group_bytes) const {
+  int64_t bytes = 0;
+  for (int32_t s = first; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    if (At(s).layout != kNone || At(s).head != kNone) return 0;
+    bytes += BytesOf(s);
+    if (bytes >= group_bytes) return s - first + 1;
+  }
+  return 0;
+}
+
+int32_t SlabPool::AssignRun(LayoutId layout) {
+  Layout& owner = Of(layout);
+  const auto count = static_cast<int32_t>(slabs_.size());
+  while (first_free_ < count && At(first_free_).head != kNone) ++first_free_;
+  int32_t head = first_free_;
+  int32_t span = 0;
+  for (; head < count; ++head) {
+    span = RunLength(head, owner.group_bytes);
+    if (span > 0) break;
+  }
+  if (span == 0) return kNone;
+  if (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, span))) return kNone;
+
+  Slab& slab = At(head);
+  slab.groups_total = span == 1 ? static_cast<int32_t>(BytesOf(head) / owner.group_bytes) : 1;
+  if (span > 1 || slab.mark_bytes != owner.group_bytes) {
+    Mark mark = kClean;
+    for (int32_t s = head; s < head + span; ++s) mark = Merge(mark, SlabMark(s));
+    for (int32_t g = 0; g < slab.groups_total; ++g) {
+      slab.groups[static_cast<size_t>(g)].mark = mark;
+    }
+    slab.rest_mark = mark;
+    slab.mark_bytes = owner.group_bytes;
+  }
+  for (int32_t s = head; s < head + span; ++s) At(s).head = head;
+  slab.layout = layout;
+  slab.span = span;
+  slab.groups_used = 0;
+  slab.groups_fresh = 0;
+  slab.free_head = kNone;
+  owner.groups_total += slab.groups_total;
+  stats_.groups_free += slab.groups_total;
+  stats_.slabs_free -= span;
+  Link(head);
+  return head;
+}
+
+void SlabPool::ReturnRun(int32_t head) {
+  Slab& slab = At(head);
+  Layout& owner = Of(slab.layout);
+  Unlink(head);
+  owner.groups_total -= slab.groups_total;
+  stats_.groups_free -= slab.groups_total;
+  stats_.slabs_free += slab.span;
+  if (owner.account != nullptr) owner.account->ReturnSlab(RunBytes(head, slab.span));
+  if (slab.span > 1) {
+    const Mark mark = Merge(slab.groups[0].mark, slab.rest_mark);
+    for (int32_t s = head; s < head + slab.span; ++s) {
+      At(s).mark_bytes = 0;
+      At(s).rest_mark = mark;
+    }
+  }
+  for (int32_t s = head; s < head + slab.span; ++s) At(s).head = kNone;
+  slab.layout = kNone;
+  slab.span = 1;
+  first_free_ = std::min(first_free_, head);
+}
+
+SlabPool::Mark SlabPool::SlabMark(int32_t index) const {
+  const Slab& slab = At(index);
+  Mark mark = slab.rest_mark;
+  const int64_t ranges = slab.mark_bytes > 0 ? BytesOf(index) / slab.mark_bytes : 0;
+  for (int64_t g = 0; g < ranges; ++g) {
+    mark = Merge(mark, slab.groups[static_cast<size_t>(g)].mark);
+  }
+  return mark;
+}
+
+void SlabPool::Link(int32_t index) {
+  Slab& slab = At(index);
+  Layout& owner = Of(slab.layout);
+  slab.prev = kNone;
+  slab.next = owner.open_head;
+  if (slab.next != kNone) At(slab.next).prev = index;
+  owner.open_head = index;
+}
+
+void SlabPool::Unlink(int32_t index) {
+  Slab& slab = At(index);
+  if (slab.prev != kNone) At(slab.prev).next = slab.next;
+  if (slab.next != kNone) At(slab.next).prev = slab.prev;
+  Layout& owner = Of(slab.layout);
+  if (owner.open_head == index) owner.open_head = slab.next;
+  slab.prev = slab.next = kNone;
+}
+
+}  // namespace mla::kvcache

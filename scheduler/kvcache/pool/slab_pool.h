@@ -1,0 +1,214 @@
+// Page groups out of one byte budget.
+//
+// The budget is cut into slabs of equal size (the last may be shorter) when the first layout comes.
+// A slab serves groups of one layout at a time and returns to the budget when its last group is
+// free; a group larger than a slab takes a run of neighbouring slabs. A group is named by its page
+// table entry: the offset of its first byte in granules of kPageGranuleBytes.
+//
+// Each range of bytes carries a mark: clean (never handed out), one tenant's, or mixed. A group is
+// dirty for a tenant when its mark is neither clean nor that tenant's. Marks follow the bytes when
+// a slab changes layout; where ranges no longer fit, marks merge towards mixed.
+//
+// An entry that names no group, a group that is freed twice and the like end the process, in any
+// build: require.h.
+//
+// Take, Untake, Share and Drop are O(1), except that a layout that needs a further slab looks for a
+// free one among all slabs, and re-marks it when the slab served another group size before. Nothing
+// allocates after AddLayout. Threading: owned by the KvCache that holds it.
+#ifndef MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
+#define MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "scheduler/kvcache/pool/cache_layout.h"
+
+namespace mla::kvcache {
+
+using LayoutId = int32_t;    // index of a registered layout, reused after removal
+using TenantKey = uint64_t;  // the engine gives each tenant; never reused, below kMaxTenantKey
+
+inline constexpr TenantKey kMaxTenantKey = 0xfffffffffffffff0u;
+
+// Counts what a layout takes of the pool, and may refuse it. Called from the pool's thread; may not
+// call back.
+class PoolAccount {
+ public:
+  virtual ~PoolAccount() = default;
+  // False: the layout gets no further group / slab. Bytes of one group, of one run of slabs.
+  virtual bool TakeGroup(int64_t bytes) = 0;
+  virtual bool TakeSlab(int64_t bytes) = 0;
+  virtual void ReturnGroup(int64_t bytes) = 0;
+  virtual void ReturnSlab(int64_t bytes) = 0;
+};
+
+struct SlabPoolStats {
+  int64_t bytes_total = 0;
+  int64_t bytes_used = 0;
+  int64_t groups_used = 0;
+  int64_t groups_free = 0;  // in slabs that are assigned to a layout
+  int64_t groups_shared = 0;
+  // Without references, kept by page work alone; part of groups_used and bytes_used.
+  int64_t groups_pinned = 0;
+  int64_t bytes_pinned = 0;
+  int64_t slabs_free = 0;
+};
+
+class SlabPool final {
+ public:
+  static constexpr uint32_t kNoEntry = 0xffffffffu;
+  // Every so many freed groups tell how long they were held.
+  static constexpr uint64_t kLifetimeSample = 16;
+
+  struct Taken {
+    uint32_t entry = kNoEntry;
+    bool dirty = false;  // holds, or may hold, another tenant's bytes
+  };
+
+  // slab_bytes 0: about a thirty-second of the budget, a whole number of groups of the first
+  // layout. Either way a slab holds at least one of those.
+  SlabPool(int64_t bytes, int64_t slab_bytes);
+
+  // Calls `on_freed` with the nanoseconds of `now` between Take and the last Drop of every
+  // kLifetimeSample-th group. Neither may call back or allocate.
+  void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed);
+  // RESOURCE_EXHAUSTED when not even one group fits the budget. REQUIRES: positive dims.
+  // `account`: told of every group and slab that the layout takes and returns, or null; outlives
+  // the layout.
+  absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
+  // REQUIRES: no group of it has a reference. Groups that page work pins keep their slabs until
+  // then.
+  void RemoveLayout(LayoutId layout);
+  bool Has(LayoutId layout) const;
+  const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
+
+  // A group with one reference, marked as the tenant's; kNoEntry when there is no room or the
+  // layout's account refuses.
+  Taken Take(LayoutId layout, TenantKey tenant);
+  // Undoes a Take whose group nobody has touched: its former mark returns. The latest Take first.
+  void Untake(uint32_t entry);
+  void Share(uint32_t entry);  // one more reference
+  // One reference less; true if it was the last, which frees the group once nothing pins it.
+  bool Drop(uint32_t entry);
+  int32_t references(uint32_t entry) const;
+
+  // --- Page work (page_work.h): a pinned group is not handed out again.
+  void Pin(uint32_t entry);
+  void Unpin(uint32_t entry);
+  // The same for the source of a copy: its first `rows` rows may not be written meanwhile.
+  void PinSource(uint32_t entry, int32_t rows);
+  // True if work that fills the group is all that still pins it.
+  bool UnpinSource(uint32_t entry);
+  // Rows of each page that copies which wait or run still read.
+  int32_t pinned_rows(uint32_t entry) const;
+  // The piece of work that fills the group, or -1.
+  int32_t work(uint32_t entry) const;
+  void set_work(uint32_t entry, int32_t piece) { GroupOf(entry).work = piece; }
+  // The mark that the group had before the latest Take.
+  void RestoreMark(uint32_t entry);
+  // The group may hold bytes of any tenant.
+  void MarkMixed(uint32_t entry) { GroupOf(entry).mark = kMixed; }
+  int64_t offset(uint32_t entry) const { return int64_t{entry} * kernels::kPageGranuleBytes; }
+  int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
+
+  // Groups that Take could return now for this layout.
+  int64_t free_groups(LayoutId layout) const;
+  SlabPoolStats stats() const { return stats_; }
+
+  // Compares all state with the reference counts that the tables hold, by entry. Empty when right.
+  std::string CheckInvariants(const std::unordered_map<uint32_t, int32_t>& references) const;
+  // The part of it that costs a few additions a layout, for every mutation.
+  bool CountersHold() const;
+
+ private:
+  friend class SlabPoolPeer;  // tests break counters through it
+  using Mark = TenantKey;     // or kClean or kMixed
+  static constexpr Mark kClean = 0xfffffffffffffffeu;
+  static constexpr Mark kMixed = 0xffffffffffffffffu;
+  static constexpr int32_t kNone = -1;
+
+  struct Group {
+    int32_t references = 0;
+    int32_t next_free = kNone;
+    Mark mark = kClean;
+    Mark mark_before = kClean;  // of the latest Take
+    int32_t work = kNone;
+    int32_t pins = 0;
+    int32_t sources = 0;      // of them, copies from it
+    int32_t pinned_rows = 0;  // 0 without such copies
+    int64_t taken_ns = 0;     // kUntaken: that Take is being undone
+  };
+  static constexpr int64_t kUntaken = -1;
+
+  struct Slab {
+    LayoutId layout = kNone;   // kNone: free
+    int32_t head = kNone;      // first slab of its run; itself when alone
+    int32_t span = 1;          // slabs of the run, of a head
+    int32_t groups_total = 0;  // that it holds under its layout
+    int32_t groups_used = 0;
+    int32_t groups_fresh = 0;   // groups from here on were not handed out since assignment
+    int32_t free_head = kNone;  // list of the freed ones
+    int32_t prev = kNone;       // list of the layout's slabs that have free groups
+    int32_t next = kNone;
+    int64_t mark_bytes = 0;   // size of the ranges that groups[].mark tell of; 0: none
+    Mark rest_mark = kClean;  // of the bytes behind those ranges
+    std::vector<Group> groups;
+  };
+
+  struct Layout {
+    GroupLayout layout;
+    bool active = false;
+    PoolAccount* account = nullptr;
+    int64_t group_bytes = 0;
+    int64_t groups_total = 0;  // in its slabs
+    int64_t groups_used = 0;
+    int64_t groups_pinned = 0;
+    int32_t open_head = kNone;  // slabs with free groups
+  };
+
+  struct Place {
+    int32_t slab;
+    int32_t group;
+  };
+
+  static Mark Merge(Mark a, Mark b);
+  const Layout& Of(LayoutId layout) const { return layouts_[static_cast<size_t>(layout)]; }
+  Layout& Of(LayoutId layout) { return layouts_[static_cast<size_t>(layout)]; }
+  Slab& At(int32_t slab) { return slabs_[static_cast<size_t>(slab)]; }
+  const Slab& At(int32_t slab) const { return slabs_[static_cast<size_t>(slab)]; }
+  int64_t BytesOf(int32_t slab) const;
+  int64_t RunBytes(int32_t head, int32_t span) const;
+  Place PlaceOf(uint32_t entry) const;
+  void CountPinned(uint32_t entry, int64_t change);
+  Group& GroupOf(uint32_t entry);
+  const Group& GroupOf(uint32_t entry) const;
+  void CutSlabs(int64_t group_bytes);
+  // Slabs from `first` on that make a free run for one group or more; 0 if they do not.
+  int32_t RunLength(int32_t first, int64_t group_bytes) const;
+  int32_t AssignRun(LayoutId layout);  // its head, or kNone
+  void ReturnRun(int32_t head);
+  Mark SlabMark(int32_t slab) const;
+  void Link(int32_t slab);
+  void Unlink(int32_t slab);
+  void Free(uint32_t entry);
+  std::string CheckSlab(int32_t index, const std::unordered_map<uint32_t, int32_t>& references,
+                        int64_t* groups_seen) const;
+
+  const int64_t bytes_;
+  std::function<int64_t()> now_;  // null: lifetimes are not watched
+  std::function<void(int64_t)> on_freed_;
+  uint64_t freed_ = 0;
+  int64_t slab_bytes_;
+  int32_t first_free_ = 0;  // no free slab before it
+  std::vector<Slab> slabs_;
+  std::vector<Layout> layouts_;
+  SlabPoolStats stats_;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_

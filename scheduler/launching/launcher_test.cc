@@ -1,0 +1,158 @@
+// What launches hold when plans have fixed cuts: bounded buffers that suffice for every batch, and
+// answers that do not depend on what else is in it.
+#include "scheduler/launching/launcher.h"
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "scheduler/planning/planner.h"
+#include "scheduler/testing/engine_harness.h"
+#include "scheduler/testing/heap_buffers.h"
+
+namespace mla::scheduler {
+namespace {
+
+std::unique_ptr<kernels::CpuBackend> Deterministic() {
+  kernels::BackendOptions options;
+  options.threads = 2;
+  options.pin_threads = false;
+  options.deterministic = true;
+  return *kernels::CpuBackend::Create(options);
+}
+
+TEST(LauncherTest, DefaultLimitsTakeBoundedMemoryWithFixedCuts) {
+  const auto backend = Deterministic();
+  const Limits limits;
+  const EngineBytes bytes = Engine::CountBytes(limits, *backend);
+  EXPECT_LT(bytes.host, limits.kv_cache_bytes + limits.weights_bytes + (int64_t{1} << 30));
+  const PieceBudget budget = Launcher::PieceBudgetOf(limits, *backend);
+  EXPECT_EQ(budget.split_rows, 2048);
+  EXPECT_EQ(budget.piece_rows, limits.launch_packed_rows);
+  EXPECT_EQ(Launcher::PlanCapacityOf(limits, *backend).partial_rows, budget.piece_rows);
+}
+
+// Fills a batch with random requests as BatchPolicy would, until nothing more fits.
+std::vector<PlanRequest> RandomBatch(const Limits& limits, const PieceBudget& budget,
+                                     std::mt19937& random) {
+  const auto below = [&random](int64_t n) { return static_cast<int64_t>(random() % n); };
+  std::vector<PlanRequest> batch;
+  int64_t rows = 0, packed = 0, pieces = 0;
+  const int64_t longest = below(4) == 0 ? limits.max_sequence_rows : 1 + below(3 * 2048);
+  const int64_t most_rows = below(2) == 0 ? 1 : 1 + below(limits.launch_rows);
+  const bool equal = below(2) == 0;
+  for (int tries = 0; tries < 2000 && static_cast<int>(batch.size()) < limits.launch_requests;
+       ++tries) {
+    PlanRequest request;
+    request.num_heads =
+        static_cast<int32_t>(equal ? limits.max_heads : 1 + below(limits.max_heads));
+    request.kv_rows = static_cast<int32_t>(equal ? longest : 1 + below(longest));
+    const int64_t row_pieces = request.num_heads * budget.pieces(request.kv_rows);
+    int64_t fit =
+        std::min<int64_t>({1 + below(most_rows), request.kv_rows, limits.launch_rows - rows,
+                           (limits.launch_packed_rows - packed) / request.num_heads});
+    if (row_pieces > 0) fit = std::min(fit, (budget.piece_rows - pieces) / row_pieces);
+    if (fit <= 0) continue;
+    request.q_rows = static_cast<int32_t>(fit);
+    rows += fit;
+    packed += fit * request.num_heads;
+    pieces += fit * row_pieces;
+    batch.push_back(request);
+  }
+  return batch;
+}
+
+TEST(LauncherTest, PlansOfAnyBatchWithinTheBudgetFit) {
+  std::mt19937 random(11);
+  const auto backend = Deterministic();
+  int64_t cut = 0;
+  for (int round = 0; round < 300; ++round) {
+    Limits limits;
+    limits.max_heads = 1 << random() % 8;
+    limits.launch_rows = 1 + static_cast<int32_t>(random() % 4096);
+    limits.launch_packed_rows =
+        limits.max_heads + static_cast<int32_t>(random() % (16 * limits.launch_rows));
+    limits.launch_requests = 1 + static_cast<int32_t>(random() % 512);
+    limits.max_sequence_rows = 1 + static_cast<int32_t>(random() % 163840);
+    const PieceBudget budget = Launcher::PieceBudgetOf(limits, *backend);
+    ASSERT_GE(budget.piece_rows, limits.max_heads * budget.pieces(limits.max_sequence_rows));
+    const PlanCapacity capacity = Launcher::PlanCapacityOf(limits, *backend);
+    const auto buffers = testing::MakeBuffers(capacity);
+    Planner planner;
+    for (int i = 0; i < 4; ++i) {
+      const std::vector<PlanRequest> batch = RandomBatch(limits, budget, random);
+      for (const auto form :
+           {kernels::AttentionForm::kAbsorbed, kernels::AttentionForm::kExpanded}) {
+        kernels::AttentionDesc desc;
+        desc.form = form;
+        const auto view = planner.Build(batch, backend->Traits(desc), *buffers);
+        ASSERT_TRUE(view.ok()) << view.status() << " in round " << round;
+        cut += !view->reduce_final_map.empty();
+      }
+    }
+  }
+  EXPECT_GT(cut, 300);
+}
+
+constexpr int kHeads = 16;
+constexpr int kRowDim = 80;
+
+std::vector<testing::Row> Rows(int count, uint64_t key) {
+  std::vector<testing::Row> rows;
+  for (int i = 0; i < count; ++i) {
+    rows.push_back(testing::MakeRow(key + static_cast<uint64_t>(i), kRowDim));
+  }
+  return rows;
+}
+
+// Outputs of 24 rows whose contexts end on both sides of the first cut, with `beside` rows of
+// another sequence taken before them into the same launch.
+std::vector<float> Answer(int beside) {
+  testing::HarnessOptions options;
+  options.limits = testing::TinyLimits();
+  options.limits.kv_cache_bytes = 8 << 20;
+  options.limits.default_page_size = 16;
+  options.limits.max_sequence_rows = options.limits.max_step_rows = 4096;
+  options.limits.max_pages_per_sequence = 256;
+  options.limits.max_heads = kHeads;
+  options.limits.max_row_dim = kRowDim;
+  options.limits.launch_rows = options.limits.prefill_rows = 64;
+  options.limits.launch_packed_rows = 64 * kHeads;
+  options.model = testing::TinyModel();
+  options.model.geometry = {kHeads, 64, kRowDim - 64, 6, 5};
+  options.backend = Deterministic();
+  testing::EngineHarness h(std::move(options));
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  std::vector<SequenceInfo> sequences = {h.Open(), h.Open()};
+  constexpr int kCached = 2040;
+  StepId step = 1;
+  for (const SequenceInfo& sequence : sequences) {
+    h.Begin(stream, step, {{sequence.id, 1, 0, kCached}});
+    auto first = h.AppendOnly(stream, step, 0, 0, Rows(kCached, 1));
+    auto second = h.AppendOnly(stream, step, 1, 0, Rows(kCached, 1));
+    h.Run();
+    EXPECT_TRUE(h.End(stream, step++)->status.ok());
+  }
+  std::unique_ptr<testing::TestRequest> other;
+  if (beside > 0) {
+    h.Begin(stream, step, {{sequences[0].id, 1, kCached, beside}});
+    other = h.Attend(stream, step++, 0, 0, Rows(beside, 7000), 9);
+  }
+  h.Begin(stream, step, {{sequences[1].id, 1, kCached, 24}});
+  auto request = h.Attend(stream, step, 0, 0, Rows(24, 5000), 7);
+  h.Run();
+  EXPECT_TRUE(request->answered() && request->status.ok()) << request->status;
+  return request->output;
+}
+
+TEST(LauncherTest, WithFixedCutsAnAnswerDoesNotDependOnTheBatch) {
+  const std::vector<float> alone = Answer(0);
+  ASSERT_EQ(alone.size(), size_t{24} * kHeads * 64);
+  for (const int beside : {30, 50, 59, 61, 64}) EXPECT_EQ(Answer(beside), alone) << beside;
+}
+
+}  // namespace
+}  // namespace mla::scheduler

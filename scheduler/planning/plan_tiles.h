@@ -1,0 +1,115 @@
+// How the planner cuts requests into tiles. Part of the planner, not for others.
+#ifndef MLA_SCHEDULER_PLANNING_PLAN_TILES_H_
+#define MLA_SCHEDULER_PLANNING_PLAN_TILES_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "kernels/attention_backend.h"
+#include "kernels/work_info.h"
+#include "scheduler/planning/planner.h"
+
+namespace mla::scheduler {
+
+// One tile of a request, as the cut sees it.
+struct Tile {
+  int32_t request;
+  int32_t q_begin, q_end;
+  uint32_t heads;        // as in WorkInfo
+  int32_t packed_rows;   // query rows x heads
+  int32_t request_rows;  // kv rows of the whole request
+  int32_t kv_end;        // what its last query row sees
+  int32_t first_sees;    // what its first query row sees: no cut lies at or past it
+  int32_t weight;        // charge of one KV row, in units of 1 / ChargeScale
+};
+
+struct TileShape {  // largest tile of a request; a function of its heads and the traits alone
+  int32_t heads;
+  int32_t q_rows;
+};
+
+// Charges are integers: what one KV row of a full tile is charged.
+inline int32_t ChargeScale(const kernels::PlanTraits& traits) {
+  return traits.min_charged_rows > 0 ? traits.tile_rows : 1;
+}
+
+inline int32_t WeightOf(int32_t packed_rows, const kernels::PlanTraits& traits) {
+  return traits.min_charged_rows > 0 ? std::max(packed_rows, traits.min_charged_rows) : 1;
+}
+
+inline int32_t HeadLimit(const kernels::PlanTraits& traits) {
+  return traits.max_heads_per_tile == 0 ? traits.tile_rows
+                                        : std::min(traits.max_heads_per_tile, traits.tile_rows);
+}
+
+inline TileShape ShapeOf(int32_t num_heads, const kernels::PlanTraits& traits) {
+  const int32_t heads = std::min(num_heads, HeadLimit(traits));
+  return {heads, traits.tile_rows / heads};
+}
+
+// The tile of a request that makes no more than one, where all tiles are charged alike. REQUIRES:
+// q_rows > 0.
+inline Tile OnlyTile(const PlanRequest& request, int32_t index) {
+  return {index,
+          0,
+          request.q_rows,
+          kernels::PackHeads(0, request.num_heads),
+          request.q_rows * request.num_heads,
+          request.kv_rows,
+          request.kv_rows,
+          request.causal ? request.kv_rows - request.q_rows + 1 : request.kv_rows,
+          1};
+}
+
+// Calls visit(tile) for the tiles of one request: query rows outside, head ranges inside, so that
+// neighbours read the same KV rows.
+template <typename Visit>
+void ForEachTile(const PlanRequest& request, int32_t index, const kernels::PlanTraits& traits,
+                 Visit&& visit) {
+  const int32_t q_rows = request.q_rows;
+  const int32_t heads = request.num_heads;
+  const TileShape shape = ShapeOf(heads, traits);
+  const int32_t unseen = request.causal ? q_rows - request.kv_rows : 0;
+  for (int32_t q = 0; q < q_rows;) {
+    const int32_t q_end = q_rows - q > shape.q_rows ? q + shape.q_rows : q_rows;
+    const int32_t kv_end = request.causal ? std::max(0, q_end - unseen) : request.kv_rows;
+    const int32_t first_sees = request.causal ? q + 1 - unseen : request.kv_rows;
+    for (int32_t head = 0; head < heads;) {
+      const int32_t head_end = std::min(head + shape.heads, heads);
+      const int32_t packed_rows = (q_end - q) * (head_end - head);
+      visit(Tile{index, q, q_end, kernels::PackHeads(head, head_end), packed_rows, request.kv_rows,
+                 kv_end, first_sees, WeightOf(packed_rows, traits)});
+      head = head_end;
+    }
+    q = q_end;
+  }
+}
+
+// Rows between the cuts of fixed-split mode: the trait, rounded up to the granularity.
+inline int32_t SplitRows(const kernels::PlanTraits& traits) {
+  const int64_t granularity = traits.kv_granularity;
+  const int64_t rows = (traits.fixed_split_rows + granularity - 1) / granularity * granularity;
+  return static_cast<int32_t>(std::min<int64_t>(rows, std::numeric_limits<int32_t>::max()));
+}
+
+// Pieces of a tile in fixed-split mode.
+inline int32_t PiecesOf(const Tile& tile, int32_t split_rows) {
+  return tile.first_sees > 0 ? 1 + (tile.first_sees - 1) / split_rows : 1;
+}
+
+// What a batch comes to, counted before anything is written.
+struct Tally {
+  int64_t tiles = 0;
+  int64_t kv_charge = 0;  // of the KV rows of all tiles
+  int64_t kv_most = 0;    // of one tile
+  // Fixed-split mode only, where the pieces are known beforehand.
+  int64_t pieces = 0;
+  int64_t split_tiles = 0;
+  int64_t partials = 0;
+  int64_t partial_rows = 0;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_PLANNING_PLAN_TILES_H_

@@ -1,0 +1,265 @@
+#include "scheduler/planning/planner.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "scheduler/planning/plan_tiles.h"
+#include "scheduler/planning/plan_writer.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::PlanTraits;
+
+constexpr int32_t kMaxHeads = 65535;  // WorkInfo packs head bounds in 16 bits
+constexpr int32_t kMaxTileRows = 1 << 16;
+
+template <bool kFixed>
+void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, Tally& tally) {
+  const int32_t split_rows = SplitRows(traits);
+  ForEachTile(request, 0, traits, [&](const Tile& tile) {
+    tally.tiles += times;
+    const int64_t charge = int64_t{tile.kv_end} * tile.weight;
+    tally.kv_charge += times * charge;
+    tally.kv_most = std::max(tally.kv_most, charge);
+    if constexpr (kFixed) {
+      const int64_t pieces = PiecesOf(tile, split_rows);
+      tally.pieces += times * pieces;
+      if (pieces > 1) {
+        tally.split_tiles += times;
+        tally.partials += times * pieces;
+        tally.partial_rows += times * pieces * tile.packed_rows;
+      }
+    }
+  });
+}
+
+// The same for the common batch, in which each request is valid and makes one tile at most, and all
+// tiles are charged alike. False, and a tally without meaning, for any other batch.
+bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& traits, Tally& tally) {
+  const int64_t tile_rows = traits.tile_rows;
+  const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
+  int64_t tiles = static_cast<int64_t>(requests.size());
+  int64_t kv_rows = 0;
+  int32_t kv_most = 0;
+  int64_t negative = 0;  // its sign bit: some request was outside some bound
+  for (const PlanRequest& request : requests) {
+    const int64_t heads = request.num_heads;
+    negative |= request.q_rows | request.kv_rows | (heads - 1) | (heads_most - heads) |
+                (tile_rows - request.q_rows * heads);
+    if (request.q_rows == 0) [[unlikely]] {
+      --tiles;
+      continue;
+    }
+    kv_rows += request.kv_rows;
+    kv_most = std::max(kv_most, request.kv_rows);
+  }
+  tally.tiles = tiles;
+  tally.kv_charge = kv_rows;
+  tally.kv_most = kv_most;
+  return negative >= 0 && traits.min_charged_rows == 0;
+}
+
+// Array lengths that suffice for a batch of this tally. A cut makes at most two partial tiles and
+// there are units - 1 cuts.
+PlanCapacity Needs(const Tally& tally, const PlanTraits& traits) {
+  PlanCapacity needs;
+  needs.units = traits.units;
+  if (traits.fixed_split_rows > 0) {
+    needs.work_items = tally.pieces;
+    needs.reduce_tiles = tally.split_tiles;
+    needs.reduce_partials = tally.partials;
+    needs.partial_rows = tally.partial_rows;
+    return needs;
+  }
+  const int64_t cuts = tally.tiles > 0 ? traits.units - 1 : 0;
+  needs.work_items = tally.tiles + cuts;
+  needs.reduce_tiles = std::min(tally.tiles, cuts);
+  needs.reduce_partials = std::min(tally.tiles + cuts, 2 * cuts);
+  needs.partial_rows = needs.reduce_partials * traits.tile_rows;
+  return needs;
+}
+
+absl::Status Misfit(const char* array, int64_t needed, int64_t available) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("plan ", array, ": needs ", needed, ", limit ", available));
+}
+
+absl::Status CheckFits(const PlanCapacity& needs, const PlanCapacity& has) {
+  if (needs.units > has.units) return Misfit("units", needs.units, has.units);
+  if (needs.work_items > has.work_items) {
+    return Misfit("work_items", needs.work_items, has.work_items);
+  }
+  if (needs.reduce_tiles > has.reduce_tiles) {
+    return Misfit("reduce_tiles", needs.reduce_tiles, has.reduce_tiles);
+  }
+  if (needs.reduce_partials > has.reduce_partials) {
+    return Misfit("reduce_partials", needs.reduce_partials, has.reduce_partials);
+  }
+  if (needs.partial_rows > has.partial_rows) {
+    return Misfit("partial_rows", needs.partial_rows, has.partial_rows);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTrait(const char* name, int64_t got, int64_t least, int64_t most) {
+  if (got >= least && got <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("plan traits.", name, ": got ", got, ", limit ", least, "..", most));
+}
+
+absl::Status CheckTraits(const PlanTraits& traits) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1;
+  if (auto s = CheckTrait("units", traits.units, 1, kMost); !s.ok()) return s;
+  if (auto s = CheckTrait("tile_rows", traits.tile_rows, 1, kMaxTileRows); !s.ok()) return s;
+  if (auto s = CheckTrait("max_heads_per_tile", traits.max_heads_per_tile, 0, kMost); !s.ok()) {
+    return s;
+  }
+  if (auto s = CheckTrait("kv_granularity", traits.kv_granularity, 1, kMost); !s.ok()) return s;
+  if (auto s = CheckTrait("item_overhead_rows", traits.item_overhead_rows, 0, kMost); !s.ok()) {
+    return s;
+  }
+  if (auto s = CheckTrait("min_charged_rows", traits.min_charged_rows, 0, traits.tile_rows);
+      !s.ok()) {
+    return s;
+  }
+  return CheckTrait("fixed_split_rows", traits.fixed_split_rows, 0, kMost);
+}
+
+bool Valid(const PlanRequest& request) {
+  return (request.q_rows | request.kv_rows) >= 0 &&
+         static_cast<uint32_t>(request.num_heads) - 1u < static_cast<uint32_t>(kMaxHeads);
+}
+
+absl::Status Explain(const PlanRequest& request, size_t index) {
+  const auto fault = [&](const char* field, int32_t got, const char* limit) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("plan requests[", index, "].", field, ": got ", got, ", limit ", limit));
+  };
+  if (request.q_rows < 0) return fault("q_rows", request.q_rows, "at least 0");
+  if (request.kv_rows < 0) return fault("kv_rows", request.kv_rows, "at least 0");
+  return fault("num_heads", request.num_heads, "1..65535");
+}
+
+// Plans are told apart across all planners of the process: backends keep device copies by it.
+uint64_t NextGeneration() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+template <bool kFixed>
+absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> requests,
+                                            const PlanTraits& traits, MetadataBuffers& buffers,
+                                            double& imbalance) {
+  Tally tally;
+  const bool only_tiles = !kFixed && CountOnlyTiles(requests, traits, tally);
+  if (!only_tiles) {
+    tally = Tally();
+    for (size_t i = 0; i < requests.size(); ++i) {
+      if (!Valid(requests[i])) return Explain(requests[i], i);
+      Count<kFixed>(requests[i], traits, 1, tally);
+    }
+  }
+  if (auto s = CheckFits(Needs(tally, traits), buffers.capacity()); !s.ok()) return s;
+
+  PlanWriter<kFixed> writer(traits, tally, buffers);
+  if constexpr (!kFixed) {
+    if (only_tiles) writer.PlaceOnlyTiles(requests);
+  }
+  for (size_t i = 0; i < requests.size() && !only_tiles; ++i) {
+    ForEachTile(requests[i], static_cast<int32_t>(i), traits,
+                [&](const Tile& tile) { writer.Place(tile); });
+  }
+  kernels::PlanView view = writer.Finish();
+  view.generation = NextGeneration();
+  const double mean = static_cast<double>(tally.kv_charge) / traits.units;
+  imbalance = tally.kv_charge > 0 ? static_cast<double>(writer.busiest_charge()) / mean : 1.0;
+  return view;
+}
+
+// The heads for which a packed row of a long request costs most tiles.
+int32_t DensestHeads(int32_t min_heads, int32_t max_heads, const PlanTraits& traits) {
+  int32_t best = min_heads;
+  int64_t best_tiles = 0;  // tiles per packed row, as a fraction
+  int64_t best_rows = 1;
+  for (int32_t heads = min_heads; heads <= max_heads; ++heads) {
+    const TileShape shape = ShapeOf(heads, traits);
+    const int64_t tiles = (heads + shape.heads - 1) / shape.heads;
+    const int64_t rows = static_cast<int64_t>(shape.q_rows) * heads;
+    if (tiles * best_rows > best_tiles * rows) {
+      best = heads;
+      best_tiles = tiles;
+      best_rows = rows;
+    }
+  }
+  return best;
+}
+
+// Counts requests whose tiles outnumber those of any batch within the limits. A request has
+// chunks x (1 + (q_rows - 1) / tile q rows) tiles; the two terms of that sum over a batch are
+// bounded apart, each by the cheaper of two dominating sets of requests.
+template <bool kFixed>
+Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
+  const auto max_heads =
+      static_cast<int32_t>(std::min<int64_t>(limits.max_heads, limits.packed_rows));
+  const int32_t min_heads = std::min(limits.min_heads, max_heads);
+  const auto count = [&](int32_t q_rows, int32_t heads, int64_t times, Tally& tally) {
+    const PlanRequest request{q_rows, limits.kv_rows, heads, false};
+    Count<kFixed>(request, traits, times, tally);
+  };
+  const auto cheaper = [](const Tally& a, const Tally& b) { return a.tiles <= b.tiles ? a : b; };
+
+  // The first query row of every request: all with most heads, or, when the packed rows forbid
+  // that, one head range each and as many ranges as the packed rows can make.
+  const int64_t busy =
+      std::min<int64_t>({limits.requests, limits.q_rows, limits.packed_rows / min_heads});
+  Tally wide, narrow;
+  count(1, max_heads, busy, wide);
+  count(1, min_heads, busy, narrow);
+  count(1, max_heads, (limits.packed_rows + max_heads - 1) / max_heads, narrow);
+  // The other rows: all with most heads, or all packed rows where they cost most.
+  const int32_t densest = DensestHeads(min_heads, max_heads, traits);
+  const int64_t dense_rows = (limits.packed_rows + densest - 1) / densest;
+  Tally by_rows, by_packed_rows;
+  count(limits.q_rows, max_heads, 1, by_rows);
+  by_packed_rows.tiles = std::numeric_limits<int64_t>::max();
+  if (dense_rows < limits.q_rows) {
+    by_packed_rows.tiles = 0;
+    count(static_cast<int32_t>(dense_rows), densest, 1, by_packed_rows);
+  }
+
+  Tally worst = cheaper(wide, narrow);
+  const Tally rest = cheaper(by_rows, by_packed_rows);
+  worst.tiles += rest.tiles;
+  worst.pieces += rest.pieces;
+  worst.split_tiles += rest.split_tiles;
+  worst.partials += rest.partials;
+  worst.partial_rows += rest.partial_rows;
+  return worst;
+}
+
+}  // namespace
+
+int32_t Planner::SplitRows(const PlanTraits& traits) { return scheduler::SplitRows(traits); }
+
+PlanCapacity Planner::Capacity(const PlanLimits& limits, const PlanTraits& traits) {
+  if (limits.requests <= 0 || limits.q_rows <= 0 || limits.packed_rows <= 0) {
+    return Needs(Tally(), traits);
+  }
+  return Needs(traits.fixed_split_rows > 0 ? CountWorst<true>(limits, traits)
+                                           : CountWorst<false>(limits, traits),
+               traits);
+}
+
+absl::StatusOr<kernels::PlanView> Planner::Build(std::span<const PlanRequest> requests,
+                                                 const PlanTraits& traits,
+                                                 MetadataBuffers& buffers) {
+  if (auto s = CheckTraits(traits); !s.ok()) return s;
+  return traits.fixed_split_rows > 0 ? BuildPlan<true>(requests, traits, buffers, last_imbalance_)
+                                     : BuildPlan<false>(requests, traits, buffers, last_imbalance_);
+}
+
+}  // namespace mla::scheduler

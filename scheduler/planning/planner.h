@@ -1,0 +1,82 @@
+// Turns the lengths of a batch into an execution plan: which unit computes which piece of which
+// tile, and which pieces are merged afterwards. Runs on the host from host-side lengths; nothing is
+// ever copied from a device to plan.
+//
+// A request of q_rows x num_heads packed rows is cut into tiles of at most traits.tile_rows packed
+// rows: whole query rows when all heads fit, else one query row and a range of heads. A tile needs
+// the KV rows that its last query row can see (causal trim); a tile that sees none still gets its
+// work item, so that its rows are written. Tiles are laid end to end in request order, each charged
+// its KV rows (by its packed rows, if traits.min_charged_rows asks) plus traits.item_overhead_rows,
+// and the line is cut into `units` parts of equal charge, where each cut pays for the further work
+// item that it makes. A tile that crosses a cut is split: its pieces become partial tiles and one
+// reduce tile. No cut lies past what the first query row of the tile can see, so no piece is wholly
+// masked for a row that sees any key.
+//
+// In fixed-split mode (traits.fixed_split_rows) the cuts are multiples of that many rows in every
+// tile and whole pieces are dealt to the units in order: nothing about one request's pieces depends
+// on another request.
+//
+// Threading: a Planner is owned by one thread. Build allocates nothing unless it fails.
+#ifndef MLA_SCHEDULER_PLANNING_PLANNER_H_
+#define MLA_SCHEDULER_PLANNING_PLANNER_H_
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "kernels/attention_params.h"
+#include "scheduler/planning/metadata_buffers.h"
+
+namespace mla::scheduler {
+
+struct PlanRequest {
+  int32_t q_rows = 0;     // >= 0; 0 is a padded request and yields no work
+  int32_t kv_rows = 0;    // visible to the last query row, >= 0
+  int32_t num_heads = 1;  // 1 .. 65535
+  bool causal = true;
+  friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
+};
+
+// Bounds of any batch that Build may see.
+struct PlanLimits {
+  int32_t requests = 0;
+  int32_t q_rows = 0;         // all requests together
+  int64_t packed_rows = 0;    // sum of q_rows x num_heads
+  int32_t kv_rows = 0;        // of one request; matters in fixed-split mode only
+  int32_t min_heads = 1;      // fewest heads of any request
+  int32_t max_heads = 65535;  // most heads of any request
+};
+
+class Planner final {
+ public:
+  // KV rows between the cuts of fixed-split mode: traits.fixed_split_rows, rounded up to the
+  // granularity. A tile of `kv_rows` rows has at most one piece for each of them, or part.
+  static int32_t SplitRows(const kernels::PlanTraits& traits);
+
+  // Capacity of every array for any batch within `limits`: the counting pass of Build itself, run
+  // on the worst batches, so that sizing and use can not drift apart. REQUIRES: limits and traits
+  // in the ranges that their comments state. In fixed-split mode the worst batch has every request
+  // at limits.kv_rows and may be absurdly large; a caller may lower the result, and then meets
+  // RESOURCE_EXHAUSTED in Build and cuts its batch.
+  static PlanCapacity Capacity(const PlanLimits& limits, const kernels::PlanTraits& traits);
+
+  // Fills `buffers` and returns views into it. RESOURCE_EXHAUSTED names the array, what is needed
+  // and what there is (cannot happen within the limits the buffers were sized for);
+  // INVALID_ARGUMENT names the request or trait. Each plan has a generation of its own, unique in
+  // the process and above 0.
+  absl::StatusOr<kernels::PlanView> Build(std::span<const PlanRequest> requests,
+                                          const kernels::PlanTraits& traits,
+                                          MetadataBuffers& buffers);
+
+  // KV rows of the busiest unit, as charged, over the mean of all units in the last plan; 1.0 when
+  // balanced.
+  double last_imbalance() const { return last_imbalance_; }
+
+ private:
+  double last_imbalance_ = 1.0;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_PLANNING_PLANNER_H_

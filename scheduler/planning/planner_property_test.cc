@@ -1,0 +1,181 @@
+// Random batches, each plan judged whole. The seed is fixed unless MLA_TEST_SEED is set; a failure
+// prints what repeats it. MLA_TEST_LONG runs twenty times as many.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <initializer_list>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "scheduler/planning/planner.h"
+#include "scheduler/testing/heap_buffers.h"
+#include "scheduler/testing/plan_checker.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::PlanTraits;
+
+#ifdef MLA_SANITIZED
+constexpr int kBatches = 30'000;  // sanitizers slow the judge about tenfold
+#else
+constexpr int kBatches = 200'000;
+#endif
+
+uint32_t Seed() {
+  const char* seed = std::getenv("MLA_TEST_SEED");
+  return seed != nullptr && *seed != '\0' ? static_cast<uint32_t>(std::atoll(seed)) : 20'260'101u;
+}
+
+class BatchMaker {
+ public:
+  explicit BatchMaker(uint32_t seed) : random_(seed) {}
+
+  void Next(std::vector<PlanRequest>& requests, PlanTraits& traits) {
+    traits.units = Pick({1, 2, 3, 7, 16, 64, 256, 304});
+    traits.tile_rows = Pick({1, 3, 16, 64, 128, 128, 256});
+    traits.max_heads_per_tile = Pick({0, 0, 0, 1, 5, 64, 1000});
+    traits.kv_granularity = Pick({1, 3, 16, 16, 64, 128});
+    traits.item_overhead_rows = Pick({0, 1, 64, 256, 5000});
+    traits.fixed_split_rows = 0;
+    traits.min_charged_rows = OneIn(3) ? 1 + Below(traits.tile_rows) : 0;
+    requests.clear();
+    const int count = OneIn(16) ? Below(120) : Below(9);
+    const int64_t most_tiles = OneIn(16) ? 1000 : 60;  // bounds the time of a batch
+    const bool decode = OneIn(3);
+    const int32_t heads = Heads();
+    int64_t tiles = 0;
+    int32_t longest = 1;
+    for (int i = 0; i < count; ++i) {
+      PlanRequest request;
+      request.num_heads = OneIn(4) ? Heads() : heads;
+      request.q_rows = decode ? 1 : QueryRows();
+      request.kv_rows = KvRows(request.q_rows);
+      request.causal = !OneIn(4);
+      tiles += TilesOf(request, traits);
+      if (tiles > most_tiles) break;
+      longest = std::max(longest, request.kv_rows);
+      requests.push_back(request);
+    }
+    if (OneIn(4)) traits.fixed_split_rows = 1 + longest / (2 + Below(12)) + Below(50);
+  }
+
+ private:
+  int32_t Below(int32_t bound) { return static_cast<int32_t>(random_() % bound); }
+  bool OneIn(int32_t n) { return Below(n) == 0; }
+  int32_t Pick(std::initializer_list<int32_t> values) {
+    return values.begin()[Below(static_cast<int32_t>(values.size()))];
+  }
+  static int64_t TilesOf(const PlanRequest& request, const PlanTraits& traits) {
+    const int32_t limit = traits.max_heads_per_tile > 0
+                              ? std::min(traits.max_heads_per_tile, traits.tile_rows)
+                              : traits.tile_rows;
+    const int32_t heads = std::min(limit, request.num_heads);
+    const int32_t q_rows = traits.tile_rows / heads;
+    return int64_t{(request.q_rows + q_rows - 1) / q_rows} *
+           ((request.num_heads + heads - 1) / heads);
+  }
+  int32_t Heads() { return Pick({1, 3, 8, 12, 16, 24, 64, 65, 128, 129, 192, 300}); }
+  int32_t QueryRows() { return OneIn(4) ? Pick({17, 33, 64, 127, 128, 129, 300}) : Below(10); }
+  int32_t KvRows(int32_t q_rows) {
+    switch (Below(8)) {
+      case 0:
+        return Below(q_rows + 2);  // fewer than causal rows, or just as many
+      case 1:
+        return q_rows + Below(3);
+      case 2:
+        return Pick({0, 1, 15, 16, 17, 63, 64, 65, 4096, 4097});
+      case 3:
+        return OneIn(20) ? INT32_MAX - Below(100) : 1 + Below(2'000'000);
+      default:
+        return q_rows + Below(65'536);
+    }
+  }
+
+  std::mt19937 random_;
+};
+
+// The tightest limits that admit the batch.
+PlanLimits LimitsOf(const std::vector<PlanRequest>& requests) {
+  PlanLimits limits;
+  limits.requests = static_cast<int32_t>(requests.size());
+  limits.min_heads = 65535;
+  limits.max_heads = 1;
+  for (const PlanRequest& request : requests) {
+    limits.q_rows += request.q_rows;
+    limits.packed_rows += int64_t{request.q_rows} * request.num_heads;
+    limits.kv_rows = std::max(limits.kv_rows, request.kv_rows);
+    limits.min_heads = std::min(limits.min_heads, request.num_heads);
+    limits.max_heads = std::max(limits.max_heads, request.num_heads);
+  }
+  limits.min_heads = std::min(limits.min_heads, limits.max_heads);
+  return limits;
+}
+
+// Wider limits must not make any array shorter.
+PlanLimits Loosened(PlanLimits limits, std::mt19937& random) {
+  const auto more = [&](auto& value, uint32_t most) {
+    if (random() % 2 == 0) value += random() % most;
+  };
+  more(limits.requests, 10);
+  more(limits.q_rows, 300);
+  more(limits.packed_rows, 5000);
+  more(limits.kv_rows, limits.kv_rows < 1'000'000 ? 1000 : 1);
+  more(limits.max_heads, 100);
+  if (random() % 2 == 0) limits.min_heads -= random() % limits.min_heads;
+  return limits;
+}
+
+std::string Describe(const std::vector<PlanRequest>& requests, const PlanTraits& traits) {
+  std::string text = "units " + std::to_string(traits.units) + " tile_rows " +
+                     std::to_string(traits.tile_rows) + " max_heads_per_tile " +
+                     std::to_string(traits.max_heads_per_tile) + " granularity " +
+                     std::to_string(traits.kv_granularity) + " overhead " +
+                     std::to_string(traits.item_overhead_rows) + " min_charged " +
+                     std::to_string(traits.min_charged_rows) + " fixed_split " +
+                     std::to_string(traits.fixed_split_rows) + " requests";
+  for (const PlanRequest& r : requests) {
+    text += " {" + std::to_string(r.q_rows) + ", " + std::to_string(r.kv_rows) + ", " +
+            std::to_string(r.num_heads) + (r.causal ? "}" : ", false}");
+  }
+  return text;
+}
+
+TEST(PlannerPropertyTest, EveryPairOnceAndInsideCapacity) {
+  const uint32_t seed = Seed();
+  BatchMaker maker(seed);
+  std::mt19937 loosening(seed);
+  Planner planner;
+  testing::PlanChecker checker;
+  std::vector<PlanRequest> requests;
+  PlanTraits traits;
+  int64_t split_plans = 0;
+  int64_t fixed_plans = 0;
+  const char* is_long = std::getenv("MLA_TEST_LONG");
+  const int batches = is_long != nullptr && *is_long == '1' ? 20 * kBatches : kBatches;
+  for (int batch = 0; batch < batches; ++batch) {
+    maker.Next(requests, traits);
+    PlanLimits limits = LimitsOf(requests);
+    if (batch % 2 == 0) limits = Loosened(limits, loosening);
+    const PlanCapacity capacity = Planner::Capacity(limits, traits);
+    const auto buffers = testing::MakeBuffers(capacity);
+    const auto view = planner.Build(requests, traits, *buffers);
+    ASSERT_TRUE(view.ok()) << view.status() << "\nMLA_TEST_SEED=" << seed << " batch " << batch
+                           << ": " << Describe(requests, traits);
+    const std::string fault =
+        checker.Fault(requests, traits, *view, capacity, planner.last_imbalance());
+    ASSERT_EQ(fault, "") << "MLA_TEST_SEED=" << seed << " batch " << batch << ": "
+                         << Describe(requests, traits);
+    split_plans += !view->reduce_final_map.empty();
+    fixed_plans += traits.fixed_split_rows > 0;
+  }
+  // The generator must keep reaching what it is for.
+  EXPECT_GT(split_plans, batches / 4);
+  EXPECT_GT(fixed_plans, batches / 8);
+}
+
+}  // namespace
+}  // namespace mla::scheduler

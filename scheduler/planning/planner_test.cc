@@ -1,0 +1,289 @@
+#include "scheduler/planning/planner.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/testing/allocation_counter.h"
+#include "scheduler/testing/heap_buffers.h"
+#include "scheduler/testing/plan_checker.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::kUnsplit;
+using kernels::PlanTraits;
+using kernels::PlanView;
+
+PlanCapacity Roomy(int32_t units) { return {units, 100'000, 100'000, 100'000, 100'000'000}; }
+
+// Plans one batch and has it judged.
+class PlannerTest : public ::testing::Test {
+ protected:
+  PlanView Plan(const std::vector<PlanRequest>& requests, const PlanTraits& traits) {
+    buffers_ = testing::MakeBuffers(Roomy(traits.units));
+    auto view = planner_.Build(requests, traits, *buffers_);
+    EXPECT_TRUE(view.ok()) << view.status();
+    if (!view.ok()) return {};
+    EXPECT_EQ(
+        checker_.Fault(requests, traits, *view, buffers_->capacity(), planner_.last_imbalance()),
+        "");
+    return *view;
+  }
+
+  Planner planner_;
+  testing::PlanChecker checker_;
+  std::unique_ptr<MetadataBuffers> buffers_;
+};
+
+TEST_F(PlannerTest, EmptyBatchHasNoWork) {
+  const PlanView view = Plan({}, {.units = 3});
+  EXPECT_TRUE(view.work_info.empty());
+  EXPECT_EQ(view.work_indptr.size(), 4u);
+  EXPECT_EQ(planner_.last_imbalance(), 1.0);
+}
+
+TEST_F(PlannerTest, OneUnitNeverSplits) {
+  const PlanView view = Plan({{1, 100'000, 128}, {1, 7, 128}}, {.units = 1});
+  ASSERT_EQ(view.work_info.size(), 2u);
+  EXPECT_EQ(view.work_info[0].partial_row, kUnsplit);
+  EXPECT_EQ(view.work_info[0].kv_end, 100'000);
+  EXPECT_EQ(view.partial_rows, 0);
+}
+
+TEST_F(PlannerTest, LongRequestIsSharedByAllUnits) {
+  const PlanView view = Plan({{1, 262'144, 128}}, {.units = 256});
+  EXPECT_EQ(view.work_info.size(), 256u);
+  EXPECT_EQ(view.reduce_final_map.size(), 1u);
+  EXPECT_EQ(view.reduce_partial_map.size(), 256u);
+  EXPECT_EQ(view.partial_rows, 256 * 128);
+  EXPECT_EQ(planner_.last_imbalance(), 1.0);
+}
+
+// KV rows of the busiest unit over the mean, in the shapes that decide how fast a launch is.
+TEST_F(PlannerTest, UnitsAreBalanced) {
+  std::mt19937 random(1);
+  for (const int32_t batch : {1, 2, 3, 16, 61, 100, 128, 200, 300, 777, 1024, 4096}) {
+    for (const int32_t longest : {1024, 4096, 65'536, 1'000'000}) {
+      for (const bool ragged : {false, true}) {
+        std::uniform_int_distribution<int32_t> rows(1, longest);
+        std::vector<PlanRequest> requests;
+        int64_t total = 0;
+        for (int32_t i = 0; i < batch; ++i) {
+          requests.push_back({1, ragged ? rows(random) : longest, 128});
+          total += requests.back().kv_rows;
+        }
+        Plan(requests, {.units = 256});
+        if (total < 1024 * 256) continue;
+        EXPECT_LE(planner_.last_imbalance(), 1.30) << batch << " x " << longest << " " << ragged;
+        const bool headline = batch == 128 || batch == 1024;
+        if (!headline || longest < 4096) continue;
+        EXPECT_LE(planner_.last_imbalance(), 1.15) << batch << " x " << longest << " " << ragged;
+      }
+    }
+  }
+}
+
+TEST_F(PlannerTest, EqualRequestsAreCutAtTheirBorders) {
+  for (const int32_t batch : {4, 16, 64, 128, 256, 512, 1024}) {
+    const PlanView view =
+        Plan(std::vector<PlanRequest>(static_cast<size_t>(batch), {1, 4096, 128}), {.units = 256});
+    EXPECT_EQ(planner_.last_imbalance(), 1.0) << batch;
+    EXPECT_EQ(view.work_info.size(), static_cast<size_t>(std::max(batch, 256)));
+  }
+}
+
+// The example that docs/plan.md draws.
+TEST_F(PlannerTest, TheDrawnExample) {
+  const PlanView view = Plan({{1, 25, 16}, {1, 4, 16}, {1, 13, 16}},
+                             {.units = 3, .kv_granularity = 1, .item_overhead_rows = 1});
+  const std::vector<int32_t> begins{0, 15, 0, 0};
+  const std::vector<int32_t> ends{15, 25, 4, 13};
+  const std::vector<int32_t> partials{0, 16, kUnsplit, kUnsplit};
+  ASSERT_EQ(view.work_info.size(), 4u);
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(view.work_info[i].kv_begin, begins[i]) << i;
+    EXPECT_EQ(view.work_info[i].kv_end, ends[i]) << i;
+    EXPECT_EQ(view.work_info[i].partial_row, partials[i]) << i;
+  }
+  EXPECT_EQ(std::vector<int32_t>(view.work_indptr.begin(), view.work_indptr.end()),
+            (std::vector<int32_t>{0, 1, 3, 4}));
+}
+
+TEST_F(PlannerTest, PiecesAreNotFarBelowTheOverhead) {
+  const PlanView view = Plan({{1, 4096, 128}}, {.units = 256, .item_overhead_rows = 1024});
+  EXPECT_EQ(view.work_info.size(), 16u);
+}
+
+TEST_F(PlannerTest, PaddedRequestYieldsNothing) {
+  const PlanView view = Plan({{0, 50, 16}, {1, 50, 16}, {0, 0, 16}}, {.units = 2});
+  ASSERT_EQ(view.work_info.size(), 1u);
+  EXPECT_EQ(view.work_info[0].request, 1);
+}
+
+TEST_F(PlannerTest, RowsWithoutKeysStillHaveAnItem) {
+  const PlanView view = Plan({{3, 0, 16}}, {.units = 2});
+  ASSERT_EQ(view.work_info.size(), 1u);
+  EXPECT_EQ(view.work_info[0].q_end, 3);
+  EXPECT_EQ(view.work_info[0].kv_begin, 0);
+  EXPECT_EQ(view.work_info[0].kv_end, 0);
+  EXPECT_EQ(view.work_info[0].partial_row, kUnsplit);
+}
+
+TEST_F(PlannerTest, FewerKeysThanCausalRows) {
+  // Rows 0 and 1 of five see nothing; tiles are one row each.
+  const PlanView view = Plan({{5, 3, 2}}, {.units = 1, .tile_rows = 2});
+  ASSERT_EQ(view.work_info.size(), 5u);
+  const int32_t sees[] = {0, 0, 1, 2, 3};
+  for (size_t i = 0; i < 5; ++i) {
+    EXPECT_EQ(view.work_info[i].kv_end, sees[i]);
+    EXPECT_EQ(view.work_info[i].kv_after, 3 - sees[i]);
+  }
+}
+
+TEST_F(PlannerTest, EarlierQueryTilesAreTrimmed) {
+  const PlanView view = Plan({{7, 1007, 64}}, {.units = 1, .tile_rows = 128});
+  ASSERT_EQ(view.work_info.size(), 4u);
+  EXPECT_EQ(view.work_info[0].kv_end, 1002);
+  EXPECT_EQ(view.work_info[1].kv_end, 1004);
+  EXPECT_EQ(view.work_info[3].kv_end, 1007);
+  const PlanView full = Plan({{7, 1007, 64, false}}, {.units = 1, .tile_rows = 128});
+  EXPECT_EQ(full.work_info[0].kv_end, 1007);
+}
+
+TEST_F(PlannerTest, MoreHeadsThanATileAreCut) {
+  const PlanView view = Plan({{2, 10, 300}}, {.units = 1, .tile_rows = 128});
+  ASSERT_EQ(view.work_info.size(), 6u);
+  EXPECT_EQ(view.work_info[2].head_begin(), 256);
+  EXPECT_EQ(view.work_info[2].head_end(), 300);
+  EXPECT_EQ(view.work_info[3].q_begin, 1);
+}
+
+TEST_F(PlannerTest, OneHeadPerTileOfTheExpandedForm) {
+  const PlanView view =
+      Plan({{200, 200, 3}}, {.units = 1, .tile_rows = 128, .max_heads_per_tile = 1});
+  ASSERT_EQ(view.work_info.size(), 6u);
+  EXPECT_EQ(view.work_info[1].head_begin(), 1);
+  EXPECT_EQ(view.work_info[1].head_end(), 2);
+  EXPECT_EQ(view.work_info[0].q_end, 128);
+}
+
+TEST_F(PlannerTest, CausalTailStaysInOnePiece) {
+  // Wherever the cuts of the units would fall, no piece may start past the first row's last key.
+  for (int32_t units = 1; units <= 64; ++units) {
+    Plan({{128, 300, 1}, {128, 128, 1}, {77, 90, 1}},
+         {.units = units, .tile_rows = 128, .kv_granularity = 1, .item_overhead_rows = 0});
+  }
+}
+
+TEST_F(PlannerTest, FixedSplitIgnoresTheRestOfTheBatch) {
+  const PlanTraits traits{.units = 7, .fixed_split_rows = 1024};
+  const PlanRequest probe{4, 10'000, 16};
+  const PlanView alone = Plan({probe}, traits);
+  std::vector<kernels::WorkInfo> pieces(alone.work_info.begin(), alone.work_info.end());
+  ASSERT_EQ(pieces.size(), 10u);
+  const PlanView mixed = Plan({{1, 5'000, 128}, probe, {9, 9, 3}}, traits);
+  size_t next = 0;
+  for (const kernels::WorkInfo& item : mixed.work_info) {
+    if (item.request != 1) continue;
+    ASSERT_LT(next, pieces.size());
+    EXPECT_EQ(item.kv_begin, pieces[next].kv_begin);
+    EXPECT_EQ(item.kv_end, pieces[next].kv_end);
+    ++next;
+  }
+  EXPECT_EQ(next, pieces.size());
+}
+
+TEST_F(PlannerTest, FixedPiecesAreDealtEvenly) {
+  for (const int32_t batch : {61, 100, 128}) {
+    const std::vector<PlanRequest> requests(static_cast<size_t>(batch), {1, 65'536, 128});
+    Plan(requests, {.units = 256, .fixed_split_rows = 1024});
+    EXPECT_LE(planner_.last_imbalance(), 1.06) << batch;
+  }
+}
+
+// Small tiles beside full ones: what counts is the work, not the rows.
+TEST_F(PlannerTest, TilesAreChargedByTheirRows) {
+  std::vector<PlanRequest> requests(64, {1, 4096, 16});  // 16 of 128 packed rows
+  requests.push_back({512, 4096, 16});                   // 64 full tiles
+  PlanTraits traits{.units = 2, .item_overhead_rows = 16, .min_charged_rows = 16};
+  const PlanView view = Plan(requests, traits);
+  EXPECT_LT(planner_.last_imbalance(), 1.01);
+  // All of the small tiles go to the first unit, and nearly half of the full ones.
+  EXPECT_GT(view.work_indptr[1], 64 + 24);
+  traits.units = 16;
+  Plan(requests, traits);
+  EXPECT_LT(planner_.last_imbalance(), 1.05);
+}
+
+TEST_F(PlannerTest, GenerationsAreUniqueAcrossPlanners) {
+  const uint64_t first = Plan({{1, 1, 1}}, {}).generation;
+  Planner other;
+  const auto view = other.Build({}, {}, *buffers_);
+  ASSERT_TRUE(view.ok());
+  EXPECT_NE(view->generation, first);
+}
+
+TEST_F(PlannerTest, BuildAllocatesNothing) {
+  buffers_ = testing::MakeBuffers(Roomy(256));
+  const std::vector<PlanRequest> decode(1024, PlanRequest{1, 4096, 128});
+  const std::vector<PlanRequest> mixed{{1, 5000, 128}, {700, 900, 128}, {0, 0, 1}};
+  const int64_t before = kernels::testing::Allocations();
+  for (int i = 0; i < 10; ++i) {
+    for (const int32_t split : {0, 512}) {
+      const PlanTraits traits{.units = 256, .fixed_split_rows = split};
+      ASSERT_TRUE(planner_.Build(decode, traits, *buffers_).ok());
+      ASSERT_TRUE(planner_.Build(mixed, traits, *buffers_).ok());
+    }
+  }
+  EXPECT_EQ(kernels::testing::Allocations(), before);
+  const auto another = std::make_unique<int>(1);
+  EXPECT_EQ(kernels::testing::Allocations(), before + 1) << "the counter counts";
+}
+
+TEST_F(PlannerTest, FaultsNameTheField) {
+  buffers_ = testing::MakeBuffers(Roomy(1));
+  const auto message = [&](const PlanRequest& request, const PlanTraits& traits) {
+    const PlanRequest batch[] = {{1, 1, 1}, request};
+    const auto view = planner_.Build(batch, traits, *buffers_);
+    EXPECT_EQ(view.status().code(), absl::StatusCode::kInvalidArgument);
+    return std::string(view.status().message());
+  };
+  const PlanRequest good{1, 1, 1};
+  EXPECT_EQ(message({-1, 1, 1}, {}), "plan requests[1].q_rows: got -1, limit at least 0");
+  EXPECT_EQ(message({1, -7, 1}, {}), "plan requests[1].kv_rows: got -7, limit at least 0");
+  EXPECT_EQ(message({1, 1, 0}, {}), "plan requests[1].num_heads: got 0, limit 1..65535");
+  EXPECT_EQ(message({1, 1, 65536}, {}), "plan requests[1].num_heads: got 65536, limit 1..65535");
+  EXPECT_EQ(message({1, 1, INT32_MIN}, {}).substr(0, 32), "plan requests[1].num_heads: got ");
+  EXPECT_EQ(message(good, {.units = 0}), "plan traits.units: got 0, limit 1..2147483646");
+  EXPECT_EQ(message(good, {.tile_rows = 0}), "plan traits.tile_rows: got 0, limit 1..65536");
+  EXPECT_NE(message(good, {.max_heads_per_tile = -1}).find("max_heads_per_tile"),
+            std::string::npos);
+  EXPECT_NE(message(good, {.kv_granularity = 0}).find("kv_granularity"), std::string::npos);
+  EXPECT_NE(message(good, {.item_overhead_rows = -1}).find("item_overhead"), std::string::npos);
+  EXPECT_EQ(message(good, {.tile_rows = 8, .min_charged_rows = 9}),
+            "plan traits.min_charged_rows: got 9, limit 0..8");
+  EXPECT_NE(message(good, {.fixed_split_rows = -1}).find("fixed_split_rows"), std::string::npos);
+}
+
+TEST_F(PlannerTest, ShortBuffersAreRefusedByName) {
+  const std::vector<PlanRequest> batch(10, PlanRequest{1, 50'000, 16});
+  const auto message = [&](const PlanCapacity& capacity) {
+    buffers_ = testing::MakeBuffers(capacity);
+    const auto view = planner_.Build(batch, {.units = 4}, *buffers_);
+    EXPECT_EQ(view.status().code(), absl::StatusCode::kResourceExhausted);
+    return std::string(view.status().message());
+  };
+  EXPECT_EQ(message({3, 100, 100, 100, 100'000}), "plan units: needs 4, limit 3");
+  EXPECT_EQ(message({4, 12, 100, 100, 100'000}), "plan work_items: needs 13, limit 12");
+  EXPECT_EQ(message({4, 13, 2, 100, 100'000}), "plan reduce_tiles: needs 3, limit 2");
+  EXPECT_EQ(message({4, 13, 3, 5, 100'000}), "plan reduce_partials: needs 6, limit 5");
+  EXPECT_EQ(message({4, 13, 3, 6, 767}), "plan partial_rows: needs 768, limit 767");
+}
+
+}  // namespace
+}  // namespace mla::scheduler

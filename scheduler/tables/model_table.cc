@@ -1,0 +1,380 @@
+#include "scheduler/tables/model_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace mla::scheduler {
+namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
+
+using kernels::AttentionDesc;
+using kernels::AttentionForm;
+using kernels::Bf16;
+
+AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
+  AttentionDesc desc;
+  desc.geometry = spec.geometry;
+  desc.form = form;
+  desc.page_size = spec.page_size;
+  return desc;
+}
+
+bool HasExpanded(const ModelSpec& spec) {
+  return spec.geometry.nope_dim > 0 && spec.geometry.v_dim > 0;
+}
+
+// Tells a repeated upload from a changed one. Not a cryptographic digest: a tenant can only confuse
+// its own model, and the upload as a whole carries a SHA-256.
+uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
+  uint64_t digest = seed ^ 0xcbf29ce484222325u;
+  for (int64_t i = 0; i < count; ++i) digest = (digest ^ values[i]) * 0x100000001b3u;
+  return digest ^ (digest >> 29);
+}
+
+int64_t HeadWeightElements(const kernels::Geometry& g) {
+  return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
+}
+
+absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec, Fault* fault) {
+  if (spec->query_precision == QueryPrecision::kDefault) {
+    spec->query_precision = backend.splits_queries ? QueryPrecision::kSplit : QueryPrecision::kBf16;
+  }
+  if (spec->query_precision == QueryPrecision::kBf16 || backend.splits_queries) {
+    return absl::OkStatus();
+  }
+  return RefuseField(fault, "model.query_precision", "split",
+                     absl::StrCat("bf16 on backend ", backend.name), "unsupported_precision",
+                     absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+
+ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
+                       kvcache::KvCache* cache, TenantTable* tenants, const Clock* clock)
+    : limits_(limits),
+      backend_(backend),
+      cache_(cache),
+      tenants_(tenants),
+      clock_(clock),
+      models_(limits.max_models) {}
+
+absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms, Fault* fault) const {
+  const absl::Status status = CheckRange(fault, "lease_ms", lease_ms, 0, limits_.max_lease_ms);
+  if (!status.ok()) return status;
+  return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
+}
+
+absl::Status ModelTable::CheckSpec(const ModelSpec& spec, Fault* fault) const {
+  const kernels::Geometry& g = spec.geometry;
+  const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
+  const struct {
+    const char* field;
+    int64_t got, low, high;
+  } ranges[] = {
+      {"model.model_id", name_bytes, 1, limits_.max_name_bytes},
+      {"model.geometry.num_heads", g.num_heads, 1, limits_.max_heads},
+      {"model.geometry.kv_lora_rank", g.kv_lora_rank, 1, limits_.max_row_dim},
+      {"model.geometry.rope_dim", g.rope_dim, 0, limits_.max_row_dim - g.kv_lora_rank},
+      {"model.geometry.nope_dim", g.nope_dim, 0, limits_.max_v_dim},
+      {"model.geometry.v_dim", g.v_dim, 0, limits_.max_v_dim},
+      {"model.layers", spec.layers, 1, limits_.max_layers},
+      {"model.page_size", spec.page_size, 1, 4096},
+  };
+  for (const auto& r : ranges) {
+    const absl::Status status = CheckRange(fault, r.field, r.got, r.low, r.high);
+    if (!status.ok()) return status;
+  }
+  if ((g.nope_dim == 0) != (g.v_dim == 0)) {
+    return RefuseField(fault, "model.geometry.v_dim", absl::StrCat(g.v_dim),
+                       "zero exactly when nope_dim is zero", "inconsistent");
+  }
+  if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
+    return RefuseField(fault, "model.softmax_scale", absl::StrCat(spec.softmax_scale),
+                       "a finite positive number: it is never defaulted", "out_of_range");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ModelTable::CheckSupported(const ModelSpec& spec, Fault* fault) const {
+  const absl::Status status = backend_->CanRun(DescOf(spec, AttentionForm::kAbsorbed));
+  if (status.ok()) return status;
+  fault->field = "model.geometry";
+  fault->limit = backend_->Info().supported;
+  fault->got = kernels::ToString(DescOf(spec, AttentionForm::kAbsorbed));
+  fault->reason = "unsupported_shape";
+  return status;
+}
+
+absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted, Fault* fault,
+                                            int64_t lease_ms) {
+  ModelSpec spec = wanted;
+  if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
+  if (absl::Status s = SettlePrecision(backend_->Info(), &spec, fault); !s.ok()) return s;
+  if (absl::Status status = CheckSpec(spec, fault); !status.ok()) return status;
+  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms, fault);
+  if (!lease_ns.ok()) return lease_ns.status();
+  size_t free = models_.size();
+  for (size_t i = 0; i < models_.size(); ++i) {
+    Model* model = models_[i].get();
+    if (model == nullptr) {
+      free = std::min(free, i);
+      continue;
+    }
+    if (model->tenant != tenant || model->spec->id != spec.id) continue;
+    if (*model->spec == spec) {
+      if (lease_ms > 0) model->lease_ns = *lease_ns;
+      Touch(model);
+      return model;
+    }
+    return RefuseField(fault, "model", "other contents than registered",
+                       absl::StrCat("equal to the registered model ", spec.id), "model_exists",
+                       absl::StatusCode::kAlreadyExists);
+  }
+  if (absl::Status status = CheckSupported(spec, fault); !status.ok()) return status;
+  const TenantRef account = tenants_->Get(tenant);
+  absl::Status taken = tenants_->Take(*account, Resource::kModels, 1, "model", fault);
+  if (!taken.ok()) return taken;
+
+  auto model = std::make_unique<Model>();
+  model->index = static_cast<int32_t>(free);
+  model->tenant = tenant;
+  model->account = account.get();
+  model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
+  model->lease_ns = *lease_ns;
+  model->layout.row_bytes = int64_t{spec.geometry.kv_row_dim()} * 2;
+  model->layout.page_size = spec.page_size;
+  model->layout.layers = spec.layers;
+  absl::StatusOr<kvcache::LayoutId> layout =
+      cache_->AddLayout(model->layout, model->pool_account.get());
+  if (!layout.ok()) {
+    tenants_->Return(*account, Resource::kModels, 1);
+    Blame(fault, "model.layers", absl::StrCat(spec.layers),
+          "layers whose page group fits into kv_cache.bytes");
+    fault->reason = "page_group_too_large";
+    return layout.status();
+  }
+  model->layout_id = *layout;
+  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
+  // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
+  for (const auto& [q_dtype, min_rows] :
+       {std::pair(kernels::DType::kBf16, &model->expanded_min_rows),
+        std::pair(kernels::DType::kF32, &model->expanded_min_rows_f32)}) {
+    AttentionDesc desc = DescOf(spec, AttentionForm::kExpanded);
+    desc.q_dtype = q_dtype;
+    const bool offered = HasExpanded(spec) && backend_->CanRun(desc).ok();
+    *min_rows = offered ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
+  }
+  AttentionDesc absorbed_f32 = DescOf(spec, AttentionForm::kAbsorbed);
+  absorbed_f32.q_dtype = kernels::DType::kF32;
+  model->absorbed_f32 = backend_->CanRun(absorbed_f32);
+  const kernels::PlanTraits traits = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed));
+  model->tile_rows = traits.tile_rows;
+  model->min_charged_rows = traits.min_charged_rows;
+  model->spec = std::make_shared<const ModelSpec>(std::move(spec));
+  models_[free] = std::move(model);
+  Touch(models_[free].get());
+  return models_[free].get();
+}
+
+absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id, Fault* fault) {
+  absl::StatusOr<Model*> found = Find(tenant, id, "model_id", fault);
+  if (!found.ok()) return found.status();
+  Model& model = **found;
+  if (model.sequences > 0) {
+    Blame(fault, "model_id", id, "a model without open sequences");
+    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
+                  absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
+                  "model_in_use");
+  }
+  return Remove(model);
+}
+
+// The layout goes last: a model that stays because its weights cannot be freed must keep it, or
+// its sequences would write into groups of whatever layout gets the id next.
+absl::Status ModelTable::Remove(Model& model) {
+  const int32_t heads = model.spec->geometry.num_heads;
+  for (int32_t layer = 0; model.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
+    const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
+    if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
+    const auto first = model.heads.begin() + int64_t{layer} * heads;
+    std::fill(first, first + heads, Model::Head());
+    model.weights_complete = false;
+  }
+  if (absl::Status status = cache_->RemoveLayout(model.layout_id); !status.ok()) return status;
+  if (on_gone_) on_gone_(model);
+  Tenant& account = *model.account;
+  const int64_t weights_bytes = model.weights_bytes;
+  models_[model.index].reset();
+  tenants_->Return(account, Resource::kWeightBytes, weights_bytes);
+  tenants_->Return(account, Resource::kModels, 1);
+  return absl::OkStatus();
+}
+
+int32_t ModelTable::ExpireLeases() {
+  int32_t expired = 0;
+  const MonotonicNanos now = clock_->Now();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    if (now < model->lease_deadline) continue;
+    if (Remove(*model).ok()) {
+      ++expired;
+    } else {
+      Touch(model.get());  // tried again after another lease
+    }
+  }
+  return expired;
+}
+
+MonotonicNanos ModelTable::NextExpiry() const {
+  MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    next = std::min(next, model->lease_deadline);
+  }
+  return next;
+}
+
+absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id, const char* field,
+                                        Fault* fault) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr && tenant != kNoTenant && model->tenant == tenant &&
+        model->spec->id == id) {
+      Touch(model.get());
+      return model.get();
+    }
+  }
+  fault->field = field;
+  fault->got = id;
+  fault->limit = "a registered model of this tenant";
+  fault->reason = "model_not_found";
+  return absl::NotFoundError(absl::StrCat("model ", id, " is not registered"));
+}
+
+ModelInfo ModelTable::Info(const Model& model) const {
+  ModelInfo info;
+  info.spec = *model.spec;
+  info.page_group_bytes = model.layout.group_bytes();
+  info.page_groups_max = limits_.kv_cache_bytes / model.layout.group_bytes();
+  const int64_t pages = std::min<int64_t>(info.page_groups_max, limits_.max_pages_per_sequence);
+  info.max_sequence_rows =
+      std::min<int64_t>(limits_.max_sequence_rows, pages * model.layout.page_size);
+  info.weights_complete = model.weights_complete;
+  info.sequences = model.sequences;
+  info.lease_ms = model.lease_ns / kNanosPerMilli;
+  info.lease_left_ms = info.lease_ms;
+  if (model.lease_ns > 0 && model.sequences == 0) {
+    info.lease_left_ms =
+        std::max<int64_t>(0, model.lease_deadline - clock_->Now()) / kNanosPerMilli;
+  }
+  return info;
+}
+
+std::vector<Model*> ModelTable::OfTenant(TenantKey tenant) {
+  std::vector<Model*> result;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr && model->tenant == tenant) result.push_back(model.get());
+  }
+  return result;
+}
+
+int32_t ModelTable::size() const {
+  int32_t count = 0;
+  for (const std::unique_ptr<Model>& model : models_) count += model != nullptr;
+  return count;
+}
+
+absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t head_begin,
+                                    int32_t head_count, std::span<const std::byte> bytes,
+                                    Fault* fault) const {
+  const kernels::Geometry& g = model.spec->geometry;
+  if (!HasExpanded(*model.spec)) {
+    return RefuseField(fault, "header.model_id", model.spec->id, "a model with nope_dim and v_dim",
+                       "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
+  }
+  absl::Status status = CheckRange(fault, "chunk.layer", layer, 0, model.spec->layers - 1);
+  if (status.ok()) status = CheckRange(fault, "chunk.head_begin", head_begin, 0, g.num_heads - 1);
+  if (status.ok()) {
+    status = CheckRange(fault, "chunk.head_count", head_count, 1, g.num_heads - head_begin);
+  }
+  const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
+  if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
+    status = RefuseField(fault, "chunk.payload", absl::StrCat(bytes.size(), " bytes"),
+                         absl::StrCat(want, " bytes"), "payload_size");
+  }
+  return status;
+}
+
+absl::Status ModelTable::ChargeWeights(Model& model, Fault* fault) {
+  if (model.weights_bytes > 0) return absl::OkStatus();
+  const kernels::Geometry& g = model.spec->geometry;
+  const int64_t total = int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * 2;
+  absl::Status status =
+      tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id", fault);
+  if (status.ok()) model.weights_bytes = total;
+  return status;
+}
+
+absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t layer,
+                                     int32_t head_begin, int32_t head_count,
+                                     std::span<const std::byte> bytes, Fault* fault) {
+  absl::Status status = CheckChunk(model, layer, head_begin, head_count, bytes, fault);
+  if (status.ok()) status = ChargeWeights(model, fault);
+  if (!status.ok()) return status;
+  const kernels::Geometry& g = model.spec->geometry;
+  const int64_t uk = int64_t{g.nope_dim} * g.kv_lora_rank;
+  const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
+  const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
+  const Bf16* w_uv = w_uk + head_count * uk;
+  Model::Head* heads = &model.heads[size_t(layer) * g.num_heads + head_begin];
+  for (int32_t h = 0; h < head_count; ++h) {
+    const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
+    if (heads[h].upload == Model::kCommitted) {
+      if (heads[h].digest == digest) continue;
+      return RefuseField(fault, "chunk.payload",
+                         absl::StrCat("other weights of layer ", layer, " head ", head_begin + h),
+                         "equal to those in use; Unregister the model to change them",
+                         "weights_differ", absl::StatusCode::kAlreadyExists);
+    }
+    status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin + h,
+                                   head_begin + h + 1, w_uk + h * uk, w_uv + h * uv);
+    if (!status.ok()) return status;
+    heads[h] = {upload, digest};
+  }
+  return absl::OkStatus();
+}
+
+std::vector<int32_t> ModelTable::CommitWeights(Model& model, UploadId upload) {
+  for (Model::Head& head : model.heads) {
+    if (head.upload == upload) head.upload = Model::kCommitted;
+  }
+  std::vector<int32_t> missing = MissingLayers(model);
+  model.weights_complete = missing.empty() && HasExpanded(*model.spec);
+  return missing;
+}
+
+void ModelTable::DiscardWeights(Model& model, UploadId upload) {
+  for (Model::Head& head : model.heads) {
+    if (head.upload == upload) head = Model::Head();
+  }
+}
+
+std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
+  std::vector<int32_t> missing;
+  const int32_t heads = model.spec->geometry.num_heads;
+  for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
+    const auto first = model.heads.begin() + int64_t{layer} * heads;
+    const bool complete = std::all_of(first, first + heads, [](const Model::Head& head) {
+      return head.upload == Model::kCommitted;
+    });
+    if (!complete) missing.push_back(layer);
+  }
+  return missing;
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,125 @@
+// Registered models: geometry, cache layout and the state of their weights.
+//
+// Ownership: the table owns the models; ModelSpec is shared and immutable so that transports may
+// keep it. The backend holds the weight bytes in slots that the table assigns: slot = model index x
+// max_layers + layer. Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
+#define MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/clock.h"
+#include "scheduler/fault.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/limits.h"
+#include "scheduler/model.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+struct Model {
+  int32_t index = -1;
+  TenantKey tenant = kNoTenant;
+  Tenant* account = nullptr;  // the tenant's row; the model keeps it
+  std::unique_ptr<TenantPoolAccount> pool_account;
+  std::shared_ptr<const ModelSpec> spec;
+  kvcache::GroupLayout layout;
+  kvcache::LayoutId layout_id = -1;
+  int32_t sequences = 0;  // open ones; Unregister waits for zero
+  // The model goes when nothing has named it for so long and no sequence of it is open; 0: never.
+  int64_t lease_ns = 0;
+  MonotonicNanos lease_deadline = 0;
+  // Query rows of one request from which EXPANDED takes the expanded form; more than a launch has
+  // where the backend does not offer it. A backend may offer it for bf16 queries alone.
+  int32_t expanded_min_rows = 0;
+  int32_t expanded_min_rows_f32 = 0;
+  int32_t ExpandedMinRows(kernels::DType q_dtype) const {
+    return q_dtype == kernels::DType::kF32 ? expanded_min_rows_f32 : expanded_min_rows;
+  }
+  absl::Status absorbed_f32;     // whether ABSORBED may send fp32 queries; else the backend's words
+  int32_t tile_rows = 0;         // packed rows of a full tile of the absorbed form
+  int32_t min_charged_rows = 0;  // see PlanTraits
+  // --- Weights
+  struct Head {
+    // Missing: 0; loaded: the upload that brought it; committed: kCommitted.
+    UploadId upload = 0;
+    uint64_t digest = 0;  // of its bytes, to tell a repeat from a change
+  };
+  static constexpr UploadId kCommitted = ~UploadId{0};
+  std::vector<Head> heads;    // [layers x num_heads]
+  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: none yet
+  bool weights_complete = false;
+};
+
+class ModelTable {
+ public:
+  ModelTable(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
+             TenantTable* tenants, const Clock* clock);
+
+  // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
+  // replaces the one in force.
+  absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, Fault* fault,
+                                  int64_t lease_ms = 0);
+  // An error leaves the model registered, perhaps without some of its weights; a repeat goes on.
+  absl::Status Unregister(TenantKey tenant, const std::string& id, Fault* fault);
+  // Called with every model before it is gone. May be empty.
+  void set_on_gone(std::function<void(const Model&)> on_gone) { on_gone_ = std::move(on_gone); }
+  // The model's lease starts again: something has named it, or a sequence of it has closed.
+  void Touch(Model* model) {
+    if (model->lease_ns > 0) model->lease_deadline = clock_->Now() + model->lease_ns;
+  }
+  // Unregisters models whose lease has run out. Returns how many.
+  int32_t ExpireLeases();
+  // When ExpireLeases should next be called; max() if no lease runs.
+  MonotonicNanos NextExpiry() const;
+  // NOT_FOUND, with a reason, when the tenant has no such model. Renews its lease.
+  absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field,
+                              Fault* fault);
+  ModelInfo Info(const Model& model) const;
+  std::vector<Model*> OfTenant(TenantKey tenant);
+  int32_t size() const;
+
+  // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
+  // over. A committed head accepts a repeat of the same bytes and refuses others (ALREADY_EXISTS):
+  // launches may read it.
+  // Whether LoadWeights takes heads and bytes of these sizes.
+  absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
+                          std::span<const std::byte> bytes, Fault* fault) const;
+  absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
+                           int32_t head_count, std::span<const std::byte> bytes, Fault* fault);
+  // Returns the layers that still miss committed heads.
+  std::vector<int32_t> CommitWeights(Model& model, UploadId upload);
+  void DiscardWeights(Model& model, UploadId upload);
+  std::vector<int32_t> MissingLayers(const Model& model) const;
+
+  int32_t weights_slot(const Model& model, int32_t layer) const {
+    return model.index * limits_.max_layers + layer;
+  }
+
+ private:
+  absl::Status CheckSpec(const ModelSpec& spec, Fault* fault) const;
+  absl::Status CheckSupported(const ModelSpec& spec, Fault* fault) const;
+  absl::Status ChargeWeights(Model& model, Fault* fault);
+  absl::Status Remove(Model& model);
+  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;
+
+  const Limits limits_;
+  kernels::AttentionBackend* const backend_;
+  kvcache::KvCache* const cache_;
+  TenantTable* const tenants_;
+  const Clock* const clock_;
+  std::function<void(const Model&)> on_gone_;
+  std::vector<std::unique_ptr<Model>> models_;  // by index; null when free
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_TABLES_MODEL_TABLE_H_

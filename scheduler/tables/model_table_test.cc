@@ -1,0 +1,171 @@
+// Registration and weights, without an engine around them.
+#include "scheduler/tables/model_table.h"
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "scheduler/testing/engine_harness.h"
+
+namespace mla::scheduler {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::EngineHarness;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class ModelTableTest : public ::testing::Test {
+ protected:
+  ModelTableTest() : table_(h_.core().models()), tenant_(h_.core().FindTenant(h_.tenant())) {
+    model_ = *table_.Find(tenant_, "tiny", "model_id", &fault_);
+    weights_.resize(2 * 8 * (6 + 5) * 2);  // two heads of one layer, bf16
+    for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = std::byte(i * 7);
+  }
+  absl::Status Load(UploadId upload, int layer, int head, int heads) {
+    const std::span<const std::byte> all(weights_);
+    return table_.LoadWeights(*model_, upload, layer, head, heads,
+                              all.first(size_t(heads) * 8 * 11 * 2), &fault_);
+  }
+
+  EngineHarness h_;
+  ModelTable& table_;
+  TenantKey tenant_;
+  Model* model_ = nullptr;
+  Fault fault_;
+  std::vector<std::byte> weights_;
+};
+
+TEST_F(ModelTableTest, RegisteringAgainSucceedsOnlyWithEqualContents) {
+  EXPECT_EQ(*table_.Register(tenant_, h_.model(), &fault_), model_);
+  ModelSpec other = h_.model();
+  other.softmax_scale = 0.25;
+  EXPECT_EQ(table_.Register(tenant_, other, &fault_).status().code(),
+            absl::StatusCode::kAlreadyExists);
+}
+
+TEST_F(ModelTableTest, EveryBadFieldIsRefusedByName) {
+  const struct {
+    const char* field;
+    void (*spoil)(ModelSpec&);
+  } cases[] = {
+      {"model.model_id", [](ModelSpec& m) { m.id = ""; }},
+      {"model.model_id", [](ModelSpec& m) { m.id = std::string(129, 'x'); }},
+      {"model.geometry.num_heads", [](ModelSpec& m) { m.geometry.num_heads = 0; }},
+      {"model.geometry.num_heads", [](ModelSpec& m) { m.geometry.num_heads = 5; }},
+      {"model.geometry.kv_lora_rank", [](ModelSpec& m) { m.geometry.kv_lora_rank = -1; }},
+      {"model.geometry.rope_dim", [](ModelSpec& m) { m.geometry.rope_dim = 9; }},
+      {"model.geometry.nope_dim", [](ModelSpec& m) { m.geometry.nope_dim = INT32_MAX; }},
+      {"model.geometry.v_dim", [](ModelSpec& m) { m.geometry.v_dim = 0; }},
+      {"model.layers", [](ModelSpec& m) { m.layers = 0; }},
+      {"model.page_size", [](ModelSpec& m) { m.page_size = -1; }},
+      {"model.softmax_scale", [](ModelSpec& m) { m.softmax_scale = 0; }},
+      {"model.softmax_scale", [](ModelSpec& m) { m.softmax_scale = -1; }},
+  };
+  for (const auto& c : cases) {
+    ModelSpec spec = h_.model();
+    spec.id = "other";
+    c.spoil(spec);
+    Fault fault;
+    EXPECT_EQ(table_.Register(tenant_, spec, &fault).status().code(),
+              absl::StatusCode::kInvalidArgument)
+        << c.field;
+    EXPECT_EQ(fault.field, c.field);
+  }
+}
+
+TEST_F(ModelTableTest, ModelsAndTenantsAreBounded) {
+  ModelSpec spec = h_.model();
+  spec.id = "second";
+  ASSERT_TRUE(table_.Register(tenant_, spec, &fault_).ok());
+  spec.id = "third";
+  EXPECT_EQ(table_.Register(tenant_, spec, &fault_).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  ASSERT_TRUE(table_.Unregister(tenant_, "second", &fault_).ok());
+  EXPECT_TRUE(table_.Register(tenant_, spec, &fault_).ok());
+}
+
+TEST_F(ModelTableTest, AModelInUseStays) {
+  h_.Open();
+  EXPECT_EQ(table_.Unregister(tenant_, "tiny", &fault_).code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(fault_.reason, "model_in_use");
+}
+
+TEST_F(ModelTableTest, WeightsCountWhenEveryHeadIsCommitted) {
+  ASSERT_TRUE(Load(1, 0, 0, 2).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 1), ElementsAre(1));
+  EXPECT_FALSE(model_->weights_complete);
+  ASSERT_TRUE(Load(2, 1, 0, 1).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 2), ElementsAre(1));
+  ASSERT_TRUE(Load(3, 1, 1, 1).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 3), IsEmpty());
+  EXPECT_TRUE(model_->weights_complete);
+}
+
+TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
+  ASSERT_TRUE(Load(1, 0, 0, 2).ok());
+  ASSERT_TRUE(Load(1, 1, 0, 2).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 1), IsEmpty());
+  ASSERT_TRUE(Load(2, 0, 0, 2).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 2), IsEmpty());
+  weights_.back() ^= std::byte{1};
+  EXPECT_EQ(Load(3, 0, 0, 2).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(fault_.reason, "weights_differ");
+  EXPECT_THAT(fault_.got, HasSubstr("head 1"));
+  EXPECT_TRUE(model_->weights_complete);
+}
+
+// A chunk of one upload must not count because another upload committed.
+TEST_F(ModelTableTest, UploadsDoNotCommitEachOthersHeads) {
+  ASSERT_TRUE(Load(1, 0, 0, 2).ok());
+  ASSERT_TRUE(Load(2, 1, 0, 2).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 2), ElementsAre(0));
+  table_.DiscardWeights(*model_, 1);
+  EXPECT_THAT(table_.MissingLayers(*model_), ElementsAre(0));
+  ASSERT_TRUE(Load(3, 0, 0, 2).ok());
+  ASSERT_TRUE(Load(4, 0, 0, 1).ok());  // takes head 0 over
+  EXPECT_THAT(table_.CommitWeights(*model_, 3), ElementsAre(0));
+  EXPECT_THAT(table_.CommitWeights(*model_, 4), IsEmpty());
+}
+
+// Room for the weights of one model: the second waits until the first has gone.
+TEST(ModelTableBudgetTest, WeightsOfAllModelsAreBoundedAndGivenBack) {
+  Limits limits = testing::TinyLimits();
+  limits.weights_bytes = 2 * 2 * 8 * (6 + 5) * 2;  // layers x heads x lora x (nope + v) x bf16
+  EngineHarness h({limits, testing::TinyModel(), nullptr, nullptr});
+  ModelTable& table = h.core().models();
+  Fault fault;
+  const TenantKey tenant = h.core().FindTenant(h.tenant());
+  ModelSpec spec = h.model();
+  Model* const first = *table.Find(tenant, spec.id, "model_id", &fault);
+  spec.id = "second";
+  Model* const second = *table.Register(tenant, spec, &fault);
+  const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
+  const auto load = [&](Model* model, UploadId upload) {
+    return table.LoadWeights(*model, upload, 0, 0, 1, head, &fault);
+  };
+  ASSERT_EQ(load(first, 1), absl::OkStatus());
+  fault = Fault();
+  EXPECT_EQ(load(second, 2).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(fault.reason, "weights_exhausted");
+  EXPECT_EQ(fault.limit, "at most 704 bytes in all, 0 free");
+  EXPECT_EQ(fault.bound_of, BoundOwner::kServer);
+  ASSERT_EQ(table.Unregister(tenant, h.model().id, &fault), absl::OkStatus());
+  EXPECT_EQ(load(second, 3), absl::OkStatus());
+}
+
+TEST_F(ModelTableTest, WeightChunksAreChecked) {
+  EXPECT_EQ(Load(1, 2, 0, 1).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(fault_.field, "chunk.layer");
+  EXPECT_EQ(Load(1, 0, 2, 1).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Load(1, 0, 1, 2).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(fault_.field, "chunk.head_count");
+  EXPECT_EQ(
+      table_
+          .LoadWeights(*model_, 1, 0, 0, 1, std::span<const std::byte>(weights_).first(7), &fault_)
+          .code(),
+      absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(fault_.field, "chunk.payload");
+}
+
+}  // namespace
+}  // namespace mla::scheduler

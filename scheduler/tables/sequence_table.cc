@@ -1,0 +1,288 @@
+#include "scheduler/tables/sequence_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::scheduler {
+namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
+
+std::string RequestKey(TenantKey tenant, const std::string& request_id) {
+  return absl::StrCat(tenant, "/", request_id);
+}
+
+}  // namespace
+
+SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
+                             TenantTable* tenants, const Clock* clock,
+                             std::function<uint64_t()> ids)
+    : limits_(limits),
+      cache_(cache),
+      models_(models),
+      tenants_(tenants),
+      clock_(clock),
+      ids_(std::move(ids)),
+      leases_(limits.max_sequences),
+      by_slot_(limits.max_sequences) {
+  by_id_.reserve(limits.max_sequences);
+}
+
+absl::StatusOr<int64_t> SequenceTable::LeaseNanos(int64_t lease_ms, Fault* fault) const {
+  if (lease_ms == 0) return limits_.sequence_lease_ms * kNanosPerMilli;
+  if (lease_ms < 0 || lease_ms > limits_.max_lease_ms) {
+    return RefuseField(fault, "lease_ms", absl::StrCat(lease_ms),
+                       absl::StrCat("0..", limits_.max_lease_ms), "out_of_range");
+  }
+  return lease_ms * kNanosPerMilli;
+}
+
+absl::Status SequenceTable::CheckNames(const std::string& client_id, const std::string& request_id,
+                                       Fault* fault) const {
+  const size_t most = static_cast<size_t>(limits_.max_name_bytes);
+  const bool client_bad = client_id.size() > most;
+  if (!client_bad && request_id.size() <= most) return absl::OkStatus();
+  return RefuseField(fault, client_bad ? "client_id" : "request_id",
+                     absl::StrCat(client_bad ? client_id.size() : request_id.size(), " bytes"),
+                     absl::StrCat("at most ", most, " bytes"), "name_too_long");
+}
+
+absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::string& request_id,
+                                                  const std::string& origin, Fault* fault) {
+  if (request_id.empty()) return nullptr;
+  const auto found = by_request_.find(RequestKey(tenant, request_id));
+  if (found == by_request_.end()) return nullptr;
+  if (found->second->origin == origin) return found->second;
+  return RefuseField(fault, "request_id", request_id, "new, or a repeat of the same request",
+                     "request_id_reused", absl::StatusCode::kAlreadyExists);
+}
+
+Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model,
+                                int64_t lease_ns, const std::string& client_id,
+                                const std::string& request_id, std::string origin) {
+  auto sequence = std::make_unique<Sequence>();
+  do {
+    sequence->id = ids_();
+  } while (sequence->id == 0 || by_id_.contains(sequence->id));
+  sequence->tenant = tenant;
+  sequence->model = model;
+  sequence->slot = slot;
+  sequence->lease_ns = lease_ns;
+  sequence->opened_ns = clock_->Now();
+  sequence->client_id = client_id;
+  sequence->request_id = request_id;
+  sequence->origin = std::move(origin);
+  Sequence* raw = sequence.get();
+  by_slot_[slot] = std::move(sequence);
+  by_id_.emplace(raw->id, raw);
+  if (!request_id.empty()) by_request_.emplace(RequestKey(tenant, request_id), raw);
+  ++model->sequences;
+  Renew(raw);
+  return raw;
+}
+
+absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, const OpenArgs& args,
+                                              Fault* fault) {
+  absl::Status names = CheckNames(args.client_id, args.request_id, fault);
+  if (!names.ok()) return names;
+  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms, fault);
+  if (!lease.ok()) return lease.status();
+  std::string origin = absl::StrCat("open/", args.model_id, "/", args.client_id);
+  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin, fault);
+  if (!repeat.ok() || *repeat != nullptr) return repeat;
+  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence", fault);
+  if (!taken.ok()) return taken;
+  absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
+  if (!slot.ok()) {
+    tenants_->Return(*model->account, Resource::kSequences, 1);
+    fault->reason = "sequences_exhausted";
+    Blame(fault, "sequence", "one more",
+          absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
+    fault->retry_after_ms = limits_.sequence_lease_ms;
+    return slot.status();
+  }
+  return Insert(*slot, tenant, model, *lease, args.client_id, args.request_id, std::move(origin));
+}
+
+absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& args,
+                                              Fault* fault) {
+  absl::Status names = CheckNames(args.client_id, args.request_id, fault);
+  if (!names.ok()) return names;
+  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms, fault);
+  if (!lease.ok()) return lease.status();
+  std::string origin = absl::StrCat("fork/", args.parent, "/", args.expected_epoch, "/",
+                                    args.length.value_or(-1), "/", args.client_id);
+  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin, fault);
+  if (!repeat.ok() || *repeat != nullptr) return repeat;
+  absl::StatusOr<Sequence*> found = FindOrFault(tenant, args.parent, "sequence_id", fault);
+  if (!found.ok()) return found;
+  Sequence* parent = *found;
+  if (parent->epoch != args.expected_epoch) {
+    fault->last_good_position = cache_->length(parent->slot);
+    return RefuseField(fault, "expected_epoch", absl::StrCat(args.expected_epoch),
+                       absl::StrCat(parent->epoch), "epoch_mismatch",
+                       absl::StatusCode::kFailedPrecondition);
+  }
+  if (parent->step != nullptr) {
+    Blame(fault, "sequence_id", absl::StrCat(args.parent), "a sequence in no open step");
+    fault->last_good_position = cache_->length(parent->slot);
+    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
+                  "the sequence is in an open step: end or abort it first", "in_step");
+  }
+  const int64_t committed = cache_->length(parent->slot);
+  const int64_t length = args.length.value_or(committed);
+  if (length < 0 || length > committed) {
+    return RefuseField(fault, "length", absl::StrCat(length), absl::StrCat("0..", committed),
+                       "out_of_range");
+  }
+  Tenant& account = *parent->model->account;
+  absl::Status taken = tenants_->Take(account, Resource::kSequences, 1, "sequence", fault);
+  if (!taken.ok()) return taken;
+  absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
+  if (!slot.ok()) {
+    tenants_->Return(account, Resource::kSequences, 1);
+    fault->reason = "sequences_exhausted";
+    Blame(fault, "sequence", "one more",
+          absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
+    fault->retry_after_ms = limits_.sequence_lease_ms;
+    return slot.status();
+  }
+  Renew(parent);
+  Sequence* const child = Insert(*slot, tenant, parent->model, *lease,
+                                 args.client_id.empty() ? parent->client_id : args.client_id,
+                                 args.request_id, std::move(origin));
+  child->not_finite_from = parent->not_finite_from;
+  child->ForgetRowsFrom(length);
+  return child;
+}
+
+absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId id, int64_t length,
+                                                  uint64_t expected_epoch, Fault* fault) {
+  absl::StatusOr<Sequence*> found = FindOrFault(tenant, id, "sequence_id", fault);
+  if (!found.ok()) return found;
+  Sequence* sequence = *found;
+  const int64_t committed = cache_->length(sequence->slot);
+  const bool repeat = sequence->truncated_length == length && committed == length &&
+                      sequence->truncated_from_epoch == expected_epoch &&
+                      sequence->epoch == expected_epoch + 1;
+  if (repeat) return sequence;
+  if (sequence->epoch != expected_epoch) {
+    fault->last_good_position = committed;
+    return RefuseField(fault, "expected_epoch", absl::StrCat(expected_epoch),
+                       absl::StrCat(sequence->epoch), "epoch_mismatch",
+                       absl::StatusCode::kFailedPrecondition);
+  }
+  if (sequence->step != nullptr) {
+    Blame(fault, "sequence_id", absl::StrCat(id), "a sequence in no open step");
+    fault->last_good_position = committed;
+    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
+                  "the sequence is in an open step: end or abort it first", "in_step");
+  }
+  if (length < 0 || length > committed) {
+    return RefuseField(fault, "length", absl::StrCat(length), absl::StrCat("0..", committed),
+                       "out_of_range");
+  }
+  absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
+  if (!status.ok()) return status;
+  sequence->ForgetRowsFrom(length);
+  sequence->truncated_from_epoch = sequence->epoch++;
+  sequence->truncated_length = length;
+  Renew(sequence);
+  return sequence;
+}
+
+void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
+  const kvcache::SeqSlot slot = sequence->slot;
+  if (observer_ != nullptr) {
+    observer_->OnSequenceClosed(cache_->length(slot), clock_->Now() - sequence->opened_ns);
+  }
+  Model* const model = sequence->model;
+  --model->sequences;
+  models_->Touch(model);
+  leases_.Drop(slot);
+  by_id_.erase(sequence->id);
+  if (!sequence->request_id.empty()) {
+    by_request_.erase(RequestKey(sequence->tenant, sequence->request_id));
+  }
+  cache_->Release(slot, why);
+  by_slot_[slot].reset();
+  tenants_->Return(*model->account, Resource::kSequences, 1);
+}
+
+void SequenceTable::Renew(Sequence* sequence, int64_t lease_ms) {
+  if (lease_ms > 0) {
+    sequence->lease_ns = std::min(lease_ms, limits_.max_lease_ms) * kNanosPerMilli;
+  }
+  leases_.Grant(sequence->slot, clock_->Now() + sequence->lease_ns);
+}
+
+Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
+  const auto found = by_id_.find(id);
+  if (found == by_id_.end() || found->second->tenant != tenant) return nullptr;
+  return found->second;
+}
+
+absl::StatusOr<Sequence*> SequenceTable::FindOrFault(TenantKey tenant, SequenceId id,
+                                                     std::string field, Fault* fault) {
+  if (Sequence* sequence = Find(tenant, id)) return sequence;
+  fault->field = std::move(field);
+  fault->got = absl::StrCat(id);
+  fault->limit = "an open sequence of this tenant";
+  fault->reason = "sequence_not_found";
+  return absl::NotFoundError(absl::StrCat(
+      "sequence ", id, " is not open here: it was released, its lease expired, or it never was"));
+}
+
+std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::string& client_id) {
+  std::vector<Sequence*> result;
+  for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
+    if (sequence == nullptr || sequence->tenant != tenant) continue;
+    if (!client_id.empty() && sequence->client_id != client_id) continue;
+    result.push_back(sequence.get());
+  }
+  std::sort(result.begin(), result.end(),
+            [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  return result;
+}
+
+std::vector<Sequence*> SequenceTable::OfModel(const Model& model) {
+  std::vector<Sequence*> result;
+  for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
+    if (sequence != nullptr && sequence->model == &model) result.push_back(sequence.get());
+  }
+  return result;
+}
+
+SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
+  SequenceInfo info;
+  info.id = sequence.id;
+  info.epoch = sequence.epoch;
+  info.length = cache_->length(sequence.slot);
+  info.lease_left_ms = leases_.left_ns(sequence.slot, clock_->Now()) / kNanosPerMilli;
+  info.in_step = sequence.step != nullptr;
+  info.model_id = sequence.model->spec->id;
+  info.client_id = sequence.client_id;
+  const int64_t rows = info.length + cache_->reserved(sequence.slot);
+  const int32_t page_size = sequence.model->layout.page_size;
+  info.page_groups = (rows + page_size - 1) / page_size;
+  return info;
+}
+
+int32_t SequenceTable::ExpireLeases() {
+  int32_t expired = 0;
+  const MonotonicNanos now = clock_->Now();
+  for (int32_t slot; (slot = leases_.PopExpired(now)) != kvcache::LeaseTable::kNone;) {
+    Sequence* sequence = by_slot_[slot].get();
+    if (sequence->step != nullptr) {
+      Renew(sequence);  // its step has a lease of its own
+      continue;
+    }
+    Release(sequence, kvcache::Freed::kExpired);
+    ++expired;
+  }
+  return expired;
+}
+
+}  // namespace mla::scheduler

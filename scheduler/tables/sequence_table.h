@@ -1,0 +1,118 @@
+// Open sequences: identity, epoch, lease and idempotency of their life cycle. Rows and pages are
+// KvCache's.
+//
+// Sequence states: open, in a step (Step* set), gone. An id of another tenant is answered exactly
+// like an absent one. Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_TABLES_SEQUENCE_TABLE_H_
+#define MLA_SCHEDULER_TABLES_SEQUENCE_TABLE_H_
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/fault.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/kvcache/lease_table.h"
+#include "scheduler/limits.h"
+#include "scheduler/tables/model_table.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+struct Step;
+
+struct Sequence {
+  static constexpr int64_t kNoRow = std::numeric_limits<int64_t>::max();
+
+  // To be called when the rows from `length` on are gone.
+  void ForgetRowsFrom(int64_t length) {
+    if (not_finite_from >= length) not_finite_from = kNoRow;
+  }
+
+  SequenceId id = 0;
+  TenantKey tenant = kNoTenant;
+  Model* model = nullptr;
+  kvcache::SeqSlot slot = -1;
+  uint64_t epoch = 1;
+  int64_t lease_ns = 0;
+  MonotonicNanos opened_ns = 0;
+  Step* step = nullptr;  // the open step that holds it
+  std::string client_id;
+  std::string request_id;  // as opened or forked
+  std::string origin;      // what that request asked for, to tell a repeat from a clash
+  // The first position that holds, at some layer, a KV row with a NaN or an infinity; rows that see
+  // it may have answers that are not finite. kNoRow: no row does.
+  int64_t not_finite_from = kNoRow;
+  // The last Truncate, so that its repeat gives the same answer.
+  uint64_t truncated_from_epoch = 0;
+  int64_t truncated_length = -1;
+};
+
+class SequenceTable {
+ public:
+  // `ids` yields sequence ids; it must be unpredictable in production.
+  SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
+                TenantTable* tenants, const Clock* clock, std::function<uint64_t()> ids);
+
+  absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
+                                 Fault* fault);
+  absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args, Fault* fault);
+  absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,
+                                     uint64_t expected_epoch, Fault* fault);
+  // REQUIRES: sequence->step == nullptr.
+  void Release(Sequence* sequence, kvcache::Freed why = kvcache::Freed::kReleased);
+  // Told of every sequence that goes; null: nobody is. It outlives the table.
+  void set_observer(EngineObserver* observer) { observer_ = observer; }
+  // A sign of life: the lease starts anew, with `lease_ms` > 0 as its new length.
+  void Renew(Sequence* sequence, int64_t lease_ms = 0);
+
+  // Null when the tenant has no such sequence.
+  Sequence* Find(TenantKey tenant, SequenceId id);
+  absl::StatusOr<Sequence*> FindOrFault(TenantKey tenant, SequenceId id, std::string field,
+                                        Fault* fault);
+  // The tenant's sequences, of one client if `client_id` is not empty; ordered by id.
+  std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id);
+  std::vector<Sequence*> OfModel(const Model& model);
+  SequenceInfo Info(const Sequence& sequence) const;
+
+  // Releases what has outlived its lease; sequences in a step are alive through it. Returns how
+  // many.
+  int32_t ExpireLeases();
+  // When ExpireLeases should next be called; max() if nothing is leased.
+  MonotonicNanos NextExpiry() const { return leases_.next_deadline_ns(); }
+  int32_t size() const { return static_cast<int32_t>(by_id_.size()); }
+
+ private:
+  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;
+  absl::Status CheckNames(const std::string& client_id, const std::string& request_id,
+                          Fault* fault) const;
+  // The sequence an earlier call with this request id opened, or null; ALREADY_EXISTS on a clash.
+  absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
+                                     const std::string& origin, Fault* fault);
+  Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
+                   const std::string& client_id, const std::string& request_id, std::string origin);
+
+  const Limits limits_;
+  kvcache::KvCache* const cache_;
+  ModelTable* const models_;
+  TenantTable* const tenants_;
+  const Clock* const clock_;
+  const std::function<uint64_t()> ids_;
+  EngineObserver* observer_ = nullptr;
+  kvcache::LeaseTable leases_;                      // keyed by SeqSlot
+  std::vector<std::unique_ptr<Sequence>> by_slot_;  // null when free
+  absl::flat_hash_map<SequenceId, Sequence*> by_id_;
+  absl::flat_hash_map<std::string, Sequence*> by_request_;  // tenant key + request id
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_TABLES_SEQUENCE_TABLE_H_

@@ -1,0 +1,217 @@
+#include "scheduler/tables/step_table.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::scheduler {
+namespace {
+
+constexpr size_t kAbortedRemembered = 256;
+constexpr int kMissingListed = 8;
+
+absl::Status CheckHeads(const Step& step, const AttendArgs& args, Fault* fault) {
+  const int32_t heads = step.model->spec->geometry.num_heads;
+  absl::Status status = CheckRange(fault, "attend.head_offset", args.head_offset, 0, heads - 1);
+  if (!status.ok() || args.profile == Profile::kAppendOnly) return status;
+  return CheckRange(fault, "attend.num_heads", args.num_heads, 1, heads - args.head_offset);
+}
+
+absl::Status CheckProfile(const Step& step, const AttendArgs& args, Fault* fault) {
+  const ModelSpec& spec = *step.model->spec;
+  if (args.profile == Profile::kAppendOnly && !args.has_kv) {
+    return RefuseField(fault, "attend.has_kv", "false", "true for APPEND_ONLY", "nothing_to_do");
+  }
+  const absl::Status& absorbed_f32 = step.model->absorbed_f32;
+  if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
+      !absorbed_f32.ok()) {
+    fault->field = "attend.q_dtype";
+    fault->got = "DTYPE_F32";
+    fault->limit = "DTYPE_BF16 in the ABSORBED profile of this backend";
+    fault->reason = "unsupported_dtype";
+    return absorbed_f32;
+  }
+  if (args.profile != Profile::kExpanded) return absl::OkStatus();
+  if (spec.geometry.v_dim == 0) {
+    return RefuseField(fault, "attend.profile", "EXPANDED",
+                       "a profile of the model: it was registered without nope_dim and v_dim",
+                       "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
+  }
+  if (step.model->weights_complete) return absl::OkStatus();
+  const int32_t heads = spec.geometry.num_heads;
+  std::string layers;
+  for (int32_t layer = 0, listed = 0; layer < spec.layers && listed < kMissingListed; ++layer) {
+    const auto first = step.model->heads.begin() + int64_t{layer} * heads;
+    const bool complete = std::all_of(first, first + heads, [](const Model::Head& head) {
+      return head.upload == Model::kCommitted;
+    });
+    if (complete) continue;
+    absl::StrAppend(&layers, listed++ == 0 ? "" : ", ", layer);
+  }
+  return RefuseField(fault, "attend.profile", "EXPANDED",
+                     absl::StrCat("preceded by weights of layers ", layers), "weights_missing",
+                     absl::StatusCode::kFailedPrecondition);
+}
+
+absl::Status CheckKvOrder(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault) {
+  const LayerProgress& layer = step.layers[args.layer];
+  const int32_t end = args.row_begin + args.row_count;
+  *repeat = args.has_kv && end <= layer.accepted;
+  if (!args.has_kv) return absl::OkStatus();
+  if (layer.writer_head >= 0 && layer.writer_head != args.head_offset) {
+    return RefuseField(fault, "attend.has_kv", absl::StrCat("true at head ", args.head_offset),
+                       absl::StrCat("false: the slice at head ", layer.writer_head,
+                                    " brings the KV rows of layer ", args.layer),
+                       "kv_writer_taken", absl::StatusCode::kFailedPrecondition);
+  }
+  if (*repeat || args.row_begin == layer.accepted) return absl::OkStatus();
+  fault->next_row = layer.accepted;
+  fault->last_good_position = CommittedAt(step, args.row_begin);
+  return RefuseField(fault, "attend.row_begin", absl::StrCat(args.row_begin),
+                     absl::StrCat(layer.accepted, ": rows of layer ", args.layer, " come in order"),
+                     "rows_out_of_order", absl::StatusCode::kFailedPrecondition);
+}
+
+}  // namespace
+
+bool Step::Includes(StreamId stream) const {
+  return std::find(streams.begin(), streams.end(), stream) != streams.end();
+}
+
+StepTable::StepTable(const Limits& limits, TenantTable* tenants, const Clock* clock)
+    : tenants_(tenants), clock_(clock) {
+  pool_.reserve(limits.max_open_steps);
+  free_.reserve(limits.max_open_steps);
+  open_.reserve(limits.max_open_steps);
+}
+
+Step* StepTable::Lookup(TenantKey tenant, StepId id) {
+  for (Step* step : open_) {
+    if (step->id == id && step->tenant == tenant) return step;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault) {
+  Step* step = Lookup(tenant, id);
+  if (step != nullptr && step->Includes(stream)) return step;
+  if (step == nullptr) {
+    for (auto gone = aborted_.rbegin(); gone != aborted_.rend(); ++gone) {
+      if (gone->tenant != tenant || gone->id != id) continue;
+      Blame(fault, "step_id", absl::StrCat(id), "an open step");
+      fault->last_good_position = gone->committed;
+      return Refuse(fault, absl::StatusCode::kAborted,
+                    absl::StrCat("step ", id, " was aborted: ", gone->why), "step_aborted");
+    }
+  }
+  fault->field = "step_id";
+  fault->got = absl::StrCat(id);
+  fault->limit = "an open step that this stream began or joined";
+  fault->reason = "step_not_found";
+  return absl::NotFoundError(absl::StrCat("step ", id, " is not open on this stream"));
+}
+
+absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id, Fault* fault) {
+  absl::Status taken =
+      tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step", fault);
+  if (!taken.ok()) return taken;
+  if (free_.empty()) {
+    pool_.push_back(std::make_unique<Step>());
+    free_.push_back(pool_.back().get());
+  }
+  Step* step = free_.back();
+  free_.pop_back();
+  step->id = id;
+  step->tenant = model->tenant;
+  step->model = model;
+  open_.push_back(step);
+  return step;
+}
+
+void StepTable::Remove(Step* step, const std::string& why) {
+  if (!why.empty()) {
+    if (aborted_.size() == kAbortedRemembered) aborted_.pop_front();
+    aborted_.push_back(AbortedStep{step->tenant, step->id, why, CommittedAt(*step, 0)});
+  }
+  open_.erase(std::find(open_.begin(), open_.end(), step));
+  step->streams.clear();
+  step->ranks.clear();
+  step->entries.clear();
+  step->layers.clear();
+  tenants_->Return(*step->model->account, Resource::kOpenSteps, 1);
+  step->model = nullptr;
+  step->participants = 1;
+  step->total_rows = 0;
+  step->waiting = 0;
+  step->inflight = 0;
+  step->end = nullptr;
+  step->failed = false;
+  free_.push_back(step);
+}
+
+absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault) {
+  // Before anything else: the request's memory has the size of another model's rows.
+  if (args.sized_for.num_heads != 0 && args.sized_for != step.model->spec->geometry) {
+    return RefuseField(fault, "attend.step_id", absl::StrCat(step.id),
+                       "the id of a step of the model that this request was sized for",
+                       "step_reused", absl::StatusCode::kFailedPrecondition);
+  }
+  absl::Status status =
+      CheckRange(fault, "attend.layer", args.layer, 0, step.model->spec->layers - 1);
+  if (status.ok()) {
+    status = CheckRange(fault, "attend.row_begin", args.row_begin, 0, step.total_rows - 1);
+  }
+  if (status.ok()) {
+    status =
+        CheckRange(fault, "attend.row_count", args.row_count, 1, step.total_rows - args.row_begin);
+  }
+  if (status.ok()) status = CheckHeads(step, args, fault);
+  if (status.ok()) status = CheckProfile(step, args, fault);
+  if (status.ok()) status = CheckKvOrder(step, args, repeat, fault);
+  return status;
+}
+
+bool SameStep(const Step& step, const BeginStepArgs& args) {
+  if (step.model->spec->id != args.model_id || step.participants != args.participants ||
+      step.entries.size() != args.sequences.size()) {
+    return false;
+  }
+  for (size_t i = 0; i < step.entries.size(); ++i) {
+    const StepEntry& entry = step.entries[i];
+    const StepSequenceArgs& wanted = args.sequences[i];
+    if (entry.sequence->id != wanted.id || entry.sequence->epoch != wanted.epoch ||
+        entry.start != wanted.start_position || entry.rows != wanted.rows) {
+      return false;
+    }
+  }
+  return true;
+}
+
+int64_t CommittedAt(const Step& step, int32_t row) {
+  int64_t committed = 0;
+  for (const StepEntry& entry : step.entries) {
+    committed = entry.start;
+    if (row < entry.offset + entry.rows) break;
+  }
+  return committed;
+}
+
+std::string MissingRows(const Step& step, int32_t rows_needed) {
+  std::string missing;
+  int listed = 0;
+  int more = 0;
+  for (size_t layer = 0; layer < step.layers.size(); ++layer) {
+    const int32_t stored = step.layers[layer].stored;
+    if (stored >= rows_needed) continue;
+    if (listed == kMissingListed) {
+      ++more;
+      continue;
+    }
+    absl::StrAppend(&missing, listed++ == 0 ? "" : ", ", "layer ", layer, ": rows ", stored, "..",
+                    rows_needed - 1);
+  }
+  if (more > 0) absl::StrAppend(&missing, " and ", more, " more layers");
+  return missing;
+}
+
+}  // namespace mla::scheduler

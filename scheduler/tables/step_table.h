@@ -1,0 +1,129 @@
+// Open steps and their rules, free of threads and devices.
+//
+// A step adds rows to some sequences at every layer of their model. It belongs to the stream that
+// began it; other streams may take part (tensor-parallel ranks). Per layer it keeps three row
+// counts over the step's concatenated rows:
+//
+//   accepted   KV rows whose request is queued, launched or done: the next new KV row must be this
+//   one appended   KV rows whose append is in a submitted launch: attention over them may follow in
+//   the same launch stored     KV rows whose launch has completed: a repeat is compared with these,
+//   a commit needs these
+//
+// stored <= appended <= accepted <= total_rows at all times.
+// Threading: owned by the engine role. Steps are pooled; nothing is allocated per step once the
+// pool is warm.
+#ifndef MLA_SCHEDULER_TABLES_STEP_TABLE_H_
+#define MLA_SCHEDULER_TABLES_STEP_TABLE_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "scheduler/clock.h"
+#include "scheduler/fault.h"
+#include "scheduler/limits.h"
+#include "scheduler/request.h"
+#include "scheduler/tables/sequence_table.h"
+
+namespace mla::scheduler {
+
+struct StepEntry {
+  Sequence* sequence = nullptr;
+  int32_t start = 0;   // committed rows of the sequence when the step began
+  int32_t rows = 0;    // rows it adds
+  int32_t offset = 0;  // of its first row among the step's rows
+};
+
+struct LayerProgress {
+  int32_t accepted = 0;
+  int32_t appended = 0;
+  int32_t stored = 0;
+  int32_t writer_head = -1;      // head_offset of the slice that brings the KV rows
+  SliceGroup* slices = nullptr;  // head slices that wait, by rows; see slice_table.h
+};
+
+// What a participant's head slices of this step have shown so far; see slice_table.h.
+struct StepRank {
+  int32_t layer = -1;        // the last one at which a launch took a slice of it
+  int32_t end_row = 0;       // up to which row of that layer
+  MonotonicNanos since = 0;  // when that slice could have gone
+  bool missed = false;       // siblings have waited for it in vain; it has not come in time since
+};
+
+struct Step {
+  StepId id = 0;
+  TenantKey tenant = kNoTenant;
+  Model* model = nullptr;
+  std::vector<StreamId> streams;  // [0] began it
+  int32_t participants = 1;
+  std::vector<StepRank> ranks;  // of `participants`, those of `streams` first
+  std::vector<StepEntry> entries;
+  int32_t total_rows = 0;
+  std::vector<LayerProgress> layers;
+  // Its rows may be written once its tenant's page work up to here has been carried; `pages_ready`
+  // says that it has.
+  kvcache::WorkTicket ticket = 0;
+  bool pages_ready = false;
+  bool failed = false;  // a launch of it has failed: it is aborted, and not committed any more
+  int64_t lease_ns = 0;
+  MonotonicNanos lease_deadline = 0;
+  int32_t waiting = 0;           // requests queued
+  int32_t inflight = 0;          // requests in a submitted launch
+  StreamRequest* end = nullptr;  // EndStep that waits for the above to reach zero
+
+  bool Includes(StreamId stream) const;
+  bool idle() const { return waiting == 0 && inflight == 0; }
+};
+
+// A step that is gone, remembered for a while so that a late message is told why.
+struct AbortedStep {
+  TenantKey tenant = kNoTenant;
+  StepId id = 0;
+  std::string why;
+  int64_t committed = 0;  // rows of its first sequence
+};
+
+class StepTable {
+ public:
+  StepTable(const Limits& limits, TenantTable* tenants, const Clock* clock);
+
+  // The open step, or NOT_FOUND / ABORTED with the reason it is gone.
+  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault);
+  // Any open step of the tenant by id, whoever takes part; null if none.
+  Step* Lookup(TenantKey tenant, StepId id);
+  // An empty step of the model from the pool, listed as open. RESOURCE_EXHAUSTED when the tenant or
+  // the server has as many as its bound says.
+  absl::StatusOr<Step*> Create(Model* model, StepId id, Fault* fault);
+  // Removes the step; `why` not empty remembers it as aborted.
+  void Remove(Step* step, const std::string& why);
+
+  void Touch(Step* step) { step->lease_deadline = clock_->Now() + step->lease_ns; }
+  const std::vector<Step*>& open() const { return open_; }
+
+ private:
+  TenantTable* const tenants_;
+  const Clock* const clock_;
+  std::vector<std::unique_ptr<Step>> pool_;
+  std::vector<Step*> free_;
+  std::vector<Step*> open_;
+  std::deque<AbortedStep> aborted_;  // the last few
+};
+
+// The rules of one Attend against its step; pure but for the Fault.
+// Fields are those of AttendArgs; `*repeat` is set when its KV rows were accepted before.
+absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault);
+// Equal contents: a repeat by the same stream or a join by another.
+bool SameStep(const Step& step, const BeginStepArgs& args);
+// Committed rows of the sequence to which that row of the step belongs; of the last one for a row
+// behind the step's end, 0 for a step without sequences.
+int64_t CommittedAt(const Step& step, int32_t row);
+// Empty when every layer has stored `rows_needed` rows, else "layer 3: rows 2..7, layer 4: ...".
+std::string MissingRows(const Step& step, int32_t rows_needed);
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_TABLES_STEP_TABLE_H_

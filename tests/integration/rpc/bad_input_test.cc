@@ -1,0 +1,410 @@
+// Hostile values in every field of every request: refused under the field's own path or answered,
+// as its rule says; never a crash, and the engine goes on serving good steps.
+#include <gmock/gmock.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <set>
+#include <string>
+
+#include "client/cpp/shared_memory.h"
+#include "mla/v1/admin.grpc.pb.h"
+#include "mla/v1/attention.grpc.pb.h"
+#include "mla/v1/model.grpc.pb.h"
+#include "mla/v1/sequence.grpc.pb.h"
+#include "tests/integration/rpc/field_rules.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using google::protobuf::Message;
+
+class BadInputTest : public ::testing::Test {
+ protected:
+  BadInputTest()
+      : server_([](server::Config& config) {
+          config.limits.step_lease_ms = 60000;
+          config.limits.kv_wait_ms = 1;
+        }),
+        client_(server_.Connect()),
+        worker_(client_.get(), {}, "m", 1),
+        channel_(grpc::CreateChannel(server_.unix_target(), grpc::InsecureChannelCredentials())),
+        sequences_(v1::Sequences::NewStub(channel_)),
+        models_(v1::Models::NewStub(channel_)) {}
+
+  // Holds an answer against the rule of the field that was changed. INTERNAL, UNKNOWN, UNAVAILABLE
+  // mean that something broke, whatever the value.
+  static void Check(const Mutation& mutation, int code, const std::string& message,
+                    const v1::ErrorDetail& detail) {
+    const std::string what = mutation.ToString() + ": " + message;
+    for (const grpc::StatusCode broken : {grpc::INTERNAL, grpc::UNKNOWN, grpc::UNAVAILABLE}) {
+      EXPECT_NE(code, broken) << what;
+    }
+    const auto found = FieldRules().find(mutation.field);
+    ASSERT_NE(found, FieldRules().end()) << mutation.field << " has no rule in field_rules.cc";
+    const FieldRule& rule = found->second;
+    const bool inside = mutation.value >= rule.low && mutation.value <= rule.high;
+    if (code != grpc::INVALID_ARGUMENT) {
+      EXPECT_TRUE(inside) << what << ": code " << code;
+      return;
+    }
+    EXPECT_FALSE(inside && rule.coupled.empty()) << what;
+    EXPECT_TRUE(rule.coupled.contains(detail.field()) || (!inside && detail.field() == rule.path))
+        << what << ": refused as " << detail.field();
+    EXPECT_FALSE(detail.field().empty()) << what;
+    EXPECT_FALSE(detail.limit().empty()) << what;
+    EXPECT_FALSE(detail.got().empty()) << what;
+  }
+
+  void CheckAlive(const std::string& what) {
+    auto track = worker_.Open();
+    ASSERT_TRUE(track.ok()) << what << ": " << track.status();
+    const absl::Status status = worker_.Step({&*track}, {2}, v1::PROFILE_ABSORBED);
+    EXPECT_EQ(status, absl::OkStatus()) << "after " << what;
+  }
+
+  // `call(context, request)` with one field of `request` changed at a time.
+  template <typename Request, typename Call>
+  void TryUnary(Request request, Call call) {
+    ForEachMutation(&request, &seen_, [&](const Mutation& mutation) {
+      grpc::ClientContext context;
+      context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+      const grpc::Status status = call(&context, static_cast<const Request&>(*mutation.request));
+      v1::ErrorDetail detail;
+      const auto& trailer = context.GetServerTrailingMetadata();
+      if (const auto found = trailer.find("mla-error-detail-bin"); found != trailer.end()) {
+        EXPECT_TRUE(detail.ParseFromArray(found->second.data(), int(found->second.size())));
+      }
+      Check(mutation, status.error_code(), status.error_message(), detail);
+      if (++cases_ % 16 == 0) CheckAlive(mutation.ToString());
+    });
+  }
+
+  void TrySequences();
+  void TryModels();
+  void TryUpload();
+  void TryAdmin();
+  void TryStream();
+
+  TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  Worker worker_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::Sequences::Stub> sequences_;
+  std::unique_ptr<v1::Models::Stub> models_;
+  std::set<std::string> seen_;
+  int cases_ = 0;
+};
+
+void BadInputTest::TrySequences() {
+  const auto release = [this](const grpc::Status& status, const v1::SequenceInfo& opened) {
+    if (status.ok()) client_->ReleaseSequences({opened.sequence_id()}).IgnoreError();
+    return status;
+  };
+  v1::OpenRequest open;
+  open.set_model_id("m");
+  open.set_client_id("bad");
+  open.set_lease_ms(100);
+  TryUnary(open, [&](auto* context, const auto& request) {
+    v1::OpenReply reply;
+    return release(sequences_->Open(context, request, &reply), reply.sequence());
+  });
+  // A fresh one each time: what succeeds changes its epoch.
+  Track track = *worker_.Open();
+  v1::ForkRequest fork;
+  fork.set_sequence_id(track.sequence.id());
+  fork.set_expected_epoch(track.sequence.epoch());
+  TryUnary(fork, [&](auto* context, const auto& request) {
+    v1::ForkReply reply;
+    return release(sequences_->Fork(context, request, &reply), reply.sequence());
+  });
+  v1::TruncateRequest truncate;
+  truncate.set_sequence_id(track.sequence.id());
+  truncate.set_expected_epoch(track.sequence.epoch());
+  TryUnary(truncate, [&](auto* context, v1::TruncateRequest request) {
+    const Track fresh = *worker_.Open();
+    if (request.sequence_id() == track.sequence.id()) request.set_sequence_id(fresh.sequence.id());
+    v1::TruncateReply reply;
+    return sequences_->Truncate(context, request, &reply);
+  });
+  v1::RenewLeaseRequest renew;
+  renew.add_sequence_ids(track.sequence.id());
+  TryUnary(renew, [&](auto* context, const auto& request) {
+    v1::RenewLeaseReply reply;
+    return sequences_->RenewLease(context, request, &reply);
+  });
+  v1::ReleaseRequest gone;
+  gone.add_sequence_ids(5);
+  TryUnary(gone, [&](auto* context, const auto& request) {
+    v1::ReleaseReply reply;
+    return sequences_->Release(context, request, &reply);
+  });
+  v1::GetRequest get;
+  get.add_sequence_ids(5);
+  TryUnary(get, [&](auto* context, const auto& request) {
+    v1::GetReply reply;
+    return sequences_->Get(context, request, &reply);
+  });
+}
+
+void BadInputTest::TryModels() {
+  v1::RegisterRequest reg;
+  *reg.mutable_model() = SpecOf({}, "mutant");
+  TryUnary(reg, [&](auto* context, const auto& request) {
+    v1::RegisterReply reply;
+    const grpc::Status status = models_->Register(context, request, &reply);
+    if (status.ok()) client_->UnregisterModel(reply.model().model_id()).IgnoreError();
+    return status;
+  });
+  v1::UnregisterRequest unregister;
+  unregister.set_model_id("absent");
+  TryUnary(unregister, [&](auto* context, const auto& request) {
+    v1::UnregisterReply reply;
+    return models_->Unregister(context, request, &reply);
+  });
+}
+
+// The three parts of an upload; one of them changed, the others as they should be. The digest is
+// wrong, so that nothing is ever taken.
+void BadInputTest::TryUpload() {
+  v1::UploadWeightsRequest header, chunk, trailer;
+  header.mutable_header()->set_model_id("m");
+  chunk.mutable_chunk()->set_head_count(1);
+  chunk.mutable_chunk()->set_payload(std::string(2048, '<'));  // 32 x (16 + 16) x 2
+  trailer.mutable_trailer()->set_sha256(std::string(32, 'd'));
+  const auto upload = [&](auto* context, const v1::UploadWeightsRequest& part) {
+    v1::UploadWeightsReply reply;
+    const auto writer = models_->UploadWeights(context, &reply);
+    writer->Write(part.has_header() ? part : header);
+    writer->Write(part.has_chunk() ? part : chunk);
+    writer->Write(part.has_trailer() ? part : trailer);
+    writer->WritesDone();
+    return writer->Finish();
+  };
+  for (const v1::UploadWeightsRequest& part : {header, chunk, trailer}) TryUnary(part, upload);
+}
+
+void BadInputTest::TryAdmin() {
+  // A server of its own, since it is drained.
+  const TestServer server;
+  const auto admin = v1::Admin::NewStub(
+      grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
+  TryUnary(v1::WatchStatusRequest(), [&](auto* context, const auto& request) {
+    const auto watch = admin->WatchStatus(context, request);
+    v1::StatusUpdate update;
+    EXPECT_TRUE(watch->Read(&update));
+    context->TryCancel();
+    watch->Finish();
+    return grpc::Status::OK;
+  });
+  v1::GetQuotaRequest get_quota;
+  get_quota.set_tenant("t");
+  TryUnary(get_quota, [&](auto* context, const auto& request) {
+    v1::GetQuotaReply reply;
+    return admin->GetQuota(context, request, &reply);
+  });
+  v1::SetQuotaRequest set_quota;
+  set_quota.set_tenant("t");
+  set_quota.add_bounds()->set_resource(v1::QUOTA_RESOURCE_MODELS);
+  TryUnary(set_quota, [&](auto* context, const auto& request) {
+    v1::SetQuotaReply reply;
+    return admin->SetQuota(context, request, &reply);
+  });
+  v1::EvictSequencesRequest evict;
+  evict.set_tenant("t");
+  evict.add_sequence_ids(1);
+  TryUnary(evict, [&](auto* context, const auto& request) {
+    v1::EvictSequencesReply reply;
+    return admin->EvictSequences(context, request, &reply);
+  });
+  v1::EvictModelRequest evict_model;
+  evict_model.set_tenant("t");
+  evict_model.set_model_id("absent");
+  TryUnary(evict_model, [&](auto* context, const auto& request) {
+    v1::EvictModelReply reply;
+    return admin->EvictModel(context, request, &reply);
+  });
+  TryUnary(v1::DrainRequest(), [&](auto* context, const auto& request) {
+    v1::DrainReply reply;
+    return admin->Drain(context, request, &reply);
+  });
+}
+
+// Each change on a stream of its own, in which step 9 of two rows is open.
+void BadInputTest::TryStream() {
+  const auto stub = v1::Attention::NewStub(channel_);
+  Track track = *worker_.Open();
+  const auto region =
+      client::SharedMemory::Connect(server_.folder().File("mla.sock.shm"), {"", false, 1 << 16});
+  ASSERT_TRUE(region.ok()) << region.status();
+  v1::AttendStreamRequest begin, attend, shared, end, abort;
+  begin.mutable_begin_step()->set_step_id(9);
+  begin.mutable_begin_step()->set_model_id("m");
+  v1::StepSequence* const sequence = begin.mutable_begin_step()->add_sequences();
+  sequence->set_sequence_id(track.sequence.id());
+  sequence->set_epoch(track.sequence.epoch());
+  sequence->set_rows(2);
+  v1::Attend* const body = attend.mutable_attend();
+  body->set_step_id(9);
+  body->set_row_count(2);
+  body->set_num_heads(4);
+  body->set_profile(v1::PROFILE_ABSORBED);
+  body->set_has_kv(true);
+  body->set_want_lse(true);
+  shared = attend;
+  attend.set_payload(std::string(800, '\1'));  // 2 rows of 40, then 2 x 4 of 40, bf16
+  v1::SharedTensors* const place = shared.mutable_shared();
+  place->set_handle(std::string((*region)->handle()));
+  place->set_in_length(832);  // as above, with the queries at a multiple of 64
+  place->set_out_offset(1024);
+  place->set_out_length(544);
+  end.mutable_end_step()->set_step_id(9);
+  end.mutable_end_step()->add_committed_rows(1);
+  abort.mutable_abort_step()->set_step_id(9);
+  for (v1::AttendStreamRequest* request : {&begin, &attend, &shared, &end, &abort}) {
+    const v1::AttendStreamRequest first = begin;
+    ForEachMutation(request, &seen_, [&](const Mutation& mutation) {
+      const auto& changed = static_cast<const v1::AttendStreamRequest&>(*mutation.request);
+      const std::string what = mutation.ToString();
+      grpc::ClientContext context;
+      context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+      const auto stream = stub->Attend(&context);
+      v1::AttendStreamReply reply;
+      if (!changed.has_begin_step()) {
+        ASSERT_TRUE(stream->Write(first) && stream->Read(&reply)) << what;
+        ASSERT_TRUE(reply.has_begin_step()) << what << reply.DebugString();
+      }
+      ASSERT_TRUE(stream->Write(changed) && stream->Read(&reply)) << what;
+      EXPECT_EQ(reply.tag(), changed.tag()) << what;
+      EXPECT_TRUE(!reply.has_error() || reply.error().code() != 0) << what;
+      Check(mutation, reply.error().code(), reply.error().message(), reply.error().detail());
+      stream->WritesDone();
+      EXPECT_TRUE(stream->Finish().ok()) << what;
+      if (++cases_ % 16 == 0) CheckAlive(what);
+    });
+  }
+}
+
+TEST_F(BadInputTest, EveryFieldOfEveryRequest) {
+  TrySequences();
+  TryModels();
+  TryUpload();
+  TryAdmin();
+  TryStream();
+  CheckAlive("all");
+  EXPECT_GT(cases_, 500);
+  // A field that the contract gained is not forgotten here.
+  EXPECT_EQ(seen_, RequestFields());
+  for (const auto& [field, rule] : FieldRules()) EXPECT_TRUE(seen_.contains(field)) << field;
+}
+
+TEST_F(BadInputTest, PayloadsBelongToAttends) {
+  const auto stub = v1::Attention::NewStub(channel_);
+  grpc::ClientContext context;
+  const auto stream = stub->Attend(&context);
+  v1::AttendStreamRequest begin, end, abort, twice;
+  begin.mutable_begin_step()->set_model_id("m");
+  end.mutable_end_step()->set_step_id(1);
+  abort.mutable_abort_step()->set_step_id(1);
+  twice.mutable_attend()->set_step_id(1);
+  twice.mutable_shared()->set_handle(std::string(16, 'h'));
+  v1::AttendStreamReply reply;
+  for (v1::AttendStreamRequest* request : {&begin, &end, &abort, &twice}) {
+    request->set_payload("x");
+    ASSERT_TRUE(stream->Write(*request) && stream->Read(&reply));
+    EXPECT_EQ(reply.error().code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(reply.error().detail().field(), "payload") << request->ShortDebugString();
+  }
+  stream->WritesDone();
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+TEST_F(BadInputTest, NoBodyIsRefusedAndTheStreamGoesOn) {
+  const auto stub = v1::Attention::NewStub(channel_);
+  grpc::ClientContext context;
+  const auto stream = stub->Attend(&context);
+  v1::AttendStreamRequest nothing;
+  nothing.set_tag(5);
+  v1::AttendStreamReply reply;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(stream->Write(nothing));
+    ASSERT_TRUE(stream->Read(&reply));
+    EXPECT_EQ(reply.tag(), 5u);
+    EXPECT_EQ(reply.error().code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(reply.error().detail().field(), "body");
+  }
+  stream->WritesDone();
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+// Two bytes of an empty sequence become a hundred once they are parsed, and a message has room for
+// half a million of them: they are counted before.
+TEST_F(BadInputTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
+  const auto stub = v1::Attention::NewStub(channel_);
+  const auto send = [&](const v1::AttendStreamRequest& request, v1::AttendStreamReply* reply) {
+    grpc::ClientContext context;
+    const auto stream = stub->Attend(&context);
+    stream->Write(request);
+    if (stream->Read(reply)) {
+      stream->WritesDone();
+      EXPECT_TRUE(stream->Finish().ok());
+      return grpc::Status::OK;
+    }
+    return stream->Finish();
+  };
+  v1::AttendStreamRequest request;
+  v1::BeginStep* const begin = request.mutable_begin_step();
+  begin->set_step_id(1);
+  begin->set_model_id(std::string(128, 'm'));
+  const v1::StepSequence most = [] {
+    v1::StepSequence sequence;
+    sequence.set_sequence_id(~uint64_t{0});
+    sequence.set_epoch(~uint64_t{0});
+    sequence.set_start_position(~uint64_t{0});
+    sequence.set_rows(~uint32_t{0});
+    return sequence;
+  }();
+  for (int i = 0; i < 32; ++i) *begin->add_sequences() = most;  // limits.max_step_sequences
+  v1::AttendStreamReply reply;
+  EXPECT_TRUE(send(request, &reply).ok());  // as long as a valid one can be: an answer names fields
+  EXPECT_EQ(reply.error().detail().field(), "begin_step.sequences[0].start_position");
+  begin->clear_sequences();
+  for (int i = 0; i < 400000; ++i) begin->add_sequences();
+  const grpc::Status refused = send(request, &reply);
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(refused.error_message(), testing::EndsWith(" bytes beside the payload"));
+  CheckAlive("a BeginStep of 400,000 sequences");
+}
+
+TEST_F(BadInputTest, OversizeMessagesAndHeadersAreCutOff) {
+  const auto stub = v1::Attention::NewStub(channel_);
+  {
+    grpc::ClientContext context;
+    const auto stream = stub->Attend(&context);
+    v1::AttendStreamRequest huge;
+    huge.set_payload(std::string(size_t{2} << 20, 'x'));
+    stream->Write(huge);
+    v1::AttendStreamReply reply;
+    EXPECT_FALSE(stream->Read(&reply));
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  }
+  CheckAlive("a 2 MiB message");
+  const auto admin = v1::Admin::NewStub(channel_);
+  // Larger ones cost the HTTP/2 library quadratic time before it gives up: see docs/security.md.
+  for (const size_t bytes : {size_t{20000}, size_t{1} << 18, size_t{1} << 20}) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
+    context.AddMetadata("x-bomb", std::string(bytes, 'h'));
+    v1::GetStatsReply reply;
+    EXPECT_FALSE(admin->GetStats(&context, {}, &reply).ok()) << bytes;
+    CheckAlive("a header of " + std::to_string(bytes));
+  }
+}
+
+}  // namespace
+}  // namespace mla::integration

@@ -1,0 +1,332 @@
+// Rings and regions in the hands of hostile clients: nothing is written outside what a request
+// offered, nothing of another tenant changes, and the server goes on.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <ctime>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "mla/v1/attention.pb.h"
+#include "tests/integration/shared_memory/ring_hand.h"
+#include "tests/integration/shared_memory/shared_memory_harness.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using absl::StatusCode;
+using client::ClientOptions;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// The lengths of so many sequences take several slots of a ring.
+constexpr int kSequences = 1100;
+constexpr uint64_t kArenaBytes = 256 << 10;
+constexpr std::byte kFill{0xa5};
+
+class HostileRingTest : public testing::Test {
+ protected:
+  HostileRingTest()
+      : server_([](server::Config& config) {
+          config.limits.max_sequences = 2 * kSequences;
+          config.limits.max_step_sequences = kSequences;
+          config.limits.max_step_rows = kSequences;
+          config.limits.max_open_steps = 8;
+          config.shm.regions_max = 8;
+        }),
+        client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))),
+        connection_(ShmPathOf(server_)) {
+    const std::span<std::byte> region = connection_.Open("", kArenaBytes, /*ring=*/true);
+    EXPECT_FALSE(region.empty());
+    ring_.emplace(region, connection_.reply().ring_entries);
+    arena_ = connection_.reply().arena_offset;
+    EXPECT_TRUE(client_->RegisterModel(SpecOf(Dims(), "m")).ok());
+    for (int i = 0; i < kSequences; ++i) sequences_.push_back(*client_->OpenSequence("m"));
+  }
+
+  v1::AttendStreamRequest Begin(int sequences, uint32_t lease_ms = 0) const {
+    v1::AttendStreamRequest request;
+    v1::BeginStep* begin = request.mutable_begin_step();
+    begin->set_step_id(7);
+    begin->set_model_id("m");
+    begin->set_lease_ms(lease_ms);
+    for (int i = 0; i < sequences; ++i) {
+      v1::StepSequence* rows = begin->add_sequences();
+      rows->set_sequence_id(sequences_[static_cast<size_t>(i)].id());
+      rows->set_epoch(sequences_[static_cast<size_t>(i)].epoch());
+      rows->set_rows(1);
+    }
+    return request;
+  }
+
+  // Keeps no rows, so that none are missing.
+  static v1::AttendStreamRequest End(int sequences) {
+    v1::AttendStreamRequest request;
+    request.mutable_end_step()->set_step_id(7);
+    for (int i = 0; i < sequences; ++i) request.mutable_end_step()->add_committed_rows(0);
+    return request;
+  }
+
+  // The bytes of requests lie at the arena's start, so that its end can be watched.
+  v1::AttendStreamReply Send(const v1::AttendStreamRequest& request, uint64_t room_at = 0,
+                             uint32_t room = 0) {
+    ring_->SubmitMessage(request, arena_, room_at, room);
+    const auto done = ring_->Wait(seconds(20));
+    EXPECT_TRUE(done.has_value());
+    const auto reply = done.has_value() ? ring_->Message(*done) : std::nullopt;
+    EXPECT_TRUE(reply.has_value());
+    return reply.value_or(v1::AttendStreamReply());
+  }
+
+  // Step 7 with one sequence has run out, and step 7 with all of them is open.
+  void ReuseTheIdAfterItsLease() {
+    ASSERT_TRUE(Send(Begin(1, /*lease_ms=*/1)).has_begin_step());
+    ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 0; }));
+    const v1::AttendStreamReply begun = Send(Begin(kSequences));
+    ASSERT_TRUE(begun.has_begin_step()) << begun.ShortDebugString();
+    ASSERT_EQ(begun.begin_step().total_rows(), static_cast<uint32_t>(kSequences));
+  }
+
+  // Regions of other tenants, on both sides of what has been mapped so far.
+  void OpenNeighbours() {
+    for (const char* tenant : {"b", "c"}) {
+      neighbours_.push_back(std::make_unique<ShmConnection>(ShmPathOf(server_)));
+      const std::span<std::byte> region =
+          neighbours_.back()->Open(tenant, kArenaBytes, /*ring=*/false);
+      ASSERT_FALSE(region.empty());
+      std::fill(region.begin(), region.end(), kFill);
+    }
+  }
+
+  void ExpectNeighboursUntouched() const {
+    for (const auto& neighbour : neighbours_) {
+      const std::span<std::byte> region = neighbour->region();
+      EXPECT_TRUE(std::all_of(region.begin(), region.end(),
+                              [](std::byte value) { return value == kFill; }));
+    }
+  }
+
+  void ExpectServes() {
+    Worker worker(client_.get(), Dims(), "m", 1);
+    Track track = *worker.Open();
+    EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  }
+
+  TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  ShmConnection connection_;
+  std::optional<RingHand> ring_;
+  uint64_t arena_ = 0;
+  std::vector<client::Sequence> sequences_;
+  std::vector<std::unique_ptr<ShmConnection>> neighbours_;
+};
+
+TEST_F(HostileRingTest, TheReplyOfAnIdUsedAgainKeepsToItsRoom) {
+  OpenNeighbours();
+  const uint64_t size = ring_->region().size();
+  ReuseTheIdAfterItsLease();
+  const std::pair<uint64_t, uint32_t> kRooms[] = {{0, 0}, {size - 64, 64}, {size - 8192, 8192}};
+  for (const auto& [at, room] : kRooms) {
+    std::fill(ring_->region().end() - 8192, ring_->region().end(), kFill);
+    const v1::AttendStreamReply refused = Send(End(kSequences), at, room);
+    EXPECT_EQ(refused.error().code(), static_cast<int>(StatusCode::kInvalidArgument)) << room;
+    EXPECT_EQ(refused.error().detail().field(), "num_heads") << room;
+    EXPECT_EQ(refused.error().detail().reason(), "reply_too_large") << room;
+    EXPECT_EQ(refused.error().detail().got(), std::to_string(room) + " bytes");
+    EXPECT_FALSE(refused.error().detail().limit().empty());
+    EXPECT_TRUE(std::all_of(ring_->region().end() - 8192, ring_->region().end(),
+                            [](std::byte value) { return value == kFill; }))
+        << room;
+  }
+  ExpectNeighboursUntouched();
+  // The step is still open: with room for the lengths it ends.
+  const v1::AttendStreamReply ended = Send(End(kSequences), size - 12288, 12288);
+  ASSERT_TRUE(ended.has_end_step()) << ended.ShortDebugString();
+  EXPECT_EQ(ended.end_step().lengths_size(), kSequences);
+  ExpectServes();
+}
+
+// The bound of an EndStep is that of the step at the moment at which it ends, not of a BeginStep of
+// the same id that is refused in between.
+TEST_F(HostileRingTest, ARefusedBeginChangesNoRoom) {
+  ASSERT_TRUE(Send(Begin(kSequences)).has_begin_step());
+  ring_->SubmitMessage(Begin(1), arena_, 0, 0);
+  const v1::AttendStreamRequest end = End(kSequences);
+  ring_->SubmitMessage(end, arena_ + 65536, 0, 0);
+  const auto begun = ring_->Wait(seconds(20)), ended = ring_->Wait(seconds(20));
+  ASSERT_TRUE(begun.has_value() && ended.has_value());
+  EXPECT_EQ(ring_->Message(*begun)->error().detail().reason(), "step_exists");
+  EXPECT_EQ(ring_->Message(*ended)->error().detail().field(), "num_heads");
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 1; }));
+}
+
+// Bytes of a message that change while the server reads them change nothing but the answer.
+TEST_F(HostileRingTest, MessagesMayChangeWhileTheyAreRead) {
+  const std::string one = Begin(1).SerializeAsString();
+  std::string other = one;
+  std::atomic<bool> stop{false};
+  std::byte* const at = ring_->region().data() + arena_;
+  std::thread writer([&] {
+    for (size_t i = 0; !stop; ++i) {
+      at[i % one.size()] = static_cast<std::byte>(i * 7);
+      if (i % 64 == 0) std::copy_n(reinterpret_cast<const std::byte*>(one.data()), one.size(), at);
+    }
+  });
+  for (int i = 0; i < 500; ++i) {
+    wire::SubmissionEntry entry{};
+    entry.kind = wire::kEntryMessage;
+    entry.row_count = static_cast<uint32_t>(one.size());
+    entry.in_offset = arena_;
+    ring_->Submit(entry);
+    ASSERT_TRUE(ring_->Wait(seconds(20)).has_value()) << i;
+  }
+  stop = true;
+  writer.join();
+  ExpectServes();
+}
+
+// An id may be used again as soon as its step is over, whatever ended it.
+TEST_F(HostileRingTest, IdsAreUsedAgainAfterTheirLease) {
+  ReuseTheIdAfterItsLease();
+  wire::SubmissionEntry attend{};
+  attend.kind = wire::kEntryAttend;
+  attend.profile = v1::PROFILE_APPEND_ONLY;
+  attend.flags = wire::kEntryHasKv;
+  attend.step_id = 7;
+  attend.row_count = 100;
+  attend.in_offset = arena_;
+  ring_->Submit(attend);
+  const auto done = ring_->Wait(seconds(20));
+  ASSERT_TRUE(done.has_value());
+  EXPECT_EQ(done->kind, wire::kEntryAttend);
+}
+
+// Any number of steps that run out leaves an open one in place.
+TEST_F(HostileRingTest, ShortStepsDisplaceNoOpenStep) {
+  v1::AttendStreamRequest lasting = Begin(1);
+  lasting.mutable_begin_step()->set_step_id(1);
+  ASSERT_TRUE(Send(lasting).has_begin_step());
+  v1::AttendStreamRequest brief = Begin(2, /*lease_ms=*/1);
+  brief.mutable_begin_step()->mutable_sequences()->DeleteSubrange(0, 1);
+  v1::AttendStreamRequest abort;
+  const uint64_t kSteps = 4 * static_cast<uint64_t>(server::Config().limits.max_open_steps) + 60;
+  for (uint64_t id = 2; id < 2 + kSteps; ++id) {
+    brief.mutable_begin_step()->set_step_id(id);
+    // Its lease runs out, or it has: the sequence is then in the next step.
+    for (int tries = 0; !Send(brief).has_begin_step(); ++tries) ASSERT_LT(tries, 2000);
+  }
+  wire::SubmissionEntry attend{};
+  attend.kind = wire::kEntryAttend;
+  attend.profile = v1::PROFILE_APPEND_ONLY;
+  attend.flags = wire::kEntryHasKv;
+  attend.step_id = 1;
+  attend.row_count = 1;
+  attend.in_offset = arena_;
+  ring_->Submit(attend);
+  const auto done = ring_->Wait(seconds(20));
+  ASSERT_TRUE(done.has_value());
+  EXPECT_EQ(done->kind, wire::kEntryAttend) << ring_->Message(*done)->ShortDebugString();
+}
+
+// What is said about a step after its end is the engine's word: why it is gone.
+TEST_F(HostileRingTest, AStepThatRanOutSaysWhy) {
+  ASSERT_TRUE(Send(Begin(1, /*lease_ms=*/1)).has_begin_step());
+  ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 0; }));
+  wire::SubmissionEntry attend{};
+  attend.kind = wire::kEntryAttend;
+  attend.profile = v1::PROFILE_ABSORBED;
+  attend.step_id = 7;
+  attend.row_count = 1;
+  attend.num_heads = 1;
+  ring_->Submit(attend);
+  const auto done = ring_->Wait(seconds(20));
+  ASSERT_TRUE(done.has_value());
+  const auto reply = ring_->Message(*done);
+  ASSERT_TRUE(reply.has_value());
+  EXPECT_EQ(reply->error().code(), static_cast<int>(StatusCode::kAborted));
+  EXPECT_EQ(reply->error().detail().reason(), "step_aborted");
+}
+
+// A client that gives pages of its region back costs the server nothing but those pages again, and
+// loses the region.
+TEST_F(HostileRingTest, HolesInARegionEndIt) {
+  ASSERT_TRUE(Send(Begin(1)).has_begin_step());
+  const std::span<std::byte> region = ring_->region();
+  ASSERT_EQ(madvise(region.data() + arena_, region.size() - arena_, MADV_REMOVE), 0);
+  ASSERT_EQ(fallocate(connection_.descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                      static_cast<off_t>(region.size())),
+            0);
+  // The server reads and writes where the pages were, the ring's own words among them.
+  wire::SubmissionEntry attend{};
+  attend.kind = wire::kEntryAttend;
+  attend.profile = v1::PROFILE_ABSORBED;
+  attend.flags = wire::kEntryHasKv | wire::kEntryWantLse;
+  attend.step_id = 7;
+  attend.row_count = 1;
+  attend.num_heads = 4;
+  attend.in_offset = arena_;
+  attend.out_offset = arena_ + 65536;
+  ring_->Submit(attend);
+  ExpectServes();
+  EXPECT_TRUE(connection_.Ended(seconds(20)));
+  EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
+  const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
+  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"region_holes\"} 1"), std::string::npos);
+  ExpectServes();
+}
+
+// Without a descriptor left, clients are refused at once, and the listener does not spin.
+TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
+  // Connects when there is a descriptor, and is accepted when there is none.
+  const int late = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  rlimit before_limit;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before_limit), 0);
+  rlimit few = before_limit;
+  few.rlim_cur = 512;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::vector<int> taken;
+  for (int one = dup(late); one >= 0; one = dup(late)) taken.push_back(one);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  ShmPathOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ASSERT_EQ(connect(late, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  pollfd ended{late, POLLIN | POLLRDHUP, 0};
+  EXPECT_EQ(poll(&ended, 1, 20000), 1);
+  // Processor time, of which a machine that is busy gives less, not more.
+  const auto cpu_ms = [] { return 1000 * std::clock() / CLOCKS_PER_SEC; };
+  const auto before = cpu_ms();
+  std::this_thread::sleep_for(milliseconds(1000));
+  EXPECT_LT(cpu_ms() - before, 500);
+  for (const int one : taken) close(one);
+  close(late);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before_limit), 0);
+  const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
+  EXPECT_EQ(metrics.find("mla_shm_connections_refused_total 0\n"), std::string::npos);
+  ShmConnection again(ShmPathOf(server_));
+  EXPECT_FALSE(again.Open("", kArenaBytes, /*ring=*/true).empty());
+}
+
+TEST_F(HostileRingTest, ABrokenRuleHasItsOwnReason) {
+  std::atomic_ref(ring_->header().completions_taken).store(1'000'000);
+  ring_->Submit({});
+  EXPECT_TRUE(connection_.Ended(seconds(10)));
+  const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
+  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"ring_rules\"} 1"), std::string::npos);
+  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"slow_reader\"} 0"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace mla::integration

@@ -1,0 +1,56 @@
+// What tests of the same-host path share: regions, and waiting for the server's figures.
+#ifndef MLA_TESTS_INTEGRATION_SHARED_MEMORY_SHARED_MEMORY_HARNESS_H_
+#define MLA_TESTS_INTEGRATION_SHARED_MEMORY_SHARED_MEMORY_HARNESS_H_
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "client/cpp/client.h"
+#include "client/cpp/shared_memory.h"
+#include "tests/integration/test_server.h"
+
+namespace mla::integration {
+
+inline client::ClientOptions Over(client::ClientOptions::Transport transport,
+                                  const std::string& tenant = "") {
+  client::ClientOptions options;
+  options.transport = transport;
+  options.tenant = tenant;
+  return options;
+}
+
+inline std::string ShmPathOf(const TestServer& server) {
+  return server.folder().File("mla.sock.shm");
+}
+
+inline std::unique_ptr<client::SharedMemory> Region(const TestServer& server, bool ring,
+                                                    const std::string& tenant = "",
+                                                    uint64_t bytes = 1 << 20) {
+  client::SharedMemoryOptions options;
+  options.ring = ring;
+  options.tenant = tenant;
+  options.bytes = bytes;
+  auto region = client::SharedMemory::Connect(ShmPathOf(server), options);
+  EXPECT_TRUE(region.ok()) << region.status();
+  return region.ok() ? *std::move(region) : nullptr;
+}
+
+// Waits until a figure of the server is what it should be: connections end asynchronously.
+inline bool Becomes(client::Client& client,
+                    const std::function<bool(const v1::GetStatsReply&)>& holds) {
+  for (int i = 0; i < 200; ++i) {
+    if (const auto stats = client.GetStats(); stats.ok() && holds(*stats)) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return false;
+}
+
+}  // namespace mla::integration
+
+#endif  // MLA_TESTS_INTEGRATION_SHARED_MEMORY_SHARED_MEMORY_HARNESS_H_
