@@ -182,9 +182,10 @@ void TenantCalls::CheckRefusal(const Holding& wanted, const absl::Status& status
       own ? books_.Bound(wanted.name, wanted.resource) : books_.ServerBound(wanted.resource);
   const int64_t used =
       own ? books_.Find(wanted.name)->used[wanted.resource] : books_.ServerUsed(wanted.resource);
-  if (fault.resource == TenantBooks::Name(wanted.resource) && fault.wanted == wanted.amount &&
-      fault.bound == bound && fault.free == std::max<int64_t>(0, bound - used) &&
-      fault.free < wanted.amount && absl::IsResourceExhausted(status)) {
+  if (std::string_view(fault.resource) == TenantBooks::Name(wanted.resource) &&
+      fault.wanted == wanted.amount && fault.bound == bound &&
+      fault.free == std::max<int64_t>(0, bound - used) && fault.free < wanted.amount &&
+      absl::IsResourceExhausted(status)) {
     return;
   }
   Fail(absl::StrCat("a refusal names ", fault.resource, ", wanted ", fault.wanted, ", ", fault.free,
