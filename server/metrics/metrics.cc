@@ -46,14 +46,14 @@ constexpr Declaration kDeclarations[] = {
     {"mla_requests_running", Type::kGauge, "Requests in the running launch."},
     {"mla_admission_rejected_total", Type::kCounter,
      "Requests refused before they were queued, by reason."},
-    {"mla_steps_total", Type::kCounter, "Scheduler steps (launches), by what they carried."},
-    {"mla_step_duration_seconds", Type::kHistogram,
-     "Time of a scheduler step by phase: schedule, plan, run, complete."},
-    {"mla_step_requests", Type::kHistogram, "Requests that shared a scheduler step."},
-    {"mla_step_layers", Type::kHistogram, "Different layers in a scheduler step."},
-    {"mla_step_sequences", Type::kHistogram, "Sequences' row ranges in a scheduler step."},
-    {"mla_step_clients", Type::kHistogram, "Different streams in a scheduler step."},
-    {"mla_step_tokens", Type::kHistogram, "Query rows of a scheduler step, by stage."},
+    {"mla_launches_total", Type::kCounter, "Launches of the backend, by what they carried."},
+    {"mla_launch_duration_seconds", Type::kHistogram,
+     "Time of a launch by phase: schedule, plan, run, complete."},
+    {"mla_launch_requests", Type::kHistogram, "Requests that shared a launch."},
+    {"mla_launch_layers", Type::kHistogram, "Different layers in a launch."},
+    {"mla_launch_sequences", Type::kHistogram, "Sequences' row ranges in a launch."},
+    {"mla_launch_clients", Type::kHistogram, "Different streams in a launch."},
+    {"mla_launch_rows", Type::kHistogram, "Query rows of a launch, by stage."},
     {"mla_rows_total", Type::kCounter, "Query rows computed, by stage."},
     {"mla_plan_imbalance_ratio", Type::kHistogram, "Largest over mean work of a unit."},
     {"mla_plan_reuse_total", Type::kCounter, "Launches by whether their plan was reused."},
@@ -69,14 +69,14 @@ constexpr Declaration kDeclarations[] = {
     {"mla_leases_active", Type::kGauge, "Open sequences; each holds a lease."},
     {"mla_leases_expired_total", Type::kCounter, "Leases that ran out: vanished workers."},
     {"mla_models", Type::kGauge, "Registered models."},
-    {"mla_kv_pages_used", Type::kGauge, "Page groups in use."},
-    {"mla_kv_pages_free", Type::kGauge, "Page groups free in existing slabs."},
-    {"mla_kv_pages_shared", Type::kGauge, "Page groups held by more than one sequence."},
-    {"mla_kv_pages_scrubbed_total", Type::kCounter, "Page groups zeroed between tenants."},
+    {"mla_kv_page_groups_used", Type::kGauge, "Page groups in use."},
+    {"mla_kv_page_groups_free", Type::kGauge, "Page groups free in existing slabs."},
+    {"mla_kv_page_groups_shared", Type::kGauge, "Page groups held by more than one sequence."},
+    {"mla_kv_page_groups_scrubbed_total", Type::kCounter, "Page groups zeroed between tenants."},
     {"mla_kv_copies_on_write_total", Type::kCounter, "Page groups copied for a forked sequence."},
-    {"mla_kv_page_allocations_total", Type::kCounter, "Page groups handed out."},
-    {"mla_kv_page_releases_total", Type::kCounter, "Page groups that came back, by reason."},
-    {"mla_kv_page_lifetime_seconds", Type::kHistogram,
+    {"mla_kv_page_group_allocations_total", Type::kCounter, "Page groups handed out."},
+    {"mla_kv_page_group_releases_total", Type::kCounter, "Page groups that came back, by reason."},
+    {"mla_kv_page_group_lifetime_seconds", Type::kHistogram,
      "How long page groups were in use, of every sixteenth that came back."},
     {"mla_kv_read_bytes_total", Type::kCounter, "Bytes of KV rows that launches attended to."},
     {"mla_sequence_rows", Type::kHistogram, "Rows of sequences when they were closed."},
@@ -204,22 +204,22 @@ struct Metrics::Impl {
       &OneGauge("mla_oldest_waiting_seconds", {{"stage", "extend"}}),
       &OneGauge("mla_oldest_waiting_seconds", {{"stage", "prefill"}}),
       &OneGauge("mla_oldest_waiting_seconds", {{"stage", "kv_rows"}})};
-  Counter& launches_decode = One("mla_steps_total", {{"kind", "decode"}});
-  Counter& launches_prefill = One("mla_steps_total", {{"kind", "prefill"}});
-  Counter& launches_mixed = One("mla_steps_total", {{"kind", "mixed"}});
+  Counter& launches_decode = One("mla_launches_total", {{"kind", "decode"}});
+  Counter& launches_prefill = One("mla_launches_total", {{"kind", "prefill"}});
+  Counter& launches_mixed = One("mla_launches_total", {{"kind", "mixed"}});
   Histogram& phase_schedule =
-      OneHistogram("mla_step_duration_seconds", times, {{"phase", "schedule"}});
-  Histogram& phase_plan = OneHistogram("mla_step_duration_seconds", times, {{"phase", "plan"}});
-  Histogram& phase_run = OneHistogram("mla_step_duration_seconds", times, {{"phase", "run"}});
+      OneHistogram("mla_launch_duration_seconds", times, {{"phase", "schedule"}});
+  Histogram& phase_plan = OneHistogram("mla_launch_duration_seconds", times, {{"phase", "plan"}});
+  Histogram& phase_run = OneHistogram("mla_launch_duration_seconds", times, {{"phase", "run"}});
   Histogram& phase_complete =
-      OneHistogram("mla_step_duration_seconds", times, {{"phase", "complete"}});
-  Histogram& launch_requests = OneHistogram("mla_step_requests", counts);
-  Histogram& launch_layers = OneHistogram("mla_step_layers", counts);
-  Histogram& launch_records = OneHistogram("mla_step_sequences", counts);
-  Histogram& launch_clients = OneHistogram("mla_step_clients", counts);
-  Histogram& rows_decode = OneHistogram("mla_step_tokens", counts, {{"stage", "decode"}});
-  Histogram& rows_extend = OneHistogram("mla_step_tokens", counts, {{"stage", "extend"}});
-  Histogram& rows_prefill = OneHistogram("mla_step_tokens", counts, {{"stage", "prefill"}});
+      OneHistogram("mla_launch_duration_seconds", times, {{"phase", "complete"}});
+  Histogram& launch_requests = OneHistogram("mla_launch_requests", counts);
+  Histogram& launch_layers = OneHistogram("mla_launch_layers", counts);
+  Histogram& launch_records = OneHistogram("mla_launch_sequences", counts);
+  Histogram& launch_clients = OneHistogram("mla_launch_clients", counts);
+  Histogram& rows_decode = OneHistogram("mla_launch_rows", counts, {{"stage", "decode"}});
+  Histogram& rows_extend = OneHistogram("mla_launch_rows", counts, {{"stage", "extend"}});
+  Histogram& rows_prefill = OneHistogram("mla_launch_rows", counts, {{"stage", "prefill"}});
   Counter& total_decode = One("mla_rows_total", {{"stage", "decode"}});
   Counter& total_extend = One("mla_rows_total", {{"stage", "extend"}});
   Counter& total_prefill = One("mla_rows_total", {{"stage", "prefill"}});
@@ -240,17 +240,17 @@ struct Metrics::Impl {
                                 &OneGauge("mla_tenants"), &OneGauge("mla_staging_used_bytes"),
                                 &OneGauge("mla_staging_bytes")}};
   Gauge& models = OneGauge("mla_models");
-  Gauge& pages_used = OneGauge("mla_kv_pages_used");
-  Gauge& pages_free = OneGauge("mla_kv_pages_free");
-  Gauge& pages_shared = OneGauge("mla_kv_pages_shared");
-  Counter& pages_scrubbed = One("mla_kv_pages_scrubbed_total");
+  Gauge& pages_used = OneGauge("mla_kv_page_groups_used");
+  Gauge& pages_free = OneGauge("mla_kv_page_groups_free");
+  Gauge& pages_shared = OneGauge("mla_kv_page_groups_shared");
+  Counter& pages_scrubbed = One("mla_kv_page_groups_scrubbed_total");
   Counter& copies_on_write = One("mla_kv_copies_on_write_total");
-  Counter& pages_taken = One("mla_kv_page_allocations_total");
-  Counter& pages_released = One("mla_kv_page_releases_total", {{"reason", "released"}});
-  Counter& pages_expired = One("mla_kv_page_releases_total", {{"reason", "lease_expired"}});
-  Counter& pages_truncated = One("mla_kv_page_releases_total", {{"reason", "truncated"}});
-  Counter& pages_uncommitted = One("mla_kv_page_releases_total", {{"reason", "uncommitted"}});
-  Histogram& page_lifetime = OneHistogram("mla_kv_page_lifetime_seconds", lifetimes);
+  Counter& pages_taken = One("mla_kv_page_group_allocations_total");
+  Counter& pages_released = One("mla_kv_page_group_releases_total", {{"reason", "released"}});
+  Counter& pages_expired = One("mla_kv_page_group_releases_total", {{"reason", "lease_expired"}});
+  Counter& pages_truncated = One("mla_kv_page_group_releases_total", {{"reason", "truncated"}});
+  Counter& pages_uncommitted = One("mla_kv_page_group_releases_total", {{"reason", "uncommitted"}});
+  Histogram& page_lifetime = OneHistogram("mla_kv_page_group_lifetime_seconds", lifetimes);
   Counter& kv_read = One("mla_kv_read_bytes_total");
   Histogram& sequence_rows = OneHistogram("mla_sequence_rows", lengths);
   Histogram& sequence_lifetime = OneHistogram("mla_sequence_lifetime_seconds", lifetimes);

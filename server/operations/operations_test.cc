@@ -70,7 +70,7 @@ TEST(MetricsTest, EveryDeclaredNameIsExposedAndDocumented) {
     EXPECT_THAT(text, HasSubstr("# TYPE " + line)) << line;
     EXPECT_THAT(manual, HasSubstr("`" + line.substr(0, line.find(' ')) + "`"));
   }
-  EXPECT_THAT(text, HasSubstr("mla_steps_total{kind=\"mixed\"} 1"));
+  EXPECT_THAT(text, HasSubstr("mla_launches_total{kind=\"mixed\"} 1"));
 }
 
 // However many tenants there are, so many are named: those of the configuration, then those that
@@ -167,12 +167,12 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   stats.slice_waits_skipped = 5;
   const std::string text = metrics.Expose(stats);
   for (const char* line : {
-           "mla_kv_page_allocations_total 9\n",
-           "mla_kv_page_releases_total{reason=\"released\"} 1\n",
-           "mla_kv_page_releases_total{reason=\"lease_expired\"} 2\n",
-           "mla_kv_page_releases_total{reason=\"truncated\"} 3\n",
-           "mla_kv_page_releases_total{reason=\"uncommitted\"} 4\n",
-           "mla_kv_page_lifetime_seconds_sum 2\n",
+           "mla_kv_page_group_allocations_total 9\n",
+           "mla_kv_page_group_releases_total{reason=\"released\"} 1\n",
+           "mla_kv_page_group_releases_total{reason=\"lease_expired\"} 2\n",
+           "mla_kv_page_group_releases_total{reason=\"truncated\"} 3\n",
+           "mla_kv_page_group_releases_total{reason=\"uncommitted\"} 4\n",
+           "mla_kv_page_group_lifetime_seconds_sum 2\n",
            "mla_kv_read_bytes_total 5000\n",
            "mla_sequence_rows_bucket{le=\"64\"} 0\n",
            "mla_sequence_rows_bucket{le=\"128\"} 1\n",

@@ -59,9 +59,9 @@ class ReadingTest(unittest.TestCase):
         for expression, fault in (
                 ("rate(mla_requests[5m])", "no metric mla_requests"),
                 ("mla_request_queue_seconds", "no metric mla_request_queue_seconds"),
-                ('mla_steps_total{phase="plan"}', "mla_steps_total has no label phase"),
-                ('mla_step_duration_seconds_sum{phase="plann"}',
-                 "mla_step_duration_seconds_sum: phase is never plann"),
+                ('mla_launches_total{phase="plan"}', "mla_launches_total has no label phase"),
+                ('mla_launch_duration_seconds_sum{phase="plann"}',
+                 "mla_launch_duration_seconds_sum: phase is never plann"),
                 ('mla_requests_total{code=~"OK|Internal"}',
                  "mla_requests_total: code is never Internal"),
                 ("sum by (pod) (mla_serving)", "nothing has the label pod")):
@@ -70,7 +70,7 @@ class ReadingTest(unittest.TestCase):
 
     def test_labels_of_the_declarations_are_read(self):
         labels = promql.exported_labels()
-        self.assertEqual(labels["mla_step_duration_seconds"],
+        self.assertEqual(labels["mla_launch_duration_seconds"],
                          {"phase": {"schedule", "plan", "run", "complete"}})
         self.assertEqual(set(labels["mla_backend_info"]), {"name", "arch", "device"})
         self.assertEqual(labels["mla_device_memory_bytes"], {"use": {"kv", "workspace"}})
