@@ -135,6 +135,8 @@ struct LaunchReport {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
+  // Called once the answers of the launch are delivered, without the role: threads may call it at
+  // the same time.
   virtual void OnLaunch(const LaunchReport& report) = 0;
   // Every request once, as it is answered.
   virtual void OnRequest(const StreamRequest& request, const absl::Status& status,

@@ -132,6 +132,7 @@ class Tenant {
   int64_t bound(Resource resource) const {
     return bound_[resource].load(std::memory_order_relaxed);
   }
+  int32_t weight() const { return weight_.load(std::memory_order_relaxed); }
 
  private:
   friend class TenantTable;

@@ -42,6 +42,12 @@ class Engine::Impl {
  public:
   Impl(const EngineOptions& options, Clock* clock) : options_(options), clock_(clock) {}
 
+  void Tell(const LaunchReports& reports) {
+    for (int i = 0; i < reports.count; ++i) {
+      options_.observer->OnLaunch(reports.of[static_cast<size_t>(i)]);
+    }
+  }
+
   // Holds the role for its lifetime, then delivers the answers given meanwhile. Control calls
   // announce themselves so that the engine's thread, which would otherwise take the role again at
   // once, lets them in.
@@ -62,15 +68,18 @@ class Engine::Impl {
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
+      const LaunchReports reports = impl_.core_->TakeReports();
       impl_.holder_ = std::thread::id();
       impl_.role_.unlock();
       if (std::this_thread::get_id() == impl_.engine_thread_) {
         impl_.answers_.Deliver(answers);
+        impl_.Tell(reports);
         return;
       }
       const bool left = work_left || sooner || !impl_.inbox_.empty();
       if (left && left_ == nullptr) impl_.inbox_.Wake();
       impl_.answers_.Deliver(answers);
+      impl_.Tell(reports);
       // What came meanwhile has been left to gather.
       const bool came = !answers.empty() && !impl_.inbox_.empty();
       if (left_ != nullptr) {

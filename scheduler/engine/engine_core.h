@@ -9,6 +9,8 @@
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_
 #define MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -33,6 +35,13 @@
 #include "scheduler/tenant_table.h"
 
 namespace mla::scheduler {
+
+// Of launches that ended while the role was held once; the observer is told of more at once.
+struct LaunchReports {
+  static constexpr int kMost = 2;
+  int count = 0;
+  std::array<LaunchReport, kMost> of;
+};
 
 class EngineCore {
  public:
@@ -97,6 +106,14 @@ class EngineCore {
   bool has_answers() const { return !answers_.empty(); }
   // The answers since the last call, in their order. The caller sees to it that Done is called.
   AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
+  // Of the launches that have ended since the last call. The caller passes them to the observer
+  // once it has delivered the answers: metrics cost as much as a small reply.
+  LaunchReports TakeReports() {
+    LaunchReports taken;
+    taken.count = std::exchange(reports_.count, 0);
+    std::copy_n(reports_.of.begin(), taken.count, taken.of.begin());
+    return taken;
+  }
   // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
   // tenant or the server has as many as it may. Any thread.
   absl::Status Admit(StreamRequest* request, Fault* fault);
@@ -140,8 +157,9 @@ class EngineCore {
   void Answer(StreamRequest* request, const absl::Status& status, const Fault& fault);
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
-  void FailWaiting();  // deadlines and missing KV rows
+  void FailWaiting(MonotonicNanos now);  // deadlines and missing KV rows
   void FinishLaunch(Launch* launch);
+  void NoteReport(const LaunchReport& report);
   // Marks repeats of a launch that has ended whose KV rows are not those stored before.
   void CheckRepeats(const Launch& launch);
   // Marks requests of a launch that has ended whose results are not finite though their inputs are.
@@ -158,7 +176,10 @@ class EngineCore {
   void UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed);
   void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
   // A tenant's part of the service beside others.
-  int32_t WeightOf(TenantKey tenant) const { return tenants_.weight(tenant); }
+  int32_t WeightOf(const StreamRequest& request) const {
+    return request.tenant != nullptr ? request.tenant->weight()
+                                     : tenants_.weight(request.engine.step->tenant);
+  }
 
   const EngineOptions options_;
   const Limits& limits_;
@@ -179,6 +200,7 @@ class EngineCore {
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
   bool draining_ = false;
   bool collects_answers_ = false;
+  LaunchReports reports_;
   AnswerList answers_;
   std::atomic<int32_t> owned_{0};
   EngineStats stats_;

@@ -21,8 +21,8 @@ bool EngineCore::StartLaunch() {
   Launch* launch = launcher_->FreeSlot();
   if (launch == nullptr) return false;
   const MonotonicNanos begin = clock_->Now();
-  FailWaiting();
-  policy_.Choose(pending_, cache_->work(), clock_->Now(), launch->batch);
+  FailWaiting(begin);
+  policy_.Choose(pending_, cache_->work(), begin, launch->batch);
   // Groups that are kept for page work alone come back once it is done.
   if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
     policy_.TakeAnyPages(cache_->work(), launch->batch);
@@ -94,7 +94,7 @@ void EngineCore::FinishLaunch(Launch* launch) {
       --step->inflight;
       ++step->waiting;
       request->engine.blocked_since_ns = begin;
-      pending_.Return(request, WeightOf(step->tenant));
+      pending_.Return(request, WeightOf(*request));
       policy_.slices().Join(request);
       place = nullptr;
     }
@@ -109,7 +109,16 @@ void EngineCore::FinishLaunch(Launch* launch) {
     FinishEndIfIdle(step);
   }
   report.complete_ns = clock_->Now() - begin;
-  if (options_.observer != nullptr) options_.observer->OnLaunch(report);
+  NoteReport(report);
+}
+
+void EngineCore::NoteReport(const LaunchReport& report) {
+  if (options_.observer == nullptr) return;
+  if (!collects_answers_ || reports_.count == LaunchReports::kMost) {
+    options_.observer->OnLaunch(report);
+    return;
+  }
+  reports_.of[static_cast<size_t>(reports_.count++)] = report;
 }
 
 void EngineCore::FailSubmit(Launch* launch, const absl::Status& cause) {
@@ -134,7 +143,7 @@ void EngineCore::FailOldest(Launch* launch, const absl::Status& cause) {
 
 void EngineCore::UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed) {
   launch->report.ok = false;
-  if (options_.observer != nullptr) options_.observer->OnLaunch(launch->report);
+  NoteReport(launch->report);
   Batch& batch = launch->batch;
   cache_->work().Requeue(&batch.pages);
   for (Step* step : steps_->open()) step->pages_ready = false;
@@ -212,8 +221,7 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
   FinishEndIfIdle(step);
 }
 
-void EngineCore::FailWaiting() {
-  const MonotonicNanos now = clock_->Now();
+void EngineCore::FailWaiting(MonotonicNanos now) {
   StreamRequest* request = pending_.front();
   while (request != nullptr) {
     const StreamRequest::EngineFields& note = request->engine;
@@ -268,8 +276,8 @@ int64_t EngineCore::ReadyWork() const {
 }
 
 void EngineCore::Tick() {
-  FailWaiting();
   const MonotonicNanos now = clock_->Now();
+  FailWaiting(now);
   bool again = true;
   while (again) {
     again = false;

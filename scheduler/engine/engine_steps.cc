@@ -285,7 +285,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
   }
   request->timings = RequestTimings();
   ++step->waiting;
-  pending_.Add(request, WeightOf(step->tenant));
+  pending_.Add(request, WeightOf(*request));
   policy_.slices().Join(request);
   return absl::OkStatus();
 }

@@ -11,18 +11,26 @@ namespace {
 using kernels::DType;
 using kernels::ElementSize;
 
-constexpr int64_t kBlock = 512;  // elements looked at as a whole, which compilers make a vector of
+constexpr int64_t kBlock = 512;    // elements looked at as a whole
+constexpr int64_t kUnrolled = 64;  // of a loop whose length compilers know, and make a vector of
 
 // Whether one of `count` elements of `Bits` has all bits of the exponent `mask`.
 template <typename Bits>
 bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
-  bool found = false;
-  for (int64_t i = 0; i < count; ++i) {
+  constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
+  Bits found = 0;  // not 0 once an element has them
+  const auto look = [&](const std::byte* element) {
     Bits bits;
-    std::memcpy(&bits, at + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
-    found |= (bits & mask) == mask;
+    std::memcpy(&bits, element, sizeof(Bits));
+    found |= static_cast<Bits>((bits & mask) == mask);
+  };
+  int64_t i = 0;
+  for (; i + kUnrolled <= count; i += kUnrolled) {
+    const std::byte* const first = at + i * kSize;
+    for (int64_t k = 0; k < kUnrolled; ++k) look(first + k * kSize);
   }
-  return found;
+  for (; i < count; ++i) look(at + i * kSize);
+  return found != 0;
 }
 
 bool BlockHoldsNotFinite(const std::byte* at, DType dtype, int64_t count) {

@@ -239,7 +239,6 @@ Launch* Launcher::FreeSlot() {
 }
 
 absl::Status Launcher::Submit(Launch* launch) {
-  launch->start_ns = clock_->Now();
   absl::Status status = Fill(launch);
   if (status.ok()) status = Plan(launch);
   if (status.ok()) status = Enqueue(launch);

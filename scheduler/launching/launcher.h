@@ -30,7 +30,6 @@ namespace mla::scheduler {
 struct Launch {
   int32_t slot = -1;
   Batch batch;
-  MonotonicNanos start_ns = 0;
   LaunchReport report;
   // --- Records; valid until the slot is waited for.
   std::vector<kernels::TableRange> tables;  // entries of page tables that changed
