@@ -5,7 +5,7 @@
 // tensors: a loop over those touches less memory than a general parser, which counts while a
 // processor is just waking up. Whatever is unusual (other bodies, shared tensors, unknown or
 // repeated fields, a header that spreads over fragments) is left to tensor_codec.h and protobuf,
-// which also say what is wrong with a message that nobody can read.
+// which also say what is wrong with a malformed message.
 //
 // Pure functions; any thread.
 #ifndef MLA_PROTO_ATTEND_CODEC_H_

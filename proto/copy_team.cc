@@ -38,7 +38,7 @@ CopyTeam::~CopyTeam() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
-// Copies a piece that nobody has claimed; false when there is none.
+// Copies one unclaimed piece; false when there is none.
 bool CopyTeam::CopyPiece(bool helping) {
   uint32_t left = unclaimed_.load(std::memory_order_acquire);
   do {

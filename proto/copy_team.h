@@ -69,8 +69,8 @@ class CopyTeam final {
 
   const CopyTeamOptions options_;
   std::mutex busy_;  // held by the Copy that has the helpers
-  Job job_;          // may be read by whoever has claimed a piece and not yet finished it
-  // Pieces that nobody has claimed.
+  Job job_;          // may be read by a thread from its claim of a piece until it finishes it
+  // Pieces that no thread has claimed.
   alignas(64) std::atomic<uint32_t> unclaimed_{0};
   alignas(64) std::atomic<uint32_t> unfinished_{0};
   std::atomic<uint64_t> helped_{0};

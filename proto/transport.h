@@ -25,8 +25,8 @@ inline constexpr int kHeapBlockBytes = 32 << 20;
 inline void KeepMessageMemory() {
 #if defined(__GLIBC__)
   mallopt(M_TRIM_THRESHOLD, kKeptHeapBytes);
-  // Setting one threshold ends the adaptation of the other, which this is the upper end of: else
-  // every block over 128 KiB would be mapped and faulted in anew.
+  // Setting one threshold ends the adaptation of the other, so that one is set to the upper end of
+  // its range. Otherwise every block over 128 KiB would be mapped and faulted in again each time.
   mallopt(M_MMAP_THRESHOLD, kHeapBlockBytes);
 #endif
 }

@@ -1,6 +1,6 @@
 // The engine: one role that owns scheduler and cache state and drives the backend.
 //
-// Whoever holds the role (one mutex) runs the engine. Under load a dedicated thread keeps it: while
+// The holder of the role (one mutex) runs the engine. Under load a dedicated thread keeps it: while
 // a launch runs, arrivals collect in the bounded inbox, and when it ends everything ready goes
 // (natural batching, no window). When the engine is idle, the thread that submits a request takes
 // the role itself and may run a small launch to completion, so that an idle server pays no

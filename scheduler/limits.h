@@ -47,7 +47,7 @@ struct Limits {
   int32_t decode_rows = 8;  // a record with at most this many rows on a cache is decode: 1 + drafts
 
   // --- Time
-  int64_t sequence_lease_ms = 10000;  // since the last sign of life of the sequence or a renewal
+  int64_t sequence_lease_ms = 10000;  // since the last use or renewal of the sequence
   int64_t max_lease_ms = 3600000;     // that a client may ask for, of sequences and models
   int64_t model_lease_ms = 0;         // of a model that asks for none; 0: it stays
   int64_t step_lease_ms = 2000;       // since the last message of the step

@@ -242,9 +242,10 @@ Services Server::Parts::ServicesToServe() {
   return services;
 }
 
-// Alive means that this process can answer, and that it may serve again: a lost device never comes
-// back to it, nor, most likely, a launch that has hung for so long, so it says no to whoever
-// restarts the dead. Whether it serves now is readiness.
+// Alive means that this process can answer, and that it may serve again. A lost
+// device never comes back to the process, and a launch that has hung for so long will most likely
+// not end; the reply then tells the supervisor to restart the server. Whether it serves now is
+// readiness.
 HttpReply Server::Parts::Alive() const {
   const ServerState::Snapshot now = state.Get();
   const auto patience = std::chrono::milliseconds(options.config.restart_after_ms);
@@ -390,7 +391,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   scheduler::Engine* const engine = parts->engine.get();
   parts->watchdog = std::make_unique<Watchdog>(
       [engine] {
-        return SignOfLife{engine->Healthy(), engine->Stats()};
+        return Heartbeat{engine->Healthy(), engine->Stats()};
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
   if (absl::Status status = parts->StartOps(); !status.ok()) return status;

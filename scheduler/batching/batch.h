@@ -85,7 +85,7 @@ struct Batch {
   LaunchUnits units;
   kvcache::LaunchWork pages;        // page work that goes before everything else
   int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
-  int32_t slice_waits_skipped = 0;  // ... without one that others had waited for in vain
+  int32_t slice_waits_skipped = 0;  // ... without one that had missed an earlier wait
 
   bool empty() const { return requests.empty() && pages.empty(); }
   void Clear();

@@ -7,11 +7,11 @@
 // at which it could have gone, nor past half of the time that one of its members has left before
 // its own deadline. Nothing else waits for a group.
 //
-// Whom a group waits for is learned within the step: the participants without a slice in it, but
-// for those whose slice of these rows, of rows behind them or of a later layer waits in another
-// group (it has another dtype, say) or has been taken by a launch already (a late sibling makes a
-// group of its own and goes at once), and those that a group has waited for in vain and that have
-// not come in time since. In time is a slice that comes before any sibling's went, or
+// A group waits for the participants without a slice in it, with two exceptions, which are learned
+// within the step. One: participants whose slice of these rows, of rows behind them or of a later
+// layer waits in another group (it has another dtype, say) or has been taken by a launch already (a
+// late sibling makes a group of its own and goes at once). Two: participants that missed an earlier
+// wait and have not come in time since. In time is a slice that comes before any sibling's went, or
 // less than slice_wait_us after that could have gone. So a rank that sends no heads, or drags
 // behind at every layer, costs its siblings one wait a step, and one that hesitated once is waited
 // for again from the layer after the one at which it kept up.
@@ -57,9 +57,9 @@ struct SliceGroup {
 
 // How a group went.
 enum class Departure : uint8_t {
-  kWhole,      // with every head, or nobody else's slice could have come any more
+  kWhole,      // with every head, or no other slice could have come any more
   kGaveUp,     // without a sibling that it had waited for
-  kDidNotWait  // without a sibling that it did not wait for: others had, in vain
+  kDidNotWait  // without a sibling that had missed an earlier wait
 };
 
 class SliceTable {

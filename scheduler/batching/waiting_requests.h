@@ -70,7 +70,7 @@ class WaitingRequests {
   void Charge(RequestQueue* queue, int64_t units);
   // The launch now chosen begins with the requests of this queue, which is the least served one.
   void Serve(const RequestQueue& queue);
-  // Lets go of queues and tenants without requests.
+  // Drops queues and tenants without requests.
   void Prune();
 
  private:

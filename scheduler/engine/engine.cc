@@ -24,9 +24,9 @@ namespace {
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 constexpr int kInlineLaunches = 2;
-// How long a call that takes the role many times lets those that wait for it go ahead.
+// How long a call that takes the role many times yields to threads that wait for the role.
 constexpr int kYields = 1000;
-// A pool whose size nobody named is a multiple of this.
+// A pool whose size is not configured is a multiple of this.
 constexpr int64_t kKvCacheStep = 1 << 20;
 
 uint64_t RandomId() {

@@ -117,7 +117,8 @@ class EngineCore {
   // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
   // tenant or the server has as many as it may. Any thread.
   absl::Status Admit(StreamRequest* request, Fault* fault);
-  // Requests handed over and not answered: whoever hands one over counts it first. Any thread.
+  // Requests handed over and not answered; the caller counts one before it hands it over. Any
+  // thread.
   std::atomic<int32_t>& owned() { return owned_; }
 
  private:

@@ -4,7 +4,7 @@
 // uploads may be (kernels/dtype.h), outputs are finite wherever it is. So it alone is looked at,
 // one number for each row and head; the inputs are looked at only where it is not finite.
 //
-// Threading: free functions over memory that nobody writes meanwhile.
+// Threading: free functions over memory that no thread writes meanwhile.
 #ifndef MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
 #define MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
 

@@ -54,7 +54,7 @@ TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
   EXPECT_TRUE(h_->Get(c.id).in_step);
   EXPECT_EQ(h_->core().Stats().steps_aborted, 2u);
   EXPECT_EQ(h_->core().cache().CheckInvariants(), "");
-  // The step beside them goes on, and the failed one may be begun anew.
+  // The step beside them goes on, and the failed one may be begun again.
   auto in_c = h_->Attend(stream_, 3, 0, 0, Rows(2, 3), 5);
   ASSERT_TRUE(h_->Begin(stream_, 4, {{a.id, 1, 0, 2}})->status.ok());
   auto again = h_->Attend(stream_, 4, 0, 0, Rows(2, 4), 6);

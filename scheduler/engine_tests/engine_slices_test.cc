@@ -122,7 +122,7 @@ TEST_P(EngineSlicesTest, ALateSiblingCostsTheBoundAndNobodyElseWaits) {
     EXPECT_LT(r.harness().Error(*slice, Pointers(rows), {1, 2}, kQueries), kTolerance);
   }
   EXPECT_EQ(r.core().Stats().slice_waits_expired, 1u);
-  // The late one waits for nobody: its siblings are gone.
+  // The late one does not wait: its siblings are gone.
   auto late = r.Send(ranks - 1, 1, 0, rows);
   r.harness().Run();
   ASSERT_TRUE(late->answered());
@@ -247,7 +247,7 @@ TEST_P(EngineSlicesTest, ALateSiblingOfACutGroupGoesAtOnce) {
   EXPECT_EQ(r.core().Stats().slice_waits_expired, 1u);
 }
 
-// The same rows in another dtype: each rank has sent what it will, so nobody is waited for.
+// The same rows in another dtype: each rank has sent what it will, so no slice waits.
 TEST_P(EngineSlicesTest, RanksOfTwoDtypesDoNotWaitForEachOther) {
   const int ranks = GetParam();
   RankHarness r(ranks);
@@ -341,7 +341,7 @@ TEST(EngineSlices, SlicesOfOtherRowsLayersOrDtypesStayApart) {
   wider->attend.o = reinterpret_cast<std::byte*>(narrow.data());
   r.harness().Submit(wider.get());
   r.harness().Run();
-  // Everybody's slice of layer 0 is there, so nobody waits for one that would fit better.
+  // Each rank's slice of layer 0 is there, so none waits for one that would fit better.
   for (const TestRequest* slice : {a.get(), other_rows.get(), same_heads.get(), wider.get()}) {
     EXPECT_TRUE(slice->answered());
   }

@@ -163,7 +163,7 @@ TEST_P(SliceWaitTest, ARankThatHesitatesOnceIsWaitedForAgain) {
   Begin();
   EXPECT_EQ(Layer(Last(0)).records, 1);
   EXPECT_EQ(Layer(Last(kSliceWaitMicros + 1)).records, 2);
-  const LayerOutcome in_time = Layer(Last(20));  // nobody waited for it, and it kept up
+  const LayerOutcome in_time = Layer(Last(20));  // no slice waited for it, and it kept up
   EXPECT_EQ(in_time.records, 2);
   EXPECT_EQ(in_time.took, 20);
   for (int layer = 3; layer < kLayers; ++layer) {
@@ -189,7 +189,7 @@ TEST_P(SliceWaitTest, ARankThatComesBackFirstIsFusedAtOnce) {
 }
 
 TEST_P(SliceWaitTest, TheWriterOfTheRowsMayBeTheLateOne) {
-  // Nobody can go without its rows: there is no wait for a sibling to miss.
+  // No slice can go without its rows: there is no wait for a sibling to miss.
   Begin();
   for (int layer = 0; layer < kLayers; ++layer) {
     std::vector<int64_t> delays(static_cast<size_t>(r_->ranks()), 0);
@@ -243,7 +243,7 @@ TEST_P(SliceWaitTest, EveryRangeOfRowsHasItsOwnLatecomer) {
 }
 
 // Ranks of any temper. Whatever they do, a slice waits no longer than the bound, one that comes
-// after its siblings went does not wait, and a wait in vain is paid for by a rank that was in time
+// after its siblings went does not wait, and every wait that expires is for a rank that was in time
 // before.
 TEST_P(SliceWaitTest, AnyTemperCostsAtMostAWaitForEachReturn) {
   std::mt19937_64 random(static_cast<uint64_t>(GetParam()));

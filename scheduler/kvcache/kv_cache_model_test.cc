@@ -158,7 +158,7 @@ class Simulation {
     model_[s] = {};
   }
 
-  // Gives up a layout that nobody uses and registers it again.
+  // Gives up an unused layout and registers it again.
   void ReplaceLayout() {
     const int layout = Below(4);
     const bool used =

@@ -179,7 +179,7 @@ TEST_F(KvCacheTest, MarksFollowTheBytesAcrossLayouts) {
   cache_->Release(s);
   s = cache_->Open(other, 2).value();
   ASSERT_TRUE(Reserve(s, 8 * 4).ok());  // all of the pool
-  EXPECT_GE(carried_.scrubs.size(), 1u) << "whoever gets the first slab gets tenant 1's bytes";
+  EXPECT_GE(carried_.scrubs.size(), 1u) << "the next owner of the first slab gets tenant 1's bytes";
   EXPECT_EQ(carried_.scrubs[0].bytes, wide.group_bytes());
   cache_->Release(s);
   s = cache_->Open(other, 2).value();

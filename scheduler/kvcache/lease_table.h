@@ -1,5 +1,5 @@
-// Who must be heard from until when. The engine grants a lease to each sequence and open step,
-// renews it at every sign of life, and takes back what belongs to leases that ran out.
+// The deadlines of leases. The engine grants a lease to each sequence and open step, renews it at
+// every use or renewal by the client, and takes back what belongs to leases that ran out.
 //
 // A lease is named by a small integer of the caller's choice (a sequence slot, a step index). Times
 // are nanoseconds of the scheduler's monotonic clock, passed in by the caller, so nothing here ever

@@ -43,7 +43,7 @@ TEST(LeaseTableTest, RenewalNeverShortensAndNeverRevives) {
   EXPECT_EQ(leases.left_ns(0, 50), 50);
   EXPECT_TRUE(leases.Renew(0, 50, 80));
   EXPECT_EQ(leases.left_ns(0, 50), 80);
-  EXPECT_FALSE(leases.Renew(0, 130, 80)) << "expired, though nobody has collected it yet";
+  EXPECT_FALSE(leases.Renew(0, 130, 80)) << "expired, though not collected yet";
   EXPECT_EQ(leases.PopExpired(130), 0);
   EXPECT_FALSE(leases.Renew(0, 130, 80));
   EXPECT_FALSE(leases.Renew(1, 0, 80)) << "was never granted";

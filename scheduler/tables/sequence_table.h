@@ -69,9 +69,9 @@ class SequenceTable {
                                      uint64_t expected_epoch, Fault* fault);
   // REQUIRES: sequence->step == nullptr.
   void Release(Sequence* sequence, kvcache::Freed why = kvcache::Freed::kReleased);
-  // Told of every sequence that goes; null: nobody is. It outlives the table.
+  // Told of every sequence that goes; null: none. It outlives the table.
   void set_observer(EngineObserver* observer) { observer_ = observer; }
-  // A sign of life: the lease starts anew, with `lease_ms` > 0 as its new length.
+  // Starts the lease again, with `lease_ms` > 0 as its new length.
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
   // Null when the tenant has no such sequence.

@@ -51,7 +51,7 @@ struct StepRank {
   int32_t layer = -1;        // the last one at which a launch took a slice of it
   int32_t end_row = 0;       // up to which row of that layer
   MonotonicNanos since = 0;  // when that slice could have gone
-  bool missed = false;       // siblings have waited for it in vain; it has not come in time since
+  bool missed = false;       // it missed a wait of its siblings and has not come in time since
 };
 
 struct Step {
@@ -93,7 +93,7 @@ class StepTable {
 
   // The open step, or NOT_FOUND / ABORTED with the reason it is gone.
   absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault);
-  // Any open step of the tenant by id, whoever takes part; null if none.
+  // Any open step of the tenant by id, with any participants; null if none.
   Step* Lookup(TenantKey tenant, StepId id);
   // An empty step of the model from the pool, listed as open. RESOURCE_EXHAUSTED when the tenant or
   // the server has as many as its bound says.

@@ -20,8 +20,8 @@ constexpr size_t kMessageCharge =
     1024;  // beside its tensors, so that tiny messages are bounded too
 constexpr size_t kTensorAlignment = 64;
 
-// Of messages whose queries are read in place: a launch pays for every slice, and it is
-// everybody's, so queries that came in crumbs are gathered by the one who has sent them.
+// Of messages whose queries are read in place. Each slice adds to the cost of a launch, which all
+// its requests share, so queries that came in small pieces are gathered first, by their own stream.
 constexpr size_t kSlicesOfAny = 4;
 constexpr size_t kBytesPerSlice = 2048;
 // What the list of a stream's slices may hold when it waits for the next message.
@@ -33,7 +33,7 @@ size_t AlignUp(size_t bytes) {
 
 void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
 
-// A slice over the message's memory that keeps the message until gRPC lets go of it.
+// A slice over the message's memory that keeps the message until gRPC releases the slice.
 grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
   message->Ref();
   return grpc::Slice(data, size, ReleaseMessage, message);

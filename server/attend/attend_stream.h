@@ -10,8 +10,8 @@
 // Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
 // wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
 // after wire.slow_reader_ms. When the tenant's share of the staging memory, or all of it, is used
-// up, the stream is stalled: it
-// keeps its one unprocessed message and is resumed by the service's housekeeping thread.
+// up, the stream is stalled: it keeps its one unprocessed message and is resumed by the service's
+// maintenance thread.
 //
 // Failures: a refused request is answered by StepError and the stream goes on. Bytes that are not a
 // message of the contract end the stream with INVALID_ARGUMENT.
@@ -19,10 +19,10 @@
 // Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
 // OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
 //
-// Threading: On* come from the poller's threads, whose duty is handed over before anything that is
-// known to take long; OnAnswered from the engine's deliverer; Resume and CutIfSlow from
-// housekeeping. The constructor and Close wait for a running launch, so they are for threads that
-// may. One mutex guards the state and is never held across a call into gRPC or the engine.
+// Threading: On* come from the poller's threads, which hand the polling over before anything that
+// is known to take long; OnAnswered from the engine's deliverer; Resume and CutIfSlow from the
+// maintenance thread. The constructor and Close wait for a running launch, so they are for threads
+// that may. One mutex guards the state and is never held across a call into gRPC or the engine.
 #ifndef MLA_SERVER_ATTEND_ATTEND_STREAM_H_
 #define MLA_SERVER_ATTEND_ATTEND_STREAM_H_
 
@@ -126,7 +126,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   v1::AttendStreamRequest header_;
   wire::PayloadRange payload_;
 
-  // Used by the writing side alone (whoever set writing_).
+  // Used by the writing side alone (the thread that set writing_).
   v1::AttendStreamReply reply_;
   std::string reply_header_;
   grpc::ByteBuffer outgoing_;

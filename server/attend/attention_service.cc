@@ -27,8 +27,8 @@ void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
 AttentionService::AttentionService(WireContext shared)
     : shared_(std::move(shared)),
       reads_in_place_(shared_.engine->backend_info().reads_fragments),
-      housekeeper_([this] { KeepHouse(); }),
-      desk_([this] { RunErrands(); }) {}
+      maintenance_thread_([this] { Maintain(); }),
+      open_close_thread_([this] { OpenAndClose(); }) {}
 
 AttentionService::~AttentionService() { Stop(); }
 
@@ -65,13 +65,13 @@ void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
   TakePlace();
   const std::lock_guard lock(mutex_);
   opening_.push_back({std::move(call), *std::move(tenant)});
-  errand_.notify_one();
+  open_or_close_.notify_one();
 }
 
-void AttentionService::RunErrands() {
+void AttentionService::OpenAndClose() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    errand_.wait(lock, [this] { return stop_ || !ending_.empty() || !opening_.empty(); });
+    open_or_close_.wait(lock, [this] { return stop_ || !ending_.empty() || !opening_.empty(); });
     if (!ending_.empty()) {
       AttendStream* const stream = ending_.front();
       ending_.pop_front();
@@ -104,7 +104,7 @@ void AttentionService::OnStalled(AttendStream* stream) {
 void AttentionService::OnEnding(AttendStream* stream) {
   const std::lock_guard lock(mutex_);
   ending_.push_back(stream);
-  errand_.notify_one();
+  open_or_close_.notify_one();
 }
 
 void AttentionService::OnGone(AttendStream* stream) {
@@ -126,7 +126,7 @@ void AttentionService::ResumeStalled() {
   for (AttendStream* stream : waiting) stream->Resume();
 }
 
-void AttentionService::KeepHouse() {
+void AttentionService::Maintain() {
   uint64_t seen_releases = 0;
   auto next_check = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
@@ -155,10 +155,10 @@ void AttentionService::Stop() {
     changed_.wait(lock, [this] { return places_taken_ == 0; });
     stop_ = true;
     changed_.notify_all();
-    errand_.notify_all();
+    open_or_close_.notify_all();
   }
-  if (housekeeper_.joinable()) housekeeper_.join();
-  if (desk_.joinable()) desk_.join();
+  if (maintenance_thread_.joinable()) maintenance_thread_.join();
+  if (open_close_thread_.joinable()) open_close_thread_.join();
 }
 
 }  // namespace mla::server

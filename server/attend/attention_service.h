@@ -1,15 +1,15 @@
-// The Attention service: creates one AttendStream per call and keeps house for all of them.
+// The Attention service: creates one AttendStream per call and maintains all of them.
 //
 // Ownership: streams own themselves until their call is over; the service only lists them. Serve is
 // called once the gRPC server was started; Stop after it has shut down and before its poller stops
 // or the service is destroyed.
-// Threading: one housekeeping thread resumes stalled streams when staging memory comes back and
-// cuts those whose client has stopped reading. A stream that it resumes may have it run a small
-// launch; should that hang, nobody is cut, as no stream could be closed then either. Opening and
-// closing a stream wait for a running launch, so another thread, the desk, does both, each in the
-// order in which it was asked for: the poller's threads serve health and administration too and
-// must outlast a device that hangs. The desk closes before it opens: what is closed gives back
-// places, staging memory and open steps, and shall not queue behind calls that want some.
+// Threading: a maintenance thread resumes stalled streams when staging memory comes back and cuts
+// those whose client has stopped reading. A resumed stream may run a small launch on that thread;
+// if the launch hangs, no stream is cut, as none could be closed then either. Opening and closing a
+// stream wait for a running launch, so another thread, the open/close thread, does both, each in
+// the order of the calls: the poller's threads serve health and administration too and must outlast
+// a device that hangs. The open/close thread closes before it opens: a closed stream gives back its
+// place, staging memory and open steps, and must not queue behind calls that need some.
 #ifndef MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 
@@ -60,8 +60,8 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
 
   void Accept(std::unique_ptr<StreamCall> call);
   void TakePlace();
-  void RunErrands();
-  void KeepHouse();
+  void OpenAndClose();
+  void Maintain();
   void ResumeStalled();
 
   const WireContext shared_;
@@ -69,14 +69,14 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int32_t places_taken_ = 0;          // streams, and calls that will become one
-  std::deque<Opening> opening_;       // calls to become streams
-  std::deque<AttendStream*> ending_;  // streams to be closed
-  std::condition_variable errand_;    // for the desk: one of either
+  int32_t places_taken_ = 0;               // streams, and calls that will become one
+  std::deque<Opening> opening_;            // calls to become streams
+  std::deque<AttendStream*> ending_;       // streams to be closed
+  std::condition_variable open_or_close_;  // there is a stream to open or close
   std::set<AttendStream*> streams_;
   std::deque<AttendStream*> stalled_;
   bool stop_ = false;
-  std::thread housekeeper_, desk_;
+  std::thread maintenance_thread_, open_close_thread_;
 };
 
 }  // namespace mla::server

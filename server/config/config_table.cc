@@ -75,7 +75,7 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                "--insecure"),
           Choice("server.reflection", "auto|on|off",
                  "gRPC reflection; auto: on when every listener is local.",
-                 "Reflection shows the contract to whoever can connect.",
+                 "Reflection shows the contract to every client that can connect.",
                  MLA_SLOT(listen.reflection)),
           Text("server.operators",
                "Tenants that may call operator RPCs such as Admin.Drain over TLS, separated by "
@@ -93,13 +93,13 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                  "Must be below the service manager's own stop timeout.",
                  MLA_SLOT(drain_deadline_ms)),
           Millis("server.unhealthy_after_ms", 100, kDayMs,
-                 "An engine that gives no sign of life for this long is reported NOT_SERVING.",
+                 "An engine that does not answer for this long is reported NOT_SERVING.",
                  "Below the longest launch it reports false alarms.", MLA_SLOT(unhealthy_after_ms)),
-          Millis(
-              "server.restart_after_ms", 0, kDayMs,
-              "After this long without a sign of life, beyond unhealthy_after_ms, /livez is 503.",
-              "Whoever probes it restarts the server, which loses its sequences; 0: never.",
-              MLA_SLOT(restart_after_ms)),
+          Millis("server.restart_after_ms", 0, kDayMs,
+                 "After this long without an answer, beyond unhealthy_after_ms, /livez is 503.",
+                 "A supervisor that probes it restarts the server, which loses its sequences; 0: "
+                 "never.",
+                 MLA_SLOT(restart_after_ms)),
       });
 }
 
@@ -386,7 +386,7 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
               "A record with at most this many rows on a cache counts as decode.",
               "1 + the longest draft that is verified in one step.", MLA_SLOT(limits.decode_rows)),
           Millis("limits.sequence_lease_ms", 100, kDayMs,
-                 "A sequence is released after this time without a sign of life.",
+                 "A sequence is released after this time without use or renewal.",
                  "Too short and a paused worker loses its cache.",
                  MLA_SLOT(limits.sequence_lease_ms)),
           Millis("limits.max_lease_ms", 100, kDayMs, "Longest lease that a client may ask for.",
@@ -408,8 +408,8 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
           Int("limits.slice_wait_us", 0, 1000000,
               "How long the head slices of tensor-parallel ranks wait for each other, to be "
               "computed as one; microseconds.",
-              "0: slices are computed as they come. A rank that is late costs its siblings this "
-              "long once a step, until it is in time again, and nobody else anything.",
+              "0: slices are computed as they come. A rank that is late delays its siblings by "
+              "this much once a step, until it is in time again, and delays no other request.",
               MLA_SLOT(limits.slice_wait_us)),
           Millis("limits.kv_wait_ms", 0, kDayMs,
                  "How long a request waits for KV rows that another one brings.",

@@ -5,7 +5,7 @@
 // then OnDone, which may delete the call: nothing of the call is running or will be called then,
 // except the end of a Write or Finish on another thread's stack, which touches nothing.
 //
-// Ownership: made by its StreamAcceptor; belongs to whoever accepts it, until OnDone.
+// Ownership: made by its StreamAcceptor; belongs to the handler that accepts it, until OnDone.
 // Threading: operations may be started from any thread, callbacks come from the poller's.
 #ifndef MLA_SERVER_GRPC_STREAM_CALL_H_
 #define MLA_SERVER_GRPC_STREAM_CALL_H_

@@ -45,8 +45,8 @@ void StreamPoller::Stop() {
   }
   if (watch_.joinable()) watch_.join();
   queue_->Shutdown();
-  Seat nobody(this);
-  if (seats_.empty()) Run(&nobody);  // a queue must be empty before it goes
+  Seat drain_seat(this);
+  if (seats_.empty()) Run(&drain_seat);  // a queue must be empty before it goes
   for (const auto& seat : seats_) seat->thread.join();
 }
 
@@ -63,25 +63,25 @@ void StreamPoller::CallGone() {
 void StreamPoller::HandOver() {
   Seat* const seat = own_seat;
   if (thread_count_ < 2 || seat == nullptr || seat->poller != this) return;
-  if (duty_.load(std::memory_order_relaxed) != seat) return;
+  if (polling_.load(std::memory_order_relaxed) != seat) return;
   {
     const std::lock_guard lock(mutex_);
-    if (duty_.load(std::memory_order_relaxed) != seat) return;
-    duty_.store(nullptr, std::memory_order_relaxed);
+    if (polling_.load(std::memory_order_relaxed) != seat) return;
+    polling_.store(nullptr, std::memory_order_relaxed);
   }
   free_.notify_one();
 }
 
-// Takes the duty from whoever is found twice in the same event.
+// Takes the polling from a thread that is found twice in the same event.
 void StreamPoller::Watch() {
   const Seat* seen = nullptr;
   uint64_t events_seen = 0;
   std::unique_lock lock(mutex_);
   while (!watched_.wait_for(lock, kPatience, [this] { return stop_watch_; })) {
-    const Seat* const seat = duty_.load(std::memory_order_relaxed);
+    const Seat* const seat = polling_.load(std::memory_order_relaxed);
     const uint64_t events = seat == nullptr ? 0 : seat->events.load(std::memory_order_relaxed);
     if (events % 2 == 1 && seat == seen && events == events_seen) {
-      duty_.store(nullptr, std::memory_order_relaxed);
+      polling_.store(nullptr, std::memory_order_relaxed);
       free_.notify_one();
     }
     seen = seat;
@@ -108,10 +108,10 @@ void StreamPoller::Run(Seat* seat) {
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      free_.wait(lock, [this] { return duty_.load(std::memory_order_relaxed) == nullptr; });
-      duty_.store(seat, std::memory_order_relaxed);
+      free_.wait(lock, [this] { return polling_.load(std::memory_order_relaxed) == nullptr; });
+      polling_.store(seat, std::memory_order_relaxed);
     }
-    while (duty_.load(std::memory_order_relaxed) == seat) {
+    while (polling_.load(std::memory_order_relaxed) == seat) {
       void* tag = nullptr;
       bool ok = false;
       if (!Next(&tag, &ok)) {

@@ -1,12 +1,13 @@
 // Threads that poll gRPC for the Attend streams.
 //
-// Latency decides the form. gRPC's own callback threads pass the duty of polling on before they run
+// Latency decides the form. gRPC's own callback threads pass the polling on before they run
 // a callback, so every message wakes a second thread, and each of them sleeps again at once. Here
 // one thread at a time polls a queue that all share and handles what arrives itself; for a while
 // after each event it asks again and again instead of going to sleep. The other threads are spares:
 // HandOver lets one of them poll while the first does something long. A thread that does so without
-// a word (a small launch on a device that hangs) loses the duty after kPatience to twice that: one
-// more thread, which never polls itself, looks for that, so that an event costs two stores.
+// calling HandOver (a small launch on a device that hangs) loses the polling after kPatience to
+// twice that: one more thread, which never polls itself, checks for that, so an event costs only
+// two stores.
 //
 // A process should have one poller and no service of gRPC's callback kind: all of gRPC's sockets
 // are polled by one thread at a time, and one that sleeps in there would keep this one from seeing
@@ -14,7 +15,7 @@
 // their threads wait without polling.
 //
 // Cost: after the last event one core is busy for `spin_us` and then none. Spinning longer than the
-// pause between two layers of a step keeps a core busy for as long as somebody decodes.
+// pause between two layers of a step keeps a core busy for as long as a client decodes.
 //
 // Life: made while the server is being built, Start once it was started, Stop after its Shutdown.
 // Threading: Start and Stop from one thread; HandOver and set_spin_us from any.
@@ -48,18 +49,18 @@ class StreamEvent {
 };
 
 struct StreamPollerOptions {
-  int32_t threads = 4;  // 1: nobody ever takes over
+  int32_t threads = 4;  // 1: no thread ever takes over
   int32_t spin_us = 0;  // after an event; 0: sleeps at once
 };
 
 // How long to spin by default: `cpus` are those of this process, `computes_on_cpus` says whether
 // the backend wants them for itself. 0 below four CPUs, where a spinning thread takes its core from
-// somebody who works.
+// a thread that has work.
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
 class StreamPoller final {
  public:
-  // How long one event may keep the duty of polling.
+  // How long one event may keep the polling.
   static constexpr std::chrono::milliseconds kPatience{20};
 
   // Adds its queue to `builder`.
@@ -76,10 +77,10 @@ class StreamPoller final {
   void CallMade();
   void CallGone();
 
-  // From inside Happened: what follows may take long, so another thread shall poll meanwhile.
+  // From inside Happened: what follows may take long, so another thread polls meanwhile.
   // Nothing happens on other threads.
   void HandOver();
-  // True if somebody else than `user` asked last: there is more than one to be polled for.
+  // True if the last caller was not `user`: more than one user needs the polling.
   bool Alternates(const void* user) {
     return last_user_.exchange(user, std::memory_order_relaxed) != user;
   }
@@ -110,7 +111,7 @@ class StreamPoller final {
 
   std::mutex mutex_;
   std::condition_variable free_;
-  std::atomic<Seat*> duty_{nullptr};  // who polls; changed with the mutex held
+  std::atomic<Seat*> polling_{nullptr};  // the thread that polls; changed with the mutex held
   std::condition_variable watched_;
   bool stop_watch_ = false;
   std::condition_variable idle_;

@@ -63,7 +63,7 @@ bool Drain::Cancel() {
   return true;
 }
 
-// REQUIRES: mutex_ held, and nobody waits for steps.
+// REQUIRES: mutex_ held, and no thread waits for steps.
 void Drain::Reopen() {
   running_ = false;
   result_.reset();

@@ -1,4 +1,4 @@
-// The server's state machine, and whoever waits for it to move.
+// The server's state machine; threads can wait for it to change.
 //
 //   Starting -> Warming -> Serving -> Draining -> Stopped
 //

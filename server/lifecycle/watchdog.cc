@@ -6,7 +6,7 @@
 
 namespace mla::server {
 
-Watchdog::Watchdog(std::function<SignOfLife()> probe, ServerState* state,
+Watchdog::Watchdog(std::function<Heartbeat()> probe, ServerState* state,
                    std::chrono::milliseconds silence, std::chrono::milliseconds period)
     : probe_(std::move(probe)),
       state_(state),
@@ -34,11 +34,11 @@ void Watchdog::Ask() {
     const uint64_t number = ++asked_;
     begun_ = Clock::now();
     lock.unlock();
-    SignOfLife sign = probe_();
-    // Not left to the other thread: nobody shall send work to a lost device for a moment longer.
-    if (!sign.health.ok()) state_->SetLost(std::string(sign.health.message()));
+    Heartbeat heartbeat = probe_();
+    // Not left to the other thread: work must stop going to a lost device at once.
+    if (!heartbeat.health.ok()) state_->SetLost(std::string(heartbeat.health.message()));
     lock.lock();
-    stats_ = sign.stats;
+    stats_ = heartbeat.stats;
     heard_ = Clock::now();
     finished_ = number;
     answered_.notify_all();

@@ -1,8 +1,8 @@
-// Watches the engine: asks it for a sign of life, turns health off when it falls silent, off for
-// good when it says that its backend can run no more, and keeps what it said for those who must not
+// Watches the engine: probes it, turns health off when it does not answer, off for good when it
+// reports that its backend can run no more, and keeps its last answer for callers that must not
 // wait for a launch.
 //
-// Two threads, because a hung engine hangs whoever asks it: one asks, the other looks at the clock.
+// Two threads, because a probe hangs if the engine does: one probes, the other looks at the clock.
 // Threading: construct and destroy from one thread, Stats from any. The destructor waits for the
 // probe.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHDOG_H_
@@ -21,7 +21,7 @@
 
 namespace mla::server {
 
-struct SignOfLife {
+struct Heartbeat {
   absl::Status health;  // an error is for good: kernels/attention_backend.h
   scheduler::EngineStats stats;
 };
@@ -31,8 +31,8 @@ class Watchdog final {
   // How long Stats waits for an engine that is busy.
   static constexpr std::chrono::milliseconds kAnswerWait{250};
 
-  // `probe` asks the engine and may block. `state` outlives the watchdog.
-  Watchdog(std::function<SignOfLife()> probe, ServerState* state, std::chrono::milliseconds silence,
+  // `probe` queries the engine and may block. `state` outlives the watchdog.
+  Watchdog(std::function<Heartbeat()> probe, ServerState* state, std::chrono::milliseconds silence,
            std::chrono::milliseconds period);
   ~Watchdog();
 
@@ -46,15 +46,15 @@ class Watchdog final {
   void Ask();
   void Look();
 
-  const std::function<SignOfLife()> probe_;
+  const std::function<Heartbeat()> probe_;
   ServerState* const state_;
   const std::chrono::milliseconds silence_, period_;
   std::mutex mutex_;
-  std::condition_variable wake_;      // somebody wants an answer, or the end
+  std::condition_variable wake_;      // a caller needs an answer, or the end has come
   std::condition_variable answered_;  // there is one
   bool stop_ = false;
   uint64_t asked_ = 0;     // probes begun
-  uint64_t wanted_ = 0;    // of those, the last that somebody waits for
+  uint64_t wanted_ = 0;    // of those, the last that a caller waits for
   uint64_t finished_ = 0;  // probes ended; asked_ or one less
   Clock::time_point begun_, heard_;
   scheduler::EngineStats stats_;

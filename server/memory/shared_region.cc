@@ -74,7 +74,7 @@ void SharedRegion::Account::Let(Mapping mapping) {
   Forget(mapping);
 }
 
-// A closer's life: until there is nothing to do and nobody who wants it done later.
+// The loop of a closing thread; it ends when no mapping is left and closing is no longer deferred.
 void SharedRegion::Account::Run() {
   std::unique_lock lock(mutex);
   while (true) {
@@ -107,11 +107,11 @@ absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
   bytes_ = {static_cast<std::byte*>(at), bytes};
-  // Huge pages where the system gives them to whoever asks; they are chosen at the first touch,
-  // through a mapping that has asked. Kernels that know neither leave it to the next call.
+  // Huge pages where the system gives them on request; they are chosen at the first touch, through
+  // a mapping that has requested them. Kernels that know neither leave it to the next call.
   madvise(at, bytes, MADV_HUGEPAGE);
   madvise(at, bytes, MADV_POPULATE_WRITE);
-  // Taken now: memory that is missing must refuse the region, not kill whoever touches it later.
+  // Taken now: a lack of memory must refuse the region, not kill a process that touches it later.
   if (const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes)); error != 0) {
     return OutOfMemory("cannot take", bytes, error);
   }

@@ -4,19 +4,19 @@
 // whose pages are taken when it is made. A client can give pages back (fallocate, MADV_REMOVE);
 // no seal forbids that to one who may write. The bytes stay counted, so the server never takes more
 // than the sum that it has reserved, and the listener ends such a region (HasHoles). Its handle
-// is 128 random bits: whoever presents it must also be of the tenant it was made for. Requests hold
-// the region they point into, so memory stays mapped until the last of them is answered; the handle
-// is worth nothing from Remove on.
+// is 128 random bits: a caller that presents it must also be of the tenant it was made for.
+// Requests hold the region they point into, so memory stays mapped until the last of them is
+// answered; the handle is worth nothing from Remove on.
 //
-// Unpinning and unmapping take milliseconds and may wait for a launch, so whoever lets the last
-// request go, the engine's thread most likely, does neither: two threads of the table's own do
+// Unpinning and unmapping take milliseconds and may wait for a launch, so the thread that releases
+// the last request (most likely the engine's) does neither: two threads of the table's own do
 // both, so that one region that must wait does not keep the others. Until then the memory counts,
 // and Create can wait for it rather than refuse for want of room.
 //
 // Bounds: bytes of one region here; regions and bytes of one tenant and of all in the tenant table,
 // which counts a region until it is unmapped.
-// Threading: all methods from any thread. Regions may outlive the table; what is let go after it is
-// unmapped at once.
+// Threading: all methods from any thread. Regions may outlive the table; one that is released after
+// it is unmapped at once.
 #ifndef MLA_SERVER_MEMORY_SHARED_REGION_H_
 #define MLA_SERVER_MEMORY_SHARED_REGION_H_
 
@@ -82,7 +82,7 @@ class SharedRegion final {
  private:
   friend class SharedRegionTable;
   struct Account;
-  // What is left to do when nobody uses the memory any more.
+  // What is left to do when the memory is no longer used.
   struct Mapping {
     std::span<std::byte> bytes;
     int descriptor = -1;
@@ -110,7 +110,7 @@ class SharedRegionTable final {
   // `tenants`: counts and bounds the regions; null: a table of its own, bounded by `limits`.
   SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
                     std::shared_ptr<scheduler::TenantTable> tenants = nullptr);
-  // Unmaps what has been let go.
+  // Unmaps the regions that have been released.
   ~SharedRegionTable();
   SharedRegionTable(const SharedRegionTable&) = delete;
   SharedRegionTable& operator=(const SharedRegionTable&) = delete;

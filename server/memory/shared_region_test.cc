@@ -32,7 +32,7 @@ class Backend {
               asked_ = true;
               changed_.notify_all();
               changed_.wait(lock, [this] { return !holding_; });
-              // Still mapped: whoever unpins it may look at it.
+              // Still mapped: the unpinning code may read it.
               memory[0] = std::byte{1};
               unmapped_.push_back(memory.data());
               unmapped_by_.push_back(std::this_thread::get_id());

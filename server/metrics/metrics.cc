@@ -63,7 +63,7 @@ constexpr Declaration kDeclarations[] = {
     {"mla_slice_waits_expired_total", Type::kCounter,
      "Times that head slices were computed without a sibling that had not come in time."},
     {"mla_slice_waits_skipped_total", Type::kCounter,
-     "Times that head slices did not wait for a sibling that others had waited for in vain."},
+     "Times that head slices did not wait for a sibling that had missed an earlier wait."},
     {"mla_open_steps", Type::kGauge, "Steps that clients have begun and not ended."},
     {"mla_open_steps_aborted_total", Type::kCounter, "Client steps dropped instead of committed."},
     {"mla_leases_active", Type::kGauge, "Open sequences; each holds a lease."},

@@ -2,7 +2,7 @@
 //
 // Counters and histograms are fed as things happen: launches and requests through EngineObserver
 // (with the engine role held: no allocation, no waiting but the metric's own short lock), wire
-// counters from the transport. Gauges are sampled from Engine::Stats when somebody scrapes.
+// counters from the transport. Gauges are sampled from Engine::Stats at each scrape.
 //
 // Labels are bounded: requests of tenants beyond the first 64 are counted as "other"; what tenants
 // use is shown for `tenants.metrics` of them, chosen at each scrape.
@@ -27,7 +27,7 @@
 
 namespace mla::server {
 
-// Bytes and streams of the transport; exact, also when nobody scrapes.
+// Bytes and streams of the transport; exact, also without scrapes.
 struct WireCounters {
   std::atomic<uint64_t> received_bytes{0};
   std::atomic<uint64_t> sent_bytes{0};

@@ -277,7 +277,7 @@ TEST(WatchdogTest, ReportsSilenceRecoveryAndLoss) {
   const Watchdog watchdog(
       [&] {
         while (mode == 2) std::this_thread::sleep_for(milliseconds(1));
-        return SignOfLife{mode == 1 ? absl::InternalError("device lost") : absl::OkStatus(), {}};
+        return Heartbeat{mode == 1 ? absl::InternalError("device lost") : absl::OkStatus(), {}};
       },
       &state, milliseconds(100), milliseconds(5));
   mode = 2;
@@ -303,10 +303,10 @@ TEST(WatchdogTest, FiguresAreOfNowOrTheLastThatWereTold) {
   std::atomic<bool> silent{false};
   Watchdog watchdog(
       [&] {
-        SignOfLife sign;
-        sign.stats.launches = launches;
+        Heartbeat heartbeat;
+        heartbeat.stats.launches = launches;
         silent.wait(true);
-        return sign;
+        return heartbeat;
       },
       &state, milliseconds(60000), milliseconds(60000));
   for (uint64_t i = 1; i < 20; ++i) {

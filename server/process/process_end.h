@@ -13,7 +13,7 @@ namespace mla::server {
 
 inline constexpr int kExitDrained = 0, kExitBadConfig = 1, kExitNotStarted = 2, kExitAborted = 3;
 
-// While it lives, an exception that nobody catches (the machine has no thread or no memory left)
+// While it lives, an exception that no code catches (the machine has no thread or no memory left)
 // ends the process with kExitNotStarted and a line in the log. Nothing is unwound: threads that run
 // already could not be.
 class StartGuard final {
@@ -28,8 +28,8 @@ class StartGuard final {
 };
 
 // Ends the process with kExitAborted and a line in the log unless it is destroyed within `bound`: a
-// launch that never ends keeps whoever shuts the engine down. Without a thread left for it, it
-// guards nothing.
+// launch that never ends blocks the thread that shuts the engine down. Without a thread left for
+// it, it guards nothing.
 class StopGuard final {
  public:
   // What a shutdown may take beyond the drain's deadline. Service managers must wait longer.

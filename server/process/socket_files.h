@@ -17,7 +17,7 @@ namespace mla::server {
 // is none.
 absl::StatusOr<gid_t> FindGroup(const std::string& name);
 
-// Lets the owner and the members of `group` connect to the socket at `path`, and nobody else.
+// Lets the owner and the members of `group` connect to the socket at `path`, and no other user.
 // FAILED_PRECONDITION when this process may not give its files to the group: it must be a member.
 absl::Status GiveToGroup(const std::string& path, const std::string& group);
 

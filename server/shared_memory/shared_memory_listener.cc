@@ -27,7 +27,7 @@ namespace {
 constexpr int kSweepMillis = 1000;
 constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr int kPauseMillis = 100;  // of the listener, when it cannot even refuse
-constexpr int kRoomMillis = 10;    // how often it looks for room that somebody waits for
+constexpr int kRoomMillis = 10;    // how often it looks for room that a client waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
 // Connections that the kernel keeps until they are accepted. Clients in that queue send their
 // request meanwhile, so a long one protects them from displacement.
@@ -305,7 +305,7 @@ bool SharedMemoryListener::MayWait(const Connection& connection) const {
 // False: there may be room soon.
 bool SharedMemoryListener::Answer(Connection* connection) {
   const int descriptor = connection->descriptor;
-  // Before it is tried: what is closed in between shall not be missed.
+  // Read before the try, so that a region closed in between is not missed.
   const bool room_to_come = options_.regions->closing();
   wire::ConnectReply connect_reply{};
   connect_reply.magic = wire::kHandshakeMagic;

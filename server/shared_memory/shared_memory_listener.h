@@ -9,9 +9,9 @@
 // Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
 // file's mode). A client that does not say connect_request in time is dropped; so is one that says
 // anything after it. One for whom there is room only after regions that are being closed waits for
-// that, at most SharedRegionTable::kCloseWait, and keeps nobody else waiting: connect requests are
-// tried in the order in which they came, those that must wait again and again. Whose regions these
-// are does not count, so a tenant at its own bound may learn that late, too.
+// that, at most SharedRegionTable::kCloseWait, and does not delay other clients: connect requests
+// are tried in the order in which they came, those that must wait again and again. Whose regions
+// these are does not count, so a tenant at its own bound may learn that late, too.
 //
 // Connections without a request are bounded, in all and for each user (shm.handshakes_max,
 // shm.user_handshakes), and so are requests that wait for room. A new connection beyond the bound
@@ -59,8 +59,8 @@ struct SharedMemoryListenerOptions {
   bool open_folder = false;  // server.open_folder
   Config::Shm shm;
   size_t max_name_bytes = 128;  // of a tenant
-  // False: only this process's own user and root may connect. True: whoever the permissions of the
-  // socket's file let in; the caller sets them.
+  // False: only this process's own user and root may connect. True: every user that the
+  // permissions of the socket's file let in; the caller sets them.
   bool any_user = false;
   // The user at the other end of a connection, empty if unknown. Empty: the kernel says it
   // (SO_PEERCRED); tests stand in for several users.

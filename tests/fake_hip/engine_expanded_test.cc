@@ -402,7 +402,7 @@ TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
   {
     const server::Watchdog watchdog(
         [&engine] {
-          return server::SignOfLife{(*engine)->Healthy(), (*engine)->Stats()};
+          return server::Heartbeat{(*engine)->Healthy(), (*engine)->Stats()};
         },
         &state, std::chrono::seconds(10), std::chrono::milliseconds(10));
     EXPECT_TRUE(state.Get().serving());

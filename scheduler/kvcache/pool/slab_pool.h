@@ -89,7 +89,7 @@ class SlabPool final {
   // A group with one reference, marked as the tenant's; kNoEntry when there is no room or the
   // layout's account refuses.
   Taken Take(LayoutId layout, TenantKey tenant);
-  // Undoes a Take whose group nobody has touched: its former mark returns. The latest Take first.
+  // Undoes a Take whose group has not been used: its former mark returns. The latest Take first.
   void Untake(uint32_t entry);
   void Share(uint32_t entry);  // one more reference
   // One reference less; true if it was the last, which frees the group once nothing pins it.
