@@ -135,7 +135,7 @@ struct InputPart {
   int64_t row_bytes;
 };
 struct OutputPart {
-  void* host;  // null: nobody wants these columns
+  void* host;  // null: these columns are not wanted
   int64_t row_bytes;
 };
 
@@ -174,8 +174,8 @@ class AttentionBackend {
 
   // Tells the backend about host memory that later launches will read from and write to, so that it
   // can pin it once; and that the memory is about to go. Between the two, StageInput and
-  // StageOutput may be given addresses inside it. Pinning takes milliseconds, so nobody should be
-  // kept waiting for it. A backend that works on host memory in place has nothing to do.
+  // StageOutput may be given addresses inside it. Pinning takes milliseconds, so no request should
+  // wait for it. A backend that works on host memory in place has nothing to do.
   virtual absl::Status RegisterHost(std::span<std::byte> memory) {
     static_cast<void>(memory);
     return absl::OkStatus();

@@ -1,8 +1,8 @@
 // An input tensor that lies in pieces of host memory, as a network delivered them.
 //
 // A backend whose BackendInfo::reads_fragments is set reads such a tensor where it lies; for others
-// whoever holds the pieces brings them together first. Plain data, any thread; the memory and the
-// fragments belong to whoever made the request and stay as they are until the launch has completed.
+// the holder of the pieces brings them together first. Plain data, any thread; the memory and the
+// fragments belong to the maker of the request and stay as they are until the launch has completed.
 #ifndef MLA_KERNELS_INPUT_FRAGMENTS_H_
 #define MLA_KERNELS_INPUT_FRAGMENTS_H_
 

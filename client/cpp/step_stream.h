@@ -24,7 +24,7 @@ struct PendingReply {
   absl::Status status;
   bool done = false;
   // Of the request's tensors, those that the transport may still read. 0 after a Wait that failed;
-  // after one that succeeded nobody reads them, though gRPC may hold its views a little longer.
+  // after one that succeeded none is read, though gRPC may hold its views a little longer.
   std::atomic<int32_t> lent{0};
 };
 
@@ -44,8 +44,8 @@ class StepStream {
   virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
                     std::span<const std::byte> second,
                     const std::shared_ptr<PendingReply>& pending) = 0;
-  // Waits for the reply. When the timeout passes, the stream is cut first, and the tensors are
-  // waited for until nobody reads them any more.
+  // Waits for the reply. When the timeout passes, cuts the stream first, and returns when the
+  // tensors are no longer read.
   virtual absl::Status Wait(PendingReply* pending) = 0;
   // Lets what is under way finish, then ends the stream; cuts it after the timeout.
   virtual absl::Status Close() = 0;

@@ -16,11 +16,11 @@ constexpr char kMethod[] = "/mla.v1.Attention/Attend";
 
 // A message of this size leaves with the call that sends it.
 constexpr size_t kSocketBytes = size_t{192} << 10;
-// Whoever sends a request usually waits for it, and polls by itself, long before this.
+// The sender of a request usually waits for it, and polls by itself, long before this.
 constexpr auto kPumpDelay = std::chrono::microseconds(500);
 // So soon a waiting thread takes over from the pump.
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
-// How often a cut request looks whether gRPC has let go of its tensors, which is no event.
+// How often a cut request checks whether gRPC has released its tensors: no event reports that.
 constexpr auto kLoanTurn = std::chrono::milliseconds(5);
 
 // What operations are tagged with: there is one of each kind at most.
@@ -120,7 +120,7 @@ bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
   return true;
 }
 
-// Waits until `done`, which the mutex guards: by polling, if nobody else does. False: too late.
+// Waits until `done`, which the mutex guards: by polling, if no other thread does. False: too late.
 template <typename Done>
 bool Stream::PollUntil(Lock* lock, Clock::time_point deadline, Done done) {
   ++waiting_;
@@ -142,7 +142,7 @@ bool Stream::PollUntil(Lock* lock, Clock::time_point deadline, Done done) {
   return done();
 }
 
-// Polls while there are requests under way and nobody waits for them.
+// Polls while there are requests under way and no thread waits for them.
 void Stream::Pump() {
   Lock lock(mutex_);
   while (!stop_pump_) {
@@ -164,8 +164,8 @@ void Stream::Pump() {
   }
 }
 
-// REQUIRES: mutex_ held. A request of `bytes` was sent: the pump shall look after it if it may not
-// have left with that, or if it is one of several.
+// REQUIRES: mutex_ held. A request of `bytes` was sent: the pump must look after it if it may not
+// have been sent completely by that call, or if it is one of several.
 void Stream::WakePump(size_t bytes) {
   if (pumping_ || (bytes < kSocketBytes && unsent_.empty() && pending_.size() < 2)) return;
   pumping_ = true;
@@ -175,7 +175,7 @@ void Stream::WakePump(size_t bytes) {
     try {
       pump_ = std::thread([this] { Pump(); });
     } catch (const std::system_error&) {
-      pumping_ = false;  // no thread to be had: requests move on when somebody waits for one
+      pumping_ = false;  // no thread to be had: requests move on when a caller waits for one
     }
   }
 }
@@ -193,7 +193,7 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   grpc::ByteBuffer message(slices, count);
   Lock lock(mutex_);
   if (writing_ && !polling_) {
-    // Most often the write is over and only nobody has looked.
+    // Most often the write is over and no thread has checked yet.
     polling_ = true;
     for (bool more = true; more && writing_;) {
       lock.unlock();
@@ -361,7 +361,7 @@ absl::Status Stream::Wait(PendingReply* pending) {
     Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
     PollUntil(&lock, Clock::time_point::max(), done);
   }
-  // Whoever got its outputs was read to the end.
+  // A request that got its outputs has been read to the end.
   const auto returned = [&] { return pending->lent.load(std::memory_order_acquire) == 0; };
   while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kLoanTurn, returned)) {
   }

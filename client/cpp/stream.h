@@ -3,11 +3,12 @@
 // Requests are sent in the order of Send, each from its header bytes and the caller's tensors;
 // replies are matched by tag and their tensors copied once, to where the caller wants them.
 //
-// Who waits, works: the first thread in Wait polls the stream's own completion queue and handles
-// whatever arrives, for the others as well, and leaves that to one of them once it has its reply.
-// So no thread is woken between a reply's arrival and its waiter, which spins for a while before it
-// sleeps. Requests that nobody waits for yet go on leaving and arriving through a thread of the
-// stream, which steps in some hundred microseconds later; it is started when it is first needed.
+// Waiting threads do the work: the first one in Wait polls the stream's own completion queue,
+// handles whatever arrives, for the others as well, and leaves that to one of them once it has its
+// reply. So no thread is woken between a reply's arrival and its waiter, which spins for a while
+// before it sleeps. Requests that no thread waits for yet go on leaving and arriving through a
+// thread of the stream, which steps in some hundred microseconds later; it is started when it is
+// first needed.
 //
 // A read is under way only while replies are awaited. A stream that the server has ended is
 // therefore noticed by the next Send or Wait.
@@ -53,7 +54,7 @@ struct StreamOptions {
 };
 
 // How long to spin by default where this process may keep `cpus` busy: a spinning thread needs one
-// that nobody else wants.
+// that no other thread wants.
 std::chrono::microseconds DefaultStreamSpin(int32_t cpus);
 
 class Stream final : public StepStream {

@@ -51,7 +51,7 @@ class Demo:
     """The scenes and what came of them."""
 
     def __init__(self, target: str, transport: str = "auto", writer: Optional[Writer] = None):
-        """`writer` records what is asked of the server; None: nothing is recorded."""
+        """`writer` records the requests to the server; None: nothing is recorded."""
         self.started = time.monotonic()
         self.target = target
         self.transport = transport

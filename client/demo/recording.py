@@ -1,4 +1,4 @@
-"""Records what is asked of a service, with the answers that it should give; RECORDING.md is the
+"""Records the requests to a service, with the answers that it should give; RECORDING.md is the
 format.
 
 `Recorder` stands between the demo and a client. It computes the expected outputs with a

@@ -115,7 +115,7 @@ class RecordingTest(unittest.TestCase):
         said = []
         runs = [scenes.generate(model, recorder, registered, profile, PROMPT, 8, said.append)
                 for profile in (Profile.EXPANDED, Profile.ABSORBED)]
-        # Too few tokens for the scenes' own verdicts; what counts here is what is asked.
+        # Too few tokens for the scenes' own verdicts; what counts here is the requests.
         scenes.fork(runs[0], local, said.append)
         scenes.speculate(runs[1], local, said.append)
         for run in runs:

@@ -119,7 +119,7 @@ def _run(tasks: List[_Task]) -> List[WorkerReport]:
     for process in processes:
         process.start()
     done: Dict[int, WorkerReport] = {}
-    # Whoever records computes everything once more.
+    # A worker that records computes everything once more.
     deadline = time.monotonic() + RUN_TIMEOUT_S * (3 if tasks[0].part else 1)
     try:
         while len(done) < len(tasks):

@@ -359,8 +359,8 @@ void CpuBackend::RunItem(const cpu::RunContext& run, int64_t item, int32_t place
   unfinished_[static_cast<size_t>(tile)].fetch_sub(1, std::memory_order_release);
 }
 
-// Items are handed out in order, so whoever takes a merge knows that every piece is done or under
-// way on another thread, and waits for the pieces of this tile alone.
+// Items are handed out in order, so when a thread takes a merge, every piece is done or under way
+// on another thread. It waits for the pieces of this tile alone.
 void CpuBackend::MergeItem(const cpu::RunContext& run, int64_t item) {
   const int32_t shares = MergeShares(options_.threads);
   const auto tile = static_cast<int32_t>(item / shares);

@@ -114,7 +114,7 @@ TEST(CpuBackendTest, AnswersAStepThroughWaitAndThroughDone) {
   }
 }
 
-// 70 pieces of one KV row each, the last one seen by nobody: more than are merged at a time.
+// 70 pieces of one KV row each, the last one seen by no query: more than are merged at a time.
 TEST(CpuBackendTest, PiecesOfOneTileAreMergedByWhoeverIsFree) {
   constexpr int32_t kPieces = 70, kHeads = 4;
   for (const int32_t threads : {1, 4}) {

@@ -404,7 +404,7 @@ void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin
   for (int32_t row = 0; row < chunk_rows; row += kTileRows) {
     const int32_t position = chunk_begin + row;
     const bool first = first_chunk && row == 0;
-    // The first tile is run even when nobody sees it: it sets O.
+    // The first tile is run even when no query sees it: it sets O.
     if (*most <= position && !first) return;
     const int32_t rows = std::min(kTileRows, chunk_rows - row);
     RunTile(block, packed_rows, row, rows, position, *least < position + rows,

@@ -147,8 +147,8 @@ bool WorkerPool::Participate(bool is_caller) {
 void WorkerPool::Leave() {
   Job& job = *head_job_.load(std::memory_order_relaxed);
   uint64_t gate = gate_.fetch_sub(1, std::memory_order_acq_rel) - 1;
-  // Nobody leaves before the items are used up, so with nobody inside all of them are finished. A
-  // thread may still slip in before the gate is shut; then it is the last one out.
+  // No thread leaves before the items are used up, so with no thread inside all of them are
+  // finished. A thread may still enter before the gate is shut; then it is the last one out.
   const uint64_t run = gate >> 32;
   while ((gate & kOpen) != 0 && (gate & 0xffff) == 0 && gate >> 32 == run) {
     if (gate_.compare_exchange_weak(gate, gate & ~kOpen, std::memory_order_acq_rel,

@@ -40,7 +40,7 @@ class PinnedRanges {
   void End(std::span<const Id> pieces);
   // The piece that begins there is found no more; kNone if there is none.
   Id Retire(const void* at);
-  // Forgets a retired piece once nobody uses it; false when that took longer.
+  // Forgets a retired piece once it is not in use; false when that took longer.
   bool AwaitUnused(Id piece, std::chrono::milliseconds most);
 
  private:

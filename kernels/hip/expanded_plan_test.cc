@@ -234,7 +234,7 @@ TEST(ExpandedPlanTest, CutsAreKeptWhereUnitsWouldIdle) {
   EXPECT_EQ(split->items().size(), 8u);
   Check(*split, options, few);
 
-  Batch many;  // as many equal tiles as units: whole tiles leave nobody idle
+  Batch many;  // as many equal tiles as units: whole tiles leave no unit idle
   many.Add(128, 65536, 8, 8);
   const auto whole = Built(Options(8, int64_t{512} << 20), many);
   EXPECT_FALSE(whole->split());

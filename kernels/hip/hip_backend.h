@@ -14,8 +14,8 @@
 //
 // A device fault, or a launch that outlives the watchdog, makes Healthy() an error for good; every
 // later LoadWeights, BeginLaunch, Submit and Wait returns it. The API's text is in the message. So
-// does a LoadWeights that had to move other models' weights and could not end that: nobody may read
-// them then. Where nothing had to move, a failed LoadWeights may be called again.
+// does a LoadWeights that had to move other models' weights and could not end that: those weights
+// must not be read then. Where nothing had to move, a failed LoadWeights may be called again.
 //
 // Threading: as AttentionBackend demands.
 #ifndef MLA_KERNELS_HIP_HIP_BACKEND_H_

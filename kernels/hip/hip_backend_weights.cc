@@ -88,9 +88,9 @@ absl::Status HipBackend::PlaceWeights(int32_t slot, const Geometry& geometry, in
   }
   if (s.ok()) return s;
   s.Update(FreeWeights(slot));
-  if (!moved) return s;  // the others are where they were, and whoever comes again publishes
-  // Other models lie elsewhere than the kernels would look for them, or in part. Nobody may read
-  // them any more.
+  if (!moved) return s;  // the others are where they were, and a later call publishes again
+  // Other models lie elsewhere than the kernels would look for them, or in part. They must
+  // not be read any more.
   return Fault(absl::InternalError(absl::StrCat("weights that were being moved: ", s.message())));
 }
 

@@ -5,7 +5,7 @@ usage.txt, the compilers' resource reports, and the assembly of the AMD architec
 each kernel and architecture, registers, LDS, scratch and spills; for each kernel of matrix products
 on AMD the instructions of its inner loop and the clocks they take, pipe by pipe and, followed with
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill or scratch, on LDS
-over the limit of the architecture, on a loop that misses what is asked of it (loop_faults,
+over the limit of the architecture, on a loop that misses its targets (loop_faults,
 stage_faults), on uses of m0 that the copies do not expect (m0_faults), and when the folder holds no
 kernel at all.
 """
@@ -39,7 +39,7 @@ MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}
 WAVES = 4
 # Clocks after which a load from memory has surely come, the memory being busy: one microsecond.
 MEMORY_LATENCY = 2400
-# What is asked of absorbed attention on gfx950: at 128 packed rows the share of the time in which
+# The targets of absorbed attention on gfx950: at 128 packed rows the share of the time in which
 # the matrix pipe is busy, below that everything done while the memory delivers the next tile.
 MATRIX_BUSY = 0.45
 # Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h.

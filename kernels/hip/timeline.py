@@ -11,7 +11,7 @@ import dataclasses
 import re
 
 ISSUE_CLOCKS = 4    # of any instruction: a 16-lane SIMD takes 64 lanes in four clocks
-LDS_LATENCY = 128   # from the read to its data, nobody else reading
+LDS_LATENCY = 128   # from the read to its data, with no other reads
 TURNS = 6           # followed; the last one is reported
 
 

@@ -4,8 +4,8 @@
 // Such an address has its top bit set, which no address of a process has; nothing may be loaded
 // from it. One map belongs to a launch slot and keeps its addresses until Clear.
 //
-// Threading: Add and Clear from one thread, while nobody reads; RowAt from any number of threads.
-// Nothing allocates after Reserve.
+// Threading: Add and Clear from one thread, while no thread reads; RowAt from any number of
+// threads. Nothing allocates after Reserve.
 #ifndef MLA_KERNELS_HOST_INPUT_MAP_H_
 #define MLA_KERNELS_HOST_INPUT_MAP_H_
 

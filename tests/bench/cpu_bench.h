@@ -75,7 +75,7 @@ class AttentionBench {
     int64_t max_kv_rows = 0;  // of all requests of a launch together
     int32_t max_q_rows = 0;
   };
-  // Exits with a message on failure: a benchmark has nobody to report to.
+  // Exits with a message on failure: a benchmark has no caller to report to.
   explicit AttentionBench(const Options& options);
   ~AttentionBench();
 

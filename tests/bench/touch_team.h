@@ -23,13 +23,13 @@ class TouchTeam final {
   using Piece = std::span<const std::byte>;
 
   // `threads`: the caller of Fill and Sum among them. `word` outlives the team; it is changed while
-  // nobody is in a call, and helpers notice within a millisecond.
+  // no thread is in a call, and helpers notice within a millisecond.
   TouchTeam(int32_t threads, const std::atomic<int32_t>* word);
   ~TouchTeam();
 
   // Writes every byte once.
   void Fill(void* data, uint64_t bytes, int value);
-  // Reads every byte once. The sum of the bytes' words, so that nobody can leave the reading out.
+  // Reads every byte once. Returns the sum of its words, so that the compiler cannot omit reads.
   uint64_t Sum(const void* data, uint64_t bytes);
   uint64_t SumPieces(std::span<const Piece> pieces);
 

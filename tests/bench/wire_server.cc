@@ -181,7 +181,7 @@ scheduler::EngineOptions Options(scheduler::EngineObserver* observer) {
   return options;
 }
 
-// The model, with weights that nobody will read.
+// The model, with weights that are never read.
 void AddModel(scheduler::Engine& engine, uint32_t layers) {
   scheduler::ModelSpec spec;
   spec.id = kModel;

@@ -26,7 +26,7 @@ struct Shared {
   std::atomic<int32_t> spin_us{0};  // of the thread that polls for the streams
   int32_t poll_threads = 4;         // before Serve
   int32_t copy_threads = 1;         // before Serve
-  // N > 0: whoever receives tensor bytes reads each once, whoever sends them writes each once, with
+  // N > 0: the receiver of tensor bytes reads each once, their sender writes each once, with
   // one thread (1) or with `touch_threads` (more).
   std::atomic<int32_t> touch{0};
   int32_t touch_threads = 1;  // before Serve

@@ -193,7 +193,7 @@ absl::Status CaseRunner::Compare() {
 }
 
 // In pieces if the options and the backend want them so: then the tensor itself is overwritten, so
-// that nobody can have read it.
+// that the backend cannot have read it.
 absl::StatusOr<const void*> CaseRunner::StageQueries(std::byte* host, int64_t bytes) {
   if (options_.query_piece_bytes == 0 || !backend_.Info().reads_fragments) {
     return backend_.StageInput(kSlot, host, bytes);

@@ -61,8 +61,8 @@ void Write(std::vector<std::byte>& bytes, DType dtype, int64_t at, float value) 
   }
 }
 
-// Infinities in the latent part of the expanded form mean +inf - inf at an order of summation that
-// is nobody's promise; there they go into the rotated part.
+// In the expanded form, infinities in the latent part mean +inf - inf in an order of summation that
+// no backend promises; there they go into the rotated part.
 float DrawSpecial(Random& random, bool infinities) {
   const float kinds[] = {kNan, 1e-40f, -3e-39f, 1e-44f, kInf, -kInf};
   return kinds[random.Below(infinities ? 6 : 4)];

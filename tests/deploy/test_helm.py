@@ -119,7 +119,7 @@ class TemplatesTest(unittest.TestCase):
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                     self.assertIn(container[probe]["httpGet"]["port"], ports)
                 for rule in item.one("NetworkPolicy")["spec"]["ingress"]:
-                    self.assertTrue(rule["from"], "no peers: everybody")
+                    self.assertTrue(rule["from"], "no peers: every address is allowed")
                     self.assertLessEqual({port["port"] for port in rule["ports"]}, set(ports))
                 self.assertEqual({mount["name"] for mount in container["volumeMounts"]},
                                  {volume["name"] for volume in item.pod()["volumes"]})

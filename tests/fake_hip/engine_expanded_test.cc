@@ -295,7 +295,7 @@ INSTANTIATE_TEST_SUITE_P(
                       FailingCall{"hipEventRecord", 2}, FailingCall{"hipEventRecord", 3},
                       FailingCall{"hipStreamWaitEvent", 0}, FailingCall{"hipStreamWaitEvent", 1}));
 
-// No memory is asked for: it was taken at start.
+// No memory is allocated: it was taken at start.
 TEST_F(EngineExpandedTest, WeightsThatCanNotBeCopiedAreRefusedAndMayComeAgain) {
   ExpandedEngine gpu(Gpu(), /*upload=*/false);
   constexpr int64_t kAddresses = 2 * sizeof(void*);  // of the one model's W_UK and W_UV
@@ -361,7 +361,7 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   EXPECT_EQ(health.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(health.message(), HasSubstr("device lost: "));
   EXPECT_THAT(health.message(), HasSubstr(Reason()));
-  // Nobody else has been failed: the other step is there, and so is its sequence.
+  // Nothing else has been failed: the other step is there, and so is its sequence.
   EXPECT_TRUE(gpu->harness().Get(b.id).in_step);
   EXPECT_EQ(gpu->harness().core().Stats().steps_aborted, 1u);
   // What is new is refused before it is staged.

@@ -1,6 +1,6 @@
 // The HIP entry points that the backend uses, on host memory.
 //
-// Streams are as lazy as the API allows: work runs only when somebody waits for it, in stream
+// Streams are as lazy as the API allows: work runs only when a caller waits for it, in stream
 // order, and another stream's work only through an event that was waited for. A missing wait
 // therefore shows as a wrong result, and host memory that is reused too early as well.
 #include <array>

@@ -161,7 +161,7 @@ TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndNobodyWaiting) {
   ASSERT_TRUE(Record(b, 0, region).ok());
   ASSERT_TRUE(b.Submit(0).ok());
   control_->hang = true;
-  // Whoever waits already is let go when the watchdog has had its time twice.
+  // A call that is already waiting returns after twice the watchdog's time.
   std::thread early([&] { b.UnregisterHost(region.bytes()); });
   EXPECT_FALSE(b.Wait(0).ok());
   early.join();

@@ -182,7 +182,8 @@ TEST_F(WeightsTest, AMoveTakesFewCopies) {
   }
 }
 
-// Where others have moved, or have in part, nobody may read them: the device counts as lost.
+// Other models' weights that have moved, or have in part, must not be read: the device counts as
+// lost.
 TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
   const Geometry small = OfHeads(1), middle = OfHeads(3), large = OfHeads(4);
   const struct {

@@ -32,8 +32,8 @@ class DeviceWatcher {
  public:
   virtual ~DeviceWatcher() = default;
   virtual void OnViolation(const std::string& what) = 0;
-  // Host memory of a request goes into (or out of) launch `serial`: the tenant whose it is, 0 if
-  // nobody's.
+  // Host memory of a request goes into (or out of) launch `serial`: its tenant, 0 if it has
+  // none.
   virtual int OnStaged(const void* host, int64_t bytes, uint64_t serial) = 0;
   // The launch has been submitted, and what it takes is staged.
   virtual void OnSubmitted(uint64_t serial) = 0;

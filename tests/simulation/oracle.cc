@@ -326,7 +326,7 @@ void Oracle::CheckPages(const OracleBegin& begin, Reasons* reasons) const {
   const int64_t bytes = models[begin.model].shape.group_bytes();
   const int64_t left = std::min(limits_.pool_bytes - bytes_used_,
                                 QuotaOf(begin.tenant).kv_bytes - KvBytesOf(begin.tenant));
-  // A bound may have been set below what is in use; whoever wants nothing more is not refused. A
+  // A bound may have been set below what is in use; a step that needs no more is not refused. A
   // tenant that has nothing gets one group, however large, unless its bound is 0.
   const int64_t wanted = GroupsWanted(begin);
   const bool first = wanted == 1 && KvBytesOf(begin.tenant) == 0 &&

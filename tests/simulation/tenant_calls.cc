@@ -129,7 +129,7 @@ void TenantCalls::Enter() {
   guests_.push_back({name, *std::move(row)});
 }
 
-// A tenant lets go of its row; what it holds keeps the row.
+// A tenant gives up its row; what it holds keeps the row.
 bool TenantCalls::Leave() {
   if (guests_.empty()) return false;
   const size_t index = pick_(guests_.size());

@@ -221,7 +221,7 @@ class Client(Service, Operations):
             raise errors.Unavailable("the client is closed")
         stream = self._maker.open()
         with self._lock:
-            closed = self._closed.is_set()  # meanwhile: nobody else would close this one
+            closed = self._closed.is_set()  # then close() does not see this one
             opened = self._streams
             if not closed:
                 self._streams = [old for old in opened if old.broken is None] + [stream]

@@ -163,7 +163,7 @@ _BY_CODE: Dict[int, Type[MlaError]] = {
 
 def from_code(code: int, message: str, detail: Optional[ErrorDetail] = None,
               step_aborted: bool = False) -> MlaError:
-    """The exception of a numeric status code; codes that nobody knows become Unknown."""
+    """The exception of a numeric status code; unknown codes become Unknown."""
     return _BY_CODE.get(code, Unknown)(message, detail, step_aborted)
 
 

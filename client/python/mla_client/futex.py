@@ -35,5 +35,5 @@ def wait(address: int, value: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wakes whoever waits for the word."""
+    """Wakes all threads that wait for the word."""
     _syscall(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)

@@ -4,7 +4,7 @@ Submissions and completions are 64-byte entries in slots; the writer fills an en
 by storing its sequence word last. fence.py says when plain stores are enough for that. A side that
 sleeps says so in its sleeping word, and only then does the other pay for a wake-up.
 
-There is no thread here: whoever waits for a reply takes completions, for itself and for others.
+There is no thread here: a caller that waits for a reply takes completions, for itself and others.
 Threading: any thread; one mutex.
 """
 

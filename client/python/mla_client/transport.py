@@ -97,7 +97,7 @@ class StreamMaker:
         except errors.MlaError as error:
             if self._wanted != "auto":
                 raise
-            # Over TCP that is what everybody expects.
+            # Over TCP that is expected.
             level = logging.WARNING if self._shm_path and not self._warned else logging.DEBUG
             self._warned = True
             _log.log(level, "no shared memory, so tensors travel inside gRPC messages, which is "

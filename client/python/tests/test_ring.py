@@ -229,7 +229,7 @@ class ArenaTest(unittest.TestCase):
     def test_all_or_nothing(self):
         free, freed = dict(self.memory._free), self.memory.freed
         self.assertIsNone(self.memory.allocate(ARENA_BYTES // 2, ARENA_BYTES // 2 + 1))
-        # Not even counted: whoever waits for room must not take it for room.
+        # Not even counted: a caller that waits for room must not take it for room.
         self.assertEqual((self.memory._free, self.memory.freed), (free, freed))
         self.assertTrue(self.memory.exhausted(freed))
         held = self.memory.allocate(ARENA_BYTES // 2, ARENA_BYTES // 2)

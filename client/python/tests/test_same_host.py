@@ -324,7 +324,7 @@ class PressureTest(unittest.TestCase):
         self.assertEqual(faults, [])
 
     def test_several_threads_without_enough_memory(self):
-        """Nobody is told that it does not fit while another thread's tensors are in the way."""
+        """No caller is told that it does not fit while another thread's tensors are in the way."""
         worker, faults = Worker(), []
         for transport in ("ring", "shm"):
             with connect(SERVER, transport=transport, shared_bytes=8192) as client:

@@ -38,8 +38,8 @@ MLA_DEVICE void shared_store(lds_t at, T x) {
   *(MLA_LDS T*)at = x;
 }
 
-// A number of which the compiler does not know where it comes from: what follows from it is worked
-// out at each place anew and not kept over a loop, in registers that are short.
+// Hides from the compiler where a number comes from: values derived from it are computed again at
+// each use and not kept over a loop in registers, which are scarce.
 MLA_DEVICE int opaque(int x) {
   asm volatile("" : "+v"(x));
   return x;

@@ -282,8 +282,8 @@ class Attend {
     }
   }
 
-  // The same where a wave is alone on its SIMD, and nobody else works while it waits for LDS: reads
-  // run some products ahead of their use, in an order that the compiler must keep.
+  // The same where a wave is alone on its SIMD, so no other wave works while it waits for LDS:
+  // reads run some products ahead of their use, in an order that the compiler must keep.
   MLA_DEVICE void score_ahead(lds_t tile_base, const Queries& queries,
                               typename W::Scores (&s)[kScoreFragments]) const {
     const typename W::template KeyRows<C::kTileKv> rows(tile_base, tile::lane_again());

@@ -123,9 +123,9 @@ struct RowScale {
 };
 
 // Values of rows that only some packed rows see meet probabilities that are zero, but zero times
-// NaN is NaN. Where such a value is not finite, whoever sees the row has no finite logit either, so
-// its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv) of a tile,
-// by kThreads threads of which the caller is number `thread`.
+// NaN is NaN. Where such a value is not finite, a packed row that sees it has no finite logit
+// either, so its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv)
+// of a tile, by kThreads threads of which the caller is number `thread`.
 template <class C, int kThreads>
 MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row, int thread) {
   constexpr int kChunks = C::kLora / 8;

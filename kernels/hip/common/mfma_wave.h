@@ -17,8 +17,8 @@ namespace mla::gpu::tile {
 inline constexpr int kWave = 64;
 
 MLA_DEVICE int lane_index() { return thread_index() & 63; }
-// The same, of which the compiler does not know so: what follows from it is worked out at each
-// place anew and not kept over a loop, in registers that are short.
+// The same, hidden from the compiler: values derived from it are computed again at each use and not
+// kept over a loop in registers, which are scarce.
 MLA_DEVICE int lane_again() { return opaque(lane_index()); }
 MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
 

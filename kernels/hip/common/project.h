@@ -120,7 +120,7 @@ class Project {
       step(o, in, even, from, k0);
       if (k0 + kDepth < args.k) step(o, in, odd, from, k0 + kDepth);
     }
-    // All lanes of a wave ask for its index, so it is asked for before they part.
+    // All lanes of a wave must be active to get its index, so that comes before they diverge.
     const int lane = tile::lane_index(), row0 = row_wave() * C::kWaveRows;
     const int fragment0 = first_fragment();
 #pragma unroll

@@ -35,7 +35,7 @@ namespace mla::gpu {
 
 // Uses operands 0 .. kCount - 1, each read kAhead uses before, in an order that the compiler keeps:
 // read(x, n) fills x, use(x, n) uses it. For waves that have their SIMD to themselves, or nearly
-// so, where nobody else works while one waits for shared memory.
+// so, where no other wave works while one waits for shared memory.
 template <class Operand, int kCount, int kAhead, class Read, class Use>
 MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
   Operand x[kAhead];

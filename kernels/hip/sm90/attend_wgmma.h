@@ -9,7 +9,7 @@
 //     group 0:  S0 = Q K0^T, softmax | O left  += P0 V0 |                        | O left  += P1 V1
 //     group 1:                       | O right += P0 V0 | S1 = Q K1^T, softmax   | O right += P1 V1
 //
-// A group lets go of its half of a tile's columns as soon as its product is done; the copying group
+// A group releases its half of a tile's columns as soon as its product is done; the copying group
 // refills it with the next tile in this slot, of the next item where this one has ended. Group g's
 // P lies where its tile had the rope columns, which only the scores need.
 //

@@ -319,7 +319,7 @@ TEST(LifecycleTest, SlowReaderIsCut) {
   attend->set_o_dtype(v1::DTYPE_F32);
   request.set_payload(std::string(256 * 40 * 2 * 5, '\0'));
   std::thread flood([&] {
-    // Every repeat is answered by 128 KiB that nobody reads.
+    // Every repeat is answered by 128 KiB that the client never reads.
     while (stream->Write(request)) {
     }
   });

@@ -157,7 +157,7 @@ class TinyFramesTest : public ::testing::Test {
   Worker worker_;
 };
 
-// A launch is everybody's: what it reads in place came in slices that are worth it.
+// All clients share a launch: it reads in place only what came in slices that are worth it.
 TEST_F(TinyFramesTest, QueriesInCrumbsAreGathered) {
   const auto row = static_cast<size_t>(worker_.dims().row());
   const std::string kv = Random(kRows * row);

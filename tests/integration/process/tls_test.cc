@@ -306,7 +306,7 @@ TEST_F(TlsTest, RevokedClientsAreRefusedOnOpenConnectionsToo) {
   EXPECT_TRUE(absl::IsUnauthenticated(Connect(authority_.As("red")).status()));
   EXPECT_TRUE((*blue)->GetStats().ok());
   EXPECT_TRUE(Connect(authority_.As("blue")).ok());
-  // A list of somebody else's authority does not replace it.
+  // A list of another authority does not replace it.
   authority_.Revoke("used.crl", "other", {"foreign"});
   EXPECT_TRUE(Eventually([&] {
     return HttpGet(server_.server().ops_port(), "/readyz?verbose").find("not signed by") !=

@@ -156,7 +156,7 @@ void RunStep(RankGroup* ranks) {
 }
 
 TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
-  // Long enough for any machine: whoever is missing would be noticed by the time it takes.
+  // Long enough for any machine: a missing rank would be noticed by the time it takes.
   const TestServer server(WithWait(1000000));
   RankGroup ranks(server, GetParam());
   const auto rows_of = [](const v1::GetStatsReply& stats) {
@@ -168,7 +168,7 @@ TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
   }
   const auto stats = ranks.client().GetStats();
   ASSERT_TRUE(stats.ok());
-  // Eight rows in pages of four, whoever asked for them, and each row computed once a layer.
+  // Eight rows in pages of four, whichever rank sent them, and each row computed once a layer.
   EXPECT_EQ(stats->page_groups_used(), 2u);
   EXPECT_EQ(rows_of(*stats) - warm_up, 2u * kSteps * kRows);
   EXPECT_EQ(stats->slices_fused(), static_cast<uint64_t>(2 * kSteps * ranks.ranks()));

@@ -175,7 +175,7 @@ TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
   Track track = *worker.Open();
   auto step = worker.session().Begin("m", {{&track.sequence, 512}}, {5, 2, 0});
   ASSERT_TRUE(step.ok()) << step.status();
-  // A second stream, whose queries wait for rows that nobody brings: 164 KB in and 131 KB out each.
+  // A second stream, whose queries wait for rows that never come: 164 KB in and 131 KB out each.
   constexpr int kMessages = 16;
   const auto stub = v1::Attention::NewStub(
       grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));

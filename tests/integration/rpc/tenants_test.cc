@@ -263,8 +263,8 @@ TEST(TenantsTest, QueuedRequestsOfOneTenantLeaveRoomForOthers) {
   ExpectStepsWork(server, "b");
 }
 
-// Replies that nobody reads keep their staging memory; another tenant's requests must not wait for
-// wire.slow_reader_ms.
+// Replies that no client reads keep their staging memory; another tenant's requests must not wait
+// for wire.slow_reader_ms.
 TEST(TenantsTest, SlowReadersOfOneTenantLeaveStagingForOthers) {
   const TestServer server([](server::Config& config) {
     config.wire.staging_bytes = int64_t{16} << 20;

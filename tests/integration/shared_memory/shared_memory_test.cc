@@ -256,7 +256,7 @@ TEST_F(SharedTensorsTest, ARequestInFlightKeepsTheMemoryOfAClientThatHasGone) {
   attend->set_has_kv(true);
   rows.set_payload(std::string(kKvBytes, '\x3c'));
   ASSERT_TRUE(stream_->Write(rows));
-  // The answer is written where nobody looks any more; the server and others go on.
+  // The answer is written where no client looks any more; the server and others go on.
   uint64_t tags = 0;
   for (int i = 0; i < 2; ++i) {
     v1::AttendStreamReply reply;

@@ -33,7 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or .Values.tls.enabled .Values.insecure -}}
 {{- printf "0.0.0.0:%d" (int .Values.service.grpcPort) -}}
 {{- else if not .Values.sameHost.hostPath -}}
-{{- fail "nobody could reach this: set tls.enabled, sameHost.hostPath or, for tests, insecure" -}}
+{{- fail "no client could reach it: set tls.enabled, sameHost.hostPath or, for tests, insecure" -}}
 {{- end -}}
 {{- end -}}
 
