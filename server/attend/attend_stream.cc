@@ -124,34 +124,37 @@ void AttendStream::Continue() {
 
 // Splits incoming_ into header_ and payload_. False: the stream is broken.
 bool AttendStream::ScanHeader() {
-  absl::Status status;
-  scheduler::Fault fault;
-  fault.field = "message";
-  fault.limit = "an AttendStreamRequest";
-  fault.got = absl::StrCat(incoming_.Length(), " bytes");
-  fault.reason = "malformed";
-  if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
-    fault.limit = absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
-    fault.reason = "message_size";
-    status =
-        absl::ResourceExhaustedError(absl::StrCat("message: got ", fault.got, ", ", fault.limit));
-  } else if (slices_.clear(); !incoming_.Dump(&slices_).ok()) {
-    status = absl::InvalidArgumentError("message: cannot be decompressed");
-  } else {
+  const bool fits = incoming_.Length() <= static_cast<size_t>(shared_.wire.message_bytes);
+  slices_.clear();
+  const bool readable = fits && incoming_.Dump(&slices_).ok();
+  if (readable) {
     fragments_.clear();
     for (const grpc::Slice& slice : slices_) {
       fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
     }
     if (wire::ScanAttend(fragments_, &header_, &payload_)) return true;
+  }
+  absl::Status status;
+  scheduler::Fault fault;  // its texts are allocated: an Attend has returned before
+  fault.field = "message";
+  fault.got = absl::StrCat(incoming_.Length(), " bytes");
+  fault.limit = fits ? "an AttendStreamRequest"
+                     : absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
+  fault.reason = fits ? "malformed" : "message_size";
+  if (!fits) {
+    status =
+        absl::ResourceExhaustedError(absl::StrCat("message: got ", fault.got, ", ", fault.limit));
+  } else if (!readable) {
+    status = absl::InvalidArgumentError("message: cannot be decompressed");
+  } else {
     status = wire::ScanMessage(fragments_, &header_bytes_, &payload_,
                                MostHeaderBytes(shared_.engine->limits()));
     if (status.ok() && !header_.ParseFromString(header_bytes_)) {
       status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
     }
   }
-  if (status.ok()) return true;
-  Break(status, fault);
-  return false;
+  if (!status.ok()) Break(status, fault);
+  return status.ok();
 }
 
 void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fault) {
