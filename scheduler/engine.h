@@ -135,8 +135,8 @@ struct LaunchReport {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  // Called once the answers of the launch are delivered, without the role: threads may call it at
-  // the same time.
+  // Called once the answers of the launch are delivered, mostly without the role: threads may call
+  // it at the same time, and in another order than that of the launches.
   virtual void OnLaunch(const LaunchReport& report) = 0;
   // Every request once, as it is answered.
   virtual void OnRequest(const StreamRequest& request, const absl::Status& status,

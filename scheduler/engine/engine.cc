@@ -42,7 +42,8 @@ class Engine::Impl {
  public:
   Impl(const EngineOptions& options, Clock* clock) : options_(options), clock_(clock) {}
 
-  void Tell(const LaunchReports& reports) {
+  // Passes them to the observer; any thread.
+  void Observe(const LaunchReports& reports) {
     for (int i = 0; i < reports.count; ++i) {
       options_.observer->OnLaunch(reports.of[static_cast<size_t>(i)]);
     }
@@ -73,13 +74,13 @@ class Engine::Impl {
       impl_.role_.unlock();
       if (std::this_thread::get_id() == impl_.engine_thread_) {
         impl_.answers_.Deliver(answers);
-        impl_.Tell(reports);
+        impl_.Observe(reports);
         return;
       }
       const bool left = work_left || sooner || !impl_.inbox_.empty();
       if (left && left_ == nullptr) impl_.inbox_.Wake();
       impl_.answers_.Deliver(answers);
-      impl_.Tell(reports);
+      impl_.Observe(reports);
       // What came meanwhile has been left to gather.
       const bool came = !answers.empty() && !impl_.inbox_.empty();
       if (left_ != nullptr) {

@@ -16,10 +16,12 @@ using testing::Pointers;
 using testing::Row;
 using testing::Rows;
 
-class EngineFaultTest : public ::testing::TestWithParam<FaultPoint> {
+// An engine over a backend whose calls can be made to fail.
+class FaultyEngine {
  protected:
-  EngineFaultTest() {
+  explicit FaultyEngine(bool two_slots) {
     auto faulty = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+    if (two_slots) faulty->SetTwoSlots();
     backend_ = faulty.get();
     h_ = std::make_unique<EngineHarness>(testing::HarnessOptions{
         testing::TinyLimits(), testing::TinyModel(), std::move(faulty), nullptr});
@@ -29,6 +31,11 @@ class EngineFaultTest : public ::testing::TestWithParam<FaultPoint> {
   FaultyBackend* backend_ = nullptr;
   std::unique_ptr<EngineHarness> h_;
   StreamId stream_ = 0;
+};
+
+class EngineFaultTest : public ::testing::TestWithParam<FaultPoint>, protected FaultyEngine {
+ protected:
+  EngineFaultTest() : FaultyEngine(/*two_slots=*/false) {}
 };
 
 TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
@@ -225,20 +232,9 @@ TEST_F(EngineFaultTest, AnUnhealthyBackendTakesNoNewSteps) {
 }
 
 // A device that takes two launches at a time.
-class TwoSlotsTest : public ::testing::Test {
+class TwoSlotsTest : public ::testing::Test, protected FaultyEngine {
  protected:
-  TwoSlotsTest() {
-    auto faulty = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
-    faulty->SetTwoSlots();
-    backend_ = faulty.get();
-    h_ = std::make_unique<EngineHarness>(testing::HarnessOptions{
-        testing::TinyLimits(), testing::TinyModel(), std::move(faulty), nullptr});
-    stream_ = h_->core().OpenStream(h_->tenant());
-  }
-
-  FaultyBackend* backend_ = nullptr;
-  std::unique_ptr<EngineHarness> h_;
-  StreamId stream_ = 0;
+  TwoSlotsTest() : FaultyEngine(/*two_slots=*/true) {}
 };
 
 TEST_F(TwoSlotsTest, LaunchThatDoesNotStartSparesTheOneThatRuns) {

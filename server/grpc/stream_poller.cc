@@ -13,7 +13,7 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-thread_local StreamPoller::Seat* StreamPoller::own_seat = nullptr;
+thread_local StreamPoller::PollThread* StreamPoller::own_thread = nullptr;
 
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus) {
   if (cpus < 4) return 0;
@@ -29,8 +29,9 @@ StreamPoller::~StreamPoller() { Stop(); }
 
 void StreamPoller::Start() {
   for (int32_t i = 0; i < thread_count_; ++i) {
-    seats_.push_back(std::make_unique<Seat>(this));
-    seats_.back()->thread = std::thread([this, seat = seats_.back().get()] { Run(seat); });
+    threads_.push_back(std::make_unique<PollThread>(this));
+    threads_.back()->thread =
+        std::thread([this, poll_thread = threads_.back().get()] { Run(poll_thread); });
   }
   if (thread_count_ > 1) watch_ = std::thread([this] { Watch(); });
 }
@@ -39,15 +40,15 @@ void StreamPoller::Stop() {
   if (std::exchange(stopped_, true)) return;
   {
     std::unique_lock lock(mutex_);
-    if (!seats_.empty()) idle_.wait(lock, [this] { return calls_ == 0; });
+    if (!threads_.empty()) idle_.wait(lock, [this] { return calls_ == 0; });
     stop_watch_ = true;
     watched_.notify_all();
   }
   if (watch_.joinable()) watch_.join();
   queue_->Shutdown();
-  Seat drain_seat(this);
-  if (seats_.empty()) Run(&drain_seat);  // a queue must be empty before it goes
-  for (const auto& seat : seats_) seat->thread.join();
+  PollThread drain_thread(this);
+  if (threads_.empty()) Run(&drain_thread);  // a queue must be empty before it goes
+  for (const auto& poll_thread : threads_) poll_thread->thread.join();
 }
 
 void StreamPoller::CallMade() {
@@ -61,12 +62,12 @@ void StreamPoller::CallGone() {
 }
 
 void StreamPoller::HandOver() {
-  Seat* const seat = own_seat;
-  if (thread_count_ < 2 || seat == nullptr || seat->poller != this) return;
-  if (polling_.load(std::memory_order_relaxed) != seat) return;
+  PollThread* const poll_thread = own_thread;
+  if (thread_count_ < 2 || poll_thread == nullptr || poll_thread->poller != this) return;
+  if (polling_.load(std::memory_order_relaxed) != poll_thread) return;
   {
     const std::lock_guard lock(mutex_);
-    if (polling_.load(std::memory_order_relaxed) != seat) return;
+    if (polling_.load(std::memory_order_relaxed) != poll_thread) return;
     polling_.store(nullptr, std::memory_order_relaxed);
   }
   free_.notify_one();
@@ -74,17 +75,18 @@ void StreamPoller::HandOver() {
 
 // Takes the polling from a thread that is found twice in the same event.
 void StreamPoller::Watch() {
-  const Seat* seen = nullptr;
+  const PollThread* seen = nullptr;
   uint64_t events_seen = 0;
   std::unique_lock lock(mutex_);
-  while (!watched_.wait_for(lock, kPatience, [this] { return stop_watch_; })) {
-    const Seat* const seat = polling_.load(std::memory_order_relaxed);
-    const uint64_t events = seat == nullptr ? 0 : seat->events.load(std::memory_order_relaxed);
-    if (events % 2 == 1 && seat == seen && events == events_seen) {
+  while (!watched_.wait_for(lock, kEventTimeout, [this] { return stop_watch_; })) {
+    const PollThread* const poll_thread = polling_.load(std::memory_order_relaxed);
+    const uint64_t events =
+        poll_thread == nullptr ? 0 : poll_thread->events.load(std::memory_order_relaxed);
+    if (events % 2 == 1 && poll_thread == seen && events == events_seen) {
       polling_.store(nullptr, std::memory_order_relaxed);
       free_.notify_one();
     }
-    seen = seat;
+    seen = poll_thread;
     events_seen = events;
   }
 }
@@ -103,26 +105,26 @@ bool StreamPoller::Next(void** tag, bool* ok) {
   return queue_->Next(tag, ok);
 }
 
-void StreamPoller::Run(Seat* seat) {
-  own_seat = seat;
+void StreamPoller::Run(PollThread* poll_thread) {
+  own_thread = poll_thread;
   for (;;) {
     {
       std::unique_lock lock(mutex_);
       free_.wait(lock, [this] { return polling_.load(std::memory_order_relaxed) == nullptr; });
-      polling_.store(seat, std::memory_order_relaxed);
+      polling_.store(poll_thread, std::memory_order_relaxed);
     }
-    while (polling_.load(std::memory_order_relaxed) == seat) {
+    while (polling_.load(std::memory_order_relaxed) == poll_thread) {
       void* tag = nullptr;
       bool ok = false;
       if (!Next(&tag, &ok)) {
         HandOver();  // so that the others see it, too
-        own_seat = nullptr;
+        own_thread = nullptr;
         return;
       }
-      const uint64_t events = seat->events.load(std::memory_order_relaxed);
-      seat->events.store(events + 1, std::memory_order_relaxed);
+      const uint64_t events = poll_thread->events.load(std::memory_order_relaxed);
+      poll_thread->events.store(events + 1, std::memory_order_relaxed);
       static_cast<StreamEvent*>(tag)->Happened(ok);
-      seat->events.store(events + 2, std::memory_order_relaxed);
+      poll_thread->events.store(events + 2, std::memory_order_relaxed);
     }
   }
 }

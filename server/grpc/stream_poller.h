@@ -5,7 +5,7 @@
 // one thread at a time polls a queue that all share and handles what arrives itself; for a while
 // after each event it asks again and again instead of going to sleep. The other threads are spares:
 // HandOver lets one of them poll while the first does something long. A thread that does so without
-// calling HandOver (a small launch on a device that hangs) loses the polling after kPatience to
+// calling HandOver (a small launch on a device that hangs) loses the polling after kEventTimeout to
 // twice that: one more thread, which never polls itself, checks for that, so an event costs only
 // two stores.
 //
@@ -61,7 +61,7 @@ int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 class StreamPoller final {
  public:
   // How long one event may keep the polling.
-  static constexpr std::chrono::milliseconds kPatience{20};
+  static constexpr std::chrono::milliseconds kEventTimeout{20};
 
   // Adds its queue to `builder`.
   StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options);
@@ -89,29 +89,29 @@ class StreamPoller final {
 
  private:
   // A thread that polls.
-  struct Seat {
-    explicit Seat(const StreamPoller* its_poller) : poller(its_poller) {}
+  struct PollThread {
+    explicit PollThread(const StreamPoller* its_poller) : poller(its_poller) {}
     const StreamPoller* const poller;
     std::atomic<uint64_t> events{0};  // begun and ended, so that it is odd while one is handled
     std::thread thread;
   };
 
-  void Run(Seat* seat);
+  void Run(PollThread* poll_thread);
   void Watch();
   bool Next(void** tag, bool* ok);
-  static thread_local Seat* own_seat;  // of the present thread
+  static thread_local PollThread* own_thread;  // of the present thread
 
   const int32_t thread_count_;
   std::atomic<int32_t> spin_us_;
   std::atomic<const void*> last_user_{nullptr};
   std::unique_ptr<grpc::ServerCompletionQueue> queue_;
-  std::vector<std::unique_ptr<Seat>> seats_;
+  std::vector<std::unique_ptr<PollThread>> threads_;
   std::thread watch_;
   bool stopped_ = false;
 
   std::mutex mutex_;
   std::condition_variable free_;
-  std::atomic<Seat*> polling_{nullptr};  // the thread that polls; changed with the mutex held
+  std::atomic<PollThread*> polling_{nullptr};  // the thread that polls; changed with the mutex held
   std::condition_variable watched_;
   bool stop_watch_ = false;
   std::condition_variable idle_;

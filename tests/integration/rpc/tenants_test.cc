@@ -338,11 +338,11 @@ TEST(TenantsTest, IdleUploadsLeaveLeasesAndAdministrationToOthers) {
     uploads.push_back(tenants.back()->models->UploadWeights(contexts.back().get(), &replies[i]));
   }
   // All that there is room for are under way.
-  v1::GetQuotaRequest everybody;
-  everybody.set_all(true);
+  v1::GetQuotaRequest all_tenants;
+  all_tenants.set_all(true);
   for (uint64_t held = 0, bound = 1; held < bound;) {
     v1::GetQuotaReply quota;
-    ASSERT_TRUE(b.admin->GetQuota(b.Context().get(), everybody, &quota).ok());
+    ASSERT_TRUE(b.admin->GetQuota(b.Context().get(), all_tenants, &quota).ok());
     held = quota.server(v1::QUOTA_RESOURCE_UPLOADS - 1).used();
     bound = quota.server(v1::QUOTA_RESOURCE_UPLOADS - 1).bound();
   }
