@@ -124,37 +124,39 @@ void AttendStream::Continue() {
 
 // Splits incoming_ into header_ and payload_. False: the stream is broken.
 bool AttendStream::ScanHeader() {
-  const bool fits = incoming_.Length() <= static_cast<size_t>(shared_.wire.message_bytes);
-  slices_.clear();
-  const bool readable = fits && incoming_.Dump(&slices_).ok();
-  if (readable) {
-    fragments_.clear();
-    for (const grpc::Slice& slice : slices_) {
-      fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
-    }
-    if (wire::ScanAttend(fragments_, &header_, &payload_)) return true;
+  if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
+    const std::string limit = absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
+    return BreakMalformed(absl::ResourceExhaustedError(
+                              absl::StrCat("message: got ", incoming_.Length(), " bytes, ", limit)),
+                          "message_size", limit);
   }
-  absl::Status status;
-  scheduler::Fault fault;  // its texts are allocated: an Attend has returned before
+  slices_.clear();
+  if (!incoming_.Dump(&slices_).ok()) {
+    return BreakMalformed(absl::InvalidArgumentError("message: cannot be decompressed"));
+  }
+  fragments_.clear();
+  for (const grpc::Slice& slice : slices_) {
+    fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+  }
+  if (wire::ScanAttend(fragments_, &header_, &payload_)) return true;
+  if (absl::Status status = wire::ScanMessage(fragments_, &header_bytes_, &payload_,
+                                              MostHeaderBytes(shared_.engine->limits()));
+      !status.ok()) {
+    return BreakMalformed(status);
+  }
+  return header_.ParseFromString(header_bytes_) ||
+         BreakMalformed(absl::InvalidArgumentError("message: not an AttendStreamRequest"));
+}
+
+bool AttendStream::BreakMalformed(const absl::Status& status, std::string_view reason,
+                                  std::string_view limit) {
+  scheduler::Fault fault;
   fault.field = "message";
   fault.got = absl::StrCat(incoming_.Length(), " bytes");
-  fault.limit = fits ? "an AttendStreamRequest"
-                     : absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
-  fault.reason = fits ? "malformed" : "message_size";
-  if (!fits) {
-    status =
-        absl::ResourceExhaustedError(absl::StrCat("message: got ", fault.got, ", ", fault.limit));
-  } else if (!readable) {
-    status = absl::InvalidArgumentError("message: cannot be decompressed");
-  } else {
-    status = wire::ScanMessage(fragments_, &header_bytes_, &payload_,
-                               MostHeaderBytes(shared_.engine->limits()));
-    if (status.ok() && !header_.ParseFromString(header_bytes_)) {
-      status = absl::InvalidArgumentError("message: not an AttendStreamRequest");
-    }
-  }
-  if (!status.ok()) Break(status, fault);
-  return status.ok();
+  fault.limit = limit;
+  fault.reason = reason;
+  Break(status, fault);
+  return false;
 }
 
 void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fault) {

@@ -33,6 +33,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "mla/v1/attention.pb.h"
@@ -98,6 +99,9 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void ReadNext();
   bool ScanHeader();
   void Break(const absl::Status& status, const scheduler::Fault& fault);
+  // For a message that cannot be read. Returns false.
+  bool BreakMalformed(const absl::Status& status, std::string_view reason = "malformed",
+                      std::string_view limit = "an AttendStreamRequest");
   AttendMessage* Accept();
   absl::Status Prepare(AttendMessage* message, bool* stalled);
   absl::Status PrepareShared(AttendMessage* message);

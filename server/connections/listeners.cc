@@ -27,6 +27,11 @@ namespace {
 // about every five seconds.
 constexpr int kPingAnswerMs = 10000;
 
+// Threads beside those of the control calls: a few for gRPC's own work, the rest for calls that are
+// about to be refused. A call holds a thread before the server sees it, and gRPC itself refuses
+// every call, of any tenant, while no thread is free; so a burst must fit.
+constexpr int kOtherThreads = 192;
+
 // Plugins register for the whole process; this option keeps or drops them for one server.
 class Introspection final : public grpc::ServerBuilderOption {
  public:
@@ -105,9 +110,7 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
                               1 << GRPC_COMPRESS_NONE);
   grpc::ResourceQuota quota("mla-server");
   quota.Resize(static_cast<size_t>(wire.quota_bytes));
-  // Beside the control calls' threads gRPC wants a few for its own work, and calls that are refused
-  // hold one for a moment.
-  quota.SetMaxThreads(wire.control_threads + 24);
+  quota.SetMaxThreads(wire.control_threads + kOtherThreads);
   builder->SetResourceQuota(quota);
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
   builder->SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MIN_POLLERS, 1);
