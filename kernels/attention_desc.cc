@@ -8,14 +8,12 @@ const char* Name(AttentionForm form) {
   return form == AttentionForm::kAbsorbed ? "absorbed" : "expanded";
 }
 
-const char* Name(RowFormat format) { return format == RowFormat::kBf16 ? "bf16" : "unknown"; }
-
 std::string ToString(const AttentionDesc& desc) {
   const Geometry& g = desc.geometry;
   return absl::StrCat(Name(desc.form), " heads=", g.num_heads, " lora=", g.kv_lora_rank,
                       " rope=", g.rope_dim, " nope=", g.nope_dim, " v=", g.v_dim,
                       " q=", Name(desc.q_dtype), " o=", Name(desc.o_dtype),
-                      " kv=", Name(desc.row_format), " page=", desc.page_size);
+                      " kv=", Name(desc.kv_format), " page=", desc.page_size);
 }
 
 }  // namespace mla::kernels

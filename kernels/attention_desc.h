@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/dtype.h"
+#include "kernels/formats/kv_format.h"
 
 namespace mla::kernels {
 
@@ -26,12 +27,6 @@ struct Geometry {
   friend bool operator==(const Geometry&, const Geometry&) = default;
 };
 
-// How a row format stores one KV row in a page. The tag belongs to the pool and is never inferred
-// from a device.
-enum class RowFormat : uint8_t {
-  kBf16 = 1,  // kv_lora_rank latent values, then rope_dim rotated ones, bf16, row-major
-};
-
 // The two forms of one and the same attention.
 enum class AttentionForm : uint8_t {
   // Query rows live in latent space (W_UK absorbed): q [rows, heads, kv_lora_rank + rope_dim]
@@ -46,7 +41,7 @@ enum class AttentionForm : uint8_t {
 struct AttentionDesc {
   Geometry geometry;
   AttentionForm form = AttentionForm::kAbsorbed;
-  RowFormat row_format = RowFormat::kBf16;
+  KvFormat kv_format = KvFormat::kBf16;
   DType q_dtype = DType::kBf16;
   DType o_dtype = DType::kBf16;
   int32_t page_size = 64;  // rows a page, >= 1
@@ -55,7 +50,6 @@ struct AttentionDesc {
 };
 
 const char* Name(AttentionForm form);
-const char* Name(RowFormat format);
 
 // One line for logs and refusals, e.g. "absorbed heads=128 lora=512 rope=64 q=bf16 o=bf16 kv=bf16
 // page=64".

@@ -9,16 +9,23 @@
 namespace mla::kernels {
 
 enum class DType : uint8_t {
-  kBf16 = 1,  // brain float: upper half of an IEEE binary32
-  kF32 = 2,   // IEEE binary32
+  kBf16 = 1,     // brain float: upper half of an IEEE binary32
+  kF32 = 2,      // IEEE binary32
+  kFp8E4m3 = 3,  // eight bits, of the pool's kind (kernels/formats/fp8.h)
 };
 
 // Storage of one bf16 element; arithmetic happens in fp32.
 using Bf16 = uint16_t;
 
-constexpr size_t ElementSize(DType dtype) { return dtype == DType::kBf16 ? 2 : 4; }
+// Bytes of an element and its name, by number; 0 is none.
+struct DTypeTraits {
+  size_t size;
+  const char* name;
+};
+inline constexpr DTypeTraits kDTypes[] = {{0, "none"}, {2, "bf16"}, {4, "fp32"}, {1, "fp8_e4m3"}};
 
-constexpr const char* Name(DType dtype) { return dtype == DType::kBf16 ? "bf16" : "fp32"; }
+constexpr size_t ElementSize(DType dtype) { return kDTypes[static_cast<size_t>(dtype)].size; }
+constexpr const char* Name(DType dtype) { return kDTypes[static_cast<size_t>(dtype)].name; }
 
 inline float ToFloat(Bf16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);

@@ -30,7 +30,7 @@ uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 
 absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
   const char* missing = nullptr;
-  if (desc.row_format != kernels::RowFormat::kBf16) missing = "this row format";
+  if (desc.kv_format != kernels::KvFormat::kBf16) missing = "this row format";
   if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
   // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
   if (desc.q_dtype != DType::kBf16) missing = "this query dtype";

@@ -70,7 +70,7 @@ void WritePageRange(const PoolView& pool, const PageRange& range) {
 absl::Status HostBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
   constexpr int32_t kMaxDim = 8192;
-  if (desc.row_format != RowFormat::kBf16) return Refuse(desc, "this row format");
+  if (desc.kv_format != KvFormat::kBf16) return Refuse(desc, "this row format");
   if (g.num_heads < 1 || g.num_heads > 65535) return Refuse(desc, "this head count");
   if (desc.page_size < 1) return Refuse(desc, "this page size");
   if (g.kv_lora_rank < 1 || g.kv_lora_rank > kMaxDim) return Refuse(desc, "this kv_lora_rank");

@@ -1,0 +1,181 @@
+// How KV rows lie in pages: a table of formats, the places inside a row and a page, and the
+// encoding of one row. Formats belong to a pool's pages and are never inferred from a device.
+//
+//   bf16        [latent bf16][rotated bf16]                                  1152 bytes at 512 + 64
+//   fp8_tensor  [latent e4m3][rotated e4m3], one fp32 scale a layer,          576
+//               which the model brings and records carry
+//   fp8_row     [latent e4m3][fp32 scale of every 128 of them][rotated bf16]  656
+//
+// What a stored value stands for, equally on every backend:
+//   fp8_tensor  code x scale
+//   fp8_row     code x scale, rounded to bf16. The encoder's scales are powers of two, so nothing
+//   of
+//               what it wrote is rounded; other scales may come with bytes from elsewhere. A scale
+//               that is negative, NaN or above kLargestKvScale stands for NaN (KvScale).
+//
+// A value that a row cannot hold (NaN, an infinity, a magnitude of 2^80 and more; see Stored in
+// kernels/dtype.h) is kept as NaN by every format, and so reaches every result that sees the row.
+// Magnitudes that only a scale makes too large saturate.
+#ifndef MLA_KERNELS_FORMATS_KV_FORMAT_H_
+#define MLA_KERNELS_FORMATS_KV_FORMAT_H_
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "kernels/dtype.h"
+#include "kernels/formats/fp8.h"
+
+namespace mla::kernels {
+
+enum class KvFormat : uint8_t {
+  kBf16 = 1,
+  kFp8Tensor = 2,
+  kFp8Row = 3,
+};
+inline constexpr KvFormat kKvFormats[] = {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row};
+
+// What scales a row's latent values, and where that lies.
+enum class KvScales : uint8_t {
+  kNone,
+  kLayer,   // one fp32 for all values of a layer, outside the pool
+  kInRow,   // an fp32 a group, behind the row's latent values
+  kInPage,  // a power of two a group, as the exponent byte of a binary32, behind all rows of a page
+};
+
+struct KvFormatTraits {
+  const char* name = "";
+  DType latent = DType::kBf16;
+  DType rope = DType::kBf16;
+  KvScales scales = KvScales::kNone;
+  int32_t group = 0;          // latent values a scale, for kInRow and kInPage
+  int32_t page_multiple = 1;  // a page's bytes are a multiple of this
+};
+
+constexpr KvFormatTraits TraitsOf(KvFormat format) {
+  switch (format) {
+    case KvFormat::kFp8Tensor:
+      return {"fp8_tensor", DType::kFp8E4m3, DType::kFp8E4m3, KvScales::kLayer};
+    case KvFormat::kFp8Row:
+      return {"fp8_row", DType::kFp8E4m3, DType::kBf16, KvScales::kInRow, 128};
+    case KvFormat::kBf16:
+      break;
+  }
+  return {"bf16"};
+}
+
+constexpr const char* Name(KvFormat format) { return TraitsOf(format).name; }
+
+// Bytes of one row and where its parts lie. The latent values come first.
+struct KvRowLayout {
+  KvFormatTraits traits;
+  int32_t latent_dim = 0, rope_dim = 0;
+  int32_t groups = 0;             // scales of a row
+  int32_t scales_at = 0;          // kInRow: bytes from the row's first
+  int32_t rope_at = 0;            // bytes from the row's first
+  int32_t row_bytes = 0;          // from a row to the next one, without those that the page holds
+  int32_t page_scales_bytes = 0;  // kInPage: of one row
+};
+
+// kInPage pads the scales of a row to this many bytes.
+inline constexpr int32_t kPageScalesMultiple = 8;
+
+constexpr KvRowLayout MakeKvRowLayout(const KvFormatTraits& traits, int32_t latent_dim,
+                                      int32_t rope_dim) {
+  const auto round_up = [](int32_t bytes, int32_t to) { return (bytes + to - 1) / to * to; };
+  KvRowLayout at;
+  at.traits = traits;
+  at.latent_dim = latent_dim;
+  at.rope_dim = rope_dim;
+  if (traits.group > 0) at.groups = (latent_dim + traits.group - 1) / traits.group;
+  const bool in_row = traits.scales == KvScales::kInRow;
+  at.scales_at = latent_dim * static_cast<int32_t>(ElementSize(traits.latent));
+  if (in_row) at.scales_at = round_up(at.scales_at, 4);
+  at.rope_at = at.scales_at + (in_row ? at.groups * 4 : 0);
+  at.rope_at = round_up(at.rope_at, static_cast<int32_t>(ElementSize(traits.rope)));
+  at.row_bytes = at.rope_at + rope_dim * static_cast<int32_t>(ElementSize(traits.rope));
+  if (in_row) at.row_bytes = round_up(at.row_bytes, 4);
+  if (traits.scales == KvScales::kInPage) {
+    at.page_scales_bytes = round_up(at.groups, kPageScalesMultiple);
+  }
+  return at;
+}
+
+constexpr KvRowLayout MakeKvRowLayout(KvFormat format, int32_t latent_dim, int32_t rope_dim) {
+  return MakeKvRowLayout(TraitsOf(format), latent_dim, rope_dim);
+}
+
+// Bytes of a page of `rows` rows that lie `row_stride` >= row_bytes apart.
+constexpr int64_t KvPageBytes(const KvRowLayout& at, int64_t row_stride, int64_t rows) {
+  const int64_t bytes = rows * (row_stride + at.page_scales_bytes);
+  return (bytes + at.traits.page_multiple - 1) / at.traits.page_multiple * at.traits.page_multiple;
+}
+
+// Where a row lies in memory. `Byte` is std::byte or const std::byte.
+template <typename Byte>
+struct KvRowPlace {
+  Byte* row = nullptr;
+  Byte* scales = nullptr;  // kInRow, kInPage
+};
+
+template <typename Byte>
+constexpr KvRowPlace<Byte> KvRowIn(const KvRowLayout& at, Byte* page, int64_t row_stride,
+                                   int32_t page_rows, int32_t row) {
+  Byte* const first = page + row * row_stride;
+  if (at.traits.scales == KvScales::kInPage) {
+    return {first, page + page_rows * row_stride + int64_t{row} * at.page_scales_bytes};
+  }
+  return {first, first + at.scales_at};
+}
+
+// Scales of kE4m3Fn; those of kE4m3Fnuz are twice as large (ScaleToKind). Within these bounds no
+// value of a row reaches 2^81, and the inverse of a scale is a normal number.
+inline constexpr float kSmallestKvScale = 0x1p-100f;
+inline constexpr float kLargestKvScale = 0x1p72f;
+
+// What a scale found in a page stands for.
+constexpr float KvScale(float scale, Fp8Kind kind) {
+  const float largest = kind == Fp8Kind::kE4m3Fn ? kLargestKvScale : kLargestKvScale * 2;
+  const bool good = std::bit_cast<uint32_t>(scale) <= std::bit_cast<uint32_t>(largest);
+  return good ? scale : std::numeric_limits<float>::quiet_NaN();
+}
+
+// The smallest power of two under which a group of largest magnitude `largest` does not saturate,
+// at least kSmallestKvScale. REQUIRES largest < 2^80.
+constexpr float KvGroupScale(float largest, Fp8Kind kind) {
+  // Carries into the exponent where the mantissa is above that of the kind's largest number, 1.75.
+  const uint32_t up = std::bit_cast<uint32_t>(largest) + 0x1fffffu;
+  const uint32_t exponent = up >> 23;
+  const uint32_t least = std::bit_cast<uint32_t>(kSmallestKvScale) >> 23;
+  const uint32_t chosen = exponent < least + 8 ? least : exponent - 8;
+  const float scale = std::bit_cast<float>(chosen << 23);
+  return kind == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, Fp8Kind::kE4m3Fnuz);
+}
+
+// 1 / scale of a power of two that KvGroupScale returns; exact.
+constexpr float KvScaleInverse(float scale) {
+  return std::bit_cast<float>((254u << 23) - std::bit_cast<uint32_t>(scale));
+}
+
+// Whether a row cannot hold this value.
+constexpr bool IsPoison(float value) {
+  return (std::bit_cast<uint32_t>(value) & 0x7fffffffu) >= (kStoredBound << 16) - 0x8000u;
+}
+
+// Stores one row of latent_dim + rope_dim elements of `dtype` (bf16 or fp32). `layer_scale`: for
+// kLayer, of the kind in use. Bytes between the parts of a row are not written.
+void EncodeKvRow(const KvRowLayout& at, Fp8Kind kind, const void* values, DType dtype,
+                 float layer_scale, const KvRowPlace<std::byte>& place);
+
+// What the row stands for, latent_dim + rope_dim values.
+void DecodeKvRow(const KvRowLayout& at, Fp8Kind kind, float layer_scale,
+                 const KvRowPlace<const std::byte>& place, float* values);
+
+// Whether the bytes at both places that belong to a row (padding does not) are the same.
+bool SameKvRow(const KvRowLayout& at, const KvRowPlace<const std::byte>& a,
+               const KvRowPlace<const std::byte>& b);
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_FORMATS_KV_FORMAT_H_

@@ -1,0 +1,265 @@
+#include "kernels/formats/kv_format.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace mla::kernels {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr std::byte kUntouched{0xa5};
+
+// DeepSeek V4's page: scales of all rows behind the rows, the whole a multiple of 576 bytes.
+constexpr KvFormatTraits kPlanar{"planar", DType::kFp8E4m3, DType::kBf16, KvScales::kInPage, 64,
+                                 576};
+
+TEST(KvRowLayoutTest, SizesAreThoseOfTheKnownFormats) {
+  EXPECT_EQ(MakeKvRowLayout(KvFormat::kBf16, 512, 64).row_bytes, 1152);
+  EXPECT_EQ(MakeKvRowLayout(KvFormat::kFp8Tensor, 512, 64).row_bytes, 576);
+  const KvRowLayout row = MakeKvRowLayout(KvFormat::kFp8Row, 512, 64);
+  EXPECT_EQ(row.row_bytes, 656);
+  EXPECT_EQ(row.groups, 4);
+  EXPECT_EQ(row.scales_at, 512);
+  EXPECT_EQ(row.rope_at, 528);
+  EXPECT_EQ(KvPageBytes(row, row.row_bytes, 64), 656 * 64);
+  const KvRowLayout planar = MakeKvRowLayout(kPlanar, 448, 64);
+  EXPECT_EQ(planar.row_bytes, 576);
+  EXPECT_EQ(planar.groups, 7);
+  EXPECT_EQ(planar.page_scales_bytes, 8);
+  EXPECT_EQ(KvPageBytes(planar, planar.row_bytes, 64), 37440);
+  std::vector<std::byte> page(37440);
+  const auto place = KvRowIn(planar, page.data(), planar.row_bytes, 64, 3);
+  EXPECT_EQ(place.row - page.data(), 3 * 576);
+  EXPECT_EQ(place.scales - page.data(), 64 * 576 + 3 * 8);
+}
+
+TEST(KvRowLayoutTest, OddSizesKeepPartsApartAndAligned) {
+  for (const int32_t latent : {1, 2, 127, 128, 129, 300}) {
+    for (const int32_t rope : {0, 1, 7}) {
+      const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, latent, rope);
+      EXPECT_EQ(at.groups, (latent + 127) / 128);
+      EXPECT_EQ(at.scales_at % 4, 0);
+      EXPECT_GE(at.scales_at, latent);
+      EXPECT_GE(at.rope_at, at.scales_at + 4 * at.groups);
+      EXPECT_EQ(at.row_bytes % 4, 0);
+      EXPECT_GE(at.row_bytes, at.rope_at + 2 * rope);
+    }
+  }
+}
+
+TEST(KvRowLayoutTest, NamesDiffer) {
+  EXPECT_STREQ(Name(KvFormat::kBf16), "bf16");
+  EXPECT_STREQ(Name(KvFormat::kFp8Tensor), "fp8_tensor");
+  EXPECT_STREQ(Name(KvFormat::kFp8Row), "fp8_row");
+}
+
+// Over every magnitude that a row can hold.
+TEST(KvGroupScaleTest, IsTheSmallestPowerOfTwoThatDoesNotSaturate) {
+  for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
+    const float factor = kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f;
+    for (uint32_t bits = 0; bits < kStoredBound; ++bits) {
+      const float largest = ToFloat(static_cast<Bf16>(bits));
+      const float scale = KvGroupScale(largest, kind);
+      int exponent = 0;
+      ASSERT_EQ(std::frexp(scale, &exponent), 0.5f) << largest;
+      ASSERT_LE(largest, Fp8Largest(kind) * scale);
+      if (scale > kSmallestKvScale * factor) {
+        ASSERT_GT(largest, Fp8Largest(kind) * scale / 2);
+      }
+      ASSERT_LE(scale, kLargestKvScale * factor);
+      ASSERT_EQ(scale * KvScaleInverse(scale), 1.0f);
+      ASSERT_EQ(KvScale(scale, kind), scale);
+    }
+  }
+}
+
+TEST(KvScaleTest, WhatIsNoScaleReadsAsNaN) {
+  for (const float scale : {-1.0f, -0.0f, kNaN, kInfinity, -kInfinity, 0x1p80f, 3e38f}) {
+    EXPECT_TRUE(std::isnan(KvScale(scale, Fp8Kind::kE4m3Fn))) << scale;
+  }
+  for (const float scale : {0.0f, 1e-45f, 1.0f, kLargestKvScale}) {
+    EXPECT_EQ(KvScale(scale, Fp8Kind::kE4m3Fn), scale);
+  }
+  EXPECT_TRUE(std::isnan(KvScale(std::nextafterf(kLargestKvScale, kInfinity), Fp8Kind::kE4m3Fn)));
+}
+
+TEST(IsPoisonTest, AgreesWithWhatBf16RowsHold) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const auto value = static_cast<Bf16>(bits);
+    const bool want = Stored(value) != value || std::isnan(ToFloat(value));
+    ASSERT_EQ(IsPoison(ToFloat(value)), want) << bits;
+  }
+  for (const float value : {0x1.fdp79f, 0x1.fep79f, 0x1.fefffep79f, 0x1.ffp79f, 0x1.fffffep79f}) {
+    EXPECT_EQ(IsPoison(value), std::isnan(ToFloat(Stored(ToBf16(value))))) << value;
+  }
+}
+
+class KvRowTest : public testing::TestWithParam<std::tuple<int, Fp8Kind, DType>> {
+ protected:
+  static KvFormatTraits Traits() {
+    const int index = std::get<0>(GetParam());
+    return index < 3 ? TraitsOf(kKvFormats[index]) : kPlanar;
+  }
+  static Fp8Kind Kind() { return std::get<1>(GetParam()); }
+  static DType Source() { return std::get<2>(GetParam()); }
+
+  // Stores a row, reads it back, and checks that nothing else of the page was written.
+  static std::vector<float> Through(const KvRowLayout& at, const std::vector<float>& values,
+                                    float layer_scale) {
+    constexpr int32_t kRows = 3, kAt = 1;
+    const int64_t stride = at.row_bytes + 8;
+    std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(at, stride, kRows)), kUntouched);
+    const KvRowPlace<std::byte> place = KvRowIn(at, page.data(), stride, kRows, kAt);
+    std::vector<Bf16> narrow(values.size());
+    std::transform(values.begin(), values.end(), narrow.begin(), ToBf16);
+    const void* const source = Source() == DType::kBf16 ? static_cast<const void*>(narrow.data())
+                                                        : static_cast<const void*>(values.data());
+    EncodeKvRow(at, Kind(), source, Source(), layer_scale, place);
+    for (size_t i = 0; i < page.size(); ++i) {
+      const std::byte* const byte = page.data() + i;
+      const bool in_row = byte >= place.row && byte < place.row + at.row_bytes;
+      const bool in_scales = at.page_scales_bytes > 0 && byte >= place.scales &&
+                             byte < place.scales + at.page_scales_bytes;
+      if (in_row || in_scales) continue;
+      EXPECT_EQ(*byte, kUntouched) << i;
+    }
+    std::vector<float> read(values.size());
+    const std::byte* const first = page.data();
+    const KvRowPlace<const std::byte> there = KvRowIn(at, first, stride, kRows, kAt);
+    DecodeKvRow(at, Kind(), layer_scale, there, read.data());
+    EXPECT_TRUE(SameKvRow(at, there, there));
+    return read;
+  }
+};
+
+TEST_P(KvRowTest, ValuesComeBackWithinTheRoundingOfTheirFormat) {
+  std::mt19937 random(7);
+  for (const int32_t latent : {1, 64, 130, 448, 512}) {
+    const KvRowLayout at = MakeKvRowLayout(Traits(), latent, 6);
+    std::vector<float> values(static_cast<size_t>(latent) + 6);
+    std::normal_distribution<float> normal(0.0f, 3.0f);
+    for (float& value : values) value = normal(random);
+    const bool ocp = Kind() == Fp8Kind::kE4m3Fn;
+    const float scale = ocp ? 0.0371f : ScaleToKind(0.0371f, Fp8Kind::kE4m3Fnuz);
+    const std::vector<float> read = Through(at, values, scale);
+    for (size_t i = 0; i < values.size(); ++i) {
+      const bool fp8 = i < static_cast<size_t>(latent) ? at.traits.latent == DType::kFp8E4m3
+                                                       : at.traits.rope == DType::kFp8E4m3;
+      const float error = std::abs(read[i] - values[i]);
+      // Three mantissa bits or seven; below the smallest normal number of a scale, units of it.
+      const float bound = fp8 ? std::abs(values[i]) * 0.0665f + 1e-3f : std::abs(values[i]) / 250;
+      ASSERT_LE(error, bound) << values[i] << " at " << i << " of " << latent;
+    }
+  }
+}
+
+TEST_P(KvRowTest, ZeroRowsAreZeros) {
+  const KvRowLayout at = MakeKvRowLayout(Traits(), 200, 4);
+  for (const float zero : {0.0f, -0.0f}) {
+    const std::vector<float> read = Through(at, std::vector<float>(204, zero), 1.0f);
+    for (const float value : read) ASSERT_EQ(value, 0.0f);
+  }
+}
+
+TEST_P(KvRowTest, WhatARowCannotHoldIsNaNAndHarmsNoNeighbour) {
+  const KvRowLayout at = MakeKvRowLayout(Traits(), 200, 4);
+  const std::vector<float> clean(204, 0.75f);
+  const std::vector<float> want = Through(at, clean, 0.01f);
+  for (const float poison : {kNaN, -kNaN, kInfinity, -kInfinity, 0x1p80f, -3e38f}) {
+    for (const size_t where : {size_t{0}, size_t{150}, size_t{199}, size_t{200}, size_t{203}}) {
+      std::vector<float> values = clean;
+      values[where] = poison;
+      const std::vector<float> read = Through(at, values, 0.01f);
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (i == where) {
+          ASSERT_TRUE(std::isnan(read[i])) << poison << " at " << i;
+        } else {
+          ASSERT_EQ(read[i], want[i]) << poison << " at " << where;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KvRowTest, LargestAndSmallestMagnitudesStayInRange) {
+  const KvRowLayout at = MakeKvRowLayout(Traits(), 256, 2);
+  std::vector<float> values(258, 0.0f);
+  values[0] = 0x1.fcp79f;
+  values[1] = -0x1.fcp79f;
+  values[130] = 1e-38f;
+  values[256] = 0x1.fcp79f;
+  const std::vector<float> read = Through(at, values, kLargestKvScale / 2);
+  for (const float value : read) {
+    ASSERT_TRUE(std::isfinite(value));
+    ASSERT_LT(std::abs(value), 0x1p81f);
+  }
+  EXPECT_GT(read[0], 0x1p78f);
+  EXPECT_LT(read[1], -0x1p78f);
+}
+
+std::string NameOf(const testing::TestParamInfo<std::tuple<int, Fp8Kind, DType>>& info) {
+  static constexpr const char* kNames[] = {"bf16", "fp8_tensor", "fp8_row", "planar"};
+  const auto [format, kind, source] = info.param;
+  return std::string(kNames[format]) + "_" + Name(kind) + "_" + Name(source);
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, KvRowTest,
+                         testing::Combine(testing::Range(0, 4),
+                                          testing::Values(Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz),
+                                          testing::Values(DType::kBf16, DType::kF32)),
+                         NameOf);
+
+// Bytes that no encoder wrote.
+TEST(DecodeKvRowTest, ForeignScalesAreRoundedOnceAndBadOnesAreNaN) {
+  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, 256, 0);
+  std::vector<std::byte> row(static_cast<size_t>(at.row_bytes), std::byte{0x43});
+  const KvRowPlace<std::byte> place = KvRowIn(at, row.data(), at.row_bytes, 1, 0);
+  const std::byte* const first = row.data();
+  const KvRowPlace<const std::byte> there = KvRowIn(at, first, at.row_bytes, 1, 0);
+  std::vector<float> values(256);
+  const float code = DecodeFp8(0x43, Fp8Kind::kE4m3Fn);
+  for (const float scale : {0.3f, 0.0f, 1e-40f, kLargestKvScale, -1.0f, kNaN, kInfinity, 1e30f}) {
+    const float scales[2] = {scale, 1.0f};
+    std::memcpy(place.scales, scales, sizeof scales);
+    DecodeKvRow(at, Fp8Kind::kE4m3Fn, 0.0f, there, values.data());
+    const float want = ToFloat(ToBf16(code * KvScale(scale, Fp8Kind::kE4m3Fn)));
+    if (std::isnan(want)) {
+      EXPECT_TRUE(std::isnan(values[0])) << scale;
+    } else {
+      EXPECT_EQ(values[0], want) << scale;
+    }
+    EXPECT_EQ(values[128], code);
+  }
+}
+
+TEST(SameKvRowTest, SeesEveryBytePartAndNoPadding) {
+  for (const KvFormatTraits& traits :
+       {TraitsOf(KvFormat::kFp8Row), TraitsOf(KvFormat::kBf16), TraitsOf(KvFormat::kFp8Tensor)}) {
+    const KvRowLayout at = MakeKvRowLayout(traits, 130, 3);
+    std::vector<std::byte> a(static_cast<size_t>(at.row_bytes), std::byte{1}), b = a;
+    const std::byte *first = a.data(), *second = b.data();
+    int32_t seen = 0;
+    for (std::byte& byte : b) {
+      byte = std::byte{2};
+      seen += !SameKvRow(at, KvRowIn(at, first, at.row_bytes, 1, 0),
+                         KvRowIn(at, second, at.row_bytes, 1, 0));
+      byte = std::byte{1};
+    }
+    const int32_t want = traits.scales == KvScales::kNone    ? 2 * 133
+                         : traits.scales == KvScales::kLayer ? 133
+                                                             : 130 + 2 * 4 + 3 * 2;
+    EXPECT_EQ(seen, want) << traits.name;
+  }
+}
+
+}  // namespace
+}  // namespace mla::kernels
