@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "proto/transport.h"
+#include "proto/wire/transport.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
 #include "server/logging/logging.h"

@@ -11,7 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/usable_cpus.h"
-#include "proto/copy_team.h"
+#include "proto/wire/copy_team.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/attend/attention_service.h"

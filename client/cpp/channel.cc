@@ -7,7 +7,7 @@
 #include <sstream>
 #include <utility>
 
-#include "proto/transport.h"
+#include "proto/wire/transport.h"
 
 namespace mla::client {
 namespace {

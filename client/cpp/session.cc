@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/step_stream.h"
+#include "client/cpp/streams/step_stream.h"
 
 namespace mla::client {
 namespace {

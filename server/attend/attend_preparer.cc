@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "proto/ring_layout.h"
+#include "proto/wire/ring_layout.h"
 #include "server/grpc/grpc_status.h"
 
 namespace mla::server {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "proto/attend_codec.h"
+#include "proto/wire/attend_codec.h"
 #include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"

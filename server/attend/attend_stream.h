@@ -37,8 +37,8 @@
 #include <vector>
 
 #include "mla/v1/attention.pb.h"
-#include "proto/copy_team.h"
-#include "proto/tensor_codec.h"
+#include "proto/wire/copy_team.h"
+#include "proto/wire/tensor_codec.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
 #include "server/attend/attend_preparer.h"

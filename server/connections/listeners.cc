@@ -14,7 +14,7 @@
 #include <climits>
 
 #include "absl/strings/str_cat.h"
-#include "proto/transport.h"
+#include "proto/wire/transport.h"
 #include "server/connections/credentials.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"

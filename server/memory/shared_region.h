@@ -35,7 +35,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "proto/ring_layout.h"
+#include "proto/wire/ring_layout.h"
 #include "scheduler/tenant_table.h"
 
 namespace mla::server {

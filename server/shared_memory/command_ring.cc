@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "proto/futex.h"
+#include "proto/wire/futex.h"
 #include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
 #include "server/logging/logging.h"

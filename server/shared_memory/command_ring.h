@@ -1,5 +1,5 @@
 // The server's end of one command ring: an Attend stream whose messages travel through a
-// shared-memory region (proto/ring_layout.h) instead of gRPC.
+// shared-memory region (proto/wire/ring_layout.h) instead of gRPC.
 //
 // One thread polls the submissions: it copies an entry once, checks the copy with the same code
 // that serves gRPC streams, and submits it; on an idle engine the launch then runs on this very
@@ -33,7 +33,7 @@
 
 #include "absl/status/status.h"
 #include "mla/v1/attention.pb.h"
-#include "proto/ring_layout.h"
+#include "proto/wire/ring_layout.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
 #include "server/attend/attend_preparer.h"

@@ -13,9 +13,9 @@
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/reference/reference_backend.h"
-#include "tests/conformance/plan_builder.h"
-#include "tests/conformance/scheduler_plan.h"
-#include "tests/conformance/suite.h"
+#include "tests/conformance/suite/plan_builder.h"
+#include "tests/conformance/suite/scheduler_plan.h"
+#include "tests/conformance/suite/suite.h"
 
 namespace mla::conformance {
 namespace {

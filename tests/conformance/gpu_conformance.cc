@@ -43,9 +43,9 @@
 #include "absl/strings/str_split.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
-#include "tests/conformance/directed_case.h"
-#include "tests/conformance/scheduler_plan.h"
-#include "tests/conformance/suite.h"
+#include "tests/conformance/cases/directed_case.h"
+#include "tests/conformance/suite/scheduler_plan.h"
+#include "tests/conformance/suite/suite.h"
 
 namespace mla::conformance {
 namespace {

@@ -20,10 +20,10 @@
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/reference/reference_backend.h"
-#include "tests/conformance/case_runner.h"
-#include "tests/conformance/random.h"
-#include "tests/conformance/scheduler_plan.h"
-#include "tests/conformance/suite.h"
+#include "tests/conformance/cases/random.h"
+#include "tests/conformance/suite/case_runner.h"
+#include "tests/conformance/suite/scheduler_plan.h"
+#include "tests/conformance/suite/suite.h"
 
 namespace mla::conformance {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
-#include "tests/conformance/plan_builder.h"
-#include "tests/conformance/suite.h"
+#include "tests/conformance/suite/plan_builder.h"
+#include "tests/conformance/suite/suite.h"
 
 namespace mla::conformance {
 namespace {

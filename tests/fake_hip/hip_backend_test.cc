@@ -7,8 +7,8 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
-#include "tests/conformance/scheduler_plan.h"
-#include "tests/conformance/suite.h"
+#include "tests/conformance/suite/scheduler_plan.h"
+#include "tests/conformance/suite/suite.h"
 #include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::gpu {

@@ -7,8 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "mla/v1/attention.pb.h"
-#include "proto/attend_codec.h"
-#include "proto/tensor_codec.h"
+#include "proto/wire/attend_codec.h"
+#include "proto/wire/tensor_codec.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {

@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "tests/simulation/simulation_run.h"
+#include "tests/simulation/simulator/simulation_run.h"
 
 namespace mla::simulation {
 namespace {

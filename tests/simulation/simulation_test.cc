@@ -3,7 +3,7 @@
 #include <sstream>
 
 #include "gtest/gtest.h"
-#include "tests/simulation/simulation_run.h"
+#include "tests/simulation/simulator/simulation_run.h"
 
 namespace mla::simulation {
 namespace {

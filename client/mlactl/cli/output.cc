@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 
 namespace mla::mlactl {
 namespace {

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 
 namespace mla::mlactl {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <thread>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 
 namespace mla::mlactl {
 namespace {

@@ -20,7 +20,7 @@ from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, model_pb2,
 from mla_client.leases import LeaseRenewer
 from mla_client.operations import Operations
 from mla_client.service import AttendFuture, Service, Step
-from mla_client.shared_memory import SharedMemory
+from mla_client.shm.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
 from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
                                   unix_path_of)

@@ -17,7 +17,7 @@ import grpc
 
 from mla_client import errors, wire
 from mla_client.gen import attention_pb2
-from mla_client.shared_memory import Placement, SharedMemory
+from mla_client.shm.shared_memory import Placement, SharedMemory
 from mla_client.types import AttendArgs, Geometry, Profile, Timings
 
 _METHOD = "/mla.v1.Attention/Attend"

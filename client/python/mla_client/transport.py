@@ -9,8 +9,9 @@ from typing import Any, Callable, Optional, Tuple
 
 import grpc
 
-from mla_client import errors, ring, wire
-from mla_client.shared_memory import SharedMemory
+from mla_client import errors, wire
+from mla_client.shm import ring
+from mla_client.shm.shared_memory import SharedMemory
 from mla_client.stream import AttendStream, StepStream
 
 TRANSPORTS = ("auto", "inline", "shm", "ring")

@@ -100,8 +100,9 @@ class PackageTest(unittest.TestCase):
     def test_the_source_distribution_is_complete(self):
         with tarfile.open(self.sdist) as archive:
             names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-        for path in (ROOT / "client/python/mla_client").glob("*.py"):
-            self.assertIn(f"mla_client/{path.name}", names)
+        package = ROOT / "client/python"
+        for path in (package / "mla_client").rglob("*.py"):
+            self.assertIn(str(path.relative_to(package)), names)
         for path in (ROOT / "proto/mla/v1").glob("*.proto"):
             self.assertIn(f"mla_client/gen/{path.stem}_pb2.py", names)
             self.assertIn(f"mla_client/gen/{path.stem}_pb2_grpc.py", names)

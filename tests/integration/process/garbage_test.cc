@@ -6,7 +6,7 @@
 #include <future>
 #include <random>
 
-#include "proto/tensor_codec.h"
+#include "proto/wire/tensor_codec.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 

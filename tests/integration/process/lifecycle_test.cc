@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/attention.grpc.pb.h"

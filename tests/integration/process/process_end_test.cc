@@ -13,7 +13,7 @@
 #include <thread>
 #include <utility>
 
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
 #include "server/process/process_end.h"

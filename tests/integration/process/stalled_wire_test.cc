@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "proto/copy_team.h"
+#include "proto/wire/copy_team.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 

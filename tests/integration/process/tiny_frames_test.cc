@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "proto/tensor_codec.h"
+#include "proto/wire/tensor_codec.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"

@@ -10,7 +10,7 @@
 #include <set>
 #include <string>
 
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/attention.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "client/cpp/errors.h"
-#include "client/cpp/stream.h"
+#include "client/cpp/streams/errors.h"
+#include "client/cpp/streams/stream.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 

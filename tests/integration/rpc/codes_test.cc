@@ -6,7 +6,7 @@
 #include <chrono>
 #include <thread>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/attention.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"

@@ -9,7 +9,7 @@
 #include <atomic>
 #include <string>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "server/grpc/identity.h"
 #include "tests/integration/test_server.h"
 

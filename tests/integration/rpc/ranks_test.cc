@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "tests/integration/dense_model.h"
 #include "tests/integration/test_server.h"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "mla/v1/attention.grpc.pb.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"

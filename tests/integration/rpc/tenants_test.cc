@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/errors.h"
+#include "client/cpp/streams/errors.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/attention.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"

@@ -20,9 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/shared_memory.h"
-#include "client/cpp/socket_owner.h"
-#include "proto/ring_layout.h"
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "client/cpp/shared_memory/socket_owner.h"
+#include "proto/wire/ring_layout.h"
 #include "tests/integration/test_server.h"
 
 namespace mla::integration {

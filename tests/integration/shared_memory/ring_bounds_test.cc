@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "mla/v1/attention.pb.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"

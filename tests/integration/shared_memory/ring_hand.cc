@@ -10,7 +10,7 @@
 #include <cstring>
 #include <thread>
 
-#include "proto/futex.h"
+#include "proto/wire/futex.h"
 
 namespace mla::integration {
 

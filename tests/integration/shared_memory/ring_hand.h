@@ -15,7 +15,7 @@
 #include <string>
 
 #include "mla/v1/attention.pb.h"
-#include "proto/ring_layout.h"
+#include "proto/wire/ring_layout.h"
 
 namespace mla::integration {
 

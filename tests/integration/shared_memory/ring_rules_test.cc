@@ -12,10 +12,10 @@
 #include <span>
 #include <thread>
 
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "mla/v1/attention.pb.h"
-#include "proto/futex.h"
-#include "proto/ring_layout.h"
+#include "proto/wire/futex.h"
+#include "proto/wire/ring_layout.h"
 #include "tests/integration/shared_memory/shared_memory_harness.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "client/cpp/client.h"
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "tests/integration/test_server.h"
 
 namespace mla::integration {

@@ -12,7 +12,7 @@
 #include <string>
 #include <thread>
 
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "gtest/gtest.h"
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"

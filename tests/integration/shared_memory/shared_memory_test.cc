@@ -8,8 +8,8 @@
 #include <functional>
 #include <optional>
 
-#include "client/cpp/errors.h"
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "client/cpp/streams/errors.h"
 #include "mla/v1/attention.grpc.pb.h"
 #include "tests/integration/shared_memory/shared_memory_harness.h"
 #include "tests/integration/test_server.h"

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_memory/shared_memory.h"
 #include "gtest/gtest.h"
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"

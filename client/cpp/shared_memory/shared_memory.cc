@@ -1,0 +1,387 @@
+#include "client/cpp/shared_memory/shared_memory.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/shared_memory/socket_owner.h"
+#include "proto/wire/futex.h"
+
+namespace mla::client {
+namespace {
+
+using std::chrono::steady_clock;
+
+// A sleeper looks at the connection at least this often.
+constexpr int64_t kLongestSleepNanos = 100'000'000;
+constexpr int kSpinsPerClock = 32;
+constexpr uint32_t kMostRingEntries = 65536;
+// Connections that are tried when the server closes them without a reply.
+constexpr int kAttempts = 5;
+constexpr steady_clock::duration kLeastWait = std::chrono::milliseconds(1);
+
+template <typename T>
+std::atomic_ref<T> Atomic(T& word) {
+  return std::atomic_ref<T>(word);
+}
+
+// The server does not do as the protocol says: it is another version, or none of ours.
+absl::Status Mismatch(const char* field, const std::string& got, const std::string& expected) {
+  return absl::UnimplementedError(
+      absl::StrCat("shared memory: ", field, ": got ", got, ", must be ", expected));
+}
+
+timeval Timeval(steady_clock::duration duration) {
+  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(duration).count();
+  return {us / 1'000'000, us % 1'000'000};
+}
+
+// True once there is something to read, or the end; false when the deadline comes first.
+bool WaitReadable(int socket, steady_clock::time_point deadline) {
+  pollfd ready{socket, POLLIN, 0};
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - steady_clock::now());
+    const int count = poll(&ready, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+    if (count >= 0 || errno != EINTR) return count == 1;
+  }
+}
+
+enum class Received { kReply, kClosed, kOther };
+
+// Reads the connect_reply and the descriptor that comes with it, -1 if none does.
+Received Receive(int socket, wire::ConnectReply* connect_reply, int* descriptor) {
+  iovec part{connect_reply, sizeof(*connect_reply)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  *descriptor = -1;
+  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(descriptor, CMSG_DATA(header), sizeof(*descriptor));
+  }
+  if (got == 0 || (got < 0 && errno == ECONNRESET)) return Received::kClosed;
+  return got == static_cast<ssize_t>(sizeof(*connect_reply)) ? Received::kReply : Received::kOther;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
+    const std::string& shm_path, const SharedMemoryOptions& options) {
+  std::unique_ptr<SharedMemory> channel(new SharedMemory(options));
+  if (absl::Status status = channel->Handshake(shm_path); !status.ok()) return status;
+  return channel;
+}
+
+absl::Status SharedMemory::Handshake(const std::string& shm_path) {
+  if (shm_path.size() >= sizeof(sockaddr_un::sun_path) ||
+      options_.tenant.size() >= wire::kHandshakeTextBytes) {
+    return absl::InvalidArgumentError("shared memory: path or tenant too long");
+  }
+  const auto deadline =
+      steady_clock::now() + std::chrono::milliseconds(options_.connect_timeout_ms);
+  int descriptor = -1;
+  bool closed = true;
+  absl::Status status;
+  // A server with too many connections may close one before it has read the request.
+  for (int attempt = 0; attempt < kAttempts && closed; ++attempt) {
+    status = Exchange(shm_path, deadline, &descriptor, &closed);
+  }
+  if (!status.ok()) return status;
+  if (connect_reply_.code != 0) {
+    if (descriptor >= 0) close(descriptor);
+    return absl::Status(
+        static_cast<absl::StatusCode>(connect_reply_.code),
+        std::string(connect_reply_.message,
+                    strnlen(connect_reply_.message, sizeof(connect_reply_.message))));
+  }
+  return Map(descriptor);
+}
+
+// Connects, sends the request and reads the reply, with the descriptor that comes with it.
+// `*closed` says whether the server ended the connection without a reply.
+absl::Status SharedMemory::Exchange(const std::string& path,
+                                    std::chrono::steady_clock::time_point deadline, int* descriptor,
+                                    bool* closed) {
+  *closed = false;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, path.size());
+  if (socket_ >= 0) close(socket_);
+  socket_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  // Bounds connect as well, which waits while the listener's queue is full.
+  const timeval left = Timeval(std::max(deadline - steady_clock::now(), kLeastWait));
+  if (socket_ < 0 || setsockopt(socket_, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof(left)) != 0 ||
+      connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    return absl::UnavailableError(absl::StrCat(
+        "shared memory: ", path, ": ",
+        errno == EAGAIN ? "the server does not accept connections in time" : std::strerror(errno)));
+  }
+  if (absl::Status status = CheckSocketPeer(socket_, path, TrustedUsersWith(options_.server_uid));
+      !status.ok()) {
+    return status;
+  }
+  wire::ConnectRequest connect_request{};
+  connect_request.magic = wire::kHandshakeMagic;
+  connect_request.version = wire::kHandshakeVersion;
+  connect_request.flags = options_.ring ? wire::kWantRing : 0;
+  connect_request.bytes = options_.bytes;
+  connect_request.spin_us = options_.server_spin_us;
+  options_.tenant.copy(connect_request.tenant, sizeof(connect_request.tenant) - 1);
+  const auto no_reply = [&path](const char* why) {
+    return absl::UnavailableError(absl::StrCat("shared memory: ", path, ": no reply: ", why));
+  };
+  if (send(socket_, &connect_request, sizeof(connect_request), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(sizeof(connect_request))) {
+    *closed = errno == EPIPE || errno == ECONNRESET;
+    return no_reply(std::strerror(errno));
+  }
+  if (!WaitReadable(socket_, deadline)) return no_reply("timeout");
+  switch (Receive(socket_, &connect_reply_, descriptor)) {
+    case Received::kClosed:
+      *closed = true;
+      return no_reply("the server closed the connection");
+    case Received::kOther:
+      break;
+    case Received::kReply:
+      if (connect_reply_.magic == wire::kHandshakeMagic &&
+          connect_reply_.version == wire::kHandshakeVersion) {
+        return absl::OkStatus();
+      }
+  }
+  if (*descriptor >= 0) close(*descriptor);
+  return no_reply("not one of this protocol");
+}
+
+// The memory must be sealed, and as large as the connect_reply says: else an access could end this
+// process.
+absl::Status SharedMemory::CheckRegion(int descriptor) const {
+  struct stat found {};
+  if (descriptor < 0 || fstat(descriptor, &found) != 0) {
+    return Mismatch("region", "no memory", "the region's descriptor");
+  }
+  const int seals = fcntl(descriptor, F_GET_SEALS);
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    return Mismatch("region", "memory that can be resized", "sealed memory");
+  }
+  const uint64_t size = connect_reply_.region_bytes, arena = connect_reply_.arena_offset;
+  if (static_cast<uint64_t>(found.st_size) != size) {
+    return Mismatch("region_bytes", absl::StrCat(size), absl::StrCat(found.st_size));
+  }
+  const uint32_t entries = connect_reply_.ring_entries;
+  if (options_.ring != (entries > 0) || entries > kMostRingEntries ||
+      (entries > 0 && !std::has_single_bit(entries))) {
+    return Mismatch("ring_entries", absl::StrCat(entries),
+                    options_.ring ? absl::StrCat("a power of two up to ", kMostRingEntries) : "0");
+  }
+  const uint64_t expected = entries > 0 ? wire::RingBytes(entries) : 0;
+  if (arena != expected)
+    return Mismatch("arena_offset", absl::StrCat(arena), absl::StrCat(expected));
+  if (arena > size || size - arena < options_.bytes) {
+    return Mismatch("region_bytes", absl::StrCat(size),
+                    absl::StrCat("at least ", options_.bytes, " beside the ring"));
+  }
+  return absl::OkStatus();
+}
+
+// The server and this client must agree on where the ring's parts lie.
+absl::Status SharedMemory::CheckRing() const {
+  const uint64_t entries = connect_reply_.ring_entries;
+  const std::tuple<const char*, uint64_t, uint64_t> kFields[] = {
+      {"magic", header_->magic, wire::kHandshakeMagic},
+      {"entries", header_->entries, entries},
+      {"submissions_offset", header_->submissions_offset, wire::SubmissionsOffset()},
+      {"completions_offset", header_->completions_offset, wire::CompletionsOffset(entries)},
+      {"replies_offset", header_->replies_offset, wire::RepliesOffset(entries)}};
+  for (const auto& [field, got, expected] : kFields) {
+    if (got != expected) return Mismatch(field, absl::StrCat(got), absl::StrCat(expected));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SharedMemory::Map(int descriptor) {
+  if (absl::Status status = CheckRegion(descriptor); !status.ok()) {
+    if (descriptor >= 0) close(descriptor);
+    return status;
+  }
+  void* const at = mmap(nullptr, connect_reply_.region_bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  close(descriptor);
+  if (at == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
+  }
+  region_ = {static_cast<std::byte*>(at), connect_reply_.region_bytes};
+  free_[connect_reply_.arena_offset] = arena_bytes();
+  if (connect_reply_.ring_entries == 0) return absl::OkStatus();
+  header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
+  submissions_ =
+      reinterpret_cast<wire::SubmissionEntry*>(region_.data() + wire::SubmissionsOffset());
+  completions_ = reinterpret_cast<wire::CompletionEntry*>(
+      region_.data() + wire::CompletionsOffset(connect_reply_.ring_entries));
+  return CheckRing();
+}
+
+SharedMemory::~SharedMemory() {
+  if (socket_ >= 0) close(socket_);
+  if (region_.data() != nullptr) munmap(region_.data(), region_.size());
+}
+
+void SharedMemory::Close(std::chrono::milliseconds timeout) {
+  shutdown(socket_, SHUT_WR);
+  pollfd state{socket_, POLLIN | POLLRDHUP, 0};
+  poll(&state, 1, static_cast<int>(timeout.count()));
+}
+
+void SharedMemory::Disconnect() { shutdown(socket_, SHUT_RDWR); }
+
+// -------------------------------------------------------------------------------------- Arena
+
+std::span<std::byte> SharedMemory::Allocate(uint64_t bytes) {
+  const uint64_t wanted = wire::AlignShared(std::max<uint64_t>(bytes, 1));
+  const std::lock_guard lock(mutex_);
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    if (it->second < wanted) continue;
+    const uint64_t offset = it->first, left = it->second - wanted;
+    free_.erase(it);
+    if (left > 0) free_[offset + wanted] = left;
+    used_[offset] = wanted;
+    return region_.subspan(offset, bytes);
+  }
+  return {};
+}
+
+void SharedMemory::Free(std::span<std::byte> block) {
+  if (block.data() == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  const auto used = used_.find(OffsetOf(block.data()));
+  if (used == used_.end()) return;
+  auto [offset, bytes] = *used;
+  used_.erase(used);
+  auto after = free_.lower_bound(offset);
+  if (after != free_.end() && offset + bytes == after->first) {
+    bytes += after->second;
+    after = free_.erase(after);
+  }
+  if (after != free_.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second == offset) {
+      before->second += bytes;
+      return;
+    }
+  }
+  free_[offset] = bytes;
+}
+
+bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
+  const auto* const from = static_cast<const std::byte*>(data);
+  const std::byte* const arena = region_.data() + connect_reply_.arena_offset;
+  const std::byte* const end = region_.data() + region_.size();
+  return from >= arena && from <= end && bytes <= static_cast<uint64_t>(end - from);
+}
+
+// --------------------------------------------------------------------------------------- Ring
+
+bool SharedMemory::Submit(wire::SubmissionEntry entry) {
+  if (in_flight() >= connect_reply_.ring_entries) return false;
+  wire::SubmissionEntry& slot = submissions_[submitted_ & (connect_reply_.ring_entries - 1)];
+  std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
+              reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),
+              sizeof(entry) - sizeof(entry.sequence));
+  Atomic(slot.sequence).store(wire::PublishedSequence(submitted_), std::memory_order_release);
+  ++submitted_;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (Atomic(header_->server_sleeping).load(std::memory_order_relaxed) != 0) {
+    Atomic(header_->submit_bell).fetch_add(1);
+    wire::FutexWake(&header_->submit_bell);
+  }
+  return true;
+}
+
+bool SharedMemory::Ready() const {
+  wire::CompletionEntry& slot = completions_[taken_ & (connect_reply_.ring_entries - 1)];
+  return Atomic(slot.sequence).load(std::memory_order_acquire) == wire::PublishedSequence(taken_);
+}
+
+// The previous completion's slots may be written again from here on.
+void SharedMemory::GiveBack() {
+  if (!held_) return;
+  held_ = false;
+  Atomic(header_->completions_taken).store(taken_, std::memory_order_release);
+  returned_.store(taken_, std::memory_order_release);
+}
+
+bool SharedMemory::Poll(wire::CompletionEntry* entry) {
+  GiveBack();
+  if (!Ready()) return false;
+  *entry = completions_[taken_ & (connect_reply_.ring_entries - 1)];
+  ++taken_;
+  held_ = true;
+  if (entry->kind != wire::kEntryMessage) GiveBack();
+  return true;
+}
+
+std::string_view SharedMemory::Message(const wire::CompletionEntry& entry) const {
+  if (entry.message_offset > region_.size() ||
+      entry.message_length > region_.size() - entry.message_offset) {
+    return {};
+  }
+  return {reinterpret_cast<const char*>(region_.data()) + entry.message_offset,
+          entry.message_length};
+}
+
+bool SharedMemory::Connected() const {
+  if (Atomic(header_->closed).load() != 0) return false;
+  pollfd state{socket_, POLLIN | POLLRDHUP, 0};
+  return poll(&state, 1, 0) == 0;
+}
+
+absl::Status SharedMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  if (Poll(entry)) return absl::OkStatus();
+  const auto start = Clock::now();
+  const auto spin_end = start + std::chrono::microseconds(options_.spin_us);
+  while (Clock::now() < spin_end) {
+    for (int i = 0; i < kSpinsPerClock; ++i) {
+      if (Ready()) {
+        Poll(entry);
+        return absl::OkStatus();
+      }
+      wire::SpinPause();
+    }
+  }
+  for (;;) {
+    const uint32_t bell = Atomic(header_->complete_bell).load();
+    Atomic(header_->client_sleeping).store(1);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const int64_t left = (timeout - (Clock::now() - start)).count();
+    if (!Ready() && left > 0) {
+      wire::FutexWait(&header_->complete_bell, bell, std::min(left, kLongestSleepNanos));
+    }
+    Atomic(header_->client_sleeping).store(0);
+    if (Poll(entry)) return absl::OkStatus();
+    // What was completed before the end can still be taken, so this comes last.
+    if (!Connected() && !Ready()) return absl::UnavailableError("the shared memory has ended");
+    if (left <= 0) return absl::DeadlineExceededError("no completion in time");
+  }
+}
+
+}  // namespace mla::client

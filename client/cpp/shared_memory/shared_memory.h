@@ -1,0 +1,122 @@
+// Shared memory with a server of the same host: a region, and the command ring at its front.
+//
+//   auto channel = SharedMemory::Connect(shm_path, {.tenant = "", .bytes = 64 << 20});
+//   std::span<std::byte> q = (*channel)->Allocate(q_bytes);     // tensors live here
+//   (*channel)->Submit(entry);                                  // filled as in
+//   proto/wire/ring_layout.h wire::CompletionEntry done;
+//   (*channel)->Wait(&done, timeout);
+//
+// Everything is void when the connection ends: the server unmaps the region and aborts the ring's
+// steps. Most users want Session (session.h), which uses this by itself.
+//
+// Ownership: spans from Allocate live as long as the object. Threading: Allocate and Free from any
+// thread; Submit from one at a time, Poll and Wait from one at a time.
+#ifndef MLA_CLIENT_CPP_SHARED_MEMORY_SHARED_MEMORY_H_
+#define MLA_CLIENT_CPP_SHARED_MEMORY_SHARED_MEMORY_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/wire/ring_layout.h"
+
+namespace mla::client {
+
+struct SharedMemoryOptions {
+  std::string tenant;           // empty: the server's default tenant
+  bool ring = true;             // false: a region for tensors of gRPC messages only
+  uint64_t bytes = 64u << 20;   // for tensors
+  uint32_t server_spin_us = 0;  // how long the server's thread should spin; it may grant less
+  uint32_t spin_us = 0;         // how long Wait spins before it sleeps
+  int32_t connect_timeout_ms = 10000;  // for the connection and the server's connect_reply together
+  int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
+};
+
+class SharedMemory final {
+ public:
+  // `shm_path` is the server's shm.path. UNAVAILABLE when there is no server or it does not accept
+  // and reply within connect_timeout_ms, UNIMPLEMENTED when
+  // the memory is not sealed, sized and laid out as proto/wire/ring_layout.h says,
+  // PERMISSION_DENIED for a socket of another user (socket_owner.h), otherwise the status with
+  // which the server refused.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& shm_path,
+                                                               const SharedMemoryOptions& options);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  uint64_t boot_id() const { return connect_reply_.boot_id; }
+  std::string_view handle() const {
+    return {reinterpret_cast<const char*>(connect_reply_.handle), wire::kHandleBytes};
+  }
+  std::span<std::byte> region() const { return region_; }
+  uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
+  uint32_t ring_entries() const { return connect_reply_.ring_entries; }
+
+  // Memory for tensors, aligned to 64 bytes; empty when there is no contiguous room.
+  std::span<std::byte> Allocate(uint64_t bytes);
+  void Free(std::span<std::byte> block);
+  // True if [data, data + bytes) is arena memory.
+  bool Holds(const void* data, uint64_t bytes) const;
+  uint64_t OffsetOf(const void* data) const {
+    return static_cast<uint64_t>(static_cast<const std::byte*>(data) - region_.data());
+  }
+
+  // Gives the connection up and returns once the server has ended its side (the ring's steps are
+  // aborted then), or after `timeout`.
+  void Close(std::chrono::milliseconds timeout);
+  // Gives the connection up at once.
+  void Disconnect();
+
+  // --- The ring. REQUIRES: ring_entries() > 0.
+  // Publishes an entry (its sequence is set here) and wakes the server if it sleeps. False when as
+  // many requests as the ring has entries wait for their completions to be taken.
+  bool Submit(wire::SubmissionEntry entry);
+  // Takes the next completion if there is one. For kEntryMessage, Message must be read before the
+  // next call of Poll or Wait, which gives its slot back.
+  bool Poll(wire::CompletionEntry* entry);
+  std::string_view Message(const wire::CompletionEntry& entry) const;
+  // Poll that spins, then sleeps. DEADLINE_EXCEEDED; UNAVAILABLE when the connection has ended.
+  absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout);
+  // Requests whose completions have not been given back; of the submitting thread.
+  uint64_t in_flight() const { return submitted_ - returned_.load(std::memory_order_acquire); }
+
+ private:
+  explicit SharedMemory(const SharedMemoryOptions& options) : options_(options) {}
+  absl::Status Handshake(const std::string& shm_path);
+  absl::Status Exchange(const std::string& path, std::chrono::steady_clock::time_point deadline,
+                        int* descriptor, bool* closed);
+  absl::Status CheckRegion(int descriptor) const;
+  absl::Status CheckRing() const;
+  absl::Status Map(int descriptor);
+  bool Ready() const;
+  bool Connected() const;
+  void GiveBack();
+
+  const SharedMemoryOptions options_;
+  int socket_ = -1;
+  wire::ConnectReply connect_reply_{};
+  std::span<std::byte> region_;
+  wire::RingHeader* header_ = nullptr;
+  wire::SubmissionEntry* submissions_ = nullptr;
+  wire::CompletionEntry* completions_ = nullptr;
+  uint64_t submitted_ = 0, taken_ = 0;
+  std::atomic<uint64_t> returned_{0};  // as the server has been told
+  bool held_ = false;                  // the last completion's slot has not been given back
+
+  std::mutex mutex_;
+  std::map<uint64_t, uint64_t> free_, used_;  // offset -> bytes
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_SHARED_MEMORY_SHARED_MEMORY_H_

@@ -1,0 +1,52 @@
+#include "client/cpp/streams/errors.h"
+
+#include <grpcpp/client_context.h>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/str_format.h"
+
+namespace mla::client {
+namespace {
+
+constexpr char kPayloadUrl[] = "type.googleapis.com/mla.v1.ErrorDetail";
+constexpr char kDetailKey[] = "mla-error-detail-bin";
+
+}  // namespace
+
+std::optional<v1::ErrorDetail> DetailOf(const absl::Status& status) {
+  const auto payload = status.GetPayload(kPayloadUrl);
+  v1::ErrorDetail detail;
+  if (!payload || !detail.ParseFromString(std::string(*payload))) return std::nullopt;
+  return detail;
+}
+
+absl::Status MakeStatus(int32_t code, const std::string& message, const v1::ErrorDetail& detail) {
+  // An error that claims to be OK must not pass as success.
+  absl::Status status(code == 0 ? absl::StatusCode::kInternal : static_cast<absl::StatusCode>(code),
+                      message);
+  status.SetPayload(kPayloadUrl, absl::Cord(detail.SerializeAsString()));
+  return status;
+}
+
+absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context) {
+  if (status.ok()) return absl::OkStatus();
+  absl::Status result(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  const auto& trailers = context.GetServerTrailingMetadata();
+  if (const auto found = trailers.find(kDetailKey); found != trailers.end()) {
+    result.SetPayload(kPayloadUrl,
+                      absl::Cord(absl::string_view(found->second.data(), found->second.size())));
+  }
+  return result;
+}
+
+absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id) {
+  v1::ErrorDetail detail;
+  detail.set_field("boot_id");
+  detail.set_limit(absl::StrFormat("%016x", expected_boot_id));
+  detail.set_got(absl::StrFormat("%016x", got_boot_id));
+  detail.set_reason("server_restarted");
+  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kAborted),
+                    "the server restarted: its sequences are gone", detail);
+}
+
+}  // namespace mla::client

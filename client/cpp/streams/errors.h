@@ -1,0 +1,35 @@
+// Statuses of the client library: canonical codes, with the server's ErrorDetail attached.
+//
+// Retry only where the detail says so (retry_after_ms > 0). ABORTED with reason "server_restarted"
+// means that the server lost its state: sequences are gone and must be filled again.
+#ifndef MLA_CLIENT_CPP_STREAMS_ERRORS_H_
+#define MLA_CLIENT_CPP_STREAMS_ERRORS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "mla/v1/error.pb.h"
+
+namespace grpc {
+class ClientContext;
+class Status;
+}  // namespace grpc
+
+namespace mla::client {
+
+// The detail that the server sent with a failure, if it did.
+std::optional<v1::ErrorDetail> DetailOf(const absl::Status& status);
+
+absl::Status MakeStatus(int32_t code, const std::string& message, const v1::ErrorDetail& detail);
+
+// Of a finished unary call: reads the trailing metadata of `context`.
+absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context);
+
+// ABORTED / "server_restarted".
+absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id);
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STREAMS_ERRORS_H_

@@ -1,0 +1,194 @@
+#include "client/cpp/streams/ring_stream.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "client/cpp/streams/errors.h"
+
+namespace mla::client {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Room for the lengths of thousands of sequences, beside the ring's own reply slots.
+constexpr uint64_t kReplyRoom = 65536;
+
+wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
+  wire::SubmissionEntry entry{};
+  entry.kind = wire::kEntryAttend;
+  entry.profile = static_cast<uint8_t>(attend.profile());
+  entry.flags = static_cast<uint8_t>((attend.has_kv() ? wire::kEntryHasKv : 0) |
+                                     (attend.want_lse() ? wire::kEntryWantLse : 0));
+  entry.dtypes = static_cast<uint8_t>(attend.q_dtype() | attend.o_dtype() << 4);
+  entry.step_id = attend.step_id();
+  entry.layer = attend.layer();
+  entry.row_begin = attend.row_begin();
+  entry.row_count = attend.row_count();
+  entry.head_offset = attend.head_offset();
+  entry.num_heads = attend.num_heads();
+  entry.timeout_us = attend.timeout_us();
+  return entry;
+}
+
+}  // namespace
+
+RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
+                       std::chrono::milliseconds timeout, uint64_t message_bytes,
+                       const wire::CopyTeamOptions& copies)
+    : memory_(std::move(memory)),
+      boot_id_(boot_id),
+      timeout_(timeout),
+      message_bytes_(std::min(message_bytes, memory_->arena_bytes() / kPiecesInArena)),
+      team_(copies) {}
+
+RingStream::~RingStream() { Close().IgnoreError(); }
+
+// ------------------------------------------------------------------------------------- Sending
+
+bool RingStream::PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
+                              wire::SubmissionEntry* entry) {
+  const size_t bytes = request.ByteSizeLong();
+  TensorPlacement& room = flight->room;
+  room.in = memory_->Allocate(bytes);
+  room.out = memory_->Allocate(kReplyRoom);
+  if (room.in.data() == nullptr || room.out.empty()) return false;
+  request.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(room.in.data()));
+  entry->kind = wire::kEntryMessage;
+  entry->row_count = static_cast<uint32_t>(bytes);
+  entry->num_heads = static_cast<uint32_t>(kReplyRoom);
+  entry->in_offset = memory_->OffsetOf(room.in.data());
+  entry->out_offset = memory_->OffsetOf(room.out.data());
+  return true;
+}
+
+void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+                      std::span<const std::byte> second,
+                      const std::shared_ptr<PendingReply>& pending) {
+  const Deadline deadline = Clock::now() + timeout_;
+  std::unique_lock lock(mutex_);
+  const bool is_attend = request->body_case() == v1::AttendStreamRequest::kAttend;
+  absl::Status status = broken_;
+  while (status.ok()) {
+    if (closing_) {
+      status = absl::UnavailableError("the session has ended");
+      break;
+    }
+    const uint64_t tag = next_tag_;
+    InFlight flight;
+    flight.pending = pending;
+    wire::SubmissionEntry entry{};
+    if (is_attend) entry = EntryOf(request->attend());
+    request->set_tag(tag);
+    entry.tag = tag;
+    const bool placed =
+        is_attend ? PlaceTensors(memory_.get(), &team_, first, second, *pending, &flight.room)
+                  : PlaceMessage(*request, &flight, &entry);
+    if (is_attend) {
+      entry.in_offset = flight.room.in_offset;
+      entry.out_offset = flight.room.out_offset;
+    }
+    if (placed && memory_->Submit(entry)) {
+      ++next_tag_;
+      in_flight_[tag] = std::move(flight);
+      return;
+    }
+    FreeTensors(memory_.get(), &flight.room);
+    if (in_flight_.empty()) {
+      status = absl::ResourceExhaustedError("the request does not fit into the shared memory");
+      break;
+    }
+    status = TakeOne(&lock, deadline);  // what completes makes room
+  }
+  pending->status = status;
+  pending->done = true;
+}
+
+// ------------------------------------------------------------------------------------- Waiting
+
+// Takes one completion, or waits for another thread that is about to. REQUIRES: lock held.
+absl::Status RingStream::TakeOne(std::unique_lock<std::mutex>* lock, Deadline deadline) {
+  if (polling_) {
+    changed_.wait_until(*lock, deadline);
+    if (broken_.ok() && Clock::now() >= deadline) {
+      Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
+    }
+    return broken_;
+  }
+  polling_ = true;
+  lock->unlock();
+  wire::CompletionEntry entry;
+  absl::Status status = memory_->Wait(&entry, deadline - Clock::now());
+  lock->lock();
+  polling_ = false;
+  if (status.ok()) status = Finish(entry);
+  if (absl::IsDeadlineExceeded(status)) {
+    status = absl::DeadlineExceededError("no reply in time; the session was cut");
+  }
+  if (!status.ok()) Break(status);
+  changed_.notify_all();
+  return status;
+}
+
+// REQUIRES: mutex_ held. A status that is not OK means that the ring cannot be used any more.
+absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
+  if (entry.boot_id != boot_id_) return RestartedError(boot_id_, entry.boot_id);
+  const auto found = in_flight_.find(entry.tag);
+  if (found == in_flight_.end()) return absl::DataLossError("a reply to nothing");
+  InFlight flight = std::move(found->second);
+  in_flight_.erase(found);
+  PendingReply& pending = *flight.pending;
+  if (entry.kind == wire::kEntryMessage) {
+    const std::string_view bytes = memory_->Message(entry);
+    if (!pending.reply.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+      pending.status = absl::DataLossError("a reply is not an AttendStreamReply");
+    } else if (pending.reply.has_error()) {
+      const v1::StepError& error = pending.reply.error();
+      pending.status = MakeStatus(error.code(), error.message(), error.detail());
+    }
+  } else {
+    v1::Timings* const timings = pending.reply.mutable_timings();
+    timings->set_queue_us(entry.queue_us);
+    timings->set_plan_us(entry.plan_us);
+    timings->set_kernel_us(entry.kernel_us);
+    timings->set_write_us(entry.write_us);
+    timings->set_launch_requests(entry.launch_requests);
+    timings->set_launch_layers(entry.launch_layers);
+    timings->set_launch_clients(entry.launch_clients);
+    timings->set_plan_reused((entry.flags & wire::kEntryPlanReused) != 0);
+    TakeOutputs(flight.room, &team_, pending);
+  }
+  FreeTensors(memory_.get(), &flight.room);
+  pending.done = true;
+  return absl::OkStatus();
+}
+
+// REQUIRES: mutex_ held. Fails everything under way; blocks are not reused, since the server may
+// still be writing into them.
+void RingStream::Break(const absl::Status& status) {
+  if (broken_.ok()) broken_ = status;
+  memory_->Disconnect();
+  for (auto& [tag, flight] : in_flight_) {
+    flight.pending->status = broken_;
+    flight.pending->done = true;
+  }
+  in_flight_.clear();
+  changed_.notify_all();
+}
+
+absl::Status RingStream::Wait(PendingReply* pending) {
+  const Deadline deadline = Clock::now() + timeout_;
+  std::unique_lock lock(mutex_);
+  while (!pending->done) TakeOne(&lock, deadline).IgnoreError();
+  return pending->status;
+}
+
+absl::Status RingStream::Close() {
+  const Deadline deadline = Clock::now() + timeout_;
+  std::unique_lock lock(mutex_);
+  const bool first = !std::exchange(closing_, true);
+  while (!in_flight_.empty()) TakeOne(&lock, deadline).IgnoreError();
+  if (first && broken_.ok()) memory_->Close(timeout_);
+  return broken_;
+}
+
+}  // namespace mla::client

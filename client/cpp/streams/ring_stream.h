@@ -1,0 +1,78 @@
+// The client's end of one command ring. Internal to the library.
+//
+// Tensors that lie in the ring's own memory (Allocate), in the order and with the padding of the
+// contract, are used where they are; others are copied into it and out of it.
+//
+// Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex. Of the
+// threads that wait, one takes completions for all.
+#ifndef MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_
+#define MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "client/cpp/streams/step_stream.h"
+#include "client/cpp/streams/tensor_placement.h"
+#include "proto/wire/ring_layout.h"
+
+namespace mla::client {
+
+class RingStream final : public StepStream {
+ public:
+  RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
+             std::chrono::milliseconds timeout, uint64_t message_bytes,
+             const wire::CopyTeamOptions& copies);
+  ~RingStream() override;
+
+  std::string_view transport() const override { return "ring"; }
+  uint64_t message_bytes() const override { return message_bytes_; }
+  bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
+               const PendingReply& pending) const override {
+    return AreInPlace(*memory_, first, second, pending);
+  }
+  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+            std::span<const std::byte> second,
+            const std::shared_ptr<PendingReply>& pending) override;
+  absl::Status Wait(PendingReply* pending) override;
+  absl::Status Close() override;
+  std::span<std::byte> Allocate(uint64_t bytes) override { return memory_->Allocate(bytes); }
+  void Free(std::span<std::byte> block) override { memory_->Free(block); }
+
+ private:
+  using Deadline = std::chrono::steady_clock::time_point;
+  struct InFlight {
+    std::shared_ptr<PendingReply> pending;
+    TensorPlacement room;  // of tensors, or of a message and its reply
+  };
+
+  bool PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
+                    wire::SubmissionEntry* entry);
+  absl::Status TakeOne(std::unique_lock<std::mutex>* lock, Deadline deadline);
+  absl::Status Finish(const wire::CompletionEntry& entry);
+  void Break(const absl::Status& status);
+
+  const std::unique_ptr<SharedMemory> memory_;
+  const uint64_t boot_id_;
+  const std::chrono::milliseconds timeout_;
+  const uint64_t message_bytes_;
+  wire::CopyTeam team_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool polling_ = false, closing_ = false;
+  absl::Status broken_;
+  uint64_t next_tag_ = 1;
+  std::map<uint64_t, InFlight> in_flight_;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_

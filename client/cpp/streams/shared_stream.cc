@@ -1,0 +1,92 @@
+#include "client/cpp/streams/shared_stream.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace mla::client {
+
+SharedStream::SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr<StepStream> stream,
+                           std::chrono::milliseconds timeout, const wire::CopyTeamOptions& copies)
+    : memory_(std::move(memory)),
+      stream_(std::move(stream)),
+      timeout_(timeout),
+      message_bytes_(std::min(stream_->message_bytes(), memory_->arena_bytes() / kPiecesInArena)),
+      team_(copies) {}
+
+SharedStream::~SharedStream() { Close().IgnoreError(); }
+
+void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+                        std::span<const std::byte> second,
+                        const std::shared_ptr<PendingReply>& pending) {
+  if (request->body_case() != v1::AttendStreamRequest::kAttend) {
+    stream_->Send(request, {}, {}, pending);
+    return;
+  }
+  const auto flight = std::make_shared<InFlight>();
+  flight->pending = pending;
+  flight->message = std::make_shared<PendingReply>();
+  while (!PlaceTensors(memory_.get(), &team_, first, second, *pending, &flight->room)) {
+    std::shared_ptr<InFlight> oldest;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!in_flight_.empty()) oldest = in_flight_.front();
+    }
+    if (oldest == nullptr) {
+      const std::lock_guard lock(mutex_);
+      pending->status =
+          absl::ResourceExhaustedError("the request does not fit into the shared memory");
+      pending->done = true;
+      return;
+    }
+    Finish(oldest).IgnoreError();  // its own caller sees the status
+  }
+  v1::SharedTensors* const shared = request->mutable_shared();
+  shared->set_handle(std::string(memory_->handle()));
+  shared->set_in_offset(flight->room.in_offset);
+  shared->set_in_length(flight->room.in_bytes);
+  shared->set_out_offset(flight->room.out_offset);
+  shared->set_out_length(flight->room.out_bytes);
+  {
+    const std::lock_guard lock(mutex_);
+    in_flight_.push_back(flight);
+  }
+  stream_->Send(request, {}, {}, flight->message);
+}
+
+// Waits for the reply, moves it to the caller's and gives the blocks back, once.
+absl::Status SharedStream::Finish(const std::shared_ptr<InFlight>& flight) {
+  const absl::Status status = stream_->Wait(flight->message.get());
+  const std::lock_guard lock(mutex_);
+  PendingReply& pending = *flight->pending;
+  if (pending.done) return pending.status;
+  if (status.ok()) TakeOutputs(flight->room, &team_, pending);
+  pending.reply.Swap(&flight->message->reply);
+  pending.status = status;
+  pending.done = true;
+  // Without any reply the stream is broken, and the server may still be writing into the blocks.
+  if (status.ok() || pending.reply.has_error()) FreeTensors(memory_.get(), &flight->room);
+  in_flight_.remove(flight);
+  return status;
+}
+
+absl::Status SharedStream::Wait(PendingReply* pending) {
+  std::shared_ptr<InFlight> found;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& flight : in_flight_) {
+      if (flight->pending.get() == pending) found = flight;
+    }
+  }
+  // Not there: no attend, or finished already, which the stream sees as well.
+  return found == nullptr ? stream_->Wait(pending) : Finish(found);
+}
+
+absl::Status SharedStream::Close() {
+  const absl::Status status = stream_->Close();
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(closed_, true)) memory_->Close(timeout_);
+  return status;
+}
+
+}  // namespace mla::client

@@ -1,0 +1,66 @@
+// Messages over gRPC, tensors in a shared-memory region. Internal to the library.
+//
+// Ownership: owns the region and the stream. Threading: any thread.
+#ifndef MLA_CLIENT_CPP_STREAMS_SHARED_STREAM_H_
+#define MLA_CLIENT_CPP_STREAMS_SHARED_STREAM_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "client/cpp/streams/step_stream.h"
+#include "client/cpp/streams/tensor_placement.h"
+
+namespace mla::client {
+
+class SharedStream final : public StepStream {
+ public:
+  // `timeout`: of the region's farewell; the stream brings its own for requests.
+  SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr<StepStream> stream,
+               std::chrono::milliseconds timeout, const wire::CopyTeamOptions& copies);
+  ~SharedStream() override;
+
+  std::string_view transport() const override { return "shm"; }
+  uint64_t message_bytes() const override { return message_bytes_; }
+  bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
+               const PendingReply& pending) const override {
+    return AreInPlace(*memory_, first, second, pending);
+  }
+  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+            std::span<const std::byte> second,
+            const std::shared_ptr<PendingReply>& pending) override;
+  absl::Status Wait(PendingReply* pending) override;
+  absl::Status Close() override;
+  std::span<std::byte> Allocate(uint64_t bytes) override { return memory_->Allocate(bytes); }
+  void Free(std::span<std::byte> block) override { memory_->Free(block); }
+
+ private:
+  struct InFlight {
+    std::shared_ptr<PendingReply> pending;  // the caller's
+    std::shared_ptr<PendingReply> message;  // the stream's, without tensors
+    TensorPlacement room;
+  };
+
+  absl::Status Finish(const std::shared_ptr<InFlight>& flight);
+
+  const std::unique_ptr<SharedMemory> memory_;
+  const std::shared_ptr<StepStream> stream_;
+  const std::chrono::milliseconds timeout_;
+  const uint64_t message_bytes_;
+  wire::CopyTeam team_;
+
+  std::mutex mutex_;
+  std::list<std::shared_ptr<InFlight>> in_flight_;  // in the order sent
+  bool closed_ = false;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STREAMS_SHARED_STREAM_H_

@@ -1,0 +1,68 @@
+// What a session needs of a transport: requests of the stepping protocol sent in order, replies
+// matched to them. stream.h carries it over gRPC, ring_stream.h through shared memory, and
+// shared_stream.h the messages over gRPC and the tensors through shared memory. Internal to
+// the library. Threading: any thread.
+#ifndef MLA_CLIENT_CPP_STREAMS_STEP_STREAM_H_
+#define MLA_CLIENT_CPP_STREAMS_STEP_STREAM_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "mla/v1/attention.pb.h"
+
+namespace mla::client {
+
+// What a request waits for. The tensors' places are set by the caller.
+struct PendingReply {
+  std::span<std::byte> o, lse;
+  v1::AttendStreamReply reply;
+  absl::Status status;
+  bool done = false;
+  // Of the request's tensors, those that the transport may still read. 0 after a Wait that failed;
+  // after one that succeeded none is read, though gRPC may hold its views a little longer.
+  std::atomic<int32_t> lent{0};
+};
+
+class StepStream {
+ public:
+  virtual ~StepStream() = default;
+
+  // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there.
+  virtual std::string_view transport() const = 0;
+  // Tensor bytes of one request or reply at most.
+  virtual uint64_t message_bytes() const = 0;
+  // True if these tensors may go as one request whatever their size: they stay where they are.
+  virtual bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
+                       const PendingReply& pending) const = 0;
+  // Sends `request` (its tag is set here) with the tensors `first` and `second`. They and the
+  // places in `pending` must stay valid until Wait has returned.
+  virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+                    std::span<const std::byte> second,
+                    const std::shared_ptr<PendingReply>& pending) = 0;
+  // Waits for the reply. When the timeout passes, cuts the stream first, and returns when the
+  // tensors are no longer read.
+  virtual absl::Status Wait(PendingReply* pending) = 0;
+  // Lets what is under way finish, then ends the stream; cuts it after the timeout.
+  virtual absl::Status Close() = 0;
+  // Memory in which tensors need not be copied, aligned to 64 bytes; empty: there is none.
+  virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;
+  virtual void Free(std::span<std::byte> block) = 0;
+
+  // Send and Wait without tensors.
+  absl::Status Call(v1::AttendStreamRequest* request, PendingReply* result) {
+    auto pending = std::make_shared<PendingReply>();
+    Send(request, {}, {}, pending);
+    absl::Status status = Wait(pending.get());
+    result->reply.Swap(&pending->reply);
+    return status;
+  }
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STREAMS_STEP_STREAM_H_

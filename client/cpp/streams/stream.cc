@@ -1,0 +1,382 @@
+#include "client/cpp/streams/stream.h"
+
+#include <grpcpp/channel.h>
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "client/cpp/streams/errors.h"
+#include "proto/wire/attend_codec.h"
+
+namespace mla::client {
+namespace {
+
+constexpr char kMethod[] = "/mla.v1.Attention/Attend";
+
+// A message of this size leaves with the call that sends it.
+constexpr size_t kSocketBytes = size_t{192} << 10;
+// The sender of a request usually waits for it, and polls by itself, long before this.
+constexpr auto kPumpDelay = std::chrono::microseconds(500);
+// So soon a waiting thread takes over from the pump.
+constexpr auto kPumpTurn = std::chrono::milliseconds(1);
+// How often a cut request checks whether gRPC has released its tensors: no event reports that.
+constexpr auto kLoanTurn = std::chrono::milliseconds(5);
+
+// What operations are tagged with: there is one of each kind at most.
+enum Operation : uintptr_t { kRead = 1, kWritten, kHalfClosed, kFinished };
+void* TagOf(Operation operation) { return reinterpret_cast<void*>(operation); }
+
+using Loan = std::shared_ptr<PendingReply>;
+
+void TakeBack(void* loan) {
+  const std::unique_ptr<Loan> ended(static_cast<Loan*>(loan));
+  (*ended)->lent.fetch_sub(1, std::memory_order_release);
+}
+
+// A view of the caller's memory. A call that was cut leaves what is on its way to the socket there.
+grpc::Slice Lend(std::span<const std::byte> bytes, const Loan& pending) {
+  pending->lent.fetch_add(1, std::memory_order_relaxed);
+  return grpc::Slice(const_cast<std::byte*>(bytes.data()), bytes.size(), TakeBack,
+                     new Loan(pending));
+}
+
+grpc::Slice HeaderOf(const v1::AttendStreamRequest& request, size_t payload_size) {
+  char attend[wire::kMaxAttendHeaderBytes];
+  const size_t length = wire::EncodeAttend(request, payload_size, attend);
+  if (length > 0) return grpc::Slice(attend, length);
+  std::string header;
+  wire::EncodeHeader(request, payload_size, &header);
+  return grpc::Slice(header);
+}
+
+}  // namespace
+
+std::chrono::microseconds DefaultStreamSpin(int32_t cpus) {
+  return std::chrono::microseconds(cpus < 4 ? 0 : 200);
+}
+
+Stream::Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& options)
+    : options_(options), channel_(std::move(channel)) {
+  if (!options_.tenant.empty()) context_.AddMetadata("mla-tenant", options_.tenant);
+  call_ = grpc::GenericStub(channel_).PrepareCall(&context_, kMethod, &queue_);
+  // Counts as a write: gRPC starts the call with the same operation.
+  writing_ = true;
+  call_->StartCall(TagOf(kWritten));
+}
+
+Stream::~Stream() {
+  Close().IgnoreError();
+  {
+    const std::lock_guard lock(mutex_);
+    stop_pump_ = true;
+    pump_wanted_.notify_all();
+  }
+  if (pump_.joinable()) pump_.join();
+  queue_.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue_.Next(&tag, &ok)) {
+  }
+}
+
+// ------------------------------------------------------------------------------------- Polling
+
+// Handles one event, if one comes in time.
+bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
+  using Queue = grpc::CompletionQueue;
+  void* tag = nullptr;
+  bool ok = false;
+  Queue::NextStatus status = Queue::TIMEOUT;
+  if (spin && options_.spin.count() > 0) {
+    const auto end = std::min(Clock::now() + options_.spin, deadline);
+    do {
+      status = queue_.AsyncNext(&tag, &ok, gpr_inf_past(GPR_CLOCK_MONOTONIC));
+    } while (status == Queue::TIMEOUT && Clock::now() < end);
+  }
+  if (status == Queue::TIMEOUT) {
+    // Not so long that the sum below would overflow; callers look again.
+    const auto left = std::clamp<Clock::duration>(deadline - Clock::now(), Clock::duration::zero(),
+                                                  std::chrono::hours(1));
+    status =
+        queue_.AsyncNext(&tag, &ok,
+                         std::chrono::system_clock::now() +
+                             std::chrono::duration_cast<std::chrono::system_clock::duration>(left));
+  }
+  if (status != Queue::GOT_EVENT) return false;
+  switch (static_cast<Operation>(reinterpret_cast<uintptr_t>(tag))) {
+    case kRead:
+      OnReadDone(ok);
+      break;
+    case kWritten:
+      OnWriteDone(ok);
+      break;
+    case kFinished:
+      OnFinished();
+      break;
+    case kHalfClosed:
+      break;
+  }
+  return true;
+}
+
+// Waits until `done`, which the mutex guards: by polling, if no other thread does. False: too late.
+template <typename Done>
+bool Stream::PollUntil(Lock* lock, Clock::time_point deadline, Done done) {
+  ++waiting_;
+  while (!done() && Clock::now() < deadline) {
+    if (polling_) {
+      changed_.wait_until(*lock, deadline);
+      continue;
+    }
+    polling_ = true;
+    while (!done() && Clock::now() < deadline) {
+      lock->unlock();
+      PollOnce(deadline, true);
+      lock->lock();
+    }
+    polling_ = false;
+    changed_.notify_all();
+  }
+  --waiting_;
+  return done();
+}
+
+// Polls while there are requests under way and no thread waits for them.
+void Stream::Pump() {
+  Lock lock(mutex_);
+  while (!stop_pump_) {
+    if (!pumping_) {
+      pump_wanted_.wait(lock);
+      continue;
+    }
+    pump_wanted_.wait_for(lock, kPumpDelay);
+    pumping_ = !pending_.empty() && !done_;
+    if (polling_ || waiting_ > 0) continue;
+    polling_ = true;
+    while (!stop_pump_ && waiting_ == 0 && !pending_.empty()) {
+      lock.unlock();
+      PollOnce(Clock::now() + kPumpTurn, false);
+      lock.lock();
+    }
+    polling_ = false;
+    changed_.notify_all();
+  }
+}
+
+// REQUIRES: mutex_ held. A request of `bytes` was sent: the pump must look after it if it may not
+// have been sent completely by that call, or if it is one of several.
+void Stream::WakePump(size_t bytes) {
+  if (pumping_ || (bytes < kSocketBytes && unsent_.empty() && pending_.size() < 2)) return;
+  pumping_ = true;
+  if (pump_.joinable()) {
+    pump_wanted_.notify_all();
+  } else {
+    try {
+      pump_ = std::thread([this] { Pump(); });
+    } catch (const std::system_error&) {
+      pumping_ = false;  // no thread to be had: requests move on when a caller waits for one
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------- Sending
+
+void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+                  std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending) {
+  const uint64_t tag = next_tag_.fetch_add(1, std::memory_order_relaxed);
+  request->set_tag(tag);
+  grpc::Slice slices[3] = {HeaderOf(*request, first.size() + second.size())};
+  size_t count = 1;
+  if (!first.empty()) slices[count++] = Lend(first, pending);
+  if (!second.empty()) slices[count++] = Lend(second, pending);
+  grpc::ByteBuffer message(slices, count);
+  Lock lock(mutex_);
+  if (writing_ && !polling_) {
+    // Most often the write is over and no thread has checked yet.
+    polling_ = true;
+    for (bool more = true; more && writing_;) {
+      lock.unlock();
+      more = PollOnce(Clock::time_point(), false);
+      lock.lock();
+    }
+    polling_ = false;
+    changed_.notify_all();
+  }
+  if (done_ || half_closed_ || finishing_ || !broken_.ok()) {
+    pending->status = !broken_.ok()         ? broken_
+                      : !final_status_.ok() ? final_status_
+                                            : absl::UnavailableError("the session has ended");
+    pending->done = done_ || !broken_.ok();
+    // Otherwise the stream is about to end, and its status will say why.
+    if (!pending->done) pending_.emplace(tag, pending);
+    return;
+  }
+  pending_.emplace(tag, pending);
+  const bool write = !std::exchange(writing_, true);
+  const bool read = !std::exchange(reading_, true);
+  if (!write) unsent_.emplace_back().Swap(&message);
+  WakePump(first.size() + second.size());
+  lock.unlock();
+  // Outside the lock, which the thread that polls must not find taken. The write first: the server
+  // waits for it.
+  if (write) call_->Write(message, TagOf(kWritten));
+  if (read) call_->Read(&incoming_, TagOf(kRead));
+}
+
+void Stream::StartNextWrite() {
+  if (!unsent_.empty()) {
+    writing_ = true;
+    grpc::ByteBuffer message;
+    message.Swap(&unsent_.front());
+    unsent_.pop_front();
+    call_->Write(message, TagOf(kWritten));
+  } else if (closing_ && !half_closed_ && !finishing_) {
+    half_closed_ = true;
+    call_->WritesDone(TagOf(kHalfClosed));
+    if (!reading_) StartFinish();
+  }
+}
+
+void Stream::OnWriteDone(bool ok) {
+  const std::lock_guard lock(mutex_);
+  writing_ = false;
+  if (!ok) unsent_.clear();
+  StartNextWrite();
+}
+
+// ------------------------------------------------------------------------------------- Reading
+
+// Parses incoming_ into reply_ and payload_.
+absl::Status Stream::Take(uint64_t* tag) {
+  slices_.clear();
+  if (!incoming_.Dump(&slices_).ok()) return absl::DataLossError("a reply cannot be decompressed");
+  fragments_.clear();
+  for (const grpc::Slice& slice : slices_) {
+    fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+  }
+  if (wire::ScanAttendReply(fragments_, &reply_, &payload_)) {
+    *tag = reply_.tag();
+    return absl::OkStatus();
+  }
+  absl::Status status = wire::ScanMessage(fragments_, &header_bytes_, &payload_);
+  if (status.ok() && !reply_.ParseFromString(header_bytes_)) {
+    status = absl::DataLossError("a reply is not an AttendStreamReply");
+  }
+  *tag = reply_.tag();
+  return status;
+}
+
+void Stream::CopyPayload(PendingReply* pending) const {
+  const size_t expected = pending->o.size() + pending->lse.size();
+  if (reply_.has_error()) {
+    pending->status =
+        MakeStatus(reply_.error().code(), reply_.error().message(), reply_.error().detail());
+  } else if (payload_.size != expected) {
+    pending->status = absl::DataLossError("a reply's tensors have another size than asked for");
+  } else {
+    wire::GatherBytes(fragments_, payload_.offset, pending->o.size(), pending->o.data());
+    wire::GatherBytes(fragments_, payload_.offset + pending->o.size(), pending->lse.size(),
+                      pending->lse.data());
+  }
+}
+
+void Stream::OnReadDone(bool ok) {
+  uint64_t tag = 0;
+  absl::Status status;
+  if (ok) status = Take(&tag);
+  if (ok && status.ok() && reply_.boot_id() != options_.boot_id) {
+    status = RestartedError(options_.boot_id, reply_.boot_id());
+  }
+  std::shared_ptr<PendingReply> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ok || !status.ok()) {
+      reading_ = false;
+      unsent_.clear();
+      if (ok) {
+        Break(std::move(status));
+      } else {
+        StartFinish();
+      }
+      return;
+    }
+    if (const auto found = pending_.find(tag); found != pending_.end()) {
+      pending = std::move(found->second);
+      pending_.erase(found);
+    }
+  }
+  if (pending != nullptr) {
+    CopyPayload(pending.get());
+    pending->reply.Swap(&reply_);
+  }
+  slices_.clear();
+  incoming_.Clear();
+  const std::lock_guard lock(mutex_);
+  if (pending != nullptr) {
+    pending->done = true;
+    changed_.notify_all();
+  }
+  if (!pending_.empty()) {
+    call_->Read(&incoming_, TagOf(kRead));
+    return;
+  }
+  reading_ = false;
+  if (half_closed_) StartFinish();
+}
+
+// -------------------------------------------------------------------------------------- Ending
+
+void Stream::StartFinish() {
+  if (!std::exchange(finishing_, true)) call_->Finish(&result_, TagOf(kFinished));
+}
+
+// Cuts the call. What is pending fails with `why`.
+void Stream::Break(absl::Status why) {
+  if (broken_.ok()) broken_ = std::move(why);
+  context_.TryCancel();
+  if (!reading_) StartFinish();
+}
+
+void Stream::OnFinished() {
+  const std::lock_guard lock(mutex_);
+  final_status_ = FromGrpc(result_, context_);
+  const absl::Status why = !broken_.ok()         ? broken_
+                           : !final_status_.ok() ? final_status_
+                                                 : absl::UnavailableError("the stream has ended");
+  for (auto& [tag, pending] : pending_) {
+    pending->status = why;
+    pending->done = true;
+  }
+  pending_.clear();
+  unsent_.clear();
+  done_ = true;
+  changed_.notify_all();
+}
+
+absl::Status Stream::Wait(PendingReply* pending) {
+  Lock lock(mutex_);
+  const auto done = [&] { return pending->done; };
+  if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
+    Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
+    PollUntil(&lock, Clock::time_point::max(), done);
+  }
+  // A request that got its outputs has been read to the end.
+  const auto returned = [&] { return pending->lent.load(std::memory_order_acquire) == 0; };
+  while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kLoanTurn, returned)) {
+  }
+  return pending->status;
+}
+
+absl::Status Stream::Close() {
+  Lock lock(mutex_);
+  const auto done = [&] { return done_; };
+  if (!std::exchange(closing_, true) && !writing_) StartNextWrite();
+  if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
+    Break(absl::DeadlineExceededError("the session did not end in time"));
+    PollUntil(&lock, Clock::time_point::max(), done);
+  }
+  return final_status_;
+}
+
+}  // namespace mla::client

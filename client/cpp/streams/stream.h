@@ -1,0 +1,137 @@
+// The client's end of one Attend stream. Internal to the library.
+//
+// Requests are sent in the order of Send, each from its header bytes and the caller's tensors;
+// replies are matched by tag and their tensors copied once, to where the caller wants them.
+//
+// Waiting threads do the work: the first one in Wait polls the stream's own completion queue,
+// handles whatever arrives, for the others as well, and leaves that to one of them once it has its
+// reply. So no thread is woken between a reply's arrival and its waiter, which spins for a while
+// before it sleeps. Requests that no thread waits for yet go on leaving and arriving through a
+// thread of the stream, which steps in some hundred microseconds later; it is started when it is
+// first needed.
+//
+// A read is under way only while replies are awaited. A stream that the server has ended is
+// therefore noticed by the next Send or Wait.
+//
+// Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex, which is
+// not held while messages are copied.
+#ifndef MLA_CLIENT_CPP_STREAMS_STREAM_H_
+#define MLA_CLIENT_CPP_STREAMS_STREAM_H_
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "client/cpp/streams/step_stream.h"
+#include "mla/v1/attention.pb.h"
+#include "proto/wire/tensor_codec.h"
+
+namespace mla::client {
+
+struct StreamOptions {
+  std::string tenant;          // sent without TLS only; empty: the server's default
+  uint64_t boot_id = 0;        // replies of another server end the stream with ABORTED
+  uint64_t message_bytes = 0;  // of one request or reply at most
+  std::chrono::milliseconds timeout{60000};  // of each request, and of Close
+  std::chrono::microseconds spin{0};         // of a waiting thread, before it sleeps
+};
+
+// How long to spin by default where this process may keep `cpus` busy: a spinning thread needs one
+// that no other thread wants.
+std::chrono::microseconds DefaultStreamSpin(int32_t cpus);
+
+class Stream final : public StepStream {
+ public:
+  Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& options);
+  ~Stream() override;
+
+  std::string_view transport() const override { return "inline"; }
+  uint64_t message_bytes() const override { return options_.message_bytes; }
+  bool InPlace(std::span<const std::byte>, std::span<const std::byte>,
+               const PendingReply&) const override {
+    return false;
+  }
+  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
+            std::span<const std::byte> second,
+            const std::shared_ptr<PendingReply>& pending) override;
+  absl::Status Wait(PendingReply* pending) override;
+  absl::Status Close() override;
+  std::span<std::byte> Allocate(uint64_t) override { return {}; }
+  void Free(std::span<std::byte>) override {}
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // Polling.
+  template <typename Done>
+  bool PollUntil(Lock* lock, Clock::time_point deadline, Done done);
+  bool PollOnce(Clock::time_point deadline, bool spin);
+  void Pump();
+  void WakePump(size_t bytes);
+
+  // Handling of what the queue says.
+  void OnReadDone(bool ok);
+  void OnWriteDone(bool ok);
+  void OnFinished();
+  absl::Status Take(uint64_t* tag);
+  void CopyPayload(PendingReply* pending) const;
+
+  // REQUIRES: mutex_ held.
+  void StartNextWrite();
+  void StartFinish();
+  void Break(absl::Status why);
+
+  const StreamOptions options_;
+  const std::shared_ptr<grpc::Channel> channel_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+
+  // Used by the polling thread alone.
+  std::vector<grpc::Slice> slices_;
+  std::vector<wire::Fragment> fragments_;
+  std::string header_bytes_;
+  v1::AttendStreamReply reply_;
+  wire::PayloadRange payload_;
+
+  grpc::ByteBuffer incoming_;  // of the read under way
+  grpc::Status result_;        // of the finish under way
+  std::atomic<uint64_t> next_tag_{1};
+
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  std::deque<grpc::ByteBuffer> unsent_;
+  int32_t waiting_ = 0;   // threads in PollUntil
+  bool polling_ = false;  // a thread polls
+  bool writing_ = false, reading_ = false;
+  bool closing_ = false, half_closed_ = false, finishing_ = false, done_ = false;
+  absl::Status final_status_;
+  absl::Status broken_;  // why the stream was cut by this side
+  absl::flat_hash_map<uint64_t, std::shared_ptr<PendingReply>> pending_;  // by tag
+
+  std::condition_variable pump_wanted_;
+  bool pumping_ = false, stop_pump_ = false;
+  std::thread pump_;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_STREAMS_STREAM_H_

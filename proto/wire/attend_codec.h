@@ -1,0 +1,39 @@
+// The wire form of attend requests and of their replies, read and written without protobuf's
+// parser.
+//
+// Nearly every message of a stream is one of the two, and they have a few numbers beside the
+// tensors: a loop over those touches less memory than a general parser, which counts while a
+// processor is just waking up. Whatever is unusual (other bodies, shared tensors, unknown or
+// repeated fields, a header that spreads over fragments) is left to tensor_codec.h and protobuf,
+// which also say what is wrong with a malformed message.
+//
+// Pure functions; any thread.
+#ifndef MLA_PROTO_WIRE_ATTEND_CODEC_H_
+#define MLA_PROTO_WIRE_ATTEND_CODEC_H_
+
+#include <cstddef>
+#include <span>
+
+#include "mla/v1/attention.pb.h"
+#include "proto/wire/tensor_codec.h"
+
+namespace mla::wire {
+
+// Bytes before the payload at most.
+inline constexpr size_t kMaxAttendHeaderBytes = 160;
+
+// Replaces the contents of the message by those of an attend request or reply, as ScanMessage and
+// protobuf together would. False: not of the usual form; the message is then undefined.
+bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* request,
+                PayloadRange* payload);
+bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply* reply,
+                     PayloadRange* payload);
+
+// Writes what EncodeHeader would and returns its length; 0: not of the usual form, nothing written.
+// REQUIRES: room for kMaxAttendHeaderBytes.
+size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size, char* out);
+size_t EncodeAttendReply(const v1::AttendStreamReply& reply, size_t payload_size, char* out);
+
+}  // namespace mla::wire
+
+#endif  // MLA_PROTO_WIRE_ATTEND_CODEC_H_

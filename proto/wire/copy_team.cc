@@ -1,0 +1,106 @@
+#include "proto/wire/copy_team.h"
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+
+#include "proto/wire/futex.h"
+#include "proto/wire/tensor_codec.h"
+
+namespace mla::wire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpinsPerClock = 64;
+// Of a caller whose last pieces are with helpers, 20 to 100 us: more than a piece takes, so what it
+// waits for then is a helper without a core.
+constexpr int kSpinsForHelpers = 2000;
+
+}  // namespace
+
+CopyTeam::CopyTeam(const CopyTeamOptions& options) : options_(options) {
+  if (options_.threads <= 1) return;
+  helpers_.reserve(static_cast<size_t>(options_.threads) - 1);
+  try {
+    for (int32_t i = 1; i < options_.threads; ++i) helpers_.emplace_back([this] { Help(); });
+  } catch (const std::system_error&) {
+    // No more threads: those that there are copy everything, too.
+  }
+}
+
+CopyTeam::~CopyTeam() {
+  {
+    const std::lock_guard lock(sleep_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& helper : helpers_) helper.join();
+}
+
+// Copies one unclaimed piece; false when there is none.
+bool CopyTeam::CopyPiece(bool helping) {
+  uint32_t left = unclaimed_.load(std::memory_order_acquire);
+  do {
+    if (left == 0) return false;
+  } while (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
+                                             std::memory_order_acquire));
+  // The job stays as it is until this piece is finished. That `left` may have been counted for an
+  // earlier job does no harm: it was right when it was taken.
+  const size_t begin = size_t{left - 1} * kPieceBytes;
+  const size_t size = std::min(kPieceBytes, job_.size - begin);
+  GatherBytes(job_.fragments, job_.offset + begin, size, job_.to + begin);
+  if (helping) helped_.fetch_add(1, std::memory_order_relaxed);
+  if (unfinished_.fetch_sub(1, std::memory_order_release) == 1 && helping) unfinished_.notify_one();
+  return true;
+}
+
+void CopyTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
+                      std::byte* to) {
+  std::unique_lock lock(busy_, std::defer_lock);
+  if (size < kSharedBytes || helpers_.empty() || !lock.try_lock()) {
+    return GatherBytes(fragments, offset, size, to);
+  }
+  job_ = {fragments, offset, size, to};
+  const auto pieces = static_cast<uint32_t>((size + kPieceBytes - 1) / kPieceBytes);
+  unfinished_.store(pieces, std::memory_order_relaxed);
+  // Against a helper that is about to sleep: one of the two sees what the other has stored.
+  unclaimed_.store(pieces, std::memory_order_seq_cst);
+  if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+    {
+      const std::lock_guard sleepers(sleep_);
+    }
+    wake_.notify_all();
+  }
+  while (CopyPiece(false)) {
+  }
+  uint32_t left = unfinished_.load(std::memory_order_acquire);
+  for (int spins = 0; left > 0; left = unfinished_.load(std::memory_order_acquire)) {
+    if (spins++ < kSpinsForHelpers) {
+      SpinPause();
+    } else {
+      unfinished_.wait(left, std::memory_order_acquire);
+    }
+  }
+}
+
+void CopyTeam::Help() {
+  auto last = Clock::now();
+  while (!stop_.load(std::memory_order_relaxed)) {
+    bool copied = false;
+    for (int i = 0; i < kSpinsPerClock && !copied; ++i) {
+      copied = CopyPiece(true);
+      if (!copied) SpinPause();
+    }
+    const auto now = Clock::now();
+    if (copied) last = now;
+    if (now - last < std::chrono::microseconds(options_.spin_us)) continue;
+    std::unique_lock lock(sleep_);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [this] { return stop_ || unclaimed_.load(std::memory_order_seq_cst) > 0; });
+    sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+    last = Clock::now();
+  }
+}
+
+}  // namespace mla::wire

@@ -1,0 +1,175 @@
+// The same-host path byte by byte: what passes through the shared-memory listener's socket, and the
+// command ring that may stand at the front of a region. docs/shared_memory.md explains it with a
+// picture.
+//
+// A region is one memory object that the server created, sealed against resizing and mapped by
+// both sides. All offsets count bytes from its start. A region with a ring begins with RingHeader,
+// the submission entries, the completion entries and the reply slots; the rest, from
+// ConnectReply::arena_offset on, is the arena, where the client places tensors and messages as it
+// likes. Without a ring the arena begins at 0.
+//
+// The ring. Entry i of either direction lies in slot i % entries and is valid once its `sequence`
+// word equals PublishedSequence(i): the writer fills the other 60 bytes first and then stores the
+// word with release order; the reader loads it with acquire order and copies the entry once before
+// it looks at any field. So a half-written entry is never read. The client may have at most
+// `entries` requests whose completions it has not taken, which is all the flow control there is: a
+// client that sends more is cut off.
+//
+// Sleeping. A side that wants to sleep reads its bell, sets its sleeping word, looks at the ring
+// once more and then waits (FUTEX_WAIT, not private) for the bell to differ from what it read. The
+// other side, after publishing and a full fence, looks at that word; if it is set it adds 1 to the
+// bell and wakes. A side that spins never sets its word and so costs the other no system call.
+//
+// Integers are little endian; everything is naturally aligned. Plain data: any thread.
+#ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
+#define MLA_PROTO_WIRE_RING_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace mla::wire {
+
+inline constexpr uint32_t kHandshakeMagic = 0x314d4853;  // "SHM1"
+inline constexpr uint16_t kHandshakeVersion = 1;
+inline constexpr uint16_t kWantRing = 1;  // ConnectRequest::flags
+inline constexpr size_t kHandleBytes = 16;
+// Tensors in a region start at multiples of this.
+inline constexpr size_t kSharedAlignment = 64;
+inline constexpr size_t kHandshakeTextBytes = 128;
+
+// Client to server, the first and only packet.
+struct ConnectRequest {
+  uint32_t magic;    // kHandshakeMagic
+  uint16_t version;  // kHandshakeVersion
+  uint16_t flags;    // kWantRing
+  uint64_t bytes;    // arena bytes wanted
+  uint32_t spin_us;  // how long the ring's poller spins before it sleeps; the server may cap it
+  uint32_t reserved;
+  char tenant[kHandshakeTextBytes];  // padded with zeros; empty: "default"
+};
+
+// Server to client, the only packet; carries the region's descriptor when `code` is 0.
+struct ConnectReply {
+  uint32_t magic;
+  uint16_t version;
+  uint16_t reserved0;
+  int32_t code;           // canonical status code
+  uint32_t ring_entries;  // 0: no ring
+  uint8_t handle[kHandleBytes];
+  uint64_t region_bytes;
+  uint64_t arena_offset;
+  uint64_t boot_id;
+  uint32_t spin_us;  // as granted
+  uint32_t reserved1;
+  char message[kHandshakeTextBytes];  // why not, padded with zeros
+};
+
+struct RingHeader {
+  // Line 0: written by the server before the client sees the region.
+  uint32_t magic;    // kHandshakeMagic
+  uint32_t entries;  // of each direction, a power of two
+  uint64_t submissions_offset;
+  uint64_t completions_offset;
+  uint64_t replies_offset;  // `entries` slots of kReplySlotBytes
+  uint8_t reserved0[32];
+  // Line 1: how the server sleeps.
+  uint32_t submit_bell;
+  uint32_t server_sleeping;
+  uint8_t reserved1[56];
+  // Line 2: how the client sleeps.
+  uint32_t complete_bell;
+  uint32_t client_sleeping;
+  uint8_t reserved2[56];
+  // Line 3: written by the client: completions it has taken so far. Their slots may be reused.
+  uint64_t completions_taken;
+  uint8_t reserved3[56];
+  // Line 4: written by the server: 1 once the ring is dead. Requests without a completion are lost.
+  uint32_t closed;
+  uint8_t reserved4[60];
+};
+
+enum EntryKind : uint8_t {
+  // Submission: the fields of mla.v1.Attend, tensors in the arena. Completion: it succeeded.
+  kEntryAttend = 1,
+  // Submission: a serialized AttendStreamRequest with begin_step, end_step or abort_step.
+  // Completion: a serialized AttendStreamReply: the answer to such a request, or a StepError.
+  kEntryMessage = 2,
+};
+
+inline constexpr uint8_t kEntryHasKv = 1;       // SubmissionEntry::flags
+inline constexpr uint8_t kEntryWantLse = 2;     // SubmissionEntry::flags
+inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
+
+struct SubmissionEntry {
+  uint32_t sequence;
+  uint8_t kind;
+  uint8_t profile;  // mla.v1.Profile
+  uint8_t flags;
+  uint8_t dtypes;  // mla.v1.DType of q and kv in the low half, of o in the high half
+  uint64_t tag;
+  uint64_t step_id;
+  uint32_t layer;
+  uint32_t row_begin;
+  uint32_t row_count;  // kEntryMessage: bytes of the message at in_offset
+  uint32_t head_offset;
+  uint32_t num_heads;  // kEntryMessage: bytes at out_offset for a reply that fits no slot
+  uint32_t timeout_us;
+  uint64_t in_offset;   // kv, then q
+  uint64_t out_offset;  // o, then lse
+};
+
+struct CompletionEntry {
+  uint32_t sequence;
+  uint8_t kind;
+  uint8_t flags;
+  uint16_t launch_layers;
+  uint64_t tag;
+  uint64_t boot_id;
+  // As in mla.v1.Timings; of kEntryAttend.
+  uint32_t queue_us;
+  uint32_t plan_us;
+  uint32_t kernel_us;
+  uint32_t write_us;
+  uint32_t launch_requests;
+  uint32_t launch_clients;
+  // Of kEntryMessage.
+  uint64_t message_offset;
+  uint32_t message_length;
+  uint32_t reserved;
+};
+
+inline constexpr size_t kReplySlotBytes = 1024;
+
+static_assert(sizeof(ConnectRequest) == 152 && std::is_trivially_copyable_v<ConnectRequest>);
+static_assert(sizeof(ConnectReply) == 192 && std::is_trivially_copyable_v<ConnectReply>);
+static_assert(offsetof(RingHeader, submit_bell) == 64);
+static_assert(offsetof(RingHeader, complete_bell) == 128);
+static_assert(offsetof(RingHeader, completions_taken) == 192);
+static_assert(offsetof(RingHeader, closed) == 256);
+static_assert(sizeof(RingHeader) == 320 && std::is_trivially_copyable_v<RingHeader>);
+static_assert(sizeof(SubmissionEntry) == 64 && offsetof(SubmissionEntry, in_offset) == 48);
+static_assert(sizeof(CompletionEntry) == 64 && offsetof(CompletionEntry, message_offset) == 48);
+
+constexpr uint32_t PublishedSequence(uint64_t index) { return static_cast<uint32_t>(index + 1); }
+
+constexpr uint64_t AlignShared(uint64_t bytes) {
+  return (bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+}
+
+// Where the parts of a ring of `entries` slots lie.
+constexpr uint64_t SubmissionsOffset() { return sizeof(RingHeader); }
+constexpr uint64_t CompletionsOffset(uint64_t entries) {
+  return SubmissionsOffset() + entries * sizeof(SubmissionEntry);
+}
+constexpr uint64_t RepliesOffset(uint64_t entries) {
+  return CompletionsOffset(entries) + entries * sizeof(CompletionEntry);
+}
+// First byte behind the ring, at a page's start.
+constexpr uint64_t RingBytes(uint64_t entries) {
+  return (RepliesOffset(entries) + entries * kReplySlotBytes + 4095) / 4096 * 4096;
+}
+
+}  // namespace mla::wire
+
+#endif  // MLA_PROTO_WIRE_RING_LAYOUT_H_

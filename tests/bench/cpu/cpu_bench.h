@@ -1,0 +1,109 @@
+// What the CPU benchmarks share: a configured backend with a filled pool, launches to time,
+// medians, and the JSON rows.
+#ifndef MLA_TESTS_BENCH_CPU_CPU_BENCH_H_
+#define MLA_TESTS_BENCH_CPU_CPU_BENCH_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "kernels/attention_params.h"
+#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
+
+namespace mla::bench {
+
+// Command line of every CPU benchmark:
+//   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--spin-us=200]
+//   [--deterministic]
+struct BenchFlags {
+  std::string json;
+  std::string isa;  // forced dispatch level; empty: the best
+  std::vector<int32_t> threads = {1, 2};
+  int32_t repeats = 5;
+  std::string only;       // shapes whose name contains this
+  int32_t spin_us = 200;  // idle workers poll this long
+  bool deterministic = false;
+};
+// Prints usage and exits on a flag that it does not know.
+BenchFlags ParseFlags(int argc, char** argv);
+
+struct BenchRow {
+  std::string bench, shape;
+  int32_t threads = 1;
+  double us = 0.0, gflops = 0.0;
+  double gemm_only_us = 0.0;    // 0: no bound was measured
+  double onednn_scaling = 0.0;  // of the bound, against one thread; 0: not measured
+  double kv_rows_per_s = 0.0;
+};
+// Prints a row as text and keeps it; WriteJson writes all rows.
+void Report(const BenchRow& row);
+void WriteJson(const std::string& path);
+
+// Medians of `repeats` alternating runs of several bodies, in microseconds, after one warm-up each.
+// On several threads each timed run follows a pause, in which the threads of the body before stop
+// polling (an OpenMP runtime's do so for milliseconds), and a run that is not timed, so that every
+// body is measured as in a row of its own kind.
+std::vector<double> Medians(int32_t repeats, int32_t threads,
+                            const std::vector<std::function<void()>>& bodies);
+
+// GFLOP/s of a dispatch level's best vector multiply-add instruction, measured on `threads` threads
+// at a time: bf16 dot products where the level has them, else fp32 FMA; 0 for the portable level.
+// AMX's tile unit is not measured (oneDNN's time stands for it). On several threads this shows what
+// the machine itself can scale to.
+double MeasurePeak(const std::string& level, int32_t threads);
+
+struct BenchRequest {
+  int32_t q_rows = 1;
+  int32_t kv_rows = 0;  // visible to the last query row
+};
+
+// A CPU backend with one layer of KV rows, N(0,1)/10, and launches over them.
+class AttentionBench {
+ public:
+  struct Options {
+    kernels::Geometry geometry = {128, 512, 64, 128, 128};
+    kernels::AttentionForm form = kernels::AttentionForm::kAbsorbed;
+    int32_t page_size = 64;
+    int32_t threads = 1;
+    std::string isa;
+    bool deterministic = false;
+    int32_t spin_us = 200;
+    int64_t max_kv_rows = 0;  // of all requests of a launch together
+    int32_t max_q_rows = 0;
+  };
+  // Exits with a message on failure: a benchmark has no caller to report to.
+  explicit AttentionBench(const Options& options);
+  ~AttentionBench();
+
+  // Plans and prepares a launch; Run executes it (BeginLaunch to Wait).
+  void Prepare(const std::vector<BenchRequest>& requests);
+  void Run();
+  // AppendKv of `rows` rows of `dtype` to each of `sequences` sequences, as one launch.
+  void Append(int32_t sequences, int32_t rows, kernels::DType dtype);
+  // Only the up-projection's share of the expanded form is timed apart: the same launch with one
+  // query row per head.
+  kernels::AttentionBackend& backend() { return *backend_; }
+
+ private:
+  Options options_;
+  std::unique_ptr<kernels::AttentionBackend> backend_;
+  std::unique_ptr<scheduler::MetadataBuffers> buffers_;
+  scheduler::Planner planner_;
+  std::vector<kernels::RequestRecord> records_;
+  std::vector<kernels::AppendRecord> appends_;
+  kernels::AttentionParams params_;
+  std::vector<kernels::Bf16> q_, o_;
+  std::vector<float> kv_;
+};
+
+// Attention FLOP of a launch: products only, masked pairs not counted.
+double AttentionFlop(const std::vector<BenchRequest>& requests, int32_t heads, int32_t key_dim,
+                     int32_t value_dim);
+
+}  // namespace mla::bench
+
+#endif  // MLA_TESTS_BENCH_CPU_CPU_BENCH_H_

@@ -1,0 +1,117 @@
+// Absorbed attention of decode steps on the CPU backend beside oneDNN's time for the two matrix
+// products alone, in the same process, alternating, on the same number of threads.
+//
+//   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
+//
+// Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
+// same number of KV rows; for thread counts above 2 the uniform one shows how requests scale).
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/dispatch.h"
+#include "tests/bench/cpu/cpu_bench.h"
+#include "tests/bench/cpu/gemm_bound.h"
+
+namespace mla::bench {
+namespace {
+
+struct Shape {
+  std::string name;
+  int32_t heads;
+  std::vector<BenchRequest> requests;
+};
+
+std::vector<Shape> Shapes() {
+  std::vector<Shape> shapes;
+  for (const int32_t heads : {128, 16}) {
+    for (const int32_t q : {1, 4}) {
+      for (const int32_t context : {1024, 4096, 16384, 65536}) {
+        shapes.push_back({"heads=" + std::to_string(heads) + " q=" + std::to_string(q) +
+                              " ctx=" + std::to_string(context),
+                          heads,
+                          {{q, context}}});
+      }
+    }
+    Shape uniform{"heads=" + std::to_string(heads) + " q=1 batch=16 ctx=4096", heads, {}};
+    Shape ragged{"heads=" + std::to_string(heads) + " q=1 batch=16 ragged", heads, {}};
+    // 16 lengths between 300 and 8000 rows that sum to 16 x 4096.
+    for (int32_t i = 0; i < 16; ++i) {
+      uniform.requests.push_back({1, 4096});
+      ragged.requests.push_back({1, 4096 + (i % 2 == 0 ? 1 : -1) * (i / 2 * 512 + 212)});
+    }
+    shapes.push_back(uniform);
+    shapes.push_back(ragged);
+  }
+  return shapes;
+}
+
+void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
+  std::vector<std::unique_ptr<GemmBound>> bounds;
+  int64_t kv_rows = 0;
+  int32_t q_rows = 0;
+  SetGemmThreads(1);
+  for (const BenchRequest& r : shape.requests) {
+    kv_rows += (r.kv_rows + 63) / 64 * 64;
+    q_rows += r.q_rows;
+    bounds.push_back(
+        std::make_unique<GemmBound>(r.q_rows * shape.heads, r.kv_rows, 576, 512, bf16));
+  }
+  double gemm_one = 0.0;
+  for (const int32_t threads : flags.threads) {
+    AttentionBench::Options options;
+    options.geometry.num_heads = shape.heads;
+    options.threads = threads;
+    options.isa = flags.isa;
+    options.spin_us = flags.spin_us;
+    options.deterministic = flags.deterministic;
+    options.max_kv_rows = kv_rows;
+    options.max_q_rows = q_rows;
+    AttentionBench bench(options);
+    bench.Prepare(shape.requests);
+    SetGemmThreads(threads);
+    const std::vector<double> us = Medians(flags.repeats, threads,
+                                           {[&] { bench.Run(); },
+                                            [&] {
+                                              for (const auto& bound : bounds) bound->Run();
+                                            }});
+    if (gemm_one == 0.0) gemm_one = us[1];
+    BenchRow row;
+    row.bench = "cpu_decode";
+    row.shape = shape.name;
+    row.threads = threads;
+    row.us = us[0];
+    row.gflops = AttentionFlop(shape.requests, shape.heads, 576, 512) / us[0] * 1e-3;
+    row.gemm_only_us = us[1];
+    row.onednn_scaling = gemm_one / us[1];
+    row.kv_rows_per_s = static_cast<double>(kv_rows) / us[0] * 1e6;
+    Report(row);
+  }
+}
+
+int Main(int argc, char** argv) {
+  const BenchFlags flags = ParseFlags(argc, argv);
+  const auto level = kernels::cpu::SelectLevel(flags.isa, /*exact=*/true);
+  if (!level.ok()) {
+    std::fprintf(stderr, "%s\n", level.status().ToString().c_str());
+    return 1;
+  }
+  SetGemmIsa((*level)->name);
+  for (const int32_t threads : flags.threads) {
+    std::printf("level %s, measured peak of %d threads %.0f GFLOP/s (%s)\n", (*level)->name,
+                threads, MeasurePeak((*level)->name, threads),
+                (*level)->bf16_operands ? "bf16 dot products" : "fp32 FMA");
+  }
+  for (const Shape& shape : Shapes()) {
+    if (shape.name.find(flags.only) == std::string::npos) continue;
+    RunShape(flags, shape, (*level)->bf16_operands);
+  }
+  WriteJson(flags.json);
+  return 0;
+}
+
+}  // namespace
+}  // namespace mla::bench
+
+int main(int argc, char** argv) { return mla::bench::Main(argc, argv); }

@@ -1,0 +1,347 @@
+// Times prefill in the expanded form on this machine's GPU, kernel by kernel: up-projection of keys
+// and values from cached rows, and attention on them. GPU time by events, the L2 overwritten before
+// each launch, median.
+//
+//   gpu_prefill [--heads 16,128] [--rows 1024,4096,16384] [--context 0] [--iterations 20]
+//               [--workspace-mb 640] [--image FILE]
+//
+// One request of `rows` new rows on `context` cached ones, causal. A line per shape: microseconds
+// and TFLOPS of both kernels (2 x 320 operations a head and visible pair; 2 x 512 x 256 a head and
+// row), and their sum.
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/expanded_plan.h"
+#include "kernels/hip/hip_backend.h"
+#include "scheduler/planning/planner.h"
+#include "scheduler/testing/heap_buffers.h"
+#include "tests/bench/gpu/gpu_programs.h"
+
+namespace mla::bench {
+namespace {
+
+using gpu::DeviceBuffer;
+using kernels::Bf16;
+
+constexpr int32_t kPage = 64;
+constexpr int32_t kRowDim = gpu::kExpandedLora + gpu::kExpandedRope;
+constexpr int32_t kQDim = gpu::kExpandedNope + gpu::kExpandedRope;
+constexpr int64_t kPageBytes = int64_t{kPage} * kRowDim * sizeof(Bf16);
+constexpr int64_t kFlushBytes = int64_t{256} << 20;
+
+struct Flags {
+  std::vector<int32_t> heads{16, 128}, rows{1024, 4096, 16384};
+  int32_t context = 0, iterations = 20;
+  int64_t workspace_mb = 640;
+  std::string image;  // file with device code to use in place of what was built in
+};
+
+class Prefill {
+ public:
+  static absl::StatusOr<std::unique_ptr<Prefill>> Create(const Flags& flags);
+  absl::Status Time(int32_t heads, int32_t rows);
+
+ private:
+  struct Times {
+    int64_t expand = 0, attend = 0;  // nanoseconds
+  };
+  absl::Status LoadKernels(std::span<const gpu::KernelImage> images);
+  absl::StatusOr<DeviceBuffer> Random(int64_t bytes, uint32_t seed);
+  template <class T>
+  absl::StatusOr<DeviceBuffer> Upload(std::span<const T> values);
+  absl::Status Prepare(int32_t heads, int32_t rows);
+  absl::Status Plan(int32_t heads, int32_t rows);
+  absl::StatusOr<Times> Launch();
+
+  Flags flags_;
+  std::unique_ptr<gpu::HipBackend> backend_;
+  gpu::GpuRuntime* runtime_ = nullptr;
+  const gpu::ArchTraits* arch_ = nullptr;
+  gpu::Stream stream_ = nullptr;
+  gpu::Function expand_ = nullptr, attend_ = nullptr;
+  std::vector<gpu::Event> events_;
+  std::unique_ptr<gpu::ExpandedPlan> plan_;
+  std::unique_ptr<scheduler::MetadataBuffers> buffers_;
+  DeviceBuffer workspace_, flush_, partial_o_, partial_lse_;
+  DeviceBuffer pool_, table_, q_, o_, lse_, w_uk_, w_uv_, weights_;
+  DeviceBuffer requests_, segments_, items_, unit_indptr_;
+  kernels::RequestRecord request_ = {};
+  gpu::ExpandArgs expand_args_ = {};
+  gpu::ExpandedArgs attend_args_ = {};
+};
+
+absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
+  auto self = std::make_unique<Prefill>();
+  self->flags_ = flags;
+  auto backend = AnyGpu();
+  if (!backend.ok()) return backend.status();
+  self->backend_ = *std::move(backend);
+  self->runtime_ = &self->backend_->runtime();
+  self->arch_ = gpu::FindArchTraits(self->runtime_->arch());
+  self->stream_ = self->backend_->compute_stream();
+  auto images = gpu::BuiltInKernelImages();
+  std::string file;
+  if (!flags.image.empty()) {
+    std::ifstream in(flags.image, std::ios::binary);
+    file.assign(std::istreambuf_iterator<char>(in), {});
+    images = {{self->runtime_->arch(), std::as_bytes(std::span<const char>(file))}};
+  }
+  if (absl::Status s = self->LoadKernels(images); !s.ok()) return s;
+  gpu::ExpandedPlanOptions plan;
+  plan.units = self->runtime_->units() * self->arch_->expanded_blocks;
+  plan.max_items = 200000;
+  plan.max_segments = 4096;
+  plan.max_requests = 1;
+  plan.first_carry_row = 60000;
+  plan.carry_rows = 32768;
+  plan.workspace_bytes = flags.workspace_mb << 20;
+  auto made = gpu::ExpandedPlan::Create(plan);
+  if (!made.ok()) return made.status();
+  self->plan_ = *std::move(made);
+  self->buffers_ = scheduler::testing::MakeBuffers({1024, 200000, 50000, 100000, 1 << 20});
+  const int64_t partial_rows = plan.first_carry_row + plan.carry_rows;
+  for (const auto& [buffer, bytes] :
+       {std::pair(&self->workspace_, plan.workspace_bytes), std::pair(&self->flush_, kFlushBytes),
+        std::pair(&self->partial_o_, partial_rows * gpu::kExpandedValue * 4),
+        std::pair(&self->partial_lse_, partial_rows * 4)}) {
+    auto allocated = DeviceBuffer::Create(self->runtime_, "bench", bytes);
+    if (!allocated.ok()) return allocated.status();
+    *buffer = *std::move(allocated);
+  }
+  self->events_.resize(2 * 1024 + 1);
+  for (gpu::Event& event : self->events_) {
+    auto created = self->runtime_->CreateEvent();
+    if (!created.ok()) return created.status();
+    event = *created;
+  }
+  return self;
+}
+
+absl::Status Prefill::LoadKernels(std::span<const gpu::KernelImage> images) {
+  for (const gpu::KernelImage& image : images) {
+    if (image.arch != runtime_->arch()) continue;
+    auto module = runtime_->Load(image.bytes);
+    if (!module.ok()) return module.status();
+    for (const auto& [name, shared, function] :
+         {std::tuple(gpu::kExpandKernel, arch_->expand_shared_bytes, &expand_),
+          std::tuple(gpu::kExpandedKernel, arch_->expanded_shared_bytes, &attend_)}) {
+      auto found = runtime_->Find(*module, name);
+      if (!found.ok()) return found.status();
+      *function = *found;
+      absl::Status s = runtime_->AllowSharedBytes(*found, shared);
+      if (!s.ok()) return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+template <class T>
+absl::StatusOr<DeviceBuffer> Prefill::Upload(std::span<const T> values) {
+  const auto bytes = static_cast<int64_t>(values.size_bytes());
+  auto buffer = DeviceBuffer::Create(runtime_, "bench", std::max<int64_t>(bytes, 16));
+  if (!buffer.ok()) return buffer.status();
+  absl::Status s = runtime_->CopyIn(buffer->at(), values.data(), bytes, stream_);
+  if (s.ok()) s = runtime_->Synchronize(stream_);
+  if (!s.ok()) return s;
+  return buffer;
+}
+
+// N(0, 1) / 10.
+absl::StatusOr<DeviceBuffer> Prefill::Random(int64_t bytes, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, 0.1f);
+  std::vector<Bf16> block(static_cast<size_t>(std::min<int64_t>(bytes / 2, 1 << 22)));
+  for (Bf16& x : block) x = kernels::ToBf16(normal(random));
+  auto buffer = DeviceBuffer::Create(runtime_, "bench", bytes);
+  if (!buffer.ok()) return buffer.status();
+  const auto size = static_cast<int64_t>(block.size() * 2);
+  for (int64_t at = 0; at < bytes; at += size) {
+    absl::Status s = runtime_->CopyIn(buffer->at() + static_cast<uint64_t>(at), block.data(),
+                                      std::min(size, bytes - at), stream_);
+    if (!s.ok()) return s;
+  }
+  if (absl::Status s = runtime_->Synchronize(stream_); !s.ok()) return s;
+  return buffer;
+}
+
+absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
+  const int32_t kv_rows = rows + flags_.context;
+  const int64_t pages = (kv_rows + kPage - 1) / kPage;
+  const int64_t head_bytes = int64_t{2} * gpu::kExpandedLora * 128 * heads;
+  const int64_t packed = int64_t{rows} * heads;
+  for (const auto& [buffer, bytes, seed] :
+       {std::tuple(&pool_, pages * kPageBytes, 1u), std::tuple(&q_, packed * kQDim * 2, 2u),
+        std::tuple(&o_, packed * gpu::kExpandedValue * 2, 3u), std::tuple(&lse_, packed * 4, 4u),
+        std::tuple(&w_uk_, head_bytes, 5u), std::tuple(&w_uv_, head_bytes, 6u)}) {
+    auto made = Random(bytes, seed);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  if (absl::Status s = Plan(heads, rows); !s.ok()) return s;
+  std::vector<uint32_t> table(static_cast<size_t>(pages));
+  std::iota(table.begin(), table.end(), 0u);
+  std::shuffle(table.begin(), table.end(), std::mt19937(7));
+  const uint64_t pointers[2] = {w_uk_.at(), w_uv_.at()};
+  const auto keep = [](auto made, DeviceBuffer& into) {
+    if (made.ok()) into = *std::move(made);
+    return made.status();
+  };
+  absl::Status s = keep(Upload<uint32_t>(table), table_);
+  if (s.ok()) s = keep(Upload<uint64_t>(pointers), weights_);
+  if (s.ok()) s = keep(Upload<kernels::RequestRecord>({&request_, 1}), requests_);
+  if (s.ok()) s = keep(Upload(plan_->segments()), segments_);
+  if (s.ok()) s = keep(Upload(plan_->items()), items_);
+  if (s.ok()) s = keep(Upload(plan_->unit_indptr()), unit_indptr_);
+  if (!s.ok()) return s;
+  expand_args_ = {requests_.As<kernels::RequestRecord>(),
+                  table_.As<uint32_t>(),
+                  pool_.As<uint8_t>(),
+                  segments_.As<gpu::ExpandSegment>(),
+                  weights_.As<const uint16_t*>(),
+                  weights_.As<const uint16_t*>() + 1,
+                  workspace_.As<uint8_t>(),
+                  kPageBytes,
+                  0,
+                  0,
+                  0,
+                  0};
+  attend_args_ = {requests_.As<kernels::RequestRecord>(),
+                  items_.As<gpu::ExpandedItem>(),
+                  unit_indptr_.As<int32_t>(),
+                  workspace_.As<uint8_t>(),
+                  partial_o_.As<float>(),
+                  partial_lse_.As<float>(),
+                  0};
+  return absl::OkStatus();
+}
+
+absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
+  const int32_t kv_rows = rows + flags_.context;
+  kernels::RequestRecord& r = request_;
+  r = {};
+  r.q = q_.As<void>();
+  r.o = o_.As<void>();
+  r.lse = lse_.As<float>();
+  r.q_head_stride = kQDim;
+  r.q_row_stride = int64_t{heads} * kQDim;
+  r.o_head_stride = gpu::kExpandedValue;
+  r.o_row_stride = int64_t{heads} * gpu::kExpandedValue;
+  r.lse_head_stride = 1;
+  r.lse_row_stride = heads;
+  r.row_stride = kRowDim * 2;
+  r.page_size = kPage;
+  r.q_rows = rows;
+  r.kv_rows = kv_rows;
+  r.num_heads = heads;
+  r.softmax_scale = 0.0721687f;
+  r.causal = 1;
+  kernels::AttentionDesc desc;
+  desc.geometry = {heads, gpu::kExpandedLora, gpu::kExpandedRope, gpu::kExpandedNope,
+                   gpu::kExpandedValue};
+  desc.form = kernels::AttentionForm::kExpanded;
+  scheduler::Planner planner;
+  const scheduler::PlanRequest request{rows, kv_rows, heads, true};
+  auto view = planner.Build({&request, 1}, backend_->Traits(desc), *buffers_);
+  if (!view.ok()) return view.status();
+  return plan_->Build(*view, {&r, 1});
+}
+
+absl::StatusOr<Prefill::Times> Prefill::Launch() {
+  absl::Status s = runtime_->Fill(flush_.at(), 0, kFlushBytes, stream_);
+  size_t event = 0;
+  const auto record = [&] {
+    if (s.ok()) s = runtime_->Record(events_[event++], stream_);
+  };
+  record();
+  for (const gpu::ExpandedPlan::Round& round : plan_->rounds()) {
+    gpu::ExpandArgs expand = expand_args_;
+    expand.segments += round.first_segment;
+    expand.segment_count = round.segments;
+    expand.pairs = round.pairs;
+    expand.blocks = std::min(round.pairs, plan_->units());
+    expand.first_tile_pairs = gpu::ExpandedPlan::FirstTilePairs(round, expand.blocks);
+    gpu::LaunchShape shape;
+    shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
+    shape.grid_x = static_cast<uint32_t>(expand.blocks);
+    shape.shared_bytes = static_cast<uint32_t>(arch_->expand_shared_bytes);
+    if (s.ok()) s = runtime_->Launch(expand_, shape, &expand, stream_);
+    record();
+    gpu::ExpandedArgs attend = attend_args_;
+    attend.unit_indptr += round.first_indptr;
+    shape.grid_x = static_cast<uint32_t>(plan_->units());
+    shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
+    if (s.ok()) s = runtime_->Launch(attend_, shape, &attend, stream_);
+    record();
+  }
+  if (s.ok()) s = runtime_->Synchronize(stream_);
+  Times times;
+  for (size_t i = 0; i + 1 < event && s.ok(); ++i) {
+    auto ns = runtime_->ElapsedNs(events_[i], events_[i + 1]);
+    if (!ns.ok()) return ns.status();
+    (i % 2 == 0 ? times.expand : times.attend) += *ns;
+  }
+  if (!s.ok()) return s;
+  return times;
+}
+
+absl::Status Prefill::Time(int32_t heads, int32_t rows) {
+  if (absl::Status s = Prepare(heads, rows); !s.ok()) return s;
+  std::vector<int64_t> expand, attend;
+  for (int32_t i = -2; i < flags_.iterations; ++i) {  // the first two warm up
+    auto times = Launch();
+    if (!times.ok()) return times.status();
+    if (i < 0) continue;
+    expand.push_back(times->expand);
+    attend.push_back(times->attend);
+  }
+  std::sort(expand.begin(), expand.end());
+  std::sort(attend.begin(), attend.end());
+  const double up_us = static_cast<double>(expand[expand.size() / 2]) / 1e3;
+  const double us = static_cast<double>(attend[attend.size() / 2]) / 1e3;
+  const double kv_rows = rows + flags_.context;
+  const double pairs = rows * (kv_rows - 0.5 * (rows - 1));
+  std::printf(
+      "h=%d q=%d kv=%.0f: up-projection %.1f us %.0f TFLOPS, attention %.1f us (least %.1f) %.0f "
+      "TFLOPS, sum %.1f us; %zu rounds, %zu items%s\n",
+      heads, rows, kv_rows, up_us, 262144.0 * kv_rows * heads / up_us / 1e6, us,
+      static_cast<double>(attend[0]) / 1e3, 640.0 * pairs * heads / us / 1e6, up_us + us,
+      plan_->rounds().size(), plan_->items().size(), plan_->split() ? ", split" : "");
+  std::fflush(stdout);
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  const Flag known[] = {{"--heads", &flags.heads},
+                        {"--rows", &flags.rows},
+                        {"--context", &flags.context},
+                        {"--iterations", &flags.iterations},
+                        {"--workspace-mb", &flags.workspace_mb},
+                        {"--image", &flags.image}};
+  if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
+    std::fprintf(stderr, "%s\n", s.ToString().c_str());
+    return 2;
+  }
+  auto prefill = Prefill::Create(flags);
+  absl::Status s = prefill.status();
+  for (const int32_t heads : flags.heads) {
+    for (const int32_t rows : flags.rows) {
+      if (s.ok()) s = (*prefill)->Time(heads, rows);
+    }
+  }
+  if (!s.ok()) std::fprintf(stderr, "%s\n", s.ToString().c_str());
+  return s.ok() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mla::bench
+
+int main(int argc, char** argv) { return mla::bench::Main(argc, argv); }

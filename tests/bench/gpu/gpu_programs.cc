@@ -1,0 +1,61 @@
+#include "tests/bench/gpu/gpu_programs.h"
+
+#include <algorithm>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
+namespace mla::bench {
+namespace {
+
+bool Set(const std::string& text, std::string* to) {
+  *to = text;
+  return true;
+}
+bool Set(const std::string& text, double* to) { return absl::SimpleAtod(text, to) && *to >= 0; }
+bool Set(const std::string& text, bool* to) {
+  *to = text == "1";
+  return text == "0" || text == "1";
+}
+template <class T>
+bool Set(const std::string& text, T* to) {
+  return absl::SimpleAtoi(text, to) && *to >= 0;
+}
+bool Set(const std::string& text, std::vector<int32_t>* to) {
+  to->clear();
+  const std::vector<std::string> parts = absl::StrSplit(text, ',');
+  for (const std::string& part : parts) {
+    if (!Set(part, &to->emplace_back())) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+absl::Status ReadFlags(std::span<const char* const> arguments, std::span<const Flag> flags) {
+  for (size_t i = 0; i < arguments.size(); i += 2) {
+    const std::string name = arguments[i];
+    const auto flag = std::find_if(flags.begin(), flags.end(),
+                                   [&name](const Flag& known) { return name == known.name; });
+    if (flag == flags.end()) return absl::InvalidArgumentError(absl::StrCat("unknown flag ", name));
+    if (i + 1 == arguments.size()) {
+      return absl::InvalidArgumentError(absl::StrCat(name, " needs a value"));
+    }
+    const std::string value = arguments[i + 1];
+    if (!std::visit([&value](auto* target) { return Set(value, target); }, flag->target)) {
+      return absl::InvalidArgumentError(absl::StrCat(name, ": got \"", value, "\""));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(gpu::HipBackendOptions options) {
+  options.vendor = gpu::Vendor::kAmd;
+  auto backend = gpu::HipBackend::Create(options);
+  if (backend.ok()) return backend;
+  options.vendor = gpu::Vendor::kNvidia;
+  return gpu::HipBackend::Create(options);
+}
+
+}  // namespace mla::bench

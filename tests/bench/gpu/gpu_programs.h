@@ -1,0 +1,34 @@
+// What the GPU benchmarks have in common: flags, and the backend of whatever GPU there is.
+#ifndef MLA_TESTS_BENCH_GPU_GPU_PROGRAMS_H_
+#define MLA_TESTS_BENCH_GPU_GPU_PROGRAMS_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/hip/hip_backend.h"
+
+namespace mla::bench {
+
+// `--name value`. Lists are separated by commas; a bool is false for 0 and true for 1.
+struct Flag {
+  const char* name;
+  std::variant<int32_t*, int64_t*, double*, bool*, std::string*, std::vector<int32_t>*> target;
+};
+
+// INVALID_ARGUMENT names a flag that is unknown, has no value or one that does not fit its type;
+// numbers are at least 0. `arguments` are those behind the program's name.
+absl::Status ReadFlags(std::span<const char* const> arguments, std::span<const Flag> flags);
+
+// The AMD device, else the NVIDIA one; the status of the latter if there is neither. The vendor in
+// `options` is not looked at.
+absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(gpu::HipBackendOptions options = {});
+
+}  // namespace mla::bench
+
+#endif  // MLA_TESTS_BENCH_GPU_GPU_PROGRAMS_H_

@@ -1,0 +1,55 @@
+// Threads that write or read memory together, so that a benchmark can say what tensors cost whose
+// producer and consumer are a worker's cores or a backend's rather than one of them.
+//
+// All of a team's threads share the work while its word says more than 1, and its helpers spin for
+// their part then; otherwise the caller does all of it and the helpers sleep. Threading: Fill, Sum
+// and SumPieces from any thread, one at a time.
+#ifndef MLA_TESTS_BENCH_WIRE_TOUCH_TEAM_H_
+#define MLA_TESTS_BENCH_WIRE_TOUCH_TEAM_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+namespace mla::bench {
+
+class TouchTeam final {
+ public:
+  using Piece = std::span<const std::byte>;
+
+  // `threads`: the caller of Fill and Sum among them. `word` outlives the team; it is changed while
+  // no thread is in a call, and helpers notice within a millisecond.
+  TouchTeam(int32_t threads, const std::atomic<int32_t>* word);
+  ~TouchTeam();
+
+  // Writes every byte once.
+  void Fill(void* data, uint64_t bytes, int value);
+  // Reads every byte once. Returns the sum of its words, so that the compiler cannot omit reads.
+  uint64_t Sum(const void* data, uint64_t bytes);
+  uint64_t SumPieces(std::span<const Piece> pieces);
+
+ private:
+  // Cuts [0, bytes) at lines and hands every part to one thread.
+  void Share(uint64_t bytes, const std::function<void(uint64_t begin, uint64_t end)>& body);
+  void Help(int32_t place);
+  void DoPart(int32_t place);
+
+  const std::atomic<int32_t>* const word_;
+  const int32_t threads_;
+  std::mutex mutex_;
+  const std::function<void(uint64_t, uint64_t)>* body_ = nullptr;
+  uint64_t bytes_ = 0;
+  alignas(64) std::atomic<uint64_t> round_{0};
+  alignas(64) std::atomic<int32_t> busy_{0};
+  std::atomic<bool> stop_{false};
+  std::vector<std::thread> helpers_;
+};
+
+}  // namespace mla::bench
+
+#endif  // MLA_TESTS_BENCH_WIRE_TOUCH_TEAM_H_

@@ -1,0 +1,426 @@
+// What the service costs beside the kernel, by path, between two processes.
+//
+//   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
+//                  [--turns T] [--piece-bytes B] [--poll-threads N] [--copy-threads K]
+//                  [--touch-threads M]
+//
+// S: time for one row, default 0.8, in T turns (default 16) with the shape's other rows, a whole
+// step each at least. U: how long both sides of a gRPC path go on polling before they sleep,
+// default 1000. B: tensor bytes of one request of the inline path, which cuts by rows as a session
+// does; a bare message is always whole. N: threads that serve the server's streams. K: threads
+// that share the copy of a large message where queries are gathered, default 4. M: threads on
+// either side that touch tensors in gbps_wide, default a quarter of the CPUs, four at most. The
+// first path is what the others are compared with.
+//
+// Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is;
+// inline is an Attend stream over gRPC whose queries the backend reads in place, as one on the CPU
+// does; inline_staged the same with them gathered into staging memory, as for a GPU; shm with
+// tensors in shared memory; NAME_sleep is the same path without spinning; grpc_stream_stock a peer
+// of gRPC's synchronous interface (wire_stock.h); ring_futex and ring_spin the command ring with
+// both sides sleeping or spinning. The kernel computes nothing. One request is under way at a time:
+// a decode step is 61 dependent calls.
+//
+// p50_us and p99_us: one attend, from handing the request over to holding its reply. gbps: tensor
+// bytes of both directions over that time plus the time to write each byte once on the sending
+// side and to read it once on the receiving side, by one thread; gbps_wide the same by M threads on
+// either side, since neither a worker nor a backend touches tensors with one core. copied_bytes:
+// payload bytes that the server copied per attend. allocations: heap allocations of the whole
+// server process per attend. token_ms: a whole step of 61 layers, begin and end included. `x bare`:
+// ratio to grpc_stream.
+#include <grpcpp/create_channel.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "mla/v1/sequence.grpc.pb.h"
+#include "proto/wire/transport.h"
+#include "tests/bench/wire/touch_team.h"
+#include "tests/bench/wire/wire_paths.h"
+#include "tests/bench/wire/wire_server.h"
+#include "tests/bench/wire/wire_stock.h"
+
+namespace mla::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+// Those that take turns, then the one that has the machine alone: a spinning ring's thread would
+// take a core from the others.
+constexpr const char* kPaths[] = {
+    "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
+    "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex",    "grpc_stream_stock"};
+constexpr char kAlone[] = "ring_spin";
+constexpr Shape kShapes[] = {
+    {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
+    {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
+    {"ABSORBED-32", v1::PROFILE_ABSORBED, 32},   {"ABSORBED-128", v1::PROFILE_ABSORBED, 128},
+};
+
+struct Options {
+  double seconds = 0.8;
+  int32_t turns = 16;
+  std::string json;
+  int32_t spin_us = 1000;
+  int32_t poll_threads = 4;
+  int32_t copy_threads = 4;
+  int32_t touch_threads =
+      std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 4, 1, 4);
+  uint64_t piece_bytes = (4 << 20) - 1024;  // what a session sends to a server as it comes
+  std::string paths, shapes;                // empty: all
+};
+
+// --------------------------------------------------------------------------------- Measurement
+
+struct Row {
+  std::string path, shape;
+  double p50_us = 0, p99_us = 0, over_us = 0, gbps = 0, gbps_wide = 0, token_ms = 0;
+  double copied_bytes = 0, allocations = 0;
+};
+
+// Value at `share` of the way through the sorted values.
+double Quantile(std::vector<double>& values, double share) {
+  std::sort(values.begin(), values.end());
+  return values[std::min(values.size() - 1, static_cast<size_t>(values.size() * share))];
+}
+
+// One path at one shape, and what was measured of it so far.
+struct Contender {
+  Row row;
+  Shape shape;
+  std::unique_ptr<Path> path;
+  std::vector<double> micros, step_millis;
+  std::vector<double> touched_micros, wide_micros;  // by one thread and by several on either side
+  std::vector<double> over_micros;                  // of each turn: its p50 less the first path's
+  uint64_t copied_bytes = 0;
+  int64_t allocations = 0;
+};
+
+class Benchmark {
+ public:
+  Benchmark(const std::string& folder, Shared* shared, const Options& options)
+      : folder_(folder),
+        shared_(shared),
+        options_(options),
+        team_(options.touch_threads, &shared->touch) {
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(-1);
+    arguments.SetMaxSendMessageSize(-1);
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
+    channel_ = grpc::CreateCustomChannel("unix:" + folder + "/s",
+                                         grpc::InsecureChannelCredentials(), arguments);
+  }
+
+  // Paths take turns, so that a disturbance from outside falls on all of them alike.
+  std::vector<Row> Measure(const std::vector<std::string>& paths, const Shape& shape) {
+    OpenSequences(shape.batch);
+    std::vector<Contender> contenders(paths.size());
+    for (size_t i = 0; i < paths.size(); ++i) {
+      contenders[i].row = {paths[i], shape.name};
+      contenders[i].path = Open(paths[i], shape);
+      Contender warm;
+      Steps(*contenders[i].path, 0.1 * options_.seconds, &warm.micros, &warm.step_millis);
+    }
+    for (int turn = 0; turn < options_.turns; ++turn) {
+      double first = 0;
+      for (Contender& contender : contenders) {
+        const double p50 = Turn(&contender);
+        if (&contender == contenders.data()) first = p50;
+        contender.over_micros.push_back(p50 - first);
+      }
+    }
+    std::vector<Row> rows;
+    for (Contender& contender : contenders) {
+      Row& row = contender.row;
+      const auto attends = static_cast<double>(contender.micros.size());
+      row.copied_bytes = static_cast<double>(contender.copied_bytes) / attends;
+      row.allocations = static_cast<double>(contender.allocations) / attends;
+      row.p50_us = Quantile(contender.micros, 0.5);
+      row.p99_us = Quantile(contender.micros, 0.99);
+      row.over_us = Quantile(contender.over_micros, 0.5);
+      row.token_ms = Quantile(contender.step_millis, 0.5);
+      const auto bytes = static_cast<double>(shape.in() + shape.o());
+      row.gbps = bytes / Quantile(contender.touched_micros, 0.5) * 1e-3;
+      row.gbps_wide = bytes / Quantile(contender.wide_micros, 0.5) * 1e-3;
+      rows.push_back(row);
+    }
+    contenders.clear();
+    CloseSequences();
+    return rows;
+  }
+
+ private:
+  // Returns the turn's p50.
+  double Turn(Contender* contender) {
+    shared_->spin_us = SpinOf(contender->row.path);
+    Settle();
+    const uint64_t copied = shared_->copied_bytes;
+    const int64_t allocations = shared_->allocations;
+    std::vector<double> micros;
+    Steps(*contender->path, options_.seconds / options_.turns, &micros, &contender->step_millis);
+    contender->micros.insert(contender->micros.end(), micros.begin(), micros.end());
+    Settle();
+    contender->copied_bytes += shared_->copied_bytes - copied;
+    contender->allocations += shared_->allocations - allocations;
+    Touch(contender, 1, &contender->touched_micros);
+    Touch(contender, options_.touch_threads, &contender->wide_micros);
+    return Quantile(micros, 0.5);
+  }
+
+  void Touch(Contender* contender, int32_t threads, std::vector<double>* micros) {
+    shared_->touch = threads;
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));  // helpers wake or sleep
+    std::vector<double> ignored;
+    Steps(*contender->path, 0.5 * options_.seconds / options_.turns, micros, &ignored);
+    shared_->touch = 0;
+  }
+
+  std::unique_ptr<Path> Open(const std::string& name, const Shape& shape) {
+    const std::chrono::microseconds spin(SpinOf(name));
+    if (name == "grpc_unary") return std::make_unique<BareUnary>(channel_, shape, spin);
+    if (name == "grpc_stream_stock") return std::make_unique<StockStream>(folder_, shape);
+    if (name.starts_with("grpc_stream")) {
+      return std::make_unique<BareStream>(channel_, shape, spin);
+    }
+    // Seen by the server soon, and by the stream when it begins: before the next one is opened.
+    shared_->in_place = name != "inline_staged";
+    Settle();
+    if (name.starts_with("inline")) {
+      return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, options_.piece_bytes);
+    }
+    client::SharedMemoryOptions options;
+    options.ring = name.starts_with("ring");
+    options.bytes = shape.in() + shape.o() + (1 << 20);
+    if (name == "ring_spin") options.spin_us = options.server_spin_us = kLongestSpinMicros;
+    auto memory = SharedMemory::Connect(folder_ + "/s.shm", options);
+    Check(memory.status());
+    if (!options.ring) {
+      return std::make_unique<ServiceStream>(channel_, shape, spin, *std::move(memory));
+    }
+    return std::make_unique<Ring>(shape, *std::move(memory));
+  }
+
+  // Of both sides of a gRPC path.
+  int32_t SpinOf(const std::string& path) const {
+    return path.ends_with("_sleep") ? 0 : options_.spin_us;
+  }
+
+  void OpenSequences(uint32_t count) {
+    const auto stub = v1::Sequences::NewStub(channel_);
+    for (uint32_t i = 0; i < count; ++i) {
+      grpc::ClientContext context;
+      v1::OpenRequest request;
+      request.set_model_id(kModel);
+      v1::OpenReply reply;
+      const grpc::Status status = stub->Open(&context, request, &reply);
+      if (!status.ok()) Die(status.error_message());
+      sequences_.push_back(reply.sequence());
+    }
+  }
+
+  void CloseSequences() {
+    const auto stub = v1::Sequences::NewStub(channel_);
+    grpc::ClientContext context;
+    v1::ReleaseRequest request;
+    for (const v1::SequenceInfo& info : sequences_) request.add_sequence_ids(info.sequence_id());
+    v1::ReleaseReply reply;
+    stub->Release(&context, request, &reply);
+    sequences_.clear();
+  }
+
+  v1::AttendStreamRequest Begin(uint64_t step) const {
+    v1::AttendStreamRequest request;
+    v1::BeginStep* begin = request.mutable_begin_step();
+    begin->set_step_id(step);
+    begin->set_model_id(kModel);
+    for (const v1::SequenceInfo& info : sequences_) {
+      v1::StepSequence* rows = begin->add_sequences();
+      rows->set_sequence_id(info.sequence_id());
+      rows->set_epoch(info.epoch());
+      rows->set_start_position(info.length());
+      rows->set_rows(1);
+    }
+    return request;
+  }
+
+  // Whole steps for that long; the first one always, the last one as far as time allows.
+  void Steps(Path& path, double seconds, std::vector<double>* micros,
+             std::vector<double>* step_millis) {
+    const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+    const bool touch = shared_->touch.load() != 0;
+    do {
+      const uint64_t step = ++step_;
+      const auto start = Clock::now();
+      path.Call(Begin(step));
+      for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        const auto before = Clock::now();
+        if (touch) team_.Fill(path.in.data(), path.in.size(), static_cast<int>(layer));
+        path.Attend(step, layer);
+        if (touch) sum_ += team_.Sum(path.out.data(), path.out.size());
+        micros->push_back(std::chrono::duration<double, std::micro>(Clock::now() - before).count());
+      }
+      v1::AttendStreamRequest last;
+      last.mutable_end_step()->set_step_id(step);
+      path.Call(std::move(last));
+      step_millis->push_back(
+          std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+      if (path.commits()) {
+        for (v1::SequenceInfo& info : sequences_) info.set_length(info.length() + 1);
+      }
+    } while (Clock::now() < end);
+  }
+
+  // Lets the server publish its counters.
+  static void Settle() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
+
+  const std::string folder_;
+  Shared* const shared_;
+  const Options options_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::vector<v1::SequenceInfo> sequences_;
+  TouchTeam team_;
+  uint64_t step_ = 0, sum_ = 0;
+};
+
+void WriteJson(const std::vector<Row>& rows, const std::string& path) {
+  std::ofstream file(path);
+  file << "[\n";
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    file << "  {\"bench\": \"wire\", \"path\": \"" << row.path << "\", \"shape\": \"" << row.shape
+         << "\", \"p50_us\": " << row.p50_us << ", \"p99_us\": " << row.p99_us
+         << ", \"over_us\": " << row.over_us << ", \"gbps\": " << row.gbps
+         << ", \"gbps_wide\": " << row.gbps_wide << ", \"copied_bytes\": " << row.copied_bytes
+         << ", \"allocations\": " << row.allocations << ", \"token_ms\": " << row.token_ms << "}"
+         << (i + 1 < rows.size() ? "," : "") << "\n";
+  }
+  file << "]\n";
+}
+
+bool Names(const std::string& list, const std::string& name) {
+  return list.empty() || ("," + list + ",").find("," + name + ",") != std::string::npos;
+}
+
+void Print(const std::vector<Row>& rows) {
+  for (const Row& row : rows) {
+    std::printf(
+        "%-17s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
+        row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us, row.p50_us / rows[0].p50_us,
+        row.over_us, row.gbps, row.gbps / rows[0].gbps, row.gbps_wide,
+        row.gbps_wide / rows[0].gbps_wide, row.copied_bytes, row.allocations, row.token_ms);
+  }
+  std::fflush(stdout);
+}
+
+void RunClient(const std::string& folder, Shared* shared, const Options& options) {
+  while (shared->ready.load() == 0 || shared->stock_ready.load() == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  std::printf("%u cores, %d touching threads\n", std::thread::hardware_concurrency(),
+              options.touch_threads);
+  std::printf("%-17s %-13s %10s %10s %8s %8s %8s %8s %8s %8s %12s %8s %9s\n", "path", "shape",
+              "p50 us", "p99 us", "x bare", "over us", "GB/s", "x bare", "GB/s M", "x bare",
+              "copied", "allocs", "ms/token");
+  std::vector<std::string> together;
+  for (const char* path : kPaths) {
+    if (Names(options.paths, path)) together.push_back(path);
+  }
+  std::vector<Row> all;
+  Benchmark benchmark(folder, shared, options);
+  for (const Shape& shape : kShapes) {
+    if (!Names(options.shapes, shape.name)) continue;
+    std::vector<Row> rows = benchmark.Measure(together, shape);
+    if (Names(options.paths, kAlone)) rows.push_back(benchmark.Measure({kAlone}, shape)[0]);
+    Print(rows);
+    all.insert(all.end(), rows.begin(), rows.end());
+  }
+  if (!options.json.empty()) WriteJson(all, options.json);
+}
+
+pid_t Fork(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  body();
+  std::_Exit(0);
+}
+
+int Main(const Options& options) {
+  void* const page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  auto* const shared = new (page) Shared;
+  shared->poll_threads = options.poll_threads;
+  shared->touch_threads = options.touch_threads;
+  shared->copy_threads = options.copy_threads;
+  char name[] = "/tmp/mla-wire-XXXXXX";
+  const std::string folder = mkdtemp(name);
+  // Before any side has a thread. The stock server without our setting of the heap.
+  const pid_t stock = Fork([&] { ServeStock(folder, shared); });
+  wire::KeepMessageMemory();
+  const pid_t service = Fork([&] { Serve(folder, shared); });
+  RunClient(folder, shared, options);
+  shared->stop = 1;
+  bool well = true;
+  for (const pid_t child : {stock, service}) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    well = well && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  for (const char* socket : {"/s", "/stock"}) unlink((folder + socket).c_str());
+  rmdir(folder.c_str());
+  return well ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mla::bench
+
+int main(int argc, char** argv) {
+  mla::bench::Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    const bool more = i + 1 < argc;
+    if (argument.starts_with("--json=")) {
+      options.json = argument.substr(7);
+    } else if (argument == "--json" && more) {
+      options.json = argv[++i];
+    } else if (argument == "--seconds" && more) {
+      options.seconds = std::atof(argv[++i]);
+    } else if (argument == "--spin-us" && more) {
+      options.spin_us = std::atoi(argv[++i]);
+    } else if (argument == "--turns" && more) {
+      options.turns = std::max(std::atoi(argv[++i]), 1);
+    } else if (argument == "--poll-threads" && more) {
+      options.poll_threads = std::atoi(argv[++i]);
+    } else if (argument == "--copy-threads" && more) {
+      options.copy_threads = std::max(std::atoi(argv[++i]), 1);
+    } else if (argument == "--touch-threads" && more) {
+      options.touch_threads = std::max(std::atoi(argv[++i]), 1);
+    } else if (argument == "--piece-bytes" && more) {
+      options.piece_bytes = std::strtoull(argv[++i], nullptr, 10);
+    } else if (argument == "--paths" && more) {
+      options.paths = argv[++i];
+    } else if (argument == "--shapes" && more) {
+      options.shapes = argv[++i];
+    } else {
+      std::fprintf(stderr,
+                   "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
+                   "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N] "
+                   "[--touch-threads M] [--copy-threads K]\n");
+      return 2;
+    }
+  }
+  return mla::bench::Main(options);
+}

@@ -1,0 +1,122 @@
+// What a conformance case is, and how cases are drawn from a seed.
+//
+// A case is one launch: a ragged batch of requests of one attention shape, with everything that a
+// kernel could get wrong chosen at random from the axes below. The same seed and index always give
+// the same case, so a failure is repeated by its index alone.
+#ifndef MLA_TESTS_CONFORMANCE_CASES_CASE_SPEC_H_
+#define MLA_TESTS_CONFORMANCE_CASES_CASE_SPEC_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/attention_desc.h"
+
+namespace mla::conformance {
+
+// Which verbs of the backend answer the case.
+enum class Route : uint8_t {
+  kAbsorbed,       // latent queries, Run in the absorbed form
+  kExpanded,       // expanded queries, Run in the expanded form
+  kAbsorbProject,  // expanded queries: Absorb, Run in the absorbed form, Project
+};
+
+enum class InputKind : uint8_t {
+  kNormal,        // N(0,1)/10 everywhere
+  kDominantKey,   // one visible key carries nearly all weight
+  kCancellation,  // values come in pairs that cancel; logits have large terms that cancel
+  kHostile,       // NaN, Inf and denormals in some rows, which must stay in their own outputs
+  // Wide ones, judged against the expanded form in bf16: see CheckWide.
+  kUnit,              // N(0,1)
+  kLarge,             // N(0,9)
+  kDominantLatent,    // one key carries nearly all weight by its latent part
+  kTrueCancellation,  // values come in pairs whose sum is zero
+};
+constexpr bool IsWide(InputKind kind) { return kind >= InputKind::kUnit; }
+
+struct RequestSpec {
+  int32_t q_rows = 0;
+  int32_t cached_rows = 0;
+  int32_t num_heads = 1;
+  int32_t head_offset = 0;
+  int32_t page_size = 64;
+  int32_t layer = 0;
+  bool causal = true;
+
+  int32_t kv_rows() const { return cached_rows + q_rows; }
+};
+
+struct CaseSpec {
+  uint64_t seed = 0;
+  kernels::Geometry geometry;
+  Route route = Route::kAbsorbed;
+  InputKind inputs = InputKind::kNormal;
+  kernels::DType q_dtype = kernels::DType::kBf16;
+  kernels::DType o_dtype = kernels::DType::kBf16;
+  kernels::DType kv_source = kernels::DType::kBf16;  // dtype of the rows given to AppendKv
+  // Between Absorb and Run, and between Run and Project.
+  kernels::DType latent_q_dtype = kernels::DType::kBf16;
+  kernels::DType latent_o_dtype = kernels::DType::kF32;
+  float softmax_scale = 1.0f;
+  int32_t units = 1;  // what the plan is cut for
+  std::vector<RequestSpec> requests;
+
+  // The attention desc of the Run that this route makes.
+  kernels::AttentionDesc Desc() const;
+  // Whether Absorb narrows the part of the queries that passes it by: fp32 queries of backends
+  // whose absorbed queries are bf16. What that costs is no error of the kernels, so such cases have
+  // queries whose rotated part bf16 can hold.
+  bool RoundsRotated() const {
+    return route == Route::kAbsorbProject && q_dtype == kernels::DType::kF32 &&
+           latent_q_dtype == kernels::DType::kBf16;
+  }
+  int32_t q_dim() const;  // of the queries a client sends
+  int32_t o_dim() const;  // of the outputs a client gets
+  // Attention FLOP of the oracle (latent form, whole square).
+  double Flop() const;
+  int64_t PackedRows() const;
+};
+
+std::string ToString(const CaseSpec& spec);
+
+struct SamplerOptions {
+  uint64_t seed = 1;
+  std::vector<kernels::Geometry>
+      geometries;  // num_heads is set per case; empty: ReleasedGeometries
+  std::vector<int32_t> heads = {1, 3, 8, 12, 16, 24, 64, 128};
+  std::vector<int32_t> page_sizes = {1, 3, 16, 64};
+  std::vector<int32_t> units = {1, 2, 7, 256};
+  bool expanded = true;       // draw the kExpanded route too
+  double max_flop = 2e9;      // of any sampled case
+  double typical_flop = 8e6;  // of nine in ten
+};
+
+// The dims every backend must pass: 512/64/128, 32/16/16, 96/32/64 (lora / rope / nope and v).
+std::vector<kernels::Geometry> ReleasedGeometries();
+// Dims that are multiples of nothing, for backends that claim any shape.
+std::vector<kernels::Geometry> OddGeometries();
+
+// Case `index` of the sample.
+CaseSpec SampleCase(const SamplerOptions& options, uint64_t index);
+
+// `count` (at most 20) large cases: full dims and heads, long caches, all stages.
+std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count);
+
+// `count` cases of wide inputs, from index `first` on: absorb, attention and projection, and every
+// fourth the expanded form. `latent_q` is the dtype of absorbed queries.
+std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, int32_t count,
+                                kernels::DType latent_q);
+
+// `count` small cases from index `first` on around the edges of tiles: packed rows and cache rows
+// next to multiples of 16, 32, 64 and 128, one to 128 heads, every route, pages of one row to 64,
+// an empty request beside. Full dims, but so few products that even an emulated GPU answers each
+// within seconds.
+std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, int32_t count);
+
+// `count` (at most 16) cases of the expanded form with more query rows than a tile of any backend:
+// full dims, few heads, several requests.
+std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count);
+
+}  // namespace mla::conformance
+
+#endif  // MLA_TESTS_CONFORMANCE_CASES_CASE_SPEC_H_

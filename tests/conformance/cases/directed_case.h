@@ -1,0 +1,28 @@
+// Cases that a person asks for by their shape.
+#ifndef MLA_TESTS_CONFORMANCE_CASES_DIRECTED_CASE_H_
+#define MLA_TESTS_CONFORMANCE_CASES_DIRECTED_CASE_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "tests/conformance/cases/case_spec.h"
+
+namespace mla::conformance {
+
+// One launch of full dims (512/64/128) from text:
+//
+//   ROUTE:HEADS:REQUEST[/REQUEST...][:UNITS]      e.g. absorbed:128:1,4097,64/5,0,64/0,9,64:4
+//
+// ROUTE is absorbed, expanded or project (absorb, attend, project); a REQUEST is query rows, rows
+// in the cache before them and rows a page, with a fourth field `full` for one without causal mask;
+// UNITS is what the plan is cut for (4). bf16 queries; kind of inputs and dtypes of cache rows and
+// outputs are drawn from the sampler's seed and `index`.
+//
+// INVALID_ARGUMENT with the part, what it is and what it must be.
+absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index,
+                                   absl::string_view text);
+
+}  // namespace mla::conformance
+
+#endif  // MLA_TESTS_CONFORMANCE_CASES_DIRECTED_CASE_H_

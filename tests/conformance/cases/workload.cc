@@ -1,0 +1,329 @@
+#include "tests/conformance/cases/workload.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <tuple>
+
+#include "tests/conformance/cases/random.h"
+
+namespace mla::conformance {
+namespace {
+
+using kernels::Bf16;
+using kernels::DType;
+using kernels::Geometry;
+using kernels::kPageGranuleBytes;
+
+constexpr float kDeviation = 0.1f;
+constexpr int32_t kLayers = 2;
+
+std::vector<std::byte> Encode(const std::vector<float>& values, DType dtype) {
+  std::vector<std::byte> bytes(values.size() * kernels::ElementSize(dtype));
+  if (dtype == DType::kF32) {
+    // Without rows both pointers may be null, which memcpy does not allow.
+    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+  auto* out = reinterpret_cast<Bf16*>(bytes.data());
+  for (size_t i = 0; i < values.size(); ++i) out[i] = kernels::ToBf16(values[i]);
+  return bytes;
+}
+
+std::vector<Bf16> RoundAll(const std::vector<float>& values) {
+  std::vector<Bf16> out(values.size());
+  std::transform(values.begin(), values.end(), out.begin(), kernels::ToBf16);
+  return out;
+}
+
+// Editable fp32 form of one request before it is encoded.
+struct Draft {
+  const CaseSpec& spec;
+  const RequestSpec& request;
+  std::vector<float> q, kv;
+
+  int32_t row_dim() const { return spec.geometry.kv_row_dim(); }
+  int32_t rope_of_query() const { return spec.q_dim() - spec.geometry.rope_dim; }
+  float* Query(int64_t row, int64_t head) {
+    return q.data() + (row * request.num_heads + head) * spec.q_dim();
+  }
+  float* Key(int64_t row) { return kv.data() + row * row_dim(); }
+};
+
+// Every head's logit of one key stands about 20 above the others. The rotated part carries it where
+// there is one: it enters every route unchanged.
+void MakeDominant(Random& random, Draft& d) {
+  const Geometry& g = d.spec.geometry;
+  const bool by_rope = g.rope_dim > 0;
+  if (!by_rope && d.spec.route != Route::kAbsorbed) return;
+  const int32_t dim = by_rope ? g.rope_dim : g.kv_lora_rank;
+  const int32_t q_first = by_rope ? d.rope_of_query() : 0;
+  const int32_t k_first = by_rope ? g.kv_lora_rank : 0;
+  const int64_t key = random.Below(d.request.kv_rows());
+  const float amplitude =
+      std::sqrt(20.0f / (d.spec.softmax_scale * static_cast<float>(std::max(dim, 1))));
+  for (int32_t i = 0; i < dim; ++i) {
+    const float sign = random.OneIn(2) ? amplitude : -amplitude;
+    d.Key(key)[k_first + i] += sign;
+    for (int64_t row = 0; row < d.request.q_rows; ++row) {
+      for (int64_t head = 0; head < d.request.num_heads; ++head) {
+        d.Query(row, head)[q_first + i] += sign;
+      }
+    }
+  }
+}
+
+// Values come as v + c, -v + c; two rotated dims contribute +512 and -512 to every logit.
+void MakeCancelling(Random& random, Draft& d) {
+  const Geometry& g = d.spec.geometry;
+  for (int64_t row = 0; row + 1 < d.request.kv_rows(); row += 2) {
+    for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+      const float v = d.Key(row)[i];
+      d.Key(row)[i] = v + 0.05f;
+      d.Key(row + 1)[i] = -v + 0.05f;
+    }
+  }
+  if (g.rope_dim < 2) return;
+  for (int64_t row = 0; row < d.request.kv_rows(); ++row) {
+    d.Key(row)[g.kv_lora_rank] = 8.0f;
+    d.Key(row)[g.kv_lora_rank + 1] = -8.0f;
+  }
+  for (int64_t row = 0; row < d.request.q_rows; ++row) {
+    for (int64_t head = 0; head < d.request.num_heads; ++head) {
+      d.Query(row, head)[d.rope_of_query()] = 64.0f;
+      d.Query(row, head)[d.rope_of_query() + 1] = 64.0f;
+    }
+  }
+}
+
+// NaN in one query row of one head; NaN, an infinity or a number that KV rows do not hold in the
+// latent part, or an infinity in the rotated part, of a late KV row, which the earlier query rows
+// of a causal request must not notice; denormals.
+void MakeHostile(Random& random, Draft& d) {
+  const Geometry& g = d.spec.geometry;
+  // Few enough that the outputs are not denormal themselves: those have no digits to compare.
+  const int64_t elements = d.request.kv_rows() * static_cast<int64_t>(d.row_dim());
+  for (int64_t n = 0; n < std::min<int64_t>(20, elements / 16); ++n) {
+    const int64_t row = random.Below(d.request.kv_rows());
+    d.Key(row)[random.Below(d.row_dim())] = random.OneIn(2) ? 1e-40f : -3e-39f;
+  }
+  if (random.OneIn(2)) {
+    float* q = d.Query(random.Below(d.request.q_rows), random.Below(d.request.num_heads));
+    q[random.Below(d.spec.q_dim())] = std::numeric_limits<float>::quiet_NaN();
+  }
+  const int64_t late = d.request.kv_rows() - 1 - random.Below(std::min(3, d.request.q_rows));
+  switch (random.Below(3)) {
+    case 0: {
+      constexpr float kInfinity = std::numeric_limits<float>::infinity();
+      const std::vector<float> values = {std::numeric_limits<float>::quiet_NaN(), kInfinity,
+                                         -kInfinity, 1.3e24f, -3e38f};
+      const int64_t at = random.Below(g.kv_lora_rank);
+      d.Key(late)[at] = random.Pick(values);
+      break;
+    }
+    case 1:
+      if (g.rope_dim == 0) break;
+      d.Key(late)[g.kv_lora_rank + random.Below(g.rope_dim)] =
+          random.OneIn(2) ? std::numeric_limits<float>::infinity()
+                          : -std::numeric_limits<float>::infinity();
+      break;
+    default:
+      break;
+  }
+}
+
+// The latent part of one key lies along the absorbed query of one row and head, so that its logit
+// there is about 20 above the others.
+void MakeDominantLatent(Random& random, const Weights& weights, Draft& d) {
+  const Geometry& g = d.spec.geometry;
+  const int64_t key = random.Below(d.request.kv_rows());
+  const int64_t head = random.Below(d.request.num_heads);
+  const float* const q = d.Query(random.Below(d.request.q_rows), head);
+  std::vector<double> latent(static_cast<size_t>(g.kv_lora_rank), 0.0);
+  double norm = 0.0;
+  for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+    for (int32_t n = 0; n < g.nope_dim; ++n) {
+      const int64_t at =
+          ((d.request.head_offset + head) * g.nope_dim + n) * int64_t{g.kv_lora_rank} + i;
+      latent[i] += double{q[n]} * kernels::ToFloat(weights.w_uk[static_cast<size_t>(at)]);
+    }
+    norm += latent[i] * latent[i];
+  }
+  if (norm == 0.0) return;
+  for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+    d.Key(key)[i] += static_cast<float>(20.0 / (d.spec.softmax_scale * norm) * latent[i]);
+  }
+}
+
+void MakeTrulyCancelling(Draft& d) {
+  for (int64_t row = 0; row + 1 < d.request.kv_rows(); row += 2) {
+    for (int32_t i = 0; i < d.spec.geometry.kv_lora_rank; ++i) d.Key(row + 1)[i] = -d.Key(row)[i];
+  }
+}
+
+float DeviationOf(InputKind kind) {
+  return kind == InputKind::kUnit ? 1.0f : kind == InputKind::kLarge ? 3.0f : kDeviation;
+}
+
+RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec& request,
+                        const Weights* weights) {
+  Draft draft{spec, request, {}, {}};
+  draft.q.resize(static_cast<size_t>(request.q_rows) * request.num_heads * spec.q_dim());
+  draft.kv.resize(static_cast<size_t>(request.kv_rows()) * draft.row_dim());
+  const float deviation = DeviationOf(spec.inputs);
+  FillNormal(random, deviation, draft.q.data(), static_cast<int64_t>(draft.q.size()));
+  FillNormal(random, deviation, draft.kv.data(), static_cast<int64_t>(draft.kv.size()));
+  if (request.q_rows > 0) {
+    if (spec.inputs == InputKind::kDominantKey) MakeDominant(random, draft);
+    if (spec.inputs == InputKind::kCancellation) MakeCancelling(random, draft);
+    if (spec.inputs == InputKind::kHostile) MakeHostile(random, draft);
+    if (spec.inputs == InputKind::kDominantLatent) MakeDominantLatent(random, *weights, draft);
+    if (spec.inputs == InputKind::kTrueCancellation) MakeTrulyCancelling(draft);
+  }
+  if (spec.RoundsRotated()) {
+    for (int64_t row = 0; row < request.q_rows; ++row) {
+      for (int32_t head = 0; head < request.num_heads; ++head) {
+        float* const rotated = draft.Query(row, head) + draft.rope_of_query();
+        for (int32_t i = 0; i < spec.geometry.rope_dim; ++i) {
+          rotated[i] = kernels::ToFloat(kernels::ToBf16(rotated[i]));
+        }
+      }
+    }
+  }
+  RequestData data;
+  data.q = Encode(draft.q, spec.q_dtype);
+  data.kv = Encode(draft.kv, spec.kv_source);
+  data.stored = RoundAll(draft.kv);
+  for (Bf16& element : data.stored) element = kernels::Stored(element);
+  return data;
+}
+
+// Gives every sequence its page groups: all groups of all sequences in one random order, with gaps.
+void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
+  struct Group {
+    size_t request, entry;
+    int64_t granules;
+  };
+  std::vector<Group> groups;
+  const int64_t row_bytes =
+      workload.spec.geometry.kv_row_dim() * static_cast<int64_t>(sizeof(Bf16));
+  const int64_t padding = random.OneIn(3) ? 64 : 0;
+  for (size_t i = 0; i < workload.requests.size(); ++i) {
+    const RequestSpec& request = workload.spec.requests[i];
+    RequestData& data = workload.requests[i];
+    data.row_stride = row_bytes + padding;
+    data.layer_offset = data.row_stride * request.page_size * request.layer;
+    const int64_t bytes = data.row_stride * request.page_size * kLayers;
+    const size_t pages =
+        static_cast<size_t>((request.kv_rows() + request.page_size - 1) / request.page_size);
+    data.page_table.assign(pages + kWildEntries, kWildEntry);
+    for (size_t entry = 0; entry < pages; ++entry) {
+      groups.push_back({i, entry, (bytes + kPageGranuleBytes - 1) / kPageGranuleBytes});
+    }
+  }
+  for (size_t i = groups.size(); i > 1; --i) {
+    std::swap(groups[i - 1], groups[static_cast<size_t>(random.Below(static_cast<int64_t>(i)))]);
+  }
+  workload.first_granule = base_granule;
+  int64_t next = base_granule + random.Below(4);
+  for (const Group& group : groups) {
+    workload.requests[group.request].page_table[group.entry] = static_cast<uint32_t>(next);
+    next += group.granules + (random.OneIn(4) ? 1 : 0);
+  }
+  workload.granules = next + 1 - base_granule;
+}
+
+// Of the finite elements of V.
+struct ValueSizes {
+  double maximum = 0.0, sum = 0.0;
+  int64_t count = 0;
+
+  void Add(double value) {
+    if (!std::isfinite(value)) return;
+    maximum = std::max(maximum, std::abs(value));
+    sum += std::abs(value);
+    ++count;
+  }
+  double Mean() const { return count > 0 ? sum / static_cast<double>(count) : 0.0; }
+};
+
+ValueSizes LatentSizes(const RequestData& data, const Geometry& g) {
+  ValueSizes sizes;
+  for (size_t row = 0; row < data.stored.size(); row += static_cast<size_t>(g.kv_row_dim())) {
+    for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+      sizes.Add(kernels::ToFloat(data.stored[row + static_cast<size_t>(i)]));
+    }
+  }
+  return sizes;
+}
+
+// Of up-projected values: all of them where that is cheap, else the first rows'.
+ValueSizes ExpandedSizes(const RequestData& data, const Weights& weights) {
+  const Geometry& g = weights.geometry;
+  const size_t a_row = static_cast<size_t>(g.num_heads) * g.v_dim * g.kv_lora_rank;
+  const size_t rows = std::min(data.stored.size() / static_cast<size_t>(g.kv_row_dim()),
+                               std::max<size_t>(2, size_t{4000000} / a_row));
+  ValueSizes sizes;
+  for (size_t row = 0; row < rows; ++row) {
+    const Bf16* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
+    for (int32_t column = 0; column < g.v_dim * g.num_heads; ++column) {
+      const size_t head = static_cast<size_t>(column / g.v_dim), v = column % g.v_dim;
+      double sum = 0.0;
+      for (size_t i = 0; i < static_cast<size_t>(g.kv_lora_rank); ++i) {
+        sum += static_cast<double>(kernels::ToFloat(latent[i])) *
+               kernels::ToFloat(weights.w_uv[(head * g.kv_lora_rank + i) * g.v_dim + v]);
+      }
+      sizes.Add(sum);
+    }
+  }
+  return sizes;
+}
+
+}  // namespace
+
+const Weights& WeightsFor(const Geometry& geometry) {
+  using Key = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>;
+  static std::mutex& mutex = *new std::mutex;
+  static auto& cache = *new std::map<Key, std::unique_ptr<Weights>>;
+  const Key key{geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim, geometry.nope_dim,
+                geometry.v_dim};
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Weights>& entry = cache[key];
+  if (entry != nullptr) return *entry;
+  entry = std::make_unique<Weights>();
+  entry->geometry = geometry;
+  Random random(static_cast<uint64_t>(geometry.num_heads * 1000003 + geometry.kv_lora_rank));
+  const auto make = [&](int64_t columns) {
+    std::vector<float> values(static_cast<size_t>(geometry.num_heads) * geometry.kv_lora_rank *
+                              static_cast<size_t>(columns));
+    FillNormal(random, kDeviation, values.data(), static_cast<int64_t>(values.size()));
+    return RoundAll(values);
+  };
+  entry->w_uk = make(geometry.nope_dim);
+  entry->w_uv = make(geometry.v_dim);
+  return *entry;
+}
+
+Workload MakeWorkload(const CaseSpec& spec, int64_t base_granule) {
+  Random random(spec.seed ^ 0x5bd1e995u);
+  Workload workload;
+  workload.spec = spec;
+  if (spec.route != Route::kAbsorbed) workload.weights = &WeightsFor(spec.geometry);
+  for (const RequestSpec& request : spec.requests) {
+    workload.requests.push_back(MakeRequest(random, spec, request, workload.weights));
+    RequestData& data = workload.requests.back();
+    const ValueSizes sizes = spec.route == Route::kAbsorbed
+                                 ? LatentSizes(data, spec.geometry)
+                                 : ExpandedSizes(data, *workload.weights);
+    workload.max_abs_value = std::max(workload.max_abs_value, sizes.maximum);
+    data.mean_abs_value = sizes.Mean();
+  }
+  PlacePages(random, workload, base_granule);
+  return workload;
+}
+
+}  // namespace mla::conformance

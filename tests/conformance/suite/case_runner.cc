@@ -1,0 +1,453 @@
+#include "tests/conformance/suite/case_runner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::conformance {
+
+using kernels::AppendRecord;
+using kernels::Bf16;
+using kernels::DType;
+using kernels::ElementSize;
+using kernels::kPageGranuleBytes;
+using kernels::ProjectionRecord;
+using kernels::RequestRecord;
+
+namespace {
+
+constexpr int32_t kSlot = 0;
+constexpr int64_t kGap = 16;                 // elements between rows of strided tensors
+constexpr unsigned char kPoisonByte = 0xff;  // NaN in bf16 and fp32
+constexpr unsigned char kSentinelByte = 0x5a;
+constexpr int32_t kPoisonRowDim = kPageGranuleBytes / sizeof(Bf16);
+
+}  // namespace
+
+// q, o and lse of one request as laid out in the arena, and where the backend sees them.
+struct CaseRunner::Tensors {
+  size_t request = 0;
+  int64_t q_head_stride = 0, q_row_stride = 0, o_head_stride = 0, o_row_stride = 0;
+  int64_t lse_row_stride = 0;
+  std::byte *o_host = nullptr, *lse_host = nullptr;
+  const void* q = nullptr;
+  void *o = nullptr, *lse = nullptr;
+};
+
+absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::AttentionBackend& backend,
+                                                               PlanBuilder plan,
+                                                               const RunnerOptions& options) {
+  kernels::BackendLimits limits;
+  limits.kv_pool_bytes = options.kv_pool_bytes;
+  limits.page_table_entries = options.page_table_entries;
+  limits.weights_bytes = options.weights_bytes;
+  limits.weights_slots = options.weights_slots;
+  limits.launch_slots = 2;
+  limits.launch_requests = 64;
+  limits.launch_rows = 8192;
+  limits.launch_packed_rows = 131072;
+  limits.partial_rows = options.partial_rows;
+  limits.max_o_dim = 512;
+  limits.staging_in_bytes = options.staging_bytes;
+  limits.staging_out_bytes = options.staging_bytes;
+  limits.slot_workspace_bytes = options.slot_workspace_bytes;
+  limits.work_items = 200000;
+  limits.reduce_tiles = 100000;
+  limits.reduce_partials = 200000;
+  limits.max_geometry = {128, 512, 64, 128, 128};
+  if (absl::Status ok = backend.Configure(limits); !ok.ok()) return ok;
+  auto runner = std::unique_ptr<CaseRunner>(new CaseRunner(backend, std::move(plan), options));
+  auto arena = backend.AllocateHost(static_cast<size_t>(options.staging_bytes));
+  if (!arena.ok()) return arena.status();
+  runner->arena_ = *std::move(arena);
+  return runner;
+}
+
+absl::StatusOr<std::byte*> CaseRunner::Take(int64_t bytes) {
+  const int64_t wanted = (bytes + 255) / 256 * 256;
+  if (arena_used_ + wanted > options_.staging_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("conformance arena: ", arena_used_, " + ",
+                                                     wanted, ", limit ", options_.staging_bytes));
+  }
+  std::byte* address = arena_->bytes().data() + arena_used_;
+  arena_used_ += wanted;
+  return address;
+}
+
+absl::StatusOr<int32_t> CaseRunner::WeightsSlot(const Weights& weights) {
+  for (size_t slot = 0; slot < loaded_.size(); ++slot) {
+    if (loaded_[slot] == &weights) return static_cast<int32_t>(slot);
+  }
+  const auto slot = static_cast<int32_t>(loaded_.size());
+  // In two ranges, the later one first: uploads may bring heads in any order.
+  const kernels::Geometry& g = weights.geometry;
+  const int32_t half = g.num_heads / 2;
+  for (const auto& [begin, end] : {std::pair(half, g.num_heads), std::pair(0, half)}) {
+    if (begin == end) continue;
+    const int64_t latent = int64_t{begin} * g.kv_lora_rank;
+    absl::Status ok =
+        backend_.LoadWeights(slot, g, begin, end, weights.w_uk.data() + latent * g.nope_dim,
+                             weights.w_uv.data() + latent * g.v_dim);
+    if (!ok.ok()) return ok;
+  }
+  loaded_.push_back(&weights);
+  return slot;
+}
+
+// The poison table comes first: entry i addresses granule first_granule + i.
+absl::Status CaseRunner::WriteTables(const Workload& workload) {
+  const std::span<uint32_t> tables = backend_.PageTables();
+  int64_t used = workload.granules;
+  for (const RequestData& data : workload.requests) {
+    used += static_cast<int64_t>(data.page_table.size());
+  }
+  const int64_t last_byte = (workload.first_granule + workload.granules) * kPageGranuleBytes;
+  if (used > static_cast<int64_t>(tables.size()) || last_byte > options_.kv_pool_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("case needs ", used, " table entries and ", last_byte, " pool bytes"));
+  }
+  for (int64_t i = 0; i < workload.granules; ++i) {
+    tables[static_cast<size_t>(i)] = static_cast<uint32_t>(workload.first_granule + i);
+  }
+  int64_t next = workload.granules;
+  table_first_.clear();
+  for (const RequestData& data : workload.requests) {
+    table_first_.push_back(next);
+    std::copy(data.page_table.begin(), data.page_table.end(), tables.begin() + next);
+    next += static_cast<int64_t>(data.page_table.size());
+  }
+  table_ranges_.assign(1, {0, next});
+  return backend_.PublishPageTable(kSlot, table_ranges_);
+}
+
+absl::Status CaseRunner::Append(const Workload& workload) {
+  auto poison_row = Take(kPageGranuleBytes);
+  if (!poison_row.ok()) return poison_row.status();
+  std::memset(*poison_row, kPoisonByte, kPageGranuleBytes);
+  auto poison = backend_.StageInput(kSlot, *poison_row, kPageGranuleBytes);
+  if (!poison.ok()) return poison.status();
+  AppendRecord record{};
+  record.kv = *poison;
+  record.dtype = DType::kBf16;
+  record.kv_row_stride = 0;  // the same NaN row for every granule
+  record.row_stride = kPageGranuleBytes;
+  record.page_size = 1;
+  record.rows = static_cast<int32_t>(workload.granules);
+  record.row_dim = kPoisonRowDim;
+  poison_.assign(1, record);
+  if (absl::Status ok = backend_.AppendKv(kSlot, poison_); !ok.ok()) return ok;
+
+  appends_.clear();
+  const CaseSpec& spec = workload.spec;
+  for (size_t i = 0; i < workload.requests.size(); ++i) {
+    const RequestData& data = workload.requests[i];
+    auto host = Take(static_cast<int64_t>(data.kv.size()));
+    if (!host.ok()) return host.status();
+    std::copy(data.kv.begin(), data.kv.end(), *host);
+    auto staged = backend_.StageInput(kSlot, *host, static_cast<int64_t>(data.kv.size()));
+    if (!staged.ok()) return staged.status();
+    record.dtype = spec.kv_source;
+    record.kv_row_stride = spec.geometry.kv_row_dim();
+    record.page_table = table_first_[i];
+    record.layer_offset = data.layer_offset;
+    record.row_stride = data.row_stride;
+    record.page_size = spec.requests[i].page_size;
+    record.row_dim = spec.geometry.kv_row_dim();
+    // Cached rows and new rows come in two records, as they do in a life of a sequence.
+    record.kv = *staged;
+    record.first_position = 0;
+    record.rows = spec.requests[i].cached_rows;
+    appends_.push_back(record);
+    record.kv = static_cast<const std::byte*>(*staged) +
+                static_cast<int64_t>(record.rows) * record.row_dim *
+                    static_cast<int64_t>(ElementSize(record.dtype));
+    record.first_position = record.rows;
+    record.rows = spec.requests[i].q_rows;
+    appends_.push_back(record);
+  }
+  record.first_position = -1;  // padding: must be skipped whole
+  appends_.push_back(record);
+  if (absl::Status ok = backend_.AppendKv(kSlot, appends_); !ok.ok()) return ok;
+  return Compare();
+}
+
+// What was stored is sent again.
+absl::Status CaseRunner::Compare() {
+  int64_t rows = 0;
+  for (const AppendRecord& record : appends_) rows += record.rows;
+  differs_.assign(static_cast<size_t>(rows), -1);
+  auto staged = backend_.StageOutput(kSlot, differs_.data(), rows * int64_t{sizeof(int32_t)});
+  if (!staged.ok()) return staged.status();
+  compares_ = appends_;
+  compares_.pop_back();  // the padding
+  auto* differs = static_cast<int32_t*>(*staged);
+  for (AppendRecord& record : compares_) {
+    record.differs = differs;
+    differs += record.rows;
+  }
+  differs_.resize(static_cast<size_t>(differs - static_cast<int32_t*>(*staged)));
+  return backend_.AppendKv(kSlot, compares_);
+}
+
+// In pieces if the options and the backend want them so: then the tensor itself is overwritten, so
+// that the backend cannot have read it.
+absl::StatusOr<const void*> CaseRunner::StageQueries(std::byte* host, int64_t bytes) {
+  if (options_.query_piece_bytes == 0 || !backend_.Info().reads_fragments) {
+    return backend_.StageInput(kSlot, host, bytes);
+  }
+  constexpr int64_t kMostSkew = 63, kHeader = 5;
+  std::vector<kernels::InputFragment>& pieces = fragments_.emplace_back();
+  for (int64_t begin = 0; begin < bytes;) {
+    const auto index = static_cast<int64_t>(pieces.size());
+    const int64_t piece = std::min(bytes - begin, options_.query_piece_bytes + index * 37 % 61);
+    auto room = Take(piece + kMostSkew);
+    if (!room.ok()) return room.status();
+    std::byte* const at = *room + index * 29 % (kMostSkew + 1);
+    std::memcpy(at, host + begin, static_cast<size_t>(piece));
+    pieces.push_back({at, begin + kHeader});  // as if other bytes came before them
+    begin += piece;
+  }
+  std::memset(host, kPoisonByte, static_cast<size_t>(bytes));
+  return backend_.StageInputFragments(kSlot, {pieces, kHeader, bytes});
+}
+
+absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& workload,
+                                                            size_t request) {
+  const CaseSpec& spec = workload.spec;
+  const RequestSpec& r = spec.requests[request];
+  Tensors t;
+  t.request = request;
+  const int64_t gap = spec.seed % 2 == 0 ? kGap : 0;
+  t.q_head_stride = spec.q_dim() + gap;
+  t.q_row_stride = t.q_head_stride * r.num_heads + gap;
+  t.o_head_stride = spec.o_dim() + gap;
+  t.o_row_stride = t.o_head_stride * r.num_heads;
+  t.lse_row_stride = r.num_heads + gap;
+  const auto q_size = static_cast<int64_t>(ElementSize(spec.q_dtype));
+  const int64_t q_bytes = std::max<int64_t>(1, r.q_rows * t.q_row_stride * q_size);
+  const int64_t o_bytes = std::max<int64_t>(
+      1, r.q_rows * t.o_row_stride * static_cast<int64_t>(ElementSize(spec.o_dtype)));
+  const int64_t lse_bytes = std::max<int64_t>(1, r.q_rows * t.lse_row_stride * 4);
+  auto q_host = Take(q_bytes), o_host = Take(o_bytes), lse_host = Take(lse_bytes);
+  for (const auto& taken : {q_host, o_host, lse_host}) {
+    if (!taken.ok()) return taken.status();
+  }
+  std::memset(*q_host, kPoisonByte, static_cast<size_t>(q_bytes));
+  std::memset(*o_host, kSentinelByte, static_cast<size_t>(o_bytes));
+  std::memset(*lse_host, kSentinelByte, static_cast<size_t>(lse_bytes));
+  const int64_t row_bytes = spec.q_dim() * q_size;
+  for (int64_t row = 0; row < r.q_rows; ++row) {
+    for (int64_t head = 0; head < r.num_heads; ++head) {
+      std::memcpy(*q_host + (row * t.q_row_stride + head * t.q_head_stride) * q_size,
+                  workload.requests[request].q.data() + (row * r.num_heads + head) * row_bytes,
+                  static_cast<size_t>(row_bytes));
+    }
+  }
+  auto q = StageQueries(*q_host, q_bytes);
+  auto o = backend_.StageOutput(kSlot, *o_host, o_bytes);
+  auto lse = backend_.StageOutput(kSlot, *lse_host, lse_bytes);
+  if (!q.ok()) return q.status();
+  if (!o.ok()) return o.status();
+  if (!lse.ok()) return lse.status();
+  t.o_host = *o_host;
+  t.lse_host = *lse_host;
+  t.q = *q;
+  t.o = *o;
+  t.lse = *lse;
+  return t;
+}
+
+// Absorb reads the tensors' q into latent queries and makes those the records' q; Project is the
+// way back for the outputs.
+absl::Status CaseRunner::Project(const Workload& workload, std::vector<Tensors>& tensors,
+                                 bool absorb) {
+  const CaseSpec& spec = workload.spec;
+  const int64_t latent_dim = absorb ? spec.geometry.absorbed_q_dim() : spec.geometry.kv_lora_rank;
+  std::vector<ProjectionRecord>& projections = absorb ? absorbs_ : projects_;
+  projections.clear();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensors& t = tensors[i];
+    RequestRecord& record = records_[i];
+    const int64_t head_stride = latent_dim, row_stride = latent_dim * record.num_heads;
+    auto latent = backend_.SlotWorkspace(
+        kSlot, std::max<int64_t>(1, record.q_rows * row_stride *
+                                        static_cast<int64_t>(ElementSize(
+                                            absorb ? spec.latent_q_dtype : spec.latent_o_dtype))));
+    if (!latent.ok()) return latent.status();
+    ProjectionRecord p{};
+    p.rows = record.q_rows;
+    p.num_heads = record.num_heads;
+    p.head_offset = record.head_offset;
+    p.weights_slot = record.weights_slot;
+    if (absorb) {
+      p.in = t.q;
+      p.in_row_stride = t.q_row_stride;
+      p.in_head_stride = t.q_head_stride;
+      p.out = *latent;
+      p.out_row_stride = row_stride;
+      p.out_head_stride = head_stride;
+      record.q = *latent;
+      record.q_row_stride = row_stride;
+      record.q_head_stride = head_stride;
+    } else {
+      p.in = *latent;
+      p.in_row_stride = row_stride;
+      p.in_head_stride = head_stride;
+      p.out = t.o;
+      p.out_row_stride = t.o_row_stride;
+      p.out_head_stride = t.o_head_stride;
+      record.o = *latent;
+      record.o_row_stride = row_stride;
+      record.o_head_stride = head_stride;
+    }
+    projections.push_back(p);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& options,
+                                std::vector<Tensors>& tensors) {
+  const CaseSpec& spec = workload.spec;
+  int32_t weights_slot = -1;
+  if (workload.weights != nullptr) {
+    auto slot = WeightsSlot(*workload.weights);
+    if (!slot.ok()) return slot.status();
+    weights_slot = *slot;
+  }
+  records_.clear();
+  std::vector<PlanShape> shapes;
+  for (const Tensors& t : tensors) {
+    const RequestSpec& r = spec.requests[t.request];
+    const RequestData& data = workload.requests[t.request];
+    RequestRecord record{};
+    record.q = t.q;
+    record.o = t.o;
+    record.lse = static_cast<float*>(t.lse);
+    record.q_row_stride = t.q_row_stride;
+    record.q_head_stride = t.q_head_stride;
+    record.o_row_stride = t.o_row_stride;
+    record.o_head_stride = t.o_head_stride;
+    record.lse_row_stride = t.lse_row_stride;
+    record.lse_head_stride = 1;
+    record.page_table = table_first_[t.request];
+    record.layer_offset = data.layer_offset;
+    record.row_stride = data.row_stride;
+    record.page_size = r.page_size;
+    record.q_rows = r.q_rows;
+    record.kv_rows = r.kv_rows();
+    record.num_heads = r.num_heads;
+    record.head_offset = r.head_offset;
+    record.weights_slot = weights_slot;
+    record.softmax_scale = spec.softmax_scale;
+    record.causal = r.causal ? 1 : 0;
+    records_.push_back(record);
+    shapes.push_back({r.q_rows, r.kv_rows(), r.num_heads, r.causal});
+  }
+  const bool projected = spec.route == Route::kAbsorbProject;
+  if (projected) {
+    for (const bool absorb : {true, false}) {
+      if (absl::Status ok = Project(workload, tensors, absorb); !ok.ok()) return ok;
+    }
+    absl::Status ok =
+        backend_.Absorb(kSlot, spec.geometry, spec.q_dtype, spec.latent_q_dtype, absorbs_);
+    if (!ok.ok()) return ok;
+  }
+  kernels::AttentionParams params;
+  params.desc = spec.Desc();
+  params.requests = records_;
+  params.page_tables = backend_.Info().unified_memory ? backend_.PageTables().data() : nullptr;
+  kernels::PlanTraits traits = backend_.Traits(params.desc);
+  traits.units = options.units > 0 ? options.units : spec.units;
+  auto plan = plan_(shapes, traits);
+  if (!plan.ok()) return plan.status();
+  params.plan = *plan;
+  if (absl::Status ok = backend_.Run(kSlot, params); !ok.ok()) return ok;
+  if (absl::Status ok = backend_.Combine(kSlot, params); !ok.ok()) return ok;
+  if (projected) {
+    absl::Status ok =
+        backend_.Project(kSlot, spec.geometry, spec.latent_o_dtype, spec.o_dtype, projects_);
+    if (!ok.ok()) return ok;
+  }
+  if (absl::Status ok = backend_.Submit(kSlot); !ok.ok()) return ok;
+  return backend_.Wait(kSlot).status();  // while the plan is alive
+}
+
+void CaseRunner::Collect(const Workload& workload, const std::vector<Tensors>& tensors,
+                         CaseOutput& output) {
+  const CaseSpec& spec = workload.spec;
+  const int64_t size = static_cast<int64_t>(ElementSize(spec.o_dtype));
+  const auto sentinel = std::byte{kSentinelByte};
+  for (const Tensors& t : tensors) {
+    const RequestSpec& r = spec.requests[t.request];
+    for (int64_t row = 0; row < r.q_rows; ++row) {
+      for (int64_t head = 0; head < r.num_heads; ++head) {
+        const int64_t first = row * t.o_row_stride + head * t.o_head_stride;
+        for (int64_t i = 0; i < t.o_head_stride; ++i) {
+          const std::byte* element = t.o_host + (first + i) * size;
+          if (i >= spec.o_dim()) {
+            if (backend_.Info().unified_memory && *element != sentinel) {
+              output.violation = absl::StrCat("stray write after output row ", row, ", head ", head,
+                                              " of request ", t.request);
+            }
+          } else if (spec.o_dtype == DType::kF32) {
+            output.o.push_back(*reinterpret_cast<const float*>(element));
+          } else {
+            output.o.push_back(kernels::ToFloat(*reinterpret_cast<const Bf16*>(element)));
+          }
+        }
+        output.lse.push_back(
+            reinterpret_cast<const float*>(t.lse_host)[row * t.lse_row_stride + head]);
+      }
+    }
+  }
+}
+
+std::string CaseRunner::CheckStored(const Workload& workload) {
+  for (size_t row = 0; row < differs_.size(); ++row) {
+    if (differs_[row] == 0) continue;
+    return absl::StrCat("row ", row, " of all, sent again: got ", differs_[row],
+                        " from the comparison, want 0");
+  }
+  for (size_t i = 0; i < workload.requests.size(); ++i) {
+    const RequestData& data = workload.requests[i];
+    AppendRecord where = appends_[2 * i];
+    where.rows = workload.spec.requests[i].kv_rows();
+    std::vector<Bf16> stored(data.stored.size());
+    if (absl::Status ok = backend_.ReadKv(where, stored.data()); !ok.ok()) return ok.ToString();
+    for (size_t k = 0; k < stored.size(); ++k) {
+      const float got = kernels::ToFloat(stored[k]);
+      const float want = kernels::ToFloat(kernels::Stored(data.stored[k]));
+      if (got == want || (std::isnan(got) && std::isnan(want))) continue;
+      return absl::StrCat("request ", i, ": stored row ", k / where.row_dim, " element ",
+                          k % where.row_dim, " got ", got, ", want ", want);
+    }
+  }
+  return "";
+}
+
+absl::StatusOr<CaseOutput> CaseRunner::Run(const Workload& workload, const RunOptions& options) {
+  arena_used_ = 0;
+  if (absl::Status ok = backend_.BeginLaunch(kSlot); !ok.ok()) return ok;
+  fragments_.clear();
+  if (absl::Status ok = WriteTables(workload); !ok.ok()) return ok;
+  if (absl::Status ok = Append(workload); !ok.ok()) return ok;
+  std::vector<Tensors> tensors;
+  for (size_t i = 0; i < workload.requests.size(); ++i) {
+    if (options.only_request >= 0 && static_cast<size_t>(options.only_request) != i) continue;
+    auto made = MakeTensors(workload, i);
+    if (!made.ok()) return made.status();
+    tensors.push_back(*made);
+  }
+  if (absl::Status ok = Attend(workload, options, tensors); !ok.ok()) return ok;
+  CaseOutput output;
+  Collect(workload, tensors, output);
+  if (options.check_stored_rows && output.violation.empty()) {
+    output.violation = CheckStored(workload);
+  }
+  return output;
+}
+
+}  // namespace mla::conformance

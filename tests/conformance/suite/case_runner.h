@@ -1,0 +1,102 @@
+// Runs a workload on one backend, through the same verbs that the engine uses.
+//
+// One launch: poison the pool region, append the rows (rounding fp32 sources), [Absorb], Run,
+// Combine, [Project]. Outputs come back as fp32. Query, output and LSE tensors are strided with
+// gaps that hold NaN on the way in and a sentinel on the way out; on unified-memory backends a
+// write into a gap is reported.
+//
+// A runner owns its backend's configuration and is used by one thread; make one per thread.
+#ifndef MLA_TESTS_CONFORMANCE_SUITE_CASE_RUNNER_H_
+#define MLA_TESTS_CONFORMANCE_SUITE_CASE_RUNNER_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "tests/conformance/cases/workload.h"
+#include "tests/conformance/suite/plan_builder.h"
+
+namespace mla::conformance {
+
+// What the backend is configured for.
+struct RunnerOptions {
+  int64_t kv_pool_bytes = int64_t{512} << 20;
+  int64_t page_table_entries = int64_t{4} << 20;
+  int64_t staging_bytes = int64_t{192} << 20;         // inputs and outputs of a launch together
+  int64_t slot_workspace_bytes = int64_t{192} << 20;  // absorbed queries and latent outputs
+  int64_t partial_rows = 200000;
+  int64_t weights_bytes = int64_t{768} << 20;
+  int32_t weights_slots = 64;
+  // > 0: backends that read queries in pieces get them so, each piece about that large and at an
+  // address of its own choice.
+  int64_t query_piece_bytes = 0;
+};
+
+struct RunOptions {
+  int32_t units = 0;              // 0: the case's
+  int32_t only_request = -1;      // >= 0: run this request alone (its rows are still all appended)
+  bool check_stored_rows = true;  // ReadKv must return the appended rows, rounded
+};
+
+struct CaseOutput {
+  // Of the requests that ran, concatenated: o [q_rows, num_heads, o_dim], lse [q_rows, num_heads].
+  std::vector<float> o;
+  std::vector<float> lse;
+  // What went wrong beside values: stray writes, rows stored wrongly. Empty when all is well.
+  std::string violation;
+};
+
+class CaseRunner {
+ public:
+  // `backend` must be fresh (not configured) and outlive the runner, as must what `plan` refers to.
+  static absl::StatusOr<std::unique_ptr<CaseRunner>> Create(kernels::AttentionBackend& backend,
+                                                            PlanBuilder plan,
+                                                            const RunnerOptions& options = {});
+
+  absl::StatusOr<CaseOutput> Run(const Workload& workload, const RunOptions& options = {});
+
+  kernels::AttentionBackend& backend() { return backend_; }
+  void set_plan(PlanBuilder plan) { plan_ = std::move(plan); }
+
+ private:
+  struct Tensors;  // addresses and strides of one request in a launch
+
+  CaseRunner(kernels::AttentionBackend& backend, PlanBuilder plan, const RunnerOptions& options)
+      : backend_(backend), plan_(std::move(plan)), options_(options) {}
+
+  absl::StatusOr<int32_t> WeightsSlot(const Weights& weights);
+  absl::StatusOr<std::byte*> Take(int64_t bytes);
+  absl::Status WriteTables(const Workload& workload);
+  absl::Status Append(const Workload& workload);
+  absl::Status Compare();
+  absl::StatusOr<Tensors> MakeTensors(const Workload& workload, size_t request);
+  absl::StatusOr<const void*> StageQueries(std::byte* host, int64_t bytes);
+  absl::Status Attend(const Workload& workload, const RunOptions& options,
+                      std::vector<Tensors>& tensors);
+  absl::Status Project(const Workload& workload, std::vector<Tensors>& tensors, bool absorb);
+  void Collect(const Workload& workload, const std::vector<Tensors>& tensors, CaseOutput& output);
+  std::string CheckStored(const Workload& workload);
+
+  kernels::AttentionBackend& backend_;
+  PlanBuilder plan_;
+  RunnerOptions options_;
+  std::unique_ptr<kernels::HostBuffer> arena_;
+  int64_t arena_used_ = 0;
+  std::vector<const Weights*> loaded_;  // by weights slot
+  // Records of the launch in flight.
+  std::vector<int64_t> table_first_;  // by request
+  std::vector<kernels::AppendRecord> poison_, appends_, compares_;
+  std::vector<int32_t> differs_;  // by row of all records
+  std::vector<kernels::ProjectionRecord> absorbs_, projects_;
+  std::vector<kernels::RequestRecord> records_;
+  std::vector<kernels::TableRange> table_ranges_;
+  std::deque<std::vector<kernels::InputFragment>> fragments_;  // by request
+};
+
+}  // namespace mla::conformance
+
+#endif  // MLA_TESTS_CONFORMANCE_SUITE_CASE_RUNNER_H_

@@ -1,0 +1,265 @@
+#include "tests/conformance/suite/suite.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "tests/conformance/suite/bf16_form.h"
+
+namespace mla::conformance {
+namespace {
+
+constexpr size_t kFailuresKept = 20;
+
+// One thread's backends.
+struct Bench {
+  std::vector<std::unique_ptr<kernels::AttentionBackend>> backends;
+  std::unique_ptr<CaseRunner> oracle;
+  std::vector<std::unique_ptr<CaseRunner>> subjects;
+};
+
+absl::StatusOr<std::unique_ptr<CaseRunner>> MakeRunner(const SuiteOptions& options,
+                                                       const BackendFactory& factory,
+                                                       Bench& bench) {
+  auto backend = factory();
+  if (!backend.ok()) return backend.status();
+  bench.backends.push_back(*std::move(backend));
+  kernels::AttentionBackend& owned = *bench.backends.back();
+  auto runner = CaseRunner::Create(owned, nullptr, options.runner);
+  if (runner.ok()) (*runner)->set_plan(options.plan(owned));
+  return runner;
+}
+
+absl::Status MakeBench(const SuiteOptions& options, Bench& bench) {
+  auto oracle = MakeRunner(options, options.oracle, bench);
+  if (!oracle.ok()) return oracle.status();
+  bench.oracle = *std::move(oracle);
+  for (const Subject& subject : options.subjects) {
+    auto runner = MakeRunner(options, subject.create, bench);
+    if (!runner.ok()) return runner.status();
+    bench.subjects.push_back(*std::move(runner));
+  }
+  return absl::OkStatus();
+}
+
+void Fail(SuiteReport& report, const std::string& message) {
+  ++report.failure_count;
+  if (report.failures.size() < kFailuresKept) report.failures.push_back(message);
+}
+
+void RunCase(const SuiteOptions& options, Bench& bench, size_t index, SuiteReport& report) {
+  if (options.before_case) options.before_case(index, options.cases[index]);
+  Workload workload = MakeWorkload(options.cases[index], options.base_granule);
+  ++report.cases;
+  auto want = RunOracle(*bench.oracle, workload);
+  if (!want.ok()) return Fail(report, absl::StrCat("oracle: ", want.status().ToString()));
+  if (!want->violation.empty()) Fail(report, absl::StrCat("oracle: ", want->violation));
+  const bool wide = IsWide(workload.spec.inputs);
+  const CaseOutput in_bf16 = wide ? AttendInBf16(workload) : CaseOutput();
+  const bool check_alone = !wide && workload.requests.size() > 1 && options.invariance_every > 0 &&
+                           index % static_cast<size_t>(options.invariance_every) == 0;
+  for (size_t i = 0; i < bench.subjects.size(); ++i) {
+    const Subject& subject = options.subjects[i];
+    const auto fail = [&](const std::string& what) {
+      if (what.empty()) return;
+      Fail(report, absl::StrCat(subject.name, ": ", what, "\n    ", ToString(workload.spec)));
+    };
+    auto got = bench.subjects[i]->Run(workload);
+    ++report.comparisons;
+    if (!got.ok()) {
+      fail(got.status().ToString());
+      continue;
+    }
+    fail(got->violation);
+    if (wide) {
+      const std::string miss = CheckWide(workload, *got, *want, in_bf16);
+      const bool absorbs = workload.spec.route == Route::kAbsorbProject;
+      report.wide_checks += absorbs;
+      if (absorbs && subject.rounded_queries) {
+        report.known_misses += !miss.empty();
+      } else {
+        fail(miss);
+      }
+      continue;
+    }
+    fail(CheckOutput(workload, *got, *want, subject.rounded_weights, &report.worst_cosine));
+    if (!check_alone) continue;
+    ++report.batch_checks;
+    const auto request = static_cast<int32_t>(index % workload.requests.size());
+    fail(CheckAlone(*bench.subjects[i], workload, *got, request, subject));
+  }
+}
+
+void Merge(const SuiteReport& part, SuiteReport& whole) {
+  whole.cases += part.cases;
+  whole.comparisons += part.comparisons;
+  whole.batch_checks += part.batch_checks;
+  whole.worst_cosine = std::max(whole.worst_cosine, part.worst_cosine);
+  whole.failure_count += part.failure_count;
+  whole.wide_checks += part.wide_checks;
+  whole.known_misses += part.known_misses;
+  for (const std::string& failure : part.failures) {
+    if (whole.failures.size() < kFailuresKept) whole.failures.push_back(failure);
+  }
+}
+
+// Elements of the requests before `request` in a batch's concatenated [rows, heads, columns].
+int64_t FirstRow(const CaseSpec& spec, int32_t request) {
+  int64_t rows = 0;
+  for (int32_t i = 0; i < request; ++i) {
+    rows += static_cast<int64_t>(spec.requests[i].q_rows) * spec.requests[i].num_heads;
+  }
+  return rows;
+}
+
+constexpr int64_t kManyDims = 16;
+constexpr double kCosineLimit = 1e-5;
+constexpr double kBf16Rounding = 1.0 / 512;
+
+// What an output element moves by when weights are rounded, see CheckOutput in the header; 0 where
+// there are many dims.
+double RoundingSize(const Workload& workload, int32_t request, bool rounded_weights) {
+  if (!rounded_weights || workload.spec.o_dim() >= kManyDims) return 0.0;
+  return kBf16Rounding * workload.requests[static_cast<size_t>(request)].mean_abs_value;
+}
+
+// |g|^2 + |w|^2 at which that movement of every element is just the cosine limit.
+double LeastNorms(const Workload& workload, int32_t request, bool rounded_weights) {
+  const RequestSpec& r = workload.spec.requests[static_cast<size_t>(request)];
+  const double size = RoundingSize(workload, request, rounded_weights);
+  return size * size * r.q_rows * r.num_heads * workload.spec.o_dim() / kCosineLimit;
+}
+
+// Of got - want where both are finite; NaN where special values differ.
+double MeanSquareError(const std::vector<float>& got, const std::vector<float>& want) {
+  double sum = 0.0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (got[i] == want[i] || (std::isnan(got[i]) && std::isnan(want[i]))) continue;
+    if (!std::isfinite(got[i]) || !std::isfinite(want[i])) return std::nan("");
+    const double error = double{got[i]} - want[i];
+    sum += error * error;
+  }
+  return got.empty() ? 0.0 : sum / static_cast<double>(got.size());
+}
+
+}  // namespace
+
+std::string CheckWide(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
+                      const CaseOutput& in_bf16) {
+  constexpr double kTimes = 1.5;
+  constexpr double kOfFp32 = 1e-6;  // what sums in fp32 may be off, of the largest value
+  double most_lse = 1.0;
+  for (const float lse : want.lse) {
+    if (std::isfinite(lse)) most_lse = std::max(most_lse, std::abs(double{lse}));
+  }
+  std::string message;
+  const auto judge = [&message](const char* what, double error, double of_bf16, double floor) {
+    if (error <= kTimes * of_bf16 + floor) return;  // not so for NaN
+    absl::StrAppend(&message, what, ": error ", error, ", of the expanded form in bf16 ", of_bf16,
+                    ", which is ", error / of_bf16, " times; ");
+  };
+  judge("output", std::sqrt(MeanSquareError(got.o, want.o)),
+        std::sqrt(MeanSquareError(in_bf16.o, want.o)), kOfFp32 * workload.max_abs_value);
+  judge("lse", std::sqrt(MeanSquareError(got.lse, want.lse)),
+        std::sqrt(MeanSquareError(in_bf16.lse, want.lse)), kOfFp32 * most_lse);
+  if (got.o.size() != want.o.size()) message = "sizes differ";
+  return message;
+}
+
+std::vector<CaseSpec> SampleCases(const SamplerOptions& options, uint64_t first, int64_t count) {
+  std::vector<CaseSpec> cases;
+  for (int64_t i = 0; i < count; ++i) {
+    cases.push_back(SampleCase(options, first + static_cast<uint64_t>(i)));
+  }
+  return cases;
+}
+
+absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
+  const Route route = workload.spec.route;
+  if (route == Route::kAbsorbProject) workload.spec.route = Route::kExpanded;
+  auto output = oracle.Run(workload);
+  workload.spec.route = route;
+  return output;
+}
+
+std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
+                        bool rounded_weights, double* worst_cosine) {
+  const double abs = 2e-3 * workload.max_abs_value;
+  double least = 0.0;
+  for (int32_t i = 0; i < static_cast<int32_t>(workload.requests.size()); ++i) {
+    least += LeastNorms(workload, i, rounded_weights);
+  }
+  const Comparison o =
+      Compare(got.o, want.o, workload.spec.o_dim(), {abs, 0.016, kCosineLimit, least});
+  const Comparison lse = Compare(got.lse, want.lse, 1, {1e-3, 0.0, 1.0});
+  *worst_cosine = std::max(*worst_cosine, o.cosine_diff);
+  std::string message;
+  if (!o.equal) absl::StrAppend(&message, "output: ", o.message, "; ");
+  if (!lse.equal) absl::StrAppend(&message, "lse: ", lse.message);
+  return message;
+}
+
+std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseOutput& batch,
+                       int32_t request, const Subject& subject) {
+  RunOptions options;
+  options.only_request = request;
+  options.check_stored_rows = false;
+  auto alone = runner.Run(workload, options);
+  if (!alone.ok()) return absl::StrCat("alone: ", alone.status().ToString());
+  const int64_t columns = workload.spec.o_dim();
+  const float* part = batch.o.data() + FirstRow(workload.spec, request) * columns;
+  const size_t count = alone->o.size();
+  if (count == 0) return "";
+  if (subject.bit_equal_batches) {
+    if (std::memcmp(part, alone->o.data(), count * sizeof(float)) == 0) return "";
+    return absl::StrCat("request ", request, " differs by bits between batch and alone");
+  }
+  Comparison all = Compare({part, count}, alone->o, columns,
+                           {std::numeric_limits<double>::max(), 0.0, kCosineLimit,
+                            LeastNorms(workload, request, subject.rounded_weights)});
+  if (!all.equal) return absl::StrCat("request ", request, " alone: ", all.message);
+  const double rounding = 2.0 * RoundingSize(workload, request, subject.rounded_weights);
+  for (size_t row = 0; row < count; row += static_cast<size_t>(columns)) {
+    double maximum = 0.0;
+    for (int64_t i = 0; i < columns; ++i) {
+      const double value = std::abs(alone->o[row + static_cast<size_t>(i)]);
+      if (std::isfinite(value)) maximum = std::max(maximum, value);
+    }
+    const Comparison one = Compare({part + row, static_cast<size_t>(columns)},
+                                   {alone->o.data() + row, static_cast<size_t>(columns)}, columns,
+                                   {maximum / 128 + rounding, 0.0, 1.0});
+    if (!one.equal) return absl::StrCat("request ", request, " alone: ", one.message);
+  }
+  return "";
+}
+
+SuiteReport RunSuite(const SuiteOptions& options) {
+  SuiteReport report;
+  std::mutex mutex;
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    SuiteReport part;
+    Bench bench;
+    if (absl::Status made = MakeBench(options, bench); !made.ok()) {
+      Fail(part, made.ToString());
+    } else {
+      for (size_t i = next++; i < options.cases.size(); i = next++) {
+        RunCase(options, bench, i, part);
+      }
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    Merge(part, report);
+  };
+  std::vector<std::thread> threads;
+  for (int32_t i = 1; i < options.threads; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  return report;
+}
+
+}  // namespace mla::conformance

@@ -1,0 +1,349 @@
+// FakeDevice: what a launch does when it runs.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "tests/simulation/device/fake_device.h"
+#include "tests/simulation/oracle/patterns.h"
+
+namespace mla::simulation {
+namespace {
+
+using kernels::DType;
+
+double Load(const void* base, DType dtype, int64_t index) {
+  if (dtype == DType::kF32) {
+    float value;
+    std::memcpy(&value, static_cast<const std::byte*>(base) + index * 4, sizeof(value));
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, static_cast<const std::byte*>(base) + index * 2, sizeof(bits));
+  return FromBits(bits);
+}
+
+uint16_t ToBits(double value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(value));
+  if (std::isnan(value)) return kPoison;
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+void StoreAt(void* base, DType dtype, int64_t index, double value) {
+  if (dtype == DType::kF32) {
+    const float narrow = static_cast<float>(value);
+    std::memcpy(static_cast<std::byte*>(base) + index * 4, &narrow, sizeof(narrow));
+    return;
+  }
+  const uint16_t bits = ToBits(value);
+  std::memcpy(static_cast<std::byte*>(base) + index * 2, &bits, sizeof(bits));
+}
+
+}  // namespace
+
+int FakeDevice::TenantAt(const Slot& slot, const void* device) const {
+  const int64_t at = static_cast<const std::byte*>(device) - slot.memory.data();
+  for (const Staged& staged : slot.staged) {
+    if (staged.device == Staged::kInPlace) {
+      if (device >= staged.host && device < staged.host + staged.bytes) return staged.tenant;
+    } else if (at >= staged.device && at < staged.device + staged.bytes) {
+      return staged.tenant;
+    }
+  }
+  return 0;
+}
+
+uint16_t* FakeDevice::Element(int64_t page_table, int64_t layer_offset, int64_t row_stride,
+                              int page_size, int position, std::span<const uint32_t> tables) {
+  const int64_t entry = page_table + position / page_size;
+  if (entry < 0 || entry >= static_cast<int64_t>(tables.size()) ||
+      tables[static_cast<size_t>(entry)] == kWild) {
+    Violation(absl::StrCat("position ", position, " lies on a page that was never published"));
+    return nullptr;
+  }
+  const int64_t at = tables[static_cast<size_t>(entry)] * kernels::kPageGranuleBytes +
+                     layer_offset + (position % page_size) * row_stride;
+  if (at < 0 || at + row_stride > limits_.kv_pool_bytes) {
+    Violation(absl::StrCat("byte ", at, " of the pool, limit ", limits_.kv_pool_bytes));
+    return nullptr;
+  }
+  return &pool_[static_cast<size_t>(at) / 2];
+}
+
+void FakeDevice::CheckWords(const uint16_t* first, int64_t count, int tenant, bool fresh,
+                            const char* where) {
+  for (int64_t i = 0; i < count; ++i) {
+    const bool poison = first[i] == kPoison;
+    if (fresh && (poison || first[i] == 0)) continue;
+    if (!poison && TenantOf(first[i]) == tenant) continue;
+    Violation(absl::StrCat("tenant ", tenant, " ", where, " a word ",
+                           poison          ? "that was never written"
+                           : first[i] == 0 ? "that was zeroed"
+                                           : absl::StrCat("of tenant ", TenantOf(first[i]))));
+    return;
+  }
+}
+
+void FakeDevice::Execute(Slot& slot, size_t end) {
+  for (; slot.run < end; ++slot.run) Execute(slot, slot.commands[slot.run]);
+}
+
+void FakeDevice::Execute(Slot& slot, const Command& command) {
+  switch (command.verb) {
+    case Verb::kPages:
+      for (const kernels::PageRange& range : command.ranges) WriteRange(range);
+      break;
+    case Verb::kTables:
+      std::copy(command.entries.begin(), command.entries.end(),
+                tables_.begin() + command.first_entry);
+      break;
+    case Verb::kAppend:
+      for (const kernels::AppendRecord& record : command.appends) Append(slot, record);
+      break;
+    case Verb::kAbsorb:
+    case Verb::kProject:
+      for (const kernels::ProjectionRecord& r : command.projections) ProjectRows(slot, command, r);
+      break;
+    case Verb::kRun:
+      CheckPlan(command.params);
+      RunPlan(slot, command.params);
+      break;
+    case Verb::kCombine:
+      CombinePlan(slot, command.params);
+      break;
+  }
+}
+
+void FakeDevice::WriteRange(const kernels::PageRange& range) {
+  const auto inside = [&](int64_t offset) {
+    return offset >= 0 && range.bytes >= 0 && offset + range.bytes <= limits_.kv_pool_bytes;
+  };
+  if (!inside(range.target_offset) || (!range.zeroes() && !inside(range.source_offset))) {
+    Violation("page work outside the pool");
+    return;
+  }
+  uint16_t* const to = &pool_[static_cast<size_t>(range.target_offset) / 2];
+  if (range.zeroes()) {
+    std::memset(to, 0, static_cast<size_t>(range.bytes));
+  } else {
+    std::memmove(to, &pool_[static_cast<size_t>(range.source_offset) / 2],
+                 static_cast<size_t>(range.bytes));
+  }
+}
+
+void FakeDevice::Append(Slot& slot, const kernels::AppendRecord& record) {
+  const int tenant = TenantAt(slot, record.kv);
+  for (int row = 0; row < record.rows; ++row) {
+    const int position = record.first_position + row;
+    uint16_t* to = Element(record.page_table, record.layer_offset, record.row_stride,
+                           record.page_size, position, tables());
+    if (to == nullptr) return;
+    const auto sent = [&](int i) {
+      return ToBits(Load(record.kv, record.dtype, row * record.kv_row_stride + i));
+    };
+    if (record.differs != nullptr) {
+      CheckWords(to, record.row_dim, tenant, /*fresh=*/false, "compares");
+      record.differs[row] = 0;
+      for (int i = 0; i < record.row_dim; ++i) record.differs[row] |= to[i] != sent(i);
+      continue;
+    }
+    // The whole page: what an earlier tenant left in it would be seen by later rows.
+    const int64_t words = record.row_stride / 2;
+    CheckWords(to - position % record.page_size * words, words * record.page_size, tenant,
+               /*fresh=*/true, "is given");
+    for (int i = 0; i < record.row_dim; ++i) to[i] = sent(i);
+  }
+}
+
+void FakeDevice::ProjectRows(Slot& slot, const Command& command,
+                             const kernels::ProjectionRecord& r) {
+  const kernels::Geometry& g = command.geometry;
+  const Weights* weights = WeightsOf(r.weights_slot, r.head_offset, r.num_heads);
+  if (weights == nullptr) return;
+  const bool absorbs = command.verb == Verb::kAbsorb;
+  if (absorbs && r.rows > 0) {
+    // What lies between the projections belongs to the tenant of the query.
+    Staged latent{static_cast<std::byte*>(r.out) - slot.memory.data()};
+    latent.bytes = (int64_t{r.rows} - 1) * r.out_row_stride * 4 +
+                   (int64_t{r.num_heads} - 1) * r.out_head_stride * 4 + 4;
+    latent.tenant = TenantAt(slot, r.in);
+    slot.staged.push_back(latent);
+  }
+  const int inner = absorbs ? g.nope_dim : g.kv_lora_rank;
+  const int outer = absorbs ? g.kv_lora_rank : g.v_dim;
+  for (int row = 0; row < r.rows; ++row) {
+    for (int head = 0; head < r.num_heads; ++head) {
+      const int64_t in = row * r.in_row_stride + head * r.in_head_stride;
+      const int64_t out = row * r.out_row_stride + head * r.out_head_stride;
+      const int64_t first = int64_t{r.head_offset + head} * inner * outer;
+      const uint16_t* w = (absorbs ? weights->uk : weights->uv).data() + first;
+      for (int i = 0; i < outer; ++i) {
+        double sum = 0;
+        for (int n = 0; n < inner; ++n) {
+          sum += Load(r.in, command.in, in + n) * FromBits(w[n * outer + i]);
+        }
+        StoreAt(r.out, command.out, out + i, sum);
+      }
+      for (int i = 0; absorbs && i < g.rope_dim; ++i) {
+        StoreAt(r.out, command.out, out + outer + i, Load(r.in, command.in, in + inner + i));
+      }
+    }
+  }
+}
+
+void FakeDevice::CheckPlan(const kernels::AttentionParams& params) {
+  plan_requests_.clear();
+  for (const kernels::RequestRecord& r : params.requests) {
+    plan_requests_.push_back({r.q_rows, r.kv_rows, r.num_heads, r.causal != 0});
+  }
+  scheduler::PlanCapacity capacity;
+  capacity.units = options_.traits.units;
+  capacity.work_items = limits_.work_items;
+  capacity.reduce_tiles = limits_.reduce_tiles;
+  capacity.reduce_partials = limits_.reduce_partials;
+  capacity.partial_rows = limits_.partial_rows;
+  // The balance is the planner's own word; its tests compare it.
+  const double balance = std::numeric_limits<double>::quiet_NaN();
+  const std::string fault =
+      checker_.Fault(plan_requests_, Traits(params.desc), params.plan, capacity, balance);
+  if (!fault.empty()) Violation(absl::StrCat("plan: ", fault));
+}
+
+void FakeDevice::RunPlan(Slot& slot, const kernels::AttentionParams& params) {
+  const size_t rows = static_cast<size_t>(std::max(0, params.plan.partial_rows));
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  slot.partial_sums.assign(rows * params.desc.geometry.kv_lora_rank, nan);
+  slot.partial_most.assign(rows, nan);
+  slot.partial_total.assign(rows, nan);
+  for (size_t unit = 0; unit + 1 < params.plan.work_indptr.size(); ++unit) {
+    for (int32_t i = params.plan.work_indptr[unit]; i < params.plan.work_indptr[unit + 1]; ++i) {
+      RunItem(slot, params, params.plan.work_info[static_cast<size_t>(i)]);
+    }
+  }
+}
+
+void FakeDevice::RunItem(Slot& slot, const kernels::AttentionParams& params,
+                         const kernels::WorkInfo& item) {
+  const kernels::RequestRecord& request = params.requests[static_cast<size_t>(item.request)];
+  const int tenant = TenantAt(slot, request.q);
+  const int lora = params.desc.geometry.kv_lora_rank;
+  int64_t packed = item.partial_row;
+  for (int row = item.q_begin; row < item.q_end; ++row) {
+    for (int head = item.head_begin(); head < item.head_end(); ++head, ++packed) {
+      AttendPiece(params, request, item, row, head, tenant);
+      if (item.partial_row == kernels::kUnsplit) {
+        Store(params, request, row, head, piece_);
+        continue;
+      }
+      slot.partial_most[packed] = piece_.most;
+      slot.partial_total[packed] = piece_.total;
+      std::copy(piece_.sums.begin(), piece_.sums.end(), slot.partial_sums.begin() + packed * lora);
+    }
+  }
+}
+
+void FakeDevice::AttendPiece(const kernels::AttentionParams& params,
+                             const kernels::RequestRecord& request, const kernels::WorkInfo& item,
+                             int row, int head, int tenant) {
+  const kernels::Geometry& g = params.desc.geometry;
+  const int dim = g.kv_row_dim();
+  double query[64] = {};
+  const int64_t q = row * request.q_row_stride + head * request.q_head_stride;
+  if (params.desc.form == kernels::AttentionForm::kAbsorbed) {
+    for (int i = 0; i < dim; ++i) query[i] = Load(request.q, params.desc.q_dtype, q + i);
+  } else if (const Weights* w = WeightsOf(request.weights_slot, request.head_offset + head, 1)) {
+    const uint16_t* uk =
+        w->uk.data() + int64_t{request.head_offset + head} * g.nope_dim * g.kv_lora_rank;
+    for (int n = 0; n < g.nope_dim; ++n) {
+      const double value = Load(request.q, params.desc.q_dtype, q + n);
+      for (int i = 0; i < g.kv_lora_rank; ++i) {
+        query[i] += value * FromBits(uk[n * g.kv_lora_rank + i]);
+      }
+    }
+    for (int i = 0; i < g.rope_dim; ++i) {
+      query[g.kv_lora_rank + i] = Load(request.q, params.desc.q_dtype, q + g.nope_dim + i);
+    }
+  }
+  piece_.most = -std::numeric_limits<double>::infinity();
+  piece_.total = 0;
+  piece_.sums.assign(g.kv_lora_rank, 0.0);
+  const int sees =
+      request.causal != 0 ? request.kv_rows - request.q_rows + row + 1 : request.kv_rows;
+  for (int j = item.kv_begin; j < std::min(item.kv_end, sees); ++j) {
+    const uint16_t* kv = Element(request.page_table, request.layer_offset, request.row_stride,
+                                 request.page_size, j, tables());
+    if (kv == nullptr) return;
+    CheckWords(kv, dim, tenant, /*fresh=*/false, "reads");
+    double logit = 0;
+    for (int i = 0; i < dim; ++i) logit += query[i] * FromBits(kv[i]);
+    logit *= request.softmax_scale;
+    const double most = std::max(piece_.most, logit);
+    const double scale = piece_.total > 0 ? std::exp(piece_.most - most) : 0.0;
+    const double weight = std::exp(logit - most);
+    piece_.total = piece_.total * scale + weight;
+    for (int i = 0; i < g.kv_lora_rank; ++i) {
+      piece_.sums[i] = piece_.sums[i] * scale + weight * FromBits(kv[i]);
+    }
+    piece_.most = most;
+  }
+}
+
+void FakeDevice::Store(const kernels::AttentionParams& params,
+                       const kernels::RequestRecord& request, int row, int head,
+                       const Piece& piece) {
+  const kernels::Geometry& g = params.desc.geometry;
+  const double inverse = piece.total > 0 ? 1 / piece.total : 0;
+  const int64_t o = row * request.o_row_stride + head * request.o_head_stride;
+  if (params.desc.form == kernels::AttentionForm::kAbsorbed) {
+    for (int i = 0; i < g.kv_lora_rank; ++i) {
+      StoreAt(request.o, params.desc.o_dtype, o + i, piece.sums[i] * inverse);
+    }
+  } else if (const Weights* w = WeightsOf(request.weights_slot, request.head_offset + head, 1)) {
+    const uint16_t* uv =
+        w->uv.data() + int64_t{request.head_offset + head} * g.v_dim * g.kv_lora_rank;
+    for (int n = 0; n < g.v_dim; ++n) {
+      double sum = 0;
+      for (int i = 0; i < g.kv_lora_rank; ++i) {
+        sum += piece.sums[i] * inverse * FromBits(uv[i * g.v_dim + n]);
+      }
+      StoreAt(request.o, params.desc.o_dtype, o + n, sum);
+    }
+  }
+  if (request.lse == nullptr) return;
+  StoreAt(request.lse, DType::kF32, row * request.lse_row_stride + head * request.lse_head_stride,
+          piece.most + std::log(piece.total));
+}
+
+void FakeDevice::CombinePlan(Slot& slot, const kernels::AttentionParams& params) {
+  const kernels::PlanView& plan = params.plan;
+  const int lora = params.desc.geometry.kv_lora_rank;
+  for (size_t t = 0; t < plan.reduce_final_map.size(); ++t) {
+    const kernels::ReduceTile& tile = plan.reduce_final_map[t];
+    const kernels::RequestRecord& request = params.requests[static_cast<size_t>(tile.request)];
+    int64_t packed = 0;
+    for (int row = tile.q_begin; row < tile.q_end; ++row) {
+      for (int head = tile.head_begin(); head < tile.head_end(); ++head, ++packed) {
+        double most = -std::numeric_limits<double>::infinity();
+        for (int32_t p = plan.reduce_indptr[t]; p < plan.reduce_indptr[t + 1]; ++p) {
+          most = std::max(most, slot.partial_most[plan.reduce_partial_map[p] + packed]);
+        }
+        merged_.most = most;
+        merged_.total = 0;
+        merged_.sums.assign(lora, 0.0);
+        for (int32_t p = plan.reduce_indptr[t]; p < plan.reduce_indptr[t + 1]; ++p) {
+          const int64_t at = plan.reduce_partial_map[p] + packed;
+          if (slot.partial_total[at] == 0) continue;
+          const double scale = std::exp(slot.partial_most[at] - most);
+          merged_.total += slot.partial_total[at] * scale;
+          for (int i = 0; i < lora; ++i) {
+            merged_.sums[i] += slot.partial_sums[at * lora + i] * scale;
+          }
+        }
+        Store(params, request, row, head, merged_);
+      }
+    }
+  }
+}
+
+}  // namespace mla::simulation

@@ -1,0 +1,68 @@
+#include "tests/simulation/simulator/simulation_run.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+namespace mla::simulation {
+namespace {
+
+struct SeedResult {
+  SimulatorCounts counts;
+  uint64_t hash = 0;
+  std::string violation;
+};
+
+SeedResult RunSeed(uint64_t seed, int steps) {
+  Simulator simulator(seed);
+  SeedResult result;
+  result.violation = simulator.Run(steps);
+  if (!result.violation.empty()) result.violation += "\n" + simulator.Tail();
+  result.counts = simulator.counts();
+  result.hash = simulator.hash();
+  return result;
+}
+
+}  // namespace
+
+RunResult RunSeeds(const RunOptions& options) {
+  RunResult run;
+  run.hash = 0xcbf29ce484222325u;
+  const int threads = std::max(1, options.threads);
+  // Seeds go in rounds, one a thread, and count in their order: a round may do more than is wanted,
+  // and what is too much is left out.
+  while (run.counts.total() < options.operations &&
+         (options.most_seeds == 0 || run.seeds < options.most_seeds)) {
+    std::vector<SeedResult> results(static_cast<size_t>(threads));
+    const uint64_t first = options.seed + static_cast<uint64_t>(run.seeds);
+    const auto one = [&](int i) {
+      results[static_cast<size_t>(i)] =
+          RunSeed(first + static_cast<uint64_t>(i), options.steps_per_seed);
+    };
+    if (options.progress) {
+      std::fprintf(stderr, "seed %lld\n", static_cast<long long>(run.seeds) + threads);
+    }
+    std::vector<std::thread> workers;
+    for (int i = 1; i < threads; ++i) workers.emplace_back(one, i);
+    one(0);
+    for (std::thread& worker : workers) worker.join();
+    for (const SeedResult& result : results) {
+      if (run.counts.total() >= options.operations) break;
+      if (options.most_seeds != 0 && run.seeds >= options.most_seeds) break;
+      run.counts.Add(result.counts);
+      run.hash = (run.hash ^ result.hash) * 0x100000001b3u;
+      if (!result.violation.empty()) {
+        run.violations = 1;
+        run.failing_seed = options.seed + static_cast<uint64_t>(run.seeds);
+        run.violation = result.violation;
+        ++run.seeds;
+        return run;
+      }
+      ++run.seeds;
+    }
+  }
+  return run;
+}
+
+}  // namespace mla::simulation

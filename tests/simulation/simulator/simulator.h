@@ -1,0 +1,348 @@
+// One seed of the simulation: the real validator and engine (admission, queue, planner, cache,
+// leases, launches) over a transport, a clock and a device that are simulated, in one thread. Each
+// operation is drawn from the seed, foretold by the oracle, done, and checked:
+//
+//   - every request gets exactly one answer, with the outcome or one of the reasons foretold;
+//   - an OK answer equals the dense attention over the rows that the contract says are visible;
+//   - pages, sequences, steps, models and streams in use are those of the oracle's books;
+//   - the device saw no word of another tenant, no plan with a fault, no launch past a deadline or
+//     beyond its limits; requests' memory is not touched after their answer;
+//   - when faults end, everything that can run is answered, and nothing is left over at the end.
+#ifndef MLA_TESTS_SIMULATION_SIMULATOR_SIMULATOR_H_
+#define MLA_TESTS_SIMULATION_SIMULATOR_SIMULATOR_H_
+
+#include <array>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mla/v1/attention.pb.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/tenant_table.h"
+#include "server/grpc/request_validator.h"
+#include "tests/simulation/device/fake_device.h"
+#include "tests/simulation/oracle/oracle.h"
+#include "tests/simulation/oracle/patterns.h"
+#include "tests/simulation/simulator/tenant_calls.h"
+
+namespace mla::simulation {
+
+enum class Op : uint8_t {
+  kRegister,
+  kUnregister,
+  kWeights,
+  kOpen,
+  kFork,
+  kTruncate,
+  kRelease,
+  kRenew,
+  kGet,
+  kOpenStream,
+  kCloseStream,
+  kBegin,
+  kJoin,
+  kAttend,
+  kQuery,
+  kRanks,
+  kRepeat,
+  kFill,
+  kRefusable,
+  kMalformed,
+  kEnd,
+  kAbort,
+  kLaunch,
+  kTime,
+  kFault,
+  kDrain,
+  kQuota,
+  kEvict,
+  kBranch,
+  kResend,
+  kTenantCall,
+  kFlood,
+  kCount,
+};
+const char* Name(Op op);
+
+struct SimulatorCounts {
+  std::array<int64_t, static_cast<size_t>(Op::kCount)> operations = {};  // that did something
+  int64_t answers_checked = 0;  // outputs compared with the dense answer
+  int64_t resent = 0;           // calls sent again
+  int64_t refusals = 0, commits = 0, aborts = 0, expired = 0;
+  int64_t launches = 0, commands = 0, faults = 0;
+  int64_t most_passed_over = 0;   // by launches, of a request that could run
+  int64_t one_slot_launches = 0;  // of devices like a CPU
+  int64_t scrubs = 0, copies = 0, slices_fused = 0;
+  int64_t total() const;
+  void Add(const SimulatorCounts& other);
+};
+
+// Bytes that a tensor takes in a request's memory, with a guard of at least 64 bytes behind it.
+inline size_t Room(size_t bytes) { return (bytes + 63) / 64 * 64 + 64; }
+
+class Simulator;
+
+// A request as the simulated transport holds it: one block of memory for all its tensors.
+class SimRequest final : public scheduler::StreamRequest {
+ public:
+  explicit SimRequest(Simulator* simulator) : simulator_(simulator) {}
+  void Done(const absl::Status& answer, const scheduler::Fault& why) override;
+
+  int answers = 0;
+  absl::Status status;
+  scheduler::Fault fault;
+  int owner = 0;          // number of the tenant
+  uint64_t step_key = 0;  // the oracle's
+  Reasons expect;         // of what is decided on arrival
+  bool immediate = false;
+  OracleBegin wanted;  // of BeginStep
+  bool joins = false;
+  Form form = Form::kAbsorbed;
+  uint64_t q_key = 0;
+  bool repeat = false, differs = false;
+  // Launches that were begun without it since it could run and had waited for what it may wait for.
+  int64_t passed_over = 0, counts_from = 0;
+  bool running = false;  // in a launch
+  bool bulk = false;     // extend or prefill
+  int flood = 0;         // > 0: of this queue of the flood; -1: the one that is watched
+  int64_t arrival_ns = 0, deadline_ns = 0;
+  uint64_t launch = 0;            // the last one that it was staged for
+  std::vector<std::byte> memory;  // kv, q, o, lse, each with a guard behind it
+  size_t kv_bytes = 0, q_bytes = 0, o_bytes = 0, lse_bytes = 0;
+
+ private:
+  Simulator* const simulator_;
+};
+
+class Simulator final : public DeviceWatcher {
+ public:
+  explicit Simulator(uint64_t seed);
+  ~Simulator() override;
+
+  // Up to `operations` steps and the end phase. Empty, or what went wrong.
+  std::string Run(int operations);
+  const SimulatorCounts& counts() const { return counts_; }
+  uint64_t hash() const { return hash_; }
+  // The last operations, one a line.
+  std::string Tail() const;
+
+  // --- DeviceWatcher
+  void OnViolation(const std::string& what) override { Fail(what); }
+  int OnStaged(const void* host, int64_t bytes, uint64_t serial) override;
+  void OnSubmitted(uint64_t serial) override;
+  void OnLaunchDone(uint64_t serial) override;
+  void OnLaunchFailed(uint64_t serial) override;
+  // --- Of requests
+  void OnDone(SimRequest* request);
+
+ private:
+  struct Stream {
+    uint64_t id = 0;
+    int tenant = 0;
+  };
+  struct TraceEntry {
+    Op op = Op::kCount;
+    int64_t at_us = 0;
+    uint64_t a = 0, b = 0, c = 0;
+  };
+
+  // --- Randomness
+  uint64_t Pick(uint64_t below) { return (random_ = Mix64(random_)) % below; }
+  bool Chance(int percent) { return Pick(100) < static_cast<uint64_t>(percent); }
+  static uint64_t Mix64(uint64_t x);
+
+  // --- Set-up
+  void DrawConfig();
+  void DrawShapes();
+  scheduler::Limits EngineLimits() const;
+  std::string TenantName(int tenant) const;
+
+  // --- Operations: true if anything was done
+  bool Do(Op op);
+  bool Register(int tenant);
+  bool RegisterAny() { return Register(AnyTenant()); }
+  bool Unregister();
+  bool LoadWeights();
+  bool Open(int tenant);
+  bool OpenAny() { return Open(AnyTenant()); }
+  bool Fork();
+  bool Branch();
+  bool Truncate();
+  bool Release();
+  bool Renew();
+  bool Get();
+  bool OpenStream();
+  bool CloseStream();
+  bool Begin();
+  bool Join();
+  bool Attend();
+  bool Query();
+  bool Ranks();
+  bool Repeat();
+  bool FillStep();
+  bool Refusable();
+  bool Malformed();
+  bool End();
+  bool Abort();
+  bool Launch();
+  bool Time();
+  bool ArmFault();
+  bool Drain();
+  bool SetQuota();
+  bool CallAsTenant();
+  bool Flood();
+  bool Evict();
+  bool EvictModel();
+  bool Resend();
+  bool ResendCreation();
+  bool ResendOpen(int tenant, const OracleSequence& known, bool changed);
+  bool ResendFork(int tenant, const OracleSequence& known, bool changed);
+  bool ResendTruncate();
+  bool ResendToClosedStep();
+  static scheduler::TenantQuota QuotaOf(const OracleQuota& quota);
+  OracleQuota DrawQuota();
+  void TouchModels();
+
+  // --- Choosing
+  OracleSequence* AnySequence(int tenant, bool free);
+  OracleStep* AnyStep();
+  int AnyTenant() { return 1 + static_cast<int>(Pick(static_cast<uint64_t>(tenants_))); }
+  int AnyModel(int tenant);
+  std::string NewRequestId();
+  const Stream* AnyStream(int tenant);
+  int64_t Now() const { return clock_.Now(); }
+
+  // --- The transport
+  // The child's id, 0 if it was refused.
+  uint64_t SendFork(int tenant, const OracleSequence& parent, uint64_t epoch, int64_t length);
+  bool SendRows(uint64_t step_id, int tenant);
+  OracleBegin DrawBegin(int tenant);
+  void SpoilBegin(OracleBegin* begin);
+  bool SendBegin(const OracleBegin& begin, bool joins);
+  struct AttendSpec {
+    uint64_t stream = 0;
+    int layer = 0, row = 0, rows = 0, head = 0, heads = 0;
+    Form form = Form::kAbsorbed;
+    bool kv = false, lse = false, differs = false;
+    bool f32 = false, f32_out = false;
+    int64_t timeout_us = 0;
+  };
+  struct FloodQueue {
+    AttendSpec spec;
+    uint64_t step = 0;
+    int tenant = 0, depth = 1;
+    int64_t least_cost = 0;  // of a launch that it leads
+  };
+  int64_t LeastCost(const Shape& shape, int rows, int heads, int cached) const;
+  int64_t MostCost(const Shape& shape, int rows, int heads, int cached) const;
+  void NotePages(const OracleStep& step);
+  void NoteTaken(SimRequest* request, int64_t offset, int64_t bytes);
+  bool DrawStored(int tenant, bool of_tenant, AttendSpec* spec, uint64_t* key);
+  bool IsBulk(const OracleStep& step, const AttendSpec& spec) const;
+  void Prepare(int tenant);
+  bool DrawFlood(bool bulk, std::vector<FloodQueue>* flood);
+  bool FloodRound(const std::vector<FloodQueue>& flood);
+  bool WarmUp(const std::vector<FloodQueue>& flood);
+  int64_t MostPassedOver(const std::vector<FloodQueue>& flood) const;
+  void SendVictim(uint64_t key, const AttendSpec& spec, const std::vector<FloodQueue>& flood);
+  void WaitsFrom(SimRequest* request) const;
+  AttendSpec DrawAttend(const OracleStep& step);
+  v1::Attend MessageOf(const OracleStep& step, const AttendSpec& spec) const;
+  // Adds the KV rows to the oracle's step and hands the request over.
+  bool SendAttend(OracleStep* step, const AttendSpec& spec);
+  // Through the validator; sets the request's arguments and the sizes of its tensors.
+  absl::Status ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
+                         const AttendSpec& spec, SimRequest* request);
+  Reasons CheckAttend(const OracleStep& step, const AttendSpec& spec, bool* repeat) const;
+  void FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec);
+  // Hands over; false if the queue is full, as foretold.
+  bool Submit(std::unique_ptr<SimRequest> request);
+  // Lets the engine take what was handed over, and checks what was answered.
+  bool Poll();
+  void BeforeCall();
+  void AfterCall();
+  void RenewLetGo();
+
+  // --- Checks
+  void CheckAnswers();
+  void CheckAnswer(SimRequest* request);
+  void CheckBeginAnswer(SimRequest* request);
+  void CheckAttendAnswer(SimRequest* request);
+  void CheckAttendFailure(const SimRequest& request, OracleStep* step);
+  void CheckEndAnswer(SimRequest* request);
+  void CheckOutput(const SimRequest& request, const OracleStep& step);
+  // Of a call that was sent again: null if it opened a sequence for the first time.
+  void CheckRepeated(const scheduler::SequenceInfo& info, const OracleSequence* repeats);
+  void CheckGuards(const SimRequest& request);
+  void CheckBooks();
+  void CheckQuotas();
+  static int64_t PagesOnTheBooks(const scheduler::EngineStats& stats);
+  int64_t OpenAttends() const;
+  // A refusal that was foretold, or none was and the call was granted.
+  bool Foretold(const char* call, const absl::Status& status, const scheduler::Fault& fault,
+                const Reasons& expect);
+  bool MayWait(const SimRequest& request);
+  void FinishAborts();
+  void Settle();
+  void ReleaseAll(int tenant);
+  void Finish();
+  void Fail(const std::string& what);
+  int Tenants() const { return tenants_ + (floods_ ? 1 : 0); }
+  bool failed() const { return !violation_.empty(); }
+  void Trace(uint64_t a, uint64_t b = 0, uint64_t c = 0);
+  void Hash(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001b3u; }
+
+  const uint64_t seed_;
+  uint64_t random_;
+  // Drawn from the seed
+  OracleLimits oracle_limits_;
+  FakeDeviceOptions device_options_;
+  std::vector<Shape> shapes_;
+  int tenants_ = 2;
+  int fault_percent_ = 0;
+  bool drains_ = false, loses_device_ = false, has_quotas_ = false, leases_models_ = false;
+  int queue_requests_ = 0, launch_rows_ = 0, launch_packed_rows_ = 0, launch_requests_ = 0;
+  bool floods_ = false;
+  int light_ = 0;  // with floods: one more tenant, which takes part in nothing else
+  int64_t launch_ms_ = 10;
+  int prefill_rows_ = 0, decode_rows_ = 0, most_tenants_ = 0;
+  int64_t slice_wait_us_ = 0, kv_wait_ms_ = 0, queue_ms_ = 0;
+
+  scheduler::SimulatedClock clock_;
+  FakeDevice* device_ = nullptr;  // the engine's
+  std::unique_ptr<scheduler::Engine> engine_;
+  std::unique_ptr<Oracle> oracle_;
+  std::unique_ptr<TenantCalls> calls_;      // on the engine's tenant table
+  std::vector<scheduler::TenantRef> rows_;  // by tenant, as a transport holds them
+  std::vector<Stream> streams_;
+  std::list<std::unique_ptr<SimRequest>> requests_;    // not answered
+  std::vector<std::unique_ptr<SimRequest>> done_;      // answered, not checked
+  std::map<const std::byte*, SimRequest*> memory_;     // of requests not answered
+  std::vector<std::unique_ptr<SimRequest>> answered_;  // the last ones, checked
+  size_t next_answered_ = 0;
+  int flood_ = 0;  // SimRequest::flood of what is sent now
+  // KV bytes of service by tenant, at least and at most.
+  std::array<int64_t, kTenantNumbers> least_served_ = {}, most_served_ = {};
+  uint64_t next_step_id_ = 1, next_key_ = 1;
+  bool undrained_ = false;                // the engine has not taken all that was handed over
+  uint64_t first_failed_ = ~uint64_t{0};  // launch, since the last look at the answers
+  int64_t pinned_ = 0;     // page groups that page work alone keeps, when last looked at
+  bool gave_up_ = false;   // requests have waited too long, since the last call
+  int64_t called_at_ = 0;  // the last call of the engine
+  bool late_ = false;      // time has passed and the engine has not been called
+
+  Op op_ = Op::kCount;
+  std::array<TraceEntry, 64> trace_ = {};
+  size_t traced_ = 0;
+  uint64_t hash_ = 0xcbf29ce484222325u;
+  std::string violation_;
+  SimulatorCounts counts_;
+};
+
+}  // namespace mla::simulation
+
+#endif  // MLA_TESTS_SIMULATION_SIMULATOR_SIMULATOR_H_

@@ -1,0 +1,270 @@
+// Simulator: how long a request that can run may wait while other tenants keep their queues full.
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "tests/simulation/simulator/simulator.h"
+
+namespace mla::simulation {
+namespace {
+
+constexpr int kVictims = 4;
+constexpr int kMostRounds = 1500;
+constexpr int kDraws = 12;
+// Extend and prefill go before decode once they have waited for so many launches of launch_ms.
+constexpr int64_t kAgedLaunches = 8;
+constexpr int64_t kMilli = 1'000'000;
+
+int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+// What a launch of `rows` query rows costs in KV bytes, at least and at most: what the tiles stream
+// is counted in whole tiles, or by their packed rows.
+int64_t Simulator::LeastCost(const Shape& shape, int rows, int heads, int cached) const {
+  const int64_t tile = device_options_.traits.tile_rows;
+  return std::max<int64_t>(1, int64_t{rows} * heads * (cached + 1) * shape.row_dim() * 2 / tile);
+}
+
+int64_t Simulator::MostCost(const Shape& shape, int rows, int heads, int cached) const {
+  const int64_t tile = device_options_.traits.tile_rows;
+  const int64_t projections =
+      shape.lora * (shape.nope + shape.v) / std::max(1, shape.nope + shape.rope + shape.v);
+  const int64_t charged = int64_t{rows} * heads + tile;
+  // Rows that are projected up are counted as well as those that are streamed.
+  return 1 + DivideUp(charged * (cached + rows) * (1 + projections) * shape.row_dim() * 4, tile);
+}
+
+// Page work of a step that begins: each of its pages may be zeroed or copied.
+void Simulator::NotePages(const OracleStep& step) {
+  const int64_t bytes = oracle_->models[step.model].shape.group_bytes();
+  for (const OracleMember& member : step.members) {
+    const auto groups = static_cast<int64_t>(oracle_->sequences.at(member.sequence).groups.size());
+    most_served_[step.tenant] += bytes * groups;
+  }
+}
+
+// Part of the request has gone into the launch that is being prepared.
+void Simulator::NoteTaken(SimRequest* request, int64_t offset, int64_t bytes) {
+  request->running = true;
+  request->passed_over = 0;
+  const OracleStep* step = oracle_->StepOf(request->step_key);
+  if (step == nullptr) return;
+  if (offset < static_cast<int64_t>(request->kv_bytes)) {
+    most_served_[request->owner] += bytes;
+    return;
+  }
+  const auto q = static_cast<int64_t>(Room(request->kv_bytes));
+  if (offset < q || offset >= q + static_cast<int64_t>(request->q_bytes)) return;
+  const scheduler::AttendArgs& args = request->attend;
+  const auto rows =
+      static_cast<int>(bytes * args.row_count / static_cast<int64_t>(request->q_bytes));
+  const Shape& shape = oracle_->models[step->model].shape;
+  int least = oracle_limits_.max_sequence_rows;
+  int most = 0;
+  for (const OracleMember& member : step->members) {
+    least = std::min(least, member.start);
+    most = std::max(most, member.start + member.rows);
+  }
+  least_served_[request->owner] += LeastCost(shape, rows, args.num_heads, least);
+  most_served_[request->owner] += MostCost(shape, rows, args.num_heads, most);
+}
+
+void Simulator::OnSubmitted(uint64_t serial) {
+  const bool takes = std::any_of(requests_.begin(), requests_.end(), [serial](const auto& request) {
+    return request->launch == serial;
+  });
+  if (!takes) return;  // page work alone
+  for (const auto& request : requests_) {
+    if (request->launch == serial || request->running) continue;
+    if (Now() >= request->counts_from) ++request->passed_over;
+  }
+}
+
+// From now on launches that pass the request over count, but for those that may.
+void Simulator::WaitsFrom(SimRequest* request) const {
+  request->counts_from = Now() + slice_wait_us_ * 1000;
+  if (request->bulk) request->counts_from += kAgedLaunches * launch_ms_ * kMilli;
+}
+
+// The tenants' step, layer and rows that were stored, for rows without KV.
+bool Simulator::DrawStored(int tenant, bool of_tenant, AttendSpec* spec, uint64_t* key) {
+  std::vector<std::pair<uint64_t, int>> stored;
+  for (const auto& [step_key, step] : oracle_->steps) {
+    if ((step.tenant == tenant) != of_tenant || step.ending || step.aborting) continue;
+    for (size_t layer = 0; layer < step.layers.size(); ++layer) {
+      if (step.layers[layer].empty() || step.broken[layer]) continue;
+      stored.emplace_back(step_key, static_cast<int>(layer));
+    }
+  }
+  if (stored.empty()) return false;
+  const auto [step_key, layer] = stored[Pick(stored.size())];
+  const OracleStep& step = oracle_->steps.at(step_key);
+  *key = step_key;
+  *spec = DrawAttend(step);
+  spec->stream = step.streams[0];
+  spec->layer = layer;
+  spec->form = Form::kAbsorbed;
+  spec->kv = false;
+  spec->timeout_us = 0;
+  const auto rows = static_cast<int>(step.layers[static_cast<size_t>(layer)].size());
+  spec->row = static_cast<int>(Pick(static_cast<uint64_t>(rows)));
+  spec->rows = 1 + static_cast<int>(Pick(static_cast<uint64_t>(rows - spec->row)));
+  spec->head = 0;
+  spec->heads = oracle_->models[step.model].shape.heads;
+  return true;
+}
+
+// Whether rows of the request count as extend or prefill, which wait while decode goes.
+bool Simulator::IsBulk(const OracleStep& step, const AttendSpec& spec) const {
+  for (const OracleMember& member : step.members) {
+    const int first = std::max(spec.row, member.offset);
+    const int rows = std::min(spec.row + spec.rows, member.offset + member.rows) - first;
+    if (rows > 0 && (member.start + first - member.offset == 0 || rows > decode_rows_)) return true;
+  }
+  return false;
+}
+
+// Tenants whose queues are kept full: all with decode, or all with extend and prefill.
+bool Simulator::DrawFlood(bool bulk, std::vector<FloodQueue>* flood) {
+  for (int i = 0; i < kDraws && flood->size() < 3; ++i) {
+    FloodQueue queue;
+    if (!DrawStored(light_, /*of_tenant=*/false, &queue.spec, &queue.step)) return false;
+    queue.depth = 1 + static_cast<int>(Pick(Chance(70) ? 4 : 16));
+    const OracleStep& step = oracle_->steps.at(queue.step);
+    if (!bulk) queue.spec.rows = 1;
+    if (IsBulk(step, queue.spec) != bulk) continue;
+    queue.tenant = step.tenant;
+    const Shape& shape = oracle_->models[step.model].shape;
+    int least = oracle_limits_.max_sequence_rows;
+    for (const OracleMember& member : step.members) least = std::min(least, member.start);
+    queue.least_cost = LeastCost(shape, 1, queue.spec.heads, least);
+    flood->push_back(queue);
+  }
+  return !flood->empty();
+}
+
+// Requests of the flood up to their depth, and one round of the engine. False: it cannot go on.
+bool Simulator::FloodRound(const std::vector<FloodQueue>& flood) {
+  for (size_t i = 0; i < flood.size(); ++i) {
+    int waiting = 0;
+    for (const auto& request : requests_) waiting += request->flood == static_cast<int>(i) + 1;
+    for (; waiting < flood[i].depth && !failed(); ++waiting) {
+      OracleStep* step = oracle_->StepOf(flood[i].step);
+      if (step == nullptr) return false;
+      flood_ = static_cast<int>(i) + 1;
+      SendAttend(step, flood[i].spec);
+      flood_ = 0;
+    }
+  }
+  const int64_t done_at = device_->NextDone();
+  if (done_at > Now()) clock_.Advance(done_at - Now());
+  Poll();
+  return !failed();
+}
+
+// Until each tenant of the flood has been served more than the light one ever was: from then on the
+// light one is owed nothing and owes nothing.
+bool Simulator::WarmUp(const std::vector<FloodQueue>& flood) {
+  least_served_.fill(0);
+  for (int round = 0; round < kMostRounds; ++round) {
+    const bool even = std::all_of(flood.begin(), flood.end(), [&](const FloodQueue& queue) {
+      return least_served_[queue.tenant] > most_served_[light_];
+    });
+    if (even) break;
+    if (!FloodRound(flood)) return false;
+    if (round + 1 == kMostRounds) return false;
+  }
+  most_served_.fill(0);
+  return true;
+}
+
+// Launches that may pass over a request of the light tenant: each other tenant begins one, and
+// those in which it catches up with what the light one has had since the flood began. In every
+// second one the other kind may go first: decode, or what has waited for long.
+int64_t Simulator::MostPassedOver(const std::vector<FloodQueue>& flood) const {
+  std::map<int, int64_t> least_cost;
+  for (const FloodQueue& queue : flood) {
+    const auto [at, added] = least_cost.emplace(queue.tenant, queue.least_cost);
+    if (!added) at->second = std::min(at->second, queue.least_cost);
+  }
+  int64_t most = 1;
+  for (const auto& [tenant, cost] : least_cost) {
+    most += 1 + DivideUp(most_served_[light_], cost);
+  }
+  return 2 * most;
+}
+
+// Steps of a tenant with rows that are stored.
+void Simulator::Prepare(int tenant) {
+  for (int i = 0; i < 4 && AnySequence(tenant, /*free=*/true) == nullptr; ++i) Open(tenant);
+  for (int i = 0; i < 2 && !failed(); ++i) {
+    OracleBegin begin = DrawBegin(tenant);
+    begin.participants = 1;
+    begin.lease_ns = 0;
+    if (begin.sequences.empty()) return;
+    SendBegin(begin, /*joins=*/false);
+    SendRows(begin.id, tenant);
+  }
+}
+
+bool Simulator::Flood() {
+  if (!floods_ || oracle_->draining || oracle_->unhealthy) return false;
+  device_->Arm(DeviceFault::kNone);
+  Settle();
+  if (!requests_.empty()) {
+    clock_.Advance(kv_wait_ms_ * kMilli);
+    Settle();
+  }
+  if (failed() || !requests_.empty()) return false;
+  for (int tenant = 1; tenant <= Tenants() && !failed(); ++tenant) Prepare(tenant);
+  Settle();
+  std::vector<FloodQueue> flood;
+  const bool bulk = Chance(50);
+  const bool drawn = DrawFlood(bulk, &flood) || DrawFlood(!bulk, &flood);
+  if (failed() || !requests_.empty() || !drawn || !WarmUp(flood)) {
+    ReleaseAll(light_);
+    return false;
+  }
+  int64_t victims = 0;
+  for (int i = 0; i < kVictims && !failed(); ++i) {
+    AttendSpec spec;
+    uint64_t key = 0;
+    if (!DrawStored(light_, /*of_tenant=*/true, &spec, &key)) break;
+    if (Chance(70)) spec.rows = 1;
+    if (Chance(50)) {  // mostly of the same key then
+      spec.f32 = flood[0].spec.f32;
+      spec.f32_out = flood[0].spec.f32_out;
+    }
+    SendVictim(key, spec, flood);
+    ++victims;
+  }
+  Settle();
+  ReleaseAll(light_);
+  Trace(flood.size(), static_cast<uint64_t>(victims));
+  return victims > 0;
+}
+
+void Simulator::SendVictim(uint64_t key, const AttendSpec& spec,
+                           const std::vector<FloodQueue>& flood) {
+  FloodRound(flood);
+  const int64_t most = MostPassedOver(flood);
+  OracleStep* step = oracle_->StepOf(key);
+  if (step == nullptr || failed()) return;
+  flood_ = -1;
+  SendAttend(step, spec);
+  flood_ = 0;
+  for (int round = 0; round < kMostRounds; ++round) {
+    const auto victim = std::find_if(requests_.begin(), requests_.end(),
+                                     [](const auto& request) { return request->flood < 0; });
+    if (victim == requests_.end()) return;
+    counts_.most_passed_over = std::max(counts_.most_passed_over, (*victim)->passed_over);
+    if ((*victim)->passed_over > most) {
+      Fail(absl::StrCat("a request that can run was passed over by ", (*victim)->passed_over,
+                        " launches, at most ", most, " are due"));
+      return;
+    }
+    if (!FloodRound(flood)) return;
+  }
+}
+
+}  // namespace mla::simulation

@@ -1,0 +1,458 @@
+// Simulator: the transport. From messages through the real validator to requests, and back.
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "tests/simulation/oracle/patterns.h"
+#include "tests/simulation/simulator/simulator.h"
+
+namespace mla::simulation {
+namespace {
+
+using scheduler::Fault;
+
+constexpr int64_t kMessageBytes = 1 << 20;
+constexpr std::byte kGuardByte{0xa5};
+
+int QueryDim(const Shape& shape, Form form) {
+  return form == Form::kExpanded ? shape.nope + shape.rope : shape.row_dim();
+}
+
+void Put(std::byte* base, bool f32, size_t index, uint16_t bits) {
+  if (f32) {
+    const float value = FromBits(bits);
+    std::memcpy(base + index * 4, &value, sizeof(value));
+  } else {
+    std::memcpy(base + index * 2, &bits, sizeof(bits));
+  }
+}
+
+}  // namespace
+
+void SimRequest::Done(const absl::Status& answer, const Fault& why) {
+  ++answers;
+  status = answer;
+  fault = why;
+  simulator_->OnDone(this);
+}
+
+void Simulator::OnDone(SimRequest* request) {
+  const auto found = std::find_if(requests_.begin(), requests_.end(),
+                                  [&](const auto& other) { return other.get() == request; });
+  if (found == requests_.end() || request->answers != 1) {
+    Fail("a request was answered twice");
+    return;
+  }
+  if (!request->memory.empty()) {
+    if (device_->Uses(request->memory.data(), static_cast<int64_t>(request->memory.size()))) {
+      Fail("a request was answered while a launch uses its memory");
+    }
+    // The inputs are the transport's again.
+    std::fill_n(request->memory.begin(), Room(request->kv_bytes) + request->q_bytes,
+                std::byte{0xff});
+    memory_.erase(request->memory.data());
+  }
+  done_.push_back(std::move(*found));
+  requests_.erase(found);
+}
+
+int Simulator::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
+  const auto* first = static_cast<const std::byte*>(host);
+  auto after = memory_.upper_bound(first);
+  if (after == memory_.begin()) {
+    Fail("a launch uses memory that is no waiting request's");
+    return 0;
+  }
+  SimRequest* request = std::prev(after)->second;
+  if (first + bytes > request->memory.data() + request->memory.size()) {
+    Fail("a launch uses memory beyond a request's");
+    return 0;
+  }
+  if (Now() >= request->deadline_ns) Fail("a launch takes a request after its deadline");
+  request->launch = serial;
+  NoteTaken(request, first - request->memory.data(), bytes);
+  return request->owner;
+}
+
+void Simulator::OnLaunchDone(uint64_t serial) {
+  for (const auto& request : requests_) {
+    if (request->launch != serial) continue;
+    request->running = false;
+    WaitsFrom(request.get());
+    if (OracleStep* step = oracle_->StepOf(request->step_key)) step->touched = Now();
+  }
+}
+
+void Simulator::OnLaunchFailed(uint64_t serial) {
+  first_failed_ = std::min(first_failed_, serial);
+  if (device_->lost()) oracle_->unhealthy = true;
+}
+
+void Simulator::BeforeCall() {
+  const int went = oracle_->PassTime(Now());
+  if (went > 0) Hash(static_cast<uint64_t>(went));
+  late_ = false;
+  called_at_ = Now();
+  oracle_->let_go.clear();
+}
+
+void Simulator::AfterCall() {
+  undrained_ = false;
+  CheckAnswers();
+  FinishAborts();
+  first_failed_ = ~uint64_t{0};
+  if (gave_up_) oracle_->PassTime(called_at_);
+  gave_up_ = false;
+  if (Now() != called_at_) {
+    TouchModels();
+    RenewLetGo();
+    // These calls let the engine look at its timers again.
+    CheckAnswers();
+    FinishAborts();
+    if (gave_up_) oracle_->PassTime(Now());
+    gave_up_ = false;
+  }
+}
+
+// Time went by during the call, and when in it each step ended is not known: sequences of these
+// steps get leases that begin now.
+void Simulator::RenewLetGo() {
+  std::vector<std::pair<int, uint64_t>> let_go;
+  let_go.swap(oracle_->let_go);
+  for (const auto& [tenant, id] : let_go) {
+    oracle_->PassTime(Now());
+    OracleSequence* sequence = oracle_->Find(tenant, id);
+    if (sequence == nullptr || sequence->step != 0) continue;
+    std::vector<scheduler::SequenceId> absent;
+    engine_->RenewLeases({TenantName(tenant), {id}, ""}, 0, &absent);
+    oracle_->Renew(sequence, 0, Now());
+    if (!absent.empty()) Fail("a sequence that its step has let go is gone");
+  }
+}
+
+bool Simulator::Poll() {
+  BeforeCall();
+  const int64_t launches = device_->launches();
+  const int64_t next = device_->NextDone();
+  engine_->Poll();
+  const bool moved = device_->launches() != launches || device_->NextDone() != next;
+  const bool answered = !done_.empty();
+  AfterCall();
+  return moved || answered;
+}
+
+bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
+  int64_t queued = 0;
+  for (const auto& other : requests_) queued += other->owner == request->owner;
+  const auto quota = oracle_->quotas.find(request->owner);
+  const bool full = static_cast<int>(requests_.size()) >= queue_requests_ ||
+                    (quota != oracle_->quotas.end() && queued >= quota->second.queued);
+  SimRequest* raw = request.get();
+  raw->arrival_ns = Now();
+  raw->flood = flood_;
+  WaitsFrom(raw);
+  if (raw->deadline_ns == 0) {
+    raw->deadline_ns = Now() + engine_->limits().queue_ms * 1'000'000;
+  }
+  raw->tenant = rows_[static_cast<size_t>(raw->owner)].get();
+  requests_.push_back(std::move(request));
+  Fault fault;
+  const absl::Status status = engine_->Submit(raw, &fault);
+  if (status.ok() == full || (!status.ok() && fault.reason != "queue_full")) {
+    Fail(absl::StrCat("Submit with ", requests_.size() - 1, " requests in the queue, limit ",
+                      queue_requests_, ": ", status.ToString()));
+  }
+  if (status.ok()) {
+    undrained_ = true;
+    if (!raw->memory.empty()) memory_[raw->memory.data()] = raw;
+    return true;
+  }
+  ++counts_.refusals;
+  requests_.pop_back();
+  return false;
+}
+
+bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
+  // A step whose lease has run out counts until the engine looks at its timers.
+  while (oracle_->StepsOverdue(Now()) && !failed()) Poll();
+  v1::BeginStep message;
+  message.set_step_id(begin.id);
+  message.set_model_id(begin.model < 0 ? "no-such-model" : oracle_->models[begin.model].name);
+  for (size_t i = 0; i < begin.sequences.size(); ++i) {
+    v1::StepSequence* sequence = message.add_sequences();
+    sequence->set_sequence_id(begin.sequences[i]);
+    sequence->set_epoch(begin.epochs[i]);
+    sequence->set_start_position(static_cast<uint64_t>(begin.starts[i]));
+    sequence->set_rows(static_cast<uint32_t>(begin.rows[i]));
+  }
+  message.set_participants(static_cast<uint32_t>(begin.participants));
+  message.set_lease_ms(static_cast<uint32_t>(begin.lease_ns / 1'000'000));
+  auto request = std::make_unique<SimRequest>(this);
+  request->kind = scheduler::RequestKind::kBeginStep;
+  request->stream = begin.stream;
+  request->step_id = begin.id;
+  request->owner = begin.tenant;
+  request->wanted = begin;
+  request->joins = joins;
+  request->immediate = true;
+  BeforeCall();
+  const OracleStep* step = oracle_->FindStep(begin.tenant, begin.id);
+  if (step == nullptr) {
+    if (joins) return false;  // time has ended it
+    request->expect = oracle_->CheckBegin(begin);
+  } else {
+    int64_t rows = 0;
+    for (const int count : begin.rows) rows += count;
+    request->expect.AddIf(rows > oracle_limits_.max_step_rows, "out_of_range");
+    bool same = step->members.size() == begin.rows.size();
+    for (size_t i = 0; same && i < begin.rows.size(); ++i) {
+      same = step->members[i].rows == begin.rows[i];
+    }
+    const bool inside = std::count(step->streams.begin(), step->streams.end(), begin.stream) > 0;
+    request->expect.AddIf(!same, "step_exists");
+    request->expect.AddIf(!inside && static_cast<int>(step->streams.size()) >= step->participants,
+                          "step_full");
+  }
+  Trace(begin.id, begin.sequences.size(), joins);
+  int32_t total = 0;
+  const absl::Status parsed =
+      server::ParseBeginStep(message, engine_->limits(), &request->begin, &total, &request->fault);
+  if (!parsed.ok()) {
+    Foretold("ParseBeginStep", parsed, request->fault, request->expect);
+    return true;
+  }
+  if (Submit(std::move(request))) Poll();
+  return true;
+}
+
+v1::Attend Simulator::MessageOf(const OracleStep& step, const AttendSpec& spec) const {
+  v1::Attend message;
+  message.set_step_id(step.id);
+  message.set_layer(static_cast<uint32_t>(spec.layer));
+  message.set_row_begin(static_cast<uint32_t>(spec.row));
+  message.set_row_count(static_cast<uint32_t>(spec.rows));
+  message.set_head_offset(static_cast<uint32_t>(spec.head));
+  message.set_num_heads(spec.form == Form::kAppend ? 0 : static_cast<uint32_t>(spec.heads));
+  message.set_profile(spec.form == Form::kAbsorbed   ? v1::PROFILE_ABSORBED
+                      : spec.form == Form::kExpanded ? v1::PROFILE_EXPANDED
+                                                     : v1::PROFILE_APPEND_ONLY);
+  message.set_has_kv(spec.kv);
+  message.set_want_lse(spec.lse && spec.form != Form::kAppend);
+  message.set_q_dtype(spec.f32 ? v1::DTYPE_F32 : v1::DTYPE_BF16);
+  message.set_o_dtype(spec.f32_out ? v1::DTYPE_F32 : v1::DTYPE_BF16);
+  message.set_timeout_us(static_cast<uint32_t>(spec.timeout_us));
+  return message;
+}
+
+Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, bool* repeat) const {
+  Reasons reasons;
+  const OracleModel& model = oracle_->models[step.model];
+  const int accepted = static_cast<int>(step.layers[spec.layer].size());
+  const int writer = step.writer[spec.layer];
+  *repeat = spec.kv && spec.row + spec.rows <= accepted;
+  reasons.AddIf(std::count(step.streams.begin(), step.streams.end(), spec.stream) == 0,
+                "step_not_found");
+  if (spec.form == Form::kExpanded) {
+    reasons.AddIf(model.shape.nope == 0, "no_expanded_profile");
+    reasons.AddIf(!model.weights, "weights_missing");
+  }
+  if (!spec.kv) return reasons;
+  reasons.AddIf(writer >= 0 && writer != spec.head, "kv_writer_taken");
+  reasons.AddIf(!*repeat && spec.row != accepted, "rows_out_of_order");
+  return reasons;
+}
+
+void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec) {
+  const Shape& shape = oracle_->models[step.model].shape;
+  scheduler::AttendArgs& args = request->attend;
+  request->memory.assign(Room(request->kv_bytes) + Room(request->q_bytes) + Room(request->o_bytes) +
+                             Room(request->lse_bytes),
+                         kGuardByte);
+  std::byte* at = request->memory.data();
+  if (spec.kv) {
+    args.kv = at;
+    for (int row = 0; row < spec.rows; ++row) {
+      const auto& keys = step.layers[spec.layer];
+      const size_t number = static_cast<size_t>(spec.row + row);
+      uint64_t key = number < keys.size() ? keys[number] : 0;  // 0: of a message to be refused
+      if (spec.differs && row == spec.rows - 1) key += uint64_t{1} << 40;
+      for (int i = 0; i < shape.row_dim(); ++i) {
+        const size_t index = static_cast<size_t>(row) * shape.row_dim() + i;
+        Put(at, spec.f32, index, PatternBits(key, i, step.tenant));
+      }
+    }
+  }
+  at += Room(request->kv_bytes);
+  if (spec.form == Form::kAppend) return;
+  args.q = at;
+  const int dim = QueryDim(shape, spec.form);
+  for (int row = 0; row < spec.rows; ++row) {
+    for (int head = 0; head < spec.heads; ++head) {
+      const uint64_t key = request->q_key + static_cast<uint64_t>(row * 8 + head);
+      for (int i = 0; i < dim; ++i) {
+        const size_t index = (static_cast<size_t>(row) * spec.heads + head) * dim + i;
+        Put(at, spec.f32, index, PatternBits(key, i, step.tenant));
+      }
+    }
+  }
+  at += Room(request->q_bytes);
+  args.o = at;
+  std::fill_n(at, request->o_bytes, std::byte{0xff});
+  at += Room(request->o_bytes);
+  if (!spec.lse) return;
+  args.lse = reinterpret_cast<float*>(at);
+  std::fill_n(at, request->lse_bytes, std::byte{0xff});
+}
+
+absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
+                                  const AttendSpec& spec, SimRequest* request) {
+  const Shape& shape = oracle_->models[step.model].shape;
+  const size_t in = spec.f32 ? 4 : 2;
+  const size_t packed = static_cast<size_t>(spec.rows) * spec.heads;
+  if (spec.kv) request->kv_bytes = in * spec.rows * shape.row_dim();
+  if (spec.form != Form::kAppend) {
+    const int out_dim = spec.form == Form::kExpanded ? shape.v : shape.lora;
+    request->q_bytes = in * packed * QueryDim(shape, spec.form);
+    request->o_bytes = (spec.f32_out ? 4 : 2) * packed * out_dim;
+    if (spec.lse) request->lse_bytes = 4 * packed;
+  }
+  server::AttendSizes sizes;
+  return server::ParseAttend(MessageOf(step, spec), known, step.total,
+                             static_cast<int64_t>(request->kv_bytes + request->q_bytes),
+                             kMessageBytes, &request->attend, &sizes, &request->fault);
+}
+
+bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
+  auto request = std::make_unique<SimRequest>(this);
+  const OracleModel& model = oracle_->models[step->model];
+  const auto known = engine_->FindModel(TenantName(step->tenant), model.name);
+  if (known == nullptr) {
+    Fail("a model of an open step is not found");
+    return false;
+  }
+  request->expect = CheckAttend(*step, spec, &request->repeat);
+  request->immediate = !request->expect.none();
+  Trace(step->id, static_cast<uint64_t>(spec.layer * 4096 + spec.row * 64 + spec.rows),
+        static_cast<uint64_t>(spec.head * 64 + spec.heads * 4 + static_cast<int>(spec.form)));
+  const absl::Status parsed = ParseRows(*known, *step, spec, request.get());
+  if (!parsed.ok()) {
+    Foretold("ParseAttend", parsed, request->fault, request->expect);
+    return true;
+  }
+  request->kind = scheduler::RequestKind::kAttend;
+  request->stream = spec.stream;
+  request->step_id = step->id;
+  request->step_key = step->key;
+  request->owner = step->tenant;
+  request->form = spec.form;
+  request->differs = spec.differs && request->repeat;
+  request->q_key = next_key_ += 4096;
+  request->bulk = IsBulk(*step, spec);
+  const bool appends = spec.kv && !request->repeat && request->expect.none();
+  if (appends) {
+    step->writer[spec.layer] = spec.head;
+    for (int i = 0; i < spec.rows; ++i) step->layers[spec.layer].push_back(next_key_++);
+  }
+  FillTensors(request.get(), *step, spec);
+  if (spec.timeout_us > 0) request->deadline_ns = Now() + spec.timeout_us * 1000;
+  const bool immediate = request->immediate;
+  const bool inside = !request->expect.Has("step_not_found");
+  if (!Submit(std::move(request))) {
+    if (appends) {
+      auto& keys = step->layers[spec.layer];
+      keys.resize(keys.size() - static_cast<size_t>(spec.rows));
+      if (keys.empty()) step->writer[spec.layer] = -1;
+    }
+    return true;
+  }
+  if (inside) step->touched = Now();
+  if (!immediate) ++step->pending;
+  if (immediate || Chance(40)) Poll();
+  return true;
+}
+
+// Messages that the validator must refuse, whatever the engine's state.
+bool Simulator::Malformed() {
+  const OracleStep* step = AnyStep();
+  if (step == nullptr) return false;
+  const OracleModel& model = oracle_->models[step->model];
+  AttendSpec spec = DrawAttend(*step);
+  spec.row = 0;
+  spec.rows = 1;
+  v1::Attend message = MessageOf(*step, spec);
+  const size_t in = spec.f32 ? 4 : 2;
+  int64_t payload = static_cast<int64_t>(
+      in * (model.shape.row_dim() + spec.heads * QueryDim(model.shape, spec.form)));
+  int64_t reply_bytes = kMessageBytes;
+  const uint64_t kind = Pick(12);
+  switch (kind) {
+    case 0:
+      message.set_layer(static_cast<uint32_t>(model.shape.layers));
+      break;
+    case 1:
+      message.set_row_begin(static_cast<uint32_t>(step->total));
+      break;
+    case 2:
+      message.set_row_count(0);
+      break;
+    case 3:
+      message.set_row_count(static_cast<uint32_t>(step->total) + 1);
+      break;
+    case 4:
+      message.set_num_heads(static_cast<uint32_t>(spec.heads) + 1);
+      break;
+    case 5:
+      message.set_head_offset(static_cast<uint32_t>(model.shape.heads));
+      break;
+    case 6:
+      message.set_profile(v1::PROFILE_UNSPECIFIED);
+      break;
+    case 7:
+      message.set_q_dtype(static_cast<v1::DType>(77));
+      break;
+    case 8:
+      message.set_row_count(~uint32_t{0});
+      break;
+    case 9:
+      payload += Chance(50) ? 1 : -1;
+      break;
+    case 10:
+      reply_bytes = server::kReplyHeaderBytes;
+      break;
+    default:
+      message.set_profile(v1::PROFILE_APPEND_ONLY);
+      message.set_has_kv(false);
+      break;
+  }
+  const auto known = engine_->FindModel(TenantName(step->tenant), model.name);
+  scheduler::AttendArgs args;
+  server::AttendSizes sizes;
+  Fault fault;
+  const absl::Status status = server::ParseAttend(message, *known, step->total, payload,
+                                                  reply_bytes, &args, &sizes, &fault);
+  Trace(step->id, kind);
+  ++counts_.refusals;
+  if (status.ok() || fault.field.empty() || fault.limit.empty() || fault.got.empty()) {
+    Fail(absl::StrCat("ParseAttend of malformed message ", kind, ": ", status.ToString(),
+                      " field '", fault.field, "' limit '", fault.limit, "' got '", fault.got,
+                      "'"));
+  }
+  return true;
+}
+
+void Simulator::CheckGuards(const SimRequest& request) {
+  size_t at = 0;
+  for (const size_t bytes :
+       {request.kv_bytes, request.q_bytes, request.o_bytes, request.lse_bytes}) {
+    for (size_t i = at + bytes; i < at + Room(bytes); ++i) {
+      // The inputs were given back, and their guard with the first of them.
+      const bool scribbled = i < Room(request.kv_bytes) + request.q_bytes;
+      if (request.memory[i] == (scribbled ? std::byte{0xff} : kGuardByte)) continue;
+      Fail("a launch wrote beyond a tensor");
+      return;
+    }
+    at += Room(bytes);
+  }
+}
+
+}  // namespace mla::simulation
