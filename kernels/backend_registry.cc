@@ -32,22 +32,22 @@ absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
   BackendChoice choice;
   bool known = any;
   for (const BackendRow& row : rows_) {
-    BackendRung rung{row.name, row.rank, false, ""};
+    BackendCandidate candidate{row.name, row.rank, false, ""};
     if (!any && row.name != wanted) {
-      rung.reason = absl::StrCat("--backend=", wanted, " forces another");
+      candidate.reason = absl::StrCat("--backend=", wanted, " forces another");
     } else if (choice.backend != nullptr) {
-      rung.reason = "a backend of higher rank was chosen";
+      candidate.reason = "a backend of higher rank was chosen";
     } else {
       known = true;
       auto backend = row.create(options);
-      rung.chosen = backend.ok();
+      candidate.chosen = backend.ok();
       if (backend.ok()) {
         choice.backend = *std::move(backend);
       } else {
-        rung.reason = std::string(backend.status().message());
+        candidate.reason = std::string(backend.status().message());
       }
     }
-    choice.ladder.push_back(std::move(rung));
+    choice.candidates.push_back(std::move(candidate));
   }
   if (!known) {
     return absl::NotFoundError(absl::StrCat("no backend named ", wanted, "; there are auto, ",
@@ -55,8 +55,8 @@ absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
   }
   if (choice.backend == nullptr) {
     std::string reasons;
-    for (const BackendRung& rung : choice.ladder)
-      absl::StrAppend(&reasons, "; ", rung.name, ": ", rung.reason);
+    for (const BackendCandidate& candidate : choice.candidates)
+      absl::StrAppend(&reasons, "; ", candidate.name, ": ", candidate.reason);
     return absl::FailedPreconditionError(
         absl::StrCat("no backend can run here (wanted ", wanted, ")", reasons));
   }

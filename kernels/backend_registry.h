@@ -3,7 +3,7 @@
 //
 // The best supported backend wins (highest rank whose probe succeeds); a name forces one. Every row
 // that was passed over keeps its reason, so that start-up logs and GetServerInfo can show the
-// ladder that was walked.
+// candidates in the order tried.
 #ifndef MLA_KERNELS_BACKEND_REGISTRY_H_
 #define MLA_KERNELS_BACKEND_REGISTRY_H_
 
@@ -40,7 +40,7 @@ struct BackendRow {
   std::function<absl::StatusOr<std::unique_ptr<AttentionBackend>>(const BackendOptions&)> create;
 };
 
-struct BackendRung {  // one row as seen at selection
+struct BackendCandidate {  // one row as seen at selection
   std::string name;
   int32_t rank = 0;
   bool chosen = false;
@@ -49,15 +49,15 @@ struct BackendRung {  // one row as seen at selection
 
 struct BackendChoice {
   std::unique_ptr<AttentionBackend> backend;
-  std::vector<BackendRung> ladder;  // in the order tried
+  std::vector<BackendCandidate> candidates;  // in the order tried
 };
 
 class BackendRegistry {
  public:
   // A name that is taken is ALREADY_EXISTS.
   absl::Status Add(BackendRow row);
-  // `wanted` is "auto" or a row's name. FAILED_PRECONDITION with every rung's reason when none can
-  // run, NOT_FOUND with the list of names when the name is unknown.
+  // `wanted` is "auto" or a row's name. FAILED_PRECONDITION with every candidate's reason when none
+  // can run, NOT_FOUND with the list of names when the name is unknown.
   absl::StatusOr<BackendChoice> Select(const std::string& wanted,
                                        const BackendOptions& options) const;
   std::vector<std::string> Names() const;

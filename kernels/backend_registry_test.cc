@@ -33,14 +33,14 @@ TEST(BackendRegistryTest, BestThatRunsWinsAndTheLadderSaysWhy) {
   auto choice = registry.Select("auto", {});
   ASSERT_TRUE(choice.ok()) << choice.status();
   ASSERT_NE(choice->backend, nullptr);
-  ASSERT_EQ(choice->ladder.size(), 3u);
-  EXPECT_EQ(choice->ladder[0].name, "gpu");
-  EXPECT_EQ(choice->ladder[0].reason, "no such device here");
-  EXPECT_TRUE(choice->ladder[1].chosen);
-  EXPECT_EQ(choice->ladder[1].name, "fast");
-  EXPECT_EQ(choice->ladder[1].reason, "");
-  EXPECT_FALSE(choice->ladder[2].chosen);
-  EXPECT_NE(choice->ladder[2].reason, "");
+  ASSERT_EQ(choice->candidates.size(), 3u);
+  EXPECT_EQ(choice->candidates[0].name, "gpu");
+  EXPECT_EQ(choice->candidates[0].reason, "no such device here");
+  EXPECT_TRUE(choice->candidates[1].chosen);
+  EXPECT_EQ(choice->candidates[1].name, "fast");
+  EXPECT_EQ(choice->candidates[1].reason, "");
+  EXPECT_FALSE(choice->candidates[2].chosen);
+  EXPECT_NE(choice->candidates[2].reason, "");
 }
 
 TEST(BackendRegistryTest, ANameForcesAndAMissIsExplained) {
@@ -49,7 +49,7 @@ TEST(BackendRegistryTest, ANameForcesAndAMissIsExplained) {
   ASSERT_TRUE(registry.Add(Missing("gpu", 100)).ok());
   auto forced = registry.Select("slow", {});
   ASSERT_TRUE(forced.ok());
-  EXPECT_FALSE(forced->ladder[0].chosen);
+  EXPECT_FALSE(forced->candidates[0].chosen);
   const absl::Status missing = registry.Select("gpu", {}).status();
   EXPECT_EQ(missing.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_NE(std::string(missing.message()).find("no such device here"), std::string::npos);
@@ -77,7 +77,7 @@ TEST(BackendRegistryTest, TheCpuIsPreferredOverTheOracle) {
   choice = registry.Select("auto", options);
   ASSERT_TRUE(choice.ok());
   EXPECT_EQ(choice->backend->Info().name, "reference");
-  EXPECT_NE(choice->ladder[0].reason.find("no such level"), std::string::npos);
+  EXPECT_NE(choice->candidates[0].reason.find("no such level"), std::string::npos);
 }
 
 }  // namespace

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "proto/wire/transport.h"
+#include "proto/wire/grpc_tuning.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
 #include "server/logging/logging.h"
 #include "server/preflight.h"
-#include "server/process/process_end.h"
+#include "server/process/exit_guards.h"
 #include "server/process/process_usage.h"
 #include "server/process/version.h"
 #include "server/server.h"

@@ -11,7 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/usable_cpus.h"
-#include "proto/wire/copy_team.h"
+#include "proto/wire/parallel_copier.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/attend/attention_service.h"
@@ -49,18 +49,18 @@ uint64_t RandomBootId() {
   return id;
 }
 
-void LogLadder(const std::vector<kernels::BackendRung>& ladder) {
-  for (const kernels::BackendRung& rung : ladder) {
+void LogSelection(const std::vector<kernels::BackendCandidate>& candidates) {
+  for (const kernels::BackendCandidate& candidate : candidates) {
     Log(LogLevel::kInfo, "backend",
-        {{"name", rung.name},
-         {"rank", rung.rank},
-         {"chosen", rung.chosen},
-         {"reason", rung.reason}});
+        {{"name", candidate.name},
+         {"rank", candidate.rank},
+         {"chosen", candidate.chosen},
+         {"reason", candidate.reason}});
   }
 }
 
-StreamPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
-  StreamPollerOptions polling;
+CompletionPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
+  CompletionPollerOptions polling;
   polling.threads = wire.poll_threads;
   polling.spin_us = wire.spin_us >= 0
                         ? wire.spin_us
@@ -68,9 +68,10 @@ StreamPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendIn
   return polling;
 }
 
-wire::CopyTeamOptions CopiesOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
+wire::ParallelCopierOptions CopiesOf(const Config::Wire& wire,
+                                     const kernels::BackendInfo& backend) {
   constexpr int32_t kMostByDefault = 4, kCpusPerThread = 4;
-  wire::CopyTeamOptions copies;
+  wire::ParallelCopierOptions copies;
   copies.threads = wire.copy_threads;
   if (copies.threads == 0 && !backend.reads_fragments) {
     copies.threads = std::min(base::UsableCpuCount() / kCpusPerThread, kMostByDefault);
@@ -100,7 +101,7 @@ OperatorPolicy OperatorsOf(const Config::Listen& listen) {
   return policy;
 }
 
-TlsFigures TlsFiguresOf(const TlsFiles::Status& status) {
+TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
   return {status.reloads,      status.refused,           !status.why.empty(),
           status.cert_expires, status.client_ca_expires, status.client_crl_expires};
 }
@@ -114,13 +115,13 @@ struct Server::Parts {
   scheduler::RealClock clock;
   ServerState state;
   Metrics metrics;
-  std::vector<kernels::BackendRung> ladder;
+  std::vector<kernels::BackendCandidate> candidates;
   int64_t counted_bytes = 0;
   std::unique_ptr<scheduler::Engine> engine;
   std::shared_ptr<AttendMessagePool> pool;
   std::string shm_path;  // empty: no shared memory
   std::unique_ptr<SharedRegionTable> regions;
-  std::unique_ptr<wire::CopyTeam> copies;
+  std::unique_ptr<wire::ParallelCopier> copies;
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
@@ -152,10 +153,10 @@ absl::Status Server::Parts::MakeEngine() {
   if (chosen == nullptr) {
     auto choice = AllBackends().Select(config.backend, config.backend_options);
     if (!choice.ok()) return choice.status();
-    ladder = std::move(choice->ladder);
+    candidates = std::move(choice->candidates);
     chosen = std::move(choice->backend);
   }
-  LogLadder(ladder);
+  LogSelection(candidates);
   const kernels::AttentionBackend& backend = *chosen;
   ChooseSizes(backend, &config);
   const scheduler::EngineBytes bytes = scheduler::Engine::CountBytes(config.limits, backend);
@@ -197,7 +198,8 @@ void Server::Parts::MakeServices() {
   wire.pool = pool;
   wire.wire = options.config.wire;
   wire.metrics = &metrics;
-  copies = std::make_unique<wire::CopyTeam>(CopiesOf(options.config.wire, engine->backend_info()));
+  copies =
+      std::make_unique<wire::ParallelCopier>(CopiesOf(options.config.wire, engine->backend_info()));
   wire.copies = copies.get();
   wire.regions = regions.get();
   wire.boot_id = boot_id;
@@ -212,7 +214,7 @@ void Server::Parts::MakeServices() {
   admin_options.exit = [this] {
     if (options.on_exit_request) options.on_exit_request();
   };
-  admin_options.ladder = ladder;
+  admin_options.candidates = candidates;
   admin_options.config = options.config;
   admin_options.shared_memory = regions != nullptr;
   admin_options.stats = [this] { return watchdog->Stats(); };
@@ -248,9 +250,9 @@ Services Server::Parts::ServicesToServe() {
 // readiness.
 HttpReply Server::Parts::Alive() const {
   const ServerState::Snapshot now = state.Get();
-  const auto patience = std::chrono::milliseconds(options.config.restart_after_ms);
-  const bool hung = patience.count() > 0 && !now.healthy &&
-                    std::chrono::steady_clock::now() - now.unhealthy_since >= patience;
+  const auto timeout = std::chrono::milliseconds(options.config.restart_after_ms);
+  const bool hung = timeout.count() > 0 && !now.healthy &&
+                    std::chrono::steady_clock::now() - now.unhealthy_since >= timeout;
   if (!now.lost && !hung) return {200, "text/plain; charset=utf-8", "alive\n"};
   return {503, "text/plain; charset=utf-8",
           absl::StrCat("restart this server: ", now.why_unhealthy, "\n")};
@@ -288,7 +290,7 @@ absl::Status Server::Parts::StartOps() {
   source.config = &options.config;
   source.staging = &pool->staging();
   source.tls = tls.get();
-  source.ladder = ladder;
+  source.candidates = candidates;
   source.boot_id = boot_id;
   source.stats = [this] { return watchdog->Stats(); };
   status = std::make_unique<StatusSource>(std::move(source));

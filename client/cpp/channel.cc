@@ -7,7 +7,7 @@
 #include <sstream>
 #include <utility>
 
-#include "proto/wire/transport.h"
+#include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
 namespace {

@@ -31,7 +31,7 @@
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "mla/v1/sequence.grpc.pb.h"
-#include "proto/wire/transport.h"
+#include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
 namespace {
@@ -164,7 +164,7 @@ struct Client::Impl {
     }
     const Millis timeout(options.request_timeout_ms);
     const int32_t cpus = base::UsableCpuCount();
-    const wire::CopyTeamOptions copies{
+    const wire::ParallelCopierOptions copies{
         std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
         DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
     if (!ring) {
@@ -439,8 +439,8 @@ absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
   session->client_ = this;
   using Transport = ClientOptions::Transport;
   const Transport wanted = impl_->options.transport;
-  if (wanted != Transport::kGrpc) {
-    auto shared = impl_->OpenShared(wanted != Transport::kShared);
+  if (wanted != Transport::kInline) {
+    auto shared = impl_->OpenShared(wanted != Transport::kShm);
     if (!shared.ok() && wanted != Transport::kAuto) return shared.status();
     if (shared.ok()) session->stream_ = *std::move(shared);
   }

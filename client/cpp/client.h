@@ -44,10 +44,11 @@ struct ClientOptions {
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
   bool renew_leases = true;
-  // How sessions travel. kGrpc: all in gRPC messages. kShared: messages over gRPC, tensors in
+  // How sessions travel. kInline: all in gRPC messages. kShm: messages over gRPC, tensors in
   // shared memory. kRing: all in shared memory. kAuto: kRing where a unix target's server offers
-  // it, else kGrpc; the others fail OpenSession with UNIMPLEMENTED where there is no shared memory.
-  enum class Transport { kAuto, kGrpc, kShared, kRing } transport = Transport::kAuto;
+  // it, else kInline; the others fail OpenSession with UNIMPLEMENTED where there is no shared
+  // memory.
+  enum class Transport { kAuto, kInline, kShm, kRing } transport = Transport::kAuto;
   // Of one session's region, at most what the server allows. 0: 64 MiB, and when the server has no
   // more for it 32, 16, 8 or 4; a size that is named is to be had or not.
   uint64_t shared_bytes = 0;

@@ -15,10 +15,11 @@
 // `entries` requests whose completions it has not taken, which is all the flow control there is: a
 // client that sends more is cut off.
 //
-// Sleeping. A side that wants to sleep reads its bell, sets its sleeping word, looks at the ring
-// once more and then waits (FUTEX_WAIT, not private) for the bell to differ from what it read. The
-// other side, after publishing and a full fence, looks at that word; if it is set it adds 1 to the
-// bell and wakes. A side that spins never sets its word and so costs the other no system call.
+// Sleeping. A side that wants to sleep reads its doorbell, sets its waiter flag, looks at the ring
+// once more and then waits (FUTEX_WAIT, not private) for the doorbell to differ from what it read.
+// The other side, after publishing and a full fence, looks at that word; if it is set it adds 1 to
+// the doorbell and wakes. A side that spins never sets its word and so costs the other no system
+// call.
 //
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
@@ -74,12 +75,12 @@ struct RingHeader {
   uint64_t replies_offset;  // `entries` slots of kReplySlotBytes
   uint8_t reserved0[32];
   // Line 1: how the server sleeps.
-  uint32_t submit_bell;
-  uint32_t server_sleeping;
+  uint32_t submit_doorbell;
+  uint32_t server_waits;
   uint8_t reserved1[56];
   // Line 2: how the client sleeps.
-  uint32_t complete_bell;
-  uint32_t client_sleeping;
+  uint32_t complete_doorbell;
+  uint32_t client_waits;
   uint8_t reserved2[56];
   // Line 3: written by the client: completions it has taken so far. Their slots may be reused.
   uint64_t completions_taken;
@@ -143,8 +144,8 @@ inline constexpr size_t kReplySlotBytes = 1024;
 
 static_assert(sizeof(ConnectRequest) == 152 && std::is_trivially_copyable_v<ConnectRequest>);
 static_assert(sizeof(ConnectReply) == 192 && std::is_trivially_copyable_v<ConnectReply>);
-static_assert(offsetof(RingHeader, submit_bell) == 64);
-static_assert(offsetof(RingHeader, complete_bell) == 128);
+static_assert(offsetof(RingHeader, submit_doorbell) == 64);
+static_assert(offsetof(RingHeader, complete_doorbell) == 128);
 static_assert(offsetof(RingHeader, completions_taken) == 192);
 static_assert(offsetof(RingHeader, closed) == 256);
 static_assert(sizeof(RingHeader) == 320 && std::is_trivially_copyable_v<RingHeader>);

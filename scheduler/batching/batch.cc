@@ -89,13 +89,13 @@ Stage BatchPolicy::StageOf(const StreamRequest& request) const {
 
 MonotonicNanos BatchPolicy::HeldUntil(const StreamRequest& request) const {
   const SliceGroup* const group = request.engine.group;
-  return group == nullptr || !SliceTable::Ready(*group) ? 0 : slices_.HeldUntil(*group);
+  return group == nullptr || !HeadSliceTable::Ready(*group) ? 0 : slices_.HeldUntil(*group);
 }
 
 bool BatchPolicy::Goes(const StreamRequest& request, MonotonicNanos now) const {
   const SliceGroup* const group = request.engine.group;
   if (group == nullptr) return Ready(request);
-  return SliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
+  return HeadSliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
 }
 
 void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slices, Batch& batch) {
@@ -242,7 +242,7 @@ bool BatchPolicy::TakePages(const StreamRequest& request, Round& round) {
   step.pages_ready = round.work.Take(step.tenant, step.ticket, &room, &batch.pages);
   const int64_t bytes = batch.pages.bytes() - before;
   batch.units.pages += bytes;
-  if (bytes > 0) round.waiting.Charge(request.engine.queue, bytes);
+  if (bytes > 0) round.waiting.AddService(request.engine.queue, bytes);
   return step.pages_ready;
 }
 
@@ -271,7 +271,7 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
   batch.packed_rows += rows * demand.heads;
   batch.gather_bytes += rows * demand.gather_row_bytes;
   batch.units += fit.units;
-  round.waiting.Charge(request->engine.queue, fit.units.sum());
+  round.waiting.AddService(request->engine.queue, fit.units.sum());
   SliceGroup* const group = request->engine.group;
   if (group == nullptr) {
     AddSegments(request, rows, -1, batch);
@@ -286,12 +286,13 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
   }
   const bool is_new = request->engine.rows_done == 0;  // not the rest of a group that was cut
   AddSegments(group->first, rows, slices, batch);
-  for (StreamRequest* member = group->first; member != nullptr; member = SliceTable::Next(member)) {
+  for (StreamRequest* member = group->first; member != nullptr;
+       member = HeadSliceTable::Next(member)) {
     TakeRows(member, rows, round.waiting, batch);
   }
-  const Departure departure = slices_.Launch(group, rows);
-  batch.slice_waits_expired += is_new && departure == Departure::kGaveUp;
-  batch.slice_waits_skipped += is_new && departure == Departure::kDidNotWait;
+  const GroupOutcome outcome = slices_.Launch(group, rows);
+  batch.slice_waits_expired += is_new && outcome == GroupOutcome::kGaveUp;
+  batch.slice_waits_skipped += is_new && outcome == GroupOutcome::kDidNotWait;
   return true;
 }
 

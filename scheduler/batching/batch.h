@@ -12,7 +12,7 @@
 // one. As long as decodes come, launches take half of the predicted time, so that a decode which
 // arrives during a launch has been computed within Limits::launch_ms.
 //
-// Head slices of the same rows go together (slice_table.h). A step's page work
+// Head slices of the same rows go together (head_slice_table.h). A step's page work
 // (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
 // in launches before.
 #ifndef MLA_SCHEDULER_BATCHING_BATCH_H_
@@ -22,9 +22,9 @@
 #include <vector>
 
 #include "scheduler/batching/batch_key.h"
+#include "scheduler/batching/head_slice_table.h"
 #include "scheduler/batching/launch_cost.h"
 #include "scheduler/batching/rows.h"
-#include "scheduler/batching/slice_table.h"
 #include "scheduler/batching/waiting_requests.h"
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/limits.h"
@@ -148,7 +148,7 @@ class BatchPolicy {
   static bool WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last);
   // Until when a request that could go waits for its sibling slices; in the past if it does not.
   MonotonicNanos HeldUntil(const StreamRequest& request) const;
-  SliceTable& slices() { return slices_; }
+  HeadSliceTable& slices() { return slices_; }
 
  private:
   // What a request takes of the launch's bounds, alone or with its siblings.
@@ -211,7 +211,7 @@ class BatchPolicy {
   int launches_without_decode_ = 0;  // chosen since one that had a decode, up to a bound
   bool bulk_went_first_ = false;     // extend and prefill, in the last launch
   const Batch nothing_;              // a launch without requests
-  SliceTable slices_;
+  HeadSliceTable slices_;
   LaunchCost cost_;
   std::vector<Cursor> cursors_;  // scratch of TakeKind
 };

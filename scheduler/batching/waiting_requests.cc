@@ -112,7 +112,7 @@ void WaitingRequests::Remove(StreamRequest* request) {
   --queue->share->waiting;
 }
 
-void WaitingRequests::Charge(RequestQueue* queue, int64_t units) {
+void WaitingRequests::AddService(RequestQueue* queue, int64_t units) {
   queue->virtual_time += units;
   queue->share->virtual_time += std::max<int64_t>(1, units / queue->share->weight);
 }

@@ -67,7 +67,7 @@ class WaitingRequests {
   }
   // A launch takes work of the queue: its tenant, and the queue among the tenant's, have been
   // served `units` more.
-  void Charge(RequestQueue* queue, int64_t units);
+  void AddService(RequestQueue* queue, int64_t units);
   // The launch now chosen begins with the requests of this queue, which is the least served one.
   void Serve(const RequestQueue& queue);
   // Drops queues and tenants without requests.

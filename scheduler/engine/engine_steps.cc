@@ -269,7 +269,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
     LayerProgress& layer = step->layers[args.layer];
     layer.accepted += args.row_count;
     layer.writer_head = args.head_offset;
-    SliceTable::RowsAccepted(*step, args.layer, note.arrival_ns);
+    HeadSliceTable::RowsAccepted(*step, args.layer, note.arrival_ns);
   }
   note.step = step;
   note.rows_done = 0;

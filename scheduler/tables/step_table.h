@@ -43,10 +43,10 @@ struct LayerProgress {
   int32_t appended = 0;
   int32_t stored = 0;
   int32_t writer_head = -1;      // head_offset of the slice that brings the KV rows
-  SliceGroup* slices = nullptr;  // head slices that wait, by rows; see slice_table.h
+  SliceGroup* slices = nullptr;  // head slices that wait, by rows; see head_slice_table.h
 };
 
-// What a participant's head slices of this step have shown so far; see slice_table.h.
+// What a participant's head slices of this step have shown so far; see head_slice_table.h.
 struct StepRank {
   int32_t layer = -1;        // the last one at which a launch took a slice of it
   int32_t end_row = 0;       // up to which row of that layer

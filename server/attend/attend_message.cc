@@ -42,7 +42,7 @@ void AttendMessage::Recycle() {
   sizes = {};
   answer = absl::OkStatus();
   fault = {};
-  charge = 0;
+  reserved_bytes = 0;
   begin_order = 0;
   answered_ns = 0;
   next = nullptr;

@@ -16,8 +16,8 @@ namespace {
 
 using scheduler::Resource;
 
-constexpr size_t kMessageCharge =
-    1024;  // beside its tensors, so that tiny messages are bounded too
+// Counted beside a message's tensors, so that tiny messages are bounded too.
+constexpr size_t kMessageOverhead = 1024;
 constexpr size_t kTensorAlignment = 64;
 
 // Of messages whose queries are read in place. Each slice adds to the cost of a launch, which all
@@ -48,7 +48,7 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
       registry_(registry),
       call_(std::move(call)),
       tenant_(std::move(tenant)),
-      preparer_(shared.engine, tenant_->name()),
+      builder_(shared.engine, tenant_->name()),
       requests_(shared.metrics->ForTenant(tenant_->name())),
       in_place_(in_place) {
   shared_.metrics->wire().streams.fetch_add(1);
@@ -126,14 +126,12 @@ void AttendStream::Continue() {
 bool AttendStream::ScanHeader() {
   if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
     const std::string limit = absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
-    return BreakMalformed(absl::ResourceExhaustedError(
-                              absl::StrCat("message: got ", incoming_.Length(), " bytes, ", limit)),
-                          "message_size", limit);
+    const auto what = absl::StrCat("message: got ", incoming_.Length(), " bytes, ", limit);
+    return BreakMalformed(absl::ResourceExhaustedError(what), "message_size", limit);
   }
   slices_.clear();
-  if (!incoming_.Dump(&slices_).ok()) {
+  if (!incoming_.Dump(&slices_).ok())
     return BreakMalformed(absl::InvalidArgumentError("message: cannot be decompressed"));
-  }
   fragments_.clear();
   for (const grpc::Slice& slice : slices_) {
     fragments_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
@@ -171,7 +169,7 @@ void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fau
 bool AttendStream::Handle() {
   AttendMessage* message = shared_.pool->Take();
   message->owner = this;
-  message->stream = preparer_.stream();
+  message->stream = builder_.stream();
   message->tenant = tenant_.get();
   message->tag = header_.tag();
   bool stalled = false;
@@ -180,13 +178,13 @@ bool AttendStream::Handle() {
     message->Unref();
     return false;
   }
-  message->charge = kMessageCharge + message->input.size() + message->output.size();
+  message->reserved_bytes = kMessageOverhead + message->input.size() + message->output.size();
   {
     const std::lock_guard lock(mutex_);
-    inflight_bytes_ += message->charge;
+    inflight_bytes_ += message->reserved_bytes;
     ++pending_;
   }
-  if (status.ok()) status = preparer_.Submit(message);
+  if (status.ok()) status = builder_.Submit(message);
   if (!status.ok()) {
     shared_.metrics->CountRejected(message->fault.reason);
     message->answer = std::move(status);
@@ -203,10 +201,10 @@ bool AttendStream::Handle() {
 absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
   if (header_.body_case() == v1::AttendStreamRequest::kAttend) {
     if (header_.has_shared()) return PrepareShared(message);
-    absl::Status status = preparer_.PrepareAttend(
+    absl::Status status = builder_.PrepareAttend(
         header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
-    return status.ok() && AttendPreparer::IsSized(*message) ? TakeStaging(message, stalled)
-                                                            : status;
+    return status.ok() && AttendRequestBuilder::IsSized(*message) ? TakeStaging(message, stalled)
+                                                                  : status;
   }
   if (payload_.size != 0 || header_.has_shared()) {
     const bool payload = payload_.size != 0;
@@ -214,7 +212,7 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
         &message->fault, payload ? "payload" : "shared", "absent unless the body is attend",
         payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region", "payload_size");
   }
-  return preparer_.Prepare(header_, message);
+  return builder_.Prepare(header_, message);
 }
 
 // Tensors that stay where they are: nothing is staged, nothing copied.
@@ -225,7 +223,7 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
                         absl::StrCat(payload_.size, " bytes"), "payload_size");
   }
   if (shared_.regions != nullptr) {
-    message->region = shared_.regions->Find(preparer_.tenant(), where.handle());
+    message->region = shared_.regions->Find(builder_.tenant(), where.handle());
   }
   if (message->region == nullptr) {
     // The same words for a handle that never was, one of another tenant, and one that is no more.
@@ -235,11 +233,11 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
     message->fault.reason = "region_not_found";
     return absl::NotFoundError("shared.handle: no such region");
   }
-  absl::Status status = preparer_.PrepareAttend(header_.attend(), kTensorsElsewhere,
-                                                std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok() || !AttendPreparer::IsSized(*message)) return status;
-  const uint64_t in = AttendPreparer::SharedInBytes(message->sizes);
-  const uint64_t out = AttendPreparer::SharedOutBytes(message->sizes);
+  absl::Status status = builder_.PrepareAttend(header_.attend(), kTensorsElsewhere,
+                                               std::numeric_limits<int64_t>::max(), message);
+  if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
+  const uint64_t in = AttendRequestBuilder::SharedInBytes(message->sizes);
+  const uint64_t out = AttendRequestBuilder::SharedOutBytes(message->sizes);
   if (where.in_length() != in || where.out_length() != out) {
     const bool is_in = where.in_length() != in;
     return InvalidField(&message->fault, is_in ? "shared.in_length" : "shared.out_length",
@@ -247,8 +245,8 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
                         absl::StrCat(is_in ? where.in_length() : where.out_length()),
                         "payload_size");
   }
-  status = AttendPreparer::PointInto(*message->region, where.in_offset(), where.out_offset(),
-                                     "shared.", message);
+  status = AttendRequestBuilder::PointInto(*message->region, where.in_offset(), where.out_offset(),
+                                           "shared.", message);
   if (!status.ok()) return status;
   WireCounters& counters = shared_.metrics->wire();
   counters.shared_received_bytes.fetch_add(in, std::memory_order_relaxed);
@@ -331,7 +329,7 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
   message->answered_ns = SteadyNanos();
   message->next = nullptr;
-  preparer_.Answered(*message);
+  builder_.Answered(*message);
   // The launch has read the queries; gRPC's memory is not to wait for a slow reader as the outputs
   // do.
   message->attend.q_fragments = {};
@@ -384,8 +382,8 @@ void AttendStream::Write(AttendMessage* message) {
 }
 
 // REQUIRES: mutex_ held. Ends the account of a message.
-void AttendStream::Discharge(AttendMessage* message) {
-  inflight_bytes_ -= message->charge;
+void AttendStream::ReleaseBytes(AttendMessage* message) {
+  inflight_bytes_ -= message->reserved_bytes;
   --pending_;
   message->Unref();
 }
@@ -399,7 +397,7 @@ void AttendStream::OnWriteDone(bool ok) {
     const int64_t now = SteadyNanos();
     shared_.metrics->wire().write_blocked_ns.fetch_add(
         static_cast<uint64_t>(now - write_started_ns_), std::memory_order_relaxed);
-    Discharge(std::exchange(writing_message_, nullptr));
+    ReleaseBytes(std::exchange(writing_message_, nullptr));
     if (!ok) cancelled_ = true;
     if (!cancelled_ && !broken_ && queue_head_ != nullptr) {
       next = queue_head_;
@@ -429,7 +427,7 @@ void AttendStream::OnWriteDone(bool ok) {
 
 // -------------------------------------------------------------------------------------- Ending
 
-void AttendStream::CutIfSlow(int64_t now_ns) {
+void AttendStream::DisconnectIfSlow(int64_t now_ns) {
   {
     const std::lock_guard lock(mutex_);
     if (!writing_ || cancelled_ || finished_ ||
@@ -438,7 +436,7 @@ void AttendStream::CutIfSlow(int64_t now_ns) {
     }
     cancelled_ = true;
   }
-  shared_.metrics->wire().streams_cut.fetch_add(1);
+  shared_.metrics->wire().streams_disconnected.fetch_add(1);
   call_->context().TryCancel();
 }
 
@@ -470,7 +468,7 @@ void AttendStream::MaybeFinish() {
     while (!writing_ && queue_head_ != nullptr) {
       AttendMessage* dropped = queue_head_;
       queue_head_ = dropped->next;
-      Discharge(dropped);
+      ReleaseBytes(dropped);
     }
     if (writing_ || pending_ > 0) return;
     queue_tail_ = nullptr;
@@ -482,7 +480,7 @@ void AttendStream::MaybeFinish() {
 }
 
 void AttendStream::Close() {
-  shared_.engine->CloseStream(preparer_.stream());
+  shared_.engine->CloseStream(builder_.stream());
   StreamCall* const call = call_.get();
   call->Hold();  // once it is closed, another thread may finish the stream
   {

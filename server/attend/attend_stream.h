@@ -20,9 +20,10 @@
 // OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
 //
 // Threading: On* come from the poller's threads, which hand the polling over before anything that
-// is known to take long; OnAnswered from the engine's deliverer; Resume and CutIfSlow from the
-// maintenance thread. The constructor and Close wait for a running launch, so they are for threads
-// that may. One mutex guards the state and is never held across a call into gRPC or the engine.
+// is known to take long; OnAnswered from the engine's deliverer; Resume and DisconnectIfSlow from
+// the maintenance thread. The constructor and Close wait for a running launch, so they are for
+// threads that may. One mutex guards the state and is never held across a call into gRPC or the
+// engine.
 #ifndef MLA_SERVER_ATTEND_ATTEND_STREAM_H_
 #define MLA_SERVER_ATTEND_ATTEND_STREAM_H_
 
@@ -37,11 +38,11 @@
 #include <vector>
 
 #include "mla/v1/attention.pb.h"
-#include "proto/wire/copy_team.h"
+#include "proto/wire/parallel_copier.h"
 #include "proto/wire/tensor_codec.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
-#include "server/attend/attend_preparer.h"
+#include "server/attend/attend_request_builder.h"
 #include "server/config/config.h"
 #include "server/grpc/stream_call.h"
 #include "server/memory/shared_region.h"
@@ -55,8 +56,8 @@ struct WireContext {
   std::shared_ptr<AttendMessagePool> pool;
   Config::Wire wire;
   Metrics* metrics = nullptr;
-  wire::CopyTeam* copies = nullptr;      // gathers what is not read in place
-  SharedRegionTable* regions = nullptr;  // null: the path is off
+  wire::ParallelCopier* copies = nullptr;  // gathers what is not read in place
+  SharedRegionTable* regions = nullptr;    // null: the path is off
   uint64_t boot_id = 0;
   std::string unix_tenant;  // server.unix_tenant
 };
@@ -81,7 +82,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void Start();
   void Resume();
   void Close();
-  void CutIfSlow(int64_t now_ns);
+  void DisconnectIfSlow(int64_t now_ns);
   const scheduler::TenantRef& tenant() const { return tenant_; }
 
   void OnReadDone(bool ok) override;
@@ -108,7 +109,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   absl::Status TakeStaging(AttendMessage* message, bool* stalled);
   bool ReadsInPlace(const AttendMessage& message) const;
   void KeepInPlace(AttendMessage* message);
-  void Discharge(AttendMessage* message);
+  void ReleaseBytes(AttendMessage* message);
 
   // Writing side.
   void Write(AttendMessage* message);
@@ -118,7 +119,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   AttendStreamRegistry* const registry_;
   const std::unique_ptr<StreamCall> call_;
   const scheduler::TenantRef tenant_;
-  AttendPreparer preparer_;
+  AttendRequestBuilder builder_;
   TenantCounters* const requests_;
   const bool in_place_;
 

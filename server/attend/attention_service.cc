@@ -32,10 +32,10 @@ AttentionService::AttentionService(WireContext shared)
 
 AttentionService::~AttentionService() { Stop(); }
 
-void AttentionService::Serve(StreamPoller* poller) {
+void AttentionService::Serve(CompletionPoller* poller) {
   acceptor_.emplace(
       poller,
-      [this](StreamCall* call, StreamPoller* its_poller, void* tag) {
+      [this](StreamCall* call, CompletionPoller* its_poller, void* tag) {
         RequestAttend(&call->context(), &call->stream(), its_poller->queue(), its_poller->queue(),
                       tag);
       },
@@ -43,9 +43,9 @@ void AttentionService::Serve(StreamPoller* poller) {
   acceptor_->Start();
 }
 
-void AttentionService::TakePlace() {
+void AttentionService::TakeSlot() {
   const std::lock_guard lock(mutex_);
-  ++places_taken_;
+  ++slots_taken_;
 }
 
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
@@ -62,7 +62,7 @@ void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
     shared_.metrics->CountRejected(fault.reason);
     return Refuse(std::move(call), admitted, fault);
   }
-  TakePlace();
+  TakeSlot();
   const std::lock_guard lock(mutex_);
   opening_.push_back({std::move(call), *std::move(tenant)});
   open_or_close_.notify_one();
@@ -111,7 +111,7 @@ void AttentionService::OnGone(AttendStream* stream) {
   shared_.engine->tenants()->Return(*stream->tenant(), Resource::kStreams, 1);
   const std::lock_guard lock(mutex_);
   streams_.erase(stream);
-  --places_taken_;
+  --slots_taken_;
   changed_.notify_all();
 }
 
@@ -136,7 +136,7 @@ void AttentionService::Maintain() {
     changed_.wait_for(lock, period);
     if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
       next_check = now + kPeriod;
-      for (AttendStream* stream : streams_) stream->CutIfSlow(SteadyNanos());
+      for (AttendStream* stream : streams_) stream->DisconnectIfSlow(SteadyNanos());
       seen_releases = 0;  // look at stalled streams now and then even if nothing came back:
                           // they may have been cancelled
     }
@@ -152,7 +152,7 @@ void AttentionService::Maintain() {
 void AttentionService::Stop() {
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return places_taken_ == 0; });
+    changed_.wait(lock, [this] { return slots_taken_ == 0; });
     stop_ = true;
     changed_.notify_all();
     open_or_close_.notify_all();

@@ -25,8 +25,8 @@
 
 #include "mla/v1/attention.grpc.pb.h"
 #include "server/attend/attend_stream.h"
+#include "server/grpc/completion_poller.h"
 #include "server/grpc/stream_call.h"
-#include "server/grpc/stream_poller.h"
 
 namespace mla::server {
 
@@ -37,7 +37,7 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   ~AttentionService() override;
 
   // Takes calls from now on. `poller` belongs to the server that serves this, and outlives Stop.
-  void Serve(StreamPoller* poller);
+  void Serve(CompletionPoller* poller);
   // False: streams that begin from now on have all tensors gathered into staging memory, even where
   // the backend reads queries in pieces. True, as at the start: queries stay in place where the
   // backend reads_fragments. For measurements. Any thread.
@@ -59,7 +59,7 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   };
 
   void Accept(std::unique_ptr<StreamCall> call);
-  void TakePlace();
+  void TakeSlot();
   void OpenAndClose();
   void Maintain();
   void ResumeStalled();
@@ -69,7 +69,7 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   std::optional<StreamAcceptor> acceptor_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int32_t places_taken_ = 0;               // streams, and calls that will become one
+  int32_t slots_taken_ = 0;                // streams, and calls that will become one
   std::deque<Opening> opening_;            // calls to become streams
   std::deque<AttendStream*> ending_;       // streams to be closed
   std::condition_variable open_or_close_;  // there is a stream to open or close

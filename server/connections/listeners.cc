@@ -14,7 +14,7 @@
 #include <climits>
 
 #include "absl/strings/str_cat.h"
-#include "proto/wire/transport.h"
+#include "proto/wire/grpc_tuning.h"
 #include "server/connections/credentials.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"
@@ -143,7 +143,7 @@ std::string ServedUnixPath(const Config& config) {
   return UnixPath(config.listen, RuntimeFolder());
 }
 
-absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
+absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOptions& polling,
                                  const Services& services) {
   RegisterPluginsOnce();
   Listeners listeners;
@@ -186,7 +186,7 @@ absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions
   builder.RegisterService(services.health);
   for (grpc::Service* service : services.control) builder.RegisterService(service);
   builder.experimental().SetInterceptorCreators(InterceptUndecodable(services.on_undecodable));
-  listeners.poller = std::make_unique<StreamPoller>(&builder, polling);
+  listeners.poller = std::make_unique<CompletionPoller>(&builder, polling);
   listeners.server = builder.BuildAndStart();
   if (listeners.server == nullptr) return absl::UnavailableError("gRPC does not start");
   if (!unix_path.empty() && !config.listen.socket_group.empty()) {

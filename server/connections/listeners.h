@@ -15,13 +15,13 @@
 #include "server/connections/connection_acceptor.h"
 #include "server/connections/tls_files.h"
 #include "server/connections/undecodable.h"
-#include "server/grpc/stream_poller.h"
+#include "server/grpc/completion_poller.h"
 #include "server/lifecycle/health_service.h"
 
 namespace mla::server {
 
 struct Listeners {
-  std::unique_ptr<StreamPoller> poller;  // outlives the server's calls; stop it behind them
+  std::unique_ptr<CompletionPoller> poller;  // outlives the server's calls; stop it behind them
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<ConnectionAcceptor> acceptor;  // stop it before the server
   int tcp_port = 0;                              // 0: no TCP listener
@@ -45,7 +45,7 @@ struct Services {
 // Starts serving `services` on every address of `config`, streams and health from a poller of
 // `polling`. Every limit of the transport is set explicitly.
 // UNAVAILABLE when an address cannot be bound.
-absl::StatusOr<Listeners> Listen(const Config& config, const StreamPollerOptions& polling,
+absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOptions& polling,
                                  const Services& services);
 
 }  // namespace mla::server

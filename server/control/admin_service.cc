@@ -82,14 +82,14 @@ void AdminService::FillBackends(v1::GetServerInfoReply* reply) const {
   chosen->set_units(static_cast<uint32_t>(info.units));
   chosen->set_chosen(true);
   reply->set_supported_shapes(info.supported);
-  for (const kernels::BackendRung& rung : options_.ladder) {
+  for (const kernels::BackendCandidate& candidate : options_.candidates) {
     v1::Backend* backend = reply->add_backends();
-    if (rung.chosen) *backend = *chosen;
-    backend->set_name(rung.name);
-    backend->set_rank(rung.rank);
-    backend->set_chosen(rung.chosen);
-    backend->set_reason(rung.reason);
-    if (rung.chosen) chosen->set_rank(rung.rank);
+    if (candidate.chosen) *backend = *chosen;
+    backend->set_name(candidate.name);
+    backend->set_rank(candidate.rank);
+    backend->set_chosen(candidate.chosen);
+    backend->set_reason(candidate.reason);
+    if (candidate.chosen) chosen->set_rank(candidate.rank);
   }
 }
 

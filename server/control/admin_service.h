@@ -26,7 +26,7 @@ struct AdminOptions {
   const ServerState* state = nullptr;
   Drain* drain = nullptr;
   std::function<void()> exit;  // asks the process to stop
-  std::vector<kernels::BackendRung> ladder;
+  std::vector<kernels::BackendCandidate> candidates;
   Config config;
   bool shared_memory = false;  // the listener is open
   // Figures for GetStats and WatchStatus, from a source that does not wait for a launch. Empty: the

@@ -36,7 +36,7 @@ ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes,
     : rpc_(rpc),
       weight_chunk_bytes_(weight_chunk_bytes),
       upload_idle_(upload_idle),
-      cutter_([this] { CutIdle(); }) {}
+      idle_upload_thread_([this] { CancelIdle(); }) {}
 
 ModelService::~ModelService() {
   {
@@ -44,7 +44,7 @@ ModelService::~ModelService() {
     stop_ = true;
   }
   stopping_.notify_all();
-  cutter_.join();
+  idle_upload_thread_.join();
 }
 
 grpc::Status ModelService::Register(grpc::ServerContext* context,
@@ -117,7 +117,7 @@ bool ModelService::Read(grpc::ServerContext* context,
   return read;
 }
 
-void ModelService::CutIdle() {
+void ModelService::CancelIdle() {
   const auto period = std::clamp<std::chrono::milliseconds>(
       upload_idle_ / 4, std::chrono::milliseconds(10), std::chrono::milliseconds(1000));
   std::unique_lock lock(mutex_);

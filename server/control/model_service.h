@@ -58,7 +58,7 @@ class ModelService final : public v1::Models::Service {
                       v1::UploadWeightsReply* reply, scheduler::Fault* fault);
   bool Read(grpc::ServerContext* context, grpc::ServerReader<v1::UploadWeightsRequest>* in,
             v1::UploadWeightsRequest* message);
-  void CutIdle();
+  void CancelIdle();
 
   const RpcContext rpc_;
   const int64_t weight_chunk_bytes_;
@@ -68,7 +68,7 @@ class ModelService final : public v1::Models::Service {
   std::map<grpc::ServerContext*, Watched> watched_;          // calls that wait for a message
   std::condition_variable stopping_;
   bool stop_ = false;
-  std::thread cutter_;
+  std::thread idle_upload_thread_;
 };
 
 }  // namespace mla::server

@@ -73,7 +73,7 @@ void RefuseCall(std::unique_ptr<StreamCall> call, const grpc::Status& status) {
 
 // ------------------------------------------------------------------------------ StreamAcceptor
 
-StreamAcceptor::StreamAcceptor(StreamPoller* poller, Ask ask, Accept accept)
+StreamAcceptor::StreamAcceptor(CompletionPoller* poller, Ask ask, Accept accept)
     : poller_(poller), ask_(std::move(ask)), accept_(std::move(accept)) {}
 
 void StreamAcceptor::Start() {

@@ -1,4 +1,4 @@
-// One call of a bidirectional stream of raw messages, served by a StreamPoller.
+// One call of a bidirectional stream of raw messages, served by a CompletionPoller.
 //
 // Its operations report to a StreamHandler as gRPC's reactors do to theirs. At most one read and
 // one write are under way at a time. After Finish come the ends of what was still under way and
@@ -18,7 +18,7 @@
 #include <functional>
 #include <memory>
 
-#include "server/grpc/stream_poller.h"
+#include "server/grpc/completion_poller.h"
 
 namespace mla::server {
 
@@ -33,7 +33,7 @@ class StreamHandler {
 
 class StreamCall final {
  public:
-  explicit StreamCall(StreamPoller* poller) : poller_(poller) {
+  explicit StreamCall(CompletionPoller* poller) : poller_(poller) {
     poller_->CallMade();
     context_.AsyncNotifyWhenDone(&ended_);
   }
@@ -43,7 +43,7 @@ class StreamCall final {
 
   grpc::GenericServerContext& context() { return context_; }
   grpc::GenericServerAsyncReaderWriter& stream() { return stream_; }
-  StreamPoller& poller() { return *poller_; }
+  CompletionPoller& poller() { return *poller_; }
 
   // REQUIRES: accepted. Before anything else; `handler` lives until OnDone. A call that has ended
   // by then says so through its first operation alone.
@@ -73,7 +73,7 @@ class StreamCall final {
   void Ended(bool ok);
   void Finished(bool ok);
 
-  StreamPoller* const poller_;
+  CompletionPoller* const poller_;
   grpc::GenericServerContext context_;
   grpc::GenericServerAsyncReaderWriter stream_{&context_};
   std::atomic<StreamHandler*> handler_{nullptr};
@@ -89,19 +89,19 @@ void RefuseCall(std::unique_ptr<StreamCall> call, const grpc::Status& status);
 class StreamAcceptor final : private StreamEvent {
  public:
   // Asks gRPC for the next call, to be reported with that tag.
-  using Ask = std::function<void(StreamCall* call, StreamPoller* poller, void* tag)>;
+  using Ask = std::function<void(StreamCall* call, CompletionPoller* poller, void* tag)>;
   using Accept = std::function<void(std::unique_ptr<StreamCall> call)>;
 
   // `poller` outlives it. Accept is called from its threads and must lead to Serve and, at last,
   // Finish.
-  StreamAcceptor(StreamPoller* poller, Ask ask, Accept accept);
+  StreamAcceptor(CompletionPoller* poller, Ask ask, Accept accept);
   // REQUIRES: the server was started.
   void Start();
 
  private:
   void Happened(bool ok) override;
 
-  StreamPoller* const poller_;
+  CompletionPoller* const poller_;
   const Ask ask_;
   const Accept accept_;
   std::unique_ptr<StreamCall> next_;

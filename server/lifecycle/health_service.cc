@@ -110,7 +110,7 @@ class HealthService::Call final : public StreamHandler {
   }
 
   // Cancels a call whose request is overdue.
-  void CutIfLate(std::chrono::steady_clock::time_point now) {
+  void CancelIfLate(std::chrono::steady_clock::time_point now) {
     {
       const std::lock_guard lock(mutex_);
       if (requested_ || finished_ || now - begun_ < kRequestTimeout) return;
@@ -180,12 +180,12 @@ HealthService::HealthService(const ServerState* state, HealthOptions options)
 
 HealthService::~HealthService() { Stop(); }
 
-void HealthService::Serve(StreamPoller* poller) {
+void HealthService::Serve(CompletionPoller* poller) {
   notifier_ = std::thread([this] { Notify(); });
   const auto serve = [&](Method method, std::optional<StreamAcceptor>* acceptor) {
     acceptor->emplace(
         poller,
-        [this, method](StreamCall* call, StreamPoller* its_poller, void* tag) {
+        [this, method](StreamCall* call, CompletionPoller* its_poller, void* tag) {
           RequestAsyncBidiStreaming(static_cast<int>(method), &call->context(), &call->stream(),
                                     its_poller->queue(), its_poller->queue(), tag);
         },
@@ -273,7 +273,7 @@ void HealthService::Notify() {
     const auto time = std::chrono::steady_clock::now();
     for (Call* call : held) {
       if (now.version != seen) call->Update();
-      call->CutIfLate(time);
+      call->CancelIfLate(time);
       call->call().Release();  // may delete it
     }
     seen = now.version;

@@ -45,7 +45,7 @@ class HealthService final : public grpc::Service {
   HealthService(const ServerState* state, HealthOptions options);
   ~HealthService() override;
 
-  void Serve(StreamPoller* poller);
+  void Serve(CompletionPoller* poller);
   // Waits until no call is left, then ends the notifier.
   void Stop();
 

@@ -7,10 +7,10 @@
 namespace mla::server {
 
 Watchdog::Watchdog(std::function<Heartbeat()> probe, ServerState* state,
-                   std::chrono::milliseconds silence, std::chrono::milliseconds period)
+                   std::chrono::milliseconds timeout, std::chrono::milliseconds period)
     : probe_(std::move(probe)),
       state_(state),
-      silence_(silence),
+      timeout_(timeout),
       period_(period),
       begun_(Clock::now()),
       heard_(begun_),
@@ -49,9 +49,9 @@ void Watchdog::Ask() {
 void Watchdog::Look() {
   std::unique_lock lock(mutex_);
   while (!answered_.wait_for(lock, period_, [this] { return stop_; })) {
-    const bool silent = Clock::now() - heard_ > silence_;
+    const bool missed = Clock::now() - heard_ > timeout_;
     lock.unlock();
-    state_->SetHealth(!silent, silent ? "the engine gives no sign of life" : "");
+    state_->SetHealth(!missed, missed ? "no heartbeat from the engine" : "");
     lock.lock();
   }
 }

@@ -32,11 +32,11 @@ class Watchdog final {
   static constexpr std::chrono::milliseconds kAnswerWait{250};
 
   // `probe` queries the engine and may block. `state` outlives the watchdog.
-  Watchdog(std::function<Heartbeat()> probe, ServerState* state, std::chrono::milliseconds silence,
+  Watchdog(std::function<Heartbeat()> probe, ServerState* state, std::chrono::milliseconds timeout,
            std::chrono::milliseconds period);
   ~Watchdog();
 
-  // The engine's figures as of now, or as it last told them when it does not answer in time: then
+  // The engine's stats as of now, or the last ones when it does not answer in time: then
   // one call waits for kAnswerWait, and those behind it for what is left of that.
   scheduler::EngineStats Stats();
 
@@ -48,7 +48,7 @@ class Watchdog final {
 
   const std::function<Heartbeat()> probe_;
   ServerState* const state_;
-  const std::chrono::milliseconds silence_, period_;
+  const std::chrono::milliseconds timeout_, period_;
   std::mutex mutex_;
   std::condition_variable wake_;      // a caller needs an answer, or the end has come
   std::condition_variable answered_;  // there is one

@@ -92,7 +92,7 @@ constexpr Declaration kDeclarations[] = {
      "Connections to the shared-memory socket that had sent no request and made room for others."},
     {"mla_shm_connections_refused_total", Type::kCounter,
      "Times that the server had no descriptor for a connection to the shared-memory socket."},
-    {"mla_streams_cut_total", Type::kCounter,
+    {"mla_streams_disconnected_total", Type::kCounter,
      "Streams cut: slow readers, rings and regions whose client broke a rule."},
     {"mla_stream_write_blocked_seconds_total", Type::kCounter,
      "Time replies waited for the transport to take them."},
@@ -259,9 +259,11 @@ struct Metrics::Impl {
   Gauge& streams = OneGauge("mla_streams_open");
   Gauge& shared_regions = OneGauge("mla_shared_regions");
   Gauge& rings = OneGauge("mla_rings_open");
-  Counter& streams_cut = One("mla_streams_cut_total", {{"reason", "slow_reader"}});
-  Counter& rings_cut = One("mla_streams_cut_total", {{"reason", "ring_rules"}});
-  Counter& regions_cut = One("mla_streams_cut_total", {{"reason", "region_holes"}});
+  Counter& streams_disconnected =
+      One("mla_streams_disconnected_total", {{"reason", "slow_reader"}});
+  Counter& rings_disconnected = One("mla_streams_disconnected_total", {{"reason", "ring_rules"}});
+  Counter& regions_disconnected =
+      One("mla_streams_disconnected_total", {{"reason", "region_holes"}});
   Counter& connections_refused = One("mla_connections_refused_total");
   Counter& shm_displaced = One("mla_shm_connections_displaced_total");
   Counter& shm_refusals = One("mla_shm_connections_refused_total");
@@ -391,18 +393,18 @@ void Metrics::SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, 
 
 void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
 
-void Metrics::SetTls(const TlsFigures& figures) {
+void Metrics::SetTls(const TlsStats& stats) {
   Impl& m = *impl_;
   const std::lock_guard lock(m.mutex);
-  RaiseTo(m.tls_reloads, static_cast<double>(figures.reloads));
-  RaiseTo(m.tls_refused, static_cast<double>(figures.refused));
-  m.tls_files_refused.Set(figures.files_refused ? 1 : 0);
+  RaiseTo(m.tls_reloads, static_cast<double>(stats.reloads));
+  RaiseTo(m.tls_refused, static_cast<double>(stats.refused));
+  m.tls_files_refused.Set(stats.files_refused ? 1 : 0);
   const auto expires = [&](const char* file, int64_t seconds) {
     if (seconds != 0) m.tls_expiry.Add({{"file", file}}).Set(static_cast<double>(seconds));
   };
-  expires("cert", figures.cert_expires);
-  expires("client_ca", figures.client_ca_expires);
-  expires("client_crl", figures.client_crl_expires);
+  expires("cert", stats.cert_expires);
+  expires("client_ca", stats.client_ca_expires);
+  expires("client_crl", stats.client_crl_expires);
 }
 
 std::vector<TenantTotals> Metrics::Tenants() const {
@@ -465,9 +467,9 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   RaiseTo(m.copied, count(wire_.copied_bytes.load()));
   RaiseTo(m.shared_received, count(wire_.shared_received_bytes.load()));
   RaiseTo(m.shared_sent, count(wire_.shared_sent_bytes.load()));
-  RaiseTo(m.streams_cut, count(wire_.streams_cut.load()));
-  RaiseTo(m.rings_cut, count(wire_.rings_cut.load()));
-  RaiseTo(m.regions_cut, count(wire_.regions_cut.load()));
+  RaiseTo(m.streams_disconnected, count(wire_.streams_disconnected.load()));
+  RaiseTo(m.rings_disconnected, count(wire_.rings_disconnected.load()));
+  RaiseTo(m.regions_disconnected, count(wire_.regions_disconnected.load()));
   RaiseTo(m.connections_refused, count(wire_.connections_refused.load()));
   RaiseTo(m.shm_displaced, count(wire_.shm_displaced.load()));
   RaiseTo(m.shm_refusals, count(wire_.shm_refusals.load()));

@@ -33,12 +33,12 @@ struct WireCounters {
   std::atomic<uint64_t> sent_bytes{0};
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<int32_t> streams{0};
-  std::atomic<uint64_t> streams_cut{0};          // slow readers
-  std::atomic<uint64_t> rings_cut{0};            // rings whose client broke a rule
-  std::atomic<uint64_t> regions_cut{0};          // regions into which a client has punched holes
-  std::atomic<uint64_t> connections_refused{0};  // of gRPC, beyond a bound
-  std::atomic<uint64_t> shm_refusals{0};         // connections that no descriptor was left for
-  std::atomic<uint64_t> shm_displaced{0};        // connections without a request, for want of room
+  std::atomic<uint64_t> streams_disconnected{0};  // slow readers
+  std::atomic<uint64_t> rings_disconnected{0};    // rings whose client broke a rule
+  std::atomic<uint64_t> regions_disconnected{0};  // regions into which a client has punched holes
+  std::atomic<uint64_t> connections_refused{0};   // of gRPC, beyond a bound
+  std::atomic<uint64_t> shm_refusals{0};          // connections that no descriptor was left for
+  std::atomic<uint64_t> shm_displaced{0};         // connections without a request, for want of room
   std::atomic<uint64_t> write_blocked_ns{0};
   // Tensors that were used where they lay, in shared memory.
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
@@ -55,7 +55,7 @@ class TenantCounters {
 };
 
 // Of the TLS files, as TlsFiles says it. Times are Unix seconds; 0: there is no such file.
-struct TlsFigures {
+struct TlsStats {
   uint64_t reloads = 0, refused = 0;
   bool files_refused = false;  // those on disk now
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
@@ -93,7 +93,7 @@ class Metrics final : public scheduler::EngineObserver {
   // What grpc.health.v1 answers at this moment; 0 until the first call.
   void SetServing(bool serving);
 
-  void SetTls(const TlsFigures& figures);
+  void SetTls(const TlsStats& stats);
 
   // From now on Expose shows what tenants use: those of the configuration's quotas, then those that
   // use the largest share of a bound, `most` of them by name and the others summed as "other".
@@ -104,7 +104,7 @@ class Metrics final : public scheduler::EngineObserver {
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
 
-  // Prometheus text after taking over the figures of `stats`.
+  // Prometheus text after taking over the stats of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);
 
   // "name type" of every metric, sorted: what dashboards and alerts may rely on.

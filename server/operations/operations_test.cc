@@ -108,7 +108,7 @@ TEST(MetricsTest, TenantsShownAreBounded) {
 TEST(MetricsTest, NamesFollowTheRules) {
   for (const std::string& line : Metrics::Declared()) {
     const std::string name = line.substr(0, line.find(' '));
-    // Names of the process's own figures are those that every exporter uses.
+    // Names of the process's own stats are those that every exporter uses.
     EXPECT_THAT(name,
                 ::testing::AnyOf(::testing::StartsWith("mla_"), ::testing::StartsWith("process_")));
     const bool counter = line.find(" counter") != std::string::npos;
@@ -281,7 +281,7 @@ TEST(WatchdogTest, ReportsSilenceRecoveryAndLoss) {
       },
       &state, milliseconds(100), milliseconds(5));
   mode = 2;
-  EXPECT_TRUE(Becomes(state, false, "no sign of life"));
+  EXPECT_TRUE(Becomes(state, false, "no heartbeat"));
   EXPECT_FALSE(state.Get().lost);
   mode = 0;
   EXPECT_TRUE(Becomes(state, true, ""));

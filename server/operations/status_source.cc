@@ -181,8 +181,9 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
                              {"units", static_cast<uint64_t>(info.units)},
                              {"supports", info.supported}}});
   StatusSection tried{"backends tried", {}};
-  for (const kernels::BackendRung& rung : options_.ladder) {
-    tried.rows.push_back({rung.name, rung.chosen ? std::string("chosen") : rung.reason});
+  for (const kernels::BackendCandidate& candidate : options_.candidates) {
+    tried.rows.push_back(
+        {candidate.name, candidate.chosen ? std::string("chosen") : candidate.reason});
   }
   page->sections.push_back(std::move(tried));
   if (options_.tls != nullptr) {
@@ -196,7 +197,7 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
   }
   v1::GetStatsReply reply;
   FillStats(stats, options_.metrics->wire(), &reply);
-  StatusSection figures{"figures", {}};
+  StatusSection counters{"stats", {}};
   const auto* descriptor = v1::GetStatsReply::descriptor();
   const auto* reflection = v1::GetStatsReply::GetReflection();
   for (int i = 0; i < descriptor->field_count(); ++i) {
@@ -205,9 +206,9 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
     const uint64_t value = field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32
                                ? reflection->GetUInt32(reply, field)
                                : reflection->GetUInt64(reply, field);
-    figures.rows.push_back({field->name(), value});
+    counters.rows.push_back({field->name(), value});
   }
-  page->sections.push_back(std::move(figures));
+  page->sections.push_back(std::move(counters));
 }
 
 }  // namespace mla::server

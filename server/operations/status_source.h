@@ -28,7 +28,7 @@ struct StatusSourceOptions {
   const Config* config = nullptr;
   const StagingPool* staging = nullptr;
   const TlsFiles* tls = nullptr;  // null: none configured
-  std::vector<kernels::BackendRung> ladder;
+  std::vector<kernels::BackendCandidate> candidates;
   uint64_t boot_id = 0;
   std::function<scheduler::EngineStats()> stats;  // must not wait for a launch
 };

@@ -16,7 +16,7 @@ struct ProcessUsage {
   int64_t max_fds = 0;
 };
 
-// Reads a few files below /proc; figures that cannot be read stay 0. Any thread.
+// Reads a few files below /proc; values that cannot be read stay 0. Any thread.
 ProcessUsage ReadProcessUsage();
 
 // Raises the number of descriptors that this process may have to the most that it may ask for.

@@ -94,7 +94,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
           reinterpret_cast<wire::SubmissionEntry*>(region_->data() + wire::SubmissionsOffset())),
       completions_(reinterpret_cast<wire::CompletionEntry*>(
           region_->data() + wire::CompletionsOffset(options_.entries))),
-      preparer_(options_.engine, options_.tenant),
+      builder_(options_.engine, options_.tenant),
       requests_(options_.metrics->ForTenant(options_.tenant)),
       request_arena_(InitialBlock(&request_block_)),
       reply_arena_(InitialBlock(&reply_block_)) {
@@ -118,13 +118,13 @@ absl::Status CommandRing::Start() {
 void CommandRing::Stop() {
   if (std::exchange(stopped_, true)) return;
   stop_ = true;
-  Atomic(header_->submit_bell).fetch_add(1);
-  wire::FutexWake(&header_->submit_bell);
+  Atomic(header_->submit_doorbell).fetch_add(1);
+  wire::FutexWake(&header_->submit_doorbell);
   if (thread_.joinable()) thread_.join();
-  options_.engine->CloseStream(preparer_.stream());
+  options_.engine->CloseStream(builder_.stream());
   Atomic(header_->closed).store(1);
-  Atomic(header_->complete_bell).fetch_add(1);
-  wire::FutexWake(&header_->complete_bell);
+  Atomic(header_->complete_doorbell).fetch_add(1);
+  wire::FutexWake(&header_->complete_doorbell);
   options_.metrics->wire().rings.fetch_sub(1);
 }
 
@@ -169,34 +169,34 @@ bool CommandRing::TakeSubmission() {
 bool CommandRing::WithinBounds() {
   const uint64_t client_taken = Atomic(header_->completions_taken).load(std::memory_order_acquire);
   if (client_taken < client_taken_ || client_taken > completed_.load(std::memory_order_acquire)) {
-    Cut("completions_taken");
+    Disconnect("completions_taken");
     return false;
   }
   client_taken_ = client_taken;
   if (taken_ - client_taken > options_.entries) {
-    Cut("overflow");
+    Disconnect("overflow");
     return false;
   }
   return true;
 }
 
 void CommandRing::Sleep() {
-  const uint32_t bell = Atomic(header_->submit_bell).load();
-  Atomic(header_->server_sleeping).store(1);
+  const uint32_t doorbell = Atomic(header_->submit_doorbell).load();
+  Atomic(header_->server_waits).store(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const uint32_t seen =
       Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_acquire);
   if (!stop_ && (cut_ || seen != wire::PublishedSequence(taken_))) {
-    wire::FutexWait(&header_->submit_bell, bell, kLongestSleepNanos);
+    wire::FutexWait(&header_->submit_doorbell, doorbell, kLongestSleepNanos);
   }
-  Atomic(header_->server_sleeping).store(0);
+  Atomic(header_->server_waits).store(0);
 }
 
-void CommandRing::Cut(const char* why) {
+void CommandRing::Disconnect(const char* why) {
   cut_ = true;
-  options_.metrics->wire().rings_cut.fetch_add(1);
-  Log(LogLevel::kWarning, "ring_cut", {{"tenant", options_.tenant}, {"why", why}});
-  if (options_.on_cut) options_.on_cut();
+  options_.metrics->wire().rings_disconnected.fetch_add(1);
+  Log(LogLevel::kWarning, "ring_disconnected", {{"tenant", options_.tenant}, {"why", why}});
+  if (options_.on_disconnect) options_.on_disconnect();
 }
 
 // ------------------------------------------------------------------------------------- Serving
@@ -204,7 +204,7 @@ void CommandRing::Cut(const char* why) {
 void CommandRing::Serve(const wire::SubmissionEntry& entry) {
   AttendMessage* const message = options_.pool->Take();
   message->owner = this;
-  message->stream = preparer_.stream();
+  message->stream = builder_.stream();
   message->tag = entry.tag;
   absl::Status status;
   switch (entry.kind) {
@@ -218,7 +218,7 @@ void CommandRing::Serve(const wire::SubmissionEntry& entry) {
       status = InvalidField(&message->fault, "kind", "1 (attend) or 2 (message)",
                             absl::StrCat(int{entry.kind}), "unknown_value");
   }
-  if (status.ok()) status = preparer_.Submit(message);
+  if (status.ok()) status = builder_.Submit(message);
   if (status.ok()) return;  // the engine has it
   options_.metrics->CountRejected(message->fault.reason);
   message->answer = std::move(status);
@@ -239,15 +239,16 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   attend_.set_q_dtype(static_cast<v1::DType>(entry.dtypes & 15));
   attend_.set_o_dtype(static_cast<v1::DType>(entry.dtypes >> 4));
   attend_.set_timeout_us(entry.timeout_us);
-  absl::Status status = preparer_.PrepareAttend(attend_, kTensorsElsewhere,
-                                                std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok() || !AttendPreparer::IsSized(*message)) return status;
-  status = AttendPreparer::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
+  absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
+                                               std::numeric_limits<int64_t>::max(), message);
+  if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
+  status =
+      AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
   if (!status.ok()) return status;
   WireCounters& counters = options_.metrics->wire();
-  counters.shared_received_bytes.fetch_add(AttendPreparer::SharedInBytes(message->sizes),
+  counters.shared_received_bytes.fetch_add(AttendRequestBuilder::SharedInBytes(message->sizes),
                                            std::memory_order_relaxed);
-  counters.shared_sent_bytes.fetch_add(AttendPreparer::SharedOutBytes(message->sizes),
+  counters.shared_sent_bytes.fetch_add(AttendRequestBuilder::SharedOutBytes(message->sizes),
                                        std::memory_order_relaxed);
   return absl::OkStatus();
 }
@@ -281,7 +282,7 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
                         absl::StrCat(length, " other bytes"), "malformed");
   }
   message->tag = request->tag();
-  absl::Status status = preparer_.Prepare(*request, message);
+  absl::Status status = builder_.Prepare(*request, message);
   // What the step's reply needs is known to the engine alone.
   message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
   return status;
@@ -292,7 +293,7 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
 void CommandRing::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
   message->answered_ns = SteadyNanos();
-  preparer_.Answered(*message);
+  builder_.Answered(*message);
   if (message->fault.field == "end_step.lengths") {  // in terms of the entry
     message->fault.field = "num_heads";
     message->fault.got = absl::StrCat(message->reply_area.size(), " bytes");
@@ -365,9 +366,9 @@ bool CommandRing::WriteReply(const v1::AttendStreamReply& reply, std::span<std::
 
 void CommandRing::WakeClient() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (Atomic(header_->client_sleeping).load(std::memory_order_relaxed) == 0) return;
-  Atomic(header_->complete_bell).fetch_add(1);
-  wire::FutexWake(&header_->complete_bell);
+  if (Atomic(header_->client_waits).load(std::memory_order_relaxed) == 0) return;
+  Atomic(header_->complete_doorbell).fetch_add(1);
+  wire::FutexWake(&header_->complete_doorbell);
 }
 
 }  // namespace mla::server

@@ -36,7 +36,7 @@
 #include "proto/wire/ring_layout.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
-#include "server/attend/attend_preparer.h"
+#include "server/attend/attend_request_builder.h"
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
 
@@ -47,7 +47,8 @@ struct CommandRingOptions {
   std::shared_ptr<AttendMessagePool> pool;  // its messages; staging is not used
   Metrics* metrics = nullptr;               // outlives the ring
   std::string tenant;
-  std::function<void()> on_cut;  // called once, from the ring's thread, when the client is cut
+  std::function<void()>
+      on_disconnect;  // called once, from the ring's thread, when the client is cut
   uint64_t boot_id = 0;
   uint32_t entries = 0;  // of the region's ring
   uint32_t spin_us = 0;
@@ -73,7 +74,7 @@ class CommandRing final : public AttendMessageOwner {
   bool TakeSubmission();
   bool WithinBounds();
   void Sleep();
-  void Cut(const char* why);
+  void Disconnect(const char* why);
 
   void Serve(const wire::SubmissionEntry& entry);
   absl::Status PrepareAttend(const wire::SubmissionEntry& entry, AttendMessage* message);
@@ -91,7 +92,7 @@ class CommandRing final : public AttendMessageOwner {
   wire::RingHeader* const header_;
   wire::SubmissionEntry* const submissions_;
   wire::CompletionEntry* const completions_;
-  AttendPreparer preparer_;
+  AttendRequestBuilder builder_;
   TenantCounters* const requests_;
 
   // Used by the ring's thread alone.

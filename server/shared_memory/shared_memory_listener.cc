@@ -365,7 +365,7 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   ring.metrics = options_.metrics;
   ring.tenant = connection->tenant;
   // The connection's end, which this causes, is what ends the ring.
-  ring.on_cut = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
+  ring.on_disconnect = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
   ring.boot_id = options_.boot_id;
   ring.entries = entries;
   ring.spin_us = std::min(connect_request.spin_us, static_cast<uint32_t>(options_.shm.spin_us));
@@ -400,8 +400,9 @@ void SharedMemoryListener::Sweep() {
     if (connection.connect_request_ns == 0 && now - connection.since_ns > longest) {
       ending.push_back(descriptor);
     } else if (connection.region != nullptr && connection.region->HasHoles()) {
-      options_.metrics->wire().regions_cut.fetch_add(1);
-      Log(LogLevel::kWarning, "region_cut", {{"tenant", connection.tenant}, {"why", "holes"}});
+      options_.metrics->wire().regions_disconnected.fetch_add(1);
+      Log(LogLevel::kWarning, "region_disconnected",
+          {{"tenant", connection.tenant}, {"why", "holes"}});
       ending.push_back(descriptor);
     }
   }

@@ -156,8 +156,8 @@ class TemplatesTest(unittest.TestCase):
 
     def test_liveness_outlasts_the_watchdog(self):
         probe = self.rendered["defaults"].container()["livenessProbe"]
-        silence = example()["server"]["unhealthy_after_ms"] / 1000
-        self.assertGreater(probe["periodSeconds"] * probe["failureThreshold"], 2 * silence)
+        timeout = example()["server"]["unhealthy_after_ms"] / 1000
+        self.assertGreater(probe["periodSeconds"] * probe["failureThreshold"], 2 * timeout)
         self.assertEqual(probe["httpGet"]["path"], "/livez")
 
     def test_cpus_are_requested_and_not_limited(self):

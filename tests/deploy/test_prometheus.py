@@ -66,7 +66,8 @@ class ReadingTest(unittest.TestCase):
                  "mla_requests_total: code is never Internal"),
                 ("sum by (pod) (mla_serving)", "nothing has the label pod")):
             self.assertEqual(list(catalogue.faults(expression)), [fault], expression)
-        self.assertEqual(list(catalogue.faults('sum by (reason) (mla_streams_cut_total)')), [])
+        self.assertEqual(
+            list(catalogue.faults('sum by (reason) (mla_streams_disconnected_total)')), [])
 
     def test_labels_of_the_declarations_are_read(self):
         labels = promql.exported_labels()

@@ -45,11 +45,11 @@ class FallBackTest : public ::testing::TestWithParam<Machine> {
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_EQ(choice->backend->Info().name, "reference");
     bool found = false;
-    for (const kernels::BackendRung& rung : choice->ladder) {
-      if (rung.name != GetParam().row) continue;
+    for (const kernels::BackendCandidate& candidate : choice->candidates) {
+      if (candidate.name != GetParam().row) continue;
       found = true;
-      EXPECT_FALSE(rung.chosen);
-      EXPECT_THAT(rung.reason, HasSubstr(reason));
+      EXPECT_FALSE(candidate.chosen);
+      EXPECT_THAT(candidate.reason, HasSubstr(reason));
     }
     EXPECT_TRUE(found);
     const absl::Status forced = registry.Select(GetParam().row, {}).status();

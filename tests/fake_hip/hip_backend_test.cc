@@ -136,12 +136,12 @@ TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
   ASSERT_TRUE(RegisterGpuBackends(registry).ok());
   auto choice = registry.Select("auto", {});
   ASSERT_TRUE(choice.ok()) << choice.status();
-  ASSERT_GE(choice->ladder.size(), 3u);
-  EXPECT_EQ(choice->ladder[0].name, "hip");
-  EXPECT_EQ(choice->ladder[1].name, "cuda");
+  ASSERT_GE(choice->candidates.size(), 3u);
+  EXPECT_EQ(choice->candidates[0].name, "hip");
+  EXPECT_EQ(choice->candidates[1].name, "cuda");
   for (int i : {0, 1}) {
-    EXPECT_EQ(choice->ladder[i].chosen, false);
-    EXPECT_NE(choice->ladder[i].reason, "");
+    EXPECT_EQ(choice->candidates[i].chosen, false);
+    EXPECT_NE(choice->candidates[i].reason, "");
   }
 }
 

@@ -210,7 +210,7 @@ std::string Side::Act(std::string_view* input) {
       Poke(region_->arena_offset() + offset, Take(input, length));
       break;
     }
-    case kHeader: {  // bells, sleeping words, count of taken completions, closed
+    case kHeader: {  // doorbells, waiter flag, count of taken completions, closed
       const uint64_t offset = 64 + Number<uint8_t>(input) % (sizeof(wire::RingHeader) - 72);
       Poke(offset, Take(input, 8));
       break;

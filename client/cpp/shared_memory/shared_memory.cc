@@ -309,9 +309,9 @@ bool SharedMemory::Submit(wire::SubmissionEntry entry) {
   Atomic(slot.sequence).store(wire::PublishedSequence(submitted_), std::memory_order_release);
   ++submitted_;
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (Atomic(header_->server_sleeping).load(std::memory_order_relaxed) != 0) {
-    Atomic(header_->submit_bell).fetch_add(1);
-    wire::FutexWake(&header_->submit_bell);
+  if (Atomic(header_->server_waits).load(std::memory_order_relaxed) != 0) {
+    Atomic(header_->submit_doorbell).fetch_add(1);
+    wire::FutexWake(&header_->submit_doorbell);
   }
   return true;
 }
@@ -369,14 +369,14 @@ absl::Status SharedMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanos
     }
   }
   for (;;) {
-    const uint32_t bell = Atomic(header_->complete_bell).load();
-    Atomic(header_->client_sleeping).store(1);
+    const uint32_t doorbell = Atomic(header_->complete_doorbell).load();
+    Atomic(header_->client_waits).store(1);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const int64_t left = (timeout - (Clock::now() - start)).count();
     if (!Ready() && left > 0) {
-      wire::FutexWait(&header_->complete_bell, bell, std::min(left, kLongestSleepNanos));
+      wire::FutexWait(&header_->complete_doorbell, doorbell, std::min(left, kLongestSleepNanos));
     }
-    Atomic(header_->client_sleeping).store(0);
+    Atomic(header_->client_waits).store(0);
     if (Poll(entry)) return absl::OkStatus();
     // What was completed before the end can still be taken, so this comes last.
     if (!Connected() && !Ready()) return absl::UnavailableError("the shared memory has ended");

@@ -34,12 +34,12 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
 
 RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
                        std::chrono::milliseconds timeout, uint64_t message_bytes,
-                       const wire::CopyTeamOptions& copies)
+                       const wire::ParallelCopierOptions& copies)
     : memory_(std::move(memory)),
       boot_id_(boot_id),
       timeout_(timeout),
       message_bytes_(std::min(message_bytes, memory_->arena_bytes() / kPiecesInArena)),
-      team_(copies) {}
+      copier_(copies) {}
 
 RingStream::~RingStream() { Close().IgnoreError(); }
 
@@ -81,7 +81,7 @@ void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byt
     request->set_tag(tag);
     entry.tag = tag;
     const bool placed =
-        is_attend ? PlaceTensors(memory_.get(), &team_, first, second, *pending, &flight.room)
+        is_attend ? PlaceTensors(memory_.get(), &copier_, first, second, *pending, &flight.room)
                   : PlaceMessage(*request, &flight, &entry);
     if (is_attend) {
       entry.in_offset = flight.room.in_offset;
@@ -155,7 +155,7 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
     timings->set_launch_layers(entry.launch_layers);
     timings->set_launch_clients(entry.launch_clients);
     timings->set_plan_reused((entry.flags & wire::kEntryPlanReused) != 0);
-    TakeOutputs(flight.room, &team_, pending);
+    TakeOutputs(flight.room, &copier_, pending);
   }
   FreeTensors(memory_.get(), &flight.room);
   pending.done = true;

@@ -7,12 +7,13 @@
 namespace mla::client {
 
 SharedStream::SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr<StepStream> stream,
-                           std::chrono::milliseconds timeout, const wire::CopyTeamOptions& copies)
+                           std::chrono::milliseconds timeout,
+                           const wire::ParallelCopierOptions& copies)
     : memory_(std::move(memory)),
       stream_(std::move(stream)),
       timeout_(timeout),
       message_bytes_(std::min(stream_->message_bytes(), memory_->arena_bytes() / kPiecesInArena)),
-      team_(copies) {}
+      copier_(copies) {}
 
 SharedStream::~SharedStream() { Close().IgnoreError(); }
 
@@ -26,7 +27,7 @@ void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::b
   const auto flight = std::make_shared<InFlight>();
   flight->pending = pending;
   flight->message = std::make_shared<PendingReply>();
-  while (!PlaceTensors(memory_.get(), &team_, first, second, *pending, &flight->room)) {
+  while (!PlaceTensors(memory_.get(), &copier_, first, second, *pending, &flight->room)) {
     std::shared_ptr<InFlight> oldest;
     {
       const std::lock_guard lock(mutex_);
@@ -60,7 +61,7 @@ absl::Status SharedStream::Finish(const std::shared_ptr<InFlight>& flight) {
   const std::lock_guard lock(mutex_);
   PendingReply& pending = *flight->pending;
   if (pending.done) return pending.status;
-  if (status.ok()) TakeOutputs(flight->room, &team_, pending);
+  if (status.ok()) TakeOutputs(flight->room, &copier_, pending);
   pending.reply.Swap(&flight->message->reply);
   pending.status = status;
   pending.done = true;

@@ -25,7 +25,7 @@ struct PendingReply {
   bool done = false;
   // Of the request's tensors, those that the transport may still read. 0 after a Wait that failed;
   // after one that succeeded none is read, though gRPC may hold its views a little longer.
-  std::atomic<int32_t> lent{0};
+  std::atomic<int32_t> borrowed{0};
 };
 
 class StepStream {

@@ -21,24 +21,24 @@ constexpr auto kPumpDelay = std::chrono::microseconds(500);
 // So soon a waiting thread takes over from the pump.
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
 // How often a cut request checks whether gRPC has released its tensors: no event reports that.
-constexpr auto kLoanTurn = std::chrono::milliseconds(5);
+constexpr auto kBorrowCheck = std::chrono::milliseconds(5);
 
 // What operations are tagged with: there is one of each kind at most.
 enum Operation : uintptr_t { kRead = 1, kWritten, kHalfClosed, kFinished };
 void* TagOf(Operation operation) { return reinterpret_cast<void*>(operation); }
 
-using Loan = std::shared_ptr<PendingReply>;
+using Borrowed = std::shared_ptr<PendingReply>;
 
-void TakeBack(void* loan) {
-  const std::unique_ptr<Loan> ended(static_cast<Loan*>(loan));
-  (*ended)->lent.fetch_sub(1, std::memory_order_release);
+void EndBorrow(void* borrowed) {
+  const std::unique_ptr<Borrowed> ended(static_cast<Borrowed*>(borrowed));
+  (*ended)->borrowed.fetch_sub(1, std::memory_order_release);
 }
 
 // A view of the caller's memory. A call that was cut leaves what is on its way to the socket there.
-grpc::Slice Lend(std::span<const std::byte> bytes, const Loan& pending) {
-  pending->lent.fetch_add(1, std::memory_order_relaxed);
-  return grpc::Slice(const_cast<std::byte*>(bytes.data()), bytes.size(), TakeBack,
-                     new Loan(pending));
+grpc::Slice BorrowedSlice(std::span<const std::byte> bytes, const Borrowed& pending) {
+  pending->borrowed.fetch_add(1, std::memory_order_relaxed);
+  return grpc::Slice(const_cast<std::byte*>(bytes.data()), bytes.size(), EndBorrow,
+                     new Borrowed(pending));
 }
 
 grpc::Slice HeaderOf(const v1::AttendStreamRequest& request, size_t payload_size) {
@@ -188,8 +188,8 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   request->set_tag(tag);
   grpc::Slice slices[3] = {HeaderOf(*request, first.size() + second.size())};
   size_t count = 1;
-  if (!first.empty()) slices[count++] = Lend(first, pending);
-  if (!second.empty()) slices[count++] = Lend(second, pending);
+  if (!first.empty()) slices[count++] = BorrowedSlice(first, pending);
+  if (!second.empty()) slices[count++] = BorrowedSlice(second, pending);
   grpc::ByteBuffer message(slices, count);
   Lock lock(mutex_);
   if (writing_ && !polling_) {
@@ -362,8 +362,8 @@ absl::Status Stream::Wait(PendingReply* pending) {
     PollUntil(&lock, Clock::time_point::max(), done);
   }
   // A request that got its outputs has been read to the end.
-  const auto returned = [&] { return pending->lent.load(std::memory_order_acquire) == 0; };
-  while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kLoanTurn, returned)) {
+  const auto returned = [&] { return pending->borrowed.load(std::memory_order_acquire) == 0; };
+  while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kBorrowCheck, returned)) {
   }
   return pending->status;
 }

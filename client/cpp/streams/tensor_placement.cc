@@ -27,9 +27,9 @@ const std::byte* InPlace(const SharedMemory& memory, std::span<const std::byte> 
 
 }  // namespace
 
-bool PlaceTensors(SharedMemory* memory, wire::CopyTeam* team, std::span<const std::byte> first,
-                  std::span<const std::byte> second, const PendingReply& pending,
-                  TensorPlacement* placement) {
+bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
+                  std::span<const std::byte> first, std::span<const std::byte> second,
+                  const PendingReply& pending, TensorPlacement* placement) {
   TensorPlacement made;
   made.in_bytes = Together(first.size(), second.size());
   made.out_bytes = Together(pending.o.size(), pending.lse.size());
@@ -44,8 +44,8 @@ bool PlaceTensors(SharedMemory* memory, wire::CopyTeam* team, std::span<const st
     return false;
   }
   if (!made.in.empty()) {
-    team->Copy(first, made.in.data());
-    team->Copy(second, made.in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
+    copier->Copy(first, made.in.data());
+    copier->Copy(second, made.in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
   }
   if (in != nullptr) made.in_offset = memory->OffsetOf(in);
   if (out != nullptr) made.out_offset = memory->OffsetOf(out);
@@ -61,11 +61,11 @@ bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
          (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
 }
 
-void TakeOutputs(const TensorPlacement& placement, wire::CopyTeam* team,
+void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
                  const PendingReply& pending) {
   if (placement.out.empty()) return;
-  team->Copy(placement.out.first(pending.o.size()), pending.o.data());
-  team->Copy(placement.out.last(pending.lse.size()), pending.lse.data());
+  copier->Copy(placement.out.first(pending.o.size()), pending.o.data());
+  copier->Copy(placement.out.last(pending.lse.size()), pending.lse.data());
 }
 
 void FreeTensors(SharedMemory* memory, TensorPlacement* placement) {

@@ -11,7 +11,7 @@
 
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/step_stream.h"
-#include "proto/wire/copy_team.h"
+#include "proto/wire/parallel_copier.h"
 
 namespace mla::client {
 
@@ -26,14 +26,14 @@ struct TensorPlacement {
 
 // Places inputs `first` and `second` and the outputs of `pending`. False when there is no room now;
 // nothing is held then.
-bool PlaceTensors(SharedMemory* memory, wire::CopyTeam* team, std::span<const std::byte> first,
-                  std::span<const std::byte> second, const PendingReply& pending,
-                  TensorPlacement* placement);
+bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
+                  std::span<const std::byte> first, std::span<const std::byte> second,
+                  const PendingReply& pending, TensorPlacement* placement);
 // True if a call of these tensors copies nothing, so that it need not be cut either.
 bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
                 std::span<const std::byte> second, const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.
-void TakeOutputs(const TensorPlacement& placement, wire::CopyTeam* team,
+void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
                  const PendingReply& pending);
 // Gives the blocks back. REQUIRES: the server does not use them any more.
 void FreeTensors(SharedMemory* memory, TensorPlacement* placement);

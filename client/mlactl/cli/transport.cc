@@ -24,8 +24,8 @@ void AddSpin(Command* command, uint32_t* spin_us) {
 void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options) {
   using Transport = client::ClientOptions::Transport;
   options->spin_us = 0;
-  if (name == "inline") options->transport = Transport::kGrpc;
-  if (name == "shm") options->transport = Transport::kShared;
+  if (name == "inline") options->transport = Transport::kInline;
+  if (name == "shm") options->transport = Transport::kShm;
   if (name == "ring-futex") options->transport = Transport::kRing;
   if (name == "ring-spin") {
     options->transport = Transport::kRing;

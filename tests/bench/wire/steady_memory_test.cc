@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "mla/v1/sequence.grpc.pb.h"
-#include "proto/wire/transport.h"
+#include "proto/wire/grpc_tuning.h"
 #include "tests/bench/wire/wire_paths.h"
 #include "tests/bench/wire/wire_server.h"
 

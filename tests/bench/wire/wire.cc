@@ -49,8 +49,8 @@
 #include <vector>
 
 #include "mla/v1/sequence.grpc.pb.h"
-#include "proto/wire/transport.h"
-#include "tests/bench/wire/touch_team.h"
+#include "proto/wire/grpc_tuning.h"
+#include "tests/bench/wire/parallel_touch.h"
 #include "tests/bench/wire/wire_paths.h"
 #include "tests/bench/wire/wire_server.h"
 #include "tests/bench/wire/wire_stock.h"
@@ -292,7 +292,7 @@ class Benchmark {
   const Options options_;
   std::shared_ptr<grpc::Channel> channel_;
   std::vector<v1::SequenceInfo> sequences_;
-  TouchTeam team_;
+  ParallelTouch team_;
   uint64_t step_ = 0, sum_ = 0;
 };
 

@@ -16,19 +16,19 @@
 #include <vector>
 
 #include "kernels/testing/allocation_counter.h"
-#include "proto/wire/transport.h"
+#include "proto/wire/grpc_tuning.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/attend/attention_service.h"
 #include "server/control/admin_service.h"
 #include "server/control/sequence_service.h"
+#include "server/grpc/completion_poller.h"
 #include "server/grpc/stream_call.h"
-#include "server/grpc/stream_poller.h"
 #include "server/logging/logging.h"
 #include "server/metrics/metrics.h"
 #include "server/shared_memory/shared_memory_listener.h"
 #include "tests/bench/wire/null_backend.h"
-#include "tests/bench/wire/touch_team.h"
+#include "tests/bench/wire/parallel_touch.h"
 
 namespace mla::bench {
 namespace {
@@ -36,7 +36,7 @@ namespace {
 // NullBackend that reads what it is given and writes what it owes, if asked to.
 class TouchingBackend final : public NullBackend {
  public:
-  TouchingBackend(const Shared* shared, TouchTeam* team)
+  TouchingBackend(const Shared* shared, ParallelTouch* team)
       : shared_(shared), team_(*team), info_(NullBackend::Info()) {
     info_.reads_fragments = true;
   }
@@ -69,9 +69,9 @@ class TouchingBackend final : public NullBackend {
 
  private:
   const Shared* const shared_;
-  TouchTeam& team_;
+  ParallelTouch& team_;
   kernels::BackendInfo info_;
-  std::vector<TouchTeam::Piece> pieces_;
+  std::vector<ParallelTouch::Piece> pieces_;
   uint64_t sum_ = 0;
 };
 
@@ -79,7 +79,7 @@ class TouchingBackend final : public NullBackend {
 class BareCall final : public server::StreamHandler {
  public:
   // `reply` outlives what gRPC still has to send of it.
-  BareCall(std::unique_ptr<server::StreamCall> call, const Shared* shared, TouchTeam* team,
+  BareCall(std::unique_ptr<server::StreamCall> call, const Shared* shared, ParallelTouch* team,
            std::vector<char>* reply)
       : call_(std::move(call)),
         unary_(call_->context().method() == kBareUnary),
@@ -131,8 +131,8 @@ class BareCall final : public server::StreamHandler {
   const std::unique_ptr<server::StreamCall> call_;
   const bool unary_;
   const Shared* const shared_;
-  TouchTeam& team_;
-  std::vector<TouchTeam::Piece> pieces_;
+  ParallelTouch& team_;
+  std::vector<ParallelTouch::Piece> pieces_;
   grpc::ByteBuffer incoming_;
   std::vector<grpc::Slice> slices_;
   std::vector<char>& reply_;
@@ -142,12 +142,12 @@ class BareCall final : public server::StreamHandler {
 // The methods without any logic.
 class BareService final {
  public:
-  BareService(const Shared* shared, TouchTeam* team) : shared_(shared), team_(team) {}
+  BareService(const Shared* shared, ParallelTouch* team) : shared_(shared), team_(team) {}
   grpc::AsyncGenericService* service() { return &service_; }
-  void Serve(server::StreamPoller* poller) {
+  void Serve(server::CompletionPoller* poller) {
     calls_.emplace(
         poller,
-        [this](server::StreamCall* call, server::StreamPoller* its_poller, void* tag) {
+        [this](server::StreamCall* call, server::CompletionPoller* its_poller, void* tag) {
           service_.RequestCall(&call->context(), &call->stream(), its_poller->queue(),
                                its_poller->queue(), tag);
         },
@@ -159,7 +159,7 @@ class BareService final {
 
  private:
   const Shared* const shared_;
-  TouchTeam* const team_;
+  ParallelTouch* const team_;
   grpc::AsyncGenericService service_;
   std::vector<char> reply_ = std::vector<char>(kMessageBytes);  // one request at a time
   std::optional<server::StreamAcceptor> calls_;
@@ -221,7 +221,7 @@ std::unique_ptr<server::SharedMemoryListener> OpenListener(const server::WireCon
 void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   server::ConfigureLogging("text", "error");
   scheduler::RealClock clock;
-  TouchTeam team(shared->touch_threads, &shared->touch);
+  ParallelTouch team(shared->touch_threads, &shared->touch);
   server::Metrics metrics;
   auto engine = scheduler::Engine::Create(Options(&metrics),
                                           std::make_unique<TouchingBackend>(shared, &team), &clock);
@@ -242,7 +242,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
       std::make_shared<server::AttendMessagePool>(*std::move(staging), (*engine)->tenants());
   wire.wire = config.wire;
   wire.metrics = &metrics;
-  wire::CopyTeam copies({shared->copy_threads, 1000});
+  wire::ParallelCopier copies({shared->copy_threads, 1000});
   wire.copies = &copies;
   wire.regions = &regions;
   wire.boot_id = 1;
@@ -262,7 +262,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   builder.RegisterService(&sequences);
   builder.RegisterService(&admin);
   builder.RegisterAsyncGenericService(bare.service());
-  server::StreamPoller poller(&builder, {shared->poll_threads, 0});
+  server::CompletionPoller poller(&builder, {shared->poll_threads, 0});
   const std::unique_ptr<grpc::Server> grpc_server = builder.BuildAndStart();
   bare.Serve(&poller);
   attention.Serve(&poller);

@@ -41,7 +41,7 @@ class StockService final : public v1::Attention::Service {
 
  private:
   const Shared* const shared_;
-  TouchTeam team_;
+  ParallelTouch team_;
   uint64_t sum_ = 0;
 };
 

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "mla/v1/attention.grpc.pb.h"
-#include "tests/bench/wire/touch_team.h"
+#include "tests/bench/wire/parallel_touch.h"
 #include "tests/bench/wire/wire_paths.h"
 #include "tests/bench/wire/wire_server.h"
 

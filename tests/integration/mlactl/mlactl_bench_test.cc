@@ -57,8 +57,8 @@ class MlactlBenchTest : public testing::Test {
   // Returns once so much was answered that a load is past its preparations, which take a busy
   // machine any time.
   void AwaitLoad(uint64_t before) const {
-    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (Answered() < before + 100 && std::chrono::steady_clock::now() < patience) {
+    const auto timeout = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (Answered() < before + 100 && std::chrono::steady_clock::now() < timeout) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
   }

@@ -289,7 +289,7 @@ TEST(LifecycleTest, OperationsPort) {
 }
 
 // A client that sends and never reads is cut; another one does not notice.
-TEST(LifecycleTest, SlowReaderIsCut) {
+TEST(LifecycleTest, SlowReaderIsDisconnected) {
   const TestServer server([](server::Config& config) {
     config.wire.slow_reader_ms = 300;
     config.wire.inflight_bytes = int64_t{1} << 20;
@@ -330,14 +330,14 @@ TEST(LifecycleTest, SlowReaderIsCut) {
   context.TryCancel();
   flood.join();
   EXPECT_THAT(HttpGet(server.server().ops_port(), "/metrics"),
-              HasSubstr("mla_streams_cut_total{reason=\"slow_reader\"} 1"));
+              HasSubstr("mla_streams_disconnected_total{reason=\"slow_reader\"} 1"));
   EXPECT_EQ(worker.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
 TEST(LifecycleTest, StreamsAreBounded) {
   const TestServer server([](server::Config& config) { config.wire.max_streams = 2; });
   client::ClientOptions options;
-  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.transport = client::ClientOptions::Transport::kInline;
   const auto client = server.Connect(options);
   Worker worker(client.get(), {}, "m", 1);  // one stream
   Track track = *worker.Open();

@@ -250,7 +250,7 @@ int64_t CopiedBytes(const ServerProcess& process) {
 TEST(ProcessTest, RequestsTravelBeforeAnybodyWaits) {
   ServerProcess process({});
   client::ClientOptions options;
-  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.transport = client::ClientOptions::Transport::kInline;
   options.renew_leases = false;
   auto client = client::Client::Connect(process.target(), options);
   ASSERT_TRUE(client.ok()) << client.status();

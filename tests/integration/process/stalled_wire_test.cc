@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "proto/wire/copy_team.h"
+#include "proto/wire/parallel_copier.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -133,7 +133,7 @@ TEST(StalledWireTest, TensorsAreReadNoMoreWhenWaitHasReturned) {
   const std::string path = server.folder().File("relay.sock");
   Relay relay(path, server.folder().File("mla.sock"));
   client::ClientOptions options;
-  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.transport = client::ClientOptions::Transport::kInline;
   options.request_timeout_ms = 1000;
   options.renew_leases = false;
   auto client = client::Client::Connect("unix:" + path, options);
@@ -163,7 +163,7 @@ TEST(StalledWireTest, TensorsAreReadNoMoreWhenWaitHasReturned) {
 TEST(StalledWireTest, WithoutMoreThreadsRequestsWaitForTheirWaiters) {
   const TestServer server;
   client::ClientOptions options;
-  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.transport = client::ClientOptions::Transport::kInline;
   const auto client = server.Connect(options);
   Worker worker(client.get(), {}, "m", 1);
   Track track = *worker.Open();
@@ -195,10 +195,10 @@ TEST(StalledWireTest, WithoutMoreThreadsConnectSaysSo) {
 TEST(StalledWireTest, CopiesAreMadeByThoseThreadsThatThereAre) {
   for (const int helpers : {0, 1, 2}) {
     threads_left = helpers;
-    wire::CopyTeam team({4, 0});
+    wire::ParallelCopier team({4, 0});
     threads_left = INT_MAX;
     EXPECT_EQ(team.threads(), helpers + 1);
-    std::vector<std::byte> from(2 * wire::CopyTeam::kSharedBytes, kBefore), to(from.size());
+    std::vector<std::byte> from(2 * wire::ParallelCopier::kSharedBytes, kBefore), to(from.size());
     team.Copy(from, to.data());
     EXPECT_EQ(to, from) << helpers;
   }
@@ -207,7 +207,7 @@ TEST(StalledWireTest, CopiesAreMadeByThoseThreadsThatThereAre) {
 TEST(StalledWireTest, WithoutMoreThreadsSessionsCopyThemselves) {
   using Transport = client::ClientOptions::Transport;
   const TestServer server;
-  for (const Transport transport : {Transport::kShared, Transport::kRing}) {
+  for (const Transport transport : {Transport::kShm, Transport::kRing}) {
     client::ClientOptions options;
     options.transport = transport;
     options.copy_threads = 1000;

@@ -437,7 +437,7 @@ TEST_F(UnixBesideTlsTest, ItsCallersHaveTheTenantOfTheConfiguration) {
   EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
   client::ClientOptions streams;
   streams.tenant = "red";
-  streams.transport = client::ClientOptions::Transport::kGrpc;
+  streams.transport = client::ClientOptions::Transport::kInline;
   auto over_grpc = client::Client::Connect(server->unix_target(), streams);
   ASSERT_TRUE(over_grpc.ok());
   Worker other(over_grpc->get(), {}, "m", 2);

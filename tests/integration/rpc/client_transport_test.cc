@@ -45,7 +45,7 @@ TEST_P(ClientTransportTest, ServesWholeSteps) {
   EXPECT_EQ(worker.Step({&a}, {4}, v1::PROFILE_ABSORBED, {2}), absl::OkStatus());
   const auto stats = client->GetStats();
   ASSERT_TRUE(stats.ok());
-  const bool shared = GetParam().transport != Transport::kGrpc;
+  const bool shared = GetParam().transport != Transport::kInline;
   EXPECT_EQ(stats->shared_bytes() > 0, shared);
   EXPECT_EQ(stats->copied_bytes() > 0, !shared);
 }
@@ -72,7 +72,7 @@ TEST_P(ClientTransportTest, SeveralThreadsCopyLargeTensors) {
 // slices; only the cache's rows are copied.
 TEST(InlineTest, CpuBackendReadsQueriesInPlace) {
   const TestServer server([](server::Config& config) { config.backend = "cpu"; });
-  const auto client = server.Connect(Over(Transport::kGrpc));
+  const auto client = server.Connect(Over(Transport::kInline));
   Dims dims;
   dims.heads = 16;
   Worker worker(client.get(), dims, "m", 1);
@@ -96,7 +96,7 @@ TEST_P(ClientTransportTest, LargeCallsWaitForRoom) {
   Worker worker(client.get(), {}, "m", 1);
   Track track = *worker.Open();
   EXPECT_EQ(worker.Step({&track}, {512}, v1::PROFILE_ABSORBED), absl::OkStatus());
-  const bool pieces = GetParam().transport != Transport::kGrpc;
+  const bool pieces = GetParam().transport != Transport::kInline;
   EXPECT_GT(worker.most_messages(), pieces ? 8u : 0u);
   EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
@@ -113,7 +113,7 @@ TEST_P(ClientTransportTest, TensorsInPlaceAreNeitherCutNorCopied) {
   const size_t o_bytes = rows * 4 * 32 * 2;
   client::Session& session = worker.session();
   std::span<std::byte> in = session.Allocate(kv_bytes + q_bytes), out = session.Allocate(o_bytes);
-  const bool shared = GetParam().transport != Transport::kGrpc;
+  const bool shared = GetParam().transport != Transport::kInline;
   ASSERT_EQ(in.empty(), !shared);
   std::vector<std::byte> own_in(kv_bytes + q_bytes), own_out(o_bytes);
   if (!shared) in = own_in, out = own_out;
@@ -202,17 +202,16 @@ TEST_P(ClientTransportTest, StepsOfSeveralThreadsShareASession) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ClientTransportTest,
-                         testing::Values(Way{Transport::kGrpc, "inline"},
-                                         Way{Transport::kShared, "shm"},
-                                         Way{Transport::kRing, "ring"},
+                         testing::Values(Way{Transport::kInline, "inline"},
+                                         Way{Transport::kShm, "shm"}, Way{Transport::kRing, "ring"},
                                          Way{Transport::kAuto, "ring"}),
                          [](const auto& info) { return "Number" + std::to_string(info.index); });
 
 TEST(ClientTransportChoiceTest, OtherTargetsAreInlineOrRefused) {
   const TestServer server;
   for (const auto& [transport, name] :
-       {Way{Transport::kAuto, "inline"}, Way{Transport::kGrpc, "inline"},
-        Way{Transport::kShared, nullptr}, Way{Transport::kRing, nullptr}}) {
+       {Way{Transport::kAuto, "inline"}, Way{Transport::kInline, "inline"},
+        Way{Transport::kShm, nullptr}, Way{Transport::kRing, nullptr}}) {
     auto client = client::Client::Connect(server.tcp_target(), Over(transport));
     ASSERT_TRUE(client.ok());
     const auto session = (*client)->OpenSession();

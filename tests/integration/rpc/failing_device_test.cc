@@ -54,7 +54,7 @@ class FailingDeviceTest : public testing::Test {
   std::string target() const { return "unix:" + folder_.File("mla.sock"); }
   std::unique_ptr<client::Client> Connect() const {
     client::ClientOptions options;
-    options.transport = client::ClientOptions::Transport::kGrpc;
+    options.transport = client::ClientOptions::Transport::kInline;
     auto client = client::Client::Connect(target(), options);
     EXPECT_TRUE(client.ok()) << client.status();
     return *std::move(client);
@@ -110,7 +110,7 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   EXPECT_TRUE(Eventually([&] { return !other->IsServing().value_or(true); }));
   EXPECT_EQ(other->GetStats()->launches(), launches);
   EXPECT_THAT(HttpGet(port, "/metrics"), HasSubstr("\nmla_serving 0\n"));
-  EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("no sign of life"));
+  EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("no heartbeat"));
   EXPECT_THAT(HttpGet(port, "/readyz"), StartsWith("503 "));
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));  // it may come back
   EXPECT_TRUE(Eventually([&] {

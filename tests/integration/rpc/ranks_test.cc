@@ -182,7 +182,7 @@ TEST_P(RanksTest, SlicesOverGrpcAreGathered) {
     config.backend = "cpu";
   });
   client::ClientOptions options;
-  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.transport = client::ClientOptions::Transport::kInline;
   RankGroup ranks(server, GetParam(), 100, options);
   const uint64_t before = ranks.client().GetStats()->copied_bytes();
   ASSERT_NO_FATAL_FAILURE(RunStep(&ranks));

@@ -288,7 +288,7 @@ TEST(SteppingTest, TwoClientsAtOnce) {
     threads.emplace_back([&, i] {
       client::ClientOptions options;
       options.tenant = i == 0 ? "red" : "blue";
-      if (i == 0) options.transport = client::ClientOptions::Transport::kGrpc;
+      if (i == 0) options.transport = client::ClientOptions::Transport::kInline;
       const auto client = server.Connect(options);
       Worker worker(client.get(), {}, "m", 20 + i);
       Track track = *worker.Open();

@@ -174,7 +174,7 @@ void ExpectTenantBound(const v1::ErrorDetail& detail, const char* reason, const 
 void ExpectStepsWork(const TestServer& server, const std::string& tenant, uint32_t rows = 2) {
   client::ClientOptions options;
   options.tenant = tenant;
-  options.transport = client::ClientOptions::Transport::kGrpc;
+  options.transport = client::ClientOptions::Transport::kInline;
   options.request_timeout_ms = 15000;
   const auto client = server.Connect(options);
   Worker worker(client.get(), {}, "own-model", 3);

@@ -47,7 +47,7 @@ class HostileRingTest : public testing::Test {
           config.limits.max_open_steps = 8;
           config.shm.regions_max = 8;
         }),
-        client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))),
+        client_(server_.Connect(Over(ClientOptions::Transport::kInline))),
         connection_(ShmPathOf(server_)) {
     const std::span<std::byte> region = connection_.Open("", kArenaBytes, /*ring=*/true);
     EXPECT_FALSE(region.empty());
@@ -284,7 +284,8 @@ TEST_F(HostileRingTest, HolesInARegionEndIt) {
   EXPECT_TRUE(connection_.Ended(seconds(20)));
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
   const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
-  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"region_holes\"} 1"), std::string::npos);
+  EXPECT_NE(metrics.find("mla_streams_disconnected_total{reason=\"region_holes\"} 1"),
+            std::string::npos);
   ExpectServes();
 }
 
@@ -324,8 +325,10 @@ TEST_F(HostileRingTest, ABrokenRuleHasItsOwnReason) {
   ring_->Submit({});
   EXPECT_TRUE(connection_.Ended(seconds(10)));
   const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");
-  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"ring_rules\"} 1"), std::string::npos);
-  EXPECT_NE(metrics.find("mla_streams_cut_total{reason=\"slow_reader\"} 0"), std::string::npos);
+  EXPECT_NE(metrics.find("mla_streams_disconnected_total{reason=\"ring_rules\"} 1"),
+            std::string::npos);
+  EXPECT_NE(metrics.find("mla_streams_disconnected_total{reason=\"slow_reader\"} 0"),
+            std::string::npos);
 }
 
 }  // namespace

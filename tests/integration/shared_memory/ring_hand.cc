@@ -30,8 +30,8 @@ void RingHand::Submit(const wire::SubmissionEntry& entry) {
               sizeof(entry) - sizeof(entry.sequence));
   std::atomic_ref(slot.sequence).store(wire::PublishedSequence(published_));
   ++published_;
-  std::atomic_ref(header_->submit_bell).fetch_add(1);
-  wire::FutexWake(&header_->submit_bell);
+  std::atomic_ref(header_->submit_doorbell).fetch_add(1);
+  wire::FutexWake(&header_->submit_doorbell);
 }
 
 void RingHand::SubmitMessage(const v1::AttendStreamRequest& request, uint64_t at, uint64_t room_at,

@@ -52,8 +52,8 @@ class RingTest : public testing::Test {
     wire::SubmissionEntry& slot = submissions_[index & (ring_->ring_entries() - 1)];
     slot = entry;
     std::atomic_ref(slot.sequence).store(wire::PublishedSequence(index));
-    std::atomic_ref(header_->submit_bell).fetch_add(1);
-    wire::FutexWake(&header_->submit_bell);
+    std::atomic_ref(header_->submit_doorbell).fetch_add(1);
+    wire::FutexWake(&header_->submit_doorbell);
   }
 
   // Submits through the client library and returns the refusal.
@@ -146,8 +146,8 @@ class RingTest : public testing::Test {
 
 TEST_F(RingTest, HalfWrittenEntriesAreNotRead) {
   submissions_[0] = Refused(5);  // everything but the sequence word
-  std::atomic_ref(header_->submit_bell).fetch_add(1);
-  wire::FutexWake(&header_->submit_bell);
+  std::atomic_ref(header_->submit_doorbell).fetch_add(1);
+  wire::FutexWake(&header_->submit_doorbell);
   wire::CompletionEntry entry;
   EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
             StatusCode::kDeadlineExceeded);
@@ -300,7 +300,7 @@ TEST_F(RingTest, ServerRestartEndsTheRing) {
 // The listener itself, spoken to without the library.
 class ListenerTest : public testing::Test {
  protected:
-  ListenerTest() : client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))) {}
+  ListenerTest() : client_(server_.Connect(Over(ClientOptions::Transport::kInline))) {}
   ~ListenerTest() override {
     for (const int one : open_) close(one);
   }
@@ -312,8 +312,8 @@ class ListenerTest : public testing::Test {
     address.sun_family = AF_UNIX;
     ShmPathOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
     EXPECT_EQ(connect(connection, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    const timeval patience{10, 0};
-    setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+    const timeval timeout{10, 0};
+    setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
     return connection;
   }
 

@@ -67,7 +67,7 @@ TEST(SharedMemoryTest, UnixTargetsUseTheRingAndOthersFallBack) {
 TEST(SharedMemoryTest, RefusalsAreThoseOfTheStream) {
   const TestServer server;
   const auto ring = server.Connect(Over(ClientOptions::Transport::kRing));
-  const auto grpc = server.Connect(Over(ClientOptions::Transport::kGrpc));
+  const auto grpc = server.Connect(Over(ClientOptions::Transport::kInline));
   Worker by_ring(ring.get(), {}, "m", 1), by_grpc(grpc.get(), {}, "m", 1);
   absl::Status seen[2];
   for (Worker* worker : {&by_ring, &by_grpc}) {
@@ -93,7 +93,7 @@ TEST(SharedMemoryTest, RefusalsAreThoseOfTheStream) {
 // A gRPC stream whose attends name places in a region, by hand.
 class SharedTensorsTest : public testing::Test {
  protected:
-  SharedTensorsTest() : client_(server_.Connect(Over(ClientOptions::Transport::kGrpc))) {
+  SharedTensorsTest() : client_(server_.Connect(Over(ClientOptions::Transport::kInline))) {
     EXPECT_TRUE(client_->RegisterModel(SpecOf(Dims(), "m")).ok());
     sequence_.emplace(*client_->OpenSequence("m"));
     channel_ = grpc::CreateChannel(server_.unix_target(), grpc::InsecureChannelCredentials());

@@ -37,7 +37,7 @@ class Party {
   Party(const TestServer& server, const std::string& tenant, uint64_t first_step)
       : stream_step_(first_step),
         ring_step_(first_step + 1),
-        client_(server.Connect(Over(client::ClientOptions::Transport::kGrpc, tenant))),
+        client_(server.Connect(Over(client::ClientOptions::Transport::kInline, tenant))),
         tensors_(ShmPathOf(server)),
         ring_connection_(ShmPathOf(server)),
         stub_(v1::Attention::NewStub(

@@ -2,7 +2,7 @@
 
 Submissions and completions are 64-byte entries in slots; the writer fills an entry and publishes it
 by storing its sequence word last. fence.py says when plain stores are enough for that. A side that
-sleeps says so in its sleeping word, and only then does the other pay for a wake-up.
+sleeps says so in its waiter flag, and only then does the other pay for a wake-up.
 
 There is no thread here: a caller that waits for a reply takes completions, for itself and others.
 Threading: any thread; one mutex.
@@ -33,8 +33,8 @@ ATTEND, MESSAGE = 1, 2
 HAS_KV, WANT_LSE = 1, 2
 PLAN_REUSED = 1
 # 4-byte words of the header; the 8-byte word COMPLETIONS_TAKEN counts 8-byte words.
-SUBMIT_BELL, SERVER_SLEEPING = 16, 17
-COMPLETE_BELL, CLIENT_SLEEPING = 32, 33
+SUBMIT_DOORBELL, SERVER_WAITS = 16, 17
+COMPLETE_DOORBELL, CLIENT_WAITS = 32, 33
 COMPLETIONS_TAKEN = 24
 CLOSED = 64
 # A sleeper looks at the connection at least this often.
@@ -91,9 +91,9 @@ class Ring:
         words = self._words
         words[at >> 2] = self._submitted & 0xFFFFFFFF
         fence.full()
-        if words[SERVER_SLEEPING]:
-            words[SUBMIT_BELL] = (words[SUBMIT_BELL] + 1) & 0xFFFFFFFF
-            futex.wake(self._memory.address + 4 * SUBMIT_BELL)
+        if words[SERVER_WAITS]:
+            words[SUBMIT_DOORBELL] = (words[SUBMIT_DOORBELL] + 1) & 0xFFFFFFFF
+            futex.wake(self._memory.address + 4 * SUBMIT_DOORBELL)
 
     def ready(self) -> bool:
         """True if there is a completion to take."""
@@ -128,16 +128,16 @@ class Ring:
             return True
         words = self._words
         while True:
-            bell = words[COMPLETE_BELL]
-            words[CLIENT_SLEEPING] = 1
+            doorbell = words[COMPLETE_DOORBELL]
+            words[CLIENT_WAITS] = 1
             fence.full()
             left = deadline - time.monotonic()
             try:
                 if not self.ready() and left > 0 and not self._memory.ended:
-                    futex.wait(self._memory.address + 4 * COMPLETE_BELL, bell,
+                    futex.wait(self._memory.address + 4 * COMPLETE_DOORBELL, doorbell,
                                min(left, LONGEST_SLEEP_S))
             finally:
-                words[CLIENT_SLEEPING] = 0
+                words[CLIENT_WAITS] = 0
             if self.ready():
                 return True
             # What was completed before the end can still be taken, so this comes last.
@@ -161,8 +161,8 @@ class Ring:
 
     def wake_waiter(self) -> None:
         """Makes a sleeping `wait` look at the connection."""
-        self._words[COMPLETE_BELL] = (self._words[COMPLETE_BELL] + 1) & 0xFFFFFFFF
-        futex.wake(self._memory.address + 4 * COMPLETE_BELL)
+        self._words[COMPLETE_DOORBELL] = (self._words[COMPLETE_DOORBELL] + 1) & 0xFFFFFFFF
+        futex.wake(self._memory.address + 4 * COMPLETE_DOORBELL)
 
 
 class _RingRequest(stream.Request):

@@ -55,8 +55,8 @@ class LayoutTest(unittest.TestCase):
         whole = self.fields("RingHeader")
         self.assertTrue(whole.startswith(shared_memory.RING_HEADER.format))
         self.assertEqual(struct.calcsize(whole), shared_memory.RING_HEADER_BYTES)
-        for name, offset in (("submit_bell", 4 * ring.SUBMIT_BELL),
-                             ("complete_bell", 4 * ring.COMPLETE_BELL),
+        for name, offset in (("submit_doorbell", 4 * ring.SUBMIT_DOORBELL),
+                             ("complete_doorbell", 4 * ring.COMPLETE_DOORBELL),
                              ("completions_taken", 8 * ring.COMPLETIONS_TAKEN),
                              ("closed", 4 * ring.CLOSED)):
             self.assertIn(f"offsetof(RingHeader, {name}) == {offset}", self.text)
@@ -303,19 +303,19 @@ class RingTest(unittest.TestCase):
 
     def test_a_sleeping_server_is_woken_and_no_other(self):
         self.submit(1)
-        self.assertEqual(self.listener.words[ring.SUBMIT_BELL], 0)
-        self.listener.words[ring.SERVER_SLEEPING] = 1
-        bell = ctypes.addressof(
-            ctypes.c_uint32.from_buffer(self.listener.region, 4 * ring.SUBMIT_BELL))
+        self.assertEqual(self.listener.words[ring.SUBMIT_DOORBELL], 0)
+        self.listener.words[ring.SERVER_WAITS] = 1
+        doorbell = ctypes.addressof(
+            ctypes.c_uint32.from_buffer(self.listener.region, 4 * ring.SUBMIT_DOORBELL))
         woken = []
         sleeper = threading.Thread(
-            target=lambda: (futex.wait(bell, 0, 10.0), woken.append(time.monotonic())))
+            target=lambda: (futex.wait(doorbell, 0, 10.0), woken.append(time.monotonic())))
         begin = time.monotonic()
         sleeper.start()
         time.sleep(0.05)
         self.submit(2)
         sleeper.join()
-        self.assertEqual(self.listener.words[ring.SUBMIT_BELL], 1)
+        self.assertEqual(self.listener.words[ring.SUBMIT_DOORBELL], 1)
         self.assertLess(woken[0] - begin, 5.0)
 
     def test_a_sleeping_client_is_woken(self):
@@ -325,15 +325,15 @@ class RingTest(unittest.TestCase):
         with mock.patch.object(ring, "LONGEST_SLEEP_S", 10.0):
             begin = time.monotonic()
             sleeper.start()
-            while not self.listener.words[ring.CLIENT_SLEEPING]:
+            while not self.listener.words[ring.CLIENT_WAITS]:
                 time.sleep(0.001)
             self.listener.fill(0, ring.ATTEND, 1)
             self.listener.publish(0)
-            self.ring.wake_waiter()  # what the server does: the bell, then the futex
+            self.ring.wake_waiter()  # what the server does: the doorbell, then the futex
             sleeper.join()
         self.assertEqual(taken, [True])
         self.assertLess(time.monotonic() - begin, 5.0)
-        self.assertEqual(self.listener.words[ring.CLIENT_SLEEPING], 0)
+        self.assertEqual(self.listener.words[ring.CLIENT_WAITS], 0)
 
     def test_a_spinning_client_never_says_that_it_sleeps(self):
         spinning = ring.Ring(self.memory, 10.0)
@@ -341,7 +341,7 @@ class RingTest(unittest.TestCase):
         sleeper = threading.Thread(target=lambda: slept.append(spinning.wait(time.monotonic() + 9)))
         sleeper.start()
         for _ in range(20):
-            self.assertEqual(self.listener.words[ring.CLIENT_SLEEPING], 0)
+            self.assertEqual(self.listener.words[ring.CLIENT_WAITS], 0)
             time.sleep(0.002)
         self.listener.fill(0, ring.ATTEND, 1)
         self.listener.publish(0)

@@ -19,8 +19,8 @@
 //
 // Life: made while the server is being built, Start once it was started, Stop after its Shutdown.
 // Threading: Start and Stop from one thread; HandOver and set_spin_us from any.
-#ifndef MLA_SERVER_GRPC_STREAM_POLLER_H_
-#define MLA_SERVER_GRPC_STREAM_POLLER_H_
+#ifndef MLA_SERVER_GRPC_COMPLETION_POLLER_H_
+#define MLA_SERVER_GRPC_COMPLETION_POLLER_H_
 
 #include <grpcpp/completion_queue.h>
 
@@ -48,7 +48,7 @@ class StreamEvent {
   ~StreamEvent() = default;
 };
 
-struct StreamPollerOptions {
+struct CompletionPollerOptions {
   int32_t threads = 4;  // 1: no thread ever takes over
   int32_t spin_us = 0;  // after an event; 0: sleeps at once
 };
@@ -58,14 +58,14 @@ struct StreamPollerOptions {
 // a thread that has work.
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
-class StreamPoller final {
+class CompletionPoller final {
  public:
   // How long one event may keep the polling.
   static constexpr std::chrono::milliseconds kEventTimeout{20};
 
   // Adds its queue to `builder`.
-  StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options);
-  ~StreamPoller();
+  CompletionPoller(grpc::ServerBuilder* builder, const CompletionPollerOptions& options);
+  ~CompletionPoller();
 
   grpc::ServerCompletionQueue* queue() { return queue_.get(); }
   void Start();
@@ -90,8 +90,8 @@ class StreamPoller final {
  private:
   // A thread that polls.
   struct PollThread {
-    explicit PollThread(const StreamPoller* its_poller) : poller(its_poller) {}
-    const StreamPoller* const poller;
+    explicit PollThread(const CompletionPoller* its_poller) : poller(its_poller) {}
+    const CompletionPoller* const poller;
     std::atomic<uint64_t> events{0};  // begun and ended, so that it is odd while one is handled
     std::thread thread;
   };
@@ -120,4 +120,4 @@ class StreamPoller final {
 
 }  // namespace mla::server
 
-#endif  // MLA_SERVER_GRPC_STREAM_POLLER_H_
+#endif  // MLA_SERVER_GRPC_COMPLETION_POLLER_H_

@@ -1,7 +1,7 @@
 // Settings that both ends of a gRPC connection share, chosen by measurement
 // (docs/benchmarks/wire.md).
-#ifndef MLA_PROTO_WIRE_TRANSPORT_H_
-#define MLA_PROTO_WIRE_TRANSPORT_H_
+#ifndef MLA_PROTO_WIRE_GRPC_TUNING_H_
+#define MLA_PROTO_WIRE_GRPC_TUNING_H_
 
 #include <malloc.h>
 
@@ -33,4 +33,4 @@ inline void KeepMessageMemory() {
 
 }  // namespace mla::wire
 
-#endif  // MLA_PROTO_WIRE_TRANSPORT_H_
+#endif  // MLA_PROTO_WIRE_GRPC_TUNING_H_

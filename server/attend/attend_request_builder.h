@@ -12,8 +12,8 @@
 // Allocates nothing for an attend, and nothing for the others once its list has grown.
 //
 // Threading: Prepare* from one thread at a time, Answered from any.
-#ifndef MLA_SERVER_ATTEND_ATTEND_PREPARER_H_
-#define MLA_SERVER_ATTEND_ATTEND_PREPARER_H_
+#ifndef MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
+#define MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
 
 #include <atomic>
 #include <cstdint>
@@ -30,10 +30,10 @@
 
 namespace mla::server {
 
-class AttendPreparer final {
+class AttendRequestBuilder final {
  public:
   // `engine` outlives it. Waits for the engine role.
-  AttendPreparer(scheduler::Engine* engine, std::string tenant);
+  AttendRequestBuilder(scheduler::Engine* engine, std::string tenant);
 
   const std::string& tenant() const { return tenant_; }
   scheduler::StreamId stream() const { return stream_; }
@@ -89,4 +89,4 @@ class AttendPreparer final {
 
 }  // namespace mla::server
 
-#endif  // MLA_SERVER_ATTEND_ATTEND_PREPARER_H_
+#endif  // MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_

@@ -4,8 +4,8 @@
 // All of a team's threads share the work while its word says more than 1, and its helpers spin for
 // their part then; otherwise the caller does all of it and the helpers sleep. Threading: Fill, Sum
 // and SumPieces from any thread, one at a time.
-#ifndef MLA_TESTS_BENCH_WIRE_TOUCH_TEAM_H_
-#define MLA_TESTS_BENCH_WIRE_TOUCH_TEAM_H_
+#ifndef MLA_TESTS_BENCH_WIRE_PARALLEL_TOUCH_H_
+#define MLA_TESTS_BENCH_WIRE_PARALLEL_TOUCH_H_
 
 #include <atomic>
 #include <cstddef>
@@ -18,14 +18,14 @@
 
 namespace mla::bench {
 
-class TouchTeam final {
+class ParallelTouch final {
  public:
   using Piece = std::span<const std::byte>;
 
   // `threads`: the caller of Fill and Sum among them. `word` outlives the team; it is changed while
   // no thread is in a call, and helpers notice within a millisecond.
-  TouchTeam(int32_t threads, const std::atomic<int32_t>* word);
-  ~TouchTeam();
+  ParallelTouch(int32_t threads, const std::atomic<int32_t>* word);
+  ~ParallelTouch();
 
   // Writes every byte once.
   void Fill(void* data, uint64_t bytes, int value);
@@ -52,4 +52,4 @@ class TouchTeam final {
 
 }  // namespace mla::bench
 
-#endif  // MLA_TESTS_BENCH_WIRE_TOUCH_TEAM_H_
+#endif  // MLA_TESTS_BENCH_WIRE_PARALLEL_TOUCH_H_

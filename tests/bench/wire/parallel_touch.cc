@@ -1,4 +1,4 @@
-#include "tests/bench/wire/touch_team.h"
+#include "tests/bench/wire/parallel_touch.h"
 
 #include <algorithm>
 #include <chrono>
@@ -30,19 +30,19 @@ uint64_t SumBytes(const std::byte* at, uint64_t bytes) {
 
 }  // namespace
 
-TouchTeam::TouchTeam(int32_t threads, const std::atomic<int32_t>* word)
+ParallelTouch::ParallelTouch(int32_t threads, const std::atomic<int32_t>* word)
     : word_(word), threads_(threads) {
   for (int32_t place = 1; place < threads_; ++place) {
     helpers_.emplace_back([this, place] { Help(place); });
   }
 }
 
-TouchTeam::~TouchTeam() {
+ParallelTouch::~ParallelTouch() {
   stop_ = true;
   for (std::thread& helper : helpers_) helper.join();
 }
 
-void TouchTeam::DoPart(int32_t place) {
+void ParallelTouch::DoPart(int32_t place) {
   const uint64_t lines = (bytes_ + kLine - 1) / kLine;
   const auto share = [&](int32_t part) {
     return std::min(bytes_,
@@ -51,7 +51,7 @@ void TouchTeam::DoPart(int32_t place) {
   (*body_)(share(place), share(place + 1));
 }
 
-void TouchTeam::Help(int32_t place) {
+void ParallelTouch::Help(int32_t place) {
   uint64_t seen = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
     const uint64_t round = round_.load(std::memory_order_acquire);
@@ -67,7 +67,7 @@ void TouchTeam::Help(int32_t place) {
   }
 }
 
-void TouchTeam::Share(uint64_t bytes, const std::function<void(uint64_t, uint64_t)>& body) {
+void ParallelTouch::Share(uint64_t bytes, const std::function<void(uint64_t, uint64_t)>& body) {
   const std::lock_guard lock(mutex_);
   if (helpers_.empty() || word_->load(std::memory_order_relaxed) <= 1) return body(0, bytes);
   body_ = &body;
@@ -78,18 +78,18 @@ void TouchTeam::Share(uint64_t bytes, const std::function<void(uint64_t, uint64_
   while (busy_.load(std::memory_order_acquire) > 0) wire::SpinPause();
 }
 
-void TouchTeam::Fill(void* data, uint64_t bytes, int value) {
+void ParallelTouch::Fill(void* data, uint64_t bytes, int value) {
   Share(bytes, [=](uint64_t begin, uint64_t end) {
     std::memset(static_cast<std::byte*>(data) + begin, value, end - begin);
   });
 }
 
-uint64_t TouchTeam::Sum(const void* data, uint64_t bytes) {
+uint64_t ParallelTouch::Sum(const void* data, uint64_t bytes) {
   const Piece piece(static_cast<const std::byte*>(data), bytes);
   return SumPieces({&piece, 1});
 }
 
-uint64_t TouchTeam::SumPieces(std::span<const Piece> pieces) {
+uint64_t ParallelTouch::SumPieces(std::span<const Piece> pieces) {
   uint64_t bytes = 0;
   for (const Piece& piece : pieces) bytes += piece.size();
   std::atomic<uint64_t> sum{0};

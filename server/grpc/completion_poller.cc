@@ -1,4 +1,4 @@
-#include "server/grpc/stream_poller.h"
+#include "server/grpc/completion_poller.h"
 
 #include <grpcpp/server_builder.h>
 
@@ -13,21 +13,22 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-thread_local StreamPoller::PollThread* StreamPoller::own_thread = nullptr;
+thread_local CompletionPoller::PollThread* CompletionPoller::own_thread = nullptr;
 
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus) {
   if (cpus < 4) return 0;
   return computes_on_cpus ? 50 : 1000;
 }
 
-StreamPoller::StreamPoller(grpc::ServerBuilder* builder, const StreamPollerOptions& options)
+CompletionPoller::CompletionPoller(grpc::ServerBuilder* builder,
+                                   const CompletionPollerOptions& options)
     : thread_count_(options.threads),
       spin_us_(options.spin_us),
       queue_(builder->AddCompletionQueue()) {}
 
-StreamPoller::~StreamPoller() { Stop(); }
+CompletionPoller::~CompletionPoller() { Stop(); }
 
-void StreamPoller::Start() {
+void CompletionPoller::Start() {
   for (int32_t i = 0; i < thread_count_; ++i) {
     threads_.push_back(std::make_unique<PollThread>(this));
     threads_.back()->thread =
@@ -36,7 +37,7 @@ void StreamPoller::Start() {
   if (thread_count_ > 1) watch_ = std::thread([this] { Watch(); });
 }
 
-void StreamPoller::Stop() {
+void CompletionPoller::Stop() {
   if (std::exchange(stopped_, true)) return;
   {
     std::unique_lock lock(mutex_);
@@ -51,17 +52,17 @@ void StreamPoller::Stop() {
   for (const auto& poll_thread : threads_) poll_thread->thread.join();
 }
 
-void StreamPoller::CallMade() {
+void CompletionPoller::CallMade() {
   const std::lock_guard lock(mutex_);
   ++calls_;
 }
 
-void StreamPoller::CallGone() {
+void CompletionPoller::CallGone() {
   const std::lock_guard lock(mutex_);
   if (--calls_ == 0) idle_.notify_all();
 }
 
-void StreamPoller::HandOver() {
+void CompletionPoller::HandOver() {
   PollThread* const poll_thread = own_thread;
   if (thread_count_ < 2 || poll_thread == nullptr || poll_thread->poller != this) return;
   if (polling_.load(std::memory_order_relaxed) != poll_thread) return;
@@ -74,7 +75,7 @@ void StreamPoller::HandOver() {
 }
 
 // Takes the polling from a thread that is found twice in the same event.
-void StreamPoller::Watch() {
+void CompletionPoller::Watch() {
   const PollThread* seen = nullptr;
   uint64_t events_seen = 0;
   std::unique_lock lock(mutex_);
@@ -92,7 +93,7 @@ void StreamPoller::Watch() {
 }
 
 // False: the queue was shut down and is empty.
-bool StreamPoller::Next(void** tag, bool* ok) {
+bool CompletionPoller::Next(void** tag, bool* ok) {
   using Queue = grpc::CompletionQueue;
   if (const int32_t spin = spin_us_.load(std::memory_order_relaxed); spin > 0) {
     const auto end = Clock::now() + std::chrono::microseconds(spin);
@@ -105,7 +106,7 @@ bool StreamPoller::Next(void** tag, bool* ok) {
   return queue_->Next(tag, ok);
 }
 
-void StreamPoller::Run(PollThread* poll_thread) {
+void CompletionPoller::Run(PollThread* poll_thread) {
   own_thread = poll_thread;
   for (;;) {
     {

@@ -1,4 +1,4 @@
-#include "server/process/process_end.h"
+#include "server/process/exit_guards.h"
 
 #include <unistd.h>
 

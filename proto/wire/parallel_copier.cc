@@ -1,4 +1,4 @@
-#include "proto/wire/copy_team.h"
+#include "proto/wire/parallel_copier.h"
 
 #include <algorithm>
 #include <chrono>
@@ -19,7 +19,7 @@ constexpr int kSpinsForHelpers = 2000;
 
 }  // namespace
 
-CopyTeam::CopyTeam(const CopyTeamOptions& options) : options_(options) {
+ParallelCopier::ParallelCopier(const ParallelCopierOptions& options) : options_(options) {
   if (options_.threads <= 1) return;
   helpers_.reserve(static_cast<size_t>(options_.threads) - 1);
   try {
@@ -29,7 +29,7 @@ CopyTeam::CopyTeam(const CopyTeamOptions& options) : options_(options) {
   }
 }
 
-CopyTeam::~CopyTeam() {
+ParallelCopier::~ParallelCopier() {
   {
     const std::lock_guard lock(sleep_);
     stop_ = true;
@@ -39,7 +39,7 @@ CopyTeam::~CopyTeam() {
 }
 
 // Copies one unclaimed piece; false when there is none.
-bool CopyTeam::CopyPiece(bool helping) {
+bool ParallelCopier::CopyPiece(bool helping) {
   uint32_t left = unclaimed_.load(std::memory_order_acquire);
   do {
     if (left == 0) return false;
@@ -55,8 +55,8 @@ bool CopyTeam::CopyPiece(bool helping) {
   return true;
 }
 
-void CopyTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
-                      std::byte* to) {
+void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
+                            std::byte* to) {
   std::unique_lock lock(busy_, std::defer_lock);
   if (size < kSharedBytes || helpers_.empty() || !lock.try_lock()) {
     return GatherBytes(fragments, offset, size, to);
@@ -84,7 +84,7 @@ void CopyTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t
   }
 }
 
-void CopyTeam::Help() {
+void ParallelCopier::Help() {
   auto last = Clock::now();
   while (!stop_.load(std::memory_order_relaxed)) {
     bool copied = false;

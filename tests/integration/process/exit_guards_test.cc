@@ -16,7 +16,7 @@
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
-#include "server/process/process_end.h"
+#include "server/process/exit_guards.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 

@@ -1,4 +1,4 @@
-#include "proto/wire/copy_team.h"
+#include "proto/wire/parallel_copier.h"
 
 #include <gtest/gtest.h>
 
@@ -27,36 +27,36 @@ struct Source {
     }
   }
   std::vector<std::byte> all;
-  std::vector<CopyTeam::Fragment> fragments;
+  std::vector<ParallelCopier::Fragment> fragments;
 };
 
-class CopyTeamTest : public testing::TestWithParam<CopyTeamOptions> {};
+class ParallelCopierTest : public testing::TestWithParam<ParallelCopierOptions> {};
 
-TEST_P(CopyTeamTest, CopiesEveryByteToItsPlace) {
-  CopyTeam team(GetParam());
+TEST_P(ParallelCopierTest, CopiesEveryByteToItsPlace) {
+  ParallelCopier copier(GetParam());
   std::mt19937_64 random(3);
   for (int round = 0; round < 60; ++round) {
     const size_t offset = random() % 1000;
-    const size_t size = random() % (3 * CopyTeam::kSharedBytes);
+    const size_t size = random() % (3 * ParallelCopier::kSharedBytes);
     const Source source(offset + size + random() % 1000, random());
     std::vector<std::byte> to(size + 1, std::byte{0x5a});
-    team.Gather(source.fragments, offset, size, to.data());
+    copier.Gather(source.fragments, offset, size, to.data());
     ASSERT_EQ(std::memcmp(to.data(), source.all.data() + offset, size), 0) << round;
     ASSERT_EQ(to[size], std::byte{0x5a}) << "one byte too many";
   }
 }
 
-TEST_P(CopyTeamTest, ServesSeveralThreads) {
-  CopyTeam team(GetParam());
+TEST_P(ParallelCopierTest, ServesSeveralThreads) {
+  ParallelCopier copier(GetParam());
   std::atomic<int> wrong{0};
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller) {
     callers.emplace_back([&, caller] {
-      const Source source(2 * CopyTeam::kSharedBytes + 17, 100 + caller);
+      const Source source(2 * ParallelCopier::kSharedBytes + 17, 100 + caller);
       std::vector<std::byte> to(source.all.size());
       for (int round = 0; round < 40; ++round) {
         std::memset(to.data(), 0, to.size());
-        team.Copy(source.all, to.data());
+        copier.Copy(source.all, to.data());
         wrong += to != source.all;
       }
     });
@@ -66,57 +66,58 @@ TEST_P(CopyTeamTest, ServesSeveralThreads) {
 }
 
 // Copies until helpers have taken a piece more, which is only a matter of time where they take any.
-bool GetsHelp(CopyTeam* team) {
+bool GetsHelp(ParallelCopier* copier) {
   const std::vector<std::byte> from(size_t{8} << 20, std::byte{7});
   std::vector<std::byte> to(from.size());
-  const uint64_t before = team->helped();
+  const uint64_t before = copier->helped();
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (team->helped() == before && std::chrono::steady_clock::now() < give_up) {
-    team->Copy(from, to.data());
+  while (copier->helped() == before && std::chrono::steady_clock::now() < give_up) {
+    copier->Copy(from, to.data());
   }
-  return team->helped() > before;
+  return copier->helped() > before;
 }
 
-TEST_P(CopyTeamTest, HelpersHelpAndDoSoAgainAfterTheirSleep) {
-  CopyTeam team(GetParam());
-  ASSERT_EQ(team.threads(), GetParam().threads);
-  if (team.threads() == 1) {
-    const std::vector<std::byte> from(2 * CopyTeam::kSharedBytes);
+TEST_P(ParallelCopierTest, HelpersHelpAndDoSoAgainAfterTheirSleep) {
+  ParallelCopier copier(GetParam());
+  ASSERT_EQ(copier.threads(), GetParam().threads);
+  if (copier.threads() == 1) {
+    const std::vector<std::byte> from(2 * ParallelCopier::kSharedBytes);
     std::vector<std::byte> to(from.size());
-    team.Copy(from, to.data());
-    EXPECT_EQ(team.helped(), 0u);
+    copier.Copy(from, to.data());
+    EXPECT_EQ(copier.helped(), 0u);
     return;
   }
   for (int sleep = 0; sleep < 3; ++sleep) {
-    EXPECT_TRUE(GetsHelp(&team)) << sleep;
+    EXPECT_TRUE(GetsHelp(&copier)) << sleep;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));  // longer than any spin here
   }
 }
 
-TEST(CopyTeamHelpTest, SmallCopiesAreTheCallersOwn) {
-  CopyTeam team({4, 1000});
-  const std::vector<std::byte> from(CopyTeam::kSharedBytes - 1, std::byte{7});
+TEST(ParallelCopierHelpTest, SmallCopiesAreTheCallersOwn) {
+  ParallelCopier copier({4, 1000});
+  const std::vector<std::byte> from(ParallelCopier::kSharedBytes - 1, std::byte{7});
   std::vector<std::byte> to(from.size());
-  for (int i = 0; i < 200; ++i) team.Copy(from, to.data());
-  EXPECT_EQ(team.helped(), 0u);
+  for (int i = 0; i < 200; ++i) copier.Copy(from, to.data());
+  EXPECT_EQ(copier.helped(), 0u);
   EXPECT_EQ(to, from);
 }
 
 // More threads than cores: the caller comes to wait for helpers that do not run.
-TEST(CopyTeamHelpTest, WaitsForHelpersThatHaveLostTheirCores) {
-  CopyTeam team({32, 1000});
-  const Source source(2 * CopyTeam::kSharedBytes, 5);
+TEST(ParallelCopierHelpTest, WaitsForHelpersThatHaveLostTheirCores) {
+  ParallelCopier copier({32, 1000});
+  const Source source(2 * ParallelCopier::kSharedBytes, 5);
   std::vector<std::byte> to(source.all.size());
   for (int round = 0; round < 10; ++round) {
     std::memset(to.data(), 0, to.size());
-    team.Gather(source.fragments, 0, to.size(), to.data());
+    copier.Gather(source.fragments, 0, to.size(), to.data());
     ASSERT_EQ(to, source.all) << round;
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, CopyTeamTest,
-                         testing::Values(CopyTeamOptions{1, 0}, CopyTeamOptions{2, 0},
-                                         CopyTeamOptions{4, 50}, CopyTeamOptions{4, 2000}));
+INSTANTIATE_TEST_SUITE_P(Sizes, ParallelCopierTest,
+                         testing::Values(ParallelCopierOptions{1, 0}, ParallelCopierOptions{2, 0},
+                                         ParallelCopierOptions{4, 50},
+                                         ParallelCopierOptions{4, 2000}));
 
 }  // namespace
 }  // namespace mla::wire

@@ -1,4 +1,4 @@
-#include "server/grpc/stream_poller.h"
+#include "server/grpc/completion_poller.h"
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
@@ -38,7 +38,7 @@ std::string Text(const grpc::ByteBuffer& message) {
 // What happened to the calls of a server.
 struct Record {
   std::atomic<int> cancelled{0}, done{0};
-  std::function<void(StreamPoller&, const std::string&)> on_message;
+  std::function<void(CompletionPoller&, const std::string&)> on_message;
 };
 
 // Answers each message with itself.
@@ -71,15 +71,15 @@ class Echo final : public StreamHandler {
 
 class EchoServer {
  public:
-  EchoServer(const StreamPollerOptions& options, Record* record) {
+  EchoServer(const CompletionPollerOptions& options, Record* record) {
     grpc::ServerBuilder builder;
     builder.RegisterAsyncGenericService(&service_);
-    poller_ = std::make_unique<StreamPoller>(&builder, options);
+    poller_ = std::make_unique<CompletionPoller>(&builder, options);
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
     server_ = builder.BuildAndStart();
     acceptor_ = std::make_unique<StreamAcceptor>(
         poller_.get(),
-        [this](StreamCall* call, StreamPoller* poller, void* tag) {
+        [this](StreamCall* call, CompletionPoller* poller, void* tag) {
           service_.RequestCall(&call->context(), &call->stream(), poller->queue(), poller->queue(),
                                tag);
         },
@@ -98,7 +98,7 @@ class EchoServer {
 
  private:
   grpc::AsyncGenericService service_;
-  std::unique_ptr<StreamPoller> poller_;
+  std::unique_ptr<CompletionPoller> poller_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<StreamAcceptor> acceptor_;
   int port_ = 0;
@@ -173,9 +173,9 @@ double CpuSeconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-class StreamPollerTest : public testing::TestWithParam<StreamPollerOptions> {};
+class CompletionPollerTest : public testing::TestWithParam<CompletionPollerOptions> {};
 
-TEST_P(StreamPollerTest, ServesCallsToTheirEnds) {
+TEST_P(CompletionPollerTest, ServesCallsToTheirEnds) {
   Record record;
   EchoServer server(GetParam(), &record);
   Caller first(server.Connect()), second(server.Connect());
@@ -189,7 +189,7 @@ TEST_P(StreamPollerTest, ServesCallsToTheirEnds) {
   EXPECT_EQ(record.cancelled, 0);
 }
 
-TEST_P(StreamPollerTest, SaysThatACallerHasGone) {
+TEST_P(CompletionPollerTest, SaysThatACallerHasGone) {
   Record record;
   EchoServer server(GetParam(), &record);
   Caller caller(server.Connect());
@@ -199,7 +199,7 @@ TEST_P(StreamPollerTest, SaysThatACallerHasGone) {
   EXPECT_EQ(record.cancelled, 1);
 }
 
-TEST_P(StreamPollerTest, SleepsWhenNothingComes) {
+TEST_P(CompletionPollerTest, SleepsWhenNothingComes) {
   Record record;
   EchoServer server(GetParam(), &record);
   Caller caller(server.Connect());
@@ -212,20 +212,22 @@ TEST_P(StreamPollerTest, SleepsWhenNothingComes) {
   EXPECT_TRUE(caller.Finish().ok());
 }
 
-INSTANTIATE_TEST_SUITE_P(All, StreamPollerTest,
-                         testing::Values(StreamPollerOptions{1, 0}, StreamPollerOptions{1, 2000},
-                                         StreamPollerOptions{4, 0}, StreamPollerOptions{4, 2000}),
+INSTANTIATE_TEST_SUITE_P(All, CompletionPollerTest,
+                         testing::Values(CompletionPollerOptions{1, 0},
+                                         CompletionPollerOptions{1, 2000},
+                                         CompletionPollerOptions{4, 0},
+                                         CompletionPollerOptions{4, 2000}),
                          [](const auto& info) {
                            return std::to_string(info.param.threads) + "_threads_" +
                                   std::to_string(info.param.spin_us) + "_us";
                          });
 
-TEST(StreamPollerHandOverTest, OthersAreServedMeanwhile) {
+TEST(CompletionPollerHandOverTest, OthersAreServedMeanwhile) {
   Record record;
   std::promise<void> go_on;
   std::shared_future<void> may_go_on = go_on.get_future().share();
   std::atomic<int> stuck{0};
-  record.on_message = [&](StreamPoller& poller, const std::string& text) {
+  record.on_message = [&](CompletionPoller& poller, const std::string& text) {
     if (text != "long") return;
     poller.HandOver();
     ++stuck;
@@ -243,12 +245,12 @@ TEST(StreamPollerHandOverTest, OthersAreServedMeanwhile) {
 }
 
 // A handler that did not know that it would take long.
-TEST(StreamPollerTakeOverTest, OthersAreServedWhileAHandlerHangs) {
+TEST(CompletionPollerTakeOverTest, OthersAreServedWhileAHandlerHangs) {
   Record record;
   std::promise<void> go_on;
   std::shared_future<void> may_go_on = go_on.get_future().share();
   std::atomic<int> stuck{0};
-  record.on_message = [&](StreamPoller&, const std::string& text) {
+  record.on_message = [&](CompletionPoller&, const std::string& text) {
     if (text != "long") return;
     ++stuck;
     may_go_on.wait();
@@ -271,7 +273,7 @@ TEST(StreamPollerTakeOverTest, OthersAreServedWhileAHandlerHangs) {
   EXPECT_TRUE(other.Finish().ok());
 }
 
-TEST(StreamPollerDefaultTest, SpinsOnlyWhereACoreIsFree) {
+TEST(CompletionPollerDefaultTest, SpinsOnlyWhereACoreIsFree) {
   EXPECT_EQ(DefaultSpinMicros(1, false), 0);
   EXPECT_EQ(DefaultSpinMicros(3, false), 0);
   EXPECT_EQ(DefaultSpinMicros(3, true), 0);

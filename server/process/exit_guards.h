@@ -1,8 +1,8 @@
 // How the process ends when nothing that it does by itself can end it.
 //
 // Threading: one StartGuard at a time; a StopGuard is made and destroyed by one thread.
-#ifndef MLA_SERVER_PROCESS_PROCESS_END_H_
-#define MLA_SERVER_PROCESS_PROCESS_END_H_
+#ifndef MLA_SERVER_PROCESS_EXIT_GUARDS_H_
+#define MLA_SERVER_PROCESS_EXIT_GUARDS_H_
 
 #include <chrono>
 #include <exception>
@@ -47,4 +47,4 @@ class StopGuard final {
 
 }  // namespace mla::server
 
-#endif  // MLA_SERVER_PROCESS_PROCESS_END_H_
+#endif  // MLA_SERVER_PROCESS_EXIT_GUARDS_H_

@@ -11,8 +11,8 @@
 // copies are the caller's own. Threading: Copy from any thread; one that finds the team busy copies
 // alone. Ownership: the team owns its helpers; it outlives every Copy. Nothing allocates but the
 // constructor.
-#ifndef MLA_PROTO_WIRE_COPY_TEAM_H_
-#define MLA_PROTO_WIRE_COPY_TEAM_H_
+#ifndef MLA_PROTO_WIRE_PARALLEL_COPIER_H_
+#define MLA_PROTO_WIRE_PARALLEL_COPIER_H_
 
 #include <atomic>
 #include <condition_variable>
@@ -25,24 +25,24 @@
 
 namespace mla::wire {
 
-struct CopyTeamOptions {
+struct ParallelCopierOptions {
   // That copy, the caller of Copy among them; 1 and less: no helpers. Where the system has no more
   // threads the team does with those that it got.
   int32_t threads = 1;
   int32_t spin_us = 0;  // of a helper, after a shared copy
 };
 
-class CopyTeam final {
+class ParallelCopier final {
  public:
   using Fragment = std::span<const std::byte>;
 
   // Copies of this many bytes and more are shared: below, waiting for helpers costs what they save.
   static constexpr size_t kSharedBytes = size_t{512} << 10;
 
-  explicit CopyTeam(const CopyTeamOptions& options);
-  ~CopyTeam();
-  CopyTeam(const CopyTeam&) = delete;
-  CopyTeam& operator=(const CopyTeam&) = delete;
+  explicit ParallelCopier(const ParallelCopierOptions& options);
+  ~ParallelCopier();
+  ParallelCopier(const ParallelCopier&) = delete;
+  ParallelCopier& operator=(const ParallelCopier&) = delete;
 
   // Copies `size` bytes from `offset` of what the fragments hold together, as GatherBytes does.
   // REQUIRES: offset + size <= their total size.
@@ -67,7 +67,7 @@ class CopyTeam final {
   bool CopyPiece(bool helping);
   void Help();
 
-  const CopyTeamOptions options_;
+  const ParallelCopierOptions options_;
   std::mutex busy_;  // held by the Copy that has the helpers
   Job job_;          // may be read by a thread from its claim of a piece until it finishes it
   // Pieces that no thread has claimed.
@@ -84,4 +84,4 @@ class CopyTeam final {
 
 }  // namespace mla::wire
 
-#endif  // MLA_PROTO_WIRE_COPY_TEAM_H_
+#endif  // MLA_PROTO_WIRE_PARALLEL_COPIER_H_

@@ -1,4 +1,4 @@
-#include "scheduler/batching/slice_table.h"
+#include "scheduler/batching/head_slice_table.h"
 
 #include <algorithm>
 #include <limits>
@@ -13,7 +13,7 @@ constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
 
 bool SharesHeads(const SliceGroup& group, const AttendArgs& args) {
   for (const StreamRequest* member = group.first; member != nullptr;
-       member = SliceTable::Next(member)) {
+       member = HeadSliceTable::Next(member)) {
     const AttendArgs& other = member->attend;
     if (args.head_offset < other.head_offset + other.num_heads &&
         other.head_offset < args.head_offset + args.num_heads) {
@@ -31,7 +31,7 @@ StepRank& RankOf(const StreamRequest& request) {
 
 // Whether a launch has taken the rank's slice of the layer's row `row`, or of one behind it, or of
 // a later layer.
-bool Went(const StepRank& rank, int32_t layer, int32_t row) {
+bool HasLaunched(const StepRank& rank, int32_t layer, int32_t row) {
   return rank.layer > layer || (rank.layer == layer && rank.end_row > row);
 }
 
@@ -44,7 +44,7 @@ bool Waits(const SliceGroup& group, size_t participant) {
        other = other->next) {
     if (other->end_row <= group.first_row) continue;
     for (const StreamRequest* member = other->first; member != nullptr;
-         member = SliceTable::Next(member)) {
+         member = HeadSliceTable::Next(member)) {
       if (member->stream == step.streams[participant]) return true;
     }
   }
@@ -53,7 +53,7 @@ bool Waits(const SliceGroup& group, size_t participant) {
 
 // Whether the participant may still bring a slice to the group.
 bool IsMissing(const SliceGroup& group, size_t participant) {
-  return !Went(group.step->ranks[participant], group.layer, group.first_row) &&
+  return !HasLaunched(group.step->ranks[participant], group.layer, group.first_row) &&
          !Waits(group, participant);
 }
 
@@ -71,13 +71,13 @@ bool HasAllHeads(const SliceGroup& group) {
 
 }  // namespace
 
-SliceTable::SliceTable(const Limits& limits)
+HeadSliceTable::HeadSliceTable(const Limits& limits)
     : wait_ns_(limits.slice_wait_us * kNanosPerMicro), members_most_(limits.launch_requests) {
   pool_.reserve(limits.queue_requests);
   free_.reserve(limits.queue_requests);
 }
 
-bool SliceTable::Gains(const StreamRequest& request) const {
+bool HeadSliceTable::Gains(const StreamRequest& request) const {
   const AttendArgs& args = request.attend;
   const Step& step = *request.engine.step;
   const Model& model = *step.model;
@@ -98,7 +98,7 @@ bool SliceTable::Gains(const StreamRequest& request) const {
   return packed < records * model.tile_rows;
 }
 
-SliceGroup* SliceTable::GroupFor(const StreamRequest& request) {
+SliceGroup* HeadSliceTable::GroupFor(const StreamRequest& request) {
   const AttendArgs& args = request.attend;
   Step* const step = request.engine.step;
   SliceGroup*& layer = step->layers[args.layer].slices;
@@ -129,7 +129,7 @@ SliceGroup* SliceTable::GroupFor(const StreamRequest& request) {
   return group;
 }
 
-void SliceTable::Recount(SliceGroup* group) const {
+void HeadSliceTable::Recount(SliceGroup* group) const {
   group->members = 0;
   group->heads = 0;
   group->appends = group->first != nullptr && Appends(*group->first);
@@ -143,17 +143,17 @@ void SliceTable::Recount(SliceGroup* group) const {
   }
 }
 
-void SliceTable::NoteWhoIsAwaited(const Step& step, int32_t layer) {
+void HeadSliceTable::NoteWhoIsAwaited(const Step& step, int32_t layer) {
   for (SliceGroup* group = step.layers[layer].slices; group != nullptr; group = group->next) {
     group->awaits = step.participants > 1 && !HasAllHeads(*group) && AwaitsSomeone(*group);
   }
 }
 
-void SliceTable::NoteArrival(const StreamRequest& request) const {
+void HeadSliceTable::NoteArrival(const StreamRequest& request) const {
   StepRank& rank = RankOf(request);
   if (!rank.missed) return;
   for (const StepRank& sibling : request.engine.step->ranks) {
-    if (Went(sibling, request.attend.layer, FirstRow(request)) &&
+    if (HasLaunched(sibling, request.attend.layer, FirstRow(request)) &&
         request.engine.arrival_ns - sibling.since >= wait_ns_) {
       return;
     }
@@ -161,7 +161,7 @@ void SliceTable::NoteArrival(const StreamRequest& request) const {
   rank.missed = false;
 }
 
-void SliceTable::Join(StreamRequest* request) {
+void HeadSliceTable::Join(StreamRequest* request) {
   if (!Gains(*request)) return;
   if (request->engine.rows_done == 0) NoteArrival(*request);
   SliceGroup* const group = GroupFor(*request);
@@ -183,7 +183,7 @@ void SliceTable::Join(StreamRequest* request) {
   NoteWhoIsAwaited(*group->step, group->layer);
 }
 
-void SliceTable::Leave(StreamRequest* request) {
+void HeadSliceTable::Leave(StreamRequest* request) {
   SliceGroup* const group = request->engine.group;
   if (group == nullptr) return;
   StreamRequest** link = &group->first;
@@ -201,13 +201,13 @@ void SliceTable::Leave(StreamRequest* request) {
   NoteWhoIsAwaited(step, layer);
 }
 
-Departure SliceTable::Launch(SliceGroup* group, int32_t rows) {
+GroupOutcome HeadSliceTable::Launch(SliceGroup* group, int32_t rows) {
   Step& step = *group->step;
   const int32_t end_row = group->first_row + rows;
   const bool waited = HeldUntil(*group) > 0;
   for (StreamRequest* member = group->first; member != nullptr;) {
     StepRank& rank = RankOf(*member);
-    if (!Went(rank, group->layer, end_row - 1)) {
+    if (!HasLaunched(rank, group->layer, end_row - 1)) {
       rank = {group->layer, end_row, group->since, rank.missed};
     }
     StreamRequest* const next = Next(member);
@@ -215,40 +215,40 @@ Departure SliceTable::Launch(SliceGroup* group, int32_t rows) {
     member->engine.sibling = nullptr;
     member = next;
   }
-  Departure departure = waited ? Departure::kGaveUp : Departure::kWhole;
+  GroupOutcome outcome = waited ? GroupOutcome::kGaveUp : GroupOutcome::kWhole;
   if (wait_ns_ > 0 && step.participants > 1 && !HasAllHeads(*group)) {
     for (size_t i = 0; i < step.ranks.size(); ++i) {
       if (!IsMissing(*group, i)) continue;
-      if (!waited) departure = Departure::kDidNotWait;
+      if (!waited) outcome = GroupOutcome::kDidNotWait;
       step.ranks[i].missed = true;
     }
   }
   const int32_t layer = group->layer;
   Free(group);
   NoteWhoIsAwaited(step, layer);
-  return departure;
+  return outcome;
 }
 
-void SliceTable::Free(SliceGroup* group) {
+void HeadSliceTable::Free(SliceGroup* group) {
   SliceGroup** link = &group->step->layers[group->layer].slices;
   while (*link != group) link = &(*link)->next;
   *link = group->next;
   free_.push_back(group);
 }
 
-void SliceTable::RowsAccepted(const Step& step, int32_t layer, MonotonicNanos now) {
+void HeadSliceTable::RowsAccepted(const Step& step, int32_t layer, MonotonicNanos now) {
   const LayerProgress& progress = step.layers[layer];
   for (SliceGroup* group = progress.slices; group != nullptr; group = group->next) {
     if (group->since == 0 && group->end_row <= progress.accepted) group->since = now;
   }
 }
 
-bool SliceTable::Ready(const SliceGroup& group) {
+bool HeadSliceTable::Ready(const SliceGroup& group) {
   const LayerProgress& layer = group.step->layers[group.layer];
   return group.appends ? layer.appended == group.first_row : layer.appended >= group.end_row;
 }
 
-MonotonicNanos SliceTable::HeldUntil(const SliceGroup& group) const {
+MonotonicNanos HeadSliceTable::HeldUntil(const SliceGroup& group) const {
   if (wait_ns_ == 0 || !group.awaits) return 0;
   return std::min(group.since + wait_ns_, group.latest);
 }

@@ -22,8 +22,8 @@
 //
 // Ownership: the table owns the groups; a group borrows its members while they wait. Threading:
 // owned by the engine role. Groups are pooled; nothing is allocated once the pool is warm.
-#ifndef MLA_SCHEDULER_BATCHING_SLICE_TABLE_H_
-#define MLA_SCHEDULER_BATCHING_SLICE_TABLE_H_
+#ifndef MLA_SCHEDULER_BATCHING_HEAD_SLICE_TABLE_H_
+#define MLA_SCHEDULER_BATCHING_HEAD_SLICE_TABLE_H_
 
 #include <cstdint>
 #include <memory>
@@ -56,15 +56,15 @@ struct SliceGroup {
 };
 
 // How a group went.
-enum class Departure : uint8_t {
+enum class GroupOutcome : uint8_t {
   kWhole,      // with every head, or no other slice could have come any more
   kGaveUp,     // without a sibling that it had waited for
   kDidNotWait  // without a sibling that had missed an earlier wait
 };
 
-class SliceTable {
+class HeadSliceTable {
  public:
-  explicit SliceTable(const Limits& limits);
+  explicit HeadSliceTable(const Limits& limits);
 
   // Adds a waiting request to the group it belongs to, if it is a slice that gains by one. Calls
   // for requests that do not are ignored. REQUIRES: engine.step is set; in no group.
@@ -73,7 +73,7 @@ class SliceTable {
   void Leave(StreamRequest* request);
   // All members leave, to be launched together with the next `rows` of their rows, which is noted
   // in the step.
-  Departure Launch(SliceGroup* group, int32_t rows);
+  GroupOutcome Launch(SliceGroup* group, int32_t rows);
   // The KV rows [0, accepted) of the layer have come, at `now`.
   static void RowsAccepted(const Step& step, int32_t layer, MonotonicNanos now);
 
@@ -101,4 +101,4 @@ class SliceTable {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_BATCHING_SLICE_TABLE_H_
+#endif  // MLA_SCHEDULER_BATCHING_HEAD_SLICE_TABLE_H_

@@ -1,4 +1,4 @@
-#include "server/attend/attend_preparer.h"
+#include "server/attend/attend_request_builder.h"
 
 #include <algorithm>
 #include <utility>
@@ -43,27 +43,27 @@ scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& t
 
 }  // namespace
 
-AttendPreparer::AttendPreparer(scheduler::Engine* engine, std::string tenant)
+AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::string tenant)
     : engine_(engine),
       tenant_(std::move(tenant)),
       row_(RowOf(*engine, tenant_)),
       stream_(engine->OpenStream(tenant_, &steps_)) {}
 
-uint64_t AttendPreparer::SharedInBytes(const AttendSizes& sizes) {
+uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
   return Together(sizes.kv_bytes, sizes.q_bytes);
 }
 
-uint64_t AttendPreparer::SharedOutBytes(const AttendSizes& sizes) {
+uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
   return Together(sizes.o_bytes, sizes.lse_bytes);
 }
 
-absl::Status AttendPreparer::Submit(AttendMessage* message) {
+absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
   message->tenant = row_.get();
   return engine_->Submit(message, &message->fault);
 }
 
-absl::Status AttendPreparer::Prepare(const v1::AttendStreamRequest& header,
-                                     AttendMessage* message) {
+absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header,
+                                           AttendMessage* message) {
   switch (header.body_case()) {
     case v1::AttendStreamRequest::kBeginStep:
       return PrepareBegin(header.begin_step(), message);
@@ -79,13 +79,14 @@ absl::Status AttendPreparer::Prepare(const v1::AttendStreamRequest& header,
   }
 }
 
-absl::Status AttendPreparer::PrepareEnd(const v1::EndStep& end, AttendMessage* message) {
+absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
   return ParseEndStep(end, engine_->limits(), &message->end, &message->fault);
 }
 
-absl::Status AttendPreparer::PrepareBegin(const v1::BeginStep& begin, AttendMessage* message) {
+absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
+                                                AttendMessage* message) {
   message->kind = RequestKind::kBeginStep;
   message->step_id = begin.step_id();
   scheduler::StepShape shape;
@@ -107,7 +108,7 @@ absl::Status AttendPreparer::PrepareBegin(const v1::BeginStep& begin, AttendMess
   return absl::OkStatus();
 }
 
-bool AttendPreparer::FindShape(scheduler::StepId id, scheduler::StepShape* shape) {
+bool AttendRequestBuilder::FindShape(scheduler::StepId id, scheduler::StepShape* shape) {
   // The engine lists a step before it answers the BeginStep, so one that is not pending is listed.
   if (begins_pending_.load(std::memory_order_acquire) > 0) {
     const std::lock_guard lock(mutex_);
@@ -121,8 +122,8 @@ bool AttendPreparer::FindShape(scheduler::StepId id, scheduler::StepShape* shape
   return steps_->Find(id, shape);
 }
 
-absl::Status AttendPreparer::PrepareAttend(const v1::Attend& attend, int64_t payload_bytes,
-                                           int64_t reply_bytes, AttendMessage* message) {
+absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64_t payload_bytes,
+                                                 int64_t reply_bytes, AttendMessage* message) {
   message->kind = RequestKind::kAttend;
   message->step_id = attend.step_id();
   scheduler::StepShape shape;
@@ -136,9 +137,9 @@ absl::Status AttendPreparer::PrepareAttend(const v1::Attend& attend, int64_t pay
                      &message->sizes, &message->fault);
 }
 
-absl::Status AttendPreparer::PointInto(const SharedRegion& region, uint64_t in_offset,
-                                       uint64_t out_offset, const char* prefix,
-                                       AttendMessage* message) {
+absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_t in_offset,
+                                             uint64_t out_offset, const char* prefix,
+                                             AttendMessage* message) {
   const AttendSizes& sizes = message->sizes;
   absl::Status status =
       CheckPlace(region, in_offset, SharedInBytes(sizes), prefix, "in_offset", &message->fault);
@@ -159,7 +160,7 @@ absl::Status AttendPreparer::PointInto(const SharedRegion& region, uint64_t in_o
   return absl::OkStatus();
 }
 
-void AttendPreparer::Answered(const AttendMessage& message) {
+void AttendRequestBuilder::Answered(const AttendMessage& message) {
   if (message.begin_order == 0) return;
   const std::lock_guard lock(mutex_);
   const auto begin = std::find_if(
