@@ -5,6 +5,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "scheduler/fault.h"
+#include "server/metrics/stats_table.h"
 #include "server/process/version.h"
 
 namespace mla::server {
@@ -125,40 +126,18 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
 
 void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
                v1::GetStatsReply* to) {
-  to->set_sequences(Unsigned<uint32_t>(from.sequences));
-  to->set_open_steps(Unsigned<uint32_t>(from.open_steps));
-  to->set_models(Unsigned<uint32_t>(from.models));
-  to->set_streams(Unsigned<uint32_t>(wire.streams.load()));
-  to->set_requests_waiting(Unsigned<uint32_t>(from.requests_waiting));
-  to->set_requests_running(Unsigned<uint32_t>(from.requests_running));
-  to->set_requests_total(from.requests_total);
-  to->set_requests_failed(from.requests_failed);
-  to->set_launches(from.launches);
-  to->set_launches_mixed_layers(from.launches_mixed_layers);
-  to->set_launches_mixed_clients(from.launches_mixed_clients);
-  to->set_longest_launch_us(Unsigned<uint64_t>(from.longest_launch_ns / 1000));
-  to->set_plan_hits(from.plan_hits);
-  to->set_plan_misses(from.plan_misses);
-  to->set_kv_bytes_total(Unsigned<uint64_t>(from.kv_bytes_total));
-  to->set_kv_bytes_used(Unsigned<uint64_t>(from.kv_bytes_used));
-  to->set_page_groups_used(Unsigned<uint64_t>(from.page_groups_used));
-  to->set_page_groups_shared(Unsigned<uint64_t>(from.page_groups_shared));
-  to->set_copies_on_write(from.copies_on_write);
-  to->set_page_groups_scrubbed(from.page_groups_scrubbed);
-  to->set_leases_expired(from.leases_expired);
-  to->set_steps_aborted(from.steps_aborted);
-  to->set_received_bytes(wire.received_bytes.load());
-  to->set_sent_bytes(wire.sent_bytes.load());
-  to->set_copied_bytes(wire.copied_bytes.load());
-  to->set_shared_bytes(wire.shared_received_bytes.load() + wire.shared_sent_bytes.load());
-  to->set_shared_regions(Unsigned<uint32_t>(wire.shared_regions.load()));
-  to->set_rings(Unsigned<uint32_t>(wire.rings.load()));
-  to->set_slices_fused(from.slices_fused);
-  to->set_slice_waits_expired(from.slice_waits_expired);
-  to->set_slice_waits_skipped(from.slice_waits_skipped);
-  to->set_rows_decode(from.rows_decode);
-  to->set_rows_extend(from.rows_extend);
-  to->set_rows_prefill(from.rows_prefill);
+  const auto* descriptor = v1::GetStatsReply::descriptor();
+  const auto* reflection = v1::GetStatsReply::GetReflection();
+  for (const Stat& stat : AllStats()) {
+    if (stat.field == nullptr) continue;
+    const auto* field = descriptor->FindFieldByName(stat.field);
+    const uint64_t value = stat.read({from, wire});
+    if (field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32) {
+      reflection->SetUInt32(to, field, static_cast<uint32_t>(value));
+    } else {
+      reflection->SetUInt64(to, field, value);
+    }
+  }
 }
 
 grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetStatsRequest*,

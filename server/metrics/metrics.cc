@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "server/grpc/grpc_status.h"
@@ -26,110 +27,79 @@ using prometheus::Histogram;
 constexpr size_t kMaxTenants = 64;
 constexpr int kCodes = 17;
 
-enum class Type { kCounter, kGauge, kHistogram };
-
 struct Declaration {
   const char* name;
-  Type type;
+  const char* type;
   const char* help;
 };
 
-// The declaration of every metric. A name is used nowhere else in the product.
+constexpr char kCounter[] = "counter", kGauge[] = "gauge", kHistogram[] = "histogram";
+
+// Metrics that are fed as things happen, or that are not plain numbers; the others are rows of
+// stats_table.cc. A name is used nowhere else in the product.
 constexpr Declaration kDeclarations[] = {
-    {"mla_requests_total", Type::kCounter, "Requests answered, by tenant and canonical code."},
-    {"mla_request_duration_seconds", Type::kHistogram,
+    {"mla_requests_total", kCounter, "Requests answered, by tenant and canonical code."},
+    {"mla_request_duration_seconds", kHistogram,
      "Arrival of a request to its answer, inside the server, by kind."},
-    {"mla_request_queue_seconds", Type::kHistogram, "Arrival of a request to its launch."},
-    {"mla_requests_waiting", Type::kGauge, "Requests accepted whose launch has not started."},
-    {"mla_oldest_waiting_seconds", Type::kGauge,
-     "Since the arrival of the oldest request that waits, by stage."},
-    {"mla_requests_running", Type::kGauge, "Requests in the running launch."},
-    {"mla_admission_rejected_total", Type::kCounter,
+    {"mla_request_queue_seconds", kHistogram, "Arrival of a request to its launch."},
+    {"mla_admission_rejected_total", kCounter,
      "Requests refused before they were queued, by reason."},
-    {"mla_launches_total", Type::kCounter, "Launches of the backend, by what they carried."},
-    {"mla_launch_duration_seconds", Type::kHistogram,
+    {"mla_launches_total", kCounter, "Launches of the backend, by what they carried."},
+    {"mla_launch_duration_seconds", kHistogram,
      "Time of a launch by phase: schedule, plan, run, complete."},
-    {"mla_launch_requests", Type::kHistogram, "Requests that shared a launch."},
-    {"mla_launch_layers", Type::kHistogram, "Different layers in a launch."},
-    {"mla_launch_sequences", Type::kHistogram, "Sequences' row ranges in a launch."},
-    {"mla_launch_clients", Type::kHistogram, "Different streams in a launch."},
-    {"mla_launch_rows", Type::kHistogram, "Query rows of a launch, by stage."},
-    {"mla_rows_total", Type::kCounter, "Query rows computed, by stage."},
-    {"mla_plan_imbalance_ratio", Type::kHistogram, "Largest over mean work of a unit."},
-    {"mla_plan_reuse_total", Type::kCounter, "Launches by whether their plan was reused."},
-    {"mla_partial_tiles", Type::kHistogram, "Partial tiles of a launch that Combine merges."},
-    {"mla_slices_fused_total", Type::kCounter,
-     "Head slices of tensor-parallel ranks computed as one with their siblings."},
-    {"mla_slice_waits_expired_total", Type::kCounter,
-     "Times that head slices were computed without a sibling that had not come in time."},
-    {"mla_slice_waits_skipped_total", Type::kCounter,
-     "Times that head slices did not wait for a sibling that had missed an earlier wait."},
-    {"mla_open_steps", Type::kGauge, "Steps that clients have begun and not ended."},
-    {"mla_open_steps_aborted_total", Type::kCounter, "Client steps dropped instead of committed."},
-    {"mla_leases_active", Type::kGauge, "Open sequences; each holds a lease."},
-    {"mla_leases_expired_total", Type::kCounter, "Leases that ran out: vanished workers."},
-    {"mla_models", Type::kGauge, "Registered models."},
-    {"mla_kv_page_groups_used", Type::kGauge, "Page groups in use."},
-    {"mla_kv_page_groups_free", Type::kGauge, "Page groups free in existing slabs."},
-    {"mla_kv_page_groups_shared", Type::kGauge, "Page groups held by more than one sequence."},
-    {"mla_kv_page_groups_scrubbed_total", Type::kCounter, "Page groups zeroed between tenants."},
-    {"mla_kv_copies_on_write_total", Type::kCounter, "Page groups copied for a forked sequence."},
-    {"mla_kv_page_group_allocations_total", Type::kCounter, "Page groups handed out."},
-    {"mla_kv_page_group_releases_total", Type::kCounter, "Page groups that came back, by reason."},
-    {"mla_kv_page_group_lifetime_seconds", Type::kHistogram,
+    {"mla_launch_requests", kHistogram, "Requests that shared a launch."},
+    {"mla_launch_layers", kHistogram, "Different layers in a launch."},
+    {"mla_launch_sequences", kHistogram, "Sequences' row ranges in a launch."},
+    {"mla_launch_clients", kHistogram, "Different streams in a launch."},
+    {"mla_launch_rows", kHistogram, "Query rows of a launch, by stage."},
+    {"mla_plan_imbalance_ratio", kHistogram, "Largest over mean work of a unit."},
+    {"mla_partial_tiles", kHistogram, "Partial tiles of a launch that Combine merges."},
+    {"mla_kv_page_group_lifetime_seconds", kHistogram,
      "How long page groups were in use, of every sixteenth that came back."},
-    {"mla_kv_read_bytes_total", Type::kCounter, "Bytes of KV rows that launches attended to."},
-    {"mla_sequence_rows", Type::kHistogram, "Rows of sequences when they were closed."},
-    {"mla_sequence_lifetime_seconds", Type::kHistogram, "How long sequences were open."},
-    {"mla_kv_used_bytes", Type::kGauge, "Bytes of the page pool in use."},
-    {"mla_kv_usage_ratio", Type::kGauge, "Used share of the page pool."},
-    {"mla_streams_open", Type::kGauge, "Open Attend streams."},
-    {"mla_shared_regions", Type::kGauge, "Shared-memory regions of connected clients."},
-    {"mla_rings_open", Type::kGauge, "Command rings of connected clients."},
-    {"mla_connections_refused_total", Type::kCounter,
-     "Connections for gRPC that were closed at once: a bound was reached, or descriptors ran out."},
-    {"mla_shm_connections_displaced_total", Type::kCounter,
-     "Connections to the shared-memory socket that had sent no request and made room for others."},
-    {"mla_shm_connections_refused_total", Type::kCounter,
-     "Times that the server had no descriptor for a connection to the shared-memory socket."},
-    {"mla_streams_disconnected_total", Type::kCounter,
-     "Streams cut: slow readers, rings and regions whose client broke a rule."},
-    {"mla_stream_write_blocked_seconds_total", Type::kCounter,
-     "Time replies waited for the transport to take them."},
-    {"mla_tenants", Type::kGauge, "Tenants that use something."},
-    {"mla_tenant_used", Type::kGauge, "What a tenant uses, by tenant and resource."},
-    {"mla_tenant_bound", Type::kGauge, "What a tenant may use, by tenant and resource."},
-    {"mla_bound_refusals_total", Type::kCounter,
-     "Takes that a bound refused, by resource and by whose bound: tenant or server."},
-    {"mla_staging_used_bytes", Type::kGauge, "Staging memory in use, all tenants together."},
-    {"mla_staging_bytes", Type::kGauge, "Staging memory."},
-    {"mla_models_expired_total", Type::kCounter, "Models whose lease ran out."},
-    {"mla_received_bytes_total", Type::kCounter, "Message bytes received, by path."},
-    {"mla_sent_bytes_total", Type::kCounter, "Message bytes sent, by path."},
-    {"mla_copied_bytes_total", Type::kCounter, "Payload bytes copied on the host, by path."},
-    {"mla_kernel_errors_total", Type::kCounter, "Launches that failed."},
-    {"mla_device_memory_bytes", Type::kGauge, "Memory taken at start, by use."},
-    {"mla_tls_reloads_total", Type::kCounter,
-     "TLS files that had changed, by whether they were taken into use."},
-    {"mla_tls_files_refused", Type::kGauge,
+    {"mla_sequence_rows", kHistogram, "Rows of sequences when they were closed."},
+    {"mla_sequence_lifetime_seconds", kHistogram, "How long sequences were open."},
+    {"mla_kv_usage_ratio", kGauge, "Used share of the page pool."},
+    {"mla_tenants", kGauge, "Tenants that use something."},
+    {"mla_tenant_used", kGauge, "What a tenant uses, by tenant and resource."},
+    {"mla_tenant_bound", kGauge, "What a tenant may use, by tenant and resource."},
+    {"mla_bound_refusals_total", kCounter,
+     "Takes that a bound refused, by resource and by whose bound: tenant or server. A stream that "
+     "waits for staging memory counts at each try."},
+    {"mla_staging_used_bytes", kGauge, "Staging memory in use, all tenants together."},
+    {"mla_staging_bytes", kGauge, "Staging memory."},
+    {"mla_kernel_errors_total", kCounter, "Launches that failed."},
+    {"mla_device_memory_bytes", kGauge, "Memory taken at start, by use."},
+    {"mla_tls_reloads_total", kCounter,
+     "TLS files that had changed, by result: used, or refused because they cannot be used."},
+    {"mla_tls_files_refused", kGauge,
      "1 while the TLS files on disk cannot be used and the last good ones are."},
-    {"mla_tls_expiry_timestamp_seconds", Type::kGauge,
-     "When the TLS files in use expire, in seconds since 1970, by file."},
-    {"mla_serving", Type::kGauge, "1 while new work is taken, as health says; else 0."},
-    {"mla_backend_info", Type::kGauge, "1, with the backend in use as labels."},
-    {"mla_build_info", Type::kGauge, "1, with the version as label."},
-    {"process_cpu_seconds_total", Type::kCounter, "Processor time of the process."},
-    {"process_resident_memory_bytes", Type::kGauge, "Memory of the process that is in RAM."},
-    {"process_virtual_memory_bytes", Type::kGauge, "Address space of the process."},
-    {"process_open_fds", Type::kGauge, "Open file descriptors of the process."},
-    {"process_max_fds", Type::kGauge, "Most file descriptors that the process may open."},
-    {"process_threads", Type::kGauge, "Threads of the process."},
-    {"process_start_time_seconds", Type::kGauge, "Start of the process, in seconds since 1970."},
+    {"mla_tls_expiry_timestamp_seconds", kGauge,
+     "When the TLS files in use expire, in seconds since 1970, by file: cert, client_ca, "
+     "client_crl (its next update)."},
+    {"mla_serving", kGauge,
+     "1 while new work is taken, as health says; 0 while warming, draining or unhealthy."},
+    {"mla_backend_info", kGauge, "1, with the backend in use as labels."},
+    {"mla_build_info", kGauge, "1, with the version as label."},
+    {"process_cpu_seconds_total", kCounter, "Processor time of the process."},
+    {"process_resident_memory_bytes", kGauge, "Memory of the process that is in RAM."},
+    {"process_virtual_memory_bytes", kGauge,
+     "Address space of the process; the page pool of a host backend is reserved there at once."},
+    {"process_open_fds", kGauge, "Open file descriptors of the process."},
+    {"process_max_fds", kGauge, "Most file descriptors that the process may open."},
+    {"process_threads", kGauge, "Threads of the process."},
+    {"process_start_time_seconds", kGauge, "Start of the process, in seconds since 1970."},
 };
 
-const Declaration& Find(const char* name) {
+const char* TypeOf(const Stat& stat) {
+  return std::string_view(stat.metric).ends_with("_total") ? kCounter : kGauge;
+}
+
+const char* HelpOf(std::string_view name) {
   for (const Declaration& declaration : kDeclarations) {
-    if (std::string(name) == declaration.name) return declaration;
+    if (name == declaration.name) return declaration.help;
+  }
+  for (const Stat& stat : AllStats()) {
+    if (stat.metric != nullptr && stat.help != nullptr && name == stat.metric) return stat.help;
   }
   __builtin_unreachable();
 }
@@ -164,13 +134,13 @@ struct Metrics::Impl {
   std::shared_ptr<prometheus::Registry> registry = std::make_shared<prometheus::Registry>();
 
   Family<Counter>& CounterFamily(const char* name) {
-    return prometheus::BuildCounter().Name(name).Help(Find(name).help).Register(*registry);
+    return prometheus::BuildCounter().Name(name).Help(HelpOf(name)).Register(*registry);
   }
   Family<Gauge>& GaugeFamily(const char* name) {
-    return prometheus::BuildGauge().Name(name).Help(Find(name).help).Register(*registry);
+    return prometheus::BuildGauge().Name(name).Help(HelpOf(name)).Register(*registry);
   }
   Family<Histogram>& HistogramFamily(const char* name) {
-    return prometheus::BuildHistogram().Name(name).Help(Find(name).help).Register(*registry);
+    return prometheus::BuildHistogram().Name(name).Help(HelpOf(name)).Register(*registry);
   }
   Counter& One(const char* name, const prometheus::Labels& labels = {}) {
     return CounterFamily(name).Add(labels);
@@ -197,13 +167,6 @@ struct Metrics::Impl {
       &OneHistogram("mla_request_duration_seconds", times, {{"kind", "end_step"}}),
       &OneHistogram("mla_request_duration_seconds", times, {{"kind", "abort_step"}})};
   Histogram& request_queue = OneHistogram("mla_request_queue_seconds", times);
-  Gauge& waiting = OneGauge("mla_requests_waiting");
-  Gauge& running = OneGauge("mla_requests_running");
-  std::array<Gauge*, 4> oldest_waiting = {
-      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "decode"}}),
-      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "extend"}}),
-      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "prefill"}}),
-      &OneGauge("mla_oldest_waiting_seconds", {{"stage", "kv_rows"}})};
   Counter& launches_decode = One("mla_launches_total", {{"kind", "decode"}});
   Counter& launches_prefill = One("mla_launches_total", {{"kind", "prefill"}});
   Counter& launches_mixed = One("mla_launches_total", {{"kind", "mixed"}});
@@ -220,59 +183,16 @@ struct Metrics::Impl {
   Histogram& rows_decode = OneHistogram("mla_launch_rows", counts, {{"stage", "decode"}});
   Histogram& rows_extend = OneHistogram("mla_launch_rows", counts, {{"stage", "extend"}});
   Histogram& rows_prefill = OneHistogram("mla_launch_rows", counts, {{"stage", "prefill"}});
-  Counter& total_decode = One("mla_rows_total", {{"stage", "decode"}});
-  Counter& total_extend = One("mla_rows_total", {{"stage", "extend"}});
-  Counter& total_prefill = One("mla_rows_total", {{"stage", "prefill"}});
   Histogram& imbalance = OneHistogram("mla_plan_imbalance_ratio", ratios);
-  Counter& plan_hit = One("mla_plan_reuse_total", {{"result", "hit"}});
-  Counter& plan_miss = One("mla_plan_reuse_total", {{"result", "miss"}});
   Histogram& partials = OneHistogram("mla_partial_tiles", counts);
-  Counter& slices_fused = One("mla_slices_fused_total");
-  Counter& slice_waits_expired = One("mla_slice_waits_expired_total");
-  Counter& slice_waits_skipped = One("mla_slice_waits_skipped_total");
-  Gauge& steps_open = OneGauge("mla_open_steps");
-  Counter& steps_aborted = One("mla_open_steps_aborted_total");
-  Gauge& sequences = OneGauge("mla_leases_active");
-  Counter& leases_expired = One("mla_leases_expired_total");
-  Counter& models_expired = One("mla_models_expired_total");
   TenantMetrics tenant_metrics{{&GaugeFamily("mla_tenant_used"), &GaugeFamily("mla_tenant_bound"),
                                 &CounterFamily("mla_bound_refusals_total"),
                                 &OneGauge("mla_tenants"), &OneGauge("mla_staging_used_bytes"),
                                 &OneGauge("mla_staging_bytes")}};
-  Gauge& models = OneGauge("mla_models");
-  Gauge& pages_used = OneGauge("mla_kv_page_groups_used");
-  Gauge& pages_free = OneGauge("mla_kv_page_groups_free");
-  Gauge& pages_shared = OneGauge("mla_kv_page_groups_shared");
-  Counter& pages_scrubbed = One("mla_kv_page_groups_scrubbed_total");
-  Counter& copies_on_write = One("mla_kv_copies_on_write_total");
-  Counter& pages_taken = One("mla_kv_page_group_allocations_total");
-  Counter& pages_released = One("mla_kv_page_group_releases_total", {{"reason", "released"}});
-  Counter& pages_expired = One("mla_kv_page_group_releases_total", {{"reason", "lease_expired"}});
-  Counter& pages_truncated = One("mla_kv_page_group_releases_total", {{"reason", "truncated"}});
-  Counter& pages_uncommitted = One("mla_kv_page_group_releases_total", {{"reason", "uncommitted"}});
   Histogram& page_lifetime = OneHistogram("mla_kv_page_group_lifetime_seconds", lifetimes);
-  Counter& kv_read = One("mla_kv_read_bytes_total");
   Histogram& sequence_rows = OneHistogram("mla_sequence_rows", lengths);
   Histogram& sequence_lifetime = OneHistogram("mla_sequence_lifetime_seconds", lifetimes);
-  Gauge& kv_used = OneGauge("mla_kv_used_bytes");
   Gauge& kv_usage = OneGauge("mla_kv_usage_ratio");
-  Gauge& streams = OneGauge("mla_streams_open");
-  Gauge& shared_regions = OneGauge("mla_shared_regions");
-  Gauge& rings = OneGauge("mla_rings_open");
-  Counter& streams_disconnected =
-      One("mla_streams_disconnected_total", {{"reason", "slow_reader"}});
-  Counter& rings_disconnected = One("mla_streams_disconnected_total", {{"reason", "ring_rules"}});
-  Counter& regions_disconnected =
-      One("mla_streams_disconnected_total", {{"reason", "region_holes"}});
-  Counter& connections_refused = One("mla_connections_refused_total");
-  Counter& shm_displaced = One("mla_shm_connections_displaced_total");
-  Counter& shm_refusals = One("mla_shm_connections_refused_total");
-  Counter& write_blocked = One("mla_stream_write_blocked_seconds_total");
-  Counter& received = One("mla_received_bytes_total", {{"path", "inline"}});
-  Counter& sent = One("mla_sent_bytes_total", {{"path", "inline"}});
-  Counter& shared_received = One("mla_received_bytes_total", {{"path", "shared"}});
-  Counter& shared_sent = One("mla_sent_bytes_total", {{"path", "shared"}});
-  Counter& copied = One("mla_copied_bytes_total", {{"path", "inline"}});
   Counter& kernel_errors = One("mla_kernel_errors_total");
   Counter& tls_reloads = One("mla_tls_reloads_total", {{"result", "used"}});
   Counter& tls_refused = One("mla_tls_reloads_total", {{"result", "refused"}});
@@ -289,6 +209,27 @@ struct Metrics::Impl {
   Gauge& threads = OneGauge("process_threads");
   Gauge& start_time = OneGauge("process_start_time_seconds");
   Gauge& build = OneGauge("mla_build_info", {{"version", kVersion}});
+
+  // Metrics of stats_table.cc, set at each scrape.
+  struct Sampled {
+    const Stat* stat;
+    Counter* counter;  // null: a gauge
+    Gauge* gauge;
+  };
+  std::vector<Sampled> sampled = Sample();
+
+  std::vector<Sampled> Sample() {
+    std::vector<Sampled> all;
+    for (const Stat& stat : AllStats()) {
+      if (stat.metric == nullptr) continue;
+      prometheus::Labels labels;
+      if (stat.label != nullptr) labels[stat.label] = stat.label_value;
+      const bool counts = TypeOf(stat) == kCounter;
+      all.push_back({&stat, counts ? &One(stat.metric, labels) : nullptr,
+                     counts ? nullptr : &OneGauge(stat.metric, labels)});
+    }
+    return all;
+  }
 
   class Tenant final : public TenantCounters {
    public:
@@ -425,55 +366,14 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   Impl& m = *impl_;
   const std::lock_guard lock(m.mutex);
   const auto count = [](auto value) { return static_cast<double>(value); };
-  m.waiting.Set(stats.requests_waiting);
-  for (size_t stage = 0; stage < m.oldest_waiting.size(); ++stage) {
-    m.oldest_waiting[stage]->Set(Seconds(stats.oldest_waiting_ns[stage]));
+  for (const Impl::Sampled& sampled : m.sampled) {
+    const double value = count(sampled.stat->read({stats, wire_})) * sampled.stat->unit;
+    if (sampled.counter != nullptr) RaiseTo(*sampled.counter, value);
+    if (sampled.gauge != nullptr) sampled.gauge->Set(value);
   }
-  m.running.Set(stats.requests_running);
-  m.steps_open.Set(stats.open_steps);
-  m.sequences.Set(stats.sequences);
-  m.models.Set(stats.models);
-  m.pages_used.Set(count(stats.page_groups_used));
-  m.pages_free.Set(count(stats.page_groups_free));
-  m.pages_shared.Set(count(stats.page_groups_shared));
-  m.kv_used.Set(count(stats.kv_bytes_used));
   m.kv_usage.Set(stats.kv_bytes_total > 0 ? count(stats.kv_bytes_used) / count(stats.kv_bytes_total)
                                           : 0);
-  m.streams.Set(wire_.streams.load());
-  m.shared_regions.Set(wire_.shared_regions.load());
-  m.rings.Set(wire_.rings.load());
-  RaiseTo(m.slices_fused, count(stats.slices_fused));
-  RaiseTo(m.slice_waits_expired, count(stats.slice_waits_expired));
-  RaiseTo(m.slice_waits_skipped, count(stats.slice_waits_skipped));
-  RaiseTo(m.steps_aborted, count(stats.steps_aborted));
-  RaiseTo(m.leases_expired, count(stats.leases_expired));
-  RaiseTo(m.models_expired, count(stats.models_expired));
   m.tenant_metrics.Update();
-  RaiseTo(m.pages_scrubbed, count(stats.page_groups_scrubbed));
-  RaiseTo(m.copies_on_write, count(stats.copies_on_write));
-  RaiseTo(m.pages_taken, count(stats.page_groups_taken));
-  RaiseTo(m.pages_released, count(stats.page_groups_released));
-  RaiseTo(m.pages_expired, count(stats.page_groups_expired));
-  RaiseTo(m.pages_truncated, count(stats.page_groups_truncated));
-  RaiseTo(m.pages_uncommitted, count(stats.page_groups_uncommitted));
-  RaiseTo(m.kv_read, count(stats.kv_bytes_read));
-  RaiseTo(m.total_decode, count(stats.rows_decode));
-  RaiseTo(m.total_extend, count(stats.rows_extend));
-  RaiseTo(m.total_prefill, count(stats.rows_prefill));
-  RaiseTo(m.plan_hit, count(stats.plan_hits));
-  RaiseTo(m.plan_miss, count(stats.plan_misses));
-  RaiseTo(m.received, count(wire_.received_bytes.load()));
-  RaiseTo(m.sent, count(wire_.sent_bytes.load()));
-  RaiseTo(m.copied, count(wire_.copied_bytes.load()));
-  RaiseTo(m.shared_received, count(wire_.shared_received_bytes.load()));
-  RaiseTo(m.shared_sent, count(wire_.shared_sent_bytes.load()));
-  RaiseTo(m.streams_disconnected, count(wire_.streams_disconnected.load()));
-  RaiseTo(m.rings_disconnected, count(wire_.rings_disconnected.load()));
-  RaiseTo(m.regions_disconnected, count(wire_.regions_disconnected.load()));
-  RaiseTo(m.connections_refused, count(wire_.connections_refused.load()));
-  RaiseTo(m.shm_displaced, count(wire_.shm_displaced.load()));
-  RaiseTo(m.shm_refusals, count(wire_.shm_refusals.load()));
-  RaiseTo(m.write_blocked, count(wire_.write_blocked_ns.load()) * 1e-9);
   const ProcessUsage usage = ReadProcessUsage();
   RaiseTo(m.cpu_seconds, usage.cpu_seconds);
   m.resident.Set(count(usage.resident_bytes));
@@ -485,16 +385,19 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   return prometheus::TextSerializer().Serialize(m.registry->Collect());
 }
 
-std::vector<std::string> Metrics::Declared() {
-  std::vector<std::string> names;
+std::vector<MetricRow> Metrics::Declared() {
+  std::vector<MetricRow> rows;
   for (const Declaration& declaration : kDeclarations) {
-    const char* type = declaration.type == Type::kCounter ? "counter"
-                       : declaration.type == Type::kGauge ? "gauge"
-                                                          : "histogram";
-    names.push_back(absl::StrCat(declaration.name, " ", type));
+    rows.push_back({declaration.name, declaration.type, declaration.help});
   }
-  std::sort(names.begin(), names.end());
-  return names;
+  for (const Stat& stat : AllStats()) {
+    if (stat.metric != nullptr && stat.help != nullptr) {
+      rows.push_back({stat.metric, TypeOf(stat), stat.help});
+    }
+  }
+  std::sort(rows.begin(), rows.end(),
+            [](const MetricRow& a, const MetricRow& b) { return a.name < b.name; });
+  return rows;
 }
 
 }  // namespace mla::server

@@ -1,8 +1,9 @@
-// Every metric of the server, declared once: name, type, help and buckets stand in metrics.cc.
+// Every metric of the server, declared once: those that sample a number that the engine or the
+// transport keeps in stats_table.cc, the others in metrics.cc.
 //
 // Counters and histograms are fed as things happen: launches and requests through EngineObserver
 // (with the engine role held: no allocation, no waiting but the metric's own short lock), wire
-// counters from the transport. Gauges are sampled from Engine::Stats at each scrape.
+// counters from the transport. Rows of stats_table.cc are sampled at each scrape.
 //
 // Labels are bounded: requests of tenants beyond the first 64 are counted as "other"; what tenants
 // use is shown for `tenants.metrics` of them, chosen at each scrape.
@@ -12,7 +13,6 @@
 #define MLA_SERVER_METRICS_METRICS_H_
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -24,27 +24,9 @@
 #include "kernels/attention_backend.h"
 #include "scheduler/engine.h"
 #include "scheduler/tenant_table.h"
+#include "server/metrics/stats_table.h"
 
 namespace mla::server {
-
-// Bytes and streams of the transport; exact, also without scrapes.
-struct WireCounters {
-  std::atomic<uint64_t> received_bytes{0};
-  std::atomic<uint64_t> sent_bytes{0};
-  std::atomic<uint64_t> copied_bytes{0};
-  std::atomic<int32_t> streams{0};
-  std::atomic<uint64_t> streams_disconnected{0};  // slow readers
-  std::atomic<uint64_t> rings_disconnected{0};    // rings whose client broke a rule
-  std::atomic<uint64_t> regions_disconnected{0};  // regions into which a client has punched holes
-  std::atomic<uint64_t> connections_refused{0};   // of gRPC, beyond a bound
-  std::atomic<uint64_t> shm_refusals{0};          // connections that no descriptor was left for
-  std::atomic<uint64_t> shm_displaced{0};         // connections without a request, for want of room
-  std::atomic<uint64_t> write_blocked_ns{0};
-  // Tensors that were used where they lay, in shared memory.
-  std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
-  std::atomic<int32_t> shared_regions{0};  // with a handle
-  std::atomic<int32_t> rings{0};
-};
 
 // Requests of one tenant by status code. Owned by Metrics, alive as long as it.
 class TenantCounters {
@@ -71,6 +53,12 @@ struct TenantTotals {
 struct Distribution {
   std::vector<double> bounds;
   std::vector<uint64_t> counts;
+};
+
+struct MetricRow {
+  std::string name;
+  std::string type;  // counter, gauge or histogram
+  std::string help;
 };
 
 class Metrics final : public scheduler::EngineObserver {
@@ -104,11 +92,11 @@ class Metrics final : public scheduler::EngineObserver {
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
 
-  // Prometheus text after taking over the stats of `stats`.
+  // Prometheus text with the values of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);
 
-  // "name type" of every metric, sorted: what dashboards and alerts may rely on.
-  static std::vector<std::string> Declared();
+  // Every metric, by name: what dashboards and alerts may rely on. docs/metrics.md lists the same.
+  static std::vector<MetricRow> Declared();
 
  private:
   struct Impl;

@@ -1,0 +1,149 @@
+#include "server/metrics/stats_table.h"
+
+#include <algorithm>
+
+namespace mla::server {
+namespace {
+
+template <typename Number>
+uint64_t Unsigned(Number value) {
+  return static_cast<uint64_t>(std::max(value, Number{0}));
+}
+
+#define MLA_ENGINE(member) \
+  [](const StatSources& from) -> uint64_t { return Unsigned(from.engine.member); }
+#define MLA_WIRE(member) \
+  [](const StatSources& from) -> uint64_t { return Unsigned(from.wire.member.load()); }
+
+constexpr Stat Row(const char* field, const char* metric, const char* help,
+                   uint64_t (*read)(const StatSources&), const char* label = nullptr,
+                   const char* value = nullptr, double unit = 1) {
+  return {field, metric, help, read, label, value, unit};
+}
+
+constexpr Stat kStats[] = {
+    Row("sequences", "mla_leases_active", "Open sequences; each holds a lease.",
+        MLA_ENGINE(sequences)),
+    Row("open_steps", "mla_open_steps", "Steps that clients have begun and not ended.",
+        MLA_ENGINE(open_steps)),
+    Row("models", "mla_models", "Registered models.", MLA_ENGINE(models)),
+    Row("streams", "mla_streams_open", "Open Attend streams.", MLA_WIRE(streams)),
+    Row("requests_waiting", "mla_requests_waiting",
+        "Requests accepted whose launch has not started.", MLA_ENGINE(requests_waiting)),
+    Row("requests_running", "mla_requests_running", "Requests in the running launch.",
+        MLA_ENGINE(requests_running)),
+    Row(nullptr, "mla_oldest_waiting_seconds",
+        "Since the arrival of the oldest request that waits, by stage: decode, extend, prefill, or "
+        "kv_rows for those that wait for KV rows which have not arrived.",
+        MLA_ENGINE(oldest_waiting_ns[0]), "stage", "decode", 1e-9),
+    Row(nullptr, "mla_oldest_waiting_seconds", nullptr, MLA_ENGINE(oldest_waiting_ns[1]), "stage",
+        "extend", 1e-9),
+    Row(nullptr, "mla_oldest_waiting_seconds", nullptr, MLA_ENGINE(oldest_waiting_ns[2]), "stage",
+        "prefill", 1e-9),
+    Row(nullptr, "mla_oldest_waiting_seconds", nullptr, MLA_ENGINE(oldest_waiting_ns[3]), "stage",
+        "kv_rows", 1e-9),
+    // As metrics, by tenant and by what launches carried: see metrics.cc.
+    Row("requests_total", nullptr, nullptr, MLA_ENGINE(requests_total)),
+    Row("requests_failed", nullptr, nullptr, MLA_ENGINE(requests_failed)),
+    Row("launches", nullptr, nullptr, MLA_ENGINE(launches)),
+    Row("launches_mixed_layers", nullptr, nullptr, MLA_ENGINE(launches_mixed_layers)),
+    Row("launches_mixed_clients", nullptr, nullptr, MLA_ENGINE(launches_mixed_clients)),
+    Row("longest_launch_us", nullptr, nullptr, MLA_ENGINE(longest_launch_ns / 1000)),
+    Row("rows_decode", "mla_rows_total", "Query rows computed, by stage.", MLA_ENGINE(rows_decode),
+        "stage", "decode"),
+    Row("rows_extend", "mla_rows_total", nullptr, MLA_ENGINE(rows_extend), "stage", "extend"),
+    Row("rows_prefill", "mla_rows_total", nullptr, MLA_ENGINE(rows_prefill), "stage", "prefill"),
+    Row("plan_hits", "mla_plan_reuse_total", "Launches by whether their plan was reused.",
+        MLA_ENGINE(plan_hits), "result", "hit"),
+    Row("plan_misses", "mla_plan_reuse_total", nullptr, MLA_ENGINE(plan_misses), "result", "miss"),
+    Row("slices_fused", "mla_slices_fused_total",
+        "Head slices of tensor-parallel ranks computed as one with their siblings.",
+        MLA_ENGINE(slices_fused)),
+    Row("slice_waits_expired", "mla_slice_waits_expired_total",
+        "Times that head slices were computed without a sibling that had not come in time.",
+        MLA_ENGINE(slice_waits_expired)),
+    Row("slice_waits_skipped", "mla_slice_waits_skipped_total",
+        "Times that head slices did not wait for a sibling that had missed an earlier wait.",
+        MLA_ENGINE(slice_waits_skipped)),
+    Row("steps_aborted", "mla_open_steps_aborted_total",
+        "Client steps dropped instead of committed.", MLA_ENGINE(steps_aborted)),
+    Row("leases_expired", "mla_leases_expired_total", "Leases that ran out: vanished workers.",
+        MLA_ENGINE(leases_expired)),
+    Row(nullptr, "mla_models_expired_total", "Models whose lease ran out.",
+        MLA_ENGINE(models_expired)),
+    Row("kv_bytes_total", nullptr, nullptr, MLA_ENGINE(kv_bytes_total)),
+    Row("kv_bytes_used", "mla_kv_used_bytes", "Bytes of the page pool in use.",
+        MLA_ENGINE(kv_bytes_used)),
+    Row("page_groups_used", "mla_kv_page_groups_used", "Page groups in use.",
+        MLA_ENGINE(page_groups_used)),
+    Row(nullptr, "mla_kv_page_groups_free", "Page groups free in existing slabs.",
+        MLA_ENGINE(page_groups_free)),
+    Row("page_groups_shared", "mla_kv_page_groups_shared",
+        "Page groups held by more than one sequence.", MLA_ENGINE(page_groups_shared)),
+    Row("page_groups_scrubbed", "mla_kv_page_groups_scrubbed_total",
+        "Page groups zeroed between tenants.", MLA_ENGINE(page_groups_scrubbed)),
+    Row("copies_on_write", "mla_kv_copies_on_write_total",
+        "Page groups copied for a forked sequence.", MLA_ENGINE(copies_on_write)),
+    Row(nullptr, "mla_kv_page_group_allocations_total", "Page groups handed out.",
+        MLA_ENGINE(page_groups_taken)),
+    Row(nullptr, "mla_kv_page_group_releases_total",
+        "Page groups that came back, by reason: released, lease_expired, truncated, uncommitted "
+        "(an "
+        "aborted step, or rows that a step did not keep).",
+        MLA_ENGINE(page_groups_released), "reason", "released"),
+    Row(nullptr, "mla_kv_page_group_releases_total", nullptr, MLA_ENGINE(page_groups_expired),
+        "reason", "lease_expired"),
+    Row(nullptr, "mla_kv_page_group_releases_total", nullptr, MLA_ENGINE(page_groups_truncated),
+        "reason", "truncated"),
+    Row(nullptr, "mla_kv_page_group_releases_total", nullptr, MLA_ENGINE(page_groups_uncommitted),
+        "reason", "uncommitted"),
+    Row(nullptr, "mla_kv_read_bytes_total",
+        "Bytes of KV rows that launches attended to, once for each record.",
+        MLA_ENGINE(kv_bytes_read)),
+    Row("received_bytes", "mla_received_bytes_total", "Message bytes received, by path.",
+        MLA_WIRE(received_bytes), "path", "inline"),
+    Row(nullptr, "mla_received_bytes_total", nullptr, MLA_WIRE(shared_received_bytes), "path",
+        "shared"),
+    Row("sent_bytes", "mla_sent_bytes_total", "Message bytes sent, by path.", MLA_WIRE(sent_bytes),
+        "path", "inline"),
+    Row(nullptr, "mla_sent_bytes_total", nullptr, MLA_WIRE(shared_sent_bytes), "path", "shared"),
+    Row("shared_bytes", nullptr, nullptr,
+        [](const StatSources& from) -> uint64_t {
+          return from.wire.shared_received_bytes.load() + from.wire.shared_sent_bytes.load();
+        }),
+    Row("copied_bytes", "mla_copied_bytes_total", "Payload bytes copied on the host, by path.",
+        MLA_WIRE(copied_bytes), "path", "inline"),
+    Row("shared_regions", "mla_shared_regions", "Shared-memory regions of connected clients.",
+        MLA_WIRE(shared_regions)),
+    Row("rings", "mla_rings_open", "Command rings of connected clients.", MLA_WIRE(rings)),
+    Row(nullptr, "mla_streams_disconnected_total",
+        "Clients disconnected: slow readers, rings and regions whose client broke a rule.",
+        MLA_WIRE(streams_disconnected), "reason", "slow_reader"),
+    Row(nullptr, "mla_streams_disconnected_total", nullptr, MLA_WIRE(rings_disconnected), "reason",
+        "ring_rules"),
+    Row(nullptr, "mla_streams_disconnected_total", nullptr, MLA_WIRE(regions_disconnected),
+        "reason", "region_holes"),
+    Row(nullptr, "mla_connections_refused_total",
+        "Connections for gRPC that were closed at once: a bound was reached, or descriptors ran "
+        "out.",
+        MLA_WIRE(connections_refused)),
+    Row(nullptr, "mla_shm_connections_displaced_total",
+        "Connections to the shared-memory socket that had sent no request and made room for "
+        "others.",
+        MLA_WIRE(shm_displaced)),
+    Row(nullptr, "mla_shm_connections_refused_total",
+        "Times that the server had no descriptor for a connection to the shared-memory socket.",
+        MLA_WIRE(shm_refusals)),
+    Row(nullptr, "mla_stream_write_blocked_seconds_total",
+        "Time replies waited for the transport to take them.", MLA_WIRE(write_blocked_ns), nullptr,
+        nullptr, 1e-9),
+};
+
+#undef MLA_ENGINE
+#undef MLA_WIRE
+
+}  // namespace
+
+std::span<const Stat> AllStats() { return kStats; }
+
+}  // namespace mla::server

@@ -1,0 +1,54 @@
+// Every number that the engine and the transport keep, one row each. Metrics, the reply of
+// Admin.GetStats, the status page and the table in docs/metrics.md all follow from these rows.
+//
+// Plain data; any thread.
+#ifndef MLA_SERVER_METRICS_STATS_TABLE_H_
+#define MLA_SERVER_METRICS_STATS_TABLE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+
+#include "scheduler/engine.h"
+
+namespace mla::server {
+
+// Bytes and streams of the transport; exact, also without scrapes.
+struct WireCounters {
+  std::atomic<uint64_t> received_bytes{0};
+  std::atomic<uint64_t> sent_bytes{0};
+  std::atomic<uint64_t> copied_bytes{0};
+  std::atomic<int32_t> streams{0};
+  std::atomic<uint64_t> streams_disconnected{0};  // slow readers
+  std::atomic<uint64_t> rings_disconnected{0};    // rings whose client broke a rule
+  std::atomic<uint64_t> regions_disconnected{0};  // regions into which a client has punched holes
+  std::atomic<uint64_t> connections_refused{0};   // of gRPC, beyond a bound
+  std::atomic<uint64_t> shm_refusals{0};          // connections that no descriptor was left for
+  std::atomic<uint64_t> shm_displaced{0};         // connections without a request, for want of room
+  std::atomic<uint64_t> write_blocked_ns{0};
+  // Tensors that were used where they lay, in shared memory.
+  std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
+  std::atomic<int32_t> shared_regions{0};  // with a handle
+  std::atomic<int32_t> rings{0};
+};
+
+struct StatSources {
+  const scheduler::EngineStats& engine;
+  const WireCounters& wire;
+};
+
+struct Stat {
+  const char* field;   // of GetStatsReply; null: not there
+  const char* metric;  // a counter if its name ends in _total, else a gauge; null: there is none
+  const char* help;    // null: stands in an earlier row of the same metric
+  uint64_t (*read)(const StatSources&);
+  const char* label;        // null: the metric has no label
+  const char* label_value;  // null exactly where `label` is
+  double unit;              // what one of the number is, in the unit of the metric's name
+};
+
+std::span<const Stat> AllStats();
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_METRICS_STATS_TABLE_H_
