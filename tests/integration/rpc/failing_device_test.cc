@@ -114,7 +114,7 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   EXPECT_THAT(HttpGet(port, "/readyz"), StartsWith("503 "));
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));  // it may come back
   EXPECT_TRUE(Eventually([&] {
-    return HttpGet(port, "/livez").find("503 restart this server: the engine gives no sign") == 0;
+    return HttpGet(port, "/livez").find("503 restart this server: no heartbeat") == 0;
   }));
 
   device_->LetGo();
