@@ -113,9 +113,8 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("no heartbeat"));
   EXPECT_THAT(HttpGet(port, "/readyz"), StartsWith("503 "));
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));  // it may come back
-  EXPECT_TRUE(Eventually([&] {
-    return HttpGet(port, "/livez").find("503 restart this server: no heartbeat") == 0;
-  }));
+  EXPECT_TRUE(Eventually(
+      [&] { return HttpGet(port, "/livez").find("503 restart this server: no heartbeat") == 0; }));
 
   device_->LetGo();
   waiting.join();
