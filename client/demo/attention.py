@@ -60,10 +60,13 @@ def per_head(x: Array, matrices: Array) -> Array:
 class StepAttention:
     """Attention of one step of a service; collects where the time went."""
 
-    def __init__(self, model: Model, step: mla_client.Step, profile: mla_client.Profile):
+    def __init__(self, model: Model, step: mla_client.Step, profile: mla_client.Profile,
+                 dtype: mla_client.DType = mla_client.DType.BF16):
+        """`dtype` is what queries and rows travel as; outputs travel as the same."""
         self._model = model
         self._step = step
         self._profile = profile
+        self._dtype = dtype
         self.timings: List[mla_client.Timings] = []
 
     def __call__(self, layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
@@ -71,7 +74,8 @@ class StepAttention:
         if self._profile == mla_client.Profile.ABSORBED:
             q_nope = per_head(q_nope, weights.w_uk)
         q = np.concatenate([q_nope, q_rope], axis=-1)
-        result = self._step.attend(layer, q, row, self._profile)
+        result = self._step.attend(layer, q, row, self._profile, dtype=self._dtype,
+                                   o_dtype=self._dtype)
         self.timings += result.timings
         if self._profile == mla_client.Profile.ABSORBED:
             return per_head(result.o, weights.w_uv)

@@ -1,13 +1,11 @@
-"""A language model of the DeepSeek-V3 architecture in numpy, small, with seeded weights.
+"""A language model of the DeepSeek-V3 architecture in numpy, small.
 
 Everything but the attention over the cache happens here: embedding, RMSNorm, the low-rank query and
 KV projections, YaRN-scaled rotary positions, SwiGLU, a routed mixture of experts, the output head.
 Attention is a function that the caller passes in, so the same forward pass runs with attention
 computed in this process and with attention computed by a server.
 
-Weights are random but representable in bfloat16, as released checkpoints are. The scales are chosen
-so that attention is peaked (a few keys matter) and carries much of the residual stream: a model
-whose attention did not matter would prove nothing about a server.
+The weights come from a file (trained.py) or from a seed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ Attention = Callable[[int, Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Dimensions. Those of a head are DeepSeek-V3's; the rest is small."""
+    """Dimensions. Those of a head are DeepSeek-V3's; the rest is small. The defaults are those of
+    the seeded model."""
 
     vocab: int = 256  # a token is a byte
     hidden: int = 512
@@ -148,61 +147,84 @@ class Layer:
     feed_forward: Callable[[Array], Array]
 
 
+@dataclasses.dataclass(frozen=True)
 class Model:
     """The model. Immutable, so threads may share it."""
 
-    def __init__(self, config: Config = Config(), seed: int = 1):
-        self.config = config
-        self._rng = np.random.default_rng(seed)
-        self._frequencies = yarn_frequencies(config)
-        self._embedding = self._weights(1.0, config.vocab, config.hidden)
-        self.layers = [self._layer(index) for index in range(config.layers)]
-        self._head = self._weights(config.hidden ** -0.5, config.hidden, config.vocab)
+    config: Config
+    embedding: Array  # [vocab, hidden]
+    layers: List[Layer]
+    head: Array       # [hidden, vocab]
+    # Largest logit difference that bfloat16 on the wire and in the cache was seen to make.
+    noise: float
 
-    def _weights(self, std: float, *shape: int) -> Array:
+    def forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
+                attention: Attention) -> Array:
+        """Logits [rows, vocab] of tokens at the given positions of their sequences."""
+        c = self.config
+        frequencies = yarn_frequencies(c)
+        x = self.embedding[tokens]
+        for index, layer in enumerate(self.layers):
+            h = rms_norm(x)
+            q = (rms_norm(h @ layer.q_down) @ layer.q_up).reshape(len(x), c.heads, -1)
+            q_rope = rotate(np.ascontiguousarray(q[..., c.nope:]), positions, frequencies)
+            kv = h @ layer.kv_down
+            k_rope = rotate(kv[:, c.kv_lora:], positions, frequencies)
+            row = np.concatenate([rms_norm(kv[:, :c.kv_lora]), k_rope], axis=-1)
+            o = attention(index, q[..., :c.nope], q_rope, row)
+            x = x + o.reshape(len(x), -1) @ layer.out
+            x = x + layer.feed_forward(rms_norm(x))
+        return rms_norm(x) @ self.head
+
+
+class _Seeded:
+    """Draws the weights of a seeded model, in a fixed order."""
+
+    def __init__(self, config: Config, seed: int):
+        self._config = config
+        self._rng = np.random.default_rng(seed)
+
+    def weights(self, std: float, *shape: int) -> Array:
         return bf16.round_to_bf16(self._rng.standard_normal(shape, np.float32) * np.float32(std))
 
     def _feed_forward(self, width: int, gain: float) -> FeedForward:
-        hidden = self.config.hidden
-        return FeedForward(self._weights(hidden ** -0.5, hidden, width),
-                           self._weights(hidden ** -0.5, hidden, width),
-                           self._weights(gain * width ** -0.5, width, hidden))
+        hidden = self._config.hidden
+        return FeedForward(self.weights(hidden ** -0.5, hidden, width),
+                           self.weights(hidden ** -0.5, hidden, width),
+                           self.weights(gain * width ** -0.5, width, hidden))
 
-    def _layer(self, index: int) -> Layer:
-        c = self.config
+    def layer(self, index: int) -> Layer:
+        c = self._config
         if index < c.dense_layers:
             block: Callable[[Array], Array] = self._feed_forward(c.dense_width, 1.0)
         else:
             # Routed experts are kept small: rounding in the cache can tip a close choice between
             # two of them, and the jump would hide what the comparison is about.
             block = MixtureOfExperts(
-                self._weights(2.0 * c.hidden ** -0.5, c.hidden, c.experts),
+                self.weights(2.0 * c.hidden ** -0.5, c.hidden, c.experts),
                 self._feed_forward(c.expert_width, 1.0),
                 [self._feed_forward(c.expert_width, 0.1) for _ in range(c.experts)],
                 c.experts_per_token)
         return Layer(
-            q_down=self._weights(c.hidden ** -0.5, c.hidden, c.q_lora),
+            q_down=self.weights(c.hidden ** -0.5, c.hidden, c.q_lora),
             # Scores get a deviation of about 1.2 * 1.2 * 1.87, so softmax is peaked.
-            q_up=self._weights(1.2 * c.q_lora ** -0.5, c.q_lora, c.heads * (c.nope + c.rope)),
-            kv_down=self._weights(1.2 * c.hidden ** -0.5, c.hidden, c.kv_lora + c.rope),
-            w_uk=self._weights(1.2 * c.kv_lora ** -0.5, c.heads, c.nope, c.kv_lora),
-            w_uv=self._weights(c.kv_lora ** -0.5, c.heads, c.kv_lora, c.v),
-            out=self._weights(2.0 * (c.heads * c.v) ** -0.5, c.heads * c.v, c.hidden),
+            q_up=self.weights(1.2 * c.q_lora ** -0.5, c.q_lora, c.heads * (c.nope + c.rope)),
+            kv_down=self.weights(1.2 * c.hidden ** -0.5, c.hidden, c.kv_lora + c.rope),
+            w_uk=self.weights(1.2 * c.kv_lora ** -0.5, c.heads, c.nope, c.kv_lora),
+            w_uv=self.weights(c.kv_lora ** -0.5, c.heads, c.kv_lora, c.v),
+            out=self.weights(2.0 * (c.heads * c.v) ** -0.5, c.heads * c.v, c.hidden),
             feed_forward=block)
 
-    def forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
-                attention: Attention) -> Array:
-        """Logits [rows, vocab] of tokens at the given positions of their sequences."""
-        c = self.config
-        x = self._embedding[tokens]
-        for index, layer in enumerate(self.layers):
-            h = rms_norm(x)
-            q = (rms_norm(h @ layer.q_down) @ layer.q_up).reshape(len(x), c.heads, -1)
-            q_rope = rotate(np.ascontiguousarray(q[..., c.nope:]), positions, self._frequencies)
-            kv = h @ layer.kv_down
-            k_rope = rotate(kv[:, c.kv_lora:], positions, self._frequencies)
-            row = np.concatenate([rms_norm(kv[:, :c.kv_lora]), k_rope], axis=-1)
-            o = attention(index, q[..., :c.nope], q_rope, row)
-            x = x + o.reshape(len(x), -1) @ layer.out
-            x = x + layer.feed_forward(rms_norm(x))
-        return rms_norm(x) @ self._head
+
+def seeded(config: Config = Config(), seed: int = 1) -> Model:
+    """A model with random weights.
+
+    They are representable in bfloat16, as those of released checkpoints are. The scales are chosen
+    so that attention is peaked (a few keys matter) and carries much of the residual stream: a model
+    whose attention did not matter would prove nothing about a server.
+    """
+    draw = _Seeded(config, seed)
+    embedding = draw.weights(1.0, config.vocab, config.hidden)
+    layers = [draw.layer(index) for index in range(config.layers)]
+    head = draw.weights(config.hidden ** -0.5, config.hidden, config.vocab)
+    return Model(config, embedding, layers, head, noise=0.03)

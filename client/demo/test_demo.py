@@ -13,12 +13,13 @@ import server_binary
 
 SMALL = models.Config(hidden=64, layers=3, heads=2, q_lora=32, kv_lora=32, nope=16, rope=8, v=16,
                       dense_width=64, expert_width=32, experts=4)
+BOUND = 0.12  # of E
 PROMPT = list(b"the quick brown fox jumps over the lazy dog, twice")
 
 
 class ModelTest(unittest.TestCase):
     def setUp(self):
-        self.model = models.Model(SMALL)
+        self.model = models.seeded(SMALL)
         self.local = attention.local_attention(self.model)
 
     def test_softmax_scale_of_deepseek_v3(self):
@@ -83,7 +84,7 @@ class Shifted(mla_client.LocalReference):
 
 def run_scenes(service, count=24):
     """Generation in both profiles; (runs, the local model, what was said)."""
-    model = models.Model(SMALL)
+    model = models.seeded(SMALL)
     registered = attention.register(service, model, "small")
     local = checks.LocalModel(model)
     said = []
@@ -118,7 +119,7 @@ class ScenesTest(unittest.TestCase):
 
     def test_prefill_in_steps(self):
         service = mla_client.LocalReference(exact=True)
-        model = models.Model(SMALL)
+        model = models.seeded(SMALL)
         registered = attention.register(service, model, "small")
         prompt = (PROMPT * 22)[:1100]
         sequence = registered.open_sequence()
@@ -163,7 +164,7 @@ class TransportsTest(unittest.TestCase):
 
 class LocalModelTest(unittest.TestCase):
     def test_known_beginnings_change_nothing(self):
-        model = models.Model(SMALL)
+        model = models.seeded(SMALL)
         text = np.array(PROMPT)
         whole = model.forward(text, np.arange(len(text)), attention.local_attention(model))
         local = checks.LocalModel(model)
@@ -181,13 +182,13 @@ class CompareTest(unittest.TestCase):
         return logits
 
     def test_equal(self):
-        result = checks.compare([1, 2, 3, 4], self.local(), self.local())
+        result = checks.compare([1, 2, 3, 4], self.local(), self.local(), BOUND)
         self.assertTrue(result.ok)
         self.assertEqual((result.agree, result.near_ties, result.error), (4, 0, 0.0))
 
     def test_another_token_without_a_tie(self):
         remote = self.local() + np.float32(0.01)
-        result = checks.compare([1, 2, 3, 5], remote, self.local())
+        result = checks.compare([1, 2, 3, 5], remote, self.local(), BOUND)
         self.assertEqual((result.agree, result.ok), (3, False))
 
     def test_near_tie(self):
@@ -195,24 +196,24 @@ class CompareTest(unittest.TestCase):
         local[3, 5] = 0.995
         remote = local.copy()
         remote[3, 5] += 0.01
-        result = checks.compare([1, 2, 3, 5], remote, local)
+        result = checks.compare([1, 2, 3, 5], remote, local, BOUND)
         self.assertEqual((result.agree, result.near_ties, result.ok), (4, 1, True))
 
     def test_too_many_near_ties(self):
         local = np.zeros((9, 4), np.float32)
         local[:, 0], local[:, 1] = 1.0, 0.999
-        result = checks.compare([1] * 9, local + np.float32(0.01), local)
+        result = checks.compare([1] * 9, local + np.float32(0.01), local, BOUND)
         self.assertEqual((result.agree, result.near_ties, result.ok), (9, 9, False))
 
     def test_noise_beyond_the_bound(self):
-        result = checks.compare([1, 2, 3, 4], self.local() * 1.5, self.local())
+        result = checks.compare([1, 2, 3, 4], self.local() * 1.5, self.local(), BOUND)
         self.assertEqual((result.agree, result.ok), (4, False))
 
     def test_not_a_number(self):
         remote = self.local()
         remote[0, 0] = np.nan
-        self.assertFalse(checks.compare([1, 2, 3, 4], remote, self.local()).ok)
-        self.assertFalse(checks.compare([], remote[:0], remote[:0]).ok)
+        self.assertFalse(checks.compare([1, 2, 3, 4], remote, self.local(), BOUND).ok)
+        self.assertFalse(checks.compare([], remote[:0], remote[:0], BOUND).ok)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class RecordingTest(unittest.TestCase):
         """The scenes of the demo with a small model; returns the attends made."""
         writer = recording.Writer(self.path)
         recorder = recording.Recorder(service, writer)
-        model = models.Model(SMALL)
+        model = models.seeded(SMALL)
         registered = attention.register(recorder, model, "small")
         local = checks.LocalModel(model)
         said = []
@@ -162,7 +162,7 @@ class RecordingTest(unittest.TestCase):
 
     def test_parts_are_taken_over(self):
         part = str(self.folder / "part")
-        model = models.Model(SMALL)
+        model = models.seeded(SMALL)
         service = mla_client.LocalReference()
         attention.register(service, model, "small")  # a part's recorder uploads nothing
         recorder = recording.Recorder(service, recording.Writer(part, part=True), first_number=500)
@@ -202,7 +202,7 @@ class RecordingTest(unittest.TestCase):
 
     def test_one_model_a_file(self):
         recorder = recording.Recorder(mla_client.LocalReference(), recording.Writer(self.path))
-        model = models.Model(SMALL)
+        model = models.seeded(SMALL)
         attention.register(recorder, model, "small")
         attention.register(recorder, model, "small")
         with self.assertRaisesRegex(ValueError, "holds"):

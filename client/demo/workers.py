@@ -19,7 +19,7 @@ from recording import Recorder, Writer
 
 # Short prefill steps in small messages: both workers are often inside a layer's attention, with
 # several requests waiting while a launch runs.
-MESSAGE_BYTES = 96 << 10
+MESSAGE_BYTES = 32 << 10
 PREFILL_ROWS = 128
 START_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 120.0
@@ -48,6 +48,7 @@ class _Task:
     index: int
     target: str
     transport: str
+    model: Model
     model_id: str
     prompt: List[int]
     count: int
@@ -55,26 +56,26 @@ class _Task:
     first_number: int  # of the recording
 
 
-def _service(client: mla_client.Client, model: Model,
+def _service(client: mla_client.Client,
              task: _Task) -> Tuple[mla_client.Service, mla_client.Model]:
     """The client, recorded if that is wanted, and the model, whose weights the server has."""
     if not task.part:
-        return client, client.register_model(spec_of(model, task.model_id))
+        return client, client.register_model(spec_of(task.model, task.model_id))
     recorder = Recorder(client, Writer(task.part, part=True), first_number=task.first_number)
-    return recorder, register(recorder, model, task.model_id)
+    return recorder, register(recorder, task.model, task.model_id)
 
 
 def _work(task: _Task, start: Any, reports: Any) -> None:
-    """Body of a worker process: its own model, connection and sequence."""
+    """Body of a worker process: its own connection and sequence."""
     index, prompt, count = task.index, task.prompt, task.count
     try:
-        model = Model()
         with mla_client.Client.connect(task.target, transport=task.transport,
                                        message_bytes=MESSAGE_BYTES,
                                        lease_ms=SEQUENCE_LEASE_MS) as client:
-            service, registered = _service(client, model, task)
+            service, registered = _service(client, task)
             with registered.open_sequence() as sequence:
-                generator = Generator(model, service, sequence, mla_client.Profile.EXPANDED)
+                generator = Generator(task.model, service, sequence,
+                                      mla_client.Profile.EXPANDED)
                 start.wait(START_TIMEOUT_S)
                 begin = time.monotonic()
                 tokens, logits = generator.generate(
@@ -92,13 +93,14 @@ def _work(task: _Task, start: Any, reports: Any) -> None:
                                  traceback.format_exc()))
 
 
-def run_workers(target: str, transport: str, model_id: str, prompts: List[List[int]], count: int,
-                writer: Optional[Writer] = None, attempt: int = 1) -> List[WorkerReport]:
+def run_workers(target: str, transport: str, model: Model, model_id: str,
+                prompts: List[List[int]], count: int, writer: Optional[Writer] = None,
+                attempt: int = 1) -> List[WorkerReport]:
     """Runs one worker a prompt, all starting together; reports in order of the prompts. With a
     writer they record, each on its own, and the parts are added to it; `attempt` numbers the calls
     of that kind."""
     with tempfile.TemporaryDirectory(prefix="mla-parts-") as folder:
-        tasks = [_Task(index, target, transport, model_id, prompt, count,
+        tasks = [_Task(index, target, transport, model, model_id, prompt, count,
                        f"{folder}/{index}" if writer is not None else "",
                        (attempt * len(prompts) + index) * NUMBERS_A_WORKER)
                  for index, prompt in enumerate(prompts)]

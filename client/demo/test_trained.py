@@ -1,0 +1,136 @@
+"""The trained model: its text, its file, and what its README says of it."""
+
+import pathlib
+import re
+import tempfile
+import unittest
+
+import attention
+import corpus
+import generate
+import mla_client
+import model as models
+import numpy as np
+import trained
+
+FOLDER = trained.PATH.parent
+TINY = models.Config(vocab=8, hidden=8, layers=2, dense_layers=2, heads=2, q_lora=4, kv_lora=8,
+                     nope=4, rope=4, v=4, dense_width=8)
+
+
+class CorpusTest(unittest.TestCase):
+    def test_nothing_is_on_both_sides(self):
+        train, held_out = corpus.split()
+        self.assertEqual(len(held_out), 12)
+        self.assertGreater(len(train), 3_700_000)
+        text = train.tobytes()
+        for block in held_out:
+            for begin in range(0, len(block), 1024):
+                self.assertNotIn(block[begin:begin + 64].tobytes(), text)
+
+    def test_windows_are_the_blocks(self):
+        windows = corpus.held_out_windows()
+        self.assertEqual(windows.shape, (12 * 16, corpus.WINDOW_BYTES))
+        np.testing.assert_array_equal(windows[16:32].reshape(-1), corpus.split()[1][1])
+
+    def test_the_prompt_is_held_out(self):
+        text = corpus.split()[1][0].tobytes()
+        prompt = bytes(corpus.prompt(500))
+        self.assertEqual(len(prompt), 500)
+        self.assertIn(b"\n" + prompt, text)
+
+
+class FileTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = pathlib.Path(folder.name) / "weights.npz"
+        rng = np.random.default_rng(1)
+        self.weights = {name: rng.standard_normal(shape).astype(np.float32)
+                        for name, shape in trained.shapes(TINY).items()}
+        self.weights["head"][3] = 0
+
+    def test_weights_come_back(self):
+        trained.save(self.weights, self.path)
+        read = trained.read(self.path, TINY)
+        self.assertEqual(list(read), list(self.weights))
+        for name, array in self.weights.items():
+            largest = np.abs(array).max(axis=-1, keepdims=True)
+            # Half a unit of 127 to the row's largest, and bfloat16's rounding.
+            bound = largest * (0.5 / 127 + 2.0 ** -8)
+            self.assertTrue((np.abs(read[name] - array) <= bound).all(), name)
+            np.testing.assert_array_equal(read[name], mla_client.bf16.round_to_bf16(read[name]))
+        self.assertFalse(read["head"][3].any())
+
+    def test_the_model_is_made_of_them(self):
+        trained.save(self.weights, self.path)
+        model = trained.load(self.path, TINY)
+        read = trained.read(self.path, TINY)
+        self.assertEqual(len(model.layers), 2)
+        np.testing.assert_array_equal(model.layers[1].w_uv, read["1.w_uv"])
+        np.testing.assert_array_equal(model.layers[0].feed_forward.down, read["0.down"])
+
+    def test_a_damaged_file_is_refused(self):
+        trained.save(self.weights, self.path)
+        data = bytearray(self.path.read_bytes())
+        data[len(data) // 2] ^= 1
+        self.path.write_bytes(data)
+        with self.assertRaisesRegex(ValueError, "digest"):
+            trained.load(self.path, TINY)
+
+    def test_other_shapes_are_refused(self):
+        self.weights["1.q_up"] = self.weights["1.q_up"][:, :-1]
+        trained.save(self.weights, self.path)
+        with self.assertRaisesRegex(ValueError, "1.q_up"):
+            trained.load(self.path, TINY)
+
+
+class MeasureTest(unittest.TestCase):
+    def test_bits_per_byte(self):
+        windows = np.array([[0, 1, 2, 3]], np.uint8)
+        logits = np.zeros((1, 4, 8), np.float32)
+        self.assertAlmostEqual(trained.bits_per_byte(logits, windows), 3.0)
+        logits[0, np.arange(3), [1, 2, 3]] = 100.0
+        self.assertAlmostEqual(trained.bits_per_byte(logits, windows), 0.0)
+
+
+class TrainedModelTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = trained.load()
+        cls.readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+    def stated(self, pattern):
+        """The one number that the README states there."""
+        found = re.findall(pattern, self.readme)
+        self.assertEqual(len(found), 1, pattern)
+        return float(found[0])
+
+    def test_files_are_small(self):
+        self.assertLess(trained.PATH.stat().st_size, 6_000_000)
+        self.assertLess(corpus.PATH.stat().st_size, 1_500_000)
+
+    def test_bits_per_byte_are_as_stated(self):
+        windows = corpus.held_out_windows()[::64]
+        bits = trained.bits_per_byte(trained.logits_of(self.model, windows), windows)
+        self.assertAlmostEqual(bits, self.stated(r"windows 0, 64 and 128: \*\*([\d.]+)\*\*"),
+                               delta=0.002)
+
+    def test_it_writes_english(self):
+        """Nearly every word that it writes is one of the novels', and few are repeated."""
+        service = mla_client.LocalReference()
+        registered = attention.register(service, self.model, "trained")
+        with registered.open_sequence() as sequence:
+            generator = generate.Generator(self.model, service, sequence,
+                                           mla_client.Profile.ABSORBED)
+            tokens, _ = generator.generate(generator.prefill(corpus.prompt(256)), 96)
+        text = bytes(tokens).decode("ascii")
+        known = set(re.findall(r"[a-z]+", corpus.split()[0].tobytes().decode().lower()))
+        words = re.findall(r"[a-z]+", text.lower())[1:-1]  # the first and last may be cut
+        self.assertGreater(len(words), 8, text)
+        self.assertGreaterEqual(sum(word in known for word in words) / len(words), 0.9, text)
+        self.assertGreater(len(set(words)) / len(words), 0.4, text)
+
+
+if __name__ == "__main__":
+    unittest.main()

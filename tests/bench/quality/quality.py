@@ -1,0 +1,124 @@
+"""What a server's number formats cost a language model; ./dev bench quality runs it.
+
+    quality_benchmark [--json FILE] [--windows N] [--server PROGRAM]
+
+The demo's trained model runs teacher-forced over N windows (default 8) of held-out text, 1024
+bytes each, once with attention in float32 in this process and once a mode through a server on the
+CPU backend: all windows at the same time, as sequences of one step. A mode is what the queries
+travel as (q_dtype), a profile, and how many rows a step brings: 1 (decode) or 128 (prefill). Over
+all positions and against float32:
+
+    mean_dlogit     mean |difference| of all logits
+    kl              mean Kullback-Leibler divergence of the next byte's distribution, in nats
+    top1            share of positions at which the most likely byte is the same
+    bits_per_byte   of the text; float32_bits_per_byte is what it would be
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "client/demo"), str(ROOT / "client/python")]
+
+# pylint: disable=wrong-import-position
+import corpus
+import mla_client
+import numpy as np
+import trained
+from attention import StepAttention, register
+from mla_client.testing import ServerProcess
+
+SERVER = ROOT / ".bazel/bin/server/mla-server"
+STEP_ROWS = (1, 128)
+# The clients compute between two layers, which a busy machine can stretch.
+LEASE_MS = 60_000
+
+
+def remote_logits(model, registered, service, windows, profile, dtype, step_rows):
+    """Logits [windows, bytes, vocab] with attention by a service; each step brings step_rows rows
+    of every window."""
+    count, length = windows.shape
+    sequences = [registered.open_sequence(lease_ms=LEASE_MS) for _ in windows]
+    parts = []
+    for begin in range(0, length, step_rows):
+        tokens = windows[:, begin:begin + step_rows]
+        rows = tokens.shape[1]
+        positions = np.tile(np.arange(begin, begin + rows), count)
+        with service.step([(sequence, rows) for sequence in sequences], lease_ms=LEASE_MS) as step:
+            attention = StepAttention(model, step, profile, dtype)
+            logits = model.forward(tokens.reshape(-1), positions, attention)
+        parts.append(logits.reshape(count, rows, -1))
+    for sequence in sequences:
+        sequence.release()
+    return np.concatenate(parts, axis=1)
+
+
+def compare(windows, local, remote):
+    """The figures of one mode from logits [windows, bytes, vocab]."""
+    right, seen = trained.log_softmax(local), trained.log_softmax(remote)
+    return {
+        "mean_dlogit": float(np.abs(remote - local).mean()),
+        "kl": float((np.exp(right) * (right - seen)).sum(axis=-1).mean()),
+        "top1": float((local.argmax(axis=-1) == remote.argmax(axis=-1)).mean()),
+        "bits_per_byte": trained.bits_per_byte(remote, windows),
+        "float32_bits_per_byte": trained.bits_per_byte(local, windows),
+    }
+
+
+def modes(info):
+    """What is compared: (q_dtype, profile, step_rows)."""
+    dtypes = [mla_client.DType(number) for number in info.wire_dtypes]
+    return [(dtype, profile, rows) for dtype in dtypes
+            for profile in (mla_client.Profile.ABSORBED, mla_client.Profile.EXPANDED)
+            for rows in STEP_ROWS]
+
+
+def measure(client, model, windows):
+    """Yields a row for each mode."""
+    local = trained.logits_of(model, windows)
+    registered = register(client, model, "quality")
+    for dtype, profile, step_rows in modes(client.server_info()):
+        remote = remote_logits(model, registered, client, windows, profile, dtype, step_rows)
+        yield {"bench": "quality", "kv_format": "bf16", "q_dtype": dtype.name.lower(),
+               "profile": profile.name.lower(), "step_rows": step_rows, "positions": windows.size,
+               **{name: float(f"{value:.6g}") for name, value in
+                  compare(windows, local, remote).items()}}
+
+
+def show(row):
+    """One line of the table."""
+    print(f"{row['kv_format']:<12}{row['q_dtype']:<9}{row['profile']:<10}{row['step_rows']:>5}"
+          f"{row['mean_dlogit']:>13.6f}{row['kl']:>12.3e}{row['top1']:>9.5f}"
+          f"{row['bits_per_byte']:>9.5f}{row['float32_bits_per_byte']:>9.5f}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
+    parser.add_argument("--windows", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--server", type=pathlib.Path, default=SERVER)
+    args = parser.parse_args()
+    np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
+    all_windows = corpus.held_out_windows()
+    if not 0 < args.windows <= len(all_windows):
+        parser.error(f"--windows: got {args.windows}, must be 1 to {len(all_windows)}")
+    # Spread over the novels.
+    chosen = np.arange(args.windows) * len(all_windows) // args.windows
+    print(f"{'kv_format':<12}{'q_dtype':<9}{'profile':<10}{'rows':>5}{'mean|dlogit|':>13}{'KL':>12}"
+          f"{'top-1':>9}{'bits/B':>9}{'float32':>9}")
+    rows = []
+    with ServerProcess(str(args.server), ["--backend=cpu"]) as server, \
+            mla_client.Client.connect(server.target, transport="inline") as client:
+        for row in measure(client, trained.load(), all_windows[chosen].astype(np.int64)):
+            show(row)
+            rows.append(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
