@@ -1,30 +1,27 @@
-// The seam between the scheduler and what executes attention.
+// The seam between the scheduler and what executes attention: plan, submit, complete.
 //
-// A backend owns the bytes (KV pool, weights, workspaces, page-table mirror) and executes launches;
-// it decides nothing about batching, pages or plans. The engine drives it like this:
+// A backend owns the bytes (KV pool, weights, workspaces) and executes launches; it decides nothing
+// about batching, pages or plans. The engine drives it like this:
 //
 //   Create -> CanRun (at model registration) -> Configure (once, sizes everything) -> LoadWeights
-//   ... per launch:  BeginLaunch(slot)
-//                StageInput / StageOutput (..Parts) / SlotWorkspace   addresses for the records
-//                WritePages, PublishPageTable, AppendKv, Absorb, Run, Combine, Project
-//                                                        enqueue, in order
-//                Submit(slot)                            starts it and returns
-//                Done(slot) / Wait(slot)                 completion; then results are in the
-//                                                        host buffers
+//   ... per launch:
+//     plan       Traits and ExpandedFormMinRows say how the planner cuts the work, Memory(slot)
+//                where tensors may lie; the launch is a plain value (kernels/launch/launch.h)
+//     submit     Submit(slot, launch) starts it and returns
+//     complete   Done(slot) / Wait(slot); then results are in the host's memory
 //
 // Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
 // which is free, and RegisterHost and UnregisterHost, which any thread may call at any time.
 // Launches execute in submission order, so a launch sees all appends of the ones before it.
-// Everything passed by span or pointer to an enqueue call stays valid and unchanged until
-// Wait(slot) has returned.
 //
 // Errors: capability misses are UNIMPLEMENTED with wanted / supported / missing / device in the
 // message; exhausted preallocated space is RESOURCE_EXHAUSTED; device faults are INTERNAL, after
-// which Healthy() may turn to an error for good. A failed enqueue or Wait fails that launch only.
-// No call throws. After Configure, no call allocates.
+// which Healthy() may turn to an error for good. A failed Submit or Wait fails that launch only; of
+// a launch that Submit refused nothing has run. No call throws. After Configure, no call allocates.
 #ifndef MLA_KERNELS_ATTENTION_BACKEND_H_
 #define MLA_KERNELS_ATTENTION_BACKEND_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -35,7 +32,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_desc.h"
 #include "kernels/attention_params.h"
-#include "kernels/input_fragments.h"
+#include "kernels/launch/launch.h"
 
 namespace mla::kernels {
 
@@ -46,8 +43,8 @@ struct BackendInfo {
   std::string arch;            // instruction set in use: "avx512_bf16", "gfx950", ...
   std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
   int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
-  bool unified_memory = true;  // StageInput returns the host address itself
-  // StageInputFragments is there.
+  bool unified_memory = true;  // launches work on host memory in place
+  // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
   // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
   // caller bounds.
@@ -98,46 +95,34 @@ struct BackendLimits {
   int64_t page_table_entries = 0;  // of all sequences together
   int64_t weights_bytes = 0;       // budget of LoadWeights, as bf16 bytes of W_UK and W_UV
   int32_t weights_slots = 0;
-  int32_t launch_slots = 2;        // launches being prepared or running at a time
-  int32_t launch_requests = 0;     // request records a launch
-  int32_t launch_rows = 0;         // query rows a launch, all requests together
-  int64_t launch_packed_rows = 0;  // query rows x heads a launch
-  int64_t partial_rows = 0;        // PlanView::partial_rows at most
-  int32_t max_o_dim = 0;           // widest output row of any model (kv_lora_rank or v_dim)
-  int64_t staging_in_bytes = 0;    // host bytes staged in per launch
-  int64_t staging_out_bytes = 0;
-  int64_t slot_workspace_bytes = 0;  // absorbed queries and latent outputs of a launch
+  int32_t launch_slots = 2;          // launches being prepared or running at a time
+  int32_t launch_requests = 0;       // request records a launch
+  int32_t launch_rows = 0;           // query rows a launch, all requests together
+  int64_t launch_packed_rows = 0;    // query rows x heads a launch
+  int64_t partial_rows = 0;          // PlanView::partial_rows at most
+  int32_t max_o_dim = 0;             // widest output row of any model (kv_lora_rank or v_dim)
+  int64_t staging_in_bytes = 0;      // SlotMemory::inputs, where memory is not unified
+  int64_t staging_out_bytes = 0;     // SlotMemory::outputs, likewise
+  int64_t slot_workspace_bytes = 0;  // SlotMemory::workspace
   int64_t work_items = 0;            // plan capacity, for device copies of the plan
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
-  int32_t page_ranges = 4096;   // of WritePages of a launch, all calls together
-  int32_t table_ranges = 4096;  // of PublishPageTable of a launch, all calls together
+  int32_t page_ranges = 4096;   // of a launch
+  int32_t table_ranges = 4096;  // of a launch
   Geometry max_geometry;        // every dim at its maximum over all models
 };
 
-// Bytes of the pool that WritePages fills: with a copy of as many bytes from elsewhere in the pool,
-// or with zeros.
-struct PageRange {
-  static constexpr int64_t kZeros = -1;
-  int64_t target_offset = 0;
-  int64_t bytes = 0;
-  int64_t source_offset = kZeros;
-  bool zeroes() const { return source_offset == kZeros; }
-};
-struct TableRange {  // entries of BackendPageTables()
-  int64_t first, count;
+// Memory of a launch slot, as launches see it: regions that a launch lays out as it likes. Where
+// memory is unified there is a workspace only.
+struct SlotMemory {
+  std::span<std::byte> inputs, outputs, workspace;
 };
 
-// Parts of a row-major matrix of which each lies in a host buffer of its own: row r of the matrix
-// is row r of every part, one after the other. A part's rows are contiguous.
-struct InputPart {
-  const void* host;
-  int64_t row_bytes;
-};
-struct OutputPart {
-  void* host;  // null: these columns are not wanted
-  int64_t row_bytes;
-};
+// A PlanView::generation that no other plan of the process has. Any thread.
+inline uint64_t NextPlanGeneration() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
 
 // Host memory that device copies can reach directly (pinned for GPUs). Move-only owner.
 class HostBuffer {
@@ -167,15 +152,13 @@ class AttentionBackend {
   virtual absl::Status Configure(const BackendLimits& limits) = 0;
   virtual absl::Status Healthy() const = 0;
 
-  // --- Memory. Page tables are written by the engine on the host: `page_table_entries` entries,
-  // stable address.
-  virtual std::span<uint32_t> PageTables() = 0;
+  // --- Memory.
   virtual absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) = 0;
 
   // Tells the backend about host memory that later launches will read from and write to, so that it
-  // can pin it once; and that the memory is about to go. Between the two, StageInput and
-  // StageOutput may be given addresses inside it. Pinning takes milliseconds, so no request should
-  // wait for it. A backend that works on host memory in place has nothing to do.
+  // can pin it once; and that the memory is about to go. Between the two, launches may name
+  // addresses inside it. Pinning takes milliseconds, so no request should wait for it. A backend
+  // that works on host memory in place has nothing to do.
   virtual absl::Status RegisterHost(std::span<std::byte> memory) {
     static_cast<void>(memory);
     return absl::OkStatus();
@@ -189,53 +172,17 @@ class AttentionBackend {
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   virtual absl::Status FreeWeights(int32_t slot) = 0;
 
-  // Reads rows [first, first + rows) of one layer back as row-major bf16. Blocking, for comparisons
-  // and export.
-  virtual absl::Status ReadKv(const AppendRecord& where, Bf16* out) = 0;
+  // Reads the rows that `where` names back as row-major bf16; `page_tables` is as in Launch.
+  // Blocking, for comparisons and export.
+  virtual absl::Status ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
+                              Bf16* out) = 0;
 
-  // --- One launch. `slot` is in [0, launch_slots) and not running.
-  virtual absl::Status BeginLaunch(int32_t slot) = 0;
-  virtual absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) = 0;
-  virtual absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) = 0;
-  // Queries in pieces, which the launch reads where they lie: one call for each request at most.
-  // The address is for records alone; nothing may be loaded from it.
-  virtual absl::StatusOr<const void*> StageInputFragments(int32_t slot,
-                                                          const FragmentedInput& input) {
-    static_cast<void>(slot);
-    static_cast<void>(input);
-    return absl::UnimplementedError("inputs in pieces: not read by this backend");
-  }
-  // The same for a matrix of `rows` rows in parts, which lies in one piece where the launch sees
-  // it. The parts are read during the call. A backend with unified memory takes the piece from the
-  // slot's workspace, inputs copied at once and outputs handed out when the launch has completed.
-  virtual absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
-                                                      std::span<const InputPart> parts) = 0;
-  virtual absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
-                                                 std::span<const OutputPart> parts) = 0;
-  virtual absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) = 0;  // 64-byte aligned
-
-  // Fills ranges of the pool. One command, whatever the list's length; the list takes effect as if
-  // its ranges were carried out one after another, so a range may read or overwrite what an earlier
-  // one has written. Ranges that share no bytes run in parallel. A source may not overlap its own
-  // target. INVALID_ARGUMENT names a range that leaves the pool; RESOURCE_EXHAUSTED past
-  // limits.page_ranges.
-  virtual absl::Status WritePages(int32_t slot, std::span<const PageRange> ranges) = 0;
-  // Shows the launch the entries of PageTables() in these ranges as they are during this call. One
-  // command; ranges may overlap. RESOURCE_EXHAUSTED past limits.table_ranges.
-  virtual absl::Status PublishPageTable(int32_t slot, std::span<const TableRange> changed) = 0;
-  virtual absl::Status AppendKv(int32_t slot, std::span<const AppendRecord> records) = 0;
-  virtual absl::Status Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
-                              std::span<const ProjectionRecord> records) = 0;
-  // Executes the plan's work items. Output of unsplit tiles is written in place; split tiles leave
-  // partials.
-  virtual absl::Status Run(int32_t slot, const AttentionParams& params) = 0;
-  // Merges the partials of the preceding Run by their log-sum-exp. A part that saw no key has LSE
-  // -inf and weight 0; a row with no key at all has output 0 and LSE -inf. A backend may already
-  // have merged inside Run.
-  virtual absl::Status Combine(int32_t slot, const AttentionParams& params) = 0;
-  virtual absl::Status Project(int32_t slot, const Geometry& geometry, DType in, DType out,
-                               std::span<const ProjectionRecord> records) = 0;
-  virtual absl::Status Submit(int32_t slot) = 0;
+  // --- Launches. `slot` is in [0, launch_slots). The same memory for as long as the backend lives.
+  virtual SlotMemory Memory(int32_t slot) = 0;
+  // Starts the launch in a slot that does not run. INVALID_ARGUMENT names what is malformed (a page
+  // range that leaves the pool), FAILED_PRECONDITION what is missing (weights of a head, or a slot
+  // that is free), RESOURCE_EXHAUSTED the limit.
+  virtual absl::Status Submit(int32_t slot, const Launch& launch) = 0;
   virtual bool Done(int32_t slot) = 0;
   // Blocks until the launch has completed (a CPU backend lends the calling thread). Kernel time in
   // nanoseconds.

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/attention_desc.h"
+#include "kernels/input_fragments.h"
 #include "kernels/work_info.h"
 
 namespace mla::kernels {
@@ -28,15 +29,14 @@ struct RequestRecord {
   int64_t q_row_stride, q_head_stride;      // elements
   int64_t o_row_stride, o_head_stride;      // elements
   int64_t lse_row_stride, lse_head_stride;  // elements
-  int64_t page_table;    // first entry of the sequence in AttentionParams::page_tables
+  int64_t page_table;                       // first entry of the sequence in Launch::page_tables
   int64_t layer_offset;  // bytes from the first byte of a page group to this layer's page
   int64_t row_stride;    // bytes between rows of a page
   int32_t page_size;     // rows a page
   int32_t q_rows;        // new rows, >= 0; 0 is a padded request
-  int32_t
-      kv_rows;  // rows visible to the last query row: cached rows + q_rows (>= q_rows when causal)
-  int32_t num_heads;     // heads of this request's slice
-  int32_t head_offset;   // first model head of the slice (selects rows of W_UK / W_UV)
+  int32_t kv_rows;      // that the last query row sees: cached rows + q_rows, or more if not causal
+  int32_t num_heads;    // heads of this request's slice
+  int32_t head_offset;  // first model head of the slice (selects rows of W_UK / W_UV)
   int32_t weights_slot;  // slot of W_UK / W_UV, or -1 (absorbed form needs none)
   float softmax_scale;   // multiplies q·k before the softmax
   int32_t causal;        // 1: query row i sees kv rows <= kv_rows - q_rows + i; 0: all kv rows
@@ -52,7 +52,8 @@ struct PlanView {
   std::span<const ReduceTile> reduce_final_map;
   std::span<const int32_t> reduce_partial_map;
   int32_t partial_rows = 0;  // packed rows used in the partial buffers
-  // Equal generations mean equal contents: a backend may keep its device copy.
+  // Equal generations mean equal contents: a backend may keep its device copy. 0: of no other
+  // plan. See NextPlanGeneration (kernels/attention_backend.h).
   uint64_t generation = 0;
 };
 
@@ -60,7 +61,7 @@ struct PlanView {
 // sequence. A record with first_position < 0 is padding and is skipped whole.
 //
 // With `differs`, nothing is written: source rows are compared, as the pool would hold them, with
-// the rows that are there. Rows that the same AppendKv writes may not be compared.
+// the rows that are there. Rows that the same launch appends may not be compared.
 struct AppendRecord {
   const void* kv;         // [rows, kv_lora_rank + rope_dim], source dtype, row-major
   DType dtype;            // rounded to the row format when it is wider
@@ -94,9 +95,8 @@ struct ProjectionRecord {
 struct AttentionParams {
   AttentionDesc desc;
   std::span<const RequestRecord> requests;
-  // Entries of all sequences' page tables; see kPageGranuleBytes. Entries past a sequence's rows
-  // are undefined and must not be read.
-  const uint32_t* page_tables = nullptr;
+  // Empty, or by request: one with bytes > 0 holds the queries, in place of RequestRecord::q.
+  std::span<const FragmentedInput> q_fragments;
   PlanView plan;
 };
 

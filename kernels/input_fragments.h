@@ -1,8 +1,8 @@
 // An input tensor that lies in pieces of host memory, as a network delivered them.
 //
 // A backend whose BackendInfo::reads_fragments is set reads such a tensor where it lies; for others
-// the holder of the pieces brings them together first. Plain data, any thread; the memory and the
-// fragments belong to the maker of the request and stay as they are until the launch has completed.
+// the server brings the pieces together first. Plain data, any thread; the memory and the fragments
+// belong to the request and stay as they are until the launch has completed.
 #ifndef MLA_KERNELS_INPUT_FRAGMENTS_H_
 #define MLA_KERNELS_INPUT_FRAGMENTS_H_
 
@@ -23,8 +23,15 @@ struct FragmentedInput {
   // In the order of the whole, without gaps; the last one reaches to the tensor's end at least.
   std::span<const InputFragment> fragments;
   int64_t offset = 0;  // of the tensor's first byte in the whole
-  int64_t bytes = 0;
+  int64_t bytes = 0;   // 0: there is none
 };
+
+// Of a list by record, as launches have them: the one of record `index`, or null.
+inline const FragmentedInput* FragmentsOf(std::span<const FragmentedInput> all, int64_t index) {
+  if (all.empty()) return nullptr;
+  const FragmentedInput& input = all[static_cast<size_t>(index)];
+  return input.bytes == 0 ? nullptr : &input;
+}
 
 }  // namespace mla::kernels
 

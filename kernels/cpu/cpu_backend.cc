@@ -17,9 +17,9 @@ namespace {
 using cpu::KernelSet;
 using cpu::kTileRows;
 
-constexpr int32_t kAppendRows = 256;       // rows an item of AppendKv copies
+constexpr int32_t kAppendRows = 256;       // rows an item of appends copies
 constexpr int32_t kFixedSplitRows = 2048;  // of --deterministic
-constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of WritePages fills
+constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of page work fills
 
 std::string CpuModel() {
   std::ifstream info("/proc/cpuinfo");
@@ -164,13 +164,13 @@ absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
   tile_of_partial_ = *std::move(tiles);
   unfinished_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(limits.reduce_tiles));
   for (int32_t slot = 0; slot < limits.launch_slots; ++slot) {
-    launches_.push_back(std::make_unique<Launch>());
-    Launch* launch = launches_.back().get();
-    launch->phases.reserve(kMaxPhases);
-    launch->job.phase_items.reserve(kMaxPhases);
-    launch->first_item.reserve(static_cast<size_t>(limits.page_ranges));
-    launch->job.body = [this, launch](int32_t phase, int64_t item, int32_t place) {
-      Execute(launch->phases[static_cast<size_t>(phase)], item, place);
+    jobs_.push_back(std::make_unique<Job>());
+    Job* job = jobs_.back().get();
+    job->phases.reserve(kMaxPhases);
+    job->work.phase_items.reserve(kMaxPhases);
+    job->first_item.reserve(static_cast<size_t>(limits.page_ranges));
+    job->work.body = [this, job](int32_t phase, int64_t item, int32_t place) {
+      Execute(*job, job->phases[static_cast<size_t>(phase)], item, place);
     };
   }
   page_runs_.Reserve(static_cast<size_t>(limits.page_ranges));
@@ -208,32 +208,35 @@ cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {
   return {Weights(slot).memory.data()};
 }
 
-void CpuBackend::AddPagePhases(Launch& launch, const HostCommand& command) {
-  std::span<const PageRange> left = command.pages;
+void CpuBackend::AddPhase(Job& job, const Phase& phase, int64_t items) {
+  job.phases.push_back(phase);
+  job.work.phase_items.push_back(items);
+}
+
+void CpuBackend::AddPagePhases(Job& job) {
+  std::span<const PageRange> left = job.launch->pages;
   while (!left.empty()) {
     Phase phase;
-    phase.command = &command;
     int64_t items = 1;
     phase.pages = left;
-    if (launch.page_phases < kMaxPagePhases - 1) {
+    if (job.page_phases < kMaxPagePhases - 1) {
       phase.pages = left.first(page_runs_.Next(left));
-      phase.first_item = launch.first_item.data() + launch.first_item.size();
+      phase.first_item = job.first_item.data() + job.first_item.size();
       items = 0;
       for (const PageRange& range : phase.pages) {
-        launch.first_item.push_back(items);
+        job.first_item.push_back(items);
         items += PageItems(range);
       }
     }
     left = left.subspan(phase.pages.size());
-    launch.phases.push_back(phase);
-    launch.job.phase_items.push_back(items);
-    ++launch.page_phases;
+    AddPhase(job, phase, items);
+    ++job.page_phases;
   }
 }
 
-void CpuBackend::WritePagesItem(const Phase& phase, int64_t item) const {
+void CpuBackend::WritePagesItem(const Job& job, const Phase& phase, int64_t item) const {
   if (phase.first_item == nullptr) {
-    for (const PageRange& range : phase.pages) WritePageRange(Pool(), range);
+    for (const PageRange& range : phase.pages) WritePageRange(job.pool, range);
     return;
   }
   const int64_t* const end = phase.first_item + phase.pages.size();
@@ -243,95 +246,92 @@ void CpuBackend::WritePagesItem(const Phase& phase, int64_t item) const {
   piece.target_offset += begin;
   if (!piece.zeroes()) piece.source_offset += begin;
   piece.bytes = std::min(kCopyBytes, piece.bytes - begin);
-  WritePageRange(Pool(), piece);
+  WritePageRange(job.pool, piece);
 }
 
-void CpuBackend::AddPhases(Launch& launch, const HostCommand& command) {
-  const auto add = [&launch](const Phase& phase, int64_t items) {
-    launch.phases.push_back(phase);
-    launch.job.phase_items.push_back(items);
-  };
+void CpuBackend::AddAttention(Job& job, const AttentionParams& params) {
+  if (params.requests.empty()) return;
+  const PlanView& plan = params.plan;
   Phase phase;
-  phase.command = &command;
-  int64_t items = 0;
-  switch (command.kind) {
-    case HostCommand::Kind::kPages:
-      return AddPagePhases(launch, command);
-    case HostCommand::Kind::kAppend:
-      items = AppendItems(command.appends);
-      break;
-    case HostCommand::Kind::kAbsorb:
-    case HostCommand::Kind::kProject:
-      for (const ProjectionRecord& record : command.projections) items += ProjectionItems(record);
-      break;
-    case HostCommand::Kind::kRun: {
-      const PlanView& plan = command.attention.plan;
-      phase.run.kernels = &kernels_;
-      phase.run.params = &command.attention;
-      phase.run.layout = cpu::MakeRunLayout(kernels_, command.attention.desc);
-      phase.run.pool = Pool();
-      phase.run.inputs = command.inputs;
-      phase.run.partials = {partial_o_.As<float>(), partial_lse_.As<float>(),
-                            PartialRowFloats(limits())};
-      items = plan.work_indptr.empty() ? 0 : plan.work_indptr.back();
-      const auto tiles = static_cast<int64_t>(plan.reduce_final_map.size());
-      phase.prepare = true;
-      if (tiles > 0 && items > 0) add(phase, 1);
-      phase.prepare = false;
-      if (items > 0) items += tiles * MergeShares(options_.threads);
-      break;
-    }
-  }
-  add(phase, items);
+  phase.run.kernels = &kernels_;
+  phase.run.params = &params;
+  phase.run.layout = cpu::MakeRunLayout(kernels_, params.desc);
+  phase.run.pool = job.pool;
+  phase.run.partials = {partial_o_.As<float>(), partial_lse_.As<float>(),
+                        PartialRowFloats(limits())};
+  int64_t items = plan.work_indptr.empty() ? 0 : plan.work_indptr.back();
+  const auto tiles = static_cast<int64_t>(plan.reduce_final_map.size());
+  phase.kind = Phase::Kind::kPrepareMerges;
+  if (tiles > 0 && items > 0) AddPhase(job, phase, 1);
+  phase.kind = Phase::Kind::kAttend;
+  if (items > 0) items += tiles * MergeShares(options_.threads);
+  AddPhase(job, phase, items);
 }
 
-void CpuBackend::Start(int32_t slot) {
-  Launch& launch = *launches_[static_cast<size_t>(slot)];
-  launch.phases.clear();
-  launch.first_item.clear();
-  launch.page_phases = 0;
-  launch.job.phase_items.clear();
-  for (const HostCommand& command : Commands(slot)) AddPhases(launch, command);
-  pool_->Start(launch.job);
+void CpuBackend::Start(int32_t slot, const Launch& launch) {
+  Job& job = *jobs_[static_cast<size_t>(slot)];
+  job.launch = &launch;
+  job.pool = Pool(launch.page_tables);
+  job.phases.clear();
+  job.first_item.clear();
+  job.page_phases = 0;
+  job.work.phase_items.clear();
+  const auto project = [&job](const Projection& projection, Phase::Kind kind) {
+    if (projection.records.empty()) return;
+    int64_t items = 0;
+    for (const ProjectionRecord& record : projection.records) items += ProjectionItems(record);
+    Phase phase;
+    phase.kind = kind;
+    AddPhase(job, phase, items);
+  };
+  AddPagePhases(job);
+  if (!launch.appends.empty()) {
+    Phase phase;
+    phase.kind = Phase::Kind::kAppend;
+    AddPhase(job, phase, AppendItems(launch.appends));
+  }
+  project(launch.absorb, Phase::Kind::kAbsorb);
+  AddAttention(job, launch.absorbed);
+  project(launch.project, Phase::Kind::kProject);
+  AddAttention(job, launch.expanded);
+  pool_->Start(job.work);
 }
 
 bool CpuBackend::Finished(int32_t slot) {
-  return pool_->Done(launches_[static_cast<size_t>(slot)]->job);
+  return pool_->Done(jobs_[static_cast<size_t>(slot)]->work);
 }
 
 absl::StatusOr<int64_t> CpuBackend::Finish(int32_t slot) {
-  return pool_->Wait(launches_[static_cast<size_t>(slot)]->job);
+  return pool_->Wait(jobs_[static_cast<size_t>(slot)]->work);
 }
 
-void CpuBackend::Execute(const Phase& phase, int64_t item, int32_t place) {
-  const HostCommand& command = *phase.command;
-  switch (command.kind) {
-    case HostCommand::Kind::kPages:
-      WritePagesItem(phase, item);
-      break;
-    case HostCommand::Kind::kAppend:
-      for (const AppendRecord& record : command.appends) {
-        const int64_t items = BlocksOf(record.rows, kAppendRows);
-        if (item >= items) {
-          item -= items;
-          continue;
-        }
-        const auto first = static_cast<int32_t>(item) * kAppendRows;
-        AppendRows(Pool(), record, first, std::min(record.rows, first + kAppendRows));
-        break;
-      }
-      break;
-    case HostCommand::Kind::kAbsorb:
-    case HostCommand::Kind::kProject:
-      ProjectItem(command, item, place);
-      break;
-    case HostCommand::Kind::kRun:
-      if (phase.prepare) {
-        PrepareMerges(phase.run);
-      } else {
-        RunItem(phase.run, item, place);
-      }
-      break;
+void CpuBackend::AppendItem(const Job& job, int64_t item) {
+  for (const AppendRecord& record : job.launch->appends) {
+    const int64_t items = BlocksOf(record.rows, kAppendRows);
+    if (item >= items) {
+      item -= items;
+      continue;
+    }
+    const auto first = static_cast<int32_t>(item) * kAppendRows;
+    AppendRows(job.pool, record, first, std::min(record.rows, first + kAppendRows));
+    return;
+  }
+}
+
+void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32_t place) {
+  switch (phase.kind) {
+    case Phase::Kind::kPages:
+      return WritePagesItem(job, phase, item);
+    case Phase::Kind::kAppend:
+      return AppendItem(job, item);
+    case Phase::Kind::kAbsorb:
+      return ProjectItem(job.launch->absorb, true, item, place);
+    case Phase::Kind::kProject:
+      return ProjectItem(job.launch->project, false, item, place);
+    case Phase::Kind::kPrepareMerges:
+      return PrepareMerges(phase.run);
+    case Phase::Kind::kAttend:
+      return RunItem(phase.run, item, place);
   }
 }
 
@@ -371,20 +371,22 @@ void CpuBackend::MergeItem(const cpu::RunContext& run, int64_t item) {
   cpu::MergeTile(run, tile, static_cast<int32_t>(item % shares), shares);
 }
 
-void CpuBackend::ProjectItem(const HostCommand& command, int64_t item, int32_t place) {
+void CpuBackend::ProjectItem(const Projection& projection, bool absorb, int64_t item,
+                             int32_t place) {
   cpu::ProjectionContext context;
   context.kernels = &kernels_;
-  context.geometry = command.geometry;
-  context.absorb = command.kind == HostCommand::Kind::kAbsorb;
-  context.in = command.in;
-  context.out = command.out;
-  context.inputs = command.inputs;
-  for (const ProjectionRecord& record : command.projections) {
+  context.geometry = projection.geometry;
+  context.absorb = absorb;
+  context.in = projection.in;
+  context.out = projection.out;
+  for (size_t i = 0; i < projection.records.size(); ++i) {
+    const ProjectionRecord& record = projection.records[i];
     const int64_t items = ProjectionItems(record);
     if (item >= items) {
       item -= items;
       continue;
     }
+    context.fragments = FragmentsOf(projection.fragments, static_cast<int64_t>(i));
     const auto head = static_cast<int32_t>(item % record.num_heads);
     const auto first = static_cast<int32_t>(item / record.num_heads) * kTileRows;
     cpu::ProjectBlock(context, record, WeightsOf(record.weights_slot), head, first,

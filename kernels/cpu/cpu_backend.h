@@ -1,10 +1,9 @@
 // The product backend in host memory: any shape, vectorised for what the machine has, dynamic over
 // the plan's work items.
 //
-// A launch becomes a job of the worker pool, one phase a command. Attention items are taken one at
-// a time by whichever thread is free, and after them shares of the merges of split tiles, each of
-// which waits for the pieces of its own tile only; so Combine has nothing to do. See
-// docs/cpu_kernels.md for the inner loops.
+// A launch becomes a job of the worker pool, one phase a part. Attention items are taken one at a
+// time by whichever thread is free, and after them shares of the merges of split tiles, each of
+// which waits for the pieces of its own tile only. See docs/cpu_kernels.md for the inner loops.
 //
 // Threading: as AttentionBackend demands. Wait lends the calling thread to the launch.
 #ifndef MLA_KERNELS_CPU_CPU_BACKEND_H_
@@ -21,7 +20,7 @@
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/worker_pool.h"
 #include "kernels/host/host_backend.h"
-#include "kernels/page_ranges.h"
+#include "kernels/launch/page_ranges.h"
 
 namespace mla::kernels {
 
@@ -41,24 +40,27 @@ class CpuBackend final : public HostBackend {
   int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
 
  private:
-  // What a recorded command needs at execution, per phase of the job.
+  // What a phase of the job does and needs.
   struct Phase {
-    const HostCommand* command = nullptr;
-    bool prepare = false;  // first phase of a split Run: fills the merge bookkeeping
+    enum class Kind : uint8_t { kPages, kAppend, kAbsorb, kProject, kPrepareMerges, kAttend };
+    Kind kind = Kind::kPages;
     // kPages: ranges to carry out, and of each the phase's items before it; none: one after another
     std::span<const PageRange> pages;
     const int64_t* first_item = nullptr;
-    cpu::RunContext run;
+    cpu::RunContext run;  // kPrepareMerges, kAttend
   };
   // Phases that the ranges of a launch are spread over where they wait for each other; what is left
   // then is carried out by one thread.
   static constexpr int32_t kMaxPagePhases = 256;
-  static constexpr int32_t kMaxPhases = 2 * kMaxCommands + kMaxPagePhases;
-  struct Launch {
+  // Those, appends, two projections, and attention in either form with its merges.
+  static constexpr int32_t kMaxPhases = kMaxPagePhases + 1 + 2 + 2 * 2;
+  struct Job {
+    const Launch* launch = nullptr;
+    PoolView pool;
     std::vector<Phase> phases;  // capacity kMaxPhases
     int32_t page_phases = 0;
     std::vector<int64_t> first_item;  // capacity limits.page_ranges
-    cpu::WorkerPool::Job job;
+    cpu::WorkerPool::Job work;
   };
 
   CpuBackend(const cpu::KernelSet& kernels, const BackendOptions& options, int32_t threads);
@@ -69,20 +71,22 @@ class CpuBackend final : public HostBackend {
   int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
   void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
                    std::byte* packed) const override;
-  void Start(int32_t slot) override;
+  void Start(int32_t slot, const Launch& launch) override;
   bool Finished(int32_t slot) override;
   absl::StatusOr<int64_t> Finish(int32_t slot) override;
 
   int64_t ScratchBytes(const BackendLimits& limits) const;
   int64_t PartialRowFloats(const BackendLimits& limits) const;
-  void AddPhases(Launch& launch, const HostCommand& command);
-  void AddPagePhases(Launch& launch, const HostCommand& command);
-  void WritePagesItem(const Phase& phase, int64_t item) const;
-  void Execute(const Phase& phase, int64_t item, int32_t place);
+  static void AddPhase(Job& job, const Phase& phase, int64_t items);
+  void AddPagePhases(Job& job);
+  void AddAttention(Job& job, const AttentionParams& params);
+  void WritePagesItem(const Job& job, const Phase& phase, int64_t item) const;
+  static void AppendItem(const Job& job, int64_t item);
+  void Execute(const Job& job, const Phase& phase, int64_t item, int32_t place);
   void PrepareMerges(const cpu::RunContext& run);
   void RunItem(const cpu::RunContext& run, int64_t item, int32_t place);
   void MergeItem(const cpu::RunContext& run, int64_t item);
-  void ProjectItem(const HostCommand& command, int64_t item, int32_t place);
+  void ProjectItem(const Projection& projection, bool absorb, int64_t item, int32_t place);
   cpu::PackedWeights WeightsOf(int32_t slot) const;
 
   const cpu::KernelSet& kernels_;
@@ -93,7 +97,7 @@ class CpuBackend final : public HostBackend {
   MappedMemory partial_o_, partial_lse_;
   MappedMemory tile_of_partial_;  // int32 [partial_rows]: reduce tile of a partial's first row
   std::vector<std::atomic<int32_t>> unfinished_;  // pieces of a reduce tile still running
-  std::vector<std::unique_ptr<Launch>> launches_;
+  std::vector<std::unique_ptr<Job>> jobs_;        // by launch slot
   PageRangeRuns page_runs_;
   std::unique_ptr<cpu::WorkerPool> pool_;
 };

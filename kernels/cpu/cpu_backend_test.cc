@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/launch/launch_layout.h"
 #include "kernels/testing/allocation_counter.h"
 
 namespace mla::kernels {
@@ -41,9 +43,14 @@ std::unique_ptr<CpuBackend> Make(int32_t threads) {
   auto backend = CpuBackend::Create(options);
   EXPECT_TRUE(backend.ok()) << backend.status();
   EXPECT_TRUE((*backend)->Configure(SmallLimits()).ok());
-  const auto tables = (*backend)->PageTables();
-  for (size_t i = 0; i < tables.size(); ++i) tables[i] = static_cast<uint32_t>(i * 8);
   return *std::move(backend);
+}
+
+// Of 64 pages, one after the other.
+std::vector<uint32_t> Pages() {
+  std::vector<uint32_t> pages(64);
+  for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<uint32_t>(i * 8);
+  return pages;
 }
 
 // One decode step of one request: an appended row is the only key, so the output is that row.
@@ -79,12 +86,11 @@ struct Step {
     params.plan.work_info = {&work, 1};
   }
 
-  absl::Status Record(CpuBackend& backend, int32_t slot) {
-    params.page_tables = backend.PageTables().data();
-    if (auto ok = backend.BeginLaunch(slot); !ok.ok()) return ok;
-    if (auto ok = backend.AppendKv(slot, {&append, 1}); !ok.ok()) return ok;
-    if (auto ok = backend.Run(slot, params); !ok.ok()) return ok;
-    return backend.Combine(slot, params);
+  absl::Status Submit(CpuBackend& backend, int32_t slot) {
+    launch.page_tables = pages;
+    launch.appends = {&append, 1};
+    launch.absorbed = params;
+    return backend.Submit(slot, launch);
   }
 
   std::vector<Bf16> kv, q, o;
@@ -94,15 +100,30 @@ struct Step {
   WorkInfo work{};
   int32_t indptr[2] = {0, 1};
   AttentionParams params;
+  std::vector<uint32_t> pages = Pages();
+  Launch launch;
 };
+
+// A launch of these alone.
+absl::Status SubmitPages(CpuBackend& backend, std::span<const PageRange> ranges) {
+  Launch launch;
+  launch.pages = ranges;
+  absl::Status s = backend.Submit(0, launch);
+  return s.ok() ? backend.Wait(0).status() : s;
+}
+
+std::vector<Bf16> ReadRow(CpuBackend& backend, const Step& step) {
+  std::vector<Bf16> row(48, 7);
+  EXPECT_TRUE(backend.ReadKv(step.pages, step.append, row.data()).ok());
+  return row;
+}
 
 TEST(CpuBackendTest, AnswersAStepThroughWaitAndThroughDone) {
   for (const int32_t threads : {1, 2, 4}) {
     const auto backend = Make(threads);
     for (const bool poll : {false, true, true, false}) {
       Step step(0.75f);
-      ASSERT_TRUE(step.Record(*backend, 0).ok());
-      ASSERT_TRUE(backend->Submit(0).ok());
+      ASSERT_TRUE(step.Submit(*backend, 0).ok());
       while (poll && !backend->Done(0)) {
       }
       const auto nanoseconds = backend->Wait(0);
@@ -145,8 +166,7 @@ TEST(CpuBackendTest, PiecesOfOneTileAreMergedByWhoeverIsFree) {
     step.params.plan.reduce_final_map = {&tile, 1};
     step.params.plan.reduce_partial_map = partials;
     step.params.plan.partial_rows = kPieces * kHeads;
-    ASSERT_TRUE(step.Record(*backend, 0).ok());
-    ASSERT_TRUE(backend->Submit(0).ok());
+    ASSERT_TRUE(step.Submit(*backend, 0).ok());
     ASSERT_TRUE(backend->Wait(0).ok());
     double sum = 0.0;
     for (int32_t r = 0; r < kPieces - 1; ++r) sum += r % 8;
@@ -162,10 +182,8 @@ TEST(CpuBackendTest, TwoLaunchesInFlightRunInOrder) {
   const auto backend = Make(2);
   for (int32_t repeat = 0; repeat < 50; ++repeat) {
     Step first(1.0f), second(2.0f);  // the second one overwrites the row that the first one reads
-    ASSERT_TRUE(first.Record(*backend, 0).ok());
-    ASSERT_TRUE(backend->Submit(0).ok());
-    ASSERT_TRUE(second.Record(*backend, 1).ok());
-    ASSERT_TRUE(backend->Submit(1).ok());
+    ASSERT_TRUE(first.Submit(*backend, 0).ok());
+    ASSERT_TRUE(second.Submit(*backend, 1).ok());
     ASSERT_TRUE(backend->Wait(1).ok());
     ASSERT_TRUE(backend->Wait(0).ok());
     EXPECT_EQ(ToFloat(first.o[5]), 1.0f);
@@ -176,7 +194,8 @@ TEST(CpuBackendTest, TwoLaunchesInFlightRunInOrder) {
 TEST(CpuBackendTest, RangesOfPagesAreWrittenInOrder) {
   const auto backend = Make(2);
   Step step(3.0f);
-  ASSERT_TRUE(step.Record(*backend, 0).ok());
+  ASSERT_TRUE(step.Submit(*backend, 0).ok());
+  ASSERT_TRUE(backend->Wait(0).ok());
   const PageRange ranges[] = {
       {8192, 96},        // behind what the next one reads from
       {4096, 96, 0},     // the row just appended, to where table entry 2 points
@@ -184,61 +203,86 @@ TEST(CpuBackendTest, RangesOfPagesAreWrittenInOrder) {
       {8192, 96, 4096},  // a copy of the copy, over what was zeroed
       {8192 + 94, 2},    // but for its last element
   };
-  ASSERT_TRUE(backend->WritePages(0, ranges).ok());
-  ASSERT_TRUE(backend->Submit(0).ok());
-  ASSERT_TRUE(backend->Wait(0).ok());
-  std::vector<Bf16> row(48, 7);
-  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
-  EXPECT_EQ(row, std::vector<Bf16>(48, 0));
+  ASSERT_TRUE(SubmitPages(*backend, ranges).ok());
+  EXPECT_EQ(ReadRow(*backend, step), std::vector<Bf16>(48, 0));
   step.append.page_table = 2;
-  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
-  EXPECT_EQ(ToFloat(row[47]), 3.0f);
-  backend->PageTables()[2] = 8192 / kPageGranuleBytes;
-  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
-  EXPECT_EQ(ToFloat(row[46]), 3.0f);
-  EXPECT_EQ(row[47], 0);
+  EXPECT_EQ(ToFloat(ReadRow(*backend, step)[47]), 3.0f);
+  step.pages[2] = 8192 / kPageGranuleBytes;
+  EXPECT_EQ(ToFloat(ReadRow(*backend, step)[46]), 3.0f);
+  EXPECT_EQ(ReadRow(*backend, step)[47], 0);
 }
 
-// One command, whatever the list's length and however its ranges wait for each other.
-TEST(CpuBackendTest, AListOfRangesIsOneCommand) {
+// Pages are written before rows are appended.
+TEST(CpuBackendTest, PageWorkComesFirst) {
   const auto backend = Make(2);
   Step step(3.0f);
-  ASSERT_TRUE(step.Record(*backend, 0).ok());
+  const PageRange zeroed{0, 96};
+  step.launch.pages = {&zeroed, 1};
+  ASSERT_TRUE(step.Submit(*backend, 0).ok());
+  ASSERT_TRUE(backend->Wait(0).ok());
+  EXPECT_EQ(ToFloat(ReadRow(*backend, step)[5]), 3.0f);
+}
+
+// However long the list and however its ranges wait for each other.
+TEST(CpuBackendTest, AListOfRangesIsOnePart) {
+  const auto backend = Make(2);
+  Step step(3.0f);
+  ASSERT_TRUE(step.Submit(*backend, 0).ok());
+  ASSERT_TRUE(backend->Wait(0).ok());
   // The row wanders, each place zeroed once it is left: 2 x 1600 ranges, none of them independent.
   std::vector<PageRange> ranges;
   for (int64_t i = 0; i < 1600; ++i) {
     ranges.push_back({(i + 1) % 2 * 4096, 96, i % 2 * 4096});
     ranges.push_back({i % 2 * 4096, 96});
   }
-  ASSERT_TRUE(backend->WritePages(0, ranges).ok());
-  ASSERT_TRUE(backend->Submit(0).ok());
-  ASSERT_TRUE(backend->Wait(0).ok());
-  std::vector<Bf16> row(48);
-  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
-  EXPECT_EQ(ToFloat(row[47]), 3.0f);
+  ASSERT_TRUE(SubmitPages(*backend, ranges).ok());
+  EXPECT_EQ(ToFloat(ReadRow(*backend, step)[47]), 3.0f);
   step.append.page_table = 2;
-  ASSERT_TRUE(backend->ReadKv(step.append, row.data()).ok());
-  EXPECT_EQ(row, std::vector<Bf16>(48, 0));
-  ASSERT_TRUE(backend->BeginLaunch(0).ok());
-  const std::vector<PageRange> more(BackendLimits().page_ranges);
-  EXPECT_TRUE(backend->WritePages(0, more).ok());
-  EXPECT_EQ(backend->WritePages(0, {more.data(), 1}).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReadRow(*backend, step), std::vector<Bf16>(48, 0));
+  const std::vector<PageRange> more(BackendLimits().page_ranges + 1);
+  EXPECT_TRUE(SubmitPages(*backend, std::span(more).subspan(1)).ok());
+  EXPECT_EQ(SubmitPages(*backend, more).code(), absl::StatusCode::kResourceExhausted);
   const PageRange outside{1 << 30, 1};
-  ASSERT_TRUE(backend->BeginLaunch(0).ok());
-  EXPECT_EQ(backend->WritePages(0, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(SubmitPages(*backend, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
+}
+
+// Tensors in parts are gathered by Submit and handed out by Wait.
+TEST(CpuBackendTest, TensorsInPartsPassThroughTheWorkspace) {
+  const auto backend = Make(2);
+  Step step(0.75f);
+  LaunchLayout layout(*backend, 0);
+  std::vector<Bf16> halves[2] = {std::vector<Bf16>(2 * 48, ToBf16(0.5f)),
+                                 std::vector<Bf16>(2 * 48, ToBf16(0.25f))};
+  std::vector<Bf16> outputs[2] = {std::vector<Bf16>(2 * 32), std::vector<Bf16>(2 * 32)};
+  const InputPart in[] = {{halves[0].data(), 192}, {halves[1].data(), 192}};
+  const OutputPart out[] = {{outputs[0].data(), 128}, {nullptr, 128}};
+  const auto q = layout.InputParts(1, in);
+  const auto o = layout.OutputParts(1, out);
+  ASSERT_TRUE(q.ok() && o.ok());
+  step.request.q = *q;
+  step.request.o = *o;
+  step.launch.inputs = layout.inputs();
+  step.launch.outputs = layout.outputs();
+  ASSERT_TRUE(step.Submit(*backend, 0).ok());
+  std::fill(halves[0].begin(), halves[0].end(), ToBf16(NAN));
+  ASSERT_TRUE(backend->Wait(0).ok());
+  for (const Bf16 value : outputs[0]) EXPECT_EQ(ToFloat(value), 0.75f);
+  for (const Bf16 value : outputs[1]) EXPECT_EQ(value, 0);  // not wanted
+  EXPECT_NEAR(step.lse[0], 0.25 * 48 * 0.5 * 0.75, 1e-4);
+  EXPECT_NEAR(step.lse[3], 0.25 * 48 * 0.25 * 0.75, 1e-4);
 }
 
 TEST(CpuBackendTest, SteadyStateAllocatesNothing) {
   const auto backend = Make(2);
   Step step(1.0f);
   for (int32_t i = 0; i < 3; ++i) {
-    ASSERT_TRUE(step.Record(*backend, 0).ok() && backend->Submit(0).ok());
+    ASSERT_TRUE(step.Submit(*backend, 0).ok());
     ASSERT_TRUE(backend->Wait(0).ok());
   }
   const int64_t before = testing::Allocations();
   bool ok = true;
   for (int32_t i = 0; i < 100; ++i) {
-    ok = ok && step.Record(*backend, 0).ok() && backend->Submit(0).ok() && backend->Wait(0).ok();
+    ok = ok && step.Submit(*backend, 0).ok() && backend->Wait(0).ok();
   }
   EXPECT_EQ(testing::Allocations(), before);
   EXPECT_TRUE(ok);
@@ -247,21 +291,23 @@ TEST(CpuBackendTest, SteadyStateAllocatesNothing) {
 TEST(CpuBackendTest, RefusesWhatItWasNotConfiguredFor) {
   const auto backend = Make(1);
   EXPECT_EQ(backend->Configure(SmallLimits()).code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(backend->BeginLaunch(2).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(backend->Submit(0).code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(backend->Wait(0).status().code(), absl::StatusCode::kFailedPrecondition);
-  ASSERT_TRUE(backend->BeginLaunch(0).ok());
-  EXPECT_TRUE(backend->SlotWorkspace(0, 4096).ok());
-  EXPECT_EQ(backend->SlotWorkspace(0, 1).status().code(), absl::StatusCode::kResourceExhausted);
   Step step(1.0f);
+  EXPECT_EQ(step.Submit(*backend, 2).code(), absl::StatusCode::kInvalidArgument);
+  ASSERT_TRUE(step.Submit(*backend, 0).ok());
+  EXPECT_EQ(step.Submit(*backend, 0).code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(backend->Wait(0).ok());
+  LaunchLayout layout(*backend, 0);
+  EXPECT_TRUE(layout.Workspace(4096).ok());
+  EXPECT_EQ(layout.Workspace(1).status().code(), absl::StatusCode::kResourceExhausted);
   step.params.desc.geometry.kv_lora_rank = 4096;
-  EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(step.Submit(*backend, 0).code(), absl::StatusCode::kResourceExhausted);
   step.params.desc.geometry = kGeometry;
   step.params.plan.partial_rows = 281;
-  EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(step.Submit(*backend, 0).code(), absl::StatusCode::kResourceExhausted);
   step.params.plan.partial_rows = 0;
   step.params.desc.form = AttentionForm::kExpanded;
-  EXPECT_EQ(backend->Run(0, step.params).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(step.Submit(*backend, 0).code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST(CpuBackendTest, CapabilityMissesSayWhatIsMissing) {
@@ -291,14 +337,15 @@ TEST(CpuBackendTest, WeightsAreChargedAndFreed) {
   EXPECT_EQ(load(0, 2, 4), absl::StatusCode::kOk);
   EXPECT_EQ(load(1, 0, 2), absl::StatusCode::kOk);
   EXPECT_EQ(load(2, 0, 1), absl::StatusCode::kInvalidArgument);
-  ASSERT_TRUE(backend->BeginLaunch(0).ok());
   ProjectionRecord record{};
   record.num_heads = 2;
   record.head_offset = 1;  // slot 0 holds heads 2 and 3
-  EXPECT_EQ(backend->Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&record, 1}).code(),
-            absl::StatusCode::kFailedPrecondition);
+  Launch launch;
+  launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&record, 1}, {}};
+  EXPECT_EQ(backend->Submit(0, launch).code(), absl::StatusCode::kFailedPrecondition);
   record.head_offset = 2;
-  EXPECT_TRUE(backend->Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&record, 1}).ok());
+  ASSERT_TRUE(backend->Submit(0, launch).ok());
+  EXPECT_TRUE(backend->Wait(0).ok());
   EXPECT_TRUE(backend->FreeWeights(0).ok());
 }
 

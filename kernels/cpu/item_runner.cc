@@ -97,11 +97,13 @@ void ItemState::SelectHead(int32_t head) {
 
 // Packed row n as it was sent. One in pieces is copied to `place` of the panel's rows, at most.
 const void* ItemState::QueryRow(const Group& group, int32_t n, int32_t place) const {
-  const int64_t offset =
-      group.query_row(n) * request_.q_row_stride + group.head(n) * request_.q_head_stride;
   const auto size = static_cast<int64_t>(ElementSize(context_.params->desc.q_dtype));
-  return RowAt(context_.inputs, static_cast<const std::byte*>(request_.q) + offset * size,
-               at_.key_dim * size, scratch_ + at_.query_rows + place * at_.query_row_bytes);
+  const int64_t begin =
+      size * (group.query_row(n) * request_.q_row_stride + group.head(n) * request_.q_head_stride);
+  const auto* const pieces = FragmentsOf(context_.params->q_fragments, work_.request);
+  if (pieces == nullptr) return static_cast<const std::byte*>(request_.q) + begin;
+  return ReadFragments(*pieces, begin, at_.key_dim * size,
+                       scratch_ + at_.query_rows + place * at_.query_row_bytes);
 }
 
 void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out) {
@@ -177,7 +179,7 @@ int32_t ItemState::SetVisible(const Group& group) {
 
 // Finds the chunk's rows and makes them operands.
 void ItemState::PrepareChunk(int32_t begin, int32_t count) {
-  FindRows(context_.pool, context_.params->page_tables, request_, begin, count,
+  FindRows(context_.pool, context_.pool.page_tables, request_, begin, count,
            As<const void*>(at_.kv_rows));
   auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
@@ -459,7 +461,7 @@ void ItemState::RunGroup(const Group& group) {
     PrepareChunk(begin, rows);
     // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
     next_count_ = at_.expanded ? 0 : std::min(kTileRows, end - begin - rows);
-    FindRows(context_.pool, context_.params->page_tables, request_, begin + rows, next_count_,
+    FindRows(context_.pool, context_.pool.page_tables, request_, begin + rows, next_count_,
              As<const void*>(at_.next_rows));
     for (int32_t first = 0; first < group.rows; first += kTileRows) {
       RunBlock(first / kTileRows, std::min(kTileRows, group.rows - first), begin, rows,

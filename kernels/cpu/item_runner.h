@@ -21,7 +21,6 @@
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/run_layout.h"
 #include "kernels/host/host_backend.h"
-#include "kernels/host/input_map.h"
 
 namespace mla::kernels::cpu {
 
@@ -43,7 +42,6 @@ struct RunContext {
   RunLayout layout;
   PoolView pool;
   PartialBuffers partials;
-  const InputMap* inputs = nullptr;  // where queries in pieces lie, if there are any
 };
 
 // `weights` are those of the item's request; unused in the absorbed form.
@@ -60,7 +58,7 @@ struct ProjectionContext {
   bool absorb = true;
   DType in = DType::kBf16;
   DType out = DType::kBf16;
-  const InputMap* inputs = nullptr;  // as in RunContext
+  const FragmentedInput* fragments = nullptr;  // the record's input, where it lies in fragments
 };
 void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& record,
                   const PackedWeights& weights, int32_t head, int32_t row_begin, int32_t row_end,

@@ -52,15 +52,22 @@ void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t
   }
 }
 
-// out[offset ..] = `count` elements of a row of projected queries, which may lie in pieces.
-void CopyElements(const ProjectionContext& context, const std::byte* from, int32_t count, void* out,
-                  int64_t offset) {
+// `bytes` of the record's input from its byte `begin` on; those in fragments may go to `spare`.
+const void* InputAt(const ProjectionContext& context, const ProjectionRecord& record, int64_t begin,
+                    int64_t bytes, void* spare) {
+  if (context.fragments != nullptr) return ReadFragments(*context.fragments, begin, bytes, spare);
+  return static_cast<const std::byte*>(record.in) + begin;
+}
+
+// out[offset ..] = `count` elements of the record's input from its byte `begin` on.
+void CopyElements(const ProjectionContext& context, const ProjectionRecord& record, int64_t begin,
+                  int32_t count, void* out, int64_t offset) {
   constexpr int32_t kAtOnce = 16;
   const auto size = static_cast<int64_t>(ElementSize(context.in));
   float spare[kAtOnce];
   for (int32_t i = 0; i < count; i += kAtOnce) {
     const int32_t some = std::min(kAtOnce, count - i);
-    const void* const sent = RowAt(context.inputs, from + i * size, some * size, spare);
+    const void* const sent = InputAt(context, record, begin + i * size, some * size, spare);
     for (int32_t k = 0; k < some; ++k) {
       StoreElement(out, context.out, offset + i + k, LoadElement(sent, context.in, k));
     }
@@ -103,7 +110,7 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   const auto in_at = [&](int32_t r, int32_t first) {
     const int64_t offset =
         (row_begin + r) * record.in_row_stride + head * record.in_head_stride + first;
-    return static_cast<const std::byte*>(record.in) + offset * in_size;
+    return offset * in_size;
   };
 
   GemmArgs gemm{};
@@ -126,11 +133,11 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     operands[r] = row;
     operands[rows + r] = low;
     if (direct) {
-      operands[r] = RowAt(context.inputs, in_at(r, 0), in_dim * in_size, row);
+      operands[r] = InputAt(context, record, in_at(r, 0), in_dim * in_size, row);
       continue;
     }
     const void* const sent =
-        RowAt(context.inputs, in_at(r, 0), in_dim * in_size, scratch + at.query);
+        InputAt(context, record, in_at(r, 0), in_dim * in_size, scratch + at.query);
     if (split) {
       kernels.split(static_cast<const float*>(sent), in_dim, reinterpret_cast<uint16_t*>(row),
                     reinterpret_cast<uint16_t*>(low));
@@ -152,7 +159,8 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     StoreSum(kernels, terms, kOnes, stacked ? 2 : 1, out_dim, context.out, record.out, out);
     if (!context.absorb) continue;
     // The rotated part goes as it is.
-    CopyElements(context, in_at(r, g.nope_dim), g.rope_dim, record.out, out + g.kv_lora_rank);
+    CopyElements(context, record, in_at(r, g.nope_dim), g.rope_dim, record.out,
+                 out + g.kv_lora_rank);
   }
 }
 

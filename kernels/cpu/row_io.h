@@ -9,6 +9,7 @@
 #include "kernels/attention_params.h"
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/dtype.h"
+#include "kernels/host/fragments.h"
 #include "kernels/host/host_backend.h"
 
 namespace mla::kernels::cpu {

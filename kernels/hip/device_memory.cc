@@ -38,13 +38,11 @@ PinnedRanges::Id PinnedRanges::Find(const void* at, int64_t bytes) const {
   return kNone;
 }
 
-bool PinnedRanges::Begin(std::span<const Id> pieces) {
+bool PinnedRanges::Begin(Id piece) {
   const std::lock_guard lock(mutex_);
-  for (const Id id : pieces) {
-    const Range* range = Of(id);
-    if (range == nullptr || range->retired) return false;
-  }
-  for (const Id id : pieces) ++Of(id)->uses;
+  Range* const range = Of(piece);
+  if (range == nullptr || range->retired) return false;
+  ++range->uses;
   return true;
 }
 

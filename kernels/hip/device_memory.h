@@ -25,8 +25,8 @@ inline int64_t AlignRegion(int64_t bytes) {
 // Host memory that the device's copies reach by themselves, in pieces. Piece by piece, because a
 // copy may not cross from one into another. Any thread.
 //
-// A launch notes the pieces that its copies reach (Find), counts as their user from its submission
-// (Begin) until it has ended (End), and so may its piece be let go: Retire, then AwaitUnused.
+// A launch counts as user of the pieces that its copies reach (Find, Begin) until it has ended
+// (End). A piece goes with Retire, then AwaitUnused.
 class PinnedRanges {
  public:
   using Id = uint64_t;
@@ -35,8 +35,8 @@ class PinnedRanges {
   void Add(const void* at, int64_t bytes);
   // The piece that holds these bytes.
   Id Find(const void* at, int64_t bytes) const;
-  // False, with nothing begun, when one of the pieces is gone.
-  bool Begin(std::span<const Id> pieces);
+  // Counts a user more; false when the piece is gone.
+  bool Begin(Id piece);
   void End(std::span<const Id> pieces);
   // The piece that begins there is found no more; kNone if there is none.
   Id Retire(const void* at);
@@ -108,12 +108,17 @@ class StagedRegion {
  public:
   static absl::StatusOr<StagedRegion> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
 
+  int64_t bytes() const { return host_.size(); }
   void Clear() { used_ = 0; }
   int64_t used() const { return used_; }
   // Offset of `bytes` more, aligned to kRegionAlignment. RESOURCE_EXHAUSTED names the region.
   absl::StatusOr<int64_t> Take(int64_t bytes);
   std::byte* host(int64_t offset) const { return host_.data() + offset; }
   DevicePtr device(int64_t offset) const { return device_.at() + static_cast<uint64_t>(offset); }
+  // Of an address in the region's device memory.
+  int64_t OffsetOf(const std::byte* device) const {
+    return static_cast<int64_t>(reinterpret_cast<DevicePtr>(device) - device_.at());
+  }
 
   // Copies `values` in and returns their device address.
   template <class T>

@@ -78,49 +78,13 @@ absl::Status HipBackend::CheckSlot(int32_t slot) const {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::CheckRecording(int32_t slot) const {
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->CheckRecording();
+kernels::SlotMemory HipBackend::Memory(int32_t slot) {
+  return slots_[static_cast<size_t>(slot)]->Memory();
 }
 
-absl::Status HipBackend::BeginLaunch(int32_t slot) {
-  if (!health_.ok()) return health_;
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  runs_[slot] = RunOnDevice();
-  page_work_[slot] = PageWork();
-  return slots_[slot]->Begin();
-}
-
-absl::StatusOr<const void*> HipBackend::StageInput(int32_t slot, const void* host, int64_t bytes) {
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageInput(host, bytes);
-}
-
-absl::StatusOr<void*> HipBackend::StageOutput(int32_t slot, void* host, int64_t bytes) {
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageOutput(host, bytes);
-}
-
-absl::StatusOr<const void*> HipBackend::StageInputParts(int32_t slot, int32_t rows,
-                                                        std::span<const kernels::InputPart> parts) {
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageInputParts(rows, parts);
-}
-
-absl::StatusOr<void*> HipBackend::StageOutputParts(int32_t slot, int32_t rows,
-                                                   std::span<const kernels::OutputPart> parts) {
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->StageOutputParts(rows, parts);
-}
-
-absl::StatusOr<void*> HipBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  return slots_[slot]->Workspace(bytes);
-}
-
-absl::Status HipBackend::AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  LaunchSlot& launch = *slots_[slot];
+absl::Status HipBackend::AddAppends(LaunchSlot& launch,
+                                    std::span<const kernels::AppendRecord> records) {
+  if (records.empty()) return absl::OkStatus();
   const int64_t count = static_cast<int64_t>(records.size());
   absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
   if (!prefix.ok()) return prefix.status();
@@ -170,10 +134,9 @@ absl::Status HipBackend::CheckProjections(
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::AddProjection(int32_t slot,
+absl::Status HipBackend::AddProjection(LaunchSlot& launch,
                                        std::span<const kernels::ProjectionRecord> records,
                                        const ProjectArgs& args) {
-  LaunchSlot& launch = *slots_[slot];
   tiles_.clear();
   project_rows_.clear();
   const int64_t in_bytes = args.in_is_f32 ? 4 : 2, out_bytes = args.out_is_f32 ? 4 : 2;
@@ -220,31 +183,27 @@ absl::Status HipBackend::AddProjection(int32_t slot,
   return launch.AddKernel(kernels_.project, shape, complete);
 }
 
-absl::Status HipBackend::Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
-                                std::span<const kernels::ProjectionRecord> records) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  if (absl::Status s = CheckProjections("absorb", records); !s.ok()) return s;
+absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection) {
+  if (absl::Status s = CheckProjections("absorb", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = weight_pointers_.As<const uint16_t*>();
-  args.k = geometry.nope_dim;
-  args.n = geometry.kv_lora_rank;
-  args.copy = geometry.rope_dim;
-  args.in_is_f32 = in == DType::kF32;
-  args.out_is_f32 = out == DType::kF32;
-  return AddProjection(slot, records, args);
+  args.k = projection.geometry.nope_dim;
+  args.n = projection.geometry.kv_lora_rank;
+  args.copy = projection.geometry.rope_dim;
+  args.in_is_f32 = projection.in == DType::kF32;
+  args.out_is_f32 = projection.out == DType::kF32;
+  return AddProjection(slot, projection.records, args);
 }
 
-absl::Status HipBackend::Project(int32_t slot, const Geometry& geometry, DType in, DType out,
-                                 std::span<const kernels::ProjectionRecord> records) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  if (absl::Status s = CheckProjections("project", records); !s.ok()) return s;
+absl::Status HipBackend::AddProject(LaunchSlot& slot, const kernels::Projection& projection) {
+  if (absl::Status s = CheckProjections("project", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = weight_pointers_.As<const uint16_t*>() + limits_.weights_slots;
-  args.k = geometry.kv_lora_rank;
-  args.n = geometry.v_dim;
-  args.in_is_f32 = in == DType::kF32;
-  args.out_is_f32 = out == DType::kF32;
-  return AddProjection(slot, records, args);
+  args.k = projection.geometry.kv_lora_rank;
+  args.n = projection.geometry.v_dim;
+  args.in_is_f32 = projection.in == DType::kF32;
+  args.out_is_f32 = projection.out == DType::kF32;
+  return AddProjection(slot, projection.records, args);
 }
 
 absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
@@ -263,10 +222,9 @@ absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::UploadPlan(int32_t slot, const PlanView& plan) {
-  RunOnDevice& run = runs_[slot];
-  if (plan.generation != 0 && run.generation == plan.generation) return absl::OkStatus();
-  StagedRegion& metadata = slots_[slot]->metadata();
+absl::StatusOr<HipBackend::RunOnDevice> HipBackend::UploadPlan(LaunchSlot& slot,
+                                                               const PlanView& plan) {
+  StagedRegion& metadata = slot.metadata();
   auto work_indptr = metadata.Put(plan.work_indptr);
   if (!work_indptr.ok()) return work_indptr.status();
   auto work_info = metadata.Put(plan.work_info);
@@ -277,19 +235,23 @@ absl::Status HipBackend::UploadPlan(int32_t slot, const PlanView& plan) {
   if (!reduce_final_map.ok()) return reduce_final_map.status();
   auto reduce_partial_map = metadata.Put(plan.reduce_partial_map);
   if (!reduce_partial_map.ok()) return reduce_partial_map.status();
-  run = RunOnDevice{plan.generation, *work_indptr,      *work_info,
-                    *reduce_indptr,  *reduce_final_map, *reduce_partial_map};
-  return absl::OkStatus();
+  return RunOnDevice{*work_indptr, *work_info, *reduce_indptr, *reduce_final_map,
+                     *reduce_partial_map};
 }
 
-absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
+absl::Status HipBackend::AddAttention(LaunchSlot& slot, const AttentionParams& params) {
+  if (params.requests.empty()) return absl::OkStatus();
   if (absl::Status s = CheckRun(params); !s.ok()) return s;
   if (params.plan.work_info.empty()) return absl::OkStatus();
-  if (params.desc.form == AttentionForm::kExpanded) return RunExpanded(slot, params);
-  if (absl::Status s = UploadPlan(slot, params.plan); !s.ok()) return s;
-  RunOnDevice& run = runs_[slot];
-  auto requests = slots_[slot]->metadata().Put(params.requests);
+  return params.desc.form == AttentionForm::kExpanded ? AddExpanded(slot, params)
+                                                      : AddAbsorbed(slot, params);
+}
+
+absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& params) {
+  absl::StatusOr<RunOnDevice> uploaded = UploadPlan(slot, params.plan);
+  if (!uploaded.ok()) return uploaded.status();
+  RunOnDevice& run = *uploaded;
+  auto requests = slot.metadata().Put(params.requests);
   if (!requests.ok()) return requests.status();
   run.requests = *requests;
 
@@ -322,17 +284,15 @@ absl::Status HipBackend::Run(int32_t slot, const AttentionParams& params) {
       .grid_x = units * static_cast<uint32_t>(args.blocks_per_unit),
       .threads = static_cast<uint32_t>(arch_->attend[variant].threads),
       .shared_bytes = static_cast<uint32_t>(arch_->attend[variant].shared_bytes)};
-  return slots_[slot]->AddKernel(kernels_.attend[variant], shape, args);
+  if (absl::Status s = slot.AddKernel(kernels_.attend[variant], shape, args); !s.ok()) return s;
+  return AddCombine(slot, params, run);
 }
 
-absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  const RunOnDevice& run = runs_[slot];
+// Merges the partials of the attention before it by their log-sum-exp. A part that saw no key has
+// LSE -inf and weight 0; a row with no key at all has output 0 and LSE -inf.
+absl::Status HipBackend::AddCombine(LaunchSlot& slot, const AttentionParams& params,
+                                    const RunOnDevice& run) {
   if (params.plan.reduce_final_map.empty()) return absl::OkStatus();
-  if (run.requests == nullptr || run.generation != params.plan.generation) {
-    return absl::FailedPreconditionError("combine: no Run of this plan precedes it in the launch");
-  }
-  if (run.merged) return absl::OkStatus();
   int32_t rows = 0, parts = 0;
   for (size_t i = 0; i < params.plan.reduce_final_map.size(); ++i) {
     const kernels::ReduceTile& t = params.plan.reduce_final_map[i];
@@ -362,7 +322,7 @@ absl::Status HipBackend::Combine(int32_t slot, const AttentionParams& params) {
                           .threads = kThreads,
                           .shared_bytes = static_cast<uint32_t>(arch_->combine_shared_bytes),
                           .overlap_predecessor = true};
-  return slots_[slot]->AddKernel(kernels_.combine, shape, args);
+  return slot.AddKernel(kernels_.combine, shape, args);
 }
 
 absl::Status HipBackend::Fault(absl::Status status) {
@@ -373,10 +333,24 @@ absl::Status HipBackend::Fault(absl::Status status) {
   return status;
 }
 
-absl::Status HipBackend::Submit(int32_t slot) {
+absl::Status HipBackend::Build(LaunchSlot& slot, const kernels::Launch& launch) {
+  absl::Status s = AddPages(slot, launch.pages);
+  if (s.ok()) s = AddTables(slot, launch);
+  if (s.ok()) s = AddAppends(slot, launch.appends);
+  if (s.ok()) s = AddAbsorb(slot, launch.absorb);
+  if (s.ok()) s = AddAttention(slot, launch.absorbed);
+  if (s.ok()) s = AddProject(slot, launch.project);
+  if (s.ok()) s = AddAttention(slot, launch.expanded);
+  return s;
+}
+
+absl::Status HipBackend::Submit(int32_t slot, const kernels::Launch& launch) {
   if (!health_.ok()) return health_;
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  absl::Status s = slots_[slot]->Submit();
+  LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
+  if (absl::Status s = owner.Begin(); !s.ok()) return s;
+  if (absl::Status s = Build(owner, launch); !s.ok()) return s;
+  absl::Status s = owner.Submit(launch);
   // A refused call leaves the device usable; a device that is gone refuses the next one too.
   if (s.code() == absl::StatusCode::kInternal) {
     if (absl::Status alive = runtime_->Synchronize(streams_.compute); !alive.ok()) {

@@ -7,13 +7,12 @@
 // workspace. All of it is taken in Configure; nothing is allocated later. A model's weights take
 // the room of all its heads with the first of them (weight_arena.h), so what has begun also ends.
 //
-// A launch is recorded by the verbs and started by Submit. Copies run on streams of their own
-// (launch_slot.h), so that those of one launch overlap the kernels of another. Kernels of all
-// launches share the compute stream and therefore run in submission order. Nothing waits for the
-// device but Wait.
+// Copies run on streams of their own (launch_slot.h), so that those of one launch overlap the
+// kernels of another. Kernels of all launches share the compute stream and therefore run in
+// submission order. Nothing waits for the device but Wait.
 //
 // A device fault, or a launch that outlives the watchdog, makes Healthy() an error for good; every
-// later LoadWeights, BeginLaunch, Submit and Wait returns it. The API's text is in the message. So
+// later LoadWeights, Submit and Wait returns it. The API's text is in the message. So
 // does a LoadWeights that had to move other models' weights and could not end that: those weights
 // must not be read then. Where nothing had to move, a failed LoadWeights may be called again.
 //
@@ -38,7 +37,7 @@
 #include "kernels/hip/kernel_images.h"
 #include "kernels/hip/launch_slot.h"
 #include "kernels/hip/weight_arena.h"
-#include "kernels/page_ranges.h"
+#include "kernels/launch/page_ranges.h"
 
 namespace mla::gpu {
 
@@ -71,42 +70,22 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status Configure(const kernels::BackendLimits& limits) override;
   absl::Status Healthy() const override { return health_; }
 
-  std::span<uint32_t> PageTables() override { return page_tables_; }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override;
   // From any thread. Pins the memory in place. On an error launches reach it through the pinned
   // staging memory, as they do any other. Unregistering waits until Wait has returned for launches
-  // whose copies reach this memory, and for no others; launches that were recorded with it before
-  // fail at Submit. A device that is lost never ends its copies, so the pages stay pinned then
-  // until the process ends.
+  // whose copies reach this memory, and for no others. A device that is lost never ends its copies,
+  // so the pages stay pinned then until the process ends.
   absl::Status RegisterHost(std::span<std::byte> memory) override;
   void UnregisterHost(std::span<std::byte> memory) override;
   absl::Status LoadWeights(int32_t slot, const kernels::Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const kernels::Bf16* w_uk,
                            const kernels::Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
-  absl::Status ReadKv(const kernels::AppendRecord& where, kernels::Bf16* out) override;
+  absl::Status ReadKv(std::span<const uint32_t> page_tables, const kernels::AppendRecord& where,
+                      kernels::Bf16* out) override;
 
-  absl::Status BeginLaunch(int32_t slot) override;
-  absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override;
-  absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override;
-  absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
-                                              std::span<const kernels::InputPart> parts) override;
-  absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
-                                         std::span<const kernels::OutputPart> parts) override;
-  absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override;
-  absl::Status WritePages(int32_t slot, std::span<const kernels::PageRange> ranges) override;
-  absl::Status PublishPageTable(int32_t slot,
-                                std::span<const kernels::TableRange> changed) override;
-  absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override;
-  absl::Status Absorb(int32_t slot, const kernels::Geometry& geometry, kernels::DType in,
-                      kernels::DType out,
-                      std::span<const kernels::ProjectionRecord> records) override;
-  absl::Status Run(int32_t slot, const kernels::AttentionParams& params) override;
-  absl::Status Combine(int32_t slot, const kernels::AttentionParams& params) override;
-  absl::Status Project(int32_t slot, const kernels::Geometry& geometry, kernels::DType in,
-                       kernels::DType out,
-                       std::span<const kernels::ProjectionRecord> records) override;
-  absl::Status Submit(int32_t slot) override;
+  kernels::SlotMemory Memory(int32_t slot) override;
+  absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;
   bool Done(int32_t slot) override;
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
@@ -121,21 +100,16 @@ class HipBackend final : public kernels::AttentionBackend {
     Function expand = nullptr, attend_expanded = nullptr;
     std::array<Function, 3> attend = {};  // as ArchTraits::attend_rows
   };
-  // What Run left for Combine of the same launch.
+  // Attention of a launch as its kernels see it, and what combine must know of it.
   struct RunOnDevice {
-    uint64_t generation = 0;  // 0: none
     const int32_t* work_indptr = nullptr;
     const kernels::WorkInfo* work_info = nullptr;
     const int32_t* reduce_indptr = nullptr;
     const kernels::ReduceTile* reduce_final_map = nullptr;
     const int32_t* reduce_partial_map = nullptr;
     const kernels::RequestRecord* requests = nullptr;
-    bool merged = false;     // nothing is left to combine
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
-  };
-  struct PageWork {  // ranges that a launch has recorded
-    int64_t pages = 0, tables = 0;
   };
   struct Weights {  // of one slot: W_UK of all heads of the model, then W_UV
     kernels::Geometry geometry;
@@ -150,21 +124,30 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status Allocate(const kernels::BackendLimits& limits);
   void Release();
   absl::Status CheckSlot(int32_t slot) const;
-  absl::Status CheckRecording(int32_t slot) const;
   absl::Status Fault(absl::Status status);
   absl::Status PlaceWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
   absl::Status CompactWeights();
   absl::Status PublishWeights();
-  // Enqueues moves_, run after run: ends[i] is where run i ends, and moves of a run are
-  // independent.
-  absl::Status AddMoves(int32_t slot, std::span<const size_t> ends);
+  // Kernels and metadata of a launch, part by part.
+  absl::Status Build(LaunchSlot& slot, const kernels::Launch& launch);
+  absl::Status AddPages(LaunchSlot& slot, std::span<const kernels::PageRange> ranges);
+  absl::Status AddTables(LaunchSlot& slot, const kernels::Launch& launch);
+  // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
+  absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
+  absl::Status AddAppends(LaunchSlot& slot, std::span<const kernels::AppendRecord> records);
+  absl::Status AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection);
+  absl::Status AddProject(LaunchSlot& slot, const kernels::Projection& projection);
+  absl::Status AddAttention(LaunchSlot& slot, const kernels::AttentionParams& params);
+  absl::Status AddAbsorbed(LaunchSlot& slot, const kernels::AttentionParams& params);
+  absl::Status AddCombine(LaunchSlot& slot, const kernels::AttentionParams& params,
+                          const RunOnDevice& run);
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb,
                                 std::span<const kernels::ProjectionRecord> records) const;
-  absl::Status AddProjection(int32_t slot, std::span<const kernels::ProjectionRecord> records,
+  absl::Status AddProjection(LaunchSlot& slot, std::span<const kernels::ProjectionRecord> records,
                              const ProjectArgs& args);
   absl::Status CheckRun(const kernels::AttentionParams& params) const;
-  absl::Status UploadPlan(int32_t slot, const kernels::PlanView& plan);
+  absl::StatusOr<RunOnDevice> UploadPlan(LaunchSlot& slot, const kernels::PlanView& plan);
   // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
   int64_t ExpandedWorkspaceBytes(const kernels::BackendLimits& limits) const;
   // Of a plan's rounds; its workspace and carried rows are as Allocate made them.
@@ -172,9 +155,9 @@ class HipBackend final : public kernels::AttentionBackend {
   int64_t MetadataBytes(const kernels::BackendLimits& limits) const;
   int64_t StagedBytes(const kernels::BackendLimits& limits) const;
   absl::Status CheckExpanded(const kernels::AttentionParams& params) const;
-  absl::Status RunExpanded(int32_t slot, const kernels::AttentionParams& params);
-  absl::Status AddRound(int32_t slot, const ExpandedPlan::Round& round, const ExpandArgs& expand,
-                        const ExpandedArgs& attend);
+  absl::Status AddExpanded(LaunchSlot& slot, const kernels::AttentionParams& params);
+  absl::Status AddRound(LaunchSlot& slot, const ExpandedPlan::Round& round,
+                        const ExpandArgs& expand, const ExpandedArgs& attend);
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
@@ -192,13 +175,10 @@ class HipBackend final : public kernels::AttentionBackend {
   DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weights_memory_, weight_pointers_;
   DeviceBuffer expanded_workspace_;
   std::unique_ptr<ExpandedPlan> expanded_plan_;  // null without a workspace
-  PinnedBuffer table_host_, weight_pointers_host_;
-  std::span<uint32_t> page_tables_;
+  PinnedBuffer weight_pointers_host_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
-  std::vector<RunOnDevice> runs_;    // by slot
-  std::vector<PageWork> page_work_;  // by slot
-  std::vector<Weights> weights_;     // by slot, as in the arena
-  WeightArena arena_;                // of weights_memory_
+  std::vector<Weights> weights_;  // by slot, as in the arena
+  WeightArena arena_;             // of weights_memory_
   // Shared with the buffers handed out, which may outlive a launch but not the backend.
   std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
   // Scratch, capacity from the limits.

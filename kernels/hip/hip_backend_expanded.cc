@@ -59,18 +59,16 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::RunExpanded(int32_t slot, const AttentionParams& params) {
+absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& params) {
   if (absl::Status s = CheckExpanded(params); !s.ok()) return s;
   if (absl::Status s = expanded_plan_->Build(params.plan, params.requests); !s.ok()) return s;
-  RunOnDevice& run = runs_[slot];
-  run = RunOnDevice();
-  run.generation = params.plan.generation;
+  RunOnDevice run;
   if (expanded_plan_->split()) {
-    run.generation = 0;
-    if (absl::Status s = UploadPlan(slot, params.plan); !s.ok()) return s;
+    absl::StatusOr<RunOnDevice> uploaded = UploadPlan(slot, params.plan);
+    if (!uploaded.ok()) return uploaded.status();
+    run = *uploaded;
   }
-  run.merged = !expanded_plan_->split();
-  StagedRegion& metadata = slots_[slot]->metadata();
+  StagedRegion& metadata = slot.metadata();
   auto requests = metadata.Put(params.requests);
   if (!requests.ok()) return requests.status();
   run.requests = *requests;
@@ -101,11 +99,11 @@ absl::Status HipBackend::RunExpanded(int32_t slot, const AttentionParams& params
   for (const ExpandedPlan::Round& round : expanded_plan_->rounds()) {
     if (absl::Status s = AddRound(slot, round, expand, attend); !s.ok()) return s;
   }
-  return absl::OkStatus();
+  return expanded_plan_->split() ? AddCombine(slot, params, run) : absl::OkStatus();
 }
 
 // `expand` and `attend` are those of the first round.
-absl::Status HipBackend::AddRound(int32_t slot, const ExpandedPlan::Round& round,
+absl::Status HipBackend::AddRound(LaunchSlot& slot, const ExpandedPlan::Round& round,
                                   const ExpandArgs& expand, const ExpandedArgs& attend) {
   const int32_t units = expanded_plan_->units();
   LaunchShape shape{.threads = static_cast<uint32_t>(arch_->expanded_threads)};
@@ -118,13 +116,13 @@ absl::Status HipBackend::AddRound(int32_t slot, const ExpandedPlan::Round& round
     args.first_tile_pairs = ExpandedPlan::FirstTilePairs(round, args.blocks);
     shape.grid_x = static_cast<uint32_t>(args.blocks);
     shape.shared_bytes = static_cast<uint32_t>(arch_->expand_shared_bytes);
-    if (absl::Status s = slots_[slot]->AddKernel(kernels_.expand, shape, args); !s.ok()) return s;
+    if (absl::Status s = slot.AddKernel(kernels_.expand, shape, args); !s.ok()) return s;
   }
   ExpandedArgs args = attend;
   args.unit_indptr += round.first_indptr;
   shape.grid_x = static_cast<uint32_t>(units);
   shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
-  return slots_[slot]->AddKernel(kernels_.attend_expanded, shape, args);
+  return slot.AddKernel(kernels_.attend_expanded, shape, args);
 }
 
 }  // namespace mla::gpu

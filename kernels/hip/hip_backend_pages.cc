@@ -16,8 +16,7 @@ constexpr int64_t kMaxMoveBlocks = 1 << 16;
 
 }  // namespace
 
-absl::Status HipBackend::AddMoves(int32_t slot, std::span<const size_t> ends) {
-  LaunchSlot& launch = *slots_[slot];
+absl::Status HipBackend::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
   auto ranges = launch.metadata().Put(std::span<const MoveRange>(moves_));
   if (!ranges.ok()) return ranges.status();
   const size_t counts = moves_.size() + ends.size();
@@ -53,10 +52,8 @@ absl::Status HipBackend::AddMoves(int32_t slot, std::span<const size_t> ends) {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::WritePages(int32_t slot, std::span<const kernels::PageRange> ranges) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  int64_t& used = page_work_[slot].pages;
-  if (absl::Status s = kernels::CheckPageRanges(ranges, limits_, used); !s.ok()) return s;
+absl::Status HipBackend::AddPages(LaunchSlot& slot, std::span<const kernels::PageRange> ranges) {
+  if (absl::Status s = kernels::CheckPageRanges(ranges, limits_); !s.ok()) return s;
   if (ranges.empty()) return absl::OkStatus();
   moves_.clear();
   run_ends_.clear();
@@ -69,17 +66,13 @@ absl::Status HipBackend::WritePages(int32_t slot, std::span<const kernels::PageR
     done += page_runs_.Next(ranges.subspan(done));
     run_ends_.push_back(done);
   }
-  used += static_cast<int64_t>(ranges.size());
   return AddMoves(slot, run_ends_);
 }
 
-absl::Status HipBackend::PublishPageTable(int32_t slot,
-                                          std::span<const kernels::TableRange> changed) {
-  if (absl::Status s = CheckRecording(slot); !s.ok()) return s;
-  int64_t& used = page_work_[slot].tables;
-  if (absl::Status s = kernels::CheckTableRanges(changed, limits_, used); !s.ok()) return s;
-  if (changed.empty()) return absl::OkStatus();
-  used += static_cast<int64_t>(changed.size());
+absl::Status HipBackend::AddTables(LaunchSlot& slot, const kernels::Launch& launch) {
+  const std::span<const kernels::TableRange> changed = launch.table_changes;
+  absl::Status inside = kernels::CheckTableRanges(changed, limits_, launch.page_tables.size());
+  if (!inside.ok() || changed.empty()) return inside;
   // An entry named twice travels once, so no list takes more room than the table itself.
   table_ranges_.assign(changed.begin(), changed.end());
   std::sort(
@@ -98,7 +91,7 @@ absl::Status HipBackend::PublishPageTable(int32_t slot,
   table_ranges_.resize(kept + 1);
   int64_t entries = 0;
   for (const kernels::TableRange& r : table_ranges_) entries += r.count;
-  StagedRegion& metadata = slots_[slot]->metadata();
+  StagedRegion& metadata = slot.metadata();
   absl::StatusOr<int64_t> at = metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t)));
   if (!at.ok()) return at.status();
   moves_.clear();
@@ -106,7 +99,8 @@ absl::Status HipBackend::PublishPageTable(int32_t slot,
   // The entries are taken as they are now: the host may change them while the launch runs.
   for (const kernels::TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
-    std::memcpy(metadata.host(offset), page_tables_.data() + r.first, static_cast<size_t>(bytes));
+    std::memcpy(metadata.host(offset), launch.page_tables.data() + r.first,
+                static_cast<size_t>(bytes));
     moves_.push_back({table_mirror_.As<uint8_t>() + r.first * sizeof(uint32_t),
                       reinterpret_cast<const uint8_t*>(metadata.device(offset)), bytes});
     offset += bytes;

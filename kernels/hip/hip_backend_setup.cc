@@ -151,7 +151,7 @@ absl::Status HipBackend::CreateStreams() {
   return absl::OkStatus();
 }
 
-// Bytes of one launch's metadata: records of every verb, three plans, changed table entries, and
+// Bytes of one launch's metadata: its records, three plans, changed table entries, and
 // the alignment of each array.
 int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   constexpr int64_t kRuns = 3;
@@ -179,8 +179,7 @@ int64_t HipBackend::StagedBytes(const BackendLimits& l) const {
 }
 
 int64_t HipBackend::HostWorkspaceSize(const BackendLimits& l) const {
-  return l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
-         l.launch_slots * StagedBytes(l);
+  return l.launch_slots * StagedBytes(l);
 }
 
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
@@ -231,20 +230,15 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
   }
-  for (const auto& [buffer, what, bytes] :
-       {std::tuple(&table_host_, "page tables", tables),
-        std::tuple(&weight_pointers_host_, "weight pointers", pointers)}) {
-    absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime_.get(), what, bytes);
-    if (!made.ok()) return made.status();
-    *buffer = *std::move(made);
-  }
+  absl::StatusOr<PinnedBuffer> made =
+      PinnedBuffer::Create(runtime_.get(), "weight pointers", pointers);
+  if (!made.ok()) return made.status();
+  weight_pointers_host_ = *std::move(made);
   // An entry that was never published leads to the pool's first page and not anywhere.
   if (tables > 0) {
     absl::Status cleared = runtime_->Fill(table_mirror_.at(), 0, tables, streams_.compute);
     if (!cleared.ok()) return cleared;
   }
-  page_tables_ = {reinterpret_cast<uint32_t*>(table_host_.data()),
-                  static_cast<size_t>(limits.page_table_entries)};
   const SlotSizes sizes{limits.page_ranges, MetadataBytes(limits), limits.staging_in_bytes,
                         limits.staging_out_bytes, limits.slot_workspace_bytes};
   for (int32_t i = 0; i < limits.launch_slots; ++i) {
@@ -252,8 +246,6 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     if (!slot.ok()) return slot.status();
     slots_.push_back(*std::move(slot));
   }
-  runs_.resize(static_cast<size_t>(limits.launch_slots));
-  page_work_.resize(static_cast<size_t>(limits.launch_slots));
   const auto page_ranges = static_cast<size_t>(limits.page_ranges);
   moves_.reserve(std::max(page_ranges, static_cast<size_t>(limits.table_ranges)));
   run_ends_.reserve(page_ranges);
@@ -277,8 +269,6 @@ void HipBackend::Release() {
     if (stream != nullptr) (void)runtime_->Synchronize(stream);
   }
   slots_.clear();
-  runs_.clear();
-  page_work_.clear();
   weights_.clear();
   arena_ = WeightArena();
   for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &weights_memory_,
@@ -286,9 +276,7 @@ void HipBackend::Release() {
     *buffer = DeviceBuffer();
   }
   expanded_plan_.reset();
-  table_host_ = PinnedBuffer();
   weight_pointers_host_ = PinnedBuffer();
-  page_tables_ = {};
   configured_ = false;
 }
 
@@ -314,11 +302,12 @@ void HipBackend::UnregisterHost(std::span<std::byte> memory) {
   (void)runtime_->UnregisterHost(memory.data());
 }
 
-absl::Status HipBackend::ReadKv(const kernels::AppendRecord& where, Bf16* out) {
+absl::Status HipBackend::ReadKv(std::span<const uint32_t> page_tables,
+                                const kernels::AppendRecord& where, Bf16* out) {
   const int64_t row_bytes = where.row_dim * static_cast<int64_t>(sizeof(Bf16));
   for (int32_t i = 0; i < where.rows; ++i) {
     const int32_t position = where.first_position + i;
-    const int64_t entry = page_tables_[where.page_table + position / where.page_size];
+    const int64_t entry = page_tables[where.page_table + position / where.page_size];
     const int64_t offset = entry * kernels::kPageGranuleBytes + where.layer_offset +
                            (position % where.page_size) * where.row_stride;
     absl::Status s =

@@ -1,8 +1,8 @@
-// One launch being recorded or running: its regions of pinned and device memory, its steps, and the
-// events that order them over the three streams.
+// One launch on the device: its regions of pinned and device memory, its kernels, and the events
+// that order them over the three streams.
 //
 //   copy-in stream   metadata, inputs --> inputs_ready
-//   compute stream                        wait, started, steps, computed
+//   compute stream                        wait, started, kernels, computed
 //   copy-out stream                                              wait, outputs --> done
 #ifndef MLA_KERNELS_HIP_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_LAUNCH_SLOT_H_
@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/attention_backend.h"
 #include "kernels/hip/device_memory.h"
 #include "kernels/hip/gpu_runtime.h"
 
@@ -27,7 +28,7 @@ struct Streams {
 };
 
 struct SlotSizes {
-  int64_t page_ranges = 0;  // a step each at most, besides kMaxSteps
+  int64_t page_ranges = 0;  // a kernel each at most, besides kMaxKernels
   int64_t metadata = 0;
   int64_t input = 0;
   int64_t output = 0;
@@ -36,9 +37,9 @@ struct SlotSizes {
 
 class LaunchSlot {
  public:
-  // Bounds of what a launch may record; more is RESOURCE_EXHAUSTED. A decode step of many sequences
-  // stages one input and one or two outputs a request.
-  static constexpr size_t kMaxSteps = 4096;
+  // Bounds of a launch; more is RESOURCE_EXHAUSTED. A decode step of many sequences has one input
+  // and one or two outputs a request.
+  static constexpr size_t kMaxKernels = 4096;
   static constexpr size_t kMaxTransfers = 16384;
 
   static absl::StatusOr<std::unique_ptr<LaunchSlot>> Create(GpuRuntime* runtime,
@@ -49,79 +50,58 @@ class LaunchSlot {
   LaunchSlot(const LaunchSlot&) = delete;
   LaunchSlot& operator=(const LaunchSlot&) = delete;
 
+  kernels::SlotMemory Memory() const;
+  bool running() const { return running_; }
+
+  // Empties metadata and kernels, which are those of the next Submit. FAILED_PRECONDITION while the
+  // slot runs.
   absl::Status Begin();
-  // FAILED_PRECONDITION unless between Begin and Submit.
-  absl::Status CheckRecording() const;
-  bool running() const { return state_ == State::kRunning; }
-
-  // Memory in a pinned range is copied by the device itself; the bytes of other memory pass through
-  // the slot's pinned region.
-  absl::StatusOr<const void*> StageInput(const void* host, int64_t bytes);
-  absl::StatusOr<void*> StageOutput(void* host, int64_t bytes);
-  // The same for a matrix in parts.
-  absl::StatusOr<const void*> StageInputParts(int64_t rows,
-                                              std::span<const kernels::InputPart> parts);
-  absl::StatusOr<void*> StageOutputParts(int64_t rows, std::span<const kernels::OutputPart> parts);
-  absl::StatusOr<void*> Workspace(int64_t bytes);
   StagedRegion& metadata() { return metadata_; }
-
   template <class Args>
   absl::Status AddKernel(Function function, const LaunchShape& shape, const Args& args) {
     static_assert(sizeof(Args) <= kArgBytes);
     return AddKernelBytes(function, shape, &args, sizeof(Args));
   }
 
-  // Enqueues everything; the device starts as soon as earlier launches allow. FAILED_PRECONDITION
-  // when staged memory is pinned no more.
-  absl::Status Submit();
+  // Enqueues copies and kernels; the device starts as soon as earlier launches allow. Host memory
+  // in a pinned range is copied by the device itself; the bytes of other memory pass through the
+  // slot's pinned regions. The launch stays as it is until Wait has returned.
+  absl::Status Submit(const kernels::Launch& launch);
   absl::StatusOr<bool> Done();
-  // Waits, hands outputs over and returns the nanoseconds the steps took. DEADLINE_EXCEEDED when
+  // Waits, hands outputs over and returns the nanoseconds the kernels took. DEADLINE_EXCEEDED when
   // the device has not answered within `watchdog`.
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
  private:
-  enum class State : uint8_t { kIdle, kRecording, kRunning };
   static constexpr size_t kArgBytes = 128;
-  struct Step {  // a kernel
+  struct Kernel {
     Function function = nullptr;
     LaunchShape shape;
     alignas(16) std::array<std::byte, kArgBytes> args;
   };
-  struct Transfer {
-    std::byte* host = nullptr;  // rows of `bytes`, one after the other
-    int64_t offset = 0;         // of the first row in the input or output region
-    int64_t bytes = 0;          // of a row
-    int64_t rows = 1;
-    int64_t pitch = 0;  // from row to row in the region
-    bool direct = false;
-  };
 
   LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
       : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
-  // Whether the device's copies reach these bytes by themselves, as is then noted.
+  // Whether the device's copies reach these bytes by themselves; they may until EndCopies.
   bool Reaches(const void* host, int64_t bytes);
   void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
-  absl::Status AddInput(const Transfer& transfer);
-  absl::Status AddOutput(const Transfer& transfer);
-  absl::Status CopyIn(const Transfer& transfer);
-  absl::Status CopyOut(const Transfer& transfer);
-  absl::Status SubmitInputs();
-  absl::Status SubmitSteps();
-  absl::Status SubmitOutputs();
+  absl::Status Enqueue(const kernels::Launch& launch);
+  absl::Status EnqueueInputs(std::span<const kernels::HostInput> inputs);
+  absl::Status EnqueueKernels();
+  absl::Status EnqueueOutputs(std::span<const kernels::HostOutput> outputs);
 
   GpuRuntime* runtime_;
   Streams streams_;
   const std::shared_ptr<PinnedRanges> pinned_;
   std::vector<PinnedRanges::Id> reached_;  // each once
-  State state_ = State::kIdle;
+  bool running_ = false;
   StagedRegion metadata_, input_, output_;
   DeviceBuffer workspace_;
-  int64_t workspace_used_ = 0;
-  std::vector<Step> steps_;
-  std::vector<Transfer> inputs_, outputs_;
-  bool staged_input_ = false, staged_output_ = false;
+  std::vector<Kernel> kernels_;
+  std::span<const kernels::HostOutput> outputs_;  // of the launch that runs
+  std::vector<bool> direct_in_, direct_out_;      // by position in its inputs and outputs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
 };
 

@@ -8,160 +8,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/self_test_data.h"
+#include "kernels/launch/launch_layout.h"
 
 namespace mla::gpu {
+namespace self_test {
 namespace {
 
 using kernels::AttentionBackend;
-using kernels::Bf16;
 using kernels::DType;
-using kernels::Geometry;
+using kernels::LaunchLayout;
 using kernels::RequestRecord;
-using kernels::ToBf16;
-using kernels::ToFloat;
-
-constexpr Geometry kGeometry{4, 512, 64, 128, 128};
-constexpr int32_t kHeads = 4;
-constexpr int32_t kRowDim = 576;
-constexpr int32_t kQDim = 192;
-constexpr int32_t kODim = 128;
-constexpr float kScale = 0.135f;
-constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
-constexpr int32_t kMostUnits = 1024;  // that get work
-
-// One launch: a request whose queries are the last of its rows, one without any key, and short ones
-// of the same rows. Each unit gets a piece of the first, the second whole, and a short one.
-struct Shape {
-  int32_t kv_rows;
-  int32_t page_size;
-  int32_t cut;       // KV row where the first request's tile is split
-  int32_t absorbed;  // query rows in the absorbed form; 0: none
-  int32_t expanded;  // and in the expanded form
-  bool all_units;    // as many units have work as the device has, else two
-  bool nan_row;      // the last KV row holds a NaN
-};
-// Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
-// a tile for one block of the smallest of the attention kernels, twenty one that takes the largest
-// where all units are busy (ChooseAttend). The others are for the turns of loops: at least 12 tiles
-// of 64 KV rows in every piece, pages of three rows, more query rows than a tile.
-constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
-                             {150, 64, 96, 20, 20, true, false},
-                             {1600, 3, 800, 2, 0, false, true},
-                             {1600, 3, 800, 20, 0, true, true},
-                             {850, 3, 0, 0, 130, true, true}};
-constexpr int32_t kMostRows = 1600;
-constexpr int32_t kMostQueries = 130;
-constexpr int32_t kMostAbsorbed = 20;
-constexpr int32_t kShortRows = 7;  // KV rows of a short request
-constexpr int32_t kMostPages = (kMostRows + 2) / 3;
-constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kernels::kPageGranuleBytes;
-
-// As in conformance: of the largest value, of the wanted output, of all outputs, of a log-sum-exp.
-constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse = 1e-3;
-// Latent outputs that bf16 does not tell from (1, -1). W_UV of up to 0.2 makes the difference up to
-// 2^-12, many times what sums in fp32 may be off.
-constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};
-constexpr double kNarrowOff = 1e-5;
-
-// Small values without structure, the same on every machine.
-std::vector<Bf16> Pattern(size_t count, uint32_t seed) {
-  std::vector<Bf16> v(count);
-  uint32_t state = seed;
-  for (Bf16& x : v) {
-    state = state * 1664525u + 1013904223u;
-    x = ToBf16((static_cast<float>(state >> 8) / 8388608.0f - 1.0f) * 0.2f);
-  }
-  return v;
-}
-
-std::vector<float> Floats(const std::vector<Bf16>& from) {
-  std::vector<float> to(from.size());
-  std::transform(from.begin(), from.end(), to.begin(), ToFloat);
-  return to;
-}
-
-// sum of a[i] * b[i], in lanes that the compiler can make a vector.
-float Dot(const float* a, const float* b, int32_t count) {
-  constexpr int32_t kLanes = 16;
-  float lanes[kLanes] = {};
-  for (int32_t i = 0; i < count; i += kLanes) {
-    for (int32_t k = 0; k < kLanes; ++k) lanes[k] += a[i + k] * b[i + k];
-  }
-  double sum = 0.0;
-  for (const float lane : lanes) sum += lane;
-  return static_cast<float>(sum);
-}
-
-struct Weights {
-  std::vector<Bf16> uk = Pattern(size_t{kHeads} * 128 * 512, 3);
-  std::vector<Bf16> uv = Pattern(size_t{kHeads} * 512 * 128, 4);
-  std::vector<float> uk_floats = Floats(uk), uv_floats = Floats(uv);
-};
-
-struct Data {
-  explicit Data(const Shape& s)
-      : shape(s),
-        queries(std::max(s.absorbed, s.expanded)),
-        rows(queries + 2),
-        o(size_t(rows) * kHeads * kODim, 0.5f),
-        lse(size_t(rows) * kHeads, 0.5f) {
-    if (s.nan_row) kv[size_t(s.kv_rows - 1) * kRowDim + 5] = 0x7fc0;
-    kv_floats = Floats(kv);
-    std::copy(std::begin(kNarrow), std::end(kNarrow), narrow.begin());
-  }
-
-  const Shape shape;
-  const int32_t queries;  // of the first request
-  const int32_t rows;     // of q: those, then one of the empty and one of the short requests
-  std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
-  std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * kQDim, 2);
-  std::vector<float> kv_floats;
-  std::vector<float> narrow = std::vector<float>(512, 0.0f);
-  std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * kODim, NAN);
-  std::vector<float> o, lse;
-  // The same by the expanded form.
-  std::vector<float> expanded_o = o, expanded_lse = lse;
-
-  // KV rows that row `row` of q sees.
-  int32_t Visible(int32_t row) const {
-    if (row < queries) return shape.kv_rows - queries + row + 1;
-    return row == queries ? 0 : kShortRows;
-  }
-};
-
-struct Answer {
-  std::vector<double> o = std::vector<double>(kODim, 0.0);
-  double lse = -INFINITY;
-};
-
-// `rounded`: absorbed queries are bf16.
-Answer Expected(const Data& d, const Weights& w, int32_t row, int32_t head, bool rounded) {
-  std::vector<float> latent(kRowDim, 0.0f);
-  const Bf16* q = &d.q[(static_cast<size_t>(row) * kHeads + head) * kQDim];
-  const float* uk = &w.uk_floats[static_cast<size_t>(head) * 128 * 512];
-  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * 128];
-  for (int k = 0; k < 128; ++k) {
-    for (int c = 0; c < 512; ++c) latent[c] += ToFloat(q[k]) * uk[k * 512 + c];
-  }
-  for (int c = 0; c < 512 && rounded; ++c) latent[c] = ToFloat(ToBf16(latent[c]));
-  for (int c = 0; c < 64; ++c) latent[512 + c] = ToFloat(q[128 + c]);
-  Answer answer;
-  const int32_t visible = d.Visible(row);
-  if (visible == 0) return answer;
-  std::vector<float> sum(512, 0.0f);
-  double total = 0.0;
-  for (int32_t j = 0; j < visible; ++j) {
-    const float* kv = &d.kv_floats[static_cast<size_t>(j) * kRowDim];
-    const auto weight = static_cast<float>(std::exp(Dot(latent.data(), kv, kRowDim) * kScale));
-    total += weight;
-    for (int c = 0; c < 512; ++c) sum[c] += weight * kv[c];
-  }
-  answer.lse = std::log(total);
-  for (int c = 0; c < 512; ++c) {
-    for (int v = 0; v < kODim; ++v) answer.o[v] += sum[c] / total * uv[c * kODim + v];
-  }
-  return answer;
-}
 
 // Blocks that items are dealt to, in either form.
 int32_t UnitsOf(const AttentionBackend& backend, bool expanded) {
@@ -286,7 +143,7 @@ void PlanAbsorbed(const Shape& shape, int32_t units, Work& work) {
   work.reduce_partial_map = {0, tile};
   work.reduce_final_map = {{0, 0, shape.absorbed, all}};
   work.partial_rows = 2 * tile;
-  work.generation = 1;
+  work.generation = kernels::NextPlanGeneration();
 }
 
 // A tile a head and 128 query rows, whole; the backend deals them to its units.
@@ -303,7 +160,7 @@ void PlanExpanded(const Shape& shape, Work& work) {
     }
     work.EndUnit();
   }
-  work.generation = 2;
+  work.generation = kernels::NextPlanGeneration();
 }
 
 // Addresses of one launch in the backend's memory.
@@ -312,27 +169,31 @@ struct Staged {
   void *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse, *narrow_o;
 };
 
-absl::StatusOr<Staged> Stage(AttentionBackend& backend, Data& d) {
-  const size_t packed = size_t(std::min(d.rows, kMostAbsorbed + 2)) * kHeads;
-  auto kv = backend.StageInput(0, d.kv.data(), d.kv.size() * sizeof(Bf16));
-  auto q = backend.StageInput(0, d.q.data(), d.q.size() * sizeof(Bf16));
-  auto narrow = backend.StageInput(0, d.narrow.data(), d.narrow.size() * sizeof(float));
-  auto o = backend.StageOutput(0, d.o.data(), d.o.size() * sizeof(float));
-  auto lse = backend.StageOutput(0, d.lse.data(), d.lse.size() * sizeof(float));
-  auto expanded_o =
-      backend.StageOutput(0, d.expanded_o.data(), d.expanded_o.size() * sizeof(float));
-  auto expanded_lse =
-      backend.StageOutput(0, d.expanded_lse.data(), d.expanded_lse.size() * sizeof(float));
-  auto narrow_o = backend.StageOutput(0, d.narrow_o.data(), d.narrow_o.size() * sizeof(float));
-  auto absorbed = backend.SlotWorkspace(0, packed * kRowDim * sizeof(Bf16));
-  auto latent = backend.SlotWorkspace(0, packed * 512 * sizeof(float));
-  for (const absl::Status& status : {kv.status(), q.status(), o.status(), lse.status(),
-                                     expanded_o.status(), expanded_lse.status(), absorbed.status(),
-                                     latent.status(), narrow.status(), narrow_o.status()}) {
-    if (!status.ok()) return status;
-  }
-  return Staged{*kv, *q,   *narrow,     *absorbed,     *latent,
-                *o,  *lse, *expanded_o, *expanded_lse, *narrow_o};
+absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
+  const int64_t packed = int64_t{std::min(d.rows, kMostAbsorbed + 2)} * kHeads;
+  absl::Status status;
+  const auto at = [&status](auto place) {
+    status.Update(place.status());
+    return place.ok() ? *place : nullptr;
+  };
+  const auto input = [&](const auto& v) {
+    return at(layout.Input(v.data(), int64_t(v.size() * sizeof(v[0]))));
+  };
+  const auto output = [&](auto& v) {
+    return at(layout.Output(v.data(), int64_t(v.size() * sizeof(v[0]))));
+  };
+  const Staged staged{input(d.kv),
+                      input(d.q),
+                      input(d.narrow),
+                      at(layout.Workspace(packed * kRowDim * int64_t{sizeof(Bf16)})),
+                      at(layout.Workspace(packed * 512 * int64_t{sizeof(float)})),
+                      output(d.o),
+                      output(d.lse),
+                      output(d.expanded_o),
+                      output(d.expanded_lse),
+                      output(d.narrow_o)};
+  if (!status.ok()) return status;
+  return staged;
 }
 
 std::vector<RequestRecord> Requests(const Data& d, const Staged& s, bool expanded, size_t shorts) {
@@ -362,62 +223,70 @@ std::vector<RequestRecord> Requests(const Data& d, const Staged& s, bool expande
   return requests;
 }
 
-absl::Status RunForm(AttentionBackend& backend, const Work& work, bool expanded) {
+kernels::AttentionParams Form(const Work& work, bool expanded) {
   kernels::AttentionParams params;
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
   if (expanded) params.desc.form = kernels::AttentionForm::kExpanded;
   params.requests = work.requests;
-  params.page_tables = backend.PageTables().data();
   params.plan = work.View();
-  absl::Status s = backend.Run(0, params);
-  return s.ok() ? backend.Combine(0, params) : s;
+  return params;
 }
 
-absl::Status RunAbsorbed(AttentionBackend& backend, const Data& d, const Staged& staged,
-                         Work& work) {
-  const kernels::ProjectionRecord absorb{
-      staged.q, staged.absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
-      kRowDim,  d.rows,          kHeads,         0,     0};
-  const kernels::ProjectionRecord project[] = {
-      {staged.latent, staged.o, kHeads * 512, 512, kHeads * kODim, kODim, d.rows, kHeads, 0, 0},
-      {staged.narrow, staged.narrow_o, 512, 0, kHeads * kODim, kODim, 1, kHeads, 0, 0}};
-  work.requests = Requests(d, staged, false, 1);
-  PlanAbsorbed(d.shape, d.shape.all_units ? UnitsOf(backend, false) : 2, work);
-  absl::Status s = backend.Absorb(0, kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1});
-  if (s.ok()) s = RunForm(backend, work, false);
-  if (s.ok()) s = backend.Project(0, kGeometry, DType::kF32, DType::kF32, project);
-  return s;
+absl::Status Run(AttentionBackend& backend, const kernels::Launch& launch) {
+  absl::Status s = backend.Submit(0, launch);
+  return s.ok() ? backend.Wait(0).status() : s;
 }
 
-absl::Status Launch(AttentionBackend& backend, Data& d) {
-  if (absl::Status s = backend.BeginLaunch(0); !s.ok()) return s;
-  absl::StatusOr<Staged> staged = Stage(backend, d);
-  if (!staged.ok()) return staged.status();
-  // Pages of the sequence in an order of their own, with gaps.
-  const int32_t pages = (d.shape.kv_rows + d.shape.page_size - 1) / d.shape.page_size;
+// Pages of the sequence in an order of their own, with gaps.
+std::vector<uint32_t> Pages(const Shape& shape) {
+  const int32_t pages = (shape.kv_rows + shape.page_size - 1) / shape.page_size;
   const int64_t granules =
-      (d.shape.page_size * kRowBytes + kernels::kPageGranuleBytes - 1) / kernels::kPageGranuleBytes;
+      (shape.page_size * kRowBytes + kernels::kPageGranuleBytes - 1) / kernels::kPageGranuleBytes;
+  std::vector<uint32_t> table(static_cast<size_t>(pages));
   for (int32_t page = 0; page < pages; ++page) {
     const int64_t place = (int64_t{page} * 37 + 1) % pages;
-    backend.PageTables()[page] = static_cast<uint32_t>(place * granules);
+    table[static_cast<size_t>(page)] = static_cast<uint32_t>(place * granules);
   }
-  const kernels::TableRange table[] = {{0, 1}, {1, pages - 1}};
+  return table;
+}
+
+absl::Status Attend(AttentionBackend& backend, Data& d) {
+  LaunchLayout layout(backend, 0);
+  absl::StatusOr<Staged> staged = Stage(layout, d);
+  if (!staged.ok()) return staged.status();
+  const std::vector<uint32_t> pages = Pages(d.shape);
+  const kernels::TableRange table[] = {{0, 1}, {1, static_cast<int64_t>(pages.size()) - 1}};
   const kernels::AppendRecord append{
       staged->kv, DType::kBf16,    kRowDim, 0, 0, kRowBytes, d.shape.page_size,
       0,          d.shape.kv_rows, kRowDim};
+  const kernels::ProjectionRecord absorb{
+      staged->q, staged->absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
+      kRowDim,   d.rows,           kHeads,         0,     0};
+  const kernels::ProjectionRecord project[] = {
+      {staged->latent, staged->o, kHeads * 512, 512, kHeads * kODim, kODim, d.rows, kHeads, 0, 0},
+      {staged->narrow, staged->narrow_o, 512, 0, kHeads * kODim, kODim, 1, kHeads, 0, 0}};
+  kernels::Launch launch;
+  launch.inputs = layout.inputs();
+  launch.outputs = layout.outputs();
+  launch.page_tables = pages;
+  launch.table_changes = table;
+  launch.appends = {&append, 1};
   Work absorbed, expanded;
-  absl::Status s = backend.PublishPageTable(0, table);
-  if (s.ok()) s = backend.AppendKv(0, {&append, 1});
-  if (s.ok() && d.shape.absorbed > 0) s = RunAbsorbed(backend, d, *staged, absorbed);
-  if (s.ok() && d.shape.expanded > 0) {
+  if (d.shape.absorbed > 0) {
+    absorbed.requests = Requests(d, *staged, false, 1);
+    PlanAbsorbed(d.shape, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
+    launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
+    launch.absorbed = Form(absorbed, false);
+    launch.project = {kGeometry, DType::kF32, DType::kF32, project, {}};
+  }
+  if (d.shape.expanded > 0) {
     expanded.requests =
         Requests(d, *staged, true, d.shape.all_units ? size_t(ShortRequests(backend)) : 1);
     PlanExpanded(d.shape, expanded);
-    s = RunForm(backend, expanded, true);
+    launch.expanded = Form(expanded, true);
   }
-  if (s.ok()) s = backend.Submit(0);
-  return s.ok() ? backend.Wait(0).status() : s;
+  return Run(backend, launch);
 }
 
 // Page work alone: rows that move, pages that are zeroed, at odd places too. Then the rows are
@@ -426,26 +295,31 @@ absl::Status CheckPages(AttentionBackend& backend) {
   constexpr int64_t kPage = 14 * kernels::kPageGranuleBytes;
   const std::vector<Bf16> kv = Pattern(size_t{3} * kRowDim, 5);
   int32_t differs[3] = {};
-  backend.PageTables()[0] = 0;
+  const uint32_t pages[] = {0};
   const kernels::TableRange table{0, 1};
-  if (absl::Status begun = backend.BeginLaunch(0); !begun.ok()) return begun;
-  auto rows = backend.StageInput(0, kv.data(), kv.size() * sizeof(Bf16));
-  auto flags = backend.StageOutput(0, differs, sizeof(differs));
+  LaunchLayout layout(backend, 0);
+  auto rows = layout.Input(kv.data(), static_cast<int64_t>(kv.size() * sizeof(Bf16)));
+  auto flags = layout.Output(differs, sizeof(differs));
   if (!rows.ok() || !flags.ok()) return rows.ok() ? flags.status() : rows.status();
   kernels::AppendRecord record{*rows, DType::kBf16, kRowDim, 0, 0, kRowBytes, 3, 0, 3, kRowDim};
+  kernels::Launch launch;
+  launch.inputs = layout.inputs();
+  launch.page_tables = pages;
+  launch.table_changes = {&table, 1};
+  launch.appends = {&record, 1};
+  if (absl::Status s = Run(backend, launch); !s.ok()) return s;
+
   kernels::AppendRecord compared = record;
   compared.differs = static_cast<int32_t*>(*flags);
   const kernels::PageRange ranges[] = {
       {kPage, 40 * kPage}, {2 * kPage, kPage, 0}, {0, kPage}, {0, 3 * kRowBytes - 2, 2 * kPage}};
-  absl::Status s = backend.PublishPageTable(0, {&table, 1});
-  if (s.ok()) s = backend.AppendKv(0, {&record, 1});
-  if (s.ok()) s = backend.WritePages(0, ranges);
-  if (s.ok()) s = backend.AppendKv(0, {&compared, 1});
-  if (s.ok()) s = backend.Submit(0);
-  if (s.ok()) s = backend.Wait(0).status();
+  launch.outputs = layout.outputs();
+  launch.pages = ranges;
+  launch.table_changes = {};
+  launch.appends = {&compared, 1};
+  if (absl::Status s = Run(backend, launch); !s.ok()) return s;
   std::vector<Bf16> got(kv.size());
-  if (s.ok()) s = backend.ReadKv(record, got.data());
-  if (!s.ok()) return s;
+  if (absl::Status s = backend.ReadKv(pages, record, got.data()); !s.ok()) return s;
   for (size_t i = 0; i < kv.size(); ++i) {
     const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
     if (got[i] != want) return Wrong("page work", ToFloat(got[i]), ToFloat(want));
@@ -455,9 +329,7 @@ absl::Status CheckPages(AttentionBackend& backend) {
   return found == 1 ? absl::OkStatus() : Wrong("rows sent again, as bits", found, 1);
 }
 
-}  // namespace
-
-kernels::BackendLimits SelfTestLimits(const AttentionBackend& backend) {
+kernels::BackendLimits Limits(const AttentionBackend& backend) {
   const int32_t requests = 2 + ShortRequests(backend);
   kernels::BackendLimits l;
   l.kv_pool_bytes = kPoolBytes;
@@ -481,7 +353,7 @@ kernels::BackendLimits SelfTestLimits(const AttentionBackend& backend) {
   return l;
 }
 
-absl::Status SelfTest(AttentionBackend& backend) {
+absl::Status Check(AttentionBackend& backend) {
   const Weights weights;
   absl::Status s =
       backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
@@ -489,12 +361,21 @@ absl::Status SelfTest(AttentionBackend& backend) {
   for (const Shape& shape : kShapes) {
     if (!s.ok()) return s;
     Data data(shape);
-    s = Launch(backend, data);
+    s = Attend(backend, data);
     if (s.ok() && shape.absorbed > 0) s = CompareForm(data, weights, false);
     if (s.ok() && shape.absorbed > 0) s = CompareNarrow(data, weights);
     if (s.ok() && shape.expanded > 0) s = CompareForm(data, weights, true);
   }
   return s;
 }
+
+}  // namespace
+}  // namespace self_test
+
+kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend) {
+  return self_test::Limits(backend);
+}
+
+absl::Status SelfTest(kernels::AttentionBackend& backend) { return self_test::Check(backend); }
 
 }  // namespace mla::gpu

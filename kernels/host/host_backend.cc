@@ -5,18 +5,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/page_ranges.h"
+#include "kernels/launch/page_ranges.h"
 
 namespace mla::kernels {
 namespace {
 
-constexpr int64_t kAlignment = 64;
-
-int64_t AlignUp(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
-
 void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t to_pitch,
-              int32_t rows, int64_t row_bytes) {
-  for (int32_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+              int64_t rows, int64_t row_bytes) {
+  for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
     std::memcpy(to, from, static_cast<size_t>(row_bytes));
   }
 }
@@ -85,10 +81,7 @@ absl::Status HostBackend::CanRun(const AttentionDesc& desc) const {
 
 int64_t HostBackend::WorkspaceSize(const BackendLimits& limits) const {
   int64_t bytes = limits.kv_pool_bytes;
-  bytes += limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
-  bytes += limits.launch_slots * (AlignUp(limits.slot_workspace_bytes) +
-                                  kMaxCommands * static_cast<int64_t>(sizeof(HostCommand)) +
-                                  kMaxOutputParts * static_cast<int64_t>(sizeof(HandOut)));
+  bytes += limits.launch_slots * limits.slot_workspace_bytes;
   return bytes + OwnWorkspaceSize(limits);
 }
 
@@ -100,29 +93,18 @@ absl::Status HostBackend::Configure(const BackendLimits& limits) {
   }
   auto pool = MappedMemory::Create("kv pool", limits.kv_pool_bytes, /*huge_pages=*/true);
   if (!pool.ok()) return pool.status();
-  auto tables = MappedMemory::Create(
-      "page tables", limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)), false);
-  if (!tables.ok()) return tables.status();
   slots_.resize(static_cast<size_t>(limits.launch_slots));
   for (Slot& slot : slots_) {
-    slot.commands.reserve(kMaxCommands);
-    slot.hand_outs.reserve(kMaxOutputParts);
-    slot.inputs.Reserve(limits.launch_requests);
     auto workspace = MappedMemory::Create("slot workspace", limits.slot_workspace_bytes, true);
     if (!workspace.ok()) return workspace.status();
     slot.workspace = *std::move(workspace);
   }
   pool_ = *std::move(pool);
-  page_tables_ = *std::move(tables);
   weights_.resize(static_cast<size_t>(limits.weights_slots));
   limits_ = limits;
   if (absl::Status own = ConfigureOwn(limits); !own.ok()) return own;
   configured_ = true;
   return absl::OkStatus();
-}
-
-std::span<uint32_t> HostBackend::PageTables() {
-  return {page_tables_.As<uint32_t>(), static_cast<size_t>(limits_.page_table_entries)};
 }
 
 absl::StatusOr<std::unique_ptr<HostBuffer>> HostBackend::AllocateHost(size_t bytes) {
@@ -187,8 +169,9 @@ absl::Status HostBackend::FreeWeights(int32_t slot) {
   return absl::OkStatus();
 }
 
-absl::Status HostBackend::ReadKv(const AppendRecord& where, Bf16* out) {
-  const PoolView pool = Pool();
+absl::Status HostBackend::ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
+                                 Bf16* out) {
+  const PoolView pool = Pool(page_tables);
   for (int32_t row = 0; row < where.rows; ++row) {
     std::memcpy(out + static_cast<int64_t>(row) * where.row_dim,
                 pool.Row(where.page_table, where.layer_offset, where.row_stride, where.page_size,
@@ -198,143 +181,19 @@ absl::Status HostBackend::ReadKv(const AppendRecord& where, Bf16* out) {
   return absl::OkStatus();
 }
 
-PoolView HostBackend::Pool() const {
-  return {pool_.data(), pool_.size(), page_tables_.As<const uint32_t>()};
+PoolView HostBackend::Pool(std::span<const uint32_t> page_tables) const {
+  return {pool_.data(), pool_.size(), page_tables.data()};
 }
 
-absl::Status HostBackend::CheckRecording(int32_t slot) const {
-  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("launch slot: got ", slot, ", limit ", slots_.size()));
-  }
-  if (slots_[slot].state != SlotState::kRecording) {
-    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not recording"));
-  }
-  return absl::OkStatus();
+absl::Status HostBackend::CheckSlot(int32_t slot) const {
+  if (slot >= 0 && slot < static_cast<int32_t>(slots_.size())) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("launch slot: got ", slot, ", limit ", slots_.size()));
 }
 
-absl::StatusOr<HostCommand*> HostBackend::Record(int32_t slot, HostCommand::Kind kind) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  std::vector<HostCommand>& commands = slots_[slot].commands;
-  if (commands.size() >= static_cast<size_t>(kMaxCommands)) {
-    return absl::ResourceExhaustedError(absl::StrCat("launch commands: limit ", kMaxCommands));
-  }
-  commands.emplace_back();
-  commands.back().kind = kind;
-  commands.back().inputs = &slots_[slot].inputs;
-  return &commands.back();
-}
-
-absl::Status HostBackend::BeginLaunch(int32_t slot) {
-  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("launch slot: got ", slot, ", limit ", slots_.size()));
-  }
-  if (slots_[slot].state == SlotState::kRunning) {
-    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is running"));
-  }
-  slots_[slot].state = SlotState::kRecording;
-  slots_[slot].commands.clear();
-  slots_[slot].hand_outs.clear();
-  slots_[slot].inputs.Clear();
-  slots_[slot].workspace_used = 0;
-  slots_[slot].page_ranges = slots_[slot].table_ranges = 0;
-  return absl::OkStatus();
-}
-
-absl::StatusOr<const void*> HostBackend::StageInput(int32_t slot, const void* host, int64_t) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  return host;
-}
-
-absl::StatusOr<const void*> HostBackend::StageInputFragments(int32_t slot,
-                                                             const FragmentedInput& input) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  const void* const address = slots_[slot].inputs.Add(input);
-  if (address != nullptr) return address;
-  return absl::ResourceExhaustedError(
-      absl::StrCat("inputs in pieces: limit ", limits_.launch_requests));
-}
-
-absl::StatusOr<void*> HostBackend::StageOutput(int32_t slot, void* host, int64_t) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  return host;
-}
-
-absl::StatusOr<const void*> HostBackend::StageInputParts(int32_t slot, int32_t rows,
-                                                         std::span<const InputPart> parts) {
-  int64_t pitch = 0;
-  for (const InputPart& part : parts) pitch += part.row_bytes;
-  absl::StatusOr<void*> piece = SlotWorkspace(slot, rows * pitch);
-  if (!piece.ok()) return piece.status();
-  auto* column = static_cast<std::byte*>(*piece);
-  for (const InputPart& part : parts) {
-    CopyRows(static_cast<const std::byte*>(part.host), part.row_bytes, column, pitch, rows,
-             part.row_bytes);
-    column += part.row_bytes;
-  }
-  return *piece;
-}
-
-absl::StatusOr<void*> HostBackend::StageOutputParts(int32_t slot, int32_t rows,
-                                                    std::span<const OutputPart> parts) {
-  int64_t pitch = 0;
-  for (const OutputPart& part : parts) pitch += part.row_bytes;
-  absl::StatusOr<void*> piece = SlotWorkspace(slot, rows * pitch);
-  if (!piece.ok()) return piece.status();
-  std::vector<HandOut>& hand_outs = slots_[slot].hand_outs;
-  const auto* column = static_cast<const std::byte*>(*piece);
-  for (const OutputPart& part : parts) {
-    if (hand_outs.size() >= static_cast<size_t>(kMaxOutputParts)) {
-      return absl::ResourceExhaustedError(absl::StrCat("output parts: limit ", kMaxOutputParts));
-    }
-    if (part.host != nullptr) {
-      hand_outs.push_back(
-          {column, static_cast<std::byte*>(part.host), part.row_bytes, pitch, rows});
-    }
-    column += part.row_bytes;
-  }
-  return *piece;
-}
-
-absl::StatusOr<void*> HostBackend::SlotWorkspace(int32_t slot, int64_t bytes) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  Slot& owner = slots_[slot];
-  const int64_t wanted = AlignUp(bytes);
-  if (bytes < 0 || owner.workspace_used + wanted > AlignUp(limits_.slot_workspace_bytes)) {
-    return absl::ResourceExhaustedError(absl::StrCat("slot workspace: ", owner.workspace_used,
-                                                     " bytes used, ", bytes, " wanted, limit ",
-                                                     limits_.slot_workspace_bytes));
-  }
-  void* address = owner.workspace.data() + owner.workspace_used;
-  owner.workspace_used += wanted;
-  return address;
-}
-
-absl::Status HostBackend::WritePages(int32_t slot, std::span<const PageRange> ranges) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  int64_t& used = slots_[slot].page_ranges;
-  if (absl::Status valid = CheckPageRanges(ranges, limits_, used); !valid.ok()) return valid;
-  auto command = Record(slot, HostCommand::Kind::kPages);
-  if (!command.ok()) return command.status();
-  (*command)->pages = ranges;
-  used += static_cast<int64_t>(ranges.size());
-  return absl::OkStatus();
-}
-
-// The host's table is the table.
-absl::Status HostBackend::PublishPageTable(int32_t slot, std::span<const TableRange> changed) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  int64_t& used = slots_[slot].table_ranges;
-  if (absl::Status valid = CheckTableRanges(changed, limits_, used); !valid.ok()) return valid;
-  used += static_cast<int64_t>(changed.size());
-  return absl::OkStatus();
-}
-
-absl::Status HostBackend::AppendKv(int32_t slot, std::span<const AppendRecord> records) {
-  auto command = Record(slot, HostCommand::Kind::kAppend);
-  if (command.ok()) (*command)->appends = records;
-  return command.status();
+SlotMemory HostBackend::Memory(int32_t slot) {
+  const MappedMemory& workspace = slots_[static_cast<size_t>(slot)].workspace;
+  return {{}, {}, {workspace.data(), static_cast<size_t>(workspace.size())}};
 }
 
 bool HostBackend::HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const {
@@ -347,34 +206,15 @@ bool HostBackend::HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) co
                      [](bool head) { return head; });
 }
 
-absl::Status HostBackend::RecordProjections(int32_t slot, HostCommand::Kind kind,
-                                            const Geometry& geometry, DType in, DType out,
-                                            std::span<const ProjectionRecord> records) {
-  const char* const verb = kind == HostCommand::Kind::kAbsorb ? "absorb" : "project";
-  for (size_t i = 0; i < records.size(); ++i) {
-    const ProjectionRecord& r = records[i];
+absl::Status HostBackend::CheckProjection(const char* part, const Projection& projection) const {
+  for (size_t i = 0; i < projection.records.size(); ++i) {
+    const ProjectionRecord& r = projection.records[i];
     if (HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        part, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
   }
-  auto command = Record(slot, kind);
-  if (!command.ok()) return command.status();
-  (*command)->geometry = geometry;
-  (*command)->in = in;
-  (*command)->out = out;
-  (*command)->projections = records;
   return absl::OkStatus();
-}
-
-absl::Status HostBackend::Absorb(int32_t slot, const Geometry& geometry, DType in, DType out,
-                                 std::span<const ProjectionRecord> records) {
-  return RecordProjections(slot, HostCommand::Kind::kAbsorb, geometry, in, out, records);
-}
-
-absl::Status HostBackend::Project(int32_t slot, const Geometry& geometry, DType in, DType out,
-                                  std::span<const ProjectionRecord> records) {
-  return RecordProjections(slot, HostCommand::Kind::kProject, geometry, in, out, records);
 }
 
 absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
@@ -397,42 +237,49 @@ absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status HostBackend::Run(int32_t slot, const AttentionParams& params) {
-  if (absl::Status ok = CheckAttention(params); !ok.ok()) return ok;
-  auto command = Record(slot, HostCommand::Kind::kRun);
-  if (!command.ok()) return command.status();
-  (*command)->attention = params;
-  if (params.page_tables == nullptr) (*command)->attention.page_tables = Pool().page_tables;
-  return absl::OkStatus();
+absl::Status HostBackend::Check(const Launch& launch) const {
+  absl::Status status = CheckPageRanges(launch.pages, limits_);
+  if (status.ok()) {
+    status = CheckTableRanges(launch.table_changes, limits_, launch.page_tables.size());
+  }
+  if (status.ok()) status = CheckProjection("absorb", launch.absorb);
+  if (status.ok()) status = CheckProjection("project", launch.project);
+  for (const AttentionParams* params : {&launch.absorbed, &launch.expanded}) {
+    if (status.ok() && !params->requests.empty()) status = CheckAttention(*params);
+  }
+  return status;
 }
 
-absl::Status HostBackend::Combine(int32_t slot, const AttentionParams&) {
-  return CheckRecording(slot);  // Run leaves final outputs
-}
-
-absl::Status HostBackend::Submit(int32_t slot) {
-  if (absl::Status state = CheckRecording(slot); !state.ok()) return state;
-  slots_[slot].state = SlotState::kRunning;
-  Start(slot);
+absl::Status HostBackend::Submit(int32_t slot, const Launch& launch) {
+  if (absl::Status exists = CheckSlot(slot); !exists.ok()) return exists;
+  Slot& owner = slots_[static_cast<size_t>(slot)];
+  if (owner.launch != nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is running"));
+  }
+  if (absl::Status valid = Check(launch); !valid.ok()) return valid;
+  for (const HostInput& in : launch.inputs) {
+    if (!in.in_place()) CopyRows(in.host, in.row_bytes, in.device, in.pitch, in.rows, in.row_bytes);
+  }
+  owner.launch = &launch;
+  Start(slot, launch);
   return absl::OkStatus();
 }
 
 bool HostBackend::Done(int32_t slot) {
-  return slots_[slot].state != SlotState::kRunning || Finished(slot);
+  return slots_[static_cast<size_t>(slot)].launch == nullptr || Finished(slot);
 }
 
 absl::StatusOr<int64_t> HostBackend::Wait(int32_t slot) {
-  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size()) ||
-      slots_[slot].state != SlotState::kRunning) {
+  if (!CheckSlot(slot).ok() || slots_[static_cast<size_t>(slot)].launch == nullptr) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
   }
+  const Launch& launch = *std::exchange(slots_[static_cast<size_t>(slot)].launch, nullptr);
   auto nanoseconds = Finish(slot);
-  if (nanoseconds.ok()) {
-    for (const HandOut& h : slots_[slot].hand_outs) {
-      CopyRows(h.source, h.pitch, h.target, h.row_bytes, h.rows, h.row_bytes);
-    }
+  if (!nanoseconds.ok()) return nanoseconds;
+  for (const HostOutput& out : launch.outputs) {
+    if (out.in_place()) continue;
+    CopyRows(out.device, out.pitch, out.host, out.row_bytes, out.rows, out.row_bytes);
   }
-  slots_[slot].state = SlotState::kIdle;
   return nanoseconds;
 }
 

@@ -53,9 +53,15 @@ ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
           static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim)};
 }
 
-void ReferenceBackend::Start(int32_t slot) {
+void ReferenceBackend::Start(int32_t slot, const Launch& launch) {
   const auto begin = std::chrono::steady_clock::now();
-  for (const HostCommand& command : Commands(slot)) Execute(command);
+  const PoolView pool = Pool(launch.page_tables);
+  for (const PageRange& range : launch.pages) WritePageRange(pool, range);
+  for (const AppendRecord& record : launch.appends) AppendRows(pool, record, 0, record.rows);
+  Project(launch.absorb, /*absorb=*/true);
+  Attend(launch.absorbed, pool);
+  Project(launch.project, /*absorb=*/false);
+  Attend(launch.expanded, pool);
   if (static_cast<size_t>(slot) >= nanoseconds_.size()) nanoseconds_.resize(slot + 1);
   nanoseconds_[slot] =
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin)
@@ -64,26 +70,19 @@ void ReferenceBackend::Start(int32_t slot) {
 
 absl::StatusOr<int64_t> ReferenceBackend::Finish(int32_t slot) { return nanoseconds_[slot]; }
 
-void ReferenceBackend::Execute(const HostCommand& command) {
-  const PoolView pool = Pool();
-  for (const PageRange& range : command.pages) WritePageRange(pool, range);
-  for (const AppendRecord& record : command.appends) AppendRows(pool, record, 0, record.rows);
-  for (const ProjectionRecord& record : command.projections) {
+void ReferenceBackend::Project(const Projection& projection, bool absorb) const {
+  const auto project = absorb ? ReferenceAbsorbRow : ReferenceProjectRow;
+  for (const ProjectionRecord& record : projection.records) {
     const ReferenceWeights weights = WeightsOf(record.weights_slot);
-    const auto project =
-        command.kind == HostCommand::Kind::kAbsorb ? ReferenceAbsorbRow : ReferenceProjectRow;
     for (int32_t row = 0; row < record.rows; ++row) {
       for (int32_t head = 0; head < record.num_heads; ++head) {
-        project(command.geometry, command.in, command.out, record, weights, row, head);
+        project(projection.geometry, projection.in, projection.out, record, weights, row, head);
       }
     }
   }
-  if (command.kind == HostCommand::Kind::kRun) ExecuteRun(command.attention);
 }
 
-void ReferenceBackend::ExecuteRun(const AttentionParams& params) {
-  PoolView pool = Pool();
-  pool.page_tables = params.page_tables;
+void ReferenceBackend::Attend(const AttentionParams& params, const PoolView& pool) {
   for (const RequestRecord& request : params.requests) {
     const ReferenceWeights weights = WeightsOf(request.weights_slot);
     for (int32_t row = 0; row < request.q_rows; ++row) {

@@ -27,13 +27,13 @@ class ReferenceBackend final : public HostBackend {
   int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
   void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
                    std::byte* packed) const override;
-  void Start(int32_t slot) override;
+  void Start(int32_t slot, const Launch& launch) override;
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t slot) override;
 
   ReferenceWeights WeightsOf(int32_t slot) const;
-  void Execute(const HostCommand& command);
-  void ExecuteRun(const AttentionParams& params);
+  void Project(const Projection& projection, bool absorb) const;
+  void Attend(const AttentionParams& params, const PoolView& pool);
 
   BackendInfo info_;
   ReferenceScratch scratch_;

@@ -16,6 +16,7 @@
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
+#include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
 namespace {
@@ -240,9 +241,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
 }
 
 EngineBytes Engine::CountBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  const kernels::BackendLimits sizes = Launcher::BackendLimitsOf(limits, backend);
+  const kernels::BackendLimits sizes = BackendLimitsOf(limits, backend);
   EngineBytes bytes;
-  bytes.host = Launcher::PlanBytes(limits, backend) + backend.HostWorkspaceSize(sizes);
+  bytes.host = LaunchHostBytes(limits, backend) + backend.HostWorkspaceSize(sizes);
   (backend.Info().unified_memory ? bytes.host : bytes.device) += backend.WorkspaceSize(sizes);
   return bytes;
 }
@@ -253,8 +254,7 @@ int64_t Engine::KvCacheBytes(const Limits& limits, const kernels::AttentionBacke
   // Some workspaces grow with the pool, so they are counted for the largest there could be.
   Limits most = limits;
   most.kv_cache_bytes = std::min(memory, kMostKvCacheBytes);
-  const int64_t rest =
-      backend.WorkspaceSize(Launcher::BackendLimitsOf(most, backend)) - most.kv_cache_bytes;
+  const int64_t rest = backend.WorkspaceSize(BackendLimitsOf(most, backend)) - most.kv_cache_bytes;
   return std::clamp((memory - rest) / kKvCacheStep * kKvCacheStep, kKvCacheStep, kMostKvCacheBytes);
 }
 

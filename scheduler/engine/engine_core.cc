@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
 namespace {
@@ -34,13 +35,18 @@ EngineCore::EngineCore(const EngineOptions& options,
       backend_(std::move(backend)),
       tenant_table_(std::make_shared<TenantTable>(TenantOptionsOf(options))),
       tenants_(*tenant_table_),
-      policy_(options.limits, Launcher::GatherBytes(options.limits, *backend_),
-              Launcher::PieceBudgetOf(options.limits, *backend_)) {
+      policy_(options.limits, GatherBytes(options.limits, *backend_),
+              PieceBudgetOf(options.limits, *backend_)) {
   // Copies into staging memory bring rows together by the way.
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
 EngineCore::~EngineCore() = default;
+
+std::span<uint32_t> EngineCore::page_tables() {
+  const std::span<std::byte> bytes = page_tables_->bytes();
+  return {reinterpret_cast<uint32_t*>(bytes.data()), bytes.size() / sizeof(uint32_t)};
+}
 
 absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
     const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
@@ -48,15 +54,20 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   absl::Status status = CheckLimits(options.limits);
   if (!status.ok()) return status;
   std::unique_ptr<EngineCore> core(new EngineCore(options, std::move(backend), clock));
-  status = core->backend_->Configure(Launcher::BackendLimitsOf(options.limits, *core->backend_));
+  status = core->backend_->Configure(BackendLimitsOf(options.limits, *core->backend_));
   if (!status.ok()) return status;
+
+  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> tables = core->backend_->AllocateHost(
+      static_cast<size_t>(PageTableEntries(options.limits)) * sizeof(uint32_t));
+  if (!tables.ok()) return tables.status();
+  core->page_tables_ = *std::move(tables);
 
   kvcache::KvCacheOptions cache;
   cache.bytes = options.limits.kv_cache_bytes;
   cache.max_sequences = options.limits.max_sequences;
   cache.max_pages_per_sequence = options.limits.max_pages_per_sequence;
   absl::StatusOr<std::unique_ptr<kvcache::KvCache>> made =
-      kvcache::KvCache::Create(cache, core->backend_->PageTables());
+      kvcache::KvCache::Create(cache, core->page_tables());
   if (!made.ok()) return made.status();
   core->cache_ = *std::move(made);
 
@@ -71,8 +82,9 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
                                  [observer](int64_t ns) { observer->OnPageGroupFreed(ns); });
   }
   core->steps_ = std::make_unique<StepTable>(options.limits, &core->tenants_, clock);
-  absl::StatusOr<std::unique_ptr<Launcher>> launcher = Launcher::Create(
-      options.limits, core->backend_.get(), core->cache_.get(), core->models_.get(), clock);
+  absl::StatusOr<std::unique_ptr<Launcher>> launcher =
+      Launcher::Create(options.limits, core->backend_.get(), core->cache_.get(),
+                       core->page_tables(), core->models_.get(), clock);
   if (!launcher.ok()) return launcher.status();
   core->launcher_ = *std::move(launcher);
   return core;

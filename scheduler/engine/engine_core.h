@@ -100,6 +100,7 @@ class EngineCore {
   kernels::AttentionBackend& backend() { return *backend_; }
   const Limits& limits() const { return limits_; }
   const kvcache::KvCache& cache() const { return *cache_; }
+  std::span<uint32_t> page_tables();
   const WaitingRequests& pending() const { return pending_; }
   // From now on answers are collected for TakeAnswers; before, Done is called at once.
   void CollectAnswers() { collects_answers_ = true; }
@@ -159,22 +160,22 @@ class EngineCore {
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
   void FailWaiting(MonotonicNanos now);  // deadlines and missing KV rows
-  void FinishLaunch(Launch* launch);
+  void FinishLaunch(BatchLaunch* launch);
   void NoteReport(const LaunchReport& report);
   // Marks repeats of a launch that has ended whose KV rows are not those stored before.
-  void CheckRepeats(const Launch& launch);
+  void CheckRepeats(const BatchLaunch& launch);
   // Marks requests of a launch that has ended whose results are not finite though their inputs are.
-  void CheckResults(Launch* launch);
+  void CheckResults(BatchLaunch* launch);
   void NoteRows(const StreamRequest& request);
   void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
   // OK, or what CheckRepeats and CheckResults have found.
   absl::Status ResultOf(const StreamRequest& request, Fault* fault) const;
   // A launch that did not start: it alone is undone. One that ran and failed is undone with those
   // behind it. The steps of their requests are aborted either way.
-  void FailSubmit(Launch* launch, const absl::Status& cause);
-  void FailOldest(Launch* launch, const absl::Status& cause);
+  void FailSubmit(BatchLaunch* launch, const absl::Status& cause);
+  void FailOldest(BatchLaunch* launch, const absl::Status& cause);
   // Returns its page work to the queue, and adds its requests to `failed`.
-  void UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed);
+  void UndoLaunch(BatchLaunch* launch, std::vector<StreamRequest*>* failed);
   void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
   // A tenant's part of the service beside others.
   int32_t WeightOf(const StreamRequest& request) const {
@@ -186,6 +187,7 @@ class EngineCore {
   const Limits& limits_;
   const Clock* const clock_;
   std::unique_ptr<kernels::AttentionBackend> backend_;
+  std::unique_ptr<kernels::HostBuffer> page_tables_;  // of all sequences; the cache writes them
   std::unique_ptr<kvcache::KvCache> cache_;
   const std::shared_ptr<TenantTable> tenant_table_;
   TenantTable& tenants_;

@@ -18,7 +18,7 @@ constexpr int kReadyWorkRequests = 64;
 }  // namespace
 
 bool EngineCore::StartLaunch() {
-  Launch* launch = launcher_->FreeSlot();
+  BatchLaunch* launch = launcher_->FreeSlot();
   if (launch == nullptr) return false;
   const MonotonicNanos begin = clock_->Now();
   FailWaiting(begin);
@@ -45,7 +45,7 @@ bool EngineCore::StartLaunch() {
 }
 
 bool EngineCore::CompleteLaunch(bool wait) {
-  Launch* launch = launcher_->oldest();
+  BatchLaunch* launch = launcher_->oldest();
   if (launch == nullptr || (!wait && !launcher_->OldestDone())) return false;
   const absl::Status status = launcher_->WaitOldest();
   if (status.ok()) {
@@ -56,7 +56,7 @@ bool EngineCore::CompleteLaunch(bool wait) {
   return true;
 }
 
-void EngineCore::FinishLaunch(Launch* launch) {
+void EngineCore::FinishLaunch(BatchLaunch* launch) {
   const MonotonicNanos begin = clock_->Now();
   nothing_ready_ = false;
   cache_->work().Acknowledge(&launch->batch.pages);
@@ -121,17 +121,17 @@ void EngineCore::NoteReport(const LaunchReport& report) {
   reports_.of[static_cast<size_t>(reports_.count++)] = report;
 }
 
-void EngineCore::FailSubmit(Launch* launch, const absl::Status& cause) {
+void EngineCore::FailSubmit(BatchLaunch* launch, const absl::Status& cause) {
   std::vector<StreamRequest*> failed;
   UndoLaunch(launch, &failed);
   AbortFailed(failed, cause);
 }
 
-void EngineCore::FailOldest(Launch* launch, const absl::Status& cause) {
+void EngineCore::FailOldest(BatchLaunch* launch, const absl::Status& cause) {
   // Later launches read what this one should have written, so they fail with it. The latest returns
   // its page work first, which keeps the order.
-  std::vector<Launch*> undone = {launch};
-  while (Launch* later = launcher_->oldest()) {
+  std::vector<BatchLaunch*> undone = {launch};
+  while (BatchLaunch* later = launcher_->oldest()) {
     const absl::Status waited = launcher_->WaitOldest();
     (void)waited;  // it counts as failed either way
     undone.push_back(later);
@@ -141,7 +141,7 @@ void EngineCore::FailOldest(Launch* launch, const absl::Status& cause) {
   AbortFailed(failed, cause);
 }
 
-void EngineCore::UndoLaunch(Launch* launch, std::vector<StreamRequest*>* failed) {
+void EngineCore::UndoLaunch(BatchLaunch* launch, std::vector<StreamRequest*>* failed) {
   launch->report.ok = false;
   NoteReport(launch->report);
   Batch& batch = launch->batch;

@@ -60,12 +60,12 @@ void EngineCore::JudgeRow(StreamRequest* request, int64_t row, int64_t head, flo
   }
 }
 
-void EngineCore::CheckResults(Launch* launch) {
+void EngineCore::CheckResults(BatchLaunch* launch) {
   const std::vector<StreamRequest*>& requests = launch->batch.requests;
   // Rows first: a query may see what a request behind it in the launch has brought. Queries show
   // whether rows that came with them are finite; of others nothing shows it.
   const auto first_bad = [&](size_t i) {
-    const Launch::LseRows& lse = launch->lse[i];
+    const BatchLaunch::LseRows& lse = launch->lse[i];
     const int64_t heads = requests[i]->attend.num_heads;
     const int64_t rows = lse.at == nullptr ? 0 : requests[i]->engine.rows_launched;
     if (lse.row_stride == heads) return FirstNotFinite(lse.at, rows * heads);
@@ -86,7 +86,7 @@ void EngineCore::CheckResults(Launch* launch) {
   }
   for (size_t i = 0; !all_finite && i < requests.size(); ++i) {
     StreamRequest* const request = requests[i];
-    const Launch::LseRows& lse = launch->lse[i];
+    const BatchLaunch::LseRows& lse = launch->lse[i];
     const int64_t heads = request->attend.num_heads;
     const int64_t count = lse.at == nullptr ? 0 : int64_t{request->engine.rows_launched} * heads;
     for (int64_t at = first_bad(i); at < count && request->engine.bad_row < 0; ++at) {
@@ -97,7 +97,7 @@ void EngineCore::CheckResults(Launch* launch) {
   }
 }
 
-void EngineCore::CheckRepeats(const Launch& launch) {
+void EngineCore::CheckRepeats(const BatchLaunch& launch) {
   for (size_t i = 0; i < launch.differs.size(); ++i) {
     const int32_t* const differs = launch.differs[i];
     if (differs == nullptr) continue;

@@ -76,9 +76,8 @@ TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Points, EngineFaultTest,
-                         ::testing::Values(FaultPoint::kStageInput, FaultPoint::kAppendKv,
-                                           FaultPoint::kRun, FaultPoint::kSubmit,
-                                           FaultPoint::kWait));
+                         ::testing::Values(FaultPoint::kSubmit, FaultPoint::kSubmitAppends,
+                                           FaultPoint::kSubmitAttention, FaultPoint::kWait));
 
 class EnginePageWorkTest : public EngineFaultTest {};
 
@@ -134,18 +133,18 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
     kernels::AppendRecord first = where;
     first.first_position = 0;
     first.rows = 1;
-    if (!h_->core().backend().ReadKv(first, row.data()).ok()) continue;
+    if (!h_->core().backend().ReadKv(h_->core().page_tables(), first, row.data()).ok()) continue;
     found = kernels::ToFloat(row[0]) == Rows(1, 8)[0][0] &&
             kernels::ToFloat(row[5]) == Rows(1, 8)[0][5];
   }
   ASSERT_TRUE(found);
   std::vector<kernels::Bf16> rest(24, 1);
-  ASSERT_TRUE(h_->core().backend().ReadKv(where, rest.data()).ok());
+  ASSERT_TRUE(h_->core().backend().ReadKv(h_->core().page_tables(), where, rest.data()).ok());
   EXPECT_THAT(rest, ::testing::Each(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Points, EnginePageWorkTest,
-                         ::testing::Values(FaultPoint::kWritePages, FaultPoint::kSubmit));
+                         ::testing::Values(FaultPoint::kSubmitPages, FaultPoint::kSubmit));
 
 // Copies for steps that are abandoned wait for a launch that never needs them.
 // The engine role is not held for it, however many rows are sent again.

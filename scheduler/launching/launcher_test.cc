@@ -1,6 +1,6 @@
 // What launches hold when plans have fixed cuts: bounded buffers that suffice for every batch, and
 // answers that do not depend on what else is in it.
-#include "scheduler/launching/launcher.h"
+#include "scheduler/launching/launch_sizes.h"
 
 #include <algorithm>
 #include <memory>
@@ -29,10 +29,10 @@ TEST(LauncherTest, DefaultLimitsTakeBoundedMemoryWithFixedCuts) {
   const Limits limits;
   const EngineBytes bytes = Engine::CountBytes(limits, *backend);
   EXPECT_LT(bytes.host, limits.kv_cache_bytes + limits.weights_bytes + (int64_t{1} << 30));
-  const PieceBudget budget = Launcher::PieceBudgetOf(limits, *backend);
+  const PieceBudget budget = PieceBudgetOf(limits, *backend);
   EXPECT_EQ(budget.split_rows, 2048);
   EXPECT_EQ(budget.piece_rows, limits.launch_packed_rows);
-  EXPECT_EQ(Launcher::PlanCapacityOf(limits, *backend).partial_rows, budget.piece_rows);
+  EXPECT_EQ(PlanCapacityOf(limits, *backend).partial_rows, budget.piece_rows);
 }
 
 // Fills a batch with random requests as BatchPolicy would, until nothing more fits.
@@ -77,9 +77,9 @@ TEST(LauncherTest, PlansOfAnyBatchWithinTheBudgetFit) {
         limits.max_heads + static_cast<int32_t>(random() % (16 * limits.launch_rows));
     limits.launch_requests = 1 + static_cast<int32_t>(random() % 512);
     limits.max_sequence_rows = 1 + static_cast<int32_t>(random() % 163840);
-    const PieceBudget budget = Launcher::PieceBudgetOf(limits, *backend);
+    const PieceBudget budget = PieceBudgetOf(limits, *backend);
     ASSERT_GE(budget.piece_rows, limits.max_heads * budget.pieces(limits.max_sequence_rows));
-    const PlanCapacity capacity = Launcher::PlanCapacityOf(limits, *backend);
+    const PlanCapacity capacity = PlanCapacityOf(limits, *backend);
     const auto buffers = testing::MakeBuffers(capacity);
     Planner planner;
     for (int i = 0; i < 4; ++i) {

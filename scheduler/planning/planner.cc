@@ -1,7 +1,6 @@
 #include "scheduler/planning/planner.h"
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 #include "absl/status/status.h"
@@ -144,12 +143,6 @@ absl::Status Explain(const PlanRequest& request, size_t index) {
   return fault("num_heads", request.num_heads, "1..65535");
 }
 
-// Plans are told apart across all planners of the process: backends keep device copies by it.
-uint64_t NextGeneration() {
-  static std::atomic<uint64_t> last{0};
-  return last.fetch_add(1, std::memory_order_relaxed) + 1;
-}
-
 template <bool kFixed>
 absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> requests,
                                             const PlanTraits& traits, MetadataBuffers& buffers,
@@ -174,7 +167,7 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> request
                 [&](const Tile& tile) { writer.Place(tile); });
   }
   kernels::PlanView view = writer.Finish();
-  view.generation = NextGeneration();
+  view.generation = kernels::NextPlanGeneration();
   const double mean = static_cast<double>(tally.kv_charge) / traits.units;
   imbalance = tally.kv_charge > 0 ? static_cast<double>(writer.busiest_charge()) / mean : 1.0;
   return view;

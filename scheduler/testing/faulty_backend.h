@@ -6,7 +6,9 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "kernels/attention_backend.h"
 
@@ -14,11 +16,10 @@ namespace mla::scheduler::testing {
 
 enum class FaultPoint {
   kNone,
-  kStageInput,
-  kWritePages,
-  kAppendKv,
-  kRun,
-  kSubmit,
+  kSubmit,           // of any launch
+  kSubmitPages,      // of one with page work
+  kSubmitAppends,    // of one that appends or compares KV rows
+  kSubmitAttention,  // of one that computes
   kWait,
   kFreeWeights
 };
@@ -83,11 +84,13 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t WorkspaceSize(const kernels::BackendLimits& l) const override {
     return inner_->WorkspaceSize(l);
   }
-  absl::Status Configure(const kernels::BackendLimits& l) override { return inner_->Configure(l); }
+  absl::Status Configure(const kernels::BackendLimits& l) override {
+    limits_ = l;
+    return inner_->Configure(l);
+  }
   absl::Status Healthy() const override {
     return unhealthy_ ? absl::InternalError("the device is lost") : inner_->Healthy();
   }
-  std::span<uint32_t> PageTables() override { return inner_->PageTables(); }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override {
     return inner_->AllocateHost(bytes);
   }
@@ -100,73 +103,40 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (absl::Status s = At(FaultPoint::kFreeWeights); !s.ok()) return s;
     return inner_->FreeWeights(slot);
   }
-  absl::Status ReadKv(const kernels::AppendRecord& where, kernels::Bf16* out) override {
+  absl::Status ReadKv(std::span<const uint32_t> page_tables, const kernels::AppendRecord& where,
+                      kernels::Bf16* out) override {
     ++reads_;
-    return inner_->ReadKv(where, out);
+    return inner_->ReadKv(page_tables, where, out);
   }
-  absl::Status BeginLaunch(int32_t slot) override { return inner_->BeginLaunch(slot); }
-  absl::StatusOr<const void*> StageInput(int32_t slot, const void* host, int64_t bytes) override {
-    if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
-    return inner_->StageInput(slot, host, bytes);
+  kernels::SlotMemory Memory(int32_t slot) override {
+    kernels::SlotMemory memory = inner_->Memory(slot);
+    if (!has_two_slots_) return memory;
+    if (staging_.size() <= static_cast<size_t>(slot))
+      staging_.resize(static_cast<size_t>(slot) + 1);
+    Staging& staging = staging_[static_cast<size_t>(slot)];
+    staging.in.resize(static_cast<size_t>(limits_.staging_in_bytes));
+    staging.out.resize(static_cast<size_t>(limits_.staging_out_bytes));
+    return {staging.in, staging.out, memory.workspace};
   }
-  absl::StatusOr<const void*> StageInputFragments(int32_t slot,
-                                                  const kernels::FragmentedInput& input) override {
-    if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
-    return inner_->StageInputFragments(slot, input);
-  }
-  absl::StatusOr<void*> StageOutput(int32_t slot, void* host, int64_t bytes) override {
-    return inner_->StageOutput(slot, host, bytes);
-  }
-  absl::StatusOr<const void*> StageInputParts(int32_t slot, int32_t rows,
-                                              std::span<const kernels::InputPart> parts) override {
-    if (absl::Status s = At(FaultPoint::kStageInput); !s.ok()) return s;
-    return inner_->StageInputParts(slot, rows, parts);
-  }
-  absl::StatusOr<void*> StageOutputParts(int32_t slot, int32_t rows,
-                                         std::span<const kernels::OutputPart> parts) override {
-    return inner_->StageOutputParts(slot, rows, parts);
-  }
-  absl::StatusOr<void*> SlotWorkspace(int32_t slot, int64_t bytes) override {
-    return inner_->SlotWorkspace(slot, bytes);
-  }
-  absl::Status WritePages(int32_t slot, std::span<const kernels::PageRange> ranges) override {
-    if (absl::Status s = At(FaultPoint::kWritePages); !s.ok()) return s;
-    return inner_->WritePages(slot, ranges);
-  }
-  absl::Status PublishPageTable(int32_t slot, std::span<const kernels::TableRange> r) override {
-    return inner_->PublishPageTable(slot, r);
-  }
-  absl::Status AppendKv(int32_t slot, std::span<const kernels::AppendRecord> records) override {
-    if (absl::Status s = At(FaultPoint::kAppendKv); !s.ok()) return s;
-    for (const kernels::AppendRecord& record : records) {
+  absl::Status Submit(int32_t slot, const kernels::Launch& launch) override {
+    absl::Status s = At(FaultPoint::kSubmit);
+    if (s.ok() && !launch.pages.empty()) s = At(FaultPoint::kSubmitPages);
+    if (s.ok() && !launch.appends.empty()) s = At(FaultPoint::kSubmitAppends);
+    const auto forms = {&launch.absorbed, &launch.expanded};
+    for (const kernels::AttentionParams* form : forms) {
+      if (s.ok() && !form->requests.empty()) s = At(FaultPoint::kSubmitAttention);
+    }
+    if (!s.ok()) return s;
+    for (const kernels::AppendRecord& record : launch.appends) {
       (record.differs == nullptr ? appended_rows_ : compared_rows_) += record.rows;
     }
-    return inner_->AppendKv(slot, records);
-  }
-  absl::Status Absorb(int32_t slot, const kernels::Geometry& g, kernels::DType in,
-                      kernels::DType out,
-                      std::span<const kernels::ProjectionRecord> records) override {
-    return inner_->Absorb(slot, g, in, out, records);
-  }
-  absl::Status Run(int32_t slot, const kernels::AttentionParams& params) override {
-    if (absl::Status s = At(FaultPoint::kRun); !s.ok()) return s;
-    for (const kernels::RequestRecord& record : params.requests) {
-      ++attended_records_;
-      attended_heads_ += record.num_heads;
+    for (const kernels::AttentionParams* form : forms) {
+      for (const kernels::RequestRecord& record : form->requests) {
+        ++attended_records_;
+        attended_heads_ += record.num_heads;
+      }
     }
-    return inner_->Run(slot, params);
-  }
-  absl::Status Combine(int32_t slot, const kernels::AttentionParams& params) override {
-    return inner_->Combine(slot, params);
-  }
-  absl::Status Project(int32_t slot, const kernels::Geometry& g, kernels::DType in,
-                       kernels::DType out,
-                       std::span<const kernels::ProjectionRecord> records) override {
-    return inner_->Project(slot, g, in, out, records);
-  }
-  absl::Status Submit(int32_t slot) override {
-    if (absl::Status s = At(FaultPoint::kSubmit); !s.ok()) return s;
-    return inner_->Submit(slot);
+    return inner_->Submit(slot, launch);
   }
   bool Done(int32_t slot) override { return inner_->Done(slot); }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
@@ -190,6 +160,11 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int after_ = 0;
   kernels::BackendInfo two_slots_;
   bool has_two_slots_ = false;
+  kernels::BackendLimits limits_;
+  struct Staging {
+    std::vector<std::byte> in, out;
+  };
+  std::vector<Staging> staging_;  // by slot
   std::function<void(int32_t)> on_load_weights_;
   bool absorbed_only_ = false;
   bool expanded_bf16_only_ = false;

@@ -111,13 +111,6 @@ class WrongScale final : public kernels::HostBackend {
   int32_t ExpandedFormMinRows(const kernels::Geometry& g) const override {
     return inner_.ExpandedFormMinRows(g);
   }
-  absl::Status Run(int32_t slot, const kernels::AttentionParams& params) override {
-    records_.assign(params.requests.begin(), params.requests.end());
-    for (kernels::RequestRecord& record : records_) record.softmax_scale *= 1.25f;
-    kernels::AttentionParams changed = params;
-    changed.requests = records_;
-    return HostBackend::Run(slot, changed);
-  }
 
  private:
   int64_t OwnWorkspaceSize(const kernels::BackendLimits&) const override { return 0; }
@@ -125,16 +118,15 @@ class WrongScale final : public kernels::HostBackend {
   int64_t PackedWeightBytes(const kernels::Geometry&, int32_t) const override { return 0; }
   void PackWeights(const kernels::Geometry&, int32_t, const kernels::Bf16*, const kernels::Bf16*,
                    std::byte*) const override {}
-  void Start(int32_t slot) override {
+  void Start(int32_t, const kernels::Launch& launch) override {
     kernels::ReferenceScratch scratch;
-    for (const kernels::HostCommand& command : Commands(slot)) {
-      for (const auto& record : command.appends) AppendRows(Pool(), record, 0, record.rows);
-      for (const auto& request : command.attention.requests) {
-        for (int32_t row = 0; row < request.q_rows; ++row) {
-          for (int32_t head = 0; head < request.num_heads; ++head) {
-            kernels::ReferenceAttendRow(command.attention.desc, request, Pool(), {}, row, head,
-                                        scratch);
-          }
+    const kernels::PoolView pool = Pool(launch.page_tables);
+    for (const auto& record : launch.appends) AppendRows(pool, record, 0, record.rows);
+    for (kernels::RequestRecord request : launch.absorbed.requests) {
+      request.softmax_scale *= 1.25f;
+      for (int32_t row = 0; row < request.q_rows; ++row) {
+        for (int32_t head = 0; head < request.num_heads; ++head) {
+          kernels::ReferenceAttendRow(launch.absorbed.desc, request, pool, {}, row, head, scratch);
         }
       }
     }
@@ -143,7 +135,6 @@ class WrongScale final : public kernels::HostBackend {
   absl::StatusOr<int64_t> Finish(int32_t) override { return 0; }
 
   ReferenceBackend inner_;
-  std::vector<kernels::RequestRecord> records_;
 };
 
 TEST(ReferenceConformanceTest, SuiteNoticesAWrongScale) {

@@ -9,6 +9,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
+#include "kernels/launch/launch_layout.h"
 #include "tests/fake_hip/fake_control.h"
 
 namespace mla::gpu {
@@ -33,6 +34,33 @@ inline fake_hip::Control* FakeControl() {
   *get() = fake_hip::Control();
   return get();
 }
+
+// A launch that appends one row to the page at granule `page`; stays until it has been waited for.
+class AppendLaunch {
+ public:
+  absl::Status Submit(HipBackend& backend, int32_t slot, const kernels::Bf16* row,
+                      uint32_t page = 0) {
+    page_ = page;
+    layout_ = kernels::LaunchLayout(backend, slot);
+    auto kv = layout_.Input(row, 1152);
+    if (!kv.ok()) return kv.status();
+    record_ = {*kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, 1, 576};
+    launch_.inputs = layout_.inputs();
+    launch_.page_tables = {&page_, 1};
+    launch_.table_changes = {&table_, 1};
+    launch_.appends = {&record_, 1};
+    return backend.Submit(slot, launch_);
+  }
+  // The host's table changes after Submit.
+  void set_page(uint32_t page) { page_ = page; }
+
+ private:
+  uint32_t page_ = 0;
+  const kernels::TableRange table_{0, 1};
+  kernels::AppendRecord record_{};
+  kernels::LaunchLayout layout_;
+  kernels::Launch launch_;
+};
 
 class BackendOnFakeTest : public ::testing::Test {
  protected:
@@ -66,8 +94,7 @@ class BackendOnFakeTest : public ::testing::Test {
     l.work_items = l.reduce_tiles = l.reduce_partials = 16;
     return l;
   }
-  // Appends `rows` rows at `kv`, an address of the launch that is being recorded, to the first
-  // page.
+  // Appends `rows` rows at `kv`, an address that the launch sees, to the first page.
   static kernels::AppendRecord Append(const void* kv, int32_t rows) {
     return {kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, rows, 576};
   }
@@ -77,16 +104,15 @@ class BackendOnFakeTest : public ::testing::Test {
     return AppendOnce(backend, row.data());
   }
   static absl::Status AppendOnce(HipBackend& backend, const kernels::Bf16* row) {
-    if (absl::Status s = backend.BeginLaunch(0); !s.ok()) return s;
-    auto kv = backend.StageInput(0, row, 1152);
-    if (!kv.ok()) return kv.status();
-    backend.PageTables()[0] = 0;
-    const kernels::TableRange table{0, 1};
-    const kernels::AppendRecord record = Append(*kv, 1);
-    absl::Status s = backend.PublishPageTable(0, {&table, 1});
-    if (s.ok()) s = backend.AppendKv(0, {&record, 1});
-    if (s.ok()) s = backend.Submit(0);
+    AppendLaunch launch;
+    absl::Status s = launch.Submit(backend, 0, row);
     return s.ok() ? backend.Wait(0).status() : s;
+  }
+  // The rows that are in the first page.
+  static std::vector<kernels::Bf16> ReadRows(HipBackend& backend, int32_t rows, uint32_t page = 0) {
+    std::vector<kernels::Bf16> read(static_cast<size_t>(rows) * 576, 7);
+    EXPECT_TRUE(backend.ReadKv({&page, 1}, Append(nullptr, rows), read.data()).ok());
+    return read;
   }
 
   fake_hip::Control* control_ = nullptr;

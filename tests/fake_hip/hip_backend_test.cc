@@ -323,8 +323,8 @@ TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
     sizes[i] = choice->backend->WorkspaceSize(limits);
     if (i == 0) continue;
     ASSERT_TRUE(choice->backend->Configure(limits).ok());
-    ASSERT_TRUE(choice->backend->BeginLaunch(0).ok());
-    ASSERT_TRUE(choice->backend->Submit(0).ok());
+    const kernels::Launch nothing;
+    ASSERT_TRUE(choice->backend->Submit(0, nothing).ok());
     control_->hang = true;
     EXPECT_THAT(choice->backend->Wait(0).status().message(), HasSubstr("within 150 ms"));
     control_->hang = false;
@@ -347,23 +347,23 @@ TEST_F(HipBackendTest, ProjectionsAreBounded) {
   ASSERT_TRUE(b.LoadWeights(0, geometry, 0, 4, weights.data(), weights.data()).ok());
   const int32_t most = 2 * limits.launch_requests + limits.launch_packed_rows / kProjectRows + 1;
   for (const int32_t records : {2 * limits.launch_requests, most, most + 1}) {
-    ASSERT_TRUE(b.BeginLaunch(0).ok());
-    auto in = b.SlotWorkspace(0, 16384);
-    auto out = b.SlotWorkspace(0, 16384);
+    kernels::LaunchLayout layout(b, 0);
+    auto in = layout.Workspace(16384);
+    auto out = layout.Workspace(16384);
     ASSERT_TRUE(in.ok() && out.ok());
     std::vector<kernels::ProjectionRecord> all(records);
     for (int32_t i = 0; i < records; ++i) {
       // Neighbours of other heads share no tile.
       all[i] = {*in, *out, 192, 192, 576, 576, 1, 1, i % 2, 0};
     }
-    const absl::Status status =
-        b.Absorb(0, geometry, kernels::DType::kBf16, kernels::DType::kBf16, all);
+    kernels::Launch launch;
+    launch.absorb = {geometry, kernels::DType::kBf16, kernels::DType::kBf16, all, {}};
+    const absl::Status status = b.Submit(0, launch);
     if (records > most) {
       EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
       EXPECT_THAT(status.message(), HasSubstr("projection tiles: limit "));
     } else {
       EXPECT_TRUE(status.ok()) << records << ": " << status;
-      EXPECT_TRUE(b.Submit(0).ok());
       EXPECT_TRUE(b.Wait(0).ok());
     }
   }
@@ -391,9 +391,9 @@ TEST_F(HipBackendTest, OutOfMemoryCarriesTheApisText) {
   EXPECT_THAT(status.message(), HasSubstr("limits.weights_bytes: GPU malloc: out of memory (2)"));
 }
 
-// Each slot has metadata and staging memory of its own, and takes the page table as it was when it
-// was published: the second launch is recorded and submitted while the first has yet to run.
-TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostRecordsOn) {
+// Each slot has metadata and staging memory of its own, and takes the page table as it is during
+// Submit: the second launch is submitted while the first has yet to run.
+TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostGoesOn) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
   HipBackend& b = **backend;
@@ -402,26 +402,15 @@ TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostRecordsOn) {
   const kernels::Bf16 values[] = {0x3f80, 0x4000};
   const std::vector<kernels::Bf16> rows[] = {std::vector<kernels::Bf16>(576, values[0]),
                                              std::vector<kernels::Bf16>(576, values[1])};
+  AppendLaunch launches[2], third;
   for (int32_t slot : {0, 1}) {
-    ASSERT_TRUE(b.BeginLaunch(slot).ok());
-    auto kv = b.StageInput(slot, rows[slot].data(), 1152);
-    ASSERT_TRUE(kv.ok());
-    b.PageTables()[0] = kPages[slot];
-    const kernels::TableRange table{0, 1};
-    const kernels::AppendRecord record = Append(*kv, 1);
-    ASSERT_TRUE(b.PublishPageTable(slot, {&table, 1}).ok());
-    ASSERT_TRUE(b.AppendKv(slot, {&record, 1}).ok());
-    ASSERT_TRUE(b.Submit(slot).ok());
-    EXPECT_EQ(b.BeginLaunch(slot).code(), absl::StatusCode::kFailedPrecondition);
+    ASSERT_TRUE(launches[slot].Submit(b, slot, rows[slot].data(), kPages[slot]).ok());
+    EXPECT_EQ(third.Submit(b, slot, rows[slot].data()).code(),
+              absl::StatusCode::kFailedPrecondition);
+    launches[slot].set_page(12345);  // of neither
   }
-  b.PageTables()[0] = 12345;  // of neither
   for (int32_t slot : {0, 1}) ASSERT_TRUE(b.Wait(slot).ok());
-  for (int32_t slot : {0, 1}) {
-    b.PageTables()[0] = kPages[slot];
-    std::vector<kernels::Bf16> read(576);
-    ASSERT_TRUE(b.ReadKv(Append(nullptr, 1), read.data()).ok());
-    EXPECT_EQ(read, rows[slot]) << slot;
-  }
+  for (int32_t slot : {0, 1}) EXPECT_EQ(ReadRows(b, 1, kPages[slot]), rows[slot]) << slot;
 }
 
 TEST_F(HipBackendTest, FailedLaunchFailsThatLaunchOnly) {

@@ -88,25 +88,13 @@ TEST_F(HostMemoryTest, MemoryThatCannotBePinnedIsStaged) {
   EXPECT_EQ(control_->registered_bytes, 0);
 }
 
-// A launch in `slot` that appends the first row of `region`, recorded and not yet submitted.
-absl::Status Record(HipBackend& backend, int32_t slot, const Region& region) {
-  if (absl::Status s = backend.BeginLaunch(slot); !s.ok()) return s;
-  auto kv = backend.StageInput(slot, region.rows(), 1152);
-  if (!kv.ok()) return kv.status();
-  backend.PageTables()[0] = 0;
-  const kernels::TableRange table{0, 1};
-  const kernels::AppendRecord record{*kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, 1, 576};
-  absl::Status s = backend.PublishPageTable(slot, {&table, 1});
-  return s.ok() ? backend.AppendKv(slot, {&record, 1}) : s;
-}
-
 TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
   HipBackend& b = *backend_;
   {
     const Region region;
     ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
-    ASSERT_TRUE(Record(b, 0, region).ok());
-    ASSERT_TRUE(b.Submit(0).ok());
+    AppendLaunch launch;
+    ASSERT_TRUE(launch.Submit(b, 0, region.rows()).ok());
     std::thread closer([&] {
       b.UnregisterHost(region.bytes());
       // From here on the memory may hold anything, or nothing.
@@ -119,20 +107,17 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
     closer.join();
     EXPECT_EQ(control_->registered_bytes, 0);
   }
-  std::vector<kernels::Bf16> read(576);
-  ASSERT_TRUE(b.ReadKv(Append(nullptr, 1), read.data()).ok());
-  EXPECT_EQ(read, std::vector<kernels::Bf16>(576, 0x3f80));
+  EXPECT_EQ(ReadRows(b, 1), std::vector<kernels::Bf16>(576, 0x3f80));
 }
 
 TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
   HipBackend& b = *backend_;
   const Region busy, idle;
   for (const Region* region : {&busy, &idle}) ASSERT_TRUE(b.RegisterHost(region->bytes()).ok());
-  ASSERT_TRUE(Record(b, 1, idle).ok());
-  ASSERT_TRUE(b.Submit(1).ok());
+  AppendLaunch of_idle, of_busy;
+  ASSERT_TRUE(of_idle.Submit(b, 1, idle.rows()).ok());
   ASSERT_TRUE(b.Wait(1).ok());
-  ASSERT_TRUE(Record(b, 0, busy).ok());
-  ASSERT_TRUE(b.Submit(0).ok());
+  ASSERT_TRUE(of_busy.Submit(b, 0, busy.rows()).ok());
   b.UnregisterHost(idle.bytes());  // while the launch of the other runs, in the thread that waits
   EXPECT_EQ(control_->registered_bytes, 16384);
   ASSERT_TRUE(b.Wait(0).ok());
@@ -140,26 +125,12 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
   EXPECT_EQ(control_->registered_bytes, 0);
 }
 
-TEST_F(HostMemoryTest, ALaunchRecordedWithMemoryThatWentIsRefused) {
+TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndEndsTheWait) {
   HipBackend& b = *backend_;
   const Region region;
   ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
-  ASSERT_TRUE(Record(b, 0, region).ok());
-  b.UnregisterHost(region.bytes());
-  EXPECT_EQ(control_->registered_bytes, 0);
-  const absl::Status refused = b.Submit(0);
-  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
-  EXPECT_THAT(refused.message(), HasSubstr("no longer registered"));
-  EXPECT_TRUE(b.Healthy().ok());
-  EXPECT_TRUE(AppendOnce(b, region.rows()).ok());
-}
-
-TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndNobodyWaiting) {
-  HipBackend& b = *backend_;
-  const Region region;
-  ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
-  ASSERT_TRUE(Record(b, 0, region).ok());
-  ASSERT_TRUE(b.Submit(0).ok());
+  AppendLaunch launch;
+  ASSERT_TRUE(launch.Submit(b, 0, region.rows()).ok());
   control_->hang = true;
   // A call that is already waiting returns after twice the watchdog's time.
   std::thread early([&] { b.UnregisterHost(region.bytes()); });
@@ -203,20 +174,22 @@ TEST_F(HostMemoryTest, PartsLieSideBySideWhereverTheyComeFrom) {
   for (size_t i = 0; i < size_t{3} * 200; ++i) {
     pinned.rows()[i] = static_cast<kernels::Bf16>(5000 + i);
   }
-  ASSERT_TRUE(b.BeginLaunch(0).ok());
+  kernels::LaunchLayout layout(b, 0);
   const kernels::InputPart parts[] = {{pinned.rows(), 400}, {loose.data(), 752}};
-  auto kv = b.StageInputParts(0, 3, parts);
+  auto kv = layout.InputParts(3, parts);
   ASSERT_TRUE(kv.ok()) << kv.status();
-  b.PageTables()[0] = 0;
+  const uint32_t page = 0;
   const kernels::TableRange table{0, 1};
   const kernels::AppendRecord record = Append(*kv, 3);
-  ASSERT_TRUE(b.PublishPageTable(0, {&table, 1}).ok());
-  ASSERT_TRUE(b.AppendKv(0, {&record, 1}).ok());
-  ASSERT_TRUE(b.Submit(0).ok());
+  kernels::Launch launch;
+  launch.inputs = layout.inputs();
+  launch.page_tables = {&page, 1};
+  launch.table_changes = {&table, 1};
+  launch.appends = {&record, 1};
+  ASSERT_TRUE(b.Submit(0, launch).ok());
   ASSERT_TRUE(b.Wait(0).ok());
   EXPECT_EQ(control_->last_copied_in, pinned.rows());
-  std::vector<kernels::Bf16> read(size_t{3} * 576);
-  ASSERT_TRUE(b.ReadKv(Append(nullptr, 3), read.data()).ok());
+  const std::vector<kernels::Bf16> read = ReadRows(b, 3);
   for (size_t row = 0; row < 3; ++row) {
     for (size_t i = 0; i < 576; ++i) {
       const kernels::Bf16 want =

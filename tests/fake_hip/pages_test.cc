@@ -1,5 +1,6 @@
 // Page work of the GPU backend on the fake runtime: lists in few commands, in their order.
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "kernels/hip/common/kernel_args.h"
@@ -8,7 +9,15 @@
 namespace mla::gpu {
 namespace {
 
-using PagesTest = BackendOnFakeTest;
+class PagesTest : public BackendOnFakeTest {
+ protected:
+  static absl::Status Write(HipBackend& backend, std::span<const kernels::PageRange> ranges) {
+    kernels::Launch launch;
+    launch.pages = ranges;
+    absl::Status s = backend.Submit(0, launch);
+    return s.ok() ? backend.Wait(0).status() : s;
+  }
+};
 
 // Ranges that share no bytes take one kernel together, however many they are; each place where the
 // list waits for itself one more.
@@ -18,20 +27,13 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   ASSERT_TRUE((*backend)->Configure(Limits()).ok());
   const int32_t most = Limits().page_ranges;
   std::vector<kernels::PageRange> ranges;
-  for (int32_t i = 0; i < most; ++i) ranges.push_back({int64_t{i} * 256, 256});
+  for (int32_t i = 0; i <= most; ++i) ranges.push_back({int64_t{i} * 256, 256});
   ASSERT_TRUE(AppendOnce(**backend).ok());
   int64_t launches = control_->launches;
-  ASSERT_TRUE((*backend)->BeginLaunch(0).ok());
-  ASSERT_TRUE((*backend)->WritePages(0, ranges).ok());
-  EXPECT_EQ((*backend)->WritePages(0, {ranges.data(), 1}).code(),
-            absl::StatusCode::kResourceExhausted);
-  ASSERT_TRUE((*backend)->Submit(0).ok());
-  ASSERT_TRUE((*backend)->Wait(0).ok());
+  EXPECT_EQ(Write(**backend, ranges).code(), absl::StatusCode::kResourceExhausted);
+  ASSERT_TRUE(Write(**backend, std::span(ranges).first(static_cast<size_t>(most))).ok());
   EXPECT_EQ(control_->launches - launches, 1);
-  const kernels::AppendRecord row = Append(nullptr, 1);
-  std::vector<kernels::Bf16> bytes(576, 7);
-  ASSERT_TRUE((*backend)->ReadKv(row, bytes.data()).ok());
-  EXPECT_EQ(bytes, std::vector<kernels::Bf16>(576, 0));
+  EXPECT_EQ(ReadRows(**backend, 1), std::vector<kernels::Bf16>(576, 0));
 
   // The row, to a place that is zeroed first, over an edge of chunks, and back over what was zeroed
   // meanwhile, without its last element. Odd places and lengths on the way.
@@ -40,18 +42,14 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   const kernels::PageRange chain[] = {{kOdd, 100000},  {kOdd, 1152, 0},        {0, 1152},
                                       {0, 1151, kOdd}, {4096, 4096, 4096 * 8}, {1150, 2}};
   launches = control_->launches;
-  ASSERT_TRUE((*backend)->BeginLaunch(0).ok());
-  ASSERT_TRUE((*backend)->WritePages(0, chain).ok());
-  ASSERT_TRUE((*backend)->Submit(0).ok());
-  ASSERT_TRUE((*backend)->Wait(0).ok());
+  ASSERT_TRUE(Write(**backend, chain).ok());
   EXPECT_EQ(control_->launches - launches, 5);
-  ASSERT_TRUE((*backend)->ReadKv(row, bytes.data()).ok());
+  const std::vector<kernels::Bf16> bytes = ReadRows(**backend, 1);
   EXPECT_EQ(bytes[0], 0x3f80);
   EXPECT_EQ(bytes[574], 0x3f80);
   EXPECT_EQ(bytes[575], 0);
   const kernels::PageRange outside{(1 << 20) - 8, 16};
-  ASSERT_TRUE((*backend)->BeginLaunch(0).ok());
-  EXPECT_EQ((*backend)->WritePages(0, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Write(**backend, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
 }
 
 // However often entries are named, a launch shows the table with one kernel and its own size.
@@ -61,14 +59,16 @@ TEST_F(PagesTest, AListOfTableRangesIsOneKernel) {
   kernels::BackendLimits limits = Limits();
   limits.page_table_entries = 1 << 16;
   ASSERT_TRUE((*backend)->Configure(limits).ok());
-  const std::vector<kernels::TableRange> all(static_cast<size_t>(limits.table_ranges),
+  const std::vector<uint32_t> entries(static_cast<size_t>(limits.page_table_entries));
+  const std::vector<kernels::TableRange> all(static_cast<size_t>(limits.table_ranges) + 1,
                                              kernels::TableRange{0, limits.page_table_entries});
   const int64_t launches = control_->launches;
-  ASSERT_TRUE((*backend)->BeginLaunch(0).ok());
-  ASSERT_TRUE((*backend)->PublishPageTable(0, all).ok());
-  EXPECT_EQ((*backend)->PublishPageTable(0, {all.data(), 1}).code(),
-            absl::StatusCode::kResourceExhausted);
-  ASSERT_TRUE((*backend)->Submit(0).ok());
+  kernels::Launch launch;
+  launch.page_tables = entries;
+  launch.table_changes = all;
+  EXPECT_EQ((*backend)->Submit(0, launch).code(), absl::StatusCode::kResourceExhausted);
+  launch.table_changes = std::span(all).subspan(1);
+  ASSERT_TRUE((*backend)->Submit(0, launch).ok());
   ASSERT_TRUE((*backend)->Wait(0).ok());
   EXPECT_EQ(control_->launches - launches, 1);
 }

@@ -58,16 +58,16 @@ class WeightsTest : public BackendOnFakeTest {
   static float Seen(HipBackend& b, int32_t slot, const Geometry& g, int32_t head, bool absorb) {
     std::vector<Bf16> in(kLora + kRope, 0), out(kLora + kRope, 0);
     in[0] = kernels::ToBf16(1.0f);
-    EXPECT_TRUE(b.BeginLaunch(0).ok());
-    auto from = b.StageInput(0, in.data(), static_cast<int64_t>(in.size()) * 2);
-    auto to = b.StageOutput(0, out.data(), static_cast<int64_t>(out.size()) * 2);
+    kernels::LaunchLayout layout(b, 0);
+    auto from = layout.Input(in.data(), static_cast<int64_t>(in.size()) * 2);
+    auto to = layout.Output(out.data(), static_cast<int64_t>(out.size()) * 2);
     EXPECT_TRUE(from.ok() && to.ok());
     const kernels::ProjectionRecord record{*from, *to, 0, 0, 0, 0, 1, 1, head, slot};
-    const absl::Status recorded = absorb
-                                      ? b.Absorb(0, g, DType::kBf16, DType::kBf16, {&record, 1})
-                                      : b.Project(0, g, DType::kBf16, DType::kBf16, {&record, 1});
-    EXPECT_TRUE(recorded.ok()) << recorded;
-    EXPECT_TRUE(b.Submit(0).ok());
+    kernels::Launch launch;
+    launch.inputs = layout.inputs();
+    launch.outputs = layout.outputs();
+    (absorb ? launch.absorb : launch.project) = {g, DType::kBf16, DType::kBf16, {&record, 1}, {}};
+    EXPECT_TRUE(b.Submit(0, launch).ok());
     EXPECT_TRUE(b.Wait(0).ok());
     return kernels::ToFloat(out[0]);
   }
@@ -202,7 +202,6 @@ TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
     ASSERT_TRUE(Load(*backend, 1, middle, 2.0f).ok());
     ASSERT_TRUE(Load(*backend, 2, small, 8.0f).ok());
     ASSERT_TRUE(backend->FreeWeights(0).ok());
-    ASSERT_TRUE(backend->BeginLaunch(1).ok());  // being recorded when it happens
     control_->FailOnce(call, after);
     const absl::Status status = Load(*backend, 3, large, 32.0f);
     EXPECT_EQ(control_->fail_seen, after + 1) << "the call was not reached, or others followed";
@@ -210,8 +209,8 @@ TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
     EXPECT_THAT(status.message(), HasSubstr("weights that were being moved: "));
     EXPECT_THAT(status.message(), HasSubstr("invalid argument (1)"));
     EXPECT_EQ(backend->Healthy().message(), absl::StrCat("device lost: ", status.message()));
-    EXPECT_EQ(backend->Submit(1), backend->Healthy());
-    EXPECT_EQ(backend->BeginLaunch(0), backend->Healthy());
+    const kernels::Launch nothing;
+    EXPECT_EQ(backend->Submit(1, nothing), backend->Healthy());
     EXPECT_EQ(Load(*backend, 0, small, 1.0f), backend->Healthy());
     EXPECT_TRUE(backend->FreeWeights(1).ok());
   }
@@ -247,10 +246,10 @@ TEST_F(WeightsTest, BadUploadsAreRefused) {
   EXPECT_TRUE(backend->FreeWeights(0).ok());
   // Heads that have not come can not be used.
   ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 1).ok());
-  ASSERT_TRUE(backend->BeginLaunch(0).ok());
   const kernels::ProjectionRecord record{nullptr, nullptr, 0, 0, 0, 0, 1, 2, 0, 0};
-  EXPECT_EQ(backend->Absorb(0, g, DType::kBf16, DType::kBf16, {&record, 1}).code(),
-            absl::StatusCode::kFailedPrecondition);
+  kernels::Launch launch;
+  launch.absorb = {g, DType::kBf16, DType::kBf16, {&record, 1}, {}};
+  EXPECT_EQ(backend->Submit(0, launch).code(), absl::StatusCode::kFailedPrecondition);
 }
 
 }  // namespace

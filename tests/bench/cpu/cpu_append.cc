@@ -1,4 +1,4 @@
-// AppendKv on the CPU backend beside memcpy of the same bytes, alternating.
+// Appends on the CPU backend beside memcpy of the same bytes, alternating.
 //
 //   cpu_append_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
 //

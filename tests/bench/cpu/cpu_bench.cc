@@ -184,10 +184,10 @@ AttentionBench::AttentionBench(const Options& options) : options_(options) {
   buffers_ = Must(scheduler::MetadataBuffers::Create(
       {options.threads, 262144, 65536, 262144, int64_t{1} << 20}, *backend_));
   // Pages in order of address but for every other pair swapped, so that pages are not one run.
-  const auto tables = backend_->PageTables();
-  for (size_t i = 0; i < tables.size(); ++i) {
+  tables_.resize(static_cast<size_t>(limits.page_table_entries));
+  for (size_t i = 0; i < tables_.size(); ++i) {
     const size_t page = i ^ (i / 2 % 2);
-    tables[i] =
+    tables_[i] =
         static_cast<uint32_t>(static_cast<int64_t>(page) * page_bytes / kernels::kPageGranuleBytes);
   }
   const std::vector<Bf16> rows = Normals(static_cast<size_t>(g.kv_row_dim()) * 4096);
@@ -201,9 +201,10 @@ AttentionBench::AttentionBench(const Options& options) : options_(options) {
     record.first_position = static_cast<int32_t>(first);
     record.rows = static_cast<int32_t>(std::min<int64_t>(4096, options.max_kv_rows - first));
     record.row_dim = g.kv_row_dim();
-    Must(backend_->BeginLaunch(0));
-    Must(backend_->AppendKv(0, {&record, 1}));
-    Must(backend_->Submit(0));
+    kernels::Launch launch;
+    launch.page_tables = tables_;
+    launch.appends = {&record, 1};
+    Must(backend_->Submit(0, launch));
     Must(backend_->Wait(0));
   }
   if (options.form == kernels::AttentionForm::kExpanded) {
@@ -248,19 +249,18 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
     o_at += o_dim * g.num_heads * request.q_rows;
     page += (request.kv_rows + options_.page_size - 1) / options_.page_size;
   }
-  params_.desc.geometry = g;
-  params_.desc.form = options_.form;
-  params_.desc.page_size = options_.page_size;
-  params_.requests = records_;
-  params_.page_tables = backend_->PageTables().data();
-  params_.plan = Must(planner_.Build(shapes, backend_->Traits(params_.desc), *buffers_));
+  launch_ = kernels::Launch();
+  launch_.page_tables = tables_;
+  kernels::AttentionParams& params = expanded ? launch_.expanded : launch_.absorbed;
+  params.desc.geometry = g;
+  params.desc.form = options_.form;
+  params.desc.page_size = options_.page_size;
+  params.requests = records_;
+  params.plan = Must(planner_.Build(shapes, backend_->Traits(params.desc), *buffers_));
 }
 
 void AttentionBench::Run() {
-  Must(backend_->BeginLaunch(0));
-  Must(backend_->Run(0, params_));
-  Must(backend_->Combine(0, params_));
-  Must(backend_->Submit(0));
+  Must(backend_->Submit(0, launch_));
   Must(backend_->Wait(0));
 }
 
@@ -280,9 +280,10 @@ void AttentionBench::Append(int32_t sequences, int32_t rows, DType dtype) {
     record.row_dim = g.kv_row_dim();
     appends_.push_back(record);
   }
-  Must(backend_->BeginLaunch(0));
-  Must(backend_->AppendKv(0, appends_));
-  Must(backend_->Submit(0));
+  kernels::Launch launch;
+  launch.page_tables = tables_;
+  launch.appends = appends_;
+  Must(backend_->Submit(0, launch));
   Must(backend_->Wait(0));
 }
 

@@ -79,10 +79,10 @@ class AttentionBench {
   explicit AttentionBench(const Options& options);
   ~AttentionBench();
 
-  // Plans and prepares a launch; Run executes it (BeginLaunch to Wait).
+  // Plans and prepares a launch; Run executes it (Submit to Wait).
   void Prepare(const std::vector<BenchRequest>& requests);
   void Run();
-  // AppendKv of `rows` rows of `dtype` to each of `sequences` sequences, as one launch.
+  // Appends `rows` rows of `dtype` to each of `sequences` sequences, as one launch.
   void Append(int32_t sequences, int32_t rows, kernels::DType dtype);
   // Only the up-projection's share of the expanded form is timed apart: the same launch with one
   // query row per head.
@@ -93,9 +93,10 @@ class AttentionBench {
   std::unique_ptr<kernels::AttentionBackend> backend_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   scheduler::Planner planner_;
+  std::vector<uint32_t> tables_;
   std::vector<kernels::RequestRecord> records_;
   std::vector<kernels::AppendRecord> appends_;
-  kernels::AttentionParams params_;
+  kernels::Launch launch_;
   std::vector<kernels::Bf16> q_, o_;
   std::vector<float> kv_;
 };

@@ -1,6 +1,6 @@
-// Times absorbed decode on this machine's GPU backend through the backend's own verbs: GPU time of
-// Run and Combine by events, the L2 overwritten before each launch, median. Planning and copies are
-// outside the time, as in the published tables of the peers.
+// Times absorbed decode on this machine's GPU through the backend: GPU time of attention and
+// combine by events, the L2 overwritten before each launch, median. Planning and copies are outside
+// the time, as in the published tables of the peers.
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20]
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/hip/hip_backend.h"
+#include "kernels/launch/launch_layout.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "tests/bench/gpu/gpu_programs.h"
@@ -75,6 +76,7 @@ class Bench {
   scheduler::Planner planner_;
   std::unique_ptr<kernels::HostBuffer> q_, o_;
   gpu::DeviceBuffer flush_;
+  kernels::LaunchLayout layout_;
   std::vector<kernels::RequestRecord> records_;
 };
 
@@ -100,6 +102,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   limits.reduce_tiles = 50000;
   limits.reduce_partials = 100000;
   if (absl::Status s = backend_->Configure(limits); !s.ok()) return s;
+  layout_ = kernels::LaunchLayout(*backend_, 0);
   const scheduler::PlanCapacity capacity{1024, 100000, 50000, 100000, 400000};
   auto buffers = scheduler::MetadataBuffers::Create(capacity, *backend_);
   if (!buffers.ok()) return buffers.status();
@@ -136,13 +139,13 @@ absl::Status Bench::FillPool(int64_t bytes) {
 }
 
 absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns) {
-  if (absl::Status s = backend_->BeginLaunch(0); !s.ok()) return s;
   const int64_t packed = int64_t{shape.batch} * shape.heads * flags_.query_rows;
-  auto q = backend_->StageInput(0, q_->bytes().data(), packed * kRowBytes);
+  layout_.Clear();
+  auto q = layout_.Input(q_->bytes().data(), packed * kRowBytes);
   if (!q.ok()) return q.status();
-  auto o = backend_->StageOutput(0, o_->bytes().data(), packed * 512 * 2);
+  auto o = layout_.Output(o_->bytes().data(), packed * 512 * 2);
   if (!o.ok()) return o.status();
-  auto lse = backend_->StageOutput(0, o_->bytes().data() + packed * 1024, packed * 4);
+  auto lse = layout_.Output(o_->bytes().data() + packed * 1024, packed * 4);
   if (!lse.ok()) return lse.status();
   records_.assign(shape.batch, {});
   int64_t entry = 0;
@@ -168,17 +171,17 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
     r.causal = 1;
     entry += (shape.lengths[i] + kPage - 1) / kPage;
   }
-  kernels::AttentionParams params;
-  params.desc.geometry = {shape.heads, 512, 64, 128, 128};
-  params.requests = records_;
-  params.plan = plan;
-  if (absl::Status s = backend_->Run(0, params); !s.ok()) return s;
-  if (absl::Status s = backend_->Combine(0, params); !s.ok()) return s;
+  kernels::Launch launch;
+  launch.inputs = layout_.inputs();
+  launch.outputs = layout_.outputs();
+  launch.absorbed.desc.geometry = {shape.heads, 512, 64, 128, 128};
+  launch.absorbed.requests = records_;
+  launch.absorbed.plan = plan;
   // Overwrites the L2 and keeps the device busy while the host enqueues.
   absl::Status s =
       backend_->runtime().Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream());
   if (!s.ok()) return s;
-  if (s = backend_->Submit(0); !s.ok()) return s;
+  if (s = backend_->Submit(0, launch); !s.ok()) return s;
   auto time = backend_->Wait(0);
   if (time.ok()) *ns = *time;
   return time.status();
@@ -189,12 +192,13 @@ absl::Status Bench::Time(const Shape& shape) {
   std::iota(pages.begin(), pages.end(), 0u);
   std::shuffle(pages.begin(), pages.end(), std::mt19937(3));
   for (int64_t i = 0; i < shape.pages; ++i) {
-    backend_->PageTables()[i] = pages[i] * (kPageBytes / kernels::kPageGranuleBytes);
+    pages[i] *= static_cast<uint32_t>(kPageBytes / kernels::kPageGranuleBytes);
   }
   const kernels::TableRange all{0, shape.pages};
-  absl::Status s = backend_->BeginLaunch(0);
-  if (s.ok()) s = backend_->PublishPageTable(0, {&all, 1});
-  if (s.ok()) s = backend_->Submit(0);
+  kernels::Launch tables;
+  tables.page_tables = pages;
+  tables.table_changes = {&all, 1};
+  absl::Status s = backend_->Submit(0, tables);
   if (s.ok()) s = backend_->Wait(0).status();
   if (!s.ok()) return s;
 

@@ -1,6 +1,6 @@
 // Times the projections around absorbed attention (absorb: 128 to 512, project: 512 to 128 elements
-// a head) on this machine's GPU through the backend's own verbs: GPU time by events, the L2
-// overwritten before each launch, median.
+// a head) on this machine's GPU through the backend: GPU time by events, the L2 overwritten before
+// each launch, median.
 //
 //   gpu_project [--heads 16,128] [--rows 1,32,512] [--iterations 30] [--image FILE]
 //
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels/hip/hip_backend.h"
+#include "kernels/launch/launch_layout.h"
 #include "tests/bench/gpu/gpu_programs.h"
 
 namespace mla::bench {
@@ -59,6 +60,7 @@ class Bench {
   std::unique_ptr<gpu::HipBackend> backend_;
   std::unique_ptr<kernels::HostBuffer> in_;
   gpu::DeviceBuffer flush_;
+  kernels::LaunchLayout layout_;
   std::vector<kernels::ProjectionRecord> records_;
   kernels::Geometry geometry_;
 };
@@ -81,6 +83,7 @@ absl::Status Bench::Setup() {
   limits.staging_in_bytes = limits.slot_workspace_bytes = tensor;
   limits.max_geometry = geometry_;
   if (absl::Status s = backend_->Configure(limits); !s.ok()) return s;
+  layout_ = kernels::LaunchLayout(*backend_, 0);
   std::mt19937 random(2);
   std::normal_distribution<float> normal;
   std::vector<Bf16> weights(static_cast<size_t>(heads) * kLora * kNope);
@@ -100,13 +103,13 @@ absl::Status Bench::Setup() {
 }
 
 absl::StatusOr<int64_t> Bench::Launch(const Shape& shape) {
-  if (absl::Status s = backend_->BeginLaunch(0); !s.ok()) return s;
+  layout_.Clear();
   const int64_t in_size = shape.in == DType::kF32 ? 4 : 2;
   const int64_t in_row = int64_t{shape.heads} * shape.in_dim();
   const int64_t out_row = int64_t{shape.heads} * shape.out_dim();
-  auto in = backend_->StageInput(0, in_->bytes().data(), shape.rows * in_row * in_size);
+  auto in = layout_.Input(in_->bytes().data(), shape.rows * in_row * in_size);
   if (!in.ok()) return in.status();
-  auto out = backend_->SlotWorkspace(0, shape.rows * out_row * 2);
+  auto out = layout_.Workspace(shape.rows * out_row * 2);
   if (!out.ok()) return out.status();
   records_.clear();
   for (int32_t row = 0; row < shape.rows; ++row) {
@@ -114,12 +117,14 @@ absl::StatusOr<int64_t> Bench::Launch(const Shape& shape) {
                         static_cast<Bf16*>(*out) + row * out_row, in_row, shape.in_dim(), out_row,
                         shape.out_dim(), 1, shape.heads, 0, 0});
   }
-  absl::Status s = shape.absorb ? backend_->Absorb(0, geometry_, shape.in, DType::kBf16, records_)
-                                : backend_->Project(0, geometry_, shape.in, DType::kBf16, records_);
-  if (!s.ok()) return s;
+  kernels::Launch launch;
+  launch.inputs = layout_.inputs();
+  (shape.absorb ? launch.absorb : launch.project) = {
+      geometry_, shape.in, DType::kBf16, records_, {}};
   // Overwrites the L2 and keeps the device busy while the host enqueues.
-  s = backend_->runtime().Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream());
-  if (s.ok()) s = backend_->Submit(0);
+  absl::Status s =
+      backend_->runtime().Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream());
+  if (s.ok()) s = backend_->Submit(0, launch);
   if (!s.ok()) return s;
   return backend_->Wait(0);
 }

@@ -41,33 +41,41 @@ class TouchingBackend final : public NullBackend {
     info_.reads_fragments = true;
   }
   const kernels::BackendInfo& Info() const override { return info_; }
-  absl::StatusOr<const void*> StageInput(int32_t, const void* host, int64_t bytes) override {
-    if (shared_->touch.load() != 0) sum_ += team_.Sum(host, static_cast<uint64_t>(bytes));
-    return host;
-  }
-  absl::StatusOr<const void*> StageInputFragments(int32_t,
-                                                  const kernels::FragmentedInput& input) override {
-    if (shared_->touch.load() != 0) {
-      pieces_.clear();
-      const int64_t end = input.offset + input.bytes;
-      for (size_t i = 0; i < input.fragments.size(); ++i) {
-        const int64_t begin = input.fragments[i].begin;
-        const int64_t next = i + 1 < input.fragments.size() ? input.fragments[i + 1].begin : end;
-        const int64_t from = std::max(begin, input.offset), to = std::min(next, end);
-        if (from >= to) continue;
-        pieces_.emplace_back(input.fragments[i].data + (from - begin),
-                             static_cast<size_t>(to - from));
-      }
-      sum_ += team_.SumPieces(pieces_);
+  absl::Status Submit(int32_t, const kernels::Launch& launch) override {
+    if (shared_->touch.load() == 0) return absl::OkStatus();
+    for (const kernels::HostInput& in : launch.inputs) {
+      sum_ += team_.Sum(in.host, static_cast<uint64_t>(in.rows * in.row_bytes));
     }
-    return input.fragments[0].data;
-  }
-  absl::StatusOr<void*> StageOutput(int32_t, void* host, int64_t bytes) override {
-    if (shared_->touch.load() != 0) team_.Fill(host, static_cast<uint64_t>(bytes), 1);
-    return host;
+    pieces_.clear();
+    for (const kernels::FragmentedInput& input : launch.absorbed.q_fragments) AddPieces(input);
+    for (const kernels::FragmentedInput& input : launch.expanded.q_fragments) AddPieces(input);
+    for (const kernels::FragmentedInput& input : launch.absorb.fragments) AddPieces(input);
+    if (!pieces_.empty()) sum_ += team_.SumPieces(pieces_);
+    for (const kernels::HostOutput& out : launch.outputs) {
+      team_.Fill(out.host, static_cast<uint64_t>(out.rows * out.row_bytes), 1);
+    }
+    return absl::OkStatus();
   }
 
  private:
+  // Of an input in fragments; pieces that follow one another in memory are one.
+  void AddPieces(const kernels::FragmentedInput& input) {
+    const int64_t end = input.offset + input.bytes;
+    for (size_t i = 0; i < input.fragments.size(); ++i) {
+      const int64_t begin = input.fragments[i].begin;
+      const int64_t next = i + 1 < input.fragments.size() ? input.fragments[i + 1].begin : end;
+      const int64_t from = std::max(begin, input.offset), to = std::min(next, end);
+      if (from >= to) continue;
+      const std::byte* const at = input.fragments[i].data + (from - begin);
+      if (!pieces_.empty() && pieces_.back().data() + pieces_.back().size() == at) {
+        pieces_.back() = {pieces_.back().data(),
+                          pieces_.back().size() + static_cast<size_t>(to - from)};
+      } else {
+        pieces_.emplace_back(at, static_cast<size_t>(to - from));
+      }
+    }
+  }
+
   const Shared* const shared_;
   ParallelTouch& team_;
   kernels::BackendInfo info_;

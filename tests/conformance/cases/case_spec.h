@@ -53,7 +53,7 @@ struct CaseSpec {
   InputKind inputs = InputKind::kNormal;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
-  kernels::DType kv_source = kernels::DType::kBf16;  // dtype of the rows given to AppendKv
+  kernels::DType kv_source = kernels::DType::kBf16;  // dtype of the rows appended
   // Between Absorb and Run, and between Run and Project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;

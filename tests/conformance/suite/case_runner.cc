@@ -34,6 +34,7 @@ struct CaseRunner::Tensors {
   int64_t lse_row_stride = 0;
   std::byte *o_host = nullptr, *lse_host = nullptr;
   const void* q = nullptr;
+  kernels::FragmentedInput q_fragments;  // in place of q, if it has bytes
   void *o = nullptr, *lse = nullptr;
 };
 
@@ -63,6 +64,8 @@ absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::Attentio
   auto arena = backend.AllocateHost(static_cast<size_t>(options.staging_bytes));
   if (!arena.ok()) return arena.status();
   runner->arena_ = *std::move(arena);
+  runner->layout_ = kernels::LaunchLayout(backend, kSlot);
+  runner->tables_.resize(static_cast<size_t>(options.page_table_entries));
   return runner;
 }
 
@@ -99,7 +102,7 @@ absl::StatusOr<int32_t> CaseRunner::WeightsSlot(const Weights& weights) {
 
 // The poison table comes first: entry i addresses granule first_granule + i.
 absl::Status CaseRunner::WriteTables(const Workload& workload) {
-  const std::span<uint32_t> tables = backend_.PageTables();
+  const std::span<uint32_t> tables = tables_;
   int64_t used = workload.granules;
   for (const RequestData& data : workload.requests) {
     used += static_cast<int64_t>(data.page_table.size());
@@ -120,14 +123,25 @@ absl::Status CaseRunner::WriteTables(const Workload& workload) {
     next += static_cast<int64_t>(data.page_table.size());
   }
   table_ranges_.assign(1, {0, next});
-  return backend_.PublishPageTable(kSlot, table_ranges_);
+  return absl::OkStatus();
 }
 
-absl::Status CaseRunner::Append(const Workload& workload) {
+absl::Status CaseRunner::Launch() {
+  launch_.inputs = layout_.inputs();
+  launch_.outputs = layout_.outputs();
+  launch_.page_tables = tables_;
+  absl::Status s = backend_.Submit(kSlot, launch_);
+  if (s.ok()) s = backend_.Wait(kSlot).status();
+  launch_ = kernels::Launch();
+  layout_.Clear();
+  return s;
+}
+
+absl::Status CaseRunner::Poison(const Workload& workload) {
   auto poison_row = Take(kPageGranuleBytes);
   if (!poison_row.ok()) return poison_row.status();
   std::memset(*poison_row, kPoisonByte, kPageGranuleBytes);
-  auto poison = backend_.StageInput(kSlot, *poison_row, kPageGranuleBytes);
+  auto poison = layout_.Input(*poison_row, kPageGranuleBytes);
   if (!poison.ok()) return poison.status();
   AppendRecord record{};
   record.kv = *poison;
@@ -138,8 +152,13 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   record.rows = static_cast<int32_t>(workload.granules);
   record.row_dim = kPoisonRowDim;
   poison_.assign(1, record);
-  if (absl::Status ok = backend_.AppendKv(kSlot, poison_); !ok.ok()) return ok;
+  launch_.table_changes = table_ranges_;
+  launch_.appends = poison_;
+  return Launch();
+}
 
+absl::Status CaseRunner::Append(const Workload& workload) {
+  AppendRecord record{};
   appends_.clear();
   const CaseSpec& spec = workload.spec;
   for (size_t i = 0; i < workload.requests.size(); ++i) {
@@ -147,7 +166,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
     auto host = Take(static_cast<int64_t>(data.kv.size()));
     if (!host.ok()) return host.status();
     std::copy(data.kv.begin(), data.kv.end(), *host);
-    auto staged = backend_.StageInput(kSlot, *host, static_cast<int64_t>(data.kv.size()));
+    auto staged = layout_.Input(*host, static_cast<int64_t>(data.kv.size()));
     if (!staged.ok()) return staged.status();
     record.dtype = spec.kv_source;
     record.kv_row_stride = spec.geometry.kv_row_dim();
@@ -170,16 +189,22 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   }
   record.first_position = -1;  // padding: must be skipped whole
   appends_.push_back(record);
-  if (absl::Status ok = backend_.AppendKv(kSlot, appends_); !ok.ok()) return ok;
+  // What the launch sees of the host stays as it is for the comparison.
+  const std::vector<kernels::HostInput> inputs(layout_.inputs().begin(), layout_.inputs().end());
+  launch_.appends = appends_;
+  if (absl::Status ok = Launch(); !ok.ok()) return ok;
+  for (const kernels::HostInput& in : inputs) {
+    if (auto again = layout_.Input(in.host, in.row_bytes); !again.ok()) return again.status();
+  }
   return Compare();
 }
 
-// What was stored is sent again.
+// What was stored is sent again, with the launch that attends to it.
 absl::Status CaseRunner::Compare() {
   int64_t rows = 0;
   for (const AppendRecord& record : appends_) rows += record.rows;
   differs_.assign(static_cast<size_t>(rows), -1);
-  auto staged = backend_.StageOutput(kSlot, differs_.data(), rows * int64_t{sizeof(int32_t)});
+  auto staged = layout_.Output(differs_.data(), rows * int64_t{sizeof(int32_t)});
   if (!staged.ok()) return staged.status();
   compares_ = appends_;
   compares_.pop_back();  // the padding
@@ -189,14 +214,17 @@ absl::Status CaseRunner::Compare() {
     differs += record.rows;
   }
   differs_.resize(static_cast<size_t>(differs - static_cast<int32_t*>(*staged)));
-  return backend_.AppendKv(kSlot, compares_);
+  launch_.appends = compares_;
+  return absl::OkStatus();
 }
 
 // In pieces if the options and the backend want them so: then the tensor itself is overwritten, so
 // that the backend cannot have read it.
-absl::StatusOr<const void*> CaseRunner::StageQueries(std::byte* host, int64_t bytes) {
+absl::Status CaseRunner::StageQueries(std::byte* host, int64_t bytes, Tensors& tensors) {
   if (options_.query_piece_bytes == 0 || !backend_.Info().reads_fragments) {
-    return backend_.StageInput(kSlot, host, bytes);
+    auto q = layout_.Input(host, bytes);
+    if (q.ok()) tensors.q = *q;
+    return q.status();
   }
   constexpr int64_t kMostSkew = 63, kHeader = 5;
   std::vector<kernels::InputFragment>& pieces = fragments_.emplace_back();
@@ -211,7 +239,8 @@ absl::StatusOr<const void*> CaseRunner::StageQueries(std::byte* host, int64_t by
     begin += piece;
   }
   std::memset(host, kPoisonByte, static_cast<size_t>(bytes));
-  return backend_.StageInputFragments(kSlot, {pieces, kHeader, bytes});
+  tensors.q_fragments = {pieces, kHeader, bytes};
+  return absl::OkStatus();
 }
 
 absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& workload,
@@ -246,15 +275,13 @@ absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& work
                   static_cast<size_t>(row_bytes));
     }
   }
-  auto q = StageQueries(*q_host, q_bytes);
-  auto o = backend_.StageOutput(kSlot, *o_host, o_bytes);
-  auto lse = backend_.StageOutput(kSlot, *lse_host, lse_bytes);
-  if (!q.ok()) return q.status();
+  if (absl::Status q = StageQueries(*q_host, q_bytes, t); !q.ok()) return q;
+  auto o = layout_.Output(*o_host, o_bytes);
+  auto lse = layout_.Output(*lse_host, lse_bytes);
   if (!o.ok()) return o.status();
   if (!lse.ok()) return lse.status();
   t.o_host = *o_host;
   t.lse_host = *lse_host;
-  t.q = *q;
   t.o = *o;
   t.lse = *lse;
   return t;
@@ -262,7 +289,7 @@ absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& work
 
 // Absorb reads the tensors' q into latent queries and makes those the records' q; Project is the
 // way back for the outputs.
-absl::Status CaseRunner::Project(const Workload& workload, std::vector<Tensors>& tensors,
+absl::Status CaseRunner::Project(const Workload& workload, const std::vector<Tensors>& tensors,
                                  bool absorb) {
   const CaseSpec& spec = workload.spec;
   const int64_t latent_dim = absorb ? spec.geometry.absorbed_q_dim() : spec.geometry.kv_lora_rank;
@@ -272,10 +299,10 @@ absl::Status CaseRunner::Project(const Workload& workload, std::vector<Tensors>&
     const Tensors& t = tensors[i];
     RequestRecord& record = records_[i];
     const int64_t head_stride = latent_dim, row_stride = latent_dim * record.num_heads;
-    auto latent = backend_.SlotWorkspace(
-        kSlot, std::max<int64_t>(1, record.q_rows * row_stride *
-                                        static_cast<int64_t>(ElementSize(
-                                            absorb ? spec.latent_q_dtype : spec.latent_o_dtype))));
+    auto latent = layout_.Workspace(std::max<int64_t>(
+        1,
+        record.q_rows * row_stride *
+            static_cast<int64_t>(ElementSize(absorb ? spec.latent_q_dtype : spec.latent_o_dtype))));
     if (!latent.ok()) return latent.status();
     ProjectionRecord p{};
     p.rows = record.q_rows;
@@ -318,6 +345,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     weights_slot = *slot;
   }
   records_.clear();
+  queries_.clear();
   std::vector<PlanShape> shapes;
   for (const Tensors& t : tensors) {
     const RequestSpec& r = spec.requests[t.request];
@@ -344,35 +372,29 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     record.softmax_scale = spec.softmax_scale;
     record.causal = r.causal ? 1 : 0;
     records_.push_back(record);
+    queries_.push_back(t.q_fragments);
     shapes.push_back({r.q_rows, r.kv_rows(), r.num_heads, r.causal});
-  }
-  const bool projected = spec.route == Route::kAbsorbProject;
-  if (projected) {
-    for (const bool absorb : {true, false}) {
-      if (absl::Status ok = Project(workload, tensors, absorb); !ok.ok()) return ok;
-    }
-    absl::Status ok =
-        backend_.Absorb(kSlot, spec.geometry, spec.q_dtype, spec.latent_q_dtype, absorbs_);
-    if (!ok.ok()) return ok;
   }
   kernels::AttentionParams params;
   params.desc = spec.Desc();
+  if (spec.route == Route::kAbsorbProject) {
+    for (const bool absorb : {true, false}) {
+      if (absl::Status ok = Project(workload, tensors, absorb); !ok.ok()) return ok;
+    }
+    launch_.absorb = {spec.geometry, spec.q_dtype, spec.latent_q_dtype, absorbs_, queries_};
+    launch_.project = {spec.geometry, spec.latent_o_dtype, spec.o_dtype, projects_, {}};
+  } else {
+    params.q_fragments = queries_;
+  }
   params.requests = records_;
-  params.page_tables = backend_.Info().unified_memory ? backend_.PageTables().data() : nullptr;
   kernels::PlanTraits traits = backend_.Traits(params.desc);
   traits.units = options.units > 0 ? options.units : spec.units;
   auto plan = plan_(shapes, traits);
   if (!plan.ok()) return plan.status();
   params.plan = *plan;
-  if (absl::Status ok = backend_.Run(kSlot, params); !ok.ok()) return ok;
-  if (absl::Status ok = backend_.Combine(kSlot, params); !ok.ok()) return ok;
-  if (projected) {
-    absl::Status ok =
-        backend_.Project(kSlot, spec.geometry, spec.latent_o_dtype, spec.o_dtype, projects_);
-    if (!ok.ok()) return ok;
-  }
-  if (absl::Status ok = backend_.Submit(kSlot); !ok.ok()) return ok;
-  return backend_.Wait(kSlot).status();  // while the plan is alive
+  const bool expanded = params.desc.form == kernels::AttentionForm::kExpanded;
+  (expanded ? launch_.expanded : launch_.absorbed) = params;
+  return Launch();  // while the plan is alive
 }
 
 void CaseRunner::Collect(const Workload& workload, const std::vector<Tensors>& tensors,
@@ -416,7 +438,8 @@ std::string CaseRunner::CheckStored(const Workload& workload) {
     AppendRecord where = appends_[2 * i];
     where.rows = workload.spec.requests[i].kv_rows();
     std::vector<Bf16> stored(data.stored.size());
-    if (absl::Status ok = backend_.ReadKv(where, stored.data()); !ok.ok()) return ok.ToString();
+    if (absl::Status ok = backend_.ReadKv(tables_, where, stored.data()); !ok.ok())
+      return ok.ToString();
     for (size_t k = 0; k < stored.size(); ++k) {
       const float got = kernels::ToFloat(stored[k]);
       const float want = kernels::ToFloat(kernels::Stored(data.stored[k]));
@@ -430,9 +453,11 @@ std::string CaseRunner::CheckStored(const Workload& workload) {
 
 absl::StatusOr<CaseOutput> CaseRunner::Run(const Workload& workload, const RunOptions& options) {
   arena_used_ = 0;
-  if (absl::Status ok = backend_.BeginLaunch(kSlot); !ok.ok()) return ok;
+  launch_ = kernels::Launch();
+  layout_.Clear();
   fragments_.clear();
   if (absl::Status ok = WriteTables(workload); !ok.ok()) return ok;
+  if (absl::Status ok = Poison(workload); !ok.ok()) return ok;
   if (absl::Status ok = Append(workload); !ok.ok()) return ok;
   std::vector<Tensors> tensors;
   for (size_t i = 0; i < workload.requests.size(); ++i) {

@@ -1,9 +1,8 @@
-// Runs a workload on one backend, through the same verbs that the engine uses.
-//
-// One launch: poison the pool region, append the rows (rounding fp32 sources), [Absorb], Run,
-// Combine, [Project]. Outputs come back as fp32. Query, output and LSE tensors are strided with
-// gaps that hold NaN on the way in and a sentinel on the way out; on unified-memory backends a
-// write into a gap is reported.
+// Runs a workload on one backend, in three launches: the pool region is poisoned; the rows are
+// appended (fp32 sources are rounded); they are sent again for comparison, and attended to, with
+// the projections around that the case asks for. Outputs come back as fp32. Query, output and LSE
+// tensors are strided with gaps that hold NaN on the way in and a sentinel on the way out; on
+// unified-memory backends a write into a gap is reported.
 //
 // A runner owns its backend's configuration and is used by one thread; make one per thread.
 #ifndef MLA_TESTS_CONFORMANCE_SUITE_CASE_RUNNER_H_
@@ -17,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "kernels/launch/launch_layout.h"
 #include "tests/conformance/cases/workload.h"
 #include "tests/conformance/suite/plan_builder.h"
 
@@ -71,13 +71,16 @@ class CaseRunner {
   absl::StatusOr<int32_t> WeightsSlot(const Weights& weights);
   absl::StatusOr<std::byte*> Take(int64_t bytes);
   absl::Status WriteTables(const Workload& workload);
+  absl::Status Poison(const Workload& workload);
   absl::Status Append(const Workload& workload);
   absl::Status Compare();
+  // Submits what launch_ and layout_ hold, and waits.
+  absl::Status Launch();
   absl::StatusOr<Tensors> MakeTensors(const Workload& workload, size_t request);
-  absl::StatusOr<const void*> StageQueries(std::byte* host, int64_t bytes);
+  absl::Status StageQueries(std::byte* host, int64_t bytes, Tensors& tensors);
   absl::Status Attend(const Workload& workload, const RunOptions& options,
                       std::vector<Tensors>& tensors);
-  absl::Status Project(const Workload& workload, std::vector<Tensors>& tensors, bool absorb);
+  absl::Status Project(const Workload& workload, const std::vector<Tensors>& tensors, bool absorb);
   void Collect(const Workload& workload, const std::vector<Tensors>& tensors, CaseOutput& output);
   std::string CheckStored(const Workload& workload);
 
@@ -87,7 +90,10 @@ class CaseRunner {
   std::unique_ptr<kernels::HostBuffer> arena_;
   int64_t arena_used_ = 0;
   std::vector<const Weights*> loaded_;  // by weights slot
-  // Records of the launch in flight.
+  kernels::LaunchLayout layout_;
+  std::vector<uint32_t> tables_;
+  // The launch in flight, and what it refers to.
+  kernels::Launch launch_;
   std::vector<int64_t> table_first_;  // by request
   std::vector<kernels::AppendRecord> poison_, appends_, compares_;
   std::vector<int32_t> differs_;  // by row of all records
@@ -95,6 +101,7 @@ class CaseRunner {
   std::vector<kernels::RequestRecord> records_;
   std::vector<kernels::TableRange> table_ranges_;
   std::deque<std::vector<kernels::InputFragment>> fragments_;  // by request
+  std::vector<kernels::FragmentedInput> queries_;              // by request that runs
 };
 
 }  // namespace mla::conformance

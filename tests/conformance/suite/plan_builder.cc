@@ -69,7 +69,7 @@ absl::StatusOr<PlanView> EvenPlanBuilder::Build(std::span<const PlanShape> shape
   view.reduce_final_map = reduce_final_map_;
   view.reduce_partial_map = reduce_partial_map_;
   view.partial_rows = partial_rows_;
-  view.generation = ++generation_;
+  view.generation = kernels::NextPlanGeneration();
   return view;
 }
 

@@ -41,7 +41,6 @@ class EvenPlanBuilder {
   std::vector<kernels::WorkInfo> work_info_;
   std::vector<kernels::ReduceTile> reduce_final_map_;
   int32_t partial_rows_ = 0;
-  uint64_t generation_ = 0;
 };
 
 }  // namespace mla::conformance

@@ -43,13 +43,9 @@ void StoreAt(void* base, DType dtype, int64_t index, double value) {
 }  // namespace
 
 int FakeDevice::TenantAt(const Slot& slot, const void* device) const {
-  const int64_t at = static_cast<const std::byte*>(device) - slot.memory.data();
+  const auto* const at = static_cast<const std::byte*>(device);
   for (const Staged& staged : slot.staged) {
-    if (staged.device == Staged::kInPlace) {
-      if (device >= staged.host && device < staged.host + staged.bytes) return staged.tenant;
-    } else if (at >= staged.device && at < staged.device + staged.bytes) {
-      return staged.tenant;
-    }
+    if (at >= staged.device && at < staged.device + staged.bytes) return staged.tenant;
   }
   return 0;
 }
@@ -86,31 +82,45 @@ void FakeDevice::CheckWords(const uint16_t* first, int64_t count, int tenant, bo
 }
 
 void FakeDevice::Execute(Slot& slot, size_t end) {
-  for (; slot.run < end; ++slot.run) Execute(slot, slot.commands[slot.run]);
+  for (; slot.run < end; ++slot.run) Execute(slot, slot.parts[slot.run]);
 }
 
-void FakeDevice::Execute(Slot& slot, const Command& command) {
-  switch (command.verb) {
-    case Verb::kPages:
-      for (const kernels::PageRange& range : command.ranges) WriteRange(range);
+void FakeDevice::TakeTables(const Slot& slot) {
+  auto entries = slot.entries.begin();
+  for (const kernels::TableRange& range : slot.launch->table_changes) {
+    std::copy(entries, entries + range.count, tables_.begin() + range.first);
+    entries += range.count;
+  }
+}
+
+void FakeDevice::Execute(Slot& slot, const Work& work) {
+  const kernels::Launch& launch = *slot.launch;
+  switch (work.part) {
+    case Part::kPages:
+      for (const kernels::PageRange& range : launch.pages) WriteRange(range);
       break;
-    case Verb::kTables:
-      std::copy(command.entries.begin(), command.entries.end(),
-                tables_.begin() + command.first_entry);
+    case Part::kTables:
+      TakeTables(slot);
       break;
-    case Verb::kAppend:
-      for (const kernels::AppendRecord& record : command.appends) Append(slot, record);
+    case Part::kAppends:
+      for (const kernels::AppendRecord& record : launch.appends) Append(slot, record);
       break;
-    case Verb::kAbsorb:
-    case Verb::kProject:
-      for (const kernels::ProjectionRecord& r : command.projections) ProjectRows(slot, command, r);
+    case Part::kAbsorb:
+      for (const auto& record : launch.absorb.records) {
+        ProjectRows(slot, launch.absorb, true, record);
+      }
       break;
-    case Verb::kRun:
-      CheckPlan(command.params);
-      RunPlan(slot, command.params);
+    case Part::kProject:
+      for (const auto& record : launch.project.records) {
+        ProjectRows(slot, launch.project, false, record);
+      }
       break;
-    case Verb::kCombine:
-      CombinePlan(slot, command.params);
+    case Part::kAttend:
+      CheckPlan(*work.params);
+      RunPlan(slot, *work.params);
+      break;
+    case Part::kCombine:
+      CombinePlan(slot, *work.params);
       break;
   }
 }
@@ -137,7 +147,7 @@ void FakeDevice::Append(Slot& slot, const kernels::AppendRecord& record) {
   for (int row = 0; row < record.rows; ++row) {
     const int position = record.first_position + row;
     uint16_t* to = Element(record.page_table, record.layer_offset, record.row_stride,
-                           record.page_size, position, tables());
+                           record.page_size, position, TablesOf(slot));
     if (to == nullptr) return;
     const auto sent = [&](int i) {
       return ToBits(Load(record.kv, record.dtype, row * record.kv_row_stride + i));
@@ -156,15 +166,14 @@ void FakeDevice::Append(Slot& slot, const kernels::AppendRecord& record) {
   }
 }
 
-void FakeDevice::ProjectRows(Slot& slot, const Command& command,
+void FakeDevice::ProjectRows(Slot& slot, const kernels::Projection& projection, bool absorbs,
                              const kernels::ProjectionRecord& r) {
-  const kernels::Geometry& g = command.geometry;
+  const kernels::Geometry& g = projection.geometry;
   const Weights* weights = WeightsOf(r.weights_slot, r.head_offset, r.num_heads);
   if (weights == nullptr) return;
-  const bool absorbs = command.verb == Verb::kAbsorb;
   if (absorbs && r.rows > 0) {
     // What lies between the projections belongs to the tenant of the query.
-    Staged latent{static_cast<std::byte*>(r.out) - slot.memory.data()};
+    Staged latent{static_cast<std::byte*>(r.out), 0, 0};
     latent.bytes = (int64_t{r.rows} - 1) * r.out_row_stride * 4 +
                    (int64_t{r.num_heads} - 1) * r.out_head_stride * 4 + 4;
     latent.tenant = TenantAt(slot, r.in);
@@ -181,12 +190,12 @@ void FakeDevice::ProjectRows(Slot& slot, const Command& command,
       for (int i = 0; i < outer; ++i) {
         double sum = 0;
         for (int n = 0; n < inner; ++n) {
-          sum += Load(r.in, command.in, in + n) * FromBits(w[n * outer + i]);
+          sum += Load(r.in, projection.in, in + n) * FromBits(w[n * outer + i]);
         }
-        StoreAt(r.out, command.out, out + i, sum);
+        StoreAt(r.out, projection.out, out + i, sum);
       }
       for (int i = 0; absorbs && i < g.rope_dim; ++i) {
-        StoreAt(r.out, command.out, out + outer + i, Load(r.in, command.in, in + inner + i));
+        StoreAt(r.out, projection.out, out + outer + i, Load(r.in, projection.in, in + inner + i));
       }
     }
   }
@@ -231,7 +240,7 @@ void FakeDevice::RunItem(Slot& slot, const kernels::AttentionParams& params,
   int64_t packed = item.partial_row;
   for (int row = item.q_begin; row < item.q_end; ++row) {
     for (int head = item.head_begin(); head < item.head_end(); ++head, ++packed) {
-      AttendPiece(params, request, item, row, head, tenant);
+      AttendPiece(slot, params, request, item, row, head, tenant);
       if (item.partial_row == kernels::kUnsplit) {
         Store(params, request, row, head, piece_);
         continue;
@@ -243,7 +252,7 @@ void FakeDevice::RunItem(Slot& slot, const kernels::AttentionParams& params,
   }
 }
 
-void FakeDevice::AttendPiece(const kernels::AttentionParams& params,
+void FakeDevice::AttendPiece(const Slot& slot, const kernels::AttentionParams& params,
                              const kernels::RequestRecord& request, const kernels::WorkInfo& item,
                              int row, int head, int tenant) {
   const kernels::Geometry& g = params.desc.geometry;
@@ -272,7 +281,7 @@ void FakeDevice::AttendPiece(const kernels::AttentionParams& params,
       request.causal != 0 ? request.kv_rows - request.q_rows + row + 1 : request.kv_rows;
   for (int j = item.kv_begin; j < std::min(item.kv_end, sees); ++j) {
     const uint16_t* kv = Element(request.page_table, request.layer_offset, request.row_stride,
-                                 request.page_size, j, tables());
+                                 request.page_size, j, TablesOf(slot));
     if (kv == nullptr) return;
     CheckWords(kv, dim, tenant, /*fresh=*/false, "reads");
     double logit = 0;

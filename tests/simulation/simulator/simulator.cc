@@ -291,7 +291,7 @@ std::string Simulator::Run(int operations) {
     counts_.slices_fused = static_cast<int64_t>(stats.slices_fused);
     counts_.launches = device_->launches();
     if (device_options_.unified) counts_.one_slot_launches = device_->launches();
-    counts_.commands = device_->commands();
+    counts_.commands = device_->parts();
     counts_.faults = device_->faults();
     counts_.expired = oracle_->expired();
   }

@@ -420,9 +420,8 @@ bool Simulator::Time() {
 
 bool Simulator::ArmFault() {
   if (fault_percent_ == 0 || !Chance(fault_percent_)) return false;
-  constexpr DeviceFault kFaults[] = {DeviceFault::kEnqueue, DeviceFault::kSubmit,
-                                     DeviceFault::kWaitAllRan, DeviceFault::kWaitSomeRan,
-                                     DeviceFault::kWaitNoneRan};
+  constexpr DeviceFault kFaults[] = {DeviceFault::kSubmit, DeviceFault::kWaitAllRan,
+                                     DeviceFault::kWaitSomeRan, DeviceFault::kWaitNoneRan};
   const uint64_t fault = Pick(std::size(kFaults));
   device_->Arm(kFaults[fault]);
   Trace(fault);

@@ -1,4 +1,4 @@
-#include "kernels/page_ranges.h"
+#include "kernels/launch/page_ranges.h"
 
 #include <algorithm>
 
@@ -11,18 +11,17 @@ bool Inside(int64_t offset, int64_t bytes, int64_t pool_bytes) {
   return offset >= 0 && bytes >= 0 && bytes <= pool_bytes && offset <= pool_bytes - bytes;
 }
 
-absl::Status CheckRoom(const char* what, size_t wanted, int64_t used, int64_t most) {
-  if (static_cast<int64_t>(wanted) <= most - used) return absl::OkStatus();
+absl::Status CheckRoom(const char* what, size_t wanted, int64_t most) {
+  if (static_cast<int64_t>(wanted) <= most) return absl::OkStatus();
   return absl::ResourceExhaustedError(
-      absl::StrCat(what, " of a launch: ", used, " used, ", wanted, " wanted, limit ", most));
+      absl::StrCat(what, " of a launch: ", wanted, " wanted, limit ", most));
 }
 
 }  // namespace
 
-absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits,
-                             int64_t used) {
+absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits) {
   const int64_t pool_bytes = limits.kv_pool_bytes;
-  absl::Status room = CheckRoom("page ranges", ranges.size(), used, limits.page_ranges);
+  absl::Status room = CheckRoom("page ranges", ranges.size(), limits.page_ranges);
   if (!room.ok()) return room;
   for (size_t i = 0; i < ranges.size(); ++i) {
     const PageRange& r = ranges[i];
@@ -44,13 +43,14 @@ absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLim
 }
 
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
-                              int64_t used) {
-  absl::Status room = CheckRoom("table ranges", ranges.size(), used, limits.table_ranges);
+                              size_t entries) {
+  absl::Status room = CheckRoom("table ranges", ranges.size(), limits.table_ranges);
   if (!room.ok()) return room;
+  const int64_t most = std::min(limits.page_table_entries, static_cast<int64_t>(entries));
   for (const TableRange& r : ranges) {
-    if (Inside(r.first, r.count, limits.page_table_entries)) continue;
-    return absl::InvalidArgumentError(absl::StrCat("page table entries: ", r.count, " from ",
-                                                   r.first, ", limit ", limits.page_table_entries));
+    if (Inside(r.first, r.count, most)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("page table entries: ", r.count, " from ", r.first, ", limit ", most));
   }
   return absl::OkStatus();
 }

@@ -1,4 +1,4 @@
-#include "kernels/page_ranges.h"
+#include "kernels/launch/page_ranges.h"
 
 #include <algorithm>
 #include <random>
@@ -79,7 +79,7 @@ TEST(CheckPageRangesTest, NamesWhatLeavesThePoolOrOverlapsItself) {
   limits.page_ranges = 3;
   const auto code = [&limits](const PageRange& r) {
     const std::vector<PageRange> list = {Zero(0, 1), r};
-    return CheckPageRanges(list, limits, 0).code();
+    return CheckPageRanges(list, limits).code();
   };
   EXPECT_EQ(code(Zero(0, 100)), absl::StatusCode::kOk);
   EXPECT_EQ(code(Zero(100, 0)), absl::StatusCode::kOk);
@@ -89,10 +89,9 @@ TEST(CheckPageRangesTest, NamesWhatLeavesThePoolOrOverlapsItself) {
         Copy(51, 0, 50), Copy(-2, 50, 1), Copy(10, 19, 10), Copy(19, 10, 10), Copy(5, 5, 1)}) {
     EXPECT_EQ(code(r), absl::StatusCode::kInvalidArgument) << r.target_offset << " " << r.bytes;
   }
-  const std::vector<PageRange> list(2, Zero(0, 1));
-  EXPECT_TRUE(CheckPageRanges(list, limits, 1).ok());
-  EXPECT_EQ(CheckPageRanges(list, limits, 2).message(),
-            "page ranges of a launch: 2 used, 2 wanted, limit 3");
+  const std::vector<PageRange> list(4, Zero(0, 1));
+  EXPECT_TRUE(CheckPageRanges({list.data(), 3}, limits).ok());
+  EXPECT_EQ(CheckPageRanges(list, limits).message(), "page ranges of a launch: 4 wanted, limit 3");
 }
 
 TEST(CheckTableRangesTest, NamesWhatLeavesTheTable) {
@@ -101,12 +100,13 @@ TEST(CheckTableRangesTest, NamesWhatLeavesTheTable) {
   limits.table_ranges = 2;
   const auto ok = [&limits](int64_t first, int64_t count) {
     const TableRange range{first, count};
-    return CheckTableRanges({&range, 1}, limits, 0).ok();
+    return CheckTableRanges({&range, 1}, limits, 20).ok();
   };
   EXPECT_TRUE(ok(0, 10) && ok(10, 0) && ok(9, 1));
   EXPECT_FALSE(ok(-1, 1) || ok(0, -1) || ok(9, 2) || ok(INT64_MAX, 2));
   const std::vector<TableRange> list(3, TableRange{0, 1});
-  EXPECT_EQ(CheckTableRanges(list, limits, 0).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_FALSE(CheckTableRanges({list.data(), 1}, limits, 0).ok());  // a table of no entries
+  EXPECT_EQ(CheckTableRanges(list, limits, 20).code(), absl::StatusCode::kResourceExhausted);
 }
 
 }  // namespace

@@ -1,95 +1,125 @@
-// Launcher: the tensors of a batch where its launch reads and writes them.
+#include "scheduler/launching/tensor_stager.h"
+
+#include <algorithm>
 #include <cassert>
 #include <span>
-
-#include "scheduler/launching/launcher.h"
 
 namespace mla::scheduler {
 
 using kernels::ElementSize;
 
-absl::Status Launcher::StageKv(const Launch& launch, const StreamRequest& request, Staged* staged) {
+namespace {
+
+// Whether no client of these slices wants its log-sum-exps.
+bool Unwanted(const Batch& batch, const FusedSlices& slices) {
+  bool wanted = false;
+  for (int32_t i = 0; i < slices.count; ++i) {
+    wanted |= batch.requests[slices.first + i]->attend.want_lse;
+  }
+  return !wanted;
+}
+
+// Takes `rows` rows of `heads` heads of it; where the host reads them goes to `host`.
+float* TakeUnwantedLse(BatchLaunch* to, int64_t rows, int64_t heads, const float** host) {
+  const int64_t first = to->unwanted_used;
+  to->unwanted_used += rows * heads;
+  *host = reinterpret_cast<const float*>(to->unwanted_lse->bytes().data()) + first;
+  return to->unwanted_staged + first;
+}
+
+}  // namespace
+
+TensorStager::TensorStager(const Limits& limits, const kernels::BackendInfo& info,
+                           const ModelTable* models)
+    : launch_packed_rows_(limits.launch_packed_rows), info_(info), models_(models) {
+  requests_.reserve(static_cast<size_t>(limits.launch_requests));
+  slices_.reserve(static_cast<size_t>(limits.launch_requests));
+  in_run_.reserve(static_cast<size_t>(limits.launch_requests));
+  const auto parts = static_cast<size_t>(std::max(limits.max_heads, limits.launch_requests));
+  in_parts_.reserve(parts);
+  out_parts_.reserve(parts);
+  lse_parts_.reserve(parts);
+}
+
+absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request,
+                                   StagedTensors* staged) {
   if (!request.attend.has_kv) return absl::OkStatus();
   const AttendArgs& args = request.attend;
   const int64_t row =
       request.engine.step->model->spec->geometry.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
-  absl::StatusOr<const void*> kv = backend_->StageInput(
-      launch.slot, args.kv + request.engine.rows_done * row, request.engine.rows_launched * row);
+  absl::StatusOr<const void*> kv = to->layout.Input(args.kv + request.engine.rows_done * row,
+                                                    request.engine.rows_launched * row);
   if (!kv.ok()) return kv.status();
   staged->kv = static_cast<const std::byte*>(*kv);
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageComparisons(Launch* launch) {
-  const std::vector<StreamRequest*>& requests = launch->batch.requests;
-  launch->differs.clear();
+absl::Status TensorStager::StageComparisons(BatchLaunch* to) {
+  const std::vector<StreamRequest*>& requests = to->batch.requests;
+  to->differs.clear();
   int64_t rows = 0;
   for (const StreamRequest* request : requests) {
     if (request->engine.repeat) rows += request->engine.rows_launched;
   }
   if (rows == 0) return absl::OkStatus();
-  auto* const host = reinterpret_cast<int32_t*>(launch->compared->bytes().data());
-  absl::StatusOr<void*> staged =
-      backend_->StageOutput(launch->slot, host, rows * int64_t{sizeof(int32_t)});
+  auto* const host = reinterpret_cast<int32_t*>(to->compared->bytes().data());
+  absl::StatusOr<void*> staged = to->layout.Output(host, rows * int64_t{sizeof(int32_t)});
   if (!staged.ok()) return staged.status();
-  launch->differs.assign(requests.size(), nullptr);
+  to->differs.assign(requests.size(), nullptr);
   int64_t row = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
     if (!requests[i]->engine.repeat) continue;
-    launch->differs[i] = host + row;
-    staged_[i].differs = static_cast<int32_t*>(*staged) + row;
+    to->differs[i] = host + row;
+    requests_[i].differs = static_cast<int32_t*>(*staged) + row;
     row += requests[i]->engine.rows_launched;
   }
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageQueryAndOutput(const Launch& launch, const StreamRequest& request,
-                                           Staged* staged) {
+absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
+                                               StagedTensors* staged) {
   const AttendArgs& args = request.attend;
   const ModelSpec& spec = *request.engine.step->model->spec;
   const int64_t first = request.engine.rows_done;
   const int64_t rows = request.engine.rows_launched;
   const int64_t q_row =
       int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
-  absl::StatusOr<const void*> q =
-      args.q_fragments.empty()
-          ? backend_->StageInput(launch.slot, args.q + first * q_row, rows * q_row)
-          : backend_->StageInputFragments(
-                launch.slot,
-                {args.q_fragments, args.q_fragments_offset + first * q_row, rows * q_row});
-  if (!q.ok()) return q.status();
-  staged->q = static_cast<const std::byte*>(*q);
+  if (args.q_fragments.empty()) {
+    absl::StatusOr<const void*> q = to->layout.Input(args.q + first * q_row, rows * q_row);
+    if (!q.ok()) return q.status();
+    staged->q = static_cast<const std::byte*>(*q);
+  } else {
+    staged->q_fragments = {args.q_fragments, args.q_fragments_offset + first * q_row, rows * q_row};
+  }
   const int64_t o_row =
       int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
-  absl::StatusOr<void*> o =
-      backend_->StageOutput(launch.slot, args.o + first * o_row, rows * o_row);
+  absl::StatusOr<void*> o = to->layout.Output(args.o + first * o_row, rows * o_row);
   if (!o.ok()) return o.status();
   staged->o = static_cast<std::byte*>(*o);
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageRequest(Launch* launch, size_t index, Staged* staged) {
-  const StreamRequest& request = *launch->batch.requests[index];
-  if (absl::Status s = StageQueryAndOutput(*launch, request, staged); !s.ok()) return s;
+absl::Status TensorStager::StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged) {
+  const StreamRequest& request = *to->batch.requests[index];
+  if (absl::Status s = StageQueryAndOutput(to, request, staged); !s.ok()) return s;
   const AttendArgs& args = request.attend;
-  Launch::LseRows& seen = launch->lse[index];
+  BatchLaunch::LseRows& seen = to->lse[index];
   seen.row_stride = args.num_heads;
   if (!args.want_lse) {
-    staged->lse = TakeUnwantedLse(launch, request.engine.rows_launched, args.num_heads, &seen.at);
+    staged->lse = TakeUnwantedLse(to, request.engine.rows_launched, args.num_heads, &seen.at);
     return absl::OkStatus();
   }
   float* const own = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
-  absl::StatusOr<void*> lse = backend_->StageOutput(
-      launch->slot, own,
-      int64_t{request.engine.rows_launched} * args.num_heads * int64_t{sizeof(float)});
+  absl::StatusOr<void*> lse = to->layout.Output(
+      own, int64_t{request.engine.rows_launched} * args.num_heads * int64_t{sizeof(float)});
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
   seen.at = own;
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageUnwantedLse(Launch* launch) {
-  const Batch& batch = launch->batch;
+absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
+  const Batch& batch = to->batch;
   int64_t count = 0;
   for (const StreamRequest* request : batch.requests) {
     const AttendArgs& args = request->attend;
@@ -98,46 +128,31 @@ absl::Status Launcher::StageUnwantedLse(Launch* launch) {
   }
   for (const FusedSlices& slices : batch.slices) {
     // Beside slices of which some are wanted, the others are staged with them.
-    if (Unwanted(*launch, slices)) continue;
+    if (Unwanted(to->batch, slices)) continue;
     for (int32_t i = 0; i < slices.count; ++i) {
       const StreamRequest& request = *batch.requests[slices.first + i];
       if (request.attend.want_lse) continue;
       count -= int64_t{request.engine.rows_launched} * request.attend.num_heads;
     }
   }
-  launch->unwanted_left = limits_.launch_packed_rows;
-  launch->unwanted_used = 0;
-  launch->unwanted_staged = nullptr;
+  to->unwanted_left = launch_packed_rows_;
+  to->unwanted_used = 0;
+  to->unwanted_staged = nullptr;
   if (count == 0) return absl::OkStatus();
-  absl::StatusOr<void*> lse = backend_->StageOutput(
-      launch->slot, launch->unwanted_lse->bytes().data(), count * int64_t{sizeof(float)});
+  absl::StatusOr<void*> lse =
+      to->layout.Output(to->unwanted_lse->bytes().data(), count * int64_t{sizeof(float)});
   if (!lse.ok()) return lse.status();
-  launch->unwanted_staged = static_cast<float*>(*lse);
+  to->unwanted_staged = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
-bool Launcher::Unwanted(const Launch& launch, const FusedSlices& slices) {
-  bool wanted = false;
-  for (int32_t i = 0; i < slices.count; ++i) {
-    wanted |= launch.batch.requests[slices.first + i]->attend.want_lse;
-  }
-  return !wanted;
-}
-
-float* Launcher::TakeUnwantedLse(Launch* launch, int64_t rows, int64_t heads, const float** host) {
-  const int64_t first = launch->unwanted_used;
-  launch->unwanted_used += rows * heads;
-  *host = reinterpret_cast<const float*>(launch->unwanted_lse->bytes().data()) + first;
-  return launch->unwanted_staged + first;
-}
-
-absl::Status Launcher::StageAbsorbedSlices(const Launch& launch, const FusedSlices& slices,
-                                           Staged* staged) {
+absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* to, const FusedSlices& slices,
+                                               StagedTensors* staged) {
   in_parts_.clear();
   out_parts_.clear();
   int32_t rows = 0;
   for (int32_t i = 0; i < slices.count; ++i) {
-    const StreamRequest& request = *launch.batch.requests[slices.first + i];
+    const StreamRequest& request = *to->batch.requests[slices.first + i];
     const AttendArgs& args = request.attend;
     const ModelSpec& spec = *request.engine.step->model->spec;
     const int64_t q_row =
@@ -149,40 +164,37 @@ absl::Status Launcher::StageAbsorbedSlices(const Launch& launch, const FusedSlic
     out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row});
     rows = request.engine.rows_launched;
   }
-  absl::StatusOr<const void*> q = backend_->StageInputParts(launch.slot, rows, in_parts_);
+  absl::StatusOr<const void*> q = to->layout.InputParts(rows, in_parts_);
   if (!q.ok()) return q.status();
   staged->q = static_cast<const std::byte*>(*q);
-  absl::StatusOr<void*> o = backend_->StageOutputParts(launch.slot, rows, out_parts_);
+  absl::StatusOr<void*> o = to->layout.OutputParts(rows, out_parts_);
   if (!o.ok()) return o.status();
   staged->o = static_cast<std::byte*>(*o);
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& slices,
-                                           Staged* staged) {
-  const kernels::Geometry& g = launch->batch.key.geometry;
-  const kernels::BackendInfo& info = backend_->Info();
-  const int64_t q_size = ElementSize(
-      info.absorbed_q_dtype(launch->batch.key.q_dtype, launch->batch.key.split_queries));
-  const int64_t o_size = ElementSize(info.latent_o_dtype);
-  const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
-  absl::StatusOr<void*> q =
-      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.absorbed_q_dim() * q_size);
+absl::Status TensorStager::StageExpandedSlices(BatchLaunch* to, const FusedSlices& slices,
+                                               StagedTensors* staged) {
+  const kernels::Geometry& g = to->batch.key.geometry;
+  const int64_t q_size =
+      ElementSize(info_.absorbed_q_dtype(to->batch.key.q_dtype, to->batch.key.split_queries));
+  const int64_t o_size = ElementSize(info_.latent_o_dtype);
+  const int64_t rows = to->batch.requests[slices.first]->engine.rows_launched;
+  absl::StatusOr<void*> q = to->layout.Workspace(rows * slices.heads * g.absorbed_q_dim() * q_size);
   if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o =
-      backend_->SlotWorkspace(launch->slot, rows * slices.heads * g.kv_lora_rank * o_size);
+  absl::StatusOr<void*> o = to->layout.Workspace(rows * slices.heads * g.kv_lora_rank * o_size);
   if (!o.ok()) return o.status();
   staged->q = static_cast<const std::byte*>(*q);
   staged->o = static_cast<std::byte*>(*o);
   int64_t head = 0;  // of the slice, side by side with the others
   for (int32_t i = 0; i < slices.count; ++i) {
-    const StreamRequest& request = *launch->batch.requests[slices.first + i];
+    const StreamRequest& request = *to->batch.requests[slices.first + i];
     const AttendArgs& args = request.attend;
     const Model& model = *request.engine.step->model;
-    Staged own;
+    StagedTensors own;
     // Without its log-sum-exps: StageLse has staged those of all slices, and what no kernel writes
     // must not be copied over them.
-    if (absl::Status s = StageQueryAndOutput(*launch, request, &own); !s.ok()) return s;
+    if (absl::Status s = StageQueryAndOutput(to, request, &own); !s.ok()) return s;
     kernels::ProjectionRecord absorb;
     absorb.in = own.q;
     absorb.in_head_stride = model.spec->q_dim(args.profile);
@@ -201,24 +213,25 @@ absl::Status Launcher::StageExpandedSlices(Launch* launch, const FusedSlices& sl
     project.out = own.o;
     project.out_head_stride = model.spec->o_dim(args.profile);
     project.out_row_stride = project.out_head_stride * args.num_heads;
-    launch->absorbs.push_back(absorb);
-    launch->projects.push_back(project);
+    to->absorbs.Add(absorb, own.q_fragments);
+    to->projects.Add(project);
     head += args.num_heads;
   }
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageLse(Launch* launch, const FusedSlices& slices, Staged* staged) {
-  const bool wanted = !Unwanted(*launch, slices);
-  const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
+absl::Status TensorStager::StageLse(BatchLaunch* to, const FusedSlices& slices,
+                                    StagedTensors* staged) {
+  const bool wanted = !Unwanted(to->batch, slices);
+  const int64_t rows = to->batch.requests[slices.first]->engine.rows_launched;
   const float* side_by_side = nullptr;  // of all slices, where no client wants them
-  if (!wanted) staged->lse = TakeUnwantedLse(launch, rows, slices.heads, &side_by_side);
+  if (!wanted) staged->lse = TakeUnwantedLse(to, rows, slices.heads, &side_by_side);
   lse_parts_.clear();
   for (int32_t i = 0; i < slices.count; ++i) {
     const int32_t index = slices.first + i;
-    const StreamRequest& request = *launch->batch.requests[index];
+    const StreamRequest& request = *to->batch.requests[index];
     const AttendArgs& args = request.attend;
-    Launch::LseRows& seen = launch->lse[index];
+    BatchLaunch::LseRows& seen = to->lse[index];
     seen.at = side_by_side;
     seen.row_stride = slices.heads;
     if (!wanted) {
@@ -227,35 +240,34 @@ absl::Status Launcher::StageLse(Launch* launch, const FusedSlices& slices, Stage
     }
     seen.at = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
     if (!args.want_lse) {
-      launch->unwanted_left -= rows * args.num_heads;
-      seen.at = reinterpret_cast<const float*>(launch->unwanted_lse->bytes().data()) +
-                launch->unwanted_left;
+      to->unwanted_left -= rows * args.num_heads;
+      seen.at =
+          reinterpret_cast<const float*>(to->unwanted_lse->bytes().data()) + to->unwanted_left;
     }
     seen.row_stride = args.num_heads;
     lse_parts_.push_back({const_cast<float*>(seen.at), args.num_heads * int64_t{sizeof(float)}});
   }
   if (!wanted) return absl::OkStatus();
-  absl::StatusOr<void*> lse =
-      backend_->StageOutputParts(launch->slot, static_cast<int32_t>(rows), lse_parts_);
+  absl::StatusOr<void*> lse = to->layout.OutputParts(static_cast<int32_t>(rows), lse_parts_);
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageSlices(Launch* launch, const FusedSlices& slices, Staged* staged) {
-  if (absl::Status s = StageLse(launch, slices, staged); !s.ok()) return s;
-  return launch->batch.key.profile == Profile::kAbsorbed
-             ? StageAbsorbedSlices(*launch, slices, staged)
-             : StageExpandedSlices(launch, slices, staged);
+absl::Status TensorStager::StageSlices(BatchLaunch* to, const FusedSlices& slices,
+                                       StagedTensors* staged) {
+  if (absl::Status s = StageLse(to, slices, staged); !s.ok()) return s;
+  return to->batch.key.profile == Profile::kAbsorbed ? StageAbsorbedSlices(to, slices, staged)
+                                                     : StageExpandedSlices(to, slices, staged);
 }
 
-absl::Status Launcher::StageRun(Launch* launch, const RowRun& run) {
+absl::Status TensorStager::StageRun(BatchLaunch* to, const RowRun& run) {
   in_parts_.clear();
   out_parts_.clear();
   lse_parts_.clear();
-  const Batch& batch = launch->batch;
+  const Batch& batch = to->batch;
   const auto members = std::span(batch.run_segments).subspan(run.first, run.count);
-  Staged& staged = staged_[batch.segments[members[0]].request->engine.batch_index];
+  StagedTensors& staged = requests_[batch.segments[members[0]].request->engine.batch_index];
   for (const int32_t member : members) {
     const StreamRequest& request = *batch.segments[member].request;
     const AttendArgs& args = request.attend;
@@ -269,7 +281,7 @@ absl::Status Launcher::StageRun(Launch* launch, const RowRun& run) {
     const int64_t rows = request.engine.rows_launched;
     in_parts_.push_back({args.q + first * q_row, rows * q_row});
     out_parts_.push_back({args.o + first * o_row, rows * o_row});
-    Launch::LseRows& seen = launch->lse[request.engine.batch_index];
+    BatchLaunch::LseRows& seen = to->lse[request.engine.batch_index];
     seen.row_stride = args.num_heads;
     if (args.want_lse) {
       float* const own = args.lse + first * args.num_heads;
@@ -277,40 +289,40 @@ absl::Status Launcher::StageRun(Launch* launch, const RowRun& run) {
       seen.at = own;
     } else {
       // These lie one after the other.
-      float* const at = TakeUnwantedLse(launch, rows, args.num_heads, &seen.at);
+      float* const at = TakeUnwantedLse(to, rows, args.num_heads, &seen.at);
       if (member == members[0]) staged.lse = at;
     }
   }
   // A matrix of one row: its parts lie one after the other.
-  absl::StatusOr<const void*> q = backend_->StageInputParts(launch->slot, 1, in_parts_);
+  absl::StatusOr<const void*> q = to->layout.InputParts(1, in_parts_);
   if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = backend_->StageOutputParts(launch->slot, 1, out_parts_);
+  absl::StatusOr<void*> o = to->layout.OutputParts(1, out_parts_);
   if (!o.ok()) return o.status();
   staged.q = static_cast<const std::byte*>(*q);
   staged.o = static_cast<std::byte*>(*o);
   if (lse_parts_.empty()) return absl::OkStatus();
-  absl::StatusOr<void*> lse = backend_->StageOutputParts(launch->slot, 1, lse_parts_);
+  absl::StatusOr<void*> lse = to->layout.OutputParts(1, lse_parts_);
   if (!lse.ok()) return lse.status();
   staged.lse = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
-absl::Status Launcher::StageBatch(Launch* launch) {
-  const Batch& batch = launch->batch;
-  staged_.assign(batch.requests.size(), Staged());
-  fused_.assign(batch.slices.size(), Staged());
+absl::Status TensorStager::Stage(BatchLaunch* to) {
+  const Batch& batch = to->batch;
+  requests_.assign(batch.requests.size(), StagedTensors());
+  slices_.assign(batch.slices.size(), StagedTensors());
   in_run_.assign(batch.requests.size(), false);
-  launch->lse.assign(batch.requests.size(), Launch::LseRows());
-  if (absl::Status s = StageUnwantedLse(launch); !s.ok()) return s;
-  if (absl::Status s = StageComparisons(launch); !s.ok()) return s;
+  to->lse.assign(batch.requests.size(), BatchLaunch::LseRows());
+  if (absl::Status s = StageUnwantedLse(to); !s.ok()) return s;
+  if (absl::Status s = StageComparisons(to); !s.ok()) return s;
   for (size_t i = 0; i < batch.requests.size(); ++i) {
-    if (absl::Status s = StageKv(*launch, *batch.requests[i], &staged_[i]); !s.ok()) return s;
+    if (absl::Status s = StageKv(to, *batch.requests[i], &requests_[i]); !s.ok()) return s;
   }
   for (size_t i = 0; i < batch.slices.size(); ++i) {
-    if (absl::Status s = StageSlices(launch, batch.slices[i], &fused_[i]); !s.ok()) return s;
+    if (absl::Status s = StageSlices(to, batch.slices[i], &slices_[i]); !s.ok()) return s;
   }
   for (const RowRun& run : batch.runs) {
-    if (absl::Status s = StageRun(launch, run); !s.ok()) return s;
+    if (absl::Status s = StageRun(to, run); !s.ok()) return s;
     for (int32_t i = 0; i < run.count; ++i) {
       const Segment& member = batch.segments[batch.run_segments[run.first + i]];
       in_run_[member.request->engine.batch_index] = true;
@@ -323,7 +335,7 @@ absl::Status Launcher::StageBatch(Launch* launch) {
       continue;
     }
     if (batch.requests[i]->attend.profile == Profile::kAppendOnly || in_run_[i]) continue;
-    if (absl::Status s = StageRequest(launch, i, &staged_[i]); !s.ok()) return s;
+    if (absl::Status s = StageRequest(to, i, &requests_[i]); !s.ok()) return s;
   }
   return absl::OkStatus();
 }

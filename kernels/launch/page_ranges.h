@@ -1,10 +1,10 @@
-// What backends share to carry out a list of page ranges (AttentionBackend::WritePages).
+// What backends share to carry out a list of page ranges (Launch::pages).
 //
 // A list takes effect as if its ranges were carried out one after another. Most lists name no byte
 // twice and may run in any order; PageRangeRuns finds where a list has to wait for its own earlier
 // part, so that a backend can carry out everything between two such places in parallel.
-#ifndef MLA_KERNELS_PAGE_RANGES_H_
-#define MLA_KERNELS_PAGE_RANGES_H_
+#ifndef MLA_KERNELS_LAUNCH_PAGE_RANGES_H_
+#define MLA_KERNELS_LAUNCH_PAGE_RANGES_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -16,14 +16,12 @@
 
 namespace mla::kernels {
 
-// Of a list for WritePages in a launch that has taken `used` ranges before. INVALID_ARGUMENT names
-// the first range that leaves the pool, or whose source overlaps its target; RESOURCE_EXHAUSTED
-// when the launch would take more than limits.page_ranges.
-absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits,
-                             int64_t used);
-// The same for PublishPageTable and limits.table_ranges.
+// INVALID_ARGUMENT names the first range that leaves the pool, or whose source overlaps its target;
+// RESOURCE_EXHAUSTED when there are more than limits.page_ranges.
+absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits);
+// The same for Launch::table_changes and limits.table_ranges; `entries` are in the table.
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
-                              int64_t used);
+                              size_t entries);
 
 // Owns scratch memory only. One thread at a time.
 class PageRangeRuns {
@@ -46,4 +44,4 @@ class PageRangeRuns {
 
 }  // namespace mla::kernels
 
-#endif  // MLA_KERNELS_PAGE_RANGES_H_
+#endif  // MLA_KERNELS_LAUNCH_PAGE_RANGES_H_

@@ -1,0 +1,168 @@
+// What the self-test attends to, and what comes of it by sums taken on the host.
+#ifndef MLA_KERNELS_HIP_SELF_TEST_DATA_H_
+#define MLA_KERNELS_HIP_SELF_TEST_DATA_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <vector>
+
+#include "kernels/attention_desc.h"
+#include "kernels/attention_params.h"
+#include "kernels/dtype.h"
+
+namespace mla::gpu::self_test {
+
+using kernels::Bf16;
+using kernels::Geometry;
+using kernels::ToBf16;
+using kernels::ToFloat;
+
+inline constexpr Geometry kGeometry{4, 512, 64, 128, 128};
+inline constexpr int32_t kHeads = 4;
+inline constexpr int32_t kRowDim = 576;
+inline constexpr int32_t kQDim = 192;
+inline constexpr int32_t kODim = 128;
+inline constexpr float kScale = 0.135f;
+inline constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
+inline constexpr int32_t kMostUnits = 1024;  // that get work
+
+// One launch: a request whose queries are the last of its rows, one without any key, and short ones
+// of the same rows. Each unit gets a piece of the first, the second whole, and a short one.
+struct Shape {
+  int32_t kv_rows;
+  int32_t page_size;
+  int32_t cut;       // KV row where the first request's tile is split
+  int32_t absorbed;  // query rows in the absorbed form; 0: none
+  int32_t expanded;  // and in the expanded form
+  bool all_units;    // as many units have work as the device has, else two
+  bool nan_row;      // the last KV row holds a NaN
+};
+// Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
+// a tile for one block of the smallest of the attention kernels, twenty one that takes the largest
+// where all units are busy (ChooseAttend). The others are for the turns of loops: at least 12 tiles
+// of 64 KV rows in every piece, pages of three rows, more query rows than a tile.
+inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
+                                    {150, 64, 96, 20, 20, true, false},
+                                    {1600, 3, 800, 2, 0, false, true},
+                                    {1600, 3, 800, 20, 0, true, true},
+                                    {850, 3, 0, 0, 130, true, true}};
+inline constexpr int32_t kMostRows = 1600;
+inline constexpr int32_t kMostQueries = 130;
+inline constexpr int32_t kMostAbsorbed = 20;
+inline constexpr int32_t kShortRows = 7;  // KV rows of a short request
+inline constexpr int32_t kMostPages = (kMostRows + 2) / 3;
+inline constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kernels::kPageGranuleBytes;
+
+// As in conformance: of the largest value, of the wanted output, of all outputs, of a log-sum-exp.
+inline constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse = 1e-3;
+// Latent outputs that bf16 does not tell from (1, -1). W_UV of up to 0.2 makes the difference up to
+// 2^-12, many times what sums in fp32 may be off.
+inline constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};
+inline constexpr double kNarrowOff = 1e-5;
+
+// Small values without structure, the same on every machine.
+inline std::vector<Bf16> Pattern(size_t count, uint32_t seed) {
+  std::vector<Bf16> v(count);
+  uint32_t state = seed;
+  for (Bf16& x : v) {
+    state = state * 1664525u + 1013904223u;
+    x = ToBf16((static_cast<float>(state >> 8) / 8388608.0f - 1.0f) * 0.2f);
+  }
+  return v;
+}
+
+inline std::vector<float> Floats(const std::vector<Bf16>& from) {
+  std::vector<float> to(from.size());
+  std::transform(from.begin(), from.end(), to.begin(), ToFloat);
+  return to;
+}
+
+// sum of a[i] * b[i], in lanes that the compiler can make a vector.
+inline float Dot(const float* a, const float* b, int32_t count) {
+  constexpr int32_t kLanes = 16;
+  float lanes[kLanes] = {};
+  for (int32_t i = 0; i < count; i += kLanes) {
+    for (int32_t k = 0; k < kLanes; ++k) lanes[k] += a[i + k] * b[i + k];
+  }
+  double sum = 0.0;
+  for (const float lane : lanes) sum += lane;
+  return static_cast<float>(sum);
+}
+
+struct Weights {
+  std::vector<Bf16> uk = Pattern(size_t{kHeads} * 128 * 512, 3);
+  std::vector<Bf16> uv = Pattern(size_t{kHeads} * 512 * 128, 4);
+  std::vector<float> uk_floats = Floats(uk), uv_floats = Floats(uv);
+};
+
+struct Data {
+  explicit Data(const Shape& s)
+      : shape(s),
+        queries(std::max(s.absorbed, s.expanded)),
+        rows(queries + 2),
+        o(size_t(rows) * kHeads * kODim, 0.5f),
+        lse(size_t(rows) * kHeads, 0.5f) {
+    if (s.nan_row) kv[size_t(s.kv_rows - 1) * kRowDim + 5] = 0x7fc0;
+    kv_floats = Floats(kv);
+    std::copy(std::begin(kNarrow), std::end(kNarrow), narrow.begin());
+  }
+
+  const Shape shape;
+  const int32_t queries;  // of the first request
+  const int32_t rows;     // of q: those, then one of the empty and one of the short requests
+  std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
+  std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * kQDim, 2);
+  std::vector<float> kv_floats;
+  std::vector<float> narrow = std::vector<float>(512, 0.0f);
+  std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * kODim, NAN);
+  std::vector<float> o, lse;
+  // The same by the expanded form.
+  std::vector<float> expanded_o = o, expanded_lse = lse;
+
+  // KV rows that row `row` of q sees.
+  int32_t Visible(int32_t row) const {
+    if (row < queries) return shape.kv_rows - queries + row + 1;
+    return row == queries ? 0 : kShortRows;
+  }
+};
+
+struct Answer {
+  std::vector<double> o = std::vector<double>(kODim, 0.0);
+  double lse = -INFINITY;
+};
+
+// `rounded`: absorbed queries are bf16.
+inline Answer Expected(const Data& d, const Weights& w, int32_t row, int32_t head, bool rounded) {
+  std::vector<float> latent(kRowDim, 0.0f);
+  const Bf16* q = &d.q[(static_cast<size_t>(row) * kHeads + head) * kQDim];
+  const float* uk = &w.uk_floats[static_cast<size_t>(head) * 128 * 512];
+  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * 128];
+  for (int k = 0; k < 128; ++k) {
+    for (int c = 0; c < 512; ++c) latent[c] += ToFloat(q[k]) * uk[k * 512 + c];
+  }
+  for (int c = 0; c < 512 && rounded; ++c) latent[c] = ToFloat(ToBf16(latent[c]));
+  for (int c = 0; c < 64; ++c) latent[512 + c] = ToFloat(q[128 + c]);
+  Answer answer;
+  const int32_t visible = d.Visible(row);
+  if (visible == 0) return answer;
+  std::vector<float> sum(512, 0.0f);
+  double total = 0.0;
+  for (int32_t j = 0; j < visible; ++j) {
+    const float* kv = &d.kv_floats[static_cast<size_t>(j) * kRowDim];
+    const auto weight = static_cast<float>(std::exp(Dot(latent.data(), kv, kRowDim) * kScale));
+    total += weight;
+    for (int c = 0; c < 512; ++c) sum[c] += weight * kv[c];
+  }
+  answer.lse = std::log(total);
+  for (int c = 0; c < 512; ++c) {
+    for (int v = 0; v < kODim; ++v) answer.o[v] += sum[c] / total * uv[c * kODim + v];
+  }
+  return answer;
+}
+
+}  // namespace mla::gpu::self_test
+
+#endif  // MLA_KERNELS_HIP_SELF_TEST_DATA_H_

@@ -1,0 +1,94 @@
+// One launch as a plain value: what the scheduler hands to a backend, whole.
+//
+// A launch does the following, in this order, each part as if the parts before it had ended:
+//
+//   inputs        host memory -> memory of the slot
+//   pages         copies and zeroing inside the pool
+//   tables        entries of the page tables that have changed
+//   appends       new KV rows into their pages, or compared with what is there
+//   absorb        queries of EXPANDED segments into latent space
+//   absorbed      attention in the absorbed form
+//   project       latent outputs of EXPANDED segments out of latent space
+//   expanded      attention in the expanded form
+//   outputs       memory of the slot -> host memory
+//
+// Empty spans leave a part out. Plain data without ownership: the launch and all that it refers to
+// stay valid and unchanged from Submit until Wait has returned. Addresses in records are those that
+// the backend sees; LaunchLayout (kernels/launch/launch_layout.h) gives them.
+#ifndef MLA_KERNELS_LAUNCH_LAUNCH_H_
+#define MLA_KERNELS_LAUNCH_LAUNCH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kernels/attention_desc.h"
+#include "kernels/attention_params.h"
+#include "kernels/input_fragments.h"
+
+namespace mla::kernels {
+
+// Rows of a tensor in host memory and where the launch sees them: row i is at host + i * row_bytes
+// and at device + i * pitch. Where `device` is `host`, the launch uses the host's memory in place.
+struct HostInput {
+  const std::byte* host;
+  std::byte* device;
+  int64_t row_bytes;
+  int64_t rows;
+  int64_t pitch;  // bytes
+  bool in_place() const { return host == device; }
+};
+struct HostOutput {
+  std::byte* host;
+  std::byte* device;
+  int64_t row_bytes;
+  int64_t rows;
+  int64_t pitch;  // bytes
+  bool in_place() const { return host == device; }
+};
+
+// Bytes of the pool that a launch fills: with a copy of as many bytes from elsewhere in the pool,
+// or with zeros.
+struct PageRange {
+  static constexpr int64_t kZeros = -1;
+  int64_t target_offset = 0;
+  int64_t bytes = 0;
+  int64_t source_offset = kZeros;
+  bool zeroes() const { return source_offset == kZeros; }
+};
+struct TableRange {  // entries of Launch::page_tables
+  int64_t first, count;
+};
+
+// Batched small GEMMs of the EXPANDED profile around the absorbed form.
+struct Projection {
+  Geometry geometry;
+  DType in = DType::kBf16;
+  DType out = DType::kBf16;
+  std::span<const ProjectionRecord> records;
+  // Empty, or by record: one with bytes > 0 is read in place of ProjectionRecord::in.
+  std::span<const FragmentedInput> fragments;
+};
+
+struct Launch {
+  std::span<const HostInput> inputs;
+  std::span<const HostOutput> outputs;
+  // The list takes effect as if its ranges were carried out one after another, so a range may read
+  // or overwrite what an earlier one has written. Ranges that share no bytes run in parallel. A
+  // source may not overlap its own target. At most limits.page_ranges.
+  std::span<const PageRange> pages;
+  // The engine's page tables, of all sequences. A backend with unified memory reads them where they
+  // are; others have a copy of their own and take over the entries of `table_changes`, as they are
+  // during Submit. Ranges may overlap; at most limits.table_ranges.
+  std::span<const uint32_t> page_tables;
+  std::span<const TableRange> table_changes;
+  std::span<const AppendRecord> appends;
+  Projection absorb;
+  AttentionParams absorbed;
+  Projection project;
+  AttentionParams expanded;
+};
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_LAUNCH_LAUNCH_H_

@@ -1,0 +1,96 @@
+#include "kernels/launch/launch_layout.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kernels {
+
+void LaunchLayout::Clear() {
+  inputs_used_ = outputs_used_ = workspace_used_ = 0;
+  inputs_.clear();
+  outputs_.clear();
+}
+
+absl::StatusOr<std::byte*> LaunchLayout::Take(std::span<std::byte> region, int64_t& used,
+                                              int64_t bytes, const char* what) {
+  const auto limit = static_cast<int64_t>(region.size());
+  if (bytes < 0 || bytes > limit - used) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(what, ": ", used, " bytes used, ", bytes, " wanted, limit ", limit));
+  }
+  std::byte* const at = region.data() + used;
+  used += (bytes + kLaunchAlignment - 1) / kLaunchAlignment * kLaunchAlignment;
+  return at;
+}
+
+absl::StatusOr<std::byte*> LaunchLayout::TakeInput(int64_t bytes) {
+  return unified_ ? Take(memory_.workspace, workspace_used_, bytes, "slot workspace")
+                  : Take(memory_.inputs, inputs_used_, bytes, "staged input");
+}
+
+absl::StatusOr<std::byte*> LaunchLayout::TakeOutput(int64_t bytes) {
+  return unified_ ? Take(memory_.workspace, workspace_used_, bytes, "slot workspace")
+                  : Take(memory_.outputs, outputs_used_, bytes, "staged output");
+}
+
+absl::StatusOr<const void*> LaunchLayout::Input(const void* host, int64_t bytes) {
+  const auto* const from = static_cast<const std::byte*>(host);
+  // A launch writes to no input but those that it copies.
+  auto* at = const_cast<std::byte*>(from);
+  if (!unified_) {
+    absl::StatusOr<std::byte*> taken = TakeInput(bytes);
+    if (!taken.ok()) return taken.status();
+    at = *taken;
+  }
+  inputs_.push_back({from, at, bytes, 1, bytes});
+  return at;
+}
+
+absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
+  auto* const to = static_cast<std::byte*>(host);
+  std::byte* at = to;
+  if (!unified_) {
+    absl::StatusOr<std::byte*> taken = TakeOutput(bytes);
+    if (!taken.ok()) return taken.status();
+    at = *taken;
+  }
+  outputs_.push_back({to, at, bytes, 1, bytes});
+  return at;
+}
+
+absl::StatusOr<const void*> LaunchLayout::InputParts(int64_t rows,
+                                                     std::span<const InputPart> parts) {
+  int64_t pitch = 0;
+  for (const InputPart& part : parts) pitch += part.row_bytes;
+  absl::StatusOr<std::byte*> at = TakeInput(rows * pitch);
+  if (!at.ok()) return at.status();
+  std::byte* column = *at;
+  for (const InputPart& part : parts) {
+    inputs_.push_back(
+        {static_cast<const std::byte*>(part.host), column, part.row_bytes, rows, pitch});
+    column += part.row_bytes;
+  }
+  return *at;
+}
+
+absl::StatusOr<void*> LaunchLayout::OutputParts(int64_t rows, std::span<const OutputPart> parts) {
+  int64_t pitch = 0;
+  for (const OutputPart& part : parts) pitch += part.row_bytes;
+  absl::StatusOr<std::byte*> at = TakeOutput(rows * pitch);
+  if (!at.ok()) return at.status();
+  std::byte* column = *at;
+  for (const OutputPart& part : parts) {
+    if (part.host != nullptr) {
+      outputs_.push_back({static_cast<std::byte*>(part.host), column, part.row_bytes, rows, pitch});
+    }
+    column += part.row_bytes;
+  }
+  return *at;
+}
+
+absl::StatusOr<void*> LaunchLayout::Workspace(int64_t bytes) {
+  absl::StatusOr<std::byte*> at = Take(memory_.workspace, workspace_used_, bytes, "slot workspace");
+  if (!at.ok()) return at.status();
+  return *at;
+}
+
+}  // namespace mla::kernels

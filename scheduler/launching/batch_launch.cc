@@ -1,0 +1,74 @@
+#include "scheduler/launching/batch_launch.h"
+
+#include <cstddef>
+#include <utility>
+
+namespace mla::scheduler {
+
+void FormRecords::Reserve(int32_t most) {
+  records.reserve(static_cast<size_t>(most));
+  lengths.reserve(static_cast<size_t>(most));
+  fragments.reserve(static_cast<size_t>(most));
+}
+
+void FormRecords::Clear() {
+  records.clear();
+  lengths.clear();
+  fragments.clear();
+}
+
+void ProjectionRecords::Reserve(int32_t most) {
+  records.reserve(static_cast<size_t>(most));
+  fragments.reserve(static_cast<size_t>(most));
+}
+
+void ProjectionRecords::Clear() {
+  records.clear();
+  fragments.clear();
+}
+
+absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend& backend,
+                                 int32_t index) {
+  slot = index;
+  const int32_t requests = limits.launch_requests;
+  const auto most = static_cast<size_t>(requests);
+  batch.requests.reserve(most);
+  batch.segments.reserve(most);
+  batch.slices.reserve(most);
+  batch.runs.reserve(most);
+  batch.run_segments.reserve(most);
+  layout = kernels::LaunchLayout(backend, index);
+  // KV rows and queries of each request; its output and log-sum-exps, those that no client wants,
+  // and comparisons.
+  layout.Reserve(2 * most, 2 * most + 2);
+  tables.reserve(most);
+  appends.reserve(most);
+  absorbed.Reserve(requests);
+  expanded.Reserve(requests);
+  // One for each slice of fused requests, one for each record of the others.
+  absorbs.Reserve(2 * requests);
+  projects.Reserve(2 * requests);
+  lse.reserve(most);
+  differs.reserve(most);
+  auto floats =
+      backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
+  if (!floats.ok()) return floats.status();
+  unwanted_lse = *std::move(floats);
+  auto flags = backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * sizeof(int32_t));
+  if (!flags.ok()) return flags.status();
+  compared = *std::move(flags);
+  return absl::OkStatus();
+}
+
+void BatchLaunch::Clear() {
+  launch = kernels::Launch();
+  layout.Clear();
+  tables.clear();
+  appends.clear();
+  absorbed.Clear();
+  expanded.Clear();
+  absorbs.Clear();
+  projects.Clear();
+}
+
+}  // namespace mla::scheduler

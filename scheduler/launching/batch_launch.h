@@ -1,0 +1,76 @@
+// A batch with the launch that it becomes, in one slot of the backend: the records that the launch
+// refers to, and the memory that it shares between requests. All of it is made at start.
+#ifndef MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
+#define MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/launch/launch.h"
+#include "kernels/launch/launch_layout.h"
+#include "scheduler/batching/batch.h"
+#include "scheduler/engine.h"
+#include "scheduler/limits.h"
+#include "scheduler/planning/planner.h"
+
+namespace mla::scheduler {
+
+// Records of attention in one form, and what they are planned by.
+struct FormRecords {
+  std::vector<kernels::RequestRecord> records;
+  std::vector<PlanRequest> lengths;                 // by record
+  std::vector<kernels::FragmentedInput> fragments;  // of queries, by record
+  void Reserve(int32_t most);
+  void Clear();
+};
+
+// Records of a projection.
+struct ProjectionRecords {
+  std::vector<kernels::ProjectionRecord> records;
+  std::vector<kernels::FragmentedInput> fragments;  // of inputs, by record
+  void Reserve(int32_t most);
+  void Clear();
+  void Add(const kernels::ProjectionRecord& record, const kernels::FragmentedInput& in = {}) {
+    records.push_back(record);
+    fragments.push_back(in);
+  }
+};
+
+struct BatchLaunch {
+  // Takes memory for any launch within the limits; once, for a configured backend.
+  absl::Status Create(const Limits& limits, kernels::AttentionBackend& backend, int32_t index);
+  // Empties everything but the batch.
+  void Clear();
+
+  int32_t slot = -1;
+  Batch batch;
+  LaunchReport report;
+  kernels::Launch launch;  // refers to what follows; valid until the slot is waited for
+  kernels::LaunchLayout layout;
+  std::vector<kernels::TableRange> tables;  // entries of page tables that changed
+  std::vector<kernels::AppendRecord> appends;
+  FormRecords absorbed, expanded;
+  ProjectionRecords absorbs, projects;
+  // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or
+  // `unwanted_lse` for requests that ask for none.
+  struct LseRows {
+    const float* at = nullptr;  // null: nothing was computed
+    int64_t row_stride = 0;     // floats
+  };
+  std::vector<LseRows> lse;
+  std::unique_ptr<kernels::HostBuffer> unwanted_lse;  // [launch_packed_rows]
+  int64_t unwanted_used = 0;                          // floats of it, from its start
+  int64_t unwanted_left = 0;                          // floats that are not taken from its end
+  float* unwanted_staged = nullptr;                   // where the launch sees it
+  // By position in batch.requests: of a repeat, 1 for each row launched that differs from what is
+  // stored and else 0, in `compared`; null for other requests. Empty without repeats.
+  std::vector<const int32_t*> differs;
+  std::unique_ptr<kernels::HostBuffer> compared;  // [launch_rows]
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_

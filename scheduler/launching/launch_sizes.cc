@@ -1,0 +1,161 @@
+#include "scheduler/launching/launch_sizes.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/launch/launch_layout.h"
+#include "scheduler/planning/planner.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::AttentionForm;
+using kernels::DType;
+using kernels::ElementSize;
+
+// What aligning the places of one request in a region may waste.
+constexpr int64_t kAlignmentBytes = 3 * kernels::kLaunchAlignment;
+
+kernels::Geometry MaxGeometry(const Limits& limits) {
+  kernels::Geometry g;
+  g.num_heads = limits.max_heads;
+  g.kv_lora_rank = limits.max_row_dim;
+  g.rope_dim = limits.max_row_dim;
+  g.nope_dim = limits.max_v_dim;
+  g.v_dim = limits.max_v_dim;
+  return g;
+}
+
+PlanLimits PlanLimitsOf(const Limits& limits) {
+  PlanLimits plan;
+  plan.requests = limits.launch_requests;
+  plan.q_rows = limits.launch_rows;
+  plan.packed_rows = limits.launch_packed_rows;
+  plan.kv_rows = limits.max_sequence_rows;
+  plan.min_heads = 1;
+  plan.max_heads = limits.max_heads;
+  return plan;
+}
+
+// Of a launch, for tensors that are neither the request's nor the cache's. One row of all heads
+// always fits, whatever its dtypes.
+int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  const kernels::BackendInfo& info = backend.Info();
+  const auto between = static_cast<int64_t>(ElementSize(info.widest_absorbed_q()) +
+                                            ElementSize(info.latent_o_dtype));
+  const auto widest = static_cast<int64_t>(2 * ElementSize(DType::kF32));
+  return limits.max_row_dim *
+         std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
+}
+
+// Calls visit(traits) for either form and models of few and of many heads: a backend may cut
+// differently by them.
+template <typename Visit>
+void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backend, Visit&& visit) {
+  for (int32_t heads = 1;; heads = std::min(2 * heads, limits.max_heads)) {
+    for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
+      kernels::AttentionDesc desc;
+      desc.geometry = MaxGeometry(limits);
+      desc.geometry.num_heads = heads;
+      desc.form = form;
+      visit(backend.Traits(desc));
+    }
+    if (heads == limits.max_heads) break;
+  }
+}
+
+}  // namespace
+
+int32_t LaunchSlots(const kernels::AttentionBackend& backend) {
+  // A CPU backend has one set of workers: a second launch could only wait. A GPU overlaps copies
+  // with the running launch.
+  return backend.Info().unified_memory ? 1 : 2;
+}
+
+PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend& backend) {
+  PieceBudget budget;
+  ForEachTraits(limits, backend, [&](const kernels::PlanTraits& traits) {
+    if (traits.fixed_split_rows == 0) return;
+    const int32_t rows = Planner::SplitRows(traits);
+    budget.split_rows = budget.split_rows == 0 ? rows : std::min(budget.split_rows, rows);
+  });
+  if (budget.split_rows == 0) return budget;
+  budget.piece_rows = std::max<int64_t>(limits.launch_packed_rows,
+                                        limits.max_heads * budget.pieces(limits.max_sequence_rows));
+  return budget;
+}
+
+PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend) {
+  PlanCapacity most;
+  const int64_t piece_rows = PieceBudgetOf(limits, backend).piece_rows;
+  ForEachTraits(limits, backend, [&](const kernels::PlanTraits& traits) {
+    PlanLimits plan = PlanLimitsOf(limits);
+    // Tiles that are not cut, and at worst a tile for every piece row.
+    if (traits.fixed_split_rows > 0) plan.kv_rows = 0;
+    PlanCapacity one = Planner::Capacity(plan, traits);
+    if (traits.fixed_split_rows > 0) {
+      one.work_items += piece_rows;
+      one.reduce_tiles = one.reduce_partials = one.partial_rows = piece_rows;
+    }
+    most.units = std::max(most.units, one.units);
+    most.work_items = std::max(most.work_items, one.work_items);
+    most.reduce_tiles = std::max(most.reduce_tiles, one.reduce_tiles);
+    most.reduce_partials = std::max(most.reduce_partials, one.reduce_partials);
+    most.partial_rows = std::max(most.partial_rows, one.partial_rows);
+  });
+  return most;
+}
+
+int64_t PageTableEntries(const Limits& limits) {
+  return int64_t{limits.max_sequences} * limits.max_pages_per_sequence;
+}
+
+int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  const int64_t unwanted_lse = limits.launch_packed_rows * int64_t{sizeof(float)};
+  const int64_t compared = limits.launch_rows * int64_t{sizeof(int32_t)};
+  return PageTableEntries(limits) * int64_t{sizeof(uint32_t)} +
+         (PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot + unwanted_lse + compared) *
+             LaunchSlots(backend);
+}
+
+int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
+  // Elsewhere slices are brought together by the copies into staging memory, which has the room.
+  return backend.Info().unified_memory ? WorkspaceBytes(limits, backend)
+                                       : std::numeric_limits<int64_t>::max();
+}
+
+kernels::BackendLimits BackendLimitsOf(const Limits& limits,
+                                       const kernels::AttentionBackend& backend) {
+  const PlanCapacity plan = PlanCapacityOf(limits, backend);
+  const int64_t packed = limits.launch_packed_rows;
+  const int64_t wide = ElementSize(DType::kF32);
+  kernels::BackendLimits out;
+  out.kv_pool_bytes = limits.kv_cache_bytes;
+  out.page_table_entries = PageTableEntries(limits);
+  out.weights_bytes = limits.weights_bytes;
+  out.weights_slots = limits.max_models * limits.max_layers;
+  out.launch_slots = LaunchSlots(backend);
+  out.launch_requests = limits.launch_requests;
+  out.launch_rows = limits.launch_rows;
+  out.page_ranges = kPageRanges;
+  out.table_ranges = limits.launch_requests;
+  out.launch_packed_rows = packed;
+  out.partial_rows = plan.partial_rows;
+  out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);
+  // Of each request, and of what all have in common.
+  const int64_t alignment = (int64_t{limits.launch_requests} + 1) * kAlignmentBytes;
+  out.staging_in_bytes = (packed + limits.launch_rows) * limits.max_row_dim * wide + alignment;
+  out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide +
+                          limits.launch_rows * int64_t{sizeof(int32_t)} + alignment;
+  // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus
+  // alignment of each record.
+  out.slot_workspace_bytes =
+      WorkspaceBytes(limits, backend) + packed * int64_t{sizeof(float)} + alignment;
+  out.work_items = plan.work_items;
+  out.reduce_tiles = plan.reduce_tiles;
+  out.reduce_partials = plan.reduce_partials;
+  out.max_geometry = MaxGeometry(limits);
+  return out;
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,40 @@
+// How large everything is that launches need: sizes that follow from the limits and the backend.
+//
+// Pure functions, any thread. All but LaunchSlots may be called before the backend is configured.
+#ifndef MLA_SCHEDULER_LAUNCHING_LAUNCH_SIZES_H_
+#define MLA_SCHEDULER_LAUNCHING_LAUNCH_SIZES_H_
+
+#include <cstdint>
+
+#include "kernels/attention_backend.h"
+#include "scheduler/batching/batch.h"
+#include "scheduler/limits.h"
+#include "scheduler/planning/metadata_buffers.h"
+
+namespace mla::scheduler {
+
+// Plans kept: the ones that launches in flight pin, and the ones that alternate between them (each
+// batch may need one per form; workers that drift apart by a layer alternate between few
+// compositions).
+inline constexpr int32_t kPlansPerSlot = 4;
+
+// Launches being prepared or running at a time.
+int32_t LaunchSlots(const kernels::AttentionBackend& backend);
+// Bytes of queries and outputs of fused slices that one launch can bring together.
+int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
+// Sizes of everything that the backend and the plans need under `limits`.
+kernels::BackendLimits BackendLimitsOf(const Limits& limits,
+                                       const kernels::AttentionBackend& backend);
+// What plans hold of one batch where the backend's cuts are fixed: as many piece rows as packed
+// rows, and one row of all heads at the longest context.
+PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend& backend);
+// Of any batch within the limits and PieceBudgetOf.
+PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
+// Entries of the page tables of all sequences.
+int64_t PageTableEntries(const Limits& limits);
+// Host bytes of plans, page tables and buffers that the engine makes.
+int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& backend);
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_LAUNCHING_LAUNCH_SIZES_H_

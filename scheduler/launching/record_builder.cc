@@ -1,0 +1,228 @@
+#include "scheduler/launching/record_builder.h"
+
+namespace mla::scheduler {
+
+using kernels::DType;
+using kernels::ElementSize;
+
+namespace {
+
+constexpr int64_t kRowAlignment = 64;  // that latent rows keep one behind the other, in bytes
+
+}  // namespace
+
+RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
+                                                         const StagedTensors& staged,
+                                                         const BatchKey& key) const {
+  const AttendArgs& args = segment.request->attend;
+  const Model& model = *segment.request->engine.step->model;
+  const kernels::Geometry& g = model.spec->geometry;
+  SegmentTemplate shared;
+  shared.request = segment.request;
+  shared.staged = staged;
+  shared.append.dtype = args.q_dtype;
+  shared.append.kv_row_stride = g.kv_row_dim();
+  shared.append.layer_offset = model.layout.layer_offset(args.layer);
+  shared.append.row_stride = model.layout.row_bytes;
+  shared.append.page_size = model.layout.page_size;
+  shared.append.row_dim = static_cast<int32_t>(g.kv_row_dim());
+  shared.kv_row_bytes = g.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
+  if (args.profile == Profile::kAppendOnly) return shared;
+
+  kernels::RequestRecord& sent = shared.sent;
+  sent = Record(segment);
+  sent.q_head_stride = model.spec->q_dim(args.profile);
+  sent.q_row_stride = sent.q_head_stride * args.num_heads;
+  sent.o_head_stride = model.spec->o_dim(args.profile);
+  sent.o_row_stride = sent.o_head_stride * args.num_heads;
+  sent.lse_head_stride = 1;
+  sent.lse_row_stride = args.num_heads;
+  shared.q_row_bytes = sent.q_row_stride * int64_t(ElementSize(args.q_dtype));
+  shared.o_row_bytes = sent.o_row_stride * int64_t(ElementSize(args.o_dtype));
+  if (args.profile == Profile::kAbsorbed) return shared;
+
+  // The absorbed form of EXPANDED, between its two projections.
+  shared.expanded_min_rows = model.ExpandedMinRows(args.q_dtype);
+  kernels::RequestRecord& latent = shared.latent;
+  latent = sent;
+  latent.q_head_stride = key.geometry.absorbed_q_dim();
+  latent.q_row_stride = latent.q_head_stride * args.num_heads;
+  latent.o_head_stride = key.geometry.kv_lora_rank;
+  latent.o_row_stride = latent.o_head_stride * args.num_heads;
+  shared.latent_q_row_bytes =
+      latent.q_row_stride *
+      int64_t(ElementSize(info_.absorbed_q_dtype(key.q_dtype, key.split_queries)));
+  shared.latent_o_row_bytes = latent.o_row_stride * int64_t(ElementSize(info_.latent_o_dtype));
+  kernels::ProjectionRecord& absorb = shared.absorb;
+  absorb.in_row_stride = sent.q_row_stride;
+  absorb.in_head_stride = sent.q_head_stride;
+  absorb.out_row_stride = latent.q_row_stride;
+  absorb.out_head_stride = latent.q_head_stride;
+  absorb.num_heads = args.num_heads;
+  absorb.head_offset = args.head_offset;
+  absorb.weights_slot = sent.weights_slot;
+  kernels::ProjectionRecord& project = shared.project;
+  project = absorb;
+  project.in_row_stride = latent.o_row_stride;
+  project.in_head_stride = latent.o_head_stride;
+  project.out_row_stride = sent.o_row_stride;
+  project.out_head_stride = sent.o_head_stride;
+  return shared;
+}
+
+void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
+                              const SegmentTemplate& shared) {
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  kernels::AppendRecord& record = to->appends.emplace_back(shared.append);
+  record.kv = shared.staged.kv + skip * shared.kv_row_bytes;
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.first_position = segment.cached();
+  record.rows = segment.rows;
+  if (shared.staged.differs != nullptr) record.differs = shared.staged.differs + skip;
+}
+
+// Takes workspace for segment `index` and for those behind it that need it alike, so that a step of
+// many sequences asks once.
+absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared) {
+  const std::vector<Segment>& segments = to->batch.segments;
+  int64_t rows = segments[index].rows;
+  const bool aligned = shared->latent_q_row_bytes % kRowAlignment == 0 &&
+                       shared->latent_o_row_bytes % kRowAlignment == 0;
+  for (size_t next = index + 1; aligned && next < segments.size(); ++next) {
+    const Segment& segment = segments[next];
+    if (segment.request != shared->request || segment.rows >= shared->expanded_min_rows) break;
+    rows += segment.rows;
+  }
+  absl::StatusOr<void*> q = to->layout.Workspace(rows * shared->latent_q_row_bytes);
+  if (!q.ok()) return q.status();
+  absl::StatusOr<void*> o = to->layout.Workspace(rows * shared->latent_o_row_bytes);
+  if (!o.ok()) return o.status();
+  shared->latent_q = static_cast<std::byte*>(*q);
+  shared->latent_o = static_cast<std::byte*>(*o);
+  shared->latent_rows = rows;
+  return absl::OkStatus();
+}
+
+kernels::RequestRecord RecordBuilder::Record(const Segment& segment) const {
+  const AttendArgs& args = segment.request->attend;
+  const Model& model = *segment.request->engine.step->model;
+  kernels::RequestRecord record{};
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.layer_offset = model.layout.layer_offset(args.layer);
+  record.row_stride = model.layout.row_bytes;
+  record.page_size = model.layout.page_size;
+  record.q_rows = segment.rows;
+  record.kv_rows = segment.cached() + segment.rows;
+  record.num_heads = args.num_heads;
+  record.head_offset = args.head_offset;
+  record.weights_slot =
+      args.profile == Profile::kAbsorbed ? -1 : models_->weights_slot(model, args.layer);
+  record.softmax_scale = static_cast<float>(model.spec->softmax_scale);
+  record.causal = 1;
+  return record;
+}
+
+absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTemplate* shared) {
+  const Segment& segment = to->batch.segments[index];
+  const StagedTensors& staged = shared->staged;
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  const bool in_fragments = staged.q_fragments.bytes > 0;
+  const std::byte* const q = in_fragments ? nullptr : staged.q + skip * shared->q_row_bytes;
+  kernels::FragmentedInput fragments;
+  if (in_fragments) {
+    fragments = staged.q_fragments;
+    fragments.offset += skip * shared->q_row_bytes;
+    fragments.bytes = segment.rows * shared->q_row_bytes;
+  }
+  std::byte* const o = staged.o + skip * shared->o_row_bytes;
+  const bool is_expanded = segment.request->attend.profile == Profile::kExpanded;
+  int32_t rows = segment.rows;
+  if (segment.run >= 0) {
+    const RowRun& run = to->batch.runs[segment.run];
+    if (to->batch.run_segments[run.first] != static_cast<int32_t>(index)) {
+      return absl::OkStatus();  // its rows are in the record of the first
+    }
+    rows = run.rows;
+  }
+  const bool expands = is_expanded && rows >= shared->expanded_min_rows;
+  const bool projects = is_expanded && !expands;
+  FormRecords& form = expands ? to->expanded : to->absorbed;
+  kernels::RequestRecord& record =
+      form.records.emplace_back(projects ? shared->latent : shared->sent);
+  form.fragments.push_back(projects ? kernels::FragmentedInput() : fragments);
+  record.q = q;
+  record.o = o;
+  if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.q_rows = rows;
+  record.kv_rows = segment.cached() + rows;
+  form.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+  if (!projects) return absl::OkStatus();
+
+  if (shared->latent_rows == 0) {
+    if (absl::Status s = TakeLatents(to, index, shared); !s.ok()) return s;
+  }
+  record.q = shared->latent_q;
+  record.o = shared->latent_o;
+  kernels::ProjectionRecord absorb = shared->absorb;
+  absorb.in = q;
+  absorb.out = shared->latent_q;
+  absorb.rows = segment.rows;
+  to->absorbs.Add(absorb, fragments);
+  kernels::ProjectionRecord project = shared->project;
+  project.in = shared->latent_o;
+  project.out = o;
+  project.rows = segment.rows;
+  to->projects.Add(project);
+  shared->latent_q += segment.rows * shared->latent_q_row_bytes;
+  shared->latent_o += segment.rows * shared->latent_o_row_bytes;
+  shared->latent_rows -= segment.rows;
+  return absl::OkStatus();
+}
+
+void RecordBuilder::AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged) {
+  const AttendArgs& args = segment.request->attend;
+  const kernels::Geometry& g = to->batch.key.geometry;
+  const bool absorbed = args.profile == Profile::kAbsorbed;
+  const DType q_dtype =
+      absorbed ? args.q_dtype : info_.absorbed_q_dtype(args.q_dtype, to->batch.key.split_queries);
+  const DType o_dtype = absorbed ? args.o_dtype : info_.latent_o_dtype;
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  kernels::RequestRecord record = Record(segment);
+  record.num_heads = to->batch.slices[segment.slices].heads;
+  record.q_head_stride = g.absorbed_q_dim();
+  record.q_row_stride = record.q_head_stride * record.num_heads;
+  record.o_head_stride = g.kv_lora_rank;
+  record.o_row_stride = record.o_head_stride * record.num_heads;
+  record.lse_head_stride = 1;
+  record.lse_row_stride = record.num_heads;
+  record.q = staged.q + skip * record.q_row_stride * int64_t(ElementSize(q_dtype));
+  record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(o_dtype));
+  if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
+  to->absorbed.records.push_back(record);
+  to->absorbed.fragments.emplace_back();
+  to->absorbed.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+}
+
+absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
+  SegmentTemplate shared;
+  for (size_t i = 0; i < to->batch.segments.size(); ++i) {
+    const Segment& segment = to->batch.segments[i];
+    const StreamRequest& request = *segment.request;
+    if (&request != shared.request) {
+      shared = TemplateOf(segment, staged.request(request.engine.batch_index), to->batch.key);
+    }
+    const kernels::TableRange changed = cache_->TakeTableChange(segment.entry->sequence->slot);
+    if (changed.count > 0) to->tables.push_back(changed);
+    if (shared.staged.kv != nullptr) AddAppend(to, segment, shared);
+    if (request.attend.profile == Profile::kAppendOnly) continue;
+    if (segment.slices >= 0) {
+      AddFused(to, segment, staged.slices(static_cast<size_t>(segment.slices)));
+    } else if (absl::Status s = AddCompute(to, i, &shared); !s.ok()) {
+      return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,68 @@
+// From the staged tensors of a batch to the records of its launch.
+//
+// In EXPANDED, short segments take the absorbed form between two projections (rows grouped by their
+// weights inside the backend), long ones the expanded form; ABSORBED has the absorbed form only. A
+// form that no segment needs is absent: nothing is built for it. Fused slices take the absorbed
+// form in one record over all their heads.
+//
+// Threading: owned by the engine role. Nothing is allocated per launch.
+#ifndef MLA_SCHEDULER_LAUNCHING_RECORD_BUILDER_H_
+#define MLA_SCHEDULER_LAUNCHING_RECORD_BUILDER_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/attention_params.h"
+#include "scheduler/batching/batch.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/launching/batch_launch.h"
+#include "scheduler/launching/tensor_stager.h"
+#include "scheduler/tables/model_table.h"
+
+namespace mla::scheduler {
+
+class RecordBuilder final {
+ public:
+  RecordBuilder(const kernels::BackendInfo& info, kvcache::KvCache* cache, const ModelTable* models)
+      : info_(info), cache_(cache), models_(models) {}
+
+  // Fills the records of `to` for its batch, whose tensors `staged` has placed, and takes the page
+  // table changes that the launch will publish. RESOURCE_EXHAUSTED when the workspace is full.
+  absl::Status Build(const TensorStager& staged, BatchLaunch* to);
+
+ private:
+  // What the records of a request's segments have in common: a decode step has a segment for each
+  // of its sequences, at every layer.
+  struct SegmentTemplate {
+    const StreamRequest* request = nullptr;
+    StagedTensors staged;
+    int32_t expanded_min_rows = 0;  // of EXPANDED: shorter segments take the absorbed form
+    int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
+    kernels::AppendRecord append{};
+    kernels::RequestRecord sent{}, latent{};  // by the tensors sent; between the projections
+    kernels::ProjectionRecord absorb{}, project{};
+    int64_t latent_q_row_bytes = 0, latent_o_row_bytes = 0;
+    // Workspace taken and not yet given to a segment.
+    std::byte *latent_q = nullptr, *latent_o = nullptr;
+    int64_t latent_rows = 0;
+  };
+
+  SegmentTemplate TemplateOf(const Segment& segment, const StagedTensors& staged,
+                             const BatchKey& key) const;
+  kernels::RequestRecord Record(const Segment& segment) const;
+  void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared);
+  // Of segment `index` of the batch.
+  absl::Status AddCompute(BatchLaunch* to, size_t index, SegmentTemplate* shared);
+  absl::Status TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared);
+  void AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged);
+
+  const kernels::BackendInfo& info_;
+  kvcache::KvCache* const cache_;
+  const ModelTable* const models_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_LAUNCHING_RECORD_BUILDER_H_

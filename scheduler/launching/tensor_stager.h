@@ -1,0 +1,72 @@
+// Places the tensors of a batch where its launch reads and writes them.
+//
+// Threading: owned by the engine role. Nothing is allocated per launch.
+#ifndef MLA_SCHEDULER_LAUNCHING_TENSOR_STAGER_H_
+#define MLA_SCHEDULER_LAUNCHING_TENSOR_STAGER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/launch/launch_layout.h"
+#include "scheduler/batching/batch.h"
+#include "scheduler/launching/batch_launch.h"
+#include "scheduler/limits.h"
+#include "scheduler/tables/model_table.h"
+
+namespace mla::scheduler {
+
+// One request's rows of a launch, as the backend sees them.
+struct StagedTensors {
+  const std::byte* kv = nullptr;
+  const std::byte* q = nullptr;
+  kernels::FragmentedInput q_fragments;  // in place of q, if it has bytes
+  std::byte* o = nullptr;
+  float* lse = nullptr;
+  int32_t* differs = nullptr;  // of a repeat
+};
+
+class TensorStager final {
+ public:
+  TensorStager(const Limits& limits, const kernels::BackendInfo& info, const ModelTable* models);
+
+  // Lays out the tensors of to->batch in to->layout. Head slices of the EXPANDED profile get their
+  // projections, too. RESOURCE_EXHAUSTED names what is full.
+  absl::Status Stage(BatchLaunch* to);
+  // Of the last Stage, by position in batch.requests and in batch.slices.
+  const StagedTensors& request(size_t index) const { return requests_[index]; }
+  const StagedTensors& slices(size_t index) const { return slices_[index]; }
+
+ private:
+  absl::Status StageKv(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
+  // Memory for the comparison of repeats with what is stored.
+  absl::Status StageComparisons(BatchLaunch* to);
+  absl::Status StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
+                                   StagedTensors* staged);
+  absl::Status StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged);
+  // `staged` is of all heads, side by side, in the absorbed form.
+  absl::Status StageSlices(BatchLaunch* to, const FusedSlices& slices, StagedTensors* staged);
+  absl::Status StageAbsorbedSlices(BatchLaunch* to, const FusedSlices& slices,
+                                   StagedTensors* staged);
+  absl::Status StageExpandedSlices(BatchLaunch* to, const FusedSlices& slices,
+                                   StagedTensors* staged);
+  absl::Status StageLse(BatchLaunch* to, const FusedSlices& slices, StagedTensors* staged);
+  // Memory for the log-sum-exps that no client wants, which are checked all the same.
+  absl::Status StageUnwantedLse(BatchLaunch* to);
+  // Queries, outputs and log-sum-exps of a run, each in one piece.
+  absl::Status StageRun(BatchLaunch* to, const RowRun& run);
+
+  const int64_t launch_packed_rows_;
+  const kernels::BackendInfo& info_;
+  const ModelTable* const models_;
+  std::vector<StagedTensors> requests_;  // by position in batch.requests
+  std::vector<StagedTensors> slices_;    // by position in batch.slices
+  std::vector<bool> in_run_;             // by position in batch.requests
+  std::vector<kernels::InputPart> in_parts_;
+  std::vector<kernels::OutputPart> out_parts_, lse_parts_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_LAUNCHING_TENSOR_STAGER_H_
