@@ -5,7 +5,7 @@
 // time by whichever thread is free, and after them shares of the merges of split tiles, each of
 // which waits for the pieces of its own tile only. See docs/cpu_kernels.md for the inner loops.
 //
-// Threading: as AttentionBackend demands. Wait lends the calling thread to the launch.
+// Threading: as AttentionBackend demands. Wait computes on the calling thread, too.
 #ifndef MLA_KERNELS_CPU_CPU_BACKEND_H_
 #define MLA_KERNELS_CPU_CPU_BACKEND_H_
 

@@ -321,7 +321,7 @@ TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
   ASSERT_TRUE(waiting->answered());
   EXPECT_TRUE(absl::IsAborted(waiting->status)) << waiting->status;
   // A selection of a tenant that has no row must not reach rows of others.
-  EXPECT_EQ(h->core().EvictSequences({"nobody", {}, ""}, &missing), 0);
+  EXPECT_EQ(h->core().EvictSequences({"unknown", {}, ""}, &missing), 0);
   EXPECT_EQ(h->Get(second.id).id, second.id);
   Fault fault;
   ASSERT_TRUE(h->Begin(stream, 2, {{second.id, 1, 0, 2}})->status.ok());

@@ -93,7 +93,8 @@ TEST_F(ProcessEndTest, AStopInTimeIsLeftAlone) {
   EXPECT_EXIT(stop(), ExitedWithCode(server::kExitDrained), "");
 }
 
-// The first thread may be the engine's, the poller's or a housekeeper's: some run already then.
+// The first thread may be the engine's, the poller's or one that maintains streams: some run
+// already then.
 TEST_F(ProcessEndTest, NoThreadLeftIsAFailedStart) {
   for (const int threads : {0, 1, 3, 4}) {
     EXPECT_EXIT(StartWith(threads), ExitedWithCode(server::kExitNotStarted), "start_failed.*thread")

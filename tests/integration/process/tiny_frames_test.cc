@@ -166,12 +166,12 @@ TEST_F(TinyFramesTest, QueriesInCrumbsAreGathered) {
   const std::string whole = Outputs(16384, kv, q);
   const uint64_t between = client_->GetStats()->copied_bytes();
   EXPECT_EQ(between - before, kv.size());
-  const std::string crumbs = Outputs(48, kv, q);
+  const std::string small = Outputs(48, kv, q);
   EXPECT_EQ(client_->GetStats()->copied_bytes() - between, kv.size() + q.size());
   // The first row sees itself alone.
   EXPECT_EQ(whole.substr(0, 64), kv.substr(0, 64));
   EXPECT_EQ(whole.size(), kRows * 16 * 32 * 2);
-  EXPECT_EQ(crumbs, whole);
+  EXPECT_EQ(small, whole);
 }
 
 }  // namespace

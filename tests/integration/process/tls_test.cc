@@ -40,7 +40,7 @@ class Authority {
     Make("red", "ca", "/CN=ignored", "DNS:red", 30);
     Make("alias", "ca", "/CN=blue", "DNS:red,DNS:blue", 30);
     Make("blue", "ca", "/CN=blue", "", 30);
-    Make("nameless", "ca", "/O=nobody", "", 30);
+    Make("nameless", "ca", "/O=none", "", 30);
     Make("foreign", "other", "/CN=red", "DNS:red", 30);
     Make("expired", "ca", "/CN=red", "DNS:red", -1);
   }

@@ -184,7 +184,7 @@ TEST_F(SharedTensorsTest, EqualsThePayload) {
 }
 
 TEST_F(SharedTensorsTest, ForgedForeignAndStaleHandlesAreTheSame) {
-  const auto foreign = Region(server_, false, "somebody");
+  const auto foreign = Region(server_, false, "other-tenant");
   auto stale = Region(server_, false);
   const std::string stale_handle(stale->handle());
   stale.reset();

@@ -1,0 +1,63 @@
+"""Words that the tree does without: riddles, persons in place of parts, and names that a standard
+term replaces. The comment of each line says what to write instead."""
+
+import re
+import unittest
+
+from test_tidy import read, tracked
+
+# Regular expressions of whole words, in any case unless they contain a capital letter.
+BANNED = (
+    r"knock(s|ed|ing)?",                     # connect
+    r"door",                                 # socket, listener
+    r"greet\w*",                             # handshake
+    r"errands?|desk|housekeep\w*",           # maintenance
+    r"crumbs?",                              # small fragments
+    r"seats?|polling duty",                  # poller thread, poll ownership
+    r"patience",                             # timeout
+    r"ladders?|rungs?",                      # candidates, selection
+    r"signs? of life",                       # heartbeat
+    r"loans?|lend(s|ing)?|lent",             # borrowed buffer
+    r"sleeping words?",                      # waiter flag
+    r"nobody|somebody|whoever|everybody",    # no thread, a client, every caller
+    r"anew|in vain|lets? go of",             # again, without effect, releases
+    r"shall",                                # must, or the plain present
+    r"rare_path_begins",
+    r"TakeBack|Discharge|TakePlace|Departure",
+    r"SliceTable|AttendPreparer|CopyTeam|TouchTeam|StreamPoller|BackendRung",
+    r"slice_table|attend_preparer|copy_team|touch_team|stream_poller|process_end",
+    r"kGrpc|(submit|complete)_bell",
+)
+# Not prose of ours: texts of others, and what the demo's model reads.
+EXCEPT = re.compile(r"LICENSE|client/demo/text\.txt|tests/tidy/test_words\.py"
+                    r"|kernels/attention_backend\.h|kernels/hip/(common|host)/")
+
+
+def pattern():
+    insensitive = "|".join(word for word in BANNED if word.islower())
+    exact = "|".join(word for word in BANNED if not word.islower())
+    return re.compile(rf"\b(?:(?i:{insensitive})|{exact})\b")
+
+
+class WordsTest(unittest.TestCase):
+    def test_words_are_plain(self):
+        banned = pattern()
+        faults = []
+        for path in tracked():
+            if EXCEPT.match(path):
+                continue
+            for number, line in enumerate(read(path).split("\n"), 1):
+                for found in banned.finditer(line):
+                    faults.append(f"{path}:{number}: {found.group(0)}")
+        self.assertFalse(faults, "\n" + "\n".join(faults))
+
+    def test_the_rule_finds_what_it_bans(self):
+        banned = pattern()
+        for text in ("Nobody waits", "class SliceTable {", "copy_team.h", "a rung", "In vain"):
+            self.assertTrue(banned.search(text), text)
+        for text in ("HeadSliceTable", "head_slice_table.h", "doorbell", "indoors"):
+            self.assertFalse(banned.search(text), text)
+
+
+if __name__ == "__main__":
+    unittest.main()
