@@ -13,10 +13,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "scheduler/model.h"
 #include "scheduler/request.h"
 
@@ -31,7 +32,7 @@ class StreamSteps final {
  public:
   // False when the stream has no such open step; `shape` is then unchanged.
   bool Find(StepId id, StepShape* shape) const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = Position(id);
     if (found == steps_.end()) return false;
     *shape = found->second;
@@ -39,12 +40,12 @@ class StreamSteps final {
   }
 
   void Add(StepId id, StepShape shape) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (Position(id) == steps_.end()) steps_.emplace_back(id, std::move(shape));
   }
 
   void Remove(StepId id) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = Position(id);
     if (found == steps_.end()) return;
     const auto at = steps_.begin() + (found - steps_.cbegin());
@@ -54,14 +55,13 @@ class StreamSteps final {
 
  private:
   using Steps = std::vector<std::pair<StepId, StepShape>>;  // Limits::max_open_steps at most
-  // REQUIRES: mutex_ held.
-  Steps::const_iterator Position(StepId id) const {
+  Steps::const_iterator Position(StepId id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return std::find_if(steps_.begin(), steps_.end(),
                         [id](const auto& step) { return step.first == id; });
   }
 
-  mutable std::mutex mutex_;
-  Steps steps_;
+  mutable Mutex mutex_;
+  Steps steps_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::scheduler

@@ -75,7 +75,7 @@ TenantTable::TenantTable(TenantTableOptions options) : options_(std::move(option
 TenantTable::~TenantTable() = default;
 
 absl::StatusOr<TenantRef> TenantTable::Enter(absl::string_view name, Fault* fault) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto found = rows_.find(name); found != rows_.end()) {
     return TenantRef(found->second.get());
   }
@@ -97,19 +97,19 @@ absl::StatusOr<TenantRef> TenantTable::Enter(absl::string_view name, Fault* faul
 }
 
 TenantKey TenantTable::Find(absl::string_view name) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = rows_.find(name);
   return found == rows_.end() ? kNoTenant : found->second->key_;
 }
 
 TenantRef TenantTable::Get(TenantKey key) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = by_key_.find(key);
   return found == by_key_.end() ? TenantRef() : TenantRef(found->second);
 }
 
 int32_t TenantTable::weight(TenantKey key) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = by_key_.find(key);
   return found == by_key_.end() ? 1 : found->second->weight_.load(std::memory_order_relaxed);
 }
@@ -181,7 +181,7 @@ bool TenantTable::Idle(const Tenant& tenant) const {
 }
 
 void TenantTable::DropIdle() {
-  absl::erase_if(rows_, [this](const auto& row) {
+  absl::erase_if(rows_, [this](const auto& row) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!Idle(*row.second)) return false;
     by_key_.erase(row.second->key_);
     return true;
@@ -222,7 +222,7 @@ void TenantTable::SetServerBound(Resource resource, int64_t bound) {
 
 absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& quota, bool reset,
                                    Fault* fault) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!runtime_.contains(name) && static_cast<int32_t>(runtime_.size()) >= options_.max_tenants) {
     return RefuseField(fault, "tenant", absl::StrCat("one more than ", runtime_.size()),
                        absl::StrCat("at most ", options_.max_tenants, " tenants with quotas"),
@@ -254,13 +254,13 @@ TenantUsage TenantTable::UsageOf(const std::string& name, const Tenant* tenant) 
 }
 
 TenantUsage TenantTable::Usage(const std::string& name) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = rows_.find(name);
   return UsageOf(name, found == rows_.end() ? nullptr : found->second.get());
 }
 
 std::vector<TenantUsage> TenantTable::Usages() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::set<std::string> names;
   for (const auto& row : rows_) names.insert(row.first);
   for (const auto& quota : options_.quotas) names.insert(quota.first);
@@ -274,7 +274,7 @@ std::vector<TenantUsage> TenantTable::Usages() const {
 }
 
 int32_t TenantTable::size() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return static_cast<int32_t>(rows_.size());
 }
 

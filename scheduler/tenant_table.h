@@ -29,17 +29,18 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/mutex.h"
 #include "scheduler/fault.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
 
@@ -244,20 +245,22 @@ class TenantTable {
  private:
   static bool Add(std::atomic<int64_t>& used, int64_t amount, int64_t bound);
   bool Idle(const Tenant& tenant) const;
-  void DropIdle();
-  void ApplyQuota(Tenant& tenant) const;
-  std::pair<int64_t, BoundSource> BoundFor(const std::string& name, Resource resource) const;
-  int32_t WeightFor(const std::string& name) const;
-  TenantUsage UsageOf(const std::string& name, const Tenant* tenant) const;
+  void DropIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ApplyQuota(Tenant& tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::pair<int64_t, BoundSource> BoundFor(const std::string& name, Resource resource) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int32_t WeightFor(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  TenantUsage UsageOf(const std::string& name, const Tenant* tenant) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const TenantTableOptions options_;
   Tenant server_;
   PerResource<std::atomic<uint64_t>> tenant_refusals_;
-  mutable std::mutex mutex_;
-  TenantKey last_key_ = kNoTenant;
-  absl::flat_hash_map<std::string, std::unique_ptr<Tenant>> rows_;
-  absl::flat_hash_map<TenantKey, Tenant*> by_key_;
-  std::map<std::string, TenantQuota> runtime_;
+  mutable Mutex mutex_;
+  TenantKey last_key_ ABSL_GUARDED_BY(mutex_) = kNoTenant;
+  absl::flat_hash_map<std::string, std::unique_ptr<Tenant>> rows_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<TenantKey, Tenant*> by_key_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, TenantQuota> runtime_ ABSL_GUARDED_BY(mutex_);
 };
 
 // Counts page groups and slabs of one model for its tenant.

@@ -8,16 +8,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <limits>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/mutex.h"
 #include "base/usable_cpus.h"
 #include "client/cpp/channel.h"
 #include "client/cpp/session.h"
@@ -84,10 +84,10 @@ struct Client::Impl {
   v1::GetServerInfoReply info;
   std::atomic<uint64_t> next_step{Random64() >> 1};  // far from other clients' ids
 
-  std::mutex mutex;  // guards what follows
-  std::condition_variable stopped;
-  bool stop = false;
-  absl::Status lost;  // not OK once another boot id was seen
+  Mutex mutex;
+  CondVar stopped;
+  bool stop ABSL_GUARDED_BY(mutex) = false;
+  absl::Status lost ABSL_GUARDED_BY(mutex);  // not OK once another boot id was seen
   std::thread renewer;
 
   void Prepare(grpc::ClientContext* context, Millis extra = Millis(0)) const {
@@ -97,13 +97,13 @@ struct Client::Impl {
   }
 
   absl::Status CheckBoot(uint64_t boot_id) {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (lost.ok() && boot_id != info.boot_id()) lost = RestartedError(info.boot_id(), boot_id);
     return lost;
   }
 
   absl::Status Lost() {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     return lost;
   }
 
@@ -188,12 +188,13 @@ struct Client::Impl {
     const Millis period = std::max(lease / 3, Millis(1));
     const Millis timeout = std::clamp(Millis(options.call_timeout_ms), Millis(1), period);
     Millis pause = period;
-    std::unique_lock lock(mutex);
-    while (!stopped.wait_for(lock, pause, [this] { return stop; })) {
-      lock.unlock();
+    MutexLock lock(mutex);
+    while (!stopped.WaitFor(lock, pause,
+                            [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { return stop; })) {
+      lock.Unlock();
       // A failure is seen by the next call that matters; a restart is remembered by CheckBoot.
       pause = RenewLeases(timeout).ok() ? period : std::max(period / 4, kLeastRenewalPause);
-      lock.lock();
+      lock.Lock();
     }
   }
 };
@@ -247,9 +248,9 @@ Client::Client(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Client::~Client() {
   {
-    const std::lock_guard lock(impl_->mutex);
+    const MutexLock lock(impl_->mutex);
     impl_->stop = true;
-    impl_->stopped.notify_all();
+    impl_->stopped.NotifyAll();
   }
   if (impl_->renewer.joinable()) impl_->renewer.join();
 }

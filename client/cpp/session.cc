@@ -167,13 +167,13 @@ Step::~Step() {
 
 absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
   {
-    const std::lock_guard lock(models_mutex_);
+    const MutexLock lock(models_mutex_);
     if (const auto known = models_.find(id); known != models_.end()) return known->second;
   }
   // Without the lock, so that steps of known models need not wait for this call.
   const auto list = client_->ListModels();
   if (!list.ok()) return list.status();
-  const std::lock_guard lock(models_mutex_);
+  const MutexLock lock(models_mutex_);
   for (const v1::ModelInfo& info : list->models()) {
     models_.insert_or_assign(info.model().model_id(), info.model());
   }

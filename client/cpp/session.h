@@ -17,14 +17,15 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "client/cpp/client.h"
 #include "mla/v1/attention.pb.h"
 
@@ -140,8 +141,9 @@ class Session final {
 
   Client* client_ = nullptr;
   std::shared_ptr<StepStream> stream_;
-  std::mutex models_mutex_;
-  std::map<std::string, v1::ModelSpec> models_;  // as the server has them
+  Mutex models_mutex_;
+  std::map<std::string, v1::ModelSpec> models_
+      ABSL_GUARDED_BY(models_mutex_);  // as the server has them
 };
 
 }  // namespace mla::client

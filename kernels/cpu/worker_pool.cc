@@ -112,13 +112,14 @@ void WorkerPool::Start(Job& job) {
     if (job.phase_items[phase] > 0) job.last_phase = phase;
   }
   OpenPhase(job, 0);
+  bool wake = options_.threads > 1;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     queue_[(head_ + queued_) % queue_.size()] = &job;
     if (++queued_ == 1) OpenGate(job);
+    wake |= caller_polls_;  // with one thread in all, the caller's own place is the only one
   }
-  // With one thread in all, the caller's own place is the only one.
-  if (options_.threads > 1 || caller_polls_) WakeThreads();
+  if (wake) WakeThreads();
 }
 
 bool WorkerPool::CanEnter(uint64_t gate, bool is_caller) const {
@@ -162,7 +163,7 @@ void WorkerPool::Leave() {
 void WorkerPool::Close(Job& job) {
   bool more = false;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     job.nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::steady_clock::now() - job.begin)
                           .count();
@@ -171,14 +172,14 @@ void WorkerPool::Close(Job& job) {
     if (more) OpenGate(*queue_[head_ % queue_.size()]);
     job.done.store(true, std::memory_order_release);
   }
-  done_.notify_all();
+  done_.NotifyAll();
   if (more) WakeThreads();
 }
 
 bool WorkerPool::Done(Job& job) {
   if (job.done.load(std::memory_order_acquire)) return true;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     if (caller_polls_) return false;
     caller_polls_ = true;
     gate_.fetch_and(~kKept, std::memory_order_acq_rel);
@@ -189,7 +190,7 @@ bool WorkerPool::Done(Job& job) {
 
 int64_t WorkerPool::Wait(Job& job) {
   if (!job.done.load(std::memory_order_acquire)) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     caller_polls_ = false;  // from the next job on, a place is kept again
   }
   // The last items of others rarely take longer than a wake-up would.
@@ -208,8 +209,8 @@ int64_t WorkerPool::Wait(Job& job) {
       for (int32_t i = 0; i < 32; ++i) Pause();
       continue;
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] {
+    MutexLock lock(mutex_);
+    done_.Wait(lock, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       return job.done.load(std::memory_order_acquire) ||
              CanEnter(gate_.load(std::memory_order_acquire), /*is_caller=*/true);
     });

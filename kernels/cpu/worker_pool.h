@@ -3,7 +3,7 @@
 // A job is a list of phases, each with a number of items; all items of a phase finish before the
 // next phase begins. Items are handed out one at a time by an atomic counter, so a slow thread
 // takes fewer of them. At most `threads` threads work at a time, and one of these places is kept
-// for the thread that waits: Wait lends the caller. A caller that polls Done instead gives its
+// for the thread that waits: Wait works, too. A caller that polls Done instead gives its
 // place to a thread of the pool. Sleeping threads cost nothing; a thread that ran out of work polls
 // for `spin_us` before it sleeps, so back-to-back launches make no system call.
 //
@@ -13,12 +13,13 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::kernels::cpu {
 
@@ -76,8 +77,8 @@ class WorkerPool {
   static constexpr uint64_t kPlace = uint64_t{1} << 16;
 
   void ThreadMain(int32_t index);
-  // REQUIRES: mutex_ held, the gate shut.
-  void OpenGate(Job& job);
+  // REQUIRES: the gate is shut.
+  void OpenGate(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool CanEnter(uint64_t gate, bool is_caller) const;
   // Goes in, works until the job has no more items and comes out; false when there was no place.
   bool Participate(bool is_caller);
@@ -94,11 +95,12 @@ class WorkerPool {
   std::atomic<Job*> head_job_{nullptr};
   std::atomic<int32_t> news_{0};  // changes when a sleeping thread should look again
   std::atomic<bool> stop_{false};
-  std::mutex mutex_;
-  std::condition_variable done_;  // a job is done, or the next one open
-  std::vector<Job*> queue_;       // ring
-  size_t head_ = 0, queued_ = 0;
-  bool caller_polls_ = false;  // the caller's place goes to the pool
+  Mutex mutex_;
+  CondVar done_;                                     // a job is done, or the next one open
+  std::vector<Job*> queue_ ABSL_GUARDED_BY(mutex_);  // ring
+  size_t head_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t queued_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool caller_polls_ ABSL_GUARDED_BY(mutex_) = false;  // the caller's place goes to the pool
   std::vector<std::thread> threads_;
 };
 

@@ -31,10 +31,10 @@ ParallelCopier::ParallelCopier(const ParallelCopierOptions& options) : options_(
 
 ParallelCopier::~ParallelCopier() {
   {
-    const std::lock_guard lock(sleep_);
+    const MutexLock lock(sleep_);
     stop_ = true;
   }
-  wake_.notify_all();
+  wake_.NotifyAll();
   for (std::thread& helper : helpers_) helper.join();
 }
 
@@ -57,8 +57,7 @@ bool ParallelCopier::CopyPiece(bool helping) {
 
 void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
                             std::byte* to) {
-  std::unique_lock lock(busy_, std::defer_lock);
-  if (size < kSharedBytes || helpers_.empty() || !lock.try_lock()) {
+  if (size < kSharedBytes || helpers_.empty() || !busy_.TryLock()) {
     return GatherBytes(fragments, offset, size, to);
   }
   job_ = {fragments, offset, size, to};
@@ -68,9 +67,9 @@ void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, 
   unclaimed_.store(pieces, std::memory_order_seq_cst);
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     {
-      const std::lock_guard sleepers(sleep_);
+      const MutexLock sleepers(sleep_);
     }
-    wake_.notify_all();
+    wake_.NotifyAll();
   }
   while (CopyPiece(false)) {
   }
@@ -82,6 +81,7 @@ void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, 
       unfinished_.wait(left, std::memory_order_acquire);
     }
   }
+  busy_.Unlock();
 }
 
 void ParallelCopier::Help() {
@@ -95,9 +95,11 @@ void ParallelCopier::Help() {
     const auto now = Clock::now();
     if (copied) last = now;
     if (now - last < std::chrono::microseconds(options_.spin_us)) continue;
-    std::unique_lock lock(sleep_);
+    MutexLock lock(sleep_);
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
-    wake_.wait(lock, [this] { return stop_ || unclaimed_.load(std::memory_order_seq_cst) > 0; });
+    wake_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sleep_) {
+      return stop_ || unclaimed_.load(std::memory_order_seq_cst) > 0;
+    });
     sleeping_.fetch_sub(1, std::memory_order_seq_cst);
     last = Clock::now();
   }

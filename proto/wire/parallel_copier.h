@@ -15,13 +15,14 @@
 #define MLA_PROTO_WIRE_PARALLEL_COPIER_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <thread>
 #include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::wire {
 
@@ -68,15 +69,15 @@ class ParallelCopier final {
   void Help();
 
   const ParallelCopierOptions options_;
-  std::mutex busy_;  // held by the Copy that has the helpers
-  Job job_;          // may be read by a thread from its claim of a piece until it finishes it
+  Mutex busy_;  // held by the Copy that has the helpers
+  Job job_;     // may be read by a thread from its claim of a piece until it finishes it
   // Pieces that no thread has claimed.
   alignas(64) std::atomic<uint32_t> unclaimed_{0};
   alignas(64) std::atomic<uint32_t> unfinished_{0};
   std::atomic<uint64_t> helped_{0};
 
-  std::mutex sleep_;
-  std::condition_variable wake_;
+  Mutex sleep_;
+  CondVar wake_;
   std::atomic<int32_t> sleeping_{0};
   std::atomic<bool> stop_{false};
   std::vector<std::thread> helpers_;

@@ -4,40 +4,43 @@ namespace mla::scheduler {
 
 void AnswerQueue::Start(std::function<void()> after_delivery) {
   after_delivery_ = std::move(after_delivery);
-  running_ = true;
+  {
+    const MutexLock lock(mutex_);
+    running_ = true;
+  }
   thread_ = std::thread([this] { Run(); });
 }
 
 void AnswerQueue::Stop() {
   Flush();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
   }
-  work_.notify_one();
+  work_.NotifyOne();
   if (thread_.joinable()) thread_.join();
 }
 
 void AnswerQueue::Push(const AnswerList& answers) {
   if (answers.empty()) return;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     waiting_.Append(answers);
     pushed_ += answers.size;
     wanted_ = true;
   }
-  work_.notify_one();
+  work_.NotifyOne();
 }
 
 AnswerList AnswerQueue::PushAndClaim(const AnswerList& answers) {
   if (answers.empty()) return {};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   waiting_.Append(answers);
   pushed_ += answers.size;
   return busy_ ? AnswerList() : Claim();
 }
 
-// REQUIRES: mutex_ held and not claimed.
+// REQUIRES: not claimed.
 AnswerList AnswerQueue::Claim() {
   busy_ = true;
   wanted_ = false;
@@ -65,14 +68,14 @@ void AnswerQueue::DeliverFirst(AnswerList* answers) {
 
 // True if the caller must go on with what `claimed` has become.
 bool AnswerQueue::EndDelivery(AnswerList* claimed) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   delivered_ += std::exchange(delivered_now_, 0);
   busy_ = false;
-  if (flushing_ > 0) done_.notify_all();
+  if (flushing_ > 0) done_.NotifyAll();
   if (waiting_.empty()) return false;
   if (running_ && std::this_thread::get_id() != thread_.get_id()) {
     wanted_ = true;
-    work_.notify_one();
+    work_.NotifyOne();
     return false;
   }
   *claimed = Claim();
@@ -80,37 +83,39 @@ bool AnswerQueue::EndDelivery(AnswerList* claimed) {
 }
 
 void AnswerQueue::Flush() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const int64_t target = pushed_;
   while (delivered_ < target) {
     if (busy_) {
       ++flushing_;
-      done_.wait(lock);
+      done_.Wait(lock);
       --flushing_;
       continue;
     }
     const AnswerList claimed = Claim();
-    lock.unlock();
+    lock.Unlock();
     Deliver(claimed);
     if (after_delivery_) after_delivery_();
-    lock.lock();
+    lock.Lock();
   }
 }
 
 void AnswerQueue::Run() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (true) {
-    work_.wait(lock, [this] { return stop_ || (wanted_ && !busy_); });
+    work_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return stop_ || (wanted_ && !busy_);
+    });
     if (waiting_.empty() || busy_) {
       wanted_ = false;
       if (stop_) return;
       continue;
     }
     const AnswerList claimed = Claim();
-    lock.unlock();
+    lock.Unlock();
     Deliver(claimed);
     if (after_delivery_) after_delivery_();
-    lock.lock();
+    lock.Lock();
   }
 }
 

@@ -16,13 +16,13 @@
 #define MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
@@ -89,7 +89,7 @@ class AnswerQueue final {
  private:
   void DeliverFirst(AnswerList* answers);
   bool EndDelivery(AnswerList* claimed);
-  AnswerList Claim();
+  AnswerList Claim() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
   const Fault none_;
@@ -98,14 +98,16 @@ class AnswerQueue final {
   std::atomic<bool> busy_{false};  // a thread is delivering; set with mutex_ held
   std::function<void()> after_delivery_;
 
-  std::mutex mutex_;              // guards everything below
-  std::condition_variable work_;  // for the queue's thread
-  std::condition_variable done_;  // for Flush
-  AnswerList waiting_;
-  bool wanted_ = false;   // the queue's thread is to deliver what waits
-  int32_t flushing_ = 0;  // threads in Flush
-  int64_t pushed_ = 0, delivered_ = 0;
-  bool running_ = false, stop_ = false;
+  Mutex mutex_;
+  CondVar work_;  // for the queue's thread
+  CondVar done_;  // for Flush
+  AnswerList waiting_ ABSL_GUARDED_BY(mutex_);
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // the queue's thread is to deliver what waits
+  int32_t flushing_ ABSL_GUARDED_BY(mutex_) = 0;  // threads in Flush
+  int64_t pushed_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t delivered_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool running_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -1,4 +1,6 @@
 #include "scheduler/engine.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 #include <sys/random.h>
 
@@ -53,26 +55,26 @@ class Engine::Impl {
   // Holds the role for its lifetime, then delivers the answers given meanwhile. Control calls
   // announce themselves so that the engine's thread, which would otherwise take the role again at
   // once, lets them in.
-  class Role {
+  class ABSL_SCOPED_LOCKABLE Role {
    public:
-    explicit Role(Impl& impl) : impl_(impl) {
+    explicit Role(Impl& impl) ABSL_EXCLUSIVE_LOCK_FUNCTION(impl.role_) : impl_(impl) {
       ++impl_.waiting_for_role_;
-      impl_.role_.lock();
+      impl_.role_.Lock();
       --impl_.waiting_for_role_;
       impl_.holder_ = std::this_thread::get_id();
     }
-    // Takes over a role that try_lock has got.
-    Role(Impl& impl, std::adopt_lock_t) : impl_(impl) {
+    // Takes over a role that TryLock has got.
+    Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {
       impl_.holder_ = std::this_thread::get_id();
     }
-    ~Role() {
+    ~Role() ABSL_UNLOCK_FUNCTION() {
       // What waits for siblings or KV rows is no work: its time is NextTick.
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
       const LaunchReports reports = impl_.core_->TakeReports();
       impl_.holder_ = std::thread::id();
-      impl_.role_.unlock();
+      impl_.role_.Unlock();
       if (std::this_thread::get_id() == impl_.engine_thread_) {
         impl_.answers_.Deliver(answers);
         impl_.Observe(reports);
@@ -110,7 +112,7 @@ class Engine::Impl {
     return fn(*core_);
   }
 
-  void Drain() {
+  void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     StreamRequest* request = inbox_.TakeAll();
     while (request != nullptr) {
       StreamRequest* const next = request->engine.next;
@@ -121,7 +123,7 @@ class Engine::Impl {
   }
 
   // One round of the engine; true if it did anything.
-  bool Round() {
+  bool Round() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     Drain();
     const MonotonicNanos now = clock_->Now();
     if (now >= core_->NextTick()) core_->Tick();
@@ -140,7 +142,7 @@ class Engine::Impl {
 
   // Rounds until there is nothing to do, others want the role, or there are answers and no work
   // that could go on while they are delivered. True in the last case.
-  bool RunRounds() {
+  bool RunRounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     bool busy = true;
     while (busy && waiting_for_role_ == 0 && !stopping_) {
       busy = Round();
@@ -169,6 +171,9 @@ class Engine::Impl {
     }
   }
 
+  // For Admit, the table of tenants and the registration of memory, which need no role.
+  EngineCore& AnyThread() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *core_; }
+
   void LetOthersIn() const {
     for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
   }
@@ -179,7 +184,7 @@ class Engine::Impl {
     if (options_.inline_work <= 0) return inbox_.Wake();
     bool left = false;
     for (int i = 0; i < kInlineLaunches; ++i) {
-      if (answers_.busy() || !role_.try_lock()) break;
+      if (answers_.busy() || !role_.TryLock()) break;
       left = false;
       {
         Role role(*this, std::adopt_lock);
@@ -198,10 +203,10 @@ class Engine::Impl {
 
   const EngineOptions options_;
   Clock* const clock_;
-  std::unique_ptr<EngineCore> core_;
+  std::unique_ptr<EngineCore> core_ ABSL_PT_GUARDED_BY(role_);
   kernels::BackendInfo info_;
 
-  std::mutex role_;
+  Mutex role_;
   std::atomic<std::thread::id> holder_{};
   std::atomic<int> waiting_for_role_{0};
   std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
@@ -226,11 +231,11 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
       EngineCore::Create(options, std::move(backend), clock,
                          options.ids != nullptr ? options.ids : std::function(RandomId));
   if (!core.ok()) return core.status();
-  impl->core_ = *std::move(core);
-  impl->core_->CollectAnswers();
+  (*core)->CollectAnswers();
   Impl* raw = impl.get();
-  raw->core_->models().set_on_gone(
+  (*core)->models().set_on_gone(
       [raw](const Model& model) { raw->directory_.Erase(model.account->name(), model.spec->id); });
+  impl->core_ = *std::move(core);
   if (options.dedicated_thread) {
     impl->answers_.Start([raw] {
       if (!raw->inbox_.empty()) raw->inbox_.Wake();
@@ -279,7 +284,7 @@ absl::Status Engine::Submit(StreamRequest* request, Fault* fault) {
   if (impl_->stopping_) {
     return Refuse(fault, absl::StatusCode::kUnavailable, "the server stops", "stopped", 1000);
   }
-  const absl::Status admitted = impl_->core_->Admit(request, fault);
+  const absl::Status admitted = impl_->AnyThread().Admit(request, fault);
   if (!admitted.ok()) return admitted;
   request->engine.arrival_ns = impl_->clock_->Now();
   impl_->inbox_.Push(request);
@@ -414,7 +419,7 @@ EngineStats Engine::Stats() {
 }
 
 const std::shared_ptr<TenantTable>& Engine::tenants() const {
-  return impl_->core_->shared_tenants();
+  return impl_->AnyThread().shared_tenants();
 }
 
 int32_t Engine::EvictSequences(const SequenceSelection& selection,
@@ -441,11 +446,11 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> Engine::AllocateHost(size_t
 }
 
 absl::Status Engine::RegisterHost(std::span<std::byte> memory) {
-  return impl_->core_->backend().RegisterHost(memory);  // without the role: it takes a while
+  return impl_->AnyThread().backend().RegisterHost(memory);  // without the role: it takes a while
 }
 
 void Engine::UnregisterHost(std::span<std::byte> memory) {
-  impl_->core_->backend().UnregisterHost(memory);
+  impl_->AnyThread().backend().UnregisterHost(memory);
 }
 
 void Engine::StartDrain() {

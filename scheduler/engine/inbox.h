@@ -4,10 +4,10 @@
 #define MLA_SCHEDULER_ENGINE_INBOX_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "scheduler/clock.h"
 #include "scheduler/request.h"
 
@@ -18,7 +18,7 @@ class Inbox {
  public:
   void Push(StreamRequest* request) {
     request->engine.next = nullptr;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     (tail_ == nullptr ? head_ : tail_->engine.next) = request;
     tail_ = request;
     filled_.store(true, std::memory_order_release);
@@ -27,7 +27,7 @@ class Inbox {
   // Everything pushed so far, linked by engine.next in order of arrival; null if nothing.
   StreamRequest* TakeAll() {
     if (empty()) return nullptr;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     StreamRequest* const first = head_;
     head_ = tail_ = nullptr;
     filled_.store(false, std::memory_order_release);
@@ -39,27 +39,28 @@ class Inbox {
   // Wakes the waiter; a wake without a waiter is kept.
   void Wake() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mutex_);
       woken_ = true;
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
   }
 
   // Sleeps until something was pushed and not taken, Wake was called, or `nanos` have passed.
   void Wait(int64_t nanos) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait_for(lock, std::chrono::nanoseconds(nanos),
-                   [this] { return woken_ || head_ != nullptr; });
+    MutexLock lock(mutex_);
+    wake_.WaitFor(lock, std::chrono::nanoseconds(nanos),
+                  [this]()
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return woken_ || head_ != nullptr; });
     woken_ = false;
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  StreamRequest* head_ = nullptr;
-  StreamRequest* tail_ = nullptr;
+  Mutex mutex_;
+  CondVar wake_;
+  StreamRequest* head_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  StreamRequest* tail_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::atomic<bool> filled_{false};
-  bool woken_ = false;
+  bool woken_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mla::scheduler

@@ -7,15 +7,15 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
-#include <shared_mutex>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "scheduler/model.h"
 
 namespace mla::scheduler {
@@ -25,12 +25,12 @@ class ModelDirectory {
   using Entry = std::pair<std::string, std::shared_ptr<const ModelSpec>>;  // tenant, model
 
   void Put(const std::string& tenant, std::shared_ptr<const ModelSpec> spec) {
-    const std::unique_lock<std::shared_mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     const std::string key = KeyOf(tenant, spec->id);
     models_[key] = {tenant, std::move(spec)};
   }
   void Erase(const std::string& tenant, const std::string& id) {
-    const std::unique_lock<std::shared_mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     models_.erase(KeyOf(tenant, id));
   }
   // Null when the tenant has no such model. Allocates nothing in the steady state: it is called for
@@ -39,7 +39,7 @@ class ModelDirectory {
     thread_local std::string key;
     key.clear();
     absl::StrAppend(&key, tenant.size(), ":", tenant, id);
-    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = models_.find(key);
     return found == models_.end() ? nullptr : found->second.second;
   }
@@ -47,7 +47,7 @@ class ModelDirectory {
   std::vector<Entry> All() const {
     std::vector<Entry> all;
     {
-      const std::shared_lock<std::shared_mutex> lock(mutex_);
+      const MutexLock lock(mutex_);
       for (const auto& [key, entry] : models_) all.push_back(entry);
     }
     std::sort(all.begin(), all.end(), [](const Entry& a, const Entry& b) {
@@ -62,8 +62,8 @@ class ModelDirectory {
     return absl::StrCat(tenant.size(), ":", tenant, id);
   }
 
-  mutable std::shared_mutex mutex_;
-  absl::flat_hash_map<std::string, Entry> models_;
+  mutable Mutex mutex_;
+  absl::flat_hash_map<std::string, Entry> models_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::scheduler

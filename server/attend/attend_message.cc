@@ -61,7 +61,7 @@ void AttendMessage::Recycle() {
 }
 
 AttendMessage* AttendMessagePool::Take() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   AttendMessage* message = free_;
   if (message != nullptr) {
     free_ = std::exchange(message->next, nullptr);
@@ -75,7 +75,7 @@ AttendMessage* AttendMessagePool::Take() {
 }
 
 void AttendMessagePool::Return(AttendMessage* message) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   message->next = free_;
   free_ = message;
 }

@@ -16,11 +16,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "scheduler/request.h"
 #include "scheduler/tenant_table.h"
 #include "server/grpc/request_validator.h"
@@ -89,9 +90,9 @@ class AttendMessagePool final : public std::enable_shared_from_this<AttendMessag
 
   StagingPool staging_;
   const std::shared_ptr<scheduler::TenantTable> tenants_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<AttendMessage>> all_;
-  AttendMessage* free_ = nullptr;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<AttendMessage>> all_ ABSL_GUARDED_BY(mutex_);
+  AttendMessage* free_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
 int64_t SteadyNanos();

@@ -101,7 +101,7 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
     message->fault.reason = "model_not_found";
     return absl::NotFoundError("begin_step.model_id: no such model");
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   message->begin_order = ++last_begin_;
   begins_.push_back({message->step_id, message->begin_order, std::move(shape)});
   begins_pending_.fetch_add(1, std::memory_order_release);
@@ -111,7 +111,7 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
 bool AttendRequestBuilder::FindShape(scheduler::StepId id, scheduler::StepShape* shape) {
   // The engine lists a step before it answers the BeginStep, so one that is not pending is listed.
   if (begins_pending_.load(std::memory_order_acquire) > 0) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto last = std::find_if(begins_.rbegin(), begins_.rend(),
                                    [id](const PendingBegin& begin) { return begin.id == id; });
     if (last != begins_.rend()) {
@@ -162,7 +162,7 @@ absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_
 
 void AttendRequestBuilder::Answered(const AttendMessage& message) {
   if (message.begin_order == 0) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto begin = std::find_if(
       begins_.begin(), begins_.end(),
       [&message](const PendingBegin& pending) { return pending.order == message.begin_order; });

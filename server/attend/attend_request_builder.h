@@ -18,11 +18,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
@@ -82,9 +83,9 @@ class AttendRequestBuilder final {
   const scheduler::StreamId stream_;
 
   std::atomic<int32_t> begins_pending_{0};  // entries of begins_; the engine lists the others
-  std::mutex mutex_;
-  std::vector<PendingBegin> begins_;  // by order
-  uint64_t last_begin_ = 0;
+  Mutex mutex_;
+  std::vector<PendingBegin> begins_ ABSL_GUARDED_BY(mutex_);  // by order
+  uint64_t last_begin_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mla::server

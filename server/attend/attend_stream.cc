@@ -66,7 +66,7 @@ void AttendStream::ReadNext() { call_->StartRead(&incoming_); }
 void AttendStream::OnReadDone(bool ok) {
   if (!ok) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       reader_ = Reader::kDone;
     }
     MaybeFinish();
@@ -86,7 +86,7 @@ void AttendStream::Resume() {
   call->Hold();  // once the reader is done, another thread may finish the stream
   bool cancelled = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     cancelled = cancelled_;
     reader_ = cancelled ? Reader::kDone : Reader::kReading;
   }
@@ -103,7 +103,7 @@ void AttendStream::Continue() {
   const bool handled = Handle();
   bool read = false, stalled = false, done = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (cancelled_ || broken_) {
       reader_ = Reader::kDone;
       done = true;
@@ -160,7 +160,7 @@ bool AttendStream::BreakMalformed(const absl::Status& status, std::string_view r
 void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fault) {
   // Before anything can finish the stream, which sends the detail behind the status.
   const grpc::Status answer = ToGrpcStatus(status, fault, &call_->context());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   broken_ = true;
   reader_ = Reader::kDone;
   final_status_ = answer;
@@ -180,7 +180,7 @@ bool AttendStream::Handle() {
   }
   message->reserved_bytes = kMessageOverhead + message->input.size() + message->output.size();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     inflight_bytes_ += message->reserved_bytes;
     ++pending_;
   }
@@ -336,7 +336,7 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   message->fragments.clear();
   message->slices.clear();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (writing_ || cancelled_ || broken_) {
       (queue_tail_ != nullptr ? queue_tail_->next : queue_head_) = message;
       queue_tail_ = message;
@@ -381,7 +381,7 @@ void AttendStream::Write(AttendMessage* message) {
   call_->StartWrite(outgoing_);
 }
 
-// REQUIRES: mutex_ held. Ends the account of a message.
+// Ends the account of a message.
 void AttendStream::ReleaseBytes(AttendMessage* message) {
   inflight_bytes_ -= message->reserved_bytes;
   --pending_;
@@ -393,7 +393,7 @@ void AttendStream::OnWriteDone(bool ok) {
   bool read = false;
   outgoing_.Clear();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const int64_t now = SteadyNanos();
     shared_.metrics->wire().write_blocked_ns.fetch_add(
         static_cast<uint64_t>(now - write_started_ns_), std::memory_order_relaxed);
@@ -429,7 +429,7 @@ void AttendStream::OnWriteDone(bool ok) {
 
 void AttendStream::DisconnectIfSlow(int64_t now_ns) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!writing_ || cancelled_ || finished_ ||
         now_ns - write_started_ns_ < shared_.wire.slow_reader_ms * 1000000) {
       return;
@@ -442,7 +442,7 @@ void AttendStream::DisconnectIfSlow(int64_t now_ns) {
 
 void AttendStream::OnCancel() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     cancelled_ = true;
     // A reader that gRPC holds is ended by OnReadDone(false), a stalled one by Resume.
     if (reader_ == Reader::kPaused) reader_ = Reader::kDone;
@@ -455,7 +455,7 @@ void AttendStream::OnCancel() {
 void AttendStream::MaybeFinish() {
   bool close = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (reader_ != Reader::kDone || finished_) return;
     if (!cancelled_ && !broken_ && pending_ > 0) return;
     close = !std::exchange(closing_, true);
@@ -463,7 +463,7 @@ void AttendStream::MaybeFinish() {
   if (close) return registry_->OnEnding(this);
   grpc::Status status;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!closed_ || finished_) return;
     while (!writing_ && queue_head_ != nullptr) {
       AttendMessage* dropped = queue_head_;
@@ -484,7 +484,7 @@ void AttendStream::Close() {
   StreamCall* const call = call_.get();
   call->Hold();  // once it is closed, another thread may finish the stream
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     closed_ = true;
   }
   MaybeFinish();

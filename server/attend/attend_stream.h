@@ -32,11 +32,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/parallel_copier.h"
 #include "proto/wire/tensor_codec.h"
@@ -109,7 +110,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   absl::Status TakeStaging(AttendMessage* message, bool* stalled);
   bool ReadsInPlace(const AttendMessage& message) const;
   void KeepInPlace(AttendMessage* message);
-  void ReleaseBytes(AttendMessage* message);
+  void ReleaseBytes(AttendMessage* message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Writing side.
   void Write(AttendMessage* message);
@@ -136,18 +137,21 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   std::string reply_header_;
   grpc::ByteBuffer outgoing_;
 
-  std::mutex mutex_;  // guards everything below
-  Reader reader_ = Reader::kReading;
-  bool cancelled_ = false, broken_ = false;
-  bool writing_ = false;
-  bool closing_ = false, closed_ = false, finished_ = false;
-  grpc::Status final_status_;
-  size_t inflight_bytes_ = 0;
-  int32_t pending_ = 0;  // messages accepted and not yet written or dropped
-  int64_t write_started_ns_ = 0;
-  AttendMessage* writing_message_ = nullptr;
-  AttendMessage* queue_head_ = nullptr;
-  AttendMessage* queue_tail_ = nullptr;
+  Mutex mutex_;
+  Reader reader_ ABSL_GUARDED_BY(mutex_) = Reader::kReading;
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::Status final_status_ ABSL_GUARDED_BY(mutex_);
+  size_t inflight_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int32_t pending_ ABSL_GUARDED_BY(mutex_) = 0;  // messages accepted and not yet written or dropped
+  int64_t write_started_ns_ ABSL_GUARDED_BY(mutex_) = 0;
+  AttendMessage* writing_message_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  AttendMessage* queue_head_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  AttendMessage* queue_tail_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
 }  // namespace mla::server

@@ -44,7 +44,7 @@ void AttentionService::Serve(CompletionPoller* poller) {
 }
 
 void AttentionService::TakeSlot() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++slots_taken_;
 }
 
@@ -63,32 +63,34 @@ void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
     return Refuse(std::move(call), admitted, fault);
   }
   TakeSlot();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   opening_.push_back({std::move(call), *std::move(tenant)});
-  open_or_close_.notify_one();
+  open_or_close_.NotifyOne();
 }
 
 void AttentionService::OpenAndClose() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    open_or_close_.wait(lock, [this] { return stop_ || !ending_.empty() || !opening_.empty(); });
+    open_or_close_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return stop_ || !ending_.empty() || !opening_.empty();
+    });
     if (!ending_.empty()) {
       AttendStream* const stream = ending_.front();
       ending_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       stream->Close();
-      lock.lock();
+      lock.Lock();
     } else if (!opening_.empty()) {
       Opening opening = std::move(opening_.front());
       opening_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       auto* stream = new AttendStream(shared_, this, std::move(opening.call),
                                       std::move(opening.tenant), reads_in_place_);
-      lock.lock();
+      lock.Lock();
       streams_.insert(stream);
-      lock.unlock();
+      lock.Unlock();
       stream->Start();
-      lock.lock();
+      lock.Lock();
     } else {
       return;
     }
@@ -96,30 +98,30 @@ void AttentionService::OpenAndClose() {
 }
 
 void AttentionService::OnStalled(AttendStream* stream) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   stalled_.push_back(stream);
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void AttentionService::OnEnding(AttendStream* stream) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ending_.push_back(stream);
-  open_or_close_.notify_one();
+  open_or_close_.NotifyOne();
 }
 
 void AttentionService::OnGone(AttendStream* stream) {
   shared_.engine->tenants()->Return(*stream->tenant(), Resource::kStreams, 1);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   streams_.erase(stream);
   --slots_taken_;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 // One try for each stalled stream, in the order in which they stalled.
 void AttentionService::ResumeStalled() {
   std::deque<AttendStream*> waiting;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     waiting.swap(stalled_);
   }
   // A stalled stream cannot go away: it ends through Resume.
@@ -129,11 +131,11 @@ void AttentionService::ResumeStalled() {
 void AttentionService::Maintain() {
   uint64_t seen_releases = 0;
   auto next_check = std::chrono::steady_clock::now();
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!stop_) {
     const auto period = stalled_.empty() ? std::chrono::nanoseconds(kPeriod)
                                          : std::chrono::nanoseconds(kStalledPeriod);
-    changed_.wait_for(lock, period);
+    changed_.WaitFor(lock, period);
     if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
       next_check = now + kPeriod;
       for (AttendStream* stream : streams_) stream->DisconnectIfSlow(SteadyNanos());
@@ -143,19 +145,20 @@ void AttentionService::Maintain() {
     const uint64_t releases = shared_.pool->staging().releases();
     if (stalled_.empty() || releases == seen_releases) continue;
     seen_releases = releases;
-    lock.unlock();
+    lock.Unlock();
     ResumeStalled();
-    lock.lock();
+    lock.Lock();
   }
 }
 
 void AttentionService::Stop() {
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return slots_taken_ == 0; });
+    MutexLock lock(mutex_);
+    changed_.Wait(lock,
+                  [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return slots_taken_ == 0; });
     stop_ = true;
-    changed_.notify_all();
-    open_or_close_.notify_all();
+    changed_.NotifyAll();
+    open_or_close_.NotifyAll();
   }
   if (maintenance_thread_.joinable()) maintenance_thread_.join();
   if (open_close_thread_.joinable()) open_close_thread_.join();

@@ -14,15 +14,15 @@
 #define MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "mla/v1/attention.grpc.pb.h"
 #include "server/attend/attend_stream.h"
 #include "server/grpc/completion_poller.h"
@@ -67,15 +67,15 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   const WireContext shared_;
   std::atomic<bool> reads_in_place_;
   std::optional<StreamAcceptor> acceptor_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int32_t slots_taken_ = 0;                // streams, and calls that will become one
-  std::deque<Opening> opening_;            // calls to become streams
-  std::deque<AttendStream*> ending_;       // streams to be closed
-  std::condition_variable open_or_close_;  // there is a stream to open or close
-  std::set<AttendStream*> streams_;
-  std::deque<AttendStream*> stalled_;
-  bool stop_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  int32_t slots_taken_ ABSL_GUARDED_BY(mutex_) = 0;      // streams, and calls that will become one
+  std::deque<Opening> opening_ ABSL_GUARDED_BY(mutex_);  // calls to become streams
+  std::deque<AttendStream*> ending_ ABSL_GUARDED_BY(mutex_);  // streams to be closed
+  CondVar open_or_close_;                                     // there is a stream to open or close
+  std::set<AttendStream*> streams_ ABSL_GUARDED_BY(mutex_);
+  std::deque<AttendStream*> stalled_ ABSL_GUARDED_BY(mutex_);
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread maintenance_thread_, open_close_thread_;
 };
 

@@ -3,9 +3,11 @@
 #include <grpc/grpc.h>
 #include <grpc/grpc_security.h>
 
-#include <mutex>
 #include <string>
 #include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::server {
 namespace {
@@ -13,8 +15,8 @@ namespace {
 // What gRPC's callbacks work with. Lives as long as gRPC's credentials.
 struct Shared {
   std::shared_ptr<TlsFiles> files;
-  std::mutex mutex;
-  std::shared_ptr<const TlsMaterial> given;  // to gRPC, last
+  Mutex mutex;
+  std::shared_ptr<const TlsMaterial> given ABSL_GUARDED_BY(mutex);  // to gRPC, last
 };
 
 // Called for every new connection.
@@ -22,7 +24,7 @@ grpc_ssl_certificate_config_reload_status Renew(void* state,
                                                 grpc_ssl_server_certificate_config** config) {
   auto* const shared = static_cast<Shared*>(state);
   const std::shared_ptr<const TlsMaterial> material = shared->files->current();
-  const std::lock_guard lock(shared->mutex);
+  const MutexLock lock(shared->mutex);
   if (material == shared->given) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
   const grpc_ssl_pem_key_cert_pair pair = {material->key.c_str(), material->cert.c_str()};
   *config = grpc_ssl_server_certificate_config_create(material->client_ca.c_str(), &pair, 1);

@@ -211,20 +211,20 @@ TlsFiles::TlsFiles(const Config::Tls& tls, TlsMaterial material)
 
 TlsFiles::~TlsFiles() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   watcher_.join();
 }
 
 std::shared_ptr<const TlsMaterial> TlsFiles::current() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return current_;
 }
 
 TlsFiles::Status TlsFiles::status() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Status status = status_;
   status.cert_expires = current_->cert_expires;
   status.client_ca_expires = current_->client_ca_expires;
@@ -237,7 +237,7 @@ bool TlsFiles::CertificateExpired() const { return std::time(nullptr) >= current
 bool TlsFiles::IsRevoked(const std::string& pem) const {
   std::shared_ptr<const TlsMaterial> material;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (current_->revoked.empty()) return false;
     if (const auto known = verdicts_.find(pem); known != verdicts_.end()) return known->second;
     material = current_;
@@ -248,7 +248,7 @@ bool TlsFiles::IsRevoked(const std::string& pem) const {
         return material->revoked.count(IssuedBy(X509_get_issuer_name(one.get()),
                                                 X509_get0_serialNumber(one.get()))) != 0;
       });
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (material != current_) return revoked;
   if (verdicts_.size() >= kVerdicts) verdicts_.clear();
   verdicts_[pem] = revoked;
@@ -257,11 +257,12 @@ bool TlsFiles::IsRevoked(const std::string& pem) const {
 
 void TlsFiles::Watch() {
   const auto period = std::chrono::milliseconds(tls_.reload_ms);
-  std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, period, [this] { return stop_; })) {
-    lock.unlock();
+  MutexLock lock(mutex_);
+  while (!changed_.WaitFor(lock, period,
+                           [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
+    lock.Unlock();
     LookAgain();
-    lock.lock();
+    lock.Lock();
   }
 }
 
@@ -283,14 +284,14 @@ void TlsFiles::LookAgain() {
   if (!status.ok()) {
     Log(LogLevel::kError, "tls_reload_refused",
         {{"why", std::string(status.message())}, {"in_use", "the last good files"}});
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ++status_.refused;
     status_.why = std::string(status.message());
     return;
   }
   const int64_t expires = in_use ? current()->cert_expires : material.cert_expires;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     status_.why.clear();
     if (!in_use) {
       ++status_.reloads;

@@ -10,18 +10,18 @@
 #ifndef MLA_SERVER_CONNECTIONS_TLS_FILES_H_
 #define MLA_SERVER_CONNECTIONS_TLS_FILES_H_
 
-#include <condition_variable>
 #include <cstdint>
 #include <ctime>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "server/config/config.h"
 
 namespace mla::server {
@@ -73,14 +73,15 @@ class TlsFiles final {
   static constexpr size_t kVerdicts = 1024;  // of IsRevoked; then they are found again
 
   const Config::Tls tls_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::shared_ptr<const TlsMaterial> current_;
-  mutable std::map<std::string, bool> verdicts_;  // by PEM, for the lists in use
-  Status status_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  std::shared_ptr<const TlsMaterial> current_ ABSL_GUARDED_BY(mutex_);
+  mutable std::map<std::string, bool> verdicts_
+      ABSL_GUARDED_BY(mutex_);  // by PEM, for the lists in use
+  Status status_ ABSL_GUARDED_BY(mutex_);
   std::string seen_;  // the contents of the files that were looked at last
   bool expiry_logged_ = false;
-  bool stop_ = false;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread watcher_;
 };
 

@@ -40,10 +40,10 @@ ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes,
 
 ModelService::~ModelService() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
   }
-  stopping_.notify_all();
+  stopping_.NotifyAll();
   idle_upload_thread_.join();
 }
 
@@ -91,7 +91,7 @@ absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerCo
   tenants.Return(**row, scheduler::Resource::kUploads, 1);
   bool cut = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = watched_.find(context);
     cut = found != watched_.end() && found->second.cut;
     watched_.erase(context);
@@ -107,11 +107,11 @@ bool ModelService::Read(grpc::ServerContext* context,
                         grpc::ServerReader<v1::UploadWeightsRequest>* in,
                         v1::UploadWeightsRequest* message) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     watched_[context].heard = Clock::now();
   }
   const bool read = in->Read(message);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   // While the engine has the chunk it is not the client that keeps the call waiting.
   watched_[context].heard = Clock::time_point::max();
   return read;
@@ -120,8 +120,9 @@ bool ModelService::Read(grpc::ServerContext* context,
 void ModelService::CancelIdle() {
   const auto period = std::clamp<std::chrono::milliseconds>(
       upload_idle_ / 4, std::chrono::milliseconds(10), std::chrono::milliseconds(1000));
-  std::unique_lock lock(mutex_);
-  while (!stopping_.wait_for(lock, period, [this] { return stop_; })) {
+  MutexLock lock(mutex_);
+  while (!stopping_.WaitFor(lock, period,
+                            [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
     const Clock::time_point now = Clock::now();
     for (auto& [context, watched] : watched_) {
       if (watched.cut || watched.heard == Clock::time_point::max() ||
@@ -156,7 +157,7 @@ absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext
   }
   const auto key = std::pair(tenant, model_id);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!uploading_.insert(key).second) {
       fault->field = "header.model_id";
       fault->got = model_id;
@@ -167,7 +168,7 @@ absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext
     }
   }
   const absl::Cleanup forget = [&] {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     uploading_.erase(key);
   };
   WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);

@@ -12,14 +12,14 @@
 #define MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "server/control/rpc_context.h"
 
@@ -63,11 +63,13 @@ class ModelService final : public v1::Models::Service {
   const RpcContext rpc_;
   const int64_t weight_chunk_bytes_;
   const std::chrono::milliseconds upload_idle_;
-  std::mutex mutex_;
-  std::set<std::pair<std::string, std::string>> uploading_;  // (tenant, model)
-  std::map<grpc::ServerContext*, Watched> watched_;          // calls that wait for a message
-  std::condition_variable stopping_;
-  bool stop_ = false;
+  Mutex mutex_;
+  std::set<std::pair<std::string, std::string>> uploading_
+      ABSL_GUARDED_BY(mutex_);  // (tenant, model)
+  std::map<grpc::ServerContext*, Watched> watched_
+      ABSL_GUARDED_BY(mutex_);  // calls that wait for a message
+  CondVar stopping_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread idle_upload_thread_;
 };
 

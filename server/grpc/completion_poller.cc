@@ -40,10 +40,11 @@ void CompletionPoller::Start() {
 void CompletionPoller::Stop() {
   if (std::exchange(stopped_, true)) return;
   {
-    std::unique_lock lock(mutex_);
-    if (!threads_.empty()) idle_.wait(lock, [this] { return calls_ == 0; });
+    MutexLock lock(mutex_);
+    if (!threads_.empty())
+      idle_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return calls_ == 0; });
     stop_watch_ = true;
-    watched_.notify_all();
+    watched_.NotifyAll();
   }
   if (watch_.joinable()) watch_.join();
   queue_->Shutdown();
@@ -53,13 +54,13 @@ void CompletionPoller::Stop() {
 }
 
 void CompletionPoller::CallMade() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++calls_;
 }
 
 void CompletionPoller::CallGone() {
-  const std::lock_guard lock(mutex_);
-  if (--calls_ == 0) idle_.notify_all();
+  const MutexLock lock(mutex_);
+  if (--calls_ == 0) idle_.NotifyAll();
 }
 
 void CompletionPoller::HandOver() {
@@ -67,25 +68,27 @@ void CompletionPoller::HandOver() {
   if (thread_count_ < 2 || poll_thread == nullptr || poll_thread->poller != this) return;
   if (polling_.load(std::memory_order_relaxed) != poll_thread) return;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (polling_.load(std::memory_order_relaxed) != poll_thread) return;
     polling_.store(nullptr, std::memory_order_relaxed);
   }
-  free_.notify_one();
+  free_.NotifyOne();
 }
 
 // Takes the polling from a thread that is found twice in the same event.
 void CompletionPoller::Watch() {
   const PollThread* seen = nullptr;
   uint64_t events_seen = 0;
-  std::unique_lock lock(mutex_);
-  while (!watched_.wait_for(lock, kEventTimeout, [this] { return stop_watch_; })) {
+  MutexLock lock(mutex_);
+  while (!watched_.WaitFor(lock, kEventTimeout, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return stop_watch_;
+  })) {
     const PollThread* const poll_thread = polling_.load(std::memory_order_relaxed);
     const uint64_t events =
         poll_thread == nullptr ? 0 : poll_thread->events.load(std::memory_order_relaxed);
     if (events % 2 == 1 && poll_thread == seen && events == events_seen) {
       polling_.store(nullptr, std::memory_order_relaxed);
-      free_.notify_one();
+      free_.NotifyOne();
     }
     seen = poll_thread;
     events_seen = events;
@@ -110,8 +113,10 @@ void CompletionPoller::Run(PollThread* poll_thread) {
   own_thread = poll_thread;
   for (;;) {
     {
-      std::unique_lock lock(mutex_);
-      free_.wait(lock, [this] { return polling_.load(std::memory_order_relaxed) == nullptr; });
+      MutexLock lock(mutex_);
+      free_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+        return polling_.load(std::memory_order_relaxed) == nullptr;
+      });
       polling_.store(poll_thread, std::memory_order_relaxed);
     }
     while (polling_.load(std::memory_order_relaxed) == poll_thread) {

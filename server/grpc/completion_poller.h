@@ -26,12 +26,13 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace grpc {
 class ServerBuilder;
@@ -109,13 +110,13 @@ class CompletionPoller final {
   std::thread watch_;
   bool stopped_ = false;
 
-  std::mutex mutex_;
-  std::condition_variable free_;
+  Mutex mutex_;
+  CondVar free_;
   std::atomic<PollThread*> polling_{nullptr};  // the thread that polls; changed with the mutex held
-  std::condition_variable watched_;
-  bool stop_watch_ = false;
-  std::condition_variable idle_;
-  int32_t calls_ = 0;
+  CondVar watched_;
+  bool stop_watch_ ABSL_GUARDED_BY(mutex_) = false;
+  CondVar idle_;
+  int32_t calls_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mla::server

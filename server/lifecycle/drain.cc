@@ -1,7 +1,6 @@
 #include "server/lifecycle/drain.h"
 
 #include <algorithm>
-#include <mutex>
 
 #include "absl/strings/str_cat.h"
 #include "server/logging/logging.h"
@@ -24,33 +23,35 @@ const DrainResult kCancelled = {false, true, 0, "cancelled: the server takes new
 }  // namespace
 
 DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   // A drain that is being cancelled ends first.
-  changed_.wait(lock, [this] { return !cancel_; });
+  changed_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !cancel_; });
   for_good_ = for_good_ || for_good;
   end_ = std::min(end_, steady_clock::now() + deadline);
-  changed_.notify_all();  // a drain that runs has a new end
+  changed_.NotifyAll();  // a drain that runs has a new end
   if (running_) {
     const uint64_t ended = cancelled_;
-    changed_.wait(lock, [&] { return result_.has_value() || cancelled_ != ended; });
+    changed_.Wait(lock, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return result_.has_value() || cancelled_ != ended;
+    });
     return result_.value_or(kCancelled);
   }
   running_ = true;
-  lock.unlock();
+  lock.Unlock();
   DrainResult result = WaitForSteps();
-  lock.lock();
+  lock.Lock();
   if (std::exchange(cancel_, false)) {
     result = kCancelled;
     Reopen();
   } else {
     result_ = result;
   }
-  changed_.notify_all();
+  changed_.NotifyAll();
   return result;
 }
 
 bool Drain::Cancel() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (!running_ || for_good_) return false;
   if (result_.has_value()) {
     Reopen();
@@ -58,12 +59,12 @@ bool Drain::Cancel() {
   }
   const uint64_t ended = cancelled_;
   cancel_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return cancelled_ != ended; });
+  changed_.NotifyAll();
+  changed_.Wait(lock, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return cancelled_ != ended; });
   return true;
 }
 
-// REQUIRES: mutex_ held, and no thread waits for steps.
+// REQUIRES: no thread waits for steps.
 void Drain::Reopen() {
   running_ = false;
   result_.reset();
@@ -93,10 +94,10 @@ DrainResult Drain::WaitForSteps() {
       Log(LogLevel::kInfo, "drain", {{"message", Waiting(stats)}});
       report = steady_clock::now() + kReport;
     }
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     if (cancel_) return result;
     if (steady_clock::now() >= end_) break;
-    changed_.wait_until(lock, std::min(end_, steady_clock::now() + kPoll));
+    changed_.WaitUntil(lock, std::min(end_, steady_clock::now() + kPoll));
   }
   if (!result.drained) {
     result.aborted_steps = engine_->AbortAllSteps();

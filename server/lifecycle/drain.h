@@ -10,12 +10,12 @@
 #define MLA_SERVER_LIFECYCLE_DRAIN_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "scheduler/engine.h"
 #include "server/lifecycle/server_state.h"
 
@@ -41,16 +41,17 @@ class Drain final {
   scheduler::Engine* const engine_;
   ServerState* const state_;
   DrainResult WaitForSteps();
-  void Reopen();
+  void Reopen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::chrono::steady_clock::time_point end_ = std::chrono::steady_clock::time_point::max();
-  bool running_ = false;  // begun, and not cancelled
-  bool for_good_ = false;
-  bool cancel_ = false;     // wanted of the one that waits
-  uint64_t cancelled_ = 0;  // drains
-  std::optional<DrainResult> result_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::chrono::steady_clock::time_point end_ ABSL_GUARDED_BY(mutex_) =
+      std::chrono::steady_clock::time_point::max();
+  bool running_ ABSL_GUARDED_BY(mutex_) = false;  // begun, and not cancelled
+  bool for_good_ ABSL_GUARDED_BY(mutex_) = false;
+  bool cancel_ ABSL_GUARDED_BY(mutex_) = false;     // wanted of the one that waits
+  uint64_t cancelled_ ABSL_GUARDED_BY(mutex_) = 0;  // drains
+  std::optional<DrainResult> result_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::server

@@ -55,7 +55,7 @@ class HealthService::Call final : public StreamHandler {
     }
     if (method_ == Method::kCheck) return AnswerCheck(request.service());
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       watched_ = request.service();
       requested_ = true;
     }
@@ -64,7 +64,7 @@ class HealthService::Call final : public StreamHandler {
 
   void OnWriteDone(bool ok) override {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       writing_ = false;
     }
     if (!ok) return End(grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone"));
@@ -74,7 +74,7 @@ class HealthService::Call final : public StreamHandler {
   void OnCancel() override {
     bool idle = false;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       cancelled_ = true;
       idle = requested_ && !writing_;
     }
@@ -95,7 +95,7 @@ class HealthService::Call final : public StreamHandler {
     ServingStatus status{};
     bool over = false;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!requested_ || writing_ || finished_) return;
       status = service_->StatusOf(watched_, now).value_or(HealthCheckResponse::SERVICE_UNKNOWN);
       over = cancelled_ || (sent_ == status && now.phase == Phase::kStopped);
@@ -112,7 +112,7 @@ class HealthService::Call final : public StreamHandler {
   // Cancels a call whose request is overdue.
   void CancelIfLate(std::chrono::steady_clock::time_point now) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (requested_ || finished_ || now - begun_ < kRequestTimeout) return;
     }
     call_->context().TryCancel();
@@ -142,7 +142,7 @@ class HealthService::Call final : public StreamHandler {
   }
 
   bool Finishes() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return !std::exchange(finished_, true);
   }
 
@@ -159,10 +159,13 @@ class HealthService::Call final : public StreamHandler {
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   grpc::ByteBuffer request_;
 
-  std::mutex mutex_;
-  std::string watched_;  // the service that a watcher named
-  bool requested_ = false, writing_ = false, cancelled_ = false, finished_ = false;
-  std::optional<ServingStatus> sent_;
+  Mutex mutex_;
+  std::string watched_ ABSL_GUARDED_BY(mutex_);  // the service that a watcher named
+  bool requested_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<ServingStatus> sent_ ABSL_GUARDED_BY(mutex_);
 };
 
 HealthService::HealthService(const ServerState* state, HealthOptions options)
@@ -198,15 +201,16 @@ void HealthService::Serve(CompletionPoller* poller) {
 
 void HealthService::Stop() {
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return open_calls_ == 0; });
+    MutexLock lock(mutex_);
+    changed_.Wait(lock,
+                  [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return open_calls_ == 0; });
     stop_ = true;
   }
   if (notifier_.joinable()) notifier_.join();
 }
 
 bool HealthService::Admit(const std::string& tenant) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   int32_t& of_tenant = open_[tenant];
   if (open_calls_ >= options_.max_watchers || of_tenant >= (options_.max_watchers + 1) / 2) {
     if (of_tenant == 0) open_.erase(tenant);
@@ -233,23 +237,23 @@ void HealthService::Accept(Method method, std::unique_ptr<StreamCall> call) {
   }
   auto* made = new Call(this, method, tenant, std::move(call));
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     calls_.insert(made);
   }
   made->Start();
 }
 
 void HealthService::Forget(Call* call) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   calls_.erase(call);
 }
 
 void HealthService::OnGone(const std::string& tenant) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = open_.find(tenant);
   if (--found->second == 0) open_.erase(found);
   --open_calls_;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 std::optional<ServingStatus> HealthService::StatusOf(const std::string& service,
@@ -264,7 +268,7 @@ void HealthService::Notify() {
   for (;;) {
     const ServerState::Snapshot now = state_->WaitForChange(seen, kPeriod);
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (stop_) return;
       // A call in the list has not finished, so it can be held.
       held.assign(calls_.begin(), calls_.end());

@@ -15,15 +15,15 @@
 #include <grpcpp/impl/service_type.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "grpc/health/v1/health.pb.h"
 #include "server/grpc/stream_call.h"
 #include "server/lifecycle/server_state.h"
@@ -65,12 +65,12 @@ class HealthService final : public grpc::Service {
   const ServerState* const state_;
   HealthOptions options_;
   std::optional<StreamAcceptor> check_, watch_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::set<Call*> calls_;                // not about to finish
-  std::map<std::string, int32_t> open_;  // calls by tenant
-  int32_t open_calls_ = 0;
-  bool stop_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  std::set<Call*> calls_ ABSL_GUARDED_BY(mutex_);                // not about to finish
+  std::map<std::string, int32_t> open_ ABSL_GUARDED_BY(mutex_);  // calls by tenant
+  int32_t open_calls_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread notifier_;
 };
 

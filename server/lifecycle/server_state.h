@@ -11,10 +11,11 @@
 #define MLA_SERVER_LIFECYCLE_SERVER_STATE_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::server {
 
@@ -50,9 +51,9 @@ class ServerState final {
   Snapshot WaitForChange(uint64_t version, std::chrono::milliseconds timeout) const;
 
  private:
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
-  Snapshot now_;
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  Snapshot now_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::server

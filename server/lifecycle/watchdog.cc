@@ -19,52 +19,56 @@ Watchdog::Watchdog(std::function<Heartbeat()> probe, ServerState* state,
 
 Watchdog::~Watchdog() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
-    wake_.notify_all();
-    answered_.notify_all();
+    wake_.NotifyAll();
+    answered_.NotifyAll();
   }
   asking_.join();
   looking_.join();
 }
 
 void Watchdog::Ask() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!stop_) {
     const uint64_t number = ++asked_;
     begun_ = Clock::now();
-    lock.unlock();
+    lock.Unlock();
     Heartbeat heartbeat = probe_();
     // Not left to the other thread: work must stop going to a lost device at once.
     if (!heartbeat.health.ok()) state_->SetLost(std::string(heartbeat.health.message()));
-    lock.lock();
+    lock.Lock();
     stats_ = heartbeat.stats;
     heard_ = Clock::now();
     finished_ = number;
-    answered_.notify_all();
-    wake_.wait_for(lock, period_, [this] { return stop_ || wanted_ > asked_; });
+    answered_.NotifyAll();
+    wake_.WaitFor(lock, period_, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return stop_ || wanted_ > asked_;
+    });
   }
 }
 
 void Watchdog::Look() {
-  std::unique_lock lock(mutex_);
-  while (!answered_.wait_for(lock, period_, [this] { return stop_; })) {
+  MutexLock lock(mutex_);
+  while (!answered_.WaitFor(lock, period_,
+                            [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
     const bool missed = Clock::now() - heard_ > timeout_;
-    lock.unlock();
+    lock.Unlock();
     state_->SetHealth(!missed, missed ? "no heartbeat from the engine" : "");
-    lock.lock();
+    lock.Lock();
   }
 }
 
 scheduler::EngineStats Watchdog::Stats() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   // A probe that has begun already may have been answered before the caller's last request.
   const uint64_t wanted = asked_ + 1;
   wanted_ = std::max(wanted_, wanted);
-  wake_.notify_all();
+  wake_.NotifyAll();
   const bool under_way = asked_ != finished_;
-  answered_.wait_until(lock, (under_way ? begun_ : Clock::now()) + kAnswerWait,
-                       [&] { return stop_ || finished_ >= wanted; });
+  answered_.WaitUntil(
+      lock, (under_way ? begun_ : Clock::now()) + kAnswerWait,
+      [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_ || finished_ >= wanted; });
   return stats_;
 }
 

@@ -9,13 +9,13 @@
 #define MLA_SERVER_LIFECYCLE_WATCHDOG_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "scheduler/engine.h"
 #include "server/lifecycle/server_state.h"
 
@@ -49,15 +49,16 @@ class Watchdog final {
   const std::function<Heartbeat()> probe_;
   ServerState* const state_;
   const std::chrono::milliseconds timeout_, period_;
-  std::mutex mutex_;
-  std::condition_variable wake_;      // a caller needs an answer, or the end has come
-  std::condition_variable answered_;  // there is one
-  bool stop_ = false;
-  uint64_t asked_ = 0;     // probes begun
-  uint64_t wanted_ = 0;    // of those, the last that a caller waits for
-  uint64_t finished_ = 0;  // probes ended; asked_ or one less
-  Clock::time_point begun_, heard_;
-  scheduler::EngineStats stats_;
+  Mutex mutex_;
+  CondVar wake_;      // a caller needs an answer, or the end has come
+  CondVar answered_;  // there is one
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t asked_ ABSL_GUARDED_BY(mutex_) = 0;     // probes begun
+  uint64_t wanted_ ABSL_GUARDED_BY(mutex_) = 0;    // of those, the last that a caller waits for
+  uint64_t finished_ ABSL_GUARDED_BY(mutex_) = 0;  // probes ended; asked_ or one less
+  Clock::time_point begun_ ABSL_GUARDED_BY(mutex_);
+  Clock::time_point heard_ ABSL_GUARDED_BY(mutex_);
+  scheduler::EngineStats stats_ ABSL_GUARDED_BY(mutex_);
   std::thread asking_, looking_;
 };
 

@@ -46,48 +46,50 @@ void SharedRegion::Mapping::Close() {
 
 // What is mapped, also for requests whose region has lost its handle, and what is to be unmapped.
 struct SharedRegion::Account {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int64_t bytes = 0;
+  Mutex mutex;
+  CondVar changed;
+  int64_t bytes ABSL_GUARDED_BY(mutex) = 0;
   std::shared_ptr<scheduler::TenantTable> tenants;
-  std::deque<Mapping> ended;
-  int32_t closing = 0;    // ended, or in a closer's hands
-  bool deferred = false;  // there are closers
+  std::deque<Mapping> ended ABSL_GUARDED_BY(mutex);
+  int32_t closing ABSL_GUARDED_BY(mutex) = 0;    // ended, or in a closer's hands
+  bool deferred ABSL_GUARDED_BY(mutex) = false;  // there are closers
 
   void Let(Mapping mapping);
   void Run();
-  void Forget(const Mapping& mapping);
+  void Forget(const Mapping& mapping) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 };
 
 void SharedRegion::Account::Let(Mapping mapping) {
   {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (deferred) {
       ended.push_back(std::move(mapping));
       ++closing;
-      changed.notify_all();
+      changed.NotifyAll();
       return;
     }
   }
   mapping.Close();
-  const std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   Forget(mapping);
 }
 
 // The loop of a closing thread; it ends when no mapping is left and closing is no longer deferred.
 void SharedRegion::Account::Run() {
-  std::unique_lock lock(mutex);
+  MutexLock lock(mutex);
   while (true) {
-    changed.wait(lock, [this] { return !ended.empty() || !deferred; });
+    changed.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+      return !ended.empty() || !deferred;
+    });
     if (ended.empty()) return;
     Mapping mapping = std::move(ended.front());
     ended.pop_front();
-    lock.unlock();
+    lock.Unlock();
     mapping.Close();
-    lock.lock();
+    lock.Lock();
     --closing;
     Forget(mapping);
-    changed.notify_all();
+    changed.NotifyAll();
   }
 }
 
@@ -149,10 +151,10 @@ SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hoo
 SharedRegionTable::~SharedRegionTable() {
   regions_.clear();
   {
-    const std::lock_guard lock(account_->mutex);
+    const MutexLock lock(account_->mutex);
     account_->deferred = false;
   }
-  account_->changed.notify_all();
+  account_->changed.NotifyAll();
   for (std::thread& closer : closers_) closer.join();
 }
 
@@ -169,10 +171,10 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
     return status;
   };
   const auto end = std::chrono::steady_clock::now() + wait;
-  std::unique_lock lock(account.mutex);
+  MutexLock lock(account.mutex);
   absl::Status status = take();
   for (bool time_left = true; !status.ok() && account.closing > 0 && time_left;) {
-    time_left = account.changed.wait_until(lock, end) != std::cv_status::timeout;
+    time_left = account.changed.WaitUntil(lock, end);
     status = take();
   }
   if (status.ok()) account.bytes += bytes;
@@ -203,7 +205,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
       static_cast<ssize_t>(region->handle_.size())) {
     return absl::InternalError("shared memory: no random bytes");
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   regions_[region->handle_] = region;
   return region;
 }
@@ -213,7 +215,7 @@ std::shared_ptr<SharedRegion> SharedRegionTable::Find(const std::string& tenant,
   RegionHandle key;
   if (handle.size() != key.size()) return nullptr;
   std::memcpy(key.data(), handle.data(), key.size());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = regions_.find(key);
   if (found == regions_.end() || found->second->tenant_->name() != tenant) return nullptr;
   return found->second;
@@ -221,7 +223,7 @@ std::shared_ptr<SharedRegion> SharedRegionTable::Find(const std::string& tenant,
 
 void SharedRegionTable::Remove(const SharedRegion& region) {
   std::shared_ptr<SharedRegion> last;  // outlives the lock
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = regions_.find(region.handle_);
   if (found == regions_.end()) return;
   last = std::move(found->second);
@@ -229,17 +231,17 @@ void SharedRegionTable::Remove(const SharedRegion& region) {
 }
 
 int32_t SharedRegionTable::count() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return static_cast<int32_t>(regions_.size());
 }
 
 bool SharedRegionTable::closing() const {
-  const std::lock_guard lock(account_->mutex);
+  const MutexLock lock(account_->mutex);
   return account_->closing > 0;
 }
 
 int64_t SharedRegionTable::mapped_bytes() const {
-  const std::lock_guard lock(account_->mutex);
+  const MutexLock lock(account_->mutex);
   return account_->bytes;
 }
 

@@ -26,15 +26,16 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "proto/wire/ring_layout.h"
 #include "scheduler/tenant_table.h"
 
@@ -139,8 +140,8 @@ class SharedRegionTable final {
   const RegionLimits limits_;
   const RegionHooks hooks_;
   const std::shared_ptr<SharedRegion::Account> account_;
-  mutable std::mutex mutex_;
-  absl::flat_hash_map<RegionHandle, std::shared_ptr<SharedRegion>> regions_;
+  mutable Mutex mutex_;
+  absl::flat_hash_map<RegionHandle, std::shared_ptr<SharedRegion>> regions_ ABSL_GUARDED_BY(mutex_);
   std::array<std::thread, 2> closers_;
 };
 

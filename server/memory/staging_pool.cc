@@ -63,7 +63,7 @@ StagingPool::Block StagingPool::Take(size_t bytes) {
   Block block;
   if (bytes == 0 || bytes > total_bytes()) return block;
   const uint8_t wanted = OrderFor(bytes);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   size_t order = wanted;
   while (order < free_.size() && free_[order] == kNone) ++order;
   if (order >= free_.size()) return block;
@@ -82,7 +82,7 @@ StagingPool::Block StagingPool::Take(size_t bytes) {
 }
 
 void StagingPool::Return(std::byte* data, uint8_t order) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   used_bytes_ -= kUnit << order;
   ++releases_;
   auto unit = static_cast<uint32_t>(static_cast<size_t>(data - base_) / kUnit);
@@ -98,12 +98,12 @@ void StagingPool::Return(std::byte* data, uint8_t order) {
 }
 
 uint64_t StagingPool::releases() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return releases_;
 }
 
 size_t StagingPool::used_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return used_bytes_;
 }
 

@@ -12,10 +12,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "kernels/attention_backend.h"
 
 namespace mla::server {
@@ -57,8 +58,8 @@ class StagingPool final {
  private:
   void Return(std::byte* data, uint8_t order);
   static uint8_t OrderFor(size_t bytes);
-  void PushFree(uint32_t unit, uint8_t order);
-  void RemoveFree(uint32_t unit, uint8_t order);
+  void PushFree(uint32_t unit, uint8_t order) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RemoveFree(uint32_t unit, uint8_t order) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   static constexpr uint32_t kNone = UINT32_MAX;
   struct Unit {
@@ -69,11 +70,11 @@ class StagingPool final {
   std::unique_ptr<kernels::HostBuffer> memory_;
   std::byte* base_ = nullptr;
   size_t units_ = 0;
-  mutable std::mutex mutex_;
-  std::vector<Unit> unit_;
-  std::vector<uint32_t> free_;  // head of each order's list
-  size_t used_bytes_ = 0;
-  uint64_t releases_ = 0;
+  mutable Mutex mutex_;
+  std::vector<Unit> unit_ ABSL_GUARDED_BY(mutex_);
+  std::vector<uint32_t> free_ ABSL_GUARDED_BY(mutex_);  // head of each order's list
+  size_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t releases_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mla::server

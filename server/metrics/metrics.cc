@@ -10,7 +10,9 @@
 #include <cmath>
 #include <string_view>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "server/grpc/grpc_status.h"
 #include "server/metrics/tenant_metrics.h"
 #include "server/process/process_usage.h"
@@ -261,8 +263,8 @@ struct Metrics::Impl {
     std::array<std::atomic<Counter*>, kCodes> counters_{};
   };
 
-  std::mutex mutex;  // guards tenants and scrapes
-  std::map<std::string, std::unique_ptr<Tenant>> tenants;
+  Mutex mutex;  // guards tenants and scrapes
+  std::map<std::string, std::unique_ptr<Tenant>> tenants ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics() : impl_(std::make_unique<Impl>()) { impl_->build.Set(1); }
@@ -307,7 +309,7 @@ void Metrics::OnSequenceClosed(int64_t rows, int64_t open_ns) {
 void Metrics::OnPageGroupFreed(int64_t held_ns) { impl_->page_lifetime.Observe(Seconds(held_ns)); }
 
 TenantCounters* Metrics::ForTenant(const std::string& tenant) {
-  const std::lock_guard lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   auto& tenants = impl_->tenants;
   auto found = tenants.find(tenant);
   const std::string name =
@@ -328,7 +330,7 @@ void Metrics::SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int
 }
 
 void Metrics::SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most) {
-  const std::lock_guard lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   impl_->tenant_metrics.Watch(std::move(tenants), most);
 }
 
@@ -336,7 +338,7 @@ void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
 
 void Metrics::SetTls(const TlsStats& stats) {
   Impl& m = *impl_;
-  const std::lock_guard lock(m.mutex);
+  const MutexLock lock(m.mutex);
   RaiseTo(m.tls_reloads, static_cast<double>(stats.reloads));
   RaiseTo(m.tls_refused, static_cast<double>(stats.refused));
   m.tls_files_refused.Set(stats.files_refused ? 1 : 0);
@@ -349,7 +351,7 @@ void Metrics::SetTls(const TlsStats& stats) {
 }
 
 std::vector<TenantTotals> Metrics::Tenants() const {
-  const std::lock_guard lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   std::vector<TenantTotals> all;
   for (const auto& [name, tenant] : impl_->tenants) all.push_back(tenant->Totals());
   return all;
@@ -364,7 +366,7 @@ Distribution Metrics::QueueTimes() const { return DistributionOf(impl_->request_
 
 std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   Impl& m = *impl_;
-  const std::lock_guard lock(m.mutex);
+  const MutexLock lock(m.mutex);
   const auto count = [](auto value) { return static_cast<double>(value); };
   for (const Impl::Sampled& sampled : m.sampled) {
     const double value = count(sampled.stat->read({stats, wire_})) * sampled.stat->unit;

@@ -79,25 +79,25 @@ struct OpsHttpCallbacks {
 };
 
 void OpsHttp::OnOpened(const void* key, int descriptor) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (connections_.size() >= most_) Displace();
   connections_[key] = {descriptor, false, steady_clock::now()};
 }
 
 void OpsHttp::OnClosed(const void* key) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   connections_.erase(key);
 }
 
 void OpsHttp::OnProgress(const void* key, bool requested) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = connections_.find(key);
   if (found == connections_.end()) return;
   found->second.requested = requested;
   found->second.since = steady_clock::now();
 }
 
-// Shut down, a socket reads as ended, and the library closes it. REQUIRES: mutex_ held.
+// Shut down, a socket reads as ended, and the library closes it.
 void OpsHttp::Displace() {
   const auto oldest =
       std::min_element(connections_.begin(), connections_.end(), [](const auto& a, const auto& b) {
@@ -109,8 +109,9 @@ void OpsHttp::Displace() {
 }
 
 void OpsHttp::Sweep() {
-  std::unique_lock lock(mutex_);
-  while (!stopped_.wait_for(lock, kSweep, [this] { return stop_; })) {
+  MutexLock lock(mutex_);
+  while (!stopped_.WaitFor(lock, kSweep,
+                           [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
     const auto now = steady_clock::now();
     for (auto it = connections_.begin(); it != connections_.end();) {
       const Connection& one = it->second;
@@ -175,9 +176,9 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
 OpsHttp::~OpsHttp() {
   if (daemon_ != nullptr) MHD_stop_daemon(static_cast<MHD_Daemon*>(daemon_));
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
-    stopped_.notify_all();
+    stopped_.NotifyAll();
   }
   sweeper_.join();
 }

@@ -14,17 +14,17 @@
 #define MLA_SERVER_OPERATIONS_OPS_HTTP_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 
 namespace mla::server {
 
@@ -68,15 +68,15 @@ class OpsHttp final {
   void OnOpened(const void* key, int descriptor);
   void OnClosed(const void* key);
   void OnProgress(const void* key, bool requested);
-  void Displace();
+  void Displace() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Sweep();
 
   const size_t most_;  // connections, the reserve among them
   const std::map<std::string, HttpHandler> paths_;
-  std::mutex mutex_;
-  std::condition_variable stopped_;
-  bool stop_ = false;
-  std::map<const void*, Connection> connections_;  // by MHD_Connection
+  Mutex mutex_;
+  CondVar stopped_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::map<const void*, Connection> connections_ ABSL_GUARDED_BY(mutex_);  // by MHD_Connection
   std::thread sweeper_;
   void* daemon_ = nullptr;  // MHD_Daemon
   int port_ = 0;

@@ -45,7 +45,7 @@ std::string ShapeText(const kernels::Geometry& g) {
 
 void StatusSource::Note() {
   const StatusTotals totals = Totals(options_.stats());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   rates_.Note(RateWindow::Clock::now(), totals);
 }
 
@@ -91,7 +91,7 @@ StatusPage StatusSource::Page() {
   page.uptime_seconds = std::chrono::duration_cast<std::chrono::seconds>(time - start_).count();
   const StatusTotals totals = Totals(stats);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     rates_.Note(time, totals);
     page.tiles = rates_.Tiles(time, totals, &page.window);
   }

@@ -6,10 +6,11 @@
 
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "kernels/backend_registry.h"
 #include "scheduler/engine.h"
 #include "server/config/config.h"
@@ -52,8 +53,8 @@ class StatusSource final {
 
   const StatusSourceOptions options_;
   const RateWindow::Clock::time_point start_;
-  std::mutex mutex_;
-  RateWindow rates_;
+  Mutex mutex_;
+  RateWindow rates_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::server

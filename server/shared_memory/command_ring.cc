@@ -299,14 +299,14 @@ void CommandRing::OnAnswered(AttendMessage* message) {
     message->fault.got = absl::StrCat(message->reply_area.size(), " bytes");
   }
   {
-    const std::lock_guard lock(completion_mutex_);
+    const MutexLock lock(completion_mutex_);
     Complete(*message);
   }
   message->Unref();
   WakeClient();
 }
 
-// REQUIRES: completion_mutex_ held. There is a free slot: WithinBounds saw to that.
+// There is a free slot: WithinBounds saw to that.
 void CommandRing::Complete(const AttendMessage& message) {
   const uint64_t index = completed_.load(std::memory_order_relaxed);
   wire::CompletionEntry entry{};

@@ -25,13 +25,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/ring_layout.h"
 #include "scheduler/engine.h"
@@ -80,8 +81,9 @@ class CommandRing final : public AttendMessageOwner {
   absl::Status PrepareAttend(const wire::SubmissionEntry& entry, AttendMessage* message);
   absl::Status PrepareMessage(const wire::SubmissionEntry& entry, AttendMessage* message);
 
-  void Complete(const AttendMessage& message);
-  void FillMessage(const AttendMessage& message, uint64_t slot, wire::CompletionEntry* entry);
+  void Complete(const AttendMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(completion_mutex_);
+  void FillMessage(const AttendMessage& message, uint64_t slot, wire::CompletionEntry* entry)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(completion_mutex_);
   bool WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
                   wire::CompletionEntry* entry) const;
   void WakeClient();
@@ -104,9 +106,9 @@ class CommandRing final : public AttendMessageOwner {
   std::vector<char> request_block_;
   google::protobuf::Arena request_arena_;
 
-  std::mutex completion_mutex_;  // completions come from the engine and from the thread
-  std::vector<char> reply_block_;
-  google::protobuf::Arena reply_arena_;
+  Mutex completion_mutex_;  // completions come from the engine and from the thread
+  std::vector<char> reply_block_ ABSL_GUARDED_BY(completion_mutex_);
+  google::protobuf::Arena reply_arena_ ABSL_GUARDED_BY(completion_mutex_);
   std::atomic<uint64_t> completed_{0};
 
   std::atomic<bool> stop_{false};

@@ -230,7 +230,10 @@ absl::Status SharedMemory::Map(int descriptor) {
         absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
   }
   region_ = {static_cast<std::byte*>(at), connect_reply_.region_bytes};
-  free_[connect_reply_.arena_offset] = arena_bytes();
+  {
+    const MutexLock lock(mutex_);
+    free_[connect_reply_.arena_offset] = arena_bytes();
+  }
   if (connect_reply_.ring_entries == 0) return absl::OkStatus();
   header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
   submissions_ =
@@ -257,7 +260,7 @@ void SharedMemory::Disconnect() { shutdown(socket_, SHUT_RDWR); }
 
 std::span<std::byte> SharedMemory::Allocate(uint64_t bytes) {
   const uint64_t wanted = wire::AlignShared(std::max<uint64_t>(bytes, 1));
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     if (it->second < wanted) continue;
     const uint64_t offset = it->first, left = it->second - wanted;
@@ -271,7 +274,7 @@ std::span<std::byte> SharedMemory::Allocate(uint64_t bytes) {
 
 void SharedMemory::Free(std::span<std::byte> block) {
   if (block.data() == nullptr) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto used = used_.find(OffsetOf(block.data()));
   if (used == used_.end()) return;
   auto [offset, bytes] = *used;

@@ -20,13 +20,14 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::client {
@@ -113,8 +114,9 @@ class SharedMemory final {
   std::atomic<uint64_t> returned_{0};  // as the server has been told
   bool held_ = false;                  // the last completion's slot has not been given back
 
-  std::mutex mutex_;
-  std::map<uint64_t, uint64_t> free_, used_;  // offset -> bytes
+  Mutex mutex_;
+  std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes
+  std::map<uint64_t, uint64_t> used_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::client

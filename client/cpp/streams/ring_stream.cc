@@ -65,7 +65,7 @@ void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byt
                       std::span<const std::byte> second,
                       const std::shared_ptr<PendingReply>& pending) {
   const Deadline deadline = Clock::now() + timeout_;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const bool is_attend = request->body_case() == v1::AttendStreamRequest::kAttend;
   absl::Status status = broken_;
   while (status.ok()) {
@@ -105,31 +105,31 @@ void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byt
 
 // ------------------------------------------------------------------------------------- Waiting
 
-// Takes one completion, or waits for another thread that is about to. REQUIRES: lock held.
-absl::Status RingStream::TakeOne(std::unique_lock<std::mutex>* lock, Deadline deadline) {
+// Takes one completion, or waits for another thread that is about to.
+absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline) {
   if (polling_) {
-    changed_.wait_until(*lock, deadline);
+    changed_.WaitUntil(*lock, deadline);
     if (broken_.ok() && Clock::now() >= deadline) {
       Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
     }
     return broken_;
   }
   polling_ = true;
-  lock->unlock();
+  mutex_.Unlock();
   wire::CompletionEntry entry;
   absl::Status status = memory_->Wait(&entry, deadline - Clock::now());
-  lock->lock();
+  mutex_.Lock();
   polling_ = false;
   if (status.ok()) status = Finish(entry);
   if (absl::IsDeadlineExceeded(status)) {
     status = absl::DeadlineExceededError("no reply in time; the session was cut");
   }
   if (!status.ok()) Break(status);
-  changed_.notify_all();
+  changed_.NotifyAll();
   return status;
 }
 
-// REQUIRES: mutex_ held. A status that is not OK means that the ring cannot be used any more.
+// A status that is not OK means that the ring cannot be used any more.
 absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
   if (entry.boot_id != boot_id_) return RestartedError(boot_id_, entry.boot_id);
   const auto found = in_flight_.find(entry.tag);
@@ -162,7 +162,7 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
   return absl::OkStatus();
 }
 
-// REQUIRES: mutex_ held. Fails everything under way; blocks are not reused, since the server may
+// Fails everything under way; blocks are not reused, since the server may
 // still be writing into them.
 void RingStream::Break(const absl::Status& status) {
   if (broken_.ok()) broken_ = status;
@@ -172,19 +172,19 @@ void RingStream::Break(const absl::Status& status) {
     flight.pending->done = true;
   }
   in_flight_.clear();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 absl::Status RingStream::Wait(PendingReply* pending) {
   const Deadline deadline = Clock::now() + timeout_;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!pending->done) TakeOne(&lock, deadline).IgnoreError();
   return pending->status;
 }
 
 absl::Status RingStream::Close() {
   const Deadline deadline = Clock::now() + timeout_;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const bool first = !std::exchange(closing_, true);
   while (!in_flight_.empty()) TakeOne(&lock, deadline).IgnoreError();
   if (first && broken_.ok()) memory_->Close(timeout_);

@@ -9,15 +9,15 @@
 #define MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string_view>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/step_stream.h"
 #include "client/cpp/streams/tensor_placement.h"
@@ -55,9 +55,9 @@ class RingStream final : public StepStream {
 
   bool PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
                     wire::SubmissionEntry* entry);
-  absl::Status TakeOne(std::unique_lock<std::mutex>* lock, Deadline deadline);
-  absl::Status Finish(const wire::CompletionEntry& entry);
-  void Break(const absl::Status& status);
+  absl::Status TakeOne(MutexLock* lock, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Finish(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Break(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::unique_ptr<SharedMemory> memory_;
   const uint64_t boot_id_;
@@ -65,12 +65,13 @@ class RingStream final : public StepStream {
   const uint64_t message_bytes_;
   wire::ParallelCopier copier_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool polling_ = false, closing_ = false;
-  absl::Status broken_;
-  uint64_t next_tag_ = 1;
-  std::map<uint64_t, InFlight> in_flight_;
+  Mutex mutex_;
+  CondVar changed_;
+  bool polling_ ABSL_GUARDED_BY(mutex_) = false;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_tag_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::map<uint64_t, InFlight> in_flight_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::client

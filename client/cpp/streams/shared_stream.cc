@@ -30,11 +30,11 @@ void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::b
   while (!PlaceTensors(memory_.get(), &copier_, first, second, *pending, &flight->room)) {
     std::shared_ptr<InFlight> oldest;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!in_flight_.empty()) oldest = in_flight_.front();
     }
     if (oldest == nullptr) {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       pending->status =
           absl::ResourceExhaustedError("the request does not fit into the shared memory");
       pending->done = true;
@@ -49,7 +49,7 @@ void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::b
   shared->set_out_offset(flight->room.out_offset);
   shared->set_out_length(flight->room.out_bytes);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     in_flight_.push_back(flight);
   }
   stream_->Send(request, {}, {}, flight->message);
@@ -58,7 +58,7 @@ void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::b
 // Waits for the reply, moves it to the caller's and gives the blocks back, once.
 absl::Status SharedStream::Finish(const std::shared_ptr<InFlight>& flight) {
   const absl::Status status = stream_->Wait(flight->message.get());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   PendingReply& pending = *flight->pending;
   if (pending.done) return pending.status;
   if (status.ok()) TakeOutputs(flight->room, &copier_, pending);
@@ -74,7 +74,7 @@ absl::Status SharedStream::Finish(const std::shared_ptr<InFlight>& flight) {
 absl::Status SharedStream::Wait(PendingReply* pending) {
   std::shared_ptr<InFlight> found;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const auto& flight : in_flight_) {
       if (flight->pending.get() == pending) found = flight;
     }
@@ -85,7 +85,7 @@ absl::Status SharedStream::Wait(PendingReply* pending) {
 
 absl::Status SharedStream::Close() {
   const absl::Status status = stream_->Close();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!std::exchange(closed_, true)) memory_->Close(timeout_);
   return status;
 }

@@ -9,11 +9,12 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string_view>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/step_stream.h"
 #include "client/cpp/streams/tensor_placement.h"
@@ -56,9 +57,9 @@ class SharedStream final : public StepStream {
   const uint64_t message_bytes_;
   wire::ParallelCopier copier_;
 
-  std::mutex mutex_;
-  std::list<std::shared_ptr<InFlight>> in_flight_;  // in the order sent
-  bool closed_ = false;
+  Mutex mutex_;
+  std::list<std::shared_ptr<InFlight>> in_flight_ ABSL_GUARDED_BY(mutex_);  // in the order sent
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mla::client

@@ -68,9 +68,9 @@ Stream::Stream(std::shared_ptr<grpc::Channel> channel, const StreamOptions& opti
 Stream::~Stream() {
   Close().IgnoreError();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_pump_ = true;
-    pump_wanted_.notify_all();
+    pump_wanted_.NotifyAll();
   }
   if (pump_.joinable()) pump_.join();
   queue_.Shutdown();
@@ -122,21 +122,21 @@ bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
 
 // Waits until `done`, which the mutex guards: by polling, if no other thread does. False: too late.
 template <typename Done>
-bool Stream::PollUntil(Lock* lock, Clock::time_point deadline, Done done) {
+bool Stream::PollUntil(MutexLock* lock, Clock::time_point deadline, Done done) {
   ++waiting_;
   while (!done() && Clock::now() < deadline) {
     if (polling_) {
-      changed_.wait_until(*lock, deadline);
+      changed_.WaitUntil(*lock, deadline);
       continue;
     }
     polling_ = true;
     while (!done() && Clock::now() < deadline) {
-      lock->unlock();
+      mutex_.Unlock();
       PollOnce(deadline, true);
-      lock->lock();
+      mutex_.Lock();
     }
     polling_ = false;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   --waiting_;
   return done();
@@ -144,33 +144,33 @@ bool Stream::PollUntil(Lock* lock, Clock::time_point deadline, Done done) {
 
 // Polls while there are requests under way and no thread waits for them.
 void Stream::Pump() {
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!stop_pump_) {
     if (!pumping_) {
-      pump_wanted_.wait(lock);
+      pump_wanted_.Wait(lock);
       continue;
     }
-    pump_wanted_.wait_for(lock, kPumpDelay);
+    pump_wanted_.WaitFor(lock, kPumpDelay);
     pumping_ = !pending_.empty() && !done_;
     if (polling_ || waiting_ > 0) continue;
     polling_ = true;
     while (!stop_pump_ && waiting_ == 0 && !pending_.empty()) {
-      lock.unlock();
+      lock.Unlock();
       PollOnce(Clock::now() + kPumpTurn, false);
-      lock.lock();
+      lock.Lock();
     }
     polling_ = false;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
 }
 
-// REQUIRES: mutex_ held. A request of `bytes` was sent: the pump must look after it if it may not
+// A request of `bytes` was sent: the pump must look after it if it may not
 // have been sent completely by that call, or if it is one of several.
 void Stream::WakePump(size_t bytes) {
   if (pumping_ || (bytes < kSocketBytes && unsent_.empty() && pending_.size() < 2)) return;
   pumping_ = true;
   if (pump_.joinable()) {
-    pump_wanted_.notify_all();
+    pump_wanted_.NotifyAll();
   } else {
     try {
       pump_ = std::thread([this] { Pump(); });
@@ -191,17 +191,17 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   if (!first.empty()) slices[count++] = BorrowedSlice(first, pending);
   if (!second.empty()) slices[count++] = BorrowedSlice(second, pending);
   grpc::ByteBuffer message(slices, count);
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (writing_ && !polling_) {
     // Most often the write is over and no thread has checked yet.
     polling_ = true;
     for (bool more = true; more && writing_;) {
-      lock.unlock();
+      lock.Unlock();
       more = PollOnce(Clock::time_point(), false);
-      lock.lock();
+      lock.Lock();
     }
     polling_ = false;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   if (done_ || half_closed_ || finishing_ || !broken_.ok()) {
     pending->status = !broken_.ok()         ? broken_
@@ -217,7 +217,7 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   const bool read = !std::exchange(reading_, true);
   if (!write) unsent_.emplace_back().Swap(&message);
   WakePump(first.size() + second.size());
-  lock.unlock();
+  lock.Unlock();
   // Outside the lock, which the thread that polls must not find taken. The write first: the server
   // waits for it.
   if (write) call_->Write(message, TagOf(kWritten));
@@ -239,7 +239,7 @@ void Stream::StartNextWrite() {
 }
 
 void Stream::OnWriteDone(bool ok) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   writing_ = false;
   if (!ok) unsent_.clear();
   StartNextWrite();
@@ -290,7 +290,7 @@ void Stream::OnReadDone(bool ok) {
   }
   std::shared_ptr<PendingReply> pending;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!ok || !status.ok()) {
       reading_ = false;
       unsent_.clear();
@@ -312,10 +312,10 @@ void Stream::OnReadDone(bool ok) {
   }
   slices_.clear();
   incoming_.Clear();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (pending != nullptr) {
     pending->done = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   if (!pending_.empty()) {
     call_->Read(&incoming_, TagOf(kRead));
@@ -339,7 +339,7 @@ void Stream::Break(absl::Status why) {
 }
 
 void Stream::OnFinished() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   final_status_ = FromGrpc(result_, context_);
   const absl::Status why = !broken_.ok()         ? broken_
                            : !final_status_.ok() ? final_status_
@@ -351,11 +351,11 @@ void Stream::OnFinished() {
   pending_.clear();
   unsent_.clear();
   done_ = true;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 absl::Status Stream::Wait(PendingReply* pending) {
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   const auto done = [&] { return pending->done; };
   if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
     Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
@@ -369,8 +369,8 @@ absl::Status Stream::Wait(PendingReply* pending) {
 }
 
 absl::Status Stream::Close() {
-  Lock lock(mutex_);
-  const auto done = [&] { return done_; };
+  MutexLock lock(mutex_);
+  const auto done = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return done_; };
   if (!std::exchange(closing_, true) && !writing_) StartNextWrite();
   if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
     Break(absl::DeadlineExceededError("the session did not end in time"));

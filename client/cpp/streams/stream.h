@@ -26,7 +26,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -37,8 +36,10 @@
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "client/cpp/streams/step_stream.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/tensor_codec.h"
@@ -78,14 +79,14 @@ class Stream final : public StepStream {
 
  private:
   using Clock = std::chrono::steady_clock;
-  using Lock = std::unique_lock<std::mutex>;
 
   // Polling.
   template <typename Done>
-  bool PollUntil(Lock* lock, Clock::time_point deadline, Done done);
+  bool PollUntil(MutexLock* lock, Clock::time_point deadline, Done done)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool PollOnce(Clock::time_point deadline, bool spin);
   void Pump();
-  void WakePump(size_t bytes);
+  void WakePump(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Handling of what the queue says.
   void OnReadDone(bool ok);
@@ -94,10 +95,9 @@ class Stream final : public StepStream {
   absl::Status Take(uint64_t* tag);
   void CopyPayload(PendingReply* pending) const;
 
-  // REQUIRES: mutex_ held.
-  void StartNextWrite();
-  void StartFinish();
-  void Break(absl::Status why);
+  void StartNextWrite() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartFinish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Break(absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const StreamOptions options_;
   const std::shared_ptr<grpc::Channel> channel_;
@@ -116,19 +116,25 @@ class Stream final : public StepStream {
   grpc::Status result_;        // of the finish under way
   std::atomic<uint64_t> next_tag_{1};
 
-  std::mutex mutex_;  // guards everything below
-  std::condition_variable changed_;
-  std::deque<grpc::ByteBuffer> unsent_;
-  int32_t waiting_ = 0;   // threads in PollUntil
-  bool polling_ = false;  // a thread polls
-  bool writing_ = false, reading_ = false;
-  bool closing_ = false, half_closed_ = false, finishing_ = false, done_ = false;
-  absl::Status final_status_;
-  absl::Status broken_;  // why the stream was cut by this side
-  absl::flat_hash_map<uint64_t, std::shared_ptr<PendingReply>> pending_;  // by tag
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<grpc::ByteBuffer> unsent_ ABSL_GUARDED_BY(mutex_);
+  int32_t waiting_ ABSL_GUARDED_BY(mutex_) = 0;   // threads in PollUntil
+  bool polling_ ABSL_GUARDED_BY(mutex_) = false;  // a thread polls
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool half_closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status final_status_ ABSL_GUARDED_BY(mutex_);
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);  // why the stream was cut by this side
+  absl::flat_hash_map<uint64_t, std::shared_ptr<PendingReply>> pending_
+      ABSL_GUARDED_BY(mutex_);  // by tag
 
-  std::condition_variable pump_wanted_;
-  bool pumping_ = false, stop_pump_ = false;
+  CondVar pump_wanted_;
+  bool pumping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stop_pump_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread pump_;
 };
 

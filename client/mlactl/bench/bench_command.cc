@@ -3,14 +3,15 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/mutex.h"
 #include "client/mlactl/bench/bench_options.h"
 #include "client/mlactl/bench/bench_report.h"
 #include "client/mlactl/bench/bench_worker.h"
@@ -93,7 +94,7 @@ class BenchRunner {
   }
 
   bool Filled(uint32_t index, double done) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     filled_[index] = done;
     double sum = 0;
     for (const double one : filled_) sum += one;
@@ -135,8 +136,8 @@ class BenchRunner {
   std::string transport_;
   std::vector<std::unique_ptr<BenchWorker>> workers_;
   std::optional<v1::GetStatsReply> before_;
-  std::mutex mutex_;  // guards filled_
-  std::vector<double> filled_;
+  Mutex mutex_;  // guards filled_
+  std::vector<double> filled_ ABSL_GUARDED_BY(mutex_);
 };
 
 // All runs until one fails or an interrupt. `runs` gets those that finished, whatever the status.

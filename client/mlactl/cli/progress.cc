@@ -46,7 +46,7 @@ std::string Progress::Line(const std::string& phase, double fraction,
 
 void Progress::Show(const std::string& phase, double fraction, const std::string& detail) {
   if (quiet_) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const Clock::time_point now = Clock::now();
   const bool changed = phase != phase_;
   if (!changed && now - last_ < (terminal_ ? Clock::duration(kRedraw) : kPlainLine)) return;
@@ -64,7 +64,7 @@ void Progress::Show(const std::string& phase, double fraction, const std::string
 }
 
 void Progress::Clear() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!drawn_) return;
   std::fputs("\r\x1b[K", stream_);
   std::fflush(stream_);

@@ -5,8 +5,10 @@
 
 #include <chrono>
 #include <cstdio>
-#include <mutex>
 #include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::mlactl {
 
@@ -28,10 +30,10 @@ class Progress final {
 
   std::FILE* const stream_;
   const bool quiet_, terminal_;
-  std::mutex mutex_;
-  std::string phase_;
-  Clock::time_point last_{};
-  bool drawn_ = false;
+  Mutex mutex_;
+  std::string phase_ ABSL_GUARDED_BY(mutex_);
+  Clock::time_point last_ ABSL_GUARDED_BY(mutex_){};
+  bool drawn_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mla::mlactl

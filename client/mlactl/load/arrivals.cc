@@ -11,7 +11,7 @@ double Arrivals::Gap() {
 }
 
 std::optional<Arrivals::Clock::time_point> Arrivals::TakeBefore(Clock::time_point end) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const Clock::time_point next =
       begin_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(next_s_));
   if (next >= end) return std::nullopt;

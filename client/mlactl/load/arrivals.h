@@ -7,9 +7,11 @@
 
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <random>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::mlactl {
 
@@ -29,14 +31,14 @@ class Arrivals final {
   std::optional<Clock::time_point> TakeBefore(Clock::time_point end);
 
  private:
-  double Gap();
+  double Gap() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const ArrivalKind kind_;
   const double rate_per_s_;
   const Clock::time_point begin_;
-  std::mutex mutex_;
-  std::mt19937_64 random_;
-  double next_s_ = 0;  // after begin_
+  Mutex mutex_;
+  std::mt19937_64 random_ ABSL_GUARDED_BY(mutex_);
+  double next_s_ ABSL_GUARDED_BY(mutex_) = 0;  // after begin_
 };
 
 }  // namespace mla::mlactl

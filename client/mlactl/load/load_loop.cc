@@ -3,7 +3,6 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -92,12 +91,14 @@ class LoadRun final {
   LoadResult result_;
   uint64_t failed_ = 0;
 
-  std::mutex mutex_;  // guards all members below
-  std::condition_variable changed_;
-  uint32_t ready_ = 0, working_ = 0;
-  bool started_ = false;
-  absl::Status status_;
-  std::optional<TimePoint> stopped_;  // when Stop was called, if before the end
+  Mutex mutex_;
+  CondVar changed_;
+  uint32_t ready_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint32_t working_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool started_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  std::optional<TimePoint> stopped_
+      ABSL_GUARDED_BY(mutex_);  // when Stop was called, if before the end
 };
 
 bool LoadRecorder::stopping() const { return run_->stopping(); }
@@ -141,21 +142,22 @@ void LoadRun::Work(uint32_t worker) {
   const absl::Status status = hooks_.set_up(worker);
   bool go = false;
   {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     if (status.ok()) {
       ++ready_;
     } else if (status_.ok()) {
       status_ = status;
     }
-    changed_.notify_all();
-    changed_.wait(lock, [this] { return started_ || !status_.ok(); });
+    changed_.NotifyAll();
+    changed_.Wait(
+        lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return started_ || !status_.ok(); });
     go = started_;
   }
   if (go) Loop(worker);
   hooks_.tear_down(worker);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   --working_;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void LoadRun::Loop(uint32_t worker) {
@@ -202,7 +204,7 @@ void LoadRun::Finished(LoadRecorder* recorder, TimePoint intended, TimePoint sta
     if (options_.steps > 0 && before >= options_.steps) return;
     if (before + 1 == options_.steps) Stop(done);
     ++recorder->counts_.steps;
-    const std::lock_guard lock(recorder->mutex_);
+    const MutexLock lock(recorder->mutex_);
     recorder->interval_.Record(Nanos(done - intended));
   }
   if (!times) return;
@@ -217,7 +219,7 @@ void LoadRun::Failed(LoadRecorder* recorder, const absl::Status& status) {
   if (!detail || detail->retry_after_ms() == 0) return End(status);
   if (Measured(LoadClock::now())) {
     ++recorder->counts_.failures[ReasonOf(status)];
-    const std::lock_guard lock(recorder->mutex_);
+    const MutexLock lock(recorder->mutex_);
     ++recorder->failed_;
   }
   Sleep(LoadClock::now() + std::chrono::milliseconds(detail->retry_after_ms()));
@@ -231,27 +233,29 @@ void LoadRun::Unfinished(LoadRecorder* recorder, TimePoint intended, TimePoint n
 
 void LoadRun::Stop(TimePoint at) {
   stopping_ = true;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!stopped_) stopped_ = at;
 }
 
 void LoadRun::End(const absl::Status& status) {
   Stop(LoadClock::now());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (status_.ok()) status_ = status;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 // ------------------------------------------------------------------------------ Caller's thread
 
 bool LoadRun::WaitUntilReady() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return ready_ == options_.concurrency || !status_.ok(); });
+  MutexLock lock(mutex_);
+  changed_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return ready_ == options_.concurrency || !status_.ok();
+  });
   return status_.ok();
 }
 
 void LoadRun::Start() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const TimePoint begin = LoadClock::now();
   measure_begin_ = begin + Of(options_.warmup_s);
   measure_end_ = options_.steps > 0 ? TimePoint::max() : measure_begin_ + Of(options_.duration_s);
@@ -260,14 +264,14 @@ void LoadRun::Start() {
         std::make_unique<Arrivals>(options_.arrivals, options_.rate_per_s, options_.seed, begin);
   }
   started_ = true;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 SeriesPoint LoadRun::TakeInterval(TimePoint from, TimePoint to) {
   LatencyHistogram steps;
   failed_ = 0;
   for (LoadRecorder& recorder : recorders_) {
-    const std::lock_guard lock(recorder.mutex_);
+    const MutexLock lock(recorder.mutex_);
     steps.Merge(recorder.interval_);
     recorder.interval_.Clear();
     failed_ += recorder.failed_;
@@ -291,13 +295,14 @@ void LoadRun::KeepTime() {
   TimePoint from = measure_begin_;
   LoadProgress progress;
   progress.target_seconds = timed ? options_.duration_s : 0;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (working_ > 0) {
     const TimePoint tick = LoadClock::now() + kTick;
     // Wakes exactly at the end; afterwards once a tick, while the last requests finish.
     const TimePoint wake = timed && !stopping() ? std::min(tick, measure_end_ + Of(grace_s)) : tick;
-    changed_.wait_until(lock, wake, [this] { return working_ == 0; });
-    lock.unlock();
+    changed_.WaitUntil(lock, wake,
+                       [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return working_ == 0; });
+    lock.Unlock();
     const TimePoint now = LoadClock::now();
     if (interrupted_.load() || (timed && now >= measure_end_ + Of(grace_s))) Stop(now);
     if (now - from >= interval && from < measure_end_) {
@@ -311,19 +316,23 @@ void LoadRun::KeepTime() {
     progress.failed = failed_;
     if (!result_.series.empty()) progress.latest = result_.series.back();
     if (hooks_.progress) hooks_.progress(progress);
-    lock.lock();
+    lock.Lock();
   }
 }
 
 absl::StatusOr<LoadResult> LoadRun::Run() {
   std::vector<std::thread> threads;
-  working_ = options_.concurrency;
+  {
+    const MutexLock lock(mutex_);
+    working_ = options_.concurrency;
+  }
   for (uint32_t i = 0; i < options_.concurrency; ++i) threads.emplace_back([this, i] { Work(i); });
   if (WaitUntilReady()) {
     Start();
     KeepTime();
   }
   for (std::thread& thread : threads) thread.join();
+  const MutexLock lock(mutex_);
   result_.interrupted = interrupted_.load();
   if (!status_.ok() && !result_.interrupted) return status_;
   const TimePoint end = std::min(stopped_.value_or(measure_end_), measure_end_);

@@ -18,12 +18,13 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "client/cpp/session.h"
 #include "client/mlactl/load/arrivals.h"
 #include "client/mlactl/load/latency_histogram.h"
@@ -111,9 +112,9 @@ class LoadRecorder final {
 
   const class LoadRun* run_ = nullptr;
   LoadCounts counts_;
-  std::mutex mutex_;  // guards interval_ and failed_
-  LatencyHistogram interval_;
-  uint64_t failed_ = 0;
+  Mutex mutex_;  // guards interval_ and failed_
+  LatencyHistogram interval_ ABSL_GUARDED_BY(mutex_);
+  uint64_t failed_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 struct LoadHooks {

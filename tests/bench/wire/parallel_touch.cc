@@ -68,7 +68,7 @@ void ParallelTouch::Help(int32_t place) {
 }
 
 void ParallelTouch::Share(uint64_t bytes, const std::function<void(uint64_t, uint64_t)>& body) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (helpers_.empty() || word_->load(std::memory_order_relaxed) <= 1) return body(0, bytes);
   body_ = &body;
   bytes_ = bytes;

@@ -11,10 +11,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <span>
 #include <thread>
 #include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::bench {
 
@@ -41,7 +43,7 @@ class ParallelTouch final {
 
   const std::atomic<int32_t>* const word_;
   const int32_t threads_;
-  std::mutex mutex_;
+  Mutex mutex_;
   const std::function<void(uint64_t, uint64_t)>* body_ = nullptr;
   uint64_t bytes_ = 0;
   alignas(64) std::atomic<uint64_t> round_{0};
