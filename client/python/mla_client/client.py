@@ -50,7 +50,7 @@ class Tls:
 
 
 class _Pending(AttendFuture):
-    """The requests that one attend call was cut into."""
+    """The requests that one attend call was split into."""
 
     def __init__(self, assembler: wire.ResultAssembler, deadline: float) -> None:
         self._assembler = assembler
@@ -301,11 +301,11 @@ class Client(Service, Operations):
         assembler = wire.ResultAssembler(args, geometry)
         pending = _Pending(assembler, deadline)
         try:
-            cuts = list(stream.cuts(args, geometry))
+            chunks = list(stream.chunks(args, geometry))
         except ValueError as error:
             raise errors.InvalidArgument(str(error)) from error
-        for cut in cuts:
-            pending.add(stream.attend(step.step_id, args, cut, geometry, assembler, deadline))
+        for chunk in chunks:
+            pending.add(stream.attend(step.step_id, args, chunk, geometry, assembler, deadline))
         return pending
 
     def _shared_memory(self, stream: Any) -> Optional[SharedMemory]:

@@ -41,7 +41,7 @@ class StepStream(abc.ABC):
     """
 
     transport: str       # "inline", "shm" or "ring"
-    message_bytes: int   # attend calls are cut so that no message carries more than that
+    message_bytes: int   # attend calls are split so that no message carries more than that
     memory: Optional[SharedMemory] = None
 
     @property
@@ -50,9 +50,9 @@ class StepStream(abc.ABC):
         """Why it can no longer be used; None while it can."""
 
     @abc.abstractmethod
-    def attend(self, step_id: int, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+    def attend(self, step_id: int, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
                assembler: wire.ResultAssembler, deadline: float) -> Request:
-        """Sends one cut of an attend call; its outputs and timings go to `assembler`. Waits for
+        """Sends one chunk of an attend call; its outputs and timings go to `assembler`. Waits for
         room first; DeadlineExceeded if there is none in time."""
 
     @abc.abstractmethod
@@ -67,16 +67,16 @@ class StepStream(abc.ABC):
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Cuts it at once."""
+        """Cancels it at once."""
 
-    def cuts(self, args: AttendArgs, geometry: Geometry) -> Iterator[wire.Cut]:
-        """How an attend call is to be cut. ValueError if one row of one head is too large."""
+    def chunks(self, args: AttendArgs, geometry: Geometry) -> Iterator[wire.Chunk]:
+        """The chunks of an attend call. ValueError if one row of one head is too large."""
         place = args.out.place if args.out is not None else None
         if place is not None and place.memory is self.memory:
             # Its outputs are one piece of this stream's memory, whatever their size.
             heads = 0 if args.profile == Profile.APPEND_ONLY else args.num_heads
-            return iter([wire.Cut(0, args.rows, 0, heads, args.kv is not None)])
-        return wire.cuts(args, geometry, self.message_bytes)
+            return iter([wire.Chunk(0, args.rows, 0, heads, args.kv is not None)])
+        return wire.chunks(args, geometry, self.message_bytes)
 
 
 class InflightBytes:
@@ -166,32 +166,33 @@ class AttendStream(StepStream):
             return errors.Unavailable("the shared memory has ended")
         return self._broken
 
-    def attend(self, step_id: int, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+    def attend(self, step_id: int, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
                assembler: wire.ResultAssembler, deadline: float) -> Request:
         header = attention_pb2.AttendStreamRequest(attend=attention_pb2.Attend(
-            step_id=step_id, layer=args.layer, row_begin=args.row_begin + cut.row_begin,
-            row_count=cut.rows, head_offset=args.head_offset + cut.head_begin,
-            num_heads=cut.heads, profile=args.profile, has_kv=cut.has_kv, want_lse=args.want_lse,
+            step_id=step_id, layer=args.layer, row_begin=args.row_begin + chunk.row_begin,
+            row_count=chunk.rows, head_offset=args.head_offset + chunk.head_begin,
+            num_heads=chunk.heads, profile=args.profile, has_kv=chunk.has_kv,
+            want_lse=args.want_lse,
             q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s)))
         memory = self.memory
         if memory is not None:
-            return self._attend_shared(memory, header, args, cut, geometry, assembler, deadline)
-        parts = wire.request_parts(args, cut)
+            return self._attend_shared(memory, header, args, chunk, geometry, assembler, deadline)
+        parts = wire.request_parts(args, chunk)
         sent = time.monotonic()
 
         def finish(reply: Any, received: float) -> None:
             try:
-                assembler.add(cut, reply.payload, timings_of(reply.timings, received - sent))
+                assembler.add(chunk, reply.payload, timings_of(reply.timings, received - sent))
             except ValueError as error:
                 raise errors.Internal(str(error)) from error
 
         future = self._send(header, parts, sum(part.nbytes for part in parts), None, deadline)
         return _GrpcRequest(future, finish)
 
-    def _attend_shared(self, memory: SharedMemory, header: Any, args: AttendArgs, cut: wire.Cut,
+    def _attend_shared(self, memory: SharedMemory, header: Any, args: AttendArgs, chunk: wire.Chunk,
                        geometry: Geometry, assembler: wire.ResultAssembler,
                        deadline: float) -> Request:
-        placement = self._placed(memory, args, cut, geometry, deadline)
+        placement = self._placed(memory, args, chunk, geometry, deadline)
         shared = header.shared
         shared.handle = memory.handle
         shared.in_offset, shared.in_length = placement.in_offset, placement.in_length
@@ -202,7 +203,7 @@ class AttendStream(StepStream):
         def finish(reply: Any, received: float) -> None:
             try:
                 if reply.WhichOneof("body") != "error":
-                    assembler.put(cut, placement.o, placement.lse,
+                    assembler.put(chunk, placement.o, placement.lse,
                                   timings_of(reply.timings, received - sent))
             finally:
                 memory.unplace(placement)
@@ -213,14 +214,14 @@ class AttendStream(StepStream):
             memory.unplace(placement)
             raise
 
-    def _placed(self, memory: SharedMemory, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+    def _placed(self, memory: SharedMemory, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
                 deadline: float) -> Placement:
         """Waits for room in the memory, which replies make."""
         while True:
             if self._broken is not None:
                 raise self._broken.again()
             seen = memory.freed
-            placement = memory.place(args, cut, geometry)
+            placement = memory.place(args, chunk, geometry)
             if placement is not None:
                 return placement
             if memory.exhausted(seen):

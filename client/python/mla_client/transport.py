@@ -141,7 +141,7 @@ class StreamMaker:
                 continue
             if size < min(wanted, most):
                 _log.info("the server had %d MiB of shared memory left for this stream, not %d: "
-                          "large steps are cut into more messages", size >> 20,
+                          "large steps are split into more messages", size >> 20,
                           min(wanted, most) >> 20)
             return memory
 

@@ -130,7 +130,7 @@ class AttendResult(NamedTuple):
 
     o: Optional[npt.NDArray]                # [rows, heads, o dim]; None for APPEND_ONLY
     lse: Optional[npt.NDArray[np.float32]]  # [rows, heads], natural log; None unless asked for
-    timings: List[Timings]                  # one per message that the work was cut into
+    timings: List[Timings]                  # one per message that the work was split into
 
 
 class Buffers:

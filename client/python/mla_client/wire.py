@@ -1,4 +1,4 @@
-"""Framing of Attend messages, cutting of work under the message bound, tensors as bytes.
+"""Framing of Attend messages, splitting of work under the message bound, tensors as bytes.
 
 `payload` is the highest field of its message, so a message is the serialized header followed by the
 tag, the length and the tensor bytes: the tensors are joined into the message once and never pass
@@ -21,7 +21,7 @@ _PAYLOAD_TAG = bytes([0xFA, 0x7F])
 HEADER_BYTES = 4096
 
 
-class Cut(NamedTuple):
+class Chunk(NamedTuple):
     """A part of an attend call that fits one message each way."""
 
     row_begin: int  # within the call
@@ -97,10 +97,10 @@ def decode_into(target: npt.NDArray, values: npt.NDArray) -> None:
         target[...] = values
 
 
-def cuts(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[Cut]:
-    """Cuts a call so that each request and each reply stays below `message_bytes`.
+def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[Chunk]:
+    """Splits a call so that each request and each reply stays below `message_bytes`.
 
-    Rows are cut first, in order; where one row of all heads is too large, heads are cut as well and
+    Rows are split first, in order; where one row of all heads is too large, heads are too, and
     the row's KV travels with its first head slice.
     """
     room = message_bytes - HEADER_BYTES
@@ -116,34 +116,34 @@ def cuts(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[C
     if heads_that_fit < heads:
         for row in range(args.rows):
             for head in range(0, heads, heads_that_fit):
-                yield Cut(row, 1, head, min(heads_that_fit, heads - head),
+                yield Chunk(row, 1, head, min(heads_that_fit, heads - head),
                           head == 0 and row_bytes > 0)
         return
     rows_that_fit = room // max(row_bytes + heads * head_in, heads * head_out, 1)
     for row in range(0, args.rows, rows_that_fit):
-        yield Cut(row, min(rows_that_fit, args.rows - row), 0, heads, row_bytes > 0)
+        yield Chunk(row, min(rows_that_fit, args.rows - row), 0, heads, row_bytes > 0)
 
 
-def request_arrays(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
-    """What one cut sends, as the caller gave it: KV rows if it carries them, then queries."""
-    whole = cut.rows == args.rows and cut.heads in (args.num_heads, 0)
-    rows = slice(cut.row_begin, cut.row_begin + cut.rows)
+def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
+    """What one chunk sends, as the caller gave it: KV rows if it carries them, then queries."""
+    whole = chunk.rows == args.rows and chunk.heads in (args.num_heads, 0)
+    rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     arrays = []
-    if cut.has_kv and args.kv is not None:
+    if chunk.has_kv and args.kv is not None:
         arrays.append(args.kv if whole else args.kv[rows])
     if args.q is not None:
         arrays.append(args.q if whole
-                      else args.q[rows, cut.head_begin:cut.head_begin + cut.heads])
+                      else args.q[rows, chunk.head_begin:chunk.head_begin + chunk.heads])
     return arrays
 
 
-def request_parts(args: AttendArgs, cut: Cut) -> List[npt.NDArray]:
-    """The payload of one cut."""
-    return [encode(array, args.dtype) for array in request_arrays(args, cut)]
+def request_parts(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
+    """The payload of one chunk."""
+    return [encode(array, args.dtype) for array in request_arrays(args, chunk)]
 
 
 class ResultAssembler:
-    """Puts the replies of a call's cuts together, in new arrays or in the caller's buffers."""
+    """Puts the replies of a call's chunks together, in new arrays or in the caller's buffers."""
 
     def __init__(self, args: AttendArgs, geometry: Geometry) -> None:
         self._args = args
@@ -160,34 +160,35 @@ class ResultAssembler:
         if args.want_lse:
             self._lse = np.empty((args.rows, args.num_heads), np.float32)
 
-    def add(self, cut: Cut, payload: bytes, timings: Timings) -> None:
+    def add(self, chunk: Chunk, payload: bytes, timings: Timings) -> None:
         """Takes one reply. Raises ValueError if its payload is not of the size asked for."""
         o_bytes = lse_bytes = 0
         if self._o is not None:
-            o_bytes = cut.rows * cut.heads * self._o_dim * self._args.o_dtype.size
-            lse_bytes = cut.rows * cut.heads * 4 if self._lse is not None else 0
+            o_bytes = chunk.rows * chunk.heads * self._o_dim * self._args.o_dtype.size
+            lse_bytes = chunk.rows * chunk.heads * 4 if self._lse is not None else 0
         if len(payload) != o_bytes + lse_bytes:
             raise ValueError(f"reply payload: got {len(payload)} bytes, must be "
                              f"{o_bytes + lse_bytes}")
         o = lse = None
         if self._o is not None:
-            o = np.ndarray((cut.rows, cut.heads, self._o_dim), self._args.o_dtype.numpy, payload)
+            o = np.ndarray((chunk.rows, chunk.heads, self._o_dim), self._args.o_dtype.numpy,
+                           payload)
         if self._lse is not None:
-            lse = np.ndarray((cut.rows, cut.heads), DType.F32.numpy, payload, o_bytes)
-        self.put(cut, o, lse, timings)
+            lse = np.ndarray((chunk.rows, chunk.heads), DType.F32.numpy, payload, o_bytes)
+        self.put(chunk, o, lse, timings)
 
-    def put(self, cut: Cut, o: Optional[npt.NDArray], lse: Optional[npt.NDArray],
+    def put(self, chunk: Chunk, o: Optional[npt.NDArray], lse: Optional[npt.NDArray],
             timings: Timings) -> None:
         """Takes one reply as arrays of the wire's type, which may be the caller's own buffers."""
         self._timings.append(timings)
         if self._o is None or o is None or o is self._o:
             return
-        rows = slice(cut.row_begin, cut.row_begin + cut.rows)
-        heads = slice(cut.head_begin, cut.head_begin + cut.heads)
+        rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+        heads = slice(chunk.head_begin, chunk.head_begin + chunk.heads)
         decode_into(self._o[rows, heads], o)
         if self._lse is not None and lse is not None:
             self._lse[rows, heads] = lse
 
     def result(self) -> AttendResult:
-        """The call's result once every cut was added."""
+        """The call's result once every chunk was added."""
         return AttendResult(self._o, self._lse, self._timings)

@@ -186,7 +186,7 @@ class SleepingRingTest(Transport, ServiceContract, unittest.TestCase):
 
 
 class SmallInlineTest(Transport, ServiceContract, unittest.TestCase):
-    """Every call cut into many messages."""
+    """Every call split into many messages."""
 
     transport = "inline"
     options = {"message_bytes": 4096 + 400}

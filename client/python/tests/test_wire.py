@@ -1,4 +1,4 @@
-"""Framing and cutting of Attend messages."""
+"""Framing and splitting of Attend messages."""
 
 import dataclasses
 import itertools
@@ -46,27 +46,27 @@ class FrameTest(unittest.TestCase):
         np.testing.assert_array_equal(wire.encode(to_bf16(values), DType.F32), values)
 
 
-class CutTest(unittest.TestCase):
+class ChunkTest(unittest.TestCase):
     def check(self, args, message_bytes, geometry=GEOMETRY):
         """Every row and head exactly once, in order, and no message above the bound."""
-        cuts = list(wire.cuts(args, geometry, message_bytes))
+        chunks = list(wire.chunks(args, geometry, message_bytes))
         seen, kv_rows = [], []
-        for cut in cuts:
-            rows = range(cut.row_begin, cut.row_begin + cut.rows)
-            heads = range(cut.head_begin, cut.head_begin + cut.heads)
+        for chunk in chunks:
+            rows = range(chunk.row_begin, chunk.row_begin + chunk.rows)
+            heads = range(chunk.head_begin, chunk.head_begin + chunk.heads)
             seen += itertools.product(rows, heads)
-            kv_rows += rows if cut.has_kv else []
-            request = wire.request_parts(args, cut)
+            kv_rows += rows if chunk.has_kv else []
+            request = wire.request_parts(args, chunk)
             self.assertLessEqual(sum(part.nbytes for part in request), message_bytes)
-            reply = cut.rows * cut.heads * (
+            reply = chunk.rows * chunk.heads * (
                 geometry.o_dim(args.profile) * args.o_dtype.size + 4 * args.want_lse)
             self.assertLessEqual(reply, message_bytes)
         self.assertEqual(sorted(seen),
                          list(itertools.product(range(args.rows), range(args.num_heads))))
         self.assertEqual(kv_rows, list(range(args.rows)) if args.kv is not None else [])
-        self.assertEqual([cut.row_begin for cut in cuts],
-                         sorted(cut.row_begin for cut in cuts))
-        return cuts
+        self.assertEqual([chunk.row_begin for chunk in chunks],
+                         sorted(chunk.row_begin for chunk in chunks))
+        return chunks
 
     def test_cuts_cover_and_fit(self):
         for profile, rows, kv, lse, dtype, bound in itertools.product(
@@ -83,13 +83,13 @@ class CutTest(unittest.TestCase):
 
     def test_wide_rows_are_cut_by_heads(self):
         geometry = dataclasses.replace(GEOMETRY, num_heads=128)
-        cuts = self.check(make_args(2, 128, geometry=geometry), 16384, geometry)
-        self.assertGreater(len(cuts), 2)
+        chunks = self.check(make_args(2, 128, geometry=geometry), 16384, geometry)
+        self.assertGreater(len(chunks), 2)
 
     def test_hopeless_bound(self):
         for bound in (4096, 5000):
             with self.assertRaisesRegex(ValueError, "message_bytes"):
-                list(wire.cuts(make_args(1, 16), GEOMETRY, bound))
+                list(wire.chunks(make_args(1, 16), GEOMETRY, bound))
 
 
 class AssembleTest(unittest.TestCase):
@@ -98,25 +98,25 @@ class AssembleTest(unittest.TestCase):
         rng = np.random.default_rng(3)
         o = rng.standard_normal((5, 16, 128)).astype(np.float32)
         lse = rng.standard_normal((5, 16)).astype(np.float32)
-        cuts = list(wire.cuts(args, GEOMETRY, 14000))
-        self.assertGreater(len(cuts), 3)
+        chunks = list(wire.chunks(args, GEOMETRY, 14000))
+        self.assertGreater(len(chunks), 3)
         assembler = wire.ResultAssembler(args, GEOMETRY)
-        for cut in cuts:
-            rows = slice(cut.row_begin, cut.row_begin + cut.rows)
-            heads = slice(cut.head_begin, cut.head_begin + cut.heads)
-            assembler.add(cut, o[rows, heads].tobytes() + lse[rows, heads].tobytes(), Timings(1))
+        for chunk in chunks:
+            rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+            heads = slice(chunk.head_begin, chunk.head_begin + chunk.heads)
+            assembler.add(chunk, o[rows, heads].tobytes() + lse[rows, heads].tobytes(), Timings(1))
         result = assembler.result()
         np.testing.assert_array_equal(result.o, o)
         np.testing.assert_array_equal(result.lse, lse)
-        self.assertEqual(len(result.timings), len(cuts))
+        self.assertEqual(len(result.timings), len(chunks))
 
     def test_wrong_reply_sizes(self):
         for lse, size in ((False, 10), (False, 4098), (True, 4096 + 60), (True, 4096)):
             args = make_args(1, 16, lse=lse)
             assembler = wire.ResultAssembler(args, GEOMETRY)
-            cut = next(wire.cuts(args, GEOMETRY, 4 << 20))
+            chunk = next(wire.chunks(args, GEOMETRY, 4 << 20))
             with self.assertRaises(ValueError):
-                assembler.add(cut, bytes(size), Timings())
+                assembler.add(chunk, bytes(size), Timings())
 
     def test_network_time_is_what_the_server_did_not_use(self):
         self.assertEqual(Timings(100, 10, 5, 50, 5).network_us, 30)

@@ -226,16 +226,16 @@ class RingStream(stream.StepStream):
 
     # --- Sending
 
-    def attend(self, step_id: int, args: AttendArgs, cut: wire.Cut, geometry: Geometry,
+    def attend(self, step_id: int, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
                assembler: wire.ResultAssembler, deadline: float) -> stream.Request:
         memory = self.memory
-        placed: Placement = self._with_room(lambda: memory.place(args, cut, geometry), deadline)
+        placed: Placement = self._with_room(lambda: memory.place(args, chunk, geometry), deadline)
         request = _RingRequest(self, placed.blocks)
-        request.finish = lambda timings: assembler.put(cut, placed.o, placed.lse, timings)
-        flags = (HAS_KV if cut.has_kv else 0) | (WANT_LSE if args.want_lse else 0)
+        request.finish = lambda timings: assembler.put(chunk, placed.o, placed.lse, timings)
+        flags = (HAS_KV if chunk.has_kv else 0) | (WANT_LSE if args.want_lse else 0)
         self._submit(request, deadline, ATTEND, args.profile, flags, args.dtype | args.o_dtype << 4,
-                     next(self._tags), step_id, args.layer, args.row_begin + cut.row_begin,
-                     cut.rows, args.head_offset + cut.head_begin, cut.heads,
+                     next(self._tags), step_id, args.layer, args.row_begin + chunk.row_begin,
+                     chunk.rows, args.head_offset + chunk.head_begin, chunk.heads,
                      stream.timeout_us(args.timeout_s), placed.in_offset, placed.out_offset)
         return request
 

@@ -300,13 +300,13 @@ class SharedMemory:
             self._buffers -= 2
         self.free((place.in_offset, place.out_offset))
 
-    def place(self, args: AttendArgs, cut: wire.Cut, geometry: Geometry) -> Optional[Placement]:
+    def place(self, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry) -> Optional[Placement]:
         """Puts one message's inputs into the arena and finds room for its outputs; tensors that lie
         right already stay where they are. None if there is no room."""
         placement = Placement()
         place = args.out.place if args.out is not None else None
-        if place is None or place.memory is not self or cut.rows != args.rows or (
-                cut.heads != args.num_heads):
+        if place is None or place.memory is not self or chunk.rows != args.rows or (
+                chunk.heads != args.num_heads):
             place = None
         copy_in = place is None or args.q is not args.out.q or args.kv is not args.out.kv
         if not copy_in:
@@ -314,8 +314,8 @@ class SharedMemory:
              placement.out_length) = place
             placement.o, placement.lse = args.out.o, args.out.lse
             return placement
-        sizes = wire.sizes(geometry, args.profile, cut.rows, cut.heads, cut.has_kv, args.want_lse,
-                           args.dtype, args.o_dtype)
+        sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, chunk.has_kv,
+                           args.want_lse, args.dtype, args.o_dtype)
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
         placement.out_length = o_end + sizes.lse if sizes.lse else sizes.o
@@ -325,7 +325,7 @@ class SharedMemory:
             return None
         placement.blocks = offsets
         at = placement.in_offset = offsets[0]
-        for part in wire.request_arrays(args, cut):
+        for part in wire.request_arrays(args, chunk):
             wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
             at += kv_end
         if place is not None:
@@ -333,10 +333,10 @@ class SharedMemory:
             placement.o, placement.lse = args.out.o, args.out.lse
         elif copy_out:
             at = placement.out_offset = offsets[1]
-            placement.o = self.array(at, (cut.rows, cut.heads, geometry.o_dim(args.profile)),
+            placement.o = self.array(at, (chunk.rows, chunk.heads, geometry.o_dim(args.profile)),
                                      args.o_dtype.numpy)
             if sizes.lse:
-                placement.lse = self.array(at + o_end, (cut.rows, cut.heads), np.float32)
+                placement.lse = self.array(at + o_end, (chunk.rows, chunk.heads), np.float32)
         return placement
 
     def unplace(self, placement: Placement) -> None:
