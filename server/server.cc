@@ -39,7 +39,7 @@ namespace mla::server {
 namespace {
 
 constexpr auto kProbePeriod = std::chrono::milliseconds(200);
-// How long calls that are under way get after a drain before they are cut.
+// How long calls that are under way get after a drain before they are cancelled.
 constexpr auto kCloseGrace = std::chrono::milliseconds(200);
 
 uint64_t RandomBootId() {

@@ -4,9 +4,9 @@
 // without an intermediate copy on the way out and with one on the way in. It must stay valid and
 // unchanged until the call has returned (blocking) or Wait has returned (asynchronous).
 //
-// Work is cut by rows so that every message stays below the server's limits.message_bytes; the
+// Work is split by rows so that every message stays below the server's limits.message_bytes; the
 // pieces are sent back to back. Calls whose tensors lie in shared memory (Session::Allocate) are
-// not cut.
+// not split.
 //
 // Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
 // was not ended aborts it; destroying a session aborts all its steps. Threading: several threads

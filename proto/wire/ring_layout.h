@@ -13,7 +13,7 @@
 // word with release order; the reader loads it with acquire order and copies the entry once before
 // it looks at any field. So a half-written entry is never read. The client may have at most
 // `entries` requests whose completions it has not taken, which is all the flow control there is: a
-// client that sends more is cut off.
+// client that sends more is disconnected.
 //
 // Sleeping. A side that wants to sleep reads its doorbell, sets its waiter flag, looks at the ring
 // once more and then waits (FUTEX_WAIT, not private) for the doorbell to differ from what it read.

@@ -473,8 +473,8 @@ void AttendStream::MaybeFinish() {
     if (writing_ || pending_ > 0) return;
     queue_tail_ = nullptr;
     finished_ = true;
-    status = cancelled_ && !broken_ ? grpc::Status(grpc::StatusCode::CANCELLED, "stream cut")
-                                    : final_status_;
+    status = final_status_;
+    if (cancelled_ && !broken_) status = {grpc::StatusCode::CANCELLED, "stream disconnected"};
   }
   call_->Finish(status);
 }

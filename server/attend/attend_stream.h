@@ -7,11 +7,11 @@
 // OnWriteDone gives the memory back. Requests are submitted in the order they arrived, replies
 // leave in the order they were answered.
 //
-// Bounds: bytes of messages that are not yet answered and written are charged to the stream; above
-// wire.inflight_bytes its reads pause, so a slow reader holds that much and no more, and is cut
-// after wire.slow_reader_ms. When the tenant's share of the staging memory, or all of it, is used
-// up, the stream is stalled: it keeps its one unprocessed message and is resumed by the service's
-// maintenance thread.
+// Bounds: bytes of messages that are not yet answered and written count against the stream; above
+// wire.inflight_bytes its reads pause, so a slow reader holds that much and no more. After
+// wire.slow_reader_ms it is disconnected. When the tenant's share of the staging memory, or all of
+// it, is used up, the stream is stalled: it keeps its one unprocessed message and is resumed by the
+// service's maintenance thread.
 //
 // Failures: a refused request is answered by StepError and the stream goes on. Bytes that are not a
 // message of the contract end the stream with INVALID_ARGUMENT.

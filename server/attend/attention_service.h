@@ -3,13 +3,14 @@
 // Ownership: streams own themselves until their call is over; the service only lists them. Serve is
 // called once the gRPC server was started; Stop after it has shut down and before its poller stops
 // or the service is destroyed.
-// Threading: a maintenance thread resumes stalled streams when staging memory comes back and cuts
-// those whose client has stopped reading. A resumed stream may run a small launch on that thread;
-// if the launch hangs, no stream is cut, as none could be closed then either. Opening and closing a
-// stream wait for a running launch, so another thread, the open/close thread, does both, each in
-// the order of the calls: the poller's threads serve health and administration too and must outlast
-// a device that hangs. The open/close thread closes before it opens: a closed stream gives back its
-// place, staging memory and open steps, and must not queue behind calls that need some.
+// Threading: a maintenance thread resumes stalled streams when staging memory comes back and
+// disconnects those whose client has stopped reading. A resumed stream may run a small launch on
+// that thread; if the launch hangs, no stream is disconnected, as none could be closed then either.
+// Opening and closing a stream wait for a running launch, so another thread, the open/close thread,
+// does both, each in the order of the calls: the poller's threads serve health and administration
+// too and must outlast a device that hangs. The open/close thread closes before it opens: a closed
+// stream gives back its place, staging memory and open steps, and must not queue behind calls that
+// need some.
 #ifndef MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 

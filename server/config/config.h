@@ -66,7 +66,7 @@ struct Config {
     int32_t control_threads = 64;      // threads for unary calls, uploads and watchers
     int32_t control_reserve = 8;       // of these, for leases and administration alone
     int32_t max_uploads = 16;          // UploadWeights calls at a time
-    int64_t upload_idle_ms = 30000;    // an upload that sends nothing for this long is cut
+    int64_t upload_idle_ms = 30000;    // an upload that sends nothing for this long is cancelled
     int32_t max_watchers = 16;
     int32_t max_health_calls = 1024;  // of grpc.health.v1, open at a time
     int64_t metadata_bytes = 16384;
@@ -75,7 +75,7 @@ struct Config {
     int64_t connection_idle_ms = 0;          // 0: unlimited
     int64_t handshake_ms = 10000;            // from a connection to its first frame
     int64_t keepalive_ms = 20000;
-    int64_t slow_reader_ms = 30000;  // a reply not taken for this long cuts the stream
+    int64_t slow_reader_ms = 30000;  // a reply not taken for this long disconnects the stream
     int32_t poll_threads = 4;        // of the streams; one polls at a time
     int32_t copy_threads = 0;        // of one large message; 0: by CPUs and backend
     int32_t spin_us = -1;            // for this long after an event; -1: by CPUs and backend

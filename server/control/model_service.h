@@ -4,7 +4,7 @@
 // the trailer's SHA-256 has been found equal; whatever ends the call earlier discards them. One
 // upload a model at a time.
 //
-// An upload that sends nothing for wire.upload_idle_ms is cut: its client sees CANCELLED.
+// An upload that sends nothing for wire.upload_idle_ms is cancelled: its client sees CANCELLED.
 //
 // Threading: any thread; an upload holds its thread for its whole life. One more thread looks for
 // idle uploads.

@@ -6,7 +6,8 @@
 // thread. The completion is written where the answer becomes known, and the client is woken only if
 // it said that it sleeps. Nothing in the region is trusted: indexes are kept on this side, entries
 // and messages are copied before they are looked at, and a client that breaks the ring's rules
-// (more requests in flight than entries, a count of taken completions that cannot be) is cut.
+// (more requests in flight than entries, a count of taken completions that cannot be) is
+// disconnected.
 //
 // Writes. A reply goes into its completion's slot or into the room that its request offered inside
 // the arena; WriteReply is the only place that writes one and checks its size against that room.
@@ -49,7 +50,7 @@ struct CommandRingOptions {
   Metrics* metrics = nullptr;               // outlives the ring
   std::string tenant;
   std::function<void()>
-      on_disconnect;  // called once, from the ring's thread, when the client is cut
+      on_disconnect;  // called once, from the ring's thread, when the client is disconnected
   uint64_t boot_id = 0;
   uint32_t entries = 0;  // of the region's ring
   uint32_t spin_us = 0;

@@ -110,7 +110,7 @@ absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline) {
   if (polling_) {
     changed_.WaitUntil(*lock, deadline);
     if (broken_.ok() && Clock::now() >= deadline) {
-      Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
+      Break(absl::DeadlineExceededError("no reply in time; the session was disconnected"));
     }
     return broken_;
   }
@@ -122,7 +122,7 @@ absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline) {
   polling_ = false;
   if (status.ok()) status = Finish(entry);
   if (absl::IsDeadlineExceeded(status)) {
-    status = absl::DeadlineExceededError("no reply in time; the session was cut");
+    status = absl::DeadlineExceededError("no reply in time; the session was disconnected");
   }
   if (!status.ok()) Break(status);
   changed_.NotifyAll();

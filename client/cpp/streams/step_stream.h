@@ -44,10 +44,10 @@ class StepStream {
   virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
                     std::span<const std::byte> second,
                     const std::shared_ptr<PendingReply>& pending) = 0;
-  // Waits for the reply. When the timeout passes, cuts the stream first, and returns when the
+  // Waits for the reply. When the timeout passes, cancels the stream first, and returns when the
   // tensors are no longer read.
   virtual absl::Status Wait(PendingReply* pending) = 0;
-  // Lets what is under way finish, then ends the stream; cuts it after the timeout.
+  // Lets what is under way finish, then ends the stream; cancels it after the timeout.
   virtual absl::Status Close() = 0;
   // Memory in which tensors need not be copied, aligned to 64 bytes; empty: there is none.
   virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;

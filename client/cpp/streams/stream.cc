@@ -20,7 +20,8 @@ constexpr size_t kSocketBytes = size_t{192} << 10;
 constexpr auto kPumpDelay = std::chrono::microseconds(500);
 // So soon a waiting thread takes over from the pump.
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
-// How often a cut request checks whether gRPC has released its tensors: no event reports that.
+// How often a cancelled request checks whether gRPC has released its tensors: no event reports
+// that.
 constexpr auto kBorrowCheck = std::chrono::milliseconds(5);
 
 // What operations are tagged with: there is one of each kind at most.
@@ -34,7 +35,7 @@ void EndBorrow(void* borrowed) {
   (*ended)->borrowed.fetch_sub(1, std::memory_order_release);
 }
 
-// A view of the caller's memory. A call that was cut leaves what is on its way to the socket there.
+// A view of the caller's memory. A cancelled call leaves what is on its way to the socket there.
 grpc::Slice BorrowedSlice(std::span<const std::byte> bytes, const Borrowed& pending) {
   pending->borrowed.fetch_add(1, std::memory_order_relaxed);
   return grpc::Slice(const_cast<std::byte*>(bytes.data()), bytes.size(), EndBorrow,
@@ -331,7 +332,7 @@ void Stream::StartFinish() {
   if (!std::exchange(finishing_, true)) call_->Finish(&result_, TagOf(kFinished));
 }
 
-// Cuts the call. What is pending fails with `why`.
+// Cancels the call. What is pending fails with `why`.
 void Stream::Break(absl::Status why) {
   if (broken_.ok()) broken_ = std::move(why);
   context_.TryCancel();
@@ -358,7 +359,7 @@ absl::Status Stream::Wait(PendingReply* pending) {
   MutexLock lock(mutex_);
   const auto done = [&] { return pending->done; };
   if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
-    Break(absl::DeadlineExceededError("no reply in time; the session was cut"));
+    Break(absl::DeadlineExceededError("no reply in time; the session was disconnected"));
     PollUntil(&lock, Clock::time_point::max(), done);
   }
   // A request that got its outputs has been read to the end.

@@ -128,7 +128,7 @@ class Stream final : public StepStream {
   bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status final_status_ ABSL_GUARDED_BY(mutex_);
-  absl::Status broken_ ABSL_GUARDED_BY(mutex_);  // why the stream was cut by this side
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);  // why this side has cancelled it
   absl::flat_hash_map<uint64_t, std::shared_ptr<PendingReply>> pending_
       ABSL_GUARDED_BY(mutex_);  // by tag
 

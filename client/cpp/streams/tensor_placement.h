@@ -29,7 +29,7 @@ struct TensorPlacement {
 bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
                   std::span<const std::byte> first, std::span<const std::byte> second,
                   const PendingReply& pending, TensorPlacement* placement);
-// True if a call of these tensors copies nothing, so that it need not be cut either.
+// True if a call of these tensors copies nothing, so that it need not be split either.
 bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
                 std::span<const std::byte> second, const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.

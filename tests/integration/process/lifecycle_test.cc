@@ -288,7 +288,7 @@ TEST(LifecycleTest, OperationsPort) {
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));
 }
 
-// A client that sends and never reads is cut; another one does not notice.
+// A client that sends and never reads is disconnected; another one does not notice.
 TEST(LifecycleTest, SlowReaderIsDisconnected) {
   const TestServer server([](server::Config& config) {
     config.wire.slow_reader_ms = 300;

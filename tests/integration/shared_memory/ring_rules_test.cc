@@ -230,7 +230,7 @@ TEST_F(RingTest, OverflowIsCut) {
   for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
   EXPECT_FALSE(ring_->Submit(Refused(0)));
   ASSERT_TRUE(Answered(ring_->ring_entries()));
-  // A client that sends it nevertheless, having taken no completion, is cut.
+  // A client that sends it nevertheless, having taken no completion, is disconnected.
   Publish(ring_->ring_entries(), Refused(1));
   EXPECT_TRUE(IsCut());
   ExpectOthersUnaffected();
