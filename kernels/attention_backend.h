@@ -184,8 +184,8 @@ class AttentionBackend {
   // that is free), RESOURCE_EXHAUSTED the limit.
   virtual absl::Status Submit(int32_t slot, const Launch& launch) = 0;
   virtual bool Done(int32_t slot) = 0;
-  // Blocks until the launch has completed (a CPU backend lends the calling thread). Kernel time in
-  // nanoseconds.
+  // Blocks until the launch has completed; a CPU backend computes on the calling thread too. Kernel
+  // time in nanoseconds.
   virtual absl::StatusOr<int64_t> Wait(int32_t slot) = 0;
 };
 

@@ -342,7 +342,9 @@ absl::StatusOr<LoadResult> LoadRun::Run() {
     LoadRecorder left;
     left.run_ = this;
     const TimePoint now = stopped_.value_or(measure_end_);
-    while (const auto arrival = arrivals_->TakeBefore(end)) Unfinished(&left, *arrival, now);
+    for (auto at = arrivals_->TakeBefore(end); at.has_value(); at = arrivals_->TakeBefore(end)) {
+      Unfinished(&left, *at, now);
+    }
     result_.counts.Merge(left.counts_);
   }
   if (result_.counts.steps == 0 && !result_.interrupted) {
