@@ -71,6 +71,19 @@ struct BackendInfo {
   }
 };
 
+// How the planner makes rounds of the expanded form (kernels/round_info.h).
+struct RoundTraits {
+  // For up-projected keys and values, at least kLeastRoundWorkspace; 0: there are no rounds.
+  int64_t workspace_bytes = 0;
+  int64_t cache_bytes = int64_t{24} << 20;  // of keys and values that are attended to at a time
+  // Rows of the partial buffers that carry results from round to round:
+  // [first_carry_row, first_carry_row + carry_rows).
+  int32_t first_carry_row = 0;
+  int32_t carry_rows = 0;
+
+  friend bool operator==(const RoundTraits&, const RoundTraits&) = default;
+};
+
 // How the planner should cut launches of one desc for this backend.
 struct PlanTraits {
   int32_t units = 1;                 // number of work_indptr ranges
@@ -85,6 +98,7 @@ struct PlanTraits {
   // height of a matrix unit, or where reading the KV rows begins to dominate). 0: all tiles cost
   // the same per KV row, whatever they hold. At most tile_rows.
   int32_t min_charged_rows = 0;
+  RoundTraits rounds = {};
 
   friend bool operator==(const PlanTraits&, const PlanTraits&) = default;
 };
@@ -107,6 +121,8 @@ struct BackendLimits {
   int64_t work_items = 0;            // plan capacity, for device copies of the plan
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
+  int64_t round_items = 0;  // of a plan, all rounds together
+  int64_t round_segments = 0;
   int32_t page_ranges = 4096;   // of a launch
   int32_t table_ranges = 4096;  // of a launch
   Geometry max_geometry;        // every dim at its maximum over all models

@@ -10,6 +10,7 @@
 
 #include "kernels/attention_desc.h"
 #include "kernels/input_fragments.h"
+#include "kernels/round_info.h"
 #include "kernels/work_info.h"
 
 namespace mla::kernels {
@@ -55,6 +56,7 @@ struct PlanView {
   // Equal generations mean equal contents: a backend may keep its device copy. 0: of no other
   // plan. See NextPlanGeneration (kernels/attention_backend.h).
   uint64_t generation = 0;
+  RoundView rounds = {};  // of the expanded form, where PlanTraits::rounds asks for them
 };
 
 // Scatter of new KV rows into pages: source row i goes to position first_position + i of the

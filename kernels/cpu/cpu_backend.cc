@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/usable_cpus.h"
 #include "kernels/cpu/dispatch.h"
-#include "kernels/cpu/weights.h"
+#include "kernels/cpu/layout/weights.h"
 
 namespace mla::kernels {
 namespace {

@@ -18,7 +18,7 @@
 #include "kernels/backend_registry.h"
 #include "kernels/cpu/item_runner.h"
 #include "kernels/cpu/kernel_set.h"
-#include "kernels/cpu/worker_pool.h"
+#include "kernels/cpu/workers/worker_pool.h"
 #include "kernels/host/host_backend.h"
 #include "kernels/launch/page_ranges.h"
 

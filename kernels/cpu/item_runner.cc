@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/cpu/layout/weights.h"
 #include "kernels/cpu/row_io.h"
-#include "kernels/cpu/weights.h"
 
 namespace mla::kernels::cpu {
 namespace {

@@ -19,7 +19,7 @@
 
 #include "kernels/attention_params.h"
 #include "kernels/cpu/kernel_set.h"
-#include "kernels/cpu/run_layout.h"
+#include "kernels/cpu/layout/run_layout.h"
 #include "kernels/host/host_backend.h"
 
 namespace mla::kernels::cpu {

@@ -4,8 +4,8 @@
 #include <limits>
 
 #include "kernels/cpu/item_runner.h"
+#include "kernels/cpu/layout/weights.h"
 #include "kernels/cpu/row_io.h"
-#include "kernels/cpu/weights.h"
 
 namespace mla::kernels::cpu {
 namespace {

@@ -139,6 +139,14 @@ constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32
   return rows * waves * column_blocks <= room ? waves : waves_per_row;
 }
 
+// ExpandArgs::first_tile_pairs of a round of so many pairs and heads that `blocks` blocks
+// up-project: a list of their own pays once a block has so many pairs that a further tile of rows
+// does not count.
+constexpr int32_t FirstTilePairs(int32_t pairs, int32_t heads, int32_t blocks) {
+  constexpr int32_t kPairsOfBlock = 12;
+  return pairs >= kPairsOfBlock * blocks ? heads : 0;
+}
+
 // Null when no kernels are written for `arch`.
 constexpr const ArchTraits* FindArchTraits(std::string_view arch) {
   for (const ArchTraits* traits : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {

@@ -57,6 +57,10 @@ kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
     traits.max_heads_per_tile = 1;
     traits.kv_granularity = kExpandedRows;
     traits.item_overhead_rows = 2 * kExpandedRows;
+    traits.rounds.workspace_bytes =
+        configured_ ? expanded_workspace_.bytes() : options_.expanded_workspace_bytes;
+    traits.rounds.first_carry_row = static_cast<int32_t>(limits_.partial_rows);
+    traits.rounds.carry_rows = limits_.launch_rows;
     return traits;
   }
   int32_t largest = 0;
@@ -222,35 +226,23 @@ absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<HipBackend::RunOnDevice> HipBackend::UploadPlan(LaunchSlot& slot,
-                                                               const PlanView& plan) {
-  StagedRegion& metadata = slot.metadata();
-  auto work_indptr = metadata.Put(plan.work_indptr);
-  if (!work_indptr.ok()) return work_indptr.status();
-  auto work_info = metadata.Put(plan.work_info);
-  if (!work_info.ok()) return work_info.status();
-  auto reduce_indptr = metadata.Put(plan.reduce_indptr);
-  if (!reduce_indptr.ok()) return reduce_indptr.status();
-  auto reduce_final_map = metadata.Put(plan.reduce_final_map);
-  if (!reduce_final_map.ok()) return reduce_final_map.status();
-  auto reduce_partial_map = metadata.Put(plan.reduce_partial_map);
-  if (!reduce_partial_map.ok()) return reduce_partial_map.status();
-  return RunOnDevice{*work_indptr, *work_info, *reduce_indptr, *reduce_final_map,
-                     *reduce_partial_map};
-}
-
-absl::Status HipBackend::AddAttention(LaunchSlot& slot, const AttentionParams& params) {
+absl::Status HipBackend::AddAttention(int32_t slot, const AttentionParams& params) {
   if (params.requests.empty()) return absl::OkStatus();
   if (absl::Status s = CheckRun(params); !s.ok()) return s;
   if (params.plan.work_info.empty()) return absl::OkStatus();
-  return params.desc.form == AttentionForm::kExpanded ? AddExpanded(slot, params)
-                                                      : AddAbsorbed(slot, params);
+  const bool expanded = params.desc.form == AttentionForm::kExpanded;
+  if (expanded) {
+    if (absl::Status s = CheckExpanded(params); !s.ok()) return s;
+  }
+  absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, slot);
+  if (!plan.ok()) return plan.status();
+  LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
+  return expanded ? AddExpanded(owner, params, *plan) : AddAbsorbed(owner, params, *plan);
 }
 
-absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& params) {
-  absl::StatusOr<RunOnDevice> uploaded = UploadPlan(slot, params.plan);
-  if (!uploaded.ok()) return uploaded.status();
-  RunOnDevice& run = *uploaded;
+absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& params,
+                                     const DevicePlan& plan) {
+  Attended run;
   auto requests = slot.metadata().Put(params.requests);
   if (!requests.ok()) return requests.status();
   run.requests = *requests;
@@ -271,8 +263,8 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   args.requests = run.requests;
   args.page_tables = table_mirror_.As<uint32_t>();
   args.pool = pool_.As<uint8_t>();
-  args.work_indptr = run.work_indptr;
-  args.work_info = run.work_info;
+  args.work_indptr = plan.work_indptr;
+  args.work_info = plan.work_info;
   args.partial_o = partial_o_.As<float>();
   args.partial_lse = partial_lse_.As<float>();
   args.granule_bytes = kernels::kPageGranuleBytes;
@@ -285,13 +277,13 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
       .threads = static_cast<uint32_t>(arch_->attend[variant].threads),
       .shared_bytes = static_cast<uint32_t>(arch_->attend[variant].shared_bytes)};
   if (absl::Status s = slot.AddKernel(kernels_.attend[variant], shape, args); !s.ok()) return s;
-  return AddCombine(slot, params, run);
+  return AddCombine(slot, params, plan, run);
 }
 
 // Merges the partials of the attention before it by their log-sum-exp. A part that saw no key has
 // LSE -inf and weight 0; a row with no key at all has output 0 and LSE -inf.
 absl::Status HipBackend::AddCombine(LaunchSlot& slot, const AttentionParams& params,
-                                    const RunOnDevice& run) {
+                                    const DevicePlan& plan, const Attended& run) {
   if (params.plan.reduce_final_map.empty()) return absl::OkStatus();
   int32_t rows = 0, parts = 0;
   for (size_t i = 0; i < params.plan.reduce_final_map.size(); ++i) {
@@ -302,9 +294,9 @@ absl::Status HipBackend::AddCombine(LaunchSlot& slot, const AttentionParams& par
   const auto tiles = static_cast<uint32_t>(params.plan.reduce_final_map.size());
   CombineArgs args = {};
   args.requests = run.requests;
-  args.reduce_indptr = run.reduce_indptr;
-  args.reduce_final_map = run.reduce_final_map;
-  args.reduce_partial_map = run.reduce_partial_map;
+  args.reduce_indptr = plan.reduce_indptr;
+  args.reduce_final_map = plan.reduce_final_map;
+  args.reduce_partial_map = plan.reduce_partial_map;
   args.partial_o = partial_o_.As<float>();
   args.partial_lse = partial_lse_.As<float>();
   const Geometry& g = params.desc.geometry;
@@ -333,13 +325,15 @@ absl::Status HipBackend::Fault(absl::Status status) {
   return status;
 }
 
-absl::Status HipBackend::Build(LaunchSlot& slot, const kernels::Launch& launch) {
-  absl::Status s = AddPages(slot, launch.pages);
-  if (s.ok()) s = AddTables(slot, launch);
-  if (s.ok()) s = AddAppends(slot, launch.appends);
-  if (s.ok()) s = AddAbsorb(slot, launch.absorb);
+absl::Status HipBackend::Build(int32_t slot, const kernels::Launch& launch) {
+  LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
+  owner.Begin();
+  absl::Status s = AddPages(owner, launch.pages);
+  if (s.ok()) s = AddTables(owner, launch);
+  if (s.ok()) s = AddAppends(owner, launch.appends);
+  if (s.ok()) s = AddAbsorb(owner, launch.absorb);
   if (s.ok()) s = AddAttention(slot, launch.absorbed);
-  if (s.ok()) s = AddProject(slot, launch.project);
+  if (s.ok()) s = AddProject(owner, launch.project);
   if (s.ok()) s = AddAttention(slot, launch.expanded);
   return s;
 }
@@ -348,9 +342,11 @@ absl::Status HipBackend::Submit(int32_t slot, const kernels::Launch& launch) {
   if (!health_.ok()) return health_;
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
-  if (absl::Status s = owner.Begin(); !s.ok()) return s;
-  if (absl::Status s = Build(owner, launch); !s.ok()) return s;
-  absl::Status s = owner.Submit(launch);
+  if (owner.running()) return absl::FailedPreconditionError("the launch slot is still running");
+  absl::Status s = Build(slot, launch);
+  if (s.ok()) s = owner.Submit(launch);
+  if (s.ok()) return s;
+  plans_->Release(slot);
   // A refused call leaves the device usable; a device that is gone refuses the next one too.
   if (s.code() == absl::StatusCode::kInternal) {
     if (absl::Status alive = runtime_->Synchronize(streams_.compute); !alive.ok()) {
@@ -376,6 +372,7 @@ absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
     (void)Fault(ns.status());
     return health_;
   }
+  plans_->Release(slot);
   return ns;
 }
 

@@ -30,13 +30,14 @@
 #include "kernels/attention_backend.h"
 #include "kernels/backend_registry.h"
 #include "kernels/hip/arch_traits.h"
+#include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/device_memory.h"
-#include "kernels/hip/expanded_plan.h"
-#include "kernels/hip/gpu_runtime.h"
-#include "kernels/hip/kernel_images.h"
-#include "kernels/hip/launch_slot.h"
-#include "kernels/hip/weight_arena.h"
+#include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+#include "kernels/hip/runtime/kernel_images.h"
+#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/runtime/plan_store.h"
+#include "kernels/hip/runtime/weight_arena.h"
 #include "kernels/launch/page_ranges.h"
 
 namespace mla::gpu {
@@ -49,7 +50,7 @@ struct HipBackendOptions {
   double memory_fraction = 0.9;        // of the device's free memory that may be taken
   bool self_test = true;               // known-answer test of every kernel before use
   // Most device memory for up-projected keys and values of the expanded form. Launches that need
-  // more work through it in rounds (expanded_plan.h).
+  // more work through it in rounds (kernels/round_info.h).
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
   int64_t watchdog_ms = 10000;  // longest that Wait waits for one launch
 };
@@ -100,13 +101,8 @@ class HipBackend final : public kernels::AttentionBackend {
     Function expand = nullptr, attend_expanded = nullptr;
     std::array<Function, 3> attend = {};  // as ArchTraits::attend_rows
   };
-  // Attention of a launch as its kernels see it, and what combine must know of it.
-  struct RunOnDevice {
-    const int32_t* work_indptr = nullptr;
-    const kernels::WorkInfo* work_info = nullptr;
-    const int32_t* reduce_indptr = nullptr;
-    const kernels::ReduceTile* reduce_final_map = nullptr;
-    const int32_t* reduce_partial_map = nullptr;
+  // How attention ran, as far as combine depends on it.
+  struct Attended {
     const kernels::RequestRecord* requests = nullptr;
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
@@ -129,7 +125,7 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status CompactWeights();
   absl::Status PublishWeights();
   // Kernels and metadata of a launch, part by part.
-  absl::Status Build(LaunchSlot& slot, const kernels::Launch& launch);
+  absl::Status Build(int32_t slot, const kernels::Launch& launch);
   absl::Status AddPages(LaunchSlot& slot, std::span<const kernels::PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const kernels::Launch& launch);
   // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
@@ -137,26 +133,28 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status AddAppends(LaunchSlot& slot, std::span<const kernels::AppendRecord> records);
   absl::Status AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection);
   absl::Status AddProject(LaunchSlot& slot, const kernels::Projection& projection);
-  absl::Status AddAttention(LaunchSlot& slot, const kernels::AttentionParams& params);
-  absl::Status AddAbsorbed(LaunchSlot& slot, const kernels::AttentionParams& params);
+  absl::Status AddAttention(int32_t slot, const kernels::AttentionParams& params);
+  absl::Status AddAbsorbed(LaunchSlot& slot, const kernels::AttentionParams& params,
+                           const DevicePlan& plan);
   absl::Status AddCombine(LaunchSlot& slot, const kernels::AttentionParams& params,
-                          const RunOnDevice& run);
+                          const DevicePlan& plan, const Attended& run);
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb,
                                 std::span<const kernels::ProjectionRecord> records) const;
   absl::Status AddProjection(LaunchSlot& slot, std::span<const kernels::ProjectionRecord> records,
                              const ProjectArgs& args);
   absl::Status CheckRun(const kernels::AttentionParams& params) const;
-  absl::StatusOr<RunOnDevice> UploadPlan(LaunchSlot& slot, const kernels::PlanView& plan);
   // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
   int64_t ExpandedWorkspaceBytes(const kernels::BackendLimits& limits) const;
-  // Of a plan's rounds; its workspace and carried rows are as Allocate made them.
-  ExpandedPlanOptions ExpandedOptions(const kernels::BackendLimits& limits) const;
+  // Device memory of one plan, and how many of them are kept.
+  int64_t PlanBytes(const kernels::BackendLimits& limits) const;
+  static int32_t PlanCopies(const kernels::BackendLimits& limits);
   int64_t MetadataBytes(const kernels::BackendLimits& limits) const;
   int64_t StagedBytes(const kernels::BackendLimits& limits) const;
   absl::Status CheckExpanded(const kernels::AttentionParams& params) const;
-  absl::Status AddExpanded(LaunchSlot& slot, const kernels::AttentionParams& params);
-  absl::Status AddRound(LaunchSlot& slot, const ExpandedPlan::Round& round,
+  absl::Status AddExpanded(LaunchSlot& slot, const kernels::AttentionParams& params,
+                           const DevicePlan& plan);
+  absl::Status AddRound(LaunchSlot& slot, const kernels::Round& round, int32_t units,
                         const ExpandArgs& expand, const ExpandedArgs& attend);
 
   HipBackendOptions options_;
@@ -174,7 +172,7 @@ class HipBackend final : public kernels::AttentionBackend {
   bool configured_ = false;
   DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weights_memory_, weight_pointers_;
   DeviceBuffer expanded_workspace_;
-  std::unique_ptr<ExpandedPlan> expanded_plan_;  // null without a workspace
+  std::unique_ptr<PlanStore> plans_;
   PinnedBuffer weight_pointers_host_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
   std::vector<Weights> weights_;  // by slot, as in the arena

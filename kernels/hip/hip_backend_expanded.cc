@@ -14,7 +14,7 @@ using kernels::Geometry;
 // form wins somewhat earlier than these say, because the absorbed one pays for absorb and project
 // too: measured on an H200, both take the same time at about 130 rows.
 int32_t HipBackend::ExpandedFormMinRows(const Geometry& g) const {
-  if (expanded_plan_ == nullptr) return limits_.launch_rows + 1;
+  if (expanded_workspace_.bytes() == 0) return limits_.launch_rows + 1;
   const int64_t saved = 2 * g.kv_lora_rank + g.rope_dim - (g.nope_dim + g.rope_dim + g.v_dim);
   const int64_t up = static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim);
   if (saved <= 0) return limits_.launch_rows + 1;
@@ -28,26 +28,16 @@ int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
   const int64_t rows =
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
   const int64_t heads = std::max(1, l.max_geometry.num_heads);
-  const int64_t all = rows / kExpandedRows * (ExpandedPlan::WorkspaceLeast() * heads);
-  return std::max(ExpandedPlan::WorkspaceLeast(), std::min(options_.expanded_workspace_bytes, all));
-}
-
-ExpandedPlanOptions HipBackend::ExpandedOptions(const BackendLimits& l) const {
-  ExpandedPlanOptions options;
-  options.units = std::max(1, runtime_->units() * arch_->expanded_blocks);
-  // Tiles of the plan, and as many again for contexts that are cut.
-  options.max_items = 2 * l.work_items + 1024;
-  options.max_segments = l.launch_requests + 4096;
-  options.max_requests = l.launch_requests;
-  options.first_carry_row = static_cast<int32_t>(l.partial_rows);
-  options.carry_rows = l.launch_rows;
-  options.workspace_bytes = ExpandedWorkspaceBytes(l);
-  return options;
+  const int64_t all = rows / kExpandedRows * (kernels::kLeastRoundWorkspace * heads);
+  return std::max(kernels::kLeastRoundWorkspace, std::min(options_.expanded_workspace_bytes, all));
 }
 
 absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
-  if (expanded_plan_ == nullptr) {
+  if (expanded_workspace_.bytes() == 0) {
     return absl::FailedPreconditionError("run: the expanded form needs limits.weights_slots >= 1");
+  }
+  if (params.plan.rounds.rounds.empty()) {
+    return absl::FailedPreconditionError("run: the plan of the expanded form has no rounds");
   }
   for (size_t i = 0; i < params.requests.size(); ++i) {
     const kernels::RequestRecord& r = params.requests[i];
@@ -59,53 +49,41 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& params) {
-  if (absl::Status s = CheckExpanded(params); !s.ok()) return s;
-  if (absl::Status s = expanded_plan_->Build(params.plan, params.requests); !s.ok()) return s;
-  RunOnDevice run;
-  if (expanded_plan_->split()) {
-    absl::StatusOr<RunOnDevice> uploaded = UploadPlan(slot, params.plan);
-    if (!uploaded.ok()) return uploaded.status();
-    run = *uploaded;
-  }
-  StagedRegion& metadata = slot.metadata();
-  auto requests = metadata.Put(params.requests);
+absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& params,
+                                     const DevicePlan& plan) {
+  Attended run;
+  auto requests = slot.metadata().Put(params.requests);
   if (!requests.ok()) return requests.status();
   run.requests = *requests;
-  auto segments = metadata.Put(expanded_plan_->segments());
-  if (!segments.ok()) return segments.status();
-  auto items = metadata.Put(expanded_plan_->items());
-  if (!items.ok()) return items.status();
-  auto unit_indptr = metadata.Put(expanded_plan_->unit_indptr());
-  if (!unit_indptr.ok()) return unit_indptr.status();
 
   ExpandArgs expand = {};
   expand.requests = run.requests;
   expand.page_tables = table_mirror_.As<uint32_t>();
   expand.pool = pool_.As<uint8_t>();
-  expand.segments = *segments;
+  expand.segments = plan.segments;
   expand.w_uk = weight_pointers_.As<const uint16_t*>();
   expand.w_uv = expand.w_uk + limits_.weights_slots;
   expand.workspace = expanded_workspace_.As<uint8_t>();
   expand.granule_bytes = kernels::kPageGranuleBytes;
   ExpandedArgs attend = {};
   attend.requests = run.requests;
-  attend.items = *items;
-  attend.unit_indptr = *unit_indptr;
+  attend.items = plan.items;
+  attend.unit_indptr = plan.unit_indptr;
   attend.workspace = expand.workspace;
   attend.partial_o = partial_o_.As<float>();
   attend.partial_lse = partial_lse_.As<float>();
   attend.o_is_f32 = params.desc.o_dtype == kernels::DType::kF32;
-  for (const ExpandedPlan::Round& round : expanded_plan_->rounds()) {
-    if (absl::Status s = AddRound(slot, round, expand, attend); !s.ok()) return s;
+  const kernels::RoundView& rounds = params.plan.rounds;
+  for (const kernels::Round& round : rounds.rounds) {
+    absl::Status s = AddRound(slot, round, rounds.units, expand, attend);
+    if (!s.ok()) return s;
   }
-  return expanded_plan_->split() ? AddCombine(slot, params, run) : absl::OkStatus();
+  return rounds.merges ? AddCombine(slot, params, plan, run) : absl::OkStatus();
 }
 
 // `expand` and `attend` are those of the first round.
-absl::Status HipBackend::AddRound(LaunchSlot& slot, const ExpandedPlan::Round& round,
+absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round, int32_t units,
                                   const ExpandArgs& expand, const ExpandedArgs& attend) {
-  const int32_t units = expanded_plan_->units();
   LaunchShape shape{.threads = static_cast<uint32_t>(arch_->expanded_threads)};
   if (round.pairs > 0) {
     ExpandArgs args = expand;
@@ -113,7 +91,7 @@ absl::Status HipBackend::AddRound(LaunchSlot& slot, const ExpandedPlan::Round& r
     args.segment_count = round.segments;
     args.pairs = round.pairs;
     args.blocks = std::min(round.pairs, units);
-    args.first_tile_pairs = ExpandedPlan::FirstTilePairs(round, args.blocks);
+    args.first_tile_pairs = FirstTilePairs(round.pairs, round.heads, args.blocks);
     shape.grid_x = static_cast<uint32_t>(args.blocks);
     shape.shared_bytes = static_cast<uint32_t>(arch_->expand_shared_bytes);
     if (absl::Status s = slot.AddKernel(kernels_.expand, shape, args); !s.ok()) return s;

@@ -151,26 +151,45 @@ absl::Status HipBackend::CreateStreams() {
   return absl::OkStatus();
 }
 
-// Bytes of one launch's metadata: its records, three plans, changed table entries, and
-// the alignment of each array.
+// Bytes of one launch's metadata: its records, changed table entries, and the alignment of each
+// array.
 int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
-  constexpr int64_t kRuns = 3;
+  constexpr int64_t kForms = 2;
   constexpr int64_t kSlack = 256 * 1024;
   const int64_t requests = static_cast<int64_t>(l.launch_requests) *
-                           (kRuns * sizeof(kernels::RequestRecord) + sizeof(kernels::AppendRecord) +
-                            sizeof(int32_t) + kRegionAlignment);
+                           (kForms * sizeof(kernels::RequestRecord) +
+                            sizeof(kernels::AppendRecord) + sizeof(int32_t) + kRegionAlignment);
   const int64_t projections = 2 * (ProjectionRows(l) * static_cast<int64_t>(sizeof(ProjectRow)) +
                                    ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
-  const int64_t plan = 4096 * sizeof(int32_t) + l.work_items * sizeof(kernels::WorkInfo) +
-                       (l.reduce_tiles + 1) * (sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
-                       l.reduce_partials * sizeof(int32_t);
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t moves = (int64_t{l.page_ranges} + l.table_ranges) *
                         static_cast<int64_t>(sizeof(MoveRange) + 2 * sizeof(int32_t));
-  const int64_t rounds =
-      ExpandedWorkspaceBytes(l) > 0 ? ExpandedPlan::MetadataBytes(ExpandedOptions(l)) : 0;
-  return requests + projections + kRuns * plan + tables + moves + rounds + kSlack;
+  return requests + projections + tables + moves + kSlack;
 }
+
+int64_t HipBackend::PlanBytes(const BackendLimits& l) const {
+  constexpr int64_t kMaxRounds = 1024;
+  constexpr int64_t kMaxUnits = 4096;
+  constexpr int64_t kArrays = 8;
+  const auto entries = [](int64_t count, size_t size) {
+    return count * static_cast<int64_t>(size);
+  };
+  const int64_t items =
+      entries(l.work_items, sizeof(kernels::WorkInfo)) + entries(kMaxUnits, sizeof(int32_t));
+  const int64_t reduce =
+      entries(l.reduce_tiles + 1, sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
+      entries(l.reduce_partials, sizeof(int32_t));
+  const int64_t units = runtime_->units() * arch_->expanded_blocks + 1;
+  const int64_t rounds =
+      entries(l.round_items, sizeof(kernels::ExpandedItem)) +
+      entries(l.round_segments, sizeof(kernels::ExpandSegment)) +
+      entries(std::min(l.round_segments + 1, kMaxRounds) * units, sizeof(int32_t));
+  return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
+}
+
+// A launch holds one of each form, at most; two more, so that compositions which alternate find
+// theirs again.
+int32_t HipBackend::PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
 
 // Of one launch slot, in pinned host memory and as much on the device.
 int64_t HipBackend::StagedBytes(const BackendLimits& l) const {
@@ -179,7 +198,7 @@ int64_t HipBackend::StagedBytes(const BackendLimits& l) const {
 }
 
 int64_t HipBackend::HostWorkspaceSize(const BackendLimits& l) const {
-  return l.launch_slots * StagedBytes(l);
+  return l.launch_slots * StagedBytes(l) + PlanCopies(l) * AlignRegion(PlanBytes(l));
 }
 
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
@@ -188,7 +207,8 @@ int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
          (l.partial_rows + l.launch_rows) * (static_cast<int64_t>(l.max_o_dim) + 1) *
              static_cast<int64_t>(sizeof(float)) +
          ExpandedWorkspaceBytes(l) + l.weights_bytes +
-         l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) + l.launch_slots * slot;
+         l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) + l.launch_slots * slot +
+         PlanCopies(l) * AlignRegion(PlanBytes(l));
 }
 
 absl::Status HipBackend::Configure(const BackendLimits& limits) {
@@ -255,11 +275,10 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
   project_rows_.reserve(static_cast<size_t>(ProjectionRows(limits)));
-  if (expanded_workspace_.bytes() > 0) {
-    auto plan = ExpandedPlan::Create(ExpandedOptions(limits));
-    if (!plan.ok()) return plan.status();
-    expanded_plan_ = *std::move(plan);
-  }
+  auto plans =
+      PlanStore::Create(runtime_.get(), streams_.in, PlanCopies(limits), PlanBytes(limits));
+  if (!plans.ok()) return plans.status();
+  plans_ = *std::move(plans);
   configured_ = true;
   return absl::OkStatus();
 }
@@ -275,7 +294,7 @@ void HipBackend::Release() {
                                &weight_pointers_, &expanded_workspace_}) {
     *buffer = DeviceBuffer();
   }
-  expanded_plan_.reset();
+  plans_.reset();
   weight_pointers_host_ = PinnedBuffer();
   configured_ = false;
 }

@@ -112,6 +112,12 @@ struct Work {
   std::vector<kernels::ReduceTile> reduce_final_map;
   int32_t partial_rows = 0;
   uint64_t generation = 0;
+  // Of the expanded form.
+  int32_t units = 0;
+  std::vector<kernels::Round> rounds;
+  std::vector<kernels::ExpandSegment> segments;
+  std::vector<kernels::ExpandedItem> items;
+  std::vector<int32_t> unit_indptr;
 
   void Add(int32_t request, int32_t partial, int32_t q_begin, int32_t q_end, int32_t kv_begin,
            int32_t kv_end, uint32_t heads) {
@@ -120,8 +126,10 @@ struct Work {
   }
   void EndUnit() { work_indptr.push_back(static_cast<int32_t>(work_info.size())); }
   kernels::PlanView View() const {
-    return {work_indptr,        work_info,    reduce_indptr, reduce_final_map,
-            reduce_partial_map, partial_rows, generation};
+    return {work_indptr,        work_info,
+            reduce_indptr,      reduce_final_map,
+            reduce_partial_map, partial_rows,
+            generation,         {units, rounds, segments, items, unit_indptr, false}};
   }
 };
 
@@ -146,8 +154,8 @@ void PlanAbsorbed(const Shape& shape, int32_t units, Work& work) {
   work.generation = kernels::NextPlanGeneration();
 }
 
-// A tile a head and 128 query rows, whole; the backend deals them to its units.
-void PlanExpanded(const Shape& shape, Work& work) {
+// Work items of a tile a head and 128 query rows, whole.
+void AddTiles(const Shape& shape, Work& work) {
   constexpr int32_t kTile = kExpandedRows;
   for (int32_t head = 0; head < kHeads; ++head) {
     const uint32_t one = kernels::PackHeads(head, head + 1);
@@ -159,6 +167,74 @@ void PlanExpanded(const Shape& shape, Work& work) {
       work.Add(static_cast<int32_t>(i), kernels::kUnsplit, 0, 1, 0, work.requests[i].kv_rows, one);
     }
     work.EndUnit();
+  }
+}
+
+// A segment of each request, of all heads if the workspace holds them, else one for each head; a
+// round more whenever it is full.
+void AddSegments(int64_t workspace_bytes, Work& work) {
+  int64_t used = 0;
+  work.rounds.push_back({});
+  for (size_t i = 0; i < work.requests.size(); ++i) {
+    const int32_t rows = work.requests[i].kv_rows;
+    const int32_t padded = (rows + kExpandedRows - 1) / kExpandedRows * kExpandedRows;
+    if (rows == 0) continue;
+    const bool all = kernels::SegmentBytes(padded, kHeads) <= workspace_bytes;
+    for (int32_t head = 0; head < kHeads; head += all ? kHeads : 1) {
+      const int32_t heads = all ? kHeads : 1;
+      const int64_t bytes = kernels::SegmentBytes(padded, heads);
+      if (used + bytes > workspace_bytes) {
+        work.rounds.push_back({static_cast<int32_t>(work.segments.size())});
+        used = 0;
+      }
+      kernels::Round& round = work.rounds.back();
+      work.segments.push_back({used, static_cast<int32_t>(i), 0, rows, padded, head, heads,
+                               round.pairs, round.heads, 1, 0});
+      used += bytes;
+      ++round.segments;
+      round.pairs += padded / kExpandedRows * heads;
+      round.heads += heads;
+    }
+  }
+}
+
+kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info, const kernels::ExpandSegment* segment) {
+  kernels::ExpandedItem item = {};
+  item.work = info;
+  item.carried_row = kernels::kUnsplit;
+  if (segment == nullptr) return item;
+  item.panel_bytes = int64_t{segment->padded_rows} * kPanelRowBytes;
+  const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
+  item.keys = segment->base + (info.head_begin() - segment->head_begin) * head_bytes;
+  item.rotated = segment->base + segment->heads * head_bytes;
+  return item;
+}
+
+// Tiles whole, dealt to the units one after the other. What sees no key goes with the first round.
+void PlanExpanded(const Shape& shape, const kernels::PlanTraits& traits, Work& work) {
+  work.units = traits.units;
+  AddTiles(shape, work);
+  AddSegments(traits.rounds.workspace_bytes, work);
+  for (size_t r = 0; r < work.rounds.size(); ++r) {
+    kernels::Round& round = work.rounds[r];
+    std::vector<kernels::ExpandedItem> items;
+    for (const kernels::WorkInfo& info : work.work_info) {
+      if (info.kv_end == 0 && r == 0) items.push_back(ItemOf(info, nullptr));
+      for (int32_t i = 0; i < round.segments && info.kv_end > 0; ++i) {
+        const kernels::ExpandSegment& s = work.segments[size_t(round.first_segment + i)];
+        const bool holds = s.request == info.request && s.head_begin <= info.head_begin() &&
+                           info.head_begin() < s.head_begin + s.heads;
+        if (holds) items.push_back(ItemOf(info, &s));
+      }
+    }
+    round.first_indptr = static_cast<int32_t>(work.unit_indptr.size());
+    for (int32_t unit = 0; unit <= work.units; ++unit) {
+      work.unit_indptr.push_back(static_cast<int32_t>(work.items.size()));
+      for (size_t i = size_t(unit); unit < work.units && i < items.size();
+           i += size_t(work.units)) {
+        work.items.push_back(items[i]);
+      }
+    }
   }
   work.generation = kernels::NextPlanGeneration();
 }
@@ -283,7 +359,10 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   if (d.shape.expanded > 0) {
     expanded.requests =
         Requests(d, *staged, true, d.shape.all_units ? size_t(ShortRequests(backend)) : 1);
-    PlanExpanded(d.shape, expanded);
+    kernels::AttentionDesc desc;
+    desc.geometry = kGeometry;
+    desc.form = kernels::AttentionForm::kExpanded;
+    PlanExpanded(d.shape, backend.Traits(desc), expanded);
     launch.expanded = Form(expanded, true);
   }
   return Run(backend, launch);
@@ -348,6 +427,8 @@ kernels::BackendLimits Limits(const AttentionBackend& backend) {
   l.work_items = 3 * kMostUnits + 2 * requests * kHeads;
   l.reduce_tiles = 1;
   l.reduce_partials = 2;
+  l.round_items = l.work_items;
+  l.round_segments = requests * kHeads;
   l.page_ranges = l.table_ranges = 16;
   l.max_geometry = kGeometry;
   return l;

@@ -106,6 +106,19 @@ PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBacken
   return most;
 }
 
+RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend) {
+  RoundCapacity rounds;
+  ForEachTraits(limits, backend, [&](const kernels::PlanTraits& traits) {
+    if (traits.rounds.workspace_bytes > 0) rounds.units = std::max(rounds.units, traits.units);
+  });
+  if (rounds.units == 0) return rounds;
+  // Tiles of the plan, and as many again for contexts that are cut.
+  rounds.items = 2 * PlanCapacityOf(limits, backend).work_items + 1024;
+  rounds.segments = int64_t{limits.launch_requests} + 4096;
+  rounds.requests = limits.launch_requests;
+  return rounds;
+}
+
 int64_t PageTableEntries(const Limits& limits) {
   return int64_t{limits.max_sequences} * limits.max_pages_per_sequence;
 }
@@ -113,9 +126,12 @@ int64_t PageTableEntries(const Limits& limits) {
 int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const int64_t unwanted_lse = limits.launch_packed_rows * int64_t{sizeof(float)};
   const int64_t compared = limits.launch_rows * int64_t{sizeof(int32_t)};
-  return PageTableEntries(limits) * int64_t{sizeof(uint32_t)} +
-         (PlanCapacityOf(limits, backend).bytes() * kPlansPerSlot + unwanted_lse + compared) *
-             LaunchSlots(backend);
+  const int64_t plan = PlanCapacityOf(limits, backend).bytes();
+  const RoundCapacity rounds = RoundCapacityOf(limits, backend);
+  const int64_t with_rounds = rounds.units == 0 ? 0 : plan + rounds.bytes();
+  const int64_t slot =
+      kPlansPerSlot * plan + kRoundPlansPerSlot * with_rounds + unwanted_lse + compared;
+  return PageTableEntries(limits) * int64_t{sizeof(uint32_t)} + LaunchSlots(backend) * slot;
 }
 
 int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
@@ -154,6 +170,9 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   out.work_items = plan.work_items;
   out.reduce_tiles = plan.reduce_tiles;
   out.reduce_partials = plan.reduce_partials;
+  const RoundCapacity rounds = RoundCapacityOf(limits, backend);
+  out.round_items = rounds.items;
+  out.round_segments = rounds.segments;
   out.max_geometry = MaxGeometry(limits);
   return out;
 }

@@ -10,6 +10,7 @@
 #include "scheduler/batching/batch.h"
 #include "scheduler/limits.h"
 #include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/round_planner.h"
 
 namespace mla::scheduler {
 
@@ -17,6 +18,8 @@ namespace mla::scheduler {
 // batch may need one per form; workers that drift apart by a layer alternate between few
 // compositions).
 inline constexpr int32_t kPlansPerSlot = 4;
+// Besides, those with rounds: of prompts, whose compositions hardly ever come twice but by layer.
+inline constexpr int32_t kRoundPlansPerSlot = 2;
 
 // Launches being prepared or running at a time.
 int32_t LaunchSlots(const kernels::AttentionBackend& backend);
@@ -30,6 +33,8 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
 PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend& backend);
 // Of any batch within the limits and PieceBudgetOf.
 PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
+// Of the rounds of any such plan; empty where the backend makes none.
+RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
 // Entries of the page tables of all sequences.
 int64_t PageTableEntries(const Limits& limits);
 // Host bytes of plans, page tables and buffers that the engine makes.

@@ -50,7 +50,9 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(
   PlanCacheOptions options;
   options.capacity = PlanCapacityOf(limits, *backend);
   options.launch_slots = LaunchSlots(*backend);
-  options.plans = kPlansPerSlot * options.launch_slots;
+  options.rounds = RoundCapacityOf(limits, *backend);
+  if (options.rounds.units > 0) options.round_plans = kRoundPlansPerSlot * options.launch_slots;
+  options.plans = kPlansPerSlot * options.launch_slots + options.round_plans;
   options.plan_requests = limits.launch_requests;
   absl::StatusOr<std::unique_ptr<PlanCache>> plans = PlanCache::Create(options, *backend);
   if (!plans.ok()) return plans.status();

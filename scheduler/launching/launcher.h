@@ -19,7 +19,7 @@
 #include "scheduler/launching/record_builder.h"
 #include "scheduler/launching/tensor_stager.h"
 #include "scheduler/limits.h"
-#include "scheduler/planning/plan_cache.h"
+#include "scheduler/planning/cache/plan_cache.h"
 #include "scheduler/tables/model_table.h"
 
 namespace mla::scheduler {

@@ -30,7 +30,7 @@
 #include "tests/conformance/cases/directed_case.h"
 #include "tests/conformance/suite/scheduler_plan.h"
 #include "tests/conformance/suite/suite.h"
-#include "tests/fake_hip/fake_control.h"
+#include "tests/fake_hip/runtime/fake_control.h"
 
 namespace mla::conformance {
 namespace {

@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch/launch_layout.h"
-#include "tests/fake_hip/fake_control.h"
+#include "tests/fake_hip/runtime/fake_control.h"
 
 namespace mla::gpu {
 
@@ -92,6 +92,7 @@ class BackendOnFakeTest : public ::testing::Test {
     l.max_o_dim = 512;
     l.staging_in_bytes = l.staging_out_bytes = l.slot_workspace_bytes = 1 << 16;
     l.work_items = l.reduce_tiles = l.reduce_partials = 16;
+    l.round_items = l.round_segments = 64;
     return l;
   }
   // Appends `rows` rows at `kv`, an address that the launch sees, to the first page.

@@ -102,6 +102,30 @@ TEST_F(EngineExpandedTest, RowsBelowTheTurningPointTakeTheAbsorbedForm) {
   EXPECT_GT(control_->expanded_launches, 0);
 }
 
+// The rounds of a plan are found again by its lengths, on the host and on the device.
+TEST_F(EngineExpandedTest, APromptOfTheSameLengthsUploadsNoRounds) {
+  ExpandedEngine gpu(Gpu());
+  constexpr int kRows = 160;
+  int64_t copies[2], bytes[2];
+  for (const int i : {0, 1}) {
+    const auto seq = gpu.harness().Open();
+    const auto step = static_cast<scheduler::StepId>(i) + 1;
+    ASSERT_TRUE(gpu.Begin(step, seq, 0, kRows).ok());
+    copies[i] = control_->copies_in;
+    bytes[i] = control_->bytes_in;
+    const auto prompt = gpu.Attend(step, 0, kRows, 1);
+    gpu.Settle();
+    ASSERT_TRUE(prompt->status.ok()) << prompt->status;
+    copies[i] = control_->copies_in - copies[i];
+    bytes[i] = control_->bytes_in - bytes[i];
+    ASSERT_TRUE(gpu.End(step).ok());
+  }
+  EXPECT_EQ(copies[0], 3);  // the plan, metadata, and what is staged
+  EXPECT_EQ(copies[1], 2);
+  // Two tiles of rows of each of two heads.
+  EXPECT_GE(bytes[0] - bytes[1], 4 * int64_t{sizeof(kernels::ExpandedItem)});
+}
+
 // Messages hold fewer rows than the expanded form starts at; those that wait together make it.
 TEST_F(EngineExpandedTest, RowsOfSeveralMessagesTakeTheExpandedFormTogether) {
   constexpr int kMessage = 50;

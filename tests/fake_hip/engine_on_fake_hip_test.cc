@@ -131,6 +131,41 @@ TEST(EngineOnFakeHip, BegunStepsLeavePageWorkThatLaunchesCarry) {
   EXPECT_LT(h->Error(*answer, scheduler::testing::Pointers(rows), {1, 2, 3}, 5), kTolerance);
 }
 
+// What a launch copies to the device.
+struct Copied {
+  int64_t copies, bytes;
+};
+
+// The layers of a step have one plan, which travels with the first of them.
+TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
+  auto h = Harness();
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  std::vector<scheduler::StepSequenceArgs> begun;
+  for (int i = 0; i < 3; ++i) begun.push_back({h->Open().id, 1, 0, 1});
+  for (const scheduler::StepId step : {1, 2}) {
+    ASSERT_TRUE(h->Begin(stream, step, begun)->status.ok());
+    std::vector<Copied> layers;
+    for (const int layer : {0, 1}) {
+      const int64_t copies = Control().copies_in, bytes = Control().bytes_in;
+      const auto answer = h->Attend(stream, step, layer, 0, Rows(3, 7 + layer), 5);
+      Settle(*h);
+      ASSERT_TRUE(answer->status.ok()) << answer->status;
+      layers.push_back({Control().copies_in - copies, Control().bytes_in - bytes});
+    }
+    ASSERT_TRUE(h->End(stream, step)->status.ok());
+    for (auto& sequence : begun) sequence.start_position += 1;
+    EXPECT_EQ(layers[0].copies, 3);  // the plan, metadata, and what is staged
+    EXPECT_EQ(layers[1].copies, 2);
+    // One work item each of at least three requests, one unit's range and more.
+    EXPECT_GT(layers[0].bytes, layers[1].bytes + 3 * int64_t{sizeof(kernels::WorkInfo)});
+    // Records of three requests and their rows, the inputs, and the alignment of each array.
+    const int64_t records = 3 * int64_t{sizeof(kernels::RequestRecord)} +
+                            3 * int64_t{sizeof(kernels::AppendRecord)} + 4 * 4;
+    const int64_t inputs = 3 * 1152 + 3 * kHeads * 1152;
+    EXPECT_LE(layers[1].bytes, records + inputs + 8 * kRegionAlignment);
+  }
+}
+
 class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, EngineOnFakeHipTest, ::testing::Values(2, 4, 8));
 
@@ -171,8 +206,8 @@ TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
     EXPECT_EQ(slice->timings.launch_requests, ranks);
     EXPECT_LT(h->Error(*slice, seen, {1, 2, 3}, 5), kTolerance);
   }
-  // Metadata, all that is staged, and one copy for each pinned tensor.
-  EXPECT_EQ(Control().copies_in - copies_in, 2 + ranks / 2);
+  // The plan, metadata, all that is staged, and one copy for each pinned tensor.
+  EXPECT_EQ(Control().copies_in - copies_in, 3 + ranks / 2);
   EXPECT_EQ(Control().copies_out - copies_out, 1 + 2 * (ranks / 2));
   EXPECT_EQ(h->core().Stats().slices_fused, uint64_t(ranks));
 }

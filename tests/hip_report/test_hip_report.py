@@ -6,7 +6,7 @@ import pathlib
 import sys
 import unittest
 
-PATH = pathlib.Path(__file__).resolve().parents[2] / "kernels/hip/report.py"
+PATH = pathlib.Path(__file__).resolve().parents[2] / "kernels/hip/tools/report.py"
 SPEC = importlib.util.spec_from_file_location("hip_report", PATH)
 report = importlib.util.module_from_spec(SPEC)
 sys.modules["hip_report"] = report

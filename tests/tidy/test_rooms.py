@@ -12,10 +12,7 @@ MAX_FILES = 15
 NOT_COUNTED = {".", "tests/simulation/mutations", "tests/simulation/seeds"}
 # Folders that are still too full, with what they hold at most: these numbers may only fall.
 TOO_FULL = {
-    "kernels/cpu": 19,
-    "kernels/hip": 30,
     "kernels/hip/common": 18,
-    "tests/fake_hip": 17,
 }
 
 # Folders of a package from the lowest floor up. A source includes headers of its own floor and of
@@ -23,8 +20,8 @@ TOO_FULL = {
 FLOORS = {
     "server": ["logging", "process", "config", "grpc", "memory", "metrics", "lifecycle", "attend",
                "shared_memory", "connections", "control", "operations", ""],
-    "scheduler": ["kvcache/pool", "kvcache", "", "planning", "tables", "batching", "launching",
-                  "engine"],
+    "scheduler": ["kvcache/pool", "kvcache", "", "planning", "planning/cache", "tables", "batching",
+                  "launching", "engine"],
 }
 PUBLIC = re.compile(r"//visibility:public")
 # Names that a user types, and libraries of the distribution.

@@ -23,8 +23,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/dtype.h"
-#include "kernels/hip/device_memory.h"
-#include "kernels/hip/gpu_runtime.h"
+#include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
 #include "tests/tile/probe_args.h"
 
 // Written by build_device_code.sh; empty where the compiler was missing.

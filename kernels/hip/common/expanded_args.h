@@ -1,13 +1,9 @@
 // Arguments of the expanded form's kernels, shared by host and device: up-projection of cached rows
 // into a workspace, and attention on what lies there.
 //
-// The workspace holds segments: rows [kv_begin, kv_begin + rows) of one request for some of its
-// heads. Everything in it is a panel: 64 bf16 columns, 128 bytes a row, rows packed, and the
-// 16-byte chunk c of row r at position c ^ (r & 7), which is how tiles lie in shared memory. A tile
-// of rows is therefore one contiguous copy per panel.
-//
-//   base | head 0: keys 0..63, keys 64..127, values 0..63, values 64..127, rests | head 1 ... |
-//        | rotated part, for all heads |        each panel is padded_rows x 128 bytes
+// kernels/round_info.h says how the workspace is laid out. The 16-byte chunk c of row r of a panel
+// lies at position c ^ (r & 7), which is how tiles lie in shared memory: a tile of rows is one
+// contiguous copy per panel.
 //
 // The rests are what rounding took from the values of the request's first kExpandedRows rows, as
 // two panels of so many rows (undefined in segments that begin later): where a query row sees few
@@ -24,6 +20,7 @@
 #include <type_traits>
 
 #include "kernels/attention_params.h"
+#include "kernels/round_info.h"
 
 namespace mla::gpu {
 
@@ -32,33 +29,20 @@ inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
 
 // The dims that the kernels are written for.
 inline constexpr int32_t kExpandedLora = 512;
-inline constexpr int32_t kExpandedNope = 128;
-inline constexpr int32_t kExpandedRope = 64;
-inline constexpr int32_t kExpandedValue = 128;
-// Query rows of an attention item, and what KV cut points and padded rows are multiples of.
-inline constexpr int32_t kExpandedRows = 128;
-inline constexpr int32_t kPanelRowBytes = 128;
-inline constexpr int32_t kPanelsPerHead = (kExpandedNope + kExpandedValue) / 64;
-inline constexpr int32_t kRotatedPanels = kExpandedRope / 64;
-inline constexpr int64_t kRestPanelBytes = int64_t{kExpandedRows} * kPanelRowBytes;
-inline constexpr int64_t kRestBytes = kExpandedValue / 64 * kRestPanelBytes;
+using kernels::ExpandedItem;
+using kernels::ExpandSegment;
+using kernels::kExpandedNope;
+using kernels::kExpandedRope;
+using kernels::kExpandedRows;
+using kernels::kExpandedValue;
+using kernels::kPanelRowBytes;
+using kernels::kPanelsPerHead;
+using kernels::kRestBytes;
+using kernels::kRestPanelBytes;
+using kernels::kRotatedPanels;
 // A query row that sees no more keys than this sees few.
 inline constexpr int32_t kFewKeys = 128;
 static_assert(kFewKeys <= kExpandedRows);
-
-struct ExpandSegment {
-  int64_t base;         // byte offset in the workspace
-  int32_t request;      // index into the launch's records
-  int32_t kv_begin;     // a multiple of kExpandedRows
-  int32_t rows;         // >= 1
-  int32_t padded_rows;  // `rows` rounded up to a multiple of kExpandedRows
-  int32_t head_begin;   // in the request's slice
-  int32_t heads;
-  int32_t first_pair;  // pairs (tile of kExpandedRows rows, head) of the segments before this one
-  int32_t first_head;  // heads of the segments before this one
-  int32_t sections;    // for the host: groups of heads that are attended to one after the other
-  int32_t pad;
-};
 
 // Up-projection. Each block serves its part of two lists of pairs: those of the segments' first
 // tiles, which have rests to write, and all others, so that no block has more of the dearer ones.
@@ -80,19 +64,6 @@ struct ExpandArgs {
   int32_t blocks;
 };
 
-// One head, at most kExpandedRows query rows, and KV rows [kv_begin, kv_end) whose keys and values
-// lie in the workspace.
-struct ExpandedItem {
-  kernels::WorkInfo work;  // kv_begin is a multiple of kExpandedRows
-  int64_t keys;            // byte offset of row kv_begin in the head's first panel
-  int64_t rotated;         // and in the rotated part
-  int64_t panel_bytes;     // from one panel of the head to the next, and from the last to the rests
-  // Packed row in the partial buffers where the same query rows' results over earlier KV rows lie,
-  // to go on from; kUnsplit: there are none.
-  int32_t carried_row;
-  int32_t pad;
-};
-
 // Block b serves items unit_indptr[b] .. unit_indptr[b + 1].
 struct ExpandedArgs {
   const kernels::RequestRecord* requests;
@@ -104,7 +75,6 @@ struct ExpandedArgs {
   int32_t o_is_f32;
 };
 
-static_assert(sizeof(ExpandSegment) == 48 && sizeof(ExpandedItem) == 64);
 static_assert(std::is_trivially_copyable_v<ExpandArgs>);
 static_assert(std::is_trivially_copyable_v<ExpandedArgs>);
 

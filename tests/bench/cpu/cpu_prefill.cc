@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "kernels/cpu/dispatch.h"
-#include "kernels/cpu/run_layout.h"
+#include "kernels/cpu/layout/run_layout.h"
 #include "tests/bench/cpu/cpu_bench.h"
 #include "tests/bench/cpu/gemm_bound.h"
 

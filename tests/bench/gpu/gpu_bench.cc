@@ -3,7 +3,7 @@
 // the time, as in the published tables of the peers.
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
-//             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20]
+//             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS.
 #include <algorithm>
@@ -37,6 +37,7 @@ struct Flags {
   bool ragged = false;
   int32_t query_rows = 1;
   double max_gb = 20.0;
+  std::string image;  // file with device code to use in place of what was built in
 };
 
 struct Shape {
@@ -240,12 +241,12 @@ int Main(int argc, char** argv) {
   const Flag known[] = {{"--heads", &flags.heads},     {"--batch", &flags.batch},
                         {"--context", &flags.context}, {"--iterations", &flags.iterations},
                         {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
-                        {"--max-gb", &flags.max_gb}};
+                        {"--max-gb", &flags.max_gb},   {"--image", &flags.image}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
   }
-  auto backend = AnyGpu();
+  auto backend = AnyGpu(flags.image);
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 1;

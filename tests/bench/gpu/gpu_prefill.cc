@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "kernels/hip/arch_traits.h"
-#include "kernels/hip/expanded_plan.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/planning/planner.h"
+#include "scheduler/planning/round_planner.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "tests/bench/gpu/gpu_programs.h"
 
@@ -68,7 +68,10 @@ class Prefill {
   gpu::Stream stream_ = nullptr;
   gpu::Function expand_ = nullptr, attend_ = nullptr;
   std::vector<gpu::Event> events_;
-  std::unique_ptr<gpu::ExpandedPlan> plan_;
+  kernels::RoundTraits round_traits_;
+  std::unique_ptr<scheduler::RoundPlanner> round_planner_;
+  std::unique_ptr<scheduler::RoundBuffers> round_buffers_;
+  kernels::RoundView rounds_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   DeviceBuffer workspace_, flush_, partial_o_, partial_lse_;
   DeviceBuffer pool_, table_, q_, o_, lse_, w_uk_, w_uv_, weights_;
@@ -81,7 +84,7 @@ class Prefill {
 absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   auto self = std::make_unique<Prefill>();
   self->flags_ = flags;
-  auto backend = AnyGpu();
+  auto backend = AnyGpu(flags.image);
   if (!backend.ok()) return backend.status();
   self->backend_ = *std::move(backend);
   self->runtime_ = &self->backend_->runtime();
@@ -95,21 +98,21 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
     images = {{self->runtime_->arch(), std::as_bytes(std::span<const char>(file))}};
   }
   if (absl::Status s = self->LoadKernels(images); !s.ok()) return s;
-  gpu::ExpandedPlanOptions plan;
-  plan.units = self->runtime_->units() * self->arch_->expanded_blocks;
-  plan.max_items = 200000;
-  plan.max_segments = 4096;
-  plan.max_requests = 1;
-  plan.first_carry_row = 60000;
-  plan.carry_rows = 32768;
-  plan.workspace_bytes = flags.workspace_mb << 20;
-  auto made = gpu::ExpandedPlan::Create(plan);
-  if (!made.ok()) return made.status();
-  self->plan_ = *std::move(made);
+  scheduler::RoundCapacity capacity;
+  capacity.units = self->runtime_->units() * self->arch_->expanded_blocks;
+  capacity.items = 200000;
+  capacity.segments = 4096;
+  capacity.requests = 1;
+  self->round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);
+  self->round_buffers_ = std::make_unique<scheduler::RoundBuffers>(capacity);
+  kernels::RoundTraits& rounds = self->round_traits_;
+  rounds.first_carry_row = 60000;
+  rounds.carry_rows = 32768;
+  rounds.workspace_bytes = flags.workspace_mb << 20;
   self->buffers_ = scheduler::testing::MakeBuffers({1024, 200000, 50000, 100000, 1 << 20});
-  const int64_t partial_rows = plan.first_carry_row + plan.carry_rows;
+  const int64_t partial_rows = rounds.first_carry_row + rounds.carry_rows;
   for (const auto& [buffer, bytes] :
-       {std::pair(&self->workspace_, plan.workspace_bytes), std::pair(&self->flush_, kFlushBytes),
+       {std::pair(&self->workspace_, rounds.workspace_bytes), std::pair(&self->flush_, kFlushBytes),
         std::pair(&self->partial_o_, partial_rows * gpu::kExpandedValue * 4),
         std::pair(&self->partial_lse_, partial_rows * 4)}) {
     auto allocated = DeviceBuffer::Create(self->runtime_, "bench", bytes);
@@ -197,9 +200,9 @@ absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
   absl::Status s = keep(Upload<uint32_t>(table), table_);
   if (s.ok()) s = keep(Upload<uint64_t>(pointers), weights_);
   if (s.ok()) s = keep(Upload<kernels::RequestRecord>({&request_, 1}), requests_);
-  if (s.ok()) s = keep(Upload(plan_->segments()), segments_);
-  if (s.ok()) s = keep(Upload(plan_->items()), items_);
-  if (s.ok()) s = keep(Upload(plan_->unit_indptr()), unit_indptr_);
+  if (s.ok()) s = keep(Upload(rounds_.segments), segments_);
+  if (s.ok()) s = keep(Upload(rounds_.items), items_);
+  if (s.ok()) s = keep(Upload(rounds_.unit_indptr), unit_indptr_);
   if (!s.ok()) return s;
   expand_args_ = {requests_.As<kernels::RequestRecord>(),
                   table_.As<uint32_t>(),
@@ -249,9 +252,14 @@ absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   desc.form = kernels::AttentionForm::kExpanded;
   scheduler::Planner planner;
   const scheduler::PlanRequest request{rows, kv_rows, heads, true};
-  auto view = planner.Build({&request, 1}, backend_->Traits(desc), *buffers_);
+  kernels::PlanTraits traits = backend_->Traits(desc);
+  traits.rounds = round_traits_;
+  auto view = planner.Build({&request, 1}, traits, *buffers_);
   if (!view.ok()) return view.status();
-  return plan_->Build(*view, {&r, 1});
+  auto rounds = round_planner_->Build(*view, {&request, 1}, traits, *round_buffers_);
+  if (!rounds.ok()) return rounds.status();
+  rounds_ = *rounds;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Prefill::Times> Prefill::Launch() {
@@ -261,13 +269,13 @@ absl::StatusOr<Prefill::Times> Prefill::Launch() {
     if (s.ok()) s = runtime_->Record(events_[event++], stream_);
   };
   record();
-  for (const gpu::ExpandedPlan::Round& round : plan_->rounds()) {
+  for (const kernels::Round& round : rounds_.rounds) {
     gpu::ExpandArgs expand = expand_args_;
     expand.segments += round.first_segment;
     expand.segment_count = round.segments;
     expand.pairs = round.pairs;
-    expand.blocks = std::min(round.pairs, plan_->units());
-    expand.first_tile_pairs = gpu::ExpandedPlan::FirstTilePairs(round, expand.blocks);
+    expand.blocks = std::min(round.pairs, rounds_.units);
+    expand.first_tile_pairs = gpu::FirstTilePairs(round.pairs, round.heads, expand.blocks);
     gpu::LaunchShape shape;
     shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
     shape.grid_x = static_cast<uint32_t>(expand.blocks);
@@ -276,7 +284,7 @@ absl::StatusOr<Prefill::Times> Prefill::Launch() {
     record();
     gpu::ExpandedArgs attend = attend_args_;
     attend.unit_indptr += round.first_indptr;
-    shape.grid_x = static_cast<uint32_t>(plan_->units());
+    shape.grid_x = static_cast<uint32_t>(rounds_.units);
     shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
     if (s.ok()) s = runtime_->Launch(attend_, shape, &attend, stream_);
     record();
@@ -313,7 +321,7 @@ absl::Status Prefill::Time(int32_t heads, int32_t rows) {
       "TFLOPS, sum %.1f us; %zu rounds, %zu items%s\n",
       heads, rows, kv_rows, up_us, 262144.0 * kv_rows * heads / up_us / 1e6, us,
       static_cast<double>(attend[0]) / 1e3, 640.0 * pairs * heads / us / 1e6, up_us + us,
-      plan_->rounds().size(), plan_->items().size(), plan_->split() ? ", split" : "");
+      rounds_.rounds.size(), rounds_.items.size(), rounds_.merges ? ", split" : "");
   std::fflush(stdout);
   return absl::OkStatus();
 }

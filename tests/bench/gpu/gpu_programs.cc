@@ -1,6 +1,8 @@
 #include "tests/bench/gpu/gpu_programs.h"
 
 #include <algorithm>
+#include <fstream>
+#include <iterator>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -56,6 +58,17 @@ absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(gpu::HipBackendOptions o
   if (backend.ok()) return backend;
   options.vendor = gpu::Vendor::kNvidia;
   return gpu::HipBackend::Create(options);
+}
+
+absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(const std::string& image) {
+  gpu::HipBackendOptions options;
+  if (image.empty()) return AnyGpu(options);
+  std::ifstream file(image, std::ios::binary);
+  if (!file) return absl::NotFoundError(absl::StrCat("no file ", image));
+  const std::string code(std::istreambuf_iterator<char>(file), {});
+  const auto bytes = std::as_bytes(std::span<const char>(code));
+  for (const char* arch : {"gfx950", "gfx942", "sm_90"}) options.images.push_back({arch, bytes});
+  return AnyGpu(options);
 }
 
 }  // namespace mla::bench

@@ -8,8 +8,6 @@
 // (median, least), TB/s of weights read once, TFLOPS.
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -161,15 +159,7 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
   }
-  gpu::HipBackendOptions options;
-  std::string image;
-  if (!flags.image.empty()) {
-    std::ifstream file(flags.image, std::ios::binary);
-    image.assign(std::istreambuf_iterator<char>(file), {});
-    const auto bytes = std::as_bytes(std::span<const char>(image));
-    for (const char* arch : {"gfx950", "gfx942", "sm_90"}) options.images.push_back({arch, bytes});
-  }
-  auto backend = AnyGpu(options);
+  auto backend = AnyGpu(flags.image);
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 1;

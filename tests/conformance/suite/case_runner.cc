@@ -23,6 +23,7 @@ constexpr int32_t kSlot = 0;
 constexpr int64_t kGap = 16;                 // elements between rows of strided tensors
 constexpr unsigned char kPoisonByte = 0xff;  // NaN in bf16 and fp32
 constexpr unsigned char kSentinelByte = 0x5a;
+constexpr int64_t kRoundItems = 401024, kRoundSegments = 4160;
 constexpr int32_t kPoisonRowDim = kPageGranuleBytes / sizeof(Bf16);
 
 }  // namespace
@@ -58,6 +59,8 @@ absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::Attentio
   limits.work_items = 200000;
   limits.reduce_tiles = 100000;
   limits.reduce_partials = 200000;
+  limits.round_items = kRoundItems;
+  limits.round_segments = kRoundSegments;
   limits.max_geometry = {128, 512, 64, 128, 128};
   if (absl::Status ok = backend.Configure(limits); !ok.ok()) return ok;
   auto runner = std::unique_ptr<CaseRunner>(new CaseRunner(backend, std::move(plan), options));
@@ -102,24 +105,23 @@ absl::StatusOr<int32_t> CaseRunner::WeightsSlot(const Weights& weights) {
 
 // The poison table comes first: entry i addresses granule first_granule + i.
 absl::Status CaseRunner::WriteTables(const Workload& workload) {
-  const std::span<uint32_t> tables = tables_;
   int64_t used = workload.granules;
   for (const RequestData& data : workload.requests) {
     used += static_cast<int64_t>(data.page_table.size());
   }
   const int64_t last_byte = (workload.first_granule + workload.granules) * kPageGranuleBytes;
-  if (used > static_cast<int64_t>(tables.size()) || last_byte > options_.kv_pool_bytes) {
+  if (used > static_cast<int64_t>(tables_.size()) || last_byte > options_.kv_pool_bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat("case needs ", used, " table entries and ", last_byte, " pool bytes"));
   }
   for (int64_t i = 0; i < workload.granules; ++i) {
-    tables[static_cast<size_t>(i)] = static_cast<uint32_t>(workload.first_granule + i);
+    tables_[static_cast<size_t>(i)] = static_cast<uint32_t>(workload.first_granule + i);
   }
   int64_t next = workload.granules;
   table_first_.clear();
   for (const RequestData& data : workload.requests) {
     table_first_.push_back(next);
-    std::copy(data.page_table.begin(), data.page_table.end(), tables.begin() + next);
+    std::copy(data.page_table.begin(), data.page_table.end(), tables_.begin() + next);
     next += static_cast<int64_t>(data.page_table.size());
   }
   table_ranges_.assign(1, {0, next});
@@ -335,6 +337,27 @@ absl::Status CaseRunner::Project(const Workload& workload, const std::vector<Ten
   return absl::OkStatus();
 }
 
+absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc& desc,
+                                                   std::span<const PlanShape> shapes,
+                                                   int32_t units) {
+  const kernels::PlanTraits own = backend_.Traits(desc);
+  kernels::PlanTraits traits = own;
+  traits.units = units;
+  auto plan = plan_(shapes, traits);
+  if (!plan.ok() || own.rounds.workspace_bytes == 0) return plan;
+  if (round_planner_ == nullptr) {
+    const scheduler::RoundCapacity capacity{own.units, kRoundItems, kRoundSegments, 64};
+    round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);
+    rounds_ = std::make_unique<scheduler::RoundBuffers>(capacity);
+  }
+  std::vector<scheduler::PlanRequest> requests;
+  for (const auto& s : shapes) requests.push_back({s.q_rows, s.kv_rows, s.num_heads, s.causal});
+  auto rounds = round_planner_->Build(*plan, requests, own, *rounds_);
+  if (!rounds.ok()) return rounds.status();
+  plan->rounds = *rounds;
+  return plan;
+}
+
 absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& options,
                                 std::vector<Tensors>& tensors) {
   const CaseSpec& spec = workload.spec;
@@ -387,9 +410,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     params.q_fragments = queries_;
   }
   params.requests = records_;
-  kernels::PlanTraits traits = backend_.Traits(params.desc);
-  traits.units = options.units > 0 ? options.units : spec.units;
-  auto plan = plan_(shapes, traits);
+  auto plan = Plan(params.desc, shapes, options.units > 0 ? options.units : spec.units);
   if (!plan.ok()) return plan.status();
   params.plan = *plan;
   const bool expanded = params.desc.form == kernels::AttentionForm::kExpanded;

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
 #include "kernels/launch/launch_layout.h"
+#include "scheduler/planning/round_planner.h"
 #include "tests/conformance/cases/workload.h"
 #include "tests/conformance/suite/plan_builder.h"
 
@@ -80,6 +81,9 @@ class CaseRunner {
   absl::Status StageQueries(std::byte* host, int64_t bytes, Tensors& tensors);
   absl::Status Attend(const Workload& workload, const RunOptions& options,
                       std::vector<Tensors>& tensors);
+  // The plan of these shapes, with rounds where the backend asks for them.
+  absl::StatusOr<kernels::PlanView> Plan(const kernels::AttentionDesc& desc,
+                                         std::span<const PlanShape> shapes, int32_t units);
   absl::Status Project(const Workload& workload, const std::vector<Tensors>& tensors, bool absorb);
   void Collect(const Workload& workload, const std::vector<Tensors>& tensors, CaseOutput& output);
   std::string CheckStored(const Workload& workload);
@@ -87,6 +91,8 @@ class CaseRunner {
   kernels::AttentionBackend& backend_;
   PlanBuilder plan_;
   RunnerOptions options_;
+  std::unique_ptr<scheduler::RoundPlanner> round_planner_;  // where the backend has rounds
+  std::unique_ptr<scheduler::RoundBuffers> rounds_;
   std::unique_ptr<kernels::HostBuffer> arena_;
   int64_t arena_used_ = 0;
   std::vector<const Weights*> loaded_;  // by weights slot

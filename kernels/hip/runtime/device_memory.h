@@ -1,0 +1,142 @@
+// Owners of device and pinned host memory, and the layout of a launch slot's regions.
+#ifndef MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_
+#define MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+
+namespace mla::gpu {
+
+inline constexpr int64_t kRegionAlignment = 256;
+inline int64_t AlignRegion(int64_t bytes) {
+  return (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+}
+
+// Host memory that the device's copies reach by themselves, in pieces. Piece by piece, because a
+// copy may not cross from one into another. Any thread.
+//
+// A launch counts as user of the pieces that its copies reach (Find, Begin) until it has ended
+// (End). A piece goes with Retire, then AwaitUnused.
+class PinnedRanges {
+ public:
+  using Id = uint64_t;
+  static constexpr Id kNone = 0;
+
+  void Add(const void* at, int64_t bytes);
+  // The piece that holds these bytes.
+  Id Find(const void* at, int64_t bytes) const;
+  // Counts a user more; false when the piece is gone.
+  bool Begin(Id piece);
+  void End(std::span<const Id> pieces);
+  // The piece that begins there is found no more; kNone if there is none.
+  Id Retire(const void* at);
+  // Forgets a retired piece once it is not in use; false when that took longer.
+  bool AwaitUnused(Id piece, std::chrono::milliseconds most);
+
+ private:
+  struct Range {
+    Id id;
+    uintptr_t begin, end;
+    int32_t uses;
+    bool retired;
+  };
+  Range* Of(Id id);
+
+  mutable std::mutex mutex_;
+  std::condition_variable unused_;
+  std::vector<Range> ranges_;
+  Id last_ = kNone;
+};
+
+// Device memory, freed with its owner. Move-only. The runtime outlives it.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  ~DeviceBuffer() { Reset(); }
+  DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
+  // RESOURCE_EXHAUSTED names `what`, the bytes wanted and the API's text.
+  static absl::StatusOr<DeviceBuffer> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
+
+  DevicePtr at() const { return at_; }
+  int64_t bytes() const { return bytes_; }
+  template <class T>
+  T* As() const {
+    return reinterpret_cast<T*>(at_);
+  }
+
+ private:
+  void Reset();
+  GpuRuntime* runtime_ = nullptr;
+  DevicePtr at_ = 0;
+  int64_t bytes_ = 0;
+};
+
+// Pinned host memory, as DeviceBuffer.
+class PinnedBuffer final : public kernels::HostBuffer {
+ public:
+  PinnedBuffer() = default;
+  ~PinnedBuffer() override { Reset(); }
+  PinnedBuffer(PinnedBuffer&& other) noexcept { *this = std::move(other); }
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
+  static absl::StatusOr<PinnedBuffer> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
+
+  std::span<std::byte> bytes() override { return {data_, static_cast<size_t>(size_)}; }
+  std::byte* data() const { return data_; }
+  int64_t size() const { return size_; }
+
+ private:
+  void Reset();
+  GpuRuntime* runtime_ = nullptr;
+  std::byte* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// A region of host and device memory of equal size that is filled from the start during a launch
+// and goes to the device in one copy.
+class StagedRegion {
+ public:
+  static absl::StatusOr<StagedRegion> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
+
+  int64_t bytes() const { return host_.size(); }
+  void Clear() { used_ = 0; }
+  int64_t used() const { return used_; }
+  // Offset of `bytes` more, aligned to kRegionAlignment. RESOURCE_EXHAUSTED names the region.
+  absl::StatusOr<int64_t> Take(int64_t bytes);
+  std::byte* host(int64_t offset) const { return host_.data() + offset; }
+  DevicePtr device(int64_t offset) const { return device_.at() + static_cast<uint64_t>(offset); }
+  // Of an address in the region's device memory.
+  int64_t OffsetOf(const std::byte* device) const {
+    return static_cast<int64_t>(reinterpret_cast<DevicePtr>(device) - device_.at());
+  }
+
+  // Copies `values` in and returns their device address.
+  template <class T>
+  absl::StatusOr<const T*> Put(std::span<const T> values) {
+    absl::StatusOr<int64_t> at = Take(static_cast<int64_t>(values.size_bytes()));
+    if (!at.ok()) return at.status();
+    Write(*at, values.data(), values.size_bytes());
+    return reinterpret_cast<const T*>(device(*at));
+  }
+
+ private:
+  void Write(int64_t offset, const void* from, size_t bytes);
+  std::string what_;
+  PinnedBuffer host_;
+  DeviceBuffer device_;
+  int64_t used_ = 0;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_

@@ -1,0 +1,470 @@
+#include "kernels/hip/runtime/gpu_runtime.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace mla::gpu {
+namespace {
+
+// The values below are the same in both vendors' headers unless named otherwise.
+constexpr int kSuccess = 0;
+constexpr int kOutOfMemory = 2;
+constexpr int kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr int kAmdMultiprocessorCount = 63;
+constexpr int kNvidiaMultiprocessorCount = 16;
+constexpr int kNvidiaCapabilityMajor = 75;
+constexpr int kNvidiaCapabilityMinor = 76;
+constexpr int kNvidiaMaxDynamicShared = 8;
+constexpr unsigned kNvidiaProgrammaticSerialization = 6;
+constexpr int kAmdHostToDevice = 1;
+constexpr int kAmdDeviceToHost = 2;
+constexpr unsigned kNvidiaHostMemory = 1;
+constexpr unsigned kNvidiaDeviceMemory = 2;
+
+struct NvidiaLaunchAttribute {
+  unsigned id;
+  char pad[4];
+  union {
+    char reserved[64];
+    int flag;
+  } value;
+};
+struct NvidiaCopySide {
+  size_t x, y;
+  unsigned type;
+  void* host;
+  DevicePtr device;
+  void* array;
+  size_t pitch;
+};
+struct NvidiaCopyRows {
+  NvidiaCopySide from, to;
+  size_t bytes, rows;
+};
+static_assert(sizeof(NvidiaCopyRows) == 128);
+struct NvidiaLaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  Stream stream;
+  NvidiaLaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+}  // namespace
+
+struct RuntimeTable {
+  int (*init)(unsigned);
+  int (*device_count)(int*);
+  int (*device_name)(char*, int, int);
+  int (*device_attribute)(int*, int, int);
+  int (*memory_info)(size_t*, size_t*);
+  int (*allocate)(DevicePtr*, size_t);
+  int (*free)(DevicePtr);
+  int (*allocate_host)(void**, size_t, unsigned);
+  int (*free_host)(void*);
+  int (*register_host)(void*, size_t, unsigned);
+  int (*unregister_host)(void*);
+  int (*stream_create)(Stream*, unsigned);
+  int (*stream_destroy)(Stream);
+  int (*stream_wait)(Stream, Event, unsigned);
+  int (*stream_synchronize)(Stream);
+  int (*event_create)(Event*, unsigned);
+  int (*event_destroy)(Event);
+  int (*event_record)(Event, Stream);
+  int (*event_query)(Event);
+  int (*event_elapsed)(float*, Event, Event);
+  int (*copy_in)(DevicePtr, const void*, size_t, Stream);
+  int (*copy_out)(void*, DevicePtr, size_t, Stream);
+  int (*copy_device)(DevicePtr, DevicePtr, size_t, Stream);
+  int (*fill)(DevicePtr, unsigned char, size_t, Stream);
+  int (*module_load)(Module*, const void*);
+  int (*module_unload)(Module);
+  int (*module_function)(Function*, Module, const char*);
+  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                Stream, void**, void**);
+  // AMD only.
+  const char* (*amd_error_text)(int);
+  int (*amd_set_device)(int);
+  int (*amd_properties)(void*, int);
+  int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, Stream);
+  // NVIDIA only.
+  int (*nvidia_error_text)(int, const char**);
+  int (*nvidia_retain_context)(void**, int);
+  int (*nvidia_set_context)(void*);
+  int (*nvidia_copy_rows)(const NvidiaCopyRows*, Stream);
+  int (*nvidia_function_attribute)(Function, int, int);
+  int (*nvidia_launch)(const NvidiaLaunchConfig*, Function, void**, void**);
+};
+
+namespace {
+
+struct Alias {
+  const char* amd;  // null: the vendor has no such call
+  const char* nvidia;
+  size_t offset;
+};
+
+#define MLA_ALIAS(field, amd, nvidia) \
+  Alias { amd, nvidia, offsetof(RuntimeTable, field) }
+constexpr Alias kAliases[] = {
+    MLA_ALIAS(init, "hipInit", "cuInit"),
+    MLA_ALIAS(device_count, "hipGetDeviceCount", "cuDeviceGetCount"),
+    MLA_ALIAS(device_name, "hipDeviceGetName", "cuDeviceGetName"),
+    MLA_ALIAS(device_attribute, "hipDeviceGetAttribute", "cuDeviceGetAttribute"),
+    MLA_ALIAS(memory_info, "hipMemGetInfo", "cuMemGetInfo_v2"),
+    MLA_ALIAS(allocate, "hipMalloc", "cuMemAlloc_v2"),
+    MLA_ALIAS(free, "hipFree", "cuMemFree_v2"),
+    MLA_ALIAS(allocate_host, "hipHostMalloc", "cuMemHostAlloc"),
+    MLA_ALIAS(free_host, "hipHostFree", "cuMemFreeHost"),
+    MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
+    MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
+    MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
+    MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
+    MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
+    MLA_ALIAS(stream_synchronize, "hipStreamSynchronize", "cuStreamSynchronize"),
+    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
+    MLA_ALIAS(event_destroy, "hipEventDestroy", "cuEventDestroy_v2"),
+    MLA_ALIAS(event_record, "hipEventRecord", "cuEventRecord"),
+    MLA_ALIAS(event_query, "hipEventQuery", "cuEventQuery"),
+    MLA_ALIAS(event_elapsed, "hipEventElapsedTime", "cuEventElapsedTime"),
+    MLA_ALIAS(copy_in, "hipMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"),
+    MLA_ALIAS(copy_out, "hipMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"),
+    MLA_ALIAS(copy_device, "hipMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2"),
+    MLA_ALIAS(fill, "hipMemsetD8Async", "cuMemsetD8Async"),
+    MLA_ALIAS(module_load, "hipModuleLoadData", "cuModuleLoadData"),
+    MLA_ALIAS(module_unload, "hipModuleUnload", "cuModuleUnload"),
+    MLA_ALIAS(module_function, "hipModuleGetFunction", "cuModuleGetFunction"),
+    MLA_ALIAS(launch, "hipModuleLaunchKernel", "cuLaunchKernel"),
+    MLA_ALIAS(amd_error_text, "hipGetErrorString", nullptr),
+    MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
+    MLA_ALIAS(amd_properties, "hipGetDevicePropertiesR0600", nullptr),
+    MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
+    MLA_ALIAS(nvidia_error_text, nullptr, "cuGetErrorString"),
+    MLA_ALIAS(nvidia_retain_context, nullptr, "cuDevicePrimaryCtxRetain"),
+    MLA_ALIAS(nvidia_set_context, nullptr, "cuCtxSetCurrent"),
+    MLA_ALIAS(nvidia_copy_rows, nullptr, "cuMemcpy2DAsync_v2"),
+    MLA_ALIAS(nvidia_function_attribute, nullptr, "cuFuncSetAttribute"),
+    MLA_ALIAS(nvidia_launch, nullptr, "cuLaunchKernelEx"),
+};
+#undef MLA_ALIAS
+
+absl::Status Resolve(Vendor vendor, void* library, RuntimeTable* table) {
+  for (const Alias& alias : kAliases) {
+    const char* name = vendor == Vendor::kAmd ? alias.amd : alias.nvidia;
+    if (name == nullptr) continue;
+    void* entry = dlsym(library, name);
+    if (entry == nullptr) {
+      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
+    }
+    std::memcpy(reinterpret_cast<char*>(table) + alias.offset, &entry, sizeof(entry));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::vector<std::string> GpuRuntime::DefaultLibraries(Vendor vendor) {
+  if (vendor == Vendor::kAmd) return {"libamdhip64.so.7", "libamdhip64.so.6"};
+  return {"libcuda.so.1"};
+}
+
+absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
+    Vendor vendor, int device, std::span<const std::string> libraries) {
+  std::vector<std::string> names(libraries.begin(), libraries.end());
+  if (names.empty()) names = DefaultLibraries(vendor);
+  void* library = nullptr;
+  std::string opened;
+  std::vector<std::string> reasons;
+  for (const std::string& name : names) {
+    // Never closed: the vendors' runtimes do not survive being unloaded.
+    library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    opened = name;
+    if (library != nullptr) break;
+    reasons.push_back(dlerror());
+  }
+  if (library == nullptr) {
+    return absl::UnavailableError(absl::StrCat("no GPU runtime: ", absl::StrJoin(reasons, "; ")));
+  }
+  auto table = std::make_unique<RuntimeTable>();
+  std::memset(table.get(), 0, sizeof(RuntimeTable));
+  if (absl::Status s = Resolve(vendor, library, table.get()); !s.ok()) return s;
+  std::unique_ptr<GpuRuntime> runtime(new GpuRuntime(vendor, opened, std::move(table)));
+  if (absl::Status s = runtime->OpenDevice(device); !s.ok()) return s;
+  return runtime;
+}
+
+GpuRuntime::GpuRuntime(Vendor vendor, std::string library, std::unique_ptr<RuntimeTable> table)
+    : vendor_(vendor), library_(std::move(library)), api_(std::move(table)) {}
+
+GpuRuntime::~GpuRuntime() = default;
+
+absl::Status GpuRuntime::Check(int code, const char* call) const {
+  if (code == kSuccess) return absl::OkStatus();
+  const char* text = nullptr;
+  if (vendor_ == Vendor::kAmd) {
+    text = api_->amd_error_text(code);
+  } else {
+    api_->nvidia_error_text(code, &text);
+  }
+  const std::string message =
+      absl::StrCat("GPU ", call, ": ", text == nullptr ? "unknown error" : text, " (", code, ")");
+  return code == kOutOfMemory ? absl::ResourceExhaustedError(message)
+                              : absl::InternalError(message);
+}
+
+absl::Status GpuRuntime::OpenDevice(int device) {
+  int count = 0;
+  absl::Status status = Check(api_->init(0), "init");
+  if (status.ok()) status = Check(api_->device_count(&count), "device count");
+  if (!status.ok() || count == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("no GPU device (", library_, ")", status.ok() ? "" : ": ", status.message()));
+  }
+  if (device < 0 || device >= count) {
+    return absl::OutOfRangeError(absl::StrCat("GPU device ", device, " of ", count));
+  }
+  device_ = device;
+  return Identify();
+}
+
+absl::Status GpuRuntime::Identify() {
+  if (vendor_ == Vendor::kNvidia) {
+    absl::Status s = Check(api_->nvidia_retain_context(&context_, device_), "context");
+    if (!s.ok()) return s;
+  }
+  if (absl::Status s = Bind(); !s.ok()) return s;
+  char name[256] = {};
+  if (absl::Status s = Check(api_->device_name(name, sizeof(name) - 1, device_), "name"); !s.ok()) {
+    return s;
+  }
+  name_ = name;
+  return vendor_ == Vendor::kAmd ? IdentifyAmd() : IdentifyNvidia();
+}
+
+absl::Status GpuRuntime::IdentifyAmd() {
+  int units = 0;
+  absl::Status s =
+      Check(api_->device_attribute(&units, kAmdMultiprocessorCount, device_), "attribute");
+  if (!s.ok()) return s;
+  units_ = units;
+  // The struct's layout has changed between releases, so the architecture is found by its prefix.
+  std::vector<char> properties(16384, 0);
+  s = Check(api_->amd_properties(properties.data(), device_), "properties");
+  if (!s.ok()) return s;
+  for (size_t i = name_.size() + 1; i + 16 < properties.size(); ++i) {
+    if (std::memcmp(&properties[i], "gfx", 3) != 0) continue;
+    const std::string full(&properties[i], strnlen(&properties[i], 64));
+    arch_ = full.substr(0, full.find(':'));
+    return absl::OkStatus();
+  }
+  arch_ = "unknown";
+  return absl::OkStatus();
+}
+
+absl::Status GpuRuntime::IdentifyNvidia() {
+  int units = 0, major = 0, minor = 0;
+  for (const auto& [what, into] :
+       {std::pair(kNvidiaMultiprocessorCount, &units), std::pair(kNvidiaCapabilityMajor, &major),
+        std::pair(kNvidiaCapabilityMinor, &minor)}) {
+    absl::Status s = Check(api_->device_attribute(into, what, device_), "attribute");
+    if (!s.ok()) return s;
+  }
+  units_ = units;
+  arch_ = absl::StrCat("sm_", major, minor);
+  return absl::OkStatus();
+}
+
+absl::Status GpuRuntime::Bind() {
+  return vendor_ == Vendor::kAmd ? Check(api_->amd_set_device(device_), "set device")
+                                 : Check(api_->nvidia_set_context(context_), "set context");
+}
+
+#define MLA_GPU_CALL(call, name)                               \
+  do {                                                         \
+    if (absl::Status s = Bind(); !s.ok()) return s;            \
+    if (absl::Status s = Check(call, name); !s.ok()) return s; \
+  } while (false)
+
+absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
+  size_t free_bytes = 0, total = 0;
+  MLA_GPU_CALL(api_->memory_info(&free_bytes, &total), "memory info");
+  return static_cast<int64_t>(free_bytes);
+}
+absl::StatusOr<DevicePtr> GpuRuntime::Malloc(int64_t bytes) {
+  DevicePtr at = 0;
+  if (absl::Status s = Bind(); !s.ok()) return s;
+  absl::Status s = Check(api_->allocate(&at, static_cast<size_t>(bytes)), "malloc");
+  if (!s.ok()) return absl::Status(s.code(), absl::StrCat(s.message(), " for ", bytes, " bytes"));
+  return at;
+}
+void GpuRuntime::Free(DevicePtr at) {
+  if (at != 0 && Bind().ok()) api_->free(at);
+}
+absl::StatusOr<void*> GpuRuntime::MallocHost(int64_t bytes) {
+  void* at = nullptr;
+  MLA_GPU_CALL(api_->allocate_host(&at, static_cast<size_t>(bytes), 0), "host malloc");
+  return at;
+}
+void GpuRuntime::FreeHost(void* at) {
+  if (at != nullptr && Bind().ok()) api_->free_host(at);
+}
+absl::Status GpuRuntime::RegisterHost(void* at, int64_t bytes) {
+  MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), 0), "host register");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::UnregisterHost(void* at) {
+  MLA_GPU_CALL(api_->unregister_host(at), "host unregister");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Stream> GpuRuntime::CreateStream() {
+  Stream stream = nullptr;
+  MLA_GPU_CALL(api_->stream_create(&stream, kStreamNonBlocking), "stream create");
+  return stream;
+}
+void GpuRuntime::Destroy(Stream stream) {
+  if (stream != nullptr && Bind().ok()) api_->stream_destroy(stream);
+}
+absl::StatusOr<Event> GpuRuntime::CreateEvent() {
+  Event event = nullptr;
+  MLA_GPU_CALL(api_->event_create(&event, 0), "event create");
+  return event;
+}
+void GpuRuntime::Destroy(Event event) {
+  if (event != nullptr && Bind().ok()) api_->event_destroy(event);
+}
+absl::Status GpuRuntime::Record(Event event, Stream stream) {
+  MLA_GPU_CALL(api_->event_record(event, stream), "event record");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::WaitFor(Stream stream, Event event) {
+  MLA_GPU_CALL(api_->stream_wait(stream, event, 0), "stream wait");
+  return absl::OkStatus();
+}
+absl::StatusOr<bool> GpuRuntime::Done(Event event) {
+  if (absl::Status s = Bind(); !s.ok()) return s;
+  const int code = api_->event_query(event);
+  if (code == kNotReady) return false;
+  if (absl::Status s = Check(code, "event query"); !s.ok()) return s;
+  return true;
+}
+absl::StatusOr<int64_t> GpuRuntime::ElapsedNs(Event from, Event to) {
+  float ms = 0.0f;
+  MLA_GPU_CALL(api_->event_elapsed(&ms, from, to), "event elapsed");
+  return static_cast<int64_t>(static_cast<double>(ms) * 1e6);
+}
+absl::Status GpuRuntime::Synchronize(Stream stream) {
+  MLA_GPU_CALL(api_->stream_synchronize(stream), "stream synchronize");
+  return absl::OkStatus();
+}
+
+absl::Status GpuRuntime::CopyIn(DevicePtr to, const void* from, int64_t bytes, Stream stream) {
+  MLA_GPU_CALL(api_->copy_in(to, from, static_cast<size_t>(bytes), stream), "copy to device");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::CopyOut(void* to, DevicePtr from, int64_t bytes, Stream stream) {
+  MLA_GPU_CALL(api_->copy_out(to, from, static_cast<size_t>(bytes), stream), "copy to host");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::CopyRowsIn(DevicePtr to, int64_t to_pitch, const void* from,
+                                    int64_t from_pitch, int64_t bytes, int64_t rows,
+                                    Stream stream) {
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  if (vendor_ == Vendor::kAmd) {
+    MLA_GPU_CALL(
+        api_->amd_copy_rows(reinterpret_cast<void*>(to), size(to_pitch), from, size(from_pitch),
+                            size(bytes), size(rows), kAmdHostToDevice, stream),
+        "copy rows to device");
+    return absl::OkStatus();
+  }
+  NvidiaCopyRows copy = {};
+  copy.from.type = kNvidiaHostMemory;
+  copy.from.host = const_cast<void*>(from);
+  copy.from.pitch = size(from_pitch);
+  copy.to.type = kNvidiaDeviceMemory;
+  copy.to.device = to;
+  copy.to.pitch = size(to_pitch);
+  copy.bytes = size(bytes);
+  copy.rows = size(rows);
+  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows to device");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
+                                     int64_t bytes, int64_t rows, Stream stream) {
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  if (vendor_ == Vendor::kAmd) {
+    MLA_GPU_CALL(
+        api_->amd_copy_rows(to, size(to_pitch), reinterpret_cast<const void*>(from),
+                            size(from_pitch), size(bytes), size(rows), kAmdDeviceToHost, stream),
+        "copy rows to host");
+    return absl::OkStatus();
+  }
+  NvidiaCopyRows copy = {};
+  copy.from.type = kNvidiaDeviceMemory;
+  copy.from.device = from;
+  copy.from.pitch = size(from_pitch);
+  copy.to.type = kNvidiaHostMemory;
+  copy.to.host = to;
+  copy.to.pitch = size(to_pitch);
+  copy.bytes = size(bytes);
+  copy.rows = size(rows);
+  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows to host");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream) {
+  MLA_GPU_CALL(api_->copy_device(to, from, static_cast<size_t>(bytes), stream), "copy on device");
+  return absl::OkStatus();
+}
+absl::Status GpuRuntime::Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream) {
+  MLA_GPU_CALL(api_->fill(to, value, static_cast<size_t>(bytes), stream), "fill");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Module> GpuRuntime::Load(std::span<const std::byte> image) {
+  Module module = nullptr;
+  MLA_GPU_CALL(api_->module_load(&module, image.data()), "module load");
+  return module;
+}
+void GpuRuntime::Unload(Module module) {
+  if (module != nullptr && Bind().ok()) api_->module_unload(module);
+}
+absl::StatusOr<Function> GpuRuntime::Find(Module module, const char* name) {
+  Function function = nullptr;
+  if (absl::Status s = Bind(); !s.ok()) return s;
+  absl::Status s = Check(api_->module_function(&function, module, name), "module function");
+  if (!s.ok()) return absl::InternalError(absl::StrCat(s.message(), ": ", name));
+  return function;
+}
+absl::Status GpuRuntime::AllowSharedBytes(Function function, int32_t bytes) {
+  if (vendor_ == Vendor::kAmd) return absl::OkStatus();  // LDS is static there
+  MLA_GPU_CALL(api_->nvidia_function_attribute(function, kNvidiaMaxDynamicShared, bytes),
+               "function attribute");
+  return absl::OkStatus();
+}
+
+absl::Status GpuRuntime::Launch(Function function, const LaunchShape& shape, const void* args,
+                                Stream stream) {
+  void* parameters[] = {const_cast<void*>(args)};
+  if (vendor_ == Vendor::kNvidia && shape.overlap_predecessor) {
+    NvidiaLaunchAttribute attribute = {};
+    attribute.id = kNvidiaProgrammaticSerialization;
+    attribute.value.flag = 1;
+    const NvidiaLaunchConfig config{
+        shape.grid_x, shape.grid_y, 1, shape.threads, 1, 1, shape.shared_bytes,
+        stream,       &attribute,   1};
+    MLA_GPU_CALL(api_->nvidia_launch(&config, function, parameters, nullptr), "launch");
+    return absl::OkStatus();
+  }
+  MLA_GPU_CALL(api_->launch(function, shape.grid_x, shape.grid_y, 1, shape.threads, 1, 1,
+                            shape.shared_bytes, stream, parameters, nullptr),
+               "launch");
+  return absl::OkStatus();
+}
+#undef MLA_GPU_CALL
+
+}  // namespace mla::gpu

@@ -1,0 +1,125 @@
+// The GPU runtime, opened at run time: the HIP module API of libamdhip64 or the CUDA driver API of
+// libcuda behind one table, because the calls we use differ in little but their names. Nothing
+// here is linked, so one binary runs on nodes with either vendor's driver or with none.
+//
+// A GpuRuntime is one device of one vendor. All calls make the device current on the calling thread
+// first, so any thread may make them, one at a time; RegisterHost, UnregisterHost and Synchronize
+// also beside others. Calls return the API's own error text with the
+// name of the entry point: RESOURCE_EXHAUSTED when the device is out of memory, else INTERNAL.
+#ifndef MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_
+#define MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace mla::gpu {
+
+enum class Vendor { kAmd, kNvidia };
+
+using DevicePtr = uint64_t;
+struct StreamHandle;
+struct EventHandle;
+struct ModuleHandle;
+struct FunctionHandle;
+using Stream = StreamHandle*;
+using Event = EventHandle*;
+using Module = ModuleHandle*;
+using Function = FunctionHandle*;
+
+struct LaunchShape {
+  uint32_t grid_x = 1;
+  uint32_t grid_y = 1;
+  uint32_t threads = 1;
+  uint32_t shared_bytes = 0;
+  // May start before its predecessor on the stream has ended; the kernel itself waits for it.
+  bool overlap_predecessor = false;
+};
+
+// Entry points as the vendors' libraries export them; gpu_runtime.cc fills it by name.
+struct RuntimeTable;
+
+class GpuRuntime final {
+ public:
+  // Library names tried in this order when none are given.
+  static std::vector<std::string> DefaultLibraries(Vendor vendor);
+
+  // UNAVAILABLE: no library could be opened (names and the loader's reason), it lacks an entry
+  // point, or it reports no device. OUT_OF_RANGE: `device` is not below the count.
+  static absl::StatusOr<std::unique_ptr<GpuRuntime>> Open(Vendor vendor, int device,
+                                                          std::span<const std::string> libraries);
+  ~GpuRuntime();
+  GpuRuntime(const GpuRuntime&) = delete;
+  GpuRuntime& operator=(const GpuRuntime&) = delete;
+
+  Vendor vendor() const { return vendor_; }
+  const std::string& name() const { return name_; }  // as the driver reports it
+  const std::string& arch() const { return arch_; }  // "gfx950", "gfx942", "sm_90", ...
+  const std::string& library() const { return library_; }
+  int32_t units() const { return units_; }  // CUs or SMs
+
+  absl::StatusOr<int64_t> FreeMemory();  // of the device, in bytes
+  absl::StatusOr<DevicePtr> Malloc(int64_t bytes);
+  void Free(DevicePtr at);
+  absl::StatusOr<void*> MallocHost(int64_t bytes);  // pinned
+  void FreeHost(void* at);
+  // Pins memory of the caller's, in whole pages, until it is unregistered.
+  absl::Status RegisterHost(void* at, int64_t bytes);
+  absl::Status UnregisterHost(void* at);
+
+  absl::StatusOr<Stream> CreateStream();
+  void Destroy(Stream stream);
+  absl::StatusOr<Event> CreateEvent();
+  void Destroy(Event event);
+  absl::Status Record(Event event, Stream stream);
+  absl::Status WaitFor(Stream stream, Event event);
+  absl::StatusOr<bool> Done(Event event);
+  absl::StatusOr<int64_t> ElapsedNs(Event from, Event to);
+  absl::Status Synchronize(Stream stream);
+
+  absl::Status CopyIn(DevicePtr to, const void* from, int64_t bytes, Stream stream);
+  absl::Status CopyOut(void* to, DevicePtr from, int64_t bytes, Stream stream);
+  // Rows of `bytes` bytes each, `pitch` bytes apart on their side.
+  absl::Status CopyRowsIn(DevicePtr to, int64_t to_pitch, const void* from, int64_t from_pitch,
+                          int64_t bytes, int64_t rows, Stream stream);
+  absl::Status CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
+                           int64_t bytes, int64_t rows, Stream stream);
+  absl::Status CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream);
+  absl::Status Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream);
+
+  // INTERNAL with the API's text when the image is for another architecture.
+  absl::StatusOr<Module> Load(std::span<const std::byte> image);
+  void Unload(Module module);
+  absl::StatusOr<Function> Find(Module module, const char* name);
+  // Lets launches of `function` ask for this much dynamic shared memory.
+  absl::Status AllowSharedBytes(Function function, int32_t bytes);
+  // `args` is the kernel's only parameter, passed by value.
+  absl::Status Launch(Function function, const LaunchShape& shape, const void* args, Stream stream);
+
+ private:
+  GpuRuntime(Vendor vendor, std::string library, std::unique_ptr<RuntimeTable> table);
+  absl::Status OpenDevice(int device);
+  absl::Status Identify();
+  absl::Status IdentifyAmd();
+  absl::Status IdentifyNvidia();
+  absl::Status Bind();
+  absl::Status Check(int code, const char* call) const;
+
+  Vendor vendor_;
+  std::string library_;
+  std::unique_ptr<RuntimeTable> api_;
+  void* context_ = nullptr;
+  int device_ = 0;
+  std::string name_;
+  std::string arch_;
+  int32_t units_ = 0;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_

@@ -1,0 +1,224 @@
+#include "kernels/hip/runtime/launch_slot.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::gpu {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(300);
+constexpr auto kNap = std::chrono::microseconds(20);
+
+absl::Status Full(const char* what, size_t limit) {
+  return absl::ResourceExhaustedError(absl::StrCat("launch ", what, ": limit ", limit));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runtime,
+                                                               const Streams& streams,
+                                                               std::shared_ptr<PinnedRanges> pinned,
+                                                               const SlotSizes& sizes) {
+  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams, std::move(pinned)));
+  for (const auto& [region, what, bytes] :
+       {std::tuple(&slot->metadata_, "launch metadata", sizes.metadata),
+        std::tuple(&slot->input_, "staged input", sizes.input),
+        std::tuple(&slot->output_, "staged output", sizes.output)}) {
+    absl::StatusOr<StagedRegion> made = StagedRegion::Create(runtime, what, bytes);
+    if (!made.ok()) return made.status();
+    *region = *std::move(made);
+  }
+  absl::StatusOr<DeviceBuffer> workspace =
+      DeviceBuffer::Create(runtime, "slot workspace", AlignRegion(sizes.workspace));
+  if (!workspace.ok()) return workspace.status();
+  slot->workspace_ = *std::move(workspace);
+  for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_}) {
+    absl::StatusOr<Event> made = runtime->CreateEvent();
+    if (!made.ok()) return made.status();
+    *event = *made;
+  }
+  slot->kernels_.reserve(kMaxKernels + static_cast<size_t>(sizes.page_ranges));
+  slot->direct_in_.reserve(kMaxTransfers);
+  slot->direct_out_.reserve(kMaxTransfers);
+  slot->reached_.reserve(kMaxTransfers);
+  return slot;
+}
+
+LaunchSlot::~LaunchSlot() {
+  if (running_) EndCopies();
+  for (Event event : {inputs_ready_, started_, computed_, done_}) runtime_->Destroy(event);
+}
+
+kernels::SlotMemory LaunchSlot::Memory() const {
+  const auto region = [](DevicePtr at, int64_t bytes) {
+    return std::span(reinterpret_cast<std::byte*>(at), static_cast<size_t>(bytes));
+  };
+  return {region(input_.device(0), input_.bytes()), region(output_.device(0), output_.bytes()),
+          region(workspace_.at(), workspace_.bytes())};
+}
+
+void LaunchSlot::Begin() {
+  metadata_.Clear();
+  kernels_.clear();
+}
+
+bool LaunchSlot::Reaches(const void* host, int64_t bytes) {
+  const PinnedRanges::Id piece = pinned_->Find(host, bytes);
+  if (piece == PinnedRanges::kNone) return false;
+  // Tensors of one client lie in one piece, so the last ones are where to look.
+  if (std::find(reached_.rbegin(), reached_.rend(), piece) != reached_.rend()) return true;
+  if (reached_.size() == reached_.capacity() || !pinned_->Begin(piece)) return false;
+  reached_.push_back(piece);
+  return true;
+}
+
+void LaunchSlot::EndCopies() {
+  pinned_->End(reached_);
+  reached_.clear();
+}
+
+absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& shape,
+                                        const void* args, size_t bytes) {
+  if (kernels_.size() == kernels_.capacity()) return Full("kernels", kernels_.capacity());
+  Kernel& kernel = kernels_.emplace_back();
+  kernel.function = function;
+  kernel.shape = shape;
+  std::memcpy(kernel.args.data(), args, bytes);
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::EnqueueInputs(std::span<const kernels::HostInput> inputs) {
+  if (metadata_.used() > 0) {
+    absl::Status s =
+        runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), streams_.in);
+    if (!s.ok()) return s;
+  }
+  direct_in_.clear();
+  int64_t staged_end = 0;
+  for (const kernels::HostInput& in : inputs) {
+    direct_in_.push_back(Reaches(in.host, in.rows * in.row_bytes));
+    if (direct_in_.back()) continue;
+    const int64_t offset = input_.OffsetOf(in.device);
+    for (int64_t row = 0; row < in.rows; ++row) {
+      std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
+                  static_cast<size_t>(in.row_bytes));
+    }
+    staged_end = std::max(staged_end, offset + (in.rows - 1) * in.pitch + in.row_bytes);
+  }
+  // Bytes that pass through the region travel as one copy; gaps left by direct ones are rewritten
+  // by those, which follow on the same stream.
+  if (staged_end > 0) {
+    absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, streams_.in);
+    if (!s.ok()) return s;
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const kernels::HostInput& in = inputs[i];
+    if (!direct_in_[i] || in.row_bytes == 0 || in.rows == 0) continue;
+    const auto to = reinterpret_cast<DevicePtr>(in.device);
+    const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
+    absl::Status s = whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, streams_.in)
+                           : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes,
+                                                  in.rows, streams_.in);
+    if (!s.ok()) return s;
+  }
+  if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
+  return runtime_->WaitFor(streams_.compute, inputs_ready_);
+}
+
+absl::Status LaunchSlot::EnqueueKernels() {
+  if (absl::Status s = runtime_->Record(started_, streams_.compute); !s.ok()) return s;
+  for (const Kernel& kernel : kernels_) {
+    absl::Status s =
+        runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
+    if (!s.ok()) return s;
+  }
+  return runtime_->Record(computed_, streams_.compute);
+}
+
+absl::Status LaunchSlot::EnqueueOutputs(std::span<const kernels::HostOutput> outputs) {
+  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
+  direct_out_.clear();
+  int64_t staged_end = 0;
+  for (const kernels::HostOutput& out : outputs) {
+    direct_out_.push_back(Reaches(out.host, out.rows * out.row_bytes));
+    if (direct_out_.back()) continue;
+    const int64_t offset = output_.OffsetOf(out.device);
+    staged_end = std::max(staged_end, offset + (out.rows - 1) * out.pitch + out.row_bytes);
+  }
+  if (staged_end > 0) {
+    absl::Status s =
+        runtime_->CopyOut(output_.host(0), output_.device(0), staged_end, streams_.out);
+    if (!s.ok()) return s;
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const kernels::HostOutput& out = outputs[i];
+    if (!direct_out_[i] || out.row_bytes == 0 || out.rows == 0) continue;
+    const auto from = reinterpret_cast<DevicePtr>(out.device);
+    const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
+    absl::Status s = whole
+                         ? runtime_->CopyOut(out.host, from, out.rows * out.row_bytes, streams_.out)
+                         : runtime_->CopyRowsOut(out.host, out.row_bytes, from, out.pitch,
+                                                 out.row_bytes, out.rows, streams_.out);
+    if (!s.ok()) return s;
+  }
+  return runtime_->Record(done_, streams_.out);
+}
+
+absl::Status LaunchSlot::Enqueue(const kernels::Launch& launch) {
+  absl::Status s = EnqueueInputs(launch.inputs);
+  if (s.ok()) s = EnqueueKernels();
+  if (s.ok()) s = EnqueueOutputs(launch.outputs);
+  return s;
+}
+
+absl::Status LaunchSlot::Submit(const kernels::Launch& launch) {
+  if (launch.inputs.size() > kMaxTransfers) return Full("inputs", kMaxTransfers);
+  if (launch.outputs.size() > kMaxTransfers) return Full("outputs", kMaxTransfers);
+  absl::Status s = Enqueue(launch);
+  if (s.ok()) {
+    running_ = true;
+    outputs_ = launch.outputs;
+    return s;
+  }
+  // What was enqueued still uses this slot's memory: let it end before the slot is used again.
+  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
+    (void)runtime_->Synchronize(stream);
+  }
+  EndCopies();
+  return s;
+}
+
+absl::StatusOr<bool> LaunchSlot::Done() { return runtime_->Done(done_); }
+
+absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
+  const auto start = std::chrono::steady_clock::now();
+  while (true) {
+    absl::StatusOr<bool> done = runtime_->Done(done_);
+    if (!done.ok() || *done) {
+      EndCopies();
+      running_ = false;
+      if (!done.ok()) return done.status();
+      break;
+    }
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited > watchdog) {
+      running_ = false;
+      return absl::DeadlineExceededError(
+          absl::StrCat("the GPU has not ended a launch within ", watchdog.count(), " ms"));
+    }
+    if (waited > kSpin) std::this_thread::sleep_for(kNap);
+  }
+  for (size_t i = 0; i < outputs_.size(); ++i) {
+    const kernels::HostOutput& out = outputs_[i];
+    const int64_t offset = output_.OffsetOf(out.device);
+    for (int64_t row = 0; !direct_out_[i] && row < out.rows; ++row) {
+      std::memcpy(out.host + row * out.row_bytes, output_.host(offset + row * out.pitch),
+                  static_cast<size_t>(out.row_bytes));
+    }
+  }
+  return runtime_->ElapsedNs(started_, computed_);
+}
+
+}  // namespace mla::gpu

@@ -1,0 +1,110 @@
+// One launch on the device: its regions of pinned and device memory, its kernels, and the events
+// that order them over the three streams.
+//
+//   copy-in stream   metadata, inputs --> inputs_ready
+//   compute stream                        wait, started, kernels, computed
+//   copy-out stream                                              wait, outputs --> done
+#ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
+#define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+#include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+
+namespace mla::gpu {
+
+struct Streams {
+  Stream in = nullptr;
+  Stream compute = nullptr;
+  Stream out = nullptr;
+};
+
+struct SlotSizes {
+  int64_t page_ranges = 0;  // a kernel each at most, besides kMaxKernels
+  int64_t metadata = 0;
+  int64_t input = 0;
+  int64_t output = 0;
+  int64_t workspace = 0;
+};
+
+class LaunchSlot {
+ public:
+  // Bounds of a launch; more is RESOURCE_EXHAUSTED. A decode step of many sequences has one input
+  // and one or two outputs a request.
+  static constexpr size_t kMaxKernels = 4096;
+  static constexpr size_t kMaxTransfers = 16384;
+
+  static absl::StatusOr<std::unique_ptr<LaunchSlot>> Create(GpuRuntime* runtime,
+                                                            const Streams& streams,
+                                                            std::shared_ptr<PinnedRanges> pinned,
+                                                            const SlotSizes& sizes);
+  ~LaunchSlot();
+  LaunchSlot(const LaunchSlot&) = delete;
+  LaunchSlot& operator=(const LaunchSlot&) = delete;
+
+  kernels::SlotMemory Memory() const;
+  bool running() const { return running_; }
+
+  // Empties metadata and kernels, which are those of the next Submit. REQUIRES: the slot does not
+  // run.
+  void Begin();
+  StagedRegion& metadata() { return metadata_; }
+  template <class Args>
+  absl::Status AddKernel(Function function, const LaunchShape& shape, const Args& args) {
+    static_assert(sizeof(Args) <= kArgBytes);
+    return AddKernelBytes(function, shape, &args, sizeof(Args));
+  }
+
+  // Enqueues copies and kernels; the device starts as soon as earlier launches allow. Host memory
+  // in a pinned range is copied by the device itself; the bytes of other memory pass through the
+  // slot's pinned regions. The launch stays as it is until Wait has returned.
+  absl::Status Submit(const kernels::Launch& launch);
+  absl::StatusOr<bool> Done();
+  // Waits, hands outputs over and returns the nanoseconds the kernels took. DEADLINE_EXCEEDED when
+  // the device has not answered within `watchdog`.
+  absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
+
+ private:
+  static constexpr size_t kArgBytes = 128;
+  struct Kernel {
+    Function function = nullptr;
+    LaunchShape shape;
+    alignas(16) std::array<std::byte, kArgBytes> args;
+  };
+
+  LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
+      : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
+  // Whether the device's copies reach these bytes by themselves; they may until EndCopies.
+  bool Reaches(const void* host, int64_t bytes);
+  void EndCopies();
+  absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
+                              size_t bytes);
+  absl::Status Enqueue(const kernels::Launch& launch);
+  absl::Status EnqueueInputs(std::span<const kernels::HostInput> inputs);
+  absl::Status EnqueueKernels();
+  absl::Status EnqueueOutputs(std::span<const kernels::HostOutput> outputs);
+
+  GpuRuntime* runtime_;
+  Streams streams_;
+  const std::shared_ptr<PinnedRanges> pinned_;
+  std::vector<PinnedRanges::Id> reached_;  // each once
+  bool running_ = false;
+  StagedRegion metadata_, input_, output_;
+  DeviceBuffer workspace_;
+  std::vector<Kernel> kernels_;
+  std::span<const kernels::HostOutput> outputs_;  // of the launch that runs
+  std::vector<bool> direct_in_, direct_out_;      // by position in its inputs and outputs
+  Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_

@@ -1,0 +1,38 @@
+// A finished plan together with the batch that it was made for.
+//
+// An ExecutionPlan exists filled or not at all: PlanCache is the only one that makes them, after
+// Planner::Build succeeded. Code that holds one never asks whether its arrays are ready.
+#ifndef MLA_SCHEDULER_PLANNING_CACHE_EXECUTION_PLAN_H_
+#define MLA_SCHEDULER_PLANNING_CACHE_EXECUTION_PLAN_H_
+
+#include <span>
+
+#include "kernels/attention_params.h"
+#include "scheduler/planning/planner.h"
+
+namespace mla::scheduler {
+
+class ExecutionPlan final {
+ public:
+  // Goes into AttentionParams::plan as it is. The i-th request record of the launch must have the
+  // lengths and heads of requests()[i].
+  const kernels::PlanView& view() const { return view_; }
+  // What the plan was made for; lives as long as the plan.
+  std::span<const PlanRequest> requests() const { return requests_; }
+  // As Planner::last_imbalance: the busiest unit over the mean; 1.0 is perfect.
+  double imbalance() const { return imbalance_; }
+
+ private:
+  friend class PlanCache;
+  ExecutionPlan(const kernels::PlanView& view, std::span<const PlanRequest> requests,
+                double imbalance)
+      : view_(view), requests_(requests), imbalance_(imbalance) {}
+
+  kernels::PlanView view_;
+  std::span<const PlanRequest> requests_;
+  double imbalance_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_PLANNING_CACHE_EXECUTION_PLAN_H_

@@ -1,0 +1,392 @@
+#include "scheduler/planning/round_planner.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kernels::ExpandedItem;
+using kernels::ExpandSegment;
+using kernels::kExpandedRows;
+using kernels::kPanelRowBytes;
+using kernels::kPanelsPerHead;
+using kernels::kRestBytes;
+using kernels::kRotatedPanels;
+using kernels::kUnsplit;
+using kernels::PlanView;
+using kernels::Round;
+using kernels::RoundView;
+using kernels::SegmentBytes;
+using kernels::WorkInfo;
+
+// A round is two kernels, and a launch has a bounded number of them.
+constexpr int64_t kMaxRounds = 1024;
+constexpr int64_t kPanelsBytes = int64_t{kPanelRowBytes} * kPanelsPerHead;  // a row of one head
+constexpr int64_t kRotatedBytes = int64_t{kPanelRowBytes} * kRotatedPanels;
+
+// What an item costs: its start and end take as long as about two and a half tiles of KV rows.
+constexpr int64_t kCostOfTile = 2;
+constexpr int64_t kCostOfItem = 5;
+// Cuts pay where they save more than merging partial tiles takes (about eight tiles), and more than
+// this part of the whole: pieces have starts and ends too.
+constexpr int64_t kCostOfMerge = 8 * kCostOfTile;
+constexpr int64_t kIdlePart = 8;
+
+int64_t TilesOf(int64_t rows) { return (rows + kExpandedRows - 1) / kExpandedRows; }
+int64_t Padded(int64_t rows) { return TilesOf(rows) * kExpandedRows; }
+
+absl::Status Misfit(const char* what, int64_t limit) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("expanded form: more ", what, " than the limit ", limit));
+}
+
+int32_t Seen(const PlanRequest& request, int32_t q_end) {
+  if (!request.causal) return request.kv_rows;
+  return std::clamp(request.kv_rows - request.q_rows + q_end, 0, request.kv_rows);
+}
+
+int64_t MostRounds(const RoundCapacity& capacity) {
+  return std::min<int64_t>(capacity.segments + 1, kMaxRounds);
+}
+
+}  // namespace
+
+int64_t RoundCapacity::bytes() const {
+  if (units == 0) return 0;
+  return MostRounds(*this) * (static_cast<int64_t>(sizeof(Round)) +
+                              (units + 1) * static_cast<int64_t>(sizeof(int32_t))) +
+         items * static_cast<int64_t>(sizeof(ExpandedItem)) +
+         segments * static_cast<int64_t>(sizeof(ExpandSegment));
+}
+
+RoundBuffers::RoundBuffers(const RoundCapacity& capacity) {
+  if (capacity.units == 0) return;
+  const auto rounds = static_cast<size_t>(MostRounds(capacity));
+  rounds_.reserve(rounds);
+  segments_.reserve(static_cast<size_t>(capacity.segments));
+  items_.reserve(static_cast<size_t>(capacity.items));
+  unit_indptr_.reserve(rounds * (static_cast<size_t>(capacity.units) + 1));
+}
+
+RoundPlanner::RoundPlanner(const RoundCapacity& capacity) : capacity_(capacity) {
+  if (capacity.units == 0) return;
+  const auto items = static_cast<size_t>(capacity.items);
+  const auto segments = static_cast<size_t>(capacity.segments);
+  round_of_segment_.reserve(segments);
+  section_of_segment_.reserve(segments);
+  placed_.reserve(static_cast<size_t>(capacity.requests));
+  tiles_.reserve(items);
+  entries_.reserve(items);
+  unit_of_entry_.reserve(items);
+  loads_.reserve(static_cast<size_t>(capacity.units));
+}
+
+absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
+                                              std::span<const PlanRequest> requests,
+                                              const kernels::PlanTraits& traits,
+                                              RoundBuffers& out) {
+  if (traits.units < 1 || traits.units > capacity_.units) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rounds.units: got ", traits.units, ", limit 1..", capacity_.units));
+  }
+  if (traits.rounds.workspace_bytes < kernels::kLeastRoundWorkspace) {
+    return absl::InvalidArgumentError(absl::StrCat("rounds.workspace_bytes: got ",
+                                                   traits.rounds.workspace_bytes,
+                                                   ", want >= ", kernels::kLeastRoundWorkspace));
+  }
+  traits_ = traits.rounds;
+  units_ = traits.units;
+  out_ = &out;
+  if (absl::Status s = PlaceSegments(requests); !s.ok()) return s;
+  tiles_.clear();
+  if (absl::Status s = CollectWhole(plan, requests); !s.ok()) return s;
+  if (absl::Status s = Deal(); !s.ok()) return s;
+  RoundView view;
+  view.units = units_;
+  const int64_t least = static_cast<int64_t>(out.rounds_.size()) * kCostOfMerge;
+  view.merges = !plan.reduce_final_map.empty() && idle_ > std::max(least, busy_ / kIdlePart) &&
+                KeepsPieces(plan);
+  if (view.merges) {
+    tiles_.clear();
+    if (absl::Status s = CollectPieces(plan); !s.ok()) return s;
+    if (absl::Status s = Deal(); !s.ok()) return s;
+  }
+  view.rounds = out.rounds_;
+  view.segments = out.segments_;
+  view.items = out.items_;
+  view.unit_indptr = out.unit_indptr_;
+  return view;
+}
+
+// --- Segments.
+
+absl::Status RoundPlanner::PlaceSegments(std::span<const PlanRequest> requests) {
+  out_->rounds_.clear();
+  out_->segments_.clear();
+  round_of_segment_.clear();
+  section_of_segment_.clear();
+  placed_.clear();
+  out_->rounds_.push_back({});
+  if (requests.size() > placed_.capacity()) return Misfit("requests", capacity_.requests);
+  int64_t used = 0;  // bytes of the open round
+  for (size_t i = 0; i < requests.size(); ++i) {
+    placed_.push_back({static_cast<int32_t>(out_->segments_.size()), 0, 0});
+    const PlanRequest& r = requests[i];
+    if (r.q_rows == 0 || r.kv_rows == 0 || r.num_heads == 0) continue;
+    if (absl::Status s = PlaceRequest(static_cast<int32_t>(i), r, used); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RoundPlanner::PlaceRequest(int32_t index, const PlanRequest& request, int64_t& used) {
+  Placed& placed = placed_.back();
+  ExpandSegment segment = {};
+  segment.request = index;
+  const int64_t padded = Padded(request.kv_rows);
+  const int64_t room = traits_.workspace_bytes - padded * kRotatedBytes;
+  const int64_t heads_fit = room / (padded * kPanelsBytes + kRestBytes);
+  if (room > 0 && heads_fit > 0) {
+    // Evenly over as few rounds as it takes, so that none is nearly empty.
+    const int64_t parts = (request.num_heads + heads_fit - 1) / heads_fit;
+    const int64_t heads = (request.num_heads + parts - 1) / parts;
+    placed.heads_per_segment = static_cast<int32_t>(heads);
+    segment.rows = request.kv_rows;
+    for (int32_t head = 0; head < request.num_heads; head += placed.heads_per_segment) {
+      segment.head_begin = head;
+      segment.heads = std::min(placed.heads_per_segment, request.num_heads - head);
+      const bool fits = used + SegmentBytes(padded, segment.heads) <= traits_.workspace_bytes;
+      if (absl::Status s = AddSegment(segment, !fits, used); !s.ok()) return s;
+    }
+    return absl::OkStatus();
+  }
+  if (request.q_rows > traits_.carry_rows) return Misfit("query rows", traits_.carry_rows);
+  placed.heads_per_segment = 1;
+  const int64_t tile_bytes = (kPanelsBytes + kRotatedBytes) * kExpandedRows;
+  placed.rows_per_chunk =
+      static_cast<int32_t>((traits_.workspace_bytes - kRestBytes) / tile_bytes) * kExpandedRows;
+  segment.heads = 1;
+  for (int32_t head = 0; head < request.num_heads; ++head) {
+    segment.head_begin = head;
+    for (int32_t row = 0; row < request.kv_rows; row += placed.rows_per_chunk) {
+      segment.kv_begin = row;
+      segment.rows = std::min(placed.rows_per_chunk, request.kv_rows - row);
+      // Rows that carry results are those of one request and head, so rounds are not shared.
+      if (absl::Status s = AddSegment(segment, true, used); !s.ok()) return s;
+    }
+  }
+  used = traits_.workspace_bytes;
+  return absl::OkStatus();
+}
+
+absl::Status RoundPlanner::AddSegment(const ExpandSegment& segment, bool new_round, int64_t& used) {
+  if (out_->segments_.size() == out_->segments_.capacity())
+    return Misfit("segments", capacity_.segments);
+  if (new_round && out_->rounds_.back().segments > 0) {
+    if (out_->rounds_.size() == out_->rounds_.capacity())
+      return Misfit("rounds", out_->rounds_.capacity());
+    out_->rounds_.push_back({static_cast<int32_t>(out_->segments_.size()), 0, 0, 0, 0});
+    used = 0;
+  }
+  Round& round = out_->rounds_.back();
+  ExpandSegment placed = segment;
+  placed.padded_rows = static_cast<int32_t>(Padded(segment.rows));
+  placed.base = used;
+  placed.first_pair = round.pairs;
+  placed.first_head = round.heads;
+  round.heads += placed.heads;
+  used += SegmentBytes(placed.padded_rows, placed.heads);
+  round.pairs += placed.padded_rows / kExpandedRows * placed.heads;
+  // Sections count through a round: as many heads as the cache holds have one number.
+  const int64_t head_bytes = int64_t{placed.padded_rows} * kPanelsBytes;
+  const int64_t sections =
+      (placed.heads * head_bytes + traits_.cache_bytes - 1) / traits_.cache_bytes;
+  const int32_t section =
+      round.segments == 0 ? 0 : section_of_segment_.back() + out_->segments_.back().sections;
+  placed.sections = static_cast<int32_t>(std::min<int64_t>(sections, placed.heads));
+  out_->segments_.push_back(placed);
+  section_of_segment_.push_back(section);
+  round_of_segment_.push_back(static_cast<int32_t>(out_->rounds_.size()) - 1);
+  ++round.segments;
+  return absl::OkStatus();
+}
+
+// --- Tiles.
+
+absl::Status RoundPlanner::AddTile(const Tile& tile) {
+  if (tiles_.size() == tiles_.capacity()) return Misfit("tiles", capacity_.items);
+  tiles_.push_back(tile);
+  return absl::OkStatus();
+}
+
+absl::Status RoundPlanner::AddTiles(const PlanRequest& record, int32_t request, int32_t q_begin,
+                                    int32_t q_end, int32_t head_begin, int32_t head_end) {
+  for (int32_t q = q_begin; q < q_end; q += kExpandedRows) {
+    const int32_t end = std::min(q_end, q + kExpandedRows);
+    for (int32_t head = head_begin; head < head_end; ++head) {
+      absl::Status s = AddTile({request, q, end, head, 0, Seen(record, end), kUnsplit});
+      if (!s.ok()) return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Unsplit items and what partial tiles are merged to are together all tiles of the plan.
+absl::Status RoundPlanner::CollectWhole(const PlanView& plan,
+                                        std::span<const PlanRequest> requests) {
+  for (const WorkInfo& w : plan.work_info) {
+    if (w.partial_row != kUnsplit) continue;
+    absl::Status s = AddTiles(requests[static_cast<size_t>(w.request)], w.request, w.q_begin,
+                              w.q_end, w.head_begin(), w.head_end());
+    if (!s.ok()) return s;
+  }
+  for (const kernels::ReduceTile& t : plan.reduce_final_map) {
+    absl::Status s = AddTiles(requests[static_cast<size_t>(t.request)], t.request, t.q_begin,
+                              t.q_end, t.head_begin(), t.head_end());
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+bool RoundPlanner::KeepsPieces(const PlanView& plan) const {
+  return std::all_of(plan.work_info.begin(), plan.work_info.end(), [](const WorkInfo& w) {
+    return w.head_end() - w.head_begin() == 1 && w.q_end - w.q_begin <= kExpandedRows &&
+           w.kv_begin % kExpandedRows == 0;
+  });
+}
+
+absl::Status RoundPlanner::CollectPieces(const PlanView& plan) {
+  for (const WorkInfo& w : plan.work_info) {
+    absl::Status s = AddTile(
+        {w.request, w.q_begin, w.q_end, w.head_begin(), w.kv_begin, w.kv_end, w.partial_row});
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+// --- Items.
+
+// Round, then section, then longest first; 16 bits each, and the head to break ties.
+absl::Status RoundPlanner::AddEntry(int32_t tile_index, int32_t segment) {
+  if (entries_.size() == entries_.capacity()) return Misfit("items", capacity_.items);
+  const Tile& tile = tiles_[static_cast<size_t>(tile_index)];
+  uint64_t round = 0, section = 0, short_of = 0xffff;
+  if (segment >= 0) {
+    const ExpandSegment& s = out_->segments_[static_cast<size_t>(segment)];
+    round = static_cast<uint64_t>(round_of_segment_[static_cast<size_t>(segment)]);
+    section = std::min<uint64_t>(
+        0xffff, section_of_segment_[static_cast<size_t>(segment)] +
+                    static_cast<uint64_t>((tile.head - s.head_begin) * s.sections / s.heads));
+    const int64_t begin = std::max(tile.kv_begin, s.kv_begin);
+    const int64_t end = std::min(tile.kv_end, s.kv_begin + s.rows);
+    short_of -= static_cast<uint64_t>(std::clamp<int64_t>(TilesOf(end - begin), 0, 0xffff));
+  }
+  entries_.push_back({round << 48 | section << 32 | short_of << 16 |
+                          static_cast<uint64_t>(static_cast<uint16_t>(tile.head)),
+                      tile_index, segment});
+  return absl::OkStatus();
+}
+
+absl::Status RoundPlanner::AddEntries(int32_t tile_index) {
+  const Tile& tile = tiles_[static_cast<size_t>(tile_index)];
+  const Placed& placed = placed_[static_cast<size_t>(tile.request)];
+  if (placed.heads_per_segment == 0) return AddEntry(tile_index, -1);  // no KV rows at all
+  if (placed.rows_per_chunk == 0) {
+    return AddEntry(tile_index, placed.first_segment + tile.head / placed.heads_per_segment);
+  }
+  int32_t segment = placed.first_segment;
+  while (out_->segments_[static_cast<size_t>(segment)].head_begin < tile.head) ++segment;
+  segment += tile.kv_begin / placed.rows_per_chunk;
+  const int32_t end = std::max(tile.kv_end, tile.kv_begin + 1);  // an empty tile has an item too
+  for (int32_t row = tile.kv_begin / placed.rows_per_chunk * placed.rows_per_chunk; row < end;
+       row += placed.rows_per_chunk, ++segment) {
+    if (absl::Status s = AddEntry(tile_index, segment); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+ExpandedItem RoundPlanner::MakeItem(const Entry& entry) const {
+  const Tile& tile = tiles_[static_cast<size_t>(entry.tile)];
+  ExpandedItem item = {};
+  item.work = {tile.request,
+               tile.partial_row,
+               tile.q_begin,
+               tile.q_end,
+               tile.kv_begin,
+               tile.kv_end,
+               0,
+               kernels::PackHeads(tile.head, tile.head + 1)};
+  item.carried_row = kUnsplit;
+  if (entry.segment < 0) return item;
+  const ExpandSegment& s = out_->segments_[static_cast<size_t>(entry.segment)];
+  const int32_t segment_end = s.kv_begin + s.rows;
+  const int32_t carry =
+      tile.partial_row >= 0 ? tile.partial_row : traits_.first_carry_row + tile.q_begin;
+  if (s.kv_begin > tile.kv_begin) {
+    item.work.kv_begin = s.kv_begin;
+    item.carried_row = carry;
+  }
+  if (segment_end < tile.kv_end) {
+    item.work.kv_end = segment_end;
+    item.work.partial_row = carry;
+  }
+  const int64_t offset = int64_t{item.work.kv_begin - s.kv_begin} * kPanelRowBytes;
+  item.panel_bytes = int64_t{s.padded_rows} * kPanelRowBytes;
+  const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
+  item.keys = s.base + (tile.head - s.head_begin) * head_bytes + offset;
+  item.rotated = s.base + s.heads * head_bytes + offset;
+  return item;
+}
+
+absl::Status RoundPlanner::Deal() {
+  entries_.clear();
+  for (size_t i = 0; i < tiles_.size(); ++i) {
+    if (absl::Status s = AddEntries(static_cast<int32_t>(i)); !s.ok()) return s;
+  }
+  std::sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
+    return a.key != b.key ? a.key < b.key : a.tile < b.tile;
+  });
+  unit_of_entry_.resize(entries_.size());
+  out_->items_.resize(entries_.size());
+  out_->unit_indptr_.clear();
+  idle_ = busy_ = 0;
+  const auto later = [](const Load& a, const Load& b) {
+    return a.cost != b.cost ? a.cost > b.cost : a.unit > b.unit;
+  };
+  size_t begin = 0;
+  for (size_t round = 0; round < out_->rounds_.size(); ++round) {
+    out_->rounds_[round].first_indptr = static_cast<int32_t>(out_->unit_indptr_.size());
+    loads_.clear();
+    for (int32_t unit = 0; unit < units_; ++unit) loads_.push_back({0, unit});
+    out_->unit_indptr_.resize(out_->unit_indptr_.size() + units_ + 1, 0);
+    int32_t* ends = out_->unit_indptr_.data() + out_->rounds_[round].first_indptr;
+    int64_t total = 0, most = 0;
+    size_t end = begin;
+    for (; end < entries_.size() && RoundOf(entries_[end]) == static_cast<int32_t>(round); ++end) {
+      const int64_t tiles = 0xffff - static_cast<int64_t>(entries_[end].key >> 16 & 0xffff);
+      const int64_t cost = tiles * kCostOfTile + kCostOfItem;
+      std::pop_heap(loads_.begin(), loads_.end(), later);
+      Load& least = loads_.back();
+      unit_of_entry_[end] = least.unit;
+      ++ends[least.unit + 1];
+      least.cost += cost;
+      total += cost;
+      most = std::max(most, least.cost);
+      std::push_heap(loads_.begin(), loads_.end(), later);
+    }
+    idle_ += most - total / units_;
+    busy_ += total / units_;
+    ends[0] = static_cast<int32_t>(begin);
+    for (int32_t unit = 0; unit < units_; ++unit) ends[unit + 1] += ends[unit];
+    // Each unit's items in the order of dealing: ends[unit] runs ahead and is set back after.
+    for (size_t i = begin; i < end; ++i)
+      out_->items_[ends[unit_of_entry_[i]]++] = MakeItem(entries_[i]);
+    for (int32_t unit = units_; unit > 0; --unit) ends[unit] = ends[unit - 1];
+    ends[0] = static_cast<int32_t>(begin);
+    begin = end;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,120 @@
+// Turns a plan of the expanded form into rounds of work for a device (kernels/round_info.h).
+//
+// Keys and values of a launch may not fit the workspace at once, so it is worked through in rounds:
+// each round up-projects some segments (rows of a request for some heads) and then attends to them.
+// Heads are divided over rounds first; only where the context of one head alone exceeds the
+// workspace is the context cut too, and results go on from round to round through rows of the
+// partial buffers.
+//
+// Inside a round, items are dealt to the units by their cost: longest first among the heads whose
+// keys and values share the cache, to the unit that has least. The plan's own cuts are kept only
+// where whole tiles would leave units idle for longer than merging partial tiles takes; else tiles
+// are joined again and there is nothing to combine.
+//
+// Threading: one thread. Build allocates nothing.
+#ifndef MLA_SCHEDULER_PLANNING_ROUND_PLANNER_H_
+#define MLA_SCHEDULER_PLANNING_ROUND_PLANNER_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "kernels/attention_params.h"
+#include "kernels/round_info.h"
+#include "scheduler/planning/planner.h"
+
+namespace mla::scheduler {
+
+// Of one plan's rounds, at most.
+struct RoundCapacity {
+  int32_t units = 0;  // 0: no rounds are made
+  int64_t items = 0;  // of all rounds together, as the segments
+  int64_t segments = 0;
+  int32_t requests = 0;
+  // Host bytes of the RoundBuffers of this capacity.
+  int64_t bytes() const;
+};
+
+// The arrays of one plan's rounds, preallocated.
+class RoundBuffers final {
+ public:
+  explicit RoundBuffers(const RoundCapacity& capacity);
+  RoundBuffers(const RoundBuffers&) = delete;
+  RoundBuffers& operator=(const RoundBuffers&) = delete;
+
+ private:
+  friend class RoundPlanner;
+  std::vector<kernels::Round> rounds_;
+  std::vector<kernels::ExpandSegment> segments_;
+  std::vector<kernels::ExpandedItem> items_;
+  std::vector<int32_t> unit_indptr_;
+};
+
+class RoundPlanner final {
+ public:
+  // Makes rounds of at most this capacity.
+  explicit RoundPlanner(const RoundCapacity& capacity);
+
+  // The rounds of `plan`, which was made for `requests` and `traits`; the view refers to `out`.
+  // INVALID_ARGUMENT names the trait that is out of range; RESOURCE_EXHAUSTED the array and the
+  // limit. `plan` and `requests` are not kept.
+  absl::StatusOr<kernels::RoundView> Build(const kernels::PlanView& plan,
+                                           std::span<const PlanRequest> requests,
+                                           const kernels::PlanTraits& traits, RoundBuffers& out);
+
+ private:
+  // Query rows of one head over KV rows, with where their result goes.
+  struct Tile {
+    int32_t request, q_begin, q_end, head, kv_begin, kv_end, partial_row;
+  };
+  struct Entry {  // a tile in one segment, in the order of dealing
+    uint64_t key;
+    int32_t tile, segment;
+  };
+  struct Placed {  // where a request's heads and rows lie
+    int32_t first_segment = 0;
+    int32_t heads_per_segment = 0;
+    int32_t rows_per_chunk = 0;  // of a cut context; else 0
+  };
+  struct Load {
+    int64_t cost;
+    int32_t unit;
+  };
+
+  absl::Status PlaceSegments(std::span<const PlanRequest> requests);
+  absl::Status PlaceRequest(int32_t index, const PlanRequest& request, int64_t& used);
+  absl::Status AddSegment(const kernels::ExpandSegment& segment, bool new_round, int64_t& used);
+  bool KeepsPieces(const kernels::PlanView& plan) const;
+  absl::Status CollectWhole(const kernels::PlanView& plan, std::span<const PlanRequest> requests);
+  absl::Status AddTiles(const PlanRequest& record, int32_t request, int32_t q_begin, int32_t q_end,
+                        int32_t head_begin, int32_t head_end);
+  absl::Status CollectPieces(const kernels::PlanView& plan);
+  absl::Status AddTile(const Tile& tile);
+  absl::Status Deal();
+  absl::Status AddEntries(int32_t tile_index);
+  absl::Status AddEntry(int32_t tile_index, int32_t segment);
+  int32_t RoundOf(const Entry& entry) const { return static_cast<int32_t>(entry.key >> 48); }
+  kernels::ExpandedItem MakeItem(const Entry& entry) const;
+
+  const RoundCapacity capacity_;
+  // Of the Build that runs.
+  kernels::RoundTraits traits_;
+  int32_t units_ = 1;
+  RoundBuffers* out_ = nullptr;
+  // Of the last Deal, all rounds together: mean cost of a unit, and of the busiest beyond it.
+  int64_t busy_ = 0, idle_ = 0;
+  std::vector<int32_t> round_of_segment_, section_of_segment_;
+  std::vector<Placed> placed_;
+  std::vector<Tile> tiles_;
+  std::vector<Entry> entries_;
+  std::vector<int32_t> unit_of_entry_;
+  std::vector<Load> loads_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_PLANNING_ROUND_PLANNER_H_

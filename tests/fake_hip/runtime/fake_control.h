@@ -1,0 +1,71 @@
+// How a test steers the fake HIP runtime. The test opens the same library that the backend opens
+// and gets the one control block through fake_hip_control(). The test sets it while no other thread
+// calls the runtime.
+#ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_CONTROL_H_
+#define MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_CONTROL_H_
+
+#include <cstdint>
+
+namespace mla::fake_hip {
+
+// What only shows where loops turn around, or in rows that are not finite.
+enum class Flaw : int {
+  kNone,
+  kThirdItem,     // a unit's items from the third on are left out
+  kLateTile,      // absorbed: KV rows from the twelfth tile of an item on read as the first ones
+  kOddPages,      // absorbed: pages of three rows are taken for pages of four
+  kNaNAsZero,     // absorbed: a NaN in a KV row counts as zero
+  kNoKeys,        // absorbed: an item without keys is left out
+  kSecondTile,    // expanded: query rows from 128 on take the rows before
+  kCarriedWrong,  // expanded: items after a unit's first begin with the sums of the one before
+};
+
+struct Control {
+  int devices = 1;
+  const char* arch = "gfx950";
+  int64_t memory_bytes = int64_t{4} << 30;  // hipMalloc beyond it is out of memory
+
+  // Call `fail_call` (an entry point's name) fails with `fail_code` once it has succeeded
+  // `fail_after` times, -1 never, and does so `fail_times` times, -1 always.
+  const char* fail_call = "";
+  int fail_after = -1;
+  int fail_code = 1;
+  int fail_times = -1;
+  int fail_seen = 0;  // calls of `fail_call` since it was named
+  // Sticky: every call fails with hipErrorLaunchFailure (719). A fault of a kernel sets it.
+  bool lost = false;
+  bool hang = false;                   // events never complete
+  bool wrong_results = false;          // kernels do nothing
+  const char* wrong_kernel = nullptr;  // if named, that one alone
+  Flaw flaw = Flaw::kNone;             // of the attention kernels
+  bool rounded_inputs = false;         // projections round fp32 inputs to bf16
+
+  // Counters.
+  int64_t live_bytes = 0;  // of device memory
+  int64_t allocations = 0;
+  int64_t launches = 0;
+  int64_t expanded_launches = 0;  // of them, attention of the expanded form
+  int64_t registered_bytes = 0;   // of host memory
+  int64_t copies_in = 0;          // from the host, however many rows
+  int64_t bytes_in = 0;           // that these copied
+  int64_t copies_out = 0;
+  int64_t copies_on_device = 0;
+  const void* last_copied_in = nullptr;   // host address
+  int64_t last_copied_in_bytes = 0;       // of hipMemcpyHtoDAsync
+  const void* last_copied_out = nullptr;  // host address
+
+  // The `after`-th next such call (0: the very next one) fails, once.
+  void FailOnce(const char* call, int after = 0, int code = 1) {
+    fail_call = call;
+    fail_after = after;
+    fail_code = code;
+    fail_times = 1;
+    fail_seen = 0;
+  }
+};
+
+}  // namespace mla::fake_hip
+
+extern "C" mla::fake_hip::Control* fake_hip_control();
+
+#endif  // MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_CONTROL_H_

@@ -1,0 +1,222 @@
+// The CUDA driver's entry points that the backend uses, over the fake HIP runtime of the same
+// library: control blocks, faults (named by their HIP call) and kernels are the same. Beside that
+// runtime it holds callers to the driver's own rules: a context must be current in the calling
+// thread, and a launch may ask for no more dynamic shared memory than was allowed.
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "tests/fake_hip/runtime/fake_control.h"
+
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kInvalidContext = 201;
+constexpr int kMultiprocessorCount = 16;
+constexpr int kCapabilityMajor = 75;
+constexpr int kCapabilityMinor = 76;
+constexpr int kMaxDynamicShared = 8;
+constexpr unsigned kProgrammaticSerialization = 6;
+constexpr unsigned kHostMemory = 1;
+constexpr unsigned kDeviceMemory = 2;
+constexpr unsigned kSharedWithoutAsking = 48 * 1024;
+constexpr int kSharedLimit = 227 * 1024;
+
+struct Context {
+} the_context;
+thread_local const void* current = nullptr;
+
+struct Allowed {
+  std::mutex mutex;
+  std::unordered_map<const void*, int> bytes;  // dynamic shared memory, by function
+};
+Allowed& AllowedShared() {
+  static Allowed& allowed = *new Allowed;
+  return allowed;
+}
+
+struct CopySide {
+  size_t x, y;
+  unsigned type;
+  void* host;
+  void* device;
+  void* array;
+  size_t pitch;
+};
+struct CopyRows {
+  CopySide from, to;
+  size_t bytes, rows;
+};
+struct LaunchAttribute {
+  unsigned id;
+  char pad[4];
+  union {
+    char reserved[64];
+    int flag;
+  } value;
+};
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+}  // namespace
+
+extern "C" {
+
+const char* hipGetErrorString(int code);
+int hipInit(unsigned);
+int hipGetDeviceCount(int*);
+int hipDeviceGetName(char*, int, int);
+int hipDeviceGetAttribute(int*, int, int);
+int hipMemGetInfo(size_t*, size_t*);
+int hipMalloc(void**, size_t);
+int hipFree(void*);
+int hipHostMalloc(void**, size_t, unsigned);
+int hipHostFree(void*);
+int hipHostRegister(void*, size_t, unsigned);
+int hipHostUnregister(void*);
+int hipStreamCreateWithFlags(void**, unsigned);
+int hipStreamDestroy(void*);
+int hipStreamWaitEvent(void*, void*, unsigned);
+int hipStreamSynchronize(void*);
+int hipEventCreateWithFlags(void**, unsigned);
+int hipEventDestroy(void*);
+int hipEventRecord(void*, void*);
+int hipEventQuery(void*);
+int hipEventElapsedTime(float*, void*, void*);
+int hipMemcpyHtoDAsync(void*, const void*, size_t, void*);
+int hipMemcpyDtoHAsync(void*, const void*, size_t, void*);
+int hipMemcpyDtoDAsync(void*, const void*, size_t, void*);
+int hipMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
+int hipMemsetD8Async(void*, unsigned char, size_t, void*);
+int hipModuleLoadData(void**, const void*);
+int hipModuleUnload(void*);
+int hipModuleGetFunction(void**, void*, const char*);
+int hipModuleLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                          unsigned, void*, void**, void**);
+
+#define IN_CONTEXT(call) return current == nullptr ? kInvalidContext : call
+
+int cuInit(unsigned flags) { return hipInit(flags); }
+int cuDeviceGetCount(int* count) { return hipGetDeviceCount(count); }
+int cuDeviceGetName(char* name, int bytes, int device) {
+  return hipDeviceGetName(name, bytes, device);
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  if (attribute == kMultiprocessorCount) return hipDeviceGetAttribute(value, attribute, device);
+  // "sm_90": the last digit is the minor number.
+  const std::string arch = fake_hip_control()->arch;
+  const int number = std::atoi(arch.substr(arch.find('_') + 1).c_str());
+  if (attribute == kCapabilityMajor) *value = number / 10;
+  if (attribute == kCapabilityMinor) *value = number % 10;
+  return attribute == kCapabilityMajor || attribute == kCapabilityMinor ? kSuccess : kInvalidValue;
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+  *context = &the_context;
+  return kSuccess;
+}
+int cuCtxSetCurrent(void* context) {
+  if (context != &the_context) return kInvalidContext;
+  current = context;
+  return kSuccess;
+}
+int cuGetErrorString(int code, const char** text) {
+  *text = code == kInvalidContext ? "invalid device context" : hipGetErrorString(code);
+  return kSuccess;
+}
+int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
+  IN_CONTEXT(hipMemGetInfo(free_bytes, total));
+}
+int cuMemAlloc_v2(void** at, size_t bytes) { IN_CONTEXT(hipMalloc(at, bytes)); }
+int cuMemFree_v2(void* at) { IN_CONTEXT(hipFree(at)); }
+int cuMemHostAlloc(void** at, size_t bytes, unsigned flags) {
+  IN_CONTEXT(hipHostMalloc(at, bytes, flags));
+}
+int cuMemFreeHost(void* at) { IN_CONTEXT(hipHostFree(at)); }
+int cuMemHostRegister_v2(void* at, size_t bytes, unsigned flags) {
+  IN_CONTEXT(hipHostRegister(at, bytes, flags));
+}
+int cuMemHostUnregister(void* at) { IN_CONTEXT(hipHostUnregister(at)); }
+int cuStreamCreate(void** stream, unsigned flags) {
+  IN_CONTEXT(hipStreamCreateWithFlags(stream, flags));
+}
+int cuStreamDestroy_v2(void* stream) { IN_CONTEXT(hipStreamDestroy(stream)); }
+int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  IN_CONTEXT(hipStreamWaitEvent(stream, event, flags));
+}
+int cuStreamSynchronize(void* stream) { IN_CONTEXT(hipStreamSynchronize(stream)); }
+int cuEventCreate(void** event, unsigned flags) {
+  IN_CONTEXT(hipEventCreateWithFlags(event, flags));
+}
+int cuEventDestroy_v2(void* event) { IN_CONTEXT(hipEventDestroy(event)); }
+int cuEventRecord(void* event, void* stream) { IN_CONTEXT(hipEventRecord(event, stream)); }
+int cuEventQuery(void* event) { IN_CONTEXT(hipEventQuery(event)); }
+int cuEventElapsedTime(float* ms, void* from, void* to) {
+  IN_CONTEXT(hipEventElapsedTime(ms, from, to));
+}
+int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  IN_CONTEXT(hipMemcpyHtoDAsync(to, from, bytes, stream));
+}
+int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  IN_CONTEXT(hipMemcpyDtoHAsync(to, from, bytes, stream));
+}
+int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  IN_CONTEXT(hipMemcpyDtoDAsync(to, from, bytes, stream));
+}
+int cuMemcpy2DAsync_v2(const CopyRows* copy, void* stream) {
+  if (current == nullptr) return kInvalidContext;
+  const bool in = copy->from.type == kHostMemory && copy->to.type == kDeviceMemory;
+  const bool out = copy->from.type == kDeviceMemory && copy->to.type == kHostMemory;
+  if (!in && !out) return kInvalidValue;
+  return hipMemcpy2DAsync(in ? copy->to.device : copy->to.host, copy->to.pitch,
+                          in ? copy->from.host : copy->from.device, copy->from.pitch, copy->bytes,
+                          copy->rows, in ? 1 : 2, stream);
+}
+int cuMemsetD8Async(void* at, unsigned char value, size_t bytes, void* stream) {
+  IN_CONTEXT(hipMemsetD8Async(at, value, bytes, stream));
+}
+int cuModuleLoadData(void** module, const void* image) {
+  IN_CONTEXT(hipModuleLoadData(module, image));
+}
+int cuModuleUnload(void* module) { IN_CONTEXT(hipModuleUnload(module)); }
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  IN_CONTEXT(hipModuleGetFunction(function, module, name));
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  if (current == nullptr) return kInvalidContext;
+  if (attribute != kMaxDynamicShared || value < 0 || value > kSharedLimit) return kInvalidValue;
+  const std::lock_guard<std::mutex> lock(AllowedShared().mutex);
+  AllowedShared().bytes[function] = value;
+  return kSuccess;
+}
+int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                   void* stream, void** parameters, void** extra) {
+  if (current == nullptr) return kInvalidContext;
+  if (grid_x == 0 || grid_y == 0 || block_x == 0 || block_x > 1024) return kInvalidValue;
+  {
+    const std::lock_guard<std::mutex> lock(AllowedShared().mutex);
+    const auto found = AllowedShared().bytes.find(function);
+    const unsigned allowed = found == AllowedShared().bytes.end()
+                                 ? kSharedWithoutAsking
+                                 : static_cast<unsigned>(found->second);
+    if (shared_bytes > allowed) return kInvalidValue;
+  }
+  return hipModuleLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z,
+                               shared_bytes, stream, parameters, extra);
+}
+int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void** extra) {
+  for (unsigned i = 0; i < c->attribute_count; ++i) {
+    if (c->attributes[i].id != kProgrammaticSerialization) return kInvalidValue;
+  }
+  return cuLaunchKernel(function, c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
+                        c->block_z, c->shared_bytes, c->stream, parameters, extra);
+}
+
+}  // extern "C"

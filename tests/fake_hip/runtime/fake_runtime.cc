@@ -1,0 +1,349 @@
+// The HIP entry points that the backend uses, on host memory.
+//
+// Streams are as lazy as the API allows: work runs only when a caller waits for it, in stream
+// order, and another stream's work only through an event that was waited for. A missing wait
+// therefore shows as a wrong result, and host memory that is reused too early as well.
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kernels/hip/common/expanded_args.h"
+#include "tests/fake_hip/runtime/fake_control.h"
+#include "tests/fake_hip/runtime/fake_image.h"
+#include "tests/fake_hip/runtime/flaws.h"
+
+namespace mla::fake_hip {
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
+constexpr int kInvalidImage = 200;
+constexpr int kNotFound = 500;
+constexpr int kNotReady = 600;
+constexpr int kLaunchFailure = 719;
+
+struct Stream {
+  std::deque<std::function<void()>> work;
+  uint64_t enqueued = 0;
+  uint64_t executed = 0;
+
+  void Add(std::function<void()> item) {
+    work.push_back(std::move(item));
+    ++enqueued;
+  }
+  void RunTo(uint64_t position) {
+    while (executed < position && !work.empty()) {
+      const std::function<void()> item = std::move(work.front());
+      work.pop_front();
+      ++executed;
+      item();
+    }
+  }
+};
+
+struct Event {
+  Stream* stream = nullptr;
+  uint64_t position = 0;
+  void Complete() const {
+    if (stream != nullptr) stream->RunTo(position);
+  }
+};
+
+struct Function {
+  std::string name;
+  const gpu::host::Image* image;
+  const gpu::host::Kernel* kernel;
+};
+struct Module {
+  const gpu::host::Image* image;
+  std::deque<Function> functions;
+};
+
+struct Runtime {
+  std::recursive_mutex mutex;
+  Control control;
+  std::unordered_map<const void*, int64_t> device_memory;
+  std::unordered_map<const void*, int64_t> registered;
+};
+Runtime& State() {
+  static Runtime& runtime = *[] {
+    auto* const made = new Runtime;
+    // For programs that do not know that the runtime is a fake.
+    if (const char* const arch = std::getenv("FAKE_GPU_ARCH")) made->control.arch = arch;
+    return made;
+  }();
+  return runtime;
+}
+
+// Every entry point begins here: 0 to go on, else the code to return.
+int Enter(const char* call) {
+  Control& control = State().control;
+  if (control.lost) return kLaunchFailure;
+  if (std::strcmp(control.fail_call, call) != 0 || control.fail_after < 0) return 0;
+  const int nth = control.fail_seen++ - control.fail_after;
+  const bool fails = nth >= 0 && (control.fail_times < 0 || nth < control.fail_times);
+  return fails ? control.fail_code : 0;
+}
+
+}  // namespace
+}  // namespace mla::fake_hip
+
+using mla::fake_hip::Enter;
+using mla::fake_hip::State;
+namespace fake = mla::fake_hip;
+
+#define FAKE_ENTER(call)                                           \
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex); \
+  if (const int code = Enter(call); code != 0) return code
+
+extern "C" {
+
+fake::Control* fake_hip_control() { return &State().control; }
+
+int hipInit(unsigned) {
+  FAKE_ENTER("hipInit");
+  return 0;
+}
+int hipGetDeviceCount(int* count) {
+  FAKE_ENTER("hipGetDeviceCount");
+  *count = State().control.devices;
+  return 0;
+}
+int hipDeviceGetName(char* name, int bytes, int) {
+  FAKE_ENTER("hipDeviceGetName");
+  std::strncpy(name, "Fake Instinct", static_cast<size_t>(bytes));
+  return 0;
+}
+int hipDeviceGetAttribute(int* value, int, int) {
+  FAKE_ENTER("hipDeviceGetAttribute");
+  *value = 8;  // compute units
+  return 0;
+}
+int hipGetDevicePropertiesR0600(void* properties, int) {
+  FAKE_ENTER("hipGetDevicePropertiesR0600");
+  auto* bytes = static_cast<char*>(properties);
+  std::strncpy(bytes, "Fake Instinct", 64);
+  const std::string arch = std::string(State().control.arch) + ":sramecc+:xnack-";
+  std::strncpy(bytes + 1160, arch.c_str(), 128);
+  return 0;
+}
+int hipSetDevice(int) {
+  FAKE_ENTER("hipSetDevice");
+  return 0;
+}
+const char* hipGetErrorString(int code) {
+  switch (code) {
+    case fake::kInvalidValue:
+      return "invalid argument";
+    case fake::kOutOfMemory:
+      return "out of memory";
+    case fake::kInvalidImage:
+      return "device kernel image is invalid";
+    case fake::kLaunchFailure:
+      return "unspecified launch failure";
+    default:
+      return "some error";
+  }
+}
+int hipMemGetInfo(size_t* free_bytes, size_t* total) {
+  FAKE_ENTER("hipMemGetInfo");
+  *total = static_cast<size_t>(State().control.memory_bytes);
+  *free_bytes = *total - static_cast<size_t>(State().control.live_bytes);
+  return 0;
+}
+int hipMalloc(void** at, size_t bytes) {
+  FAKE_ENTER("hipMalloc");
+  fake::Control& control = State().control;
+  if (control.live_bytes + static_cast<int64_t>(bytes) > control.memory_bytes) {
+    return fake::kOutOfMemory;
+  }
+  *at = ::operator new(bytes, std::align_val_t{256});
+  std::memset(*at, 0xff, bytes);  // NaN everywhere: nothing may be read before it is written
+  State().device_memory[*at] = static_cast<int64_t>(bytes);
+  control.live_bytes += static_cast<int64_t>(bytes);
+  ++control.allocations;
+  return 0;
+}
+int hipFree(void* at) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  const auto found = State().device_memory.find(at);
+  if (found == State().device_memory.end()) return fake::kInvalidValue;
+  State().control.live_bytes -= found->second;
+  State().device_memory.erase(found);
+  ::operator delete(at, std::align_val_t{256});
+  return 0;
+}
+int hipHostMalloc(void** at, size_t bytes, unsigned) {
+  FAKE_ENTER("hipHostMalloc");
+  ++State().control.allocations;
+  *at = ::operator new(bytes, std::align_val_t{256});
+  return 0;
+}
+int hipHostFree(void* at) {
+  ::operator delete(at, std::align_val_t{256});
+  return 0;
+}
+
+int hipHostRegister(void* at, size_t bytes, unsigned) {
+  FAKE_ENTER("hipHostRegister");
+  State().control.registered_bytes += static_cast<int64_t>(bytes);
+  State().registered[at] = static_cast<int64_t>(bytes);
+  return 0;
+}
+int hipHostUnregister(void* at) {
+  FAKE_ENTER("hipHostUnregister");
+  const auto found = State().registered.find(at);
+  if (found == State().registered.end()) return fake::kInvalidValue;
+  State().control.registered_bytes -= found->second;
+  State().registered.erase(found);
+  return 0;
+}
+
+int hipStreamCreateWithFlags(fake::Stream** stream, unsigned) {
+  FAKE_ENTER("hipStreamCreateWithFlags");
+  *stream = new fake::Stream;
+  return 0;
+}
+int hipStreamDestroy(fake::Stream* stream) {
+  delete stream;
+  return 0;
+}
+int hipStreamWaitEvent(fake::Stream* stream, fake::Event* event, unsigned) {
+  FAKE_ENTER("hipStreamWaitEvent");
+  stream->Add([snapshot = *event] { snapshot.Complete(); });
+  return 0;
+}
+int hipStreamSynchronize(fake::Stream* stream) {
+  FAKE_ENTER("hipStreamSynchronize");
+  stream->RunTo(stream->enqueued);
+  return 0;
+}
+int hipEventCreateWithFlags(fake::Event** event, unsigned) {
+  FAKE_ENTER("hipEventCreateWithFlags");
+  *event = new fake::Event;
+  return 0;
+}
+int hipEventDestroy(fake::Event* event) {
+  delete event;
+  return 0;
+}
+int hipEventRecord(fake::Event* event, fake::Stream* stream) {
+  FAKE_ENTER("hipEventRecord");
+  *event = fake::Event{stream, stream->enqueued};
+  return 0;
+}
+int hipEventQuery(fake::Event* event) {
+  FAKE_ENTER("hipEventQuery");
+  if (State().control.hang) return fake::kNotReady;
+  event->Complete();
+  return 0;
+}
+int hipEventElapsedTime(float* ms, fake::Event*, fake::Event*) {
+  FAKE_ENTER("hipEventElapsedTime");
+  *ms = 0.25f;
+  return 0;
+}
+
+int hipMemcpyHtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpyHtoDAsync");
+  ++State().control.copies_in;
+  State().control.bytes_in += static_cast<int64_t>(bytes);
+  State().control.last_copied_in = from;
+  State().control.last_copied_in_bytes = static_cast<int64_t>(bytes);
+  stream->Add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+int hipMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,
+                     size_t rows, int direction, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpy2DAsync");
+  if (direction != 1 && direction != 2) return fake::kInvalidValue;
+  if (bytes > to_pitch || bytes > from_pitch) return fake::kInvalidValue;
+  ++(direction == 1 ? State().control.copies_in : State().control.copies_out);
+  if (direction == 1) State().control.bytes_in += static_cast<int64_t>(bytes * rows);
+  (direction == 1 ? State().control.last_copied_in : State().control.last_copied_out) =
+      direction == 1 ? from : to;
+  stream->Add([=] {
+    for (size_t row = 0; row < rows; ++row) {
+      std::memcpy(static_cast<char*>(to) + row * to_pitch,
+                  static_cast<const char*>(from) + row * from_pitch, bytes);
+    }
+  });
+  return 0;
+}
+int hipMemcpyDtoHAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpyDtoHAsync");
+  ++State().control.copies_out;
+  State().control.last_copied_out = to;
+  stream->Add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+int hipMemcpyDtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemcpyDtoDAsync");
+  const auto* target = static_cast<const char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  if (target < source + bytes && source < target + bytes) return fake::kInvalidValue;  // overlap
+  ++State().control.copies_on_device;
+  stream->Add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+int hipMemsetD8Async(void* to, unsigned char value, size_t bytes, fake::Stream* stream) {
+  FAKE_ENTER("hipMemsetD8Async");
+  stream->Add([=] { std::memset(to, value, bytes); });
+  return 0;
+}
+
+int hipModuleLoadData(fake::Module** module, const void* bytes) {
+  FAKE_ENTER("hipModuleLoadData");
+  const mla::gpu::host::Image* const image = fake::LoadImage(bytes, State().control.arch);
+  if (image == nullptr) return fake::kInvalidImage;
+  *module = new fake::Module{image, {}};
+  return 0;
+}
+int hipModuleUnload(fake::Module* module) {
+  delete module;
+  return 0;
+}
+int hipModuleGetFunction(fake::Function** function, fake::Module* module, const char* name) {
+  FAKE_ENTER("hipModuleGetFunction");
+  for (size_t i = 0; i < module->image->kernel_count; ++i) {
+    const mla::gpu::host::Kernel& kernel = module->image->kernels[i];
+    if (std::strcmp(kernel.name, name) != 0) continue;
+    *function = &module->functions.emplace_back(fake::Function{name, module->image, &kernel});
+    return 0;
+  }
+  return fake::kNotFound;
+}
+int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
+                          unsigned block_x, unsigned, unsigned, unsigned shared_bytes,
+                          fake::Stream* stream, void** parameters, void**) {
+  FAKE_ENTER("hipModuleLaunchKernel");
+  ++State().control.launches;
+  State().control.expanded_launches += function->name == mla::gpu::kExpandedKernel;
+  const auto* bytes = static_cast<const std::byte*>(parameters[0]);
+  std::vector<std::byte> args(bytes, bytes + function->kernel->argument_bytes);
+  const fake::Control& control = State().control;
+  const char* const named = control.wrong_kernel;
+  if (control.wrong_results && (named == nullptr || function->name == named)) return 0;
+  const mla::gpu::host::Grid grid{grid_x, grid_y, block_x, shared_bytes};
+  stream->Add([function = *function, grid, args = std::move(args), flaw = control.flaw,
+               rounded = control.rounded_inputs] {
+    fake::RunFlawed(flaw, rounded, function.name, grid, args, [&](const void* arguments) {
+      const char* const fault = function.image->run(*function.kernel, grid, arguments);
+      if (fault == nullptr) return;
+      std::fprintf(stderr, "fake device: %s\n", fault);
+      State().control.lost = true;
+    });
+  });
+  return 0;
+}
+
+}  // extern "C"

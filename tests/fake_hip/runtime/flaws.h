@@ -1,0 +1,24 @@
+// Kernels with a flaw: what a launch of one would have done is brought about by what the kernel
+// without it is given.
+#ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FLAWS_H_
+#define MLA_TESTS_FAKE_HIP_RUNTIME_FLAWS_H_
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/hip/host/block/image.h"
+#include "tests/fake_hip/runtime/fake_control.h"
+
+namespace mla::fake_hip {
+
+// Calls `run` with the kernel's arguments, changed where the flaw concerns this kernel; what was
+// changed in memory is as before afterwards.
+void RunFlawed(Flaw flaw, bool rounded_inputs, const std::string& kernel,
+               const gpu::host::Grid& grid, std::vector<std::byte> arguments,
+               const std::function<void(const void* arguments)>& run);
+
+}  // namespace mla::fake_hip
+
+#endif  // MLA_TESTS_FAKE_HIP_RUNTIME_FLAWS_H_
