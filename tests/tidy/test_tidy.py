@@ -43,7 +43,6 @@ RAW_LOCKS = re.compile(r"std::(\w*mutex|lock_guard|unique_lock|scoped_lock|share
 RAW_LOCKS_ALLOWED = (
     "base/mutex.h",
     "kernels/hip/host/block/block.cc",  # compiled without Abseil, as device code is
-    "kernels/hip/runtime/device_memory.cc", "kernels/hip/runtime/device_memory.h",
 )
 SYSTEM_CALL = re.compile(r"(?<![\w:.>])(?:std::|::)?system\s*\(")
 

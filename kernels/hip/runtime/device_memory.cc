@@ -16,7 +16,7 @@ absl::Status Named(const absl::Status& status, const char* what) {
 }  // namespace
 
 void PinnedRanges::Add(const void* at, int64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto begin = reinterpret_cast<uintptr_t>(at);
   ranges_.push_back({++last_, begin, begin + static_cast<uintptr_t>(bytes), 0, false});
 }
@@ -28,7 +28,7 @@ PinnedRanges::Range* PinnedRanges::Of(Id id) {
 }
 
 PinnedRanges::Id PinnedRanges::Find(const void* at, int64_t bytes) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto begin = reinterpret_cast<uintptr_t>(at);
   for (const Range& r : ranges_) {
     if (!r.retired && begin >= r.begin && begin + static_cast<uintptr_t>(bytes) <= r.end) {
@@ -39,7 +39,7 @@ PinnedRanges::Id PinnedRanges::Find(const void* at, int64_t bytes) const {
 }
 
 bool PinnedRanges::Begin(Id piece) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Range* const range = Of(piece);
   if (range == nullptr || range->retired) return false;
   ++range->uses;
@@ -49,17 +49,17 @@ bool PinnedRanges::Begin(Id piece) {
 void PinnedRanges::End(std::span<const Id> pieces) {
   bool unused = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const Id id : pieces) {
       Range* const range = Of(id);
       unused |= range != nullptr && --range->uses == 0 && range->retired;
     }
   }
-  if (unused) unused_.notify_all();
+  if (unused) unused_.NotifyAll();
 }
 
 PinnedRanges::Id PinnedRanges::Retire(const void* at) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto begin = reinterpret_cast<uintptr_t>(at);
   for (Range& r : ranges_) {
     if (r.retired || r.begin != begin) continue;
@@ -70,8 +70,8 @@ PinnedRanges::Id PinnedRanges::Retire(const void* at) {
 }
 
 bool PinnedRanges::AwaitUnused(Id piece, std::chrono::milliseconds most) {
-  std::unique_lock lock(mutex_);
-  const bool unused = unused_.wait_for(lock, most, [&] {
+  MutexLock lock(mutex_);
+  const bool unused = unused_.WaitFor(lock, most, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const Range* range = Of(piece);
     return range == nullptr || range->uses == 0;
   });

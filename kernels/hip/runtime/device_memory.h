@@ -3,15 +3,15 @@
 #define MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
@@ -50,12 +50,12 @@ class PinnedRanges {
     int32_t uses;
     bool retired;
   };
-  Range* Of(Id id);
+  Range* Of(Id id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  mutable std::mutex mutex_;
-  std::condition_variable unused_;
-  std::vector<Range> ranges_;
-  Id last_ = kNone;
+  mutable Mutex mutex_;
+  CondVar unused_;
+  std::vector<Range> ranges_ ABSL_GUARDED_BY(mutex_);
+  Id last_ ABSL_GUARDED_BY(mutex_) = kNone;
 };
 
 // Device memory, freed with its owner. Move-only. The runtime outlives it.
