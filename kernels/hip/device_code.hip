@@ -14,11 +14,12 @@
 
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/common/attend.h"
-#include "kernels/hip/common/attend_expanded.h"
-#include "kernels/hip/common/expand.h"
 #include "kernels/hip/common/project.h"
 #include "kernels/hip/common/small_kernels.h"
-#if MLA_SM90
+#if MLA_AMD
+#include "kernels/hip/amd/attend_expanded.h"
+#include "kernels/hip/amd/expand.h"
+#else
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded_wgmma.h"

@@ -18,6 +18,7 @@
 #include "kernels/hip/common/item.h"
 #include "kernels/hip/common/kv_stream.h"
 #include "kernels/hip/common/memory.h"
+#include "kernels/hip/common/softmax.h"
 
 namespace mla::gpu {
 
@@ -52,6 +53,10 @@ class Attend {
   static constexpr int kPvSteps = C::kTileKv / W::kPvDepth;
   // Waves that keep their rows to themselves read their queries straight into registers.
   static constexpr bool kOwnQueries = C::kQInRegisters && !kSharedP;
+  // A wave that is alone on its SIMD starts copies between products of scores, where issuing them
+  // costs no time of its own.
+  static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !tile::Copies::kThroughRegisters;
+  static constexpr int kProductsBefore = 2;
   using Stream = KvStream<C, kWaves>;
   static_assert(kScoreFragments * C::kColWaves * W::kScoreCols == C::kTileKv);
   static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
@@ -59,8 +64,7 @@ class Attend {
 
   struct State {
     typename W::Out o[kOutFragments];
-    float origin[W::kSlots];  // of the exponentials, in powers of two
-    float sum[W::kSlots];     // of this wave's columns
+    OnlineSoftmax<W, kScoreFragments> softmax;
     int limit[W::kSlots];
   };
   struct Queries {
@@ -78,7 +82,7 @@ class Attend {
   }
 
   MLA_DEVICE void attend(const Item& item) {
-    const RequestRecord& r = *item.request;
+    MLA_RECORD const RequestRecord& r = *item.request;
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, args.granule_bytes);
     const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
@@ -107,6 +111,7 @@ class Attend {
     }
 
     for (int t = 0; t < tiles; ++t) {
+      const int ahead = t + C::kStages - 1;
       if constexpr (tile::Copies::kThroughRegisters) {
         kv.land();
         block_barrier();
@@ -122,16 +127,22 @@ class Attend {
           rare_path_ends();
         }
         block_barrier();
-        const int ahead = t + C::kStages - 1;
-        if (ahead < tiles) kv.issue(ahead);
-        kv.close_stage();
-        kv.look_up(ahead + Stream::kLookAhead);
+        if constexpr (!kCopiesBetween) {
+          if (ahead < tiles) kv.issue(ahead);
+          kv.close_stage();
+          kv.look_up(ahead + Stream::kLookAhead);
+        }
       }
       const int first = kv_begin + t * C::kTileKv;
       const lds_t tile_base =
           stages + (tile::Copies::kThroughRegisters ? 0 : t % C::kStages) * kStageBytes;
-      const bool masked = first + C::kTileKv > unmasked_end;
-      step(tile_base, queries, state, first, masked, scale);
+      step(tile_base, queries, state, first, scale, [&] {
+        if constexpr (kCopiesBetween) {
+          if (ahead >= tiles) return;
+          kv.issue(ahead);
+          kv.look_up(ahead + Stream::kLookAhead);
+        }
+      });
       if constexpr (tile::Copies::kThroughRegisters) block_barrier();
     }
     if constexpr (!tile::Copies::kThroughRegisters) kv.template wait<0>();
@@ -160,7 +171,7 @@ class Attend {
 
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (kOwnQueries) {
-      const RequestRecord& r = *item.request;
+      MLA_RECORD const RequestRecord& r = *item.request;
       const int lane = tile::lane_again();
       const int own = row_wave * C::kWaveRows + W::row(lane, 0);
       const int p = own < item.rows ? own : 0;  // rows past the item's are dropped in the end
@@ -191,33 +202,33 @@ class Attend {
 #pragma unroll
     for (int s = 0; s < W::kSlots; ++s) {
       const int p = row_wave * C::kWaveRows + W::row(lane, s);
-      state.origin[s] = negative_infinity();
-      state.sum[s] = 0.0f;
+      state.softmax.clear(s);
       state.limit[s] = p < item.rows ? item.limit(p) : item.work.kv_end;
     }
   }
 
-  // --- One tile.
+  // --- One tile. `start_next()` starts the copies of a later one, where kCopiesBetween.
+  template <class StartNext>
   MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, int first,
-                       bool masked, float scale) {
+                       float scale, const StartNext& start_next) {
+    const bool masked = first + C::kTileKv > unmasked_end;
     typename W::Scores s[kScoreFragments];
-    score(tile_base, queries, s);
-    uint32_t visible[W::kSlots];
+    score(tile_base, queries, s, start_next);
+    if (masked) hide(state, first, s);
+    float factor[W::kSlots];
+    const bool moved =
+        state.softmax.update(s, scale, C::kOriginSlack, factor, [this](float(&top)[W::kSlots]) {
+          if constexpr (kSharedP) share_max(top);
+        });
+    if (moved) {
+      rare_path_begins();
 #pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) visible[slot] = ~0u;
-    if (masked) look(state, first, visible);
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        if (i % 4 == 0) schedule_fence();
-        const int column = f * W::kScoreCols + W::score_col(0, i);
-        const uint32_t seen = bit_as_mask(visible[W::score_slot(i)], column);
-        const uint32_t x = float_to_bits(s[f].at(i) * scale);
-        s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));
+      for (int f = 0; f < kOutFragments; ++f) {
+        schedule_fence();
+        W::scale(state.o[f], factor);
       }
+      rare_path_ends();
     }
-    rescale(s, state);
     if (masked && ragged) {
       rare_path_begins();
       if constexpr (!kSharedP) block_barrier();
@@ -238,29 +249,45 @@ class Attend {
     accumulate(tile_base, s, state);
   }
 
-  // Which of this wave's columns a lane's rows see: bit c is the column score_col(0, i) = c further
-  // than the lane's first, W::score_col(lane, i) being that much more than W::score_col(lane, 0).
-  MLA_DEVICE void look(const State& state, int first, uint32_t (&visible)[W::kSlots]) const {
+  // Scores of keys that a row does not see become -inf. Bit c of a row's word stands for the column
+  // score_col(0, i) = c further than the lane's first, W::score_col(lane, i) being that much more
+  // than W::score_col(lane, 0).
+  MLA_DEVICE void hide(const State& state, int first,
+                       typename W::Scores (&s)[kScoreFragments]) const {
     rare_path_begins();
     const int lane = tile::lane_again();
+    uint32_t visible[W::kSlots];
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int count = state.limit[slot] - first - col_wave * kWaveCols - W::score_col(lane, 0);
       const uint32_t below = (1u << (count & 31)) - 1;
       visible[slot] = count <= 0 ? 0 : count < 32 ? below : ~0u;
     }
+#pragma unroll
+    for (int f = 0; f < kScoreFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        if (i % 4 == 0) schedule_fence();
+        const int column = f * W::kScoreCols + W::score_col(0, i);
+        const uint32_t seen = bit_as_mask(visible[W::score_slot(i)], column);
+        const uint32_t x = float_to_bits(s[f].at(i));
+        s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));
+      }
+    }
     rare_path_ends();
   }
 
+  template <class StartNext>
   MLA_DEVICE void score(lds_t tile_base, const Queries& queries,
-                        typename W::Scores (&s)[kScoreFragments]) const {
+                        typename W::Scores (&s)[kScoreFragments],
+                        const StartNext& start_next) const {
 #pragma unroll
     for (int f = 0; f < kScoreFragments; ++f) {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
     const int kv0 = col_wave * kWaveCols;
-    if constexpr (C::kKeysAhead > 0) return score_ahead(tile_base, queries, s);
+    if constexpr (C::kKeysAhead > 0) return score_ahead(tile_base, queries, s, start_next);
     const int lane = tile::lane_again();
 #pragma unroll
     for (int step = 0; step < kScoreSteps; ++step) {
@@ -284,66 +311,19 @@ class Attend {
 
   // The same where a wave is alone on its SIMD, so no other wave works while it waits for LDS:
   // reads run some products ahead of their use, in an order that the compiler must keep.
+  template <class StartNext>
   MLA_DEVICE void score_ahead(lds_t tile_base, const Queries& queries,
-                              typename W::Scores (&s)[kScoreFragments]) const {
+                              typename W::Scores (&s)[kScoreFragments],
+                              const StartNext& start_next) const {
     const typename W::template KeyRows<C::kTileKv> rows(tile_base, tile::lane_again());
     read_ahead<typename W::K, kScoreSteps * kScoreFragments, C::kKeysAhead>(
         [&](typename W::K& k, int n) {
           rows.load(k, n % kScoreFragments * W::kScoreCols, n / kScoreFragments);
         },
-        [&](const typename W::K& k, int n) {
+        [&](const typename W::K& k, auto n) {
           W::scores(s[n % kScoreFragments], queries.q[n / kScoreFragments], k);
+          if constexpr (n == kProductsBefore) start_next();
         });
-  }
-
-  // Row maxima, probabilities 2^(logit - origin) in place of the scaled logits, accumulators scaled
-  // to match.
-  MLA_DEVICE void rescale(typename W::Scores (&s)[kScoreFragments], State& state) {
-    float top[W::kSlots];
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = negative_infinity();
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        top[W::score_slot(i)] = max_f(top[W::score_slot(i)], s[f].at(i));
-      }
-    }
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = W::row_max(top[slot]);
-    if constexpr (kSharedP) share_max(top);
-
-    float factor[W::kSlots], origin[W::kSlots];
-    bool moved = false;
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      const bool follows = top[slot] > state.origin[slot] + C::kOriginSlack;
-      const float now = follows ? top[slot] : state.origin[slot];
-      origin[slot] = now == negative_infinity() ? 0.0f : now;
-      factor[slot] = exp2_fast(state.origin[slot] - origin[slot]);
-      moved |= follows;
-      state.origin[slot] = now;
-      state.sum[slot] *= factor[slot];
-    }
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        const int slot = W::score_slot(i);
-        if (i % 4 == 0) schedule_fence();
-        const float p = exp2_fast(s[f].at(i) - origin[slot]);
-        state.sum[slot] += p;
-        s[f].set(i, p);
-      }
-    }
-    if (!tile::any(moved)) return;
-    rare_path_begins();
-#pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) {
-      schedule_fence();
-      W::scale(state.o[f], factor);
-    }
-    rare_path_ends();
   }
 
   // Row maxima over all waves of the row group.
@@ -393,11 +373,9 @@ class Attend {
     typename W::P p[kPvSteps];
 #pragma unroll
     for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
-    const int lane = tile::lane_again();
+    const typename W::template ValueRows<C::kTileKv> rows(tile_base, tile::lane_again());
     read_ahead<typename W::V, kPvSteps * kOutFragments, C::kValuesAhead>(
-        [&](typename W::V& v, int n) {
-          W::template load_v<C::kTileKv>(v, tile_base, n / kOutFragments, n % kOutFragments, lane);
-        },
+        [&](typename W::V& v, int n) { rows.load(v, n / kOutFragments, n % kOutFragments); },
         [&](const typename W::V& v, int n) {
           W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
         });
@@ -406,20 +384,21 @@ class Attend {
   // --- Results.
   MLA_DEVICE void finish(const Item& item, State& state) {
 #pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) state.sum[slot] = W::row_sum(state.sum[slot]);
+    for (int slot = 0; slot < W::kSlots; ++slot)
+      state.softmax.sum[slot] = W::row_sum(state.softmax.sum[slot]);
     if constexpr (kSharedP) {
       block_barrier();
 #pragma unroll
       for (int slot = 0; slot < W::kSlots; ++slot) {
-        tile::store_float(stat(slot) + col_wave * 4, state.sum[slot]);
+        tile::store_float(stat(slot) + col_wave * 4, state.softmax.sum[slot]);
       }
       block_barrier();
 #pragma unroll
       for (int slot = 0; slot < W::kSlots; ++slot) {
-        state.sum[slot] = 0.0f;
+        state.softmax.sum[slot] = 0.0f;
 #pragma unroll
         for (int c = 0; c < C::kColWaves; ++c) {
-          state.sum[slot] += tile::load_float(stat(slot) + c * 4);
+          state.softmax.sum[slot] += tile::load_float(stat(slot) + c * 4);
         }
       }
     }
@@ -432,7 +411,7 @@ class Attend {
   }
 
   MLA_DEVICE void write_row(const Item& item, const State& state, int slot, int p, int lane) const {
-    const RowScale scale(state.origin[slot], state.sum[slot]);
+    const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
     const RowTarget target(args, item, p, C::kLora);
     const bool aligned = aligned_results(args, item, W::kRun);
     if (col_wave == 0 && W::score_col(lane, 0) == 0 && target.lse != nullptr) {

@@ -2,7 +2,7 @@
 // into a workspace, and attention on what lies there.
 //
 // kernels/round_info.h says how the workspace is laid out. The 16-byte chunk c of row r of a panel
-// lies at position c ^ (r & 7), which is how tiles lie in shared memory: a tile of rows is one
+// lies at position c ^ swizzle(r), which is how tiles lie in shared memory: a tile of rows is one
 // contiguous copy per panel.
 //
 // The rests are what rounding took from the values of the request's first kExpandedRows rows, as

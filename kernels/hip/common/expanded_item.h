@@ -20,7 +20,7 @@ MLA_DEVICE AttendArgs results_of(const ExpandedArgs& args) {
 MLA_DEVICE Item as_item(const ExpandedArgs& args, const ExpandedItem& e) {
   Item item;
   item.work = e.work;
-  item.request = args.requests + e.work.request;
+  item.request = as_record(args.requests + e.work.request);
   item.heads = 1;
   item.first = 0;
   item.rows = e.work.q_end - e.work.q_begin;
@@ -38,7 +38,8 @@ template <class Body>
 MLA_DEVICE void for_each_expanded(const ExpandedArgs& args, const Body& body) {
   const int end = args.unit_indptr[block_index() + 1];
   for (int i = args.unit_indptr[block_index()]; i < end; ++i) {
-    body(args.items[i], as_item(args, args.items[i]));
+    const ExpandedItem& item = read_record(args.items + i);
+    body(item, as_item(args, item));
   }
 }
 

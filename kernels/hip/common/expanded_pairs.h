@@ -154,7 +154,8 @@ MLA_DEVICE void copy_rotated(const ExpandPairs& pairs, int thread, int threads) 
     if (pairs.exists(row)) {
       load_words(words, pages.row(pairs.position(row)) + kExpandedLora * 2 + chunk * 16);
     }
-    store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ (row & 7)) << 4), words);
+    store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ tile::swizzle(row)) << 4),
+                words);
   }
 }
 

@@ -9,7 +9,7 @@ namespace mla::gpu {
 // One work item as seen by a block: packed rows [first, first + rows) of it.
 struct Item {
   WorkInfo work;
-  const RequestRecord* request;
+  MLA_RECORD const RequestRecord* request;
   int heads;
   int first;
   int rows;
@@ -30,8 +30,8 @@ struct Item {
 template <int kRows>
 MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
   Item item;
-  item.work = args.work_info[index];
-  item.request = args.requests + item.work.request;
+  item.work = read_record(args.work_info + index);
+  item.request = as_record(args.requests + item.work.request);
   item.heads =
       static_cast<int>(item.work.heads >> 16) - static_cast<int>(item.work.heads & 0xffffu);
   item.first = share * kRows;
@@ -61,7 +61,7 @@ MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
 // copy stage that is closed next. Rows past the item's repeat its first: their results are dropped.
 template <int kRows, int kDim, int kWaves>
 MLA_DEVICE void copy_queries(const Item& item, tile::lds_t tile_base, int wave, int lane) {
-  const RequestRecord& r = *item.request;
+  MLA_RECORD const RequestRecord& r = *item.request;
   const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
   for (int p = wave; p < kRows; p += kWaves) {
     const int source = p < item.rows ? p : 0;
@@ -85,7 +85,7 @@ struct RowTarget {
   bool f32;
 
   MLA_DEVICE RowTarget(const AttendArgs& args, const Item& item, int p, int columns) {
-    const RequestRecord& r = *item.request;
+    MLA_RECORD const RequestRecord& r = *item.request;
     if (item.work.partial_row >= 0) {
       const int64_t row = static_cast<int64_t>(item.work.partial_row) + item.first + p;
       base = args.partial_o;
@@ -104,7 +104,7 @@ struct RowTarget {
 
 // Whether runs of `count` results of the item can be stored at once.
 MLA_DEVICE bool aligned_results(const AttendArgs& args, const Item& item, int count) {
-  const RequestRecord& r = *item.request;
+  MLA_RECORD const RequestRecord& r = *item.request;
   const int bytes = args.o_is_f32 ? 4 : 2;
   return item.work.partial_row >= 0 ||
          aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);

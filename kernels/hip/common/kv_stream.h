@@ -89,7 +89,11 @@ class KvStream {
       }
       from[g] += chunk(g) * 16;
     }
-    issue_from(from, n % C::kStages);
+    const lds_t to = base(n % C::kStages);
+    for_constants<kCopies>([&](auto index) {
+      constexpr int kRow = index / kBlocks, kBlock = index % kBlocks;
+      copies.template issue<index, offset(kRow, kBlock)>(to, lane, from[kRow] + kBlock * 128);
+    });
   }
   MLA_DEVICE void close_stage() { copies.close_stage(); }
   // Waits until all but the kYounger youngest tiles have landed, and what was looked up with them.
@@ -139,14 +143,6 @@ class KvStream {
     }
   }
 
-  template <int kIndex = 0>
-  MLA_DEVICE void issue_from(const uint8_t* const (&from)[kCopyRows], int stage) {
-    if constexpr (kIndex < kCopies) {
-      constexpr int g = kIndex / kBlocks, block = kIndex % kBlocks;
-      copies.template issue<kIndex, offset(g, block)>(base(stage), lane, from[g] + block * 128);
-      issue_from<kIndex + 1>(from, stage);
-    }
-  }
   template <int kIndex>
   MLA_DEVICE void land_from() {
     if constexpr (kIndex < kCopies) {
@@ -163,7 +159,7 @@ class KvStream {
   }
   MLA_DEVICE int chunk(int g) const {
     const int row = (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);
-    return (lane & 7) ^ (row & 7);
+    return (lane & 7) ^ tile::swizzle(row);
   }
 
   const PagedRows& pages;

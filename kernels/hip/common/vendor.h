@@ -10,6 +10,8 @@
 //   pack_bf16          two floats to packed bf16, round to nearest even; `lo` lands in the low half
 //   load_words, store_words   kWords (1, 2 or 4) words at once, at a multiple of their size
 //   as_global          addresses that are known to be in global memory
+//   MLA_RECORD, as_record, read_record   records that no kernel writes, the same for every lane: on
+//                      AMD they are read into scalar registers
 //   schedule_fence     keeps the compiler from moving work over this point: long unrolled loops
 //                      otherwise start all their loads at once and run out of registers
 //   rare_path_begins, rare_path_ends   mark code for report.py to leave out of its counts: what few
@@ -22,34 +24,48 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+#include <utility>
+
 #include "kernels/hip/common/target.h"
 #if MLA_ON_HOST
 #include "kernels/hip/host/vendor.h"
 #elif MLA_AMD
-#include "kernels/hip/common/vendor_amd.h"
+#include "kernels/hip/amd/vendor.h"
 #else
-#include "kernels/hip/common/vendor_nvidia.h"
+#include "kernels/hip/sm90/vendor.h"
 #endif
 
 namespace mla::gpu {
 
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+template <class Body, int... kValues>
+MLA_DEVICE void for_constants(const Body& body, std::integer_sequence<int, kValues...>) {
+  (body(Constant<kValues>()), ...);
+}
+// Calls body(Constant<0>()) to body(Constant<kCount - 1>()).
+template <int kCount, class Body>
+MLA_DEVICE void for_constants(const Body& body) {
+  for_constants(body, std::make_integer_sequence<int, kCount>());
+}
+
 // Uses operands 0 .. kCount - 1, each read kAhead uses before, in an order that the compiler keeps:
-// read(x, n) fills x, use(x, n) uses it. For waves that have their SIMD to themselves, or nearly
-// so, where no other wave works while one waits for shared memory.
+// read(x, n) fills x, use(x, n) uses it; n is a Constant. For waves that have their SIMD to
+// themselves, or nearly so, where no other wave works while one waits for shared memory.
 template <class Operand, int kCount, int kAhead, class Read, class Use>
 MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
   Operand x[kAhead];
-#pragma unroll
-  for (int n = 0; n < kAhead && n < kCount; ++n) {
+  for_constants<(kAhead < kCount ? kAhead : kCount)>([&](auto n) {
     read(x[n], n);
     schedule_fence();
-  }
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) {
+  });
+  for_constants<kCount>([&](auto n) {
+    constexpr int kNext = n + kAhead;
     schedule_fence();
     use(x[n % kAhead], n);
-    if (n + kAhead < kCount) read(x[n % kAhead], n + kAhead);
-  }
+    if constexpr (kNext < kCount) read(x[n % kAhead], Constant<kNext>());
+  });
   schedule_fence();
 }
 

@@ -1,10 +1,10 @@
 // Tile primitives on gfx942: v_mfma 32x32x8 / 16x16x16 bf16, 64 KiB of LDS. There is neither a
 // 16-byte global-to-LDS copy nor a transposed read, so copies pass through registers and V is read
-// as 4x4 blocks that byte permutes turn into operands. Layouts: kernels/hip/common/mfma_wave.h.
+// as 4x4 blocks that byte permutes turn into operands. Layouts: kernels/hip/amd/mfma_wave.h.
 #ifndef MLA_KERNELS_HIP_GFX942_TILE_H_
 #define MLA_KERNELS_HIP_GFX942_TILE_H_
 
-#include "kernels/hip/common/mfma_wave.h"
+#include "kernels/hip/amd/mfma_wave.h"
 
 namespace mla::gpu::tile {
 
@@ -74,12 +74,14 @@ struct Wave : WaveBase<kRows_> {
     s.c = multiply(u32x2{k.r[0], k.r[1]}, u32x2{q.r[0], q.r[1]}, s.c);
     s.c = multiply(u32x2{k.r[2], k.r[3]}, u32x2{q.r[2], q.r[3]}, s.c);
   }
-  template <int kTileRows>
+  template <int kTileRows, Order kOrder = Order::kOfScores>
   MLA_DEVICE static void load_v(V& v, lds_t tile, int step, int fragment, int lane) {
     const int col = fragment * kOutCols + 4 * (lane & (kRows - 1));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int first = step * kPvDepth + half * (kPvDepth / 2) + 4 * Base::group(lane);
+      const int first = step * kPvDepth + (kOrder == Order::kAlongDepth
+                                               ? half * 4 + 8 * Base::group(lane)
+                                               : half * (kPvDepth / 2) + 4 * Base::group(lane));
       u32x2 x[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -95,6 +97,15 @@ struct Wave : WaveBase<kRows_> {
       }
     }
   }
+  template <int kTileRows, Order kOrder = Order::kOfScores>
+  struct ValueRows {
+    lds_t tile;
+    int lane;
+    MLA_DEVICE ValueRows(lds_t tile_at, int lane_number) : tile(tile_at), lane(lane_number) {}
+    MLA_DEVICE void load(V& v, int step, int fragment) const {
+      load_v<kTileRows, kOrder>(v, tile, step, fragment, lane);
+    }
+  };
   MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
 #pragma unroll
     for (int u = 0; u < 4; ++u) {

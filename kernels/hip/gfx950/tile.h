@@ -1,9 +1,9 @@
 // Tile primitives on gfx950: v_mfma 32x32x16 / 16x16x32 bf16, global_load_lds of 16 bytes a lane,
-// ds_read_b64_tr_b16. Layouts: kernels/hip/common/mfma_wave.h.
+// ds_read_b64_tr_b16. Layouts: kernels/hip/amd/mfma_wave.h.
 #ifndef MLA_KERNELS_HIP_GFX950_TILE_H_
 #define MLA_KERNELS_HIP_GFX950_TILE_H_
 
-#include "kernels/hip/common/mfma_wave.h"
+#include "kernels/hip/amd/mfma_wave.h"
 
 namespace mla::gpu::tile {
 
@@ -66,18 +66,34 @@ struct Wave : WaveBase<kRows_> {
   MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k) {
     s.c = multiply(k.r, q.r, s.c);
   }
-  // Each group of 16 lanes reads 4 depth rows x 16 columns (read_transposed).
+  // Each group of 16 lanes reads 4 depth rows x 16 columns (read_transposed); as KeyRows. Of two
+  // fragments of a column block, and of steps, the addresses differ in bits of the chunk.
+  template <int kTileRows, Order kOrder = Order::kOfScores>
+  struct ValueRows {
+    static constexpr bool kAlong = kOrder == Order::kAlongDepth;
+    lds_t at;
+    MLA_DEVICE ValueRows(lds_t tile, int lane) {
+      const int i = lane & 15;
+      const int col = (kRows == 32 ? (lane & 16) : 0) + (i & 3) * 4;
+      const int row = (kAlong ? 8 : 4) * Base::group(lane) + (i >> 2);
+      at = chunk_at<kTileRows>(tile, row, col >> 3) + (col & 4) * 2;
+    }
+    MLA_DEVICE lds_t place(int row, int col) const {
+      return flip(at, ((col >> 3 & 7) ^ swizzle(row)) * 16) + (col >> 6) * (kTileRows * 128) +
+             row * 128;
+    }
+    MLA_DEVICE void load(V& v, int step, int fragment) const {
+      v.a = read_transposed(place(step * kPvDepth, fragment * kOutCols));
+      v.b = read_transposed(
+          place(step * kPvDepth + (kAlong ? 4 : kPvDepth / 2), fragment * kOutCols));
+    }
+  };
   template <int kTileRows>
   MLA_DEVICE static void load_v(V& v, lds_t tile, int step, int fragment, int lane) {
-    const int i = lane & 15;
-    const int col = fragment * kOutCols + (kRows == 32 ? (lane & 16) : 0) + (i & 3) * 4;
-    const int first = step * kPvDepth + 4 * Base::group(lane) + (i >> 2);
-    v.a = read_transposed(chunk_at<kTileRows>(tile, first, col >> 3) + (col & 4) * 2);
-    v.b =
-        read_transposed(chunk_at<kTileRows>(tile, first + kPvDepth / 2, col >> 3) + (col & 4) * 2);
+    ValueRows<kTileRows>(tile, lane).load(v, step, fragment);
   }
   MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
-    o.c = multiply(u32x4{v.a[0], v.a[1], v.b[0], v.b[1]}, p.r, o.c);
+    o.c = multiply(in_vector_registers(u32x4{v.a[0], v.a[1], v.b[0], v.b[1]}), p.r, o.c);
   }
 };
 

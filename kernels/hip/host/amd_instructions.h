@@ -1,4 +1,4 @@
-// The instructions of kernels/hip/common/amd_instructions.h on the host. Layouts of operands are
+// The instructions of kernels/hip/amd/instructions.h on the host. Layouts of operands are
 // those of the instruction set: see mfma_wave.h there, and the tests of tests/tile.
 #ifndef MLA_KERNELS_HIP_HOST_AMD_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_HOST_AMD_INSTRUCTIONS_H_
@@ -17,8 +17,22 @@ template <int kBytes>
 lds_t shared_base() {
   return host::the_block->shared.Base(kBytes);
 }
+inline lds_t flip(lds_t at, int bits) {
+  const lds_t base = host::the_block->shared.base();
+  return base + ((at - base) ^ bits);
+}
+// Instructions that move this many bytes a lane.
+template <int kBytes>
+constexpr const char* read_instruction() {
+  return kBytes == 16 ? "ds_read_b128" : kBytes == 8 ? "ds_read_b64" : "ds_read_b32";
+}
+template <int kBytes>
+constexpr const char* write_instruction() {
+  return kBytes == 16 ? "ds_write_b128" : kBytes == 8 ? "ds_write_b64" : "ds_write_b32";
+}
 template <class T>
 T shared_load(lds_t at) {
+  host::Access(read_instruction<sizeof(T)>(), at);
   host::the_block->shared.Read(at, sizeof(T), host::the_lane->wave->index);
   T x;
   std::memcpy(&x, at, sizeof(T));
@@ -26,11 +40,13 @@ T shared_load(lds_t at) {
 }
 template <class T>
 void shared_store(lds_t at, T x) {
+  host::Access(write_instruction<sizeof(T)>(), at);
   host::the_block->shared.Write(at, sizeof(T), host::the_lane->wave->index);
   std::memcpy(at, &x, sizeof(T));
 }
 
 inline int opaque(int x) { return x; }
+inline u32x4 in_vector_registers(u32x4 x) { return x; }
 
 // --- Between lanes of a wave.
 struct Exchange {
@@ -134,8 +150,9 @@ inline u32x2 read_transposed(lds_t at) {
     uint16_t block[4];  // columns 4 * (lane % 4) and on of row lane % 16 / 4
     uint16_t column[4];
   } slot;
-  const u32x2 words = shared_load<u32x2>(at);
-  std::memcpy(slot.block, &words, sizeof(words));
+  host::Access("ds_read_b64_tr_b16", at);
+  host::the_block->shared.Read(at, sizeof(slot.block), host::the_lane->wave->index);
+  std::memcpy(slot.block, at, sizeof(slot.block));
   host::Meet(
       [](host::Wave& wave) {
         for (int lane = 0; lane < 64; ++lane) {
@@ -157,6 +174,8 @@ template <int kBytes>
 void start_copy(lds_t wave_base, int offset, const void* source) {
   host::Lane& lane = *host::the_lane;
   host::Uniform(static_cast<int>(wave_base - host::the_block->shared.base()));
+  host::Access(kBytes == 16 ? "global_load_lds_dwordx4" : "global_load_lds_dword",
+               wave_base + offset + lane.number * kBytes);
   host::the_block->shared.StartCopy(lane.copies, wave_base + offset + lane.number * kBytes, source,
                                     kBytes, lane.wave->index);
 }

@@ -34,16 +34,20 @@ constexpr OfArguments<Arguments> ArgumentsOf(void (*)(Arguments)) {
 }  // namespace
 }  // namespace mla::gpu::host
 
-#define MLA_HOST_IMAGE(kernels)                                                            \
-  extern "C" __attribute__((visibility("default"))) const mla::gpu::host::Image*           \
-  mla_host_image() {                                                                       \
-    static constexpr mla::gpu::host::Image kImage = {                                      \
-        MLA_HOST_ARCH, mla::gpu::tile::kWave, kernels, sizeof(kernels) / sizeof(*kernels), \
-        [](const mla::gpu::host::Kernel& kernel, const mla::gpu::host::Grid& grid,         \
-           const void* arguments) {                                                        \
-          return mla::gpu::host::Run(kernel, mla::gpu::tile::kWave, grid, arguments);      \
-        }};                                                                                \
-    return &kImage;                                                                        \
+#define MLA_HOST_IMAGE(kernels)                                                       \
+  extern "C" __attribute__((visibility("default"))) const mla::gpu::host::Image*      \
+  mla_host_image() {                                                                  \
+    static constexpr mla::gpu::host::Image kImage = {                                 \
+        MLA_HOST_ARCH,                                                                \
+        mla::gpu::tile::kWave,                                                        \
+        kernels,                                                                      \
+        sizeof(kernels) / sizeof(*kernels),                                           \
+        [](const mla::gpu::host::Kernel& kernel, const mla::gpu::host::Grid& grid,    \
+           const void* arguments) {                                                   \
+          return mla::gpu::host::Run(kernel, mla::gpu::tile::kWave, grid, arguments); \
+        },                                                                            \
+        mla::gpu::host::Watch};                                                       \
+    return &kImage;                                                                   \
   }
 
 #endif  // MLA_KERNELS_HIP_HOST_KERNEL_TABLE_H_

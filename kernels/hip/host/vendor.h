@@ -16,6 +16,7 @@
 #define MLA_DEVICE inline
 #define MLA_KERNEL_ARGUMENT
 #define MLA_GLOBAL
+#define MLA_RECORD
 #define MLA_VECTOR(type, count, name) \
   typedef type name __attribute__((vector_size((count) * sizeof(type))))
 
@@ -58,6 +59,15 @@ MLA_DEVICE uint32_t pack_bf16(float lo, float hi) {
 template <class T>
 MLA_DEVICE T* as_global(const void* p) {
   return static_cast<T*>(const_cast<void*>(p));
+}
+
+template <class T>
+MLA_DEVICE const T* as_record(const T* p) {
+  return p;
+}
+template <class T>
+MLA_DEVICE const T& read_record(const T* p) {
+  return *p;
 }
 
 template <int kWords>

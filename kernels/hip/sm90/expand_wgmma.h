@@ -201,8 +201,9 @@ class ExpandWgmma {
         }
         tile::gather_chunks(words, lane);
         const int chunk = (j & 7) + (lane & 3);
-        store_words((j < 8 ? panel0 : panel1) + row * kPanelRowBytes + ((chunk ^ (row & 7)) << 4),
-                    words);
+        store_words(
+            (j < 8 ? panel0 : panel1) + row * kPanelRowBytes + ((chunk ^ tile::swizzle(row)) << 4),
+            words);
       }
     }
   }

@@ -7,6 +7,7 @@
 #define MLA_KERNELS_HIP_SM90_TILE_H_
 
 #include "kernels/hip/sm90/instructions.h"
+#include "kernels/hip/sm90/swizzle.h"
 
 namespace mla::gpu::tile {
 
@@ -41,7 +42,7 @@ struct Copies {
 // Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
 template <int kRows>
 MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
-  return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+  return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ swizzle(row)) << 4);
 }
 
 // The work of one wave on `kRows_` packed rows.

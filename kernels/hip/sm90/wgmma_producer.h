@@ -39,7 +39,7 @@ class WgmmaProducer {
 
   MLA_DEVICE int row(int g) const { return (g * 4 + warp) * 4 + (lane >> 3); }
   // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
-  MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ (row(0) & 7)) * 16; }
+  MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
 
   // Where this lane's rows of the tile at `first` lie. Rows past the range repeat its last row, so
   // that masked probabilities, which are zero, always meet values that exist.

@@ -1,11 +1,12 @@
 """What the compilers made of the device kernels, and the bounds that follow from counting.
 
 Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
-usage.txt, the compilers' resource reports, and the assembly of the AMD architectures. Prints, for
-each kernel and architecture, registers, LDS, scratch and spills; for each kernel of matrix products
-on AMD the instructions of its inner loop and the clocks they take, pipe by pipe and, followed with
+usage.txt, the compilers' resource reports, and the assembly of the AMD architectures; and what
+host/shared_accesses.cc left beside them. Prints, for each kernel and architecture, registers, LDS,
+scratch and spills; for each kernel of matrix products on AMD the instructions of its inner loop and
+the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill or scratch, on LDS
-over the limit of the architecture, on a loop that misses its targets (loop_faults,
+over the limit of the architecture, on a loop that misses its targets (loop_faults, conflict_faults,
 stage_faults), on uses of m0 that the copies do not expect (m0_faults), and when the folder holds no
 kernel at all.
 """
@@ -17,22 +18,23 @@ import pathlib
 import re
 import sys
 
+import lds_banks
 import timeline
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
 # Clocks an instruction keeps its pipe busy for one wave of 64 lanes: matrix instructions by their
 # operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, 512 on
-# gfx942), LDS instructions by their bytes at 128 a clock and CU, the others by the four clocks that
-# a 16-lane SIMD takes to issue 64 lanes.
+# gfx942), LDS instructions by their bytes at the assumed peak (lds_banks.PEAK) if no banks
+# conflict, the others by the four clocks that a 16-lane SIMD takes to issue 64 lanes.
 MATRIX_CLOCKS = {
     "gfx950": {"v_mfma_f32_32x32x16_bf16": 32, "v_mfma_f32_16x16x32_bf16": 16},
     "gfx942": {"v_mfma_f32_32x32x8_bf16": 32, "v_mfma_f32_16x16x16_bf16": 16},
 }
-LDS_CLOCKS = {"ds_read_b128": 8, "ds_write_b128": 8, "ds_read_b64": 4, "ds_read_b64_tr_b16": 4,
-              "ds_read2_b64": 8, "ds_read2st64_b64": 8, "ds_bpermute_b32": 2, "ds_write_b64": 4,
-              "global_load_lds_dwordx4": 8}
+LDS_CLOCKS = {name: size * lds_banks.LANES // lds_banks.PEAK
+              for name, size in lds_banks.BYTES.items()}
+LDS_CLOCKS |= {"ds_read2_b64": 8, "ds_read2st64_b64": 8, "ds_bpermute_b32": 2}
 ISSUE_CLOCKS = 4
 # CUs, clock in GHz, and the memory bandwidth in TB/s that the kernels are held against.
 MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}
@@ -41,7 +43,10 @@ WAVES = 4
 MEMORY_LATENCY = 2400
 # The targets of absorbed attention on gfx950: at 128 packed rows the share of the time in which
 # the matrix pipe is busy, below that everything done while the memory delivers the next tile.
-MATRIX_BUSY = 0.45
+MATRIX_BUSY = 0.55
+# Reads and writes of accumulation registers that a turn may have, for values of its own that the
+# compiler keeps there; an accumulator of 32 rows is 16 of them.
+ACCUMULATOR_MOVES = 15
 # Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2}
 
@@ -129,19 +134,25 @@ def inner_loop(assembly, kernel):
     return timeline.steady_turn(timeline.blocks_of(assembly, kernel))
 
 
-def bounds(arch, counts, read):
+def lds_clocks_of(accesses, arch, kernel):
+    """LDS_CLOCKS with the bank conflicts of a kernel."""
+    return {name: clocks * accesses.slowdown(arch, kernel, name)
+            for name, clocks in LDS_CLOCKS.items()}
+
+
+def bounds(arch, counts, read, lds_clocks):
     """Clocks of one turn of the loop on one CU: memory (each byte from HBM), matrix, LDS, issue."""
     cus, ghz, bandwidth = MACHINE[arch]
     memory = read / (bandwidth * 1e3 / cus / ghz)
     matrix = sum(counts.get(name, 0) * clocks for name, clocks in MATRIX_CLOCKS[arch].items())
-    lds = WAVES * sum(counts.get(name, 0) * clocks for name, clocks in LDS_CLOCKS.items())
+    lds = WAVES * sum(counts.get(name, 0) * clocks for name, clocks in lds_clocks.items())
     issue = sum(ISSUE_CLOCKS * n for name, n in counts.items() if not name.startswith("s_"))
     return memory, matrix, lds, issue
 
 
-def turn_of(arch, code):
+def turn_of(arch, code, lds_clocks):
     """One turn of an inner loop, followed with its waits."""
-    return timeline.follow(code, MATRIX_CLOCKS[arch], LDS_CLOCKS, WAVES)
+    return timeline.follow(code, MATRIX_CLOCKS[arch], lds_clocks, WAVES)
 
 
 def loop_faults(arch, kernel, clocks, turn):
@@ -161,6 +172,22 @@ def loop_faults(arch, kernel, clocks, turn):
             yield f"{where}: matrix pipe busy less than {MATRIX_BUSY:.0%}"
     elif max(matrix, lds, issue, turn.clocks) > memory:
         yield f"{where}: slower than memory"
+
+
+def conflict_faults(accesses, arch, kernel, counts):
+    """What costs absorbed attention on gfx950 time that no count of instructions shows: accesses
+    whose banks conflict, and accumulators moved between registers. And a kernel whose accesses are
+    not known."""
+    if not accesses.instructions(arch, kernel):
+        yield f"{arch} {kernel}: no accesses of LDS known"
+    if arch != "gfx950" or not re.fullmatch(r"mla_attend_\d+", kernel):
+        return
+    for name in accesses.instructions(arch, kernel):
+        if (slowdown := accesses.slowdown(arch, kernel, name)) > 1:
+            yield f"{arch} {kernel}: banks conflict, {name} takes {slowdown:.2f} times its passes"
+    moves = count(counts, "v_accvgpr")
+    if counts.get("v_accvgpr_mov_b32") or moves > ACCUMULATOR_MOVES:
+        yield f"{arch} {kernel}: {moves} moves of accumulators in every turn"
 
 
 def stage_faults(arch, kernel, turn):
@@ -189,7 +216,7 @@ def count(counts, *prefixes):
     return sum(n for name, n in counts.items() if name.startswith(prefixes))
 
 
-def print_loop(usage, loop, counts, turn):
+def print_loop(usage, loop, counts, turn, accesses):
     """One kernel's loop: counts, then clocks a turn and what they imply."""
     arch, kernel = usage.arch, usage.kernel
     print(f"\n{arch} {kernel}, {loop.what}, per wave: "
@@ -198,7 +225,8 @@ def print_loop(usage, loop, counts, turn):
           f"{count(counts, 's_barrier')} barrier, "
           f"{count(counts, 'v_exp', 'v_log', 'v_rcp')} transcendental, "
           f"{count(counts, 'v_') - count(counts, 'v_mfma')} vector in all")
-    memory, matrix, lds, issue = bounds(arch, counts, loop.read)
+    lds_clocks = lds_clocks_of(accesses, arch, kernel)
+    memory, matrix, lds, issue = bounds(arch, counts, loop.read, lds_clocks)
     # What the expanded form reads is shared by neighbours in time and comes from the caches.
     cached = "expand" in kernel
     slowest = max(0 if cached else memory, matrix, lds, issue)
@@ -206,13 +234,20 @@ def print_loop(usage, loop, counts, turn):
     busy = usage.occupancy * matrix / max(usage.occupancy * slowest, turn.clocks)
     print(f"  clocks: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s"
           f"{', were nothing cached' if cached else ''}), matrix {matrix}, "
-          f"LDS {lds}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} % were there "
-          f"no waits, "
+          f"LDS {lds:.0f}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} % were "
+          f"there no waits, "
           f"{loop.read / loop.flop:.4f} B of memory and "
           f"{lds * 128 / loop.flop:.4f} B of LDS a FLOP")
-    print(f"  with its waits: {turn.clocks} clocks, matrix pipe busy {100 * busy:.0f} %; loads are "
-          f"waited for {turn.lead} clocks or more after they started, {turn.waits_for_all} waits "
-          f"for all of them; {turn.left} on their way at the barrier, {turn.loads} started a turn")
+    conflicts = ", ".join(f"{name} {accesses.slowdown(arch, kernel, name):.2f}"
+                          for name in accesses.instructions(arch, kernel))
+    print(f"  LDS: {lds_banks.BANKS[arch]} banks, at most {lds_banks.PEAK} B a clock; passes for "
+          f"each that an access needs: {conflicts}; moves of accumulators: "
+          f"{counts.get('v_accvgpr_mov_b32', 0)} mov, {counts.get('v_accvgpr_read_b32', 0)} read, "
+          f"{counts.get('v_accvgpr_write_b32', 0)} write")
+    print(f"  with its waits: {turn.clocks:.0f} clocks, matrix pipe busy {100 * busy:.0f} %; "
+          f"loads are waited for {turn.lead:.0f} clocks or more after they started, "
+          f"{turn.waits_for_all} waits for all of them; {turn.left} on their way at the barrier, "
+          f"{turn.loads} started a turn")
 
 
 def main():
@@ -229,6 +264,8 @@ def main():
     for r in records:
         print(f"{r.arch:8}{r.kernel:24}{r.vgpr:6}{r.agpr:6}{r.sgpr:6}{r.lds:8}{r.scratch:9}"
               f"{r.spills:8}{r.occupancy:12}")
+    accesses = lds_banks.Accesses(
+        (folder / "host/shared_accesses.txt").read_text(encoding="utf-8"))
     faults = [fault for r in records for fault in r.faults()]
     for arch in MACHINE:
         assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
@@ -237,12 +274,16 @@ def main():
             loop = loop_of(arch, r.kernel)
             if r.arch == arch and loop is not None:
                 code = inner_loop(assembly, r.kernel)
-                counts, turn = collections.Counter(name for name, _ in code), turn_of(arch, code)
+                lds_clocks = lds_clocks_of(accesses, arch, r.kernel)
+                counts = collections.Counter(name for name, _ in code)
+                turn = turn_of(arch, code, lds_clocks)
                 if not count(counts, "v_mfma"):
                     faults.append(f"{arch} {r.kernel}: no loop found")
                     continue
-                print_loop(r, loop, counts, turn)
-                faults += loop_faults(arch, r.kernel, bounds(arch, counts, loop.read), turn)
+                print_loop(r, loop, counts, turn, accesses)
+                faults += loop_faults(arch, r.kernel, bounds(arch, counts, loop.read, lds_clocks),
+                                      turn)
+                faults += conflict_faults(accesses, arch, r.kernel, counts)
                 faults += stage_faults(arch, r.kernel, turn)
     for fault in faults:
         print(f"FAULT {fault}")

@@ -113,6 +113,8 @@ def follow(code, matrix_clocks, lds_clocks, waves):
                 lds_free = max(now, lds_free) + waves * lds_clocks.get(name, 2)
                 reads.append(lds_free + LDS_LATENCY)
             elif name.startswith(("global_load", "buffer_load")):
+                if name.startswith("global_load_lds"):  # what it brings is written some time
+                    lds_free = max(now, lds_free) + waves * lds_clocks.get(name, 2)
                 loads.append(now)
                 started += 1
             elif name == "s_barrier" and left < 0:

@@ -10,6 +10,7 @@ namespace mla::gpu::host {
 
 Block* the_block = nullptr;
 Lane* the_lane = nullptr;
+void (*the_watch)(const SharedAccess& access) = nullptr;
 
 namespace {
 
@@ -122,7 +123,10 @@ void PrepareLanes(Block& block, FiberStacks& stacks) {
       wave.index = block.wave_count++;
       wave.lanes = block.wave_lanes;
       wave.arrived = 0;
+      wave.open_accesses.clear();
+      wave.closed_accesses = 0;
     }
+    lane.accesses = 0;
     lane.index = i;
     lane.number = i % block.wave_lanes;
     lane.wave = &wave;
@@ -158,6 +162,25 @@ void Fault(const char* format, ...) {
                 block.y, the_lane->index, what);
   block.fault = text;
   SwitchForGood(the_caller);
+}
+
+void Watch(void (*sink)(const SharedAccess& access)) { the_watch = sink; }
+
+void NoteAccess(const char* instruction, const void* at) {
+  Lane& lane = *the_lane;
+  Wave& wave = *lane.wave;
+  const uint64_t index = lane.accesses++ - wave.closed_accesses;
+  if (index == wave.open_accesses.size()) {
+    wave.open_accesses.emplace_back().access.instruction = instruction;
+  }
+  OpenAccess& open = wave.open_accesses[index];
+  if (open.access.instruction != instruction) Fault("lanes of a wave access shared memory apart");
+  open.access.at[lane.number] =
+      static_cast<uint32_t>(static_cast<const char*>(at) - the_block->shared.base());
+  if (++open.lanes < SharedAccess::kLanes) return;
+  the_watch(open.access);  // lanes are in order, so it is the first
+  wave.open_accesses.pop_front();
+  ++wave.closed_accesses;
 }
 
 void Meet(Instruction instruction, void* slot) {

@@ -15,6 +15,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -56,11 +57,20 @@ struct Lane {
   bool (*ready)(uint32_t at, uint32_t parity) = nullptr;
   uint32_t at = 0, parity = 0;
   CopyQueue copies;
+  uint64_t accesses = 0;          // of shared memory, counted where they are watched
   std::vector<Product> products;  // that have not been waited for
   uint64_t product_group = 0;
 };
 
+// Of a wave, that some of its lanes have made.
+struct OpenAccess {
+  SharedAccess access{};
+  int lanes = 0;
+};
+
 struct Wave {
+  std::deque<OpenAccess> open_accesses;
+  uint64_t closed_accesses = 0;
   int index = 0;
   int lanes = 0;    // that have not ended
   int arrived = 0;  // of them, at the instruction
@@ -104,6 +114,15 @@ struct Block {
 
 extern Block* the_block;
 extern Lane* the_lane;  // that runs
+
+// See Image::watch.
+void Watch(void (*sink)(const SharedAccess& access));
+extern void (*the_watch)(const SharedAccess& access);
+void NoteAccess(const char* instruction, const void* at);
+// A lane's access to shared memory, as part of its wave's.
+inline void Access(const char* instruction, const void* at) {
+  if (the_watch != nullptr) NoteAccess(instruction, at);
+}
 
 // Ends the launch with what went wrong, as printf. Lanes are left where they stand, so nothing on
 // their stacks may own memory.

@@ -20,6 +20,13 @@ struct Kernel {
   void (*lane)(const void* arguments);  // what each lane runs
 };
 
+// An access to shared memory that all lanes of a wave make together.
+struct SharedAccess {
+  static constexpr int kLanes = 64;
+  const char* instruction;
+  uint32_t at[kLanes];  // bytes from the start of shared memory
+};
+
 struct Image {
   const char* arch;  // as the runtime reports it: "gfx950", "gfx942", "sm_90"
   int wave;          // lanes
@@ -28,6 +35,9 @@ struct Image {
   // Runs a grid, block after block, on the caller's thread; one launch at a time. Null, or what the
   // kernel did that a device would not have forgiven; the text lives until the next launch.
   const char* (*run)(const Kernel& kernel, const Grid& grid, const void* arguments);
+  // From now on calls `sink` for the accesses of waves of 64 lanes; null: for none. Kernels in
+  // which lanes of a wave access shared memory apart from each other are not to be watched.
+  void (*watch)(void (*sink)(const SharedAccess& access));
 };
 
 }  // namespace mla::gpu::host

@@ -1,7 +1,7 @@
 // Device-language glue of AMD GPUs: clang in HIP mode with -nogpuinc -nogpulib, everything from
 // compiler builtins. See vendor.h.
-#ifndef MLA_KERNELS_HIP_COMMON_VENDOR_AMD_H_
-#define MLA_KERNELS_HIP_COMMON_VENDOR_AMD_H_
+#ifndef MLA_KERNELS_HIP_AMD_VENDOR_H_
+#define MLA_KERNELS_HIP_AMD_VENDOR_H_
 
 #include <stdint.h>
 
@@ -24,6 +24,8 @@
 // in global memory, for which there are cheaper instructions.
 #define MLA_GLOBAL __attribute__((address_space(1)))
 #define MLA_LDS __attribute__((address_space(3)))
+// Records that no kernel writes: what is the same in every lane comes in scalar registers.
+#define MLA_RECORD __attribute__((address_space(4)))
 #define MLA_VECTOR(type, count, name) typedef type name __attribute__((ext_vector_type(count)))
 
 namespace mla::gpu {
@@ -72,6 +74,17 @@ MLA_DEVICE MLA_GLOBAL T* as_global(const void* p) {
   return (MLA_GLOBAL T*)reinterpret_cast<uintptr_t>(p);
 }
 
+template <class T>
+MLA_DEVICE MLA_RECORD const T* as_record(const T* p) {
+  return (MLA_RECORD const T*)reinterpret_cast<uintptr_t>(p);
+}
+// T: a struct of kWords words.
+template <class T, int kWords = sizeof(T) / 4>
+MLA_DEVICE T read_record(const T* p) {
+  typedef uint32_t Words __attribute__((ext_vector_type(kWords)));
+  return __builtin_bit_cast(T, *(MLA_RECORD const Words*)reinterpret_cast<uintptr_t>(p));
+}
+
 template <int kWords>
 struct WordVector {
   typedef uint32_t Type __attribute__((ext_vector_type(kWords)));
@@ -92,4 +105,4 @@ MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
 
 }  // namespace mla::gpu
 
-#endif  // MLA_KERNELS_HIP_COMMON_VENDOR_AMD_H_
+#endif  // MLA_KERNELS_HIP_AMD_VENDOR_H_

@@ -6,8 +6,8 @@
 //
 // Each wave keeps its rows' keys and values in registers. Copies of later stages are under way
 // while a stage is multiplied.
-#ifndef MLA_KERNELS_HIP_COMMON_EXPAND_H_
-#define MLA_KERNELS_HIP_COMMON_EXPAND_H_
+#ifndef MLA_KERNELS_HIP_AMD_EXPAND_H_
+#define MLA_KERNELS_HIP_AMD_EXPAND_H_
 
 #include "kernels/hip/common/expanded_pairs.h"
 
@@ -72,7 +72,7 @@ class Expand {
   }
   MLA_DEVICE Sources find(const ExpandPairs& pairs) const {
     Sources from;
-    const int chunk = (lane & 7) ^ (copied_row(0) & 7);
+    const int chunk = (lane & 7) ^ tile::swizzle(copied_row(0));
     const PagedRows pages = pairs.pages();
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -86,20 +86,20 @@ class Expand {
   }
 
   template <int kIndex = 0>
-  MLA_DEVICE void issue(const Sources& from, int step, int stage) {
+  MLA_DEVICE void issue(const Sources& from, int stage) {
     if constexpr (kIndex < 3 * kCopies) {
       constexpr int i = kIndex % kCopies, operand = kIndex / kCopies;
       const uint8_t* source = nullptr;
       if constexpr (operand == 0) {
-        source = from.rows[i] + step * (kDepth * 2);
+        source = from.rows[i];
       } else if constexpr (operand == 1) {
-        source = from.w_uk + i * (kRowsAtOnce * kExpandedLora * 2) + step * (kDepth * 2);
+        source = from.w_uk + i * (kRowsAtOnce * kExpandedLora * 2);
       } else {
         constexpr int row = i * kRowsAtOnce % 64, block = i * kRowsAtOnce / 64;
-        source = from.w_uv + block * 128 + (step * kDepth + row) * (kExpandedValue * 2);
+        source = from.w_uv + block * 128 + row * (kExpandedValue * 2);
       }
       copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane, source);
-      issue<kIndex + 1>(from, step, stage);
+      issue<kIndex + 1>(from, stage);
     }
   }
   template <int kIndex = 0>
@@ -109,28 +109,37 @@ class Expand {
       land<kIndex + 1>();
     }
   }
+  // To the next depth.
+  MLA_DEVICE static void advance(Sources& from) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) from.rows[i] += kDepth * 2;
+    from.w_uk += kDepth * 2;
+    from.w_uv += kDepth * kExpandedValue * 2;
+  }
   MLA_DEVICE lds_t base(int stage) const {
     return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
   }
 
   MLA_DEVICE void expand(const ExpandPairs& pairs) {
-    const Sources from = find(pairs);
+    Sources from = find(pairs);
     Sums sums;
     clear(sums);
     block_barrier();  // the previous pair's readers are done with shared memory
     if constexpr (tile::Copies::kThroughRegisters) {
-      issue(from, 0, 0);
+      issue(from, 0);
       for (int step = 0; step < kSteps; ++step) {
         land();
         block_barrier();
-        if (step + 1 < kSteps) issue(from, step + 1, 0);
+        advance(from);
+        if (step + 1 < kSteps) issue(from, 0);
         multiply(stages, sums);
         block_barrier();
       }
     } else {
 #pragma unroll
       for (int s = 0; s < kStages - 1; ++s) {
-        issue(from, s, s);
+        issue(from, s);
+        advance(from);
         copies.close_stage();
       }
       for (int step = 0; step < kSteps; ++step) {
@@ -141,7 +150,8 @@ class Expand {
         }
         block_barrier();
         const int ahead = step + kStages - 1;
-        if (ahead < kSteps) issue(from, ahead, ahead % kStages);
+        if (ahead < kSteps) issue(from, ahead % kStages);
+        advance(from);
         copies.close_stage();
         multiply(stages + step % kStages * kStageBytes, sums);
       }
@@ -173,18 +183,16 @@ class Expand {
           keys.load(k, (col_wave * kKeys + n % kKeys) * W::kScoreCols, n / kKeys);
         },
         [&](const typename W::K& k, int n) { W::scores(sums.keys[n % kKeys], q[n / kKeys], k); });
-    typename W::P p[kValueSteps];
-#pragma unroll
-    for (int step = 0; step < kValueSteps; ++step) {
-      W::template load_p<128>(p[step], rows, row0, step, lane);
-    }
+    // The rows are operands of both products: the weights follow the order of the depth in them.
+    static_assert(kValueSteps == kKeySteps);
+    const typename W::template ValueRows<64, tile::Order::kAlongDepth> values(rows + 2 * kTileBytes,
+                                                                              lane);
     read_ahead<typename W::V, kValueSteps * kValues, C::kExpandAhead>(
         [&](typename W::V& v, int n) {
-          W::template load_v<64>(v, rows + 2 * kTileBytes, n / kValues,
-                                 col_wave * kValues + n % kValues, lane);
+          values.load(v, n / kValues, col_wave * kValues + n % kValues);
         },
         [&](const typename W::V& v, int n) {
-          W::outputs(sums.values[n % kValues], p[n / kValues], v);
+          W::outputs(sums.values[n % kValues], q[n / kValues], v);
         });
   }
 
@@ -229,9 +237,9 @@ class Expand {
     uint32_t words[W::kRun / 2];
 #pragma unroll
     for (int j = 0; j < W::kRun; j += 2) words[j / 2] = exists ? pair(j) : 0;
-    store_words(
-        panel + row * kPanelRowBytes + ((((column >> 3) & 7) ^ (row & 7)) << 4) + (column & 7) * 2,
-        words);
+    store_words(panel + row * kPanelRowBytes + ((((column >> 3) & 7) ^ tile::swizzle(row)) << 4) +
+                    (column & 7) * 2,
+                words);
   }
 
   const ExpandArgs& args;
@@ -243,4 +251,4 @@ class Expand {
 
 }  // namespace mla::gpu
 
-#endif  // MLA_KERNELS_HIP_COMMON_EXPAND_H_
+#endif  // MLA_KERNELS_HIP_AMD_EXPAND_H_

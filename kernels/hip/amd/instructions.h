@@ -1,7 +1,7 @@
 // Instructions of gfx942 and gfx950 that tile primitives are made of, one function each. On the
 // host kernels/hip/host/amd_instructions.h supplies the same functions.
-#ifndef MLA_KERNELS_HIP_COMMON_AMD_INSTRUCTIONS_H_
-#define MLA_KERNELS_HIP_COMMON_AMD_INSTRUCTIONS_H_
+#ifndef MLA_KERNELS_HIP_AMD_INSTRUCTIONS_H_
+#define MLA_KERNELS_HIP_AMD_INSTRUCTIONS_H_
 
 #include "kernels/hip/common/vendor.h"
 
@@ -29,6 +29,10 @@ MLA_DEVICE lds_t shared_base() {
   static __shared__ __attribute__((aligned(128))) char memory[kBytes];
   return (lds_t)memory;
 }
+// An address with some bits of the offset turned over.
+MLA_DEVICE lds_t flip(lds_t at, int bits) {
+  return (lds_t)(uintptr_t)((uint32_t)(uintptr_t)at ^ static_cast<uint32_t>(bits));
+}
 template <class T>
 MLA_DEVICE T shared_load(lds_t at) {
   return *(MLA_LDS T*)at;
@@ -42,6 +46,13 @@ MLA_DEVICE void shared_store(lds_t at, T x) {
 // each use and not kept over a loop in registers, which are scarce.
 MLA_DEVICE int opaque(int x) {
   asm volatile("" : "+v"(x));
+  return x;
+}
+
+// An operand of products, kept out of the accumulation registers, which the compiler would move
+// accumulators to make room in.
+MLA_DEVICE u32x4 in_vector_registers(u32x4 x) {
+  asm("" : "+v"(x));
   return x;
 }
 
@@ -122,4 +133,4 @@ MLA_DEVICE void wait_for_copies() {
 
 #endif  // MLA_ON_HOST
 
-#endif  // MLA_KERNELS_HIP_COMMON_AMD_INSTRUCTIONS_H_
+#endif  // MLA_KERNELS_HIP_AMD_INSTRUCTIONS_H_

@@ -7,10 +7,11 @@
 // Every wave keeps its query rows to itself: scores, statistics, probabilities and outputs stay in
 // its registers. Tiles are contiguous in the workspace as they are in shared memory
 // (expanded_args.h), so copies need no page table.
-#ifndef MLA_KERNELS_HIP_COMMON_ATTEND_EXPANDED_H_
-#define MLA_KERNELS_HIP_COMMON_ATTEND_EXPANDED_H_
+#ifndef MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_
+#define MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_
 
 #include "kernels/hip/common/expanded_item.h"
+#include "kernels/hip/common/softmax.h"
 
 namespace mla::gpu {
 
@@ -48,8 +49,7 @@ class AttendExpanded {
 
   struct State {
     typename W::Out o[kOutFragments];
-    float origin[W::kSlots];  // of the exponentials, in powers of two
-    float sum[W::kSlots];     // of this lane's columns
+    OnlineSoftmax<W, kScoreFragments> softmax;
     int limit[W::kSlots];
   };
   struct Sources {  // of this lane in the next tile
@@ -121,6 +121,8 @@ class AttendExpanded {
         copies.close_stage();
       }
     }
+    // Else the compiler would wait for them in the loop, in every turn, and so for copies.
+    wait_for_loads();
     for (int t = 0; t < tiles; ++t) {
       int stage = 0;
       if constexpr (tile::Copies::kThroughRegisters) {
@@ -151,7 +153,7 @@ class AttendExpanded {
   }
 
   MLA_DEVICE void load_queries(const Item& item, typename W::Q (&queries)[kScoreSteps]) {
-    const RequestRecord& r = *item.request;
+    MLA_RECORD const RequestRecord& r = *item.request;
     const int row = wave * C::kWaveRows + W::row(lane, 0);
     const int p = row < item.rows ? row : 0;  // rows past the item's are dropped in the end
     const int64_t index = item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride;
@@ -170,8 +172,7 @@ class AttendExpanded {
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int p = wave * C::kWaveRows + W::row(lane, slot);
-      state.origin[slot] = negative_infinity();
-      state.sum[slot] = 0.0f;
+      state.softmax.clear(slot);
       state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
       if (e.carried_row >= 0 && p < item.rows) carry_in(e.carried_row + p, state, slot);
     }
@@ -180,8 +181,8 @@ class AttendExpanded {
   MLA_DEVICE void carry_in(int64_t row, State& state, int slot) const {
     const float lse = args.partial_lse[row];
     if (lse == negative_infinity()) return;
-    state.origin[slot] = lse * kLog2e;
-    state.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
+    state.softmax.origin[slot] = lse * kLog2e;
+    state.softmax.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
     const float* o = args.partial_o + row * kExpandedValue;
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) {
@@ -210,7 +211,13 @@ class AttendExpanded {
           W::scores(s[n % kScoreFragments], queries[n / kScoreFragments], k);
         });
     if (masked) mask(s, state, first);
-    softmax(s, state, scale);
+    float factor[W::kSlots];
+    if (state.softmax.update(s, scale, C::kOriginSlack, factor, [](float(&)[W::kSlots]) {})) {
+      rare_path_begins();
+#pragma unroll
+      for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
+      rare_path_ends();
+    }
     accumulate(tile_base + kKPanels * kPanelBytes, s, state);
     if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
   }
@@ -234,11 +241,9 @@ class AttendExpanded {
     typename W::P p[kPvSteps];
 #pragma unroll
     for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
-    const int here = tile::lane_again();
+    const typename W::template ValueRows<kTile> rows(values, tile::lane_again());
     read_ahead<typename W::V, kPvSteps * kOutFragments, C::kExpandedAhead>(
-        [&](typename W::V& v, int n) {
-          W::template load_v<kTile>(v, values, n / kOutFragments, n % kOutFragments, here);
-        },
+        [&](typename W::V& v, int n) { rows.load(v, n / kOutFragments, n % kOutFragments); },
         [&](const typename W::V& v, int n) {
           W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
         });
@@ -269,55 +274,13 @@ class AttendExpanded {
     rare_path_ends();
   }
 
-  // Row maxima, probabilities 2^(logit - origin) in place of the scores, accumulators scaled to
-  // match.
-  MLA_DEVICE void softmax(typename W::Scores (&s)[kScoreFragments], State& state, float scale) {
-    float top[W::kSlots], factor[W::kSlots], origin[W::kSlots];
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = negative_infinity();
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        top[W::score_slot(i)] = max_f(top[W::score_slot(i)], s[f].at(i));
-      }
-    }
-    bool moved = false;
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      const float most = W::row_max(top[slot]) * scale;
-      const bool follows = most > state.origin[slot] + C::kOriginSlack;
-      const float now = follows ? most : state.origin[slot];
-      origin[slot] = now == negative_infinity() ? 0.0f : now;
-      factor[slot] = exp2_fast(state.origin[slot] - origin[slot]);
-      moved |= follows;
-      state.origin[slot] = now;
-      state.sum[slot] *= factor[slot];
-    }
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        const int slot = W::score_slot(i);
-        const float p = exp2_fast(fma_f(s[f].at(i), scale, -origin[slot]));
-        state.sum[slot] += p;
-        s[f].set(i, p);
-      }
-    }
-    if (!tile::any(moved)) return;
-    rare_path_begins();
-#pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
-    rare_path_ends();
-  }
-
   // --- Results.
   MLA_DEVICE void finish(const Item& item, State& state) const {
     const AttendArgs results = results_of(args);
     const bool aligned = aligned_results(results, item, W::kRun);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const RowScale scale(state.origin[slot], W::row_sum(state.sum[slot]));
+      const RowScale scale(state.softmax.origin[slot], W::row_sum(state.softmax.sum[slot]));
       const int p = wave * C::kWaveRows + W::row(lane, slot);
       if (p >= item.rows) continue;
       const RowTarget target(results, item, p, kExpandedValue);
@@ -346,4 +309,4 @@ class AttendExpanded {
 
 }  // namespace mla::gpu
 
-#endif  // MLA_KERNELS_HIP_COMMON_ATTEND_EXPANDED_H_
+#endif  // MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_

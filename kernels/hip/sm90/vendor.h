@@ -1,6 +1,6 @@
 // Device-language glue of NVIDIA GPUs: nvcc. See vendor.h.
-#ifndef MLA_KERNELS_HIP_COMMON_VENDOR_NVIDIA_H_
-#define MLA_KERNELS_HIP_COMMON_VENDOR_NVIDIA_H_
+#ifndef MLA_KERNELS_HIP_SM90_VENDOR_H_
+#define MLA_KERNELS_HIP_SM90_VENDOR_H_
 
 #include <stdint.h>
 
@@ -10,6 +10,7 @@
 #define MLA_DEVICE __device__ __forceinline__
 #define MLA_KERNEL_ARGUMENT __grid_constant__
 #define MLA_GLOBAL
+#define MLA_RECORD
 
 namespace mla::gpu {
 
@@ -58,6 +59,15 @@ MLA_DEVICE T* as_global(const void* p) {
   return (T*)reinterpret_cast<uintptr_t>(p);
 }
 
+template <class T>
+MLA_DEVICE const T* as_record(const T* p) {
+  return p;
+}
+template <class T>
+MLA_DEVICE const T& read_record(const T* p) {
+  return *p;
+}
+
 template <int kWords>
 struct alignas(4 * kWords) WordVector {
   uint32_t w[kWords];
@@ -78,4 +88,4 @@ MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
 
 }  // namespace mla::gpu
 
-#endif  // MLA_KERNELS_HIP_COMMON_VENDOR_NVIDIA_H_
+#endif  // MLA_KERNELS_HIP_SM90_VENDOR_H_

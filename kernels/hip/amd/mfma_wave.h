@@ -7,10 +7,15 @@
 // probabilities of S^T are already in the operand order of the second product: no shared memory, no
 // shuffle. Element i of a 32x32 accumulator is row 8*(i/4) + 4*(lane/32) + i%4, of a 16x16 one
 // 4*(lane/16) + i; the column is the packed row.
-#ifndef MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
-#define MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
+#ifndef MLA_KERNELS_HIP_AMD_MFMA_WAVE_H_
+#define MLA_KERNELS_HIP_AMD_MFMA_WAVE_H_
 
-#include "kernels/hip/common/amd_instructions.h"
+#include "kernels/hip/amd/instructions.h"
+#if MLA_GFX950
+#include "kernels/hip/gfx950/swizzle.h"
+#else
+#include "kernels/hip/gfx942/swizzle.h"
+#endif
 
 namespace mla::gpu::tile {
 
@@ -64,8 +69,12 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
 // Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
 template <int kRows>
 MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
-  return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+  return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ swizzle(row)) << 4);
 }
+
+// Which depth the elements of an operand of outputs stand for: that of the scores, from which
+// probabilities come, or eight in a row, as in the operands of scores.
+enum class Order { kOfScores, kAlongDepth };
 
 template <int kRows>
 struct Accumulator;
@@ -127,20 +136,21 @@ struct WaveBase {
     k.r = shared_load<u32x4>(
         chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)), step * kGroups + group(lane)));
   }
-  // The same from addresses worked out before: steps of one column block differ in the exchange of
-  // chunks, all others in constants. `kv0`: a multiple of eight.
+  // The same from addresses worked out before: those of one column block differ in bits of the
+  // chunk, all others in constants. The tile begins at a multiple of 128 bytes, kv0 is a multiple
+  // of kRows.
   template <int kTileRows>
   struct KeyRows {
     static constexpr int kSteps = 8 / kGroups;
     lds_t at[kSteps];
     MLA_DEVICE KeyRows(lds_t tile, int lane) {
+      at[0] = chunk_at<kTileRows>(tile, lane & (kRows - 1), group(lane));
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        at[s] = chunk_at<kTileRows>(tile, lane & (kRows - 1), s * kGroups + group(lane));
-      }
+      for (int s = 1; s < kSteps; ++s) at[s] = flip(at[0], s * kGroups * 16);
     }
     MLA_DEVICE void load(K& k, int kv0, int step) const {
-      k.r = shared_load<u32x4>(at[step % kSteps] + step / kSteps * (kTileRows * 128) + kv0 * 128);
+      const lds_t column = flip(at[step % kSteps], swizzle(kv0) * 16);
+      k.r = shared_load<u32x4>(column + step / kSteps * (kTileRows * 128) + kv0 * 128);
     }
   };
   // Queries of a tile in LDS: both operands of a score product lie alike.
@@ -177,4 +187,4 @@ struct WaveBase {
 
 }  // namespace mla::gpu::tile
 
-#endif  // MLA_KERNELS_HIP_COMMON_MFMA_WAVE_H_
+#endif  // MLA_KERNELS_HIP_AMD_MFMA_WAVE_H_

@@ -1,0 +1,13 @@
+// How chunks of a row in shared memory are exchanged on gfx942. LDS has 32 banks there, a row of
+// 128 bytes wide: eight rows at one chunk touch all banks once.
+#ifndef MLA_KERNELS_HIP_GFX942_SWIZZLE_H_
+#define MLA_KERNELS_HIP_GFX942_SWIZZLE_H_
+
+namespace mla::gpu::tile {
+
+// The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
+constexpr int swizzle(int row) { return row & 7; }
+
+}  // namespace mla::gpu::tile
+
+#endif  // MLA_KERNELS_HIP_GFX942_SWIZZLE_H_

@@ -1,0 +1,178 @@
+// Which addresses of shared memory the lanes of a wave access together, instruction by instruction,
+// in the kernels of one architecture with matrix products: what kernels/hip/tools counts bank
+// conflicts in. Runs each kernel on the host on a small launch without masks.
+//
+//   shared_accesses IMAGE.so...
+//
+// Prints a line for each kernel, instruction and pattern of addresses that differs by more than a
+// constant: architecture, kernel, instruction, how often it was met, and for each lane the bytes
+// from the lowest address of the wave.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/host/block/image.h"
+
+namespace mla::gpu {
+namespace {
+
+using host::SharedAccess;
+
+using Pattern = std::array<uint32_t, SharedAccess::kLanes>;
+std::map<std::pair<std::string, Pattern>, int>& Met() {
+  static auto& met = *new std::map<std::pair<std::string, Pattern>, int>;
+  return met;
+}
+
+void Count(const SharedAccess& access) {
+  Pattern pattern;
+  const uint32_t lowest = *std::min_element(std::begin(access.at), std::end(access.at));
+  for (size_t i = 0; i < pattern.size(); ++i) pattern[i] = access.at[i] - lowest;
+  ++Met()[{access.instruction, pattern}];
+}
+
+constexpr int32_t kRows = 256, kPageRows = 64, kRow = 576, kHeads = 128;
+constexpr int64_t kGranule = 256;
+
+// One request of 128 query heads over kRows cached rows, all zeros, and buffers for any kernel.
+struct Launch {
+  std::vector<uint16_t> q = std::vector<uint16_t>(size_t{kHeads} * kRow);
+  std::vector<float> o = std::vector<float>(size_t{kHeads} * kExpandedLora);
+  std::vector<uint16_t> pool = std::vector<uint16_t>(size_t{kRows} * kRow);
+  std::vector<uint32_t> pages;
+  std::vector<uint16_t> weights = std::vector<uint16_t>(size_t{kExpandedLora} * 128);
+  const uint16_t* weight_slots = weights.data();
+  std::vector<uint8_t> workspace = std::vector<uint8_t>(size_t{1} << 20);
+  kernels::RequestRecord request{};
+  kernels::WorkInfo work{};
+  int32_t indptr[2] = {0, 1};
+
+  Launch() {
+    for (int64_t page = 0; page < kRows / kPageRows; ++page) {
+      pages.push_back(static_cast<uint32_t>(page * kPageRows * kRow * 2 / kGranule));
+    }
+    request.q = q.data();
+    request.o = o.data();
+    request.q_row_stride = int64_t{kHeads} * kRow;
+    request.q_head_stride = kRow;
+    request.o_row_stride = int64_t{kHeads} * kExpandedLora;
+    request.o_head_stride = kExpandedLora;
+    request.row_stride = kRow * 2;
+    request.page_size = kPageRows;
+    request.q_rows = 1;
+    request.kv_rows = kRows;
+    request.num_heads = kHeads;
+    request.softmax_scale = 1.0f;
+    work = {.request = 0,
+            .partial_row = kernels::kUnsplit,
+            .q_begin = 0,
+            .q_end = 1,
+            .kv_begin = 0,
+            .kv_end = kRows,
+            .kv_after = 0,
+            .heads = kernels::PackHeads(0, kHeads)};
+  }
+
+  AttendArgs Attend() {
+    return {.requests = &request,
+            .page_tables = pages.data(),
+            .pool = reinterpret_cast<const uint8_t*>(pool.data()),
+            .work_indptr = indptr,
+            .work_info = &work,
+            .partial_o = nullptr,
+            .partial_lse = nullptr,
+            .granule_bytes = kGranule,
+            .blocks_per_unit = 1,
+            .o_is_f32 = 1};
+  }
+  ExpandSegment segment{.rows = kRows, .padded_rows = kRows, .heads = 1};
+  ExpandArgs Expand() {
+    return {.requests = &request,
+            .page_tables = pages.data(),
+            .pool = reinterpret_cast<const uint8_t*>(pool.data()),
+            .segments = &segment,
+            .w_uk = &weight_slots,
+            .w_uv = &weight_slots,
+            .workspace = workspace.data(),
+            .granule_bytes = kGranule,
+            .segment_count = 1,
+            .pairs = kRows / kExpandedRows,
+            .first_tile_pairs = 0,
+            .blocks = 1};
+  }
+  ExpandedItem item{};
+  ExpandedArgs Expanded() {
+    item.work = work;
+    item.panel_bytes = int64_t{kRows} * kPanelRowBytes;
+    item.rotated = kPanelsPerHead * item.panel_bytes + kRestBytes;
+    item.carried_row = kernels::kUnsplit;
+    return {.requests = &request,
+            .items = &item,
+            .unit_indptr = indptr,
+            .workspace = workspace.data(),
+            .partial_o = nullptr,
+            .partial_lse = nullptr,
+            .o_is_f32 = 1};
+  }
+};
+
+// Whether all went well.
+bool RunKernel(const host::Image& image, std::string_view name, const void* args) {
+  const auto* const end = image.kernels + image.kernel_count;
+  const auto* const kernel =
+      std::find_if(image.kernels, end, [&](const host::Kernel& k) { return k.name == name; });
+  if (kernel == end) return true;  // not of this architecture
+  Met().clear();
+  image.watch(Count);
+  const char* const fault =
+      image.run(*kernel, {.x = 1, .y = 1, .threads = 256, .shared_bytes = 0}, args);
+  image.watch(nullptr);
+  if (fault != nullptr) {
+    std::fprintf(stderr, "shared_accesses: %s: %s\n", image.arch, fault);
+    return false;
+  }
+  for (const auto& [what, count] : Met()) {
+    std::printf("%s %s %s %d", image.arch, kernel->name, what.first.c_str(), count);
+    for (const uint32_t at : what.second) std::printf(" %u", at);
+    std::printf("\n");
+  }
+  return true;
+}
+
+bool RunImage(const char* path) {
+  void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  void* const entry = library == nullptr ? nullptr : dlsym(library, "mla_host_image");
+  if (entry == nullptr) {
+    std::fprintf(stderr, "shared_accesses: %s\n", dlerror());
+    return false;
+  }
+  const host::Image& image = *reinterpret_cast<const host::Image* (*)()>(entry)();
+  Launch launch;
+  const AttendArgs attend = launch.Attend();
+  const ExpandArgs expand = launch.Expand();
+  const ExpandedArgs expanded = launch.Expanded();
+  return RunKernel(image, "mla_attend_64", &attend) &&
+         RunKernel(image, "mla_attend_128", &attend) && RunKernel(image, kExpandKernel, &expand) &&
+         RunKernel(image, kExpandedKernel, &expanded);
+}
+
+}  // namespace
+}  // namespace mla::gpu
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    if (!mla::gpu::RunImage(argv[i])) return 1;
+  }
+  return argc > 1 ? 0 : 2;
+}
