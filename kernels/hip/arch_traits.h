@@ -36,6 +36,10 @@ struct ArchTraits {
   int32_t blocks_per_unit = 1;
   // A launch of few work items is given to blocks of fewer rows, more of them an item.
   bool spreads_few_items = false;
+  // Units of a die with an L2 of its own (XCD); 0: one L2 serves all units.
+  int32_t units_per_xcd = 0;
+  // Keys and values of the expanded form that an L2 holds beside all else.
+  int64_t cache_bytes = int64_t{24} << 20;
   int32_t kv_granularity = 64;
   int32_t item_overhead_rows = 256;
 };
@@ -61,6 +65,8 @@ inline constexpr ArchTraits kGfx950Traits{
     .expanded_blocks = 2,
     .waves_per_block = 4,
     .blocks_per_unit = 1,
+    .units_per_xcd = 32,
+    .cache_bytes = int64_t{3} << 20,  // of 4 MiB
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };
@@ -70,9 +76,17 @@ inline constexpr ArchTraits kGfx942Traits{
     .expanded_blocks = 2,
     .waves_per_block = 4,
     .blocks_per_unit = 2,
+    .units_per_xcd = 38,
+    .cache_bytes = int64_t{3} << 20,
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };
+
+// Dies of a device of `units` units that blocks are dealt to in turn.
+constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
+  const bool whole = arch.units_per_xcd > 0 && units % arch.units_per_xcd == 0;
+  return whole ? units / arch.units_per_xcd : 1;
+}
 
 // Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows:
 // the smallest that takes them in one block, else the largest. Where `busy` units have work and so

@@ -4,9 +4,13 @@
 #include "kernels/hip/arch_traits.h"
 
 #include <algorithm>
+#include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/hip/common/kernel_args.h"
 
 namespace mla::gpu {
 namespace {
@@ -115,6 +119,44 @@ TEST(ChooseAttend, SpreadsFewItemsWhereAllBlocksRunAtATime) {
   for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits}) {
     EXPECT_EQ(ChooseAttend(*arch, 128, 1, kUnits), ChooseAttend(*arch, 128, kUnits, kUnits));
   }
+}
+
+TEST(PlaceOf, EveryShareOfEveryUnitHasOneBlock) {
+  for (const int32_t xcds : {0, 1, 6, 8}) {
+    for (const int32_t per_unit : {1, 2, 8}) {
+      for (const int32_t units : {1, 3, 8, 9, 16, 152, 153, 256}) {
+        std::set<std::pair<int32_t, int32_t>> seen;
+        for (int32_t b = 0; b < units * per_unit; ++b) {
+          const BlockPlace place = PlaceOf(b, units * per_unit, per_unit, xcds);
+          ASSERT_TRUE(place.unit >= 0 && place.unit < units) << b;
+          ASSERT_TRUE(place.share >= 0 && place.share < per_unit) << b;
+          seen.insert({place.unit, place.share});
+        }
+        ASSERT_EQ(seen.size(), static_cast<size_t>(units * per_unit)) << xcds << " " << units;
+      }
+    }
+  }
+}
+
+TEST(PlaceOf, SharesOfAUnitAndNeighboursAreOnOneDie) {
+  constexpr int32_t kXcds = 8, kPerUnit = 2, kBlocks = 304;
+  std::vector<std::set<int32_t>> dies(kBlocks / kPerUnit);
+  for (int32_t b = 0; b < kBlocks; ++b) {
+    const BlockPlace place = PlaceOf(b, kBlocks, kPerUnit, kXcds);
+    dies[static_cast<size_t>(place.unit)].insert(b % kXcds);
+  }
+  for (size_t unit = 0; unit < dies.size(); ++unit) {
+    EXPECT_EQ(dies[unit], std::set<int32_t>{static_cast<int32_t>(unit) / 19}) << unit;
+  }
+}
+
+TEST(XcdsOf, CountsWholeDies) {
+  EXPECT_EQ(XcdsOf(kGfx950Traits, 256), 8);
+  EXPECT_EQ(XcdsOf(kGfx942Traits, 304), 8);
+  EXPECT_EQ(XcdsOf(kGfx942Traits, 228), 6);
+  EXPECT_EQ(XcdsOf(kGfx942Traits, 38), 1);
+  EXPECT_EQ(XcdsOf(kGfx942Traits, 100), 1);  // not a number of dies that is known
+  EXPECT_EQ(XcdsOf(kSm90Traits, 132), 1);
 }
 
 TEST(CombineWavesBeside, GivesUpWavesOnlyForBlocksThatStartEarly) {

@@ -59,6 +59,7 @@ kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
     traits.item_overhead_rows = 2 * kExpandedRows;
     traits.rounds.workspace_bytes =
         configured_ ? expanded_workspace_.bytes() : options_.expanded_workspace_bytes;
+    traits.rounds.cache_bytes = arch_->cache_bytes;
     traits.rounds.first_carry_row = static_cast<int32_t>(limits_.partial_rows);
     traits.rounds.carry_rows = limits_.launch_rows;
     return traits;
@@ -270,10 +271,12 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   args.granule_bytes = kernels::kPageGranuleBytes;
   args.blocks_per_unit = static_cast<int32_t>(DivideUp(rows, arch_->attend[variant].rows));
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
+  args.blocks = static_cast<int32_t>(units) * args.blocks_per_unit;
+  args.xcds = XcdsOf(*arch_, runtime_->units());
   run.exchanged = arch_->attend[variant].exchanged_partials;
   run.idle_units = std::max(0, runtime_->units() - busy * args.blocks_per_unit);
   const LaunchShape shape{
-      .grid_x = units * static_cast<uint32_t>(args.blocks_per_unit),
+      .grid_x = static_cast<uint32_t>(args.blocks),
       .threads = static_cast<uint32_t>(arch_->attend[variant].threads),
       .shared_bytes = static_cast<uint32_t>(arch_->attend[variant].shared_bytes)};
   if (absl::Status s = slot.AddKernel(kernels_.attend[variant], shape, args); !s.ok()) return s;

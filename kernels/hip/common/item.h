@@ -44,8 +44,13 @@ MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
 // block has rows.
 template <int kRows, class Body>
 MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body) {
+#if MLA_AMD
+  const BlockPlace place = PlaceOf(block_index(), args.blocks, args.blocks_per_unit, args.xcds);
+  const int unit = place.unit, share = place.share;
+#else
   const int unit = block_index() / args.blocks_per_unit;
   const int share = block_index() - unit * args.blocks_per_unit;
+#endif
   const int end = args.work_indptr[unit + 1];
   for (int i = args.work_indptr[unit]; i < end; ++i) {
     const Item item = load_item<kRows>(args, i, share);

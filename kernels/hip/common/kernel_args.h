@@ -24,8 +24,25 @@ inline constexpr char kProjectKernel[] = "mla_project";
 // mla_attend_<rows>: absorbed attention with tiles of at most <rows> packed rows a block.
 inline constexpr char kAttendPrefix[] = "mla_attend_";
 
-// Absorbed attention over a plan. Block b serves unit b / blocks_per_unit and, of each work item,
-// the packed rows [s * R, (s + 1) * R) with s = b % blocks_per_unit and R the kernel's tile rows.
+// The unit of the plan that a block serves, and its share of that unit's rows.
+struct BlockPlace {
+  int32_t unit, share;
+};
+// Neighbouring units, and all shares of a unit, read the same KV rows more often than others, so
+// they go to one L2. `xcds`: dies with an L2 each, which blocks go to in turn, block b to b % xcds;
+// then units are dealt to dies in runs. At most 1: all blocks share the L2.
+constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_unit, int32_t xcds) {
+  const int32_t turn = blocks_per_unit * (xcds > 1 ? xcds : 1);
+  const int32_t runs = blocks / turn;  // units a die; blocks that fill no turn serve the last units
+  if (xcds <= 1 || block >= runs * turn) {
+    return {block / blocks_per_unit, block % blocks_per_unit};
+  }
+  const int32_t inside = block / xcds;  // of its die's blocks
+  return {block % xcds * runs + inside / blocks_per_unit, inside % blocks_per_unit};
+}
+
+// Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives and, of
+// each work item, the packed rows [s * R, (s + 1) * R) with R the kernel's tile rows.
 struct AttendArgs {
   const RequestRecord* requests;
   const uint32_t* page_tables;
@@ -37,6 +54,8 @@ struct AttendArgs {
   int64_t granule_bytes;  // of a page-table entry: kPageGranuleBytes in the server's pool
   int32_t blocks_per_unit;
   int32_t o_is_f32;
+  int32_t blocks;  // of the grid
+  int32_t xcds;
 };
 
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row

@@ -94,7 +94,9 @@ struct Launch {
             .partial_lse = nullptr,
             .granule_bytes = kGranule,
             .blocks_per_unit = 1,
-            .o_is_f32 = 1};
+            .o_is_f32 = 1,
+            .blocks = 1,
+            .xcds = 1};
   }
   ExpandSegment segment{.rows = kRows, .padded_rows = kRows, .heads = 1};
   ExpandArgs Expand() {

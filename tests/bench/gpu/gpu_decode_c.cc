@@ -185,8 +185,10 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   attend_args_.granule_bytes = int64_t{page} * kRowDim * 2;
   attend_args_.blocks_per_unit =
       (rows + arch_->attend[variant_].rows - 1) / arch_->attend[variant_].rows;
+  attend_args_.blocks = last * attend_args_.blocks_per_unit;
+  attend_args_.xcds = gpu::XcdsOf(*arch_, runtime_->units());
   attend_shape_ = {};
-  attend_shape_.grid_x = static_cast<uint32_t>(last * attend_args_.blocks_per_unit);
+  attend_shape_.grid_x = static_cast<uint32_t>(attend_args_.blocks);
   attend_shape_.threads = static_cast<uint32_t>(arch_->attend[variant_].threads);
   attend_shape_.shared_bytes = arch_->attend[variant_].shared_bytes;
   combine_args_ = {};
