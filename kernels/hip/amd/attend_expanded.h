@@ -12,6 +12,7 @@
 
 #include "kernels/hip/common/expanded_item.h"
 #include "kernels/hip/common/softmax.h"
+#include "kernels/hip/common/wave_rows.h"
 
 namespace mla::gpu {
 
@@ -108,7 +109,7 @@ class AttendExpanded {
     const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
     block_barrier();  // the previous item's readers are done with shared memory
     typename W::Q queries[kScoreSteps];
-    load_queries(item, queries);
+    QueryLoader<W, kScoreSteps>::load(item, own, lane, queries);
     State state;
     clear(e, item, state);
     if constexpr (tile::Copies::kThroughRegisters) {
@@ -134,9 +135,9 @@ class AttendExpanded {
         if (tiles - 1 - t >= kStages - 2) {
           copies.template wait<kStages - 2, kCopies>();
         } else {
-          rare_path_begins();
+          exclude_from_report_begin();
           copies.template wait<0, kCopies>();
-          rare_path_ends();
+          exclude_from_report_end();
         }
         block_barrier();
         stage = t % kStages;
@@ -150,20 +151,6 @@ class AttendExpanded {
       if constexpr (tile::Copies::kThroughRegisters) block_barrier();
     }
     finish(item, state);
-  }
-
-  MLA_DEVICE void load_queries(const Item& item, typename W::Q (&queries)[kScoreSteps]) {
-    MLA_RECORD const RequestRecord& r = *item.request;
-    const int row = wave * C::kWaveRows + W::row(lane, 0);
-    const int p = row < item.rows ? row : 0;  // rows past the item's are dropped in the end
-    const int64_t index = item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride;
-    const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
-#pragma unroll
-    for (int s = 0; s < kScoreSteps; ++s) {
-      const Chunk c = load_chunk(r.q, index + W::group(lane) * 8 + s * W::kDepth, false, aligned);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) queries[s].r[i] = c.w[i];
-    }
   }
 
   MLA_DEVICE void clear(const ExpandedItem& e, const Item& item, State& state) const {
@@ -213,10 +200,10 @@ class AttendExpanded {
     if (masked) mask(s, state, first);
     float factor[W::kSlots];
     if (state.softmax.update(s, scale, C::kOriginSlack, factor, [](float(&)[W::kSlots]) {})) {
-      rare_path_begins();
+      exclude_from_report_begin();
 #pragma unroll
       for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
-      rare_path_ends();
+      exclude_from_report_end();
     }
     accumulate(tile_base + kKPanels * kPanelBytes, s, state);
     if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
@@ -224,7 +211,7 @@ class AttendExpanded {
 
   MLA_DEVICE void mask(typename W::Scores (&s)[kScoreFragments], const State& state,
                        int first) const {
-    rare_path_begins();
+    exclude_from_report_begin();
 #pragma unroll
     for (int f = 0; f < kScoreFragments; ++f) {
 #pragma unroll
@@ -233,7 +220,7 @@ class AttendExpanded {
         if (position >= state.limit[W::score_slot(i)]) s[f].set(i, negative_infinity());
       }
     }
-    rare_path_ends();
+    exclude_from_report_end();
   }
 
   MLA_DEVICE void accumulate(lds_t values, const typename W::Scores (&s)[kScoreFragments],
@@ -253,7 +240,7 @@ class AttendExpanded {
   // keys, which no wave needs any more.
   MLA_DEVICE void accumulate_rests(lds_t tile_base, const uint8_t* rests,
                                    typename W::Scores (&s)[kScoreFragments], State& state) const {
-    rare_path_begins();
+    exclude_from_report_begin();
     block_barrier();
     for (int i = thread_index(); i < kVPanels * kTile * 8; i += kThreads) {
       Chunk c;
@@ -271,33 +258,18 @@ class AttendExpanded {
       }
     }
     accumulate(tile_base + kKPanels * kPanelBytes, s, state);
-    rare_path_ends();
+    exclude_from_report_end();
   }
 
   // --- Results.
   MLA_DEVICE void finish(const Item& item, State& state) const {
     const AttendArgs results = results_of(args);
-    const bool aligned = aligned_results(results, item, W::kRun);
+    const RowWriter<W, kOutFragments> writer(results, item, kExpandedValue, 0);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const RowScale scale(state.softmax.origin[slot], W::row_sum(state.softmax.sum[slot]));
       const int p = wave * C::kWaveRows + W::row(lane, slot);
-      if (p >= item.rows) continue;
-      const RowTarget target(results, item, p, kExpandedValue);
-      if (W::score_col(lane, 0) == 0 && target.lse != nullptr) *target.lse = scale.lse;
-#pragma unroll
-      for (int f = 0; f < kOutFragments; ++f) {
-#pragma unroll
-        for (int i = 0; i < W::kOutElems; i += W::kRun) {
-          if (W::out_slot(i) != slot) continue;
-          float run[W::kRun];
-#pragma unroll
-          for (int j = 0; j < W::kRun; ++j) {
-            run[j] = scale.empty ? 0.0f : state.o[f].at(i + j) * scale.inverse;
-          }
-          store_run(target.base, target.index + W::out_col(lane, f, i), run, target.f32, aligned);
-        }
-      }
+      if (p < item.rows) writer.write(state.o, scale, slot, p, lane);
     }
   }
 

@@ -19,6 +19,7 @@
 #include "kernels/hip/common/kv_stream.h"
 #include "kernels/hip/common/memory.h"
 #include "kernels/hip/common/softmax.h"
+#include "kernels/hip/common/wave_rows.h"
 
 namespace mla::gpu {
 
@@ -122,9 +123,9 @@ class Attend {
         if (tiles - 1 - t >= C::kStages - 2) {
           kv.template wait<C::kStages - 2>();
         } else {
-          rare_path_begins();
+          exclude_from_report_begin();
           kv.template wait<0>();
-          rare_path_ends();
+          exclude_from_report_end();
         }
         block_barrier();
         if constexpr (!kCopiesBetween) {
@@ -162,28 +163,10 @@ class Attend {
     if constexpr (C::kQInRegisters) kv.close_stage();
   }
 
-  MLA_DEVICE static void set_query(typename W::Q& q, const uint16_t* source, int step,
-                                   bool aligned) {
-    const Chunk c = load_chunk(source, step * W::kGroups * 8, false, aligned);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) q.r[i] = c.w[i];
-  }
-
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (kOwnQueries) {
-      MLA_RECORD const RequestRecord& r = *item.request;
-      const int lane = tile::lane_again();
-      const int own = row_wave * C::kWaveRows + W::row(lane, 0);
-      const int p = own < item.rows ? own : 0;  // rows past the item's are dropped in the end
-      const uint16_t* source = static_cast<const uint16_t*>(r.q) + item.query(p) * r.q_row_stride +
-                               item.head(p) * r.q_head_stride + W::group(lane) * 8;
-      if (aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16)) {
-#pragma unroll
-        for (int s = 0; s < kScoreSteps; ++s) set_query(queries.q[s], source, s, true);
-      } else {
-#pragma unroll
-        for (int s = 0; s < kScoreSteps; ++s) set_query(queries.q[s], source, s, false);
-      }
+      QueryLoader<W, kScoreSteps>::load(item, row_wave * C::kWaveRows, tile::lane_again(),
+                                        queries.q);
     } else if constexpr (C::kQInRegisters) {
       kv.template wait<C::kStages - 1>();
       block_barrier();
@@ -221,21 +204,21 @@ class Attend {
           if constexpr (kSharedP) share_max(top);
         });
     if (moved) {
-      rare_path_begins();
+      exclude_from_report_begin();
 #pragma unroll
       for (int f = 0; f < kOutFragments; ++f) {
         schedule_fence();
         W::scale(state.o[f], factor);
       }
-      rare_path_ends();
+      exclude_from_report_end();
     }
     if (masked && ragged) {
-      rare_path_begins();
+      exclude_from_report_begin();
       if constexpr (!kSharedP) block_barrier();
       hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first,
                                       wave * tile::kWave + tile::lane_again());
       if constexpr (!kSharedP) block_barrier();
-      rare_path_ends();
+      exclude_from_report_end();
     }
     if constexpr (kSharedP) {
       const int col0 = col_wave * kWaveCols, lane = tile::lane_again();
@@ -254,7 +237,7 @@ class Attend {
   // than W::score_col(lane, 0).
   MLA_DEVICE void hide(const State& state, int first,
                        typename W::Scores (&s)[kScoreFragments]) const {
-    rare_path_begins();
+    exclude_from_report_begin();
     const int lane = tile::lane_again();
     uint32_t visible[W::kSlots];
 #pragma unroll
@@ -274,7 +257,7 @@ class Attend {
         s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));
       }
     }
-    rare_path_ends();
+    exclude_from_report_end();
   }
 
   template <class StartNext>
@@ -402,34 +385,14 @@ class Attend {
         }
       }
     }
+    const RowWriter<W, kOutFragments> writer(args, item, C::kLora, col_wave * kOutFragments);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int lane = tile::lane_again();
       const int p = row_wave * C::kWaveRows + W::row(lane, slot);
-      if (p < item.rows) write_row(item, state, slot, p, lane);
-    }
-  }
-
-  MLA_DEVICE void write_row(const Item& item, const State& state, int slot, int p, int lane) const {
-    const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
-    const RowTarget target(args, item, p, C::kLora);
-    const bool aligned = aligned_results(args, item, W::kRun);
-    if (col_wave == 0 && W::score_col(lane, 0) == 0 && target.lse != nullptr) {
-      *target.lse = scale.lse;
-    }
-#pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kOutElems; i += W::kRun) {
-        if (W::out_slot(i) != slot) continue;
-        float run[W::kRun];
-#pragma unroll
-        for (int j = 0; j < W::kRun; ++j) {
-          run[j] = scale.empty ? 0.0f : state.o[f].at(i + j) * scale.inverse;
-        }
-        store_run(target.base, target.index + W::out_col(lane, col_wave * kOutFragments + f, i),
-                  run, target.f32, aligned);
-      }
+      if (p >= item.rows) continue;
+      const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
+      writer.write(state.o, scale, slot, p, lane);
     }
   }
 

@@ -33,10 +33,10 @@ struct PagedRows {
   MLA_DEVICE Place place(int position) const {
     // The report is on powers of two; with other page sizes every turn of a loop divides.
     if (shift >= 0) return Place{position >> shift, position & (page_size - 1)};
-    rare_path_begins();
+    exclude_from_report_begin();
     const int page = position / page_size;
     const Place place{page, position - page * page_size};
-    rare_path_ends();
+    exclude_from_report_end();
     return place;
   }
   MLA_DEVICE uint32_t granule(int page) const { return as_global<const uint32_t>(table)[page]; }

@@ -98,8 +98,10 @@ struct Launch {
             .blocks = 1,
             .xcds = 1};
   }
-  ExpandSegment segment{.rows = kRows, .padded_rows = kRows, .heads = 1};
+  ExpandSegment segment{};
   ExpandArgs Expand() {
+    segment.rows = segment.padded_rows = kRows;
+    segment.heads = 1;
     return {.requests = &request,
             .page_tables = pages.data(),
             .pool = reinterpret_cast<const uint8_t*>(pool.data()),

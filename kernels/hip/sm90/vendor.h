@@ -43,8 +43,8 @@ MLA_DEVICE uint32_t bit_as_mask(uint32_t word, int at) { return 0u - (word >> at
 MLA_DEVICE int leading_zeros(int x) { return __clz(x); }
 
 MLA_DEVICE void schedule_fence() {}
-MLA_DEVICE void rare_path_begins() {}
-MLA_DEVICE void rare_path_ends() {}
+MLA_DEVICE void exclude_from_report_begin() {}
+MLA_DEVICE void exclude_from_report_end() {}
 
 MLA_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 MLA_DEVICE uint32_t float_to_bits(float x) { return __float_as_uint(x); }
