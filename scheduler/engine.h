@@ -130,17 +130,23 @@ struct LaunchReport {
   bool ok = true;
 };
 
-// Receives what happened; called with the engine role held, must not block or allocate in the
-// steady state.
+// One request, as reported to the observer once its answer is delivered. Durations in nanoseconds.
+struct RequestReport {
+  RequestKind kind;
+  bool ok;
+  int64_t queue_ns;  // of an Attend: from its arrival until a launch took its first rows
+  int64_t total_ns;  // from its arrival to its answer
+};
+
+// Receives what happened; must not block or allocate in the steady state.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
   // Called once the answers of the launch are delivered, mostly without the role: threads may call
   // it at the same time, and in another order than that of the launches.
   virtual void OnLaunch(const LaunchReport& report) = 0;
-  // Every request once, as it is answered.
-  virtual void OnRequest(const StreamRequest& request, const absl::Status& status,
-                         int64_t total_ns) = 0;
+  // Every request once, in the same way.
+  virtual void OnRequest(const RequestReport& report) = 0;
   // A sequence is gone: the rows it had, and for how long it was open.
   virtual void OnSequenceClosed(int64_t rows, int64_t open_ns) {
     static_cast<void>(rows);

@@ -165,6 +165,7 @@ class StreamRequest {
     StreamRequest* sibling = nullptr;  // the next of them
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
     absl::Status status;               // the answer, until it is delivered
+    int64_t total_ns = 0;              // from arrival to answer
     Fault fault;                       // of an error
     // The first row, of all it asks for, and head of which the result is not finite though the
     // inputs are; -1: none so far.

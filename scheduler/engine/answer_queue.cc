@@ -2,6 +2,15 @@
 
 namespace mla::scheduler {
 
+void DeliverAnswer(StreamRequest* request, const absl::Status& status, const Fault& fault,
+                   EngineObserver* observer) {
+  // Read first: the request may be used again, or be gone, before Done returns.
+  const RequestReport report{request->kind, status.ok(), request->timings.queue_ns,
+                             request->engine.total_ns};
+  request->Done(status, fault);
+  if (observer != nullptr) observer->OnRequest(report);
+}
+
 void AnswerQueue::Start(std::function<void()> after_delivery) {
   after_delivery_ = std::move(after_delivery);
   {
@@ -26,6 +35,7 @@ void AnswerQueue::Push(const AnswerList& answers) {
   {
     const MutexLock lock(mutex_);
     waiting_.Append(answers);
+    has_waiting_ = true;
     pushed_ += answers.size;
     wanted_ = true;
   }
@@ -34,70 +44,82 @@ void AnswerQueue::Push(const AnswerList& answers) {
 
 AnswerList AnswerQueue::PushAndClaim(const AnswerList& answers) {
   if (answers.empty()) return {};
+  bool busy = false;
+  // Only holders of the role add to what waits, so that nothing waits holds until the claim.
+  if (!has_waiting_.load() && busy_.compare_exchange_strong(busy, true)) {
+    pushed_ += answers.size;
+    return answers;
+  }
   const MutexLock lock(mutex_);
   waiting_.Append(answers);
+  has_waiting_ = true;
   pushed_ += answers.size;
-  return busy_ ? AnswerList() : Claim();
+  AnswerList claimed;
+  TryClaim(&claimed);
+  return claimed;
 }
 
-// REQUIRES: not claimed.
-AnswerList AnswerQueue::Claim() {
-  busy_ = true;
+// False if nothing waits or another thread is delivering.
+bool AnswerQueue::TryClaim(AnswerList* claimed) {
+  bool busy = false;
+  if (waiting_.empty() || !busy_.compare_exchange_strong(busy, true)) return false;
   wanted_ = false;
-  return std::exchange(waiting_, {});
+  has_waiting_ = false;
+  *claimed = std::exchange(waiting_, {});
+  return true;
 }
 
 void AnswerQueue::Deliver(AnswerList claimed) {
   if (claimed.empty()) return;
   do {
-    deliverer_ = std::this_thread::get_id();
+    deliverer_.store(std::this_thread::get_id(), std::memory_order_relaxed);
     while (!claimed.empty()) DeliverFirst(&claimed);
-    deliverer_ = std::thread::id();
+    deliverer_.store(std::thread::id(), std::memory_order_relaxed);
   } while (EndDelivery(&claimed));
 }
 
 void AnswerQueue::DeliverFirst(AnswerList* answers) {
   StreamRequest* const request = answers->PopFront();
   ++delivered_now_;
-  // Moved out: the request may be used again, or be gone, before Done returns.
+  // Moved out, as Deliver does with what else it needs of the request.
   const absl::Status status = std::exchange(request->engine.status, absl::OkStatus());
-  if (status.ok()) return request->Done(status, none_);
+  if (status.ok()) return DeliverAnswer(request, status, none_, observer_);
   const Fault fault = std::exchange(request->engine.fault, Fault());
-  request->Done(status, fault);
+  DeliverAnswer(request, status, fault, observer_);
 }
 
 // True if the caller must go on with what `claimed` has become.
 bool AnswerQueue::EndDelivery(AnswerList* claimed) {
-  const MutexLock lock(mutex_);
   delivered_ += std::exchange(delivered_now_, 0);
   busy_ = false;
-  if (flushing_ > 0) done_.NotifyAll();
+  if (!has_waiting_ && flushing_ == 0) return false;
+  const MutexLock lock(mutex_);
+  done_.NotifyAll();
   if (waiting_.empty()) return false;
   if (running_ && std::this_thread::get_id() != thread_.get_id()) {
     wanted_ = true;
     work_.NotifyOne();
     return false;
   }
-  *claimed = Claim();
-  return true;
+  return TryClaim(claimed);
 }
 
 void AnswerQueue::Flush() {
   MutexLock lock(mutex_);
+  ++flushing_;
   const int64_t target = pushed_;
   while (delivered_ < target) {
-    if (busy_) {
-      ++flushing_;
+    AnswerList claimed;
+    if (!TryClaim(&claimed)) {
       done_.Wait(lock);
-      --flushing_;
       continue;
     }
-    const AnswerList claimed = Claim();
     lock.Unlock();
     Deliver(claimed);
     if (after_delivery_) after_delivery_();
     lock.Lock();
   }
+  --flushing_;
 }
 
 void AnswerQueue::Run() {
@@ -106,12 +128,12 @@ void AnswerQueue::Run() {
     work_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       return stop_ || (wanted_ && !busy_);
     });
-    if (waiting_.empty() || busy_) {
+    AnswerList claimed;
+    if (!TryClaim(&claimed)) {
       wanted_ = false;
       if (stop_) return;
       continue;
     }
-    const AnswerList claimed = Claim();
     lock.Unlock();
     Deliver(claimed);
     if (after_delivery_) after_delivery_();

@@ -23,6 +23,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "scheduler/engine.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
@@ -56,8 +57,14 @@ struct AnswerList {
   }
 };
 
+// Calls the request's Done, then tells the observer, unless it is null.
+void DeliverAnswer(StreamRequest* request, const absl::Status& status, const Fault& fault,
+                   EngineObserver* observer);
+
 class AnswerQueue final {
  public:
+  // `observer` may be null.
+  explicit AnswerQueue(EngineObserver* observer) : observer_(observer) {}
   ~AnswerQueue() { Stop(); }
 
   // Starts the thread; without it every deliverer goes on until the queue is empty.
@@ -78,7 +85,9 @@ class AnswerQueue final {
   // Returns once everything that was pushed before is delivered.
   void Flush();
   // True while Done is being called on this thread.
-  bool IsDelivering() const { return deliverer_ == std::this_thread::get_id(); }
+  bool IsDelivering() const {
+    return deliverer_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
   // True while a thread delivers. The end of a delivery is followed by a
   // look for new work, and bringing work by a look here: one of the two sees the other.
   bool busy() const {
@@ -89,23 +98,28 @@ class AnswerQueue final {
  private:
   void DeliverFirst(AnswerList* answers);
   bool EndDelivery(AnswerList* claimed);
-  AnswerList Claim() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool TryClaim(AnswerList* claimed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
+  EngineObserver* const observer_;
   const Fault none_;
   std::atomic<std::thread::id> deliverer_{};
-  int64_t delivered_now_ = 0;      // of the claim that is being delivered; of its thread alone
-  std::atomic<bool> busy_{false};  // a thread is delivering; set with mutex_ held
+  int64_t delivered_now_ = 0;  // of the claim that is being delivered; of its thread alone
   std::function<void()> after_delivery_;
 
-  Mutex mutex_;
+  // An idle queue takes no lock: a claim sets busy_, and its end clears it and then looks at
+  // has_waiting_ and flushing_. Those are set before busy_ is looked at, so of two threads that
+  // meet one sees the other.
+  std::atomic<bool> busy_{false};  // a thread is delivering
+  std::atomic<bool> has_waiting_{false};
+  std::atomic<int32_t> flushing_{0};  // threads in Flush
+  std::atomic<int64_t> pushed_{0}, delivered_{0};
+
+  Mutex mutex_;   // held for changes of has_waiting_, too
   CondVar work_;  // for the queue's thread
   CondVar done_;  // for Flush
   AnswerList waiting_ ABSL_GUARDED_BY(mutex_);
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // the queue's thread is to deliver what waits
-  int32_t flushing_ ABSL_GUARDED_BY(mutex_) = 0;  // threads in Flush
-  int64_t pushed_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t delivered_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;  // the queue's thread is to deliver what waits
   bool running_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;

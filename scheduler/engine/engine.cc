@@ -43,7 +43,8 @@ uint64_t RandomId() {
 
 class Engine::Impl {
  public:
-  Impl(const EngineOptions& options, Clock* clock) : options_(options), clock_(clock) {}
+  Impl(const EngineOptions& options, Clock* clock)
+      : options_(options), clock_(clock), answers_(options.observer) {}
 
   // Passes them to the observer; any thread.
   void Observe(const LaunchReports& reports) {
@@ -61,19 +62,15 @@ class Engine::Impl {
       ++impl_.waiting_for_role_;
       impl_.role_.Lock();
       --impl_.waiting_for_role_;
-      impl_.holder_ = std::this_thread::get_id();
     }
     // Takes over a role that TryLock has got.
-    Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {
-      impl_.holder_ = std::this_thread::get_id();
-    }
+    Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {}
     ~Role() ABSL_UNLOCK_FUNCTION() {
       // What waits for siblings or KV rows is no work: its time is NextTick.
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
       const LaunchReports reports = impl_.core_->TakeReports();
-      impl_.holder_ = std::thread::id();
       impl_.role_.Unlock();
       if (std::this_thread::get_id() == impl_.engine_thread_) {
         impl_.answers_.Deliver(answers);
@@ -207,7 +204,6 @@ class Engine::Impl {
   kernels::BackendInfo info_;
 
   Mutex role_;
-  std::atomic<std::thread::id> holder_{};
   std::atomic<int> waiting_for_role_{0};
   std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
   Inbox inbox_;

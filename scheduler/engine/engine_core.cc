@@ -81,7 +81,7 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
     core->cache_->WatchLifetimes([clock] { return clock->Now(); },
                                  [observer](int64_t ns) { observer->OnPageGroupFreed(ns); });
   }
-  core->steps_ = std::make_unique<StepTable>(options.limits, &core->tenants_, clock);
+  core->steps_ = std::make_unique<StepTable>(options.limits, &core->tenants_);
   absl::StatusOr<std::unique_ptr<Launcher>> launcher =
       Launcher::Create(options.limits, core->backend_.get(), core->cache_.get(),
                        core->page_tables(), core->models_.get(), clock);

@@ -157,9 +157,13 @@ class EngineCore {
 
   // --- Requests
   void Answer(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status,
+                const Fault& fault);
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
   void FailWaiting(MonotonicNanos now);  // deadlines and missing KV rows
+  void FailLate(StreamRequest* request);
+  void FailRowsMissing(StreamRequest* request, int32_t first, int32_t last);
   void FinishLaunch(BatchLaunch* launch);
   void NoteReport(const LaunchReport& report);
   // Marks repeats of a launch that has ended whose KV rows are not those stored before.

@@ -89,7 +89,7 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
     timings.launch_layers = report.layers;
     timings.launch_clients = report.clients;
     timings.plan_reused = report.plan_reused;
-    steps_->Touch(step);
+    StepTable::Touch(step, begin);
     if (request->engine.rows_done < request->attend.row_count && request->engine.other_row < 0) {
       --step->inflight;
       ++step->waiting;
@@ -104,7 +104,7 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
     Step* step = request->engine.step;
     Fault fault;
     const absl::Status result = ResultOf(*request, &fault);
-    Answer(request, result, fault);
+    AnswerAt(begin, request, result, fault);
     --step->inflight;
     FinishEndIfIdle(step);
   }
@@ -227,37 +227,49 @@ void EngineCore::FailWaiting(MonotonicNanos now) {
     const StreamRequest::EngineFields& note = request->engine;
     int32_t first = 0;
     int32_t last = 0;
-    Fault fault;
-    absl::Status status;
     if (now >= note.deadline_ns) {
-      fault.reason = "deadline";
-      Blame(&fault, "attend.timeout_us", absl::StrCat((note.deadline_ns - note.arrival_ns) / 1000),
-            "the time until a launch takes the request");
-      fault.last_good_position = CommittedAt(*note.step, FirstRow(*request));
-      const std::string rest = note.rows_done > 0
-                                   ? absl::StrCat("row ", FirstRow(*request), " of the request")
-                                   : std::string("the request");
-      status = absl::DeadlineExceededError(absl::StrCat("no launch took ", rest, " within ",
-                                                        (note.deadline_ns - note.arrival_ns) / 1000,
-                                                        " us of its arrival"));
+      FailLate(request);
     } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&
                now - note.blocked_since_ns >= limits_.kv_wait_ms * kNanosPerMilli) {
-      Blame(&fault, "attend.row_begin", absl::StrCat("rows up to ", last),
-            first == 0 ? std::string("no row, as none has arrived")
-                       : absl::StrCat("rows up to ", first - 1, ", which have arrived"));
-      fault.reason = "kv_rows_missing";
-      fault.last_good_position = CommittedAt(*note.step, first);
-      status = absl::FailedPreconditionError(
-          absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
-                       " did not arrive within ", limits_.kv_wait_ms, " ms"));
-    }
-    if (status.ok()) {
-      request = WaitingRequests::Next(request);
+      FailRowsMissing(request, first, last);
     } else {
-      FailPending(request, status, fault);
-      request = pending_.front();  // more than one may have gone
+      request = WaitingRequests::Next(request);
+      continue;
     }
+    request = pending_.front();  // more than one may have gone
   }
+}
+
+void EngineCore::FailLate(StreamRequest* request) {
+  const StreamRequest::EngineFields& note = request->engine;
+  const int64_t timeout_us = (note.deadline_ns - note.arrival_ns) / 1000;
+  Fault fault;
+  fault.reason = "deadline";
+  Blame(&fault, "attend.timeout_us", absl::StrCat(timeout_us),
+        "the time until a launch takes the request");
+  fault.last_good_position = CommittedAt(*note.step, FirstRow(*request));
+  const std::string rest = note.rows_done > 0
+                               ? absl::StrCat("row ", FirstRow(*request), " of the request")
+                               : std::string("the request");
+  FailPending(request,
+              absl::DeadlineExceededError(absl::StrCat("no launch took ", rest, " within ",
+                                                       timeout_us, " us of its arrival")),
+              fault);
+}
+
+// Rows first..last of its step, which it waits for, have not arrived.
+void EngineCore::FailRowsMissing(StreamRequest* request, int32_t first, int32_t last) {
+  Fault fault;
+  Blame(&fault, "attend.row_begin", absl::StrCat("rows up to ", last),
+        first == 0 ? std::string("no row, as none has arrived")
+                   : absl::StrCat("rows up to ", first - 1, ", which have arrived"));
+  fault.reason = "kv_rows_missing";
+  fault.last_good_position = CommittedAt(*request->engine.step, first);
+  FailPending(request,
+              absl::FailedPreconditionError(
+                  absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
+                               " did not arrive within ", limits_.kv_wait_ms, " ms")),
+              fault);
 }
 
 int64_t EngineCore::ReadyWork() const {

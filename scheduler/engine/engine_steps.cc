@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/engine_core.h"
 
 namespace mla::scheduler {
@@ -14,16 +15,19 @@ constexpr int64_t kNanosPerMicro = 1'000;
 }  // namespace
 
 void EngineCore::Answer(StreamRequest* request, const absl::Status& status, const Fault& fault) {
+  AnswerAt(clock_->Now(), request, status, fault);
+}
+
+void EngineCore::AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status,
+                          const Fault& fault) {
   ++stats_.requests_total;
   if (!status.ok()) ++stats_.requests_failed;
-  if (options_.observer != nullptr) {
-    options_.observer->OnRequest(*request, status, clock_->Now() - request->engine.arrival_ns);
-  }
+  request->engine.total_ns = now - request->engine.arrival_ns;
   owned_.fetch_sub(1);
   if (std::exchange(request->engine.counted, false)) {
     tenants_.Return(*request->tenant, Resource::kQueuedRequests, 1);
   }
-  if (!collects_answers_) return request->Done(status, fault);
+  if (!collects_answers_) return DeliverAnswer(request, status, fault, options_.observer);
   request->engine.status = status;
   if (!status.ok()) request->engine.fault = fault;
   answers_.PushBack(request);
@@ -191,7 +195,7 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request, Fault* fau
     step->streams.push_back(request->stream);
   }
   streams_.at(request->stream).steps->Add(step->id, {step->model->spec, step->total_rows});
-  steps_->Touch(step);
+  StepTable::Touch(step, request->engine.arrival_ns);
   request->total_rows = step->total_rows;
   request->lease_ms = step->lease_ns / kNanosPerMilli;
   request->joined = static_cast<int32_t>(step->streams.size());
@@ -260,7 +264,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request, Fault* fault) {
     return found.status();
   }
   Step* step = *found;
-  steps_->Touch(step);
+  StepTable::Touch(step, request->engine.arrival_ns);
   AttendArgs& args = request->attend;
   StreamRequest::EngineFields& note = request->engine;
   absl::Status status = CheckAttend(*step, args, &note.repeat, fault);
@@ -309,7 +313,7 @@ absl::Status EngineCore::EndStep(StreamRequest* request, bool* wait, Fault* faul
   Step* step = nullptr;
   absl::Status status = LeaderOf(request, &step, fault);
   if (!status.ok()) return status;
-  steps_->Touch(step);
+  StepTable::Touch(step, request->engine.arrival_ns);
   if (step->end != nullptr) {
     Blame(fault, "step_id", absl::StrCat(request->step_id), "a step without an EndStep under way");
     return Refuse(fault, absl::StatusCode::kFailedPrecondition,

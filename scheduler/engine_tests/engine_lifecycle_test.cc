@@ -303,7 +303,7 @@ TEST_F(EngineCoreTest, DrainRefusesNewWorkAndKeepsOpenSteps) {
 class ClosedSequences final : public EngineObserver {
  public:
   void OnLaunch(const LaunchReport&) override {}
-  void OnRequest(const StreamRequest&, const absl::Status&, int64_t) override {}
+  void OnRequest(const RequestReport&) override {}
   void OnSequenceClosed(int64_t rows, int64_t open_ns) override {
     closed.emplace_back(rows, open_ns);
   }

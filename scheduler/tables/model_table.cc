@@ -128,7 +128,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     }
     if (model->tenant != tenant || model->spec->id != spec.id) continue;
     if (*model->spec == spec) {
-      if (lease_ms > 0) model->lease_ns = *lease_ns;
+      if (lease_ms > 0) SetLease(model, *lease_ns);
       Touch(model);
       return model;
     }
@@ -146,7 +146,6 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->tenant = tenant;
   model->account = account.get();
   model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
-  model->lease_ns = *lease_ns;
   model->layout.row_bytes = int64_t{spec.geometry.kv_row_dim()} * 2;
   model->layout.page_size = spec.page_size;
   model->layout.layers = spec.layers;
@@ -159,6 +158,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     fault->reason = "page_group_too_large";
     return layout.status();
   }
+  SetLease(model.get(), *lease_ns);
   model->layout_id = *layout;
   model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
@@ -210,10 +210,16 @@ absl::Status ModelTable::Remove(Model& model) {
   if (on_gone_) on_gone_(model);
   Tenant& account = *model.account;
   const int64_t weights_bytes = model.weights_bytes;
+  SetLease(&model, 0);
   models_[model.index].reset();
   tenants_->Return(account, Resource::kWeightBytes, weights_bytes);
   tenants_->Return(account, Resource::kModels, 1);
   return absl::OkStatus();
+}
+
+void ModelTable::SetLease(Model* model, int64_t lease_ns) {
+  leased_ += static_cast<int32_t>(lease_ns > 0) - static_cast<int32_t>(model->lease_ns > 0);
+  model->lease_ns = lease_ns;
 }
 
 int32_t ModelTable::ExpireLeases() {
@@ -233,6 +239,7 @@ int32_t ModelTable::ExpireLeases() {
 
 MonotonicNanos ModelTable::NextExpiry() const {
   MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
+  if (leased_ == 0) return next;
   for (const std::unique_ptr<Model>& model : models_) {
     if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
     next = std::min(next, model->lease_deadline);

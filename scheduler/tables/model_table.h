@@ -109,6 +109,7 @@ class ModelTable {
   absl::Status CheckSupported(const ModelSpec& spec, Fault* fault) const;
   absl::Status ChargeWeights(Model& model, Fault* fault);
   absl::Status Remove(Model& model);
+  void SetLease(Model* model, int64_t lease_ns);
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;
 
   const Limits limits_;
@@ -118,6 +119,7 @@ class ModelTable {
   const Clock* const clock_;
   std::function<void(const Model&)> on_gone_;
   std::vector<std::unique_ptr<Model>> models_;  // by index; null when free
+  int32_t leased_ = 0;                          // models whose lease_ns is not 0
 };
 
 }  // namespace mla::scheduler

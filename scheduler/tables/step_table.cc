@@ -78,8 +78,7 @@ bool Step::Includes(StreamId stream) const {
   return std::find(streams.begin(), streams.end(), stream) != streams.end();
 }
 
-StepTable::StepTable(const Limits& limits, TenantTable* tenants, const Clock* clock)
-    : tenants_(tenants), clock_(clock) {
+StepTable::StepTable(const Limits& limits, TenantTable* tenants) : tenants_(tenants) {
   pool_.reserve(limits.max_open_steps);
   free_.reserve(limits.max_open_steps);
   open_.reserve(limits.max_open_steps);

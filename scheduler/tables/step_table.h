@@ -15,6 +15,7 @@
 #ifndef MLA_SCHEDULER_TABLES_STEP_TABLE_H_
 #define MLA_SCHEDULER_TABLES_STEP_TABLE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -89,7 +90,7 @@ struct AbortedStep {
 
 class StepTable {
  public:
-  StepTable(const Limits& limits, TenantTable* tenants, const Clock* clock);
+  StepTable(const Limits& limits, TenantTable* tenants);
 
   // The open step, or NOT_FOUND / ABORTED with the reason it is gone.
   absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault);
@@ -101,12 +102,14 @@ class StepTable {
   // Removes the step; `why` not empty remembers it as aborted.
   void Remove(Step* step, const std::string& why);
 
-  void Touch(Step* step) { step->lease_deadline = clock_->Now() + step->lease_ns; }
+  // Renews the step's lease as of `now`, which may lie a little in the past.
+  static void Touch(Step* step, MonotonicNanos now) {
+    step->lease_deadline = std::max(step->lease_deadline, now + step->lease_ns);
+  }
   const std::vector<Step*>& open() const { return open_; }
 
  private:
   TenantTable* const tenants_;
-  const Clock* const clock_;
   std::vector<std::unique_ptr<Step>> pool_;
   std::vector<Step*> free_;
   std::vector<Step*> open_;

@@ -293,11 +293,10 @@ void Metrics::OnLaunch(const scheduler::LaunchReport& report) {
   m.partials.Observe(report.partials);
 }
 
-void Metrics::OnRequest(const scheduler::StreamRequest& request, const absl::Status& status,
-                        int64_t total_ns) {
-  impl_->request_duration[static_cast<size_t>(request.kind)]->Observe(Seconds(total_ns));
-  if (request.kind == scheduler::RequestKind::kAttend && status.ok()) {
-    impl_->request_queue.Observe(Seconds(request.timings.queue_ns));
+void Metrics::OnRequest(const scheduler::RequestReport& report) {
+  impl_->request_duration[static_cast<size_t>(report.kind)]->Observe(Seconds(report.total_ns));
+  if (report.kind == scheduler::RequestKind::kAttend && report.ok) {
+    impl_->request_queue.Observe(Seconds(report.queue_ns));
   }
 }
 

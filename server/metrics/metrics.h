@@ -67,8 +67,7 @@ class Metrics final : public scheduler::EngineObserver {
   ~Metrics() override;
 
   void OnLaunch(const scheduler::LaunchReport& report) override;
-  void OnRequest(const scheduler::StreamRequest& request, const absl::Status& status,
-                 int64_t total_ns) override;
+  void OnRequest(const scheduler::RequestReport& report) override;
   void OnSequenceClosed(int64_t rows, int64_t open_ns) override;
   void OnPageGroupFreed(int64_t held_ns) override;
 

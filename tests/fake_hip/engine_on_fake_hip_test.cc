@@ -67,7 +67,7 @@ void Settle(EngineHarness& h) {
 class LastLaunch final : public scheduler::EngineObserver {
  public:
   void OnLaunch(const scheduler::LaunchReport& report) override { work_items = report.work_items; }
-  void OnRequest(const scheduler::StreamRequest&, const absl::Status&, int64_t) override {}
+  void OnRequest(const scheduler::RequestReport&) override {}
   int32_t work_items = 0;
 };
 
