@@ -119,7 +119,7 @@ struct LaunchReport {
   int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
   int32_t slice_waits_skipped = 0;  // times that such a sibling was not waited for again
   int64_t kv_bytes_read = 0;        // KV rows that the records cover, each record once
-  int64_t schedule_ns = 0;          // choosing and committing the batch
+  int64_t schedule_ns = 0;          // choosing the batch and recording it
   int64_t plan_ns = 0;
   int64_t kernel_ns = 0;
   int64_t predicted_ns = 0;  // of kernel_ns, before the launch

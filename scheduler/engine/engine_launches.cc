@@ -29,16 +29,14 @@ bool EngineCore::StartLaunch() {
   }
   nothing_ready_ = launch->batch.empty();
   if (nothing_ready_) return false;
-  const MonotonicNanos now = clock_->Now();
   for (StreamRequest* request : launch->batch.requests) {
     --request->engine.step->waiting;
     ++request->engine.step->inflight;
     if (request->engine.rows_done == 0) {
-      request->timings.queue_ns = now - request->engine.arrival_ns;
+      request->timings.queue_ns = begin - request->engine.arrival_ns;
     }
   }
-  const absl::Status status = launcher_->Submit(launch);
-  launch->report.schedule_ns = now - begin;
+  const absl::Status status = launcher_->Submit(launch, begin);
   launch->report.predicted_ns = policy_.PredictedNanos(launch->batch);
   if (!status.ok()) FailSubmit(launch, status);
   return true;

@@ -66,12 +66,15 @@ BatchLaunch* Launcher::FreeSlot() {
   return &launches_[(oldest_ + inflight_) % slots];
 }
 
-absl::Status Launcher::Submit(BatchLaunch* to) {
+absl::Status Launcher::Submit(BatchLaunch* to, MonotonicNanos chosen_from) {
   to->Clear();
   to->report = LaunchReport();
   absl::Status status = stager_.Stage(to);
   if (status.ok()) status = records_.Build(stager_, to);
+  const MonotonicNanos begin = clock_->Now();
+  to->report.schedule_ns = begin - chosen_from;
   if (status.ok()) status = Plan(to);
+  to->report.plan_ns = clock_->Now() - begin;
   if (status.ok()) {
     Assemble(to);
     status = backend_->Submit(to->slot, to->launch);
@@ -110,7 +113,6 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
 }
 
 absl::Status Launcher::Plan(BatchLaunch* to) {
-  const MonotonicNanos begin = clock_->Now();
   const uint64_t misses = plans_->stats().misses;
   LaunchReport& report = to->report;
   const struct {
@@ -138,7 +140,6 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
     report.imbalance = std::max(report.imbalance, (*plan)->imbalance());
   }
   report.plan_reused = plans_->stats().misses == misses;
-  report.plan_ns = clock_->Now() - begin;
   return absl::OkStatus();
 }
 

@@ -34,8 +34,9 @@ class Launcher {
 
   // Null when every slot is in flight.
   BatchLaunch* FreeSlot();
-  // Starts the launch of to->batch. On an error nothing runs.
-  absl::Status Submit(BatchLaunch* to);
+  // Starts the launch of to->batch, chosen from the time `chosen_from` on. On an error nothing
+  // runs.
+  absl::Status Submit(BatchLaunch* to, MonotonicNanos chosen_from);
   BatchLaunch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
   bool OldestDone();
   // Blocks until the oldest launch has completed and frees its slot (its batch stays readable until
