@@ -250,6 +250,7 @@ absl::Status EngineCore::BeginStep(StreamRequest* request, Fault* fault) {
   step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request->stream);
   step->layers.assign(model->spec->layers, LayerProgress());
+  step->lease_deadline = 0;  // of the step that had this place before
   step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : limits_.step_lease_ms) * kNanosPerMilli;
   *fault = Fault();
   return JoinStep(step, request, fault);
