@@ -27,6 +27,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -37,12 +38,14 @@
 namespace mla::kernels {
 
 struct BackendInfo {
-  std::string name;            // "reference", "cpu", "hip-gfx950", ...
-  std::string description;     // one line for people
-  std::string device;          // device name as its driver reports it
-  std::string arch;            // instruction set in use: "avx512_bf16", "gfx950", ...
-  std::string supported;       // supported shapes in words, shown at refusal and by GetServerInfo
-  int32_t units = 1;           // parallel workers a plan should be cut for: threads, CUs, SMs
+  std::string name;         // "reference", "cpu", "hip-gfx950", ...
+  std::string description;  // one line for people
+  std::string device;       // device name as its driver reports it
+  std::string arch;         // instruction set in use: "avx512_bf16", "gfx950", ...
+  std::string supported;    // supported shapes in words, shown at refusal and by GetServerInfo
+  int32_t units = 1;        // parallel workers a plan should be cut for: threads, CUs, SMs
+  // Formats of KV rows that it computes on; CanRun has the last word.
+  std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
   bool unified_memory = true;  // launches work on host memory in place
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
@@ -188,8 +191,8 @@ class AttentionBackend {
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   virtual absl::Status FreeWeights(int32_t slot) = 0;
 
-  // Reads the rows that `where` names back as row-major bf16; `page_tables` is as in Launch.
-  // Blocking, for comparisons and export.
+  // Reads the rows that `where` names back as row-major bf16, rounded to it where the format holds
+  // other numbers; `page_tables` is as in Launch. Blocking, for comparisons and export.
   virtual absl::Status ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
                               Bf16* out) = 0;
 

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/attention_desc.h"
+#include "kernels/formats/kv_format.h"
 #include "kernels/input_fragments.h"
 #include "kernels/round_info.h"
 #include "kernels/work_info.h"
@@ -41,6 +42,7 @@ struct RequestRecord {
   int32_t weights_slot;  // slot of W_UK / W_UV, or -1 (absorbed form needs none)
   float softmax_scale;   // multiplies q·k before the softmax
   int32_t causal;        // 1: query row i sees kv rows <= kv_rows - q_rows + i; 0: all kv rows
+  float kv_scale;        // of the layer's rows, in formats with a scale a layer; else unused
 };
 static_assert(std::is_trivially_copyable_v<RequestRecord>);
 
@@ -74,7 +76,10 @@ struct AppendRecord {
   int32_t page_size;
   int32_t first_position;  // position in the sequence of source row 0
   int32_t rows;
-  int32_t row_dim;  // elements a row
+  int32_t row_dim;                    // elements a row
+  int32_t rope_dim = 0;               // of which are rotated
+  KvFormat format = KvFormat::kBf16;  // of the pages
+  float kv_scale = 1.0f;              // as in RequestRecord
   // [rows], output: 1 where a row differs, else 0. Null: the rows are stored.
   int32_t* differs = nullptr;
 };

@@ -208,15 +208,19 @@ class Engine {
 
   // --- Models (scoped to the tenant).
   // `lease_ms`: how long the model stays without a call or a sequence of it; 0: as
-  // Limits::model_lease_ms says.
+  // Limits::model_lease_ms says. `kv_scales`: as SetScales; empty: none yet.
   absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                          Fault* fault, int64_t lease_ms = 0);
+                                          Fault* fault, int64_t lease_ms = 0,
+                                          std::span<const float> kv_scales = {});
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id, Fault* fault);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
   // Of all tenants, by tenant and id; with the same lock as FindModel. For operators.
   std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
   // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
+  // Sets the scale of every layer's rows, for formats that need them (ModelTable::SetScales).
+  absl::Status SetScales(const std::string& tenant, const std::string& id,
+                         std::span<const float> scales, Fault* fault);
   // Names a new upload of weights.
   UploadId NewUpload();
   // Weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope, lora],

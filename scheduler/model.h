@@ -24,6 +24,7 @@ struct ModelSpec {
   double softmax_scale = 0;  // > 0; multiplies q·k before the softmax, never defaulted
   int32_t page_size = 0;     // 0 at registration: Limits::default_page_size
   QueryPrecision query_precision = QueryPrecision::kDefault;
+  kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
   // Elements of one query / output head in a profile; 0 for append-only.
@@ -40,6 +41,7 @@ struct ModelInfo {
   int64_t page_groups_max = 0;
   int64_t max_sequence_rows = 0;
   bool weights_complete = false;
+  bool scales_complete = false;  // rows may be stored: the format needs no scales, or has them
   int32_t sequences = 0;
   int64_t lease_ms = 0;       // 0: the model stays until it is unregistered
   int64_t lease_left_ms = 0;  // of a model with a lease and without sequences; else lease_ms

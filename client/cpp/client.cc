@@ -340,12 +340,32 @@ absl::StatusOr<v1::EvictModelReply> Client::EvictModel(const std::string& tenant
 }
 
 absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& model,
-                                                        uint32_t lease_ms) {
+                                                        uint32_t lease_ms,
+                                                        std::span<const float> kv_scales) {
   v1::RegisterRequest request;
   *request.mutable_model() = model;
   request.set_lease_ms(lease_ms);
-  return impl_->Unary<v1::RegisterReply>(
+  request.mutable_kv_scales()->Assign(kv_scales.begin(), kv_scales.end());
+  auto registered = impl_->Unary<v1::RegisterReply>(
       [&](auto* context, auto* reply) { return impl_->models->Register(context, request, reply); });
+  if (registered.ok() && model.kv_format() > v1::KV_FORMAT_BF16 &&
+      registered->model().kv_format() != model.kv_format()) {
+    return absl::UnimplementedError(absl::StrCat("model.kv_format: the server does not know ",
+                                                 v1::KvFormat_Name(model.kv_format()),
+                                                 " and keeps rows as bf16"));
+  }
+  return registered;
+}
+
+absl::Status Client::UploadScales(const std::string& model_id, std::span<const float> scales) {
+  v1::UploadScalesRequest request;
+  request.set_model_id(model_id);
+  request.mutable_scales()->Assign(scales.begin(), scales.end());
+  return impl_
+      ->Unary<v1::UploadScalesReply>([&](auto* context, auto* reply) {
+        return impl_->models->UploadScales(context, request, reply);
+      })
+      .status();
 }
 
 absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(

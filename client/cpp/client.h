@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -113,8 +114,11 @@ class Client final {
 
   // `lease_ms` > 0: the model goes when for so long nothing has named it and no sequence of it was
   // open. 0: as the server is configured, by default never.
-  absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model,
-                                                  uint32_t lease_ms = 0);
+  // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
+  // UNIMPLEMENTED if the server is too old to know of the model's kv_format.
+  absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
+                                                  std::span<const float> kv_scales = {});
+  absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
   // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it. A
   // chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence as Seq, Tuple
 
 import mla_client
 import numpy as np
@@ -121,12 +121,16 @@ class Recorder(mla_client.Service):
 
     # --- Models
 
-    def _register(self, spec: mla_client.ModelSpec,
-                  lease_ms: int) -> Tuple[mla_client.ModelSpec, int]:
-        answer = self._service._register(spec, lease_ms)
+    def _register(self, spec: mla_client.ModelSpec, lease_ms: int,
+                  kv_scales: Seq[float]) -> Tuple[mla_client.ModelSpec, int]:
+        reference = self._reference.register_model(spec)  # refuses what recordings do not hold
+        answer = self._service._register(spec, lease_ms, kv_scales)
         self._writer.model(spec)
-        self._models[spec.model_id] = self._reference.register_model(spec)
+        self._models[spec.model_id] = reference
         return answer
+
+    def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
+        self._service._upload_scales(model_id, scales)
 
     def _unregister(self, model_id: str) -> None:
         self._service._unregister(model_id)

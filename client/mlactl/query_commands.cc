@@ -59,11 +59,23 @@ std::string DTypeNames(const google::protobuf::RepeatedField<int>& dtypes) {
   return names;
 }
 
+// "fp8_row" of KV_FORMAT_FP8_ROW.
+std::string KvFormatName(v1::KvFormat format) {
+  return absl::AsciiStrToLower(absl::StripPrefix(v1::KvFormat_Name(format), "KV_FORMAT_"));
+}
+
+std::string KvFormatNames(const google::protobuf::RepeatedField<int>& formats) {
+  return absl::StrJoin(formats, ", ", [](std::string* out, int format) {
+    absl::StrAppend(out, KvFormatName(static_cast<v1::KvFormat>(format)));
+  });
+}
+
 std::string InfoText(const v1::GetServerInfoReply& info) {
   std::string text = Lines(info);
   for (const auto& [name, value] :
        {std::pair("wire_dtypes", DTypeNames(info.wire_dtypes())),
         std::pair("kv_dtypes", DTypeNames(info.kv_dtypes())),
+        std::pair("kv_formats", KvFormatNames(info.kv_formats())),
         std::pair("profiles", absl::StrJoin(info.profiles(), ", ")),
         std::pair("capabilities", absl::StrJoin(info.capabilities(), ", "))}) {
     absl::StrAppendFormat(&text, "%-24s %s\n", name, value);
@@ -91,17 +103,18 @@ std::string SequencesText(const v1::GetReply& reply) {
 }
 
 std::string ModelsText(const v1::ListModelsReply& reply) {
-  std::string text =
-      absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-7s %-9s %s\n", "model", "heads", "lora",
-                      "rope", "nope", "v", "layers", "page", "queries", "weights", "sequences");
+  std::string text = absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-7s %-10s %-9s %s\n",
+                                     "model", "heads", "lora", "rope", "nope", "v", "layers",
+                                     "page", "queries", "rows", "weights", "sequences");
   for (const v1::ModelInfo& info : reply.models()) {
     const v1::Geometry& geometry = info.model().geometry();
     absl::StrAppendFormat(
-        &text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-7s %-9s %d\n", info.model().model_id(),
+        &text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-7s %-10s %-9s %d\n", info.model().model_id(),
         geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(), geometry.nope_dim(),
         geometry.v_dim(), info.model().layers(), info.model().page_size(),
         info.model().query_precision() == v1::QUERY_PRECISION_SPLIT ? "split" : "bf16",
-        info.weights_complete() ? "complete" : "missing", info.sequences());
+        KvFormatName(info.model().kv_format()), info.weights_complete() ? "complete" : "missing",
+        info.sequences());
   }
   return text;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -31,11 +32,13 @@ std::string CpuModel() {
   return "unknown CPU";
 }
 
-// The largest desc that limits allow, in either form, with the queries that take most room.
+// The largest desc that limits allow, in either form, with the queries and rows that take most
+// room.
 AttentionDesc LargestDesc(const BackendLimits& limits, AttentionForm form) {
   AttentionDesc desc;
   desc.geometry = limits.max_geometry;
   desc.form = form;
+  desc.kv_format = KvFormat::kFp8Row;
   desc.q_dtype = DType::kF32;
   return desc;
 }
@@ -68,7 +71,10 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
   info_.device = CpuModel();
   info_.arch = kernels.name;
   info_.supported =
-      "bf16 rows, bf16 or fp32 queries and outputs, heads 1..65535, any dims up to 8192, page >= 1";
+      "bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, heads 1..65535, any "
+      "dims "
+      "up to 8192, page >= 1";
+  info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.units = threads;
   info_.unified_memory = true;
   info_.reads_fragments = true;
@@ -112,7 +118,7 @@ PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
   return traits;
 }
 
-// FLOP per query row saved against FLOP per KV row of the up-projection; see docs/cpu_kernels.md.
+// FLOP per query row saved against FLOP per KV row of the up-projection; see kernels/cpu/README.md.
 int32_t CpuBackend::ExpandedFormMinRows(const Geometry& g) const {
   const int64_t absorbed = 2 * g.kv_lora_rank + g.rope_dim;
   const int64_t expanded = g.nope_dim + g.rope_dim + g.v_dim;

@@ -3,7 +3,7 @@
 //
 // A launch becomes a job of the worker pool, one phase a part. Attention items are taken one at a
 // time by whichever thread is free, and after them shares of the merges of split tiles, each of
-// which waits for the pieces of its own tile only. See docs/cpu_kernels.md for the inner loops.
+// which waits for the pieces of its own tile only. See kernels/cpu/README.md for the inner loops.
 //
 // Threading: as AttentionBackend demands. Wait computes on the calling thread, too.
 #ifndef MLA_KERNELS_CPU_CPU_BACKEND_H_
@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend_registry.h"
-#include "kernels/cpu/item_runner.h"
+#include "kernels/cpu/items/item_runner.h"
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/workers/worker_pool.h"
 #include "kernels/host/host_backend.h"

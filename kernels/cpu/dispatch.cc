@@ -48,6 +48,7 @@ bool HasAmx() {
   constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
   const uint32_t edx = ReadLeaf7().edx;
   if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0 || !HasAvx512Bf16()) return false;
+  if (!__builtin_cpu_supports("avx512vbmi")) return false;
   static const bool granted = RequestTileState();
   return granted;
 }

@@ -80,6 +80,21 @@ struct AccumulateArgs {
   const float* alpha;
 };
 
+// Rows of an 8-bit format (kernels/formats/kv_format.h; codes are e4m3fn) to bf16 rows: latent
+// values, then rotated ones. With `group` 0 all values are codes and stand for themselves;
+// otherwise a latent value is its code times its group's scale, rounded to bf16, and rotated ones
+// are bf16.
+struct Fp8RowsArgs {
+  const uint8_t* const* rows;
+  int32_t count;
+  int32_t latent_dim, rope_dim;
+  int32_t group;      // latent values a scale, or 0
+  int32_t scales_at;  // fp32, bytes from a row's first; any alignment
+  int32_t rope_at;    // bytes from a row's first
+  uint16_t* out;
+  int64_t ld;  // elements, with room for whole vectors behind each row's last value
+};
+
 struct KernelSet {
   const char* name;
   bool bf16_operands;
@@ -97,6 +112,7 @@ struct KernelSet {
                       int64_t panel_bytes);
   // bf16 [count rows of dim] to fp32 rows, ld floats apart, zero-padded to a multiple of kPanel.
   void (*widen)(const uint16_t* const* rows, int32_t count, int32_t dim, float* out, int64_t ld);
+  void (*widen_fp8)(const Fp8RowsArgs& args);
   // fp32 to bf16, round to nearest even, NaN kept.
   void (*narrow)(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
                  int64_t ld_out);

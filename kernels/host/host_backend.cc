@@ -10,6 +10,10 @@
 namespace mla::kernels {
 namespace {
 
+constexpr int32_t kMaxDim = 8192;
+// Of one row of the widest model in any format.
+constexpr int32_t kMaxHostRowBytes = MakeKvRowLayout(KvFormat::kBf16, kMaxDim, kMaxDim).row_bytes;
+
 void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t to_pitch,
               int64_t rows, int64_t row_bytes) {
   for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
@@ -20,8 +24,8 @@ void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t 
 absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
   return absl::UnimplementedError(absl::StrCat(
       "wanted: ", ToString(desc),
-      "; supported: bf16 rows, bf16 or fp32 queries and outputs, heads 1..65535, any dims up to ",
-      "8192, page >= 1; missing: ", missing, "; device: host CPU"));
+      "; supported: bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, heads ",
+      "1..65535, any dims up to 8192, page >= 1; missing: ", missing, "; device: host CPU"));
 }
 
 }  // namespace
@@ -29,28 +33,22 @@ absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end) {
   if (record.first_position < 0) return;
-  // Stores or compares one row, of which element(i) is the i-th as the pool holds it.
-  const auto each = [&record](int32_t row, Bf16* target, auto&& element) {
+  const KvRowLayout at =
+      MakeKvRowLayout(record.format, record.row_dim - record.rope_dim, record.rope_dim);
+  const int64_t stride = record.kv_row_stride * static_cast<int64_t>(ElementSize(record.dtype));
+  const auto* source = static_cast<const std::byte*>(record.kv) + row_begin * stride;
+  for (int32_t row = row_begin; row < row_end; ++row, source += stride) {
+    std::byte* const target = pool.Row(record.page_table, record.layer_offset, record.row_stride,
+                                       record.page_size, record.first_position + row);
     if (record.differs == nullptr) {
-      for (int32_t i = 0; i < record.row_dim; ++i) target[i] = element(i);
-      return;
+      EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale,
+                  {target, target + at.scales_at});
+      continue;
     }
-    bool same = true;
-    for (int32_t i = 0; i < record.row_dim; ++i) same &= target[i] == element(i);
+    std::byte sent[kMaxHostRowBytes];
+    EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale, {sent, sent + at.scales_at});
+    const bool same = SameKvRow(at, {sent, sent + at.scales_at}, {target, target + at.scales_at});
     record.differs[row] = same ? 0 : 1;
-  };
-  for (int32_t row = row_begin; row < row_end; ++row) {
-    auto* target =
-        reinterpret_cast<Bf16*>(pool.Row(record.page_table, record.layer_offset, record.row_stride,
-                                         record.page_size, record.first_position + row));
-    const int64_t offset = row * record.kv_row_stride;
-    if (record.dtype == DType::kBf16) {
-      const Bf16* source = static_cast<const Bf16*>(record.kv) + offset;
-      each(row, target, [source](int32_t i) { return Stored(source[i]); });
-    } else {
-      const float* source = static_cast<const float*>(record.kv) + offset;
-      each(row, target, [source](int32_t i) { return Stored(ToBf16(source[i])); });
-    }
   }
 }
 
@@ -65,8 +63,9 @@ void WritePageRange(const PoolView& pool, const PageRange& range) {
 
 absl::Status HostBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
-  constexpr int32_t kMaxDim = 8192;
-  if (desc.kv_format != KvFormat::kBf16) return Refuse(desc, "this row format");
+  for (const DType dtype : {desc.q_dtype, desc.o_dtype}) {
+    if (dtype == DType::kFp8E4m3) return Refuse(desc, "queries or outputs of 8 bits");
+  }
   if (g.num_heads < 1 || g.num_heads > 65535) return Refuse(desc, "this head count");
   if (desc.page_size < 1) return Refuse(desc, "this page size");
   if (g.kv_lora_rank < 1 || g.kv_lora_rank > kMaxDim) return Refuse(desc, "this kv_lora_rank");
@@ -172,11 +171,14 @@ absl::Status HostBackend::FreeWeights(int32_t slot) {
 absl::Status HostBackend::ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
                                  Bf16* out) {
   const PoolView pool = Pool(page_tables);
-  for (int32_t row = 0; row < where.rows; ++row) {
-    std::memcpy(out + static_cast<int64_t>(row) * where.row_dim,
-                pool.Row(where.page_table, where.layer_offset, where.row_stride, where.page_size,
-                         where.first_position + row),
-                sizeof(Bf16) * static_cast<size_t>(where.row_dim));
+  const KvRowLayout at =
+      MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
+  std::vector<float> values(static_cast<size_t>(where.row_dim));
+  for (int32_t row = 0; row < where.rows; ++row, out += where.row_dim) {
+    const std::byte* const from = pool.Row(where.page_table, where.layer_offset, where.row_stride,
+                                           where.page_size, where.first_position + row);
+    DecodeKvRow(at, kHostFp8, where.kv_scale, {from, from + at.scales_at}, values.data());
+    std::transform(values.begin(), values.end(), out, ToBf16);
   }
   return absl::OkStatus();
 }

@@ -3,8 +3,7 @@
 //
 // Memory is unified: tensors in one piece and page tables are used where the host has them; those
 // in parts are gathered into the slot's workspace by Submit and handed out by Wait. The KV pool is
-// a sparse mapping in which rows lie as the row format says (bf16, row-major), without any
-// repacking.
+// a sparse mapping in which rows lie as their format says, without any repacking.
 //
 // Threading: as AttentionBackend demands (one thread at a time); derived classes may execute on
 // threads of their own between Submit and the end of Wait.
@@ -37,8 +36,11 @@ struct PoolView {
   }
 };
 
-// Copies rows [row_begin, row_end) of the record into their pages, as kernels/dtype.h says that
-// they are stored.
+// What the 8-bit floats of pools in host memory are.
+inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
+
+// Copies rows [row_begin, row_end) of the record into their pages, or compares them with what is
+// there, as kernels/formats/kv_format.h says that they are stored.
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end);
 

@@ -14,9 +14,22 @@ int32_t VisibleRows(const RequestRecord& request, int32_t q_row) {
   return std::max(0, request.kv_rows - request.q_rows + q_row + 1);
 }
 
-const Bf16* KvRow(const RequestRecord& request, const PoolView& pool, int32_t position) {
-  return reinterpret_cast<const Bf16*>(pool.Row(request.page_table, request.layer_offset,
-                                                request.row_stride, request.page_size, position));
+// What a stored row stands for.
+const float* KvRow(const KvRowLayout& at, const RequestRecord& request, const PoolView& pool,
+                   int32_t position, ReferenceScratch& scratch) {
+  const std::byte* const page =
+      pool.Row(request.page_table, request.layer_offset, request.row_stride, request.page_size,
+               position - position % request.page_size);
+  scratch.row.resize(static_cast<size_t>(at.latent_dim + at.rope_dim));
+  DecodeKvRow(
+      at, kHostFp8, request.kv_scale,
+      KvRowIn(at, page, request.row_stride, request.page_size, position % request.page_size),
+      scratch.row.data());
+  return scratch.row.data();
+}
+
+KvRowLayout RowLayoutOf(const AttentionDesc& desc) {
+  return MakeKvRowLayout(desc.kv_format, desc.geometry.kv_lora_rank, desc.geometry.rope_dim);
 }
 
 // The query in latent space, so that one loop serves both forms: the expanded form's key is
@@ -48,12 +61,13 @@ void LatentQuery(const AttentionDesc& desc, const RequestRecord& request,
 double Logits(const AttentionDesc& desc, const RequestRecord& request, const PoolView& pool,
               int32_t visible, ReferenceScratch& scratch) {
   const int32_t dim = desc.geometry.kv_row_dim();
+  const KvRowLayout at = RowLayoutOf(desc);
   double maximum = -kInfinity;
   scratch.logits.resize(static_cast<size_t>(visible));
   for (int32_t j = 0; j < visible; ++j) {
-    const Bf16* row = KvRow(request, pool, j);
+    const float* row = KvRow(at, request, pool, j, scratch);
     double dot = 0.0;
-    for (int32_t i = 0; i < dim; ++i) dot += scratch.query[i] * ToFloat(row[i]);
+    for (int32_t i = 0; i < dim; ++i) dot += scratch.query[i] * row[i];
     scratch.logits[j] = dot * request.softmax_scale;
     if (scratch.logits[j] > maximum) maximum = scratch.logits[j];
   }
@@ -105,6 +119,7 @@ void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
                         int32_t head, ReferenceScratch& scratch) {
   const int32_t lora = desc.geometry.kv_lora_rank;
   const int32_t visible = VisibleRows(request, q_row);
+  const KvRowLayout at = RowLayoutOf(desc);
   LatentQuery(desc, request, weights, q_row, head, scratch.query);
   const double maximum = Logits(desc, request, pool, visible, scratch);
   // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
@@ -114,8 +129,8 @@ void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
   for (int32_t j = 0; j < visible; ++j) {
     const double weight = std::exp(scratch.logits[j] - shift);
     total += weight;
-    const Bf16* row = KvRow(request, pool, j);
-    for (int32_t i = 0; i < lora; ++i) scratch.sum[i] += weight * ToFloat(row[i]);
+    const float* row = KvRow(at, request, pool, j, scratch);
+    for (int32_t i = 0; i < lora; ++i) scratch.sum[i] += weight * row[i];
   }
   const double inverse = total == 0.0 ? 0.0 : 1.0 / total;
   StoreOutput(desc, request, weights, q_row, head, inverse, scratch);

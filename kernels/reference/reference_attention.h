@@ -1,6 +1,6 @@
-// The oracle's arithmetic: inputs widened to fp32, everything accumulated in fp64, one rounding at
-// the end. Each function computes one packed row on its own, so results do not depend on what else
-// is in a batch.
+// The oracle's arithmetic: inputs widened to fp32 (KV rows to what their format says they stand
+// for), everything accumulated in fp64, one rounding at the end. Each function computes one packed
+// row on its own, so results do not depend on what else is in a batch.
 //
 // Definitions that every backend must share:
 //   - a row that sees no key has output 0 and LSE -inf;
@@ -32,6 +32,7 @@ void StoreElement(void* base, DType dtype, int64_t index, double value);
 // Scratch reused between rows; grows to the largest row seen.
 struct ReferenceScratch {
   std::vector<double> query, logits, sum, expanded;
+  std::vector<float> row;
 };
 
 // Output row and LSE of (query row q_row, head) of one request.

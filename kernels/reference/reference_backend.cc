@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <iterator>
 
 namespace mla::kernels {
 
@@ -10,7 +11,10 @@ ReferenceBackend::ReferenceBackend() {
   info_.description = "oracle: fp32 in, fp64 accumulation, one thread";
   info_.device = "host CPU";
   info_.arch = "portable";
-  info_.supported = "bf16 rows, bf16 or fp32 queries and outputs, any heads, dims and page size";
+  info_.supported =
+      "bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, any heads, dims and "
+      "page size";
+  info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.units = 1;
   info_.unified_memory = true;
   info_.splits_queries = true;

@@ -12,6 +12,7 @@ namespace mla::scheduler {
 struct BatchKey {
   kernels::Geometry geometry;
   Profile profile = Profile::kAbsorbed;
+  kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
   bool split_queries = false;  // of EXPANDED: QueryPrecision::kSplit

@@ -45,7 +45,7 @@ class BatchPolicyTest : public ::testing::Test {
     spec->layers = 1;
     auto model = std::make_unique<Model>();
     model->spec = spec;
-    model->layout = {.row_bytes = 1152, .page_size = 64, .layers = 1};
+    model->layout = kvcache::MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 1});
     model->tile_rows = 128;
     model->expanded_min_rows = model->expanded_min_rows_f32 = 1 << 30;
     return model;
@@ -284,7 +284,8 @@ TEST_F(BatchPolicyTest, TimeSpentIdleIsNotSavedUp) {
 
 TEST_F(BatchPolicyTest, PageWorkThatIsMoreThanALaunchGoesAhead) {
   // Two groups of a former tenant, each more than a launch may zero.
-  constexpr kvcache::GroupLayout kLayout{.row_bytes = 1152, .page_size = 64, .layers = 1000};
+  const kvcache::GroupLayout kLayout =
+      kvcache::MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 1000});
   kvcache::SlabPool pool(4 * kLayout.group_bytes(), 0);
   kvcache::PageWorkQueue work(&pool);
   const kvcache::LayoutId layout = pool.AddLayout(kLayout).value();

@@ -59,7 +59,7 @@ LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_
   const Model& model = *request.engine.step->model;
   const int64_t cached = entry.start + row - entry.offset;
   LaunchUnits units;
-  if (Appends(request)) units.pages = rows * model.layout.row_bytes;
+  if (Appends(request)) units.pages = rows * model.layout.rows(0).row_stride;
   if (expands) {
     units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
   } else if (Computes(request)) {

@@ -13,6 +13,7 @@ BatchKey KeyOf(const StreamRequest& request) {
   if (!Computes(request)) return key;
   const ModelSpec& spec = *request.engine.step->model->spec;
   key.geometry = spec.geometry;
+  key.kv_format = spec.kv_format;
   key.split_queries =
       args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
   key.q_dtype = args.q_dtype;

@@ -289,13 +289,22 @@ absl::Status Engine::Submit(StreamRequest* request, Fault* fault) {
 }
 
 absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                                Fault* fault, int64_t lease_ms) {
+                                                Fault* fault, int64_t lease_ms,
+                                                std::span<const float> kv_scales) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
     const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant, fault);
     if (!row.ok()) return row.status();
+    if (!kv_scales.empty()) {
+      absl::Status good = ModelTable::CheckScales(spec, kv_scales, "kv_scales", fault);
+      if (!good.ok()) return good;
+    }
     absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, fault, lease_ms);
     if (!model.ok()) return model.status();
     impl_->directory_.Put(tenant, (*model)->spec);
+    if (!kv_scales.empty()) {
+      absl::Status set = core.models().SetScales(**model, kv_scales, "kv_scales", fault);
+      if (!set.ok()) return set;
+    }
     return core.models().Info(**model);
   });
 }
@@ -324,6 +333,16 @@ std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> Engine::Al
 std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
                                                    const std::string& id) {
   return impl_->directory_.Find(tenant, id);
+}
+
+absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
+                               std::span<const float> scales, Fault* fault) {
+  return impl_->WithRole([&](EngineCore& core) -> absl::Status {
+    absl::StatusOr<Model*> model =
+        core.models().Find(core.FindTenant(tenant), id, "model_id", fault);
+    if (!model.ok()) return model.status();
+    return core.models().SetScales(**model, scales, "scales", fault);
+  });
 }
 
 UploadId Engine::NewUpload() { return impl_->next_upload_.fetch_add(1); }

@@ -62,14 +62,13 @@ KvCache::KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables)
 KvCache::~KvCache() = default;
 
 absl::StatusOr<LayoutId> KvCache::AddLayout(const GroupLayout& layout, PoolAccount* account) {
-  if (layout.row_bytes < 1) return Invalid("layout.row_bytes", layout.row_bytes, "at least 1");
   if (layout.page_size < 1) return Invalid("layout.page_size", layout.page_size, "at least 1");
-  if (layout.layers < 1) return Invalid("layout.layers", layout.layers, "at least 1");
-  // The product of the three must not wrap before it is compared with the budget.
-  if (layout.row_bytes > options_.bytes / layout.page_size / layout.layers) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("page group: ", layout.layers, " layers x ", layout.page_size, " rows x ",
-                     layout.row_bytes, " bytes exceed the pool, limit ", options_.bytes));
+  if (layout.layers.empty()) return Invalid("layout.layers", 0, "at least 1");
+  if (layout.bytes < 1) return Invalid("layout.bytes", layout.bytes, "at least 1");
+  if (layout.bytes > options_.bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "page group: ", layout.layers.size(), " layers x ", layout.page_size, " tokens need ",
+        layout.bytes, " bytes, more than the pool, limit ", options_.bytes));
   }
   auto id = pool_.AddLayout(layout, account);
   if (id.ok() && static_cast<size_t>(*id) >= layout_sequences_.size()) {

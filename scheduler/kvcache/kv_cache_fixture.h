@@ -13,7 +13,7 @@
 namespace mla::kvcache {
 
 // Four rows a page, one granule a group.
-inline constexpr GroupLayout kSmall{.row_bytes = 32, .page_size = 4, .layers = 2};
+inline const GroupLayout kSmall = MakeLayout({.row_bytes = 32, .page_size = 4, .layers = 2});
 
 class KvCacheTest : public ::testing::Test {
  protected:

@@ -33,11 +33,12 @@ constexpr int32_t kTablePages = 24;
 constexpr TenantKey kTenants = 3;
 constexpr uint32_t kUnpublished = 0x0badcafe;
 
-constexpr GroupLayout kLayouts[] = {
-    {.row_bytes = 16, .page_size = 3, .layers = 2},   // 1 granule
-    {.row_bytes = 8, .page_size = 1, .layers = 1},    // 1 granule, one row a page
-    {.row_bytes = 40, .page_size = 7, .layers = 3},   // 4 granules
-    {.row_bytes = 64, .page_size = 16, .layers = 3},  // 12 granules: more than some slabs
+const GroupLayout kLayouts[] = {
+    MakeLayout({.row_bytes = 16, .page_size = 3, .layers = 2}),  // 1 granule
+    MakeLayout({.row_bytes = 8, .page_size = 1, .layers = 1}),   // 1 granule, one row a page
+    MakeLayout({.row_bytes = 40, .page_size = 7, .layers = 3}),  // 4 granules
+    MakeLayout(
+        {.row_bytes = 64, .page_size = 16, .layers = 3}),  // 12 granules: more than some slabs
 };
 
 struct ModelSequence {
@@ -321,9 +322,8 @@ class Simulation {
     const size_t page = position / static_cast<size_t>(layout.page_size);
     const size_t inside = position % static_cast<size_t>(layout.page_size);
     const uint32_t entry = device_tables_[static_cast<size_t>(cache_->page_table(s)) + page];
-    const size_t byte = size_t{entry} * 256 +
-                        static_cast<size_t>(layout.row_bytes * layout.page_size * layer) +
-                        inside * static_cast<size_t>(layout.row_bytes);
+    const size_t byte = size_t{entry} * 256 + static_cast<size_t>(layout.rows(layer).offset) +
+                        inside * static_cast<size_t>(layout.rows(layer).row_stride);
     return byte / 8;
   }
 
@@ -341,9 +341,9 @@ class Simulation {
     for (int32_t count = 1 + Below(left); count > 0; --count) {
       const uint64_t row = next_row_++;
       const size_t position = m.rows.size() + m.written.size();
-      for (int32_t layer = 0; layer < layout.layers; ++layer) {
+      for (int32_t layer = 0; layer < static_cast<int32_t>(layout.layers.size()); ++layer) {
         const size_t first = WordOf(s, position, layer);
-        const auto words = static_cast<size_t>(layout.row_bytes / 8);
+        const auto words = static_cast<size_t>(layout.rows(0).row_stride / 8);
         if (first + words > words_.size()) return Expect(false, "a row outside the pool");
         std::fill_n(words_.begin() + static_cast<int64_t>(first), words,
                     WordFor(m.tenant, row, layer));
@@ -395,9 +395,9 @@ class Simulation {
     for (size_t position = 0; position < m.rows.size() + m.written.size(); ++position) {
       const uint64_t row =
           position < m.rows.size() ? m.rows[position] : m.written[position - m.rows.size()];
-      for (int32_t layer = 0; layer < kLayouts[m.layout].layers; ++layer) {
+      for (size_t layer = 0; layer < kLayouts[m.layout].layers.size(); ++layer) {
         const size_t first = WordOf(s, position, layer);
-        for (int64_t w = 0; w < kLayouts[m.layout].row_bytes / 8; ++w) {
+        for (int64_t w = 0; w < kLayouts[m.layout].rows(0).row_stride / 8; ++w) {
           if (words_[first + static_cast<size_t>(w)] != WordFor(m.tenant, row, layer)) {
             return Expect(false, "a row holds something else");
           }

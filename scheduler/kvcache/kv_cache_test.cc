@@ -172,7 +172,8 @@ TEST_F(KvCacheTest, RefusedReservationLeavesTheMarks) {
 
 TEST_F(KvCacheTest, MarksFollowTheBytesAcrossLayouts) {
   Make(8, 4);
-  const GroupLayout wide{.row_bytes = 64, .page_size = 8, .layers = 1};  // two granules
+  const GroupLayout wide =
+      MakeLayout({.row_bytes = 64, .page_size = 8, .layers = 1});  // two granules
   const LayoutId other = cache_->AddLayout(wide).value();
   SeqSlot s = Open(1);
   Append(s, 1);
@@ -207,7 +208,8 @@ TEST_F(KvCacheTest, LayoutsShareTheBudgetBySlabs) {
 
 TEST_F(KvCacheTest, GroupLargerThanASlabTakesNeighbours) {
   Make(7, 2);
-  const GroupLayout huge{.row_bytes = 32 * 5, .page_size = 4, .layers = 2};  // five granules
+  const GroupLayout huge =
+      MakeLayout({.row_bytes = 32 * 5, .page_size = 4, .layers = 2});  // five granules
   const LayoutId other = cache_->AddLayout(huge).value();
   EXPECT_EQ(cache_->free_groups(other), 1);
   const SeqSlot s = cache_->Open(other, 1).value();
@@ -221,7 +223,7 @@ TEST_F(KvCacheTest, GroupLargerThanASlabTakesNeighbours) {
 
 TEST_F(KvCacheTest, OffsetsPastFourGibAndEntriesPastTwoToTheTwentyFour) {
   // Accounting only: no such memory exists here.
-  const GroupLayout real{.row_bytes = 1152, .page_size = 64, .layers = 61};
+  const GroupLayout real = MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 61});
   const int64_t bytes = int64_t{1} << 40;
   tables_.assign(4 * 100'000, 0);
   cache_ = KvCache::Create({.bytes = bytes, .max_sequences = 4, .max_pages_per_sequence = 100'000},
@@ -267,13 +269,13 @@ TEST_F(KvCacheTest, BoundsAreChecked) {
       code({.bytes = 4096, .slab_bytes = -1, .max_sequences = 1, .max_pages_per_sequence = 1}),
       invalid);
   Make(2);
-  EXPECT_EQ(cache_->AddLayout({.row_bytes = 0, .page_size = 1, .layers = 1}).status().code(),
-            invalid);
-  EXPECT_EQ(cache_->AddLayout({.row_bytes = 1, .page_size = 0, .layers = 1}).status().code(),
-            invalid);
-  EXPECT_EQ(cache_->AddLayout({.row_bytes = 1, .page_size = 1, .layers = -1}).status().code(),
-            invalid);
-  EXPECT_EQ(cache_->AddLayout({INT64_MAX, INT32_MAX, INT32_MAX}).status().code(),
+  const auto added = [&](const UniformLayers& uniform) {
+    return cache_->AddLayout(MakeLayout(uniform)).status().code();
+  };
+  EXPECT_EQ(added({.row_bytes = 0, .page_size = 1, .layers = 1}), invalid);
+  EXPECT_EQ(added({.row_bytes = 1, .page_size = 0, .layers = 1}), invalid);
+  EXPECT_EQ(added({.row_bytes = 1, .page_size = 1, .layers = -1}), invalid);
+  EXPECT_EQ(added({.row_bytes = int64_t{1} << 31, .page_size = 1 << 30, .layers = 3}),
             absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(cache_->Open(7, 1).status().code(), invalid);
   EXPECT_EQ(cache_->Open(layout_, kMaxTenantKey).status().code(), invalid);

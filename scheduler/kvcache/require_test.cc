@@ -35,7 +35,7 @@ class KvCachePeer final {
 namespace {
 
 // Four rows a page, one granule a group.
-constexpr GroupLayout kSmall{.row_bytes = 32, .page_size = 4, .layers = 2};
+const GroupLayout kSmall = MakeLayout({.row_bytes = 32, .page_size = 4, .layers = 2});
 constexpr int32_t kPages = 16;
 
 class RequireDeathTest : public ::testing::Test {

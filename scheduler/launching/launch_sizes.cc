@@ -58,7 +58,10 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
       desc.geometry = MaxGeometry(limits);
       desc.geometry.num_heads = heads;
       desc.form = form;
-      visit(backend.Traits(desc));
+      for (const kernels::KvFormat format : kernels::kKvFormats) {
+        desc.kv_format = format;
+        visit(backend.Traits(desc));
+      }
     }
     if (heads == limits.max_heads) break;
   }

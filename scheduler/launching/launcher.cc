@@ -105,6 +105,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   kernels::AttentionDesc desc;
   desc.geometry = key.geometry;
   desc.form = form;
+  desc.kv_format = key.kv_format;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   const kernels::BackendInfo& info = backend_->Info();
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;

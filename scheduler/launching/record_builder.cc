@@ -22,10 +22,14 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.staged = staged;
   shared.append.dtype = args.q_dtype;
   shared.append.kv_row_stride = g.kv_row_dim();
-  shared.append.layer_offset = model.layout.layer_offset(args.layer);
-  shared.append.row_stride = model.layout.row_bytes;
-  shared.append.page_size = model.layout.page_size;
+  const kvcache::KvPlane& rows = model.layout.rows(args.layer);
+  shared.append.layer_offset = rows.offset;
+  shared.append.row_stride = rows.row_stride;
+  shared.append.page_size = rows.rows;
   shared.append.row_dim = static_cast<int32_t>(g.kv_row_dim());
+  shared.append.rope_dim = g.rope_dim;
+  shared.append.format = rows.format;
+  shared.append.kv_scale = model.kv_scale(args.layer);
   shared.kv_row_bytes = g.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
   if (args.profile == Profile::kAppendOnly) return shared;
 
@@ -108,9 +112,10 @@ kernels::RequestRecord RecordBuilder::Record(const Segment& segment) const {
   const Model& model = *segment.request->engine.step->model;
   kernels::RequestRecord record{};
   record.page_table = cache_->page_table(segment.entry->sequence->slot);
-  record.layer_offset = model.layout.layer_offset(args.layer);
-  record.row_stride = model.layout.row_bytes;
-  record.page_size = model.layout.page_size;
+  const kvcache::KvPlane& rows = model.layout.rows(args.layer);
+  record.layer_offset = rows.offset;
+  record.row_stride = rows.row_stride;
+  record.page_size = rows.rows;
   record.q_rows = segment.rows;
   record.kv_rows = segment.cached() + segment.rows;
   record.num_heads = args.num_heads;
@@ -119,6 +124,7 @@ kernels::RequestRecord RecordBuilder::Record(const Segment& segment) const {
       args.profile == Profile::kAbsorbed ? -1 : models_->weights_slot(model, args.layer);
   record.softmax_scale = static_cast<float>(model.spec->softmax_scale);
   record.causal = 1;
+  record.kv_scale = model.kv_scale(args.layer);
   return record;
 }
 

@@ -21,6 +21,7 @@ AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
   AttentionDesc desc;
   desc.geometry = spec.geometry;
   desc.form = form;
+  desc.kv_format = spec.kv_format;
   desc.page_size = spec.page_size;
   return desc;
 }
@@ -146,9 +147,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->tenant = tenant;
   model->account = account.get();
   model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
-  model->layout.row_bytes = int64_t{spec.geometry.kv_row_dim()} * 2;
-  model->layout.page_size = spec.page_size;
-  model->layout.layers = spec.layers;
+  const kernels::KvRowLayout row =
+      kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank, spec.geometry.rope_dim);
+  model->layout = kvcache::MakeLayout({row.row_bytes, spec.page_size, spec.layers, spec.kv_format});
   absl::StatusOr<kvcache::LayoutId> layout =
       cache_->AddLayout(model->layout, model->pool_account.get());
   if (!layout.ok()) {
@@ -272,6 +273,7 @@ ModelInfo ModelTable::Info(const Model& model) const {
   info.max_sequence_rows =
       std::min<int64_t>(limits_.max_sequence_rows, pages * model.layout.page_size);
   info.weights_complete = model.weights_complete;
+  info.scales_complete = model.scales_complete();
   info.sequences = model.sequences;
   info.lease_ms = model.lease_ns / kNanosPerMilli;
   info.lease_left_ms = info.lease_ms;
@@ -294,6 +296,45 @@ int32_t ModelTable::size() const {
   int32_t count = 0;
   for (const std::unique_ptr<Model>& model : models_) count += model != nullptr;
   return count;
+}
+
+absl::Status ModelTable::CheckScales(const ModelSpec& spec, std::span<const float> scales,
+                                     const std::string& field, Fault* fault) {
+  if (kernels::TraitsOf(spec.kv_format).scales != kernels::KvScales::kLayer) {
+    return RefuseField(
+        fault, field, absl::StrCat("scales for kv_format ", kernels::Name(spec.kv_format)),
+        absl::StrCat("a model with kv_format ", kernels::Name(kernels::KvFormat::kFp8Tensor)),
+        "no_layer_scales", absl::StatusCode::kFailedPrecondition);
+  }
+  if (scales.size() != static_cast<size_t>(spec.layers)) {
+    return RefuseField(fault, field, absl::StrCat(scales.size(), " scales"),
+                       absl::StrCat(spec.layers, ": one a layer"), "wrong_count");
+  }
+  for (size_t layer = 0; layer < scales.size(); ++layer) {
+    const float scale = scales[layer];
+    if (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale) continue;
+    return RefuseField(
+        fault, absl::StrCat(field, "[", layer, "]"), absl::StrCat(scale),
+        absl::StrCat("a number from ", kernels::kSmallestKvScale, " to ", kernels::kLargestKvScale),
+        "out_of_range");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
+                                   const std::string& field, Fault* fault) {
+  if (absl::Status s = CheckScales(*model.spec, scales, field, fault); !s.ok()) return s;
+  if (std::equal(scales.begin(), scales.end(), model.kv_scales.begin(), model.kv_scales.end())) {
+    return absl::OkStatus();
+  }
+  if (!model.kv_scales.empty() && model.sequences > 0) {
+    return RefuseField(fault, field, "other scales than those in use",
+                       absl::StrCat("equal to them while the ", model.sequences,
+                                    " sequences of the model are open"),
+                       "scales_differ", absl::StatusCode::kAlreadyExists);
+  }
+  model.kv_scales.assign(scales.begin(), scales.end());
+  return absl::OkStatus();
 }
 
 absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t head_begin,
@@ -320,7 +361,8 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
 absl::Status ModelTable::ChargeWeights(Model& model, Fault* fault) {
   if (model.weights_bytes > 0) return absl::OkStatus();
   const kernels::Geometry& g = model.spec->geometry;
-  const int64_t total = int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * 2;
+  const int64_t total =
+      int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   absl::Status status =
       tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id", fault);
   if (status.ok()) model.weights_bytes = total;

@@ -47,6 +47,16 @@ struct Model {
   absl::Status absorbed_f32;     // whether ABSORBED may send fp32 queries; else the backend's words
   int32_t tile_rows = 0;         // packed rows of a full tile of the absorbed form
   int32_t min_charged_rows = 0;  // see PlanTraits
+  // One a layer, in formats that have such scales and once they have come; else empty.
+  std::vector<float> kv_scales;
+  float kv_scale(int32_t layer) const {
+    return kv_scales.empty() ? 1.0f : kv_scales[static_cast<size_t>(layer)];
+  }
+  // Whether rows may be stored: the format needs no scales, or they are there.
+  bool scales_complete() const {
+    return kernels::TraitsOf(spec->kv_format).scales != kernels::KvScales::kLayer ||
+           !kv_scales.empty();
+  }
   // --- Weights
   struct Head {
     // Missing: 0; loaded: the upload that brought it; committed: kCommitted.
@@ -86,6 +96,16 @@ class ModelTable {
   ModelInfo Info(const Model& model) const;
   std::vector<Model*> OfTenant(TenantKey tenant);
   int32_t size() const;
+
+  // Refuses a format without scales of layers (FAILED_PRECONDITION), another number than one a
+  // layer, and a scale that is not from kSmallestKvScale to kLargestKvScale (INVALID_ARGUMENT with
+  // the index behind `field`).
+  static absl::Status CheckScales(const ModelSpec& spec, std::span<const float> scales,
+                                  const std::string& field, Fault* fault);
+  // Sets the scale of every layer's rows. Refuses what CheckScales does, and others than those that
+  // are set while sequences are open (ALREADY_EXISTS), since rows are stored under them.
+  absl::Status SetScales(Model& model, std::span<const float> scales, const std::string& field,
+                         Fault* fault);
 
   // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
   // over. A committed head accepts a repeat of the same bytes and refuses others (ALREADY_EXISTS):

@@ -1,6 +1,12 @@
 // Registration and weights, without an engine around them.
 #include "scheduler/tables/model_table.h"
 
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "scheduler/testing/engine_harness.h"
@@ -99,6 +105,81 @@ TEST_F(ModelTableTest, WeightsCountWhenEveryHeadIsCommitted) {
   ASSERT_TRUE(Load(3, 1, 1, 1).ok());
   EXPECT_THAT(table_.CommitWeights(*model_, 3), IsEmpty());
   EXPECT_TRUE(model_->weights_complete);
+}
+
+class ScalesTest : public ModelTableTest {
+ protected:
+  ScalesTest() {
+    ModelSpec spec = *model_->spec;
+    spec.id = "fp8";
+    spec.kv_format = kernels::KvFormat::kFp8Tensor;
+    fp8_ = *table_.Register(tenant_, spec, &fault_);
+  }
+  absl::Status Set(std::vector<float> scales) {
+    return table_.SetScales(*fp8_, scales, "scales", &fault_);
+  }
+
+  Model* fp8_ = nullptr;
+};
+
+TEST_F(ScalesTest, OneALayerAndEachANumberThatRowsCanHave) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  EXPECT_FALSE(fp8_->scales_complete());
+  for (const auto& [scales, field] : std::vector<std::pair<std::vector<float>, std::string>>{
+           {{}, "scales"},
+           {{1.0f}, "scales"},
+           {{1.0f, 1.0f, 1.0f}, "scales"},
+           {{0.0f, 1.0f}, "scales[0]"},
+           {{1.0f, -1.0f}, "scales[1]"},
+           {{1.0f, std::nanf("")}, "scales[1]"},
+           {{kInfinity, 1.0f}, "scales[0]"},
+           {{1.0f, 1e-40f}, "scales[1]"},
+           {{2 * kernels::kLargestKvScale, 1.0f}, "scales[0]"}}) {
+    EXPECT_EQ(Set(scales).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(fault_.field, field);
+  }
+  EXPECT_FALSE(fp8_->scales_complete());
+  ASSERT_TRUE(Set({kernels::kSmallestKvScale, kernels::kLargestKvScale}).ok());
+  EXPECT_TRUE(fp8_->scales_complete());
+  EXPECT_EQ(fp8_->kv_scale(1), kernels::kLargestKvScale);
+  EXPECT_TRUE(table_.Info(*fp8_).scales_complete);
+}
+
+TEST_F(ScalesTest, ChangeOnlyWithoutOpenSequences) {
+  ASSERT_TRUE(Set({0.5f, 0.25f}).ok());
+  ASSERT_TRUE(Set({0.5f, 0.125f}).ok());
+  fp8_->sequences = 1;
+  EXPECT_TRUE(Set({0.5f, 0.125f}).ok());
+  EXPECT_EQ(Set({0.5f, 0.25f}).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(fault_.reason, "scales_differ");
+  EXPECT_EQ(fp8_->kv_scale(1), 0.125f);
+  fp8_->sequences = 0;
+  EXPECT_TRUE(Set({0.5f, 0.25f}).ok());
+}
+
+TEST_F(ScalesTest, OtherFormatsHaveNone) {
+  const float scales[2] = {1.0f, 1.0f};
+  EXPECT_EQ(table_.SetScales(*model_, scales, "scales", &fault_).code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(fault_.reason, "no_layer_scales");
+  EXPECT_TRUE(model_->scales_complete());
+}
+
+TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
+  ModelSpec spec = *model_->spec;
+  const int64_t rows = int64_t{spec.page_size} * spec.layers;
+  EXPECT_EQ(model_->layout.bytes, rows * 12 * 2);
+  spec.id = "tensor";
+  spec.kv_format = kernels::KvFormat::kFp8Tensor;
+  EXPECT_EQ((*table_.Register(tenant_, spec, &fault_))->layout.bytes, rows * 12);
+  ASSERT_TRUE(table_.Unregister(tenant_, "tensor", &fault_).ok());  // two models are the bound
+  spec.id = "row";
+  spec.kv_format = kernels::KvFormat::kFp8Row;  // 8 codes, a scale, 4 rotated
+  EXPECT_EQ((*table_.Register(tenant_, spec, &fault_))->layout.bytes, rows * 20);
+  // The same name with another format is another model.
+  spec.kv_format = kernels::KvFormat::kBf16;
+  EXPECT_EQ(table_.Register(tenant_, spec, &fault_).status().code(),
+            absl::StatusCode::kAlreadyExists);
 }
 
 TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {

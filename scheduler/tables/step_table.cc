@@ -19,6 +19,12 @@ absl::Status CheckHeads(const Step& step, const AttendArgs& args, Fault* fault) 
 
 absl::Status CheckProfile(const Step& step, const AttendArgs& args, Fault* fault) {
   const ModelSpec& spec = *step.model->spec;
+  if (!step.model->scales_complete()) {
+    return RefuseField(fault, "attend.step_id", absl::StrCat("a step of model ", spec.id),
+                       absl::StrCat("of a model whose layers have their scales, as kv_format ",
+                                    kernels::Name(spec.kv_format), " needs"),
+                       "scales_missing", absl::StatusCode::kFailedPrecondition);
+  }
   if (args.profile == Profile::kAppendOnly && !args.has_kv) {
     return RefuseField(fault, "attend.has_kv", "false", "true for APPEND_ONLY", "nothing_to_do");
   }

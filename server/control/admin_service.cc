@@ -5,6 +5,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "scheduler/fault.h"
+#include "server/grpc/request_validator.h"
 #include "server/metrics/stats_table.h"
 #include "server/process/version.h"
 
@@ -108,10 +109,13 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         reply->add_wire_dtypes(v1::DTYPE_BF16);
         reply->add_wire_dtypes(v1::DTYPE_F32);
         reply->add_kv_dtypes(v1::DTYPE_BF16);
+        const std::vector<kernels::KvFormat>& formats = rpc_.engine->backend_info().kv_formats;
+        for (const kernels::KvFormat format : formats) reply->add_kv_formats(ToProto(format));
         for (const char* profile : {"ABSORBED", "EXPANDED", "APPEND_ONLY"}) {
           reply->add_profiles(profile);
         }
         for (const char* capability : kCapabilities) reply->add_capabilities(capability);
+        if (formats.size() > 1) reply->add_capabilities("fp8");
         if (options_.shared_memory) {
           for (const char* capability : kSharedMemoryCapabilities)
             reply->add_capabilities(capability);

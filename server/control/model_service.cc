@@ -1,6 +1,7 @@
 #include "server/control/model_service.h"
 
 #include <algorithm>
+#include <span>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,10 @@ namespace {
 
 using scheduler::Fault;
 
+std::span<const float> Span(const google::protobuf::RepeatedField<float>& values) {
+  return {values.data(), static_cast<size_t>(values.size())};
+}
+
 void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
   to->set_model_id(from.id);
   to->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
@@ -21,7 +26,9 @@ void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
   to->mutable_geometry()->set_v_dim(static_cast<uint32_t>(from.geometry.v_dim));
   to->set_layers(static_cast<uint32_t>(from.layers));
   to->set_softmax_scale(from.softmax_scale);
-  to->set_kv_dtype(v1::DTYPE_BF16);
+  const bool bf16 = from.kv_format == kernels::KvFormat::kBf16;
+  to->set_kv_dtype(bf16 ? v1::DTYPE_BF16 : v1::DTYPE_UNSPECIFIED);
+  to->set_kv_format(ToProto(from.kv_format));
   to->set_rope_owner(v1::ROPE_OWNER_WORKER);
   to->set_page_size(static_cast<uint32_t>(from.page_size));
   to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
@@ -53,10 +60,11 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
     scheduler::ModelSpec spec;
     absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec, fault);
     if (!status.ok()) return status;
-    const auto info =
-        rpc_.engine->RegisterModel(who.tenant, spec, fault, int64_t{request->lease_ms()});
+    const auto info = rpc_.engine->RegisterModel(
+        who.tenant, spec, fault, int64_t{request->lease_ms()}, Span(request->kv_scales()));
     if (!info.ok()) return info.status();
     Fill(info->spec, reply->mutable_model());
+    reply->set_scales_complete(info->scales_complete);
     reply->set_page_group_bytes(static_cast<uint64_t>(info->page_group_bytes));
     reply->set_page_groups_max(static_cast<uint64_t>(info->page_groups_max));
     reply->set_max_sequence_rows(static_cast<uint64_t>(info->max_sequence_rows));
@@ -179,6 +187,21 @@ absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext
   return upload.Finish(reply, fault);
 }
 
+grpc::Status ModelService::UploadScales(grpc::ServerContext* context,
+                                        const v1::UploadScalesRequest* request,
+                                        v1::UploadScalesReply* reply) {
+  return rpc_.Serve(context, "Models.UploadScales", [&](const Identity& who, Fault* fault) {
+    absl::Status status =
+        CheckName(request->model_id(), "model_id", false, rpc_.engine->limits(), fault);
+    if (status.ok()) {
+      status =
+          rpc_.engine->SetScales(who.tenant, request->model_id(), Span(request->scales()), fault);
+    }
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
+  });
+}
+
 grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListModelsRequest*,
                                 v1::ListModelsReply* reply) {
   return rpc_.Serve(context, "Models.List", [&](const Identity& who, Fault*) {
@@ -186,6 +209,7 @@ grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListMode
       v1::ModelInfo* model = reply->add_models();
       Fill(info.spec, model->mutable_model());
       model->set_weights_complete(info.weights_complete);
+      model->set_scales_complete(info.scales_complete);
       model->set_sequences(static_cast<uint32_t>(info.sequences));
       model->set_lease_ms(static_cast<uint32_t>(info.lease_ms));
       model->set_lease_left_ms(static_cast<uint32_t>(info.lease_left_ms));

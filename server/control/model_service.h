@@ -37,6 +37,8 @@ class ModelService final : public v1::Models::Service {
   grpc::Status UploadWeights(grpc::ServerContext* context,
                              grpc::ServerReader<v1::UploadWeightsRequest>* reader,
                              v1::UploadWeightsReply* reply) override;
+  grpc::Status UploadScales(grpc::ServerContext* context, const v1::UploadScalesRequest* request,
+                            v1::UploadScalesReply* reply) override;
   grpc::Status List(grpc::ServerContext* context, const v1::ListModelsRequest* request,
                     v1::ListModelsReply* reply) override;
   grpc::Status Unregister(grpc::ServerContext* context, const v1::UnregisterRequest* request,

@@ -287,6 +287,25 @@ absl::Status ParseEndStep(const v1::EndStep& message, const Limits& limits,
   return absl::OkStatus();
 }
 
+namespace {
+
+// After kv_dtype, which is unspecified or bf16 here.
+absl::Status ParseKvFormat(const v1::ModelSpec& message, ModelSpec* spec, Fault* fault) {
+  const v1::KvFormat format = message.kv_format();
+  if (!v1::KvFormat_IsValid(format)) {
+    return InvalidField(fault, "model.kv_format", "a KvFormat of this version",
+                        absl::StrCat(static_cast<int>(format)), "unknown_value");
+  }
+  if (format > v1::KV_FORMAT_BF16 && message.kv_dtype() != v1::DTYPE_UNSPECIFIED) {
+    return InvalidField(fault, "model.kv_format", "KV_FORMAT_BF16 with kv_dtype DTYPE_BF16",
+                        v1::KvFormat_Name(format), "conflict");
+  }
+  spec->kv_format = static_cast<kernels::KvFormat>(std::max(format, v1::KV_FORMAT_BF16));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec,
                             Fault* fault) {
   MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model.model_id", false, limits, fault));
@@ -321,6 +340,7 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
     return InvalidField(fault, "model.kv_dtype", "DTYPE_BF16",
                         absl::StrCat(static_cast<int>(message.kv_dtype())), "unknown_value");
   }
+  MLA_RETURN_IF_ERROR(ParseKvFormat(message, spec, fault));
   if (message.rope_owner() != v1::ROPE_OWNER_WORKER) {
     return InvalidField(fault, "model.rope_owner", "ROPE_OWNER_WORKER: q and k arrive rotated",
                         absl::StrCat(static_cast<int>(message.rope_owner())), "unknown_value");

@@ -61,6 +61,14 @@ absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& 
 absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
                           scheduler::EndStepArgs* args, scheduler::Fault* fault);
 
+// The contract numbers formats as the kernels do.
+constexpr v1::KvFormat ToProto(kernels::KvFormat format) {
+  return static_cast<v1::KvFormat>(format);
+}
+static_assert(ToProto(kernels::KvFormat::kBf16) == v1::KV_FORMAT_BF16);
+static_assert(ToProto(kernels::KvFormat::kFp8Tensor) == v1::KV_FORMAT_FP8_TENSOR);
+static_assert(ToProto(kernels::KvFormat::kFp8Row) == v1::KV_FORMAT_FP8_ROW);
+
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
                             scheduler::ModelSpec* spec, scheduler::Fault* fault);
 

@@ -323,6 +323,36 @@ TEST(RequestValidatorTest, QueryPrecision) {
   }
 }
 
+TEST(RequestValidatorTest, KvFormat) {
+  v1::ModelSpec model;
+  model.set_model_id("m");
+  model.mutable_geometry()->set_num_heads(4);
+  model.mutable_geometry()->set_kv_lora_rank(32);
+  model.set_layers(1);
+  model.set_softmax_scale(0.5);
+  model.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  using kernels::KvFormat;
+  constexpr KvFormat kWant[] = {KvFormat::kBf16, KvFormat::kBf16, KvFormat::kFp8Tensor,
+                                KvFormat::kFp8Row};
+  for (const v1::DType dtype : {v1::DTYPE_UNSPECIFIED, v1::DTYPE_BF16}) {
+    for (const int value : {0, 1, 2, 3, 4, -1}) {
+      model.set_kv_dtype(dtype);
+      model.set_kv_format(static_cast<v1::KvFormat>(value));
+      scheduler::ModelSpec spec;
+      Fault fault;
+      const bool known = value >= 0 && value <= 3;
+      const bool conflict = dtype == v1::DTYPE_BF16 && value > 1;
+      ASSERT_EQ(ParseModelSpec(model, Limits(), &spec, &fault).ok(), known && !conflict) << value;
+      if (known && !conflict) {
+        EXPECT_EQ(spec.kv_format, kWant[value]);
+      } else {
+        EXPECT_EQ(fault.field, "model.kv_format");
+        EXPECT_EQ(fault.reason, known ? "conflict" : "unknown_value");
+      }
+    }
+  }
+}
+
 TEST(RequestValidatorTest, WeightsChunk) {
   v1::UploadWeightsRequest::Chunk good;
   good.set_head_begin(1);

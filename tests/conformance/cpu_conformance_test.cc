@@ -93,6 +93,7 @@ SuiteOptions Options(std::vector<CaseSpec> cases) {
 
 SamplerOptions Sampler() {
   SamplerOptions sampler;
+  sampler.kv_formats.assign(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats));
   // A seed from outside draws another sample; the default one is what CI holds fixed.
   if (const char* seed = std::getenv("MLA_TEST_SEED"); seed != nullptr && *seed != '\0') {
     sampler.seed = std::strtoull(seed, nullptr, 10);

@@ -91,10 +91,9 @@ Contamination Contaminate(Random& random, Workload& workload) {
       const int64_t element = random.Below(g.kv_row_dim());
       const float value = DrawSpecial(random, anywhere || element >= g.kv_lora_rank);
       Write(data.kv, spec.kv_source, place.row * g.kv_row_dim() + element, value);
-      data.stored[static_cast<size_t>(place.row * g.kv_row_dim() + element)] =
-          kernels::ToBf16(value);
       places.keys.push_back(place);
     }
+    UpdateStored(spec, r, data);
   }
   return places;
 }
@@ -152,6 +151,7 @@ std::string Check(const Workload& workload, const Contamination& places, const C
 SamplerOptions SmallCases() {
   SamplerOptions sampler;
   sampler.heads = {1, 3, 16, 24};
+  sampler.kv_formats.assign(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats));
   sampler.typical_flop = 1e6;
   sampler.max_flop = 8e6;
   return sampler;

@@ -28,6 +28,7 @@ PlanBuilder EvenPlan(AttentionBackend&) {
 SuiteOptions Options(int64_t count) {
   SamplerOptions sampler;
   sampler.seed = 7;
+  sampler.kv_formats.assign(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats));
   sampler.typical_flop = 1e6;
   sampler.max_flop = 4e6;
   SuiteOptions options;
@@ -65,7 +66,7 @@ TEST(ReferenceConformanceTest, HandComputedRow) {
   auto& data = workload.requests[0];
   std::memcpy(data.q.data(), q.data(), q.size() * 4);
   std::memcpy(data.kv.data(), kv.data(), kv.size() * 4);
-  for (size_t i = 0; i < kv.size(); ++i) data.stored[i] = kernels::ToBf16(kv[i]);
+  UpdateStored(spec, request, data);
   ReferenceBackend backend;
   auto runner = CaseRunner::Create(backend, EvenPlan(backend));
   ASSERT_TRUE(runner.ok()) << runner.status();

@@ -29,6 +29,11 @@ v1::Profile ProfileOf(const std::string& name) {
   return v1::PROFILE_EXPANDED;
 }
 
+v1::KvFormat KvFormatOf(const std::string& name) {
+  if (name == "fp8_tensor") return v1::KV_FORMAT_FP8_TENSOR;
+  return name == "fp8_row" ? v1::KV_FORMAT_FP8_ROW : v1::KV_FORMAT_BF16;
+}
+
 v1::QueryPrecision PrecisionOf(const std::string& name) {
   if (name == "bf16") return v1::QUERY_PRECISION_BF16;
   if (name == "split") return v1::QUERY_PRECISION_SPLIT;
@@ -50,7 +55,7 @@ v1::ModelSpec ModelOf(const BenchArguments& arguments) {
   model.set_query_precision(PrecisionOf(arguments.query_precision));
   model.set_page_size(arguments.page_size);
   model.set_softmax_scale(1.0 / std::sqrt(static_cast<double>(arguments.nope + arguments.rope)));
-  model.set_kv_dtype(v1::DTYPE_BF16);
+  model.set_kv_format(KvFormatOf(arguments.kv_format));
   model.set_rope_owner(v1::ROPE_OWNER_WORKER);
   return model;
 }
@@ -144,6 +149,8 @@ void AddModel(Command* command, BenchArguments* arguments) {
   command->Number({"v", "N", "expanded output head (default 128)"}, 1, kMost, &arguments->v);
   command->Choice({"query-precision", "P", "of expanded: default, bf16 or split"},
                   {"default", "bf16", "split"}, &arguments->query_precision);
+  command->Choice({"kv-format", "F", "of the cache: bf16 (default), fp8_tensor or fp8_row"},
+                  {"bf16", "fp8_tensor", "fp8_row"}, &arguments->kv_format);
   command->Number({"page-size", "N", "rows a page (default 0: the server's choice)"}, 0, kMost,
                   &arguments->page_size);
 }

@@ -198,6 +198,7 @@ std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply&
                    {"nope_dim", geometry.nope_dim()},
                    {"v_dim", geometry.v_dim()},
                    {"layers", options.model.layers()},
+                   {"kv_format", v1::KvFormat_Name(options.model.kv_format())},
                    {"page_size", options.model.page_size()}};
   json["load"] = {{"warmup_s", load.warmup_s},
                   {"arrivals", load.arrivals == ArrivalKind::kPoisson ? "poisson" : "uniform"},

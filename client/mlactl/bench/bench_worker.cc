@@ -56,7 +56,12 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
     const std::function<bool(double)>& progress) {
   v1::ModelSpec spec = options.model;
   spec.set_model_id(id);
-  const auto registered = client->RegisterModel(spec);
+  // The range of e4m3 holds five deviations.
+  std::vector<float> scales;
+  if (spec.kv_format() == v1::KV_FORMAT_FP8_TENSOR) {
+    scales.assign(spec.layers(), static_cast<float>(5 * kDeviation / 448));
+  }
+  const auto registered = client->RegisterModel(spec, 0, scales);
   if (!registered.ok()) return registered.status();
   std::unique_ptr<BenchModel> model(new BenchModel(client, spec.model_id()));
   if (NeedsWeights(options)) {

@@ -9,7 +9,7 @@ import random
 import secrets
 import threading
 import time
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence as Seq, Tuple
 
 import grpc
 import numpy.typing as npt
@@ -235,15 +235,24 @@ class Client(Service, Operations):
 
     # --- Service
 
-    def _register(self, spec: ModelSpec, lease_ms: int) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int,
+                  kv_scales: Seq[float]) -> Tuple[ModelSpec, int]:
         if not 0 <= lease_ms < 2**32:
             raise errors.InvalidArgument(f"lease_ms: got {lease_ms}, must be 0..{2**32 - 1}")
         reply = self._call(self._models.Register, model_pb2.RegisterRequest(
-            model=_spec_to_proto(spec), lease_ms=lease_ms))
-        return _spec_from_proto(reply.model), reply.page_group_bytes
+            model=_spec_to_proto(spec), lease_ms=lease_ms, kv_scales=kv_scales))
+        in_force = _spec_from_proto(reply.model)
+        if spec.kv_format not in ("", "bf16", in_force.kv_format):
+            raise errors.Unimplemented(f"model.kv_format: the server does not know "
+                                       f"{spec.kv_format!r} and keeps rows as bf16")
+        return in_force, reply.page_group_bytes
 
     def _unregister(self, model_id: str) -> None:
         self._call(self._models.Unregister, model_pb2.UnregisterRequest(model_id=model_id))
+
+    def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
+        self._call(self._models.UploadScales, model_pb2.UploadScalesRequest(
+            model_id=model_id, scales=scales))
 
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus:
@@ -393,10 +402,24 @@ def _precision_to_proto(name: str) -> int:
     return _PRECISIONS.index(name)
 
 
+_KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row")  # by number in the contract
+
+
+def _kv_format_to_proto(name: str) -> int:
+    if name not in _KV_FORMATS:
+        raise errors.InvalidArgument(
+            f"model.kv_format: got {name!r}, must be 'bf16', 'fp8_tensor', 'fp8_row' or ''")
+    return _KV_FORMATS.index(name)
+
+
 def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
+    kv_format = _kv_format_to_proto(spec.kv_format)
+    bf16 = kv_format <= tensor_pb2.KV_FORMAT_BF16
     return model_pb2.ModelSpec(
         model_id=spec.model_id, geometry=tensor_pb2.Geometry(**dataclasses.asdict(spec.geometry)),
-        layers=spec.layers, softmax_scale=spec.softmax_scale, kv_dtype=tensor_pb2.DTYPE_BF16,
+        layers=spec.layers, softmax_scale=spec.softmax_scale,
+        kv_dtype=tensor_pb2.DTYPE_BF16 if bf16 else tensor_pb2.DTYPE_UNSPECIFIED,
+        kv_format=kv_format,
         rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
         query_precision=_precision_to_proto(spec.query_precision))
 
@@ -407,7 +430,7 @@ def _spec_from_proto(message: Any) -> ModelSpec:
                      Geometry(geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim,
                               geometry.nope_dim, geometry.v_dim),
                      message.layers, message.softmax_scale, message.page_size,
-                     _PRECISIONS[message.query_precision])
+                     _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format])
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

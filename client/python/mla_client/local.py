@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence as Seq, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,11 @@ class _Done(AttendFuture):
         return self._result
 
 
+def _refuse_scales(scales: Seq[float]) -> None:
+    if len(scales) > 0:
+        raise errors.FailedPrecondition("kv_scales: got scales for bf16 rows, which have none")
+
+
 class LocalReference(Service):
     """Attention in numpy. With `exact` nothing is rounded: queries, cache, weights and outputs stay
     as given (float32); otherwise they are rounded to bf16 where a server's would be."""
@@ -95,12 +100,17 @@ class LocalReference(Service):
 
     # --- Models
 
-    def _register(self, spec: ModelSpec, lease_ms: int) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int,
+                  kv_scales: Seq[float]) -> Tuple[ModelSpec, int]:
         del lease_ms  # nothing else runs here that a lease would protect
         geometry = spec.geometry
         if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
             raise errors.InvalidArgument("model: layers, softmax_scale and num_heads must be > 0")
-        spec = dataclasses.replace(spec, page_size=spec.page_size or 64,
+        if spec.kv_format not in ("", "bf16"):
+            raise errors.Unimplemented(
+                f"model.kv_format: got {spec.kv_format!r}, rows are bf16 in this process")
+        _refuse_scales(kv_scales)
+        spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
                                    query_precision=spec.query_precision or "split")
         with self._lock:
             known = self._models.get(spec.model_id)
@@ -114,6 +124,10 @@ class LocalReference(Service):
                     np.zeros((*heads, geometry.kv_lora_rank, geometry.v_dim), np.float32),
                     np.zeros(heads, bool))
         return spec, spec.layers * spec.page_size * geometry.row_dim * 2
+
+    def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
+        self._model(model_id)
+        _refuse_scales(scales)
 
     def _model(self, model_id: str) -> _Model:
         model = self._models.get(model_id)

@@ -39,11 +39,15 @@ class Service(abc.ABC):
     timeout_s: float
 
     @abc.abstractmethod
-    def _register(self, spec: ModelSpec, lease_ms: int) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int,
+                  kv_scales: Seq[float]) -> Tuple[ModelSpec, int]:
         """Returns the spec in force and the bytes of a page group."""
 
     @abc.abstractmethod
     def _unregister(self, model_id: str) -> None: ...
+
+    @abc.abstractmethod
+    def _upload_scales(self, model_id: str, scales: Seq[float]) -> None: ...
 
     @abc.abstractmethod
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
@@ -85,11 +89,15 @@ class Service(abc.ABC):
         """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
         return None
 
-    def register_model(self, spec: ModelSpec, *, lease_ms: int = 0) -> "Model":
+    def register_model(self, spec: ModelSpec, *, lease_ms: int = 0,
+                       kv_scales: Seq[float] = ()) -> "Model":
         """Registers a model; repeating it with equal contents succeeds. With `lease_ms` > 0 it goes
         when for so long nothing has named it and no sequence of it was open; 0: as the server is
-        configured, by default never."""
-        in_force, page_group_bytes = self._register(spec, lease_ms)
+        configured, by default never.
+
+        `kv_scales`, one a layer, belong to kv_format "fp8_tensor": a stored value is its e4m3 code
+        times the scale of its layer. `Model.upload_scales` may bring them later."""
+        in_force, page_group_bytes = self._register(spec, lease_ms, kv_scales)
         return Model(self, in_force, page_group_bytes)
 
     def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,
@@ -139,6 +147,11 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<Model {self.spec.model_id!r}, {self.spec.layers} layers>"
+
+    def upload_scales(self, scales: Seq[float]) -> None:
+        """Sets the scales of kv_format "fp8_tensor", one a layer. Equal ones may be sent again,
+        others while no sequence of the model is open: else AlreadyExists."""
+        self.service._upload_scales(self.spec.model_id, scales)
 
     def upload_weights(self, layer: int, w_uk: npt.NDArray, w_uv: npt.NDArray,
                        head_begin: int = 0) -> WeightsStatus:

@@ -78,6 +78,9 @@ class ModelSpec:
     # How EXPANDED keeps absorbed queries: "bf16" or "split" (two bf16 parts); "": as the server's
     # backend can, which the registered model names.
     query_precision: str = ""
+    # How the cache keeps KV rows: "bf16", "fp8_tensor" (one scale a layer, see
+    # Service.register_model) or "fp8_row" (scales in every row); "": bf16.
+    kv_format: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

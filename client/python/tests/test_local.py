@@ -1,5 +1,6 @@
 """LocalReference keeps the contract."""
 
+import dataclasses
 import unittest
 
 import mla_client
@@ -19,6 +20,14 @@ class LocalReferenceTest(ServiceContract, unittest.TestCase):
                 with self.assertRaisesRegex(mla_client.FailedPrecondition, r"\[0, 1\]"):
                     step.attend(0, q, self.worker.kv(1), Profile.ABSORBED, row_begin=2)
                 step.abort()
+
+    def test_rows_are_bf16(self):
+        spec = dataclasses.replace(self.model.spec, model_id="fp8", kv_format="fp8_row")
+        with self.assertRaisesRegex(mla_client.Unimplemented, "fp8_row"):
+            self.service.register_model(spec)
+        with self.assertRaises(mla_client.FailedPrecondition):
+            self.model.upload_scales([1.0] * LAYERS)
+        self.assertEqual(self.model.spec.kv_format, "bf16")
 
     def test_exact_mode_rounds_nothing(self):
         worker = Worker(5)

@@ -1,5 +1,6 @@
 """The Python client against a real server."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -46,6 +47,41 @@ class ClientTest(ServiceContract, unittest.TestCase):
         self.assertGreater(after.launches, before.launches)
         self.assertGreaterEqual(after.rows_prefill - before.rows_prefill, 8 * LAYERS)
         self.assertGreater(after.received_bytes, before.received_bytes)
+
+    def test_rows_of_eight_bits(self):
+        """What is computed is attention over rows that lost at most a sixteenth of each value."""
+        rng = np.random.default_rng(3)
+        for kv_format, scales in (("bf16", ()), ("fp8_row", ()), ("fp8_tensor", [1 / 64] * LAYERS)):
+            with self.subTest(kv_format):
+                spec = dataclasses.replace(self.model.spec, model_id=kv_format, kv_format=kv_format)
+                model = self.service.register_model(spec, kv_scales=scales)
+                self.assertEqual(model.spec.kv_format, kv_format)
+                kv = rng.standard_normal((6, GEOMETRY.row_dim)).astype("f4")
+                q = rng.standard_normal((6, GEOMETRY.num_heads, GEOMETRY.row_dim)).astype("f4")
+                with model.open_sequence() as sequence, self.service.step([(sequence, 6)]) as step:
+                    for layer in range(LAYERS):
+                        answer = step.attend(layer, q, kv, Profile.ABSORBED)
+                # The first row sees itself alone.
+                error = np.abs(np.asarray(answer.o, "f4")[0] - kv[0, :GEOMETRY.kv_lora_rank])
+                bound = np.abs(kv[0, :GEOMETRY.kv_lora_rank]) / (200 if kv_format == "bf16" else 15)
+                self.assertTrue((error <= bound + 1e-3).all(), error.max())
+        with self.assertRaises(mla_client.FailedPrecondition):
+            self.model.upload_scales([1.0] * LAYERS)
+
+    def test_scales_are_checked(self):
+        spec = dataclasses.replace(self.model.spec, model_id="scales", kv_format="fp8_tensor")
+        with self.assertRaisesRegex(mla_client.InvalidArgument, r"kv_scales\[1\]"):
+            self.service.register_model(spec, kv_scales=[1.0] + [0.0] * (LAYERS - 1))
+        model = self.service.register_model(spec)
+        with self.assertRaises(mla_client.InvalidArgument):
+            model.upload_scales([1.0] * (LAYERS + 1))
+        model.upload_scales([0.5] * LAYERS)
+        with model.open_sequence():
+            model.upload_scales([0.5] * LAYERS)
+            with self.assertRaises(mla_client.AlreadyExists):
+                model.upload_scales([0.25] * LAYERS)
+        with self.assertRaises(mla_client.InvalidArgument):
+            self.service.register_model(dataclasses.replace(spec, kv_format="fp4"))
 
     def test_leases_are_renewed(self):
         with mla_client.Client.connect(SERVER.target, lease_ms=600) as client:

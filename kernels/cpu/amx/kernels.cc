@@ -1,4 +1,5 @@
 #include "kernels/cpu/simd/bf16_common.h"
+#include "kernels/cpu/simd/fp8_vbmi.h"
 
 namespace mla::kernels::cpu {
 namespace {
@@ -330,6 +331,7 @@ const KernelSet kAmxKernels = {
     Probability,
     PackPaddedValues,
     Widen,
+    WidenFp8,
     Narrow,
     Split,
     PackRows,

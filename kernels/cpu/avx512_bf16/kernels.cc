@@ -1,4 +1,5 @@
 #include "kernels/cpu/simd/bf16_common.h"
+#include "kernels/cpu/simd/fp8_avx512.h"
 
 namespace mla::kernels::cpu {
 namespace {
@@ -232,6 +233,7 @@ const KernelSet kAvx512Bf16Kernels = {
     Probability,
     PackValues,
     Widen,
+    WidenFp8,
     Narrow,
     Split,
     PackRows,

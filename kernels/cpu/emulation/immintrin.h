@@ -23,6 +23,7 @@ typedef int16_t __m256bh __attribute__((vector_size(32), may_alias));
 typedef int64_t __m128i __attribute__((vector_size(16), may_alias));
 typedef uint16_t __mmask16;
 typedef uint32_t __mmask32;
+typedef uint64_t __mmask64;
 
 enum {
   _MM_FROUND_TO_NEAREST_INT = 0,
@@ -51,6 +52,7 @@ using F32 = Lanes<float, 16>;
 using I32 = Lanes<int32_t, 16>;
 using I16 = Lanes<uint16_t, 32>;
 using I64 = Lanes<uint64_t, 8>;
+using I8 = Lanes<uint8_t, 64>;
 
 inline float WithoutDenormals(float value) {
   return value < 1.17549435e-38f && value > -1.17549435e-38f ? 0.0f * value : value;
@@ -143,6 +145,19 @@ MLA_EMULATED __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) 
 MLA_EMULATED __m256i _mm256_maskz_loadu_epi16(__mmask16 mask, const void* from) {
   return EmulatedMaskedLoad<__m256i, uint16_t>(mask, from);
 }
+MLA_EMULATED __m256i _mm256_maskz_loadu_epi8(__mmask32 mask, const void* from) {
+  return EmulatedMaskedLoad<__m256i, uint8_t>(mask, from);
+}
+MLA_EMULATED __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* from) {
+  uint8_t lanes[64] = {};
+  for (int i = 0; i < 64; ++i) {
+    if (mask >> i & 1u) lanes[i] = static_cast<const uint8_t*>(from)[i];
+  }
+  return MLA_NS::Cast<__m512i>(lanes);
+}
+MLA_EMULATED void _mm512_mask_storeu_epi16(void* to, __mmask32 mask, __m512i v) {
+  EmulatedMaskedStore<uint16_t>(to, mask, v);
+}
 MLA_EMULATED void _mm512_mask_storeu_ps(void* to, __mmask16 mask, __m512 v) {
   EmulatedMaskedStore<float>(to, mask, v);
 }
@@ -222,6 +237,62 @@ MLA_EMULATED __m512i _mm512_slli_epi32(__m512i v, int count) {
   for (int32_t& lane : lanes.at) lane = static_cast<int32_t>(static_cast<uint32_t>(lane) << count);
   return MLA_NS::Cast<__m512i>(lanes);
 }
+MLA_EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+MLA_EMULATED __m512i _mm512_set1_epi16(int16_t value) {
+  MLA_NS::I16 lanes;
+  for (uint16_t& lane : lanes.at) lane = static_cast<uint16_t>(value);
+  return MLA_NS::Cast<__m512i>(lanes);
+}
+MLA_EMULATED __m512i _mm512_set1_epi8(char value) {
+  MLA_NS::I8 lanes;
+  for (uint8_t& lane : lanes.at) lane = static_cast<uint8_t>(value);
+  return MLA_NS::Cast<__m512i>(lanes);
+}
+MLA_EMULATED __m512i _mm512_add_epi8(__m512i a, __m512i b) {
+  auto x = MLA_NS::Cast<MLA_NS::I8>(a);
+  const auto y = MLA_NS::Cast<MLA_NS::I8>(b);
+  for (int i = 0; i < 64; ++i) x.at[i] = static_cast<uint8_t>(x.at[i] + y.at[i]);
+  return MLA_NS::Cast<__m512i>(x);
+}
+// Bytes of two tables side by side, by the low 7 bits of the index.
+MLA_EMULATED __m512i _mm512_permutex2var_epi8(__m512i a, __m512i index, __m512i b) {
+  const auto x = MLA_NS::Cast<MLA_NS::I8>(a), y = MLA_NS::Cast<MLA_NS::I8>(b);
+  auto at = MLA_NS::Cast<MLA_NS::I8>(index);
+  for (uint8_t& lane : at.at) lane = (lane & 64u) != 0 ? y.at[lane & 63u] : x.at[lane & 63u];
+  return MLA_NS::Cast<__m512i>(at);
+}
+MLA_EMULATED __m512i _mm512_slli_epi16(__m512i v, int count) {
+  auto lanes = MLA_NS::Cast<MLA_NS::I16>(v);
+  for (uint16_t& lane : lanes.at) lane = static_cast<uint16_t>(lane << count);
+  return MLA_NS::Cast<__m512i>(lanes);
+}
+MLA_EMULATED __m512i _mm512_add_epi16(__m512i a, __m512i b) {
+  auto x = MLA_NS::Cast<MLA_NS::I16>(a);
+  const auto y = MLA_NS::Cast<MLA_NS::I16>(b);
+  for (int i = 0; i < 32; ++i) x.at[i] = static_cast<uint16_t>(x.at[i] + y.at[i]);
+  return MLA_NS::Cast<__m512i>(x);
+}
+MLA_EMULATED __m512i _mm512_mask_blend_epi16(__mmask32 mask, __m512i a, __m512i b) {
+  auto x = MLA_NS::Cast<MLA_NS::I16>(a);
+  const auto y = MLA_NS::Cast<MLA_NS::I16>(b);
+  for (int i = 0; i < 32; ++i) x.at[i] = mask >> i & 1u ? y.at[i] : x.at[i];
+  return MLA_NS::Cast<__m512i>(x);
+}
+MLA_EMULATED __m512i _mm512_mask_add_epi16(__m512i from, __mmask32 mask, __m512i a, __m512i b) {
+  return _mm512_mask_blend_epi16(mask, from, _mm512_add_epi16(a, b));
+}
+MLA_EMULATED __mmask32 _mm512_cmpneq_epi16_mask(__m512i a, __m512i b) {
+  const auto x = MLA_NS::Cast<MLA_NS::I16>(a), y = MLA_NS::Cast<MLA_NS::I16>(b);
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= static_cast<uint32_t>(x.at[i] != y.at[i]) << i;
+  return mask;
+}
+MLA_EMULATED __mmask32 _mm512_mask_test_epi16_mask(__mmask32 mask, __m512i a, __m512i b) {
+  return mask & _mm512_cmpneq_epi16_mask(a & b, __m512i{});
+}
+MLA_EMULATED __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
+  return ~_mm512_cmpneq_epi16_mask(a & b, __m512i{});
+}
 MLA_EMULATED __mmask16 _mm512_cmpgt_epi32_mask(__m512i a, __m512i b) {
   const auto x = MLA_NS::Cast<MLA_NS::I32>(a), y = MLA_NS::Cast<MLA_NS::I32>(b);
   uint32_t mask = 0;
@@ -238,6 +309,16 @@ MLA_EMULATED __m512i _mm512_permutexvar_epi16(__m512i index, __m512i v) {
   const auto at = MLA_NS::Cast<MLA_NS::I16>(index), from = MLA_NS::Cast<MLA_NS::I16>(v);
   MLA_NS::I16 to;
   for (int i = 0; i < 32; ++i) to.at[i] = from.at[at.at[i] & 31];
+  return MLA_NS::Cast<__m512i>(to);
+}
+MLA_EMULATED __m512i _mm512_mask_permutexvar_epi16(__m512i from, __mmask32 mask, __m512i index,
+                                                   __m512i v) {
+  return _mm512_mask_blend_epi16(mask, from, _mm512_permutexvar_epi16(index, v));
+}
+MLA_EMULATED __m512i _mm512_cvtepu8_epi16(__m256i v) {
+  const auto from = MLA_NS::Cast<MLA_NS::Lanes<uint8_t, 32>>(v);
+  MLA_NS::I16 to;
+  for (int i = 0; i < 32; ++i) to.at[i] = from.at[i];
   return MLA_NS::Cast<__m512i>(to);
 }
 MLA_EMULATED __m512i _mm512_permutexvar_epi64(__m512i index, __m512i v) {
@@ -269,6 +350,7 @@ static inline __m512i EmulatedUnpack(__m512i a, __m512i b) {
   MLA_EMULATED __m512i _mm512_unpackhi_epi##bits(__m512i a, __m512i b) { \
     return EmulatedUnpack<uint##bits##_t, true>(a, b);                   \
   }
+MLA_UNPACK(8)
 MLA_UNPACK(16)
 MLA_UNPACK(32)
 MLA_UNPACK(64)

@@ -46,6 +46,8 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   // so a line is added to each.
   at.v_panel_bytes = kTileRows / 2 * 64 + kLine;
   at.v_tile_bytes = at.v_panel_bytes * RoundUp(at.value_panels, 2);
+  at.kv = MakeKvRowLayout(desc.kv_format, g.kv_lora_rank, g.rope_dim);
+  at.widened_ld = RoundUp(g.kv_row_dim(), kLine / 2) + kLine / 2;
   // An up-projection writes whole panels, so rows are as wide as the padded nope part at least.
   at.key_row_bytes =
       RoundUp(std::max<int64_t>(at.key_dim, RoundUp(g.nope_dim, kPanel)), 2 * kPanel) * element;
@@ -60,6 +62,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.key_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.value_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.next_rows = cut.Take(kTileRows * kPointer);
+  if (desc.kv_format != KvFormat::kBf16) at.widened = cut.Take(at.chunk_rows * at.widened_ld * 2);
   at.query_rows = cut.Take(kPanel * at.query_row_bytes);
   if (at.q_terms == 2) at.split_rows = cut.Take(2 * kPanel * at.split_ld * 2);
   at.queries = cut.Take(blocks * at.q_terms * at.q_block_bytes);

@@ -35,6 +35,8 @@ struct RunLayout {
   int64_t q_block_bytes = 0;    // of one term of a block of kTileRows packed rows
   int64_t v_panel_bytes = 0;    // value panels of a tile (bf16)
   int64_t v_tile_bytes = 0;     // all value panels of a tile (bf16)
+  KvRowLayout kv;               // as rows lie in their pages
+  int64_t widened_ld = 0;       // elements between rows of an 8-bit format, widened
   int64_t key_row_bytes = 0;    // prepared key rows
   int64_t value_row_bytes = 0;  // prepared value rows
   int64_t o_ld = 0;             // floats between rows of O
@@ -46,6 +48,7 @@ struct RunLayout {
   int64_t key_ptrs = 0;    // const void*[chunk_rows]: A rows of the logits product
   int64_t value_ptrs = 0;  // const void*[chunk_rows]: value rows before packing
   int64_t next_rows = 0;   // const void*[kTileRows]: where the rows of the next tile lie
+  int64_t widened = 0;     // rows of an 8-bit format as bf16 rows
   int64_t query_rows = 0;  // of a panel, where they lie in pieces
   int64_t split_rows = 0;  // both parts of a panel's queries before packing, row by row
   int64_t queries = 0;     // packed queries, block by block, term by term

@@ -240,7 +240,7 @@ void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t c
 }
 
 // All of the level. A constant, so that no code of the level runs before it was chosen.
-constexpr KernelSet Fp32KernelSet(const char* name) {
+constexpr KernelSet Fp32KernelSet(const char* name, void (*widen_fp8)(const Fp8RowsArgs&)) {
   return {
       name,
       /*bf16_operands=*/false,
@@ -252,6 +252,7 @@ constexpr KernelSet Fp32KernelSet(const char* name) {
       Probability,
       /*pack_values=*/nullptr,
       Widen,
+      widen_fp8,
       Narrow,
       /*split=*/nullptr,
       /*pack_rows=*/nullptr,

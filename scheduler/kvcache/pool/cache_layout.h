@@ -1,30 +1,55 @@
-// Where a KV row lies. A page holds page_size rows of one layer; a page group holds one page per
+// Where KV rows lie. A page holds page_size tokens of one layer; a page group holds one page per
 // layer of its model and is the unit of allocation, copy-on-write and scrubbing:
 //
-//   group:  [layer 0: row 0 .. row page_size-1][layer 1: ...] ... [pad to kPageGranuleBytes]
+//   group:  [layer 0: planes][layer 1: planes] ... [pad to kPageGranuleBytes]
+//
+// A plane holds rows of one format. A layer has the plane of its KV rows, and may have others,
+// whose rows stand for several tokens each.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_CACHE_LAYOUT_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_CACHE_LAYOUT_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/attention_params.h"
+#include "kernels/formats/kv_format.h"
 
 namespace mla::kvcache {
 
-struct GroupLayout {
-  int64_t row_bytes = 0;  // stride between rows of a page
-  int32_t page_size = 0;  // rows a page, >= 1
-  int32_t layers = 0;
+struct KvPlane {
+  int64_t offset = 0;       // bytes from the page group's first
+  int64_t row_stride = 0;   // bytes between rows
+  int32_t rows = 0;         // of a page
+  int32_t token_ratio = 1;  // tokens that a row stands for
+  kernels::KvFormat format = kernels::KvFormat::kBf16;
+  friend bool operator==(const KvPlane&, const KvPlane&) = default;
+};
 
-  int64_t layer_bytes() const { return row_bytes * page_size; }
-  int64_t layer_offset(int32_t layer) const { return layer_bytes() * layer; }
+struct GroupLayout {
+  int32_t page_size = 0;                     // tokens a page, >= 1
+  std::vector<std::vector<KvPlane>> layers;  // the planes of each; the KV rows' is the first
+  int64_t bytes = 0;                         // of the planes together
+
+  const KvPlane& rows(int32_t layer) const { return layers[static_cast<size_t>(layer)].front(); }
+  // What the pool allocates. REQUIRES bytes <= INT64_MAX - kPageGranuleBytes.
   int64_t group_bytes() const {
-    const int64_t raw = layer_bytes() * layers;
     const int64_t granule = kernels::kPageGranuleBytes;
-    return (raw + granule - 1) / granule * granule;
+    return (bytes + granule - 1) / granule * granule;
   }
   friend bool operator==(const GroupLayout&, const GroupLayout&) = default;
 };
+
+// Layers that are all alike, each with one plane of a row a token.
+struct UniformLayers {
+  int64_t row_bytes = 0;
+  int32_t page_size = 0;
+  int32_t layers = 0;
+  kernels::KvFormat format = kernels::KvFormat::kBf16;
+};
+
+// REQUIRES that the product of the three numbers is an int64_t. Scales behind the rows of a page
+// are no part of row_bytes; formats with such scales have layouts of their own.
+GroupLayout MakeLayout(const UniformLayers& uniform);
 
 }  // namespace mla::kvcache
 

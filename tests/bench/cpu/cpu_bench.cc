@@ -18,6 +18,8 @@ namespace {
 using kernels::Bf16;
 using kernels::DType;
 
+constexpr float kKvScale = 0.0011f;  // rows of deviation 1/10 fill the range of 8 bits
+
 std::vector<BenchRow>& Rows() {
   static std::vector<BenchRow>& rows = *new std::vector<BenchRow>;
   return rows;
@@ -53,6 +55,25 @@ bool Value(std::string_view argument, std::string_view name, std::string* value)
   return true;
 }
 
+// Comma-separated names of formats; exits on one that is none.
+std::vector<kernels::KvFormat> Formats(const std::string& names) {
+  std::vector<kernels::KvFormat> formats;
+  for (size_t at = 0; at <= names.size();) {
+    const size_t comma = std::min(names.find(',', at), names.size());
+    const std::string name = names.substr(at, comma - at);
+    const auto* const found =
+        std::find_if(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats),
+                     [&](kernels::KvFormat format) { return kernels::Name(format) == name; });
+    if (found == std::end(kernels::kKvFormats)) {
+      std::fprintf(stderr, "--kv: '%s' is none of bf16, fp8_tensor, fp8_row\n", name.c_str());
+      std::exit(2);
+    }
+    formats.push_back(*found);
+    at = comma + 1;
+  }
+  return formats;
+}
+
 }  // namespace
 
 BenchFlags ParseFlags(int argc, char** argv) {
@@ -75,6 +96,8 @@ BenchFlags ParseFlags(int argc, char** argv) {
         const size_t comma = value.find(',', at);
         at = comma == std::string::npos ? value.size() : comma + 1;
       }
+    } else if (Value(argument, "--kv=", &value)) {
+      flags.kv = Formats(value);
     } else if (Value(argument, "--spin-us=", &value)) {
       flags.spin_us = std::max(0, std::atoi(value.c_str()));
     } else if (argument == "--deterministic") {
@@ -82,7 +105,8 @@ BenchFlags ParseFlags(int argc, char** argv) {
     } else {
       std::fprintf(stderr,
                    "usage: %s [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] "
-                   "[--only=TEXT] [--spin-us=200] [--deterministic]\n",
+                   "[--only=TEXT] [--spin-us=200] [--deterministic] "
+                   "[--kv=bf16,fp8_tensor,fp8_row]\n",
                    argv[0]);
       std::exit(2);
     }
@@ -92,13 +116,14 @@ BenchFlags ParseFlags(int argc, char** argv) {
 
 void Report(const BenchRow& row) {
   Rows().push_back(row);
-  std::printf("%-12s %-34s %2d thr %10.1f us %8.1f GFLOP/s", row.bench.c_str(), row.shape.c_str(),
-              row.threads, row.us, row.gflops);
+  std::printf("%-12s %-34s %-10s %2d thr %10.1f us %8.1f GFLOP/s", row.bench.c_str(),
+              row.shape.c_str(), Name(row.kv), row.threads, row.us, row.gflops);
   if (row.kv_rows_per_s > 0) std::printf(" %7.2f M rows/s", row.kv_rows_per_s * 1e-6);
   if (row.gemm_only_us > 0) {
     std::printf("  gemm-only %10.1f us  ratio %.3f", row.gemm_only_us, row.gemm_only_us / row.us);
   }
   if (row.onednn_scaling > 0) std::printf("  oneDNN scaling %.2f", row.onednn_scaling);
+  if (row.speedup > 0) std::printf("  speedup %.3f", row.speedup);
   std::printf("\n");
   std::fflush(stdout);
 }
@@ -111,11 +136,13 @@ void WriteJson(const std::string& path) {
     const BenchRow& r = Rows()[i];
     char line[512];
     std::snprintf(line, sizeof line,
-                  "{\"bench\": \"%s\", \"shape\": \"%s\", \"threads\": %d, \"us\": %.2f, "
+                  "{\"bench\": \"%s\", \"shape\": \"%s\", \"kv\": \"%s\", \"threads\": %d, "
+                  "\"us\": %.2f, "
                   "\"gflops\": %.2f, \"gemm_only_us\": %.2f, \"ratio\": %.4f, "
-                  "\"onednn_scaling\": %.3f}",
-                  r.bench.c_str(), r.shape.c_str(), r.threads, r.us, r.gflops, r.gemm_only_us,
-                  r.us > 0 ? r.gemm_only_us / r.us : 0.0, r.onednn_scaling);
+                  "\"onednn_scaling\": %.3f, \"speedup\": %.4f}",
+                  r.bench.c_str(), r.shape.c_str(), Name(r.kv), r.threads, r.us, r.gflops,
+                  r.gemm_only_us, r.us > 0 ? r.gemm_only_us / r.us : 0.0, r.onednn_scaling,
+                  r.speedup);
     out << line << (i + 1 < Rows().size() ? ",\n" : "\n");
   }
   out << "]\n";
@@ -156,7 +183,10 @@ double AttentionFlop(const std::vector<BenchRequest>& requests, int32_t heads, i
   return 2.0 * pairs * heads * (key_dim + value_dim);
 }
 
-AttentionBench::AttentionBench(const Options& options) : options_(options) {
+AttentionBench::AttentionBench(const Options& options)
+    : options_(options),
+      row_(kernels::MakeKvRowLayout(options.kv_format, options.geometry.kv_lora_rank,
+                                    options.geometry.rope_dim)) {
   const kernels::Geometry& g = options.geometry;
   kernels::BackendOptions backend_options;
   backend_options.threads = options.threads;
@@ -167,7 +197,9 @@ AttentionBench::AttentionBench(const Options& options) : options_(options) {
   const int64_t packed = static_cast<int64_t>(options.max_q_rows) * g.num_heads;
   kernels::BackendLimits limits;
   limits.page_table_entries = options.max_kv_rows / options.page_size + 64;
-  const int64_t page_bytes = static_cast<int64_t>(g.kv_row_dim()) * 2 * options.page_size;
+  const int64_t rows_bytes = kernels::KvPageBytes(row_, row_.row_bytes, options.page_size);
+  const int64_t page_bytes = (rows_bytes + kernels::kPageGranuleBytes - 1) /
+                             kernels::kPageGranuleBytes * kernels::kPageGranuleBytes;
   limits.kv_pool_bytes = (limits.page_table_entries + 1) * page_bytes;
   limits.weights_slots = 1;
   limits.weights_bytes =
@@ -192,15 +224,11 @@ AttentionBench::AttentionBench(const Options& options) : options_(options) {
   }
   const std::vector<Bf16> rows = Normals(static_cast<size_t>(g.kv_row_dim()) * 4096);
   for (int64_t first = 0; first < options.max_kv_rows; first += 4096) {
-    kernels::AppendRecord record{};
+    const int64_t count = std::min<int64_t>(4096, options.max_kv_rows - first);
+    kernels::AppendRecord record =
+        AppendOf(static_cast<int32_t>(first), static_cast<int32_t>(count));
     record.kv = rows.data();
     record.dtype = DType::kBf16;
-    record.kv_row_stride = g.kv_row_dim();
-    record.row_stride = g.kv_row_dim() * 2;
-    record.page_size = options.page_size;
-    record.first_position = static_cast<int32_t>(first);
-    record.rows = static_cast<int32_t>(std::min<int64_t>(4096, options.max_kv_rows - first));
-    record.row_dim = g.kv_row_dim();
     kernels::Launch launch;
     launch.page_tables = tables_;
     launch.appends = {&record, 1};
@@ -217,6 +245,20 @@ AttentionBench::AttentionBench(const Options& options) : options_(options) {
 }
 
 AttentionBench::~AttentionBench() = default;
+
+kernels::AppendRecord AttentionBench::AppendOf(int32_t first_position, int32_t rows) const {
+  kernels::AppendRecord record{};
+  record.kv_row_stride = options_.geometry.kv_row_dim();
+  record.row_stride = row_.row_bytes;
+  record.page_size = options_.page_size;
+  record.first_position = first_position;
+  record.rows = rows;
+  record.row_dim = options_.geometry.kv_row_dim();
+  record.rope_dim = options_.geometry.rope_dim;
+  record.format = options_.kv_format;
+  record.kv_scale = kKvScale;
+  return record;
+}
 
 void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   const kernels::Geometry& g = options_.geometry;
@@ -235,8 +277,9 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
     record.o_row_stride = o_dim * g.num_heads;
     record.o_head_stride = o_dim;
     record.page_table = page;
-    record.row_stride = g.kv_row_dim() * 2;
+    record.row_stride = row_.row_bytes;
     record.page_size = options_.page_size;
+    record.kv_scale = kKvScale;
     record.q_rows = request.q_rows;
     record.kv_rows = request.kv_rows;
     record.num_heads = g.num_heads;
@@ -254,6 +297,7 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   kernels::AttentionParams& params = expanded ? launch_.expanded : launch_.absorbed;
   params.desc.geometry = g;
   params.desc.form = options_.form;
+  params.desc.kv_format = options_.kv_format;
   params.desc.page_size = options_.page_size;
   params.requests = records_;
   params.plan = Must(planner_.Build(shapes, backend_->Traits(params.desc), *buffers_));
@@ -269,16 +313,9 @@ void AttentionBench::Append(int32_t sequences, int32_t rows, DType dtype) {
   if (kv_.empty()) kv_.resize(static_cast<size_t>(g.kv_row_dim()) * options_.max_kv_rows, 0.25f);
   appends_.clear();
   for (int32_t i = 0; i < sequences; ++i) {
-    kernels::AppendRecord record{};
+    kernels::AppendRecord& record = appends_.emplace_back(AppendOf(i * rows, rows));
     record.kv = kv_.data() + static_cast<int64_t>(i) * rows * g.kv_row_dim();
     record.dtype = dtype;
-    record.kv_row_stride = g.kv_row_dim();
-    record.row_stride = g.kv_row_dim() * 2;
-    record.page_size = options_.page_size;
-    record.first_position = i * rows;
-    record.rows = rows;
-    record.row_dim = g.kv_row_dim();
-    appends_.push_back(record);
   }
   kernels::Launch launch;
   launch.page_tables = tables_;

@@ -18,7 +18,7 @@ namespace mla::bench {
 
 // Command line of every CPU benchmark:
 //   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--spin-us=200]
-//   [--deterministic]
+//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row]
 struct BenchFlags {
   std::string json;
   std::string isa;  // forced dispatch level; empty: the best
@@ -27,6 +27,7 @@ struct BenchFlags {
   std::string only;       // shapes whose name contains this
   int32_t spin_us = 200;  // idle workers poll this long
   bool deterministic = false;
+  std::vector<kernels::KvFormat> kv = {kernels::KvFormat::kBf16};  // formats of rows
 };
 // Prints usage and exits on a flag that it does not know.
 BenchFlags ParseFlags(int argc, char** argv);
@@ -38,6 +39,8 @@ struct BenchRow {
   double gemm_only_us = 0.0;    // 0: no bound was measured
   double onednn_scaling = 0.0;  // of the bound, against one thread; 0: not measured
   double kv_rows_per_s = 0.0;
+  kernels::KvFormat kv = kernels::KvFormat::kBf16;
+  double speedup = 0.0;  // over bf16 rows in the same run; 0: not measured
 };
 // Prints a row as text and keeps it; WriteJson writes all rows.
 void Report(const BenchRow& row);
@@ -67,6 +70,7 @@ class AttentionBench {
   struct Options {
     kernels::Geometry geometry = {128, 512, 64, 128, 128};
     kernels::AttentionForm form = kernels::AttentionForm::kAbsorbed;
+    kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
     int32_t page_size = 64;
     int32_t threads = 1;
     std::string isa;
@@ -89,7 +93,10 @@ class AttentionBench {
   kernels::AttentionBackend& backend() { return *backend_; }
 
  private:
+  kernels::AppendRecord AppendOf(int32_t first_position, int32_t rows) const;
+
   Options options_;
+  kernels::KvRowLayout row_;
   std::unique_ptr<kernels::AttentionBackend> backend_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   scheduler::Planner planner_;

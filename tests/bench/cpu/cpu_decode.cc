@@ -2,10 +2,15 @@
 // products alone, in the same process, alternating, on the same number of threads.
 //
 //   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
+//                        [--kv=bf16,fp8_tensor,fp8_row]
+//
+// With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
+// one's time over each one's.
 //
 // Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
 // same number of KV rows; for thread counts above 2 the uniform one shows how requests scale).
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -68,25 +73,34 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
     options.deterministic = flags.deterministic;
     options.max_kv_rows = kv_rows;
     options.max_q_rows = q_rows;
-    AttentionBench bench(options);
-    bench.Prepare(shape.requests);
+    std::vector<std::unique_ptr<AttentionBench>> benches;
+    std::vector<std::function<void()>> bodies;
+    for (const kernels::KvFormat kv : flags.kv) {
+      options.kv_format = kv;
+      benches.push_back(std::make_unique<AttentionBench>(options));
+      benches.back()->Prepare(shape.requests);
+      bodies.emplace_back([bench = benches.back().get()] { bench->Run(); });
+    }
+    bodies.emplace_back([&] {
+      for (const auto& bound : bounds) bound->Run();
+    });
     SetGemmThreads(threads);
-    const std::vector<double> us = Medians(flags.repeats, threads,
-                                           {[&] { bench.Run(); },
-                                            [&] {
-                                              for (const auto& bound : bounds) bound->Run();
-                                            }});
-    if (gemm_one == 0.0) gemm_one = us[1];
-    BenchRow row;
-    row.bench = "cpu_decode";
-    row.shape = shape.name;
-    row.threads = threads;
-    row.us = us[0];
-    row.gflops = AttentionFlop(shape.requests, shape.heads, 576, 512) / us[0] * 1e-3;
-    row.gemm_only_us = us[1];
-    row.onednn_scaling = gemm_one / us[1];
-    row.kv_rows_per_s = static_cast<double>(kv_rows) / us[0] * 1e6;
-    Report(row);
+    const std::vector<double> us = Medians(flags.repeats, threads, bodies);
+    if (gemm_one == 0.0) gemm_one = us.back();
+    for (size_t i = 0; i < flags.kv.size(); ++i) {
+      BenchRow row;
+      row.bench = "cpu_decode";
+      row.shape = shape.name;
+      row.kv = flags.kv[i];
+      row.threads = threads;
+      row.us = us[i];
+      row.gflops = AttentionFlop(shape.requests, shape.heads, 576, 512) / us[i] * 1e-3;
+      row.gemm_only_us = us.back();
+      row.onednn_scaling = gemm_one / us.back();
+      row.kv_rows_per_s = static_cast<double>(kv_rows) / us[i] * 1e6;
+      if (flags.kv.size() > 1) row.speedup = us[0] / us[i];
+      Report(row);
+    }
   }
 }
 

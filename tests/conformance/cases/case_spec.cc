@@ -78,6 +78,7 @@ kernels::AttentionDesc CaseSpec::Desc() const {
   desc.form = route == Route::kExpanded ? AttentionForm::kExpanded : AttentionForm::kAbsorbed;
   desc.q_dtype = route == Route::kAbsorbProject ? latent_q_dtype : q_dtype;
   desc.o_dtype = route == Route::kAbsorbProject ? latent_o_dtype : o_dtype;
+  desc.kv_format = kv_format;
   desc.page_size = requests.empty() ? 64 : requests.front().page_size;
   return desc;
 }
@@ -149,6 +150,10 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index) {
   spec.softmax_scale = static_cast<float>(
       1.3 / std::sqrt(static_cast<double>(spec.geometry.nope_dim + spec.geometry.rope_dim)));
   spec.units = random.Pick(options.units);
+  Random of_rows(options.seed * 0x9e3779b97f4a7c15ull - index);
+  spec.kv_format = of_rows.Pick(options.kv_formats);
+  // Rows of deviation 1/10 fill the range, leave most of it unused, or exceed it here and there.
+  for (float& scale : spec.kv_scales) scale = of_rows.Pick<float>({0.0011f, 0.25f, 0x1p-11f});
   const int64_t count = 1 + random.Below(8);
   const bool slice_heads = random.OneIn(4);
   for (int64_t i = 0; i < count; ++i) {

@@ -53,7 +53,9 @@ struct CaseSpec {
   InputKind inputs = InputKind::kNormal;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
-  kernels::DType kv_source = kernels::DType::kBf16;  // dtype of the rows appended
+  kernels::DType kv_source = kernels::DType::kBf16;        // dtype of the rows appended
+  kernels::KvFormat kv_format = kernels::KvFormat::kBf16;  // of the pages
+  float kv_scales[2] = {1.0f, 1.0f};                       // of the two layers, see RequestRecord
   // Between Absorb and Run, and between Run and Project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
@@ -86,6 +88,8 @@ struct SamplerOptions {
   std::vector<int32_t> heads = {1, 3, 8, 12, 16, 24, 64, 128};
   std::vector<int32_t> page_sizes = {1, 3, 16, 64};
   std::vector<int32_t> units = {1, 2, 7, 256};
+  // Drawn beside everything else, so that the rest of a case does not change with the list.
+  std::vector<kernels::KvFormat> kv_formats = {kernels::KvFormat::kBf16};
   bool expanded = true;       // draw the kExpanded route too
   double max_flop = 2e9;      // of any sampled case
   double typical_flop = 8e6;  // of nine in ten

@@ -165,9 +165,34 @@ void MakeTrulyCancelling(Draft& d) {
   }
 }
 
+kernels::KvRowLayout RowLayoutOf(const CaseSpec& spec) {
+  return kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank,
+                                  spec.geometry.rope_dim);
+}
+
 float DeviationOf(InputKind kind) {
   return kind == InputKind::kUnit ? 1.0f : kind == InputKind::kLarge ? 3.0f : kDeviation;
 }
+
+}  // namespace
+
+void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData& data) {
+  constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;
+  const kernels::KvRowLayout at = RowLayoutOf(spec);
+  const float scale = spec.kv_scales[request.layer];
+  const auto dim = static_cast<size_t>(spec.geometry.kv_row_dim());
+  const size_t row_bytes = dim * kernels::ElementSize(spec.kv_source);
+  data.stored.resize(data.kv.size() / row_bytes * dim);
+  std::vector<std::byte> row(static_cast<size_t>(at.row_bytes));
+  for (size_t i = 0; i * row_bytes < data.kv.size(); ++i) {
+    kernels::EncodeKvRow(at, kKind, data.kv.data() + i * row_bytes, spec.kv_source, scale,
+                         {row.data(), row.data() + at.scales_at});
+    kernels::DecodeKvRow(at, kKind, scale, {row.data(), row.data() + at.scales_at},
+                         data.stored.data() + i * dim);
+  }
+}
+
+namespace {
 
 RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec& request,
                         const Weights* weights) {
@@ -197,8 +222,7 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
   RequestData data;
   data.q = Encode(draft.q, spec.q_dtype);
   data.kv = Encode(draft.kv, spec.kv_source);
-  data.stored = RoundAll(draft.kv);
-  for (Bf16& element : data.stored) element = kernels::Stored(element);
+  UpdateStored(spec, request, data);
   return data;
 }
 
@@ -209,8 +233,7 @@ void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
     int64_t granules;
   };
   std::vector<Group> groups;
-  const int64_t row_bytes =
-      workload.spec.geometry.kv_row_dim() * static_cast<int64_t>(sizeof(Bf16));
+  const int64_t row_bytes = RowLayoutOf(workload.spec).row_bytes;
   const int64_t padding = random.OneIn(3) ? 64 : 0;
   for (size_t i = 0; i < workload.requests.size(); ++i) {
     const RequestSpec& request = workload.spec.requests[i];
@@ -255,7 +278,7 @@ ValueSizes LatentSizes(const RequestData& data, const Geometry& g) {
   ValueSizes sizes;
   for (size_t row = 0; row < data.stored.size(); row += static_cast<size_t>(g.kv_row_dim())) {
     for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
-      sizes.Add(kernels::ToFloat(data.stored[row + static_cast<size_t>(i)]));
+      sizes.Add(data.stored[row + static_cast<size_t>(i)]);
     }
   }
   return sizes;
@@ -269,12 +292,12 @@ ValueSizes ExpandedSizes(const RequestData& data, const Weights& weights) {
                                std::max<size_t>(2, size_t{4000000} / a_row));
   ValueSizes sizes;
   for (size_t row = 0; row < rows; ++row) {
-    const Bf16* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
+    const float* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
     for (int32_t column = 0; column < g.v_dim * g.num_heads; ++column) {
       const size_t head = static_cast<size_t>(column / g.v_dim), v = column % g.v_dim;
       double sum = 0.0;
       for (size_t i = 0; i < static_cast<size_t>(g.kv_lora_rank); ++i) {
-        sum += static_cast<double>(kernels::ToFloat(latent[i])) *
+        sum += static_cast<double>(latent[i]) *
                kernels::ToFloat(weights.w_uv[(head * g.kv_lora_rank + i) * g.v_dim + v]);
       }
       sizes.Add(sum);

@@ -34,13 +34,13 @@ struct Weights {
 const Weights& WeightsFor(const kernels::Geometry& geometry);
 
 struct RequestData {
-  std::vector<std::byte> q;           // [q_rows, num_heads, q_dim], spec.q_dtype, dense
-  std::vector<std::byte> kv;          // [kv_rows, row_dim], spec.kv_source, dense
-  std::vector<kernels::Bf16> stored;  // the same rows as the pool must hold them
-  std::vector<uint32_t> page_table;   // used entries, then kWildEntries wild ones
-  int64_t row_stride = 0;             // bytes between rows of a page
-  int64_t layer_offset = 0;           // bytes
-  double mean_abs_value = 0.0;        // mean |V| over what the outputs average
+  std::vector<std::byte> q;          // [q_rows, num_heads, q_dim], spec.q_dtype, dense
+  std::vector<std::byte> kv;         // [kv_rows, row_dim], spec.kv_source, dense
+  std::vector<float> stored;         // what the same rows stand for when the pool holds them
+  std::vector<uint32_t> page_table;  // used entries, then kWildEntries wild ones
+  int64_t row_stride = 0;            // bytes between rows of a page
+  int64_t layer_offset = 0;          // bytes
+  double mean_abs_value = 0.0;       // mean |V| over what the outputs average
 };
 
 struct Workload {
@@ -51,6 +51,9 @@ struct Workload {
   int64_t granules = 0;
   double max_abs_value = 0.0;  // max |V| over what the outputs average (a lower bound of it)
 };
+
+// Makes `stored` what follows from `kv`, after a change.
+void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData& data);
 
 // `base_granule` is the lowest granule that pages may use: large values test 64-bit addressing.
 Workload MakeWorkload(const CaseSpec& spec, int64_t base_granule = 0);

@@ -29,22 +29,22 @@ HeadRows UpProject(const Geometry& g, const Weights& weights, const RequestData&
   const Bf16* const uk = weights.w_uk.data() + head * g.nope_dim * g.kv_lora_rank;
   const Bf16* const uv = weights.w_uv.data() + head * g.kv_lora_rank * g.v_dim;
   for (int64_t row = 0; row < rows; ++row) {
-    const Bf16* const latent = data.stored.data() + row * g.kv_row_dim();
+    const float* const latent = data.stored.data() + row * g.kv_row_dim();
     float* const key = out.keys.data() + row * key_dim;
     for (int32_t n = 0; n < g.nope_dim; ++n) {
       double sum = 0.0;
       for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
-        sum += double{ToFloat(latent[i])} * ToFloat(uk[int64_t{n} * g.kv_lora_rank + i]);
+        sum += double{latent[i]} * ToFloat(uk[int64_t{n} * g.kv_lora_rank + i]);
       }
       key[n] = Rounded(sum);
     }
     for (int32_t i = 0; i < g.rope_dim; ++i) {
-      key[g.nope_dim + i] = ToFloat(latent[g.kv_lora_rank + i]);
+      key[g.nope_dim + i] = latent[g.kv_lora_rank + i];
     }
     for (int32_t v = 0; v < g.v_dim; ++v) {
       double sum = 0.0;
       for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
-        sum += double{ToFloat(latent[i])} * ToFloat(uv[int64_t{i} * g.v_dim + v]);
+        sum += double{latent[i]} * ToFloat(uv[int64_t{i} * g.v_dim + v]);
       }
       out.values[static_cast<size_t>(row * g.v_dim + v)] = Rounded(sum);
     }

@@ -152,7 +152,7 @@ absl::Status CaseRunner::Poison(const Workload& workload) {
   record.row_stride = kPageGranuleBytes;
   record.page_size = 1;
   record.rows = static_cast<int32_t>(workload.granules);
-  record.row_dim = kPoisonRowDim;
+  record.row_dim = kPoisonRowDim;  // as bf16, whatever the rows are
   poison_.assign(1, record);
   launch_.table_changes = table_ranges_;
   launch_.appends = poison_;
@@ -177,14 +177,16 @@ absl::Status CaseRunner::Append(const Workload& workload) {
     record.row_stride = data.row_stride;
     record.page_size = spec.requests[i].page_size;
     record.row_dim = spec.geometry.kv_row_dim();
+    record.rope_dim = spec.geometry.rope_dim;
+    record.format = spec.kv_format;
+    record.kv_scale = spec.kv_scales[spec.requests[i].layer];
     // Cached rows and new rows come in two records, as they do in a life of a sequence.
     record.kv = *staged;
     record.first_position = 0;
     record.rows = spec.requests[i].cached_rows;
     appends_.push_back(record);
     record.kv = static_cast<const std::byte*>(*staged) +
-                static_cast<int64_t>(record.rows) * record.row_dim *
-                    static_cast<int64_t>(ElementSize(record.dtype));
+                int64_t{record.rows} * record.row_dim * int64_t(ElementSize(record.dtype));
     record.first_position = record.rows;
     record.rows = spec.requests[i].q_rows;
     appends_.push_back(record);
@@ -394,6 +396,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     record.weights_slot = weights_slot;
     record.softmax_scale = spec.softmax_scale;
     record.causal = r.causal ? 1 : 0;
+    record.kv_scale = spec.kv_scales[r.layer];
     records_.push_back(record);
     queries_.push_back(t.q_fragments);
     shapes.push_back({r.q_rows, r.kv_rows(), r.num_heads, r.causal});
@@ -431,18 +434,17 @@ void CaseRunner::Collect(const Workload& workload, const std::vector<Tensors>& t
         for (int64_t i = 0; i < t.o_head_stride; ++i) {
           const std::byte* element = t.o_host + (first + i) * size;
           if (i >= spec.o_dim()) {
-            if (backend_.Info().unified_memory && *element != sentinel) {
-              output.violation = absl::StrCat("stray write after output row ", row, ", head ", head,
-                                              " of request ", t.request);
-            }
+            if (!backend_.Info().unified_memory || *element == sentinel) continue;
+            output.violation = absl::StrCat("stray write after output row ", row, ", head ", head,
+                                            " of request ", t.request);
           } else if (spec.o_dtype == DType::kF32) {
             output.o.push_back(*reinterpret_cast<const float*>(element));
           } else {
             output.o.push_back(kernels::ToFloat(*reinterpret_cast<const Bf16*>(element)));
           }
         }
-        output.lse.push_back(
-            reinterpret_cast<const float*>(t.lse_host)[row * t.lse_row_stride + head]);
+        const auto* const lse = reinterpret_cast<const float*>(t.lse_host);
+        output.lse.push_back(lse[row * t.lse_row_stride + head]);
       }
     }
   }
@@ -451,19 +453,18 @@ void CaseRunner::Collect(const Workload& workload, const std::vector<Tensors>& t
 std::string CaseRunner::CheckStored(const Workload& workload) {
   for (size_t row = 0; row < differs_.size(); ++row) {
     if (differs_[row] == 0) continue;
-    return absl::StrCat("row ", row, " of all, sent again: got ", differs_[row],
-                        " from the comparison, want 0");
+    return absl::StrCat("row ", row, " of all, sent again, is said to differ: ", differs_[row]);
   }
   for (size_t i = 0; i < workload.requests.size(); ++i) {
     const RequestData& data = workload.requests[i];
     AppendRecord where = appends_[2 * i];
     where.rows = workload.spec.requests[i].kv_rows();
     std::vector<Bf16> stored(data.stored.size());
-    if (absl::Status ok = backend_.ReadKv(tables_, where, stored.data()); !ok.ok())
-      return ok.ToString();
+    const absl::Status read = backend_.ReadKv(tables_, where, stored.data());
+    if (!read.ok()) return read.ToString();
     for (size_t k = 0; k < stored.size(); ++k) {
       const float got = kernels::ToFloat(stored[k]);
-      const float want = kernels::ToFloat(kernels::Stored(data.stored[k]));
+      const float want = kernels::ToFloat(kernels::ToBf16(data.stored[k]));
       if (got == want || (std::isnan(got) && std::isnan(want))) continue;
       return absl::StrCat("request ", i, ": stored row ", k / where.row_dim, " element ",
                           k % where.row_dim, " got ", got, ", want ", want);

@@ -155,11 +155,25 @@ void BadInputTest::TrySequences() {
 void BadInputTest::TryModels() {
   v1::RegisterRequest reg;
   *reg.mutable_model() = SpecOf({}, "mutant");
-  TryUnary(reg, [&](auto* context, const auto& request) {
-    v1::RegisterReply reply;
-    const grpc::Status status = models_->Register(context, request, &reply);
-    if (status.ok()) client_->UnregisterModel(reply.model().model_id()).IgnoreError();
-    return status;
+  v1::RegisterRequest fp8 = reg;
+  fp8.mutable_model()->clear_kv_dtype();
+  fp8.mutable_model()->set_kv_format(v1::KV_FORMAT_FP8_TENSOR);
+  for (uint32_t layer = 0; layer < fp8.model().layers(); ++layer) fp8.add_kv_scales(0.5f);
+  for (const v1::RegisterRequest& request : {reg, fp8}) {
+    TryUnary(request, [&](auto* context, const auto& mutant) {
+      v1::RegisterReply reply;
+      const grpc::Status status = models_->Register(context, mutant, &reply);
+      if (status.ok()) client_->UnregisterModel(reply.model().model_id()).IgnoreError();
+      return status;
+    });
+  }
+  ASSERT_TRUE(client_->RegisterModel(fp8.model()).ok());
+  v1::UploadScalesRequest scales;
+  scales.set_model_id(fp8.model().model_id());
+  *scales.mutable_scales() = fp8.kv_scales();
+  TryUnary(scales, [&](auto* context, const auto& request) {
+    v1::UploadScalesReply reply;
+    return models_->UploadScales(context, request, &reply);
   });
   v1::UnregisterRequest unregister;
   unregister.set_model_id("absent");

@@ -1,4 +1,5 @@
 // Every status code that the contract can give, provoked over the wire.
+#include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
@@ -63,6 +64,49 @@ TEST(CodesTest, RegisterTwice) {
   ASSERT_TRUE(list.ok());
   ASSERT_EQ(list->models_size(), 1);
   EXPECT_EQ(list->models(0).model().layers(), 2u);
+}
+
+TEST(CodesTest, RowsOfEightBitsAndTheirScales) {
+  const TestServer server;
+  const auto client = server.Connect();
+  EXPECT_THAT(client->info().capabilities(), ::testing::Contains("fp8"));
+  EXPECT_THAT(
+      client->info().kv_formats(),
+      ::testing::ElementsAre(v1::KV_FORMAT_BF16, v1::KV_FORMAT_FP8_TENSOR, v1::KV_FORMAT_FP8_ROW));
+  v1::ModelSpec spec = SpecOf({}, "bf16");
+  const auto bf16 = client->RegisterModel(spec);
+  ASSERT_TRUE(bf16.ok());
+  EXPECT_EQ(bf16->model().kv_format(), v1::KV_FORMAT_BF16);
+  EXPECT_TRUE(bf16->scales_complete());
+  spec.set_model_id("fp8");
+  spec.set_kv_format(v1::KV_FORMAT_FP8_TENSOR);
+  const auto conflict = client->RegisterModel(spec);
+  EXPECT_EQ(conflict.status().code(), StatusCode::kInvalidArgument) << "kv_dtype says bf16";
+  EXPECT_EQ(DetailOf(conflict.status())->field(), "model.kv_format");
+  spec.clear_kv_dtype();
+  const auto fp8 = client->RegisterModel(spec);
+  ASSERT_TRUE(fp8.ok()) << fp8.status();
+  EXPECT_EQ(fp8->model().kv_format(), v1::KV_FORMAT_FP8_TENSOR);
+  EXPECT_EQ(fp8->model().kv_dtype(), v1::DTYPE_UNSPECIFIED);
+  EXPECT_FALSE(fp8->scales_complete());
+  EXPECT_LT(fp8->page_group_bytes(), bf16->page_group_bytes());
+
+  const std::vector<float> scales(spec.layers(), 0.25f);
+  EXPECT_EQ(client->UploadScales("fp8", std::span(scales).first(1)).code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(client->UploadScales("bf16", scales).code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(client->UploadScales("absent", scales).code(), StatusCode::kNotFound);
+  EXPECT_TRUE(client->UploadScales("fp8", scales).ok());
+  const auto list = client->ListModels();
+  ASSERT_TRUE(list.ok());
+  for (const v1::ModelInfo& info : list->models()) EXPECT_TRUE(info.scales_complete());
+
+  // A refused scale leaves no model.
+  spec.set_model_id("refused");
+  const auto refused = client->RegisterModel(spec, 0, std::vector<float>(spec.layers(), -1.0f));
+  EXPECT_EQ(refused.status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(refused.status())->field(), "kv_scales[0]");
+  EXPECT_EQ(client->ListModels()->models_size(), 2);
 }
 
 TEST(CodesTest, ModelsInUseStay) {

@@ -44,6 +44,7 @@ uint64_t Narrowed(const FieldDescriptor* field, uint64_t value) {
     case FieldDescriptor::CPPTYPE_ENUM:
       // Negative numbers count as what they are on the wire, which is beyond every range.
       return static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(value)));
+    case FieldDescriptor::CPPTYPE_FLOAT:
     case FieldDescriptor::CPPTYPE_DOUBLE:
       return value == kAnything ? 0 : value;  // is set to -1, which is below the range as well
     default:
@@ -71,6 +72,12 @@ void Set(Message* message, const FieldDescriptor* field, uint64_t value) {
     case FieldDescriptor::CPPTYPE_BOOL:
       reflection->SetBool(message, field, value != 0);
       break;
+    case FieldDescriptor::CPPTYPE_FLOAT: {
+      const float number = value == kAnything ? -1 : static_cast<float>(value);
+      repeated ? reflection->SetRepeatedFloat(message, field, 0, number)
+               : reflection->SetFloat(message, field, number);
+      break;
+    }
     case FieldDescriptor::CPPTYPE_DOUBLE:
       reflection->SetDouble(message, field, value == kAnything ? -1 : static_cast<double>(value));
       break;
@@ -173,9 +180,10 @@ std::map<std::string, FieldRule> ModelRules() {
       {"Geometry.rope_dim", {0, 96, geometry + "rope_dim", {}}},
       {"Geometry.nope_dim", {1, 64, geometry + "nope_dim", {geometry + "v_dim"}}},
       {"Geometry.v_dim", {1, 64, geometry + "v_dim", {}}},
-      {"ModelSpec.layers", {1, 8, "model.layers", {}}},
+      {"ModelSpec.layers", {1, 8, "model.layers", {"kv_scales"}}},
       {"ModelSpec.softmax_scale", {1, kAnything, "model.softmax_scale", {}}},
-      {"ModelSpec.kv_dtype", {0, 1, "model.kv_dtype", {}}},
+      {"ModelSpec.kv_dtype", {0, 1, "model.kv_dtype", {"model.kv_format"}}},
+      {"ModelSpec.kv_format", {0, 3, "model.kv_format", {"model.kv_format", "kv_scales"}}},
       {"ModelSpec.rope_owner", {1, 1, "model.rope_owner", {}}},
       {"ModelSpec.query_precision", {0, 2, "model.query_precision", {}}},
       {"ModelSpec.page_size", {0, 4096, "model.page_size", {}}},
@@ -186,6 +194,9 @@ std::map<std::string, FieldRule> ModelRules() {
       {"UploadWeightsRequest.Chunk.payload", {2048, 2048, "chunk.payload", {}}},
       {"UploadWeightsRequest.Trailer.sha256", {32, 32, "trailer.sha256", {}}},
       {"RegisterRequest.lease_ms", {0, kMostLease, "lease_ms", {}}},
+      {"RegisterRequest.kv_scales", {1, kAnything, "kv_scales[0]", {}}},
+      {"UploadScalesRequest.model_id", {1, kMostName, "model_id", {}}},
+      {"UploadScalesRequest.scales", {1, kAnything, "scales[0]", {}}},
       {"UnregisterRequest.model_id", {1, kMostName, "model_id", {}}},
       {"GetQuotaRequest.tenant", {0, kMostName, "tenant", {}}},
       {"GetQuotaRequest.all", {0, 1, "", {"tenant"}}},

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels/cpu/item_runner.h"
+#include "kernels/cpu/items/item_runner.h"
+#include "kernels/cpu/items/row_io.h"
 #include "kernels/cpu/layout/weights.h"
-#include "kernels/cpu/row_io.h"
 
 namespace mla::kernels::cpu {
 namespace {

@@ -1,12 +1,12 @@
-#include "kernels/cpu/item_runner.h"
+#include "kernels/cpu/items/item_runner.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "kernels/cpu/layout/weights.h"
-#include "kernels/cpu/row_io.h"
+#include "kernels/cpu/items/kv_operands.h"
+#include "kernels/cpu/items/row_io.h"
 
 namespace mla::kernels::cpu {
 namespace {
@@ -43,12 +43,11 @@ class ItemState {
         at_(context.layout),
         request_(context.params->requests[static_cast<size_t>(work.request)]),
         work_(work),
-        weights_(weights),
-        scratch_(scratch) {}
+        scratch_(scratch),
+        kv_(context, request_, weights, scratch) {}
 
   void RunGroup(const Group& group);
-  // Expanded form: makes W_UK of model head `head` ready for up-projections.
-  void SelectHead(int32_t head);
+  void SelectHead(int32_t head) { kv_.SelectHead(request_.head_offset + head); }
 
  private:
   template <typename T>
@@ -62,18 +61,13 @@ class ItemState {
   void PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out);
   const void* QueryRow(const Group& group, int32_t n, int32_t place) const;
   int32_t SetVisible(const Group& group);
-  void PrepareChunk(int32_t begin, int32_t count);
-  void UpProject(int32_t count, bool keep_rests);
-  void PackRests(const float* up, int32_t count);
   void RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin, int32_t chunk_rows,
                 bool first_chunk);
   void RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows, int32_t position,
                bool masked, bool few_keys, bool first);
   void AddLowTerm(GemmArgs gemm, const std::byte* low_queries);
-  bool ValuesFinite(int32_t row, int32_t rows) const;
   void AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
                            int32_t rows, float* o, bool first);
-  float Value(int32_t row, int32_t d, bool with_rest) const;
   void Finish(const Group& group);
 
   const RunContext& context_;
@@ -81,19 +75,10 @@ class ItemState {
   const RunLayout& at_;
   const RequestRecord& request_;
   const WorkInfo& work_;
-  const PackedWeights& weights_;
   std::byte* scratch_;
-  const std::byte* head_weights_ = nullptr;
-  int32_t next_count_ = 0;  // rows of the next tile to fetch meanwhile
-  bool few_keys_ = false;   // some row of the group sees at most kTileRows keys
+  KvOperands kv_;
+  bool few_keys_ = false;  // some row of the group sees at most kTileRows keys
 };
-
-void ItemState::SelectHead(int32_t head) {
-  const WeightLayout layout = MakeWeightLayout(kernels_, context_.params->desc.geometry);
-  head_weights_ = weights_.heads + (request_.head_offset + head) * layout.head_bytes;
-  TransposeUk(kernels_, context_.params->desc.geometry, head_weights_, at_.uk_panel_bytes,
-              As<std::byte>(at_.uk));
-}
 
 // Packed row n as it was sent. One in pieces is copied to `place` of the panel's rows, at most.
 const void* ItemState::QueryRow(const Group& group, int32_t n, int32_t place) const {
@@ -177,119 +162,6 @@ int32_t ItemState::SetVisible(const Group& group) {
   return largest;
 }
 
-// Finds the chunk's rows and makes them operands.
-void ItemState::PrepareChunk(int32_t begin, int32_t count) {
-  FindRows(context_.pool, context_.pool.page_tables, request_, begin, count,
-           As<const void*>(at_.kv_rows));
-  auto** rows = As<const uint16_t*>(at_.kv_rows);
-  auto** keys = As<const void*>(at_.key_ptrs);
-  auto** values = As<const uint16_t*>(at_.value_ptrs);
-  if (at_.expanded) {
-    // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
-    UpProject(count, few_keys_ && begin < 2 * kTileRows);
-    for (int32_t i = 0; i < count; ++i) {
-      keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
-      values[i] = As<const uint16_t>(at_.values + i * at_.value_row_bytes);
-    }
-  } else if (bf16()) {
-    std::memcpy(keys, rows, static_cast<size_t>(count) * sizeof(void*));
-    std::memcpy(values, rows, static_cast<size_t>(count) * sizeof(void*));
-  } else {
-    kernels_.widen(rows, count, at_.key_dim, As<float>(at_.keys), at_.key_row_bytes / 4);
-    for (int32_t i = 0; i < count; ++i) keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
-  }
-  if (!bf16()) return;
-  for (int32_t tile = 0; tile * kTileRows < count; ++tile) {
-    kernels_.pack_values(values + tile * kTileRows, std::min(kTileRows, count - tile * kTileRows),
-                         at_.value_dim, As<uint16_t>(at_.value_panels_at + tile * at_.v_tile_bytes),
-                         at_.v_panel_bytes);
-  }
-}
-
-// keys = [latent x W_UK^T, rotated part], values = latent x W_UV.
-void ItemState::UpProject(int32_t count, bool keep_rests) {
-  const Geometry& g = context_.params->desc.geometry;
-  const WeightLayout layout = MakeWeightLayout(kernels_, g);
-  auto** rows = As<const uint16_t*>(at_.kv_rows);
-  auto** latents = As<const void*>(at_.key_ptrs);
-  const int64_t latent_ld = (g.kv_lora_rank + kPanel - 1) / kPanel * kPanel;
-  if (bf16()) {
-    std::memcpy(latents, rows, static_cast<size_t>(count) * sizeof(void*));
-  } else {
-    kernels_.widen(rows, count, g.kv_lora_rank, As<float>(at_.latents), latent_ld);
-    for (int32_t i = 0; i < count; ++i) latents[i] = As<float>(at_.latents) + i * latent_ld;
-  }
-  GemmArgs gemm{};
-  gemm.a_rows = latents;
-  gemm.rows = count;
-  gemm.k = g.kv_lora_rank;
-  gemm.b = As<std::byte>(at_.uk);
-  gemm.panel_bytes = at_.uk_panel_bytes;
-  gemm.panels = (g.nope_dim + kPanel - 1) / kPanel;
-  gemm.c = bf16() ? As<float>(at_.up) : As<float>(at_.keys);
-  gemm.ldc = bf16() ? at_.up_ld : at_.key_row_bytes / 4;
-  kernels_.gemm(gemm);
-  if (bf16()) {
-    kernels_.narrow(gemm.c, gemm.ldc, count, g.nope_dim, As<uint16_t>(at_.keys),
-                    at_.key_row_bytes / 2);
-  }
-  for (int32_t i = 0; i < count; ++i) {
-    CopyOperands(rows[i] + g.kv_lora_rank, g.rope_dim, bf16(),
-                 As<std::byte>(at_.keys) + i * at_.key_row_bytes, g.nope_dim);
-  }
-  gemm.b = head_weights_ + layout.project_at;
-  gemm.panel_bytes = layout.project_panel_bytes;
-  gemm.panels = layout.project_panels;
-  if (!bf16()) {
-    gemm.c = As<float>(at_.values);
-    gemm.ldc = at_.value_row_bytes / 4;
-  }
-  kernels_.gemm(gemm);
-  if (bf16()) {
-    kernels_.narrow(gemm.c, gemm.ldc, count, g.v_dim, As<uint16_t>(at_.values),
-                    at_.value_row_bytes / 2);
-    if (keep_rests) PackRests(gemm.c, count);
-  }
-}
-
-// Value panels of up - bf16(up).
-void ItemState::PackRests(const float* up, int32_t count) {
-  const uint16_t* rows[kTileRows];
-  for (int32_t r = 0; r < count; ++r) {
-    const auto* rounded = As<const uint16_t>(at_.values + r * at_.value_row_bytes);
-    auto* rest = As<uint16_t>(at_.value_rests + r * at_.value_row_bytes);
-    for (int32_t d = 0; d < at_.value_dim; ++d) {
-      const float difference = up[r * at_.up_ld + d] - ToFloat(rounded[d]);
-      rest[d] = std::isfinite(difference) ? ToBf16(difference) : Bf16{0};
-    }
-    rows[r % kTileRows] = rest;
-    if (r % kTileRows != kTileRows - 1 && r != count - 1) continue;
-    kernels_.pack_values(rows, r % kTileRows + 1, at_.value_dim,
-                         As<uint16_t>(at_.rest_panels_at + r / kTileRows * at_.v_tile_bytes),
-                         at_.v_panel_bytes);
-  }
-}
-
-float ItemState::Value(int32_t row, int32_t d, bool with_rest) const {
-  if (bf16()) {
-    const float rest =
-        with_rest ? ToFloat(As<uint16_t>(at_.value_rests + row * at_.value_row_bytes)[d]) : 0.0f;
-    return ToFloat(As<const uint16_t*>(at_.value_ptrs)[row][d]) + rest;
-  }
-  const int64_t base = at_.expanded ? at_.values : at_.keys;
-  const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
-  return As<const float>(base + row * stride)[d];
-}
-
-bool ItemState::ValuesFinite(int32_t row, int32_t rows) const {
-  for (int32_t r = row; r < row + rows; ++r) {
-    for (int32_t d = 0; d < at_.value_dim; ++d) {
-      if (!std::isfinite(Value(r, d, false))) return false;
-    }
-  }
-  return true;
-}
-
 // The product sums over all rows of a tile, and 0 x NaN is NaN: where a masked tile holds values
 // that are not finite, each packed row sums over the rows it sees.
 void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
@@ -303,7 +175,7 @@ void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_r
       for (int32_t r = 0; r < std::min(rows, softmax.visible[n]); ++r) {
         float p = kernels_.probability(softmax, r, n);
         if (with_rest) p += kernels_.probability(of_rest, r, n);
-        sum += p * Value(row + r, d, with_rest);
+        sum += p * kv_.Value(row + r, d, with_rest);
       }
       o[d] = sum;
     }
@@ -332,7 +204,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
   const std::byte* queries = As<std::byte>(at_.queries + block * at_.q_terms * at_.q_block_bytes);
   GemmArgs gemm{};
-  gemm.a_rows = As<const void*>(at_.key_ptrs) + row;
+  gemm.a_rows = kv_.keys() + row;
   gemm.rows = rows;
   gemm.k = at_.key_dim;
   gemm.panel_bytes = at_.q_panel_bytes;
@@ -340,9 +212,9 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   gemm.c = As<float>(at_.logits);
   gemm.ldc = columns + kPanel;  // see MakeRunLayout on strides
   gemm.b = queries;
-  gemm.next_rows = As<const void*>(at_.next_rows);
-  gemm.next_count = next_count_;
-  gemm.next_bytes = at_.key_dim * static_cast<int32_t>(sizeof(Bf16));
+  gemm.next_rows = kv_.next_rows();
+  gemm.next_count = kv_.next_count();
+  gemm.next_bytes = at_.kv.row_bytes;
   kernels_.gemm(gemm);
   if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
   SoftmaxArgs softmax{};
@@ -350,7 +222,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   softmax.lds = gemm.ldc;
   softmax.rows = rows;
   softmax.columns = columns;
-  softmax.scale2 = request_.softmax_scale * kLog2E;
+  softmax.scale2 = request_.softmax_scale * kv_.scale() * kLog2E;
   softmax.m = As<float>(at_.m) + block * kTileRows;
   softmax.l = As<float>(at_.l) + block * kTileRows;
   if (bf16()) softmax.norm = As<float>(at_.norm) + block * kTileRows;
@@ -366,7 +238,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   kernels_.softmax(softmax);
 
   float* o = As<float>(at_.o) + static_cast<int64_t>(block) * kTileRows * at_.o_ld;
-  if (masked && !ValuesFinite(row, rows)) {
+  if (masked && !kv_.ValuesFinite(row, rows)) {
     AccumulateCarefully(softmax, packed_rows, row, rows, o, first);
     return;
   }
@@ -375,14 +247,8 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   accumulate.rows = rows;
   accumulate.columns = columns;
   accumulate.packed_rows = packed_rows;
-  if (bf16()) {
-    accumulate.v = As<std::byte>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
-    accumulate.ldv = at_.v_panel_bytes;
-  } else {
-    const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
-    accumulate.v = As<std::byte>((at_.expanded ? at_.values : at_.keys) + row * stride);
-    accumulate.ldv = stride / 4;
-  }
+  accumulate.v = kv_.values(row);
+  accumulate.ldv = kv_.values_ld();
   accumulate.panels = at_.value_panels;
   accumulate.o = o;
   accumulate.ldo = at_.o_ld;
@@ -394,7 +260,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   accumulate.p = softmax.p_rest;
   kernels_.accumulate(accumulate);
   accumulate.p = softmax.p;
-  accumulate.v = As<std::byte>(at_.rest_panels_at + row / kTileRows * at_.v_tile_bytes);
+  accumulate.v = kv_.value_rests(row);
   kernels_.accumulate(accumulate);
 }
 
@@ -422,7 +288,7 @@ void ItemState::Finish(const Group& group) {
   const float* norm = bf16() ? As<float>(at_.norm) : l;
   for (int32_t n = 0; n < group.rows; ++n, o += at_.o_ld) {
     const bool empty = l[n] == 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / norm[n];
+    const float inverse = empty ? 0.0f : kv_.scale() / norm[n];
     const float lse =
         empty ? -kInfinity
               : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
@@ -458,11 +324,10 @@ void ItemState::RunGroup(const Group& group) {
   PackQueries(group);
   for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
     const int32_t rows = std::min(at_.chunk_rows, end - begin);
-    PrepareChunk(begin, rows);
+    // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
+    kv_.Prepare(begin, rows, few_keys_ && begin < 2 * kTileRows);
     // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
-    next_count_ = at_.expanded ? 0 : std::min(kTileRows, end - begin - rows);
-    FindRows(context_.pool, context_.pool.page_tables, request_, begin + rows, next_count_,
-             As<const void*>(at_.next_rows));
+    kv_.FindNext(begin + rows, at_.expanded ? 0 : std::min(kTileRows, end - begin - rows));
     for (int32_t first = 0; first < group.rows; first += kTileRows) {
       RunBlock(first / kTileRows, std::min(kTileRows, group.rows - first), begin, rows,
                begin == work_.kv_begin);

@@ -11,8 +11,8 @@
 //
 // The rows of a split tile are merged in shares, each by one thread, in the order of the plan.
 // Threading: const; one thread per scratch memory. Nothing allocates.
-#ifndef MLA_KERNELS_CPU_ITEM_RUNNER_H_
-#define MLA_KERNELS_CPU_ITEM_RUNNER_H_
+#ifndef MLA_KERNELS_CPU_ITEMS_ITEM_RUNNER_H_
+#define MLA_KERNELS_CPU_ITEMS_ITEM_RUNNER_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -66,4 +66,4 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
 
 }  // namespace mla::kernels::cpu
 
-#endif  // MLA_KERNELS_CPU_ITEM_RUNNER_H_
+#endif  // MLA_KERNELS_CPU_ITEMS_ITEM_RUNNER_H_

@@ -1,6 +1,6 @@
 // The edges of the inner loops: KV rows in their pages, elements of user tensors in and out.
-#ifndef MLA_KERNELS_CPU_ROW_IO_H_
-#define MLA_KERNELS_CPU_ROW_IO_H_
+#ifndef MLA_KERNELS_CPU_ITEMS_ROW_IO_H_
+#define MLA_KERNELS_CPU_ITEMS_ROW_IO_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -72,4 +72,4 @@ inline void CopyOperands(const Bf16* from, int32_t count, bool bf16, std::byte* 
 
 }  // namespace mla::kernels::cpu
 
-#endif  // MLA_KERNELS_CPU_ROW_IO_H_
+#endif  // MLA_KERNELS_CPU_ITEMS_ROW_IO_H_

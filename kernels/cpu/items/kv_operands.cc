@@ -1,0 +1,195 @@
+#include "kernels/cpu/items/kv_operands.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/cpu/items/row_io.h"
+#include "kernels/cpu/layout/weights.h"
+
+namespace mla::kernels::cpu {
+namespace {
+
+// Rows widened at a time: groups of 32, to which packed tiles are padded.
+constexpr int32_t kWidenedRows = 32;
+static_assert(kTileRows % kWidenedRows == 0);
+
+}  // namespace
+
+void KvOperands::SelectHead(int32_t head) {
+  const WeightLayout layout = MakeWeightLayout(kernels_, context_.params->desc.geometry);
+  head_weights_ = weights_.heads + head * layout.head_bytes;
+  TransposeUk(kernels_, context_.params->desc.geometry, head_weights_, at_.uk_panel_bytes,
+              As<std::byte>(at_.uk));
+}
+
+// Rows of an 8-bit format become bf16 rows of scratch memory, as which everything behind knows
+// them.
+void KvOperands::WidenRows(int32_t first, int32_t count) {
+  auto** rows = As<const uint8_t*>(at_.kv_rows) + first;
+  const KvRowLayout& kv = at_.kv;
+  Fp8RowsArgs args{};
+  args.rows = rows;
+  args.count = count;
+  args.latent_dim = kv.latent_dim;
+  args.rope_dim = kv.rope_dim;
+  args.group = kv.traits.group;
+  args.scales_at = kv.scales_at;
+  args.rope_at = kv.rope_at;
+  args.out = As<uint16_t>(at_.widened) + first * at_.widened_ld;
+  args.ld = at_.widened_ld;
+  kernels_.widen_fp8(args);
+  for (int32_t i = 0; i < count; ++i) {
+    rows[i] = reinterpret_cast<const uint8_t*>(args.out + i * args.ld);
+  }
+}
+
+// Value panels of rows [first, first + count) of the chunk; all of one tile, `first` even.
+void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_t count) {
+  std::byte* const tile = As<std::byte>(at_.value_panels_at + first / kTileRows * at_.v_tile_bytes);
+  const int64_t pairs = first % kTileRows / 2;
+  kernels_.pack_values(values + first, count, at_.value_dim,
+                       reinterpret_cast<uint16_t*>(tile + pairs * 4 * kPanel), at_.v_panel_bytes);
+}
+
+void KvOperands::Prepare(int32_t begin, int32_t count, bool keep_rests) {
+  const bool widens = context_.params->desc.kv_format != KvFormat::kBf16;
+  FindRows(context_.pool, context_.pool.page_tables, request_, begin, count,
+           As<const void*>(at_.kv_rows));
+  auto** rows = As<const uint16_t*>(at_.kv_rows);
+  auto** keys = As<const void*>(at_.key_ptrs);
+  auto** values = As<const uint16_t*>(at_.value_ptrs);
+  if (!at_.expanded && bf16()) {
+    // Widened rows are packed while they are in the first-level cache.
+    const int32_t piece = widens ? kWidenedRows : kTileRows;
+    for (int32_t first = 0; first < count; first += piece) {
+      const int32_t some = std::min(piece, count - first);
+      if (widens) WidenRows(first, some);
+      PackValues(rows, first, some);
+    }
+    std::memcpy(keys, rows, static_cast<size_t>(count) * sizeof(void*));
+    std::memcpy(values, rows, static_cast<size_t>(count) * sizeof(void*));
+    return;
+  }
+  if (widens) WidenRows(0, count);
+  if (!at_.expanded) {
+    kernels_.widen(rows, count, at_.key_dim, As<float>(at_.keys), at_.key_row_bytes / 4);
+    for (int32_t i = 0; i < count; ++i) keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
+    return;
+  }
+  UpProject(count, keep_rests);
+  for (int32_t i = 0; i < count; ++i) {
+    keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
+    values[i] = As<const uint16_t>(at_.values + i * at_.value_row_bytes);
+  }
+  for (int32_t first = 0; bf16() && first < count; first += kTileRows) {
+    PackValues(values, first, std::min(kTileRows, count - first));
+  }
+}
+
+void KvOperands::FindNext(int32_t begin, int32_t count) {
+  next_count_ = count;
+  FindRows(context_.pool, context_.pool.page_tables, request_, begin, count,
+           As<const void*>(at_.next_rows));
+}
+
+// keys = [latent x W_UK^T, rotated part], values = latent x W_UV.
+void KvOperands::UpProject(int32_t count, bool keep_rests) {
+  const Geometry& g = context_.params->desc.geometry;
+  const WeightLayout layout = MakeWeightLayout(kernels_, g);
+  auto** rows = As<const uint16_t*>(at_.kv_rows);
+  auto** latents = As<const void*>(at_.key_ptrs);
+  const int64_t latent_ld = (g.kv_lora_rank + kPanel - 1) / kPanel * kPanel;
+  if (bf16()) {
+    std::memcpy(latents, rows, static_cast<size_t>(count) * sizeof(void*));
+  } else {
+    kernels_.widen(rows, count, g.kv_lora_rank, As<float>(at_.latents), latent_ld);
+    for (int32_t i = 0; i < count; ++i) latents[i] = As<float>(at_.latents) + i * latent_ld;
+  }
+  GemmArgs gemm{};
+  gemm.a_rows = latents;
+  gemm.rows = count;
+  gemm.k = g.kv_lora_rank;
+  gemm.b = As<std::byte>(at_.uk);
+  gemm.panel_bytes = at_.uk_panel_bytes;
+  gemm.panels = (g.nope_dim + kPanel - 1) / kPanel;
+  gemm.c = bf16() ? As<float>(at_.up) : As<float>(at_.keys);
+  gemm.ldc = bf16() ? at_.up_ld : at_.key_row_bytes / 4;
+  kernels_.gemm(gemm);
+  if (bf16()) {
+    kernels_.narrow(gemm.c, gemm.ldc, count, g.nope_dim, As<uint16_t>(at_.keys),
+                    at_.key_row_bytes / 2);
+  }
+  for (int32_t i = 0; i < count; ++i) {
+    CopyOperands(rows[i] + g.kv_lora_rank, g.rope_dim, bf16(),
+                 As<std::byte>(at_.keys) + i * at_.key_row_bytes, g.nope_dim);
+  }
+  gemm.b = head_weights_ + layout.project_at;
+  gemm.panel_bytes = layout.project_panel_bytes;
+  gemm.panels = layout.project_panels;
+  if (!bf16()) {
+    gemm.c = As<float>(at_.values);
+    gemm.ldc = at_.value_row_bytes / 4;
+  }
+  kernels_.gemm(gemm);
+  if (bf16()) {
+    kernels_.narrow(gemm.c, gemm.ldc, count, g.v_dim, As<uint16_t>(at_.values),
+                    at_.value_row_bytes / 2);
+    if (keep_rests) PackRests(gemm.c, count);
+  }
+}
+
+// Value panels of up - bf16(up).
+void KvOperands::PackRests(const float* up, int32_t count) {
+  const uint16_t* rows[kTileRows];
+  for (int32_t r = 0; r < count; ++r) {
+    const auto* rounded = As<const uint16_t>(at_.values + r * at_.value_row_bytes);
+    auto* rest = As<uint16_t>(at_.value_rests + r * at_.value_row_bytes);
+    for (int32_t d = 0; d < at_.value_dim; ++d) {
+      const float difference = up[r * at_.up_ld + d] - ToFloat(rounded[d]);
+      rest[d] = std::isfinite(difference) ? ToBf16(difference) : Bf16{0};
+    }
+    rows[r % kTileRows] = rest;
+    if (r % kTileRows != kTileRows - 1 && r != count - 1) continue;
+    kernels_.pack_values(rows, r % kTileRows + 1, at_.value_dim,
+                         As<uint16_t>(at_.rest_panels_at + r / kTileRows * at_.v_tile_bytes),
+                         at_.v_panel_bytes);
+  }
+}
+
+float KvOperands::Value(int32_t row, int32_t d, bool with_rest) const {
+  if (bf16()) {
+    const float rest =
+        with_rest ? ToFloat(As<uint16_t>(at_.value_rests + row * at_.value_row_bytes)[d]) : 0.0f;
+    return ToFloat(As<const uint16_t*>(at_.value_ptrs)[row][d]) + rest;
+  }
+  const int64_t base = at_.expanded ? at_.values : at_.keys;
+  const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
+  return As<const float>(base + row * stride)[d];
+}
+
+bool KvOperands::ValuesFinite(int32_t row, int32_t rows) const {
+  for (int32_t r = row; r < row + rows; ++r) {
+    for (int32_t d = 0; d < at_.value_dim; ++d) {
+      if (!std::isfinite(Value(r, d, false))) return false;
+    }
+  }
+  return true;
+}
+
+const void* KvOperands::values(int32_t row) const {
+  if (bf16()) return As<std::byte>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
+  const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
+  return As<std::byte>((at_.expanded ? at_.values : at_.keys) + row * stride);
+}
+
+int64_t KvOperands::values_ld() const {
+  if (bf16()) return at_.v_panel_bytes;
+  return (at_.expanded ? at_.value_row_bytes : at_.key_row_bytes) / 4;
+}
+
+const void* KvOperands::value_rests(int32_t row) const {
+  return As<std::byte>(at_.rest_panels_at + row / kTileRows * at_.v_tile_bytes);
+}
+
+}  // namespace mla::kernels::cpu

@@ -1,0 +1,74 @@
+// The KV rows of one item, a chunk at a time, as operands of its products: found in their pages,
+// widened where their format has 8-bit values, up-projected in the expanded form, values packed.
+//
+// Lives in a thread's scratch memory, cut as RunLayout says; one thread uses it.
+#ifndef MLA_KERNELS_CPU_ITEMS_KV_OPERANDS_H_
+#define MLA_KERNELS_CPU_ITEMS_KV_OPERANDS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/cpu/items/item_runner.h"
+
+namespace mla::kernels::cpu {
+
+class KvOperands {
+ public:
+  KvOperands(const RunContext& context, const RequestRecord& request, const PackedWeights& weights,
+             std::byte* scratch)
+      : context_(context),
+        kernels_(*context.kernels),
+        at_(context.layout),
+        request_(request),
+        weights_(weights),
+        scratch_(scratch) {}
+
+  // Expanded form: makes W_UK of head `head` of the model ready for up-projections.
+  void SelectHead(int32_t head);
+  // Makes rows [begin, begin + count) of the request the chunk. `keep_rests`: in the expanded form
+  // also what rounding took from up-projected values.
+  void Prepare(int32_t begin, int32_t count, bool keep_rests);
+  // Rows that products may fetch into a cache meanwhile.
+  void FindNext(int32_t begin, int32_t count);
+
+  const void* const* keys() const { return As<const void*>(at_.key_ptrs); }  // rows of the chunk
+  const void* const* next_rows() const { return As<const void*>(at_.next_rows); }
+  int32_t next_count() const { return next_count_; }
+  // Of the tile that begins at row `row` of the chunk, as AccumulateArgs takes them.
+  const void* values(int32_t row) const;
+  const void* value_rests(int32_t row) const;
+  int64_t values_ld() const;
+  float Value(int32_t row, int32_t d, bool with_rest) const;
+  bool ValuesFinite(int32_t row, int32_t rows) const;
+
+  // What logits and outputs have to be multiplied by: keys and values are codes where a layer has
+  // one scale.
+  float scale() const {
+    return context_.params->desc.kv_format == KvFormat::kFp8Tensor ? request_.kv_scale : 1.0f;
+  }
+
+ private:
+  template <typename T>
+  T* As(int64_t at) const {
+    return reinterpret_cast<T*>(scratch_ + at);
+  }
+  bool bf16() const { return kernels_.bf16_operands; }
+
+  void WidenRows(int32_t first, int32_t count);
+  void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
+  void UpProject(int32_t count, bool keep_rests);
+  void PackRests(const float* up, int32_t count);
+
+  const RunContext& context_;
+  const KernelSet& kernels_;
+  const RunLayout& at_;
+  const RequestRecord& request_;
+  const PackedWeights& weights_;
+  std::byte* scratch_;
+  const std::byte* head_weights_ = nullptr;
+  int32_t next_count_ = 0;
+};
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_ITEMS_KV_OPERANDS_H_
