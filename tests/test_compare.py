@@ -94,7 +94,7 @@ class RowsTest(unittest.TestCase):
     def test_every_metric_of_the_benchmarks_is_known(self):
         known = set(compare.METRICS) | compare.ROW_NUMBERS | compare.NOT_COMPARED
         names = set()
-        for path in (ROOT / "tests/bench").glob("*.cc"):
+        for path in (ROOT / "tests/bench").rglob("*.cc"):
             # A number follows: "name": << or "name": %
             names |= set(re.findall(r'\\?"(\w+)\\?": (?:" <<|\)" <<|%)', path.read_text()))
         self.assertGreater(len(names), 12)

@@ -73,6 +73,7 @@ METRICS = {
 ROW_NUMBERS = {"threads"}
 NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
+    "speedup",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
