@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import List, Optional
 
+import corpus
 import mla_client
 import numpy as np
 from model import Array, Attention, Model
+
+E4M3_LARGEST = 448.0
+# Text that the scales of fp8_tensor are taken from, and the room left for other text.
+SCALE_BYTES, SCALE_ROOM = 512, 2.0
 
 
 def local_attention(model: Model, past: Optional[List[Array]] = None,
@@ -82,17 +87,29 @@ class StepAttention:
         return result.o
 
 
-def spec_of(model: Model, name: str) -> mla_client.ModelSpec:
+def spec_of(model: Model, name: str, kv_format: str) -> mla_client.ModelSpec:
     """The model as a service must know it."""
     c = model.config
     return mla_client.ModelSpec(
         name, mla_client.Geometry(c.heads, c.kv_lora, c.rope, c.nope, c.v), c.layers,
-        c.softmax_scale)
+        c.softmax_scale, kv_format=kv_format)
 
 
-def register(service: mla_client.Service, model: Model, name: str) -> mla_client.Model:
+def layer_scales(model: Model) -> List[float]:
+    """Scales of fp8_tensor, one a layer, from the rows of a text: e4m3's largest number stands for
+    SCALE_ROOM times their largest magnitude."""
+    rows: List[Array] = []
+    text = corpus.split()[0][:SCALE_BYTES].astype(np.int64)
+    model.forward(text, np.arange(len(text)), local_attention(model, kept=rows))
+    return [float(np.abs(layer).max()) * SCALE_ROOM / E4M3_LARGEST for layer in rows]
+
+
+def register(service: mla_client.Service, model: Model, name: str,
+             kv_format: str = "bf16") -> mla_client.Model:
     """Registers the model with a service and uploads W_UK and W_UV of every layer."""
-    registered = service.register_model(spec_of(model, name))
+    registered = service.register_model(
+        spec_of(model, name, kv_format),
+        kv_scales=layer_scales(model) if kv_format == "fp8_tensor" else ())
     status: Optional[mla_client.WeightsStatus] = None
     for layer, weights in enumerate(model.layers):
         status = registered.upload_weights(layer, weights.w_uk, weights.w_uv)

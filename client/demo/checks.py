@@ -68,8 +68,10 @@ class _Prefix:
 class LocalModel:
     """The model run locally over whole texts; beginnings that were run before are not run again."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, kv_format: str = "bf16"):
+        """`kv_format`: that of the cache which the remote logits come from."""
         self._model = model
+        self._bound = NOISE_FACTOR * model.noise[kv_format]
         self._prefixes: List[_Prefix] = []
 
     def logits(self, text: npt.NDArray[np.int64], first: int) -> Array:
@@ -96,7 +98,7 @@ class LocalModel:
         """Checks tokens generated after a prompt from the remote logits [len(tokens), vocab]."""
         text = np.array([*prompt, *tokens[:-1]], np.int64)
         return compare(tokens, remote, self.logits(text, len(prompt) - 1),
-                       NOISE_FACTOR * self._model.noise)
+                       self._bound)
 
     def controls(self, prompt: Sequence[int], tokens: List[int]) -> "Controls":
         """How many of the local choices change when attention is broken on purpose."""

@@ -7,9 +7,10 @@ at once, a fork that continues two ways, a verified draft and a truncation. The 
 it went; the exit status is 1 unless all of it went well.
 
 --model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
-times the heads and a mixture of experts. --transport says how the steps travel; auto takes the
-command ring where there is one. --record writes every request and its expected outputs to a file
-(RECORDING.md).
+times the heads and a mixture of experts. --kv-format says how the cache keeps rows; the comparison
+is with float32 all the same, so its bound is wider for 8 bits. --transport says how the steps
+travel; auto takes the command ring where there is one. --record writes every request and its
+expected outputs to a file (RECORDING.md).
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ class Demo:
     """The scenes and what came of them."""
 
     def __init__(self, model: models.Model, target: str, transport: str = "auto",
-                 writer: Optional[Writer] = None):
+                 kv_format: str = "bf16", writer: Optional[Writer] = None):
         """`writer` records the requests to the server; None: nothing is recorded."""
         self.started = time.monotonic()
         self.target = target
         self.transport = transport
+        self.kv_format = kv_format
         self.writer = writer
         self.model = model
-        self.local = LocalModel(self.model)
+        self.local = LocalModel(self.model, kv_format)
         self.prompt = corpus.prompt(PROMPT_BYTES)
         self.rows: List[str] = []  # of the table
         self.ok = True
@@ -85,13 +87,13 @@ class Demo:
                  f"{info.backend.device}, {info.backend.units} units")
         self.say(f"transport {client.transport} (asked for: {self.transport})")
         service = client if self.writer is None else Recorder(client, self.writer)
-        registered = register(service, self.model, MODEL_ID)
+        registered = register(service, self.model, MODEL_ID, self.kv_format)
         self.say(f"registered {MODEL_ID}: {self.model.config.heads} heads, "
                  f"{self.model.config.layers} layers, "
-                 f"softmax scale {self.model.config.softmax_scale:.6f}")
+                 f"softmax scale {self.model.config.softmax_scale:.6f}, KV rows {self.kv_format}")
         self.say(f"the prompt ends: {scenes.text_of(self.prompt[-TOKENS:])}")
         runs = [self.run_profile(service, registered, profile) for profile in PROFILES]
-        workers_ok = self.two_workers(client)
+        workers_ok = self.two_workers(client, registered.spec)
         self.judge(workers_ok, f"two workers {word(workers_ok)}")
         fork_ok = scenes.fork(runs[0], self.local, self.say)
         self.judge(fork_ok, f"fork {word(fork_ok)}")
@@ -120,7 +122,7 @@ class Demo:
             self.rows.append(table_row(f"{name} {phase_name}", phase))
         return run
 
-    def two_workers(self, client: mla_client.Client) -> bool:
+    def two_workers(self, client: mla_client.Client, spec: mla_client.ModelSpec) -> bool:
         """Two processes at once, until their requests met in one launch at different layers.
 
         Recording computes every expected answer between two requests, so that workers hardly meet;
@@ -130,7 +132,7 @@ class Demo:
         prompts = [self.prompt, self.prompt[half:] + self.prompt[:half]]
         for attempt in range(1, WORKER_ROUNDS + 1):
             before = client.stats()
-            reports = run_workers(self.target, self.transport, self.model, MODEL_ID, prompts,
+            reports = run_workers(self.target, self.transport, self.model, spec, prompts,
                                   WORKER_TOKENS, self.writer, attempt)
             after = client.stats()
             good = all([self.check_worker(prompt, report)
@@ -205,16 +207,23 @@ def main() -> int:
                         help="passed on to the server; may be repeated")
     parser.add_argument("--model", choices=MODELS, default="trained",
                         help="which model (default: %(default)s)")
+    parser.add_argument("--kv-format", choices=trained.NOISE, default="bf16",
+                        help="how the cache keeps rows (default: %(default)s)")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto",
                         help="how steps travel (default: %(default)s)")
     parser.add_argument("--record", metavar="FILE", help="write a recording, 0.1 to 0.4 GB")
     args = parser.parse_args()
+    if args.model == "seeded" and args.kv_format not in models.NOISE:
+        parser.error(f"--kv-format: the seeded model takes {', '.join(models.NOISE)}, got "
+                     f"{args.kv_format}")
+    if args.record and args.kv_format != "bf16":
+        parser.error(f"--record: expected outputs are for bf16 rows, not {args.kv_format}")
     logging.basicConfig(format="%(message)s")  # why a transport was not taken
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
     try:
         with ServerProcess(args.server, ["--kv-cache-bytes=268435456", *args.server_arg]) as server:
             demo = Demo(MODELS[args.model](), server.target, args.transport,
-                        args.record and Writer(args.record))
+                        args.kv_format, args.record and Writer(args.record))
             with mla_client.Client.connect(server.target, transport=args.transport,
                                            lease_ms=SEQUENCE_LEASE_MS) as client:
                 ok = demo.run(client)

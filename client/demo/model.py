@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Callable, List
+from typing import Callable, List, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -155,8 +155,9 @@ class Model:
     embedding: Array  # [vocab, hidden]
     layers: List[Layer]
     head: Array       # [hidden, vocab]
-    # Largest logit difference that bfloat16 on the wire and in the cache was seen to make.
-    noise: float
+    # Logit difference that rounding on the wire and in the cache was seen to make, by the format of
+    # the cache's rows.
+    noise: Mapping[str, float]
 
     def forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
                 attention: Attention) -> Array:
@@ -216,6 +217,11 @@ class _Seeded:
             feed_forward=block)
 
 
+# Over several seeds and both profiles; logits have a deviation of 1. The best two bytes of random
+# weights are too close for the rounding of 8 bits.
+NOISE = {"bf16": 0.03}
+
+
 def seeded(config: Config = Config(), seed: int = 1) -> Model:
     """A model with random weights.
 
@@ -227,4 +233,4 @@ def seeded(config: Config = Config(), seed: int = 1) -> Model:
     embedding = draw.weights(1.0, config.vocab, config.hidden)
     layers = [draw.layer(index) for index in range(config.layers)]
     head = draw.weights(config.hidden ** -0.5, config.hidden, config.vocab)
-    return Model(config, embedding, layers, head, noise=0.03)
+    return Model(config, embedding, layers, head, NOISE)

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import mla_client
 import numpy as np
-from attention import register, spec_of
+from attention import register
 from generate import SEQUENCE_LEASE_MS, Generator
 from model import Array, Model
 from recording import Recorder, Writer
@@ -49,7 +49,7 @@ class _Task:
     target: str
     transport: str
     model: Model
-    model_id: str
+    spec: mla_client.ModelSpec
     prompt: List[int]
     count: int
     part: str          # file to record to; empty: none
@@ -60,9 +60,9 @@ def _service(client: mla_client.Client,
              task: _Task) -> Tuple[mla_client.Service, mla_client.Model]:
     """The client, recorded if that is wanted, and the model, whose weights the server has."""
     if not task.part:
-        return client, client.register_model(spec_of(task.model, task.model_id))
+        return client, client.register_model(task.spec)
     recorder = Recorder(client, Writer(task.part, part=True), first_number=task.first_number)
-    return recorder, register(recorder, task.model, task.model_id)
+    return recorder, register(recorder, task.model, task.spec.model_id)
 
 
 def _work(task: _Task, start: Any, reports: Any) -> None:
@@ -93,14 +93,14 @@ def _work(task: _Task, start: Any, reports: Any) -> None:
                                  traceback.format_exc()))
 
 
-def run_workers(target: str, transport: str, model: Model, model_id: str,
+def run_workers(target: str, transport: str, model: Model, spec: mla_client.ModelSpec,
                 prompts: List[List[int]], count: int, writer: Optional[Writer] = None,
                 attempt: int = 1) -> List[WorkerReport]:
     """Runs one worker a prompt, all starting together; reports in order of the prompts. With a
     writer they record, each on its own, and the parts are added to it; `attempt` numbers the calls
     of that kind."""
     with tempfile.TemporaryDirectory(prefix="mla-parts-") as folder:
-        tasks = [_Task(index, target, transport, model, model_id, prompt, count,
+        tasks = [_Task(index, target, transport, model, spec, prompt, count,
                        f"{folder}/{index}" if writer is not None else "",
                        (attempt * len(prompts) + index) * NUMBERS_A_WORKER)
                  for index, prompt in enumerate(prompts)]

@@ -1,12 +1,14 @@
 """What a server's number formats cost a language model; ./dev bench quality runs it.
 
-    quality_benchmark [--json FILE] [--windows N] [--server PROGRAM]
+    quality_benchmark [--json FILE] [--windows N] [--backend NAME] [--q-dtype NAMES]
+                      [--kv-format NAMES] [--server PROGRAM]
 
 The demo's trained model runs teacher-forced over N windows (default 8) of held-out text, 1024
-bytes each, once with attention in float32 in this process and once a mode through a server on the
-CPU backend: all windows at the same time, as sequences of one step. A mode is what the queries
-travel as (q_dtype), a profile, and how many rows a step brings: 1 (decode) or 128 (prefill). Over
-all positions and against float32:
+bytes each, once with attention in float32 in this process and once a mode through a server (by
+default on the CPU backend): all windows at the same time, as sequences of one step. A mode is what
+the queries travel as (q_dtype), how the cache keeps rows (kv_format), a profile, and how many rows
+a step brings: 1 (decode) or 128 (prefill). All that the server offers are compared unless the
+options name some. Over all positions and against float32:
 
     mean_dlogit     mean |difference| of all logits
     kl              mean Kullback-Leibler divergence of the next byte's distribution, in nats
@@ -28,6 +30,7 @@ import mla_client
 import numpy as np
 import trained
 from attention import StepAttention, register
+from mla_client.gen import tensor_pb2
 from mla_client.testing import ServerProcess
 
 SERVER = ROOT / ".bazel/bin/server/mla-server"
@@ -67,24 +70,40 @@ def compare(windows, local, remote):
     }
 
 
+def formats(info):
+    """Names of the formats of rows that the server offers."""
+    return [tensor_pb2.KvFormat.Name(number).removeprefix("KV_FORMAT_").lower()
+            for number in info.kv_formats]
+
+
 def modes(info):
-    """What is compared: (q_dtype, profile, step_rows)."""
+    """Modes of each format: (q_dtype, profile, step_rows)."""
     dtypes = [mla_client.DType(number) for number in info.wire_dtypes]
     return [(dtype, profile, rows) for dtype in dtypes
             for profile in (mla_client.Profile.ABSORBED, mla_client.Profile.EXPANDED)
             for rows in STEP_ROWS]
 
 
-def measure(client, model, windows):
-    """Yields a row for each mode."""
+def measure(client, model, windows, wanted=lambda kv_format, q_dtype: True):
+    """Yields a row for each mode whose names are wanted."""
     local = trained.logits_of(model, windows)
-    registered = register(client, model, "quality")
-    for dtype, profile, step_rows in modes(client.server_info()):
-        remote = remote_logits(model, registered, client, windows, profile, dtype, step_rows)
-        yield {"bench": "quality", "kv_format": "bf16", "q_dtype": dtype.name.lower(),
-               "profile": profile.name.lower(), "step_rows": step_rows, "positions": windows.size,
-               **{name: float(f"{value:.6g}") for name, value in
-                  compare(windows, local, remote).items()}}
+    info = client.server_info()
+    for kv_format in formats(info):
+        registered = register(client, model, f"quality-{kv_format}", kv_format)
+        for dtype, profile, step_rows in modes(info):
+            if not wanted(kv_format, dtype.name.lower()):
+                continue
+            remote = remote_logits(model, registered, client, windows, profile, dtype, step_rows)
+            figures = compare(windows, local, remote)
+            yield {"bench": "quality", "kv_format": kv_format, "q_dtype": dtype.name.lower(),
+                   "profile": profile.name.lower(), "step_rows": step_rows,
+                   "positions": windows.size,
+                   **{name: float(f"{value:.6g}") for name, value in figures.items()}}
+
+
+def is_in(name, names):
+    """Whether comma-separated names have this one; None has all."""
+    return names is None or name in names.split(",")
 
 
 def show(row):
@@ -99,6 +118,9 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     parser.add_argument("--windows", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--backend", default="cpu", help="default: %(default)s")
+    parser.add_argument("--q-dtype", help="comma-separated names; default: all")
+    parser.add_argument("--kv-format", help="comma-separated names; default: all")
     parser.add_argument("--server", type=pathlib.Path, default=SERVER)
     args = parser.parse_args()
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
@@ -110,11 +132,15 @@ def main():
     print(f"{'kv_format':<12}{'q_dtype':<9}{'profile':<10}{'rows':>5}{'mean|dlogit|':>13}{'KL':>12}"
           f"{'top-1':>9}{'bits/B':>9}{'float32':>9}")
     rows = []
-    with ServerProcess(str(args.server), ["--backend=cpu"]) as server, \
+    with ServerProcess(str(args.server), [f"--backend={args.backend}"]) as server, \
             mla_client.Client.connect(server.target, transport="inline") as client:
-        for row in measure(client, trained.load(), all_windows[chosen].astype(np.int64)):
+        for row in measure(client, trained.load(), all_windows[chosen].astype(np.int64),
+                           lambda kv_format, q_dtype: (is_in(kv_format, args.kv_format)
+                                                       and is_in(q_dtype, args.q_dtype))):
             show(row)
             rows.append(row)
+    if not rows:
+        parser.error("nothing of what is named is offered by the server")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
