@@ -45,7 +45,7 @@ void AnswerQueue::Push(const AnswerList& answers) {
 AnswerList AnswerQueue::PushAndClaim(const AnswerList& answers) {
   if (answers.empty()) return {};
   bool busy = false;
-  // Only holders of the role add to what waits, so that nothing waits holds until the claim.
+  // Only holders of the role add to waiting_, so it stays empty until the claim.
   if (!has_waiting_.load() && busy_.compare_exchange_strong(busy, true)) {
     pushed_ += answers.size;
     return answers;
@@ -81,7 +81,7 @@ void AnswerQueue::Deliver(AnswerList claimed) {
 void AnswerQueue::DeliverFirst(AnswerList* answers) {
   StreamRequest* const request = answers->PopFront();
   ++delivered_now_;
-  // Moved out, as Deliver does with what else it needs of the request.
+  // Moved out, as DeliverAnswer reads the rest first: Done may end the request.
   const absl::Status status = std::exchange(request->engine.status, absl::OkStatus());
   if (status.ok()) return DeliverAnswer(request, status, none_, observer_);
   const Fault fault = std::exchange(request->engine.fault, Fault());
