@@ -1,28 +1,65 @@
-// What the host must know of each architecture's kernels. device_code.hip asserts the sizes.
+// What the host must know of each architecture's kernels, made from the lists of
+// attend_variants.h. device_code.hip asserts the sizes.
 #ifndef MLA_KERNELS_HIP_ARCH_TRAITS_H_
 #define MLA_KERNELS_HIP_ARCH_TRAITS_H_
 
-#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
+
+#include "kernels/dtype.h"
+#include "kernels/formats/kv_format.h"
+#include "kernels/hip/attend_variants.h"
 
 namespace mla::gpu {
 
+using kernels::DType;
+using kernels::Fp8Kind;
+using kernels::KvFormat;
+
+// A line of attend_variants.h, which says what the fields are.
 struct AttendVariant {
-  int32_t rows = 0;          // packed rows of a block; 0: no such variant
-  int32_t shared_bytes = 0;  // dynamic shared memory; 0 where it is static
-  int32_t threads = 256;     // of a block
-  // Partial rows are written as accumulators lie in lanes: of each 16 columns, words 4 q and on are
-  // columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q.
-  bool exchanged_partials = false;
+  const char* kernel;
+  int32_t rows;
+  int32_t tile;
+  KvFormat format;
+  DType products;
+  int32_t threads;
+  int32_t shared_bytes;
+  bool exchanged_partials;
+
+  constexpr bool Serves(KvFormat of_rows, DType of_products) const {
+    return format == of_rows && products == of_products;
+  }
 };
+struct ExpandVariant {
+  const char* kernel;
+  KvFormat format;
+  int32_t threads;
+  int32_t shared_bytes;
+};
+
+#define MLA_ATTEND_ROW(kernel, rows, tile, format, products, threads, shared, exchanged) \
+  {#kernel, rows, tile, KvFormat::format, DType::products, threads, shared, exchanged},
+#define MLA_EXPAND_ROW(kernel, format, threads, shared) \
+  {#kernel, KvFormat::format, threads, shared},
+inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
+inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
+inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
+inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
+inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
+inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
+#undef MLA_ATTEND_ROW
+#undef MLA_EXPAND_ROW
 
 struct ArchTraits {
   std::string_view arch;
-  std::array<AttendVariant, 3> attend;  // ascending rows
-  // Up-projection and attention of the expanded form; rows as kExpandedRows.
+  std::span<const AttendVariant> attend;
+  std::span<const ExpandVariant> expand;
+  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
+  // Attention of the expanded form; rows as kExpandedRows.
   int32_t expanded_threads = 256;
-  int32_t expand_shared_bytes = 0;    // dynamic; 0 where it is static
   int32_t expanded_shared_bytes = 0;  // dynamic; 0 where it is static
   int32_t expanded_blocks = 1;        // that a unit holds at a time
   int32_t combine_shared_bytes = 0;
@@ -46,9 +83,9 @@ struct ArchTraits {
 
 inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
-    .attend = {{{16, 223744}, {64, 224000, 384, true}, {}}},
+    .attend = kSm90Attend,
+    .expand = kSm90Expand,
     .expanded_threads = 384,
-    .expand_shared_bytes = 229424,
     .expanded_shared_bytes = 213632,
     .combine_shared_bytes = 16512,
     .project_shared_bytes = 49152,
@@ -61,7 +98,8 @@ inline constexpr ArchTraits kSm90Traits{
 };
 inline constexpr ArchTraits kGfx950Traits{
     .arch = "gfx950",
-    .attend = {{{64, 0}, {128, 0}, {}}},
+    .attend = kGfx950Attend,
+    .expand = kGfx950Expand,
     .expanded_blocks = 2,
     .waves_per_block = 4,
     .blocks_per_unit = 1,
@@ -72,7 +110,9 @@ inline constexpr ArchTraits kGfx950Traits{
 };
 inline constexpr ArchTraits kGfx942Traits{
     .arch = "gfx942",
-    .attend = {{{64, 0}, {}, {}}},
+    .attend = kGfx942Attend,
+    .expand = kGfx942Expand,
+    .fp8 = Fp8Kind::kE4m3Fnuz,
     .expanded_blocks = 2,
     .waves_per_block = 4,
     .blocks_per_unit = 2,
@@ -88,19 +128,36 @@ constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
   return whole ? units / arch.units_per_xcd : 1;
 }
 
+// Most packed rows of a block over rows of `format`; 0: there is no such kernel.
+constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products) {
+  int32_t most = 0;
+  for (const AttendVariant& v : arch.attend) {
+    if (v.Serves(format, products) && v.rows > most) most = v.rows;
+  }
+  return most;
+}
+
+// Index in arch.expand; arch.expand.size(): there is no such kernel.
+constexpr size_t FindExpand(const ArchTraits& arch, KvFormat format) {
+  size_t i = 0;
+  while (i < arch.expand.size() && arch.expand[i].format != format) ++i;
+  return i;
+}
+
 // Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows:
 // the smallest that takes them in one block, else the largest. Where `busy` units have work and so
 // few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
 // same KV rows, from the cache, but each has less to compute and to write.
-constexpr size_t ChooseAttend(const ArchTraits& arch, int32_t rows, int32_t busy, int32_t units) {
-  size_t chosen = 0;
-  while (chosen + 1 < arch.attend.size() && arch.attend[chosen].rows < rows &&
-         arch.attend[chosen + 1].rows > 0) {
-    ++chosen;
-  }
-  for (size_t i = 0; arch.spreads_few_items && i < chosen; ++i) {
-    const int64_t blocks = (rows + arch.attend[i].rows - 1) / arch.attend[i].rows;
-    if (busy * blocks <= units) return i;
+// REQUIRES MostRows(arch, format, products) > 0.
+constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products, int32_t rows,
+                              int32_t busy, int32_t units) {
+  size_t chosen = arch.attend.size();
+  for (size_t i = 0; i < arch.attend.size(); ++i) {
+    const AttendVariant& v = arch.attend[i];
+    if (!v.Serves(format, products)) continue;
+    chosen = i;
+    const int64_t blocks = (rows + v.rows - 1) / v.rows;
+    if (blocks == 1 || (arch.spreads_few_items && busy * blocks <= units)) break;
   }
   return chosen;
 }

@@ -99,7 +99,7 @@ TEST(CombineShape, KnownLaunchesOfAnH200) {
 constexpr int32_t kUnits = 132;
 
 int32_t RowsFor(const ArchTraits& arch, int32_t rows, int32_t busy) {
-  return arch.attend[ChooseAttend(arch, rows, busy, kUnits)].rows;
+  return arch.attend[ChooseAttend(arch, KvFormat::kBf16, DType::kBf16, rows, busy, kUnits)].rows;
 }
 
 TEST(ChooseAttend, TakesTheSmallestKernelThatHoldsAnItem) {
@@ -117,7 +117,33 @@ TEST(ChooseAttend, SpreadsFewItemsWhereAllBlocksRunAtATime) {
   EXPECT_EQ(RowsFor(kSm90Traits, 64, 33), 16);
   EXPECT_EQ(RowsFor(kSm90Traits, 64, 34), 64);
   for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits}) {
-    EXPECT_EQ(ChooseAttend(*arch, 128, 1, kUnits), ChooseAttend(*arch, 128, kUnits, kUnits));
+    EXPECT_EQ(RowsFor(*arch, 128, 1), RowsFor(*arch, 128, kUnits));
+  }
+}
+
+// What ChooseAttend and MostRows rely on, and the report.
+TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
+  for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
+    std::set<std::string> names;
+    for (const AttendVariant& v : arch->attend) {
+      names.insert(v.kernel);
+      std::string want = kAttendPrefix + std::to_string(v.rows);
+      if (v.format != KvFormat::kBf16) want += std::string("_") + kernels::Name(v.format);
+      if (v.products == DType::kFp8E4m3) want += "_products";
+      EXPECT_EQ(v.kernel, want);
+      EXPECT_GE(MostRows(*arch, v.format, v.products), v.rows);
+      for (const AttendVariant& next : arch->attend) {
+        if (&next > &v && next.Serves(v.format, v.products)) {
+          EXPECT_GT(next.rows, v.rows);
+        }
+      }
+    }
+    EXPECT_EQ(names.size(), arch->attend.size());
+    for (const ExpandVariant& v : arch->expand) {
+      const bool plain = v.format == KvFormat::kBf16;
+      EXPECT_EQ(v.kernel, plain ? "mla_expand" : std::string("mla_expand_") + Name(v.format));
+      EXPECT_EQ(&arch->expand[FindExpand(*arch, v.format)], &v);
+    }
   }
 }
 

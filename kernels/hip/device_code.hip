@@ -16,6 +16,7 @@
 #include "kernels/hip/common/attend.h"
 #include "kernels/hip/common/project.h"
 #include "kernels/hip/common/small_kernels.h"
+#include "kernels/hip/kv/append_kv.h"
 #if MLA_AMD
 #include "kernels/hip/amd/attend_expanded.h"
 #include "kernels/hip/amd/expand.h"
@@ -25,41 +26,60 @@
 #include "kernels/hip/sm90/expanded_wgmma.h"
 #endif
 
+#if MLA_GFX950
+#define MLA_ATTEND_VARIANTS MLA_ATTEND_GFX950
+#define MLA_EXPAND_VARIANTS MLA_EXPAND_GFX950
+#elif MLA_GFX942
+#define MLA_ATTEND_VARIANTS MLA_ATTEND_GFX942
+#define MLA_EXPAND_VARIANTS MLA_EXPAND_GFX942
+#else
+#define MLA_ATTEND_VARIANTS MLA_ATTEND_SM90
+#define MLA_EXPAND_VARIANTS MLA_EXPAND_SM90
+#endif
+
 namespace mla::gpu {
 
-#define MLA_ATTEND_KERNEL(rows)                                                      \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(Attend<AttendConfig<rows>>::kThreads) \
-      mla_attend_##rows(const MLA_KERNEL_ARGUMENT AttendArgs args) {                 \
-    Attend<AttendConfig<rows>>::run(args);                                           \
-  }
-
 #if MLA_AMD
-MLA_ATTEND_KERNEL(64)
-#if MLA_GFX950
-MLA_ATTEND_KERNEL(128)
-#endif
+template <int kRows, KvFormat kFormat, DType kProducts>
+using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts>>;
+template <KvFormat kFormat>
+using ExpandKernel = Expand<ExpandedConfig>;
 #else
-MLA_ATTEND_KERNEL(16)
-// Where matrix work counts; the loop of common/attend.h would do at about half the speed.
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(AttendWgmma<AttendConfig<64>>::kThreads)
-    mla_attend_64(const MLA_KERNEL_ARGUMENT AttendArgs args) {
-  AttendWgmma<AttendConfig<64>>::run(args);
-}
+// From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
+template <int kRows, KvFormat kFormat, DType kProducts>
+using AttendKernel =
+    std::conditional_t<kRows == 16, Attend<AttendConfig<kRows, kFormat, kProducts>>,
+                       AttendWgmma<AttendConfig<kRows, kFormat, kProducts>>>;
+template <KvFormat kFormat>
+using ExpandKernel = ExpandWgmma;
 #endif
 
+#define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, threads, shared, exchanged)     \
+  static_assert(AttendKernel<rows, KvFormat::format, DType::products>::kThreads == threads);    \
+  static_assert(AttendConfig<rows, KvFormat::format, DType::products>::kTileKv == tile);        \
+  static_assert(MLA_AMD ||                                                                      \
+                AttendKernel<rows, KvFormat::format, DType::products>::kSharedBytes == shared); \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                         \
+      kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                       \
+    AttendKernel<rows, KvFormat::format, DType::products>::run(args);                           \
+  }
+MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
+
+#define MLA_EXPAND_KERNEL(kernel, format, threads, shared)                          \
+  static_assert(ExpandKernel<KvFormat::format>::kThreads == threads);               \
+  static_assert(MLA_AMD || ExpandKernel<KvFormat::format>::kSharedBytes == shared); \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                             \
+      kernel(const MLA_KERNEL_ARGUMENT ExpandArgs args) {                           \
+    ExpandKernel<KvFormat::format>::run(args);                                      \
+  }
+MLA_EXPAND_VARIANTS(MLA_EXPAND_KERNEL)
+
 #if MLA_AMD
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(256) mla_expand(const ExpandArgs args) {
-  Expand<ExpandedConfig>::run(args);
-}
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_attend_expanded(const ExpandedArgs args) {
   AttendExpanded<ExpandedConfig>::run(args);
 }
 #else
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandWgmma::kThreads)
-    mla_expand(const MLA_KERNEL_ARGUMENT ExpandArgs args) {
-  ExpandWgmma::run(args);
-}
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
     mla_attend_expanded(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
   ExpandedWgmma::run(args);
@@ -73,7 +93,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
-  append_kv(args);
+  AppendKv::run(args);
 }
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
@@ -93,12 +113,7 @@ mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
 
 // The host launches with the sizes of arch_traits.h.
 #if MLA_SM90
-static_assert(Attend<AttendConfig<16>>::kSharedBytes == kSm90Traits.attend[0].shared_bytes);
-static_assert(AttendWgmma<AttendConfig<64>>::kSharedBytes == kSm90Traits.attend[1].shared_bytes);
-static_assert(AttendWgmma<AttendConfig<64>>::kThreads == kSm90Traits.attend[1].threads);
-static_assert(ExpandWgmma::kThreads == kSm90Traits.expanded_threads);
 static_assert(ExpandedWgmma::kThreads == kSm90Traits.expanded_threads);
-static_assert(ExpandWgmma::kSharedBytes == kSm90Traits.expand_shared_bytes);
 static_assert(ExpandedWgmma::kSharedBytes == kSm90Traits.expanded_shared_bytes);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);

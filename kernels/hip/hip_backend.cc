@@ -25,12 +25,14 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
 
 uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
 
+// What the matrix products of the absorbed form take.
+DType Products(const AttentionDesc&) { return DType::kBf16; }
+
 }  // namespace
 
 absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
   const char* missing = nullptr;
-  if (desc.kv_format != kernels::KvFormat::kBf16) missing = "this row format";
   if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
   // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
   if (desc.q_dtype != DType::kBf16) missing = "this query dtype";
@@ -39,7 +41,12 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   if (g.rope_dim != 64) missing = "this rope_dim";
   if (g.nope_dim < 0 || g.nope_dim % 8 != 0) missing = "this nope_dim";
   if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
-  if (desc.form == AttentionForm::kExpanded) {
+  const bool expanded = desc.form == AttentionForm::kExpanded;
+  if (expanded ? FindExpand(*arch_, desc.kv_format) == arch_->expand.size()
+               : MostRows(*arch_, desc.kv_format, Products(desc)) == 0) {
+    missing = "this row format";
+  }
+  if (expanded) {
     if (g.nope_dim != kExpandedNope) missing = "this nope_dim in the expanded form";
     if (g.v_dim != kExpandedValue) missing = "this v_dim in the expanded form";
   }
@@ -64,8 +71,7 @@ kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
     traits.rounds.carry_rows = limits_.launch_rows;
     return traits;
   }
-  int32_t largest = 0;
-  for (const AttendVariant& v : arch_->attend) largest = std::max(largest, v.rows);
+  const int32_t largest = std::max(1, MostRows(*arch_, desc.kv_format, Products(desc)));
   // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
   const int32_t blocks = desc.geometry.num_heads > largest ? arch_->blocks_per_unit : 1;
   traits.units = std::max(1, runtime_->units() / blocks);
@@ -102,13 +108,24 @@ absl::Status HipBackend::AddAppends(LaunchSlot& launch,
           "append.records[", i, "]: row_dim ", r.row_dim, ", row_stride ", r.row_stride,
           ", layer_offset ", r.layer_offset, "; want multiples of 8 elements, 16 and 16 bytes"));
     }
+    if (const int32_t group = kernels::TraitsOf(r.format).group;
+        group > 0 && (r.row_dim - r.rope_dim) % group != 0) {
+      return absl::InvalidArgumentError(absl::StrCat("append.records[", i,
+                                                     "]: ", r.row_dim - r.rope_dim,
+                                                     " latent values; want a multiple of ", group));
+    }
     first_row[i] = rows;
     rows += r.rows;
   }
   first_row[count] = rows;
   if (rows == 0) return absl::OkStatus();
-  auto uploaded = launch.metadata().Put(records);
+  StagedRegion& metadata = launch.metadata();
+  auto uploaded = metadata.Put(records);
   if (!uploaded.ok()) return uploaded.status();
+  auto* const staged = metadata.HostOf(*uploaded);
+  for (int64_t i = 0; i < count; ++i) {
+    staged[i].kv_scale = DeviceScale(records[i].format, records[i].kv_scale);
+  }
   AppendArgs args = {};
   args.records = *uploaded;
   args.first_row = reinterpret_cast<const int32_t*>(launch.metadata().device(*prefix));
@@ -241,10 +258,26 @@ absl::Status HipBackend::AddAttention(int32_t slot, const AttentionParams& param
   return expanded ? AddExpanded(owner, params, *plan) : AddAbsorbed(owner, params, *plan);
 }
 
+float HipBackend::DeviceScale(kernels::KvFormat format, float scale) const {
+  if (kernels::TraitsOf(format).scales != kernels::KvScales::kLayer) return 1.0f;
+  return arch_->fp8 == Fp8Kind::kE4m3Fn ? scale : kernels::ScaleToKind(scale, arch_->fp8);
+}
+
+absl::StatusOr<const kernels::RequestRecord*> HipBackend::PutRequests(
+    LaunchSlot& slot, const AttentionParams& params) {
+  auto requests = slot.metadata().Put(params.requests);
+  if (!requests.ok()) return requests;
+  auto* const staged = slot.metadata().HostOf(*requests);
+  for (size_t i = 0; i < params.requests.size(); ++i) {
+    staged[i].kv_scale = DeviceScale(params.desc.kv_format, params.requests[i].kv_scale);
+  }
+  return requests;
+}
+
 absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& params,
                                      const DevicePlan& plan) {
   Attended run;
-  auto requests = slot.metadata().Put(params.requests);
+  auto requests = PutRequests(slot, params);
   if (!requests.ok()) return requests.status();
   run.requests = *requests;
 
@@ -259,7 +292,9 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
     ++busy;
     units = static_cast<uint32_t>(i) + 1;
   }
-  const size_t variant = ChooseAttend(*arch_, rows, busy, runtime_->units());
+  const size_t chosen = ChooseAttend(*arch_, params.desc.kv_format, Products(params.desc), rows,
+                                     busy, runtime_->units());
+  const AttendVariant& variant = arch_->attend[chosen];
   AttendArgs args = {};
   args.requests = run.requests;
   args.page_tables = table_mirror_.As<uint32_t>();
@@ -269,17 +304,16 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   args.partial_o = partial_o_.As<float>();
   args.partial_lse = partial_lse_.As<float>();
   args.granule_bytes = kernels::kPageGranuleBytes;
-  args.blocks_per_unit = static_cast<int32_t>(DivideUp(rows, arch_->attend[variant].rows));
+  args.blocks_per_unit = static_cast<int32_t>(DivideUp(rows, variant.rows));
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = static_cast<int32_t>(units) * args.blocks_per_unit;
   args.xcds = XcdsOf(*arch_, runtime_->units());
-  run.exchanged = arch_->attend[variant].exchanged_partials;
+  run.exchanged = variant.exchanged_partials;
   run.idle_units = std::max(0, runtime_->units() - busy * args.blocks_per_unit);
-  const LaunchShape shape{
-      .grid_x = static_cast<uint32_t>(args.blocks),
-      .threads = static_cast<uint32_t>(arch_->attend[variant].threads),
-      .shared_bytes = static_cast<uint32_t>(arch_->attend[variant].shared_bytes)};
-  if (absl::Status s = slot.AddKernel(kernels_.attend[variant], shape, args); !s.ok()) return s;
+  const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
+                          .threads = static_cast<uint32_t>(variant.threads),
+                          .shared_bytes = static_cast<uint32_t>(variant.shared_bytes)};
+  if (absl::Status s = slot.AddKernel(kernels_.attend[chosen], shape, args); !s.ok()) return s;
   return AddCombine(slot, params, plan, run);
 }
 

@@ -20,7 +20,6 @@
 #ifndef MLA_KERNELS_HIP_HIP_BACKEND_H_
 #define MLA_KERNELS_HIP_HIP_BACKEND_H_
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -98,8 +97,8 @@ class HipBackend final : public kernels::AttentionBackend {
  private:
   struct Kernels {
     Function move = nullptr, append = nullptr, combine = nullptr, project = nullptr;
-    Function expand = nullptr, attend_expanded = nullptr;
-    std::array<Function, 3> attend = {};  // as ArchTraits::attend_rows
+    Function attend_expanded = nullptr;
+    std::vector<Function> attend, expand;  // as those of ArchTraits
   };
   // How attention ran, as far as combine depends on it.
   struct Attended {
@@ -133,6 +132,10 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status AddAppends(LaunchSlot& slot, std::span<const kernels::AppendRecord> records);
   absl::Status AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection);
   absl::Status AddProject(LaunchSlot& slot, const kernels::Projection& projection);
+  // What the kernels scale a layer's rows with (kernel_args.h).
+  float DeviceScale(kernels::KvFormat format, float scale) const;
+  absl::StatusOr<const kernels::RequestRecord*> PutRequests(LaunchSlot& slot,
+                                                            const kernels::AttentionParams& params);
   absl::Status AddAttention(int32_t slot, const kernels::AttentionParams& params);
   absl::Status AddAbsorbed(LaunchSlot& slot, const kernels::AttentionParams& params,
                            const DevicePlan& plan);
@@ -155,7 +158,7 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status AddExpanded(LaunchSlot& slot, const kernels::AttentionParams& params,
                            const DevicePlan& plan);
   absl::Status AddRound(LaunchSlot& slot, const kernels::Round& round, int32_t units,
-                        const ExpandArgs& expand, const ExpandedArgs& attend);
+                        size_t variant, const ExpandArgs& expand, const ExpandedArgs& attend);
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;

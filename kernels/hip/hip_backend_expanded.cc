@@ -52,7 +52,7 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
 absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& params,
                                      const DevicePlan& plan) {
   Attended run;
-  auto requests = slot.metadata().Put(params.requests);
+  auto requests = PutRequests(slot, params);
   if (!requests.ok()) return requests.status();
   run.requests = *requests;
 
@@ -73,18 +73,20 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   attend.partial_o = partial_o_.As<float>();
   attend.partial_lse = partial_lse_.As<float>();
   attend.o_is_f32 = params.desc.o_dtype == kernels::DType::kF32;
+  const size_t variant = FindExpand(*arch_, params.desc.kv_format);
   const kernels::RoundView& rounds = params.plan.rounds;
   for (const kernels::Round& round : rounds.rounds) {
-    absl::Status s = AddRound(slot, round, rounds.units, expand, attend);
+    absl::Status s = AddRound(slot, round, rounds.units, variant, expand, attend);
     if (!s.ok()) return s;
   }
   return rounds.merges ? AddCombine(slot, params, plan, run) : absl::OkStatus();
 }
 
-// `expand` and `attend` are those of the first round.
+// `expand` and `attend` are those of the first round; `variant`: in arch_->expand.
 absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round, int32_t units,
-                                  const ExpandArgs& expand, const ExpandedArgs& attend) {
-  LaunchShape shape{.threads = static_cast<uint32_t>(arch_->expanded_threads)};
+                                  size_t variant, const ExpandArgs& expand,
+                                  const ExpandedArgs& attend) {
+  LaunchShape shape;
   if (round.pairs > 0) {
     ExpandArgs args = expand;
     args.segments += round.first_segment;
@@ -93,12 +95,14 @@ absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round,
     args.blocks = std::min(round.pairs, units);
     args.first_tile_pairs = FirstTilePairs(round.pairs, round.heads, args.blocks);
     shape.grid_x = static_cast<uint32_t>(args.blocks);
-    shape.shared_bytes = static_cast<uint32_t>(arch_->expand_shared_bytes);
-    if (absl::Status s = slot.AddKernel(kernels_.expand, shape, args); !s.ok()) return s;
+    shape.threads = static_cast<uint32_t>(arch_->expand[variant].threads);
+    shape.shared_bytes = static_cast<uint32_t>(arch_->expand[variant].shared_bytes);
+    if (absl::Status s = slot.AddKernel(kernels_.expand[variant], shape, args); !s.ok()) return s;
   }
   ExpandedArgs args = attend;
   args.unit_indptr += round.first_indptr;
   shape.grid_x = static_cast<uint32_t>(units);
+  shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
   shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
   return slot.AddKernel(kernels_.attend_expanded, shape, args);
 }

@@ -105,6 +105,10 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
       "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
       "kv_lora_rank 512, rope_dim 64, bf16 rows, bf16 queries (fp32 ones in EXPANDED only), bf16 "
       "or fp32 outputs, any heads, query rows and page size";
+  for (const kernels::KvFormat format :
+       {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row}) {
+    if (MostRows(arch, format, kernels::DType::kBf16) > 0) info_.kv_formats.push_back(format);
+  }
   info_.units = runtime_->units();
   info_.unified_memory = false;
   info_.absorbed_q_of_f32 = kernels::DType::kBf16;  // the kernels read no other queries
@@ -130,15 +134,16 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
   if (s.ok()) s = find(kAppendKernel, 0, &kernels_.append);
   if (s.ok()) s = find(kCombineKernel, arch_->combine_shared_bytes, &kernels_.combine);
   if (s.ok()) s = find(kProjectKernel, arch_->project_shared_bytes, &kernels_.project);
-  if (s.ok()) s = find(kExpandKernel, arch_->expand_shared_bytes, &kernels_.expand);
   if (s.ok()) {
     s = find(kExpandedKernel, arch_->expanded_shared_bytes, &kernels_.attend_expanded);
   }
-  for (size_t i = 0; s.ok() && i < arch_->attend.size(); ++i) {
-    const AttendVariant& v = arch_->attend[i];
-    if (v.rows == 0) continue;
-    s = find(absl::StrCat(kAttendPrefix, v.rows), v.shared_bytes, &kernels_.attend[i]);
-  }
+  const auto find_each = [&s, &find](const auto& variants, std::vector<Function>& into) {
+    for (const auto& v : variants) {
+      if (s.ok()) s = find(v.kernel, v.shared_bytes, &into.emplace_back());
+    }
+  };
+  find_each(arch_->attend, kernels_.attend);
+  find_each(arch_->expand, kernels_.expand);
   return s;
 }
 
@@ -323,18 +328,28 @@ void HipBackend::UnregisterHost(std::span<std::byte> memory) {
 
 absl::Status HipBackend::ReadKv(std::span<const uint32_t> page_tables,
                                 const kernels::AppendRecord& where, Bf16* out) {
-  const int64_t row_bytes = where.row_dim * static_cast<int64_t>(sizeof(Bf16));
+  const kernels::KvRowLayout at =
+      kernels::MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
+  std::vector<std::byte> rows(static_cast<size_t>(where.rows) * static_cast<size_t>(at.row_bytes));
   for (int32_t i = 0; i < where.rows; ++i) {
     const int32_t position = where.first_position + i;
     const int64_t entry = page_tables[where.page_table + position / where.page_size];
     const int64_t offset = entry * kernels::kPageGranuleBytes + where.layer_offset +
                            (position % where.page_size) * where.row_stride;
-    absl::Status s =
-        runtime_->CopyOut(out + static_cast<int64_t>(i) * where.row_dim,
-                          pool_.at() + static_cast<uint64_t>(offset), row_bytes, streams_.compute);
+    absl::Status s = runtime_->CopyOut(rows.data() + int64_t{i} * at.row_bytes,
+                                       pool_.at() + static_cast<uint64_t>(offset), at.row_bytes,
+                                       streams_.compute);
     if (!s.ok()) return s;
   }
-  return runtime_->Synchronize(streams_.compute);
+  if (absl::Status s = runtime_->Synchronize(streams_.compute); !s.ok()) return s;
+  const float scale = DeviceScale(where.format, where.kv_scale);
+  std::vector<float> values(static_cast<size_t>(where.row_dim));
+  const std::byte* row = rows.data();
+  for (int32_t i = 0; i < where.rows; ++i, row += at.row_bytes, out += where.row_dim) {
+    kernels::DecodeKvRow(at, arch_->fp8, scale, {row, row + at.scales_at}, values.data());
+    std::transform(values.begin(), values.end(), out, kernels::ToBf16);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,

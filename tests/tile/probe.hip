@@ -11,7 +11,7 @@
 #include "kernels/hip/sm90/wgmma.h"
 #endif
 
-#include "kernels/hip/common/kv_stream.h"
+#include "kernels/hip/kv/kv_stream.h"
 #include "tests/tile/probe_args.h"
 
 namespace mla::tile_test {

@@ -16,10 +16,10 @@
 #define MLA_KERNELS_HIP_COMMON_ATTEND_H_
 
 #include "kernels/hip/common/item.h"
-#include "kernels/hip/common/kv_stream.h"
 #include "kernels/hip/common/memory.h"
 #include "kernels/hip/common/softmax.h"
 #include "kernels/hip/common/wave_rows.h"
+#include "kernels/hip/kv/kv_stream.h"
 
 namespace mla::gpu {
 

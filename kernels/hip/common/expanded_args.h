@@ -24,7 +24,6 @@
 
 namespace mla::gpu {
 
-inline constexpr char kExpandKernel[] = "mla_expand";
 inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
 
 // The dims that the kernels are written for.

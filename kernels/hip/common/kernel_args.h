@@ -11,6 +11,9 @@
 namespace mla::gpu {
 
 using kernels::AppendRecord;
+using kernels::DType;
+using kernels::Fp8Kind;
+using kernels::KvFormat;
 using kernels::ProjectionRecord;
 using kernels::ReduceTile;
 using kernels::RequestRecord;
@@ -21,7 +24,7 @@ inline constexpr char kMoveKernel[] = "mla_move";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
-// mla_attend_<rows>: absorbed attention with tiles of at most <rows> packed rows a block.
+// Those of attention and up-projection are in attend_variants.h.
 inline constexpr char kAttendPrefix[] = "mla_attend_";
 
 // The unit of the plan that a block serves, and its share of that unit's rows.
@@ -40,6 +43,9 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
   const int32_t inside = block / xcds;  // of its die's blocks
   return {block % xcds * runs + inside / blocks_per_unit, inside % blocks_per_unit};
 }
+
+// Records say what a row's layer is scaled with (kv_scale) in terms of the pool's own kind of 8-bit
+// floats, and 1 in formats without such a scale.
 
 // Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives and, of
 // each work item, the packed rows [s * R, (s + 1) * R) with R the kernel's tile rows.

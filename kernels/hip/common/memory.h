@@ -7,6 +7,9 @@
 
 namespace mla::gpu {
 
+// What the 8-bit floats of pools on this architecture are; ArchTraits::fp8.
+inline constexpr Fp8Kind kPoolFp8 = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
+
 // Where the rows of one sequence at one layer lie. All arithmetic that can pass 2 GiB is 64-bit.
 struct PagedRows {
   const uint32_t* table;

@@ -1,4 +1,4 @@
-// The kernels around attention: page work, KV append, and the merge of partial tiles.
+// The kernels around attention: page work and the merge of partial tiles.
 #ifndef MLA_KERNELS_HIP_COMMON_SMALL_KERNELS_H_
 #define MLA_KERNELS_HIP_COMMON_SMALL_KERNELS_H_
 
@@ -77,49 +77,6 @@ MLA_DEVICE float wave_sum(float x) {
   x += tile::exchange<kStep>(x);
   if constexpr (kStep > 1) return wave_sum<kStep / 2>(x);
   return x;
-}
-
-// A pair of elements of a KV row as the pool holds it: kernels::Stored.
-MLA_DEVICE uint32_t stored_pair(uint32_t pair) {
-  const uint32_t low =
-      (pair & 0x7fffu) < kernels::kStoredBound ? pair & 0xffffu : kernels::kStoredNaN;
-  const uint32_t high = (pair >> 16 & 0x7fffu) < kernels::kStoredBound ? pair & 0xffff0000u
-                                                                       : kernels::kStoredNaN << 16;
-  return low | high;
-}
-
-// One wave a row.
-MLA_DEVICE void append_kv(const AppendArgs& args) {
-  let_next_kernel_start();
-  const int lane = tile::lane_index();
-  const int row = block_index() * kSmallWaves + tile::wave_index();
-  if (row >= args.first_row[args.count]) return;
-  const int index = find_range(args.first_row, args.count, row);
-  const AppendRecord& r = args.records[index];
-  if (r.first_position < 0) return;
-  const int source_row = row - args.first_row[index];
-  const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
-                        r.page_size, kernels::kPageGranuleBytes);
-  uint8_t* target = const_cast<uint8_t*>(pages.row(r.first_position + source_row));
-  const bool f32 = r.dtype == kernels::DType::kF32;
-  const bool aligned = aligned_to(r.kv, r.kv_row_stride, 0, 2, 16);
-  const int64_t source = source_row * r.kv_row_stride;
-  uint32_t differs = 0;
-  for (int c = lane; c < r.row_dim / 8; c += tile::kWave) {
-    Chunk chunk = load_chunk(r.kv, source + c * 8, f32, aligned);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) chunk.w[i] = stored_pair(chunk.w[i]);
-    if (r.differs == nullptr) {
-      store_words(target + c * 16, chunk.w);
-      continue;
-    }
-    const Chunk stored = load_chunk(target, c * 8, /*f32=*/false, /*aligned=*/true);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) differs |= chunk.w[i] ^ stored.w[i];
-  }
-  if (r.differs == nullptr) return;
-  const float any = wave_max(differs == 0 ? 0.0f : 1.0f);
-  if (lane == 0) *as_global<int32_t>(r.differs + source_row) = any > 0.0f ? 1 : 0;
 }
 
 // Merges packed rows, waves_per_row waves each: few parts of many rows want many rows at a time,

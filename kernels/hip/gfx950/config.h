@@ -2,9 +2,11 @@
 #ifndef MLA_KERNELS_HIP_GFX950_CONFIG_H_
 #define MLA_KERNELS_HIP_GFX950_CONFIG_H_
 
+#include "kernels/hip/common/kernel_args.h"
+
 namespace mla::gpu {
 
-template <int kRows>
+template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16>
 struct AttendConfig;
 
 // Four waves, each with its own packed rows, all output columns and its queries in registers.

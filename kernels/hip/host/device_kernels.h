@@ -7,17 +7,14 @@
 
 namespace mla::gpu {
 
+#define MLA_HOST_ROW(kernel, ...) MLA_HOST_KERNEL(kernel),
 constexpr host::Kernel kKernels[] = {
-#if MLA_SM90
-    MLA_HOST_KERNEL(mla_attend_16),
-#endif
-    MLA_HOST_KERNEL(mla_attend_64),
-#if MLA_GFX950
-    MLA_HOST_KERNEL(mla_attend_128),
-#endif
-    MLA_HOST_KERNEL(mla_expand),     MLA_HOST_KERNEL(mla_attend_expanded),
-    MLA_HOST_KERNEL(mla_move),       MLA_HOST_KERNEL(mla_append_kv),
-    MLA_HOST_KERNEL(mla_combine),    MLA_HOST_KERNEL(mla_project),
+    MLA_ATTEND_VARIANTS(MLA_HOST_ROW) MLA_EXPAND_VARIANTS(MLA_HOST_ROW)
+        MLA_HOST_KERNEL(mla_attend_expanded),
+    MLA_HOST_KERNEL(mla_move),
+    MLA_HOST_KERNEL(mla_append_kv),
+    MLA_HOST_KERNEL(mla_combine),
+    MLA_HOST_KERNEL(mla_project),
 };
 MLA_HOST_IMAGE(kKernels)
 

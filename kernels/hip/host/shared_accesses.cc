@@ -4,9 +4,10 @@
 //
 //   shared_accesses IMAGE.so...
 //
-// Prints a line for each kernel, instruction and pattern of addresses that differs by more than a
-// constant: architecture, kernel, instruction, how often it was met, and for each lane the bytes
-// from the lowest address of the wave.
+// Prints a line for each attention kernel of the architecture, "variant" and its traits
+// (attend_variants.h) with the bytes of a row; and one for each kernel, instruction and
+// pattern of addresses that differs by more than a constant: architecture, kernel, instruction, how
+// often it was met, and for each lane the bytes from the lowest address of the wave.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -42,7 +43,7 @@ void Count(const SharedAccess& access) {
   ++Met()[{access.instruction, pattern}];
 }
 
-constexpr int32_t kRows = 256, kPageRows = 64, kRow = 576, kHeads = 128;
+constexpr int32_t kRows = 256, kPageRows = 64, kRope = 64, kRow = 576, kHeads = 128;
 constexpr int64_t kGranule = 256;
 
 // One request of 128 query heads over kRows cached rows, all zeros, and buffers for any kernel.
@@ -68,7 +69,7 @@ struct Launch {
     request.q_head_stride = kRow;
     request.o_row_stride = int64_t{kHeads} * kExpandedLora;
     request.o_head_stride = kExpandedLora;
-    request.row_stride = kRow * 2;
+    request.kv_scale = 1.0f;
     request.page_size = kPageRows;
     request.q_rows = 1;
     request.kv_rows = kRows;
@@ -166,9 +167,19 @@ bool RunImage(const char* path) {
   const AttendArgs attend = launch.Attend();
   const ExpandArgs expand = launch.Expand();
   const ExpandedArgs expanded = launch.Expanded();
-  return RunKernel(image, "mla_attend_64", &attend) &&
-         RunKernel(image, "mla_attend_128", &attend) && RunKernel(image, kExpandKernel, &expand) &&
-         RunKernel(image, kExpandedKernel, &expanded);
+  const ArchTraits& arch = *FindArchTraits(image.arch);
+  for (const AttendVariant& v : arch.attend) {
+    const int32_t row = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
+    std::printf("variant %s %s %d %d %s %d\n", image.arch, v.kernel, v.rows, v.tile,
+                kernels::Name(v.products), row);
+    launch.request.row_stride = row;
+    if (!RunKernel(image, v.kernel, &attend)) return false;
+  }
+  for (const ExpandVariant& v : arch.expand) {
+    launch.request.row_stride = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
+    if (!RunKernel(image, v.kernel, &expand)) return false;
+  }
+  return RunKernel(image, kExpandedKernel, &expanded);
 }
 
 }  // namespace

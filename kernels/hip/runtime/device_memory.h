@@ -120,6 +120,12 @@ class StagedRegion {
     return static_cast<int64_t>(reinterpret_cast<DevicePtr>(device) - device_.at());
   }
 
+  // Where what Put has placed lies on the host, until the region is uploaded.
+  template <class T>
+  T* HostOf(const T* device) const {
+    return reinterpret_cast<T*>(host(OffsetOf(reinterpret_cast<const std::byte*>(device))));
+  }
+
   // Copies `values` in and returns their device address.
   template <class T>
   absl::StatusOr<const T*> Put(std::span<const T> values) {

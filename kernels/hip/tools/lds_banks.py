@@ -56,6 +56,8 @@ class Accesses:
     def __init__(self, text):
         self._counts = collections.defaultdict(lambda: [0, 0, 0])
         for line in text.splitlines():
+            if line.startswith("variant "):
+                continue
             arch, kernel, instruction, count, *addresses = line.split()
             found = self._counts[arch, kernel, instruction]
             count = int(count)

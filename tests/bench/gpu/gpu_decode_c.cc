@@ -83,9 +83,7 @@ absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
     self->module_ = *module;
   }
   for (const gpu::AttendVariant& v : self->arch_->attend) {
-    if (v.rows == 0) continue;
-    const std::string name = gpu::kAttendPrefix + std::to_string(v.rows);
-    auto f = self->runtime_->Find(self->module_, name.c_str());
+    auto f = self->runtime_->Find(self->module_, v.kernel);
     if (!f.ok()) return f.status();
     if (absl::Status s = self->runtime_->AllowSharedBytes(*f, v.shared_bytes); !s.ok()) return s;
     self->attend_.push_back(*f);
@@ -167,7 +165,9 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   requests_ = *records;
   if (absl::Status s = runtime_->Synchronize(stream_); !s.ok()) return s;
 
-  const int32_t largest = arch_->attend[attend_.size() - 1].rows;
+  constexpr gpu::KvFormat kFormat = gpu::KvFormat::kBf16;
+  constexpr gpu::DType kProducts = gpu::DType::kBf16;
+  const int32_t largest = gpu::MostRows(*arch_, kFormat, kProducts);
   const int32_t rows = std::min(heads, largest * arch_->blocks_per_unit);
   int32_t busy = 0, last = 0;
   for (size_t i = 0; i + 1 < plan->work_indptr.size(); ++i) {
@@ -175,7 +175,7 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
     ++busy;
     last = static_cast<int32_t>(i) + 1;
   }
-  variant_ = gpu::ChooseAttend(*arch_, rows, busy, runtime_->units());
+  variant_ = gpu::ChooseAttend(*arch_, kFormat, kProducts, rows, busy, runtime_->units());
   attend_args_ = {};
   attend_args_.work_indptr = reinterpret_cast<const int32_t*>(*indptr);
   attend_args_.work_info = reinterpret_cast<const kernels::WorkInfo*>(*work);

@@ -134,7 +134,7 @@ absl::Status Prefill::LoadKernels(std::span<const gpu::KernelImage> images) {
     auto module = runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
     for (const auto& [name, shared, function] :
-         {std::tuple(gpu::kExpandKernel, arch_->expand_shared_bytes, &expand_),
+         {std::tuple(arch_->expand[0].kernel, arch_->expand[0].shared_bytes, &expand_),
           std::tuple(gpu::kExpandedKernel, arch_->expanded_shared_bytes, &attend_)}) {
       auto found = runtime_->Find(*module, name);
       if (!found.ok()) return found.status();
@@ -240,6 +240,7 @@ absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   r.lse_head_stride = 1;
   r.lse_row_stride = heads;
   r.row_stride = kRowDim * 2;
+  r.kv_scale = 1.0f;
   r.page_size = kPage;
   r.q_rows = rows;
   r.kv_rows = kv_rows;
@@ -277,13 +278,14 @@ absl::StatusOr<Prefill::Times> Prefill::Launch() {
     expand.blocks = std::min(round.pairs, rounds_.units);
     expand.first_tile_pairs = gpu::FirstTilePairs(round.pairs, round.heads, expand.blocks);
     gpu::LaunchShape shape;
-    shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
+    shape.threads = static_cast<uint32_t>(arch_->expand[0].threads);
     shape.grid_x = static_cast<uint32_t>(expand.blocks);
-    shape.shared_bytes = static_cast<uint32_t>(arch_->expand_shared_bytes);
+    shape.shared_bytes = static_cast<uint32_t>(arch_->expand[0].shared_bytes);
     if (s.ok()) s = runtime_->Launch(expand_, shape, &expand, stream_);
     record();
     gpu::ExpandedArgs attend = attend_args_;
     attend.unit_indptr += round.first_indptr;
+    shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
     shape.grid_x = static_cast<uint32_t>(rounds_.units);
     shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
     if (s.ok()) s = runtime_->Launch(attend_, shape, &attend, stream_);

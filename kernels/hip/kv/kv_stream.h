@@ -1,6 +1,6 @@
 // The KV rows of a work item on their way into shared memory, a tile of kTileKv rows at a time.
-#ifndef MLA_KERNELS_HIP_COMMON_KV_STREAM_H_
-#define MLA_KERNELS_HIP_COMMON_KV_STREAM_H_
+#ifndef MLA_KERNELS_HIP_KV_KV_STREAM_H_
+#define MLA_KERNELS_HIP_KV_KV_STREAM_H_
 
 #include "kernels/hip/common/memory.h"
 
@@ -172,4 +172,4 @@ class KvStream {
 
 }  // namespace mla::gpu
 
-#endif  // MLA_KERNELS_HIP_COMMON_KV_STREAM_H_
+#endif  // MLA_KERNELS_HIP_KV_KV_STREAM_H_

@@ -1,0 +1,34 @@
+// Every attention kernel of every architecture, a line each. Made from these lists are the kernels
+// themselves (device_code.hip), their table on the host (host/device_kernels.h), what a backend can
+// run and how it launches it (arch_traits.h), and what the report counts (tools/report.py).
+//
+//   X(kernel, rows, tile, format, products, threads, shared, exchanged)
+//     rows       packed rows of a block
+//     tile       KV rows that it takes at a time
+//     format     KvFormat of the rows in the pool
+//     products   DType of queries and probabilities in matrix products; queries come as bf16
+//     threads    of a block
+//     shared     dynamic shared memory in bytes; 0 where it is static
+//     exchanged  partial rows are written as accumulators lie in lanes: of each 16 columns, words
+//                4 q and on are columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q
+//
+// Of one format and products, lines are in the order of rows.
+//
+//   X(kernel, format, threads, shared)   up-projection of cached rows, for the expanded form
+#ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
+#define MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
+
+#define MLA_ATTEND_GFX950(X)                            \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false) \
+  X(mla_attend_128, 128, 32, kBf16, kBf16, 256, 0, false)
+#define MLA_EXPAND_GFX950(X) X(mla_expand, kBf16, 256, 0)
+
+#define MLA_ATTEND_GFX942(X) X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)
+#define MLA_EXPAND_GFX942(X) X(mla_expand, kBf16, 256, 0)
+
+#define MLA_ATTEND_SM90(X)                                   \
+  X(mla_attend_16, 16, 64, kBf16, kBf16, 256, 223744, false) \
+  X(mla_attend_64, 64, 64, kBf16, kBf16, 384, 224000, true)
+#define MLA_EXPAND_SM90(X) X(mla_expand, kBf16, 384, 229424)
+
+#endif  // MLA_KERNELS_HIP_ATTEND_VARIANTS_H_

@@ -1,0 +1,160 @@
+// Scatter of new KV rows into pages, rounded to the format of the pages.
+#ifndef MLA_KERNELS_HIP_KV_APPEND_KV_H_
+#define MLA_KERNELS_HIP_KV_APPEND_KV_H_
+
+#include "kernels/hip/common/memory.h"
+#include "kernels/hip/common/small_kernels.h"
+
+namespace mla::gpu {
+
+// One wave a row, eight values a lane and turn. Stores what kernels::EncodeKvRow does, bit by bit;
+// 16 neighbouring lanes hold a group of values with one scale.
+class AppendKv {
+ public:
+  static constexpr int kLaneValues = 8;
+  static constexpr int kTurnValues = kLaneValues * tile::kWave;
+  static constexpr int kGroupLanes = kernels::TraitsOf(KvFormat::kFp8Row).group / kLaneValues;
+  static_assert(tile::kWave % kGroupLanes == 0);
+
+  MLA_DEVICE static void run(const AppendArgs& args) {
+    let_next_kernel_start();
+    const int lane = tile::lane_index();
+    const int row = block_index() * kSmallWaves + tile::wave_index();
+    if (row >= args.first_row[args.count]) return;
+    const int index = find_range(args.first_row, args.count, row);
+    const AppendRecord& r = args.records[index];
+    if (r.first_position < 0) return;
+    const int source_row = row - args.first_row[index];
+    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
+                          r.page_size, kernels::kPageGranuleBytes);
+    uint8_t* target = const_cast<uint8_t*>(pages.row(r.first_position + source_row));
+    AppendKv self(r, source_row * r.kv_row_stride, target, lane);
+    self.append();
+    if (r.differs == nullptr) return;
+    const float any = wave_max(self.differs == 0 ? 0.0f : 1.0f);
+    if (lane == 0) *as_global<int32_t>(r.differs + source_row) = any > 0.0f ? 1 : 0;
+  }
+
+ private:
+  struct Values {
+    float x[kLaneValues];
+  };
+
+  MLA_DEVICE AppendKv(const AppendRecord& record, int64_t source_index, uint8_t* to,
+                      int lane_number)
+      : r(record),
+        source(source_index),
+        target(to),
+        lane(lane_number),
+        f32(r.dtype == DType::kF32),
+        aligned(aligned_to(r.kv, r.kv_row_stride, 0, f32 ? 4 : 2, 16)) {}
+
+  MLA_DEVICE void append() {
+    const int latent = r.row_dim - r.rope_dim;
+    switch (r.format) {
+      case KvFormat::kFp8Tensor:
+        return store_fp8(0, r.row_dim, 1.0f / r.kv_scale);
+      case KvFormat::kFp8Row: {
+        const kernels::KvRowLayout at = kernels::MakeKvRowLayout(r.format, latent, r.rope_dim);
+        store_groups(latent, at.scales_at);
+        return store_bf16(latent, r.row_dim, at.rope_at);
+      }
+      case KvFormat::kBf16:
+        return store_bf16(0, r.row_dim, 0);
+    }
+  }
+
+  // Elements [begin, end) of the row to byte `at` of the target.
+  MLA_DEVICE void store_bf16(int begin, int end, int at) {
+    for (int i = begin + lane * kLaneValues; i < end; i += kTurnValues) {
+      Chunk c = load_chunk(r.kv, source + i, f32, aligned);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) c.w[w] = stored_pair(c.w[w]);
+      put(at + (i - begin) * 2, c.w);
+    }
+  }
+  MLA_DEVICE void store_fp8(int begin, int end, float inverse) {
+    for (int i = begin + lane * kLaneValues; i < end; i += kTurnValues) {
+      put_codes(i - begin, load(i), inverse);
+    }
+  }
+  // All lanes of a group take part in finding its scale, those past the row's end without values.
+  MLA_DEVICE void store_groups(int latent, int scales_at) {
+    for (int first = 0; first < latent; first += kTurnValues) {
+      const int i = first + lane * kLaneValues;
+      const bool inside = i < latent;
+      Values v = {};
+      if (inside) v = load(i);
+      float largest = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kLaneValues; ++k) {
+        const float magnitude = bits_to_float(float_to_bits(v.x[k]) & 0x7fffffffu);
+        if (!kernels::IsPoison(v.x[k])) largest = max_f(largest, magnitude);
+      }
+      largest = wave_max<kGroupLanes / 2>(largest);
+      const float scale = kernels::KvGroupScale(largest, kPoolFp8);
+      if (!inside) continue;
+      put_codes(i, v, kernels::KvScaleInverse(scale));
+      if (lane % kGroupLanes != 0) continue;
+      const uint32_t bits[1] = {float_to_bits(scale)};
+      put(scales_at + i / (kGroupLanes * kLaneValues) * 4, bits);
+    }
+  }
+
+  MLA_DEVICE Values load(int i) const {
+    Values v;
+    if (f32) {
+      uint32_t bits[kLaneValues];
+      load_floats(bits, static_cast<const float*>(r.kv) + source + i, aligned);
+#pragma unroll
+      for (int k = 0; k < kLaneValues; ++k) v.x[k] = bits_to_float(bits[k]);
+      return v;
+    }
+    const Chunk c = load_chunk(r.kv, source + i, false, aligned);
+#pragma unroll
+    for (int k = 0; k < kLaneValues; ++k) {
+      v.x[k] = bits_to_float(k % 2 == 0 ? c.w[k / 2] << 16 : c.w[k / 2] & 0xffff0000u);
+    }
+    return v;
+  }
+  MLA_DEVICE void put_codes(int at, const Values& v, float inverse) {
+    uint32_t words[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < kLaneValues; ++k) {
+      const uint32_t code = kernels::IsPoison(v.x[k])
+                                ? kernels::Fp8NaN(kPoolFp8)
+                                : kernels::EncodeFp8(v.x[k] * inverse, kPoolFp8);
+      words[k / 4] |= code << (k % 4 * 8);
+    }
+    put(at, words);
+  }
+  // Stores words, or compares them with what is there.
+  template <int kWords>
+  MLA_DEVICE void put(int at, const uint32_t (&words)[kWords]) {
+    if (r.differs == nullptr) return store_words(target + at, words);
+    uint32_t stored[kWords];
+    load_words(stored, target + at);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) differs |= words[w] ^ stored[w];
+  }
+  // A pair of elements as the pool holds it: kernels::Stored.
+  MLA_DEVICE static uint32_t stored_pair(uint32_t pair) {
+    const uint32_t low =
+        (pair & 0x7fffu) < kernels::kStoredBound ? pair & 0xffffu : kernels::kStoredNaN;
+    const uint32_t high = (pair >> 16 & 0x7fffu) < kernels::kStoredBound
+                              ? pair & 0xffff0000u
+                              : kernels::kStoredNaN << 16;
+    return low | high;
+  }
+
+  const AppendRecord& r;
+  const int64_t source;  // index of the row's first element
+  uint8_t* const target;
+  const int lane;
+  const bool f32, aligned;
+  uint32_t differs = 0;
+};
+
+}  // namespace mla::gpu
+
+#endif  // MLA_KERNELS_HIP_KV_APPEND_KV_H_
