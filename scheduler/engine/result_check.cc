@@ -18,11 +18,14 @@ constexpr int64_t kUnrolled = 64;  // of a loop whose length compilers know, and
 template <typename Bits>
 bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
-  Bits found = 0;  // not 0 once an element has them
+  // Added to an exponent of ones it carries into the sign, to any other it does not.
+  const auto one = static_cast<Bits>(mask & (~mask + 1));
+  const auto sign = static_cast<Bits>(~(mask | (one - 1)));
+  Bits carried = 0;
   const auto look = [&](const std::byte* element) {
     Bits bits;
     std::memcpy(&bits, element, sizeof(Bits));
-    found |= static_cast<Bits>((bits & mask) == mask);
+    carried |= static_cast<Bits>((bits & mask) + one);
   };
   int64_t i = 0;
   for (; i + kUnrolled <= count; i += kUnrolled) {
@@ -30,7 +33,7 @@ bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
     for (int64_t k = 0; k < kUnrolled; ++k) look(first + k * kSize);
   }
   for (; i < count; ++i) look(at + i * kSize);
-  return found != 0;
+  return (carried & sign) != 0;
 }
 
 bool BlockHoldsNotFinite(const std::byte* at, DType dtype, int64_t count) {

@@ -2,12 +2,12 @@
 
 #include <prometheus/counter.h>
 #include <prometheus/gauge.h>
-#include <prometheus/histogram.h>
+#include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
 #include <prometheus/text_serializer.h>
 
 #include <algorithm>
-#include <cmath>
+#include <cstddef>
 #include <string_view>
 
 #include "absl/base/thread_annotations.h"
@@ -24,7 +24,6 @@ namespace {
 using prometheus::Counter;
 using prometheus::Family;
 using prometheus::Gauge;
-using prometheus::Histogram;
 
 constexpr size_t kMaxTenants = 64;
 constexpr int kCodes = 17;
@@ -106,28 +105,10 @@ const char* HelpOf(std::string_view name) {
   __builtin_unreachable();
 }
 
-Histogram::BucketBoundaries Powers(double first, double factor, int count) {
-  Histogram::BucketBoundaries bounds;
-  for (int i = 0; i < count; ++i, first *= factor) bounds.push_back(first);
-  return bounds;
-}
-
-double Seconds(int64_t ns) { return static_cast<double>(ns) * 1e-9; }
-
 // Brings a counter up to a total kept elsewhere.
 void RaiseTo(Counter& counter, double total) {
   const double delta = total - counter.Value();
   if (delta > 0) counter.Increment(delta);
-}
-
-Distribution DistributionOf(const Histogram& histogram) {
-  const prometheus::ClientMetric metric = histogram.Collect();
-  Distribution distribution;
-  for (const auto& bucket : metric.histogram.bucket) {
-    if (std::isfinite(bucket.upper_bound)) distribution.bounds.push_back(bucket.upper_bound);
-    distribution.counts.push_back(bucket.cumulative_count);
-  }
-  return distribution;
 }
 
 }  // namespace
@@ -141,59 +122,23 @@ struct Metrics::Impl {
   Family<Gauge>& GaugeFamily(const char* name) {
     return prometheus::BuildGauge().Name(name).Help(HelpOf(name)).Register(*registry);
   }
-  Family<Histogram>& HistogramFamily(const char* name) {
-    return prometheus::BuildHistogram().Name(name).Help(HelpOf(name)).Register(*registry);
-  }
   Counter& One(const char* name, const prometheus::Labels& labels = {}) {
     return CounterFamily(name).Add(labels);
   }
   Gauge& OneGauge(const char* name, const prometheus::Labels& labels = {}) {
     return GaugeFamily(name).Add(labels);
   }
-  Histogram& OneHistogram(const char* name, const Histogram::BucketBoundaries& bounds,
-                          const prometheus::Labels& labels = {}) {
-    return HistogramFamily(name).Add(labels, bounds);
-  }
-
-  const Histogram::BucketBoundaries times = Powers(1e-5, 2, 22);
-  const Histogram::BucketBoundaries lifetimes = Powers(1e-3, 4, 14);
-  const Histogram::BucketBoundaries lengths = Powers(1, 2, 21);
-  const Histogram::BucketBoundaries counts = Powers(1, 2, 13);
-  const Histogram::BucketBoundaries ratios = {1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 4};
 
   Family<Counter>& requests = CounterFamily("mla_requests_total");
   Family<Counter>& rejected = CounterFamily("mla_admission_rejected_total");
-  std::array<Histogram*, 4> request_duration = {
-      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "begin_step"}}),
-      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "attend"}}),
-      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "end_step"}}),
-      &OneHistogram("mla_request_duration_seconds", times, {{"kind", "abort_step"}})};
-  Histogram& request_queue = OneHistogram("mla_request_queue_seconds", times);
   Counter& launches_decode = One("mla_launches_total", {{"kind", "decode"}});
   Counter& launches_prefill = One("mla_launches_total", {{"kind", "prefill"}});
   Counter& launches_mixed = One("mla_launches_total", {{"kind", "mixed"}});
-  Histogram& phase_schedule =
-      OneHistogram("mla_launch_duration_seconds", times, {{"phase", "schedule"}});
-  Histogram& phase_plan = OneHistogram("mla_launch_duration_seconds", times, {{"phase", "plan"}});
-  Histogram& phase_run = OneHistogram("mla_launch_duration_seconds", times, {{"phase", "run"}});
-  Histogram& phase_complete =
-      OneHistogram("mla_launch_duration_seconds", times, {{"phase", "complete"}});
-  Histogram& launch_requests = OneHistogram("mla_launch_requests", counts);
-  Histogram& launch_layers = OneHistogram("mla_launch_layers", counts);
-  Histogram& launch_records = OneHistogram("mla_launch_sequences", counts);
-  Histogram& launch_clients = OneHistogram("mla_launch_clients", counts);
-  Histogram& rows_decode = OneHistogram("mla_launch_rows", counts, {{"stage", "decode"}});
-  Histogram& rows_extend = OneHistogram("mla_launch_rows", counts, {{"stage", "extend"}});
-  Histogram& rows_prefill = OneHistogram("mla_launch_rows", counts, {{"stage", "prefill"}});
-  Histogram& imbalance = OneHistogram("mla_plan_imbalance_ratio", ratios);
-  Histogram& partials = OneHistogram("mla_partial_tiles", counts);
+  Histograms histograms;
   TenantMetrics tenant_metrics{{&GaugeFamily("mla_tenant_used"), &GaugeFamily("mla_tenant_bound"),
                                 &CounterFamily("mla_bound_refusals_total"),
                                 &OneGauge("mla_tenants"), &OneGauge("mla_staging_used_bytes"),
                                 &OneGauge("mla_staging_bytes")}};
-  Histogram& page_lifetime = OneHistogram("mla_kv_page_group_lifetime_seconds", lifetimes);
-  Histogram& sequence_rows = OneHistogram("mla_sequence_rows", lengths);
-  Histogram& sequence_lifetime = OneHistogram("mla_sequence_lifetime_seconds", lifetimes);
   Gauge& kv_usage = OneGauge("mla_kv_usage_ratio");
   Counter& kernel_errors = One("mla_kernel_errors_total");
   Counter& tls_reloads = One("mla_tls_reloads_total", {{"result", "used"}});
@@ -278,34 +223,18 @@ void Metrics::OnLaunch(const scheduler::LaunchReport& report) {
                                            : m.launches_prefill;
   kind.Increment();
   if (!report.ok) m.kernel_errors.Increment();
-  m.phase_schedule.Observe(Seconds(report.schedule_ns));
-  m.phase_plan.Observe(Seconds(report.plan_ns));
-  m.phase_run.Observe(Seconds(report.kernel_ns));
-  m.phase_complete.Observe(Seconds(report.complete_ns));
-  m.launch_requests.Observe(report.requests);
-  m.launch_records.Observe(report.records);
-  m.launch_layers.Observe(report.layers);
-  m.launch_clients.Observe(report.clients);
-  if (report.rows_decode > 0) m.rows_decode.Observe(report.rows_decode);
-  if (report.rows_extend > 0) m.rows_extend.Observe(report.rows_extend);
-  if (report.rows_prefill > 0) m.rows_prefill.Observe(report.rows_prefill);
-  m.imbalance.Observe(report.imbalance);
-  m.partials.Observe(report.partials);
+  m.histograms.ObserveLaunch(report);
 }
 
 void Metrics::OnRequest(const scheduler::RequestReport& report) {
-  impl_->request_duration[static_cast<size_t>(report.kind)]->Observe(Seconds(report.total_ns));
-  if (report.kind == scheduler::RequestKind::kAttend && report.ok) {
-    impl_->request_queue.Observe(Seconds(report.queue_ns));
-  }
+  impl_->histograms.ObserveRequest(report);
 }
 
 void Metrics::OnSequenceClosed(int64_t rows, int64_t open_ns) {
-  impl_->sequence_rows.Observe(static_cast<double>(rows));
-  impl_->sequence_lifetime.Observe(Seconds(open_ns));
+  impl_->histograms.ObserveSequence(rows, open_ns);
 }
 
-void Metrics::OnPageGroupFreed(int64_t held_ns) { impl_->page_lifetime.Observe(Seconds(held_ns)); }
+void Metrics::OnPageGroupFreed(int64_t held_ns) { impl_->histograms.ObservePageGroup(held_ns); }
 
 TenantCounters* Metrics::ForTenant(const std::string& tenant) {
   const MutexLock lock(impl_->mutex);
@@ -356,12 +285,9 @@ std::vector<TenantTotals> Metrics::Tenants() const {
   return all;
 }
 
-Distribution Metrics::AttendTimes() const {
-  return DistributionOf(
-      *impl_->request_duration[static_cast<size_t>(scheduler::RequestKind::kAttend)]);
-}
+Distribution Metrics::AttendTimes() const { return impl_->histograms.AttendTimes(); }
 
-Distribution Metrics::QueueTimes() const { return DistributionOf(impl_->request_queue); }
+Distribution Metrics::QueueTimes() const { return impl_->histograms.QueueTimes(); }
 
 std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   Impl& m = *impl_;
@@ -383,7 +309,12 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   m.max_fds.Set(count(usage.max_fds));
   m.threads.Set(count(usage.threads));
   m.start_time.Set(usage.start_time_seconds);
-  return prometheus::TextSerializer().Serialize(m.registry->Collect());
+  std::vector<prometheus::MetricFamily> families = m.registry->Collect();
+  const auto own = static_cast<std::ptrdiff_t>(families.size());
+  m.histograms.Collect(&families);
+  std::for_each(families.begin() + own, families.end(),
+                [](prometheus::MetricFamily& family) { family.help = HelpOf(family.name); });
+  return prometheus::TextSerializer().Serialize(families);
 }
 
 std::vector<MetricRow> Metrics::Declared() {

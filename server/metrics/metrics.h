@@ -2,8 +2,8 @@
 // transport keeps in stats_table.cc, the others in metrics.cc.
 //
 // Counters and histograms are fed as things happen: launches and requests through EngineObserver
-// (with the engine role held: no allocation, no waiting but the metric's own short lock), wire
-// counters from the transport. Rows of stats_table.cc are sampled at each scrape.
+// (no allocation, no waiting but for one short lock), wire counters from the transport. Rows of
+// stats_table.cc are sampled at each scrape.
 //
 // Labels are bounded: requests of tenants beyond the first 64 are counted as "other"; what tenants
 // use is shown for `tenants.metrics` of them, chosen at each scrape.
@@ -24,6 +24,7 @@
 #include "kernels/attention_backend.h"
 #include "scheduler/engine.h"
 #include "scheduler/tenant_table.h"
+#include "server/metrics/histograms.h"
 #include "server/metrics/stats_table.h"
 
 namespace mla::server {
@@ -47,12 +48,6 @@ struct TlsStats {
 struct TenantTotals {
   std::string name;
   uint64_t ok = 0, failed = 0;
-};
-
-// Observations up to each bound, cumulative; one more count than bounds, of all.
-struct Distribution {
-  std::vector<double> bounds;
-  std::vector<uint64_t> counts;
 };
 
 struct MetricRow {

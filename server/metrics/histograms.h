@@ -1,0 +1,87 @@
+// Every histogram of the server.
+//
+// All of them share one lock, so that what a launch brings is entered at once, each number by two
+// additions. A prometheus::Histogram takes a lock and several atomic operations for every number,
+// which together took longer than many a launch.
+//
+// Threading: all methods from any thread. Observing allocates nothing.
+#ifndef MLA_SERVER_METRICS_HISTOGRAMS_H_
+#define MLA_SERVER_METRICS_HISTOGRAMS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+#include "scheduler/engine.h"
+
+namespace prometheus {
+struct MetricFamily;
+}
+
+namespace mla::server {
+
+// Observations up to each bound, cumulative; one more count than bounds, of all.
+struct Distribution {
+  std::vector<double> bounds;
+  std::vector<uint64_t> counts;
+};
+
+// Counts observations by bucket: those above the bound before and up to its own, or above all.
+// Threading: its owner's lock.
+class Histogram {
+ public:
+  using Label = std::pair<std::string, std::string>;
+
+  // `bounds` ascend. Without a label its name is empty.
+  Histogram(const char* name, const std::vector<double>& bounds, Label label = {})
+      : name_(name), label_(std::move(label)), bounds_(bounds), counts_(bounds.size() + 1) {}
+
+  void Observe(double value) {
+    size_t bucket = 0;
+    while (bucket < bounds_.size() && value > bounds_[bucket]) ++bucket;
+    ++counts_[bucket];
+    sum_ += value;
+  }
+  const char* name() const { return name_; }
+  const Label& label() const { return label_; }
+  double sum() const { return sum_; }
+  Distribution Get() const;
+
+ private:
+  const char* const name_;
+  const Label label_;
+  const std::vector<double> bounds_;
+  std::vector<uint64_t> counts_;
+  double sum_ = 0;
+};
+
+class Histograms {
+ public:
+  Histograms();
+  ~Histograms();
+
+  void ObserveLaunch(const scheduler::LaunchReport& report);
+  void ObserveRequest(const scheduler::RequestReport& report);
+  void ObserveSequence(int64_t rows, int64_t open_ns);
+  void ObservePageGroup(int64_t held_ns);
+
+  // Seconds of Attend requests inside the server, and from arrival to launch.
+  Distribution AttendTimes() const;
+  Distribution QueueTimes() const;
+  // Appends one family a name, without its help text.
+  void Collect(std::vector<prometheus::MetricFamily>* families) const;
+
+ private:
+  struct All;
+  mutable Mutex mutex_;
+  const std::unique_ptr<All> all_ ABSL_PT_GUARDED_BY(mutex_);
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_METRICS_HISTOGRAMS_H_
