@@ -125,7 +125,7 @@ struct BackendLimits {
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
   int64_t round_items = 0;  // of a plan, all rounds together
-  int64_t round_segments = 0;
+  int64_t round_expansions = 0;
   int32_t page_ranges = 4096;   // of a launch
   int32_t table_ranges = 4096;  // of a launch
   Geometry max_geometry;        // every dim at its maximum over all models

@@ -21,10 +21,10 @@ namespace mla::kernels {
 // model.
 inline constexpr int64_t kPageGranuleBytes = 256;
 
-// One request of an attention launch: some query rows of one sequence at one layer. Requests of one
+// One segment of an attention launch: some query rows of one sequence at one layer. Segments of one
 // launch share an AttentionDesc (geometry, form, dtypes) and may differ in layer, model, page size
 // and head slice.
-struct RequestRecord {
+struct SegmentRecord {
   const void* q;  // [q_rows, num_heads, q dim], q dtype
   void* o;        // [q_rows, num_heads, o dim], o dtype
   float* lse;     // [q_rows, num_heads] natural-log log-sum-exp of the scaled logits, or null
@@ -35,16 +35,16 @@ struct RequestRecord {
   int64_t layer_offset;  // bytes from the first byte of a page group to this layer's page
   int64_t row_stride;    // bytes between rows of a page
   int32_t page_size;     // rows a page
-  int32_t q_rows;        // new rows, >= 0; 0 is a padded request
+  int32_t q_rows;        // new rows, >= 0; 0 is a padded segment
   int32_t kv_rows;      // that the last query row sees: cached rows + q_rows, or more if not causal
-  int32_t num_heads;    // heads of this request's slice
+  int32_t num_heads;    // heads of this segment's slice
   int32_t head_offset;  // first model head of the slice (selects rows of W_UK / W_UV)
   int32_t weights_slot;  // slot of W_UK / W_UV, or -1 (absorbed form needs none)
   float softmax_scale;   // multiplies q·k before the softmax
   int32_t causal;        // 1: query row i sees kv rows <= kv_rows - q_rows + i; 0: all kv rows
   float kv_scale;        // of the layer's rows, in formats with a scale a layer; else unused
 };
-static_assert(std::is_trivially_copyable_v<RequestRecord>);
+static_assert(std::is_trivially_copyable_v<SegmentRecord>);
 
 // A filled plan; all spans live in buffers that stay valid and unchanged until the launch has
 // completed.
@@ -70,7 +70,7 @@ struct AppendRecord {
   const void* kv;         // [rows, kv_lora_rank + rope_dim], source dtype, row-major
   DType dtype;            // rounded to the row format when it is wider
   int64_t kv_row_stride;  // elements
-  int64_t page_table;     // as in RequestRecord
+  int64_t page_table;     // as in SegmentRecord
   int64_t layer_offset;   // bytes
   int64_t row_stride;     // bytes
   int32_t page_size;
@@ -79,7 +79,7 @@ struct AppendRecord {
   int32_t row_dim;                    // elements a row
   int32_t rope_dim = 0;               // of which are rotated
   KvFormat format = KvFormat::kBf16;  // of the pages
-  float kv_scale = 1.0f;              // as in RequestRecord
+  float kv_scale = 1.0f;              // as in SegmentRecord
   // [rows], output: 1 where a row differs, else 0. Null: the rows are stored.
   int32_t* differs = nullptr;
 };
@@ -101,8 +101,8 @@ struct ProjectionRecord {
 
 struct AttentionParams {
   AttentionDesc desc;
-  std::span<const RequestRecord> requests;
-  // Empty, or by request: one with bytes > 0 holds the queries, in place of RequestRecord::q.
+  std::span<const SegmentRecord> segments;
+  // Empty, or by segment: one with bytes > 0 holds the queries, in place of SegmentRecord::q.
   std::span<const FragmentedInput> q_fragments;
   PlanView plan;
 };

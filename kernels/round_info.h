@@ -1,10 +1,10 @@
 // Device records of the expanded form's rounds: keys and values of some heads and rows are
 // up-projected into a workspace, then attended to, round after round.
 //
-//   round 0: expand {request 0, heads 0..63}    attend its tiles
-//   round 1: expand {request 0, heads 64..127}  attend its tiles
+//   round 0: expand {segment 0, heads 0..63}    attend its tiles
+//   round 1: expand {segment 0, heads 64..127}  attend its tiles
 //
-// The workspace holds segments: rows [kv_begin, kv_begin + rows) of one request for some of its
+// The workspace holds expansions: rows [kv_begin, kv_begin + rows) of one segment for some of its
 // heads. Everything in it is a panel: 64 bf16 columns, 128 bytes a row, rows packed.
 //
 //   base | head 0: keys 0..63, keys 64..127, values 0..63, values 64..127, rests | head 1 ... |
@@ -34,24 +34,24 @@ inline constexpr int32_t kRotatedPanels = kExpandedRope / 64;
 inline constexpr int64_t kRestPanelBytes = int64_t{kExpandedRows} * kPanelRowBytes;
 inline constexpr int64_t kRestBytes = kExpandedValue / 64 * kRestPanelBytes;
 
-// Bytes of a segment in the workspace.
-constexpr int64_t SegmentBytes(int64_t padded_rows, int64_t heads) {
+// Bytes of an expansion in the workspace.
+constexpr int64_t ExpansionBytes(int64_t padded_rows, int64_t heads) {
   return heads * (padded_rows * kPanelRowBytes * kPanelsPerHead + kRestBytes) +
          padded_rows * kPanelRowBytes * kRotatedPanels;
 }
 // The least workspace: one head of kExpandedRows rows.
-inline constexpr int64_t kLeastRoundWorkspace = SegmentBytes(kExpandedRows, 1);
+inline constexpr int64_t kLeastRoundWorkspace = ExpansionBytes(kExpandedRows, 1);
 
-struct ExpandSegment {
+struct Expansion {
   int64_t base;         // byte offset in the workspace
-  int32_t request;      // index into the launch's records
+  int32_t segment;      // index into the launch's records
   int32_t kv_begin;     // a multiple of kExpandedRows
   int32_t rows;         // >= 1
   int32_t padded_rows;  // `rows` rounded up to a multiple of kExpandedRows
-  int32_t head_begin;   // in the request's slice
+  int32_t head_begin;   // in the segment's slice
   int32_t heads;
-  int32_t first_pair;  // pairs (tile of kExpandedRows rows, head) of the segments before this one
-  int32_t first_head;  // heads of the segments before this one
+  int32_t first_pair;  // pairs (tile of kExpandedRows rows, head) of the expansions before this one
+  int32_t first_head;  // heads of the expansions before this one
   int32_t sections;    // for the planner: groups of heads attended to one after the other
   int32_t pad;
 };
@@ -70,23 +70,23 @@ struct ExpandedItem {
 };
 
 struct Round {
-  int32_t first_segment = 0, segments = 0;
+  int32_t first_expansion = 0, expansions = 0;
   int32_t first_indptr = 0;  // into unit_indptr: units + 1 entries, which count all items
   int32_t pairs = 0;         // (tile of rows, head) pairs to up-project
-  int32_t heads = 0;         // of all segments
+  int32_t heads = 0;         // of all expansions
 };
 
 // Rounds of a plan; none where the backend's work items up-project for themselves.
 struct RoundView {
   int32_t units = 0;  // blocks that items are dealt to
   std::span<const Round> rounds;
-  std::span<const ExpandSegment> segments;
+  std::span<const Expansion> expansions;
   std::span<const ExpandedItem> items;
   std::span<const int32_t> unit_indptr;
   bool merges = false;  // the plan's cuts are kept, and its partial tiles are left to merge
 };
 
-static_assert(sizeof(ExpandSegment) == 48 && std::is_trivially_copyable_v<ExpandSegment>);
+static_assert(sizeof(Expansion) == 48 && std::is_trivially_copyable_v<Expansion>);
 static_assert(sizeof(ExpandedItem) == 64 && std::is_trivially_copyable_v<ExpandedItem>);
 
 }  // namespace mla::kernels

@@ -11,8 +11,8 @@
 // clang-format on
 //
 // Nothing in a plan is an address or a layer, so one plan serves every layer of a step and is
-// reused while the lengths stay as they are. Rows are counted inside the request: query row i of a
-// request is the i-th of its new rows, kv row j is position j of its sequence.
+// reused while the lengths stay as they are. Rows are counted inside the segment: query row i of a
+// segment is the i-th of its new rows, kv row j is position j of its sequence.
 //
 // A *packed row* is one (query row, head) pair. Partial buffers hold packed rows in the order
 // q-major, head-minor: the partial of a work item occupies (q_end - q_begin) * (head_end -
@@ -30,14 +30,14 @@ namespace mla::kernels {
 inline constexpr int32_t kUnsplit = -1;
 
 struct alignas(32) WorkInfo {
-  int32_t request;      // index into the launch's request records
+  int32_t segment;      // index into the launch's segment records
   int32_t partial_row;  // first packed row in the partial buffers, or kUnsplit
-  int32_t q_begin;      // query rows [q_begin, q_end) of the request
+  int32_t q_begin;      // query rows [q_begin, q_end) of the segment
   int32_t q_end;
-  int32_t kv_begin;  // kv rows [kv_begin, kv_end) of the request; may be empty
+  int32_t kv_begin;  // kv rows [kv_begin, kv_end) of the segment; may be empty
   int32_t kv_end;
-  // Rows of the request after kv_end (kv_rows - kv_end). With the causal rule, query row i of a
-  // request sees kv rows j <= kv_rows - q_rows + i; the kernel masks inside [kv_begin, kv_end) by
+  // Rows of the segment after kv_end (kv_rows - kv_end). With the causal rule, query row i of a
+  // segment sees kv rows j <= kv_rows - q_rows + i; the kernel masks inside [kv_begin, kv_end) by
   // it.
   int32_t kv_after;
   uint32_t heads;  // head range of the tile: low 16 bits begin, high 16 bits end (exclusive)
@@ -47,7 +47,7 @@ struct alignas(32) WorkInfo {
 };
 
 struct alignas(16) ReduceTile {
-  int32_t request;
+  int32_t segment;
   int32_t q_begin;
   int32_t q_end;
   uint32_t heads;  // packed as in WorkInfo

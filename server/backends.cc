@@ -11,7 +11,7 @@ kernels::BackendRegistry AllBackends() {
   // Names are fixed and distinct, so adding rows cannot fail.
   kernels::RegisterReference(registry).IgnoreError();
   kernels::RegisterCpu(registry).IgnoreError();
-  gpu::RegisterGpuBackends(registry).IgnoreError();
+  kernels::hip::RegisterGpuBackends(registry).IgnoreError();
   return registry;
 }
 

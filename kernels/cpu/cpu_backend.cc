@@ -256,7 +256,7 @@ void CpuBackend::WritePagesItem(const Job& job, const Phase& phase, int64_t item
 }
 
 void CpuBackend::AddAttention(Job& job, const AttentionParams& params) {
-  if (params.requests.empty()) return;
+  if (params.segments.empty()) return;
   const PlanView& plan = params.plan;
   Phase phase;
   phase.run.kernels = &kernels_;
@@ -357,8 +357,8 @@ void CpuBackend::RunItem(const cpu::RunContext& run, int64_t item, int32_t place
   const int64_t pieces = run.params->plan.work_indptr.back();
   if (item >= pieces) return MergeItem(run, item - pieces);
   const WorkInfo& work = run.params->plan.work_info[static_cast<size_t>(item)];
-  const RequestRecord& request = run.params->requests[static_cast<size_t>(work.request)];
-  cpu::AttendItem(run, work, WeightsOf(request.weights_slot),
+  const SegmentRecord& segment = run.params->segments[static_cast<size_t>(work.segment)];
+  cpu::AttendItem(run, work, WeightsOf(segment.weights_slot),
                   scratch_[static_cast<size_t>(place)].data());
   if (work.partial_row == kUnsplit) return;
   const int32_t tile = tile_of_partial_.As<int32_t>()[work.partial_row];

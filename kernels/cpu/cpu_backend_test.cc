@@ -53,7 +53,7 @@ std::vector<uint32_t> Pages() {
   return pages;
 }
 
-// One decode step of one request: an appended row is the only key, so the output is that row.
+// One decode step of one segment: an appended row is the only key, so the output is that row.
 struct Step {
   explicit Step(float value) : kv(48, ToBf16(value)), q(4 * 48, ToBf16(0.5f)), o(4 * 32) {
     append.kv = kv.data();
@@ -63,25 +63,25 @@ struct Step {
     append.page_size = kPage;
     append.rows = 1;
     append.row_dim = 48;
-    request.q = q.data();
-    request.o = o.data();
-    request.lse = lse;
-    request.q_row_stride = request.q_head_stride = 48;
-    request.o_row_stride = request.o_head_stride = 32;
-    request.lse_row_stride = request.lse_head_stride = 1;
-    request.row_stride = 96;
-    request.page_size = kPage;
-    request.q_rows = request.kv_rows = 1;
-    request.num_heads = 4;
-    request.weights_slot = -1;
-    request.softmax_scale = 0.25f;
-    request.causal = 1;
+    segment.q = q.data();
+    segment.o = o.data();
+    segment.lse = lse;
+    segment.q_row_stride = segment.q_head_stride = 48;
+    segment.o_row_stride = segment.o_head_stride = 32;
+    segment.lse_row_stride = segment.lse_head_stride = 1;
+    segment.row_stride = 96;
+    segment.page_size = kPage;
+    segment.q_rows = segment.kv_rows = 1;
+    segment.num_heads = 4;
+    segment.weights_slot = -1;
+    segment.softmax_scale = 0.25f;
+    segment.causal = 1;
     work.partial_row = kUnsplit;
     work.q_end = work.kv_end = 1;
     work.heads = PackHeads(0, 4);
     params.desc.geometry = kGeometry;
     params.desc.page_size = kPage;
-    params.requests = {&request, 1};
+    params.segments = {&segment, 1};
     params.plan.work_indptr = indptr;
     params.plan.work_info = {&work, 1};
   }
@@ -96,7 +96,7 @@ struct Step {
   std::vector<Bf16> kv, q, o;
   float lse[4] = {};
   AppendRecord append{};
-  RequestRecord request{};
+  SegmentRecord segment{};
   WorkInfo work{};
   int32_t indptr[2] = {0, 1};
   AttentionParams params;
@@ -145,7 +145,7 @@ TEST(CpuBackendTest, PiecesOfOneTileAreMergedByWhoeverIsFree) {
     for (int32_t r = 0; r < kPieces; ++r) kv[static_cast<size_t>(r) * 48] = ToBf16(r % 8);
     step.append.kv = kv.data();
     step.append.rows = kPieces;
-    step.request.kv_rows = kPieces - 1;
+    step.segment.kv_rows = kPieces - 1;
     std::vector<WorkInfo> work;
     std::vector<int32_t> partials;
     for (int32_t i = 0; i < kPieces; ++i) {
@@ -259,8 +259,8 @@ TEST(CpuBackendTest, TensorsInPartsPassThroughTheWorkspace) {
   const auto q = layout.InputParts(1, in);
   const auto o = layout.OutputParts(1, out);
   ASSERT_TRUE(q.ok() && o.ok());
-  step.request.q = *q;
-  step.request.o = *o;
+  step.segment.q = *q;
+  step.segment.o = *o;
   step.launch.inputs = layout.inputs();
   step.launch.outputs = layout.outputs();
   ASSERT_TRUE(step.Submit(*backend, 0).ok());

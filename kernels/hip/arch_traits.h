@@ -12,7 +12,7 @@
 #include "kernels/formats/kv_format.h"
 #include "kernels/hip/attend_variants.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 using kernels::DType;
 using kernels::Fp8Kind;
@@ -226,6 +226,6 @@ constexpr const ArchTraits* FindArchTraits(std::string_view arch) {
   return nullptr;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_ARCH_TRAITS_H_

@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/common/kernel_args.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 constexpr int32_t kODim = 512;
@@ -201,4 +201,4 @@ TEST(CombineWavesBeside, GivesUpWavesOnlyForBlocksThatStartEarly) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -37,7 +37,7 @@
 #define MLA_EXPAND_VARIANTS MLA_EXPAND_SM90
 #endif
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 #if MLA_AMD
 template <int kRows, KvFormat kFormat, DType kProducts>
@@ -119,4 +119,4 @@ static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
 #endif
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

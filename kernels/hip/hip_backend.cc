@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 using kernels::AttentionDesc;
 using kernels::AttentionForm;
@@ -234,10 +234,10 @@ absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
     return absl::ResourceExhaustedError(absl::StrCat(
         "plan: ", params.plan.partial_rows, " partial rows, limit ", limits_.partial_rows));
   }
-  for (size_t i = 0; i < params.requests.size(); ++i) {
-    const kernels::RequestRecord& r = params.requests[i];
+  for (size_t i = 0; i < params.segments.size(); ++i) {
+    const kernels::SegmentRecord& r = params.segments[i];
     if (r.row_stride % 16 == 0 && r.layer_offset % 16 == 0) continue;
-    return absl::InvalidArgumentError(absl::StrCat("run.requests[", i, "]: row_stride ",
+    return absl::InvalidArgumentError(absl::StrCat("run.segments[", i, "]: row_stride ",
                                                    r.row_stride, ", layer_offset ", r.layer_offset,
                                                    "; want multiples of 16 bytes"));
   }
@@ -245,7 +245,7 @@ absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
 }
 
 absl::Status HipBackend::AddAttention(int32_t slot, const AttentionParams& params) {
-  if (params.requests.empty()) return absl::OkStatus();
+  if (params.segments.empty()) return absl::OkStatus();
   if (absl::Status s = CheckRun(params); !s.ok()) return s;
   if (params.plan.work_info.empty()) return absl::OkStatus();
   const bool expanded = params.desc.form == AttentionForm::kExpanded;
@@ -263,23 +263,23 @@ float HipBackend::DeviceScale(kernels::KvFormat format, float scale) const {
   return arch_->fp8 == Fp8Kind::kE4m3Fn ? scale : kernels::ScaleToKind(scale, arch_->fp8);
 }
 
-absl::StatusOr<const kernels::RequestRecord*> HipBackend::PutRequests(
+absl::StatusOr<const kernels::SegmentRecord*> HipBackend::PutSegments(
     LaunchSlot& slot, const AttentionParams& params) {
-  auto requests = slot.metadata().Put(params.requests);
-  if (!requests.ok()) return requests;
-  auto* const staged = slot.metadata().HostOf(*requests);
-  for (size_t i = 0; i < params.requests.size(); ++i) {
-    staged[i].kv_scale = DeviceScale(params.desc.kv_format, params.requests[i].kv_scale);
+  auto segments = slot.metadata().Put(params.segments);
+  if (!segments.ok()) return segments;
+  auto* const staged = slot.metadata().HostOf(*segments);
+  for (size_t i = 0; i < params.segments.size(); ++i) {
+    staged[i].kv_scale = DeviceScale(params.desc.kv_format, params.segments[i].kv_scale);
   }
-  return requests;
+  return segments;
 }
 
 absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& params,
                                      const DevicePlan& plan) {
   Attended run;
-  auto requests = PutRequests(slot, params);
-  if (!requests.ok()) return requests.status();
-  run.requests = *requests;
+  auto segments = PutSegments(slot, params);
+  if (!segments.ok()) return segments.status();
+  run.segments = *segments;
 
   int32_t rows = 0;
   for (const kernels::WorkInfo& w : params.plan.work_info) {
@@ -296,7 +296,7 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
                                      busy, runtime_->units());
   const AttendVariant& variant = arch_->attend[chosen];
   AttendArgs args = {};
-  args.requests = run.requests;
+  args.segments = run.segments;
   args.page_tables = table_mirror_.As<uint32_t>();
   args.pool = pool_.As<uint8_t>();
   args.work_indptr = plan.work_indptr;
@@ -330,7 +330,7 @@ absl::Status HipBackend::AddCombine(LaunchSlot& slot, const AttentionParams& par
   }
   const auto tiles = static_cast<uint32_t>(params.plan.reduce_final_map.size());
   CombineArgs args = {};
-  args.requests = run.requests;
+  args.segments = run.segments;
   args.reduce_indptr = plan.reduce_indptr;
   args.reduce_final_map = plan.reduce_final_map;
   args.reduce_partial_map = plan.reduce_partial_map;
@@ -413,4 +413,4 @@ absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
   return ns;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -39,7 +39,7 @@
 #include "kernels/hip/runtime/weight_arena.h"
 #include "kernels/launch/page_ranges.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 struct HipBackendOptions {
   Vendor vendor = Vendor::kAmd;
@@ -102,7 +102,7 @@ class HipBackend final : public kernels::AttentionBackend {
   };
   // How attention ran, as far as combine depends on it.
   struct Attended {
-    const kernels::RequestRecord* requests = nullptr;
+    const kernels::SegmentRecord* segments = nullptr;
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
   };
@@ -134,7 +134,7 @@ class HipBackend final : public kernels::AttentionBackend {
   absl::Status AddProject(LaunchSlot& slot, const kernels::Projection& projection);
   // What the kernels scale a layer's rows with (kernel_args.h).
   float DeviceScale(kernels::KvFormat format, float scale) const;
-  absl::StatusOr<const kernels::RequestRecord*> PutRequests(LaunchSlot& slot,
+  absl::StatusOr<const kernels::SegmentRecord*> PutSegments(LaunchSlot& slot,
                                                             const kernels::AttentionParams& params);
   absl::Status AddAttention(int32_t slot, const kernels::AttentionParams& params);
   absl::Status AddAbsorbed(LaunchSlot& slot, const kernels::AttentionParams& params,
@@ -196,6 +196,6 @@ class HipBackend final : public kernels::AttentionBackend {
 absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
                                  const HipBackendOptions& base = {});
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_HIP_BACKEND_H_

@@ -4,7 +4,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/hip_backend.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 using kernels::AttentionParams;
 using kernels::BackendLimits;
@@ -23,7 +23,7 @@ int32_t HipBackend::ExpandedFormMinRows(const Geometry& g) const {
 
 int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
   if (l.weights_slots < 1) return 0;
-  // No more than all rows of the pool take for all heads, each request's last tile being padded.
+  // No more than all rows of the pool take for all heads, each segment's last tile being padded.
   const int64_t row_bytes = (kExpandedLora + kExpandedRope) * 2;
   const int64_t rows =
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
@@ -39,11 +39,11 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   if (params.plan.rounds.rounds.empty()) {
     return absl::FailedPreconditionError("run: the plan of the expanded form has no rounds");
   }
-  for (size_t i = 0; i < params.requests.size(); ++i) {
-    const kernels::RequestRecord& r = params.requests[i];
+  for (size_t i = 0; i < params.segments.size(); ++i) {
+    const kernels::SegmentRecord& r = params.segments[i];
     if (r.q_rows == 0 || HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        "run.requests[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        "run.segments[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
   }
   return absl::OkStatus();
@@ -52,21 +52,21 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
 absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& params,
                                      const DevicePlan& plan) {
   Attended run;
-  auto requests = PutRequests(slot, params);
-  if (!requests.ok()) return requests.status();
-  run.requests = *requests;
+  auto segments = PutSegments(slot, params);
+  if (!segments.ok()) return segments.status();
+  run.segments = *segments;
 
   ExpandArgs expand = {};
-  expand.requests = run.requests;
+  expand.segments = run.segments;
   expand.page_tables = table_mirror_.As<uint32_t>();
   expand.pool = pool_.As<uint8_t>();
-  expand.segments = plan.segments;
+  expand.expansions = plan.expansions;
   expand.w_uk = weight_pointers_.As<const uint16_t*>();
   expand.w_uv = expand.w_uk + limits_.weights_slots;
   expand.workspace = expanded_workspace_.As<uint8_t>();
   expand.granule_bytes = kernels::kPageGranuleBytes;
   ExpandedArgs attend = {};
-  attend.requests = run.requests;
+  attend.segments = run.segments;
   attend.items = plan.items;
   attend.unit_indptr = plan.unit_indptr;
   attend.workspace = expand.workspace;
@@ -89,8 +89,8 @@ absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round,
   LaunchShape shape;
   if (round.pairs > 0) {
     ExpandArgs args = expand;
-    args.segments += round.first_segment;
-    args.segment_count = round.segments;
+    args.expansions += round.first_expansion;
+    args.expansion_count = round.expansions;
     args.pairs = round.pairs;
     args.blocks = std::min(round.pairs, units);
     args.first_tile_pairs = FirstTilePairs(round.pairs, round.heads, args.blocks);
@@ -107,4 +107,4 @@ absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round,
   return slot.AddKernel(kernels_.attend_expanded, shape, args);
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/hip_backend.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 constexpr uint32_t kThreads = 256;
@@ -109,4 +109,4 @@ absl::Status HipBackend::AddTables(LaunchSlot& slot, const kernels::Launch& laun
   return AddMoves(slot, {&all, 1});
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -8,7 +8,7 @@
 #include "kernels/hip/hip_backend.h"
 #include "kernels/hip/self_test.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 using kernels::BackendLimits;
 using kernels::Bf16;
@@ -33,8 +33,8 @@ class ListedBuffer final : public kernels::HostBuffer {
   std::shared_ptr<PinnedRanges> ranges_;
 };
 
-// Records of the projections of one launch: one for each request that is computed alone, and one
-// for each head slice of requests that are computed as one.
+// Records of the projections of one launch: one for each segment that is computed alone, and one
+// for each head slice of segments that are computed as one.
 int64_t ProjectionRecords(const BackendLimits& l) { return int64_t{2} * l.launch_requests; }
 
 // Their rows, of which each counts once for every slice of its heads, and tiles.
@@ -161,15 +161,15 @@ absl::Status HipBackend::CreateStreams() {
 int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   constexpr int64_t kForms = 2;
   constexpr int64_t kSlack = 256 * 1024;
-  const int64_t requests = static_cast<int64_t>(l.launch_requests) *
-                           (kForms * sizeof(kernels::RequestRecord) +
+  const int64_t segments = static_cast<int64_t>(l.launch_requests) *
+                           (kForms * sizeof(kernels::SegmentRecord) +
                             sizeof(kernels::AppendRecord) + sizeof(int32_t) + kRegionAlignment);
   const int64_t projections = 2 * (ProjectionRows(l) * static_cast<int64_t>(sizeof(ProjectRow)) +
                                    ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t moves = (int64_t{l.page_ranges} + l.table_ranges) *
                         static_cast<int64_t>(sizeof(MoveRange) + 2 * sizeof(int32_t));
-  return requests + projections + tables + moves + kSlack;
+  return segments + projections + tables + moves + kSlack;
 }
 
 int64_t HipBackend::PlanBytes(const BackendLimits& l) const {
@@ -187,8 +187,8 @@ int64_t HipBackend::PlanBytes(const BackendLimits& l) const {
   const int64_t units = runtime_->units() * arch_->expanded_blocks + 1;
   const int64_t rounds =
       entries(l.round_items, sizeof(kernels::ExpandedItem)) +
-      entries(l.round_segments, sizeof(kernels::ExpandSegment)) +
-      entries(std::min(l.round_segments + 1, kMaxRounds) * units, sizeof(int32_t));
+      entries(l.round_expansions, sizeof(kernels::Expansion)) +
+      entries(std::min(l.round_expansions + 1, kMaxRounds) * units, sizeof(int32_t));
   return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
 }
 
@@ -374,4 +374,4 @@ absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
   return registry.Add(row("cuda", 190, Vendor::kNvidia));
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

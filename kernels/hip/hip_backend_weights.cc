@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/hip_backend.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 using kernels::Bf16;
 using kernels::Geometry;
@@ -143,4 +143,4 @@ absl::Status HipBackend::FreeWeights(int32_t slot) {
   return absl::OkStatus();
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -11,14 +11,14 @@
 #include "kernels/hip/self_test_data.h"
 #include "kernels/launch/launch_layout.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace self_test {
 namespace {
 
 using kernels::AttentionBackend;
 using kernels::DType;
 using kernels::LaunchLayout;
-using kernels::RequestRecord;
+using kernels::SegmentRecord;
 
 // Blocks that items are dealt to, in either form.
 int32_t UnitsOf(const AttentionBackend& backend, bool expanded) {
@@ -29,7 +29,7 @@ int32_t UnitsOf(const AttentionBackend& backend, bool expanded) {
 }
 
 // Of which each unit gets three, at least, where all of them are to have work.
-int32_t ShortRequests(const AttentionBackend& backend) {
+int32_t ShortSegments(const AttentionBackend& backend) {
   return 3 * UnitsOf(backend, true) / kHeads + 1;
 }
 
@@ -103,10 +103,10 @@ absl::Status CompareNarrow(const Data& d, const Weights& w) {
   return absl::OkStatus();
 }
 
-// Records and plans, in either form: request 0, the empty one, and `shorts` short ones, which are
+// Records and plans, in either form: segment 0, the empty one, and `shorts` short ones, which are
 // all the same and write the same.
 struct Work {
-  std::vector<RequestRecord> requests;
+  std::vector<SegmentRecord> segments;
   std::vector<int32_t> work_indptr{0}, reduce_indptr{0}, reduce_partial_map;
   std::vector<kernels::WorkInfo> work_info;
   std::vector<kernels::ReduceTile> reduce_final_map;
@@ -115,25 +115,25 @@ struct Work {
   // Of the expanded form.
   int32_t units = 0;
   std::vector<kernels::Round> rounds;
-  std::vector<kernels::ExpandSegment> segments;
+  std::vector<kernels::Expansion> expansions;
   std::vector<kernels::ExpandedItem> items;
   std::vector<int32_t> unit_indptr;
 
-  void Add(int32_t request, int32_t partial, int32_t q_begin, int32_t q_end, int32_t kv_begin,
+  void Add(int32_t segment, int32_t partial, int32_t q_begin, int32_t q_end, int32_t kv_begin,
            int32_t kv_end, uint32_t heads) {
-    work_info.push_back({request, partial, q_begin, q_end, kv_begin, kv_end,
-                         requests[request].kv_rows - kv_end, heads});
+    work_info.push_back({segment, partial, q_begin, q_end, kv_begin, kv_end,
+                         segments[segment].kv_rows - kv_end, heads});
   }
   void EndUnit() { work_indptr.push_back(static_cast<int32_t>(work_info.size())); }
   kernels::PlanView View() const {
     return {work_indptr,        work_info,
             reduce_indptr,      reduce_final_map,
             reduce_partial_map, partial_rows,
-            generation,         {units, rounds, segments, items, unit_indptr, false}};
+            generation,         {units, rounds, expansions, items, unit_indptr, false}};
   }
 };
 
-// The tile of request 0 cut in two, so that partial tiles and their merge are exercised. Further
+// The tile of segment 0 cut in two, so that partial tiles and their merge are exercised. Further
 // units do the same again, and write the same.
 void PlanAbsorbed(const Shape& shape, int32_t units, Work& work) {
   const uint32_t all = kernels::PackHeads(0, kHeads);
@@ -163,50 +163,50 @@ void AddTiles(const Shape& shape, Work& work) {
       const int32_t end = std::min(shape.expanded, q + kTile);
       work.Add(0, kernels::kUnsplit, q, end, 0, shape.kv_rows - shape.expanded + end, one);
     }
-    for (size_t i = 1; i < work.requests.size(); ++i) {
-      work.Add(static_cast<int32_t>(i), kernels::kUnsplit, 0, 1, 0, work.requests[i].kv_rows, one);
+    for (size_t i = 1; i < work.segments.size(); ++i) {
+      work.Add(static_cast<int32_t>(i), kernels::kUnsplit, 0, 1, 0, work.segments[i].kv_rows, one);
     }
     work.EndUnit();
   }
 }
 
-// A segment of each request, of all heads if the workspace holds them, else one for each head; a
+// An expansion of each segment, of all heads if the workspace holds them, else one for each head; a
 // round more whenever it is full.
-void AddSegments(int64_t workspace_bytes, Work& work) {
+void AddExpansions(int64_t workspace_bytes, Work& work) {
   int64_t used = 0;
   work.rounds.push_back({});
-  for (size_t i = 0; i < work.requests.size(); ++i) {
-    const int32_t rows = work.requests[i].kv_rows;
+  for (size_t i = 0; i < work.segments.size(); ++i) {
+    const int32_t rows = work.segments[i].kv_rows;
     const int32_t padded = (rows + kExpandedRows - 1) / kExpandedRows * kExpandedRows;
     if (rows == 0) continue;
-    const bool all = kernels::SegmentBytes(padded, kHeads) <= workspace_bytes;
+    const bool all = kernels::ExpansionBytes(padded, kHeads) <= workspace_bytes;
     for (int32_t head = 0; head < kHeads; head += all ? kHeads : 1) {
       const int32_t heads = all ? kHeads : 1;
-      const int64_t bytes = kernels::SegmentBytes(padded, heads);
+      const int64_t bytes = kernels::ExpansionBytes(padded, heads);
       if (used + bytes > workspace_bytes) {
-        work.rounds.push_back({static_cast<int32_t>(work.segments.size())});
+        work.rounds.push_back({static_cast<int32_t>(work.expansions.size())});
         used = 0;
       }
       kernels::Round& round = work.rounds.back();
-      work.segments.push_back({used, static_cast<int32_t>(i), 0, rows, padded, head, heads,
-                               round.pairs, round.heads, 1, 0});
+      work.expansions.push_back({used, static_cast<int32_t>(i), 0, rows, padded, head, heads,
+                                 round.pairs, round.heads, 1, 0});
       used += bytes;
-      ++round.segments;
+      ++round.expansions;
       round.pairs += padded / kExpandedRows * heads;
       round.heads += heads;
     }
   }
 }
 
-kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info, const kernels::ExpandSegment* segment) {
+kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info, const kernels::Expansion* expansion) {
   kernels::ExpandedItem item = {};
   item.work = info;
   item.carried_row = kernels::kUnsplit;
-  if (segment == nullptr) return item;
-  item.panel_bytes = int64_t{segment->padded_rows} * kPanelRowBytes;
+  if (expansion == nullptr) return item;
+  item.panel_bytes = int64_t{expansion->padded_rows} * kPanelRowBytes;
   const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
-  item.keys = segment->base + (info.head_begin() - segment->head_begin) * head_bytes;
-  item.rotated = segment->base + segment->heads * head_bytes;
+  item.keys = expansion->base + (info.head_begin() - expansion->head_begin) * head_bytes;
+  item.rotated = expansion->base + expansion->heads * head_bytes;
   return item;
 }
 
@@ -214,15 +214,15 @@ kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info, const kernels::Expan
 void PlanExpanded(const Shape& shape, const kernels::PlanTraits& traits, Work& work) {
   work.units = traits.units;
   AddTiles(shape, work);
-  AddSegments(traits.rounds.workspace_bytes, work);
+  AddExpansions(traits.rounds.workspace_bytes, work);
   for (size_t r = 0; r < work.rounds.size(); ++r) {
     kernels::Round& round = work.rounds[r];
     std::vector<kernels::ExpandedItem> items;
     for (const kernels::WorkInfo& info : work.work_info) {
       if (info.kv_end == 0 && r == 0) items.push_back(ItemOf(info, nullptr));
-      for (int32_t i = 0; i < round.segments && info.kv_end > 0; ++i) {
-        const kernels::ExpandSegment& s = work.segments[size_t(round.first_segment + i)];
-        const bool holds = s.request == info.request && s.head_begin <= info.head_begin() &&
+      for (int32_t i = 0; i < round.expansions && info.kv_end > 0; ++i) {
+        const kernels::Expansion& s = work.expansions[size_t(round.first_expansion + i)];
+        const bool holds = s.segment == info.segment && s.head_begin <= info.head_begin() &&
                            info.head_begin() < s.head_begin + s.heads;
         if (holds) items.push_back(ItemOf(info, &s));
       }
@@ -272,9 +272,9 @@ absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
   return staged;
 }
 
-std::vector<RequestRecord> Requests(const Data& d, const Staged& s, bool expanded, size_t shorts) {
+std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expanded, size_t shorts) {
   const int32_t q_dim = expanded ? kQDim : kRowDim, o_dim = expanded ? kODim : 512;
-  RequestRecord r = {};
+  SegmentRecord r = {};
   r.q_row_stride = kHeads * q_dim;
   r.q_head_stride = q_dim;
   r.o_row_stride = kHeads * o_dim;
@@ -286,7 +286,7 @@ std::vector<RequestRecord> Requests(const Data& d, const Staged& s, bool expande
   r.num_heads = kHeads;
   r.softmax_scale = kScale;
   r.causal = 1;
-  std::vector<RequestRecord> requests;
+  std::vector<SegmentRecord> segments;
   for (size_t i = 0; i < 2 + shorts; ++i) {
     const int64_t row = i == 0 ? 0 : d.queries + (i == 1 ? 0 : 1);
     r.q = static_cast<const Bf16*>(expanded ? s.q : s.absorbed) + row * r.q_row_stride;
@@ -294,9 +294,9 @@ std::vector<RequestRecord> Requests(const Data& d, const Staged& s, bool expande
     r.lse = static_cast<float*>(expanded ? s.expanded_lse : s.lse) + row * kHeads;
     r.q_rows = i == 0 ? d.queries : 1;
     r.kv_rows = i == 0 ? d.shape.kv_rows : i == 1 ? 0 : kShortRows;
-    requests.push_back(r);
+    segments.push_back(r);
   }
-  return requests;
+  return segments;
 }
 
 kernels::AttentionParams Form(const Work& work, bool expanded) {
@@ -304,7 +304,7 @@ kernels::AttentionParams Form(const Work& work, bool expanded) {
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
   if (expanded) params.desc.form = kernels::AttentionForm::kExpanded;
-  params.requests = work.requests;
+  params.segments = work.segments;
   params.plan = work.View();
   return params;
 }
@@ -350,15 +350,15 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   launch.appends = {&append, 1};
   Work absorbed, expanded;
   if (d.shape.absorbed > 0) {
-    absorbed.requests = Requests(d, *staged, false, 1);
+    absorbed.segments = Segments(d, *staged, false, 1);
     PlanAbsorbed(d.shape, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
     launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
     launch.absorbed = Form(absorbed, false);
     launch.project = {kGeometry, DType::kF32, DType::kF32, project, {}};
   }
   if (d.shape.expanded > 0) {
-    expanded.requests =
-        Requests(d, *staged, true, d.shape.all_units ? size_t(ShortRequests(backend)) : 1);
+    expanded.segments =
+        Segments(d, *staged, true, d.shape.all_units ? size_t(ShortSegments(backend)) : 1);
     kernels::AttentionDesc desc;
     desc.geometry = kGeometry;
     desc.form = kernels::AttentionForm::kExpanded;
@@ -409,26 +409,26 @@ absl::Status CheckPages(AttentionBackend& backend) {
 }
 
 kernels::BackendLimits Limits(const AttentionBackend& backend) {
-  const int32_t requests = 2 + ShortRequests(backend);
+  const int32_t segments = 2 + ShortSegments(backend);
   kernels::BackendLimits l;
   l.kv_pool_bytes = kPoolBytes;
   l.page_table_entries = kMostPages;
   l.weights_bytes = int64_t{kHeads} * 512 * 256 * sizeof(Bf16);
   l.weights_slots = 1;
   l.launch_slots = 1;
-  l.launch_requests = requests;
-  l.launch_rows = kMostQueries + requests;
+  l.launch_requests = segments;
+  l.launch_rows = kMostQueries + segments;
   l.launch_packed_rows = l.launch_rows * kHeads;
   l.partial_rows = 2 * kMostAbsorbed * kHeads;
   l.max_o_dim = 512;
   l.staging_in_bytes = int64_t{4} << 20;
   l.staging_out_bytes = int64_t{4} << 20;
   l.slot_workspace_bytes = int64_t{1} << 20;
-  l.work_items = 3 * kMostUnits + 2 * requests * kHeads;
+  l.work_items = 3 * kMostUnits + 2 * segments * kHeads;
   l.reduce_tiles = 1;
   l.reduce_partials = 2;
   l.round_items = l.work_items;
-  l.round_segments = requests * kHeads;
+  l.round_expansions = segments * kHeads;
   l.page_ranges = l.table_ranges = 16;
   l.max_geometry = kGeometry;
   return l;
@@ -459,4 +459,4 @@ kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend) 
 
 absl::Status SelfTest(kernels::AttentionBackend& backend) { return self_test::Check(backend); }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -6,7 +6,7 @@
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // What the test asks of Configure; some tens of megabytes.
 kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend);
@@ -21,6 +21,6 @@ kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend);
 // more is found. REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
 absl::Status SelfTest(kernels::AttentionBackend& backend);
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SELF_TEST_H_

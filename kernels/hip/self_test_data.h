@@ -13,7 +13,7 @@
 #include "kernels/attention_params.h"
 #include "kernels/dtype.h"
 
-namespace mla::gpu::self_test {
+namespace mla::kernels::hip::self_test {
 
 using kernels::Bf16;
 using kernels::Geometry;
@@ -29,12 +29,12 @@ inline constexpr float kScale = 0.135f;
 inline constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
 inline constexpr int32_t kMostUnits = 1024;  // that get work
 
-// One launch: a request whose queries are the last of its rows, one without any key, and short ones
+// One launch: a segment whose queries are the last of its rows, one without any key, and short ones
 // of the same rows. Each unit gets a piece of the first, the second whole, and a short one.
 struct Shape {
   int32_t kv_rows;
   int32_t page_size;
-  int32_t cut;       // KV row where the first request's tile is split
+  int32_t cut;       // KV row where the first segment's tile is split
   int32_t absorbed;  // query rows in the absorbed form; 0: none
   int32_t expanded;  // and in the expanded form
   bool all_units;    // as many units have work as the device has, else two
@@ -52,7 +52,7 @@ inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
 inline constexpr int32_t kMostRows = 1600;
 inline constexpr int32_t kMostQueries = 130;
 inline constexpr int32_t kMostAbsorbed = 20;
-inline constexpr int32_t kShortRows = 7;  // KV rows of a short request
+inline constexpr int32_t kShortRows = 7;  // KV rows of a short segment
 inline constexpr int32_t kMostPages = (kMostRows + 2) / 3;
 inline constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kernels::kPageGranuleBytes;
 
@@ -111,8 +111,8 @@ struct Data {
   }
 
   const Shape shape;
-  const int32_t queries;  // of the first request
-  const int32_t rows;     // of q: those, then one of the empty and one of the short requests
+  const int32_t queries;  // of the first segment
+  const int32_t rows;     // of q: those, then one of the empty and one of the short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
   std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * kQDim, 2);
   std::vector<float> kv_floats;
@@ -163,6 +163,6 @@ inline Answer Expected(const Data& d, const Weights& w, int32_t row, int32_t hea
   return answer;
 }
 
-}  // namespace mla::gpu::self_test
+}  // namespace mla::kernels::hip::self_test
 
 #endif  // MLA_KERNELS_HIP_SELF_TEST_DATA_H_

@@ -229,11 +229,11 @@ absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
                      limits_.partial_rows, " and ", limits_.reduce_tiles));
   }
   if (params.desc.form == AttentionForm::kAbsorbed) return absl::OkStatus();
-  for (size_t i = 0; i < params.requests.size(); ++i) {
-    const RequestRecord& r = params.requests[i];
+  for (size_t i = 0; i < params.segments.size(); ++i) {
+    const SegmentRecord& r = params.segments[i];
     if (r.q_rows == 0 || HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        "run.requests[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
+        "run.segments[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
   }
   return absl::OkStatus();
@@ -247,7 +247,7 @@ absl::Status HostBackend::Check(const Launch& launch) const {
   if (status.ok()) status = CheckProjection("absorb", launch.absorb);
   if (status.ok()) status = CheckProjection("project", launch.project);
   for (const AttentionParams* params : {&launch.absorbed, &launch.expanded}) {
-    if (status.ok() && !params->requests.empty()) status = CheckAttention(*params);
+    if (status.ok() && !params->segments.empty()) status = CheckAttention(*params);
   }
   return status;
 }

@@ -9,21 +9,21 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-int32_t VisibleRows(const RequestRecord& request, int32_t q_row) {
-  if (request.causal == 0) return request.kv_rows;
-  return std::max(0, request.kv_rows - request.q_rows + q_row + 1);
+int32_t VisibleRows(const SegmentRecord& segment, int32_t q_row) {
+  if (segment.causal == 0) return segment.kv_rows;
+  return std::max(0, segment.kv_rows - segment.q_rows + q_row + 1);
 }
 
 // What a stored row stands for.
-const float* KvRow(const KvRowLayout& at, const RequestRecord& request, const PoolView& pool,
+const float* KvRow(const KvRowLayout& at, const SegmentRecord& segment, const PoolView& pool,
                    int32_t position, ReferenceScratch& scratch) {
   const std::byte* const page =
-      pool.Row(request.page_table, request.layer_offset, request.row_stride, request.page_size,
-               position - position % request.page_size);
+      pool.Row(segment.page_table, segment.layer_offset, segment.row_stride, segment.page_size,
+               position - position % segment.page_size);
   scratch.row.resize(static_cast<size_t>(at.latent_dim + at.rope_dim));
   DecodeKvRow(
-      at, kHostFp8, request.kv_scale,
-      KvRowIn(at, page, request.row_stride, request.page_size, position % request.page_size),
+      at, kHostFp8, segment.kv_scale,
+      KvRowIn(at, page, segment.row_stride, segment.page_size, position % segment.page_size),
       scratch.row.data());
   return scratch.row.data();
 }
@@ -34,59 +34,59 @@ KvRowLayout RowLayoutOf(const AttentionDesc& desc) {
 
 // The query in latent space, so that one loop serves both forms: the expanded form's key is
 // [W_UK c, rope], and q · (W_UK c) = (q W_UK) · c exactly.
-void LatentQuery(const AttentionDesc& desc, const RequestRecord& request,
+void LatentQuery(const AttentionDesc& desc, const SegmentRecord& segment,
                  const ReferenceWeights& weights, int32_t q_row, int32_t head,
                  std::vector<double>& query) {
   const Geometry& g = desc.geometry;
-  const int64_t base = q_row * request.q_row_stride + head * request.q_head_stride;
+  const int64_t base = q_row * segment.q_row_stride + head * segment.q_head_stride;
   query.assign(static_cast<size_t>(g.kv_row_dim()), 0.0);
   if (desc.form == AttentionForm::kAbsorbed) {
     for (int32_t i = 0; i < g.kv_row_dim(); ++i) {
-      query[i] = LoadElement(request.q, desc.q_dtype, base + i);
+      query[i] = LoadElement(segment.q, desc.q_dtype, base + i);
     }
     return;
   }
-  const int64_t model_head = request.head_offset + head;
+  const int64_t model_head = segment.head_offset + head;
   for (int32_t n = 0; n < g.nope_dim; ++n) {
-    const double q = LoadElement(request.q, desc.q_dtype, base + n);
+    const double q = LoadElement(segment.q, desc.q_dtype, base + n);
     const Bf16* row = weights.w_uk + model_head * weights.head_stride + n * g.kv_lora_rank;
     for (int32_t i = 0; i < g.kv_lora_rank; ++i) query[i] += q * ToFloat(row[i]);
   }
   for (int32_t i = 0; i < g.rope_dim; ++i) {
-    query[g.kv_lora_rank + i] = LoadElement(request.q, desc.q_dtype, base + g.nope_dim + i);
+    query[g.kv_lora_rank + i] = LoadElement(segment.q, desc.q_dtype, base + g.nope_dim + i);
   }
 }
 
 // logits[j] of the visible rows; returns their maximum, NaN logits aside.
-double Logits(const AttentionDesc& desc, const RequestRecord& request, const PoolView& pool,
+double Logits(const AttentionDesc& desc, const SegmentRecord& segment, const PoolView& pool,
               int32_t visible, ReferenceScratch& scratch) {
   const int32_t dim = desc.geometry.kv_row_dim();
   const KvRowLayout at = RowLayoutOf(desc);
   double maximum = -kInfinity;
   scratch.logits.resize(static_cast<size_t>(visible));
   for (int32_t j = 0; j < visible; ++j) {
-    const float* row = KvRow(at, request, pool, j, scratch);
+    const float* row = KvRow(at, segment, pool, j, scratch);
     double dot = 0.0;
     for (int32_t i = 0; i < dim; ++i) dot += scratch.query[i] * row[i];
-    scratch.logits[j] = dot * request.softmax_scale;
+    scratch.logits[j] = dot * segment.softmax_scale;
     if (scratch.logits[j] > maximum) maximum = scratch.logits[j];
   }
   return maximum;
 }
 
 // Latent output to the output row, through W_UV in the expanded form.
-void StoreOutput(const AttentionDesc& desc, const RequestRecord& request,
+void StoreOutput(const AttentionDesc& desc, const SegmentRecord& segment,
                  const ReferenceWeights& weights, int32_t q_row, int32_t head, double inverse,
                  ReferenceScratch& scratch) {
   const Geometry& g = desc.geometry;
-  const int64_t base = q_row * request.o_row_stride + head * request.o_head_stride;
+  const int64_t base = q_row * segment.o_row_stride + head * segment.o_head_stride;
   if (desc.form == AttentionForm::kAbsorbed) {
     for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
-      StoreElement(request.o, desc.o_dtype, base + i, scratch.sum[i] * inverse);
+      StoreElement(segment.o, desc.o_dtype, base + i, scratch.sum[i] * inverse);
     }
     return;
   }
-  const int64_t model_head = request.head_offset + head;
+  const int64_t model_head = segment.head_offset + head;
   scratch.expanded.assign(static_cast<size_t>(g.v_dim), 0.0);
   for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
     const double latent = scratch.sum[i] * inverse;
@@ -94,7 +94,7 @@ void StoreOutput(const AttentionDesc& desc, const RequestRecord& request,
     for (int32_t v = 0; v < g.v_dim; ++v) scratch.expanded[v] += latent * ToFloat(row[v]);
   }
   for (int32_t v = 0; v < g.v_dim; ++v) {
-    StoreElement(request.o, desc.o_dtype, base + v, scratch.expanded[v]);
+    StoreElement(segment.o, desc.o_dtype, base + v, scratch.expanded[v]);
   }
 }
 
@@ -114,14 +114,14 @@ void StoreElement(void* base, DType dtype, int64_t index, double value) {
   }
 }
 
-void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
+void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
                         int32_t head, ReferenceScratch& scratch) {
   const int32_t lora = desc.geometry.kv_lora_rank;
-  const int32_t visible = VisibleRows(request, q_row);
+  const int32_t visible = VisibleRows(segment, q_row);
   const KvRowLayout at = RowLayoutOf(desc);
-  LatentQuery(desc, request, weights, q_row, head, scratch.query);
-  const double maximum = Logits(desc, request, pool, visible, scratch);
+  LatentQuery(desc, segment, weights, q_row, head, scratch.query);
+  const double maximum = Logits(desc, segment, pool, visible, scratch);
   // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
   const double shift = maximum == -kInfinity ? 0.0 : maximum;
   double total = 0.0;
@@ -129,14 +129,14 @@ void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
   for (int32_t j = 0; j < visible; ++j) {
     const double weight = std::exp(scratch.logits[j] - shift);
     total += weight;
-    const float* row = KvRow(at, request, pool, j, scratch);
+    const float* row = KvRow(at, segment, pool, j, scratch);
     for (int32_t i = 0; i < lora; ++i) scratch.sum[i] += weight * row[i];
   }
   const double inverse = total == 0.0 ? 0.0 : 1.0 / total;
-  StoreOutput(desc, request, weights, q_row, head, inverse, scratch);
-  if (request.lse != nullptr) {
+  StoreOutput(desc, segment, weights, q_row, head, inverse, scratch);
+  if (segment.lse != nullptr) {
     const double lse = total == 0.0 ? -kInfinity : shift + std::log(total);
-    request.lse[q_row * request.lse_row_stride + head * request.lse_head_stride] =
+    segment.lse[q_row * segment.lse_row_stride + head * segment.lse_head_stride] =
         static_cast<float>(lse);
   }
 }

@@ -35,8 +35,8 @@ struct ReferenceScratch {
   std::vector<float> row;
 };
 
-// Output row and LSE of (query row q_row, head) of one request.
-void ReferenceAttendRow(const AttentionDesc& desc, const RequestRecord& request,
+// Output row and LSE of (query row q_row, head) of one segment.
+void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
                         int32_t head, ReferenceScratch& scratch);
 

@@ -87,11 +87,11 @@ void ReferenceBackend::Project(const Projection& projection, bool absorb) const 
 }
 
 void ReferenceBackend::Attend(const AttentionParams& params, const PoolView& pool) {
-  for (const RequestRecord& request : params.requests) {
-    const ReferenceWeights weights = WeightsOf(request.weights_slot);
-    for (int32_t row = 0; row < request.q_rows; ++row) {
-      for (int32_t head = 0; head < request.num_heads; ++head) {
-        ReferenceAttendRow(params.desc, request, pool, weights, row, head, scratch_);
+  for (const SegmentRecord& segment : params.segments) {
+    const ReferenceWeights weights = WeightsOf(segment.weights_slot);
+    for (int32_t row = 0; row < segment.q_rows; ++row) {
+      for (int32_t head = 0; head < segment.num_heads; ++head) {
+        ReferenceAttendRow(params.desc, segment, pool, weights, row, head, scratch_);
       }
     }
   }

@@ -20,8 +20,8 @@ namespace mla::scheduler {
 
 // Records of attention in one form, and what they are planned by.
 struct FormRecords {
-  std::vector<kernels::RequestRecord> records;
-  std::vector<PlanRequest> lengths;                 // by record
+  std::vector<kernels::SegmentRecord> records;
+  std::vector<PlanSegment> lengths;                 // by record
   std::vector<kernels::FragmentedInput> fragments;  // of queries, by record
   void Reserve(int32_t most);
   void Clear();

@@ -28,7 +28,7 @@ kernels::Geometry MaxGeometry(const Limits& limits) {
 
 PlanLimits PlanLimitsOf(const Limits& limits) {
   PlanLimits plan;
-  plan.requests = limits.launch_requests;
+  plan.segments = limits.launch_requests;
   plan.q_rows = limits.launch_rows;
   plan.packed_rows = limits.launch_packed_rows;
   plan.kv_rows = limits.max_sequence_rows;
@@ -117,8 +117,8 @@ RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBack
   if (rounds.units == 0) return rounds;
   // Tiles of the plan, and as many again for contexts that are cut.
   rounds.items = 2 * PlanCapacityOf(limits, backend).work_items + 1024;
-  rounds.segments = int64_t{limits.launch_requests} + 4096;
-  rounds.requests = limits.launch_requests;
+  rounds.expansions = int64_t{limits.launch_requests} + 4096;
+  rounds.segments = limits.launch_requests;
   return rounds;
 }
 
@@ -175,7 +175,7 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   out.reduce_partials = plan.reduce_partials;
   const RoundCapacity rounds = RoundCapacityOf(limits, backend);
   out.round_items = rounds.items;
-  out.round_segments = rounds.segments;
+  out.round_expansions = rounds.expansions;
   out.max_geometry = MaxGeometry(limits);
   return out;
 }

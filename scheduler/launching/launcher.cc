@@ -10,9 +10,9 @@ namespace {
 
 using kernels::AttentionForm;
 
-int32_t WidestHeads(const std::vector<PlanRequest>& requests) {
+int32_t WidestHeads(const std::vector<PlanSegment>& requests) {
   int32_t heads = 1;
-  for (const PlanRequest& request : requests) heads = std::max(heads, request.num_heads);
+  for (const PlanSegment& request : requests) heads = std::max(heads, request.num_heads);
   return heads;
 }
 
@@ -53,7 +53,7 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(
   options.rounds = RoundCapacityOf(limits, *backend);
   if (options.rounds.units > 0) options.round_plans = kRoundPlansPerSlot * options.launch_slots;
   options.plans = kPlansPerSlot * options.launch_slots + options.round_plans;
-  options.plan_requests = limits.launch_requests;
+  options.plan_segments = limits.launch_requests;
   absl::StatusOr<std::unique_ptr<PlanCache>> plans = PlanCache::Create(options, *backend);
   if (!plans.ok()) return plans.status();
   launcher->plans_ = *std::move(plans);
@@ -127,7 +127,7 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
   for (const auto& form : forms) {
     if (form.records.records.empty()) continue;
     form.params.desc = Desc(to->batch.key, form.form);
-    form.params.requests = form.records.records;
+    form.params.segments = form.records.records;
     form.params.q_fragments = form.records.fragments;
     // Cut for the heads that are there: few heads of a large model need not share units as all do.
     kernels::AttentionDesc widest = form.params.desc;
@@ -166,7 +166,7 @@ void Launcher::Report(BatchLaunch* to) {
   report.records = static_cast<int32_t>(batch.segments.size());
   for (const FusedSlices& slices : batch.slices) report.slices_fused += slices.count;
   for (const auto* records : {&to->absorbed.records, &to->expanded.records}) {
-    for (const kernels::RequestRecord& record : *records) {
+    for (const kernels::SegmentRecord& record : *records) {
       report.kv_bytes_read += record.kv_rows * record.row_stride;
     }
   }

@@ -36,17 +36,17 @@ TEST(LauncherTest, DefaultLimitsTakeBoundedMemoryWithFixedCuts) {
 }
 
 // Fills a batch with random requests as BatchPolicy would, until nothing more fits.
-std::vector<PlanRequest> RandomBatch(const Limits& limits, const PieceBudget& budget,
+std::vector<PlanSegment> RandomBatch(const Limits& limits, const PieceBudget& budget,
                                      std::mt19937& random) {
   const auto below = [&random](int64_t n) { return static_cast<int64_t>(random() % n); };
-  std::vector<PlanRequest> batch;
+  std::vector<PlanSegment> batch;
   int64_t rows = 0, packed = 0, pieces = 0;
   const int64_t longest = below(4) == 0 ? limits.max_sequence_rows : 1 + below(3 * 2048);
   const int64_t most_rows = below(2) == 0 ? 1 : 1 + below(limits.launch_rows);
   const bool equal = below(2) == 0;
   for (int tries = 0; tries < 2000 && static_cast<int>(batch.size()) < limits.launch_requests;
        ++tries) {
-    PlanRequest request;
+    PlanSegment request;
     request.num_heads =
         static_cast<int32_t>(equal ? limits.max_heads : 1 + below(limits.max_heads));
     request.kv_rows = static_cast<int32_t>(equal ? longest : 1 + below(longest));
@@ -83,7 +83,7 @@ TEST(LauncherTest, PlansOfAnyBatchWithinTheBudgetFit) {
     const auto buffers = testing::MakeBuffers(capacity);
     Planner planner;
     for (int i = 0; i < 4; ++i) {
-      const std::vector<PlanRequest> batch = RandomBatch(limits, budget, random);
+      const std::vector<PlanSegment> batch = RandomBatch(limits, budget, random);
       for (const auto form :
            {kernels::AttentionForm::kAbsorbed, kernels::AttentionForm::kExpanded}) {
         kernels::AttentionDesc desc;

@@ -33,7 +33,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.kv_row_bytes = g.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
   if (args.profile == Profile::kAppendOnly) return shared;
 
-  kernels::RequestRecord& sent = shared.sent;
+  kernels::SegmentRecord& sent = shared.sent;
   sent = Record(segment);
   sent.q_head_stride = model.spec->q_dim(args.profile);
   sent.q_row_stride = sent.q_head_stride * args.num_heads;
@@ -47,7 +47,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
 
   // The absorbed form of EXPANDED, between its two projections.
   shared.expanded_min_rows = model.ExpandedMinRows(args.q_dtype);
-  kernels::RequestRecord& latent = shared.latent;
+  kernels::SegmentRecord& latent = shared.latent;
   latent = sent;
   latent.q_head_stride = key.geometry.absorbed_q_dim();
   latent.q_row_stride = latent.q_head_stride * args.num_heads;
@@ -107,10 +107,10 @@ absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, SegmentTe
   return absl::OkStatus();
 }
 
-kernels::RequestRecord RecordBuilder::Record(const Segment& segment) const {
+kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
-  kernels::RequestRecord record{};
+  kernels::SegmentRecord record{};
   record.page_table = cache_->page_table(segment.entry->sequence->slot);
   const kvcache::KvPlane& rows = model.layout.rows(args.layer);
   record.layer_offset = rows.offset;
@@ -153,7 +153,7 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
   const bool expands = is_expanded && rows >= shared->expanded_min_rows;
   const bool projects = is_expanded && !expands;
   FormRecords& form = expands ? to->expanded : to->absorbed;
-  kernels::RequestRecord& record =
+  kernels::SegmentRecord& record =
       form.records.emplace_back(projects ? shared->latent : shared->sent);
   form.fragments.push_back(projects ? kernels::FragmentedInput() : fragments);
   record.q = q;
@@ -194,7 +194,7 @@ void RecordBuilder::AddFused(BatchLaunch* to, const Segment& segment, const Stag
       absorbed ? args.q_dtype : info_.absorbed_q_dtype(args.q_dtype, to->batch.key.split_queries);
   const DType o_dtype = absorbed ? args.o_dtype : info_.latent_o_dtype;
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
-  kernels::RequestRecord record = Record(segment);
+  kernels::SegmentRecord record = Record(segment);
   record.num_heads = to->batch.slices[segment.slices].heads;
   record.q_head_stride = g.absorbed_q_dim();
   record.q_row_stride = record.q_head_stride * record.num_heads;

@@ -41,7 +41,7 @@ class RecordBuilder final {
     int32_t expanded_min_rows = 0;  // of EXPANDED: shorter segments take the absorbed form
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
     kernels::AppendRecord append{};
-    kernels::RequestRecord sent{}, latent{};  // by the tensors sent; between the projections
+    kernels::SegmentRecord sent{}, latent{};  // by the tensors sent; between the projections
     kernels::ProjectionRecord absorb{}, project{};
     int64_t latent_q_row_bytes = 0, latent_o_row_bytes = 0;
     // Workspace taken and not yet given to a segment.
@@ -51,7 +51,7 @@ class RecordBuilder final {
 
   SegmentTemplate TemplateOf(const Segment& segment, const StagedTensors& staged,
                              const BatchKey& key) const;
-  kernels::RequestRecord Record(const Segment& segment) const;
+  kernels::SegmentRecord Record(const Segment& segment) const;
   void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared);
   // Of segment `index` of the batch.
   absl::Status AddCompute(BatchLaunch* to, size_t index, SegmentTemplate* shared);

@@ -1,4 +1,4 @@
-// How the planner cuts requests into tiles. Part of the planner, not for others.
+// How the planner cuts segments into tiles. Part of the planner, not for others.
 #ifndef MLA_SCHEDULER_PLANNING_PLAN_TILES_H_
 #define MLA_SCHEDULER_PLANNING_PLAN_TILES_H_
 
@@ -12,19 +12,19 @@
 
 namespace mla::scheduler {
 
-// One tile of a request, as the cut sees it.
+// One tile of a segment, as the cut sees it.
 struct Tile {
-  int32_t request;
+  int32_t segment;
   int32_t q_begin, q_end;
   uint32_t heads;        // as in WorkInfo
   int32_t packed_rows;   // query rows x heads
-  int32_t request_rows;  // kv rows of the whole request
+  int32_t segment_rows;  // kv rows of the whole segment
   int32_t kv_end;        // what its last query row sees
   int32_t first_sees;    // what its first query row sees: no cut lies at or past it
   int32_t weight;        // charge of one KV row, in units of 1 / ChargeScale
 };
 
-struct TileShape {  // largest tile of a request; a function of its heads and the traits alone
+struct TileShape {  // largest tile of a segment; a function of its heads and the traits alone
   int32_t heads;
   int32_t q_rows;
 };
@@ -48,37 +48,37 @@ inline TileShape ShapeOf(int32_t num_heads, const kernels::PlanTraits& traits) {
   return {heads, traits.tile_rows / heads};
 }
 
-// The tile of a request that makes no more than one, where all tiles are charged alike. REQUIRES:
+// The tile of a segment that makes no more than one, where all tiles are charged alike. REQUIRES:
 // q_rows > 0.
-inline Tile OnlyTile(const PlanRequest& request, int32_t index) {
+inline Tile OnlyTile(const PlanSegment& segment, int32_t index) {
   return {index,
           0,
-          request.q_rows,
-          kernels::PackHeads(0, request.num_heads),
-          request.q_rows * request.num_heads,
-          request.kv_rows,
-          request.kv_rows,
-          request.causal ? request.kv_rows - request.q_rows + 1 : request.kv_rows,
+          segment.q_rows,
+          kernels::PackHeads(0, segment.num_heads),
+          segment.q_rows * segment.num_heads,
+          segment.kv_rows,
+          segment.kv_rows,
+          segment.causal ? segment.kv_rows - segment.q_rows + 1 : segment.kv_rows,
           1};
 }
 
-// Calls visit(tile) for the tiles of one request: query rows outside, head ranges inside, so that
+// Calls visit(tile) for the tiles of one segment: query rows outside, head ranges inside, so that
 // neighbours read the same KV rows.
 template <typename Visit>
-void ForEachTile(const PlanRequest& request, int32_t index, const kernels::PlanTraits& traits,
+void ForEachTile(const PlanSegment& segment, int32_t index, const kernels::PlanTraits& traits,
                  Visit&& visit) {
-  const int32_t q_rows = request.q_rows;
-  const int32_t heads = request.num_heads;
+  const int32_t q_rows = segment.q_rows;
+  const int32_t heads = segment.num_heads;
   const TileShape shape = ShapeOf(heads, traits);
-  const int32_t unseen = request.causal ? q_rows - request.kv_rows : 0;
+  const int32_t unseen = segment.causal ? q_rows - segment.kv_rows : 0;
   for (int32_t q = 0; q < q_rows;) {
     const int32_t q_end = q_rows - q > shape.q_rows ? q + shape.q_rows : q_rows;
-    const int32_t kv_end = request.causal ? std::max(0, q_end - unseen) : request.kv_rows;
-    const int32_t first_sees = request.causal ? q + 1 - unseen : request.kv_rows;
+    const int32_t kv_end = segment.causal ? std::max(0, q_end - unseen) : segment.kv_rows;
+    const int32_t first_sees = segment.causal ? q + 1 - unseen : segment.kv_rows;
     for (int32_t head = 0; head < heads;) {
       const int32_t head_end = std::min(head + shape.heads, heads);
       const int32_t packed_rows = (q_end - q) * (head_end - head);
-      visit(Tile{index, q, q_end, kernels::PackHeads(head, head_end), packed_rows, request.kv_rows,
+      visit(Tile{index, q, q_end, kernels::PackHeads(head, head_end), packed_rows, segment.kv_rows,
                  kv_end, first_sees, WeightOf(packed_rows, traits)});
       head = head_end;
     }

@@ -46,22 +46,22 @@ class PlanWriter final {
     }
   }
 
-  // Requests of one tile at most each. Most of them go into the open unit whole.
-  void PlaceOnlyTiles(std::span<const PlanRequest> requests)
+  // Segments of one tile at most each. Most of them go into the open unit whole.
+  void PlaceOnlyTiles(std::span<const PlanSegment> segments)
     requires(!kFixed)
   {
     Cursor at = at_;
-    const auto count = static_cast<int32_t>(requests.size());
+    const auto count = static_cast<int32_t>(segments.size());
     for (int32_t i = 0; i < count; ++i) {
-      const PlanRequest& request = requests[static_cast<size_t>(i)];
-      if (request.q_rows == 0) [[unlikely]]
+      const PlanSegment& segment = segments[static_cast<size_t>(i)];
+      if (segment.q_rows == 0) [[unlikely]]
         continue;
-      if (at.room >= request.kv_rows + overhead_) {
-        *at.item++ = {i, kernels::kUnsplit, 0, request.q_rows,
-                      0, request.kv_rows,   0, kernels::PackHeads(0, request.num_heads)};
-        at.room -= request.kv_rows + overhead_;
+      if (at.room >= segment.kv_rows + overhead_) {
+        *at.item++ = {i, kernels::kUnsplit, 0, segment.q_rows,
+                      0, segment.kv_rows,   0, kernels::PackHeads(0, segment.num_heads)};
+        at.room -= segment.kv_rows + overhead_;
       } else {
-        PlaceBalanced(at, OnlyTile(request, i));
+        PlaceBalanced(at, OnlyTile(segment, i));
       }
     }
     at_ = at;
@@ -143,13 +143,13 @@ class PlanWriter final {
   }
 
   void Emit(Cursor& at, const Tile& tile, int32_t kv_begin, int32_t kv_end, int32_t partial_row) {
-    *at.item++ = {tile.request,
+    *at.item++ = {tile.segment,
                   partial_row,
                   tile.q_begin,
                   tile.q_end,
                   kv_begin,
                   kv_end,
-                  tile.request_rows - kv_end,
+                  tile.segment_rows - kv_end,
                   tile.heads};
     at.room -= int64_t{kv_end - kv_begin} * tile.weight + overhead_;
   }
@@ -167,7 +167,7 @@ class PlanWriter final {
       return;
     }
     EmitPartial(at, tile, kv_begin, tile.kv_end);
-    *at.final_map++ = {tile.request, tile.q_begin, tile.q_end, tile.heads};
+    *at.final_map++ = {tile.segment, tile.q_begin, tile.q_end, tile.heads};
     *++at.reduce_end = static_cast<int32_t>(at.partial - buffers_.reduce_partial_map().data());
   }
 

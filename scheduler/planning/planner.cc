@@ -17,9 +17,9 @@ constexpr int32_t kMaxHeads = 65535;  // WorkInfo packs head bounds in 16 bits
 constexpr int32_t kMaxTileRows = 1 << 16;
 
 template <bool kFixed>
-void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, Tally& tally) {
+void Count(const PlanSegment& segment, const PlanTraits& traits, int64_t times, Tally& tally) {
   const int32_t split_rows = SplitRows(traits);
-  ForEachTile(request, 0, traits, [&](const Tile& tile) {
+  ForEachTile(segment, 0, traits, [&](const Tile& tile) {
     tally.tiles += times;
     const int64_t charge = int64_t{tile.kv_end} * tile.weight;
     tally.kv_charge += times * charge;
@@ -36,25 +36,25 @@ void Count(const PlanRequest& request, const PlanTraits& traits, int64_t times, 
   });
 }
 
-// The same for the common batch, in which each request is valid and makes one tile at most, and all
+// The same for the common batch, in which each segment is valid and makes one tile at most, and all
 // tiles are charged alike. False, and a tally without meaning, for any other batch.
-bool CountOnlyTiles(std::span<const PlanRequest> requests, const PlanTraits& traits, Tally& tally) {
+bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& traits, Tally& tally) {
   const int64_t tile_rows = traits.tile_rows;
   const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
-  int64_t tiles = static_cast<int64_t>(requests.size());
+  int64_t tiles = static_cast<int64_t>(segments.size());
   int64_t kv_rows = 0;
   int32_t kv_most = 0;
-  int64_t negative = 0;  // its sign bit: some request was outside some bound
-  for (const PlanRequest& request : requests) {
-    const int64_t heads = request.num_heads;
-    negative |= request.q_rows | request.kv_rows | (heads - 1) | (heads_most - heads) |
-                (tile_rows - request.q_rows * heads);
-    if (request.q_rows == 0) [[unlikely]] {
+  int64_t negative = 0;  // its sign bit: some segment was outside some bound
+  for (const PlanSegment& segment : segments) {
+    const int64_t heads = segment.num_heads;
+    negative |= segment.q_rows | segment.kv_rows | (heads - 1) | (heads_most - heads) |
+                (tile_rows - segment.q_rows * heads);
+    if (segment.q_rows == 0) [[unlikely]] {
       --tiles;
       continue;
     }
-    kv_rows += request.kv_rows;
-    kv_most = std::max(kv_most, request.kv_rows);
+    kv_rows += segment.kv_rows;
+    kv_most = std::max(kv_most, segment.kv_rows);
   }
   tally.tiles = tiles;
   tally.kv_charge = kv_rows;
@@ -128,42 +128,42 @@ absl::Status CheckTraits(const PlanTraits& traits) {
   return CheckTrait("fixed_split_rows", traits.fixed_split_rows, 0, kMost);
 }
 
-bool Valid(const PlanRequest& request) {
-  return (request.q_rows | request.kv_rows) >= 0 &&
-         static_cast<uint32_t>(request.num_heads) - 1u < static_cast<uint32_t>(kMaxHeads);
+bool Valid(const PlanSegment& segment) {
+  return (segment.q_rows | segment.kv_rows) >= 0 &&
+         static_cast<uint32_t>(segment.num_heads) - 1u < static_cast<uint32_t>(kMaxHeads);
 }
 
-absl::Status Explain(const PlanRequest& request, size_t index) {
+absl::Status Explain(const PlanSegment& segment, size_t index) {
   const auto fault = [&](const char* field, int32_t got, const char* limit) {
     return absl::InvalidArgumentError(
-        absl::StrCat("plan requests[", index, "].", field, ": got ", got, ", limit ", limit));
+        absl::StrCat("plan segments[", index, "].", field, ": got ", got, ", limit ", limit));
   };
-  if (request.q_rows < 0) return fault("q_rows", request.q_rows, "at least 0");
-  if (request.kv_rows < 0) return fault("kv_rows", request.kv_rows, "at least 0");
-  return fault("num_heads", request.num_heads, "1..65535");
+  if (segment.q_rows < 0) return fault("q_rows", segment.q_rows, "at least 0");
+  if (segment.kv_rows < 0) return fault("kv_rows", segment.kv_rows, "at least 0");
+  return fault("num_heads", segment.num_heads, "1..65535");
 }
 
 template <bool kFixed>
-absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> requests,
+absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segments,
                                             const PlanTraits& traits, MetadataBuffers& buffers,
                                             double& imbalance) {
   Tally tally;
-  const bool only_tiles = !kFixed && CountOnlyTiles(requests, traits, tally);
+  const bool only_tiles = !kFixed && CountOnlyTiles(segments, traits, tally);
   if (!only_tiles) {
     tally = Tally();
-    for (size_t i = 0; i < requests.size(); ++i) {
-      if (!Valid(requests[i])) return Explain(requests[i], i);
-      Count<kFixed>(requests[i], traits, 1, tally);
+    for (size_t i = 0; i < segments.size(); ++i) {
+      if (!Valid(segments[i])) return Explain(segments[i], i);
+      Count<kFixed>(segments[i], traits, 1, tally);
     }
   }
   if (auto s = CheckFits(Needs(tally, traits), buffers.capacity()); !s.ok()) return s;
 
   PlanWriter<kFixed> writer(traits, tally, buffers);
   if constexpr (!kFixed) {
-    if (only_tiles) writer.PlaceOnlyTiles(requests);
+    if (only_tiles) writer.PlaceOnlyTiles(segments);
   }
-  for (size_t i = 0; i < requests.size() && !only_tiles; ++i) {
-    ForEachTile(requests[i], static_cast<int32_t>(i), traits,
+  for (size_t i = 0; i < segments.size() && !only_tiles; ++i) {
+    ForEachTile(segments[i], static_cast<int32_t>(i), traits,
                 [&](const Tile& tile) { writer.Place(tile); });
   }
   kernels::PlanView view = writer.Finish();
@@ -173,7 +173,7 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanRequest> request
   return view;
 }
 
-// The heads for which a packed row of a long request costs most tiles.
+// The heads for which a packed row of a long segment costs most tiles.
 int32_t DensestHeads(int32_t min_heads, int32_t max_heads, const PlanTraits& traits) {
   int32_t best = min_heads;
   int64_t best_tiles = 0;  // tiles per packed row, as a fraction
@@ -191,24 +191,24 @@ int32_t DensestHeads(int32_t min_heads, int32_t max_heads, const PlanTraits& tra
   return best;
 }
 
-// Counts requests whose tiles outnumber those of any batch within the limits. A request has
+// Counts segments whose tiles outnumber those of any batch within the limits. A segment has
 // chunks x (1 + (q_rows - 1) / tile q rows) tiles; the two terms of that sum over a batch are
-// bounded apart, each by the cheaper of two dominating sets of requests.
+// bounded apart, each by the cheaper of two dominating sets of segments.
 template <bool kFixed>
 Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
   const auto max_heads =
       static_cast<int32_t>(std::min<int64_t>(limits.max_heads, limits.packed_rows));
   const int32_t min_heads = std::min(limits.min_heads, max_heads);
   const auto count = [&](int32_t q_rows, int32_t heads, int64_t times, Tally& tally) {
-    const PlanRequest request{q_rows, limits.kv_rows, heads, false};
-    Count<kFixed>(request, traits, times, tally);
+    const PlanSegment segment{q_rows, limits.kv_rows, heads, false};
+    Count<kFixed>(segment, traits, times, tally);
   };
   const auto cheaper = [](const Tally& a, const Tally& b) { return a.tiles <= b.tiles ? a : b; };
 
-  // The first query row of every request: all with most heads, or, when the packed rows forbid
+  // The first query row of every segment: all with most heads, or, when the packed rows forbid
   // that, one head range each and as many ranges as the packed rows can make.
   const int64_t busy =
-      std::min<int64_t>({limits.requests, limits.q_rows, limits.packed_rows / min_heads});
+      std::min<int64_t>({limits.segments, limits.q_rows, limits.packed_rows / min_heads});
   Tally wide, narrow;
   count(1, max_heads, busy, wide);
   count(1, min_heads, busy, narrow);
@@ -239,7 +239,7 @@ Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
 int32_t Planner::SplitRows(const PlanTraits& traits) { return scheduler::SplitRows(traits); }
 
 PlanCapacity Planner::Capacity(const PlanLimits& limits, const PlanTraits& traits) {
-  if (limits.requests <= 0 || limits.q_rows <= 0 || limits.packed_rows <= 0) {
+  if (limits.segments <= 0 || limits.q_rows <= 0 || limits.packed_rows <= 0) {
     return Needs(Tally(), traits);
   }
   return Needs(traits.fixed_split_rows > 0 ? CountWorst<true>(limits, traits)
@@ -247,12 +247,12 @@ PlanCapacity Planner::Capacity(const PlanLimits& limits, const PlanTraits& trait
                traits);
 }
 
-absl::StatusOr<kernels::PlanView> Planner::Build(std::span<const PlanRequest> requests,
+absl::StatusOr<kernels::PlanView> Planner::Build(std::span<const PlanSegment> segments,
                                                  const PlanTraits& traits,
                                                  MetadataBuffers& buffers) {
   if (auto s = CheckTraits(traits); !s.ok()) return s;
-  return traits.fixed_split_rows > 0 ? BuildPlan<true>(requests, traits, buffers, last_imbalance_)
-                                     : BuildPlan<false>(requests, traits, buffers, last_imbalance_);
+  return traits.fixed_split_rows > 0 ? BuildPlan<true>(segments, traits, buffers, last_imbalance_)
+                                     : BuildPlan<false>(segments, traits, buffers, last_imbalance_);
 }
 
 }  // namespace mla::scheduler

@@ -2,10 +2,10 @@
 // tile, and which pieces are merged afterwards. Runs on the host from host-side lengths; nothing is
 // ever copied from a device to plan.
 //
-// A request of q_rows x num_heads packed rows is cut into tiles of at most traits.tile_rows packed
+// A segment of q_rows x num_heads packed rows is cut into tiles of at most traits.tile_rows packed
 // rows: whole query rows when all heads fit, else one query row and a range of heads. A tile needs
 // the KV rows that its last query row can see (causal trim); a tile that sees none still gets its
-// work item, so that its rows are written. Tiles are laid end to end in request order, each charged
+// work item, so that its rows are written. Tiles are laid end to end in segment order, each charged
 // its KV rows (by its packed rows, if traits.min_charged_rows asks) plus traits.item_overhead_rows,
 // and the line is cut into `units` parts of equal charge, where each cut pays for the further work
 // item that it makes. A tile that crosses a cut is split: its pieces become partial tiles and one
@@ -13,8 +13,8 @@
 // masked for a row that sees any key.
 //
 // In fixed-split mode (traits.fixed_split_rows) the cuts are multiples of that many rows in every
-// tile and whole pieces are dealt to the units in order: nothing about one request's pieces depends
-// on another request.
+// tile and whole pieces are dealt to the units in order: nothing about one segment's pieces depends
+// on another segment.
 //
 // Threading: a Planner is owned by one thread. Build allocates nothing unless it fails.
 #ifndef MLA_SCHEDULER_PLANNING_PLANNER_H_
@@ -30,22 +30,22 @@
 
 namespace mla::scheduler {
 
-struct PlanRequest {
-  int32_t q_rows = 0;     // >= 0; 0 is a padded request and yields no work
+struct PlanSegment {
+  int32_t q_rows = 0;     // >= 0; 0 is a padded segment and yields no work
   int32_t kv_rows = 0;    // visible to the last query row, >= 0
   int32_t num_heads = 1;  // 1 .. 65535
   bool causal = true;
-  friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
+  friend bool operator==(const PlanSegment&, const PlanSegment&) = default;
 };
 
 // Bounds of any batch that Build may see.
 struct PlanLimits {
-  int32_t requests = 0;
-  int32_t q_rows = 0;         // all requests together
+  int32_t segments = 0;
+  int32_t q_rows = 0;         // all segments together
   int64_t packed_rows = 0;    // sum of q_rows x num_heads
-  int32_t kv_rows = 0;        // of one request; matters in fixed-split mode only
-  int32_t min_heads = 1;      // fewest heads of any request
-  int32_t max_heads = 65535;  // most heads of any request
+  int32_t kv_rows = 0;        // of one segment; matters in fixed-split mode only
+  int32_t min_heads = 1;      // fewest heads of any segment
+  int32_t max_heads = 65535;  // most heads of any segment
 };
 
 class Planner final {
@@ -56,16 +56,16 @@ class Planner final {
 
   // Capacity of every array for any batch within `limits`: the counting pass of Build itself, run
   // on the worst batches, so that sizing and use can not drift apart. REQUIRES: limits and traits
-  // in the ranges that their comments state. In fixed-split mode the worst batch has every request
+  // in the ranges that their comments state. In fixed-split mode the worst batch has every segment
   // at limits.kv_rows and may be absurdly large; a caller may lower the result, and then meets
   // RESOURCE_EXHAUSTED in Build and cuts its batch.
   static PlanCapacity Capacity(const PlanLimits& limits, const kernels::PlanTraits& traits);
 
   // Fills `buffers` and returns views into it. RESOURCE_EXHAUSTED names the array, what is needed
   // and what there is (cannot happen within the limits the buffers were sized for);
-  // INVALID_ARGUMENT names the request or trait. Each plan has a generation of its own, unique in
+  // INVALID_ARGUMENT names the segment or trait. Each plan has a generation of its own, unique in
   // the process and above 0.
-  absl::StatusOr<kernels::PlanView> Build(std::span<const PlanRequest> requests,
+  absl::StatusOr<kernels::PlanView> Build(std::span<const PlanSegment> segments,
                                           const kernels::PlanTraits& traits,
                                           MetadataBuffers& buffers);
 

@@ -34,7 +34,7 @@ class BatchMaker {
  public:
   explicit BatchMaker(uint32_t seed) : random_(seed) {}
 
-  void Next(std::vector<PlanRequest>& requests, PlanTraits& traits) {
+  void Next(std::vector<PlanSegment>& segments, PlanTraits& traits) {
     traits.units = Pick({1, 2, 3, 7, 16, 64, 256, 304});
     traits.tile_rows = Pick({1, 3, 16, 64, 128, 128, 256});
     traits.max_heads_per_tile = Pick({0, 0, 0, 1, 5, 64, 1000});
@@ -42,7 +42,7 @@ class BatchMaker {
     traits.item_overhead_rows = Pick({0, 1, 64, 256, 5000});
     traits.fixed_split_rows = 0;
     traits.min_charged_rows = OneIn(3) ? 1 + Below(traits.tile_rows) : 0;
-    requests.clear();
+    segments.clear();
     const int count = OneIn(16) ? Below(120) : Below(9);
     const int64_t most_tiles = OneIn(16) ? 1000 : 60;  // bounds the time of a batch
     const bool decode = OneIn(3);
@@ -50,15 +50,15 @@ class BatchMaker {
     int64_t tiles = 0;
     int32_t longest = 1;
     for (int i = 0; i < count; ++i) {
-      PlanRequest request;
-      request.num_heads = OneIn(4) ? Heads() : heads;
-      request.q_rows = decode ? 1 : QueryRows();
-      request.kv_rows = KvRows(request.q_rows);
-      request.causal = !OneIn(4);
-      tiles += TilesOf(request, traits);
+      PlanSegment segment;
+      segment.num_heads = OneIn(4) ? Heads() : heads;
+      segment.q_rows = decode ? 1 : QueryRows();
+      segment.kv_rows = KvRows(segment.q_rows);
+      segment.causal = !OneIn(4);
+      tiles += TilesOf(segment, traits);
       if (tiles > most_tiles) break;
-      longest = std::max(longest, request.kv_rows);
-      requests.push_back(request);
+      longest = std::max(longest, segment.kv_rows);
+      segments.push_back(segment);
     }
     if (OneIn(4)) traits.fixed_split_rows = 1 + longest / (2 + Below(12)) + Below(50);
   }
@@ -69,14 +69,14 @@ class BatchMaker {
   int32_t Pick(std::initializer_list<int32_t> values) {
     return values.begin()[Below(static_cast<int32_t>(values.size()))];
   }
-  static int64_t TilesOf(const PlanRequest& request, const PlanTraits& traits) {
+  static int64_t TilesOf(const PlanSegment& segment, const PlanTraits& traits) {
     const int32_t limit = traits.max_heads_per_tile > 0
                               ? std::min(traits.max_heads_per_tile, traits.tile_rows)
                               : traits.tile_rows;
-    const int32_t heads = std::min(limit, request.num_heads);
+    const int32_t heads = std::min(limit, segment.num_heads);
     const int32_t q_rows = traits.tile_rows / heads;
-    return int64_t{(request.q_rows + q_rows - 1) / q_rows} *
-           ((request.num_heads + heads - 1) / heads);
+    return int64_t{(segment.q_rows + q_rows - 1) / q_rows} *
+           ((segment.num_heads + heads - 1) / heads);
   }
   int32_t Heads() { return Pick({1, 3, 8, 12, 16, 24, 64, 65, 128, 129, 192, 300}); }
   int32_t QueryRows() { return OneIn(4) ? Pick({17, 33, 64, 127, 128, 129, 300}) : Below(10); }
@@ -99,17 +99,17 @@ class BatchMaker {
 };
 
 // The tightest limits that admit the batch.
-PlanLimits LimitsOf(const std::vector<PlanRequest>& requests) {
+PlanLimits LimitsOf(const std::vector<PlanSegment>& segments) {
   PlanLimits limits;
-  limits.requests = static_cast<int32_t>(requests.size());
+  limits.segments = static_cast<int32_t>(segments.size());
   limits.min_heads = 65535;
   limits.max_heads = 1;
-  for (const PlanRequest& request : requests) {
-    limits.q_rows += request.q_rows;
-    limits.packed_rows += int64_t{request.q_rows} * request.num_heads;
-    limits.kv_rows = std::max(limits.kv_rows, request.kv_rows);
-    limits.min_heads = std::min(limits.min_heads, request.num_heads);
-    limits.max_heads = std::max(limits.max_heads, request.num_heads);
+  for (const PlanSegment& segment : segments) {
+    limits.q_rows += segment.q_rows;
+    limits.packed_rows += int64_t{segment.q_rows} * segment.num_heads;
+    limits.kv_rows = std::max(limits.kv_rows, segment.kv_rows);
+    limits.min_heads = std::min(limits.min_heads, segment.num_heads);
+    limits.max_heads = std::max(limits.max_heads, segment.num_heads);
   }
   limits.min_heads = std::min(limits.min_heads, limits.max_heads);
   return limits;
@@ -120,7 +120,7 @@ PlanLimits Loosened(PlanLimits limits, std::mt19937& random) {
   const auto more = [&](auto& value, uint32_t most) {
     if (random() % 2 == 0) value += random() % most;
   };
-  more(limits.requests, 10);
+  more(limits.segments, 10);
   more(limits.q_rows, 300);
   more(limits.packed_rows, 5000);
   more(limits.kv_rows, limits.kv_rows < 1'000'000 ? 1000 : 1);
@@ -129,15 +129,15 @@ PlanLimits Loosened(PlanLimits limits, std::mt19937& random) {
   return limits;
 }
 
-std::string Describe(const std::vector<PlanRequest>& requests, const PlanTraits& traits) {
+std::string Describe(const std::vector<PlanSegment>& segments, const PlanTraits& traits) {
   std::string text = "units " + std::to_string(traits.units) + " tile_rows " +
                      std::to_string(traits.tile_rows) + " max_heads_per_tile " +
                      std::to_string(traits.max_heads_per_tile) + " granularity " +
                      std::to_string(traits.kv_granularity) + " overhead " +
                      std::to_string(traits.item_overhead_rows) + " min_charged " +
                      std::to_string(traits.min_charged_rows) + " fixed_split " +
-                     std::to_string(traits.fixed_split_rows) + " requests";
-  for (const PlanRequest& r : requests) {
+                     std::to_string(traits.fixed_split_rows) + " segments";
+  for (const PlanSegment& r : segments) {
     text += " {" + std::to_string(r.q_rows) + ", " + std::to_string(r.kv_rows) + ", " +
             std::to_string(r.num_heads) + (r.causal ? "}" : ", false}");
   }
@@ -150,25 +150,25 @@ TEST(PlannerPropertyTest, EveryPairOnceAndInsideCapacity) {
   std::mt19937 loosening(seed);
   Planner planner;
   testing::PlanChecker checker;
-  std::vector<PlanRequest> requests;
+  std::vector<PlanSegment> segments;
   PlanTraits traits;
   int64_t split_plans = 0;
   int64_t fixed_plans = 0;
   const char* is_long = std::getenv("MLA_TEST_LONG");
   const int batches = is_long != nullptr && *is_long == '1' ? 20 * kBatches : kBatches;
   for (int batch = 0; batch < batches; ++batch) {
-    maker.Next(requests, traits);
-    PlanLimits limits = LimitsOf(requests);
+    maker.Next(segments, traits);
+    PlanLimits limits = LimitsOf(segments);
     if (batch % 2 == 0) limits = Loosened(limits, loosening);
     const PlanCapacity capacity = Planner::Capacity(limits, traits);
     const auto buffers = testing::MakeBuffers(capacity);
-    const auto view = planner.Build(requests, traits, *buffers);
+    const auto view = planner.Build(segments, traits, *buffers);
     ASSERT_TRUE(view.ok()) << view.status() << "\nMLA_TEST_SEED=" << seed << " batch " << batch
-                           << ": " << Describe(requests, traits);
+                           << ": " << Describe(segments, traits);
     const std::string fault =
-        checker.Fault(requests, traits, *view, capacity, planner.last_imbalance());
+        checker.Fault(segments, traits, *view, capacity, planner.last_imbalance());
     ASSERT_EQ(fault, "") << "MLA_TEST_SEED=" << seed << " batch " << batch << ": "
-                         << Describe(requests, traits);
+                         << Describe(segments, traits);
     split_plans += !view->reduce_final_map.empty();
     fixed_plans += traits.fixed_split_rows > 0;
   }

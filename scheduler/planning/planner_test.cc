@@ -24,13 +24,13 @@ PlanCapacity Roomy(int32_t units) { return {units, 100'000, 100'000, 100'000, 10
 // Plans one batch and has it judged.
 class PlannerTest : public ::testing::Test {
  protected:
-  PlanView Plan(const std::vector<PlanRequest>& requests, const PlanTraits& traits) {
+  PlanView Plan(const std::vector<PlanSegment>& segments, const PlanTraits& traits) {
     buffers_ = testing::MakeBuffers(Roomy(traits.units));
-    auto view = planner_.Build(requests, traits, *buffers_);
+    auto view = planner_.Build(segments, traits, *buffers_);
     EXPECT_TRUE(view.ok()) << view.status();
     if (!view.ok()) return {};
     EXPECT_EQ(
-        checker_.Fault(requests, traits, *view, buffers_->capacity(), planner_.last_imbalance()),
+        checker_.Fault(segments, traits, *view, buffers_->capacity(), planner_.last_imbalance()),
         "");
     return *view;
   }
@@ -55,7 +55,7 @@ TEST_F(PlannerTest, OneUnitNeverSplits) {
   EXPECT_EQ(view.partial_rows, 0);
 }
 
-TEST_F(PlannerTest, LongRequestIsSharedByAllUnits) {
+TEST_F(PlannerTest, LongSegmentIsSharedByAllUnits) {
   const PlanView view = Plan({{1, 262'144, 128}}, {.units = 256});
   EXPECT_EQ(view.work_info.size(), 256u);
   EXPECT_EQ(view.reduce_final_map.size(), 1u);
@@ -71,13 +71,13 @@ TEST_F(PlannerTest, UnitsAreBalanced) {
     for (const int32_t longest : {1024, 4096, 65'536, 1'000'000}) {
       for (const bool ragged : {false, true}) {
         std::uniform_int_distribution<int32_t> rows(1, longest);
-        std::vector<PlanRequest> requests;
+        std::vector<PlanSegment> segments;
         int64_t total = 0;
         for (int32_t i = 0; i < batch; ++i) {
-          requests.push_back({1, ragged ? rows(random) : longest, 128});
-          total += requests.back().kv_rows;
+          segments.push_back({1, ragged ? rows(random) : longest, 128});
+          total += segments.back().kv_rows;
         }
-        Plan(requests, {.units = 256});
+        Plan(segments, {.units = 256});
         if (total < 1024 * 256) continue;
         EXPECT_LE(planner_.last_imbalance(), 1.30) << batch << " x " << longest << " " << ragged;
         const bool headline = batch == 128 || batch == 1024;
@@ -88,10 +88,10 @@ TEST_F(PlannerTest, UnitsAreBalanced) {
   }
 }
 
-TEST_F(PlannerTest, EqualRequestsAreCutAtTheirBorders) {
+TEST_F(PlannerTest, EqualSegmentsAreCutAtTheirBorders) {
   for (const int32_t batch : {4, 16, 64, 128, 256, 512, 1024}) {
     const PlanView view =
-        Plan(std::vector<PlanRequest>(static_cast<size_t>(batch), {1, 4096, 128}), {.units = 256});
+        Plan(std::vector<PlanSegment>(static_cast<size_t>(batch), {1, 4096, 128}), {.units = 256});
     EXPECT_EQ(planner_.last_imbalance(), 1.0) << batch;
     EXPECT_EQ(view.work_info.size(), static_cast<size_t>(std::max(batch, 256)));
   }
@@ -119,10 +119,10 @@ TEST_F(PlannerTest, PiecesAreNotFarBelowTheOverhead) {
   EXPECT_EQ(view.work_info.size(), 16u);
 }
 
-TEST_F(PlannerTest, PaddedRequestYieldsNothing) {
+TEST_F(PlannerTest, PaddedSegmentYieldsNothing) {
   const PlanView view = Plan({{0, 50, 16}, {1, 50, 16}, {0, 0, 16}}, {.units = 2});
   ASSERT_EQ(view.work_info.size(), 1u);
-  EXPECT_EQ(view.work_info[0].request, 1);
+  EXPECT_EQ(view.work_info[0].segment, 1);
 }
 
 TEST_F(PlannerTest, RowsWithoutKeysStillHaveAnItem) {
@@ -182,14 +182,14 @@ TEST_F(PlannerTest, CausalTailStaysInOnePiece) {
 
 TEST_F(PlannerTest, FixedSplitIgnoresTheRestOfTheBatch) {
   const PlanTraits traits{.units = 7, .fixed_split_rows = 1024};
-  const PlanRequest probe{4, 10'000, 16};
+  const PlanSegment probe{4, 10'000, 16};
   const PlanView alone = Plan({probe}, traits);
   std::vector<kernels::WorkInfo> pieces(alone.work_info.begin(), alone.work_info.end());
   ASSERT_EQ(pieces.size(), 10u);
   const PlanView mixed = Plan({{1, 5'000, 128}, probe, {9, 9, 3}}, traits);
   size_t next = 0;
   for (const kernels::WorkInfo& item : mixed.work_info) {
-    if (item.request != 1) continue;
+    if (item.segment != 1) continue;
     ASSERT_LT(next, pieces.size());
     EXPECT_EQ(item.kv_begin, pieces[next].kv_begin);
     EXPECT_EQ(item.kv_end, pieces[next].kv_end);
@@ -200,23 +200,23 @@ TEST_F(PlannerTest, FixedSplitIgnoresTheRestOfTheBatch) {
 
 TEST_F(PlannerTest, FixedPiecesAreDealtEvenly) {
   for (const int32_t batch : {61, 100, 128}) {
-    const std::vector<PlanRequest> requests(static_cast<size_t>(batch), {1, 65'536, 128});
-    Plan(requests, {.units = 256, .fixed_split_rows = 1024});
+    const std::vector<PlanSegment> segments(static_cast<size_t>(batch), {1, 65'536, 128});
+    Plan(segments, {.units = 256, .fixed_split_rows = 1024});
     EXPECT_LE(planner_.last_imbalance(), 1.06) << batch;
   }
 }
 
 // Small tiles beside full ones: what counts is the work, not the rows.
 TEST_F(PlannerTest, TilesAreChargedByTheirRows) {
-  std::vector<PlanRequest> requests(64, {1, 4096, 16});  // 16 of 128 packed rows
-  requests.push_back({512, 4096, 16});                   // 64 full tiles
+  std::vector<PlanSegment> segments(64, {1, 4096, 16});  // 16 of 128 packed rows
+  segments.push_back({512, 4096, 16});                   // 64 full tiles
   PlanTraits traits{.units = 2, .item_overhead_rows = 16, .min_charged_rows = 16};
-  const PlanView view = Plan(requests, traits);
+  const PlanView view = Plan(segments, traits);
   EXPECT_LT(planner_.last_imbalance(), 1.01);
   // All of the small tiles go to the first unit, and nearly half of the full ones.
   EXPECT_GT(view.work_indptr[1], 64 + 24);
   traits.units = 16;
-  Plan(requests, traits);
+  Plan(segments, traits);
   EXPECT_LT(planner_.last_imbalance(), 1.05);
 }
 
@@ -230,8 +230,8 @@ TEST_F(PlannerTest, GenerationsAreUniqueAcrossPlanners) {
 
 TEST_F(PlannerTest, BuildAllocatesNothing) {
   buffers_ = testing::MakeBuffers(Roomy(256));
-  const std::vector<PlanRequest> decode(1024, PlanRequest{1, 4096, 128});
-  const std::vector<PlanRequest> mixed{{1, 5000, 128}, {700, 900, 128}, {0, 0, 1}};
+  const std::vector<PlanSegment> decode(1024, PlanSegment{1, 4096, 128});
+  const std::vector<PlanSegment> mixed{{1, 5000, 128}, {700, 900, 128}, {0, 0, 1}};
   const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 10; ++i) {
     for (const int32_t split : {0, 512}) {
@@ -247,18 +247,18 @@ TEST_F(PlannerTest, BuildAllocatesNothing) {
 
 TEST_F(PlannerTest, FaultsNameTheField) {
   buffers_ = testing::MakeBuffers(Roomy(1));
-  const auto message = [&](const PlanRequest& request, const PlanTraits& traits) {
-    const PlanRequest batch[] = {{1, 1, 1}, request};
+  const auto message = [&](const PlanSegment& segment, const PlanTraits& traits) {
+    const PlanSegment batch[] = {{1, 1, 1}, segment};
     const auto view = planner_.Build(batch, traits, *buffers_);
     EXPECT_EQ(view.status().code(), absl::StatusCode::kInvalidArgument);
     return std::string(view.status().message());
   };
-  const PlanRequest good{1, 1, 1};
-  EXPECT_EQ(message({-1, 1, 1}, {}), "plan requests[1].q_rows: got -1, limit at least 0");
-  EXPECT_EQ(message({1, -7, 1}, {}), "plan requests[1].kv_rows: got -7, limit at least 0");
-  EXPECT_EQ(message({1, 1, 0}, {}), "plan requests[1].num_heads: got 0, limit 1..65535");
-  EXPECT_EQ(message({1, 1, 65536}, {}), "plan requests[1].num_heads: got 65536, limit 1..65535");
-  EXPECT_EQ(message({1, 1, INT32_MIN}, {}).substr(0, 32), "plan requests[1].num_heads: got ");
+  const PlanSegment good{1, 1, 1};
+  EXPECT_EQ(message({-1, 1, 1}, {}), "plan segments[1].q_rows: got -1, limit at least 0");
+  EXPECT_EQ(message({1, -7, 1}, {}), "plan segments[1].kv_rows: got -7, limit at least 0");
+  EXPECT_EQ(message({1, 1, 0}, {}), "plan segments[1].num_heads: got 0, limit 1..65535");
+  EXPECT_EQ(message({1, 1, 65536}, {}), "plan segments[1].num_heads: got 65536, limit 1..65535");
+  EXPECT_EQ(message({1, 1, INT32_MIN}, {}).substr(0, 32), "plan segments[1].num_heads: got ");
   EXPECT_EQ(message(good, {.units = 0}), "plan traits.units: got 0, limit 1..2147483646");
   EXPECT_EQ(message(good, {.tile_rows = 0}), "plan traits.tile_rows: got 0, limit 1..65536");
   EXPECT_NE(message(good, {.max_heads_per_tile = -1}).find("max_heads_per_tile"),
@@ -271,7 +271,7 @@ TEST_F(PlannerTest, FaultsNameTheField) {
 }
 
 TEST_F(PlannerTest, ShortBuffersAreRefusedByName) {
-  const std::vector<PlanRequest> batch(10, PlanRequest{1, 50'000, 16});
+  const std::vector<PlanSegment> batch(10, PlanSegment{1, 50'000, 16});
   const auto message = [&](const PlanCapacity& capacity) {
     buffers_ = testing::MakeBuffers(capacity);
     const auto view = planner_.Build(batch, {.units = 4}, *buffers_);

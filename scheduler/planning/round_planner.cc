@@ -8,7 +8,8 @@ namespace mla::scheduler {
 namespace {
 
 using kernels::ExpandedItem;
-using kernels::ExpandSegment;
+using kernels::Expansion;
+using kernels::ExpansionBytes;
 using kernels::kExpandedRows;
 using kernels::kPanelRowBytes;
 using kernels::kPanelsPerHead;
@@ -18,7 +19,6 @@ using kernels::kUnsplit;
 using kernels::PlanView;
 using kernels::Round;
 using kernels::RoundView;
-using kernels::SegmentBytes;
 using kernels::WorkInfo;
 
 // A round is two kernels, and a launch has a bounded number of them.
@@ -42,13 +42,13 @@ absl::Status Misfit(const char* what, int64_t limit) {
       absl::StrCat("expanded form: more ", what, " than the limit ", limit));
 }
 
-int32_t Seen(const PlanRequest& request, int32_t q_end) {
-  if (!request.causal) return request.kv_rows;
-  return std::clamp(request.kv_rows - request.q_rows + q_end, 0, request.kv_rows);
+int32_t Seen(const PlanSegment& segment, int32_t q_end) {
+  if (!segment.causal) return segment.kv_rows;
+  return std::clamp(segment.kv_rows - segment.q_rows + q_end, 0, segment.kv_rows);
 }
 
 int64_t MostRounds(const RoundCapacity& capacity) {
-  return std::min<int64_t>(capacity.segments + 1, kMaxRounds);
+  return std::min<int64_t>(capacity.expansions + 1, kMaxRounds);
 }
 
 }  // namespace
@@ -58,14 +58,14 @@ int64_t RoundCapacity::bytes() const {
   return MostRounds(*this) * (static_cast<int64_t>(sizeof(Round)) +
                               (units + 1) * static_cast<int64_t>(sizeof(int32_t))) +
          items * static_cast<int64_t>(sizeof(ExpandedItem)) +
-         segments * static_cast<int64_t>(sizeof(ExpandSegment));
+         expansions * static_cast<int64_t>(sizeof(Expansion));
 }
 
 RoundBuffers::RoundBuffers(const RoundCapacity& capacity) {
   if (capacity.units == 0) return;
   const auto rounds = static_cast<size_t>(MostRounds(capacity));
   rounds_.reserve(rounds);
-  segments_.reserve(static_cast<size_t>(capacity.segments));
+  expansions_.reserve(static_cast<size_t>(capacity.expansions));
   items_.reserve(static_cast<size_t>(capacity.items));
   unit_indptr_.reserve(rounds * (static_cast<size_t>(capacity.units) + 1));
 }
@@ -73,10 +73,10 @@ RoundBuffers::RoundBuffers(const RoundCapacity& capacity) {
 RoundPlanner::RoundPlanner(const RoundCapacity& capacity) : capacity_(capacity) {
   if (capacity.units == 0) return;
   const auto items = static_cast<size_t>(capacity.items);
-  const auto segments = static_cast<size_t>(capacity.segments);
-  round_of_segment_.reserve(segments);
-  section_of_segment_.reserve(segments);
-  placed_.reserve(static_cast<size_t>(capacity.requests));
+  const auto expansions = static_cast<size_t>(capacity.expansions);
+  round_of_expansion_.reserve(expansions);
+  section_of_expansion_.reserve(expansions);
+  placed_.reserve(static_cast<size_t>(capacity.segments));
   tiles_.reserve(items);
   entries_.reserve(items);
   unit_of_entry_.reserve(items);
@@ -84,7 +84,7 @@ RoundPlanner::RoundPlanner(const RoundCapacity& capacity) : capacity_(capacity) 
 }
 
 absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
-                                              std::span<const PlanRequest> requests,
+                                              std::span<const PlanSegment> segments,
                                               const kernels::PlanTraits& traits,
                                               RoundBuffers& out) {
   if (traits.units < 1 || traits.units > capacity_.units) {
@@ -99,9 +99,9 @@ absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
   traits_ = traits.rounds;
   units_ = traits.units;
   out_ = &out;
-  if (absl::Status s = PlaceSegments(requests); !s.ok()) return s;
+  if (absl::Status s = PlaceExpansions(segments); !s.ok()) return s;
   tiles_.clear();
-  if (absl::Status s = CollectWhole(plan, requests); !s.ok()) return s;
+  if (absl::Status s = CollectWhole(plan, segments); !s.ok()) return s;
   if (absl::Status s = Deal(); !s.ok()) return s;
   RoundView view;
   view.units = units_;
@@ -114,101 +114,101 @@ absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
     if (absl::Status s = Deal(); !s.ok()) return s;
   }
   view.rounds = out.rounds_;
-  view.segments = out.segments_;
+  view.expansions = out.expansions_;
   view.items = out.items_;
   view.unit_indptr = out.unit_indptr_;
   return view;
 }
 
-// --- Segments.
+// --- Expansions.
 
-absl::Status RoundPlanner::PlaceSegments(std::span<const PlanRequest> requests) {
+absl::Status RoundPlanner::PlaceExpansions(std::span<const PlanSegment> segments) {
   out_->rounds_.clear();
-  out_->segments_.clear();
-  round_of_segment_.clear();
-  section_of_segment_.clear();
+  out_->expansions_.clear();
+  round_of_expansion_.clear();
+  section_of_expansion_.clear();
   placed_.clear();
   out_->rounds_.push_back({});
-  if (requests.size() > placed_.capacity()) return Misfit("requests", capacity_.requests);
+  if (segments.size() > placed_.capacity()) return Misfit("segments", capacity_.segments);
   int64_t used = 0;  // bytes of the open round
-  for (size_t i = 0; i < requests.size(); ++i) {
-    placed_.push_back({static_cast<int32_t>(out_->segments_.size()), 0, 0});
-    const PlanRequest& r = requests[i];
+  for (size_t i = 0; i < segments.size(); ++i) {
+    placed_.push_back({static_cast<int32_t>(out_->expansions_.size()), 0, 0});
+    const PlanSegment& r = segments[i];
     if (r.q_rows == 0 || r.kv_rows == 0 || r.num_heads == 0) continue;
-    if (absl::Status s = PlaceRequest(static_cast<int32_t>(i), r, used); !s.ok()) return s;
+    if (absl::Status s = PlaceSegment(static_cast<int32_t>(i), r, used); !s.ok()) return s;
   }
   return absl::OkStatus();
 }
 
-absl::Status RoundPlanner::PlaceRequest(int32_t index, const PlanRequest& request, int64_t& used) {
+absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segment, int64_t& used) {
   Placed& placed = placed_.back();
-  ExpandSegment segment = {};
-  segment.request = index;
-  const int64_t padded = Padded(request.kv_rows);
+  Expansion expansion = {};
+  expansion.segment = index;
+  const int64_t padded = Padded(segment.kv_rows);
   const int64_t room = traits_.workspace_bytes - padded * kRotatedBytes;
   const int64_t heads_fit = room / (padded * kPanelsBytes + kRestBytes);
   if (room > 0 && heads_fit > 0) {
     // Evenly over as few rounds as it takes, so that none is nearly empty.
-    const int64_t parts = (request.num_heads + heads_fit - 1) / heads_fit;
-    const int64_t heads = (request.num_heads + parts - 1) / parts;
-    placed.heads_per_segment = static_cast<int32_t>(heads);
-    segment.rows = request.kv_rows;
-    for (int32_t head = 0; head < request.num_heads; head += placed.heads_per_segment) {
-      segment.head_begin = head;
-      segment.heads = std::min(placed.heads_per_segment, request.num_heads - head);
-      const bool fits = used + SegmentBytes(padded, segment.heads) <= traits_.workspace_bytes;
-      if (absl::Status s = AddSegment(segment, !fits, used); !s.ok()) return s;
+    const int64_t parts = (segment.num_heads + heads_fit - 1) / heads_fit;
+    const int64_t heads = (segment.num_heads + parts - 1) / parts;
+    placed.heads_per_expansion = static_cast<int32_t>(heads);
+    expansion.rows = segment.kv_rows;
+    for (int32_t head = 0; head < segment.num_heads; head += placed.heads_per_expansion) {
+      expansion.head_begin = head;
+      expansion.heads = std::min(placed.heads_per_expansion, segment.num_heads - head);
+      const bool fits = used + ExpansionBytes(padded, expansion.heads) <= traits_.workspace_bytes;
+      if (absl::Status s = AddExpansion(expansion, !fits, used); !s.ok()) return s;
     }
     return absl::OkStatus();
   }
-  if (request.q_rows > traits_.carry_rows) return Misfit("query rows", traits_.carry_rows);
-  placed.heads_per_segment = 1;
+  if (segment.q_rows > traits_.carry_rows) return Misfit("query rows", traits_.carry_rows);
+  placed.heads_per_expansion = 1;
   const int64_t tile_bytes = (kPanelsBytes + kRotatedBytes) * kExpandedRows;
   placed.rows_per_chunk =
       static_cast<int32_t>((traits_.workspace_bytes - kRestBytes) / tile_bytes) * kExpandedRows;
-  segment.heads = 1;
-  for (int32_t head = 0; head < request.num_heads; ++head) {
-    segment.head_begin = head;
-    for (int32_t row = 0; row < request.kv_rows; row += placed.rows_per_chunk) {
-      segment.kv_begin = row;
-      segment.rows = std::min(placed.rows_per_chunk, request.kv_rows - row);
-      // Rows that carry results are those of one request and head, so rounds are not shared.
-      if (absl::Status s = AddSegment(segment, true, used); !s.ok()) return s;
+  expansion.heads = 1;
+  for (int32_t head = 0; head < segment.num_heads; ++head) {
+    expansion.head_begin = head;
+    for (int32_t row = 0; row < segment.kv_rows; row += placed.rows_per_chunk) {
+      expansion.kv_begin = row;
+      expansion.rows = std::min(placed.rows_per_chunk, segment.kv_rows - row);
+      // Rows that carry results are those of one segment and head, so rounds are not shared.
+      if (absl::Status s = AddExpansion(expansion, true, used); !s.ok()) return s;
     }
   }
   used = traits_.workspace_bytes;
   return absl::OkStatus();
 }
 
-absl::Status RoundPlanner::AddSegment(const ExpandSegment& segment, bool new_round, int64_t& used) {
-  if (out_->segments_.size() == out_->segments_.capacity())
-    return Misfit("segments", capacity_.segments);
-  if (new_round && out_->rounds_.back().segments > 0) {
+absl::Status RoundPlanner::AddExpansion(const Expansion& expansion, bool new_round, int64_t& used) {
+  if (out_->expansions_.size() == out_->expansions_.capacity())
+    return Misfit("expansions", capacity_.expansions);
+  if (new_round && out_->rounds_.back().expansions > 0) {
     if (out_->rounds_.size() == out_->rounds_.capacity())
       return Misfit("rounds", out_->rounds_.capacity());
-    out_->rounds_.push_back({static_cast<int32_t>(out_->segments_.size()), 0, 0, 0, 0});
+    out_->rounds_.push_back({static_cast<int32_t>(out_->expansions_.size()), 0, 0, 0, 0});
     used = 0;
   }
   Round& round = out_->rounds_.back();
-  ExpandSegment placed = segment;
-  placed.padded_rows = static_cast<int32_t>(Padded(segment.rows));
+  Expansion placed = expansion;
+  placed.padded_rows = static_cast<int32_t>(Padded(expansion.rows));
   placed.base = used;
   placed.first_pair = round.pairs;
   placed.first_head = round.heads;
   round.heads += placed.heads;
-  used += SegmentBytes(placed.padded_rows, placed.heads);
+  used += ExpansionBytes(placed.padded_rows, placed.heads);
   round.pairs += placed.padded_rows / kExpandedRows * placed.heads;
   // Sections count through a round: as many heads as the cache holds have one number.
   const int64_t head_bytes = int64_t{placed.padded_rows} * kPanelsBytes;
   const int64_t sections =
       (placed.heads * head_bytes + traits_.cache_bytes - 1) / traits_.cache_bytes;
   const int32_t section =
-      round.segments == 0 ? 0 : section_of_segment_.back() + out_->segments_.back().sections;
+      round.expansions == 0 ? 0 : section_of_expansion_.back() + out_->expansions_.back().sections;
   placed.sections = static_cast<int32_t>(std::min<int64_t>(sections, placed.heads));
-  out_->segments_.push_back(placed);
-  section_of_segment_.push_back(section);
-  round_of_segment_.push_back(static_cast<int32_t>(out_->rounds_.size()) - 1);
-  ++round.segments;
+  out_->expansions_.push_back(placed);
+  section_of_expansion_.push_back(section);
+  round_of_expansion_.push_back(static_cast<int32_t>(out_->rounds_.size()) - 1);
+  ++round.expansions;
   return absl::OkStatus();
 }
 
@@ -220,12 +220,12 @@ absl::Status RoundPlanner::AddTile(const Tile& tile) {
   return absl::OkStatus();
 }
 
-absl::Status RoundPlanner::AddTiles(const PlanRequest& record, int32_t request, int32_t q_begin,
+absl::Status RoundPlanner::AddTiles(const PlanSegment& record, int32_t segment, int32_t q_begin,
                                     int32_t q_end, int32_t head_begin, int32_t head_end) {
   for (int32_t q = q_begin; q < q_end; q += kExpandedRows) {
     const int32_t end = std::min(q_end, q + kExpandedRows);
     for (int32_t head = head_begin; head < head_end; ++head) {
-      absl::Status s = AddTile({request, q, end, head, 0, Seen(record, end), kUnsplit});
+      absl::Status s = AddTile({segment, q, end, head, 0, Seen(record, end), kUnsplit});
       if (!s.ok()) return s;
     }
   }
@@ -234,15 +234,15 @@ absl::Status RoundPlanner::AddTiles(const PlanRequest& record, int32_t request, 
 
 // Unsplit items and what partial tiles are merged to are together all tiles of the plan.
 absl::Status RoundPlanner::CollectWhole(const PlanView& plan,
-                                        std::span<const PlanRequest> requests) {
+                                        std::span<const PlanSegment> segments) {
   for (const WorkInfo& w : plan.work_info) {
     if (w.partial_row != kUnsplit) continue;
-    absl::Status s = AddTiles(requests[static_cast<size_t>(w.request)], w.request, w.q_begin,
+    absl::Status s = AddTiles(segments[static_cast<size_t>(w.segment)], w.segment, w.q_begin,
                               w.q_end, w.head_begin(), w.head_end());
     if (!s.ok()) return s;
   }
   for (const kernels::ReduceTile& t : plan.reduce_final_map) {
-    absl::Status s = AddTiles(requests[static_cast<size_t>(t.request)], t.request, t.q_begin,
+    absl::Status s = AddTiles(segments[static_cast<size_t>(t.segment)], t.segment, t.q_begin,
                               t.q_end, t.head_begin(), t.head_end());
     if (!s.ok()) return s;
   }
@@ -259,7 +259,7 @@ bool RoundPlanner::KeepsPieces(const PlanView& plan) const {
 absl::Status RoundPlanner::CollectPieces(const PlanView& plan) {
   for (const WorkInfo& w : plan.work_info) {
     absl::Status s = AddTile(
-        {w.request, w.q_begin, w.q_end, w.head_begin(), w.kv_begin, w.kv_end, w.partial_row});
+        {w.segment, w.q_begin, w.q_end, w.head_begin(), w.kv_begin, w.kv_end, w.partial_row});
     if (!s.ok()) return s;
   }
   return absl::OkStatus();
@@ -268,15 +268,15 @@ absl::Status RoundPlanner::CollectPieces(const PlanView& plan) {
 // --- Items.
 
 // Round, then section, then longest first; 16 bits each, and the head to break ties.
-absl::Status RoundPlanner::AddEntry(int32_t tile_index, int32_t segment) {
+absl::Status RoundPlanner::AddEntry(int32_t tile_index, int32_t expansion) {
   if (entries_.size() == entries_.capacity()) return Misfit("items", capacity_.items);
   const Tile& tile = tiles_[static_cast<size_t>(tile_index)];
   uint64_t round = 0, section = 0, short_of = 0xffff;
-  if (segment >= 0) {
-    const ExpandSegment& s = out_->segments_[static_cast<size_t>(segment)];
-    round = static_cast<uint64_t>(round_of_segment_[static_cast<size_t>(segment)]);
+  if (expansion >= 0) {
+    const Expansion& s = out_->expansions_[static_cast<size_t>(expansion)];
+    round = static_cast<uint64_t>(round_of_expansion_[static_cast<size_t>(expansion)]);
     section = std::min<uint64_t>(
-        0xffff, section_of_segment_[static_cast<size_t>(segment)] +
+        0xffff, section_of_expansion_[static_cast<size_t>(expansion)] +
                     static_cast<uint64_t>((tile.head - s.head_begin) * s.sections / s.heads));
     const int64_t begin = std::max(tile.kv_begin, s.kv_begin);
     const int64_t end = std::min(tile.kv_end, s.kv_begin + s.rows);
@@ -284,24 +284,24 @@ absl::Status RoundPlanner::AddEntry(int32_t tile_index, int32_t segment) {
   }
   entries_.push_back({round << 48 | section << 32 | short_of << 16 |
                           static_cast<uint64_t>(static_cast<uint16_t>(tile.head)),
-                      tile_index, segment});
+                      tile_index, expansion});
   return absl::OkStatus();
 }
 
 absl::Status RoundPlanner::AddEntries(int32_t tile_index) {
   const Tile& tile = tiles_[static_cast<size_t>(tile_index)];
-  const Placed& placed = placed_[static_cast<size_t>(tile.request)];
-  if (placed.heads_per_segment == 0) return AddEntry(tile_index, -1);  // no KV rows at all
+  const Placed& placed = placed_[static_cast<size_t>(tile.segment)];
+  if (placed.heads_per_expansion == 0) return AddEntry(tile_index, -1);  // no KV rows at all
   if (placed.rows_per_chunk == 0) {
-    return AddEntry(tile_index, placed.first_segment + tile.head / placed.heads_per_segment);
+    return AddEntry(tile_index, placed.first_expansion + tile.head / placed.heads_per_expansion);
   }
-  int32_t segment = placed.first_segment;
-  while (out_->segments_[static_cast<size_t>(segment)].head_begin < tile.head) ++segment;
-  segment += tile.kv_begin / placed.rows_per_chunk;
+  int32_t expansion = placed.first_expansion;
+  while (out_->expansions_[static_cast<size_t>(expansion)].head_begin < tile.head) ++expansion;
+  expansion += tile.kv_begin / placed.rows_per_chunk;
   const int32_t end = std::max(tile.kv_end, tile.kv_begin + 1);  // an empty tile has an item too
   for (int32_t row = tile.kv_begin / placed.rows_per_chunk * placed.rows_per_chunk; row < end;
-       row += placed.rows_per_chunk, ++segment) {
-    if (absl::Status s = AddEntry(tile_index, segment); !s.ok()) return s;
+       row += placed.rows_per_chunk, ++expansion) {
+    if (absl::Status s = AddEntry(tile_index, expansion); !s.ok()) return s;
   }
   return absl::OkStatus();
 }
@@ -309,7 +309,7 @@ absl::Status RoundPlanner::AddEntries(int32_t tile_index) {
 ExpandedItem RoundPlanner::MakeItem(const Entry& entry) const {
   const Tile& tile = tiles_[static_cast<size_t>(entry.tile)];
   ExpandedItem item = {};
-  item.work = {tile.request,
+  item.work = {tile.segment,
                tile.partial_row,
                tile.q_begin,
                tile.q_end,
@@ -318,17 +318,17 @@ ExpandedItem RoundPlanner::MakeItem(const Entry& entry) const {
                0,
                kernels::PackHeads(tile.head, tile.head + 1)};
   item.carried_row = kUnsplit;
-  if (entry.segment < 0) return item;
-  const ExpandSegment& s = out_->segments_[static_cast<size_t>(entry.segment)];
-  const int32_t segment_end = s.kv_begin + s.rows;
+  if (entry.expansion < 0) return item;
+  const Expansion& s = out_->expansions_[static_cast<size_t>(entry.expansion)];
+  const int32_t expansion_end = s.kv_begin + s.rows;
   const int32_t carry =
       tile.partial_row >= 0 ? tile.partial_row : traits_.first_carry_row + tile.q_begin;
   if (s.kv_begin > tile.kv_begin) {
     item.work.kv_begin = s.kv_begin;
     item.carried_row = carry;
   }
-  if (segment_end < tile.kv_end) {
-    item.work.kv_end = segment_end;
+  if (expansion_end < tile.kv_end) {
+    item.work.kv_end = expansion_end;
     item.work.partial_row = carry;
   }
   const int64_t offset = int64_t{item.work.kv_begin - s.kv_begin} * kPanelRowBytes;

@@ -1,8 +1,8 @@
 // Turns a plan of the expanded form into rounds of work for a device (kernels/round_info.h).
 //
 // Keys and values of a launch may not fit the workspace at once, so it is worked through in rounds:
-// each round up-projects some segments (rows of a request for some heads) and then attends to them.
-// Heads are divided over rounds first; only where the context of one head alone exceeds the
+// each round up-projects some expansions (rows of a segment for some heads) and then attends to
+// them. Heads are divided over rounds first; only where the context of one head alone exceeds the
 // workspace is the context cut too, and results go on from round to round through rows of the
 // partial buffers.
 //
@@ -32,9 +32,9 @@ namespace mla::scheduler {
 // Of one plan's rounds, at most.
 struct RoundCapacity {
   int32_t units = 0;  // 0: no rounds are made
-  int64_t items = 0;  // of all rounds together, as the segments
-  int64_t segments = 0;
-  int32_t requests = 0;
+  int64_t items = 0;  // of all rounds together, as the expansions
+  int64_t expansions = 0;
+  int32_t segments = 0;
   // Host bytes of the RoundBuffers of this capacity.
   int64_t bytes() const;
 };
@@ -49,7 +49,7 @@ class RoundBuffers final {
  private:
   friend class RoundPlanner;
   std::vector<kernels::Round> rounds_;
-  std::vector<kernels::ExpandSegment> segments_;
+  std::vector<kernels::Expansion> expansions_;
   std::vector<kernels::ExpandedItem> items_;
   std::vector<int32_t> unit_indptr_;
 };
@@ -59,25 +59,25 @@ class RoundPlanner final {
   // Makes rounds of at most this capacity.
   explicit RoundPlanner(const RoundCapacity& capacity);
 
-  // The rounds of `plan`, which was made for `requests` and `traits`; the view refers to `out`.
+  // The rounds of `plan`, which was made for `segments` and `traits`; the view refers to `out`.
   // INVALID_ARGUMENT names the trait that is out of range; RESOURCE_EXHAUSTED the array and the
-  // limit. `plan` and `requests` are not kept.
+  // limit. `plan` and `segments` are not kept.
   absl::StatusOr<kernels::RoundView> Build(const kernels::PlanView& plan,
-                                           std::span<const PlanRequest> requests,
+                                           std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, RoundBuffers& out);
 
  private:
   // Query rows of one head over KV rows, with where their result goes.
   struct Tile {
-    int32_t request, q_begin, q_end, head, kv_begin, kv_end, partial_row;
+    int32_t segment, q_begin, q_end, head, kv_begin, kv_end, partial_row;
   };
-  struct Entry {  // a tile in one segment, in the order of dealing
+  struct Entry {  // a tile in one expansion, in the order of dealing
     uint64_t key;
-    int32_t tile, segment;
+    int32_t tile, expansion;
   };
-  struct Placed {  // where a request's heads and rows lie
-    int32_t first_segment = 0;
-    int32_t heads_per_segment = 0;
+  struct Placed {  // where a segment's heads and rows lie
+    int32_t first_expansion = 0;
+    int32_t heads_per_expansion = 0;
     int32_t rows_per_chunk = 0;  // of a cut context; else 0
   };
   struct Load {
@@ -85,18 +85,18 @@ class RoundPlanner final {
     int32_t unit;
   };
 
-  absl::Status PlaceSegments(std::span<const PlanRequest> requests);
-  absl::Status PlaceRequest(int32_t index, const PlanRequest& request, int64_t& used);
-  absl::Status AddSegment(const kernels::ExpandSegment& segment, bool new_round, int64_t& used);
+  absl::Status PlaceExpansions(std::span<const PlanSegment> segments);
+  absl::Status PlaceSegment(int32_t index, const PlanSegment& segment, int64_t& used);
+  absl::Status AddExpansion(const kernels::Expansion& expansion, bool new_round, int64_t& used);
   bool KeepsPieces(const kernels::PlanView& plan) const;
-  absl::Status CollectWhole(const kernels::PlanView& plan, std::span<const PlanRequest> requests);
-  absl::Status AddTiles(const PlanRequest& record, int32_t request, int32_t q_begin, int32_t q_end,
+  absl::Status CollectWhole(const kernels::PlanView& plan, std::span<const PlanSegment> segments);
+  absl::Status AddTiles(const PlanSegment& record, int32_t segment, int32_t q_begin, int32_t q_end,
                         int32_t head_begin, int32_t head_end);
   absl::Status CollectPieces(const kernels::PlanView& plan);
   absl::Status AddTile(const Tile& tile);
   absl::Status Deal();
   absl::Status AddEntries(int32_t tile_index);
-  absl::Status AddEntry(int32_t tile_index, int32_t segment);
+  absl::Status AddEntry(int32_t tile_index, int32_t expansion);
   int32_t RoundOf(const Entry& entry) const { return static_cast<int32_t>(entry.key >> 48); }
   kernels::ExpandedItem MakeItem(const Entry& entry) const;
 
@@ -107,7 +107,7 @@ class RoundPlanner final {
   RoundBuffers* out_ = nullptr;
   // Of the last Deal, all rounds together: mean cost of a unit, and of the busiest beyond it.
   int64_t busy_ = 0, idle_ = 0;
-  std::vector<int32_t> round_of_segment_, section_of_segment_;
+  std::vector<int32_t> round_of_expansion_, section_of_expansion_;
   std::vector<Placed> placed_;
   std::vector<Tile> tiles_;
   std::vector<Entry> entries_;

@@ -13,7 +13,7 @@ namespace mla::scheduler {
 namespace {
 
 using kernels::ExpandedItem;
-using kernels::ExpandSegment;
+using kernels::Expansion;
 using kernels::kExpandedRows;
 using kernels::kLeastRoundWorkspace;
 using kernels::kPanelRowBytes;
@@ -23,7 +23,7 @@ using kernels::kRotatedPanels;
 using ::testing::HasSubstr;
 
 struct Batch {
-  std::vector<PlanRequest> requests;
+  std::vector<PlanSegment> segments;
   std::vector<kernels::WorkInfo> work_info;
   std::vector<int32_t> work_indptr;
   std::vector<kernels::ReduceTile> reduce_final_map;
@@ -31,8 +31,8 @@ struct Batch {
   int32_t partial_rows = 0;
 
   void Add(int32_t q_rows, int32_t kv_rows, int32_t heads, int32_t pieces) {
-    const auto index = static_cast<int32_t>(requests.size());
-    requests.push_back({q_rows, kv_rows, heads, true});
+    const auto index = static_cast<int32_t>(segments.size());
+    segments.push_back({q_rows, kv_rows, heads, true});
     for (int32_t q = 0; q < q_rows; q += kExpandedRows) {
       const int32_t end = std::min(q_rows, q + kExpandedRows);
       for (int32_t head = 0; head < heads; ++head) {
@@ -40,21 +40,21 @@ struct Batch {
       }
     }
   }
-  void AddTile(int32_t request, int32_t q, int32_t end, int32_t head, int32_t kv, int32_t pieces) {
+  void AddTile(int32_t segment, int32_t q, int32_t end, int32_t head, int32_t kv, int32_t pieces) {
     const uint32_t packed = kernels::PackHeads(head, head + 1);
     const int32_t tiles = (kv + kExpandedRows - 1) / kExpandedRows;
     const int32_t step = std::max(1, (tiles + pieces - 1) / pieces) * kExpandedRows;
     if (step >= kv) {
-      work_info.push_back({request, kernels::kUnsplit, q, end, 0, kv, 0, packed});
+      work_info.push_back({segment, kernels::kUnsplit, q, end, 0, kv, 0, packed});
       return;
     }
     for (int32_t begin = 0; begin < kv; begin += step) {
       work_info.push_back(
-          {request, partial_rows, q, end, begin, std::min(kv, begin + step), 0, packed});
+          {segment, partial_rows, q, end, begin, std::min(kv, begin + step), 0, packed});
       reduce_partial_map.push_back(partial_rows);
       partial_rows += end - q;
     }
-    reduce_final_map.push_back({request, q, end, packed});
+    reduce_final_map.push_back({segment, q, end, packed});
     reduce_indptr.push_back(static_cast<int32_t>(reduce_partial_map.size()));
   }
   kernels::PlanView View() {
@@ -75,12 +75,12 @@ kernels::PlanTraits Traits(int32_t units, int64_t workspace) {
   return traits;
 }
 
-constexpr RoundCapacity kCapacity{.units = 200, .items = 20000, .segments = 4096, .requests = 8};
+constexpr RoundCapacity kCapacity{.units = 200, .items = 20000, .expansions = 4096, .segments = 8};
 
 // Rounds of a batch, with what they lie in.
 struct Built {
   Built(const kernels::PlanTraits& traits, Batch& batch) {
-    auto built = planner.Build(batch.View(), batch.requests, traits, buffers);
+    auto built = planner.Build(batch.View(), batch.segments, traits, buffers);
     EXPECT_TRUE(built.ok()) << built.status();
     if (built.ok()) view = *built;
   }
@@ -89,7 +89,7 @@ struct Built {
   kernels::RoundView view;
 };
 
-int64_t HeadBytes(const ExpandSegment& s) {
+int64_t HeadBytes(const Expansion& s) {
   return int64_t{s.padded_rows} * kPanelRowBytes * kPanelsPerHead + kRestBytes;
 }
 
@@ -100,11 +100,11 @@ class Checker {
       : view_(view), traits_(traits), batch_(batch) {}
 
   void Run() {
-    int32_t segments = 0;
+    int32_t expansions = 0;
     for (const kernels::Round& round : view_.rounds) {
-      ASSERT_EQ(round.first_segment, segments);
-      segments += round.segments;
-      CheckSegments(round);
+      ASSERT_EQ(round.first_expansion, expansions);
+      expansions += round.expansions;
+      CheckExpansions(round);
       const auto indptr = view_.unit_indptr.subspan(round.first_indptr, traits_.units + 1);
       for (int32_t unit = 0; unit < traits_.units; ++unit) {
         ASSERT_EQ(indptr[unit], items_);
@@ -117,13 +117,13 @@ class Checker {
   }
 
  private:
-  using TileKey = std::tuple<int32_t, int32_t, int32_t>;  // request, q_begin, head
+  using TileKey = std::tuple<int32_t, int32_t, int32_t>;  // segment, q_begin, head
 
-  void CheckSegments(const kernels::Round& round) {
+  void CheckExpansions(const kernels::Round& round) {
     int32_t pairs = 0, heads = 0;
     int64_t end = 0;
     of_round_.clear();
-    for (const ExpandSegment& s : view_.segments.subspan(round.first_segment, round.segments)) {
+    for (const Expansion& s : view_.expansions.subspan(round.first_expansion, round.expansions)) {
       EXPECT_EQ(s.first_pair, pairs);
       EXPECT_EQ(s.first_head, heads);
       heads += s.heads;
@@ -131,7 +131,7 @@ class Checker {
       EXPECT_EQ(s.padded_rows % kExpandedRows, 0);
       EXPECT_EQ(s.kv_begin % kExpandedRows, 0);
       EXPECT_GE(s.padded_rows, s.rows);
-      EXPECT_LE(s.kv_begin + s.rows, batch_.requests[s.request].kv_rows);
+      EXPECT_LE(s.kv_begin + s.rows, batch_.segments[s.segment].kv_rows);
       pairs += s.padded_rows / kExpandedRows * s.heads;
       end += s.heads * HeadBytes(s) + int64_t{s.padded_rows} * kPanelRowBytes * kRotatedPanels;
       of_round_.push_back(&s);
@@ -145,7 +145,7 @@ class Checker {
     const kernels::WorkInfo& w = item.work;
     ASSERT_EQ(w.head_end() - w.head_begin(), 1);
     ASSERT_LE(w.q_end - w.q_begin, kExpandedRows);
-    const TileKey tile(w.request, w.q_begin, w.head_begin());
+    const TileKey tile(w.segment, w.q_begin, w.head_begin());
     if (item.carried_row >= 0) {
       ASSERT_TRUE(carried_.contains(item.carried_row));
       EXPECT_EQ(carried_[item.carried_row], tile);
@@ -154,12 +154,12 @@ class Checker {
     seen_[tile] += w.kv_end - w.kv_begin;
     if (w.kv_begin == w.kv_end) return;
     const auto found = std::find_if(of_round_.begin(), of_round_.end(), [&](const auto* each) {
-      return each->request == w.request && each->kv_begin <= w.kv_begin &&
+      return each->segment == w.segment && each->kv_begin <= w.kv_begin &&
              w.kv_end <= each->kv_begin + each->rows && each->head_begin <= w.head_begin() &&
              w.head_begin() < each->head_begin + each->heads;
     });
     ASSERT_NE(found, of_round_.end());
-    const ExpandSegment& s = **found;
+    const Expansion& s = **found;
     const int64_t offset = int64_t{w.kv_begin - s.kv_begin} * kPanelRowBytes;
     EXPECT_EQ(item.panel_bytes, int64_t{s.padded_rows} * kPanelRowBytes);
     EXPECT_EQ(item.keys, s.base + (w.head_begin() - s.head_begin) * HeadBytes(s) + offset);
@@ -169,13 +169,13 @@ class Checker {
   // Every tile has seen what its last query row sees.
   void CheckCoverage() {
     size_t tiles = 0;
-    for (size_t i = 0; i < batch_.requests.size(); ++i) {
-      const PlanRequest& r = batch_.requests[i];
+    for (size_t i = 0; i < batch_.segments.size(); ++i) {
+      const PlanSegment& r = batch_.segments[i];
       for (int32_t q = 0; q < r.q_rows; q += kExpandedRows) {
         for (int32_t head = 0; head < r.num_heads; ++head, ++tiles) {
           const int32_t end = std::min(r.q_rows, q + kExpandedRows);
           EXPECT_EQ((seen_[{static_cast<int32_t>(i), q, head}]), r.kv_rows - r.q_rows + end)
-              << "request " << i << " row " << q;
+              << "segment " << i << " row " << q;
         }
       }
     }
@@ -186,7 +186,7 @@ class Checker {
   const kernels::PlanTraits& traits_;
   const Batch& batch_;
   int32_t items_ = 0;
-  std::vector<const ExpandSegment*> of_round_;
+  std::vector<const Expansion*> of_round_;
   std::map<int32_t, TileKey> carried_;  // what lies in a row of the partial buffers
   std::map<TileKey, int32_t> seen_;     // KV rows
 };
@@ -215,9 +215,9 @@ TEST(RoundPlannerTest, HeadsAreDividedEvenlyOverRounds) {
   const kernels::PlanTraits traits =
       Traits(4, 7 * (1024 * 512 + kRestBytes) + 1024 * kPanelRowBytes);
   const Built plan(traits, batch);
-  ASSERT_EQ(plan.view.segments.size(), 2u);
-  EXPECT_EQ(plan.view.segments[0].heads, 5);
-  EXPECT_EQ(plan.view.segments[1].heads, 5);
+  ASSERT_EQ(plan.view.expansions.size(), 2u);
+  EXPECT_EQ(plan.view.expansions[0].heads, 5);
+  EXPECT_EQ(plan.view.expansions[1].heads, 5);
   Check(plan, traits, batch);
 }
 
@@ -289,7 +289,7 @@ TEST(RoundPlannerTest, LimitsAreNamed) {
   const auto status = [&batch](const kernels::PlanTraits& traits, const RoundCapacity& capacity) {
     RoundPlanner planner(capacity);
     RoundBuffers buffers(capacity);
-    return planner.Build(batch.View(), batch.requests, traits, buffers).status();
+    return planner.Build(batch.View(), batch.segments, traits, buffers).status();
   };
   EXPECT_THAT(status(Traits(1, 1000), kCapacity).message(),
               HasSubstr("rounds.workspace_bytes: got 1000, want >= "));

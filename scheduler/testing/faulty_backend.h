@@ -124,14 +124,14 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (s.ok() && !launch.appends.empty()) s = At(FaultPoint::kSubmitAppends);
     const auto forms = {&launch.absorbed, &launch.expanded};
     for (const kernels::AttentionParams* form : forms) {
-      if (s.ok() && !form->requests.empty()) s = At(FaultPoint::kSubmitAttention);
+      if (s.ok() && !form->segments.empty()) s = At(FaultPoint::kSubmitAttention);
     }
     if (!s.ok()) return s;
     for (const kernels::AppendRecord& record : launch.appends) {
       (record.differs == nullptr ? appended_rows_ : compared_rows_) += record.rows;
     }
     for (const kernels::AttentionParams* form : forms) {
-      for (const kernels::RequestRecord& record : form->requests) {
+      for (const kernels::SegmentRecord& record : form->segments) {
         ++attended_records_;
         attended_heads_ += record.num_heads;
       }

@@ -12,7 +12,7 @@ namespace {
 using kernels::WorkInfo;
 
 std::string Describe(const WorkInfo& item) {
-  return absl::StrCat("item{request ", item.request, " q ", item.q_begin, "..", item.q_end,
+  return absl::StrCat("item{segment ", item.segment, " q ", item.q_begin, "..", item.q_end,
                       " heads ", item.head_begin(), "..", item.head_end(), " kv ", item.kv_begin,
                       "..", item.kv_end, " partial ", item.partial_row, "}");
 }
@@ -22,20 +22,20 @@ int64_t PackedRows(const WorkInfo& item) {
 }
 
 auto Order(const WorkInfo& item) {
-  return std::make_tuple(item.request, item.q_begin, item.head_begin(), item.kv_begin,
+  return std::make_tuple(item.segment, item.q_begin, item.head_begin(), item.kv_begin,
                          item.partial_row);
 }
 
 bool SameTile(const WorkInfo& a, const WorkInfo& b) {
-  return a.request == b.request && a.q_begin == b.q_begin && a.head_begin() == b.head_begin();
+  return a.segment == b.segment && a.q_begin == b.q_begin && a.head_begin() == b.head_begin();
 }
 
 }  // namespace
 
-std::string PlanChecker::Fault(std::span<const PlanRequest> requests,
+std::string PlanChecker::Fault(std::span<const PlanSegment> segments,
                                const kernels::PlanTraits& traits, const kernels::PlanView& view,
                                const PlanCapacity& capacity, double imbalance) {
-  requests_ = requests;
+  segments_ = segments;
   traits_ = traits;
   partial_rows_ = view.partial_rows;
   partials_.clear();
@@ -48,11 +48,11 @@ std::string PlanChecker::Fault(std::span<const PlanRequest> requests,
   std::sort(sorted_.begin(), sorted_.end(),
             [](const WorkInfo& a, const WorkInfo& b) { return Order(a) < Order(b); });
   size_t next = 0;
-  for (size_t request = 0; request < requests.size(); ++request) {
+  for (size_t segment = 0; segment < segments.size(); ++segment) {
     const size_t first = next;
-    while (next < sorted_.size() && sorted_[next].request == static_cast<int32_t>(request)) ++next;
+    while (next < sorted_.size() && sorted_[next].segment == static_cast<int32_t>(segment)) ++next;
     const auto items = std::span<const WorkInfo>(sorted_).subspan(first, next - first);
-    if (std::string fault = Tiles(request, items); !fault.empty()) return fault;
+    if (std::string fault = Tiles(segment, items); !fault.empty()) return fault;
   }
   if (std::string fault = Reduce(view); !fault.empty()) return fault;
   return Balance(view, imbalance);
@@ -80,20 +80,20 @@ std::string PlanChecker::Shape(const kernels::PlanView& view, const PlanCapacity
 
 std::string PlanChecker::Item(const WorkInfo& item) const {
   const auto fault = [&](const char* what) { return absl::StrCat(Describe(item), ": ", what); };
-  if (item.request < 0 || item.request >= static_cast<int64_t>(requests_.size())) {
-    return fault("no such request");
+  if (item.segment < 0 || item.segment >= static_cast<int64_t>(segments_.size())) {
+    return fault("no such segment");
   }
-  const PlanRequest& request = requests_[static_cast<size_t>(item.request)];
-  if (item.q_begin < 0 || item.q_begin >= item.q_end || item.q_end > request.q_rows) {
+  const PlanSegment& segment = segments_[static_cast<size_t>(item.segment)];
+  if (item.q_begin < 0 || item.q_begin >= item.q_end || item.q_end > segment.q_rows) {
     return fault("q range");
   }
-  if (item.head_begin() >= item.head_end() || item.head_end() > request.num_heads) {
+  if (item.head_begin() >= item.head_end() || item.head_end() > segment.num_heads) {
     return fault("head range");
   }
-  if (item.kv_begin < 0 || item.kv_begin > item.kv_end || item.kv_end > request.kv_rows) {
+  if (item.kv_begin < 0 || item.kv_begin > item.kv_end || item.kv_end > segment.kv_rows) {
     return fault("kv range");
   }
-  if (item.kv_after != request.kv_rows - item.kv_end) return fault("kv_after");
+  if (item.kv_after != segment.kv_rows - item.kv_end) return fault("kv_after");
   if (PackedRows(item) > traits_.tile_rows) return fault("more rows than a tile holds");
   if (traits_.max_heads_per_tile > 0 &&
       item.head_end() - item.head_begin() > traits_.max_heads_per_tile) {
@@ -107,10 +107,10 @@ std::string PlanChecker::Item(const WorkInfo& item) const {
   return "";
 }
 
-// The tiles of a request make a grid: bands of query rows, each cut into head ranges.
-std::string PlanChecker::Tiles(size_t request, std::span<const WorkInfo> items) {
-  const int32_t q_rows = requests_[request].q_rows;
-  const int32_t heads = requests_[request].num_heads;
+// The tiles of a segment make a grid: bands of query rows, each cut into head ranges.
+std::string PlanChecker::Tiles(size_t segment, std::span<const WorkInfo> items) {
+  const int32_t q_rows = segments_[segment].q_rows;
+  const int32_t heads = segments_[segment].num_heads;
   int32_t q = 0;     // rows before it are covered for all heads
   int32_t head = 0;  // heads before it are covered in the open band
   int32_t band_end = 0;
@@ -132,16 +132,16 @@ std::string PlanChecker::Tiles(size_t request, std::span<const WorkInfo> items) 
     i = end;
   }
   if (q != q_rows || head != 0) {
-    return absl::StrCat("request ", request, ": covered up to q ", q, " head ", head);
+    return absl::StrCat("segment ", segment, ": covered up to q ", q, " head ", head);
   }
   return "";
 }
 
 std::string PlanChecker::Tile(std::span<const WorkInfo> pieces) {
-  const PlanRequest& request = requests_[static_cast<size_t>(pieces[0].request)];
-  const int64_t hidden = request.causal ? int64_t{request.q_rows} - request.kv_rows : 0;
+  const PlanSegment& segment = segments_[static_cast<size_t>(pieces[0].segment)];
+  const int64_t hidden = segment.causal ? int64_t{segment.q_rows} - segment.kv_rows : 0;
   const auto sees = [&](int64_t q_row) {
-    return request.causal ? std::max<int64_t>(0, q_row + 1 - hidden) : int64_t{request.kv_rows};
+    return segment.causal ? std::max<int64_t>(0, q_row + 1 - hidden) : int64_t{segment.kv_rows};
   };
   const int64_t first_sees = sees(pieces[0].q_begin);
   const int64_t last_sees = sees(pieces[0].q_end - 1);
@@ -179,11 +179,11 @@ std::string PlanChecker::Reduce(const kernels::PlanView& view) {
   if (view.reduce_final_map.size() != tiles) return "reduce tiles are not the split tiles";
   if (view.reduce_partial_map.size() != partials_.size()) return "reduce partials are not all";
   if (view.reduce_indptr.front() != 0) return "reduce_indptr does not start at 0";
-  // Both lists are in order of (request, q, head).
+  // Both lists are in order of (segment, q, head).
   for (size_t t = 0; t < tiles; ++t) {
     const kernels::ReduceTile& final = view.reduce_final_map[t];
     const WorkInfo& first = partials_[split_begin_[t]];
-    if (final.request != first.request || final.q_begin != first.q_begin ||
+    if (final.segment != first.segment || final.q_begin != first.q_begin ||
         final.q_end != first.q_end || final.heads != first.heads) {
       return absl::StrCat("reduce tile ", t, " is not ", Describe(first));
     }

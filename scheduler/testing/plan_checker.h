@@ -23,18 +23,18 @@ class PlanChecker {
   //   - the reduce arrays name exactly the partial tiles of each split tile, in kv order, and
   //     partial rows do not overlap;
   //   - everything is inside the capacity, and `imbalance` is what the items say.
-  std::string Fault(std::span<const PlanRequest> requests, const kernels::PlanTraits& traits,
+  std::string Fault(std::span<const PlanSegment> segments, const kernels::PlanTraits& traits,
                     const kernels::PlanView& view, const PlanCapacity& capacity, double imbalance);
 
  private:
   std::string Shape(const kernels::PlanView& view, const PlanCapacity& capacity) const;
   std::string Item(const kernels::WorkInfo& item) const;
-  std::string Tiles(size_t request, std::span<const kernels::WorkInfo> items);
+  std::string Tiles(size_t segment, std::span<const kernels::WorkInfo> items);
   std::string Tile(std::span<const kernels::WorkInfo> pieces);
   std::string Reduce(const kernels::PlanView& view);
   std::string Balance(const kernels::PlanView& view, double imbalance) const;
 
-  std::span<const PlanRequest> requests_;
+  std::span<const PlanSegment> segments_;
   kernels::PlanTraits traits_;
   int64_t partial_rows_ = 0;
   // Scratch, kept between calls.

@@ -52,9 +52,9 @@ struct Row {
 // Requests in order fill units to an equal payload; a request that does not fit is split.
 class BareLoop {
  public:
-  BareLoop(const std::vector<PlanRequest>& requests, int32_t units)
+  BareLoop(const std::vector<PlanSegment>& requests, int32_t units)
       : units_(units), unit_begin_(static_cast<size_t>(units) + 1), splits_(requests.size() + 1) {
-    for (const PlanRequest& request : requests) kv_rows_.push_back(request.kv_rows);
+    for (const PlanSegment& request : requests) kv_rows_.push_back(request.kv_rows);
     items_.reserve(requests.size() + static_cast<size_t>(units) + 8);
   }
 
@@ -116,8 +116,8 @@ double MicrosOf(Call&& call) {
 Row Measure(const Shape& shape) {
   std::mt19937 random(1);
   std::uniform_int_distribution<int32_t> rows(1, 65536);
-  std::vector<PlanRequest> requests(static_cast<size_t>(shape.batch));
-  for (PlanRequest& request : requests) {
+  std::vector<PlanSegment> requests(static_cast<size_t>(shape.batch));
+  for (PlanSegment& request : requests) {
     request = {1, shape.ragged ? rows(random) : 4096, kHeads, true};
   }
   kernels::PlanTraits traits;

@@ -57,7 +57,7 @@ MUTATIONS = (
              "amd/attend_expanded.h", "if (position >= state.limit",
              "if (position > state.limit"),
     Mutation("mask_of_the_last_query_row", "Causal rows do not see their own key.", "common/item.h",
-             "request->q_rows + query(p) + 1;", "request->q_rows + query(p);"),
+             "segment->q_rows + query(p) + 1;", "segment->q_rows + query(p);"),
     Mutation("mask_tiles_judged_too_late", "A tile that the first row sees in part is not masked.",
              "common/attend.h",
              "const bool masked = first + C::kTileKv > unmasked_end;",

@@ -186,15 +186,16 @@ bool Parse(int argc, char** argv, Flags& flags) {
 }
 
 struct Gpu {
-  gpu::HipBackendOptions options;
-  std::unique_ptr<gpu::HipBackend> backend;
+  kernels::hip::HipBackendOptions options;
+  std::unique_ptr<kernels::hip::HipBackend> backend;
 };
 
 // The first vendor whose backend can be made; prints why the others can not.
 absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
   absl::Status last;
-  for (const gpu::Vendor vendor : {gpu::Vendor::kAmd, gpu::Vendor::kNvidia}) {
-    gpu::HipBackendOptions options;
+  for (const kernels::hip::Vendor vendor :
+       {kernels::hip::Vendor::kAmd, kernels::hip::Vendor::kNvidia}) {
+    kernels::hip::HipBackendOptions options;
     options.vendor = vendor;
     options.watchdog_ms = flags.watchdog_ms;
     options.self_test = flags.self_test;
@@ -205,7 +206,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
       for (const char* arch : {"gfx950", "gfx942", "sm_90"})
         options.images.push_back({arch, bytes});
     }
-    auto backend = gpu::HipBackend::Create(options);
+    auto backend = kernels::hip::HipBackend::Create(options);
     if (backend.ok()) {
       std::printf("backend %s on %s, %d units\n", (*backend)->Info().name.c_str(),
                   (*backend)->Info().device.c_str(), (*backend)->Info().units);
@@ -213,7 +214,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
       return Gpu{options, *std::move(backend)};
     }
     last = backend.status();
-    std::printf("%s: %s\n", vendor == gpu::Vendor::kAmd ? "hip" : "cuda",
+    std::printf("%s: %s\n", vendor == kernels::hip::Vendor::kAmd ? "hip" : "cuda",
                 std::string(last.message()).c_str());
   }
   return last;
@@ -222,7 +223,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
 // `count` sampled cases that the backend says it can run, and the directed ones. Between the
 // projections they have the dtypes that the backend asks for.
 std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
-                                     const gpu::HipBackend& backend) {
+                                     const kernels::hip::HipBackend& backend) {
   const auto wanted = [&](CaseSpec& spec) {
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     const kernels::AttentionDesc desc = spec.Desc();
@@ -252,7 +253,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
 // What --shape asks for.
 absl::StatusOr<std::vector<CaseSpec>> DirectedCases(const Flags& flags,
                                                     const SamplerOptions& sampler,
-                                                    const gpu::HipBackend& backend) {
+                                                    const kernels::hip::HipBackend& backend) {
   std::vector<CaseSpec> cases;
   for (const std::string& text : flags.directed) {
     auto spec = ParseCase(sampler, 4000000 + cases.size(), text);
@@ -274,7 +275,7 @@ absl::StatusOr<SuiteOptions> Suite(const Flags& flags, const Gpu& gpu) {
   options.subjects = {
       {"gpu",
        [gpu_options = gpu.options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
-         auto backend = gpu::HipBackend::Create(gpu_options);
+         auto backend = kernels::hip::HipBackend::Create(gpu_options);
          if (!backend.ok()) return backend.status();
          return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
        },

@@ -95,9 +95,10 @@ bool Parse(int argc, char** argv, Flags& flags) {
          (flags.arch == "gfx950" || flags.arch == "gfx942" || flags.arch == "sm_90");
 }
 
-gpu::HipBackendOptions DeviceOptions(const Flags& flags) {
-  gpu::HipBackendOptions options;
-  options.vendor = flags.arch == "sm_90" ? gpu::Vendor::kNvidia : gpu::Vendor::kAmd;
+kernels::hip::HipBackendOptions DeviceOptions(const Flags& flags) {
+  kernels::hip::HipBackendOptions options;
+  options.vendor =
+      flags.arch == "sm_90" ? kernels::hip::Vendor::kNvidia : kernels::hip::Vendor::kAmd;
   options.libraries = {kLibrary};
   options.watchdog_ms = 600000;
   options.self_test = false;
@@ -118,7 +119,7 @@ constexpr const char* kDirected[] = {
 
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
-std::vector<CaseSpec> Cases(const Flags& flags, const gpu::HipBackend& backend) {
+std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& backend) {
   SamplerOptions sampler;
   sampler.seed = flags.seed;
   sampler.geometries = {{1, 512, 64, 128, 128}};
@@ -151,11 +152,11 @@ std::vector<CaseSpec> Cases(const Flags& flags, const gpu::HipBackend& backend) 
   return {first, first + static_cast<ptrdiff_t>(std::min(flags.count, cases.size() - flags.first))};
 }
 
-SuiteOptions Suite(const Flags& flags, const gpu::HipBackendOptions& device) {
+SuiteOptions Suite(const Flags& flags, const kernels::hip::HipBackendOptions& device) {
   SuiteOptions suite;
   suite.subjects = {{"host " + flags.arch,
                      [device]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
-                       auto backend = gpu::HipBackend::Create(device);
+                       auto backend = kernels::hip::HipBackend::Create(device);
                        if (!backend.ok()) return backend.status();
                        return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
                      },
@@ -212,11 +213,11 @@ int Main(int argc, char** argv) {
   }
   using GetControl = fake_hip::Control* (*)();
   reinterpret_cast<GetControl>(dlsym(library, "fake_hip_control"))()->arch = flags.arch.c_str();
-  gpu::HipBackendOptions device = DeviceOptions(flags);
+  kernels::hip::HipBackendOptions device = DeviceOptions(flags);
   const std::string text = "fake image for " + flags.arch + '\0';
   const std::string& image = flags.image.empty() ? text : flags.image;
   device.images = {{flags.arch, std::as_bytes(std::span<const char>(image))}};
-  auto backend = gpu::HipBackend::Create(device);
+  auto backend = kernels::hip::HipBackend::Create(device);
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 2;

@@ -123,7 +123,7 @@ class WrongScale final : public kernels::HostBackend {
     kernels::ReferenceScratch scratch;
     const kernels::PoolView pool = Pool(launch.page_tables);
     for (const auto& record : launch.appends) AppendRows(pool, record, 0, record.rows);
-    for (kernels::RequestRecord request : launch.absorbed.requests) {
+    for (kernels::SegmentRecord request : launch.absorbed.segments) {
       request.softmax_scale *= 1.25f;
       for (int32_t row = 0; row < request.q_rows; ++row) {
         for (int32_t head = 0; head < request.num_heads; ++head) {

@@ -12,7 +12,7 @@
 #include "kernels/launch/launch_layout.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 inline constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
 inline constexpr char kImage950[] = "fake image for gfx950";
@@ -92,7 +92,7 @@ class BackendOnFakeTest : public ::testing::Test {
     l.max_o_dim = 512;
     l.staging_in_bytes = l.staging_out_bytes = l.slot_workspace_bytes = 1 << 16;
     l.work_items = l.reduce_tiles = l.reduce_partials = 16;
-    l.round_items = l.round_segments = 64;
+    l.round_items = l.round_expansions = 64;
     return l;
   }
   // Appends `rows` rows at `kv`, an address that the launch sees, to the first page.
@@ -119,6 +119,6 @@ class BackendOnFakeTest : public ::testing::Test {
   fake_hip::Control* control_ = nullptr;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_TESTS_FAKE_HIP_BACKEND_FIXTURE_H_

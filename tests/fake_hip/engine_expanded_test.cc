@@ -16,7 +16,7 @@
 #include "tests/fake_hip/backend_fixture.h"
 #include "tests/fake_hip/expanded_engine.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using ::testing::HasSubstr;
@@ -469,4 +469,4 @@ TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -7,7 +7,7 @@
 #include "scheduler/testing/engine_harness.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using scheduler::StreamId;
@@ -159,7 +159,7 @@ TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
     // One work item each of at least three requests, one unit's range and more.
     EXPECT_GT(layers[0].bytes, layers[1].bytes + 3 * int64_t{sizeof(kernels::WorkInfo)});
     // Records of three requests and their rows, the inputs, and the alignment of each array.
-    const int64_t records = 3 * int64_t{sizeof(kernels::RequestRecord)} +
+    const int64_t records = 3 * int64_t{sizeof(kernels::SegmentRecord)} +
                             3 * int64_t{sizeof(kernels::AppendRecord)} + 4 * 4;
     const int64_t inputs = 3 * 1152 + 3 * kHeads * 1152;
     EXPECT_LE(layers[1].bytes, records + inputs + 8 * kRegionAlignment);
@@ -213,4 +213,4 @@ TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

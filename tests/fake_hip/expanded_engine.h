@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "scheduler/testing/engine_harness.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // From this many rows of a request on the GPU takes the expanded form (128/128 dims).
 inline constexpr int kExpandedFormRows = 129;
@@ -182,6 +182,6 @@ inline void ExpectSame(const scheduler::testing::TestRequest& got,
   for (size_t i = 0; i < got.lse.size(); ++i) ASSERT_NEAR(got.lse[i], want.lse[i], 1e-3) << i;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_

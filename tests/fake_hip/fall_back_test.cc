@@ -8,7 +8,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using ::testing::HasSubstr;
@@ -117,4 +117,4 @@ INSTANTIATE_TEST_SUITE_P(Vendors, FallBackTest,
                          [](const auto& machine) { return std::string(machine.param.row); });
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -11,7 +11,7 @@
 #include "tests/conformance/suite/suite.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using ::testing::HasSubstr;
@@ -448,4 +448,4 @@ TEST_F(HipBackendTest, WatchdogEndsAHungLaunch) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

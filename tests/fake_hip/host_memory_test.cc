@@ -12,7 +12,7 @@
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using ::testing::HasSubstr;
@@ -200,4 +200,4 @@ TEST_F(HostMemoryTest, PartsLieSideBySideWhereverTheyComeFrom) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

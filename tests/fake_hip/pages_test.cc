@@ -6,7 +6,7 @@
 #include "kernels/hip/common/kernel_args.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 class PagesTest : public BackendOnFakeTest {
@@ -74,4 +74,4 @@ TEST_F(PagesTest, AListOfTableRangesIsOneKernel) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -7,7 +7,7 @@
 #include "gtest/gtest.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using kernels::Bf16;
@@ -253,4 +253,4 @@ TEST_F(WeightsTest, BadUploadsAreRefused) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

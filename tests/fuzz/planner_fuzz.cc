@@ -18,16 +18,16 @@ namespace {
 using kernels::PlanTraits;
 using scheduler::PlanCapacity;
 using scheduler::Planner;
-using scheduler::PlanRequest;
+using scheduler::PlanSegment;
 
 constexpr int64_t kMostPieces = 3000;  // that are judged; more take too long
 
-// An input: traits, which array is too short by how much, then requests. Numbers in little endian.
+// An input: traits, which array is too short by how much, then segments. Numbers in little endian.
 struct Batch {
   PlanTraits traits;
   uint8_t short_array = 0;  // 0: none
   uint8_t missing = 0;
-  std::vector<PlanRequest> requests;
+  std::vector<PlanSegment> segments;
 };
 
 template <typename T>
@@ -65,11 +65,11 @@ bool Parse(const std::string& input, Batch* batch) {
         !Take(input, &at, &causal)) {
       return true;
     }
-    batch->requests.push_back({q_rows, kv_rows, heads, causal % 2 == 1});
+    batch->segments.push_back({q_rows, kv_rows, heads, causal % 2 == 1});
   }
 }
 
-std::string Encode(const PlanTraits& t, const std::vector<PlanRequest>& requests) {
+std::string Encode(const PlanTraits& t, const std::vector<PlanSegment>& segments) {
   std::string text;
   for (const int32_t value : {t.units, t.tile_rows, t.max_heads_per_tile, t.kv_granularity,
                               t.item_overhead_rows, t.min_charged_rows}) {
@@ -78,11 +78,11 @@ std::string Encode(const PlanTraits& t, const std::vector<PlanRequest>& requests
   Put(t.fixed_split_rows, &text);
   Put(uint8_t{0}, &text);
   Put(uint8_t{0}, &text);
-  for (const PlanRequest& request : requests) {
-    Put(static_cast<int16_t>(request.q_rows), &text);
-    Put(request.kv_rows, &text);
-    Put(static_cast<uint16_t>(request.num_heads), &text);
-    Put(static_cast<uint8_t>(request.causal), &text);
+  for (const PlanSegment& segment : segments) {
+    Put(static_cast<int16_t>(segment.q_rows), &text);
+    Put(segment.kv_rows, &text);
+    Put(static_cast<uint16_t>(segment.num_heads), &text);
+    Put(static_cast<uint8_t>(segment.causal), &text);
   }
   return text;
 }
@@ -92,7 +92,7 @@ bool IsValid(const Batch& batch) {
   return t.units >= 1 && t.tile_rows >= 1 && t.max_heads_per_tile >= 0 && t.kv_granularity >= 1 &&
          t.item_overhead_rows >= 0 && t.min_charged_rows >= 0 &&
          t.min_charged_rows <= t.tile_rows && t.fixed_split_rows >= 0 &&
-         std::all_of(batch.requests.begin(), batch.requests.end(), [](const PlanRequest& r) {
+         std::all_of(batch.segments.begin(), batch.segments.end(), [](const PlanSegment& r) {
            return r.q_rows >= 0 && r.kv_rows >= 0 && r.num_heads >= 1;
          });
 }
@@ -101,7 +101,7 @@ bool IsValid(const Batch& batch) {
 int64_t PiecesOf(const Batch& batch) {
   const PlanTraits& t = batch.traits;
   int64_t pieces = 0;
-  for (const PlanRequest& r : batch.requests) {
+  for (const PlanSegment& r : batch.segments) {
     int32_t heads = std::min(t.tile_rows, r.num_heads);
     if (t.max_heads_per_tile > 0) heads = std::min(heads, t.max_heads_per_tile);
     const int64_t tiles = int64_t{r.q_rows} * ((r.num_heads + heads - 1) / heads);
@@ -112,9 +112,9 @@ int64_t PiecesOf(const Batch& batch) {
 
 PlanCapacity CapacityFor(const Batch& batch) {
   scheduler::PlanLimits limits;
-  limits.requests = static_cast<int32_t>(batch.requests.size());
+  limits.segments = static_cast<int32_t>(batch.segments.size());
   limits.max_heads = 1;
-  for (const PlanRequest& r : batch.requests) {
+  for (const PlanSegment& r : batch.segments) {
     limits.q_rows += r.q_rows;
     limits.packed_rows += int64_t{r.q_rows} * r.num_heads;
     limits.kv_rows = std::max(limits.kv_rows, r.kv_rows);
@@ -144,7 +144,7 @@ std::string Plan(const std::string& input) {
   Planner planner;
   if (!IsValid(batch)) {
     const auto buffers = scheduler::testing::MakeBuffers({1, 16, 16, 16, 16});
-    const absl::Status refused = planner.Build(batch.requests, batch.traits, *buffers).status();
+    const absl::Status refused = planner.Build(batch.segments, batch.traits, *buffers).status();
     return absl::IsInvalidArgument(refused) ? "" : "an invalid batch: " + refused.ToString();
   }
   if (PiecesOf(batch) > kMostPieces) return "";
@@ -153,13 +153,13 @@ std::string Plan(const std::string& input) {
   if (capacity.bytes() > (int64_t{64} << 20) || capacity.partial_rows > INT32_MAX / 2) return "";
   const bool shortened = Shorten(batch, &capacity);
   const auto buffers = scheduler::testing::MakeBuffers(capacity);
-  const auto view = planner.Build(batch.requests, batch.traits, *buffers);
+  const auto view = planner.Build(batch.segments, batch.traits, *buffers);
   if (!view.ok()) {
     return shortened && absl::IsResourceExhausted(view.status())
                ? ""
                : "a valid batch: " + view.status().ToString();
   }
-  return checker.Fault(batch.requests, batch.traits, *view, capacity, planner.last_imbalance());
+  return checker.Fault(batch.segments, batch.traits, *view, capacity, planner.last_imbalance());
 }
 
 }  // namespace
@@ -181,7 +181,7 @@ FuzzTarget TargetUnderTest() {
   target.seeds.push_back(Encode(traits, {{2, 4097, 3, true}, {1, 1, 1, true}}));
   for (const std::string& seed : target.seeds) {
     Batch batch;
-    const bool plans = Parse(seed, &batch) && IsValid(batch) && !batch.requests.empty() &&
+    const bool plans = Parse(seed, &batch) && IsValid(batch) && !batch.segments.empty() &&
                        PiecesOf(batch) <= kMostPieces;
     Require(plans ? "" : "a seed that is not planned");
   }

@@ -4,7 +4,7 @@
 
 namespace mla::tile_test {
 
-constexpr gpu::host::Kernel kKernels[] = {
+constexpr kernels::hip::host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(probe_scores_16),    MLA_HOST_KERNEL(probe_scores_32),
     MLA_HOST_KERNEL(probe_outputs_16),   MLA_HOST_KERNEL(probe_outputs_32),
     MLA_HOST_KERNEL(probe_chain_16),     MLA_HOST_KERNEL(probe_chain_32),

@@ -16,15 +16,15 @@
 
 namespace mla::tile_test {
 
-namespace tile = gpu::tile;
-using gpu::Chunk;
+namespace tile = kernels::hip::tile;
+using kernels::hip::Chunk;
 
 // A row-major [rows, cols] matrix into a tile of kTileRows rows.
 template <int kTileRows>
 MLA_DEVICE void stage(tile::lds_t at, const uint16_t* from, int rows, int cols, int threads) {
-  for (int i = gpu::thread_index(); i < rows * cols / 8; i += threads) {
+  for (int i = kernels::hip::thread_index(); i < rows * cols / 8; i += threads) {
     tile::store_chunk(tile::chunk_at<kTileRows>(at, i / (cols / 8), i % (cols / 8)),
-                      gpu::load_chunk(from, i * 8, false, true));
+                      kernels::hip::load_chunk(from, i * 8, false, true));
   }
 }
 
@@ -46,7 +46,7 @@ struct Probe {
     const int lane = tile::lane_index();
     stage<kRows>(tile_a(), args.a, kRows, kDepth, tile::kWave);
     stage<kKvRows>(tile_b(), args.b, kKvRows, kDepth, tile::kWave);
-    gpu::block_barrier();
+    kernels::hip::block_barrier();
     for (int f = 0; f < kFragments; ++f) {
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
@@ -64,7 +64,7 @@ struct Probe {
         W::scores(s[f], q, k);
       }
     }
-    gpu::block_barrier();
+    kernels::hip::block_barrier();
   }
 
   MLA_DEVICE static void scores(const ProbeArgs& args) {
@@ -113,7 +113,7 @@ struct Probe {
     const int lane = tile::lane_index();
     stage<kRows>(tile_a(), args.a, kRows, kKvRows, tile::kWave);
     stage<kKvRows>(tile_b(), args.b, kKvRows, kOutCols, tile::kWave);
-    gpu::block_barrier();
+    kernels::hip::block_barrier();
     multiply_outputs(args, tile_b(), [lane](typename W::P& p, int step) {
       W::template load_p<kRows>(p, tile_a(), 0, step, lane);
     });
@@ -132,7 +132,7 @@ struct Probe {
     for (int f = 0; f < kFragments; ++f) {
       W::template store_p<kRows>(tile_a(), 0, f * W::kScoreCols, s[f], lane);
     }
-    gpu::block_barrier();
+    kernels::hip::block_barrier();
     multiply_outputs(args, tile_c(), [lane](typename W::P& p, int step) {
       W::template load_p<kRows>(p, tile_a(), 0, step, lane);
     });
@@ -170,11 +170,11 @@ struct CopyConfig {
 };
 MLA_DEVICE void copy(const ProbeArgs& args) {
   constexpr int kWaves = 4;
-  using Stream = gpu::KvStream<CopyConfig, kWaves>;
+  using Stream = kernels::hip::KvStream<CopyConfig, kWaves>;
   const tile::lds_t stages = tile::shared_base<2 * Stream::kStageBytes + Stream::kLookUpBytes>();
   const auto* table = reinterpret_cast<const uint32_t*>(args.b);
-  const gpu::PagedRows pages(table, 0, reinterpret_cast<const uint8_t*>(args.a), 0, kCopyDim * 2,
-                             kCopyPage, kCopyPage * kCopyDim * 2);
+  const kernels::hip::PagedRows pages(table, 0, reinterpret_cast<const uint8_t*>(args.a), 0,
+                                      kCopyDim * 2, kCopyPage, kCopyPage * kCopyDim * 2);
   Stream stream(pages, 0, kKvRows, stages, stages + 2 * Stream::kStageBytes, tile::wave_index());
   stream.look_up(0);
   if constexpr (Stream::kInLds) {
@@ -192,14 +192,15 @@ MLA_DEVICE void copy(const ProbeArgs& args) {
     if constexpr (Stream::kInLds) stream.look_up(3);
     stream.template wait<1>();
   }
-  gpu::block_barrier();
-  for (int i = gpu::thread_index(); i < kKvRows * kCopyDim / 8; i += kWaves * tile::kWave) {
+  kernels::hip::block_barrier();
+  for (int i = kernels::hip::thread_index(); i < kKvRows * kCopyDim / 8;
+       i += kWaves * tile::kWave) {
     const int row = i / (kCopyDim / 8), chunk = i % (kCopyDim / 8);
     const Chunk c = tile::load_chunk_shared(tile::chunk_at<kKvRows>(stages, row, chunk));
     for (int e = 0; e < 8; ++e) {
       const uint32_t word = c.w[e >> 1];
       args.out[row * kCopyDim + chunk * 8 + e] =
-          gpu::bits_to_float((e & 1) != 0 ? word & 0xffff0000u : word << 16);
+          kernels::hip::bits_to_float((e & 1) != 0 ? word & 0xffff0000u : word << 16);
     }
   }
   if constexpr (!tile::Copies::kThroughRegisters) stream.template wait<0>();
@@ -209,10 +210,10 @@ MLA_PROBE(copy, 4 * tile::kWave, copy)
 MLA_DEVICE void math(const ProbeArgs& args) {
   for (int i = tile::lane_index(); i < kMathValues; i += tile::kWave) {
     const float x = args.c32[i];
-    args.out[i] = gpu::exp2_fast(x);
-    args.out[kMathValues + i] = gpu::log2_fast(x);
+    args.out[i] = kernels::hip::exp2_fast(x);
+    args.out[kMathValues + i] = kernels::hip::log2_fast(x);
     args.out[2 * kMathValues + i] =
-        gpu::bits_to_float(gpu::pack_bf16(x, args.c32[(i + 1) % kMathValues]));
+        kernels::hip::bits_to_float(kernels::hip::pack_bf16(x, args.c32[(i + 1) % kMathValues]));
   }
 }
 MLA_PROBE(math, tile::kWave, math)
@@ -234,7 +235,7 @@ MLA_PROBE(lanes, tile::kWave, lanes)
 constexpr int kGroupThreads = 128;
 
 MLA_DEVICE int group_row(int slot) {
-  return (gpu::thread_index() >> 5) * 16 + slot * 8 + (tile::lane_index() >> 2);
+  return (kernels::hip::thread_index() >> 5) * 16 + slot * 8 + (tile::lane_index() >> 2);
 }
 // Element i of a warpgroup's accumulators lies in slot (i >> 1) & 1 and this column.
 MLA_DEVICE int group_col(int i) { return 8 * (i >> 2) + 2 * (tile::lane_index() & 3) + (i & 1); }
@@ -244,7 +245,7 @@ MLA_DEVICE void wgmma_scores(const ProbeArgs& args) {
   stage<kGroupRows>(a, args.a, kGroupRows, kDepth, kGroupThreads);
   stage<kKvRows>(b, args.b, kKvRows, kDepth, kGroupThreads);
   tile::publish_shared();
-  gpu::block_barrier();
+  kernels::hip::block_barrier();
   float c[32];
   tile::wgmma_begin();
 #pragma unroll
@@ -273,7 +274,7 @@ MLA_DEVICE void wgmma_outputs(const ProbeArgs& args) {
   stage<kGroupRows>(a, args.a, kGroupRows, kKvRows, kGroupThreads);
   stage<kKvRows>(b, args.b, kKvRows, kGroupCols, kGroupThreads);
   tile::publish_shared();
-  gpu::block_barrier();
+  kernels::hip::block_barrier();
   float c[128];
 #pragma unroll
   for (int i = 0; i < 128; ++i) c[i] = 0.0f;
@@ -317,27 +318,27 @@ MLA_DEVICE void matrices(const ProbeArgs& args) {
   const int lane = tile::lane_index();
   const uint32_t a = tile::shared_base<kSharedBytes>(), back = a + 16 * 128;
   stage<16>(a, args.a, 16, 16, tile::kWave);
-  gpu::block_barrier();
+  kernels::hip::block_barrier();
   uint32_t r[2][4];
   const uint32_t at = tile::chunk_at<16>(a, lane & 15, lane >> 4);
   tile::load_matrices(r[0], at);
   tile::load_matrices_transposed(r[1], at);
   tile::store_matrices(tile::chunk_at<16>(back, lane & 15, lane >> 4), r[0][0], r[0][1], r[0][2],
                        r[0][3]);
-  gpu::block_barrier();
+  kernels::hip::block_barrier();
   for (int m = 0; m < 4; ++m) {
     const int row = (m & 1) * 8 + (lane >> 2), col = (m >> 1) * 8 + 2 * (lane & 3);
     for (int e = 0; e < 2; ++e) {
       for (int t = 0; t < 2; ++t) {
         args.out[t * 256 + row * 16 + col + e] =
-            gpu::bits_to_float(e != 0 ? r[t][m] & 0xffff0000u : r[t][m] << 16);
+            kernels::hip::bits_to_float(e != 0 ? r[t][m] & 0xffff0000u : r[t][m] << 16);
       }
     }
   }
   for (int i = lane; i < 16 * 16; i += 32) {
     const Chunk c = tile::load_chunk_shared(tile::chunk_at<16>(back, i >> 4, (i & 15) >> 3));
     const uint32_t word = c.w[(i & 7) >> 1];
-    args.out[512 + i] = gpu::bits_to_float((i & 1) != 0 ? word & 0xffff0000u : word << 16);
+    args.out[512 + i] = kernels::hip::bits_to_float((i & 1) != 0 ? word & 0xffff0000u : word << 16);
   }
 }
 MLA_PROBE(matrices, tile::kWave, matrices)
@@ -346,18 +347,18 @@ MLA_PROBE(matrices, tile::kWave, matrices)
 MLA_DEVICE void barriers(const ProbeArgs& args) {
   const uint32_t at = tile::shared_base<kSharedBytes>();
   const uint32_t filled = at + kKvRows * 128, emptied = filled + 8;
-  const int thread = gpu::thread_index() & (kGroupThreads - 1);
-  if (gpu::thread_index() == 0) {
+  const int thread = kernels::hip::thread_index() & (kGroupThreads - 1);
+  if (kernels::hip::thread_index() == 0) {
     tile::barrier_init(filled, kGroupThreads);
     tile::barrier_init(emptied, kGroupThreads);
   }
-  gpu::block_barrier();
+  kernels::hip::block_barrier();
   constexpr int kRounds = 4, kRoundRows = kKvRows / kRounds;
   for (int round = 0; round < kRounds; ++round) {
     const uint16_t* rows = args.a + round * kRoundRows * kDepth;
     const int row = thread >> 3, chunk = thread & 7;
     const uint32_t target = tile::chunk_at<kKvRows>(at, row, chunk);
-    if (gpu::thread_index() < kGroupThreads) {
+    if (kernels::hip::thread_index() < kGroupThreads) {
       if (round > 0) tile::barrier_wait(emptied, (round - 1) & 1);
       tile::copy_chunk(target, rows + row * kDepth + chunk * 8);
       tile::barrier_arrive_after_copies(filled);
@@ -371,7 +372,7 @@ MLA_DEVICE void barriers(const ProbeArgs& args) {
       for (int e = 0; e < 8 && seen; ++e) {
         const uint32_t word = c.w[e >> 1];
         args.out[(round * kRoundRows + (other >> 3)) * kDepth + (other & 7) * 8 + e] =
-            gpu::bits_to_float((e & 1) != 0 ? word & 0xffff0000u : word << 16);
+            kernels::hip::bits_to_float((e & 1) != 0 ? word & 0xffff0000u : word << 16);
       }
       tile::barrier_arrive(emptied);
     }

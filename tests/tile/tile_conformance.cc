@@ -37,10 +37,10 @@ extern const std::byte mla_probe_sm_90_begin[], mla_probe_sm_90_end[];
 namespace mla::tile_test {
 namespace {
 
-using gpu::GpuRuntime;
 using kernels::Bf16;
 using kernels::ToBf16;
 using kernels::ToFloat;
+using kernels::hip::GpuRuntime;
 
 struct Matrix {
   int rows, cols;
@@ -116,11 +116,11 @@ class Device {
     std::string arch;
     std::span<const std::byte> bytes;
   };
-  static absl::StatusOr<std::unique_ptr<Device>> Open(gpu::Vendor vendor,
+  static absl::StatusOr<std::unique_ptr<Device>> Open(kernels::hip::Vendor vendor,
                                                       const std::string& library,
                                                       const std::vector<Image>& images);
   const GpuRuntime& runtime() const { return *runtime_; }
-  int wave() const { return runtime_->vendor() == gpu::Vendor::kAmd ? 64 : 32; }
+  int wave() const { return runtime_->vendor() == kernels::hip::Vendor::kAmd ? 64 : 32; }
   // Elements that are wrong; the first ones are printed.
   absl::StatusOr<int64_t> Run(const Case& c);
 
@@ -129,9 +129,9 @@ class Device {
   absl::StatusOr<const T*> Upload(const std::vector<T>& values);
 
   std::unique_ptr<GpuRuntime> runtime_;
-  gpu::Module module_ = nullptr;
-  gpu::Stream stream_ = nullptr;
-  std::vector<gpu::DeviceBuffer> buffers_;  // of the case that runs
+  kernels::hip::Module module_ = nullptr;
+  kernels::hip::Stream stream_ = nullptr;
+  std::vector<kernels::hip::DeviceBuffer> buffers_;  // of the case that runs
 };
 
 Device::~Device() {
@@ -141,7 +141,8 @@ Device::~Device() {
   runtime_->Unload(module_);
 }
 
-absl::StatusOr<std::unique_ptr<Device>> Device::Open(gpu::Vendor vendor, const std::string& library,
+absl::StatusOr<std::unique_ptr<Device>> Device::Open(kernels::hip::Vendor vendor,
+                                                     const std::string& library,
                                                      const std::vector<Image>& images) {
   std::vector<std::string> libraries;
   if (!library.empty()) libraries.push_back(library);
@@ -169,7 +170,7 @@ template <class T>
 absl::StatusOr<const T*> Device::Upload(const std::vector<T>& values) {
   if (values.empty()) return nullptr;
   const auto bytes = static_cast<int64_t>(values.size() * sizeof(T));
-  auto buffer = gpu::DeviceBuffer::Create(runtime_.get(), "operand", bytes);
+  auto buffer = kernels::hip::DeviceBuffer::Create(runtime_.get(), "operand", bytes);
   if (!buffer.ok()) return buffer.status();
   if (absl::Status s = runtime_->CopyIn(buffer->at(), values.data(), bytes, stream_); !s.ok()) {
     return s;
@@ -191,13 +192,13 @@ absl::StatusOr<int64_t> Device::Run(const Case& c) {
   if (!function.ok()) return function.status();
   absl::Status s = runtime_->AllowSharedBytes(*function, kSharedBytes);
   if (!s.ok()) return s;
-  gpu::LaunchShape shape;
+  kernels::hip::LaunchShape shape;
   shape.threads = c.threads;
-  shape.shared_bytes = runtime_->vendor() == gpu::Vendor::kAmd ? 0 : kSharedBytes;
+  shape.shared_bytes = runtime_->vendor() == kernels::hip::Vendor::kAmd ? 0 : kSharedBytes;
   const ProbeArgs args{*a, *b, *operand_c, *c32, const_cast<float*>(*results)};
   s = runtime_->Launch(*function, shape, &args, stream_);
   if (s.ok()) {
-    s = runtime_->CopyOut(out.data(), reinterpret_cast<gpu::DevicePtr>(*results),
+    s = runtime_->CopyOut(out.data(), reinterpret_cast<kernels::hip::DevicePtr>(*results),
                           static_cast<int64_t>(out.size() * sizeof(float)), stream_);
   }
   if (s.ok()) s = runtime_->Synchronize(stream_);
@@ -404,12 +405,14 @@ std::unique_ptr<Device> FindDevice(const Flags& flags) {
       built_in("gfx950", mla_probe_gfx950_begin, mla_probe_gfx950_end),
       built_in("gfx942", mla_probe_gfx942_begin, mla_probe_gfx942_end),
       built_in("sm_90", mla_probe_sm_90_begin, mla_probe_sm_90_end)};
-  std::vector<gpu::Vendor> vendors = {gpu::Vendor::kAmd, gpu::Vendor::kNvidia};
+  std::vector<kernels::hip::Vendor> vendors = {kernels::hip::Vendor::kAmd,
+                                               kernels::hip::Vendor::kNvidia};
   if (!flags.image.empty()) {
     images = {{flags.arch, std::as_bytes(std::span<const char>(flags.image))}};
-    vendors = {flags.arch.starts_with("gfx") ? gpu::Vendor::kAmd : gpu::Vendor::kNvidia};
+    vendors = {flags.arch.starts_with("gfx") ? kernels::hip::Vendor::kAmd
+                                             : kernels::hip::Vendor::kNvidia};
   }
-  for (const gpu::Vendor vendor : vendors) {
+  for (const kernels::hip::Vendor vendor : vendors) {
     auto opened = Device::Open(vendor, flags.library, images);
     if (opened.ok()) return *std::move(opened);
     std::printf("%s\n", std::string(opened.status().message()).c_str());
@@ -430,7 +433,7 @@ int Main(int argc, char** argv) {
   AddRows(device->wave(), cases);
   AddCopy(device->wave(), cases);
   AddArithmetic(device->wave(), cases);
-  if (device->runtime().vendor() == gpu::Vendor::kNvidia) AddWarpgroups(cases);
+  if (device->runtime().vendor() == kernels::hip::Vendor::kNvidia) AddWarpgroups(cases);
   int64_t elements = 0, wrong = 0;
   for (const Case& c : cases) {
     auto result = device->Run(c);

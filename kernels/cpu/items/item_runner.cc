@@ -16,7 +16,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr double kLn2 = 0.6931471805599453;
 
 // One group of packed rows of an item. Packed row n is query row q_begin + n / heads, head
-// head_begin + n % heads, of the request.
+// head_begin + n % heads, of the segment.
 struct Group {
   int32_t q_begin, heads, head_begin;
   int32_t rows;        // packed rows of the group
@@ -41,13 +41,13 @@ class ItemState {
       : context_(context),
         kernels_(*context.kernels),
         at_(context.layout),
-        request_(context.params->requests[static_cast<size_t>(work.request)]),
+        segment_(context.params->segments[static_cast<size_t>(work.segment)]),
         work_(work),
         scratch_(scratch),
-        kv_(context, request_, weights, scratch) {}
+        kv_(context, segment_, weights, scratch) {}
 
   void RunGroup(const Group& group);
-  void SelectHead(int32_t head) { kv_.SelectHead(request_.head_offset + head); }
+  void SelectHead(int32_t head) { kv_.SelectHead(segment_.head_offset + head); }
 
  private:
   template <typename T>
@@ -73,7 +73,7 @@ class ItemState {
   const RunContext& context_;
   const KernelSet& kernels_;
   const RunLayout& at_;
-  const RequestRecord& request_;
+  const SegmentRecord& segment_;
   const WorkInfo& work_;
   std::byte* scratch_;
   KvOperands kv_;
@@ -84,9 +84,9 @@ class ItemState {
 const void* ItemState::QueryRow(const Group& group, int32_t n, int32_t place) const {
   const auto size = static_cast<int64_t>(ElementSize(context_.params->desc.q_dtype));
   const int64_t begin =
-      size * (group.query_row(n) * request_.q_row_stride + group.head(n) * request_.q_head_stride);
-  const auto* const pieces = FragmentsOf(context_.params->q_fragments, work_.request);
-  if (pieces == nullptr) return static_cast<const std::byte*>(request_.q) + begin;
+      size * (group.query_row(n) * segment_.q_row_stride + group.head(n) * segment_.q_head_stride);
+  const auto* const pieces = FragmentsOf(context_.params->q_fragments, work_.segment);
+  if (pieces == nullptr) return static_cast<const std::byte*>(segment_.q) + begin;
   return ReadFragments(*pieces, begin, at_.key_dim * size,
                        scratch_ + at_.query_rows + place * at_.query_row_bytes);
 }
@@ -146,15 +146,15 @@ void ItemState::PackQueries(const Group& group) {
   }
 }
 
-// visible[n] = KV rows [0, visible[n]) of the request that packed row n sees, cut at the item's
+// visible[n] = KV rows [0, visible[n]) of the segment that packed row n sees, cut at the item's
 // end. Returns the largest.
 int32_t ItemState::SetVisible(const Group& group) {
   int32_t* visible = As<int32_t>(at_.visible);
   int32_t largest = 0;
   few_keys_ = false;
   for (int32_t n = 0; n < group.rows; ++n) {
-    int32_t seen = request_.kv_rows;
-    if (request_.causal != 0) seen = request_.kv_rows - request_.q_rows + group.query_row(n) + 1;
+    int32_t seen = segment_.kv_rows;
+    if (segment_.causal != 0) seen = segment_.kv_rows - segment_.q_rows + group.query_row(n) + 1;
     visible[n] = std::min(std::max(seen, 0), work_.kv_end);
     largest = std::max(largest, visible[n]);
     few_keys_ = few_keys_ || visible[n] <= kTileRows;
@@ -222,7 +222,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   softmax.lds = gemm.ldc;
   softmax.rows = rows;
   softmax.columns = columns;
-  softmax.scale2 = request_.softmax_scale * kv_.scale() * kLog2E;
+  softmax.scale2 = segment_.softmax_scale * kv_.scale() * kLog2E;
   softmax.m = As<float>(at_.m) + block * kTileRows;
   softmax.l = As<float>(at_.l) + block * kTileRows;
   if (bf16()) softmax.norm = As<float>(at_.norm) + block * kTileRows;
@@ -294,10 +294,10 @@ void ItemState::Finish(const Group& group) {
               : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
     const int64_t query_row = group.query_row(n), head = group.head(n);
     if (work_.partial_row == kUnsplit) {
-      StoreRow(kernels_, o, at_.value_dim, inverse, params.desc.o_dtype, request_.o,
-               query_row * request_.o_row_stride + head * request_.o_head_stride);
-      if (request_.lse != nullptr) {
-        request_.lse[query_row * request_.lse_row_stride + head * request_.lse_head_stride] = lse;
+      StoreRow(kernels_, o, at_.value_dim, inverse, params.desc.o_dtype, segment_.o,
+               query_row * segment_.o_row_stride + head * segment_.o_head_stride);
+      if (segment_.lse != nullptr) {
+        segment_.lse[query_row * segment_.lse_row_stride + head * segment_.lse_head_stride] = lse;
       }
       continue;
     }

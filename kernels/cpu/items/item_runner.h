@@ -44,7 +44,7 @@ struct RunContext {
   PartialBuffers partials;
 };
 
-// `weights` are those of the item's request; unused in the absorbed form.
+// `weights` are those of the item's segment; unused in the absorbed form.
 void AttendItem(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
                 std::byte* scratch);
 

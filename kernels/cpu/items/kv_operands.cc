@@ -54,7 +54,7 @@ void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_
 
 void KvOperands::Prepare(int32_t begin, int32_t count, bool keep_rests) {
   const bool widens = context_.params->desc.kv_format != KvFormat::kBf16;
-  FindRows(context_.pool, context_.pool.page_tables, request_, begin, count,
+  FindRows(context_.pool, context_.pool.page_tables, segment_, begin, count,
            As<const void*>(at_.kv_rows));
   auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
@@ -89,7 +89,7 @@ void KvOperands::Prepare(int32_t begin, int32_t count, bool keep_rests) {
 
 void KvOperands::FindNext(int32_t begin, int32_t count) {
   next_count_ = count;
-  FindRows(context_.pool, context_.pool.page_tables, request_, begin, count,
+  FindRows(context_.pool, context_.pool.page_tables, segment_, begin, count,
            As<const void*>(at_.next_rows));
 }
 

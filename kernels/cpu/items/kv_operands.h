@@ -14,18 +14,18 @@ namespace mla::kernels::cpu {
 
 class KvOperands {
  public:
-  KvOperands(const RunContext& context, const RequestRecord& request, const PackedWeights& weights,
+  KvOperands(const RunContext& context, const SegmentRecord& segment, const PackedWeights& weights,
              std::byte* scratch)
       : context_(context),
         kernels_(*context.kernels),
         at_(context.layout),
-        request_(request),
+        segment_(segment),
         weights_(weights),
         scratch_(scratch) {}
 
   // Expanded form: makes W_UK of head `head` of the model ready for up-projections.
   void SelectHead(int32_t head);
-  // Makes rows [begin, begin + count) of the request the chunk. `keep_rests`: in the expanded form
+  // Makes rows [begin, begin + count) of the segment the chunk. `keep_rests`: in the expanded form
   // also what rounding took from up-projected values.
   void Prepare(int32_t begin, int32_t count, bool keep_rests);
   // Rows that products may fetch into a cache meanwhile.
@@ -44,7 +44,7 @@ class KvOperands {
   // What logits and outputs have to be multiplied by: keys and values are codes where a layer has
   // one scale.
   float scale() const {
-    return context_.params->desc.kv_format == KvFormat::kFp8Tensor ? request_.kv_scale : 1.0f;
+    return context_.params->desc.kv_format == KvFormat::kFp8Tensor ? segment_.kv_scale : 1.0f;
   }
 
  private:
@@ -62,7 +62,7 @@ class KvOperands {
   const RunContext& context_;
   const KernelSet& kernels_;
   const RunLayout& at_;
-  const RequestRecord& request_;
+  const SegmentRecord& segment_;
   const PackedWeights& weights_;
   std::byte* scratch_;
   const std::byte* head_weights_ = nullptr;

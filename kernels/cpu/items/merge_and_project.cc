@@ -18,7 +18,7 @@ constexpr int32_t kMergedAtOnce = 64;  // parts of a row
 // Merges the parts of one packed row; `offset` is the row within each part. A part that saw no key
 // does not count, whatever it holds.
 void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t offset,
-              const RequestRecord& request, int64_t o_offset, float* lse_out) {
+              const SegmentRecord& segment, int64_t o_offset, float* lse_out) {
   const PartialBuffers& partials = context.partials;
   const KernelSet& kernels = *context.kernels;
   const int32_t dim = context.layout.value_dim;
@@ -46,7 +46,7 @@ void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t
   }
   const auto inverse = static_cast<float>(1.0 / total);
   for (int32_t i = 0; i < count; ++i) weights[i] *= inverse;
-  StoreSum(kernels, rows, weights, count, dim, context.params->desc.o_dtype, request.o, o_offset);
+  StoreSum(kernels, rows, weights, count, dim, context.params->desc.o_dtype, segment.o, o_offset);
   if (lse_out != nullptr) {
     *lse_out = count == 0 ? -kInfinity : static_cast<float>(shift + std::log(total));
   }
@@ -79,7 +79,7 @@ void CopyElements(const ProjectionContext& context, const ProjectionRecord& reco
 void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t parts) {
   const AttentionParams& params = *context.params;
   const ReduceTile& final = params.plan.reduce_final_map[static_cast<size_t>(tile)];
-  const RequestRecord& request = params.requests[static_cast<size_t>(final.request)];
+  const SegmentRecord& segment = params.segments[static_cast<size_t>(final.segment)];
   const int32_t begin = params.plan.reduce_indptr[static_cast<size_t>(tile)];
   const int32_t end = params.plan.reduce_indptr[static_cast<size_t>(tile) + 1];
   const auto pieces = params.plan.reduce_partial_map.subspan(static_cast<size_t>(begin),
@@ -88,9 +88,9 @@ void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t pa
   const int64_t rows = (final.q_end - final.q_begin) * heads;
   for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
     const int64_t q = final.q_begin + row / heads, head = final.head_begin() + row % heads;
-    float* lse = request.lse;
-    if (lse != nullptr) lse += q * request.lse_row_stride + head * request.lse_head_stride;
-    MergeRow(context, pieces, row, request, q * request.o_row_stride + head * request.o_head_stride,
+    float* lse = segment.lse;
+    if (lse != nullptr) lse += q * segment.lse_row_stride + head * segment.lse_head_stride;
+    MergeRow(context, pieces, row, segment, q * segment.o_row_stride + head * segment.o_head_stride,
              lse);
   }
 }

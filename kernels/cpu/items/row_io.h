@@ -14,18 +14,18 @@
 
 namespace mla::kernels::cpu {
 
-// Where KV rows [begin, begin + count) of a request lie in their pages.
+// Where KV rows [begin, begin + count) of a segment lie in their pages.
 inline void FindRows(const PoolView& pool, const uint32_t* page_tables,
-                     const RequestRecord& request, int32_t begin, int32_t count,
+                     const SegmentRecord& segment, int32_t begin, int32_t count,
                      const void** rows) {
-  const uint32_t* table = page_tables + request.page_table;
+  const uint32_t* table = page_tables + segment.page_table;
   for (int32_t i = 0; i < count;) {
     const int32_t position = begin + i;
-    const int32_t slot = position % request.page_size;
-    const int32_t run = std::min(count - i, request.page_size - slot);
+    const int32_t slot = position % segment.page_size;
+    const int32_t run = std::min(count - i, segment.page_size - slot);
     const std::byte* page =
-        pool.base + table[position / request.page_size] * kPageGranuleBytes + request.layer_offset;
-    for (int32_t k = 0; k < run; ++k) rows[i + k] = page + (slot + k) * request.row_stride;
+        pool.base + table[position / segment.page_size] * kPageGranuleBytes + segment.layer_offset;
+    for (int32_t k = 0; k < run; ++k) rows[i + k] = page + (slot + k) * segment.row_stride;
     i += run;
   }
 }

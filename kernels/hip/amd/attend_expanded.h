@@ -14,7 +14,7 @@
 #include "kernels/hip/common/softmax.h"
 #include "kernels/hip/common/wave_rows.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <class C>
 class AttendExpanded {
@@ -101,7 +101,7 @@ class AttendExpanded {
     const int tiles = (item.work.kv_end - kv_begin + kTile - 1) / kTile;
     const int own = wave * C::kWaveRows;
     const int unmasked_end = item.limit(own < item.rows ? own : 0);
-    const float scale = item.request->softmax_scale * kLog2e;
+    const float scale = item.segment->softmax_scale * kLog2e;
     const int inside = wave * kRowsPerCopy * 128 + lane * 16;
     Sources from{args.workspace + e.keys + inside, args.workspace + e.rotated + inside,
                  e.panel_bytes};
@@ -279,6 +279,6 @@ class AttendExpanded {
   tile::Copies copies;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_

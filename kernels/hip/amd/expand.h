@@ -11,7 +11,7 @@
 
 #include "kernels/hip/common/expanded_pairs.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <class C>
 class Expand {
@@ -249,6 +249,6 @@ class Expand {
   tile::Copies copies;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_AMD_EXPAND_H_

@@ -5,7 +5,7 @@
 
 #include "kernels/hip/common/vendor.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 MLA_VECTOR(short, 4, bf16x4);
 MLA_VECTOR(uint32_t, 2, u32x2);
@@ -13,13 +13,13 @@ MLA_VECTOR(uint32_t, 4, u32x4);
 MLA_VECTOR(float, 4, f32x4);
 MLA_VECTOR(float, 16, f32x16);
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #if MLA_ON_HOST
 #include "kernels/hip/host/amd_instructions.h"
 #else
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 using lds_t = MLA_LDS char*;
 MLA_VECTOR(__bf16, 8, bf16x8);
@@ -129,7 +129,7 @@ MLA_DEVICE void wait_for_copies() {
 }
 #endif
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_ON_HOST
 

@@ -17,7 +17,7 @@
 #include "kernels/hip/gfx942/swizzle.h"
 #endif
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 inline constexpr int kWave = 64;
 
@@ -185,6 +185,6 @@ struct WaveBase {
   }
 };
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_AMD_MFMA_WAVE_H_

@@ -28,7 +28,7 @@
 #define MLA_RECORD __attribute__((address_space(4)))
 #define MLA_VECTOR(type, count, name) typedef type name __attribute__((ext_vector_type(count)))
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 MLA_DEVICE int thread_index() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
 MLA_DEVICE int block_index() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
@@ -103,6 +103,6 @@ MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
   *as_global<Type>(to) = v;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_AMD_VENDOR_H_

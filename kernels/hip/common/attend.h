@@ -21,7 +21,7 @@
 #include "kernels/hip/common/wave_rows.h"
 #include "kernels/hip/kv/kv_stream.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <class C>
 class Attend {
@@ -83,7 +83,7 @@ class Attend {
   }
 
   MLA_DEVICE void attend(const Item& item) {
-    MLA_RECORD const RequestRecord& r = *item.request;
+    MLA_RECORD const SegmentRecord& r = *item.segment;
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, args.granule_bytes);
     const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
@@ -404,6 +404,6 @@ class Attend {
   lds_t stages, q_tile, p_tile, stats, entries;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_ATTEND_H_

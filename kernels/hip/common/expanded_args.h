@@ -5,8 +5,8 @@
 // lies at position c ^ swizzle(r), which is how tiles lie in shared memory: a tile of rows is one
 // contiguous copy per panel.
 //
-// The rests are what rounding took from the values of the request's first kExpandedRows rows, as
-// two panels of so many rows (undefined in segments that begin later): where a query row sees few
+// The rests are what rounding took from the values of the segment's first kExpandedRows rows, as
+// two panels of so many rows (undefined in expansions that begin later): where a query row sees few
 // keys, roundings do not average out, and values and probabilities are multiplied with their rests
 // too.
 //
@@ -22,14 +22,14 @@
 #include "kernels/attention_params.h"
 #include "kernels/round_info.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
 
 // The dims that the kernels are written for.
 inline constexpr int32_t kExpandedLora = 512;
 using kernels::ExpandedItem;
-using kernels::ExpandSegment;
+using kernels::Expansion;
 using kernels::kExpandedNope;
 using kernels::kExpandedRope;
 using kernels::kExpandedRows;
@@ -43,29 +43,29 @@ using kernels::kRotatedPanels;
 inline constexpr int32_t kFewKeys = 128;
 static_assert(kFewKeys <= kExpandedRows);
 
-// Up-projection. Each block serves its part of two lists of pairs: those of the segments' first
+// Up-projection. Each block serves its part of two lists of pairs: those of the expansions' first
 // tiles, which have rests to write, and all others, so that no block has more of the dearer ones.
 // Where blocks have few pairs, one list holds all and is cheaper to walk. Block b of B takes
-// [b P / B, (b + 1) P / B) of a list of P; pairs of a segment are ordered by tile, then head. The
-// block that serves a tile's first head also copies its rotated part.
+// [b P / B, (b + 1) P / B) of a list of P; pairs of an expansion are ordered by tile, then head.
+// The block that serves a tile's first head also copies its rotated part.
 struct ExpandArgs {
-  const kernels::RequestRecord* requests;
+  const kernels::SegmentRecord* segments;
   const uint32_t* page_tables;
   const uint8_t* pool;
-  const ExpandSegment* segments;
+  const Expansion* expansions;
   const uint16_t* const* w_uk;  // by weights_slot: [heads, nope, lora]
   const uint16_t* const* w_uv;  // by weights_slot: [heads, lora, value]
   uint8_t* workspace;
   int64_t granule_bytes;
-  int32_t segment_count;
+  int32_t expansion_count;
   int32_t pairs;
-  int32_t first_tile_pairs;  // heads of all segments; 0: one list holds all pairs
+  int32_t first_tile_pairs;  // heads of all expansions; 0: one list holds all pairs
   int32_t blocks;
 };
 
 // Block b serves items unit_indptr[b] .. unit_indptr[b + 1].
 struct ExpandedArgs {
-  const kernels::RequestRecord* requests;
+  const kernels::SegmentRecord* segments;
   const ExpandedItem* items;
   const int32_t* unit_indptr;
   const uint8_t* workspace;
@@ -77,6 +77,6 @@ struct ExpandedArgs {
 static_assert(std::is_trivially_copyable_v<ExpandArgs>);
 static_assert(std::is_trivially_copyable_v<ExpandedArgs>);
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_EXPANDED_ARGS_H_

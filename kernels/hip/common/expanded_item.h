@@ -5,12 +5,12 @@
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/common/item.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // What the helpers of item.h want to know of any attention launch.
 MLA_DEVICE AttendArgs results_of(const ExpandedArgs& args) {
   AttendArgs a = {};
-  a.requests = args.requests;
+  a.segments = args.segments;
   a.partial_o = args.partial_o;
   a.partial_lse = args.partial_lse;
   a.o_is_f32 = args.o_is_f32;
@@ -20,7 +20,7 @@ MLA_DEVICE AttendArgs results_of(const ExpandedArgs& args) {
 MLA_DEVICE Item as_item(const ExpandedArgs& args, const ExpandedItem& e) {
   Item item;
   item.work = e.work;
-  item.request = as_record(args.requests + e.work.request);
+  item.segment = as_record(args.segments + e.work.segment);
   item.heads = 1;
   item.first = 0;
   item.rows = e.work.q_end - e.work.q_begin;
@@ -43,6 +43,6 @@ MLA_DEVICE void for_each_expanded(const ExpandedArgs& args, const Body& body) {
   }
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_EXPANDED_ITEM_H_

@@ -5,7 +5,7 @@
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/common/memory.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // The pairs of one block, in order. Roles of a block walk copies of it in step.
 class ExpandPairs {
@@ -30,27 +30,27 @@ class ExpandPairs {
     head = 0;
     fresh = true;
     if (!first_tiles && ++tile * kExpandedRows < current().padded_rows) return;
-    do {  // segments of one tile are not in the list of later tiles
+    do {  // expansions of one tile are not in the list of later tiles
       enter(index + 1);
     } while (!first_tiles && apart() && current().padded_rows == kExpandedRows);
   }
 
-  MLA_DEVICE const RequestRecord& request() const { return args.requests[current().request]; }
-  MLA_DEVICE int model_head() const { return request().head_offset + current().head_begin + head; }
+  MLA_DEVICE const SegmentRecord& segment() const { return args.segments[current().segment]; }
+  MLA_DEVICE int model_head() const { return segment().head_offset + current().head_begin + head; }
   MLA_DEVICE const uint16_t* w_uk() const {
-    return args.w_uk[request().weights_slot] +
+    return args.w_uk[segment().weights_slot] +
            static_cast<int64_t>(model_head()) * kExpandedNope * kExpandedLora;
   }
   MLA_DEVICE const uint16_t* w_uv() const {
-    return args.w_uv[request().weights_slot] +
+    return args.w_uv[segment().weights_slot] +
            static_cast<int64_t>(model_head()) * kExpandedLora * kExpandedValue;
   }
   MLA_DEVICE PagedRows pages() const {
-    const RequestRecord& r = request();
+    const SegmentRecord& r = segment();
     return PagedRows(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                      r.page_size, args.granule_bytes);
   }
-  // Row `row` of the tile as a position of the request; rows past the segment's repeat its last.
+  // Row `row` of the tile as a position of the segment; rows past the expansion's repeat its last.
   MLA_DEVICE int position(int row) const {
     const int inside = tile * kExpandedRows + row;
     return current().kv_begin + (inside < current().rows ? inside : current().rows - 1);
@@ -70,15 +70,15 @@ class ExpandPairs {
   }
 
   const ExpandArgs& args;
-  int head = 0;  // in the segment
+  int head = 0;  // in the expansion
 
  private:
   MLA_DEVICE int64_t panel_bytes() const {
     return static_cast<int64_t>(current().padded_rows) * kPanelRowBytes;
   }
-  MLA_DEVICE uint8_t* head_at(int index_in_segment) const {
+  MLA_DEVICE uint8_t* head_at(int index_in_expansion) const {
     return args.workspace + current().base +
-           index_in_segment * (kPanelsPerHead * panel_bytes() + kRestBytes);
+           index_in_expansion * (kPanelsPerHead * panel_bytes() + kRestBytes);
   }
   // Whether the first tiles' pairs are in a list of their own.
   MLA_DEVICE bool apart() const { return args.first_tile_pairs > 0; }
@@ -90,10 +90,10 @@ class ExpandPairs {
     pair = static_cast<int>(count * block / args.blocks);
     end = static_cast<int>(count * (block + 1) / args.blocks);
     if (done()) return;
-    int low = 0, high = args.segment_count;
+    int low = 0, high = args.expansion_count;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (first_of(args.segments[middle]) <= pair) {
+      if (first_of(args.expansions[middle]) <= pair) {
         low = middle;
       } else {
         high = middle;
@@ -104,26 +104,27 @@ class ExpandPairs {
     tile += inside / current().heads;
     head = inside % current().heads;
   }
-  MLA_DEVICE int first_of(const ExpandSegment& s) const {
+  MLA_DEVICE int first_of(const Expansion& s) const {
     return first_tiles ? s.first_head : s.first_pair - (apart() ? s.first_head : 0);
   }
-  MLA_DEVICE void enter(int segment_index) {
-    index = segment_index;
+  MLA_DEVICE void enter(int expansion_index) {
+    index = expansion_index;
 #if MLA_AMD
-    segment = args.segments + segment_index;
+    expansion = args.expansions + expansion_index;
 #else
-    segment = args.segments[segment_index];
+    expansion = args.expansions[expansion_index];
 #endif
     tile = !first_tiles && apart() ? 1 : 0;
   }
 
-  // Scalar registers are few on AMD, so the segment stays in memory; elsewhere its fields are held.
+  // Scalar registers are few on AMD, so the expansion stays in memory; elsewhere its fields are
+  // held.
 #if MLA_AMD
-  MLA_DEVICE const ExpandSegment& current() const { return *segment; }
-  const ExpandSegment* segment = nullptr;
+  MLA_DEVICE const Expansion& current() const { return *expansion; }
+  const Expansion* expansion = nullptr;
 #else
-  MLA_DEVICE const ExpandSegment& current() const { return segment; }
-  ExpandSegment segment;
+  MLA_DEVICE const Expansion& current() const { return expansion; }
+  Expansion expansion;
 #endif
   const int block;
   int pair = 0, end = 0, index = 0, tile = 0;
@@ -159,6 +160,6 @@ MLA_DEVICE void copy_rotated(const ExpandPairs& pairs, int thread, int threads) 
   }
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_EXPANDED_PAIRS_H_

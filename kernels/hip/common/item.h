@@ -4,12 +4,12 @@
 
 #include "kernels/hip/common/memory.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // One work item as seen by a block: packed rows [first, first + rows) of it.
 struct Item {
   WorkInfo work;
-  MLA_RECORD const RequestRecord* request;
+  MLA_RECORD const SegmentRecord* segment;
   int heads;
   int first;
   int rows;
@@ -18,10 +18,10 @@ struct Item {
   MLA_DEVICE int head(int p) const {
     return static_cast<int>(work.heads & 0xffffu) + (first + p) % heads;
   }
-  // Rows [0, limit) of the request are visible to packed row p.
+  // Rows [0, limit) of the segment are visible to packed row p.
   MLA_DEVICE int limit(int p) const {
-    const int seen = request->kv_rows - request->q_rows + query(p) + 1;
-    return request->causal && seen < work.kv_end ? seen : work.kv_end;
+    const int seen = segment->kv_rows - segment->q_rows + query(p) + 1;
+    return segment->causal && seen < work.kv_end ? seen : work.kv_end;
   }
 };
 
@@ -31,7 +31,7 @@ template <int kRows>
 MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
   Item item;
   item.work = read_record(args.work_info + index);
-  item.request = as_record(args.requests + item.work.request);
+  item.segment = as_record(args.segments + item.work.segment);
   item.heads =
       static_cast<int>(item.work.heads >> 16) - static_cast<int>(item.work.heads & 0xffffu);
   item.first = share * kRows;
@@ -66,7 +66,7 @@ MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
 // copy stage that is closed next. Rows past the item's repeat its first: their results are dropped.
 template <int kRows, int kDim, int kWaves>
 MLA_DEVICE void copy_queries(const Item& item, tile::lds_t tile_base, int wave, int lane) {
-  MLA_RECORD const RequestRecord& r = *item.request;
+  MLA_RECORD const SegmentRecord& r = *item.segment;
   const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
   for (int p = wave; p < kRows; p += kWaves) {
     const int source = p < item.rows ? p : 0;
@@ -82,7 +82,7 @@ MLA_DEVICE void copy_queries(const Item& item, tile::lds_t tile_base, int wave, 
   }
 }
 
-// Where the results of packed row p go: a partial tile, or the request's own output.
+// Where the results of packed row p go: a partial tile, or the segment's own output.
 struct RowTarget {
   void* base;
   int64_t index;
@@ -90,7 +90,7 @@ struct RowTarget {
   bool f32;
 
   MLA_DEVICE RowTarget(const AttendArgs& args, const Item& item, int p, int columns) {
-    MLA_RECORD const RequestRecord& r = *item.request;
+    MLA_RECORD const SegmentRecord& r = *item.segment;
     if (item.work.partial_row >= 0) {
       const int64_t row = static_cast<int64_t>(item.work.partial_row) + item.first + p;
       base = args.partial_o;
@@ -109,7 +109,7 @@ struct RowTarget {
 
 // Whether runs of `count` results of the item can be stored at once.
 MLA_DEVICE bool aligned_results(const AttendArgs& args, const Item& item, int count) {
-  MLA_RECORD const RequestRecord& r = *item.request;
+  MLA_RECORD const SegmentRecord& r = *item.segment;
   const int bytes = args.o_is_f32 ? 4 : 2;
   return item.work.partial_row >= 0 ||
          aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);
@@ -150,6 +150,6 @@ MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row, int thr
   }
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_ITEM_H_

@@ -8,7 +8,7 @@
 
 #include "kernels/attention_params.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 using kernels::AppendRecord;
 using kernels::DType;
@@ -16,7 +16,7 @@ using kernels::Fp8Kind;
 using kernels::KvFormat;
 using kernels::ProjectionRecord;
 using kernels::ReduceTile;
-using kernels::RequestRecord;
+using kernels::SegmentRecord;
 using kernels::WorkInfo;
 
 // Names of the kernels, as the module loader looks them up.
@@ -50,7 +50,7 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
 // Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives and, of
 // each work item, the packed rows [s * R, (s + 1) * R) with R the kernel's tile rows.
 struct AttendArgs {
-  const RequestRecord* requests;
+  const SegmentRecord* segments;
   const uint32_t* page_tables;
   const uint8_t* pool;
   const int32_t* work_indptr;
@@ -67,7 +67,7 @@ struct AttendArgs {
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row
 // of them a block of W waves, times column_blocks: the blocks of some rows are neighbours.
 struct CombineArgs {
-  const RequestRecord* requests;
+  const SegmentRecord* segments;
   const int32_t* reduce_indptr;
   const ReduceTile* reduce_final_map;
   const int32_t* reduce_partial_map;
@@ -137,6 +137,6 @@ static_assert(std::is_trivially_copyable_v<AttendArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);
 static_assert(std::is_trivially_copyable_v<ProjectArgs>);
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_KERNEL_ARGS_H_

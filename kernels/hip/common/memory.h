@@ -5,7 +5,7 @@
 #include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/common/vendor.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // What the 8-bit floats of pools on this architecture are; ArchTraits::fp8.
 inline constexpr Fp8Kind kPoolFp8 = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
@@ -125,6 +125,6 @@ MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], b
   for (int i = 0; i < kCount; ++i) p[i] = to_bf16(x[i]);
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_MEMORY_H_

@@ -16,7 +16,7 @@
 
 #include "kernels/hip/common/memory.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <class C>
 class Project {
@@ -287,6 +287,6 @@ class Project {
   lds_t in_tile, weight_tile;  // inputs, and behind them their rests
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_PROJECT_H_

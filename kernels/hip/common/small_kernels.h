@@ -4,7 +4,7 @@
 
 #include "kernels/hip/common/memory.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 inline constexpr int kSmallThreads = 256;
 inline constexpr int kSmallWaves = kSmallThreads / tile::kWave;
@@ -105,7 +105,7 @@ class Combine {
     const bool mine = p < rows;
     const Combine self(args, args.reduce_partial_map + begin, count, mine ? p : 0);
     const int own = self.part(0);
-    const Target target(args, args.requests[t.request], t.q_begin + self.p / heads,
+    const Target target(args, args.segments[t.segment], t.q_begin + self.p / heads,
                         static_cast<int>(t.heads & 0xffffu) + self.p % heads);
     const int column_block = block_index_y() - group * args.column_blocks;
     // Nothing so far is written by the attention kernel; only its results are waited for.
@@ -124,7 +124,7 @@ class Combine {
     float* lse;
     bool aligned;  // to four results
 
-    MLA_DEVICE Target(const CombineArgs& args, const RequestRecord& r, int64_t q, int64_t h) {
+    MLA_DEVICE Target(const CombineArgs& args, const SegmentRecord& r, int64_t q, int64_t h) {
       const int bytes = args.o_is_f32 ? 4 : 2;
       o = static_cast<uint8_t*>(r.o) + (q * r.o_row_stride + h * r.o_head_stride) * bytes;
       lse = r.lse == nullptr ? nullptr : r.lse + q * r.lse_row_stride + h * r.lse_head_stride;
@@ -309,6 +309,6 @@ class Combine {
   int count;             // parts of this wave
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_SMALL_KERNELS_H_

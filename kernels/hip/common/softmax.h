@@ -4,7 +4,7 @@
 
 #include "kernels/hip/common/vendor.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // Statistics of a wave's rows. Probabilities are 2^(score x scale - origin): any origin gives the
 // same quotient, so it follows a row's maximum only when that has grown by more than `slack` powers
@@ -68,6 +68,6 @@ struct OnlineSoftmax {
   }
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_SOFTMAX_H_

@@ -37,7 +37,7 @@
 #include "kernels/hip/sm90/vendor.h"
 #endif
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
@@ -81,6 +81,6 @@ MLA_DEVICE float negative_infinity() { return bits_to_float(0xff800000u); }
 inline constexpr float kLog2e = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_VENDOR_H_

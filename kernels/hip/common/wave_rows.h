@@ -5,7 +5,7 @@
 
 #include "kernels/hip/common/item.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // Reads queries of the wave that holds packed rows from `first_row` on straight into registers, in
 // W's layout. Rows past the item's take its first: their results are dropped.
@@ -13,7 +13,7 @@ template <class W, int kSteps>
 struct QueryLoader {
   using Queries = typename W::Q[kSteps];
   MLA_DEVICE static void load(const Item& item, int first_row, int lane, Queries& queries) {
-    MLA_RECORD const RequestRecord& r = *item.request;
+    MLA_RECORD const SegmentRecord& r = *item.segment;
     const int own = first_row + W::row(lane, 0);
     const int p = own < item.rows ? own : 0;
     const uint16_t* source = static_cast<const uint16_t*>(r.q) + item.query(p) * r.q_row_stride +
@@ -72,6 +72,6 @@ struct RowWriter {
   }
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_WAVE_ROWS_H_

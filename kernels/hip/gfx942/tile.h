@@ -6,7 +6,7 @@
 
 #include "kernels/hip/amd/mfma_wave.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // Copies issue as loads into registers and land in LDS when the tile before them has been consumed.
 struct Copies {
@@ -115,6 +115,6 @@ struct Wave : WaveBase<kRows_> {
   }
 };
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_GFX942_TILE_H_

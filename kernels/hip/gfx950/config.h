@@ -4,7 +4,7 @@
 
 #include "kernels/hip/common/kernel_args.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16>
 struct AttendConfig;
@@ -41,6 +41,6 @@ struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_GFX950_CONFIG_H_

@@ -7,11 +7,11 @@
 #ifndef MLA_KERNELS_HIP_GFX950_SWIZZLE_H_
 #define MLA_KERNELS_HIP_GFX950_SWIZZLE_H_
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
 constexpr int swizzle(int row) { return (row & 2) << 1 | (row & 4) >> 1 | (row >> 4 & 1); }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_GFX950_SWIZZLE_H_

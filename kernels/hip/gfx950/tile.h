@@ -5,7 +5,7 @@
 
 #include "kernels/hip/amd/mfma_wave.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on.
 struct Copies {
@@ -97,6 +97,6 @@ struct Wave : WaveBase<kRows_> {
   }
 };
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_GFX950_TILE_H_

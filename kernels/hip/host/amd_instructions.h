@@ -9,7 +9,7 @@
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/products.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 using lds_t = char*;
 
@@ -204,12 +204,12 @@ void wait_for_copies() {
   land_all_but(kYounger);
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 inline void wait_for_loads() { tile::land_all_but(0); }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_HOST_AMD_INSTRUCTIONS_H_

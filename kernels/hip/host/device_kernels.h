@@ -5,7 +5,7 @@
 #include "kernels/hip/device_code.hip"
 #include "kernels/hip/host/kernel_table.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 #define MLA_HOST_ROW(kernel, ...) MLA_HOST_KERNEL(kernel),
 constexpr host::Kernel kKernels[] = {
@@ -18,6 +18,6 @@ constexpr host::Kernel kKernels[] = {
 };
 MLA_HOST_IMAGE(kKernels)
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_HOST_DEVICE_KERNELS_H_

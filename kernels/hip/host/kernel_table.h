@@ -1,7 +1,7 @@
 // Makes an image of the kernels of a translation unit that is compiled for the host: includes them
 // before this header, and ends with
 //
-//   constexpr mla::gpu::host::Kernel kKernels[] = {MLA_HOST_KERNEL(name), ...};
+//   constexpr mla::kernels::hip::host::Kernel kKernels[] = {MLA_HOST_KERNEL(name), ...};
 //   MLA_HOST_IMAGE(kKernels)
 //
 // MLA_HOST_ARCH is the architecture's name.
@@ -11,7 +11,7 @@
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/image.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 template <class Arguments, void (*kKernel)(Arguments)>
@@ -29,25 +29,27 @@ template <class Arguments>
 constexpr OfArguments<Arguments> ArgumentsOf(void (*)(Arguments)) {
   return {};
 }
-#define MLA_HOST_KERNEL(kernel) decltype(mla::gpu::host::ArgumentsOf(kernel))::Make<kernel>(#kernel)
+#define MLA_HOST_KERNEL(kernel) \
+  decltype(mla::kernels::hip::host::ArgumentsOf(kernel))::Make<kernel>(#kernel)
 
 }  // namespace
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
-#define MLA_HOST_IMAGE(kernels)                                                       \
-  extern "C" __attribute__((visibility("default"))) const mla::gpu::host::Image*      \
-  mla_host_image() {                                                                  \
-    static constexpr mla::gpu::host::Image kImage = {                                 \
-        MLA_HOST_ARCH,                                                                \
-        mla::gpu::tile::kWave,                                                        \
-        kernels,                                                                      \
-        sizeof(kernels) / sizeof(*kernels),                                           \
-        [](const mla::gpu::host::Kernel& kernel, const mla::gpu::host::Grid& grid,    \
-           const void* arguments) {                                                   \
-          return mla::gpu::host::Run(kernel, mla::gpu::tile::kWave, grid, arguments); \
-        },                                                                            \
-        mla::gpu::host::Watch};                                                       \
-    return &kImage;                                                                   \
+#define MLA_HOST_IMAGE(table)                                                               \
+  extern "C" __attribute__((visibility("default"))) const mla::kernels::hip::host::Image*   \
+  mla_host_image() {                                                                        \
+    static constexpr mla::kernels::hip::host::Image kImage = {                              \
+        MLA_HOST_ARCH,                                                                      \
+        mla::kernels::hip::tile::kWave,                                                     \
+        table,                                                                              \
+        sizeof(table) / sizeof(*table),                                                     \
+        [](const mla::kernels::hip::host::Kernel& kernel,                                   \
+           const mla::kernels::hip::host::Grid& grid, const void* arguments) {              \
+          return mla::kernels::hip::host::Run(kernel, mla::kernels::hip::tile::kWave, grid, \
+                                              arguments);                                   \
+        },                                                                                  \
+        mla::kernels::hip::host::Watch};                                                    \
+    return &kImage;                                                                         \
   }
 
 #endif  // MLA_KERNELS_HIP_HOST_KERNEL_TABLE_H_

@@ -25,7 +25,7 @@
 #include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/host/block/image.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 using host::SharedAccess;
@@ -46,7 +46,7 @@ void Count(const SharedAccess& access) {
 constexpr int32_t kRows = 256, kPageRows = 64, kRope = 64, kRow = 576, kHeads = 128;
 constexpr int64_t kGranule = 256;
 
-// One request of 128 query heads over kRows cached rows, all zeros, and buffers for any kernel.
+// One segment of 128 query heads over kRows cached rows, all zeros, and buffers for any kernel.
 struct Launch {
   std::vector<uint16_t> q = std::vector<uint16_t>(size_t{kHeads} * kRow);
   std::vector<float> o = std::vector<float>(size_t{kHeads} * kExpandedLora);
@@ -55,7 +55,7 @@ struct Launch {
   std::vector<uint16_t> weights = std::vector<uint16_t>(size_t{kExpandedLora} * 128);
   const uint16_t* weight_slots = weights.data();
   std::vector<uint8_t> workspace = std::vector<uint8_t>(size_t{1} << 20);
-  kernels::RequestRecord request{};
+  kernels::SegmentRecord segment{};
   kernels::WorkInfo work{};
   int32_t indptr[2] = {0, 1};
 
@@ -63,19 +63,19 @@ struct Launch {
     for (int64_t page = 0; page < kRows / kPageRows; ++page) {
       pages.push_back(static_cast<uint32_t>(page * kPageRows * kRow * 2 / kGranule));
     }
-    request.q = q.data();
-    request.o = o.data();
-    request.q_row_stride = int64_t{kHeads} * kRow;
-    request.q_head_stride = kRow;
-    request.o_row_stride = int64_t{kHeads} * kExpandedLora;
-    request.o_head_stride = kExpandedLora;
-    request.kv_scale = 1.0f;
-    request.page_size = kPageRows;
-    request.q_rows = 1;
-    request.kv_rows = kRows;
-    request.num_heads = kHeads;
-    request.softmax_scale = 1.0f;
-    work = {.request = 0,
+    segment.q = q.data();
+    segment.o = o.data();
+    segment.q_row_stride = int64_t{kHeads} * kRow;
+    segment.q_head_stride = kRow;
+    segment.o_row_stride = int64_t{kHeads} * kExpandedLora;
+    segment.o_head_stride = kExpandedLora;
+    segment.kv_scale = 1.0f;
+    segment.page_size = kPageRows;
+    segment.q_rows = 1;
+    segment.kv_rows = kRows;
+    segment.num_heads = kHeads;
+    segment.softmax_scale = 1.0f;
+    work = {.segment = 0,
             .partial_row = kernels::kUnsplit,
             .q_begin = 0,
             .q_end = 1,
@@ -86,7 +86,7 @@ struct Launch {
   }
 
   AttendArgs Attend() {
-    return {.requests = &request,
+    return {.segments = &segment,
             .page_tables = pages.data(),
             .pool = reinterpret_cast<const uint8_t*>(pool.data()),
             .work_indptr = indptr,
@@ -99,19 +99,19 @@ struct Launch {
             .blocks = 1,
             .xcds = 1};
   }
-  ExpandSegment segment{};
+  Expansion expansion{};
   ExpandArgs Expand() {
-    segment.rows = segment.padded_rows = kRows;
-    segment.heads = 1;
-    return {.requests = &request,
+    expansion.rows = expansion.padded_rows = kRows;
+    expansion.heads = 1;
+    return {.segments = &segment,
             .page_tables = pages.data(),
             .pool = reinterpret_cast<const uint8_t*>(pool.data()),
-            .segments = &segment,
+            .expansions = &expansion,
             .w_uk = &weight_slots,
             .w_uv = &weight_slots,
             .workspace = workspace.data(),
             .granule_bytes = kGranule,
-            .segment_count = 1,
+            .expansion_count = 1,
             .pairs = kRows / kExpandedRows,
             .first_tile_pairs = 0,
             .blocks = 1};
@@ -122,7 +122,7 @@ struct Launch {
     item.panel_bytes = int64_t{kRows} * kPanelRowBytes;
     item.rotated = kPanelsPerHead * item.panel_bytes + kRestBytes;
     item.carried_row = kernels::kUnsplit;
-    return {.requests = &request,
+    return {.segments = &segment,
             .items = &item,
             .unit_indptr = indptr,
             .workspace = workspace.data(),
@@ -172,22 +172,22 @@ bool RunImage(const char* path) {
     const int32_t row = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
     std::printf("variant %s %s %d %d %s %d\n", image.arch, v.kernel, v.rows, v.tile,
                 kernels::Name(v.products), row);
-    launch.request.row_stride = row;
+    launch.segment.row_stride = row;
     if (!RunKernel(image, v.kernel, &attend)) return false;
   }
   for (const ExpandVariant& v : arch.expand) {
-    launch.request.row_stride = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
+    launch.segment.row_stride = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
     if (!RunKernel(image, v.kernel, &expand)) return false;
   }
   return RunKernel(image, kExpandedKernel, &expanded);
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
-    if (!mla::gpu::RunImage(argv[i])) return 1;
+    if (!mla::kernels::hip::RunImage(argv[i])) return 1;
   }
   return argc > 1 ? 0 : 2;
 }

@@ -5,7 +5,7 @@
 #include "kernels/hip/host/block/counted_barrier.h"
 #include "kernels/hip/host/sm90_instructions.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 inline void barrier_init(uint32_t at, int arrivals) { host::InitCounted(at, arrivals); }
 inline void barrier_init_visible() {}
@@ -50,6 +50,6 @@ void take_registers() {}
 template <int kCount>
 void give_registers() {}
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_HOST_SM90_BARRIERS_H_

@@ -9,13 +9,13 @@
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/products.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 inline void wait_for_loads() {}
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 using lds_t = uint32_t;
 
@@ -195,6 +195,6 @@ inline void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint
   std::memcpy(c, slot.c, sizeof(c));
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_HOST_SM90_INSTRUCTIONS_H_

@@ -7,7 +7,7 @@
 #include "kernels/hip/host/block/warpgroup.h"
 #include "kernels/hip/host/sm90_instructions.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 inline void wgmma_begin() {}
 inline void wgmma_commit() { ++host::the_lane->product_group; }
@@ -39,6 +39,6 @@ inline void multiply_held(float (&c)[64], const uint32_t* a, uint64_t b) {
   host::StartProduct({c, 128, true, true, true, 0, {a[0], a[1], a[2], a[3]}, b, 0});
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_HOST_SM90_PRODUCTS_H_

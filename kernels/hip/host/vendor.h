@@ -20,7 +20,7 @@
 #define MLA_VECTOR(type, count, name) \
   typedef type name __attribute__((vector_size((count) * sizeof(type))))
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 MLA_DEVICE int thread_index() { return host::the_lane->index; }
 MLA_DEVICE int block_index() { return static_cast<int>(host::the_block->x); }
@@ -86,6 +86,6 @@ MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
   *static_cast<WordVector<kWords>*>(to) = v;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_HOST_VENDOR_H_

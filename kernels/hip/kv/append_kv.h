@@ -5,7 +5,7 @@
 #include "kernels/hip/common/memory.h"
 #include "kernels/hip/common/small_kernels.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // One wave a row, eight values a lane and turn. Stores what kernels::EncodeKvRow does, bit by bit;
 // 16 neighbouring lanes hold a group of values with one scale.
@@ -155,6 +155,6 @@ class AppendKv {
   uint32_t differs = 0;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_KV_APPEND_KV_H_

@@ -4,7 +4,7 @@
 
 #include "kernels/hip/common/memory.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // Every wave copies its share of each tile: kCopyRows rows a lane, kBlocks chunks of each. C gives
 // kTileKv, kStages, kLora, kRope and the number of waves. Tile n goes to stage n % kStages.
@@ -170,6 +170,6 @@ class KvStream {
   Found found[kInLds ? 1 : kCopyRows];
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_KV_KV_STREAM_H_

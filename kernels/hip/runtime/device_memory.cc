@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 absl::Status Named(const absl::Status& status, const char* what) {
@@ -154,4 +154,4 @@ void StagedRegion::Write(int64_t offset, const void* from, size_t bytes) {
   if (bytes > 0) std::memcpy(host(offset), from, bytes);
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

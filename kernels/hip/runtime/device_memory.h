@@ -15,7 +15,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 inline constexpr int64_t kRegionAlignment = 256;
 inline int64_t AlignRegion(int64_t bytes) {
@@ -143,6 +143,6 @@ class StagedRegion {
   int64_t used_ = 0;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_

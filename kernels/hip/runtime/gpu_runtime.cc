@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 // The values below are the same in both vendors' headers unless named otherwise.
@@ -467,4 +467,4 @@ absl::Status GpuRuntime::Launch(Function function, const LaunchShape& shape, con
 }
 #undef MLA_GPU_CALL
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

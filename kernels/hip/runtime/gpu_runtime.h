@@ -18,7 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 enum class Vendor { kAmd, kNvidia };
 
@@ -120,6 +120,6 @@ class GpuRuntime final {
   int32_t units_ = 0;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_

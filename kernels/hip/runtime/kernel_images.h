@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 struct KernelImage {
   std::string arch;  // "gfx950", "gfx942", "sm_90"
@@ -18,6 +18,6 @@ struct KernelImage {
 // Images whose compiler was there at build time; their bytes live as long as the process.
 std::vector<KernelImage> BuiltInKernelImages();
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_RUNTIME_KERNEL_IMAGES_H_

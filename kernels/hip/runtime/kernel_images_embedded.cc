@@ -7,7 +7,7 @@ extern const std::byte mla_image_gfx942_begin[], mla_image_gfx942_end[];
 extern const std::byte mla_image_sm_90_begin[], mla_image_sm_90_end[];
 }
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 std::vector<KernelImage> BuiltInKernelImages() {
   std::vector<KernelImage> images;
@@ -20,4 +20,4 @@ std::vector<KernelImage> BuiltInKernelImages() {
   return images;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

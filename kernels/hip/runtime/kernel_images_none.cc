@@ -1,7 +1,7 @@
 #include "kernels/hip/runtime/kernel_images.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 std::vector<KernelImage> BuiltInKernelImages() { return {}; }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
@@ -221,4 +221,4 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   return runtime_->ElapsedNs(started_, computed_);
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

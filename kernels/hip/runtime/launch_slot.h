@@ -19,7 +19,7 @@
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 struct Streams {
   Stream in = nullptr;
@@ -105,6 +105,6 @@ class LaunchSlot {
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 absl::StatusOr<std::unique_ptr<PlanStore>> PlanStore::Create(GpuRuntime* runtime, Stream copy_in,
                                                              int32_t copies, int64_t bytes) {
@@ -50,7 +50,7 @@ absl::Status PlanStore::Upload(const kernels::PlanView& plan, Entry& entry) {
   const kernels::RoundView& rounds = plan.rounds;
   const bool has_rounds = !rounds.rounds.empty();
   if (has_rounds) {
-    put(rounds.segments, entry.plan.segments);
+    put(rounds.expansions, entry.plan.expansions);
     put(rounds.items, entry.plan.items);
     put(rounds.unit_indptr, entry.plan.unit_indptr);
   } else {
@@ -88,4 +88,4 @@ void PlanStore::Release(int32_t slot) {
   for (Entry& entry : entries_) entry.held &= ~(uint64_t{1} << slot);
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

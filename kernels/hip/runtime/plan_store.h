@@ -19,7 +19,7 @@
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // Where the arrays of a plan lie on the device. Plans with rounds have no work items there, and
 // what is to be merged only where the rounds leave it.
@@ -29,7 +29,7 @@ struct DevicePlan {
   const int32_t* reduce_indptr = nullptr;
   const kernels::ReduceTile* reduce_final_map = nullptr;
   const int32_t* reduce_partial_map = nullptr;
-  const kernels::ExpandSegment* segments = nullptr;
+  const kernels::Expansion* expansions = nullptr;
   const kernels::ExpandedItem* items = nullptr;
   const int32_t* unit_indptr = nullptr;
 };
@@ -71,6 +71,6 @@ class PlanStore final {
   int64_t uploads_ = 0;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_RUNTIME_PLAN_STORE_H_

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 WeightArena::WeightArena(int64_t bytes, int32_t slots)
     : bytes_(bytes), extents_(static_cast<size_t>(slots)) {}
@@ -47,4 +47,4 @@ std::vector<WeightArena::Move> WeightArena::Compact() {
   return moves;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

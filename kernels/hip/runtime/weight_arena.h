@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 class WeightArena {
  public:
@@ -48,6 +48,6 @@ class WeightArena {
   std::vector<Extent> extents_;  // by slot
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_RUNTIME_WEIGHT_ARENA_H_

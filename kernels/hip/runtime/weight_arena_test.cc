@@ -6,7 +6,7 @@
 
 #include "gtest/gtest.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 namespace {
 
 TEST(WeightArenaTest, TakesTheLowestPieceThatIsLargeEnough) {
@@ -89,4 +89,4 @@ TEST(WeightArenaTest, KeepsBytesThroughRandomLives) {
 }
 
 }  // namespace
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip

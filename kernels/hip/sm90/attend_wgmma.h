@@ -24,7 +24,7 @@
 #include "kernels/hip/sm90/wgmma_layout.h"
 #include "kernels/hip/sm90/wgmma_producer.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <class C>
 class AttendWgmma {
@@ -58,6 +58,6 @@ class AttendWgmma {
   }
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_ATTEND_WGMMA_H_

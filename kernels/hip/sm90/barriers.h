@@ -9,7 +9,7 @@
 #include "kernels/hip/host/sm90_barriers.h"
 #else
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // `at`: 8 bytes of shared memory. A phase completes after `arrivals`. One thread initialises; the
 // others see it after a block barrier.
@@ -83,7 +83,7 @@ MLA_DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_ON_HOST
 

@@ -4,7 +4,7 @@
 
 #include "kernels/hip/common/kernel_args.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16>
 struct AttendConfig;
@@ -33,6 +33,6 @@ struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 2;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_CONFIG_H_

@@ -16,7 +16,7 @@
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/warpgroup.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 class ExpandWgmma {
  public:
@@ -213,6 +213,6 @@ class ExpandWgmma {
   uint32_t rows, stages, barriers;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_EXPAND_WGMMA_H_

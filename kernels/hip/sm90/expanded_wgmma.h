@@ -18,7 +18,7 @@
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/warpgroup.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 class ExpandedWgmma {
  public:
@@ -33,10 +33,10 @@ class ExpandedWgmma {
   static constexpr int kBarriers = 2 + 4 * kStages;
   static constexpr int kBarrierBytes = 128;
   static_assert(kBarriers * 8 <= kBarrierBytes);
-  // An item and its request, two deep: results are written while the next item's are brought in.
+  // An item and its segment, two deep: results are written while the next item's are brought in.
   struct Records {
     ExpandedItem item;
-    RequestRecord request;
+    SegmentRecord segment;
   };
   static constexpr int kRecordBytes = 256;
   static_assert(sizeof(Records) <= kRecordBytes && sizeof(Records) % 4 == 0);
@@ -149,19 +149,19 @@ class ExpandedWgmma {
     for_each_expanded(args, [&](const ExpandedItem& e, const Item& item) {
       prefetch_queries(item, wave * 32 + lane);
       const auto* from_item = reinterpret_cast<const uint32_t*>(&e);
-      const auto* from_request = reinterpret_cast<const uint32_t*>(item.request);
+      const auto* from_segment = reinterpret_cast<const uint32_t*>(item.segment);
       constexpr int kItemWords = sizeof(ExpandedItem) / 4,
-                    kRequestWords = sizeof(RequestRecord) / 4;
+                    kSegmentWords = sizeof(SegmentRecord) / 4;
       const int word = wave * 32 + lane;
-      static_assert(kItemWords + kRequestWords <= 96);
+      static_assert(kItemWords + kSegmentWords <= 96);
       uint32_t value = 0;
       if (word < kItemWords) {
         value = from_item[word];
-      } else if (word < kItemWords + kRequestWords) {
-        value = from_request[word - kItemWords];
+      } else if (word < kItemWords + kSegmentWords) {
+        value = from_segment[word - kItemWords];
       }
       tile::barrier_wait(q_empty(), parity ^ 1);
-      if (word < kItemWords + kRequestWords) {
+      if (word < kItemWords + kSegmentWords) {
         reinterpret_cast<uint32_t*>(records(parity))[word] = value;
       }
       copy_queries(item, word);
@@ -176,7 +176,7 @@ class ExpandedWgmma {
   // their results are dropped.
   MLA_DEVICE void copy_queries(const Item& item, int t) const {
     constexpr int kChunks = kDim / 8, kRowsAtOnce = 96 / kChunks;
-    const RequestRecord& r = *item.request;
+    const SegmentRecord& r = *item.segment;
     const int chunk = t % kChunks, first = t / kChunks;
     const auto* first_row = static_cast<const uint16_t*>(r.q) + queries_of(item) + chunk * 8;
     const uint16_t* row = first_row + first * r.q_row_stride;
@@ -196,11 +196,11 @@ class ExpandedWgmma {
     }
   }
   MLA_DEVICE static int64_t queries_of(const Item& item) {
-    return item.work.q_begin * item.request->q_row_stride +
-           static_cast<int>(item.work.heads & 0xffffu) * item.request->q_head_stride;
+    return item.work.q_begin * item.segment->q_row_stride +
+           static_cast<int>(item.work.heads & 0xffffu) * item.segment->q_head_stride;
   }
   MLA_DEVICE static void prefetch_queries(const Item& item, int first) {
-    const RequestRecord& r = *item.request;
+    const SegmentRecord& r = *item.segment;
     for (int p = first; p < item.rows; p += 96) {
       const auto* row =
           static_cast<const uint8_t*>(r.q) + 2 * (queries_of(item) + p * r.q_row_stride);
@@ -230,7 +230,7 @@ class ExpandedWgmma {
       tile::barrier_wait(q_full(), parity);
       const Records& r = *records(parity);
       Item item = as_item(args, r.item);
-      item.request = &r.request;
+      item.segment = &r.segment;
       attend(r.item, item, ring);
       parity ^= 1;
     }
@@ -239,7 +239,7 @@ class ExpandedWgmma {
 
   MLA_DEVICE void attend(const ExpandedItem& e, const Item& item, Ring& ring) const {
     const int tiles = tiles_of(item);
-    const float scale = item.request->softmax_scale * kLog2e;
+    const float scale = item.segment->softmax_scale * kLog2e;
     const int own = (group - 1) * 64;
     const int unmasked_end = item.limit(own < item.rows ? own : 0);
     State state;
@@ -493,6 +493,6 @@ class ExpandedWgmma {
   uint32_t q_tile, k_tiles, v_tiles, barriers;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_

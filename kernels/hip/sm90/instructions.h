@@ -8,7 +8,7 @@
 #include "kernels/hip/host/sm90_instructions.h"
 #else
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 using lds_t = uint32_t;  // address in the shared window
 
@@ -100,7 +100,7 @@ MLA_DEVICE void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_ON_HOST
 

@@ -3,11 +3,11 @@
 #ifndef MLA_KERNELS_HIP_SM90_SWIZZLE_H_
 #define MLA_KERNELS_HIP_SM90_SWIZZLE_H_
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
 constexpr int swizzle(int row) { return row & 7; }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_SM90_SWIZZLE_H_

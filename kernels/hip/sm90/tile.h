@@ -9,7 +9,7 @@
 #include "kernels/hip/sm90/instructions.h"
 #include "kernels/hip/sm90/swizzle.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 inline constexpr int kWave = 32;
 
@@ -182,6 +182,6 @@ struct Wave {
   }
 };
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_SM90_TILE_H_

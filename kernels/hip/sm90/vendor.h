@@ -12,7 +12,7 @@
 #define MLA_GLOBAL
 #define MLA_RECORD
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 MLA_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 MLA_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
@@ -86,6 +86,6 @@ MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
   *static_cast<WordVector<kWords>*>(to) = v;
 }
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_VENDOR_H_

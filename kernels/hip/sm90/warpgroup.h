@@ -7,7 +7,7 @@
 #include "kernels/hip/sm90/instructions.h"
 #include "kernels/hip/sm90/wgmma.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // Four lanes of a row hold word i of four 16-byte chunks each; afterwards lane q of them holds the
 // four words of chunk q.
@@ -26,11 +26,11 @@ MLA_DEVICE void gather_chunks(uint32_t (&w)[4], int lane) {
   w[3] = upper ? high1 : d;
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #if !MLA_ON_HOST
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // Barriers that were initialised are seen by the copy engine too.
 MLA_DEVICE void barrier_init_visible() {
@@ -127,7 +127,7 @@ MLA_DEVICE void multiply_held(float (&c)[64], const uint32_t* a, uint64_t b) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // !MLA_ON_HOST
 

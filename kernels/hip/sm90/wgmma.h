@@ -7,7 +7,7 @@
 
 #include "kernels/hip/common/vendor.h"
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 // Operand whose depth runs along a row: rows come in groups of eight, 1024 bytes apart.
 MLA_DEVICE uint64_t along_rows(uint32_t at) {
@@ -21,13 +21,13 @@ MLA_DEVICE uint64_t down_rows(uint32_t at, uint32_t block_bytes) {
          (uint64_t{1} << 62);
 }
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #if MLA_ON_HOST
 #include "kernels/hip/host/sm90_products.h"
 #else
 
-namespace mla::gpu::tile {
+namespace mla::kernels::hip::tile {
 
 MLA_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -107,7 +107,7 @@ MLA_DEVICE void wgmma_64x256(float (&c)[128], uint32_t a0, uint32_t a1, uint32_t
 #undef MLA_NAMES_32
 #undef MLA_NAMES_128
 
-}  // namespace mla::gpu::tile
+}  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_ON_HOST
 

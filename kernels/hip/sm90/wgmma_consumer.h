@@ -5,7 +5,7 @@
 #include "kernels/hip/common/item.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // Group kGroup of the two that compute.
 template <class C, int kGroup>
@@ -24,7 +24,7 @@ class WgmmaConsumer {
     const int tiles = (item.work.kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
     if (tiles > 0) {
       const Masks masks{item.limit(0), item.limit(0) < item.work.kv_end,
-                        item.request->softmax_scale * kLog2e};
+                        item.segment->softmax_scale * kLog2e};
       attend_tiles(kv_begin, masks, tiles, state);
       add_sums(state);
     }
@@ -434,6 +434,6 @@ class WgmmaConsumer {
   uint32_t items = 0;                        // with queries
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_WGMMA_CONSUMER_H_

@@ -6,7 +6,7 @@
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/wgmma.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // Bytes, addresses and barriers. A value is an address, so every thread has its own.
 template <class C>
@@ -77,6 +77,6 @@ struct WgmmaLayout {
   }
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_WGMMA_LAYOUT_H_

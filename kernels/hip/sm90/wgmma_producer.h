@@ -5,7 +5,7 @@
 #include "kernels/hip/common/item.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 
 // The group that copies queries and KV rows of one item after the other.
 template <class C>
@@ -18,7 +18,7 @@ class WgmmaProducer {
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
 
   MLA_DEVICE void produce(const Item& item) {
-    const RequestRecord& r = *item.request;
+    const SegmentRecord& r = *item.segment;
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, args.granule_bytes);
     const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
@@ -86,7 +86,7 @@ class WgmmaProducer {
 
   // Rows past the item's repeat its first: their results are dropped.
   MLA_DEVICE void start_queries(const Item& item) {
-    const RequestRecord& r = *item.request;
+    const SegmentRecord& r = *item.segment;
     const uint32_t n = items++;
     if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
     queries_aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
@@ -120,6 +120,6 @@ class WgmmaProducer {
   uint32_t items = 0;
 };
 
-}  // namespace mla::gpu
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_

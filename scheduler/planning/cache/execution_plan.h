@@ -14,22 +14,22 @@ namespace mla::scheduler {
 
 class ExecutionPlan final {
  public:
-  // Goes into AttentionParams::plan as it is. The i-th request record of the launch must have the
-  // lengths and heads of requests()[i].
+  // Goes into AttentionParams::plan as it is. The i-th segment record of the launch must have the
+  // lengths and heads of segments()[i].
   const kernels::PlanView& view() const { return view_; }
   // What the plan was made for; lives as long as the plan.
-  std::span<const PlanRequest> requests() const { return requests_; }
+  std::span<const PlanSegment> segments() const { return segments_; }
   // As Planner::last_imbalance: the busiest unit over the mean; 1.0 is perfect.
   double imbalance() const { return imbalance_; }
 
  private:
   friend class PlanCache;
-  ExecutionPlan(const kernels::PlanView& view, std::span<const PlanRequest> requests,
+  ExecutionPlan(const kernels::PlanView& view, std::span<const PlanSegment> segments,
                 double imbalance)
-      : view_(view), requests_(requests), imbalance_(imbalance) {}
+      : view_(view), segments_(segments), imbalance_(imbalance) {}
 
   kernels::PlanView view_;
-  std::span<const PlanRequest> requests_;
+  std::span<const PlanSegment> segments_;
   double imbalance_;
 };
 

@@ -24,7 +24,7 @@ absl::Status Check(const PlanCacheOptions& options) {
   if (options.round_plans < 0 || options.round_plans > options.plans) {
     return fault("round_plans", options.round_plans, absl::StrCat("0..", options.plans));
   }
-  if (options.plan_requests < 0) return fault("plan_requests", options.plan_requests, "at least 0");
+  if (options.plan_segments < 0) return fault("plan_segments", options.plan_segments, "at least 0");
   return absl::OkStatus();
 }
 
@@ -57,27 +57,27 @@ PlanCache::PlanCache(const PlanCacheOptions& options,
     : options_(options), round_planner_(options.rounds), entries_(buffers.size()) {
   for (size_t i = 0; i < buffers.size(); ++i) {
     entries_[i].buffers = std::move(buffers[i]);
-    entries_[i].requests.reserve(static_cast<size_t>(options_.plan_requests));
+    entries_[i].segments.reserve(static_cast<size_t>(options_.plan_segments));
     if (i < static_cast<size_t>(options_.round_plans)) {
       entries_[i].rounds = std::make_unique<RoundBuffers>(options_.rounds);
     }
   }
 }
 
-absl::StatusOr<const ExecutionPlan*> PlanCache::Get(std::span<const PlanRequest> requests,
+absl::StatusOr<const ExecutionPlan*> PlanCache::Get(std::span<const PlanSegment> segments,
                                                     const kernels::PlanTraits& traits,
                                                     int32_t launch_slot) {
   if (launch_slot < 0 || launch_slot >= options_.launch_slots) {
     return absl::InvalidArgumentError(absl::StrCat("plan launch slot: got ", launch_slot,
                                                    ", limit 0..", options_.launch_slots - 1));
   }
-  Entry* entry = Find(requests, traits);
+  Entry* entry = Find(segments, traits);
   if (entry != nullptr) {
     ++stats_.hits;
   } else {
-    if (requests.size() > static_cast<size_t>(options_.plan_requests)) {
+    if (segments.size() > static_cast<size_t>(options_.plan_segments)) {
       return absl::ResourceExhaustedError(
-          absl::StrCat("plan requests: got ", requests.size(), ", limit ", options_.plan_requests));
+          absl::StrCat("plan segments: got ", segments.size(), ", limit ", options_.plan_segments));
     }
     const bool with_rounds = traits.rounds.workspace_bytes > 0;
     entry = OldestUnpinned(with_rounds);
@@ -87,7 +87,7 @@ absl::StatusOr<const ExecutionPlan*> PlanCache::Get(std::span<const PlanRequest>
       return absl::ResourceExhaustedError(
           absl::StrCat("plans: all ", most, " are pinned by running launches"));
     }
-    if (auto s = Build(requests, traits, entry); !s.ok()) return s;
+    if (auto s = Build(segments, traits, entry); !s.ok()) return s;
     ++stats_.misses;
   }
   entry->pins |= uint64_t{1} << launch_slot;
@@ -100,31 +100,31 @@ void PlanCache::Unpin(int32_t launch_slot) {
   for (Entry& entry : entries_) entry.pins &= ~(uint64_t{1} << launch_slot);
 }
 
-PlanCache::Entry* PlanCache::Find(std::span<const PlanRequest> requests,
+PlanCache::Entry* PlanCache::Find(std::span<const PlanSegment> segments,
                                   const kernels::PlanTraits& traits) {
   const auto same = [&](const Entry& entry) {
     return entry.plan.has_value() && entry.traits == traits &&
-           std::equal(requests.begin(), requests.end(), entry.requests.begin(),
-                      entry.requests.end());
+           std::equal(segments.begin(), segments.end(), entry.segments.begin(),
+                      entry.segments.end());
   };
   const auto found = std::find_if(entries_.begin(), entries_.end(), same);
   return found == entries_.end() ? nullptr : &*found;
 }
 
-absl::Status PlanCache::Build(std::span<const PlanRequest> requests,
+absl::Status PlanCache::Build(std::span<const PlanSegment> segments,
                               const kernels::PlanTraits& traits, Entry* entry) {
   entry->plan.reset();  // absent until it is complete
-  absl::StatusOr<kernels::PlanView> view = planner_.Build(requests, traits, *entry->buffers);
+  absl::StatusOr<kernels::PlanView> view = planner_.Build(segments, traits, *entry->buffers);
   if (!view.ok()) return view.status();
   if (traits.rounds.workspace_bytes > 0) {
     absl::StatusOr<kernels::RoundView> rounds =
-        round_planner_.Build(*view, requests, traits, *entry->rounds);
+        round_planner_.Build(*view, segments, traits, *entry->rounds);
     if (!rounds.ok()) return rounds.status();
     view->rounds = *rounds;
   }
-  entry->requests.assign(requests.begin(), requests.end());
+  entry->segments.assign(segments.begin(), segments.end());
   entry->traits = traits;
-  entry->plan = ExecutionPlan(*view, entry->requests, planner_.last_imbalance());
+  entry->plan = ExecutionPlan(*view, entry->segments, planner_.last_imbalance());
   return absl::OkStatus();
 }
 

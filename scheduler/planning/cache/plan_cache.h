@@ -2,10 +2,10 @@
 // all layers after the first find their plan here; and a plan that a running launch reads is never
 // touched, because each plan has buffers of its own.
 //
-// A plan is found by the whole content of its batch: every request and every trait is compared,
+// A plan is found by the whole content of its batch: every segment and every trait is compared,
 // never a digest. Per launch:
 //
-//   plan = cache.Get(requests, traits, slot)     pins the plan for the launch slot
+//   plan = cache.Get(segments, traits, slot)     pins the plan for the launch slot
 //   ... enqueue, Submit(slot) ... Wait(slot)
 //   cache.Unpin(slot)                            before the slot's next launch
 //
@@ -37,7 +37,7 @@ struct PlanCacheOptions {
   int32_t round_plans = 0;
   RoundCapacity rounds;       // of each of them
   int32_t launch_slots = 2;   // 1 .. 64
-  int32_t plan_requests = 0;  // requests of one plan at most
+  int32_t plan_segments = 0;  // segments of one plan at most
 };
 
 struct PlanCacheStats {  // counters since Create
@@ -58,7 +58,7 @@ class PlanCache final {
   // The plan of this batch, pinned for `launch_slot`: the one that exists, or else a new one in
   // place of the unpinned plan that was used longest ago. A slot may pin several plans. Errors are
   // those of Planner::Build; RESOURCE_EXHAUSTED also when every plan is pinned.
-  absl::StatusOr<const ExecutionPlan*> Get(std::span<const PlanRequest> requests,
+  absl::StatusOr<const ExecutionPlan*> Get(std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, int32_t launch_slot);
   // Drops all pins of the slot; its launch must have completed.
   void Unpin(int32_t launch_slot);
@@ -69,7 +69,7 @@ class PlanCache final {
   struct Entry {
     std::unique_ptr<MetadataBuffers> buffers;
     std::unique_ptr<RoundBuffers> rounds;  // of plans with rounds
-    std::vector<PlanRequest> requests;     // the key, together with `traits`
+    std::vector<PlanSegment> segments;     // the key, together with `traits`
     kernels::PlanTraits traits;
     std::optional<ExecutionPlan> plan;
     uint64_t pins = 0;       // bit s: pinned by launch slot s
@@ -77,9 +77,9 @@ class PlanCache final {
   };
 
   PlanCache(const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers);
-  Entry* Find(std::span<const PlanRequest> requests, const kernels::PlanTraits& traits);
+  Entry* Find(std::span<const PlanSegment> segments, const kernels::PlanTraits& traits);
   Entry* OldestUnpinned(bool with_rounds);
-  absl::Status Build(std::span<const PlanRequest> requests, const kernels::PlanTraits& traits,
+  absl::Status Build(std::span<const PlanSegment> segments, const kernels::PlanTraits& traits,
                      Entry* entry);
 
   const PlanCacheOptions options_;

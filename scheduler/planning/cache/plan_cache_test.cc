@@ -17,13 +17,13 @@ std::unique_ptr<PlanCache> MakeCache(int32_t plans, int32_t slots = 2) {
   options.capacity = {4, 1000, 1000, 1000, 100'000};
   options.plans = plans;
   options.launch_slots = slots;
-  options.plan_requests = 8;
+  options.plan_segments = 8;
   std::vector<std::unique_ptr<MetadataBuffers>> buffers;
   for (int32_t i = 0; i < plans; ++i) buffers.push_back(testing::MakeBuffers(options.capacity));
   return PlanCache::Create(options, std::move(buffers)).value();
 }
 
-std::vector<PlanRequest> Batch(int32_t kv_rows) { return {{1, kv_rows, 16}, {2, 300, 16}}; }
+std::vector<PlanSegment> Batch(int32_t kv_rows) { return {{1, kv_rows, 16}, {2, 300, 16}}; }
 
 const PlanTraits kTraits{.units = 4};
 
@@ -38,7 +38,7 @@ TEST(PlanCacheTest, SameContentIsPlannedOnce) {
   EXPECT_EQ((*second)->view().generation, generation);
   EXPECT_EQ(cache->stats().hits, 1u);
   EXPECT_EQ(cache->stats().misses, 1u);
-  EXPECT_EQ((*first)->requests().size(), 2u);
+  EXPECT_EQ((*first)->segments().size(), 2u);
   EXPECT_GE((*first)->imbalance(), 1.0);
 }
 
@@ -69,7 +69,7 @@ TEST(PlanCacheTest, PinnedPlansAreNeverRefilled) {
   const auto again = cache->Get(Batch(3), kTraits, 1);
   ASSERT_TRUE(again.ok());
   EXPECT_EQ(*again, *second) << "only the unpinned plan may make room";
-  EXPECT_EQ((*first)->requests()[0].kv_rows, 1);
+  EXPECT_EQ((*first)->segments()[0].kv_rows, 1);
 }
 
 TEST(PlanCacheTest, PlanSharedByTwoSlotsNeedsBothUnpinned) {
@@ -106,7 +106,7 @@ TEST(PlanCacheTest, AFailedPlanIsAbsent) {
 
 TEST(PlanCacheTest, NothingAllocatesAfterCreate) {
   auto cache = MakeCache(3);
-  std::vector<std::vector<PlanRequest>> batches;
+  std::vector<std::vector<PlanSegment>> batches;
   for (int32_t i = 0; i < 6; ++i) batches.push_back(Batch(1 + i));
   const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 100; ++i) {
@@ -124,7 +124,7 @@ TEST(PlanCacheTest, BoundsAreChecked) {
   auto cache = MakeCache(1);
   EXPECT_EQ(cache->Get(Batch(1), kTraits, 2).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(cache->Get(Batch(1), kTraits, -1).status().code(), absl::StatusCode::kInvalidArgument);
-  const std::vector<PlanRequest> many(9, PlanRequest{1, 1, 1});
+  const std::vector<PlanSegment> many(9, PlanSegment{1, 1, 1});
   EXPECT_EQ(cache->Get(many, kTraits, 0).status().code(), absl::StatusCode::kResourceExhausted);
   PlanCacheOptions options;
   options.plans = 0;
@@ -142,8 +142,8 @@ TEST(PlanCacheTest, PlansWithRoundsAreFoundWithTheirRounds) {
   options.launch_slots = 1;
   options.plans = 3;
   options.round_plans = 1;
-  options.plan_requests = 8;
-  options.rounds = {.units = 4, .items = 256, .segments = 64, .requests = 8};
+  options.plan_segments = 8;
+  options.rounds = {.units = 4, .items = 256, .expansions = 64, .segments = 8};
   std::vector<std::unique_ptr<MetadataBuffers>> buffers;
   for (int i = 0; i < 3; ++i) buffers.push_back(testing::MakeBuffers(options.capacity));
   auto cache = PlanCache::Create(options, std::move(buffers));
@@ -153,7 +153,7 @@ TEST(PlanCacheTest, PlansWithRoundsAreFoundWithTheirRounds) {
   expanded.max_heads_per_tile = 1;
   expanded.kv_granularity = kernels::kExpandedRows;
   expanded.rounds.workspace_bytes = 64 << 20;
-  const std::vector<PlanRequest> prompt = {{200, 200, 2, true}};
+  const std::vector<PlanSegment> prompt = {{200, 200, 2, true}};
   const auto first = (*cache)->Get(prompt, expanded, 0);
   ASSERT_TRUE(first.ok()) << first.status();
   const kernels::RoundView& rounds = (*first)->view().rounds;
@@ -161,7 +161,7 @@ TEST(PlanCacheTest, PlansWithRoundsAreFoundWithTheirRounds) {
   EXPECT_EQ(rounds.items.size(), 4u);  // two tiles of rows, two heads
   (*cache)->Unpin(0);
   for (int32_t length = 1; length < 9; ++length) {
-    const std::vector<PlanRequest> decode = {{1, length, 2, true}};
+    const std::vector<PlanSegment> decode = {{1, length, 2, true}};
     const auto plan = (*cache)->Get(decode, absorbed, 0);
     ASSERT_TRUE(plan.ok()) << plan.status();
     EXPECT_TRUE((*plan)->view().rounds.rounds.empty());
@@ -174,7 +174,7 @@ TEST(PlanCacheTest, PlansWithRoundsAreFoundWithTheirRounds) {
   EXPECT_EQ((*again)->view().rounds.items.data(), rounds.items.data());
   // The only place of such plans is in use.
   EXPECT_EQ(
-      (*cache)->Get(std::vector<PlanRequest>{{130, 130, 2, true}}, expanded, 0).status().code(),
+      (*cache)->Get(std::vector<PlanSegment>{{130, 130, 2, true}}, expanded, 0).status().code(),
       absl::StatusCode::kResourceExhausted);
 }
 

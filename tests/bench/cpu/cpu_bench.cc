@@ -265,11 +265,11 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   const bool expanded = options_.form == kernels::AttentionForm::kExpanded;
   const int64_t q_dim = expanded ? g.expanded_q_dim() : g.absorbed_q_dim();
   const int64_t o_dim = expanded ? g.v_dim : g.kv_lora_rank;
-  std::vector<scheduler::PlanRequest> shapes;
+  std::vector<scheduler::PlanSegment> shapes;
   records_.clear();
   int64_t q_at = 0, o_at = 0, page = 0;
   for (const BenchRequest& request : requests) {
-    kernels::RequestRecord record{};
+    kernels::SegmentRecord record{};
     record.q = q_.data() + q_at;
     record.o = o_.data() + o_at;
     record.q_row_stride = q_dim * g.num_heads;
@@ -299,7 +299,7 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   params.desc.form = options_.form;
   params.desc.kv_format = options_.kv_format;
   params.desc.page_size = options_.page_size;
-  params.requests = records_;
+  params.segments = records_;
   params.plan = Must(planner_.Build(shapes, backend_->Traits(params.desc), *buffers_));
 }
 

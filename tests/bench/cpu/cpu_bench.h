@@ -101,7 +101,7 @@ class AttentionBench {
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   scheduler::Planner planner_;
   std::vector<uint32_t> tables_;
-  std::vector<kernels::RequestRecord> records_;
+  std::vector<kernels::SegmentRecord> records_;
   std::vector<kernels::AppendRecord> appends_;
   kernels::Launch launch_;
   std::vector<kernels::Bf16> q_, o_;

@@ -61,7 +61,7 @@ Shape MakeShape(const Flags& flags, int32_t heads, int32_t batch, int32_t contex
 
 class Bench {
  public:
-  Bench(const Flags& flags, std::unique_ptr<gpu::HipBackend> backend)
+  Bench(const Flags& flags, std::unique_ptr<kernels::hip::HipBackend> backend)
       : flags_(flags), backend_(std::move(backend)) {}
 
   absl::Status Setup(const std::vector<Shape>& shapes);
@@ -72,13 +72,13 @@ class Bench {
   absl::Status Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns);
 
   Flags flags_;
-  std::unique_ptr<gpu::HipBackend> backend_;
+  std::unique_ptr<kernels::hip::HipBackend> backend_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   scheduler::Planner planner_;
   std::unique_ptr<kernels::HostBuffer> q_, o_;
-  gpu::DeviceBuffer flush_;
+  kernels::hip::DeviceBuffer flush_;
   kernels::LaunchLayout layout_;
-  std::vector<kernels::RequestRecord> records_;
+  std::vector<kernels::SegmentRecord> records_;
 };
 
 absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
@@ -114,7 +114,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   auto o = backend_->AllocateHost(packed * 516 * 4);
   if (!o.ok()) return o.status();
   o_ = *std::move(o);
-  auto flush = gpu::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes);
+  auto flush = kernels::hip::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes);
   if (!flush.ok()) return flush.status();
   flush_ = *std::move(flush);
   return FillPool(limits.kv_pool_bytes);
@@ -130,7 +130,7 @@ absl::Status Bench::FillPool(int64_t bytes) {
   for (int64_t i = 0; i < block / 2; ++i) values[i] = kernels::ToBf16(normal(random));
   auto* q = reinterpret_cast<Bf16*>(q_->bytes().data());
   for (size_t i = 0; i < q_->bytes().size() / 2; ++i) q[i] = values[i % (block / 2)];
-  gpu::GpuRuntime& runtime = backend_->runtime();
+  kernels::hip::GpuRuntime& runtime = backend_->runtime();
   for (int64_t at = 0; at < bytes; at += block) {
     absl::Status s = runtime.CopyIn(backend_->pool() + at, values, std::min(block, bytes - at),
                                     backend_->compute_stream());
@@ -151,7 +151,7 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
   records_.assign(shape.batch, {});
   int64_t entry = 0;
   for (int32_t i = 0; i < shape.batch; ++i) {
-    kernels::RequestRecord& r = records_[i];
+    kernels::SegmentRecord& r = records_[i];
     const int64_t first = int64_t{i} * flags_.query_rows * shape.heads;
     r.q = static_cast<const Bf16*>(*q) + first * kRowDim;
     r.o = static_cast<Bf16*>(*o) + first * 512;
@@ -176,7 +176,7 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
   launch.inputs = layout_.inputs();
   launch.outputs = layout_.outputs();
   launch.absorbed.desc.geometry = {shape.heads, 512, 64, 128, 128};
-  launch.absorbed.requests = records_;
+  launch.absorbed.segments = records_;
   launch.absorbed.plan = plan;
   // Overwrites the L2 and keeps the device busy while the host enqueues.
   absl::Status s =
@@ -205,7 +205,7 @@ absl::Status Bench::Time(const Shape& shape) {
 
   kernels::AttentionDesc desc;
   desc.geometry = {shape.heads, 512, 64, 128, 128};
-  std::vector<scheduler::PlanRequest> requests;
+  std::vector<scheduler::PlanSegment> requests;
   for (const int32_t n : shape.lengths) {
     requests.push_back({flags_.query_rows, n, shape.heads, true});
   }

@@ -16,8 +16,8 @@
 namespace mla::bench {
 namespace {
 
-using gpu::DeviceBuffer;
-using gpu::DevicePtr;
+using kernels::hip::DeviceBuffer;
+using kernels::hip::DevicePtr;
 
 constexpr int32_t kRowDim = 576;
 constexpr int kMostBatch = 100000;
@@ -33,7 +33,7 @@ class Decoder {
  public:
   static absl::StatusOr<std::unique_ptr<Decoder>> Create();
   absl::Status Plan(const int* lengths, int batch, int heads, int page);
-  absl::Status Run(const Key& key, const void* kv, const int* table, gpu::Stream stream);
+  absl::Status Run(const Key& key, const void* kv, const int* table, kernels::hip::Stream stream);
 
  private:
   absl::Status CheckSizes(const int* lengths, int batch, int heads, int page) const;
@@ -42,25 +42,25 @@ class Decoder {
   absl::StatusOr<DevicePtr> Upload(std::span<const T> values);
   // `busy` units have work.
   void ShapeCombine(const kernels::PlanView& plan, int32_t rows, int32_t busy);
-  absl::Status UploadRequests(const Key& key, gpu::Stream stream);
+  absl::Status UploadRequests(const Key& key, kernels::hip::Stream stream);
 
-  std::unique_ptr<gpu::HipBackend> backend_;
-  gpu::GpuRuntime* runtime_ = nullptr;
-  const gpu::ArchTraits* arch_ = nullptr;
-  gpu::Module module_ = nullptr;
-  std::vector<gpu::Function> attend_;
-  gpu::Function combine_ = nullptr;
+  std::unique_ptr<kernels::hip::HipBackend> backend_;
+  kernels::hip::GpuRuntime* runtime_ = nullptr;
+  const kernels::hip::ArchTraits* arch_ = nullptr;
+  kernels::hip::Module module_ = nullptr;
+  std::vector<kernels::hip::Function> attend_;
+  kernels::hip::Function combine_ = nullptr;
   scheduler::Planner planner_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   DeviceBuffer memory_, partial_o_, partial_lse_;
   int64_t used_ = 0;
-  gpu::Stream stream_ = nullptr;
+  kernels::hip::Stream stream_ = nullptr;
 
   std::vector<int32_t> lengths_;
   int heads_ = 0, page_ = 0;
-  gpu::AttendArgs attend_args_ = {};
-  gpu::CombineArgs combine_args_ = {};
-  gpu::LaunchShape attend_shape_, combine_shape_;
+  kernels::hip::AttendArgs attend_args_ = {};
+  kernels::hip::CombineArgs combine_args_ = {};
+  kernels::hip::LaunchShape attend_shape_, combine_shape_;
   size_t variant_ = 0;
   Key key_;
   DevicePtr requests_ = 0;
@@ -68,27 +68,27 @@ class Decoder {
 
 absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
   auto self = std::make_unique<Decoder>();
-  const gpu::HipBackendOptions& options = DecodeOptions();
+  const kernels::hip::HipBackendOptions& options = DecodeOptions();
   auto backend = AnyGpu(options);
   if (!backend.ok()) return backend.status();
   self->backend_ = *std::move(backend);
   self->runtime_ = &self->backend_->runtime();
-  self->arch_ = gpu::FindArchTraits(self->runtime_->arch());
+  self->arch_ = kernels::hip::FindArchTraits(self->runtime_->arch());
   self->stream_ = self->backend_->compute_stream();
-  for (const gpu::KernelImage& image :
-       options.images.empty() ? gpu::BuiltInKernelImages() : options.images) {
+  for (const kernels::hip::KernelImage& image :
+       options.images.empty() ? kernels::hip::BuiltInKernelImages() : options.images) {
     if (image.arch != self->runtime_->arch()) continue;
     auto module = self->runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
     self->module_ = *module;
   }
-  for (const gpu::AttendVariant& v : self->arch_->attend) {
+  for (const kernels::hip::AttendVariant& v : self->arch_->attend) {
     auto f = self->runtime_->Find(self->module_, v.kernel);
     if (!f.ok()) return f.status();
     if (absl::Status s = self->runtime_->AllowSharedBytes(*f, v.shared_bytes); !s.ok()) return s;
     self->attend_.push_back(*f);
   }
-  auto combine = self->runtime_->Find(self->module_, gpu::kCombineKernel);
+  auto combine = self->runtime_->Find(self->module_, kernels::hip::kCombineKernel);
   if (!combine.ok()) return combine.status();
   self->combine_ = *combine;
   for (const auto& [buffer, bytes] : {std::pair(&self->memory_, int64_t{64} << 20),
@@ -104,11 +104,11 @@ absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
 
 absl::StatusOr<DevicePtr> Decoder::Take(int64_t bytes) {
   const DevicePtr at = memory_.at() + static_cast<uint64_t>(used_);
-  if (used_ + gpu::AlignRegion(bytes) > memory_.bytes()) {
+  if (used_ + kernels::hip::AlignRegion(bytes) > memory_.bytes()) {
     return absl::ResourceExhaustedError(absl::StrCat("metadata: ", used_, " bytes used, ", bytes,
                                                      " wanted, limit ", memory_.bytes()));
   }
-  used_ += gpu::AlignRegion(bytes);
+  used_ += kernels::hip::AlignRegion(bytes);
   return at;
 }
 
@@ -142,7 +142,7 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   if (absl::Status s = CheckSizes(lengths, batch, heads, page); !s.ok()) return s;
   heads_ = heads;
   page_ = page;
-  std::vector<scheduler::PlanRequest> requests;
+  std::vector<scheduler::PlanSegment> requests;
   for (int i = 0; i < batch; ++i) requests.push_back({1, lengths[i], heads, true});
   kernels::AttentionDesc desc;
   desc.geometry = {heads, 512, 64, 128, 128};
@@ -160,14 +160,14 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
                                      final_map.status(), partial_map.status()}) {
     if (!status.ok()) return status;
   }
-  auto records = Take(int64_t{batch} * static_cast<int64_t>(sizeof(kernels::RequestRecord)));
+  auto records = Take(int64_t{batch} * static_cast<int64_t>(sizeof(kernels::SegmentRecord)));
   if (!records.ok()) return records.status();
   requests_ = *records;
   if (absl::Status s = runtime_->Synchronize(stream_); !s.ok()) return s;
 
-  constexpr gpu::KvFormat kFormat = gpu::KvFormat::kBf16;
-  constexpr gpu::DType kProducts = gpu::DType::kBf16;
-  const int32_t largest = gpu::MostRows(*arch_, kFormat, kProducts);
+  constexpr kernels::hip::KvFormat kFormat = kernels::hip::KvFormat::kBf16;
+  constexpr kernels::hip::DType kProducts = kernels::hip::DType::kBf16;
+  const int32_t largest = kernels::hip::MostRows(*arch_, kFormat, kProducts);
   const int32_t rows = std::min(heads, largest * arch_->blocks_per_unit);
   int32_t busy = 0, last = 0;
   for (size_t i = 0; i + 1 < plan->work_indptr.size(); ++i) {
@@ -175,24 +175,24 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
     ++busy;
     last = static_cast<int32_t>(i) + 1;
   }
-  variant_ = gpu::ChooseAttend(*arch_, kFormat, kProducts, rows, busy, runtime_->units());
+  variant_ = kernels::hip::ChooseAttend(*arch_, kFormat, kProducts, rows, busy, runtime_->units());
   attend_args_ = {};
   attend_args_.work_indptr = reinterpret_cast<const int32_t*>(*indptr);
   attend_args_.work_info = reinterpret_cast<const kernels::WorkInfo*>(*work);
   attend_args_.partial_o = partial_o_.As<float>();
   attend_args_.partial_lse = partial_lse_.As<float>();
-  attend_args_.requests = reinterpret_cast<const kernels::RequestRecord*>(requests_);
+  attend_args_.segments = reinterpret_cast<const kernels::SegmentRecord*>(requests_);
   attend_args_.granule_bytes = int64_t{page} * kRowDim * 2;
   attend_args_.blocks_per_unit =
       (rows + arch_->attend[variant_].rows - 1) / arch_->attend[variant_].rows;
   attend_args_.blocks = last * attend_args_.blocks_per_unit;
-  attend_args_.xcds = gpu::XcdsOf(*arch_, runtime_->units());
+  attend_args_.xcds = kernels::hip::XcdsOf(*arch_, runtime_->units());
   attend_shape_ = {};
   attend_shape_.grid_x = static_cast<uint32_t>(attend_args_.blocks);
   attend_shape_.threads = static_cast<uint32_t>(arch_->attend[variant_].threads);
   attend_shape_.shared_bytes = arch_->attend[variant_].shared_bytes;
   combine_args_ = {};
-  combine_args_.requests = attend_args_.requests;
+  combine_args_.segments = attend_args_.segments;
   combine_args_.reduce_indptr = reinterpret_cast<const int32_t*>(*reduce_indptr);
   combine_args_.reduce_final_map = reinterpret_cast<const kernels::ReduceTile*>(*final_map);
   combine_args_.reduce_partial_map = reinterpret_cast<const int32_t*>(*partial_map);
@@ -211,10 +211,10 @@ void Decoder::ShapeCombine(const kernels::PlanView& plan, int32_t rows, int32_t 
   }
   const int64_t tiles = static_cast<int64_t>(plan.reduce_final_map.size());
   combine_args_.waves_per_row =
-      gpu::CombineWavesPerRow(*arch_, tiles * rows, parts, runtime_->units());
-  combine_args_.column_blocks = gpu::CombineColumnBlocks(
+      kernels::hip::CombineWavesPerRow(*arch_, tiles * rows, parts, runtime_->units());
+  combine_args_.column_blocks = kernels::hip::CombineColumnBlocks(
       *arch_, tiles * rows, combine_args_.waves_per_row, combine_args_.o_dim, runtime_->units());
-  combine_args_.waves_per_row = gpu::CombineWavesBeside(
+  combine_args_.waves_per_row = kernels::hip::CombineWavesBeside(
       *arch_, tiles * rows, parts, combine_args_.waves_per_row, combine_args_.column_blocks,
       std::max(0, runtime_->units() - busy * attend_args_.blocks_per_unit));
   combine_args_.exchanged = arch_->attend[variant_].exchanged_partials;
@@ -228,10 +228,10 @@ void Decoder::ShapeCombine(const kernels::PlanView& plan, int32_t rows, int32_t 
   combine_shape_.overlap_predecessor = true;
 }
 
-absl::Status Decoder::UploadRequests(const Key& key, gpu::Stream stream) {
-  std::vector<kernels::RequestRecord> records(lengths_.size());
+absl::Status Decoder::UploadRequests(const Key& key, kernels::hip::Stream stream) {
+  std::vector<kernels::SegmentRecord> records(lengths_.size());
   for (size_t i = 0; i < records.size(); ++i) {
-    kernels::RequestRecord& r = records[i];
+    kernels::SegmentRecord& r = records[i];
     const auto first = static_cast<int64_t>(i) * heads_;
     r = {};
     r.q = static_cast<const uint16_t*>(key.q) + first * kRowDim;
@@ -254,13 +254,14 @@ absl::Status Decoder::UploadRequests(const Key& key, gpu::Stream stream) {
   }
   absl::Status s = runtime_->CopyIn(
       requests_, records.data(),
-      static_cast<int64_t>(records.size() * sizeof(kernels::RequestRecord)), stream);
+      static_cast<int64_t>(records.size() * sizeof(kernels::SegmentRecord)), stream);
   if (s.ok()) s = runtime_->Synchronize(stream);
   if (s.ok()) key_ = key;
   return s;
 }
 
-absl::Status Decoder::Run(const Key& key, const void* kv, const int* table, gpu::Stream stream) {
+absl::Status Decoder::Run(const Key& key, const void* kv, const int* table,
+                          kernels::hip::Stream stream) {
   if (lengths_.empty()) return absl::FailedPreconditionError("mla_decode_plan comes first");
   const auto batch = static_cast<int>(lengths_.size());
   if (key.batch != batch || key.heads != heads_ || key.page != page_) {
@@ -301,8 +302,8 @@ int Report(const absl::Status& status) {
 
 }  // namespace
 
-gpu::HipBackendOptions& DecodeOptions() {
-  static gpu::HipBackendOptions& options = *new gpu::HipBackendOptions;
+kernels::hip::HipBackendOptions& DecodeOptions() {
+  static kernels::hip::HipBackendOptions& options = *new kernels::hip::HipBackendOptions;
   return options;
 }
 
@@ -319,5 +320,5 @@ int mla_decode(const void* q, const void* kv, const int* table, const int*, void
   mla::bench::Decoder* decoder = mla::bench::TheDecoder();
   if (decoder == nullptr) return 1;
   return mla::bench::Report(decoder->Run({q, out, lse, batch, heads, max_blocks, page, scale}, kv,
-                                         table, static_cast<mla::gpu::Stream>(stream)));
+                                         table, static_cast<mla::kernels::hip::Stream>(stream)));
 }

@@ -27,14 +27,14 @@ __attribute__((visibility("default"))) int mla_decode(const void* q, const void*
 
 }  // extern "C"
 
-namespace mla::gpu {
+namespace mla::kernels::hip {
 struct HipBackendOptions;
 }
 
 namespace mla::bench {
 
 // What the first of those calls opens the GPU with; later changes have no effect.
-gpu::HipBackendOptions& DecodeOptions();
+kernels::hip::HipBackendOptions& DecodeOptions();
 
 }  // namespace mla::bench
 

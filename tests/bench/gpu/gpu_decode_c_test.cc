@@ -102,14 +102,14 @@ struct Problem {
 class DecodeCTest : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
-    control_ = gpu::FakeControl();
+    control_ = kernels::hip::FakeControl();
     ASSERT_NE(control_, nullptr);
     control_->arch = "sm_90";
-    DecodeOptions().libraries = {gpu::kLibrary};
-    DecodeOptions().images = {gpu::Image("sm_90", gpu::kImage90)};
-    gpu::HipBackendOptions options = DecodeOptions();
-    options.vendor = gpu::Vendor::kNvidia;
-    auto runtime = gpu::GpuRuntime::Open(options.vendor, 0, options.libraries);
+    DecodeOptions().libraries = {kernels::hip::kLibrary};
+    DecodeOptions().images = {kernels::hip::Image("sm_90", kernels::hip::kImage90)};
+    kernels::hip::HipBackendOptions options = DecodeOptions();
+    options.vendor = kernels::hip::Vendor::kNvidia;
+    auto runtime = kernels::hip::GpuRuntime::Open(options.vendor, 0, options.libraries);
     ASSERT_TRUE(runtime.ok()) << runtime.status();
     runtime_ = runtime->release();
     auto stream = runtime_->CreateStream();
@@ -129,13 +129,13 @@ class DecodeCTest : public ::testing::Test {
   }
 
   static fake_hip::Control* control_;
-  static gpu::GpuRuntime* runtime_;
-  static gpu::Stream stream_;
+  static kernels::hip::GpuRuntime* runtime_;
+  static kernels::hip::Stream stream_;
   Problem problem_{16};
 };
 fake_hip::Control* DecodeCTest::control_ = nullptr;
-gpu::GpuRuntime* DecodeCTest::runtime_ = nullptr;
-gpu::Stream DecodeCTest::stream_ = nullptr;
+kernels::hip::GpuRuntime* DecodeCTest::runtime_ = nullptr;
+kernels::hip::Stream DecodeCTest::stream_ = nullptr;
 
 TEST_F(DecodeCTest, EqualsDenseAttention) {
   for (const int heads : {16, 5, 128}) {
@@ -237,11 +237,12 @@ TEST(GpuFlags, AreReadByType) {
 }
 
 TEST(AnyGpu, TakesTheVendorThatIsThere) {
-  fake_hip::Control* const control = gpu::FakeControl();
+  fake_hip::Control* const control = kernels::hip::FakeControl();
   ASSERT_NE(control, nullptr);
-  gpu::HipBackendOptions options;
-  options.libraries = {gpu::kLibrary};
-  options.images = {gpu::Image("gfx950", gpu::kImage950), gpu::Image("sm_90", gpu::kImage90)};
+  kernels::hip::HipBackendOptions options;
+  options.libraries = {kernels::hip::kLibrary};
+  options.images = {kernels::hip::Image("gfx950", kernels::hip::kImage950),
+                    kernels::hip::Image("sm_90", kernels::hip::kImage90)};
   for (const char* arch : {"gfx950", "sm_90"}) {
     control->arch = arch;
     const auto backend = AnyGpu(options);

@@ -28,12 +28,12 @@
 namespace mla::bench {
 namespace {
 
-using gpu::DeviceBuffer;
 using kernels::Bf16;
+using kernels::hip::DeviceBuffer;
 
 constexpr int32_t kPage = 64;
-constexpr int32_t kRowDim = gpu::kExpandedLora + gpu::kExpandedRope;
-constexpr int32_t kQDim = gpu::kExpandedNope + gpu::kExpandedRope;
+constexpr int32_t kRowDim = kernels::hip::kExpandedLora + kernels::hip::kExpandedRope;
+constexpr int32_t kQDim = kernels::hip::kExpandedNope + kernels::hip::kExpandedRope;
 constexpr int64_t kPageBytes = int64_t{kPage} * kRowDim * sizeof(Bf16);
 constexpr int64_t kFlushBytes = int64_t{256} << 20;
 
@@ -53,7 +53,7 @@ class Prefill {
   struct Times {
     int64_t expand = 0, attend = 0;  // nanoseconds
   };
-  absl::Status LoadKernels(std::span<const gpu::KernelImage> images);
+  absl::Status LoadKernels(std::span<const kernels::hip::KernelImage> images);
   absl::StatusOr<DeviceBuffer> Random(int64_t bytes, uint32_t seed);
   template <class T>
   absl::StatusOr<DeviceBuffer> Upload(std::span<const T> values);
@@ -62,12 +62,12 @@ class Prefill {
   absl::StatusOr<Times> Launch();
 
   Flags flags_;
-  std::unique_ptr<gpu::HipBackend> backend_;
-  gpu::GpuRuntime* runtime_ = nullptr;
-  const gpu::ArchTraits* arch_ = nullptr;
-  gpu::Stream stream_ = nullptr;
-  gpu::Function expand_ = nullptr, attend_ = nullptr;
-  std::vector<gpu::Event> events_;
+  std::unique_ptr<kernels::hip::HipBackend> backend_;
+  kernels::hip::GpuRuntime* runtime_ = nullptr;
+  const kernels::hip::ArchTraits* arch_ = nullptr;
+  kernels::hip::Stream stream_ = nullptr;
+  kernels::hip::Function expand_ = nullptr, attend_ = nullptr;
+  std::vector<kernels::hip::Event> events_;
   kernels::RoundTraits round_traits_;
   std::unique_ptr<scheduler::RoundPlanner> round_planner_;
   std::unique_ptr<scheduler::RoundBuffers> round_buffers_;
@@ -75,10 +75,10 @@ class Prefill {
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   DeviceBuffer workspace_, flush_, partial_o_, partial_lse_;
   DeviceBuffer pool_, table_, q_, o_, lse_, w_uk_, w_uv_, weights_;
-  DeviceBuffer requests_, segments_, items_, unit_indptr_;
-  kernels::RequestRecord request_ = {};
-  gpu::ExpandArgs expand_args_ = {};
-  gpu::ExpandedArgs attend_args_ = {};
+  DeviceBuffer requests_, expansions_, items_, unit_indptr_;
+  kernels::SegmentRecord request_ = {};
+  kernels::hip::ExpandArgs expand_args_ = {};
+  kernels::hip::ExpandedArgs attend_args_ = {};
 };
 
 absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
@@ -88,9 +88,9 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   if (!backend.ok()) return backend.status();
   self->backend_ = *std::move(backend);
   self->runtime_ = &self->backend_->runtime();
-  self->arch_ = gpu::FindArchTraits(self->runtime_->arch());
+  self->arch_ = kernels::hip::FindArchTraits(self->runtime_->arch());
   self->stream_ = self->backend_->compute_stream();
-  auto images = gpu::BuiltInKernelImages();
+  auto images = kernels::hip::BuiltInKernelImages();
   std::string file;
   if (!flags.image.empty()) {
     std::ifstream in(flags.image, std::ios::binary);
@@ -101,8 +101,8 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   scheduler::RoundCapacity capacity;
   capacity.units = self->runtime_->units() * self->arch_->expanded_blocks;
   capacity.items = 200000;
-  capacity.segments = 4096;
-  capacity.requests = 1;
+  capacity.expansions = 4096;
+  capacity.segments = 1;
   self->round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);
   self->round_buffers_ = std::make_unique<scheduler::RoundBuffers>(capacity);
   kernels::RoundTraits& rounds = self->round_traits_;
@@ -113,14 +113,14 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   const int64_t partial_rows = rounds.first_carry_row + rounds.carry_rows;
   for (const auto& [buffer, bytes] :
        {std::pair(&self->workspace_, rounds.workspace_bytes), std::pair(&self->flush_, kFlushBytes),
-        std::pair(&self->partial_o_, partial_rows * gpu::kExpandedValue * 4),
+        std::pair(&self->partial_o_, partial_rows * kernels::hip::kExpandedValue * 4),
         std::pair(&self->partial_lse_, partial_rows * 4)}) {
     auto allocated = DeviceBuffer::Create(self->runtime_, "bench", bytes);
     if (!allocated.ok()) return allocated.status();
     *buffer = *std::move(allocated);
   }
   self->events_.resize(2 * 1024 + 1);
-  for (gpu::Event& event : self->events_) {
+  for (kernels::hip::Event& event : self->events_) {
     auto created = self->runtime_->CreateEvent();
     if (!created.ok()) return created.status();
     event = *created;
@@ -128,14 +128,14 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   return self;
 }
 
-absl::Status Prefill::LoadKernels(std::span<const gpu::KernelImage> images) {
-  for (const gpu::KernelImage& image : images) {
+absl::Status Prefill::LoadKernels(std::span<const kernels::hip::KernelImage> images) {
+  for (const kernels::hip::KernelImage& image : images) {
     if (image.arch != runtime_->arch()) continue;
     auto module = runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
     for (const auto& [name, shared, function] :
          {std::tuple(arch_->expand[0].kernel, arch_->expand[0].shared_bytes, &expand_),
-          std::tuple(gpu::kExpandedKernel, arch_->expanded_shared_bytes, &attend_)}) {
+          std::tuple(kernels::hip::kExpandedKernel, arch_->expanded_shared_bytes, &attend_)}) {
       auto found = runtime_->Find(*module, name);
       if (!found.ok()) return found.status();
       *function = *found;
@@ -178,12 +178,13 @@ absl::StatusOr<DeviceBuffer> Prefill::Random(int64_t bytes, uint32_t seed) {
 absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
   const int32_t kv_rows = rows + flags_.context;
   const int64_t pages = (kv_rows + kPage - 1) / kPage;
-  const int64_t head_bytes = int64_t{2} * gpu::kExpandedLora * 128 * heads;
+  const int64_t head_bytes = int64_t{2} * kernels::hip::kExpandedLora * 128 * heads;
   const int64_t packed = int64_t{rows} * heads;
   for (const auto& [buffer, bytes, seed] :
        {std::tuple(&pool_, pages * kPageBytes, 1u), std::tuple(&q_, packed * kQDim * 2, 2u),
-        std::tuple(&o_, packed * gpu::kExpandedValue * 2, 3u), std::tuple(&lse_, packed * 4, 4u),
-        std::tuple(&w_uk_, head_bytes, 5u), std::tuple(&w_uv_, head_bytes, 6u)}) {
+        std::tuple(&o_, packed * kernels::hip::kExpandedValue * 2, 3u),
+        std::tuple(&lse_, packed * 4, 4u), std::tuple(&w_uk_, head_bytes, 5u),
+        std::tuple(&w_uv_, head_bytes, 6u)}) {
     auto made = Random(bytes, seed);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
@@ -199,15 +200,15 @@ absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
   };
   absl::Status s = keep(Upload<uint32_t>(table), table_);
   if (s.ok()) s = keep(Upload<uint64_t>(pointers), weights_);
-  if (s.ok()) s = keep(Upload<kernels::RequestRecord>({&request_, 1}), requests_);
-  if (s.ok()) s = keep(Upload(rounds_.segments), segments_);
+  if (s.ok()) s = keep(Upload<kernels::SegmentRecord>({&request_, 1}), requests_);
+  if (s.ok()) s = keep(Upload(rounds_.expansions), expansions_);
   if (s.ok()) s = keep(Upload(rounds_.items), items_);
   if (s.ok()) s = keep(Upload(rounds_.unit_indptr), unit_indptr_);
   if (!s.ok()) return s;
-  expand_args_ = {requests_.As<kernels::RequestRecord>(),
+  expand_args_ = {requests_.As<kernels::SegmentRecord>(),
                   table_.As<uint32_t>(),
                   pool_.As<uint8_t>(),
-                  segments_.As<gpu::ExpandSegment>(),
+                  expansions_.As<kernels::hip::Expansion>(),
                   weights_.As<const uint16_t*>(),
                   weights_.As<const uint16_t*>() + 1,
                   workspace_.As<uint8_t>(),
@@ -216,8 +217,8 @@ absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
                   0,
                   0,
                   0};
-  attend_args_ = {requests_.As<kernels::RequestRecord>(),
-                  items_.As<gpu::ExpandedItem>(),
+  attend_args_ = {requests_.As<kernels::SegmentRecord>(),
+                  items_.As<kernels::hip::ExpandedItem>(),
                   unit_indptr_.As<int32_t>(),
                   workspace_.As<uint8_t>(),
                   partial_o_.As<float>(),
@@ -228,15 +229,15 @@ absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
 
 absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   const int32_t kv_rows = rows + flags_.context;
-  kernels::RequestRecord& r = request_;
+  kernels::SegmentRecord& r = request_;
   r = {};
   r.q = q_.As<void>();
   r.o = o_.As<void>();
   r.lse = lse_.As<float>();
   r.q_head_stride = kQDim;
   r.q_row_stride = int64_t{heads} * kQDim;
-  r.o_head_stride = gpu::kExpandedValue;
-  r.o_row_stride = int64_t{heads} * gpu::kExpandedValue;
+  r.o_head_stride = kernels::hip::kExpandedValue;
+  r.o_row_stride = int64_t{heads} * kernels::hip::kExpandedValue;
   r.lse_head_stride = 1;
   r.lse_row_stride = heads;
   r.row_stride = kRowDim * 2;
@@ -248,11 +249,11 @@ absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   r.softmax_scale = 0.0721687f;
   r.causal = 1;
   kernels::AttentionDesc desc;
-  desc.geometry = {heads, gpu::kExpandedLora, gpu::kExpandedRope, gpu::kExpandedNope,
-                   gpu::kExpandedValue};
+  desc.geometry = {heads, kernels::hip::kExpandedLora, kernels::hip::kExpandedRope,
+                   kernels::hip::kExpandedNope, kernels::hip::kExpandedValue};
   desc.form = kernels::AttentionForm::kExpanded;
   scheduler::Planner planner;
-  const scheduler::PlanRequest request{rows, kv_rows, heads, true};
+  const scheduler::PlanSegment request{rows, kv_rows, heads, true};
   kernels::PlanTraits traits = backend_->Traits(desc);
   traits.rounds = round_traits_;
   auto view = planner.Build({&request, 1}, traits, *buffers_);
@@ -271,19 +272,19 @@ absl::StatusOr<Prefill::Times> Prefill::Launch() {
   };
   record();
   for (const kernels::Round& round : rounds_.rounds) {
-    gpu::ExpandArgs expand = expand_args_;
-    expand.segments += round.first_segment;
-    expand.segment_count = round.segments;
+    kernels::hip::ExpandArgs expand = expand_args_;
+    expand.expansions += round.first_expansion;
+    expand.expansion_count = round.expansions;
     expand.pairs = round.pairs;
     expand.blocks = std::min(round.pairs, rounds_.units);
-    expand.first_tile_pairs = gpu::FirstTilePairs(round.pairs, round.heads, expand.blocks);
-    gpu::LaunchShape shape;
+    expand.first_tile_pairs = kernels::hip::FirstTilePairs(round.pairs, round.heads, expand.blocks);
+    kernels::hip::LaunchShape shape;
     shape.threads = static_cast<uint32_t>(arch_->expand[0].threads);
     shape.grid_x = static_cast<uint32_t>(expand.blocks);
     shape.shared_bytes = static_cast<uint32_t>(arch_->expand[0].shared_bytes);
     if (s.ok()) s = runtime_->Launch(expand_, shape, &expand, stream_);
     record();
-    gpu::ExpandedArgs attend = attend_args_;
+    kernels::hip::ExpandedArgs attend = attend_args_;
     attend.unit_indptr += round.first_indptr;
     shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
     shape.grid_x = static_cast<uint32_t>(rounds_.units);

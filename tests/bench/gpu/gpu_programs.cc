@@ -52,16 +52,17 @@ absl::Status ReadFlags(std::span<const char* const> arguments, std::span<const F
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(gpu::HipBackendOptions options) {
-  options.vendor = gpu::Vendor::kAmd;
-  auto backend = gpu::HipBackend::Create(options);
+absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
+    kernels::hip::HipBackendOptions options) {
+  options.vendor = kernels::hip::Vendor::kAmd;
+  auto backend = kernels::hip::HipBackend::Create(options);
   if (backend.ok()) return backend;
-  options.vendor = gpu::Vendor::kNvidia;
-  return gpu::HipBackend::Create(options);
+  options.vendor = kernels::hip::Vendor::kNvidia;
+  return kernels::hip::HipBackend::Create(options);
 }
 
-absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(const std::string& image) {
-  gpu::HipBackendOptions options;
+absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(const std::string& image) {
+  kernels::hip::HipBackendOptions options;
   if (image.empty()) return AnyGpu(options);
   std::ifstream file(image, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat("no file ", image));

@@ -27,9 +27,10 @@ absl::Status ReadFlags(std::span<const char* const> arguments, std::span<const F
 
 // The AMD device, else the NVIDIA one; the status of the latter if there is neither. The vendor in
 // `options` is not looked at.
-absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(gpu::HipBackendOptions options = {});
+absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
+    kernels::hip::HipBackendOptions options = {});
 // The same with the device code in file `image` in place of what was built in, unless it is empty.
-absl::StatusOr<std::unique_ptr<gpu::HipBackend>> AnyGpu(const std::string& image);
+absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(const std::string& image);
 
 }  // namespace mla::bench
 

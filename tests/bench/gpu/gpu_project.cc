@@ -45,7 +45,7 @@ struct Shape {
 
 class Bench {
  public:
-  Bench(const Flags& flags, std::unique_ptr<gpu::HipBackend> backend)
+  Bench(const Flags& flags, std::unique_ptr<kernels::hip::HipBackend> backend)
       : flags_(flags), backend_(std::move(backend)) {}
 
   absl::Status Setup();
@@ -55,9 +55,9 @@ class Bench {
   absl::StatusOr<int64_t> Launch(const Shape& shape);
 
   Flags flags_;
-  std::unique_ptr<gpu::HipBackend> backend_;
+  std::unique_ptr<kernels::hip::HipBackend> backend_;
   std::unique_ptr<kernels::HostBuffer> in_;
-  gpu::DeviceBuffer flush_;
+  kernels::hip::DeviceBuffer flush_;
   kernels::LaunchLayout layout_;
   std::vector<kernels::ProjectionRecord> records_;
   kernels::Geometry geometry_;
@@ -94,7 +94,7 @@ absl::Status Bench::Setup() {
   // The same bytes are values of a bf16 and of an fp32 tensor.
   auto* values = reinterpret_cast<Bf16*>(in_->bytes().data());
   for (int64_t i = 0; i < tensor / 2; ++i) values[i] = weights[static_cast<size_t>(i) % 65536];
-  auto flush = gpu::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes);
+  auto flush = kernels::hip::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes);
   if (!flush.ok()) return flush.status();
   flush_ = *std::move(flush);
   return absl::OkStatus();

@@ -55,7 +55,7 @@ struct CaseSpec {
   kernels::DType o_dtype = kernels::DType::kBf16;
   kernels::DType kv_source = kernels::DType::kBf16;        // dtype of the rows appended
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;  // of the pages
-  float kv_scales[2] = {1.0f, 1.0f};                       // of the two layers, see RequestRecord
+  float kv_scales[2] = {1.0f, 1.0f};                       // of the two layers, see SegmentRecord
   // Between Absorb and Run, and between Run and Project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;

@@ -15,7 +15,7 @@ using kernels::DType;
 using kernels::ElementSize;
 using kernels::kPageGranuleBytes;
 using kernels::ProjectionRecord;
-using kernels::RequestRecord;
+using kernels::SegmentRecord;
 
 namespace {
 
@@ -23,7 +23,7 @@ constexpr int32_t kSlot = 0;
 constexpr int64_t kGap = 16;                 // elements between rows of strided tensors
 constexpr unsigned char kPoisonByte = 0xff;  // NaN in bf16 and fp32
 constexpr unsigned char kSentinelByte = 0x5a;
-constexpr int64_t kRoundItems = 401024, kRoundSegments = 4160;
+constexpr int64_t kRoundItems = 401024, kRoundExpansions = 4160;
 constexpr int32_t kPoisonRowDim = kPageGranuleBytes / sizeof(Bf16);
 
 }  // namespace
@@ -60,7 +60,7 @@ absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::Attentio
   limits.reduce_tiles = 100000;
   limits.reduce_partials = 200000;
   limits.round_items = kRoundItems;
-  limits.round_segments = kRoundSegments;
+  limits.round_expansions = kRoundExpansions;
   limits.max_geometry = {128, 512, 64, 128, 128};
   if (absl::Status ok = backend.Configure(limits); !ok.ok()) return ok;
   auto runner = std::unique_ptr<CaseRunner>(new CaseRunner(backend, std::move(plan), options));
@@ -301,7 +301,7 @@ absl::Status CaseRunner::Project(const Workload& workload, const std::vector<Ten
   projections.clear();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensors& t = tensors[i];
-    RequestRecord& record = records_[i];
+    SegmentRecord& record = records_[i];
     const int64_t head_stride = latent_dim, row_stride = latent_dim * record.num_heads;
     auto latent = layout_.Workspace(std::max<int64_t>(
         1,
@@ -348,11 +348,11 @@ absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc&
   auto plan = plan_(shapes, traits);
   if (!plan.ok() || own.rounds.workspace_bytes == 0) return plan;
   if (round_planner_ == nullptr) {
-    const scheduler::RoundCapacity capacity{own.units, kRoundItems, kRoundSegments, 64};
+    const scheduler::RoundCapacity capacity{own.units, kRoundItems, kRoundExpansions, 64};
     round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);
     rounds_ = std::make_unique<scheduler::RoundBuffers>(capacity);
   }
-  std::vector<scheduler::PlanRequest> requests;
+  std::vector<scheduler::PlanSegment> requests;
   for (const auto& s : shapes) requests.push_back({s.q_rows, s.kv_rows, s.num_heads, s.causal});
   auto rounds = round_planner_->Build(*plan, requests, own, *rounds_);
   if (!rounds.ok()) return rounds.status();
@@ -375,7 +375,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
   for (const Tensors& t : tensors) {
     const RequestSpec& r = spec.requests[t.request];
     const RequestData& data = workload.requests[t.request];
-    RequestRecord record{};
+    SegmentRecord record{};
     record.q = t.q;
     record.o = t.o;
     record.lse = static_cast<float*>(t.lse);
@@ -412,7 +412,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
   } else {
     params.q_fragments = queries_;
   }
-  params.requests = records_;
+  params.segments = records_;
   auto plan = Plan(params.desc, shapes, options.units > 0 ? options.units : spec.units);
   if (!plan.ok()) return plan.status();
   params.plan = *plan;

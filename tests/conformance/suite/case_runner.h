@@ -104,7 +104,7 @@ class CaseRunner {
   std::vector<kernels::AppendRecord> poison_, appends_, compares_;
   std::vector<int32_t> differs_;  // by row of all records
   std::vector<kernels::ProjectionRecord> absorbs_, projects_;
-  std::vector<kernels::RequestRecord> records_;
+  std::vector<kernels::SegmentRecord> records_;
   std::vector<kernels::TableRange> table_ranges_;
   std::deque<std::vector<kernels::InputFragment>> fragments_;  // by request
   std::vector<kernels::FragmentedInput> queries_;              // by request that runs

@@ -17,7 +17,7 @@ void EvenPlanBuilder::AddTile(int32_t request, const PlanShape& shape, int32_t q
       (shape.kv_rows + traits.kv_granularity - 1) / std::max(1, traits.kv_granularity);
   const int32_t per_piece = (granules + pieces - 1) / pieces * traits.kv_granularity;
   kernels::WorkInfo work{};
-  work.request = request;
+  work.segment = request;
   work.q_begin = q_begin;
   work.q_end = q_end;
   work.heads = heads;

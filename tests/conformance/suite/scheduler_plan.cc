@@ -19,7 +19,7 @@ PlanBuilder SchedulerPlanBuilder(kernels::AttentionBackend& backend) {
   struct State {
     scheduler::Planner planner;
     absl::StatusOr<std::unique_ptr<scheduler::MetadataBuffers>> buffers;
-    std::vector<scheduler::PlanRequest> requests;
+    std::vector<scheduler::PlanSegment> requests;
   };
   auto state = std::make_shared<State>();
   state->buffers = scheduler::MetadataBuffers::Create(capacity, backend);

@@ -22,19 +22,19 @@ size_t LibraryBytes(const void* bytes) {
   return header.e_shoff + size_t{header.e_shnum} * header.e_shentsize;
 }
 
-const gpu::host::Image* Open(const std::string& path) {
+const kernels::hip::host::Image* Open(const std::string& path) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     std::fprintf(stderr, "fake runtime: %s\n", dlerror());
     return nullptr;
   }
   const auto get =
-      reinterpret_cast<const gpu::host::Image* (*)()>(dlsym(library, "mla_host_image"));
+      reinterpret_cast<const kernels::hip::host::Image* (*)()>(dlsym(library, "mla_host_image"));
   return get == nullptr ? nullptr : get();
 }
 
 // From a file in memory, which stays open: libraries are told apart by their paths.
-const gpu::host::Image* OpenLibrary(std::string_view library) {
+const kernels::hip::host::Image* OpenLibrary(std::string_view library) {
   const int file = memfd_create("device code", 0);
   if (file < 0 ||
       write(file, library.data(), library.size()) != static_cast<ssize_t>(library.size())) {
@@ -46,19 +46,19 @@ const gpu::host::Image* OpenLibrary(std::string_view library) {
 
 }  // namespace
 
-const gpu::host::Image* LoadImage(const void* bytes, const std::string& arch) {
-  static auto& opened = *new std::map<std::string, const gpu::host::Image*, std::less<>>;
+const kernels::hip::host::Image* LoadImage(const void* bytes, const std::string& arch) {
+  static auto& opened = *new std::map<std::string, const kernels::hip::host::Image*, std::less<>>;
   const auto* const text = static_cast<const char*>(bytes);
   const bool library = std::memcmp(text, ELFMAG, SELFMAG) == 0;
   const std::string_view content(text, library ? LibraryBytes(bytes) : std::strlen(text));
   if (!library && content != std::string(kText) + arch) return nullptr;
   auto found = opened.find(content);
   if (found == opened.end()) {
-    const gpu::host::Image* const image =
+    const kernels::hip::host::Image* const image =
         library ? OpenLibrary(content) : Open("kernels/hip/host/" + arch + ".so");
     found = opened.emplace(content, image).first;
   }
-  const gpu::host::Image* const image = found->second;
+  const kernels::hip::host::Image* const image = found->second;
   return image != nullptr && arch == image->arch ? image : nullptr;
 }
 

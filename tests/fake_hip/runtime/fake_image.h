@@ -11,7 +11,7 @@ namespace mla::fake_hip {
 // `bytes` is the text "fake image for ARCH", which stands for //kernels/hip/host:ARCH.so among the
 // caller's data files, or such a library itself. Null: it is neither, or of another architecture
 // than `arch`. Images are kept until the process ends; the same one is loaded once.
-const gpu::host::Image* LoadImage(const void* bytes, const std::string& arch);
+const kernels::hip::host::Image* LoadImage(const void* bytes, const std::string& arch);
 
 }  // namespace mla::fake_hip
 

@@ -60,11 +60,11 @@ struct Event {
 
 struct Function {
   std::string name;
-  const gpu::host::Image* image;
-  const gpu::host::Kernel* kernel;
+  const kernels::hip::host::Image* image;
+  const kernels::hip::host::Kernel* kernel;
 };
 struct Module {
-  const gpu::host::Image* image;
+  const kernels::hip::host::Image* image;
   std::deque<Function> functions;
 };
 
@@ -303,7 +303,7 @@ int hipMemsetD8Async(void* to, unsigned char value, size_t bytes, fake::Stream* 
 
 int hipModuleLoadData(fake::Module** module, const void* bytes) {
   FAKE_ENTER("hipModuleLoadData");
-  const mla::gpu::host::Image* const image = fake::LoadImage(bytes, State().control.arch);
+  const mla::kernels::hip::host::Image* const image = fake::LoadImage(bytes, State().control.arch);
   if (image == nullptr) return fake::kInvalidImage;
   *module = new fake::Module{image, {}};
   return 0;
@@ -315,7 +315,7 @@ int hipModuleUnload(fake::Module* module) {
 int hipModuleGetFunction(fake::Function** function, fake::Module* module, const char* name) {
   FAKE_ENTER("hipModuleGetFunction");
   for (size_t i = 0; i < module->image->kernel_count; ++i) {
-    const mla::gpu::host::Kernel& kernel = module->image->kernels[i];
+    const mla::kernels::hip::host::Kernel& kernel = module->image->kernels[i];
     if (std::strcmp(kernel.name, name) != 0) continue;
     *function = &module->functions.emplace_back(fake::Function{name, module->image, &kernel});
     return 0;
@@ -327,13 +327,13 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
                           fake::Stream* stream, void** parameters, void**) {
   FAKE_ENTER("hipModuleLaunchKernel");
   ++State().control.launches;
-  State().control.expanded_launches += function->name == mla::gpu::kExpandedKernel;
+  State().control.expanded_launches += function->name == mla::kernels::hip::kExpandedKernel;
   const auto* bytes = static_cast<const std::byte*>(parameters[0]);
   std::vector<std::byte> args(bytes, bytes + function->kernel->argument_bytes);
   const fake::Control& control = State().control;
   const char* const named = control.wrong_kernel;
   if (control.wrong_results && (named == nullptr || function->name == named)) return 0;
-  const mla::gpu::host::Grid grid{grid_x, grid_y, block_x, shared_bytes};
+  const mla::kernels::hip::host::Grid grid{grid_x, grid_y, block_x, shared_bytes};
   stream->Add([function = *function, grid, args = std::move(args), flaw = control.flaw,
                rounded = control.rounded_inputs] {
     fake::RunFlawed(flaw, rounded, function.name, grid, args, [&](const void* arguments) {

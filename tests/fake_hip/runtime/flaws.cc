@@ -12,37 +12,37 @@
 namespace mla::fake_hip {
 namespace {
 
-using gpu::RequestRecord;
 using kernels::Bf16;
 using kernels::ToBf16;
 using kernels::ToFloat;
+using kernels::hip::SegmentRecord;
 
 constexpr int kRowDim = 576;
 constexpr int kLateRows = 11 * 64;
 
 const kernels::WorkInfo& WorkOf(const kernels::WorkInfo& item) { return item; }
-const kernels::WorkInfo& WorkOf(const gpu::ExpandedItem& item) { return item.work; }
+const kernels::WorkInfo& WorkOf(const kernels::hip::ExpandedItem& item) { return item.work; }
 
 // A launch's items by unit, and its records, which can be changed.
 template <class Item>
 struct Work {
   std::vector<Item> items;
   std::vector<int32_t> indptr{0};
-  std::vector<RequestRecord> requests;
+  std::vector<SegmentRecord> segments;
 
   // Leaves out what `keep(item, number in its unit)` is false for.
   template <class Keep>
-  Work(const Item* all, const int32_t* all_indptr, const RequestRecord* all_requests, int units,
+  Work(const Item* all, const int32_t* all_indptr, const SegmentRecord* all_segments, int units,
        const Keep& keep) {
     int most = -1;
     for (int unit = 0; unit < units; ++unit) {
       for (int i = all_indptr[unit]; i < all_indptr[unit + 1]; ++i) {
-        most = std::max(most, WorkOf(all[i]).request);
+        most = std::max(most, WorkOf(all[i]).segment);
         if (keep(all[i], i - all_indptr[unit])) items.push_back(all[i]);
       }
       indptr.push_back(static_cast<int32_t>(items.size()));
     }
-    requests.assign(all_requests, all_requests + most + 1);
+    segments.assign(all_segments, all_segments + most + 1);
   }
 };
 
@@ -52,20 +52,21 @@ class SavedRows {
   ~SavedRows() {
     for (const auto& [at, row] : rows_) std::memcpy(at, row.data(), row.size() * sizeof(Bf16));
   }
-  Bf16* Save(const gpu::AttendArgs& a, const RequestRecord& r, int position) {
+  Bf16* Save(const kernels::hip::AttendArgs& a, const SegmentRecord& r, int position) {
     Bf16* const at = At(a, r, position);
     rows_.try_emplace(at, at, at + kRowDim);
     return at;
   }
   // Row `position` as it was.
-  std::vector<Bf16> Original(const gpu::AttendArgs& a, const RequestRecord& r, int position) {
+  std::vector<Bf16> Original(const kernels::hip::AttendArgs& a, const SegmentRecord& r,
+                             int position) {
     Bf16* const at = At(a, r, position);
     const auto found = rows_.find(at);
     return found != rows_.end() ? found->second : std::vector<Bf16>(at, at + kRowDim);
   }
 
  private:
-  static Bf16* At(const gpu::AttendArgs& a, const RequestRecord& r, int position) {
+  static Bf16* At(const kernels::hip::AttendArgs& a, const SegmentRecord& r, int position) {
     const int64_t entry = a.page_tables[r.page_table + position / r.page_size];
     return reinterpret_cast<Bf16*>(const_cast<uint8_t*>(a.pool) + entry * a.granule_bytes +
                                    r.layer_offset + position % r.page_size * r.row_stride);
@@ -73,10 +74,10 @@ class SavedRows {
   std::map<Bf16*, std::vector<Bf16>> rows_;
 };
 
-void ChangeRows(Flaw flaw, const gpu::AttendArgs& a, const Work<kernels::WorkInfo>& work,
+void ChangeRows(Flaw flaw, const kernels::hip::AttendArgs& a, const Work<kernels::WorkInfo>& work,
                 SavedRows& saved) {
   for (const kernels::WorkInfo& w : work.items) {
-    const RequestRecord& r = a.requests[w.request];
+    const SegmentRecord& r = a.segments[w.segment];
     for (int j = w.kv_begin; j < w.kv_end; ++j) {
       if (flaw == Flaw::kNaNAsZero) {
         Bf16* const row = saved.Save(a, r, j);
@@ -93,9 +94,10 @@ void ChangeRows(Flaw flaw, const gpu::AttendArgs& a, const Work<kernels::WorkInf
 
 // A copy of the pool as far as the launch's rows lie in it, and a row more, which the last page may
 // be thought to have.
-std::vector<uint8_t> CopyPool(const gpu::AttendArgs& a, const Work<kernels::WorkInfo>& work) {
+std::vector<uint8_t> CopyPool(const kernels::hip::AttendArgs& a,
+                              const Work<kernels::WorkInfo>& work) {
   int64_t end = 0, row_bytes = 0;
-  for (const RequestRecord& r : work.requests) {
+  for (const SegmentRecord& r : work.segments) {
     for (int j = 0; j < r.kv_rows; ++j) {
       const int64_t entry = a.page_tables[r.page_table + j / r.page_size];
       end = std::max(
@@ -110,8 +112,9 @@ std::vector<uint8_t> CopyPool(const gpu::AttendArgs& a, const Work<kernels::Work
 
 using RunArguments = std::function<void(const void* arguments)>;
 
-void RunAttend(Flaw flaw, const gpu::host::Grid& grid, gpu::AttendArgs a, const RunArguments& run) {
-  Work<kernels::WorkInfo> work(a.work_info, a.work_indptr, a.requests,
+void RunAttend(Flaw flaw, const kernels::hip::host::Grid& grid, kernels::hip::AttendArgs a,
+               const RunArguments& run) {
+  Work<kernels::WorkInfo> work(a.work_info, a.work_indptr, a.segments,
                                static_cast<int>(grid.x) / a.blocks_per_unit,
                                [flaw](const kernels::WorkInfo& w, int number) {
                                  if (flaw == Flaw::kThirdItem) return number < 2;
@@ -123,49 +126,51 @@ void RunAttend(Flaw flaw, const gpu::host::Grid& grid, gpu::AttendArgs a, const 
   if (flaw == Flaw::kOddPages) {
     pool = CopyPool(a, work);
     a.pool = pool.data();
-    for (RequestRecord& r : work.requests) r.page_size += r.page_size == 3;
+    for (SegmentRecord& r : work.segments) r.page_size += r.page_size == 3;
   }
   a.work_info = work.items.data();
   a.work_indptr = work.indptr.data();
-  a.requests = work.requests.data();
+  a.segments = work.segments.data();
   run(&a);
 }
 
-void RunExpanded(Flaw flaw, const gpu::host::Grid& grid, gpu::ExpandedArgs a,
+void RunExpanded(Flaw flaw, const kernels::hip::host::Grid& grid, kernels::hip::ExpandedArgs a,
                  const RunArguments& run) {
-  Work<gpu::ExpandedItem> work(a.items, a.unit_indptr, a.requests, static_cast<int>(grid.x),
-                               [flaw](const gpu::ExpandedItem&, int number) {
-                                 return flaw != Flaw::kThirdItem || number < 2;
-                               });
+  Work<kernels::hip::ExpandedItem> work(a.items, a.unit_indptr, a.segments,
+                                        static_cast<int>(grid.x),
+                                        [flaw](const kernels::hip::ExpandedItem&, int number) {
+                                          return flaw != Flaw::kThirdItem || number < 2;
+                                        });
   // Sums that are not the item's, where some launch may have left them.
   const bool carried = flaw == Flaw::kCarriedWrong;
   if (carried) {
-    std::fill_n(a.partial_lse, gpu::kExpandedRows, 0.0f);
-    std::fill_n(a.partial_o, gpu::kExpandedRows * gpu::kExpandedValue, 0.5f);
+    std::fill_n(a.partial_lse, kernels::hip::kExpandedRows, 0.0f);
+    std::fill_n(a.partial_o, kernels::hip::kExpandedRows * kernels::hip::kExpandedValue, 0.5f);
   }
   for (size_t unit = 0; unit + 1 < work.indptr.size(); ++unit) {
     for (int i = work.indptr[unit]; i < work.indptr[unit + 1]; ++i) {
-      gpu::ExpandedItem& e = work.items[static_cast<size_t>(i)];
+      kernels::hip::ExpandedItem& e = work.items[static_cast<size_t>(i)];
       if (carried && i > work.indptr[unit]) e.carried_row = 0;
-      if (flaw != Flaw::kSecondTile || e.work.q_begin < gpu::kExpandedRows) continue;
-      RequestRecord before = work.requests[static_cast<size_t>(e.work.request)];
-      before.q = static_cast<const Bf16*>(before.q) - gpu::kExpandedRows * before.q_row_stride;
-      e.work.request = static_cast<int32_t>(work.requests.size());
-      work.requests.push_back(before);
+      if (flaw != Flaw::kSecondTile || e.work.q_begin < kernels::hip::kExpandedRows) continue;
+      SegmentRecord before = work.segments[static_cast<size_t>(e.work.segment)];
+      before.q =
+          static_cast<const Bf16*>(before.q) - kernels::hip::kExpandedRows * before.q_row_stride;
+      e.work.segment = static_cast<int32_t>(work.segments.size());
+      work.segments.push_back(before);
     }
   }
   a.items = work.items.data();
   a.unit_indptr = work.indptr.data();
-  a.requests = work.requests.data();
+  a.segments = work.segments.data();
   run(&a);
 }
 
 // Inputs are this launch's own, so they may stay rounded.
-void RoundInputs(const gpu::host::Grid& grid, const gpu::ProjectArgs& a) {
+void RoundInputs(const kernels::hip::host::Grid& grid, const kernels::hip::ProjectArgs& a) {
   for (uint32_t t = 0; t < grid.x; ++t) {
-    const gpu::ProjectTile& tile = a.tiles[t];
+    const kernels::hip::ProjectTile& tile = a.tiles[t];
     for (int i = 0; i < tile.rows * tile.num_heads; ++i) {
-      const gpu::ProjectRow& r = a.rows[tile.first_row + i / tile.num_heads];
+      const kernels::hip::ProjectRow& r = a.rows[tile.first_row + i / tile.num_heads];
       auto* const in =
           static_cast<float*>(const_cast<void*>(r.in)) + i % tile.num_heads * r.in_head_stride;
       std::transform(in, in + a.k, in, [](float x) { return ToFloat(ToBf16(x)); });
@@ -176,16 +181,18 @@ void RoundInputs(const gpu::host::Grid& grid, const gpu::ProjectArgs& a) {
 }  // namespace
 
 void RunFlawed(Flaw flaw, bool rounded_inputs, const std::string& kernel,
-               const gpu::host::Grid& grid, std::vector<std::byte> arguments,
+               const kernels::hip::host::Grid& grid, std::vector<std::byte> arguments,
                const RunArguments& run) {
-  if (flaw != Flaw::kNone && kernel.starts_with(gpu::kAttendPrefix)) {
-    if (kernel != gpu::kExpandedKernel) {
-      return RunAttend(flaw, grid, *reinterpret_cast<gpu::AttendArgs*>(arguments.data()), run);
+  if (flaw != Flaw::kNone && kernel.starts_with(kernels::hip::kAttendPrefix)) {
+    if (kernel != kernels::hip::kExpandedKernel) {
+      return RunAttend(flaw, grid, *reinterpret_cast<kernels::hip::AttendArgs*>(arguments.data()),
+                       run);
     }
-    return RunExpanded(flaw, grid, *reinterpret_cast<gpu::ExpandedArgs*>(arguments.data()), run);
+    return RunExpanded(flaw, grid, *reinterpret_cast<kernels::hip::ExpandedArgs*>(arguments.data()),
+                       run);
   }
-  if (rounded_inputs && kernel == gpu::kProjectKernel) {
-    const auto& a = *reinterpret_cast<const gpu::ProjectArgs*>(arguments.data());
+  if (rounded_inputs && kernel == kernels::hip::kProjectKernel) {
+    const auto& a = *reinterpret_cast<const kernels::hip::ProjectArgs*>(arguments.data());
     if (a.in_is_f32 != 0) RoundInputs(grid, a);
   }
   run(arguments.data());

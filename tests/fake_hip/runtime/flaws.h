@@ -16,7 +16,7 @@ namespace mla::fake_hip {
 // Calls `run` with the kernel's arguments, changed where the flaw concerns this kernel; what was
 // changed in memory is as before afterwards.
 void RunFlawed(Flaw flaw, bool rounded_inputs, const std::string& kernel,
-               const gpu::host::Grid& grid, std::vector<std::byte> arguments,
+               const kernels::hip::host::Grid& grid, std::vector<std::byte> arguments,
                const std::function<void(const void* arguments)>& run);
 
 }  // namespace mla::fake_hip

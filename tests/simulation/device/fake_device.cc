@@ -109,7 +109,7 @@ bool FakeDevice::UsesWeights(int32_t slot) const {
   return std::any_of(running_.begin(), running_.end(), [&](int32_t running) {
     const kernels::Launch& launch = *slots_[static_cast<size_t>(running)].launch;
     return uses(launch.absorb.records) || uses(launch.project.records) ||
-           uses(launch.absorbed.requests) || uses(launch.expanded.requests);
+           uses(launch.absorbed.segments) || uses(launch.expanded.segments);
   });
 }
 
@@ -183,7 +183,7 @@ void FakeDevice::CheckSizes(const kernels::Launch& launch) {
   }
   int64_t requests = 0, rows = 0, packed_rows = 0;
   for (const kernels::AttentionParams* params : {&launch.absorbed, &launch.expanded}) {
-    for (const kernels::RequestRecord& request : params->requests) {
+    for (const kernels::SegmentRecord& request : params->segments) {
       ++requests;
       rows += request.q_rows;
       packed_rows += int64_t{request.q_rows} * request.num_heads;
@@ -199,7 +199,7 @@ void FakeDevice::CheckSizes(const kernels::Launch& launch) {
 std::vector<FakeDevice::Work> FakeDevice::PartsOf(const kernels::Launch& launch) {
   std::vector<Work> parts;
   const auto attention = [&parts](const kernels::AttentionParams& params) {
-    if (params.requests.empty()) return;
+    if (params.segments.empty()) return;
     parts.push_back({Part::kAttend, &params});
     parts.push_back({Part::kCombine, &params});
   };

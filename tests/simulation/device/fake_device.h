@@ -159,9 +159,9 @@ class FakeDevice final : public kernels::AttentionBackend {
   void RunPlan(Slot& slot, const kernels::AttentionParams& params);
   void RunItem(Slot& slot, const kernels::AttentionParams& params, const kernels::WorkInfo& item);
   void AttendPiece(const Slot& slot, const kernels::AttentionParams& params,
-                   const kernels::RequestRecord& request, const kernels::WorkInfo& item, int row,
+                   const kernels::SegmentRecord& request, const kernels::WorkInfo& item, int row,
                    int head, int tenant);
-  void Store(const kernels::AttentionParams& params, const kernels::RequestRecord& request, int row,
+  void Store(const kernels::AttentionParams& params, const kernels::SegmentRecord& request, int row,
              int head, const Piece& piece);
   void CombinePlan(Slot& slot, const kernels::AttentionParams& params);
   // Elements of the pool; null, and a violation, when the entry or the place is wild.
@@ -187,7 +187,7 @@ class FakeDevice final : public kernels::AttentionBackend {
   std::vector<std::span<std::byte>> own_;  // memory of AllocateHost, which the engine keeps
   std::vector<int32_t> running_;           // slots by submission
   scheduler::testing::PlanChecker checker_;
-  std::vector<scheduler::PlanRequest> plan_requests_;  // scratch
+  std::vector<scheduler::PlanSegment> plan_segments_;  // scratch
   Piece piece_, merged_;                               // scratch
   DeviceFault armed_ = DeviceFault::kNone;
   bool lost_ = false;

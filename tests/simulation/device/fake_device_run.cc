@@ -202,9 +202,9 @@ void FakeDevice::ProjectRows(Slot& slot, const kernels::Projection& projection, 
 }
 
 void FakeDevice::CheckPlan(const kernels::AttentionParams& params) {
-  plan_requests_.clear();
-  for (const kernels::RequestRecord& r : params.requests) {
-    plan_requests_.push_back({r.q_rows, r.kv_rows, r.num_heads, r.causal != 0});
+  plan_segments_.clear();
+  for (const kernels::SegmentRecord& r : params.segments) {
+    plan_segments_.push_back({r.q_rows, r.kv_rows, r.num_heads, r.causal != 0});
   }
   scheduler::PlanCapacity capacity;
   capacity.units = options_.traits.units;
@@ -215,7 +215,7 @@ void FakeDevice::CheckPlan(const kernels::AttentionParams& params) {
   // The balance is the planner's own word; its tests compare it.
   const double balance = std::numeric_limits<double>::quiet_NaN();
   const std::string fault =
-      checker_.Fault(plan_requests_, Traits(params.desc), params.plan, capacity, balance);
+      checker_.Fault(plan_segments_, Traits(params.desc), params.plan, capacity, balance);
   if (!fault.empty()) Violation(absl::StrCat("plan: ", fault));
 }
 
@@ -234,15 +234,15 @@ void FakeDevice::RunPlan(Slot& slot, const kernels::AttentionParams& params) {
 
 void FakeDevice::RunItem(Slot& slot, const kernels::AttentionParams& params,
                          const kernels::WorkInfo& item) {
-  const kernels::RequestRecord& request = params.requests[static_cast<size_t>(item.request)];
-  const int tenant = TenantAt(slot, request.q);
+  const kernels::SegmentRecord& segment = params.segments[static_cast<size_t>(item.segment)];
+  const int tenant = TenantAt(slot, segment.q);
   const int lora = params.desc.geometry.kv_lora_rank;
   int64_t packed = item.partial_row;
   for (int row = item.q_begin; row < item.q_end; ++row) {
     for (int head = item.head_begin(); head < item.head_end(); ++head, ++packed) {
-      AttendPiece(slot, params, request, item, row, head, tenant);
+      AttendPiece(slot, params, segment, item, row, head, tenant);
       if (item.partial_row == kernels::kUnsplit) {
-        Store(params, request, row, head, piece_);
+        Store(params, segment, row, head, piece_);
         continue;
       }
       slot.partial_most[packed] = piece_.most;
@@ -253,40 +253,40 @@ void FakeDevice::RunItem(Slot& slot, const kernels::AttentionParams& params,
 }
 
 void FakeDevice::AttendPiece(const Slot& slot, const kernels::AttentionParams& params,
-                             const kernels::RequestRecord& request, const kernels::WorkInfo& item,
+                             const kernels::SegmentRecord& segment, const kernels::WorkInfo& item,
                              int row, int head, int tenant) {
   const kernels::Geometry& g = params.desc.geometry;
   const int dim = g.kv_row_dim();
   double query[64] = {};
-  const int64_t q = row * request.q_row_stride + head * request.q_head_stride;
+  const int64_t q = row * segment.q_row_stride + head * segment.q_head_stride;
   if (params.desc.form == kernels::AttentionForm::kAbsorbed) {
-    for (int i = 0; i < dim; ++i) query[i] = Load(request.q, params.desc.q_dtype, q + i);
-  } else if (const Weights* w = WeightsOf(request.weights_slot, request.head_offset + head, 1)) {
+    for (int i = 0; i < dim; ++i) query[i] = Load(segment.q, params.desc.q_dtype, q + i);
+  } else if (const Weights* w = WeightsOf(segment.weights_slot, segment.head_offset + head, 1)) {
     const uint16_t* uk =
-        w->uk.data() + int64_t{request.head_offset + head} * g.nope_dim * g.kv_lora_rank;
+        w->uk.data() + int64_t{segment.head_offset + head} * g.nope_dim * g.kv_lora_rank;
     for (int n = 0; n < g.nope_dim; ++n) {
-      const double value = Load(request.q, params.desc.q_dtype, q + n);
+      const double value = Load(segment.q, params.desc.q_dtype, q + n);
       for (int i = 0; i < g.kv_lora_rank; ++i) {
         query[i] += value * FromBits(uk[n * g.kv_lora_rank + i]);
       }
     }
     for (int i = 0; i < g.rope_dim; ++i) {
-      query[g.kv_lora_rank + i] = Load(request.q, params.desc.q_dtype, q + g.nope_dim + i);
+      query[g.kv_lora_rank + i] = Load(segment.q, params.desc.q_dtype, q + g.nope_dim + i);
     }
   }
   piece_.most = -std::numeric_limits<double>::infinity();
   piece_.total = 0;
   piece_.sums.assign(g.kv_lora_rank, 0.0);
   const int sees =
-      request.causal != 0 ? request.kv_rows - request.q_rows + row + 1 : request.kv_rows;
+      segment.causal != 0 ? segment.kv_rows - segment.q_rows + row + 1 : segment.kv_rows;
   for (int j = item.kv_begin; j < std::min(item.kv_end, sees); ++j) {
-    const uint16_t* kv = Element(request.page_table, request.layer_offset, request.row_stride,
-                                 request.page_size, j, TablesOf(slot));
+    const uint16_t* kv = Element(segment.page_table, segment.layer_offset, segment.row_stride,
+                                 segment.page_size, j, TablesOf(slot));
     if (kv == nullptr) return;
     CheckWords(kv, dim, tenant, /*fresh=*/false, "reads");
     double logit = 0;
     for (int i = 0; i < dim; ++i) logit += query[i] * FromBits(kv[i]);
-    logit *= request.softmax_scale;
+    logit *= segment.softmax_scale;
     const double most = std::max(piece_.most, logit);
     const double scale = piece_.total > 0 ? std::exp(piece_.most - most) : 0.0;
     const double weight = std::exp(logit - most);
@@ -299,28 +299,28 @@ void FakeDevice::AttendPiece(const Slot& slot, const kernels::AttentionParams& p
 }
 
 void FakeDevice::Store(const kernels::AttentionParams& params,
-                       const kernels::RequestRecord& request, int row, int head,
+                       const kernels::SegmentRecord& segment, int row, int head,
                        const Piece& piece) {
   const kernels::Geometry& g = params.desc.geometry;
   const double inverse = piece.total > 0 ? 1 / piece.total : 0;
-  const int64_t o = row * request.o_row_stride + head * request.o_head_stride;
+  const int64_t o = row * segment.o_row_stride + head * segment.o_head_stride;
   if (params.desc.form == kernels::AttentionForm::kAbsorbed) {
     for (int i = 0; i < g.kv_lora_rank; ++i) {
-      StoreAt(request.o, params.desc.o_dtype, o + i, piece.sums[i] * inverse);
+      StoreAt(segment.o, params.desc.o_dtype, o + i, piece.sums[i] * inverse);
     }
-  } else if (const Weights* w = WeightsOf(request.weights_slot, request.head_offset + head, 1)) {
+  } else if (const Weights* w = WeightsOf(segment.weights_slot, segment.head_offset + head, 1)) {
     const uint16_t* uv =
-        w->uv.data() + int64_t{request.head_offset + head} * g.v_dim * g.kv_lora_rank;
+        w->uv.data() + int64_t{segment.head_offset + head} * g.v_dim * g.kv_lora_rank;
     for (int n = 0; n < g.v_dim; ++n) {
       double sum = 0;
       for (int i = 0; i < g.kv_lora_rank; ++i) {
         sum += piece.sums[i] * inverse * FromBits(uv[i * g.v_dim + n]);
       }
-      StoreAt(request.o, params.desc.o_dtype, o + n, sum);
+      StoreAt(segment.o, params.desc.o_dtype, o + n, sum);
     }
   }
-  if (request.lse == nullptr) return;
-  StoreAt(request.lse, DType::kF32, row * request.lse_row_stride + head * request.lse_head_stride,
+  if (segment.lse == nullptr) return;
+  StoreAt(segment.lse, DType::kF32, row * segment.lse_row_stride + head * segment.lse_head_stride,
           piece.most + std::log(piece.total));
 }
 
@@ -329,7 +329,7 @@ void FakeDevice::CombinePlan(Slot& slot, const kernels::AttentionParams& params)
   const int lora = params.desc.geometry.kv_lora_rank;
   for (size_t t = 0; t < plan.reduce_final_map.size(); ++t) {
     const kernels::ReduceTile& tile = plan.reduce_final_map[t];
-    const kernels::RequestRecord& request = params.requests[static_cast<size_t>(tile.request)];
+    const kernels::SegmentRecord& segment = params.segments[static_cast<size_t>(tile.segment)];
     int64_t packed = 0;
     for (int row = tile.q_begin; row < tile.q_end; ++row) {
       for (int head = tile.head_begin(); head < tile.head_end(); ++head, ++packed) {
@@ -349,7 +349,7 @@ void FakeDevice::CombinePlan(Slot& slot, const kernels::AttentionParams& params)
             merged_.sums[i] += slot.partial_sums[at * lora + i] * scale;
           }
         }
-        Store(params, request, row, head, merged_);
+        Store(params, segment, row, head, merged_);
       }
     }
   }

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 Block* the_block = nullptr;
 Lane* the_lane = nullptr;
@@ -272,4 +272,4 @@ const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const vo
   return nullptr;
 }
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

@@ -25,7 +25,7 @@
 #include "kernels/hip/host/block/shared_memory.h"
 #include "kernels/hip/host/block/warpgroup.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 inline constexpr int kMostLanes = 1024;  // of a block
 inline constexpr int kMostWaveLanes = 64;
@@ -146,6 +146,6 @@ inline int Uniform(int x) {
 // See Image::run. `wave_lanes`: 32 or 64.
 const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const void* arguments);
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_BLOCK_H_

@@ -11,7 +11,7 @@
 #include "kernels/hip/host/block/counted_barrier.h"
 #include "kernels/hip/host/block/products.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 using ::testing::ElementsAre;
@@ -283,4 +283,4 @@ TEST(ProductsTest, AnyNumberOfColumnVectors) {
 }
 
 }  // namespace
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

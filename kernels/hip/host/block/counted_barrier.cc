@@ -5,7 +5,7 @@
 
 #include "kernels/hip/host/block/block.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 // Arrival of a lane once its copies before group `group` have landed.
@@ -101,4 +101,4 @@ bool CountedPhaseEnded(uint32_t at, uint32_t parity) {
   return barrier.parity != parity;
 }
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 void InitCounted(uint32_t at, int arrivals);
 // Arrives; the phase also waits for `bytes` more of bulk copies.
@@ -17,6 +17,6 @@ void StartBulkCopy(char* to, const void* from, uint32_t bytes, uint32_t barrier)
 // Whether the phase of this parity is complete.
 bool CountedPhaseEnded(uint32_t at, uint32_t parity);
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_COUNTED_BARRIER_H_

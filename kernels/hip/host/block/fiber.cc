@@ -52,7 +52,7 @@ mla_host_switch:
 .size mla_host_switch, .-mla_host_switch
 )");
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 // Frames of instrumented code are larger. Only touched pages take memory.
@@ -139,4 +139,4 @@ void Entered() {
 #endif
 }
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

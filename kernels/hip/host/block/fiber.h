@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 // A place where execution can go on: a fiber that stands, or the thread itself.
 struct Fiber {
@@ -39,6 +39,6 @@ void Switch(Fiber& from, Fiber& to);
 // The first call of every entry.
 void Entered();
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_FIBER_H_

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 struct Grid {
   uint32_t x, y;
@@ -40,8 +40,8 @@ struct Image {
   void (*watch)(void (*sink)(const SharedAccess& access));
 };
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
-extern "C" const mla::gpu::host::Image* mla_host_image();
+extern "C" const mla::kernels::hip::host::Image* mla_host_image();
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_IMAGE_H_

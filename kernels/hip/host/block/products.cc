@@ -1,6 +1,6 @@
 #include "kernels/hip/host/block/products.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 typedef float Floats __attribute__((vector_size(32)));
@@ -36,4 +36,4 @@ void MultiplyAdd(float* d, const float* a, const float* b, int rows, int cols, i
   for (; col < cols; col += kLanes) MultiplyColumns<1>(d, a, b, rows, cols, depth, col);
 }
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

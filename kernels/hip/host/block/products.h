@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 inline float WideBf16(uint16_t x) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16);
@@ -15,6 +15,6 @@ inline float WideBf16(uint16_t x) {
 // multiple of 8.
 void MultiplyAdd(float* d, const float* a, const float* b, int rows, int cols, int depth);
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_PRODUCTS_H_

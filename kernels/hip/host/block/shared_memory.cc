@@ -5,7 +5,7 @@
 
 #include "kernels/hip/host/block/block.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 constexpr size_t kAlignment = 1024;  // the swizzle of sm_90 counts from 1 KiB
@@ -137,4 +137,4 @@ void SharedMemory::LandBefore(CopyQueue& queue, uint64_t group, int wave) {
   while (queue.count() > 0 && queue.oldest().group < group) Land(queue, wave);
 }
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

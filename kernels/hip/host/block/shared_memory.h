@@ -15,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 // A lane's copies in the order of their start.
 class CopyQueue {
@@ -92,6 +92,6 @@ class SharedMemory {
   bool copies_only_ = false;
 };
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_SHARED_MEMORY_H_

@@ -6,7 +6,7 @@
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/products.h"
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 namespace {
 
 constexpr int kDepth = 16, kRows = 16, kMostCols = 256;
@@ -138,4 +138,4 @@ void FinishProducts(int pending) {
           false);
 }
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host

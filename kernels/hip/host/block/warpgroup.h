@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace mla::gpu::host {
+namespace mla::kernels::hip::host {
 
 // c [64 x cols] (+)= a [64 x 16] b [16 x cols], of which the lane's warp has 16 rows. Layouts and
 // descriptors: kernels/hip/sm90/wgmma.h.
@@ -25,6 +25,6 @@ void StartProduct(Product product);
 // the warpgroup.
 void FinishProducts(int pending);
 
-}  // namespace mla::gpu::host
+}  // namespace mla::kernels::hip::host
 
 #endif  // MLA_KERNELS_HIP_HOST_BLOCK_WARPGROUP_H_
