@@ -1,0 +1,154 @@
+"""Attaching a model to a service, and what runs as long as it is attached."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from typing import Any, Optional, Tuple
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from mla_client import errors
+from mla_client.service import Model, Service
+from mla_client.transformers import attention, models
+from mla_client.transformers.cache import RemoteCache, Rows
+
+# A step lives this long without a message: what lies between two layers is the model's own work.
+STEP_LEASE_MS = 30_000
+# The last step of a pass is ended after that time if nothing follows.
+IDLE_S = 1.0
+
+
+class Keeper:
+    """A thread that releases caches which were dropped, and ends steps that nothing has
+    followed."""
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._dropped: "queue.SimpleQueue[Optional[Rows]]" = queue.SimpleQueue()
+        self._kept: "weakref.WeakSet[Rows]" = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._run, name="mla-transformers", daemon=True)
+        self._thread.start()
+
+    def keep(self, cache: RemoteCache) -> None:
+        """Watches over a cache until it is dropped."""
+        self._kept.add(cache.rows)
+        # The queue may be used from a finalizer, which runs at any point of any thread.
+        weakref.finalize(cache, self._dropped.put, cache.rows).atexit = False
+
+    def close(self) -> None:
+        """Releases all caches and ends the thread."""
+        self._dropped.put(None)
+        self._thread.join()
+        for rows in list(self._kept):
+            _release(rows)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                dropped = self._dropped.get(timeout=self._idle_s / 2)
+                if dropped is None:
+                    return
+                self._kept.discard(dropped)
+                _release(dropped)
+                del dropped
+            except queue.Empty:
+                pass
+            for rows in list(self._kept):
+                rows.batch.end_if_idle(self._idle_s)
+
+
+def _release(rows: Rows) -> None:
+    try:
+        rows.release()
+    except (errors.MlaError, ValueError):
+        pass  # the client is closed or the server gone: the leases free the sequences
+
+
+class Attachment:
+    """A model whose attention a service computes, until `detach`. Usable in a `with` block."""
+
+    def __init__(self, model: Any, registered: Model, step_lease_ms: int) -> None:
+        self.model = registered  # as the service knows it
+        self._torch_model = model
+        self._step_lease_ms = step_lease_ms
+        self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
+        self._before = model.config._attn_implementation
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        if model.config._attn_implementation != attention.NAME:
+            self._keeper.close()
+            raise errors.Unimplemented(f"{type(model).__name__}: its attention cannot be replaced")
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        return f"<Attachment {self.model.spec.model_id!r}>"
+
+    def cache(self) -> RemoteCache:
+        """An empty cache, for `past_key_values`: to go on from what a call of generate() left.
+        Without one each call makes its own."""
+        cache = RemoteCache(Rows(self.model, self._step_lease_ms))
+        self._keeper.keep(cache)
+        return cache
+
+    def detach(self) -> None:
+        """The model computes its attention itself again. Repeating is harmless."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._torch_model.set_attn_implementation(self._before)
+            self._keeper.close()
+
+    def _before_forward(self, module: Any, args: Tuple, kwargs: dict) -> Tuple[Tuple, dict]:
+        """Gives the pass a cache whose rows are on the server, and tells it the tokens."""
+        if len(args) > 1:
+            raise errors.InvalidArgument(
+                f"forward: got {len(args)} arguments without a name, at most input_ids may be one")
+        if kwargs.get("output_attentions"):
+            raise errors.Unimplemented("output_attentions: a server returns no attention weights")
+        use_cache = kwargs.get("use_cache")
+        if not (module.config.use_cache if use_cache is None else use_cache):
+            raise errors.Unimplemented("use_cache=False: the rows are in the server's cache")
+        past = kwargs.get("past_key_values")
+        if not isinstance(past, RemoteCache):
+            _check_replaceable(past)
+            past = self.cache()
+        elif past.rows.model is not self.model:
+            raise errors.InvalidArgument("past_key_values: the cache is of another model")
+        tokens = args[0] if args else kwargs.get("input_ids")
+        positions = kwargs.get("position_ids")
+        if (tokens is not None and positions is not None and positions.ndim == 2
+                and len(positions) == len(tokens)):
+            tokens = torch.cat((tokens, positions.to(tokens)), dim=1)
+        past.rows.tokens = tokens
+        return args, {**kwargs, "past_key_values": past, "use_cache": True}
+
+
+def _check_replaceable(past: Any) -> None:
+    """The cache that generate() made, or none: what it holds would be missing on the server."""
+    if past is None:
+        return
+    if type(past) is not DynamicCache or past.offloading:
+        raise errors.Unimplemented(
+            f"past_key_values: got {type(past).__name__}; leave cache_implementation unset, or "
+            "pass a cache() of the attachment")
+    if past.get_seq_length() > 0 or getattr(past, "_is_user_defined", False):
+        raise errors.Unimplemented(
+            "past_key_values: got a DynamicCache that is to be kept or was filled locally; pass a "
+            "cache() of the attachment")
+
+
+def attach_checked(model: Any, service: Service, model_id: str, kv_format: str, page_size: int,
+                   step_lease_ms: int) -> Attachment:
+    """Attaches without checking the library."""
+    modules = models.attention_modules(model)
+    registered = models.register(service, model, modules, model_id, kv_format, page_size)
+    return Attachment(model, registered, step_lease_ms)

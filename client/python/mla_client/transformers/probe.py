@@ -1,0 +1,89 @@
+"""Whether the installed transformers is one that the adapter fits: tried with a tiny model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Set
+
+import torch
+import transformers
+
+from mla_client import errors
+from mla_client.local import LocalReference
+from mla_client.transformers.attachment import STEP_LEASE_MS, attach_checked
+
+OLDEST = (5, 17)
+# The largest difference of logits, which are about 1, between the library's own attention and this
+# package's, both in float32.
+TOLERANCE = 1e-3
+_TINY = {
+    "vocab_size": 16, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}
+_DENSE = {"num_hidden_layers": 2, "intermediate_size": 32}
+_BY_TYPE = {
+    "deepseek_v2": {**_DENSE, "first_k_dense_replace": 2},
+    "deepseek_v3": {**_DENSE, "first_k_dense_replace": 2},
+    "glm4_moe_lite": {**_DENSE, "mlp_layer_types": ["dense", "dense"]},
+    "longcat_flash": {"num_layers": 1, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 32,
+                      "n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1, "head_dim": 8},
+    "youtu": dict(_DENSE),
+}
+_passed: Set[Any] = set()  # classes of models, with and without low-rank queries
+
+
+def check_version() -> None:
+    """Unimplemented if transformers is too old."""
+    version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
+    if version < OLDEST:
+        raise errors.Unimplemented(
+            f"transformers {transformers.__version__}: must be {'.'.join(map(str, OLDEST))} or "
+            "newer, the first whose models cache latents")
+
+
+def check_library(model: Any) -> None:
+    """Computes a few tokens with a tiny random model of the same class, by the library's attention
+    and through this package into a LocalReference, and compares. Once a class and process."""
+    check_version()
+    low_rank = model.config.q_lora_rank is not None
+    if (type(model), low_rank) in _passed:
+        return
+    kind = model.config.model_type
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(1)
+            config = type(model.config)(**_TINY, **_BY_TYPE[kind],
+                                        q_lora_rank=8 if low_rank else None)
+            tiny = type(model)(config).to(device="cpu", dtype=torch.float32).eval()
+            tiny.set_attn_implementation("eager")
+            right = _outputs(tiny)
+            with attach_checked(tiny, LocalReference(exact=True), "probe", "", 0, STEP_LEASE_MS):
+                got = _outputs(tiny)
+    except errors.MlaError:
+        raise
+    except Exception as error:
+        raise errors.Unimplemented(
+            f"transformers {transformers.__version__} does not fit: a tiny {kind} model failed "
+            f"with {type(error).__name__}: {error}") from error
+    difference = float((got - right).abs().max())
+    if not difference < TOLERANCE:
+        raise errors.Unimplemented(
+            f"transformers {transformers.__version__} does not fit: a tiny {kind} model differs by "
+            f"{difference:.3g} from its own attention, at most {TOLERANCE}")
+    _passed.add((type(model), low_rank))
+
+
+def _outputs(model: Any) -> torch.Tensor:
+    """Of three tokens, of two behind padding, and of one more each: what is real of it."""
+    tokens = torch.tensor([[3, 1, 4], [0, 5, 9]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    positions = torch.tensor([[0, 1, 2], [0, 0, 1]])
+    first = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True)
+    mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), dim=1)
+    last = model(input_ids=torch.tensor([[2], [6]]), attention_mask=mask,
+                 position_ids=positions[:, -1:] + 1, past_key_values=first.past_key_values,
+                 use_cache=True)
+    return torch.cat((first[0][0], first[0][1, 1:], last[0][:, 0]))

@@ -1,0 +1,107 @@
+"""Whether models of the installed transformers give the same with attention on a server.
+
+    python3 tests/transformers/check.py --server .bazel/bin/server/mla-server [--device cuda]
+
+Small random models in float32, each feature of generate() against local attention (features.py),
+then tokens a second (speed.py). Needs torch and transformers 5.17 or newer, and what the Python
+client needs; with --device cuda the models are on the GPU. The last line says how it went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pathlib
+import sys
+import time
+from typing import Any, Iterator, List
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "client" / "python"))
+
+# pylint: disable=wrong-import-position
+import features
+import mla_client
+import seeded
+import signatures
+import speed
+import torch
+import transformers
+from mla_client import transformers as adapter
+from mla_client.testing import ServerProcess
+
+STARTED = time.monotonic()
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
+
+
+def remote_of(model: Any, client: mla_client.Client) -> Any:
+    """A context in which the model's attention is remote."""
+    @contextlib.contextmanager
+    def remote() -> Iterator[adapter.Attachment]:
+        with adapter.attach(model, client) as attachment:
+            yield attachment
+    return remote
+
+
+def check_features(kind: str, client: mla_client.Client, device: str) -> bool:
+    """All features of one model type."""
+    model = seeded.build(kind, device=device)
+    model.set_attn_implementation("eager")
+    assistant = seeded.build(kind, device=device)
+    with torch.no_grad():  # it agrees often, not always
+        for weight in assistant.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * 0.02 if weight.ndim > 1 else 0)
+    control = features.control(model, features.prompts(device, 1))
+    say(f"{kind}: rows one position too late differ by {control:.2f}, bound {features.BOUND}")
+    results = features.compare_all(model, assistant, device, remote_of(model, client), say)
+    return control > 2 * features.BOUND and all(result.ok for result in results)
+
+
+def check_speed(client: mla_client.Client, device: str, contexts: List[int], heads: int) -> None:
+    """The table of one model."""
+    model = seeded.build("deepseek_v3", device=device, dtype=torch.bfloat16, hidden_size=1024,
+                         num_attention_heads=heads, num_key_value_heads=heads,
+                         first_k_dense_replace=4)
+    say(f"deepseek_v3, 4 dense layers, {heads} heads, bf16, batch 1:")
+    speed.table(model, device, contexts, remote_of(model, client), say)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", required=True, help="path of the mla-server binary")
+    parser.add_argument("--server-arg", action="append", default=[],
+                        help="passed on to the server; may be repeated")
+    parser.add_argument("--device", default="cpu", help="of the models (default: %(default)s)")
+    parser.add_argument("--models", nargs="*", choices=seeded.TYPES, default=seeded.TYPES)
+    parser.add_argument("--contexts", nargs="*", type=int, default=[700, 8192, 65536],
+                        help="of the table of speed; none: no table")
+    parser.add_argument("--heads", nargs="*", type=int, default=[16, 128])
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--spin-us", type=int, default=20, help="of the client")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    say(f"transformers {transformers.__version__}, torch {torch.__version__}, models on "
+        + (torch.cuda.get_device_name() if args.device != "cpu" else "the CPU"))
+    failed = signatures.differences(signatures.read())
+    for difference in failed:
+        say(f"signature: {difference}")
+    with ServerProcess(args.server, ["--kv-cache-bytes=2GiB", *args.server_arg]) as server, \
+            mla_client.Client.connect(server.target, transport=args.transport,
+                                      spin_us=args.spin_us, lease_ms=60_000) as client:
+        backend = client.server_info().backend
+        say(f"backend {backend.name} on {backend.device}, transport {client.transport}")
+        failed += [kind for kind in args.models if not check_features(kind, client, args.device)]
+        if args.contexts:
+            for heads in args.heads:
+                check_speed(client, args.device, args.contexts, heads)
+    say(f"check: {'FAILED: ' + ', '.join(failed) if failed else 'ok'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

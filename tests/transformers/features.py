@@ -1,0 +1,193 @@
+"""Every feature of generate() with attention on a server, against the same model with its own.
+
+A run that makes choices (sampled, by beams, with drafts) is recorded with local attention and
+repeated with remote attention: the repeat gets the recorded scores, so it makes the same choices,
+and its own logits are compared. Greedy runs are free, up to the first difference of a row, which
+must be a near tie. The rule is the demo's (client/demo/checks.py): a token is the local best, or
+the two best local logits are closer than twice the largest logit difference E; E stays below a
+bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, List, Optional
+
+import torch
+import transformers
+
+# Of E: four times what was seen with the CPU and the CUDA backend; logits have a deviation of 1.
+BOUND = 0.16
+# Near ties may be one position in so many, or eight.
+NEAR_TIES_ONE_IN, MAX_NEAR_TIES = 16, 8
+NEW_TOKENS = 32
+END = 7  # a token that ends a row
+
+
+class Recorder(transformers.LogitsProcessor):
+    """Keeps the scores of a run, or puts kept ones in the place of a run's own."""
+
+    def __init__(self, kept: Optional[List[torch.Tensor]] = None) -> None:
+        self.kept: List[torch.Tensor] = [] if kept is None else list(kept)
+        self._replay = kept is not None
+        self._at = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self._replay:
+            self.kept.append(scores.clone())
+            return scores
+        self._at += 1
+        return self.kept[self._at - 1]
+
+
+@dataclasses.dataclass
+class Result:
+    """A feature compared."""
+
+    name: str
+    positions: int = 0
+    error: float = 0.0      # E
+    near_ties: int = 0
+    wrong: int = 0          # positions whose token is not the local best, and no near tie
+    first_tie: str = ""     # of a free run: where it parted
+    same: bool = True       # the repeat made the same choices
+
+    @property
+    def ok(self) -> bool:
+        return (self.positions > 0 and self.same and not self.wrong and self.error < BOUND
+                and self.near_ties <= max(MAX_NEAR_TIES, self.positions // NEAR_TIES_ONE_IN))
+
+    def __str__(self) -> str:
+        return (f"{self.name:<26}{'ok' if self.ok else 'FAILED':<8}{self.positions:>5} positions  "
+                f"E {self.error:.4f}  near ties {self.near_ties}{self.first_tie}"
+                + (f"  WRONG {self.wrong}" if self.wrong else "")
+                + ("" if self.same else "  OTHER CHOICES"))
+
+
+def judge(result: Result, local: torch.Tensor, remote: torch.Tensor) -> None:
+    """Adds logits [positions, vocab] of both runs."""
+    result.positions += len(local)
+    result.error = max(result.error, float((local - remote).abs().max()))
+    best = local.topk(2, dim=-1)
+    other = best.indices[:, 0] != remote.argmax(-1)
+    tie = other & (best.values[:, 0] - best.values[:, 1] < 2 * result.error)
+    result.near_ties += int(tie.sum())
+    result.wrong += int((other & ~tie).sum())
+
+
+def prompts(device: str, rows: int = 4) -> Dict[str, torch.Tensor]:
+    """Left-padded prompts of 300 tokens and less; each repeats itself, so that looking up helps."""
+    drawn = torch.Generator().manual_seed(5)
+    ids = torch.randint(8, 256, (rows, 100), generator=drawn).repeat(1, 3)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, :row * 83] = 0
+    return {"input_ids": (ids * mask).to(device), "attention_mask": mask.to(device)}
+
+
+def free_greedy(model: Any, inputs: Dict, remote: Callable, name: str, **options: Any) -> Result:
+    """Both runs choose for themselves."""
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "output_logits": True,
+               "return_dict_in_generate": True, **options}
+    local = model.generate(**inputs, **options)
+    with remote():
+        got = model.generate(**inputs, **options)
+    result = Result(name)
+    begin = inputs["input_ids"].shape[1]
+    for row in range(len(inputs["input_ids"])):
+        a, b = local.sequences[row, begin:], got.sequences[row, begin:]
+        count = min(len(a), len(b))
+        apart = torch.nonzero(a[:count] != b[:count])
+        steps = count if not len(apart) else int(apart[0]) + 1
+        judge(result, *(torch.stack([logits[row] for logits in run.logits[:steps]])
+                        for run in (local, got)))
+        if len(apart):
+            result.first_tie += f", row {row} at {int(apart[0])}"
+    return result
+
+
+def replayed(model: Any, inputs: Dict, remote: Callable, name: str, **options: Any) -> Result:
+    """The remote run makes the local run's choices."""
+    options = {"max_new_tokens": NEW_TOKENS, "output_logits": True,
+               "return_dict_in_generate": True, **options}
+    recorder = Recorder()
+    torch.manual_seed(11)
+    local = model.generate(**inputs, logits_processor=[recorder], **options)
+    with remote():
+        torch.manual_seed(11)
+        got = model.generate(**inputs, logits_processor=[Recorder(recorder.kept)], **options)
+    result = Result(name)
+    result.same = (torch.equal(local.sequences, got.sequences)
+                   and len(local.logits) == len(got.logits))
+    if result.same:
+        judge(result, torch.cat(local.logits), torch.cat(got.logits))
+    return result
+
+
+def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
+    """A second call goes on from the cache of the first, with more tokens given."""
+    options = {"do_sample": False, "max_new_tokens": 12, "output_logits": True,
+               "return_dict_in_generate": True}
+
+    def both(cache: Any, second: Optional[torch.Tensor]) -> Any:
+        first = model.generate(**inputs, past_key_values=cache, **options)
+        tokens = torch.cat((first.sequences, inputs["input_ids"][:, :20]), dim=1)
+        tokens = tokens if second is None else second
+        mask = torch.cat((inputs["attention_mask"], torch.ones_like(
+            tokens[:, inputs["input_ids"].shape[1]:])), dim=1)
+        return tokens, model.generate(input_ids=tokens, attention_mask=mask,
+                                      past_key_values=cache, **options)
+
+    # Teacher-forced: the first continuation may differ by a near tie.
+    with remote() as attachment:
+        tokens, got = both(attachment.cache(), None)
+    recorder = transformers.DynamicCache(config=model.config)
+    mask = torch.ones_like(tokens)
+    mask[:, :inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+    local = model.generate(input_ids=tokens, attention_mask=mask, past_key_values=recorder,
+                           **options)
+    result = Result(name)
+    begin = tokens.shape[1]
+    for row in range(len(tokens)):
+        apart = torch.nonzero(local.sequences[row, begin:] != got.sequences[row, begin:])
+        steps = 12 if not len(apart) else int(apart[0]) + 1
+        judge(result, *(torch.stack([logits[row] for logits in run.logits[:steps]])
+                        for run in (local, got)))
+    return result
+
+
+def control(model: Any, inputs: Dict) -> float:
+    """E of a run whose rows are one position too late: the comparison must be able to fail."""
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits[0]
+    return float((logits[1:] - logits[:-1]).abs().max())
+
+
+def compare_all(model: Any, assistant: Any, device: str, remote: Callable,
+                say: Callable[[str], None]) -> List[Result]:
+    """All features. `remote()` is a context in which the model's attention is remote."""
+    batch = prompts(device)
+    one = {name: tensor[:1] for name, tensor in batch.items()}
+    results = []
+    for make in (
+            lambda: free_greedy(model, one, remote, "greedy"),
+            lambda: free_greedy(model, batch, remote, "greedy, left-padded batch"),
+            lambda: free_greedy(model, batch, remote, "prefill in chunks", prefill_chunk_size=64),
+            lambda: replayed(model, batch, remote, "sampled", do_sample=True),
+            lambda: replayed(model, batch, remote, "rows that end early", do_sample=True,
+                             eos_token_id=[END, *range(20, 28)], pad_token_id=0),
+            lambda: replayed(model, batch, remote, "three of each prompt", do_sample=True,
+                             num_return_sequences=3),
+            lambda: replayed(model, batch, remote, "four beams", num_beams=4, do_sample=False),
+            lambda: replayed(model, batch, remote, "beams, sampled", num_beams=3, do_sample=True,
+                             num_return_sequences=2),
+            lambda: replayed(model, one, remote, "prompt lookup", do_sample=False,
+                             prompt_lookup_num_tokens=5),
+            lambda: replayed(model, one, remote, "assisted", do_sample=False,
+                             assistant_model=assistant),
+            lambda: replayed(model, one, remote, "assisted, sampled", do_sample=True,
+                             assistant_model=assistant),
+            lambda: continued(model, batch, remote, "going on from a cache")):
+        results.append(make())
+        say(str(results[-1]))
+    return results
