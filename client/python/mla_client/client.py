@@ -29,6 +29,8 @@ from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSp
 
 API_VERSION = "mla.v1"
 ATTEMPTS = 4
+# Between two tries while another worker uploads weights of the same model.
+UPLOAD_PAUSE_S = 0.05
 # Of an EndStepReply, and of each sequence's length in it, at most.
 REPLY_BYTES = 128
 LENGTH_BYTES = 16
@@ -256,10 +258,20 @@ class Client(Service, Operations):
 
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus:
-        reply = self._call(self._models.UploadWeights, None, idempotent=False,
-                           requests=lambda: _weight_chunks(spec.model_id, layer, head_begin, w_uk,
-                                                           w_uv, self._chunk_bytes))
-        return WeightsStatus(reply.complete, list(reply.missing_layers), reply.bytes)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                reply = self._call(self._models.UploadWeights, None, idempotent=False,
+                                   requests=lambda: _weight_chunks(
+                                       spec.model_id, layer, head_begin, w_uk, w_uv,
+                                       self._chunk_bytes))
+            except errors.Aborted as error:
+                # Workers of one model that start together: one upload at a time.
+                if (error.detail.reason != "upload_under_way" or time.monotonic() > deadline
+                        or self._closed.wait(UPLOAD_PAUSE_S)):
+                    raise
+            else:
+                return WeightsStatus(reply.complete, list(reply.missing_layers), reply.bytes)
 
     def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState:
         request = sequence_pb2.OpenRequest(model_id=model_id, request_id=request_id,

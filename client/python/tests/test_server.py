@@ -12,6 +12,7 @@ import mla_client
 import numpy as np
 import server_binary
 from mla_client import Profile
+from mla_client.gen import model_pb2
 from service_contract import GEOMETRY, LAYERS, SCALE, ServiceContract
 
 SERVER = None
@@ -111,6 +112,30 @@ class ClientTest(ServiceContract, unittest.TestCase):
         time.sleep(1.0)
         found, missing = self.service._get([sequence.id])
         self.assertEqual((found, missing), ([], [sequence.id]))
+
+    def test_an_upload_waits_for_that_of_another_worker(self):
+        spec = dataclasses.replace(self.model.spec, model_id="shared")
+        model = self.service.register_model(spec)
+        under_way, finish = threading.Event(), threading.Event()
+
+        def requests():
+            request = model_pb2.UploadWeightsRequest
+            yield request(header=request.Header(model_id="shared"))
+            under_way.set()
+            finish.wait(10)
+
+        other = self.service._models.UploadWeights.future(
+            requests(), metadata=self.service._metadata, timeout=10)
+        self.assertTrue(under_way.wait(10))
+        time.sleep(0.05)  # the server has the header
+        threading.Timer(0.2, finish.set).start()
+        heads = (GEOMETRY.num_heads,)
+        status = model.upload_weights(
+            0, np.ones((*heads, GEOMETRY.nope_dim, GEOMETRY.kv_lora_rank)),
+            np.ones((*heads, GEOMETRY.kv_lora_rank, GEOMETRY.v_dim)))
+        self.assertTrue(finish.is_set())
+        self.assertEqual(status.missing_layers, list(range(1, LAYERS)))
+        self.assertIsNotNone(other.exception(10))  # it had no digest
 
     def test_tenants_do_not_see_each_other(self):
         with mla_client.Client.connect(SERVER.target, tenant="other") as other, \

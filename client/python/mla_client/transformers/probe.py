@@ -29,7 +29,7 @@ _BY_TYPE = {
     "deepseek_v3": {**_DENSE, "first_k_dense_replace": 2},
     "glm4_moe_lite": {**_DENSE, "mlp_layer_types": ["dense", "dense"]},
     "longcat_flash": {"num_layers": 1, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 32,
-                      "n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1, "head_dim": 8},
+                      "n_routed_experts": 3, "zero_expert_num": 1, "moe_topk": 2, "head_dim": 8},
     "youtu": dict(_DENSE),
 }
 _passed: Set[Any] = set()  # classes of models, with and without low-rank queries

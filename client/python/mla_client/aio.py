@@ -1,0 +1,114 @@
+"""The step API for asyncio: the same calls, awaited.
+
+    async with mla_client.aio.AsyncService(client) as service:
+        sequence = await service.open_sequence(model)
+        async with service.step([(sequence, rows)]) as step:
+            for layer in range(layers):
+                out = (await step.attend(layer, q, kv)).o
+
+Requests of one service go out in the order of the calls, from a thread that does nothing else;
+replies are awaited in others. So rows of a layer may be sent by several calls at a time, and many
+tasks may share a service. Everything else (errors, deadlines, transports) is as without asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVar
+
+import numpy.typing as npt
+
+from mla_client.service import Model, Sequence, Service, Step
+from mla_client.types import AttendResult, Profile
+
+# Replies that are awaited at the same time; more wait for a thread.
+WAITERS = 16
+
+_Result = TypeVar("_Result")
+
+
+class AsyncService:
+    """A Service, awaited. Belongs to one event loop; the Service stays open when it is closed."""
+
+    def __init__(self, service: Service, *, waiters: int = WAITERS) -> None:
+        self.service = service
+        self._sender = concurrent.futures.ThreadPoolExecutor(1, "mla-send")
+        self._waiters = concurrent.futures.ThreadPoolExecutor(waiters, "mla-wait")
+
+    async def __aenter__(self) -> "AsyncService":
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the threads, once what is under way is done."""
+        loop = asyncio.get_running_loop()
+        for executor in (self._sender, self._waiters):
+            await loop.run_in_executor(None, executor.shutdown)
+
+    async def open_sequence(self, model: Model, **options: Any) -> Sequence:
+        """As Model.open_sequence."""
+        return await self._wait(lambda: model.open_sequence(**options))
+
+    async def fork(self, sequence: Sequence, length: Optional[int] = None,
+                   **options: Any) -> Sequence:
+        """As Sequence.fork."""
+        return await self._wait(lambda: sequence.fork(length, **options))
+
+    async def truncate(self, sequence: Sequence, length: int) -> None:
+        """As Sequence.truncate."""
+        await self._wait(lambda: sequence.truncate(length))
+
+    async def release(self, sequence: Sequence) -> None:
+        """As Sequence.release."""
+        await self._wait(sequence.release)
+
+    def step(self, rows: Seq[Tuple[Sequence, int]], **options: Any) -> "AsyncStep":
+        """As Service.step; use it in an `async with` block."""
+        return AsyncStep(self, self.service.step(rows, **options))
+
+    async def _send(self, call: Callable[[], _Result]) -> _Result:
+        """Calls it after all that were sent before."""
+        return await asyncio.get_running_loop().run_in_executor(self._sender, call)
+
+    async def _wait(self, call: Callable[[], _Result]) -> _Result:
+        """Calls it in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._waiters, call)
+
+
+class AsyncStep:
+    """A Step, awaited. Leaving its `async with` block commits all rows unless `end` or `abort` was
+    called inside; an exception, a cancelled task among them, aborts it."""
+
+    def __init__(self, owner: AsyncService, step: Step) -> None:
+        self.step = step
+        self._owner = owner
+
+    async def __aenter__(self) -> "AsyncStep":
+        try:
+            await asyncio.shield(self._owner._send(self.step.begin))
+        except asyncio.CancelledError as error:  # it may begin all the same
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(self, kind: Any, value: Any, trace: Any) -> None:
+        # A cancelled task must not leave the step open, so this part is not cancelled with it.
+        await asyncio.shield(self._owner._send(lambda: self.step.__exit__(kind, value, trace)))
+
+    async def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
+                     profile: Profile = Profile.EXPANDED, **options: Any) -> AttendResult:
+        """As Step.attend. Arrays must stay as they are until it is done."""
+        future = await self._owner._send(
+            lambda: self.step.attend_async(layer, q, kv, profile, **options))
+        return await self._owner._wait(future.result)
+
+    async def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
+        """As Step.end."""
+        return await self._owner._send(lambda: self.step.end(committed))
+
+    async def abort(self) -> None:
+        """As Step.abort."""
+        await self._owner._send(self.step.abort)
