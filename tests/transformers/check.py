@@ -38,12 +38,12 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
 
 
-def remote_of(model: Any, client: mla_client.Client) -> Any:
-    """A context in which the model's attention is remote."""
+def remote_of(client: mla_client.Client, *models: Any) -> Any:
+    """A context in which the attention of the models is remote; gives the first attachment."""
     @contextlib.contextmanager
     def remote() -> Iterator[adapter.Attachment]:
-        with adapter.attach(model, client) as attachment:
-            yield attachment
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(adapter.attach(model, client)) for model in models][0]
     return remote
 
 
@@ -57,7 +57,8 @@ def check_features(kind: str, client: mla_client.Client, device: str) -> bool:
             weight.add_(torch.randn_like(weight) * weight.std() * 0.02 if weight.ndim > 1 else 0)
     control = features.control(model, features.prompts(device, 1))
     say(f"{kind}: rows one position too late differ by {control:.2f}, bound {features.BOUND}")
-    results = features.compare_all(model, assistant, device, remote_of(model, client), say)
+    results = features.compare_all(model, assistant, device, remote_of(client, model),
+                                   remote_of(client, model, assistant), say)
     return control > 2 * features.BOUND and all(result.ok for result in results)
 
 
@@ -67,7 +68,7 @@ def check_speed(client: mla_client.Client, device: str, contexts: List[int], hea
                          num_attention_heads=heads, num_key_value_heads=heads,
                          first_k_dense_replace=4)
     say(f"deepseek_v3, 4 dense layers, {heads} heads, bf16, batch 1:")
-    speed.table(model, device, contexts, remote_of(model, client), say)
+    speed.table(model, device, contexts, remote_of(client, model), say)
 
 
 def main() -> int:

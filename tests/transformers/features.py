@@ -163,9 +163,10 @@ def control(model: Any, inputs: Dict) -> float:
     return float((logits[1:] - logits[:-1]).abs().max())
 
 
-def compare_all(model: Any, assistant: Any, device: str, remote: Callable,
+def compare_all(model: Any, assistant: Any, device: str, remote: Callable, both: Callable,
                 say: Callable[[str], None]) -> List[Result]:
-    """All features. `remote()` is a context in which the model's attention is remote."""
+    """All features. `remote()` is a context in which the model's attention is remote, `both()` one
+    in which the assistant's is, too."""
     batch = prompts(device)
     one = {name: tensor[:1] for name, tensor in batch.items()}
     results = []
@@ -187,6 +188,8 @@ def compare_all(model: Any, assistant: Any, device: str, remote: Callable,
                              assistant_model=assistant),
             lambda: replayed(model, one, remote, "assisted, sampled", do_sample=True,
                              assistant_model=assistant),
+            lambda: free_greedy(model, one, both, "assisted, both remote",
+                                assistant_model=assistant),
             lambda: continued(model, batch, remote, "going on from a cache")):
         results.append(make())
         say(str(results[-1]))

@@ -418,6 +418,11 @@ class RefusalTest(unittest.TestCase):
             with self.assertRaisesRegex(mla_client.Unimplemented, "differs by"):
                 adapter.attach(Other(transformers.DeepseekV3Config()), self.service)
 
+    def test_a_second_attachment(self):
+        with adapter.attach(self.model, self.service):
+            with self.assertRaisesRegex(mla_client.FailedPrecondition, "attached already"):
+                adapter.attach(self.model, self.service)
+
     def test_detached_it_computes_itself(self):
         before = self.model.generate(**self.inputs).sequences
         attached = adapter.attach(self.model, self.service)

@@ -72,6 +72,8 @@ class Attachment:
 
     def __init__(self, model: Any, registered: Model, step_lease_ms: int) -> None:
         self.model = registered  # as the service knows it
+        if model.config._attn_implementation == attention.NAME:
+            raise errors.FailedPrecondition(f"{type(model).__name__}: it is attached already")
         self._torch_model = model
         self._step_lease_ms = step_lease_ms
         self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
