@@ -251,23 +251,23 @@ class OpenAiServerTest(unittest.TestCase):
         self.assertEqual(self.example.request("/v2", {})[0], 404)
 
     def test_the_page_shows_bytes_as_they_come(self):
-        query = urllib.parse.urlencode({"prompt": PROMPT, "tokens": 320, "seed": 3})
+        query = urllib.parse.urlencode({"prompt": PROMPT, "tokens": 640, "seed": 3})
         with browser.Browser() as page:
             page.open(f"http://127.0.0.1:{self.example.port}/?{query}")
             shown = "document.querySelector('#answer{}').textContent.length"
             page.wait(shown.format(0) + f" > {len(PROMPT) + 10}")
             first = [page.value(shown.format(index)) for index in range(2)]
-            page.shoot(self.folder / "running.png")
             self.assertEqual(page.value("answer0.dataset.state"), "running")
+            page.shoot(self.folder / "running.png")
             for index in range(2):
                 page.wait(f"answer{index}.dataset.state === 'done'")
             page.shoot(self.folder / "done.png")
             for index in range(2):
-                self.assertLess(first[index], len(PROMPT) + 320)
-                self.assertEqual(page.value(f"answer{index}.dataset.chunks"), "320")
+                self.assertLess(first[index], len(PROMPT) + 640)
+                self.assertEqual(page.value(f"answer{index}.dataset.chunks"), "640")
                 said = page.value(f"document.querySelector('#answer{index}').textContent")
                 self.assertTrue(said.startswith(PROMPT))
-                self.assertEqual(len(said), len(PROMPT) + 320)
+                self.assertEqual(len(said), len(PROMPT) + 640)
         running, done = (read_png(self.folder / f"{name}.png") for name in ("running", "done"))
         dark = [int((picture.max(axis=2) < 100).sum()) for picture in (running, done)]
         self.assertGreater(dark[1], dark[0] + 1000)  # text, in pixels

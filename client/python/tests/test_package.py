@@ -118,6 +118,15 @@ class PackageTest(unittest.TestCase):
                                  if name.startswith("mla_client/")})
         self.assertEqual(*contents)
         self.assertIn("mla_client/py.typed", contents[0])
+        package = ROOT / "client/python"
+        for path in (package / "mla_client").rglob("*.py"):
+            self.assertIn(str(path.relative_to(package)), contents[0])
+
+    def test_vllm_finds_its_plugin(self):
+        with zipfile.ZipFile(self.from_tree) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+            self.assertEqual(archive.read(name).decode().split(), [
+                "[vllm.general_plugins]", "mla_server", "=", "mla_client.vllm.plugin:register"])
 
 
 if __name__ == "__main__":
