@@ -11,9 +11,9 @@
 // most. Done callbacks run without the role: on the thread that has just given it up, or, while the
 // next launch runs, on a thread of their own (answer_queue.h).
 //
-// Errors: canonical codes; the Fault beside a status names field, limit, got and reason. Another
-// tenant's sequence or model is NOT_FOUND, exactly like one that does not exist. Bad input never
-// reaches a launch.
+// Errors: canonical codes; a status brings an ErrorDetail (base/error.h) with field, got, limit and
+// reason. Another tenant's sequence or model is NOT_FOUND, exactly like one that does not exist.
+// Bad input never reaches a launch.
 #ifndef MLA_SCHEDULER_ENGINE_H_
 #define MLA_SCHEDULER_ENGINE_H_
 
@@ -198,21 +198,16 @@ class Engine {
   void CloseStream(StreamId stream);
 
   // Hands a request over. RESOURCE_EXHAUSTED (queue full, of the tenant or of the server) and
-  // UNAVAILABLE (stopped) mean that the engine did not take it and Done will not be called; `fault`
-  // says more.
-  absl::Status Submit(StreamRequest* request, Fault* fault);
-  absl::Status Submit(StreamRequest* request) {
-    Fault fault;
-    return Submit(request, &fault);
-  }
+  // UNAVAILABLE (stopped) mean that the engine did not take it and Done will not be called.
+  absl::Status Submit(StreamRequest* request);
 
   // --- Models (scoped to the tenant).
   // `lease_ms`: how long the model stays without a call or a sequence of it; 0: as
   // Limits::model_lease_ms says. `kv_scales`: as SetScales; empty: none yet.
   absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                          Fault* fault, int64_t lease_ms = 0,
+                                          int64_t lease_ms = 0,
                                           std::span<const float> kv_scales = {});
-  absl::Status UnregisterModel(const std::string& tenant, const std::string& id, Fault* fault);
+  absl::Status UnregisterModel(const std::string& tenant, const std::string& id);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
   // Of all tenants, by tenant and id; with the same lock as FindModel. For operators.
   std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
@@ -220,7 +215,7 @@ class Engine {
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
   // Sets the scale of every layer's rows, for formats that need them (ModelTable::SetScales).
   absl::Status SetScales(const std::string& tenant, const std::string& id,
-                         std::span<const float> scales, Fault* fault);
+                         std::span<const float> scales);
   // Names a new upload of weights.
   UploadId NewUpload();
   // Weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope, lora],
@@ -228,7 +223,7 @@ class Engine {
   // use already accept the same bytes again and refuse others with ALREADY_EXISTS.
   absl::Status LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                            int32_t layer, int32_t head_begin, int32_t head_count,
-                           std::span<const std::byte> w_uk_w_uv, Fault* fault);
+                           std::span<const std::byte> w_uk_w_uv);
   // Makes the chunks of a complete and verified upload count. Returns the layers still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
                                                      const std::string& id, UploadId upload);
@@ -236,11 +231,10 @@ class Engine {
   void DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload);
 
   // --- Sequences.
-  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);
-  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);
+  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
-                                                int64_t length, uint64_t expected_epoch,
-                                                Fault* fault);
+                                                int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);
   // `not_found` receives the absent ids; returns how many were released / renewed.
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
@@ -269,8 +263,7 @@ class Engine {
   // steps; all of the selection's. `not_found` receives absent ids.
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
   // Releases the model's sequences, then unregisters it. Returns how many sequences went.
-  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id,
-                                     Fault* fault);
+  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   // Aborts what is open; returns the number of steps aborted.
   int32_t AbortAllSteps();
   // Runs what is ready in the calling thread and handles timers; true if anything was done. For

@@ -89,30 +89,6 @@ struct RequestTimings {
   bool plan_reused = false;
 };
 
-// Whose bound refused a request.
-enum class BoundOwner : uint8_t { kNone, kTenant, kServer };
-
-// What went wrong, in terms of the contract; travels beside the status.
-struct Fault {
-  std::string field;  // path, e.g. "attend.row_count"
-  std::string limit;
-  std::string got;
-  std::string reason;  // stable token, e.g. "epoch_mismatch"
-  int64_t retry_after_ms = 0;
-  int64_t last_good_position = 0;
-  // Of an Attend with KV rows whose step is still open: the first row of the step that its layer
-  // does not have. The rows before it are stored, or on their way; the client sends again from it.
-  // -1: the failure says nothing about it.
-  int64_t next_row = -1;
-  // Of a refusal by a bound (tenant_table.h): the resource, what was wanted, what is free of the
-  // bound, and whose it is.
-  const char* resource = "";
-  int64_t wanted = 0;
-  int64_t free = 0;
-  int64_t bound = 0;
-  BoundOwner bound_of = BoundOwner::kNone;
-};
-
 class Tenant;
 struct RequestQueue;
 struct SliceGroup;
@@ -122,9 +98,9 @@ class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
   // Called once, in the order in which the engine answered and one at a time, without the engine
-  // role; must not block for long and must not call into the engine except Submit. `fault` is
-  // meaningful only for an error.
-  virtual void Done(const absl::Status& status, const Fault& fault) = 0;
+  // role; must not block for long and must not call into the engine except Submit. An error has an
+  // ErrorDetail (base/error.h).
+  virtual void Done(const absl::Status& status) = 0;
 
   // --- Filled by the transport.
   RequestKind kind = RequestKind::kAttend;
@@ -166,7 +142,6 @@ class StreamRequest {
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
     absl::Status status;               // the answer, until it is delivered
     int64_t total_ns = 0;              // from arrival to answer
-    Fault fault;                       // of an error
     // The first row, of all it asks for, and head of which the result is not finite though the
     // inputs are; -1: none so far.
     int32_t bad_row = -1;

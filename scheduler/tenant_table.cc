@@ -4,6 +4,7 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 
 namespace mla::scheduler {
 namespace {
@@ -74,17 +75,20 @@ TenantTable::TenantTable(TenantTableOptions options) : options_(std::move(option
 
 TenantTable::~TenantTable() = default;
 
-absl::StatusOr<TenantRef> TenantTable::Enter(absl::string_view name, Fault* fault) {
+absl::StatusOr<TenantRef> TenantTable::Enter(absl::string_view name) {
   const MutexLock lock(mutex_);
   if (const auto found = rows_.find(name); found != rows_.end()) {
     return TenantRef(found->second.get());
   }
   if (static_cast<int32_t>(rows_.size()) >= options_.max_tenants) DropIdle();
   if (static_cast<int32_t>(rows_.size()) >= options_.max_tenants) {
-    fault->retry_after_ms = 1000;
-    return RefuseField(fault, "tenant", absl::StrCat("one more than ", rows_.size()),
-                       absl::StrCat("at most ", options_.max_tenants, " tenants at a time"),
-                       "tenants_exhausted", absl::StatusCode::kResourceExhausted);
+    return RefuseField(
+        {.field = "tenant",
+         .got = absl::StrCat("one more than ", rows_.size()),
+         .limit = absl::StrCat("at most ", options_.max_tenants, " tenants at a time"),
+         .reason = "tenants_exhausted",
+         .retry_after_ms = 1000},
+        absl::StatusCode::kResourceExhausted);
   }
   auto row = std::make_unique<Tenant>();
   row->name_ = std::string(name);
@@ -145,32 +149,34 @@ void TenantTable::Return(Tenant& tenant, Resource resource, int64_t amount) {
 }
 
 absl::Status TenantTable::Refusal(const Tenant& tenant, Resource resource, int64_t amount,
-                                  const char* field, Fault* fault) const {
+                                  const char* field) const {
   const ResourceRow& row = RowOf(resource);
   const int64_t own_free = std::max<int64_t>(0, tenant.bound(resource) - tenant.used(resource));
   const int64_t server_free = std::max<int64_t>(0, server_bound(resource) - server_used(resource));
   const bool own = own_free < amount || server_free >= amount;
-  fault->resource = row.name;
-  fault->wanted = amount;
-  fault->free = own ? own_free : server_free;
-  fault->bound = own ? tenant.bound(resource) : server_bound(resource);
-  fault->bound_of = own ? BoundOwner::kTenant : BoundOwner::kServer;
-  fault->field = field;
-  fault->reason = row.reason;
-  fault->retry_after_ms = row.retry_ms;
+  const int64_t free = own ? own_free : server_free;
+  const int64_t bound = own ? tenant.bound(resource) : server_bound(resource);
   const char* const unit = row.bytes ? " bytes" : "";
-  fault->got = absl::StrCat(amount, unit, " more");
-  fault->limit = absl::StrCat("at most ", fault->bound, unit, own ? " of this tenant" : " in all",
-                              ", ", fault->free, " free");
-  return absl::ResourceExhaustedError(
-      absl::StrCat(row.name, ": wanted ", amount, unit, ", ", fault->free, " free of ",
-                   fault->bound, own ? ", the bound of this tenant" : ", the bound of the server"));
+  return MakeError(absl::StatusCode::kResourceExhausted,
+                   absl::StrCat(row.name, ": wanted ", amount, unit, ", ", free, " free of ", bound,
+                                own ? ", the bound of this tenant" : ", the bound of the server"),
+                   {.field = field,
+                    .got = absl::StrCat(amount, unit, " more"),
+                    .limit = absl::StrCat("at most ", bound, unit,
+                                          own ? " of this tenant" : " in all", ", ", free, " free"),
+                    .reason = row.reason,
+                    .retry_after_ms = row.retry_ms,
+                    .resource = row.name,
+                    .wanted = amount,
+                    .free = free,
+                    .bound = bound,
+                    .bound_of = own ? BoundOwner::kTenant : BoundOwner::kServer});
 }
 
 absl::Status TenantTable::Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
-                               Fault* fault, int64_t reserve) {
+                               int64_t reserve) {
   if (TryTake(tenant, resource, amount, reserve)) return absl::OkStatus();
-  return Refusal(tenant, resource, amount, field, fault);
+  return Refusal(tenant, resource, amount, field);
 }
 
 bool TenantTable::Idle(const Tenant& tenant) const {
@@ -220,11 +226,10 @@ void TenantTable::SetServerBound(Resource resource, int64_t bound) {
   server_.bound_[resource] = bound;
 }
 
-absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& quota, bool reset,
-                                   Fault* fault) {
+absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& quota, bool reset) {
   const MutexLock lock(mutex_);
   if (!runtime_.contains(name) && static_cast<int32_t>(runtime_.size()) >= options_.max_tenants) {
-    return RefuseField(fault, "tenant", absl::StrCat("one more than ", runtime_.size()),
+    return RefuseField("tenant", absl::StrCat("one more than ", runtime_.size()),
                        absl::StrCat("at most ", options_.max_tenants, " tenants with quotas"),
                        "tenants_exhausted", absl::StatusCode::kResourceExhausted);
   }

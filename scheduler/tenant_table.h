@@ -40,8 +40,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/error.h"
 #include "base/mutex.h"
-#include "scheduler/fault.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
 
 namespace mla::scheduler {
@@ -191,7 +191,7 @@ class TenantTable {
   ~TenantTable();
 
   // The tenant's row, made if there is none. RESOURCE_EXHAUSTED when max_tenants rows are in use.
-  absl::StatusOr<TenantRef> Enter(absl::string_view name, Fault* fault);
+  absl::StatusOr<TenantRef> Enter(absl::string_view name);
   // kNoTenant if the tenant has no row, so holds nothing.
   TenantKey Find(absl::string_view name) const;
   // Empty if there is no such row.
@@ -206,10 +206,10 @@ class TenantTable {
   // The same, with a status: RESOURCE_EXHAUSTED that names what was wanted, what is free, the bound
   // and whose it is. `field`: the path of the request's field, may be empty.
   absl::Status Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
-                    Fault* fault, int64_t reserve = 0);
+                    int64_t reserve = 0);
   // The refusal of a TryTake that has failed.
-  absl::Status Refusal(const Tenant& tenant, Resource resource, int64_t amount, const char* field,
-                       Fault* fault) const;
+  absl::Status Refusal(const Tenant& tenant, Resource resource, int64_t amount,
+                       const char* field) const;
   // REQUIRES: so much was taken.
   void Return(Tenant& tenant, Resource resource, int64_t amount);
 
@@ -232,8 +232,7 @@ class TenantTable {
   // Run-time quotas; not persisted. Bounds that `quota` names replace those in force. `reset` drops
   // all run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have
   // run-time quotas.
-  absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset,
-                        Fault* fault);
+  absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset);
   // One tenant, also one that uses nothing.
   TenantUsage Usage(const std::string& name) const;
   // All rows and all tenants with a quota, by name.

@@ -1,5 +1,6 @@
 // Bounds and usage by tenant, without an engine around them.
 #include "scheduler/tenant_table.h"
+#include "base/error.h"
 
 #include <set>
 #include <string>
@@ -39,20 +40,20 @@ TEST(TenantTableTest, RowsDescribeEveryResourceOnce) {
 
 TEST(TenantTableTest, ATakeBeyondTheTenantsBoundNamesTheTenant) {
   TenantTable table(Options(8, 3, 10));
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
-  ASSERT_TRUE(table.Take(*a, Resource::kSequences, 2, "field", &fault).ok());
-  const absl::Status refused = table.Take(*a, Resource::kSequences, 2, "field", &fault);
+  const TenantRef a = *table.Enter("a");
+  ASSERT_TRUE(table.Take(*a, Resource::kSequences, 2, "field").ok());
+  const absl::Status refused = table.Take(*a, Resource::kSequences, 2, "field");
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("wanted 2, 1 free of 3"));
-  EXPECT_EQ(fault.reason, "sequences_exhausted");
-  EXPECT_EQ(fault.field, "field");
-  EXPECT_STREQ(fault.resource, "sequences");
-  EXPECT_EQ(fault.wanted, 2);
-  EXPECT_EQ(fault.free, 1);
-  EXPECT_EQ(fault.bound, 3);
-  EXPECT_EQ(fault.bound_of, BoundOwner::kTenant);
-  EXPECT_GT(fault.retry_after_ms, 0);
+  const ErrorDetail detail = DetailOf(refused);
+  EXPECT_EQ(detail.reason, "sequences_exhausted");
+  EXPECT_EQ(detail.field, "field");
+  EXPECT_EQ(detail.resource, "sequences");
+  EXPECT_EQ(detail.wanted, 2);
+  EXPECT_EQ(detail.free, 1);
+  EXPECT_EQ(detail.bound, 3);
+  EXPECT_EQ(detail.bound_of, BoundOwner::kTenant);
+  EXPECT_GT(detail.retry_after_ms, 0);
   // Nothing changed: one more still fits.
   EXPECT_TRUE(table.TryTake(*a, Resource::kSequences, 1));
   EXPECT_EQ(a->used(Resource::kSequences), 3);
@@ -62,15 +63,14 @@ TEST(TenantTableTest, ATakeBeyondTheTenantsBoundNamesTheTenant) {
 
 TEST(TenantTableTest, ATakeBeyondTheServersBoundNamesTheServer) {
   TenantTable table(Options(8, 3, 4));
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
-  const TenantRef b = *table.Enter("b", &fault);
+  const TenantRef a = *table.Enter("a");
+  const TenantRef b = *table.Enter("b");
   ASSERT_TRUE(table.TryTake(*a, Resource::kSequences, 3));
   ASSERT_TRUE(table.TryTake(*b, Resource::kSequences, 1));
-  EXPECT_FALSE(table.Take(*b, Resource::kSequences, 1, "", &fault).ok());
-  EXPECT_EQ(fault.bound_of, BoundOwner::kServer);
-  EXPECT_EQ(fault.bound, 4);
-  EXPECT_EQ(fault.free, 0);
+  const ErrorDetail detail = DetailOf(table.Take(*b, Resource::kSequences, 1, ""));
+  EXPECT_EQ(detail.bound_of, BoundOwner::kServer);
+  EXPECT_EQ(detail.bound, 4);
+  EXPECT_EQ(detail.free, 0);
   EXPECT_EQ(b->used(Resource::kSequences), 1) << "a refused take leaves no trace";
   table.Return(*a, Resource::kSequences, 1);
   EXPECT_TRUE(table.TryTake(*b, Resource::kSequences, 1));
@@ -78,8 +78,7 @@ TEST(TenantTableTest, ATakeBeyondTheServersBoundNamesTheServer) {
 
 TEST(TenantTableTest, AReserveIsGrantedBeyondBothBounds) {
   TenantTable table(Options(8, 2, 2));
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
+  const TenantRef a = *table.Enter("a");
   ASSERT_TRUE(table.TryTake(*a, Resource::kSequences, 2));
   EXPECT_FALSE(table.TryTake(*a, Resource::kSequences, 1));
   EXPECT_TRUE(table.TryTake(*a, Resource::kSequences, 1, /*reserve=*/1));
@@ -88,8 +87,7 @@ TEST(TenantTableTest, AReserveIsGrantedBeyondBothBounds) {
 
 TEST(TenantTableTest, AmountsThatWouldOverflowAreRefused) {
   TenantTable table{TenantTableOptions()};
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
+  const TenantRef a = *table.Enter("a");
   ASSERT_TRUE(table.TryTake(*a, Resource::kKvBytes, kUnbounded - 1));
   EXPECT_FALSE(table.TryTake(*a, Resource::kKvBytes, kUnbounded));
   EXPECT_FALSE(table.TryTake(*a, Resource::kKvBytes, 2, kUnbounded));
@@ -99,15 +97,14 @@ TEST(TenantTableTest, AmountsThatWouldOverflowAreRefused) {
 // 4,096 names that hold nothing must not keep a new tenant out.
 TEST(TenantTableTest, IdleRowsMakeRoomForNewTenants) {
   TenantTable table(Options(4, 8, 8));
-  Fault fault;
-  const TenantRef kept = *table.Enter("kept", &fault);
+  const TenantRef kept = *table.Enter("kept");
   {
-    const TenantRef holder = *table.Enter("holder", &fault);
+    const TenantRef holder = *table.Enter("holder");
     ASSERT_TRUE(table.TryTake(*holder, Resource::kSequences, 1));
   }
   const TenantKey kept_key = kept->key(), holder_key = table.Find("holder");
   for (int i = 0; i < 100; ++i) {
-    ASSERT_TRUE(table.Enter("invented-" + std::to_string(i), &fault).ok()) << i;
+    ASSERT_TRUE(table.Enter("invented-" + std::to_string(i)).ok()) << i;
   }
   EXPECT_LE(table.size(), 4);
   EXPECT_EQ(table.Find("kept"), kept_key) << "a row in reference stays";
@@ -117,25 +114,25 @@ TEST(TenantTableTest, IdleRowsMakeRoomForNewTenants) {
 
 TEST(TenantTableTest, RowsInUseAreBounded) {
   TenantTable table(Options(2, 8, 8));
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
-  TenantRef b = *table.Enter("b", &fault);
-  EXPECT_EQ(table.Enter("c", &fault).status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(fault.reason, "tenants_exhausted");
-  EXPECT_GT(fault.retry_after_ms, 0);
-  EXPECT_TRUE(table.Enter("a", &fault).ok()) << "those who are in stay in";
+  const TenantRef a = *table.Enter("a");
+  TenantRef b = *table.Enter("b");
+  const absl::Status refused = table.Enter("c").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  const ErrorDetail detail = DetailOf(refused);
+  EXPECT_EQ(detail.reason, "tenants_exhausted");
+  EXPECT_GT(detail.retry_after_ms, 0);
+  EXPECT_TRUE(table.Enter("a").ok()) << "those who are in stay in";
   b = TenantRef();
-  EXPECT_TRUE(table.Enter("c", &fault).ok());
+  EXPECT_TRUE(table.Enter("c").ok());
 }
 
 // The page pool compares keys to decide whether a page must be scrubbed.
 TEST(TenantTableTest, KeysAreNeverUsedAgain) {
   TenantTable table(Options(1, 8, 8));
-  Fault fault;
   std::set<TenantKey> seen;
   for (int i = 0; i < 50; ++i) {
     for (const char* name : {"a", "b"}) {
-      const TenantRef row = *table.Enter(name, &fault);
+      const TenantRef row = *table.Enter(name);
       EXPECT_NE(row->key(), kNoTenant);
       EXPECT_TRUE(seen.insert(row->key()).second);
     }
@@ -148,19 +145,18 @@ TEST(TenantTableTest, RunTimeBoundsGoBeforeConfiguredOnesAndThoseBeforeDefaults)
   options.quotas["a"].bounds[Resource::kSequences] = 20;
   options.quotas["a"].weight = 3;
   TenantTable table(options);
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
+  const TenantRef a = *table.Enter("a");
   EXPECT_EQ(a->bound(Resource::kSequences), 20);
   EXPECT_EQ(table.weight(a->key()), 3);
   TenantQuota quota;
   quota.bounds[Resource::kSequences] = 5;
-  ASSERT_TRUE(table.SetQuota("a", quota, false, &fault).ok());
-  ASSERT_TRUE(table.SetQuota("later", quota, false, &fault).ok());
+  ASSERT_TRUE(table.SetQuota("a", quota, false).ok());
+  ASSERT_TRUE(table.SetQuota("later", quota, false).ok());
   EXPECT_EQ(a->bound(Resource::kSequences), 5);
-  EXPECT_EQ((*table.Enter("later", &fault))->bound(Resource::kSequences), 5);
-  EXPECT_EQ((*table.Enter("other", &fault))->bound(Resource::kSequences), 10);
+  EXPECT_EQ((*table.Enter("later"))->bound(Resource::kSequences), 5);
+  EXPECT_EQ((*table.Enter("other"))->bound(Resource::kSequences), 10);
   EXPECT_EQ(table.Usage("a").source[Resource::kSequences], BoundSource::kRuntime);
-  ASSERT_TRUE(table.SetQuota("a", TenantQuota(), true, &fault).ok());
+  ASSERT_TRUE(table.SetQuota("a", TenantQuota(), true).ok());
   EXPECT_EQ(a->bound(Resource::kSequences), 20);
   EXPECT_EQ(table.Usage("a").source[Resource::kSequences], BoundSource::kConfigured);
   EXPECT_EQ(table.Usage("other").source[Resource::kSequences], BoundSource::kDefault);
@@ -168,15 +164,15 @@ TEST(TenantTableTest, RunTimeBoundsGoBeforeConfiguredOnesAndThoseBeforeDefaults)
 
 TEST(TenantTableTest, ABoundBelowTheUseTakesNothingAway) {
   TenantTable table(Options(8, 10, 100));
-  Fault fault;
-  const TenantRef a = *table.Enter("a", &fault);
+  const TenantRef a = *table.Enter("a");
   ASSERT_TRUE(table.TryTake(*a, Resource::kSequences, 8));
   TenantQuota quota;
   quota.bounds[Resource::kSequences] = 2;
-  ASSERT_TRUE(table.SetQuota("a", quota, false, &fault).ok());
+  ASSERT_TRUE(table.SetQuota("a", quota, false).ok());
   EXPECT_EQ(a->used(Resource::kSequences), 8);
-  EXPECT_FALSE(table.Take(*a, Resource::kSequences, 1, "", &fault).ok());
-  EXPECT_EQ(fault.free, 0);
+  const absl::Status refused = table.Take(*a, Resource::kSequences, 1, "");
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  EXPECT_EQ(DetailOf(refused).free, 0);
   table.Return(*a, Resource::kSequences, 6);
   EXPECT_FALSE(table.TryTake(*a, Resource::kSequences, 1));
   table.Return(*a, Resource::kSequences, 1);
@@ -185,14 +181,13 @@ TEST(TenantTableTest, ABoundBelowTheUseTakesNothingAway) {
 
 TEST(TenantTableTest, RunTimeQuotasAreBounded) {
   TenantTable table(Options(2, 10, 100));
-  Fault fault;
   TenantQuota quota;
   quota.weight = 2;
-  EXPECT_TRUE(table.SetQuota("a", quota, false, &fault).ok());
-  EXPECT_TRUE(table.SetQuota("b", quota, false, &fault).ok());
-  EXPECT_EQ(table.SetQuota("c", quota, false, &fault).code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_TRUE(table.SetQuota("a", TenantQuota(), true, &fault).ok());
-  EXPECT_TRUE(table.SetQuota("c", quota, false, &fault).ok());
+  EXPECT_TRUE(table.SetQuota("a", quota, false).ok());
+  EXPECT_TRUE(table.SetQuota("b", quota, false).ok());
+  EXPECT_EQ(table.SetQuota("c", quota, false).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(table.SetQuota("a", TenantQuota(), true).ok());
+  EXPECT_TRUE(table.SetQuota("c", quota, false).ok());
 }
 
 // Takes of many threads never exceed a bound, and nothing is lost.
@@ -201,9 +196,8 @@ TEST(TenantTableTest, TakesOfManyThreadsStayWithinTheBound) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&table, t] {
-      Fault fault;
       for (int i = 0; i < 2000; ++i) {
-        const TenantRef row = *table.Enter(t % 2 == 0 ? "a" : "b", &fault);
+        const TenantRef row = *table.Enter(t % 2 == 0 ? "a" : "b");
         if (!table.TryTake(*row, Resource::kSequences, 2)) continue;
         EXPECT_LE(row->used(Resource::kSequences), 5);
         EXPECT_LE(table.server_used(Resource::kSequences), 7);

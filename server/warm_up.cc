@@ -21,9 +21,7 @@ constexpr float kScale = 0.125f;
 
 class Call final : public scheduler::StreamRequest {
  public:
-  void Done(const absl::Status& status, const scheduler::Fault&) override {
-    done_.set_value(status);
-  }
+  void Done(const absl::Status& status) override { done_.set_value(status); }
   absl::Status Run(scheduler::Engine* engine) {
     absl::Status status = engine->Submit(this);
     return status.ok() ? done_.get_future().get() : status;
@@ -107,7 +105,6 @@ absl::Status WarmUp(scheduler::Engine* engine) {
     return absl::OkStatus();  // too small for the test's model
   }
   Known known(engine->limits());
-  scheduler::Fault fault;
   scheduler::ModelSpec model;
   model.id = kModel;
   model.geometry.num_heads = kHeads;
@@ -115,12 +112,12 @@ absl::Status WarmUp(scheduler::Engine* engine) {
   model.geometry.rope_dim = known.rope;
   model.layers = 1;
   model.softmax_scale = kScale;
-  if (auto made = engine->RegisterModel(kTenant, model, &fault); !made.ok()) return made.status();
+  if (auto made = engine->RegisterModel(kTenant, model); !made.ok()) return made.status();
   const scheduler::StreamId stream = engine->OpenStream(kTenant);
   scheduler::OpenArgs open;
   open.tenant = kTenant;
   open.model_id = kModel;
-  const auto sequence = engine->OpenSequence(open, &fault);
+  const auto sequence = engine->OpenSequence(open);
   absl::Status status = sequence.status();
   if (status.ok()) {
     status = RunStep(engine, stream, *sequence, &known);
@@ -129,7 +126,7 @@ absl::Status WarmUp(scheduler::Engine* engine) {
   }
   engine->CloseStream(stream);
   if (status.ok()) status = known.Check();
-  const absl::Status removed = engine->UnregisterModel(kTenant, kModel, &fault);
+  const absl::Status removed = engine->UnregisterModel(kTenant, kModel);
   return status.ok() ? removed : status;
 }
 

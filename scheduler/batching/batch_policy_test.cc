@@ -15,7 +15,7 @@ constexpr int64_t kMilli = 1'000'000;
 
 class PlainRequest final : public StreamRequest {
  public:
-  void Done(const absl::Status&, const Fault&) override {}
+  void Done(const absl::Status&) override {}
 };
 
 // One stream that sends Attends of one step at one layer, one after the other.

@@ -2,12 +2,11 @@
 
 namespace mla::scheduler {
 
-void DeliverAnswer(StreamRequest* request, const absl::Status& status, const Fault& fault,
-                   EngineObserver* observer) {
+void DeliverAnswer(StreamRequest* request, const absl::Status& status, EngineObserver* observer) {
   // Read first: the request may be used again, or be gone, before Done returns.
   const RequestReport report{request->kind, status.ok(), request->timings.queue_ns,
                              request->engine.total_ns};
-  request->Done(status, fault);
+  request->Done(status);
   if (observer != nullptr) observer->OnRequest(report);
 }
 
@@ -83,9 +82,7 @@ void AnswerQueue::DeliverFirst(AnswerList* answers) {
   ++delivered_now_;
   // Moved out, as DeliverAnswer reads the rest first: Done may end the request.
   const absl::Status status = std::exchange(request->engine.status, absl::OkStatus());
-  if (status.ok()) return DeliverAnswer(request, status, none_, observer_);
-  const Fault fault = std::exchange(request->engine.fault, Fault());
-  DeliverAnswer(request, status, fault, observer_);
+  DeliverAnswer(request, status, observer_);
 }
 
 // True if the caller must go on with what `claimed` has become.

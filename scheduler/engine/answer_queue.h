@@ -28,7 +28,7 @@
 
 namespace mla::scheduler {
 
-// Answered requests, linked by engine.next, whose engine.status and engine.fault say how.
+// Answered requests, linked by engine.next, whose engine.status says how.
 struct AnswerList {
   StreamRequest* head = nullptr;
   StreamRequest* tail = nullptr;
@@ -58,8 +58,7 @@ struct AnswerList {
 };
 
 // Calls the request's Done, then tells the observer, unless it is null.
-void DeliverAnswer(StreamRequest* request, const absl::Status& status, const Fault& fault,
-                   EngineObserver* observer);
+void DeliverAnswer(StreamRequest* request, const absl::Status& status, EngineObserver* observer);
 
 class AnswerQueue final {
  public:
@@ -102,7 +101,6 @@ class AnswerQueue final {
   void Run();
 
   EngineObserver* const observer_;
-  const Fault none_;
   std::atomic<std::thread::id> deliverer_{};
   int64_t delivered_now_ = 0;  // of the claim that is being delivered; of its thread alone
   std::function<void()> after_delivery_;

@@ -1,5 +1,6 @@
 #include "scheduler/engine.h"
 #include "absl/base/thread_annotations.h"
+#include "base/error.h"
 #include "base/mutex.h"
 
 #include <sys/random.h>
@@ -276,11 +277,12 @@ void Engine::CloseStream(StreamId stream) {
   impl_->answers_.Flush();
 }
 
-absl::Status Engine::Submit(StreamRequest* request, Fault* fault) {
+absl::Status Engine::Submit(StreamRequest* request) {
   if (impl_->stopping_) {
-    return Refuse(fault, absl::StatusCode::kUnavailable, "the server stops", "stopped", 1000);
+    return MakeError(absl::StatusCode::kUnavailable, "the server stops",
+                     {.reason = "stopped", .retry_after_ms = 1000});
   }
-  const absl::Status admitted = impl_->AnyThread().Admit(request, fault);
+  const absl::Status admitted = impl_->AnyThread().Admit(request);
   if (!admitted.ok()) return admitted;
   request->engine.arrival_ns = impl_->clock_->Now();
   impl_->inbox_.Push(request);
@@ -289,31 +291,29 @@ absl::Status Engine::Submit(StreamRequest* request, Fault* fault) {
 }
 
 absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                                Fault* fault, int64_t lease_ms,
+                                                int64_t lease_ms,
                                                 std::span<const float> kv_scales) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
-    const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant, fault);
+    const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant);
     if (!row.ok()) return row.status();
     if (!kv_scales.empty()) {
-      absl::Status good = ModelTable::CheckScales(spec, kv_scales, "kv_scales", fault);
+      absl::Status good = ModelTable::CheckScales(spec, kv_scales, "kv_scales");
       if (!good.ok()) return good;
     }
-    absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, fault, lease_ms);
+    absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, lease_ms);
     if (!model.ok()) return model.status();
     impl_->directory_.Put(tenant, (*model)->spec);
     if (!kv_scales.empty()) {
-      absl::Status set = core.models().SetScales(**model, kv_scales, "kv_scales", fault);
+      absl::Status set = core.models().SetScales(**model, kv_scales, "kv_scales");
       if (!set.ok()) return set;
     }
     return core.models().Info(**model);
   });
 }
 
-absl::Status Engine::UnregisterModel(const std::string& tenant, const std::string& id,
-                                     Fault* fault) {
-  return impl_->WithRole([&](EngineCore& core) {
-    return core.models().Unregister(core.FindTenant(tenant), id, fault);
-  });
+absl::Status Engine::UnregisterModel(const std::string& tenant, const std::string& id) {
+  return impl_->WithRole(
+      [&](EngineCore& core) { return core.models().Unregister(core.FindTenant(tenant), id); });
 }
 
 std::vector<ModelInfo> Engine::ListModels(const std::string& tenant) {
@@ -336,12 +336,11 @@ std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
 }
 
 absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
-                               std::span<const float> scales, Fault* fault) {
+                               std::span<const float> scales) {
   return impl_->WithRole([&](EngineCore& core) -> absl::Status {
-    absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "model_id", fault);
+    absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
     if (!model.ok()) return model.status();
-    return core.models().SetScales(**model, scales, "scales", fault);
+    return core.models().SetScales(**model, scales, "scales");
   });
 }
 
@@ -349,18 +348,18 @@ UploadId Engine::NewUpload() { return impl_->next_upload_.fetch_add(1); }
 
 absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                                  int32_t layer, int32_t head_begin, int32_t head_count,
-                                 std::span<const std::byte> w_uk_w_uv, Fault* fault) {
+                                 std::span<const std::byte> w_uk_w_uv) {
   const auto with_model = [&](auto&& fn) {
     return impl_->WithRole([&](EngineCore& core) {
       absl::StatusOr<Model*> model =
-          core.models().Find(core.FindTenant(tenant), id, "header.model_id", fault);
+          core.models().Find(core.FindTenant(tenant), id, "header.model_id");
       return model.ok() ? fn(core.models(), **model) : model.status();
     });
   };
   kernels::Geometry g;
   absl::Status status = with_model([&](ModelTable& models, Model& model) {
     g = model.spec->geometry;
-    return models.CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv, fault);
+    return models.CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv);
   });
   // One head at a time: repacking a chunk of all heads takes as long as many launches.
   const size_t uk = size_t(g.nope_dim) * g.kv_lora_rank * sizeof(kernels::Bf16);
@@ -370,7 +369,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
     std::memcpy(head.data(), w_uk_w_uv.data() + h * uk, uk);
     std::memcpy(head.data() + uk, w_uk_w_uv.data() + head_count * uk + h * uv, uv);
     status = with_model([&](ModelTable& models, Model& model) {
-      return models.LoadWeights(model, upload, layer, head_begin + h, 1, head, fault);
+      return models.LoadWeights(model, upload, layer, head_begin + h, 1, head);
     });
     impl_->LetOthersIn();
   }
@@ -380,9 +379,8 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
 absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,
                                                            const std::string& id, UploadId upload) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
-    Fault fault;
     absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id", &fault);
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
     if (!model.ok()) return model.status();
     return core.models().CommitWeights(**model, upload);
   });
@@ -390,27 +388,24 @@ absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& te
 
 void Engine::DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload) {
   impl_->WithRole([&](EngineCore& core) {
-    Fault fault;
     absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id", &fault);
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
     if (model.ok()) core.models().DiscardWeights(**model, upload);
   });
 }
 
-absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args, Fault* fault) {
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, fault); });
+absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
+  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args); });
 }
 
-absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args, Fault* fault) {
-  return impl_->WithRole([&](EngineCore& core) { return core.ForkSequence(args, fault); });
+absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args) {
+  return impl_->WithRole([&](EngineCore& core) { return core.ForkSequence(args); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::TruncateSequence(const std::string& tenant, SequenceId id,
-                                                      int64_t length, uint64_t expected_epoch,
-                                                      Fault* fault) {
-  return impl_->WithRole([&](EngineCore& core) {
-    return core.TruncateSequence(tenant, id, length, expected_epoch, fault);
-  });
+                                                      int64_t length, uint64_t expected_epoch) {
+  return impl_->WithRole(
+      [&](EngineCore& core) { return core.TruncateSequence(tenant, id, length, expected_epoch); });
 }
 
 SequenceList Engine::GetSequences(const SequenceSelection& selection) {
@@ -443,9 +438,8 @@ int32_t Engine::EvictSequences(const SequenceSelection& selection,
       [&](EngineCore& core) { return core.EvictSequences(selection, not_found); });
 }
 
-absl::StatusOr<int32_t> Engine::EvictModel(const std::string& tenant, const std::string& id,
-                                           Fault* fault) {
-  return impl_->WithRole([&](EngineCore& core) { return core.EvictModel(tenant, id, fault); });
+absl::StatusOr<int32_t> Engine::EvictModel(const std::string& tenant, const std::string& id) {
+  return impl_->WithRole([&](EngineCore& core) { return core.EvictModel(tenant, id); });
 }
 
 const kernels::BackendInfo& Engine::backend_info() const { return impl_->info_; }

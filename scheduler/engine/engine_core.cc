@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
@@ -93,27 +94,26 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
 StreamId EngineCore::OpenStream(const std::string& tenant,
                                 std::shared_ptr<const StreamSteps>* steps) {
   const StreamId id = next_stream_++;
-  Fault fault;
-  absl::StatusOr<TenantRef> row = tenants_.Enter(tenant, &fault);
+  absl::StatusOr<TenantRef> row = tenants_.Enter(tenant);
   auto open = std::make_shared<StreamSteps>();
   if (steps != nullptr) *steps = open;
   streams_.emplace(id, Stream{tenant, row.ok() ? *row : TenantRef(), std::move(open)});
   return id;
 }
 
-absl::Status EngineCore::Admit(StreamRequest* request, Fault* fault) {
+absl::Status EngineCore::Admit(StreamRequest* request) {
   Tenant* const tenant = request->tenant;
   if (tenant != nullptr && !tenants_.TryTake(*tenant, Resource::kQueuedRequests, 1)) {
-    return tenants_.Refusal(*tenant, Resource::kQueuedRequests, 1, "request", fault);
+    return tenants_.Refusal(*tenant, Resource::kQueuedRequests, 1, "request");
   }
   // Requests without a tenant are bounded here alone; of the others there are no more than these.
   if (owned_.fetch_add(1) >= limits_.queue_requests) {
     owned_.fetch_sub(1);
     if (tenant != nullptr) tenants_.Return(*tenant, Resource::kQueuedRequests, 1);
-    return Refuse(
-        fault, absl::StatusCode::kResourceExhausted,
+    return MakeError(
+        absl::StatusCode::kResourceExhausted,
         absl::StrCat("the queue holds ", limits_.queue_requests, " requests, which is its limit"),
-        "queue_full", RowOf(Resource::kQueuedRequests).retry_ms);
+        {.reason = "queue_full", .retry_after_ms = RowOf(Resource::kQueuedRequests).retry_ms});
   }
   request->engine.counted = tenant != nullptr;
   return absl::OkStatus();
@@ -136,34 +136,36 @@ void EngineCore::CloseStream(StreamId stream) {
   streams_.erase(stream);
 }
 
-absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args, Fault* fault) {
+absl::Status EngineCore::DrainingError() const {
+  return MakeError(absl::StatusCode::kUnavailable, "the server is draining",
+                   {.reason = "draining", .retry_after_ms = limits_.sequence_lease_ms});
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args) {
   if (draining_) {
-    return Refuse(fault, absl::StatusCode::kUnavailable, "the server is draining", "draining",
-                  limits_.sequence_lease_ms);
+    return DrainingError();
   }
   const TenantKey tenant = tenants_.Find(args.tenant);
-  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id", fault);
+  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
   if (!model.ok()) return model.status();
-  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, fault);
+  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args);
   if (!sequence.ok()) return sequence.status();
   return sequences_->Info(**sequence);
 }
 
-absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args, Fault* fault) {
+absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {
   if (draining_) {
-    return Refuse(fault, absl::StatusCode::kUnavailable, "the server is draining", "draining",
-                  limits_.sequence_lease_ms);
+    return DrainingError();
   }
-  absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args, fault);
+  absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args);
   if (!child.ok()) return child.status();
   return sequences_->Info(**child);
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::TruncateSequence(const std::string& tenant, SequenceId id,
-                                                          int64_t length, uint64_t expected_epoch,
-                                                          Fault* fault) {
+                                                          int64_t length, uint64_t expected_epoch) {
   absl::StatusOr<Sequence*> sequence =
-      sequences_->Truncate(tenants_.Find(tenant), id, length, expected_epoch, fault);
+      sequences_->Truncate(tenants_.Find(tenant), id, length, expected_epoch);
   if (!sequence.ok()) return sequence.status();
   return sequences_->Info(**sequence);
 }
@@ -236,14 +238,13 @@ int32_t EngineCore::EvictSequences(const SequenceSelection& selection,
   return static_cast<int32_t>(going.size());
 }
 
-absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const std::string& id,
-                                               Fault* fault) {
+absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const std::string& id) {
   const TenantKey key = tenants_.Find(tenant);
-  absl::StatusOr<Model*> model = models_->Find(key, id, "model_id", fault);
+  absl::StatusOr<Model*> model = models_->Find(key, id, "model_id");
   if (!model.ok()) return model.status();
   const std::vector<Sequence*> going = sequences_->OfModel(**model);
   for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
-  absl::Status status = models_->Unregister(key, id, fault);
+  absl::Status status = models_->Unregister(key, id);
   if (!status.ok()) return status;
   return static_cast<int32_t>(going.size());
 }

@@ -80,19 +80,17 @@ class EngineCore {
   const std::shared_ptr<TenantTable>& shared_tenants() const { return tenant_table_; }
   TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
   ModelTable& models() { return *models_; }
-  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, Fault* fault);
-  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args, Fault* fault);
+  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);
+  absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
-                                                int64_t length, uint64_t expected_epoch,
-                                                Fault* fault);
+                                                int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
   int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
                       std::vector<SequenceId>* not_found);
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
-  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id,
-                                     Fault* fault);
+  absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   void StartDrain() { draining_ = true; }
   void CancelDrain() { draining_ = false; }
   int32_t AbortAllSteps(const std::string& why);
@@ -117,7 +115,7 @@ class EngineCore {
   }
   // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
   // tenant or the server has as many as it may. Any thread.
-  absl::Status Admit(StreamRequest* request, Fault* fault);
+  absl::Status Admit(StreamRequest* request);
   // Requests handed over and not answered; the caller counts one before it hands it over. Any
   // thread.
   std::atomic<int32_t>& owned() { return owned_; }
@@ -134,33 +132,35 @@ class EngineCore {
              const Clock* clock);
 
   // --- Steps
-  absl::Status BeginStep(StreamRequest* request, Fault* fault);
-  absl::Status JoinStep(Step* step, StreamRequest* request, Fault* fault);
-  absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model, Fault* fault);
+  absl::Status BeginStep(StreamRequest* request);
+  absl::Status JoinStep(Step* step, StreamRequest* request);
+  absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model);
   absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
-                                  const StepSequenceArgs& args, size_t index, Fault* fault);
-  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model, Fault* fault);
+                                  const StepSequenceArgs& args, size_t index);
+  // What a step says of a sequence of this length against what the engine knows of it.
+  absl::Status CheckContinues(const Sequence& sequence, int64_t length, const Model& model,
+                              const StepSequenceArgs& args, size_t index) const;
+  absl::Status DrainingError() const;
+  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model);
   absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,
-                           std::optional<Resource> refused, const absl::Status& status,
-                           Fault* fault);
-  absl::Status AcceptAttend(StreamRequest* request, Fault* fault);
+                           std::optional<Resource> refused, const absl::Status& status);
+  absl::Status AcceptAttend(StreamRequest* request);
   // OK with *wait set: the step still has requests; the answer comes when they are done.
-  absl::Status EndStep(StreamRequest* request, bool* wait, Fault* fault);
-  absl::Status CommitStep(Step* step, StreamRequest* request, Fault* fault);
+  absl::Status EndStep(StreamRequest* request, bool* wait);
+  absl::Status CommitStep(Step* step, StreamRequest* request);
   void EvictSequence(Sequence* sequence, const char* why);
-  absl::Status AbortStepRequest(StreamRequest* request, Fault* fault);
+  absl::Status AbortStepRequest(StreamRequest* request);
   // Rolls the step back and answers what waits of it. Completes launches first if they carry it.
   void AbortStep(TenantKey tenant, StepId id, const absl::Status& status);
   void CloseStep(Step* step, const std::string& why_aborted);
   void FinishEndIfIdle(Step* step);
-  absl::Status LeaderOf(StreamRequest* request, Step** step, Fault* fault);
+  absl::Status LeaderOf(StreamRequest* request, Step** step);
 
   // --- Requests
-  void Answer(StreamRequest* request, const absl::Status& status, const Fault& fault);
-  void AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status,
-                const Fault& fault);
+  void Answer(StreamRequest* request, const absl::Status& status);
+  void AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status);
   void RemovePending(StreamRequest* request);
-  void FailPending(StreamRequest* request, const absl::Status& status, const Fault& fault);
+  void FailPending(StreamRequest* request, const absl::Status& status);
   void FailWaiting(MonotonicNanos now);  // deadlines and missing KV rows
   void FailLate(StreamRequest* request);
   void FailRowsMissing(StreamRequest* request, int32_t first, int32_t last);
@@ -173,7 +173,7 @@ class EngineCore {
   void NoteRows(const StreamRequest& request);
   void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
   // OK, or what CheckRepeats and CheckResults have found.
-  absl::Status ResultOf(const StreamRequest& request, Fault* fault) const;
+  absl::Status ResultOf(const StreamRequest& request) const;
   // A launch that did not start: it alone is undone. One that ran and failed is undone with those
   // behind it. The steps of their requests are aborted either way.
   void FailSubmit(BatchLaunch* launch, const absl::Status& cause);

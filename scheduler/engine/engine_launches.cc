@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "scheduler/engine/engine_core.h"
 
 namespace mla::scheduler {
@@ -100,9 +101,8 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
   for (StreamRequest* request : requests) {
     if (request == nullptr) continue;
     Step* step = request->engine.step;
-    Fault fault;
-    const absl::Status result = ResultOf(*request, &fault);
-    AnswerAt(begin, request, result, fault);
+    const absl::Status result = ResultOf(*request);
+    AnswerAt(begin, request, result);
     --step->inflight;
     FinishEndIfIdle(step);
   }
@@ -163,11 +163,10 @@ void EngineCore::AbortFailed(const std::vector<StreamRequest*>& failed, const ab
     Step& step = *request->engine.step;
     step.failed = true;
     steps.emplace_back(step.tenant, step.id);
-    Fault fault;
-    fault.reason = "launch_failed";
-    fault.last_good_position = CommittedAt(step, 0);
     request->step_aborted = true;
-    Answer(request, absl::InternalError(absl::StrCat("step ", step.id, ": ", why)), fault);
+    Answer(request,
+           MakeError(absl::StatusCode::kInternal, absl::StrCat("step ", step.id, ": ", why),
+                     {.reason = "launch_failed", .last_good_position = CommittedAt(step, 0)}));
   }
   // Completes launches that are still running and carry other requests of these steps.
   for (const auto& [tenant, id] : steps) AbortStep(tenant, id, absl::InternalError(why));
@@ -178,28 +177,21 @@ void EngineCore::RemovePending(StreamRequest* request) {
   policy_.slices().Leave(request);
 }
 
-void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
-                             const Fault& fault) {
+void EngineCore::FailPending(StreamRequest* request, const absl::Status& status) {
   Step* step = request->engine.step;
   const int32_t layer = request->attend.layer;
   const bool appends = Appends(*request);
   const int32_t first = FirstRow(*request);
   RemovePending(request);
   --step->waiting;
-  Fault answer = fault;
-  // Of a request that is cut up, launches may have stored some rows; these stay.
-  if (appends) answer.next_row = first;
-  Answer(request, status, answer);
-  if (appends) {
+  if (!appends) {
+    Answer(request, status);
+  } else {
+    // Of a request that is cut up, launches may have stored some rows; these stay.
+    Answer(request, AmendDetail(status, [&](ErrorDetail& detail) { detail.next_row = first; }));
     // The rows after these can not be appended any more: their requests go too, and the client may
     // send both again.
     step->layers[layer].accepted = first;
-    Fault broken;
-    broken.next_row = first;
-    broken.field = "attend.row_begin";
-    broken.reason = "rows_out_of_order";
-    broken.limit = absl::StrCat(first);
-    broken.last_good_position = CommittedAt(*step, first);
     StreamRequest* other = pending_.front();
     while (other != nullptr) {
       StreamRequest* const next = WaitingRequests::Next(other);
@@ -207,11 +199,15 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status,
           EndRow(*other) > first) {
         RemovePending(other);
         --step->waiting;
-        broken.got = absl::StrCat(other->attend.row_begin);
-        Answer(other,
-               absl::FailedPreconditionError(absl::StrCat(
-                   "the rows of layer ", layer, " before these, from ", first, " on, failed")),
-               broken);
+        Answer(other, MakeError(absl::StatusCode::kFailedPrecondition,
+                                absl::StrCat("the rows of layer ", layer, " before these, from ",
+                                             first, " on, failed"),
+                                {.field = "attend.row_begin",
+                                 .got = absl::StrCat(other->attend.row_begin),
+                                 .limit = absl::StrCat(first),
+                                 .reason = "rows_out_of_order",
+                                 .last_good_position = CommittedAt(*step, first),
+                                 .next_row = first}));
       }
       other = next;
     }
@@ -241,33 +237,34 @@ void EngineCore::FailWaiting(MonotonicNanos now) {
 void EngineCore::FailLate(StreamRequest* request) {
   const StreamRequest::EngineFields& note = request->engine;
   const int64_t timeout_us = (note.deadline_ns - note.arrival_ns) / 1000;
-  Fault fault;
-  fault.reason = "deadline";
-  Blame(&fault, "attend.timeout_us", absl::StrCat(timeout_us),
-        "the time until a launch takes the request");
-  fault.last_good_position = CommittedAt(*note.step, FirstRow(*request));
   const std::string rest = note.rows_done > 0
                                ? absl::StrCat("row ", FirstRow(*request), " of the request")
                                : std::string("the request");
-  FailPending(request,
-              absl::DeadlineExceededError(absl::StrCat("no launch took ", rest, " within ",
-                                                       timeout_us, " us of its arrival")),
-              fault);
+  FailPending(
+      request,
+      MakeError(absl::StatusCode::kDeadlineExceeded,
+                absl::StrCat("no launch took ", rest, " within ", timeout_us, " us of its arrival"),
+                {.field = "attend.timeout_us",
+                 .got = absl::StrCat(timeout_us),
+                 .limit = "the time until a launch takes the request",
+                 .reason = "deadline",
+                 .last_good_position = CommittedAt(*note.step, FirstRow(*request))}));
 }
 
 // Rows first..last of its step, which it waits for, have not arrived.
 void EngineCore::FailRowsMissing(StreamRequest* request, int32_t first, int32_t last) {
-  Fault fault;
-  Blame(&fault, "attend.row_begin", absl::StrCat("rows up to ", last),
-        first == 0 ? std::string("no row, as none has arrived")
-                   : absl::StrCat("rows up to ", first - 1, ", which have arrived"));
-  fault.reason = "kv_rows_missing";
-  fault.last_good_position = CommittedAt(*request->engine.step, first);
-  FailPending(request,
-              absl::FailedPreconditionError(
-                  absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
-                               " did not arrive within ", limits_.kv_wait_ms, " ms")),
-              fault);
+  FailPending(
+      request,
+      MakeError(
+          absl::StatusCode::kFailedPrecondition,
+          absl::StrCat("KV rows ", first, "..", last, " of layer ", request->attend.layer,
+                       " did not arrive within ", limits_.kv_wait_ms, " ms"),
+          {.field = "attend.row_begin",
+           .got = absl::StrCat("rows up to ", last),
+           .limit = first == 0 ? std::string("no row, as none has arrived")
+                               : absl::StrCat("rows up to ", first - 1, ", which have arrived"),
+           .reason = "kv_rows_missing",
+           .last_good_position = CommittedAt(*request->engine.step, first)}));
 }
 
 int64_t EngineCore::ReadyWork() const {

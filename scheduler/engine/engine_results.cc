@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "scheduler/batching/rows.h"
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/result_check.h"
@@ -109,15 +110,15 @@ void EngineCore::CheckRepeats(const BatchLaunch& launch) {
   }
 }
 
-absl::Status EngineCore::ResultOf(const StreamRequest& request, Fault* fault) const {
+absl::Status EngineCore::ResultOf(const StreamRequest& request) const {
   const StreamRequest::EngineFields& note = request.engine;
   if (note.other_row >= 0) {
-    return RefuseField(fault, "payload", absl::StrCat("other KV bytes at row ", note.other_row),
+    return RefuseField("payload", absl::StrCat("other KV bytes at row ", note.other_row),
                        "equal to the rows stored before", "kv_rows_differ",
                        absl::StatusCode::kAlreadyExists);
   }
   if (note.bad_row < 0) return absl::OkStatus();
-  return RefuseField(fault, "payload",
+  return RefuseField("payload",
                      absl::StrCat("finite inputs of a result that is not, at row ", note.bad_row,
                                   ", head ", note.bad_head),
                      "inputs of which fp32 can hold the result", "result_not_finite");

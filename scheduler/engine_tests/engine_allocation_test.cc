@@ -29,7 +29,7 @@ using testing::EngineHarness;
 // A request that is used again and again, as a transport's pool does.
 class PooledRequest final : public StreamRequest {
  public:
-  void Done(const absl::Status& status, const Fault&) override {
+  void Done(const absl::Status& status) override {
     ok = status.ok();
     ++answers;
   }
@@ -69,8 +69,7 @@ class Worker {
     ok &= Send(end_);
     // A sequence of bounded length: the steady state of a long run.
     if (++length_ == 40) {
-      Fault fault;
-      ok &= h_.core().TruncateSequence(h_.tenant(), sequence_.id, 20, epoch_++, &fault).ok();
+      ok &= h_.core().TruncateSequence(h_.tenant(), sequence_.id, 20, epoch_++).ok();
       length_ = 20;
     }
     return ok;

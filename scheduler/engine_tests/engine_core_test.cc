@@ -46,8 +46,8 @@ TEST_F(EngineCoreTest, BeginRefusesWhatDoesNotFitTheSequence) {
              "epoch_mismatch");
   auto position = h_.Begin(stream_, 1, {{seq.id, 1, 3, 1}});
   ExpectCode(*position, absl::StatusCode::kFailedPrecondition, "position_mismatch");
-  EXPECT_EQ(position->fault.field, "begin_step.sequences[0].start_position");
-  EXPECT_EQ(position->fault.last_good_position, 4);
+  EXPECT_EQ(position->detail.field, "begin_step.sequences[0].start_position");
+  EXPECT_EQ(position->detail.last_good_position, 4);
   ExpectCode(*h_.Begin(stream_, 1, {{seq.id + 1, 1, 4, 1}}), absl::StatusCode::kNotFound,
              "sequence_not_found");
   ExpectCode(*h_.Begin(stream_, 1, {{seq.id, 1, 4, 0}}), absl::StatusCode::kInvalidArgument,
@@ -77,7 +77,7 @@ TEST_F(EngineCoreTest, AFullPoolRefusesTheStepAsAWhole) {
   const int64_t used = small.core().Stats().kv_bytes_used;
   auto begin = small.Begin(stream, 1, {{a.id, 1, 0, 3}, {b.id, 1, 0, 2900}});
   ExpectCode(*begin, absl::StatusCode::kResourceExhausted, "pages_exhausted");
-  EXPECT_GT(begin->fault.retry_after_ms, 0);
+  EXPECT_GT(begin->detail.retry_after_ms, 0);
   EXPECT_EQ(small.core().Stats().kv_bytes_used, used);
   EXPECT_TRUE(small.Begin(stream, 1, {{a.id, 1, 0, 3}})->status.ok());
 }
@@ -103,7 +103,7 @@ TEST_F(EngineCoreTest, RowsOfALayerComeInOrder) {
   EXPECT_LT(h_.Error(*second, Pointers(a, b), {3, 4}, 5), kTolerance);
   auto end = h_.End(stream_, 1);
   ExpectCode(*end, absl::StatusCode::kFailedPrecondition, "rows_missing");
-  EXPECT_THAT(end->fault.got, HasSubstr("layer 1: rows 0..3"));
+  EXPECT_THAT(end->detail.got, HasSubstr("layer 1: rows 0..3"));
 }
 
 TEST_F(EngineCoreTest, ARepeatIsComparedAndRecomputed) {

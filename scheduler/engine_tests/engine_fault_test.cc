@@ -54,7 +54,7 @@ TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
     EXPECT_EQ(request->answers, 1);
     EXPECT_EQ(request->status.code(), absl::StatusCode::kInternal) << request->status;
     EXPECT_TRUE(request->step_aborted);
-    EXPECT_EQ(request->fault.reason, "launch_failed");
+    EXPECT_EQ(request->detail.reason, "launch_failed");
   }
   EXPECT_TRUE(waits->step_aborted);
   EXPECT_FALSE(h_->Get(a.id).in_step);
@@ -83,9 +83,8 @@ class EnginePageWorkTest : public EngineFaultTest {};
 
 // Pages that changed tenant must be zeroed even if the launch that should have done it fails.
 TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
-  Fault fault;
-  const TenantRef other = *h_->core().tenants().Enter("tenant-b", &fault);
-  ASSERT_TRUE(h_->core().models().Register(other->key(), h_->model(), &fault).ok());
+  const TenantRef other = *h_->core().tenants().Enter("tenant-b");
+  ASSERT_TRUE(h_->core().models().Register(other->key(), h_->model()).ok());
   // Tenant A fills the whole pool once, so that every page has been its.
   for (int round = 0; round < 14; ++round) h_->Open();
   const SequenceList all = h_->core().GetSequences({h_->tenant(), {}, ""});
@@ -105,7 +104,7 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
   OpenArgs open;
   open.tenant = "tenant-b";
   open.model_id = h_->model().id;
-  const auto seq = h_->core().OpenSequence(open, &fault);
+  const auto seq = h_->core().OpenSequence(open);
   ASSERT_TRUE(seq.ok()) << seq.status();
   const StreamId foreign = h_->core().OpenStream("tenant-b");
   ASSERT_TRUE(h_->Begin(foreign, 1, {{seq->id, 1, 0, 5}})->status.ok());
@@ -160,8 +159,8 @@ TEST_F(EngineFaultTest, RowsThatAreSentAgainAreComparedByALaunch) {
   h_->Run();
   EXPECT_TRUE(first->status.ok()) << first->status;
   EXPECT_TRUE(again->status.ok()) << again->status;
-  EXPECT_EQ(other->fault.reason, "kv_rows_differ") << other->status;
-  EXPECT_EQ(other->fault.got, "other KV bytes at row 2");
+  EXPECT_EQ(other->detail.reason, "kv_rows_differ") << other->status;
+  EXPECT_EQ(other->detail.got, "other KV bytes at row 2");
   EXPECT_EQ(backend_->appended_rows(), 3);
   EXPECT_EQ(backend_->compared_rows(), 6);
   EXPECT_EQ(backend_->reads(), 0);
@@ -180,8 +179,7 @@ TEST_F(EngineFaultTest, AbandonedStepsLeaveNoPageWork) {
     fork.tenant = h_->tenant();
     fork.parent = parent.id;
     fork.expected_epoch = 1;
-    Fault fault;
-    const auto child = h_->core().ForkSequence(fork, &fault);
+    const auto child = h_->core().ForkSequence(fork);
     ASSERT_TRUE(child.ok()) << child.status();
     const StepId step = 10 + static_cast<StepId>(round);
     ASSERT_TRUE(h_->Begin(stream_, step, {{child->id, 1, 2, 1}})->status.ok());
@@ -203,20 +201,18 @@ TEST_F(EngineFaultTest, AbandonedStepsLeaveNoPageWork) {
 // EXPANDED needs no kernel of that form: the absorbed one runs between the projections.
 TEST_F(EngineFaultTest, ABackendWithoutTheExpandedFormStillTakesTheModel) {
   backend_->SetAbsorbedOnly();
-  Fault fault;
   ModelSpec spec = h_->model();
   spec.id = "second";
-  auto model = h_->core().models().Register(h_->core().FindTenant(h_->tenant()), spec, &fault);
+  auto model = h_->core().models().Register(h_->core().FindTenant(h_->tenant()), spec);
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_GT((*model)->expanded_min_rows, testing::TinyLimits().launch_rows);
 }
 
 TEST_F(EngineFaultTest, QueriesThatTheExpandedFormDoesNotTakeGoThroughTheAbsorbedOne) {
   backend_->SetExpandedBf16Only();
-  Fault fault;
   ModelSpec spec = h_->model();
   spec.id = "second";
-  auto model = h_->core().models().Register(h_->core().FindTenant(h_->tenant()), spec, &fault);
+  auto model = h_->core().models().Register(h_->core().FindTenant(h_->tenant()), spec);
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_EQ((*model)->ExpandedMinRows(kernels::DType::kBf16), FaultyBackend::kExpandedRows);
   EXPECT_GT((*model)->ExpandedMinRows(kernels::DType::kF32), testing::TinyLimits().launch_rows);
@@ -227,7 +223,7 @@ TEST_F(EngineFaultTest, AnUnhealthyBackendTakesNoNewSteps) {
   backend_->SetUnhealthy();
   auto begin = h_->Begin(stream_, 1, {{a.id, 1, 0, 1}});
   EXPECT_EQ(begin->status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(begin->fault.reason, "backend_unhealthy");
+  EXPECT_EQ(begin->detail.reason, "backend_unhealthy");
 }
 
 // A device that takes two launches at a time.
@@ -288,8 +284,7 @@ TEST_F(TwoSlotsTest, PageWorkOfALaunchThatRanIsNotDoneAgain) {
   fork.tenant = h_->tenant();
   fork.parent = parent.id;
   fork.expected_epoch = 1;
-  Fault fault;
-  const auto child = h_->core().ForkSequence(fork, &fault);
+  const auto child = h_->core().ForkSequence(fork);
   ASSERT_TRUE(child.ok()) << child.status();
   const SequenceInfo other = h_->Open();
   ASSERT_TRUE(h_->Begin(stream_, 2, {{child->id, 1, 2, 1}})->status.ok());

@@ -26,11 +26,10 @@ class EngineFormatsTest : public ::testing::TestWithParam<kernels::KvFormat> {
     return options;
   }
   absl::Status SetScales() {
-    Fault fault;
     ModelTable& models = h_.core().models();
     return models.SetScales(
-        **models.Find(h_.core().FindTenant(h_.tenant()), h_.model().id, "model_id", &fault),
-        kScales, "scales", &fault);
+        **models.Find(h_.core().FindTenant(h_.tenant()), h_.model().id, "model_id"), kScales,
+        "scales");
   }
   static bool NeedsScales() { return GetParam() == kernels::KvFormat::kFp8Tensor; }
 
@@ -88,7 +87,7 @@ TEST_P(EngineFormatsTest, RowsWaitForTheScalesThatTheyNeed) {
     return;
   }
   EXPECT_EQ(early->status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(early->fault.reason, "scales_missing");
+  EXPECT_EQ(early->detail.reason, "scales_missing");
   ASSERT_TRUE(SetScales().ok()) << "an open sequence without rows is no hindrance";
   auto attend = h_.Attend(stream, 1, 0, 0, Rows(1, 10), 5);
   h_.Run();

@@ -1,4 +1,5 @@
 // Who may take part in a step, and how steps and sequences begin, share rows and end.
+#include "base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "scheduler/engine/engine_core.h"
@@ -20,9 +21,8 @@ TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {
   const StreamId foreign = h_.core().OpenStream("tenant-b");
   ExpectCode(*h_.Begin(foreign, 1, {{seq.id, 1, 0, 1}}), absl::StatusCode::kNotFound,
              "model_not_found");
-  Fault fault;
-  const TenantRef other = *h_.core().tenants().Enter("tenant-b", &fault);
-  ASSERT_TRUE(h_.core().models().Register(other->key(), h_.model(), &fault).ok());
+  const TenantRef other = *h_.core().tenants().Enter("tenant-b");
+  ASSERT_TRUE(h_.core().models().Register(other->key(), h_.model()).ok());
   auto foreign_begin = h_.Begin(foreign, 1, {{seq.id, 1, 0, 1}});
   auto absent_begin = h_.Begin(foreign, 1, {{12345, 1, 0, 1}});
   ExpectCode(*foreign_begin, absl::StatusCode::kNotFound, "sequence_not_found");
@@ -161,17 +161,16 @@ TEST_F(EngineCoreTest, ALateBeginStepDoesNotReviveAnExpiredSequence) {
 TEST_F(EngineCoreTest, ForksShareRowsAndPartWays) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 4, 1);
-  Fault fault;
   ForkArgs args;
   args.tenant = h_.tenant();
   args.parent = seq.id;
   args.expected_epoch = 1;
   args.request_id = "fork-1";
-  auto child = h_.core().ForkSequence(args, &fault);
+  auto child = h_.core().ForkSequence(args);
   ASSERT_TRUE(child.ok()) << child.status();
-  EXPECT_EQ(h_.core().ForkSequence(args, &fault)->id, child->id);
+  EXPECT_EQ(h_.core().ForkSequence(args)->id, child->id);
   args.length = 2;
-  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kAlreadyExists);
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 4, 1}, {child->id, 1, 4, 1}})->status.ok());
   const std::vector<Row> both = Rows(2, 30);
   auto attend = h_.Attend(stream_, 1, 0, 0, both, 5);
@@ -205,33 +204,27 @@ TEST_F(EngineCoreTest, ForksOfWhatTheClientDoesNotKnowAreRefused) {
   args.tenant = h_.tenant();
   args.parent = seq.id;
   args.expected_epoch = 2;  // it is at 1
-  Fault fault;
-  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(),
-            absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(fault.reason, "epoch_mismatch");
-  EXPECT_EQ(fault.field, "expected_epoch");
+  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).reason, "epoch_mismatch");
+  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).field, "expected_epoch");
   args.expected_epoch = 1;
   args.length = 5;
-  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(),
-            absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(fault.field, "length");
-  EXPECT_EQ(fault.limit, "0..4");
+  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).field, "length");
+  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).limit, "0..4");
   args.length = 4;
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 4, 1}})->status.ok());
-  fault = Fault();
-  EXPECT_EQ(h_.core().ForkSequence(args, &fault).status().code(),
-            absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(fault.reason, "in_step");
+  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).reason, "in_step");
   ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
-  EXPECT_TRUE(h_.core().ForkSequence(args, &fault).ok());
+  EXPECT_TRUE(h_.core().ForkSequence(args).ok());
   EXPECT_EQ(h_.core().Stats().sequences, 2);
 }
 
 TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 5, 1);
-  Fault fault;
-  ASSERT_TRUE(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1, &fault).ok());
+  ASSERT_TRUE(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1).ok());
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 2, 2, 1}})->status.ok());
   auto first = h_.AppendOnly(stream_, 1, 0, 0, Rows(1, 9));
   auto second = h_.AppendOnly(stream_, 1, 1, 0, Rows(1, 9));
@@ -240,11 +233,14 @@ TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
   ASSERT_EQ(h_.Get(seq.id).length, 3);
   // Late messages of the old epoch: one that names today's length, and the old one again.
   for (const int64_t length : {3, 2}) {
-    EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1, &fault).status().code(),
+    EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1).status().code(),
               absl::StatusCode::kFailedPrecondition)
         << length;
-    EXPECT_EQ(fault.reason, "epoch_mismatch");
-    EXPECT_EQ(fault.last_good_position, 3);
+    EXPECT_EQ(DetailOf(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1).status()).reason,
+              "epoch_mismatch");
+    EXPECT_EQ(DetailOf(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1).status())
+                  .last_good_position,
+              3);
   }
   EXPECT_EQ(h_.Get(seq.id).length, 3);
   EXPECT_EQ(h_.Get(seq.id).epoch, 2u);
@@ -253,19 +249,18 @@ TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
 TEST_F(EngineCoreTest, TruncateFencesTheDroppedBranch) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 5, 1);
-  Fault fault;
-  auto cut = h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1, &fault);
+  auto cut = h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1);
   ASSERT_TRUE(cut.ok()) << cut.status();
   EXPECT_EQ(cut->epoch, 2u);
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1, &fault)->epoch, 2u);
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 1, 1, &fault).status().code(),
+  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1)->epoch, 2u);
+  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 1, 1).status().code(),
             absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 3, 2, &fault).status().code(),
+  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 3, 2).status().code(),
             absl::StatusCode::kInvalidArgument);
   ExpectCode(*h_.Begin(stream_, 1, {{seq.id, 1, 2, 1}}), absl::StatusCode::kFailedPrecondition,
              "epoch_mismatch");
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 2, 2, 1}})->status.ok());
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 1, 2, &fault).status().code(),
+  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 1, 2).status().code(),
             absl::StatusCode::kFailedPrecondition);
 }
 

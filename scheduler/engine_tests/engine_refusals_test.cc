@@ -20,13 +20,12 @@ class EngineRefusalsTest : public EngineCoreTest {
  protected:
   // A stream of a tenant that has a model of the same name.
   StreamId ForeignStream() {
-    Fault fault;
-    const TenantRef other = *h_.core().tenants().Enter("tenant-b", &fault);
-    EXPECT_TRUE(h_.core().models().Register(other->key(), h_.model(), &fault).ok());
+    const TenantRef other = *h_.core().tenants().Enter("tenant-b");
+    EXPECT_TRUE(h_.core().models().Register(other->key(), h_.model()).ok());
     OpenArgs open;
     open.tenant = "tenant-b";
     open.model_id = h_.model().id;
-    const auto seq = h_.core().OpenSequence(open, &fault);
+    const auto seq = h_.core().OpenSequence(open);
     EXPECT_TRUE(seq.ok()) << seq.status();
     const StreamId stream = h_.core().OpenStream("tenant-b");
     EXPECT_TRUE(h_.Begin(stream, 500, {{seq->id, 1, 0, 1}})->status.ok());
@@ -94,7 +93,7 @@ TEST_F(EngineRefusalsTest, OneMissingRowIsNamed) {
   h_.Run();
   auto refused = h_.End(stream_, 1);
   ExpectCode(*refused, absl::StatusCode::kFailedPrecondition, "rows_missing");
-  EXPECT_EQ(refused->fault.got, "layer 1: rows 3..3");
+  EXPECT_EQ(refused->detail.got, "layer 1: rows 3..3");
   ASSERT_TRUE(h_.End(stream_, 1, {3})->status.ok());
   EXPECT_EQ(h_.Get(seq.id).length, 3);
 }
@@ -151,21 +150,21 @@ TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   EXPECT_FALSE(cut->answered());
   h.AdvanceMicros(2000);
   ExpectCode(*cut, absl::StatusCode::kDeadlineExceeded, "deadline");
-  EXPECT_EQ(cut->fault.next_row, 2);
+  EXPECT_EQ(cut->detail.next_row, 2);
   EXPECT_EQ(cut->status.message(),
             "no launch took row 2 of the request within 1000 us of its arrival");
   EXPECT_FALSE(cut->step_aborted);
   ExpectCode(*behind, absl::StatusCode::kFailedPrecondition, "rows_out_of_order");
-  EXPECT_EQ(behind->fault.next_row, 2);
+  EXPECT_EQ(behind->detail.next_row, 2);
 
   // The message as it was is refused, and so are other bytes for rows that are stored.
   auto whole = h.Attend(stream, 1, 0, 0, part(0, 5), 5);
   ExpectCode(*whole, absl::StatusCode::kFailedPrecondition, "rows_out_of_order");
-  EXPECT_EQ(whole->fault.next_row, 2);
+  EXPECT_EQ(whole->detail.next_row, 2);
   auto others = h.Attend(stream, 1, 0, 0, part(2, 4), 5);
   h.Run();
   ExpectCode(*others, absl::StatusCode::kAlreadyExists, "kv_rows_differ");
-  EXPECT_EQ(others->fault.next_row, -1);
+  EXPECT_EQ(others->detail.next_row, -1);
   EXPECT_TRUE(waits->answered());
 
   // What is stored may be committed, though not with rows that are not.
@@ -196,7 +195,7 @@ TEST_F(EngineCutRequestTest, StoredRowsOfACutMessageMayBeCommitted) {
   ASSERT_TRUE(h.core().StartLaunch());
   ASSERT_TRUE(h.core().CompleteLaunch(/*wait=*/true));
   h.AdvanceMicros(2000);
-  ASSERT_EQ(cut->fault.next_row, 2);
+  ASSERT_EQ(cut->detail.next_row, 2);
   ASSERT_TRUE(h.End(stream, 1, {2})->status.ok());
   EXPECT_EQ(h.Get(seq.id).length, 2);
   ASSERT_TRUE(h.Begin(stream, 2, {{seq.id, 1, 2, 1}})->status.ok());
@@ -243,15 +242,15 @@ TEST_F(EngineRefusalsTest, RefusalsSayWhatIsCommitted) {
   EXPECT_FALSE(missing->answered());  // it waits for the query
   h_.Advance(testing::TinyLimits().kv_wait_ms);
   ExpectCode(*late, absl::StatusCode::kFailedPrecondition, "kv_rows_missing");
-  EXPECT_EQ(late->fault.last_good_position, 5);
-  EXPECT_EQ(late->fault.limit, "rows up to 1, which have arrived");
+  EXPECT_EQ(late->detail.last_good_position, 5);
+  EXPECT_EQ(late->detail.limit, "rows up to 1, which have arrived");
   ExpectCode(*missing, absl::StatusCode::kFailedPrecondition, "rows_missing");
-  EXPECT_EQ(missing->fault.last_good_position, 5);
+  EXPECT_EQ(missing->detail.last_good_position, 5);
   ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
   auto gone = h_.Query(stream_, 1, 0, 0, 1, 0, 2, 5);
   ExpectCode(*gone, absl::StatusCode::kAborted, "step_aborted");
-  EXPECT_EQ(gone->fault.last_good_position, 3);
-  EXPECT_EQ(gone->fault.field, "step_id");
+  EXPECT_EQ(gone->detail.last_good_position, 3);
+  EXPECT_EQ(gone->detail.field, "step_id");
 }
 
 TEST_F(EngineRefusalsTest, WaitingRequestsOfADroppedStepSayWhatIsCommitted) {
@@ -262,7 +261,7 @@ TEST_F(EngineRefusalsTest, WaitingRequestsOfADroppedStepSayWhatIsCommitted) {
   std::vector<SequenceId> not_found;
   h_.core().ReleaseSequences(h_.tenant(), std::vector<SequenceId>{seq.id}, &not_found);
   ExpectCode(*waiting, absl::StatusCode::kAborted, "step_aborted");
-  EXPECT_EQ(waiting->fault.last_good_position, 3);
+  EXPECT_EQ(waiting->detail.last_good_position, 3);
 }
 
 // "rows up to -1" is no limit.
@@ -272,8 +271,8 @@ TEST_F(EngineRefusalsTest, NoRowMayHaveArrived) {
   auto late = h_.Query(stream_, 1, 0, 0, 2, 0, 2, 5);
   h_.Advance(testing::TinyLimits().kv_wait_ms);
   ExpectCode(*late, absl::StatusCode::kFailedPrecondition, "kv_rows_missing");
-  EXPECT_EQ(late->fault.got, "rows up to 1");
-  EXPECT_EQ(late->fault.limit, "no row, as none has arrived");
+  EXPECT_EQ(late->detail.got, "rows up to 1");
+  EXPECT_EQ(late->detail.limit, "no row, as none has arrived");
 }
 
 TEST_F(EngineRefusalsTest, TheRowsOfAllSequencesTogetherAreBounded) {
@@ -282,8 +281,8 @@ TEST_F(EngineRefusalsTest, TheRowsOfAllSequencesTogetherAreBounded) {
   const SequenceInfo b = h_.Open();
   auto refused = h_.Begin(stream_, 1, {{a.id, 1, 0, most}, {b.id, 1, 0, 1}});
   ExpectCode(*refused, absl::StatusCode::kInvalidArgument, "out_of_range");
-  EXPECT_EQ(refused->fault.field, "begin_step.sequences");
-  EXPECT_EQ(refused->fault.got, std::to_string(most + 1) + " rows");
+  EXPECT_EQ(refused->detail.field, "begin_step.sequences");
+  EXPECT_EQ(refused->detail.got, std::to_string(most + 1) + " rows");
   for (const SequenceId id : {a.id, b.id}) EXPECT_FALSE(h_.Get(id).in_step);
   EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, most - 1}, {b.id, 1, 0, 1}})->status.ok());
 }

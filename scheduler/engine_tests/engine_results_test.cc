@@ -65,8 +65,8 @@ class EngineResultsTest : public ::testing::TestWithParam<bool> {
   }
   static void ExpectRefused(const TestRequest& r, const char* where) {
     EXPECT_EQ(r.status.code(), absl::StatusCode::kInvalidArgument) << r.status;
-    EXPECT_EQ(r.fault.reason, "result_not_finite");
-    EXPECT_THAT(r.fault.got, ::testing::HasSubstr(where));
+    EXPECT_EQ(r.detail.reason, "result_not_finite");
+    EXPECT_THAT(r.detail.got, ::testing::HasSubstr(where));
   }
   SequenceInfo Begin(StepId step, int rows) {
     const SequenceInfo sequence = h_->Open();
@@ -150,12 +150,11 @@ TEST_P(EngineResultsTest, ASequenceKeepsWhatItsRowsHold) {
     ASSERT_TRUE(sent->status.ok()) << sent->status;
   }
   ASSERT_TRUE(h_->End(stream_, 1)->status.ok());
-  Fault fault;
   ForkArgs fork;
   fork.tenant = h_->tenant();
   fork.parent = sequence.id;
   fork.expected_epoch = 1;
-  const auto child = h_->core().ForkSequence(fork, &fault);
+  const auto child = h_->core().ForkSequence(fork);
   ASSERT_TRUE(child.ok()) << child.status();
   StepId step = 2;
   for (const SequenceId id : {sequence.id, child->id}) {
@@ -169,7 +168,6 @@ TEST_P(EngineResultsTest, ASequenceKeepsWhatItsRowsHold) {
 
 // What is expected of a sequence's answers follows the rows that it still has.
 TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
-  Fault fault;
   SequenceInfo sequence = Begin(1, 2);
   const auto append = [&](StepId step, bool finite) {
     for (const int layer : {0, 1}) {
@@ -211,18 +209,18 @@ TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
   fork.tenant = h_->tenant();
   fork.parent = sequence.id;
   fork.expected_epoch = 1;
-  const auto whole = h_->core().ForkSequence(fork, &fault);
+  const auto whole = h_->core().ForkSequence(fork);
   fork.length = 4;
-  const auto part = h_->core().ForkSequence(fork, &fault);
+  const auto part = h_->core().ForkSequence(fork);
   ASSERT_TRUE(whole.ok() && part.ok());
   auto expected = overflow(7, whole->id, 1, 5);
   EXPECT_TRUE(expected->status.ok() && AllNaN(*expected, 0, 0)) << expected->status;
   ExpectRefused(*overflow(8, part->id, 1, 4), "row 0, head 0");
-  const auto kept = h_->core().TruncateSequence(h_->tenant(), sequence.id, 5, 1, &fault);
+  const auto kept = h_->core().TruncateSequence(h_->tenant(), sequence.id, 5, 1);
   ASSERT_TRUE(kept.ok()) << kept.status();
   expected = overflow(9, sequence.id, 2, 5);
   EXPECT_TRUE(expected->status.ok() && AllNaN(*expected, 0, 0)) << expected->status;
-  const auto cut = h_->core().TruncateSequence(h_->tenant(), sequence.id, 4, 2, &fault);
+  const auto cut = h_->core().TruncateSequence(h_->tenant(), sequence.id, 4, 2);
   ASSERT_TRUE(cut.ok()) << cut.status();
   ExpectRefused(*overflow(10, sequence.id, 3, 4), "row 0, head 0");
 }

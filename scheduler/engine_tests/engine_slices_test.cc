@@ -167,7 +167,7 @@ TEST_P(EngineSlicesTest, AnAbortedStepAnswersItsHeldSlices) {
   for (const auto* request : {held.get(), waits.get()}) {
     ASSERT_EQ(request->answers, 1);
     EXPECT_EQ(request->status.code(), absl::StatusCode::kAborted);
-    EXPECT_EQ(request->fault.reason, "step_aborted");
+    EXPECT_EQ(request->detail.reason, "step_aborted");
   }
   EXPECT_EQ(r.core().owned(), 0);
 }
@@ -183,7 +183,7 @@ TEST_P(EngineSlicesTest, AFailedLaunchFailsAllRanksOfTheStep) {
   r.harness().Run();
   for (const auto& slice : slices) {
     ASSERT_EQ(slice->answers, 1);
-    EXPECT_EQ(slice->fault.reason, "launch_failed");
+    EXPECT_EQ(slice->detail.reason, "launch_failed");
   }
   EXPECT_FALSE(r.harness().Get(seq.id).in_step);
   EXPECT_EQ(r.core().owned(), 0);
@@ -392,24 +392,22 @@ TEST(EngineSlices, AMissingWriterIsToldApartFromAMissingSibling) {
   r.harness().Advance(testing::TinyLimits().kv_wait_ms);
   r.harness().Run();
   ASSERT_TRUE(orphan->answered());
-  EXPECT_EQ(orphan->fault.reason, "kv_rows_missing");
+  EXPECT_EQ(orphan->detail.reason, "kv_rows_missing");
 }
 
 TEST(EngineSlices, ProfilesShareTheCopyOfTheRowsAndNotTheRecord) {
   RankHarness r(2);
-  Fault fault;
   EngineCore& core = r.core();
   Model* model = *core.models().Find(core.FindTenant(r.harness().tenant()), r.harness().model().id,
-                                     "model_id", &fault);
+                                     "model_id");
   std::vector<kernels::Bf16> weights(size_t{kRankHeads} * 8 * (6 + 5));
   for (size_t i = 0; i < weights.size(); ++i) {
     weights[i] = kernels::ToBf16(MakeRow(i, 1)[0]);
   }
   for (int layer = 0; layer < 2; ++layer) {
-    ASSERT_TRUE(
-        core.models()
-            .LoadWeights(*model, 1, layer, 0, kRankHeads, std::as_bytes(std::span(weights)), &fault)
-            .ok());
+    ASSERT_TRUE(core.models()
+                    .LoadWeights(*model, 1, layer, 0, kRankHeads, std::as_bytes(std::span(weights)))
+                    .ok());
   }
   ASSERT_TRUE(core.models().CommitWeights(*model, 1).empty());
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/engine_fixture.h"
@@ -33,46 +34,46 @@ std::unique_ptr<EngineHarness> HarnessWith(const std::vector<Quota>& quotas,
 }
 
 absl::StatusOr<Model*> RegisterFor(EngineHarness& h, const std::string& tenant,
-                                   const ModelSpec& spec, Fault* fault, int64_t lease_ms = 0) {
-  const TenantRef row = *h.core().tenants().Enter(tenant, fault);
-  return h.core().models().Register(row->key(), spec, fault, lease_ms);
+                                   const ModelSpec& spec, int64_t lease_ms = 0) {
+  const TenantRef row = *h.core().tenants().Enter(tenant);
+  return h.core().models().Register(row->key(), spec, lease_ms);
 }
 
 absl::StatusOr<SequenceInfo> OpenFor(EngineHarness& h, const std::string& tenant,
-                                     const std::string& model, Fault* fault) {
+                                     const std::string& model) {
   OpenArgs args;
   args.tenant = tenant;
   args.model_id = model;
   args.lease_ms = 1000000;
-  return h.core().OpenSequence(args, fault);
+  return h.core().OpenSequence(args);
 }
 
-void ExpectTenantBound(const Fault& fault, const char* reason, int64_t bound) {
-  EXPECT_EQ(fault.reason, reason);
-  EXPECT_EQ(fault.bound_of, BoundOwner::kTenant);
-  EXPECT_EQ(fault.bound, bound);
-  EXPECT_GT(fault.retry_after_ms, 0);
+void ExpectTenantBound(const ErrorDetail& detail, const char* reason, int64_t bound) {
+  EXPECT_EQ(detail.reason, reason);
+  EXPECT_EQ(detail.bound_of, BoundOwner::kTenant);
+  EXPECT_EQ(detail.bound, bound);
+  EXPECT_GT(detail.retry_after_ms, 0);
 }
 
 TEST(EngineTenantsTest, OneTenantCannotHoldAllSequences) {
   const auto h = HarnessWith({{Resource::kSequences, 3}});
   for (int i = 0; i < 3; ++i) h->Open();
-  Fault fault;
-  EXPECT_TRUE(absl::IsResourceExhausted(OpenFor(*h, h->tenant(), h->model().id, &fault).status()));
-  ExpectTenantBound(fault, "sequences_exhausted", 3);
+  absl::Status refused = OpenFor(*h, h->tenant(), h->model().id).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  ExpectTenantBound(DetailOf(refused), "sequences_exhausted", 3);
   const SequenceInfo parent = h->core().GetSequences({h->tenant(), {}, ""}).sequences[0];
   ForkArgs fork;
   fork.tenant = h->tenant();
   fork.parent = parent.id;
   fork.expected_epoch = parent.epoch;
-  fault = Fault();
-  EXPECT_TRUE(absl::IsResourceExhausted(h->core().ForkSequence(fork, &fault).status()));
-  ExpectTenantBound(fault, "sequences_exhausted", 3);
-  ASSERT_TRUE(RegisterFor(*h, "b", h->model(), &fault).ok());
-  EXPECT_TRUE(OpenFor(*h, "b", h->model().id, &fault).ok());
+  refused = h->core().ForkSequence(fork).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  ExpectTenantBound(DetailOf(refused), "sequences_exhausted", 3);
+  ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());
+  EXPECT_TRUE(OpenFor(*h, "b", h->model().id).ok());
   std::vector<SequenceId> missing;
   h->core().ReleaseSequences(h->tenant(), std::vector{parent.id}, &missing);
-  EXPECT_TRUE(OpenFor(*h, h->tenant(), h->model().id, &fault).ok()) << "what is released is free";
+  EXPECT_TRUE(OpenFor(*h, h->tenant(), h->model().id).ok()) << "what is released is free";
 }
 
 TEST(EngineTenantsTest, OneTenantCannotHoldAllModelsOrWeights) {
@@ -80,19 +81,18 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllModelsOrWeights) {
   const auto h = HarnessWith({{Resource::kModels, 2}, {Resource::kWeightBytes, weights}});
   ModelSpec spec = h->model();
   spec.id = "second";
-  Fault fault;
-  Model* const second = *RegisterFor(*h, h->tenant(), spec, &fault);
+  Model* const second = *RegisterFor(*h, h->tenant(), spec);
   spec.id = "third";
-  EXPECT_TRUE(absl::IsResourceExhausted(RegisterFor(*h, h->tenant(), spec, &fault).status()));
-  EXPECT_EQ(fault.reason, "models_exhausted");
+  absl::Status refused = RegisterFor(*h, h->tenant(), spec).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  EXPECT_EQ(DetailOf(refused).reason, "models_exhausted");
   const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
   ModelTable& models = h->core().models();
-  ASSERT_TRUE(models.LoadWeights(*second, 1, 0, 0, 1, head, &fault).ok());
-  Model* const first =
-      *models.Find(h->core().FindTenant(h->tenant()), h->model().id, "model_id", &fault);
-  fault = Fault();
-  EXPECT_TRUE(absl::IsResourceExhausted(models.LoadWeights(*first, 2, 0, 0, 1, head, &fault)));
-  ExpectTenantBound(fault, "weights_exhausted", weights);
+  ASSERT_TRUE(models.LoadWeights(*second, 1, 0, 0, 1, head).ok());
+  Model* const first = *models.Find(h->core().FindTenant(h->tenant()), h->model().id, "model_id");
+  refused = models.LoadWeights(*first, 2, 0, 0, 1, head);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  ExpectTenantBound(DetailOf(refused), "weights_exhausted", weights);
 }
 
 TEST(EngineTenantsTest, OneTenantCannotHoldAllOpenSteps) {
@@ -105,11 +105,10 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllOpenSteps) {
   }
   const auto third = h->Begin(stream, 3, {{own[0].id, 1, 0, 1}});
   EXPECT_TRUE(absl::IsResourceExhausted(third->status));
-  ExpectTenantBound(third->fault, "steps_exhausted", 2);
+  ExpectTenantBound(third->detail, "steps_exhausted", 2);
   EXPECT_FALSE(h->Get(own[0].id).in_step);
-  Fault fault;
-  ASSERT_TRUE(RegisterFor(*h, "b", h->model(), &fault).ok());
-  const SequenceInfo other = *OpenFor(*h, "b", h->model().id, &fault);
+  ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());
+  const SequenceInfo other = *OpenFor(*h, "b", h->model().id);
   EXPECT_TRUE(h->Begin(h->core().OpenStream("b"), 1, {{other.id, 1, 0, 1}})->status.ok());
   ASSERT_TRUE(h->Abort(stream, 1)->status.ok());
   EXPECT_TRUE(h->Begin(stream, 3, {{own[0].id, 1, 0, 1}})->status.ok());
@@ -140,21 +139,20 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllPages) {
   const auto h = HarnessWith({});
   const StreamId stream = h->core().OpenStream(h->tenant());
   const SequenceInfo sequence = h->Open();
-  Fault fault;
   const Model& model =
-      **h->core().models().Find(h->core().FindTenant(h->tenant()), h->model().id, "", &fault);
+      **h->core().models().Find(h->core().FindTenant(h->tenant()), h->model().id, "");
   const int64_t group = model.layout.group_bytes();
   TenantQuota quota;
   quota.bounds[Resource::kKvBytes] = 3 * group;
-  ASSERT_TRUE(h->core().tenants().SetQuota(h->tenant(), quota, false, &fault).ok());
+  ASSERT_TRUE(h->core().tenants().SetQuota(h->tenant(), quota, false).ok());
   ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 9}})->status.ok()) << "three pages of 3";
   EXPECT_EQ(h->core().tenants().Usage(h->tenant()).used[Resource::kKvBytes], 3 * group);
   const SequenceInfo second = h->Open();
   auto more = h->Begin(stream, 2, {{second.id, 1, 0, 4}});
   EXPECT_TRUE(absl::IsResourceExhausted(more->status));
-  ExpectTenantBound(more->fault, "pages_exhausted", 3 * group);
-  EXPECT_EQ(more->fault.wanted, 2 * group);
-  EXPECT_EQ(more->fault.free, 0);
+  ExpectTenantBound(more->detail, "pages_exhausted", 3 * group);
+  EXPECT_EQ(more->detail.wanted, 2 * group);
+  EXPECT_EQ(more->detail.free, 0);
   ASSERT_TRUE(h->Abort(stream, 1)->status.ok());
   EXPECT_EQ(h->core().tenants().Usage(h->tenant()).used[Resource::kKvBytes], 0);
   EXPECT_EQ(h->core().tenants().Usage(h->tenant()).used[Resource::kKvSlabBytes], 0);
@@ -169,12 +167,11 @@ TEST(EngineTenantsTest, AFullPoolIsNotTheTenantsBound) {
   ModelSpec wide = h->model();
   wide.id = "wide";
   wide.page_size = 4096;
-  Fault fault;
-  ASSERT_TRUE(RegisterFor(*h, h->tenant(), wide, &fault).ok());
+  ASSERT_TRUE(RegisterFor(*h, h->tenant(), wide).ok());
   StepId step = 1;
   std::unique_ptr<TestRequest> begin;
   for (; step < 10; ++step) {
-    const SequenceInfo sequence = *OpenFor(*h, h->tenant(), "wide", &fault);
+    const SequenceInfo sequence = *OpenFor(*h, h->tenant(), "wide");
     begin = std::make_unique<TestRequest>();
     begin->kind = RequestKind::kBeginStep;
     begin->stream = stream;
@@ -185,9 +182,9 @@ TEST(EngineTenantsTest, AFullPoolIsNotTheTenantsBound) {
     if (!begin->status.ok()) break;
   }
   EXPECT_TRUE(absl::IsResourceExhausted(begin->status)) << begin->status;
-  EXPECT_EQ(begin->fault.reason, "pages_exhausted");
-  EXPECT_EQ(begin->fault.bound_of, BoundOwner::kServer);
-  EXPECT_EQ(begin->fault.bound, limits.kv_cache_bytes);
+  EXPECT_EQ(begin->detail.reason, "pages_exhausted");
+  EXPECT_EQ(begin->detail.bound_of, BoundOwner::kServer);
+  EXPECT_EQ(begin->detail.bound, limits.kv_cache_bytes);
 }
 
 // A slab serves one model until its last page group is free, so a tenant could keep all slabs with
@@ -205,7 +202,7 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
     const auto begin = h->Begin(stream, step, {{sequence.id, 1, 0, 24}});
     refused = !begin->status.ok();
     if (refused) {
-      ExpectTenantBound(begin->fault, "pages_exhausted", limits.kv_cache_bytes / 2);
+      ExpectTenantBound(begin->detail, "pages_exhausted", limits.kv_cache_bytes / 2);
       break;
     }
     held.push_back(sequence.id);
@@ -216,9 +213,8 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
   }
   ASSERT_TRUE(refused) << held.size() << " sequences";
   // One page of each stays, and with it every slab.
-  Fault fault;
   for (const SequenceId id : held) {
-    ASSERT_TRUE(h->core().TruncateSequence(h->tenant(), id, 3, 1, &fault).ok());
+    ASSERT_TRUE(h->core().TruncateSequence(h->tenant(), id, 3, 1).ok());
   }
   EXPECT_GT(h->core().tenants().Usage(h->tenant()).used[Resource::kKvSlabBytes],
             limits.kv_cache_bytes / 4);
@@ -227,8 +223,8 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
   // Another tenant's model of another page size still finds slabs.
   ModelSpec spec = h->model();
   spec.page_size = 64;
-  ASSERT_TRUE(RegisterFor(*h, "b", spec, &fault).ok());
-  const SequenceInfo other = *OpenFor(*h, "b", spec.id, &fault);
+  ASSERT_TRUE(RegisterFor(*h, "b", spec).ok());
+  const SequenceInfo other = *OpenFor(*h, "b", spec.id);
   auto begin = h->Begin(h->core().OpenStream("b"), 1, {{other.id, 1, 0, 20}});
   EXPECT_TRUE(begin->status.ok()) << begin->status;
 }
@@ -238,20 +234,19 @@ TEST(EngineTenantsTest, ATenantThatComesBackGetsScrubbedPages) {
   Limits limits = testing::TinyLimits();
   limits.max_tenants = 2;
   const auto h = HarnessWith({}, limits);
-  Fault fault;
   const auto visit = [&](const std::string& tenant) {
-    ASSERT_TRUE(RegisterFor(*h, tenant, h->model(), &fault).ok()) << tenant;
-    const SequenceInfo sequence = *OpenFor(*h, tenant, h->model().id, &fault);
+    ASSERT_TRUE(RegisterFor(*h, tenant, h->model()).ok()) << tenant;
+    const SequenceInfo sequence = *OpenFor(*h, tenant, h->model().id);
     const StreamId stream = h->core().OpenStream(tenant);
     ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 3}})->status.ok());
     h->core().CloseStream(stream);
-    EXPECT_TRUE(h->core().EvictModel(tenant, h->model().id, &fault).ok());
+    EXPECT_TRUE(h->core().EvictModel(tenant, h->model().id).ok());
   };
   visit("b");
   const uint64_t before = h->core().Stats().page_groups_scrubbed;
   visit("b");  // the row is idle but still there: its own page
   EXPECT_EQ(h->core().Stats().page_groups_scrubbed, before);
-  ASSERT_TRUE(h->core().tenants().Enter("c", &fault).ok());  // drops b's row
+  ASSERT_TRUE(h->core().tenants().Enter("c").ok());  // drops b's row
   visit("b");
   EXPECT_EQ(h->core().Stats().page_groups_scrubbed, before + 1);
 }
@@ -260,16 +255,15 @@ TEST(EngineTenantsTest, AModelGoesWhenItsLeaseRunsOut) {
   const auto h = HarnessWith({});
   ModelSpec spec = h->model();
   spec.id = "leased";
-  Fault fault;
-  ASSERT_TRUE(RegisterFor(*h, h->tenant(), spec, &fault, 1000).ok());
+  ASSERT_TRUE(RegisterFor(*h, h->tenant(), spec, 1000).ok());
   const auto models = [&] {
     return h->core().models().OfTenant(h->core().FindTenant(h->tenant())).size();
   };
   h->Advance(900);
   // Any call that names it renews it; so does its last sequence when it closes.
-  ASSERT_TRUE(RegisterFor(*h, h->tenant(), spec, &fault).ok());
+  ASSERT_TRUE(RegisterFor(*h, h->tenant(), spec).ok());
   h->Advance(900);
-  const SequenceInfo sequence = *OpenFor(*h, h->tenant(), spec.id, &fault);
+  const SequenceInfo sequence = *OpenFor(*h, h->tenant(), spec.id);
   h->Advance(5000);
   EXPECT_EQ(models(), 2u) << "an open sequence keeps its model";
   std::vector<SequenceId> missing;
@@ -323,13 +317,12 @@ TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
   // A selection of a tenant that has no row must not reach rows of others.
   EXPECT_EQ(h->core().EvictSequences({"unknown", {}, ""}, &missing), 0);
   EXPECT_EQ(h->Get(second.id).id, second.id);
-  Fault fault;
   ASSERT_TRUE(h->Begin(stream, 2, {{second.id, 1, 0, 2}})->status.ok());
-  EXPECT_EQ(*h->core().EvictModel(h->tenant(), h->model().id, &fault), 1);
+  EXPECT_EQ(*h->core().EvictModel(h->tenant(), h->model().id), 1);
   EXPECT_EQ(h->core().models().size(), 0);
   EXPECT_EQ(h->core().Stats().open_steps, 0);
   EXPECT_EQ(h->core().Stats().page_groups_used, 0);
-  EXPECT_TRUE(absl::IsNotFound(h->core().EvictModel(h->tenant(), "tiny", &fault).status()));
+  EXPECT_TRUE(absl::IsNotFound(h->core().EvictModel(h->tenant(), "tiny").status()));
 }
 
 // Were the layout removed before the weights are freed, the model would stay with the id of a
@@ -340,19 +333,18 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   EngineHarness h({testing::TinyLimits(), testing::TinyModel(), std::move(backend), nullptr});
   ModelTable& models = h.core().models();
   const TenantKey tenant = h.core().FindTenant(h.tenant());
-  Fault fault;
-  Model* const model = *models.Find(tenant, h.model().id, "model_id", &fault);
+  Model* const model = *models.Find(tenant, h.model().id, "model_id");
   const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
-  ASSERT_TRUE(models.LoadWeights(*model, 1, 0, 0, 1, head, &fault).ok());
+  ASSERT_TRUE(models.LoadWeights(*model, 1, 0, 0, 1, head).ok());
   faults->FailAt(FaultPoint::kFreeWeights);
-  ASSERT_FALSE(models.Unregister(tenant, h.model().id, &fault).ok());
+  ASSERT_FALSE(models.Unregister(tenant, h.model().id).ok());
   // Another model of another group size comes; the first one is still whole.
   ModelSpec wide = h.model();
   wide.id = "wide";
   wide.page_size = 64;
-  ASSERT_TRUE(models.Register(tenant, wide, &fault).ok());
-  Model* const still = *models.Find(tenant, h.model().id, "model_id", &fault);
-  Model* const other = *models.Find(tenant, "wide", "model_id", &fault);
+  ASSERT_TRUE(models.Register(tenant, wide).ok());
+  Model* const still = *models.Find(tenant, h.model().id, "model_id");
+  Model* const other = *models.Find(tenant, "wide", "model_id");
   EXPECT_NE(still->layout_id, other->layout_id);
   const StreamId stream = h.core().OpenStream(h.tenant());
   const SequenceInfo sequence = h.Open();
@@ -362,7 +354,7 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   ASSERT_TRUE(h.Abort(stream, 1)->status.ok());
   std::vector<SequenceId> missing;
   h.core().ReleaseSequences(h.tenant(), std::vector{sequence.id}, &missing);
-  EXPECT_TRUE(models.Unregister(tenant, h.model().id, &fault).ok()) << "and can go after all";
+  EXPECT_TRUE(models.Unregister(tenant, h.model().id).ok()) << "and can go after all";
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The engine with its threads: many submitting threads, control calls in between, streams that come
 // and go.
 #include "scheduler/engine.h"
+#include "base/error.h"
 
 #include <atomic>
 #include <chrono>
@@ -33,10 +34,9 @@ constexpr int kSteps = 300;
 
 class BlockingRequest final : public StreamRequest {
  public:
-  void Done(const absl::Status& answer, const Fault& why) override {
+  void Done(const absl::Status& answer) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     status = answer;
-    fault = why;
     done_ = true;
     ready_.notify_one();
   }
@@ -47,7 +47,6 @@ class BlockingRequest final : public StreamRequest {
     return status;
   }
   absl::Status status;
-  Fault fault;
 
  private:
   std::mutex mutex_;
@@ -60,11 +59,10 @@ class Worker {
  public:
   Worker(Engine& engine, const ModelSpec& model, uint64_t id)
       : engine_(engine), model_(model), id_(id), stream_(engine.OpenStream("t")) {
-    Fault fault;
     OpenArgs args;
     args.tenant = "t";
     args.model_id = model.id;
-    sequence_ = engine.OpenSequence(args, &fault)->id;
+    sequence_ = engine.OpenSequence(args)->id;
   }
   ~Worker() { engine_.CloseStream(stream_); }
 
@@ -97,8 +95,7 @@ class Worker {
     end_.kind = RequestKind::kEndStep;
     if (absl::Status s = Send(end_); !s.ok()) return s.ToString();
     if (++length_ == 30) {  // start over, which also moves the epoch
-      Fault fault;
-      auto cut = engine_.TruncateSequence("t", sequence_, 3, epoch_, &fault);
+      auto cut = engine_.TruncateSequence("t", sequence_, 3, epoch_);
       if (!cut.ok()) return cut.status().ToString();
       epoch_ = cut->epoch;
       length_ = 3;
@@ -155,8 +152,7 @@ class EngineTest : public ::testing::TestWithParam<int64_t> {
     auto engine = Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
-    Fault fault;
-    auto model = engine_->RegisterModel("t", testing::TinyModel(), &fault);
+    auto model = engine_->RegisterModel("t", testing::TinyModel());
     ASSERT_TRUE(model.ok()) << model.status();
     model_ = model->spec;
   }
@@ -205,12 +201,11 @@ TEST_P(EngineTest, TimersFireWithoutTraffic) {
   options.limits.kv_wait_ms = 30;
   options.inline_work = GetParam();
   auto engine = *Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
-  Fault fault;
-  ASSERT_TRUE(engine->RegisterModel("t", testing::TinyModel(), &fault).ok());
+  ASSERT_TRUE(engine->RegisterModel("t", testing::TinyModel()).ok());
   OpenArgs args;
   args.tenant = "t";
   args.model_id = model_.id;
-  const SequenceInfo waits = *engine->OpenSequence(args, &fault);
+  const SequenceInfo waits = *engine->OpenSequence(args);
   const StreamId stream = engine->OpenStream("t");
   BlockingRequest begin;
   begin.kind = RequestKind::kBeginStep;
@@ -231,7 +226,7 @@ TEST_P(EngineTest, TimersFireWithoutTraffic) {
   query.attend.o = reinterpret_cast<std::byte*>(o.data());
   ASSERT_TRUE(engine->Submit(&query).ok());
   EXPECT_EQ(query.Wait().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(query.fault.reason, "kv_rows_missing");
+  EXPECT_EQ(DetailOf(query.status).reason, "kv_rows_missing");
   engine->CloseStream(stream);
   for (int i = 0; i < 500 && engine->Stats().leases_expired == 0; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -271,9 +266,9 @@ class CallbackRequest final : public StreamRequest {
     stream = of;
     step_id = 404;
   }
-  void Done(const absl::Status& status, const Fault& fault) override {
+  void Done(const absl::Status& status) override {
     code = status.code();
-    reason = fault.reason;
+    reason = DetailOf(status).reason;
     function_();
   }
   absl::StatusCode code = absl::StatusCode::kOk;
@@ -318,11 +313,10 @@ TEST_P(EngineTest, AnswersAreDeliveredWithoutTheRole) {
   CallbackRequest slow(stream, [&gate] { gate.Pass(); });
   std::thread submitter([&] { EXPECT_TRUE(engine_->Submit(&slow).ok()); });
   ASSERT_TRUE(gate.WaitUntilEntered());
-  Fault fault;
   OpenArgs args;
   args.tenant = "t";
   args.model_id = model_.id;
-  const SequenceInfo sequence = *engine_->OpenSequence(args, &fault);
+  const SequenceInfo sequence = *engine_->OpenSequence(args);
   // Also with inline work, where the engine's thread happened to hold the role.
   if (gate.thread() != submitter.get_id()) gate.Release();
   // A whole step runs meanwhile; its answers wait behind the slow one.
@@ -410,11 +404,10 @@ TEST_P(EngineTest, WhatArrivesDuringADeliverySharesALaunch) {
   const StreamId slow_stream = engine_->OpenStream("t");
   BlockingRequest begins[2], appends[2];
   for (int i = 0; i < 2; ++i) {
-    Fault fault;
     OpenArgs args;
     args.tenant = "t";
     args.model_id = model_.id;
-    const SequenceInfo sequence = *engine_->OpenSequence(args, &fault);
+    const SequenceInfo sequence = *engine_->OpenSequence(args);
     begins[i].kind = RequestKind::kBeginStep;
     begins[i].stream = appends[i].stream = engine_->OpenStream("t");
     begins[i].step_id = appends[i].step_id = static_cast<StepId>(i) + 1;

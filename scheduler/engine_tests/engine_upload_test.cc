@@ -32,10 +32,9 @@ TEST(EngineUploadTest, OtherCallsGoBetweenTheHeadsOfAChunk) {
   options.limits = testing::TinyLimits();
   auto engine = Engine::Create(options, std::move(backend), &clock);
   ASSERT_TRUE(engine.ok()) << engine.status();
-  Fault fault;
   ModelSpec model = testing::TinyModel();
   model.geometry.num_heads = 4;
-  ASSERT_TRUE((*engine)->RegisterModel("t", model, &fault).ok());
+  ASSERT_TRUE((*engine)->RegisterModel("t", model).ok());
   std::atomic<bool> stop{false};
   std::thread control([&] {
     while (!stop) {
@@ -45,8 +44,7 @@ TEST(EngineUploadTest, OtherCallsGoBetweenTheHeadsOfAChunk) {
   });
   const kernels::Geometry& g = model.geometry;
   const std::vector<std::byte> chunk(size_t(4) * g.kv_lora_rank * (g.nope_dim + g.v_dim) * 2);
-  EXPECT_TRUE(
-      (*engine)->LoadWeights("t", model.id, (*engine)->NewUpload(), 0, 0, 4, chunk, &fault).ok());
+  EXPECT_TRUE((*engine)->LoadWeights("t", model.id, (*engine)->NewUpload(), 0, 0, 4, chunk).ok());
   stop = true;
   control.join();
   EXPECT_GT(between, 0);

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/error.h"
 
 namespace mla::scheduler {
 namespace {
@@ -42,14 +43,14 @@ int64_t HeadWeightElements(const kernels::Geometry& g) {
   return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
 }
 
-absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec, Fault* fault) {
+absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec) {
   if (spec->query_precision == QueryPrecision::kDefault) {
     spec->query_precision = backend.splits_queries ? QueryPrecision::kSplit : QueryPrecision::kBf16;
   }
   if (spec->query_precision == QueryPrecision::kBf16 || backend.splits_queries) {
     return absl::OkStatus();
   }
-  return RefuseField(fault, "model.query_precision", "split",
+  return RefuseField("model.query_precision", "split",
                      absl::StrCat("bf16 on backend ", backend.name), "unsupported_precision",
                      absl::StatusCode::kUnimplemented);
 }
@@ -65,13 +66,13 @@ ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
       clock_(clock),
       models_(limits.max_models) {}
 
-absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms, Fault* fault) const {
-  const absl::Status status = CheckRange(fault, "lease_ms", lease_ms, 0, limits_.max_lease_ms);
+absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
+  const absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
   if (!status.ok()) return status;
   return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
 }
 
-absl::Status ModelTable::CheckSpec(const ModelSpec& spec, Fault* fault) const {
+absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
   const kernels::Geometry& g = spec.geometry;
   const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
   const struct {
@@ -88,80 +89,32 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec, Fault* fault) const {
       {"model.page_size", spec.page_size, 1, 4096},
   };
   for (const auto& r : ranges) {
-    const absl::Status status = CheckRange(fault, r.field, r.got, r.low, r.high);
+    const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
     if (!status.ok()) return status;
   }
   if ((g.nope_dim == 0) != (g.v_dim == 0)) {
-    return RefuseField(fault, "model.geometry.v_dim", absl::StrCat(g.v_dim),
+    return RefuseField("model.geometry.v_dim", absl::StrCat(g.v_dim),
                        "zero exactly when nope_dim is zero", "inconsistent");
   }
   if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
-    return RefuseField(fault, "model.softmax_scale", absl::StrCat(spec.softmax_scale),
+    return RefuseField("model.softmax_scale", absl::StrCat(spec.softmax_scale),
                        "a finite positive number: it is never defaulted", "out_of_range");
   }
   return absl::OkStatus();
 }
 
-absl::Status ModelTable::CheckSupported(const ModelSpec& spec, Fault* fault) const {
+absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
   const absl::Status status = backend_->CanRun(DescOf(spec, AttentionForm::kAbsorbed));
   if (status.ok()) return status;
-  fault->field = "model.geometry";
-  fault->limit = backend_->Info().supported;
-  fault->got = kernels::ToString(DescOf(spec, AttentionForm::kAbsorbed));
-  fault->reason = "unsupported_shape";
-  return status;
+  return MakeError(status.code(), status.message(),
+                   {.field = "model.geometry",
+                    .got = kernels::ToString(DescOf(spec, AttentionForm::kAbsorbed)),
+                    .limit = backend_->Info().supported,
+                    .reason = "unsupported_shape"});
 }
 
-absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted, Fault* fault,
-                                            int64_t lease_ms) {
-  ModelSpec spec = wanted;
-  if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
-  if (absl::Status s = SettlePrecision(backend_->Info(), &spec, fault); !s.ok()) return s;
-  if (absl::Status status = CheckSpec(spec, fault); !status.ok()) return status;
-  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms, fault);
-  if (!lease_ns.ok()) return lease_ns.status();
-  size_t free = models_.size();
-  for (size_t i = 0; i < models_.size(); ++i) {
-    Model* model = models_[i].get();
-    if (model == nullptr) {
-      free = std::min(free, i);
-      continue;
-    }
-    if (model->tenant != tenant || model->spec->id != spec.id) continue;
-    if (*model->spec == spec) {
-      if (lease_ms > 0) SetLease(model, *lease_ns);
-      Touch(model);
-      return model;
-    }
-    return RefuseField(fault, "model", "other contents than registered",
-                       absl::StrCat("equal to the registered model ", spec.id), "model_exists",
-                       absl::StatusCode::kAlreadyExists);
-  }
-  if (absl::Status status = CheckSupported(spec, fault); !status.ok()) return status;
-  const TenantRef account = tenants_->Get(tenant);
-  absl::Status taken = tenants_->Take(*account, Resource::kModels, 1, "model", fault);
-  if (!taken.ok()) return taken;
-
-  auto model = std::make_unique<Model>();
-  model->index = static_cast<int32_t>(free);
-  model->tenant = tenant;
-  model->account = account.get();
-  model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
-  const kernels::KvRowLayout row =
-      kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank, spec.geometry.rope_dim);
-  model->layout = kvcache::MakeLayout({row.row_bytes, spec.page_size, spec.layers, spec.kv_format});
-  absl::StatusOr<kvcache::LayoutId> layout =
-      cache_->AddLayout(model->layout, model->pool_account.get());
-  if (!layout.ok()) {
-    tenants_->Return(*account, Resource::kModels, 1);
-    Blame(fault, "model.layers", absl::StrCat(spec.layers),
-          "layers whose page group fits into kv_cache.bytes");
-    fault->reason = "page_group_too_large";
-    return layout.status();
-  }
-  SetLease(model.get(), *lease_ns);
-  model->layout_id = *layout;
-  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
+// What the backend does with rows of the model in either form.
+void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
   // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
   for (const auto& [q_dtype, min_rows] :
        {std::pair(kernels::DType::kBf16, &model->expanded_min_rows),
@@ -177,21 +130,77 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   const kernels::PlanTraits traits = backend_->Traits(DescOf(spec, AttentionForm::kAbsorbed));
   model->tile_rows = traits.tile_rows;
   model->min_charged_rows = traits.min_charged_rows;
+}
+
+absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted,
+                                            int64_t lease_ms) {
+  ModelSpec spec = wanted;
+  if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
+  if (absl::Status s = SettlePrecision(backend_->Info(), &spec); !s.ok()) return s;
+  if (absl::Status status = CheckSpec(spec); !status.ok()) return status;
+  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
+  if (!lease_ns.ok()) return lease_ns.status();
+  size_t free = models_.size();
+  for (size_t i = 0; i < models_.size(); ++i) {
+    Model* model = models_[i].get();
+    if (model == nullptr) {
+      free = std::min(free, i);
+      continue;
+    }
+    if (model->tenant != tenant || model->spec->id != spec.id) continue;
+    if (*model->spec == spec) {
+      if (lease_ms > 0) SetLease(model, *lease_ns);
+      Touch(model);
+      return model;
+    }
+    return RefuseField("model", "other contents than registered",
+                       absl::StrCat("equal to the registered model ", spec.id), "model_exists",
+                       absl::StatusCode::kAlreadyExists);
+  }
+  if (absl::Status status = CheckSupported(spec); !status.ok()) return status;
+  const TenantRef account = tenants_->Get(tenant);
+  absl::Status taken = tenants_->Take(*account, Resource::kModels, 1, "model");
+  if (!taken.ok()) return taken;
+
+  auto model = std::make_unique<Model>();
+  model->index = static_cast<int32_t>(free);
+  model->tenant = tenant;
+  model->account = account.get();
+  model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
+  const kernels::KvRowLayout row =
+      kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank, spec.geometry.rope_dim);
+  model->layout = kvcache::MakeLayout({row.row_bytes, spec.page_size, spec.layers, spec.kv_format});
+  absl::StatusOr<kvcache::LayoutId> layout =
+      cache_->AddLayout(model->layout, model->pool_account.get());
+  if (!layout.ok()) {
+    tenants_->Return(*account, Resource::kModels, 1);
+    return MakeError(layout.status().code(), layout.status().message(),
+                     {.field = "model.layers",
+                      .got = absl::StrCat(spec.layers),
+                      .limit = "layers whose page group fits into kv_cache.bytes",
+                      .reason = "page_group_too_large"});
+  }
+  SetLease(model.get(), *lease_ns);
+  model->layout_id = *layout;
+  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
+  NoteForms(spec, model.get());
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
   Touch(models_[free].get());
   return models_[free].get();
 }
 
-absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id, Fault* fault) {
-  absl::StatusOr<Model*> found = Find(tenant, id, "model_id", fault);
+absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
+  absl::StatusOr<Model*> found = Find(tenant, id, "model_id");
   if (!found.ok()) return found.status();
   Model& model = **found;
   if (model.sequences > 0) {
-    Blame(fault, "model_id", id, "a model without open sequences");
-    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
-                  absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
-                  "model_in_use");
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
+                     {.field = "model_id",
+                      .got = id,
+                      .limit = "a model without open sequences",
+                      .reason = "model_in_use"});
   }
   return Remove(model);
 }
@@ -248,8 +257,8 @@ MonotonicNanos ModelTable::NextExpiry() const {
   return next;
 }
 
-absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id, const char* field,
-                                        Fault* fault) {
+absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id,
+                                        const char* field) {
   for (const std::unique_ptr<Model>& model : models_) {
     if (model != nullptr && tenant != kNoTenant && model->tenant == tenant &&
         model->spec->id == id) {
@@ -257,11 +266,11 @@ absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id,
       return model.get();
     }
   }
-  fault->field = field;
-  fault->got = id;
-  fault->limit = "a registered model of this tenant";
-  fault->reason = "model_not_found";
-  return absl::NotFoundError(absl::StrCat("model ", id, " is not registered"));
+  return MakeError(absl::StatusCode::kNotFound, absl::StrCat("model ", id, " is not registered"),
+                   {.field = field,
+                    .got = id,
+                    .limit = "a registered model of this tenant",
+                    .reason = "model_not_found"});
 }
 
 ModelInfo ModelTable::Info(const Model& model) const {
@@ -299,22 +308,22 @@ int32_t ModelTable::size() const {
 }
 
 absl::Status ModelTable::CheckScales(const ModelSpec& spec, std::span<const float> scales,
-                                     const std::string& field, Fault* fault) {
+                                     const std::string& field) {
   if (kernels::TraitsOf(spec.kv_format).scales != kernels::KvScales::kLayer) {
     return RefuseField(
-        fault, field, absl::StrCat("scales for kv_format ", kernels::Name(spec.kv_format)),
+        field, absl::StrCat("scales for kv_format ", kernels::Name(spec.kv_format)),
         absl::StrCat("a model with kv_format ", kernels::Name(kernels::KvFormat::kFp8Tensor)),
         "no_layer_scales", absl::StatusCode::kFailedPrecondition);
   }
   if (scales.size() != static_cast<size_t>(spec.layers)) {
-    return RefuseField(fault, field, absl::StrCat(scales.size(), " scales"),
+    return RefuseField(field, absl::StrCat(scales.size(), " scales"),
                        absl::StrCat(spec.layers, ": one a layer"), "wrong_count");
   }
   for (size_t layer = 0; layer < scales.size(); ++layer) {
     const float scale = scales[layer];
     if (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale) continue;
     return RefuseField(
-        fault, absl::StrCat(field, "[", layer, "]"), absl::StrCat(scale),
+        absl::StrCat(field, "[", layer, "]"), absl::StrCat(scale),
         absl::StrCat("a number from ", kernels::kSmallestKvScale, " to ", kernels::kLargestKvScale),
         "out_of_range");
   }
@@ -322,13 +331,13 @@ absl::Status ModelTable::CheckScales(const ModelSpec& spec, std::span<const floa
 }
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
-                                   const std::string& field, Fault* fault) {
-  if (absl::Status s = CheckScales(*model.spec, scales, field, fault); !s.ok()) return s;
+                                   const std::string& field) {
+  if (absl::Status s = CheckScales(*model.spec, scales, field); !s.ok()) return s;
   if (std::equal(scales.begin(), scales.end(), model.kv_scales.begin(), model.kv_scales.end())) {
     return absl::OkStatus();
   }
   if (!model.kv_scales.empty() && model.sequences > 0) {
-    return RefuseField(fault, field, "other scales than those in use",
+    return RefuseField(field, "other scales than those in use",
                        absl::StrCat("equal to them while the ", model.sequences,
                                     " sequences of the model are open"),
                        "scales_differ", absl::StatusCode::kAlreadyExists);
@@ -338,42 +347,41 @@ absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
 }
 
 absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t head_begin,
-                                    int32_t head_count, std::span<const std::byte> bytes,
-                                    Fault* fault) const {
+                                    int32_t head_count, std::span<const std::byte> bytes) const {
   const kernels::Geometry& g = model.spec->geometry;
   if (!HasExpanded(*model.spec)) {
-    return RefuseField(fault, "header.model_id", model.spec->id, "a model with nope_dim and v_dim",
+    return RefuseField("header.model_id", model.spec->id, "a model with nope_dim and v_dim",
                        "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckRange(fault, "chunk.layer", layer, 0, model.spec->layers - 1);
-  if (status.ok()) status = CheckRange(fault, "chunk.head_begin", head_begin, 0, g.num_heads - 1);
+  absl::Status status = CheckRange("chunk.layer", layer, 0, model.spec->layers - 1);
+  if (status.ok()) status = CheckRange("chunk.head_begin", head_begin, 0, g.num_heads - 1);
   if (status.ok()) {
-    status = CheckRange(fault, "chunk.head_count", head_count, 1, g.num_heads - head_begin);
+    status = CheckRange("chunk.head_count", head_count, 1, g.num_heads - head_begin);
   }
   const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
-    status = RefuseField(fault, "chunk.payload", absl::StrCat(bytes.size(), " bytes"),
+    status = RefuseField("chunk.payload", absl::StrCat(bytes.size(), " bytes"),
                          absl::StrCat(want, " bytes"), "payload_size");
   }
   return status;
 }
 
-absl::Status ModelTable::ChargeWeights(Model& model, Fault* fault) {
+absl::Status ModelTable::ChargeWeights(Model& model) {
   if (model.weights_bytes > 0) return absl::OkStatus();
   const kernels::Geometry& g = model.spec->geometry;
   const int64_t total =
       int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   absl::Status status =
-      tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id", fault);
+      tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id");
   if (status.ok()) model.weights_bytes = total;
   return status;
 }
 
 absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t layer,
                                      int32_t head_begin, int32_t head_count,
-                                     std::span<const std::byte> bytes, Fault* fault) {
-  absl::Status status = CheckChunk(model, layer, head_begin, head_count, bytes, fault);
-  if (status.ok()) status = ChargeWeights(model, fault);
+                                     std::span<const std::byte> bytes) {
+  absl::Status status = CheckChunk(model, layer, head_begin, head_count, bytes);
+  if (status.ok()) status = ChargeWeights(model);
   if (!status.ok()) return status;
   const kernels::Geometry& g = model.spec->geometry;
   const int64_t uk = int64_t{g.nope_dim} * g.kv_lora_rank;
@@ -385,7 +393,7 @@ absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t laye
     const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
     if (heads[h].upload == Model::kCommitted) {
       if (heads[h].digest == digest) continue;
-      return RefuseField(fault, "chunk.payload",
+      return RefuseField("chunk.payload",
                          absl::StrCat("other weights of layer ", layer, " head ", head_begin + h),
                          "equal to those in use; Unregister the model to change them",
                          "weights_differ", absl::StatusCode::kAlreadyExists);

@@ -15,9 +15,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/error.h"
 #include "kernels/attention_backend.h"
 #include "scheduler/clock.h"
-#include "scheduler/fault.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
@@ -76,10 +76,9 @@ class ModelTable {
 
   // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
   // replaces the one in force.
-  absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, Fault* fault,
-                                  int64_t lease_ms = 0);
+  absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, int64_t lease_ms = 0);
   // An error leaves the model registered, perhaps without some of its weights; a repeat goes on.
-  absl::Status Unregister(TenantKey tenant, const std::string& id, Fault* fault);
+  absl::Status Unregister(TenantKey tenant, const std::string& id);
   // Called with every model before it is gone. May be empty.
   void set_on_gone(std::function<void(const Model&)> on_gone) { on_gone_ = std::move(on_gone); }
   // The model's lease starts again: something has named it, or a sequence of it has closed.
@@ -91,8 +90,7 @@ class ModelTable {
   // When ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const;
   // NOT_FOUND, with a reason, when the tenant has no such model. Renews its lease.
-  absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field,
-                              Fault* fault);
+  absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field);
   ModelInfo Info(const Model& model) const;
   std::vector<Model*> OfTenant(TenantKey tenant);
   int32_t size() const;
@@ -101,20 +99,19 @@ class ModelTable {
   // layer, and a scale that is not from kSmallestKvScale to kLargestKvScale (INVALID_ARGUMENT with
   // the index behind `field`).
   static absl::Status CheckScales(const ModelSpec& spec, std::span<const float> scales,
-                                  const std::string& field, Fault* fault);
+                                  const std::string& field);
   // Sets the scale of every layer's rows. Refuses what CheckScales does, and others than those that
   // are set while sequences are open (ALREADY_EXISTS), since rows are stored under them.
-  absl::Status SetScales(Model& model, std::span<const float> scales, const std::string& field,
-                         Fault* fault);
+  absl::Status SetScales(Model& model, std::span<const float> scales, const std::string& field);
 
   // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
   // over. A committed head accepts a repeat of the same bytes and refuses others (ALREADY_EXISTS):
   // launches may read it.
   // Whether LoadWeights takes heads and bytes of these sizes.
   absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
-                          std::span<const std::byte> bytes, Fault* fault) const;
+                          std::span<const std::byte> bytes) const;
   absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
-                           int32_t head_count, std::span<const std::byte> bytes, Fault* fault);
+                           int32_t head_count, std::span<const std::byte> bytes);
   // Returns the layers that still miss committed heads.
   std::vector<int32_t> CommitWeights(Model& model, UploadId upload);
   void DiscardWeights(Model& model, UploadId upload);
@@ -125,12 +122,13 @@ class ModelTable {
   }
 
  private:
-  absl::Status CheckSpec(const ModelSpec& spec, Fault* fault) const;
-  absl::Status CheckSupported(const ModelSpec& spec, Fault* fault) const;
-  absl::Status ChargeWeights(Model& model, Fault* fault);
+  absl::Status CheckSpec(const ModelSpec& spec) const;
+  absl::Status CheckSupported(const ModelSpec& spec) const;
+  void NoteForms(const ModelSpec& spec, Model* model) const;
+  absl::Status ChargeWeights(Model& model);
   absl::Status Remove(Model& model);
   void SetLease(Model* model, int64_t lease_ns);
-  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;
+  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
 
   const Limits limits_;
   kernels::AttentionBackend* const backend_;

@@ -1,5 +1,6 @@
 // Registration and weights, without an engine around them.
 #include "scheduler/tables/model_table.h"
+#include "base/error.h"
 
 #include <cmath>
 #include <limits>
@@ -22,30 +23,28 @@ using ::testing::IsEmpty;
 class ModelTableTest : public ::testing::Test {
  protected:
   ModelTableTest() : table_(h_.core().models()), tenant_(h_.core().FindTenant(h_.tenant())) {
-    model_ = *table_.Find(tenant_, "tiny", "model_id", &fault_);
+    model_ = *table_.Find(tenant_, "tiny", "model_id");
     weights_.resize(2 * 8 * (6 + 5) * 2);  // two heads of one layer, bf16
     for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = std::byte(i * 7);
   }
   absl::Status Load(UploadId upload, int layer, int head, int heads) {
     const std::span<const std::byte> all(weights_);
     return table_.LoadWeights(*model_, upload, layer, head, heads,
-                              all.first(size_t(heads) * 8 * 11 * 2), &fault_);
+                              all.first(size_t(heads) * 8 * 11 * 2));
   }
 
   EngineHarness h_;
   ModelTable& table_;
   TenantKey tenant_;
   Model* model_ = nullptr;
-  Fault fault_;
   std::vector<std::byte> weights_;
 };
 
 TEST_F(ModelTableTest, RegisteringAgainSucceedsOnlyWithEqualContents) {
-  EXPECT_EQ(*table_.Register(tenant_, h_.model(), &fault_), model_);
+  EXPECT_EQ(*table_.Register(tenant_, h_.model()), model_);
   ModelSpec other = h_.model();
   other.softmax_scale = 0.25;
-  EXPECT_EQ(table_.Register(tenant_, other, &fault_).status().code(),
-            absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(table_.Register(tenant_, other).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
 TEST_F(ModelTableTest, EveryBadFieldIsRefusedByName) {
@@ -70,30 +69,26 @@ TEST_F(ModelTableTest, EveryBadFieldIsRefusedByName) {
     ModelSpec spec = h_.model();
     spec.id = "other";
     c.spoil(spec);
-    Fault fault;
-    EXPECT_EQ(table_.Register(tenant_, spec, &fault).status().code(),
-              absl::StatusCode::kInvalidArgument)
+    EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kInvalidArgument)
         << c.field;
-    EXPECT_EQ(fault.field, c.field);
+    EXPECT_EQ(DetailOf(table_.Register(tenant_, spec).status()).field, c.field);
   }
 }
 
 TEST_F(ModelTableTest, ModelsAndTenantsAreBounded) {
   ModelSpec spec = h_.model();
   spec.id = "second";
-  ASSERT_TRUE(table_.Register(tenant_, spec, &fault_).ok());
+  ASSERT_TRUE(table_.Register(tenant_, spec).ok());
   spec.id = "third";
-  EXPECT_EQ(table_.Register(tenant_, spec, &fault_).status().code(),
-            absl::StatusCode::kResourceExhausted);
-  ASSERT_TRUE(table_.Unregister(tenant_, "second", &fault_).ok());
-  EXPECT_TRUE(table_.Register(tenant_, spec, &fault_).ok());
+  EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kResourceExhausted);
+  ASSERT_TRUE(table_.Unregister(tenant_, "second").ok());
+  EXPECT_TRUE(table_.Register(tenant_, spec).ok());
 }
 
 TEST_F(ModelTableTest, AModelInUseStays) {
   h_.Open();
-  EXPECT_EQ(table_.Unregister(tenant_, "tiny", &fault_).code(),
-            absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(fault_.reason, "model_in_use");
+  EXPECT_EQ(table_.Unregister(tenant_, "tiny").code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(table_.Unregister(tenant_, "tiny")).reason, "model_in_use");
 }
 
 TEST_F(ModelTableTest, WeightsCountWhenEveryHeadIsCommitted) {
@@ -113,11 +108,9 @@ class ScalesTest : public ModelTableTest {
     ModelSpec spec = *model_->spec;
     spec.id = "fp8";
     spec.kv_format = kernels::KvFormat::kFp8Tensor;
-    fp8_ = *table_.Register(tenant_, spec, &fault_);
+    fp8_ = *table_.Register(tenant_, spec);
   }
-  absl::Status Set(std::vector<float> scales) {
-    return table_.SetScales(*fp8_, scales, "scales", &fault_);
-  }
+  absl::Status Set(std::vector<float> scales) { return table_.SetScales(*fp8_, scales, "scales"); }
 
   Model* fp8_ = nullptr;
 };
@@ -136,7 +129,7 @@ TEST_F(ScalesTest, OneALayerAndEachANumberThatRowsCanHave) {
            {{1.0f, 1e-40f}, "scales[1]"},
            {{2 * kernels::kLargestKvScale, 1.0f}, "scales[0]"}}) {
     EXPECT_EQ(Set(scales).code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_EQ(fault_.field, field);
+    EXPECT_EQ(DetailOf(Set(scales)).field, field);
   }
   EXPECT_FALSE(fp8_->scales_complete());
   ASSERT_TRUE(Set({kernels::kSmallestKvScale, kernels::kLargestKvScale}).ok());
@@ -151,7 +144,7 @@ TEST_F(ScalesTest, ChangeOnlyWithoutOpenSequences) {
   fp8_->sequences = 1;
   EXPECT_TRUE(Set({0.5f, 0.125f}).ok());
   EXPECT_EQ(Set({0.5f, 0.25f}).code(), absl::StatusCode::kAlreadyExists);
-  EXPECT_EQ(fault_.reason, "scales_differ");
+  EXPECT_EQ(DetailOf(Set({0.5f, 0.25f})).reason, "scales_differ");
   EXPECT_EQ(fp8_->kv_scale(1), 0.125f);
   fp8_->sequences = 0;
   EXPECT_TRUE(Set({0.5f, 0.25f}).ok());
@@ -159,9 +152,9 @@ TEST_F(ScalesTest, ChangeOnlyWithoutOpenSequences) {
 
 TEST_F(ScalesTest, OtherFormatsHaveNone) {
   const float scales[2] = {1.0f, 1.0f};
-  EXPECT_EQ(table_.SetScales(*model_, scales, "scales", &fault_).code(),
+  EXPECT_EQ(table_.SetScales(*model_, scales, "scales").code(),
             absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(fault_.reason, "no_layer_scales");
+  EXPECT_EQ(DetailOf(table_.SetScales(*model_, scales, "scales")).reason, "no_layer_scales");
   EXPECT_TRUE(model_->scales_complete());
 }
 
@@ -171,15 +164,14 @@ TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
   EXPECT_EQ(model_->layout.bytes, rows * 12 * 2);
   spec.id = "tensor";
   spec.kv_format = kernels::KvFormat::kFp8Tensor;
-  EXPECT_EQ((*table_.Register(tenant_, spec, &fault_))->layout.bytes, rows * 12);
-  ASSERT_TRUE(table_.Unregister(tenant_, "tensor", &fault_).ok());  // two models are the bound
+  EXPECT_EQ((*table_.Register(tenant_, spec))->layout.bytes, rows * 12);
+  ASSERT_TRUE(table_.Unregister(tenant_, "tensor").ok());  // two models are the bound
   spec.id = "row";
   spec.kv_format = kernels::KvFormat::kFp8Row;  // 8 codes, a scale, 4 rotated
-  EXPECT_EQ((*table_.Register(tenant_, spec, &fault_))->layout.bytes, rows * 20);
+  EXPECT_EQ((*table_.Register(tenant_, spec))->layout.bytes, rows * 20);
   // The same name with another format is another model.
   spec.kv_format = kernels::KvFormat::kBf16;
-  EXPECT_EQ(table_.Register(tenant_, spec, &fault_).status().code(),
-            absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
 TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
@@ -190,8 +182,8 @@ TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
   EXPECT_THAT(table_.CommitWeights(*model_, 2), IsEmpty());
   weights_.back() ^= std::byte{1};
   EXPECT_EQ(Load(3, 0, 0, 2).code(), absl::StatusCode::kAlreadyExists);
-  EXPECT_EQ(fault_.reason, "weights_differ");
-  EXPECT_THAT(fault_.got, HasSubstr("head 1"));
+  EXPECT_EQ(DetailOf(Load(3, 0, 0, 2)).reason, "weights_differ");
+  EXPECT_THAT(DetailOf(Load(3, 0, 0, 2)).got, HasSubstr("head 1"));
   EXPECT_TRUE(model_->weights_complete);
 }
 
@@ -214,38 +206,37 @@ TEST(ModelTableBudgetTest, WeightsOfAllModelsAreBoundedAndGivenBack) {
   limits.weights_bytes = 2 * 2 * 8 * (6 + 5) * 2;  // layers x heads x lora x (nope + v) x bf16
   EngineHarness h({limits, testing::TinyModel(), nullptr, nullptr});
   ModelTable& table = h.core().models();
-  Fault fault;
   const TenantKey tenant = h.core().FindTenant(h.tenant());
   ModelSpec spec = h.model();
-  Model* const first = *table.Find(tenant, spec.id, "model_id", &fault);
+  Model* const first = *table.Find(tenant, spec.id, "model_id");
   spec.id = "second";
-  Model* const second = *table.Register(tenant, spec, &fault);
+  Model* const second = *table.Register(tenant, spec);
   const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
   const auto load = [&](Model* model, UploadId upload) {
-    return table.LoadWeights(*model, upload, 0, 0, 1, head, &fault);
+    return table.LoadWeights(*model, upload, 0, 0, 1, head);
   };
   ASSERT_EQ(load(first, 1), absl::OkStatus());
-  fault = Fault();
   EXPECT_EQ(load(second, 2).code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(fault.reason, "weights_exhausted");
-  EXPECT_EQ(fault.limit, "at most 704 bytes in all, 0 free");
-  EXPECT_EQ(fault.bound_of, BoundOwner::kServer);
-  ASSERT_EQ(table.Unregister(tenant, h.model().id, &fault), absl::OkStatus());
+  EXPECT_EQ(DetailOf(load(second, 2)).reason, "weights_exhausted");
+  EXPECT_EQ(DetailOf(load(second, 2)).limit, "at most 704 bytes in all, 0 free");
+  EXPECT_EQ(DetailOf(load(second, 2)).bound_of, BoundOwner::kServer);
+  ASSERT_EQ(table.Unregister(tenant, h.model().id), absl::OkStatus());
   EXPECT_EQ(load(second, 3), absl::OkStatus());
 }
 
 TEST_F(ModelTableTest, WeightChunksAreChecked) {
   EXPECT_EQ(Load(1, 2, 0, 1).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(fault_.field, "chunk.layer");
+  EXPECT_EQ(DetailOf(Load(1, 2, 0, 1)).field, "chunk.layer");
   EXPECT_EQ(Load(1, 0, 2, 1).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Load(1, 0, 1, 2).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(fault_.field, "chunk.head_count");
+  EXPECT_EQ(DetailOf(Load(1, 0, 1, 2)).field, "chunk.head_count");
   EXPECT_EQ(
-      table_
-          .LoadWeights(*model_, 1, 0, 0, 1, std::span<const std::byte>(weights_).first(7), &fault_)
-          .code(),
+      table_.LoadWeights(*model_, 1, 0, 0, 1, std::span<const std::byte>(weights_).first(7)).code(),
       absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(fault_.field, "chunk.payload");
+  EXPECT_EQ(DetailOf(table_.LoadWeights(*model_, 1, 0, 0, 1,
+                                        std::span<const std::byte>(weights_).first(7)))
+                .field,
+            "chunk.payload");
 }
 
 }  // namespace

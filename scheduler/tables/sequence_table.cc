@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 
 namespace mla::scheduler {
 namespace {
@@ -30,32 +31,30 @@ SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, Mode
   by_id_.reserve(limits.max_sequences);
 }
 
-absl::StatusOr<int64_t> SequenceTable::LeaseNanos(int64_t lease_ms, Fault* fault) const {
+absl::StatusOr<int64_t> SequenceTable::LeaseNanos(int64_t lease_ms) const {
   if (lease_ms == 0) return limits_.sequence_lease_ms * kNanosPerMilli;
-  if (lease_ms < 0 || lease_ms > limits_.max_lease_ms) {
-    return RefuseField(fault, "lease_ms", absl::StrCat(lease_ms),
-                       absl::StrCat("0..", limits_.max_lease_ms), "out_of_range");
-  }
+  absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
+  if (!status.ok()) return status;
   return lease_ms * kNanosPerMilli;
 }
 
-absl::Status SequenceTable::CheckNames(const std::string& client_id, const std::string& request_id,
-                                       Fault* fault) const {
+absl::Status SequenceTable::CheckNames(const std::string& client_id,
+                                       const std::string& request_id) const {
   const size_t most = static_cast<size_t>(limits_.max_name_bytes);
   const bool client_bad = client_id.size() > most;
   if (!client_bad && request_id.size() <= most) return absl::OkStatus();
-  return RefuseField(fault, client_bad ? "client_id" : "request_id",
+  return RefuseField(client_bad ? "client_id" : "request_id",
                      absl::StrCat(client_bad ? client_id.size() : request_id.size(), " bytes"),
                      absl::StrCat("at most ", most, " bytes"), "name_too_long");
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::string& request_id,
-                                                  const std::string& origin, Fault* fault) {
+                                                  const std::string& origin) {
   if (request_id.empty()) return nullptr;
   const auto found = by_request_.find(RequestKey(tenant, request_id));
   if (found == by_request_.end()) return nullptr;
   if (found->second->origin == origin) return found->second;
-  return RefuseField(fault, "request_id", request_id, "new, or a repeat of the same request",
+  return RefuseField("request_id", request_id, "new, or a repeat of the same request",
                      "request_id_reused", absl::StatusCode::kAlreadyExists);
 }
 
@@ -83,71 +82,80 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* 
   return raw;
 }
 
-absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, const OpenArgs& args,
-                                              Fault* fault) {
-  absl::Status names = CheckNames(args.client_id, args.request_id, fault);
+// The cache has no sequence left.
+absl::Status SequenceTable::Exhausted(const absl::Status& status) const {
+  return MakeError(status.code(), status.message(),
+                   {.field = "sequence",
+                    .got = "one more",
+                    .limit = absl::StrCat("at most ", limits_.max_sequences, " open sequences"),
+                    .reason = "sequences_exhausted",
+                    .retry_after_ms = limits_.sequence_lease_ms});
+}
+
+absl::Status SequenceTable::OtherEpoch(const Sequence& sequence, uint64_t expected) const {
+  return RefuseField({.field = "expected_epoch",
+                      .got = absl::StrCat(expected),
+                      .limit = absl::StrCat(sequence.epoch),
+                      .reason = "epoch_mismatch",
+                      .last_good_position = cache_->length(sequence.slot)},
+                     absl::StatusCode::kFailedPrecondition);
+}
+
+absl::Status SequenceTable::InStep(const Sequence& sequence) const {
+  return MakeError(absl::StatusCode::kFailedPrecondition,
+                   "the sequence is in an open step: end or abort it first",
+                   {.field = "sequence_id",
+                    .got = absl::StrCat(sequence.id),
+                    .limit = "a sequence in no open step",
+                    .reason = "in_step",
+                    .last_good_position = cache_->length(sequence.slot)});
+}
+
+absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model,
+                                              const OpenArgs& args) {
+  absl::Status names = CheckNames(args.client_id, args.request_id);
   if (!names.ok()) return names;
-  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms, fault);
+  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
   if (!lease.ok()) return lease.status();
   std::string origin = absl::StrCat("open/", args.model_id, "/", args.client_id);
-  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin, fault);
+  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
-  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence", fault);
+  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence");
   if (!taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
   if (!slot.ok()) {
     tenants_->Return(*model->account, Resource::kSequences, 1);
-    fault->reason = "sequences_exhausted";
-    Blame(fault, "sequence", "one more",
-          absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
-    fault->retry_after_ms = limits_.sequence_lease_ms;
-    return slot.status();
+    return Exhausted(slot.status());
   }
   return Insert(*slot, tenant, model, *lease, args.client_id, args.request_id, std::move(origin));
 }
 
-absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& args,
-                                              Fault* fault) {
-  absl::Status names = CheckNames(args.client_id, args.request_id, fault);
+absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& args) {
+  absl::Status names = CheckNames(args.client_id, args.request_id);
   if (!names.ok()) return names;
-  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms, fault);
+  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
   if (!lease.ok()) return lease.status();
   std::string origin = absl::StrCat("fork/", args.parent, "/", args.expected_epoch, "/",
                                     args.length.value_or(-1), "/", args.client_id);
-  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin, fault);
+  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
-  absl::StatusOr<Sequence*> found = FindOrFault(tenant, args.parent, "sequence_id", fault);
+  absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, args.parent, "sequence_id");
   if (!found.ok()) return found;
   Sequence* parent = *found;
   if (parent->epoch != args.expected_epoch) {
-    fault->last_good_position = cache_->length(parent->slot);
-    return RefuseField(fault, "expected_epoch", absl::StrCat(args.expected_epoch),
-                       absl::StrCat(parent->epoch), "epoch_mismatch",
-                       absl::StatusCode::kFailedPrecondition);
+    return OtherEpoch(*parent, args.expected_epoch);
   }
-  if (parent->step != nullptr) {
-    Blame(fault, "sequence_id", absl::StrCat(args.parent), "a sequence in no open step");
-    fault->last_good_position = cache_->length(parent->slot);
-    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
-                  "the sequence is in an open step: end or abort it first", "in_step");
-  }
+  if (parent->step != nullptr) return InStep(*parent);
   const int64_t committed = cache_->length(parent->slot);
   const int64_t length = args.length.value_or(committed);
-  if (length < 0 || length > committed) {
-    return RefuseField(fault, "length", absl::StrCat(length), absl::StrCat("0..", committed),
-                       "out_of_range");
-  }
+  if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
   Tenant& account = *parent->model->account;
-  absl::Status taken = tenants_->Take(account, Resource::kSequences, 1, "sequence", fault);
+  absl::Status taken = tenants_->Take(account, Resource::kSequences, 1, "sequence");
   if (!taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
   if (!slot.ok()) {
     tenants_->Return(account, Resource::kSequences, 1);
-    fault->reason = "sequences_exhausted";
-    Blame(fault, "sequence", "one more",
-          absl::StrCat("at most ", limits_.max_sequences, " open sequences"));
-    fault->retry_after_ms = limits_.sequence_lease_ms;
-    return slot.status();
+    return Exhausted(slot.status());
   }
   Renew(parent);
   Sequence* const child = Insert(*slot, tenant, parent->model, *lease,
@@ -159,8 +167,8 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId id, int64_t length,
-                                                  uint64_t expected_epoch, Fault* fault) {
-  absl::StatusOr<Sequence*> found = FindOrFault(tenant, id, "sequence_id", fault);
+                                                  uint64_t expected_epoch) {
+  absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, id, "sequence_id");
   if (!found.ok()) return found;
   Sequence* sequence = *found;
   const int64_t committed = cache_->length(sequence->slot);
@@ -169,21 +177,10 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
                       sequence->epoch == expected_epoch + 1;
   if (repeat) return sequence;
   if (sequence->epoch != expected_epoch) {
-    fault->last_good_position = committed;
-    return RefuseField(fault, "expected_epoch", absl::StrCat(expected_epoch),
-                       absl::StrCat(sequence->epoch), "epoch_mismatch",
-                       absl::StatusCode::kFailedPrecondition);
+    return OtherEpoch(*sequence, expected_epoch);
   }
-  if (sequence->step != nullptr) {
-    Blame(fault, "sequence_id", absl::StrCat(id), "a sequence in no open step");
-    fault->last_good_position = committed;
-    return Refuse(fault, absl::StatusCode::kFailedPrecondition,
-                  "the sequence is in an open step: end or abort it first", "in_step");
-  }
-  if (length < 0 || length > committed) {
-    return RefuseField(fault, "length", absl::StrCat(length), absl::StrCat("0..", committed),
-                       "out_of_range");
-  }
+  if (sequence->step != nullptr) return InStep(*sequence);
+  if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
   absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
   if (!status.ok()) return status;
   sequence->ForgetRowsFrom(length);
@@ -224,15 +221,17 @@ Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
   return found->second;
 }
 
-absl::StatusOr<Sequence*> SequenceTable::FindOrFault(TenantKey tenant, SequenceId id,
-                                                     std::string field, Fault* fault) {
+absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, SequenceId id,
+                                                      std::string field) {
   if (Sequence* sequence = Find(tenant, id)) return sequence;
-  fault->field = std::move(field);
-  fault->got = absl::StrCat(id);
-  fault->limit = "an open sequence of this tenant";
-  fault->reason = "sequence_not_found";
-  return absl::NotFoundError(absl::StrCat(
-      "sequence ", id, " is not open here: it was released, its lease expired, or it never was"));
+  return MakeError(
+      absl::StatusCode::kNotFound,
+      absl::StrCat("sequence ", id,
+                   " is not open here: it was released, its lease expired, or it never was"),
+      {.field = std::move(field),
+       .got = absl::StrCat(id),
+       .limit = "an open sequence of this tenant",
+       .reason = "sequence_not_found"});
 }
 
 std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::string& client_id) {

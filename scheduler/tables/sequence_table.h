@@ -16,9 +16,9 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/error.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
-#include "scheduler/fault.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/kvcache/lease_table.h"
 #include "scheduler/limits.h"
@@ -62,11 +62,10 @@ class SequenceTable {
   SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
                 TenantTable* tenants, const Clock* clock, std::function<uint64_t()> ids);
 
-  absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
-                                 Fault* fault);
-  absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args, Fault* fault);
+  absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args);
+  absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args);
   absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,
-                                     uint64_t expected_epoch, Fault* fault);
+                                     uint64_t expected_epoch);
   // REQUIRES: sequence->step == nullptr.
   void Release(Sequence* sequence, kvcache::Freed why = kvcache::Freed::kReleased);
   // Told of every sequence that goes; null: none. It outlives the table.
@@ -76,8 +75,7 @@ class SequenceTable {
 
   // Null when the tenant has no such sequence.
   Sequence* Find(TenantKey tenant, SequenceId id);
-  absl::StatusOr<Sequence*> FindOrFault(TenantKey tenant, SequenceId id, std::string field,
-                                        Fault* fault);
+  absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field);
   // The tenant's sequences, of one client if `client_id` is not empty; ordered by id.
   std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id);
   std::vector<Sequence*> OfModel(const Model& model);
@@ -91,12 +89,14 @@ class SequenceTable {
   int32_t size() const { return static_cast<int32_t>(by_id_.size()); }
 
  private:
-  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms, Fault* fault) const;
-  absl::Status CheckNames(const std::string& client_id, const std::string& request_id,
-                          Fault* fault) const;
+  absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
+  absl::Status CheckNames(const std::string& client_id, const std::string& request_id) const;
   // The sequence an earlier call with this request id opened, or null; ALREADY_EXISTS on a clash.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
-                                     const std::string& origin, Fault* fault);
+                                     const std::string& origin);
+  absl::Status Exhausted(const absl::Status& status) const;
+  absl::Status OtherEpoch(const Sequence& sequence, uint64_t expected) const;
+  absl::Status InStep(const Sequence& sequence) const;
   Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
                    const std::string& client_id, const std::string& request_id, std::string origin);
 

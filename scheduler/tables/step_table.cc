@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 
 namespace mla::scheduler {
 namespace {
@@ -10,36 +11,36 @@ namespace {
 constexpr size_t kAbortedRemembered = 256;
 constexpr int kMissingListed = 8;
 
-absl::Status CheckHeads(const Step& step, const AttendArgs& args, Fault* fault) {
+absl::Status CheckHeads(const Step& step, const AttendArgs& args) {
   const int32_t heads = step.model->spec->geometry.num_heads;
-  absl::Status status = CheckRange(fault, "attend.head_offset", args.head_offset, 0, heads - 1);
+  absl::Status status = CheckRange("attend.head_offset", args.head_offset, 0, heads - 1);
   if (!status.ok() || args.profile == Profile::kAppendOnly) return status;
-  return CheckRange(fault, "attend.num_heads", args.num_heads, 1, heads - args.head_offset);
+  return CheckRange("attend.num_heads", args.num_heads, 1, heads - args.head_offset);
 }
 
-absl::Status CheckProfile(const Step& step, const AttendArgs& args, Fault* fault) {
+absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
   const ModelSpec& spec = *step.model->spec;
   if (!step.model->scales_complete()) {
-    return RefuseField(fault, "attend.step_id", absl::StrCat("a step of model ", spec.id),
+    return RefuseField("attend.step_id", absl::StrCat("a step of model ", spec.id),
                        absl::StrCat("of a model whose layers have their scales, as kv_format ",
                                     kernels::Name(spec.kv_format), " needs"),
                        "scales_missing", absl::StatusCode::kFailedPrecondition);
   }
   if (args.profile == Profile::kAppendOnly && !args.has_kv) {
-    return RefuseField(fault, "attend.has_kv", "false", "true for APPEND_ONLY", "nothing_to_do");
+    return RefuseField("attend.has_kv", "false", "true for APPEND_ONLY", "nothing_to_do");
   }
   const absl::Status& absorbed_f32 = step.model->absorbed_f32;
   if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
       !absorbed_f32.ok()) {
-    fault->field = "attend.q_dtype";
-    fault->got = "DTYPE_F32";
-    fault->limit = "DTYPE_BF16 in the ABSORBED profile of this backend";
-    fault->reason = "unsupported_dtype";
-    return absorbed_f32;
+    return MakeError(absorbed_f32.code(), absorbed_f32.message(),
+                     {.field = "attend.q_dtype",
+                      .got = "DTYPE_F32",
+                      .limit = "DTYPE_BF16 in the ABSORBED profile of this backend",
+                      .reason = "unsupported_dtype"});
   }
   if (args.profile != Profile::kExpanded) return absl::OkStatus();
   if (spec.geometry.v_dim == 0) {
-    return RefuseField(fault, "attend.profile", "EXPANDED",
+    return RefuseField("attend.profile", "EXPANDED",
                        "a profile of the model: it was registered without nope_dim and v_dim",
                        "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
   }
@@ -54,28 +55,31 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args, Fault* fault
     if (complete) continue;
     absl::StrAppend(&layers, listed++ == 0 ? "" : ", ", layer);
   }
-  return RefuseField(fault, "attend.profile", "EXPANDED",
+  return RefuseField("attend.profile", "EXPANDED",
                      absl::StrCat("preceded by weights of layers ", layers), "weights_missing",
                      absl::StatusCode::kFailedPrecondition);
 }
 
-absl::Status CheckKvOrder(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault) {
+absl::Status CheckKvOrder(const Step& step, const AttendArgs& args, bool* repeat) {
   const LayerProgress& layer = step.layers[args.layer];
   const int32_t end = args.row_begin + args.row_count;
   *repeat = args.has_kv && end <= layer.accepted;
   if (!args.has_kv) return absl::OkStatus();
   if (layer.writer_head >= 0 && layer.writer_head != args.head_offset) {
-    return RefuseField(fault, "attend.has_kv", absl::StrCat("true at head ", args.head_offset),
+    return RefuseField("attend.has_kv", absl::StrCat("true at head ", args.head_offset),
                        absl::StrCat("false: the slice at head ", layer.writer_head,
                                     " brings the KV rows of layer ", args.layer),
                        "kv_writer_taken", absl::StatusCode::kFailedPrecondition);
   }
   if (*repeat || args.row_begin == layer.accepted) return absl::OkStatus();
-  fault->next_row = layer.accepted;
-  fault->last_good_position = CommittedAt(step, args.row_begin);
-  return RefuseField(fault, "attend.row_begin", absl::StrCat(args.row_begin),
-                     absl::StrCat(layer.accepted, ": rows of layer ", args.layer, " come in order"),
-                     "rows_out_of_order", absl::StatusCode::kFailedPrecondition);
+  return RefuseField(
+      {.field = "attend.row_begin",
+       .got = absl::StrCat(args.row_begin),
+       .limit = absl::StrCat(layer.accepted, ": rows of layer ", args.layer, " come in order"),
+       .reason = "rows_out_of_order",
+       .last_good_position = CommittedAt(step, args.row_begin),
+       .next_row = layer.accepted},
+      absl::StatusCode::kFailedPrecondition);
 }
 
 }  // namespace
@@ -97,28 +101,31 @@ Step* StepTable::Lookup(TenantKey tenant, StepId id) {
   return nullptr;
 }
 
-absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault) {
+absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id) {
   Step* step = Lookup(tenant, id);
   if (step != nullptr && step->Includes(stream)) return step;
   if (step == nullptr) {
     for (auto gone = aborted_.rbegin(); gone != aborted_.rend(); ++gone) {
       if (gone->tenant != tenant || gone->id != id) continue;
-      Blame(fault, "step_id", absl::StrCat(id), "an open step");
-      fault->last_good_position = gone->committed;
-      return Refuse(fault, absl::StatusCode::kAborted,
-                    absl::StrCat("step ", id, " was aborted: ", gone->why), "step_aborted");
+      return MakeError(absl::StatusCode::kAborted,
+                       absl::StrCat("step ", id, " was aborted: ", gone->why),
+                       {.field = "step_id",
+                        .got = absl::StrCat(id),
+                        .limit = "an open step",
+                        .reason = "step_aborted",
+                        .last_good_position = gone->committed});
     }
   }
-  fault->field = "step_id";
-  fault->got = absl::StrCat(id);
-  fault->limit = "an open step that this stream began or joined";
-  fault->reason = "step_not_found";
-  return absl::NotFoundError(absl::StrCat("step ", id, " is not open on this stream"));
+  return MakeError(absl::StatusCode::kNotFound,
+                   absl::StrCat("step ", id, " is not open on this stream"),
+                   {.field = "step_id",
+                    .got = absl::StrCat(id),
+                    .limit = "an open step that this stream began or joined",
+                    .reason = "step_not_found"});
 }
 
-absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id, Fault* fault) {
-  absl::Status taken =
-      tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step", fault);
+absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
+  absl::Status taken = tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step");
   if (!taken.ok()) return taken;
   if (free_.empty()) {
     pool_.push_back(std::make_unique<Step>());
@@ -154,25 +161,23 @@ void StepTable::Remove(Step* step, const std::string& why) {
   free_.push_back(step);
 }
 
-absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault) {
+absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat) {
   // Before anything else: the request's memory has the size of another model's rows.
   if (args.sized_for.num_heads != 0 && args.sized_for != step.model->spec->geometry) {
-    return RefuseField(fault, "attend.step_id", absl::StrCat(step.id),
+    return RefuseField("attend.step_id", absl::StrCat(step.id),
                        "the id of a step of the model that this request was sized for",
                        "step_reused", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status =
-      CheckRange(fault, "attend.layer", args.layer, 0, step.model->spec->layers - 1);
+  absl::Status status = CheckRange("attend.layer", args.layer, 0, step.model->spec->layers - 1);
   if (status.ok()) {
-    status = CheckRange(fault, "attend.row_begin", args.row_begin, 0, step.total_rows - 1);
+    status = CheckRange("attend.row_begin", args.row_begin, 0, step.total_rows - 1);
   }
   if (status.ok()) {
-    status =
-        CheckRange(fault, "attend.row_count", args.row_count, 1, step.total_rows - args.row_begin);
+    status = CheckRange("attend.row_count", args.row_count, 1, step.total_rows - args.row_begin);
   }
-  if (status.ok()) status = CheckHeads(step, args, fault);
-  if (status.ok()) status = CheckProfile(step, args, fault);
-  if (status.ok()) status = CheckKvOrder(step, args, repeat, fault);
+  if (status.ok()) status = CheckHeads(step, args);
+  if (status.ok()) status = CheckProfile(step, args);
+  if (status.ok()) status = CheckKvOrder(step, args, repeat);
   return status;
 }
 

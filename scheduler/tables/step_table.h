@@ -24,8 +24,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/error.h"
 #include "scheduler/clock.h"
-#include "scheduler/fault.h"
 #include "scheduler/limits.h"
 #include "scheduler/request.h"
 #include "scheduler/tables/sequence_table.h"
@@ -93,12 +93,12 @@ class StepTable {
   StepTable(const Limits& limits, TenantTable* tenants);
 
   // The open step, or NOT_FOUND / ABORTED with the reason it is gone.
-  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id, Fault* fault);
+  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id);
   // Any open step of the tenant by id, with any participants; null if none.
   Step* Lookup(TenantKey tenant, StepId id);
   // An empty step of the model from the pool, listed as open. RESOURCE_EXHAUSTED when the tenant or
   // the server has as many as its bound says.
-  absl::StatusOr<Step*> Create(Model* model, StepId id, Fault* fault);
+  absl::StatusOr<Step*> Create(Model* model, StepId id);
   // Removes the step; `why` not empty remembers it as aborted.
   void Remove(Step* step, const std::string& why);
 
@@ -116,9 +116,9 @@ class StepTable {
   std::deque<AbortedStep> aborted_;  // the last few
 };
 
-// The rules of one Attend against its step; pure but for the Fault.
+// The rules of one Attend against its step; pure.
 // Fields are those of AttendArgs; `*repeat` is set when its KV rows were accepted before.
-absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat, Fault* fault);
+absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat);
 // Equal contents: a repeat by the same stream or a join by another.
 bool SameStep(const Step& step, const BeginStepArgs& args);
 // Committed rows of the sequence to which that row of the step belongs; of the last one for a row

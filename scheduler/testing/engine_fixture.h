@@ -31,7 +31,7 @@ class EngineCoreTest : public ::testing::Test {
   void ExpectCode(const TestRequest& request, absl::StatusCode code, const std::string& reason) {
     ASSERT_EQ(request.answers, 1);
     EXPECT_EQ(request.status.code(), code) << request.status;
-    EXPECT_EQ(request.fault.reason, reason) << request.status;
+    EXPECT_EQ(request.detail.reason, reason) << request.status;
   }
 
   EngineHarness h_;

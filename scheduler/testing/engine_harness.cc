@@ -146,20 +146,18 @@ EngineHarness::EngineHarness(HarnessOptions options) : clock_(1'000'000), model_
                                  [next_id]() mutable { return Mix(++next_id); });
   Require(core.ok(), std::string(core.status().message()));
   core_ = *std::move(core);
-  Fault fault;
-  const TenantRef tenant = *core_->tenants().Enter(tenant_, &fault);
-  auto registered = core_->models().Register(tenant->key(), model_, &fault);
+  const TenantRef tenant = *core_->tenants().Enter(tenant_);
+  auto registered = core_->models().Register(tenant->key(), model_);
   Require(registered.ok(), std::string(registered.status().message()));
 }
 
 SequenceInfo EngineHarness::Open(const std::string& request_id, int64_t lease_ms) {
-  Fault fault;
   OpenArgs args;
   args.tenant = tenant_;
   args.model_id = model_.id;
   args.request_id = request_id;
   args.lease_ms = lease_ms;
-  auto info = core_->OpenSequence(args, &fault);
+  auto info = core_->OpenSequence(args);
   Require(info.ok(), std::string(info.status().message()));
   return *info;
 }

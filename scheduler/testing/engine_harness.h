@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "kernels/attention_backend.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine/engine_core.h"
@@ -18,16 +19,16 @@ namespace mla::scheduler::testing {
 // Records its answer. Owns the tensors it sends and receives.
 class TestRequest final : public StreamRequest {
  public:
-  void Done(const absl::Status& answer, const Fault& why) override {
+  void Done(const absl::Status& answer) override {
     ++answers;
     status = answer;
-    fault = why;
+    if (!answer.ok()) detail = DetailOf(answer);
   }
   bool answered() const { return answers > 0; }
 
   int answers = 0;
   absl::Status status;
-  Fault fault;
+  ErrorDetail detail;  // of an error
   std::vector<kernels::Bf16> kv_rows;
   std::vector<kernels::Bf16> queries;
   std::vector<float> output;

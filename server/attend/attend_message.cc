@@ -12,9 +12,8 @@ int64_t SteadyNanos() {
       .count();
 }
 
-void AttendMessage::Done(const absl::Status& status, const scheduler::Fault& why) {
+void AttendMessage::Done(const absl::Status& status) {
   answer = status;
-  if (!status.ok()) fault = why;
   owner->OnAnswered(this);
 }
 
@@ -41,7 +40,6 @@ void AttendMessage::Recycle() {
   reply_area = {};
   sizes = {};
   answer = absl::OkStatus();
-  fault = {};
   reserved_bytes = 0;
   begin_order = 0;
   answered_ns = 0;

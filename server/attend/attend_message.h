@@ -44,7 +44,7 @@ class AttendMessageOwner {
 
 class AttendMessage final : public scheduler::StreamRequest {
  public:
-  void Done(const absl::Status& status, const scheduler::Fault& fault) override;
+  void Done(const absl::Status& status) override;
   void Unref();
   void Ref() { references_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -56,7 +56,6 @@ class AttendMessage final : public scheduler::StreamRequest {
   std::vector<kernels::InputFragment> fragments;  // of those slices
   AttendSizes sizes;
   absl::Status answer;
-  scheduler::Fault fault;
   std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
   std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
   size_t reserved_bytes = 0;             // bytes counted against the stream

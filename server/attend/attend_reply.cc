@@ -24,7 +24,7 @@ void FillReply(const AttendMessage& message, uint64_t boot_id, v1::AttendStreamR
     v1::StepError* error = reply->mutable_error();
     error->set_code(static_cast<int32_t>(message.answer.code()));
     error->set_message(std::string(message.answer.message()));
-    *error->mutable_detail() = ToErrorDetail(message.fault);
+    *error->mutable_detail() = ToErrorDetail(message.answer);
     error->set_step_aborted(message.step_aborted);
     return;
   }

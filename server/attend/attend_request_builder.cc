@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "proto/wire/ring_layout.h"
 #include "server/grpc/grpc_status.h"
 
@@ -19,25 +20,22 @@ uint64_t Together(int64_t first, int64_t second) {
 }
 
 absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t length,
-                        const char* prefix, const char* field, scheduler::Fault* fault) {
+                        const char* prefix, const char* field) {
   if (length == 0) return absl::OkStatus();
   if (offset % wire::kSharedAlignment != 0) {
-    return InvalidField(fault, absl::StrCat(prefix, field),
-                        absl::StrCat("a multiple of ", wire::kSharedAlignment),
-                        absl::StrCat(offset), "misaligned");
+    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
+                       absl::StrCat("a multiple of ", wire::kSharedAlignment), "misaligned");
   }
   if (!region.Holds(offset, length)) {
-    return InvalidField(fault, absl::StrCat(prefix, field),
-                        absl::StrCat("such that ", length, " bytes lie within ",
-                                     region.arena_offset(), "..", region.size()),
-                        absl::StrCat(offset));
+    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
+                       absl::StrCat("such that ", length, " bytes lie within ",
+                                    region.arena_offset(), "..", region.size()));
   }
   return absl::OkStatus();
 }
 
 scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& tenant) {
-  scheduler::Fault fault;
-  absl::StatusOr<scheduler::TenantRef> row = engine.tenants()->Enter(tenant, &fault);
+  absl::StatusOr<scheduler::TenantRef> row = engine.tenants()->Enter(tenant);
   return row.ok() ? *std::move(row) : scheduler::TenantRef();
 }
 
@@ -59,7 +57,7 @@ uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
 
 absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
   message->tenant = row_.get();
-  return engine_->Submit(message, &message->fault);
+  return engine_->Submit(message);
 }
 
 absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header,
@@ -74,15 +72,15 @@ absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header
       message->step_id = header.abort_step().step_id();
       return absl::OkStatus();
     default:
-      return InvalidField(&message->fault, "body", "begin_step, attend, end_step or abort_step",
-                          "nothing", "missing");
+      return RefuseField("body", "nothing", "begin_step, attend, end_step or abort_step",
+                         "missing");
   }
 }
 
 absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
-  return ParseEndStep(end, engine_->limits(), &message->end, &message->fault);
+  return ParseEndStep(end, engine_->limits(), &message->end);
 }
 
 absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
@@ -90,16 +88,15 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
   message->kind = RequestKind::kBeginStep;
   message->step_id = begin.step_id();
   scheduler::StepShape shape;
-  absl::Status status =
-      ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows, &message->fault);
+  absl::Status status = ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows);
   if (!status.ok()) return status;
   shape.model = engine_->FindModel(tenant_, begin.model_id());
   if (shape.model == nullptr) {
-    message->fault.field = "begin_step.model_id";
-    message->fault.got = begin.model_id();
-    message->fault.limit = "a registered model of this tenant";
-    message->fault.reason = "model_not_found";
-    return absl::NotFoundError("begin_step.model_id: no such model");
+    return MakeError(absl::StatusCode::kNotFound, "begin_step.model_id: no such model",
+                     {.field = "begin_step.model_id",
+                      .got = begin.model_id(),
+                      .limit = "a registered model of this tenant",
+                      .reason = "model_not_found"});
   }
   const MutexLock lock(mutex_);
   message->begin_order = ++last_begin_;
@@ -134,18 +131,16 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
     return absl::OkStatus();
   }
   return ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes, &message->attend,
-                     &message->sizes, &message->fault);
+                     &message->sizes);
 }
 
 absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_t in_offset,
                                              uint64_t out_offset, const char* prefix,
                                              AttendMessage* message) {
   const AttendSizes& sizes = message->sizes;
-  absl::Status status =
-      CheckPlace(region, in_offset, SharedInBytes(sizes), prefix, "in_offset", &message->fault);
+  absl::Status status = CheckPlace(region, in_offset, SharedInBytes(sizes), prefix, "in_offset");
   if (status.ok()) {
-    status = CheckPlace(region, out_offset, SharedOutBytes(sizes), prefix, "out_offset",
-                        &message->fault);
+    status = CheckPlace(region, out_offset, SharedOutBytes(sizes), prefix, "out_offset");
   }
   if (!status.ok()) return status;
   scheduler::AttendArgs& args = message->attend;

@@ -8,7 +8,7 @@
 // region, which PointInto checks and points to.
 //
 // Ownership: opens the engine's stream; the transport closes it.
-// Every function: OK, or the status to answer with; the message's fault then says the same.
+// Every function: OK, or the status to answer with.
 // Allocates nothing for an attend, and nothing for the others once its list has grown.
 //
 // Threading: Prepare* from one thread at a time, Answered from any.
@@ -54,7 +54,7 @@ class AttendRequestBuilder final {
   }
   // Points a prepared attend at its tensors in `region`, which must stay mapped until it is
   // answered. INVALID_ARGUMENT when a place is unaligned or outside the arena. `prefix` stands
-  // before the field's name in the fault.
+  // before the field's name in an error.
   static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
                                 const char* prefix, AttendMessage* message);
   // Bytes that the tensors of a prepared attend take in shared memory.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "proto/wire/attend_codec.h"
 #include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
@@ -148,18 +149,17 @@ bool AttendStream::ScanHeader() {
 
 bool AttendStream::BreakMalformed(const absl::Status& status, std::string_view reason,
                                   std::string_view limit) {
-  scheduler::Fault fault;
-  fault.field = "message";
-  fault.got = absl::StrCat(incoming_.Length(), " bytes");
-  fault.limit = limit;
-  fault.reason = reason;
-  Break(status, fault);
+  Break(MakeError(status.code(), status.message(),
+                  {.field = "message",
+                   .got = absl::StrCat(incoming_.Length(), " bytes"),
+                   .limit = std::string(limit),
+                   .reason = std::string(reason)}));
   return false;
 }
 
-void AttendStream::Break(const absl::Status& status, const scheduler::Fault& fault) {
+void AttendStream::Break(const absl::Status& status) {
   // Before anything can finish the stream, which sends the detail behind the status.
-  const grpc::Status answer = ToGrpcStatus(status, fault, &call_->context());
+  const grpc::Status answer = ToGrpcStatus(status, &call_->context());
   const MutexLock lock(mutex_);
   broken_ = true;
   reader_ = Reader::kDone;
@@ -186,7 +186,7 @@ bool AttendStream::Handle() {
   }
   if (status.ok()) status = builder_.Submit(message);
   if (!status.ok()) {
-    shared_.metrics->CountRejected(message->fault.reason);
+    shared_.metrics->CountRejected(DetailOf(status).reason);
     message->answer = std::move(status);
     OnAnswered(message);
   }
@@ -208,9 +208,9 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
   }
   if (payload_.size != 0 || header_.has_shared()) {
     const bool payload = payload_.size != 0;
-    return InvalidField(
-        &message->fault, payload ? "payload" : "shared", "absent unless the body is attend",
-        payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region", "payload_size");
+    return RefuseField(payload ? "payload" : "shared",
+                       payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region",
+                       "absent unless the body is attend", "payload_size");
   }
   return builder_.Prepare(header_, message);
 }
@@ -219,19 +219,19 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
 absl::Status AttendStream::PrepareShared(AttendMessage* message) {
   const v1::SharedTensors& where = header_.shared();
   if (payload_.size != 0) {
-    return InvalidField(&message->fault, "payload", "empty beside shared",
-                        absl::StrCat(payload_.size, " bytes"), "payload_size");
+    return RefuseField("payload", absl::StrCat(payload_.size, " bytes"), "empty beside shared",
+                       "payload_size");
   }
   if (shared_.regions != nullptr) {
     message->region = shared_.regions->Find(builder_.tenant(), where.handle());
   }
   if (message->region == nullptr) {
     // The same words for a handle that never was, one of another tenant, and one that is no more.
-    message->fault.field = "shared.handle";
-    message->fault.limit = "the handle of a region whose connection stands";
-    message->fault.got = "another handle";
-    message->fault.reason = "region_not_found";
-    return absl::NotFoundError("shared.handle: no such region");
+    return MakeError(absl::StatusCode::kNotFound, "shared.handle: no such region",
+                     {.field = "shared.handle",
+                      .got = "another handle",
+                      .limit = "the handle of a region whose connection stands",
+                      .reason = "region_not_found"});
   }
   absl::Status status = builder_.PrepareAttend(header_.attend(), kTensorsElsewhere,
                                                std::numeric_limits<int64_t>::max(), message);
@@ -240,10 +240,9 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
   const uint64_t out = AttendRequestBuilder::SharedOutBytes(message->sizes);
   if (where.in_length() != in || where.out_length() != out) {
     const bool is_in = where.in_length() != in;
-    return InvalidField(&message->fault, is_in ? "shared.in_length" : "shared.out_length",
-                        absl::StrCat(is_in ? in : out, " bytes"),
-                        absl::StrCat(is_in ? where.in_length() : where.out_length()),
-                        "payload_size");
+    return RefuseField(is_in ? "shared.in_length" : "shared.out_length",
+                       absl::StrCat(is_in ? where.in_length() : where.out_length()),
+                       absl::StrCat(is_in ? in : out, " bytes"), "payload_size");
   }
   status = AttendRequestBuilder::PointInto(*message->region, where.in_offset(), where.out_offset(),
                                            "shared.", message);
@@ -291,7 +290,7 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const auto staged =
       static_cast<int64_t>(StagingPool::BlockBytes(in) + StagingPool::BlockBytes(out));
   if (staged > tenant_->bound(Resource::kStagedBytes)) {  // waiting would not help
-    return tenants.Refusal(*tenant_, Resource::kStagedBytes, staged, "payload", &message->fault);
+    return tenants.Refusal(*tenant_, Resource::kStagedBytes, staged, "payload");
   }
   *stalled = !tenants.TryTake(*tenant_, Resource::kStagedBytes, staged);
   if (*stalled) return absl::OkStatus();

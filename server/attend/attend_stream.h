@@ -100,7 +100,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void Continue();
   void ReadNext();
   bool ScanHeader();
-  void Break(const absl::Status& status, const scheduler::Fault& fault);
+  void Break(const absl::Status& status);
   // For a message that cannot be read. Returns false.
   bool BreakMalformed(const absl::Status& status, std::string_view reason = "malformed",
                       std::string_view limit = "an AttendStreamRequest");

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "scheduler/fault.h"
+#include "base/error.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"
 
@@ -16,9 +16,8 @@ using scheduler::Resource;
 constexpr auto kPeriod = std::chrono::milliseconds(50);
 constexpr auto kStalledPeriod = std::chrono::microseconds(500);
 
-void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status,
-            const scheduler::Fault& fault) {
-  const grpc::Status answer = ToGrpcStatus(status, fault, &call->context());
+void Refuse(std::unique_ptr<StreamCall> call, const absl::Status& status) {
+  const grpc::Status answer = ToGrpcStatus(status, &call->context());
   RefuseCall(std::move(call), answer);
 }
 
@@ -49,18 +48,16 @@ void AttentionService::TakeSlot() {
 }
 
 void AttentionService::Accept(std::unique_ptr<StreamCall> call) {
-  scheduler::Fault fault;
   const auto names = static_cast<size_t>(shared_.engine->limits().max_name_bytes);
-  const absl::StatusOr<Identity> identity =
-      Identify(call->context(), names, shared_.unix_tenant, &fault);
-  if (!identity.ok()) return Refuse(std::move(call), identity.status(), fault);
+  const absl::StatusOr<Identity> identity = Identify(call->context(), names, shared_.unix_tenant);
+  if (!identity.ok()) return Refuse(std::move(call), identity.status());
   scheduler::TenantTable& tenants = *shared_.engine->tenants();
-  absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(identity->tenant, &fault);
+  absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(identity->tenant);
   absl::Status admitted = tenant.status();
-  if (tenant.ok()) admitted = tenants.Take(**tenant, Resource::kStreams, 1, "stream", &fault);
+  if (tenant.ok()) admitted = tenants.Take(**tenant, Resource::kStreams, 1, "stream");
   if (!admitted.ok()) {
-    shared_.metrics->CountRejected(fault.reason);
-    return Refuse(std::move(call), admitted, fault);
+    shared_.metrics->CountRejected(DetailOf(admitted).reason);
+    return Refuse(std::move(call), admitted);
   }
   TakeSlot();
   const MutexLock lock(mutex_);

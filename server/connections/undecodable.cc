@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "server/grpc/grpc_status.h"
 
 namespace mla::server {
@@ -32,13 +33,12 @@ class Interceptor final : public grpc::experimental::Interceptor {
 
  private:
   void Replace(InterceptorBatchMethods* methods) {
-    scheduler::Fault fault;
     const absl::Status status =
-        InvalidField(&fault, "request", absl::StrCat("a serialized request of ", info_->method()),
-                     "bytes that are none", "malformed");
-    methods->ModifySendStatus(ToGrpcStatus(status, {}, nullptr));
+        RefuseField("request", "bytes that are none",
+                    absl::StrCat("a serialized request of ", info_->method()), "malformed");
+    methods->ModifySendStatus(ToGrpcStatus(status, nullptr));
     if (auto* trailers = methods->GetSendTrailingMetadata(); trailers != nullptr) {
-      trailers->emplace(kErrorDetailKey, ToErrorDetail(fault).SerializeAsString());
+      trailers->emplace(kErrorDetailKey, ToErrorDetail(status).SerializeAsString());
     }
     if (*counter_) (*counter_)(*info_->server_context());
   }

@@ -4,15 +4,13 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "scheduler/fault.h"
+#include "base/error.h"
 #include "server/grpc/request_validator.h"
 #include "server/metrics/stats_table.h"
 #include "server/process/version.h"
 
 namespace mla::server {
 namespace {
-
-using scheduler::Fault;
 
 // How often a watcher looks whether its client is still there.
 constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
@@ -100,7 +98,7 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
                                          v1::GetServerInfoReply* reply) {
   return rpc_.Serve(
       context, "Admin.GetServerInfo",
-      [&](const Identity&, Fault*) {
+      [&](const Identity&) {
         reply->set_server_version(kVersion);
         reply->set_api_version(kApiVersion);
         reply->set_boot_id(rpc_.boot_id);
@@ -148,7 +146,7 @@ grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetS
                                     v1::GetStatsReply* reply) {
   return rpc_.Serve(
       context, "Admin.GetStats",
-      [&](const Identity&, Fault*) {
+      [&](const Identity&) {
         FillStats(Stats(), rpc_.metrics->wire(), reply);
         reply->set_boot_id(rpc_.boot_id);
         return absl::OkStatus();
@@ -171,13 +169,15 @@ void AdminService::FillUpdate(const ServerState::Snapshot& snapshot,
 grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
                                        const v1::WatchStatusRequest* request,
                                        grpc::ServerWriter<v1::StatusUpdate>* writer) {
-  return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity&, Fault* fault) {
+  return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity&) {
     const absl::Cleanup leave = [this] { watchers_.fetch_sub(1); };
     if (watchers_.fetch_add(1) >= options_.config.wire.max_watchers) {
-      fault->retry_after_ms = 1000;
-      return scheduler::RefuseField(fault, "call", "one more WatchStatus",
-                                    absl::StrCat("at most ", options_.config.wire.max_watchers),
-                                    "too_many_watchers", absl::StatusCode::kResourceExhausted);
+      return RefuseField({.field = "call",
+                          .got = "one more WatchStatus",
+                          .limit = absl::StrCat("at most ", options_.config.wire.max_watchers),
+                          .reason = "too_many_watchers",
+                          .retry_after_ms = 1000},
+                         absl::StatusCode::kResourceExhausted);
     }
     const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
     const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));
@@ -199,7 +199,7 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
 
 grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
                                  v1::DrainReply* reply) {
-  return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity&, Fault*) {
+  return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity&) {
     const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
                                                             : int64_t{request->deadline_ms()};
     const DrainResult result = options_.drain->Run(std::chrono::milliseconds(deadline_ms));
@@ -214,11 +214,11 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
 
 grpc::Status AdminService::CancelDrain(grpc::ServerContext* context, const v1::CancelDrainRequest*,
                                        v1::CancelDrainReply* reply) {
-  return rpc_.ServeOperator(context, "Admin.CancelDrain", [&](const Identity&, Fault* fault) {
+  return rpc_.ServeOperator(context, "Admin.CancelDrain", [&](const Identity&) {
     reply->set_boot_id(rpc_.boot_id);
     if (options_.drain->Cancel()) return absl::OkStatus();
-    fault->reason = "not_draining";
-    return absl::FailedPreconditionError("no drain that could be cancelled is under way");
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     "no drain that could be cancelled is under way", {.reason = "not_draining"});
   });
 }
 

@@ -60,7 +60,7 @@ class AdminService final : public v1::Admin::Service {
 
  private:
   scheduler::EngineStats Stats() const;
-  absl::Status CheckTenant(const std::string& tenant, scheduler::Fault* fault) const;
+  absl::Status CheckTenant(const std::string& tenant) const;
   void FillLimits(v1::Limits* limits) const;
   void FillBackends(v1::GetServerInfoReply* reply) const;
   void FillUpdate(const ServerState::Snapshot& snapshot, v1::StatusUpdate* update) const;

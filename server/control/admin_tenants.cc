@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "server/control/admin_service.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
@@ -12,7 +13,6 @@
 namespace mla::server {
 namespace {
 
-using scheduler::Fault;
 using scheduler::kUnbounded;
 using scheduler::Resource;
 using scheduler::ResourceRow;
@@ -56,34 +56,33 @@ void LogOperator(const char* event, const Identity& who, const std::string& tena
   Log(LogLevel::kInfo, event, {{"operator", who.tenant}, {"tenant", tenant}, {"what", what}});
 }
 
-absl::Status ParseQuota(const v1::SetQuotaRequest& request, scheduler::TenantQuota* quota,
-                        Fault* fault) {
+absl::Status ParseQuota(const v1::SetQuotaRequest& request, scheduler::TenantQuota* quota) {
   if (request.bounds_size() > static_cast<int>(kMostBounds)) {
-    return InvalidField(fault, "bounds", absl::StrCat("at most ", kMostBounds, " entries"),
-                        absl::StrCat(request.bounds_size()));
+    return RefuseField("bounds", absl::StrCat(request.bounds_size()),
+                       absl::StrCat("at most ", kMostBounds, " entries"));
   }
   for (int i = 0; i < request.bounds_size(); ++i) {
     const v1::QuotaBound& bound = request.bounds(i);
     const std::string path = absl::StrCat("bounds[", i, "].");
     const int resource = bound.resource();
     if (resource < 1 || resource > static_cast<int>(scheduler::kResourceCount)) {
-      return InvalidField(fault, path + "resource", absl::StrCat("1..", scheduler::kResourceCount),
-                          absl::StrCat(resource), "unknown_value");
+      return RefuseField(path + "resource", absl::StrCat(resource),
+                         absl::StrCat("1..", scheduler::kResourceCount), "unknown_value");
     }
     if (bound.bound() > static_cast<uint64_t>(kUnbounded)) {
-      return InvalidField(fault, path + "bound", absl::StrCat("0..", kUnbounded),
-                          absl::StrCat(bound.bound()));
+      return RefuseField(path + "bound", absl::StrCat(bound.bound()),
+                         absl::StrCat("0..", kUnbounded));
     }
     auto& slot = quota->bounds[static_cast<Resource>(resource)];
     if (slot) {
-      return InvalidField(fault, path + "resource", "each resource at most once",
-                          absl::StrCat(resource, " again"), "repeated");
+      return RefuseField(path + "resource", absl::StrCat(resource, " again"),
+                         "each resource at most once", "repeated");
     }
     slot = static_cast<int64_t>(bound.bound());
   }
   if (request.weight() > static_cast<uint32_t>(scheduler::kMaxTenantWeight)) {
-    return InvalidField(fault, "weight", absl::StrCat("0..", scheduler::kMaxTenantWeight),
-                        absl::StrCat(request.weight()));
+    return RefuseField("weight", absl::StrCat(request.weight()),
+                       absl::StrCat("0..", scheduler::kMaxTenantWeight));
   }
   if (request.weight() > 0) quota->weight = static_cast<int32_t>(request.weight());
   return absl::OkStatus();
@@ -91,32 +90,28 @@ absl::Status ParseQuota(const v1::SetQuotaRequest& request, scheduler::TenantQuo
 
 }  // namespace
 
-absl::Status AdminService::CheckTenant(const std::string& tenant, Fault* fault) const {
+absl::Status AdminService::CheckTenant(const std::string& tenant) const {
   const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
   if (IsTenantName(tenant, most)) return absl::OkStatus();
-  return InvalidField(fault, "tenant", absl::StrCat("1..", most, " printable ASCII characters"),
-                      absl::StrCat(tenant.size(), " bytes"), "name_characters");
+  return RefuseField("tenant", absl::StrCat(tenant.size(), " bytes"),
+                     absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
 }
 
 grpc::Status AdminService::GetQuota(grpc::ServerContext* context,
                                     const v1::GetQuotaRequest* request, v1::GetQuotaReply* reply) {
   return rpc_.Serve(
       context, "Admin.GetQuota",
-      [&](const Identity& who, Fault* fault) {
+      [&](const Identity& who) {
         const scheduler::TenantTable& tenants = *rpc_.engine->tenants();
         const bool own =
             !request->all() && (request->tenant().empty() || request->tenant() == who.tenant);
         absl::Status status = absl::OkStatus();
-        if (!request->tenant().empty()) status = CheckTenant(request->tenant(), fault);
+        if (!request->tenant().empty()) status = CheckTenant(request->tenant());
         if (status.ok() && request->all() && !request->tenant().empty()) {
-          status = InvalidField(fault, "tenant", "empty beside all", request->tenant());
+          status = RefuseField("tenant", request->tenant(), "empty beside all");
         }
-        Fault not_allowed;
-        const absl::Status allowed = CheckOperator(who, rpc_.operators, &not_allowed);
-        if (status.ok() && !own && !allowed.ok()) {
-          status = allowed;
-          *fault = not_allowed;
-        }
+        const absl::Status allowed = CheckOperator(who, rpc_.operators);
+        if (status.ok() && !own) status = allowed;
         if (!status.ok()) return status;
         if (request->all()) {
           for (const TenantUsage& usage : tenants.Usages()) Fill(usage, reply->add_tenants());
@@ -133,12 +128,12 @@ grpc::Status AdminService::GetQuota(grpc::ServerContext* context,
 
 grpc::Status AdminService::SetQuota(grpc::ServerContext* context,
                                     const v1::SetQuotaRequest* request, v1::SetQuotaReply* reply) {
-  return rpc_.ServeOperator(context, "Admin.SetQuota", [&](const Identity& who, Fault* fault) {
-    absl::Status status = CheckTenant(request->tenant(), fault);
+  return rpc_.ServeOperator(context, "Admin.SetQuota", [&](const Identity& who) {
+    absl::Status status = CheckTenant(request->tenant());
     scheduler::TenantQuota quota;
-    if (status.ok()) status = ParseQuota(*request, &quota, fault);
+    if (status.ok()) status = ParseQuota(*request, &quota);
     scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-    if (status.ok()) status = tenants.SetQuota(request->tenant(), quota, request->reset(), fault);
+    if (status.ok()) status = tenants.SetQuota(request->tenant(), quota, request->reset());
     if (!status.ok()) return status;
     LogOperator("quota_set", who, request->tenant(), request->ShortDebugString());
     Fill(tenants.Usage(request->tenant()), reply->mutable_quota());
@@ -150,50 +145,47 @@ grpc::Status AdminService::SetQuota(grpc::ServerContext* context,
 grpc::Status AdminService::EvictSequences(grpc::ServerContext* context,
                                           const v1::EvictSequencesRequest* request,
                                           v1::EvictSequencesReply* reply) {
-  return rpc_.ServeOperator(
-      context, "Admin.EvictSequences", [&](const Identity& who, Fault* fault) {
-        const scheduler::Limits& limits = rpc_.engine->limits();
-        absl::Status status = CheckTenant(request->tenant(), fault);
-        if (status.ok()) status = CheckName(request->client_id(), "client_id", true, limits, fault);
-        if (status.ok() && request->sequence_ids_size() > limits.max_sequences) {
-          status = InvalidField(fault, "sequence_ids",
-                                absl::StrCat("at most ", limits.max_sequences, " entries"),
-                                absl::StrCat(request->sequence_ids_size()));
-        }
-        // Everything of a tenant goes only when that is said.
-        const int ways =
-            (request->sequence_ids_size() > 0) + !request->client_id().empty() + request->all();
-        if (status.ok() && ways != 1) {
-          status = InvalidField(fault, "sequence_ids",
-                                "given, or client_id given, or all: one of the three",
-                                absl::StrCat(ways, " of them"), "inconsistent");
-        }
-        if (!status.ok()) return status;
-        scheduler::SequenceSelection selection;
-        selection.tenant = request->tenant();
-        selection.ids.assign(request->sequence_ids().begin(), request->sequence_ids().end());
-        selection.client_id = request->client_id();
-        std::vector<scheduler::SequenceId> not_found;
-        const int32_t evicted = rpc_.engine->EvictSequences(selection, &not_found);
-        LogOperator("sequences_evicted", who, request->tenant(), absl::StrCat(evicted));
-        reply->set_evicted(static_cast<uint32_t>(evicted));
-        reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
-        reply->set_boot_id(rpc_.boot_id);
-        return absl::OkStatus();
-      });
+  return rpc_.ServeOperator(context, "Admin.EvictSequences", [&](const Identity& who) {
+    const scheduler::Limits& limits = rpc_.engine->limits();
+    absl::Status status = CheckTenant(request->tenant());
+    if (status.ok()) status = CheckName(request->client_id(), "client_id", true, limits);
+    if (status.ok() && request->sequence_ids_size() > limits.max_sequences) {
+      status = RefuseField("sequence_ids", absl::StrCat(request->sequence_ids_size()),
+                           absl::StrCat("at most ", limits.max_sequences, " entries"));
+    }
+    // Everything of a tenant goes only when that is said.
+    const int ways =
+        (request->sequence_ids_size() > 0) + !request->client_id().empty() + request->all();
+    if (status.ok() && ways != 1) {
+      status = RefuseField("sequence_ids", absl::StrCat(ways, " of them"),
+                           "given, or client_id given, or all: one of the three", "inconsistent");
+    }
+    if (!status.ok()) return status;
+    scheduler::SequenceSelection selection;
+    selection.tenant = request->tenant();
+    selection.ids.assign(request->sequence_ids().begin(), request->sequence_ids().end());
+    selection.client_id = request->client_id();
+    std::vector<scheduler::SequenceId> not_found;
+    const int32_t evicted = rpc_.engine->EvictSequences(selection, &not_found);
+    LogOperator("sequences_evicted", who, request->tenant(), absl::StrCat(evicted));
+    reply->set_evicted(static_cast<uint32_t>(evicted));
+    reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
 }
 
 grpc::Status AdminService::EvictModel(grpc::ServerContext* context,
                                       const v1::EvictModelRequest* request,
                                       v1::EvictModelReply* reply) {
-  return rpc_.ServeOperator(context, "Admin.EvictModel", [&](const Identity& who, Fault* fault) {
-    absl::Status status = CheckTenant(request->tenant(), fault);
+  return rpc_.ServeOperator(context, "Admin.EvictModel", [&](const Identity& who) {
+    absl::Status status = CheckTenant(request->tenant());
     if (status.ok()) {
-      status = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits(), fault);
+      status = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
     }
     if (!status.ok()) return status;
     const absl::StatusOr<int32_t> evicted =
-        rpc_.engine->EvictModel(request->tenant(), request->model_id(), fault);
+        rpc_.engine->EvictModel(request->tenant(), request->model_id());
     if (!evicted.ok()) return evicted.status();
     LogOperator("model_evicted", who, request->tenant(), request->model_id());
     reply->set_evicted_sequences(static_cast<uint32_t>(*evicted));

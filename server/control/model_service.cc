@@ -5,13 +5,12 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "server/control/weights_upload.h"
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
 namespace {
-
-using scheduler::Fault;
 
 std::span<const float> Span(const google::protobuf::RepeatedField<float>& values) {
   return {values.data(), static_cast<size_t>(values.size())};
@@ -56,12 +55,12 @@ ModelService::~ModelService() {
 
 grpc::Status ModelService::Register(grpc::ServerContext* context,
                                     const v1::RegisterRequest* request, v1::RegisterReply* reply) {
-  return rpc_.Serve(context, "Models.Register", [&](const Identity& who, Fault* fault) {
+  return rpc_.Serve(context, "Models.Register", [&](const Identity& who) {
     scheduler::ModelSpec spec;
-    absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec, fault);
+    absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec);
     if (!status.ok()) return status;
-    const auto info = rpc_.engine->RegisterModel(
-        who.tenant, spec, fault, int64_t{request->lease_ms()}, Span(request->kv_scales()));
+    const auto info = rpc_.engine->RegisterModel(who.tenant, spec, int64_t{request->lease_ms()},
+                                                 Span(request->kv_scales()));
     if (!info.ok()) return info.status();
     Fill(info->spec, reply->mutable_model());
     reply->set_scales_complete(info->scales_complete);
@@ -77,8 +76,8 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
 grpc::Status ModelService::UploadWeights(grpc::ServerContext* context,
                                          grpc::ServerReader<v1::UploadWeightsRequest>* reader,
                                          v1::UploadWeightsReply* reply) {
-  return rpc_.Serve(context, "Models.UploadWeights", [&](const Identity& who, Fault* fault) {
-    absl::Status status = ServeUpload(who.tenant, context, reader, reply, fault);
+  return rpc_.Serve(context, "Models.UploadWeights", [&](const Identity& who) {
+    absl::Status status = ServeUpload(who.tenant, context, reader, reply);
     reply->set_boot_id(rpc_.boot_id);
     return status;
   });
@@ -86,16 +85,16 @@ grpc::Status ModelService::UploadWeights(grpc::ServerContext* context,
 
 absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerContext* context,
                                        grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                                       v1::UploadWeightsReply* reply, Fault* fault) {
+                                       v1::UploadWeightsReply* reply) {
   scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-  absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant, fault);
+  absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant);
   if (!row.ok()) return row.status();
-  absl::Status status = tenants.Take(**row, scheduler::Resource::kUploads, 1, "call", fault);
+  absl::Status status = tenants.Take(**row, scheduler::Resource::kUploads, 1, "call");
   if (!status.ok()) {
-    rpc_.metrics->CountRejected(fault->reason);
+    rpc_.metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
-  status = Upload(tenant, context, in, reply, fault);
+  status = Upload(tenant, context, in, reply);
   tenants.Return(**row, scheduler::Resource::kUploads, 1);
   bool cut = false;
   {
@@ -105,10 +104,9 @@ absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerCo
     watched_.erase(context);
   }
   if (!cut) return status;
-  *fault = Fault();
-  fault->reason = "upload_idle";
-  return absl::DeadlineExceededError(
-      absl::StrCat("the upload has sent nothing for ", upload_idle_.count(), " ms"));
+  return MakeError(absl::StatusCode::kDeadlineExceeded,
+                   absl::StrCat("the upload has sent nothing for ", upload_idle_.count(), " ms"),
+                   {.reason = "upload_idle"});
 }
 
 bool ModelService::Read(grpc::ServerContext* context,
@@ -145,34 +143,34 @@ void ModelService::CancelIdle() {
 
 absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext* context,
                                   grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                                  v1::UploadWeightsReply* reply, Fault* fault) {
+                                  v1::UploadWeightsReply* reply) {
   v1::UploadWeightsRequest message;
   if (!Read(context, in, &message) || !message.has_header()) {
-    return InvalidField(fault, "header", "the first message of the call", "nothing", "missing");
+    return RefuseField("header", "nothing", "the first message of the call", "missing");
   }
   const std::string model_id = message.header().model_id();
   // Before it is echoed: trailing metadata must stay small.
-  const absl::Status named =
-      CheckName(model_id, "header.model_id", false, rpc_.engine->limits(), fault);
+  const absl::Status named = CheckName(model_id, "header.model_id", false, rpc_.engine->limits());
   if (!named.ok()) return named;
   const auto model = rpc_.engine->FindModel(tenant, model_id);
   if (model == nullptr) {
-    fault->field = "header.model_id";
-    fault->got = model_id;
-    fault->limit = "a registered model of this tenant";
-    fault->reason = "model_not_found";
-    return absl::NotFoundError("header.model_id: no such model");
+    return MakeError(absl::StatusCode::kNotFound, "header.model_id: no such model",
+                     {.field = "header.model_id",
+                      .got = model_id,
+                      .limit = "a registered model of this tenant",
+                      .reason = "model_not_found"});
   }
   const auto key = std::pair(tenant, model_id);
   {
     const MutexLock lock(mutex_);
     if (!uploading_.insert(key).second) {
-      fault->field = "header.model_id";
-      fault->got = model_id;
-      fault->limit = "a model without an upload under way";
-      fault->reason = "upload_under_way";
-      fault->retry_after_ms = 1000;
-      return absl::AbortedError("header.model_id: another upload of this model is under way");
+      return MakeError(absl::StatusCode::kAborted,
+                       "header.model_id: another upload of this model is under way",
+                       {.field = "header.model_id",
+                        .got = model_id,
+                        .limit = "a model without an upload under way",
+                        .reason = "upload_under_way",
+                        .retry_after_ms = 1000});
     }
   }
   const absl::Cleanup forget = [&] {
@@ -181,21 +179,19 @@ absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext
   };
   WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
   while (Read(context, in, &message)) {
-    absl::Status status = upload.Add(message, fault);
+    absl::Status status = upload.Add(message);
     if (!status.ok()) return status;
   }
-  return upload.Finish(reply, fault);
+  return upload.Finish(reply);
 }
 
 grpc::Status ModelService::UploadScales(grpc::ServerContext* context,
                                         const v1::UploadScalesRequest* request,
                                         v1::UploadScalesReply* reply) {
-  return rpc_.Serve(context, "Models.UploadScales", [&](const Identity& who, Fault* fault) {
-    absl::Status status =
-        CheckName(request->model_id(), "model_id", false, rpc_.engine->limits(), fault);
+  return rpc_.Serve(context, "Models.UploadScales", [&](const Identity& who) {
+    absl::Status status = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
     if (status.ok()) {
-      status =
-          rpc_.engine->SetScales(who.tenant, request->model_id(), Span(request->scales()), fault);
+      status = rpc_.engine->SetScales(who.tenant, request->model_id(), Span(request->scales()));
     }
     reply->set_boot_id(rpc_.boot_id);
     return status;
@@ -204,7 +200,7 @@ grpc::Status ModelService::UploadScales(grpc::ServerContext* context,
 
 grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListModelsRequest*,
                                 v1::ListModelsReply* reply) {
-  return rpc_.Serve(context, "Models.List", [&](const Identity& who, Fault*) {
+  return rpc_.Serve(context, "Models.List", [&](const Identity& who) {
     for (const scheduler::ModelInfo& info : rpc_.engine->ListModels(who.tenant)) {
       v1::ModelInfo* model = reply->add_models();
       Fill(info.spec, model->mutable_model());
@@ -222,10 +218,9 @@ grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListMode
 grpc::Status ModelService::Unregister(grpc::ServerContext* context,
                                       const v1::UnregisterRequest* request,
                                       v1::UnregisterReply* reply) {
-  return rpc_.Serve(context, "Models.Unregister", [&](const Identity& who, Fault* fault) {
-    absl::Status status =
-        CheckName(request->model_id(), "model_id", false, rpc_.engine->limits(), fault);
-    if (status.ok()) status = rpc_.engine->UnregisterModel(who.tenant, request->model_id(), fault);
+  return rpc_.Serve(context, "Models.Unregister", [&](const Identity& who) {
+    absl::Status status = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
+    if (status.ok()) status = rpc_.engine->UnregisterModel(who.tenant, request->model_id());
     reply->set_boot_id(rpc_.boot_id);
     return status;
   });

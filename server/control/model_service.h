@@ -54,10 +54,10 @@ class ModelService final : public v1::Models::Service {
   // One upload, with its place among the tenant's, and cut when it is idle.
   absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context,
                            grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                           v1::UploadWeightsReply* reply, scheduler::Fault* fault);
+                           v1::UploadWeightsReply* reply);
   absl::Status Upload(const std::string& tenant, grpc::ServerContext* context,
                       grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                      v1::UploadWeightsReply* reply, scheduler::Fault* fault);
+                      v1::UploadWeightsReply* reply);
   bool Read(grpc::ServerContext* context, grpc::ServerReader<v1::UploadWeightsRequest>* in,
             v1::UploadWeightsRequest* message);
   void CancelIdle();

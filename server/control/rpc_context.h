@@ -63,33 +63,31 @@ struct RpcContext {
   grpc::Status ServeOperator(grpc::ServerContext* context, const char* rpc, Body body) const {
     return Serve(
         context, rpc,
-        [&](const Identity& who, scheduler::Fault* fault) {
-          const absl::Status allowed = CheckOperator(who, operators, fault);
-          return allowed.ok() ? body(who, fault) : allowed;
+        [&](const Identity& who) {
+          const absl::Status allowed = CheckOperator(who, operators);
+          return allowed.ok() ? body(who) : allowed;
         },
         CallClass::kReserved);
   }
 
-  // body(const Identity&, scheduler::Fault*) -> absl::Status
+  // body(const Identity&) -> absl::Status
   template <typename Body>
   grpc::Status Serve(grpc::ServerContext* context, const char* rpc, Body body,
                      CallClass call_class = CallClass::kOrdinary) const {
-    scheduler::Fault fault;
-    const auto identity = Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes),
-                                   unix_tenant, &fault);
+    const auto identity =
+        Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
     absl::Status status = identity.status();
     if (status.ok()) {
-      const absl::StatusOr<CallSlot> slot = Admit(*identity, call_class, &fault);
-      status = slot.ok() ? body(*identity, &fault) : slot.status();
+      const absl::StatusOr<CallSlot> slot = Admit(*identity, call_class);
+      status = slot.ok() ? body(*identity) : slot.status();
     }
     Note(rpc, identity.ok() ? identity->tenant : "", status);
-    return ToGrpcStatus(status, fault, context);
+    return ToGrpcStatus(status, context);
   }
 
   // RESOURCE_EXHAUSTED when the tenant, or all tenants together, have as many control calls under
   // way as they may.
-  absl::StatusOr<CallSlot> Admit(const Identity& who, CallClass call_class,
-                                 scheduler::Fault* fault) const;
+  absl::StatusOr<CallSlot> Admit(const Identity& who, CallClass call_class) const;
   // Counts a finished call and logs it at debug level.
   void Note(const char* rpc, const std::string& tenant, const absl::Status& status) const;
 };

@@ -7,8 +7,6 @@
 namespace mla::server {
 namespace {
 
-using scheduler::Fault;
-
 void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
   to->set_sequence_id(from.id);
   to->set_epoch(from.epoch);
@@ -26,12 +24,12 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
 
 grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenRequest* request,
                                    v1::OpenReply* reply) {
-  return rpc_.Serve(context, "Sequences.Open", [&](const Identity& who, Fault* fault) {
+  return rpc_.Serve(context, "Sequences.Open", [&](const Identity& who) {
     scheduler::OpenArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseOpen(*request, rpc_.engine->limits(), &args, fault);
+    absl::Status status = ParseOpen(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
-    const auto opened = rpc_.engine->OpenSequence(args, fault);
+    const auto opened = rpc_.engine->OpenSequence(args);
     if (!opened.ok()) return opened.status();
     Fill(*opened, reply->mutable_sequence());
     reply->set_boot_id(rpc_.boot_id);
@@ -43,10 +41,10 @@ grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetReq
                                   v1::GetReply* reply) {
   return rpc_.Serve(
       context, "Sequences.Get",
-      [&](const Identity& who, Fault* fault) {
+      [&](const Identity& who) {
         scheduler::SequenceSelection selection;
         selection.tenant = who.tenant;
-        absl::Status status = ParseGet(*request, rpc_.engine->limits(), &selection, fault);
+        absl::Status status = ParseGet(*request, rpc_.engine->limits(), &selection);
         if (!status.ok()) return status;
         const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
         for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
@@ -59,12 +57,12 @@ grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetReq
 
 grpc::Status SequenceService::Fork(grpc::ServerContext* context, const v1::ForkRequest* request,
                                    v1::ForkReply* reply) {
-  return rpc_.Serve(context, "Sequences.Fork", [&](const Identity& who, Fault* fault) {
+  return rpc_.Serve(context, "Sequences.Fork", [&](const Identity& who) {
     scheduler::ForkArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseFork(*request, rpc_.engine->limits(), &args, fault);
+    absl::Status status = ParseFork(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
-    const auto forked = rpc_.engine->ForkSequence(args, fault);
+    const auto forked = rpc_.engine->ForkSequence(args);
     if (!forked.ok()) return forked.status();
     Fill(*forked, reply->mutable_sequence());
     reply->set_boot_id(rpc_.boot_id);
@@ -75,12 +73,12 @@ grpc::Status SequenceService::Fork(grpc::ServerContext* context, const v1::ForkR
 grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
                                        const v1::TruncateRequest* request,
                                        v1::TruncateReply* reply) {
-  return rpc_.Serve(context, "Sequences.Truncate", [&](const Identity& who, Fault* fault) {
+  return rpc_.Serve(context, "Sequences.Truncate", [&](const Identity& who) {
     int64_t length = 0;
-    absl::Status status = ParseTruncate(*request, &length, fault);
+    absl::Status status = ParseTruncate(*request, &length);
     if (!status.ok()) return status;
     const auto cut = rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
-                                                   request->expected_epoch(), fault);
+                                                   request->expected_epoch());
     if (!cut.ok()) return cut.status();
     reply->set_epoch(cut->epoch);
     reply->set_length(static_cast<uint64_t>(cut->length));
@@ -93,9 +91,9 @@ grpc::Status SequenceService::Release(grpc::ServerContext* context,
                                       const v1::ReleaseRequest* request, v1::ReleaseReply* reply) {
   return rpc_.Serve(
       context, "Sequences.Release",
-      [&](const Identity& who, Fault* fault) {
+      [&](const Identity& who) {
         std::vector<scheduler::SequenceId> ids, not_found;
-        absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids, fault);
+        absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids);
         if (!status.ok()) return status;
         const int32_t released = rpc_.engine->ReleaseSequences(who.tenant, ids, &not_found);
         reply->set_released(static_cast<uint32_t>(released));
@@ -111,13 +109,12 @@ grpc::Status SequenceService::RenewLease(grpc::ServerContext* context,
                                          v1::RenewLeaseReply* reply) {
   return rpc_.Serve(
       context, "Sequences.RenewLease",
-      [&](const Identity& who, Fault* fault) {
+      [&](const Identity& who) {
         scheduler::SequenceSelection selection;
         selection.tenant = who.tenant;
         int64_t lease_ms = 0;
         std::vector<scheduler::SequenceId> not_found;
-        absl::Status status =
-            ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms, fault);
+        absl::Status status = ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms);
         if (!status.ok()) return status;
         reply->set_renewed(
             static_cast<uint32_t>(rpc_.engine->RenewLeases(selection, lease_ms, &not_found)));

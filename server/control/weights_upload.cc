@@ -5,7 +5,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "scheduler/fault.h"
+#include "base/error.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
 
@@ -31,38 +31,37 @@ WeightsUpload::~WeightsUpload() {
   if (!committed_) engine_->DiscardWeights(tenant_, model_->id, upload_);
 }
 
-absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message, scheduler::Fault* fault) {
+absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message) {
   if (!expected_.empty()) {
-    return InvalidField(fault, "part", "nothing after the trailer", "another message", "order");
+    return RefuseField("part", "another message", "nothing after the trailer", "order");
   }
-  if (message.has_chunk()) return AddChunk(message.chunk(), fault);
+  if (message.has_chunk()) return AddChunk(message.chunk());
   if (!message.has_trailer()) {
-    return InvalidField(fault, "part", "chunk or trailer after the header",
-                        message.has_header() ? "header" : "nothing", "order");
+    return RefuseField("part", message.has_header() ? "header" : "nothing",
+                       "chunk or trailer after the header", "order");
   }
   if (message.trailer().sha256().size() != kDigestBytes) {
-    return InvalidField(fault, "trailer.sha256", absl::StrCat(kDigestBytes, " bytes"),
-                        absl::StrCat(message.trailer().sha256().size(), " bytes"));
+    return RefuseField("trailer.sha256", absl::StrCat(message.trailer().sha256().size(), " bytes"),
+                       absl::StrCat(kDigestBytes, " bytes"));
   }
   expected_ = message.trailer().sha256();
   return absl::OkStatus();
 }
 
-absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chunk,
-                                     scheduler::Fault* fault) {
+absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chunk) {
   if (chunk.payload().size() > static_cast<size_t>(chunk_bytes_)) {
-    return InvalidField(fault, "chunk.payload", absl::StrCat("at most ", chunk_bytes_, " bytes"),
-                        absl::StrCat(chunk.payload().size(), " bytes"), "payload_size");
+    return RefuseField("chunk.payload", absl::StrCat(chunk.payload().size(), " bytes"),
+                       absl::StrCat("at most ", chunk_bytes_, " bytes"), "payload_size");
   }
   int64_t bytes = 0;
-  absl::Status status = ParseWeightsChunk(chunk, *model_, &bytes, fault);
+  absl::Status status = ParseWeightsChunk(chunk, *model_, &bytes);
   if (!status.ok()) return status;
   for (uint32_t i = 0; i < chunk.head_count(); ++i) {
     const uint32_t head = chunk.head_begin() + i;
     if (!seen_.insert({chunk.layer(), head}).second) {
-      return InvalidField(fault, "chunk.head_begin", "heads not yet sent in this call",
-                          absl::StrCat("layer ", chunk.layer(), " head ", head, " again"),
-                          "repeated");
+      return RefuseField("chunk.head_begin",
+                         absl::StrCat("layer ", chunk.layer(), " head ", head, " again"),
+                         "heads not yet sent in this call", "repeated");
     }
   }
   EVP_DigestUpdate(digest_.get(), chunk.payload().data(), chunk.payload().size());
@@ -70,26 +69,31 @@ absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chun
   return engine_->LoadWeights(tenant_, model_->id, upload_, static_cast<int32_t>(chunk.layer()),
                               static_cast<int32_t>(chunk.head_begin()),
                               static_cast<int32_t>(chunk.head_count()),
-                              std::as_bytes(std::span(chunk.payload())), fault);
+                              std::as_bytes(std::span(chunk.payload())));
 }
 
-absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply, scheduler::Fault* fault) {
+absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply) {
   if (expected_.empty()) {
-    return InvalidField(fault, "trailer", "the last message of the call", "nothing", "missing");
+    return RefuseField("trailer", "nothing", "the last message of the call", "missing");
   }
   std::string got(kDigestBytes, '\0');
   EVP_DigestFinal_ex(digest_.get(), reinterpret_cast<unsigned char*>(got.data()), nullptr);
   if (got != expected_) {
-    scheduler::Blame(fault, "trailer.sha256", absl::BytesToHexString(expected_),
-                     absl::StrCat(absl::BytesToHexString(got), ", the digest of what arrived"));
-    fault->reason = "digest_mismatch";
-    return absl::DataLossError("trailer.sha256: differs from the digest of the bytes received");
+    return MakeError(
+        absl::StatusCode::kDataLoss,
+        "trailer.sha256: differs from the digest of the bytes received",
+        {.field = "trailer.sha256",
+         .got = absl::BytesToHexString(expected_),
+         .limit = absl::StrCat(absl::BytesToHexString(got), ", the digest of what arrived"),
+         .reason = "digest_mismatch"});
   }
   const auto missing = engine_->CommitWeights(tenant_, model_->id, upload_);
   if (!missing.ok()) {  // unregistered meanwhile
-    scheduler::Blame(fault, "header.model_id", model_->id, "a registered model of this tenant");
-    fault->reason = "model_not_found";
-    return missing.status();
+    return MakeError(missing.status().code(), missing.status().message(),
+                     {.field = "header.model_id",
+                      .got = model_->id,
+                      .limit = "a registered model of this tenant",
+                      .reason = "model_not_found"});
   }
   committed_ = true;
   reply->set_bytes(bytes_);

@@ -29,12 +29,12 @@ class WeightsUpload final {
 
   // INVALID_ARGUMENT for parts out of order, wrong sizes or a head sent twice; the engine's own
   // codes otherwise.
-  absl::Status Add(const v1::UploadWeightsRequest& message, scheduler::Fault* fault);
+  absl::Status Add(const v1::UploadWeightsRequest& message);
   // DATA_LOSS when the digest differs, INVALID_ARGUMENT without a trailer.
-  absl::Status Finish(v1::UploadWeightsReply* reply, scheduler::Fault* fault);
+  absl::Status Finish(v1::UploadWeightsReply* reply);
 
  private:
-  absl::Status AddChunk(const v1::UploadWeightsRequest::Chunk& chunk, scheduler::Fault* fault);
+  absl::Status AddChunk(const v1::UploadWeightsRequest::Chunk& chunk);
 
   scheduler::Engine* engine_;
   std::string tenant_;

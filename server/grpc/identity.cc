@@ -8,7 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "scheduler/fault.h"
+#include "base/error.h"
 
 namespace mla::server {
 namespace {
@@ -35,20 +35,19 @@ bool IsLocalPeer(const std::string& peer) {
          absl::StartsWith(peer, "ipv6:%5B::ffff:127.");
 }
 
-absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
-                           scheduler::Fault* fault) {
+absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy) {
   if (who.authenticated) {
     if (policy.tenants.count(who.tenant) != 0) return absl::OkStatus();
-    return scheduler::RefuseField(fault, "caller", who.tenant, "a tenant of server.operators",
-                                  "not_an_operator", absl::StatusCode::kPermissionDenied);
+    return RefuseField("caller", who.tenant, "a tenant of server.operators", "not_an_operator",
+                       absl::StatusCode::kPermissionDenied);
   }
   if (who.local ? policy.local_without_tls : policy.remote_without_tls) return absl::OkStatus();
-  return scheduler::RefuseField(
-      fault, "caller", who.local ? "a caller without TLS" : "a caller without TLS on another host",
-      policy.local_without_tls
-          ? "on the server's own host, or over TLS a tenant of server.operators"
-          : "over TLS a tenant of server.operators",
-      "not_an_operator", absl::StatusCode::kPermissionDenied);
+  return RefuseField("caller",
+                     who.local ? "a caller without TLS" : "a caller without TLS on another host",
+                     policy.local_without_tls
+                         ? "on the server's own host, or over TLS a tenant of server.operators"
+                         : "over TLS a tenant of server.operators",
+                     "not_an_operator", absl::StatusCode::kPermissionDenied);
 }
 
 std::string UnixTenant(const std::string& unix_tenant, const std::string& name) {
@@ -57,9 +56,7 @@ std::string UnixTenant(const std::string& unix_tenant, const std::string& name) 
 }
 
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
-                                  const std::string& unix_tenant, scheduler::Fault* fault) {
-  scheduler::Fault unused;
-  if (fault == nullptr) fault = &unused;
+                                  const std::string& unix_tenant) {
   const std::string limit = absl::StrCat("1..", max_name_bytes, " printable ASCII characters");
   Identity identity;
   const auto auth = context.auth_context();
@@ -70,10 +67,12 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
     identity.tenant = FirstProperty(*auth, GRPC_X509_SAN_PROPERTY_NAME);
     if (identity.tenant.empty()) identity.tenant = FirstProperty(*auth, GRPC_X509_CN_PROPERTY_NAME);
     if (!IsTenantName(identity.tenant, max_name_bytes)) {
-      scheduler::Blame(fault, "client certificate",
-                       absl::StrCat("a name of ", identity.tenant.size(), " bytes"), limit);
-      fault->reason = "name_characters";
-      return absl::UnauthenticatedError("the client certificate carries no usable name");
+      return MakeError(absl::StatusCode::kUnauthenticated,
+                       "the client certificate carries no usable name",
+                       {.field = "client certificate",
+                        .got = absl::StrCat("a name of ", identity.tenant.size(), " bytes"),
+                        .limit = limit,
+                        .reason = "name_characters"});
     }
     return identity;
   }
@@ -90,10 +89,12 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
   }
   if (!IsTenantName(identity.tenant, max_name_bytes)) {
     // The name itself may be too long, or unprintable.
-    scheduler::Blame(fault, absl::StrCat("metadata.", kTenantKey),
-                     absl::StrCat("a name of ", identity.tenant.size(), " bytes"), limit);
-    fault->reason = "name_characters";
-    return absl::InvalidArgumentError(absl::StrCat("metadata ", kTenantKey, ": must be ", limit));
+    return MakeError(absl::StatusCode::kInvalidArgument,
+                     absl::StrCat("metadata ", kTenantKey, ": must be ", limit),
+                     {.field = absl::StrCat("metadata.", kTenantKey),
+                      .got = absl::StrCat("a name of ", identity.tenant.size(), " bytes"),
+                      .limit = limit,
+                      .reason = "name_characters"});
   }
   return identity;
 }

@@ -37,11 +37,10 @@ struct OperatorPolicy {
 };
 
 // UNAUTHENTICATED: a TLS peer without a usable name. INVALID_ARGUMENT: a name that is empty, longer
-// than `max_name_bytes`, or holds bytes outside printable ASCII. `fault` (may be null) says so,
-// too. `unix_tenant` is server.unix_tenant.
+// than `max_name_bytes`, or holds bytes outside printable ASCII.
+// `unix_tenant` is server.unix_tenant.
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
-                                  const std::string& unix_tenant = "",
-                                  scheduler::Fault* fault = nullptr);
+                                  const std::string& unix_tenant = "");
 
 // Tenant of a caller over a unix socket who has given `name` (empty: none): `unix_tenant` unless
 // that is empty or "*", else the name, else "default".
@@ -52,9 +51,8 @@ bool IsLocalPeer(const std::string& peer);
 
 // OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without TLS on
 // this host or others as far as the policy says so. Else PERMISSION_DENIED with the reason
-// "not_an_operator" in `fault`.
-absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy,
-                           scheduler::Fault* fault);
+// "not_an_operator".
+absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy);
 
 // True if `name` can be a tenant's name.
 bool IsTenantName(const std::string& name, size_t max_name_bytes);

@@ -5,8 +5,7 @@
 // would have been accepted. Nothing behind this file validates sizes again. Rules that need the
 // engine's state (lengths, epochs, order of rows) are the engine's.
 //
-// All functions: OK fills the output; otherwise INVALID_ARGUMENT unless said otherwise, and `fault`
-// holds the same words.
+// All functions: OK fills the output; otherwise INVALID_ARGUMENT unless said otherwise.
 #ifndef MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
 #define MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
 
@@ -47,8 +46,7 @@ inline constexpr int64_t kTensorsElsewhere = -1;
 
 // `total_rows` receives the sum of the sequences' rows.
 absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limits& limits,
-                            scheduler::BeginStepArgs* args, int32_t* total_rows,
-                            scheduler::Fault* fault);
+                            scheduler::BeginStepArgs* args, int32_t* total_rows);
 
 // `total_rows` are the step's rows. Checks slices, profile, dtypes and that `payload_bytes` is what
 // they imply (unless it is kTensorsElsewhere) and that the reply stays within `message_bytes`.
@@ -56,10 +54,10 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limit
 // FAILED_PRECONDITION when the model has no expanded form.
 absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
                          int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,
-                         scheduler::AttendArgs* args, AttendSizes* sizes, scheduler::Fault* fault);
+                         scheduler::AttendArgs* args, AttendSizes* sizes);
 
 absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
-                          scheduler::EndStepArgs* args, scheduler::Fault* fault);
+                          scheduler::EndStepArgs* args);
 
 // The contract numbers formats as the kernels do.
 constexpr v1::KvFormat ToProto(kernels::KvFormat format) {
@@ -70,31 +68,28 @@ static_assert(ToProto(kernels::KvFormat::kFp8Tensor) == v1::KV_FORMAT_FP8_TENSOR
 static_assert(ToProto(kernels::KvFormat::kFp8Row) == v1::KV_FORMAT_FP8_ROW);
 
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
-                            scheduler::ModelSpec* spec, scheduler::Fault* fault);
+                            scheduler::ModelSpec* spec);
 
 // Checks an UploadWeights chunk against its model; `bytes` receives the payload size it must have.
 absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
-                               const scheduler::ModelSpec& model, int64_t* bytes,
-                               scheduler::Fault* fault);
+                               const scheduler::ModelSpec& model, int64_t* bytes);
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& limits,
-                       scheduler::OpenArgs* args, scheduler::Fault* fault);
+                       scheduler::OpenArgs* args);
 absl::Status ParseFork(const v1::ForkRequest& message, const scheduler::Limits& limits,
-                       scheduler::ForkArgs* args, scheduler::Fault* fault);
-absl::Status ParseTruncate(const v1::TruncateRequest& message, int64_t* length,
-                           scheduler::Fault* fault);
+                       scheduler::ForkArgs* args);
+absl::Status ParseTruncate(const v1::TruncateRequest& message, int64_t* length);
 absl::Status ParseGet(const v1::GetRequest& message, const scheduler::Limits& limits,
-                      scheduler::SequenceSelection* selection, scheduler::Fault* fault);
+                      scheduler::SequenceSelection* selection);
 absl::Status ParseRenew(const v1::RenewLeaseRequest& message, const scheduler::Limits& limits,
-                        scheduler::SequenceSelection* selection, int64_t* lease_ms,
-                        scheduler::Fault* fault);
+                        scheduler::SequenceSelection* selection, int64_t* lease_ms);
 absl::Status ParseRelease(const v1::ReleaseRequest& message, const scheduler::Limits& limits,
-                          std::vector<scheduler::SequenceId>* ids, scheduler::Fault* fault);
+                          std::vector<scheduler::SequenceId>* ids);
 
 // A name of the client's choice: valid when 1 (or 0 if `optional`) .. max_name_bytes bytes without
 // control characters.
 absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
-                       const scheduler::Limits& limits, scheduler::Fault* fault);
+                       const scheduler::Limits& limits);
 
 }  // namespace mla::server
 

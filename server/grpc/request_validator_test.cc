@@ -1,6 +1,7 @@
 // Bad-input table: every field of every message with every hostile value. What is inside the
 // documented range is accepted, everything else is refused under the field's own path.
 #include "server/grpc/request_validator.h"
+#include "base/error.h"
 
 #include <gtest/gtest.h>
 
@@ -15,7 +16,6 @@
 namespace mla::server {
 namespace {
 
-using scheduler::Fault;
 using scheduler::Limits;
 
 constexpr uint64_t kValues[] = {0,
@@ -44,9 +44,8 @@ constexpr uint64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
 // Runs the table; returns the number of cases.
 template <typename Message>
 int RunTable(const Message& good, const std::vector<Row<Message>>& rows,
-             const std::function<absl::Status(const Message&, Fault*)>& parse) {
-  Fault none;
-  EXPECT_EQ(parse(good, &none), absl::OkStatus());
+             const std::function<absl::Status(const Message&)>& parse) {
+  EXPECT_EQ(parse(good), absl::OkStatus());
   int cases = 0;
   for (const Row<Message>& row : rows) {
     // The bounds themselves and what lies just beyond: a wrong one is off by little.
@@ -59,16 +58,16 @@ int RunTable(const Message& good, const std::vector<Row<Message>>& rows,
       ++cases;
       Message message = good;
       row.set(&message, value);
-      Fault fault;
-      const absl::Status status = parse(message, &fault);
+      const absl::Status status = parse(message);
       const bool fine = value >= row.low && value <= row.high;
       EXPECT_EQ(status.ok(), fine) << row.field << " = " << value << ": " << status;
       if (fine) continue;
       EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << row.field << " = " << value;
-      EXPECT_EQ(fault.field, row.field) << value;
-      EXPECT_FALSE(fault.limit.empty()) << row.field;
-      EXPECT_NE(fault.got.find(absl::StrCat(value)), std::string::npos) << row.field << fault.got;
-      EXPECT_FALSE(fault.reason.empty()) << row.field;
+      EXPECT_EQ(DetailOf(status).field, row.field) << value;
+      EXPECT_FALSE(DetailOf(status).limit.empty()) << row.field;
+      EXPECT_NE(DetailOf(status).got.find(absl::StrCat(value)), std::string::npos)
+          << row.field << DetailOf(status).got;
+      EXPECT_FALSE(DetailOf(status).reason.empty()) << row.field;
     }
   }
   return cases;
@@ -105,10 +104,10 @@ TEST(RequestValidatorTest, BeginStep) {
       {"begin_step.sequences[0].rows", kMax32, 1, 8192,
        [](M* m, uint64_t v) { m->mutable_sequences(0)->set_rows(static_cast<uint32_t>(v)); }},
   };
-  const int cases = RunTable<M>(good, rows, [&](const M& m, Fault* fault) {
+  const int cases = RunTable<M>(good, rows, [&](const M& m) {
     scheduler::BeginStepArgs args;
     int32_t total = 0;
-    return ParseBeginStep(m, limits, &args, &total, fault);
+    return ParseBeginStep(m, limits, &args, &total);
   });
   EXPECT_GT(cases, 40);
 }
@@ -119,20 +118,16 @@ TEST(RequestValidatorTest, BeginStepAsAWhole) {
   int32_t total = 0;
   v1::BeginStep step;
   step.set_model_id("m");
-  Fault fault;
-  EXPECT_FALSE(ParseBeginStep(step, limits, &args, &total, &fault).ok());
-  EXPECT_EQ(fault.field, "begin_step.sequences");
+  EXPECT_EQ(DetailOf(ParseBeginStep(step, limits, &args, &total)).field, "begin_step.sequences");
   // Each is allowed, together they are too many; the sum must not overflow either.
   step.add_sequences()->set_rows(8192);
   step.add_sequences()->set_rows(8192);
-  EXPECT_FALSE(ParseBeginStep(step, limits, &args, &total, &fault).ok());
-  EXPECT_EQ(fault.got, "16384");
+  EXPECT_EQ(DetailOf(ParseBeginStep(step, limits, &args, &total)).got, "16384");
   step.clear_sequences();
   for (int i = 0; i < 513; ++i) step.add_sequences()->set_rows(1);
-  EXPECT_FALSE(ParseBeginStep(step, limits, &args, &total, &fault).ok());
-  EXPECT_EQ(fault.got, "513");
+  EXPECT_EQ(DetailOf(ParseBeginStep(step, limits, &args, &total)).got, "513");
   step.mutable_sequences()->DeleteSubrange(512, 1);
-  ASSERT_TRUE(ParseBeginStep(step, limits, &args, &total, &fault).ok());
+  ASSERT_TRUE(ParseBeginStep(step, limits, &args, &total).ok());
   EXPECT_EQ(total, 512);
   EXPECT_EQ(args.participants, 1);
 }
@@ -146,12 +141,12 @@ TEST(RequestValidatorTest, Attend) {
   good.set_profile(v1::PROFILE_ABSORBED);
   using M = v1::Attend;
   // The payload size follows from the message, so that only the field under test is wrong.
-  const auto parse = [](const M& m, Fault* fault) {
+  const auto parse = [](const M& m) {
     const uint64_t wide = uint64_t{m.row_count()} * m.num_heads() * 40 * 2;
     scheduler::AttendArgs args;
     AttendSizes sizes;
-    return ParseAttend(m, Model(), 4, static_cast<int64_t>(wide & 0xffffff), 1 << 20, &args, &sizes,
-                       fault);
+    return ParseAttend(m, Model(), 4, static_cast<int64_t>(wide & 0xffffff), 1 << 20, &args,
+                       &sizes);
   };
   const std::vector<Row<M>> rows = {
       {"attend.step_id", kMax64, 0, kMax64, [](M* m, uint64_t v) { m->set_step_id(v); }},
@@ -178,9 +173,8 @@ TEST(RequestValidatorTest, Attend) {
         if (value == 3) continue;  // APPEND_ONLY
         bad.set_profile(static_cast<v1::Profile>(value));
       }
-      Fault fault;
-      EXPECT_EQ(parse(bad, &fault).code(), absl::StatusCode::kInvalidArgument) << field << value;
-      EXPECT_EQ(fault.field, field);
+      EXPECT_EQ(parse(bad).code(), absl::StatusCode::kInvalidArgument) << field << value;
+      EXPECT_EQ(DetailOf(parse(bad)).field, field);
     }
   }
 }
@@ -196,27 +190,27 @@ TEST(RequestValidatorTest, AttendSizesFollowTheShapes) {
   attend.set_o_dtype(v1::DTYPE_F32);
   scheduler::AttendArgs args;
   AttendSizes sizes;
-  Fault fault;
   const int64_t kv = 3 * 40 * 2, q = 3 * 2 * 24 * 2;
-  ASSERT_TRUE(ParseAttend(attend, model, 4, kv + q, 1 << 20, &args, &sizes, &fault).ok());
+  ASSERT_TRUE(ParseAttend(attend, model, 4, kv + q, 1 << 20, &args, &sizes).ok());
   EXPECT_EQ(sizes.kv_bytes, kv);
   EXPECT_EQ(sizes.q_bytes, q);
   EXPECT_EQ(sizes.o_bytes, 3 * 2 * 16 * 4);
   EXPECT_EQ(sizes.lse_bytes, 3 * 2 * 4);
   for (const int64_t wrong : {int64_t{0}, kv + q - 1, kv + q + 1, int64_t{1} << 40}) {
-    EXPECT_FALSE(ParseAttend(attend, model, 4, wrong, 1 << 20, &args, &sizes, &fault).ok());
-    EXPECT_EQ(fault.field, "payload");
-    EXPECT_EQ(fault.reason, "payload_size");
+    EXPECT_EQ(DetailOf(ParseAttend(attend, model, 4, wrong, 1 << 20, &args, &sizes)).field,
+              "payload");
+    EXPECT_EQ(DetailOf(ParseAttend(attend, model, 4, wrong, 1 << 20, &args, &sizes)).reason,
+              "payload_size");
   }
-  EXPECT_FALSE(ParseAttend(attend, model, 4, kv + q, 700, &args, &sizes, &fault).ok());
-  EXPECT_EQ(fault.reason, "reply_too_large");
+  EXPECT_EQ(DetailOf(ParseAttend(attend, model, 4, kv + q, 700, &args, &sizes)).reason,
+            "reply_too_large");
   attend.set_profile(v1::PROFILE_APPEND_ONLY);
   attend.set_want_lse(false);
-  ASSERT_TRUE(ParseAttend(attend, model, 4, kv, 1 << 20, &args, &sizes, &fault).ok());
+  ASSERT_TRUE(ParseAttend(attend, model, 4, kv, 1 << 20, &args, &sizes).ok());
   EXPECT_EQ(sizes.o_bytes, 0);
   attend.set_has_kv(false);
-  EXPECT_FALSE(ParseAttend(attend, model, 4, 0, 1 << 20, &args, &sizes, &fault).ok());
-  EXPECT_EQ(fault.field, "attend.has_kv");
+  EXPECT_EQ(DetailOf(ParseAttend(attend, model, 4, 0, 1 << 20, &args, &sizes)).field,
+            "attend.has_kv");
 }
 
 TEST(RequestValidatorTest, ExpandedNeedsItsDims) {
@@ -228,10 +222,10 @@ TEST(RequestValidatorTest, ExpandedNeedsItsDims) {
   attend.set_profile(v1::PROFILE_EXPANDED);
   scheduler::AttendArgs args;
   AttendSizes sizes;
-  Fault fault;
-  EXPECT_EQ(ParseAttend(attend, model, 4, 0, 1 << 20, &args, &sizes, &fault).code(),
+  EXPECT_EQ(ParseAttend(attend, model, 4, 0, 1 << 20, &args, &sizes).code(),
             absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(fault.reason, "no_expanded_profile");
+  EXPECT_EQ(DetailOf(ParseAttend(attend, model, 4, 0, 1 << 20, &args, &sizes)).reason,
+            "no_expanded_profile");
 }
 
 TEST(RequestValidatorTest, Model) {
@@ -246,9 +240,9 @@ TEST(RequestValidatorTest, Model) {
   good.set_rope_owner(v1::ROPE_OWNER_WORKER);
   const Limits limits;
   using M = v1::ModelSpec;
-  const auto parse = [&](const M& m, Fault* fault) {
+  const auto parse = [&](const M& m) {
     scheduler::ModelSpec spec;
-    return ParseModelSpec(m, limits, &spec, fault);
+    return ParseModelSpec(m, limits, &spec);
   };
   const std::vector<Row<M>> rows = {
       {"model.geometry.num_heads", kMax32, 1, 128,
@@ -263,43 +257,39 @@ TEST(RequestValidatorTest, Model) {
        [](M* m, uint64_t v) { m->set_page_size(static_cast<uint32_t>(v)); }},
   };
   EXPECT_GT(RunTable<M>(good, rows, parse), 25);
-  Fault fault;
   for (const uint32_t value : {uint32_t{256}, uint32_t{257}, uint32_t{1} << 31, UINT32_MAX}) {
     for (const bool nope : {true, false}) {
       M changed = good;
       nope ? changed.mutable_geometry()->set_nope_dim(value)
            : changed.mutable_geometry()->set_v_dim(value);
-      EXPECT_EQ(parse(changed, &fault).ok(), value == 256) << value;
+      EXPECT_EQ(parse(changed).ok(), value == 256) << value;
       if (value == 256) continue;
-      EXPECT_EQ(fault.field, nope ? "model.geometry.nope_dim" : "model.geometry.v_dim");
-      EXPECT_EQ(fault.limit, "0..256");
+      const ErrorDetail detail = DetailOf(parse(changed));
+      EXPECT_EQ(detail.field, nope ? "model.geometry.nope_dim" : "model.geometry.v_dim");
+      EXPECT_EQ(detail.limit, "0..256");
     }
   }
   for (const double scale : {1.18e-38, 0.135, 3.4e38}) {
     M odd = good;
     odd.set_softmax_scale(scale);
-    EXPECT_TRUE(parse(odd, &fault).ok()) << scale;
+    EXPECT_TRUE(parse(odd).ok()) << scale;
   }
   for (const double scale :
        {0.0, -1.0, 1.17e-38, 5e-324, 3.41e38, 1e39, -1e39, std::numeric_limits<double>::infinity(),
         std::numeric_limits<double>::quiet_NaN()}) {
     M bad = good;
     bad.set_softmax_scale(scale);
-    EXPECT_FALSE(parse(bad, &fault).ok());
-    EXPECT_EQ(fault.field, "model.softmax_scale");
+    EXPECT_EQ(DetailOf(parse(bad)).field, "model.softmax_scale");
   }
   M bad = good;
   bad.set_rope_owner(v1::ROPE_OWNER_UNSPECIFIED);
-  EXPECT_FALSE(parse(bad, &fault).ok());
-  EXPECT_EQ(fault.field, "model.rope_owner");
+  EXPECT_EQ(DetailOf(parse(bad)).field, "model.rope_owner");
   bad = good;
   bad.set_kv_dtype(v1::DTYPE_F32);
-  EXPECT_FALSE(parse(bad, &fault).ok());
-  EXPECT_EQ(fault.field, "model.kv_dtype");
+  EXPECT_EQ(DetailOf(parse(bad)).field, "model.kv_dtype");
   bad = good;
   bad.mutable_geometry()->set_nope_dim(0);  // v_dim alone has no meaning
-  EXPECT_FALSE(parse(bad, &fault).ok());
-  EXPECT_EQ(fault.field, "model.geometry.v_dim");
+  EXPECT_EQ(DetailOf(parse(bad)).field, "model.geometry.v_dim");
 }
 
 TEST(RequestValidatorTest, QueryPrecision) {
@@ -317,9 +307,9 @@ TEST(RequestValidatorTest, QueryPrecision) {
   for (const int value : {0, 1, 2, 3, -1}) {
     model.set_query_precision(static_cast<v1::QueryPrecision>(value));
     scheduler::ModelSpec spec;
-    Fault fault;
-    EXPECT_EQ(ParseModelSpec(model, Limits(), &spec, &fault).ok(), value >= 0 && value <= 2);
-    EXPECT_EQ(fault.field, value < 0 || value > 2 ? "model.query_precision" : "");
+    const absl::Status parsed = ParseModelSpec(model, Limits(), &spec);
+    EXPECT_EQ(parsed.ok(), value >= 0 && value <= 2);
+    EXPECT_EQ(DetailOf(parsed).field, value < 0 || value > 2 ? "model.query_precision" : "");
   }
 }
 
@@ -339,15 +329,15 @@ TEST(RequestValidatorTest, KvFormat) {
       model.set_kv_dtype(dtype);
       model.set_kv_format(static_cast<v1::KvFormat>(value));
       scheduler::ModelSpec spec;
-      Fault fault;
       const bool known = value >= 0 && value <= 3;
       const bool conflict = dtype == v1::DTYPE_BF16 && value > 1;
-      ASSERT_EQ(ParseModelSpec(model, Limits(), &spec, &fault).ok(), known && !conflict) << value;
+      const absl::Status parsed = ParseModelSpec(model, Limits(), &spec);
+      ASSERT_EQ(parsed.ok(), known && !conflict) << value;
       if (known && !conflict) {
         EXPECT_EQ(spec.kv_format, kWant[value]);
       } else {
-        EXPECT_EQ(fault.field, "model.kv_format");
-        EXPECT_EQ(fault.reason, known ? "conflict" : "unknown_value");
+        EXPECT_EQ(DetailOf(parsed).field, "model.kv_format");
+        EXPECT_EQ(DetailOf(parsed).reason, known ? "conflict" : "unknown_value");
       }
     }
   }
@@ -360,9 +350,9 @@ TEST(RequestValidatorTest, WeightsChunk) {
   const std::string one_head(32 * (16 + 16) * 2, '<');
   good.set_payload(one_head);
   using M = v1::UploadWeightsRequest::Chunk;
-  const auto parse = [](const M& m, Fault* fault) {
+  const auto parse = [](const M& m) {
     int64_t bytes = 0;
-    return ParseWeightsChunk(m, Model(), &bytes, fault);
+    return ParseWeightsChunk(m, Model(), &bytes);
   };
   const std::vector<Row<M>> rows = {
       {"chunk.layer", kMax32, 0, 1,
@@ -379,11 +369,9 @@ TEST(RequestValidatorTest, WeightsChunk) {
        }},
   };
   EXPECT_GT(RunTable<M>(good, rows, parse), 15);
-  Fault fault;
   M bad = good;
   bad.mutable_payload()->pop_back();
-  EXPECT_FALSE(parse(bad, &fault).ok());
-  EXPECT_EQ(fault.field, "chunk.payload");
+  EXPECT_EQ(DetailOf(parse(bad)).field, "chunk.payload");
 }
 
 // Where rows of heads 1 and 2 of layer 1 are no numbers to compute with: W_UK [2, 16, 32], then
@@ -400,9 +388,8 @@ TEST(RequestValidatorTest, WeightsThatAreNoNumbers) {
     return changed;
   };
   int64_t bytes = 0;
-  Fault fault;
   for (const uint16_t bits : {0x0000, 0x8000, 0x0001, 0x497f, 0xc97f}) {
-    EXPECT_TRUE(ParseWeightsChunk(set(5, bits), Model(), &bytes, &fault).ok()) << bits;
+    EXPECT_TRUE(ParseWeightsChunk(set(5, bits), Model(), &bytes).ok()) << bits;
   }
   struct Case {
     size_t index;
@@ -414,61 +401,57 @@ TEST(RequestValidatorTest, WeightsThatAreNoNumbers) {
                         Case{1023, 0xff80, "-inf at layer 1, head 2, W_UK[15, 31]"},
                         Case{1024 + 16 + 3, 0x7f81, "nan at layer 1, head 1, W_UV[1, 3]"},
                         Case{2047, 0x4980, "1.04858e+06 at layer 1, head 2, W_UV[31, 15]"}}) {
-    EXPECT_FALSE(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes, &fault).ok()) << c.got;
-    EXPECT_EQ(fault.field, "chunk.payload");
-    EXPECT_EQ(fault.reason, "not_finite");
-    EXPECT_EQ(fault.got, c.got);
+    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).field,
+              "chunk.payload");
+    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).reason,
+              "not_finite");
+    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).got, c.got);
   }
 }
 
 TEST(RequestValidatorTest, Names) {
   const Limits limits;
-  Fault fault;
-  EXPECT_TRUE(CheckName(std::string(128, 'x'), "f", false, limits, &fault).ok());
-  EXPECT_FALSE(CheckName(std::string(129, 'x'), "f", false, limits, &fault).ok());
-  EXPECT_EQ(fault.got, "129 bytes");
-  EXPECT_FALSE(CheckName("", "f", false, limits, &fault).ok());
-  EXPECT_TRUE(CheckName("", "f", true, limits, &fault).ok());
-  EXPECT_FALSE(CheckName("a\nb", "f", true, limits, &fault).ok());
-  EXPECT_FALSE(CheckName(std::string("a\0b", 3), "f", true, limits, &fault).ok());
-  EXPECT_TRUE(CheckName("größe", "f", true, limits, &fault).ok());
+  EXPECT_TRUE(CheckName(std::string(128, 'x'), "f", false, limits).ok());
+  EXPECT_EQ(DetailOf(CheckName(std::string(129, 'x'), "f", false, limits)).got, "129 bytes");
+  EXPECT_FALSE(CheckName("", "f", false, limits).ok());
+  EXPECT_TRUE(CheckName("", "f", true, limits).ok());
+  EXPECT_FALSE(CheckName("a\nb", "f", true, limits).ok());
+  EXPECT_FALSE(CheckName(std::string("a\0b", 3), "f", true, limits).ok());
+  EXPECT_TRUE(CheckName("größe", "f", true, limits).ok());
 }
 
 TEST(RequestValidatorTest, Sequences) {
   const Limits limits;
-  Fault fault;
   v1::ForkRequest fork;
   scheduler::ForkArgs fork_args;
-  ASSERT_TRUE(ParseFork(fork, limits, &fork_args, &fault).ok());
+  ASSERT_TRUE(ParseFork(fork, limits, &fork_args).ok());
   EXPECT_FALSE(fork_args.length.has_value());
   for (const uint64_t value : kValues) {
     fork.set_length(value);
-    EXPECT_EQ(ParseFork(fork, limits, &fork_args, &fault).ok(), value <= kMaxInt64) << value;
+    EXPECT_EQ(ParseFork(fork, limits, &fork_args).ok(), value <= kMaxInt64) << value;
     v1::TruncateRequest truncate;
     truncate.set_length(value);
     int64_t length = 0;
-    EXPECT_EQ(ParseTruncate(truncate, &length, &fault).ok(), value <= kMaxInt64) << value;
+    EXPECT_EQ(ParseTruncate(truncate, &length).ok(), value <= kMaxInt64) << value;
     if (value > kMax32) continue;
     v1::OpenRequest open;
     open.set_model_id("m");
     open.set_lease_ms(static_cast<uint32_t>(value));
     scheduler::OpenArgs open_args;
-    EXPECT_EQ(ParseOpen(open, limits, &open_args, &fault).ok(), value <= 3600000) << value;
+    EXPECT_EQ(ParseOpen(open, limits, &open_args).ok(), value <= 3600000) << value;
   }
   v1::RenewLeaseRequest renew;
   scheduler::SequenceSelection selection;
   int64_t lease = 0;
-  EXPECT_FALSE(ParseRenew(renew, limits, &selection, &lease, &fault).ok());
-  EXPECT_EQ(fault.reason, "missing");
+  EXPECT_EQ(DetailOf(ParseRenew(renew, limits, &selection, &lease)).reason, "missing");
   renew.set_client_id("c");
-  EXPECT_TRUE(ParseRenew(renew, limits, &selection, &lease, &fault).ok());
+  EXPECT_TRUE(ParseRenew(renew, limits, &selection, &lease).ok());
   v1::ReleaseRequest release;
   std::vector<scheduler::SequenceId> ids;
   for (int i = 0; i < 2 * limits.max_sequences; ++i) release.add_sequence_ids(1);
-  EXPECT_TRUE(ParseRelease(release, limits, &ids, &fault).ok());
+  EXPECT_TRUE(ParseRelease(release, limits, &ids).ok());
   release.add_sequence_ids(1);
-  EXPECT_FALSE(ParseRelease(release, limits, &ids, &fault).ok());
-  EXPECT_EQ(fault.field, "sequence_ids");
+  EXPECT_EQ(DetailOf(ParseRelease(release, limits, &ids)).field, "sequence_ids");
 }
 
 TEST(RequestValidatorTest, EndStep) {
@@ -479,12 +462,10 @@ TEST(RequestValidatorTest, EndStep) {
     v1::EndStep end;
     end.add_committed_rows(0);
     end.add_committed_rows(static_cast<uint32_t>(value));
-    Fault fault;
     const bool fine = value <= static_cast<uint64_t>(limits.max_step_rows);
-    EXPECT_EQ(ParseEndStep(end, limits, &args, &fault).ok(), fine) << value;
-    if (!fine) {
-      EXPECT_EQ(fault.field, "end_step.committed_rows[1]");
-    }
+    const absl::Status parsed = ParseEndStep(end, limits, &args);
+    EXPECT_EQ(parsed.ok(), fine) << value;
+    EXPECT_EQ(DetailOf(parsed).field, fine ? "" : "end_step.committed_rows[1]");
   }
 }
 

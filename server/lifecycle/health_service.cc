@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "scheduler/fault.h"
+#include "base/error.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"
 
@@ -122,19 +122,16 @@ class HealthService::Call final : public StreamHandler {
 
  private:
   grpc::Status Invalid(const char* field, const char* limit, const char* got) {
-    scheduler::Fault fault;
-    const absl::Status status = InvalidField(&fault, field, limit, got, "malformed");
-    return ToGrpcStatus(status, fault, &call_->context());
+    const absl::Status status = RefuseField(field, got, limit, "malformed");
+    return ToGrpcStatus(status, &call_->context());
   }
 
   void AnswerCheck(const std::string& name) {
     const std::optional<ServingStatus> status = service_->StatusOf(name, service_->state_->Get());
     if (!status.has_value()) {
-      scheduler::Fault fault;
-      return End(ToGrpcStatus(
-          scheduler::RefuseField(&fault, "service", "another name", "a service of this server",
-                                 "service_not_found", absl::StatusCode::kNotFound),
-          fault, &call_->context()));
+      return End(ToGrpcStatus(RefuseField("service", "another name", "a service of this server",
+                                          "service_not_found", absl::StatusCode::kNotFound),
+                              &call_->context()));
     }
     if (!Finishes()) return;
     service_->Forget(this);
@@ -226,13 +223,15 @@ void HealthService::Accept(Method method, std::unique_ptr<StreamCall> call) {
   const auto identity = Identify(call->context(), options_.max_name_bytes, options_.unix_tenant);
   const std::string tenant = identity.ok() ? identity->tenant : "";
   if (!Admit(tenant)) {
-    scheduler::Fault fault;
-    const absl::Status status = scheduler::RefuseField(
-        &fault, "call", "one more open call of grpc.health.v1",
-        absl::StrCat("at most ", options_.max_watchers, " of all tenants, half of them of one"),
-        "too_many_watchers", absl::StatusCode::kResourceExhausted);
-    fault.retry_after_ms = 1000;
-    const grpc::Status answer = ToGrpcStatus(status, fault, &call->context());
+    const absl::Status status =
+        RefuseField({.field = "call",
+                     .got = "one more open call of grpc.health.v1",
+                     .limit = absl::StrCat("at most ", options_.max_watchers,
+                                           " of all tenants, half of them of one"),
+                     .reason = "too_many_watchers",
+                     .retry_after_ms = 1000},
+                    absl::StatusCode::kResourceExhausted);
+    const grpc::Status answer = ToGrpcStatus(status, &call->context());
     return RefuseCall(std::move(call), answer);
   }
   auto* made = new Call(this, method, tenant, std::move(call));

@@ -163,10 +163,9 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
   SharedRegion::Account& account = *account_;
   scheduler::TenantTable& tenants = *account.tenants;
   const auto take = [&] {
-    scheduler::Fault fault;
-    absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "", &fault);
+    absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "");
     if (!status.ok()) return status;
-    status = tenants.Take(tenant, Resource::kRegionBytes, bytes, "", &fault);
+    status = tenants.Take(tenant, Resource::kRegionBytes, bytes, "");
     if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
     return status;
   };
@@ -189,8 +188,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
         absl::StrCat("bytes: got ", arena_bytes, ", must be 1..", limits_.region_bytes));
   }
   const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
-  scheduler::Fault fault;
-  absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant, &fault);
+  absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant);
   if (!row.ok()) return row.status();
   if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), wait); !status.ok()) {
     return status;

@@ -11,9 +11,9 @@
 #include <string_view>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
-#include "server/grpc/grpc_status.h"
 #include "server/metrics/tenant_metrics.h"
 #include "server/process/process_usage.h"
 #include "server/process/version.h"
@@ -186,7 +186,7 @@ struct Metrics::Impl {
       Counter* counter = counters_[index].load(std::memory_order_acquire);
       if (counter == nullptr) {
         // Add returns the same counter for the same labels, so a race is harmless.
-        counter = &family_->Add({{"tenant", name_}, {"code", CodeName(code)}});
+        counter = &family_->Add({{"tenant", name_}, {"code", absl::StatusCodeToString(code)}});
         counters_[index].store(counter, std::memory_order_release);
       }
       counter->Increment();

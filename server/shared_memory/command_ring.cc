@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "proto/wire/futex.h"
 #include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
@@ -81,6 +82,15 @@ void ShortenTexts(v1::StepError* error) {
   Truncate(error->mutable_detail()->mutable_limit());
   Truncate(error->mutable_detail()->mutable_got());
   Truncate(error->mutable_detail()->mutable_reason());
+}
+
+// The client knows the room for a reply as a field of the entry.
+absl::Status InTermsOfEntry(const AttendMessage& message) {
+  ErrorDetail detail = DetailOf(message.answer);
+  if (detail.field != "end_step.lengths") return message.answer;
+  detail.field = "num_heads";
+  detail.got = absl::StrCat(message.reply_area.size(), " bytes");
+  return MakeError(message.answer.code(), message.answer.message(), detail);
 }
 
 }  // namespace
@@ -215,12 +225,12 @@ void CommandRing::Serve(const wire::SubmissionEntry& entry) {
       status = PrepareMessage(entry, message);
       break;
     default:
-      status = InvalidField(&message->fault, "kind", "1 (attend) or 2 (message)",
-                            absl::StrCat(int{entry.kind}), "unknown_value");
+      status = RefuseField("kind", absl::StrCat(int{entry.kind}), "1 (attend) or 2 (message)",
+                           "unknown_value");
   }
   if (status.ok()) status = builder_.Submit(message);
   if (status.ok()) return;  // the engine has it
-  options_.metrics->CountRejected(message->fault.reason);
+  options_.metrics->CountRejected(DetailOf(status).reason);
   message->answer = std::move(status);
   OnAnswered(message);
 }
@@ -257,18 +267,16 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
                                          AttendMessage* message) {
   const size_t length = entry.row_count;
   if (length > kMaxMessageBytes || !region_->Holds(entry.in_offset, length)) {
-    return InvalidField(
-        &message->fault, "in_offset",
-        absl::StrCat("a message of at most ", kMaxMessageBytes, " bytes within the arena"),
-        absl::StrCat(entry.in_offset, " + ", length));
+    return RefuseField(
+        "in_offset", absl::StrCat(entry.in_offset, " + ", length),
+        absl::StrCat("a message of at most ", kMaxMessageBytes, " bytes within the arena"));
   }
   const size_t room = entry.num_heads;
   if (room > 0) {
     if (!region_->Holds(entry.out_offset, room)) {
-      return InvalidField(&message->fault, "out_offset",
-                          absl::StrCat("room for the reply within ", region_->arena_offset(), "..",
-                                       region_->size()),
-                          absl::StrCat(entry.out_offset, " + ", room));
+      return RefuseField("out_offset", absl::StrCat(entry.out_offset, " + ", room),
+                         absl::StrCat("room for the reply within ", region_->arena_offset(), "..",
+                                      region_->size()));
     }
     message->reply_area = {region_->data() + entry.out_offset, room};
   }
@@ -278,8 +286,8 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
       google::protobuf::Arena::CreateMessage<v1::AttendStreamRequest>(&request_arena_);
   if (!request->ParseFromString(message_bytes_) || !request->payload().empty() ||
       request->has_shared()) {
-    return InvalidField(&message->fault, "message", "an AttendStreamRequest without tensors",
-                        absl::StrCat(length, " other bytes"), "malformed");
+    return RefuseField("message", absl::StrCat(length, " other bytes"),
+                       "an AttendStreamRequest without tensors", "malformed");
   }
   message->tag = request->tag();
   absl::Status status = builder_.Prepare(*request, message);
@@ -294,10 +302,7 @@ void CommandRing::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
   message->answered_ns = SteadyNanos();
   builder_.Answered(*message);
-  if (message->fault.field == "end_step.lengths") {  // in terms of the entry
-    message->fault.field = "num_heads";
-    message->fault.got = absl::StrCat(message->reply_area.size(), " bytes");
-  }
+  if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
   {
     const MutexLock lock(completion_mutex_);
     Complete(*message);

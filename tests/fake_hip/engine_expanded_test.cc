@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
@@ -31,8 +32,6 @@ class EngineExpandedTest : public BackendOnFakeTest {
     EXPECT_TRUE(backend.ok()) << backend.status();
     return *std::move(backend);
   }
-
-  scheduler::Fault fault_;
 };
 
 // Prompts that are cut into launches, so that the later ones have a context; a prompt beside a
@@ -229,8 +228,8 @@ TEST_F(EngineExpandedTest, Fp32QueriesAreTakenInExpandedAndRefusedInAbsorbed) {
                            "device: Fake Instinct (gfx950)"}) {
     EXPECT_THAT(refused->status.message(), HasSubstr(part));
   }
-  EXPECT_EQ(refused->fault.field, "attend.q_dtype");
-  EXPECT_EQ(refused->fault.reason, "unsupported_dtype");
+  EXPECT_EQ(refused->detail.field, "attend.q_dtype");
+  EXPECT_EQ(refused->detail.reason, "unsupported_dtype");
   EXPECT_FALSE(refused->step_aborted);
   EXPECT_TRUE(gpu.End(1).ok()) << "the step goes on";
 }
@@ -247,19 +246,20 @@ TEST_F(EngineExpandedTest, ModelsOfOtherLatentDimsAreRefusedAtRegistration) {
                {{2, 512, 64, 100, 128}, "missing: this nope_dim"},
                {{2, 512, 64, 128, 100}, "missing: this v_dim"}};
   for (const auto& [geometry, missing] : wrong) {
-    ASSERT_TRUE(core.models().Unregister(core.FindTenant("tenant-a"), "tiny", &fault_).ok() ||
+    ASSERT_TRUE(core.models().Unregister(core.FindTenant("tenant-a"), "tiny").ok() ||
                 core.models().size() == 0);
     scheduler::ModelSpec spec = gpu.harness().model();
     spec.geometry = geometry;
-    const auto model = core.models().Register(core.FindTenant("tenant-a"), spec, &fault_);
+    const auto model = core.models().Register(core.FindTenant("tenant-a"), spec);
     EXPECT_EQ(model.status().code(), absl::StatusCode::kUnimplemented) << model.status();
     for (const char* part : {"wanted: absorbed heads=2 lora=", "supported: ", missing,
                              "device: Fake Instinct (gfx950)"}) {
       EXPECT_THAT(model.status().message(), HasSubstr(part));
     }
-    EXPECT_EQ(fault_.field, "model.geometry");
-    EXPECT_EQ(fault_.reason, "unsupported_shape");
-    EXPECT_THAT(fault_.limit, HasSubstr("kv_lora_rank 512, rope_dim 64"));
+    const ErrorDetail detail = DetailOf(model.status());
+    EXPECT_EQ(detail.field, "model.geometry");
+    EXPECT_EQ(detail.reason, "unsupported_shape");
+    EXPECT_THAT(detail.limit, HasSubstr("kv_lora_rank 512, rope_dim 64"));
     EXPECT_THAT(core.backend().Info().supported, HasSubstr("kv_lora_rank 512, rope_dim 64"));
   }
 }
@@ -286,7 +286,7 @@ TEST_P(FailingCallTest, FailsTheStepsOfItsLaunchAlone) {
   EXPECT_GT(control_->fail_seen, GetParam().after) << "the call was not reached";
   ASSERT_EQ(hit->answers, 1);
   EXPECT_EQ(hit->status.code(), absl::StatusCode::kInternal) << hit->status;
-  EXPECT_EQ(hit->fault.reason, "launch_failed");
+  EXPECT_EQ(hit->detail.reason, "launch_failed");
   EXPECT_THAT(hit->status.message(), HasSubstr("invalid argument (1)"));
   EXPECT_TRUE(hit->step_aborted);
   // The step beside it is still open, and both sequences go on as if nothing had been.
@@ -378,7 +378,7 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   gpu->Settle();
   ASSERT_EQ(in_flight->answers, 1);
   EXPECT_EQ(in_flight->status.code(), absl::StatusCode::kInternal) << in_flight->status;
-  EXPECT_EQ(in_flight->fault.reason, "launch_failed");
+  EXPECT_EQ(in_flight->detail.reason, "launch_failed");
   EXPECT_THAT(in_flight->status.message(), HasSubstr(Reason()));
   EXPECT_TRUE(in_flight->step_aborted);
   const absl::Status health = gpu->harness().core().backend().Healthy();
@@ -391,7 +391,7 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   // What is new is refused before it is staged.
   const auto begin = gpu->harness().Begin(gpu->stream(), 3, {{c.id, 1, 0, 1}});
   EXPECT_EQ(begin->status.code(), absl::StatusCode::kUnavailable) << begin->status;
-  EXPECT_EQ(begin->fault.reason, "backend_unhealthy");
+  EXPECT_EQ(begin->detail.reason, "backend_unhealthy");
   control_->hang = control_->lost = false;  // the device is lost for good all the same
   const auto late = gpu->Attend(2, 0, 140, 2);
   gpu->Settle();
@@ -406,15 +406,14 @@ TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
   options.limits = ExpandedEngine::Limits();
   auto engine = scheduler::Engine::Create(options, Gpu(), &clock);
   ASSERT_TRUE(engine.ok()) << engine.status();
-  scheduler::Fault fault;
   scheduler::ModelSpec model = scheduler::testing::TinyModel();
   model.geometry = {2, 512, 64, 128, 128};
   model.layers = 1;
-  ASSERT_TRUE((*engine)->RegisterModel("t", model, &fault).ok()) << fault.field;
+  ASSERT_TRUE((*engine)->RegisterModel("t", model).ok());
   scheduler::OpenArgs open;
   open.tenant = "t";
   open.model_id = model.id;
-  const auto seq = (*engine)->OpenSequence(open, &fault);
+  const auto seq = (*engine)->OpenSequence(open);
   ASSERT_TRUE(seq.ok()) << seq.status();
   server::ServerState state;
   state.Move(server::Phase::kServing, 100, "serving");
@@ -434,7 +433,7 @@ TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
     const scheduler::StreamId stream = (*engine)->OpenStream("t");
     class Flag final : public scheduler::StreamRequest {
      public:
-      void Done(const absl::Status& s, const scheduler::Fault&) override {
+      void Done(const absl::Status& s) override {
         status = s;
         done = true;
       }

@@ -71,13 +71,11 @@ class ExpandedEngine {
     std::vector<kernels::Bf16> weights(size_t(heads_) * 2 * kDim * kLora);
     const Row values = scheduler::testing::MakeRow(77, static_cast<int>(weights.size()));
     for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(0.05f * values[i]);
-    scheduler::Fault fault;
     scheduler::ModelTable& models = h_->core().models();
-    auto model =
-        models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id", &fault);
+    auto model = models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id");
     if (!model.ok()) return model.status();
-    absl::Status s = models.LoadWeights(**model, upload, 0, 0, heads_,
-                                        std::as_bytes(std::span(weights)), &fault);
+    absl::Status s =
+        models.LoadWeights(**model, upload, 0, 0, heads_, std::as_bytes(std::span(weights)));
     if (!s.ok()) return s;
     EXPECT_TRUE(models.CommitWeights(**model, upload).empty());
     return s;

@@ -4,13 +4,13 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "server/grpc/request_validator.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {
 namespace {
 
-using scheduler::Fault;
 using scheduler::Limits;
 
 scheduler::ModelSpec Model() {
@@ -24,11 +24,12 @@ scheduler::ModelSpec Model() {
 }
 
 // Empty when a refusal is one that a client can act on.
-std::string CheckRefusal(const absl::Status& status, const Fault& fault) {
+std::string CheckRefusal(const absl::Status& status) {
   if (!absl::IsInvalidArgument(status) && !absl::IsFailedPrecondition(status)) {
     return absl::StrCat("refused as ", status.ToString());
   }
-  if (fault.field.empty() || fault.limit.empty() || fault.reason.empty()) {
+  const ErrorDetail detail = DetailOf(status);
+  if (detail.field.empty() || detail.limit.empty() || detail.reason.empty()) {
     return absl::StrCat("a refusal that explains nothing: ", status.ToString());
   }
   return "";
@@ -38,9 +39,8 @@ std::string CheckBegin(const v1::BeginStep& message) {
   const Limits limits;
   scheduler::BeginStepArgs args;
   int32_t total = 0;
-  Fault fault;
-  const absl::Status status = server::ParseBeginStep(message, limits, &args, &total, &fault);
-  if (!status.ok()) return CheckRefusal(status, fault);
+  const absl::Status status = server::ParseBeginStep(message, limits, &args, &total);
+  if (!status.ok()) return CheckRefusal(status);
   int64_t sum = 0;
   for (const scheduler::StepSequenceArgs& sequence : args.sequences) {
     if (sequence.rows < 1 || sequence.start_position < 0) return "a sequence without rows";
@@ -55,11 +55,10 @@ std::string CheckAttend(const v1::Attend& message, int32_t total_rows, int64_t p
   const scheduler::ModelSpec model = Model();
   scheduler::AttendArgs args;
   server::AttendSizes sizes;
-  Fault fault;
   constexpr int64_t kMessage = 1 << 20;
   const absl::Status status =
-      server::ParseAttend(message, model, total_rows, payload, kMessage, &args, &sizes, &fault);
-  if (!status.ok()) return CheckRefusal(status, fault);
+      server::ParseAttend(message, model, total_rows, payload, kMessage, &args, &sizes);
+  if (!status.ok()) return CheckRefusal(status);
   if (args.layer < 0 || args.layer >= model.layers) return "layer";
   if (args.row_begin < 0 || args.row_count < 1 || args.row_begin + args.row_count > total_rows) {
     return absl::StrCat("rows ", args.row_begin, " + ", args.row_count, " of ", total_rows);
@@ -83,9 +82,8 @@ template <typename Message, typename Parse>
 std::string CheckParsed(const std::string& bytes, Parse parse) {
   Message message;
   if (!message.ParseFromString(bytes)) return "";
-  Fault fault;
-  const absl::Status status = parse(message, &fault);
-  return status.ok() ? "" : CheckRefusal(status, fault);
+  const absl::Status status = parse(message);
+  return status.ok() ? "" : CheckRefusal(status);
 }
 
 std::string CheckUnary(const std::string& bytes) {
@@ -94,37 +92,28 @@ std::string CheckUnary(const std::string& bytes) {
   int64_t number = 0;
   const std::string faults[] = {
       CheckParsed<v1::ModelSpec>(bytes,
-                                 [&](const auto& m, Fault* fault) {
+                                 [&](const auto& m) {
                                    scheduler::ModelSpec spec;
-                                   return server::ParseModelSpec(m, limits, &spec, fault);
+                                   return server::ParseModelSpec(m, limits, &spec);
                                  }),
-      CheckParsed<v1::UploadWeightsRequest::Chunk>(bytes,
-                                                   [&](const auto& m, Fault* fault) {
-                                                     return server::ParseWeightsChunk(
-                                                         m, Model(), &number, fault);
-                                                   }),
+      CheckParsed<v1::UploadWeightsRequest::Chunk>(
+          bytes, [&](const auto& m) { return server::ParseWeightsChunk(m, Model(), &number); }),
       CheckParsed<v1::OpenRequest>(bytes,
-                                   [&](const auto& m, Fault* fault) {
+                                   [&](const auto& m) {
                                      scheduler::OpenArgs args;
-                                     return server::ParseOpen(m, limits, &args, fault);
+                                     return server::ParseOpen(m, limits, &args);
                                    }),
       CheckParsed<v1::ForkRequest>(bytes,
-                                   [&](const auto& m, Fault* fault) {
+                                   [&](const auto& m) {
                                      scheduler::ForkArgs args;
-                                     return server::ParseFork(m, limits, &args, fault);
+                                     return server::ParseFork(m, limits, &args);
                                    }),
       CheckParsed<v1::TruncateRequest>(
-          bytes,
-          [&](const auto& m, Fault* fault) { return server::ParseTruncate(m, &number, fault); }),
-      CheckParsed<v1::GetRequest>(bytes,
-                                  [&](const auto& m, Fault* fault) {
-                                    return server::ParseGet(m, limits, &selection, fault);
-                                  }),
-      CheckParsed<v1::RenewLeaseRequest>(bytes,
-                                         [&](const auto& m, Fault* fault) {
-                                           return server::ParseRenew(m, limits, &selection, &number,
-                                                                     fault);
-                                         }),
+          bytes, [&](const auto& m) { return server::ParseTruncate(m, &number); }),
+      CheckParsed<v1::GetRequest>(
+          bytes, [&](const auto& m) { return server::ParseGet(m, limits, &selection); }),
+      CheckParsed<v1::RenewLeaseRequest>(
+          bytes, [&](const auto& m) { return server::ParseRenew(m, limits, &selection, &number); }),
   };
   for (const std::string& fault : faults) {
     if (!fault.empty()) return fault;
@@ -143,9 +132,8 @@ std::string CheckOne(const std::string& input) {
   if (fault.empty()) fault = CheckAttend(request.attend(), rows, server::kTensorsElsewhere);
   if (!fault.empty()) return fault;
   scheduler::EndStepArgs args;
-  Fault why;
-  const absl::Status status = server::ParseEndStep(request.end_step(), Limits(), &args, &why);
-  return status.ok() ? "" : CheckRefusal(status, why);
+  const absl::Status status = server::ParseEndStep(request.end_step(), Limits(), &args);
+  return status.ok() ? "" : CheckRefusal(status);
 }
 
 }  // namespace

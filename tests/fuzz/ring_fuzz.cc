@@ -65,13 +65,12 @@ class Side {
     options.dedicated_thread = false;
     engine_ =
         *scheduler::Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock_);
-    scheduler::Fault fault;
     scheduler::ModelSpec model;
     model.id = "m";
     model.geometry = {2, 8, 4, 0, 0};
     model.layers = 1;
     model.softmax_scale = 1;
-    Require(engine_->RegisterModel("t", model, &fault).ok() ? "" : "no model");
+    Require(engine_->RegisterModel("t", model).ok() ? "" : "no model");
     pool_ = std::make_shared<server::AttendMessagePool>(
         std::make_unique<scheduler::testing::HeapBuffer>(4096), engine_->tenants());
     region_ = *regions->Create("t", kArenaBytes, wire::RingBytes(kEntries));
@@ -171,8 +170,7 @@ void Side::Begin(std::string_view* input) {
     scheduler::OpenArgs args;
     args.tenant = "t";
     args.model_id = "m";
-    scheduler::Fault fault;
-    sequences_.push_back(engine_->OpenSequence(args, &fault)->id);
+    sequences_.push_back(engine_->OpenSequence(args)->id);
   }
   for (size_t i = 0; i < count; ++i) {
     v1::StepSequence* const rows = begin->add_sequences();

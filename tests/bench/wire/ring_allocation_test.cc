@@ -43,13 +43,12 @@ class RingAllocationTest : public testing::Test {
     spec.layers = kLayers;
     spec.softmax_scale = 0.1F;
     spec.page_size = 4096;  // the sequence stays within one page group: growing is no steady state
-    scheduler::Fault fault;
-    EXPECT_TRUE(engine_->RegisterModel("default", spec, &fault).ok());
+    EXPECT_TRUE(engine_->RegisterModel("default", spec).ok());
     scheduler::OpenArgs open;
     open.tenant = "default";
     open.model_id = "m";
     open.lease_ms = 3'000'000;
-    sequence_ = *engine_->OpenSequence(open, &fault);
+    sequence_ = *engine_->OpenSequence(open);
     char name[] = "/tmp/mla-ring-XXXXXX";
     folder_ = mkdtemp(name);
     server::SharedMemoryListenerOptions listener;

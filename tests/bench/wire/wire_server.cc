@@ -196,12 +196,11 @@ void AddModel(scheduler::Engine& engine, uint32_t layers) {
   spec.geometry = {kHeads, kLora, kRope, kNope, kV};
   spec.layers = static_cast<int32_t>(layers);
   spec.softmax_scale = 0.1F;
-  scheduler::Fault fault;
-  if (auto made = engine.RegisterModel("default", spec, &fault); !made.ok()) Die(made.status());
+  if (auto made = engine.RegisterModel("default", spec); !made.ok()) Die(made.status());
   const std::vector<std::byte> weights(size_t{kHeads} * kLora * (kNope + kV) * 2);
   for (uint32_t layer = 0; layer < layers; ++layer) {
-    absl::Status status = engine.LoadWeights("default", kModel, 1, static_cast<int32_t>(layer), 0,
-                                             kHeads, weights, &fault);
+    absl::Status status =
+        engine.LoadWeights("default", kModel, 1, static_cast<int32_t>(layer), 0, kHeads, weights);
     if (!status.ok()) Die(status);
   }
   auto missing = engine.CommitWeights("default", kModel, 1);

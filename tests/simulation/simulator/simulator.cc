@@ -10,8 +10,6 @@
 namespace mla::simulation {
 namespace {
 
-using scheduler::Fault;
-
 struct Weighted {
   Op op;
   int weight;
@@ -92,8 +90,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   calls_->Start(engine_->tenants().get());
   rows_.emplace_back();
   for (int tenant = 1; tenant <= Tenants(); ++tenant) {
-    Fault fault;
-    const auto row = engine_->tenants()->Enter(TenantName(tenant), &fault);
+    const auto row = engine_->tenants()->Enter(TenantName(tenant));
     if (!row.ok()) Fail(row.status().ToString());
     rows_.push_back(row.ok() ? *row : scheduler::TenantRef());
     if (row.ok()) calls_->Keep(TenantName(tenant), *row, &violation_);

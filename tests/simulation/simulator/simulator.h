@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "mla/v1/attention.pb.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
@@ -90,11 +91,11 @@ class Simulator;
 class SimRequest final : public scheduler::StreamRequest {
  public:
   explicit SimRequest(Simulator* simulator) : simulator_(simulator) {}
-  void Done(const absl::Status& answer, const scheduler::Fault& why) override;
+  void Done(const absl::Status& answer) override;
 
   int answers = 0;
   absl::Status status;
-  scheduler::Fault fault;
+  ErrorDetail detail;     // of an error
   int owner = 0;          // number of the tenant
   uint64_t step_key = 0;  // the oracle's
   Reasons expect;         // of what is decided on arrival
@@ -283,8 +284,7 @@ class Simulator final : public DeviceWatcher {
   static int64_t PagesOnTheBooks(const scheduler::EngineStats& stats);
   int64_t OpenAttends() const;
   // A refusal that was foretold, or none was and the call was granted.
-  bool Foretold(const char* call, const absl::Status& status, const scheduler::Fault& fault,
-                const Reasons& expect);
+  bool Foretold(const char* call, const absl::Status& status, const Reasons& expect);
   bool MayWait(const SimRequest& request);
   void FinishAborts();
   void Settle();

@@ -55,7 +55,7 @@ void Simulator::FinishAborts() {
 void Simulator::CheckAnswer(SimRequest* request) {
   using scheduler::RequestKind;
   if (!request->memory.empty()) CheckGuards(*request);
-  if (request->immediate && request->step_aborted != (request->fault.reason == "step_aborted")) {
+  if (request->immediate && request->step_aborted != (request->detail.reason == "step_aborted")) {
     Fail("an answer does not say whether the step was aborted");
   }
   if (request->kind == RequestKind::kBeginStep) {
@@ -65,20 +65,20 @@ void Simulator::CheckAnswer(SimRequest* request) {
   } else if (request->kind == RequestKind::kEndStep) {
     CheckEndAnswer(request);
   } else {
-    Foretold("AbortStep", request->status, request->fault, request->expect);
+    Foretold("AbortStep", request->status, request->expect);
   }
 }
 
 void Simulator::CheckBeginAnswer(SimRequest* request) {
   const OracleBegin& wanted = request->wanted;
   const bool in_doubt = !request->joins && request->expect.none() &&
-                        request->fault.reason == "pages_exhausted" &&
+                        request->detail.reason == "pages_exhausted" &&
                         oracle_->PagesInDoubt(wanted, pinned_);
   if (!request->status.ok() && in_doubt) {
     ++counts_.refusals;
     return;
   }
-  if (!Foretold("BeginStep", request->status, request->fault, request->expect)) return;
+  if (!Foretold("BeginStep", request->status, request->expect)) return;
   OracleStep* step = oracle_->FindStep(wanted.tenant, wanted.id);
   if (step == nullptr) {
     request->step_key = oracle_->ApplyBegin(wanted, called_at_);
@@ -100,7 +100,7 @@ void Simulator::CheckBeginAnswer(SimRequest* request) {
 
 void Simulator::CheckAttendAnswer(SimRequest* request) {
   if (request->immediate) {
-    Foretold("Attend", request->status, request->fault, request->expect);
+    Foretold("Attend", request->status, request->expect);
     return;
   }
   OracleStep* step = oracle_->StepOf(request->step_key);
@@ -124,7 +124,7 @@ void Simulator::CheckAttendAnswer(SimRequest* request) {
 }
 
 void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) {
-  const std::string& reason = request.fault.reason;
+  const std::string& reason = request.detail.reason;
   const scheduler::AttendArgs& args = request.attend;
   const auto layer = static_cast<size_t>(args.layer);
   const bool writes = args.has_kv && !request.repeat;
@@ -194,7 +194,7 @@ void Simulator::CheckOutput(const SimRequest& request, const OracleStep& step) {
 
 void Simulator::CheckEndAnswer(SimRequest* request) {
   if (request->immediate) {
-    Foretold("EndStep", request->status, request->fault, request->expect);
+    Foretold("EndStep", request->status, request->expect);
     return;
   }
   OracleStep* step = oracle_->StepOf(request->step_key);
@@ -203,7 +203,7 @@ void Simulator::CheckEndAnswer(SimRequest* request) {
     return;
   }
   step->ending = false;
-  if (request->fault.reason == "step_aborted" && step->aborting) {
+  if (request->detail.reason == "step_aborted" && step->aborting) {
     ++counts_.refusals;
     return;
   }
@@ -221,11 +221,11 @@ void Simulator::CheckEndAnswer(SimRequest* request) {
     expect.AddIf(static_cast<int>(step->layers[layer].size()) < needed, "rows_missing");
     in_doubt |= step->broken[layer];
   }
-  if (expect.none() && in_doubt && request->fault.reason == "rows_missing") {
+  if (expect.none() && in_doubt && request->detail.reason == "rows_missing") {
     ++counts_.refusals;
     return;
   }
-  if (!Foretold("EndStep", request->status, request->fault, expect)) return;
+  if (!Foretold("EndStep", request->status, expect)) return;
   ++counts_.commits;
   for (size_t i = 0; i < step->members.size(); ++i) {
     const int64_t length = step->members[i].start + rows[i];

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
 #include "tests/simulation/oracle/patterns.h"
@@ -9,8 +10,6 @@
 
 namespace mla::simulation {
 namespace {
-
-using scheduler::Fault;
 
 constexpr int64_t kMicro = 1'000;
 constexpr int64_t kMilli = 1'000'000;
@@ -56,13 +55,11 @@ OracleSequence* Simulator::AnySequence(int tenant, bool free) {
   return candidates.empty() ? nullptr : candidates[Pick(candidates.size())];
 }
 
-bool Simulator::Foretold(const char* call, const absl::Status& status, const Fault& fault,
-                         const Reasons& expect) {
+bool Simulator::Foretold(const char* call, const absl::Status& status, const Reasons& expect) {
   Hash(static_cast<uint64_t>(status.code()));
   if (status.ok() && expect.none()) return true;
-  if (status.ok() || !expect.Has(fault.reason)) {
-    Fail(absl::StrCat(call, ": foretold ", expect.Join(), ", got ", status.ToString(), " reason '",
-                      fault.reason, "' field '", fault.field, "'"));
+  if (status.ok() || !expect.Has(DetailOf(status).reason)) {
+    Fail(absl::StrCat(call, ": foretold ", expect.Join(), ", got ", status.ToString()));
   }
   ++counts_.refusals;
   return false;
@@ -71,19 +68,17 @@ bool Simulator::Foretold(const char* call, const absl::Status& status, const Fau
 bool Simulator::Register(int tenant) {
   const std::string name = absl::StrCat("model-", Pick(2));
   const Shape shape = shapes_[Pick(shapes_.size())];
-  Fault fault;
   scheduler::ModelSpec spec;
   BeforeCall();
   const int64_t lease_ms = leases_models_ ? 50 + static_cast<int64_t>(Pick(500)) : 0;
-  absl::Status status =
-      server::ParseModelSpec(ModelMessage(name, shape), engine_->limits(), &spec, &fault);
+  absl::Status status = server::ParseModelSpec(ModelMessage(name, shape), engine_->limits(), &spec);
   if (status.ok()) {
-    status = engine_->RegisterModel(TenantName(tenant), spec, &fault, lease_ms).status();
+    status = engine_->RegisterModel(TenantName(tenant), spec, lease_ms).status();
   }
   AfterCall();
   Trace(static_cast<uint64_t>(tenant), name.back(), static_cast<uint64_t>(status.code()));
   const Reasons expect = oracle_->CheckRegister(tenant, name, shape);
-  if (Foretold("Register", status, fault, expect)) {
+  if (Foretold("Register", status, expect)) {
     oracle_->ApplyRegister(tenant, name, shape, next_key_++, lease_ms * kMilli, Now());
   }
   return true;
@@ -93,13 +88,11 @@ bool Simulator::Unregister() {
   const int model = AnyModel(1 + static_cast<int>(Pick(tenants_)));
   if (model < 0) return false;
   OracleModel& known = oracle_->models[model];
-  Fault fault;
   BeforeCall();
-  const absl::Status status =
-      engine_->UnregisterModel(TenantName(known.tenant), known.name, &fault);
+  const absl::Status status = engine_->UnregisterModel(TenantName(known.tenant), known.name);
   AfterCall();
   Trace(static_cast<uint64_t>(model), static_cast<uint64_t>(status.code()));
-  if (Foretold("Unregister", status, fault, oracle_->CheckUnregister(model))) {
+  if (Foretold("Unregister", status, oracle_->CheckUnregister(model))) {
     oracle_->ApplyUnregister(model);
   } else {
     oracle_->TouchModel(model, Now());
@@ -129,10 +122,9 @@ bool Simulator::LoadWeights() {
         }
       }
     }
-    Fault fault;
     const absl::Status status =
         engine_->LoadWeights(tenant, model.name, upload, layer, 0, s.heads,
-                             std::as_bytes(std::span<const uint16_t>(bits)), &fault);
+                             std::as_bytes(std::span<const uint16_t>(bits)));
     if (!status.ok()) Fail(absl::StrCat("LoadWeights: ", status.ToString()));
   }
   const auto missing = engine_->CommitWeights(tenant, model.name, upload);
@@ -160,13 +152,12 @@ bool Simulator::Open(int tenant) {
   message.set_request_id(NewRequestId());
   scheduler::OpenArgs args;
   args.tenant = TenantName(tenant);
-  Fault fault;
   BeforeCall();
-  absl::Status status = server::ParseOpen(message, engine_->limits(), &args, &fault);
+  absl::Status status = server::ParseOpen(message, engine_->limits(), &args);
   absl::StatusOr<scheduler::SequenceInfo> info = NotSent(status);
-  if (status.ok()) info = engine_->OpenSequence(args, &fault);
+  if (status.ok()) info = engine_->OpenSequence(args);
   AfterCall();
-  if (Foretold("Open", info.status(), fault, oracle_->CheckOpen(tenant, model))) {
+  if (Foretold("Open", info.status(), oracle_->CheckOpen(tenant, model))) {
     if (info->length != 0 || info->epoch != 1) Fail("Open: a new sequence is not empty");
     if (oracle_->sequences.contains(info->id)) Fail("Open: an id was given twice");
     oracle_->ApplyOpen(info->id, model, lease_ms * kMilli, Now());
@@ -203,13 +194,12 @@ uint64_t Simulator::SendFork(int tenant, const OracleSequence& parent, uint64_t 
   message.set_request_id(NewRequestId());
   scheduler::ForkArgs args;
   args.tenant = TenantName(tenant);
-  Fault fault;
-  absl::Status status = server::ParseFork(message, engine_->limits(), &args, &fault);
+  absl::Status status = server::ParseFork(message, engine_->limits(), &args);
   BeforeCall();
   const Reasons expect = oracle_->CheckFork(tenant, id, epoch, wanted);
   absl::StatusOr<scheduler::SequenceInfo> info = NotSent(status);
-  if (status.ok()) info = engine_->ForkSequence(args, &fault);
-  const bool granted = Foretold("Fork", info.status(), fault, expect);
+  if (status.ok()) info = engine_->ForkSequence(args);
+  const bool granted = Foretold("Fork", info.status(), expect);
   if (granted) {
     if (info->length != wanted) Fail("Fork: the child has another length");
     oracle_->ApplyFork(info->id, id, wanted, 0, Now());
@@ -234,15 +224,14 @@ bool Simulator::Truncate() {
   v1::TruncateRequest message;
   message.set_length(Pick(sequence->length() + (Chance(95) ? 1 : 3)));
   int64_t length = 0;
-  Fault fault;
-  absl::Status status = server::ParseTruncate(message, &length, &fault);
+  absl::Status status = server::ParseTruncate(message, &length);
   BeforeCall();
   const Reasons expect = oracle_->CheckTruncate(tenant, id, epoch, length);
   absl::StatusOr<scheduler::SequenceInfo> info = NotSent(status);
   if (status.ok()) {
-    info = engine_->TruncateSequence(TenantName(tenant), id, length, epoch, &fault);
+    info = engine_->TruncateSequence(TenantName(tenant), id, length, epoch);
   }
-  if (Foretold("Truncate", info.status(), fault, expect)) {
+  if (Foretold("Truncate", info.status(), expect)) {
     oracle_->ApplyTruncate(id, length, Now());
     if (info->epoch != epoch + 1 || info->length != length) Fail("Truncate: another epoch");
   }
@@ -260,8 +249,7 @@ bool Simulator::Release() {
   if (Chance(20)) message.add_sequence_ids(AnySequence(0, false)->id);
   if (Chance(10)) message.add_sequence_ids(Pick(~uint64_t{0}));
   std::vector<scheduler::SequenceId> ids, absent;
-  Fault fault;
-  if (!server::ParseRelease(message, engine_->limits(), &ids, &fault).ok()) Fail("ParseRelease");
+  if (!server::ParseRelease(message, engine_->limits(), &ids).ok()) Fail("ParseRelease");
   BeforeCall();
   std::vector<uint64_t> known;
   for (const uint64_t id : ids) {
@@ -299,9 +287,7 @@ bool Simulator::Renew() {
   scheduler::SequenceSelection selection;
   selection.tenant = TenantName(tenant);
   int64_t lease_ms = 0;
-  Fault fault;
-  const absl::Status status =
-      server::ParseRenew(message, engine_->limits(), &selection, &lease_ms, &fault);
+  const absl::Status status = server::ParseRenew(message, engine_->limits(), &selection, &lease_ms);
   if (!status.ok()) Fail(absl::StrCat("ParseRenew: ", status.ToString()));
   BeforeCall();
   std::vector<scheduler::SequenceId> absent;

@@ -8,11 +8,7 @@
 #include "tests/simulation/simulator/simulator.h"
 
 namespace mla::simulation {
-namespace {
-
-using scheduler::Fault;
-
-}  // namespace
+namespace {}  // namespace
 
 std::string Simulator::NewRequestId() {
   if (Chance(50)) return "";
@@ -60,8 +56,7 @@ bool Simulator::ResendOpen(int tenant, const OracleSequence& known, bool changed
   message.set_client_id(origin.client);
   scheduler::OpenArgs args;
   args.tenant = TenantName(tenant);
-  Fault fault;
-  const absl::Status parsed = server::ParseOpen(message, engine_->limits(), &args, &fault);
+  const absl::Status parsed = server::ParseOpen(message, engine_->limits(), &args);
   if (!parsed.ok()) Fail(absl::StrCat("ParseOpen: ", parsed.ToString()));
   const OracleSequence* repeats = oracle_->OpenedBy(tenant, origin.request_id);
   Reasons expect;
@@ -71,8 +66,8 @@ bool Simulator::ResendOpen(int tenant, const OracleSequence& known, bool changed
     expect.AddIf(oracle_->draining, "draining");
     expect.AddIf(!(repeats->origin == origin), "request_id_reused");
   }
-  const auto info = engine_->OpenSequence(args, &fault);
-  const bool granted = Foretold("Open, again", info.status(), fault, expect);
+  const auto info = engine_->OpenSequence(args);
+  const bool granted = Foretold("Open, again", info.status(), expect);
   if (granted) CheckRepeated(*info, repeats);
   if (granted && repeats == nullptr) {
     oracle_->ApplyOpen(info->id, model, 0, Now());
@@ -95,8 +90,7 @@ bool Simulator::ResendFork(int tenant, const OracleSequence& known, bool changed
   message.set_request_id(origin.request_id);
   scheduler::ForkArgs args;
   args.tenant = TenantName(tenant);
-  Fault fault;
-  const absl::Status parsed = server::ParseFork(message, engine_->limits(), &args, &fault);
+  const absl::Status parsed = server::ParseFork(message, engine_->limits(), &args);
   if (!parsed.ok()) Fail(absl::StrCat("ParseFork: ", parsed.ToString()));
   const OracleSequence* repeats = oracle_->OpenedBy(tenant, origin.request_id);
   Reasons expect;
@@ -106,8 +100,8 @@ bool Simulator::ResendFork(int tenant, const OracleSequence& known, bool changed
   } else {
     expect.AddIf(!(repeats->origin == origin), "request_id_reused");
   }
-  const auto info = engine_->ForkSequence(args, &fault);
-  if (Foretold("Fork, again", info.status(), fault, expect)) CheckRepeated(*info, repeats);
+  const auto info = engine_->ForkSequence(args);
+  if (Foretold("Fork, again", info.status(), expect)) CheckRepeated(*info, repeats);
   AfterCall();
   Trace(static_cast<uint64_t>(tenant), changed, static_cast<uint64_t>(info.status().code()));
   return true;
@@ -137,11 +131,9 @@ bool Simulator::ResendTruncate() {
   const int64_t length = known.truncated_length + (Chance(30) ? 1 : 0);
   const uint64_t epoch = known.truncated_from;
   const Reasons expect = oracle_->CheckTruncate(known.tenant, known.id, epoch, length);
-  Fault fault;
-  const auto info =
-      engine_->TruncateSequence(TenantName(known.tenant), known.id, length, epoch, &fault);
+  const auto info = engine_->TruncateSequence(TenantName(known.tenant), known.id, length, epoch);
   ++counts_.resent;
-  if (Foretold("Truncate, again", info.status(), fault, expect)) CheckRepeated(*info, &known);
+  if (Foretold("Truncate, again", info.status(), expect)) CheckRepeated(*info, &known);
   Trace(known.id, static_cast<uint64_t>(length), static_cast<uint64_t>(info.status().code()));
   AfterCall();
   return true;
@@ -176,8 +168,7 @@ bool Simulator::ResendToClosedStep() {
         kind == 1 ? scheduler::RequestKind::kEndStep : scheduler::RequestKind::kAbortStep;
     v1::EndStep message;
     message.set_step_id(step.id);
-    const absl::Status parsed =
-        server::ParseEndStep(message, engine_->limits(), &request->end, &request->fault);
+    const absl::Status parsed = server::ParseEndStep(message, engine_->limits(), &request->end);
     if (!parsed.ok()) Fail(absl::StrCat("ParseEndStep: ", parsed.ToString()));
   }
   ++counts_.resent;

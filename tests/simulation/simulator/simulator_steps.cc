@@ -351,8 +351,7 @@ bool Simulator::End() {
   }
   auto request = std::make_unique<SimRequest>(this);
   request->kind = scheduler::RequestKind::kEndStep;
-  const absl::Status parsed =
-      server::ParseEndStep(message, engine_->limits(), &request->end, &request->fault);
+  const absl::Status parsed = server::ParseEndStep(message, engine_->limits(), &request->end);
   if (!parsed.ok()) Fail(absl::StrCat("ParseEndStep: ", parsed.ToString()));
   request->stream = step->streams[Chance(95) ? 0 : Pick(step->streams.size())];
   request->step_id = step->id;

@@ -7,7 +7,6 @@
 namespace mla::simulation {
 namespace {
 
-using scheduler::Fault;
 using scheduler::Resource;
 
 }  // namespace
@@ -43,12 +42,11 @@ bool Simulator::SetQuota() {
   if (!has_quotas_) return false;
   const int tenant = 1 + static_cast<int>(Pick(tenants_));
   const OracleQuota quota = Chance(30) ? OracleQuota() : DrawQuota();
-  Fault fault;
   Reasons expect;
   expect.AddIf(!calls_->SetOtherQuota(TenantName(tenant)), "tenants_exhausted");
   const absl::Status status =
-      engine_->tenants()->SetQuota(TenantName(tenant), QuotaOf(quota), /*reset=*/true, &fault);
-  if (Foretold("SetQuota", status, fault, expect)) oracle_->quotas[tenant] = quota;
+      engine_->tenants()->SetQuota(TenantName(tenant), QuotaOf(quota), /*reset=*/true);
+  if (Foretold("SetQuota", status, expect)) oracle_->quotas[tenant] = quota;
   Trace(static_cast<uint64_t>(tenant), static_cast<uint64_t>(quota.kv_bytes));
   return true;
 }
@@ -96,8 +94,7 @@ bool Simulator::EvictModel() {
     going.push_back(id);
     if (OracleStep* step = oracle_->StepOf(sequence.step)) step->aborting = true;
   }
-  Fault fault;
-  const auto evicted = engine_->EvictModel(TenantName(tenant), oracle_->models[model].name, &fault);
+  const auto evicted = engine_->EvictModel(TenantName(tenant), oracle_->models[model].name);
   CheckAnswers();
   FinishAborts();
   for (const uint64_t id : going) oracle_->ApplyRelease(id, Now());

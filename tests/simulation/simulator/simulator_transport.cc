@@ -3,13 +3,12 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "tests/simulation/oracle/patterns.h"
 #include "tests/simulation/simulator/simulator.h"
 
 namespace mla::simulation {
 namespace {
-
-using scheduler::Fault;
 
 constexpr int64_t kMessageBytes = 1 << 20;
 constexpr std::byte kGuardByte{0xa5};
@@ -29,10 +28,10 @@ void Put(std::byte* base, bool f32, size_t index, uint16_t bits) {
 
 }  // namespace
 
-void SimRequest::Done(const absl::Status& answer, const Fault& why) {
+void SimRequest::Done(const absl::Status& answer) {
   ++answers;
   status = answer;
-  fault = why;
+  if (!answer.ok()) detail = DetailOf(answer);
   simulator_->OnDone(this);
 }
 
@@ -156,9 +155,8 @@ bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
   }
   raw->tenant = rows_[static_cast<size_t>(raw->owner)].get();
   requests_.push_back(std::move(request));
-  Fault fault;
-  const absl::Status status = engine_->Submit(raw, &fault);
-  if (status.ok() == full || (!status.ok() && fault.reason != "queue_full")) {
+  const absl::Status status = engine_->Submit(raw);
+  if (status.ok() == full || (!status.ok() && DetailOf(status).reason != "queue_full")) {
     Fail(absl::StrCat("Submit with ", requests_.size() - 1, " requests in the queue, limit ",
                       queue_requests_, ": ", status.ToString()));
   }
@@ -216,9 +214,9 @@ bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
   Trace(begin.id, begin.sequences.size(), joins);
   int32_t total = 0;
   const absl::Status parsed =
-      server::ParseBeginStep(message, engine_->limits(), &request->begin, &total, &request->fault);
+      server::ParseBeginStep(message, engine_->limits(), &request->begin, &total);
   if (!parsed.ok()) {
-    Foretold("ParseBeginStep", parsed, request->fault, request->expect);
+    Foretold("ParseBeginStep", parsed, request->expect);
     return true;
   }
   if (Submit(std::move(request))) Poll();
@@ -319,7 +317,7 @@ absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const Oracl
   server::AttendSizes sizes;
   return server::ParseAttend(MessageOf(step, spec), known, step.total,
                              static_cast<int64_t>(request->kv_bytes + request->q_bytes),
-                             kMessageBytes, &request->attend, &sizes, &request->fault);
+                             kMessageBytes, &request->attend, &sizes);
 }
 
 bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
@@ -336,7 +334,7 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
         static_cast<uint64_t>(spec.head * 64 + spec.heads * 4 + static_cast<int>(spec.form)));
   const absl::Status parsed = ParseRows(*known, *step, spec, request.get());
   if (!parsed.ok()) {
-    Foretold("ParseAttend", parsed, request->fault, request->expect);
+    Foretold("ParseAttend", parsed, request->expect);
     return true;
   }
   request->kind = scheduler::RequestKind::kAttend;
@@ -427,15 +425,13 @@ bool Simulator::Malformed() {
   const auto known = engine_->FindModel(TenantName(step->tenant), model.name);
   scheduler::AttendArgs args;
   server::AttendSizes sizes;
-  Fault fault;
-  const absl::Status status = server::ParseAttend(message, *known, step->total, payload,
-                                                  reply_bytes, &args, &sizes, &fault);
+  const absl::Status status =
+      server::ParseAttend(message, *known, step->total, payload, reply_bytes, &args, &sizes);
   Trace(step->id, kind);
   ++counts_.refusals;
-  if (status.ok() || fault.field.empty() || fault.limit.empty() || fault.got.empty()) {
-    Fail(absl::StrCat("ParseAttend of malformed message ", kind, ": ", status.ToString(),
-                      " field '", fault.field, "' limit '", fault.limit, "' got '", fault.got,
-                      "'"));
+  const ErrorDetail detail = DetailOf(status);
+  if (status.ok() || detail.field.empty() || detail.limit.empty() || detail.got.empty()) {
+    Fail(absl::StrCat("ParseAttend of malformed message ", kind, ": ", status.ToString()));
   }
   return true;
 }

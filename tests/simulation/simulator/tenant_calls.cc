@@ -4,12 +4,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 
 namespace mla::simulation {
 namespace {
 
-using scheduler::BoundOwner;
-using scheduler::Fault;
 using scheduler::Resource;
 
 constexpr int kGuests = 8;
@@ -114,9 +113,8 @@ bool TenantCalls::Do(std::string* violation) {
 void TenantCalls::Enter() {
   const std::string name = absl::StrCat("guest-", pick_(kGuests));
   const bool room = books_.MakeRoomFor(name);
-  Fault fault;
-  auto row = table_->Enter(name, &fault);
-  if (row.ok() != room || (!row.ok() && fault.reason != "tenants_exhausted")) {
+  auto row = table_->Enter(name);
+  if (row.ok() != room || (!room && DetailOf(row.status()).reason != "tenants_exhausted")) {
     Fail(absl::StrCat("Enter: foretold ", room ? "granted" : "tenants_exhausted", ", got ",
                       row.status().ToString()));
   }
@@ -149,13 +147,12 @@ bool TenantCalls::Take() {
   const int64_t reserve =
       Chance(20) ? Amount(wanted.resource, 1 + static_cast<int64_t>(pick_(2))) : 0;
   const bool granted = books_.MayTake(guest.name, wanted.resource, wanted.amount, reserve);
-  Fault fault;
   absl::Status status;
   const Resource resource = ResourceOf(wanted.resource);
   if (Chance(50)) {
-    status = table_->Take(*guest.row, resource, wanted.amount, "field", &fault, reserve);
+    status = table_->Take(*guest.row, resource, wanted.amount, "field", reserve);
   } else if (!table_->TryTake(*guest.row, resource, wanted.amount, reserve)) {
-    status = table_->Refusal(*guest.row, resource, wanted.amount, "field", &fault);
+    status = table_->Refusal(*guest.row, resource, wanted.amount, "field");
   }
   if (status.ok() != granted) {
     Fail(absl::StrCat("Take ", wanted.amount, " ", TenantBooks::Name(wanted.resource), " of ",
@@ -167,7 +164,7 @@ bool TenantCalls::Take() {
   if (!granted) {
     ++refusals_;
     ++row.refused[wanted.resource];
-    if (reserve == 0) CheckRefusal(wanted, status, fault);
+    if (reserve == 0) CheckRefusal(wanted, status);
     return true;
   }
   row.used[wanted.resource] += wanted.amount;
@@ -175,22 +172,22 @@ bool TenantCalls::Take() {
   return true;
 }
 
-void TenantCalls::CheckRefusal(const Holding& wanted, const absl::Status& status,
-                               const Fault& fault) {
-  const bool own = fault.bound_of == BoundOwner::kTenant;
+void TenantCalls::CheckRefusal(const Holding& wanted, const absl::Status& status) {
+  const ErrorDetail detail = DetailOf(status);
+  const bool own = detail.bound_of == BoundOwner::kTenant;
   const int64_t bound =
       own ? books_.Bound(wanted.name, wanted.resource) : books_.ServerBound(wanted.resource);
   const int64_t used =
       own ? books_.Find(wanted.name)->used[wanted.resource] : books_.ServerUsed(wanted.resource);
-  if (std::string_view(fault.resource) == TenantBooks::Name(wanted.resource) &&
-      fault.wanted == wanted.amount && fault.bound == bound &&
-      fault.free == std::max<int64_t>(0, bound - used) && fault.free < wanted.amount &&
-      absl::IsResourceExhausted(status)) {
+  if (detail.resource == TenantBooks::Name(wanted.resource) && detail.wanted == wanted.amount &&
+      detail.bound == bound && detail.free == std::max<int64_t>(0, bound - used) &&
+      detail.free < wanted.amount && absl::IsResourceExhausted(status)) {
     return;
   }
-  Fail(absl::StrCat("a refusal names ", fault.resource, ", wanted ", fault.wanted, ", ", fault.free,
-                    " free of ", fault.bound, "; foretold ", TenantBooks::Name(wanted.resource),
-                    ", ", wanted.amount, ", ", std::max<int64_t>(0, bound - used), " of ", bound));
+  Fail(absl::StrCat("a refusal names ", detail.resource, ", wanted ", detail.wanted, ", ",
+                    detail.free, " free of ", detail.bound, "; foretold ",
+                    TenantBooks::Name(wanted.resource), ", ", wanted.amount, ", ",
+                    std::max<int64_t>(0, bound - used), " of ", bound));
 }
 
 bool TenantCalls::Return() {
@@ -223,9 +220,8 @@ void TenantCalls::SetQuota() {
   }
   const TenantBooks::Quota quota = Chance(40) ? TenantBooks::Quota() : DrawQuota();
   const bool room = books_.MaySetQuota(name);
-  Fault fault;
-  const absl::Status status = table_->SetQuota(name, QuotaOf(quota), reset, &fault);
-  if (status.ok() != room || (!room && fault.reason != "tenants_exhausted")) {
+  const absl::Status status = table_->SetQuota(name, QuotaOf(quota), reset);
+  if (status.ok() != room || (!room && DetailOf(status).reason != "tenants_exhausted")) {
     Fail(absl::StrCat("SetQuota: foretold ", room ? "granted" : "tenants_exhausted", ", got ",
                       status.ToString()));
   }

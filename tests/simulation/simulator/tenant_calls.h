@@ -60,8 +60,7 @@ class TenantCalls {
   bool Return();
   void ReturnPart(size_t index, int64_t amount);
   void SetQuota();
-  void CheckRefusal(const Holding& wanted, const absl::Status& status,
-                    const scheduler::Fault& fault);
+  void CheckRefusal(const Holding& wanted, const absl::Status& status);
   void Check(const std::string& name);
   void Fail(const std::string& what) {
     if (violation_.empty()) violation_ = what;

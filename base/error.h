@@ -1,0 +1,86 @@
+// One value for an error: an absl::Status that carries an ErrorDetail as its payload.
+//
+// The code and the message are for any caller; the detail names the field, what it held, what would
+// have been accepted, and what a client may do. It is written and read here alone; the server sends
+// it as mla.v1.ErrorDetail (server/grpc/grpc_status.h). Pure functions, any thread. An OK status
+// has no detail, so success allocates nothing.
+#ifndef MLA_BASE_ERROR_H_
+#define MLA_BASE_ERROR_H_
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace mla {
+
+// Whose bound refused a request.
+enum class BoundOwner : uint8_t { kNone, kTenant, kServer };
+
+// What went wrong, in terms of the contract.
+struct ErrorDetail {
+  std::string field = {};   // path, e.g. "attend.row_count"
+  std::string got = {};     // what it held
+  std::string limit = {};   // what would have been accepted
+  std::string reason = {};  // stable token, e.g. "epoch_mismatch"
+  int64_t retry_after_ms = 0;
+  int64_t last_good_position = 0;
+  // Of an Attend with KV rows whose step is still open: the first row of the step that its layer
+  // does not have. The rows before it are stored, or on their way; the client sends again from it.
+  // -1: the failure says nothing about it.
+  int64_t next_row = -1;
+  // Of a refusal by a bound: the resource, what was wanted, what is free of the bound, and whose it
+  // is.
+  std::string resource = {};
+  int64_t wanted = 0;
+  int64_t free = 0;
+  int64_t bound = 0;
+  BoundOwner bound_of = BoundOwner::kNone;
+
+  friend bool operator==(const ErrorDetail&, const ErrorDetail&) = default;
+};
+
+// REQUIRES: code is not OK.
+absl::Status MakeError(absl::StatusCode code, absl::string_view message, const ErrorDetail& detail);
+
+// Of `status`; one without any field set where the status brings none.
+ErrorDetail DetailOf(const absl::Status& status);
+
+// `status` with the detail that change(detail) makes of its own. REQUIRES: an error.
+template <typename Change>
+absl::Status AmendDetail(const absl::Status& status, Change&& change) {
+  ErrorDetail detail = DetailOf(status);
+  std::forward<Change>(change)(detail);
+  return MakeError(status.code(), status.message(), detail);
+}
+
+// A refusal of detail.field. The message reads "attend.layer: got 61, must be 0..60".
+absl::Status RefuseField(const ErrorDetail& detail,
+                         absl::StatusCode code = absl::StatusCode::kInvalidArgument);
+absl::Status RefuseField(std::string field, std::string got, std::string limit,
+                         std::string reason = "out_of_range",
+                         absl::StatusCode code = absl::StatusCode::kInvalidArgument);
+
+absl::Status RefuseRange(absl::string_view field, std::string got, int64_t low, int64_t high);
+
+// INVALID_ARGUMENT naming the field unless low <= got <= high, for any kind of integer. `field` is
+// a text, or a function that makes one: it is called only for a refusal.
+template <typename Field, typename Integer>
+absl::Status CheckRange(const Field& field, Integer got, int64_t low, int64_t high) {
+  if (std::cmp_greater_equal(got, low) && std::cmp_less_equal(got, high)) [[likely]] {
+    return absl::OkStatus();
+  }
+  if constexpr (std::is_invocable_v<Field>) {
+    return RefuseRange(field(), absl::StrCat(got), low, high);
+  } else {
+    return RefuseRange(field, absl::StrCat(got), low, high);
+  }
+}
+
+}  // namespace mla
+
+#endif  // MLA_BASE_ERROR_H_
