@@ -18,16 +18,30 @@
 #ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 
-#define MLA_ATTEND_GFX950(X)                            \
-  X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false) \
-  X(mla_attend_128, 128, 32, kBf16, kBf16, 256, 0, false)
-#define MLA_EXPAND_GFX950(X) X(mla_expand, kBf16, 256, 0)
+#define MLA_ATTEND_GFX950(X)                                              \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)                   \
+  X(mla_attend_128, 128, 32, kBf16, kBf16, 256, 0, false)                 \
+  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, 256, 0, false)   \
+  X(mla_attend_128_fp8_tensor, 128, 32, kFp8Tensor, kBf16, 256, 0, false) \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, 256, 0, false)
+#define MLA_EXPAND_GFX950(X)                   \
+  X(mla_expand, kBf16, 256, 0)                 \
+  X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
+  X(mla_expand_fp8_row, kFp8Row, 256, 0)
 
-#define MLA_ATTEND_GFX942(X) X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)
-#define MLA_EXPAND_GFX942(X) X(mla_expand, kBf16, 256, 0)
+#define MLA_ATTEND_GFX942(X)                                            \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)                 \
+  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, 256, 0, false) \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, 256, 0, false)
+#define MLA_EXPAND_GFX942(X)                   \
+  X(mla_expand, kBf16, 256, 0)                 \
+  X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
+  X(mla_expand_fp8_row, kFp8Row, 256, 0)
 
-#define MLA_ATTEND_SM90(X)                                   \
-  X(mla_attend_16, 16, 64, kBf16, kBf16, 256, 223744, false) \
+#define MLA_ATTEND_SM90(X)                                                   \
+  X(mla_attend_16, 16, 64, kBf16, kBf16, 256, 223744, false)                 \
+  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, 256, 207360, false) \
+  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, 256, 212512, false)       \
   X(mla_attend_64, 64, 64, kBf16, kBf16, 384, 224000, true)
 #define MLA_EXPAND_SM90(X) X(mla_expand, kBf16, 384, 229424)
 

@@ -43,7 +43,7 @@ namespace mla::kernels::hip {
 template <int kRows, KvFormat kFormat, DType kProducts>
 using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts>>;
 template <KvFormat kFormat>
-using ExpandKernel = Expand<ExpandedConfig>;
+using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts>

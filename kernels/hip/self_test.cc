@@ -62,8 +62,10 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
   const std::vector<float>& lse = expanded ? d.expanded_lse : d.lse;
   const double of_value = kOfValue * LargestValue(d, w);
   double errors = 0.0, norms = 0.0;
+  const bool plain = d.format == KvFormat::kBf16;
   const std::string form =
-      absl::StrCat(expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, row ");
+      absl::StrCat(expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, ",
+                   plain ? "" : absl::StrCat(Name(d.format), " rows, "), "row ");
   for (int32_t row = 0; row < d.rows; ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
       if (d.queries > 2 && row > 0 && row % kHeads != head) continue;
@@ -281,7 +283,8 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
   r.o_head_stride = o_dim;
   r.lse_row_stride = kHeads;
   r.lse_head_stride = 1;
-  r.row_stride = kRowBytes;
+  r.row_stride = d.row.row_bytes;
+  r.kv_scale = kLayerScale;
   r.page_size = d.shape.page_size;
   r.num_heads = kHeads;
   r.softmax_scale = kScale;
@@ -299,8 +302,9 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
   return segments;
 }
 
-kernels::AttentionParams Form(const Work& work, bool expanded) {
+kernels::AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   kernels::AttentionParams params;
+  params.desc.kv_format = d.format;
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
   if (expanded) params.desc.form = kernels::AttentionForm::kExpanded;
@@ -331,11 +335,21 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   LaunchLayout layout(backend, 0);
   absl::StatusOr<Staged> staged = Stage(layout, d);
   if (!staged.ok()) return staged.status();
-  const std::vector<uint32_t> pages = Pages(d.shape);
+  const std::vector<uint32_t> pages = Pages(d.shape);  // of rows of bf16, which are the largest
   const kernels::TableRange table[] = {{0, 1}, {1, static_cast<int64_t>(pages.size()) - 1}};
-  const kernels::AppendRecord append{
-      staged->kv, DType::kBf16,    kRowDim, 0, 0, kRowBytes, d.shape.page_size,
-      0,          d.shape.kv_rows, kRowDim};
+  const kernels::AppendRecord append{.kv = staged->kv,
+                                     .dtype = DType::kBf16,
+                                     .kv_row_stride = kRowDim,
+                                     .page_table = 0,
+                                     .layer_offset = 0,
+                                     .row_stride = d.row.row_bytes,
+                                     .page_size = d.shape.page_size,
+                                     .first_position = 0,
+                                     .rows = d.shape.kv_rows,
+                                     .row_dim = kRowDim,
+                                     .rope_dim = d.row.rope_dim,
+                                     .format = d.format,
+                                     .kv_scale = kLayerScale};
   const kernels::ProjectionRecord absorb{
       staged->q, staged->absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
       kRowDim,   d.rows,           kHeads,         0,     0};
@@ -353,7 +367,7 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
     absorbed.segments = Segments(d, *staged, false, 1);
     PlanAbsorbed(d.shape, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
     launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
-    launch.absorbed = Form(absorbed, false);
+    launch.absorbed = Form(d, absorbed, false);
     launch.project = {kGeometry, DType::kF32, DType::kF32, project, {}};
   }
   if (d.shape.expanded > 0) {
@@ -363,7 +377,7 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
     desc.geometry = kGeometry;
     desc.form = kernels::AttentionForm::kExpanded;
     PlanExpanded(d.shape, backend.Traits(desc), expanded);
-    launch.expanded = Form(expanded, true);
+    launch.expanded = Form(d, expanded, true);
   }
   return Run(backend, launch);
 }
@@ -434,18 +448,32 @@ kernels::BackendLimits Limits(const AttentionBackend& backend) {
   return l;
 }
 
+absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape shape,
+                        KvFormat format) {
+  kernels::AttentionDesc desc;
+  desc.geometry = kGeometry;
+  desc.kv_format = format;
+  if (!backend.CanRun(desc).ok()) shape.absorbed = 0;
+  desc.form = kernels::AttentionForm::kExpanded;
+  if (!backend.CanRun(desc).ok()) shape.expanded = 0;
+  Data data(shape, format);
+  absl::Status s = Attend(backend, data);
+  if (s.ok() && shape.absorbed > 0) s = CompareForm(data, weights, false);
+  if (s.ok() && shape.absorbed > 0) s = CompareNarrow(data, weights);
+  if (s.ok() && shape.expanded > 0) s = CompareForm(data, weights, true);
+  return s;
+}
+
 absl::Status Check(AttentionBackend& backend) {
   const Weights weights;
   absl::Status s =
       backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
   if (s.ok()) s = CheckPages(backend);
-  for (const Shape& shape : kShapes) {
-    if (!s.ok()) return s;
-    Data data(shape);
-    s = Attend(backend, data);
-    if (s.ok() && shape.absorbed > 0) s = CompareForm(data, weights, false);
-    if (s.ok() && shape.absorbed > 0) s = CompareNarrow(data, weights);
-    if (s.ok() && shape.expanded > 0) s = CompareForm(data, weights, true);
+  for (const KvFormat format : backend.Info().kv_formats) {
+    const size_t shapes = format == KvFormat::kBf16 ? std::size(kShapes) : kFp8Shapes;
+    for (const Shape& shape : std::span(kShapes).first(shapes)) {
+      if (s.ok()) s = CheckShape(backend, weights, shape, format);
+    }
   }
   return s;
 }

@@ -17,6 +17,7 @@ namespace mla::kernels::hip::self_test {
 
 using kernels::Bf16;
 using kernels::Geometry;
+using kernels::KvFormat;
 using kernels::ToBf16;
 using kernels::ToFloat;
 
@@ -27,7 +28,8 @@ inline constexpr int32_t kQDim = 192;
 inline constexpr int32_t kODim = 128;
 inline constexpr float kScale = 0.135f;
 inline constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
-inline constexpr int32_t kMostUnits = 1024;  // that get work
+inline constexpr float kLayerScale = 0.0007f;  // of rows that have one; nothing saturates
+inline constexpr int32_t kMostUnits = 1024;    // that get work
 
 // One launch: a segment whose queries are the last of its rows, one without any key, and short ones
 // of the same rows. Each unit gets a piece of the first, the second whole, and a short one.
@@ -49,6 +51,8 @@ inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
                                     {1600, 3, 800, 2, 0, false, true},
                                     {1600, 3, 800, 20, 0, true, true},
                                     {850, 3, 0, 0, 130, true, true}};
+// Rows of other formats than bf16 take the first of them: what differs is in every tile.
+inline constexpr size_t kFp8Shapes = 2;
 inline constexpr int32_t kMostRows = 1600;
 inline constexpr int32_t kMostQueries = 130;
 inline constexpr int32_t kMostAbsorbed = 20;
@@ -99,28 +103,43 @@ struct Weights {
 };
 
 struct Data {
-  explicit Data(const Shape& s)
+  Data(const Shape& s, KvFormat rows_format)
       : shape(s),
+        format(rows_format),
         queries(std::max(s.absorbed, s.expanded)),
         rows(queries + 2),
         o(size_t(rows) * kHeads * kODim, 0.5f),
         lse(size_t(rows) * kHeads, 0.5f) {
     if (s.nan_row) kv[size_t(s.kv_rows - 1) * kRowDim + 5] = 0x7fc0;
-    kv_floats = Floats(kv);
+    Store();
     std::copy(std::begin(kNarrow), std::end(kNarrow), narrow.begin());
   }
 
   const Shape shape;
+  const KvFormat format;
+  const kernels::KvRowLayout row = kernels::MakeKvRowLayout(format, 512, 64);
   const int32_t queries;  // of the first segment
   const int32_t rows;     // of q: those, then one of the empty and one of the short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
   std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * kQDim, 2);
-  std::vector<float> kv_floats;
+  std::vector<float> kv_floats;  // what the rows are as they are stored
   std::vector<float> narrow = std::vector<float>(512, 0.0f);
   std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * kODim, NAN);
   std::vector<float> o, lse;
   // The same by the expanded form.
   std::vector<float> expanded_o = o, expanded_lse = lse;
+
+  void Store() {
+    constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;  // the numbers are those of either
+    std::vector<std::byte> stored(static_cast<size_t>(row.row_bytes));
+    kv_floats.resize(kv.size());
+    for (size_t i = 0; i < kv.size(); i += kRowDim) {
+      kernels::EncodeKvRow(row, kKind, &kv[i], kernels::DType::kBf16, kLayerScale,
+                           {stored.data(), stored.data() + row.scales_at});
+      kernels::DecodeKvRow(row, kKind, kLayerScale, {stored.data(), stored.data() + row.scales_at},
+                           &kv_floats[i]);
+    }
+  }
 
   // KV rows that row `row` of q sees.
   int32_t Visible(int32_t row) const {

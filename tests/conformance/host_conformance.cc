@@ -3,10 +3,12 @@
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
+//                    [--kv FORMAT]
 //
 // --image is such a library, in place of what was built; --long draws more cases, as does the
-// environment's MLA_TEST_LONG; --cases runs COUNT of them from number FIRST on; --first-failure
-// ends with the first group of cases in which one fails.
+// environment's MLA_TEST_LONG; --kv leaves out cases with rows of other formats; --cases runs COUNT
+// of them from number FIRST on; --first-failure ends with the first group of cases in which one
+// fails.
 //
 // Exit status 0: every case passed; 1: some failed; 2: it could not be found out, also where the
 // oracle itself has no answer.
@@ -48,6 +50,7 @@ constexpr bool kSlow = false;
 struct Flags {
   std::string arch;
   std::string image;  // contents of the file
+  std::string kv;     // name of a format; empty: all
   bool many = false;
   bool first_failure = false;
   bool progress = false;
@@ -79,6 +82,8 @@ bool Parse(int argc, char** argv, Flags& flags) {
       flags.arch = value;
     } else if (name == "--image") {
       if (!Read(value, &flags.image)) return false;
+    } else if (name == "--kv") {
+      flags.kv = value;
     } else if (name == "--long") {
       flags.many = on;
     } else if (name == "--first-failure") {
@@ -109,12 +114,13 @@ kernels::hip::HipBackendOptions DeviceOptions(const Flags& flags) {
 // in one unit, contexts that end in the middle of a tile, pages that no tile is a multiple of; more
 // parts of a row than the waves of a block merge at a time.
 constexpr const char* kDirected[] = {
-    "absorbed:16:1,700,3:1",        "absorbed:128:1,300,64/1,33,64/1,64,64:1",
-    "absorbed:64:2,257,16:7",       "absorbed:1:5,129,7/1,0,7/64,3,7:2",
-    "project:5:3,200,16/9,31,16:2", "absorbed:40:3,515,1,full/2,96,1:1",
-    "expanded:2:130,300,16:2",      "expanded:1:257,0,3/3,500,3:1",
-    "expanded:3:64,129,64,full:4",  "absorbed:16:17,31,128/1,1500,128:2",
-    "absorbed:64:1,16000,64:256",
+    "absorbed:16:1,700,3:1",          "absorbed:128:1,300,64/1,33,64/1,64,64:1",
+    "absorbed:64:2,257,16:7",         "absorbed:1:5,129,7/1,0,7/64,3,7:2",
+    "project:5:3,200,16/9,31,16:2",   "absorbed:40:3,515,1,full/2,96,1:1",
+    "expanded:2:130,300,16:2",        "expanded:1:257,0,3/3,500,3:1",
+    "expanded:3:64,129,64,full:4",    "absorbed:16:17,31,128/1,1500,128:2",
+    "absorbed:64:1,16000,64:256",     "absorbed:8:6,200,16/2,65,16:2",
+    "absorbed:20:3,140,64/7,31,64:3",
 };
 
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
@@ -126,11 +132,16 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   sampler.typical_flop = 2e6;
   sampler.max_flop = 1e7;
   std::vector<CaseSpec> wanted;
-  // With each of the workspaces.
-  for (size_t i = 0; i < 2 * kGroup; ++i) {
-    auto spec = ParseCase(sampler, 5000000 + i, kDirected[i % kGroup]);
-    if (spec.ok()) wanted.push_back(*std::move(spec));
+  // With each of the workspaces, and in each format.
+  for (const kernels::KvFormat format : backend.Info().kv_formats) {
+    SamplerOptions of_format = sampler;
+    of_format.kv_formats = {format};
+    for (size_t i = 0; i < 2 * kGroup; ++i) {
+      auto spec = ParseCase(of_format, 5000000 + i, kDirected[i % kGroup]);
+      if (spec.ok()) wanted.push_back(*std::move(spec));
+    }
   }
+  sampler.kv_formats = backend.Info().kv_formats;
   const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
   const int64_t samples = kSlow ? 10 : flags.many ? 400 : 80;
   for (const auto& more : {EdgeCases(sampler, 0, edges), SampleCases(sampler, 0, samples),
@@ -145,7 +156,8 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     if (!backend.CanRun(spec.Desc()).ok()) {
       spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;
     }
-    if (backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+    const bool chosen = flags.kv.empty() || flags.kv == kernels::Name(spec.kv_format);
+    if (chosen && backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
   }
   if (flags.first >= cases.size()) return {};
   const auto first = cases.begin() + static_cast<ptrdiff_t>(flags.first);

@@ -170,7 +170,9 @@ struct CopyConfig {
 };
 MLA_DEVICE void copy(const ProbeArgs& args) {
   constexpr int kWaves = 4;
-  using Stream = kernels::hip::KvStream<CopyConfig, kWaves>;
+  using Stream =
+      kernels::hip::KvStream<kernels::hip::StageLayout<kernels::hip::KvFormat::kBf16, CopyConfig>,
+                             CopyConfig::kStages, kWaves>;
   const tile::lds_t stages = tile::shared_base<2 * Stream::kStageBytes + Stream::kLookUpBytes>();
   const auto* table = reinterpret_cast<const uint32_t*>(args.b);
   const kernels::hip::PagedRows pages(table, 0, reinterpret_cast<const uint8_t*>(args.a), 0,

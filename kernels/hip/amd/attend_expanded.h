@@ -101,7 +101,7 @@ class AttendExpanded {
     const int tiles = (item.work.kv_end - kv_begin + kTile - 1) / kTile;
     const int own = wave * C::kWaveRows;
     const int unmasked_end = item.limit(own < item.rows ? own : 0);
-    const float scale = item.segment->softmax_scale * kLog2e;
+    const float scale = item.segment->softmax_scale * item.segment->kv_scale * kLog2e;
     const int inside = wave * kRowsPerCopy * 128 + lane * 16;
     Sources from{args.workspace + e.keys + inside, args.workspace + e.rotated + inside,
                  e.panel_bytes};
@@ -109,7 +109,7 @@ class AttendExpanded {
     const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
     block_barrier();  // the previous item's readers are done with shared memory
     typename W::Q queries[kScoreSteps];
-    QueryLoader<W, kScoreSteps>::load(item, own, lane, queries);
+    QueryLoader<W, kScoreSteps, PlainOrder<W>>::load(item, own, lane, queries);
     State state;
     clear(e, item, state);
     if constexpr (tile::Copies::kThroughRegisters) {
@@ -161,21 +161,22 @@ class AttendExpanded {
       const int p = wave * C::kWaveRows + W::row(lane, slot);
       state.softmax.clear(slot);
       state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
-      if (e.carried_row >= 0 && p < item.rows) carry_in(e.carried_row + p, state, slot);
+      if (e.carried_row >= 0 && p < item.rows) carry_in(item, e.carried_row + p, state, slot);
     }
   }
   // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
-  MLA_DEVICE void carry_in(int64_t row, State& state, int slot) const {
+  MLA_DEVICE void carry_in(const Item& item, int64_t row, State& state, int slot) const {
     const float lse = args.partial_lse[row];
     if (lse == negative_infinity()) return;
     state.softmax.origin[slot] = lse * kLog2e;
     state.softmax.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
     const float* o = args.partial_o + row * kExpandedValue;
+    const float unscaled = 1.0f / item.segment->kv_scale;
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) {
 #pragma unroll
       for (int i = 0; i < W::kOutElems; ++i) {
-        if (W::out_slot(i) == slot) state.o[f].set(i, o[W::out_col(lane, f, i)]);
+        if (W::out_slot(i) == slot) state.o[f].set(i, o[W::out_col(lane, f, i)] * unscaled);
       }
     }
   }
@@ -189,7 +190,7 @@ class AttendExpanded {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
-    const typename W::template KeyRows<kTile> rows(tile_base, tile::lane_again());
+    const typename W::template KeyRows<kTile> rows(tile_base, 0, tile::lane_again());
     read_ahead<typename W::K, kScoreSteps * kScoreFragments, C::kExpandedAhead>(
         [&](typename W::K& k, int n) {
           rows.load(k, n % kScoreFragments * W::kScoreCols, n / kScoreFragments);
@@ -267,7 +268,8 @@ class AttendExpanded {
     const RowWriter<W, kOutFragments> writer(results, item, kExpandedValue, 0);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const RowScale scale(state.softmax.origin[slot], W::row_sum(state.softmax.sum[slot]));
+      RowScale scale(state.softmax.origin[slot], W::row_sum(state.softmax.sum[slot]));
+      scale.inverse *= item.segment->kv_scale;
       const int p = wave * C::kWaveRows + W::row(lane, slot);
       if (p < item.rows) writer.write(state.o, scale, slot, p, lane);
     }

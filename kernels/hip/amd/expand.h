@@ -9,13 +9,18 @@
 #ifndef MLA_KERNELS_HIP_AMD_EXPAND_H_
 #define MLA_KERNELS_HIP_AMD_EXPAND_H_
 
+#include "kernels/hip/amd/fp8_format.h"
 #include "kernels/hip/common/expanded_pairs.h"
 
 namespace mla::kernels::hip {
 
-template <class C>
+template <class C, KvFormat kFormat>
 class Expand {
  public:
+  struct Dims {
+    static constexpr int kTileKv = kExpandedRows, kLora = kExpandedLora, kRope = kExpandedRope;
+  };
+  using Layout = StageLayout<kFormat, Dims>;
   using W = tile::Wave<C::kWaveRows>;
   static constexpr int kWaves = C::kRowWaves * C::kColWaves;
   static constexpr int kThreads = kWaves * tile::kWave;
@@ -29,7 +34,7 @@ class Expand {
   MLA_DEVICE static void run(const ExpandArgs& args) {
     Expand self(args);
     for (ExpandPairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
-      if (pairs.head == 0) copy_rotated(pairs, thread_index(), kThreads);
+      if (pairs.head == 0) copy_rotated<kFormat>(pairs, thread_index(), kThreads);
       self.expand(pairs);
     }
   }
@@ -37,6 +42,7 @@ class Expand {
  private:
   using lds_t = tile::lds_t;
   static constexpr int kSteps = kExpandedLora / kDepth;
+  static constexpr int kRowStepBytes = kDepth * (Layout::kFp8 ? 1 : 2);
   static constexpr int kStages = C::kExpandStages;
   static constexpr int kKeys = kExpandedNope / C::kColWaves / W::kScoreCols;
   static constexpr int kValues = kExpandedValue / C::kColWaves / W::kOutCols;
@@ -52,6 +58,21 @@ class Expand {
     const uint8_t* rows[kCopies];
     const uint8_t* w_uk;
     const uint8_t* w_uv;
+  };
+  // Of the row whose operand this lane has, by group of values.
+  struct Scales {
+    float of[Layout::kGroups];
+    // Of step `step`; calls are in the order of steps.
+    MLA_DEVICE float take(int step) {
+      const float scale = of[0];
+      if constexpr (Layout::kRowScales) {
+        if ((step + 1) % (Layout::kGroupValues / kDepth) == 0) {
+#pragma unroll
+          for (int i = 0; i + 1 < Layout::kGroups; ++i) of[i] = of[i + 1];
+        }
+      }
+      return scale;
+    }
   };
   struct Sums {
     typename W::Scores keys[kKeys];
@@ -70,13 +91,28 @@ class Expand {
   MLA_DEVICE int copied_row(int i) const {
     return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
   }
-  MLA_DEVICE Sources find(const ExpandPairs& pairs) const {
+  // Scales of 8-bit rows are waited for at once, so that no wait for them is left in the loop.
+  MLA_DEVICE Sources find(const ExpandPairs& pairs, Scales& scales) const {
     Sources from;
     const int chunk = (lane & 7) ^ tile::swizzle(copied_row(0));
     const PagedRows pages = pairs.pages();
+    if constexpr (Layout::kRowScales) {
+      static_assert(Layout::kGroups == 4);
+      uint32_t words[4];
+      const int row = row_wave * C::kWaveRows + W::row(lane, 0);
+      load_words(words, pages.row(pairs.position(row)) + Layout::kRow.scales_at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scales.of[i] = stored_scale(bits_to_float(words[i]));
+      }
+      wait_for_loads();
+    } else {
+      scales.of[0] = 1.0f;
+    }
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      from.rows[i] = pages.row(pairs.position(copied_row(i))) + chunk * 16;
+      const int place = chunk & (kRowStepBytes / 16 - 1);  // a half row's chunks come twice
+      from.rows[i] = pages.row(pairs.position(copied_row(i))) + place * 16;
     }
     from.w_uk =
         reinterpret_cast<const uint8_t*>(pairs.w_uk() + copied_row(0) * kExpandedLora) + chunk * 16;
@@ -112,7 +148,7 @@ class Expand {
   // To the next depth.
   MLA_DEVICE static void advance(Sources& from) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) from.rows[i] += kDepth * 2;
+    for (int i = 0; i < kCopies; ++i) from.rows[i] += kRowStepBytes;
     from.w_uk += kDepth * 2;
     from.w_uv += kDepth * kExpandedValue * 2;
   }
@@ -121,7 +157,8 @@ class Expand {
   }
 
   MLA_DEVICE void expand(const ExpandPairs& pairs) {
-    Sources from = find(pairs);
+    Scales scales;
+    Sources from = find(pairs, scales);
     Sums sums;
     clear(sums);
     block_barrier();  // the previous pair's readers are done with shared memory
@@ -132,7 +169,7 @@ class Expand {
         block_barrier();
         advance(from);
         if (step + 1 < kSteps) issue(from, 0);
-        multiply(stages, sums);
+        multiply(stages, scales.take(step), sums);
         block_barrier();
       }
     } else {
@@ -153,7 +190,7 @@ class Expand {
         if (ahead < kSteps) issue(from, ahead % kStages);
         advance(from);
         copies.close_stage();
-        multiply(stages + step % kStages * kStageBytes, sums);
+        multiply(stages + step % kStages * kStageBytes, scales.take(step), sums);
       }
     }
     store(pairs, sums);
@@ -169,15 +206,28 @@ class Expand {
     for (int f = 0; f < kValues; ++f) W::clear(sums.values[f]);
   }
 
-  MLA_DEVICE void multiply(lds_t rows, Sums& sums) const {
+  // The operand of rows in step `step` of a stage. Codes are widened on their way, times `scale`.
+  MLA_DEVICE void load_rows(typename W::Q& q, lds_t rows, int step, float scale) const {
     const int row0 = row_wave * C::kWaveRows;
+    if constexpr (!Layout::kFp8) {
+      W::template load_q<128>(q, rows, row0, step, lane);
+    } else {
+      const int eighth = step * W::kGroups + W::group(lane);
+      const auto codes = tile::shared_load<tile::u32x2>(
+          tile::chunk_at<128>(rows, row0 + W::row(lane, 0), eighth >> 1) + (eighth & 1) * 8);
+      q.r = Fp8Codes::template widened<Layout::kRowScales, Layout::kRowScales>(codes[0], codes[1],
+                                                                               scale);
+    }
+  }
+
+  MLA_DEVICE void multiply(lds_t rows, float scale, Sums& sums) const {
     constexpr int kKeySteps = kDepth / W::kDepth, kValueSteps = kDepth / W::kPvDepth;
     typename W::Q q[kKeySteps];
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
-      W::template load_q<128>(q[step], rows, row0, step, lane);
+      load_rows(q[step], rows, step, scale);
     }
-    const typename W::template KeyRows<128> keys(rows + kTileBytes, lane);
+    const typename W::template KeyRows<128> keys(rows + kTileBytes, 0, lane);
     read_ahead<typename W::K, kKeySteps * kKeys, C::kExpandAhead>(
         [&](typename W::K& k, int n) {
           keys.load(k, (col_wave * kKeys + n % kKeys) * W::kScoreCols, n / kKeys);

@@ -10,6 +10,7 @@ namespace mla::kernels::hip::tile {
 MLA_VECTOR(short, 4, bf16x4);
 MLA_VECTOR(uint32_t, 2, u32x2);
 MLA_VECTOR(uint32_t, 4, u32x4);
+MLA_VECTOR(float, 2, f32x2);
 MLA_VECTOR(float, 4, f32x4);
 MLA_VECTOR(float, 16, f32x16);
 
@@ -56,6 +57,20 @@ MLA_DEVICE u32x4 in_vector_registers(u32x4 x) {
   return x;
 }
 
+// --- Two 8-bit floats of the pool's kind, in the low or the high half of a word.
+template <bool kHigh>
+MLA_DEVICE f32x2 floats_of(uint32_t codes) {
+  return __builtin_bit_cast(f32x2, __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), kHigh));
+}
+#if MLA_GFX950
+// As packed bf16, times 2 to the power that `scale` has as its exponent.
+template <bool kHigh>
+MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
+  return __builtin_bit_cast(uint32_t,
+                            __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(codes, scale, kHigh));
+}
+#endif
+
 // --- Between lanes of a wave.
 MLA_DEVICE uint64_t ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
 // x of lane at_byte / 4.
@@ -99,6 +114,13 @@ MLA_DEVICE f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) {
 // the address of row i / 4, columns 4 * (i % 4), and receives column i.
 MLA_DEVICE u32x2 read_transposed(lds_t at) {
   return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS bf16x4*)at));
+}
+
+// The same of bytes: 8 rows x 16 columns, lane i supplies the address of row i / 2, columns
+// 8 * (i % 2).
+MLA_DEVICE u32x2 read_transposed_bytes(lds_t at) {
+  typedef int Words __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((MLA_LDS Words*)at));
 }
 
 // --- Asynchronous copies to LDS: lane i's words go to wave_base + kOffset + i times their size.

@@ -20,6 +20,8 @@
 namespace mla::kernels::hip::tile {
 
 inline constexpr int kWave = 64;
+// Queries come straight from memory into registers.
+inline constexpr bool kDirectQueries = true;
 
 MLA_DEVICE int lane_index() { return thread_index() & 63; }
 // The same, hidden from the compiler: values derived from it are computed again at each use and not
@@ -143,8 +145,9 @@ struct WaveBase {
   struct KeyRows {
     static constexpr int kSteps = 8 / kGroups;
     lds_t at[kSteps];
-    MLA_DEVICE KeyRows(lds_t tile, int lane) {
-      at[0] = chunk_at<kTileRows>(tile, lane & (kRows - 1), group(lane));
+    // Rows from `row0` on, a multiple of 32.
+    MLA_DEVICE KeyRows(lds_t tile, int row0, int lane) {
+      at[0] = chunk_at<kTileRows>(tile + row0 * 128, lane & (kRows - 1), group(lane));
 #pragma unroll
       for (int s = 1; s < kSteps; ++s) at[s] = flip(at[0], s * kGroups * 16);
     }
@@ -162,15 +165,26 @@ struct WaveBase {
   // same again, which is how the score accumulators lie.
   template <int kFragments>
   MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int step) {
-    if constexpr (kRows == 32) {
-      const int f = step >> 1, i = (step & 1) * 8;
-      p.r = u32x4{pack_bf16(s[f].c[i], s[f].c[i + 1]), pack_bf16(s[f].c[i + 2], s[f].c[i + 3]),
-                  pack_bf16(s[f].c[i + 4], s[f].c[i + 5]), pack_bf16(s[f].c[i + 6], s[f].c[i + 7])};
-    } else {
-      const Acc& a = s[2 * step].c;
-      const Acc& b = s[2 * step + 1].c;
-      p.r = u32x4{pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(b[0], b[1]),
-                  pack_bf16(b[2], b[3])};
+    p.r = u32x4{pack_bf16(p_of(s, step, 0), p_of(s, step, 1)),
+                pack_bf16(p_of(s, step, 2), p_of(s, step, 3)),
+                pack_bf16(p_of(s, step, 4), p_of(s, step, 5)),
+                pack_bf16(p_of(s, step, 6), p_of(s, step, 7))};
+  }
+  // Element i of the operand.
+  template <int kFragments>
+  MLA_DEVICE static float p_of(const Scores (&s)[kFragments], int step, int i) {
+    if constexpr (kRows == 32) return s[step >> 1].c[(step & 1) * 8 + i];
+    return s[2 * step + (i >> 2)].c[i & 3];
+  }
+  // Into a row-major tile in LDS, as load_p reads it.
+  template <int kTileRows>
+  MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
+    const int r = row0 + (lane & (kRows - 1));
+#pragma unroll
+    for (int i = 0; i < kScoreElems; i += 4) {
+      const int col = kv0 + acc_row(lane, i);
+      shared_store<u32x2>(chunk_at<kTileRows>(tile, r, col >> 3) + (col & 4) * 2,
+                          u32x2{pack_bf16(s.c[i], s.c[i + 1]), pack_bf16(s.c[i + 2], s.c[i + 3])});
     }
   }
   // The same operand from a row-major tile in LDS.

@@ -20,25 +20,34 @@
 #include "kernels/hip/common/softmax.h"
 #include "kernels/hip/common/wave_rows.h"
 #include "kernels/hip/kv/kv_stream.h"
+#if MLA_AMD
+#include "kernels/hip/amd/fp8_format.h"
+#else
+#include "kernels/hip/sm90/fp8_format.h"
+#endif
 
 namespace mla::kernels::hip {
 
+// C: of AttendConfig.
 template <class C>
 class Attend {
  public:
-  using W = tile::Wave<C::kWaveRows>;
+  using W = typename TileFormatOf<C::kFormat, C>::Wave;
+  using Format = typename TileFormatOf<C::kFormat, C>::Type;
+  using Layout = typename Format::Layout;
+  using Shape = TileShape<C, W>;
   static constexpr int kDim = C::kLora + C::kRope;
   static constexpr int kWaves = C::kRowWaves * C::kColWaves;
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kRows = C::kRowWaves * C::kWaveRows;
-  static constexpr int kStageBytes = KvStream<C, kWaves>::kStageBytes;
+  static constexpr int kStageBytes = KvStream<Layout, C::kStages, kWaves>::kStageBytes;
   static constexpr bool kSharedP = C::kColWaves > 1;
-  static constexpr int kQBytes = C::kQInRegisters ? 0 : kRows * kDim * 2;
   static constexpr int kPBytes = kSharedP ? kRows * C::kTileKv * 2 : 0;
   static constexpr int kStatsBytes = kSharedP ? kRows * C::kColWaves * 4 : 0;
-  static constexpr int kLookUpBytes = KvStream<C, kWaves>::kLookUpBytes;
+  static constexpr int kOddBytes = kSharedP && Layout::kRowScales ? kWaves * 4 : 0;
+  static constexpr int kLookUpBytes = KvStream<Layout, C::kStages, kWaves>::kLookUpBytes;
   static constexpr int kSharedBytes =
-      C::kStages * kStageBytes + kQBytes + kPBytes + kStatsBytes + kLookUpBytes;
+      C::kStages * kStageBytes + kPBytes + kStatsBytes + kOddBytes + kLookUpBytes;
 
   MLA_DEVICE static void run(const AttendArgs& args) {
     Attend self(args);
@@ -47,20 +56,18 @@ class Attend {
   }
 
  private:
-  static constexpr int kWaveCols = C::kTileKv / C::kColWaves;  // of a tile's scores
-  static constexpr int kScoreFragments = kWaveCols / W::kScoreCols;
-  static constexpr int kOutFragments = C::kLora / C::kColWaves / W::kOutCols;
-  static constexpr int kScoreSteps = kDim / W::kDepth;
-  static constexpr int kPvSteps = C::kTileKv / W::kPvDepth;
-  // Waves that keep their rows to themselves read their queries straight into registers.
-  static constexpr bool kOwnQueries = C::kQInRegisters && !kSharedP;
+  static constexpr int kWaveCols = Shape::kWaveCols;
+  static constexpr int kScoreFragments = Shape::kScoreFragments;
+  static constexpr int kOutFragments = Shape::kOutFragments;
+  static constexpr int kScoreSteps = Shape::kScoreSteps;
+  static constexpr int kPvSteps = Shape::kPvSteps;
+  // Else queries take the way through shared memory that matrix loads want.
+  static constexpr bool kOwnQueries = tile::kDirectQueries;
   // A wave that is alone on its SIMD starts copies between products of scores, where issuing them
   // costs no time of its own.
   static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !tile::Copies::kThroughRegisters;
   static constexpr int kProductsBefore = 2;
-  using Stream = KvStream<C, kWaves>;
-  static_assert(kScoreFragments * C::kColWaves * W::kScoreCols == C::kTileKv);
-  static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
+  using Stream = KvStream<Layout, C::kStages, kWaves>;
   static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 32);
 
   struct State {
@@ -69,17 +76,16 @@ class Attend {
     int limit[W::kSlots];
   };
   struct Queries {
-    typename W::Q q[C::kQInRegisters ? kScoreSteps : 1];
+    typename W::Q q[kScoreSteps];
   };
 
   MLA_DEVICE explicit Attend(const AttendArgs& a) : args(a), wave(tile::wave_index()) {
     row_wave = wave / C::kColWaves;
     col_wave = wave - row_wave * C::kColWaves;
     stages = tile::shared_base<kSharedBytes>();
-    q_tile = stages + C::kStages * kStageBytes;
-    p_tile = q_tile + kQBytes;
+    p_tile = stages + C::kStages * kStageBytes;
     stats = p_tile + kPBytes;
-    entries = stats + kStatsBytes;
+    entries = stats + kStatsBytes + kOddBytes;
   }
 
   MLA_DEVICE void attend(const Item& item) {
@@ -90,7 +96,7 @@ class Attend {
     const int tiles = (kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
     unmasked_end = item.limit(0);
     ragged = unmasked_end < kv_end;
-    const float scale = r.softmax_scale * kLog2e;
+    const float scale = r.softmax_scale * (Layout::kLayerScale ? r.kv_scale : 1.0f) * kLog2e;
 
     block_barrier();  // the previous item's readers are done with shared memory
     Queries queries;
@@ -158,22 +164,22 @@ class Attend {
 
   MLA_DEVICE void start_queries(const Item& item, Stream& kv) const {
     if constexpr (kOwnQueries) return;
-    copy_queries<kRows, kDim, kWaves>(item, C::kQInRegisters ? last_stage() : q_tile, wave,
-                                      tile::lane_again());
-    if constexpr (C::kQInRegisters) kv.close_stage();
+    copy_queries<kRows, kDim, kWaves>(item, last_stage(), wave, tile::lane_again());
+    kv.close_stage();
   }
 
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (kOwnQueries) {
-      QueryLoader<W, kScoreSteps>::load(item, row_wave * C::kWaveRows, tile::lane_again(),
-                                        queries.q);
-    } else if constexpr (C::kQInRegisters) {
+      QueryLoader<W, kScoreSteps, typename Format::Order>::load(item, row_wave * C::kWaveRows,
+                                                                tile::lane_again(), queries.q);
+    } else {
       kv.template wait<C::kStages - 1>();
       block_barrier();
       const int lane = tile::lane_again();
 #pragma unroll
       for (int s = 0; s < kScoreSteps; ++s) {
-        W::template load_q<kRows>(queries.q[s], last_stage(), row_wave * C::kWaveRows, s, lane);
+        Format::template load_q<kRows>(queries.q[s], last_stage(), row_wave * C::kWaveRows, s,
+                                       lane);
       }
     }
   }
@@ -196,12 +202,27 @@ class Attend {
                        float scale, const StartNext& start_next) {
     const bool masked = first + C::kTileKv > unmasked_end;
     typename W::Scores s[kScoreFragments];
-    score(tile_base, queries, s, start_next);
+    typename Format::Keys keys(tile_base, col_wave, tile::lane_again());
+    bool odd = keys.odd();
+    // Codes are only looked at where no copies are started between products.
+    static_assert(!kCopiesBetween || !Format::Keys::kLooksAtCodes);
+    bool exactly = odd;
+    if (!odd) {
+      score<false>(keys, queries, s, start_next);
+      exactly = keys.odd_codes();
+    }
+    if constexpr (Layout::kFp8) {
+      if (exactly) {
+        exclude_from_report_begin();
+        score<true>(keys, queries, s, start_next);
+        exclude_from_report_end();
+      }
+    }
     if (masked) hide(state, first, s);
     float factor[W::kSlots];
     const bool moved =
-        state.softmax.update(s, scale, C::kOriginSlack, factor, [this](float(&top)[W::kSlots]) {
-          if constexpr (kSharedP) share_max(top);
+        state.softmax.update(s, scale, C::kOriginSlack, factor, [&](float(&top)[W::kSlots]) {
+          if constexpr (kSharedP) share(top, odd);
         });
     if (moved) {
       exclude_from_report_begin();
@@ -215,8 +236,8 @@ class Attend {
     if (masked && ragged) {
       exclude_from_report_begin();
       if constexpr (!kSharedP) block_barrier();
-      hide_unseen_values<C, kThreads>(tile_base, unmasked_end - first,
-                                      wave * tile::kWave + tile::lane_again());
+      Format::template hide_unseen<kThreads>(tile_base, unmasked_end - first,
+                                             wave * tile::kWave + tile::lane_again());
       if constexpr (!kSharedP) block_barrier();
       exclude_from_report_end();
     }
@@ -229,7 +250,15 @@ class Attend {
       }
       block_barrier();
     }
-    accumulate(tile_base, s, state);
+    if constexpr (Layout::kRowScales) {
+      if (odd) {
+        exclude_from_report_begin();
+        accumulate<true>(tile_base, s, state);
+        exclude_from_report_end();
+        return;
+      }
+    }
+    accumulate<false>(tile_base, s, state);
   }
 
   // Scores of keys that a row does not see become -inf. Bit c of a row's word stands for the column
@@ -260,57 +289,49 @@ class Attend {
     exclude_from_report_end();
   }
 
-  template <class StartNext>
-  MLA_DEVICE void score(lds_t tile_base, const Queries& queries,
+  // Where a wave is alone on its SIMD no other wave works while it waits for LDS: there reads run
+  // kKeysAhead products ahead of their use, in an order that the compiler must keep.
+  template <bool kExact, class StartNext>
+  MLA_DEVICE void score(typename Format::Keys& keys, const Queries& queries,
                         typename W::Scores (&s)[kScoreFragments],
                         const StartNext& start_next) const {
+    using Keys = typename Format::Keys;
+    using Raw = typename Keys::Raw;
 #pragma unroll
     for (int f = 0; f < kScoreFragments; ++f) {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
-    const int kv0 = col_wave * kWaveCols;
-    if constexpr (C::kKeysAhead > 0) return score_ahead(tile_base, queries, s, start_next);
-    const int lane = tile::lane_again();
+    const auto use = [&](const Raw& raw, auto n) {
 #pragma unroll
-    for (int step = 0; step < kScoreSteps; ++step) {
-      if (step % 4 == 0) schedule_fence();
-      typename W::Q loaded;
-      if constexpr (!C::kQInRegisters) {
-        W::template load_q<kRows>(loaded, q_tile, row_wave * C::kWaveRows, step, lane);
-      }
-#pragma unroll
-      for (int f = 0; f < kScoreFragments; ++f) {
+      for (int j = 0; j < Keys::products(n); ++j) {
         typename W::K k;
-        W::template load_k<C::kTileKv>(k, tile_base, kv0 + f * W::kScoreCols, step, lane);
-        if constexpr (C::kQInRegisters) {
-          W::scores(s[f], queries.q[step], k);
-        } else {
-          W::scores(s[f], loaded, k);
-        }
+        keys.template widen<kExact>(k, raw, n, j);
+        W::scores(s[Keys::fragment(n)], queries.q[Keys::step(n, j)], k);
       }
+    };
+    if constexpr (C::kKeysAhead == 0) {
+      for_constants<Keys::kReads>([&](auto n) {
+        if constexpr (n % 4 == 0) schedule_fence();
+        Raw raw;
+        keys.load(raw, n);
+        use(raw, n);
+      });
+    } else {
+      read_ahead<Raw, Keys::kReads, C::kKeysAhead>([&](Raw& raw, int n) { keys.load(raw, n); },
+                                                   [&](const Raw& raw, auto n) {
+                                                     use(raw, n);
+                                                     if constexpr (n == kProductsBefore) {
+                                                       start_next();
+                                                     }
+                                                   });
     }
   }
 
-  // The same where a wave is alone on its SIMD, so no other wave works while it waits for LDS:
-  // reads run some products ahead of their use, in an order that the compiler must keep.
-  template <class StartNext>
-  MLA_DEVICE void score_ahead(lds_t tile_base, const Queries& queries,
-                              typename W::Scores (&s)[kScoreFragments],
-                              const StartNext& start_next) const {
-    const typename W::template KeyRows<C::kTileKv> rows(tile_base, tile::lane_again());
-    read_ahead<typename W::K, kScoreSteps * kScoreFragments, C::kKeysAhead>(
-        [&](typename W::K& k, int n) {
-          rows.load(k, n % kScoreFragments * W::kScoreCols, n / kScoreFragments);
-        },
-        [&](const typename W::K& k, auto n) {
-          W::scores(s[n % kScoreFragments], queries.q[n / kScoreFragments], k);
-          if constexpr (n == kProductsBefore) start_next();
-        });
-  }
-
-  // Row maxima over all waves of the row group.
-  MLA_DEVICE void share_max(float (&top)[W::kSlots]) const {
+  // Over all waves of the row group: row maxima, and whether one of them has odd scales.
+  MLA_DEVICE void share(float (&top)[W::kSlots], bool& odd) const {
+    const lds_t flags = stats + kStatsBytes + row_wave * (C::kColWaves * 4);
+    if constexpr (Layout::kRowScales) tile::store_float(flags + col_wave * 4, odd ? 1.0f : 0.0f);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       tile::store_float(stat(slot) + col_wave * 4, top[slot]);
@@ -323,45 +344,61 @@ class Attend {
         top[slot] = max_f(top[slot], tile::load_float(stat(slot) + c * 4));
       }
     }
+    if constexpr (Layout::kRowScales) {
+      odd = tile::any(tile::load_float(flags + tile::lane_again() % C::kColWaves * 4) != 0.0f);
+    }
   }
   MLA_DEVICE lds_t stat(int slot) const {
     return stats +
            (row_wave * C::kWaveRows + W::row(tile::lane_again(), slot)) * (C::kColWaves * 4);
   }
 
+  // Whether a read of values is the first of its step and group of columns.
+  MLA_DEVICE static constexpr bool begins_step(int n) {
+    return n % (Format::Values::kGroupReads / kPvSteps) == 0;
+  }
+  template <bool kExact>
   MLA_DEVICE void accumulate(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
                              State& state) const {
-    if constexpr (C::kValuesAhead > 0) return accumulate_ahead(tile_base, s, state);
-    const int lane = tile::lane_again();
+    using Values = typename Format::Values;
+    using Raw = typename Values::Raw;
+    constexpr bool kScaledP = Values::kScalesP && !kExact;
+    // Where probabilities are the same for all columns, and in registers, all are made first.
+    constexpr bool kAllFirst = !kSharedP && !kScaledP;
+    typename W::P p[kAllFirst ? kPvSteps : 1];
+    if constexpr (kAllFirst) {
 #pragma unroll
-    for (int step = 0; step < kPvSteps; ++step) {
-      typename W::P p;
-      if constexpr (kSharedP) {
-        W::template load_p<kRows>(p, p_tile, row_wave * C::kWaveRows, step, lane);
-      } else {
-        W::make_p(p, s, step);
-      }
-#pragma unroll
-      for (int f = 0; f < kOutFragments; ++f) {
-        if (f % 4 == 0) schedule_fence();
-        typename W::V v;
-        W::template load_v<C::kTileKv>(v, tile_base, step, col_wave * kOutFragments + f, lane);
-        W::outputs(state.o[f], p, v);
-      }
+      for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
     }
-  }
-
-  MLA_DEVICE void accumulate_ahead(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
-                                   State& state) const {
-    typename W::P p[kPvSteps];
+    const Values values(tile_base, col_wave, tile::lane_again());
+    const auto use = [&](const Raw& raw, auto n) {
+      if constexpr (kSharedP) {
+        if (begins_step(n)) {
+          W::template load_p<kRows>(p[0], p_tile, row_wave * C::kWaveRows, Values::step(n),
+                                    tile::lane_again());
+          if constexpr (kScaledP) values.scale_p(p[0], n);
+        }
+      } else if constexpr (kScaledP) {
+        if (begins_step(n)) values.make_p(p[0], s, n);
+      }
 #pragma unroll
-    for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
-    const typename W::template ValueRows<C::kTileKv> rows(tile_base, tile::lane_again());
-    read_ahead<typename W::V, kPvSteps * kOutFragments, C::kValuesAhead>(
-        [&](typename W::V& v, int n) { rows.load(v, n / kOutFragments, n % kOutFragments); },
-        [&](const typename W::V& v, int n) {
-          W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
-        });
+      for (int j = 0; j < Values::fragments(n); ++j) {
+        typename W::V v;
+        values.template widen<kExact>(v, raw, n, j);
+        W::outputs(state.o[Values::fragment(n, j)], p[kAllFirst ? Values::step(n) : 0], v);
+      }
+    };
+    if constexpr (C::kValuesAhead == 0) {
+      for_constants<Values::kReads>([&](auto n) {
+        if constexpr (n % 4 == 0) schedule_fence();
+        Raw raw;
+        values.load(raw, n);
+        use(raw, n);
+      });
+    } else {
+      read_ahead<Raw, Values::kReads, C::kValuesAhead>(
+          [&](Raw& raw, int n) { values.load(raw, n); }, use);
+    }
   }
 
   // --- Results.
@@ -391,7 +428,8 @@ class Attend {
       const int lane = tile::lane_again();
       const int p = row_wave * C::kWaveRows + W::row(lane, slot);
       if (p >= item.rows) continue;
-      const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
+      RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
+      if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;
       writer.write(state.o, scale, slot, p, lane);
     }
   }
@@ -401,7 +439,7 @@ class Attend {
   int row_wave, col_wave;
   int unmasked_end = 0;  // of the item: kv rows below it are seen by all its packed rows
   bool ragged = false;   // of the item: some packed rows do not see all of its kv rows
-  lds_t stages, q_tile, p_tile, stats, entries;
+  lds_t stages, p_tile, stats, entries;
 };
 
 }  // namespace mla::kernels::hip

@@ -145,7 +145,9 @@ MLA_DEVICE uint32_t rest_of(float low, float high) {
       pack_bf16(low - bits_to_float(rounded << 16), high - bits_to_float(rounded & 0xffff0000u)));
 }
 
-// Copies the rotated part of the pair's rows; `thread` of `threads` takes its share.
+// Copies the rotated part of the pair's rows, codes as the numbers that they are without the
+// layer's scale; `thread` of `threads` takes its share.
+template <KvFormat kFormat = KvFormat::kBf16>
 MLA_DEVICE void copy_rotated(const ExpandPairs& pairs, int thread, int threads) {
   const PagedRows pages = pairs.pages();
   constexpr int kChunks = kPanelRowBytes / 16;
@@ -153,7 +155,19 @@ MLA_DEVICE void copy_rotated(const ExpandPairs& pairs, int thread, int threads) 
     const int row = i / kChunks, chunk = i % kChunks;
     uint32_t words[4] = {0, 0, 0, 0};
     if (pairs.exists(row)) {
-      load_words(words, pages.row(pairs.position(row)) + kExpandedLora * 2 + chunk * 16);
+      constexpr kernels::KvRowLayout kRow =
+          kernels::MakeKvRowLayout(kFormat, kExpandedLora, kExpandedRope);
+      const uint8_t* const source = pages.row(pairs.position(row)) + kRow.rope_at;
+      if constexpr (kRow.traits.rope == DType::kFp8E4m3) {
+        uint32_t codes[2];
+        load_words(codes, source + chunk * 8);
+        for (int w = 0; w < 2; ++w) {
+          words[2 * w] = tile::plain_bf16_of<false>(codes[w]);
+          words[2 * w + 1] = tile::plain_bf16_of<true>(codes[w]);
+        }
+      } else {
+        load_words(words, source + chunk * 16);
+      }
     }
     store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ tile::swizzle(row)) << 4),
                 words);

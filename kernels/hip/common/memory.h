@@ -10,6 +10,16 @@ namespace mla::kernels::hip {
 // What the 8-bit floats of pools on this architecture are; ArchTraits::fp8.
 inline constexpr Fp8Kind kPoolFp8 = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
 
+// The largest scale of a row that stands for a number, as bits.
+inline constexpr uint32_t kLargestScaleBits = __builtin_bit_cast(
+    uint32_t, kernels::kLargestKvScale*(kPoolFp8 == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f));
+// kernels::KvScale without a comparison, whose result would take scalar registers.
+MLA_DEVICE float stored_scale(float scale) {
+  const uint32_t bits = float_to_bits(scale);
+  const uint32_t bounded = bits < kLargestScaleBits + 1 ? bits : kLargestScaleBits + 1;
+  return bits_to_float(bits | (0u - ((kLargestScaleBits - bounded) >> 31)));
+}
+
 // Where the rows of one sequence at one layer lie. All arithmetic that can pass 2 GiB is 64-bit.
 struct PagedRows {
   const uint32_t* table;

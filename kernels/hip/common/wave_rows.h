@@ -8,8 +8,9 @@
 namespace mla::kernels::hip {
 
 // Reads queries of the wave that holds packed rows from `first_row` on straight into registers, in
-// W's layout. Rows past the item's take its first: their results are dropped.
-template <class W, int kSteps>
+// W's layout. Rows past the item's take its first: their results are dropped. Order::depth(step,
+// group) is the first of the eight values that a lane of the group takes.
+template <class W, int kSteps, class Order>
 struct QueryLoader {
   using Queries = typename W::Q[kSteps];
   MLA_DEVICE static void load(const Item& item, int first_row, int lane, Queries& queries) {
@@ -17,23 +18,32 @@ struct QueryLoader {
     const int own = first_row + W::row(lane, 0);
     const int p = own < item.rows ? own : 0;
     const uint16_t* source = static_cast<const uint16_t*>(r.q) + item.query(p) * r.q_row_stride +
-                             item.head(p) * r.q_head_stride + W::group(lane) * 8;
+                             item.head(p) * r.q_head_stride;
+    const int group = W::group(lane);
     if (aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16)) {
-      load_all<true>(source, queries);
+      load_all<true>(source, group, queries);
     } else {
-      load_all<false>(source, queries);
+      load_all<false>(source, group, queries);
     }
   }
 
  private:
   template <bool kAligned>
-  MLA_DEVICE static void load_all(const uint16_t* source, Queries& queries) {
+  MLA_DEVICE static void load_all(const uint16_t* source, int group, Queries& queries) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const Chunk c = load_chunk(source, s * W::kDepth, false, kAligned);
+      const Chunk c = load_chunk(source, Order::depth(s, group), false, kAligned);
 #pragma unroll
       for (int i = 0; i < 4; ++i) queries[s].r[i] = c.w[i];
     }
+  }
+};
+
+// The depth as it lies in memory.
+template <class W>
+struct PlainOrder {
+  MLA_DEVICE static constexpr int depth(int step, int group) {
+    return step * W::kDepth + group * 8;
   }
 };
 

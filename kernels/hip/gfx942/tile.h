@@ -14,6 +14,7 @@ struct Copies {
   static constexpr bool kLookUpInLds = false;
   static constexpr int kMost = 12;
   u32x4 held[kMost];
+  uint32_t held_word;
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t, int, const void* source) {
     static_assert(kIndex < kMost);
@@ -23,10 +24,35 @@ struct Copies {
   MLA_DEVICE void land(lds_t wave_base, int lane) {
     shared_store<u32x4>(wave_base + kOffset + lane * 16, held[kIndex]);
   }
+  // Four bytes a lane, of which one copy may be on its way.
+  template <int kOffset>
+  MLA_DEVICE void issue_word(lds_t, int, const void* source) {
+    static_assert(kOffset == 0);
+    held_word = *as_global<const uint32_t>(source);
+  }
+  MLA_DEVICE void land_word(lds_t wave_base, int lane) {
+    shared_store<uint32_t>(wave_base + lane * 4, held_word);
+  }
   MLA_DEVICE void close_stage() {}
   template <int kYounger, int kPerStage>
   MLA_DEVICE void wait() {}
 };
+
+// Two numbers that bf16 holds, packed.
+MLA_DEVICE uint32_t upper_halves(float low, float high) {
+  return permute_bytes(float_to_bits(high), float_to_bits(low), 0x07060302u);
+}
+// Two codes as bf16. `scale`: a power of two; 1 unless kScaled.
+template <bool kHigh, bool kScaled>
+MLA_DEVICE uint32_t bf16_of(uint32_t codes, float scale) {
+  const f32x2 x = floats_of<kHigh>(codes);
+  return kScaled ? upper_halves(x[0] * scale, x[1] * scale) : upper_halves(x[0], x[1]);
+}
+
+template <bool kHigh>
+MLA_DEVICE uint32_t plain_bf16_of(uint32_t codes) {
+  return bf16_of<kHigh, false>(codes, 1.0f);
+}
 
 template <int kRows_>
 struct Wave : WaveBase<kRows_> {
@@ -104,6 +130,62 @@ struct Wave : WaveBase<kRows_> {
     MLA_DEVICE ValueRows(lds_t tile_at, int lane_number) : tile(tile_at), lane(lane_number) {}
     MLA_DEVICE void load(V& v, int step, int fragment) const {
       load_v<kTileRows, kOrder>(v, tile, step, fragment, lane);
+    }
+  };
+  // The same of codes: words of four columns, of four rows in each half of the depth.
+  template <int kTileRows>
+  struct ValueCodes {
+    struct Raw {
+      uint32_t r[2][4];
+    };
+    lds_t tile;
+    int lane;
+    MLA_DEVICE ValueCodes(lds_t tile_at, int lane_number) : tile(tile_at), lane(lane_number) {}
+    MLA_DEVICE void load(Raw& raw, int step, int fragment) const {
+      const int col = fragment * kOutCols + 4 * (lane & (kRows - 1));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = step * kPvDepth + half * (kPvDepth / 2) + 4 * Base::group(lane);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          raw.r[half][r] =
+              shared_load<uint32_t>(chunk_at<kTileRows>(tile, first + r, col >> 4) + (col & 12));
+        }
+      }
+    }
+    MLA_DEVICE static void widen(V& v, const Raw& raw) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        f32x2 x[4][2];  // [row][column / 2]
+        floats(x, raw.r[half]);
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+          v.operand[u][half] = u32x2{upper_halves(x[0][u >> 1][u & 1], x[1][u >> 1][u & 1]),
+                                     upper_halves(x[2][u >> 1][u & 1], x[3][u >> 1][u & 1])};
+        }
+      }
+    }
+    // `scales`: of the rows in the order of the operand.
+    MLA_DEVICE static void widen(V& v, const Raw& raw, const float (&scales)[8]) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        f32x2 x[4][2];
+        floats(x, raw.r[half]);
+        const float* by = scales + half * 4;
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+          v.operand[u][half] =
+              u32x2{pack_bf16(x[0][u >> 1][u & 1] * by[0], x[1][u >> 1][u & 1] * by[1]),
+                    pack_bf16(x[2][u >> 1][u & 1] * by[2], x[3][u >> 1][u & 1] * by[3])};
+        }
+      }
+    }
+    MLA_DEVICE static void floats(f32x2 (&x)[4][2], const uint32_t (&codes)[4]) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        x[r][0] = floats_of<false>(codes[r]);
+        x[r][1] = floats_of<true>(codes[r]);
+      }
     }
   };
   MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {

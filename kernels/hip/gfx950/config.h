@@ -15,17 +15,18 @@ struct AttendBase {
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 32;
   static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 4;
-  static constexpr bool kQInRegisters = true;
   // Powers of two by which maxima may pass the origin of the exponentials before that follows.
   static constexpr float kOriginSlack = 8.0f;
 };
-template <>
-struct AttendConfig<64> : AttendBase {
+template <KvFormat kFormat_>
+struct AttendConfig<64, kFormat_, DType::kBf16> : AttendBase {
+  static constexpr KvFormat kFormat = kFormat_;
   // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
   static constexpr int kWaveRows = 16, kKeysAhead = 8, kValuesAhead = 8;
 };
-template <>
-struct AttendConfig<128> : AttendBase {
+template <KvFormat kFormat_>
+struct AttendConfig<128, kFormat_, DType::kBf16> : AttendBase {
+  static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
 

@@ -17,11 +17,12 @@ struct Copies {
   }
   // Four bytes a lane.
   template <int kOffset>
-  MLA_DEVICE void issue_word(lds_t wave_base, const void* source) {
+  MLA_DEVICE void issue_word(lds_t wave_base, int, const void* source) {
     copy_word<kOffset>(wave_base, source);
   }
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t, int) {}
+  MLA_DEVICE void land_word(lds_t, int) {}
   MLA_DEVICE void close_stage() {}
   // With kYounger stages of kPerStage copies issued later, everything older has landed.
   template <int kYounger, int kPerStage>
@@ -29,6 +30,17 @@ struct Copies {
     wait_for_copies<kYounger * kPerStage>();
   }
 };
+
+// Two codes as bf16. `scale`: a power of two; 1 unless kScaled.
+template <bool kHigh, bool kScaled>
+MLA_DEVICE uint32_t bf16_of(uint32_t codes, float scale) {
+  return scaled_bf16_of<kHigh>(codes, scale);
+}
+
+template <bool kHigh>
+MLA_DEVICE uint32_t plain_bf16_of(uint32_t codes) {
+  return bf16_of<kHigh, false>(codes, 1.0f);
+}
 
 template <int kRows_>
 struct Wave : WaveBase<kRows_> {
@@ -86,6 +98,41 @@ struct Wave : WaveBase<kRows_> {
       v.a = read_transposed(place(step * kPvDepth, fragment * kOutCols));
       v.b = read_transposed(
           place(step * kPvDepth + (kAlong ? 4 : kPvDepth / 2), fragment * kOutCols));
+    }
+  };
+  // The same of codes: each group of 16 lanes reads 8 depth rows x 16 columns, in the order of the
+  // scores.
+  template <int kTileRows>
+  struct ValueCodes {
+    struct Raw {
+      u32x2 r;
+    };
+    lds_t at;
+    MLA_DEVICE ValueCodes(lds_t tile, int lane) {
+      const int i = lane & 15, eighth = i >> 1;
+      const int row = 4 * Base::group(lane) + (eighth & 3) + (eighth >> 2) * (kPvDepth / 2);
+      at = chunk_at<kTileRows>(tile, row, kRows == 32 ? lane >> 4 & 1 : 0) + (i & 1) * 8;
+    }
+    MLA_DEVICE void load(Raw& raw, int step, int fragment) const {
+      const int row = step * kPvDepth, chunk = fragment * (kOutCols / 16);
+      raw.r = read_transposed_bytes(flip(at, ((chunk & 7) ^ swizzle(row)) * 16) +
+                                    (chunk >> 3) * (kTileRows * 128) + row * 128);
+    }
+    MLA_DEVICE static void widen(V& v, const Raw& raw) {
+      v.a = u32x2{bf16_of<false, false>(raw.r[0], 1.0f), bf16_of<true, false>(raw.r[0], 1.0f)};
+      v.b = u32x2{bf16_of<false, false>(raw.r[1], 1.0f), bf16_of<true, false>(raw.r[1], 1.0f)};
+    }
+    // `scales`: of the rows in the order of the operand.
+    MLA_DEVICE static void widen(V& v, const Raw& raw, const float (&scales)[8]) {
+      const f32x2 x[4] = {floats_of<false>(raw.r[0]), floats_of<true>(raw.r[0]),
+                          floats_of<false>(raw.r[1]), floats_of<true>(raw.r[1])};
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = pack_bf16(x[i][0] * scales[2 * i], x[i][1] * scales[2 * i + 1]);
+      }
+      v.a = u32x2{words[0], words[1]};
+      v.b = u32x2{words[2], words[3]};
     }
   };
   template <int kTileRows>

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/common/vendor.h"
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/products.h"
@@ -47,6 +48,22 @@ void shared_store(lds_t at, T x) {
 
 inline int opaque(int x) { return x; }
 inline u32x4 in_vector_registers(u32x4 x) { return x; }
+
+// --- 8-bit floats.
+template <bool kHigh>
+f32x2 floats_of(uint32_t codes) {
+  constexpr auto kKind = MLA_GFX942 ? kernels::Fp8Kind::kE4m3Fnuz : kernels::Fp8Kind::kE4m3Fn;
+  const uint32_t pair = kHigh ? codes >> 16 : codes;
+  return f32x2{kernels::DecodeFp8(static_cast<uint8_t>(pair), kKind),
+               kernels::DecodeFp8(static_cast<uint8_t>(pair >> 8), kKind)};
+}
+// The exponent is all of the scale that the instruction looks at, and as a power of two at that.
+template <bool kHigh>
+uint32_t scaled_bf16_of(uint32_t codes, float scale) {
+  const f32x2 x = floats_of<kHigh>(codes);
+  const int exponent = static_cast<int>(float_to_bits(scale) >> 23 & 0xffu) - 127;
+  return pack_bf16(std::ldexp(x[0], exponent), std::ldexp(x[1], exponent));
+}
 
 // --- Between lanes of a wave.
 struct Exchange {
@@ -160,6 +177,30 @@ inline u32x2 read_transposed(lds_t at) {
           for (int row = 0; row < 4; ++row) {
             wave.slot<Slot>(lane).column[row] =
                 wave.slot<Slot>(group + row * 4 + column / 4).block[column % 4];
+          }
+        }
+      },
+      &slot);
+  u32x2 result;
+  std::memcpy(&result, slot.column, sizeof(result));
+  return result;
+}
+
+inline u32x2 read_transposed_bytes(lds_t at) {
+  struct Slot {
+    uint8_t block[8];  // columns 8 * (lane % 2) and on of row lane % 16 / 2
+    uint8_t column[8];
+  } slot;
+  host::Access("ds_read_b64_tr_b8", at);
+  host::the_block->shared.Read(at, sizeof(slot.block), host::the_lane->wave->index);
+  std::memcpy(slot.block, at, sizeof(slot.block));
+  host::Meet(
+      [](host::Wave& wave) {
+        for (int lane = 0; lane < 64; ++lane) {
+          const int group = lane & ~15, column = lane & 15;
+          for (int row = 0; row < 8; ++row) {
+            wave.slot<Slot>(lane).column[row] =
+                wave.slot<Slot>(group + row * 2 + column / 8).block[column % 8];
           }
         }
       },

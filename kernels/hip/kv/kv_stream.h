@@ -2,12 +2,12 @@
 #ifndef MLA_KERNELS_HIP_KV_KV_STREAM_H_
 #define MLA_KERNELS_HIP_KV_KV_STREAM_H_
 
-#include "kernels/hip/common/memory.h"
+#include "kernels/hip/kv/stage_layout.h"
 
 namespace mla::kernels::hip {
 
-// Every wave copies its share of each tile: kCopyRows rows a lane, kBlocks chunks of each. C gives
-// kTileKv, kStages, kLora, kRope and the number of waves. Tile n goes to stage n % kStages.
+// Every wave copies its share of each tile: kCopyRows rows a lane, a chunk of every column block of
+// each, and a word of the rows' scales. Layout is a StageLayout. Tile n goes to stage n % kStages.
 //
 // Where a row lies is known from the page table only, so each tile's rows are looked up kLookAhead
 // tiles before it is issued. Loads are waited for in order: an answer that is used at once would
@@ -16,27 +16,32 @@ namespace mla::kernels::hip {
 // even that would wait for them, since the compiler, which does not count them, waits for all:
 // there the entries of the page table are copied to LDS as the rows are, a group of copies early
 // enough to have landed with the tile that is waited for anyway.
-template <class C, int kWaves, class Copies = tile::Copies>
+template <class Layout, int kStages, int kWaves, class Copies = tile::Copies>
 class KvStream {
  public:
   using lds_t = tile::lds_t;
-  static constexpr int kDim = C::kLora + C::kRope;
-  static constexpr int kStageBytes = C::kTileKv * kDim * 2;
+  static constexpr int kTileKv = Layout::kTileKv;
+  // Lanes beyond the scales of a tile copy them once more, behind the others.
+  static constexpr bool kScales = Layout::kRowScales;
+  static constexpr int kLanes = kWaves * tile::kWave;
+  static constexpr int kStageBytes = Layout::kScalesAt + (kScales ? kLanes * 4 : 0);
   static constexpr int kRowsPerCopy = tile::kWave / 8;
-  static constexpr int kBlocks = kDim / 64;
-  static constexpr int kCopyRows = C::kTileKv / kRowsPerCopy / kWaves;
+  static constexpr int kBlocks = Layout::kBlocks;
+  static constexpr int kCopyRows = kTileKv / kRowsPerCopy / kWaves;
   static constexpr int kCopies = kCopyRows * kBlocks;
+  static constexpr int kLookUps = kCopyRows + (kScales ? 1 : 0);  // of a lane
   static constexpr bool kInLds = Copies::kLookUpInLds;
-  static constexpr int kLookAhead = kInLds ? C::kStages - 1 : 1;
-  static constexpr int kEntryBytes = kCopyRows * tile::kWave * 4;  // of a wave and tile
-  static constexpr int kLookUpBytes = kInLds ? C::kStages * kWaves * kEntryBytes : 0;
-  static_assert(kCopyRows * kRowsPerCopy * kWaves == C::kTileKv);
+  static constexpr int kLookAhead = kInLds ? kStages - 1 : 1;
+  static constexpr int kEntryBytes = kLookUps * tile::kWave * 4;  // of a wave and tile
+  static constexpr int kLookUpBytes = kInLds ? kStages * kWaves * kEntryBytes : 0;
+  static_assert(kCopyRows * kRowsPerCopy * kWaves == kTileKv);
+  static_assert(!kScales || kLanes % Layout::kScaleWords == 0);
 
   // `entries_at`: kLookUpBytes of shared memory.
   MLA_DEVICE KvStream(const PagedRows& rows, int begin, int end, lds_t stages_at, lds_t entries_at,
                       int wave_number)
       : pages(rows), kv_begin(begin), kv_end(end), stages(stages_at), wave(wave_number) {
-    if constexpr (kInLds) entries = entries_at + wave * (C::kStages * kEntryBytes);
+    if constexpr (kInLds) entries = entries_at + wave * (kStages * kEntryBytes);
   }
 
   // Of `tiles` > 0 tiles, the first: looks up where their rows lie, ...
@@ -56,7 +61,7 @@ class KvStream {
     }
     if constexpr (kInLds) wait<0>();
 #pragma unroll
-    for (int n = 0; n < C::kStages - 1; ++n) {
+    for (int n = 0; n < kStages - 1; ++n) {
       if (n < tiles) issue(n);
       close_stage();
       look_up(n + kLookAhead);
@@ -70,16 +75,16 @@ class KvStream {
       copy_entries(n);
     } else {
 #pragma unroll
-      for (int g = 0; g < kCopyRows; ++g) found[g] = find(position(n, g));
+      for (int g = 0; g < kLookUps; ++g) found[g] = find(position(n, g));
     }
   }
 
   // Starts the copies of tile n, which is the next one that has been looked up.
   MLA_DEVICE void issue(int n) {
     lane = tile::lane_again();
-    const uint8_t* from[kCopyRows];
+    const uint8_t* from[kLookUps];
 #pragma unroll
-    for (int g = 0; g < kCopyRows; ++g) {
+    for (int g = 0; g < kLookUps; ++g) {
       if constexpr (kInLds) {
         const tile::lds_t entry = entry_base(n) + g * tile::kWave * 4 + lane * 4;
         const uint32_t granule = float_to_bits(tile::load_float(entry));
@@ -87,31 +92,41 @@ class KvStream {
       } else {
         from[g] = address(found[g]);
       }
-      from[g] += chunk(g) * 16;
     }
-    const lds_t to = base(n % C::kStages);
+    const lds_t to = base(n % kStages);
     for_constants<kCopies>([&](auto index) {
       constexpr int kRow = index / kBlocks, kBlock = index % kBlocks;
-      copies.template issue<index, offset(kRow, kBlock)>(to, lane, from[kRow] + kBlock * 128);
+      // Lanes past the chunks of a half block copy its first ones again.
+      const int place = chunk(kRow) & (Layout::chunks(kBlock) - 1);
+      copies.template issue<index, offset(kRow, kBlock)>(
+          to, lane, from[kRow] + (place * 16 + Layout::source(kBlock)));
     });
+    if constexpr (kScales) {
+      copies.template issue_word<0>(scales(n % kStages), lane,
+                                    from[kCopyRows] + (Layout::kRow.scales_at + scale_group() * 4));
+    }
   }
   MLA_DEVICE void close_stage() { copies.close_stage(); }
   // Waits until all but the kYounger youngest tiles have landed, and what was looked up with them.
   template <int kYounger>
   MLA_DEVICE void wait() {
-    copies.template wait<kYounger, kCopies + (kInLds ? kCopyRows : 0)>();
+    copies.template wait<kYounger, kCopies + (kScales ? 1 : 0) + (kInLds ? kLookUps : 0)>();
   }
   // For copies through registers: writes the issued tile to stage 0.
   MLA_DEVICE void land() {
     lane = tile::lane_again();
     land_from<0>();
+    if constexpr (kScales) copies.land_word(scales(0), lane);
   }
 
  private:
-  // Of this lane's row g of tile n. Rows past the range repeat its last row, so that masked
-  // probabilities, which are zero, always meet values that exist.
+  // Of this lane's row g of tile n; the last of all is that whose scale it copies. Rows past the
+  // range repeat its last row, so that masked probabilities, which are zero, always meet values
+  // that exist.
   MLA_DEVICE int position(int n, int g) const {
-    const int at = kv_begin + n * C::kTileKv + (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);
+    const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
+                                  : (wave * tile::kWave + lane) % kTileKv;
+    const int at = kv_begin + n * kTileKv + row;
     return at < kv_end ? at : kv_end - 1;
   }
 
@@ -133,12 +148,12 @@ class KvStream {
   MLA_DEVICE const uint8_t* address(Found f) const { return f; }
 #endif
 
-  MLA_DEVICE lds_t entry_base(int n) const { return entries + n % C::kStages * kEntryBytes; }
+  MLA_DEVICE lds_t entry_base(int n) const { return entries + n % kStages * kEntryBytes; }
   template <int kRow = 0>
   MLA_DEVICE void copy_entries(int n) {
-    if constexpr (kRow < kCopyRows) {
+    if constexpr (kRow < kLookUps) {
       copies.template issue_word<kRow * tile::kWave * 4>(
-          entry_base(n), pages.table + pages.place(position(n, kRow)).page);
+          entry_base(n), lane, pages.table + pages.place(position(n, kRow)).page);
       copy_entries<kRow + 1>(n);
     }
   }
@@ -152,10 +167,16 @@ class KvStream {
   }
   // Where copy (g, block) of a wave goes: a constant from where its first one does.
   MLA_DEVICE static constexpr int offset(int g, int block) {
-    return block * (C::kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
+    return block * (kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
   }
   MLA_DEVICE lds_t base(int stage) const {
     return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+  }
+  MLA_DEVICE lds_t scales(int stage) const {
+    return stages + stage * kStageBytes + Layout::kScalesAt + wave * tile::kWave * 4;
+  }
+  MLA_DEVICE int scale_group() const {
+    return (wave * tile::kWave + lane) % Layout::kScaleWords / kTileKv;
   }
   MLA_DEVICE int chunk(int g) const {
     const int row = (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);
@@ -167,7 +188,7 @@ class KvStream {
   lds_t stages, entries;
   int wave, lane = 0;  // the latter is worked out where it is needed
   Copies copies;
-  Found found[kInLds ? 1 : kCopyRows];
+  Found found[kInLds ? 1 : kLookUps];
 };
 
 }  // namespace mla::kernels::hip

@@ -14,13 +14,15 @@ struct AttendBase {
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 64;
 };
-// Few heads: bound by memory. Queries live in registers, three stages of KV in shared memory.
-template <>
-struct AttendConfig<16> : AttendBase {
-  static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8, kStages = 3;
+// Few heads: bound by memory. Queries live in registers; in shared memory as many stages of KV as
+// there is room for.
+template <KvFormat kFormat_>
+struct AttendConfig<16, kFormat_, DType::kBf16> : AttendBase {
+  static constexpr KvFormat kFormat = kFormat_;
+  static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8;
+  static constexpr int kStages = kFormat == KvFormat::kBf16 ? 3 : 5;
   static constexpr int kKeysAhead = 0, kValuesAhead = 0;
   static constexpr float kOriginSlack = 0.0f;
-  static constexpr bool kQInRegisters = true;
 };
 // Up to 64 rows, by warpgroups (attend_wgmma.h): 64 x 512 fp32 accumulators fill half the register
 // file, 128 a thread.

@@ -12,6 +12,8 @@
 namespace mla::kernels::hip::tile {
 
 inline constexpr int kWave = 32;
+// Queries take the way of matrix loads into registers.
+inline constexpr bool kDirectQueries = false;
 
 MLA_DEVICE int lane_index() {
   return static_cast<int>(static_cast<uint32_t>(thread_index()) & 31u);
@@ -29,8 +31,14 @@ struct Copies {
   MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
     copy_chunk(wave_base + kOffset + lane * 16, source);
   }
+  // Four bytes a lane.
+  template <int kOffset>
+  MLA_DEVICE void issue_word(lds_t wave_base, int lane, const void* source) {
+    copy_word(wave_base + kOffset + lane * 4, source);
+  }
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t, int) {}
+  MLA_DEVICE void land_word(lds_t, int) {}
   MLA_DEVICE void close_stage() { close_copies(); }
   // Waits until at most `kYounger` stages closed later than the wanted one are still under way.
   template <int kYounger, int kPerStage>
@@ -43,6 +51,12 @@ struct Copies {
 template <int kRows>
 MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
   return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ swizzle(row)) << 4);
+}
+
+// Two codes of the low or the high half of a word as bf16.
+template <bool kHigh>
+MLA_DEVICE uint32_t plain_bf16_of(uint32_t codes) {
+  return bf16_of_codes(kHigh ? codes >> 16 : codes);
 }
 
 // The work of one wave on `kRows_` packed rows.
@@ -124,6 +138,16 @@ struct Wave {
   MLA_DEVICE static void load_k(K& k, lds_t tile, int kv0, int step, int lane) {
     load_matrices(k.r, chunk_at<kTileRows>(tile, kv0 + (lane & 7), step * 4 + (lane >> 3)));
   }
+  template <int kTileRows>
+  struct KeyRows {
+    lds_t tile;
+    int row0, lane;
+    MLA_DEVICE KeyRows(lds_t tile_at, int first_row, int lane_number)
+        : tile(tile_at), row0(first_row), lane(lane_number) {}
+    MLA_DEVICE void load(K& k, int kv0, int step) const {
+      load_k<kTileRows>(k, tile, row0 + kv0, step, lane);
+    }
+  };
   MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -173,6 +197,15 @@ struct Wave {
     load_matrices_transposed(
         v.r, chunk_at<kTileRows>(tile, step * 16 + (lane & 15), fragment * 2 + (lane >> 4)));
   }
+  template <int kTileRows>
+  struct ValueRows {
+    lds_t tile;
+    int lane;
+    MLA_DEVICE ValueRows(lds_t tile_at, int lane_number) : tile(tile_at), lane(lane_number) {}
+    MLA_DEVICE void load(V& v, int step, int fragment) const {
+      load_v<kTileRows>(v, tile, step, fragment, lane);
+    }
+  };
   MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {

@@ -20,8 +20,8 @@ READ_B128 = {
     "gfx942": [(0, 1, 2, 3, 20, 21, 22, 23), (4, 5, 6, 7, 16, 17, 18, 19),
                (8, 9, 10, 11, 28, 29, 30, 31), (12, 13, 14, 15, 24, 25, 26, 27)],
 }
-BYTES = {"ds_read_b128": 16, "ds_read_b64": 8, "ds_read_b64_tr_b16": 8, "ds_read_b32": 4,
-         "ds_write_b128": 16, "ds_write_b64": 8, "ds_write_b32": 4,
+BYTES = {"ds_read_b128": 16, "ds_read_b64": 8, "ds_read_b64_tr_b16": 8, "ds_read_b64_tr_b8": 8,
+         "ds_read_b32": 4, "ds_write_b128": 16, "ds_write_b64": 8, "ds_write_b32": 4,
          "global_load_lds_dwordx4": 16, "global_load_lds_dword": 4}
 # What the compiler may make of two accesses.
 JOINED = {"ds_read2_b64": "ds_read_b64", "ds_read2st64_b64": "ds_read_b64"}
