@@ -29,7 +29,8 @@ _MODELS = {
     "youtu": ("Youtu", {**_DENSE, "tie_word_embeddings": False}),
     "longcat_flash": ("LongcatFlash", {"num_layers": 2, "ffn_hidden_size": 1024,
                                        "expert_ffn_hidden_size": 256, "n_routed_experts": 6,
-                                       "zero_expert_num": 2, "moe_topk": 2, "head_dim": 64}),
+                                       "zero_expert_num": 2, "moe_topk": 2, "head_dim": 64,
+                                       "routed_scaling_factor": 0.2}),
 }
 TYPES = tuple(_MODELS)
 # Standard deviations of weights, times the root of the inputs; 1 for all others. They make scores
