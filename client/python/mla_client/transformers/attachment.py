@@ -76,13 +76,12 @@ class Attachment:
             raise errors.FailedPrecondition(f"{type(model).__name__}: it is attached already")
         self._torch_model = model
         self._step_lease_ms = step_lease_ms
-        self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
         self._before = model.config._attn_implementation
         attention.register()
         model.set_attn_implementation(attention.NAME)
         if model.config._attn_implementation != attention.NAME:
-            self._keeper.close()
             raise errors.Unimplemented(f"{type(model).__name__}: its attention cannot be replaced")
+        self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def __enter__(self) -> "Attachment":
