@@ -4,6 +4,8 @@ server's own list of them."""
 import pathlib
 import re
 
+import grpc
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYWORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
 # Not the server's own labels: a scrape adds the first two, the target may have the last.
@@ -69,15 +71,16 @@ def exported_labels():
         for label, value in re.findall(r'\{"(\w+)", ([^{}]+)\}', labels):
             values = found[name].setdefault(label, set())
             values.update(re.findall(r'^"(\w+)"$', value))
+    histograms = " ".join((ROOT / "server/metrics/histograms.cc").read_text(encoding="utf-8").split())
+    for name, label, value in re.findall(r'[({]"(\w+)", \w+, \{"(\w+)", "(\w+)"\}', histograms):
+        found[name].setdefault(label, set()).add(value)
     table = (ROOT / "server/metrics/stats_table.cc").read_text(encoding="utf-8")
     for row in re.findall(r"^    Row\((.*?)\),$", table, re.S | re.M):
         labelled = re.search(r'"(\w+)",\s+"(\w+)"(?:,\s+[\de.-]+)?$', row)
         name = re.search(r'^\s*(?:nullptr|"\w+"),\s+"(\w+)"', row)
         if name and labelled and "MLA_" in row[:labelled.start()]:
             found[name[1]].setdefault(labelled[1], set()).add(labelled[2])
-    status = (ROOT / "server/grpc/grpc_status.cc").read_text(encoding="utf-8")
-    codes = re.search(r"kNames\[\] = \{(.*?)\}", status, re.S).group(1)
-    found["mla_requests_total"]["code"].update(re.findall(r'"(\w+)"', codes))
+    found["mla_requests_total"]["code"].update(code.name for code in grpc.StatusCode)
     return found
 
 
