@@ -83,6 +83,9 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
                                  [observer](int64_t ns) { observer->OnPageGroupFreed(ns); });
   }
   core->steps_ = std::make_unique<StepTable>(options.limits, &core->tenants_);
+  core->opener_ = std::make_unique<StepOpener>(
+      core->limits_, core->backend_.get(), core->cache_.get(), &core->tenants_, core->models_.get(),
+      core->sequences_.get(), core->steps_.get());
   absl::StatusOr<std::unique_ptr<Launcher>> launcher =
       Launcher::Create(options.limits, core->backend_.get(), core->cache_.get(),
                        core->page_tables(), core->models_.get(), clock);
@@ -142,9 +145,7 @@ absl::Status EngineCore::DrainingError() const {
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args) {
-  if (draining_) {
-    return DrainingError();
-  }
+  if (draining_) return DrainingError();
   const TenantKey tenant = tenants_.Find(args.tenant);
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
   if (!model.ok()) return model.status();
@@ -154,9 +155,7 @@ absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args) {
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {
-  if (draining_) {
-    return DrainingError();
-  }
+  if (draining_) return DrainingError();
   absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args);
   if (!child.ok()) return child.status();
   return sequences_->Info(**child);

@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +26,7 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
+#include "scheduler/engine/step_opener.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
 #include "scheduler/tables/model_table.h"
@@ -134,16 +134,7 @@ class EngineCore {
   // --- Steps
   absl::Status BeginStep(StreamRequest* request);
   absl::Status JoinStep(Step* step, StreamRequest* request);
-  absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model);
-  absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
-                                  const StepSequenceArgs& args, size_t index);
-  // What a step says of a sequence of this length against what the engine knows of it.
-  absl::Status CheckContinues(const Sequence& sequence, int64_t length, const Model& model,
-                              const StepSequenceArgs& args, size_t index) const;
   absl::Status DrainingError() const;
-  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model);
-  absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,
-                           std::optional<Resource> refused, const absl::Status& status);
   absl::Status AcceptAttend(StreamRequest* request);
   // OK with *wait set: the step still has requests; the answer comes when they are done.
   absl::Status EndStep(StreamRequest* request, bool* wait);
@@ -166,14 +157,6 @@ class EngineCore {
   void FailRowsMissing(StreamRequest* request, int32_t first, int32_t last);
   void FinishLaunch(BatchLaunch* launch);
   void NoteReport(const LaunchReport& report);
-  // Marks repeats of a launch that has ended whose KV rows are not those stored before.
-  void CheckRepeats(const BatchLaunch& launch);
-  // Marks requests of a launch that has ended whose results are not finite though their inputs are.
-  void CheckResults(BatchLaunch* launch);
-  void NoteRows(const StreamRequest& request);
-  void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse);
-  // OK, or what CheckRepeats and CheckResults have found.
-  absl::Status ResultOf(const StreamRequest& request) const;
   // A launch that did not start: it alone is undone. One that ran and failed is undone with those
   // behind it. The steps of their requests are aborted either way.
   void FailSubmit(BatchLaunch* launch, const absl::Status& cause);
@@ -198,10 +181,10 @@ class EngineCore {
   std::unique_ptr<ModelTable> models_;
   std::unique_ptr<SequenceTable> sequences_;
   std::unique_ptr<StepTable> steps_;
+  std::unique_ptr<StepOpener> opener_;
   std::unique_ptr<Launcher> launcher_;
   BatchPolicy policy_;
   WaitingRequests pending_;
-  std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since

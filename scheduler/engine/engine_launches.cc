@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "scheduler/engine/engine_core.h"
+#include "scheduler/engine/result_check.h"
 
 namespace mla::scheduler {
 namespace {

@@ -60,119 +60,6 @@ void EngineCore::Accept(StreamRequest* request) {
   if (!wait) Answer(request, status);
 }
 
-absl::Status EngineCore::CheckBeginSequence(TenantKey tenant, const Model& model,
-                                            const StepSequenceArgs& args, size_t index) {
-  const Sequence* found = sequences_->Find(tenant, args.id);
-  if (found == nullptr) {
-    return sequences_
-        ->FindOrRefuse(tenant, args.id,
-                       absl::StrCat("begin_step.sequences[", index, "].sequence_id"))
-        .status();
-  }
-  const int64_t length = cache_->length(found->slot);
-  const absl::Status status = CheckContinues(*found, length, model, args, index);
-  if (status.ok()) return status;
-  return AmendDetail(status, [&](ErrorDetail& detail) { detail.last_good_position = length; });
-}
-
-absl::Status EngineCore::CheckContinues(const Sequence& sequence, int64_t length,
-                                        const Model& model, const StepSequenceArgs& args,
-                                        size_t index) const {
-  const auto path = [index](const char* field) {
-    return absl::StrCat("begin_step.sequences[", index, "].", field);
-  };
-  if (sequence.model != &model) {
-    return RefuseField(path("sequence_id"),
-                       absl::StrCat("a sequence of model ", sequence.model->spec->id),
-                       absl::StrCat("one of model ", model.spec->id), "wrong_model");
-  }
-  if (sequence.epoch != args.epoch) {
-    return RefuseField(path("epoch"), absl::StrCat(args.epoch), absl::StrCat(sequence.epoch),
-                       "epoch_mismatch", absl::StatusCode::kFailedPrecondition);
-  }
-  if (sequence.step != nullptr) {
-    return RefuseField(path("sequence_id"),
-                       absl::StrCat("a sequence in open step ", sequence.step->id),
-                       "a sequence in no step", "in_step", absl::StatusCode::kFailedPrecondition);
-  }
-  if (args.start_position != length) {
-    return RefuseField(path("start_position"), absl::StrCat(args.start_position),
-                       absl::StrCat(length), "position_mismatch",
-                       absl::StatusCode::kFailedPrecondition);
-  }
-  const int64_t room =
-      std::min<int64_t>(limits_.max_sequence_rows, cache_->max_rows(sequence.slot)) - length;
-  const int64_t most = std::min<int64_t>(limits_.max_step_rows, room);
-  return CheckRange([&] { return path("rows"); }, args.rows, 1, most);
-}
-
-absl::Status EngineCore::CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model) {
-  if (draining_) return DrainingError();
-  if (absl::Status healthy = backend_->Healthy(); !healthy.ok()) {
-    return MakeError(absl::StatusCode::kUnavailable,
-                     absl::StrCat("the backend is not healthy: ", healthy.message()),
-                     {.reason = "backend_unhealthy"});
-  }
-  absl::StatusOr<Model*> found = models_->Find(tenant, args.model_id, "begin_step.model_id");
-  if (!found.ok()) return found.status();
-  *model = *found;
-  const int64_t sequences = static_cast<int64_t>(args.sequences.size());
-  if (sequences < 1 || sequences > limits_.max_step_sequences) {
-    return RefuseField("begin_step.sequences", absl::StrCat(sequences, " entries"),
-                       absl::StrCat("1..", limits_.max_step_sequences), "out_of_range");
-  }
-  if (args.participants < 1 || args.participants > limits_.max_participants) {
-    return RefuseField("begin_step.participants", absl::StrCat(args.participants),
-                       absl::StrCat("0..", limits_.max_participants), "out_of_range");
-  }
-  return CheckRange("begin_step.lease_ms", args.lease_ms, 0, limits_.longest_step_lease_ms());
-}
-
-// What of the step's pages was refused: by the tenant's bound, or because the pool has no room.
-absl::Status EngineCore::RefusePages(const std::vector<StepEntry>& entries, const Model& model,
-                                     std::optional<Resource> refused, const absl::Status& status) {
-  if (!absl::IsResourceExhausted(status)) return status;
-  const kvcache::GroupLayout& layout = model.layout;
-  int64_t groups = 0;
-  for (const StepEntry& entry : entries) {
-    const auto pages = [&](int64_t rows) {
-      return (rows + layout.page_size - 1) / layout.page_size;
-    };
-    groups += pages(int64_t{entry.start} + entry.rows) - pages(entry.start);
-  }
-  const int64_t wanted = groups * layout.group_bytes();
-  absl::Status answer = status;
-  if (refused) {
-    answer = tenants_.Refusal(*model.account, *refused, wanted, "begin_step.sequences");
-  } else {
-    const int64_t free_groups = cache_->free_groups(model.layout_id);
-    answer = MakeError(
-        status.code(), status.message(),
-        {.field = "begin_step.sequences",
-         .got = absl::StrCat("rows that need ", groups, " page groups and copies of shared ones"),
-         .limit = absl::StrCat(free_groups, " free page groups"),
-         .reason = RowOf(Resource::kKvBytes).reason,
-         .resource = RowOf(Resource::kKvBytes).name,
-         .wanted = wanted,
-         .free = free_groups * layout.group_bytes(),
-         .bound = limits_.kv_cache_bytes,
-         .bound_of = BoundOwner::kServer});
-  }
-  return AmendDetail(answer,
-                     [&](ErrorDetail& detail) { detail.retry_after_ms = limits_.step_lease_ms; });
-}
-
-absl::Status EngineCore::ReserveStep(const std::vector<StepEntry>& entries, const Model& model) {
-  step_rows_.clear();
-  for (const StepEntry& entry : entries) {
-    step_rows_.push_back({entry.sequence->slot, entry.rows});
-  }
-  const absl::Status status = cache_->Reserve(step_rows_);
-  const std::optional<Resource> refused = model.pool_account->TakeRefused();
-  if (!status.ok()) return RefusePages(entries, model, refused, status);
-  return status;
-}
-
 absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request) {
   if (!SameStep(*step, request->begin)) {
     return RefuseField("begin_step.step_id", absl::StrCat(request->step_id),
@@ -204,49 +91,14 @@ absl::Status EngineCore::BeginStep(StreamRequest* request) {
     stream.row = *std::move(row);
   }
   const TenantKey tenant = stream.key();
-  BeginStepArgs& args = request->begin;
-  if (args.participants == 0) args.participants = 1;
+  if (request->begin.participants == 0) request->begin.participants = 1;
   Step* existing = steps_->Lookup(tenant, request->step_id);
   if (existing != nullptr) return JoinStep(existing, request);
 
-  Model* model = nullptr;
-  absl::Status status = CheckBegin(tenant, args, &model);
-  if (!status.ok()) return status;
-  absl::StatusOr<Step*> created = steps_->Create(model, request->step_id);
-  if (!created.ok()) return created.status();
-  Step* step = *created;
-  int64_t total = 0;
-  for (size_t i = 0; i < args.sequences.size() && status.ok(); ++i) {
-    const StepSequenceArgs& wanted = args.sequences[i];
-    status = CheckBeginSequence(tenant, *model, wanted, i);
-    if (!status.ok()) break;
-    Sequence* sequence = sequences_->Find(tenant, wanted.id);
-    sequence->step = step;  // also refuses a sequence that is named twice
-    step->entries.push_back({sequence, static_cast<int32_t>(wanted.start_position), wanted.rows,
-                             static_cast<int32_t>(total)});
-    total += wanted.rows;
-    if (total > limits_.max_step_rows) {
-      status = RefuseField("begin_step.sequences", absl::StrCat(total, " rows"),
-                           absl::StrCat("at most ", limits_.max_step_rows, " rows a step"),
-                           "out_of_range");
-    }
-  }
-  if (status.ok()) status = ReserveStep(step->entries, *model);
-  if (!status.ok()) {
-    for (const StepEntry& entry : step->entries) entry.sequence->step = nullptr;
-    steps_->Remove(step, "");
-    return status;
-  }
-  step->ticket = cache_->work().last();
-  step->pages_ready = !cache_->work().Waits(stream.key(), step->ticket);
-  step->total_rows = static_cast<int32_t>(total);
-  step->participants = args.participants;
-  step->ranks.assign(step->participants, StepRank());
-  step->streams.push_back(request->stream);
-  step->layers.assign(model->spec->layers, LayerProgress());
-  step->lease_deadline = 0;  // of the step that had this place before
-  step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : limits_.step_lease_ms) * kNanosPerMilli;
-  return JoinStep(step, request);
+  if (draining_) return DrainingError();
+  absl::StatusOr<Step*> step = opener_->Open(tenant, *request);
+  if (!step.ok()) return step.status();
+  return JoinStep(*step, request);
 }
 
 absl::Status EngineCore::AcceptAttend(StreamRequest* request) {

@@ -1,30 +1,29 @@
-// Which results of a launch are not finite, and whether their inputs account for it.
+// What a launch that has ended shows of its requests: repeats that differ from what is stored, and
+// results that are not finite though their inputs are.
 //
 // What a query row sees decides its log-sum-exp: with KV rows as the pool holds them and weights as
 // uploads may be (kernels/dtype.h), outputs are finite wherever it is. So it alone is looked at,
 // one number for each row and head; the inputs are looked at only where it is not finite.
 //
-// Threading: free functions over memory that no thread writes meanwhile.
+// What is found is noted in the requests (StreamRequest::EngineFields), and in the sequences from
+// where on their rows are not finite. Threading: the holder of the engine role. Allocates only
+// where a result is not finite.
 #ifndef MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
 #define MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
 
-#include <cstdint>
-
+#include "absl/status/status.h"
+#include "scheduler/launching/batch_launch.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
 
-// Index of the first value that is NaN or infinite; `count` if there is none.
-int64_t FirstNotFinite(const float* values, int64_t count);
-
-// Whether `count` elements hold a NaN or an infinity. Elements may begin at any address.
-bool HoldsNotFinite(const std::byte* elements, kernels::DType dtype, int64_t count);
-
-// Whether the query of one row and head of a request holds one; `dim` elements each.
-bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int64_t dim);
-
-// Writes NaN to all `dim` outputs of one row and head, and to its log-sum-exp if there is one.
-void MarkNotANumber(const AttendArgs& args, int64_t row, int64_t head, int64_t dim);
+// Marks repeats whose KV rows are not those stored before.
+void CheckRepeats(const BatchLaunch& launch);
+// Marks requests whose results are not finite though their inputs are. Results that are not finite
+// because of their inputs become NaN.
+void CheckResults(BatchLaunch* launch);
+// OK, or what CheckRepeats and CheckResults have found.
+absl::Status ResultOf(const StreamRequest& request);
 
 }  // namespace mla::scheduler
 

@@ -1,0 +1,68 @@
+// What a BeginStep must find before a step of it is open: the model, its sequences as the client
+// knows them, and pages for all rows of all layers.
+//
+// Ownership: borrows the tables and the cache, which outlive it. Threading: the holder of the
+// engine role. Errors: as BeginStepReply documents them; after one, nothing has changed.
+#ifndef MLA_SCHEDULER_ENGINE_STEP_OPENER_H_
+#define MLA_SCHEDULER_ENGINE_STEP_OPENER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/limits.h"
+#include "scheduler/request.h"
+#include "scheduler/tables/model_table.h"
+#include "scheduler/tables/sequence_table.h"
+#include "scheduler/tables/step_table.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+class StepOpener final {
+ public:
+  StepOpener(const Limits& limits, const kernels::AttentionBackend* backend,
+             kvcache::KvCache* cache, TenantTable* tenants, ModelTable* models,
+             SequenceTable* sequences, StepTable* steps)
+      : limits_(limits),
+        backend_(backend),
+        cache_(cache),
+        tenants_(tenants),
+        models_(models),
+        sequences_(sequences),
+        steps_(steps) {}
+
+  // The step that `request` begins, listed as open, with its pages reserved and its sequences
+  // bound to it. The stream of the request is its first. REQUIRES: the tenant has no open step of
+  // that id, and request.begin.participants >= 1.
+  absl::StatusOr<Step*> Open(TenantKey tenant, const StreamRequest& request);
+
+ private:
+  absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model);
+  absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
+                                  const StepSequenceArgs& args, size_t index);
+  // What a step says of a sequence of this length against what the engine knows of it.
+  absl::Status CheckContinues(const Sequence& sequence, int64_t length, const Model& model,
+                              const StepSequenceArgs& args, size_t index) const;
+  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model);
+  absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,
+                           std::optional<Resource> refused, const absl::Status& status);
+
+  const Limits& limits_;
+  const kernels::AttentionBackend* const backend_;
+  kvcache::KvCache* const cache_;
+  TenantTable* const tenants_;
+  ModelTable* const models_;
+  SequenceTable* const sequences_;
+  StepTable* const steps_;
+  std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_STEP_OPENER_H_
