@@ -11,6 +11,7 @@
 
 #include "kernels/attention_backend.h"
 #include "kernels/attention_params.h"
+#include "kernels/cpu/kernel_set.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 
@@ -58,6 +59,10 @@ std::vector<double> Medians(int32_t repeats, int32_t threads,
 // AMX's tile unit is not measured (oneDNN's time stands for it). On several threads this shows what
 // the machine itself can scale to.
 double MeasurePeak(const std::string& level, int32_t threads);
+
+// The dispatch level that flags.isa names; prints its peak for each number of threads. Exits with a
+// message if the machine can not run it.
+const kernels::cpu::KernelSet& UseLevel(const BenchFlags& flags);
 
 struct BenchRequest {
   int32_t q_rows = 1;

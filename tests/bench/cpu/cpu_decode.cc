@@ -9,13 +9,11 @@
 //
 // Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
 // same number of KV rows; for thread counts above 2 the uniform one shows how requests scale).
-#include <cstdio>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/dispatch.h"
 #include "tests/bench/cpu/cpu_bench.h"
 #include "tests/bench/cpu/gemm_bound.h"
 
@@ -106,20 +104,11 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
 
 int Main(int argc, char** argv) {
   const BenchFlags flags = ParseFlags(argc, argv);
-  const auto level = kernels::cpu::SelectLevel(flags.isa, /*exact=*/true);
-  if (!level.ok()) {
-    std::fprintf(stderr, "%s\n", level.status().ToString().c_str());
-    return 1;
-  }
-  SetGemmIsa((*level)->name);
-  for (const int32_t threads : flags.threads) {
-    std::printf("level %s, measured peak of %d threads %.0f GFLOP/s (%s)\n", (*level)->name,
-                threads, MeasurePeak((*level)->name, threads),
-                (*level)->bf16_operands ? "bf16 dot products" : "fp32 FMA");
-  }
+  const kernels::cpu::KernelSet& level = UseLevel(flags);
+  SetGemmIsa(level.name);
   for (const Shape& shape : Shapes()) {
     if (shape.name.find(flags.only) == std::string::npos) continue;
-    RunShape(flags, shape, (*level)->bf16_operands);
+    RunShape(flags, shape, level.bf16_operands);
   }
   WriteJson(flags.json);
   return 0;

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <thread>
 #include <vector>
 
+#include "kernels/cpu/dispatch.h"
 #include "tests/bench/cpu/cpu_bench.h"
 
 namespace mla::bench {
@@ -82,6 +85,21 @@ double MeasurePeak(const std::string& level, int32_t threads) {
   if (level == "avx512") return Rate(Fma512Chains, 32, threads);
   if (level == "avx2") return Rate(Fma256Chains, 16, threads);
   return 0.0;
+}
+
+const kernels::cpu::KernelSet& UseLevel(const BenchFlags& flags) {
+  const auto level = kernels::cpu::SelectLevel(flags.isa, /*exact=*/true);
+  if (!level.ok()) {
+    std::fprintf(stderr, "%s\n", level.status().ToString().c_str());
+    std::exit(1);
+  }
+  const kernels::cpu::KernelSet& set = **level;
+  for (const int32_t threads : flags.threads) {
+    std::printf("level %s, measured peak of %d threads %.0f GFLOP/s (%s)\n", set.name, threads,
+                MeasurePeak(set.name, threads),
+                set.bf16_operands ? "bf16 dot products" : "fp32 FMA");
+  }
+  return set;
 }
 
 }  // namespace mla::bench

@@ -8,12 +8,10 @@
 // oneDNN's for the two products of one head, in blocks of 512 query rows against the KV rows that
 // some of them see, times the heads.
 #include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/layout/run_layout.h"
 #include "tests/bench/cpu/cpu_bench.h"
 #include "tests/bench/cpu/gemm_bound.h"
@@ -103,20 +101,11 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
 
 int Main(int argc, char** argv) {
   const BenchFlags flags = ParseFlags(argc, argv);
-  const auto level = kernels::cpu::SelectLevel(flags.isa, /*exact=*/true);
-  if (!level.ok()) {
-    std::fprintf(stderr, "%s\n", level.status().ToString().c_str());
-    return 1;
-  }
-  SetGemmIsa((*level)->name);
-  for (const int32_t threads : flags.threads) {
-    std::printf("level %s, measured peak of %d threads %.0f GFLOP/s (%s)\n", (*level)->name,
-                threads, MeasurePeak((*level)->name, threads),
-                (*level)->bf16_operands ? "bf16 dot products" : "fp32 FMA");
-  }
+  const kernels::cpu::KernelSet& level = UseLevel(flags);
+  SetGemmIsa(level.name);
   for (const Shape& shape : kShapes) {
     if (shape.name.find(flags.only) != std::string::npos) {
-      RunShape(flags, shape, (*level)->bf16_operands);
+      RunShape(flags, shape, level.bf16_operands);
     }
   }
   WriteJson(flags.json);
