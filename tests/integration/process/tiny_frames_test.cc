@@ -158,7 +158,7 @@ class TinyFramesTest : public ::testing::Test {
 };
 
 // All clients share a launch: it reads in place only what came in slices that are worth it.
-TEST_F(TinyFramesTest, QueriesInCrumbsAreGathered) {
+TEST_F(TinyFramesTest, QueriesInSmallFragmentsAreGathered) {
   const auto row = static_cast<size_t>(worker_.dims().row());
   const std::string kv = Random(kRows * row);
   const std::string q = Random(kRows * row * static_cast<size_t>(worker_.dims().heads));
