@@ -71,7 +71,8 @@ def exported_labels():
         for label, value in re.findall(r'\{"(\w+)", ([^{}]+)\}', labels):
             values = found[name].setdefault(label, set())
             values.update(re.findall(r'^"(\w+)"$', value))
-    histograms = " ".join((ROOT / "server/metrics/histograms.cc").read_text(encoding="utf-8").split())
+    source = (ROOT / "server/metrics/histograms.cc").read_text(encoding="utf-8")
+    histograms = " ".join(source.split())
     for name, label, value in re.findall(r'[({]"(\w+)", \w+, \{"(\w+)", "(\w+)"\}', histograms):
         found[name].setdefault(label, set()).add(value)
     table = (ROOT / "server/metrics/stats_table.cc").read_text(encoding="utf-8")
