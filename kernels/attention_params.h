@@ -58,7 +58,8 @@ struct PlanView {
   // Equal generations mean equal contents: a backend may keep its device copy. 0: of no other
   // plan. See NextPlanGeneration (kernels/attention_backend.h).
   uint64_t generation = 0;
-  RoundView rounds = {};  // of the expanded form, where PlanTraits::rounds asks for them
+  // Of the expanded form, where PlanTraits::rounds asks for them; null: none. Lives like the spans.
+  const RoundView* rounds = nullptr;
 };
 
 // Scatter of new KV rows into pages: source row i goes to position first_position + i of the

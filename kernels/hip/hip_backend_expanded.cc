@@ -36,7 +36,7 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   if (expanded_workspace_.bytes() == 0) {
     return absl::FailedPreconditionError("run: the expanded form needs limits.weights_slots >= 1");
   }
-  if (params.plan.rounds.rounds.empty()) {
+  if (params.plan.rounds == nullptr) {
     return absl::FailedPreconditionError("run: the plan of the expanded form has no rounds");
   }
   for (size_t i = 0; i < params.segments.size(); ++i) {
@@ -74,7 +74,7 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   attend.partial_lse = partial_lse_.As<float>();
   attend.o_is_f32 = params.desc.o_dtype == kernels::DType::kF32;
   const size_t variant = FindExpand(*arch_, params.desc.kv_format);
-  const kernels::RoundView& rounds = params.plan.rounds;
+  const kernels::RoundView& rounds = *params.plan.rounds;
   for (const kernels::Round& round : rounds.rounds) {
     absl::Status s = AddRound(slot, round, rounds.units, variant, expand, attend);
     if (!s.ok()) return s;

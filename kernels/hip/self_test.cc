@@ -120,6 +120,7 @@ struct Work {
   std::vector<kernels::Expansion> expansions;
   std::vector<kernels::ExpandedItem> items;
   std::vector<int32_t> unit_indptr;
+  kernels::RoundView round_view;
 
   void Add(int32_t segment, int32_t partial, int32_t q_begin, int32_t q_end, int32_t kv_begin,
            int32_t kv_end, uint32_t heads) {
@@ -131,7 +132,7 @@ struct Work {
     return {work_indptr,        work_info,
             reduce_indptr,      reduce_final_map,
             reduce_partial_map, partial_rows,
-            generation,         {units, rounds, expansions, items, unit_indptr, false}};
+            generation,         round_view.rounds.empty() ? nullptr : &round_view};
   }
 };
 
@@ -238,6 +239,7 @@ void PlanExpanded(const Shape& shape, const kernels::PlanTraits& traits, Work& w
       }
     }
   }
+  work.round_view = {work.units, work.rounds, work.expansions, work.items, work.unit_indptr, false};
   work.generation = kernels::NextPlanGeneration();
 }
 

@@ -1,40 +1,41 @@
-// The bounded hand-over point between transports and the engine: a multi-producer queue whose links
-// live in the requests.
+// The bounded hand-over point between transports and the engine: a list with many producers whose
+// links live in the requests.
 #ifndef MLA_SCHEDULER_ENGINE_INBOX_H_
 #define MLA_SCHEDULER_ENGINE_INBOX_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
-#include "scheduler/clock.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
 
-// Thread-safe. Locks are the standard library's, so that a thread sanitizer sees them.
+// Thread-safe. Handing over and taking are one atomic operation each; only sleeping takes a lock.
 class Inbox {
  public:
   void Push(StreamRequest* request) {
-    request->engine.next = nullptr;
-    const MutexLock lock(mutex_);
-    (tail_ == nullptr ? head_ : tail_->engine.next) = request;
-    tail_ = request;
-    filled_.store(true, std::memory_order_release);
+    request->engine.next = last_.load(std::memory_order_relaxed);
+    while (!last_.compare_exchange_weak(request->engine.next, request)) {
+    }
   }
 
   // Everything pushed so far, linked by engine.next in order of arrival; null if nothing.
   StreamRequest* TakeAll() {
     if (empty()) return nullptr;
-    const MutexLock lock(mutex_);
-    StreamRequest* const first = head_;
-    head_ = tail_ = nullptr;
-    filled_.store(false, std::memory_order_release);
+    StreamRequest* newest = last_.exchange(nullptr);
+    StreamRequest* first = nullptr;
+    while (newest != nullptr) {
+      StreamRequest* const before = std::exchange(newest->engine.next, first);
+      first = std::exchange(newest, before);
+    }
     return first;
   }
 
-  bool empty() const { return !filled_.load(std::memory_order_acquire); }
+  bool empty() const { return last_.load(std::memory_order_acquire) == nullptr; }
 
   // Wakes the waiter; a wake without a waiter is kept.
   void Wake() {
@@ -45,21 +46,19 @@ class Inbox {
     wake_.NotifyOne();
   }
 
-  // Sleeps until something was pushed and not taken, Wake was called, or `nanos` have passed.
+  // Sleeps until Wake was called or `nanos` have passed; not at all if something was pushed and not
+  // taken.
   void Wait(int64_t nanos) {
     MutexLock lock(mutex_);
     wake_.WaitFor(lock, std::chrono::nanoseconds(nanos),
-                  [this]()
-                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return woken_ || head_ != nullptr; });
+                  [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return woken_ || !empty(); });
     woken_ = false;
   }
 
  private:
+  std::atomic<StreamRequest*> last_{nullptr};  // pushed; its links lead to those before it
   Mutex mutex_;
   CondVar wake_;
-  StreamRequest* head_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  StreamRequest* tail_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::atomic<bool> filled_{false};
   bool woken_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

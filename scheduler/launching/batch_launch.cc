@@ -61,7 +61,6 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
 }
 
 void BatchLaunch::Clear() {
-  launch = kernels::Launch();
   layout.Clear();
   tables.clear();
   appends.clear();

@@ -42,7 +42,7 @@ struct ProjectionRecords {
 struct BatchLaunch {
   // Takes memory for any launch within the limits; once, for a configured backend.
   absl::Status Create(const Limits& limits, kernels::AttentionBackend& backend, int32_t index);
-  // Empties everything but the batch.
+  // Empties everything but the batch and `launch`, of which the launcher sets every field.
   void Clear();
 
   int32_t slot = -1;

@@ -125,7 +125,10 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
       {AttentionForm::kExpanded, to->expanded, to->launch.expanded},
   };
   for (const auto& form : forms) {
-    if (form.records.records.empty()) continue;
+    if (form.records.records.empty()) {
+      form.params = {};
+      continue;
+    }
     form.params.desc = Desc(to->batch.key, form.form);
     form.params.segments = form.records.records;
     form.params.q_fragments = form.records.fragments;

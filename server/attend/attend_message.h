@@ -61,7 +61,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   size_t reserved_bytes = 0;             // bytes counted against the stream
   int64_t staged = 0;                    // bytes of input and output, counted against the tenant
   uint64_t begin_order = 0;              // of a BeginStep among its stream's; 0: not listed there
-  int64_t answered_ns = 0;               // steady clock
+  int64_t answered_ns = 0;               // steady clock; of streams alone
   AttendMessage* next = nullptr;
 
  private:

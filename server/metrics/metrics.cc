@@ -7,6 +7,7 @@
 #include <prometheus/text_serializer.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <string_view>
 
@@ -131,16 +132,21 @@ struct Metrics::Impl {
 
   Family<Counter>& requests = CounterFamily("mla_requests_total");
   Family<Counter>& rejected = CounterFamily("mla_admission_rejected_total");
-  Counter& launches_decode = One("mla_launches_total", {{"kind", "decode"}});
-  Counter& launches_prefill = One("mla_launches_total", {{"kind", "prefill"}});
-  Counter& launches_mixed = One("mla_launches_total", {{"kind", "mixed"}});
+  // Counted by one atomic operation, and shown at each scrape.
+  struct Total {
+    Counter& shown;
+    std::atomic<uint64_t> count{0};
+  };
+  Total launches_decode{One("mla_launches_total", {{"kind", "decode"}})};
+  Total launches_prefill{One("mla_launches_total", {{"kind", "prefill"}})};
+  Total launches_mixed{One("mla_launches_total", {{"kind", "mixed"}})};
   Histograms histograms;
   TenantMetrics tenant_metrics{{&GaugeFamily("mla_tenant_used"), &GaugeFamily("mla_tenant_bound"),
                                 &CounterFamily("mla_bound_refusals_total"),
                                 &OneGauge("mla_tenants"), &OneGauge("mla_staging_used_bytes"),
                                 &OneGauge("mla_staging_bytes")}};
   Gauge& kv_usage = OneGauge("mla_kv_usage_ratio");
-  Counter& kernel_errors = One("mla_kernel_errors_total");
+  Total kernel_errors{One("mla_kernel_errors_total")};
   Counter& tls_reloads = One("mla_tls_reloads_total", {{"result", "used"}});
   Counter& tls_refused = One("mla_tls_reloads_total", {{"result", "refused"}});
   Gauge& tls_files_refused = OneGauge("mla_tls_files_refused");
@@ -180,32 +186,31 @@ struct Metrics::Impl {
 
   class Tenant final : public TenantCounters {
    public:
-    Tenant(Family<Counter>* family, std::string name) : family_(family), name_(std::move(name)) {}
+    explicit Tenant(std::string name) : name_(std::move(name)) {}
     void Count(absl::StatusCode code) override {
       const int index = std::clamp(static_cast<int>(code), 0, kCodes - 1);
-      Counter* counter = counters_[index].load(std::memory_order_acquire);
-      if (counter == nullptr) {
-        // Add returns the same counter for the same labels, so a race is harmless.
-        counter = &family_->Add({{"tenant", name_}, {"code", absl::StatusCodeToString(code)}});
-        counters_[index].store(counter, std::memory_order_release);
+      counts_[index].fetch_add(1, std::memory_order_relaxed);
+    }
+    void ShowIn(Family<Counter>& family) const {
+      for (int code = 0; code < kCodes; ++code) {
+        const auto total = static_cast<double>(counts_[code].load(std::memory_order_relaxed));
+        if (total == 0) continue;
+        const std::string name = absl::StatusCodeToString(static_cast<absl::StatusCode>(code));
+        RaiseTo(family.Add({{"tenant", name_}, {"code", name}}), total);
       }
-      counter->Increment();
     }
     TenantTotals Totals() const {
       TenantTotals totals;
       totals.name = name_;
       for (int code = 0; code < kCodes; ++code) {
-        const Counter* counter = counters_[code].load(std::memory_order_acquire);
-        if (counter == nullptr) continue;
-        (code == 0 ? totals.ok : totals.failed) += static_cast<uint64_t>(counter->Value());
+        (code == 0 ? totals.ok : totals.failed) += counts_[code].load(std::memory_order_relaxed);
       }
       return totals;
     }
 
    private:
-    Family<Counter>* family_;
-    std::string name_;
-    std::array<std::atomic<Counter*>, kCodes> counters_{};
+    const std::string name_;
+    std::array<std::atomic<uint64_t>, kCodes> counts_{};
   };
 
   Mutex mutex;  // guards tenants and scrapes
@@ -218,11 +223,11 @@ Metrics::~Metrics() = default;
 void Metrics::OnLaunch(const scheduler::LaunchReport& report) {
   Impl& m = *impl_;
   const bool prefill = report.rows_extend + report.rows_prefill > 0;
-  Counter& kind = !prefill                 ? m.launches_decode
-                  : report.rows_decode > 0 ? m.launches_mixed
-                                           : m.launches_prefill;
-  kind.Increment();
-  if (!report.ok) m.kernel_errors.Increment();
+  Impl::Total& kind = !prefill                 ? m.launches_decode
+                      : report.rows_decode > 0 ? m.launches_mixed
+                                               : m.launches_prefill;
+  ++kind.count;
+  if (!report.ok) ++m.kernel_errors.count;
   m.histograms.ObserveLaunch(report);
 }
 
@@ -243,7 +248,7 @@ TenantCounters* Metrics::ForTenant(const std::string& tenant) {
   const std::string name =
       found != tenants.end() || tenants.size() < kMaxTenants ? tenant : "other";
   auto& slot = tenants[name];
-  if (slot == nullptr) slot = std::make_unique<Impl::Tenant>(&impl_->requests, name);
+  if (slot == nullptr) slot = std::make_unique<Impl::Tenant>(name);
   return slot.get();
 }
 
@@ -300,6 +305,11 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   }
   m.kv_usage.Set(stats.kv_bytes_total > 0 ? count(stats.kv_bytes_used) / count(stats.kv_bytes_total)
                                           : 0);
+  for (const Impl::Total* total :
+       {&m.launches_decode, &m.launches_prefill, &m.launches_mixed, &m.kernel_errors}) {
+    RaiseTo(total->shown, count(total->count.load()));
+  }
+  for (const auto& [name, tenant] : m.tenants) tenant->ShowIn(m.requests);
   m.tenant_metrics.Update();
   const ProcessUsage usage = ReadProcessUsage();
   RaiseTo(m.cpu_seconds, usage.cpu_seconds);

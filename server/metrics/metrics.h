@@ -33,7 +33,6 @@ namespace mla::server {
 class TenantCounters {
  public:
   virtual ~TenantCounters() = default;
-  // Allocates on the first use of a code only.
   virtual void Count(absl::StatusCode code) = 0;
 };
 

@@ -300,7 +300,6 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
 
 void CommandRing::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
-  message->answered_ns = SteadyNanos();
   builder_.Answered(*message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
   {

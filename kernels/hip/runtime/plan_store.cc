@@ -47,17 +47,16 @@ absl::Status PlanStore::Upload(const kernels::PlanView& plan, Entry& entry) {
     status.Update(placed.status());
     if (placed.ok()) at = *placed;
   };
-  const kernels::RoundView& rounds = plan.rounds;
-  const bool has_rounds = !rounds.rounds.empty();
-  if (has_rounds) {
-    put(rounds.expansions, entry.plan.expansions);
-    put(rounds.items, entry.plan.items);
-    put(rounds.unit_indptr, entry.plan.unit_indptr);
+  const kernels::RoundView* const rounds = plan.rounds;
+  if (rounds != nullptr) {
+    put(rounds->expansions, entry.plan.expansions);
+    put(rounds->items, entry.plan.items);
+    put(rounds->unit_indptr, entry.plan.unit_indptr);
   } else {
     put(plan.work_indptr, entry.plan.work_indptr);
     put(plan.work_info, entry.plan.work_info);
   }
-  if (!has_rounds || rounds.merges) {
+  if (rounds == nullptr || rounds->merges) {
     put(plan.reduce_indptr, entry.plan.reduce_indptr);
     put(plan.reduce_final_map, entry.plan.reduce_final_map);
     put(plan.reduce_partial_map, entry.plan.reduce_partial_map);

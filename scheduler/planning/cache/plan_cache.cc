@@ -120,7 +120,8 @@ absl::Status PlanCache::Build(std::span<const PlanSegment> segments,
     absl::StatusOr<kernels::RoundView> rounds =
         round_planner_.Build(*view, segments, traits, *entry->rounds);
     if (!rounds.ok()) return rounds.status();
-    view->rounds = *rounds;
+    entry->round_view = *rounds;
+    view->rounds = &entry->round_view;
   }
   entry->segments.assign(segments.begin(), segments.end());
   entry->traits = traits;

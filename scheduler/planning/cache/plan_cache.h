@@ -69,6 +69,7 @@ class PlanCache final {
   struct Entry {
     std::unique_ptr<MetadataBuffers> buffers;
     std::unique_ptr<RoundBuffers> rounds;  // of plans with rounds
+    kernels::RoundView round_view;
     std::vector<PlanSegment> segments;     // the key, together with `traits`
     kernels::PlanTraits traits;
     std::optional<ExecutionPlan> plan;

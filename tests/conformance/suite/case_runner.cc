@@ -356,7 +356,8 @@ absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc&
   for (const auto& s : shapes) requests.push_back({s.q_rows, s.kv_rows, s.num_heads, s.causal});
   auto rounds = round_planner_->Build(*plan, requests, own, *rounds_);
   if (!rounds.ok()) return rounds.status();
-  plan->rounds = *rounds;
+  round_view_ = *rounds;
+  plan->rounds = &round_view_;
   return plan;
 }
 
