@@ -307,16 +307,22 @@ RequestQueue* BatchPolicy::Leader(const Round& round) const {
     }
     return a.head->engine.order < b.head->engine.order;
   };
-  for (const TenantShare* share : round.waiting.shares()) {
+  for (TenantShare* share : round.waiting.shares()) {
+    bool goes = false;
     for (RequestQueue* queue : share->queues) {
-      if (queue->head == nullptr || queue->key.profile == Profile::kAppendOnly) continue;
-      if (leader != nullptr && !before(*queue, *leader)) continue;
       const StreamRequest* request = queue->head;
       while (request != nullptr && !Goes(*request, round.now)) {
         request = WaitingRequests::NextInQueue(request);
       }
-      if (request != nullptr) leader = queue;
+      if (request == nullptr) {
+        WaitingRequests::SkipQueue(queue);
+        continue;
+      }
+      goes = true;
+      if (queue->key.profile == Profile::kAppendOnly) continue;
+      if (leader == nullptr || before(*queue, *leader)) leader = queue;
     }
+    if (!goes) round.waiting.SkipTenant(share);
   }
   return leader;
 }

@@ -282,6 +282,45 @@ TEST_F(BatchPolicyTest, TimeSpentIdleIsNotSavedUp) {
   EXPECT_NEAR(static_cast<double>(served(1) - one) / static_cast<double>(served(2) - two), 1, 0.2);
 }
 
+TEST_F(BatchPolicyTest, TimeSpentWaitingForRowsIsNotSavedUp) {
+  // Tenant 1 has a request that waits for KV rows, of another key than those that come later.
+  Worker* blocked = Add(1, 1'000, 1, 1, kernels::DType::kF32);
+  blocked->request->attend.has_kv = false;
+  blocked->step->layers[0].accepted = 0;
+  ASSERT_FALSE(BatchPolicy::Ready(*blocked->request));
+  for (int i = 0; i < 8; ++i) Add(2, 4'000, 1, 1);
+  Launches(500);
+  ASSERT_EQ(blocked->answered, 0);
+  for (int i = 0; i < 200; ++i) Add(1, 4'000, 1, 1);
+  const auto served = [this](TenantKey tenant) {
+    int64_t count = 0;
+    for (const auto& worker : workers_) {
+      if (worker->step->tenant == tenant) count += worker->answered;
+    }
+    return count;
+  };
+  const int64_t one = served(1), two = served(2);
+  Launches(300);
+  EXPECT_NEAR(static_cast<double>(served(1) - one) / static_cast<double>(served(2) - two), 1, 0.2);
+  // Nor has the queue of the blocked request saved up anything within its tenant.
+  blocked->request->attend.has_kv = true;
+  for (int i = 0; i < 8; ++i) Add(1, 4'000, 1, 1, kernels::DType::kF32);
+  const auto of_key = [this](kernels::DType dtype) {
+    int64_t count = 0;
+    for (const auto& worker : workers_) {
+      if (worker->step->tenant == 1 && worker->request->attend.q_dtype == dtype) {
+        count += worker->answered;
+      }
+    }
+    return count;
+  };
+  const int64_t wide = of_key(kernels::DType::kF32), narrow = of_key(kernels::DType::kBf16);
+  Launches(300);
+  EXPECT_NEAR(static_cast<double>(of_key(kernels::DType::kF32) - wide) /
+                  static_cast<double>(of_key(kernels::DType::kBf16) - narrow),
+              1, 0.3);
+}
+
 TEST_F(BatchPolicyTest, PageWorkThatIsMoreThanALaunchGoesAhead) {
   // Two groups of a former tenant, each more than a launch may zero.
   const kvcache::GroupLayout kLayout =

@@ -3,9 +3,9 @@
 //
 // Service is counted by start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant, and
 // each queue within it, has a virtual time that advances by the KV bytes of what is launched for
-// it, divided by the tenant's weight. The tenant with the least goes first. One that was idle
-// starts at the time of the tenant now served, so it neither saves up service nor pays for what
-// others had.
+// it, divided by the tenant's weight. The tenant with the least goes first. One that was idle, or
+// whose requests could not go, starts at the time of the tenant now served, so it neither saves up
+// service nor pays for what others had.
 //
 // A request whose rows are launched in parts keeps its place in its own queue. Requests are linked
 // through their engine fields: queueing allocates nothing once the pools are warm. A tenant without
@@ -15,6 +15,7 @@
 #ifndef MLA_SCHEDULER_BATCHING_WAITING_REQUESTS_H_
 #define MLA_SCHEDULER_BATCHING_WAITING_REQUESTS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -68,6 +69,13 @@ class WaitingRequests {
   // A launch takes work of the queue: its tenant, and the queue among the tenant's, have been
   // served `units` more.
   void AddService(RequestQueue* queue, int64_t units);
+  // None of the tenant's requests, or of one of its queues, could go now: it saves up no service.
+  void SkipTenant(TenantShare* share) const {
+    share->virtual_time = std::max(share->virtual_time, virtual_now_);
+  }
+  static void SkipQueue(RequestQueue* queue) {
+    queue->virtual_time = std::max(queue->virtual_time, queue->share->queue_time);
+  }
   // The launch now chosen begins with the requests of this queue, which is the least served one.
   void Serve(const RequestQueue& queue);
   // Drops queues and tenants without requests.

@@ -112,6 +112,24 @@ TEST_F(EngineCoreTest, AStepDiesWithItsStreamAndMayBeBegunAnew) {
   EXPECT_LT(h_.Error(*fresh, Pointers(want), {1, 2}, 5), kTolerance);
 }
 
+TEST_F(EngineCoreTest, WhatAbortedAStepIsForgottenWhenItsIdIsUsedAgain) {
+  const SequenceInfo seq = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 7, {{seq.id, 1, 0, 1}})->status.ok());
+  ASSERT_TRUE(h_.Abort(stream_, 7)->status.ok());
+  ExpectCode(*h_.Query(stream_, 7, 0, 0, 1, 0, 2, 5), absl::StatusCode::kAborted, "step_aborted");
+  ASSERT_TRUE(h_.Begin(stream_, 7, {{seq.id, 1, 0, 1}})->status.ok());
+  for (int layer = 0; layer < h_.model().layers; ++layer) {
+    auto rows = h_.AppendOnly(stream_, 7, layer, 0, Rows(1, 1));
+    h_.Run();
+    ASSERT_TRUE(rows->status.ok()) << rows->status;
+  }
+  ASSERT_TRUE(h_.End(stream_, 7)->status.ok());
+  // The step of this id has been committed, so nothing of it was lost.
+  auto late = h_.Query(stream_, 7, 0, 0, 1, 0, 2, 5);
+  ExpectCode(*late, absl::StatusCode::kNotFound, "step_not_found");
+  EXPECT_FALSE(late->step_aborted);
+}
+
 TEST_F(EngineCoreTest, ASilentStepExpiresAndABusyOneDoesNot) {
   const SequenceInfo seq = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 2}})->status.ok());

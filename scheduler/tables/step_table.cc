@@ -137,6 +137,10 @@ absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
   step->tenant = model->tenant;
   step->model = model;
   open_.push_back(step);
+  // From now on the id is this step's: what became of an earlier one says nothing of it.
+  std::erase_if(aborted_, [step](const AbortedStep& gone) {
+    return gone.tenant == step->tenant && gone.id == step->id;
+  });
   return step;
 }
 

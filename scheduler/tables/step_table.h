@@ -80,7 +80,8 @@ struct Step {
   bool idle() const { return waiting == 0 && inflight == 0; }
 };
 
-// A step that is gone, remembered for a while so that a late message is told why.
+// A step that is gone, remembered for a while so that a late message is told why, until its id is
+// used again.
 struct AbortedStep {
   TenantKey tenant = kNoTenant;
   StepId id = 0;
