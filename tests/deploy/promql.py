@@ -62,7 +62,7 @@ def exported_labels():
     found = {name: {} for name in exported()}
     families = dict((variable, name) for variable, name in
                     re.findall(r'& (\w+) = \w+Family\("(\w+)"\)', text))
-    families["family_"] = families[re.search(r"Tenant>\(&impl_->(\w+)", text).group(1)]
+    families["family"] = families[re.search(r"ShowIn\(m\.(\w+)\)", text).group(1)]
     calls = [(name, labels) for name, labels in
              re.findall(r'One(?:Gauge|Histogram)?\("(\w+)"(?:, \w+)?, \{(\{[^;]*?\})\}\)', text)]
     calls += [(families[variable], labels) for variable, labels in

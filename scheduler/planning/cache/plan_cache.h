@@ -70,7 +70,7 @@ class PlanCache final {
     std::unique_ptr<MetadataBuffers> buffers;
     std::unique_ptr<RoundBuffers> rounds;  // of plans with rounds
     kernels::RoundView round_view;
-    std::vector<PlanSegment> segments;     // the key, together with `traits`
+    std::vector<PlanSegment> segments;  // the key, together with `traits`
     kernels::PlanTraits traits;
     std::optional<ExecutionPlan> plan;
     uint64_t pins = 0;       // bit s: pinned by launch slot s

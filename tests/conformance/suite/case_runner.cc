@@ -352,12 +352,11 @@ absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc&
     round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);
     rounds_ = std::make_unique<scheduler::RoundBuffers>(capacity);
   }
-  std::vector<scheduler::PlanSegment> requests;
-  for (const auto& s : shapes) requests.push_back({s.q_rows, s.kv_rows, s.num_heads, s.causal});
-  auto rounds = round_planner_->Build(*plan, requests, own, *rounds_);
-  if (!rounds.ok()) return rounds.status();
-  round_view_ = *rounds;
-  plan->rounds = &round_view_;
+  std::vector<scheduler::PlanSegment> segments;
+  for (const auto& s : shapes) segments.push_back({s.q_rows, s.kv_rows, s.num_heads, s.causal});
+  round_view_ = round_planner_->Build(*plan, segments, own, *rounds_);
+  if (!round_view_.ok()) return round_view_.status();
+  plan->rounds = &*round_view_;
   return plan;
 }
 

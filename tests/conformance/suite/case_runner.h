@@ -93,7 +93,7 @@ class CaseRunner {
   RunnerOptions options_;
   std::unique_ptr<scheduler::RoundPlanner> round_planner_;  // where the backend has rounds
   std::unique_ptr<scheduler::RoundBuffers> rounds_;
-  kernels::RoundView round_view_;  // of the last plan
+  absl::StatusOr<kernels::RoundView> round_view_;  // of the last plan
   std::unique_ptr<kernels::HostBuffer> arena_;
   int64_t arena_used_ = 0;
   std::vector<const Weights*> loaded_;  // by weights slot
