@@ -46,6 +46,7 @@ struct BackendInfo {
   int32_t units = 1;        // parallel workers a plan should be cut for: threads, CUs, SMs
   // Formats of KV rows that it computes on; CanRun has the last word.
   std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
+  bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
   bool unified_memory = true;  // launches work on host memory in place
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
@@ -92,6 +93,7 @@ struct PlanTraits {
   int32_t units = 1;                 // number of work_indptr ranges
   int32_t tile_rows = 128;           // packed rows (query rows x heads) a tile holds at most
   int32_t max_heads_per_tile = 0;    // 0: as many as fit; 1: one head a tile (the expanded form)
+  int32_t max_q_rows_per_tile = 0;   // 0: as many as fit; 1: of sparse attention
   int32_t kv_granularity = 16;       // KV cut points are multiples of this, in rows
   int32_t item_overhead_rows = 256;  // fixed cost of a work item, as KV rows of one (full) tile
   // > 0: fixed-split mode. Every tile is cut at multiples of this many KV rows, whatever else is in

@@ -13,7 +13,8 @@ std::string ToString(const AttentionDesc& desc) {
   return absl::StrCat(Name(desc.form), " heads=", g.num_heads, " lora=", g.kv_lora_rank,
                       " rope=", g.rope_dim, " nope=", g.nope_dim, " v=", g.v_dim,
                       " q=", Name(desc.q_dtype), " o=", Name(desc.o_dtype),
-                      " kv=", Name(desc.kv_format), " page=", desc.page_size);
+                      " kv=", Name(desc.kv_format), " page=", desc.page_size,
+                      desc.attention == AttentionKind::kSparse ? " sparse" : "");
 }
 
 }  // namespace mla::kernels

@@ -38,6 +38,12 @@ enum class AttentionForm : uint8_t {
   kExpanded = 2,
 };
 
+// Which KV rows a query row attends to.
+enum class AttentionKind : uint8_t {
+  kDense = 1,   // all that it sees
+  kSparse = 2,  // those of an index list of its own; in the absorbed form
+};
+
 struct AttentionDesc {
   Geometry geometry;
   AttentionForm form = AttentionForm::kAbsorbed;
@@ -45,6 +51,7 @@ struct AttentionDesc {
   DType q_dtype = DType::kBf16;
   DType o_dtype = DType::kBf16;
   int32_t page_size = 64;  // rows a page, >= 1
+  AttentionKind attention = AttentionKind::kDense;
 
   friend bool operator==(const AttentionDesc&, const AttentionDesc&) = default;
 };

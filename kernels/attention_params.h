@@ -24,6 +24,9 @@ inline constexpr int64_t kPageGranuleBytes = 256;
 // One segment of an attention launch: some query rows of one sequence at one layer. Segments of one
 // launch share an AttentionDesc (geometry, form, dtypes) and may differ in layer, model, page size
 // and head slice.
+//
+// With index lists, KV rows of a plan are places in the list of the query row of their tile, which
+// has one query row only (PlanTraits::max_q_rows_per_tile).
 struct SegmentRecord {
   const void* q;  // [q_rows, num_heads, q dim], q dtype
   void* o;        // [q_rows, num_heads, o dim], o dtype
@@ -43,6 +46,12 @@ struct SegmentRecord {
   float softmax_scale;   // multiplies q·k before the softmax
   int32_t causal;        // 1: query row i sees kv rows <= kv_rows - q_rows + i; 0: all kv rows
   float kv_scale;        // of the layer's rows, in formats with a scale a layer; else unused
+  // Index lists, where the desc's attention is kSparse: query row i attends to the positions
+  // list[list_begin[i] - list_begin[0]] up to, but without, list[list_begin[i + 1] -
+  // list_begin[0]]. The positions of a list differ. Entries that are no position that the query
+  // row sees by `causal` are skipped, wherever they stand.
+  const int32_t* list;
+  const int32_t* list_begin;  // [q_rows + 1], ascending
 };
 static_assert(std::is_trivially_copyable_v<SegmentRecord>);
 

@@ -25,6 +25,9 @@ struct ModelSpec {
   int32_t page_size = 0;     // 0 at registration: Limits::default_page_size
   QueryPrecision query_precision = QueryPrecision::kDefault;
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
+  // kSparse: requests may bring index lists of at most `top_k` entries; 0 for kDense.
+  kernels::AttentionKind attention = kernels::AttentionKind::kDense;
+  int32_t top_k = 0;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
   // Elements of one query / output head in a profile; 0 for append-only.

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,9 +37,14 @@ struct StepSequenceArgs {
   int32_t rows = 0;
 };
 
+// Where the rows of a step stand in their sequences: those of its BeginStep. Shared, so that
+// requests can say what their index lists were checked for.
+using StepPositions = std::shared_ptr<const std::vector<StepSequenceArgs>>;
+
 struct BeginStepArgs {
   std::string model_id;
   std::vector<StepSequenceArgs> sequences;
+  StepPositions positions;  // equal to `sequences`; null: the transport checks no lists
   int32_t participants = 1;
   int64_t lease_ms = 0;  // 0: Limits::step_lease_ms
 };
@@ -67,9 +73,20 @@ struct AttendArgs {
   // begins at that byte of what the fragments hold together. q is null then.
   std::span<const kernels::InputFragment> q_fragments;
   int64_t q_fragments_offset = 0;
+  // Index lists, or null: row i attends to the different positions list[list_begin[i]] up to, but
+  // without, list[list_begin[i + 1]] of its sequence, and sees all of them. Memory of the server's
+  // own: what a client could still change would not stay checked.
+  const int32_t* list = nullptr;
+  const int32_t* list_begin = nullptr;  // [row_count + 1], from 0 on, ascending
+  // For which positions of the step's rows the lists were checked. A request that meets a step of
+  // other ones is refused, as by `sized_for`. Null: the caller vouches for them.
+  StepPositions listed_for;
   std::byte* o = nullptr;  // [row_count, num_heads, o dim], written by the launch
   float* lse = nullptr;    // [row_count, num_heads] if want_lse
 };
+
+// Whether the request attends to what its index lists name.
+inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr; }
 
 struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all

@@ -25,7 +25,8 @@ namespace mla::scheduler {
 
 struct StepShape {
   std::shared_ptr<const ModelSpec> model;
-  int32_t rows = 0;  // of all its sequences
+  int32_t rows = 0;         // of all its sequences
+  StepPositions positions;  // as the BeginStep of the stream had them
 };
 
 class StreamSteps final {

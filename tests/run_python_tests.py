@@ -12,7 +12,7 @@ import unittest
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ["client/python/tests", "client/demo", "tests"]
+FOLDERS = ["client/python/tests", "client/demo", "client/demo/v32", "tests"]
 
 
 class RecordingResult(unittest.TextTestResult):

@@ -354,6 +354,10 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
                                                  v1::KvFormat_Name(model.kv_format()),
                                                  " and keeps rows as bf16"));
   }
+  if (registered.ok() && model.attention() > v1::ATTENTION_KIND_DENSE &&
+      registered->model().attention() != model.attention()) {
+    return absl::UnimplementedError("model.attention: the server does not know sparse attention");
+  }
   return registered;
 }
 

@@ -115,7 +115,7 @@ class Client final {
   // `lease_ms` > 0: the model goes when for so long nothing has named it and no sequence of it was
   // open. 0: as the server is configured, by default never.
   // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
-  // UNIMPLEMENTED if the server is too old to know of the model's kv_format.
+  // UNIMPLEMENTED if the server is too old to know of the model's kv_format or attention.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {});
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);

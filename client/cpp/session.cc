@@ -17,10 +17,53 @@ uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
 // Bytes of one row of each tensor of a call.
 struct RowBytes {
-  uint64_t kv = 0, q = 0, o = 0, lse = 0;
-  uint64_t in() const { return kv + q; }
+  uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0;
+  uint64_t in() const { return kv + q + lists; }
   uint64_t out() const { return o + lse; }
 };
+
+// Entries of the longest list.
+uint64_t LongestList(const AttendCall& call) {
+  if (call.lists.entries == nullptr || call.lists.width > 0) return call.lists.width;
+  uint64_t longest = 0;
+  for (uint32_t row = 0; row < call.row_count; ++row) {
+    const int64_t length = int64_t{call.lists.begin[row + 1]} - call.lists.begin[row];
+    longest = std::max(longest, static_cast<uint64_t>(std::max<int64_t>(0, length)));
+  }
+  return longest;
+}
+
+// The lists of rows [first, first + count) as they are sent, and in `attend` what they are.
+// `width`: that a transport wants them to have; 0: as they are.
+std::vector<int32_t> ListsOf(const AttendCall& call, uint32_t first, uint32_t count, uint32_t width,
+                             v1::Attend* attend) {
+  const IndexLists& lists = call.lists;
+  if (lists.entries == nullptr) return {};
+  const bool fixed = lists.width > 0;
+  const auto begin = [&](uint32_t row) {
+    return fixed ? int64_t{row} * lists.width : int64_t{lists.begin[row]};
+  };
+  std::vector<int32_t> sent;
+  if (width > 0) {
+    sent.assign(size_t{count} * width, -1);
+    for (uint32_t i = 0; i < count; ++i) {
+      std::copy(lists.entries + begin(first + i), lists.entries + begin(first + i + 1),
+                sent.begin() + int64_t{i} * width);
+    }
+    attend->set_lists(v1::INDEX_LISTS_FIXED);
+    attend->set_list_entries(width);
+    return sent;
+  }
+  if (!fixed) {
+    for (uint32_t i = 0; i <= count; ++i)
+      sent.push_back(static_cast<int32_t>(begin(first + i) - begin(first)));
+  }
+  sent.insert(sent.end(), lists.entries + begin(first), lists.entries + begin(first + count));
+  attend->set_lists(fixed ? v1::INDEX_LISTS_FIXED : v1::INDEX_LISTS_RAGGED);
+  attend->set_list_entries(fixed ? lists.width
+                                 : static_cast<uint32_t>(begin(first + count) - begin(first)));
+  return sent;
+}
 
 RowBytes RowBytesOf(const AttendCall& call, const v1::Geometry& geometry) {
   const uint64_t q_element = ElementSize(call.q_dtype), o_element = ElementSize(call.o_dtype);
@@ -100,13 +143,28 @@ absl::StatusOr<AttendTimes> PendingAttend::Wait() {
 PendingAttend Step::AttendAsync(const AttendCall& call) {
   PendingAttend pending;
   pending.stream_ = stream_;
-  const RowBytes row = RowBytesOf(call, model_.geometry());
+  RowBytes row = RowBytesOf(call, model_.geometry());
+  const uint64_t longest = LongestList(call);
+  const bool sparse = call.lists.entries != nullptr;
+  const uint32_t width = sparse && stream_->FillsLists() ? model_.top_k() : 0;
+  if (width > 0 && longest > width) {
+    pending.refused_ = absl::InvalidArgumentError(
+        absl::StrCat("an index list has ", longest, " entries, the model's top_k is ", width));
+    return pending;
+  }
+  const bool as_they_are = call.lists.width > 0 && (width == 0 || width == call.lists.width);
+  // Of ragged ones an offset each, and a last one.
+  if (sparse) row.lists = sizeof(int32_t) * (std::max<uint64_t>(longest, width) + 2);
+  if (as_they_are) row.lists = sizeof(int32_t) * call.lists.width;
   PendingReply whole;
   whole.o = MutableRows(call.o, row.o, 0, call.row_count);
   whole.lse = MutableRows(call.lse, row.lse, 0, call.row_count);
   uint32_t most = call.row_count;
-  if (!stream_->InPlace(Rows(call.kv, row.kv, 0, call.row_count),
-                        Rows(call.q, row.q, 0, call.row_count), whole)) {
+  const InputTensors inputs{Rows(call.kv, row.kv, 0, call.row_count),
+                            Rows(call.q, row.q, 0, call.row_count),
+                            as_they_are ? Rows(call.lists.entries, row.lists, 0, call.row_count)
+                                        : std::span<const std::byte>()};
+  if ((sparse && !as_they_are) || !stream_->InPlace(inputs, whole)) {
     const uint64_t room = stream_->message_bytes() - kHeaderBytes;
     const uint64_t widest = std::max({row.in(), row.out(), uint64_t{1}});
     if (widest > room) {
@@ -131,8 +189,16 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     piece->o = MutableRows(call.o, row.o, first, count);
     piece->lse = MutableRows(call.lse, row.lse, first, count);
     pending.pieces_.push_back(piece);
-    stream_->Send(&request, Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count),
-                  piece);
+    InputTensors sent{Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count), {}};
+    if (as_they_are) {
+      request.mutable_attend()->set_lists(v1::INDEX_LISTS_FIXED);
+      request.mutable_attend()->set_list_entries(call.lists.width);
+      sent.lists = Rows(call.lists.entries, row.lists, first, count);
+    } else {
+      piece->lists = ListsOf(call, first, count, width, request.mutable_attend());
+      sent.lists = std::as_bytes(std::span<const int32_t>(piece->lists));
+    }
+    stream_->Send(&request, sent, piece);
     first += std::max(count, 1u);
   }
   return pending;

@@ -42,6 +42,18 @@ struct BeginOptions {
   uint32_t lease_ms = 0;      // 0: the server's default
 };
 
+// Index lists of an AttendCall, for models with sparse attention: a row attends to the positions of
+// its list alone. -1 is none, and a position that is repeated counts once.
+struct IndexLists {
+  const int32_t* entries = nullptr;  // null: no lists, a row attends to all that it sees
+  // Entries of every row; 0: ragged. Lists of one width may lie behind q in shared memory, at the
+  // next multiple of 64 bytes, and are then used where they lie (in a ring if they have the model's
+  // top_k entries).
+  uint32_t width = 0;
+  const int32_t* begin =
+      nullptr;  // ragged: [row_count + 1], from 0 on; list i ends at begin[i + 1]
+};
+
 // One layer of a step, or a part of it. Shapes as in attention.proto, row-major.
 struct AttendCall {
   uint32_t layer = 0;
@@ -57,6 +69,7 @@ struct AttendCall {
   const void* q = nullptr;   // unused by APPEND_ONLY
   void* o = nullptr;
   float* lse = nullptr;  // null: not wanted
+  IndexLists lists;
 };
 
 // Of the slowest piece of a call.
@@ -100,6 +113,14 @@ class Step final {
 
   PendingAttend AttendAsync(const AttendCall& call);
   absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
+  // The same with index lists.
+  PendingAttend AttendSparseAsync(AttendCall call, const IndexLists& lists) {
+    call.lists = lists;
+    return AttendAsync(call);
+  }
+  absl::StatusOr<AttendTimes> AttendSparse(const AttendCall& call, const IndexLists& lists) {
+    return AttendSparseAsync(call, lists).Wait();
+  }
   // Commits; empty: all rows. Updates the lengths of the sequences and returns them.
   absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows = {});
   absl::Status Abort();

@@ -7,10 +7,11 @@ at once, a fork that continues two ways, a verified draft and a truncation. The 
 it went; the exit status is 1 unless all of it went well.
 
 --model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
-times the heads and a mixture of experts. --kv-format says how the cache keeps rows; the comparison
-is with float32 all the same, so its bound is wider for 8 bits. --transport says how the steps
-travel; auto takes the command ring where there is one. --record writes every request and its
-expected outputs to a file (RECORDING.md).
+times the heads and a mixture of experts; `v32` is the trained one with sparse attention as in
+DeepSeek V3.2 and has a demo of its own (v32/run.py). --kv-format says how the cache keeps rows; the
+comparison is with float32 all the same, so its bound is wider for 8 bits. --transport says
+how the steps travel; auto takes the command ring where there is one. --record writes every request
+and its expected outputs to a file (RECORDING.md).
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from generate import SEQUENCE_LEASE_MS, Phase
 from mla_client.testing import ServerProcess
 from mla_client.transport import TRANSPORTS
 from recording import Recorder, Writer
+from v32 import run as v32
 from workers import WorkerReport, run_workers
 
-MODELS = {"trained": trained.load, "seeded": models.seeded}
+MODELS = {"trained": trained.load, "seeded": models.seeded, "v32": trained.load}
 PROMPT_BYTES = 896
 TOKENS = 128
 WORKER_TOKENS = 32
@@ -216,12 +218,17 @@ def main() -> int:
     if args.model == "seeded" and args.kv_format not in models.NOISE:
         parser.error(f"--kv-format: the seeded model takes {', '.join(models.NOISE)}, got "
                      f"{args.kv_format}")
+    if args.model == "v32" and (args.kv_format != "bf16" or args.record):
+        parser.error("--model=v32: neither --kv-format nor --record")
     if args.record and args.kv_format != "bf16":
         parser.error(f"--record: expected outputs are for bf16 rows, not {args.kv_format}")
     logging.basicConfig(format="%(message)s")  # why a transport was not taken
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
+    server_args = ["--kv-cache-bytes=268435456", *args.server_arg]
     try:
-        with ServerProcess(args.server, ["--kv-cache-bytes=268435456", *args.server_arg]) as server:
+        if args.model == "v32":
+            return 0 if v32.run(trained.load(), args.server, server_args, args.transport) else 1
+        with ServerProcess(args.server, server_args) as server:
             demo = Demo(MODELS[args.model](), server.target, args.transport,
                         args.kv_format, args.record and Writer(args.record))
             with mla_client.Client.connect(server.target, transport=args.transport,

@@ -44,6 +44,10 @@ class Generator:
         self.prefill_phase = Phase()
         self.decode_phase = Phase()
 
+    def attention_of(self, step: mla_client.Step) -> StepAttention:
+        """The attention of a step that has begun."""
+        return StepAttention(self.model, step, self.profile)
+
     def feed(self, tokens: Sequence[int], phase: Optional[Phase] = None,
              keep: Optional[int] = None) -> Array:
         """Adds tokens in one step, of which the first `keep` are committed; returns all logits."""
@@ -51,7 +55,7 @@ class Generator:
         start = self.sequence.length
         with self.service.step([(self.sequence, len(tokens))],
                                lease_ms=STEP_LEASE_MS) as step:
-            attention = StepAttention(self.model, step, self.profile)
+            attention = self.attention_of(step)
             logits = self.model.forward(np.asarray(tokens, np.int64),
                                         np.arange(start, start + len(tokens)), attention)
             if keep is not None:

@@ -75,6 +75,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
       "dims "
       "up to 8192, page >= 1";
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
+  info_.sparse = true;
   info_.units = threads;
   info_.unified_memory = true;
   info_.reads_fragments = true;
@@ -106,12 +107,21 @@ absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelS
   return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, chosen, chosen.threads));
 }
 
+absl::Status CpuBackend::CanRun(const AttentionDesc& desc) const {
+  const bool sparse = desc.attention == AttentionKind::kSparse;
+  if (!sparse || desc.form == AttentionForm::kAbsorbed) return HostBackend::CanRun(desc);
+  return absl::UnimplementedError(absl::StrCat("wanted: ", ToString(desc),
+                                               "; supported: ", info_.supported,
+                                               "; missing: index lists in the expanded form"));
+}
+
 PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
   PlanTraits traits;
   traits.units = options_.threads;
   const bool expanded = desc.form == AttentionForm::kExpanded;
   traits.tile_rows = expanded ? cpu::kExpandedTileRows : kTileRows;
   traits.max_heads_per_tile = expanded ? 1 : 0;
+  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kSparse ? 1 : 0;
   traits.kv_granularity = expanded ? kTileRows : 32;
   traits.item_overhead_rows = expanded ? 16 : 32;
   traits.fixed_split_rows = options_.deterministic ? kFixedSplitRows : 0;

@@ -36,6 +36,7 @@ class CpuBackend final : public HostBackend {
   ~CpuBackend() override;
 
   const BackendInfo& Info() const override { return info_; }
+  absl::Status CanRun(const AttentionDesc& desc) const override;
   PlanTraits Traits(const AttentionDesc& desc) const override;
   int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
 

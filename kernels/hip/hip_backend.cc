@@ -33,6 +33,7 @@ DType Products(const AttentionDesc&) { return DType::kBf16; }
 absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
   const char* missing = nullptr;
+  if (desc.attention != kernels::AttentionKind::kDense) missing = "index lists";
   if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
   // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
   if (desc.q_dtype != DType::kBf16) missing = "this query dtype";

@@ -36,6 +36,13 @@ struct PoolView {
   }
 };
 
+// KV rows [0, VisibleRows) of the segment are those that its query row q_row sees.
+inline int32_t VisibleRows(const SegmentRecord& segment, int32_t q_row) {
+  if (segment.causal == 0) return segment.kv_rows;
+  const int32_t seen = segment.kv_rows - segment.q_rows + q_row + 1;
+  return seen < 0 ? 0 : seen;
+}
+
 // What the 8-bit floats of pools in host memory are.
 inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
 

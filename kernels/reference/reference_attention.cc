@@ -9,9 +9,20 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-int32_t VisibleRows(const SegmentRecord& segment, int32_t q_row) {
-  if (segment.causal == 0) return segment.kv_rows;
-  return std::max(0, segment.kv_rows - segment.q_rows + q_row + 1);
+// Positions of the KV rows that a query row attends to.
+void FindPositions(const AttentionDesc& desc, const SegmentRecord& segment, int32_t q_row,
+                   std::vector<int32_t>& positions) {
+  const int32_t visible = VisibleRows(segment, q_row);
+  positions.clear();
+  if (desc.attention == AttentionKind::kDense) {
+    for (int32_t j = 0; j < visible; ++j) positions.push_back(j);
+    return;
+  }
+  const int32_t first = segment.list_begin[0];
+  for (int32_t i = segment.list_begin[q_row]; i < segment.list_begin[q_row + 1]; ++i) {
+    const int32_t position = segment.list[i - first];
+    if (position >= 0 && position < visible) positions.push_back(position);
+  }
 }
 
 // What a stored row stands for.
@@ -57,15 +68,15 @@ void LatentQuery(const AttentionDesc& desc, const SegmentRecord& segment,
   }
 }
 
-// logits[j] of the visible rows; returns their maximum, NaN logits aside.
+// logits[j] of the rows attended to; returns their maximum, NaN logits aside.
 double Logits(const AttentionDesc& desc, const SegmentRecord& segment, const PoolView& pool,
-              int32_t visible, ReferenceScratch& scratch) {
+              ReferenceScratch& scratch) {
   const int32_t dim = desc.geometry.kv_row_dim();
   const KvRowLayout at = RowLayoutOf(desc);
   double maximum = -kInfinity;
-  scratch.logits.resize(static_cast<size_t>(visible));
-  for (int32_t j = 0; j < visible; ++j) {
-    const float* row = KvRow(at, segment, pool, j, scratch);
+  scratch.logits.resize(scratch.positions.size());
+  for (size_t j = 0; j < scratch.positions.size(); ++j) {
+    const float* row = KvRow(at, segment, pool, scratch.positions[j], scratch);
     double dot = 0.0;
     for (int32_t i = 0; i < dim; ++i) dot += scratch.query[i] * row[i];
     scratch.logits[j] = dot * segment.softmax_scale;
@@ -118,18 +129,18 @@ void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
                         int32_t head, ReferenceScratch& scratch) {
   const int32_t lora = desc.geometry.kv_lora_rank;
-  const int32_t visible = VisibleRows(segment, q_row);
   const KvRowLayout at = RowLayoutOf(desc);
+  FindPositions(desc, segment, q_row, scratch.positions);
   LatentQuery(desc, segment, weights, q_row, head, scratch.query);
-  const double maximum = Logits(desc, segment, pool, visible, scratch);
+  const double maximum = Logits(desc, segment, pool, scratch);
   // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
   const double shift = maximum == -kInfinity ? 0.0 : maximum;
   double total = 0.0;
   scratch.sum.assign(static_cast<size_t>(lora), 0.0);
-  for (int32_t j = 0; j < visible; ++j) {
+  for (size_t j = 0; j < scratch.positions.size(); ++j) {
     const double weight = std::exp(scratch.logits[j] - shift);
     total += weight;
-    const float* row = KvRow(at, segment, pool, j, scratch);
+    const float* row = KvRow(at, segment, pool, scratch.positions[j], scratch);
     for (int32_t i = 0; i < lora; ++i) scratch.sum[i] += weight * row[i];
   }
   const double inverse = total == 0.0 ? 0.0 : 1.0 / total;

@@ -31,6 +31,7 @@ void StoreElement(void* base, DType dtype, int64_t index, double value);
 
 // Scratch reused between rows; grows to the largest row seen.
 struct ReferenceScratch {
+  std::vector<int32_t> positions;
   std::vector<double> query, logits, sum, expanded;
   std::vector<float> row;
 };

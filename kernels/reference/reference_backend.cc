@@ -15,6 +15,7 @@ ReferenceBackend::ReferenceBackend() {
       "bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, any heads, dims and "
       "page size";
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
+  info_.sparse = true;
   info_.units = 1;
   info_.unified_memory = true;
   info_.splits_queries = true;
@@ -24,6 +25,7 @@ ReferenceBackend::ReferenceBackend() {
 PlanTraits ReferenceBackend::Traits(const AttentionDesc& desc) const {
   PlanTraits traits;
   traits.max_heads_per_tile = desc.form == AttentionForm::kExpanded ? 1 : 0;
+  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kSparse ? 1 : 0;
   return traits;
 }
 

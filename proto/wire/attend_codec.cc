@@ -95,6 +95,12 @@ bool ReadAttend(Reader reader, v1::Attend* attend) {
       case 12:
         attend->set_timeout_us(number);
         return true;
+      case 13:
+        attend->set_lists(static_cast<v1::IndexLists>(number));
+        return true;
+      case 14:
+        attend->set_list_entries(number);
+        return true;
       default:
         return false;
     }
@@ -317,6 +323,8 @@ size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size,
     writer.Enum(10, attend.q_dtype());
     writer.Enum(11, attend.o_dtype());
     writer.Number(12, attend.timeout_us());
+    writer.Enum(13, attend.lists());
+    writer.Number(14, attend.list_entries());
   });
   writer.Payload(payload_size);
   return writer.size();

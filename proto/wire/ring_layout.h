@@ -98,8 +98,10 @@ enum EntryKind : uint8_t {
   kEntryMessage = 2,
 };
 
-inline constexpr uint8_t kEntryHasKv = 1;       // SubmissionEntry::flags
-inline constexpr uint8_t kEntryWantLse = 2;     // SubmissionEntry::flags
+inline constexpr uint8_t kEntryHasKv = 1;    // SubmissionEntry::flags
+inline constexpr uint8_t kEntryWantLse = 2;  // SubmissionEntry::flags
+// Index lists, as INDEX_LISTS_FIXED of the model's top_k.
+inline constexpr uint8_t kEntryHasLists = 4;    // SubmissionEntry::flags
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {
@@ -116,7 +118,7 @@ struct SubmissionEntry {
   uint32_t head_offset;
   uint32_t num_heads;  // kEntryMessage: bytes at out_offset for a reply that fits no slot
   uint32_t timeout_us;
-  uint64_t in_offset;   // kv, then q
+  uint64_t in_offset;   // kv, then q, then index lists
   uint64_t out_offset;  // o, then lse
 };
 

@@ -121,6 +121,9 @@ int64_t BatchPolicy::PiecesOf(const StreamRequest& request) const {
        entry != entries.data() + entries.size() && entry->offset < EndRow(request); ++entry) {
     kv_rows = std::max(kv_rows, int64_t{entry->start} + entry->rows);
   }
+  if (IsSparse(request.attend)) {
+    kv_rows = std::min<int64_t>(kv_rows, request.engine.step->model->spec->top_k);
+  }
   return pieces_.pieces(kv_rows);
 }
 
@@ -183,7 +186,8 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most
                                       const Round& round) const {
   const AttendArgs& args = request.attend;
   const int32_t min_rows = request.engine.step->model->ExpandedMinRows(args.q_dtype);
-  const bool may_expand = args.profile == Profile::kExpanded && heads == args.num_heads;
+  const bool may_expand =
+      args.profile == Profile::kExpanded && heads == args.num_heads && !IsSparse(args);
   Fit fit;
   const int32_t first = FirstRow(request);
   for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < most; ++entry) {

@@ -15,6 +15,7 @@ struct BatchKey {
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
+  kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   bool split_queries = false;  // of EXPANDED: QueryPrecision::kSplit
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };

@@ -29,11 +29,16 @@ void Follow(double* rate, double share, double factor) {
 }  // namespace
 
 int64_t LaunchCost::AbsorbedUnits(const Model& model, Profile profile, int64_t rows, int64_t heads,
-                                  int64_t cached) {
+                                  int64_t cached, int32_t top_k) {
   if (heads == 0) return 0;
+  if (top_k != kAllRows && rows > 1) {
+    const int64_t row = cached + (rows + 1) / 2;
+    return rows * AbsorbedUnits(model, profile, 1, heads, row - 1, top_k);
+  }
   const kernels::Geometry& g = model.spec->geometry;
   const int64_t tile_rows = std::max(1, model.tile_rows);
   int64_t kv_rows = MeanKvRows(rows, cached);
+  if (top_k != kAllRows) kv_rows = std::min<int64_t>(kv_rows, top_k);
   // W_UK and W_UV of a row and head cost as many products as this many KV rows.
   if (profile == Profile::kExpanded) {
     kv_rows += g.kv_lora_rank * (g.nope_dim + g.v_dim) / (g.kv_row_dim() + g.kv_lora_rank);

@@ -38,9 +38,11 @@ struct LaunchUnits {
 class LaunchCost {
  public:
   // Units of `rows` query rows x `heads` of one sequence, of which the first row sees `cached` + 1
-  // KV rows. Of ABSORBED and of EXPANDED in the absorbed form, its projections included.
+  // KV rows. Of ABSORBED and of EXPANDED in the absorbed form, its projections included. `top_k`:
+  // of sparse attention, which reads so many of them for every query row by itself.
+  static constexpr int32_t kAllRows = 0;
   static int64_t AbsorbedUnits(const Model& model, Profile profile, int64_t rows, int64_t heads,
-                               int64_t cached);
+                               int64_t cached, int32_t top_k = kAllRows);
   // Of EXPANDED in the expanded form: K and V of all rows are projected up first.
   static int64_t ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached);
 

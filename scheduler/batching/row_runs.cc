@@ -63,7 +63,9 @@ LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_
   if (expands) {
     units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
   } else if (Computes(request)) {
-    units.absorbed = LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached);
+    const int32_t top_k = IsSparse(request.attend) ? model.spec->top_k : LaunchCost::kAllRows;
+    units.absorbed =
+        LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached, top_k);
   }
   return units;
 }
@@ -71,6 +73,7 @@ LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_
 void FindRowRuns(Batch* of) {
   Batch& batch = *of;
   if (batch.key.profile != Profile::kExpanded ||
+      batch.key.attention == kernels::AttentionKind::kSparse ||
       batch.rows_by_stage[1] + batch.rows_by_stage[2] == 0)
     return;
   const auto size = static_cast<int32_t>(batch.segments.size());

@@ -16,6 +16,7 @@ BatchKey KeyOf(const StreamRequest& request) {
   key.kv_format = spec.kv_format;
   key.split_queries =
       args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
+  if (IsSparse(args)) key.attention = kernels::AttentionKind::kSparse;
   key.q_dtype = args.q_dtype;
   key.o_dtype = args.o_dtype;
   return key;

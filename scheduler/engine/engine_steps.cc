@@ -75,7 +75,8 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request) {
     step->ranks[step->streams.size()] = StepRank();
     step->streams.push_back(request->stream);
   }
-  streams_.at(request->stream).steps->Add(step->id, {step->model->spec, step->total_rows});
+  streams_.at(request->stream)
+      .steps->Add(step->id, {step->model->spec, step->total_rows, request->begin.positions});
   StepTable::Touch(step, request->engine.arrival_ns);
   request->total_rows = step->total_rows;
   request->lease_ms = step->lease_ns / kNanosPerMilli;

@@ -138,6 +138,7 @@ void NoteRows(const StreamRequest& request) {
 void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse) {
   StreamRequest::EngineFields& note = request->engine;
   const AttendArgs& args = request->attend;
+  if (IsSparse(args) && args.list_begin[row] == args.list_begin[row + 1]) return;  // it sees no key
   const ModelSpec& spec = *note.step->model->spec;
   const auto step_row = static_cast<int32_t>(args.row_begin + row);
   const StepEntry& entry = *EntryOf(*note.step, step_row);
@@ -158,7 +159,8 @@ void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse) {
 void CheckResults(BatchLaunch* launch) {
   const std::vector<StreamRequest*>& requests = launch->batch.requests;
   // Rows first: a query may see what a request behind it in the launch has brought. Queries show
-  // whether rows that came with them are finite; of others nothing shows it.
+  // whether rows that came with them are finite, unless index lists may leave those out; of others
+  // nothing shows it.
   const auto first_bad = [&](size_t i) {
     const BatchLaunch::LseRows& lse = launch->lse[i];
     const int64_t heads = requests[i]->attend.num_heads;
@@ -177,7 +179,7 @@ void CheckResults(BatchLaunch* launch) {
     const bool bad =
         computed && first_bad(i) < int64_t{request.engine.rows_launched} * request.attend.num_heads;
     all_finite &= !bad;
-    if (Appends(request) && (bad || !computed)) NoteRows(request);
+    if (Appends(request) && (bad || !computed || IsSparse(request.attend))) NoteRows(request);
   }
   for (size_t i = 0; !all_finite && i < requests.size(); ++i) {
     StreamRequest* const request = requests[i];

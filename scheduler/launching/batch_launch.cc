@@ -38,9 +38,9 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(most);
   batch.run_segments.reserve(most);
   layout = kernels::LaunchLayout(backend, index);
-  // KV rows and queries of each request; its output and log-sum-exps, those that no client wants,
-  // and comparisons.
-  layout.Reserve(2 * most, 2 * most + 2);
+  // KV rows, queries and both parts of the index lists of each request; its output and
+  // log-sum-exps, those that no client wants, and comparisons.
+  layout.Reserve(4 * most, 2 * most + 2);
   tables.reserve(most);
   appends.reserve(most);
   absorbed.Reserve(requests);

@@ -14,7 +14,7 @@ using kernels::DType;
 using kernels::ElementSize;
 
 // What aligning the places of one request in a region may waste.
-constexpr int64_t kAlignmentBytes = 3 * kernels::kLaunchAlignment;
+constexpr int64_t kAlignmentBytes = 5 * kernels::kLaunchAlignment;
 
 kernels::Geometry MaxGeometry(const Limits& limits) {
   kernels::Geometry g;
@@ -60,7 +60,10 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
       desc.form = form;
       for (const kernels::KvFormat format : kernels::kKvFormats) {
         desc.kv_format = format;
+        desc.attention = kernels::AttentionKind::kDense;
         visit(backend.Traits(desc));
+        desc.attention = kernels::AttentionKind::kSparse;
+        if (backend.Info().sparse && form == AttentionForm::kAbsorbed) visit(backend.Traits(desc));
       }
     }
     if (heads == limits.max_heads) break;
@@ -164,6 +167,11 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   // Of each request, and of what all have in common.
   const int64_t alignment = (int64_t{limits.launch_requests} + 1) * kAlignmentBytes;
   out.staging_in_bytes = (packed + limits.launch_rows) * limits.max_row_dim * wide + alignment;
+  if (backend.Info().sparse) {
+    out.staging_in_bytes +=
+        int64_t{sizeof(int32_t)} *
+        (int64_t{limits.launch_rows} * (limits.max_top_k + int64_t{1}) + limits.launch_requests);
+  }
   out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide +
                           limits.launch_rows * int64_t{sizeof(int32_t)} + alignment;
   // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus

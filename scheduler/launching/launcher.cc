@@ -106,6 +106,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.geometry = key.geometry;
   desc.form = form;
   desc.kv_format = key.kv_format;
+  desc.attention = key.attention;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   const kernels::BackendInfo& info = backend_->Info();
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
@@ -168,9 +169,13 @@ void Launcher::Report(BatchLaunch* to) {
   report.requests = static_cast<int32_t>(batch.requests.size());
   report.records = static_cast<int32_t>(batch.segments.size());
   for (const FusedSlices& slices : batch.slices) report.slices_fused += slices.count;
-  for (const auto* records : {&to->absorbed.records, &to->expanded.records}) {
-    for (const kernels::SegmentRecord& record : *records) {
-      report.kv_bytes_read += record.kv_rows * record.row_stride;
+  for (const FormRecords* form : {&to->absorbed, &to->expanded}) {
+    for (size_t i = 0; i < form->records.size(); ++i) {
+      const kernels::SegmentRecord& record = form->records[i];
+      // Sparse attention reads rows for every query row by itself.
+      const int64_t times =
+          batch.key.attention == kernels::AttentionKind::kSparse ? record.q_rows : 1;
+      report.kv_bytes_read += times * form->lengths[i].kv_rows * record.row_stride;
     }
   }
   report.slice_waits_expired = batch.slice_waits_expired;

@@ -1,5 +1,8 @@
 #include "scheduler/launching/record_builder.h"
 
+#include <algorithm>
+#include <limits>
+
 namespace mla::scheduler {
 
 using kernels::DType;
@@ -8,6 +11,27 @@ using kernels::ElementSize;
 namespace {
 
 constexpr int64_t kRowAlignment = 64;  // that latent rows keep one behind the other, in bytes
+
+// Where the lists of a segment begin among those of its request.
+const int32_t* ListBegins(const Segment& segment) {
+  const AttendArgs& args = segment.request->attend;
+  return args.list_begin + (segment.row_begin - args.row_begin);
+}
+
+// Entries of the lists of the rows that its request launches before the segment.
+int32_t EntriesBefore(const Segment& segment) {
+  return ListBegins(segment)[0] -
+         segment.request->attend.list_begin[segment.request->engine.rows_done];
+}
+
+int32_t LongestList(const Segment& segment) {
+  const int32_t* const begin = ListBegins(segment);
+  int32_t longest = 0;
+  for (int32_t row = 0; row < segment.rows; ++row) {
+    longest = std::max(longest, begin[row + 1] - begin[row]);
+  }
+  return longest;
+}
 
 }  // namespace
 
@@ -46,7 +70,8 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   if (args.profile == Profile::kAbsorbed) return shared;
 
   // The absorbed form of EXPANDED, between its two projections.
-  shared.expanded_min_rows = model.ExpandedMinRows(args.q_dtype);
+  shared.expanded_min_rows =
+      IsSparse(args) ? std::numeric_limits<int32_t>::max() : model.ExpandedMinRows(args.q_dtype);
   kernels::SegmentRecord& latent = shared.latent;
   latent = sent;
   latent.q_head_stride = key.geometry.absorbed_q_dim();
@@ -162,7 +187,13 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
   record.page_table = cache_->page_table(segment.entry->sequence->slot);
   record.q_rows = rows;
   record.kv_rows = segment.cached() + rows;
-  form.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+  const bool sparse = IsSparse(segment.request->attend);
+  if (sparse) {
+    record.list_begin = staged.list_begin + skip;
+    record.list = staged.list + EntriesBefore(segment);
+  }
+  form.lengths.push_back(
+      {record.q_rows, sparse ? LongestList(segment) : record.kv_rows, record.num_heads, !sparse});
   if (!projects) return absl::OkStatus();
 
   if (shared->latent_rows == 0) {

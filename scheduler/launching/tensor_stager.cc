@@ -99,9 +99,28 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* to, const StreamRequ
   return absl::OkStatus();
 }
 
+absl::Status TensorStager::StageLists(BatchLaunch* to, const StreamRequest& request,
+                                      StagedTensors* staged) {
+  const AttendArgs& args = request.attend;
+  if (!IsSparse(args)) return absl::OkStatus();
+  constexpr int64_t kSize = sizeof(int32_t);
+  const int64_t rows = request.engine.rows_launched;
+  const int32_t* const begin = args.list_begin + request.engine.rows_done;
+  absl::StatusOr<const void*> begins = to->layout.Input(begin, (rows + 1) * kSize);
+  if (!begins.ok()) return begins.status();
+  staged->list_begin = static_cast<const int32_t*>(*begins);
+  if (begin[rows] == begin[0]) return absl::OkStatus();
+  absl::StatusOr<const void*> list =
+      to->layout.Input(args.list + begin[0], (begin[rows] - begin[0]) * kSize);
+  if (!list.ok()) return list.status();
+  staged->list = static_cast<const int32_t*>(*list);
+  return absl::OkStatus();
+}
+
 absl::Status TensorStager::StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged) {
   const StreamRequest& request = *to->batch.requests[index];
   if (absl::Status s = StageQueryAndOutput(to, request, staged); !s.ok()) return s;
+  if (absl::Status s = StageLists(to, request, staged); !s.ok()) return s;
   const AttendArgs& args = request.attend;
   BatchLaunch::LseRows& seen = to->lse[index];
   seen.row_stride = args.num_heads;

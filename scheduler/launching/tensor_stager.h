@@ -25,6 +25,9 @@ struct StagedTensors {
   std::byte* o = nullptr;
   float* lse = nullptr;
   int32_t* differs = nullptr;  // of a repeat
+  // Index lists of the rows, as SegmentRecord has them.
+  const int32_t* list = nullptr;
+  const int32_t* list_begin = nullptr;
 };
 
 class TensorStager final {
@@ -44,6 +47,7 @@ class TensorStager final {
   absl::Status StageComparisons(BatchLaunch* to);
   absl::Status StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
                                    StagedTensors* staged);
+  absl::Status StageLists(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
   absl::Status StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged);
   // `staged` is of all heads, side by side, in the absorbed form.
   absl::Status StageSlices(BatchLaunch* to, const FusedSlices& slices, StagedTensors* staged);

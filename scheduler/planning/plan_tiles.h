@@ -43,9 +43,13 @@ inline int32_t HeadLimit(const kernels::PlanTraits& traits) {
                                         : std::min(traits.max_heads_per_tile, traits.tile_rows);
 }
 
+inline int32_t QueryRowLimit(const kernels::PlanTraits& traits) {
+  return traits.max_q_rows_per_tile == 0 ? traits.tile_rows : traits.max_q_rows_per_tile;
+}
+
 inline TileShape ShapeOf(int32_t num_heads, const kernels::PlanTraits& traits) {
   const int32_t heads = std::min(num_heads, HeadLimit(traits));
-  return {heads, traits.tile_rows / heads};
+  return {heads, std::min(traits.tile_rows / heads, QueryRowLimit(traits))};
 }
 
 // The tile of a segment that makes no more than one, where all tiles are charged alike. REQUIRES:

@@ -41,6 +41,7 @@ void Count(const PlanSegment& segment, const PlanTraits& traits, int64_t times, 
 bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& traits, Tally& tally) {
   const int64_t tile_rows = traits.tile_rows;
   const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
+  const int64_t q_rows_most = QueryRowLimit(traits);
   int64_t tiles = static_cast<int64_t>(segments.size());
   int64_t kv_rows = 0;
   int32_t kv_most = 0;
@@ -48,7 +49,7 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
   for (const PlanSegment& segment : segments) {
     const int64_t heads = segment.num_heads;
     negative |= segment.q_rows | segment.kv_rows | (heads - 1) | (heads_most - heads) |
-                (tile_rows - segment.q_rows * heads);
+                (tile_rows - segment.q_rows * heads) | (q_rows_most - segment.q_rows);
     if (segment.q_rows == 0) [[unlikely]] {
       --tiles;
       continue;
@@ -115,6 +116,9 @@ absl::Status CheckTraits(const PlanTraits& traits) {
   if (auto s = CheckTrait("units", traits.units, 1, kMost); !s.ok()) return s;
   if (auto s = CheckTrait("tile_rows", traits.tile_rows, 1, kMaxTileRows); !s.ok()) return s;
   if (auto s = CheckTrait("max_heads_per_tile", traits.max_heads_per_tile, 0, kMost); !s.ok()) {
+    return s;
+  }
+  if (auto s = CheckTrait("max_q_rows_per_tile", traits.max_q_rows_per_tile, 0, kMost); !s.ok()) {
     return s;
   }
   if (auto s = CheckTrait("kv_granularity", traits.kv_granularity, 1, kMost); !s.ok()) return s;

@@ -38,6 +38,7 @@ class BatchMaker {
     traits.units = Pick({1, 2, 3, 7, 16, 64, 256, 304});
     traits.tile_rows = Pick({1, 3, 16, 64, 128, 128, 256});
     traits.max_heads_per_tile = Pick({0, 0, 0, 1, 5, 64, 1000});
+    traits.max_q_rows_per_tile = Pick({0, 0, 0, 1, 1, 3});
     traits.kv_granularity = Pick({1, 3, 16, 16, 64, 128});
     traits.item_overhead_rows = Pick({0, 1, 64, 256, 5000});
     traits.fixed_split_rows = 0;
@@ -74,7 +75,8 @@ class BatchMaker {
                               ? std::min(traits.max_heads_per_tile, traits.tile_rows)
                               : traits.tile_rows;
     const int32_t heads = std::min(limit, segment.num_heads);
-    const int32_t q_rows = traits.tile_rows / heads;
+    int32_t q_rows = traits.tile_rows / heads;
+    if (traits.max_q_rows_per_tile > 0) q_rows = std::min(q_rows, traits.max_q_rows_per_tile);
     return int64_t{(segment.q_rows + q_rows - 1) / q_rows} *
            ((segment.num_heads + heads - 1) / heads);
   }
@@ -132,7 +134,8 @@ PlanLimits Loosened(PlanLimits limits, std::mt19937& random) {
 std::string Describe(const std::vector<PlanSegment>& segments, const PlanTraits& traits) {
   std::string text = "units " + std::to_string(traits.units) + " tile_rows " +
                      std::to_string(traits.tile_rows) + " max_heads_per_tile " +
-                     std::to_string(traits.max_heads_per_tile) + " granularity " +
+                     std::to_string(traits.max_heads_per_tile) + " max_q_rows_per_tile " +
+                     std::to_string(traits.max_q_rows_per_tile) + " granularity " +
                      std::to_string(traits.kv_granularity) + " overhead " +
                      std::to_string(traits.item_overhead_rows) + " min_charged " +
                      std::to_string(traits.min_charged_rows) + " fixed_split " +

@@ -172,6 +172,22 @@ TEST_F(PlannerTest, OneHeadPerTileOfTheExpandedForm) {
   EXPECT_EQ(view.work_info[0].q_end, 128);
 }
 
+// A segment with index lists: each query row has its own, so a tile holds one row.
+TEST_F(PlannerTest, OneQueryRowPerTileOfSparseAttention) {
+  const PlanView view = Plan({{3, 2048, 16, false}, {1, 5, 16, false}},
+                             {.units = 1, .tile_rows = 128, .max_q_rows_per_tile = 1});
+  ASSERT_EQ(view.work_info.size(), 4u);
+  EXPECT_EQ(view.work_info[1].q_begin, 1);
+  EXPECT_EQ(view.work_info[1].q_end, 2);
+  EXPECT_EQ(view.work_info[1].head_end(), 16);
+  EXPECT_EQ(view.work_info[2].kv_end, 2048);
+  // Four units: the long lists are cut, and their pieces merged.
+  const PlanView split =
+      Plan({{1, 2048, 128, false}}, {.units = 4, .tile_rows = 128, .max_q_rows_per_tile = 1});
+  EXPECT_EQ(split.work_info.size(), 4u);
+  EXPECT_EQ(split.reduce_final_map.size(), 1u);
+}
+
 TEST_F(PlannerTest, CausalTailStaysInOnePiece) {
   // Wherever the cuts of the units would fall, no piece may start past the first row's last key.
   for (int32_t units = 1; units <= 64; ++units) {
@@ -262,6 +278,8 @@ TEST_F(PlannerTest, FaultsNameTheField) {
   EXPECT_EQ(message(good, {.units = 0}), "plan traits.units: got 0, limit 1..2147483646");
   EXPECT_EQ(message(good, {.tile_rows = 0}), "plan traits.tile_rows: got 0, limit 1..65536");
   EXPECT_NE(message(good, {.max_heads_per_tile = -1}).find("max_heads_per_tile"),
+            std::string::npos);
+  EXPECT_NE(message(good, {.max_q_rows_per_tile = -1}).find("max_q_rows_per_tile"),
             std::string::npos);
   EXPECT_NE(message(good, {.kv_granularity = 0}).find("kv_granularity"), std::string::npos);
   EXPECT_NE(message(good, {.item_overhead_rows = -1}).find("item_overhead"), std::string::npos);

@@ -75,6 +75,7 @@ absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
 absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
   const kernels::Geometry& g = spec.geometry;
   const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
+  const bool sparse = spec.attention == kernels::AttentionKind::kSparse;
   const struct {
     const char* field;
     int64_t got, low, high;
@@ -87,6 +88,7 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
       {"model.geometry.v_dim", g.v_dim, 0, limits_.max_v_dim},
       {"model.layers", spec.layers, 1, limits_.max_layers},
       {"model.page_size", spec.page_size, 1, 4096},
+      {"model.top_k", spec.top_k, sparse ? 1 : 0, sparse ? limits_.max_top_k : 0},
   };
   for (const auto& r : ranges) {
     const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
@@ -104,11 +106,18 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
 }
 
 absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
-  const absl::Status status = backend_->CanRun(DescOf(spec, AttentionForm::kAbsorbed));
+  AttentionDesc desc = DescOf(spec, AttentionForm::kAbsorbed);
+  const char* field = "model.geometry";
+  absl::Status status = backend_->CanRun(desc);
+  if (status.ok() && spec.attention == kernels::AttentionKind::kSparse) {
+    desc.attention = spec.attention;
+    field = "model.attention";
+    status = backend_->CanRun(desc);
+  }
   if (status.ok()) return status;
   return MakeError(status.code(), status.message(),
-                   {.field = "model.geometry",
-                    .got = kernels::ToString(DescOf(spec, AttentionForm::kAbsorbed)),
+                   {.field = field,
+                    .got = kernels::ToString(desc),
                     .limit = backend_->Info().supported,
                     .reason = "unsupported_shape"});
 }

@@ -82,6 +82,25 @@ absl::Status CheckKvOrder(const Step& step, const AttendArgs& args, bool* repeat
       absl::StatusCode::kFailedPrecondition);
 }
 
+bool StandsAt(const Step& step, const std::vector<StepSequenceArgs>& positions) {
+  return std::equal(step.entries.begin(), step.entries.end(), positions.begin(), positions.end(),
+                    [](const StepEntry& entry, const StepSequenceArgs& args) {
+                      return entry.start == args.start_position && entry.rows == args.rows;
+                    });
+}
+
+absl::Status CheckLists(const Step& step, const AttendArgs& args) {
+  if (!IsSparse(args)) return absl::OkStatus();
+  if (step.model->spec->attention != kernels::AttentionKind::kSparse) {
+    return RefuseField("attend.lists", "index lists", "none: the model's attention is dense",
+                       "dense_model");
+  }
+  if (args.listed_for == nullptr || StandsAt(step, *args.listed_for)) return absl::OkStatus();
+  return RefuseField("attend.step_id", absl::StrCat(step.id),
+                     "the id of the step that the index lists were checked for", "step_reused",
+                     absl::StatusCode::kFailedPrecondition);
+}
+
 }  // namespace
 
 bool Step::Includes(StreamId stream) const {
@@ -181,6 +200,7 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
   }
   if (status.ok()) status = CheckHeads(step, args);
   if (status.ok()) status = CheckProfile(step, args);
+  if (status.ok()) status = CheckLists(step, args);
   if (status.ok()) status = CheckKvOrder(step, args, repeat);
   return status;
 }

@@ -99,6 +99,9 @@ std::string PlanChecker::Item(const WorkInfo& item) const {
       item.head_end() - item.head_begin() > traits_.max_heads_per_tile) {
     return fault("more heads than a tile may hold");
   }
+  if (traits_.max_q_rows_per_tile > 0 && item.q_end - item.q_begin > traits_.max_q_rows_per_tile) {
+    return fault("more query rows than a tile may hold");
+  }
   if (item.kv_begin % traits_.kv_granularity != 0) return fault("cut off the granularity");
   if (item.partial_row < kernels::kUnsplit) return fault("partial row");
   if (item.partial_row >= 0 && item.partial_row + PackedRows(item) > partial_rows_) {

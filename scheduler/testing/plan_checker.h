@@ -19,7 +19,7 @@ class PlanChecker {
   //   - every (query row, kv row that it sees, head) is in exactly one work item, no item reaches
   //     past what its last query row sees, and no cut leaves a piece wholly masked for a row;
   //   - a tile that sees nothing has one empty item; q_rows = 0 has none;
-  //   - tiles respect tile_rows and max_heads_per_tile, cuts the granularity or fixed split;
+  //   - tiles respect tile_rows and both their bounds, cuts the granularity or fixed split;
   //   - the reduce arrays name exactly the partial tiles of each split tile, in kv order, and
   //     partial rows do not overlap;
   //   - everything is inside the capacity, and `imbalance` is what the items say.

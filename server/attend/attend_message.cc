@@ -39,6 +39,7 @@ void AttendMessage::Recycle() {
   region.reset();
   reply_area = {};
   sizes = {};
+  sent_lists = nullptr;
   answer = absl::OkStatus();
   reserved_bytes = 0;
   begin_order = 0;
@@ -47,6 +48,7 @@ void AttendMessage::Recycle() {
   stream = 0;
   step_id = 0;
   begin.sequences.clear();
+  begin.positions.reset();
   attend = {};
   end.committed_rows.clear();
   end.lengths_max = std::numeric_limits<int32_t>::max();
@@ -70,6 +72,24 @@ AttendMessage* AttendMessagePool::Take() {
   message->references_.store(1, std::memory_order_relaxed);
   message->home_ = shared_from_this();
   return message;
+}
+
+absl::Status AttendMessagePool::TakeStaging(size_t in, size_t out, AttendMessage* message,
+                                            bool* stalled) {
+  using scheduler::Resource;
+  scheduler::Tenant& tenant = *message->tenant;
+  const auto staged =
+      static_cast<int64_t>(StagingPool::BlockBytes(in) + StagingPool::BlockBytes(out));
+  if (staged > tenant.bound(Resource::kStagedBytes)) {  // waiting would not help
+    return tenants_->Refusal(tenant, Resource::kStagedBytes, staged, "payload");
+  }
+  *stalled = !tenants_->TryTake(tenant, Resource::kStagedBytes, staged);
+  if (*stalled) return absl::OkStatus();
+  message->staged = staged;
+  message->input = staging_.Take(in);
+  message->output = staging_.Take(out);
+  *stalled = !message->input || (out > 0 && !message->output);
+  return absl::OkStatus();
 }
 
 void AttendMessagePool::Return(AttendMessage* message) {

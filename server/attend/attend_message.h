@@ -55,6 +55,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   std::vector<grpc::Slice> slices;
   std::vector<kernels::InputFragment> fragments;  // of those slices
   AttendSizes sizes;
+  const std::byte* sent_lists = nullptr;  // in `region`, which the client may still write
   absl::Status answer;
   std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
   std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
@@ -80,6 +81,10 @@ class AttendMessagePool final : public std::enable_shared_from_this<AttendMessag
       : staging_(std::move(memory)), tenants_(std::move(tenants)) {}
   // A message with one reference. Grows to the largest number ever out at a time.
   AttendMessage* Take();
+  // Takes input and output memory of a message together, so that no request waits holding half of
+  // what it needs, and counts it against message->tenant. `*stalled`: there is none at present, and
+  // the message gives back what it has. RESOURCE_EXHAUSTED when the tenant may never have so much.
+  absl::Status TakeStaging(size_t in, size_t out, AttendMessage* message, bool* stalled);
   StagingPool& staging() { return staging_; }
   scheduler::TenantTable& tenants() { return *tenants_; }
 

@@ -1,6 +1,7 @@
 #include "server/attend/attend_request_builder.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,10 +14,9 @@ namespace {
 
 using scheduler::RequestKind;
 
-// Two tensors one after the other, the second aligned.
-uint64_t Together(int64_t first, int64_t second) {
-  const auto size = static_cast<uint64_t>(first);
-  return second == 0 ? size : wire::AlignShared(size) + static_cast<uint64_t>(second);
+// A tensor behind others, aligned.
+uint64_t Behind(uint64_t others, int64_t bytes) {
+  return bytes == 0 ? others : wire::AlignShared(others) + static_cast<uint64_t>(bytes);
 }
 
 absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t length,
@@ -48,11 +48,11 @@ AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::strin
       stream_(engine->OpenStream(tenant_, &steps_)) {}
 
 uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
-  return Together(sizes.kv_bytes, sizes.q_bytes);
+  return Behind(Behind(static_cast<uint64_t>(sizes.kv_bytes), sizes.q_bytes), sizes.list_bytes);
 }
 
 uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
-  return Together(sizes.o_bytes, sizes.lse_bytes);
+  return Behind(static_cast<uint64_t>(sizes.o_bytes), sizes.lse_bytes);
 }
 
 absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
@@ -98,6 +98,11 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
                       .limit = "a registered model of this tenant",
                       .reason = "model_not_found"});
   }
+  if (shape.model->attention == kernels::AttentionKind::kSparse) {
+    shape.positions =
+        std::make_shared<const std::vector<scheduler::StepSequenceArgs>>(message->begin.sequences);
+    message->begin.positions = shape.positions;
+  }
   const MutexLock lock(mutex_);
   message->begin_order = ++last_begin_;
   begins_.push_back({message->step_id, message->begin_order, std::move(shape)});
@@ -130,8 +135,40 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
     message->sizes = {};
     return absl::OkStatus();
   }
-  return ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes, &message->attend,
-                     &message->sizes);
+  absl::Status status = ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes,
+                                    &message->attend, &message->sizes);
+  if (message->sizes.list_bytes > 0) message->attend.listed_for = std::move(shape.positions);
+  return status;
+}
+
+SentLists AttendRequestBuilder::ListsOf(const AttendMessage& message) {
+  const AttendSizes& sizes = message.sizes;
+  return {message.attend.row_begin, message.attend.row_count, sizes.list_width, sizes.list_entries,
+          sizes.list_top_k};
+}
+
+absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* message) {
+  const SentLists sent = ListsOf(*message);
+  auto* const begins = reinterpret_cast<int32_t*>(memory);
+  absl::Status status = list_checker_.Check(sent, *message->attend.listed_for, begins);
+  message->attend.list_begin = begins;
+  message->attend.list = begins + sent.rows + 1;
+  return status;
+}
+
+absl::Status AttendRequestBuilder::StageLists(AttendMessagePool* pool, AttendMessage* message,
+                                              bool* stalled) {
+  if (message->sizes.list_bytes == 0) return absl::OkStatus();
+  message->tenant = row_.get();
+  *stalled = message->tenant == nullptr;
+  if (*stalled) return absl::OkStatus();
+  const SentLists sent = ListsOf(*message);
+  absl::Status status = pool->TakeStaging(sent.bytes(), 0, message, stalled);
+  if (!status.ok() || *stalled) return status;
+  std::byte* const memory = message->input.data();
+  std::memcpy(memory + sent.offset(), message->sent_lists,
+              static_cast<size_t>(message->sizes.list_bytes));
+  return CheckLists(memory, message);
 }
 
 absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_t in_offset,
@@ -148,6 +185,10 @@ absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_
   const auto o_end = wire::AlignShared(static_cast<uint64_t>(sizes.o_bytes));
   if (sizes.kv_bytes > 0) args.kv = region.data() + in_offset;
   if (sizes.q_bytes > 0) args.q = region.data() + in_offset + kv_end;
+  if (sizes.list_bytes > 0) {
+    const uint64_t lists = SharedInBytes(sizes) - static_cast<uint64_t>(sizes.list_bytes);
+    message->sent_lists = region.data() + in_offset + lists;
+  }
   if (sizes.o_bytes > 0) args.o = region.data() + out_offset;
   if (sizes.lse_bytes > 0) {
     args.lse = reinterpret_cast<float*>(region.data() + out_offset + o_end);

@@ -9,7 +9,8 @@
 //
 // Ownership: opens the engine's stream; the transport closes it.
 // Every function: OK, or the status to answer with.
-// Allocates nothing for an attend, and nothing for the others once its list has grown.
+// Allocates nothing for an attend, and for the others only what a BeginStep of a sparse model
+// keeps: where its rows stand, by which lists are checked.
 //
 // Threading: Prepare* from one thread at a time, Answered from any.
 #ifndef MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
@@ -27,6 +28,7 @@
 #include "mla/v1/attention.pb.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
+#include "server/attend/list_checker.h"
 #include "server/memory/shared_region.h"
 
 namespace mla::server {
@@ -57,6 +59,13 @@ class AttendRequestBuilder final {
   // before the field's name in an error.
   static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
                                 const char* prefix, AttendMessage* message);
+  // Checks the index lists of a prepared attend, which lie in `memory` as SentLists says, and
+  // points the attend at them.
+  absl::Status CheckLists(std::byte* memory, AttendMessage* message);
+  // The same for lists in a region: takes staging memory for a copy of them. `stalled` as
+  // AttendMessagePool::TakeStaging. Nothing to do without lists.
+  absl::Status StageLists(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
+  static SentLists ListsOf(const AttendMessage& message);
   // Bytes that the tensors of a prepared attend take in shared memory.
   static uint64_t SharedInBytes(const AttendSizes& sizes);
   static uint64_t SharedOutBytes(const AttendSizes& sizes);
@@ -83,6 +92,7 @@ class AttendRequestBuilder final {
   const scheduler::StreamId stream_;
 
   std::atomic<int32_t> begins_pending_{0};  // entries of begins_; the engine lists the others
+  ListChecker list_checker_;                // of Prepare*
   Mutex mutex_;
   std::vector<PendingBegin> begins_ ABSL_GUARDED_BY(mutex_);  // by order
   uint64_t last_begin_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -200,7 +200,7 @@ bool AttendStream::Handle() {
 
 absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
   if (header_.body_case() == v1::AttendStreamRequest::kAttend) {
-    if (header_.has_shared()) return PrepareShared(message);
+    if (header_.has_shared()) return PrepareShared(message, stalled);
     absl::Status status = builder_.PrepareAttend(
         header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
     return status.ok() && AttendRequestBuilder::IsSized(*message) ? TakeStaging(message, stalled)
@@ -215,8 +215,8 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
   return builder_.Prepare(header_, message);
 }
 
-// Tensors that stay where they are: nothing is staged, nothing copied.
-absl::Status AttendStream::PrepareShared(AttendMessage* message) {
+// Tensors that stay where they are: nothing is staged, nothing copied but index lists.
+absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) {
   const v1::SharedTensors& where = header_.shared();
   if (payload_.size != 0) {
     return RefuseField("payload", absl::StrCat(payload_.size, " bytes"), "empty beside shared",
@@ -246,7 +246,8 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message) {
   }
   status = AttendRequestBuilder::PointInto(*message->region, where.in_offset(), where.out_offset(),
                                            "shared.", message);
-  if (!status.ok()) return status;
+  if (status.ok()) status = builder_.StageLists(shared_.pool.get(), message, stalled);
+  if (!status.ok() || *stalled) return status;
   WireCounters& counters = shared_.metrics->wire();
   counters.shared_received_bytes.fetch_add(in, std::memory_order_relaxed);
   counters.shared_sent_bytes.fetch_add(out, std::memory_order_relaxed);
@@ -275,36 +276,27 @@ void AttendStream::KeepInPlace(AttendMessage* message) {
       static_cast<int64_t>(payload_.offset) + message->sizes.kv_bytes;
 }
 
-// Takes input and output memory together (so that no request waits holding half of what it needs)
-// and copies the tensors in: the only copy on their way to the engine. Queries that the backend
-// reads in place are not copied, but counted all the same: their slices are memory, too.
+// Takes memory of the tensors and copies them in: the only copy on their way to the engine. Queries
+// that the backend reads in place are not copied, but counted all the same: their slices are
+// memory, too.
 absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const AttendSizes& sizes = message->sizes;
   const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
   const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
-  const size_t in = AlignUp(kv_bytes) + q_bytes;
+  const auto list_bytes = static_cast<size_t>(sizes.list_bytes);
+  const SentLists lists = AttendRequestBuilder::ListsOf(*message);
+  const size_t lists_at = AlignUp(kv_bytes) + AlignUp(q_bytes);
+  const size_t in = list_bytes > 0 ? lists_at + lists.bytes() : AlignUp(kv_bytes) + q_bytes;
   const size_t out =
       AlignUp(static_cast<size_t>(sizes.o_bytes)) + static_cast<size_t>(sizes.lse_bytes);
-  StagingPool& staging = shared_.pool->staging();
-  scheduler::TenantTable& tenants = shared_.pool->tenants();
-  const auto staged =
-      static_cast<int64_t>(StagingPool::BlockBytes(in) + StagingPool::BlockBytes(out));
-  if (staged > tenant_->bound(Resource::kStagedBytes)) {  // waiting would not help
-    return tenants.Refusal(*tenant_, Resource::kStagedBytes, staged, "payload");
-  }
-  *stalled = !tenants.TryTake(*tenant_, Resource::kStagedBytes, staged);
-  if (*stalled) return absl::OkStatus();
-  message->staged = staged;
-  message->input = staging.Take(in);
-  message->output = staging.Take(out);
-  *stalled = !message->input || (out > 0 && !message->output);
-  if (*stalled) return absl::OkStatus();  // the message gives back what it has
+  absl::Status status = shared_.pool->TakeStaging(in, out, message, stalled);
+  if (!status.ok() || *stalled) return status;
   scheduler::AttendArgs& args = message->attend;
   if (kv_bytes > 0) {
     shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, message->input.data());
     args.kv = message->input.data();
   }
-  size_t copied = kv_bytes;
+  size_t copied = kv_bytes + list_bytes;
   if (q_bytes > 0 && ReadsInPlace(*message)) {
     KeepInPlace(message);
   } else if (q_bytes > 0) {
@@ -319,7 +311,11 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
                                         AlignUp(static_cast<size_t>(sizes.o_bytes)));
   }
   shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
-  return absl::OkStatus();
+  if (list_bytes == 0) return status;
+  std::byte* const memory = message->input.data() + lists_at;
+  shared_.copies->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes,
+                         memory + lists.offset());
+  return builder_.CheckLists(memory, message);
 }
 
 // ------------------------------------------------------------------------------------- Writing

@@ -344,6 +344,10 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it.", MLA_SLOT(limits.max_row_dim)),
           Int("limits.max_v_dim", 1, 8192, "nope_dim and v_dim of a model, in elements.",
               "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
+          Int("limits.max_top_k", 0, 65536, "Entries of one index list of sparse attention.",
+              "Register refuses models above it. On a GPU, a launch has room for launch_rows "
+              "lists.",
+              MLA_SLOT(limits.max_top_k)),
           Bytes(
               "limits.weights_bytes", -1, kTiB,
               "W_UK and W_UV of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "
@@ -475,25 +479,18 @@ void AddGpuKeys(std::vector<ConfigKey>* keys) {
 
 #undef MLA_SLOT
 
-std::vector<ConfigKey> MakeKeys() {
-  std::vector<ConfigKey> keys;
-  AddListenKeys(&keys);
-  AddTlsAndOpsKeys(&keys);
-  AddWireKeys(&keys);
-  AddConnectionKeys(&keys);
-  AddTenantKeys(&keys);
-  AddShmKeys(&keys);
-  AddCapacityKeys(&keys);
-  AddSchedulingKeys(&keys);
-  AddBackendKeys(&keys);
-  AddGpuKeys(&keys);
-  return keys;
-}
-
 }  // namespace
 
 const std::vector<ConfigKey>& ConfigKeys() {
-  static const std::vector<ConfigKey>* keys = new std::vector<ConfigKey>(MakeKeys());
+  static const std::vector<ConfigKey>* keys = [] {
+    auto* const all = new std::vector<ConfigKey>();
+    for (const auto add :
+         {AddListenKeys, AddTlsAndOpsKeys, AddWireKeys, AddConnectionKeys, AddTenantKeys,
+          AddShmKeys, AddCapacityKeys, AddSchedulingKeys, AddBackendKeys, AddGpuKeys}) {
+      add(all);
+    }
+    return all;
+  }();
   return *keys;
 }
 

@@ -63,6 +63,7 @@ void AdminService::FillLimits(v1::Limits* to) const {
   to->set_max_layers(static_cast<uint32_t>(from.max_layers));
   to->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
   to->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
+  to->set_max_top_k(static_cast<uint32_t>(from.max_top_k));
   if (options_.shared_memory) {
     to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
     to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
@@ -114,6 +115,7 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         }
         for (const char* capability : kCapabilities) reply->add_capabilities(capability);
         if (formats.size() > 1) reply->add_capabilities("fp8");
+        if (rpc_.engine->backend_info().sparse) reply->add_capabilities("sparse");
         if (options_.shared_memory) {
           for (const char* capability : kSharedMemoryCapabilities)
             reply->add_capabilities(capability);

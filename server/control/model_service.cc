@@ -30,6 +30,9 @@ void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
   to->set_kv_format(ToProto(from.kv_format));
   to->set_rope_owner(v1::ROPE_OWNER_WORKER);
   to->set_page_size(static_cast<uint32_t>(from.page_size));
+  const bool sparse = from.attention == kernels::AttentionKind::kSparse;
+  to->set_attention(sparse ? v1::ATTENTION_KIND_SPARSE_V32 : v1::ATTENTION_KIND_DENSE);
+  to->set_top_k(static_cast<uint32_t>(from.top_k));
   to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
                               ? v1::QUERY_PRECISION_SPLIT
                               : v1::QUERY_PRECISION_BF16);

@@ -1,14 +1,12 @@
 #include "server/grpc/request_validator.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "server/grpc/grpc_status.h"
+#include "server/grpc/field_checks.h"
 
 namespace mla::server {
 namespace {
@@ -19,27 +17,6 @@ using scheduler::ModelSpec;
 using scheduler::Profile;
 
 constexpr uint64_t kMaxInt64 = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-
-std::string Range(int64_t low, int64_t high) { return absl::StrCat(low, "..", high); }
-
-// Checks low <= value <= high before narrowing.
-absl::Status Narrow(uint64_t value, int64_t low, int64_t high, const char* field, int32_t* out) {
-  absl::Status status = CheckRange(field, value, low, high);
-  if (status.ok()) *out = static_cast<int32_t>(value);
-  return status;
-}
-
-absl::Status Narrow64(uint64_t value, const char* field, int64_t* out) {
-  absl::Status status = CheckRange(field, value, 0, std::numeric_limits<int64_t>::max());
-  if (status.ok()) *out = static_cast<int64_t>(value);
-  return status;
-}
-
-absl::Status CheckLease(uint32_t lease_ms, int64_t longest_ms, const char* field, int64_t* out) {
-  absl::Status status = CheckRange(field, lease_ms, 0, longest_ms);
-  if (status.ok()) *out = lease_ms;
-  return status;
-}
 
 absl::Status CheckWireDType(v1::DType value, const char* field, DType* out) {
   switch (value) {
@@ -90,25 +67,47 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
   }
 }
 
-// first < total and first + count <= total, in 64 bits. REQUIRES: total >= 1.
-absl::Status CheckSlice(uint64_t first, uint64_t count, int64_t min_count, int64_t total,
-                        const char* first_field, const char* count_field) {
-  const absl::Status status = CheckRange(first_field, first, 0, total - 1);
-  if (!status.ok()) return status;
-  return CheckRange(count_field, count, min_count, total - static_cast<int64_t>(first));
+// `sizes` of the lists, as sent.
+absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profile profile,
+                        AttendSizes* sizes) {
+  const v1::IndexLists lists = message.lists();
+  if (!v1::IndexLists_IsValid(lists)) {
+    return RefuseField("attend.lists", absl::StrCat(static_cast<int>(lists)),
+                       "INDEX_LISTS_FIXED or INDEX_LISTS_RAGGED", "unknown_value");
+  }
+  const int64_t entries = message.list_entries();
+  if (lists == v1::INDEX_LISTS_UNSPECIFIED) {
+    if (entries == 0) return absl::OkStatus();
+    return RefuseField("attend.list_entries", absl::StrCat(entries), "0 without lists");
+  }
+  if (model.attention != kernels::AttentionKind::kSparse || profile == Profile::kAppendOnly) {
+    return RefuseField("attend.lists", v1::IndexLists_Name(lists),
+                       profile == Profile::kAppendOnly ? "none with PROFILE_APPEND_ONLY"
+                                                       : "none: the model's attention is dense",
+                       "no_lists_here");
+  }
+  const bool fixed = lists == v1::INDEX_LISTS_FIXED;
+  const int64_t rows = message.row_count();
+  const int64_t most = fixed ? model.top_k : rows * model.top_k;
+  MLA_RETURN_IF_ERROR(CheckRange("attend.list_entries", entries, 0, most));
+  const int64_t width = entries == 0 ? model.top_k : entries;
+  const int64_t total = fixed ? rows * width : entries;
+  if (total > std::numeric_limits<int32_t>::max()) {
+    return RefuseField("attend.row_count", absl::StrCat(rows, " rows, ", total, " entries"),
+                       "so few that their lists have 2^31 - 1 entries");
+  }
+  sizes->list_width = fixed ? static_cast<int32_t>(width) : 0;
+  sizes->list_entries = static_cast<int32_t>(total);
+  sizes->list_top_k = model.top_k;
+  sizes->list_bytes = (total + (fixed ? 0 : rows + 1)) * int64_t{sizeof(int32_t)};
+  return absl::OkStatus();
 }
 
-// rows x heads x dim x element_size; false on overflow.
-bool Product(int64_t a, int64_t b, int64_t c, int64_t d, int64_t* out) {
-  return !__builtin_mul_overflow(a, b, out) && !__builtin_mul_overflow(*out, c, out) &&
-         !__builtin_mul_overflow(*out, d, out);
-}
-
+// Keeps the sizes of the lists, and sets the others.
 absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& model,
                         int64_t payload_bytes, int64_t message_bytes, AttendSizes* sizes) {
   const auto q_element = static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
   const auto o_element = static_cast<int64_t>(kernels::ElementSize(args.o_dtype));
-  *sizes = {};
   bool fits = true;
   if (args.has_kv) {
     fits &= Product(args.row_count, 1, model.geometry.kv_row_dim(), q_element, &sizes->kv_bytes);
@@ -124,6 +123,7 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
   }
   int64_t in = 0, out = 0;
   fits = fits && !__builtin_add_overflow(sizes->kv_bytes, sizes->q_bytes, &in) &&
+         !__builtin_add_overflow(in, sizes->list_bytes, &in) &&
          !__builtin_add_overflow(sizes->o_bytes, sizes->lse_bytes, &out);
   if (!fits || out > message_bytes - kReplyHeaderBytes) {
     return RefuseField("attend.row_count", absl::StrCat(args.row_count),
@@ -134,7 +134,9 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
   if (payload_bytes != kTensorsElsewhere && in != payload_bytes) {
     return RefuseField(
         "payload", absl::StrCat(payload_bytes, " bytes"),
-        absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes, ")"),
+        absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes,
+                     sizes->list_bytes == 0 ? "" : absl::StrCat(", lists ", sizes->list_bytes),
+                     ")"),
         "payload_size");
   }
   return absl::OkStatus();
@@ -151,11 +153,6 @@ absl::Status CheckIds(int count, const Limits& limits) {
 }
 
 }  // namespace
-
-#define MLA_RETURN_IF_ERROR(expression)                                     \
-  do {                                                                      \
-    if (absl::Status status_ = (expression); !status_.ok()) return status_; \
-  } while (false)
 
 absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
                        const Limits& limits) {
@@ -242,6 +239,8 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->want_lse = message.want_lse();
   args->timeout_us = message.timeout_us();
   args->sized_for = model.geometry;
+  *sizes = {};
+  MLA_RETURN_IF_ERROR(CheckLists(message, model, args->profile, sizes));
   return CheckSizes(*args, model, payload_bytes, message_bytes, sizes);
 }
 
@@ -262,143 +261,6 @@ absl::Status ParseEndStep(const v1::EndStep& message, const Limits& limits,
     args->committed_rows[static_cast<size_t>(i)] = static_cast<int32_t>(rows);
   }
   return absl::OkStatus();
-}
-
-namespace {
-
-// After kv_dtype, which is unspecified or bf16 here.
-absl::Status ParseKvFormat(const v1::ModelSpec& message, ModelSpec* spec) {
-  const v1::KvFormat format = message.kv_format();
-  if (!v1::KvFormat_IsValid(format)) {
-    return RefuseField("model.kv_format", absl::StrCat(static_cast<int>(format)),
-                       "a KvFormat of this version", "unknown_value");
-  }
-  if (format > v1::KV_FORMAT_BF16 && message.kv_dtype() != v1::DTYPE_UNSPECIFIED) {
-    return RefuseField("model.kv_format", v1::KvFormat_Name(format),
-                       "KV_FORMAT_BF16 with kv_dtype DTYPE_BF16", "conflict");
-  }
-  spec->kv_format = static_cast<kernels::KvFormat>(std::max(format, v1::KV_FORMAT_BF16));
-  return absl::OkStatus();
-}
-
-}  // namespace
-
-absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
-  MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model.model_id", false, limits));
-  const v1::Geometry& from = message.geometry();
-  kernels::Geometry& to = spec->geometry;
-  const int32_t max_dim = limits.max_row_dim;
-  MLA_RETURN_IF_ERROR(
-      Narrow(from.num_heads(), 1, limits.max_heads, "model.geometry.num_heads", &to.num_heads));
-  MLA_RETURN_IF_ERROR(
-      Narrow(from.kv_lora_rank(), 1, max_dim, "model.geometry.kv_lora_rank", &to.kv_lora_rank));
-  MLA_RETURN_IF_ERROR(Narrow(from.rope_dim(), 0, max_dim - to.kv_lora_rank,
-                             "model.geometry.rope_dim", &to.rope_dim));
-  MLA_RETURN_IF_ERROR(
-      Narrow(from.nope_dim(), 0, limits.max_v_dim, "model.geometry.nope_dim", &to.nope_dim));
-  MLA_RETURN_IF_ERROR(Narrow(from.v_dim(), 0, limits.max_v_dim, "model.geometry.v_dim", &to.v_dim));
-  if ((to.nope_dim == 0) != (to.v_dim == 0)) {
-    return RefuseField("model.geometry.v_dim",
-                       absl::StrCat(to.v_dim, " with nope_dim ", to.nope_dim),
-                       "0 exactly when nope_dim is 0");
-  }
-  MLA_RETURN_IF_ERROR(
-      Narrow(message.layers(), 1, limits.max_layers, "model.layers", &spec->layers));
-  // Kernels compute with it in fp32, and some take denormals as zero.
-  constexpr double kLeast = std::numeric_limits<float>::min();
-  constexpr double kMost = std::numeric_limits<float>::max();
-  if (!(message.softmax_scale() >= kLeast && message.softmax_scale() <= kMost)) {
-    return RefuseField("model.softmax_scale", absl::StrCat(message.softmax_scale()),
-                       absl::StrCat(kLeast, "..", kMost, ": it is never defaulted"));
-  }
-  if (message.kv_dtype() != v1::DTYPE_UNSPECIFIED && message.kv_dtype() != v1::DTYPE_BF16) {
-    return RefuseField("model.kv_dtype", absl::StrCat(static_cast<int>(message.kv_dtype())),
-                       "DTYPE_BF16", "unknown_value");
-  }
-  MLA_RETURN_IF_ERROR(ParseKvFormat(message, spec));
-  if (message.rope_owner() != v1::ROPE_OWNER_WORKER) {
-    return RefuseField("model.rope_owner", absl::StrCat(static_cast<int>(message.rope_owner())),
-                       "ROPE_OWNER_WORKER: q and k arrive rotated", "unknown_value");
-  }
-  MLA_RETURN_IF_ERROR(Narrow(message.page_size(), 0, 4096, "model.page_size", &spec->page_size));
-  spec->id = message.model_id();
-  spec->softmax_scale = message.softmax_scale();
-  switch (message.query_precision()) {
-    case v1::QUERY_PRECISION_UNSPECIFIED:
-      spec->query_precision = scheduler::QueryPrecision::kDefault;
-      break;
-    case v1::QUERY_PRECISION_BF16:
-      spec->query_precision = scheduler::QueryPrecision::kBf16;
-      break;
-    case v1::QUERY_PRECISION_SPLIT:
-      spec->query_precision = scheduler::QueryPrecision::kSplit;
-      break;
-    default:
-      return RefuseField("model.query_precision",
-                         absl::StrCat(static_cast<int>(message.query_precision())),
-                         "QUERY_PRECISION_BF16 or QUERY_PRECISION_SPLIT", "unknown_value");
-  }
-  return absl::OkStatus();
-}
-
-namespace {
-
-kernels::Bf16 WeightAt(const std::string& payload, int64_t index) {
-  kernels::Bf16 value;
-  std::memcpy(&value, payload.data() + index * int64_t{sizeof(value)}, sizeof(value));
-  return value;
-}
-
-bool IsWeight(kernels::Bf16 value) {
-  return (value & 0x7fffu) < (std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16);
-}
-
-// REQUIRES: the payload has its size.
-absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
-                          const kernels::Geometry& g) {
-  const std::string& payload = message.payload();
-  const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
-  constexpr int64_t kBlock = 4096;  // looked at as a whole, which compilers make a vector of
-  int64_t at = 0;
-  for (; at < count; at += kBlock) {
-    bool good = true;
-    const int64_t end = std::min(count, at + kBlock);
-    for (int64_t i = at; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
-    if (!good) break;
-  }
-  while (at < count && IsWeight(WeightAt(payload, at))) ++at;
-  if (at >= count) return absl::OkStatus();
-  const int64_t uk_head = int64_t{g.nope_dim} * g.kv_lora_rank;
-  const int64_t uv_head = int64_t{g.kv_lora_rank} * g.v_dim;
-  const int64_t uk = uk_head * message.head_count();
-  const bool in_uk = at < uk;
-  const int64_t inside = in_uk ? at : at - uk;
-  const int64_t head = message.head_begin() + inside / (in_uk ? uk_head : uv_head);
-  const int64_t element = inside % (in_uk ? uk_head : uv_head);
-  const int64_t columns = in_uk ? g.kv_lora_rank : g.v_dim;
-  return RefuseField("chunk.payload",
-                     absl::StrCat(kernels::ToFloat(WeightAt(payload, at)), " at layer ",
-                                  message.layer(), ", head ", head, ", ", in_uk ? "W_UK[" : "W_UV[",
-                                  element / columns, ", ", element % columns, "]"),
-                     "finite weights of magnitude below 2^20", "not_finite");
-}
-
-}  // namespace
-
-absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
-                               const ModelSpec& model, int64_t* bytes) {
-  int32_t layer = 0;
-  MLA_RETURN_IF_ERROR(Narrow(message.layer(), 0, model.layers - 1, "chunk.layer", &layer));
-  MLA_RETURN_IF_ERROR(CheckSlice(message.head_begin(), message.head_count(), 1,
-                                 model.geometry.num_heads, "chunk.head_begin", "chunk.head_count"));
-  const kernels::Geometry& g = model.geometry;
-  if (!Product(message.head_count(), g.kv_lora_rank, g.nope_dim + g.v_dim,
-               int64_t{sizeof(kernels::Bf16)}, bytes) ||
-      *bytes != static_cast<int64_t>(message.payload().size())) {
-    return RefuseField("chunk.payload", absl::StrCat(message.payload().size(), " bytes"),
-                       absl::StrCat(*bytes, " bytes"), "payload_size");
-  }
-  return CheckWeights(message, g);
 }
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const Limits& limits,
@@ -459,7 +321,5 @@ absl::Status ParseRelease(const v1::ReleaseRequest& message, const Limits& limit
   ids->assign(message.sequence_ids().begin(), message.sequence_ids().end());
   return absl::OkStatus();
 }
-
-#undef MLA_RETURN_IF_ERROR
 
 }  // namespace mla::server

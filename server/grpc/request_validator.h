@@ -31,6 +31,10 @@ struct AttendSizes {
   int64_t q_bytes = 0;
   int64_t o_bytes = 0;
   int64_t lse_bytes = 0;
+  int64_t list_bytes = 0;    // index lists as sent
+  int32_t list_width = 0;    // entries of every row; 0: ragged, or none
+  int32_t list_entries = 0;  // of all rows
+  int32_t list_top_k = 0;    // of a row, at most
 };
 
 // Header bytes that every reply may need beside its payload.

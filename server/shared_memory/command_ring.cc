@@ -249,11 +249,24 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   attend_.set_q_dtype(static_cast<v1::DType>(entry.dtypes & 15));
   attend_.set_o_dtype(static_cast<v1::DType>(entry.dtypes >> 4));
   attend_.set_timeout_us(entry.timeout_us);
+  attend_.set_lists((entry.flags & wire::kEntryHasLists) != 0 ? v1::INDEX_LISTS_FIXED
+                                                              : v1::INDEX_LISTS_UNSPECIFIED);
   absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
                                                std::numeric_limits<int64_t>::max(), message);
   if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
   status =
       AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
+  bool stalled = false;
+  if (status.ok()) status = builder_.StageLists(options_.pool.get(), message, &stalled);
+  if (stalled) {
+    // Its thread serves other entries; the tenant waits for answers to its own.
+    return MakeError(absl::StatusCode::kResourceExhausted,
+                     "index lists: no staging memory is free at present",
+                     {.field = "in_offset",
+                      .limit = "staging memory for index lists",
+                      .reason = "staging_full",
+                      .retry_after_ms = 1});
+  }
   if (!status.ok()) return status;
   WireCounters& counters = options_.metrics->wire();
   counters.shared_received_bytes.fetch_add(AttendRequestBuilder::SharedInBytes(message->sizes),

@@ -46,7 +46,7 @@ namespace mla::server {
 
 struct CommandRingOptions {
   scheduler::Engine* engine = nullptr;      // outlives the ring
-  std::shared_ptr<AttendMessagePool> pool;  // its messages; staging is not used
+  std::shared_ptr<AttendMessagePool> pool;  // its messages; staging is for index lists alone
   Metrics* metrics = nullptr;               // outlives the ring
   std::string tenant;
   std::function<void()>

@@ -153,6 +153,22 @@ TEST(CpuConformanceTest, EmulatedLevels) {
   ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
 }
 
+// Index lists, on every level.
+TEST(CpuConformanceTest, SparseShapes) {
+  SamplerOptions sampler = Sampler();
+  sampler.page_sizes = {1, 4, 64};
+  const SuiteReport report = RunSuite(Options(SparseCases(sampler, 0, kSampledCases / 8)));
+  ExpectNoFailures(report);
+  EXPECT_GT(report.batch_checks, kSampledCases / 160);
+  sampler.typical_flop = 1e6;
+  sampler.max_flop = 2e7;
+  ExpectNoFailures(RunSuite(EmulatedOptions(SparseCases(sampler, 0, kEmulatedCases / 2))));
+  SuiteOptions even = Options(SparseCases(sampler, 500000, kSampledCases / 20));
+  even.plan = EvenPlan;
+  even.invariance_every = 0;
+  ExpectNoFailures(RunSuite(even));
+}
+
 constexpr int32_t kWideCases = kEmulatedCases;
 
 SamplerOptions WideSampler() {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -45,13 +46,14 @@ void Put(T value, std::string* text) {
 
 bool Parse(const std::string& input, Batch* batch) {
   size_t at = 0;
-  int16_t small[6] = {};
+  int16_t small[7] = {};
   for (int16_t& value : small) {
     if (!Take(input, &at, &value)) return false;
   }
   PlanTraits& t = batch->traits;
   t.units = small[0], t.tile_rows = small[1], t.max_heads_per_tile = small[2];
   t.kv_granularity = small[3], t.item_overhead_rows = small[4], t.min_charged_rows = small[5];
+  t.max_q_rows_per_tile = small[6];
   if (!Take(input, &at, &t.fixed_split_rows) || !Take(input, &at, &batch->short_array) ||
       !Take(input, &at, &batch->missing)) {
     return false;
@@ -72,7 +74,7 @@ bool Parse(const std::string& input, Batch* batch) {
 std::string Encode(const PlanTraits& t, const std::vector<PlanSegment>& segments) {
   std::string text;
   for (const int32_t value : {t.units, t.tile_rows, t.max_heads_per_tile, t.kv_granularity,
-                              t.item_overhead_rows, t.min_charged_rows}) {
+                              t.item_overhead_rows, t.min_charged_rows, t.max_q_rows_per_tile}) {
     Put(static_cast<int16_t>(value), &text);
   }
   Put(t.fixed_split_rows, &text);
@@ -90,7 +92,7 @@ std::string Encode(const PlanTraits& t, const std::vector<PlanSegment>& segments
 bool IsValid(const Batch& batch) {
   const PlanTraits& t = batch.traits;
   return t.units >= 1 && t.tile_rows >= 1 && t.max_heads_per_tile >= 0 && t.kv_granularity >= 1 &&
-         t.item_overhead_rows >= 0 && t.min_charged_rows >= 0 &&
+         t.max_q_rows_per_tile >= 0 && t.item_overhead_rows >= 0 && t.min_charged_rows >= 0 &&
          t.min_charged_rows <= t.tile_rows && t.fixed_split_rows >= 0 &&
          std::all_of(batch.segments.begin(), batch.segments.end(), [](const PlanSegment& r) {
            return r.q_rows >= 0 && r.kv_rows >= 0 && r.num_heads >= 1;
@@ -114,12 +116,12 @@ PlanCapacity CapacityFor(const Batch& batch) {
   scheduler::PlanLimits limits;
   limits.segments = static_cast<int32_t>(batch.segments.size());
   limits.max_heads = 1;
+  limits.min_heads = std::numeric_limits<int32_t>::max();
   for (const PlanSegment& r : batch.segments) {
     limits.q_rows += r.q_rows;
     limits.packed_rows += int64_t{r.q_rows} * r.num_heads;
     limits.kv_rows = std::max(limits.kv_rows, r.kv_rows);
-    limits.min_heads =
-        limits.max_heads == 1 ? r.num_heads : std::min(limits.min_heads, r.num_heads);
+    limits.min_heads = std::min(limits.min_heads, r.num_heads);
     limits.max_heads = std::max(limits.max_heads, r.num_heads);
   }
   limits.min_heads = std::min(limits.min_heads, limits.max_heads);

@@ -17,8 +17,9 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
   wire::SubmissionEntry entry{};
   entry.kind = wire::kEntryAttend;
   entry.profile = static_cast<uint8_t>(attend.profile());
-  entry.flags = static_cast<uint8_t>((attend.has_kv() ? wire::kEntryHasKv : 0) |
-                                     (attend.want_lse() ? wire::kEntryWantLse : 0));
+  entry.flags = static_cast<uint8_t>(
+      (attend.has_kv() ? wire::kEntryHasKv : 0) | (attend.want_lse() ? wire::kEntryWantLse : 0) |
+      (attend.lists() != v1::INDEX_LISTS_UNSPECIFIED ? wire::kEntryHasLists : 0));
   entry.dtypes = static_cast<uint8_t>(attend.q_dtype() | attend.o_dtype() << 4);
   entry.step_id = attend.step_id();
   entry.layer = attend.layer();
@@ -61,8 +62,7 @@ bool RingStream::PlaceMessage(const v1::AttendStreamRequest& request, InFlight* 
   return true;
 }
 
-void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-                      std::span<const std::byte> second,
+void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                       const std::shared_ptr<PendingReply>& pending) {
   const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
@@ -80,9 +80,9 @@ void RingStream::Send(v1::AttendStreamRequest* request, std::span<const std::byt
     if (is_attend) entry = EntryOf(request->attend());
     request->set_tag(tag);
     entry.tag = tag;
-    const bool placed =
-        is_attend ? PlaceTensors(memory_.get(), &copier_, first, second, *pending, &flight.room)
-                  : PlaceMessage(*request, &flight, &entry);
+    const bool placed = is_attend
+                            ? PlaceTensors(memory_.get(), &copier_, inputs, *pending, &flight.room)
+                            : PlaceMessage(*request, &flight, &entry);
     if (is_attend) {
       entry.in_offset = flight.room.in_offset;
       entry.out_offset = flight.room.out_offset;

@@ -17,17 +17,16 @@ SharedStream::SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr
 
 SharedStream::~SharedStream() { Close().IgnoreError(); }
 
-void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-                        std::span<const std::byte> second,
+void SharedStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                         const std::shared_ptr<PendingReply>& pending) {
   if (request->body_case() != v1::AttendStreamRequest::kAttend) {
-    stream_->Send(request, {}, {}, pending);
+    stream_->Send(request, {}, pending);
     return;
   }
   const auto flight = std::make_shared<InFlight>();
   flight->pending = pending;
   flight->message = std::make_shared<PendingReply>();
-  while (!PlaceTensors(memory_.get(), &copier_, first, second, *pending, &flight->room)) {
+  while (!PlaceTensors(memory_.get(), &copier_, inputs, *pending, &flight->room)) {
     std::shared_ptr<InFlight> oldest;
     {
       const MutexLock lock(mutex_);
@@ -52,7 +51,7 @@ void SharedStream::Send(v1::AttendStreamRequest* request, std::span<const std::b
     const MutexLock lock(mutex_);
     in_flight_.push_back(flight);
   }
-  stream_->Send(request, {}, {}, flight->message);
+  stream_->Send(request, {}, flight->message);
 }
 
 // Waits for the reply, moves it to the caller's and gives the blocks back, once.

@@ -30,12 +30,10 @@ class SharedStream final : public StepStream {
 
   std::string_view transport() const override { return "shm"; }
   uint64_t message_bytes() const override { return message_bytes_; }
-  bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
-               const PendingReply& pending) const override {
-    return AreInPlace(*memory_, first, second, pending);
+  bool InPlace(const InputTensors& inputs, const PendingReply& pending) const override {
+    return AreInPlace(*memory_, inputs, pending);
   }
-  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-            std::span<const std::byte> second,
+  void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
   absl::Status Close() override;

@@ -11,15 +11,23 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "mla/v1/attention.pb.h"
 
 namespace mla::client {
 
+// Tensors of an attend, in the order of the contract; empty where there is none.
+struct InputTensors {
+  std::span<const std::byte> kv, q, lists;
+  size_t size() const { return kv.size() + q.size() + lists.size(); }
+};
+
 // What a request waits for. The tensors' places are set by the caller.
 struct PendingReply {
   std::span<std::byte> o, lse;
+  std::vector<int32_t> lists;  // of the request, as they are sent
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;
@@ -37,12 +45,12 @@ class StepStream {
   // Tensor bytes of one request or reply at most.
   virtual uint64_t message_bytes() const = 0;
   // True if these tensors may go as one request whatever their size: they stay where they are.
-  virtual bool InPlace(std::span<const std::byte> first, std::span<const std::byte> second,
-                       const PendingReply& pending) const = 0;
-  // Sends `request` (its tag is set here) with the tensors `first` and `second`. They and the
-  // places in `pending` must stay valid until Wait has returned.
-  virtual void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-                    std::span<const std::byte> second,
+  virtual bool InPlace(const InputTensors& inputs, const PendingReply& pending) const = 0;
+  // Whether lists must have the model's top_k entries each.
+  virtual bool FillsLists() const { return false; }
+  // Sends `request` (its tag is set here) with these tensors. They and the places in `pending` must
+  // stay valid until Wait has returned.
+  virtual void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                     const std::shared_ptr<PendingReply>& pending) = 0;
   // Waits for the reply. When the timeout passes, cancels the stream first, and returns when the
   // tensors are no longer read.
@@ -56,7 +64,7 @@ class StepStream {
   // Send and Wait without tensors.
   absl::Status Call(v1::AttendStreamRequest* request, PendingReply* result) {
     auto pending = std::make_shared<PendingReply>();
-    Send(request, {}, {}, pending);
+    Send(request, {}, pending);
     absl::Status status = Wait(pending.get());
     result->reply.Swap(&pending->reply);
     return status;

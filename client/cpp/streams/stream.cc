@@ -183,14 +183,15 @@ void Stream::WakePump(size_t bytes) {
 
 // ------------------------------------------------------------------------------------- Sending
 
-void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-                  std::span<const std::byte> second, const std::shared_ptr<PendingReply>& pending) {
+void Stream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
+                  const std::shared_ptr<PendingReply>& pending) {
   const uint64_t tag = next_tag_.fetch_add(1, std::memory_order_relaxed);
   request->set_tag(tag);
-  grpc::Slice slices[3] = {HeaderOf(*request, first.size() + second.size())};
+  grpc::Slice slices[4] = {HeaderOf(*request, inputs.size())};
   size_t count = 1;
-  if (!first.empty()) slices[count++] = BorrowedSlice(first, pending);
-  if (!second.empty()) slices[count++] = BorrowedSlice(second, pending);
+  for (const auto& tensor : {inputs.kv, inputs.q, inputs.lists}) {
+    if (!tensor.empty()) slices[count++] = BorrowedSlice(tensor, pending);
+  }
   grpc::ByteBuffer message(slices, count);
   MutexLock lock(mutex_);
   if (writing_ && !polling_) {
@@ -217,7 +218,7 @@ void Stream::Send(v1::AttendStreamRequest* request, std::span<const std::byte> f
   const bool write = !std::exchange(writing_, true);
   const bool read = !std::exchange(reading_, true);
   if (!write) unsent_.emplace_back().Swap(&message);
-  WakePump(first.size() + second.size());
+  WakePump(inputs.size());
   lock.Unlock();
   // Outside the lock, which the thread that polls must not find taken. The write first: the server
   // waits for it.

@@ -65,12 +65,8 @@ class Stream final : public StepStream {
 
   std::string_view transport() const override { return "inline"; }
   uint64_t message_bytes() const override { return options_.message_bytes; }
-  bool InPlace(std::span<const std::byte>, std::span<const std::byte>,
-               const PendingReply&) const override {
-    return false;
-  }
-  void Send(v1::AttendStreamRequest* request, std::span<const std::byte> first,
-            std::span<const std::byte> second,
+  bool InPlace(const InputTensors&, const PendingReply&) const override { return false; }
+  void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
   absl::Status Close() override;

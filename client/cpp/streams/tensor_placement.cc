@@ -25,15 +25,24 @@ const std::byte* InPlace(const SharedMemory& memory, std::span<const std::byte> 
   return fits ? start : nullptr;
 }
 
+const std::byte* InputsInPlace(const SharedMemory& memory, const InputTensors& inputs) {
+  const std::byte* const start = InPlace(memory, inputs.kv, inputs.q);
+  if (inputs.lists.empty() || start == nullptr) return start;
+  const uint64_t size =
+      wire::AlignShared(Together(inputs.kv.size(), inputs.q.size())) + inputs.lists.size();
+  return IsBehind(inputs.q, inputs.lists) && memory.Holds(start, size) ? start : nullptr;
+}
+
 }  // namespace
 
-bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
-                  std::span<const std::byte> first, std::span<const std::byte> second,
+bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement) {
   TensorPlacement made;
-  made.in_bytes = Together(first.size(), second.size());
+  const uint64_t lists_at = wire::AlignShared(Together(inputs.kv.size(), inputs.q.size()));
+  made.in_bytes = inputs.lists.empty() ? Together(inputs.kv.size(), inputs.q.size())
+                                       : lists_at + inputs.lists.size();
   made.out_bytes = Together(pending.o.size(), pending.lse.size());
-  const std::byte* in = made.in_bytes == 0 ? nullptr : InPlace(*memory, first, second);
+  const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs);
   const std::byte* out = made.out_bytes == 0 ? nullptr : InPlace(*memory, pending.o, pending.lse);
   if (made.in_bytes > 0 && in == nullptr) made.in = memory->Allocate(made.in_bytes);
   if (made.out_bytes > 0 && out == nullptr) made.out = memory->Allocate(made.out_bytes);
@@ -44,8 +53,10 @@ bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
     return false;
   }
   if (!made.in.empty()) {
-    copier->Copy(first, made.in.data());
-    copier->Copy(second, made.in.data() + (first.empty() ? 0 : wire::AlignShared(first.size())));
+    copier->Copy(inputs.kv, made.in.data());
+    const uint64_t q_at = inputs.kv.empty() ? 0 : wire::AlignShared(inputs.kv.size());
+    copier->Copy(inputs.q, made.in.data() + q_at);
+    if (!inputs.lists.empty()) copier->Copy(inputs.lists, made.in.data() + lists_at);
   }
   if (in != nullptr) made.in_offset = memory->OffsetOf(in);
   if (out != nullptr) made.out_offset = memory->OffsetOf(out);
@@ -53,11 +64,11 @@ bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
   return true;
 }
 
-bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
-                std::span<const std::byte> second, const PendingReply& pending) {
-  const bool no_input = first.empty() && second.empty();
+bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
+                const PendingReply& pending) {
+  const bool no_input = inputs.size() == 0;
   const bool no_output = pending.o.empty() && pending.lse.empty();
-  return (no_input || InPlace(memory, first, second) != nullptr) &&
+  return (no_input || InputsInPlace(memory, inputs) != nullptr) &&
          (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
 }
 

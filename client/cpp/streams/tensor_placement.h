@@ -24,14 +24,13 @@ struct TensorPlacement {
   uint64_t out_offset = 0, out_bytes = 0;
 };
 
-// Places inputs `first` and `second` and the outputs of `pending`. False when there is no room now;
+// Places `inputs` and the outputs of `pending`. False when there is no room now;
 // nothing is held then.
-bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier,
-                  std::span<const std::byte> first, std::span<const std::byte> second,
+bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement);
 // True if a call of these tensors copies nothing, so that it need not be split either.
-bool AreInPlace(const SharedMemory& memory, std::span<const std::byte> first,
-                std::span<const std::byte> second, const PendingReply& pending);
+bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
+                const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.
 void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
                  const PendingReply& pending);

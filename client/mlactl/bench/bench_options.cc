@@ -57,6 +57,10 @@ v1::ModelSpec ModelOf(const BenchArguments& arguments) {
   model.set_softmax_scale(1.0 / std::sqrt(static_cast<double>(arguments.nope + arguments.rope)));
   model.set_kv_format(KvFormatOf(arguments.kv_format));
   model.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  if (arguments.attention == "v32") {
+    model.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
+    model.set_top_k(arguments.top_k);
+  }
   return model;
 }
 
@@ -151,6 +155,11 @@ void AddModel(Command* command, BenchArguments* arguments) {
                   {"default", "bf16", "split"}, &arguments->query_precision);
   command->Choice({"kv-format", "F", "of the cache: bf16 (default), fp8_tensor or fp8_row"},
                   {"bf16", "fp8_tensor", "fp8_row"}, &arguments->kv_format);
+  command->Choice({"attention", "A",
+                   "dense (default), or v32: to random lists of --top-k rows, which come along"},
+                  {"dense", "v32"}, &arguments->attention);
+  command->Number({"top-k", "N", "entries of a list of v32 (default 2048)"}, 1, kMost,
+                  &arguments->top_k);
   command->Number({"page-size", "N", "rows a page (default 0: the server's choice)"}, 0, kMost,
                   &arguments->page_size);
 }

@@ -53,7 +53,8 @@ struct BenchOptions {
 struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
-  std::string kv_format = "bf16";
+  std::string kv_format = "bf16", attention = "dense";
+  uint32_t top_k = 2048;  // of v32
   std::string output_dtype = "bf16";
   uint32_t heads = 0, layers = 0;  // 0: the preset's
   uint32_t lora = 512, rope = 64, nope = 128, v = 128, page_size = 0;

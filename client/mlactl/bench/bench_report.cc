@@ -199,6 +199,8 @@ std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply&
                    {"v_dim", geometry.v_dim()},
                    {"layers", options.model.layers()},
                    {"kv_format", v1::KvFormat_Name(options.model.kv_format())},
+                   {"attention", v1::AttentionKind_Name(options.model.attention())},
+                   {"top_k", options.model.top_k()},
                    {"page_size", options.model.page_size()}};
   json["load"] = {{"warmup_s", load.warmup_s},
                   {"arrivals", load.arrivals == ArrivalKind::kPoisson ? "poisson" : "uniform"},

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <random>
 #include <utility>
 
 #include "client/mlactl/cli/output.h"
@@ -21,8 +23,12 @@ uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment 
 
 // Bytes of each tensor of one attend.
 struct TensorBytes {
-  uint64_t kv = 0, q = 0, o = 0, lse = 0;
-  uint64_t in() const { return q == 0 ? kv : AlignUp(kv) + q; }
+  uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0;
+  uint64_t lists_at() const { return AlignUp(kv) + AlignUp(q); }
+  uint64_t in() const {
+    if (lists > 0) return lists_at() + lists;
+    return q == 0 ? kv : AlignUp(kv) + q;
+  }
   uint64_t out() const { return lse == 0 ? o : AlignUp(o) + lse; }
 };
 
@@ -39,12 +45,30 @@ TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
   bytes.q = rows_heads * ((absorbed ? latent : geometry.nope_dim()) + rope) * 2;
   bytes.o = rows_heads * (absorbed ? latent : geometry.v_dim()) * o_element;
   if (options.want_lse) bytes.lse = rows_heads * sizeof(float);
+  if (options.model.attention() == v1::ATTENTION_KIND_SPARSE_V32) {
+    bytes.lists = rows * options.model.top_k() * sizeof(int32_t);
+  }
   return bytes;
 }
 
 bool NeedsWeights(const BenchOptions& options) {
   return std::any_of(options.points.begin(), options.points.end(),
                      [](const BenchPoint& point) { return point.profile == v1::PROFILE_EXPANDED; });
+}
+
+// For each row of a step: different positions of the context, in random order, and -1 behind them.
+void FillLists(const BenchOptions& options, const BenchPoint& point, uint64_t seed, int32_t* to) {
+  std::mt19937_64 random(seed);
+  const uint32_t top_k = options.model.top_k();
+  std::vector<int32_t> positions(std::max(point.context, 1u));
+  std::iota(positions.begin(), positions.end(), 0);
+  for (uint32_t row = 0; row < point.batch * point.rows; ++row, to += top_k) {
+    const auto count = std::min<size_t>(top_k, positions.size());
+    for (size_t i = 0; i < count; ++i) {
+      std::swap(positions[i], positions[i + random() % (positions.size() - i)]);
+    }
+    std::fill(std::copy_n(positions.begin(), count, to), to + top_k, -1);
+  }
 }
 
 }  // namespace
@@ -150,7 +174,7 @@ absl::Status BenchWorker::Open(uint32_t index) {
       !status.ok()) {
     return status;
   }
-  attend_bytes_ = bytes.kv + bytes.q + bytes.o + bytes.lse;
+  attend_bytes_ = bytes.kv + bytes.q + bytes.lists + bytes.o + bytes.lse;
   PlaceTensors(index);
   return absl::OkStatus();
 }
@@ -192,6 +216,11 @@ void BenchWorker::PlaceTensors(uint32_t index) {
   call_.o_dtype = options_.o_dtype;
   call_.kv = in;
   if (bytes.q > 0) call_.q = in + AlignUp(bytes.kv);
+  if (bytes.lists > 0) {
+    auto* const lists = reinterpret_cast<int32_t*>(in + bytes.lists_at());
+    FillLists(options_, point_, options_.load.seed + index, lists);
+    call_.lists = {lists, options_.model.top_k(), nullptr};
+  }
   call_.o = out;
   if (bytes.lse > 0) call_.lse = reinterpret_cast<float*>(out + AlignUp(bytes.o));
 }

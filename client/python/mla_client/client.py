@@ -247,6 +247,9 @@ class Client(Service, Operations):
         if spec.kv_format not in ("", "bf16", in_force.kv_format):
             raise errors.Unimplemented(f"model.kv_format: the server does not know "
                                        f"{spec.kv_format!r} and keeps rows as bf16")
+        if spec.attention not in ("", "dense", in_force.attention):
+            raise errors.Unimplemented(f"model.attention: the server does not know "
+                                       f"{spec.attention!r}")
         return in_force, reply.page_group_bytes
 
     def _unregister(self, model_id: str) -> None:
@@ -404,28 +407,21 @@ def _state(info: Any) -> SequenceState:
                          info.page_groups)
 
 
-_PRECISIONS = ("", "bf16", "split")  # by number in the contract
+# By number in the contract.
+_PRECISIONS = ("", "bf16", "split")
+_KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row")
+_ATTENTION = ("", "dense", "sparse_v32")
 
 
-def _precision_to_proto(name: str) -> int:
-    if name not in _PRECISIONS:
-        raise errors.InvalidArgument(
-            f"model.query_precision: got {name!r}, must be 'bf16', 'split' or ''")
-    return _PRECISIONS.index(name)
-
-
-_KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row")  # by number in the contract
-
-
-def _kv_format_to_proto(name: str) -> int:
-    if name not in _KV_FORMATS:
-        raise errors.InvalidArgument(
-            f"model.kv_format: got {name!r}, must be 'bf16', 'fp8_tensor', 'fp8_row' or ''")
-    return _KV_FORMATS.index(name)
+def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
+    if name not in names:
+        known = ", ".join(repr(one) for one in names[1:])
+        raise errors.InvalidArgument(f"model.{field}: got {name!r}, must be {known} or ''")
+    return names.index(name)
 
 
 def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
-    kv_format = _kv_format_to_proto(spec.kv_format)
+    kv_format = _number_of(spec.kv_format, _KV_FORMATS, "kv_format")
     bf16 = kv_format <= tensor_pb2.KV_FORMAT_BF16
     return model_pb2.ModelSpec(
         model_id=spec.model_id, geometry=tensor_pb2.Geometry(**dataclasses.asdict(spec.geometry)),
@@ -433,7 +429,8 @@ def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         kv_dtype=tensor_pb2.DTYPE_BF16 if bf16 else tensor_pb2.DTYPE_UNSPECIFIED,
         kv_format=kv_format,
         rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
-        query_precision=_precision_to_proto(spec.query_precision))
+        query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
+        attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k)
 
 
 def _spec_from_proto(message: Any) -> ModelSpec:
@@ -442,7 +439,8 @@ def _spec_from_proto(message: Any) -> ModelSpec:
                      Geometry(geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim,
                               geometry.nope_dim, geometry.v_dim),
                      message.layers, message.softmax_scale, message.page_size,
-                     _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format])
+                     _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format],
+                     _ATTENTION[message.attention], message.top_k)
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

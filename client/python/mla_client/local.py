@@ -110,7 +110,12 @@ class LocalReference(Service):
             raise errors.Unimplemented(
                 f"model.kv_format: got {spec.kv_format!r}, rows are bf16 in this process")
         _refuse_scales(kv_scales)
+        sparse = spec.attention == "sparse_v32"
+        if spec.attention not in ("", "dense", "sparse_v32") or (spec.top_k > 0) != sparse:
+            raise errors.InvalidArgument(
+                f"model.top_k: got {spec.top_k} with attention {spec.attention!r}")
         spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
+                                   attention=spec.attention or "dense",
                                    query_precision=spec.query_precision or "split")
         with self._lock:
             known = self._models.get(spec.model_id)
@@ -332,7 +337,8 @@ class LocalReference(Service):
                 keys = np.concatenate([sequence.rows[args.layer],
                                        opened.kv[args.layer, first:end]])
                 mine = slice(begin - args.row_begin, end - args.row_begin)
-                o[mine], lse[mine] = _attention(model, args, q[mine], keys)
+                visible = _visible(args, mine, len(keys), end - begin)
+                o[mine], lse[mine] = _attention(model, args, q[mine], keys, visible)
             first += count
         return o, lse
 
@@ -365,9 +371,27 @@ class LocalReference(Service):
             self._drop(self._opened(step))
 
 
-def _attention(model: _Model, args: AttendArgs, q: npt.NDArray,
-               keys: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
-    """Softmax attention of rows q [rows, heads, d], the last of which sees all of `keys`."""
+def _visible(args: AttendArgs, mine: slice, keys: int, rows: int) -> npt.NDArray:
+    """Which of the keys each of the rows attends to, [rows, keys]; the last row sees them all."""
+    seen = np.arange(keys) <= np.arange(keys - rows, keys)[:, None]
+    if args.lists is None:
+        return seen
+    listed = np.zeros_like(seen)
+    for row, entries in enumerate(args.lists[mine]):
+        last = keys - rows + row
+        for slot, position in enumerate(entries):
+            if not -1 <= position <= last:
+                raise errors.InvalidArgument(
+                    f"payload: got {position} at row {args.row_begin + mine.start + row}, slot "
+                    f"{slot} of the index lists, must be -1, or 0..{last}: the positions that the "
+                    "row sees", errors.ErrorDetail(field="payload", reason="list_position"))
+        listed[row, entries[entries >= 0]] = True
+    return listed
+
+
+def _attention(model: _Model, args: AttendArgs, q: npt.NDArray, keys: npt.NDArray,
+               visible: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
+    """Softmax attention of rows q [rows, heads, d] over the keys that `visible` says."""
     geometry = model.spec.geometry
     heads = slice(args.head_offset, args.head_offset + args.num_heads)
     keys = keys.astype(np.float64)
@@ -376,14 +400,16 @@ def _attention(model: _Model, args: AttendArgs, q: npt.NDArray,
         nope = q[..., :geometry.nope_dim] @ model.w_uk[args.layer, heads]
         q = np.concatenate([nope, q[..., geometry.nope_dim:]], axis=-1)
     scores = (q @ keys.T) * model.spec.softmax_scale
-    rows = q.shape[1]
-    visible = np.arange(len(keys)) <= np.arange(len(keys) - rows, len(keys))[:, None]
     scores = np.where(visible, scores, -np.inf)
     peak = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - peak)
+    empty = peak == -np.inf  # a row without a key has output 0 and lse -inf
+    weights = np.exp(scores - np.where(empty, 0, peak))
     total = weights.sum(axis=-1, keepdims=True)
-    o = (weights / total) @ keys[:, :geometry.kv_lora_rank]
+    # What no row attends to may be anything.
+    values = np.where(visible.any(axis=0)[:, None], keys[:, :geometry.kv_lora_rank], 0)
+    o = (weights / np.where(empty, 1, total)) @ values
     if args.profile == Profile.EXPANDED:
         o = o @ model.w_uv[args.layer, heads]
-    lse = (peak + np.log(total))[..., 0]
+    with np.errstate(divide="ignore"):
+        lse = (np.where(empty, 0, peak) + np.log(total))[..., 0]
     return o.transpose(1, 0, 2).astype(np.float32), lse.T.astype(np.float32)

@@ -306,11 +306,29 @@ class Step:
                                  head_offset=head_offset, want_lse=want_lse, dtype=dtype,
                                  o_dtype=o_dtype, timeout_s=timeout_s, out=out).result()
 
+    def attend_sparse(self, layer: int, q: npt.NDArray, lists: Any,
+                      kv: Optional[npt.NDArray] = None, profile: Profile = Profile.EXPANDED,
+                      **options: Any) -> AttendResult:
+        """Stores KV rows and computes sparse attention; see `attend_sparse_async`."""
+        return self.attend_sparse_async(layer, q, lists, kv, profile, **options).result()
+
+    def attend_sparse_async(self, layer: int, q: npt.NDArray, lists: Any,
+                            kv: Optional[npt.NDArray] = None,
+                            profile: Profile = Profile.EXPANDED, **options: Any) -> AttendFuture:
+        """As `attend_async`, with its options, where row i attends to the positions of `lists[i]`
+        alone: of its own sequence, from 0 to its own. -1 is none, and one that is repeated counts
+        once; a row without a position has output 0 and lse -inf.
+
+        `lists` is an array [n, width] or n arrays of any length, none longer than the model's
+        top_k. It is copied.
+        """
+        return self.attend_async(layer, q, kv, profile, lists=lists, **options)
+
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
                      head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
                      o_dtype: DType = DType.BF16, timeout_s: Optional[float] = None,
-                     out: Optional[Buffers] = None) -> AttendFuture:
+                     out: Optional[Buffers] = None, lists: Any = None) -> AttendFuture:
         """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
 
         q [n, heads, q dim] and kv [n, row dim] are float arrays, or uint16 arrays of bf16 patterns;
@@ -318,7 +336,8 @@ class Step:
         head slices of a row range brings its kv. With APPEND_ONLY q is None.
 
         With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
-        and q may be passed as kv and q. After DeadlineExceeded they may still be in use.
+        and q may be passed as kv and q. After DeadlineExceeded they may still be in use. `lists`:
+        see `attend_sparse_async`.
         """
         self._check_begun("attend")
         geometry = self.model.spec.geometry
@@ -345,7 +364,8 @@ class Step:
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
                           q, kv, want_lse, DType(dtype), DType(o_dtype),
-                          self.service.timeout_s if timeout_s is None else timeout_s, out)
+                          self.service.timeout_s if timeout_s is None else timeout_s, out,
+                          None if lists is None else _lists(lists, rows, self.model.spec))
         return self.service._attend(self, args)
 
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
@@ -389,3 +409,21 @@ def _floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
     if array is None or getattr(array, "dtype", None) == np.uint16:
         return array
     return np.asarray(array, dtype=np.float32)
+
+
+def _lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]:
+    """[rows, top_k], filled with -1."""
+    if spec.attention != "sparse_v32":
+        raise errors.InvalidArgument("attend.lists: the model's attention is dense")
+    if len(lists) != rows:
+        raise errors.InvalidArgument(f"attend.lists: got {len(lists)} lists, must be {rows}")
+    filled = np.full((rows, spec.top_k), -1, "<i4")
+    for row, given in enumerate(lists):
+        entries = np.asarray(given)
+        if entries.ndim != 1 or len(entries) > spec.top_k:
+            raise errors.InvalidArgument(f"attend.lists[{row}]: got shape {entries.shape}, must be "
+                                         f"one of at most {spec.top_k} entries")
+        if len(entries) and not np.array_equal(entries.astype(np.int32), entries):
+            raise errors.InvalidArgument(f"attend.lists[{row}]: entries must be int32")
+        filled[row, :len(entries)] = entries
+    return filled

@@ -173,7 +173,9 @@ class AttendStream(StepStream):
             row_count=chunk.rows, head_offset=args.head_offset + chunk.head_begin,
             num_heads=chunk.heads, profile=args.profile, has_kv=chunk.has_kv,
             want_lse=args.want_lse,
-            q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s)))
+            q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s),
+            lists=(attention_pb2.INDEX_LISTS_UNSPECIFIED if args.lists is None
+                   else attention_pb2.INDEX_LISTS_FIXED)))  # of top_k entries
         memory = self.memory
         if memory is not None:
             return self._attend_shared(memory, header, args, chunk, geometry, assembler, deadline)

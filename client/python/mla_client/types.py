@@ -81,6 +81,10 @@ class ModelSpec:
     # How the cache keeps KV rows: "bf16", "fp8_tensor" (one scale a layer, see
     # Service.register_model) or "fp8_row" (scales in every row); "": bf16.
     kv_format: str = ""
+    # "sparse_v32": rows may bring index lists of at most `top_k` entries (Step.attend_sparse);
+    # "dense" or "": none.
+    attention: str = ""
+    top_k: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,3 +192,4 @@ class AttendArgs(NamedTuple):
     o_dtype: DType
     timeout_s: float
     out: Optional[Buffers] = None  # where the outputs go; its q and kv may be this call's
+    lists: Optional[npt.NDArray[np.int32]] = None  # [rows, top_k], -1 for none

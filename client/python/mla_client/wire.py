@@ -40,6 +40,11 @@ class Sizes(NamedTuple):
     lse: int
 
 
+def list_bytes(args: AttendArgs, rows: int) -> int:
+    """Bytes of the index lists of so many rows."""
+    return 0 if args.lists is None else rows * args.lists.shape[1] * args.lists.itemsize
+
+
 def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, has_kv: bool, want_lse: bool,
           dtype: DType, o_dtype: DType) -> Sizes:
     """What a message of that shape carries each way."""
@@ -104,7 +109,8 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
     the row's KV travels with its first head slice.
     """
     room = message_bytes - HEADER_BYTES
-    row_bytes = geometry.row_dim * args.dtype.size if args.kv is not None else 0
+    kv_bytes = geometry.row_dim * args.dtype.size if args.kv is not None else 0
+    row_bytes = kv_bytes + list_bytes(args, 1)
     head_in = geometry.q_dim(args.profile) * args.dtype.size
     head_out = geometry.o_dim(args.profile) * args.o_dtype.size + (4 if args.want_lse else 0)
     heads = args.num_heads if args.profile != Profile.APPEND_ONLY else 0
@@ -117,11 +123,11 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
         for row in range(args.rows):
             for head in range(0, heads, heads_that_fit):
                 yield Chunk(row, 1, head, min(heads_that_fit, heads - head),
-                          head == 0 and row_bytes > 0)
+                          head == 0 and kv_bytes > 0)
         return
     rows_that_fit = room // max(row_bytes + heads * head_in, heads * head_out, 1)
     for row in range(0, args.rows, rows_that_fit):
-        yield Chunk(row, min(rows_that_fit, args.rows - row), 0, heads, row_bytes > 0)
+        yield Chunk(row, min(rows_that_fit, args.rows - row), 0, heads, kv_bytes > 0)
 
 
 def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
@@ -137,9 +143,17 @@ def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
     return arrays
 
 
+def lists_of(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
+    """The index lists of one chunk, if there are any, in a list."""
+    if args.lists is None:
+        return []
+    return [args.lists[chunk.row_begin:chunk.row_begin + chunk.rows]]
+
+
 def request_parts(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
     """The payload of one chunk."""
-    return [encode(array, args.dtype) for array in request_arrays(args, chunk)]
+    parts = [encode(array, args.dtype) for array in request_arrays(args, chunk)]
+    return parts + lists_of(args, chunk)
 
 
 class ResultAssembler:

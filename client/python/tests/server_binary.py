@@ -15,6 +15,6 @@ def path():
 
 def start(*arguments, listen=""):
     """A started server with small limits unless the arguments say otherwise."""
-    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=256",
+    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=512",
                                 "--log-level=warning", *arguments],
                          listen=listen).start()

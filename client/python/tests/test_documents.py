@@ -13,7 +13,7 @@ import server_binary
 
 class QuickstartTest(unittest.TestCase):
     def test_snippet(self):
-        text = (server_binary.ROOT / "docs/quickstart.md").read_text()
+        text = (server_binary.ROOT / "client/quickstart.md").read_text()
         snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
         self.assertEqual(len(snippets), 1)
         server = server_binary.start()

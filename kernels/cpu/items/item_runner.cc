@@ -44,7 +44,7 @@ class ItemState {
         segment_(context.params->segments[static_cast<size_t>(work.segment)]),
         work_(work),
         scratch_(scratch),
-        kv_(context, segment_, weights, scratch) {}
+        kv_(context, segment_, work.q_begin, weights, scratch) {}
 
   void RunGroup(const Group& group);
   void SelectHead(int32_t head) { kv_.SelectHead(segment_.head_offset + head); }
@@ -146,16 +146,18 @@ void ItemState::PackQueries(const Group& group) {
   }
 }
 
-// visible[n] = KV rows [0, visible[n]) of the segment that packed row n sees, cut at the item's
-// end. Returns the largest.
+// visible[n] = KV rows [0, visible[n]) of the segment that packed row n sees, or so many entries of
+// its index list, cut at the item's end. Returns the largest.
 int32_t ItemState::SetVisible(const Group& group) {
   int32_t* visible = As<int32_t>(at_.visible);
+  const bool sparse = context_.params->desc.attention == AttentionKind::kSparse;
   int32_t largest = 0;
   few_keys_ = false;
   for (int32_t n = 0; n < group.rows; ++n) {
-    int32_t seen = segment_.kv_rows;
-    if (segment_.causal != 0) seen = segment_.kv_rows - segment_.q_rows + group.query_row(n) + 1;
-    visible[n] = std::min(std::max(seen, 0), work_.kv_end);
+    const int32_t row = group.query_row(n);
+    const int32_t seen = sparse ? segment_.list_begin[row + 1] - segment_.list_begin[row]
+                                : VisibleRows(segment_, row);
+    visible[n] = std::min(seen, work_.kv_end);
     largest = std::max(largest, visible[n]);
     few_keys_ = few_keys_ || visible[n] <= kTileRows;
   }
@@ -315,23 +317,23 @@ void ItemState::RunGroup(const Group& group) {
   std::fill_n(As<float>(at_.m), padded, -kInfinity);
   std::fill_n(As<float>(at_.l), padded, 0.0f);
   std::fill_n(As<float>(at_.norm), padded, 0.0f);
-  if (end <= work_.kv_begin) {
+  if (end > work_.kv_begin) PackQueries(group);
+  bool first = true;
+  for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
+    const int32_t entries = std::min(at_.chunk_rows, end - begin);
+    // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
+    const int32_t rows = kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows);
+    // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
+    kv_.FindNext(begin + entries, at_.expanded ? 0 : std::min(kTileRows, end - begin - entries));
+    if (rows == 0) continue;
+    for (int32_t row = 0; row < group.rows; row += kTileRows) {
+      RunBlock(row / kTileRows, std::min(kTileRows, group.rows - row), begin, rows, first);
+    }
+    first = false;
+  }
+  if (first) {
     std::memset(As<float>(at_.o), 0,
                 static_cast<size_t>(group.rows) * static_cast<size_t>(at_.o_ld) * sizeof(float));
-    Finish(group);
-    return;
-  }
-  PackQueries(group);
-  for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
-    const int32_t rows = std::min(at_.chunk_rows, end - begin);
-    // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
-    kv_.Prepare(begin, rows, few_keys_ && begin < 2 * kTileRows);
-    // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
-    kv_.FindNext(begin + rows, at_.expanded ? 0 : std::min(kTileRows, end - begin - rows));
-    for (int32_t first = 0; first < group.rows; first += kTileRows) {
-      RunBlock(first / kTileRows, std::min(kTileRows, group.rows - first), begin, rows,
-               begin == work_.kv_begin);
-    }
   }
   Finish(group);
 }

@@ -9,6 +9,9 @@
 //     for each block, tile: S^T = K Q^T; online softmax; O = alpha O + P V
 //   write O / l and the LSE to the output, or to the partial buffers when the tile is split
 //
+// In sparse attention an item has one query row, and a chunk the KV rows that a range of its index
+// list names.
+//
 // The rows of a split tile are merged in shares, each by one thread, in the order of the plan.
 // Threading: const; one thread per scratch memory. Nothing allocates.
 #ifndef MLA_KERNELS_CPU_ITEMS_ITEM_RUNNER_H_

@@ -52,10 +52,17 @@ void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_
                        reinterpret_cast<uint16_t*>(tile + pairs * 4 * kPanel), at_.v_panel_bytes);
 }
 
-void KvOperands::Prepare(int32_t begin, int32_t count, bool keep_rests) {
+int32_t KvOperands::Find(int32_t begin, int32_t count, int64_t rows) const {
+  if (context_.params->desc.attention == AttentionKind::kSparse) {
+    return FindListedRows(context_.pool, segment_, q_row_, begin, count, As<const void*>(rows));
+  }
+  FindRows(context_.pool, context_.pool.page_tables, segment_, begin, count, As<const void*>(rows));
+  return count;
+}
+
+int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
   const bool widens = context_.params->desc.kv_format != KvFormat::kBf16;
-  FindRows(context_.pool, context_.pool.page_tables, segment_, begin, count,
-           As<const void*>(at_.kv_rows));
+  const int32_t count = Find(begin, entries, at_.kv_rows);
   auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
@@ -69,13 +76,13 @@ void KvOperands::Prepare(int32_t begin, int32_t count, bool keep_rests) {
     }
     std::memcpy(keys, rows, static_cast<size_t>(count) * sizeof(void*));
     std::memcpy(values, rows, static_cast<size_t>(count) * sizeof(void*));
-    return;
+    return count;
   }
   if (widens) WidenRows(0, count);
   if (!at_.expanded) {
     kernels_.widen(rows, count, at_.key_dim, As<float>(at_.keys), at_.key_row_bytes / 4);
     for (int32_t i = 0; i < count; ++i) keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
-    return;
+    return count;
   }
   UpProject(count, keep_rests);
   for (int32_t i = 0; i < count; ++i) {
@@ -85,12 +92,11 @@ void KvOperands::Prepare(int32_t begin, int32_t count, bool keep_rests) {
   for (int32_t first = 0; bf16() && first < count; first += kTileRows) {
     PackValues(values, first, std::min(kTileRows, count - first));
   }
+  return count;
 }
 
 void KvOperands::FindNext(int32_t begin, int32_t count) {
-  next_count_ = count;
-  FindRows(context_.pool, context_.pool.page_tables, segment_, begin, count,
-           As<const void*>(at_.next_rows));
+  next_count_ = Find(begin, count, at_.next_rows);
 }
 
 // keys = [latent x W_UK^T, rotated part], values = latent x W_UV.

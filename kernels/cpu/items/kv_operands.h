@@ -14,20 +14,23 @@ namespace mla::kernels::cpu {
 
 class KvOperands {
  public:
-  KvOperands(const RunContext& context, const SegmentRecord& segment, const PackedWeights& weights,
-             std::byte* scratch)
+  // `q_row`: the item's only query row, where the attention is sparse.
+  KvOperands(const RunContext& context, const SegmentRecord& segment, int32_t q_row,
+             const PackedWeights& weights, std::byte* scratch)
       : context_(context),
         kernels_(*context.kernels),
         at_(context.layout),
         segment_(segment),
+        q_row_(q_row),
         weights_(weights),
         scratch_(scratch) {}
 
   // Expanded form: makes W_UK of head `head` of the model ready for up-projections.
   void SelectHead(int32_t head);
-  // Makes rows [begin, begin + count) of the segment the chunk. `keep_rests`: in the expanded form
-  // also what rounding took from up-projected values.
-  void Prepare(int32_t begin, int32_t count, bool keep_rests);
+  // Makes rows [begin, begin + entries) of the segment, or those that such entries of the index
+  // list name, the chunk; returns how many it has. `keep_rests`: in the expanded form also what
+  // rounding took from up-projected values.
+  int32_t Prepare(int32_t begin, int32_t entries, bool keep_rests);
   // Rows that products may fetch into a cache meanwhile.
   void FindNext(int32_t begin, int32_t count);
 
@@ -54,6 +57,7 @@ class KvOperands {
   }
   bool bf16() const { return kernels_.bf16_operands; }
 
+  int32_t Find(int32_t begin, int32_t count, int64_t rows) const;
   void WidenRows(int32_t first, int32_t count);
   void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
@@ -63,6 +67,7 @@ class KvOperands {
   const KernelSet& kernels_;
   const RunLayout& at_;
   const SegmentRecord& segment_;
+  const int32_t q_row_;
   const PackedWeights& weights_;
   std::byte* scratch_;
   const std::byte* head_weights_ = nullptr;

@@ -30,6 +30,23 @@ inline void FindRows(const PoolView& pool, const uint32_t* page_tables,
   }
 }
 
+// Where the KV rows lie that entries [begin, begin + count) of query row q_row's index list name,
+// without those that it does not see. Returns how many they are.
+inline int32_t FindListedRows(const PoolView& pool, const SegmentRecord& segment, int32_t q_row,
+                              int32_t begin, int32_t count, const void** rows) {
+  const int32_t* const list =
+      segment.list + (segment.list_begin[q_row] - segment.list_begin[0]) + begin;
+  const int32_t visible = VisibleRows(segment, q_row);
+  int32_t found = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t position = list[i];
+    if (position < 0 || position >= visible) continue;
+    rows[found++] = pool.Row(segment.page_table, segment.layer_offset, segment.row_stride,
+                             segment.page_size, position);
+  }
+  return found;
+}
+
 inline float LoadElement(const void* base, DType dtype, int64_t index) {
   if (dtype == DType::kF32) return static_cast<const float*>(base)[index];
   return ToFloat(static_cast<const Bf16*>(base)[index]);

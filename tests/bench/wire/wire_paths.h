@@ -237,10 +237,10 @@ class ServiceStream final : public Path {
       shared->set_in_length(in.size());
       shared->set_out_offset(memory_->OffsetOf(out.data()));
       shared->set_out_length(out.size());
-      stream_.Send(&request, {}, {}, pending);
+      stream_.Send(&request, {}, pending);
     } else {
       pending->o = out;
-      stream_.Send(&request, in.first(shape_.kv()), in.subspan(shape_.kv()), pending);
+      stream_.Send(&request, {in.first(shape_.kv()), in.subspan(shape_.kv()), {}}, pending);
     }
     Check(stream_.Wait(pending.get()));
   }
@@ -263,8 +263,10 @@ class ServiceStream final : public Path {
       request.mutable_attend()->set_row_count(rows);
       pieces.push_back(std::make_shared<PendingReply>());
       pieces.back()->o = out.subspan(row * o, rows * o);
-      stream_.Send(&request, in.subspan(row * kv, rows * kv),
-                   in.subspan(shape_.kv() + row * q, rows * q), pieces.back());
+      stream_.Send(
+          &request,
+          {in.subspan(row * kv, rows * kv), in.subspan(shape_.kv() + row * q, rows * q), {}},
+          pieces.back());
     }
     for (const auto& piece : pieces) Check(stream_.Wait(piece.get()));
   }

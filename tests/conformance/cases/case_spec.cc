@@ -80,6 +80,7 @@ kernels::AttentionDesc CaseSpec::Desc() const {
   desc.o_dtype = route == Route::kAbsorbProject ? latent_o_dtype : o_dtype;
   desc.kv_format = kv_format;
   desc.page_size = requests.empty() ? 64 : requests.front().page_size;
+  if (sparse) desc.attention = kernels::AttentionKind::kSparse;
   return desc;
 }
 
@@ -112,6 +113,7 @@ std::string ToString(const CaseSpec& spec) {
     absl::StrAppend(&text, " {q=", r.q_rows, " cached=", r.cached_rows, " heads=", r.head_offset,
                     "+", r.num_heads, " page=", r.page_size, " layer=", r.layer,
                     r.causal ? "" : " full", "}");
+    if (spec.sparse) absl::StrAppend(&text, " lists ", static_cast<int>(r.lists));
   }
   return text;
 }

@@ -34,6 +34,16 @@ enum class InputKind : uint8_t {
 };
 constexpr bool IsWide(InputKind kind) { return kind >= InputKind::kUnit; }
 
+// What the index lists of a request hold; -1 fills lists up to one length, if they have one.
+enum class ListKind : uint8_t {
+  kRandom,   // positions that the row sees, in any order
+  kSorted,   // the same, ascending
+  kHoles,    // -1 before, between and behind positions
+  kOutside,  // positions that the row does not see, in between
+  kOne,      // one position each
+  kEmpty,    // -1 alone, or nothing
+};
+
 struct RequestSpec {
   int32_t q_rows = 0;
   int32_t cached_rows = 0;
@@ -42,6 +52,7 @@ struct RequestSpec {
   int32_t page_size = 64;
   int32_t layer = 0;
   bool causal = true;
+  ListKind lists = ListKind::kRandom;  // of sparse cases
 
   int32_t kv_rows() const { return cached_rows + q_rows; }
 };
@@ -60,7 +71,8 @@ struct CaseSpec {
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
   float softmax_scale = 1.0f;
-  int32_t units = 1;  // what the plan is cut for
+  int32_t units = 1;    // what the plan is cut for
+  bool sparse = false;  // every query row has an index list, and rows in no list are NaN
   std::vector<RequestSpec> requests;
 
   // The attention desc of the Run that this route makes.
@@ -120,6 +132,10 @@ std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, in
 // `count` (at most 16) cases of the expanded form with more query rows than a tile of any backend:
 // full dims, few heads, several requests.
 std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count);
+
+// `count` sparse cases from index `first` on: lists of every kind, drafts of 2, 3, 6 and 7 rows,
+// 8, 20 and 64 heads among others, every format of rows and size of pages that `options` name.
+std::vector<CaseSpec> SparseCases(const SamplerOptions& options, uint64_t first, int64_t count);
 
 }  // namespace mla::conformance
 

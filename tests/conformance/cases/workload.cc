@@ -220,6 +220,15 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
     }
   }
   RequestData data;
+  if (spec.sparse) {
+    data.lists = MakeLists(random, request);
+    const std::vector<bool> listed = RowsListed(request, data.lists);
+    for (size_t row = 0; row < listed.size(); ++row) {
+      if (listed[row]) continue;
+      std::fill_n(draft.Key(static_cast<int64_t>(row)), draft.row_dim(),
+                  std::numeric_limits<float>::quiet_NaN());
+    }
+  }
   data.q = Encode(draft.q, spec.q_dtype);
   data.kv = Encode(draft.kv, spec.kv_source);
   UpdateStored(spec, request, data);

@@ -14,6 +14,7 @@
 
 #include "kernels/attention_params.h"
 #include "tests/conformance/cases/case_spec.h"
+#include "tests/conformance/cases/sparse_cases.h"
 
 namespace mla::conformance {
 
@@ -37,6 +38,7 @@ struct RequestData {
   std::vector<std::byte> q;          // [q_rows, num_heads, q_dim], spec.q_dtype, dense
   std::vector<std::byte> kv;         // [kv_rows, row_dim], spec.kv_source, dense
   std::vector<float> stored;         // what the same rows stand for when the pool holds them
+  IndexLists lists;                  // of sparse cases
   std::vector<uint32_t> page_table;  // used entries, then kWildEntries wild ones
   int64_t row_stride = 0;            // bytes between rows of a page
   int64_t layer_offset = 0;          // bytes

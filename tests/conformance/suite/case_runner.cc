@@ -23,7 +23,6 @@ constexpr int32_t kSlot = 0;
 constexpr int64_t kGap = 16;                 // elements between rows of strided tensors
 constexpr unsigned char kPoisonByte = 0xff;  // NaN in bf16 and fp32
 constexpr unsigned char kSentinelByte = 0x5a;
-constexpr int64_t kRoundItems = 401024, kRoundExpansions = 4160;
 constexpr int32_t kPoisonRowDim = kPageGranuleBytes / sizeof(Bf16);
 
 }  // namespace
@@ -37,32 +36,13 @@ struct CaseRunner::Tensors {
   const void* q = nullptr;
   kernels::FragmentedInput q_fragments;  // in place of q, if it has bytes
   void *o = nullptr, *lse = nullptr;
+  const int32_t *list = nullptr, *list_begin = nullptr;  // of sparse cases
 };
 
 absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::AttentionBackend& backend,
                                                                PlanBuilder plan,
                                                                const RunnerOptions& options) {
-  kernels::BackendLimits limits;
-  limits.kv_pool_bytes = options.kv_pool_bytes;
-  limits.page_table_entries = options.page_table_entries;
-  limits.weights_bytes = options.weights_bytes;
-  limits.weights_slots = options.weights_slots;
-  limits.launch_slots = 2;
-  limits.launch_requests = 64;
-  limits.launch_rows = 8192;
-  limits.launch_packed_rows = 131072;
-  limits.partial_rows = options.partial_rows;
-  limits.max_o_dim = 512;
-  limits.staging_in_bytes = options.staging_bytes;
-  limits.staging_out_bytes = options.staging_bytes;
-  limits.slot_workspace_bytes = options.slot_workspace_bytes;
-  limits.work_items = 200000;
-  limits.reduce_tiles = 100000;
-  limits.reduce_partials = 200000;
-  limits.round_items = kRoundItems;
-  limits.round_expansions = kRoundExpansions;
-  limits.max_geometry = {128, 512, 64, 128, 128};
-  if (absl::Status ok = backend.Configure(limits); !ok.ok()) return ok;
+  if (absl::Status ok = backend.Configure(LimitsOf(options)); !ok.ok()) return ok;
   auto runner = std::unique_ptr<CaseRunner>(new CaseRunner(backend, std::move(plan), options));
   auto arena = backend.AllocateHost(static_cast<size_t>(options.staging_bytes));
   if (!arena.ok()) return arena.status();
@@ -247,6 +227,17 @@ absl::Status CaseRunner::StageQueries(std::byte* host, int64_t bytes, Tensors& t
   return absl::OkStatus();
 }
 
+absl::StatusOr<const int32_t*> CaseRunner::StageIndices(const std::vector<int32_t>& values) {
+  if (values.empty()) return nullptr;
+  const auto bytes = static_cast<int64_t>(values.size() * sizeof(int32_t));
+  auto host = Take(bytes);
+  if (!host.ok()) return host.status();
+  std::memcpy(*host, values.data(), static_cast<size_t>(bytes));
+  auto staged = layout_.Input(*host, bytes);
+  if (!staged.ok()) return staged.status();
+  return static_cast<const int32_t*>(*staged);
+}
+
 absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& workload,
                                                             size_t request) {
   const CaseSpec& spec = workload.spec;
@@ -284,6 +275,11 @@ absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& work
   auto lse = layout_.Output(*lse_host, lse_bytes);
   if (!o.ok()) return o.status();
   if (!lse.ok()) return lse.status();
+  const IndexLists& lists = workload.requests[request].lists;
+  auto list = StageIndices(lists.entries), begin = StageIndices(lists.begin);
+  if (!list.ok() || !begin.ok()) return list.ok() ? begin.status() : list.status();
+  t.list = *list;
+  t.list_begin = *begin;
   t.o_host = *o_host;
   t.lse_host = *lse_host;
   t.o = *o;
@@ -397,9 +393,12 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     record.softmax_scale = spec.softmax_scale;
     record.causal = r.causal ? 1 : 0;
     record.kv_scale = spec.kv_scales[r.layer];
+    record.list = t.list;
+    record.list_begin = t.list_begin;
     records_.push_back(record);
     queries_.push_back(t.q_fragments);
-    shapes.push_back({r.q_rows, r.kv_rows(), r.num_heads, r.causal});
+    shapes.push_back(spec.sparse ? PlanShape{r.q_rows, data.lists.longest, r.num_heads, false}
+                                 : PlanShape{r.q_rows, r.kv_rows(), r.num_heads, r.causal});
   }
   kernels::AttentionParams params;
   params.desc = spec.Desc();

@@ -20,22 +20,9 @@
 #include "scheduler/planning/round_planner.h"
 #include "tests/conformance/cases/workload.h"
 #include "tests/conformance/suite/plan_builder.h"
+#include "tests/conformance/suite/runner_options.h"
 
 namespace mla::conformance {
-
-// What the backend is configured for.
-struct RunnerOptions {
-  int64_t kv_pool_bytes = int64_t{512} << 20;
-  int64_t page_table_entries = int64_t{4} << 20;
-  int64_t staging_bytes = int64_t{192} << 20;         // inputs and outputs of a launch together
-  int64_t slot_workspace_bytes = int64_t{192} << 20;  // absorbed queries and latent outputs
-  int64_t partial_rows = 200000;
-  int64_t weights_bytes = int64_t{768} << 20;
-  int32_t weights_slots = 64;
-  // > 0: backends that read queries in pieces get them so, each piece about that large and at an
-  // address of its own choice.
-  int64_t query_piece_bytes = 0;
-};
 
 struct RunOptions {
   int32_t units = 0;              // 0: the case's
@@ -77,6 +64,7 @@ class CaseRunner {
   absl::Status Compare();
   // Submits what launch_ and layout_ hold, and waits.
   absl::Status Launch();
+  absl::StatusOr<const int32_t*> StageIndices(const std::vector<int32_t>& values);
   absl::StatusOr<Tensors> MakeTensors(const Workload& workload, size_t request);
   absl::Status StageQueries(std::byte* host, int64_t bytes, Tensors& tensors);
   absl::Status Attend(const Workload& workload, const RunOptions& options,

@@ -48,7 +48,8 @@ absl::StatusOr<PlanView> EvenPlanBuilder::Build(std::span<const PlanShape> shape
     const PlanShape& shape = shapes[i];
     int32_t heads = std::min(shape.num_heads, traits.tile_rows);
     if (traits.max_heads_per_tile > 0) heads = std::min(heads, traits.max_heads_per_tile);
-    const int32_t q_step = std::max(1, traits.tile_rows / heads);
+    int32_t q_step = std::max(1, traits.tile_rows / heads);
+    if (traits.max_q_rows_per_tile > 0) q_step = std::min(q_step, traits.max_q_rows_per_tile);
     for (int32_t q = 0; q < shape.q_rows; q += q_step) {
       for (int32_t head = 0; head < shape.num_heads; head += heads) {
         AddTile(static_cast<int32_t>(i), shape, q, std::min(shape.q_rows, q + q_step),

@@ -308,7 +308,8 @@ class SharedMemory:
         if place is None or place.memory is not self or chunk.rows != args.rows or (
                 chunk.heads != args.num_heads):
             place = None
-        copy_in = place is None or args.q is not args.out.q or args.kv is not args.out.kv
+        copy_in = (place is None or args.q is not args.out.q or args.kv is not args.out.kv
+                   or args.lists is not None)
         if not copy_in:
             (_, placement.in_offset, placement.in_length, placement.out_offset,
              placement.out_length) = place
@@ -318,6 +319,9 @@ class SharedMemory:
                            args.want_lse, args.dtype, args.o_dtype)
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
+        lists_at = aligned(placement.in_length)
+        if args.lists is not None:
+            placement.in_length = lists_at + wire.list_bytes(args, chunk.rows)
         placement.out_length = o_end + sizes.lse if sizes.lse else sizes.o
         copy_out = place is None and sizes.o > 0
         offsets = self.allocate(placement.in_length, *[placement.out_length] * copy_out)
@@ -328,6 +332,8 @@ class SharedMemory:
         for part in wire.request_arrays(args, chunk):
             wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
             at += kv_end
+        for lists in wire.lists_of(args, chunk):
+            self.array(placement.in_offset + lists_at, lists.shape, np.dtype("<i4"))[...] = lists
         if place is not None:
             placement.out_offset = place.out_offset
             placement.o, placement.lse = args.out.o, args.out.lse

@@ -1,0 +1,63 @@
+"""The demo of sparse attention: a model whose rows each attend to 16 others.
+
+The last line begins `demo v32: 64/64 agree` when all went well; sparse.py says what agrees.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from typing import List
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+# pylint: disable=wrong-import-position
+import corpus
+import mla_client
+import scenes
+from attention import register
+from generate import SEQUENCE_LEASE_MS
+from mla_client.testing import ServerProcess
+from model import Model
+from v32.sparse import TOP_K, Indexer, Result, SparseGenerator, check
+
+PROMPT_BYTES = 320
+TOKENS = 64
+MODEL_ID = "demo-deepseek-v32"
+PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
+
+
+def generate(model: Model, service: mla_client.Service, profile: mla_client.Profile,
+             prompt: List[int], count: int, say: scenes.Say = lambda text: None) -> Result:
+    """Registers the model, generates and checks; the sequence is released."""
+    name = f"{MODEL_ID}-{profile.name.lower()}"
+    registered = register(service, model, name, top_k=TOP_K)
+    with registered.open_sequence() as sequence:
+        generator = SparseGenerator(model, service, sequence, profile, Indexer(model))
+        tokens, logits = generator.generate(generator.prefill(prompt), count)
+        say(f"{profile.name.lower()}: {scenes.text_of(tokens)}")
+        result = check(generator, prompt, tokens, logits)
+        say(f"{profile.name.lower()}: {result}")
+        return result
+
+
+def run(model: Model, server: str, server_args: List[str], transport: str) -> bool:
+    """The whole demo against a server that it starts; the last line says how it went."""
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f} s] {text}", flush=True)
+
+    with ServerProcess(server, server_args) as process, mla_client.Client.connect(
+            process.target, transport=transport, lease_ms=SEQUENCE_LEASE_MS) as client:
+        info = client.server_info()
+        say(f"server {info.server_version}, backend {info.backend.name}, transport "
+            f"{client.transport}")
+        prompt = corpus.prompt(PROMPT_BYTES)
+        results = [generate(model, client, profile, prompt, TOKENS, say) for profile in PROFILES]
+    parts = [f"{result.tokens.agree}/{result.tokens.positions} agree "
+             f"({profile.name.lower()}, {result.tokens.near_ties} near ties; {result.lists})"
+             for profile, result in zip(PROFILES, results)]
+    print("demo v32: " + ", ".join(parts))
+    return all(result.ok for result in results)

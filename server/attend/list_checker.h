@@ -1,0 +1,58 @@
+// Checks the index lists of an attend message, outside the engine role.
+//
+// A list holds positions of its row's sequence that the row sees, which are 0 to its own, and -1
+// anywhere. What the engine gets holds each position once and no -1. The lists are checked in
+// memory of the server's own, in place: nothing that a client could still write is looked at twice.
+//
+// Ascending lists are checked fastest: what follows is larger, so nothing is repeated. For the
+// others a byte of every position is kept, up to Limits::max_sequence_rows of them.
+//
+// Threading: one thread. Allocates while sequences grow, in steps of 64 Ki positions.
+#ifndef MLA_SERVER_ATTEND_LIST_CHECKER_H_
+#define MLA_SERVER_ATTEND_LIST_CHECKER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "scheduler/request.h"
+
+namespace mla::server {
+
+// Lists of rows [row_begin, row_begin + rows) of a step.
+struct SentLists {
+  int32_t row_begin = 0;
+  int32_t rows = 0;
+  int32_t width = 0;    // entries of every row; 0: ragged
+  int32_t entries = 0;  // of all rows
+  int32_t top_k = 0;    // of a row, at most
+
+  // Of the memory in which they are checked, and where in it they lie as sent.
+  size_t bytes() const { return (size_t{1} + rows + entries) * sizeof(int32_t); }
+  size_t offset() const { return width > 0 ? (size_t{1} + rows) * sizeof(int32_t) : 0; }
+};
+
+class ListChecker final {
+ public:
+  // `memory` then holds where the list of each row begins, [rows + 1], and behind it the positions.
+  // INVALID_ARGUMENT names row and slot of the first entry that is none, or the offset that is.
+  // REQUIRES: the step of `sequences` has these rows.
+  absl::Status Check(const SentLists& sent, std::span<const scheduler::StepSequenceArgs> sequences,
+                     int32_t* memory);
+
+ private:
+  // Moves a row's positions to `to`, which may be `list` or lie before it. Returns how many they
+  // are, or -1 - the slot of an entry that is no position below `visible`.
+  int32_t Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to);
+  bool Repeats(const int32_t* list, int32_t count);
+  void NextRow();
+
+  std::vector<uint8_t> seen_;  // by position: the value of row_ when it was last met
+  uint8_t row_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ATTEND_LIST_CHECKER_H_

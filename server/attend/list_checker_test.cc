@@ -1,0 +1,260 @@
+#include "server/attend/list_checker.h"
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "gtest/gtest.h"
+#include "server/grpc/request_validator.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::StepSequenceArgs;
+
+using Lists = std::vector<std::vector<int32_t>>;
+
+// Rows 0..2 of one sequence at position 4 and rows 3..4 of another at 0.
+const std::vector<StepSequenceArgs> kStep = {{1, 1, 4, 3}, {2, 1, 0, 2}};
+
+// Memory with lists as they are sent, `room` in front of fixed ones.
+struct Sent {
+  SentLists shape;
+  std::vector<int32_t> memory;
+};
+
+Sent Fixed(const Lists& lists, int32_t row_begin = 0) {
+  Sent sent;
+  const auto width = static_cast<int32_t>(lists[0].size());
+  sent.shape = {row_begin, static_cast<int32_t>(lists.size()), width,
+                width * static_cast<int32_t>(lists.size()), width};
+  sent.memory.assign(lists.size() + 1, -77);
+  for (const auto& list : lists) sent.memory.insert(sent.memory.end(), list.begin(), list.end());
+  return sent;
+}
+
+Sent Ragged(const Lists& lists, int32_t row_begin = 0, int32_t top_k = 100) {
+  Sent sent;
+  std::vector<int32_t> entries;
+  sent.memory.push_back(0);
+  for (const auto& list : lists) {
+    entries.insert(entries.end(), list.begin(), list.end());
+    sent.memory.push_back(static_cast<int32_t>(entries.size()));
+  }
+  sent.memory.insert(sent.memory.end(), entries.begin(), entries.end());
+  sent.shape = {row_begin, static_cast<int32_t>(lists.size()), 0,
+                static_cast<int32_t>(entries.size()), top_k};
+  return sent;
+}
+
+Lists Kept(const Sent& sent) {
+  Lists kept;
+  const int32_t* const entries = sent.memory.data() + sent.shape.rows + 1;
+  for (int32_t row = 0; row < sent.shape.rows; ++row) {
+    kept.emplace_back(entries + sent.memory[row], entries + sent.memory[row + 1]);
+  }
+  return kept;
+}
+
+TEST(ListCheckerTest, KeepsEachPositionOnceAndNothingElse) {
+  const Lists lists = {{4, -1, 0, 4}, {-1, -1, -1, -1}, {0, 1, 2, 6}, {0, 0, 0, 0}, {1, 0, -1, 1}};
+  const Lists want = {{4, 0}, {}, {0, 1, 2, 6}, {0}, {1, 0}};
+  for (Sent sent : {Fixed(lists), Ragged(lists)}) {
+    ListChecker checker;
+    EXPECT_EQ(checker.Check(sent.shape, kStep, sent.memory.data()), absl::OkStatus());
+    EXPECT_EQ(Kept(sent), want);
+  }
+  Sent behind = Ragged({{5, 6}, {0}, {}}, 2);
+  ListChecker checker;
+  EXPECT_EQ(checker.Check(behind.shape, kStep, behind.memory.data()), absl::OkStatus());
+  EXPECT_EQ(Kept(behind), (Lists{{5, 6}, {0}, {}}));
+}
+
+TEST(ListCheckerTest, NamesRowAndSlotOfWhatTheRowDoesNotSee) {
+  for (const int32_t bad : {6, 7, 1 << 30, std::numeric_limits<int32_t>::max(), -2,
+                            std::numeric_limits<int32_t>::min()}) {
+    for (size_t slot = 0; slot < 3; ++slot) {
+      Lists lists = {{0, 1, 2}, {5, 0, -1}, {6, 5, 4}, {0, -1, -1}, {1, 0, -1}};
+      lists[1][slot] = bad;
+      for (Sent sent : {Fixed(lists), Ragged(lists)}) {
+        ListChecker checker;
+        const absl::Status status = checker.Check(sent.shape, kStep, sent.memory.data());
+        EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+        const ErrorDetail detail = DetailOf(status);
+        EXPECT_EQ(detail.reason, "list_position");
+        EXPECT_EQ(detail.got, std::to_string(bad) + " at row 1, slot " + std::to_string(slot) +
+                                  " of the index lists");
+        EXPECT_EQ(detail.limit, "-1, or 0..5: the positions that the row sees");
+      }
+    }
+  }
+}
+
+TEST(ListCheckerTest, RefusesOffsetsThatAreNone) {
+  const Lists lists = {{0, 1}, {2}, {3, 4, 5}};
+  const auto refused = [](Sent sent, size_t at, int32_t value) {
+    sent.memory[at] = value;
+    ListChecker checker;
+    const absl::Status status = checker.Check(sent.shape, kStep, sent.memory.data());
+    EXPECT_EQ(DetailOf(status).reason, status.ok() ? "" : "list_offset") << status;
+    return !status.ok();
+  };
+  for (size_t at = 0; at < 4; ++at) {
+    for (const int32_t value : {-1, 100, std::numeric_limits<int32_t>::max(),
+                                std::numeric_limits<int32_t>::min(), at == 3 ? 5 : 7}) {
+      EXPECT_TRUE(refused(Ragged(lists), at, value)) << at << " " << value;
+    }
+  }
+  EXPECT_TRUE(refused(Ragged(lists), 0, 1));
+  EXPECT_TRUE(refused(Ragged(lists), 2, 1)) << "falls";
+  EXPECT_TRUE(refused(Ragged(lists, 0, 2), 0, 0)) << "a list longer than top_k";
+  EXPECT_FALSE(refused(Ragged(lists, 0, 3), 0, 0));
+}
+
+// Long lists in any order, by all ways through the checker, against the obvious answer; more rows
+// than a byte counts.
+TEST(ListCheckerTest, LongListsInAnyOrder) {
+  constexpr int32_t kRows = 700;
+  const std::vector<StepSequenceArgs> step = {{1, 1, 3000, kRows}};
+  std::mt19937 random(1);
+  ListChecker checker;
+  Lists lists, want;
+  for (int32_t row = 0; row < kRows; ++row) {
+    std::vector<int32_t> list(300), kept;
+    for (int32_t& entry : list) entry = static_cast<int32_t>(random() % (3000 + row + 1));
+    if (row % 3 == 0) std::sort(list.begin(), list.end());
+    if (row % 4 == 0) list.erase(std::unique(list.begin(), list.end()), list.end());
+    if (row % 5 == 0) list[random() % list.size()] = -1;
+    for (const int32_t entry : list) {
+      if (entry >= 0 && std::find(kept.begin(), kept.end(), entry) == kept.end()) {
+        kept.push_back(entry);
+      }
+    }
+    lists.push_back(list);
+    want.push_back(kept);
+  }
+  Sent sent = Ragged(lists, 0, 300);
+  EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
+  EXPECT_EQ(Kept(sent), want);
+}
+
+// --------------------------------------------------------------------- What a message may say.
+
+scheduler::ModelSpec SparseModel() {
+  scheduler::ModelSpec model;
+  model.id = "m";
+  model.geometry = {4, 32, 8, 16, 16};
+  model.layers = 2;
+  model.softmax_scale = 0.5;
+  model.page_size = 16;
+  model.attention = kernels::AttentionKind::kSparse;
+  model.top_k = 10;
+  return model;
+}
+
+struct Parsed {
+  absl::Status status;
+  ErrorDetail detail;
+  AttendSizes sizes;
+};
+
+Parsed Parse(const v1::Attend& message, const scheduler::ModelSpec& model,
+             int64_t payload = kTensorsElsewhere) {
+  Parsed parsed;
+  scheduler::AttendArgs args;
+  parsed.status = ParseAttend(message, model, 1 << 20, payload, 1 << 20, &args, &parsed.sizes);
+  parsed.detail = DetailOf(parsed.status);
+  return parsed;
+}
+
+v1::Attend ThreeRows(v1::IndexLists lists, uint32_t entries) {
+  v1::Attend message;
+  message.set_row_count(3);
+  message.set_num_heads(1);
+  message.set_profile(v1::PROFILE_ABSORBED);
+  message.set_lists(lists);
+  message.set_list_entries(entries);
+  return message;
+}
+
+TEST(ListsOfAMessageTest, SizesFollowFromWhatItSays) {
+  const auto bytes = [](v1::IndexLists lists, uint32_t entries) {
+    return Parse(ThreeRows(lists, entries), SparseModel()).sizes.list_bytes;
+  };
+  EXPECT_EQ(bytes(v1::INDEX_LISTS_UNSPECIFIED, 0), 0);
+  EXPECT_EQ(bytes(v1::INDEX_LISTS_FIXED, 4), 3 * 4 * 4);
+  EXPECT_EQ(bytes(v1::INDEX_LISTS_FIXED, 0), 3 * 10 * 4) << "top_k";
+  EXPECT_EQ(bytes(v1::INDEX_LISTS_RAGGED, 0), 4 * 4);
+  EXPECT_EQ(bytes(v1::INDEX_LISTS_RAGGED, 30), (4 + 30) * 4);
+  constexpr int64_t kQueries = 3 * 40 * 2;
+  EXPECT_TRUE(Parse(ThreeRows(v1::INDEX_LISTS_FIXED, 4), SparseModel(), kQueries + 48).status.ok());
+  const Parsed parsed = Parse(ThreeRows(v1::INDEX_LISTS_FIXED, 4), SparseModel(), kQueries);
+  EXPECT_EQ(parsed.detail.field, "payload");
+  EXPECT_NE(parsed.detail.limit.find("lists 48"), std::string::npos) << parsed.detail.limit;
+}
+
+TEST(ListsOfAMessageTest, RefusesWhatIsOutOfRange) {
+  const auto field = [](v1::Attend message, const scheduler::ModelSpec& model) {
+    const Parsed parsed = Parse(message, model);
+    EXPECT_EQ(parsed.status.code(), absl::StatusCode::kInvalidArgument);
+    return parsed.detail.field;
+  };
+  const scheduler::ModelSpec sparse = SparseModel();
+  EXPECT_EQ(field(ThreeRows(static_cast<v1::IndexLists>(3), 1), sparse), "attend.lists");
+  EXPECT_EQ(field(ThreeRows(static_cast<v1::IndexLists>(-1), 1), sparse), "attend.lists");
+  EXPECT_EQ(field(ThreeRows(v1::INDEX_LISTS_UNSPECIFIED, 1), sparse), "attend.list_entries");
+  for (const uint32_t entries : {31u, 1u << 31, ~0u}) {
+    EXPECT_EQ(field(ThreeRows(v1::INDEX_LISTS_RAGGED, entries), sparse), "attend.list_entries");
+  }
+  for (const uint32_t entries : {11u, 1u << 31, ~0u}) {
+    EXPECT_EQ(field(ThreeRows(v1::INDEX_LISTS_FIXED, entries), sparse), "attend.list_entries");
+  }
+  scheduler::ModelSpec dense = sparse;
+  dense.attention = kernels::AttentionKind::kDense;
+  EXPECT_EQ(field(ThreeRows(v1::INDEX_LISTS_FIXED, 4), dense), "attend.lists");
+  v1::Attend append = ThreeRows(v1::INDEX_LISTS_FIXED, 4);
+  append.set_profile(v1::PROFILE_APPEND_ONLY);
+  append.set_has_kv(true);
+  EXPECT_EQ(field(append, sparse), "attend.lists");
+  scheduler::ModelSpec wide = sparse;
+  wide.top_k = 65536;
+  v1::Attend many = ThreeRows(v1::INDEX_LISTS_FIXED, 65536);
+  many.set_row_count(1 << 15);
+  EXPECT_EQ(field(many, wide), "attend.row_count") << "more entries than 2^31 - 1";
+}
+
+TEST(ListsOfAMessageTest, ModelsSayWhatTheyAttendTo) {
+  v1::ModelSpec message;
+  message.set_model_id("m");
+  message.mutable_geometry()->set_num_heads(4);
+  message.mutable_geometry()->set_kv_lora_rank(32);
+  message.set_layers(1);
+  message.set_softmax_scale(1);
+  message.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  const auto refused = [&](int kind, uint32_t top_k) {
+    message.set_attention(static_cast<v1::AttentionKind>(kind));
+    message.set_top_k(top_k);
+    scheduler::ModelSpec spec;
+    const absl::Status status = ParseModelSpec(message, scheduler::Limits(), &spec);
+    const std::string field = DetailOf(status).field;
+    EXPECT_EQ(status.ok(), field.empty()) << status;
+    EXPECT_TRUE(!status.ok() || spec.top_k == static_cast<int32_t>(top_k));
+    return field;
+  };
+  EXPECT_EQ(refused(0, 0), "");
+  EXPECT_EQ(refused(1, 0), "");
+  EXPECT_EQ(refused(1, 1), "model.top_k");
+  EXPECT_EQ(refused(2, 1), "");
+  EXPECT_EQ(refused(2, 2048), "");
+  EXPECT_EQ(refused(2, 0), "model.top_k");
+  EXPECT_EQ(refused(2, 2049), "model.top_k");
+  EXPECT_EQ(refused(2, ~0u), "model.top_k");
+  EXPECT_EQ(refused(3, 0), "model.attention");
+  EXPECT_EQ(refused(-1, 0), "model.attention");
+}
+
+}  // namespace
+}  // namespace mla::server

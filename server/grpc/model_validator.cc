@@ -1,0 +1,167 @@
+// What request_validator.h says of models and their weights.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "server/grpc/field_checks.h"
+#include "server/grpc/request_validator.h"
+
+namespace mla::server {
+
+using scheduler::Limits;
+using scheduler::ModelSpec;
+
+namespace {
+
+// After kv_dtype, which is unspecified or bf16 here.
+absl::Status ParseKvFormat(const v1::ModelSpec& message, ModelSpec* spec) {
+  const v1::KvFormat format = message.kv_format();
+  if (!v1::KvFormat_IsValid(format)) {
+    return RefuseField("model.kv_format", absl::StrCat(static_cast<int>(format)),
+                       "a KvFormat of this version", "unknown_value");
+  }
+  if (format > v1::KV_FORMAT_BF16 && message.kv_dtype() != v1::DTYPE_UNSPECIFIED) {
+    return RefuseField("model.kv_format", v1::KvFormat_Name(format),
+                       "KV_FORMAT_BF16 with kv_dtype DTYPE_BF16", "conflict");
+  }
+  spec->kv_format = static_cast<kernels::KvFormat>(std::max(format, v1::KV_FORMAT_BF16));
+  return absl::OkStatus();
+}
+
+// `spec` has the checked geometry.
+absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
+  if (!v1::AttentionKind_IsValid(message.attention())) {
+    return RefuseField("model.attention", absl::StrCat(static_cast<int>(message.attention())),
+                       "an AttentionKind of this version", "unknown_value");
+  }
+  const bool sparse = message.attention() == v1::ATTENTION_KIND_SPARSE_V32;
+  if (sparse) spec->attention = kernels::AttentionKind::kSparse;
+  return Narrow(message.top_k(), sparse ? 1 : 0, sparse ? limits.max_top_k : 0, "model.top_k",
+                &spec->top_k);
+}
+
+}  // namespace
+
+absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
+  MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model.model_id", false, limits));
+  const v1::Geometry& from = message.geometry();
+  kernels::Geometry& to = spec->geometry;
+  const int32_t max_dim = limits.max_row_dim;
+  MLA_RETURN_IF_ERROR(
+      Narrow(from.num_heads(), 1, limits.max_heads, "model.geometry.num_heads", &to.num_heads));
+  MLA_RETURN_IF_ERROR(
+      Narrow(from.kv_lora_rank(), 1, max_dim, "model.geometry.kv_lora_rank", &to.kv_lora_rank));
+  MLA_RETURN_IF_ERROR(Narrow(from.rope_dim(), 0, max_dim - to.kv_lora_rank,
+                             "model.geometry.rope_dim", &to.rope_dim));
+  MLA_RETURN_IF_ERROR(
+      Narrow(from.nope_dim(), 0, limits.max_v_dim, "model.geometry.nope_dim", &to.nope_dim));
+  MLA_RETURN_IF_ERROR(Narrow(from.v_dim(), 0, limits.max_v_dim, "model.geometry.v_dim", &to.v_dim));
+  if ((to.nope_dim == 0) != (to.v_dim == 0)) {
+    return RefuseField("model.geometry.v_dim",
+                       absl::StrCat(to.v_dim, " with nope_dim ", to.nope_dim),
+                       "0 exactly when nope_dim is 0");
+  }
+  MLA_RETURN_IF_ERROR(
+      Narrow(message.layers(), 1, limits.max_layers, "model.layers", &spec->layers));
+  // Kernels compute with it in fp32, and some take denormals as zero.
+  constexpr double kLeast = std::numeric_limits<float>::min();
+  constexpr double kMost = std::numeric_limits<float>::max();
+  if (!(message.softmax_scale() >= kLeast && message.softmax_scale() <= kMost)) {
+    return RefuseField("model.softmax_scale", absl::StrCat(message.softmax_scale()),
+                       absl::StrCat(kLeast, "..", kMost, ": it is never defaulted"));
+  }
+  if (message.kv_dtype() != v1::DTYPE_UNSPECIFIED && message.kv_dtype() != v1::DTYPE_BF16) {
+    return RefuseField("model.kv_dtype", absl::StrCat(static_cast<int>(message.kv_dtype())),
+                       "DTYPE_BF16", "unknown_value");
+  }
+  MLA_RETURN_IF_ERROR(ParseKvFormat(message, spec));
+  if (message.rope_owner() != v1::ROPE_OWNER_WORKER) {
+    return RefuseField("model.rope_owner", absl::StrCat(static_cast<int>(message.rope_owner())),
+                       "ROPE_OWNER_WORKER: q and k arrive rotated", "unknown_value");
+  }
+  MLA_RETURN_IF_ERROR(Narrow(message.page_size(), 0, 4096, "model.page_size", &spec->page_size));
+  MLA_RETURN_IF_ERROR(ParseAttention(message, limits, spec));
+  spec->id = message.model_id();
+  spec->softmax_scale = message.softmax_scale();
+  switch (message.query_precision()) {
+    case v1::QUERY_PRECISION_UNSPECIFIED:
+      spec->query_precision = scheduler::QueryPrecision::kDefault;
+      break;
+    case v1::QUERY_PRECISION_BF16:
+      spec->query_precision = scheduler::QueryPrecision::kBf16;
+      break;
+    case v1::QUERY_PRECISION_SPLIT:
+      spec->query_precision = scheduler::QueryPrecision::kSplit;
+      break;
+    default:
+      return RefuseField("model.query_precision",
+                         absl::StrCat(static_cast<int>(message.query_precision())),
+                         "QUERY_PRECISION_BF16 or QUERY_PRECISION_SPLIT", "unknown_value");
+  }
+  return absl::OkStatus();
+}
+
+namespace {
+
+kernels::Bf16 WeightAt(const std::string& payload, int64_t index) {
+  kernels::Bf16 value;
+  std::memcpy(&value, payload.data() + index * int64_t{sizeof(value)}, sizeof(value));
+  return value;
+}
+
+bool IsWeight(kernels::Bf16 value) {
+  return (value & 0x7fffu) < (std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16);
+}
+
+// REQUIRES: the payload has its size.
+absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
+                          const kernels::Geometry& g) {
+  const std::string& payload = message.payload();
+  const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
+  constexpr int64_t kBlock = 4096;  // looked at as a whole, which compilers make a vector of
+  int64_t at = 0;
+  for (; at < count; at += kBlock) {
+    bool good = true;
+    const int64_t end = std::min(count, at + kBlock);
+    for (int64_t i = at; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
+    if (!good) break;
+  }
+  while (at < count && IsWeight(WeightAt(payload, at))) ++at;
+  if (at >= count) return absl::OkStatus();
+  const int64_t uk_head = int64_t{g.nope_dim} * g.kv_lora_rank;
+  const int64_t uv_head = int64_t{g.kv_lora_rank} * g.v_dim;
+  const int64_t uk = uk_head * message.head_count();
+  const bool in_uk = at < uk;
+  const int64_t inside = in_uk ? at : at - uk;
+  const int64_t head = message.head_begin() + inside / (in_uk ? uk_head : uv_head);
+  const int64_t element = inside % (in_uk ? uk_head : uv_head);
+  const int64_t columns = in_uk ? g.kv_lora_rank : g.v_dim;
+  return RefuseField("chunk.payload",
+                     absl::StrCat(kernels::ToFloat(WeightAt(payload, at)), " at layer ",
+                                  message.layer(), ", head ", head, ", ", in_uk ? "W_UK[" : "W_UV[",
+                                  element / columns, ", ", element % columns, "]"),
+                     "finite weights of magnitude below 2^20", "not_finite");
+}
+
+}  // namespace
+
+absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
+                               const ModelSpec& model, int64_t* bytes) {
+  int32_t layer = 0;
+  MLA_RETURN_IF_ERROR(Narrow(message.layer(), 0, model.layers - 1, "chunk.layer", &layer));
+  MLA_RETURN_IF_ERROR(CheckSlice(message.head_begin(), message.head_count(), 1,
+                                 model.geometry.num_heads, "chunk.head_begin", "chunk.head_count"));
+  const kernels::Geometry& g = model.geometry;
+  if (!Product(message.head_count(), g.kv_lora_rank, g.nope_dim + g.v_dim,
+               int64_t{sizeof(kernels::Bf16)}, bytes) ||
+      *bytes != static_cast<int64_t>(message.payload().size())) {
+    return RefuseField("chunk.payload", absl::StrCat(message.payload().size(), " bytes"),
+                       absl::StrCat(*bytes, " bytes"), "payload_size");
+  }
+  return CheckWeights(message, g);
+}
+
+}  // namespace mla::server
