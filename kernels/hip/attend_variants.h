@@ -40,9 +40,12 @@
 
 #define MLA_ATTEND_SM90(X)                                                   \
   X(mla_attend_16, 16, 64, kBf16, kBf16, 256, 223744, false)                 \
-  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, 256, 207360, false) \
-  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, 256, 212512, false)       \
-  X(mla_attend_64, 64, 64, kBf16, kBf16, 384, 224000, true)
-#define MLA_EXPAND_SM90(X) X(mla_expand, kBf16, 384, 229424)
+  X(mla_attend_64, 64, 64, kBf16, kBf16, 384, 224000, true)                  \
+  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, 640, 208272, false) \
+  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, 640, 192912, false)
+#define MLA_EXPAND_SM90(X)                          \
+  X(mla_expand, kBf16, 384, 229424)                 \
+  X(mla_expand_fp8_tensor, kFp8Tensor, 384, 229424) \
+  X(mla_expand_fp8_row, kFp8Row, 384, 229424)
 
 #endif  // MLA_KERNELS_HIP_ATTEND_VARIANTS_H_

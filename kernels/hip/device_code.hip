@@ -24,6 +24,7 @@
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded_wgmma.h"
+#include "kernels/hip/sm90/fp8/attend_fp8.h"
 #endif
 
 #if MLA_GFX950
@@ -47,11 +48,12 @@ using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts>
-using AttendKernel =
+using AttendKernel = std::conditional_t<
+    kFormat != KvFormat::kBf16, AttendFp8<AttendConfig<kRows, kFormat, kProducts>>,
     std::conditional_t<kRows == 16, Attend<AttendConfig<kRows, kFormat, kProducts>>,
-                       AttendWgmma<AttendConfig<kRows, kFormat, kProducts>>>;
+                       AttendWgmma<AttendConfig<kRows, kFormat, kProducts>>>>;
 template <KvFormat kFormat>
-using ExpandKernel = ExpandWgmma;
+using ExpandKernel = ExpandWgmma<kFormat>;
 #endif
 
 #define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, threads, shared, exchanged)     \

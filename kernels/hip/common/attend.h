@@ -23,7 +23,7 @@
 #if MLA_AMD
 #include "kernels/hip/amd/fp8_format.h"
 #else
-#include "kernels/hip/sm90/fp8_format.h"
+#include "kernels/hip/sm90/tile_format_of.h"
 #endif
 
 namespace mla::kernels::hip {

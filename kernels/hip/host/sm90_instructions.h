@@ -95,34 +95,17 @@ inline void store_float(lds_t at, float x) { shared_store(at, x); }
 inline float load_float(lds_t at) { return shared_load<float>(at); }
 inline void store_word(lds_t at, uint32_t x) { shared_store(at, x); }
 
-inline void load_2_words(uint32_t& x, uint32_t& y, lds_t at) {
-  const auto both = shared_load<uint64_t>(at);
-  x = static_cast<uint32_t>(both);
-  y = static_cast<uint32_t>(both >> 32);
-}
-
 // --- 8-bit floats.
 inline uint32_t bf16_of_codes(uint32_t codes) {
   constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;
   return pack_bf16(kernels::DecodeFp8(static_cast<uint8_t>(codes), kKind),
                    kernels::DecodeFp8(static_cast<uint8_t>(codes >> 8), kKind));
 }
-inline uint32_t multiply_bf16(uint32_t x, uint32_t y) {
-  return pack_bf16(
-      host::WideBf16(static_cast<uint16_t>(x)) * host::WideBf16(static_cast<uint16_t>(y)),
-      host::WideBf16(static_cast<uint16_t>(x >> 16)) *
-          host::WideBf16(static_cast<uint16_t>(y >> 16)));
-}
-
 // --- Asynchronous copies.
 inline void copy_chunk(lds_t at, const void* source) {
   host::Lane& lane = *host::the_lane;
   char* const to = shared_bytes() + at;
   host::the_block->shared.StartCopy(lane.copies, to, source, 16, lane.wave->index);
-}
-inline void copy_word(lds_t at, const void* source) {
-  host::Lane& lane = *host::the_lane;
-  host::the_block->shared.StartCopy(lane.copies, shared_bytes() + at, source, 4, lane.wave->index);
 }
 inline void close_copies() { host::the_lane->copies.CloseGroup(); }
 template <int kYounger>

@@ -14,13 +14,11 @@ struct AttendBase {
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 64;
 };
-// Few heads: bound by memory. Queries live in registers; in shared memory as many stages of KV as
-// there is room for.
-template <KvFormat kFormat_>
-struct AttendConfig<16, kFormat_, DType::kBf16> : AttendBase {
-  static constexpr KvFormat kFormat = kFormat_;
-  static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8;
-  static constexpr int kStages = kFormat == KvFormat::kBf16 ? 3 : 5;
+// Few heads: bound by memory. Queries live in registers, three stages of KV in shared memory.
+template <>
+struct AttendConfig<16> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kBf16;
+  static constexpr int kWaveRows = 16, kRowWaves = 1, kColWaves = 8, kStages = 3;
   static constexpr int kKeysAhead = 0, kValuesAhead = 0;
   static constexpr float kOriginSlack = 0.0f;
 };
@@ -30,6 +28,24 @@ template <>
 struct AttendConfig<64> : AttendBase {
   static constexpr int kStages = 2;
 };
+
+// Few heads over rows of e4m3 (fp8/attend_fp8.h): as many stages as shared memory has room for.
+// Probabilities are times 2^kShift: with what their origin allows them, below binary16's largest.
+template <KvFormat kOfRows>
+struct AttendFp8Config : AttendBase {
+  static constexpr int kRows = 16;
+  static constexpr KvFormat kFormat = kOfRows;
+  static constexpr int kStages = kOfRows == KvFormat::kFp8Row ? 4 : 5;
+  static constexpr float kShift = 7.0f;
+  // Registers of a thread that makes scores, and of one that sums values: scales are held by the
+  // former.
+  static constexpr int kScoreRegisters = kOfRows == KvFormat::kFp8Row ? 112 : 104;
+  static constexpr int kValueRegisters = kOfRows == KvFormat::kFp8Row ? 104 : 112;
+};
+template <>
+struct AttendConfig<16, KvFormat::kFp8Tensor> : AttendFp8Config<KvFormat::kFp8Tensor> {};
+template <>
+struct AttendConfig<16, KvFormat::kFp8Row> : AttendFp8Config<KvFormat::kFp8Row> {};
 
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 2;

@@ -13,11 +13,13 @@
 #define MLA_KERNELS_HIP_SM90_EXPAND_WGMMA_H_
 
 #include "kernels/hip/common/expanded_pairs.h"
+#include "kernels/hip/sm90/fp8/instructions.h"
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/warpgroup.h"
 
 namespace mla::kernels::hip {
 
+template <KvFormat kFormat>
 class ExpandWgmma {
  public:
   static constexpr int kThreads = 384;
@@ -48,6 +50,7 @@ class ExpandWgmma {
 
  private:
   static constexpr int kOutputs = 64;  // of one product, a thread
+  static constexpr bool kWidens = kFormat != KvFormat::kBf16;
 
   MLA_DEVICE explicit ExpandWgmma(const ExpandArgs& a)
       : args(a), group(tile::wave_index() >> 2), thread(thread_index() & 127) {
@@ -81,20 +84,24 @@ class ExpandWgmma {
         const PagedRows pages = pairs.pages();
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          row[i] = pages.row(pairs.position((thread >> 3) + 16 * i)) + chunk * 16;
+          row[i] = pages.row(pairs.position((thread >> 3) + 16 * i)) + (kWidens ? 0 : chunk * 16);
         }
       }
-      if (pairs.head == 0) copy_rotated(pairs, thread, 128);
+      if (pairs.head == 0) copy_rotated<kFormat>(pairs, thread, 128);
       const uint16_t* w_uk = pairs.w_uk() + (thread >> 3) * kExpandedLora + chunk * 8;
       const uint16_t* w_uv = pairs.w_uv() + (thread >> 4) * kExpandedValue + (thread & 15) * 8;
       for (int panel = 0; panel < kPanels; ++panel) {
         tile::barrier_wait(empty(ring.stage), ring.parity ^ 1);
         if (fresh) {
+          if constexpr (kWidens) {
+            widen_panel(row, panel, chunk);
+          } else {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            tile::copy_chunk(tile::chunk_at<kExpandedRows>(rows + panel * kPanelBytes,
-                                                           (thread >> 3) + 16 * i, chunk),
-                             row[i] + panel * 128);
+            for (int i = 0; i < 8; ++i) {
+              tile::copy_chunk(tile::chunk_at<kExpandedRows>(rows + panel * kPanelBytes,
+                                                             (thread >> 3) + 16 * i, chunk),
+                               row[i] + panel * 128);
+            }
           }
         }
         copy_weights(stages + ring.stage * kStageBytes, w_uk + panel * 64,
@@ -110,6 +117,26 @@ class ExpandWgmma {
     }
     tile::wait_for_copies<0>();
     if (announced >= 0) announce(announced);
+  }
+  // 64 columns of eight of this thread's rows, eight columns each, without the layer's scale.
+  MLA_DEVICE void widen_panel(const uint8_t* const (&row)[8], int panel, int chunk) const {
+    uint32_t codes[8][2];
+    float scale[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      load_words(codes[i], row[i] + panel * 64 + chunk * 8);
+      scale[i] = 1.0f;
+      if constexpr (kFormat == KvFormat::kFp8Row) {
+        const auto* scales = reinterpret_cast<const float*>(row[i] + kExpandedLora);
+        scale[i] = kernels::KvScale(scales[panel / 2], kernels::Fp8Kind::kE4m3Fn);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      tile::store_chunk(
+          tile::chunk_at<kExpandedRows>(rows + panel * kPanelBytes, (thread >> 3) + 16 * i, chunk),
+          fp8_chunk(codes[i], scale[i]));
+    }
   }
   MLA_DEVICE void announce(int stage) const {
     tile::publish_shared();

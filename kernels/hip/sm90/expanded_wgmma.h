@@ -239,7 +239,7 @@ class ExpandedWgmma {
 
   MLA_DEVICE void attend(const ExpandedItem& e, const Item& item, Ring& ring) const {
     const int tiles = tiles_of(item);
-    const float scale = item.segment->softmax_scale * kLog2e;
+    const float scale = item.segment->softmax_scale * item.segment->kv_scale * kLog2e;
     const int own = (group - 1) * 64;
     const int unmasked_end = item.limit(own < item.rows ? own : 0);
     State state;
@@ -362,6 +362,7 @@ class ExpandedWgmma {
   }
   // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
   MLA_DEVICE void carry_in(const ExpandedItem& e, const Item& item, State& state) const {
+    const float unscaled = 1.0f / item.segment->kv_scale;
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int r = row(slot);
@@ -374,8 +375,8 @@ class ExpandedWgmma {
       const float* o = args.partial_o + at * kExpandedValue + 2 * (lane & 3);
 #pragma unroll
       for (int j = 0; j < kOutputs / 4; ++j) {
-        state.o[4 * j + 2 * slot] = o[8 * j];
-        state.o[4 * j + 2 * slot + 1] = o[8 * j + 1];
+        state.o[4 * j + 2 * slot] = o[8 * j] * unscaled;
+        state.o[4 * j + 2 * slot + 1] = o[8 * j + 1] * unscaled;
       }
     }
   }
@@ -450,7 +451,8 @@ class ExpandedWgmma {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int r = row(slot);
-      const RowScale scale(state.max[slot], tile::Wave<16>::row_sum(state.sum[slot]));
+      RowScale scale(state.max[slot], tile::Wave<16>::row_sum(state.sum[slot]));
+      scale.inverse *= item.segment->kv_scale;
       const RowTarget target(results, item, r < item.rows ? r : 0, kExpandedValue);
       const bool stored = r < item.rows;
       if (stored && (lane & 3) == 0 && target.lse != nullptr) *target.lse = scale.lse;

@@ -59,10 +59,6 @@ MLA_DEVICE void store_word(lds_t at, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
-MLA_DEVICE void load_2_words(uint32_t& x, uint32_t& y, lds_t at) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(at) : "memory");
-}
-
 // --- 8-bit floats, OCP e4m3fn.
 // Two codes as packed bf16.
 MLA_DEVICE uint32_t bf16_of_codes(uint32_t codes) {
@@ -75,21 +71,10 @@ MLA_DEVICE uint32_t bf16_of_codes(uint32_t codes) {
       : "r"(codes));
   return bf16;
 }
-// Both numbers of x times those of y.
-MLA_DEVICE uint32_t multiply_bf16(uint32_t x, uint32_t y) {
-  uint32_t product;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(x), "r"(y), "r"(0x80008000u));
-  return product;
-}
-
 // Starts the copy of one chunk; it is complete with the stage that is closed next.
 MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
                : "memory");
-}
-// The same of four bytes.
-MLA_DEVICE void copy_word(lds_t at, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(source) : "memory");
 }
 // Copies since the last call are a group; waits until at most kYounger groups are still under way.
 MLA_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

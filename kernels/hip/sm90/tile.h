@@ -31,14 +31,6 @@ struct Copies {
   MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
     copy_chunk(wave_base + kOffset + lane * 16, source);
   }
-  // Four bytes a lane.
-  template <int kOffset>
-  MLA_DEVICE void issue_word(lds_t wave_base, int lane, const void* source) {
-    copy_word(wave_base + kOffset + lane * 4, source);
-  }
-  template <int kIndex, int kOffset>
-  MLA_DEVICE void land(lds_t, int) {}
-  MLA_DEVICE void land_word(lds_t, int) {}
   MLA_DEVICE void close_stage() { close_copies(); }
   // Waits until at most `kYounger` stages closed later than the wanted one are still under way.
   template <int kYounger, int kPerStage>

@@ -1,5 +1,6 @@
 #include "kernels/hip/host/block/warpgroup.h"
 
+#include <bit>
 #include <cstring>
 #include <vector>
 
@@ -11,11 +12,16 @@ namespace {
 
 constexpr int kDepth = 16, kRows = 16, kMostCols = 256;
 
+float Widen(uint16_t x, bool of_binary16) {
+  return of_binary16 ? static_cast<float>(std::bit_cast<_Float16>(x)) : WideBf16(x);
+}
+
 // An operand in shared memory: the start, and what lies between groups of eight rows and between
 // column blocks of 64.
 struct Operand {
-  explicit Operand(uint64_t descriptor)
-      : start(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
+  Operand(uint64_t descriptor, bool values_of_binary16)
+      : of_binary16(values_of_binary16),
+        start(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
         block(static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4),
         group(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4) {
     if (descriptor >> 62 != 1) Fault("a descriptor without the 128-byte exchange of chunks");
@@ -29,15 +35,16 @@ struct Operand {
     the_block->shared.Read(from, 16, the_lane->wave->index);
     uint16_t x[8];
     std::memcpy(x, from, sizeof(x));
-    for (int e = 0; e < 8; ++e) out[e] = WideBf16(x[e]);
+    for (int e = 0; e < 8; ++e) out[e] = Widen(x[e], of_binary16);
   }
+  bool of_binary16;
   uint32_t start, block, group;
 };
 
 void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kDepth]) {
   const Product& first = wave.lane[0]->products[index];
   if (!first.a_held) {
-    const Operand a(first.a);
+    const Operand a(first.a, first.of_binary16);
     for (int row = 0; row < kRows; ++row) {
       for (int k = 0; k < kDepth; k += 8) {
         float x[8];
@@ -51,14 +58,14 @@ void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kDepth]) {
     const Product& p = wave.lane[static_cast<size_t>(lane)]->products[index];
     for (int i = 0; i < 4; ++i) {
       float* const to = left + (lane / 4 + 8 * (i % 2)) * kDepth + 2 * (lane % 4) + 8 * (i / 2);
-      to[0] = WideBf16(static_cast<uint16_t>(p.held[i]));
-      to[1] = WideBf16(static_cast<uint16_t>(p.held[i] >> 16));
+      to[0] = Widen(static_cast<uint16_t>(p.held[i]), p.of_binary16);
+      to[1] = Widen(static_cast<uint16_t>(p.held[i] >> 16), p.of_binary16);
     }
   }
 }
 
 void LoadRight(const Product& p, float* right) {
-  const Operand b(p.b);
+  const Operand b(p.b, p.of_binary16);
   float x[8];
   if (p.b_down) {
     for (int k = 0; k < kDepth; ++k) {
@@ -93,7 +100,8 @@ void Multiply(Wave& wave, size_t index) {
   const Product& first = wave.lane[0]->products[index];
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = wave.lane[static_cast<size_t>(lane)]->products[index];
-    if (p.a != first.a || p.b != first.b || p.cols != first.cols) {
+    if (p.a != first.a || p.b != first.b || p.cols != first.cols ||
+        p.of_binary16 != first.of_binary16) {
       Fault("lanes of a warp start different products");
     }
     ForElements(lane, p.cols, [&](int i, int at) { sums[at] = p.accumulate ? p.c[i] : 0.0f; });

@@ -10,14 +10,15 @@ namespace mla::kernels::hip::host {
 // descriptors: kernels/hip/sm90/wgmma.h.
 struct Product {
   float* c;         // of the lane; must stay where it is until the product is finished
-  int cols;         // 64, 128 or 256
+  int cols;         // a multiple of 16, at most 256
   bool accumulate;  // else c begins with zeros
   bool a_held;      // in registers, else in shared memory
   bool b_down;      // its depth runs down the rows of shared memory, else along them
   uint64_t a;       // descriptor
   uint32_t held[4];
   uint64_t b;
-  uint64_t group;  // set by StartProduct
+  uint64_t group;            // set by StartProduct
+  bool of_binary16 = false;  // else of bf16
 };
 
 void StartProduct(Product product);

@@ -1,0 +1,91 @@
+// The copying group of attend_fp8.h.
+#ifndef MLA_KERNELS_HIP_SM90_FP8_COPIER_H_
+#define MLA_KERNELS_HIP_SM90_FP8_COPIER_H_
+
+#include "kernels/hip/common/item.h"
+#include "kernels/hip/sm90/fp8/layout.h"
+
+namespace mla::kernels::hip {
+
+// Copies the KV rows of one item after the other, 64 keys a slot.
+template <class C>
+class Fp8Copier {
+ public:
+  using L = Fp8Layout<C>;
+  using lds_t = tile::lds_t;
+
+  MLA_DEVICE Fp8Copier(const AttendArgs& a, const L& layout)
+      : args(a), shared(layout), thread(thread_index() & (L::kGroupThreads - 1)) {}
+
+  MLA_DEVICE void copy(const Item& item) {
+    const SegmentRecord& r = *item.segment;
+    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
+                          r.page_size, args.granule_bytes);
+    const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
+    if (kv_begin >= kv_end) return;
+    find(pages, kv_begin, kv_end);
+    for (int first = kv_begin; first < kv_end; first += C::kTileKv) {
+      tile::barrier_wait(shared.emptied(ring.at), ring.parity ^ 1);
+      copy_tile();
+      tile::barrier_arrive_after_copies(shared.filled(ring.at));
+      ring.next();
+      find(pages, first + C::kTileKv, kv_end);
+    }
+  }
+
+ private:
+  static constexpr int kRows = 4;  // of a tile, that this lane copies chunks of
+
+  MLA_DEVICE int row(int i) const { return i * 16 + (thread >> 3); }
+  // Where this lane's rows of the tile at `first` lie. Rows past the range repeat its last row, so
+  // that masked probabilities, which are zero, always meet values that exist.
+  MLA_DEVICE void find(const PagedRows& pages, int first, int kv_end) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int position = first + row(i);
+      rows[i] = pages.row(position < kv_end ? position : kv_end - 1);
+    }
+  }
+
+  MLA_DEVICE void copy_tile() const {
+    const int place = thread & 7, chunk = place ^ tile::swizzle(row(0));
+    const lds_t slot = shared.slot(ring.at), rope = shared.rope(ring.at);
+#pragma unroll
+    for (int block = 0; block < C::kLora / 128; ++block) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        tile::copy_chunk(slot + block * (L::kKeys * 128) + row(i) * 128 + place * 16,
+                         rows[i] + block * 128 + chunk * 16);
+      }
+    }
+    if constexpr (L::kScaledRows) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        tile::copy_chunk(rope + row(i) * 128 + place * 16, rows[i] + C::kLora + 16 + chunk * 16);
+        if (place == i) {
+          tile::copy_chunk(shared.raw_scales(ring.at) + row(i) * 16, rows[i] + C::kLora);
+        }
+      }
+    } else {
+      // Four chunks a row: half of a row's eight lanes take each second row.
+      const int half = place >> 2, narrow = place & 3;
+#pragma unroll
+      for (int i = 0; i < kRows; i += 2) {
+        const uint8_t* const from = half != 0 ? rows[i + 1] : rows[i];
+        const int to = row(i) + half * 16;
+        tile::copy_chunk(rope + to * 64 + narrow * 16,
+                         from + C::kLora + (narrow ^ narrow_swizzle(to)) * 16);
+      }
+    }
+  }
+
+  const AttendArgs& args;
+  const L shared;
+  const int thread;
+  const uint8_t* rows[kRows];
+  Ring<L::kSlots> ring;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_SM90_FP8_COPIER_H_
