@@ -21,7 +21,7 @@
 #define MLA_ATTEND_GFX950(X)                                              \
   X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)                   \
   X(mla_attend_128, 128, 32, kBf16, kBf16, 256, 0, false)                 \
-  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, 256, 0, false)   \
+  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, 256, 0, false)   \
   X(mla_attend_128_fp8_tensor, 128, 32, kFp8Tensor, kBf16, 256, 0, false) \
   X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, 256, 0, false)
 #define MLA_EXPAND_GFX950(X)                   \

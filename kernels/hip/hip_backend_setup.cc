@@ -103,8 +103,8 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
   info_.arch = runtime_->arch();
   info_.supported =
       "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
-      "kv_lora_rank 512, rope_dim 64, bf16 rows, bf16 queries (fp32 ones in EXPANDED only), bf16 "
-      "or fp32 outputs, any heads, query rows and page size";
+      "kv_lora_rank 512, rope_dim 64, rows of bf16, fp8_tensor or fp8_row, bf16 queries (fp32 "
+      "ones in EXPANDED only), bf16 or fp32 outputs, any heads, query rows and page size";
   for (const kernels::KvFormat format :
        {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row}) {
     if (MostRows(arch, format, kernels::DType::kBf16) > 0) info_.kv_formats.push_back(format);

@@ -6,7 +6,7 @@
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
-//                   [--first-byte BYTES]
+//                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row]
 //                   [--image FILE]: device code to use in place of what was built in
 //
 // --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
@@ -19,6 +19,8 @@
 // computes about 10^8 products a second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
+//
+// --kv lists the formats that rows are drawn from (bf16).
 //
 // --wide is how many cases of wide inputs are run. Known gap: absorbed queries are bf16 on GPUs, so
 // those that pass Absorb may miss the rule of CheckWide; how many do is printed. Twenty of them
@@ -100,6 +102,19 @@ bool Integers(const std::string& name, const std::string& value, int32_t most,
   return true;
 }
 
+bool Formats(const std::string& name, const std::string& value,
+             std::vector<kernels::KvFormat>* into) {
+  into->clear();
+  for (const auto& part : absl::StrSplit(value, ',')) {
+    const auto* const end = std::end(kernels::kKvFormats);
+    const auto* const found = std::find_if(std::begin(kernels::kKvFormats), end,
+                                           [&](kernels::KvFormat f) { return Name(f) == part; });
+    if (found == end) return Refuse(name, value, "formats of rows");
+    into->push_back(*found);
+  }
+  return true;
+}
+
 bool Flop(const std::string& name, const std::string& value, double* into) {
   return (absl::SimpleAtod(value, into) && *into > 0.0) || Refuse(name, value, "a number above 0");
 }
@@ -122,6 +137,7 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--heads") return Integers(name, value, 65535, &sampler.heads);
   if (name == "--page-sizes") return Integers(name, value, 1 << 20, &sampler.page_sizes);
   if (name == "--units") return Integers(name, value, 4096, &sampler.units);
+  if (name == "--kv") return Formats(name, value, &sampler.kv_formats);
   if (name == "--typical-flop") return Flop(name, value, &sampler.typical_flop);
   if (name == "--seed") {
     return absl::SimpleAtoi(value, &sampler.seed) || Refuse(name, value, "0 to 2^64 - 1");

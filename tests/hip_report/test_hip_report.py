@@ -147,6 +147,17 @@ class HipReportTest(unittest.TestCase):
                          ["gfx950 mla_attend_64: slower than memory"])
         self.assertEqual(faults(kernel="mla_attend_expanded", lead=0, waits_for_all=4), [])
 
+    def test_rows_of_8_bits_have_a_bound_of_their_own(self):
+        def faults(kernel, turn_clocks):
+            turned = report.timeline.Turn(turn_clocks, 9000, 0, loads=12, left=12)
+            return list(report.loop_faults("gfx950", kernel, (3775, 2176, 1648, 2648), turned))
+
+        small = "mla_attend_64_fp8_tensor"
+        self.assertEqual(faults(small, 4300), [])
+        self.assertEqual(faults(small, 4400),
+                         [f"gfx950 {small}: takes more than 1.15 of the memory's time"])
+        self.assertEqual(faults("mla_attend_128_fp8_tensor", 9000), [])
+
     def test_waits_that_leave_too_many_copies_or_too_few_are_faults(self):
         def faults(loads, left, kernel="mla_attend_64", barrier=("s_barrier ",), arch="gfx950"):
             code = [f"s_waitcnt vmcnt({left})", *barrier,
@@ -181,10 +192,16 @@ class HipReportTest(unittest.TestCase):
         self.assertEqual(turn([copy, *read]).clocks, turn(read).clocks + 8)
 
     def test_loops_are_known_by_kernel(self):
-        self.assertEqual(report.loop_of("gfx950", "mla_attend_128").flop, 128 * 32 * 2 * 1088)
-        self.assertEqual(report.loop_of("gfx942", "mla_attend_expanded").read, 32 * 640)
-        self.assertEqual(report.loop_of("gfx950", "mla_expand").flop, 128 * 64 * 512)
-        self.assertIsNone(report.loop_of("gfx950", "mla_combine"))
+        variants = report.lds_banks.Accesses(
+            "variant gfx950 mla_attend_128 128 32 bf16 1152\n"
+            "variant gfx950 mla_attend_64_fp8_tensor 64 64 bf16 576\n").variants
+        self.assertEqual(report.loop_of("gfx950", "mla_attend_64_fp8_tensor", variants).read,
+                         64 * 576)
+        self.assertEqual(report.loop_of("gfx950", "mla_attend_128", variants).flop,
+                         128 * 32 * 2 * 1088)
+        self.assertEqual(report.loop_of("gfx942", "mla_attend_expanded", {}).read, 32 * 640)
+        self.assertEqual(report.loop_of("gfx950", "mla_expand", {}).flop, 128 * 64 * 512)
+        self.assertIsNone(report.loop_of("gfx950", "mla_combine", variants))
 
 
 def rows(swizzle):

@@ -138,7 +138,7 @@ struct Fp8Format {
         for (int i = 0; i < 4; ++i) to[half * 4 + i] = bits_to_float(c.w[i]);
       }
     }
-    // Probabilities for the columns of read n: those of the scores, or of a tile of bf16.
+    // Probabilities for the columns of read n: those of the scores, or others in bf16.
     template <int kFragments>
     MLA_DEVICE void make_p(typename W::P& p, const typename W::Scores (&s)[kFragments],
                            int n) const {
@@ -152,14 +152,14 @@ struct Fp8Format {
       }
       p.r = words;
     }
-    MLA_DEVICE void scale_p(typename W::P& p, int n) const {
+    MLA_DEVICE void scale_p(typename W::P& p, const typename W::P& from, int n) const {
       float by[8];
       load_scales(by, n);
       tile::u32x4 words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        words[i] = pack_bf16(bits_to_float(p.r[i] << 16) * by[2 * i],
-                             bits_to_float(p.r[i] & 0xffff0000u) * by[2 * i + 1]);
+        words[i] = pack_bf16(bits_to_float(from.r[i] << 16) * by[2 * i],
+                             bits_to_float(from.r[i] & 0xffff0000u) * by[2 * i + 1]);
       }
       p.r = words;
     }

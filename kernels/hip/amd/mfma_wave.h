@@ -176,16 +176,32 @@ struct WaveBase {
     if constexpr (kRows == 32) return s[step >> 1].c[(step & 1) * 8 + i];
     return s[2 * step + (i >> 2)].c[i & 3];
   }
-  // Into a row-major tile in LDS, as load_p reads it.
+  // Probabilities of waves that share rows, in a tile in LDS: operands as make_p makes them, those
+  // of group g in a step's chunk g. Scores are of kv rows from kv0 on, a multiple of kRows.
   template <int kTileRows>
   MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
-    const int r = row0 + (lane & (kRows - 1));
+    static_assert(kRows == 32);
+    const lds_t at = shared_p_at<kTileRows>(tile, row0, lane);
+    const Scores of_fragment[1] = {s};
 #pragma unroll
-    for (int i = 0; i < kScoreElems; i += 4) {
-      const int col = kv0 + acc_row(lane, i);
-      shared_store<u32x2>(chunk_at<kTileRows>(tile, r, col >> 3) + (col & 4) * 2,
-                          u32x2{pack_bf16(s.c[i], s.c[i + 1]), pack_bf16(s.c[i + 2], s.c[i + 3])});
+    for (int step = 0; step < kRows / kPvDepth; ++step) {
+      P p;
+      make_p(p, of_fragment, step);
+      shared_store<u32x4>(flip(at, (kv0 / kPvDepth + step) * kGroups * 16), p.r);
     }
+  }
+  template <int kTileRows, int kSteps>
+  MLA_DEVICE static void load_shared_p(P (&p)[kSteps], lds_t tile, int row0, int lane) {
+    static_assert(kSteps * kGroups <= 8);
+    const lds_t at = shared_p_at<kTileRows>(tile, row0, lane);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      p[step].r = shared_load<u32x4>(flip(at, step * kGroups * 16));
+    }
+  }
+  template <int kTileRows>
+  MLA_DEVICE static lds_t shared_p_at(lds_t tile, int row0, int lane) {
+    return chunk_at<kTileRows>(tile, row0 + (lane & (kRows - 1)), group(lane));
   }
   // The same operand from a row-major tile in LDS.
   template <int kTileRows>

@@ -18,6 +18,7 @@
 #include "kernels/hip/common/item.h"
 #include "kernels/hip/common/memory.h"
 #include "kernels/hip/common/softmax.h"
+#include "kernels/hip/common/wave_exchange.h"
 #include "kernels/hip/common/wave_rows.h"
 #include "kernels/hip/kv/kv_stream.h"
 #if MLA_AMD
@@ -42,12 +43,9 @@ class Attend {
   static constexpr int kRows = C::kRowWaves * C::kWaveRows;
   static constexpr int kStageBytes = KvStream<Layout, C::kStages, kWaves>::kStageBytes;
   static constexpr bool kSharedP = C::kColWaves > 1;
-  static constexpr int kPBytes = kSharedP ? kRows * C::kTileKv * 2 : 0;
-  static constexpr int kStatsBytes = kSharedP ? kRows * C::kColWaves * 4 : 0;
-  static constexpr int kOddBytes = kSharedP && Layout::kRowScales ? kWaves * 4 : 0;
+  using Between = WaveExchange<C, W, (C::kOriginSlack > 0 || Layout::kRowScales)>;
   static constexpr int kLookUpBytes = KvStream<Layout, C::kStages, kWaves>::kLookUpBytes;
-  static constexpr int kSharedBytes =
-      C::kStages * kStageBytes + kPBytes + kStatsBytes + kOddBytes + kLookUpBytes;
+  static constexpr int kSharedBytes = C::kStages * kStageBytes + Between::kBytes + kLookUpBytes;
 
   MLA_DEVICE static void run(const AttendArgs& args) {
     Attend self(args);
@@ -67,6 +65,9 @@ class Attend {
   // costs no time of its own.
   static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !tile::Copies::kThroughRegisters;
   static constexpr int kProductsBefore = 2;
+  // Waves of a row exchange maxima only in tiles where an origin has to follow one.
+  static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
+  static constexpr bool kHeldP = C::kValuesAhead > 0;  // probabilities of all steps are held
   using Stream = KvStream<Layout, C::kStages, kWaves>;
   static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 32);
 
@@ -75,18 +76,24 @@ class Attend {
     OnlineSoftmax<W, kScoreFragments> softmax;
     int limit[W::kSlots];
   };
+  struct Probabilities {
+    typename W::P of_step[kHeldP ? kPvSteps : 1];
+  };
+  struct ValueReads {
+    typename Format::Values::Raw first[C::kValuesAhead > 0 ? C::kValuesAhead : 1];
+  };
   struct Queries {
     typename W::Q q[kScoreSteps];
   };
 
-  MLA_DEVICE explicit Attend(const AttendArgs& a) : args(a), wave(tile::wave_index()) {
-    row_wave = wave / C::kColWaves;
-    col_wave = wave - row_wave * C::kColWaves;
-    stages = tile::shared_base<kSharedBytes>();
-    p_tile = stages + C::kStages * kStageBytes;
-    stats = p_tile + kPBytes;
-    entries = stats + kStatsBytes + kOddBytes;
-  }
+  MLA_DEVICE explicit Attend(const AttendArgs& a)
+      : args(a),
+        wave(tile::wave_index()),
+        row_wave(wave / C::kColWaves),
+        col_wave(wave - row_wave * C::kColWaves),
+        stages(tile::shared_base<kSharedBytes>()),
+        entries(stages + C::kStages * kStageBytes + Between::kBytes),
+        between(stages + C::kStages * kStageBytes, wave) {}
 
   MLA_DEVICE void attend(const Item& item) {
     MLA_RECORD const SegmentRecord& r = *item.segment;
@@ -202,28 +209,99 @@ class Attend {
                        float scale, const StartNext& start_next) {
     const bool masked = first + C::kTileKv > unmasked_end;
     typename W::Scores s[kScoreFragments];
-    typename Format::Keys keys(tile_base, col_wave, tile::lane_again());
-    bool odd = keys.odd();
-    // Codes are only looked at where no copies are started between products.
-    static_assert(!kCopiesBetween || !Format::Keys::kLooksAtCodes);
-    bool exactly = odd;
-    if (!odd) {
-      score<false>(keys, queries, s, start_next);
-      exactly = keys.odd_codes();
+    // Whether scales of rows are such that values have to regard them one by one.
+    bool odd = visible_scores(tile_base, queries, state, first, s, start_next);
+    bool moves = false;
+    if constexpr (kLazyShare) {
+      moves = state.softmax.would_move(s, scale, C::kOriginSlack);
+    } else {
+      follow(state, scale, s, odd, true);
     }
-    if constexpr (Layout::kFp8) {
-      if (exactly) {
+    if (masked && ragged) {
+      exclude_from_report_begin();
+      if constexpr (!kSharedP || kLazyShare) block_barrier();
+      Format::template hide_unseen<kThreads>(tile_base, unmasked_end - first,
+                                             wave * tile::kWave + tile::lane_again());
+      if constexpr (!kSharedP) block_barrier();
+      exclude_from_report_end();
+    }
+    const typename Format::Values values(tile_base, col_wave, tile::lane_again());
+    Probabilities p;
+    ValueReads reads;
+    if constexpr (kLazyShare) {
+      if (!moves) state.softmax.stay(s, scale);
+      between.store_flags(moves, odd);
+      between.store_p(s);
+      block_barrier();
+      between.load_p(p.of_step);
+      begin_reads(values, reads);
+      bool some_moves;
+      between.load_flags(some_moves, odd);
+      if (some_moves) {
         exclude_from_report_begin();
-        score<true>(keys, queries, s, start_next);
+        follow(state, scale, s, odd, moves);
+        between.store_p(s);
+        block_barrier();
+        between.load_p(p.of_step);
+        exclude_from_report_end();
+      }
+    } else {
+      if constexpr (kSharedP) {
+        between.store_p(s);
+        block_barrier();
+      }
+      begin_reads(values, reads);
+    }
+    if constexpr (Layout::kRowScales) {
+      if (odd) {
+        exclude_from_report_begin();
+        accumulate<true>(values, reads, s, p, state);
+        exclude_from_report_end();
+        return;
+      }
+    }
+    accumulate<false>(values, reads, s, p, state);
+  }
+
+  // Scores of a tile, -inf where a row does not see the key. Whether scales were odd.
+  template <class StartNext>
+  MLA_DEVICE bool visible_scores(lds_t tile_base, const Queries& queries, const State& state,
+                                 int first, typename W::Scores (&s)[kScoreFragments],
+                                 const StartNext& start_next) const {
+    typename Format::Keys keys(tile_base, col_wave, tile::lane_again());
+    bool odd = Format::Keys::kLooksAtCodes && keys.odd();
+    if (!odd) score<false>(keys, queries, s, start_next);
+    if constexpr (Layout::kFp8) {
+      // Where nothing has to be done for codes, scales are judged when they have surely come.
+      if constexpr (!Format::Keys::kLooksAtCodes) odd = keys.odd();
+      if (odd || keys.odd_codes()) {
+        exclude_from_report_begin();
+        score<true>(keys, queries, s, [] {});
         exclude_from_report_end();
       }
     }
-    if (masked) hide(state, first, s);
+    if (first + C::kTileKv > unmasked_end) hide(state, first, s);
+    return odd;
+  }
+
+  // Lets origins follow the maxima; leaves probabilities in place of the scores, or of those that
+  // `stay` has left.
+  MLA_DEVICE void follow(State& state, float scale, typename W::Scores (&s)[kScoreFragments],
+                         bool& odd, bool scores) const {
     float factor[W::kSlots];
-    const bool moved =
-        state.softmax.update(s, scale, C::kOriginSlack, factor, [&](float(&top)[W::kSlots]) {
-          if constexpr (kSharedP) share(top, odd);
-        });
+    const auto share_all = [&](float(&top)[W::kSlots]) {
+      constexpr bool kOdd = kSharedP && Layout::kRowScales && !kLazyShare;
+      if constexpr (kOdd) between.store_flags(false, odd);
+      if constexpr (kSharedP) between.maximum(top);
+      bool moves;
+      if constexpr (kOdd) between.load_flags(moves, odd);
+    };
+    bool moved;
+    if (!kLazyShare || scores) {
+      moved = state.softmax.update(s, scale, C::kOriginSlack, factor, share_all);
+    } else {
+      moved = state.softmax.follow_others(s, scale, C::kOriginSlack, factor, share_all);
+    }
     if (moved) {
       exclude_from_report_begin();
 #pragma unroll
@@ -233,32 +311,6 @@ class Attend {
       }
       exclude_from_report_end();
     }
-    if (masked && ragged) {
-      exclude_from_report_begin();
-      if constexpr (!kSharedP) block_barrier();
-      Format::template hide_unseen<kThreads>(tile_base, unmasked_end - first,
-                                             wave * tile::kWave + tile::lane_again());
-      if constexpr (!kSharedP) block_barrier();
-      exclude_from_report_end();
-    }
-    if constexpr (kSharedP) {
-      const int col0 = col_wave * kWaveCols, lane = tile::lane_again();
-#pragma unroll
-      for (int f = 0; f < kScoreFragments; ++f) {
-        W::template store_p<kRows>(p_tile, row_wave * C::kWaveRows, col0 + f * W::kScoreCols, s[f],
-                                   lane);
-      }
-      block_barrier();
-    }
-    if constexpr (Layout::kRowScales) {
-      if (odd) {
-        exclude_from_report_begin();
-        accumulate<true>(tile_base, s, state);
-        exclude_from_report_end();
-        return;
-      }
-    }
-    accumulate<false>(tile_base, s, state);
   }
 
   // Scores of keys that a row does not see become -inf. Bit c of a row's word stands for the column
@@ -303,11 +355,13 @@ class Attend {
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
     const auto use = [&](const Raw& raw, auto n) {
+      // All are widened before the first is used, which would have to wait for it else.
+      typename W::K k[Keys::products(n)];
+#pragma unroll
+      for (int j = 0; j < Keys::products(n); ++j) keys.template widen<kExact>(k[j], raw, n, j);
 #pragma unroll
       for (int j = 0; j < Keys::products(n); ++j) {
-        typename W::K k;
-        keys.template widen<kExact>(k, raw, n, j);
-        W::scores(s[Keys::fragment(n)], queries.q[Keys::step(n, j)], k);
+        W::scores(s[Keys::fragment(n)], queries.q[Keys::step(n, j)], k[j]);
       }
     };
     if constexpr (C::kKeysAhead == 0) {
@@ -328,65 +382,60 @@ class Attend {
     }
   }
 
-  // Over all waves of the row group: row maxima, and whether one of them has odd scales.
-  MLA_DEVICE void share(float (&top)[W::kSlots], bool& odd) const {
-    const lds_t flags = stats + kStatsBytes + row_wave * (C::kColWaves * 4);
-    if constexpr (Layout::kRowScales) tile::store_float(flags + col_wave * 4, odd ? 1.0f : 0.0f);
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      tile::store_float(stat(slot) + col_wave * 4, top[slot]);
-    }
-    block_barrier();
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-#pragma unroll
-      for (int c = 0; c < C::kColWaves; ++c) {
-        top[slot] = max_f(top[slot], tile::load_float(stat(slot) + c * 4));
-      }
-    }
-    if constexpr (Layout::kRowScales) {
-      odd = tile::any(tile::load_float(flags + tile::lane_again() % C::kColWaves * 4) != 0.0f);
-    }
-  }
-  MLA_DEVICE lds_t stat(int slot) const {
-    return stats +
-           (row_wave * C::kWaveRows + W::row(tile::lane_again(), slot)) * (C::kColWaves * 4);
-  }
-
   // Whether a read of values is the first of its step and group of columns.
   MLA_DEVICE static constexpr bool begins_step(int n) {
     return n % (Format::Values::kGroupReads / kPvSteps) == 0;
   }
+  MLA_DEVICE static void begin_reads(const typename Format::Values& values, ValueReads& reads) {
+    if constexpr (C::kValuesAhead > 0) {
+      read_first<Format::Values::kReads>(
+          reads.first, [&](typename Format::Values::Raw& raw, int n) { values.load(raw, n); });
+    }
+  }
   template <bool kExact>
-  MLA_DEVICE void accumulate(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
+  MLA_DEVICE void accumulate(const typename Format::Values& values, ValueReads& reads,
+                             const typename W::Scores (&s)[kScoreFragments], Probabilities& held,
                              State& state) const {
     using Values = typename Format::Values;
     using Raw = typename Values::Raw;
     constexpr bool kScaledP = Values::kScalesP && !kExact;
-    // Where probabilities are the same for all columns, and in registers, all are made first.
-    constexpr bool kAllFirst = !kSharedP && !kScaledP;
-    typename W::P p[kAllFirst ? kPvSteps : 1];
-    if constexpr (kAllFirst) {
+    auto& p = held.of_step;
+    typename W::P scaled;
+    if constexpr (kHeldP && !kSharedP && !kScaledP) {
 #pragma unroll
       for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
     }
-    const Values values(tile_base, col_wave, tile::lane_again());
-    const auto use = [&](const Raw& raw, auto n) {
-      if constexpr (kSharedP) {
+    // Operands of a read are widened before those of the one before are used.
+    constexpr int kLag = Layout::kFp8 && kHeldP ? 1 : 0;
+    typename W::V v[kLag + 1][Values::fragments(0)];
+    const auto multiply = [&](auto n) {
+      if constexpr (!kHeldP) {
+        static_assert(kSharedP);
         if (begins_step(n)) {
-          W::template load_p<kRows>(p[0], p_tile, row_wave * C::kWaveRows, Values::step(n),
-                                    tile::lane_again());
-          if constexpr (kScaledP) values.scale_p(p[0], n);
+          between.load_p(p[0], Values::step(n));
         }
-      } else if constexpr (kScaledP) {
-        if (begins_step(n)) values.make_p(p[0], s, n);
+      }
+      if constexpr (kScaledP) {
+        if (begins_step(n)) {
+          if constexpr (kSharedP) {
+            values.scale_p(scaled, p[kHeldP ? Values::step(n) : 0], n);
+          } else {
+            values.make_p(scaled, s, n);
+          }
+        }
       }
 #pragma unroll
       for (int j = 0; j < Values::fragments(n); ++j) {
-        typename W::V v;
-        values.template widen<kExact>(v, raw, n, j);
-        W::outputs(state.o[Values::fragment(n, j)], p[kAllFirst ? Values::step(n) : 0], v);
+        W::outputs(state.o[Values::fragment(n, j)],
+                   kScaledP ? scaled : p[kHeldP ? Values::step(n) : 0], v[n % (kLag + 1)][j]);
       }
+    };
+    const auto use = [&](const Raw& raw, auto n) {
+#pragma unroll
+      for (int j = 0; j < Values::fragments(n); ++j) {
+        values.template widen<kExact>(v[n % (kLag + 1)][j], raw, n, j);
+      }
+      if constexpr (n >= kLag) multiply(Constant<n - kLag>());
     };
     if constexpr (C::kValuesAhead == 0) {
       for_constants<Values::kReads>([&](auto n) {
@@ -396,9 +445,10 @@ class Attend {
         use(raw, n);
       });
     } else {
-      read_ahead<Raw, Values::kReads, C::kValuesAhead>(
-          [&](Raw& raw, int n) { values.load(raw, n); }, use);
+      read_on<Values::kReads>(
+          reads.first, [&](Raw& raw, int n) { values.load(raw, n); }, use);
     }
+    if constexpr (kLag > 0) multiply(Constant<Values::kReads - 1>());
   }
 
   // --- Results.
@@ -406,22 +456,7 @@ class Attend {
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot)
       state.softmax.sum[slot] = W::row_sum(state.softmax.sum[slot]);
-    if constexpr (kSharedP) {
-      block_barrier();
-#pragma unroll
-      for (int slot = 0; slot < W::kSlots; ++slot) {
-        tile::store_float(stat(slot) + col_wave * 4, state.softmax.sum[slot]);
-      }
-      block_barrier();
-#pragma unroll
-      for (int slot = 0; slot < W::kSlots; ++slot) {
-        state.softmax.sum[slot] = 0.0f;
-#pragma unroll
-        for (int c = 0; c < C::kColWaves; ++c) {
-          state.softmax.sum[slot] += tile::load_float(stat(slot) + c * 4);
-        }
-      }
-    }
+    if constexpr (kSharedP) between.add(state.softmax.sum);
     const RowWriter<W, kOutFragments> writer(args, item, C::kLora, col_wave * kOutFragments);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
@@ -435,11 +470,11 @@ class Attend {
   }
 
   const AttendArgs& args;
-  const int wave;
-  int row_wave, col_wave;
+  const int wave, row_wave, col_wave;
+  const lds_t stages, entries;
+  const Between between;
   int unmasked_end = 0;  // of the item: kv rows below it are seen by all its packed rows
   bool ragged = false;   // of the item: some packed rows do not see all of its kv rows
-  lds_t stages, p_tile, stats, entries;
 };
 
 }  // namespace mla::kernels::hip

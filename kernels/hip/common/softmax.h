@@ -27,20 +27,60 @@ struct OnlineSoftmax {
   MLA_DEVICE bool update(typename W::Scores (&s)[kFragments], float scale, float slack,
                          float (&factor)[W::kSlots], const Share& share) {
     float top[W::kSlots];
+    maxima(s, top);
+    share(top);
+
+    float from[W::kSlots];
+    const bool moved = follow(top, scale, slack, from, factor);
+    exponentials(s, scale, from);
+    return tile::any(moved);
+  }
+
+  // Where waves share rows, without an exchange in most tiles: whether an origin has to follow this
+  // wave's scores; if not, probabilities in place of the scores; and the same as update() for those
+  // probabilities where another wave's scores make an origin move.
+  MLA_DEVICE bool would_move(const typename W::Scores (&s)[kFragments], float scale,
+                             float slack) const {
+    float top[W::kSlots];
+    maxima(s, top);
+    bool moves = false;
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      moves |= top[slot] * scale > origin[slot] + slack;
+    }
+    return tile::any(moves);
+  }
+  MLA_DEVICE void stay(typename W::Scores (&s)[kFragments], float scale) {
+    float from[W::kSlots];
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      from[slot] = origin[slot] == negative_infinity() ? 0.0f : origin[slot];
+    }
+    exponentials(s, scale, from);
+  }
+
+  template <class Share>
+  MLA_DEVICE bool follow_others(typename W::Scores (&s)[kFragments], float scale, float slack,
+                                float (&factor)[W::kSlots], const Share& share) {
+    float top[W::kSlots], from[W::kSlots];
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = negative_infinity();
+    share(top);
+    const bool moved = follow(top, scale, slack, from, factor);
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) {
-        top[W::score_slot(i)] = max_f(top[W::score_slot(i)], s[f].at(i));
+        s[f].set(i, s[f].at(i) * factor[W::score_slot(i)]);
       }
     }
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = W::row_max(top[slot]);
-    share(top);
+    return tile::any(moved);
+  }
 
-    float from[W::kSlots];
+ private:
+  // Whether one of this lane's origins has moved; what exponentials count from now.
+  MLA_DEVICE bool follow(const float (&top)[W::kSlots], float scale, float slack,
+                         float (&from)[W::kSlots], float (&factor)[W::kSlots]) {
     bool moved = false;
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
@@ -53,6 +93,24 @@ struct OnlineSoftmax {
       origin[slot] = now;
       sum[slot] *= factor[slot];
     }
+    return moved;
+  }
+  MLA_DEVICE static void maxima(const typename W::Scores (&s)[kFragments],
+                                float (&top)[W::kSlots]) {
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = negative_infinity();
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        top[W::score_slot(i)] = max_f(top[W::score_slot(i)], s[f].at(i));
+      }
+    }
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = W::row_max(top[slot]);
+  }
+  MLA_DEVICE void exponentials(typename W::Scores (&s)[kFragments], float scale,
+                               const float (&from)[W::kSlots]) {
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -64,7 +122,6 @@ struct OnlineSoftmax {
         s[f].set(i, p);
       }
     }
-    return tile::any(moved);
   }
 };
 

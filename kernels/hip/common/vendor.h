@@ -53,14 +53,17 @@ MLA_DEVICE void for_constants(const Body& body) {
 
 // Uses operands 0 .. kCount - 1, each read kAhead uses before, in an order that the compiler keeps:
 // read(x, n) fills x, use(x, n) uses it; n is a Constant. For waves that have their SIMD to
-// themselves, or nearly so, where no other wave works while one waits for shared memory.
-template <class Operand, int kCount, int kAhead, class Read, class Use>
-MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
-  Operand x[kAhead];
+// themselves, or nearly so, where no other wave works while one waits for shared memory. In two
+// steps, the first reads and all else, or at once.
+template <int kCount, class Operand, int kAhead, class Read>
+MLA_DEVICE void read_first(Operand (&x)[kAhead], const Read& read) {
   for_constants<(kAhead < kCount ? kAhead : kCount)>([&](auto n) {
     read(x[n], n);
     schedule_fence();
   });
+}
+template <int kCount, class Operand, int kAhead, class Read, class Use>
+MLA_DEVICE void read_on(Operand (&x)[kAhead], const Read& read, const Use& use) {
   for_constants<kCount>([&](auto n) {
     constexpr int kNext = n + kAhead;
     schedule_fence();
@@ -68,6 +71,12 @@ MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
     if constexpr (kNext < kCount) read(x[n % kAhead], Constant<kNext>());
   });
   schedule_fence();
+}
+template <class Operand, int kCount, int kAhead, class Read, class Use>
+MLA_DEVICE void read_ahead(const Read& read, const Use& use) {
+  Operand x[kAhead];
+  read_first<kCount>(x, read);
+  read_on<kCount>(x, read, use);
 }
 
 MLA_DEVICE float bf16_to_float(uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }

@@ -18,11 +18,21 @@ struct AttendBase {
   // Powers of two by which maxima may pass the origin of the exponentials before that follows.
   static constexpr float kOriginSlack = 8.0f;
 };
+// Of 64 rows, each wave keeps 16.
 template <KvFormat kFormat_>
 struct AttendConfig<64, kFormat_, DType::kBf16> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
   static constexpr int kWaveRows = 16, kKeysAhead = 8, kValuesAhead = 8;
+};
+// Each value has to be widened by the wave that reads it, so waves divide the tile: two of them
+// share 32 packed rows, each the scores of half of the KV rows and half of the output columns.
+template <>
+struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
+  static constexpr int kTileKv = 64, kStages = 3;
+  static constexpr int kRowWaves = 2, kColWaves = 2;
+  static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 6;
 };
 template <KvFormat kFormat_>
 struct AttendConfig<128, kFormat_, DType::kBf16> : AttendBase {

@@ -10,6 +10,7 @@ What lanes access comes from the kernels themselves, run on the host (host/share
 """
 
 import collections
+import dataclasses
 
 BANKS = {"gfx950": 64, "gfx942": 32}
 PEAK = 128  # bytes a clock and CU
@@ -50,13 +51,25 @@ def passes(arch, instruction, addresses):
     return total
 
 
+@dataclasses.dataclass
+class Variant:
+    """A kernel of absorbed attention: packed rows, KV rows a tile, bytes of a KV row."""
+
+    rows: int
+    tile: int
+    row_bytes: int
+
+
 class Accesses:
-    """What the kernels access, as host/shared_accesses.cc prints it."""
+    """What the kernels are and access, as host/shared_accesses.cc prints it."""
 
     def __init__(self, text):
+        self.variants = {}
         self._counts = collections.defaultdict(lambda: [0, 0, 0])
         for line in text.splitlines():
             if line.startswith("variant "):
+                _, arch, kernel, rows, tile, _, row_bytes = line.split()
+                self.variants[arch, kernel] = Variant(int(rows), int(tile), int(row_bytes))
                 continue
             arch, kernel, instruction, count, *addresses = line.split()
             found = self._counts[arch, kernel, instruction]

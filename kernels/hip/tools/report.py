@@ -48,7 +48,12 @@ MATRIX_BUSY = 0.55
 # compiler keeps there; an accumulator of 32 rows is 16 of them.
 ACCUMULATOR_MOVES = 15
 # Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h.
-STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2}
+STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
+          "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
+          "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3}
+# Loops over rows of 8 bits: the most that a turn may take of the memory's time. Other kernels of
+# such rows have no bound.
+FP8_TURN = {"mla_attend_64_fp8_tensor": 1.15}
 
 
 @dataclasses.dataclass
@@ -60,16 +65,18 @@ class Loop:
     read: int  # bytes it brings in
 
 
-def loop_of(arch, kernel):
+def loop_of(arch, kernel, variants):
     """The inner loop of a kernel of matrix products; None for the others."""
-    if kernel == "mla_expand":
+    if kernel.startswith("mla_expand"):
         # 128 rows and both weights of a head, depth 64, 256 columns.
-        return Loop("depth 64 of 128 rows and a head", 128 * 256 * 64 * 2, 3 * 128 * 128)
+        rows = 128 * 64 * (1 if "fp8" in kernel else 2)
+        return Loop("depth 64 of 128 rows and a head", 128 * 256 * 64 * 2, rows + 2 * 128 * 128)
     if kernel == "mla_attend_expanded":
         rows = {"gfx950": 64, "gfx942": 32}[arch]
         return Loop(f"KV tile of {rows} rows", 128 * rows * 2 * (192 + 128), rows * 640)
-    if match := re.fullmatch(r"mla_attend_(\d+)", kernel):
-        return Loop("KV tile of 32 rows", int(match.group(1)) * 32 * 2 * (576 + 512), 32 * 1152)
+    if v := variants.get((arch, kernel)):
+        return Loop(f"KV tile of {v.tile} rows", v.rows * v.tile * 2 * (576 + 512),
+                    v.tile * v.row_bytes)
     return None
 
 
@@ -157,7 +164,7 @@ def turn_of(arch, code, lds_clocks):
 
 def loop_faults(arch, kernel, clocks, turn):
     """What an inner loop of absorbed attention must not do, as text. `clocks`: of bounds()."""
-    if not re.fullmatch(r"mla_attend_\d+", kernel):
+    if not re.fullmatch(r"mla_attend_\d+\w*", kernel):
         return
     where = f"{arch} {kernel}"
     memory, matrix, lds, issue = clocks
@@ -167,7 +174,10 @@ def loop_faults(arch, kernel, clocks, turn):
         return
     if turn.waits_for_all:
         yield f"{where}: waits for all copies from memory in every turn"
-    if kernel == "mla_attend_128":
+    if "fp8" in kernel:
+        if kernel in FP8_TURN and max(matrix, lds, issue, turn.clocks) > FP8_TURN[kernel] * memory:
+            yield f"{where}: takes more than {FP8_TURN[kernel]} of the memory's time"
+    elif kernel == "mla_attend_128":
         if matrix / max(memory, lds, issue, turn.clocks) < MATRIX_BUSY:
             yield f"{where}: matrix pipe busy less than {MATRIX_BUSY:.0%}"
     elif max(matrix, lds, issue, turn.clocks) > memory:
@@ -271,7 +281,7 @@ def main():
         assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
         faults += m0_faults(arch, assembly)
         for r in records:
-            loop = loop_of(arch, r.kernel)
+            loop = loop_of(arch, r.kernel, accesses.variants)
             if r.arch == arch and loop is not None:
                 code = inner_loop(assembly, r.kernel)
                 lds_clocks = lds_clocks_of(accesses, arch, r.kernel)

@@ -4,6 +4,7 @@
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
+//             [--kv bf16|fp8_tensor|fp8_row]
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS.
 #include <algorithm>
@@ -27,8 +28,7 @@ using kernels::Bf16;
 
 constexpr int32_t kPage = 64;
 constexpr int32_t kRowDim = 576;
-constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
-constexpr int64_t kPageBytes = kPage * kRowBytes;
+constexpr int64_t kQueryBytes = kRowDim * sizeof(Bf16);
 constexpr int64_t kFlushBytes = int64_t{256} << 20;
 
 struct Flags {
@@ -37,7 +37,8 @@ struct Flags {
   bool ragged = false;
   int32_t query_rows = 1;
   double max_gb = 20.0;
-  std::string image;  // file with device code to use in place of what was built in
+  std::string kv = "bf16";  // format of the rows
+  std::string image;        // file with device code to use in place of what was built in
 };
 
 struct Shape {
@@ -59,10 +60,13 @@ Shape MakeShape(const Flags& flags, int32_t heads, int32_t batch, int32_t contex
   return shape;
 }
 
+constexpr float kLayerScale = 0.01f;
+
 class Bench {
  public:
-  Bench(const Flags& flags, std::unique_ptr<kernels::hip::HipBackend> backend)
-      : flags_(flags), backend_(std::move(backend)) {}
+  Bench(const Flags& flags, kernels::KvFormat format,
+        std::unique_ptr<kernels::hip::HipBackend> backend)
+      : flags_(flags), format_(format), backend_(std::move(backend)) {}
 
   absl::Status Setup(const std::vector<Shape>& shapes);
   absl::Status Time(const Shape& shape);
@@ -71,7 +75,18 @@ class Bench {
   absl::Status FillPool(int64_t bytes);
   absl::Status Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns);
 
+  int64_t row_bytes() const { return row_.row_bytes; }
+  int64_t page_bytes() const { return kPage * row_bytes(); }
+  kernels::AttentionDesc Desc(const Shape& shape) const {
+    kernels::AttentionDesc desc;
+    desc.geometry = {shape.heads, 512, 64, 128, 128};
+    desc.kv_format = format_;
+    return desc;
+  }
+
   Flags flags_;
+  const kernels::KvFormat format_;
+  const kernels::KvRowLayout row_ = kernels::MakeKvRowLayout(format_, 512, 64);
   std::unique_ptr<kernels::hip::HipBackend> backend_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   scheduler::Planner planner_;
@@ -89,7 +104,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
     packed = std::max<int64_t>(packed, int64_t{s.batch} * s.heads * flags_.query_rows);
   }
   kernels::BackendLimits limits;
-  limits.kv_pool_bytes = pages * kPageBytes;
+  limits.kv_pool_bytes = pages * page_bytes();
   limits.page_table_entries = pages;
   limits.launch_slots = 1;
   limits.launch_requests = static_cast<int32_t>(batch);
@@ -97,7 +112,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   limits.launch_packed_rows = packed;
   limits.partial_rows = 400000;
   limits.max_o_dim = 512;
-  limits.staging_in_bytes = packed * kRowBytes + (1 << 20);
+  limits.staging_in_bytes = packed * kQueryBytes + (1 << 20);
   limits.staging_out_bytes = packed * 516 * 4 + (1 << 20);
   limits.work_items = 100000;
   limits.reduce_tiles = 50000;
@@ -108,7 +123,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   auto buffers = scheduler::MetadataBuffers::Create(capacity, *backend_);
   if (!buffers.ok()) return buffers.status();
   buffers_ = *std::move(buffers);
-  auto q = backend_->AllocateHost(packed * kRowBytes);
+  auto q = backend_->AllocateHost(packed * kQueryBytes);
   if (!q.ok()) return q.status();
   q_ = *std::move(q);
   auto o = backend_->AllocateHost(packed * 516 * 4);
@@ -120,20 +135,27 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   return FillPool(limits.kv_pool_bytes);
 }
 
+// The same rows over and over.
 absl::Status Bench::FillPool(int64_t bytes) {
-  const int64_t block = std::min<int64_t>(bytes, int64_t{64} << 20);
+  constexpr int64_t kRows = 16384;
+  const int64_t block = std::min(bytes, kRows * row_bytes());
   auto host = backend_->AllocateHost(block);
   if (!host.ok()) return host.status();
-  auto* values = reinterpret_cast<Bf16*>((*host)->bytes().data());
   std::mt19937 random(2);
   std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < block / 2; ++i) values[i] = kernels::ToBf16(normal(random));
   auto* q = reinterpret_cast<Bf16*>(q_->bytes().data());
-  for (size_t i = 0; i < q_->bytes().size() / 2; ++i) q[i] = values[i % (block / 2)];
+  for (size_t i = 0; i < q_->bytes().size() / 2; ++i) q[i] = kernels::ToBf16(normal(random));
+  std::vector<float> values(kRowDim);
+  std::byte* row = (*host)->bytes().data();
+  for (int64_t i = 0; i < block / row_bytes(); ++i, row += row_bytes()) {
+    for (float& x : values) x = normal(random);
+    kernels::EncodeKvRow(row_, kernels::Fp8Kind::kE4m3Fn, values.data(), kernels::DType::kF32,
+                         kLayerScale, {row, row + row_.scales_at});
+  }
   kernels::hip::GpuRuntime& runtime = backend_->runtime();
   for (int64_t at = 0; at < bytes; at += block) {
-    absl::Status s = runtime.CopyIn(backend_->pool() + at, values, std::min(block, bytes - at),
-                                    backend_->compute_stream());
+    absl::Status s = runtime.CopyIn(backend_->pool() + at, (*host)->bytes().data(),
+                                    std::min(block, bytes - at), backend_->compute_stream());
     if (!s.ok()) return s;
   }
   return runtime.Synchronize(backend_->compute_stream());
@@ -142,7 +164,7 @@ absl::Status Bench::FillPool(int64_t bytes) {
 absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns) {
   const int64_t packed = int64_t{shape.batch} * shape.heads * flags_.query_rows;
   layout_.Clear();
-  auto q = layout_.Input(q_->bytes().data(), packed * kRowBytes);
+  auto q = layout_.Input(q_->bytes().data(), packed * kQueryBytes);
   if (!q.ok()) return q.status();
   auto o = layout_.Output(o_->bytes().data(), packed * 512 * 2);
   if (!o.ok()) return o.status();
@@ -163,7 +185,8 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
     r.lse_head_stride = 1;
     r.lse_row_stride = shape.heads;
     r.page_table = entry;
-    r.row_stride = kRowBytes;
+    r.row_stride = row_bytes();
+    r.kv_scale = kLayerScale;
     r.page_size = kPage;
     r.q_rows = flags_.query_rows;
     r.kv_rows = shape.lengths[i];
@@ -175,7 +198,7 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
   kernels::Launch launch;
   launch.inputs = layout_.inputs();
   launch.outputs = layout_.outputs();
-  launch.absorbed.desc.geometry = {shape.heads, 512, 64, 128, 128};
+  launch.absorbed.desc = Desc(shape);
   launch.absorbed.segments = records_;
   launch.absorbed.plan = plan;
   // Overwrites the L2 and keeps the device busy while the host enqueues.
@@ -193,7 +216,7 @@ absl::Status Bench::Time(const Shape& shape) {
   std::iota(pages.begin(), pages.end(), 0u);
   std::shuffle(pages.begin(), pages.end(), std::mt19937(3));
   for (int64_t i = 0; i < shape.pages; ++i) {
-    pages[i] *= static_cast<uint32_t>(kPageBytes / kernels::kPageGranuleBytes);
+    pages[i] *= static_cast<uint32_t>(page_bytes() / kernels::kPageGranuleBytes);
   }
   const kernels::TableRange all{0, shape.pages};
   kernels::Launch tables;
@@ -203,8 +226,8 @@ absl::Status Bench::Time(const Shape& shape) {
   if (s.ok()) s = backend_->Wait(0).status();
   if (!s.ok()) return s;
 
-  kernels::AttentionDesc desc;
-  desc.geometry = {shape.heads, 512, 64, 128, 128};
+  const kernels::AttentionDesc desc = Desc(shape);
+  if (absl::Status can = backend_->CanRun(desc); !can.ok()) return can;
   std::vector<scheduler::PlanSegment> requests;
   for (const int32_t n : shape.lengths) {
     requests.push_back({flags_.query_rows, n, shape.heads, true});
@@ -226,26 +249,39 @@ absl::Status Bench::Time(const Shape& shape) {
   const double flop =
       2.0 * static_cast<double>(shape.rows) * shape.heads * flags_.query_rows * (576 + 512);
   std::printf(
-      "h=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
+      "%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
       "%zu merged tiles\n",
-      shape.heads, shape.batch, shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows,
-      us, static_cast<double>(times[0]) / 1e3,
-      static_cast<double>(shape.rows) * kRowBytes / us / 1e6, flop / us / 1e6,
-      plan->work_info.size(), plan->reduce_final_map.size());
+      format_ == kernels::KvFormat::kBf16 ? "" : (flags_.kv + " ").c_str(), shape.heads,
+      shape.batch, shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, us,
+      static_cast<double>(times[0]) / 1e3, static_cast<double>(shape.rows * row_bytes()) / us / 1e6,
+      flop / us / 1e6, plan->work_info.size(), plan->reduce_final_map.size());
   std::fflush(stdout);
   return absl::OkStatus();
 }
 
 int Main(int argc, char** argv) {
   Flags flags;
-  const Flag known[] = {{"--heads", &flags.heads},     {"--batch", &flags.batch},
-                        {"--context", &flags.context}, {"--iterations", &flags.iterations},
-                        {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
-                        {"--max-gb", &flags.max_gb},   {"--image", &flags.image}};
+  const Flag known[] = {{"--heads", &flags.heads},
+                        {"--batch", &flags.batch},
+                        {"--context", &flags.context},
+                        {"--iterations", &flags.iterations},
+                        {"--ragged", &flags.ragged},
+                        {"--query-rows", &flags.query_rows},
+                        {"--max-gb", &flags.max_gb},
+                        {"--image", &flags.image},
+                        {"--kv", &flags.kv}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
   }
+  const auto* const format =
+      std::find_if(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats),
+                   [&](kernels::KvFormat f) { return Name(f) == flags.kv; });
+  if (format == std::end(kernels::kKvFormats)) {
+    std::fprintf(stderr, "--kv: got '%s', want bf16, fp8_tensor or fp8_row\n", flags.kv.c_str());
+    return 2;
+  }
+  const int64_t row_bytes = kernels::MakeKvRowLayout(*format, 512, 64).row_bytes;
   auto backend = AnyGpu(flags.image);
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
@@ -256,13 +292,13 @@ int Main(int argc, char** argv) {
     for (const int32_t context : flags.context) {
       for (const int32_t batch : flags.batch) {
         Shape shape = MakeShape(flags, heads, batch, context);
-        if (static_cast<double>(shape.rows) * kRowBytes <= flags.max_gb * 1e9) {
+        if (static_cast<double>(shape.rows * row_bytes) <= flags.max_gb * 1e9) {
           shapes.push_back(std::move(shape));
         }
       }
     }
   }
-  Bench bench(flags, *std::move(backend));
+  Bench bench(flags, *format, *std::move(backend));
   absl::Status s = bench.Setup(shapes);
   for (const Shape& shape : shapes) {
     if (s.ok()) s = bench.Time(shape);

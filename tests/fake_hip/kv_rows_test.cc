@@ -1,0 +1,232 @@
+// Rows of 8 bits that no append has written: any scale that the format allows for, bytes that stand
+// for no number, on the kernels of every architecture.
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+constexpr int32_t kRows = 96, kPage = 16, kPages = kRows / kPage;
+constexpr int32_t kQueries = 2, kHeads = 4, kPacked = kQueries * kHeads;
+constexpr int32_t kLora = 512, kDim = 576;
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+struct Case {
+  std::string name;
+  KvFormat format;
+  std::vector<float> scales;  // of rows and groups in turn, or of the layer
+  float q;                    // size of queries
+  bool nan_row;               // the last row holds none but bytes that stand for NaN
+};
+
+// Powers of two, and what is none; nothing at all, denormals, the bounds.
+const Case kCases[] = {
+    {"powers", KvFormat::kFp8Row, {0x1p-6f, 0x1p-9f, 0x1p-2f}, 0.02f, true},
+    {"thirds", KvFormat::kFp8Row, {0.013f, 0.3f, 0x1p-4f, 0.0071f, 0.11f}, 0.02f, true},
+    {"zeros", KvFormat::kFp8Row, {0x1p-5f, 0.0f, 0x1p-6f, 0x1p-5f, 0x1p-7f}, 0.02f, false},
+    {"denormal", KvFormat::kFp8Row, {0x1p-5f, 1e-40f, 0x1p-6f}, 0.02f, false},
+    {"least", KvFormat::kFp8Row, {0x1p-100f}, 0x1p90f, false},
+    {"largest", KvFormat::kFp8Row, {0x1p71f, 0x1p70f, 0x1p72f}, 0x1p-80f, false},
+    {"layer", KvFormat::kFp8Tensor, {0.0123f}, 0.02f, true},
+    {"least of a layer", KvFormat::kFp8Tensor, {0x1p-100f}, 0x1p90f, false},
+    {"largest of a layer", KvFormat::kFp8Tensor, {0x1p72f}, 0x1p-80f, false},
+};
+
+class Inputs {
+ public:
+  Inputs(const Case& c, Fp8Kind of_pool)
+      : layout(MakeKvRowLayout(c.format, kLora, kDim - kLora)), kind(of_pool) {
+    uint32_t state = 12345;
+    const auto next = [&state] { return state = state * 1664525u + 1013904223u, state >> 8; };
+    // Scales of the other kind are twice as large.
+    const float doubled = kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f;
+    for (int32_t row = 0; row < kRows; ++row) {
+      std::byte* const at = &pool[static_cast<size_t>(row * layout.row_bytes)];
+      for (int32_t i = 0; i < layout.row_bytes; ++i) {
+        at[i] = static_cast<std::byte>(next() % 0x7fu | (next() % 2 != 0 ? 0x80u : 0u));
+        if (at[i] == std::byte{0x80}) at[i] = std::byte{0};
+      }
+      if (c.format == KvFormat::kFp8Row) {
+        for (int32_t g = 0; g < layout.groups; ++g) {
+          const float scale = c.scales[static_cast<size_t>(row * 3 + g) % c.scales.size()];
+          Put(at + layout.scales_at + g * 4, scale * doubled);
+        }
+        for (int32_t i = 0; i < kDim - kLora; ++i) {
+          const float x = (static_cast<float>(next() % 2001) / 1000.0f - 1.0f) * c.scales[0] * 64;
+          Put(at + layout.rope_at + i * 2, ToBf16(x));
+        }
+      }
+      if (c.nan_row && row == kRows - 1) Poison(at);
+    }
+    layer_scale = c.scales[0];
+    for (Bf16& x : q) x = ToBf16((static_cast<float>(next() % 2001) / 1000.0f - 1.0f) * c.q);
+    Decode(c.format == KvFormat::kFp8Tensor ? layer_scale * doubled : 1.0f);
+  }
+
+  const KvRowLayout layout;
+  const Fp8Kind kind;
+  float layer_scale = 1.0f;
+  std::vector<std::byte> pool = std::vector<std::byte>(size_t{kRows} * 656);
+  std::vector<float> rows = std::vector<float>(size_t{kRows} * kDim);
+  std::vector<Bf16> q = std::vector<Bf16>(size_t{kPacked} * kDim);
+
+ private:
+  template <class T>
+  static void Put(std::byte* at, T value) {
+    std::memcpy(at, &value, sizeof value);
+  }
+  void Poison(std::byte* at) const {
+    constexpr uint8_t kBytes[] = {0x7f, 0xff, 0x80};
+    for (int32_t i = 0; i < kLora; ++i) at[i] = static_cast<std::byte>(kBytes[i % 3]);
+    for (int32_t g = 0; g < layout.groups; ++g) Put(at + layout.scales_at + g * 4, kNaN);
+  }
+  void Decode(float scale) {
+    for (int32_t row = 0; row < kRows; ++row) {
+      const std::byte* const at = &pool[static_cast<size_t>(row * layout.row_bytes)];
+      DecodeKvRow(layout, kind, scale, {at, at + layout.scales_at},
+                  &rows[static_cast<size_t>(row) * kDim]);
+    }
+  }
+};
+
+// Softmax over the rows that packed row `p` sees, in double.
+struct Answer {
+  Answer(const Inputs& in, int32_t p) {
+    const int32_t visible = kRows - kQueries + p / kHeads + 1;
+    std::vector<double> logits;
+    double top = -std::numeric_limits<double>::infinity(), sum = 0.0;
+    for (int32_t row = 0; row < visible; ++row) {
+      double logit = 0.0;
+      for (int32_t i = 0; i < kDim; ++i) {
+        logit += double{ToFloat(in.q[static_cast<size_t>(p * kDim + i)])} *
+                 in.rows[static_cast<size_t>(row * kDim + i)];
+      }
+      logits.push_back(logit);
+      if (!(logit <= top)) top = logit;
+    }
+    for (int32_t row = 0; row < visible; ++row) {
+      const double weight = std::exp(logits[static_cast<size_t>(row)] - top);
+      sum += weight;
+      for (int32_t i = 0; i < kLora; ++i) {
+        o[static_cast<size_t>(i)] += weight * in.rows[static_cast<size_t>(row * kDim + i)];
+        largest = std::max(largest, std::abs(double{in.rows[static_cast<size_t>(row * kDim + i)]}));
+      }
+    }
+    for (double& x : o) x /= sum;
+    lse = top + std::log(sum);
+  }
+  std::vector<double> o = std::vector<double>(kLora);
+  double lse = 0.0, largest = 0.0;
+};
+
+class KvRowsTest : public BackendOnFakeTest {
+ protected:
+  // One unit, one work item, not split.
+  static absl::Status Attend(HipBackend& backend, const Inputs& in, KvFormat format,
+                             std::vector<float>& o, std::vector<float>& lse) {
+    LaunchLayout layout(backend, 0);
+    auto q = layout.Input(in.q.data(), static_cast<int64_t>(in.q.size() * sizeof(Bf16)));
+    auto out = layout.Output(o.data(), static_cast<int64_t>(o.size() * sizeof(float)));
+    auto sums = layout.Output(lse.data(), static_cast<int64_t>(lse.size() * sizeof(float)));
+    if (!q.ok() || !out.ok() || !sums.ok()) return absl::InternalError("no room");
+    SegmentRecord segment = {};
+    segment.q = *q;
+    segment.o = *out;
+    segment.lse = static_cast<float*>(*sums);
+    segment.q_row_stride = kHeads * kDim;
+    segment.q_head_stride = kDim;
+    segment.o_row_stride = kHeads * kLora;
+    segment.o_head_stride = kLora;
+    segment.lse_row_stride = kHeads;
+    segment.lse_head_stride = 1;
+    segment.page_table = 0;
+    segment.layer_offset = 0;
+    segment.row_stride = in.layout.row_bytes;
+    segment.page_size = kPage;
+    segment.q_rows = kQueries;
+    segment.kv_rows = kRows;
+    segment.num_heads = kHeads;
+    segment.head_offset = 0;
+    segment.weights_slot = -1;
+    segment.softmax_scale = 1.0f;
+    segment.causal = 1;
+    segment.kv_scale = in.layer_scale;
+    std::vector<uint32_t> pages;
+    for (int32_t page = 0; page < kPages; ++page) {
+      pages.push_back(
+          static_cast<uint32_t>(page * kPage * in.layout.row_bytes / kPageGranuleBytes));
+    }
+    const TableRange table{0, kPages};
+    const int32_t indptr[] = {0, 1}, reduce[] = {0};
+    const WorkInfo work{0, kUnsplit, 0, kQueries, 0, kRows, 0, PackHeads(0, kHeads)};
+    Launch launch;
+    launch.inputs = layout.inputs();
+    launch.outputs = layout.outputs();
+    launch.page_tables = pages;
+    launch.table_changes = {&table, 1};
+    launch.absorbed.desc.geometry = {kHeads, kLora, kDim - kLora, 128, 128};
+    launch.absorbed.desc.kv_format = format;
+    launch.absorbed.desc.o_dtype = DType::kF32;
+    launch.absorbed.segments = {&segment, 1};
+    launch.absorbed.plan = {indptr, {&work, 1}, reduce, {}, {}, 0, NextPlanGeneration(), {}};
+    absl::Status s = backend.Submit(0, launch);
+    return s.ok() ? backend.Wait(0).status() : s;
+  }
+
+  static void Check(const Case& c, const Inputs& in, std::span<const float> o,
+                    std::span<const float> lse) {
+    for (int32_t p = 0; p < kPacked; ++p) {
+      const std::string where = c.name + ", packed row " + std::to_string(p);
+      const Answer want(in, p);
+      const std::span<const float> got = o.subspan(static_cast<size_t>(p) * kLora, kLora);
+      if (c.nan_row && p >= kHeads) {
+        EXPECT_TRUE(std::isnan(lse[static_cast<size_t>(p)])) << where;
+        for (const float x : got) ASSERT_TRUE(std::isnan(x)) << where;
+        continue;
+      }
+      EXPECT_NEAR(lse[static_cast<size_t>(p)], want.lse, 2e-3 * (1.0 + std::abs(want.lse)))
+          << where;
+      for (size_t i = 0; i < kLora; ++i) {
+        ASSERT_NEAR(got[i], want.o[i], 6e-3 * want.largest) << where << ", column " << i;
+      }
+    }
+  }
+};
+
+TEST_F(KvRowsTest, AnyBytesMeanWhatTheFormatSays) {
+  for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits, &kSm90Traits}) {
+    control_->arch = arch->arch.data();
+    HipBackendOptions options = Options();
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+    options.watchdog_ms = 60000;
+    BackendLimits limits = Limits();
+    limits.launch_packed_rows = kPacked;
+    for (const Case& c : kCases) {
+      SCOPED_TRACE(std::string(arch->arch) + " " + c.name);
+      auto backend = HipBackend::Create(options);
+      ASSERT_TRUE(backend.ok()) << backend.status();
+      ASSERT_TRUE((*backend)->Configure(limits).ok());
+      const Inputs in(c, arch->fp8);
+      GpuRuntime& runtime = (*backend)->runtime();
+      ASSERT_TRUE(runtime
+                      .CopyIn((*backend)->pool(), in.pool.data(),
+                              static_cast<int64_t>(in.pool.size()), (*backend)->compute_stream())
+                      .ok());
+      ASSERT_TRUE(runtime.Synchronize((*backend)->compute_stream()).ok());
+      std::vector<float> o(size_t{kPacked} * kLora, 0.5f), lse(kPacked, 0.5f);
+      const absl::Status ran = Attend(**backend, in, c.format, o, lse);
+      ASSERT_TRUE(ran.ok()) << ran;
+      Check(c, in, o, lse);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mla::kernels::hip
