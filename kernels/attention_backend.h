@@ -33,6 +33,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_desc.h"
 #include "kernels/attention_params.h"
+#include "kernels/formats/fp8.h"
 #include "kernels/launch/launch.h"
 
 namespace mla::kernels {
@@ -46,8 +47,9 @@ struct BackendInfo {
   int32_t units = 1;        // parallel workers a plan should be cut for: threads, CUs, SMs
   // Formats of KV rows that it computes on; CanRun has the last word.
   std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
-  bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
-  bool unified_memory = true;  // launches work on host memory in place
+  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
+  bool sparse = false;             // computes on index lists (AttentionKind::kSparse)
+  bool unified_memory = true;      // launches work on host memory in place
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
   // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
@@ -128,7 +130,7 @@ struct BackendLimits {
   int64_t reduce_partials = 0;
   int64_t round_items = 0;  // of a plan, all rounds together
   int64_t round_expansions = 0;
-  int32_t page_ranges = 4096;   // of a launch
+  int32_t page_ranges = 4096;   // of a launch; as many page writes, and page reads
   int32_t table_ranges = 4096;  // of a launch
   Geometry max_geometry;        // every dim at its maximum over all models
 };
@@ -192,11 +194,6 @@ class AttentionBackend {
   virtual absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   virtual absl::Status FreeWeights(int32_t slot) = 0;
-
-  // Reads the rows that `where` names back as row-major bf16, rounded to it where the format holds
-  // other numbers; `page_tables` is as in Launch. Blocking, for comparisons and export.
-  virtual absl::Status ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
-                              Bf16* out) = 0;
 
   // --- Launches. `slot` is in [0, launch_slots). The same memory for as long as the backend lives.
   virtual SlotMemory Memory(int32_t slot) = 0;

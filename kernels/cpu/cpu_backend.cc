@@ -43,7 +43,7 @@ AttentionDesc LargestDesc(const BackendLimits& limits, AttentionForm form) {
   return desc;
 }
 
-int64_t BlocksOf(int32_t rows, int32_t block) { return (rows + block - 1) / block; }
+int64_t BlocksOf(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
 
 int64_t AppendItems(std::span<const AppendRecord> records) {
   int64_t items = 0;
@@ -58,7 +58,7 @@ int64_t ProjectionItems(const ProjectionRecord& record) {
 // Shares that the merge of a split tile is cut into.
 int32_t MergeShares(int32_t threads) { return threads == 1 ? 1 : 16; }
 
-int64_t PageItems(const PageRange& range) { return (range.bytes + kCopyBytes - 1) / kCopyBytes; }
+int64_t PageItems(const PageRange& range) { return BlocksOf(range.bytes, kCopyBytes); }
 
 }  // namespace
 
@@ -265,6 +265,30 @@ void CpuBackend::WritePagesItem(const Job& job, const Phase& phase, int64_t item
   WritePageRange(job.pool, piece);
 }
 
+void CpuBackend::AddTransfers(Job& job, Phase::Kind kind, std::span<const PageTransfer> transfers) {
+  if (transfers.empty()) return;
+  int64_t items = 0;
+  for (const PageTransfer& transfer : transfers) items += BlocksOf(transfer.bytes, kCopyBytes);
+  Phase phase;
+  phase.kind = kind;
+  AddPhase(job, phase, items);
+}
+
+void CpuBackend::TransferItem(const Job& job, const Phase& phase, int64_t item) {
+  const bool writes = phase.kind == Phase::Kind::kWritePages;
+  for (const PageTransfer& transfer : writes ? job.launch->page_writes : job.launch->page_reads) {
+    const int64_t items = BlocksOf(transfer.bytes, kCopyBytes);
+    if (item >= items) {
+      item -= items;
+      continue;
+    }
+    const int64_t begin = item * kCopyBytes;
+    const PageTransfer piece{transfer.pool_offset + begin,
+                             std::min(kCopyBytes, transfer.bytes - begin), transfer.host + begin};
+    return writes ? WritePages(job.pool, piece) : ReadPages(job.pool, piece);
+  }
+}
+
 void CpuBackend::AddAttention(Job& job, const AttentionParams& params) {
   if (params.segments.empty()) return;
   const PlanView& plan = params.plan;
@@ -300,6 +324,7 @@ void CpuBackend::Start(int32_t slot, const Launch& launch) {
     phase.kind = kind;
     AddPhase(job, phase, items);
   };
+  AddTransfers(job, Phase::Kind::kWritePages, launch.page_writes);
   AddPagePhases(job);
   if (!launch.appends.empty()) {
     Phase phase;
@@ -310,6 +335,7 @@ void CpuBackend::Start(int32_t slot, const Launch& launch) {
   AddAttention(job, launch.absorbed);
   project(launch.project, Phase::Kind::kProject);
   AddAttention(job, launch.expanded);
+  AddTransfers(job, Phase::Kind::kReadPages, launch.page_reads);
   pool_->Start(job.work);
 }
 
@@ -336,6 +362,9 @@ void CpuBackend::AppendItem(const Job& job, int64_t item) {
 
 void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32_t place) {
   switch (phase.kind) {
+    case Phase::Kind::kWritePages:
+    case Phase::Kind::kReadPages:
+      return TransferItem(job, phase, item);
     case Phase::Kind::kPages:
       return WritePagesItem(job, phase, item);
     case Phase::Kind::kAppend:

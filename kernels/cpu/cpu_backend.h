@@ -43,7 +43,16 @@ class CpuBackend final : public HostBackend {
  private:
   // What a phase of the job does and needs.
   struct Phase {
-    enum class Kind : uint8_t { kPages, kAppend, kAbsorb, kProject, kPrepareMerges, kAttend };
+    enum class Kind : uint8_t {
+      kWritePages,
+      kPages,
+      kAppend,
+      kAbsorb,
+      kProject,
+      kPrepareMerges,
+      kAttend,
+      kReadPages
+    };
     Kind kind = Kind::kPages;
     // kPages: ranges to carry out, and of each the phase's items before it; none: one after another
     std::span<const PageRange> pages;
@@ -53,8 +62,9 @@ class CpuBackend final : public HostBackend {
   // Phases that the ranges of a launch are spread over where they wait for each other; what is left
   // then is carried out by one thread.
   static constexpr int32_t kMaxPagePhases = 256;
-  // Those, appends, two projections, and attention in either form with its merges.
-  static constexpr int32_t kMaxPhases = kMaxPagePhases + 1 + 2 + 2 * 2;
+  // Those, page writes and reads, appends, two projections, and attention in either form with its
+  // merges.
+  static constexpr int32_t kMaxPhases = kMaxPagePhases + 2 + 1 + 2 + 2 * 2;
   struct Job {
     const Launch* launch = nullptr;
     PoolView pool;
@@ -82,6 +92,8 @@ class CpuBackend final : public HostBackend {
   void AddPagePhases(Job& job);
   void AddAttention(Job& job, const AttentionParams& params);
   void WritePagesItem(const Job& job, const Phase& phase, int64_t item) const;
+  static void AddTransfers(Job& job, Phase::Kind kind, std::span<const PageTransfer> transfers);
+  static void TransferItem(const Job& job, const Phase& phase, int64_t item);
   static void AppendItem(const Job& job, int64_t item);
   void Execute(const Job& job, const Phase& phase, int64_t item, int32_t place);
   void PrepareMerges(const cpu::RunContext& run);

@@ -10,6 +10,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/launch/launch_layout.h"
+#include "kernels/launch/read_rows.h"
 #include "kernels/testing/allocation_counter.h"
 
 namespace mla::kernels {
@@ -114,7 +115,7 @@ absl::Status SubmitPages(CpuBackend& backend, std::span<const PageRange> ranges)
 
 std::vector<Bf16> ReadRow(CpuBackend& backend, const Step& step) {
   std::vector<Bf16> row(48, 7);
-  EXPECT_TRUE(backend.ReadKv(step.pages, step.append, row.data()).ok());
+  EXPECT_TRUE(ReadRows(backend, 0, step.pages, step.append, row.data()).ok());
   return row;
 }
 

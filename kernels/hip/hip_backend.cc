@@ -366,7 +366,9 @@ absl::Status HipBackend::Fault(absl::Status status) {
 absl::Status HipBackend::Build(int32_t slot, const kernels::Launch& launch) {
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
   owner.Begin();
-  absl::Status s = AddPages(owner, launch.pages);
+  absl::Status s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
+  if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
+  if (s.ok()) s = AddPages(owner, launch.pages);
   if (s.ok()) s = AddTables(owner, launch);
   if (s.ok()) s = AddAppends(owner, launch.appends);
   if (s.ok()) s = AddAbsorb(owner, launch.absorb);
@@ -382,7 +384,7 @@ absl::Status HipBackend::Submit(int32_t slot, const kernels::Launch& launch) {
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
   if (owner.running()) return absl::FailedPreconditionError("the launch slot is still running");
   absl::Status s = Build(slot, launch);
-  if (s.ok()) s = owner.Submit(launch);
+  if (s.ok()) s = owner.Submit(launch, pool_.at());
   if (s.ok()) return s;
   plans_->Release(slot);
   // A refused call leaves the device usable; a device that is gone refuses the next one too.

@@ -81,8 +81,6 @@ class HipBackend final : public kernels::AttentionBackend {
                            int32_t head_end, const kernels::Bf16* w_uk,
                            const kernels::Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
-  absl::Status ReadKv(std::span<const uint32_t> page_tables, const kernels::AppendRecord& where,
-                      kernels::Bf16* out) override;
 
   kernels::SlotMemory Memory(int32_t slot) override;
   absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;

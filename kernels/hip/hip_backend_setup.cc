@@ -101,6 +101,7 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
   info_.description = "tile kernels on matrix cores, persistent over the plan";
   info_.device = runtime_->name();
   info_.arch = runtime_->arch();
+  info_.fp8 = arch_->fp8;
   info_.supported =
       "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
       "kv_lora_rank 512, rope_dim 64, rows of bf16, fp8_tensor or fp8_row, bf16 queries (fp32 "
@@ -324,32 +325,6 @@ void HipBackend::UnregisterHost(std::span<std::byte> memory) {
   const std::chrono::milliseconds most(2 * options_.watchdog_ms);
   if (!pinned_->AwaitUnused(piece, most) || lost_) return;
   (void)runtime_->UnregisterHost(memory.data());
-}
-
-absl::Status HipBackend::ReadKv(std::span<const uint32_t> page_tables,
-                                const kernels::AppendRecord& where, Bf16* out) {
-  const kernels::KvRowLayout at =
-      kernels::MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
-  std::vector<std::byte> rows(static_cast<size_t>(where.rows) * static_cast<size_t>(at.row_bytes));
-  for (int32_t i = 0; i < where.rows; ++i) {
-    const int32_t position = where.first_position + i;
-    const int64_t entry = page_tables[where.page_table + position / where.page_size];
-    const int64_t offset = entry * kernels::kPageGranuleBytes + where.layer_offset +
-                           (position % where.page_size) * where.row_stride;
-    absl::Status s = runtime_->CopyOut(rows.data() + int64_t{i} * at.row_bytes,
-                                       pool_.at() + static_cast<uint64_t>(offset), at.row_bytes,
-                                       streams_.compute);
-    if (!s.ok()) return s;
-  }
-  if (absl::Status s = runtime_->Synchronize(streams_.compute); !s.ok()) return s;
-  const float scale = DeviceScale(where.format, where.kv_scale);
-  std::vector<float> values(static_cast<size_t>(where.row_dim));
-  const std::byte* row = rows.data();
-  for (int32_t i = 0; i < where.rows; ++i, row += at.row_bytes, out += where.row_dim) {
-    kernels::DecodeKvRow(at, arch_->fp8, scale, {row, row + at.scales_at}, values.data());
-    std::transform(values.begin(), values.end(), out, kernels::ToBf16);
-  }
-  return absl::OkStatus();
 }
 
 absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,

@@ -10,6 +10,7 @@
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/self_test_data.h"
 #include "kernels/launch/launch_layout.h"
+#include "kernels/launch/read_rows.h"
 
 namespace mla::kernels::hip {
 namespace self_test {
@@ -414,7 +415,7 @@ absl::Status CheckPages(AttentionBackend& backend) {
   launch.appends = {&compared, 1};
   if (absl::Status s = Run(backend, launch); !s.ok()) return s;
   std::vector<Bf16> got(kv.size());
-  if (absl::Status s = backend.ReadKv(pages, record, got.data()); !s.ok()) return s;
+  if (absl::Status s = kernels::ReadRows(backend, 0, pages, record, got.data()); !s.ok()) return s;
   for (size_t i = 0; i < kv.size(); ++i) {
     const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
     if (got[i] != want) return Wrong("page work", ToFloat(got[i]), ToFloat(want));

@@ -52,6 +52,14 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
   }
 }
 
+void WritePages(const PoolView& pool, const PageTransfer& transfer) {
+  std::memcpy(pool.base + transfer.pool_offset, transfer.host, static_cast<size_t>(transfer.bytes));
+}
+
+void ReadPages(const PoolView& pool, const PageTransfer& transfer) {
+  std::memcpy(transfer.host, pool.base + transfer.pool_offset, static_cast<size_t>(transfer.bytes));
+}
+
 void WritePageRange(const PoolView& pool, const PageRange& range) {
   std::byte* const target = pool.base + range.target_offset;
   if (range.zeroes()) {
@@ -168,21 +176,6 @@ absl::Status HostBackend::FreeWeights(int32_t slot) {
   return absl::OkStatus();
 }
 
-absl::Status HostBackend::ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
-                                 Bf16* out) {
-  const PoolView pool = Pool(page_tables);
-  const KvRowLayout at =
-      MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
-  std::vector<float> values(static_cast<size_t>(where.row_dim));
-  for (int32_t row = 0; row < where.rows; ++row, out += where.row_dim) {
-    const std::byte* const from = pool.Row(where.page_table, where.layer_offset, where.row_stride,
-                                           where.page_size, where.first_position + row);
-    DecodeKvRow(at, kHostFp8, where.kv_scale, {from, from + at.scales_at}, values.data());
-    std::transform(values.begin(), values.end(), out, ToBf16);
-  }
-  return absl::OkStatus();
-}
-
 PoolView HostBackend::Pool(std::span<const uint32_t> page_tables) const {
   return {pool_.data(), pool_.size(), page_tables.data()};
 }
@@ -241,6 +234,8 @@ absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
 
 absl::Status HostBackend::Check(const Launch& launch) const {
   absl::Status status = CheckPageRanges(launch.pages, limits_);
+  if (status.ok()) status = CheckPageTransfers("page_writes", launch.page_writes, limits_);
+  if (status.ok()) status = CheckPageTransfers("page_reads", launch.page_reads, limits_);
   if (status.ok()) {
     status = CheckTableRanges(launch.table_changes, limits_, launch.page_tables.size());
   }

@@ -51,6 +51,10 @@ inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end);
 
+// Carry out one transfer.
+void WritePages(const PoolView& pool, const PageTransfer& transfer);
+void ReadPages(const PoolView& pool, const PageTransfer& transfer);
+
 // Carries out one range; its source does not overlap its target.
 void WritePageRange(const PoolView& pool, const PageRange& range);
 
@@ -64,8 +68,6 @@ class HostBackend : public AttentionBackend {
   absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
-  absl::Status ReadKv(std::span<const uint32_t> page_tables, const AppendRecord& where,
-                      Bf16* out) override;
 
   SlotMemory Memory(int32_t slot) override;
   absl::Status Submit(int32_t slot, const Launch& launch) override;

@@ -3,6 +3,7 @@
 // A launch does the following, in this order, each part as if the parts before it had ended:
 //
 //   inputs        host memory -> memory of the slot
+//   page_writes   host memory -> pool, bytes as they are
 //   pages         copies and zeroing inside the pool
 //   tables        entries of the page tables that have changed
 //   appends       new KV rows into their pages, or compared with what is there
@@ -11,6 +12,7 @@
 //   project       latent outputs of EXPANDED segments out of latent space
 //   expanded      attention in the expanded form
 //   outputs       memory of the slot -> host memory
+//   page_reads    pool -> host memory, bytes as they are
 //
 // Empty spans leave a part out. Plain data without ownership: the launch and all that it refers to
 // stay valid and unchanged from Submit until Wait has returned. Addresses in records are those that
@@ -56,6 +58,15 @@ struct PageRange {
   int64_t source_offset = kZeros;
   bool zeroes() const { return source_offset == kZeros; }
 };
+// Bytes that travel between the pool and host memory as they lie there, in the format of the rows
+// and, where these hold 8-bit floats, of the backend's kind (BackendInfo::fp8). Memory from
+// AllocateHost or under RegisterHost is copied while the caller goes on; where the device does not
+// reach the memory by itself, Submit may wait for the copy.
+struct PageTransfer {
+  int64_t pool_offset;
+  int64_t bytes;
+  std::byte* host;
+};
 struct TableRange {  // entries of Launch::page_tables
   int64_t first, count;
 };
@@ -73,6 +84,8 @@ struct Projection {
 struct Launch {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
+  // Transfers of one list name no byte of the pool twice; at most limits.page_ranges a list.
+  std::span<const PageTransfer> page_writes, page_reads;
   // The list takes effect as if its ranges were carried out one after another, so a range may read
   // or overwrite what an earlier one has written. Ranges that share no bytes run in parallel. A
   // source may not overlap its own target. At most limits.page_ranges.

@@ -42,6 +42,20 @@ absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLim
   return absl::OkStatus();
 }
 
+absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> transfers,
+                                const BackendLimits& limits) {
+  absl::Status room = CheckRoom(part, transfers.size(), limits.page_ranges);
+  if (!room.ok()) return room;
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    const PageTransfer& t = transfers[i];
+    if (Inside(t.pool_offset, t.bytes, limits.kv_pool_bytes)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(part, "[", i, "]: ", t.bytes, " bytes at ",
+                                                   t.pool_offset, ", limit ",
+                                                   limits.kv_pool_bytes));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
                               size_t entries) {
   absl::Status room = CheckRoom("table ranges", ranges.size(), limits.table_ranges);

@@ -19,6 +19,9 @@ namespace mla::kernels {
 // INVALID_ARGUMENT names the first range that leaves the pool, or whose source overlaps its target;
 // RESOURCE_EXHAUSTED when there are more than limits.page_ranges.
 absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits);
+// The same for Launch::page_writes and page_reads; `part` is which of them, for the message.
+absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> transfers,
+                                const BackendLimits& limits);
 // The same for Launch::table_changes and limits.table_ranges; `entries` are in the table.
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
                               size_t entries);

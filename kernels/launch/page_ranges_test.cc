@@ -94,6 +94,21 @@ TEST(CheckPageRangesTest, NamesWhatLeavesThePoolOrOverlapsItself) {
   EXPECT_EQ(CheckPageRanges(list, limits).message(), "page ranges of a launch: 4 wanted, limit 3");
 }
 
+TEST(CheckPageTransfersTest, NamesWhatLeavesThePool) {
+  BackendLimits limits;
+  limits.kv_pool_bytes = 100;
+  limits.page_ranges = 2;
+  const auto check = [&limits](std::vector<PageTransfer> transfers) {
+    return CheckPageTransfers("page_reads", transfers, limits);
+  };
+  EXPECT_TRUE(check({{0, 100, nullptr}, {100, 0, nullptr}}).ok());
+  EXPECT_EQ(check({{0, 0, nullptr}, {96, 5, nullptr}}).message(),
+            "page_reads[1]: 5 bytes at 96, limit 100");
+  EXPECT_FALSE(check({{-1, 1, nullptr}}).ok());
+  EXPECT_FALSE(check({{0, -1, nullptr}}).ok());
+  EXPECT_EQ(check(std::vector<PageTransfer>(3)).code(), absl::StatusCode::kResourceExhausted);
+}
+
 TEST(CheckTableRangesTest, NamesWhatLeavesTheTable) {
   BackendLimits limits;
   limits.page_table_entries = 10;

@@ -62,12 +62,14 @@ ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
 void ReferenceBackend::Start(int32_t slot, const Launch& launch) {
   const auto begin = std::chrono::steady_clock::now();
   const PoolView pool = Pool(launch.page_tables);
+  for (const PageTransfer& transfer : launch.page_writes) WritePages(pool, transfer);
   for (const PageRange& range : launch.pages) WritePageRange(pool, range);
   for (const AppendRecord& record : launch.appends) AppendRows(pool, record, 0, record.rows);
   Project(launch.absorb, /*absorb=*/true);
   Attend(launch.absorbed, pool);
   Project(launch.project, /*absorb=*/false);
   Attend(launch.expanded, pool);
+  for (const PageTransfer& transfer : launch.page_reads) ReadPages(pool, transfer);
   if (static_cast<size_t>(slot) >= nanoseconds_.size()) nanoseconds_.resize(slot + 1);
   nanoseconds_[slot] =
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin)

@@ -1,6 +1,7 @@
 // What a failing backend takes down, and what it must not.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/launch/read_rows.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/testing/engine_harness.h"
@@ -79,7 +80,12 @@ INSTANTIATE_TEST_SUITE_P(Points, EngineFaultTest,
                          ::testing::Values(FaultPoint::kSubmit, FaultPoint::kSubmitAppends,
                                            FaultPoint::kSubmitAttention, FaultPoint::kWait));
 
-class EnginePageWorkTest : public EngineFaultTest {};
+class EnginePageWorkTest : public EngineFaultTest {
+ protected:
+  absl::Status Read(const kernels::AppendRecord& where, kernels::Bf16* out) {
+    return kernels::ReadRows(h_->core().backend(), 0, h_->core().page_tables(), where, out);
+  }
+};
 
 // Pages that changed tenant must be zeroed even if the launch that should have done it fails.
 TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
@@ -132,13 +138,13 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
     kernels::AppendRecord first = where;
     first.first_position = 0;
     first.rows = 1;
-    if (!h_->core().backend().ReadKv(h_->core().page_tables(), first, row.data()).ok()) continue;
+    if (!Read(first, row.data()).ok()) continue;
     found = kernels::ToFloat(row[0]) == Rows(1, 8)[0][0] &&
             kernels::ToFloat(row[5]) == Rows(1, 8)[0][5];
   }
   ASSERT_TRUE(found);
   std::vector<kernels::Bf16> rest(24, 1);
-  ASSERT_TRUE(h_->core().backend().ReadKv(h_->core().page_tables(), where, rest.data()).ok());
+  ASSERT_TRUE(Read(where, rest.data()).ok());
   EXPECT_THAT(rest, ::testing::Each(0));
 }
 

@@ -39,7 +39,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   // Of all launches: KV rows appended, and records of attention and their heads.
   int64_t appended_rows() const { return appended_rows_; }
   int64_t compared_rows() const { return compared_rows_; }
-  int64_t reads() const { return reads_; }  // calls of ReadKv, which block
+  int64_t reads() const { return reads_; }  // launches that read pages
   int64_t attended_records() const { return attended_records_; }
   int64_t attended_heads() const { return attended_heads_; }
   void SetAbsorbedOnly() { absorbed_only_ = true; }
@@ -103,11 +103,6 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (absl::Status s = At(FaultPoint::kFreeWeights); !s.ok()) return s;
     return inner_->FreeWeights(slot);
   }
-  absl::Status ReadKv(std::span<const uint32_t> page_tables, const kernels::AppendRecord& where,
-                      kernels::Bf16* out) override {
-    ++reads_;
-    return inner_->ReadKv(page_tables, where, out);
-  }
   kernels::SlotMemory Memory(int32_t slot) override {
     kernels::SlotMemory memory = inner_->Memory(slot);
     if (!has_two_slots_) return memory;
@@ -121,6 +116,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   absl::Status Submit(int32_t slot, const kernels::Launch& launch) override {
     absl::Status s = At(FaultPoint::kSubmit);
     if (s.ok() && !launch.pages.empty()) s = At(FaultPoint::kSubmitPages);
+    reads_ += !launch.page_reads.empty();
     if (s.ok() && !launch.appends.empty()) s = At(FaultPoint::kSubmitAppends);
     const auto forms = {&launch.absorbed, &launch.expanded};
     for (const kernels::AttentionParams* form : forms) {

@@ -122,6 +122,8 @@ class WrongScale final : public kernels::HostBackend {
   void Start(int32_t, const kernels::Launch& launch) override {
     kernels::ReferenceScratch scratch;
     const kernels::PoolView pool = Pool(launch.page_tables);
+    for (const auto& transfer : launch.page_writes) WritePages(pool, transfer);
+    for (const auto& range : launch.pages) WritePageRange(pool, range);
     for (const auto& record : launch.appends) AppendRows(pool, record, 0, record.rows);
     for (kernels::SegmentRecord request : launch.absorbed.segments) {
       request.softmax_scale *= 1.25f;
@@ -131,6 +133,7 @@ class WrongScale final : public kernels::HostBackend {
         }
       }
     }
+    for (const auto& transfer : launch.page_reads) ReadPages(pool, transfer);
   }
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t) override { return 0; }

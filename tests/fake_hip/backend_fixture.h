@@ -10,6 +10,7 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch/launch_layout.h"
+#include "kernels/launch/read_rows.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 
 namespace mla::kernels::hip {
@@ -112,7 +113,7 @@ class BackendOnFakeTest : public ::testing::Test {
   // The rows that are in the first page.
   static std::vector<kernels::Bf16> ReadRows(HipBackend& backend, int32_t rows, uint32_t page = 0) {
     std::vector<kernels::Bf16> read(static_cast<size_t>(rows) * 576, 7);
-    EXPECT_TRUE(backend.ReadKv({&page, 1}, Append(nullptr, rows), read.data()).ok());
+    EXPECT_TRUE(kernels::ReadRows(backend, 0, {&page, 1}, Append(nullptr, rows), read.data()).ok());
     return read;
   }
 

@@ -127,6 +127,30 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const kernels::HostInput> input
   return runtime_->WaitFor(streams_.compute, inputs_ready_);
 }
 
+absl::Status LaunchSlot::EnqueueWrites(std::span<const kernels::PageTransfer> writes,
+                                       DevicePtr pool) {
+  for (const kernels::PageTransfer& t : writes) {
+    if (t.bytes == 0) continue;
+    (void)Reaches(t.host, t.bytes);  // the range stays pinned until the launch has ended
+    absl::Status s = runtime_->CopyIn(pool + static_cast<uint64_t>(t.pool_offset), t.host, t.bytes,
+                                      streams_.compute);
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::EnqueueReads(std::span<const kernels::PageTransfer> reads,
+                                      DevicePtr pool) {
+  for (const kernels::PageTransfer& t : reads) {
+    if (t.bytes == 0) continue;
+    (void)Reaches(t.host, t.bytes);
+    absl::Status s = runtime_->CopyOut(t.host, pool + static_cast<uint64_t>(t.pool_offset), t.bytes,
+                                       streams_.compute);
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status LaunchSlot::EnqueueKernels() {
   if (absl::Status s = runtime_->Record(started_, streams_.compute); !s.ok()) return s;
   for (const Kernel& kernel : kernels_) {
@@ -134,7 +158,7 @@ absl::Status LaunchSlot::EnqueueKernels() {
         runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
     if (!s.ok()) return s;
   }
-  return runtime_->Record(computed_, streams_.compute);
+  return absl::OkStatus();
 }
 
 absl::Status LaunchSlot::EnqueueOutputs(std::span<const kernels::HostOutput> outputs) {
@@ -166,17 +190,20 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const kernels::HostOutput> out
   return runtime_->Record(done_, streams_.out);
 }
 
-absl::Status LaunchSlot::Enqueue(const kernels::Launch& launch) {
+absl::Status LaunchSlot::Enqueue(const kernels::Launch& launch, DevicePtr pool) {
   absl::Status s = EnqueueInputs(launch.inputs);
+  if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
   if (s.ok()) s = EnqueueKernels();
+  if (s.ok()) s = EnqueueReads(launch.page_reads, pool);
+  if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
   if (s.ok()) s = EnqueueOutputs(launch.outputs);
   return s;
 }
 
-absl::Status LaunchSlot::Submit(const kernels::Launch& launch) {
+absl::Status LaunchSlot::Submit(const kernels::Launch& launch, DevicePtr pool) {
   if (launch.inputs.size() > kMaxTransfers) return Full("inputs", kMaxTransfers);
   if (launch.outputs.size() > kMaxTransfers) return Full("outputs", kMaxTransfers);
-  absl::Status s = Enqueue(launch);
+  absl::Status s = Enqueue(launch, pool);
   if (s.ok()) {
     running_ = true;
     outputs_ = launch.outputs;

@@ -66,7 +66,9 @@ class LaunchSlot {
   // Enqueues copies and kernels; the device starts as soon as earlier launches allow. Host memory
   // in a pinned range is copied by the device itself; the bytes of other memory pass through the
   // slot's pinned regions. The launch stays as it is until Wait has returned.
-  absl::Status Submit(const kernels::Launch& launch);
+  // Page transfers keep the order of launches: the device copies them between the kernels of
+  // earlier and of later ones. `pool` is where the pool begins.
+  absl::Status Submit(const kernels::Launch& launch, DevicePtr pool);
   absl::StatusOr<bool> Done();
   // Waits, hands outputs over and returns the nanoseconds the kernels took. DEADLINE_EXCEEDED when
   // the device has not answered within `watchdog`.
@@ -87,9 +89,12 @@ class LaunchSlot {
   void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
-  absl::Status Enqueue(const kernels::Launch& launch);
+  absl::Status Enqueue(const kernels::Launch& launch, DevicePtr pool);
   absl::Status EnqueueInputs(std::span<const kernels::HostInput> inputs);
+  // On the stream of the kernels.
+  absl::Status EnqueueWrites(std::span<const kernels::PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels();
+  absl::Status EnqueueReads(std::span<const kernels::PageTransfer> reads, DevicePtr pool);
   absl::Status EnqueueOutputs(std::span<const kernels::HostOutput> outputs);
 
   GpuRuntime* runtime_;

@@ -38,10 +38,6 @@ class NullBackend : public kernels::AttentionBackend {
     return absl::OkStatus();
   }
   absl::Status FreeWeights(int32_t) override { return absl::OkStatus(); }
-  absl::Status ReadKv(std::span<const uint32_t>, const kernels::AppendRecord&,
-                      kernels::Bf16*) override {
-    return absl::OkStatus();
-  }
   kernels::SlotMemory Memory(int32_t) override { return {{}, {}, workspace_}; }
   absl::Status Submit(int32_t, const kernels::Launch&) override { return absl::OkStatus(); }
   bool Done(int32_t) override { return true; }

@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/launch/read_rows.h"
 
 namespace mla::conformance {
 
 using kernels::AppendRecord;
 using kernels::Bf16;
-using kernels::DType;
 using kernels::ElementSize;
 using kernels::kPageGranuleBytes;
 using kernels::ProjectionRecord;
@@ -127,7 +127,7 @@ absl::Status CaseRunner::Poison(const Workload& workload) {
   if (!poison.ok()) return poison.status();
   AppendRecord record{};
   record.kv = *poison;
-  record.dtype = DType::kBf16;
+  record.dtype = kernels::DType::kBf16;
   record.kv_row_stride = 0;  // the same NaN row for every granule
   record.row_stride = kPageGranuleBytes;
   record.page_size = 1;
@@ -436,7 +436,7 @@ void CaseRunner::Collect(const Workload& workload, const std::vector<Tensors>& t
             if (!backend_.Info().unified_memory || *element == sentinel) continue;
             output.violation = absl::StrCat("stray write after output row ", row, ", head ", head,
                                             " of request ", t.request);
-          } else if (spec.o_dtype == DType::kF32) {
+          } else if (spec.o_dtype == kernels::DType::kF32) {
             output.o.push_back(*reinterpret_cast<const float*>(element));
           } else {
             output.o.push_back(kernels::ToFloat(*reinterpret_cast<const Bf16*>(element)));
@@ -459,7 +459,7 @@ std::string CaseRunner::CheckStored(const Workload& workload) {
     AppendRecord where = appends_[2 * i];
     where.rows = workload.spec.requests[i].kv_rows();
     std::vector<Bf16> stored(data.stored.size());
-    const absl::Status read = backend_.ReadKv(tables_, where, stored.data());
+    const absl::Status read = kernels::ReadRows(backend_, kSlot, tables_, where, stored.data());
     if (!read.ok()) return read.ToString();
     for (size_t k = 0; k < stored.size(); ++k) {
       const float got = kernels::ToFloat(stored[k]);

@@ -27,7 +27,7 @@ namespace mla::conformance {
 struct RunOptions {
   int32_t units = 0;              // 0: the case's
   int32_t only_request = -1;      // >= 0: run this request alone (its rows are still all appended)
-  bool check_stored_rows = true;  // ReadKv must return the appended rows, rounded
+  bool check_stored_rows = true;  // the pool must hold the appended rows, rounded
 };
 
 struct CaseOutput {

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/conformance/suite/bf16_form.h"
+#include "tests/conformance/suite/page_check.h"
 
 namespace mla::conformance {
 namespace {
@@ -43,6 +44,9 @@ absl::Status MakeBench(const SuiteOptions& options, Bench& bench) {
     auto runner = MakeRunner(options, subject.create, bench);
     if (!runner.ok()) return runner.status();
     bench.subjects.push_back(*std::move(runner));
+    const std::string wrong =
+        CheckPageTransfers(*bench.backends.back(), options.runner.kv_pool_bytes);
+    if (!wrong.empty()) return absl::InternalError(absl::StrCat(subject.name, ": ", wrong));
   }
   return absl::OkStatus();
 }

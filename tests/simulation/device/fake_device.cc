@@ -123,17 +123,6 @@ const FakeDevice::Weights* FakeDevice::WeightsOf(int32_t slot, int head_begin, i
   return weights;
 }
 
-absl::Status FakeDevice::ReadKv(std::span<const uint32_t> page_tables,
-                                const kernels::AppendRecord& where, kernels::Bf16* out) {
-  for (int row = 0; row < where.rows; ++row) {
-    const uint16_t* from = Element(where.page_table, where.layer_offset, where.row_stride,
-                                   where.page_size, where.first_position + row, page_tables);
-    if (from == nullptr) return absl::InternalError("a wild page");
-    std::memcpy(out + static_cast<int64_t>(row) * where.row_dim, from, where.row_dim * 2);
-  }
-  return absl::OkStatus();
-}
-
 kernels::SlotMemory FakeDevice::Memory(int32_t slot) {
   const std::span<std::byte> all = slots_.at(static_cast<size_t>(slot)).memory;
   const auto in = static_cast<size_t>(limits_.staging_in_bytes);
@@ -175,7 +164,9 @@ absl::Status FakeDevice::Stage(int32_t slot, const kernels::Launch& launch) {
 }
 
 void FakeDevice::CheckSizes(const kernels::Launch& launch) {
-  if (static_cast<int64_t>(launch.pages.size()) > limits_.page_ranges) {
+  const size_t ranges =
+      std::max({launch.pages.size(), launch.page_writes.size(), launch.page_reads.size()});
+  if (static_cast<int64_t>(ranges) > limits_.page_ranges) {
     Violation("more page ranges than a launch may have");
   }
   if (static_cast<int64_t>(launch.table_changes.size()) > limits_.table_ranges) {
@@ -203,6 +194,7 @@ std::vector<FakeDevice::Work> FakeDevice::PartsOf(const kernels::Launch& launch)
     parts.push_back({Part::kAttend, &params});
     parts.push_back({Part::kCombine, &params});
   };
+  if (!launch.page_writes.empty()) parts.push_back({Part::kWritePages, nullptr});
   if (!launch.pages.empty()) parts.push_back({Part::kPages, nullptr});
   if (!launch.table_changes.empty()) parts.push_back({Part::kTables, nullptr});
   if (!launch.appends.empty()) parts.push_back({Part::kAppends, nullptr});
@@ -210,6 +202,7 @@ std::vector<FakeDevice::Work> FakeDevice::PartsOf(const kernels::Launch& launch)
   attention(launch.absorbed);
   if (!launch.project.records.empty()) parts.push_back({Part::kProject, nullptr});
   attention(launch.expanded);
+  if (!launch.page_reads.empty()) parts.push_back({Part::kReadPages, nullptr});
   return parts;
 }
 

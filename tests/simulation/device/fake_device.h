@@ -89,8 +89,6 @@ class FakeDevice final : public kernels::AttentionBackend {
                            int32_t head_end, const kernels::Bf16* w_uk,
                            const kernels::Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
-  absl::Status ReadKv(std::span<const uint32_t> page_tables, const kernels::AppendRecord& where,
-                      kernels::Bf16* out) override;
 
   kernels::SlotMemory Memory(int32_t slot) override;
   absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;
@@ -98,7 +96,17 @@ class FakeDevice final : public kernels::AttentionBackend {
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
  private:
-  enum class Part { kPages, kTables, kAppends, kAbsorb, kProject, kAttend, kCombine };
+  enum class Part {
+    kWritePages,
+    kPages,
+    kTables,
+    kAppends,
+    kAbsorb,
+    kProject,
+    kAttend,
+    kCombine,
+    kReadPages
+  };
   struct Work {  // one part of a launch that is not empty
     Part part;
     const kernels::AttentionParams* params;  // kAttend, kCombine
@@ -151,6 +159,8 @@ class FakeDevice final : public kernels::AttentionBackend {
   void Execute(Slot& slot, size_t end);
   void Execute(Slot& slot, const Work& work);
   void TakeTables(const Slot& slot);
+  bool InPool(const kernels::PageTransfer& transfer);
+  std::byte* PoolAt(const kernels::PageTransfer& transfer);
   void WriteRange(const kernels::PageRange& range);
   void Append(Slot& slot, const kernels::AppendRecord& record);
   void ProjectRows(Slot& slot, const kernels::Projection& projection, bool absorbs,

@@ -96,6 +96,16 @@ void FakeDevice::TakeTables(const Slot& slot) {
 void FakeDevice::Execute(Slot& slot, const Work& work) {
   const kernels::Launch& launch = *slot.launch;
   switch (work.part) {
+    case Part::kWritePages:
+      for (const kernels::PageTransfer& t : launch.page_writes) {
+        if (InPool(t)) std::memcpy(PoolAt(t), t.host, static_cast<size_t>(t.bytes));
+      }
+      break;
+    case Part::kReadPages:
+      for (const kernels::PageTransfer& t : launch.page_reads) {
+        if (InPool(t)) std::memcpy(t.host, PoolAt(t), static_cast<size_t>(t.bytes));
+      }
+      break;
     case Part::kPages:
       for (const kernels::PageRange& range : launch.pages) WriteRange(range);
       break;
@@ -123,6 +133,18 @@ void FakeDevice::Execute(Slot& slot, const Work& work) {
       CombinePlan(slot, *work.params);
       break;
   }
+}
+
+bool FakeDevice::InPool(const kernels::PageTransfer& transfer) {
+  const int64_t end = transfer.pool_offset + transfer.bytes;
+  const bool inside =
+      transfer.pool_offset >= 0 && transfer.bytes >= 0 && end <= limits_.kv_pool_bytes;
+  if (!inside) Violation("a page transfer outside the pool");
+  return inside;
+}
+
+std::byte* FakeDevice::PoolAt(const kernels::PageTransfer& transfer) {
+  return reinterpret_cast<std::byte*>(pool_.data()) + transfer.pool_offset;
 }
 
 void FakeDevice::WriteRange(const kernels::PageRange& range) {

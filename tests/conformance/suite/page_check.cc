@@ -1,0 +1,96 @@
+#include "tests/conformance/suite/page_check.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/launch/launch.h"
+
+namespace mla::conformance {
+namespace {
+
+using kernels::Launch;
+using kernels::PageRange;
+using kernels::PageTransfer;
+
+constexpr int64_t kMib = 1 << 20;
+// Sizes and places at no border of anything, together less than kMib.
+constexpr int64_t kSizes[] = {1, 256, 4103, 0, 900'000};
+constexpr int64_t kFirst = 3;
+
+// Transfers of kSizes, one after the other in both memories, with a gap in the pool.
+std::vector<PageTransfer> Transfers(int64_t pool_offset, std::byte* host) {
+  std::vector<PageTransfer> transfers;
+  for (const int64_t bytes : kSizes) {
+    transfers.push_back({pool_offset, bytes, host});
+    pool_offset += bytes + 5;
+    host += bytes;
+  }
+  return transfers;
+}
+
+std::string CheckRefusal(kernels::AttentionBackend& backend, int64_t pool_bytes, std::byte* host) {
+  const PageTransfer outside[] = {{pool_bytes - 8, 16, host}, {-8, 8, host}, {0, -1, host}};
+  for (const PageTransfer& transfer : outside) {
+    Launch write, read;
+    write.page_writes = read.page_reads = {&transfer, 1};
+    for (const Launch& launch : {write, read}) {
+      if (!absl::IsInvalidArgument(backend.Submit(0, launch))) {
+        return "a page transfer that leaves the pool is not refused";
+      }
+    }
+  }
+  return "";
+}
+
+// Launch 0 writes `sent`, copies it elsewhere in the pool and reads it there; launch 1, which is
+// handed over at once, writes `later` over both places and reads one of them.
+std::string CheckOrder(kernels::AttentionBackend& backend, std::span<std::byte> sent,
+                       std::span<std::byte> back) {
+  std::vector<std::byte> later(sent.size(), std::byte{0x5a}), last(sent.size());
+  const std::vector<PageTransfer> writes = Transfers(kFirst, sent.data());
+  const std::vector<PageTransfer> reads = Transfers(kFirst + 2 * kMib, back.data());
+  const PageRange copy{2 * kMib, kMib, 0};
+  Launch first;
+  first.page_writes = writes;
+  first.pages = {&copy, 1};
+  first.page_reads = reads;
+  std::vector<PageTransfer> over = Transfers(kFirst, later.data());
+  const std::vector<PageTransfer> over_copies = Transfers(kFirst + 2 * kMib, later.data());
+  over.insert(over.end(), over_copies.begin(), over_copies.end());
+  const std::vector<PageTransfer> again = Transfers(kFirst + 2 * kMib, last.data());
+  Launch second;
+  second.page_writes = over;
+  second.page_reads = again;
+  absl::Status status = backend.Submit(0, first);
+  if (status.ok()) status = backend.Submit(1, second);
+  if (status.ok()) status = backend.Wait(0).status();
+  if (status.ok()) status = backend.Wait(1).status();
+  if (!status.ok()) return "page transfers: " + status.ToString();
+  if (!std::equal(sent.begin(), sent.end(), back.begin(), back.end())) {
+    return "pages that were written and copied do not hold what was sent";
+  }
+  return last == later ? "" : "pages do not hold what a later launch has written";
+}
+
+}  // namespace
+
+std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_bytes) {
+  size_t bytes = 0;
+  for (const int64_t size : kSizes) bytes += static_cast<size_t>(size);
+  // In memory that the device reaches by itself, and in any other.
+  auto reached = backend.AllocateHost(2 * bytes);
+  if (!reached.ok()) return reached.status().ToString();
+  std::vector<std::byte> other(2 * bytes);
+  for (const std::span<std::byte> memory : {(*reached)->bytes(), std::span(other)}) {
+    for (size_t i = 0; i < bytes; ++i) memory[i] = static_cast<std::byte>(i * 7 + i / 251);
+    std::string wrong = CheckOrder(backend, memory.subspan(0, bytes), memory.subspan(bytes, bytes));
+    if (!wrong.empty()) return wrong;
+  }
+  return CheckRefusal(backend, pool_bytes, other.data());
+}
+
+}  // namespace mla::conformance
