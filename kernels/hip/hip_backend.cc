@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/launch/page_ranges.h"
 
 namespace mla::kernels::hip {
 
@@ -13,7 +14,6 @@ using kernels::AttentionForm;
 using kernels::AttentionParams;
 using kernels::DType;
 using kernels::Geometry;
-using kernels::PlanView;
 
 namespace {
 
@@ -137,19 +137,11 @@ absl::Status HipBackend::AddAppends(LaunchSlot& launch,
   return launch.AddKernel(kernels_.append, shape, args);
 }
 
-bool HipBackend::HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const {
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) return false;
-  const std::vector<bool>& loaded = weights_[slot].loaded;
-  if (head_begin < 0 || head_begin + heads > static_cast<int32_t>(loaded.size())) return false;
-  return std::all_of(loaded.begin() + head_begin, loaded.begin() + head_begin + heads,
-                     [](bool head) { return head; });
-}
-
 absl::Status HipBackend::CheckProjections(
     const char* verb, std::span<const kernels::ProjectionRecord> records) const {
   for (size_t i = 0; i < records.size(); ++i) {
     const kernels::ProjectionRecord& r = records[i];
-    if (HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
+    if (weights_.Holds(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
@@ -209,7 +201,7 @@ absl::Status HipBackend::AddProjection(LaunchSlot& launch,
 absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection) {
   if (absl::Status s = CheckProjections("absorb", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
-  args.weights = weight_pointers_.As<const uint16_t*>();
+  args.weights = weights_.w_uk();
   args.k = projection.geometry.nope_dim;
   args.n = projection.geometry.kv_lora_rank;
   args.copy = projection.geometry.rope_dim;
@@ -221,7 +213,7 @@ absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const kernels::Projection& 
 absl::Status HipBackend::AddProject(LaunchSlot& slot, const kernels::Projection& projection) {
   if (absl::Status s = CheckProjections("project", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
-  args.weights = weight_pointers_.As<const uint16_t*>() + limits_.weights_slots;
+  args.weights = weights_.w_uv();
   args.k = projection.geometry.kv_lora_rank;
   args.n = projection.geometry.v_dim;
   args.in_is_f32 = projection.in == DType::kF32;
@@ -368,8 +360,8 @@ absl::Status HipBackend::Build(int32_t slot, const kernels::Launch& launch) {
   owner.Begin();
   absl::Status s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
-  if (s.ok()) s = AddPages(owner, launch.pages);
-  if (s.ok()) s = AddTables(owner, launch);
+  if (s.ok()) s = page_work_->AddPages(owner, launch.pages);
+  if (s.ok()) s = page_work_->AddTables(owner, launch);
   if (s.ok()) s = AddAppends(owner, launch.appends);
   if (s.ok()) s = AddAbsorb(owner, launch.absorb);
   if (s.ok()) s = AddAttention(slot, launch.absorbed);

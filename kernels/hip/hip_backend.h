@@ -31,13 +31,13 @@
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/page_work.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_images.h"
 #include "kernels/hip/runtime/launch_slot.h"
 #include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/runtime/weight_arena.h"
-#include "kernels/launch/page_ranges.h"
+#include "kernels/hip/weights/weight_store.h"
 
 namespace mla::kernels::hip {
 
@@ -104,11 +104,6 @@ class HipBackend final : public kernels::AttentionBackend {
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
   };
-  struct Weights {  // of one slot: W_UK of all heads of the model, then W_UV
-    kernels::Geometry geometry;
-    std::vector<bool> loaded;  // by head, whether it has come
-    bool used() const { return !loaded.empty(); }
-  };
 
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
              const ArchTraits& arch);
@@ -118,15 +113,8 @@ class HipBackend final : public kernels::AttentionBackend {
   void Release();
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
-  absl::Status PlaceWeights(int32_t slot, const kernels::Geometry& geometry, int32_t heads);
-  absl::Status CompactWeights();
-  absl::Status PublishWeights();
   // Kernels and metadata of a launch, part by part.
   absl::Status Build(int32_t slot, const kernels::Launch& launch);
-  absl::Status AddPages(LaunchSlot& slot, std::span<const kernels::PageRange> ranges);
-  absl::Status AddTables(LaunchSlot& slot, const kernels::Launch& launch);
-  // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
-  absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
   absl::Status AddAppends(LaunchSlot& slot, std::span<const kernels::AppendRecord> records);
   absl::Status AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection);
   absl::Status AddProject(LaunchSlot& slot, const kernels::Projection& projection);
@@ -139,7 +127,6 @@ class HipBackend final : public kernels::AttentionBackend {
                            const DevicePlan& plan);
   absl::Status AddCombine(LaunchSlot& slot, const kernels::AttentionParams& params,
                           const DevicePlan& plan, const Attended& run);
-  bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
   absl::Status CheckProjections(const char* verb,
                                 std::span<const kernels::ProjectionRecord> records) const;
   absl::Status AddProjection(LaunchSlot& slot, std::span<const kernels::ProjectionRecord> records,
@@ -171,20 +158,15 @@ class HipBackend final : public kernels::AttentionBackend {
 
   kernels::BackendLimits limits_;
   bool configured_ = false;
-  DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_, weights_memory_, weight_pointers_;
+  DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_;
   DeviceBuffer expanded_workspace_;
   std::unique_ptr<PlanStore> plans_;
-  PinnedBuffer weight_pointers_host_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
-  std::vector<Weights> weights_;  // by slot, as in the arena
-  WeightArena arena_;             // of weights_memory_
+  std::unique_ptr<PageWork> page_work_;
+  WeightStore weights_;
   // Shared with the buffers handed out, which may outlive a launch but not the backend.
   std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
   // Scratch, capacity from the limits.
-  std::vector<MoveRange> moves_;
-  std::vector<size_t> run_ends_;
-  std::vector<kernels::TableRange> table_ranges_;
-  kernels::PageRangeRuns page_runs_;
   std::vector<ProjectTile> tiles_;
   std::vector<ProjectRow> project_rows_;
 };

@@ -41,7 +41,7 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   }
   for (size_t i = 0; i < params.segments.size(); ++i) {
     const kernels::SegmentRecord& r = params.segments[i];
-    if (r.q_rows == 0 || HoldsHeads(r.weights_slot, r.head_offset, r.num_heads)) continue;
+    if (r.q_rows == 0 || weights_.Holds(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "run.segments[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
@@ -61,8 +61,8 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   expand.page_tables = table_mirror_.As<uint32_t>();
   expand.pool = pool_.As<uint8_t>();
   expand.expansions = plan.expansions;
-  expand.w_uk = weight_pointers_.As<const uint16_t*>();
-  expand.w_uv = expand.w_uk + limits_.weights_slots;
+  expand.w_uk = weights_.w_uk();
+  expand.w_uv = weights_.w_uv();
   expand.workspace = expanded_workspace_.As<uint8_t>();
   expand.granule_bytes = kernels::kPageGranuleBytes;
   ExpandedArgs attend = {};

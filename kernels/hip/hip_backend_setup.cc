@@ -238,28 +238,23 @@ absl::Status HipBackend::Configure(const BackendLimits& limits) {
 
 absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   limits_ = limits;
+  absl::Status weights = weights_.Configure(runtime_.get(), streams_.compute, limits);
+  if (!weights.ok()) return weights;
   const int64_t tables = limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
-  const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
   // Behind the plan's partial rows: what the expanded form carries between rounds.
   const int64_t partials =
       (limits.partial_rows + limits.launch_rows) * static_cast<int64_t>(sizeof(float));
   for (const auto& [buffer, what, bytes] :
-       {std::tuple(&weights_memory_, "limits.weights_bytes", limits.weights_bytes),
-        std::tuple(&pool_, "kv_cache.bytes", limits.kv_pool_bytes),
+       {std::tuple(&pool_, "kv_cache.bytes", limits.kv_pool_bytes),
         std::tuple(&table_mirror_, "page tables", tables),
         std::tuple(&partial_o_, "partial outputs", partials * limits.max_o_dim),
         std::tuple(&partial_lse_, "partial log-sum-exps", partials),
-        std::tuple(&weight_pointers_, "weight pointers", pointers),
         std::tuple(&expanded_workspace_, "gpu.expanded_workspace_bytes",
                    ExpandedWorkspaceBytes(limits))}) {
     absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime_.get(), what, bytes);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
   }
-  absl::StatusOr<PinnedBuffer> made =
-      PinnedBuffer::Create(runtime_.get(), "weight pointers", pointers);
-  if (!made.ok()) return made.status();
-  weight_pointers_host_ = *std::move(made);
   // An entry that was never published leads to the pool's first page and not anywhere.
   if (tables > 0) {
     absl::Status cleared = runtime_->Fill(table_mirror_.at(), 0, tables, streams_.compute);
@@ -272,13 +267,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     if (!slot.ok()) return slot.status();
     slots_.push_back(*std::move(slot));
   }
-  const auto page_ranges = static_cast<size_t>(limits.page_ranges);
-  moves_.reserve(std::max(page_ranges, static_cast<size_t>(limits.table_ranges)));
-  run_ends_.reserve(page_ranges);
-  page_runs_.Reserve(page_ranges);
-  table_ranges_.reserve(static_cast<size_t>(limits.table_ranges));
-  weights_.resize(static_cast<size_t>(limits.weights_slots));
-  arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
+  page_work_ = std::make_unique<PageWork>(limits, pool_.at(), table_mirror_.at(), kernels_.move);
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
   project_rows_.reserve(static_cast<size_t>(ProjectionRows(limits)));
   auto plans =
@@ -294,14 +283,13 @@ void HipBackend::Release() {
     if (stream != nullptr) (void)runtime_->Synchronize(stream);
   }
   slots_.clear();
-  weights_.clear();
-  arena_ = WeightArena();
-  for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &weights_memory_,
-                               &weight_pointers_, &expanded_workspace_}) {
+  page_work_.reset();
+  weights_ = WeightStore();
+  for (DeviceBuffer* buffer :
+       {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &expanded_workspace_}) {
     *buffer = DeviceBuffer();
   }
   plans_.reset();
-  weight_pointers_host_ = PinnedBuffer();
   configured_ = false;
 }
 
@@ -310,6 +298,17 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> HipBackend::AllocateHost(si
   if (!buffer.ok()) return buffer.status();
   return std::make_unique<ListedBuffer>(*std::move(buffer), pinned_);
 }
+
+absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                                     int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
+  if (!health_.ok()) return health_;
+  // The expanded form's workspace holds nothing between launches.
+  absl::Status s =
+      weights_.Load(slot, geometry, head_begin, head_end, w_uk, w_uv, expanded_workspace_);
+  return weights_.torn() ? Fault(std::move(s)) : s;
+}
+
+absl::Status HipBackend::FreeWeights(int32_t slot) { return weights_.Free(slot); }
 
 absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {
   if (lost_) return absl::UnavailableError("the device is lost");

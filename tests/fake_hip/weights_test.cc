@@ -1,5 +1,6 @@
 // Weights on a GPU: taken at start, placed by one account, moved together where free room lies in
 // pieces.
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -80,14 +81,15 @@ class WeightsTest : public BackendOnFakeTest {
 };
 
 TEST_F(WeightsTest, OutOfMemoryAtStartNamesTheKey) {
-  const char* const keys[] = {"limits.weights_bytes: ", "kv_cache.bytes: "};
-  for (int i = 0; i < 2; ++i) {
+  // By number of the allocation; between them lie the addresses of weights.
+  for (const auto& [i, key] :
+       {std::pair(0, "limits.weights_bytes: "), std::pair(2, "kv_cache.bytes: ")}) {
     auto backend = HipBackend::Create(Options());
     ASSERT_TRUE(backend.ok()) << backend.status();
     control_->FailOnce("hipMalloc", i, 2);
     const absl::Status status = (*backend)->Configure(LimitsOf(1 << 20));
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-    EXPECT_THAT(status.message(), HasSubstr(keys[i]));
+    EXPECT_THAT(status.message(), HasSubstr(key));
     EXPECT_THAT(status.message(), HasSubstr("out of memory (2)"));
     EXPECT_EQ(control_->live_bytes, 0);
   }

@@ -1,14 +1,12 @@
-// HipBackend: weights. Everything happens on the compute stream, so launches that were submitted
-// before see what was there before.
+#include "kernels/hip/weights/weight_store.h"
+
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/hip_backend.h"
 
 namespace mla::kernels::hip {
-
-using kernels::Bf16;
-using kernels::Geometry;
 
 namespace {
 
@@ -23,12 +21,40 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
 
 }  // namespace
 
-absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
-                                     int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
-  if (!health_.ok()) return health_;
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream,
+                                    const BackendLimits& limits) {
+  runtime_ = runtime;
+  stream_ = stream;
+  const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
+  for (const auto& [buffer, what, bytes] :
+       {std::tuple(&memory_, "limits.weights_bytes", limits.weights_bytes),
+        std::tuple(&pointers_, "weight pointers", pointers)}) {
+    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime, what, bytes);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime, "weight pointers", pointers);
+  if (!made.ok()) return made.status();
+  pointers_host_ = *std::move(made);
+  slots_.resize(static_cast<size_t>(limits.weights_slots));
+  arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
+  return absl::OkStatus();
+}
+
+bool WeightStore::Holds(int32_t slot, int32_t head_begin, int32_t heads) const {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) return false;
+  const std::vector<bool>& loaded = slots_[slot].loaded;
+  if (head_begin < 0 || head_begin + heads > static_cast<int32_t>(loaded.size())) return false;
+  return std::all_of(loaded.begin() + head_begin, loaded.begin() + head_begin + heads,
+                     [](bool head) { return head; });
+}
+
+absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                               int32_t head_end, const Bf16* w_uk, const Bf16* w_uv,
+                               const DeviceBuffer& scratch) {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
     return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+        absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
   }
   if (head_begin < 0 || head_end <= head_begin) {
     return absl::InvalidArgumentError(
@@ -39,17 +65,17 @@ absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int
         absl::StrCat("weights geometry: got kv_lora_rank ", geometry.kv_lora_rank, ", nope_dim ",
                      geometry.nope_dim, ", v_dim ", geometry.v_dim, "; there is nothing to load"));
   }
-  const Weights& target = weights_[slot];
+  const Slot& target = slots_[slot];
   // Another model's weights, or more heads than there is room for: the slot starts afresh.
   const int32_t capacity = std::max(geometry.num_heads, head_end);
   if (target.used() &&
       (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
-    if (absl::Status s = FreeWeights(slot); !s.ok()) return s;
+    if (absl::Status s = Free(slot); !s.ok()) return s;
   }
   if (!target.used()) {
-    if (absl::Status s = PlaceWeights(slot, geometry, capacity); !s.ok()) return s;
+    if (absl::Status s = Place(slot, geometry, capacity, scratch); !s.ok()) return s;
   }
-  const DevicePtr uk = weights_memory_.at() + static_cast<uint64_t>(arena_.at(slot));
+  const DevicePtr uk = memory_.at() + static_cast<uint64_t>(arena_.at(slot));
   const auto places = static_cast<int32_t>(target.loaded.size());
   const DevicePtr uv = uk + static_cast<uint64_t>(ValuesOffset(geometry, places));
   const int64_t row = geometry.kv_lora_rank * int64_t{sizeof(Bf16)};
@@ -58,18 +84,19 @@ absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int
                                          std::tuple(uv, w_uv, row * geometry.v_dim)}) {
     if (size == 0 || !copied.ok()) continue;
     copied = runtime_->CopyIn(at + static_cast<uint64_t>(head_begin * size), source,
-                              (head_end - head_begin) * size, streams_.compute);
+                              (head_end - head_begin) * size, stream_);
   }
   // The source is the caller's: a copy that has begun ends before this call does.
-  copied.Update(runtime_->Synchronize(streams_.compute));
+  copied.Update(runtime_->Synchronize(stream_));
   if (!copied.ok()) return copied;
-  std::vector<bool>& loaded = weights_[slot].loaded;
+  std::vector<bool>& loaded = slots_[slot].loaded;
   std::fill(loaded.begin() + head_begin, loaded.begin() + head_end, true);
   return absl::OkStatus();
 }
 
 // Room for all heads of the model, and its addresses where the kernels look for them.
-absl::Status HipBackend::PlaceWeights(int32_t slot, const Geometry& geometry, int32_t heads) {
+absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t heads,
+                                const DeviceBuffer& scratch) {
   const int64_t bytes = WeightBytes(geometry, heads);
   if (bytes > arena_.bytes() - arena_.used()) {
     return absl::ResourceExhaustedError(absl::StrCat("limits.weights_bytes: got ", bytes,
@@ -79,36 +106,36 @@ absl::Status HipBackend::PlaceWeights(int32_t slot, const Geometry& geometry, in
   absl::Status s;
   const bool moved = !arena_.Take(slot, bytes);
   if (moved) {
-    s = CompactWeights();
+    s = Compact(scratch);
     if (s.ok() && !arena_.Take(slot, bytes)) s = absl::InternalError("no room after compaction");
   }
   if (s.ok()) {
-    weights_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
-    s = PublishWeights();
+    slots_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
+    s = Publish();
   }
   if (s.ok()) return s;
-  s.Update(FreeWeights(slot));
+  s.Update(Free(slot));
   if (!moved) return s;  // the others are where they were, and a later call publishes again
   // Other models lie elsewhere than the kernels would look for them, or in part. They must
   // not be read any more.
-  return Fault(absl::InternalError(absl::StrCat("weights that were being moved: ", s.message())));
+  torn_ = true;
+  return absl::InternalError(absl::StrCat("weights that were being moved: ", s.message()));
 }
 
 // Copies may not overlap, so an extent moves in pieces no longer than its way. Where the way is
-// short, those would be many: then pieces go through the expanded form's workspace, which holds
-// nothing between launches.
-absl::Status HipBackend::CompactWeights() {
+// short, those would be many: then pieces go through `scratch`.
+absl::Status WeightStore::Compact(const DeviceBuffer& scratch) {
   const auto copy = [this](DevicePtr to, DevicePtr from, int64_t bytes) {
-    return runtime_->CopyDevice(to, from, bytes, streams_.compute);
+    return runtime_->CopyDevice(to, from, bytes, stream_);
   };
-  const DevicePtr through = expanded_workspace_.at();
+  const DevicePtr through = scratch.at();
   for (const WeightArena::Move& move : arena_.Compact()) {
     const int64_t way = move.from - move.to;
-    const bool direct = move.bytes <= way || expanded_workspace_.bytes() <= 2 * way;
-    const int64_t piece = direct ? way : expanded_workspace_.bytes();
+    const bool direct = move.bytes <= way || scratch.bytes() <= 2 * way;
+    const int64_t piece = direct ? way : scratch.bytes();
     for (int64_t done = 0; done < move.bytes; done += piece) {
-      const DevicePtr from = weights_memory_.at() + static_cast<uint64_t>(move.from + done);
-      const DevicePtr to = weights_memory_.at() + static_cast<uint64_t>(move.to + done);
+      const DevicePtr from = memory_.at() + static_cast<uint64_t>(move.from + done);
+      const DevicePtr to = memory_.at() + static_cast<uint64_t>(move.to + done);
       const int64_t bytes = std::min(piece, move.bytes - done);
       absl::Status s = direct ? copy(to, from, bytes) : copy(through, from, bytes);
       if (s.ok() && !direct) s = copy(to, through, bytes);
@@ -118,28 +145,27 @@ absl::Status HipBackend::CompactWeights() {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::PublishWeights() {
-  auto* pointers = reinterpret_cast<uint64_t*>(weight_pointers_host_.data());
-  const size_t slots = weights_.size();
+absl::Status WeightStore::Publish() {
+  auto* pointers = reinterpret_cast<uint64_t*>(pointers_host_.data());
+  const size_t slots = slots_.size();
   for (size_t i = 0; i < slots; ++i) {
-    const Weights& w = weights_[i];
+    const Slot& w = slots_[i];
     const int64_t at = arena_.at(static_cast<int32_t>(i));
     const int64_t values = ValuesOffset(w.geometry, static_cast<int32_t>(w.loaded.size()));
-    pointers[i] = w.used() ? weights_memory_.at() + static_cast<uint64_t>(at) : 0;
+    pointers[i] = w.used() ? memory_.at() + static_cast<uint64_t>(at) : 0;
     pointers[slots + i] = w.used() ? pointers[i] + static_cast<uint64_t>(values) : 0;
   }
-  absl::Status s =
-      runtime_->CopyIn(weight_pointers_.at(), pointers, weight_pointers_.bytes(), streams_.compute);
-  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;  // the next call writes them again
+  absl::Status s = runtime_->CopyIn(pointers_.at(), pointers, pointers_.bytes(), stream_);
+  return s.ok() ? runtime_->Synchronize(stream_) : s;  // the next call writes them again
 }
 
-absl::Status HipBackend::FreeWeights(int32_t slot) {
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
+absl::Status WeightStore::Free(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
     return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+        absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
   }
   arena_.Free(slot);
-  weights_[slot] = Weights();
+  slots_[slot] = Slot();
   return absl::OkStatus();
 }
 

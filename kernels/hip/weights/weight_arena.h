@@ -3,8 +3,8 @@
 //
 // Bookkeeping alone: offsets and bytes, no memory. Free space may lie in pieces; Compact brings it
 // together. Not thread-safe.
-#ifndef MLA_KERNELS_HIP_RUNTIME_WEIGHT_ARENA_H_
-#define MLA_KERNELS_HIP_RUNTIME_WEIGHT_ARENA_H_
+#ifndef MLA_KERNELS_HIP_WEIGHTS_WEIGHT_ARENA_H_
+#define MLA_KERNELS_HIP_WEIGHTS_WEIGHT_ARENA_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -50,4 +50,4 @@ class WeightArena {
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_RUNTIME_WEIGHT_ARENA_H_
+#endif  // MLA_KERNELS_HIP_WEIGHTS_WEIGHT_ARENA_H_

@@ -1,11 +1,11 @@
-// HipBackend: page work and the mirror of the page tables, one kernel a list (mla_move).
+#include "kernels/hip/page_work.h"
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/hip_backend.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -16,7 +16,17 @@ constexpr int64_t kMaxMoveBlocks = 1 << 16;
 
 }  // namespace
 
-absl::Status HipBackend::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
+PageWork::PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move)
+    : limits_(limits), pool_(pool), table_(table), move_(move) {
+  const auto pages = static_cast<size_t>(limits.page_ranges);
+  const auto tables = static_cast<size_t>(limits.table_ranges);
+  moves_.reserve(std::max(pages, tables));
+  run_ends_.reserve(pages);
+  page_runs_.Reserve(pages);
+  table_ranges_.reserve(tables);
+}
+
+absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
   auto ranges = launch.metadata().Put(std::span<const MoveRange>(moves_));
   if (!ranges.ok()) return ranges.status();
   const size_t counts = moves_.size() + ends.size();
@@ -47,18 +57,18 @@ absl::Status HipBackend::AddMoves(LaunchSlot& launch, std::span<const size_t> en
     begin = end;
     if (chunks == 0) continue;
     const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kThreads};
-    if (absl::Status s = launch.AddKernel(kernels_.move, shape, args); !s.ok()) return s;
+    if (absl::Status s = launch.AddKernel(move_, shape, args); !s.ok()) return s;
   }
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::AddPages(LaunchSlot& slot, std::span<const kernels::PageRange> ranges) {
-  if (absl::Status s = kernels::CheckPageRanges(ranges, limits_); !s.ok()) return s;
+absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ranges) {
+  if (absl::Status s = CheckPageRanges(ranges, limits_); !s.ok()) return s;
   if (ranges.empty()) return absl::OkStatus();
   moves_.clear();
   run_ends_.clear();
-  auto* const pool = pool_.As<uint8_t>();
-  for (const kernels::PageRange& r : ranges) {
+  auto* const pool = reinterpret_cast<uint8_t*>(pool_);
+  for (const PageRange& r : ranges) {
     moves_.push_back(
         {pool + r.target_offset, r.zeroes() ? nullptr : pool + r.source_offset, r.bytes});
   }
@@ -69,19 +79,18 @@ absl::Status HipBackend::AddPages(LaunchSlot& slot, std::span<const kernels::Pag
   return AddMoves(slot, run_ends_);
 }
 
-absl::Status HipBackend::AddTables(LaunchSlot& slot, const kernels::Launch& launch) {
-  const std::span<const kernels::TableRange> changed = launch.table_changes;
-  absl::Status inside = kernels::CheckTableRanges(changed, limits_, launch.page_tables.size());
+absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
+  const std::span<const TableRange> changed = launch.table_changes;
+  absl::Status inside = CheckTableRanges(changed, limits_, launch.page_tables.size());
   if (!inside.ok() || changed.empty()) return inside;
   // An entry named twice travels once, so no list takes more room than the table itself.
   table_ranges_.assign(changed.begin(), changed.end());
-  std::sort(
-      table_ranges_.begin(), table_ranges_.end(),
-      [](const kernels::TableRange& a, const kernels::TableRange& b) { return a.first < b.first; });
+  std::sort(table_ranges_.begin(), table_ranges_.end(),
+            [](const TableRange& a, const TableRange& b) { return a.first < b.first; });
   size_t kept = 0;
   for (size_t i = 1; i < table_ranges_.size(); ++i) {
-    kernels::TableRange& last = table_ranges_[kept];
-    const kernels::TableRange& next = table_ranges_[i];
+    TableRange& last = table_ranges_[kept];
+    const TableRange& next = table_ranges_[i];
     if (next.first > last.first + last.count) {
       table_ranges_[++kept] = next;
     } else {
@@ -90,18 +99,18 @@ absl::Status HipBackend::AddTables(LaunchSlot& slot, const kernels::Launch& laun
   }
   table_ranges_.resize(kept + 1);
   int64_t entries = 0;
-  for (const kernels::TableRange& r : table_ranges_) entries += r.count;
+  for (const TableRange& r : table_ranges_) entries += r.count;
   StagedRegion& metadata = slot.metadata();
   absl::StatusOr<int64_t> at = metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t)));
   if (!at.ok()) return at.status();
   moves_.clear();
   int64_t offset = *at;
   // The entries are taken as they are now: the host may change them while the launch runs.
-  for (const kernels::TableRange& r : table_ranges_) {
+  for (const TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
     std::memcpy(metadata.host(offset), launch.page_tables.data() + r.first,
                 static_cast<size_t>(bytes));
-    moves_.push_back({table_mirror_.As<uint8_t>() + r.first * sizeof(uint32_t),
+    moves_.push_back({reinterpret_cast<uint8_t*>(table_) + r.first * sizeof(uint32_t),
                       reinterpret_cast<const uint8_t*>(metadata.device(offset)), bytes});
     offset += bytes;
   }

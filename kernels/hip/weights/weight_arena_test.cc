@@ -1,4 +1,4 @@
-#include "kernels/hip/runtime/weight_arena.h"
+#include "kernels/hip/weights/weight_arena.h"
 
 #include <numeric>
 #include <random>

@@ -1,0 +1,48 @@
+// Page work of a launch and its changes of the page tables: one kernel (mla_move) a list, or a part
+// of a list whose ranges do not wait for each other.
+//
+// Ownership: borrows the pool and the device's copy of the page tables; owns scratch memory only.
+// Threading: as the backend's launches, one thread at a time. Nothing is allocated after the
+// constructor.
+#ifndef MLA_KERNELS_HIP_PAGE_WORK_H_
+#define MLA_KERNELS_HIP_PAGE_WORK_H_
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/launch/page_ranges.h"
+
+namespace mla::kernels::hip {
+
+class PageWork final {
+ public:
+  // `table`: limits.page_table_entries entries. `move`: the kernel.
+  PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move);
+
+  // Add the kernels of a launch's part to `slot`. INVALID_ARGUMENT for what leaves the pool or the
+  // table, RESOURCE_EXHAUSTED beyond the limits.
+  absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
+  absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
+
+ private:
+  // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
+  absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
+
+  const BackendLimits limits_;
+  const DevicePtr pool_, table_;
+  const Function move_;
+  // Scratch, capacity from the limits.
+  std::vector<MoveRange> moves_;
+  std::vector<size_t> run_ends_;
+  std::vector<TableRange> table_ranges_;
+  PageRangeRuns page_runs_;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_PAGE_WORK_H_
