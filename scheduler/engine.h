@@ -30,6 +30,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "scheduler/kvcache/prefix/prefix_cache.h"
+#include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
 #include "scheduler/request.h"
@@ -48,6 +50,8 @@ struct SequenceInfo {
   std::string model_id;
   std::string client_id;
   int64_t page_groups = 0;
+  int64_t declared = 0;          // rows of which is known what they stand for
+  kvcache::PrefixMatch matched;  // the last match
 };
 
 // Memory that an engine takes.
@@ -57,12 +61,30 @@ struct EngineBytes {
   int64_t sum() const { return host + device; }
 };
 
+// What rows stand for: token ids, or keys of 32 bytes for whole pages.
+struct PrefixArgs {
+  std::vector<uint32_t> token_ids;
+  std::vector<std::string> page_keys;
+  std::string salt;      // rows are shared between equal salts only
+  int64_t max_rows = 0;  // of the sequence after the match; 0: as many as are declared
+  bool empty() const { return token_ids.empty() && page_keys.empty(); }
+};
+
 struct OpenArgs {
   std::string tenant;
   std::string model_id;
   std::string request_id;  // empty: not idempotent
   std::string client_id;
   int64_t lease_ms = 0;  // 0: Limits::sequence_lease_ms
+  PrefixArgs prefix;     // what its first rows stand for; those that are cached are there at once
+};
+
+struct MatchArgs {
+  std::string tenant;
+  SequenceId id = 0;
+  uint64_t expected_epoch = 0;
+  int64_t first_row = 0;  // that `prefix` is about; at most what was declared before
+  PrefixArgs prefix;
 };
 
 struct ForkArgs {
@@ -101,10 +123,14 @@ struct EngineStats {
   uint64_t copies_on_write = 0, page_groups_scrubbed = 0;
   // Given back, and kept until page work on them is done; part of neither used nor free.
   int64_t page_groups_pinned = 0, kv_bytes_pinned = 0;
-  // Page groups handed out, and given back by reason; the difference is page_groups_used.
+  // Page groups handed out, and given back by reason; the difference is page_groups_used and
+  // page_groups_cached.
   uint64_t page_groups_taken = 0;
   uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
-  uint64_t page_groups_uncommitted = 0;
+  uint64_t page_groups_uncommitted = 0, page_groups_evicted = 0;
+  // Held by the prefix cache alone; part of neither used nor free.
+  int64_t page_groups_cached = 0, kv_bytes_cached = 0;
+  kvcache::PrefixStats prefix;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
@@ -169,6 +195,8 @@ struct EngineOptions {
   EngineObserver* observer = nullptr;  // may be null; outlives the engine
   // Yields sequence ids; null: unpredictable ones, as production needs. For runs that repeat.
   std::function<uint64_t()> ids;
+  // Secret of the prefix keys; none: an unpredictable one, as production needs.
+  std::optional<kvcache::PrefixSecret> prefix_secret;
 };
 
 class Clock;  // scheduler/clock.h
@@ -233,6 +261,9 @@ class Engine {
   // --- Sequences.
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);
   absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
+  // Says what rows of a sequence stand for, from first_row on, and adds cached rows behind the
+  // committed ones as far as they are found. A repeat gives the same answer.
+  absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args);
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);

@@ -14,6 +14,7 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.max_sequences", limits.max_sequences, 1, 1 << 20},
       {"limits.max_sequence_rows", limits.max_sequence_rows, 1, 1 << 30},
       {"limits.max_pages_per_sequence", limits.max_pages_per_sequence, 1, 1 << 28},
+      {"limits.prefix_tokens", limits.prefix_tokens, 1, 1 << 30},
       {"limits.max_models", limits.max_models, 1, 1024},
       {"limits.max_layers", limits.max_layers, 1, 4096},
       {"limits.max_heads", limits.max_heads, 1, 4096},

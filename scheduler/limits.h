@@ -21,6 +21,7 @@ struct Limits {
   int32_t max_sequences = 1024;               // open sequences, all tenants
   int32_t max_sequence_rows = 163840;         // rows of one sequence
   int32_t max_pages_per_sequence = 8192;      // page-table entries of one sequence
+  int32_t prefix_tokens = 8 << 20;  // rows that open sequences have declared; 4 bytes each
 
   // --- Models
   int32_t max_models = 8;

@@ -41,6 +41,9 @@ constexpr ResourceRow kRows[] = {
      "regions_exhausted", 1000, 7, "Bytes of shared-memory regions."},
     {Resource::kControlCalls, "control_calls", "tenants.control_calls", "wire.control_threads",
      false, "too_many_calls", 100, 4, "Control calls under way, uploads and watchers included."},
+    {Resource::kPrefixTokens, "prefix_tokens", "tenants.prefix_tokens", "limits.prefix_tokens",
+     false, "prefix_tokens_exhausted", 10000, 7,
+     "Rows of open sequences that were declared for the prefix cache."},
 };
 static_assert(std::size(kRows) == kResourceCount);
 

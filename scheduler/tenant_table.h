@@ -64,8 +64,9 @@ enum class Resource : uint8_t {
   kRegions,
   kRegionBytes,
   kControlCalls,
+  kPrefixTokens,
 };
-inline constexpr size_t kResourceCount = 13;
+inline constexpr size_t kResourceCount = 14;
 
 struct ResourceRow {
   Resource resource;
@@ -273,6 +274,10 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
   void ReturnSlab(int64_t bytes) override {
     table_->Return(*tenant_, Resource::kKvSlabBytes, bytes);
   }
+  int64_t GroupRoom() const override {
+    return tenant_->bound(Resource::kKvBytes) - tenant_->used(Resource::kKvBytes);
+  }
+  const void* owner() const override { return tenant_; }
   // The bound that refused since the last call; none: the pool itself had no room.
   std::optional<Resource> TakeRefused() { return std::exchange(refused_, std::nullopt); }
 

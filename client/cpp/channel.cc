@@ -7,6 +7,8 @@
 #include <sstream>
 #include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
 #include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
@@ -58,6 +60,20 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& ta
   auto credentials = Credentials(options);
   if (!credentials.ok()) return credentials.status();
   return grpc::CreateCustomChannel(target, *credentials, Arguments(options));
+}
+
+std::string UnixPathOf(const std::string& target) {
+  constexpr absl::string_view kScheme = "unix:";
+  if (!absl::StartsWith(target, kScheme)) return "";
+  absl::string_view path(target);
+  path.remove_prefix(kScheme.size());
+  if (absl::StartsWith(path, "//")) path.remove_prefix(2);
+  return std::string(path);
+}
+
+std::string ShmPathOf(const std::string& target) {
+  const std::string path = UnixPathOf(target);
+  return path.empty() ? "" : path + ".shm";
 }
 
 }  // namespace mla::client

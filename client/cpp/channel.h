@@ -16,6 +16,11 @@ namespace mla::client {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& target,
                                                            const ClientOptions& options);
 
+// Of the socket that a unix target names; empty for other targets.
+std::string UnixPathOf(const std::string& target);
+// Where a unix target's server hands out shared memory; empty for other targets.
+std::string ShmPathOf(const std::string& target);
+
 }  // namespace mla::client
 
 #endif  // MLA_CLIENT_CPP_CHANNEL_H_

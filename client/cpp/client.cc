@@ -56,22 +56,6 @@ constexpr Millis kLeastRenewalPause(20);
 constexpr int32_t kCopySpinMicros = 1000;
 constexpr int32_t kMostCopyThreads = 64;
 
-// Of the socket that a unix target names; empty for other targets.
-std::string UnixPathOf(const std::string& target) {
-  constexpr absl::string_view kScheme = "unix:";
-  if (!absl::StartsWith(target, kScheme)) return "";
-  absl::string_view path(target);
-  path.remove_prefix(kScheme.size());
-  if (absl::StartsWith(path, "//")) path.remove_prefix(2);
-  return std::string(path);
-}
-
-// Where a unix target's server hands out shared memory; empty for other targets.
-std::string ShmPathOf(const std::string& target) {
-  const std::string path = UnixPathOf(target);
-  return path.empty() ? "" : path + ".shm";
-}
-
 }  // namespace
 
 struct Client::Impl {
@@ -419,8 +403,10 @@ absl::Status Client::UnregisterModel(const std::string& model_id) {
 }
 
 absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
-                                              const std::string& request_id) {
+                                              const std::string& request_id,
+                                              const v1::Prefix& prefix) {
   v1::OpenRequest request;
+  *request.mutable_prefix() = prefix;
   request.set_model_id(model_id);
   request.set_request_id(request_id.empty() ? absl::StrFormat("open-%016x", Random64())
                                             : request_id);
@@ -436,6 +422,11 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   }
   if (!reply.ok()) return reply.status();
   return Sequence(this, reply->sequence());
+}
+
+absl::StatusOr<v1::MatchReply> Client::MatchSequence(const v1::MatchRequest& request) {
+  return impl_->Unary<v1::MatchReply>(
+      [&](auto* context, auto* reply) { return impl_->sequences->Match(context, request, reply); });
 }
 
 absl::StatusOr<v1::GetReply> Client::GetSequences(const std::vector<uint64_t>& ids, bool own_only) {

@@ -128,8 +128,11 @@ class Client final {
 
   // `request_id` makes a retry safe; empty: a random one, and the call is repeated once when the
   // connection broke under it.
+  // With `prefix` the sequence starts with as many of these rows as are cached, its length();
+  // none with a server that knows no prefixes.
   absl::StatusOr<Sequence> OpenSequence(const std::string& model_id,
-                                        const std::string& request_id = "");
+                                        const std::string& request_id = "",
+                                        const v1::Prefix& prefix = {});
   // No ids: all of the tenant's, or only this client's.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
@@ -145,6 +148,7 @@ class Client final {
   uint64_t NewStepId();
   absl::StatusOr<v1::ForkReply> ForkSequence(uint64_t id, uint64_t epoch,
                                              std::optional<uint64_t> length);
+  absl::StatusOr<v1::MatchReply> MatchSequence(const v1::MatchRequest& request);
   absl::StatusOr<v1::TruncateReply> TruncateSequence(uint64_t id, uint64_t epoch, uint64_t length);
   explicit Client(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
@@ -163,6 +167,9 @@ class Sequence final {
 
   // Shares the first `length` rows (absent: all committed ones), copy-on-write.
   absl::StatusOr<Sequence> Fork(std::optional<uint64_t> length = std::nullopt);
+  // Says what the rows from `first_row` on stand for, and adds behind the committed ones what is
+  // cached of the rest. FAILED_PRECONDITION if it differs from what was said of committed rows.
+  absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
   absl::Status Truncate(uint64_t length);
   absl::Status Refresh();  // asks for epoch and length
   absl::Status Release();

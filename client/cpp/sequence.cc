@@ -27,6 +27,18 @@ absl::StatusOr<Sequence> Sequence::Fork(std::optional<uint64_t> length) {
   return Sequence(client_, reply->sequence());
 }
 
+absl::StatusOr<v1::PrefixMatch> Sequence::Match(const v1::Prefix& prefix, uint64_t first_row) {
+  v1::MatchRequest request;
+  request.set_sequence_id(id_);
+  request.set_expected_epoch(epoch_);
+  request.set_first_row(first_row);
+  *request.mutable_prefix() = prefix;
+  const auto reply = client_->MatchSequence(request);
+  if (!reply.ok()) return reply.status();
+  length_ = reply->sequence().length();
+  return reply->match();
+}
+
 absl::Status Sequence::Truncate(uint64_t length) {
   const auto reply = client_->TruncateSequence(id_, epoch_, length);
   if (!reply.ok()) return reply.status();

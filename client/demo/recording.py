@@ -16,7 +16,7 @@ import mla_client
 import numpy as np
 import numpy.typing as npt
 from mla_client import wire
-from mla_client.types import AttendArgs, SequenceState
+from mla_client.types import AttendArgs, Prefix, PrefixMatch, SequenceState
 
 FORMAT, VERSION = "mla-recording", 1
 _HEADER_BYTES = struct.Struct("<I")
@@ -148,12 +148,18 @@ class Recorder(mla_client.Service):
 
     # --- Sequences
 
-    def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState:
-        state = self._service._open(model_id, request_id, lease_ms)
+    def _open(self, model_id: str, request_id: str, lease_ms: int,
+              prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]:
+        # What is replayed depends on no cache: every row is sent.
+        state, matched = self._service._open(model_id, request_id, lease_ms, None)
         number = self._number()
         self._sequences[state.sequence_id] = number, self._models[model_id].open_sequence()
         self._writer.write("open", sequence=number, model_id=model_id)
-        return state
+        return state, matched
+
+    def _match(self, sequence_id: int, epoch: int, first_row: int,
+               prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]:
+        return self._get([sequence_id])[0][0], PrefixMatch()
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:

@@ -3,8 +3,6 @@
 #include "base/error.h"
 #include "base/mutex.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -20,6 +18,8 @@
 #include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
 #include "scheduler/launching/launch_sizes.h"
+#include "scheduler/tables/prefix_plan.h"
+#include "scheduler/tables/random_ids.h"
 
 namespace mla::scheduler {
 namespace {
@@ -30,22 +30,16 @@ constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kInlineLaunches = 2;
 // How long a call that takes the role many times yields to threads that wait for the role.
 constexpr int kYields = 1000;
-// A pool whose size is not configured is a multiple of this.
-constexpr int64_t kKvCacheStep = 1 << 20;
-
-uint64_t RandomId() {
-  uint64_t id = 0;
-  while (getrandom(&id, sizeof(id), 0) != static_cast<ssize_t>(sizeof(id))) {
-  }
-  return id;
-}
 
 }  // namespace
 
 class Engine::Impl {
  public:
   Impl(const EngineOptions& options, Clock* clock)
-      : options_(options), clock_(clock), answers_(options.observer) {}
+      : options_(options),
+        clock_(clock),
+        prefixes_(options.prefix_secret.value_or(RandomSecret()), options.limits),
+        answers_(options.observer) {}
 
   // Passes them to the observer; any thread.
   void Observe(const LaunchReports& reports) {
@@ -208,6 +202,7 @@ class Engine::Impl {
   std::atomic<int> waiting_for_role_{0};
   std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
   Inbox inbox_;
+  const PrefixPlanner prefixes_;
   AnswerQueue answers_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
@@ -240,24 +235,6 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     impl->thread_ = std::thread([raw] { raw->RunThread(); });
   }
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
-}
-
-EngineBytes Engine::CountBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  const kernels::BackendLimits sizes = BackendLimitsOf(limits, backend);
-  EngineBytes bytes;
-  bytes.host = LaunchHostBytes(limits, backend) + backend.HostWorkspaceSize(sizes);
-  (backend.Info().unified_memory ? bytes.host : bytes.device) += backend.WorkspaceSize(sizes);
-  return bytes;
-}
-
-int64_t Engine::KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  const int64_t memory = backend.Info().memory_bytes;
-  if (memory <= 0) return Limits().kv_cache_bytes;
-  // Some workspaces grow with the pool, so they are counted for the largest there could be.
-  Limits most = limits;
-  most.kv_cache_bytes = std::min(memory, kMostKvCacheBytes);
-  const int64_t rest = backend.WorkspaceSize(BackendLimitsOf(most, backend)) - most.kv_cache_bytes;
-  return std::clamp((memory - rest) / kKvCacheStep * kKvCacheStep, kKvCacheStep, kMostKvCacheBytes);
 }
 
 Engine::~Engine() {
@@ -395,7 +372,26 @@ void Engine::DiscardWeights(const std::string& tenant, const std::string& id, Up
 }
 
 absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args); });
+  PrefixPlan prefix;
+  if (!args.prefix.empty()) {
+    prefix.spec = FindModel(args.tenant, args.model_id);
+    if (prefix.spec != nullptr) {
+      absl::Status status = impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix);
+      if (!status.ok()) return status;
+    }
+  }
+  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, prefix); });
+}
+
+absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
+  int64_t committed = 0;
+  absl::StatusOr<PrefixPlan> plan =
+      impl_->WithRole([&](EngineCore& core) { return core.PlanMatch(args, &committed); });
+  if (!plan.ok()) return plan.status();
+  absl::Status status =
+      impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &*plan);
+  if (!status.ok()) return status;
+  return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args) {

@@ -23,7 +23,17 @@ TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
   tenants.server_bounds[Resource::kWeightBytes] = limits.weights_bytes;
   tenants.server_bounds[Resource::kOpenSteps] = limits.max_open_steps;
   tenants.server_bounds[Resource::kQueuedRequests] = limits.queue_requests;
+  tenants.server_bounds[Resource::kPrefixTokens] = limits.prefix_tokens;
   return tenants;
+}
+
+absl::Status ModelChanged(const OpenArgs& args) {
+  return MakeError(absl::StatusCode::kAborted,
+                   absl::StrCat("model ", args.model_id, " was registered while the call ran"),
+                   {.field = "model_id",
+                    .got = args.model_id,
+                    .limit = "a model that stays while the call runs",
+                    .reason = "changed_meanwhile"});
 }
 
 }  // namespace
@@ -144,14 +154,39 @@ absl::Status EngineCore::DrainingError() const {
                    {.reason = "draining", .retry_after_ms = limits_.sequence_lease_ms});
 }
 
-absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args) {
+absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args,
+                                                      const PrefixPlan& prefix) {
   if (draining_) return DrainingError();
   const TenantKey tenant = tenants_.Find(args.tenant);
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
   if (!model.ok()) return model.status();
-  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args);
+  if (!args.prefix.empty() && prefix.spec != (*model)->spec) return ModelChanged(args);
+  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, prefix);
   if (!sequence.ok()) return sequence.status();
   return sequences_->Info(**sequence);
+}
+
+absl::StatusOr<PrefixPlan> EngineCore::PlanMatch(const MatchArgs& args, int64_t* committed) {
+  absl::StatusOr<Sequence*> found =
+      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
+  if (!found.ok()) return found.status();
+  const Sequence& sequence = **found;
+  *committed = cache_->length(sequence.slot);
+  PrefixPlan plan;
+  plan.spec = sequence.model->spec;
+  plan.before = cache_->chain(sequence.slot);
+  plan.declared = cache_->declared(sequence.slot);
+  return plan;
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::MatchSequence(const MatchArgs& args,
+                                                       const PrefixPlan& prefix) {
+  absl::StatusOr<Sequence*> found =
+      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
+  if (!found.ok()) return found.status();
+  absl::Status status = sequences_->Match(*found, prefix);
+  if (!status.ok()) return status;
+  return sequences_->Info(**found);
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {
@@ -312,6 +347,10 @@ EngineStats EngineCore::Stats() const {
   stats.page_groups_expired = freed(kvcache::Freed::kExpired);
   stats.page_groups_truncated = freed(kvcache::Freed::kTruncated);
   stats.page_groups_uncommitted = freed(kvcache::Freed::kUncommitted);
+  stats.page_groups_evicted = freed(kvcache::Freed::kEvicted);
+  stats.page_groups_cached = cache.groups_cached;
+  stats.kv_bytes_cached = cache.bytes_cached;
+  stats.prefix = cache_->prefix_stats();
   stats.copies_on_write = cache.copies_on_write;
   stats.page_groups_scrubbed = cache.scrubs;
   for (const Step* step : steps_->open()) stats.requests_running += step->inflight;

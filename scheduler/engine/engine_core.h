@@ -80,7 +80,11 @@ class EngineCore {
   const std::shared_ptr<TenantTable>& shared_tenants() const { return tenant_table_; }
   TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
   ModelTable& models() { return *models_; }
-  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);
+  absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, const PrefixPlan& prefix = {});
+  // A plan for the sequence as it is now, to be filled outside the role.
+  absl::StatusOr<PrefixPlan> PlanMatch(const MatchArgs& args, int64_t* committed);
+  // ABORTED if the sequence is not as the plan has it.
+  absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args, const PrefixPlan& prefix);
   absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);

@@ -218,6 +218,12 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request) {
   request->lengths.clear();
   for (size_t i = 0; i < step->entries.size(); ++i) {
     const StepEntry& entry = step->entries[i];
+    if (entry.sequence->not_finite_from != Sequence::kNoRow) {
+      // Rows that are not finite are not for others.
+      const int64_t from =
+          std::min<int64_t>(entry.sequence->not_finite_from, limits_.max_sequence_rows);
+      cache_->Undeclare(entry.sequence->slot, static_cast<int32_t>(from));
+    }
     cache_->Commit(entry.sequence->slot, committed.empty() ? entry.rows : committed[i]);
     const int64_t length = cache_->length(entry.sequence->slot);
     entry.sequence->ForgetRowsFrom(length);

@@ -84,6 +84,7 @@ absl::Status KvCache::RemoveLayout(LayoutId layout) {
     return absl::FailedPreconditionError(
         absl::StrCat("layout ", layout, " is used by ", open, " sequences"));
   }
+  prefixes_.Drop(layout);
   pool_.RemoveLayout(layout);
   return absl::OkStatus();
 }
@@ -126,6 +127,10 @@ absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
   const auto shared = TableOf(parent).first(static_cast<size_t>(to.pages));
   std::copy(shared.begin(), shared.end(), TableOf(*child).begin());
   for (const uint32_t entry : shared) pool_.Share(entry);
+  to.chain = from.chain;
+  to.declared = from.declared;
+  to.pages_cached = from.pages_cached;
+  Undeclare(*child, length);
   CheckAfterMutation();
   return child;
 }
@@ -137,6 +142,7 @@ absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
     return Invalid("truncate length", length, absl::StrCat("0..", sequence.length));
   }
   sequence.length = length;
+  Undeclare(slot, length);
   ShrinkTo(slot, PagesFor(sequence, length), Freed::kTruncated);
   CheckAfterMutation();
   return absl::OkStatus();
@@ -144,6 +150,7 @@ absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
 
 void KvCache::Release(SeqSlot slot, Freed why) {
   Sequence& sequence = At(slot);
+  PublishRest(slot);
   ShrinkTo(slot, 0, why);
   --layout_sequences_[static_cast<size_t>(sequence.layout)];
   --open_sequences_;
@@ -155,6 +162,15 @@ void KvCache::Release(SeqSlot slot, Freed why) {
 
 absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
   if (auto s = CheckReserve(rows); !s.ok()) return s;
+  absl::Status status = TryReserve(rows);
+  // Another bound may refuse once one does not: groups, slabs, the pool.
+  for (int bound = 0; bound < 3 && !status.ok() && MakeRoom(rows); ++bound) {
+    status = TryReserve(rows);
+  }
+  return status;
+}
+
+absl::Status KvCache::TryReserve(std::span<const StepRows> rows) {
   for (size_t i = 0; i < rows.size(); ++i) {
     if (ReserveOne(rows[i].sequence, rows[i].rows)) continue;
     // Newest first, so that every mark and reference returns to what it was.
@@ -293,6 +309,7 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
   Require(rows >= 0 && rows <= sequence.rows_reserved, "commit of rows that were not reserved");
   sequence.length += rows;
   sequence.rows_reserved = kNone;
+  if (sequence.chain != nullptr) PublishPages(slot);
   ShrinkTo(slot, PagesFor(sequence, sequence.length), Freed::kUncommitted);
   CheckAfterMutation();
 }
@@ -357,8 +374,10 @@ KvCacheStats KvCache::stats() const {
   const SlabPoolStats pool = pool_.stats();
   KvCacheStats stats;
   stats.bytes_total = pool.bytes_total;
-  stats.bytes_used = pool.bytes_used - pool.bytes_pinned;
-  stats.groups_used = pool.groups_used - pool.groups_pinned;
+  stats.bytes_used = pool.bytes_used - pool.bytes_pinned - pool.bytes_cached;
+  stats.groups_used = pool.groups_used - pool.groups_pinned - pool.groups_cached;
+  stats.groups_cached = pool.groups_cached;
+  stats.bytes_cached = pool.bytes_cached;
   stats.groups_free = pool.groups_free;
   stats.slabs_free = pool.slabs_free;
   stats.groups_shared = pool.groups_shared;
@@ -367,6 +386,7 @@ KvCacheStats KvCache::stats() const {
   stats.sequences = open_sequences_;
   stats.allocations = allocations_;
   stats.freed = freed_;
+  stats.freed[static_cast<size_t>(Freed::kEvicted)] = prefixes_.stats().freed;
   stats.copies_on_write = copies_on_write_;
   stats.scrubs = scrubs_;
   return stats;
@@ -393,7 +413,10 @@ std::string KvCache::CheckInvariants() const {
     }
   }
   if (open != open_sequences_) return "open sequences miscounted";
-  const uint64_t freed = std::accumulate(freed_.begin(), freed_.end(), uint64_t{0});
+  prefixes_.AddReferences(&references);
+  if (std::string fault = prefixes_.CheckInvariants(); !fault.empty()) return fault;
+  const uint64_t freed =
+      std::accumulate(freed_.begin(), freed_.end(), uint64_t{0}) + prefixes_.stats().freed;
   const int64_t held = pool_.stats().groups_used - pool_.stats().groups_pinned;
   if (allocations_ - freed != static_cast<uint64_t>(held)) {
     return absl::StrCat(allocations_, " groups taken less ", freed, " freed are not the ", held,

@@ -9,17 +9,22 @@
 // waits in a PageWorkQueue until launches carry it.
 //
 // Conservation invariant: free + used groups of a slab equal its groups, every used group's
-// reference count equals the number of tables that hold it, slab bytes sum to the budget. The sums
-// are checked after every mutation, in every build, and end the process when they are wrong;
-// CheckInvariants checks all of it.
+// reference count equals the number of tables that hold it and one if it is cached, slab bytes sum
+// to the budget. The sums are checked after every mutation, in every build, and end the process
+// when they are wrong; CheckInvariants checks all of it.
+//
+// A sequence may say what its rows stand for (Declare). Its whole pages are then published as they
+// are committed, and what is left of the last page when it ends; Match lets another sequence of the
+// layout share them. Groups that the prefix cache alone holds are idle: they yield when Reserve
+// needs their room.
 //
 // A sequence may be changed only while no running launch reads it: backends with unified memory
 // read the page tables where they lie. Fork only reads its parent. Every slot passed in must be
 // open; breaking that, or committing more than was reserved, ends the process.
 //
 // Threading: owned by the engine role. No call blocks. Errors leave everything as it was. After
-// AddLayout only error messages allocate, and the work queue and LaunchWork while they find their
-// capacity.
+// AddLayout only error messages allocate, and the work queue, LaunchWork and the prefix cache while
+// they find their capacity.
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 
@@ -38,6 +43,7 @@
 #include "scheduler/kvcache/pool/cache_layout.h"
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
+#include "scheduler/kvcache/prefix/prefix_cache.h"
 
 namespace mla::kvcache {
 
@@ -61,8 +67,9 @@ enum class Freed : uint8_t {
   kExpired,      // ... because its lease ran out
   kTruncated,    // rows were dropped
   kUncommitted,  // a step was aborted, or kept fewer rows than it had reserved
+  kEvicted,      // the prefix cache held it alone and gave it up
 };
-inline constexpr size_t kFreedReasons = 4;
+inline constexpr size_t kFreedReasons = 5;
 
 struct KvCacheStats {
   int64_t bytes_total = 0;
@@ -70,12 +77,15 @@ struct KvCacheStats {
   int64_t groups_used = 0;
   int64_t groups_free = 0;  // free groups in slabs that are assigned to a layout
   int64_t slabs_free = 0;
-  int64_t groups_shared = 0;  // reference count above one
+  int64_t groups_shared = 0;  // reference count above one, the prefix cache's included
   // Given back, and kept until page work on them is done; part of neither used nor free.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
   int64_t sequences = 0;
-  uint64_t allocations = 0;  // since start; allocations - all freed = groups_used
+  // Held by the prefix cache alone; part of neither used nor free.
+  int64_t groups_cached = 0;
+  int64_t bytes_cached = 0;
+  uint64_t allocations = 0;  // since start; allocations - all freed = groups_used + groups_cached
   std::array<uint64_t, kFreedReasons> freed = {};
   uint64_t copies_on_write = 0;
   uint64_t scrubs = 0;
@@ -109,6 +119,23 @@ class KvCache final {
   // read once that work up to work().last(), as it is after this call, has been carried. A sequence
   // with a reservation refuses another one, Fork and Truncate (FAILED_PRECONDITION).
   absl::Status Reserve(std::span<const StepRows> rows);
+  // --- Prefixes
+  // The sequence's first `rows` rows, committed or to come, are the chain's; replaces what was
+  // declared before. Publishes the whole pages that are committed. REQUIRES: chain of the layout's
+  // page size, not null; rows within 0..chain->rows().
+  void Declare(SeqSlot sequence, std::shared_ptr<const PrefixChain> chain, int32_t rows);
+  // Rows from here on are declared no more.
+  void Undeclare(SeqSlot sequence, int32_t from);
+  // Adds cached rows behind the committed ones, as far as they are declared, found and below
+  // `most_rows` in all. Nothing if the sequence ends inside a page. REQUIRES: no reservation.
+  PrefixMatch Match(SeqSlot sequence, int32_t most_rows);
+  // Null if nothing is declared.
+  const std::shared_ptr<const PrefixChain>& chain(SeqSlot sequence) const;
+  int32_t declared(SeqSlot sequence) const;
+  // The layout's cached rows are not what they were: forgets them.
+  void DropCached(LayoutId layout) { prefixes_.Drop(layout); }
+  const PrefixStats& prefix_stats() const { return prefixes_.stats(); }
+
   // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation.
   void Commit(SeqSlot sequence, int32_t rows);
   void Rollback(SeqSlot sequence);
@@ -133,6 +160,7 @@ class KvCache final {
   int32_t max_rows(SeqSlot sequence) const;    // rows that its page table can address
   // Page groups that could be allocated now for this layout.
   int64_t free_groups(LayoutId layout) const;
+  int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
   int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
   KvCacheStats stats() const;
   // Walks everything; empty when the conservation invariant holds, else what is broken.
@@ -152,7 +180,10 @@ class KvCache final {
     int32_t pages_before = 0;       // the reservation
     uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copied on write, if any
     bool copy_took_last = false;                      // reference to that page
-    uint64_t reserve_call = 0;  // the latest call that named it, to find repeats
+    uint64_t reserve_call = 0;                 // the latest call that named it, to find repeats
+    std::shared_ptr<const PrefixChain> chain;  // what its rows stand for; null: not known
+    int32_t declared = 0;                      // rows of the chain that are the sequence's
+    int32_t pages_cached = 0;                  // leading whole pages that were offered to the cache
     int32_t next_free = kNone;
   };
 
@@ -164,6 +195,10 @@ class KvCache final {
   int32_t PagesFor(const Sequence& sequence, int64_t rows) const;
   absl::StatusOr<SeqSlot> TakeSlot(LayoutId layout, TenantKey tenant);
   absl::Status CheckReserve(std::span<const StepRows> rows);
+  absl::Status TryReserve(std::span<const StepRows> rows);
+  bool MakeRoom(std::span<const StepRows> rows);
+  void PublishPages(SeqSlot slot);
+  void PublishRest(SeqSlot slot);
   bool ReserveOne(SeqSlot slot, int32_t rows);
   bool CopySharedPage(SeqSlot slot);
   void UndoReserve(SeqSlot slot);
@@ -177,6 +212,7 @@ class KvCache final {
   const std::span<uint32_t> tables_;
   SlabPool pool_;
   PageWorkQueue work_{&pool_};
+  PrefixCache prefixes_{&pool_, &work_};
   std::vector<Sequence> sequences_;
   std::vector<int32_t> layout_sequences_;  // open sequences by layout
   SeqSlot free_slot_ = kNone;

@@ -209,6 +209,7 @@ class CountingAccount final : public PoolAccount {
   }
   void ReturnGroup(int64_t bytes) override { groups -= bytes; }
   void ReturnSlab(int64_t bytes) override { slabs -= bytes; }
+  int64_t GroupRoom() const override { return int64_t{1} << 40; }
   int64_t groups = 0, slabs = 0;
 };
 

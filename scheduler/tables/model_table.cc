@@ -352,6 +352,7 @@ absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
                        "scales_differ", absl::StatusCode::kAlreadyExists);
   }
   model.kv_scales.assign(scales.begin(), scales.end());
+  cache_->DropCached(model.layout_id);  // rows stored under other scales
   return absl::OkStatus();
 }
 

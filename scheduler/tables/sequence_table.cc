@@ -111,23 +111,36 @@ absl::Status SequenceTable::InStep(const Sequence& sequence) const {
                     .last_good_position = cache_->length(sequence.slot)});
 }
 
-absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model,
-                                              const OpenArgs& args) {
+absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, const OpenArgs& args,
+                                              const PrefixPlan& prefix) {
   absl::Status names = CheckNames(args.client_id, args.request_id);
   if (!names.ok()) return names;
   absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
   if (!lease.ok()) return lease.status();
-  std::string origin = absl::StrCat("open/", args.model_id, "/", args.client_id);
+  std::string origin =
+      absl::StrCat("open/", args.model_id, "/", args.client_id, "/", prefix.digest);
   absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence");
   if (!taken.ok()) return taken;
+  const int64_t rows = prefix.chain == nullptr ? 0 : prefix.chain->rows();
+  taken = tenants_->Take(*model->account, Resource::kPrefixTokens, rows, "prefix");
+  if (!taken.ok()) {
+    tenants_->Return(*model->account, Resource::kSequences, 1);
+    return taken;
+  }
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
   if (!slot.ok()) {
+    tenants_->Return(*model->account, Resource::kPrefixTokens, rows);
     tenants_->Return(*model->account, Resource::kSequences, 1);
     return Exhausted(slot.status());
   }
-  return Insert(*slot, tenant, model, *lease, args.client_id, args.request_id, std::move(origin));
+  Sequence* const sequence =
+      Insert(*slot, tenant, model, *lease, args.client_id, args.request_id, std::move(origin));
+  if (prefix.chain == nullptr) return sequence;
+  sequence->prefix_tokens = rows;
+  DeclareAndMatch(sequence, prefix);
+  return sequence;
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& args) {
@@ -163,7 +176,56 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
                                  args.request_id, std::move(origin));
   child->not_finite_from = parent->not_finite_from;
   child->ForgetRowsFrom(length);
+  // Without room for them the child goes on, and its rows are not declared.
+  const int64_t declared = cache_->declared(child->slot);
+  if (tenants_->TryTake(account, Resource::kPrefixTokens, declared)) {
+    child->prefix_tokens = declared;
+  } else {
+    cache_->Undeclare(child->slot, 0);
+  }
   return child;
+}
+
+absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId id,
+                                                  uint64_t expected_epoch) {
+  absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, id, "sequence_id");
+  if (!found.ok()) return found;
+  const Sequence& sequence = **found;
+  if (sequence.epoch != expected_epoch) return OtherEpoch(sequence, expected_epoch);
+  if (sequence.step != nullptr) return InStep(sequence);
+  return found;
+}
+
+absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) {
+  if (cache_->chain(sequence->slot) != prefix.before ||
+      cache_->declared(sequence->slot) != prefix.declared) {
+    return MakeError(absl::StatusCode::kAborted,
+                     "the sequence was declared by another call meanwhile",
+                     {.field = "sequence_id",
+                      .got = absl::StrCat(sequence->id),
+                      .limit = "a sequence that is declared by one call at a time",
+                      .reason = "changed_meanwhile"});
+  }
+  Tenant& account = *sequence->model->account;
+  const int64_t more = prefix.chain->rows() - sequence->prefix_tokens;
+  absl::Status taken =
+      tenants_->Take(account, Resource::kPrefixTokens, std::max<int64_t>(more, 0), "prefix");
+  if (!taken.ok()) return taken;
+  if (more < 0) tenants_->Return(account, Resource::kPrefixTokens, -more);
+  sequence->prefix_tokens += more;
+  DeclareAndMatch(sequence, prefix);
+  Renew(sequence);
+  return absl::OkStatus();
+}
+
+void SequenceTable::DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix) {
+  const kvcache::SeqSlot slot = sequence->slot;
+  // Rows that are not finite are not for others.
+  const int64_t rows = std::min<int64_t>(prefix.chain->rows(), sequence->not_finite_from);
+  cache_->Declare(slot, prefix.chain, static_cast<int32_t>(rows));
+  int64_t most = limits_.max_sequence_rows;
+  if (prefix.max_rows > 0) most = std::min(most, prefix.max_rows);
+  sequence->matched = cache_->Match(slot, static_cast<int32_t>(most));
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId id, int64_t length,
@@ -196,6 +258,7 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
     observer_->OnSequenceClosed(cache_->length(slot), clock_->Now() - sequence->opened_ns);
   }
   Model* const model = sequence->model;
+  const int64_t prefix_tokens = sequence->prefix_tokens;
   --model->sequences;
   models_->Touch(model);
   leases_.Drop(slot);
@@ -206,6 +269,7 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   cache_->Release(slot, why);
   by_slot_[slot].reset();
   tenants_->Return(*model->account, Resource::kSequences, 1);
+  tenants_->Return(*model->account, Resource::kPrefixTokens, prefix_tokens);
 }
 
 void SequenceTable::Renew(Sequence* sequence, int64_t lease_ms) {
@@ -266,6 +330,8 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   const int64_t rows = info.length + cache_->reserved(sequence.slot);
   const int32_t page_size = sequence.model->layout.page_size;
   info.page_groups = (rows + page_size - 1) / page_size;
+  info.declared = cache_->declared(sequence.slot);
+  info.matched = sequence.matched;
   return info;
 }
 

@@ -23,6 +23,7 @@
 #include "scheduler/kvcache/lease_table.h"
 #include "scheduler/limits.h"
 #include "scheduler/tables/model_table.h"
+#include "scheduler/tables/prefix_plan.h"
 #include "scheduler/tenant_table.h"
 
 namespace mla::scheduler {
@@ -54,6 +55,8 @@ struct Sequence {
   // The last Truncate, so that its repeat gives the same answer.
   uint64_t truncated_from_epoch = 0;
   int64_t truncated_length = -1;
+  int64_t prefix_tokens = 0;     // declared rows, as counted for the tenant
+  kvcache::PrefixMatch matched;  // the last match
 };
 
 class SequenceTable {
@@ -62,7 +65,14 @@ class SequenceTable {
   SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
                 TenantTable* tenants, const Clock* clock, std::function<uint64_t()> ids);
 
-  absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args);
+  // `prefix`: a plan for the model's spec, if args.prefix is not empty.
+  absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
+                                 const PrefixPlan& prefix);
+  // The sequence, if it may declare rows: it has that epoch and is in no step.
+  absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
+  // Declares the plan's rows and adds those that are cached. ABORTED if others were declared since
+  // the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
+  absl::Status Match(Sequence* sequence, const PrefixPlan& prefix);
   absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args);
   absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,
                                      uint64_t expected_epoch);
@@ -97,6 +107,7 @@ class SequenceTable {
   absl::Status Exhausted(const absl::Status& status) const;
   absl::Status OtherEpoch(const Sequence& sequence, uint64_t expected) const;
   absl::Status InStep(const Sequence& sequence) const;
+  void DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix);
   Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
                    const std::string& client_id, const std::string& request_id, std::string origin);
 

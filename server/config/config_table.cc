@@ -3,43 +3,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/config/config.h"
+#include "server/config/config_key.h"
 
 namespace mla::server {
 namespace {
-
-constexpr double kTiB = 1099511627776.0;
-constexpr double kDayMs = 86400000;
-
-#define MLA_SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
-
-ConfigKey Bool(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
-               const char* short_flag = "") {
-  return {name, ConfigType::kBool, 0, 1, "", meaning, edge, short_flag, slot};
-}
-ConfigKey Int(const char* name, double min, double max, const char* meaning, const char* edge,
-              ConfigSlot (*slot)(Config&)) {
-  return {name, ConfigType::kInt, min, max, "", meaning, edge, "", slot};
-}
-ConfigKey Bytes(const char* name, double min, double max, const char* meaning, const char* edge,
-                ConfigSlot (*slot)(Config&)) {
-  return {name, ConfigType::kBytes, min, max, "", meaning, edge, "", slot};
-}
-ConfigKey Millis(const char* name, double min, double max, const char* meaning, const char* edge,
-                 ConfigSlot (*slot)(Config&)) {
-  return {name, ConfigType::kMillis, min, max, "", meaning, edge, "", slot};
-}
-ConfigKey Double(const char* name, double min, double max, const char* meaning, const char* edge,
-                 ConfigSlot (*slot)(Config&)) {
-  return {name, ConfigType::kDouble, min, max, "", meaning, edge, "", slot};
-}
-ConfigKey Text(const char* name, const char* meaning, const char* edge, ConfigSlot (*slot)(Config&),
-               const char* short_flag = "") {
-  return {name, ConfigType::kString, 0, 0, "", meaning, edge, short_flag, slot};
-}
-ConfigKey Choice(const char* name, const char* choices, const char* meaning, const char* edge,
-                 ConfigSlot (*slot)(Config&), const char* short_flag = "") {
-  return {name, ConfigType::kChoice, 0, 0, choices, meaning, edge, short_flag, slot};
-}
 
 void AddListenKeys(std::vector<ConfigKey>* keys) {
   keys->insert(
@@ -334,6 +301,10 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
           Int("limits.max_tenants", 1, 1000000, "Tenants that use something at a time.",
               "Calls of further tenants are refused; tenants that use nothing do not count.",
               MLA_SLOT(limits.max_tenants)),
+          Int("limits.prefix_tokens", 1, 1 << 30,
+              "Rows that open sequences have declared for the prefix cache.",
+              "4 bytes of host memory each; Open and Match are RESOURCE_EXHAUSTED beyond it.",
+              MLA_SLOT(limits.prefix_tokens)),
           Int("limits.max_models", 1, 1024, "Registered models, all tenants together.",
               "Register is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_models)),
           Int("limits.max_layers", 1, 4096, "Layers of one model.",

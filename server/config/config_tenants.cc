@@ -36,6 +36,7 @@ scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   bounds[Resource::kRegions] = config.shm.regions_max;
   bounds[Resource::kRegionBytes] = config.shm.total_bytes;
   bounds[Resource::kControlCalls] = control_calls;
+  bounds[Resource::kPrefixTokens] = config.limits.prefix_tokens;
   return bounds;
 }
 

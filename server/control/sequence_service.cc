@@ -18,6 +18,13 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
   to->set_model_id(from.model_id);
   to->set_client_id(from.client_id);
   to->set_page_groups(static_cast<uint64_t>(from.page_groups));
+  to->set_declared(static_cast<uint64_t>(from.declared));
+}
+
+void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
+  static_assert(static_cast<int>(kvcache::MatchEnd::kEvicted) == v1::MATCH_END_EVICTED);
+  to->set_rows(static_cast<uint64_t>(from.matched.rows));
+  to->set_end(static_cast<v1::MatchEnd>(from.matched.end));
 }
 
 }  // namespace
@@ -32,6 +39,23 @@ grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenR
     const auto opened = rpc_.engine->OpenSequence(args);
     if (!opened.ok()) return opened.status();
     Fill(*opened, reply->mutable_sequence());
+    if (!args.prefix.empty()) FillMatch(*opened, reply->mutable_match());
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status SequenceService::Match(grpc::ServerContext* context, const v1::MatchRequest* request,
+                                    v1::MatchReply* reply) {
+  return rpc_.Serve(context, "Sequences.Match", [&](const Identity& who) {
+    scheduler::MatchArgs args;
+    args.tenant = who.tenant;
+    absl::Status status = ParseMatch(*request, rpc_.engine->limits(), &args);
+    if (!status.ok()) return status;
+    const auto matched = rpc_.engine->MatchSequence(args);
+    if (!matched.ok()) return matched.status();
+    Fill(*matched, reply->mutable_sequence());
+    FillMatch(*matched, reply->mutable_match());
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });

@@ -14,6 +14,8 @@ class SequenceService final : public v1::Sequences::Service {
 
   grpc::Status Open(grpc::ServerContext* context, const v1::OpenRequest* request,
                     v1::OpenReply* reply) override;
+  grpc::Status Match(grpc::ServerContext* context, const v1::MatchRequest* request,
+                     v1::MatchReply* reply) override;
   grpc::Status Get(grpc::ServerContext* context, const v1::GetRequest* request,
                    v1::GetReply* reply) override;
   grpc::Status Fork(grpc::ServerContext* context, const v1::ForkRequest* request,

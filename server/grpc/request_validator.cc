@@ -152,6 +152,12 @@ absl::Status CheckIds(int count, const Limits& limits) {
   return absl::OkStatus();
 }
 
+absl::Status CheckCount(const char* field, int64_t got, int64_t most) {
+  if (got <= most) return absl::OkStatus();
+  return RefuseField(field, absl::StrCat(got, " entries"), absl::StrCat("at most ", most),
+                     "out_of_range");
+}
+
 }  // namespace
 
 absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
@@ -263,6 +269,51 @@ absl::Status ParseEndStep(const v1::EndStep& message, const Limits& limits,
   return absl::OkStatus();
 }
 
+absl::Status ParsePrefix(const v1::Prefix& message, const Limits& limits,
+                         scheduler::PrefixArgs* args) {
+  const int64_t tokens = message.token_ids_size(), keys = message.page_keys_size();
+  absl::Status status = CheckCount("prefix.token_ids", tokens, limits.max_sequence_rows);
+  if (status.ok()) {
+    status = CheckCount("prefix.page_keys", keys, limits.max_pages_per_sequence);
+  }
+  if (!status.ok()) return status;
+  if (tokens > 0 && keys > 0) {
+    return RefuseField("prefix.page_keys", "keys beside token_ids", "one of both", "both");
+  }
+  for (int64_t i = 0; i < keys; ++i) {
+    const size_t bytes = message.page_keys(static_cast<int>(i)).size();
+    if (bytes == kvcache::PrefixHasher::kPageKeyBytes) continue;
+    return RefuseField(absl::StrCat("prefix.page_keys[", i, "]"), absl::StrCat(bytes, " bytes"),
+                       absl::StrCat(kvcache::PrefixHasher::kPageKeyBytes, " bytes"),
+                       "out_of_range");
+  }
+  if (message.salt().size() > static_cast<size_t>(limits.max_name_bytes)) {
+    return RefuseField("prefix.salt", absl::StrCat(message.salt().size(), " bytes"),
+                       absl::StrCat("at most ", limits.max_name_bytes, " bytes"), "name_too_long");
+  }
+  args->token_ids.assign(message.token_ids().begin(), message.token_ids().end());
+  args->page_keys.assign(message.page_keys().begin(), message.page_keys().end());
+  args->salt = message.salt();
+  // More than a sequence can have is as good as no bound.
+  args->max_rows = static_cast<int64_t>(
+      std::min(message.max_rows(), static_cast<uint64_t>(limits.max_sequence_rows)));
+  return absl::OkStatus();
+}
+
+absl::Status ParseMatch(const v1::MatchRequest& message, const Limits& limits,
+                        scheduler::MatchArgs* args) {
+  if (message.first_row() > static_cast<uint64_t>(limits.max_sequence_rows)) {
+    return RefuseField("first_row", absl::StrCat(message.first_row()),
+                       absl::StrCat("0..", limits.max_sequence_rows), "out_of_range");
+  }
+  args->id = message.sequence_id();
+  args->expected_epoch = message.expected_epoch();
+  args->first_row = static_cast<int64_t>(message.first_row());
+  absl::Status status = ParsePrefix(message.prefix(), limits, &args->prefix);
+  if (!status.ok() || !args->prefix.empty()) return status;
+  return RefuseField("prefix", "neither token_ids nor page_keys", "one of both", "missing");
+}
+
 absl::Status ParseOpen(const v1::OpenRequest& message, const Limits& limits,
                        scheduler::OpenArgs* args) {
   MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model_id", false, limits));
@@ -271,6 +322,7 @@ absl::Status ParseOpen(const v1::OpenRequest& message, const Limits& limits,
   args->model_id = message.model_id();
   args->request_id = message.request_id();
   args->client_id = message.client_id();
+  MLA_RETURN_IF_ERROR(ParsePrefix(message.prefix(), limits, &args->prefix));
   return CheckLease(message.lease_ms(), limits.max_lease_ms, "lease_ms", &args->lease_ms);
 }
 

@@ -80,6 +80,10 @@ absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& limits,
                        scheduler::OpenArgs* args);
+absl::Status ParseMatch(const v1::MatchRequest& message, const scheduler::Limits& limits,
+                        scheduler::MatchArgs* args);
+absl::Status ParsePrefix(const v1::Prefix& message, const scheduler::Limits& limits,
+                         scheduler::PrefixArgs* args);
 absl::Status ParseFork(const v1::ForkRequest& message, const scheduler::Limits& limits,
                        scheduler::ForkArgs* args);
 absl::Status ParseTruncate(const v1::TruncateRequest& message, int64_t* length);

@@ -49,6 +49,8 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.scrubs, 5 * share);
   EXPECT_GT(counts.copies, share);
   EXPECT_GT(counts.slices_fused, share);
+  EXPECT_GT(counts.pages_found, share);
+  EXPECT_GT(counts.pages_evicted, share / 4);
 }
 
 TEST(Simulation, ASeedRepeats) {

@@ -19,8 +19,8 @@ TOO_FULL = {
 FLOORS = {
     "server": ["logging", "process", "config", "grpc", "memory", "metrics", "lifecycle", "attend",
                "shared_memory", "connections", "control", "operations", ""],
-    "scheduler": ["kvcache/pool", "kvcache", "", "planning", "planning/cache", "tables", "batching",
-                  "launching", "engine"],
+    "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "", "planning", "planning/cache",
+                  "tables", "batching", "launching", "engine"],
 }
 PUBLIC = re.compile(r"//visibility:public")
 # Names that a user types, and libraries of the distribution.

@@ -23,15 +23,15 @@ from mla_client.errors import (Aborted, AlreadyExists, Cancelled, DataLoss, Dead
 from mla_client.local import LocalReference
 from mla_client.operations import ResourceUsage, TenantQuota
 from mla_client.service import AttendFuture, Model, Sequence, Service, Step
-from mla_client.types import (AttendResult, Buffers, DType, Geometry, ModelSpec, Profile,
-                              SequenceState, Timings, WeightsStatus)
+from mla_client.types import (AttendResult, Buffers, DType, Geometry, ModelSpec, Prefix,
+                              PrefixMatch, Profile, SequenceState, Timings, WeightsStatus)
 
 __all__ = [
     "Aborted", "AlreadyExists", "AttendFuture", "AttendResult", "Buffers", "Cancelled", "Client",
     "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry",
     "Internal", "InvalidArgument", "LocalReference", "MlaError", "Model", "ModelSpec", "NotFound",
-    "OutOfRange", "PermissionDenied", "Profile", "ResourceExhausted", "ResourceUsage", "Sequence",
-    "SequenceState", "ServerRestarted", "Service", "Step", "TenantQuota", "Timings", "Tls",
-    "Unauthenticated", "Unavailable", "Unimplemented", "Unknown", "WeightsStatus", "from_bf16",
-    "round_to_bf16", "to_bf16",
+    "OutOfRange", "PermissionDenied", "Prefix", "PrefixMatch", "Profile", "ResourceExhausted",
+    "ResourceUsage", "Sequence", "SequenceState", "ServerRestarted", "Service", "Step",
+    "TenantQuota", "Timings", "Tls", "Unauthenticated", "Unavailable", "Unimplemented", "Unknown",
+    "WeightsStatus", "from_bf16", "round_to_bf16", "to_bf16",
 ]

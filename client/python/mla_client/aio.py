@@ -20,7 +20,7 @@ from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVa
 import numpy.typing as npt
 
 from mla_client.service import Model, Sequence, Service, Step
-from mla_client.types import AttendResult, Profile
+from mla_client.types import AttendResult, Prefix, PrefixMatch, Profile
 
 # Replies that are awaited at the same time; more wait for a thread.
 WAITERS = 16
@@ -56,6 +56,10 @@ class AsyncService:
                    **options: Any) -> Sequence:
         """As Sequence.fork."""
         return await self._wait(lambda: sequence.fork(length, **options))
+
+    async def match(self, sequence: Sequence, prefix: Prefix, first_row: int = 0) -> PrefixMatch:
+        """As Sequence.match."""
+        return await self._wait(lambda: sequence.match(prefix, first_row))
 
     async def truncate(self, sequence: Sequence, length: int) -> None:
         """As Sequence.truncate."""

@@ -24,8 +24,8 @@ from mla_client.shm.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
 from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
                                   unix_path_of)
-from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, SequenceState,
-                              WeightsStatus)
+from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, Prefix,
+                              PrefixMatch, SequenceState, WeightsStatus)
 
 API_VERSION = "mla.v1"
 ATTEMPTS = 4
@@ -276,11 +276,22 @@ class Client(Service, Operations):
             else:
                 return WeightsStatus(reply.complete, list(reply.missing_layers), reply.bytes)
 
-    def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState:
+    def _open(self, model_id: str, request_id: str, lease_ms: int,
+              prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]:
         request = sequence_pb2.OpenRequest(model_id=model_id, request_id=request_id,
                                            client_id=self.client_id,
                                            lease_ms=lease_ms or self._lease_ms)
-        return self._keep(_state(self._call(self._sequences.Open, request).sequence), lease_ms)
+        if prefix is not None:
+            request.prefix.CopyFrom(_prefix_to_proto(prefix))
+        reply = self._call(self._sequences.Open, request)
+        return self._keep(_state(reply.sequence), lease_ms), _match_from_proto(reply.match)
+
+    def _match(self, sequence_id: int, epoch: int, first_row: int,
+               prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]:
+        reply = self._call(self._sequences.Match, sequence_pb2.MatchRequest(
+            sequence_id=sequence_id, expected_epoch=epoch, first_row=first_row,
+            prefix=_prefix_to_proto(prefix)))
+        return _state(reply.sequence), _match_from_proto(reply.match)
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:
@@ -404,7 +415,23 @@ class Client(Service, Operations):
 def _state(info: Any) -> SequenceState:
     return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
                          info.in_step, info.open_step, info.model_id, info.client_id,
-                         info.page_groups)
+                         info.page_groups, info.declared)
+
+
+_MATCH_ENDS = ("", "all", "absent", "diverged", "evicted")  # by number in the contract
+
+
+def _prefix_to_proto(prefix: Prefix) -> sequence_pb2.Prefix:
+    try:
+        return sequence_pb2.Prefix(token_ids=prefix.token_ids, page_keys=prefix.page_keys,
+                                   salt=prefix.salt, max_rows=prefix.max_rows)
+    except (TypeError, ValueError) as error:
+        raise errors.InvalidArgument(f"prefix: {error}") from error
+
+
+def _match_from_proto(match: Any) -> PrefixMatch:
+    known = match.end < len(_MATCH_ENDS)
+    return PrefixMatch(match.rows, _MATCH_ENDS[match.end] if known else str(match.end))
 
 
 # By number in the contract.

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from mla_client import bf16, errors, wire
 from mla_client.service import AttendFuture, Service, Step
-from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Profile, SequenceState,
-                              Timings, WeightsStatus)
+from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
+                              Profile, SequenceState, Timings, WeightsStatus)
 
 
 @dataclasses.dataclass
@@ -66,7 +66,8 @@ def _refuse_scales(scales: Seq[float]) -> None:
 
 class LocalReference(Service):
     """Attention in numpy. With `exact` nothing is rounded: queries, cache, weights and outputs stay
-    as given (float32); otherwise they are rounded to bf16 where a server's would be."""
+    as given (float32); otherwise they are rounded to bf16 where a server's would be. It has no
+    prefix cache: matches find nothing."""
 
     def __init__(self, *, exact: bool = False) -> None:
         self.timeout_s = 30.0
@@ -186,11 +187,19 @@ class LocalReference(Service):
             self._by_request[request_id] = sequence.id
         return self._state(sequence)
 
-    def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState:
+    def _open(self, model_id: str, request_id: str, lease_ms: int,
+              prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]:
         with self._lock:
             model = self._model(model_id)
             empty = np.zeros((0, model.spec.geometry.row_dim), np.float32)
-            return self._add(model, [empty] * model.spec.layers, 0, "open " + request_id)
+            state = self._add(model, [empty] * model.spec.layers, 0, "open " + request_id)
+            return state, PrefixMatch(0, "absent") if prefix is not None else PrefixMatch()
+
+    def _match(self, sequence_id: int, epoch: int, first_row: int,
+               prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]:
+        with self._lock:
+            sequence = self._settled(sequence_id, epoch)
+            return self._state(sequence), PrefixMatch(0, "absent")
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:

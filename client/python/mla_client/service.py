@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import errors
-from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Profile,
-                              SequenceState, WeightsStatus)
+from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
+                              PrefixMatch, Profile, SequenceState, WeightsStatus)
 
 _LARGEST = 2**32 - 1  # that the contract's indexes can be
 _LARGEST_POSITION = 2**64 - 1
@@ -54,7 +54,12 @@ class Service(abc.ABC):
                 w_uv: npt.NDArray) -> WeightsStatus: ...
 
     @abc.abstractmethod
-    def _open(self, model_id: str, request_id: str, lease_ms: int) -> SequenceState: ...
+    def _open(self, model_id: str, request_id: str, lease_ms: int,
+              prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]: ...
+
+    @abc.abstractmethod
+    def _match(self, sequence_id: int, epoch: int, first_row: int,
+               prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]: ...
 
     @abc.abstractmethod
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
@@ -173,13 +178,19 @@ class Model:
                 raise errors.InvalidArgument(f"{name}: got shape {array.shape}, must be {shape}")
         return self.service._upload(self.spec, layer, head_begin, w_uk, w_uv)
 
-    def open_sequence(self, *, request_id: str = "", lease_ms: int = 0) -> "Sequence":
-        """Opens an empty sequence. A repeated `request_id` returns the sequence it opened."""
+    def open_sequence(self, *, request_id: str = "", lease_ms: int = 0,
+                      prefix: Optional[Prefix] = None) -> "Sequence":
+        """Opens a sequence. A repeated `request_id` returns the sequence it opened.
+
+        With `prefix` it starts with as many of these rows as the prefix cache has; `matched` and
+        `length` tell how many. It is empty otherwise."""
         _check_number("lease_ms", lease_ms)
         # A request id of our own makes the retries of the transport safe.
-        state = self.service._open(self.spec.model_id, request_id or secrets.token_hex(16),
-                                   lease_ms)
-        return Sequence(self, state)
+        state, matched = self.service._open(
+            self.spec.model_id, request_id or secrets.token_hex(16), lease_ms, prefix)
+        sequence = Sequence(self, state)
+        sequence.matched = matched
+        return sequence
 
     def unregister(self) -> None:
         """Forgets the model. FailedPrecondition while sequences of it are open."""
@@ -194,6 +205,7 @@ class Sequence:
         self.id = state.sequence_id
         self.epoch = state.epoch    # advanced by truncate
         self.length = state.length  # committed rows
+        self.matched = PrefixMatch()  # the last time that rows were asked of the prefix cache
         self.released = False
 
     def __repr__(self) -> str:
@@ -221,6 +233,15 @@ class Sequence:
         state = self.model.service._fork(self.id, self.epoch, length,
                                          request_id or secrets.token_hex(16), lease_ms)
         return Sequence(self.model, state)
+
+    def match(self, prefix: Prefix, first_row: int = 0) -> PrefixMatch:
+        """Says what the rows from `first_row` on stand for, those that are committed and those to
+        come, and adds behind the committed ones what the prefix cache has of the rest. What was
+        said of committed rows before must stay: else FailedPrecondition."""
+        _check_number("first_row", first_row, _LARGEST_POSITION)
+        state, self.matched = self.model.service._match(self.id, self.epoch, first_row, prefix)
+        self.length = state.length
+        return self.matched
 
     def truncate(self, length: int) -> None:
         """Drops the rows from `length` on and starts a new epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Callable, List, NamedTuple, Optional
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,27 @@ class SequenceState:
     model_id: str = ""
     client_id: str = ""
     page_groups: int = 0
+    declared: int = 0  # leading rows of which the server knows what they stand for
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """What rows stand for, so that sequences can share them: ids of tokens, a row each, or 32 bytes
+    for each whole page of the model's page_size rows, equal where the page's tokens are."""
+
+    token_ids: Sequence[int] = ()
+    page_keys: Sequence[bytes] = ()
+    salt: str = ""     # rows are shared between equal salts only
+    max_rows: int = 0  # that the sequence is to have afterwards, at most; 0: all that are found
+
+
+class PrefixMatch(NamedTuple):
+    """Rows that a sequence took from the prefix cache."""
+
+    rows: int = 0
+    # "all", or why the next row was not found: "absent", "diverged" (other rows follow), "evicted";
+    # "": no rows were asked for, or the sequence ends inside a page.
+    end: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import unittest
 import mla_client
 import numpy as np
 import server_binary
-from mla_client import Profile
+from mla_client import Prefix, PrefixMatch, Profile
 from mla_client.gen import model_pb2
 from service_contract import GEOMETRY, LAYERS, SCALE, ServiceContract
 
@@ -68,6 +68,41 @@ class ClientTest(ServiceContract, unittest.TestCase):
                 self.assertTrue((error <= bound + 1e-3).all(), error.max())
         with self.assertRaises(mla_client.FailedPrecondition):
             self.model.upload_scales([1.0] * LAYERS)
+
+    def test_prefixes_are_shared(self):
+        model = self.service.register_model(
+            dataclasses.replace(self.model.spec, model_id="prefixes", page_size=4))
+        rng = np.random.default_rng(7)
+        kv = rng.standard_normal((LAYERS, 10, GEOMETRY.row_dim)).astype("f4")
+        q = rng.standard_normal((1, GEOMETRY.num_heads, GEOMETRY.row_dim)).astype("f4")
+        tokens = list(range(100, 110))
+
+        def add(sequence, first, rows, o=None):
+            with self.service.step([(sequence, rows)]) as step:
+                for layer in range(LAYERS):
+                    queries = np.repeat(q, rows, axis=0)
+                    o = step.attend(layer, queries, kv[layer, first:first + rows],
+                                    Profile.ABSORBED).o
+            return np.asarray(o)[-1]
+
+        with model.open_sequence(prefix=Prefix(tokens[:9])) as first:
+            self.assertEqual((first.length, first.matched), (0, PrefixMatch(0, "absent")))
+            add(first, 0, 9)
+            whole = add(first, 9, 1)
+            self.assertEqual(first.match(Prefix(tokens[9:]), first_row=9).rows, 0)
+            self.assertEqual(first.refresh().declared, 10)
+        with model.open_sequence(prefix=Prefix(tokens, max_rows=9)) as second:
+            self.assertEqual((second.length, second.matched), (9, PrefixMatch(9, "all")))
+            np.testing.assert_array_equal(add(second, 9, 1), whole)
+        for other in (Prefix(tokens, salt="mine"), Prefix([1] + tokens[1:])):
+            with model.open_sequence(prefix=other) as third:
+                self.assertEqual(third.length, 0)
+        with model.open_sequence(prefix=Prefix(tokens[:6] + [1, 2])) as fourth:
+            self.assertEqual((fourth.length, fourth.matched.end), (6, "diverged"))
+            with self.assertRaises(mla_client.FailedPrecondition):
+                fourth.match(Prefix([5]), first_row=2)
+        with self.assertRaises(mla_client.InvalidArgument):
+            model.open_sequence(prefix=Prefix(page_keys=[b"short"]))
 
     def test_scales_are_checked(self):
         spec = dataclasses.replace(self.model.spec, model_id="scales", kv_format="fp8_tensor")

@@ -86,7 +86,9 @@ bool SlabPool::Has(LayoutId layout) const {
 
 SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
   Layout& owner = Of(layout);
+  refusal_ = TakeRefusal::kGroupBound;
   if (owner.account != nullptr && !owner.account->TakeGroup(owner.group_bytes)) return {};
+  refusal_ = TakeRefusal::kNoRoom;
   const int32_t index = owner.open_head != kNone ? owner.open_head : AssignRun(layout);
   if (index == kNone) {
     if (owner.account != nullptr) owner.account->ReturnGroup(owner.group_bytes);
@@ -129,6 +131,7 @@ void SlabPool::Share(uint32_t entry) {
   const int32_t now = ++group.references;
   if (now == 2) ++stats_.groups_shared;
   if (now == 1) CountPinned(entry, -1);
+  Settle(entry, group);
 }
 
 bool SlabPool::Drop(uint32_t entry) {
@@ -136,6 +139,7 @@ bool SlabPool::Drop(uint32_t entry) {
   Require(group.references > 0, "a page group is freed twice");
   const int32_t left = --group.references;
   if (left == 1) --stats_.groups_shared;
+  Settle(entry, group);
   if (left > 0) return false;
   CountPinned(entry, 1);
   if (group.pins == 0) Free(entry);
@@ -149,12 +153,17 @@ void SlabPool::CountPinned(uint32_t entry, int64_t change) {
   stats_.bytes_pinned += change * owner.group_bytes;
 }
 
-void SlabPool::Pin(uint32_t entry) { ++GroupOf(entry).pins; }
+void SlabPool::Pin(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  ++group.pins;
+  Settle(entry, group);
+}
 
 void SlabPool::Unpin(uint32_t entry) {
   Group& group = GroupOf(entry);
   Require(group.pins > 0, "a page group is unpinned twice");
-  if (--group.pins == 0 && group.references == 0) Free(entry);
+  if (--group.pins == 0 && group.references == 0) return Free(entry);
+  Settle(entry, group);
 }
 
 void SlabPool::PinSource(uint32_t entry, int32_t rows) {
@@ -162,6 +171,7 @@ void SlabPool::PinSource(uint32_t entry, int32_t rows) {
   ++group.pins;
   ++group.sources;
   group.pinned_rows = std::max(group.pinned_rows, rows);
+  Settle(entry, group);
 }
 
 bool SlabPool::UnpinSource(uint32_t entry) {
@@ -207,12 +217,12 @@ void SlabPool::Free(uint32_t entry) {
 
 int32_t SlabPool::references(uint32_t entry) const { return GroupOf(entry).references; }
 
-int64_t SlabPool::free_groups(LayoutId layout) const {
+int64_t SlabPool::CountFree(LayoutId layout, const std::function<bool(int32_t)>* also_free) const {
   const Layout& owner = Of(layout);
   int64_t free = owner.groups_total - owner.groups_used;
   const auto count = static_cast<int32_t>(slabs_.size());
-  for (int32_t s = first_free_; s < count;) {
-    const int32_t run = RunLength(s, owner.group_bytes);
+  for (int32_t s = also_free == nullptr ? first_free_ : 0; s < count;) {
+    const int32_t run = RunLength(s, owner.group_bytes, also_free);
     if (run == 1) free += BytesOf(s) / owner.group_bytes;
     if (run > 1) ++free;
     s += std::max(run, 1);
@@ -256,10 +266,11 @@ const SlabPool::Group& SlabPool::GroupOf(uint32_t entry) const {
   return At(place.slab).groups[static_cast<size_t>(place.group)];
 }
 
-int32_t SlabPool::RunLength(int32_t first, int64_t group_bytes) const {
+int32_t SlabPool::RunLength(int32_t first, int64_t group_bytes,
+                            const std::function<bool(int32_t)>* also_free) const {
   int64_t bytes = 0;
   for (int32_t s = first; s < static_cast<int32_t>(slabs_.size()); ++s) {
-    if (At(s).layout != kNone || At(s).head != kNone) return 0;
+    if (At(s).head != kNone && (also_free == nullptr || !(*also_free)(s))) return 0;
     bytes += BytesOf(s);
     if (bytes >= group_bytes) return s - first + 1;
   }
@@ -277,7 +288,10 @@ int32_t SlabPool::AssignRun(LayoutId layout) {
     if (span > 0) break;
   }
   if (span == 0) return kNone;
-  if (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, span))) return kNone;
+  if (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, span))) {
+    refusal_ = TakeRefusal::kSlabBound;
+    return kNone;
+  }
 
   Slab& slab = At(head);
   slab.groups_total = span == 1 ? static_cast<int32_t>(BytesOf(head) / owner.group_bytes) : 1;

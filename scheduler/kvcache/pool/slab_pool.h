@@ -44,7 +44,14 @@ class PoolAccount {
   virtual bool TakeSlab(int64_t bytes) = 0;
   virtual void ReturnGroup(int64_t bytes) = 0;
   virtual void ReturnSlab(int64_t bytes) = 0;
+  // Bytes of groups that the owner's own bound leaves; negative beyond it.
+  virtual int64_t GroupRoom() const = 0;
+  // Layouts with equal owners, which are not null, share bounds.
+  virtual const void* owner() const { return nullptr; }
 };
+
+// Why Take gave no group.
+enum class TakeRefusal : uint8_t { kNoRoom, kGroupBound, kSlabBound };
 
 struct SlabPoolStats {
   int64_t bytes_total = 0;
@@ -55,6 +62,11 @@ struct SlabPoolStats {
   // Without references, kept by page work alone; part of groups_used and bytes_used.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
+  // Cached and held by nothing else; part of groups_used and bytes_used. The idle ones are those
+  // without page work.
+  int64_t groups_cached = 0;
+  int64_t bytes_cached = 0;
+  int64_t groups_idle = 0;
   int64_t slabs_free = 0;
 };
 
@@ -116,7 +128,30 @@ class SlabPool final {
   int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
 
   // Groups that Take could return now for this layout.
-  int64_t free_groups(LayoutId layout) const;
+  int64_t free_groups(LayoutId layout) const { return CountFree(layout, nullptr); }
+  int64_t free_in_slabs(LayoutId layout) const {  // of them, those that need no further slab
+    return Of(layout).groups_total - Of(layout).groups_used;
+  }
+  // Why the last Take that failed did.
+  TakeRefusal refusal() const { return refusal_; }
+
+  // --- Groups that the prefix cache holds: it has one of their references. A cached group is idle
+  // while that is the only one and no page work uses it; idle groups of a layout are in order of
+  // when they became so.
+  void Cache(uint32_t entry, int32_t node);  // `node`: the cache's name for it, >= 0
+  bool Uncache(uint32_t entry);              // as Drop
+  int32_t cached(uint32_t entry) const { return GroupOf(entry).cached; }  // its node, or -1
+  uint32_t oldest_idle(LayoutId layout) const { return Of(layout).idle_first; }
+  int64_t idle_groups(LayoutId layout) const { return Of(layout).groups_idle; }
+  // Whether the accounts of two layouts have one owner.
+  bool SameOwner(LayoutId a, LayoutId b) const;
+  int64_t layouts() const { return static_cast<int64_t>(layouts_.size()); }
+  int64_t GroupRoom(LayoutId layout) const;  // of its account, in bytes
+  // free_groups if the slabs were free that idle groups of other layouts alone keep; with
+  // `own_only`, of layouts with the same owner.
+  int64_t FreeWithoutIdle(LayoutId layout, bool own_only) const;
+  // Entries of all groups of one such slab; empty if there is none.
+  std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
   SlabPoolStats stats() const { return stats_; }
 
   // Compares all state with the reference counts that the tables hold, by entry. Empty when right.
@@ -141,6 +176,10 @@ class SlabPool final {
     int32_t sources = 0;      // of them, copies from it
     int32_t pinned_rows = 0;  // 0 without such copies
     int64_t taken_ns = 0;     // kUntaken: that Take is being undone
+    int32_t cached = kNone;   // the cache's node
+    bool alone = false;       // the cache holds it, and nothing else
+    bool idle = false;        // and no page work uses it
+    uint32_t idle_prev = kNoEntry, idle_next = kNoEntry;
   };
   static constexpr int64_t kUntaken = -1;
 
@@ -150,6 +189,7 @@ class SlabPool final {
     int32_t span = 1;          // slabs of the run, of a head
     int32_t groups_total = 0;  // that it holds under its layout
     int32_t groups_used = 0;
+    int32_t groups_idle = 0;    // of them
     int32_t groups_fresh = 0;   // groups from here on were not handed out since assignment
     int32_t free_head = kNone;  // list of the freed ones
     int32_t prev = kNone;       // list of the layout's slabs that have free groups
@@ -167,7 +207,9 @@ class SlabPool final {
     int64_t groups_total = 0;  // in its slabs
     int64_t groups_used = 0;
     int64_t groups_pinned = 0;
+    int64_t groups_idle = 0;
     int32_t open_head = kNone;  // slabs with free groups
+    uint32_t idle_first = kNoEntry, idle_last = kNoEntry;
   };
 
   struct Place {
@@ -188,7 +230,13 @@ class SlabPool final {
   const Group& GroupOf(uint32_t entry) const;
   void CutSlabs(int64_t group_bytes);
   // Slabs from `first` on that make a free run for one group or more; 0 if they do not.
-  int32_t RunLength(int32_t first, int64_t group_bytes) const;
+  int32_t RunLength(int32_t first, int64_t group_bytes,
+                    const std::function<bool(int32_t)>* also_free = nullptr) const;
+  int64_t CountFree(LayoutId layout, const std::function<bool(int32_t)>* also_free) const;
+  // Whether only idle groups of a layout other than this one keep the slab, of its owner if asked.
+  bool KeptByIdle(int32_t slab, LayoutId layout, bool own_only) const;
+  // The group's references or pins have changed: it may have become idle, or be so no more.
+  void Settle(uint32_t entry, Group& group);
   int32_t AssignRun(LayoutId layout);  // its head, or kNone
   void ReturnRun(int32_t head);
   Mark SlabMark(int32_t slab) const;
@@ -207,6 +255,7 @@ class SlabPool final {
   std::vector<Slab> slabs_;
   std::vector<Layout> layouts_;
   SlabPoolStats stats_;
+  TakeRefusal refusal_ = TakeRefusal::kNoRoom;
 };
 
 }  // namespace mla::kvcache

@@ -19,7 +19,9 @@ bool SlabPool::CountersHold() const {
   }
   return used == stats_.groups_used && total == used + stats_.groups_free &&
          bytes == stats_.bytes_used && bytes <= bytes_ && stats_.groups_shared >= 0 &&
-         stats_.groups_shared <= used && stats_.groups_pinned >= 0 && stats_.groups_pinned <= used;
+         stats_.groups_shared <= used && stats_.groups_pinned >= 0 && stats_.groups_idle >= 0 &&
+         stats_.groups_idle <= stats_.groups_cached &&
+         stats_.groups_pinned + stats_.groups_cached <= used;
 }
 
 std::string SlabPool::CheckSlab(int32_t index,
@@ -31,6 +33,7 @@ std::string SlabPool::CheckSlab(int32_t index,
   };
   const int64_t group_bytes = Of(slab.layout).group_bytes;
   int32_t used = 0;
+  int32_t idle = 0;
   for (int32_t g = 0; g < slab.groups_total; ++g) {
     const Group& group = slab.groups[static_cast<size_t>(g)];
     const int32_t have = group.references;
@@ -44,11 +47,16 @@ std::string SlabPool::CheckSlab(int32_t index,
     if (group.pins < group.sources + (group.work != kNone ? 1 : 0)) {
       return fault("group ", g, " has ", group.pins, " pins for more page work");
     }
+    if (group.idle != (group.cached != kNone && have == 1 && group.pins == 0)) {
+      return fault("group ", g, " is idle or not against its references and pins");
+    }
+    if (group.idle) ++idle;
     if (kept) ++used;
     if (have > 0) ++*groups_seen;
     if (kept && g >= slab.groups_fresh) return fault("fresh group ", g, " is in use");
   }
   if (used != slab.groups_used) return fault("used ", slab.groups_used, ", counted ", used);
+  if (idle != slab.groups_idle) return fault("idle ", slab.groups_idle, ", counted ", idle);
   int32_t freed = 0;
   for (int32_t g = slab.free_head; g != kNone; g = slab.groups[static_cast<size_t>(g)].next_free) {
     const Group& group = slab.groups[static_cast<size_t>(g)];

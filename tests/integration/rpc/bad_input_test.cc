@@ -110,6 +110,7 @@ void BadInputTest::TrySequences() {
   open.set_model_id("m");
   open.set_client_id("bad");
   open.set_lease_ms(100);
+  open.mutable_prefix()->add_token_ids(1);
   TryUnary(open, [&](auto* context, const auto& request) {
     v1::OpenReply reply;
     return release(sequences_->Open(context, request, &reply), reply.sequence());
@@ -122,6 +123,16 @@ void BadInputTest::TrySequences() {
   TryUnary(fork, [&](auto* context, const auto& request) {
     v1::ForkReply reply;
     return release(sequences_->Fork(context, request, &reply), reply.sequence());
+  });
+  v1::MatchRequest match;
+  match.set_sequence_id(track.sequence.id());
+  match.set_expected_epoch(track.sequence.epoch());
+  match.mutable_prefix()->add_page_keys(std::string(32, 'k'));
+  TryUnary(match, [&](auto* context, v1::MatchRequest request) {
+    const Track fresh = *worker_.Open();
+    if (request.sequence_id() == track.sequence.id()) request.set_sequence_id(fresh.sequence.id());
+    v1::MatchReply reply;
+    return sequences_->Match(context, request, &reply);
   });
   v1::TruncateRequest truncate;
   truncate.set_sequence_id(track.sequence.id());

@@ -81,8 +81,11 @@ void Set(Message* message, const FieldDescriptor* field, uint64_t value) {
     case FieldDescriptor::CPPTYPE_DOUBLE:
       reflection->SetDouble(message, field, value == kAnything ? -1 : static_cast<double>(value));
       break;
-    default:
-      reflection->SetString(message, field, std::string(value, '<'));
+    default: {
+      const std::string text(value, '<');
+      repeated ? reflection->SetRepeatedString(message, field, 0, text)
+               : reflection->SetString(message, field, text);
+    }
   }
 }
 
@@ -153,6 +156,13 @@ std::map<std::string, FieldRule> SequenceRules() {
       {"OpenRequest.request_id", repeat},
       {"OpenRequest.client_id", client},
       {"OpenRequest.lease_ms", lease},
+      {"Prefix.token_ids", any},
+      {"Prefix.page_keys", {32, 32, "prefix.page_keys[0]", {}}},
+      {"Prefix.salt", {0, kMostName, "prefix.salt", {}}},
+      {"Prefix.max_rows", any},
+      {"MatchRequest.sequence_id", any},
+      {"MatchRequest.expected_epoch", any},
+      {"MatchRequest.first_row", {0, 0, "first_row", {}}},
       {"GetRequest.sequence_ids", any},
       {"GetRequest.client_id", client},
       {"ForkRequest.sequence_id", any},
@@ -203,7 +213,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"GetQuotaRequest.tenant", {0, kMostName, "tenant", {}}},
       {"GetQuotaRequest.all", {0, 1, "", {"tenant"}}},
       {"SetQuotaRequest.tenant", {1, kMostName, "tenant", {}}},
-      {"QuotaBound.resource", {1, 13, "bounds[0].resource", {}}},
+      {"QuotaBound.resource", {1, 14, "bounds[0].resource", {}}},
       {"QuotaBound.bound", {0, kMostPosition, "bounds[0].bound", {}}},
       {"SetQuotaRequest.weight", {0, 1000, "weight", {}}},
       {"SetQuotaRequest.reset", {}},

@@ -248,6 +248,8 @@ void Oracle::ApplyFork(uint64_t id, uint64_t parent, int64_t length, int64_t lea
   child.truncated_from = 0;
   child.lease_ns = limits_.sequence_lease_ns;
   for (auto& layer : child.layers) layer.resize(length);
+  child.pages.resize(
+      std::min(child.pages.size(), static_cast<size_t>(length / models[child.model].shape.page)));
   child.groups.resize(PagesOf(from, length));
   for (const int group : child.groups) ++holders_[group];
   Renew(&child, lease_ns, now);
@@ -260,6 +262,8 @@ void Oracle::ApplyTruncate(uint64_t id, int64_t length, int64_t now) {
   sequence.truncated_from = sequence.epoch++;
   sequence.truncated_length = length;
   for (auto& layer : sequence.layers) layer.resize(length);
+  sequence.pages.resize(std::min(sequence.pages.size(),
+                                 static_cast<size_t>(length / models[sequence.model].shape.page)));
   ShrinkTo(&sequence, static_cast<int>(length));
   Renew(&sequence, 0, now);
 }
@@ -295,7 +299,7 @@ void Oracle::DropGroup(OracleSequence* sequence) {
   const int group = sequence->groups.back();
   sequence->groups.pop_back();
   if (--holders_[group] > 0) return;
-  free_groups_.push_back(group);
+  if (!published_groups_.contains(group)) free_groups_.push_back(group);
   --groups_used_;
   --models[sequence->model].groups;
   bytes_used_ -= models[sequence->model].shape.group_bytes();

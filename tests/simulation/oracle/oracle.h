@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -88,6 +89,8 @@ struct OracleSequence {
   uint64_t step = 0;                          // 0: none
   std::vector<std::vector<uint64_t>> layers;  // keys of the committed rows
   std::vector<int> groups;                    // indices of page groups
+  std::vector<uint64_t> pages;                // names of its first pages, as declared
+  std::string salt;                           // that they were declared with
   int64_t lease_ns = 0, deadline = 0;
   OracleOrigin origin;
   uint64_t truncated_from = 0;  // epoch that the last Truncate named; 0: none did
@@ -172,6 +175,21 @@ class Oracle {
   void ApplyRelease(uint64_t id, int64_t now);
   void Renew(OracleSequence* sequence, int64_t lease_ns, int64_t now);
 
+  // --- Prefixes. Each declared page has a name that is its own, so a name says what rows are.
+  struct Published {
+    int model = -1;
+    std::string salt;
+    size_t index = 0;  // of the page in its sequence
+    int group = -1;
+    std::vector<std::vector<uint64_t>> layers;  // keys of its rows
+  };
+  // Pages of the names that may be found: the leading ones that were published for the model.
+  size_t MostFound(int model, const std::string& salt, const std::vector<uint64_t>& pages) const;
+  Reasons CheckMatch(int tenant, uint64_t id, uint64_t epoch) const;
+  // The sequence's pages have these names from now on, and `found` more of them were found cached.
+  void ApplyMatch(uint64_t id, const std::vector<uint64_t>& pages, const std::string& salt,
+                  size_t found);
+
   // --- Steps
   Reasons CheckBegin(const OracleBegin& begin) const;
   // Whether a refusal for want of pages may be right although the bytes would suffice.
@@ -222,6 +240,7 @@ class Oracle {
   int64_t GroupsWanted(const OracleBegin& begin) const;
   void CheckPages(const OracleBegin& begin, Reasons* reasons) const;
   void CheckMember(const OracleBegin& begin, size_t index, Reasons* reasons) const;
+  void Publish(const OracleSequence& sequence);
   void TakeGroup(OracleSequence* sequence);
   void DropGroup(OracleSequence* sequence);
   void ShrinkTo(OracleSequence* sequence, int rows);
@@ -231,6 +250,8 @@ class Oracle {
   const OracleLimits limits_;
   std::vector<int> holders_;  // by group
   std::vector<int> free_groups_;
+  std::map<uint64_t, Published> published_;  // by name of the page
+  std::set<int> published_groups_;           // that may still be cached: their numbers stay theirs
   const OracleQuota& QuotaOf(int tenant) const;
   int64_t groups_used_ = 0, bytes_used_ = 0, expired_ = 0, models_expired_ = 0;
   uint64_t next_step_ = 1;

@@ -84,7 +84,10 @@ uint64_t Oracle::ApplyBegin(const OracleBegin& begin, int64_t now) {
     sequence.step = step.key;
     step.members.push_back({sequence.id, begin.starts[i], begin.rows[i], step.total});
     step.total += begin.rows[i];
-    if (sequence.length() % shape.page != 0 && holders_[sequence.groups.back()] > 1) {
+    // A page that was published may be cached, and then it is copied too.
+    if (sequence.length() % shape.page != 0 &&
+        (holders_[sequence.groups.back()] > 1 ||
+         published_groups_.contains(sequence.groups.back()))) {
       DropGroup(&sequence);
       TakeGroup(&sequence);
     }
@@ -111,6 +114,7 @@ void Oracle::ApplyEnd(OracleStep* step, const std::vector<int>& rows, int64_t no
       sequence.layers[layer].insert(sequence.layers[layer].end(), first, first + rows[i]);
     }
     ShrinkTo(&sequence, sequence.length());
+    Publish(sequence);
     sequence.step = 0;
     let_go.emplace_back(sequence.tenant, sequence.id);
     Renew(&sequence, 0, now);

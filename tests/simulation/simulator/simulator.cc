@@ -23,13 +23,14 @@ constexpr Weighted kMix[] = {
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
     {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12}, {Op::kFlood, 3},
+    {Op::kMatch, 14},
 };
 constexpr const char* kNames[] = {
     "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
     "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
     "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
     "abort",    "launch",     "time",        "fault",        "drain",     "quota",     "evict",
-    "branch",   "resend",     "tenant_call", "flood",
+    "branch",   "resend",     "tenant_call", "flood",        "match",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -59,6 +60,8 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   scrubs += other.scrubs;
   copies += other.copies;
   slices_fused += other.slices_fused;
+  pages_found += other.pages_found;
+  pages_evicted += other.pages_evicted;
 }
 
 uint64_t Simulator::Mix64(uint64_t x) { return Mix(x); }
@@ -71,6 +74,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   options.limits = EngineLimits();
   options.dedicated_thread = false;
   uint64_t next_id = Mix(seed);
+  options.prefix_secret.emplace();
   options.ids = [next_id]() mutable { return Mix(++next_id); };
   std::map<int, OracleQuota> quotas;
   for (int tenant = 1; tenant <= tenants_ && has_quotas_; ++tenant) {
@@ -255,7 +259,7 @@ bool Simulator::Do(Op op) {
       &S::Ranks,        &S::Repeat,     &S::FillStep,    &S::Refusable, &S::Malformed,
       &S::End,          &S::Abort,      &S::Launch,      &S::Time,      &S::ArmFault,
       &S::Drain,        &S::SetQuota,   &S::Evict,       &S::Branch,    &S::Resend,
-      &S::CallAsTenant, &S::Flood,
+      &S::CallAsTenant, &S::Flood,      &S::Match,
   };
   static_assert(std::size(kMethods) == static_cast<size_t>(Op::kCount));
   return (this->*kMethods[static_cast<size_t>(op)])();

@@ -21,6 +21,7 @@
 
 #include "base/error.h"
 #include "mla/v1/attention.pb.h"
+#include "mla/v1/sequence.pb.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/tenant_table.h"
@@ -65,6 +66,7 @@ enum class Op : uint8_t {
   kResend,
   kTenantCall,
   kFlood,
+  kMatch,
   kCount,
 };
 const char* Name(Op op);
@@ -78,6 +80,7 @@ struct SimulatorCounts {
   int64_t most_passed_over = 0;   // by launches, of a request that could run
   int64_t one_slot_launches = 0;  // of devices like a CPU
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
+  int64_t pages_found = 0, pages_evicted = 0;  // of the prefix cache
   int64_t total() const;
   void Add(const SimulatorCounts& other);
 };
@@ -172,6 +175,19 @@ class Simulator final : public DeviceWatcher {
   bool OpenAny() { return Open(AnyTenant()); }
   bool Fork();
   bool Branch();
+  bool Match();
+  // Names of pages for an Open: those of a sequence that there was, changed at the end.
+  struct DrawnPrefix {
+    std::vector<uint64_t> pages;
+    std::string salt;
+  };
+  DrawnPrefix DrawPrefix(int model);
+  size_t MostPages(int model) const;  // that a sequence may declare
+  static void FillPrefix(const DrawnPrefix& drawn, v1::Prefix* message);
+  // What was found is what may be; notes it, and returns how many pages.
+  size_t CheckFound(const scheduler::SequenceInfo& info, const DrawnPrefix& drawn);
+  // Pages that were not found will hold other rows, so they get other names.
+  void RenameFrom(uint64_t id, size_t found, DrawnPrefix drawn);
   bool Truncate();
   bool Release();
   bool Renew();
@@ -327,7 +343,13 @@ class Simulator final : public DeviceWatcher {
   int flood_ = 0;  // SimRequest::flood of what is sent now
   // KV bytes of service by tenant, at least and at most.
   std::array<int64_t, kTenantNumbers> least_served_ = {}, most_served_ = {};
-  uint64_t next_step_id_ = 1, next_key_ = 1;
+  uint64_t next_step_id_ = 1, next_key_ = 1, next_page_ = 1;
+  struct History {
+    int model = -1;
+    DrawnPrefix prefix;
+  };
+  std::vector<History> histories_;        // declared pages of sequences
+  int64_t bytes_cached_ = 0;              // by the prefix cache alone, when last looked at
   bool undrained_ = false;                // the engine has not taken all that was handed over
   uint64_t first_failed_ = ~uint64_t{0};  // launch, since the last look at the answers
   int64_t pinned_ = 0;     // page groups that page work alone keeps, when last looked at

@@ -242,6 +242,8 @@ void Simulator::CheckBooks() {
   const scheduler::EngineStats stats = engine_->Stats();
   AfterCall();
   pinned_ = stats.page_groups_pinned;
+  bytes_cached_ = stats.kv_bytes_cached;
+  counts_.pages_evicted = static_cast<int64_t>(stats.prefix.evicted);
   const struct {
     const char* what;
     int64_t got, want;
@@ -282,9 +284,13 @@ void Simulator::CheckQuotas() {
       {Resource::kModels, oracle_->ModelsOf(tenant)},
       {Resource::kOpenSteps, oracle_->StepsOf(tenant)},
       {Resource::kQueuedRequests, queued},
-      {Resource::kKvBytes,
-       pinned_ > 0 ? usage.used[Resource::kKvBytes] : oracle_->KvBytesOf(tenant)},
   };
+  // What page work or the prefix cache keeps beside it counts for the tenant, too.
+  const int64_t bytes = usage.used[Resource::kKvBytes], least = oracle_->KvBytesOf(tenant);
+  if (pinned_ == 0 && (bytes < least || bytes > least + bytes_cached_)) {
+    Fail(absl::StrCat("tenant ", tenant, " uses ", bytes, " bytes, foretold ", least, " to ",
+                      least + bytes_cached_));
+  }
   for (const auto& use : uses) {
     if (usage.used[use.resource] == use.used) continue;
     Fail(absl::StrCat("tenant ", tenant, " uses ", usage.used[use.resource], " ",
@@ -295,7 +301,8 @@ void Simulator::CheckQuotas() {
 int64_t Simulator::PagesOnTheBooks(const scheduler::EngineStats& stats) {
   return static_cast<int64_t>(stats.page_groups_taken - stats.page_groups_released -
                               stats.page_groups_expired - stats.page_groups_truncated -
-                              stats.page_groups_uncommitted);
+                              stats.page_groups_uncommitted - stats.page_groups_evicted) -
+         stats.page_groups_cached;
 }
 
 int64_t Simulator::OpenAttends() const {

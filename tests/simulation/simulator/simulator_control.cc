@@ -149,7 +149,14 @@ bool Simulator::Open(int tenant) {
   message.set_client_id(absl::StrCat("client-", tenant));
   const int64_t lease_ms = Chance(80) ? 0 : 20 + static_cast<int64_t>(Pick(500));
   message.set_lease_ms(static_cast<uint32_t>(lease_ms));
-  message.set_request_id(NewRequestId());
+  DrawnPrefix drawn;
+  if (model >= 0 && Chance(50)) drawn = DrawPrefix(model);
+  FillPrefix(drawn, message.mutable_prefix());
+  if (model >= 0 && drawn.pages.size() > MostPages(model)) {
+    drawn = DrawnPrefix();
+    message.clear_prefix();
+  }
+  if (drawn.pages.empty()) message.set_request_id(NewRequestId());
   scheduler::OpenArgs args;
   args.tenant = TenantName(tenant);
   BeforeCall();
@@ -158,9 +165,10 @@ bool Simulator::Open(int tenant) {
   if (status.ok()) info = engine_->OpenSequence(args);
   AfterCall();
   if (Foretold("Open", info.status(), oracle_->CheckOpen(tenant, model))) {
-    if (info->length != 0 || info->epoch != 1) Fail("Open: a new sequence is not empty");
+    if (info->epoch != 1) Fail("Open: a new sequence has another epoch");
     if (oracle_->sequences.contains(info->id)) Fail("Open: an id was given twice");
     oracle_->ApplyOpen(info->id, model, lease_ms * kMilli, Now());
+    RenameFrom(info->id, CheckFound(*info, drawn), drawn);
     OracleOrigin& origin = oracle_->sequences.at(info->id).origin;
     origin.request_id = message.request_id();
     origin.model = message.model_id();

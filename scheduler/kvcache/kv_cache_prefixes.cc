@@ -1,0 +1,114 @@
+// KvCache: what rows stand for, and the room that the prefix cache gives up.
+#include <algorithm>
+#include <utility>
+
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/kvcache/pool/require.h"
+
+namespace mla::kvcache {
+
+void KvCache::Declare(SeqSlot slot, std::shared_ptr<const PrefixChain> chain, int32_t rows) {
+  Sequence& sequence = At(slot);
+  Require(chain != nullptr && rows >= 0 && rows <= chain->rows() &&
+              chain->page_size == pool_.layout(sequence.layout).page_size,
+          "rows are declared that the chain does not have");
+  sequence.chain = std::move(chain);
+  sequence.declared = rows;
+  PublishPages(slot);
+  CheckAfterMutation();
+}
+
+void KvCache::Undeclare(SeqSlot slot, int32_t from) {
+  Sequence& sequence = At(slot);
+  const int32_t page_size = pool_.layout(sequence.layout).page_size;
+  sequence.pages_cached = std::min(sequence.pages_cached, from / page_size);
+  if (sequence.declared <= from) return;
+  // Keys say nothing of a part of a page.
+  const bool opaque = sequence.chain != nullptr && sequence.chain->opaque;
+  sequence.declared = opaque ? from / page_size * page_size : from;
+  if (sequence.declared == 0) sequence.chain.reset();
+}
+
+void KvCache::PublishPages(SeqSlot slot) {
+  Sequence& sequence = At(slot);
+  const int32_t page_size = pool_.layout(sequence.layout).page_size;
+  const int32_t whole = std::min(sequence.length, sequence.declared) / page_size;
+  for (; sequence.pages_cached < whole; ++sequence.pages_cached) {
+    const int32_t page = sequence.pages_cached;
+    prefixes_.Publish(sequence.layout, *sequence.chain, page, page_size,
+                      TableOf(slot)[static_cast<size_t>(page)]);
+  }
+}
+
+// The sequence is about to end: what it has of its last page may be worth finding, too.
+void KvCache::PublishRest(SeqSlot slot) {
+  const Sequence& sequence = At(slot);
+  if (sequence.chain == nullptr || sequence.chain->opaque) return;
+  const int32_t page_size = pool_.layout(sequence.layout).page_size;
+  const int32_t rest =
+      std::min(sequence.length, sequence.declared) - sequence.pages_cached * page_size;
+  if (rest <= 0) return;
+  prefixes_.Publish(sequence.layout, *sequence.chain, sequence.pages_cached, rest,
+                    TableOf(slot)[static_cast<size_t>(sequence.pages_cached)]);
+}
+
+PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
+  Sequence& sequence = At(slot);
+  Require(sequence.rows_reserved == kNone, "a match for a sequence in a step");
+  PrefixMatch match;
+  const int32_t page_size = pool_.layout(sequence.layout).page_size;
+  const int32_t before = sequence.length;
+  const int32_t most = std::min({most_rows, sequence.declared, max_rows(slot)});
+  if (most <= before || before % page_size != 0) return match;
+  const auto table = TableOf(slot);
+  const auto take = [&](const PrefixCache::Found& found) {
+    pool_.Share(found.entry);
+    table[static_cast<size_t>(sequence.pages++)] = found.entry;
+    sequence.length += found.rows;
+  };
+  match.end = MatchEnd::kAll;
+  while (sequence.length < most) {
+    const int32_t page = sequence.pages;
+    const int32_t left = std::min(most - sequence.length, page_size);
+    const bool whole = left == page_size;
+    PrefixCache::Found found;
+    if (whole) found = prefixes_.Find(sequence.layout, *sequence.chain, page);
+    if (found.rows == 0) found = prefixes_.FindRows(sequence.layout, *sequence.chain, page, left);
+    if (found.rows > 0) take(found);
+    if (found.rows == page_size) {
+      sequence.pages_cached = sequence.pages;
+    } else if (found.rows < left) {
+      match.end = prefixes_.WhyAbsent(sequence.layout, *sequence.chain, page);
+      break;
+    }
+  }
+  match.rows = sequence.length - before;
+  prefixes_.CountMatch(match.end, most - before, match.rows);
+  CheckAfterMutation();
+  return match;
+}
+
+const std::shared_ptr<const PrefixChain>& KvCache::chain(SeqSlot slot) const {
+  return At(slot).chain;
+}
+
+int32_t KvCache::declared(SeqSlot slot) const { return At(slot).declared; }
+
+// Evicts idle groups where that will do: refused steps leave the cache as it is.
+bool KvCache::MakeRoom(std::span<const StepRows> rows) {
+  const LayoutId layout = At(rows[0].sequence).layout;
+  int64_t wanted = 0;
+  for (const StepRows& row : rows) {
+    const Sequence& sequence = At(row.sequence);
+    if (sequence.layout != layout) return false;  // steps are of one model
+    wanted += PagesFor(sequence, int64_t{sequence.length} + row.rows) - sequence.pages;
+    const int32_t inside = sequence.length % pool_.layout(layout).page_size;
+    if (row.rows == 0 || inside == 0) continue;
+    const uint32_t last = TableOf(row.sequence)[static_cast<size_t>(sequence.pages) - 1];
+    // Of sequences that share a page, all but one may do; counting each is on the safe side.
+    wanted += pool_.references(last) > 1 || inside < pool_.pinned_rows(last);
+  }
+  return prefixes_.MakeRoom(layout, wanted, pool_.refusal());
+}
+
+}  // namespace mla::kvcache

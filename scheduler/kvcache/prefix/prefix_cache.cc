@@ -1,0 +1,268 @@
+#include "scheduler/kvcache/prefix/prefix_cache.h"
+
+#include <algorithm>
+#include <span>
+
+#include "absl/strings/str_cat.h"
+#include "scheduler/kvcache/pool/require.h"
+
+namespace mla::kvcache {
+namespace {
+
+bool StartsWith(std::span<const uint32_t> all, std::span<const uint32_t> first) {
+  return all.size() >= first.size() && std::equal(first.begin(), first.end(), all.begin());
+}
+
+int32_t Agreeing(std::span<const uint32_t> a, std::span<const uint32_t> b) {
+  const size_t most = std::min(a.size(), b.size());
+  const auto end = std::mismatch(a.begin(), a.begin() + static_cast<int64_t>(most), b.begin());
+  return static_cast<int32_t>(end.first - a.begin());
+}
+
+}  // namespace
+
+PrefixCache::PrefixCache(SlabPool* pool, PageWorkQueue* work)
+    : pool_(pool), work_(work), evicted_(kEvictedKept) {}
+
+PrefixCache::Found PrefixCache::Find(LayoutId layout, const PrefixChain& chain, int32_t page) {
+  ++stats_.steps;
+  const auto found = whole_.find(chain.keys[static_cast<size_t>(page)]);
+  if (found == whole_.end()) return {};
+  const Node& node = At(found->second);
+  // The key says all of it; what is at hand is compared all the same.
+  if (node.layout != layout || node.tokens.empty() != chain.opaque) return {};
+  if (!chain.opaque && !StartsWith(chain.page_tokens(page, chain.page_size), node.tokens)) {
+    return {};
+  }
+  return {node.entry, chain.page_size};
+}
+
+PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& chain, int32_t page,
+                                         int32_t rows) {
+  Found best;
+  if (chain.opaque || rows < 1) return best;
+  const auto wanted = chain.page_tokens(page, rows);
+  const auto family = families_.find(chain.parent(page));
+  int32_t node = family == families_.end() ? kNone : family->second;
+  for (int32_t seen = 0; node != kNone && seen < kMostSiblings; ++seen, node = At(node).next) {
+    ++stats_.steps;
+    if (At(node).layout != layout) continue;
+    const int32_t agree = Agreeing(At(node).tokens, wanted);
+    if (agree > best.rows) best = {At(node).entry, agree};
+  }
+  return best;
+}
+
+MatchEnd PrefixCache::WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const {
+  const auto family = families_.find(chain.parent(page));
+  if (family != families_.end() && At(family->second).layout == layout) return MatchEnd::kDiverged;
+  if (static_cast<size_t>(page) >= chain.keys.size()) return MatchEnd::kAbsent;
+  const uint64_t low = chain.keys[static_cast<size_t>(page)].low;
+  return evicted_[low % kEvictedKept] == low ? MatchEnd::kEvicted : MatchEnd::kAbsent;
+}
+
+void PrefixCache::CountMatch(MatchEnd end, int32_t asked, int32_t found) {
+  ++stats_.ends[static_cast<size_t>(end)];
+  stats_.hits += found > 0;
+  stats_.rows_asked += static_cast<uint64_t>(asked);
+  stats_.rows_found += static_cast<uint64_t>(found);
+}
+
+bool PrefixCache::MakePlaceAmongSiblings(LayoutId layout, const PrefixKey& parent,
+                                         std::span<const uint32_t> tokens) {
+  const auto family = families_.find(parent);
+  int32_t node = family == families_.end() ? kNone : family->second;
+  for (int32_t seen = 0; node != kNone && seen < kMostSiblings; ++seen) {
+    ++stats_.steps;
+    const int32_t next = At(node).next;
+    if (At(node).layout == layout) {
+      if (StartsWith(At(node).tokens, tokens)) return false;
+      if (StartsWith(tokens, At(node).tokens)) {
+        ++stats_.superseded;
+        Remove(node);
+      }
+    }
+    node = next;
+  }
+  return true;
+}
+
+void PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
+                          uint32_t entry) {
+  ++stats_.steps;
+  // A group that is still to be filled belongs to a step that came to nothing.
+  if (pool_->cached(entry) != kNone || pool_->work(entry) != kNone) return;
+  const bool whole = rows == chain.page_size;
+  Require(rows > 0 && (whole || !chain.opaque), "a part of a page is published without tokens");
+  const PrefixKey& parent = chain.parent(page);
+  const PrefixKey key = whole ? chain.keys[static_cast<size_t>(page)] : PrefixKey();
+  if (whole && whole_.contains(key)) return;
+  std::span<const uint32_t> tokens;
+  if (!chain.opaque) {
+    tokens = chain.page_tokens(page, rows);
+    if (!MakePlaceAmongSiblings(layout, parent, tokens)) return;
+  }
+  int32_t index = free_;
+  if (index != kNone) {
+    free_ = At(index).next;
+  } else {
+    index = static_cast<int32_t>(nodes_.size());
+    nodes_.emplace_back();
+  }
+  Node& node = At(index);
+  node.layout = layout;
+  node.entry = entry;
+  node.key = key;
+  node.parent = parent;
+  node.whole = whole;
+  node.tokens.assign(tokens.begin(), tokens.end());
+  node.next = kNone;
+  if (whole) whole_.emplace(key, index);
+  if (!chain.opaque) Link(index);
+  pool_->Cache(entry, index);
+  ++stats_.published;
+  ++stats_.nodes;
+}
+
+void PrefixCache::Link(int32_t index) {
+  Node& node = At(index);
+  const auto [family, first] = families_.try_emplace(node.parent, index);
+  node.prev = kNone;
+  node.next = first ? kNone : family->second;
+  if (!first) At(node.next).prev = index;
+  family->second = index;
+}
+
+void PrefixCache::Remove(int32_t index) {
+  Node& node = At(index);
+  if (node.whole) whole_.erase(node.key);
+  if (!node.tokens.empty()) {
+    if (node.next != kNone) At(node.next).prev = node.prev;
+    if (node.prev != kNone) {
+      At(node.prev).next = node.next;
+    } else if (node.next != kNone) {
+      families_[node.parent] = node.next;
+    } else {
+      families_.erase(node.parent);
+    }
+  }
+  if (pool_->references(node.entry) == 1) work_->Cancel(node.entry);
+  stats_.freed += pool_->Uncache(node.entry);
+  --stats_.nodes;
+  node.layout = kNone;
+  node.tokens.clear();
+  node.next = free_;
+  free_ = index;
+}
+
+void PrefixCache::Evict(uint32_t entry) {
+  const int32_t index = pool_->cached(entry);
+  const Node& node = At(index);
+  if (node.whole) evicted_[node.key.low % kEvictedKept] = node.key.low;
+  ++stats_.evicted;
+  ++stats_.steps;
+  Remove(index);
+}
+
+void PrefixCache::EvictOldest(LayoutId layout, int64_t groups) {
+  for (; groups > 0; --groups) Evict(pool_->oldest_idle(layout));
+}
+
+bool PrefixCache::DropSlabs(LayoutId layout, int64_t groups, bool own_only) {
+  const int64_t own = pool_->idle_groups(layout);
+  if (pool_->FreeWithoutIdle(layout, own_only) + own < groups) return false;
+  EvictOldest(layout, own);
+  while (pool_->free_groups(layout) < groups) {
+    const std::vector<uint32_t> slab = pool_->IdleSlab(layout, own_only);
+    if (slab.empty()) break;
+    for (const uint32_t entry : slab) Evict(entry);
+  }
+  return true;
+}
+
+bool PrefixCache::EvictOfOwner(LayoutId layout, int64_t bytes) {
+  int64_t idle = 0;
+  const auto layouts = static_cast<LayoutId>(pool_->layouts());
+  const auto counts = [&](LayoutId other) {
+    return pool_->Has(other) && pool_->SameOwner(layout, other);
+  };
+  for (LayoutId other = 0; other < layouts; ++other) {
+    if (counts(other)) idle += pool_->idle_groups(other) * pool_->group_bytes(other);
+  }
+  if (idle < bytes) return false;
+  // From the layout itself first.
+  for (LayoutId i = -1; i < layouts && bytes > 0; ++i) {
+    const LayoutId other = i < 0 ? layout : i;
+    if (!counts(other)) continue;
+    const int64_t size = pool_->group_bytes(other);
+    const int64_t groups = std::min(pool_->idle_groups(other), (bytes + size - 1) / size);
+    EvictOldest(other, groups);
+    bytes -= groups * size;
+  }
+  return true;
+}
+
+bool PrefixCache::MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why) {
+  if (stats_.nodes == 0) return false;
+  if (why == TakeRefusal::kGroupBound) {
+    const int64_t size = pool_->group_bytes(layout);
+    const int64_t bytes = groups * size - pool_->GroupRoom(layout);
+    if (bytes > 0) return EvictOfOwner(layout, bytes);
+    // The owner's bound would do: it is the sum of all owners that has reached the pool's size.
+  }
+  const bool own_only = why == TakeRefusal::kSlabBound;
+  const int64_t free = own_only ? pool_->free_in_slabs(layout) : pool_->free_groups(layout);
+  if (const int64_t missing = groups - free; missing <= pool_->idle_groups(layout)) {
+    EvictOldest(layout, missing);
+    return missing > 0;
+  }
+  return DropSlabs(layout, groups, own_only);
+}
+
+void PrefixCache::Drop(LayoutId layout) {
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (nodes_[i].layout == layout) Remove(static_cast<int32_t>(i));
+  }
+}
+
+void PrefixCache::AddReferences(std::unordered_map<uint32_t, int32_t>* references) const {
+  for (const Node& node : nodes_) {
+    if (node.layout != kNone) ++(*references)[node.entry];
+  }
+}
+
+std::string PrefixCache::CheckInvariants() const {
+  int64_t used = 0, whole = 0, linked = 0;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    const Node& node = nodes_[i];
+    if (node.layout == kNone) continue;
+    ++used;
+    if (pool_->cached(node.entry) != static_cast<int32_t>(i)) {
+      return absl::StrCat("node ", i, ": its group is cached as ", pool_->cached(node.entry));
+    }
+    if (!node.whole) continue;
+    ++whole;
+    const auto found = whole_.find(node.key);
+    if (found == whole_.end() || found->second != static_cast<int32_t>(i)) {
+      return absl::StrCat("node ", i, " is not found by its key");
+    }
+  }
+  for (const auto& [parent, first] : families_) {
+    int32_t before = kNone;
+    for (int32_t node = first; node != kNone; before = node, node = At(node).next) {
+      ++linked;
+      if (At(node).parent != parent || At(node).prev != before || linked > used) {
+        return absl::StrCat("node ", node, " is not linked to its siblings");
+      }
+    }
+  }
+  const auto with_tokens = std::count_if(nodes_.begin(), nodes_.end(), [](const Node& node) {
+    return node.layout != kNone && !node.tokens.empty();
+  });
+  if (linked != with_tokens) return "nodes without siblings";
+  if (used != stats_.nodes || whole != static_cast<int64_t>(whole_.size()))
+    return "nodes miscounted";
+  return "";
+}
+
+}  // namespace mla::kvcache

@@ -1,0 +1,135 @@
+// The prefix cache: committed page groups that can be found by what their rows stand for.
+//
+// A published group has a node, and the cache holds one reference to it. Nodes of whole pages are
+// found by key; nodes with tokens also by the rows in which they agree, among those that follow the
+// same parent. A group that the cache alone holds is idle: it stays until its room is needed, the
+// least recently used of its layout first (slab_pool.h). A sequence that ends gives its pages back
+// from the last to the first, so the ends of long prefixes go before their beginnings.
+//
+// A published group is never written again: writers see more than one reference and copy. So what
+// Find returns cannot be stale, and a caller that shares the group keeps it.
+//
+// Costs: Find and Publish look at one key and at most kMostSiblings nodes, evictions are O(1);
+// MakeRoom looks through the slabs where a layout's own idle groups do not suffice. Memory: a node
+// for each group of the pool at most, with 4 bytes a row.
+// Threading: owned by the KvCache that holds it.
+#ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_
+#define MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "scheduler/kvcache/pool/page_work.h"
+#include "scheduler/kvcache/pool/slab_pool.h"
+#include "scheduler/kvcache/prefix/prefix_chain.h"
+
+namespace mla::kvcache {
+
+// Where a match ended.
+enum class MatchEnd : uint8_t {
+  kNotAsked,  // no rows were named
+  kAll,       // every row that was asked for was found
+  kAbsent,    // the next page is not known
+  kDiverged,  // what is known goes on with other rows
+  kEvicted,   // the next page was there, and its room was needed
+};
+inline constexpr size_t kMatchEnds = 5;
+
+struct PrefixMatch {
+  int32_t rows = 0;  // that were added to the sequence
+  MatchEnd end = MatchEnd::kNotAsked;
+};
+
+struct PrefixStats {
+  std::array<uint64_t, kMatchEnds> ends = {};  // matches by where they ended
+  uint64_t hits = 0;                           // matches that found rows
+  uint64_t rows_asked = 0, rows_found = 0;
+  uint64_t published = 0;   // groups
+  uint64_t superseded = 0;  // nodes whose rows a longer one has
+  uint64_t evicted = 0;     // groups whose room was needed
+  uint64_t freed = 0;       // groups that came back to the pool, for any reason
+  int64_t nodes = 0;
+  uint64_t steps = 0;  // keys and nodes looked at, to show what an operation costs
+};
+
+class PrefixCache final {
+ public:
+  // Nodes with the same parent that a look by rows compares, the latest first.
+  static constexpr int32_t kMostSiblings = 32;
+
+  struct Found {
+    uint32_t entry = SlabPool::kNoEntry;
+    int32_t rows = 0;
+  };
+
+  PrefixCache(SlabPool* pool, PageWorkQueue* work);
+
+  // The group of the chain's whole page, or none.
+  Found Find(LayoutId layout, const PrefixChain& chain, int32_t page);
+  // The group whose rows agree longest with the page's first `rows` rows, at least one.
+  Found FindRows(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows);
+  // Why Find found nothing.
+  MatchEnd WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const;
+  void CountMatch(MatchEnd end, int32_t asked, int32_t found);
+
+  // The group holds the page's first `rows` rows, committed at every layer. Nothing happens when it
+  // is cached already or still to be filled, or when other groups have the same rows. REQUIRES:
+  // rows = page_size, or fewer of a chain with tokens.
+  void Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
+               uint32_t entry);
+  // Evicts idle groups so that `groups` more can be taken for the layout, which Take has just
+  // refused for `why`. Counts first: false, and nothing is evicted, when that would not suffice.
+  // Groups of the layout itself go first, then whole slabs of others.
+  bool MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why);
+  // Forgets all groups of the layout.
+  void Drop(LayoutId layout);
+
+  const PrefixStats& stats() const { return stats_; }
+  // Adds the cache's references, by entry.
+  void AddReferences(std::unordered_map<uint32_t, int32_t>* references) const;
+  // Empty when right.
+  std::string CheckInvariants() const;
+
+ private:
+  static constexpr int32_t kNone = -1;
+  static constexpr size_t kEvictedKept = 1 << 14;  // keys, to tell kEvicted from kAbsent
+
+  struct Node {
+    LayoutId layout = kNone;  // kNone: not in use
+    uint32_t entry = SlabPool::kNoEntry;
+    PrefixKey key, parent;  // key: of a whole page
+    bool whole = false;
+    std::vector<uint32_t> tokens;        // of its rows; empty if they were named by a key
+    int32_t prev = kNone, next = kNone;  // nodes with tokens and the same parent; next of free ones
+  };
+
+  Node& At(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
+  const Node& At(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
+  // False when a sibling makes the node needless.
+  bool MakePlaceAmongSiblings(LayoutId layout, const PrefixKey& parent,
+                              std::span<const uint32_t> tokens);
+  void Link(int32_t node);
+  void Remove(int32_t node);
+  void Evict(uint32_t entry);
+  void EvictOldest(LayoutId layout, int64_t groups);
+  bool DropSlabs(LayoutId layout, int64_t groups, bool own_only);
+  bool EvictOfOwner(LayoutId layout, int64_t bytes);
+
+  SlabPool* const pool_;
+  PageWorkQueue* const work_;
+  std::vector<Node> nodes_;
+  int32_t free_ = kNone;
+  absl::flat_hash_map<PrefixKey, int32_t> whole_;     // by key
+  absl::flat_hash_map<PrefixKey, int32_t> families_;  // first of the nodes with a parent
+  std::vector<uint64_t> evicted_;                     // low halves of keys, by themselves
+  PrefixStats stats_;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_

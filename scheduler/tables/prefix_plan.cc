@@ -1,0 +1,101 @@
+#include "scheduler/tables/prefix_plan.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+
+namespace mla::scheduler {
+namespace {
+
+using kvcache::PrefixChain;
+using kvcache::PrefixKey;
+
+template <typename T>
+absl::string_view BytesOf(const T* data, size_t count) {
+  return {reinterpret_cast<const char*>(data), count * sizeof(T)};
+}
+
+// The chain's rows below `rows`, in a copy of its own.
+PrefixChain FirstRows(const PrefixChain& from, int32_t rows) {
+  PrefixChain chain = from;
+  chain.keys.resize(std::min(chain.keys.size(), static_cast<size_t>(rows / from.page_size)));
+  if (!chain.opaque) chain.tokens.resize(static_cast<size_t>(rows));
+  return chain;
+}
+
+// Whether two chains say the same of the rows below `rows`, or of their whole pages if opaque.
+bool Agree(const PrefixChain& a, const PrefixChain& b, int32_t rows) {
+  if (a.root != b.root || a.opaque != b.opaque) return false;
+  if (std::min(a.rows(), b.rows()) < rows) return false;
+  const auto pages = static_cast<int64_t>(rows / a.page_size);
+  if (!std::equal(a.keys.begin(), a.keys.begin() + pages, b.keys.begin())) return false;
+  return a.opaque || std::equal(a.tokens.begin(), a.tokens.begin() + rows, b.tokens.begin());
+}
+
+}  // namespace
+
+PrefixKey PrefixPlanner::RootOf(const std::string& tenant, const ModelSpec& spec,
+                                const std::string& salt) const {
+  const kernels::Geometry& g = spec.geometry;
+  const std::string shape =
+      absl::StrCat(g.num_heads, "/", g.kv_lora_rank, "/", g.rope_dim, "/", g.nope_dim, "/", g.v_dim,
+                   "/", spec.layers, "/", spec.page_size, "/", static_cast<int>(spec.kv_format));
+  const absl::string_view fields[] = {tenant, spec.id, shape, salt};
+  return hasher_.Root(fields);
+}
+
+absl::Status PrefixPlanner::Fill(const std::string& tenant, const PrefixArgs& args,
+                                 int64_t first_row, int64_t committed, PrefixPlan* plan) const {
+  const int32_t page_size = plan->spec->page_size;
+  const bool by_key = !args.page_keys.empty();
+  const int64_t rows = by_key ? static_cast<int64_t>(args.page_keys.size()) * page_size
+                              : static_cast<int64_t>(args.token_ids.size());
+  const char* const field = by_key ? "prefix.page_keys" : "prefix.token_ids";
+  if (first_row + rows > limits_.max_sequence_rows) {
+    return RefuseField(field, absl::StrCat("rows up to ", first_row + rows),
+                       absl::StrCat("at most ", limits_.max_sequence_rows), "out_of_range");
+  }
+  if (first_row > plan->declared || (by_key && first_row % page_size != 0)) {
+    return RefuseField("first_row", absl::StrCat(first_row),
+                       absl::StrCat("at most ", plan->declared, ", the rows declared so far",
+                                    by_key ? ", and the first of a page" : ""),
+                       "out_of_range");
+  }
+  PrefixChain chain;
+  chain.page_size = page_size;
+  chain.root = RootOf(tenant, *plan->spec, args.salt);
+  if (first_row > 0) {
+    if (chain.root != plan->before->root || by_key != plan->before->opaque) {
+      return RefuseField("prefix", "another salt, or keys behind tokens",
+                         "of the kind that the rows before were declared in", "prefix_differs",
+                         absl::StatusCode::kFailedPrecondition);
+    }
+    chain = FirstRows(*plan->before, static_cast<int32_t>(first_row));
+  }
+  if (by_key) {
+    hasher_.AddPageKeys(args.page_keys, &chain);
+  } else {
+    hasher_.AddTokens(args.token_ids, &chain);
+  }
+  // What committed rows were said to be stays.
+  const auto fixed = static_cast<int32_t>(std::min<int64_t>(plan->declared, committed));
+  if (fixed > 0 && !Agree(chain, *plan->before, fixed)) {
+    return RefuseField("prefix", "other contents of rows that are committed",
+                       absl::StrCat("what was declared of rows 0..", fixed - 1), "prefix_differs",
+                       absl::StatusCode::kFailedPrecondition);
+  }
+  const PrefixKey last = chain.parent(static_cast<int32_t>(chain.keys.size()));
+  const PrefixKey digest = hasher_.Root(std::vector<absl::string_view>{
+      BytesOf(&last, 1), BytesOf(chain.tokens.data(), chain.tokens.size()), BytesOf(&rows, 1),
+      BytesOf(&args.max_rows, 1)});
+  plan->digest = std::string(BytesOf(&digest, 1));
+  plan->max_rows = args.max_rows;
+  plan->chain = std::make_shared<const PrefixChain>(std::move(chain));
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler

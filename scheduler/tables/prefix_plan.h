@@ -1,0 +1,50 @@
+// What a caller says of the rows of a sequence, as keys.
+#ifndef MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_
+#define MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/prefix/prefix_hasher.h"
+#include "scheduler/limits.h"
+#include "scheduler/model.h"
+
+namespace mla::scheduler {
+
+// A declaration made ready outside the engine's role, for the state that it was made from.
+struct PrefixPlan {
+  std::shared_ptr<const ModelSpec> spec;
+  std::shared_ptr<const kvcache::PrefixChain> before;  // as the sequence had it; null: none
+  int32_t declared = 0;                                // rows of it
+  std::shared_ptr<const kvcache::PrefixChain> chain;   // as it is to be
+  std::string digest;  // of everything that was asked, to tell a repeat from a clash
+  int64_t max_rows = 0;
+};
+
+// Makes plans. Thread-safe.
+class PrefixPlanner final {
+ public:
+  PrefixPlanner(const kvcache::PrefixSecret& secret, const Limits& limits)
+      : hasher_(secret), limits_(limits) {}
+
+  // `plan` brings spec, before and declared; the rest is filled in. Rows from `first_row` on are
+  // those of `args`; so many rows must have been declared, and what is declared and stays must
+  // agree. INVALID_ARGUMENT or FAILED_PRECONDITION name a field below "prefix".
+  absl::Status Fill(const std::string& tenant, const PrefixArgs& args, int64_t first_row,
+                    int64_t committed, PrefixPlan* plan) const;
+
+ private:
+  kvcache::PrefixKey RootOf(const std::string& tenant, const ModelSpec& spec,
+                            const std::string& salt) const;
+
+  const kvcache::PrefixHasher hasher_;
+  const Limits limits_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_

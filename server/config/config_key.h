@@ -1,0 +1,46 @@
+// Rows of the table of configuration keys, by type. For config_table.cc alone.
+#ifndef MLA_SERVER_CONFIG_CONFIG_KEY_H_
+#define MLA_SERVER_CONFIG_CONFIG_KEY_H_
+
+#include "server/config/config.h"
+
+namespace mla::server {
+
+inline constexpr double kTiB = 1099511627776.0;
+inline constexpr double kDayMs = 86400000;
+
+#define MLA_SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
+
+inline ConfigKey Bool(const char* name, const char* meaning, const char* edge,
+                      ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+  return {name, ConfigType::kBool, 0, 1, "", meaning, edge, short_flag, slot};
+}
+inline ConfigKey Int(const char* name, double min, double max, const char* meaning,
+                     const char* edge, ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kInt, min, max, "", meaning, edge, "", slot};
+}
+inline ConfigKey Bytes(const char* name, double min, double max, const char* meaning,
+                       const char* edge, ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kBytes, min, max, "", meaning, edge, "", slot};
+}
+inline ConfigKey Millis(const char* name, double min, double max, const char* meaning,
+                        const char* edge, ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kMillis, min, max, "", meaning, edge, "", slot};
+}
+inline ConfigKey Double(const char* name, double min, double max, const char* meaning,
+                        const char* edge, ConfigSlot (*slot)(Config&)) {
+  return {name, ConfigType::kDouble, min, max, "", meaning, edge, "", slot};
+}
+inline ConfigKey Text(const char* name, const char* meaning, const char* edge,
+                      ConfigSlot (*slot)(Config&), const char* short_flag = "") {
+  return {name, ConfigType::kString, 0, 0, "", meaning, edge, short_flag, slot};
+}
+inline ConfigKey Choice(const char* name, const char* choices, const char* meaning,
+                        const char* edge, ConfigSlot (*slot)(Config&),
+                        const char* short_flag = "") {
+  return {name, ConfigType::kChoice, 0, 0, choices, meaning, edge, short_flag, slot};
+}
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONFIG_CONFIG_KEY_H_
