@@ -278,7 +278,7 @@ absl::Status ParsePrefix(const v1::Prefix& message, const Limits& limits,
   }
   if (!status.ok()) return status;
   if (tokens > 0 && keys > 0) {
-    return RefuseField("prefix.page_keys", "keys beside token_ids", "one of both", "both");
+    return RefuseField("prefix.page_keys", "keys beside token_ids", "one of both", "conflict");
   }
   for (int64_t i = 0; i < keys; ++i) {
     const size_t bytes = message.page_keys(static_cast<int>(i)).size();

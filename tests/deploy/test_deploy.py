@@ -33,16 +33,14 @@ def arguments(text, start):
 
 
 def reasons_of(text):
-    """Every reason token that this C++ text can put into a Fault."""
+    """Every reason token that this C++ text can put into an error."""
     found = set()
     for line in re.findall(r"reason(?: = |\()([^;]*);", text):
         found.update(re.findall(r'"([a-z_]+)"', line))
-    position = {"RefuseField": 4, "InvalidField": 4, "Refuse": 3}
-    for call in re.finditer(r"\b(RefuseField|InvalidField|Refuse)\(", text):
+    for call in re.finditer(r"\bRefuseField\(", text):
         parts = arguments(text, call.end() - 1)
-        index = position[call.group(1)]
-        if len(parts) > index:
-            found.update(re.findall(r'^"([a-z_]+)"$', parts[index]))
+        if len(parts) > 3:
+            found.update(re.findall(r'^"([a-z_]+)"$', parts[3]))
     return found
 
 
