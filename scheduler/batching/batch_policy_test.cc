@@ -51,6 +51,15 @@ class BatchPolicyTest : public ::testing::Test {
     return model;
   }
 
+  // Requests of the tenant that were answered.
+  int64_t Served(TenantKey tenant) const {
+    int64_t count = 0;
+    for (const auto& worker : workers_) {
+      if (worker->step->tenant == tenant) count += worker->answered;
+    }
+    return count;
+  }
+
   // A worker of the tenant whose sequence has `cached` rows and gets `rows` more in messages of
   // `message_rows`.
   Worker* Add(TenantKey tenant, int32_t cached, int32_t rows, int32_t message_rows,
@@ -270,16 +279,9 @@ TEST_F(BatchPolicyTest, TimeSpentIdleIsNotSavedUp) {
   ASSERT_EQ(sleeper->answered, 1);
   // Many requests at once: the other tenant still gets about half of what is launched.
   for (int i = 0; i < 200; ++i) Add(1, 4'000, 1, 1);
-  const auto served = [this](TenantKey tenant) {
-    int64_t count = 0;
-    for (const auto& worker : workers_) {
-      if (worker->step->tenant == tenant) count += worker->answered;
-    }
-    return count;
-  };
-  const int64_t one = served(1), two = served(2);
+  const int64_t one = Served(1), two = Served(2);
   Launches(300);
-  EXPECT_NEAR(static_cast<double>(served(1) - one) / static_cast<double>(served(2) - two), 1, 0.2);
+  EXPECT_NEAR(static_cast<double>(Served(1) - one) / static_cast<double>(Served(2) - two), 1, 0.2);
 }
 
 TEST_F(BatchPolicyTest, TimeSpentWaitingForRowsIsNotSavedUp) {
@@ -292,16 +294,9 @@ TEST_F(BatchPolicyTest, TimeSpentWaitingForRowsIsNotSavedUp) {
   Launches(500);
   ASSERT_EQ(blocked->answered, 0);
   for (int i = 0; i < 200; ++i) Add(1, 4'000, 1, 1);
-  const auto served = [this](TenantKey tenant) {
-    int64_t count = 0;
-    for (const auto& worker : workers_) {
-      if (worker->step->tenant == tenant) count += worker->answered;
-    }
-    return count;
-  };
-  const int64_t one = served(1), two = served(2);
+  const int64_t one = Served(1), two = Served(2);
   Launches(300);
-  EXPECT_NEAR(static_cast<double>(served(1) - one) / static_cast<double>(served(2) - two), 1, 0.2);
+  EXPECT_NEAR(static_cast<double>(Served(1) - one) / static_cast<double>(Served(2) - two), 1, 0.2);
   // Nor has the queue of the blocked request saved up anything within its tenant.
   blocked->request->attend.has_kv = true;
   for (int i = 0; i < 8; ++i) Add(1, 4'000, 1, 1, kernels::DType::kF32);

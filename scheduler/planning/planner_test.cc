@@ -97,7 +97,7 @@ TEST_F(PlannerTest, EqualSegmentsAreCutAtTheirBorders) {
   }
 }
 
-// The example that docs/plan.md draws.
+// The example that docs/internals/plan.md draws.
 TEST_F(PlannerTest, TheDrawnExample) {
   const PlanView view = Plan({{1, 25, 16}, {1, 4, 16}, {1, 13, 16}},
                              {.units = 3, .kv_granularity = 1, .item_overhead_rows = 1});

@@ -47,8 +47,9 @@ class MarkdownTest(unittest.TestCase):
 
     def test_every_adr_is_listed(self):
         listing = test_tidy.read("docs/adr/README.md")
-        missing = [path for path in test_tidy.tracked(".md")
-                   if re.match(r"docs/adr/\d{4}-", path) and pathlib.Path(path).name not in listing]
+        decisions = [path for path in test_tidy.tracked(".md")
+                     if re.match(r"docs/adr/(?:\w+/)?\d{4}-", path)]
+        missing = [path for path in decisions if pathlib.Path(path).name not in listing]
         self.assertFalse(missing, "not in docs/adr/README.md: " + ", ".join(missing))
 
 

@@ -162,21 +162,25 @@ inline f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) { return multiply_wave
 inline f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) { return multiply_wave<32>(a, b, c); }
 inline f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
 
-inline u32x2 read_transposed(lds_t at) {
+// A group of 16 lanes reads kRows rows of 16 columns: kLanes lanes give the addresses of a row's
+// parts, kRows columns each, and every lane receives one column.
+template <typename Element>
+u32x2 ReadTransposed(const char* instruction, lds_t at) {
+  static constexpr int kRows = 8 / sizeof(Element), kLanes = 16 / kRows;
   struct Slot {
-    uint16_t block[4];  // columns 4 * (lane % 4) and on of row lane % 16 / 4
-    uint16_t column[4];
+    Element block[kRows];
+    Element column[kRows];
   } slot;
-  host::Access("ds_read_b64_tr_b16", at);
+  host::Access(instruction, at);
   host::the_block->shared.Read(at, sizeof(slot.block), host::the_lane->wave->index);
   std::memcpy(slot.block, at, sizeof(slot.block));
   host::Meet(
       [](host::Wave& wave) {
         for (int lane = 0; lane < 64; ++lane) {
           const int group = lane & ~15, column = lane & 15;
-          for (int row = 0; row < 4; ++row) {
+          for (int row = 0; row < kRows; ++row) {
             wave.slot<Slot>(lane).column[row] =
-                wave.slot<Slot>(group + row * 4 + column / 4).block[column % 4];
+                wave.slot<Slot>(group + row * kLanes + column / kRows).block[column % kRows];
           }
         }
       },
@@ -185,29 +189,11 @@ inline u32x2 read_transposed(lds_t at) {
   std::memcpy(&result, slot.column, sizeof(result));
   return result;
 }
-
+inline u32x2 read_transposed(lds_t at) {
+  return ReadTransposed<uint16_t>("ds_read_b64_tr_b16", at);
+}
 inline u32x2 read_transposed_bytes(lds_t at) {
-  struct Slot {
-    uint8_t block[8];  // columns 8 * (lane % 2) and on of row lane % 16 / 2
-    uint8_t column[8];
-  } slot;
-  host::Access("ds_read_b64_tr_b8", at);
-  host::the_block->shared.Read(at, sizeof(slot.block), host::the_lane->wave->index);
-  std::memcpy(slot.block, at, sizeof(slot.block));
-  host::Meet(
-      [](host::Wave& wave) {
-        for (int lane = 0; lane < 64; ++lane) {
-          const int group = lane & ~15, column = lane & 15;
-          for (int row = 0; row < 8; ++row) {
-            wave.slot<Slot>(lane).column[row] =
-                wave.slot<Slot>(group + row * 2 + column / 8).block[column % 8];
-          }
-        }
-      },
-      &slot);
-  u32x2 result;
-  std::memcpy(&result, slot.column, sizeof(result));
-  return result;
+  return ReadTransposed<uint8_t>("ds_read_b64_tr_b8", at);
 }
 
 // --- Asynchronous copies.
