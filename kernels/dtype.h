@@ -17,15 +17,26 @@ enum class DType : uint8_t {
 // Storage of one bf16 element; arithmetic happens in fp32.
 using Bf16 = uint16_t;
 
-// Bytes of an element and its name, by number; 0 is none.
 struct DTypeTraits {
-  size_t size;
+  size_t size;  // bytes of an element
   const char* name;
 };
-inline constexpr DTypeTraits kDTypes[] = {{0, "none"}, {2, "bf16"}, {4, "fp32"}, {1, "fp8_e4m3"}};
 
-constexpr size_t ElementSize(DType dtype) { return kDTypes[static_cast<size_t>(dtype)].size; }
-constexpr const char* Name(DType dtype) { return kDTypes[static_cast<size_t>(dtype)].name; }
+// No type has the number 0. A switch, not a table: device code calls it too, and cannot read a table in host memory.
+constexpr DTypeTraits TraitsOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBf16:
+      return {2, "bf16"};
+    case DType::kF32:
+      return {4, "fp32"};
+    case DType::kFp8E4m3:
+      return {1, "fp8_e4m3"};
+  }
+  return {0, "none"};
+}
+
+constexpr size_t ElementSize(DType dtype) { return TraitsOf(dtype).size; }
+constexpr const char* Name(DType dtype) { return TraitsOf(dtype).name; }
 
 inline float ToFloat(Bf16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);

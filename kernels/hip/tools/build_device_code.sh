@@ -71,9 +71,17 @@ compile_nvidia() {
   : >"$out/sm_90.cubin"
   if [[ -z "$nvcc" ]]; then missing sm_90; return; fi
   echo "arch sm_90" >>"$out/usage.txt"
-  "$nvcc" -x cu -std=c++20 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -Xptxas -v \
-    --expt-relaxed-constexpr -I. "$source" -o "$out/sm_90.cubin" \
+  "$nvcc" -x cu -std=c++20 -O3 -ptx -gencode=arch=compute_90a,code=compute_90a \
+    --expt-relaxed-constexpr -I. "$source" -o "$out/sm_90.ptx" \
     2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+  # nvcc turns a use of host memory or of a host function into a trap, without a word.
+  if grep -nw trap "$out/sm_90.ptx" >&2; then
+    echo "build_device_code: sm_90: device code uses host memory or a host function" >&2
+    exit 1
+  fi
+  "$nvcc" -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -Xptxas -v "$out/sm_90.ptx" \
+    -o "$out/sm_90.cubin" 2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+  rm "$out/sm_90.ptx"
 }
 
 compile_amd gfx950
