@@ -87,6 +87,12 @@ class RowsTest(unittest.TestCase):
         self.assertEqual(rows, {"ring, X-1, threads 4": {"us": 1.0},
                                 "ring, X-1, threads 4 #2": {"us": 2.0}})
 
+    def test_the_default_format_does_not_name_a_row(self):
+        older = compare.rows_of([{"bench": "b", "shape": "X", "us": 1}])
+        newer = compare.rows_of([{"bench": "b", "shape": "X", "kv": "bf16", "us": 1},
+                                 {"bench": "b", "shape": "X", "kv": "fp8_row", "us": 1}])
+        self.assertEqual(set(newer) - set(older), {"X, fp8_row"})
+
     def test_an_unknown_metric_is_refused(self):
         with self.assertRaisesRegex(compare.CompareError, "metric speed"):
             compare.rows_of([{"shape": "a", "speed": 1.0}])

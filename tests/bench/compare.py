@@ -77,6 +77,7 @@ NOT_COMPARED = {
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
+DEFAULTS = {("kv", "bf16")}  # texts that do not name a row either: older programs leave them out
 
 
 class CompareError(Exception):
@@ -147,7 +148,7 @@ def rows_of(report):
         names, figures = [], {}
         for key, value in entry.items():
             if isinstance(value, str):
-                if key not in NOT_NAMES:
+                if key not in NOT_NAMES and (key, value) not in DEFAULTS:
                     names.append(value)
             elif key in ROW_NUMBERS:
                 names.append(f"{key} {value}")
