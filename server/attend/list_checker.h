@@ -5,7 +5,8 @@
 // memory of the server's own, in place: nothing that a client could still write is looked at twice.
 //
 // Ascending lists are checked fastest: what follows is larger, so nothing is repeated. For the
-// others a byte of every position is kept, up to Limits::max_sequence_rows of them.
+// others a byte of every position is kept, up to Limits::max_sequence_rows of them. Each list marks
+// its positions with a bit of its own, so that they are cleared once in eight lists.
 //
 // Threading: one thread. Allocates while sequences grow, in steps of 64 Ki positions.
 #ifndef MLA_SERVER_ATTEND_LIST_CHECKER_H_
@@ -46,11 +47,14 @@ class ListChecker final {
   // Moves a row's positions to `to`, which may be `list` or lie before it. Returns how many they
   // are, or -1 - the slot of an entry that is no position below `visible`.
   int32_t Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to);
-  bool Repeats(const int32_t* list, int32_t count);
-  void NextRow();
+  // Keeps the first of each position. Returns how many are left.
+  int32_t DropRepeats(int32_t* list, int32_t count, size_t bound);
+  // Of a list of positions below `bound`.
+  void NextMark(size_t bound);
 
-  std::vector<uint8_t> seen_;  // by position: the value of row_ when it was last met
-  uint8_t row_ = 0;
+  std::vector<uint8_t> seen_;  // by position: the mark of the last list that has it, or 0
+  size_t marked_ = 0;          // positions from here on have no mark
+  uint8_t mark_ = 1;           // of the last list: one bit
 };
 
 }  // namespace mla::server

@@ -40,6 +40,7 @@ void Print(const SimulatorCounts& counts) {
     int64_t count;
   } others[] = {
       {"answers compared", counts.answers_checked},
+      {"of them by lists", counts.lists_checked},
       {"calls sent again", counts.resent},
       {"refusals foretold", counts.refusals},
       {"steps committed", counts.commits},

@@ -39,6 +39,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
     EXPECT_GT(counts.operations[i], 0) << Name(static_cast<Op>(i));
   }
   EXPECT_GT(counts.answers_checked, 100 * share);
+  EXPECT_GT(counts.lists_checked, 10 * share);
   EXPECT_GT(counts.refusals, 100 * share);
   EXPECT_GT(counts.resent, 2 * share);
   EXPECT_GT(counts.commits, 20 * share);

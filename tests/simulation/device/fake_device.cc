@@ -27,6 +27,7 @@ FakeDevice::FakeDevice(const FakeDeviceOptions& options, scheduler::SimulatedClo
   info_.name = "simulated";
   info_.units = options.traits.units;
   info_.unified_memory = options.unified;
+  info_.sparse = true;
   info_.absorbed_q_of_bf16 = kernels::DType::kF32;
 }
 
@@ -41,6 +42,7 @@ absl::Status FakeDevice::CanRun(const kernels::AttentionDesc&) const { return ab
 kernels::PlanTraits FakeDevice::Traits(const kernels::AttentionDesc& desc) const {
   kernels::PlanTraits traits = options_.traits;
   if (desc.form == kernels::AttentionForm::kExpanded) traits.max_heads_per_tile = 1;
+  if (desc.attention == kernels::AttentionKind::kSparse) traits.max_q_rows_per_tile = 1;
   return traits;
 }
 

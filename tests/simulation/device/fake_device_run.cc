@@ -226,7 +226,14 @@ void FakeDevice::ProjectRows(Slot& slot, const kernels::Projection& projection, 
 void FakeDevice::CheckPlan(const kernels::AttentionParams& params) {
   plan_segments_.clear();
   for (const kernels::SegmentRecord& r : params.segments) {
-    plan_segments_.push_back({r.q_rows, r.kv_rows, r.num_heads, r.causal != 0});
+    int longest = 0;
+    for (int row = 0; r.list_begin != nullptr && row < r.q_rows; ++row) {
+      longest = std::max(longest, r.list_begin[row + 1] - r.list_begin[row]);
+    }
+    const bool sparse = params.desc.attention == kernels::AttentionKind::kSparse;
+    if (sparse != (r.list_begin != nullptr)) Violation("lists in a launch of the other kind");
+    plan_segments_.push_back(
+        {r.q_rows, sparse ? longest : r.kv_rows, r.num_heads, r.causal != 0 && !sparse});
   }
   scheduler::PlanCapacity capacity;
   capacity.units = options_.traits.units;
@@ -301,7 +308,12 @@ void FakeDevice::AttendPiece(const Slot& slot, const kernels::AttentionParams& p
   piece_.sums.assign(g.kv_lora_rank, 0.0);
   const int sees =
       segment.causal != 0 ? segment.kv_rows - segment.q_rows + row + 1 : segment.kv_rows;
-  for (int j = item.kv_begin; j < std::min(item.kv_end, sees); ++j) {
+  const bool sparse = segment.list_begin != nullptr;
+  const int places = sparse ? segment.list_begin[row + 1] - segment.list_begin[row] : sees;
+  for (int place = item.kv_begin; place < std::min(item.kv_end, places); ++place) {
+    int j = place;
+    if (sparse) j = segment.list[segment.list_begin[row] - segment.list_begin[0] + place];
+    if (j < 0 || j >= sees) return Violation("a list names what its row does not see");
     const uint16_t* kv = Element(segment.page_table, segment.layer_offset, segment.row_stride,
                                  segment.page_size, j, TablesOf(slot));
     if (kv == nullptr) return;

@@ -28,7 +28,7 @@ uint16_t Oracle::Weight(const OracleModel& model, int layer, int head, bool valu
 }
 
 double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int head,
-                      const float* query, std::vector<double>* output) {
+                      const float* query, uint64_t lists, std::vector<double>* output) {
   const OracleModel& model = models[step.model];
   const Shape& s = model.shape;
   const OracleMember* member = nullptr;
@@ -53,9 +53,10 @@ double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int
   const auto key_of = [&](int j) {
     return j < member->start ? cached[j] : fresh[member->offset + j - member->start];
   };
-  logits_.resize(visible);
+  logits_.assign(visible, -INFINITY);
   double most = -INFINITY;
   for (int j = 0; j < visible; ++j) {
+    if (lists != 0 && !IsListed(lists, row, j)) continue;
     double dot = 0;
     for (int i = 0; i < s.row_dim(); ++i) dot += latent_query_[i] * Row(key_of(j), i, step.tenant);
     logits_[j] = dot * s.scale;
@@ -64,11 +65,12 @@ double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int
   double sum = 0;
   latent_.assign(s.lora, 0.0);
   for (int j = 0; j < visible; ++j) {
+    if (logits_[j] == -INFINITY) continue;
     const double weight = std::exp(logits_[j] - most);
     sum += weight;
     for (int i = 0; i < s.lora; ++i) latent_[i] += weight * Row(key_of(j), i, step.tenant);
   }
-  for (double& value : latent_) value /= sum;
+  for (double& value : latent_) value = sum > 0 ? value / sum : 0;
   if (form == Form::kAbsorbed) {
     *output = latent_;
   } else {

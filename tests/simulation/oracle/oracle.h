@@ -147,10 +147,10 @@ class Oracle {
   float Row(uint64_t key, int index, int tenant) const;
   // W_UK [nope, lora] and W_UV [lora, v] of a head.
   static uint16_t Weight(const OracleModel& model, int layer, int head, bool value, int index);
-  // Attention of query row `row` of the step, one head. `output` receives lora or v values; returns
-  // the log-sum-exp.
+  // Attention of query row `row` of the step, one head, to what it sees or, with `lists`, what
+  // IsListed says under that key. `output` receives lora or v values; returns the log-sum-exp.
   double Attend(const OracleStep& step, int layer, int row, Form form, int head, const float* query,
-                std::vector<double>* output);
+                uint64_t lists, std::vector<double>* output);
 
   // --- Models
   Reasons CheckRegister(int tenant, const std::string& name, const Shape& shape) const;

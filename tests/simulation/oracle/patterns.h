@@ -30,6 +30,13 @@ inline uint16_t PatternBits(uint64_t key, int index, int tenant) {
   return static_cast<uint16_t>(sign | exponent << 7 | mantissa | tenant);
 }
 
+// Whether the index list of a step's row, under the key of its request, names a position.
+inline bool IsListed(uint64_t key, int row, int position) {
+  return Mix((key * 8191 + static_cast<uint64_t>(row)) * 8191 + static_cast<uint64_t>(position)) %
+             3 ==
+         0;
+}
+
 inline float FromBits(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }

@@ -47,6 +47,7 @@ int64_t SimulatorCounts::total() const {
 void SimulatorCounts::Add(const SimulatorCounts& other) {
   for (size_t i = 0; i < operations.size(); ++i) operations[i] += other.operations[i];
   answers_checked += other.answers_checked;
+  lists_checked += other.lists_checked;
   resent += other.resent;
   refusals += other.refusals;
   commits += other.commits;
@@ -204,6 +205,7 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.max_heads = 4;
   limits.max_row_dim = 8;
   limits.max_v_dim = 4;
+  limits.max_top_k = kMostListed;
   limits.weights_bytes = oracle_limits_.weights_bytes;
   limits.max_step_rows = oracle_limits_.max_step_rows;
   limits.max_step_sequences = oracle_limits_.max_step_sequences;

@@ -73,7 +73,8 @@ const char* Name(Op op);
 
 struct SimulatorCounts {
   std::array<int64_t, static_cast<size_t>(Op::kCount)> operations = {};  // that did something
-  int64_t answers_checked = 0;  // outputs compared with the dense answer
+  int64_t answers_checked = 0;  // outputs compared with the obvious answer
+  int64_t lists_checked = 0;    // of them by index lists
   int64_t resent = 0;           // calls sent again
   int64_t refusals = 0, commits = 0, aborts = 0, expired = 0;
   int64_t launches = 0, commands = 0, faults = 0;
@@ -84,6 +85,9 @@ struct SimulatorCounts {
   int64_t total() const;
   void Add(const SimulatorCounts& other);
 };
+
+// Of any list: more than the rows of a simulated sequence.
+inline constexpr int kMostListed = 4096;
 
 // Bytes that a tensor takes in a request's memory, with a guard of at least 64 bytes behind it.
 inline size_t Room(size_t bytes) { return (bytes + 63) / 64 * 64 + 64; }
@@ -107,6 +111,7 @@ class SimRequest final : public scheduler::StreamRequest {
   bool joins = false;
   Form form = Form::kAbsorbed;
   uint64_t q_key = 0;
+  uint64_t lists = 0;  // by which its index lists were drawn; 0: it has none
   bool repeat = false, differs = false;
   // Launches that were begun without it since it could run and had waited for what it may wait for.
   int64_t passed_over = 0, counts_from = 0;
@@ -115,8 +120,8 @@ class SimRequest final : public scheduler::StreamRequest {
   int flood = 0;         // > 0: of this queue of the flood; -1: the one that is watched
   int64_t arrival_ns = 0, deadline_ns = 0;
   uint64_t launch = 0;            // the last one that it was staged for
-  std::vector<std::byte> memory;  // kv, q, o, lse, each with a guard behind it
-  size_t kv_bytes = 0, q_bytes = 0, o_bytes = 0, lse_bytes = 0;
+  std::vector<std::byte> memory;  // kv, q, o, lse, lists, each with a guard behind it
+  size_t kv_bytes = 0, q_bytes = 0, o_bytes = 0, lse_bytes = 0, list_bytes = 0;
 
  private:
   Simulator* const simulator_;
@@ -245,8 +250,9 @@ class Simulator final : public DeviceWatcher {
     int layer = 0, row = 0, rows = 0, head = 0, heads = 0;
     Form form = Form::kAbsorbed;
     bool kv = false, lse = false, differs = false;
-    bool f32 = false, f32_out = false;
+    bool f32 = false, f32_out = false, sparse = false;
     int64_t timeout_us = 0;
+    bool lists() const { return sparse && form != Form::kAppend; }
   };
   struct FloodQueue {
     AttendSpec spec;
@@ -276,6 +282,9 @@ class Simulator final : public DeviceWatcher {
                          const AttendSpec& spec, SimRequest* request);
   Reasons CheckAttend(const OracleStep& step, const AttendSpec& spec, bool* repeat) const;
   void FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec);
+  void FillLists(SimRequest* request, const OracleStep& step, const AttendSpec& spec,
+                 std::byte* at) const;
+  static std::vector<int32_t> ListsOf(uint64_t key, const OracleStep& step, const AttendSpec& spec);
   // Hands over; false if the queue is full, as foretold.
   bool Submit(std::unique_ptr<SimRequest> request);
   // Lets the engine take what was handed over, and checks what was answered.

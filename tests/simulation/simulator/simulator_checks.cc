@@ -157,6 +157,7 @@ void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) 
 
 void Simulator::CheckOutput(const SimRequest& request, const OracleStep& step) {
   ++counts_.answers_checked;
+  counts_.lists_checked += request.lists != 0 ? 1 : 0;
   const scheduler::AttendArgs& args = request.attend;
   const Shape& shape = oracle_->models[step.model].shape;
   const std::byte* q = request.memory.data() + Room(request.kv_bytes);
@@ -171,8 +172,9 @@ void Simulator::CheckOutput(const SimRequest& request, const OracleStep& step) {
     for (int head = 0; head < args.num_heads; ++head) {
       const uint64_t key = request.q_key + static_cast<uint64_t>(row * 8 + head);
       for (int i = 0; i < dim; ++i) query[i] = FromBits(PatternBits(key, i, step.tenant));
-      const double sum = oracle_->Attend(step, args.layer, args.row_begin + row, request.form,
-                                         args.head_offset + head, query.data(), &want);
+      const double sum =
+          oracle_->Attend(step, args.layer, args.row_begin + row, request.form,
+                          args.head_offset + head, query.data(), request.lists, &want);
       const size_t packed = static_cast<size_t>(row) * args.num_heads + head;
       for (size_t i = 0; i < want.size(); ++i) {
         const double got = At(o, f32, packed * want.size() + i);
@@ -183,7 +185,8 @@ void Simulator::CheckOutput(const SimRequest& request, const OracleStep& step) {
                           ", the dense answer is ", want[i]));
         return;
       }
-      if (args.want_lse && !(std::abs(At(lse, true, packed) - sum) <= 1e-4 * (1 + std::abs(sum)))) {
+      const double got_sum = args.want_lse ? At(lse, true, packed) : sum;
+      if (got_sum != sum && !(std::abs(got_sum - sum) <= 1e-4 * (1 + std::abs(sum)))) {
         Fail(absl::StrCat("log-sum-exp: got ", At(lse, true, packed), ", want ", sum));
         return;
       }

@@ -32,6 +32,8 @@ v1::ModelSpec ModelMessage(const std::string& name, const Shape& shape) {
   message.set_page_size(static_cast<uint32_t>(shape.page));
   message.set_softmax_scale(shape.scale);
   message.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  message.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
+  message.set_top_k(kMostListed);
   return message;
 }
 

@@ -195,6 +195,8 @@ Simulator::AttendSpec Simulator::DrawAttend(const OracleStep& step) {
   spec.f32 = Chance(25);
   spec.f32_out = Chance(50);
   spec.lse = Chance(60);
+  // What a flood is due is counted for dense attention.
+  spec.sparse = !floods_ && Chance(25);
   if (Chance(4)) spec.timeout_us = 100 + static_cast<int64_t>(Pick(20'000));
   return spec;
 }

@@ -1,6 +1,7 @@
 // Simulator: the transport. From messages through the real validator to requests, and back.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
@@ -239,6 +240,7 @@ v1::Attend Simulator::MessageOf(const OracleStep& step, const AttendSpec& spec) 
   message.set_q_dtype(spec.f32 ? v1::DTYPE_F32 : v1::DTYPE_BF16);
   message.set_o_dtype(spec.f32_out ? v1::DTYPE_F32 : v1::DTYPE_BF16);
   message.set_timeout_us(static_cast<uint32_t>(spec.timeout_us));
+  if (spec.lists()) message.set_lists(v1::INDEX_LISTS_RAGGED);
   return message;
 }
 
@@ -260,11 +262,42 @@ Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, b
   return reasons;
 }
 
+// Where the list of each row begins, and behind that the positions, highest first.
+std::vector<int32_t> Simulator::ListsOf(uint64_t key, const OracleStep& step,
+                                        const AttendSpec& spec) {
+  std::vector<int32_t> begins = {0}, positions;
+  for (int row = spec.row; row < spec.row + spec.rows; ++row) {
+    for (const OracleMember& member : step.members) {
+      if (row < member.offset || row >= member.offset + member.rows) continue;
+      for (int j = member.start + row - member.offset; j >= 0; --j) {
+        if (IsListed(key, row, j)) positions.push_back(j);
+      }
+    }
+    begins.push_back(static_cast<int32_t>(positions.size()));
+  }
+  begins.insert(begins.end(), positions.begin(), positions.end());
+  return begins;
+}
+
+void Simulator::FillLists(SimRequest* request, const OracleStep& step, const AttendSpec& spec,
+                          std::byte* at) const {
+  const std::vector<int32_t> lists = ListsOf(request->lists, step, spec);
+  std::memcpy(at, lists.data(), request->list_bytes);
+  scheduler::AttendArgs& args = request->attend;
+  args.list_begin = reinterpret_cast<const int32_t*>(at);
+  args.list = args.list_begin + spec.rows + 1;
+  auto positions = std::make_shared<std::vector<scheduler::StepSequenceArgs>>();
+  for (const OracleMember& member : step.members) {
+    positions->push_back({member.sequence, 0, member.start, member.rows});
+  }
+  args.listed_for = std::move(positions);
+}
+
 void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec) {
   const Shape& shape = oracle_->models[step.model].shape;
   scheduler::AttendArgs& args = request->attend;
   request->memory.assign(Room(request->kv_bytes) + Room(request->q_bytes) + Room(request->o_bytes) +
-                             Room(request->lse_bytes),
+                             Room(request->lse_bytes) + Room(request->list_bytes),
                          kGuardByte);
   std::byte* at = request->memory.data();
   if (spec.kv) {
@@ -297,6 +330,7 @@ void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const A
   args.o = at;
   std::fill_n(at, request->o_bytes, std::byte{0xff});
   at += Room(request->o_bytes);
+  if (spec.lists()) FillLists(request, step, spec, at + Room(request->lse_bytes));
   if (!spec.lse) return;
   args.lse = reinterpret_cast<float*>(at);
   std::fill_n(at, request->lse_bytes, std::byte{0xff});
@@ -314,9 +348,16 @@ absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const Oracl
     request->o_bytes = (spec.f32_out ? 4 : 2) * packed * out_dim;
     if (spec.lse) request->lse_bytes = 4 * packed;
   }
+  v1::Attend message = MessageOf(step, spec);
+  if (spec.lists()) {
+    request->lists = next_key_ + 1;
+    request->list_bytes = ListsOf(request->lists, step, spec).size() * sizeof(int32_t);
+    const size_t begins = static_cast<size_t>(spec.rows) + 1;
+    message.set_list_entries(static_cast<uint32_t>(request->list_bytes / sizeof(int32_t) - begins));
+  }
   server::AttendSizes sizes;
-  return server::ParseAttend(MessageOf(step, spec), known, step.total,
-                             static_cast<int64_t>(request->kv_bytes + request->q_bytes),
+  const size_t payload = request->kv_bytes + request->q_bytes + request->list_bytes;
+  return server::ParseAttend(message, known, step.total, static_cast<int64_t>(payload),
                              kMessageBytes, &request->attend, &sizes);
 }
 
@@ -375,6 +416,7 @@ bool Simulator::Malformed() {
   if (step == nullptr) return false;
   const OracleModel& model = oracle_->models[step->model];
   AttendSpec spec = DrawAttend(*step);
+  spec.sparse = false;
   spec.row = 0;
   spec.rows = 1;
   v1::Attend message = MessageOf(*step, spec);
