@@ -29,7 +29,8 @@ class DevScriptTest(unittest.TestCase):
 
     def test_wrong_use_is_refused(self):
         for arguments, word in ((["nosuch"], "nosuch"), (["test", "some"], "--all"),
-                                (["build", "fast"], "opt, asan")):
+                                (["build", "fast"], "opt, asan"),
+                                (["package", "rpm"], "must be deb")):
             result = dev(*arguments)
             self.assertEqual(result.returncode, 1, arguments)
             self.assertIn(word, result.stderr)

@@ -140,8 +140,9 @@ class Client(Service, Operations):
         for path in (unix_path_of(target), shm_path_of(target)):
             check_socket_owner(path, server_uid)
         bound = max(STOCK_MESSAGE_BYTES, message_bytes)
-        arguments = [("grpc.max_receive_message_length", bound),
-                     ("grpc.max_send_message_length", -1)]
+        arguments: List[Tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", bound),
+            ("grpc.max_send_message_length", -1)]
         if tls is None:
             channel = grpc.insecure_channel(target, options=arguments)
         else:

@@ -302,7 +302,7 @@ class LocalReference(Service):
                 raise errors.InvalidArgument(
                     f"attend: layer {args.layer}, rows {args.row_begin}..{end}: out of range")
             if args.kv is not None:
-                self._store(opened, args, slice(args.row_begin, end))
+                self._store(opened, args.layer, slice(args.row_begin, end), self._round(args.kv))
             if args.q is None:
                 return _Done(AttendResult(None, None, [Timings()]))
             if not opened.have_kv[args.layer, :end].all():
@@ -315,22 +315,23 @@ class LocalReference(Service):
             q = self._round(args.q, args.dtype)
             o, lse = self._compute(opened, model, args, q)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
-            if args.out is not None:
+            if args.out is not None and args.out.o is not None:
                 wire.encode_into(args.out.o, o)
-                if args.want_lse:
+                o = args.out.o
+                if args.want_lse and args.out.lse is not None:
                     args.out.lse[...] = lse
-                o, lse = args.out.o, args.out.lse
+                    lse = args.out.lse
             return _Done(AttendResult(o, lse if args.want_lse else None, [Timings()]))
 
-    def _store(self, opened: _Step, args: AttendArgs, rows: slice) -> None:
+    @staticmethod
+    def _store(opened: _Step, layer: int, rows: slice, values: npt.NDArray) -> None:
         """Stores KV rows; rows that are there already must be equal."""
-        values = self._round(args.kv)
-        have = opened.have_kv[args.layer, rows]
-        stored = opened.kv[args.layer, rows]
+        have = opened.have_kv[layer, rows]
+        stored = opened.kv[layer, rows]
         if not np.array_equal(stored[have], values[have], equal_nan=True):
             raise errors.AlreadyExists("attend: KV rows differ from those stored before")
-        opened.kv[args.layer, rows] = values
-        opened.have_kv[args.layer, rows] = True
+        opened.kv[layer, rows] = values
+        opened.have_kv[layer, rows] = True
 
     def _compute(self, opened: _Step, model: _Model, args: AttendArgs,
                  q: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:

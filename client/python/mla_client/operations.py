@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import (Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence,
+                    Tuple)
 
 from mla_client.gen import admin_pb2
 
@@ -45,7 +46,9 @@ class Operations:
 
     _admin: Any
 
-    def _call(self, method: Any, request: Any, **options: Any) -> Any:
+    def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
+              requests: Optional[Callable[[], Iterator[Any]]] = None,
+              timeout_s: Optional[float] = None) -> Any:
         raise NotImplementedError
 
     def drain(self, deadline_ms: int = 0, exit: bool = False) -> admin_pb2.DrainReply:

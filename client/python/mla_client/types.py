@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 
-_U2, _F4 = np.dtype("<u2"), np.dtype("<f4")
+_U2: np.dtype = np.dtype("<u2")
+_F4: np.dtype = np.dtype("<f4")
 
 
 class Profile(enum.IntEnum):

@@ -70,8 +70,7 @@ def frame(header: bytes, parts: List[npt.NDArray]) -> bytes:
     size = sum(part.nbytes for part in parts)
     if size == 0:
         return header
-    return b"".join([header, _PAYLOAD_TAG, _varint(size), *(memoryview(part).cast("B")
-                                                            for part in parts)])
+    return b"".join([header, _PAYLOAD_TAG, _varint(size), *(part.data.cast("B") for part in parts)])
 
 
 def encode(values: npt.NDArray, dtype: DType) -> npt.NDArray:

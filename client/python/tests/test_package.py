@@ -122,6 +122,26 @@ class PackageTest(unittest.TestCase):
         for path in (package / "mla_client").rglob("*.py"):
             self.assertIn(str(path.relative_to(package)), contents[0])
 
+    def test_types_are_right(self):
+        """What py.typed promises: [tool.mypy] of pyproject.toml says how they are checked."""
+        said = run("mypy", "--config-file=pyproject.toml", f"--cache-dir={self.folder}/mypy",
+                   "--python-executable=/usr/bin/python3", cwd=ROOT / "client/python")
+        self.assertIn("Success: no issues found", said)
+
+    def test_a_program_of_a_user_is_checked(self):
+        """The types reach those who import the installed package."""
+        program = self.folder / "program.py"
+        home = self.folder / "env_types"
+        run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", home,
+            cwd=self.folder)
+        run(home / "bin/python", "-m", "pip", "install", *OFFLINE, self.from_tree, cwd=self.folder)
+        program.write_text("import mla_client\n"
+                           "def rows(sequence: mla_client.Sequence) -> str:\n"
+                           "    return sequence.length\n")
+        with self.assertRaisesRegex(AssertionError, r'program.py:3: error: .*"int".*"str"'):
+            run("mypy", f"--cache-dir={self.folder}/mypy", "--ignore-missing-imports",
+                f"--python-executable={home}/bin/python", program, cwd=self.folder)
+
     def test_vllm_finds_its_plugin(self):
         with zipfile.ZipFile(self.from_tree) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]

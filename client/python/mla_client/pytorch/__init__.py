@@ -37,6 +37,7 @@ class Sender:
         and of the type of q."""
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, step)
+        assert buffers.kv is not None and buffers.q is not None and buffers.o is not None
         tensor_of(buffers.q).copy_(q)
         tensor_of(buffers.kv).copy_(kv)
         step.attend(layer, buffers.q, buffers.kv, Profile.EXPANDED, out=buffers)

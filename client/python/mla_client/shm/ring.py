@@ -113,7 +113,7 @@ class Ring:
         fence.ordered()
         self._longs[COMPLETIONS_TAKEN] = self._taken + 1
         self._taken += 1
-        return Completion(*fields[:11], message)
+        return Completion._make((*fields[:11], message))
 
     def connected(self) -> bool:
         """False once the server has ended the ring or the connection is gone."""

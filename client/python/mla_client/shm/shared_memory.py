@@ -304,16 +304,14 @@ class SharedMemory:
         """Puts one message's inputs into the arena and finds room for its outputs; tensors that lie
         right already stay where they are. None if there is no room."""
         placement = Placement()
-        place = args.out.place if args.out is not None else None
-        if place is None or place.memory is not self or chunk.rows != args.rows or (
-                chunk.heads != args.num_heads):
-            place = None
-        copy_in = (place is None or args.q is not args.out.q or args.kv is not args.out.kv
-                   or args.lists is not None)
-        if not copy_in:
+        out = args.out  # if its memory is of use here
+        if out is not None and (out.place is None or out.place.memory is not self
+                                or chunk.rows != args.rows or chunk.heads != args.num_heads):
+            out = None
+        if out is not None and args.q is out.q and args.kv is out.kv and args.lists is None:
             (_, placement.in_offset, placement.in_length, placement.out_offset,
-             placement.out_length) = place
-            placement.o, placement.lse = args.out.o, args.out.lse
+             placement.out_length) = out.place
+            placement.o, placement.lse = out.o, out.lse
             return placement
         sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, chunk.has_kv,
                            args.want_lse, args.dtype, args.o_dtype)
@@ -323,7 +321,7 @@ class SharedMemory:
         if args.lists is not None:
             placement.in_length = lists_at + wire.list_bytes(args, chunk.rows)
         placement.out_length = o_end + sizes.lse if sizes.lse else sizes.o
-        copy_out = place is None and sizes.o > 0
+        copy_out = out is None and sizes.o > 0
         offsets = self.allocate(placement.in_length, *[placement.out_length] * copy_out)
         if offsets is None:
             return None
@@ -334,9 +332,9 @@ class SharedMemory:
             at += kv_end
         for lists in wire.lists_of(args, chunk):
             self.array(placement.in_offset + lists_at, lists.shape, np.dtype("<i4"))[...] = lists
-        if place is not None:
-            placement.out_offset = place.out_offset
-            placement.o, placement.lse = args.out.o, args.out.lse
+        if out is not None:
+            placement.out_offset = out.place.out_offset
+            placement.o, placement.lse = out.o, out.lse
         elif copy_out:
             at = placement.out_offset = offsets[1]
             placement.o = self.array(at, (chunk.rows, chunk.heads, geometry.o_dim(args.profile)),

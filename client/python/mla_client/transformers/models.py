@@ -28,7 +28,7 @@ REASONS = {
 def attention_modules(model: Any) -> List[Any]:
     """The modules that call the attention function, by layer. Unimplemented if the model is of no
     supported kind."""
-    kind = getattr(model.config, "model_type", None)
+    kind = getattr(model.config, "model_type", "")
     if kind not in MODEL_TYPES:
         reason = REASONS.get(kind, "it is not known to keep latents in the cache")
         raise errors.Unimplemented(
@@ -84,7 +84,7 @@ def register(service: Service, model: Any, modules: List[Any], model_id: str, kv
         digest = hashlib.sha256()
         for module in modules:
             for part in weights_of(module, geometry):
-                digest.update(part)
+                digest.update(part.data)
         model_id = f"{model.config.model_type}-{digest.hexdigest()[:16]}"
     registered = service.register_model(ModelSpec(
         model_id, geometry, len(modules), scale, page_size, kv_format=kv_format))

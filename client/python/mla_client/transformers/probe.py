@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Set
+from typing import Any, Dict, Set
 
 import torch
 import transformers
@@ -23,7 +23,7 @@ _TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }
-_DENSE = {"num_hidden_layers": 2, "intermediate_size": 32}
+_DENSE: Dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 32}
 _BY_TYPE = {
     "deepseek_v2": {**_DENSE, "first_k_dense_replace": 2},
     "deepseek_v3": {**_DENSE, "first_k_dense_replace": 2},

@@ -60,10 +60,10 @@ class MlaServerConnector(KVConnectorBase_V1):
     # --- Worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        options = dict(self._kv_transfer_config.kv_connector_extra_config)
+        options: dict[str, Any] = {"lease_ms": LEASE_MS,
+                                   **self._kv_transfer_config.kv_connector_extra_config}
         model_id = options.pop("model_id", "") or self._vllm_config.model_config.model
-        runtime.start(lambda: mla_client.Client.connect(
-            options.pop("target"), **{"lease_ms": LEASE_MS, **options}), model_id)
+        runtime.start(lambda: mla_client.Client.connect(**options), model_id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         blocks, rows = _batch(forward_context.attn_metadata)

@@ -1,0 +1,328 @@
+// C client of mla-server: attention over a KV cache that a server keeps.
+//
+//   mla_client* client;
+//   mla_error* error;
+//   if (mla_connect("unix:/run/mla/mla.sock", NULL, &client, &error) != MLA_OK) {
+//     fprintf(stderr, "%s (%s)\n", mla_error_message(error), mla_error_field(error));
+//     mla_error_free(error);
+//   }
+//
+// Functions that can fail return a code; with `error` not NULL they also set *error, on failure to
+// an object that the caller frees, else to NULL.
+//
+// Structs that begin with struct_size may grow: set it to sizeof the struct and every field that is
+// not used to 0, which means the default. Members of other structs stay as they are.
+//
+// Ownership: what a function returns through `out` belongs to the caller, who frees it before what
+// it was made from: steps before their session, sessions and sequences before their client. NULL
+// may be freed. Arguments are copied, except tensors.
+//
+// Threading: a client may be used from any thread; a sequence, a step, a pending call and an error
+// from one at a time; different steps of one session from several.
+#ifndef MLA_CLIENT_C_MLA_CLIENT_H_
+#define MLA_CLIENT_C_MLA_CLIENT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define MLA_API __attribute__((visibility("default")))
+#else
+#define MLA_API
+#endif
+
+typedef struct mla_client mla_client;      // a connection
+typedef struct mla_sequence mla_sequence;  // a token stream with its rows in the cache
+typedef struct mla_session mla_session;    // a stream of steps
+typedef struct mla_step mla_step;          // rows that are added to sequences together
+typedef struct mla_pending mla_pending;    // an attend under way
+typedef struct mla_error mla_error;        // why a call failed
+
+// The canonical codes of gRPC.
+typedef enum mla_code {
+  MLA_OK = 0,
+  MLA_CANCELLED = 1,
+  MLA_UNKNOWN = 2,
+  MLA_INVALID_ARGUMENT = 3,
+  MLA_DEADLINE_EXCEEDED = 4,
+  MLA_NOT_FOUND = 5,
+  MLA_ALREADY_EXISTS = 6,
+  MLA_PERMISSION_DENIED = 7,
+  MLA_RESOURCE_EXHAUSTED = 8,
+  MLA_FAILED_PRECONDITION = 9,
+  MLA_ABORTED = 10,
+  MLA_OUT_OF_RANGE = 11,
+  MLA_UNIMPLEMENTED = 12,
+  MLA_INTERNAL = 13,
+  MLA_UNAVAILABLE = 14,
+  MLA_DATA_LOSS = 15,
+  MLA_UNAUTHENTICATED = 16
+} mla_code;
+
+// "MAJOR.MINOR.PATCH" of the library. Libraries of one soname are compatible.
+MLA_API const char* mla_version(void);
+// Tunes the process's allocator for messages of megabytes: for programs that send tensors in gRPC
+// messages. Call it once at the start.
+MLA_API void mla_keep_message_memory(void);
+
+// --- Errors. Texts live as long as the error, are never NULL and empty where nothing was said;
+// every function takes NULL as an error that says nothing.
+MLA_API mla_code mla_error_code(const mla_error* error);
+MLA_API const char* mla_error_message(const mla_error* error);
+// Path of the field to blame, e.g. "attend.row_count", what it may be and what it was.
+MLA_API const char* mla_error_field(const mla_error* error);
+MLA_API const char* mla_error_limit(const mla_error* error);
+MLA_API const char* mla_error_got(const mla_error* error);
+// A stable token, e.g. "epoch_mismatch", "server_restarted", "pages_exhausted".
+MLA_API const char* mla_error_reason(const mla_error* error);
+// > 0: the same call may succeed after this time.
+MLA_API uint32_t mla_error_retry_after_ms(const mla_error* error);
+// Committed rows of the sequence of a step that failed: go on from there.
+MLA_API uint64_t mla_error_last_good_position(const mla_error* error);
+// The first row of a step, which is still open, that the layer of a failed attend does not have;
+// -1: not said.
+MLA_API int64_t mla_error_next_row(const mla_error* error);
+MLA_API void mla_error_free(mla_error* error);
+
+// --- Connections
+
+typedef enum mla_transport {
+  MLA_TRANSPORT_AUTO = 0,    // the ring where a unix target offers it, else inline
+  MLA_TRANSPORT_INLINE = 1,  // all in gRPC messages
+  MLA_TRANSPORT_SHM = 2,     // messages over gRPC, tensors in shared memory
+  MLA_TRANSPORT_RING = 3     // all in shared memory
+} mla_transport;
+
+typedef struct mla_connect_options {
+  size_t struct_size;
+  const char* tenant;     // sent without TLS only; NULL: the server's default
+  const char* client_id;  // groups this client's sequences; NULL: a random name
+  const char* tls_ca;     // PEM files; all three or none
+  const char* tls_cert;
+  const char* tls_key;
+  const char* tls_server_name;  // expected in place of the target's host
+  int64_t call_timeout_ms;      // 0: 10000
+  int64_t request_timeout_ms;   // of each request of a session; 0: 60000
+  int64_t sequence_lease_ms;    // 0: the server's default
+  uint64_t shared_bytes;        // of one session's shared memory; 0: 64 MiB or what is to be had
+  mla_transport transport;
+  int32_t no_lease_renewal;  // 1: leases of sequences are not renewed in the background
+  int32_t spin_us;           // of a session on its ring, before it sleeps; 0: 20, -1: none
+  int32_t copy_threads;      // that copy tensors to shared memory; 0: 1
+  int64_t server_uid;        // a further user whose sockets are trusted; 0: none
+} mla_connect_options;
+
+typedef struct mla_server_info {
+  size_t struct_size;
+  uint64_t boot_id;  // of this run of the server
+  uint64_t message_bytes, weight_chunk_bytes, kv_cache_bytes, max_sequence_rows;
+  uint64_t shm_region_bytes;  // 0: the server has no shared memory
+  uint32_t max_step_rows, max_step_sequences, sequence_lease_ms, step_lease_ms;
+  const char* server_version;  // both live as long as the client
+  const char* backend;
+} mla_server_info;
+
+// `target`: "unix:PATH" or "HOST:PORT". `options` NULL: the defaults. MLA_UNAVAILABLE: no server
+// answered in time.
+MLA_API mla_code mla_connect(const char* target, const mla_connect_options* options,
+                             mla_client** out, mla_error** error);
+MLA_API void mla_client_free(mla_client* client);
+// As of mla_connect; asks nothing. `info->struct_size` must be set.
+MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
+                                        mla_error** error);
+
+// --- Models
+
+typedef enum mla_kv_format {
+  MLA_KV_FORMAT_BF16 = 1,
+  MLA_KV_FORMAT_FP8_TENSOR = 2,  // e4m3, one scale a layer
+  MLA_KV_FORMAT_FP8_ROW = 3      // latent part e4m3 with a scale per 128 values, rotated bf16
+} mla_kv_format;
+
+typedef enum mla_query_precision {
+  MLA_QUERY_PRECISION_BF16 = 1,
+  MLA_QUERY_PRECISION_SPLIT = 2
+} mla_query_precision;
+
+typedef struct mla_model {
+  size_t struct_size;
+  const char* model_id;
+  // DeepSeek-V3: 128, 512, 64, 128, 128. The last two are of the EXPANDED profile; 0: not used.
+  uint32_t num_heads, kv_lora_rank, rope_dim, nope_dim, v_dim;
+  uint32_t layers;
+  double softmax_scale;  // multiplies q·k; required
+  uint32_t page_size;    // rows; 0: the server's default
+  uint32_t lease_ms;     // unregistered after this time without use; 0: as the server is configured
+  mla_kv_format kv_format;              // 0: bf16
+  mla_query_precision query_precision;  // of EXPANDED; 0: the better one that the server has
+  uint32_t sparse_top_k;  // > 0: rows attend to index lists of at most so many entries
+  uint32_t kv_scale_count;
+  const float* kv_scales;  // of MLA_KV_FORMAT_FP8_TENSOR, one a layer; may come later
+} mla_model;
+
+typedef struct mla_model_info {
+  size_t struct_size;
+  uint64_t page_group_bytes;  // a page of every layer, the unit of allocation
+  uint64_t page_groups_max;   // that the whole pool could hold
+  uint64_t max_sequence_rows;
+  uint32_t page_size, lease_ms;
+  int32_t scales_complete;
+} mla_model_info;
+
+// Up-projection weights of some heads of a layer: bf16, row-major.
+typedef struct mla_weights {
+  uint32_t layer, head_begin, head_count;
+  const void* w_uk;  // [head_count, nope_dim, kv_lora_rank]
+  const void* w_uv;  // [head_count, kv_lora_rank, v_dim]
+} mla_weights;
+
+// Repeating it with equal contents succeeds. `info` may be NULL.
+MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
+                                    mla_model_info* info, mla_error** error);
+// Sends weights with a digest; several calls may bring a model's. *complete, if not NULL: 1 once
+// all layers and heads are there, which EXPANDED needs.
+MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
+                                    const mla_weights* weights, size_t count, int32_t* complete,
+                                    mla_error** error);
+MLA_API mla_code mla_upload_scales(mla_client* client, const char* model_id, const float* scales,
+                                   size_t count, mla_error** error);
+MLA_API mla_code mla_unregister_model(mla_client* client, const char* model_id, mla_error** error);
+
+// --- Sequences
+
+// What rows stand for: token ids or page keys, not both.
+typedef struct mla_prefix {
+  size_t struct_size;
+  const uint32_t* token_ids;  // one a row
+  size_t token_count;
+  const void* page_keys;  // 32 bytes for each whole page
+  size_t page_key_count;
+  const char* salt;   // rows of other salts are not shared; NULL: ""
+  uint64_t max_rows;  // that the sequence is to have, at most; 0: all that are cached
+} mla_prefix;
+
+typedef enum mla_match_end {
+  MLA_MATCH_END_NONE = 0,      // no rows were asked for, or the sequence ends inside a page
+  MLA_MATCH_END_ALL = 1,       // everything was found
+  MLA_MATCH_END_ABSENT = 2,    // the rows that follow are not known
+  MLA_MATCH_END_DIVERGED = 3,  // what is known goes on with other rows
+  MLA_MATCH_END_EVICTED = 4    // the rows that follow were there
+} mla_match_end;
+
+typedef struct mla_prefix_match {
+  size_t struct_size;
+  uint64_t rows;  // that were added to the sequence
+  mla_match_end end;
+} mla_prefix_match;
+
+// With `prefix` not NULL the sequence starts with as many of its rows as are cached.
+MLA_API mla_code mla_sequence_open(mla_client* client, const char* model_id,
+                                   const mla_prefix* prefix, mla_sequence** out, mla_error** error);
+MLA_API uint64_t mla_sequence_id(const mla_sequence* sequence);
+MLA_API uint64_t mla_sequence_epoch(const mla_sequence* sequence);
+MLA_API uint64_t
+mla_sequence_length(const mla_sequence* sequence);  // committed rows, as last heard
+// A sequence that shares the first `length` rows, copy-on-write; UINT64_MAX: all committed ones.
+MLA_API mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_sequence** out,
+                                   mla_error** error);
+// Says what rows from `first_row` on stand for, and adds what is cached behind the committed ones.
+// `match` may be NULL.
+MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* prefix,
+                                    uint64_t first_row, mla_prefix_match* match, mla_error** error);
+MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error);
+MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
+// Releases its rows on the server. The object is freed whether that succeeds or not.
+MLA_API mla_code mla_sequence_release(mla_sequence* sequence, mla_error** error);
+// The same without an answer.
+MLA_API void mla_sequence_free(mla_sequence* sequence);
+
+// --- Sessions and steps
+
+typedef enum mla_profile {
+  MLA_PROFILE_ABSORBED = 1,    // q of kv_lora_rank + rope_dim, o of kv_lora_rank
+  MLA_PROFILE_EXPANDED = 2,    // q of nope_dim + rope_dim, o of v_dim: the server has W_UK and W_UV
+  MLA_PROFILE_APPEND_ONLY = 3  // rows alone
+} mla_profile;
+
+typedef enum mla_dtype { MLA_DTYPE_BF16 = 1, MLA_DTYPE_F32 = 2 } mla_dtype;
+
+// Rows that a step adds to a sequence.
+typedef struct mla_step_rows {
+  mla_sequence* sequence;
+  uint32_t rows;
+} mla_step_rows;
+
+typedef struct mla_step_options {
+  size_t struct_size;
+  uint64_t step_id;       // 0: chosen by the library; participants agree on one
+  uint32_t participants;  // sessions that take part; 0: 1
+  uint32_t lease_ms;      // 0: the server's default
+} mla_step_options;
+
+// One layer of a step, or some of its rows or heads. Tensors are row-major; kv, q and o begin with
+// row_begin's row.
+typedef struct mla_attend {
+  size_t struct_size;
+  uint32_t layer, row_begin, row_count, head_offset, num_heads;
+  mla_profile profile;
+  mla_dtype q_dtype, o_dtype;  // of kv and q, and of o; 0: bf16
+  uint32_t timeout_us;         // 0: the server's
+  uint32_t list_width;         // entries of every index list; 0: ragged
+  const void* kv;              // [rows, kv_lora_rank + rope_dim]; NULL: another head slice has them
+  const void* q;               // [rows, num_heads, q dim]; not of APPEND_ONLY
+  void* o;                     // [rows, num_heads, o dim]; not of APPEND_ONLY
+  float* lse;                  // [rows, num_heads], base e; NULL: not wanted
+  // Of sparse models: the positions that a row attends to, -1: none. NULL: all that it sees.
+  const int32_t* list_entries;
+  const int32_t* list_begin;  // of ragged lists, [rows + 1]: list i ends at list_begin[i + 1]
+} mla_attend;
+
+// Of the slowest message of a call.
+typedef struct mla_attend_times {
+  size_t struct_size;
+  uint32_t queue_us, plan_us, kernel_us, write_us;
+  uint32_t launch_requests;
+  uint32_t messages;
+} mla_attend_times;
+
+MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);
+// "inline", "shm" or "ring".
+MLA_API const char* mla_session_transport(const mla_session* session);
+// Shared memory in which tensors are used where they lie: kv and q in one block, o and lse in
+// another, the second of each at the next multiple of 64 bytes. NULL: there is none, or no room.
+// Lives as long as the session.
+MLA_API void* mla_session_allocate(mla_session* session, size_t bytes);
+MLA_API void mla_session_deallocate(mla_session* session, void* block);
+// Aborts open steps.
+MLA_API void mla_session_free(mla_session* session);
+
+// Sequences must stay until the step has ended.
+MLA_API mla_code mla_step_begin(mla_session* session, const char* model_id,
+                                const mla_step_rows* rows, size_t count,
+                                const mla_step_options* options, mla_step** out, mla_error** error);
+MLA_API uint64_t mla_step_id(const mla_step* step);
+MLA_API uint32_t mla_step_total_rows(const mla_step* step);
+// Returns when o and lse are written. `times` may be NULL.
+MLA_API mla_code mla_step_attend(mla_step* step, const mla_attend* call, mla_attend_times* times,
+                                 mla_error** error);
+// Sends it and returns. Its tensors are in use until mla_pending_wait has returned.
+MLA_API mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pending** out,
+                                       mla_error** error);
+// To be called once: waits, and frees `pending`.
+MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_error** error);
+// Commits the step's rows, `committed` of each sequence (NULL: all), and sets the lengths of its
+// sequences. It stays to be freed.
+MLA_API mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error);
+MLA_API mla_code mla_step_abort(mla_step* step, mla_error** error);
+// Aborts a step that has not ended.
+MLA_API void mla_step_free(mla_step* step);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // MLA_CLIENT_C_MLA_CLIENT_H_
