@@ -14,6 +14,27 @@ namespace {
 constexpr int32_t kWidenedRows = 32;
 static_assert(kTileRows % kWidenedRows == 0);
 
+bool AllFinite(const float* values, int32_t count) {
+  return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
+}
+
+// Four bf16 values at a time: one more in the last place of an exponent of ones carries into the
+// sign. Every masked tile is looked through, so that this counts beside its products.
+bool AllFinite(const Bf16* values, int32_t count) {
+  constexpr uint64_t kExponents = 0x7f80'7f80'7f80'7f80;
+  constexpr uint64_t kLastPlaces = 0x0080'0080'0080'0080;
+  constexpr uint64_t kSigns = 0x8000'8000'8000'8000;
+  uint64_t carries = 0;
+  int32_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    uint64_t four;
+    std::memcpy(&four, values + i, sizeof(four));
+    carries |= (four & kExponents) + kLastPlaces;
+  }
+  for (; i < count; ++i) carries |= (values[i] & kExponents) + (kLastPlaces & 0xffff);
+  return (carries & kSigns) == 0;
+}
+
 }  // namespace
 
 void KvOperands::SelectHead(int32_t head) {
@@ -169,15 +190,20 @@ float KvOperands::Value(int32_t row, int32_t d, bool with_rest) const {
         with_rest ? ToFloat(As<uint16_t>(at_.value_rests + row * at_.value_row_bytes)[d]) : 0.0f;
     return ToFloat(As<const uint16_t*>(at_.value_ptrs)[row][d]) + rest;
   }
+  return FloatValues(row)[d];
+}
+
+const float* KvOperands::FloatValues(int32_t row) const {
   const int64_t base = at_.expanded ? at_.values : at_.keys;
   const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
-  return As<const float>(base + row * stride)[d];
+  return As<const float>(base + row * stride);
 }
 
 bool KvOperands::ValuesFinite(int32_t row, int32_t rows) const {
   for (int32_t r = row; r < row + rows; ++r) {
-    for (int32_t d = 0; d < at_.value_dim; ++d) {
-      if (!std::isfinite(Value(r, d, false))) return false;
+    if (bf16() ? !AllFinite(As<const uint16_t*>(at_.value_ptrs)[r], at_.value_dim)
+               : !AllFinite(FloatValues(r), at_.value_dim)) {
+      return false;
     }
   }
   return true;

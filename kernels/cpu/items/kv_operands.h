@@ -62,6 +62,7 @@ class KvOperands {
   void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
   void PackRests(const float* up, int32_t count);
+  const float* FloatValues(int32_t row) const;  // of the fp32 levels
 
   const RunContext& context_;
   const KernelSet& kernels_;
