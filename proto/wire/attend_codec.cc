@@ -1,12 +1,17 @@
 #include "proto/wire/attend_codec.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <string_view>
 #include <utility>
 
 namespace mla::wire {
 namespace {
+
+// Every server's handles are of this size (SharedTensors.handle).
+constexpr size_t kUsualHandleBytes = 16;
 
 constexpr uint32_t kVarint = 0, kFixed64 = 1, kLengthDelimited = 2;
 
@@ -105,6 +110,35 @@ bool ReadAttend(Reader reader, v1::Attend* attend) {
         return false;
     }
   });
+}
+
+bool ReadShared(Reader reader, v1::SharedTensors* shared) {
+  while (reader.at != reader.end) {
+    uint64_t key = 0, value = 0;
+    if (!reader.Varint(&key) || !reader.Varint(&value)) return false;
+    Reader handle{};
+    switch (key) {
+      case Key(1, kLengthDelimited):
+        if (!reader.Take(value, &handle)) return false;
+        shared->set_handle(handle.at, static_cast<size_t>(value));
+        break;
+      case Key(2, kVarint):
+        shared->set_in_offset(value);
+        break;
+      case Key(3, kVarint):
+        shared->set_in_length(value);
+        break;
+      case Key(4, kVarint):
+        shared->set_out_offset(value);
+        break;
+      case Key(5, kVarint):
+        shared->set_out_length(value);
+        break;
+      default:
+        return false;
+    }
+  }
+  return true;
 }
 
 bool ReadAttendReply(Reader reader, v1::AttendReply* attend) {
@@ -235,6 +269,12 @@ class Writer {
     fill();
     *length = static_cast<char>(at_ - length - 1);
   }
+  void Bytes(uint32_t field, std::string_view bytes) {
+    if (bytes.empty()) return;
+    Varint(Key(field, kLengthDelimited));
+    Varint(bytes.size());
+    at_ = std::copy(bytes.begin(), bytes.end(), at_);
+  }
   void Payload(size_t size) {
     if (size == 0) return;
     Varint(Key(kPayloadField, kLengthDelimited));
@@ -250,13 +290,12 @@ class Writer {
 
 bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* request,
                 PayloadRange* payload) {
-  if (request->body_case() != v1::AttendStreamRequest::kAttend || request->has_shared()) {
-    request->Clear();
-  }
+  // Most streams send one kind of message, whose parts are used again rather than made again.
+  if (request->body_case() != v1::AttendStreamRequest::kAttend) request->Clear();
   request->set_tag(0);
   v1::Attend* const attend = request->mutable_attend();
   attend->Clear();
-  bool found = false;
+  bool found = false, found_shared = false;
   const bool usual = ReadMessage(fragments, payload, [&](uint64_t key, Reader* reader) {
     uint64_t value = 0;
     Reader inside{};
@@ -268,10 +307,15 @@ bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* re
       case Key(3, kLengthDelimited):
         return !std::exchange(found, true) && TakeInside(reader, &inside) &&
                ReadAttend(inside, attend);
+      case Key(6, kLengthDelimited):
+        if (std::exchange(found_shared, true) || !TakeInside(reader, &inside)) return false;
+        request->mutable_shared()->Clear();
+        return ReadShared(inside, request->mutable_shared());
       default:
         return false;
     }
   });
+  if (!found_shared && request->has_shared()) request->clear_shared();
   return usual && found;
 }
 
@@ -306,7 +350,8 @@ bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply*
 }
 
 size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size, char* out) {
-  if (!request.has_attend() || request.has_shared()) return 0;
+  const v1::SharedTensors& shared = request.shared();
+  if (!request.has_attend() || shared.handle().size() > kUsualHandleBytes) return 0;
   const v1::Attend& attend = request.attend();
   Writer writer(out);
   writer.Number(1, request.tag());
@@ -326,6 +371,15 @@ size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size,
     writer.Enum(13, attend.lists());
     writer.Number(14, attend.list_entries());
   });
+  if (request.has_shared()) {
+    writer.Message(6, [&] {
+      writer.Bytes(1, shared.handle());
+      writer.Number(2, shared.in_offset());
+      writer.Number(3, shared.in_length());
+      writer.Number(4, shared.out_offset());
+      writer.Number(5, shared.out_length());
+    });
+  }
   writer.Payload(payload_size);
   return writer.size();
 }

@@ -3,8 +3,8 @@
 //
 // Nearly every message of a stream is one of the two, and they have a few numbers beside the
 // tensors: a loop over those touches less memory than a general parser, which counts while a
-// processor is just waking up. Whatever is unusual (other bodies, shared tensors, unknown or
-// repeated fields, a header that spreads over fragments) is left to tensor_codec.h and protobuf,
+// processor is just waking up. Whatever is unusual (other bodies, unknown or repeated fields, a
+// header that spreads over fragments) is left to tensor_codec.h and protobuf,
 // which also say what is wrong with a malformed message.
 //
 // Pure functions; any thread.
@@ -20,7 +20,7 @@
 namespace mla::wire {
 
 // Bytes before the payload at most.
-inline constexpr size_t kMaxAttendHeaderBytes = 160;
+inline constexpr size_t kMaxAttendHeaderBytes = 224;
 
 // Replaces the contents of the message by those of an attend request or reply, as ScanMessage and
 // protobuf together would. False: not of the usual form; the message is then undefined.

@@ -17,7 +17,9 @@ uint32_t Micros(int64_t ns) {
 }  // namespace
 
 void FillReply(const AttendMessage& message, uint64_t boot_id, v1::AttendStreamReply* reply) {
-  reply->Clear();
+  // Every field of an attend's reply is set below, so the last one's parts can be used again.
+  const bool attended = message.answer.ok() && message.kind == RequestKind::kAttend;
+  if (!attended || !reply->has_attend()) reply->Clear();
   reply->set_tag(message.tag);
   reply->set_boot_id(boot_id);
   if (!message.answer.ok()) {

@@ -78,6 +78,8 @@ std::vector<std::string> Seeds() {
   attend->set_timeout_us(1u << 30);
   v1::AttendStreamRequest shared = request;
   shared.mutable_shared()->set_handle("0123456789abcdef");
+  shared.mutable_shared()->set_in_length(1u << 20);
+  shared.mutable_shared()->set_out_offset(1u << 20);
   request.set_payload("payload bytes");
   begin.mutable_begin_step()->set_model_id("m");
   begin.mutable_begin_step()->add_sequences()->set_sequence_id(7);

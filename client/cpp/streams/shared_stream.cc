@@ -1,7 +1,7 @@
 #include "client/cpp/streams/shared_stream.h"
 
 #include <algorithm>
-#include <string>
+#include <string_view>
 #include <utility>
 
 namespace mla::client {
@@ -42,7 +42,8 @@ void SharedStream::Send(v1::AttendStreamRequest* request, const InputTensors& in
     Finish(oldest).IgnoreError();  // its own caller sees the status
   }
   v1::SharedTensors* const shared = request->mutable_shared();
-  shared->set_handle(std::string(memory_->handle()));
+  const std::string_view handle = memory_->handle();
+  shared->set_handle(handle.data(), handle.size());
   shared->set_in_offset(flight->room.in_offset);
   shared->set_in_length(flight->room.in_bytes);
   shared->set_out_offset(flight->room.out_offset);
