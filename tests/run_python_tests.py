@@ -12,7 +12,8 @@ import unittest
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ["client/python/tests", "client/demo", "client/demo/v32", "tests"]
+FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/v32",
+           "tests"]
 
 
 class RecordingResult(unittest.TextTestResult):

@@ -71,7 +71,7 @@ class LocalModel:
     def __init__(self, model: Model, kv_format: str = "bf16"):
         """`kv_format`: that of the cache which the remote logits come from."""
         self._model = model
-        self._bound = NOISE_FACTOR * model.noise[kv_format]
+        self.bound = NOISE_FACTOR * model.noise[kv_format]  # of E
         self._prefixes: List[_Prefix] = []
 
     def logits(self, text: npt.NDArray[np.int64], first: int) -> Array:
@@ -97,8 +97,7 @@ class LocalModel:
     def check(self, prompt: Sequence[int], tokens: List[int], remote: Array) -> Comparison:
         """Checks tokens generated after a prompt from the remote logits [len(tokens), vocab]."""
         text = np.array([*prompt, *tokens[:-1]], np.int64)
-        return compare(tokens, remote, self.logits(text, len(prompt) - 1),
-                       self._bound)
+        return compare(tokens, remote, self.logits(text, len(prompt) - 1), self.bound)
 
     def controls(self, prompt: Sequence[int], tokens: List[int]) -> "Controls":
         """How many of the local choices change when attention is broken on purpose."""

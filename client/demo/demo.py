@@ -3,8 +3,9 @@
 Starts the server, prefills a text that the model never saw and generates greedily with the
 attention remote, in the EXPANDED and in the ABSORBED profile; checks every token against the same
 model run locally in float32, and the check itself against two broken attentions; then two workers
-at once, a fork that continues two ways, a verified draft and a truncation. The last line says how
-it went; the exit status is 1 unless all of it went well.
+at once, a fork that continues two ways, a verified draft and a truncation, two turns that share a
+prefix, and a beam search. The last line says how it went; the exit status is 1 unless all of it
+went well.
 
 --model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
 times the heads and a mixture of experts; `v32` is the trained one with sparse attention as in
@@ -43,6 +44,7 @@ from generate import SEQUENCE_LEASE_MS, Phase
 from mla_client.testing import ServerProcess
 from mla_client.transport import TRANSPORTS
 from recording import Recorder, Writer
+from sharing import beams, prefix
 from v32 import run as v32
 from workers import WorkerReport, run_workers
 
@@ -101,6 +103,13 @@ class Demo:
         self.judge(fork_ok, f"fork {word(fork_ok)}")
         truncate_ok = scenes.speculate(runs[0], self.local, self.say)
         self.judge(truncate_ok, f"truncate {word(truncate_ok)}")
+        # Not recorded: what is replayed depends on no cache.
+        shared = mla_client.Model(client, registered.spec, registered.page_group_bytes)
+        prefix_ok = prefix.turns(self.model, shared, PROFILES[0], self.prompt, self.local, self.say)
+        self.judge(prefix_ok, f"prefix {word(prefix_ok)}")
+        beams_ok = beams.search(runs[0], self.local, lambda: client.stats().copies_on_write,
+                                self.say)
+        self.judge(beams_ok, f"beams {word(beams_ok)}")
         for run in runs:
             run.generator.sequence.release()
         return self.ok
