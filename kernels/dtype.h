@@ -22,7 +22,8 @@ struct DTypeTraits {
   const char* name;
 };
 
-// No type has the number 0. A switch, not a table: device code calls it too, and cannot read a table in host memory.
+// No type has the number 0. A switch, not a table: device code calls it too, and cannot read a
+// table in host memory.
 constexpr DTypeTraits TraitsOf(DType dtype) {
   switch (dtype) {
     case DType::kBf16:

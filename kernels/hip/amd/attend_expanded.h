@@ -11,8 +11,9 @@
 #define MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_
 
 #include "kernels/hip/common/expanded_item.h"
+#include "kernels/hip/common/query_loader.h"
+#include "kernels/hip/common/row_writer.h"
 #include "kernels/hip/common/softmax.h"
-#include "kernels/hip/common/wave_rows.h"
 
 namespace mla::kernels::hip {
 
@@ -109,7 +110,7 @@ class AttendExpanded {
     const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
     block_barrier();  // the previous item's readers are done with shared memory
     typename W::Q queries[kScoreSteps];
-    QueryLoader<W, kScoreSteps, PlainOrder<W>>::load(item, own, lane, queries);
+    QueryLoader(item).load<W, PlainOrder<W>>(own, lane, queries);
     State state;
     clear(e, item, state);
     if constexpr (tile::Copies::kThroughRegisters) {

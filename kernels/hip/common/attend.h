@@ -17,9 +17,10 @@
 
 #include "kernels/hip/common/item.h"
 #include "kernels/hip/common/memory.h"
+#include "kernels/hip/common/query_loader.h"
+#include "kernels/hip/common/row_writer.h"
 #include "kernels/hip/common/softmax.h"
 #include "kernels/hip/common/wave_exchange.h"
-#include "kernels/hip/common/wave_rows.h"
 #include "kernels/hip/kv/kv_stream.h"
 #if MLA_AMD
 #include "kernels/hip/amd/fp8_format.h"
@@ -171,14 +172,14 @@ class Attend {
 
   MLA_DEVICE void start_queries(const Item& item, Stream& kv) const {
     if constexpr (kOwnQueries) return;
-    copy_queries<kRows, kDim, kWaves>(item, last_stage(), wave, tile::lane_again());
+    QueryLoader(item).copy_tile<kRows, kDim, kWaves>(last_stage(), wave, tile::lane_again());
     kv.close_stage();
   }
 
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (kOwnQueries) {
-      QueryLoader<W, kScoreSteps, typename Format::Order>::load(item, row_wave * C::kWaveRows,
-                                                                tile::lane_again(), queries.q);
+      QueryLoader(item).load<W, typename Format::Order>(row_wave * C::kWaveRows, tile::lane_again(),
+                                                        queries.q);
     } else {
       kv.template wait<C::kStages - 1>();
       block_barrier();
@@ -213,7 +214,7 @@ class Attend {
     bool odd = visible_scores(tile_base, queries, state, first, s, start_next);
     bool moves = false;
     if constexpr (kLazyShare) {
-      moves = state.softmax.would_move(s, scale, C::kOriginSlack);
+      moves = tile::any(state.softmax.exceeded(s, scale, C::kOriginSlack));
     } else {
       follow(state, scale, s, odd, true);
     }
@@ -229,7 +230,7 @@ class Attend {
     Probabilities p;
     ValueReads reads;
     if constexpr (kLazyShare) {
-      if (!moves) state.softmax.stay(s, scale);
+      if (!moves) state.softmax.exponentials(s, scale);
       between.store_flags(moves, odd);
       between.store_p(s);
       block_barrier();

@@ -62,26 +62,6 @@ MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
   for_each_indexed_item<kRows>(args, [&body](const Item& item, int, int) { body(item); });
 }
 
-// Starts copies of the item's queries into a shared tile of kRows rows; they are complete with the
-// copy stage that is closed next. Rows past the item's repeat its first: their results are dropped.
-template <int kRows, int kDim, int kWaves>
-MLA_DEVICE void copy_queries(const Item& item, tile::lds_t tile_base, int wave, int lane) {
-  MLA_RECORD const SegmentRecord& r = *item.segment;
-  const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
-  for (int p = wave; p < kRows; p += kWaves) {
-    const int source = p < item.rows ? p : 0;
-    const int64_t index = item.query(source) * r.q_row_stride + item.head(source) * r.q_head_stride;
-    for (int c = lane; c < kDim / 8; c += tile::kWave) {
-      const tile::lds_t target = tile::chunk_at<kRows>(tile_base, p, c);
-      if (aligned) {
-        tile::copy_chunk(target, static_cast<const uint16_t*>(r.q) + index + c * 8);
-      } else {
-        tile::store_chunk(target, load_chunk(r.q, index + c * 8, false, false));
-      }
-    }
-  }
-}
-
 // Where the results of packed row p go: a partial tile, or the segment's own output.
 struct RowTarget {
   void* base;

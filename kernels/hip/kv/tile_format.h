@@ -12,7 +12,7 @@
 #ifndef MLA_KERNELS_HIP_KV_TILE_FORMAT_H_
 #define MLA_KERNELS_HIP_KV_TILE_FORMAT_H_
 
-#include "kernels/hip/common/wave_rows.h"
+#include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/kv/stage_layout.h"
 
 namespace mla::kernels::hip {

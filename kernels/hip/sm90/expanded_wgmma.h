@@ -15,7 +15,7 @@
 #define MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
 
 #include "kernels/hip/common/expanded_item.h"
-#include "kernels/hip/sm90/tile.h"
+#include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/sm90/warpgroup.h"
 
 namespace mla::kernels::hip {
@@ -62,15 +62,18 @@ class ExpandedWgmma {
   }
 
  private:
-  static constexpr int kScores = kTile / 2;  // of a thread
+  using Rows = WarpgroupRows<kTile>;
+  using Scores = typename Rows::Scores[1];
+  static constexpr int kScores = Rows::kScoreElems;
   static constexpr int kOutputs = kExpandedValue / 2;
+  static constexpr float kSlack = 0.0f;
   // Named barriers.
   static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
   static constexpr int kBoth = 3;
 
   struct State {
     float o[kOutputs];
-    float max[2], sum[2];  // of the logits times log2(e)
+    typename Rows::Softmax softmax;
     int limit[2];
   };
   // A stage and the parity of its current use.
@@ -172,38 +175,33 @@ class ExpandedWgmma {
       parity ^= 1;
     });
   }
-  // Thread t of 96 copies chunk t % 24 of every fourth row. Rows past the item's repeat its first:
-  // their results are dropped.
   MLA_DEVICE void copy_queries(const Item& item, int t) const {
-    constexpr int kChunks = kDim / 8, kRowsAtOnce = 96 / kChunks;
-    const SegmentRecord& r = *item.segment;
-    const int chunk = t % kChunks, first = t / kChunks;
-    const auto* first_row = static_cast<const uint16_t*>(r.q) + queries_of(item) + chunk * 8;
-    const uint16_t* row = first_row + first * r.q_row_stride;
-    const int64_t stride = kRowsAtOnce * r.q_row_stride;
-    if (aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16)) {
-#pragma unroll 2
-      for (int p = first; p < kExpandedRows; p += kRowsAtOnce, row += stride) {
-        tile::copy_chunk(tile::chunk_at<kExpandedRows>(q_tile, p, chunk),
-                         p < item.rows ? row : first_row);
-      }
-      return;
-    }
-#pragma unroll 1
-    for (int p = first; p < kExpandedRows; p += kRowsAtOnce, row += stride) {
-      tile::store_chunk(tile::chunk_at<kExpandedRows>(q_tile, p, chunk),
-                        load_chunk(p < item.rows ? row : first_row, 0, false, false));
+    const QueryLoader queries(item);
+    if (queries.aligned) {
+      copy_rows<true>(item, queries.row(0), t);
+    } else {
+      copy_rows<false>(item, queries.row(0), t);
     }
   }
-  MLA_DEVICE static int64_t queries_of(const Item& item) {
-    return item.work.q_begin * item.segment->q_row_stride +
-           static_cast<int>(item.work.heads & 0xffffu) * item.segment->q_head_stride;
+  // Thread t of 96 copies chunk t % 24 of every fourth row. Rows of one head are a stride apart;
+  // their addresses one by one, by QueryLoader::row, cost short items 8 % of their time.
+  template <bool kAligned>
+  MLA_DEVICE void copy_rows(const Item& item, const uint16_t* queries, int t) const {
+    constexpr int kChunks = kDim / 8, kRowsAtOnce = 96 / kChunks;
+    const int chunk = t % kChunks, first = t / kChunks;
+    const uint16_t* first_row = queries + chunk * 8;
+    const uint16_t* row = first_row + first * item.segment->q_row_stride;
+    const int64_t stride = kRowsAtOnce * item.segment->q_row_stride;
+#pragma unroll(kAligned ? 2 : 1)
+    for (int p = first; p < kExpandedRows; p += kRowsAtOnce, row += stride) {
+      QueryLoader::copy<kAligned>(tile::chunk_at<kExpandedRows>(q_tile, p, chunk),
+                                  p < item.rows ? row : first_row);
+    }
   }
   MLA_DEVICE static void prefetch_queries(const Item& item, int first) {
-    const SegmentRecord& r = *item.segment;
+    const QueryLoader queries(item);
     for (int p = first; p < item.rows; p += 96) {
-      const auto* row =
-          static_cast<const uint8_t*>(r.q) + 2 * (queries_of(item) + p * r.q_row_stride);
+      const auto* row = reinterpret_cast<const uint8_t*>(queries.row(p));
 #pragma unroll
       for (int at = 0; at < kDim * 2; at += 128) {
         tile::prefetch(row + at);
@@ -213,7 +211,7 @@ class ExpandedWgmma {
 
   // --- Attention.
   MLA_DEVICE int row(int slot) const {
-    return (group - 1) * 64 + (thread >> 5) * 16 + slot * 8 + (lane >> 2);
+    return (group - 1) * 64 + Rows::row(thread >> 5, lane, slot);
   }
   MLA_DEVICE void await_turn() const { tile::named_wait(kTurn + group - 1, 256); }
   MLA_DEVICE void give_turn() const { tile::named_arrive(kTurn + 2 - group, 256); }
@@ -264,31 +262,32 @@ class ExpandedWgmma {
   // have nothing beside them.
   MLA_DEVICE void attend_tiles(Ring& ring, State& state, int first, int tiles, int unmasked_end,
                                float scale) const {
-    float s[kScores], factor[2];
+    Scores s;
+    float factor[2];
     uint32_t p[kScores / 2];
     tile::barrier_wait(k_full(ring.stage), ring.parity);
     await_turn();
-    start_scores(ring.stage, s);
+    start_scores(ring.stage, s[0].c);
     give_turn();
     tile::wgmma_wait<0>();
-    tile::pin(s);
+    tile::pin(s[0].c);
     release(k_empty(ring.stage));
     if (tiles == 1) release(q_empty());
     softmax(s, state, first, unmasked_end, scale, factor);
     scale_outputs(state, factor);
-    pack(s, p);
+    pack(s[0].c, p);
     Ring ahead = ring;
     for (int t = 1; t < tiles; ++t) {
       ahead.next();
       first += kTile;
       tile::barrier_wait(k_full(ahead.stage), ahead.parity);
       await_turn();
-      start_scores(ahead.stage, s);
+      start_scores(ahead.stage, s[0].c);
       tile::barrier_wait(v_full(ring.stage), ring.parity);
       start_outputs(v_tiles + ring.stage * kVBytes, p, state);
       give_turn();
       tile::wgmma_wait<1>();
-      tile::pin(s);
+      tile::pin(s[0].c);
       release(k_empty(ahead.stage));
       if (t == tiles - 1) release(q_empty());
       softmax(s, state, first, unmasked_end, scale, factor);
@@ -296,7 +295,7 @@ class ExpandedWgmma {
       tile::pin(state.o);
       release(v_empty(ring.stage));
       scale_outputs(state, factor);
-      pack(s, p);
+      pack(s[0].c, p);
       ring = ahead;
     }
     tile::barrier_wait(v_full(ring.stage), ring.parity);
@@ -311,12 +310,13 @@ class ExpandedWgmma {
   // from them. The rests of the values take the place of the keys once both warpgroups have scored.
   MLA_DEVICE void attend_few(const ExpandedItem& e, Ring& ring, State& state, int unmasked_end,
                              float scale) const {
-    float s[kScores], factor[2];
+    Scores s;
+    float factor[2];
     uint32_t p[kScores / 2];
     tile::barrier_wait(k_full(ring.stage), ring.parity);
-    start_scores(ring.stage, s);
+    start_scores(ring.stage, s[0].c);
     tile::wgmma_wait<0>();
-    tile::pin(s);
+    tile::pin(s[0].c);
     tile::named_wait(kBoth, 256);
     const uint32_t rests_at = k_tiles + ring.stage * kKBytes;
     const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
@@ -328,7 +328,7 @@ class ExpandedWgmma {
     tile::publish_shared();
     tile::named_wait(kBoth, 256);
     softmax(s, state, 0, unmasked_end, scale, factor);
-    pack(s, p);
+    pack(s[0].c, p);
     tile::barrier_wait(v_full(ring.stage), ring.parity);
     start_outputs(v_tiles + ring.stage * kVBytes, p, state);
     start_outputs(rests_at, p, state);
@@ -336,10 +336,10 @@ class ExpandedWgmma {
     tile::pin(state.o);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
-      s[2 * i] -= bits_to_float(p[i] << 16);
-      s[2 * i + 1] -= bits_to_float(p[i] & 0xffff0000u);
+      s[0].c[2 * i] -= bits_to_float(p[i] << 16);
+      s[0].c[2 * i + 1] -= bits_to_float(p[i] & 0xffff0000u);
     }
-    pack(s, p);
+    pack(s[0].c, p);
     start_outputs(v_tiles + ring.stage * kVBytes, p, state);
     tile::wgmma_wait<0>();
     tile::pin(state.o);
@@ -354,8 +354,7 @@ class ExpandedWgmma {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int r = row(slot);
-      state.max[slot] = negative_infinity();
-      state.sum[slot] = 0.0f;
+      state.softmax.clear(slot);
       state.limit[slot] = r < item.rows ? item.limit(r) : item.work.kv_end;
     }
     if (e.carried_row >= 0) carry_in(e, item, state);
@@ -370,8 +369,8 @@ class ExpandedWgmma {
       const int64_t at = static_cast<int64_t>(e.carried_row) + r;
       const float lse = args.partial_lse[at];
       if (lse == negative_infinity()) continue;
-      state.max[slot] = lse * kLog2e;
-      state.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
+      state.softmax.origin[slot] = lse * kLog2e;
+      state.softmax.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
       const float* o = args.partial_o + at * kExpandedValue + 2 * (lane & 3);
 #pragma unroll
       for (int j = 0; j < kOutputs / 4; ++j) {
@@ -404,33 +403,14 @@ class ExpandedWgmma {
   }
 
   // Probabilities in place of the scores, and the factors of what was summed before.
-  MLA_DEVICE void softmax(float (&s)[kScores], State& state, int first, int unmasked_end,
-                          float scale, float (&factor)[2]) const {
-    if (first + kTile > unmasked_end) {
-      const int column = first + 2 * (lane & 3);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const int position = column + 8 * (i >> 2) + (i & 1);
-        s[i] = position < state.limit[(i >> 1) & 1] ? s[i] : negative_infinity();
-      }
-    }
-    float top[2] = {s[0], s[2]}, origin[2];
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) top[(i >> 1) & 1] = max_f(top[(i >> 1) & 1], s[i]);
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const float now = max_f(state.max[slot], tile::Wave<16>::row_max(top[slot]) * scale);
-      origin[slot] = now == negative_infinity() ? 0.0f : now;
-      factor[slot] = exp2_fast(state.max[slot] - origin[slot]);
-      state.max[slot] = now;
-      state.sum[slot] *= factor[slot];
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int slot = (i >> 1) & 1;
-      s[i] = exp2_fast(fma_f(s[i], scale, -origin[slot]));
-      state.sum[slot] += s[i];
-    }
+  MLA_DEVICE void softmax(Scores& s, State& state, int first, int unmasked_end, float scale,
+                          float (&factor)[2]) const {
+    if (first + kTile > unmasked_end) Rows::hide(s[0], state.limit, first, lane);
+    float top[2], next[2], from[2];
+    state.softmax.maxima(s, top);
+    state.softmax.targets(top, scale, kSlack, next);
+    state.softmax.move_to(next, from, factor);
+    state.softmax.exponentials(s, scale, from, [](float p, int) { return p; });
   }
   MLA_DEVICE static void scale_outputs(State& state, const float (&factor)[2]) {
 #pragma unroll
@@ -451,7 +431,7 @@ class ExpandedWgmma {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int r = row(slot);
-      RowScale scale(state.max[slot], tile::Wave<16>::row_sum(state.sum[slot]));
+      RowScale scale(state.softmax.origin[slot], Rows::row_sum(state.softmax.sum[slot]));
       scale.inverse *= item.segment->kv_scale;
       const RowTarget target(results, item, r < item.rows ? r : 0, kExpandedValue);
       const bool stored = r < item.rows;

@@ -5,7 +5,8 @@
 #ifndef MLA_KERNELS_HIP_SM90_WGMMA_H_
 #define MLA_KERNELS_HIP_SM90_WGMMA_H_
 
-#include "kernels/hip/common/vendor.h"
+#include "kernels/hip/common/softmax.h"
+#include "kernels/hip/sm90/tile.h"
 
 namespace mla::kernels::hip::tile {
 
@@ -110,5 +111,39 @@ MLA_DEVICE void wgmma_64x256(float (&c)[128], uint32_t a0, uint32_t a1, uint32_t
 }  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_ON_HOST
+
+namespace mla::kernels::hip {
+
+// Scores of 64 packed rows and kColumns keys; of two rows a lane.
+template <int kColumns>
+struct WarpgroupRows {
+  static constexpr int kSlots = 2;
+  static constexpr int kScoreElems = kColumns / 2;
+  struct Scores {
+    float c[kScoreElems];
+    MLA_DEVICE float at(int i) const { return c[i]; }
+    MLA_DEVICE void set(int i, float x) { c[i] = x; }
+  };
+  using Softmax = OnlineSoftmax<WarpgroupRows, 1>;
+
+  MLA_DEVICE static int row(int warp, int lane, int slot) {
+    return warp * 16 + slot * 8 + (lane >> 2);
+  }
+  MLA_DEVICE static constexpr int score_slot(int i) { return (i >> 1) & 1; }
+  MLA_DEVICE static float row_max(float x) { return tile::Wave<16>::row_max(x); }
+  MLA_DEVICE static float row_sum(float x) { return tile::Wave<16>::row_sum(x); }
+
+  // Scores of keys from `first` on that a row does not see become -inf: those from `limit` on.
+  MLA_DEVICE static void hide(Scores& s, const int (&limit)[kSlots], int first, int lane) {
+    const int first_column = first + 2 * (lane & 3);
+#pragma unroll
+    for (int i = 0; i < kScoreElems; ++i) {
+      const int position = first_column + 8 * (i >> 2) + (i & 1);
+      s.c[i] = position < limit[score_slot(i)] ? s.c[i] : negative_infinity();
+    }
+  }
+};
+
+}  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SM90_WGMMA_H_

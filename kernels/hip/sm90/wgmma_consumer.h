@@ -39,7 +39,9 @@ class WgmmaConsumer {
  private:
   using lds_t = tile::lds_t;
   static constexpr int kOther = kGroup ^ 1;
-  static constexpr int kScores = 32;             // of a thread, of a tile
+  using Rows = WarpgroupRows<C::kTileKv>;
+  using Scores = typename Rows::Scores[1];
+  static constexpr int kScores = Rows::kScoreElems;
   static constexpr int kColumns = C::kLora / 2;  // output columns of the group
   static constexpr int kOutputs = kColumns / 2;  // of a thread
   static constexpr float kSlack = 8.0f;          // probabilities stay below 2^8
@@ -47,7 +49,8 @@ class WgmmaConsumer {
 
   struct State {
     float o[kOutputs];
-    float origin[2], sum[2], rounded_sum[2];  // by row slot; the sums of this group's tiles
+    typename Rows::Softmax softmax;  // of this group's tiles, but origins are of both's
+    float rounded_sum[2];
     int limit[2];
   };
   struct Masks {
@@ -57,7 +60,7 @@ class WgmmaConsumer {
   };
 
   // Packed row of this thread's slot (0 or 1).
-  MLA_DEVICE int row(int slot) const { return warp * 16 + slot * 8 + (lane >> 2); }
+  MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
 
   MLA_DEVICE void clear(const Item& item, State& state) const {
 #pragma unroll
@@ -65,8 +68,8 @@ class WgmmaConsumer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int p = row(slot);
-      state.origin[slot] = negative_infinity();
-      state.sum[slot] = state.rounded_sum[slot] = 0.0f;
+      state.softmax.clear(slot);
+      state.rounded_sum[slot] = 0.0f;
       state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
     }
   }
@@ -82,10 +85,10 @@ class WgmmaConsumer {
         finish_other(state);
       }
       if (t == tiles) break;
-      float s[kScores];
-      start_scores(s, t == kGroup, query_phase);
+      Scores s;
+      start_scores(s[0].c, t == kGroup, query_phase);
       tile::wgmma_wait<0>();
-      tile::pin(s);
+      tile::pin(s[0].c);
       release(shared.scored(kGroup));
       if (t + 2 >= tiles) release(shared.queries_emptied());
       if (kGroup == 1) start_other(state);
@@ -157,21 +160,16 @@ class WgmmaConsumer {
     bool moved;  // in any row of the warp
     float factor[2];
   };
-  MLA_DEVICE static float finite_origin(float x) { return x == negative_infinity() ? 0.0f : x; }
   // The sums follow new origins here, the outputs in move_outputs.
   MLA_DEVICE static Shift set_origins(const float (&origin)[2], State& state) {
+    auto& softmax = state.softmax;
     Shift shift;
-    shift.moved = tile::any(origin[0] != state.origin[0] || origin[1] != state.origin[1]);
+    shift.moved = tile::any(origin[0] != softmax.origin[0] || origin[1] != softmax.origin[1]);
     if (!shift.moved) return shift;
+    float from[2];
+    softmax.move_to(origin, from, shift.factor);
 #pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const float old = state.origin[slot];
-      shift.factor[slot] =
-          origin[slot] == old ? 1.0f : exp2_fast(old - finite_origin(origin[slot]));
-      state.sum[slot] *= shift.factor[slot];
-      state.rounded_sum[slot] *= shift.factor[slot];
-      state.origin[slot] = origin[slot];
-    }
+    for (int slot = 0; slot < 2; ++slot) state.rounded_sum[slot] *= shift.factor[slot];
     return shift;
   }
   // Takes over the origins that the other group has published.
@@ -187,43 +185,22 @@ class WgmmaConsumer {
   }
 
   // From scores to probabilities, and those rounded in the order of a wgmma operand in registers.
-  MLA_DEVICE Shift make_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2],
-                                      const Masks& masks, int first, State& state) const {
+  MLA_DEVICE Shift make_probabilities(Scores& s, uint32_t (&p)[kScores / 2], const Masks& masks,
+                                      int first, State& state) const {
     float scale = masks.scale;
     if (!(scale > 0.0f)) {  // or the maximum would not be that of the logits
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] *= scale;
+      for (int i = 0; i < kScores; ++i) s[0].c[i] *= scale;
       scale = 1.0f;
     }
-    if (first + C::kTileKv > masks.unmasked_end) {
-      const int col0 = first + 2 * (lane & 3);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const int position = col0 + 8 * (i >> 2) + (i & 1);
-        s[i] = position < state.limit[(i >> 1) & 1] ? s[i] : negative_infinity();
-      }
-    }
-    float top[2] = {negative_infinity(), negative_infinity()};
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) top[(i >> 1) & 1] = max_f(top[(i >> 1) & 1], s[i]);
-    float origin[2];
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const float now = tile::Wave<16>::row_max(top[slot]) * scale;
-      const float old = state.origin[slot];
-      origin[slot] = now > old + kSlack ? now : old;
-    }
+    if (first + C::kTileKv > masks.unmasked_end) Rows::hide(s[0], state.limit, first, lane);
+    float top[2], origin[2];
+    state.softmax.maxima(s, top);
+    state.softmax.targets(top, scale, kSlack, origin);
     const Shift shift = set_origins(origin, state);
+    state.softmax.exponentials(s, scale);
 #pragma unroll
-    for (int slot = 0; slot < 2; ++slot) origin[slot] = -finite_origin(origin[slot]);
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const int slot = (i >> 1) & 1;
-      s[i] = exp2_fast(fma_f(s[i], scale, origin[slot]));
-      s[i + 1] = exp2_fast(fma_f(s[i + 1], scale, origin[slot]));
-      p[i >> 1] = pack_bf16(s[i], s[i + 1]);
-      state.sum[slot] += s[i] + s[i + 1];
-    }
+    for (int i = 0; i < kScores; i += 2) p[i >> 1] = pack_bf16(s[0].c[i], s[0].c[i + 1]);
     return shift;
   }
   MLA_DEVICE static void add_rounded(const uint32_t (&p)[kScores / 2], State& state) {
@@ -249,7 +226,7 @@ class WgmmaConsumer {
     if ((lane & 3) == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
-        tile::store_float(shared.origin(kGroup, row(slot)), state.origin[slot]);
+        tile::store_float(shared.origin(kGroup, row(slot)), state.softmax.origin[slot]);
       }
     }
     const bool hide = masks.ragged && first + C::kTileKv > masks.unmasked_end;
@@ -292,10 +269,10 @@ class WgmmaConsumer {
     const uint32_t set = (items - 1) & 1;
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      state.sum[slot] = tile::Wave<16>::row_sum(state.sum[slot]);
-      state.rounded_sum[slot] = tile::Wave<16>::row_sum(state.rounded_sum[slot]);
+      state.softmax.sum[slot] = Rows::row_sum(state.softmax.sum[slot]);
+      state.rounded_sum[slot] = Rows::row_sum(state.rounded_sum[slot]);
       if ((lane & 3) == 0) {
-        tile::store_float(shared.sums(set, kGroup, row(slot)), state.sum[slot]);
+        tile::store_float(shared.sums(set, kGroup, row(slot)), state.softmax.sum[slot]);
         tile::store_float(shared.sums(set, kGroup, row(slot)) + 4, state.rounded_sum[slot]);
       }
     }
@@ -303,7 +280,7 @@ class WgmmaConsumer {
     tile::barrier_wait(shared.summed(), set);
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      state.sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)));
+      state.softmax.sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)));
       state.rounded_sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)) + 4);
     }
   }
@@ -315,7 +292,7 @@ class WgmmaConsumer {
     for (int slot = 0; slot < 2; ++slot) {
       const int p = row(slot);
       const int64_t target = static_cast<int64_t>(item.work.partial_row) + item.first + p;
-      const RowScale scale(state.origin[slot], state.sum[slot]);
+      const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       const float inverse = scale.empty ? 0.0f : 1.0f / state.rounded_sum[slot];
       if (tile::any(scale.empty)) {  // zero times a value that is not finite is not zero
 #pragma unroll
@@ -345,7 +322,7 @@ class WgmmaConsumer {
       const int p = row(slot);
       const bool mine = p < item.rows;
       const RowTarget target(args, item, mine ? p : 0, C::kLora);
-      const RowScale scale(state.origin[slot], state.sum[slot]);
+      const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       // The outputs were summed with rounded probabilities, so they are divided by the sum of
       // those.
       const float inverse = scale.empty ? 0.0f : 1.0f / state.rounded_sum[slot];

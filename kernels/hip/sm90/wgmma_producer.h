@@ -3,6 +3,7 @@
 #define MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_
 
 #include "kernels/hip/common/item.h"
+#include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -84,21 +85,17 @@ class WgmmaProducer {
     }
   }
 
-  // Rows past the item's repeat its first: their results are dropped.
   MLA_DEVICE void start_queries(const Item& item) {
-    const SegmentRecord& r = *item.segment;
     const uint32_t n = items++;
     if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
-    queries_aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+    const QueryLoader queries(item);
+    queries_aligned = queries.aligned;
     if (!queries_aligned) {
-      copy_queries<L::kRows, L::kDim, L::kGroupWarps>(item, shared.queries(), warp, lane);
+      queries.copy_tile<L::kRows, L::kDim, L::kGroupWarps>(shared.queries(), warp, lane);
     }
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) {
-      const int p = row(g) < item.rows ? row(g) : 0;
-      query_rows[g] = static_cast<const uint8_t*>(r.q) +
-                      2 * (item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride) +
-                      chunk_bytes();
+      query_rows[g] = reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
     }
   }
   MLA_DEVICE void copy_query_part(int part) const {

@@ -2,7 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_FP8_QUERIES_H_
 #define MLA_KERNELS_HIP_SM90_FP8_QUERIES_H_
 
-#include "kernels/hip/common/item.h"
+#include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/sm90/fp8/layout.h"
 
 namespace mla::kernels::hip {
@@ -15,24 +15,21 @@ class Fp8Queries {
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
 
-  // By one of the L::kScoreWarps warps that share the rows. Rows past the item's repeat its
-  // first: their results are dropped.
+  // By one of the L::kScoreWarps warps that share the rows.
   MLA_DEVICE static void write(const L& shared, const Item& item, int warp, int lane) {
-    const SegmentRecord& r = *item.segment;
-    const bool aligned = aligned_to(r.q, r.q_row_stride, r.q_head_stride, 2, 16);
+    const QueryLoader queries(item);
 #pragma unroll 1
     for (int first = warp; first < C::kRows; first += kAtOnce * L::kScoreWarps) {
       Chunk chunks[kAtOnce][kChunks];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int at = first + i * L::kScoreWarps, p = at < item.rows ? at : 0;
-        const int64_t index = item.query(p) * r.q_row_stride + item.head(p) * r.q_head_stride;
+        const uint16_t* row = queries.row(first + i * L::kScoreWarps);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           chunks[i][c] = Chunk{};
           const int chunk = c * 32 + lane;
           if (chunk < kRowChunks) {
-            chunks[i][c] = load_chunk(r.q, index + chunk * 8, false, aligned);
+            chunks[i][c] = load_chunk(row, chunk * 8, false, queries.aligned);
           }
         }
       }

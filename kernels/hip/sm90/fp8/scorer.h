@@ -2,10 +2,44 @@
 #ifndef MLA_KERNELS_HIP_SM90_FP8_SCORER_H_
 #define MLA_KERNELS_HIP_SM90_FP8_SCORER_H_
 
+#include "kernels/hip/common/softmax.h"
 #include "kernels/hip/sm90/fp8/keys.h"
 #include "kernels/hip/sm90/fp8/queries.h"
 
 namespace mla::kernels::hip {
+
+// How scores lie in a warp: packed rows are columns of the product, in pairs, and a lane has two
+// keys of each.
+template <class C>
+struct Fp8ScoreColumns {
+  static constexpr int kSlots = C::kRows / 4;
+  static constexpr int kScoreElems = C::kRows / 2;
+  struct Scores {
+    float c[kScoreElems];
+    MLA_DEVICE float at(int i) const { return c[i]; }
+    MLA_DEVICE void set(int i, float x) { c[i] = x; }
+  };
+  using Softmax = OnlineSoftmax<Fp8ScoreColumns, 1>;
+
+  MLA_DEVICE static constexpr int score_slot(int i) { return (i >> 2) * 2 + (i & 1); }
+  // Which of the lane's keys.
+  MLA_DEVICE static constexpr int score_key(int i) { return i >> 1 & 1; }
+  MLA_DEVICE static float row_max(float x) {
+    return of_row(x, [](float a, float b) { return max_f(a, b); });
+  }
+  MLA_DEVICE static float row_sum(float x) {
+    return of_row(x, [](float a, float b) { return a + b; });
+  }
+
+ private:
+  // Over the lanes that hold keys of a packed row.
+  template <class Join>
+  MLA_DEVICE static float of_row(float x, const Join& join) {
+    x = join(x, tile::exchange<4>(x));
+    x = join(x, tile::exchange<8>(x));
+    return join(x, tile::exchange<16>(x));
+  }
+};
 
 // One of two groups: of an item's tiles it takes every second one. Origins go to and fro between
 // the groups with the probabilities.
@@ -29,39 +63,40 @@ class Fp8Scorer {
     begin(item);
     const int unmasked_end = item.limit(0), kv_begin = item.work.kv_begin;
     const SegmentRecord* const segment = item.segment;
-    float sum[kOwn];
+    Softmax softmax;
 #pragma unroll
-    for (int n = 0; n < kOwn; ++n) sum[n] = 0.0f;
+    for (int n = 0; n < kOwn; ++n) softmax.clear(n);
     for (int t = 0; t < tiles; ++t, ring.next()) {
       if ((t & 1) == group) {
         const int first = kv_begin + t * C::kTileKv;
-        float s[kProduct];
-        const Scales scales = score(*segment, s);
+        Scores s;
+        const Scales scales = score(*segment, s[0].c);
         if (first + C::kTileKv > unmasked_end) {
-          hide(load_item<C::kRows>(args, index, share), first, s);
+          hide(load_item<C::kRows>(args, index, share), first, s[0].c);
         }
-        if (t > 0) others_sums(sum);
-        publish(scales, s, sum);
+        if (t > 0) others_sums(softmax);
+        publish(scales, s, softmax);
       }
     }
-    if (((tiles - 1) & 1) != group) others_sums(sum);
-    add_sums(sum);
+    if (((tiles - 1) & 1) != group) others_sums(softmax);
+    add_sums(softmax);
   }
 
  private:
   using lds_t = tile::lds_t;
   using Keys = Fp8Keys<C>;
   using Scales = Fp8KeyScales<C>;
-  static constexpr int kProduct = C::kRows / 2;  // accumulators of 64 x kRows, of a thread
-  static constexpr int kOwn = C::kRows / 4;      // packed rows of a thread, in pairs
-  static constexpr float kSlack = 8.0f;          // probabilities stay below 2^(8 + kShift)
+  using Columns = Fp8ScoreColumns<C>;
+  using Scores = typename Columns::Scores[1];
+  using Softmax = typename Columns::Softmax;
+  static constexpr int kProduct = Columns::kScoreElems;  // accumulators of 64 x kRows, of a thread
+  static constexpr int kOwn = Columns::kSlots;           // packed rows of a thread, in pairs
+  static constexpr float kSlack = 8.0f;                  // probabilities stay below 2^(8 + kShift)
   // Named barriers: of both groups, of one (and the next).
   static constexpr int kBoth = 1, kGroup = 2;
 
   // Packed row of element n (0 to kOwn - 1); accumulator 4 (n / 2) + n % 2 is its first.
   MLA_DEVICE int row(int n) const { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
-  MLA_DEVICE static constexpr int own(int i) { return (i >> 2) * 2 + (i & 1); }
-  MLA_DEVICE static float finite(float x) { return x == negative_infinity() ? 0.0f : x; }
 
   MLA_DEVICE void begin(const Item& item) {
     if (items > 0) tile::barrier_wait(shared.taken(), (items - 1) & 1);
@@ -97,7 +132,7 @@ class Fp8Scorer {
   }
 
   // Waits for the other group's tile and follows its origins.
-  MLA_DEVICE void others_sums(float (&sum)[kOwn]) {
+  MLA_DEVICE void others_sums(Softmax& softmax) {
     const int other = group ^ 1;
     tile::barrier_wait(shared.published(other), others_seen++ & 1);
     if (tile::load_word_shared(shared.moved(other)) == 0) return;
@@ -106,42 +141,40 @@ class Fp8Scorer {
       float factor[2];
       tile::load_two_floats(factor, shared.factor(other) + row(2 * j) * 4);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) sum[2 * j + e] *= factor[e];
+      for (int e = 0; e < 2; ++e) softmax.sum[2 * j + e] *= factor[e];
     }
   }
 
   // Probabilities of the own tile and all that the others want to know of it. Where keys have
   // scales, those are part of the probabilities here, but not of the sums.
-  MLA_DEVICE void publish(const Scales& scales, float (&s)[kProduct], float (&sum)[kOwn]) {
-    float origin[kOwn];
-    bool grown = false;
+  MLA_DEVICE void publish(const Scales& scales, Scores& scores, Softmax& softmax) {
+    float(&s)[kProduct] = scores[0].c;
+    if constexpr (L::kScaledRows) {
 #pragma unroll
-    for (int i = 0; i < kProduct; ++i) {
-      if constexpr (L::kScaledRows) s[i] += scales.exponent(i >> 1 & 1);
+      for (int i = 0; i < kProduct; ++i) s[i] += scales.exponent(Columns::score_key(i));
     }
 #pragma unroll
     for (int j = 0; j < kOwn / 2; ++j) {
       float pair[2];
       tile::load_two_floats(pair, shared.origin() + row(2 * j) * 4);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        origin[2 * j + e] = pair[e];
-        grown |= max_f(s[4 * j + e], s[4 * j + 2 + e]) > pair[e] + kSlack;
-      }
+      for (int e = 0; e < 2; ++e) softmax.origin[2 * j + e] = pair[e];
     }
+    const bool grown = softmax.exceeded(scores, 1.0f, kSlack);
     // What this group has published last is no longer needed.
     if (own_seen > 0) tile::barrier_wait(shared.adopted(group), (own_seen - 1) & 1);
     ++own_seen;
     const bool moved = group_any(grown);
-    if (moved) move_origins(s, origin, sum);
+    if (moved) move_origins(scores, softmax);
     if ((thread_index() & (L::kGroupThreads - 1)) == 0) {
       tile::store_word(shared.moved(group), moved ? 1u : 0u);
     }
+    float from[kOwn];
 #pragma unroll
-    for (int i = 0; i < kProduct; ++i) {
-      s[i] = exp2_fast(s[i] - finite(origin[own(i)]) + C::kShift);
-      sum[own(i)] += L::kScaledRows ? s[i] * scales.inverse(i >> 1 & 1) : s[i];
-    }
+    for (int n = 0; n < kOwn; ++n) from[n] = softmax.finite(softmax.origin[n]) - C::kShift;
+    softmax.exponentials(scores, 1.0f, from, [&](float p, int i) {
+      return L::kScaledRows ? p * scales.inverse(Columns::score_key(i)) : p;
+    });
     const int matrix = lane >> 3;
 #pragma unroll
     for (int j = 0; j < C::kRows / 8; j += 2) {
@@ -167,49 +200,41 @@ class Fp8Scorer {
     }
   }
 
-  // Over the lanes that hold keys of a packed row.
-  template <class Join>
-  MLA_DEVICE static float of_row(float x, const Join& join) {
-    x = join(x, tile::exchange<4>(x));
-    x = join(x, tile::exchange<8>(x));
-    return join(x, tile::exchange<16>(x));
-  }
-
   // Origins follow maxima that have grown by more than the slack.
-  MLA_DEVICE void move_origins(const float (&s)[kProduct], float (&origin)[kOwn],
-                               float (&sum)[kOwn]) const {
+  MLA_DEVICE void move_origins(const Scores& s, Softmax& softmax) const {
     const bool writes = lane < 4;
+    float top[kOwn], next[kOwn], from[kOwn], factor[kOwn];
+    softmax.maxima(s, top);
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      const int i = 4 * (n >> 1) + (n & 1);
-      const float top = of_row(max_f(s[i], s[i + 2]), [](float a, float b) { return max_f(a, b); });
-      if (writes) tile::store_float(shared.maxima(group * 4 + warp) + row(n) * 4, top);
+      if (writes) tile::store_float(shared.maxima(group * 4 + warp) + row(n) * 4, top[n]);
     }
     group_sync();
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      float top = negative_infinity();
+      top[n] = negative_infinity();
 #pragma unroll
       for (int w = 0; w < L::kGroupWarps; ++w) {
-        top = max_f(top, tile::load_float(shared.maxima(group * 4 + w) + row(n) * 4));
+        top[n] = max_f(top[n], tile::load_float(shared.maxima(group * 4 + w) + row(n) * 4));
       }
-      const float now = top > origin[n] + kSlack ? top : origin[n];
-      const float factor = exp2_fast(origin[n] - finite(now));
-      sum[n] *= factor;
-      origin[n] = now;
-      // All warps of the group have read the origins: they met since.
-      if (writes && warp == 0) {
-        tile::store_float(shared.origin() + row(n) * 4, now);
-        tile::store_float(shared.factor(group) + row(n) * 4, factor);
+    }
+    softmax.targets(top, 1.0f, kSlack, next);
+    softmax.move_to(next, from, factor);
+    // All warps of the group have read the origins: they met since.
+    if (writes && warp == 0) {
+#pragma unroll
+      for (int n = 0; n < kOwn; ++n) {
+        tile::store_float(shared.origin() + row(n) * 4, next[n]);
+        tile::store_float(shared.factor(group) + row(n) * 4, factor[n]);
       }
     }
   }
 
   // Hands the sums of the own keys, by warps, to those who write results.
-  MLA_DEVICE void add_sums(const float (&sum)[kOwn]) const {
+  MLA_DEVICE void add_sums(const Softmax& softmax) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      const float x = of_row(sum[n], [](float a, float b) { return a + b; });
+      const float x = Columns::row_sum(softmax.sum[n]);
       if (lane < 4) tile::store_float(shared.sums(group * 4 + warp) + row(n) * 4, x);
     }
     tile::barrier_arrive(shared.summed());
