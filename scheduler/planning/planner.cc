@@ -37,11 +37,13 @@ void Count(const PlanSegment& segment, const PlanTraits& traits, int64_t times, 
 }
 
 // The same for the common batch, in which each segment is valid and makes one tile at most, and all
-// tiles are charged alike. False, and a tally without meaning, for any other batch.
+// tiles are charged alike. False, and a tally without meaning, for any other batch. kFewRows: tiles
+// have a bound of their own on query rows.
+template <bool kFewRows>
 bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& traits, Tally& tally) {
   const int64_t tile_rows = traits.tile_rows;
   const int64_t heads_most = std::min(HeadLimit(traits), kMaxHeads);
-  const int64_t q_rows_most = QueryRowLimit(traits);
+  [[maybe_unused]] const int64_t q_rows_most = QueryRowLimit(traits);
   int64_t tiles = static_cast<int64_t>(segments.size());
   int64_t kv_rows = 0;
   int32_t kv_most = 0;
@@ -49,7 +51,8 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
   for (const PlanSegment& segment : segments) {
     const int64_t heads = segment.num_heads;
     negative |= segment.q_rows | segment.kv_rows | (heads - 1) | (heads_most - heads) |
-                (tile_rows - segment.q_rows * heads) | (q_rows_most - segment.q_rows);
+                (tile_rows - segment.q_rows * heads);
+    if constexpr (kFewRows) negative |= q_rows_most - segment.q_rows;
     if (segment.q_rows == 0) [[unlikely]] {
       --tiles;
       continue;
@@ -61,6 +64,11 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
   tally.kv_charge = kv_rows;
   tally.kv_most = kv_most;
   return negative >= 0 && traits.min_charged_rows == 0;
+}
+
+bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& traits, Tally& tally) {
+  return QueryRowLimit(traits) < traits.tile_rows ? CountOnlyTiles<true>(segments, traits, tally)
+                                                  : CountOnlyTiles<false>(segments, traits, tally);
 }
 
 // Array lengths that suffice for a batch of this tally. A cut makes at most two partial tiles and
