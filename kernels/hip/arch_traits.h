@@ -8,12 +8,14 @@
 #include <span>
 #include <string_view>
 
+#include "kernels/attention_desc.h"
 #include "kernels/dtype.h"
 #include "kernels/formats/kv_format.h"
 #include "kernels/hip/attend_variants.h"
 
 namespace mla::kernels::hip {
 
+using kernels::AttentionKind;
 using kernels::DType;
 using kernels::Fp8Kind;
 using kernels::KvFormat;
@@ -25,12 +27,13 @@ struct AttendVariant {
   int32_t tile;
   KvFormat format;
   DType products;
+  AttentionKind attention;
   int32_t threads;
   int32_t shared_bytes;
   bool exchanged_partials;
 
-  constexpr bool Serves(KvFormat of_rows, DType of_products) const {
-    return format == of_rows && products == of_products;
+  constexpr bool Serves(KvFormat of_rows, DType of_products, AttentionKind kind) const {
+    return format == of_rows && products == of_products && attention == kind;
   }
 };
 struct ExpandVariant {
@@ -40,8 +43,10 @@ struct ExpandVariant {
   int32_t shared_bytes;
 };
 
-#define MLA_ATTEND_ROW(kernel, rows, tile, format, products, threads, shared, exchanged) \
-  {#kernel, rows, tile, KvFormat::format, DType::products, threads, shared, exchanged},
+#define MLA_ATTEND_ROW(kernel, rows, tile, format, products, attention, threads, shared,   \
+                       exchanged)                                                          \
+  {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
+   threads, shared, exchanged},
 #define MLA_EXPAND_ROW(kernel, format, threads, shared) \
   {#kernel, KvFormat::format, threads, shared},
 inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
@@ -129,10 +134,11 @@ constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
 }
 
 // Most packed rows of a block over rows of `format`; 0: there is no such kernel.
-constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products) {
+constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
+                           AttentionKind kind) {
   int32_t most = 0;
   for (const AttendVariant& v : arch.attend) {
-    if (v.Serves(format, products) && v.rows > most) most = v.rows;
+    if (v.Serves(format, products, kind) && v.rows > most) most = v.rows;
   }
   return most;
 }
@@ -148,13 +154,13 @@ constexpr size_t FindExpand(const ArchTraits& arch, KvFormat format) {
 // the smallest that takes them in one block, else the largest. Where `busy` units have work and so
 // few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
 // same KV rows, from the cache, but each has less to compute and to write.
-// REQUIRES MostRows(arch, format, products) > 0.
-constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products, int32_t rows,
-                              int32_t busy, int32_t units) {
+// REQUIRES MostRows(arch, format, products, kind) > 0.
+constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products,
+                              AttentionKind kind, int32_t rows, int32_t busy, int32_t units) {
   size_t chosen = arch.attend.size();
   for (size_t i = 0; i < arch.attend.size(); ++i) {
     const AttendVariant& v = arch.attend[i];
-    if (!v.Serves(format, products)) continue;
+    if (!v.Serves(format, products, kind)) continue;
     chosen = i;
     const int64_t blocks = (rows + v.rows - 1) / v.rows;
     if (blocks == 1 || (arch.spreads_few_items && busy * blocks <= units)) break;

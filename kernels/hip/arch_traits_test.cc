@@ -99,7 +99,10 @@ TEST(CombineShape, KnownLaunchesOfAnH200) {
 constexpr int32_t kUnits = 132;
 
 int32_t RowsFor(const ArchTraits& arch, int32_t rows, int32_t busy) {
-  return arch.attend[ChooseAttend(arch, KvFormat::kBf16, DType::kBf16, rows, busy, kUnits)].rows;
+  return arch
+      .attend[ChooseAttend(arch, KvFormat::kBf16, DType::kBf16, AttentionKind::kDense, rows, busy,
+                           kUnits)]
+      .rows;
 }
 
 TEST(ChooseAttend, TakesTheSmallestKernelThatHoldsAnItem) {
@@ -130,10 +133,11 @@ TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
       std::string want = kAttendPrefix + std::to_string(v.rows);
       if (v.format != KvFormat::kBf16) want += std::string("_") + kernels::Name(v.format);
       if (v.products == DType::kFp8E4m3) want += "_products";
+      if (v.attention == AttentionKind::kSparse) want += "_lists";
       EXPECT_EQ(v.kernel, want);
-      EXPECT_GE(MostRows(*arch, v.format, v.products), v.rows);
+      EXPECT_GE(MostRows(*arch, v.format, v.products, v.attention), v.rows);
       for (const AttendVariant& next : arch->attend) {
-        if (&next > &v && next.Serves(v.format, v.products)) {
+        if (&next > &v && next.Serves(v.format, v.products, v.attention)) {
           EXPECT_GT(next.rows, v.rows);
         }
       }

@@ -2,47 +2,56 @@
 // themselves (device_code.hip), their table on the host (host/device_kernels.h), what a backend can
 // run and how it launches it (arch_traits.h), and what the report counts (tools/report.py).
 //
-//   X(kernel, rows, tile, format, products, threads, shared, exchanged)
+//   X(kernel, rows, tile, format, products, attention, threads, shared, exchanged)
 //     rows       packed rows of a block
 //     tile       KV rows that it takes at a time
 //     format     KvFormat of the rows in the pool
 //     products   DType of queries and probabilities in matrix products; queries come as bf16
+//     attention  AttentionKind: KV rows by position, or those that index lists name
 //     threads    of a block
 //     shared     dynamic shared memory in bytes; 0 where it is static
 //     exchanged  partial rows are written as accumulators lie in lanes: of each 16 columns, words
 //                4 q and on are columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q
 //
-// Of one format and products, lines are in the order of rows.
+// Of one format, products and attention, lines are in the order of rows.
 //
 //   X(kernel, format, threads, shared)   up-projection of cached rows, for the expanded form
 #ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 
-#define MLA_ATTEND_GFX950(X)                                              \
-  X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)                   \
-  X(mla_attend_128, 128, 32, kBf16, kBf16, 256, 0, false)                 \
-  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, 256, 0, false)   \
-  X(mla_attend_128_fp8_tensor, 128, 32, kFp8Tensor, kBf16, 256, 0, false) \
-  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, 256, 0, false)
+#define MLA_ATTEND_GFX950(X)                                                             \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                          \
+  X(mla_attend_128, 128, 32, kBf16, kBf16, kDense, 256, 0, false)                        \
+  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 256, 0, false)          \
+  X(mla_attend_128_fp8_tensor, 128, 32, kFp8Tensor, kBf16, kDense, 256, 0, false)        \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, false)                \
+  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                   \
+  X(mla_attend_128_lists, 128, 32, kBf16, kBf16, kSparse, 256, 0, false)                 \
+  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 256, 0, false)   \
+  X(mla_attend_128_fp8_tensor_lists, 128, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false) \
+  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)
 #define MLA_EXPAND_GFX950(X)                   \
   X(mla_expand, kBf16, 256, 0)                 \
   X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
   X(mla_expand_fp8_row, kFp8Row, 256, 0)
 
-#define MLA_ATTEND_GFX942(X)                                            \
-  X(mla_attend_64, 64, 32, kBf16, kBf16, 256, 0, false)                 \
-  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, 256, 0, false) \
-  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, 256, 0, false)
+#define MLA_ATTEND_GFX942(X)                                                           \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                        \
+  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, kDense, 256, 0, false)        \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, false)              \
+  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                 \
+  X(mla_attend_64_fp8_tensor_lists, 64, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false) \
+  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)
 #define MLA_EXPAND_GFX942(X)                   \
   X(mla_expand, kBf16, 256, 0)                 \
   X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
   X(mla_expand_fp8_row, kFp8Row, 256, 0)
 
-#define MLA_ATTEND_SM90(X)                                                   \
-  X(mla_attend_16, 16, 64, kBf16, kBf16, 256, 223744, false)                 \
-  X(mla_attend_64, 64, 64, kBf16, kBf16, 384, 224000, true)                  \
-  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, 640, 208272, false) \
-  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, 640, 192912, false)
+#define MLA_ATTEND_SM90(X)                                                           \
+  X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                 \
+  X(mla_attend_64, 64, 64, kBf16, kBf16, kDense, 384, 224000, true)                  \
+  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, kDense, 640, 208272, false) \
+  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, kDense, 640, 192912, false)
 #define MLA_EXPAND_SM90(X)                          \
   X(mla_expand, kBf16, 384, 229424)                 \
   X(mla_expand_fp8_tensor, kFp8Tensor, 384, 229424) \

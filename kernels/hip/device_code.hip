@@ -41,13 +41,13 @@
 namespace mla::kernels::hip {
 
 #if MLA_AMD
-template <int kRows, KvFormat kFormat, DType kProducts>
-using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts>>;
+template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
+using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts>, kKind>;
 template <KvFormat kFormat>
 using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
-template <int kRows, KvFormat kFormat, DType kProducts>
+template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = std::conditional_t<
     kFormat != KvFormat::kBf16, AttendFp8<AttendConfig<kRows, kFormat, kProducts>>,
     std::conditional_t<kRows == 16, Attend<AttendConfig<kRows, kFormat, kProducts>>,
@@ -56,14 +56,16 @@ template <KvFormat kFormat>
 using ExpandKernel = ExpandWgmma<kFormat>;
 #endif
 
-#define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, threads, shared, exchanged)     \
-  static_assert(AttendKernel<rows, KvFormat::format, DType::products>::kThreads == threads);    \
-  static_assert(AttendConfig<rows, KvFormat::format, DType::products>::kTileKv == tile);        \
-  static_assert(MLA_AMD ||                                                                      \
-                AttendKernel<rows, KvFormat::format, DType::products>::kSharedBytes == shared); \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                         \
-      kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                       \
-    AttendKernel<rows, KvFormat::format, DType::products>::run(args);                           \
+#define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, attention, threads, shared, \
+                          exchanged)                                                        \
+  using Of_##kernel =                                                                       \
+      AttendKernel<rows, KvFormat::format, DType::products, AttentionKind::attention>;      \
+  static_assert(Of_##kernel::kThreads == threads);                                          \
+  static_assert(AttendConfig<rows, KvFormat::format, DType::products>::kTileKv == tile);    \
+  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                            \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                     \
+      kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                   \
+    Of_##kernel::run(args);                                                                 \
   }
 MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
 

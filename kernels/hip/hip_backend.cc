@@ -11,6 +11,7 @@ namespace mla::kernels::hip {
 
 using kernels::AttentionDesc;
 using kernels::AttentionForm;
+using kernels::AttentionKind;
 using kernels::AttentionParams;
 using kernels::DType;
 using kernels::Geometry;
@@ -33,7 +34,6 @@ DType Products(const AttentionDesc&) { return DType::kBf16; }
 absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
   const char* missing = nullptr;
-  if (desc.attention != kernels::AttentionKind::kDense) missing = "index lists";
   if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
   // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
   if (desc.q_dtype != DType::kBf16) missing = "this query dtype";
@@ -44,8 +44,11 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
   const bool expanded = desc.form == AttentionForm::kExpanded;
   if (expanded ? FindExpand(*arch_, desc.kv_format) == arch_->expand.size()
-               : MostRows(*arch_, desc.kv_format, Products(desc)) == 0) {
+               : MostRows(*arch_, desc.kv_format, Products(desc), AttentionKind::kDense) == 0) {
     missing = "this row format";
+  } else if (desc.attention == AttentionKind::kSparse &&
+             (expanded || MostRows(*arch_, desc.kv_format, Products(desc), desc.attention) == 0)) {
+    missing = expanded ? "index lists in the expanded form" : "index lists";
   }
   if (expanded) {
     if (g.nope_dim != kExpandedNope) missing = "this nope_dim in the expanded form";
@@ -72,11 +75,13 @@ kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
     traits.rounds.carry_rows = limits_.launch_rows;
     return traits;
   }
-  const int32_t largest = std::max(1, MostRows(*arch_, desc.kv_format, Products(desc)));
+  const int32_t largest =
+      std::max(1, MostRows(*arch_, desc.kv_format, Products(desc), desc.attention));
   // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
   const int32_t blocks = desc.geometry.num_heads > largest ? arch_->blocks_per_unit : 1;
   traits.units = std::max(1, runtime_->units() / blocks);
   traits.tile_rows = largest * blocks;
+  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kSparse ? 1 : 0;
   traits.kv_granularity = arch_->kv_granularity;
   traits.item_overhead_rows = arch_->item_overhead_rows;
   return traits;
@@ -285,8 +290,8 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
     ++busy;
     units = static_cast<uint32_t>(i) + 1;
   }
-  const size_t chosen = ChooseAttend(*arch_, params.desc.kv_format, Products(params.desc), rows,
-                                     busy, runtime_->units());
+  const size_t chosen = ChooseAttend(*arch_, params.desc.kv_format, Products(params.desc),
+                                     params.desc.attention, rows, busy, runtime_->units());
   const AttendVariant& variant = arch_->attend[chosen];
   AttendArgs args = {};
   args.segments = run.segments;

@@ -108,8 +108,14 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
       "ones in EXPANDED only), bf16 or fp32 outputs, any heads, query rows and page size";
   for (const kernels::KvFormat format :
        {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row}) {
-    if (MostRows(arch, format, kernels::DType::kBf16) > 0) info_.kv_formats.push_back(format);
+    if (MostRows(arch, format, kernels::DType::kBf16, AttentionKind::kDense) > 0) {
+      info_.kv_formats.push_back(format);
+    }
   }
+  info_.sparse = std::any_of(arch.attend.begin(), arch.attend.end(), [](const AttendVariant& v) {
+    return v.attention == AttentionKind::kSparse;
+  });
+  if (info_.sparse) info_.supported += "; index lists in the absorbed form";
   info_.units = runtime_->units();
   info_.unified_memory = false;
   info_.absorbed_q_of_f32 = kernels::DType::kBf16;  // the kernels read no other queries

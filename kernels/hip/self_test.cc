@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/self_test_data.h"
+#include "kernels/hip/self_test_plan.h"
 #include "kernels/launch/launch_layout.h"
 #include "kernels/launch/read_rows.h"
 
@@ -66,7 +67,8 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
   const bool plain = d.format == KvFormat::kBf16;
   const std::string form =
       absl::StrCat(expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, ",
-                   plain ? "" : absl::StrCat(Name(d.format), " rows, "), "row ");
+                   plain ? "" : absl::StrCat(Name(d.format), " rows, "),
+                   d.shape.lists ? "index lists, " : "", "row ");
   for (int32_t row = 0; row < d.rows; ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
       if (d.queries > 2 && row > 0 && row % kHeads != head) continue;
@@ -106,147 +108,9 @@ absl::Status CompareNarrow(const Data& d, const Weights& w) {
   return absl::OkStatus();
 }
 
-// Records and plans, in either form: segment 0, the empty one, and `shorts` short ones, which are
-// all the same and write the same.
-struct Work {
-  std::vector<SegmentRecord> segments;
-  std::vector<int32_t> work_indptr{0}, reduce_indptr{0}, reduce_partial_map;
-  std::vector<kernels::WorkInfo> work_info;
-  std::vector<kernels::ReduceTile> reduce_final_map;
-  int32_t partial_rows = 0;
-  uint64_t generation = 0;
-  // Of the expanded form.
-  int32_t units = 0;
-  std::vector<kernels::Round> rounds;
-  std::vector<kernels::Expansion> expansions;
-  std::vector<kernels::ExpandedItem> items;
-  std::vector<int32_t> unit_indptr;
-  kernels::RoundView round_view;
-
-  void Add(int32_t segment, int32_t partial, int32_t q_begin, int32_t q_end, int32_t kv_begin,
-           int32_t kv_end, uint32_t heads) {
-    work_info.push_back({segment, partial, q_begin, q_end, kv_begin, kv_end,
-                         segments[segment].kv_rows - kv_end, heads});
-  }
-  void EndUnit() { work_indptr.push_back(static_cast<int32_t>(work_info.size())); }
-  kernels::PlanView View() const {
-    return {work_indptr,        work_info,
-            reduce_indptr,      reduce_final_map,
-            reduce_partial_map, partial_rows,
-            generation,         round_view.rounds.empty() ? nullptr : &round_view};
-  }
-};
-
-// The tile of segment 0 cut in two, so that partial tiles and their merge are exercised. Further
-// units do the same again, and write the same.
-void PlanAbsorbed(const Shape& shape, int32_t units, Work& work) {
-  const uint32_t all = kernels::PackHeads(0, kHeads);
-  const int32_t tile = shape.absorbed * kHeads;
-  do {
-    for (const bool second : {false, true}) {
-      work.Add(0, second ? tile : 0, 0, shape.absorbed, second ? shape.cut : 0,
-               second ? shape.kv_rows : shape.cut, all);
-      work.Add(1, kernels::kUnsplit, 0, 1, 0, 0, all);
-      work.Add(2, kernels::kUnsplit, 0, 1, 0, kShortRows, all);
-      work.EndUnit();
-    }
-  } while (static_cast<int32_t>(work.work_indptr.size()) + 1 <= units);
-  work.reduce_indptr.push_back(2);
-  work.reduce_partial_map = {0, tile};
-  work.reduce_final_map = {{0, 0, shape.absorbed, all}};
-  work.partial_rows = 2 * tile;
-  work.generation = kernels::NextPlanGeneration();
-}
-
-// Work items of a tile a head and 128 query rows, whole.
-void AddTiles(const Shape& shape, Work& work) {
-  constexpr int32_t kTile = kExpandedRows;
-  for (int32_t head = 0; head < kHeads; ++head) {
-    const uint32_t one = kernels::PackHeads(head, head + 1);
-    for (int32_t q = 0; q < shape.expanded; q += kTile) {
-      const int32_t end = std::min(shape.expanded, q + kTile);
-      work.Add(0, kernels::kUnsplit, q, end, 0, shape.kv_rows - shape.expanded + end, one);
-    }
-    for (size_t i = 1; i < work.segments.size(); ++i) {
-      work.Add(static_cast<int32_t>(i), kernels::kUnsplit, 0, 1, 0, work.segments[i].kv_rows, one);
-    }
-    work.EndUnit();
-  }
-}
-
-// An expansion of each segment, of all heads if the workspace holds them, else one for each head; a
-// round more whenever it is full.
-void AddExpansions(int64_t workspace_bytes, Work& work) {
-  int64_t used = 0;
-  work.rounds.push_back({});
-  for (size_t i = 0; i < work.segments.size(); ++i) {
-    const int32_t rows = work.segments[i].kv_rows;
-    const int32_t padded = (rows + kExpandedRows - 1) / kExpandedRows * kExpandedRows;
-    if (rows == 0) continue;
-    const bool all = kernels::ExpansionBytes(padded, kHeads) <= workspace_bytes;
-    for (int32_t head = 0; head < kHeads; head += all ? kHeads : 1) {
-      const int32_t heads = all ? kHeads : 1;
-      const int64_t bytes = kernels::ExpansionBytes(padded, heads);
-      if (used + bytes > workspace_bytes) {
-        work.rounds.push_back({static_cast<int32_t>(work.expansions.size())});
-        used = 0;
-      }
-      kernels::Round& round = work.rounds.back();
-      work.expansions.push_back({used, static_cast<int32_t>(i), 0, rows, padded, head, heads,
-                                 round.pairs, round.heads, 1, 0});
-      used += bytes;
-      ++round.expansions;
-      round.pairs += padded / kExpandedRows * heads;
-      round.heads += heads;
-    }
-  }
-}
-
-kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info, const kernels::Expansion* expansion) {
-  kernels::ExpandedItem item = {};
-  item.work = info;
-  item.carried_row = kernels::kUnsplit;
-  if (expansion == nullptr) return item;
-  item.panel_bytes = int64_t{expansion->padded_rows} * kPanelRowBytes;
-  const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
-  item.keys = expansion->base + (info.head_begin() - expansion->head_begin) * head_bytes;
-  item.rotated = expansion->base + expansion->heads * head_bytes;
-  return item;
-}
-
-// Tiles whole, dealt to the units one after the other. What sees no key goes with the first round.
-void PlanExpanded(const Shape& shape, const kernels::PlanTraits& traits, Work& work) {
-  work.units = traits.units;
-  AddTiles(shape, work);
-  AddExpansions(traits.rounds.workspace_bytes, work);
-  for (size_t r = 0; r < work.rounds.size(); ++r) {
-    kernels::Round& round = work.rounds[r];
-    std::vector<kernels::ExpandedItem> items;
-    for (const kernels::WorkInfo& info : work.work_info) {
-      if (info.kv_end == 0 && r == 0) items.push_back(ItemOf(info, nullptr));
-      for (int32_t i = 0; i < round.expansions && info.kv_end > 0; ++i) {
-        const kernels::Expansion& s = work.expansions[size_t(round.first_expansion + i)];
-        const bool holds = s.segment == info.segment && s.head_begin <= info.head_begin() &&
-                           info.head_begin() < s.head_begin + s.heads;
-        if (holds) items.push_back(ItemOf(info, &s));
-      }
-    }
-    round.first_indptr = static_cast<int32_t>(work.unit_indptr.size());
-    for (int32_t unit = 0; unit <= work.units; ++unit) {
-      work.unit_indptr.push_back(static_cast<int32_t>(work.items.size()));
-      for (size_t i = size_t(unit); unit < work.units && i < items.size();
-           i += size_t(work.units)) {
-        work.items.push_back(items[i]);
-      }
-    }
-  }
-  work.round_view = {work.units, work.rounds, work.expansions, work.items, work.unit_indptr, false};
-  work.generation = kernels::NextPlanGeneration();
-}
-
 // Addresses of one launch in the backend's memory.
 struct Staged {
-  const void *kv, *q, *narrow;
+  const void *kv, *q, *narrow, *lists, *list_ends;
   void *absorbed, *latent, *o, *lse, *expanded_o, *expanded_lse, *narrow_o;
 };
 
@@ -266,6 +130,8 @@ absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
   const Staged staged{input(d.kv),
                       input(d.q),
                       input(d.narrow),
+                      input(d.lists),
+                      input(d.list_ends),
                       at(layout.Workspace(packed * kRowDim * int64_t{sizeof(Bf16)})),
                       at(layout.Workspace(packed * 512 * int64_t{sizeof(float)})),
                       output(d.o),
@@ -289,7 +155,6 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
   r.row_stride = d.row.row_bytes;
   r.kv_scale = kLayerScale;
   r.page_size = d.shape.page_size;
-  r.num_heads = kHeads;
   r.softmax_scale = kScale;
   r.causal = 1;
   std::vector<SegmentRecord> segments;
@@ -300,6 +165,14 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
     r.lse = static_cast<float*>(expanded ? s.expanded_lse : s.lse) + row * kHeads;
     r.q_rows = i == 0 ? d.queries : 1;
     r.kv_rows = i == 0 ? d.shape.kv_rows : i == 1 ? 0 : kShortRows;
+    r.num_heads = kHeads;
+    if (d.shape.lists) {
+      r.num_heads = r.q_rows * kHeads;
+      r.q_rows = 1;
+      const size_t kind = std::min<size_t>(i, 2);
+      r.list = static_cast<const int32_t*>(s.lists) + d.list_starts[kind];
+      r.list_begin = static_cast<const int32_t*>(s.list_ends) + 2 * kind;
+    }
     segments.push_back(r);
   }
   return segments;
@@ -310,6 +183,7 @@ kernels::AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   params.desc.kv_format = d.format;
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
+  if (d.shape.lists) params.desc.attention = kernels::AttentionKind::kSparse;
   if (expanded) params.desc.form = kernels::AttentionForm::kExpanded;
   params.segments = work.segments;
   params.plan = work.View();
@@ -368,7 +242,7 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   Work absorbed, expanded;
   if (d.shape.absorbed > 0) {
     absorbed.segments = Segments(d, *staged, false, 1);
-    PlanAbsorbed(d.shape, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
+    PlanAbsorbed(d, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
     launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
     launch.absorbed = Form(d, absorbed, false);
     launch.project = {kGeometry, DType::kF32, DType::kF32, project, {}};
@@ -456,9 +330,11 @@ absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape
   kernels::AttentionDesc desc;
   desc.geometry = kGeometry;
   desc.kv_format = format;
+  if (shape.lists) desc.attention = kernels::AttentionKind::kSparse;
   if (!backend.CanRun(desc).ok()) shape.absorbed = 0;
   desc.form = kernels::AttentionForm::kExpanded;
   if (!backend.CanRun(desc).ok()) shape.expanded = 0;
+  if (shape.absorbed == 0 && shape.expanded == 0) return absl::OkStatus();
   Data data(shape, format);
   absl::Status s = Attend(backend, data);
   if (s.ok() && shape.absorbed > 0) s = CompareForm(data, weights, false);
@@ -474,8 +350,12 @@ absl::Status Check(AttentionBackend& backend) {
   if (s.ok()) s = CheckPages(backend);
   for (const KvFormat format : backend.Info().kv_formats) {
     const size_t shapes = format == KvFormat::kBf16 ? std::size(kShapes) : kFp8Shapes;
-    for (const Shape& shape : std::span(kShapes).first(shapes)) {
-      if (s.ok()) s = CheckShape(backend, weights, shape, format);
+    const size_t with_lists = std::min(shapes, std::size(kListShapes));
+    for (const auto tested :
+         {std::span(kShapes).first(shapes), std::span(kListShapes).first(with_lists)}) {
+      for (const Shape& shape : tested) {
+        if (s.ok()) s = CheckShape(backend, weights, shape, format);
+      }
     }
   }
   return s;

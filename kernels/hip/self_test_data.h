@@ -41,6 +41,9 @@ struct Shape {
   int32_t expanded;  // and in the expanded form
   bool all_units;    // as many units have work as the device has, else two
   bool nan_row;      // the last KV row holds a NaN
+  // The first segment is one query row with the heads of all, and index lists name the KV rows: all
+  // of them in an order of their own, or but for the one with the NaN, and -1 in between.
+  bool lists = false;
 };
 // Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
 // a tile for one block of the smallest of the attention kernels, twenty one that takes the largest
@@ -51,7 +54,10 @@ inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
                                     {1600, 3, 800, 2, 0, false, true},
                                     {1600, 3, 800, 20, 0, true, true},
                                     {850, 3, 0, 0, 130, true, true}};
-// Rows of other formats than bf16 take the first of them: what differs is in every tile.
+inline constexpr Shape kListShapes[] = {{150, 64, 96, 20, 0, true, false, true},
+                                        {1600, 3, 800, 2, 0, false, true, true},
+                                        {1600, 3, 800, 20, 0, true, true, true}};
+// Rows of other formats than bf16 take the first of both: what differs is in every tile.
 inline constexpr size_t kFp8Shapes = 2;
 inline constexpr int32_t kMostRows = 1600;
 inline constexpr int32_t kMostQueries = 130;
@@ -111,6 +117,12 @@ struct Data {
         o(size_t(rows) * kHeads * kODim, 0.5f),
         lse(size_t(rows) * kHeads, 0.5f) {
     if (s.nan_row) kv[size_t(s.kv_rows - 1) * kRowDim + 5] = 0x7fc0;
+    for (const int32_t row : {0, queries, queries + 1}) {
+      const std::vector<int32_t> list = List(Visible(row));
+      list_starts.push_back(lists.size());
+      lists.insert(lists.end(), list.begin(), list.end());
+      list_ends.insert(list_ends.end(), {0, static_cast<int32_t>(list.size())});
+    }
     Store();
     std::copy(std::begin(kNarrow), std::end(kNarrow), narrow.begin());
   }
@@ -122,6 +134,9 @@ struct Data {
   const int32_t rows;     // of q: those, then one of the empty and one of the short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
   std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * kQDim, 2);
+  // Of the three kinds of segments, one after the other, and each one's two ends.
+  std::vector<int32_t> lists, list_ends;
+  std::vector<size_t> list_starts;
   std::vector<float> kv_floats;  // what the rows are as they are stored
   std::vector<float> narrow = std::vector<float>(512, 0.0f);
   std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * kODim, NAN);
@@ -141,8 +156,19 @@ struct Data {
     }
   }
 
+  // Every eighth place is none.
+  static std::vector<int32_t> List(int32_t positions) {
+    std::vector<int32_t> list;
+    for (int32_t i = 0; i < positions; ++i) {
+      if (i % 7 == 3) list.push_back(-1);
+      list.push_back((i * 37 + 1) % positions);  // 37 divides no such count
+    }
+    return list;
+  }
+
   // KV rows that row `row` of q sees.
   int32_t Visible(int32_t row) const {
+    if (row < queries && shape.lists) return shape.kv_rows - (shape.nan_row ? 1 : 0);
     if (row < queries) return shape.kv_rows - queries + row + 1;
     return row == queries ? 0 : kShortRows;
   }

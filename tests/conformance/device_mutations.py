@@ -50,18 +50,28 @@ class Result:
 
 
 MUTATIONS = (
-    Mutation("mask_one_key_too_many", "A row sees one key more than it may.", "common/attend.h",
-             "const int count = state.limit[slot] - first -",
-             "const int count = state.limit[slot] + 1 - first -", ("gfx950", "gfx942", "sm_90")),
+    Mutation("mask_one_key_too_many", "A row sees one key more than it may.",
+             "kv/visibility.h", "const int count = limit[slot] - first -",
+             "const int count = limit[slot] + 1 - first -", ("gfx950", "gfx942", "sm_90")),
     Mutation("mask_in_the_expanded_form", "A query row of the expanded form sees the next key.",
              "amd/attend_expanded.h", "if (position >= state.limit",
              "if (position > state.limit"),
     Mutation("mask_of_the_last_query_row", "Causal rows do not see their own key.", "common/item.h",
              "segment->q_rows + query(p) + 1;", "segment->q_rows + query(p);"),
     Mutation("mask_tiles_judged_too_late", "A tile that the first row sees in part is not masked.",
-             "common/attend.h",
-             "const bool masked = first + C::kTileKv > unmasked_end;",
-             "const bool masked = first >= unmasked_end;"),
+             "kv/visibility.h", "return first + C::kTileKv > unmasked_end; }",
+             "return first >= unmasked_end; }"),
+    Mutation("mask_of_lists_off", "Entries that are no position of the row are attended to.",
+             "kv/visibility.h", "((entries & places) >>", "(places >>", ("gfx950", "gfx942")),
+    Mutation("mask_of_lists_judged_by_their_length", "Only the last tile of a list is masked.",
+             "kv/visibility.h", "return left < C::kTileKv || hides_values(); }",
+             "return left < C::kTileKv; }"),
+    Mutation("mask_behind_a_list", "Places behind a list count as its last one again.",
+             "kv/visibility.h", "((entries & places) >>", "(entries >>", ("gfx950", "gfx942")),
+    Mutation("mask_of_unlisted_values", "Values of rows that no list names meet probabilities.",
+             "kv/visibility.h", "return entries != kAll; }", "return false; }"),
+    Mutation("mask_of_the_tile_before", "A tile of a list is masked as the one before.",
+             "kv/visibility.h", "next = kv.seen(n);", "next = kv.seen(n - 1);"),
     Mutation("mask_ignored_by_warpgroups", "Warpgroups mask one key too few.",
              "sm90/wgmma.h", "s.c[i] = position < limit", "s.c[i] = position <= limit",
              ("sm_90",)),
@@ -99,8 +109,22 @@ MUTATIONS = (
              "kv/kv_stream.h", "entries + n % kStages * kEntryBytes",
              "entries + n % (kStages - 2) * kEntryBytes"),
     Mutation("ring_ends_at_the_last_row", "Rows past the context are not taken from its last one.",
-             "kv/kv_stream.h", "return at < kv_end ? at : kv_end - 1;", "return at;",
+             "kv/row_source.h", "return at < end ? at : end - 1; }", "return at; }",
              ("gfx950", "gfx942")),
+    Mutation("ring_of_entries", "Entries of lists are overwritten too early.", "kv/kv_stream.h",
+             "kStages + kLookAhead + kFetchAhead;", "kStages + kLookAhead + kFetchAhead - 3;"),
+    Mutation("entries_one_further", "A row is the one that the next entry names.",
+             "kv/row_source.h", "return list + place(at); }",
+             "return list + place(at) + 1; }", ("gfx950", "gfx942")),
+    Mutation("entries_of_another_query_row", "Every query row takes the first one's list.",
+             "kv/row_source.h", "const int q = item.work.q_begin, first",
+             "const int q = 0, first"),
+    Mutation("entries_of_another_piece", "Every piece of a list begins with its first entry.",
+             "kv/row_source.h", "(first - of_row[0] + item.work.kv_begin)",
+             "(first - of_row[0])"),
+    Mutation("entries_unchecked", "An entry behind the row's own position is followed.",
+             "kv/row_source.h", "return sees_entry(of_place) ? of_place : 0; }",
+             "return of_place < 0 ? 0 : of_place; }"),
     Mutation("column_swapped", "Neighbouring rows of an accumulator change places.",
              "amd/mfma_wave.h", "4 * group(lane) + (i & 3);", "4 * group(lane) + ((i ^ 1) & 3);",
              ("gfx950", "gfx942")),
@@ -175,7 +199,7 @@ MUTATIONS = (
 # One of each kind, for the quick run.
 SAMPLE = ("mask_one_key_too_many", "wait_one_copy_short", "column_swapped", "rescale_skipped",
           "barrier_before_a_refill", "wait_for_products")
-KINDS = ("mask", "wait", "barrier", "ring", "column", "rescale", "merge")
+KINDS = ("mask", "wait", "barrier", "ring", "entries", "column", "rescale", "merge")
 
 
 def run(command, **options):

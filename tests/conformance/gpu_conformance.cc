@@ -6,7 +6,7 @@
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
-//                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row]
+//                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row] [--attention dense|v32]
 //                   [--image FILE]: device code to use in place of what was built in
 //
 // --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
@@ -20,7 +20,8 @@
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
 //
-// --kv lists the formats that rows are drawn from (bf16).
+// --kv lists the formats that rows are drawn from (bf16). --attention v32: the sampled shapes have
+// index lists, and no others are run.
 //
 // --wide is how many cases of wide inputs are run. Known gap: absorbed queries are bf16 on GPUs, so
 // those that pass Absorb may miss the rule of CheckWide; how many do is printed. Twenty of them
@@ -62,6 +63,7 @@ struct Flags {
   int32_t wide = 40;
   bool progress = false;
   bool max_flop_given = false;
+  bool sparse = false;
   std::string form;  // of the attention itself; empty: both
   int64_t expanded_workspace = 0;
   int64_t first_byte = 0;  // of the pool that pages may use
@@ -145,6 +147,10 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--max-flop") {
     flags.max_flop_given = true;
     return Flop(name, value, &sampler.max_flop);
+  }
+  if (name == "--attention") {
+    flags.sparse = value == "v32";
+    return flags.sparse || value == "dense" || Refuse(name, value, "dense or v32");
   }
   if (name == "--form") {
     flags.form = value;
@@ -247,6 +253,14 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
            (flags.form.empty() || flags.form == kernels::Name(desc.form));
   };
   std::vector<CaseSpec> cases;
+  if (flags.sparse) {
+    for (CaseSpec& spec : SparseCases(sampler, flags.first, flags.shapes)) {
+      if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
+      if (!wanted(spec)) spec.q_dtype = kernels::DType::kBf16;
+      if (wanted(spec)) cases.push_back(std::move(spec));
+    }
+    return cases;
+  }
   for (uint64_t i = flags.first; static_cast<int64_t>(cases.size()) < flags.shapes; ++i) {
     CaseSpec spec = SampleCase(sampler, i);
     if (wanted(spec)) cases.push_back(std::move(spec));

@@ -3,12 +3,12 @@
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
-//                    [--kv FORMAT]
+//                    [--kv FORMAT] [--attention dense|v32]
 //
 // --image is such a library, in place of what was built; --long draws more cases, as does the
-// environment's MLA_TEST_LONG; --kv leaves out cases with rows of other formats; --cases runs COUNT
-// of them from number FIRST on; --first-failure ends with the first group of cases in which one
-// fails.
+// environment's MLA_TEST_LONG; --kv leaves out cases with rows of other formats, --attention those
+// without or with index lists; --cases runs COUNT of them from number FIRST on; --first-failure
+// ends with the first group of cases in which one fails.
 //
 // Exit status 0: every case passed; 1: some failed; 2: it could not be found out, also where the
 // oracle itself has no answer.
@@ -49,8 +49,9 @@ constexpr bool kSlow = false;
 
 struct Flags {
   std::string arch;
-  std::string image;  // contents of the file
-  std::string kv;     // name of a format; empty: all
+  std::string image;      // contents of the file
+  std::string kv;         // name of a format; empty: all
+  std::string attention;  // dense or v32; empty: both
   bool many = false;
   bool first_failure = false;
   bool progress = false;
@@ -84,6 +85,9 @@ bool Parse(int argc, char** argv, Flags& flags) {
       if (!Read(value, &flags.image)) return false;
     } else if (name == "--kv") {
       flags.kv = value;
+    } else if (name == "--attention") {
+      if (value != "dense" && value != "v32") return false;
+      flags.attention = value;
     } else if (name == "--long") {
       flags.many = on;
     } else if (name == "--first-failure") {
@@ -122,6 +126,11 @@ constexpr const char* kDirected[] = {
     "absorbed:64:1,16000,64:256",     "absorbed:8:6,200,16/2,65,16:2",
     "absorbed:20:3,140,64/7,31,64:3",
 };
+// The same with index lists.
+constexpr const char* kDirectedLists[] = {
+    "v32:128:2,1200,64/1,33,64:1", "v32:16:1,900,1/3,0,4/6,700,3:2", "v32:64:7,400,16:7",
+    "v32:8:1,5000,64/2,40,64:9",   "v32:20:3,333,1/1,0,64:1",        "v32:129:1,600,128/1,1,3:2",
+};
 
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
@@ -140,6 +149,11 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
       auto spec = ParseCase(of_format, 5000000 + i, kDirected[i % kGroup]);
       if (spec.ok()) wanted.push_back(*std::move(spec));
     }
+    for (size_t i = 0; i < (kSlow ? 2 : 6) * std::size(kDirectedLists); ++i) {
+      auto spec =
+          ParseCase(of_format, 7000000 + i * 7, kDirectedLists[i % std::size(kDirectedLists)]);
+      if (spec.ok()) wanted.push_back(*std::move(spec));
+    }
   }
   sampler.kv_formats = backend.Info().kv_formats;
   const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
@@ -147,7 +161,11 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   for (const auto& more : {EdgeCases(sampler, 0, edges), SampleCases(sampler, 0, samples),
                            PrefillCases(sampler, kSlow        ? 0
                                                  : flags.many ? 4
-                                                              : 1)}) {
+                                                              : 1),
+                           SparseCases(sampler, 0,
+                                       kSlow        ? 6
+                                       : flags.many ? 400
+                                                    : 60)}) {
     wanted.insert(wanted.end(), more.begin(), more.end());
   }
   std::vector<CaseSpec> cases;
@@ -156,7 +174,8 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     if (!backend.CanRun(spec.Desc()).ok()) {
       spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;
     }
-    const bool chosen = flags.kv.empty() || flags.kv == kernels::Name(spec.kv_format);
+    const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(spec.kv_format)) &&
+                        (flags.attention.empty() || (flags.attention == "v32") == spec.sparse);
     if (chosen && backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
   }
   if (flags.first >= cases.size()) return {};

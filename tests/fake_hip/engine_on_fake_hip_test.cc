@@ -1,4 +1,5 @@
 // The engine with the GPU backend below it, on the fake HIP runtime: what only the two together do.
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -28,7 +29,7 @@ fake_hip::Control& Control() {
   return *control;
 }
 
-std::unique_ptr<EngineHarness> Harness() {
+std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0) {
   Control() = fake_hip::Control();
   HipBackendOptions options;
   options.libraries = {kLibrary};
@@ -46,6 +47,8 @@ std::unique_ptr<EngineHarness> Harness() {
   harness.model = scheduler::testing::TinyModel();
   harness.model.geometry = {kHeads, 512, 64, 8, 8};
   harness.model.softmax_scale = 0.05;
+  if (top_k > 0) harness.model.attention = AttentionKind::kSparse;
+  harness.model.top_k = top_k;
   harness.backend = *std::move(backend);
   return std::make_unique<EngineHarness>(std::move(harness));
 }
@@ -164,6 +167,32 @@ TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
     const int64_t inputs = 3 * 1152 + 3 * kHeads * 1152;
     EXPECT_LE(layers[1].bytes, records + inputs + 8 * kRegionAlignment);
   }
+}
+
+// Lists go to the device with the launch, and rows attend to what they name alone.
+TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
+  auto h = Harness(/*top_k=*/4);
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const auto a = h->Open(), b = h->Open();
+  ASSERT_TRUE(h->Begin(stream, 1, {{a.id, 1, 0, 1}, {b.id, 1, 0, 3}})->status.ok());
+  const std::vector<Row> rows = Rows(4, 7);
+  const std::vector<const Row*> of_b = {&rows[1], &rows[2]};
+  auto request = h->Unsent(stream, 1, 0, 0, 4, rows, 0, kHeads, 5);
+  const std::vector<int32_t> begins = {0, 0, 1, 3, 5}, lists = {0, 1, 0, 0, 1};
+  request->attend.list_begin = begins.data();
+  request->attend.list = lists.data();
+  h->Submit(request.get());
+  Settle(*h);
+  ASSERT_TRUE(request->answered());
+  ASSERT_TRUE(request->status.ok()) << request->status;
+  EXPECT_EQ(request->output[0], 0.0f) << "an empty list";
+  EXPECT_EQ(request->lse[0], -std::numeric_limits<float>::infinity());
+  // The last row sees three and attends to two. Errors are of all rows but the first.
+  request->attend.row_begin = 1;
+  request->attend.row_count = 3;
+  request->output.erase(request->output.begin(), request->output.begin() + kHeads * 512);
+  request->lse.erase(request->lse.begin(), request->lse.begin() + kHeads);
+  EXPECT_LT(h->Error(*request, of_b, {1, 2, 2}, 5), kTolerance);
 }
 
 class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};

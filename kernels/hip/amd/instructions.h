@@ -73,6 +73,11 @@ MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
 
 // --- Between lanes of a wave.
 MLA_DEVICE uint64_t ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
+// What lanes of the wave have written to LDS before is there for all of them.
+MLA_DEVICE void wave_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+}
 // x of lane at_byte / 4.
 MLA_DEVICE int permute(int at_byte, int x) { return __builtin_amdgcn_ds_bpermute(at_byte, x); }
 MLA_DEVICE int read_lane(int x, int lane) { return __builtin_amdgcn_readlane(x, lane); }

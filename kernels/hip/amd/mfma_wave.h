@@ -27,6 +27,8 @@ MLA_DEVICE int lane_index() { return thread_index() & 63; }
 // The same, hidden from the compiler: values derived from it are computed again at each use and not
 // kept over a loop in registers, which are scarce.
 MLA_DEVICE int lane_again() { return opaque(lane_index()); }
+// Likewise, of a number that is the same in every lane.
+MLA_DEVICE int again(int x) { return uniform(opaque(x)); }
 MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
 
 MLA_DEVICE bool any(bool x) { return ballot(x) != 0; }

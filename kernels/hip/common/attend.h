@@ -22,6 +22,7 @@
 #include "kernels/hip/common/softmax.h"
 #include "kernels/hip/common/wave_exchange.h"
 #include "kernels/hip/kv/kv_stream.h"
+#include "kernels/hip/kv/visibility.h"
 #if MLA_AMD
 #include "kernels/hip/amd/fp8_format.h"
 #else
@@ -30,8 +31,8 @@
 
 namespace mla::kernels::hip {
 
-// C: of AttendConfig.
-template <class C>
+// C: of AttendConfig. With index lists an item has one query row, whose list names the KV rows.
+template <class C, AttentionKind kKind = AttentionKind::kDense>
 class Attend {
  public:
   using W = typename TileFormatOf<C::kFormat, C>::Wave;
@@ -42,10 +43,12 @@ class Attend {
   static constexpr int kWaves = C::kRowWaves * C::kColWaves;
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kRows = C::kRowWaves * C::kWaveRows;
-  static constexpr int kStageBytes = KvStream<Layout, C::kStages, kWaves>::kStageBytes;
+  using Source = RowSource<kKind>;
+  using Stream = KvStream<Source, Layout, C::kStages, kWaves>;
+  static constexpr int kStageBytes = Stream::kStageBytes;
   static constexpr bool kSharedP = C::kColWaves > 1;
   using Between = WaveExchange<C, W, (C::kOriginSlack > 0 || Layout::kRowScales)>;
-  static constexpr int kLookUpBytes = KvStream<Layout, C::kStages, kWaves>::kLookUpBytes;
+  static constexpr int kLookUpBytes = Stream::kLookUpBytes;
   static constexpr int kSharedBytes = C::kStages * kStageBytes + Between::kBytes + kLookUpBytes;
 
   MLA_DEVICE static void run(const AttendArgs& args) {
@@ -69,13 +72,12 @@ class Attend {
   // Waves of a row exchange maxima only in tiles where an origin has to follow one.
   static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
   static constexpr bool kHeldP = C::kValuesAhead > 0;  // probabilities of all steps are held
-  using Stream = KvStream<Layout, C::kStages, kWaves>;
   static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 32);
 
   struct State {
     typename W::Out o[kOutFragments];
     OnlineSoftmax<W, kScoreFragments> softmax;
-    int limit[W::kSlots];
+    Visibility<kKind, C, W> visible;
   };
   struct Probabilities {
     typename W::P of_step[kHeldP ? kPvSteps : 1];
@@ -98,18 +100,15 @@ class Attend {
 
   MLA_DEVICE void attend(const Item& item) {
     MLA_RECORD const SegmentRecord& r = *item.segment;
-    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
-                          r.page_size, args.granule_bytes);
-    const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
-    const int tiles = (kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
-    unmasked_end = item.limit(0);
-    ragged = unmasked_end < kv_end;
+    const Source source(args, item);
+    const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
     const float scale = r.softmax_scale * (Layout::kLayerScale ? r.kv_scale : 1.0f) * kLog2e;
 
     block_barrier();  // the previous item's readers are done with shared memory
     Queries queries;
-    Stream kv(pages, kv_begin, kv_end, stages, entries, wave);
+    Stream kv(source, stages, entries, wave);
     State state;
+    state.visible.begin(item);
     if (tiles > 0) kv.look_up_first();
     if constexpr (kOwnQueries) {
       load_queries(item, kv, queries);
@@ -128,10 +127,10 @@ class Attend {
     for (int t = 0; t < tiles; ++t) {
       const int ahead = t + C::kStages - 1;
       if constexpr (tile::Copies::kThroughRegisters) {
-        kv.land();
+        kv.land(t);
         block_barrier();
         if (t + 1 < tiles) kv.issue(t + 1);
-        kv.look_up(t + 2);
+        kv.look_up_and_fetch(t + 2);
       } else {
         // Near the end fewer copies are under way than a count of younger stages would assume.
         if (tiles - 1 - t >= C::kStages - 2) {
@@ -145,17 +144,18 @@ class Attend {
         if constexpr (!kCopiesBetween) {
           if (ahead < tiles) kv.issue(ahead);
           kv.close_stage();
-          kv.look_up(ahead + Stream::kLookAhead);
+          kv.look_up_and_fetch(ahead + Stream::kLookAhead);
         }
       }
-      const int first = kv_begin + t * C::kTileKv;
+      state.visible.of_tile(kv, t);
       const lds_t tile_base =
           stages + (tile::Copies::kThroughRegisters ? 0 : t % C::kStages) * kStageBytes;
-      step(tile_base, queries, state, first, scale, [&] {
+      step(tile_base, queries, state, scale, [&] {
+        state.visible.look_ahead(kv, t + 1);
         if constexpr (kCopiesBetween) {
           if (ahead >= tiles) return;
           kv.issue(ahead);
-          kv.look_up(ahead + Stream::kLookAhead);
+          kv.look_up_and_fetch(ahead + Stream::kLookAhead);
         }
       });
       if constexpr (tile::Copies::kThroughRegisters) block_barrier();
@@ -198,30 +198,28 @@ class Attend {
     for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
 #pragma unroll
     for (int s = 0; s < W::kSlots; ++s) {
-      const int p = row_wave * C::kWaveRows + W::row(lane, s);
       state.softmax.clear(s);
-      state.limit[s] = p < item.rows ? item.limit(p) : item.work.kv_end;
     }
+    state.visible.begin(item, row_wave * C::kWaveRows, lane);
   }
 
   // --- One tile. `start_next()` starts the copies of a later one, where kCopiesBetween.
   template <class StartNext>
-  MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, int first,
-                       float scale, const StartNext& start_next) {
-    const bool masked = first + C::kTileKv > unmasked_end;
+  MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, float scale,
+                       const StartNext& start_next) {
     typename W::Scores s[kScoreFragments];
     // Whether scales of rows are such that values have to regard them one by one.
-    bool odd = visible_scores(tile_base, queries, state, first, s, start_next);
+    bool odd = visible_scores(tile_base, queries, state, s, start_next);
     bool moves = false;
     if constexpr (kLazyShare) {
       moves = tile::any(state.softmax.exceeded(s, scale, C::kOriginSlack));
     } else {
       follow(state, scale, s, odd, true);
     }
-    if (masked && ragged) {
+    if (state.visible.hides_values()) {
       exclude_from_report_begin();
       if constexpr (!kSharedP || kLazyShare) block_barrier();
-      Format::template hide_unseen<kThreads>(tile_base, unmasked_end - first,
+      Format::template hide_unseen<kThreads>(tile_base, state.visible.first_hidden(),
                                              wave * tile::kWave + tile::lane_again());
       if constexpr (!kSharedP) block_barrier();
       exclude_from_report_end();
@@ -267,7 +265,7 @@ class Attend {
   // Scores of a tile, -inf where a row does not see the key. Whether scales were odd.
   template <class StartNext>
   MLA_DEVICE bool visible_scores(lds_t tile_base, const Queries& queries, const State& state,
-                                 int first, typename W::Scores (&s)[kScoreFragments],
+                                 typename W::Scores (&s)[kScoreFragments],
                                  const StartNext& start_next) const {
     typename Format::Keys keys(tile_base, col_wave, tile::lane_again());
     bool odd = Format::Keys::kLooksAtCodes && keys.odd();
@@ -281,7 +279,7 @@ class Attend {
         exclude_from_report_end();
       }
     }
-    if (first + C::kTileKv > unmasked_end) hide(state, first, s);
+    if (state.visible.masked()) hide(state, s);
     return odd;
   }
 
@@ -317,16 +315,13 @@ class Attend {
   // Scores of keys that a row does not see become -inf. Bit c of a row's word stands for the column
   // score_col(0, i) = c further than the lane's first, W::score_col(lane, i) being that much more
   // than W::score_col(lane, 0).
-  MLA_DEVICE void hide(const State& state, int first,
-                       typename W::Scores (&s)[kScoreFragments]) const {
+  MLA_DEVICE void hide(const State& state, typename W::Scores (&s)[kScoreFragments]) const {
     exclude_from_report_begin();
     const int lane = tile::lane_again();
     uint32_t visible[W::kSlots];
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      const int count = state.limit[slot] - first - col_wave * kWaveCols - W::score_col(lane, 0);
-      const uint32_t below = (1u << (count & 31)) - 1;
-      visible[slot] = count <= 0 ? 0 : count < 32 ? below : ~0u;
+      visible[slot] = state.visible.word(slot, col_wave * kWaveCols + W::score_col(lane, 0));
     }
 #pragma unroll
     for (int f = 0; f < kScoreFragments; ++f) {
@@ -458,7 +453,19 @@ class Attend {
     for (int slot = 0; slot < W::kSlots; ++slot)
       state.softmax.sum[slot] = W::row_sum(state.softmax.sum[slot]);
     if constexpr (kSharedP) between.add(state.softmax.sum);
-    const RowWriter<W, kOutFragments> writer(args, item, C::kLora, col_wave * kOutFragments);
+    // What is worked out from these here would fill scalar registers during the loop.
+    const int columns = kSharedP ? tile::again(col_wave) : col_wave;
+    if constexpr (Source::kLists) {
+      AttendArgs again = args;
+      again.o_is_f32 = tile::again(args.o_is_f32);
+      write(again, item, state, columns);
+    } else {
+      write(args, item, state, columns);
+    }
+  }
+  MLA_DEVICE void write(const AttendArgs& to, const Item& item, const State& state,
+                        int columns) const {
+    const RowWriter<W, kOutFragments> writer(to, item, C::kLora, columns * kOutFragments);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int lane = tile::lane_again();
@@ -474,8 +481,6 @@ class Attend {
   const int wave, row_wave, col_wave;
   const lds_t stages, entries;
   const Between between;
-  int unmasked_end = 0;  // of the item: kv rows below it are seen by all its packed rows
-  bool ragged = false;   // of the item: some packed rows do not see all of its kv rows
 };
 
 }  // namespace mla::kernels::hip

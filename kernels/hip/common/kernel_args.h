@@ -11,6 +11,7 @@
 namespace mla::kernels::hip {
 
 using kernels::AppendRecord;
+using kernels::AttentionKind;
 using kernels::DType;
 using kernels::Fp8Kind;
 using kernels::KvFormat;

@@ -33,6 +33,8 @@ struct Copies {
   MLA_DEVICE void land_word(lds_t wave_base, int lane) {
     shared_store<uint32_t>(wave_base + lane * 4, held_word);
   }
+  // What lanes of the wave have landed is there for the others.
+  MLA_DEVICE void meet() { wave_barrier(); }
   MLA_DEVICE void close_stage() {}
   template <int kYounger, int kPerStage>
   MLA_DEVICE void wait() {}

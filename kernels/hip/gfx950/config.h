@@ -39,6 +39,12 @@ struct AttendConfig<128, kFormat_, DType::kBf16> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
+// With others than these the compiler moves accumulators about in every turn.
+template <>
+struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
+  static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 6;
+};
 
 // Attention: two blocks a CU of two stages each.
 struct ExpandedConfig {

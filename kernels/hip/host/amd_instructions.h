@@ -83,6 +83,7 @@ inline uint64_t ballot(bool x) {
       &slot);
   return slot.result;
 }
+inline void wave_barrier() { ballot(true); }
 inline uint64_t from_lane(uint64_t x, int from) {
   Exchange slot{x, from, 0};
   host::Meet(

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -58,11 +59,16 @@ struct Launch {
   kernels::SegmentRecord segment{};
   kernels::WorkInfo work{};
   int32_t indptr[2] = {0, 1};
+  std::vector<int32_t> list = std::vector<int32_t>(kRows);  // all positions
+  int32_t list_begin[2] = {0, kRows};
 
   Launch() {
     for (int64_t page = 0; page < kRows / kPageRows; ++page) {
       pages.push_back(static_cast<uint32_t>(page * kPageRows * kRow * 2 / kGranule));
     }
+    std::iota(list.begin(), list.end(), 0);
+    segment.list = list.data();
+    segment.list_begin = list_begin;
     segment.q = q.data();
     segment.o = o.data();
     segment.q_row_stride = int64_t{kHeads} * kRow;

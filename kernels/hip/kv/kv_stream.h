@@ -2,6 +2,7 @@
 #ifndef MLA_KERNELS_HIP_KV_KV_STREAM_H_
 #define MLA_KERNELS_HIP_KV_KV_STREAM_H_
 
+#include "kernels/hip/kv/row_source.h"
 #include "kernels/hip/kv/stage_layout.h"
 
 namespace mla::kernels::hip {
@@ -16,7 +17,10 @@ namespace mla::kernels::hip {
 // even that would wait for them, since the compiler, which does not count them, waits for all:
 // there the entries of the page table are copied to LDS as the rows are, a group of copies early
 // enough to have landed with the tile that is waited for anyway.
-template <class Layout, int kStages, int kWaves, class Copies = tile::Copies>
+//
+// Which rows a list names is known from its entries only, which every wave therefore fetches that
+// much earlier again, a tile of them at a time, into a ring of its own in LDS.
+template <class Source, class Layout, int kStages, int kWaves, class Copies = tile::Copies>
 class KvStream {
  public:
   using lds_t = tile::lds_t;
@@ -33,19 +37,32 @@ class KvStream {
   static constexpr bool kInLds = Copies::kLookUpInLds;
   static constexpr int kLookAhead = kInLds ? kStages - 1 : 1;
   static constexpr int kEntryBytes = kLookUps * tile::kWave * 4;  // of a wave and tile
-  static constexpr int kLookUpBytes = kInLds ? kStages * kWaves * kEntryBytes : 0;
+  // Entries of lists: of tiles from the one that is computed on to the last that is fetched.
+  static constexpr bool kLists = Source::kLists;
+  static constexpr int kFetchAhead = kInLds ? kStages - 1 : 1;  // of their look-up
+  static constexpr int kFetchedTiles = kStages + kLookAhead + kFetchAhead;
+  static constexpr int kFetchedBytes = tile::kWave * 4;  // of a wave and tile
+  static constexpr int kPagesBytes = kInLds ? kStages * kWaves * kEntryBytes : 0;
+  static constexpr int kLookUpBytes =
+      kPagesBytes + (kLists ? kWaves * kFetchedTiles * kFetchedBytes : 0);
+  static constexpr int kCopiesOfGroup =
+      kCopies + (kScales ? 1 : 0) + (kInLds ? kLookUps + (kLists ? 1 : 0) : 0);
   static_assert(kCopyRows * kRowsPerCopy * kWaves == kTileKv);
   static_assert(!kScales || kLanes % Layout::kScaleWords == 0);
+  static_assert(!kLists || (MLA_AMD && kTileKv <= tile::kWave));
 
   // `entries_at`: kLookUpBytes of shared memory.
-  MLA_DEVICE KvStream(const PagedRows& rows, int begin, int end, lds_t stages_at, lds_t entries_at,
-                      int wave_number)
-      : pages(rows), kv_begin(begin), kv_end(end), stages(stages_at), wave(wave_number) {
+  MLA_DEVICE KvStream(const Source& rows, lds_t stages_at, lds_t entries_at, int wave_number)
+      : source(rows), stages(stages_at), wave(wave_number) {
     if constexpr (kInLds) entries = entries_at + wave * (kStages * kEntryBytes);
+    if constexpr (kLists) {
+      fetched = entries_at + kPagesBytes + wave * (kFetchedTiles * kFetchedBytes);
+    }
   }
 
   // Of `tiles` > 0 tiles, the first: looks up where their rows lie, ...
   MLA_DEVICE void look_up_first() {
+    if constexpr (kLists) fetch_first();
     look_up(0);
     if constexpr (kInLds) {
 #pragma unroll
@@ -56,19 +73,42 @@ class KvStream {
   MLA_DEVICE void start(int tiles) {
     if constexpr (Copies::kThroughRegisters) {
       issue(0);
-      look_up(1);
+      look_up_and_fetch(1);
       return;
     }
     if constexpr (kInLds) wait<0>();
-#pragma unroll
-    for (int n = 0; n < kStages - 1; ++n) {
+    for_constants<kStages - 1>([&](auto n) {
       if (n < tiles) issue(n);
       close_stage();
       look_up(n + kLookAhead);
-    }
+      if constexpr (kLists) {
+        constexpr int kFetch = n + kLookAhead + kFetchAhead;
+        fetch_to<kFetch * kFetchedBytes>(fetched, kFetch);
+      }
+    });
   }
 
-  // Looks up where this lane's rows of tile n lie. REQUIRES: kv_end > 0.
+  // What is done ahead for tile n, its look-up and what has to come before a later one.
+  MLA_DEVICE void look_up_and_fetch(int n) {
+    look_up(n);
+    if constexpr (kLists) fetch(n + kFetchAhead);
+  }
+
+  // The first place of tile n, and how many there are from it on.
+  MLA_DEVICE int first(int n) const { return source.begin + n * kTileKv; }
+  MLA_DEVICE int left(int n) const { return source.end - first(n); }
+#if MLA_AMD
+  // Of a tile that has been looked up: bit i says whether the query row sees the entry of its place
+  // i. The same in every lane.
+  using Bits = std::conditional_t<kTileKv == 64, uint64_t, uint32_t>;
+  MLA_DEVICE Bits seen(int n) const {
+    static_assert(kLists && (kTileKv == 64 || kTileKv == 32));
+    return static_cast<Bits>(
+        tile::ballot(source.sees_entry(fetched_entry(n, tile::lane_again() & (kTileKv - 1)))));
+  }
+#endif
+
+  // Looks up where this lane's rows of tile n lie. REQUIRES: places to look up.
   MLA_DEVICE void look_up(int n) {
     lane = tile::lane_again();
     if constexpr (kInLds) {
@@ -88,6 +128,7 @@ class KvStream {
       if constexpr (kInLds) {
         const tile::lds_t entry = entry_base(n) + g * tile::kWave * 4 + lane * 4;
         const uint32_t granule = float_to_bits(tile::load_float(entry));
+        const PagedRows& pages = source.pages;
         from[g] = pages.address(granule, pages.place(position(n, g)).inside);
       } else {
         from[g] = address(found[g]);
@@ -110,24 +151,55 @@ class KvStream {
   // Waits until all but the kYounger youngest tiles have landed, and what was looked up with them.
   template <int kYounger>
   MLA_DEVICE void wait() {
-    copies.template wait<kYounger, kCopies + (kScales ? 1 : 0) + (kInLds ? kLookUps : 0)>();
+    copies.template wait<kYounger, kCopiesOfGroup>();
   }
-  // For copies through registers: writes the issued tile to stage 0.
-  MLA_DEVICE void land() {
+  // For copies through registers: writes the issued tile n to stage 0.
+  MLA_DEVICE void land(int n) {
     lane = tile::lane_again();
     land_from<0>();
     if constexpr (kScales) copies.land_word(scales(0), lane);
+    if constexpr (kLists) land_entry(n + kLookAhead + kFetchAhead);
   }
 
  private:
-  // Of this lane's row g of tile n; the last of all is that whose scale it copies. Rows past the
-  // range repeat its last row, so that masked probabilities, which are zero, always meet values
-  // that exist.
+  // Of this lane's row g of tile n; the last of all is that whose scale it copies.
   MLA_DEVICE int position(int n, int g) const {
     const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
                                   : (wave * tile::kWave + lane) % kTileKv;
-    const int at = kv_begin + n * kTileKv + row;
-    return at < kv_end ? at : kv_end - 1;
+    if constexpr (kLists) return source.position_of(fetched_entry(n, row));
+    return source.place(source.begin + n * kTileKv + row);
+  }
+
+  // --- Entries of lists, of tile n a lane each.
+  MLA_DEVICE lds_t fetched_base(int n) const { return fetched + n % kFetchedTiles * kFetchedBytes; }
+  MLA_DEVICE int fetched_entry(int n, int row) const {
+    return static_cast<int>(float_to_bits(tile::load_float(fetched_base(n) + row * 4)));
+  }
+  MLA_DEVICE void fetch(int n) { fetch_to<0>(fetched_base(n), n); }
+  template <int kOffset>
+  MLA_DEVICE void fetch_to(lds_t to, int n) {
+    lane = tile::lane_again();
+    const int32_t* const from = source.entry_at(first(n) + (lane & (kTileKv - 1)));
+    if constexpr (kInLds) {
+      copies.template issue_word<kOffset>(to, lane, from);
+    } else {
+      held_entry = *as_global<const int32_t>(from);
+    }
+  }
+  MLA_DEVICE void land_entry(int n) {
+    tile::store_float(fetched_base(n) + tile::lane_again() * 4,
+                      bits_to_float(static_cast<uint32_t>(held_entry)));
+  }
+  MLA_DEVICE void fetch_first() {
+    for_constants<kLookAhead + kFetchAhead>([&](auto n) {
+      fetch_to<n * kFetchedBytes>(fetched, n);
+      if constexpr (!kInLds) land_entry(n);
+    });
+    if constexpr (kInLds) {
+      wait<0>();
+    } else {
+      copies.meet();
+    }
   }
 
 #if MLA_AMD
@@ -136,15 +208,15 @@ class KvStream {
     int inside;
   };
   MLA_DEVICE Found find(int at) const {
-    const PagedRows::Place p = pages.place(at);
-    return Found{pages.granule(p.page), p.inside};
+    const PagedRows::Place p = source.pages.place(at);
+    return Found{source.pages.granule(p.page), p.inside};
   }
   MLA_DEVICE const uint8_t* address(const Found& f) const {
-    return pages.address(f.granule, f.inside);
+    return source.pages.address(f.granule, f.inside);
   }
 #else
   using Found = const uint8_t*;
-  MLA_DEVICE Found find(int at) const { return pages.row(at); }
+  MLA_DEVICE Found find(int at) const { return source.pages.row(at); }
   MLA_DEVICE const uint8_t* address(Found f) const { return f; }
 #endif
 
@@ -152,6 +224,7 @@ class KvStream {
   template <int kRow = 0>
   MLA_DEVICE void copy_entries(int n) {
     if constexpr (kRow < kLookUps) {
+      const PagedRows& pages = source.pages;
       copies.template issue_word<kRow * tile::kWave * 4>(
           entry_base(n), lane, pages.table + pages.place(position(n, kRow)).page);
       copy_entries<kRow + 1>(n);
@@ -183,12 +256,12 @@ class KvStream {
     return (lane & 7) ^ tile::swizzle(row);
   }
 
-  const PagedRows& pages;
-  const int kv_begin, kv_end;
-  lds_t stages, entries;
+  const Source& source;
+  lds_t stages, entries, fetched;
   int wave, lane = 0;  // the latter is worked out where it is needed
   Copies copies;
   Found found[kInLds ? 1 : kLookUps];
+  int held_entry = 0;
 };
 
 }  // namespace mla::kernels::hip

@@ -19,6 +19,7 @@ MLA_DEVICE int lane_index() {
   return static_cast<int>(static_cast<uint32_t>(thread_index()) & 31u);
 }
 MLA_DEVICE int lane_again() { return lane_index(); }
+MLA_DEVICE int again(int x) { return x; }
 MLA_DEVICE int wave_index() {
   return uniform(static_cast<int>(static_cast<uint32_t>(thread_index()) >> 5));
 }

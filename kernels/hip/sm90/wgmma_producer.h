@@ -2,8 +2,8 @@
 #ifndef MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_
 #define MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_
 
-#include "kernels/hip/common/item.h"
 #include "kernels/hip/common/query_loader.h"
+#include "kernels/hip/kv/row_source.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -14,24 +14,22 @@ class WgmmaProducer {
  public:
   using L = WgmmaLayout<C>;
   using lds_t = tile::lds_t;
+  using Source = RowSource<AttentionKind::kDense>;
 
   MLA_DEVICE WgmmaProducer(const AttendArgs& a, const L& layout)
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
 
   MLA_DEVICE void produce(const Item& item) {
-    const SegmentRecord& r = *item.segment;
-    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
-                          r.page_size, args.granule_bytes);
-    const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
-    if (kv_begin >= kv_end) return;
-    find(pages, kv_begin, kv_end);
+    const Source source(args, item);
+    if (source.begin >= source.end) return;
+    find(source, source.begin);
     start_queries(item);
-    for (int first = kv_begin; first < kv_end; first += 2 * C::kTileKv) {
-      copy_tile<0>(first == kv_begin);
-      find(pages, first + C::kTileKv, kv_end);
-      if (first + C::kTileKv >= kv_end) break;
+    for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
+      copy_tile<0>(first == source.begin);
+      find(source, first + C::kTileKv);
+      if (first + C::kTileKv >= source.end) break;
       copy_tile<1>(false);
-      find(pages, first + 2 * C::kTileKv, kv_end);
+      find(source, first + 2 * C::kTileKv);
     }
   }
 
@@ -42,14 +40,11 @@ class WgmmaProducer {
   // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
   MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
 
-  // Where this lane's rows of the tile at `first` lie. Rows past the range repeat its last row, so
-  // that masked probabilities, which are zero, always meet values that exist.
-  MLA_DEVICE void find(const PagedRows& pages, int first, int kv_end) {
+  // Where this lane's chunks of the tile at `first` lie.
+  MLA_DEVICE void find(const Source& source, int first) {
+    source.find(kv_rows, first, [this](int g) { return row(g); });
 #pragma unroll
-    for (int g = 0; g < kCopyRows; ++g) {
-      const int position = first + row(g);
-      kv_rows[g] = pages.row(position < kv_end ? position : kv_end - 1) + chunk_bytes();
-    }
+    for (int g = 0; g < kCopyRows; ++g) kv_rows[g] += chunk_bytes();
   }
 
   MLA_DEVICE void copy_block(lds_t tile_base, int block,

@@ -4,17 +4,23 @@
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
-//             [--kv bf16|fp8_tensor|fp8_row]
+//             [--kv bf16|fp8_tensor|fp8_row] [--sparse topk=2048]
+//
+// --sparse: each query row has an index list of so many random positions, ascending, or of all.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS.
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "absl/strings/numbers.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch/launch_layout.h"
 #include "scheduler/planning/metadata_buffers.h"
@@ -38,13 +44,15 @@ struct Flags {
   int32_t query_rows = 1;
   double max_gb = 20.0;
   std::string kv = "bf16";  // format of the rows
+  std::string sparse;       // empty: dense; else topk=N
+  int32_t top_k = 0;        // of it
   std::string image;        // file with device code to use in place of what was built in
 };
 
 struct Shape {
   int32_t heads, batch, context;
   std::vector<int32_t> lengths;
-  int64_t rows = 0;   // KV rows of all requests
+  int64_t rows = 0;   // KV rows that all requests attend to, a query row each with lists
   int64_t pages = 0;  // of all requests
 };
 
@@ -54,7 +62,7 @@ Shape MakeShape(const Flags& flags, int32_t heads, int32_t batch, int32_t contex
   std::uniform_real_distribution<double> spread(0.25, 1.75);
   for (int32_t& n : shape.lengths) {
     if (flags.ragged) n = std::max(1, static_cast<int32_t>(context * spread(random)));
-    shape.rows += n;
+    shape.rows += flags.top_k > 0 ? int64_t{flags.query_rows} * std::min(n, flags.top_k) : n;
     shape.pages += (n + kPage - 1) / kPage;
   }
   return shape;
@@ -73,6 +81,7 @@ class Bench {
 
  private:
   absl::Status FillPool(int64_t bytes);
+  void MakeLists(const Shape& shape);
   absl::Status Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns);
 
   int64_t row_bytes() const { return row_.row_bytes; }
@@ -81,6 +90,7 @@ class Bench {
     kernels::AttentionDesc desc;
     desc.geometry = {shape.heads, 512, 64, 128, 128};
     desc.kv_format = format_;
+    if (flags_.top_k > 0) desc.attention = kernels::AttentionKind::kSparse;
     return desc;
   }
 
@@ -94,6 +104,8 @@ class Bench {
   kernels::hip::DeviceBuffer flush_;
   kernels::LaunchLayout layout_;
   std::vector<kernels::SegmentRecord> records_;
+  // Of all query rows of a shape; and, a request after the other, where those of its rows begin.
+  std::vector<int32_t> lists_, list_begins_;
 };
 
 absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
@@ -112,7 +124,8 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   limits.launch_packed_rows = packed;
   limits.partial_rows = 400000;
   limits.max_o_dim = 512;
-  limits.staging_in_bytes = packed * kQueryBytes + (1 << 20);
+  limits.staging_in_bytes =
+      packed * kQueryBytes + (1 << 20) + batch * (flags_.query_rows + 1) * (flags_.top_k + 1) * 4;
   limits.staging_out_bytes = packed * 516 * 4 + (1 << 20);
   limits.work_items = 100000;
   limits.reduce_tiles = 50000;
@@ -133,6 +146,23 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   if (!flush.ok()) return flush.status();
   flush_ = *std::move(flush);
   return FillPool(limits.kv_pool_bytes);
+}
+
+// Every list its own choice.
+void Bench::MakeLists(const Shape& shape) {
+  std::mt19937 random(4);
+  lists_.clear();
+  list_begins_.clear();
+  std::vector<int32_t> all;
+  for (const int32_t context : shape.lengths) {
+    list_begins_.push_back(static_cast<int32_t>(lists_.size()));
+    for (int32_t row = 0; row < flags_.query_rows; ++row) {
+      all.resize(context - flags_.query_rows + row + 1);
+      std::iota(all.begin(), all.end(), 0);
+      std::sample(all.begin(), all.end(), std::back_inserter(lists_), flags_.top_k, random);
+      list_begins_.push_back(static_cast<int32_t>(lists_.size()));
+    }
+  }
 }
 
 // The same rows over and over.
@@ -170,6 +200,15 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
   if (!o.ok()) return o.status();
   auto lse = layout_.Output(o_->bytes().data() + packed * 1024, packed * 4);
   if (!lse.ok()) return lse.status();
+  const void *lists = nullptr, *begins = nullptr;
+  if (flags_.top_k > 0) {
+    auto staged = layout_.Input(lists_.data(), static_cast<int64_t>(lists_.size()) * 4);
+    if (!staged.ok()) return staged.status();
+    lists = *staged;
+    staged = layout_.Input(list_begins_.data(), static_cast<int64_t>(list_begins_.size()) * 4);
+    if (!staged.ok()) return staged.status();
+    begins = *staged;
+  }
   records_.assign(shape.batch, {});
   int64_t entry = 0;
   for (int32_t i = 0; i < shape.batch; ++i) {
@@ -193,6 +232,11 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
     r.num_heads = shape.heads;
     r.softmax_scale = 0.0721687f;
     r.causal = 1;
+    if (flags_.top_k > 0) {
+      const int64_t at = int64_t{i} * (flags_.query_rows + 1);
+      r.list_begin = static_cast<const int32_t*>(begins) + at;
+      r.list = static_cast<const int32_t*>(lists) + list_begins_[at];
+    }
     entry += (shape.lengths[i] + kPage - 1) / kPage;
   }
   kernels::Launch launch;
@@ -230,8 +274,11 @@ absl::Status Bench::Time(const Shape& shape) {
   if (absl::Status can = backend_->CanRun(desc); !can.ok()) return can;
   std::vector<scheduler::PlanSegment> requests;
   for (const int32_t n : shape.lengths) {
-    requests.push_back({flags_.query_rows, n, shape.heads, true});
+    const bool sparse = flags_.top_k > 0;
+    requests.push_back(
+        {flags_.query_rows, sparse ? std::min(n, flags_.top_k) : n, shape.heads, !sparse});
   }
+  if (flags_.top_k > 0) MakeLists(shape);
   auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
   if (!plan.ok()) return plan.status();
   int64_t warm_up = 0;
@@ -246,13 +293,15 @@ absl::Status Bench::Time(const Shape& shape) {
   }
   std::sort(times.begin(), times.end());
   const double us = static_cast<double>(times[times.size() / 2]) / 1e3;
-  const double flop =
-      2.0 * static_cast<double>(shape.rows) * shape.heads * flags_.query_rows * (576 + 512);
+  // A KV row meets the heads of all query rows, or of the one whose list names it.
+  const int32_t meets = flags_.top_k > 0 ? 1 : flags_.query_rows;
+  const double flop = 2.0 * static_cast<double>(shape.rows) * shape.heads * meets * (576 + 512);
   std::printf(
-      "%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
+      "%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
       "%zu merged tiles\n",
-      format_ == kernels::KvFormat::kBf16 ? "" : (flags_.kv + " ").c_str(), shape.heads,
-      shape.batch, shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, us,
+      format_ == kernels::KvFormat::kBf16 ? "" : (flags_.kv + " ").c_str(),
+      flags_.top_k > 0 ? (flags_.sparse + " ").c_str() : "", shape.heads, shape.batch,
+      shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, us,
       static_cast<double>(times[0]) / 1e3, static_cast<double>(shape.rows * row_bytes()) / us / 1e6,
       flop / us / 1e6, plan->work_info.size(), plan->reduce_final_map.size());
   std::fflush(stdout);
@@ -261,24 +310,26 @@ absl::Status Bench::Time(const Shape& shape) {
 
 int Main(int argc, char** argv) {
   Flags flags;
-  const Flag known[] = {{"--heads", &flags.heads},
-                        {"--batch", &flags.batch},
-                        {"--context", &flags.context},
-                        {"--iterations", &flags.iterations},
-                        {"--ragged", &flags.ragged},
-                        {"--query-rows", &flags.query_rows},
-                        {"--max-gb", &flags.max_gb},
-                        {"--image", &flags.image},
-                        {"--kv", &flags.kv}};
+  const Flag known[] = {{"--heads", &flags.heads},     {"--batch", &flags.batch},
+                        {"--context", &flags.context}, {"--iterations", &flags.iterations},
+                        {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
+                        {"--max-gb", &flags.max_gb},   {"--image", &flags.image},
+                        {"--kv", &flags.kv},           {"--sparse", &flags.sparse}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
   }
+  absl::string_view top_k = flags.sparse;
   const auto* const format =
       std::find_if(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats),
                    [&](kernels::KvFormat f) { return Name(f) == flags.kv; });
   if (format == std::end(kernels::kKvFormats)) {
     std::fprintf(stderr, "--kv: got '%s', want bf16, fp8_tensor or fp8_row\n", flags.kv.c_str());
+    return 2;
+  }
+  if (!flags.sparse.empty() && (!absl::ConsumePrefix(&top_k, "topk=") ||
+                                !absl::SimpleAtoi(top_k, &flags.top_k) || flags.top_k < 1)) {
+    std::fprintf(stderr, "--sparse: got '%s', want topk=N\n", flags.sparse.c_str());
     return 2;
   }
   const int64_t row_bytes = kernels::MakeKvRowLayout(*format, 512, 64).row_bytes;

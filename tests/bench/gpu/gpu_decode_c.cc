@@ -167,7 +167,8 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
 
   constexpr kernels::hip::KvFormat kFormat = kernels::hip::KvFormat::kBf16;
   constexpr kernels::hip::DType kProducts = kernels::hip::DType::kBf16;
-  const int32_t largest = kernels::hip::MostRows(*arch_, kFormat, kProducts);
+  constexpr kernels::AttentionKind kKind = kernels::AttentionKind::kDense;
+  const int32_t largest = kernels::hip::MostRows(*arch_, kFormat, kProducts, kKind);
   const int32_t rows = std::min(heads, largest * arch_->blocks_per_unit);
   int32_t busy = 0, last = 0;
   for (size_t i = 0; i + 1 < plan->work_indptr.size(); ++i) {
@@ -175,7 +176,8 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
     ++busy;
     last = static_cast<int32_t>(i) + 1;
   }
-  variant_ = kernels::hip::ChooseAttend(*arch_, kFormat, kProducts, rows, busy, runtime_->units());
+  variant_ =
+      kernels::hip::ChooseAttend(*arch_, kFormat, kProducts, kKind, rows, busy, runtime_->units());
   attend_args_ = {};
   attend_args_.work_indptr = reinterpret_cast<const int32_t*>(*indptr);
   attend_args_.work_info = reinterpret_cast<const kernels::WorkInfo*>(*work);

@@ -43,6 +43,7 @@ enum class ListKind : uint8_t {
   kOne,      // one position each
   kEmpty,    // -1 alone, or nothing
 };
+inline constexpr int kListKinds = 6;
 
 struct RequestSpec {
   int32_t q_rows = 0;

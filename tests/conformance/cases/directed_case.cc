@@ -64,8 +64,11 @@ absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index
     spec.route = Route::kExpanded;
   } else if (parts[0] == "project") {
     spec.route = Route::kAbsorbProject;
+  } else if (parts[0] == "v32") {
+    spec.route = Route::kAbsorbed;
+    spec.sparse = true;
   } else {
-    return Wrong(text, "route", parts[0], "absorbed, expanded or project");
+    return Wrong(text, "route", parts[0], "absorbed, expanded, project or v32");
   }
   const auto heads = Number(text, "heads", parts[1], 1, 1024);
   if (!heads.ok()) return heads.status();
@@ -80,6 +83,7 @@ absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index
   for (const absl::string_view request : absl::StrSplit(parts[2], '/')) {
     auto parsed = ParseRequest(text, request, *heads);
     if (!parsed.ok()) return parsed.status();
+    parsed->lists = static_cast<ListKind>((index + spec.requests.size()) % kListKinds);
     spec.requests.push_back(*parsed);
   }
   return spec;

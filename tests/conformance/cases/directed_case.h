@@ -14,7 +14,8 @@ namespace mla::conformance {
 //
 //   ROUTE:HEADS:REQUEST[/REQUEST...][:UNITS]      e.g. absorbed:128:1,4097,64/5,0,64/0,9,64:4
 //
-// ROUTE is absorbed, expanded or project (absorb, attend, project); a REQUEST is query rows, rows
+// ROUTE is absorbed, expanded, project (absorb, attend, project) or v32 (absorbed, with index lists
+// of a kind that is drawn); a REQUEST is query rows, rows
 // in the cache before them and rows a page, with a fourth field `full` for one without causal mask;
 // UNITS is what the plan is cut for (4). bf16 queries; kind of inputs and dtypes of cache rows and
 // outputs are drawn from the sampler's seed and `index`.

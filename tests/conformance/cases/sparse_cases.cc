@@ -101,7 +101,7 @@ std::vector<CaseSpec> SparseCases(const SamplerOptions& options, uint64_t first,
     const int32_t many = random.OneIn(2) ? random.Pick(heads) : 0;
     if (many > 0) spec.geometry.num_heads = many;
     for (RequestSpec& request : spec.requests) {
-      request.lists = static_cast<ListKind>(random.Below(6));
+      request.lists = static_cast<ListKind>(random.Below(kListKinds));
       if (random.OneIn(2)) request.q_rows = std::min(request.q_rows, random.Pick(q_rows));
       if (many > 0) {
         request.num_heads = many;

@@ -2,7 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_FP8_COPIER_H_
 #define MLA_KERNELS_HIP_SM90_FP8_COPIER_H_
 
-#include "kernels/hip/common/item.h"
+#include "kernels/hip/kv/row_source.h"
 #include "kernels/hip/sm90/fp8/layout.h"
 
 namespace mla::kernels::hip {
@@ -13,23 +13,21 @@ class Fp8Copier {
  public:
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
+  using Source = RowSource<AttentionKind::kDense>;
 
   MLA_DEVICE Fp8Copier(const AttendArgs& a, const L& layout)
       : args(a), shared(layout), thread(thread_index() & (L::kGroupThreads - 1)) {}
 
   MLA_DEVICE void copy(const Item& item) {
-    const SegmentRecord& r = *item.segment;
-    const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
-                          r.page_size, args.granule_bytes);
-    const int kv_begin = item.work.kv_begin, kv_end = item.work.kv_end;
-    if (kv_begin >= kv_end) return;
-    find(pages, kv_begin, kv_end);
-    for (int first = kv_begin; first < kv_end; first += C::kTileKv) {
+    const Source source(args, item);
+    if (source.begin >= source.end) return;
+    find(source, source.begin);
+    for (int first = source.begin; first < source.end; first += C::kTileKv) {
       tile::barrier_wait(shared.emptied(ring.at), ring.parity ^ 1);
       copy_tile();
       tile::barrier_arrive_after_copies(shared.filled(ring.at));
       ring.next();
-      find(pages, first + C::kTileKv, kv_end);
+      find(source, first + C::kTileKv);
     }
   }
 
@@ -37,14 +35,9 @@ class Fp8Copier {
   static constexpr int kRows = 4;  // of a tile, that this lane copies chunks of
 
   MLA_DEVICE int row(int i) const { return i * 16 + (thread >> 3); }
-  // Where this lane's rows of the tile at `first` lie. Rows past the range repeat its last row, so
-  // that masked probabilities, which are zero, always meet values that exist.
-  MLA_DEVICE void find(const PagedRows& pages, int first, int kv_end) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int position = first + row(i);
-      rows[i] = pages.row(position < kv_end ? position : kv_end - 1);
-    }
+  // Where this lane's rows of the tile at `first` lie.
+  MLA_DEVICE void find(const Source& source, int first) {
+    source.find(rows, first, [this](int i) { return row(i); });
   }
 
   MLA_DEVICE void copy_tile() const {
