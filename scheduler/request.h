@@ -107,6 +107,8 @@ struct RequestTimings {
 };
 
 class Tenant;
+struct Limits;
+struct ModelSpec;
 struct RequestQueue;
 struct SliceGroup;
 struct Step;
@@ -168,6 +170,28 @@ class StreamRequest {
   };
   EngineFields engine;
 };
+
+// --- Rules that need nothing but the request and what it is for. Who reads a message applies them
+// before memory is sized by its numbers; the engine applies them to what it is given, also because
+// an id may have come to stand for another step. Errors name field, got and limit.
+
+// How much a step may hold. `participants`: with its default of 1.
+absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
+                             const Limits& limits);
+// All rows of a step together.
+absl::Status CheckStepRows(int64_t rows, const Limits& limits);
+
+// What an Attend asks for, before its numbers are narrowed.
+struct AttendRange {
+  int64_t layer = 0;
+  int64_t row_begin = 0, row_count = 0;
+  int64_t head_offset = 0, num_heads = 0;
+};
+// Inside a step of `total_rows` >= 1 rows of the model; append-only needs no heads.
+absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const ModelSpec& model,
+                              int32_t total_rows);
+// Whether a request of the profile makes sense for the model.
+absl::Status CheckAttendProfile(Profile profile, bool has_kv, const ModelSpec& model);
 
 }  // namespace mla::scheduler
 

@@ -67,16 +67,8 @@ absl::Status StepOpener::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
   absl::StatusOr<Model*> found = models_->Find(tenant, args.model_id, "begin_step.model_id");
   if (!found.ok()) return found.status();
   *model = *found;
-  const int64_t sequences = static_cast<int64_t>(args.sequences.size());
-  if (sequences < 1 || sequences > limits_.max_step_sequences) {
-    return RefuseField("begin_step.sequences", absl::StrCat(sequences, " entries"),
-                       absl::StrCat("1..", limits_.max_step_sequences), "out_of_range");
-  }
-  if (args.participants < 1 || args.participants > limits_.max_participants) {
-    return RefuseField("begin_step.participants", absl::StrCat(args.participants),
-                       absl::StrCat("0..", limits_.max_participants), "out_of_range");
-  }
-  return CheckRange("begin_step.lease_ms", args.lease_ms, 0, limits_.longest_step_lease_ms());
+  return CheckStepBounds(static_cast<int64_t>(args.sequences.size()), args.participants,
+                         args.lease_ms, limits_);
 }
 
 // What of the step's pages was refused: by the tenant's bound, or because the pool has no room.
@@ -142,11 +134,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     step->entries.push_back({sequence, static_cast<int32_t>(wanted.start_position), wanted.rows,
                              static_cast<int32_t>(total)});
     total += wanted.rows;
-    if (total > limits_.max_step_rows) {
-      status = RefuseField("begin_step.sequences", absl::StrCat(total, " rows"),
-                           absl::StrCat("at most ", limits_.max_step_rows, " rows a step"),
-                           "out_of_range");
-    }
+    status = CheckStepRows(total, limits_);
   }
   if (status.ok()) status = ReserveStep(step->entries, *model);
   if (!status.ok()) {

@@ -282,7 +282,7 @@ TEST_F(EngineRefusalsTest, TheRowsOfAllSequencesTogetherAreBounded) {
   auto refused = h_.Begin(stream_, 1, {{a.id, 1, 0, most}, {b.id, 1, 0, 1}});
   ExpectCode(*refused, absl::StatusCode::kInvalidArgument, "out_of_range");
   EXPECT_EQ(refused->detail.field, "begin_step.sequences");
-  EXPECT_EQ(refused->detail.got, std::to_string(most + 1) + " rows");
+  EXPECT_EQ(refused->detail.got, std::to_string(most + 1));
   for (const SequenceId id : {a.id, b.id}) EXPECT_FALSE(h_.Get(id).in_step);
   EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, most - 1}, {b.id, 1, 0, 1}})->status.ok());
 }

@@ -11,13 +11,6 @@ namespace {
 constexpr size_t kAbortedRemembered = 256;
 constexpr int kMissingListed = 8;
 
-absl::Status CheckHeads(const Step& step, const AttendArgs& args) {
-  const int32_t heads = step.model->spec->geometry.num_heads;
-  absl::Status status = CheckRange("attend.head_offset", args.head_offset, 0, heads - 1);
-  if (!status.ok() || args.profile == Profile::kAppendOnly) return status;
-  return CheckRange("attend.num_heads", args.num_heads, 1, heads - args.head_offset);
-}
-
 absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
   const ModelSpec& spec = *step.model->spec;
   if (!step.model->scales_complete()) {
@@ -26,9 +19,8 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                                     kernels::Name(spec.kv_format), " needs"),
                        "scales_missing", absl::StatusCode::kFailedPrecondition);
   }
-  if (args.profile == Profile::kAppendOnly && !args.has_kv) {
-    return RefuseField("attend.has_kv", "false", "true for APPEND_ONLY", "nothing_to_do");
-  }
+  absl::Status status = CheckAttendProfile(args.profile, args.has_kv, spec);
+  if (!status.ok()) return status;
   const absl::Status& absorbed_f32 = step.model->absorbed_f32;
   if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
       !absorbed_f32.ok()) {
@@ -39,11 +31,6 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                       .reason = "unsupported_dtype"});
   }
   if (args.profile != Profile::kExpanded) return absl::OkStatus();
-  if (spec.geometry.v_dim == 0) {
-    return RefuseField("attend.profile", "EXPANDED",
-                       "a profile of the model: it was registered without nope_dim and v_dim",
-                       "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
-  }
   if (step.model->weights_complete) return absl::OkStatus();
   const int32_t heads = spec.geometry.num_heads;
   std::string layers;
@@ -191,14 +178,9 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
                        "the id of a step of the model that this request was sized for",
                        "step_reused", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckRange("attend.layer", args.layer, 0, step.model->spec->layers - 1);
-  if (status.ok()) {
-    status = CheckRange("attend.row_begin", args.row_begin, 0, step.total_rows - 1);
-  }
-  if (status.ok()) {
-    status = CheckRange("attend.row_count", args.row_count, 1, step.total_rows - args.row_begin);
-  }
-  if (status.ok()) status = CheckHeads(step, args);
+  absl::Status status = CheckAttendRange(
+      {args.layer, args.row_begin, args.row_count, args.head_offset, args.num_heads}, args.profile,
+      *step.model->spec, step.total_rows);
   if (status.ok()) status = CheckProfile(step, args);
   if (status.ok()) status = CheckLists(step, args);
   if (status.ok()) status = CheckKvOrder(step, args, repeat);

@@ -37,34 +37,22 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
   switch (message.profile()) {
     case v1::PROFILE_ABSORBED:
       *out = Profile::kAbsorbed;
-      return absl::OkStatus();
+      break;
     case v1::PROFILE_APPEND_ONLY:
       *out = Profile::kAppendOnly;
-      if (!message.has_kv()) {
-        return RefuseField("attend.has_kv", "false", "true with PROFILE_APPEND_ONLY");
-      }
       if (message.want_lse()) {
         return RefuseField("attend.want_lse", "true", "false with PROFILE_APPEND_ONLY");
       }
-      return absl::OkStatus();
+      break;
     case v1::PROFILE_EXPANDED:
       *out = Profile::kExpanded;
-      if (model.geometry.nope_dim == 0 || model.geometry.v_dim == 0) {
-        return MakeError(
-            absl::StatusCode::kFailedPrecondition,
-            "attend.profile: the model was registered without nope_dim and v_dim, so it has no "
-            "EXPANDED form",
-            {.field = "attend.profile",
-             .got = "PROFILE_EXPANDED",
-             .limit = "PROFILE_ABSORBED or PROFILE_APPEND_ONLY for this model",
-             .reason = "no_expanded_profile"});
-      }
-      return absl::OkStatus();
+      break;
     default:
       return RefuseField("attend.profile", absl::StrCat(static_cast<int>(message.profile())),
                          "PROFILE_ABSORBED, PROFILE_EXPANDED or PROFILE_APPEND_ONLY",
                          "unknown_value");
   }
+  return scheduler::CheckAttendProfile(*out, message.has_kv(), model);
 }
 
 // `sizes` of the lists, as sent.
@@ -186,17 +174,11 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
                             scheduler::BeginStepArgs* args, int32_t* total_rows) {
   MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "begin_step.model_id", false, limits));
   const int count = message.sequences_size();
-  if (count < 1 || count > limits.max_step_sequences) {
-    return RefuseField("begin_step.sequences", absl::StrCat(count),
-                       absl::StrCat(Range(1, limits.max_step_sequences), " entries"));
-  }
-  int32_t participants = 0;
-  MLA_RETURN_IF_ERROR(Narrow(message.participants(), 0, limits.max_participants,
-                             "begin_step.participants", &participants));
-  MLA_RETURN_IF_ERROR(CheckLease(message.lease_ms(), limits.longest_step_lease_ms(),
-                                 "begin_step.lease_ms", &args->lease_ms));
+  const int64_t participants = std::max(message.participants(), 1u);
+  MLA_RETURN_IF_ERROR(scheduler::CheckStepBounds(count, participants, message.lease_ms(), limits));
   args->model_id = message.model_id();
-  args->participants = std::max(participants, 1);
+  args->participants = static_cast<int32_t>(participants);
+  args->lease_ms = message.lease_ms();
   args->sequences.resize(static_cast<size_t>(count));
   int64_t rows = 0;
   for (int i = 0; i < count; ++i) {
@@ -215,10 +197,7 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
     to.rows = static_cast<int32_t>(from.rows());
     rows += to.rows;
   }
-  if (rows > limits.max_step_rows) {
-    return RefuseField("begin_step.sequences", absl::StrCat(rows),
-                       absl::StrCat("at most ", limits.max_step_rows, " rows together"));
-  }
+  MLA_RETURN_IF_ERROR(scheduler::CheckStepRows(rows, limits));
   *total_rows = static_cast<int32_t>(rows);
   return absl::OkStatus();
 }
@@ -227,16 +206,14 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
                          int64_t payload_bytes, int64_t message_bytes, scheduler::AttendArgs* args,
                          AttendSizes* sizes) {
   *args = {};
-  MLA_RETURN_IF_ERROR(Narrow(message.layer(), 0, model.layers - 1, "attend.layer", &args->layer));
   MLA_RETURN_IF_ERROR(CheckProfile(message, model, &args->profile));
-  MLA_RETURN_IF_ERROR(CheckSlice(message.row_begin(), message.row_count(), 1, total_rows,
-                                 "attend.row_begin", "attend.row_count"));
-  const uint64_t least_heads = args->profile == Profile::kAppendOnly ? 0 : 1;
-  MLA_RETURN_IF_ERROR(CheckSlice(message.head_offset(), message.num_heads(), least_heads,
-                                 model.geometry.num_heads, "attend.head_offset",
-                                 "attend.num_heads"));
+  MLA_RETURN_IF_ERROR(
+      scheduler::CheckAttendRange({message.layer(), message.row_begin(), message.row_count(),
+                                   message.head_offset(), message.num_heads()},
+                                  args->profile, model, total_rows));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.q_dtype(), "attend.q_dtype", &args->q_dtype));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", &args->o_dtype));
+  args->layer = static_cast<int32_t>(message.layer());
   args->row_begin = static_cast<int32_t>(message.row_begin());
   args->row_count = static_cast<int32_t>(message.row_count());
   args->head_offset = static_cast<int32_t>(message.head_offset());

@@ -1,0 +1,63 @@
+#include "scheduler/request.h"
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "scheduler/limits.h"
+#include "scheduler/model.h"
+
+namespace mla::scheduler {
+
+absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
+                             const Limits& limits) {
+  if (sequences < 1 || sequences > limits.max_step_sequences) {
+    return RefuseField("begin_step.sequences", absl::StrCat(sequences),
+                       absl::StrCat("1..", limits.max_step_sequences, " entries"));
+  }
+  if (participants < 1 || participants > limits.max_participants) {
+    return RefuseField("begin_step.participants", absl::StrCat(participants),
+                       absl::StrCat("0..", limits.max_participants));
+  }
+  return CheckRange("begin_step.lease_ms", lease_ms, 0, limits.longest_step_lease_ms());
+}
+
+absl::Status CheckStepRows(int64_t rows, const Limits& limits) {
+  if (rows <= limits.max_step_rows) return absl::OkStatus();
+  return RefuseField("begin_step.sequences", absl::StrCat(rows),
+                     absl::StrCat("at most ", limits.max_step_rows, " rows together"));
+}
+
+absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const ModelSpec& model,
+                              int32_t total_rows) {
+  const int32_t heads = model.geometry.num_heads;
+  absl::Status status = CheckRange("attend.layer", range.layer, 0, model.layers - 1);
+  if (status.ok()) status = CheckRange("attend.row_begin", range.row_begin, 0, total_rows - 1);
+  if (status.ok()) {
+    status = CheckRange("attend.row_count", range.row_count, 1, total_rows - range.row_begin);
+  }
+  if (status.ok()) status = CheckRange("attend.head_offset", range.head_offset, 0, heads - 1);
+  if (status.ok()) {
+    status = CheckRange("attend.num_heads", range.num_heads,
+                        profile == Profile::kAppendOnly ? 0 : 1, heads - range.head_offset);
+  }
+  return status;
+}
+
+absl::Status CheckAttendProfile(Profile profile, bool has_kv, const ModelSpec& model) {
+  if (profile == Profile::kAppendOnly && !has_kv) {
+    return RefuseField("attend.has_kv", "false", "true with PROFILE_APPEND_ONLY", "nothing_to_do");
+  }
+  if (profile == Profile::kExpanded &&
+      (model.geometry.nope_dim == 0 || model.geometry.v_dim == 0)) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition,
+        "attend.profile: the model was registered without nope_dim and v_dim, so it has no "
+        "EXPANDED form",
+        {.field = "attend.profile",
+         .got = "PROFILE_EXPANDED",
+         .limit = "PROFILE_ABSORBED or PROFILE_APPEND_ONLY for this model",
+         .reason = "no_expanded_profile"});
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler
