@@ -42,7 +42,8 @@ struct Rates {
 
 // Three significant digits.
 std::string Short(double value) {
-  return absl::StrFormat(value >= 100 ? "%.0f" : value >= 10 ? "%.1f" : "%.2f", value);
+  const int decimals = value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return absl::StrFormat("%.*f", decimals, value);
 }
 
 std::string StageLine(const char* name, const LatencyHistogram& times) {

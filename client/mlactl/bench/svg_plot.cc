@@ -56,12 +56,14 @@ class Axis {
     std::vector<Tick> ticks;
     if (scale_ == AxisScale::kLinear) {
       const double step = Step();
-      for (double value = 0; value <= high_ * 1.0001; value += step) {
+      for (int i = 0; i * step <= high_ * 1.0001; ++i) {
+        const double value = i * step;
         ticks.push_back({At(value), absl::StrFormat("%g", value)});
       }
       return ticks;
     }
-    for (double power = low_; power <= high_; ++power) {
+    for (int i = 0; low_ + i <= high_; ++i) {
+      const double power = low_ + i;
       const double value =
           scale_ == AxisScale::kLog ? std::pow(10, power) : 1 - std::pow(10, -power);
       ticks.push_back({(power - low_) / (high_ - low_),

@@ -63,7 +63,7 @@ void Command::Fault(const std::string& name, const std::string& got, const std::
 }
 
 CLI::Option* Command::AddText(const OptionText& text,
-                              std::function<void(const std::string& value)> read) {
+                              const std::function<void(const std::string& value)>& read) {
   const auto on_results = [self = *this, name = text.name,
                            read](const CLI::results_t& results) mutable {
     // CLI11 takes any word that follows.
@@ -80,8 +80,8 @@ CLI::Option* Command::AddText(const OptionText& text,
 
 template <typename T>
 CLI::Option* Command::AddList(const OptionText& text, size_t count, const std::string& must,
-                              std::function<bool(const std::string& part, T* value)> parse,
-                              std::function<void(std::vector<T>)> commit) {
+                              const std::function<bool(const std::string& part, T* value)>& parse,
+                              const std::function<void(std::vector<T>)>& commit) {
   return AddText(text, [=, self = *this, name = text.name](const std::string& list) mutable {
     const std::vector<std::string> parts = absl::StrSplit(list, ',');
     if (parts.size() > count) {
@@ -97,7 +97,8 @@ CLI::Option* Command::AddList(const OptionText& text, size_t count, const std::s
 }
 
 CLI::Option* Command::AddNumbers(const OptionText& text, uint64_t least, uint64_t most,
-                                 size_t count, std::function<void(std::vector<uint64_t>)> commit) {
+                                 size_t count,
+                                 const std::function<void(std::vector<uint64_t>)>& commit) {
   // CLI11's own conversion takes octal and lets 64 bits overflow.
   const auto parse = [least, most](const std::string& part, uint64_t* value) {
     return absl::SimpleAtoi(part, value) && *value >= least && *value <= most;
@@ -106,7 +107,7 @@ CLI::Option* Command::AddNumbers(const OptionText& text, uint64_t least, uint64_
 }
 
 CLI::Option* Command::AddReals(const OptionText& text, double least, double most, size_t count,
-                               std::function<void(std::vector<double>)> commit) {
+                               const std::function<void(std::vector<double>)>& commit) {
   const auto parse = [least, most](const std::string& part, double* value) {
     return absl::SimpleAtod(part, value) && *value >= least && *value <= most;
   };
@@ -115,7 +116,7 @@ CLI::Option* Command::AddReals(const OptionText& text, double least, double most
 
 CLI::Option* Command::AddChoices(const OptionText& text, size_t count,
                                  const std::vector<std::string>& choices,
-                                 std::function<void(std::vector<std::string>)> commit) {
+                                 const std::function<void(std::vector<std::string>)>& commit) {
   const auto parse = [choices](const std::string& part, std::string* value) {
     *value = part;
     return std::find(choices.begin(), choices.end(), part) != choices.end();
@@ -167,13 +168,17 @@ CLI::Option* Command::Choices(const OptionText& text, const std::vector<std::str
   known.emplace_back("all");
   const auto commit = [choices, values](std::vector<std::string> read) {
     const bool all = std::find(read.begin(), read.end(), "all") != read.end();
-    *values = all ? choices : std::move(read);
+    if (all) {
+      *values = choices;
+    } else {
+      *values = std::move(read);
+    }
   };
   return AddChoices(text, known.size(), known, commit);
 }
 
 CLI::Option* Command::Parts(const OptionText& text, const std::string& must,
-                            std::function<bool(const std::string& part)> read) {
+                            const std::function<bool(const std::string& part)>& read) {
   return AddText(text, [=, self = *this, name = text.name](const std::string& list) mutable {
     const std::vector<std::string> parts = absl::StrSplit(list, ',', absl::SkipEmpty());
     for (const std::string& part : parts) {

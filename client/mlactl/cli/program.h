@@ -79,7 +79,7 @@ class Command final {
                        const std::vector<std::string>& others, std::vector<std::string>* values);
   // Calls `read` with each part between commas, without empty ones. False: it must be `must`.
   CLI::Option* Parts(const OptionText& text, const std::string& must,
-                     std::function<bool(const std::string& part)> read);
+                     const std::function<bool(const std::string& part)>& read);
 
   // What the command does, once its options are read; returns the exit code.
   void Run(RunFunction run);
@@ -88,20 +88,21 @@ class Command final {
   friend class Program;
   Command(Program* program, CLI::App* app) : program_(program), app_(app) {}
   // Calls `read` with the option's value.
-  CLI::Option* AddText(const OptionText& text, std::function<void(const std::string& value)> read);
+  CLI::Option* AddText(const OptionText& text,
+                       const std::function<void(const std::string& value)>& read);
   // Calls `commit` with the parts between commas, if there are at most `count` and `parse` accepts
   // each; otherwise a part must be `must`.
   template <typename T>
   CLI::Option* AddList(const OptionText& text, size_t count, const std::string& must,
-                       std::function<bool(const std::string& part, T* value)> parse,
-                       std::function<void(std::vector<T>)> commit);
+                       const std::function<bool(const std::string& part, T* value)>& parse,
+                       const std::function<void(std::vector<T>)>& commit);
   CLI::Option* AddNumbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
-                          std::function<void(std::vector<uint64_t>)> commit);
+                          const std::function<void(std::vector<uint64_t>)>& commit);
   CLI::Option* AddReals(const OptionText& text, double least, double most, size_t count,
-                        std::function<void(std::vector<double>)> commit);
+                        const std::function<void(std::vector<double>)>& commit);
   CLI::Option* AddChoices(const OptionText& text, size_t count,
                           const std::vector<std::string>& choices,
-                          std::function<void(std::vector<std::string>)> commit);
+                          const std::function<void(std::vector<std::string>)>& commit);
   void Fault(const std::string& name, const std::string& got, const std::string& must);
 
   Program* const program_;

@@ -342,7 +342,9 @@ absl::StatusOr<LoadResult> LoadRun::Run() {
     LoadRecorder left;
     left.run_ = this;
     const TimePoint now = stopped_.value_or(measure_end_);
-    for (auto at = arrivals_->TakeBefore(end); at.has_value(); at = arrivals_->TakeBefore(end)) {
+    while (true) {
+      const auto at = arrivals_->TakeBefore(end);
+      if (!at.has_value()) break;
       Unfinished(&left, *at, now);
     }
     result_.counts.Merge(left.counts_);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/mlactl/tensors/value_bounds.h"
 
 namespace mla::mlactl {
@@ -185,7 +186,7 @@ TEST(RecordingTest, DeepNestingIsRefused) {
     EXPECT_THAT(ReadAll("{\"models\":[" + value + "]}\n").ToString(), HasSubstr("nested deeper"));
     for (const char* start :
          {"{\"kind\":", "{\"kind\":\"done\",\"later\":", "[", "{\"kind\":[{\"a\":"}) {
-      EXPECT_THAT(ReadAll(header + RecordBytes(start + value + "}")).ToString(),
+      EXPECT_THAT(ReadAll(header + RecordBytes(absl::StrCat(start, value, "}"))).ToString(),
                   HasSubstr("nested deeper"));
     }
   }
