@@ -67,6 +67,8 @@ struct ArchTraits {
   int32_t expanded_threads = 256;
   int32_t expanded_shared_bytes = 0;  // dynamic; 0 where it is static
   int32_t expanded_blocks = 1;        // that a unit holds at a time
+  // Weights for the up-projection lie in panels (weights/weight_panels.h).
+  bool weight_panels = false;
   int32_t combine_shared_bytes = 0;
   int32_t project_shared_bytes = 0;
   int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
@@ -80,6 +82,9 @@ struct ArchTraits {
   bool spreads_few_items = false;
   // Units of a die with an L2 of its own (XCD); 0: one L2 serves all units.
   int32_t units_per_xcd = 0;
+  // Up-projection keeps a tile's rows over all heads; it rounds and stores while it multiplies.
+  bool expand_keeps_rows = false;
+  bool expand_hides_stores = false;
   // Keys and values of the expanded form that an L2 holds beside all else.
   int64_t cache_bytes = int64_t{24} << 20;
   int32_t kv_granularity = 64;
@@ -92,12 +97,15 @@ inline constexpr ArchTraits kSm90Traits{
     .expand = kSm90Expand,
     .expanded_threads = 384,
     .expanded_shared_bytes = 213632,
+    .weight_panels = true,
     .combine_shared_bytes = 16512,
     .project_shared_bytes = 49152,
     .waves_per_block = 8,
     .combine_overlaps = true,
     .blocks_per_unit = 2,
     .spreads_few_items = true,
+    .expand_keeps_rows = true,
+    .expand_hides_stores = true,
     .kv_granularity = 64,
     .item_overhead_rows = 256,
 };
@@ -216,12 +224,29 @@ constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32
   return rows * waves * column_blocks <= room ? waves : waves_per_row;
 }
 
+// Blocks that up-project a round of so many pairs, heads and expansions. A block that keeps its
+// rows waits for those of the next tile. So each has whole tiles, or an equal part of one tile's
+// heads, where that gives none of them many more pairs.
+constexpr int32_t ExpandBlocks(const ArchTraits& arch, int32_t pairs, int32_t heads,
+                               int32_t expansions, int32_t units) {
+  const int32_t all = pairs < units ? pairs : units;
+  if (!arch.expand_keeps_rows || expansions <= 0 || heads % expansions != 0) return all;
+  const int32_t least = (pairs + units - 1) / units;
+  const int32_t tile = heads / expansions;  // pairs
+  int32_t share = least;
+  while (share < tile && tile % share != 0) ++share;
+  if (share >= tile) share = (least + tile - 1) / tile * tile;
+  constexpr int32_t kSlack = 16;  // at most one pair more in so many
+  return share - least <= least / kSlack ? (pairs + share - 1) / share : all;
+}
+
 // ExpandArgs::first_tile_pairs of a round of so many pairs and heads that `blocks` blocks
-// up-project: a list of their own pays once a block has so many pairs that a further tile of rows
-// does not count.
-constexpr int32_t FirstTilePairs(int32_t pairs, int32_t heads, int32_t blocks) {
+// up-project: where stores take time of their own, a list of their own pays once a block has so
+// many pairs that a further tile of rows does not count.
+constexpr int32_t FirstTilePairs(const ArchTraits& arch, int32_t pairs, int32_t heads,
+                                 int32_t blocks) {
   constexpr int32_t kPairsOfBlock = 12;
-  return pairs >= kPairsOfBlock * blocks ? heads : 0;
+  return !arch.expand_hides_stores && pairs >= kPairsOfBlock * blocks ? heads : 0;
 }
 
 // Null when no kernels are written for `arch`.

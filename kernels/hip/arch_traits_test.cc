@@ -189,6 +189,19 @@ TEST(XcdsOf, CountsWholeDies) {
   EXPECT_EQ(XcdsOf(kSm90Traits, 132), 1);
 }
 
+TEST(ExpandBlocks, HaveWholeTilesOrEqualPartsWhereThatCostsLittle) {
+  const auto blocks = [](int32_t tiles, int32_t heads, int32_t expansions = 1) {
+    return ExpandBlocks(kSm90Traits, tiles * heads, heads * expansions, expansions, kUnits);
+  };
+  EXPECT_EQ(blocks(32, 128), 128);       // 32 heads each, where 31.03 would do
+  EXPECT_EQ(blocks(128, 64), 128);       // a tile each
+  EXPECT_EQ(blocks(4 * 8, 32, 4), 128);  // 8 heads each, of four requests
+  EXPECT_EQ(blocks(1, 10), 10);
+  EXPECT_EQ(blocks(40, 20), kUnits);  // 10 heads each, where 6.06 would do
+  EXPECT_EQ(ExpandBlocks(kSm90Traits, 40 * 20, 39, 2, kUnits), kUnits);  // unlike requests
+  EXPECT_EQ(ExpandBlocks(kGfx950Traits, 32 * 128, 128, 1, 256), 256);    // rows are not kept
+}
+
 TEST(CombineWavesBeside, GivesUpWavesOnlyForBlocksThatStartEarly) {
   constexpr int32_t kRows = 128, kParts = 16, kBlocks = 4;
   // 512 blocks of 8 waves; 100 idle units hold 400.

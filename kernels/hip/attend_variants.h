@@ -53,8 +53,8 @@
   X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, kDense, 640, 208272, false) \
   X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, kDense, 640, 192912, false)
 #define MLA_EXPAND_SM90(X)                          \
-  X(mla_expand, kBf16, 384, 229424)                 \
-  X(mla_expand_fp8_tensor, kFp8Tensor, 384, 229424) \
-  X(mla_expand_fp8_row, kFp8Row, 384, 229424)
+  X(mla_expand, kBf16, 384, 229568)                 \
+  X(mla_expand_fp8_tensor, kFp8Tensor, 384, 229568) \
+  X(mla_expand_fp8_row, kFp8Row, 384, 229568)
 
 #endif  // MLA_KERNELS_HIP_ATTEND_VARIANTS_H_

@@ -207,6 +207,7 @@ absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const kernels::Projection& 
   if (absl::Status s = CheckProjections("absorb", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = weights_.w_uk();
+  args.weight_panels = weights_.InPanels(projection.geometry);
   args.k = projection.geometry.nope_dim;
   args.n = projection.geometry.kv_lora_rank;
   args.copy = projection.geometry.rope_dim;
@@ -219,6 +220,7 @@ absl::Status HipBackend::AddProject(LaunchSlot& slot, const kernels::Projection&
   if (absl::Status s = CheckProjections("project", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = weights_.w_uv();
+  args.weight_panels = weights_.InPanels(projection.geometry);
   args.k = projection.geometry.kv_lora_rank;
   args.n = projection.geometry.v_dim;
   args.in_is_f32 = projection.in == DType::kF32;

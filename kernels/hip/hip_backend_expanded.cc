@@ -92,8 +92,8 @@ absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round,
     args.expansions += round.first_expansion;
     args.expansion_count = round.expansions;
     args.pairs = round.pairs;
-    args.blocks = std::min(round.pairs, units);
-    args.first_tile_pairs = FirstTilePairs(round.pairs, round.heads, args.blocks);
+    args.blocks = ExpandBlocks(*arch_, round.pairs, round.heads, round.expansions, units);
+    args.first_tile_pairs = FirstTilePairs(*arch_, round.pairs, round.heads, args.blocks);
     shape.grid_x = static_cast<uint32_t>(args.blocks);
     shape.threads = static_cast<uint32_t>(arch_->expand[variant].threads);
     shape.shared_bytes = static_cast<uint32_t>(arch_->expand[variant].shared_bytes);

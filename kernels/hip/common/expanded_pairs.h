@@ -19,6 +19,8 @@ class ExpandPairs {
   MLA_DEVICE bool done() const { return pair >= end; }
   // Whether the tile of rows is another than that of the pair before.
   MLA_DEVICE bool fresh_tile() const { return fresh; }
+  // Whether the tile of rows is another in the pair after, or there is none.
+  MLA_DEVICE bool last_of_tile() const { return pair + 1 >= end || head + 1 >= current().heads; }
   MLA_DEVICE void next() {
     ++pair;
     fresh = false;
@@ -55,7 +57,9 @@ class ExpandPairs {
     const int inside = tile * kExpandedRows + row;
     return current().kv_begin + (inside < current().rows ? inside : current().rows - 1);
   }
-  MLA_DEVICE bool exists(int row) const { return tile * kExpandedRows + row < current().rows; }
+  // Rows of the tile that exist, or more than a tile has.
+  MLA_DEVICE int existing_rows() const { return current().rows - tile * kExpandedRows; }
+  MLA_DEVICE bool exists(int row) const { return row < existing_rows(); }
   // Of the tile's first row in panel `panel` of the pair's head.
   MLA_DEVICE uint8_t* panel(int panel_index) const {
     return head_at(head) + tile * (kExpandedRows * kPanelRowBytes) + panel_index * panel_bytes();

@@ -132,6 +132,7 @@ struct ProjectArgs {
   int32_t copy;  // a multiple of 4
   int32_t in_is_f32;
   int32_t out_is_f32;
+  int32_t weight_panels;  // whether weights lie in panels (weights/weight_panels.h)
 };
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);

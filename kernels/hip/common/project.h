@@ -1,16 +1,19 @@
-// Batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w row-major [k, n].
+// Batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w
+// row-major [k, n].
 //
-// A block computes kProjectRows gathered rows x kProjectCols columns of one head, so that one
-// decode step of many sequences reads each weight once per tile of 64 rows.
+// A block computes kProjectRows gathered rows x kProjectCols columns of one
+// head, so that one decode step of many sequences reads each weight once per
+// tile of 64 rows.
 //
-// fp32 inputs are multiplied as two bf16 operands, what they round to and the rest of it, which
-// keeps 16 bits of each: rounding latent outputs once more would cost outputs of few keys the
-// accuracy that is promised, where those keys nearly cancel. Two limits: inputs beyond 3.396e38,
-// which no bf16 holds, count as infinite; and where a weight is infinite the result is NaN even for
+// fp32 inputs are multiplied as two bf16 operands, what they round to and the
+// rest of it, which keeps 16 bits of each: rounding latent outputs once more
+// would cost outputs of few keys the accuracy that is promised, where those
+// keys nearly cancel. Two limits: inputs beyond 3.396e38, which no bf16 holds,
+// count as infinite; and where a weight is infinite the result is NaN even for
 // finite inputs, since a rest may be zero or of the other sign.
 //
-// Weights of the next two steps, and inputs of the next, are on their way to registers while one is
-// multiplied.
+// Weights of the next two steps, and inputs of the next, are on their way to
+// registers while one is multiplied.
 #ifndef MLA_KERNELS_HIP_COMMON_PROJECT_H_
 #define MLA_KERNELS_HIP_COMMON_PROJECT_H_
 
@@ -56,7 +59,8 @@ class Project {
   static constexpr int kWeightChunks = kDepth * kWeightRowChunks / kThreads;
   using lds_t = tile::lds_t;
 
-  // Where the thread's input chunks come from at depth 0; null past the tile's rows.
+  // Where the thread's input chunks come from at depth 0; null past the tile's
+  // rows.
   struct Sources {
     const uint8_t* at[kInChunks];
     bool aligned;  // all of them
@@ -78,7 +82,8 @@ class Project {
 
   MLA_DEVICE const ProjectRow& row(int p) const { return args.rows[part.first_row + p]; }
 
-  // Chunk i of the thread: row and chunk of that row in the tile of inputs, and of weights.
+  // Chunk i of the thread: row and chunk of that row in the tile of inputs, and
+  // of weights.
   MLA_DEVICE static int in_row(int i) { return (thread_index() + i * kThreads) / kRowChunks; }
   MLA_DEVICE static int in_chunk() { return thread_index() % kRowChunks; }
   MLA_DEVICE static int weight_row(int i) {
@@ -113,14 +118,16 @@ class Project {
     Inputs<kF32> in;
     fetch_weights(even, 0);
     fetch_weights(odd, kDepth);
-    // Weights and records are not written by the kernel before this one; its results are.
+    // Weights and records are not written by the kernel before this one; its
+    // results are.
     wait_for_previous_kernel();
     fetch_inputs(in, from, 0);
     for (int k0 = 0; k0 < args.k; k0 += 2 * kDepth) {
       step(o, in, even, from, k0);
       if (k0 + kDepth < args.k) step(o, in, odd, from, k0 + kDepth);
     }
-    // All lanes of a wave must be active to get its index, so that comes before they diverge.
+    // All lanes of a wave must be active to get its index, so that comes before
+    // they diverge.
     const int lane = tile::lane_index(), row0 = row_wave() * C::kWaveRows;
     const int fragment0 = first_fragment();
 #pragma unroll
@@ -135,7 +142,8 @@ class Project {
     return (tile::wave_index() - row_wave() * C::kColWaves) * kFragments;
   }
 
-  // Multiplies what has been brought in, and lets the same registers bring in what comes next.
+  // Multiplies what has been brought in, and lets the same registers bring in
+  // what comes next.
   template <bool kF32>
   MLA_DEVICE void step(typename W::Out (&o)[kFragments], Inputs<kF32>& in, Weights& weights,
                        const Sources& from, int k0) const {
@@ -165,13 +173,25 @@ class Project {
     }
   }
 
+  // Whether weights lie in panels, of a block's columns each (weights/weight_panels.h).
+  MLA_DEVICE bool in_panels() const {
+#if MLA_AMD
+    return false;
+#else
+    return args.weight_panels != 0;
+#endif
+  }
   MLA_DEVICE void fetch_weights(Weights& weights, int k0) const {
-    const int c = column + weight_chunk() * 8;
+    // A thread's rows are a multiple of 8 apart, so in panels its chunk has one place in all.
+    const int place = weight_chunk() ^ (in_panels() ? tile::swizzle(weight_row(0)) : 0);
+    const int stride = in_panels() ? kProjectCols : args.n;
+    const uint16_t* const from = w + column * (in_panels() ? args.k : 1) + place * 8;
+    const int rows = column + weight_chunk() * 8 < args.n ? args.k : 0;
 #pragma unroll
     for (int i = 0; i < kWeightChunks; ++i) {
       const int k = k0 + weight_row(i);
-      if (k < args.k && c < args.n) {
-        load_words(weights.words[i], w + static_cast<int64_t>(k) * args.n + c);
+      if (k < rows) {
+        load_words(weights.words[i], from + k * stride);
       } else {
         clear(weights.words[i]);
       }

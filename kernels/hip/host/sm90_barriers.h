@@ -26,6 +26,18 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   host::StartBulkCopy(shared_bytes() + to, from, bytes, barrier);
 }
 
+// As late as is allowed: stores that are on their way read when they are waited for.
+inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  host::the_lane->stores.push_back({shared_bytes() + from, to, bytes});
+}
+inline void wait_for_stores_to_read() {
+  for (const host::BulkStore& store : host::the_lane->stores) {
+    host::the_block->shared.Read(store.from, store.bytes, host::the_lane->wave->index);
+    std::memcpy(store.to, store.from, store.bytes);
+  }
+  host::the_lane->stores.clear();
+}
+
 template <int kId, int kThreads>
 void named_arrive() {
   host::Barrier(host::the_block->named.at(kId), kThreads, false, false);

@@ -51,6 +51,19 @@ MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
+// Copies `bytes` (a multiple of 16) to global memory, which later kernels see; ordinary writes to
+// `from` were published. Then: returns once all copies of this thread have read their sources.
+MLA_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+MLA_DEVICE void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Named barriers whose number is known at run time: `threads` threads arrive or wait in all.
 MLA_DEVICE void named_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

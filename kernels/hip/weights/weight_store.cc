@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/weights/weight_panels.h"
 
 namespace mla::kernels::hip {
 
@@ -19,10 +21,17 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
 }
 
+// Pinned memory in which matrices are packed, and the largest of those.
+constexpr int64_t kPackedBytes = int64_t{4} << 20;
+constexpr int64_t kMatrixBytes =
+    int64_t{kExpandedLora} * std::max(kExpandedNope, kExpandedValue) * int64_t{sizeof(Bf16)};
+static_assert(kMatrixBytes <= kPackedBytes);
+
 }  // namespace
 
-absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream,
-                                    const BackendLimits& limits) {
+absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
+                                    bool panels) {
+  panels_ = panels;
   runtime_ = runtime;
   stream_ = stream;
   const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
@@ -36,9 +45,19 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream,
   absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime, "weight pointers", pointers);
   if (!made.ok()) return made.status();
   pointers_host_ = *std::move(made);
+  if (panels && limits.weights_slots > 0) {
+    made = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
+    if (!made.ok()) return made.status();
+    packed_ = *std::move(made);
+  }
   slots_.resize(static_cast<size_t>(limits.weights_slots));
   arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
   return absl::OkStatus();
+}
+
+bool WeightStore::InPanels(const Geometry& g) const {
+  return panels_ && g.kv_lora_rank == kExpandedLora && g.nope_dim == kExpandedNope &&
+         g.v_dim == kExpandedValue;
 }
 
 bool WeightStore::Holds(int32_t slot, int32_t head_begin, int32_t heads) const {
@@ -66,7 +85,8 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
                      geometry.nope_dim, ", v_dim ", geometry.v_dim, "; there is nothing to load"));
   }
   const Slot& target = slots_[slot];
-  // Another model's weights, or more heads than there is room for: the slot starts afresh.
+  // Another model's weights, or more heads than there is room for: the slot
+  // starts afresh.
   const int32_t capacity = std::max(geometry.num_heads, head_end);
   if (target.used() &&
       (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
@@ -78,15 +98,18 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
   const DevicePtr uk = memory_.at() + static_cast<uint64_t>(arena_.at(slot));
   const auto places = static_cast<int32_t>(target.loaded.size());
   const DevicePtr uv = uk + static_cast<uint64_t>(ValuesOffset(geometry, places));
-  const int64_t row = geometry.kv_lora_rank * int64_t{sizeof(Bf16)};
+  const int32_t heads = head_end - head_begin, lora = geometry.kv_lora_rank;
+  const bool in_panels = InPanels(geometry);
   absl::Status copied;
-  for (const auto& [at, source, size] : {std::tuple(uk, w_uk, row * geometry.nope_dim),
-                                         std::tuple(uv, w_uv, row * geometry.v_dim)}) {
+  for (const auto& [at, source, rows, columns] : {std::tuple(uk, w_uk, geometry.nope_dim, lora),
+                                                  std::tuple(uv, w_uv, lora, geometry.v_dim)}) {
+    const int64_t size = int64_t{rows} * columns * int64_t{sizeof(Bf16)};
     if (size == 0 || !copied.ok()) continue;
-    copied = runtime_->CopyIn(at + static_cast<uint64_t>(head_begin * size), source,
-                              (head_end - head_begin) * size, stream_);
+    copied = CopyMatrices(at + static_cast<uint64_t>(head_begin * size), source, heads, rows,
+                          columns, in_panels);
   }
-  // The source is the caller's: a copy that has begun ends before this call does.
+  // The source is the caller's: a copy that has begun ends before this call
+  // does.
   copied.Update(runtime_->Synchronize(stream_));
   if (!copied.ok()) return copied;
   std::vector<bool>& loaded = slots_[slot].loaded;
@@ -94,7 +117,28 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
   return absl::OkStatus();
 }
 
-// Room for all heads of the model, and its addresses where the kernels look for them.
+absl::Status WeightStore::CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
+                                       int32_t columns, bool in_panels) {
+  const int64_t elements = int64_t{rows} * columns;
+  const int64_t bytes = elements * int64_t{sizeof(Bf16)};
+  if (!in_panels) return runtime_->CopyIn(to, from, heads * bytes, stream_);
+  const int64_t at_once = kPackedBytes / bytes;
+  auto* const packed = reinterpret_cast<Bf16*>(packed_.data());
+  for (int64_t head = 0; head < heads; head += at_once) {
+    const int64_t count = std::min<int64_t>(at_once, heads - head);
+    for (int64_t i = 0; i < count; ++i) {
+      PackPanels(from + (head + i) * elements, packed + i * elements, rows, columns);
+    }
+    absl::Status s =
+        runtime_->CopyIn(to + static_cast<uint64_t>(head * bytes), packed, count * bytes, stream_);
+    s.Update(runtime_->Synchronize(stream_));  // before the same memory is packed into
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+// Room for all heads of the model, and its addresses where the kernels look for
+// them.
 absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t heads,
                                 const DeviceBuffer& scratch) {
   const int64_t bytes = WeightBytes(geometry, heads);
@@ -115,15 +159,18 @@ absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t 
   }
   if (s.ok()) return s;
   s.Update(Free(slot));
-  if (!moved) return s;  // the others are where they were, and a later call publishes again
-  // Other models lie elsewhere than the kernels would look for them, or in part. They must
-  // not be read any more.
+  if (!moved)
+    return s;  // the others are where they were, and a later call publishes
+               // again
+  // Other models lie elsewhere than the kernels would look for them, or in
+  // part. They must not be read any more.
   torn_ = true;
   return absl::InternalError(absl::StrCat("weights that were being moved: ", s.message()));
 }
 
-// Copies may not overlap, so an extent moves in pieces no longer than its way. Where the way is
-// short, those would be many: then pieces go through `scratch`.
+// Copies may not overlap, so an extent moves in pieces no longer than its way.
+// Where the way is short, those would be many: then pieces go through
+// `scratch`.
 absl::Status WeightStore::Compact(const DeviceBuffer& scratch) {
   const auto copy = [this](DevicePtr to, DevicePtr from, int64_t bytes) {
     return runtime_->CopyDevice(to, from, bytes, stream_);

@@ -1,10 +1,12 @@
-// Weights of the EXPANDED profile in device memory: a slot for each model and layer, with W_UK of
-// all heads, then W_UV.
+// Weights of the EXPANDED profile in device memory: a slot for each model and
+// layer, with W_UK of all heads, then W_UV.
 //
-// Everything happens on the stream of the kernels, so launches that were submitted before see what
-// was there before. Slots lie in one arena; where none of its gaps is large enough, slots move.
+// Everything happens on the stream of the kernels, so launches that were
+// submitted before see what was there before. Slots lie in one arena; where
+// none of its gaps is large enough, slots move.
 //
-// Threading: as the backend's, one thread at a time. Calls block until their copies have ended.
+// Threading: as the backend's, one thread at a time. Calls block until their
+// copies have ended.
 #ifndef MLA_KERNELS_HIP_WEIGHTS_WEIGHT_STORE_H_
 #define MLA_KERNELS_HIP_WEIGHTS_WEIGHT_STORE_H_
 
@@ -21,16 +23,20 @@ namespace mla::kernels::hip {
 
 class WeightStore final {
  public:
-  // Without Configure it has no slots.
-  absl::Status Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits);
+  // Without Configure it has no slots. `panels`: weights that the expanded
+  // form's kernels take are kept in panels (weight_panels.h).
+  absl::Status Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
+                         bool panels);
 
-  // As AttentionBackend::LoadWeights. `scratch`: device memory that holds nothing now.
+  // As AttentionBackend::LoadWeights. `scratch`: device memory that holds
+  // nothing now.
   absl::Status Load(int32_t slot, const Geometry& geometry, int32_t head_begin, int32_t head_end,
                     const Bf16* w_uk, const Bf16* w_uv, const DeviceBuffer& scratch);
   absl::Status Free(int32_t slot);
   // A move of slots has failed on its way: no weights may be read any more.
   bool torn() const { return torn_; }
 
+  bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
   // On the device: by slot, where its matrices lie.
   const uint16_t* const* w_uk() const { return pointers_.As<const uint16_t*>(); }
@@ -44,13 +50,17 @@ class WeightStore final {
   };
   absl::Status Place(int32_t slot, const Geometry& geometry, int32_t heads,
                      const DeviceBuffer& scratch);
+  // One matrix [rows, columns] a head, to `to` and behind it.
+  absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
+                            int32_t columns, bool in_panels);
   absl::Status Compact(const DeviceBuffer& scratch);
   absl::Status Publish();
 
   GpuRuntime* runtime_ = nullptr;
   Stream stream_ = nullptr;
   DeviceBuffer memory_, pointers_;
-  PinnedBuffer pointers_host_;
+  PinnedBuffer pointers_host_, packed_;
+  bool panels_ = false;
   std::vector<Slot> slots_;  // as in the arena
   WeightArena arena_;        // of memory_
   bool torn_ = false;

@@ -276,8 +276,10 @@ absl::StatusOr<Prefill::Times> Prefill::Launch() {
     expand.expansions += round.first_expansion;
     expand.expansion_count = round.expansions;
     expand.pairs = round.pairs;
-    expand.blocks = std::min(round.pairs, rounds_.units);
-    expand.first_tile_pairs = kernels::hip::FirstTilePairs(round.pairs, round.heads, expand.blocks);
+    expand.blocks = kernels::hip::ExpandBlocks(*arch_, round.pairs, round.heads, round.expansions,
+                                               rounds_.units);
+    expand.first_tile_pairs =
+        kernels::hip::FirstTilePairs(*arch_, round.pairs, round.heads, expand.blocks);
     kernels::hip::LaunchShape shape;
     shape.threads = static_cast<uint32_t>(arch_->expand[0].threads);
     shape.grid_x = static_cast<uint32_t>(expand.blocks);

@@ -90,6 +90,7 @@ void EndLane() {
   Block& block = *the_block;
   Lane& lane = *the_lane;
   if (!lane.products.empty()) Fault("a lane ended before its products were waited for");
+  if (!lane.stores.empty()) Fault("a lane ended before its stores were waited for");
   if (lane.wave->arrived > 0) Fault("a lane ended where others of its wave wait for it");
   lane.state = Lane::State::kEnded;
   --lane.wave->lanes;
@@ -134,6 +135,7 @@ void PrepareLanes(Block& block, FiberStacks& stacks) {
     lane.uniform_sum = 0;
     lane.copies.Clear();
     lane.products.clear();
+    lane.stores.clear();
     wave.lane[static_cast<size_t>(lane.number)] = &lane;
     stacks.Prepare(i, lane.fiber, LaneEntry);
   }

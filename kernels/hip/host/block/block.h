@@ -37,6 +37,13 @@ struct Lane;
 // An instruction that reads several lanes: carried out once for the whole wave.
 using Instruction = void (*)(Wave& wave);
 
+// A copy from shared memory that its lane has started.
+struct BulkStore {
+  const char* from;
+  void* to;
+  uint32_t bytes;
+};
+
 struct Lane {
   enum class State : uint8_t {
     kRuns,     // or can
@@ -60,6 +67,7 @@ struct Lane {
   uint64_t accesses = 0;          // of shared memory, counted where they are watched
   std::vector<Product> products;  // that have not been waited for
   uint64_t product_group = 0;
+  std::vector<BulkStore> stores;  // that have not been waited for
 };
 
 // Of a wave, that some of its lanes have made.
