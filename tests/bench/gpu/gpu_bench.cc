@@ -4,7 +4,7 @@
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
-//             [--kv bf16|fp8_tensor|fp8_row] [--sparse topk=2048]
+//             [--kv bf16|fp8_tensor|fp8_row] [--sparse topk=2048] [--json FILE]
 //
 // --sparse: each query row has an index list of so many random positions, ascending, or of all.
 //
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "kernels/hip/hip_backend.h"
@@ -46,6 +47,7 @@ struct Flags {
   std::string kv = "bf16";  // format of the rows
   std::string sparse;       // empty: dense; else topk=N
   int32_t top_k = 0;        // of it
+  std::string json;         // file for rows of JSON
   std::string image;        // file with device code to use in place of what was built in
 };
 
@@ -78,6 +80,7 @@ class Bench {
 
   absl::Status Setup(const std::vector<Shape>& shapes);
   absl::Status Time(const Shape& shape);
+  std::span<const std::string> rows() const { return rows_; }  // of JSON
 
  private:
   absl::Status FillPool(int64_t bytes);
@@ -95,6 +98,7 @@ class Bench {
   }
 
   Flags flags_;
+  std::vector<std::string> rows_;
   const kernels::KvFormat format_;
   const kernels::KvRowLayout row_ = kernels::MakeKvRowLayout(format_, 512, 64);
   std::unique_ptr<kernels::hip::HipBackend> backend_;
@@ -305,6 +309,11 @@ absl::Status Bench::Time(const Shape& shape) {
       static_cast<double>(times[0]) / 1e3, static_cast<double>(shape.rows * row_bytes()) / us / 1e6,
       flop / us / 1e6, plan->work_info.size(), plan->reduce_final_map.size());
   std::fflush(stdout);
+  rows_.push_back(absl::StrFormat(
+      R"({"bench": "gpu_decode", "kv": "%s", "heads": %d, "batch": %d, "context": %d, )"
+      R"("ragged": %s, "query_rows": %d, "us": %.1f, "least_us": %.1f, "tflops": %.0f})",
+      flags_.kv, shape.heads, shape.batch, shape.context, flags_.ragged ? "true" : "false",
+      flags_.query_rows, us, static_cast<double>(times[0]) / 1e3, flop / us / 1e6));
   return absl::OkStatus();
 }
 
@@ -314,7 +323,8 @@ int Main(int argc, char** argv) {
                         {"--context", &flags.context}, {"--iterations", &flags.iterations},
                         {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
                         {"--max-gb", &flags.max_gb},   {"--image", &flags.image},
-                        {"--kv", &flags.kv},           {"--sparse", &flags.sparse}};
+                        {"--json", &flags.json},       {"--kv", &flags.kv},
+                        {"--sparse", &flags.sparse}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
@@ -354,6 +364,7 @@ int Main(int argc, char** argv) {
   for (const Shape& shape : shapes) {
     if (s.ok()) s = bench.Time(shape);
   }
+  if (s.ok()) s = WriteJsonRows(flags.json, bench.rows());
   if (!s.ok()) std::fprintf(stderr, "%s\n", s.ToString().c_str());
   return s.ok() ? 0 : 1;
 }

@@ -3,7 +3,7 @@
 // each launch, median.
 //
 //   gpu_prefill [--heads 16,128] [--rows 1024,4096,16384] [--context 0] [--iterations 20]
-//               [--workspace-mb 640] [--image FILE]
+//               [--workspace-mb 640] [--image FILE] [--json FILE]
 //
 // One request of `rows` new rows on `context` cached ones, causal. A line per shape: microseconds
 // and TFLOPS of both kernels (2 x 320 operations a head and visible pair; 2 x 512 x 256 a head and
@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/planning/planner.h"
@@ -41,6 +42,7 @@ struct Flags {
   std::vector<int32_t> heads{16, 128}, rows{1024, 4096, 16384};
   int32_t context = 0, iterations = 20;
   int64_t workspace_mb = 640;
+  std::string json;   // file for rows of JSON
   std::string image;  // file with device code to use in place of what was built in
 };
 
@@ -48,6 +50,7 @@ class Prefill {
  public:
   static absl::StatusOr<std::unique_ptr<Prefill>> Create(const Flags& flags);
   absl::Status Time(int32_t heads, int32_t rows);
+  std::span<const std::string> json() const { return json_; }  // rows
 
  private:
   struct Times {
@@ -62,6 +65,7 @@ class Prefill {
   absl::StatusOr<Times> Launch();
 
   Flags flags_;
+  std::vector<std::string> json_;
   std::unique_ptr<kernels::hip::HipBackend> backend_;
   kernels::hip::GpuRuntime* runtime_ = nullptr;
   const kernels::hip::ArchTraits* arch_ = nullptr;
@@ -328,6 +332,10 @@ absl::Status Prefill::Time(int32_t heads, int32_t rows) {
       static_cast<double>(attend[0]) / 1e3, 640.0 * pairs * heads / us / 1e6, up_us + us,
       rounds_.rounds.size(), rounds_.items.size(), rounds_.merges ? ", split" : "");
   std::fflush(stdout);
+  json_.push_back(absl::StrFormat(
+      R"({"bench": "gpu_prefill", "dtype": "bf16", "heads": %d, "rows": %d, )"
+      R"("context": %d, "up_projection_us": %.1f, "attention_us": %.1f, "us": %.1f})",
+      heads, rows, flags_.context, up_us, us, up_us + us));
   return absl::OkStatus();
 }
 
@@ -338,7 +346,8 @@ int Main(int argc, char** argv) {
                         {"--context", &flags.context},
                         {"--iterations", &flags.iterations},
                         {"--workspace-mb", &flags.workspace_mb},
-                        {"--image", &flags.image}};
+                        {"--image", &flags.image},
+                        {"--json", &flags.json}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
@@ -350,6 +359,7 @@ int Main(int argc, char** argv) {
       if (s.ok()) s = (*prefill)->Time(heads, rows);
     }
   }
+  if (s.ok()) s = WriteJsonRows(flags.json, (*prefill)->json());
   if (!s.ok()) std::fprintf(stderr, "%s\n", s.ToString().c_str());
   return s.ok() ? 0 : 1;
 }

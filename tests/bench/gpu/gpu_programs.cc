@@ -6,6 +6,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 
 namespace mla::bench {
@@ -50,6 +51,14 @@ absl::Status ReadFlags(std::span<const char* const> arguments, std::span<const F
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status WriteJsonRows(const std::string& path, std::span<const std::string> rows) {
+  if (path.empty()) return absl::OkStatus();
+  std::ofstream file(path, std::ios::trunc);
+  file << "[\n" << absl::StrJoin(rows, ",\n") << "\n]\n";
+  file.close();
+  return file ? absl::OkStatus() : absl::InternalError(absl::StrCat("--json: cannot write ", path));
 }
 
 absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(

@@ -25,6 +25,9 @@ struct Flag {
 // numbers are at least 0. `arguments` are those behind the program's name.
 absl::Status ReadFlags(std::span<const char* const> arguments, std::span<const Flag> flags);
 
+// Writes rows of a benchmark, each a JSON object, as a list; nothing if `path` is empty.
+absl::Status WriteJsonRows(const std::string& path, std::span<const std::string> rows);
+
 // The AMD device, else the NVIDIA one; the status of the latter if there is neither. The vendor in
 // `options` is not looked at.
 absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
