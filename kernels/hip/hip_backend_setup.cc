@@ -244,7 +244,8 @@ absl::Status HipBackend::Configure(const BackendLimits& limits) {
 
 absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   limits_ = limits;
-  absl::Status weights = weights_.Configure(runtime_.get(), streams_.compute, limits, arch_->weight_panels);
+  absl::Status weights =
+      weights_.Configure(runtime_.get(), streams_.compute, limits, arch_->weight_panels);
   if (!weights.ok()) return weights;
   const int64_t tables = limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   // Behind the plan's partial rows: what the expanded form carries between rounds.
