@@ -120,7 +120,7 @@ struct EngineStats {
   uint64_t plan_hits = 0, plan_misses = 0;
   int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
   int64_t page_groups_free = 0;
-  uint64_t copies_on_write = 0, page_groups_scrubbed = 0;
+  uint64_t copies_on_write = 0, kv_bytes_copied = 0, page_groups_scrubbed = 0;
   // Given back, and kept until page work on them is done; part of neither used nor free.
   int64_t page_groups_pinned = 0, kv_bytes_pinned = 0;
   // Page groups handed out, and given back by reason; the difference is page_groups_used and

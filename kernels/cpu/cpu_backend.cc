@@ -58,7 +58,9 @@ int64_t ProjectionItems(const ProjectionRecord& record) {
 // Shares that the merge of a split tile is cut into.
 int32_t MergeShares(int32_t threads) { return threads == 1 ? 1 : 16; }
 
-int64_t PageItems(const PageRange& range) { return BlocksOf(range.bytes, kCopyBytes); }
+int64_t PageItems(const PageRange& range) {
+  return BlocksOf(range.bytes, kCopyBytes) * range.count;
+}
 
 }  // namespace
 
@@ -257,8 +259,11 @@ void CpuBackend::WritePagesItem(const Job& job, const Phase& phase, int64_t item
   }
   const int64_t* const end = phase.first_item + phase.pages.size();
   const int64_t at = std::upper_bound(phase.first_item, end, item) - phase.first_item - 1;
-  PageRange piece = phase.pages[static_cast<size_t>(at)];
-  const int64_t begin = (item - phase.first_item[at]) * kCopyBytes;
+  const PageRange& range = phase.pages[static_cast<size_t>(at)];
+  const int64_t inside = item - phase.first_item[at];
+  const int64_t blocks = BlocksOf(range.bytes, kCopyBytes);
+  PageRange piece = range.place(static_cast<int32_t>(inside / blocks));
+  const int64_t begin = inside % blocks * kCopyBytes;
   piece.target_offset += begin;
   if (!piece.zeroes()) piece.source_offset += begin;
   piece.bytes = std::min(kCopyBytes, piece.bytes - begin);

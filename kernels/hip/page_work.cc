@@ -68,13 +68,17 @@ absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ran
   moves_.clear();
   run_ends_.clear();
   auto* const pool = reinterpret_cast<uint8_t*>(pool_);
-  for (const PageRange& r : ranges) {
-    moves_.push_back(
-        {pool + r.target_offset, r.zeroes() ? nullptr : pool + r.source_offset, r.bytes});
-  }
   for (size_t done = 0; done < ranges.size();) {
-    done += page_runs_.Next(ranges.subspan(done));
-    run_ends_.push_back(done);
+    const size_t run = page_runs_.Next(ranges.subspan(done));
+    for (const PageRange& r : ranges.subspan(done, run)) {
+      for (int32_t i = 0; i < r.count; ++i) {
+        const PageRange at = r.place(i);
+        moves_.push_back(
+            {pool + at.target_offset, at.zeroes() ? nullptr : pool + at.source_offset, at.bytes});
+      }
+    }
+    done += run;
+    run_ends_.push_back(moves_.size());
   }
   return AddMoves(slot, run_ends_);
 }

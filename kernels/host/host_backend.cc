@@ -61,11 +61,14 @@ void ReadPages(const PoolView& pool, const PageTransfer& transfer) {
 }
 
 void WritePageRange(const PoolView& pool, const PageRange& range) {
-  std::byte* const target = pool.base + range.target_offset;
-  if (range.zeroes()) {
-    std::memset(target, 0, static_cast<size_t>(range.bytes));
-  } else {
-    std::memcpy(target, pool.base + range.source_offset, static_cast<size_t>(range.bytes));
+  for (int32_t i = 0; i < range.count; ++i) {
+    const PageRange at = range.place(i);
+    std::byte* const target = pool.base + at.target_offset;
+    if (at.zeroes()) {
+      std::memset(target, 0, static_cast<size_t>(at.bytes));
+    } else {
+      std::memcpy(target, pool.base + at.source_offset, static_cast<size_t>(at.bytes));
+    }
   }
 }
 

@@ -50,13 +50,21 @@ struct HostOutput {
 };
 
 // Bytes of the pool that a launch fills: with a copy of as many bytes from elsewhere in the pool,
-// or with zeros.
+// or with zeros; once, or at `count` places that lie `stride` apart, in target and source alike.
 struct PageRange {
   static constexpr int64_t kZeros = -1;
   int64_t target_offset = 0;
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // at each place
   int64_t source_offset = kZeros;
+  int32_t count = 1;
+  int64_t stride = 0;  // bytes; at least `bytes` where count is above 1
   bool zeroes() const { return source_offset == kZeros; }
+  // From the first byte to the last place's end, what lies between the places included.
+  int64_t extent() const { return (count - 1) * stride + bytes; }
+  PageRange place(int32_t index) const {
+    const int64_t at = index * stride;
+    return {target_offset + at, bytes, zeroes() ? kZeros : source_offset + at};
+  }
 };
 // Bytes that travel between the pool and host memory as they lie there, in the format of the rows
 // and, where these hold 8-bit floats, of the backend's kind (BackendInfo::fp8). Memory from
@@ -87,8 +95,9 @@ struct Launch {
   // Transfers of one list name no byte of the pool twice; at most limits.page_ranges a list.
   std::span<const PageTransfer> page_writes, page_reads;
   // The list takes effect as if its ranges were carried out one after another, so a range may read
-  // or overwrite what an earlier one has written. Ranges that share no bytes run in parallel. A
-  // source may not overlap its own target. At most limits.page_ranges.
+  // or overwrite what an earlier one has written. Ranges whose extents share no bytes run in
+  // parallel. The extent of a source may not overlap that of its own target. At most
+  // limits.page_ranges places.
   std::span<const PageRange> pages;
   // The engine's page tables, of all sequences. A backend with unified memory reads them where they
   // are; others have a copy of their own and take over the entries of `table_changes`, as they are

@@ -1,6 +1,7 @@
 #include "kernels/launch/page_ranges.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "absl/strings/str_cat.h"
 
@@ -11,8 +12,15 @@ bool Inside(int64_t offset, int64_t bytes, int64_t pool_bytes) {
   return offset >= 0 && bytes >= 0 && bytes <= pool_bytes && offset <= pool_bytes - bytes;
 }
 
-absl::Status CheckRoom(const char* what, size_t wanted, int64_t most) {
-  if (static_cast<int64_t>(wanted) <= most) return absl::OkStatus();
+// The places of a range make sense, and their extent can be computed.
+bool WellFormed(const PageRange& r, int64_t pool_bytes) {
+  if (r.bytes < 0 || r.bytes > pool_bytes || r.count < 1) return false;
+  if (r.count == 1) return true;
+  return r.stride >= r.bytes && r.stride <= pool_bytes / r.count;
+}
+
+absl::Status CheckRoom(const char* what, int64_t wanted, int64_t most) {
+  if (wanted <= most) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       absl::StrCat(what, " of a launch: ", wanted, " wanted, limit ", most));
 }
@@ -21,19 +29,24 @@ absl::Status CheckRoom(const char* what, size_t wanted, int64_t most) {
 
 absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits) {
   const int64_t pool_bytes = limits.kv_pool_bytes;
-  absl::Status room = CheckRoom("page ranges", ranges.size(), limits.page_ranges);
+  int64_t places = 0;
+  for (const PageRange& r : ranges) places += std::max(r.count, 1);
+  absl::Status room = CheckRoom("page ranges", places, limits.page_ranges);
   if (!room.ok()) return room;
   for (size_t i = 0; i < ranges.size(); ++i) {
     const PageRange& r = ranges[i];
     const bool copies = !r.zeroes();
-    if (!Inside(r.target_offset, r.bytes, pool_bytes) ||
-        (copies && !Inside(r.source_offset, r.bytes, pool_bytes))) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "pages.ranges[", i, "]: ", r.bytes, " bytes at ", r.target_offset,
-          copies ? absl::StrCat(" from ", r.source_offset) : "", ", limit ", pool_bytes));
+    const int64_t extent = WellFormed(r, pool_bytes) ? r.extent() : -1;
+    if (!Inside(r.target_offset, extent, pool_bytes) ||
+        (copies && !Inside(r.source_offset, extent, pool_bytes))) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("pages.ranges[", i, "]: ", r.bytes, " bytes at ", r.target_offset,
+                       copies ? absl::StrCat(" from ", r.source_offset) : "",
+                       r.count == 1 ? "" : absl::StrCat(", ", r.count, " times every ", r.stride),
+                       ", limit ", pool_bytes));
     }
-    if (copies && r.source_offset < r.target_offset + r.bytes &&
-        r.target_offset < r.source_offset + r.bytes && r.bytes > 0) {
+    if (copies && r.source_offset < r.target_offset + extent &&
+        r.target_offset < r.source_offset + extent && r.bytes > 0) {
       return absl::InvalidArgumentError(absl::StrCat("pages.ranges[", i, "]: ", r.bytes,
                                                      " bytes at ", r.target_offset,
                                                      " overlap their source ", r.source_offset));
@@ -44,7 +57,7 @@ absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLim
 
 absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> transfers,
                                 const BackendLimits& limits) {
-  absl::Status room = CheckRoom(part, transfers.size(), limits.page_ranges);
+  absl::Status room = CheckRoom(part, std::ssize(transfers), limits.page_ranges);
   if (!room.ok()) return room;
   for (size_t i = 0; i < transfers.size(); ++i) {
     const PageTransfer& t = transfers[i];
@@ -58,7 +71,7 @@ absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> 
 
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
                               size_t entries) {
-  absl::Status room = CheckRoom("table ranges", ranges.size(), limits.table_ranges);
+  absl::Status room = CheckRoom("table ranges", std::ssize(ranges), limits.table_ranges);
   if (!room.ok()) return room;
   const int64_t most = std::min(limits.page_table_entries, static_cast<int64_t>(entries));
   for (const TableRange& r : ranges) {
@@ -73,8 +86,8 @@ bool PageRangeRuns::Independent(std::span<const PageRange> ranges) {
   pieces_.clear();
   for (const PageRange& r : ranges) {
     if (r.bytes == 0) continue;
-    pieces_.push_back({r.target_offset, r.target_offset + r.bytes, true});
-    if (!r.zeroes()) pieces_.push_back({r.source_offset, r.source_offset + r.bytes, false});
+    pieces_.push_back({r.target_offset, r.target_offset + r.extent(), true});
+    if (!r.zeroes()) pieces_.push_back({r.source_offset, r.source_offset + r.extent(), false});
   }
   std::sort(pieces_.begin(), pieces_.end(),
             [](const Piece& a, const Piece& b) { return a.begin < b.begin; });

@@ -17,7 +17,7 @@
 namespace mla::kernels {
 
 // INVALID_ARGUMENT names the first range that leaves the pool, or whose source overlaps its target;
-// RESOURCE_EXHAUSTED when there are more than limits.page_ranges.
+// RESOURCE_EXHAUSTED when there are more than limits.page_ranges places.
 absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits);
 // The same for Launch::page_writes and page_reads; `part` is which of them, for the message.
 absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> transfers,
@@ -31,8 +31,9 @@ class PageRangeRuns {
  public:
   // For lists of at most `ranges` ranges. Allocates; Next does not.
   void Reserve(size_t ranges) { pieces_.reserve(2 * ranges); }
-  // How many of the first ranges may be carried out together: no byte that one of them writes is
-  // read or written by another. At least 1 unless the list is empty, and the most possible.
+  // How many of the first ranges may be carried out together: no byte in the extent that one of
+  // them writes is in an extent that another reads or writes. At least 1 unless the list is empty,
+  // and the most possible.
   size_t Next(std::span<const PageRange> ranges);
 
  private:

@@ -42,16 +42,22 @@ TEST(PageRangeRunsTest, RunsInAnyOrderInsideAreTheListInOrder) {
       r.bytes = below(5);
       r.target_offset = below(pool - 4);
       r.source_offset = below(pool - 4);
-      const bool overlaps = r.source_offset < r.target_offset + r.bytes &&
-                            r.target_offset < r.source_offset + r.bytes;
+      r.stride = r.bytes + below(3);
+      const int64_t last = std::max(r.target_offset, r.source_offset);
+      if (last + r.stride + r.bytes <= pool && below(3) == 0) r.count = 2;
+      const bool overlaps = r.source_offset < r.target_offset + r.extent() &&
+                            r.target_offset < r.source_offset + r.extent();
       if (overlaps || below(2) == 0) r.source_offset = PageRange::kZeros;
     }
     std::vector<int> expected(static_cast<size_t>(pool));
     for (int& byte : expected) byte = static_cast<int>(below(1 << 20)) + 1;
     std::vector<int> actual = expected;
-    const auto apply = [](const PageRange& r, std::vector<int>& bytes) {
-      for (int64_t i = 0; i < r.bytes; ++i) {
-        bytes[r.target_offset + i] = r.zeroes() ? 0 : bytes[r.source_offset + i];
+    const auto apply = [](const PageRange& range, std::vector<int>& bytes) {
+      for (int32_t place = 0; place < range.count; ++place) {
+        const PageRange r = range.place(place);
+        for (int64_t i = 0; i < r.bytes; ++i) {
+          bytes[r.target_offset + i] = r.zeroes() ? 0 : bytes[r.source_offset + i];
+        }
       }
     };
     for (const PageRange& r : ranges) apply(r, expected);
@@ -88,6 +94,16 @@ TEST(CheckPageRangesTest, NamesWhatLeavesThePoolOrOverlapsItself) {
        {Zero(0, 101), Zero(99, 2), Zero(-1, 1), Zero(0, -1), Zero(INT64_MAX, 1), Zero(1, INT64_MAX),
         Copy(51, 0, 50), Copy(-2, 50, 1), Copy(10, 19, 10), Copy(19, 10, 10), Copy(5, 5, 1)}) {
     EXPECT_EQ(code(r), absl::StatusCode::kInvalidArgument) << r.target_offset << " " << r.bytes;
+  }
+  EXPECT_EQ(code({0, 10, 50, 5, 10}), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(code({0, 10, 50, 2, 40}), absl::StatusCode::kOk);
+  for (const PageRange& r : std::vector<PageRange>{{0, 10, 50, 2, 41},
+                                                   {0, 10, 50, 2, 9},
+                                                   {0, 10, 50, 0, 10},
+                                                   {0, 10, 50, 2, -10},
+                                                   {0, 10, 20, 2, 30},
+                                                   {0, 10, PageRange::kZeros, 2, INT64_MAX}}) {
+    EXPECT_EQ(code(r), absl::StatusCode::kInvalidArgument) << r.count << " x " << r.stride;
   }
   const std::vector<PageRange> list(4, Zero(0, 1));
   EXPECT_TRUE(CheckPageRanges({list.data(), 3}, limits).ok());

@@ -241,7 +241,7 @@ bool BatchPolicy::TakePages(const StreamRequest& request, Round& round) {
   Batch& batch = round.batch;
   const int64_t before = batch.pages.bytes();
   const int64_t left = round.nanos - cost_.Nanos(batch.key, batch.units);
-  kvcache::WorkRoom room{kPageRanges - static_cast<int64_t>(batch.pages.ranges().size()),
+  kvcache::WorkRoom room{kPageRanges - batch.pages.places(),
                          cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
   step.pages_ready = round.work.Take(step.tenant, step.ticket, &room, &batch.pages);
   const int64_t bytes = batch.pages.bytes() - before;

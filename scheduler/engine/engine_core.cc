@@ -352,6 +352,7 @@ EngineStats EngineCore::Stats() const {
   stats.kv_bytes_cached = cache.bytes_cached;
   stats.prefix = cache_->prefix_stats();
   stats.copies_on_write = cache.copies_on_write;
+  stats.kv_bytes_copied = cache.bytes_copied;
   stats.page_groups_scrubbed = cache.scrubs;
   for (const Step* step : steps_->open()) stats.requests_running += step->inflight;
   return stats;

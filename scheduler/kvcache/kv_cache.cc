@@ -226,8 +226,8 @@ bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
 }
 
 // The page that the next row falls in gets a copy of its own if others hold it too, or if a copy
-// that is not done yet reads that row. The whole group is copied: one range, and nothing of a
-// former tenant stays in the target.
+// that is not done yet reads that row. Rows that the sequence has are copied, at every layer; the
+// whole group where that saves zeroing what another tenant has left in it.
 bool KvCache::CopySharedPage(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const int32_t row = sequence.length % pool_.layout(sequence.layout).page_size;
@@ -236,7 +236,7 @@ bool KvCache::CopySharedPage(SeqSlot slot) {
   if (pool_.references(entry) == 1 && row >= pool_.pinned_rows(entry)) return true;
   const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
   if (taken.entry == SlabPool::kNoEntry) return false;
-  work_.AddCopy(sequence.tenant, taken.entry, entry, pool_.group_bytes(sequence.layout), row);
+  work_.AddCopy(sequence.tenant, sequence.layout, taken.entry, entry, row, taken.dirty);
   sequence.copy_took_last = pool_.Drop(entry);
   sequence.entry_before_copy = entry;
   entry = taken.entry;
@@ -388,6 +388,7 @@ KvCacheStats KvCache::stats() const {
   stats.freed = freed_;
   stats.freed[static_cast<size_t>(Freed::kEvicted)] = prefixes_.stats().freed;
   stats.copies_on_write = copies_on_write_;
+  stats.bytes_copied = work_.bytes_copied();
   stats.scrubs = scrubs_;
   return stats;
 }

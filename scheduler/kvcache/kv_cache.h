@@ -88,6 +88,7 @@ struct KvCacheStats {
   uint64_t allocations = 0;  // since start; allocations - all freed = groups_used + groups_cached
   std::array<uint64_t, kFreedReasons> freed = {};
   uint64_t copies_on_write = 0;
+  uint64_t bytes_copied = 0;  // for them
   uint64_t scrubs = 0;
 };
 
@@ -135,6 +136,8 @@ class KvCache final {
   // The layout's cached rows are not what they were: forgets them.
   void DropCached(LayoutId layout) { prefixes_.Drop(layout); }
   const PrefixStats& prefix_stats() const { return prefixes_.stats(); }
+  // Groups, slabs, keys and nodes looked at since start, to show what an operation costs.
+  uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
 
   // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation.
   void Commit(SeqSlot sequence, int32_t rows);

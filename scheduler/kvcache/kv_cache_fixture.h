@@ -51,7 +51,7 @@ class KvCacheTest : public ::testing::Test {
   }
 
   void Carry() {
-    WorkRoom room{.ranges = 1 << 20, .bytes = INT64_MAX};
+    WorkRoom room{.places = 1 << 20, .bytes = INT64_MAX};
     cache_->work().TakeAny(&room, &work_);
     for (const kernels::PageRange& range : work_.ranges()) {
       (range.zeroes() ? carried_.scrubs : carried_.copies).push_back(range);

@@ -16,8 +16,7 @@
 namespace mla::kvcache {
 
 inline constexpr int kOperations = 2'100;  // a run; two million in all
-inline constexpr int32_t kSequences = 14;
-inline constexpr int32_t kTablePages = 24;
+inline constexpr int32_t kSequences = 14, kTablePages = 24, kMostLayers = 3;
 inline constexpr TenantKey kTenants = 3;
 inline constexpr uint32_t kUnpublished = 0x0badcafe;
 
@@ -322,12 +321,15 @@ class Simulation {
     }
   }
 
-  void CarryOut(const kernels::PageRange& range) {
-    const auto target = words_.begin() + range.target_offset / 8;
-    if (range.zeroes()) {
-      std::fill_n(target, range.bytes / 8, 0);
-    } else {
-      std::copy_n(words_.begin() + range.source_offset / 8, range.bytes / 8, target);
+  void CarryOut(const kernels::PageRange& all) {
+    for (int32_t i = 0; i < all.count; ++i) {
+      const kernels::PageRange range = all.place(i);
+      const auto target = words_.begin() + range.target_offset / 8;
+      if (range.zeroes()) {
+        std::fill_n(target, range.bytes / 8, 0);
+      } else {
+        std::copy_n(words_.begin() + range.source_offset / 8, range.bytes / 8, target);
+      }
     }
   }
 
@@ -335,7 +337,7 @@ class Simulation {
   void Launch() {
     if (running_.size() == 2) Finish();
     LaunchWork work;
-    WorkRoom room{.ranges = 1 + Below(4), .bytes = 1 + Below(4096)};
+    WorkRoom room{.places = kMostLayers + Below(4), .bytes = 1 + Below(4096)};
     if (Below(2) == 0) {
       cache_->work().TakeAny(&room, &work);
     } else {
@@ -370,7 +372,7 @@ class Simulation {
     while (!running_.empty()) Finish();
     while (cache_->work().Waits(m.tenant, m.ticket)) {
       LaunchWork work;
-      WorkRoom room{.ranges = 1 + Below(4), .bytes = 1 << 20};
+      WorkRoom room{.places = kMostLayers + Below(4), .bytes = 1 << 20};
       cache_->work().Take(m.tenant, m.ticket, &room, &work);
       running_.push_back(std::move(work));
       while (!running_.empty()) Finish();
@@ -489,9 +491,7 @@ class Simulation {
   uint64_t next_row_ = 1;
   std::vector<ModelSequence> histories_;  // sequences that have said what their rows are
   TokenBook tokens_;
-  int64_t matched_ = 0, in_page_ = 0;
-  int64_t refused_ = 0;
-  int64_t failed_ = 0;  // launches
+  int64_t matched_ = 0, in_page_ = 0, refused_ = 0, failed_ = 0;
   std::string fault_;
 };
 

@@ -84,7 +84,10 @@ TEST_F(KvCacheTest, ForkSharesAndWritingCopies) {
   ASSERT_TRUE(Reserve(child, 1).ok());
   ASSERT_EQ(carried_.copies.size(), 1u);
   EXPECT_EQ(carried_.copies[0].source_offset, int64_t{shared} * kernels::kPageGranuleBytes);
-  EXPECT_EQ(carried_.copies[0].bytes, kSmall.group_bytes());
+  EXPECT_EQ(carried_.copies[0].bytes, 32) << "the one row that the child has of the page";
+  EXPECT_EQ(carried_.copies[0].count, 2) << "layers";
+  EXPECT_EQ(carried_.copies[0].stride, 4 * 32);
+  EXPECT_EQ(cache_->stats().bytes_copied, 2u * 32);
   ASSERT_EQ(carried_.tables.size(), 1u) << "a child publishes its whole table";
   EXPECT_EQ(carried_.tables[0].count, 2);
   cache_->Commit(child, 1);
@@ -221,6 +224,55 @@ TEST_F(KvCacheTest, GroupLargerThanASlabTakesNeighbours) {
   EXPECT_EQ(cache_->free_groups(layout_), 7);
 }
 
+// What operations look at in a pool of which a half is in use.
+std::vector<uint64_t> Steps(int64_t groups) {
+  constexpr int32_t kPages = 16, kRows = kPages * 4 - 2;
+  const auto sequences = static_cast<int32_t>(groups / kPages / 2);
+  std::vector<uint32_t> tables(static_cast<size_t>(sequences + 4) * kPages);
+  auto cache = KvCache::Create({.bytes = groups * kSmall.group_bytes(),
+                                .max_sequences = sequences + 4,
+                                .max_pages_per_sequence = kPages},
+                               tables)
+                   .value();
+  const LayoutId layout = cache->AddLayout(kSmall).value();
+  std::vector<uint64_t> steps;
+  const auto append = [&](SeqSlot sequence, int32_t rows) {
+    const StepRows step[] = {{sequence, rows}};
+    ASSERT_TRUE(cache->Reserve(step).ok());
+    cache->Commit(sequence, rows);
+  };
+  const auto count = [&](const auto& call) {
+    const uint64_t before = cache->steps();
+    call();
+    steps.push_back(cache->steps() - before);
+  };
+  SeqSlot last = -1;
+  for (int32_t s = 0; s < sequences; ++s) {
+    last = cache->Open(layout, 1).value();
+    append(last, kRows);
+  }
+  SeqSlot fork = -1;
+  count([&] { append(last, 1); });
+  count([&] { fork = cache->Fork(last, kRows).value(); });
+  count([&] { append(fork, 1); });  // the first group of a slab
+  count([&] { EXPECT_TRUE(cache->Truncate(fork, 8).ok()); });
+  count([&] { append(fork, 4); });
+  count([&] { cache->Release(fork); });
+  // Slabs that tenant 1 has used in part, for a layout of another size.
+  cache->Release(last);
+  const GroupLayout wide = MakeLayout({.row_bytes = 64, .page_size = 8, .layers = 1});
+  const LayoutId other = cache->AddLayout(wide).value();
+  const SeqSlot foreign = cache->Open(other, 2).value();
+  count([&] { append(foreign, 1); });
+  return steps;
+}
+
+TEST_F(KvCacheTest, NoOperationIsLinearInGroups) {
+  const std::vector<uint64_t> small = Steps(1 << 10), large = Steps(1 << 16);
+  EXPECT_EQ(small.size(), 7u);
+  EXPECT_EQ(small, large);
+}
+
 TEST_F(KvCacheTest, OffsetsPastFourGibAndEntriesPastTwoToTheTwentyFour) {
   // Accounting only: no such memory exists here.
   const GroupLayout real = MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 61});
@@ -301,7 +353,7 @@ TEST_F(KvCacheTest, SteadyStateAllocatesNothing) {
     const SeqSlot child = cache_->Fork(a, cache_->length(a) - 1).value();
     const StepRows more[] = {{child, 9}};
     ASSERT_TRUE(cache_->Reserve(more).ok());
-    WorkRoom room{.ranges = 2, .bytes = INT64_MAX};
+    WorkRoom room{.places = 2, .bytes = INT64_MAX};
     cache_->work().Take(1, cache_->work().last(), &room, &work_);
     cache_->work().Acknowledge(&work_);
     cache_->Rollback(child);

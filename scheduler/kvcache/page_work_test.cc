@@ -1,6 +1,10 @@
 // Page work: what waits, what a launch takes, and what becomes of it when launches fail.
 #include "scheduler/kvcache/pool/page_work.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "scheduler/kvcache/kv_cache_fixture.h"
 
 namespace mla::kvcache {
@@ -10,8 +14,8 @@ namespace {
 class PageWorkTest : public KvCacheTest {
  protected:
   // Takes work of the tenant into a launch; true if none is left.
-  bool Take(TenantKey tenant, LaunchWork* work, int64_t ranges = 100) {
-    WorkRoom room{.ranges = ranges, .bytes = INT64_MAX};
+  bool Take(TenantKey tenant, LaunchWork* work, int64_t places = 100) {
+    WorkRoom room{.places = places, .bytes = INT64_MAX};
     return cache_->work().Take(tenant, cache_->work().last(), &room, work);
   }
   absl::Status Queue(SeqSlot sequence, int32_t rows) {
@@ -49,7 +53,7 @@ TEST_F(PageWorkTest, PieceLargerThanTheRoomGoesAlone) {
   Make(8);
   Dirty(2);
   ASSERT_TRUE(Queue(Open(2), 8).ok());
-  WorkRoom room{.ranges = 100, .bytes = 1};
+  WorkRoom room{.places = 100, .bytes = 1};
   LaunchWork work;
   EXPECT_FALSE(cache_->work().Take(2, cache_->work().last(), &room, &work));
   EXPECT_EQ(work.ranges().size(), 1u);
@@ -105,6 +109,76 @@ TEST_F(PageWorkTest, CopySurvivesTheEndOfItsSource) {
   cache_->work().Acknowledge(&work);
   EXPECT_EQ(cache_->stats().groups_pinned, 0);
   EXPECT_EQ(cache_->stats().groups_used, 2);
+}
+
+// Three rows of four, at two layers. A group with another tenant's bytes is written whole.
+TEST_F(PageWorkTest, CopyTakesTheRowsThatTheSequenceHas) {
+  Make(2);
+  const SeqSlot parent = Open();
+  Append(parent, 4);
+  const SeqSlot child = cache_->Fork(parent, 3).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  LaunchWork work;
+  EXPECT_FALSE(Take(1, &work, 1)) << "it fills two places";
+  ASSERT_TRUE(Take(1, &work, 2));
+  ASSERT_EQ(work.ranges().size(), 1u);
+  EXPECT_EQ(work.ranges()[0].bytes, 3 * 32);
+  EXPECT_EQ(work.ranges()[0].count, 2);
+  EXPECT_EQ(work.places(), 2);
+  EXPECT_EQ(work.bytes(), 2 * 3 * 32);
+  cache_->work().Acknowledge(&work);
+  cache_->Release(child);
+
+  const SeqSlot foreign = Open(2);
+  Append(foreign, 1);
+  cache_->Release(foreign);
+  ASSERT_TRUE(Queue(cache_->Fork(parent, 3).value(), 1).ok());
+  ASSERT_TRUE(Take(1, &work, 1));
+  ASSERT_EQ(work.ranges().size(), 1u);
+  EXPECT_EQ(work.ranges()[0].bytes, kSmall.group_bytes());
+  EXPECT_EQ(work.ranges()[0].count, 1);
+  cache_->work().Acknowledge(&work);
+  EXPECT_EQ(cache_->stats().bytes_copied, static_cast<uint64_t>(2 * 3 * 32 + kSmall.group_bytes()));
+}
+
+// Planes that some layers have and others have not, and one whose rows stand for two tokens.
+TEST_F(PageWorkTest, CopyTakesEveryPlane) {
+  Make(64);
+  GroupLayout mixed;
+  mixed.page_size = 4;
+  const KvPlane rows{.row_stride = 32, .rows = 4};
+  const KvPlane pairs{.row_stride = 16, .rows = 2, .token_ratio = 2};
+  for (int64_t layer = 0, at = 0; layer < 4; ++layer) {
+    mixed.layers.push_back({rows});
+    mixed.layers.back()[0].offset = at;
+    at += 4 * 32;
+    if (layer == 1) continue;
+    mixed.layers.back().push_back(pairs);
+    mixed.layers.back()[1].offset = at;
+    at += 2 * 16;
+    mixed.bytes = at;
+  }
+  layout_ = cache_->AddLayout(mixed).value();
+  const SeqSlot parent = Open();
+  Append(parent, 4);
+  const SeqSlot child = cache_->Fork(parent, 3).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  LaunchWork work;
+  ASSERT_TRUE(Take(1, &work));
+  const int64_t source = int64_t{Table(parent, 1)[0]} * kernels::kPageGranuleBytes;
+  std::vector<std::pair<int64_t, int64_t>> at;  // and bytes
+  for (const kernels::PageRange& range : work.ranges()) {
+    for (int32_t i = 0; i < range.count; ++i) {
+      at.emplace_back(range.place(i).source_offset - source, range.bytes);
+    }
+  }
+  std::sort(at.begin(), at.end());
+  const std::vector<std::pair<int64_t, int64_t>> want = {{0, 96},   {128, 32}, {160, 96}, {288, 96},
+                                                         {416, 32}, {448, 96}, {576, 32}};
+  EXPECT_EQ(at, want);
+  EXPECT_EQ(work.places(), 7);
+  EXPECT_EQ(work.bytes(), 4 * 3 * 32 + 3 * 2 * 16);
+  cache_->work().Acknowledge(&work);
 }
 
 TEST_F(PageWorkTest, RowsThatACopyReadsAreNotOverwritten) {

@@ -84,6 +84,8 @@ constexpr Stat kStats[] = {
         "Page groups zeroed between tenants.", MLA_ENGINE(page_groups_scrubbed)),
     Row("copies_on_write", "mla_kv_copies_on_write_total",
         "Page groups copied for a forked sequence.", MLA_ENGINE(copies_on_write)),
+    Row(nullptr, "mla_kv_copied_bytes_total", "Bytes copied for forked sequences, on the device.",
+        MLA_ENGINE(kv_bytes_copied)),
     Row(nullptr, "mla_kv_page_group_allocations_total", "Page groups handed out.",
         MLA_ENGINE(page_groups_taken)),
     Row(nullptr, "mla_kv_page_group_releases_total",

@@ -39,6 +39,22 @@ struct GroupLayout {
   friend bool operator==(const GroupLayout&, const GroupLayout&) = default;
 };
 
+// A plane that pages of several layers have alike, at equal distances: the rows of all of them are
+// the same bytes at `pages` places.
+struct PlaneRun {
+  KvPlane plane;       // of the first of the layers
+  int32_t pages = 1;   // layers
+  int64_t stride = 0;  // bytes from a layer's plane to the next one's
+  // Bytes of the plane that hold a page's first `tokens` tokens.
+  int64_t bytes_of(int32_t tokens) const {
+    return (int64_t{tokens} + plane.token_ratio - 1) / plane.token_ratio * plane.row_stride;
+  }
+};
+
+// All planes of the layout, in as few runs as their order gives. Empty when some plane's first rows
+// are not its first bytes: such pages are copied whole.
+std::vector<PlaneRun> PlaneRuns(const GroupLayout& layout);
+
 // Layers that are all alike, each with one plane of a row a token.
 struct UniformLayers {
   int64_t row_bytes = 0;

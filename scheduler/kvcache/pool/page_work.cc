@@ -12,13 +12,25 @@ void PageWorkQueue::AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes)
   Add(piece);
 }
 
-void PageWorkQueue::AddCopy(TenantKey tenant, uint32_t target, uint32_t source, int64_t bytes,
-                            int32_t rows) {
+void PageWorkQueue::AddCopy(TenantKey tenant, LayoutId layout, uint32_t target, uint32_t source,
+                            int32_t rows, bool whole) {
   Piece piece;
   piece.tenant = tenant;
   piece.target = target;
   piece.source = source;
-  piece.bytes = bytes;
+  int64_t bytes = 0, places = 0;
+  for (const PlaneRun& run : pool_->plane_runs(layout)) {
+    bytes += run.bytes_of(rows) * run.pages;
+    places += run.pages;
+  }
+  if (whole || places == 0 || places > kMostPlaces) {
+    piece.bytes = pool_->group_bytes(layout);
+  } else {
+    piece.bytes = bytes;
+    piece.places = places;
+    piece.layout = layout;
+    piece.rows = rows;
+  }
   Add(piece);
   pool_->PinSource(source, rows);
 }
@@ -85,6 +97,23 @@ void PageWorkQueue::Cancel(uint32_t target) {
   Forget(index);
 }
 
+void PageWorkQueue::AddRanges(const Piece& piece, std::vector<kernels::PageRange>* ranges) const {
+  const int64_t target = pool_->offset(piece.target);
+  if (piece.source == SlabPool::kNoEntry) {
+    ranges->push_back({target, piece.bytes});
+    return;
+  }
+  const int64_t source = pool_->offset(piece.source);
+  if (piece.layout == kNone) {
+    ranges->push_back({target, piece.bytes, source});
+    return;
+  }
+  for (const PlaneRun& run : pool_->plane_runs(piece.layout)) {
+    const int64_t at = run.plane.offset;
+    ranges->push_back({target + at, run.bytes_of(piece.rows), source + at, run.pages, run.stride});
+  }
+}
+
 bool PageWorkQueue::Waits(TenantKey tenant, WorkTicket until) const {
   if (queued_ == 0) return false;
   const auto queue = queues_.find(tenant);
@@ -95,14 +124,13 @@ bool PageWorkQueue::Take(TenantKey tenant, WorkTicket until, WorkRoom* room, Lau
   while (Waits(tenant, until)) {
     const int32_t index = queues_.find(tenant)->second.head;
     const Piece& piece = At(index);
-    if (room->ranges < 1 || (!room->any && room->bytes < piece.bytes)) return false;
+    if (room->places < piece.places || (!room->any && room->bytes < piece.bytes)) return false;
     room->any = false;
-    const int64_t source = piece.source == SlabPool::kNoEntry ? kernels::PageRange::kZeros
-                                                              : pool_->offset(piece.source);
-    work->ranges_.push_back({pool_->offset(piece.target), piece.bytes, source});
+    AddRanges(piece, &work->ranges_);
     work->pieces_.push_back(index);
+    work->places_ += piece.places;
     work->bytes_ += piece.bytes;
-    --room->ranges;
+    room->places -= piece.places;
     room->bytes -= piece.bytes;
     Unlink(index);
   }
@@ -116,7 +144,12 @@ void PageWorkQueue::TakeAny(WorkRoom* room, LaunchWork* work) {
 }
 
 void PageWorkQueue::Acknowledge(LaunchWork* work) {
-  for (const int32_t index : work->pieces_) Forget(index);
+  for (const int32_t index : work->pieces_) {
+    if (At(index).source != SlabPool::kNoEntry) {
+      bytes_copied_ += static_cast<uint64_t>(At(index).bytes);
+    }
+    Forget(index);
+  }
   work->Clear();
 }
 

@@ -1,5 +1,6 @@
 // Device work that page groups wait for: zeroing of groups that last belonged to another tenant,
-// and copies of shared groups that a sequence is about to write into (copy-on-write).
+// and copies of shared groups that a sequence is about to write into (copy-on-write). A copy into a
+// group that holds no other tenant's bytes takes the rows that count, of every layer's page.
 //
 // Work waits in one queue for each tenant until a launch carries it. Groups never pass from one
 // tenant to another while work on them is queued or runs, so the queues are independent of each
@@ -35,23 +36,25 @@ class LaunchWork {
  public:
   bool empty() const { return pieces_.empty(); }
   std::span<const kernels::PageRange> ranges() const { return ranges_; }
-  int64_t bytes() const { return bytes_; }  // written
+  int64_t places() const { return places_; }  // of all ranges
+  int64_t bytes() const { return bytes_; }    // written
 
  private:
   friend class PageWorkQueue;
   void Clear() {
     ranges_.clear();
     pieces_.clear();
-    bytes_ = 0;
+    places_ = bytes_ = 0;
   }
   std::vector<kernels::PageRange> ranges_;
   std::vector<int32_t> pieces_;
+  int64_t places_ = 0;
   int64_t bytes_ = 0;
 };
 
 // What may be added to a launch's work.
 struct WorkRoom {
-  int64_t ranges = 0;
+  int64_t places = 0;  // of ranges; kMostPlaces at least take any piece
   int64_t bytes = 0;
   bool any = true;  // one piece may be larger, as the launch has nothing else to do
 };
@@ -60,10 +63,15 @@ class PageWorkQueue {
  public:
   explicit PageWorkQueue(SlabPool* pool) : pool_(pool) {}
 
-  // Queues zeroing of a group, or a copy into it. The source's rows below `rows` of each page must
-  // stay as they are until then. REQUIRES: no work into `target` is known.
+  // Places that a piece of work has at most; a group whose rows lie at more is copied whole.
+  static constexpr int64_t kMostPlaces = 1024;
+
+  // Queues zeroing of a group, or a copy of the first `rows` rows of each page into it, which is of
+  // the whole group if `whole`. The source's rows below `rows` must stay as they are until then.
+  // REQUIRES: no work into `target` is known.
   void AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes);
-  void AddCopy(TenantKey tenant, uint32_t target, uint32_t source, int64_t bytes, int32_t rows);
+  void AddCopy(TenantKey tenant, LayoutId layout, uint32_t target, uint32_t source, int32_t rows,
+               bool whole);
   // The group has lost its last reference, or is about to: work into it that is still queued goes,
   // and the group's former mark returns unless a failed launch may have written. Nothing happens if
   // there is none, or if a copy reads it.
@@ -82,7 +90,8 @@ class PageWorkQueue {
   // The launch has failed. When several have, the latest comes first.
   void Requeue(LaunchWork* work);
 
-  int64_t queued() const { return queued_; }  // pieces that no launch has taken
+  int64_t queued() const { return queued_; }               // pieces that no launch has taken
+  uint64_t bytes_copied() const { return bytes_copied_; }  // by launches that have completed
 
  private:
   static constexpr int32_t kNone = -1;
@@ -91,6 +100,9 @@ class PageWorkQueue {
     uint32_t target = SlabPool::kNoEntry;
     uint32_t source = SlabPool::kNoEntry;  // kNoEntry: zeroing
     int64_t bytes = 0;
+    int64_t places = 1;
+    LayoutId layout = kNone;  // of a copy by rows
+    int32_t rows = 0;
     WorkTicket ticket = 0;
     bool queued = false;
     bool tried = false;                  // by a launch that failed, and so done in part, perhaps
@@ -103,6 +115,7 @@ class PageWorkQueue {
   Piece& At(int32_t piece) { return pieces_[static_cast<size_t>(piece)]; }
   const Piece& At(int32_t piece) const { return pieces_[static_cast<size_t>(piece)]; }
   void Add(const Piece& piece);
+  void AddRanges(const Piece& piece, std::vector<kernels::PageRange>* ranges) const;
   void Link(int32_t piece, bool front);
   void Unlink(int32_t piece);
   // The piece is not known any more: its groups are unpinned.
@@ -114,6 +127,7 @@ class PageWorkQueue {
   absl::flat_hash_map<TenantKey, Queue> queues_;  // those that are not empty
   WorkTicket last_ = 0;
   int64_t queued_ = 0;
+  uint64_t bytes_copied_ = 0;
 };
 
 }  // namespace mla::kvcache

@@ -50,6 +50,7 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
   if (slot == layouts_.end()) slot = layouts_.insert(slot, Layout());
   *slot = Layout();
   slot->layout = layout;
+  slot->runs = PlaneRuns(layout);
   slot->active = true;
   slot->account = account;
   slot->group_bytes = group_bytes;
@@ -85,6 +86,7 @@ bool SlabPool::Has(LayoutId layout) const {
 }
 
 SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
+  ++steps_;
   Layout& owner = Of(layout);
   refusal_ = TakeRefusal::kGroupBound;
   if (owner.account != nullptr && !owner.account->TakeGroup(owner.group_bytes)) return {};
@@ -100,6 +102,7 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
     slab.free_head = slab.groups[static_cast<size_t>(taken)].next_free;
   } else {
     taken = slab.groups_fresh++;
+    if (taken == slab.marked) slab.groups[static_cast<size_t>(slab.marked++)].mark = slab.rest_mark;
   }
   Group& group = slab.groups[static_cast<size_t>(taken)];
   Require(group.references == 0, "a page group in use is on the free list");
@@ -126,6 +129,7 @@ void SlabPool::Untake(uint32_t entry) {
 }
 
 void SlabPool::Share(uint32_t entry) {
+  ++steps_;
   Group& group = GroupOf(entry);
   Require(group.references > 0 || group.pins > 0, "a free page group is shared");
   const int32_t now = ++group.references;
@@ -135,6 +139,7 @@ void SlabPool::Share(uint32_t entry) {
 }
 
 bool SlabPool::Drop(uint32_t entry) {
+  ++steps_;
   Group& group = GroupOf(entry);
   Require(group.references > 0, "a page group is freed twice");
   const int32_t left = --group.references;
@@ -270,6 +275,7 @@ int32_t SlabPool::RunLength(int32_t first, int64_t group_bytes,
                             const std::function<bool(int32_t)>* also_free) const {
   int64_t bytes = 0;
   for (int32_t s = first; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    ++steps_;
     if (At(s).head != kNone && (also_free == nullptr || !(*also_free)(s))) return 0;
     bytes += BytesOf(s);
     if (bytes >= group_bytes) return s - first + 1;
@@ -280,7 +286,7 @@ int32_t SlabPool::RunLength(int32_t first, int64_t group_bytes,
 int32_t SlabPool::AssignRun(LayoutId layout) {
   Layout& owner = Of(layout);
   const auto count = static_cast<int32_t>(slabs_.size());
-  while (first_free_ < count && At(first_free_).head != kNone) ++first_free_;
+  for (; first_free_ < count && At(first_free_).head != kNone; ++first_free_) ++steps_;
   int32_t head = first_free_;
   int32_t span = 0;
   for (; head < count; ++head) {
@@ -298,9 +304,7 @@ int32_t SlabPool::AssignRun(LayoutId layout) {
   if (span > 1 || slab.mark_bytes != owner.group_bytes) {
     Mark mark = kClean;
     for (int32_t s = head; s < head + span; ++s) mark = Merge(mark, SlabMark(s));
-    for (int32_t g = 0; g < slab.groups_total; ++g) {
-      slab.groups[static_cast<size_t>(g)].mark = mark;
-    }
+    slab.marked = 0;
     slab.rest_mark = mark;
     slab.mark_bytes = owner.group_bytes;
   }
@@ -326,9 +330,10 @@ void SlabPool::ReturnRun(int32_t head) {
   stats_.slabs_free += slab.span;
   if (owner.account != nullptr) owner.account->ReturnSlab(RunBytes(head, slab.span));
   if (slab.span > 1) {
-    const Mark mark = Merge(slab.groups[0].mark, slab.rest_mark);
+    const Mark mark = SlabMark(head);
     for (int32_t s = head; s < head + slab.span; ++s) {
       At(s).mark_bytes = 0;
+      At(s).marked = 0;
       At(s).rest_mark = mark;
     }
   }
@@ -341,8 +346,8 @@ void SlabPool::ReturnRun(int32_t head) {
 SlabPool::Mark SlabPool::SlabMark(int32_t index) const {
   const Slab& slab = At(index);
   Mark mark = slab.rest_mark;
-  const int64_t ranges = slab.mark_bytes > 0 ? BytesOf(index) / slab.mark_bytes : 0;
-  for (int64_t g = 0; g < ranges; ++g) {
+  steps_ += static_cast<uint64_t>(slab.marked);
+  for (int32_t g = 0; g < slab.marked; ++g) {
     mark = Merge(mark, slab.groups[static_cast<size_t>(g)].mark);
   }
   return mark;

@@ -13,13 +13,15 @@
 // build: require.h.
 //
 // Take, Untake, Share and Drop are O(1), except that a layout that needs a further slab looks for a
-// free one among all slabs, and re-marks it when the slab served another group size before. Nothing
-// allocates after AddLayout. Threading: owned by the KvCache that holds it.
+// free one among all slabs, and where the slab served another group size before merges the marks of
+// the groups that were handed out then. Nothing allocates after AddLayout. Threading: owned by the
+// KvCache that holds it.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -97,6 +99,8 @@ class SlabPool final {
   void RemoveLayout(LayoutId layout);
   bool Has(LayoutId layout) const;
   const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
+  // Of its planes; empty: its groups are copied whole. Kept while page work uses its groups.
+  std::span<const PlaneRun> plane_runs(LayoutId layout) const { return Of(layout).runs; }
 
   // A group with one reference, marked as the tenant's; kNoEntry when there is no room or the
   // layout's account refuses.
@@ -153,6 +157,8 @@ class SlabPool final {
   // Entries of all groups of one such slab; empty if there is none.
   std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
   SlabPoolStats stats() const { return stats_; }
+  // Groups and slabs looked at since start, to show what an operation costs.
+  uint64_t steps() const { return steps_; }
 
   // Compares all state with the reference counts that the tables hold, by entry. Empty when right.
   std::string CheckInvariants(const std::unordered_map<uint32_t, int32_t>& references) const;
@@ -194,13 +200,15 @@ class SlabPool final {
     int32_t free_head = kNone;  // list of the freed ones
     int32_t prev = kNone;       // list of the layout's slabs that have free groups
     int32_t next = kNone;
-    int64_t mark_bytes = 0;   // size of the ranges that groups[].mark tell of; 0: none
-    Mark rest_mark = kClean;  // of the bytes behind those ranges
+    int64_t mark_bytes = 0;   // size of the ranges that groups[].mark tell of
+    int32_t marked = 0;       // leading groups that have marks of their own
+    Mark rest_mark = kClean;  // of the bytes behind those
     std::vector<Group> groups;
   };
 
   struct Layout {
     GroupLayout layout;
+    std::vector<PlaneRun> runs;
     bool active = false;
     PoolAccount* account = nullptr;
     int64_t group_bytes = 0;
@@ -256,6 +264,7 @@ class SlabPool final {
   std::vector<Layout> layouts_;
   SlabPoolStats stats_;
   TakeRefusal refusal_ = TakeRefusal::kNoRoom;
+  mutable uint64_t steps_ = 0;
 };
 
 }  // namespace mla::kvcache

@@ -82,6 +82,7 @@ std::vector<uint32_t> SlabPool::IdleSlab(LayoutId layout, bool own_only) const {
   std::vector<uint32_t> entries;
   for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()) && entries.empty(); ++s) {
     if (At(s).head != s || !KeptByIdle(s, layout, own_only)) continue;
+    steps_ += static_cast<uint64_t>(At(s).groups_total);
     const int64_t group_bytes = Of(At(s).layout).group_bytes;
     for (int32_t g = 0; g < At(s).groups_total; ++g) {
       if (!At(s).groups[static_cast<size_t>(g)].idle) continue;

@@ -54,6 +54,7 @@ std::string SlabPool::CheckSlab(int32_t index,
     if (kept) ++used;
     if (have > 0) ++*groups_seen;
     if (kept && g >= slab.groups_fresh) return fault("fresh group ", g, " is in use");
+    if (kept && g >= slab.marked) return fault("group ", g, " in use has no mark");
   }
   if (used != slab.groups_used) return fault("used ", slab.groups_used, ", counted ", used);
   if (idle != slab.groups_idle) return fault("idle ", slab.groups_idle, ", counted ", idle);

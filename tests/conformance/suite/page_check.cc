@@ -76,6 +76,34 @@ std::string CheckOrder(kernels::AttentionBackend& backend, std::span<std::byte> 
   return last == later ? "" : "pages do not hold what a later launch has written";
 }
 
+// One range fills many places of the pool and leaves what lies between them.
+std::string CheckPlaces(kernels::AttentionBackend& backend) {
+  constexpr int64_t kStride = 4103, kBytes = 1000;
+  constexpr int32_t kPlaces = 61;
+  std::vector<std::byte> first(kMib), second(kMib), back(kMib);
+  for (size_t i = 0; i < first.size(); ++i) {
+    first[i] = static_cast<std::byte>(i * 5 + i / 253);
+    second[i] = static_cast<std::byte>(i * 3 + i / 241 + 1);
+  }
+  const PageTransfer writes[] = {{0, kMib, first.data()}, {kMib, kMib, second.data()}};
+  const PageTransfer read{kMib, kMib, back.data()};
+  const PageRange ranges[] = {{kMib + 7, kBytes, 7, kPlaces, kStride},
+                              {kMib + 7 + kBytes, 2, PageRange::kZeros, kPlaces, kStride}};
+  Launch launch;
+  launch.page_writes = writes;
+  launch.pages = ranges;
+  launch.page_reads = {&read, 1};
+  absl::Status status = backend.Submit(0, launch);
+  if (status.ok()) status = backend.Wait(0).status();
+  if (!status.ok()) return "page ranges of many places: " + status.ToString();
+  for (int32_t place = 0; place < kPlaces; ++place) {
+    const int64_t at = 7 + place * kStride;
+    std::copy_n(first.begin() + at, kBytes, second.begin() + at);
+    std::fill_n(second.begin() + at + kBytes, 2, std::byte{0});
+  }
+  return back == second ? "" : "a range of many places has filled something else";
+}
+
 }  // namespace
 
 std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_bytes) {
@@ -90,7 +118,8 @@ std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_
     std::string wrong = CheckOrder(backend, memory.subspan(0, bytes), memory.subspan(bytes, bytes));
     if (!wrong.empty()) return wrong;
   }
-  return CheckRefusal(backend, pool_bytes, other.data());
+  std::string wrong = CheckPlaces(backend);
+  return wrong.empty() ? CheckRefusal(backend, pool_bytes, other.data()) : wrong;
 }
 
 }  // namespace mla::conformance

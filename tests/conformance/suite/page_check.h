@@ -9,8 +9,9 @@
 
 namespace mla::conformance {
 
-// Empty if page transfers of any size and place keep their bytes and the order of launches, and
-// those that leave the pool are refused; else what is wrong. `pool_bytes`: of the configured
+// Empty if page transfers of any size and place keep their bytes and the order of launches,
+// those that leave the pool are refused, and a range of many places fills these alone; else what is
+// wrong. `pool_bytes`: of the configured
 // backend, at least 4 MiB, which it overwrites; its two launch slots must not run.
 std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_bytes);
 

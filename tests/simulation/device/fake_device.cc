@@ -166,9 +166,10 @@ absl::Status FakeDevice::Stage(int32_t slot, const kernels::Launch& launch) {
 }
 
 void FakeDevice::CheckSizes(const kernels::Launch& launch) {
-  const size_t ranges =
-      std::max({launch.pages.size(), launch.page_writes.size(), launch.page_reads.size()});
-  if (static_cast<int64_t>(ranges) > limits_.page_ranges) {
+  int64_t places = 0;
+  for (const kernels::PageRange& range : launch.pages) places += range.count;
+  const size_t transfers = std::max(launch.page_writes.size(), launch.page_reads.size());
+  if (std::max(places, static_cast<int64_t>(transfers)) > limits_.page_ranges) {
     Violation("more page ranges than a launch may have");
   }
   if (static_cast<int64_t>(launch.table_changes.size()) > limits_.table_ranges) {

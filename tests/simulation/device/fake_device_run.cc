@@ -148,6 +148,10 @@ std::byte* FakeDevice::PoolAt(const kernels::PageTransfer& transfer) {
 }
 
 void FakeDevice::WriteRange(const kernels::PageRange& range) {
+  if (range.count != 1) {
+    for (int32_t i = 0; i < range.count; ++i) WriteRange(range.place(i));
+    return;
+  }
   const auto inside = [&](int64_t offset) {
     return offset >= 0 && range.bytes >= 0 && offset + range.bytes <= limits_.kv_pool_bytes;
   };
