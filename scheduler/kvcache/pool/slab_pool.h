@@ -172,7 +172,7 @@ class SlabPool final {
   static constexpr Mark kMixed = 0xffffffffffffffffu;
   static constexpr int32_t kNone = -1;
 
-  struct Group {
+  struct alignas(64) Group {  // one line of the processor's caches
     int32_t references = 0;
     int32_t next_free = kNone;
     Mark mark = kClean;
