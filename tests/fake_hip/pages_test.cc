@@ -48,6 +48,16 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   EXPECT_EQ(bytes[0], 0x3f80);
   EXPECT_EQ(bytes[574], 0x3f80);
   EXPECT_EQ(bytes[575], 0);
+  // All places of a range are one kernel, and count as so many ranges.
+  launches = control_->launches;
+  kernels::PageRange places{0, 2, kernels::PageRange::kZeros, most, 4};
+  ASSERT_TRUE(Write(**backend, {&places, 1}).ok());
+  EXPECT_EQ(control_->launches - launches, 1);
+  const std::vector<kernels::Bf16> rest = ReadRows(**backend, 1);
+  EXPECT_EQ(rest[574], 0);
+  EXPECT_EQ(rest[573], 0x3f80);
+  ++places.count;
+  EXPECT_EQ(Write(**backend, {&places, 1}).code(), absl::StatusCode::kResourceExhausted);
   const kernels::PageRange outside{(1 << 20) - 8, 16};
   EXPECT_EQ(Write(**backend, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
 }
