@@ -25,6 +25,7 @@
 #include "kernels/hip/sm90/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded_wgmma.h"
 #include "kernels/hip/sm90/fp8/attend_fp8.h"
+#include "kernels/hip/sm90/wide/attend_wide.h"
 #endif
 
 #if MLA_GFX950
@@ -49,9 +50,11 @@ using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = std::conditional_t<
-    kFormat != KvFormat::kBf16, AttendFp8<AttendConfig<kRows, kFormat, kProducts>>,
-    std::conditional_t<kRows == 16, Attend<AttendConfig<kRows, kFormat, kProducts>>,
-                       AttendWgmma<AttendConfig<kRows, kFormat, kProducts>>>>;
+    kFormat != KvFormat::kBf16,
+    std::conditional_t<kRows == 16, AttendFp8<AttendConfig<kRows, kFormat, kProducts, kKind>>,
+                       AttendWide<AttendConfig<kRows, kFormat, kProducts, kKind>>>,
+    std::conditional_t<kRows == 16, Attend<AttendConfig<kRows, kFormat, kProducts>, kKind>,
+                       AttendWgmma<AttendConfig<kRows, kFormat, kProducts, kKind>>>>;
 template <KvFormat kFormat>
 using ExpandKernel = ExpandWgmma<kFormat>;
 #endif

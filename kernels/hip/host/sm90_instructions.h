@@ -66,6 +66,10 @@ inline uint32_t from_lane(uint32_t x, int from) {
       &slot);
   return slot.result;
 }
+inline void sync_warp() {
+  int nothing = 0;
+  host::Meet([](host::Wave&) {}, &nothing);
+}
 inline bool any(bool x) {
   Exchange slot{x, 0, 0};
   host::Meet(
@@ -76,6 +80,17 @@ inline bool any(bool x) {
       },
       &slot);
   return slot.result != 0;
+}
+inline uint32_t ballot(bool x) {
+  Exchange slot{x, 0, 0};
+  host::Meet(
+      [](host::Wave& wave) {
+        uint32_t bits = 0;
+        for (int i = 0; i < 32; ++i) bits |= wave.slot<Exchange>(i).x << i;
+        for (int i = 0; i < 32; ++i) wave.slot<Exchange>(i).result = bits;
+      },
+      &slot);
+  return slot.result;
 }
 template <int kStep>
 uint32_t exchange_word(uint32_t x) {
@@ -94,6 +109,7 @@ inline Chunk load_chunk_shared(lds_t at) { return shared_load<Chunk>(at); }
 inline void store_float(lds_t at, float x) { shared_store(at, x); }
 inline float load_float(lds_t at) { return shared_load<float>(at); }
 inline void store_word(lds_t at, uint32_t x) { shared_store(at, x); }
+inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast<uint16_t>(x)); }
 
 // --- 8-bit floats.
 inline uint32_t bf16_of_codes(uint32_t codes) {

@@ -26,7 +26,8 @@
 
 namespace mla::kernels::hip {
 
-template <class C>
+// Producer: the group that brings queries and KV rows.
+template <class C, class Producer = WgmmaProducer<C>>
 class AttendWgmma {
  public:
   using L = WgmmaLayout<C>;
@@ -40,7 +41,7 @@ class AttendWgmma {
     const int group = tile::wave_index() >> 2;
     if (group == 2) {
       tile::give_registers<56>();
-      WgmmaProducer<C> producer(args, shared);
+      Producer producer(args, shared);
       for_each_item<L::kRows>(args, [&producer](const Item& item) { producer.produce(item); });
     } else if (group == 0) {
       tile::take_registers<224>();

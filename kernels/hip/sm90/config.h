@@ -6,7 +6,8 @@
 
 namespace mla::kernels::hip {
 
-template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16>
+template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16,
+          AttentionKind kAttention = AttentionKind::kDense>
 struct AttendConfig;
 
 struct AttendBase {
@@ -24,17 +25,20 @@ struct AttendConfig<16> : AttendBase {
 };
 // Up to 64 rows, by warpgroups (attend_wgmma.h): 64 x 512 fp32 accumulators fill half the register
 // file, 128 a thread.
-template <>
-struct AttendConfig<64> : AttendBase {
+template <KvFormat kOfRows, AttentionKind kOfItems>
+struct AttendConfig<64, kOfRows, DType::kBf16, kOfItems> : AttendBase {
+  static constexpr KvFormat kFormat = kOfRows;
+  static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = 2;
 };
 
 // Few heads over rows of e4m3 (fp8/attend_fp8.h): as many stages as shared memory has room for.
 // Probabilities are times 2^kShift: with what their origin allows them, below binary16's largest.
-template <KvFormat kOfRows>
+template <KvFormat kOfRows, AttentionKind kOfItems>
 struct AttendFp8Config : AttendBase {
   static constexpr int kRows = 16;
   static constexpr KvFormat kFormat = kOfRows;
+  static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = kOfRows == KvFormat::kFp8Row ? 4 : 5;
   static constexpr float kShift = 7.0f;
   // Registers of a thread that makes scores, and of one that sums values: scales are held by the
@@ -42,10 +46,12 @@ struct AttendFp8Config : AttendBase {
   static constexpr int kScoreRegisters = kOfRows == KvFormat::kFp8Row ? 112 : 104;
   static constexpr int kValueRegisters = kOfRows == KvFormat::kFp8Row ? 104 : 112;
 };
-template <>
-struct AttendConfig<16, KvFormat::kFp8Tensor> : AttendFp8Config<KvFormat::kFp8Tensor> {};
-template <>
-struct AttendConfig<16, KvFormat::kFp8Row> : AttendFp8Config<KvFormat::kFp8Row> {};
+template <AttentionKind kOfItems>
+struct AttendConfig<16, KvFormat::kFp8Tensor, DType::kBf16, kOfItems>
+    : AttendFp8Config<KvFormat::kFp8Tensor, kOfItems> {};
+template <AttentionKind kOfItems>
+struct AttendConfig<16, KvFormat::kFp8Row, DType::kBf16, kOfItems>
+    : AttendFp8Config<KvFormat::kFp8Row, kOfItems> {};
 
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 2;

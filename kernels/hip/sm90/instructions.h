@@ -21,7 +21,10 @@ MLA_DEVICE lds_t shared_base() {
 // Of a byte of the block's shared memory, for ordinary reads and writes.
 MLA_DEVICE uint8_t* shared_pointer(int offset) { return dynamic_shared + offset; }
 
+MLA_DEVICE void sync_warp() { __syncwarp(); }
 MLA_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
+// Bit l: x of lane l.
+MLA_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
 template <int kStep>
 MLA_DEVICE float exchange(float x) {
   return __shfl_xor_sync(0xffffffffu, x, kStep);
@@ -57,6 +60,10 @@ MLA_DEVICE float load_float(lds_t at) {
 }
 MLA_DEVICE void store_word(lds_t at, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+MLA_DEVICE void store_half_word(lds_t at, uint32_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(x)) : "memory");
 }
 
 // --- 8-bit floats, OCP e4m3fn.

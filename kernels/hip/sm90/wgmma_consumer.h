@@ -2,7 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_WGMMA_CONSUMER_H_
 #define MLA_KERNELS_HIP_SM90_WGMMA_CONSUMER_H_
 
-#include "kernels/hip/common/item.h"
+#include "kernels/hip/kv/row_source.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -19,12 +19,14 @@ class WgmmaConsumer {
   // The item is read again for its results, rather than held in registers meanwhile.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     State state;
-    clear(item, state);
-    const int kv_begin = item.work.kv_begin;
-    const int tiles = (item.work.kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
+    const Source source(args, item);
+    const int kv_begin = source.begin, kv_end = source.end;
+    clear(item, kv_end, state);
+    const int tiles = (kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
     if (tiles > 0) {
-      const Masks masks{item.limit(0), item.limit(0) < item.work.kv_end,
-                        item.segment->softmax_scale * kLog2e};
+      const int unmasked_end = L::kLists ? kv_end : item.limit(0);
+      const Masks masks{unmasked_end, unmasked_end < kv_end,
+                        item.segment->softmax_scale * layer_scale(item) * kLog2e};
       attend_tiles(kv_begin, masks, tiles, state);
       add_sums(state);
     }
@@ -38,6 +40,7 @@ class WgmmaConsumer {
 
  private:
   using lds_t = tile::lds_t;
+  using Source = RowSource<C::kAttention>;
   static constexpr int kOther = kGroup ^ 1;
   using Rows = WarpgroupRows<C::kTileKv>;
   using Scores = typename Rows::Scores[1];
@@ -59,10 +62,15 @@ class WgmmaConsumer {
     float scale;
   };
 
+  // What all values of the layer are times.
+  MLA_DEVICE static float layer_scale(const Item& item) {
+    return C::kFormat == KvFormat::kFp8Tensor ? item.segment->kv_scale : 1.0f;
+  }
+
   // Packed row of this thread's slot (0 or 1).
   MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
 
-  MLA_DEVICE void clear(const Item& item, State& state) const {
+  MLA_DEVICE void clear(const Item& item, int kv_end, State& state) const {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) state.o[i] = 0.0f;
 #pragma unroll
@@ -70,7 +78,7 @@ class WgmmaConsumer {
       const int p = row(slot);
       state.softmax.clear(slot);
       state.rounded_sum[slot] = 0.0f;
-      state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
+      state.limit[slot] = !L::kLists && p < item.rows ? item.limit(p) : kv_end;
     }
   }
 
@@ -94,8 +102,11 @@ class WgmmaConsumer {
       if (kGroup == 1) start_other(state);
       const int first = kv_begin + t * C::kTileKv;
       uint32_t p[kScores / 2];
-      const Shift shift = make_probabilities(s, p, masks, first, state);
-      publish(p, masks, first, state);
+      const bool unseen = some_unseen();
+      const Shift shift = make_probabilities(s, p, masks, first, unseen, state);
+      const bool hide =
+          L::kLists ? unseen : masks.ragged && first + C::kTileKv > masks.unmasked_end;
+      publish(p, hide, L::kLists ? 0 : masks.unmasked_end - first, state);
       if (kGroup == 1) finish_other(state);
       move_outputs(shift, state);
       add_own(p, state);
@@ -186,14 +197,16 @@ class WgmmaConsumer {
 
   // From scores to probabilities, and those rounded in the order of a wgmma operand in registers.
   MLA_DEVICE Shift make_probabilities(Scores& s, uint32_t (&p)[kScores / 2], const Masks& masks,
-                                      int first, State& state) const {
+                                      int first, bool unseen, State& state) const {
     float scale = masks.scale;
     if (!(scale > 0.0f)) {  // or the maximum would not be that of the logits
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[0].c[i] *= scale;
       scale = 1.0f;
     }
-    if (first + C::kTileKv > masks.unmasked_end) Rows::hide(s[0], state.limit, first, lane);
+    if (unseen) mask_unseen(s[0].c);
+    if (!L::kLists && first + C::kTileKv > masks.unmasked_end)
+      Rows::hide(s[0], state.limit, first, lane);
     float top[2], origin[2];
     state.softmax.maxima(s, top);
     state.softmax.targets(top, scale, kSlack, origin);
@@ -203,6 +216,21 @@ class WgmmaConsumer {
     for (int i = 0; i < kScores; i += 2) p[i >> 1] = pack_bf16(s[0].c[i], s[0].c[i + 1]);
     return shift;
   }
+  // Of lists: whether the query row does not see some rows of the own tile.
+  MLA_DEVICE bool some_unseen() const {
+    if constexpr (!L::kLists) return false;
+    const Chunk a = tile::load_chunk_shared(shared.seen(kGroup, 0));
+    const Chunk b = tile::load_chunk_shared(shared.seen(kGroup, 4));
+    return (a.w[0] & a.w[1] & a.w[2] & a.w[3] & b.w[0] & b.w[1] & b.w[2] & b.w[3]) != ~0u;
+  }
+  MLA_DEVICE void mask_unseen(float (&s)[kScores]) const {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const uint32_t word = float_to_bits(tile::load_float(shared.seen(kGroup, i >> 2)));
+      const int bit = 4 * (2 * (lane & 3) + (i & 1));
+      s[i] = (word >> bit & 1) != 0 ? s[i] : negative_infinity();
+    }
+  }
   MLA_DEVICE static void add_rounded(const uint32_t (&p)[kScores / 2], State& state) {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
@@ -210,9 +238,10 @@ class WgmmaConsumer {
     }
   }
 
-  // Hands the own tile's probabilities and origins to the other group, and the tile's values, made
-  // harmless where some rows do not see them.
-  MLA_DEVICE void publish(const uint32_t (&p)[kScores / 2], const Masks& masks, int first,
+  // Hands the own tile's probabilities and origins to the other group, and the tile's values.
+  // `hide`: those of rows from `first_hidden` on are made harmless, since some packed rows do not
+  // see them.
+  MLA_DEVICE void publish(const uint32_t (&p)[kScores / 2], bool hide, int first_hidden,
                           const State& state) const {
     // All warps' scores have been made from the rope columns.
     tile::barrier_wait(shared.scored(kGroup), (tiles_seen - 1) & 1);
@@ -229,9 +258,8 @@ class WgmmaConsumer {
         tile::store_float(shared.origin(kGroup, row(slot)), state.softmax.origin[slot]);
       }
     }
-    const bool hide = masks.ragged && first + C::kTileKv > masks.unmasked_end;
     if (hide) {
-      hide_unseen_values<C, L::kGroupThreads>(shared.slot(kGroup), masks.unmasked_end - first,
+      hide_unseen_values<C, L::kGroupThreads>(shared.slot(kGroup), first_hidden,
                                               thread_index() & (L::kGroupThreads - 1));
     }
     tile::publish_shared();
@@ -293,7 +321,7 @@ class WgmmaConsumer {
       const int p = row(slot);
       const int64_t target = static_cast<int64_t>(item.work.partial_row) + item.first + p;
       const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
-      const float inverse = scale.empty ? 0.0f : 1.0f / state.rounded_sum[slot];
+      const float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
       if (tile::any(scale.empty)) {  // zero times a value that is not finite is not zero
 #pragma unroll
         for (int i = 2 * slot; i < kOutputs; i += 4) {
@@ -325,7 +353,7 @@ class WgmmaConsumer {
       const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       // The outputs were summed with rounded probabilities, so they are divided by the sum of
       // those.
-      const float inverse = scale.empty ? 0.0f : 1.0f / state.rounded_sum[slot];
+      const float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
 #pragma unroll
       for (int i = 2 * slot; i < kOutputs; i += 4) {
         state.o[i] = scale.empty ? 0.0f : state.o[i] * inverse;

@@ -2,6 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_WGMMA_LAYOUT_H_
 #define MLA_KERNELS_HIP_SM90_WGMMA_LAYOUT_H_
 
+#include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/sm90/barriers.h"
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/wgmma.h"
@@ -22,12 +23,19 @@ struct WgmmaLayout {
   static constexpr int kGroupWarps = 4;
   static constexpr int kParts = 4;  // of a tile, each with its own barrier: the scores start early
   static_assert(C::kTileKv == kRows && C::kLora == 512 && C::kRope == 64);
+  // Rows of 8 bits are widened on their way into a slot, through a staging area.
+  static constexpr bool kWidens = C::kFormat != KvFormat::kBf16;
+  static constexpr bool kLists = C::kAttention == AttentionKind::kSparse;
 
   static constexpr int kOriginBytes = 2 * kRows * 4;
   static constexpr int kSumBytes = 2 * 2 * kRows * 8;
   static constexpr int kBarriers = 3 * kParts + 2 * 2 + 2 + 2 + 2;
+  static constexpr int kBarrierBytes = (kBarriers * 8 + 127) / 128 * 128;
+  static constexpr int kStages = 4;  // of staging, a chunk a thread
+  static constexpr int kStagingBytes = kWidens ? kStages * kGroupThreads * 16 : 0;
+  static constexpr int kSeenBytes = kLists ? 2 * kRows / 8 * 4 : 0;
   static constexpr int kSharedBytes =
-      3 * kTileBytes + kOriginBytes + kSumBytes + (kBarriers * 8 + 127) / 128 * 128;
+      3 * kTileBytes + kOriginBytes + kSumBytes + kBarrierBytes + kStagingBytes + kSeenBytes;
 
   lds_t base;
 
@@ -40,6 +48,11 @@ struct WgmmaLayout {
   // Two sums of a row. Items alternate between two sets, so that a group may be an item ahead.
   MLA_DEVICE lds_t sums(uint32_t set, int group, int row) const {
     return base + 3 * kTileBytes + kOriginBytes + ((set * 2 + group) * kRows + row) * 8;
+  }
+  MLA_DEVICE lds_t staging() const { return base + kSharedBytes - kSeenBytes - kStagingBytes; }
+  // Of eight rows of a slot's tile, which the query row sees: four bits a row.
+  MLA_DEVICE lds_t seen(int s, int eight) const {
+    return base + kSharedBytes - kSeenBytes + (s * kRows / 8 + eight) * 4;
   }
   MLA_DEVICE lds_t barrier(int i) const {
     return base + 3 * kTileBytes + kOriginBytes + kSumBytes + i * 8;
@@ -56,7 +69,14 @@ struct WgmmaLayout {
 
   MLA_DEVICE void init_barriers() const {
     if (thread_index() == 0) {
-      for (int i = 0; i < 3 * kParts; ++i) tile::barrier_init(barrier(i), kGroupThreads);
+      // Each warp that widens brings a part in halves.
+      const int bringing = kWidens ? 2 * kGroupWarps : kGroupThreads;
+      for (int part = 0; part < kParts; ++part) {
+        // With the first part comes which rows of a list are seen.
+        const int more = kLists && !kWidens && part == 0 ? kGroupWarps : 0;
+        for (int s = 0; s < 2; ++s) tile::barrier_init(filled(s, part), bringing + more);
+        tile::barrier_init(queries_filled(part), kGroupThreads);
+      }
       for (int s = 0; s < 2; ++s) {
         // The group whose tile it is may read values thread by thread, the other never does.
         tile::barrier_init(emptied(s, s), kGroupThreads);

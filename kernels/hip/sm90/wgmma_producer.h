@@ -14,7 +14,7 @@ class WgmmaProducer {
  public:
   using L = WgmmaLayout<C>;
   using lds_t = tile::lds_t;
-  using Source = RowSource<AttentionKind::kDense>;
+  using Source = RowSource<C::kAttention>;
 
   MLA_DEVICE WgmmaProducer(const AttendArgs& a, const L& layout)
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
@@ -42,9 +42,32 @@ class WgmmaProducer {
 
   // Where this lane's chunks of the tile at `first` lie.
   MLA_DEVICE void find(const Source& source, int first) {
-    source.find(kv_rows, first, [this](int g) { return row(g); });
+    if constexpr (L::kLists) {
+      seen = 0;
+#pragma unroll
+      for (int g = 0; g < kCopyRows; ++g) {
+        const int place = first + row(g), entry = source.entry(place);
+        kv_rows[g] = source.row_of(entry);
+        seen |= static_cast<uint32_t>(place < source.end && source.sees_entry(entry)) << g;
+      }
+    } else {
+      source.find(kv_rows, first, [this](int g) { return row(g); });
+    }
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) kv_rows[g] += chunk_bytes();
+  }
+
+  // Of lists: which of this warp's rows of a tile are seen, four bits a row. They are part of the
+  // tile's first part.
+  MLA_DEVICE void publish_seen(int s) const {
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      const uint32_t eight_bits = tile::ballot((seen >> g & 1) != 0);  // a row
+      const uint32_t word = (eight_bits & 0xfu) | (eight_bits >> 4 & 0xf0u) |
+                            (eight_bits >> 8 & 0xf00u) | (eight_bits >> 12 & 0xf000u);
+      if (lane == 0) tile::store_half_word(shared.seen(s, row(g) >> 3) + (warp & 1) * 2, word);
+    }
+    if (lane == 0) tile::barrier_arrive(shared.filled(s, 0));
   }
 
   MLA_DEVICE void copy_block(lds_t tile_base, int block,
@@ -75,6 +98,7 @@ class WgmmaProducer {
       if (part % 2 == 0 && n > 0) {
         tile::barrier_wait(shared.emptied(kSlot, half ^ kSlot), (n - 1) & 1);
       }
+      if (L::kLists && part == 0) publish_seen(kSlot);
       copy_part(kSlot, part, shared.slot(kSlot), kv_rows);
       tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
     }
@@ -107,6 +131,7 @@ class WgmmaProducer {
   const int lane, warp;
   const uint8_t* kv_rows[kCopyRows];     // where this lane's chunks of the next tile lie
   const uint8_t* query_rows[kCopyRows];  // and of the item's queries
+  uint32_t seen = 0;                     // bit g: whether the query row sees row(g)
   bool queries_aligned = true;
   uint32_t used[2] = {0, 0};
   uint32_t items = 0;

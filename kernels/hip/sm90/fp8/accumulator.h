@@ -26,8 +26,10 @@ class Fp8Accumulator {
 #pragma unroll
       for (int i = 0; i < kProduct; ++i) o[b][i] = 0.0f;
     }
-    const int tiles = fp8_tiles<C>(item), unmasked_end = item.limit(0);
-    const bool ragged = unmasked_end < item.work.kv_end;
+    const int tiles = fp8_tiles<C>(RowSource<C::kAttention>(args, item));
+    // Lists may name rows that are not seen anywhere.
+    const int unmasked_end = L::kLists ? 0 : item.limit(0);
+    const bool ragged = L::kLists || unmasked_end < item.work.kv_end;
     for (int t = 0; t < tiles; ++t) {
       const int end = item.work.kv_begin + (t + 1) * C::kTileKv;
       add(t & 1, ragged && end > unmasked_end, o);
@@ -60,7 +62,7 @@ class Fp8Accumulator {
       }
     }
     // The scorers have seen that the slot is filled before they published.
-    if (hide) {
+    if (L::kLists || hide) {
       Values::template add<true>(shared, ring.at, from, group, warp, lane, o);
     } else {
       Values::template add<false>(shared, ring.at, from, group, warp, lane, o);

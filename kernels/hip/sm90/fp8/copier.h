@@ -13,7 +13,7 @@ class Fp8Copier {
  public:
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
-  using Source = RowSource<AttentionKind::kDense>;
+  using Source = RowSource<C::kAttention>;
 
   MLA_DEVICE Fp8Copier(const AttendArgs& a, const L& layout)
       : args(a), shared(layout), thread(thread_index() & (L::kGroupThreads - 1)) {}

@@ -2,7 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_FP8_LAYOUT_H_
 #define MLA_KERNELS_HIP_SM90_FP8_LAYOUT_H_
 
-#include "kernels/hip/common/item.h"
+#include "kernels/hip/kv/row_source.h"
 #include "kernels/hip/sm90/barriers.h"
 #include "kernels/hip/sm90/fp8/instructions.h"
 #include "kernels/hip/sm90/tile.h"
@@ -24,6 +24,7 @@ template <class C>
 struct Fp8Layout {
   using lds_t = tile::lds_t;
   static constexpr bool kScaledRows = C::kFormat == kernels::KvFormat::kFp8Row;
+  static constexpr bool kLists = C::kAttention == AttentionKind::kSparse;
   static constexpr int kRows = C::kRows;  // packed rows
   static constexpr int kKeys = C::kTileKv;
   static constexpr int kSlots = C::kStages;
@@ -102,8 +103,8 @@ struct Fp8Layout {
 
 // KV tiles of an item.
 template <class C>
-MLA_DEVICE int fp8_tiles(const Item& item) {
-  return (item.work.kv_end - item.work.kv_begin + C::kTileKv - 1) / C::kTileKv;
+MLA_DEVICE int fp8_tiles(const RowSource<C::kAttention>& source) {
+  return (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
 }
 
 // A place of a ring of kCount and the parity of its current use.

@@ -58,10 +58,11 @@ class Fp8Scorer {
   // What a tile wants to know of the item is read again where it is wanted, rather than held in
   // registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
-    const int tiles = fp8_tiles<C>(item);
+    const Source source(args, item);
+    const int tiles = fp8_tiles<C>(source);
     if (tiles == 0) return;
     begin(item);
-    const int unmasked_end = item.limit(0), kv_begin = item.work.kv_begin;
+    const int unmasked_end = item.limit(0), kv_begin = source.begin;
     const SegmentRecord* const segment = item.segment;
     Softmax softmax;
 #pragma unroll
@@ -70,8 +71,11 @@ class Fp8Scorer {
       if ((t & 1) == group) {
         const int first = kv_begin + t * C::kTileKv;
         Scores s;
+        const Entries entries(source, first, warp, lane);
         const Scales scales = score(*segment, s[0].c);
-        if (first + C::kTileKv > unmasked_end) {
+        if constexpr (L::kLists) {
+          hide(source, entries, first, s[0].c);
+        } else if (first + C::kTileKv > unmasked_end) {
           hide(load_item<C::kRows>(args, index, share), first, s[0].c);
         }
         if (t > 0) others_sums(softmax);
@@ -86,6 +90,7 @@ class Fp8Scorer {
   using lds_t = tile::lds_t;
   using Keys = Fp8Keys<C>;
   using Scales = Fp8KeyScales<C>;
+  using Source = RowSource<C::kAttention>;
   using Columns = Fp8ScoreColumns<C>;
   using Scores = typename Columns::Scores[1];
   using Softmax = typename Columns::Softmax;
@@ -118,6 +123,30 @@ class Fp8Scorer {
     return scales;
   }
 
+  // Of lists: the entries of this thread's keys.
+  struct Entries {
+    int of[2];
+    MLA_DEVICE Entries(const Source& source, int first, int warp, int lane) {
+      if constexpr (L::kLists) {
+        of[0] = source.entry(first + Keys::key(warp, lane, 0));
+        of[1] = source.entry(first + Keys::key(warp, lane, 1));
+      }
+    }
+  };
+  // Scores of places that the query row does not see.
+  MLA_DEVICE void hide(const Source& source, const Entries& entries, int first,
+                       float (&s)[kProduct]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool seen =
+          first + Keys::key(warp, lane, half) < source.end && source.sees_entry(entries.of[half]);
+#pragma unroll
+      for (int n = 0; n < kOwn; ++n) {
+        float& x = s[4 * (n >> 1) + 2 * half + (n & 1)];
+        x = seen ? x : negative_infinity();
+      }
+    }
+  }
   // Scores that a packed row does not see.
   MLA_DEVICE void hide(const Item& item, int first, float (&s)[kProduct]) const {
 #pragma unroll
