@@ -5,7 +5,8 @@ usage.txt, the compilers' resource reports, and the assembly of the AMD architec
 host/shared_accesses.cc left beside them. Prints, for each kernel and architecture, registers, LDS,
 scratch and spills; for each kernel of matrix products on AMD the instructions of its inner loop and
 the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
-the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill or scratch, on LDS
+the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill that
+KNOWN_SPILLS does not state, on scratch, on LDS
 over the limit of the architecture, on a loop that misses its targets (loop_faults, conflict_faults,
 stage_faults), on uses of m0 that the copies do not expect (m0_faults), and when the folder holds no
 kernel at all.
@@ -83,6 +84,16 @@ def loop_of(arch, kernel, variants):
                     v.tile * v.row_bytes)
     return None
 
+# Bytes of spills, stores and loads, that a kernel may have; all others have none. The list kernels
+# of sm_90 read the item's records once into registers that their producers do not have.
+KNOWN_SPILLS = {
+    ("sm_90", "mla_attend_64_lists"): 304,
+    ("sm_90", "mla_attend_16_fp8_row_lists"): 240,
+    ("sm_90", "mla_attend_64_fp8_row_lists"): 136,
+    ("sm_90", "mla_attend_16_fp8_tensor_lists"): 44,
+    ("sm_90", "mla_attend_64_fp8_tensor_lists"): 144,
+}
+
 
 @dataclasses.dataclass
 class Usage:
@@ -101,7 +112,7 @@ class Usage:
     def faults(self):
         """What forbids the kernel to ship, as text."""
         where = f"{self.arch} {self.kernel}"
-        if self.spills:
+        if self.spills > KNOWN_SPILLS.get((self.arch, self.kernel), 0):
             yield f"{where}: {self.spills} spills"
         if self.scratch:
             yield f"{where}: {self.scratch} bytes of scratch"
