@@ -168,16 +168,24 @@ MLA_PROBE(rows_32, tile::kWave, Probe<32>::rows)
 struct CopyConfig {
   static constexpr int kTileKv = kKvRows, kStages = 2, kLora = kCopyDim - 64, kRope = 64;
 };
+// What KvStream takes of a RowSource: the first rows of a sequence.
+struct FirstRows {
+  static constexpr bool kLists = false;
+  MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
+
+  const kernels::hip::PagedRows& pages;
+  const int begin = 0, end = kKvRows;
+};
 MLA_DEVICE void copy(const ProbeArgs& args) {
   constexpr int kWaves = 4;
-  using Stream =
-      kernels::hip::KvStream<kernels::hip::StageLayout<kernels::hip::KvFormat::kBf16, CopyConfig>,
-                             CopyConfig::kStages, kWaves>;
+  using Layout = kernels::hip::StageLayout<kernels::hip::KvFormat::kBf16, CopyConfig>;
+  using Stream = kernels::hip::KvStream<FirstRows, Layout, CopyConfig::kStages, kWaves>;
   const tile::lds_t stages = tile::shared_base<2 * Stream::kStageBytes + Stream::kLookUpBytes>();
   const auto* table = reinterpret_cast<const uint32_t*>(args.b);
   const kernels::hip::PagedRows pages(table, 0, reinterpret_cast<const uint8_t*>(args.a), 0,
                                       kCopyDim * 2, kCopyPage, kCopyPage * kCopyDim * 2);
-  Stream stream(pages, 0, kKvRows, stages, stages + 2 * Stream::kStageBytes, tile::wave_index());
+  const FirstRows rows{pages};
+  Stream stream(rows, stages, stages + 2 * Stream::kStageBytes, tile::wave_index());
   stream.look_up(0);
   if constexpr (Stream::kInLds) {
     stream.look_up(1);
@@ -187,7 +195,7 @@ MLA_DEVICE void copy(const ProbeArgs& args) {
   stream.close_stage();
   stream.look_up(Stream::kInLds ? 2 : 1);
   if constexpr (tile::Copies::kThroughRegisters) {
-    stream.land();
+    stream.land(0);
   } else {
     stream.issue(1);
     stream.close_stage();
