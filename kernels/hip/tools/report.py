@@ -6,10 +6,9 @@ host/shared_accesses.cc left beside them. Prints, for each kernel and architectu
 scratch and spills; for each kernel of matrix products on AMD the instructions of its inner loop and
 the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill that
-KNOWN_SPILLS does not state, on scratch, on LDS
-over the limit of the architecture, on a loop that misses its targets (loop_faults, conflict_faults,
-stage_faults), on uses of m0 that the copies do not expect (m0_faults), and when the folder holds no
-kernel at all.
+KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the architecture, on a loop that
+misses its targets (loop_faults, conflict_faults, stage_faults), on uses of m0 that the copies do
+not expect (m0_faults), and when the folder holds no kernel at all.
 """
 
 import argparse
