@@ -14,6 +14,7 @@ namespace mla::integration {
 namespace {
 
 using nlohmann::json;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 constexpr char kTenant[] = "default";  // of callers without a name
@@ -62,7 +63,7 @@ TEST(MlactlOperatorTest, QuotasAreSetShownAndReset) {
   EXPECT_EQ(json::parse(one.output)["tenants"][0]["weight"], 5) << one.output;
   const Result all = Call(server, "quotas");
   EXPECT_EQ(all.code, 0);
-  EXPECT_THAT(all.output, HasSubstr("(server)"));
+  EXPECT_THAT(all.output, AllOf(HasSubstr("(server)"), HasSubstr("runtime")));
   EXPECT_EQ(Call(server, absl::StrCat("set-quota ", kTenant, " --reset")).code, 0);
   EXPECT_EQ(Quota(server, "sequences"), before);
 }
