@@ -111,9 +111,10 @@ class Usage:
     def faults(self):
         """What forbids the kernel to ship, as text."""
         where = f"{self.arch} {self.kernel}"
-        if self.spills > KNOWN_SPILLS.get((self.arch, self.kernel), 0):
+        known = KNOWN_SPILLS.get((self.arch, self.kernel), 0)
+        if self.spills > known:
             yield f"{where}: {self.spills} spills"
-        if self.scratch:
+        if self.scratch and not known:
             yield f"{where}: {self.scratch} bytes of scratch"
         if self.lds > LDS_LIMIT[self.arch]:
             yield f"{where}: {self.lds} bytes of LDS, limit {LDS_LIMIT[self.arch]}"
