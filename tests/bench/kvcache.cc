@@ -23,12 +23,12 @@
 #include <memory>
 #include <random>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "kernels/testing/allocation_counter.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
+#include "tests/bench/json_flag.h"
 
 namespace mla::kvcache {
 namespace {
@@ -367,17 +367,6 @@ int Main(const std::string& json) {
 }  // namespace mla::kvcache
 
 int main(int argc, char** argv) {
-  std::string json;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument.starts_with("--json=")) {
-      json = argument.substr(7);
-    } else if (argument == "--json" && i + 1 < argc) {
-      json = argv[++i];
-    } else {
-      std::fprintf(stderr, "usage: kvcache_benchmark [--json FILE]\n");
-      return 2;
-    }
-  }
-  return mla::kvcache::Main(json);
+  const auto json = mla::bench::ReadJsonFlag(argc, argv, "kvcache_benchmark");
+  return json ? mla::kvcache::Main(*json) : 2;
 }

@@ -16,12 +16,12 @@
 #include <fstream>
 #include <random>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "kernels/testing/allocation_counter.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
+#include "tests/bench/json_flag.h"
 
 namespace mla::scheduler {
 namespace {
@@ -181,17 +181,6 @@ int Main(const std::string& json) {
 }  // namespace mla::scheduler
 
 int main(int argc, char** argv) {
-  std::string json;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument.starts_with("--json=")) {
-      json = argument.substr(7);
-    } else if (argument == "--json" && i + 1 < argc) {
-      json = argv[++i];
-    } else {
-      std::fprintf(stderr, "usage: plan_benchmark [--json FILE]\n");
-      return 2;
-    }
-  }
-  return mla::scheduler::Main(json);
+  const auto json = mla::bench::ReadJsonFlag(argc, argv, "plan_benchmark");
+  return json ? mla::scheduler::Main(*json) : 2;
 }

@@ -83,8 +83,8 @@ def loop_of(arch, kernel, variants):
                     v.tile * v.row_bytes)
     return None
 
-# Bytes of spills, stores and loads, that a kernel may have; all others have none. The list kernels
-# of sm_90 read the item's records once into registers that their producers do not have.
+
+# Bytes of spills, stores and loads, that a kernel may have; all others have none.
 KNOWN_SPILLS = {
     ("sm_90", "mla_attend_64_lists"): 304,
     ("sm_90", "mla_attend_16_fp8_row_lists"): 240,
