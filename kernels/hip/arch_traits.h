@@ -15,11 +15,6 @@
 
 namespace mla::kernels::hip {
 
-using kernels::AttentionKind;
-using kernels::DType;
-using kernels::Fp8Kind;
-using kernels::KvFormat;
-
 // A line of attend_variants.h, which says what the fields are.
 struct AttendVariant {
   const char* kernel;

@@ -131,7 +131,7 @@ TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
     for (const AttendVariant& v : arch->attend) {
       names.insert(v.kernel);
       std::string want = kAttendPrefix + std::to_string(v.rows);
-      if (v.format != KvFormat::kBf16) want += std::string("_") + kernels::Name(v.format);
+      if (v.format != KvFormat::kBf16) want += std::string("_") + Name(v.format);
       if (v.products == DType::kFp8E4m3) want += "_products";
       if (v.attention == AttentionKind::kSparse) want += "_lists";
       EXPECT_EQ(v.kernel, want);

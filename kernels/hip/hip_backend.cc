@@ -9,13 +9,6 @@
 
 namespace mla::kernels::hip {
 
-using kernels::AttentionDesc;
-using kernels::AttentionForm;
-using kernels::AttentionKind;
-using kernels::AttentionParams;
-using kernels::DType;
-using kernels::Geometry;
-
 namespace {
 
 constexpr uint32_t kThreads = 256;  // of every kernel
@@ -60,8 +53,8 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
                    "; missing: ", missing, "; device: ", info_.device, " (", info_.arch, ")"));
 }
 
-kernels::PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
-  kernels::PlanTraits traits;
+PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
+  PlanTraits traits;
   if (desc.form == AttentionForm::kExpanded) {
     traits.units = std::max(1, runtime_->units() * arch_->expanded_blocks);
     traits.tile_rows = kExpandedRows;
@@ -95,12 +88,9 @@ absl::Status HipBackend::CheckSlot(int32_t slot) const {
   return absl::OkStatus();
 }
 
-kernels::SlotMemory HipBackend::Memory(int32_t slot) {
-  return slots_[static_cast<size_t>(slot)]->Memory();
-}
+SlotMemory HipBackend::Memory(int32_t slot) { return slots_[static_cast<size_t>(slot)]->Memory(); }
 
-absl::Status HipBackend::AddAppends(LaunchSlot& launch,
-                                    std::span<const kernels::AppendRecord> records) {
+absl::Status HipBackend::AddAppends(LaunchSlot& launch, std::span<const AppendRecord> records) {
   if (records.empty()) return absl::OkStatus();
   const int64_t count = static_cast<int64_t>(records.size());
   absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
@@ -108,13 +98,13 @@ absl::Status HipBackend::AddAppends(LaunchSlot& launch,
   auto* first_row = reinterpret_cast<int32_t*>(launch.metadata().host(*prefix));
   int32_t rows = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const kernels::AppendRecord& r = records[i];
+    const AppendRecord& r = records[i];
     if (r.row_dim % 8 != 0 || r.row_stride % 16 != 0 || r.layer_offset % 16 != 0) {
       return absl::InvalidArgumentError(absl::StrCat(
           "append.records[", i, "]: row_dim ", r.row_dim, ", row_stride ", r.row_stride,
           ", layer_offset ", r.layer_offset, "; want multiples of 8 elements, 16 and 16 bytes"));
     }
-    if (const int32_t group = kernels::TraitsOf(r.format).group;
+    if (const int32_t group = TraitsOf(r.format).group;
         group > 0 && (r.row_dim - r.rope_dim) % group != 0) {
       return absl::InvalidArgumentError(absl::StrCat("append.records[", i,
                                                      "]: ", r.row_dim - r.rope_dim,
@@ -142,10 +132,10 @@ absl::Status HipBackend::AddAppends(LaunchSlot& launch,
   return launch.AddKernel(kernels_.append, shape, args);
 }
 
-absl::Status HipBackend::CheckProjections(
-    const char* verb, std::span<const kernels::ProjectionRecord> records) const {
+absl::Status HipBackend::CheckProjections(const char* verb,
+                                          std::span<const ProjectionRecord> records) const {
   for (size_t i = 0; i < records.size(); ++i) {
-    const kernels::ProjectionRecord& r = records[i];
+    const ProjectionRecord& r = records[i];
     if (weights_.Holds(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         verb, ".records[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
@@ -155,13 +145,13 @@ absl::Status HipBackend::CheckProjections(
 }
 
 absl::Status HipBackend::AddProjection(LaunchSlot& launch,
-                                       std::span<const kernels::ProjectionRecord> records,
+                                       std::span<const ProjectionRecord> records,
                                        const ProjectArgs& args) {
   tiles_.clear();
   project_rows_.clear();
   const int64_t in_bytes = args.in_is_f32 ? 4 : 2, out_bytes = args.out_is_f32 ? 4 : 2;
   int32_t heads = 0;
-  for (const kernels::ProjectionRecord& r : records) {
+  for (const ProjectionRecord& r : records) {
     heads = std::max(heads, r.num_heads);
     if (project_rows_.size() + static_cast<size_t>(r.rows) > project_rows_.capacity()) {
       return absl::ResourceExhaustedError(
@@ -203,7 +193,7 @@ absl::Status HipBackend::AddProjection(LaunchSlot& launch,
   return launch.AddKernel(kernels_.project, shape, complete);
 }
 
-absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection) {
+absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const Projection& projection) {
   if (absl::Status s = CheckProjections("absorb", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = weights_.w_uk();
@@ -216,7 +206,7 @@ absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const kernels::Projection& 
   return AddProjection(slot, projection.records, args);
 }
 
-absl::Status HipBackend::AddProject(LaunchSlot& slot, const kernels::Projection& projection) {
+absl::Status HipBackend::AddProject(LaunchSlot& slot, const Projection& projection) {
   if (absl::Status s = CheckProjections("project", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = weights_.w_uv();
@@ -235,7 +225,7 @@ absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
         "plan: ", params.plan.partial_rows, " partial rows, limit ", limits_.partial_rows));
   }
   for (size_t i = 0; i < params.segments.size(); ++i) {
-    const kernels::SegmentRecord& r = params.segments[i];
+    const SegmentRecord& r = params.segments[i];
     if (r.row_stride % 16 == 0 && r.layer_offset % 16 == 0) continue;
     return absl::InvalidArgumentError(absl::StrCat("run.segments[", i, "]: row_stride ",
                                                    r.row_stride, ", layer_offset ", r.layer_offset,
@@ -258,13 +248,13 @@ absl::Status HipBackend::AddAttention(int32_t slot, const AttentionParams& param
   return expanded ? AddExpanded(owner, params, *plan) : AddAbsorbed(owner, params, *plan);
 }
 
-float HipBackend::DeviceScale(kernels::KvFormat format, float scale) const {
-  if (kernels::TraitsOf(format).scales != kernels::KvScales::kLayer) return 1.0f;
-  return arch_->fp8 == Fp8Kind::kE4m3Fn ? scale : kernels::ScaleToKind(scale, arch_->fp8);
+float HipBackend::DeviceScale(KvFormat format, float scale) const {
+  if (TraitsOf(format).scales != KvScales::kLayer) return 1.0f;
+  return arch_->fp8 == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, arch_->fp8);
 }
 
-absl::StatusOr<const kernels::SegmentRecord*> HipBackend::PutSegments(
-    LaunchSlot& slot, const AttentionParams& params) {
+absl::StatusOr<const SegmentRecord*> HipBackend::PutSegments(LaunchSlot& slot,
+                                                             const AttentionParams& params) {
   auto segments = slot.metadata().Put(params.segments);
   if (!segments.ok()) return segments;
   auto* const staged = slot.metadata().HostOf(*segments);
@@ -282,7 +272,7 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   run.segments = *segments;
 
   int32_t rows = 0;
-  for (const kernels::WorkInfo& w : params.plan.work_info) {
+  for (const WorkInfo& w : params.plan.work_info) {
     rows = std::max(rows, PackedRows(w.q_begin, w.q_end, w.heads));
   }
   int32_t busy = 0;
@@ -303,7 +293,7 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   args.work_info = plan.work_info;
   args.partial_o = partial_o_.As<float>();
   args.partial_lse = partial_lse_.As<float>();
-  args.granule_bytes = kernels::kPageGranuleBytes;
+  args.granule_bytes = kPageGranuleBytes;
   args.blocks_per_unit = static_cast<int32_t>(DivideUp(rows, variant.rows));
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = static_cast<int32_t>(units) * args.blocks_per_unit;
@@ -324,7 +314,7 @@ absl::Status HipBackend::AddCombine(LaunchSlot& slot, const AttentionParams& par
   if (params.plan.reduce_final_map.empty()) return absl::OkStatus();
   int32_t rows = 0, parts = 0;
   for (size_t i = 0; i < params.plan.reduce_final_map.size(); ++i) {
-    const kernels::ReduceTile& t = params.plan.reduce_final_map[i];
+    const ReduceTile& t = params.plan.reduce_final_map[i];
     rows = std::max(rows, PackedRows(t.q_begin, t.q_end, t.heads));
     parts = std::max(parts, params.plan.reduce_indptr[i + 1] - params.plan.reduce_indptr[i]);
   }
@@ -362,7 +352,7 @@ absl::Status HipBackend::Fault(absl::Status status) {
   return status;
 }
 
-absl::Status HipBackend::Build(int32_t slot, const kernels::Launch& launch) {
+absl::Status HipBackend::Build(int32_t slot, const Launch& launch) {
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
   owner.Begin();
   absl::Status s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
@@ -377,7 +367,7 @@ absl::Status HipBackend::Build(int32_t slot, const kernels::Launch& launch) {
   return s;
 }
 
-absl::Status HipBackend::Submit(int32_t slot, const kernels::Launch& launch) {
+absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
   if (!health_.ok()) return health_;
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];

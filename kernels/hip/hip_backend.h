@@ -54,36 +54,35 @@ struct HipBackendOptions {
   int64_t watchdog_ms = 10000;  // longest that Wait waits for one launch
 };
 
-class HipBackend final : public kernels::AttentionBackend {
+class HipBackend final : public AttentionBackend {
  public:
   // UNAVAILABLE: no runtime, no device. FAILED_PRECONDITION: no image for this architecture was
   // built in. INTERNAL: a kernel failed its self-test, or the device failed.
   static absl::StatusOr<std::unique_ptr<HipBackend>> Create(const HipBackendOptions& options);
   ~HipBackend() override;
 
-  const kernels::BackendInfo& Info() const override { return info_; }
-  absl::Status CanRun(const kernels::AttentionDesc& desc) const override;
-  kernels::PlanTraits Traits(const kernels::AttentionDesc& desc) const override;
-  int32_t ExpandedFormMinRows(const kernels::Geometry& geometry) const override;
-  int64_t WorkspaceSize(const kernels::BackendLimits& limits) const override;
-  int64_t HostWorkspaceSize(const kernels::BackendLimits& limits) const override;
-  absl::Status Configure(const kernels::BackendLimits& limits) override;
+  const BackendInfo& Info() const override { return info_; }
+  absl::Status CanRun(const AttentionDesc& desc) const override;
+  PlanTraits Traits(const AttentionDesc& desc) const override;
+  int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
+  int64_t WorkspaceSize(const BackendLimits& limits) const override;
+  int64_t HostWorkspaceSize(const BackendLimits& limits) const override;
+  absl::Status Configure(const BackendLimits& limits) override;
   absl::Status Healthy() const override { return health_; }
 
-  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override;
+  absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) override;
   // From any thread. Pins the memory in place. On an error launches reach it through the pinned
   // staging memory, as they do any other. Unregistering waits until Wait has returned for launches
   // whose copies reach this memory, and for no others. A device that is lost never ends its copies,
   // so the pages stay pinned then until the process ends.
   absl::Status RegisterHost(std::span<std::byte> memory) override;
   void UnregisterHost(std::span<std::byte> memory) override;
-  absl::Status LoadWeights(int32_t slot, const kernels::Geometry& geometry, int32_t head_begin,
-                           int32_t head_end, const kernels::Bf16* w_uk,
-                           const kernels::Bf16* w_uv) override;
+  absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                           int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
 
-  kernels::SlotMemory Memory(int32_t slot) override;
-  absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;
+  SlotMemory Memory(int32_t slot) override;
+  absl::Status Submit(int32_t slot, const Launch& launch) override;
   bool Done(int32_t slot) override;
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
@@ -100,7 +99,7 @@ class HipBackend final : public kernels::AttentionBackend {
   };
   // How attention ran, as far as combine depends on it.
   struct Attended {
-    const kernels::SegmentRecord* segments = nullptr;
+    const SegmentRecord* segments = nullptr;
     bool exchanged = false;  // as AttendVariant::exchanged_partials
     int32_t idle_units = 0;  // that attention leaves to combine
   };
@@ -109,46 +108,42 @@ class HipBackend final : public kernels::AttentionBackend {
              const ArchTraits& arch);
   absl::Status LoadKernels(std::span<const std::byte> image);
   absl::Status CreateStreams();
-  absl::Status Allocate(const kernels::BackendLimits& limits);
+  absl::Status Allocate(const BackendLimits& limits);
   void Release();
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
   // Kernels and metadata of a launch, part by part.
-  absl::Status Build(int32_t slot, const kernels::Launch& launch);
-  absl::Status AddAppends(LaunchSlot& slot, std::span<const kernels::AppendRecord> records);
-  absl::Status AddAbsorb(LaunchSlot& slot, const kernels::Projection& projection);
-  absl::Status AddProject(LaunchSlot& slot, const kernels::Projection& projection);
+  absl::Status Build(int32_t slot, const Launch& launch);
+  absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records);
+  absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
+  absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
   // What the kernels scale a layer's rows with (kernel_args.h).
-  float DeviceScale(kernels::KvFormat format, float scale) const;
-  absl::StatusOr<const kernels::SegmentRecord*> PutSegments(LaunchSlot& slot,
-                                                            const kernels::AttentionParams& params);
-  absl::Status AddAttention(int32_t slot, const kernels::AttentionParams& params);
-  absl::Status AddAbsorbed(LaunchSlot& slot, const kernels::AttentionParams& params,
-                           const DevicePlan& plan);
-  absl::Status AddCombine(LaunchSlot& slot, const kernels::AttentionParams& params,
-                          const DevicePlan& plan, const Attended& run);
-  absl::Status CheckProjections(const char* verb,
-                                std::span<const kernels::ProjectionRecord> records) const;
-  absl::Status AddProjection(LaunchSlot& slot, std::span<const kernels::ProjectionRecord> records,
+  float DeviceScale(KvFormat format, float scale) const;
+  absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const AttentionParams& params);
+  absl::Status AddAttention(int32_t slot, const AttentionParams& params);
+  absl::Status AddAbsorbed(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);
+  absl::Status AddCombine(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan,
+                          const Attended& run);
+  absl::Status CheckProjections(const char* verb, std::span<const ProjectionRecord> records) const;
+  absl::Status AddProjection(LaunchSlot& slot, std::span<const ProjectionRecord> records,
                              const ProjectArgs& args);
-  absl::Status CheckRun(const kernels::AttentionParams& params) const;
+  absl::Status CheckRun(const AttentionParams& params) const;
   // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
-  int64_t ExpandedWorkspaceBytes(const kernels::BackendLimits& limits) const;
+  int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
   // Device memory of one plan, and how many of them are kept.
-  int64_t PlanBytes(const kernels::BackendLimits& limits) const;
-  static int32_t PlanCopies(const kernels::BackendLimits& limits);
-  int64_t MetadataBytes(const kernels::BackendLimits& limits) const;
-  int64_t StagedBytes(const kernels::BackendLimits& limits) const;
-  absl::Status CheckExpanded(const kernels::AttentionParams& params) const;
-  absl::Status AddExpanded(LaunchSlot& slot, const kernels::AttentionParams& params,
-                           const DevicePlan& plan);
-  absl::Status AddRound(LaunchSlot& slot, const kernels::Round& round, int32_t units,
-                        size_t variant, const ExpandArgs& expand, const ExpandedArgs& attend);
+  int64_t PlanBytes(const BackendLimits& limits) const;
+  static int32_t PlanCopies(const BackendLimits& limits);
+  int64_t MetadataBytes(const BackendLimits& limits) const;
+  int64_t StagedBytes(const BackendLimits& limits) const;
+  absl::Status CheckExpanded(const AttentionParams& params) const;
+  absl::Status AddExpanded(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);
+  absl::Status AddRound(LaunchSlot& slot, const Round& round, int32_t units, size_t variant,
+                        const ExpandArgs& expand, const ExpandedArgs& attend);
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
   const ArchTraits* arch_;
-  kernels::BackendInfo info_;
+  BackendInfo info_;
   int64_t free_bytes_ = 0;  // on the device when the backend was made
   absl::Status health_;
   std::atomic<bool> lost_{false};  // health_ is an error, for other threads
@@ -156,7 +151,7 @@ class HipBackend final : public kernels::AttentionBackend {
   Kernels kernels_;
   Streams streams_;
 
-  kernels::BackendLimits limits_;
+  BackendLimits limits_;
   bool configured_ = false;
   DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_;
   DeviceBuffer expanded_workspace_;
@@ -173,8 +168,7 @@ class HipBackend final : public kernels::AttentionBackend {
 
 // Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.
 // `base` gives what BackendOptions does not: libraries and images other than the default ones.
-absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
-                                 const HipBackendOptions& base = {});
+absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base = {});
 
 }  // namespace mla::kernels::hip
 

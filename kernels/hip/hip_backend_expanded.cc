@@ -6,10 +6,6 @@
 
 namespace mla::kernels::hip {
 
-using kernels::AttentionParams;
-using kernels::BackendLimits;
-using kernels::Geometry;
-
 // Operations a head and KV row: what a query row saves, against the up-projection. The expanded
 // form wins somewhat earlier than these say, because the absorbed one pays for absorb and project
 // too: measured on an H200, both take the same time at about 130 rows.
@@ -28,8 +24,8 @@ int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
   const int64_t rows =
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
   const int64_t heads = std::max(1, l.max_geometry.num_heads);
-  const int64_t all = rows / kExpandedRows * (kernels::kLeastRoundWorkspace * heads);
-  return std::max(kernels::kLeastRoundWorkspace, std::min(options_.expanded_workspace_bytes, all));
+  const int64_t all = rows / kExpandedRows * (kLeastRoundWorkspace * heads);
+  return std::max(kLeastRoundWorkspace, std::min(options_.expanded_workspace_bytes, all));
 }
 
 absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
@@ -40,7 +36,7 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
     return absl::FailedPreconditionError("run: the plan of the expanded form has no rounds");
   }
   for (size_t i = 0; i < params.segments.size(); ++i) {
-    const kernels::SegmentRecord& r = params.segments[i];
+    const SegmentRecord& r = params.segments[i];
     if (r.q_rows == 0 || weights_.Holds(r.weights_slot, r.head_offset, r.num_heads)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "run.segments[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
@@ -64,7 +60,7 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   expand.w_uk = weights_.w_uk();
   expand.w_uv = weights_.w_uv();
   expand.workspace = expanded_workspace_.As<uint8_t>();
-  expand.granule_bytes = kernels::kPageGranuleBytes;
+  expand.granule_bytes = kPageGranuleBytes;
   ExpandedArgs attend = {};
   attend.segments = run.segments;
   attend.items = plan.items;
@@ -72,10 +68,10 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   attend.workspace = expand.workspace;
   attend.partial_o = partial_o_.As<float>();
   attend.partial_lse = partial_lse_.As<float>();
-  attend.o_is_f32 = params.desc.o_dtype == kernels::DType::kF32;
+  attend.o_is_f32 = params.desc.o_dtype == DType::kF32;
   const size_t variant = FindExpand(*arch_, params.desc.kv_format);
-  const kernels::RoundView& rounds = *params.plan.rounds;
-  for (const kernels::Round& round : rounds.rounds) {
+  const RoundView& rounds = *params.plan.rounds;
+  for (const Round& round : rounds.rounds) {
     absl::Status s = AddRound(slot, round, rounds.units, variant, expand, attend);
     if (!s.ok()) return s;
   }
@@ -83,7 +79,7 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
 }
 
 // `expand` and `attend` are those of the first round; `variant`: in arch_->expand.
-absl::Status HipBackend::AddRound(LaunchSlot& slot, const kernels::Round& round, int32_t units,
+absl::Status HipBackend::AddRound(LaunchSlot& slot, const Round& round, int32_t units,
                                   size_t variant, const ExpandArgs& expand,
                                   const ExpandedArgs& attend) {
   LaunchShape shape;

@@ -10,14 +10,10 @@
 
 namespace mla::kernels::hip {
 
-using kernels::BackendLimits;
-using kernels::Bf16;
-using kernels::Geometry;
-
 namespace {
 
 // A host buffer that copies recognise as pinned for as long as it lives.
-class ListedBuffer final : public kernels::HostBuffer {
+class ListedBuffer final : public HostBuffer {
  public:
   ListedBuffer(PinnedBuffer buffer, std::shared_ptr<PinnedRanges> ranges)
       : buffer_(std::move(buffer)), ranges_(std::move(ranges)) {
@@ -106,9 +102,8 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
       "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
       "kv_lora_rank 512, rope_dim 64, rows of bf16, fp8_tensor or fp8_row, bf16 queries (fp32 "
       "ones in EXPANDED only), bf16 or fp32 outputs, any heads, query rows and page size";
-  for (const kernels::KvFormat format :
-       {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row}) {
-    if (MostRows(arch, format, kernels::DType::kBf16, AttentionKind::kDense) > 0) {
+  for (const KvFormat format : {KvFormat::kFp8Tensor, KvFormat::kFp8Row}) {
+    if (MostRows(arch, format, DType::kBf16, AttentionKind::kDense) > 0) {
       info_.kv_formats.push_back(format);
     }
   }
@@ -118,7 +113,7 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
   if (info_.sparse) info_.supported += "; index lists in the absorbed form";
   info_.units = runtime_->units();
   info_.unified_memory = false;
-  info_.absorbed_q_of_f32 = kernels::DType::kBf16;  // the kernels read no other queries
+  info_.absorbed_q_of_f32 = DType::kBf16;  // the kernels read no other queries
 }
 
 HipBackend::~HipBackend() {
@@ -168,9 +163,9 @@ absl::Status HipBackend::CreateStreams() {
 int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   constexpr int64_t kForms = 2;
   constexpr int64_t kSlack = 256 * 1024;
-  const int64_t segments = static_cast<int64_t>(l.launch_requests) *
-                           (kForms * sizeof(kernels::SegmentRecord) +
-                            sizeof(kernels::AppendRecord) + sizeof(int32_t) + kRegionAlignment);
+  const int64_t segments =
+      static_cast<int64_t>(l.launch_requests) *
+      (kForms * sizeof(SegmentRecord) + sizeof(AppendRecord) + sizeof(int32_t) + kRegionAlignment);
   const int64_t projections = 2 * (ProjectionRows(l) * static_cast<int64_t>(sizeof(ProjectRow)) +
                                    ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
@@ -187,14 +182,13 @@ int64_t HipBackend::PlanBytes(const BackendLimits& l) const {
     return count * static_cast<int64_t>(size);
   };
   const int64_t items =
-      entries(l.work_items, sizeof(kernels::WorkInfo)) + entries(kMaxUnits, sizeof(int32_t));
-  const int64_t reduce =
-      entries(l.reduce_tiles + 1, sizeof(int32_t) + sizeof(kernels::ReduceTile)) +
-      entries(l.reduce_partials, sizeof(int32_t));
+      entries(l.work_items, sizeof(WorkInfo)) + entries(kMaxUnits, sizeof(int32_t));
+  const int64_t reduce = entries(l.reduce_tiles + 1, sizeof(int32_t) + sizeof(ReduceTile)) +
+                         entries(l.reduce_partials, sizeof(int32_t));
   const int64_t units = runtime_->units() * arch_->expanded_blocks + 1;
   const int64_t rounds =
-      entries(l.round_items, sizeof(kernels::ExpandedItem)) +
-      entries(l.round_expansions, sizeof(kernels::Expansion)) +
+      entries(l.round_items, sizeof(ExpandedItem)) +
+      entries(l.round_expansions, sizeof(Expansion)) +
       entries(std::min(l.round_expansions + 1, kMaxRounds) * units, sizeof(int32_t));
   return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
 }
@@ -300,7 +294,7 @@ void HipBackend::Release() {
   configured_ = false;
 }
 
-absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> HipBackend::AllocateHost(size_t bytes) {
+absl::StatusOr<std::unique_ptr<HostBuffer>> HipBackend::AllocateHost(size_t bytes) {
   auto buffer = PinnedBuffer::Create(runtime_.get(), "host buffer", std::max<int64_t>(1, bytes));
   if (!buffer.ok()) return buffer.status();
   return std::make_unique<ListedBuffer>(*std::move(buffer), pinned_);
@@ -333,13 +327,12 @@ void HipBackend::UnregisterHost(std::span<std::byte> memory) {
   (void)runtime_->UnregisterHost(memory.data());
 }
 
-absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
-                                 const HipBackendOptions& base) {
+absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base) {
   const auto row = [&base](const char* name, int32_t rank, Vendor vendor) {
-    return kernels::BackendRow{
+    return BackendRow{
         name, rank,
-        [vendor, base](const kernels::BackendOptions& options)
-            -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+        [vendor,
+         base](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
           HipBackendOptions hip = base;
           hip.vendor = vendor;
           hip.device = options.device;
@@ -348,7 +341,7 @@ absl::Status RegisterGpuBackends(kernels::BackendRegistry& registry,
           hip.watchdog_ms = options.gpu_watchdog_ms;
           auto backend = HipBackend::Create(hip);
           if (!backend.ok()) return backend.status();
-          return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+          return std::unique_ptr<AttentionBackend>(*std::move(backend));
         }};
   };
   if (absl::Status s = registry.Add(row("hip", 200, Vendor::kAmd)); !s.ok()) return s;

@@ -17,16 +17,11 @@ namespace mla::kernels::hip {
 namespace self_test {
 namespace {
 
-using kernels::AttentionBackend;
-using kernels::DType;
-using kernels::LaunchLayout;
-using kernels::SegmentRecord;
-
 // Blocks that items are dealt to, in either form.
 int32_t UnitsOf(const AttentionBackend& backend, bool expanded) {
-  kernels::AttentionDesc desc;
+  AttentionDesc desc;
   desc.geometry = kGeometry;
-  if (expanded) desc.form = kernels::AttentionForm::kExpanded;
+  if (expanded) desc.form = AttentionForm::kExpanded;
   return std::min(backend.Traits(desc).units, kMostUnits);
 }
 
@@ -178,19 +173,19 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
   return segments;
 }
 
-kernels::AttentionParams Form(const Data& d, const Work& work, bool expanded) {
-  kernels::AttentionParams params;
+AttentionParams Form(const Data& d, const Work& work, bool expanded) {
+  AttentionParams params;
   params.desc.kv_format = d.format;
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
-  if (d.shape.lists) params.desc.attention = kernels::AttentionKind::kSparse;
-  if (expanded) params.desc.form = kernels::AttentionForm::kExpanded;
+  if (d.shape.lists) params.desc.attention = AttentionKind::kSparse;
+  if (expanded) params.desc.form = AttentionForm::kExpanded;
   params.segments = work.segments;
   params.plan = work.View();
   return params;
 }
 
-absl::Status Run(AttentionBackend& backend, const kernels::Launch& launch) {
+absl::Status Run(AttentionBackend& backend, const Launch& launch) {
   absl::Status s = backend.Submit(0, launch);
   return s.ok() ? backend.Wait(0).status() : s;
 }
@@ -199,7 +194,7 @@ absl::Status Run(AttentionBackend& backend, const kernels::Launch& launch) {
 std::vector<uint32_t> Pages(const Shape& shape) {
   const int32_t pages = (shape.kv_rows + shape.page_size - 1) / shape.page_size;
   const int64_t granules =
-      (shape.page_size * kRowBytes + kernels::kPageGranuleBytes - 1) / kernels::kPageGranuleBytes;
+      (shape.page_size * kRowBytes + kPageGranuleBytes - 1) / kPageGranuleBytes;
   std::vector<uint32_t> table(static_cast<size_t>(pages));
   for (int32_t page = 0; page < pages; ++page) {
     const int64_t place = (int64_t{page} * 37 + 1) % pages;
@@ -213,27 +208,27 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   absl::StatusOr<Staged> staged = Stage(layout, d);
   if (!staged.ok()) return staged.status();
   const std::vector<uint32_t> pages = Pages(d.shape);  // of rows of bf16, which are the largest
-  const kernels::TableRange table[] = {{0, 1}, {1, static_cast<int64_t>(pages.size()) - 1}};
-  const kernels::AppendRecord append{.kv = staged->kv,
-                                     .dtype = DType::kBf16,
-                                     .kv_row_stride = kRowDim,
-                                     .page_table = 0,
-                                     .layer_offset = 0,
-                                     .row_stride = d.row.row_bytes,
-                                     .page_size = d.shape.page_size,
-                                     .first_position = 0,
-                                     .rows = d.shape.kv_rows,
-                                     .row_dim = kRowDim,
-                                     .rope_dim = d.row.rope_dim,
-                                     .format = d.format,
-                                     .kv_scale = kLayerScale};
-  const kernels::ProjectionRecord absorb{
+  const TableRange table[] = {{0, 1}, {1, static_cast<int64_t>(pages.size()) - 1}};
+  const AppendRecord append{.kv = staged->kv,
+                            .dtype = DType::kBf16,
+                            .kv_row_stride = kRowDim,
+                            .page_table = 0,
+                            .layer_offset = 0,
+                            .row_stride = d.row.row_bytes,
+                            .page_size = d.shape.page_size,
+                            .first_position = 0,
+                            .rows = d.shape.kv_rows,
+                            .row_dim = kRowDim,
+                            .rope_dim = d.row.rope_dim,
+                            .format = d.format,
+                            .kv_scale = kLayerScale};
+  const ProjectionRecord absorb{
       staged->q, staged->absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
       kRowDim,   d.rows,           kHeads,         0,     0};
-  const kernels::ProjectionRecord project[] = {
+  const ProjectionRecord project[] = {
       {staged->latent, staged->o, kHeads * 512, 512, kHeads * kODim, kODim, d.rows, kHeads, 0, 0},
       {staged->narrow, staged->narrow_o, 512, 0, kHeads * kODim, kODim, 1, kHeads, 0, 0}};
-  kernels::Launch launch;
+  Launch launch;
   launch.inputs = layout.inputs();
   launch.outputs = layout.outputs();
   launch.page_tables = pages;
@@ -250,9 +245,9 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   if (d.shape.expanded > 0) {
     expanded.segments =
         Segments(d, *staged, true, d.shape.all_units ? size_t(ShortSegments(backend)) : 1);
-    kernels::AttentionDesc desc;
+    AttentionDesc desc;
     desc.geometry = kGeometry;
-    desc.form = kernels::AttentionForm::kExpanded;
+    desc.form = AttentionForm::kExpanded;
     PlanExpanded(d.shape, backend.Traits(desc), expanded);
     launch.expanded = Form(d, expanded, true);
   }
@@ -262,26 +257,26 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
 // Page work alone: rows that move, pages that are zeroed, at odd places too. Then the rows are
 // compared with what is left of them.
 absl::Status CheckPages(AttentionBackend& backend) {
-  constexpr int64_t kPage = 14 * kernels::kPageGranuleBytes;
+  constexpr int64_t kPage = 14 * kPageGranuleBytes;
   const std::vector<Bf16> kv = Pattern(size_t{3} * kRowDim, 5);
   int32_t differs[3] = {};
   const uint32_t pages[] = {0};
-  const kernels::TableRange table{0, 1};
+  const TableRange table{0, 1};
   LaunchLayout layout(backend, 0);
   auto rows = layout.Input(kv.data(), static_cast<int64_t>(kv.size() * sizeof(Bf16)));
   auto flags = layout.Output(differs, sizeof(differs));
   if (!rows.ok() || !flags.ok()) return rows.ok() ? flags.status() : rows.status();
-  kernels::AppendRecord record{*rows, DType::kBf16, kRowDim, 0, 0, kRowBytes, 3, 0, 3, kRowDim};
-  kernels::Launch launch;
+  AppendRecord record{*rows, DType::kBf16, kRowDim, 0, 0, kRowBytes, 3, 0, 3, kRowDim};
+  Launch launch;
   launch.inputs = layout.inputs();
   launch.page_tables = pages;
   launch.table_changes = {&table, 1};
   launch.appends = {&record, 1};
   if (absl::Status s = Run(backend, launch); !s.ok()) return s;
 
-  kernels::AppendRecord compared = record;
+  AppendRecord compared = record;
   compared.differs = static_cast<int32_t*>(*flags);
-  const kernels::PageRange ranges[] = {
+  const PageRange ranges[] = {
       {kPage, 40 * kPage}, {2 * kPage, kPage, 0}, {0, kPage}, {0, 3 * kRowBytes - 2, 2 * kPage}};
   launch.outputs = layout.outputs();
   launch.pages = ranges;
@@ -289,7 +284,7 @@ absl::Status CheckPages(AttentionBackend& backend) {
   launch.appends = {&compared, 1};
   if (absl::Status s = Run(backend, launch); !s.ok()) return s;
   std::vector<Bf16> got(kv.size());
-  if (absl::Status s = kernels::ReadRows(backend, 0, pages, record, got.data()); !s.ok()) return s;
+  if (absl::Status s = ReadRows(backend, 0, pages, record, got.data()); !s.ok()) return s;
   for (size_t i = 0; i < kv.size(); ++i) {
     const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
     if (got[i] != want) return Wrong("page work", ToFloat(got[i]), ToFloat(want));
@@ -299,9 +294,9 @@ absl::Status CheckPages(AttentionBackend& backend) {
   return found == 1 ? absl::OkStatus() : Wrong("rows sent again, as bits", found, 1);
 }
 
-kernels::BackendLimits Limits(const AttentionBackend& backend) {
+BackendLimits Limits(const AttentionBackend& backend) {
   const int32_t segments = 2 + ShortSegments(backend);
-  kernels::BackendLimits l;
+  BackendLimits l;
   l.kv_pool_bytes = kPoolBytes;
   l.page_table_entries = kMostPages;
   l.weights_bytes = int64_t{kHeads} * 512 * 256 * sizeof(Bf16);
@@ -327,12 +322,12 @@ kernels::BackendLimits Limits(const AttentionBackend& backend) {
 
 absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape shape,
                         KvFormat format) {
-  kernels::AttentionDesc desc;
+  AttentionDesc desc;
   desc.geometry = kGeometry;
   desc.kv_format = format;
-  if (shape.lists) desc.attention = kernels::AttentionKind::kSparse;
+  if (shape.lists) desc.attention = AttentionKind::kSparse;
   if (!backend.CanRun(desc).ok()) shape.absorbed = 0;
-  desc.form = kernels::AttentionForm::kExpanded;
+  desc.form = AttentionForm::kExpanded;
   if (!backend.CanRun(desc).ok()) shape.expanded = 0;
   if (shape.absorbed == 0 && shape.expanded == 0) return absl::OkStatus();
   Data data(shape, format);
@@ -364,10 +359,8 @@ absl::Status Check(AttentionBackend& backend) {
 }  // namespace
 }  // namespace self_test
 
-kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend) {
-  return self_test::Limits(backend);
-}
+BackendLimits SelfTestLimits(const AttentionBackend& backend) { return self_test::Limits(backend); }
 
-absl::Status SelfTest(kernels::AttentionBackend& backend) { return self_test::Check(backend); }
+absl::Status SelfTest(AttentionBackend& backend) { return self_test::Check(backend); }
 
 }  // namespace mla::kernels::hip

@@ -9,7 +9,7 @@
 namespace mla::kernels::hip {
 
 // What the test asks of Configure; some tens of megabytes.
-kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend);
+BackendLimits SelfTestLimits(const AttentionBackend& backend);
 
 // Moves pages; then appends, absorbs, attends with a split plan, combines and projects small
 // batches and attends to them in the expanded form, and compares with the same sums taken on the
@@ -19,7 +19,7 @@ kernels::BackendLimits SelfTestLimits(const kernels::AttentionBackend& backend);
 // form; and with a NaN in a row that only the last query row sees. Beside them it projects latent
 // outputs that nearly cancel, of values that bf16 does not hold: a kernel that rounds them once
 // more is found. REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
-absl::Status SelfTest(kernels::AttentionBackend& backend);
+absl::Status SelfTest(AttentionBackend& backend);
 
 }  // namespace mla::kernels::hip
 

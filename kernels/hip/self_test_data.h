@@ -15,12 +15,6 @@
 
 namespace mla::kernels::hip::self_test {
 
-using kernels::Bf16;
-using kernels::Geometry;
-using kernels::KvFormat;
-using kernels::ToBf16;
-using kernels::ToFloat;
-
 inline constexpr Geometry kGeometry{4, 512, 64, 128, 128};
 inline constexpr int32_t kHeads = 4;
 inline constexpr int32_t kRowDim = 576;
@@ -64,7 +58,7 @@ inline constexpr int32_t kMostQueries = 130;
 inline constexpr int32_t kMostAbsorbed = 20;
 inline constexpr int32_t kShortRows = 7;  // KV rows of a short segment
 inline constexpr int32_t kMostPages = (kMostRows + 2) / 3;
-inline constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kernels::kPageGranuleBytes;
+inline constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kPageGranuleBytes;
 
 // As in conformance: of the largest value, of the wanted output, of all outputs, of a log-sum-exp.
 inline constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse = 1e-3;
@@ -129,7 +123,7 @@ struct Data {
 
   const Shape shape;
   const KvFormat format;
-  const kernels::KvRowLayout row = kernels::MakeKvRowLayout(format, 512, 64);
+  const KvRowLayout row = MakeKvRowLayout(format, 512, 64);
   const int32_t queries;  // of the first segment
   const int32_t rows;     // of q: those, then one of the empty and one of the short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
@@ -145,14 +139,14 @@ struct Data {
   std::vector<float> expanded_o = o, expanded_lse = lse;
 
   void Store() {
-    constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;  // the numbers are those of either
+    constexpr auto kKind = Fp8Kind::kE4m3Fn;  // the numbers are those of either
     std::vector<std::byte> stored(static_cast<size_t>(row.row_bytes));
     kv_floats.resize(kv.size());
     for (size_t i = 0; i < kv.size(); i += kRowDim) {
-      kernels::EncodeKvRow(row, kKind, &kv[i], kernels::DType::kBf16, kLayerScale,
-                           {stored.data(), stored.data() + row.scales_at});
-      kernels::DecodeKvRow(row, kKind, kLayerScale, {stored.data(), stored.data() + row.scales_at},
-                           &kv_floats[i]);
+      EncodeKvRow(row, kKind, &kv[i], DType::kBf16, kLayerScale,
+                  {stored.data(), stored.data() + row.scales_at});
+      DecodeKvRow(row, kKind, kLayerScale, {stored.data(), stored.data() + row.scales_at},
+                  &kv_floats[i]);
     }
   }
 

@@ -16,19 +16,19 @@ namespace mla::kernels::hip::self_test {
 // Records and plans, in either form: segment 0, the empty one, and `shorts` short ones, which are
 // all the same and write the same.
 struct Work {
-  std::vector<kernels::SegmentRecord> segments;
+  std::vector<SegmentRecord> segments;
   std::vector<int32_t> work_indptr{0}, reduce_indptr{0}, reduce_partial_map;
-  std::vector<kernels::WorkInfo> work_info;
-  std::vector<kernels::ReduceTile> reduce_final_map;
+  std::vector<WorkInfo> work_info;
+  std::vector<ReduceTile> reduce_final_map;
   int32_t partial_rows = 0;
   uint64_t generation = 0;
   // Of the expanded form.
   int32_t units = 0;
-  std::vector<kernels::Round> rounds;
-  std::vector<kernels::Expansion> expansions;
-  std::vector<kernels::ExpandedItem> items;
+  std::vector<Round> rounds;
+  std::vector<Expansion> expansions;
+  std::vector<ExpandedItem> items;
   std::vector<int32_t> unit_indptr;
-  kernels::RoundView round_view;
+  RoundView round_view;
 
   void Add(int32_t segment, int32_t partial, int32_t q_begin, int32_t q_end, int32_t kv_begin,
            int32_t kv_end, uint32_t heads) {
@@ -36,7 +36,7 @@ struct Work {
                          segments[segment].kv_rows - kv_end, heads});
   }
   void EndUnit() { work_indptr.push_back(static_cast<int32_t>(work_info.size())); }
-  kernels::PlanView View() const {
+  PlanView View() const {
     return {work_indptr,        work_info,
             reduce_indptr,      reduce_final_map,
             reduce_partial_map, partial_rows,
@@ -48,18 +48,18 @@ struct Work {
 // units do the same again, and write the same.
 inline void PlanAbsorbed(const Data& d, int32_t units, Work& work) {
   const Shape& shape = d.shape;
-  const uint32_t all = kernels::PackHeads(0, kHeads);
+  const uint32_t all = PackHeads(0, kHeads);
   const int32_t tile = shape.absorbed * kHeads;
   const int32_t rows = shape.lists ? 1 : shape.absorbed;
-  const uint32_t heads = shape.lists ? kernels::PackHeads(0, tile) : all;
+  const uint32_t heads = shape.lists ? PackHeads(0, tile) : all;
   const int32_t places = shape.lists ? d.list_ends[1] : shape.kv_rows;
   const int32_t short_places = shape.lists ? d.list_ends[5] : kShortRows;
   do {
     for (const bool second : {false, true}) {
       work.Add(0, second ? tile : 0, 0, rows, second ? shape.cut : 0, second ? places : shape.cut,
                heads);
-      work.Add(1, kernels::kUnsplit, 0, 1, 0, 0, all);
-      work.Add(2, kernels::kUnsplit, 0, 1, 0, short_places, all);
+      work.Add(1, kUnsplit, 0, 1, 0, 0, all);
+      work.Add(2, kUnsplit, 0, 1, 0, short_places, all);
       work.EndUnit();
     }
   } while (static_cast<int32_t>(work.work_indptr.size()) + 1 <= units);
@@ -67,20 +67,20 @@ inline void PlanAbsorbed(const Data& d, int32_t units, Work& work) {
   work.reduce_partial_map = {0, tile};
   work.reduce_final_map = {{0, 0, rows, heads}};
   work.partial_rows = 2 * tile;
-  work.generation = kernels::NextPlanGeneration();
+  work.generation = NextPlanGeneration();
 }
 
 // Work items of a tile a head and 128 query rows, whole.
 inline void AddTiles(const Shape& shape, Work& work) {
   constexpr int32_t kTile = kExpandedRows;
   for (int32_t head = 0; head < kHeads; ++head) {
-    const uint32_t one = kernels::PackHeads(head, head + 1);
+    const uint32_t one = PackHeads(head, head + 1);
     for (int32_t q = 0; q < shape.expanded; q += kTile) {
       const int32_t end = std::min(shape.expanded, q + kTile);
-      work.Add(0, kernels::kUnsplit, q, end, 0, shape.kv_rows - shape.expanded + end, one);
+      work.Add(0, kUnsplit, q, end, 0, shape.kv_rows - shape.expanded + end, one);
     }
     for (size_t i = 1; i < work.segments.size(); ++i) {
-      work.Add(static_cast<int32_t>(i), kernels::kUnsplit, 0, 1, 0, work.segments[i].kv_rows, one);
+      work.Add(static_cast<int32_t>(i), kUnsplit, 0, 1, 0, work.segments[i].kv_rows, one);
     }
     work.EndUnit();
   }
@@ -95,15 +95,15 @@ inline void AddExpansions(int64_t workspace_bytes, Work& work) {
     const int32_t rows = work.segments[i].kv_rows;
     const int32_t padded = (rows + kExpandedRows - 1) / kExpandedRows * kExpandedRows;
     if (rows == 0) continue;
-    const bool all = kernels::ExpansionBytes(padded, kHeads) <= workspace_bytes;
+    const bool all = ExpansionBytes(padded, kHeads) <= workspace_bytes;
     for (int32_t head = 0; head < kHeads; head += all ? kHeads : 1) {
       const int32_t heads = all ? kHeads : 1;
-      const int64_t bytes = kernels::ExpansionBytes(padded, heads);
+      const int64_t bytes = ExpansionBytes(padded, heads);
       if (used + bytes > workspace_bytes) {
         work.rounds.push_back({static_cast<int32_t>(work.expansions.size())});
         used = 0;
       }
-      kernels::Round& round = work.rounds.back();
+      Round& round = work.rounds.back();
       work.expansions.push_back({used, static_cast<int32_t>(i), 0, rows, padded, head, heads,
                                  round.pairs, round.heads, 1, 0});
       used += bytes;
@@ -114,11 +114,10 @@ inline void AddExpansions(int64_t workspace_bytes, Work& work) {
   }
 }
 
-inline kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info,
-                                    const kernels::Expansion* expansion) {
-  kernels::ExpandedItem item = {};
+inline ExpandedItem ItemOf(const WorkInfo& info, const Expansion* expansion) {
+  ExpandedItem item = {};
   item.work = info;
-  item.carried_row = kernels::kUnsplit;
+  item.carried_row = kUnsplit;
   if (expansion == nullptr) return item;
   item.panel_bytes = int64_t{expansion->padded_rows} * kPanelRowBytes;
   const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
@@ -128,17 +127,17 @@ inline kernels::ExpandedItem ItemOf(const kernels::WorkInfo& info,
 }
 
 // Tiles whole, dealt to the units one after the other. What sees no key goes with the first round.
-inline void PlanExpanded(const Shape& shape, const kernels::PlanTraits& traits, Work& work) {
+inline void PlanExpanded(const Shape& shape, const PlanTraits& traits, Work& work) {
   work.units = traits.units;
   AddTiles(shape, work);
   AddExpansions(traits.rounds.workspace_bytes, work);
   for (size_t r = 0; r < work.rounds.size(); ++r) {
-    kernels::Round& round = work.rounds[r];
-    std::vector<kernels::ExpandedItem> items;
-    for (const kernels::WorkInfo& info : work.work_info) {
+    Round& round = work.rounds[r];
+    std::vector<ExpandedItem> items;
+    for (const WorkInfo& info : work.work_info) {
       if (info.kv_end == 0 && r == 0) items.push_back(ItemOf(info, nullptr));
       for (int32_t i = 0; i < round.expansions && info.kv_end > 0; ++i) {
-        const kernels::Expansion& s = work.expansions[size_t(round.first_expansion + i)];
+        const Expansion& s = work.expansions[size_t(round.first_expansion + i)];
         const bool holds = s.segment == info.segment && s.head_begin <= info.head_begin() &&
                            info.head_begin() < s.head_begin + s.heads;
         if (holds) items.push_back(ItemOf(info, &s));
@@ -154,7 +153,7 @@ inline void PlanExpanded(const Shape& shape, const kernels::PlanTraits& traits, 
     }
   }
   work.round_view = {work.units, work.rounds, work.expansions, work.items, work.unit_indptr, false};
-  work.generation = kernels::NextPlanGeneration();
+  work.generation = NextPlanGeneration();
 }
 
 }  // namespace mla::kernels::hip::self_test

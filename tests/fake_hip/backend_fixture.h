@@ -39,13 +39,12 @@ inline fake_hip::Control* FakeControl() {
 // A launch that appends one row to the page at granule `page`; stays until it has been waited for.
 class AppendLaunch {
  public:
-  absl::Status Submit(HipBackend& backend, int32_t slot, const kernels::Bf16* row,
-                      uint32_t page = 0) {
+  absl::Status Submit(HipBackend& backend, int32_t slot, const Bf16* row, uint32_t page = 0) {
     page_ = page;
-    layout_ = kernels::LaunchLayout(backend, slot);
+    layout_ = LaunchLayout(backend, slot);
     auto kv = layout_.Input(row, 1152);
     if (!kv.ok()) return kv.status();
-    record_ = {*kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, 1, 576};
+    record_ = {*kv, DType::kBf16, 576, 0, 0, 1152, 64, 0, 1, 576};
     launch_.inputs = layout_.inputs();
     launch_.page_tables = {&page_, 1};
     launch_.table_changes = {&table_, 1};
@@ -57,10 +56,10 @@ class AppendLaunch {
 
  private:
   uint32_t page_ = 0;
-  const kernels::TableRange table_{0, 1};
-  kernels::AppendRecord record_{};
-  kernels::LaunchLayout layout_;
-  kernels::Launch launch_;
+  const TableRange table_{0, 1};
+  AppendRecord record_{};
+  LaunchLayout layout_;
+  Launch launch_;
 };
 
 class BackendOnFakeTest : public ::testing::Test {
@@ -80,8 +79,8 @@ class BackendOnFakeTest : public ::testing::Test {
     options.self_test = false;
     return options;
   }
-  static kernels::BackendLimits Limits() {
-    kernels::BackendLimits l;
+  static BackendLimits Limits() {
+    BackendLimits l;
     l.kv_pool_bytes = 1 << 20;
     l.page_table_entries = 16;
     l.weights_bytes = 1 << 20;
@@ -97,22 +96,22 @@ class BackendOnFakeTest : public ::testing::Test {
     return l;
   }
   // Appends `rows` rows at `kv`, an address that the launch sees, to the first page.
-  static kernels::AppendRecord Append(const void* kv, int32_t rows) {
-    return {kv, kernels::DType::kBf16, 576, 0, 0, 1152, 64, 0, rows, 576};
+  static AppendRecord Append(const void* kv, int32_t rows) {
+    return {kv, DType::kBf16, 576, 0, 0, 1152, 64, 0, rows, 576};
   }
   // A launch that appends one row.
   static absl::Status AppendOnce(HipBackend& backend) {
-    const std::vector<kernels::Bf16> row(576, 0x3f80);
+    const std::vector<Bf16> row(576, 0x3f80);
     return AppendOnce(backend, row.data());
   }
-  static absl::Status AppendOnce(HipBackend& backend, const kernels::Bf16* row) {
+  static absl::Status AppendOnce(HipBackend& backend, const Bf16* row) {
     AppendLaunch launch;
     absl::Status s = launch.Submit(backend, 0, row);
     return s.ok() ? backend.Wait(0).status() : s;
   }
   // The rows that are in the first page.
-  static std::vector<kernels::Bf16> ReadRows(HipBackend& backend, int32_t rows, uint32_t page = 0) {
-    std::vector<kernels::Bf16> read(static_cast<size_t>(rows) * 576, 7);
+  static std::vector<Bf16> ReadRows(HipBackend& backend, int32_t rows, uint32_t page = 0) {
+    std::vector<Bf16> read(static_cast<size_t>(rows) * 576, 7);
     EXPECT_TRUE(kernels::ReadRows(backend, 0, {&page, 1}, Append(nullptr, rows), read.data()).ok());
     return read;
   }

@@ -122,7 +122,7 @@ TEST_F(EngineExpandedTest, APromptOfTheSameLengthsUploadsNoRounds) {
   EXPECT_EQ(copies[0], 3);  // the plan, metadata, and what is staged
   EXPECT_EQ(copies[1], 2);
   // Two tiles of rows of each of two heads.
-  EXPECT_GE(bytes[0] - bytes[1], 4 * int64_t{sizeof(kernels::ExpandedItem)});
+  EXPECT_GE(bytes[0] - bytes[1], 4 * int64_t{sizeof(ExpandedItem)});
 }
 
 // Messages hold fewer rows than the expanded form starts at; those that wait together make it.
@@ -131,7 +131,7 @@ TEST_F(EngineExpandedTest, RowsOfSeveralMessagesTakeTheExpandedFormTogether) {
   static_assert(kMessage < kExpandedFormRows && 3 * kMessage >= kExpandedFormRows);
   std::vector<std::unique_ptr<TestRequest>> answers[2];
   for (const bool on_gpu : {true, false}) {
-    std::unique_ptr<kernels::AttentionBackend> backend;
+    std::unique_ptr<AttentionBackend> backend;
     if (on_gpu) backend = Gpu();
     ExpandedEngine engine(std::move(backend));
     control_->expanded_launches = 0;
@@ -162,7 +162,7 @@ TEST_F(EngineExpandedTest, ALaunchTakesARecordForEverySliceBesideThoseOfTheOther
   limits.max_participants = limits.max_step_sequences = kRanks;
   std::vector<std::unique_ptr<TestRequest>> answers[2];
   for (const bool on_gpu : {true, false}) {
-    std::unique_ptr<kernels::AttentionBackend> backend;
+    std::unique_ptr<AttentionBackend> backend;
     if (on_gpu) backend = Gpu();
     ExpandedEngine engine(std::move(backend), kRanks, limits);
     auto& h = engine.harness();
@@ -212,7 +212,7 @@ TEST_F(EngineExpandedTest, Fp32QueriesAreTakenInExpandedAndRefusedInAbsorbed) {
   std::vector<float> q(size_t{2} * ExpandedEngine::kRowDim, 0.5f);
   const auto absorbed = [&q](ExpandedEngine& engine) {
     auto request = engine.harness().Unsent(engine.stream(), 1, 0, 134, 1, {}, 0, 2, 5);
-    request->attend.q_dtype = kernels::DType::kF32;
+    request->attend.q_dtype = DType::kF32;
     request->attend.q = reinterpret_cast<const std::byte*>(q.data());
     engine.harness().Submit(request.get());
     engine.Settle();
@@ -239,7 +239,7 @@ TEST_F(EngineExpandedTest, ModelsOfOtherLatentDimsAreRefusedAtRegistration) {
   ExpandedEngine gpu(Gpu());
   scheduler::EngineCore& core = gpu.harness().core();
   const struct {
-    kernels::Geometry geometry;
+    Geometry geometry;
     const char* missing;
   } wrong[] = {{{2, 256, 64, 0, 0}, "missing: this kv_lora_rank"},
                {{2, 512, 32, 0, 0}, "missing: this rope_dim"},

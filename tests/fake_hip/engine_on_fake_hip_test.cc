@@ -160,10 +160,10 @@ TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
     EXPECT_EQ(layers[0].copies, 3);  // the plan, metadata, and what is staged
     EXPECT_EQ(layers[1].copies, 2);
     // One work item each of at least three requests, one unit's range and more.
-    EXPECT_GT(layers[0].bytes, layers[1].bytes + 3 * int64_t{sizeof(kernels::WorkInfo)});
+    EXPECT_GT(layers[0].bytes, layers[1].bytes + 3 * int64_t{sizeof(WorkInfo)});
     // Records of three requests and their rows, the inputs, and the alignment of each array.
-    const int64_t records = 3 * int64_t{sizeof(kernels::SegmentRecord)} +
-                            3 * int64_t{sizeof(kernels::AppendRecord)} + 4 * 4;
+    const int64_t records =
+        3 * int64_t{sizeof(SegmentRecord)} + 3 * int64_t{sizeof(AppendRecord)} + 4 * 4;
     const int64_t inputs = 3 * 1152 + 3 * kHeads * 1152;
     EXPECT_LE(layers[1].bytes, records + inputs + 8 * kRegionAlignment);
   }

@@ -45,9 +45,9 @@ class ExpandedEngine {
   }
 
   // `backend` null: the reference. Weights are uploaded unless the caller does.
-  explicit ExpandedEngine(std::unique_ptr<kernels::AttentionBackend> backend, bool upload = true)
+  explicit ExpandedEngine(std::unique_ptr<AttentionBackend> backend, bool upload = true)
       : ExpandedEngine(std::move(backend), 2, Limits(), upload) {}
-  ExpandedEngine(std::unique_ptr<kernels::AttentionBackend> backend, int heads,
+  ExpandedEngine(std::unique_ptr<AttentionBackend> backend, int heads,
                  const scheduler::Limits& limits, bool upload = true)
       : heads_(heads) {
     scheduler::testing::HarnessOptions options;
@@ -68,9 +68,9 @@ class ExpandedEngine {
   scheduler::StreamId stream() const { return stream_; }
 
   absl::Status Upload(scheduler::UploadId upload) {
-    std::vector<kernels::Bf16> weights(size_t(heads_) * 2 * kDim * kLora);
+    std::vector<Bf16> weights(size_t(heads_) * 2 * kDim * kLora);
     const Row values = scheduler::testing::MakeRow(77, static_cast<int>(weights.size()));
-    for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(0.05f * values[i]);
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] = ToBf16(0.05f * values[i]);
     scheduler::ModelTable& models = h_->core().models();
     auto model = models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id");
     if (!model.ok()) return model.status();
@@ -100,9 +100,9 @@ class ExpandedEngine {
     auto request = Unsent(step, row_begin, rows, key);
     tensors->clear();
     for (const auto* values : {&request->kv_rows, &request->queries}) {
-      for (const kernels::Bf16 v : *values) tensors->push_back(kernels::ToFloat(v) * 1.001f);
+      for (const Bf16 v : *values) tensors->push_back(ToFloat(v) * 1.001f);
     }
-    request->attend.q_dtype = kernels::DType::kF32;
+    request->attend.q_dtype = DType::kF32;
     request->attend.kv = reinterpret_cast<const std::byte*>(tensors->data());
     request->attend.q =
         reinterpret_cast<const std::byte*>(tensors->data() + request->kv_rows.size());
@@ -127,7 +127,7 @@ class ExpandedEngine {
       for (int h = head; h < head + heads; ++h) {
         const uint64_t of_head = (key * 1000 + row) * heads_ + h;
         for (const float v : scheduler::testing::MakeRow(900000 + of_head, kDim + kRope)) {
-          request->queries.push_back(kernels::ToBf16(v));
+          request->queries.push_back(ToBf16(v));
         }
       }
     }

@@ -31,21 +31,21 @@ class FallBackTest : public ::testing::TestWithParam<Machine> {
   }
   void TearDown() override { EXPECT_EQ(control_->live_bytes, 0); }
 
-  kernels::BackendRegistry Registry() const {
-    kernels::BackendRegistry registry;
-    EXPECT_TRUE(kernels::RegisterReference(registry).ok());
+  BackendRegistry Registry() const {
+    BackendRegistry registry;
+    EXPECT_TRUE(RegisterReference(registry).ok());
     EXPECT_TRUE(RegisterGpuBackends(registry, options_).ok());
     return registry;
   }
 
   // "auto" takes the reference and tells why; the row's own name is refused with the same words.
   void ExpectFallBack(const std::string& reason) const {
-    const kernels::BackendRegistry registry = Registry();
+    const BackendRegistry registry = Registry();
     auto choice = registry.Select("auto", {});
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_EQ(choice->backend->Info().name, "reference");
     bool found = false;
-    for (const kernels::BackendCandidate& candidate : choice->candidates) {
+    for (const BackendCandidate& candidate : choice->candidates) {
       if (candidate.name != GetParam().row) continue;
       found = true;
       EXPECT_FALSE(candidate.chosen);
@@ -92,7 +92,7 @@ TEST_P(FallBackTest, FailedSelfTest) {
 TEST_P(FallBackTest, UnsupportedShape) {
   auto choice = Registry().Select(GetParam().row, {});
   ASSERT_TRUE(choice.ok()) << choice.status();
-  kernels::AttentionDesc desc;
+  AttentionDesc desc;
   desc.geometry = {16, 512, 32, 128, 128};
   const absl::Status status = choice->backend->CanRun(desc);
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);

@@ -116,7 +116,7 @@ TEST_F(HipBackendTest, TheSelfTestNoticesRoundedLatentOutputs) {
 TEST_F(HipBackendTest, UnsupportedShapeSaysWantedSupportedMissingDevice) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
-  kernels::AttentionDesc desc;
+  AttentionDesc desc;
   desc.geometry = {16, 256, 64, 128, 128};
   const absl::Status status = (*backend)->CanRun(desc);
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
@@ -129,8 +129,8 @@ TEST_F(HipBackendTest, UnsupportedShapeSaysWantedSupportedMissingDevice) {
 }
 
 TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
-  kernels::BackendRegistry registry;
-  ASSERT_TRUE(kernels::RegisterReference(registry).ok());
+  BackendRegistry registry;
+  ASSERT_TRUE(RegisterReference(registry).ok());
   ASSERT_TRUE(RegisterGpuBackends(registry).ok());
   auto choice = registry.Select("auto", {});
   ASSERT_TRUE(choice.ok()) << choice.status();
@@ -149,14 +149,14 @@ conformance::SuiteReport RunCases(const HipBackendOptions& options,
   conformance::SuiteOptions suite;
   suite.cases = std::move(cases);
   suite.subjects = {{"fake",
-                     [options]() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
+                     [options]() -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
                        auto backend = HipBackend::Create(options);
                        if (!backend.ok()) return backend.status();
-                       return std::unique_ptr<kernels::AttentionBackend>(*std::move(backend));
+                       return std::unique_ptr<AttentionBackend>(*std::move(backend));
                      },
                      false}};
-  suite.oracle = []() -> absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>> {
-    return std::make_unique<kernels::ReferenceBackend>();
+  suite.oracle = []() -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+    return std::make_unique<ReferenceBackend>();
   };
   suite.plan = conformance::SchedulerPlanBuilder;
   suite.threads = 1;
@@ -234,20 +234,20 @@ TEST_F(HipBackendTest, ExpandedFormConformsInRounds) {
 TEST_F(HipBackendTest, ExpandedFormOfOtherDimsIsRefused) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
-  kernels::AttentionDesc desc;
+  AttentionDesc desc;
   desc.geometry = {16, 512, 64, 128, 64};
-  desc.form = kernels::AttentionForm::kExpanded;
+  desc.form = AttentionForm::kExpanded;
   const absl::Status status = (*backend)->CanRun(desc);
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_THAT(status.message(), HasSubstr("missing: this v_dim in the expanded form"));
-  desc.form = kernels::AttentionForm::kAbsorbed;
+  desc.form = AttentionForm::kAbsorbed;
   EXPECT_TRUE((*backend)->CanRun(desc).ok());
 }
 
 TEST_F(HipBackendTest, ExpandedFormIsAskedForWhereItWins) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
-  kernels::BackendLimits limits = Limits();
+  BackendLimits limits = Limits();
   limits.launch_rows = 4096;
   ASSERT_TRUE((*backend)->Configure(limits).ok());
   EXPECT_EQ((*backend)->ExpandedFormMinRows({128, 512, 64, 128, 128}), 129);
@@ -269,7 +269,7 @@ TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
     options.expanded_workspace_bytes = expanded;
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
-    kernels::BackendLimits limits = Limits();
+    BackendLimits limits = Limits();
     limits.kv_pool_bytes = 32 << 20;  // so large that all of the workspace can be of use
     limits.max_geometry = {16, 512, 64, 128, 128};
     const int64_t before = control_->live_bytes;
@@ -285,7 +285,7 @@ TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
   control_->memory_bytes = 64 << 20;
   HipBackendOptions options = Options();
   options.memory_fraction = 0.5;
-  kernels::BackendLimits limits = Limits();
+  BackendLimits limits = Limits();
   limits.kv_pool_bytes = 20 << 20;
   limits.max_geometry = {16, 512, 64, 128, 128};
   for (const auto& [expanded, fits] : {std::pair(4 << 20, true), std::pair(12 << 20, false)}) {
@@ -304,12 +304,12 @@ TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
 TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
   control_->memory_bytes = 64 << 20;
   HipBackendOptions base = Options();
-  kernels::BackendRegistry registry;
+  BackendRegistry registry;
   ASSERT_TRUE(RegisterGpuBackends(registry, base).ok());
-  kernels::BackendOptions options;
+  BackendOptions options;
   options.gpu_memory_fraction = 0.25;
   options.gpu_watchdog_ms = 150;
-  kernels::BackendLimits limits = Limits();
+  BackendLimits limits = Limits();
   limits.kv_pool_bytes = 4 << 20;
   limits.max_geometry = {16, 512, 64, 128, 128};
   int64_t sizes[2] = {};
@@ -321,7 +321,7 @@ TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
     sizes[i] = choice->backend->WorkspaceSize(limits);
     if (i == 0) continue;
     ASSERT_TRUE(choice->backend->Configure(limits).ok());
-    const kernels::Launch nothing;
+    const Launch nothing;
     ASSERT_TRUE(choice->backend->Submit(0, nothing).ok());
     control_->hang = true;
     EXPECT_THAT(choice->backend->Wait(0).status().message(), HasSubstr("within 150 ms"));
@@ -336,26 +336,26 @@ TEST_F(HipBackendTest, ProjectionsAreBounded) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
   HipBackend& b = **backend;
-  kernels::BackendLimits limits = Limits();
+  BackendLimits limits = Limits();
   limits.launch_packed_rows = 16 * 4;
   limits.weights_bytes = 4 << 20;
   ASSERT_TRUE(b.Configure(limits).ok());
-  const kernels::Geometry geometry{4, 512, 64, 128, 128};
-  const std::vector<kernels::Bf16> weights(size_t{4} * 128 * 512);
+  const Geometry geometry{4, 512, 64, 128, 128};
+  const std::vector<Bf16> weights(size_t{4} * 128 * 512);
   ASSERT_TRUE(b.LoadWeights(0, geometry, 0, 4, weights.data(), weights.data()).ok());
   const int32_t most = 2 * limits.launch_requests + limits.launch_packed_rows / kProjectRows + 1;
   for (const int32_t records : {2 * limits.launch_requests, most, most + 1}) {
-    kernels::LaunchLayout layout(b, 0);
+    LaunchLayout layout(b, 0);
     auto in = layout.Workspace(16384);
     auto out = layout.Workspace(16384);
     ASSERT_TRUE(in.ok() && out.ok());
-    std::vector<kernels::ProjectionRecord> all(records);
+    std::vector<ProjectionRecord> all(records);
     for (int32_t i = 0; i < records; ++i) {
       // Neighbours of other heads share no tile.
       all[i] = {*in, *out, 192, 192, 576, 576, 1, 1, i % 2, 0};
     }
-    kernels::Launch launch;
-    launch.absorb = {geometry, kernels::DType::kBf16, kernels::DType::kBf16, all, {}};
+    Launch launch;
+    launch.absorb = {geometry, DType::kBf16, DType::kBf16, all, {}};
     const absl::Status status = b.Submit(0, launch);
     if (records > most) {
       EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
@@ -371,7 +371,7 @@ TEST_F(HipBackendTest, ConfigureBeyondTheMemoryFractionNamesBothFigures) {
   control_->memory_bytes = 64 << 20;
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
-  kernels::BackendLimits limits = Limits();
+  BackendLimits limits = Limits();
   limits.kv_pool_bytes = 100 << 20;
   const absl::Status status = (*backend)->Configure(limits);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
@@ -397,9 +397,9 @@ TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostGoesOn) {
   HipBackend& b = **backend;
   ASSERT_TRUE(b.Configure(Limits()).ok());
   constexpr uint32_t kPages[] = {0, 288};  // granules
-  const kernels::Bf16 values[] = {0x3f80, 0x4000};
-  const std::vector<kernels::Bf16> rows[] = {std::vector<kernels::Bf16>(576, values[0]),
-                                             std::vector<kernels::Bf16>(576, values[1])};
+  const Bf16 values[] = {0x3f80, 0x4000};
+  const std::vector<Bf16> rows[] = {std::vector<Bf16>(576, values[0]),
+                                    std::vector<Bf16>(576, values[1])};
   AppendLaunch launches[2], third;
   for (int32_t slot : {0, 1}) {
     ASSERT_TRUE(launches[slot].Submit(b, slot, rows[slot].data(), kPages[slot]).ok());

@@ -38,13 +38,13 @@ class HostMemoryTest : public BackendOnFakeTest {
 class Region {
  public:
   Region() : memory_(static_cast<std::byte*>(std::aligned_alloc(4096, kBytes))) {
-    std::fill_n(rows(), kBytes / 2, kernels::Bf16{0x3f80});
+    std::fill_n(rows(), kBytes / 2, Bf16{0x3f80});
   }
   ~Region() { std::free(memory_); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
   std::span<std::byte> bytes() const { return {memory_, kBytes}; }
-  kernels::Bf16* rows() const { return reinterpret_cast<kernels::Bf16*>(memory_); }
+  Bf16* rows() const { return reinterpret_cast<Bf16*>(memory_); }
 
  private:
   static constexpr size_t kBytes = 16384;
@@ -98,7 +98,7 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
     std::thread closer([&] {
       b.UnregisterHost(region.bytes());
       // From here on the memory may hold anything, or nothing.
-      std::fill_n(region.rows(), 576, kernels::Bf16{0x7fc0});
+      std::fill_n(region.rows(), 576, Bf16{0x7fc0});
     });
     // Long enough for a closer that does not wait to be noticed.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -107,7 +107,7 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
     closer.join();
     EXPECT_EQ(control_->registered_bytes, 0);
   }
-  EXPECT_EQ(ReadRows(b, 1), std::vector<kernels::Bf16>(576, 0x3f80));
+  EXPECT_EQ(ReadRows(b, 1), std::vector<Bf16>(576, 0x3f80));
 }
 
 TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
@@ -169,19 +169,19 @@ TEST_F(HostMemoryTest, PartsLieSideBySideWhereverTheyComeFrom) {
   // Three rows of 576 elements: 200 columns pinned, 376 not.
   const Region pinned;
   ASSERT_TRUE(b.RegisterHost(pinned.bytes()).ok());
-  std::vector<kernels::Bf16> loose(size_t{3} * 376);
-  for (size_t i = 0; i < loose.size(); ++i) loose[i] = static_cast<kernels::Bf16>(i);
+  std::vector<Bf16> loose(size_t{3} * 376);
+  for (size_t i = 0; i < loose.size(); ++i) loose[i] = static_cast<Bf16>(i);
   for (size_t i = 0; i < size_t{3} * 200; ++i) {
-    pinned.rows()[i] = static_cast<kernels::Bf16>(5000 + i);
+    pinned.rows()[i] = static_cast<Bf16>(5000 + i);
   }
-  kernels::LaunchLayout layout(b, 0);
-  const kernels::InputPart parts[] = {{pinned.rows(), 400}, {loose.data(), 752}};
+  LaunchLayout layout(b, 0);
+  const InputPart parts[] = {{pinned.rows(), 400}, {loose.data(), 752}};
   auto kv = layout.InputParts(3, parts);
   ASSERT_TRUE(kv.ok()) << kv.status();
   const uint32_t page = 0;
-  const kernels::TableRange table{0, 1};
-  const kernels::AppendRecord record = Append(*kv, 3);
-  kernels::Launch launch;
+  const TableRange table{0, 1};
+  const AppendRecord record = Append(*kv, 3);
+  Launch launch;
   launch.inputs = layout.inputs();
   launch.page_tables = {&page, 1};
   launch.table_changes = {&table, 1};
@@ -189,11 +189,10 @@ TEST_F(HostMemoryTest, PartsLieSideBySideWhereverTheyComeFrom) {
   ASSERT_TRUE(b.Submit(0, launch).ok());
   ASSERT_TRUE(b.Wait(0).ok());
   EXPECT_EQ(control_->last_copied_in, pinned.rows());
-  const std::vector<kernels::Bf16> read = ReadRows(b, 3);
+  const std::vector<Bf16> read = ReadRows(b, 3);
   for (size_t row = 0; row < 3; ++row) {
     for (size_t i = 0; i < 576; ++i) {
-      const kernels::Bf16 want =
-          i < 200 ? pinned.rows()[row * 200 + i] : loose[row * 376 + i - 200];
+      const Bf16 want = i < 200 ? pinned.rows()[row * 200 + i] : loose[row * 376 + i - 200];
       ASSERT_EQ(read[row * 576 + i], want) << row << " " << i;
     }
   }

@@ -11,8 +11,8 @@ namespace {
 
 class PagesTest : public BackendOnFakeTest {
  protected:
-  static absl::Status Write(HipBackend& backend, std::span<const kernels::PageRange> ranges) {
-    kernels::Launch launch;
+  static absl::Status Write(HipBackend& backend, std::span<const PageRange> ranges) {
+    Launch launch;
     launch.pages = ranges;
     absl::Status s = backend.Submit(0, launch);
     return s.ok() ? backend.Wait(0).status() : s;
@@ -26,39 +26,39 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   ASSERT_TRUE(backend.ok()) << backend.status();
   ASSERT_TRUE((*backend)->Configure(Limits()).ok());
   const int32_t most = Limits().page_ranges;
-  std::vector<kernels::PageRange> ranges;
+  std::vector<PageRange> ranges;
   for (int32_t i = 0; i <= most; ++i) ranges.push_back({int64_t{i} * 256, 256});
   ASSERT_TRUE(AppendOnce(**backend).ok());
   int64_t launches = control_->launches;
   EXPECT_EQ(Write(**backend, ranges).code(), absl::StatusCode::kResourceExhausted);
   ASSERT_TRUE(Write(**backend, std::span(ranges).first(static_cast<size_t>(most))).ok());
   EXPECT_EQ(control_->launches - launches, 1);
-  EXPECT_EQ(ReadRows(**backend, 1), std::vector<kernels::Bf16>(576, 0));
+  EXPECT_EQ(ReadRows(**backend, 1), std::vector<Bf16>(576, 0));
 
   // The row, to a place that is zeroed first, over an edge of chunks, and back over what was zeroed
   // meanwhile, without its last element. Odd places and lengths on the way.
   ASSERT_TRUE(AppendOnce(**backend).ok());
   constexpr int64_t kOdd = 3 * kMoveChunkBytes - 574;
-  const kernels::PageRange chain[] = {{kOdd, 100000},  {kOdd, 1152, 0},        {0, 1152},
-                                      {0, 1151, kOdd}, {4096, 4096, 4096 * 8}, {1150, 2}};
+  const PageRange chain[] = {{kOdd, 100000},  {kOdd, 1152, 0},        {0, 1152},
+                             {0, 1151, kOdd}, {4096, 4096, 4096 * 8}, {1150, 2}};
   launches = control_->launches;
   ASSERT_TRUE(Write(**backend, chain).ok());
   EXPECT_EQ(control_->launches - launches, 5);
-  const std::vector<kernels::Bf16> bytes = ReadRows(**backend, 1);
+  const std::vector<Bf16> bytes = ReadRows(**backend, 1);
   EXPECT_EQ(bytes[0], 0x3f80);
   EXPECT_EQ(bytes[574], 0x3f80);
   EXPECT_EQ(bytes[575], 0);
   // All places of a range are one kernel, and count as so many ranges.
   launches = control_->launches;
-  kernels::PageRange places{0, 2, kernels::PageRange::kZeros, most, 4};
+  PageRange places{0, 2, PageRange::kZeros, most, 4};
   ASSERT_TRUE(Write(**backend, {&places, 1}).ok());
   EXPECT_EQ(control_->launches - launches, 1);
-  const std::vector<kernels::Bf16> rest = ReadRows(**backend, 1);
+  const std::vector<Bf16> rest = ReadRows(**backend, 1);
   EXPECT_EQ(rest[574], 0);
   EXPECT_EQ(rest[573], 0x3f80);
   ++places.count;
   EXPECT_EQ(Write(**backend, {&places, 1}).code(), absl::StatusCode::kResourceExhausted);
-  const kernels::PageRange outside{(1 << 20) - 8, 16};
+  const PageRange outside{(1 << 20) - 8, 16};
   EXPECT_EQ(Write(**backend, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
 }
 
@@ -66,14 +66,14 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
 TEST_F(PagesTest, AListOfTableRangesIsOneKernel) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
-  kernels::BackendLimits limits = Limits();
+  BackendLimits limits = Limits();
   limits.page_table_entries = 1 << 16;
   ASSERT_TRUE((*backend)->Configure(limits).ok());
   const std::vector<uint32_t> entries(static_cast<size_t>(limits.page_table_entries));
-  const std::vector<kernels::TableRange> all(static_cast<size_t>(limits.table_ranges) + 1,
-                                             kernels::TableRange{0, limits.page_table_entries});
+  const std::vector<TableRange> all(static_cast<size_t>(limits.table_ranges) + 1,
+                                    TableRange{0, limits.page_table_entries});
   const int64_t launches = control_->launches;
-  kernels::Launch launch;
+  Launch launch;
   launch.page_tables = entries;
   launch.table_changes = all;
   EXPECT_EQ((*backend)->Submit(0, launch).code(), absl::StatusCode::kResourceExhausted);

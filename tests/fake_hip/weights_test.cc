@@ -11,9 +11,6 @@
 namespace mla::kernels::hip {
 namespace {
 
-using kernels::Bf16;
-using kernels::DType;
-using kernels::Geometry;
 using ::testing::HasSubstr;
 
 constexpr int32_t kLora = 512;
@@ -26,8 +23,8 @@ int64_t BytesOf(const Geometry& g) {
 
 class WeightsTest : public BackendOnFakeTest {
  protected:
-  static kernels::BackendLimits LimitsOf(int64_t weights_bytes) {
-    kernels::BackendLimits limits = Limits();
+  static BackendLimits LimitsOf(int64_t weights_bytes) {
+    BackendLimits limits = Limits();
     limits.weights_bytes = weights_bytes;
     limits.weights_slots = 4;
     return limits;
@@ -49,8 +46,8 @@ class WeightsTest : public BackendOnFakeTest {
     std::vector<Bf16> uk, uv;
     for (int32_t h = begin; h < end; ++h) {
       const float x = value + static_cast<float>(h);
-      uk.insert(uk.end(), static_cast<size_t>(g.nope_dim) * kLora, kernels::ToBf16(x));
-      uv.insert(uv.end(), static_cast<size_t>(g.v_dim) * kLora, kernels::ToBf16(-x));
+      uk.insert(uk.end(), static_cast<size_t>(g.nope_dim) * kLora, ToBf16(x));
+      uv.insert(uv.end(), static_cast<size_t>(g.v_dim) * kLora, ToBf16(-x));
     }
     return backend.LoadWeights(slot, g, begin, end, uk.data(), uv.data());
   }
@@ -58,19 +55,19 @@ class WeightsTest : public BackendOnFakeTest {
   // W_UV.
   static float Seen(HipBackend& b, int32_t slot, const Geometry& g, int32_t head, bool absorb) {
     std::vector<Bf16> in(kLora + kRope, 0), out(kLora + kRope, 0);
-    in[0] = kernels::ToBf16(1.0f);
-    kernels::LaunchLayout layout(b, 0);
+    in[0] = ToBf16(1.0f);
+    LaunchLayout layout(b, 0);
     auto from = layout.Input(in.data(), static_cast<int64_t>(in.size()) * 2);
     auto to = layout.Output(out.data(), static_cast<int64_t>(out.size()) * 2);
     EXPECT_TRUE(from.ok() && to.ok());
-    const kernels::ProjectionRecord record{*from, *to, 0, 0, 0, 0, 1, 1, head, slot};
-    kernels::Launch launch;
+    const ProjectionRecord record{*from, *to, 0, 0, 0, 0, 1, 1, head, slot};
+    Launch launch;
     launch.inputs = layout.inputs();
     launch.outputs = layout.outputs();
     (absorb ? launch.absorb : launch.project) = {g, DType::kBf16, DType::kBf16, {&record, 1}, {}};
     EXPECT_TRUE(b.Submit(0, launch).ok());
     EXPECT_TRUE(b.Wait(0).ok());
-    return kernels::ToFloat(out[0]);
+    return ToFloat(out[0]);
   }
   static void ExpectSeen(HipBackend& b, int32_t slot, const Geometry& g, float value) {
     for (int32_t h = 0; h < g.num_heads; ++h) {
@@ -155,7 +152,7 @@ TEST_F(WeightsTest, FreeRoomInPiecesIsJoined) {
 // Room of `gap` heads before a model of `heads` heads, and of two behind it: two heads more than
 // the gap come, for which the model moves.
 TEST_F(WeightsTest, AMoveTakesFewCopies) {
-  constexpr int64_t kWorkspace = kernels::kLeastRoundWorkspace;
+  constexpr int64_t kWorkspace = kLeastRoundWorkspace;
   const int64_t head = BytesOf(OfHeads(1));
   ASSERT_GT(kWorkspace, 2 * head);
   ASSERT_LT(kWorkspace, 2 * 4 * head);
@@ -211,7 +208,7 @@ TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
     EXPECT_THAT(status.message(), HasSubstr("weights that were being moved: "));
     EXPECT_THAT(status.message(), HasSubstr("invalid argument (1)"));
     EXPECT_EQ(backend->Healthy().message(), absl::StrCat("device lost: ", status.message()));
-    const kernels::Launch nothing;
+    const Launch nothing;
     EXPECT_EQ(backend->Submit(1, nothing), backend->Healthy());
     EXPECT_EQ(Load(*backend, 0, small, 1.0f), backend->Healthy());
     EXPECT_TRUE(backend->FreeWeights(1).ok());
@@ -248,8 +245,8 @@ TEST_F(WeightsTest, BadUploadsAreRefused) {
   EXPECT_TRUE(backend->FreeWeights(0).ok());
   // Heads that have not come can not be used.
   ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 1).ok());
-  const kernels::ProjectionRecord record{nullptr, nullptr, 0, 0, 0, 0, 1, 2, 0, 0};
-  kernels::Launch launch;
+  const ProjectionRecord record{nullptr, nullptr, 0, 0, 0, 0, 1, 2, 0, 0};
+  Launch launch;
   launch.absorb = {g, DType::kBf16, DType::kBf16, {&record, 1}, {}};
   EXPECT_EQ(backend->Submit(0, launch).code(), absl::StatusCode::kFailedPrecondition);
 }

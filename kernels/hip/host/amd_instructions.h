@@ -52,10 +52,10 @@ inline u32x4 in_vector_registers(u32x4 x) { return x; }
 // --- 8-bit floats.
 template <bool kHigh>
 f32x2 floats_of(uint32_t codes) {
-  constexpr auto kKind = MLA_GFX942 ? kernels::Fp8Kind::kE4m3Fnuz : kernels::Fp8Kind::kE4m3Fn;
+  constexpr auto kKind = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
   const uint32_t pair = kHigh ? codes >> 16 : codes;
-  return f32x2{kernels::DecodeFp8(static_cast<uint8_t>(pair), kKind),
-               kernels::DecodeFp8(static_cast<uint8_t>(pair >> 8), kKind)};
+  return f32x2{DecodeFp8(static_cast<uint8_t>(pair), kKind),
+               DecodeFp8(static_cast<uint8_t>(pair >> 8), kKind)};
 }
 // The exponent is all of the scale that the instruction looks at, and as a power of two at that.
 template <bool kHigh>

@@ -27,7 +27,7 @@ inline uint32_t multiply_f16_pairs(uint32_t a, uint32_t b) {
 template <int kPair>
 uint32_t fp8_to_f16(uint32_t codes) {
   const auto number = [&](int byte) {
-    return kernels::DecodeFp8(static_cast<uint8_t>(codes >> 8 * byte), kernels::Fp8Kind::kE4m3Fn);
+    return DecodeFp8(static_cast<uint8_t>(codes >> 8 * byte), Fp8Kind::kE4m3Fn);
   };
   return pack_f16(number(2 * kPair), number(2 * kPair + 1));
 }

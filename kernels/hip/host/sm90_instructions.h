@@ -113,9 +113,9 @@ inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast
 
 // --- 8-bit floats.
 inline uint32_t bf16_of_codes(uint32_t codes) {
-  constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;
-  return pack_bf16(kernels::DecodeFp8(static_cast<uint8_t>(codes), kKind),
-                   kernels::DecodeFp8(static_cast<uint8_t>(codes >> 8), kKind));
+  constexpr auto kKind = Fp8Kind::kE4m3Fn;
+  return pack_bf16(DecodeFp8(static_cast<uint8_t>(codes), kKind),
+                   DecodeFp8(static_cast<uint8_t>(codes >> 8), kKind));
 }
 // --- Asynchronous copies.
 inline void copy_chunk(lds_t at, const void* source) {

@@ -7,13 +7,13 @@
 
 namespace mla::kernels::hip {
 
-// One wave a row, eight values a lane and turn. Stores what kernels::EncodeKvRow does, bit by bit;
+// One wave a row, eight values a lane and turn. Stores what EncodeKvRow does, bit by bit;
 // 16 neighbouring lanes hold a group of values with one scale.
 class AppendKv {
  public:
   static constexpr int kLaneValues = 8;
   static constexpr int kTurnValues = kLaneValues * tile::kWave;
-  static constexpr int kGroupLanes = kernels::TraitsOf(KvFormat::kFp8Row).group / kLaneValues;
+  static constexpr int kGroupLanes = TraitsOf(KvFormat::kFp8Row).group / kLaneValues;
   static_assert(tile::kWave % kGroupLanes == 0);
 
   MLA_DEVICE static void run(const AppendArgs& args) {
@@ -26,7 +26,7 @@ class AppendKv {
     if (r.first_position < 0) return;
     const int source_row = row - args.first_row[index];
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
-                          r.page_size, kernels::kPageGranuleBytes);
+                          r.page_size, kPageGranuleBytes);
     uint8_t* target = const_cast<uint8_t*>(pages.row(r.first_position + source_row));
     AppendKv self(r, source_row * r.kv_row_stride, target, lane);
     self.append();
@@ -55,7 +55,7 @@ class AppendKv {
       case KvFormat::kFp8Tensor:
         return store_fp8(0, r.row_dim, 1.0f / r.kv_scale);
       case KvFormat::kFp8Row: {
-        const kernels::KvRowLayout at = kernels::MakeKvRowLayout(r.format, latent, r.rope_dim);
+        const KvRowLayout at = MakeKvRowLayout(r.format, latent, r.rope_dim);
         store_groups(latent, at.scales_at);
         return store_bf16(latent, r.row_dim, at.rope_at);
       }
@@ -89,12 +89,12 @@ class AppendKv {
 #pragma unroll
       for (int k = 0; k < kLaneValues; ++k) {
         const float magnitude = bits_to_float(float_to_bits(v.x[k]) & 0x7fffffffu);
-        if (!kernels::IsPoison(v.x[k])) largest = max_f(largest, magnitude);
+        if (!IsPoison(v.x[k])) largest = max_f(largest, magnitude);
       }
       largest = wave_max<kGroupLanes / 2>(largest);
-      const float scale = kernels::KvGroupScale(largest, kPoolFp8);
+      const float scale = KvGroupScale(largest, kPoolFp8);
       if (!inside) continue;
-      put_codes(i, v, kernels::KvScaleInverse(scale));
+      put_codes(i, v, KvScaleInverse(scale));
       if (lane % kGroupLanes != 0) continue;
       const uint32_t bits[1] = {float_to_bits(scale)};
       put(scales_at + i / (kGroupLanes * kLaneValues) * 4, bits);
@@ -121,9 +121,8 @@ class AppendKv {
     uint32_t words[2] = {0, 0};
 #pragma unroll
     for (int k = 0; k < kLaneValues; ++k) {
-      const uint32_t code = kernels::IsPoison(v.x[k])
-                                ? kernels::Fp8NaN(kPoolFp8)
-                                : kernels::EncodeFp8(v.x[k] * inverse, kPoolFp8);
+      const uint32_t code =
+          IsPoison(v.x[k]) ? Fp8NaN(kPoolFp8) : EncodeFp8(v.x[k] * inverse, kPoolFp8);
       words[k / 4] |= code << (k % 4 * 8);
     }
     put(at, words);
@@ -137,13 +136,11 @@ class AppendKv {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) differs |= words[w] ^ stored[w];
   }
-  // A pair of elements as the pool holds it: kernels::Stored.
+  // A pair of elements as the pool holds it: Stored.
   MLA_DEVICE static uint32_t stored_pair(uint32_t pair) {
-    const uint32_t low =
-        (pair & 0x7fffu) < kernels::kStoredBound ? pair & 0xffffu : kernels::kStoredNaN;
-    const uint32_t high = (pair >> 16 & 0x7fffu) < kernels::kStoredBound
-                              ? pair & 0xffff0000u
-                              : kernels::kStoredNaN << 16;
+    const uint32_t low = (pair & 0x7fffu) < kStoredBound ? pair & 0xffffu : kStoredNaN;
+    const uint32_t high =
+        (pair >> 16 & 0x7fffu) < kStoredBound ? pair & 0xffff0000u : kStoredNaN << 16;
     return low | high;
   }
 

@@ -19,12 +19,11 @@ template <KvFormat kFormat_, class C>
 struct StageLayout {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kTileKv = C::kTileKv;
-  static constexpr kernels::KvRowLayout kRow =
-      kernels::MakeKvRowLayout(kFormat, C::kLora, C::kRope);
+  static constexpr KvRowLayout kRow = MakeKvRowLayout(kFormat, C::kLora, C::kRope);
   static constexpr bool kFp8 = kRow.traits.latent == DType::kFp8E4m3;
   static constexpr bool kFp8Rope = kRow.traits.rope == DType::kFp8E4m3;
-  static constexpr bool kLayerScale = kRow.traits.scales == kernels::KvScales::kLayer;
-  static constexpr bool kRowScales = kRow.traits.scales == kernels::KvScales::kInRow;
+  static constexpr bool kLayerScale = kRow.traits.scales == KvScales::kLayer;
+  static constexpr bool kRowScales = kRow.traits.scales == KvScales::kInRow;
   static constexpr int kGroups = kRowScales ? kRow.groups : 1;
   static constexpr int kGroupValues = kRowScales ? kRow.traits.group : C::kLora;
 

@@ -153,7 +153,7 @@ struct Fp8Rows {
 #pragma unroll
     for (int b = 0; b < 32; b += 8) {
       const auto code = static_cast<uint8_t>(codes >> b & 0xffu);
-      if (kernels::IsFp8NaN(code, kPoolFp8)) found |= 0xffu << b;
+      if (IsFp8NaN(code, kPoolFp8)) found |= 0xffu << b;
     }
     return found;
   }

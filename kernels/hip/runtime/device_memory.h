@@ -83,7 +83,7 @@ class DeviceBuffer {
 };
 
 // Pinned host memory, as DeviceBuffer.
-class PinnedBuffer final : public kernels::HostBuffer {
+class PinnedBuffer final : public HostBuffer {
  public:
   PinnedBuffer() = default;
   ~PinnedBuffer() override { Reset(); }

@@ -51,7 +51,7 @@ LaunchSlot::~LaunchSlot() {
   for (Event event : {inputs_ready_, started_, computed_, done_}) runtime_->Destroy(event);
 }
 
-kernels::SlotMemory LaunchSlot::Memory() const {
+SlotMemory LaunchSlot::Memory() const {
   const auto region = [](DevicePtr at, int64_t bytes) {
     return std::span(reinterpret_cast<std::byte*>(at), static_cast<size_t>(bytes));
   };
@@ -89,7 +89,7 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
   return absl::OkStatus();
 }
 
-absl::Status LaunchSlot::EnqueueInputs(std::span<const kernels::HostInput> inputs) {
+absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   if (metadata_.used() > 0) {
     absl::Status s =
         runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), streams_.in);
@@ -97,7 +97,7 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const kernels::HostInput> input
   }
   direct_in_.clear();
   int64_t staged_end = 0;
-  for (const kernels::HostInput& in : inputs) {
+  for (const HostInput& in : inputs) {
     direct_in_.push_back(Reaches(in.host, in.rows * in.row_bytes));
     if (direct_in_.back()) continue;
     const int64_t offset = input_.OffsetOf(in.device);
@@ -114,7 +114,7 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const kernels::HostInput> input
     if (!s.ok()) return s;
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const kernels::HostInput& in = inputs[i];
+    const HostInput& in = inputs[i];
     if (!direct_in_[i] || in.row_bytes == 0 || in.rows == 0) continue;
     const auto to = reinterpret_cast<DevicePtr>(in.device);
     const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
@@ -127,9 +127,8 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const kernels::HostInput> input
   return runtime_->WaitFor(streams_.compute, inputs_ready_);
 }
 
-absl::Status LaunchSlot::EnqueueWrites(std::span<const kernels::PageTransfer> writes,
-                                       DevicePtr pool) {
-  for (const kernels::PageTransfer& t : writes) {
+absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool) {
+  for (const PageTransfer& t : writes) {
     if (t.bytes == 0) continue;
     (void)Reaches(t.host, t.bytes);  // the range stays pinned until the launch has ended
     absl::Status s = runtime_->CopyIn(pool + static_cast<uint64_t>(t.pool_offset), t.host, t.bytes,
@@ -139,9 +138,8 @@ absl::Status LaunchSlot::EnqueueWrites(std::span<const kernels::PageTransfer> wr
   return absl::OkStatus();
 }
 
-absl::Status LaunchSlot::EnqueueReads(std::span<const kernels::PageTransfer> reads,
-                                      DevicePtr pool) {
-  for (const kernels::PageTransfer& t : reads) {
+absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool) {
+  for (const PageTransfer& t : reads) {
     if (t.bytes == 0) continue;
     (void)Reaches(t.host, t.bytes);
     absl::Status s = runtime_->CopyOut(t.host, pool + static_cast<uint64_t>(t.pool_offset), t.bytes,
@@ -161,11 +159,11 @@ absl::Status LaunchSlot::EnqueueKernels() {
   return absl::OkStatus();
 }
 
-absl::Status LaunchSlot::EnqueueOutputs(std::span<const kernels::HostOutput> outputs) {
+absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
   if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   direct_out_.clear();
   int64_t staged_end = 0;
-  for (const kernels::HostOutput& out : outputs) {
+  for (const HostOutput& out : outputs) {
     direct_out_.push_back(Reaches(out.host, out.rows * out.row_bytes));
     if (direct_out_.back()) continue;
     const int64_t offset = output_.OffsetOf(out.device);
@@ -177,7 +175,7 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const kernels::HostOutput> out
     if (!s.ok()) return s;
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const kernels::HostOutput& out = outputs[i];
+    const HostOutput& out = outputs[i];
     if (!direct_out_[i] || out.row_bytes == 0 || out.rows == 0) continue;
     const auto from = reinterpret_cast<DevicePtr>(out.device);
     const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
@@ -190,7 +188,7 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const kernels::HostOutput> out
   return runtime_->Record(done_, streams_.out);
 }
 
-absl::Status LaunchSlot::Enqueue(const kernels::Launch& launch, DevicePtr pool) {
+absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   absl::Status s = EnqueueInputs(launch.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
   if (s.ok()) s = EnqueueKernels();
@@ -200,7 +198,7 @@ absl::Status LaunchSlot::Enqueue(const kernels::Launch& launch, DevicePtr pool) 
   return s;
 }
 
-absl::Status LaunchSlot::Submit(const kernels::Launch& launch, DevicePtr pool) {
+absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   if (launch.inputs.size() > kMaxTransfers) return Full("inputs", kMaxTransfers);
   if (launch.outputs.size() > kMaxTransfers) return Full("outputs", kMaxTransfers);
   absl::Status s = Enqueue(launch, pool);
@@ -238,7 +236,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
     if (waited > kSpin) std::this_thread::sleep_for(kNap);
   }
   for (size_t i = 0; i < outputs_.size(); ++i) {
-    const kernels::HostOutput& out = outputs_[i];
+    const HostOutput& out = outputs_[i];
     const int64_t offset = output_.OffsetOf(out.device);
     for (int64_t row = 0; !direct_out_[i] && row < out.rows; ++row) {
       std::memcpy(out.host + row * out.row_bytes, output_.host(offset + row * out.pitch),

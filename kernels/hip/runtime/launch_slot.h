@@ -50,7 +50,7 @@ class LaunchSlot {
   LaunchSlot(const LaunchSlot&) = delete;
   LaunchSlot& operator=(const LaunchSlot&) = delete;
 
-  kernels::SlotMemory Memory() const;
+  SlotMemory Memory() const;
   bool running() const { return running_; }
 
   // Empties metadata and kernels, which are those of the next Submit. REQUIRES: the slot does not
@@ -68,7 +68,7 @@ class LaunchSlot {
   // slot's pinned regions. The launch stays as it is until Wait has returned.
   // Page transfers keep the order of launches: the device copies them between the kernels of
   // earlier and of later ones. `pool` is where the pool begins.
-  absl::Status Submit(const kernels::Launch& launch, DevicePtr pool);
+  absl::Status Submit(const Launch& launch, DevicePtr pool);
   absl::StatusOr<bool> Done();
   // Waits, hands outputs over and returns the nanoseconds the kernels took. DEADLINE_EXCEEDED when
   // the device has not answered within `watchdog`.
@@ -89,13 +89,13 @@ class LaunchSlot {
   void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
-  absl::Status Enqueue(const kernels::Launch& launch, DevicePtr pool);
-  absl::Status EnqueueInputs(std::span<const kernels::HostInput> inputs);
+  absl::Status Enqueue(const Launch& launch, DevicePtr pool);
+  absl::Status EnqueueInputs(std::span<const HostInput> inputs);
   // On the stream of the kernels.
-  absl::Status EnqueueWrites(std::span<const kernels::PageTransfer> writes, DevicePtr pool);
+  absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels();
-  absl::Status EnqueueReads(std::span<const kernels::PageTransfer> reads, DevicePtr pool);
-  absl::Status EnqueueOutputs(std::span<const kernels::HostOutput> outputs);
+  absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
+  absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
 
   GpuRuntime* runtime_;
   Streams streams_;
@@ -105,8 +105,8 @@ class LaunchSlot {
   StagedRegion metadata_, input_, output_;
   DeviceBuffer workspace_;
   std::vector<Kernel> kernels_;
-  std::span<const kernels::HostOutput> outputs_;  // of the launch that runs
-  std::vector<bool> direct_in_, direct_out_;      // by position in its inputs and outputs
+  std::span<const HostOutput> outputs_;       // of the launch that runs
+  std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
 };
 

@@ -37,7 +37,7 @@ PlanStore::Entry* PlanStore::OldestFree() {
   return oldest;
 }
 
-absl::Status PlanStore::Upload(const kernels::PlanView& plan, Entry& entry) {
+absl::Status PlanStore::Upload(const PlanView& plan, Entry& entry) {
   StagedRegion& region = entry.region;
   region.Clear();
   entry.plan = DevicePlan();
@@ -47,7 +47,7 @@ absl::Status PlanStore::Upload(const kernels::PlanView& plan, Entry& entry) {
     status.Update(placed.status());
     if (placed.ok()) at = *placed;
   };
-  const kernels::RoundView* const rounds = plan.rounds;
+  const RoundView* const rounds = plan.rounds;
   if (rounds != nullptr) {
     put(rounds->expansions, entry.plan.expansions);
     put(rounds->items, entry.plan.items);
@@ -66,7 +66,7 @@ absl::Status PlanStore::Upload(const kernels::PlanView& plan, Entry& entry) {
   return runtime_->CopyIn(region.device(0), region.host(0), region.used(), copy_in_);
 }
 
-absl::StatusOr<DevicePlan> PlanStore::Get(const kernels::PlanView& plan, int32_t slot) {
+absl::StatusOr<DevicePlan> PlanStore::Get(const PlanView& plan, int32_t slot) {
   Entry* entry = Find(plan.generation);
   if (entry == nullptr) {
     entry = OldestFree();

@@ -25,12 +25,12 @@ namespace mla::kernels::hip {
 // what is to be merged only where the rounds leave it.
 struct DevicePlan {
   const int32_t* work_indptr = nullptr;
-  const kernels::WorkInfo* work_info = nullptr;
+  const WorkInfo* work_info = nullptr;
   const int32_t* reduce_indptr = nullptr;
-  const kernels::ReduceTile* reduce_final_map = nullptr;
+  const ReduceTile* reduce_final_map = nullptr;
   const int32_t* reduce_partial_map = nullptr;
-  const kernels::Expansion* expansions = nullptr;
-  const kernels::ExpandedItem* items = nullptr;
+  const Expansion* expansions = nullptr;
+  const ExpandedItem* items = nullptr;
   const int32_t* unit_indptr = nullptr;
 };
 
@@ -44,7 +44,7 @@ class PlanStore final {
   // The device copy of the plan, held for `slot` until Release; uploads it unless it is there.
   // RESOURCE_EXHAUSTED when it does not fit, or all copies are held. A plan of generation 0 is
   // uploaded each time.
-  absl::StatusOr<DevicePlan> Get(const kernels::PlanView& plan, int32_t slot);
+  absl::StatusOr<DevicePlan> Get(const PlanView& plan, int32_t slot);
   // The slot's launch has ended, or was refused and nothing of it runs.
   void Release(int32_t slot);
 
@@ -62,7 +62,7 @@ class PlanStore final {
   PlanStore(GpuRuntime* runtime, Stream copy_in) : runtime_(runtime), copy_in_(copy_in) {}
   Entry* Find(uint64_t generation);
   Entry* OldestFree();
-  absl::Status Upload(const kernels::PlanView& plan, Entry& entry);
+  absl::Status Upload(const PlanView& plan, Entry& entry);
 
   GpuRuntime* const runtime_;
   const Stream copy_in_;

@@ -16,13 +16,11 @@ inline constexpr int32_t kWeightPanelColumns = 64;
 
 // `to` and `from` hold rows x columns elements each; columns is a multiple
 // of 64.
-inline void PackPanels(const kernels::Bf16* from, kernels::Bf16* to, int32_t rows,
-                       int32_t columns) {
+inline void PackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns) {
   constexpr int32_t kChunk = 8, kChunks = kWeightPanelColumns / kChunk;
   for (int32_t panel = 0; panel < columns / kWeightPanelColumns; ++panel) {
     for (int32_t row = 0; row < rows; ++row) {
-      const kernels::Bf16* const source =
-          from + int64_t{row} * columns + panel * kWeightPanelColumns;
+      const Bf16* const source = from + int64_t{row} * columns + panel * kWeightPanelColumns;
       for (int32_t c = 0; c < kChunks; ++c) {
         std::memcpy(to + (c ^ (row & 7)) * kChunk, source + c * kChunk, kChunk * sizeof(*to));
       }
