@@ -49,6 +49,7 @@ struct BackendInfo {
   std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
   bool sparse = false;             // computes on index lists (AttentionKind::kSparse)
+  bool selects = false;            // makes them (Launch::selects)
   bool unified_memory = true;      // launches work on host memory in place
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
@@ -130,6 +131,7 @@ struct BackendLimits {
   int64_t reduce_partials = 0;
   int64_t round_items = 0;  // of a plan, all rounds together
   int64_t round_expansions = 0;
+  int32_t max_top_k = 0;        // of a row of Launch::selects
   int32_t page_ranges = 4096;   // of a launch; as many page writes, and page reads
   int32_t table_ranges = 4096;  // of a launch
   Geometry max_geometry;        // every dim at its maximum over all models

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kernels/attention_desc.h"
+#include "kernels/launch/select.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
@@ -28,11 +29,14 @@ struct ModelSpec {
   // kSparse: requests may bring index lists of at most `top_k` entries; 0 for kDense.
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   int32_t top_k = 0;
+  kernels::IndexerShape indexer;  // the server's own, of kSparse
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
   // Elements of one query / output head in a profile; 0 for append-only.
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;
+  // Elements of a KV row as it is sent: the row, then its index key if there is an indexer.
+  int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
 };
 
 // Names one upload of weights; never 0 and not repeated while the model lives.

@@ -67,7 +67,7 @@ struct AttendArgs {
   // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
   kernels::Geometry sized_for;
   // Row-major host memory; sizes follow from the model (the transport has checked them).
-  const std::byte* kv = nullptr;  // [row_count, lora + rope] if has_kv
+  const std::byte* kv = nullptr;  // [row_count, ModelSpec::sent_row_dim] if has_kv
   const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only
   // Or q in pieces, where the backend reads_fragments and the request is for all heads: the tensor
   // begins at that byte of what the fragments hold together. q is null then.
@@ -78,15 +78,22 @@ struct AttendArgs {
   // own: what a client could still change would not stay checked.
   const int32_t* list = nullptr;
   const int32_t* list_begin = nullptr;  // [row_count + 1], from 0 on, ascending
+  // Or, in place of `list`, what the server's indexer makes the lists from: [row_count] of
+  // IndexerShape::input_bytes. `list_begin` then says how many positions each row gets.
+  const std::byte* index_inputs = nullptr;
   // For which positions of the step's rows the lists were checked. A request that meets a step of
   // other ones is refused, as by `sized_for`. Null: the caller vouches for them.
   StepPositions listed_for;
-  std::byte* o = nullptr;  // [row_count, num_heads, o dim], written by the launch
-  float* lse = nullptr;    // [row_count, num_heads] if want_lse
+  std::byte* o = nullptr;        // [row_count, num_heads, o dim], written by the launch
+  float* lse = nullptr;          // [row_count, num_heads] if want_lse
+  int32_t* lists_out = nullptr;  // [row_count, top_k] of the indexer's lists, if they are wanted
 };
 
 // Whether the request attends to what its index lists name.
 inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr; }
+
+// Whether the server's indexer names it.
+inline bool Selects(const AttendArgs& args) { return args.index_inputs != nullptr; }
 
 struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all

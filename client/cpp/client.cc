@@ -342,6 +342,9 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
       registered->model().attention() != model.attention()) {
     return absl::UnimplementedError("model.attention: the server does not know sparse attention");
   }
+  if (registered.ok() && registered->model().index_heads() != model.index_heads()) {
+    return absl::UnimplementedError("model.index_heads: the server has no indexer");
+  }
   return registered;
 }
 

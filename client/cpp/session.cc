@@ -17,9 +17,9 @@ uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
 // Bytes of one row of each tensor of a call.
 struct RowBytes {
-  uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0;
+  uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0, chosen = 0;
   uint64_t in() const { return kv + q + lists; }
-  uint64_t out() const { return o + lse; }
+  uint64_t out() const { return o + lse + chosen; }
 };
 
 // Entries of the longest list.
@@ -65,11 +65,16 @@ std::vector<int32_t> ListsOf(const AttendCall& call, uint32_t first, uint32_t co
   return sent;
 }
 
-RowBytes RowBytesOf(const AttendCall& call, const v1::Geometry& geometry) {
+RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
+  const v1::Geometry& geometry = model.geometry();
   const uint64_t q_element = ElementSize(call.q_dtype), o_element = ElementSize(call.o_dtype);
   const uint64_t row = uint64_t{geometry.kv_lora_rank()} + geometry.rope_dim();
   RowBytes bytes;
-  if (call.kv != nullptr) bytes.kv = row * q_element;
+  if (call.kv != nullptr) bytes.kv = (row + model.index_dim()) * q_element;
+  if (call.index_inputs != nullptr) {
+    bytes.lists = model.index_heads() * (model.index_dim() * q_element + sizeof(float));
+    if (call.chosen != nullptr) bytes.chosen = model.top_k() * sizeof(int32_t);
+  }
   if (call.lse != nullptr) bytes.lse = call.num_heads * sizeof(float);
   if (call.profile == v1::PROFILE_ABSORBED) {
     bytes.q = call.num_heads * row * q_element;
@@ -143,7 +148,7 @@ absl::StatusOr<AttendTimes> PendingAttend::Wait() {
 PendingAttend Step::AttendAsync(const AttendCall& call) {
   PendingAttend pending;
   pending.stream_ = stream_;
-  RowBytes row = RowBytesOf(call, model_.geometry());
+  RowBytes row = RowBytesOf(call, model_);
   const uint64_t longest = LongestList(call);
   const bool sparse = call.lists.entries != nullptr;
   const uint32_t width = sparse && stream_->FillsLists() ? model_.top_k() : 0;
@@ -152,18 +157,21 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
         absl::StrCat("an index list has ", longest, " entries, the model's top_k is ", width));
     return pending;
   }
-  const bool as_they_are = call.lists.width > 0 && (width == 0 || width == call.lists.width);
+  const bool selects = call.index_inputs != nullptr;
+  const bool as_they_are =
+      selects || (call.lists.width > 0 && (width == 0 || width == call.lists.width));
+  const void* const entries = selects ? call.index_inputs : call.lists.entries;
   // Of ragged ones an offset each, and a last one.
-  if (sparse) row.lists = sizeof(int32_t) * (std::max<uint64_t>(longest, width) + 2);
-  if (as_they_are) row.lists = sizeof(int32_t) * call.lists.width;
+  if (sparse && !selects) row.lists = sizeof(int32_t) * (std::max<uint64_t>(longest, width) + 2);
+  if (as_they_are && !selects) row.lists = sizeof(int32_t) * call.lists.width;
   PendingReply whole;
   whole.o = MutableRows(call.o, row.o, 0, call.row_count);
   whole.lse = MutableRows(call.lse, row.lse, 0, call.row_count);
+  whole.chosen = MutableRows(call.chosen, row.chosen, 0, call.row_count);
   uint32_t most = call.row_count;
-  const InputTensors inputs{Rows(call.kv, row.kv, 0, call.row_count),
-                            Rows(call.q, row.q, 0, call.row_count),
-                            as_they_are ? Rows(call.lists.entries, row.lists, 0, call.row_count)
-                                        : std::span<const std::byte>()};
+  const InputTensors inputs{
+      Rows(call.kv, row.kv, 0, call.row_count), Rows(call.q, row.q, 0, call.row_count),
+      as_they_are ? Rows(entries, row.lists, 0, call.row_count) : std::span<const std::byte>()};
   if ((sparse && !as_they_are) || !stream_->InPlace(inputs, whole)) {
     const uint64_t room = stream_->message_bytes() - kHeaderBytes;
     const uint64_t widest = std::max({row.in(), row.out(), uint64_t{1}});
@@ -188,12 +196,15 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     auto piece = std::make_shared<PendingReply>();
     piece->o = MutableRows(call.o, row.o, first, count);
     piece->lse = MutableRows(call.lse, row.lse, first, count);
+    piece->chosen = MutableRows(call.chosen, row.chosen, first, count);
     pending.pieces_.push_back(piece);
     InputTensors sent{Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count), {}};
     if (as_they_are) {
-      request.mutable_attend()->set_lists(v1::INDEX_LISTS_FIXED);
-      request.mutable_attend()->set_list_entries(call.lists.width);
-      sent.lists = Rows(call.lists.entries, row.lists, first, count);
+      v1::Attend* const attend = request.mutable_attend();
+      attend->set_lists(selects ? v1::INDEX_LISTS_SERVER : v1::INDEX_LISTS_FIXED);
+      if (!selects) attend->set_list_entries(call.lists.width);
+      attend->set_want_lists(!piece->chosen.empty());
+      sent.lists = Rows(entries, row.lists, first, count);
     } else {
       piece->lists = ListsOf(call, first, count, width, request.mutable_attend());
       sent.lists = std::as_bytes(std::span<const int32_t>(piece->lists));

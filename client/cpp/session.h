@@ -65,11 +65,17 @@ struct AttendCall {
   v1::DType q_dtype = v1::DTYPE_BF16;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t timeout_us = 0;
-  const void* kv = nullptr;  // null: another head slice brings the rows
-  const void* q = nullptr;   // unused by APPEND_ONLY
+  // With its index key behind each row, if the model has an indexer. Null: another head slice
+  // brings the rows.
+  const void* kv = nullptr;
+  const void* q = nullptr;  // unused by APPEND_ONLY
   void* o = nullptr;
   float* lse = nullptr;  // null: not wanted
   IndexLists lists;
+  // In place of `lists`, for models with an indexer: what it makes them from, a record a row of
+  // index queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.
+  const void* index_inputs = nullptr;
+  int32_t* chosen = nullptr;  // receives its lists, [row_count, top_k]; null: not wanted
 };
 
 // Of the slowest piece of a call.

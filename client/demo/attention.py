@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple
 
 import corpus
 import mla_client
@@ -73,32 +73,40 @@ class StepAttention:
         self._profile = profile
         self._dtype = dtype
         self.timings: List[mla_client.Timings] = []
+        self.chosen: Optional[Array] = None
 
     def __call__(self, layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
         return self.attend(layer, q_nope, q_rope, row)
 
     def attend(self, layer: int, q_nope: Array, q_rope: Array, row: Array,
-               lists: Optional[Sequence[Any]] = None) -> Array:
-        """One layer; with `lists` sparse attention to the positions that they name, by row."""
+               lists: Optional[Sequence[Any]] = None,
+               index: Optional[Tuple[Array, Array]] = None) -> Array:
+        """One layer; with `lists` sparse attention to the positions that they name, by row, with
+        `index` (queries and head weights) to those that the service's indexer chooses: `row` then
+        has index keys behind it, and `chosen` the lists afterwards."""
         weights = self._model.layers[layer]
         if self._profile == mla_client.Profile.ABSORBED:
             q_nope = per_head(q_nope, weights.w_uk)
         q = np.concatenate([q_nope, q_rope], axis=-1)
         result = self._step.attend_async(layer, q, row, self._profile, dtype=self._dtype,
-                                         o_dtype=self._dtype, lists=lists).result()
+                                         o_dtype=self._dtype, lists=lists, index=index,
+                                         want_lists=index is not None).result()
+        self.chosen = result.lists
         self.timings += result.timings
         if self._profile == mla_client.Profile.ABSORBED:
             return per_head(result.o, weights.w_uv)
         return result.o
 
 
-def spec_of(model: Model, name: str, kv_format: str, top_k: int = 0) -> mla_client.ModelSpec:
-    """The model as a service must know it; with `top_k` its attention is sparse."""
+def spec_of(model: Model, name: str, kv_format: str, top_k: int = 0,
+            index_dim: int = 0) -> mla_client.ModelSpec:
+    """The model as a service must know it; with `top_k` its attention is sparse, with `index_dim`
+    the service has the indexer."""
     c = model.config
     return mla_client.ModelSpec(
         name, mla_client.Geometry(c.heads, c.kv_lora, c.rope, c.nope, c.v), c.layers,
         c.softmax_scale, kv_format=kv_format, attention="sparse_v32" if top_k else "",
-        top_k=top_k)
+        top_k=top_k, index_heads=c.heads if index_dim else 0, index_dim=index_dim)
 
 
 def layer_scales(model: Model) -> List[float]:
@@ -111,10 +119,10 @@ def layer_scales(model: Model) -> List[float]:
 
 
 def register(service: mla_client.Service, model: Model, name: str,
-             kv_format: str = "bf16", top_k: int = 0) -> mla_client.Model:
+             kv_format: str = "bf16", top_k: int = 0, index_dim: int = 0) -> mla_client.Model:
     """Registers the model with a service and uploads W_UK and W_UV of every layer."""
     registered = service.register_model(
-        spec_of(model, name, kv_format, top_k),
+        spec_of(model, name, kv_format, top_k, index_dim),
         kv_scales=layer_scales(model) if kv_format == "fp8_tensor" else ())
     status: Optional[mla_client.WeightsStatus] = None
     for layer, weights in enumerate(model.layers):

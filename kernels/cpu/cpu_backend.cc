@@ -78,6 +78,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
       "up to 8192, page >= 1";
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.sparse = true;
+  info_.selects = true;
   info_.units = threads;
   info_.unified_memory = true;
   info_.reads_fragments = true;
@@ -146,7 +147,7 @@ int64_t CpuBackend::ScratchBytes(const BackendLimits& limits) const {
   for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
     bytes = std::max(bytes, cpu::MakeRunLayout(kernels_, LargestDesc(limits, form)).bytes);
   }
-  return bytes;
+  return std::max(bytes, cpu::MakeSelectLayout(kernels_, limits.max_top_k).bytes);
 }
 
 int64_t CpuBackend::PartialRowFloats(const BackendLimits& limits) const {
@@ -165,6 +166,7 @@ int64_t CpuBackend::OwnWorkspaceSize(const BackendLimits& limits) const {
 
 absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
   scratch_bytes_ = ScratchBytes(limits);
+  select_layout_ = cpu::MakeSelectLayout(kernels_, limits.max_top_k);
   for (int32_t i = 0; i < options_.threads; ++i) {
     auto scratch = MappedMemory::Create("thread scratch", scratch_bytes_, true);
     if (!scratch.ok()) return scratch.status();
@@ -336,6 +338,13 @@ void CpuBackend::Start(int32_t slot, const Launch& launch) {
     phase.kind = Phase::Kind::kAppend;
     AddPhase(job, phase, AppendItems(launch.appends));
   }
+  if (!launch.selects.empty()) {
+    Phase phase;
+    phase.kind = Phase::Kind::kSelect;
+    int64_t items = 0;
+    for (const SelectRecord& record : launch.selects) items += record.rows;
+    AddPhase(job, phase, items);
+  }
   project(launch.absorb, Phase::Kind::kAbsorb);
   AddAttention(job, launch.absorbed);
   project(launch.project, Phase::Kind::kProject);
@@ -365,6 +374,17 @@ void CpuBackend::AppendItem(const Job& job, int64_t item) {
   }
 }
 
+void CpuBackend::SelectItem(const Job& job, int64_t item, int32_t place) {
+  for (const SelectRecord& record : job.launch->selects) {
+    if (item >= record.rows) {
+      item -= record.rows;
+      continue;
+    }
+    return cpu::SelectRow(kernels_, job.pool, record, static_cast<int32_t>(item), select_layout_,
+                          scratch_[static_cast<size_t>(place)].data());
+  }
+}
+
 void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32_t place) {
   switch (phase.kind) {
     case Phase::Kind::kWritePages:
@@ -374,6 +394,8 @@ void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32
       return WritePagesItem(job, phase, item);
     case Phase::Kind::kAppend:
       return AppendItem(job, item);
+    case Phase::Kind::kSelect:
+      return SelectItem(job, item, place);
     case Phase::Kind::kAbsorb:
       return ProjectItem(job.launch->absorb, true, item, place);
     case Phase::Kind::kProject:

@@ -50,8 +50,13 @@ float Largest(Source<T> from, int32_t begin, int32_t end) {
   return largest;
 }
 
+// Whether scales beside codes are fp32 numbers and not exponent bytes.
+bool WideScales(const KvRowLayout& at) {
+  return at.traits.scales == KvScales::kInRow || at.traits.page_scale_bytes == 4;
+}
+
 void StoreScale(const KvRowLayout& at, int32_t group, float scale, std::byte* scales) {
-  if (at.traits.scales == KvScales::kInRow) {
+  if (WideScales(at)) {
     std::memcpy(scales + int64_t{group} * 4, &scale, sizeof scale);
   } else {
     scales[group] = static_cast<std::byte>(std::bit_cast<uint32_t>(scale) >> 23);
@@ -60,7 +65,7 @@ void StoreScale(const KvRowLayout& at, int32_t group, float scale, std::byte* sc
 
 float LoadScale(const KvRowLayout& at, int32_t group, const std::byte* scales) {
   uint32_t bits = 0;
-  if (at.traits.scales == KvScales::kInRow) {
+  if (WideScales(at)) {
     std::memcpy(&bits, scales + int64_t{group} * 4, sizeof bits);
   } else {
     const auto exponent = std::to_integer<uint32_t>(scales[group]);
@@ -147,7 +152,7 @@ bool SameKvRow(const KvRowLayout& at, const KvRowPlace<const std::byte>& a,
   };
   const int64_t latent = at.latent_dim * static_cast<int64_t>(ElementSize(at.traits.latent));
   const int64_t rope = at.rope_dim * static_cast<int64_t>(ElementSize(at.traits.rope));
-  const int64_t scale = at.traits.scales == KvScales::kInRow ? 4 : 1;
+  const int64_t scale = WideScales(at) ? 4 : 1;
   return same(a.row, b.row, latent) && same(a.row + at.rope_at, b.row + at.rope_at, rope) &&
          same(a.scales, b.scales, at.groups * scale);
 }

@@ -5,12 +5,14 @@
 //   fp8_tensor  [latent e4m3][rotated e4m3], one fp32 scale a layer,          576
 //               which the model brings and records carry
 //   fp8_row     [latent e4m3][fp32 scale of every 128 of them][rotated bf16]  656
+//   index_key   [e4m3] of all rows of a page, then an fp32 scale of each row  132 at 128
+//
+// The last is of the keys of an indexer (kernels/launch/select.h), no format of KV rows.
 //
 // What a stored value stands for, equally on every backend:
 //   fp8_tensor  code x scale
-//   fp8_row     code x scale, rounded to bf16. The encoder's scales are powers of two, so nothing
-//   of
-//               what it wrote is rounded; other scales may come with bytes from elsewhere. A scale
+//   fp8_row     code x scale, rounded to bf16. The encoder's scales are powers of two, so what it
+//               wrote is not rounded; other scales may come with bytes from elsewhere. A scale
 //               that is negative, NaN or above kLargestKvScale stands for NaN (KvScale).
 //
 // A value that a row cannot hold (NaN, an infinity, a magnitude of 2^80 and more; see Stored in
@@ -33,6 +35,7 @@ enum class KvFormat : uint8_t {
   kBf16 = 1,
   kFp8Tensor = 2,
   kFp8Row = 3,
+  kIndexKey = 64,  // not on the wire
 };
 inline constexpr KvFormat kKvFormats[] = {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row};
 
@@ -41,7 +44,7 @@ enum class KvScales : uint8_t {
   kNone,
   kLayer,   // one fp32 for all values of a layer, outside the pool
   kInRow,   // an fp32 a group, behind the row's latent values
-  kInPage,  // a power of two a group, as the exponent byte of a binary32, behind all rows of a page
+  kInPage,  // one a group, behind all rows of a page
 };
 
 struct KvFormatTraits {
@@ -51,6 +54,8 @@ struct KvFormatTraits {
   KvScales scales = KvScales::kNone;
   int32_t group = 0;          // latent values a scale, for kInRow and kInPage
   int32_t page_multiple = 1;  // a page's bytes are a multiple of this
+  // Of a scale in a page: 4, an fp32, or 1, the exponent byte of a binary32.
+  int32_t page_scale_bytes = 1;
 };
 
 constexpr KvFormatTraits TraitsOf(KvFormat format) {
@@ -59,6 +64,8 @@ constexpr KvFormatTraits TraitsOf(KvFormat format) {
       return {"fp8_tensor", DType::kFp8E4m3, DType::kFp8E4m3, KvScales::kLayer};
     case KvFormat::kFp8Row:
       return {"fp8_row", DType::kFp8E4m3, DType::kBf16, KvScales::kInRow, 128};
+    case KvFormat::kIndexKey:
+      return {"index_key", DType::kFp8E4m3, DType::kBf16, KvScales::kInPage, 128, 16, 4};
     case KvFormat::kBf16:
       break;
   }
@@ -78,7 +85,7 @@ struct KvRowLayout {
   int32_t page_scales_bytes = 0;  // kInPage: of one row
 };
 
-// kInPage pads the scales of a row to this many bytes.
+// kInPage pads the exponent bytes of a row to this many bytes.
 inline constexpr int32_t kPageScalesMultiple = 8;
 
 constexpr KvRowLayout MakeKvRowLayout(const KvFormatTraits& traits, int32_t latent_dim,
@@ -97,7 +104,8 @@ constexpr KvRowLayout MakeKvRowLayout(const KvFormatTraits& traits, int32_t late
   at.row_bytes = at.rope_at + rope_dim * static_cast<int32_t>(ElementSize(traits.rope));
   if (in_row) at.row_bytes = round_up(at.row_bytes, 4);
   if (traits.scales == KvScales::kInPage) {
-    at.page_scales_bytes = round_up(at.groups, kPageScalesMultiple);
+    const bool bytes = traits.page_scale_bytes == 1;
+    at.page_scales_bytes = bytes ? round_up(at.groups, kPageScalesMultiple) : at.groups * 4;
   }
   return at;
 }

@@ -38,16 +38,20 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
   const int64_t stride = record.kv_row_stride * static_cast<int64_t>(ElementSize(record.dtype));
   const auto* source = static_cast<const std::byte*>(record.kv) + row_begin * stride;
   for (int32_t row = row_begin; row < row_end; ++row, source += stride) {
-    std::byte* const target = pool.Row(record.page_table, record.layer_offset, record.row_stride,
-                                       record.page_size, record.first_position + row);
+    const int32_t position = record.first_position + row;
+    const int32_t in_page = position % record.page_size;
+    std::byte* const page = pool.Row(record.page_table, record.layer_offset, record.row_stride,
+                                     record.page_size, position - in_page);
+    const KvRowPlace<std::byte> target =
+        KvRowIn(at, page, record.row_stride, record.page_size, in_page);
     if (record.differs == nullptr) {
-      EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale,
-                  {target, target + at.scales_at});
+      EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale, target);
       continue;
     }
     std::byte sent[kMaxHostRowBytes];
-    EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale, {sent, sent + at.scales_at});
-    const bool same = SameKvRow(at, {sent, sent + at.scales_at}, {target, target + at.scales_at});
+    const KvRowPlace<std::byte> own = KvRowIn(at, sent, at.row_bytes, 1, 0);
+    EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale, own);
+    const bool same = SameKvRow(at, {own.row, own.scales}, {target.row, target.scales});
     record.differs[row] = same ? 0 : 1;
   }
 }

@@ -7,6 +7,7 @@
 //   pages         copies and zeroing inside the pool
 //   tables        entries of the page tables that have changed
 //   appends       new KV rows into their pages, or compared with what is there
+//   selects       index lists, where the indexer makes them
 //   absorb        queries of EXPANDED segments into latent space
 //   absorbed      attention in the absorbed form
 //   project       latent outputs of EXPANDED segments out of latent space
@@ -27,6 +28,7 @@
 #include "kernels/attention_desc.h"
 #include "kernels/attention_params.h"
 #include "kernels/input_fragments.h"
+#include "kernels/launch/select.h"
 
 namespace mla::kernels {
 
@@ -105,6 +107,8 @@ struct Launch {
   std::span<const uint32_t> page_tables;
   std::span<const TableRange> table_changes;
   std::span<const AppendRecord> appends;
+  // Their lists are those of records of `absorbed`.
+  std::span<const SelectRecord> selects;
   Projection absorb;
   AttentionParams absorbed;
   Projection project;

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <utility>
+#include <vector>
 
 namespace mla::kernels {
 namespace {
@@ -150,6 +153,41 @@ void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
     segment.lse[q_row * segment.lse_row_stride + head * segment.lse_head_stride] =
         static_cast<float>(lse);
   }
+}
+
+void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_t row) {
+  const int32_t heads = record.indexer.heads, dim = record.indexer.dim;
+  const int32_t visible = record.kv_rows - record.rows + row + 1;
+  const int32_t count = SelectedRows(record, row);
+  const auto* const inputs =
+      static_cast<const std::byte*>(record.inputs) + row * record.indexer.input_bytes(record.dtype);
+  const auto* const weights = inputs + int64_t{heads} * dim * int64_t(ElementSize(record.dtype));
+  const KvRowLayout at = MakeKvRowLayout(KvFormat::kIndexKey, dim, 0);
+  std::vector<float> key(static_cast<size_t>(dim));
+  std::vector<std::pair<double, int32_t>> best;  // by logit, its sign turned, and position
+  for (int32_t position = 0; position < visible; ++position) {
+    const int32_t in_page = position % record.page_size;
+    const std::byte* const page = pool.Row(record.page_table, record.layer_offset,
+                                           record.row_stride, record.page_size, position - in_page);
+    DecodeKvRow(at, kHostFp8, 1.0f, KvRowIn(at, page, record.row_stride, record.page_size, in_page),
+                key.data());
+    double logit = 0.0;
+    for (int32_t head = 0; head < heads; ++head) {
+      double dot = 0.0;
+      for (int32_t i = 0; i < dim; ++i) {
+        dot += double{LoadElement(inputs, record.dtype, int64_t{head} * dim + i)} * key[i];
+      }
+      float weight = 0.0f;
+      std::memcpy(&weight, weights + head * int64_t{sizeof weight}, sizeof weight);
+      logit += double{weight} * (dot > 0.0 || std::isnan(dot) ? dot : 0.0);
+    }
+    best.emplace_back(std::isnan(logit) ? -kInfinity : -logit, position);
+  }
+  std::sort(best.begin(), best.end());
+  int32_t* const list = SelectedList(record, row);
+  for (int32_t i = 0; i < count; ++i) list[i] = best[static_cast<size_t>(i)].second;
+  std::sort(list, list + count);
+  CopyWanted(record, row);
 }
 
 void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,

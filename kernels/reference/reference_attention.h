@@ -41,6 +41,9 @@ void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
                         int32_t head, ReferenceScratch& scratch);
 
+// The list of one query row.
+void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_t row);
+
 // One row and head of the absorb or project product.
 void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,
                         const ProjectionRecord& record, const ReferenceWeights& weights,

@@ -16,6 +16,7 @@ ReferenceBackend::ReferenceBackend() {
       "page size";
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.sparse = true;
+  info_.selects = true;
   info_.units = 1;
   info_.unified_memory = true;
   info_.splits_queries = true;
@@ -65,6 +66,9 @@ void ReferenceBackend::Start(int32_t slot, const Launch& launch) {
   for (const PageTransfer& transfer : launch.page_writes) WritePages(pool, transfer);
   for (const PageRange& range : launch.pages) WritePageRange(pool, range);
   for (const AppendRecord& record : launch.appends) AppendRows(pool, record, 0, record.rows);
+  for (const SelectRecord& record : launch.selects) {
+    for (int32_t row = 0; row < record.rows; ++row) ReferenceSelectRow(record, pool, row);
+  }
   Project(launch.absorb, /*absorb=*/true);
   Attend(launch.absorbed, pool);
   Project(launch.project, /*absorb=*/false);

@@ -106,6 +106,9 @@ bool ReadAttend(Reader reader, v1::Attend* attend) {
       case 14:
         attend->set_list_entries(number);
         return true;
+      case 15:
+        attend->set_want_lists(number != 0);
+        return true;
       default:
         return false;
     }
@@ -370,6 +373,7 @@ size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size,
     writer.Number(12, attend.timeout_us());
     writer.Enum(13, attend.lists());
     writer.Number(14, attend.list_entries());
+    writer.Number(15, attend.want_lists() ? 1 : 0);
   });
   if (request.has_shared()) {
     writer.Message(6, [&] {

@@ -101,7 +101,10 @@ enum EntryKind : uint8_t {
 inline constexpr uint8_t kEntryHasKv = 1;    // SubmissionEntry::flags
 inline constexpr uint8_t kEntryWantLse = 2;  // SubmissionEntry::flags
 // Index lists, as INDEX_LISTS_FIXED of the model's top_k.
-inline constexpr uint8_t kEntryHasLists = 4;    // SubmissionEntry::flags
+inline constexpr uint8_t kEntryHasLists = 4;  // SubmissionEntry::flags
+// Index inputs instead, as with INDEX_LISTS_SERVER; and the lists that follow are wanted.
+inline constexpr uint8_t kEntrySelects = 8;     // SubmissionEntry::flags
+inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {
@@ -118,8 +121,8 @@ struct SubmissionEntry {
   uint32_t head_offset;
   uint32_t num_heads;  // kEntryMessage: bytes at out_offset for a reply that fits no slot
   uint32_t timeout_us;
-  uint64_t in_offset;   // kv, then q, then index lists
-  uint64_t out_offset;  // o, then lse
+  uint64_t in_offset;   // kv, then q, then index lists or inputs
+  uint64_t out_offset;  // o, then lse, then lists
 };
 
 struct CompletionEntry {

@@ -63,7 +63,9 @@ LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_
   if (expands) {
     units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
   } else if (Computes(request)) {
-    const int32_t top_k = IsSparse(request.attend) ? model.spec->top_k : LaunchCost::kAllRows;
+    // An indexer looks at a key of all that the row sees, much as dense attention does.
+    const bool few = IsSparse(request.attend) && !Selects(request.attend);
+    const int32_t top_k = few ? model.spec->top_k : LaunchCost::kAllRows;
     units.absorbed =
         LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached, top_k);
   }

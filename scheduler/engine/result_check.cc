@@ -118,7 +118,7 @@ void ForEachEntry(const StreamRequest& request, int32_t first, int32_t end, Visi
 // Notes from where on the rows that a request has brought are not finite.
 void NoteRows(const StreamRequest& request) {
   const AttendArgs& args = request.attend;
-  const int64_t dim = request.engine.step->model->spec->geometry.kv_row_dim();
+  const int64_t dim = request.engine.step->model->spec->sent_row_dim();
   const int64_t row_bytes = dim * static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
   const int32_t begin = FirstRow(request), end = begin + request.engine.rows_launched;
   ForEachEntry(request, begin, end, [&](const StepEntry& entry) {
@@ -200,10 +200,11 @@ void CheckRepeats(const BatchLaunch& launch) {
     const int32_t* const differs = launch.differs[i];
     if (differs == nullptr) continue;
     StreamRequest* const request = launch.batch.requests[i];
-    const int32_t* const end = differs + request->engine.rows_launched;
-    const int32_t* const first = std::find_if(differs, end, [](int32_t row) { return row != 0; });
-    if (first == end) continue;
-    request->engine.other_row = FirstRow(*request) + static_cast<int32_t>(first - differs);
+    const int32_t rows = request->engine.rows_launched;
+    const bool keys = request->engine.step->model->spec->indexer.heads > 0;
+    int32_t row = 0;
+    while (row < rows && differs[row] == 0 && (!keys || differs[rows + row] == 0)) ++row;
+    if (row < rows) request->engine.other_row = FirstRow(*request) + row;
   }
 }
 

@@ -38,11 +38,12 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(most);
   batch.run_segments.reserve(most);
   layout = kernels::LaunchLayout(backend, index);
-  // KV rows, queries and both parts of the index lists of each request; its output and
-  // log-sum-exps, those that no client wants, and comparisons.
-  layout.Reserve(4 * most, 2 * most + 2);
+  // KV rows, queries and both parts of the index lists of each request; its output, log-sum-exps
+  // and lists, the log-sum-exps that no client wants, and comparisons.
+  layout.Reserve(4 * most, 3 * most + 2);
   tables.reserve(most);
-  appends.reserve(most);
+  appends.reserve(2 * most);  // KV rows and index keys
+  selects.reserve(most);
   absorbed.Reserve(requests);
   expanded.Reserve(requests);
   // One for each slice of fused requests, one for each record of the others.
@@ -54,7 +55,7 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
       backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
   if (!floats.ok()) return floats.status();
   unwanted_lse = *std::move(floats);
-  auto flags = backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * sizeof(int32_t));
+  auto flags = backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * 2 * sizeof(int32_t));
   if (!flags.ok()) return flags.status();
   compared = *std::move(flags);
   return absl::OkStatus();
@@ -64,6 +65,7 @@ void BatchLaunch::Clear() {
   layout.Clear();
   tables.clear();
   appends.clear();
+  selects.clear();
   absorbed.Clear();
   expanded.Clear();
   absorbs.Clear();

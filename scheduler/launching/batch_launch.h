@@ -52,6 +52,7 @@ struct BatchLaunch {
   kernels::LaunchLayout layout;
   std::vector<kernels::TableRange> tables;  // entries of page tables that changed
   std::vector<kernels::AppendRecord> appends;
+  std::vector<kernels::SelectRecord> selects;
   FormRecords absorbed, expanded;
   ProjectionRecords absorbs, projects;
   // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or
@@ -66,9 +67,10 @@ struct BatchLaunch {
   int64_t unwanted_left = 0;                          // floats that are not taken from its end
   float* unwanted_staged = nullptr;                   // where the launch sees it
   // By position in batch.requests: of a repeat, 1 for each row launched that differs from what is
-  // stored and else 0, in `compared`; null for other requests. Empty without repeats.
+  // stored and else 0, in `compared`, those of index keys behind those of KV rows; null for other
+  // requests. Empty without repeats.
   std::vector<const int32_t*> differs;
-  std::unique_ptr<kernels::HostBuffer> compared;  // [launch_rows]
+  std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
 };
 
 }  // namespace mla::scheduler

@@ -14,7 +14,7 @@ using kernels::DType;
 using kernels::ElementSize;
 
 // What aligning the places of one request in a region may waste.
-constexpr int64_t kAlignmentBytes = 5 * kernels::kLaunchAlignment;
+constexpr int64_t kAlignmentBytes = 8 * kernels::kLaunchAlignment;
 
 kernels::Geometry MaxGeometry(const Limits& limits) {
   kernels::Geometry g;
@@ -131,7 +131,7 @@ int64_t PageTableEntries(const Limits& limits) {
 
 int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const int64_t unwanted_lse = limits.launch_packed_rows * int64_t{sizeof(float)};
-  const int64_t compared = limits.launch_rows * int64_t{sizeof(int32_t)};
+  const int64_t compared = limits.launch_rows * int64_t{2 * sizeof(int32_t)};
   const int64_t plan = PlanCapacityOf(limits, backend).bytes();
   const RoundCapacity rounds = RoundCapacityOf(limits, backend);
   const int64_t with_rounds = rounds.units == 0 ? 0 : plan + rounds.bytes();
@@ -173,11 +173,20 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
         (int64_t{limits.launch_rows} * (limits.max_top_k + int64_t{1}) + limits.launch_requests);
   }
   out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide +
-                          limits.launch_rows * int64_t{sizeof(int32_t)} + alignment;
+                          limits.launch_rows * int64_t{2 * sizeof(int32_t)} + alignment;
   // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus
   // alignment of each record.
   out.slot_workspace_bytes =
       WorkspaceBytes(limits, backend) + packed * int64_t{sizeof(float)} + alignment;
+  if (backend.Info().selects) {
+    const kernels::IndexerShape widest{kernels::kMaxIndexHeads, kernels::kMaxIndexDim};
+    const int64_t lists = int64_t{limits.launch_rows} * limits.max_top_k * int64_t{sizeof(int32_t)};
+    out.max_top_k = limits.max_top_k;
+    out.slot_workspace_bytes += lists;
+    out.staging_in_bytes +=
+        limits.launch_rows * (widest.dim * wide + widest.input_bytes(DType::kF32));
+    out.staging_out_bytes += lists;
+  }
   out.work_items = plan.work_items;
   out.reduce_tiles = plan.reduce_tiles;
   out.reduce_partials = plan.reduce_partials;

@@ -158,6 +158,7 @@ void Launcher::Assemble(BatchLaunch* to) const {
   launch.page_tables = page_tables_;
   launch.table_changes = to->tables;
   launch.appends = to->appends;
+  launch.selects = to->selects;
   launch.absorb = {key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype, key.split_queries),
                    to->absorbs.records, to->absorbs.fragments};
   launch.project = {key.geometry, info.latent_o_dtype, key.o_dtype, to->projects.records, {}};

@@ -45,7 +45,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.request = segment.request;
   shared.staged = staged;
   shared.append.dtype = args.q_dtype;
-  shared.append.kv_row_stride = g.kv_row_dim();
+  shared.append.kv_row_stride = model.spec->sent_row_dim();
   const kvcache::KvPlane& rows = model.layout.rows(args.layer);
   shared.append.layer_offset = rows.offset;
   shared.append.row_stride = rows.row_stride;
@@ -54,7 +54,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.append.rope_dim = g.rope_dim;
   shared.append.format = rows.format;
   shared.append.kv_scale = model.kv_scale(args.layer);
-  shared.kv_row_bytes = g.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
+  shared.kv_row_bytes = model.spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
   if (args.profile == Profile::kAppendOnly) return shared;
 
   kernels::SegmentRecord& sent = shared.sent;
@@ -108,6 +108,51 @@ void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
   record.first_position = segment.cached();
   record.rows = segment.rows;
   if (shared.staged.differs != nullptr) record.differs = shared.staged.differs + skip;
+  const ModelSpec& spec = *segment.request->engine.step->model->spec;
+  if (spec.indexer.heads == 0) return;
+  const kernels::AppendRecord rows = record;
+  AddIndexKeys(to, segment, rows);
+}
+
+// Behind each KV row, as it was sent, stands its index key.
+void RecordBuilder::AddIndexKeys(BatchLaunch* to, const Segment& segment,
+                                 const kernels::AppendRecord& rows) {
+  const StreamRequest& request = *segment.request;
+  const Model& model = *request.engine.step->model;
+  const kvcache::KvPlane& keys = model.layout.index_keys(request.attend.layer);
+  kernels::AppendRecord& record = to->appends.emplace_back(rows);
+  record.kv = static_cast<const std::byte*>(rows.kv) +
+              rows.row_dim * int64_t(ElementSize(request.attend.q_dtype));
+  record.layer_offset = keys.offset;
+  record.row_stride = keys.row_stride;
+  record.page_size = keys.rows;
+  record.row_dim = model.spec->indexer.dim;
+  record.rope_dim = 0;
+  record.format = keys.format;
+  if (rows.differs != nullptr) record.differs = rows.differs + request.engine.rows_launched;
+}
+
+void RecordBuilder::AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
+                              const kernels::SegmentRecord& attend) {
+  const AttendArgs& args = segment.request->attend;
+  const Model& model = *segment.request->engine.step->model;
+  const kvcache::KvPlane& keys = model.layout.index_keys(args.layer);
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  kernels::SelectRecord record{};
+  record.inputs = staged.index_inputs + skip * model.spec->indexer.input_bytes(args.q_dtype);
+  record.dtype = args.q_dtype;
+  record.indexer = model.spec->indexer;
+  record.page_table = attend.page_table;
+  record.layer_offset = keys.offset;
+  record.row_stride = keys.row_stride;
+  record.page_size = keys.rows;
+  record.rows = attend.q_rows;
+  record.kv_rows = attend.kv_rows;
+  record.list = staged.selected + EntriesBefore(segment);
+  record.list_begin = attend.list_begin;
+  record.wanted_width = model.spec->top_k;
+  if (staged.wanted != nullptr) record.wanted = staged.wanted + skip * record.wanted_width;
+  to->selects.push_back(record);
 }
 
 // Takes workspace for segment `index` and for those behind it that need it alike, so that a step of
@@ -191,6 +236,7 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
   if (sparse) {
     record.list_begin = staged.list_begin + skip;
     record.list = staged.list + EntriesBefore(segment);
+    if (Selects(segment.request->attend)) AddSelect(to, segment, staged, record);
   }
   form.lengths.push_back(
       {record.q_rows, sparse ? LongestList(segment) : record.kv_rows, record.num_heads, !sparse});

@@ -53,6 +53,11 @@ class RecordBuilder final {
                              const BatchKey& key) const;
   kernels::SegmentRecord Record(const Segment& segment) const;
   void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared);
+  static void AddIndexKeys(BatchLaunch* to, const Segment& segment,
+                           const kernels::AppendRecord& rows);
+  // The choice of the lists of `attend`.
+  static void AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
+                        const kernels::SegmentRecord& attend);
   // Of segment `index` of the batch.
   absl::Status AddCompute(BatchLaunch* to, size_t index, SegmentTemplate* shared);
   absl::Status TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared);

@@ -19,6 +19,12 @@ bool Unwanted(const Batch& batch, const FusedSlices& slices) {
   return !wanted;
 }
 
+// What is compared of a repeat: its KV rows, then its index keys if the model has an indexer.
+int64_t ComparedRows(const StreamRequest& request) {
+  const int64_t planes = request.engine.step->model->spec->indexer.heads > 0 ? 2 : 1;
+  return planes * request.engine.rows_launched;
+}
+
 // Takes `rows` rows of `heads` heads of it; where the host reads them goes to `host`.
 float* TakeUnwantedLse(BatchLaunch* to, int64_t rows, int64_t heads, const float** host) {
   const int64_t first = to->unwanted_used;
@@ -46,7 +52,7 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
   if (!request.attend.has_kv) return absl::OkStatus();
   const AttendArgs& args = request.attend;
   const int64_t row =
-      request.engine.step->model->spec->geometry.kv_row_dim() * int64_t(ElementSize(args.q_dtype));
+      request.engine.step->model->spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
   absl::StatusOr<const void*> kv = to->layout.Input(args.kv + request.engine.rows_done * row,
                                                     request.engine.rows_launched * row);
   if (!kv.ok()) return kv.status();
@@ -59,7 +65,7 @@ absl::Status TensorStager::StageComparisons(BatchLaunch* to) {
   to->differs.clear();
   int64_t rows = 0;
   for (const StreamRequest* request : requests) {
-    if (request->engine.repeat) rows += request->engine.rows_launched;
+    if (request->engine.repeat) rows += ComparedRows(*request);
   }
   if (rows == 0) return absl::OkStatus();
   auto* const host = reinterpret_cast<int32_t*>(to->compared->bytes().data());
@@ -71,7 +77,7 @@ absl::Status TensorStager::StageComparisons(BatchLaunch* to) {
     if (!requests[i]->engine.repeat) continue;
     to->differs[i] = host + row;
     requests_[i].differs = static_cast<int32_t*>(*staged) + row;
-    row += requests[i]->engine.rows_launched;
+    row += ComparedRows(*requests[i]);
   }
   return absl::OkStatus();
 }
@@ -109,11 +115,37 @@ absl::Status TensorStager::StageLists(BatchLaunch* to, const StreamRequest& requ
   absl::StatusOr<const void*> begins = to->layout.Input(begin, (rows + 1) * kSize);
   if (!begins.ok()) return begins.status();
   staged->list_begin = static_cast<const int32_t*>(*begins);
+  if (Selects(args)) return StageSelection(to, request, staged);
   if (begin[rows] == begin[0]) return absl::OkStatus();
   absl::StatusOr<const void*> list =
       to->layout.Input(args.list + begin[0], (begin[rows] - begin[0]) * kSize);
   if (!list.ok()) return list.status();
   staged->list = static_cast<const int32_t*>(*list);
+  return absl::OkStatus();
+}
+
+absl::Status TensorStager::StageSelection(BatchLaunch* to, const StreamRequest& request,
+                                          StagedTensors* staged) {
+  constexpr int64_t kSize = sizeof(int32_t);
+  const AttendArgs& args = request.attend;
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const int64_t first = request.engine.rows_done;
+  const int64_t rows = request.engine.rows_launched;
+  const int64_t row_bytes = spec.indexer.input_bytes(args.q_dtype);
+  absl::StatusOr<const void*> inputs =
+      to->layout.Input(args.index_inputs + first * row_bytes, rows * row_bytes);
+  if (!inputs.ok()) return inputs.status();
+  staged->index_inputs = static_cast<const std::byte*>(*inputs);
+  const int32_t entries = args.list_begin[first + rows] - args.list_begin[first];
+  absl::StatusOr<void*> list = to->layout.Workspace(entries * kSize);
+  if (!list.ok()) return list.status();
+  staged->selected = static_cast<int32_t*>(*list);
+  staged->list = staged->selected;
+  if (args.lists_out == nullptr) return absl::OkStatus();
+  absl::StatusOr<void*> wanted =
+      to->layout.Output(args.lists_out + first * spec.top_k, rows * spec.top_k * kSize);
+  if (!wanted.ok()) return wanted.status();
+  staged->wanted = static_cast<int32_t*>(*wanted);
   return absl::OkStatus();
 }
 

@@ -28,6 +28,11 @@ struct StagedTensors {
   // Index lists of the rows, as SegmentRecord has them.
   const int32_t* list = nullptr;
   const int32_t* list_begin = nullptr;
+  // Of rows whose lists the indexer makes: its inputs, where `list` is to be written, and where the
+  // client wants it.
+  const std::byte* index_inputs = nullptr;
+  int32_t* selected = nullptr;
+  int32_t* wanted = nullptr;
 };
 
 class TensorStager final {
@@ -48,6 +53,7 @@ class TensorStager final {
   absl::Status StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
                                    StagedTensors* staged);
   absl::Status StageLists(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
+  absl::Status StageSelection(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
   absl::Status StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged);
   // `staged` is of all heads, side by side, in the absorbed form.
   absl::Status StageSlices(BatchLaunch* to, const FusedSlices& slices, StagedTensors* staged);

@@ -76,6 +76,7 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
   const kernels::Geometry& g = spec.geometry;
   const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
   const bool sparse = spec.attention == kernels::AttentionKind::kSparse;
+  const bool indexed = spec.indexer.heads > 0;
   const struct {
     const char* field;
     int64_t got, low, high;
@@ -89,6 +90,8 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
       {"model.layers", spec.layers, 1, limits_.max_layers},
       {"model.page_size", spec.page_size, 1, 4096},
       {"model.top_k", spec.top_k, sparse ? 1 : 0, sparse ? limits_.max_top_k : 0},
+      {"model.index_heads", spec.indexer.heads, 0, sparse ? kernels::kMaxIndexHeads : 0},
+      {"model.index_dim", spec.indexer.dim, indexed ? 1 : 0, indexed ? kernels::kMaxIndexDim : 0},
   };
   for (const auto& r : ranges) {
     const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
@@ -106,6 +109,12 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
 }
 
 absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
+  if (spec.indexer.heads > 0 && !backend_->Info().selects) {
+    return RefuseField("model.index_heads", absl::StrCat(spec.indexer.heads),
+                       absl::StrCat("0 on backend ", backend_->Info().name,
+                                    ", which makes no index lists: the indexer is the client's"),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
   AttentionDesc desc = DescOf(spec, AttentionForm::kAbsorbed);
   const char* field = "model.geometry";
   absl::Status status = backend_->CanRun(desc);
@@ -178,7 +187,8 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
   const kernels::KvRowLayout row =
       kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank, spec.geometry.rope_dim);
-  model->layout = kvcache::MakeLayout({row.row_bytes, spec.page_size, spec.layers, spec.kv_format});
+  model->layout = kvcache::MakeLayout(
+      {row.row_bytes, spec.page_size, spec.layers, spec.kv_format, spec.indexer.dim});
   absl::StatusOr<kvcache::LayoutId> layout =
       cache_->AddLayout(model->layout, model->pool_account.get());
   if (!layout.ok()) {

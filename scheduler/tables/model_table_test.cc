@@ -174,6 +174,34 @@ TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
   EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
+TEST_F(ModelTableTest, IndexKeysHaveAPlaneOfTheirOwn) {
+  ModelSpec spec = *model_->spec;
+  spec.id = "indexed";
+  spec.attention = kernels::AttentionKind::kSparse;
+  spec.top_k = 4;
+  spec.indexer = {64, 128};
+  const Model& model = **table_.Register(tenant_, spec);
+  const int64_t kv = int64_t{spec.page_size} * 12 * 2;
+  const int64_t keys = (int64_t{spec.page_size} * 132 + 15) / 16 * 16;  // a scale behind 128 codes
+  EXPECT_EQ(model.layout.bytes, spec.layers * (kv + keys));
+  EXPECT_EQ(model.layout.rows(1).offset, kv + keys);
+  EXPECT_EQ(model.layout.index_keys(1).offset, kv + keys + kv);
+  EXPECT_EQ(model.layout.index_keys(1).row_stride, 128);
+  const auto refused = [&](int heads, int dim, int top_k) {
+    ModelSpec other = spec;
+    other.id = "other";
+    other.indexer = {heads, dim};
+    other.top_k = top_k;
+    if (top_k == 0) other.attention = kernels::AttentionKind::kDense;
+    return DetailOf(table_.Register(tenant_, other).status()).field;
+  };
+  EXPECT_EQ(refused(129, 128, 4), "model.index_heads");
+  EXPECT_EQ(refused(64, 129, 4), "model.index_dim");
+  EXPECT_EQ(refused(64, 0, 4), "model.index_dim");
+  EXPECT_EQ(refused(0, 128, 4), "model.index_dim");
+  EXPECT_EQ(refused(64, 128, 0), "model.index_heads");
+}
+
 TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
   ASSERT_TRUE(Load(1, 0, 0, 2).ok());
   ASSERT_TRUE(Load(1, 1, 0, 2).ok());

@@ -52,7 +52,8 @@ uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
 }
 
 uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
-  return Behind(static_cast<uint64_t>(sizes.o_bytes), sizes.lse_bytes);
+  return Behind(Behind(static_cast<uint64_t>(sizes.o_bytes), sizes.lse_bytes),
+                sizes.lists_out_bytes);
 }
 
 absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
@@ -147,9 +148,33 @@ SentLists AttendRequestBuilder::ListsOf(const AttendMessage& message) {
           sizes.list_top_k};
 }
 
+AttendRequestBuilder::StagedPlaces AttendRequestBuilder::PlacesOf(const AttendMessage& message) {
+  const AttendSizes& sizes = message.sizes;
+  const auto behind = [](size_t place, int64_t bytes) {
+    return wire::AlignShared(place + static_cast<size_t>(bytes));
+  };
+  StagedPlaces at;
+  at.q = behind(0, sizes.kv_bytes);
+  at.lists = behind(at.q, sizes.q_bytes);
+  at.index_inputs = behind(at.lists, static_cast<int64_t>(ListsOf(message).bytes()));
+  at.in = at.q + static_cast<size_t>(sizes.q_bytes);
+  if (sizes.list_bytes > 0) at.in = at.lists + ListsOf(message).bytes();
+  if (sizes.selects) at.in = at.index_inputs + static_cast<size_t>(sizes.list_bytes);
+  at.lse = behind(0, sizes.o_bytes);
+  at.lists_out = behind(at.lse, sizes.lse_bytes);
+  at.out = at.lse + static_cast<size_t>(sizes.lse_bytes);
+  if (sizes.lists_out_bytes > 0) at.out = at.lists_out + static_cast<size_t>(sizes.lists_out_bytes);
+  return at;
+}
+
 absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* message) {
   const SentLists sent = ListsOf(*message);
   auto* const begins = reinterpret_cast<int32_t*>(memory);
+  if (message->sizes.selects) {
+    PlaceSelectedLists(sent, *message->attend.listed_for, begins);
+    message->attend.list_begin = begins;
+    return absl::OkStatus();
+  }
   absl::Status status = list_checker_.Check(sent, *message->attend.listed_for, begins);
   message->attend.list_begin = begins;
   message->attend.list = begins + sent.rows + 1;
@@ -166,6 +191,11 @@ absl::Status AttendRequestBuilder::StageLists(AttendMessagePool* pool, AttendMes
   absl::Status status = pool->TakeStaging(sent.bytes(), 0, message, stalled);
   if (!status.ok() || *stalled) return status;
   std::byte* const memory = message->input.data();
+  if (message->sizes.selects) {
+    // Used where they lie: whatever a client writes there, the indexer names what rows see.
+    message->attend.index_inputs = message->sent_lists;
+    return CheckLists(memory, message);
+  }
   std::memcpy(memory + sent.offset(), message->sent_lists,
               static_cast<size_t>(message->sizes.list_bytes));
   return CheckLists(memory, message);
@@ -192,6 +222,10 @@ absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_
   if (sizes.o_bytes > 0) args.o = region.data() + out_offset;
   if (sizes.lse_bytes > 0) {
     args.lse = reinterpret_cast<float*>(region.data() + out_offset + o_end);
+  }
+  if (sizes.lists_out_bytes > 0) {
+    const uint64_t lists = SharedOutBytes(sizes) - static_cast<uint64_t>(sizes.lists_out_bytes);
+    args.lists_out = reinterpret_cast<int32_t*>(region.data() + out_offset + lists);
   }
   return absl::OkStatus();
 }

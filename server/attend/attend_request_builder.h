@@ -66,6 +66,13 @@ class AttendRequestBuilder final {
   // AttendMessagePool::TakeStaging. Nothing to do without lists.
   absl::Status StageLists(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
   static SentLists ListsOf(const AttendMessage& message);
+  // Where the tensors of a prepared attend lie in staging memory, in bytes from the start of its
+  // input and its output, and how much both take.
+  struct StagedPlaces {
+    size_t q = 0, lists = 0, index_inputs = 0, in = 0;
+    size_t lse = 0, lists_out = 0, out = 0;
+  };
+  static StagedPlaces PlacesOf(const AttendMessage& message);
   // Bytes that the tensors of a prepared attend take in shared memory.
   static uint64_t SharedInBytes(const AttendSizes& sizes);
   static uint64_t SharedOutBytes(const AttendSizes& sizes);

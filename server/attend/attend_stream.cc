@@ -19,7 +19,6 @@ using scheduler::Resource;
 
 // Counted beside a message's tensors, so that tiny messages are bounded too.
 constexpr size_t kMessageOverhead = 1024;
-constexpr size_t kTensorAlignment = 64;
 
 // Of messages whose queries are read in place. Each slice adds to the cost of a launch, which all
 // its requests share, so queries that came in small pieces are gathered first, by their own stream.
@@ -27,10 +26,6 @@ constexpr size_t kSlicesOfAny = 4;
 constexpr size_t kBytesPerSlice = 2048;
 // What the list of a stream's slices may hold when it waits for the next message.
 constexpr size_t kSlicesKept = 1024;
-
-size_t AlignUp(size_t bytes) {
-  return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
-}
 
 void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
 
@@ -284,12 +279,8 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
   const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
   const auto list_bytes = static_cast<size_t>(sizes.list_bytes);
-  const SentLists lists = AttendRequestBuilder::ListsOf(*message);
-  const size_t lists_at = AlignUp(kv_bytes) + AlignUp(q_bytes);
-  const size_t in = list_bytes > 0 ? lists_at + lists.bytes() : AlignUp(kv_bytes) + q_bytes;
-  const size_t out =
-      AlignUp(static_cast<size_t>(sizes.o_bytes)) + static_cast<size_t>(sizes.lse_bytes);
-  absl::Status status = shared_.pool->TakeStaging(in, out, message, stalled);
+  const AttendRequestBuilder::StagedPlaces at = AttendRequestBuilder::PlacesOf(*message);
+  absl::Status status = shared_.pool->TakeStaging(at.in, at.out, message, stalled);
   if (!status.ok() || *stalled) return status;
   scheduler::AttendArgs& args = message->attend;
   if (kv_bytes > 0) {
@@ -300,21 +291,25 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   if (q_bytes > 0 && ReadsInPlace(*message)) {
     KeepInPlace(message);
   } else if (q_bytes > 0) {
-    std::byte* q = message->input.data() + AlignUp(kv_bytes);
+    std::byte* q = message->input.data() + at.q;
     shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, q);
     args.q = q;
     copied += q_bytes;
   }
   if (sizes.o_bytes > 0) args.o = message->output.data();
   if (sizes.lse_bytes > 0) {
-    args.lse = reinterpret_cast<float*>(message->output.data() +
-                                        AlignUp(static_cast<size_t>(sizes.o_bytes)));
+    args.lse = reinterpret_cast<float*>(message->output.data() + at.lse);
+  }
+  if (sizes.lists_out_bytes > 0) {
+    args.lists_out = reinterpret_cast<int32_t*>(message->output.data() + at.lists_out);
   }
   shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
   if (list_bytes == 0) return status;
-  std::byte* const memory = message->input.data() + lists_at;
-  shared_.copies->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes,
-                         memory + lists.offset());
+  std::byte* const memory = message->input.data() + at.lists;
+  std::byte* const sent = sizes.selects ? message->input.data() + at.index_inputs
+                                        : memory + AttendRequestBuilder::ListsOf(*message).offset();
+  shared_.copies->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes, sent);
+  if (sizes.selects) args.index_inputs = sent;
   return builder_.CheckLists(memory, message);
 }
 
@@ -347,20 +342,23 @@ void AttendStream::OnAnswered(AttendMessage* message) {
 // The payload's slices point into the output memory; nothing is copied on the way out.
 void AttendStream::Write(AttendMessage* message) {
   FillReply(*message, shared_.boot_id, &reply_);
-  grpc::Slice slices[3];
+  grpc::Slice slices[4];
   size_t count = 1;
   size_t payload = 0;
   if (message->answer.ok() && message->output) {
     const AttendSizes& sizes = message->sizes;
-    const auto o_bytes = static_cast<size_t>(sizes.o_bytes);
-    const auto lse_bytes = static_cast<size_t>(sizes.lse_bytes);
-    payload = o_bytes + lse_bytes;
+    const AttendRequestBuilder::StagedPlaces at = AttendRequestBuilder::PlacesOf(*message);
+    const auto add = [&](size_t place, int64_t bytes) {
+      if (bytes == 0) return;
+      slices[count++] =
+          PayloadSlice(message, message->output.data() + place, static_cast<size_t>(bytes));
+      payload += static_cast<size_t>(bytes);
+    };
     // One slice where no padding lies between the tensors.
-    const size_t first = AlignUp(o_bytes) == o_bytes ? payload : o_bytes;
-    if (first > 0) slices[count++] = PayloadSlice(message, message->output.data(), first);
-    if (first < payload) {
-      slices[count++] = PayloadSlice(message, message->output.data() + AlignUp(o_bytes), lse_bytes);
-    }
+    const bool whole = at.lse == static_cast<size_t>(sizes.o_bytes);
+    add(0, whole ? sizes.o_bytes + sizes.lse_bytes : sizes.o_bytes);
+    add(at.lse, whole ? 0 : sizes.lse_bytes);
+    add(at.lists_out, sizes.lists_out_bytes);
   }
   char header[wire::kMaxAttendHeaderBytes];
   const size_t length = wire::EncodeAttendReply(reply_, payload, header);

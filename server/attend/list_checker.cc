@@ -177,6 +177,16 @@ class RowCursor {
 
 }  // namespace
 
+void PlaceSelectedLists(const SentLists& sent,
+                        std::span<const scheduler::StepSequenceArgs> sequences, int32_t* begins) {
+  RowCursor cursor(sequences, sent.row_begin);
+  begins[0] = 0;
+  for (int32_t row = 0; row < sent.rows; ++row) {
+    begins[row + 1] = begins[row] + std::min(cursor.visible(), sent.top_k);
+    if (row + 1 < sent.rows) cursor.Next();
+  }
+}
+
 void ListChecker::NextMark(size_t bound) {
   mark_ = static_cast<uint8_t>(mark_ << 1);
   if (mark_ == 0) {

@@ -35,6 +35,11 @@ struct SentLists {
   size_t offset() const { return width > 0 ? (size_t{1} + rows) * sizeof(int32_t) : 0; }
 };
 
+// Where lists that the server's indexer makes for these rows begin: each has as many positions as
+// its row sees, and top_k at most. `begins` is [rows + 1].
+void PlaceSelectedLists(const SentLists& sent,
+                        std::span<const scheduler::StepSequenceArgs> sequences, int32_t* begins);
+
 class ListChecker final {
  public:
   // `memory` then holds where the list of each row begins, [rows + 1], and behind it the positions.

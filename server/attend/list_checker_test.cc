@@ -141,6 +141,12 @@ TEST(ListCheckerTest, LongListsInAnyOrder) {
   EXPECT_EQ(Kept(sent), want);
 }
 
+TEST(SelectedListsTest, HaveAllThatARowSeesAndTopKAtMost) {
+  std::vector<int32_t> begins(5);
+  PlaceSelectedLists({1, 4, 0, 0, 6}, kStep, begins.data());
+  EXPECT_EQ(begins, (std::vector<int32_t>{0, 6, 12, 13, 15}));
+}
+
 // --------------------------------------------------------------------- What a message may say.
 
 scheduler::ModelSpec SparseModel() {
@@ -196,6 +202,26 @@ TEST(ListsOfAMessageTest, SizesFollowFromWhatItSays) {
   EXPECT_NE(parsed.detail.limit.find("lists 48"), std::string::npos) << parsed.detail.limit;
 }
 
+TEST(ListsOfAMessageTest, IndexInputsAreForTheServersIndexer) {
+  scheduler::ModelSpec model = SparseModel();
+  v1::Attend message = ThreeRows(v1::INDEX_LISTS_SERVER, 0);
+  EXPECT_EQ(Parse(message, model).detail.reason, "no_indexer");
+  model.indexer = {5, 24};
+  EXPECT_EQ(Parse(message, model).sizes.list_bytes, 3 * 5 * (24 * 2 + 4));
+  EXPECT_EQ(Parse(message, model).sizes.lists_out_bytes, 0);
+  message.set_want_lists(true);
+  EXPECT_EQ(Parse(message, model).sizes.lists_out_bytes, 3 * 10 * 4);
+  message.set_q_dtype(v1::DTYPE_F32);
+  EXPECT_EQ(Parse(message, model).sizes.list_bytes, 3 * 5 * (24 * 4 + 4));
+  message.set_list_entries(1);
+  EXPECT_EQ(Parse(message, model).detail.field, "attend.list_entries");
+  message.set_list_entries(0);
+  message.set_has_kv(true);  // with its index key
+  EXPECT_EQ(Parse(message, model).sizes.kv_bytes, 3 * (40 + 24) * 4);
+  message.set_lists(v1::INDEX_LISTS_FIXED);
+  EXPECT_EQ(Parse(message, model).detail.field, "attend.want_lists");
+}
+
 TEST(ListsOfAMessageTest, RefusesWhatIsOutOfRange) {
   const auto field = [](v1::Attend message, const scheduler::ModelSpec& model) {
     const Parsed parsed = Parse(message, model);
@@ -203,7 +229,7 @@ TEST(ListsOfAMessageTest, RefusesWhatIsOutOfRange) {
     return parsed.detail.field;
   };
   const scheduler::ModelSpec sparse = SparseModel();
-  EXPECT_EQ(field(ThreeRows(static_cast<v1::IndexLists>(3), 1), sparse), "attend.lists");
+  EXPECT_EQ(field(ThreeRows(static_cast<v1::IndexLists>(4), 1), sparse), "attend.lists");
   EXPECT_EQ(field(ThreeRows(static_cast<v1::IndexLists>(-1), 1), sparse), "attend.lists");
   EXPECT_EQ(field(ThreeRows(v1::INDEX_LISTS_UNSPECIFIED, 1), sparse), "attend.list_entries");
   for (const uint32_t entries : {31u, 1u << 31, ~0u}) {

@@ -33,6 +33,8 @@ void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
   const bool sparse = from.attention == kernels::AttentionKind::kSparse;
   to->set_attention(sparse ? v1::ATTENTION_KIND_SPARSE_V32 : v1::ATTENTION_KIND_DENSE);
   to->set_top_k(static_cast<uint32_t>(from.top_k));
+  to->set_index_heads(static_cast<uint32_t>(from.indexer.heads));
+  to->set_index_dim(static_cast<uint32_t>(from.indexer.dim));
   to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
                               ? v1::QUERY_PRECISION_SPLIT
                               : v1::QUERY_PRECISION_BF16);

@@ -39,8 +39,13 @@ absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, 
   }
   const bool sparse = message.attention() == v1::ATTENTION_KIND_SPARSE_V32;
   if (sparse) spec->attention = kernels::AttentionKind::kSparse;
-  return Narrow(message.top_k(), sparse ? 1 : 0, sparse ? limits.max_top_k : 0, "model.top_k",
-                &spec->top_k);
+  MLA_RETURN_IF_ERROR(Narrow(message.top_k(), sparse ? 1 : 0, sparse ? limits.max_top_k : 0,
+                             "model.top_k", &spec->top_k));
+  kernels::IndexerShape& indexer = spec->indexer;
+  MLA_RETURN_IF_ERROR(Narrow(message.index_heads(), 0, sparse ? kernels::kMaxIndexHeads : 0,
+                             "model.index_heads", &indexer.heads));
+  return Narrow(message.index_dim(), indexer.heads > 0 ? 1 : 0,
+                indexer.heads > 0 ? kernels::kMaxIndexDim : 0, "model.index_dim", &indexer.dim);
 }
 
 }  // namespace

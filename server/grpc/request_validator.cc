@@ -55,13 +55,35 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
   return scheduler::CheckAttendProfile(*out, message.has_kv(), model);
 }
 
+// `sizes` of index inputs, but for their bytes, and of the lists that are wanted.
+absl::Status CheckIndexer(const v1::Attend& message, const ModelSpec& model, AttendSizes* sizes) {
+  if (model.indexer.heads == 0) {
+    return RefuseField("attend.lists", "INDEX_LISTS_SERVER",
+                       "lists: the model was registered without index_heads", "no_indexer");
+  }
+  MLA_RETURN_IF_ERROR(CheckRange("attend.list_entries", message.list_entries(), 0, 0));
+  const int64_t entries = int64_t{message.row_count()} * model.top_k;
+  if (entries > std::numeric_limits<int32_t>::max()) {
+    return RefuseField("attend.row_count", absl::StrCat(message.row_count(), " rows"),
+                       "so few that their lists have 2^31 - 1 entries");
+  }
+  sizes->selects = true;
+  sizes->list_top_k = model.top_k;
+  if (message.want_lists()) sizes->lists_out_bytes = entries * int64_t{sizeof(int32_t)};
+  return absl::OkStatus();
+}
+
 // `sizes` of the lists, as sent.
 absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profile profile,
                         AttendSizes* sizes) {
   const v1::IndexLists lists = message.lists();
   if (!v1::IndexLists_IsValid(lists)) {
     return RefuseField("attend.lists", absl::StrCat(static_cast<int>(lists)),
-                       "INDEX_LISTS_FIXED or INDEX_LISTS_RAGGED", "unknown_value");
+                       "INDEX_LISTS_FIXED, INDEX_LISTS_RAGGED or INDEX_LISTS_SERVER",
+                       "unknown_value");
+  }
+  if (message.want_lists() && lists != v1::INDEX_LISTS_SERVER) {
+    return RefuseField("attend.want_lists", "true", "false without INDEX_LISTS_SERVER");
   }
   const int64_t entries = message.list_entries();
   if (lists == v1::INDEX_LISTS_UNSPECIFIED) {
@@ -74,6 +96,7 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
                                                        : "none: the model's attention is dense",
                        "no_lists_here");
   }
+  if (lists == v1::INDEX_LISTS_SERVER) return CheckIndexer(message, model, sizes);
   const bool fixed = lists == v1::INDEX_LISTS_FIXED;
   const int64_t rows = message.row_count();
   const int64_t most = fixed ? model.top_k : rows * model.top_k;
@@ -98,7 +121,11 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
   const auto o_element = static_cast<int64_t>(kernels::ElementSize(args.o_dtype));
   bool fits = true;
   if (args.has_kv) {
-    fits &= Product(args.row_count, 1, model.geometry.kv_row_dim(), q_element, &sizes->kv_bytes);
+    fits &= Product(args.row_count, 1, model.sent_row_dim(), q_element, &sizes->kv_bytes);
+  }
+  if (sizes->selects) {
+    fits &=
+        Product(args.row_count, 1, model.indexer.input_bytes(args.q_dtype), 1, &sizes->list_bytes);
   }
   if (args.profile != Profile::kAppendOnly) {
     fits &= Product(args.row_count, args.num_heads, model.q_dim(args.profile), q_element,
@@ -112,7 +139,8 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
   int64_t in = 0, out = 0;
   fits = fits && !__builtin_add_overflow(sizes->kv_bytes, sizes->q_bytes, &in) &&
          !__builtin_add_overflow(in, sizes->list_bytes, &in) &&
-         !__builtin_add_overflow(sizes->o_bytes, sizes->lse_bytes, &out);
+         !__builtin_add_overflow(sizes->o_bytes, sizes->lse_bytes, &out) &&
+         !__builtin_add_overflow(out, sizes->lists_out_bytes, &out);
   if (!fits || out > message_bytes - kReplyHeaderBytes) {
     return RefuseField("attend.row_count", absl::StrCat(args.row_count),
                        absl::StrCat("so few that the reply's tensors stay within ",
@@ -123,7 +151,9 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
     return RefuseField(
         "payload", absl::StrCat(payload_bytes, " bytes"),
         absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes,
-                     sizes->list_bytes == 0 ? "" : absl::StrCat(", lists ", sizes->list_bytes),
+                     sizes->list_bytes == 0 ? ""
+                                            : absl::StrCat(sizes->selects ? ", index " : ", lists ",
+                                                           sizes->list_bytes),
                      ")"),
         "payload_size");
   }

@@ -31,10 +31,12 @@ struct AttendSizes {
   int64_t q_bytes = 0;
   int64_t o_bytes = 0;
   int64_t lse_bytes = 0;
-  int64_t list_bytes = 0;    // index lists as sent
-  int32_t list_width = 0;    // entries of every row; 0: ragged, or none
-  int32_t list_entries = 0;  // of all rows
-  int32_t list_top_k = 0;    // of a row, at most
+  int64_t list_bytes = 0;       // index lists as sent
+  int32_t list_width = 0;       // entries of every row; 0: ragged, or none
+  int32_t list_entries = 0;     // of all rows
+  int32_t list_top_k = 0;       // of a row, at most
+  bool selects = false;         // list_bytes are those of index inputs
+  int64_t lists_out_bytes = 0;  // the indexer's lists, if they are wanted
 };
 
 // Header bytes that every reply may need beside its payload.

@@ -249,8 +249,10 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   attend_.set_q_dtype(static_cast<v1::DType>(entry.dtypes & 15));
   attend_.set_o_dtype(static_cast<v1::DType>(entry.dtypes >> 4));
   attend_.set_timeout_us(entry.timeout_us);
-  attend_.set_lists((entry.flags & wire::kEntryHasLists) != 0 ? v1::INDEX_LISTS_FIXED
-                                                              : v1::INDEX_LISTS_UNSPECIFIED);
+  attend_.set_lists((entry.flags & wire::kEntrySelects) != 0    ? v1::INDEX_LISTS_SERVER
+                    : (entry.flags & wire::kEntryHasLists) != 0 ? v1::INDEX_LISTS_FIXED
+                                                                : v1::INDEX_LISTS_UNSPECIFIED);
+  attend_.set_want_lists((entry.flags & wire::kEntryWantLists) != 0);
   absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
                                                std::numeric_limits<int64_t>::max(), message);
   if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/error.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/testing/engine_harness.h"
@@ -73,6 +74,20 @@ class LastLaunch final : public scheduler::EngineObserver {
   void OnRequest(const scheduler::RequestReport&) override {}
   int32_t work_items = 0;
 };
+
+TEST(EngineOnFakeHip, AnIndexerIsRefusedByName) {
+  const std::unique_ptr<EngineHarness> h = Harness();
+  scheduler::ModelSpec spec = h->model();
+  spec.id = "indexed";
+  spec.attention = kernels::AttentionKind::kSparse;
+  spec.top_k = 4;
+  spec.indexer = {64, 128};
+  const absl::Status status =
+      h->core().models().Register(h->core().FindTenant(h->tenant()), spec).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(DetailOf(status).field, "model.index_heads");
+  EXPECT_EQ(DetailOf(status).got, "64");
+}
 
 // On gfx942 two blocks share the tiles of more than 64 heads, so that half as many units take part.
 TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {

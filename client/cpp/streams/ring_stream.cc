@@ -19,7 +19,10 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
   entry.profile = static_cast<uint8_t>(attend.profile());
   entry.flags = static_cast<uint8_t>(
       (attend.has_kv() ? wire::kEntryHasKv : 0) | (attend.want_lse() ? wire::kEntryWantLse : 0) |
-      (attend.lists() != v1::INDEX_LISTS_UNSPECIFIED ? wire::kEntryHasLists : 0));
+      (attend.lists() == v1::INDEX_LISTS_SERVER        ? wire::kEntrySelects
+       : attend.lists() != v1::INDEX_LISTS_UNSPECIFIED ? wire::kEntryHasLists
+                                                       : 0) |
+      (attend.want_lists() ? wire::kEntryWantLists : 0));
   entry.dtypes = static_cast<uint8_t>(attend.q_dtype() | attend.o_dtype() << 4);
   entry.step_id = attend.step_id();
   entry.layer = attend.layer();

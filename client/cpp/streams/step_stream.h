@@ -26,7 +26,7 @@ struct InputTensors {
 
 // What a request waits for. The tensors' places are set by the caller.
 struct PendingReply {
-  std::span<std::byte> o, lse;
+  std::span<std::byte> o, lse, chosen;
   std::vector<int32_t> lists;  // of the request, as they are sent
   v1::AttendStreamReply reply;
   absl::Status status;

@@ -270,7 +270,8 @@ absl::Status Stream::Take(uint64_t* tag) {
 }
 
 void Stream::CopyPayload(PendingReply* pending) const {
-  const size_t expected = pending->o.size() + pending->lse.size();
+  const size_t results = pending->o.size() + pending->lse.size();
+  const size_t expected = results + pending->chosen.size();
   if (reply_.has_error()) {
     pending->status =
         MakeStatus(reply_.error().code(), reply_.error().message(), reply_.error().detail());
@@ -280,6 +281,8 @@ void Stream::CopyPayload(PendingReply* pending) const {
     wire::GatherBytes(fragments_, payload_.offset, pending->o.size(), pending->o.data());
     wire::GatherBytes(fragments_, payload_.offset + pending->o.size(), pending->lse.size(),
                       pending->lse.data());
+    wire::GatherBytes(fragments_, payload_.offset + results, pending->chosen.size(),
+                      pending->chosen.data());
   }
 }
 

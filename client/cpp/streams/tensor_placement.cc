@@ -41,9 +41,12 @@ bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const Inpu
   const uint64_t lists_at = wire::AlignShared(Together(inputs.kv.size(), inputs.q.size()));
   made.in_bytes = inputs.lists.empty() ? Together(inputs.kv.size(), inputs.q.size())
                                        : lists_at + inputs.lists.size();
-  made.out_bytes = Together(pending.o.size(), pending.lse.size());
+  const uint64_t results = Together(pending.o.size(), pending.lse.size());
+  made.out_bytes = Together(results, pending.chosen.size());
   const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs);
-  const std::byte* out = made.out_bytes == 0 ? nullptr : InPlace(*memory, pending.o, pending.lse);
+  // Lists that are returned do not lie behind the others.
+  const bool out_stays = made.out_bytes > 0 && pending.chosen.empty();
+  const std::byte* out = out_stays ? InPlace(*memory, pending.o, pending.lse) : nullptr;
   if (made.in_bytes > 0 && in == nullptr) made.in = memory->Allocate(made.in_bytes);
   if (made.out_bytes > 0 && out == nullptr) made.out = memory->Allocate(made.out_bytes);
   if (in == nullptr) in = made.in.data();
@@ -68,7 +71,7 @@ bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
                 const PendingReply& pending) {
   const bool no_input = inputs.size() == 0;
   const bool no_output = pending.o.empty() && pending.lse.empty();
-  return (no_input || InputsInPlace(memory, inputs) != nullptr) &&
+  return (no_input || InputsInPlace(memory, inputs) != nullptr) && pending.chosen.empty() &&
          (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
 }
 
@@ -76,7 +79,11 @@ void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
                  const PendingReply& pending) {
   if (placement.out.empty()) return;
   copier->Copy(placement.out.first(pending.o.size()), pending.o.data());
-  copier->Copy(placement.out.last(pending.lse.size()), pending.lse.data());
+  const uint64_t lse_end = Together(pending.o.size(), pending.lse.size());
+  copier->Copy(placement.out.subspan(lse_end - pending.lse.size(), pending.lse.size()),
+               pending.lse.data());
+  if (pending.chosen.empty()) return;
+  copier->Copy(placement.out.last(pending.chosen.size()), pending.chosen.data());
 }
 
 void FreeTensors(SharedMemory* memory, TensorPlacement* placement) {

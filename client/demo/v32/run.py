@@ -20,7 +20,7 @@ from attention import register
 from generate import SEQUENCE_LEASE_MS
 from mla_client.testing import ServerProcess
 from model import Model
-from v32.sparse import TOP_K, Indexer, Result, SparseGenerator, check
+from v32.sparse import INDEX_DIM, TOP_K, Indexer, Result, SparseGenerator, check
 
 PROMPT_BYTES = 320
 TOKENS = 64
@@ -29,16 +29,20 @@ PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
 
 
 def generate(model: Model, service: mla_client.Service, profile: mla_client.Profile,
-             prompt: List[int], count: int, say: scenes.Say = lambda text: None) -> Result:
-    """Registers the model, generates and checks; the sequence is released."""
-    name = f"{MODEL_ID}-{profile.name.lower()}"
-    registered = register(service, model, name, top_k=TOP_K)
+             prompt: List[int], count: int, say: scenes.Say = lambda text: None,
+             by_service: bool = False) -> Result:
+    """Registers the model, generates and checks; the sequence is released. `by_service`: the lists
+    are those of the service's indexer."""
+    name = f"{profile.name.lower()}{', indexer of the server' if by_service else ''}"
+    registered = register(service, model, f"{MODEL_ID} {name}", top_k=TOP_K,
+                          index_dim=INDEX_DIM if by_service else 0)
     with registered.open_sequence() as sequence:
-        generator = SparseGenerator(model, service, sequence, profile, Indexer(model))
+        generator = SparseGenerator(model, service, sequence, profile,
+                                    Indexer(model, rounded=by_service))
         tokens, logits = generator.generate(generator.prefill(prompt), count)
-        say(f"{profile.name.lower()}: {scenes.text_of(tokens)}")
+        say(f"{name}: {scenes.text_of(tokens)}")
         result = check(generator, prompt, tokens, logits)
-        say(f"{profile.name.lower()}: {result}")
+        say(f"{name}: {result}")
         return result
 
 
@@ -55,9 +59,13 @@ def run(model: Model, server: str, server_args: List[str], transport: str) -> bo
         say(f"server {info.server_version}, backend {info.backend.name}, transport "
             f"{client.transport}")
         prompt = corpus.prompt(PROMPT_BYTES)
-        results = [generate(model, client, profile, prompt, TOKENS, say) for profile in PROFILES]
+        runs = [(profile, False) for profile in PROFILES]
+        runs += [(profile, True) for profile in PROFILES if "indexer" in info.capabilities]
+        results = [generate(model, client, profile, prompt, TOKENS, say, by_service)
+                   for profile, by_service in runs]
     parts = [f"{result.tokens.agree}/{result.tokens.positions} agree "
-             f"({profile.name.lower()}, {result.tokens.near_ties} near ties; {result.lists})"
-             for profile, result in zip(PROFILES, results)]
+             f"({profile.name.lower()}{', server' if by_service else ''}, "
+             f"{result.tokens.near_ties} near ties; {result.lists})"
+             for (profile, by_service), result in zip(runs, results)]
     print("demo v32: " + ", ".join(parts))
     return all(result.ok for result in results)

@@ -1,7 +1,8 @@
 """Sparse attention as DeepSeek V3.2 has it: an indexer chooses the rows, a service attends to them.
 
-The indexer is the worker's. Its keys are small projections of the KV rows, its queries those of the
-attention's queries, so that it finds the rows that matter; its logits are
+The indexer is the worker's, or the service's, which then keeps the index keys as e4m3. Its keys are
+small projections of the KV rows, its queries those of the attention's queries, so that it finds the
+rows that matter; its logits are
 
     logit(t, s) = sum over index heads h of  w[h] * relu(q[t, h] . k[s])
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from attention import StepAttention, per_head
 from checks import NOISE_FACTOR, Comparison, compare
 from generate import Generator
+from mla_client import bf16
 from model import Array, Attention, Model
 
 TOP_K = 16
@@ -41,24 +43,30 @@ Lists = List[npt.NDArray[np.int64]]  # positions, by row
 class Indexer:
     """Chooses rows. Immutable, so threads may share it."""
 
-    def __init__(self, model: Model, seed: int = 3):
+    def __init__(self, model: Model, seed: int = 3, rounded: bool = False):
+        """`rounded`: keys are e4m3, as services keep them."""
         c = model.config
         rng = np.random.default_rng(seed)
         shape = (c.kv_lora + c.rope, INDEX_DIM)
         self._model = model
+        self._rounded = rounded
         self._project = (rng.standard_normal(shape) / np.sqrt(INDEX_DIM)).astype(np.float32)
-        self._head_weights = rng.uniform(0.5, 1.5, c.heads).astype(np.float32)
+        self.head_weights = rng.uniform(0.5, 1.5, c.heads).astype(np.float32)
 
     def keys(self, row: Array) -> Array:
         """Index keys [rows, INDEX_DIM] of KV rows."""
-        return row @ self._project
+        keys = row @ self._project
+        return bf16.round_rows_to_e4m3(mla_client.round_to_bf16(keys)) if self._rounded else keys
+
+    def queries(self, layer: int, q_nope: Array, q_rope: Array) -> Array:
+        """Index queries [rows, heads, INDEX_DIM]."""
+        absorbed = per_head(q_nope, self._model.layers[layer].w_uk)
+        return np.concatenate([absorbed, q_rope], axis=-1) @ self._project
 
     def logits(self, layer: int, q_nope: Array, q_rope: Array, keys: Array) -> Array:
         """[rows, keys]; the last row sees all of `keys`, those that a row does not see are -inf."""
-        absorbed = per_head(q_nope, self._model.layers[layer].w_uk)
-        queries = np.concatenate([absorbed, q_rope], axis=-1) @ self._project
-        products = np.maximum(queries @ keys.T, 0)  # [rows, heads, keys]
-        logits = np.einsum("rhk,h->rk", products, self._head_weights)
+        products = np.maximum(self.queries(layer, q_nope, q_rope) @ keys.T, 0)
+        logits = np.einsum("rhk,h->rk", products, self.head_weights)  # of [rows, heads, keys]
         last = np.arange(len(keys) - len(q_nope), len(keys))
         logits[np.arange(len(keys)) > last[:, None]] = -np.inf
         return logits
@@ -80,6 +88,8 @@ class SparseAttention(StepAttention):
 
     def __call__(self, layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
         generator = self._generator
+        if generator.sequence.model.spec.index_heads > 0:
+            return self._by_service(layer, q_nope, q_rope, row)
         keys = np.concatenate([generator.index_keys[layer][:self._start],
                                generator.indexer.keys(row)])
         generator.index_keys[layer] = keys
@@ -87,6 +97,17 @@ class SparseAttention(StepAttention):
             generator.indexer.logits(layer, q_nope, q_rope, keys))
         generator.lists[layer][self._start:] = lists
         return self.attend(layer, q_nope, q_rope, row, lists)
+
+
+    def _by_service(self, layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
+        generator, indexer = self._generator, self._generator.indexer
+        weights = np.broadcast_to(indexer.head_weights, (len(row), len(indexer.head_weights)))
+        index = indexer.queries(layer, q_nope, q_rope), weights
+        sent = np.concatenate([row, indexer.keys(row)], axis=-1)
+        o = self.attend(layer, q_nope, q_rope, sent, index=index)
+        generator.lists[layer][self._start:] = [list(entries[entries >= 0])
+                                                for entries in self.chosen]
+        return o
 
 
 class SparseGenerator(Generator):
@@ -146,6 +167,9 @@ def forced_attention(model: Model, indexer: Indexer, lists: List[Lists],
         out = np.empty((len(row), c.heads, c.v), np.float32)
         for index, positions in enumerate(lists[layer][:len(row)]):
             comparison.add(positions, logits[index])
+            if len(positions) == 0:
+                out[index] = 0
+                continue
             latent, k_rope = row[positions, :c.kv_lora], row[positions, c.kv_lora:]
             for head in range(c.heads):
                 k_nope = latent @ weights.w_uk[head].T

@@ -76,6 +76,48 @@ class V32Test(unittest.TestCase):
         self.assertFalse(result.ok, result)
 
 
+class ServersIndexerTest(unittest.TestCase):
+    """The same with lists of the service's own indexer."""
+
+    def generate(self, service):
+        return run.generate(models.seeded(SMALL), service, mla_client.Profile.ABSORBED, PROMPT, 16,
+                            by_service=True)
+
+    def test_a_run_agrees(self):
+        result = self.generate(mla_client.LocalReference())
+        self.assertTrue(result.ok, result)
+        self.assertEqual(result.lists.rows, (len(PROMPT) + 15) * SMALL.layers)
+
+    def test_other_choices_are_found(self):
+        for change in (reversed_positions, other_positions, one_less):
+            class Other(mla_client.LocalReference):
+                """Its indexer chooses other rows, and says so."""
+
+                def _select(self, opened, model, args, change=change):
+                    lists = super()._select(opened, model, args)
+                    first = opened.sequences[0].length + args.row_begin
+                    return np.stack([change(entries, first + row)
+                                     for row, entries in enumerate(lists)])
+
+            with self.subTest(change=change.__name__):
+                result = self.generate(Other())
+                self.assertFalse(result.ok, result)
+                self.assertGreater(result.lists.wrong, 0)
+
+    def test_lists_that_are_returned_and_not_attended_to_are_found(self):
+        class Liar(mla_client.LocalReference):
+            """Returns the right lists, and attends to others."""
+
+            def _compute(self, opened, model, args, q):
+                first = opened.sequences[0].length + args.row_begin
+                lists = np.stack([reversed_positions(entries, first + row)
+                                  for row, entries in enumerate(args.lists)])
+                return super()._compute(opened, model, args._replace(lists=lists), q)
+
+        result = self.generate(Liar())
+        self.assertFalse(result.ok, result)
+
+
 class IndexerTest(unittest.TestCase):
     def test_chooses_the_best_and_of_equals_the_lower(self):
         logits = np.full((3, 40), -np.inf, np.float32)

@@ -14,6 +14,10 @@ import numpy.typing as npt
 # Values converted at a time, so that the intermediate steps stay in a core's cache.
 _BLOCK = 1 << 16
 _ONE, _SHIFT, _HALF = np.uint32(1), np.uint32(16), np.uint32(0x7FFF)
+_E4M3_LARGEST = 448.0      # that a code stands for
+_E4M3_LEAST_EXPONENT = -6  # of codes with a leading bit
+_E4M3_MANTISSA_BITS = 3
+_SMALLEST_SCALE = 2.0**-100
 
 
 def to_bf16(values: npt.ArrayLike,
@@ -63,3 +67,18 @@ def from_bf16(patterns: npt.NDArray[np.uint16],
 def round_to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """float32 values after a round trip through bfloat16."""
     return from_bf16(to_bf16(values))
+
+
+def round_rows_to_e4m3(values: npt.NDArray) -> npt.NDArray[np.float32]:
+    """What the server's cache keeps of index keys [n, dim], which are finite, as 8-bit floats: each
+    row has the smallest power of two as scale under which its largest magnitude is a code, and
+    values are rounded to the nearest."""
+    values = np.asarray(values, np.float64)
+    largest = np.abs(values).max(axis=1, keepdims=True, initial=0.0)
+    least = _E4M3_LARGEST * _SMALLEST_SCALE
+    exponent = np.ceil(np.log2(np.maximum(largest, least) / _E4M3_LARGEST))
+    scaled = values / 2.0**exponent
+    _, binary = np.frexp(scaled)  # scaled = m * 2^binary with m in [0.5, 1)
+    step = 2.0**(np.maximum(binary - 1, _E4M3_LEAST_EXPONENT) - _E4M3_MANTISSA_BITS)
+    codes = np.round(scaled / step) * step  # to even, as numpy rounds
+    return (codes * 2.0**exponent).astype(np.float32)

@@ -251,6 +251,8 @@ class Client(Service, Operations):
         if spec.attention not in ("", "dense", in_force.attention):
             raise errors.Unimplemented(f"model.attention: the server does not know "
                                        f"{spec.attention!r}")
+        if spec.index_heads != in_force.index_heads:
+            raise errors.Unimplemented("model.index_heads: the server has no indexer")
         return in_force, reply.page_group_bytes
 
     def _unregister(self, model_id: str) -> None:
@@ -458,7 +460,8 @@ def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         kv_format=kv_format,
         rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
         query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
-        attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k)
+        attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k,
+        index_heads=spec.index_heads, index_dim=spec.index_dim)
 
 
 def _spec_from_proto(message: Any) -> ModelSpec:
@@ -468,7 +471,8 @@ def _spec_from_proto(message: Any) -> ModelSpec:
                               geometry.nope_dim, geometry.v_dim),
                      message.layers, message.softmax_scale, message.page_size,
                      _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format],
-                     _ATTENTION[message.attention], message.top_k)
+                     _ATTENTION[message.attention], message.top_k, message.index_heads,
+                     message.index_dim)
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

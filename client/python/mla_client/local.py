@@ -115,6 +115,10 @@ class LocalReference(Service):
         if spec.attention not in ("", "dense", "sparse_v32") or (spec.top_k > 0) != sparse:
             raise errors.InvalidArgument(
                 f"model.top_k: got {spec.top_k} with attention {spec.attention!r}")
+        if (spec.index_heads > 0) != (spec.index_dim > 0) or (spec.index_heads > 0 and not sparse):
+            raise errors.InvalidArgument(
+                f"model.index_heads: got {spec.index_heads} of {spec.index_dim} elements with "
+                f"attention {spec.attention!r}")
         spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
                                    attention=spec.attention or "dense",
                                    query_precision=spec.query_precision or "split")
@@ -129,7 +133,8 @@ class LocalReference(Service):
                     np.zeros((*heads, geometry.nope_dim, geometry.kv_lora_rank), np.float32),
                     np.zeros((*heads, geometry.kv_lora_rank, geometry.v_dim), np.float32),
                     np.zeros(heads, bool))
-        return spec, spec.layers * spec.page_size * geometry.row_dim * 2
+        key_bytes = spec.index_dim + 4 if spec.index_dim else 0
+        return spec, spec.layers * spec.page_size * (geometry.row_dim * 2 + key_bytes)
 
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._model(model_id)
@@ -191,7 +196,7 @@ class LocalReference(Service):
               prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]:
         with self._lock:
             model = self._model(model_id)
-            empty = np.zeros((0, model.spec.geometry.row_dim), np.float32)
+            empty = np.zeros((0, model.spec.sent_row_dim), np.float32)
             state = self._add(model, [empty] * model.spec.layers, 0, "open " + request_id)
             return state, PrefixMatch(0, "absent") if prefix is not None else PrefixMatch()
 
@@ -275,7 +280,7 @@ class LocalReference(Service):
             spec = sequences[0].model.spec
             shape = (spec.layers, step.total_rows)
             opened = _Step(step.step_id, sequences, list(step.rows),
-                           np.zeros((*shape, spec.geometry.row_dim), np.float32),
+                           np.zeros((*shape, spec.sent_row_dim), np.float32),
                            np.zeros(shape, bool))
             for sequence in sequences:
                 sequence.step = opened
@@ -302,7 +307,8 @@ class LocalReference(Service):
                 raise errors.InvalidArgument(
                     f"attend: layer {args.layer}, rows {args.row_begin}..{end}: out of range")
             if args.kv is not None:
-                self._store(opened, args.layer, slice(args.row_begin, end), self._round(args.kv))
+                self._store(opened, args.layer, slice(args.row_begin, end),
+                            self._sent_rows(model.spec, args.kv))
             if args.q is None:
                 return _Done(AttendResult(None, None, [Timings()]))
             if not opened.have_kv[args.layer, :end].all():
@@ -313,6 +319,8 @@ class LocalReference(Service):
                 missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
                 raise errors.FailedPrecondition(f"attend: no weights of layers {missing}")
             q = self._round(args.q, args.dtype)
+            if args.selects:
+                args = args._replace(lists=self._select(opened, model, args))
             o, lse = self._compute(opened, model, args, q)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
             if args.out is not None and args.out.o is not None:
@@ -321,7 +329,16 @@ class LocalReference(Service):
                 if args.want_lse and args.out.lse is not None:
                     args.out.lse[...] = lse
                     lse = args.out.lse
-            return _Done(AttendResult(o, lse if args.want_lse else None, [Timings()]))
+            return _Done(AttendResult(o, lse if args.want_lse else None, [Timings()],
+                                      args.lists if args.wanted_lists else None))
+
+    def _sent_rows(self, spec: ModelSpec, kv: npt.NDArray) -> npt.NDArray:
+        """Rows with their index keys, as they are stored."""
+        values = self._round(kv)
+        if not self._exact and spec.index_dim > 0:
+            row_dim = spec.geometry.row_dim
+            values[:, row_dim:] = bf16.round_rows_to_e4m3(values[:, row_dim:])
+        return values
 
     @staticmethod
     def _store(opened: _Step, layer: int, rows: slice, values: npt.NDArray) -> None:
@@ -332,6 +349,30 @@ class LocalReference(Service):
             raise errors.AlreadyExists("attend: KV rows differ from those stored before")
         opened.kv[layer, rows] = values
         opened.have_kv[layer, rows] = True
+
+    def _select(self, opened: _Step, model: _Model, args: AttendArgs) -> npt.NDArray[np.int32]:
+        """The indexer's lists of the asked rows, [rows, top_k]."""
+        spec = model.spec
+        width = args.dtype.size * spec.index_heads * spec.index_dim
+        queries = np.ascontiguousarray(args.lists[:, :width]).view(args.dtype.numpy)
+        queries = queries if args.dtype == DType.F32 else bf16.from_bf16(queries)
+        queries = queries.reshape(-1, spec.index_heads, spec.index_dim).astype(np.float64)
+        weights = np.ascontiguousarray(args.lists[:, width:]).view("<f4")
+        lists = np.full((args.rows, spec.top_k), -1, np.int32)
+        first = 0
+        for sequence, count in zip(opened.sequences, opened.rows):
+            begin = max(first, args.row_begin)
+            end = min(first + count, args.row_begin + args.rows)
+            for row in range(begin, end):
+                rows = np.concatenate([sequence.rows[args.layer],
+                                       opened.kv[args.layer, first:row + 1]])
+                keys = rows[:, spec.geometry.row_dim:].astype(np.float64)
+                at = row - args.row_begin
+                logits = weights[at] @ np.maximum(queries[at] @ keys.T, 0)
+                best = np.argsort(-logits, kind="stable")[:spec.top_k]
+                lists[at, :len(best)] = np.sort(best)
+            first += count
+        return lists
 
     def _compute(self, opened: _Step, model: _Model, args: AttendArgs,
                  q: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
@@ -404,7 +445,7 @@ def _attention(model: _Model, args: AttendArgs, q: npt.NDArray, keys: npt.NDArra
     """Softmax attention of rows q [rows, heads, d] over the keys that `visible` says."""
     geometry = model.spec.geometry
     heads = slice(args.head_offset, args.head_offset + args.num_heads)
-    keys = keys.astype(np.float64)
+    keys = keys[:, :geometry.row_dim].astype(np.float64)
     q = q.astype(np.float64).transpose(1, 0, 2)  # [heads, rows, d]
     if args.profile == Profile.EXPANDED:
         nope = q[..., :geometry.nope_dim] @ model.w_uk[args.layer, heads]

@@ -17,7 +17,7 @@ from typing import Any, List, Optional, Sequence as Seq, Tuple
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import errors
+from mla_client import errors, wire
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
                               PrefixMatch, Profile, SequenceState, WeightsStatus)
 
@@ -130,13 +130,14 @@ class Service(abc.ABC):
         if rows < 1 or (heads < 1 and profile != Profile.APPEND_ONLY):
             raise errors.InvalidArgument(f"buffers: got {rows} rows, {heads} heads")
         memory = self._shared_memory(stream)
-        made = memory and memory.buffers(geometry, profile, rows, heads, kv=kv, want_lse=want_lse,
-                                         dtype=dtype, o_dtype=o_dtype)
+        row_dim = model.spec.sent_row_dim if kv else 0
+        made = memory and memory.buffers(geometry, profile, rows, heads, row_dim=row_dim,
+                                         want_lse=want_lse, dtype=dtype, o_dtype=o_dtype)
         if made:
             return made
         computes = profile != Profile.APPEND_ONLY
         return Buffers(
-            np.empty((rows, geometry.row_dim), dtype.numpy) if kv else None,
+            np.empty((rows, row_dim), dtype.numpy) if kv else None,
             np.empty((rows, heads, geometry.q_dim(profile)), dtype.numpy) if computes else None,
             np.empty((rows, heads, geometry.o_dim(profile)), o_dtype.numpy) if computes else None,
             np.empty((rows, heads), np.float32) if want_lse else None, dtype)
@@ -345,20 +346,44 @@ class Step:
         """
         return self.attend_async(layer, q, kv, profile, lists=lists, **options)
 
+    def attend_indexed(self, layer: int, q: npt.NDArray, index_queries: npt.NDArray,
+                       head_weights: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                       profile: Profile = Profile.EXPANDED, *, want_lists: bool = False,
+                       **options: Any) -> AttendResult:
+        """Stores KV rows and computes sparse attention; see `attend_indexed_async`."""
+        return self.attend_indexed_async(layer, q, index_queries, head_weights, kv, profile,
+                                         want_lists=want_lists, **options).result()
+
+    def attend_indexed_async(self, layer: int, q: npt.NDArray, index_queries: npt.NDArray,
+                             head_weights: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                             profile: Profile = Profile.EXPANDED, *, want_lists: bool = False,
+                             **options: Any) -> AttendFuture:
+        """As `attend_async`, with its options, where the server's indexer chooses what each row
+        attends to: the top_k positions s that it sees of largest
+        sum(head_weights * relu(index_queries @ key[s])), of equal ones the lower.
+
+        `index_queries` [n, index_heads, index_dim] travel as `dtype`, `head_weights`
+        [n, index_heads] as float32. With `want_lists` the result has the lists."""
+        return self.attend_async(layer, q, kv, profile, index=(index_queries, head_weights),
+                                 want_lists=want_lists, **options)
+
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
                      head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
                      o_dtype: DType = DType.BF16, timeout_s: Optional[float] = None,
-                     out: Optional[Buffers] = None, lists: Any = None) -> AttendFuture:
+                     out: Optional[Buffers] = None, lists: Any = None,
+                     index: Optional[Tuple[npt.NDArray, npt.NDArray]] = None,
+                     want_lists: bool = False) -> AttendFuture:
         """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
 
-        q [n, heads, q dim] and kv [n, row dim] are float arrays, or uint16 arrays of bf16 patterns;
+        q [n, heads, q dim] and kv [n, row dim], where a model with an indexer has its index keys
+        behind the rows, are float arrays, or uint16 arrays of bf16 patterns;
         `dtype` is what travels. Row ranges of a layer must be sent in order, and exactly one of the
         head slices of a row range brings its kv. With APPEND_ONLY q is None.
 
         With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
         and q may be passed as kv and q. After DeadlineExceeded they may still be in use. `lists`:
-        see `attend_sparse_async`.
+        see `attend_sparse_async`; `index` and `want_lists`: see `attend_indexed_async`.
         """
         self._check_begun("attend")
         geometry = self.model.spec.geometry
@@ -374,7 +399,7 @@ class Step:
         if q is not None:
             _check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
         if kv is not None:
-            _check_shape("attend.kv", kv, (rows, geometry.row_dim))
+            _check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
         _check_number("attend.layer", layer)
         _check_number("attend.row_begin", row_begin)
         _check_number("attend.head_offset", head_offset)
@@ -383,10 +408,18 @@ class Step:
                          None if q is None else (rows, heads, geometry.o_dim(profile)))
             want_lse, dtype = out.lse is not None, out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
+        if index is not None and lists is not None:
+            raise errors.InvalidArgument("attend.lists: not beside index queries")
+        spec, inputs = self.model.spec, lists
+        if lists is not None:
+            inputs = _lists(lists, rows, spec)
+        elif index is not None:
+            inputs = _index_inputs(*index, rows, spec, DType(dtype))
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
                           q, kv, want_lse, DType(dtype), DType(o_dtype),
                           self.service.timeout_s if timeout_s is None else timeout_s, out,
-                          None if lists is None else _lists(lists, rows, self.model.spec))
+                          inputs, index is not None,
+                          spec.top_k if want_lists and index is not None else 0)
         return self.service._attend(self, args)
 
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
@@ -430,6 +463,18 @@ def _floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
     if array is None or getattr(array, "dtype", None) == np.uint16:
         return array
     return np.asarray(array, dtype=np.float32)
+
+
+def _index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: ModelSpec,
+                  dtype: DType) -> npt.NDArray[np.uint8]:
+    """What the indexer gets of each row, as bytes: its queries, then the weights of its heads."""
+    if spec.index_heads == 0:
+        raise errors.InvalidArgument("attend.index: the model was registered without index_heads")
+    queries, weights = _floats(queries), np.asarray(weights, "<f4")
+    _check_shape("attend.index_queries", queries, (rows, spec.index_heads, spec.index_dim))
+    _check_shape("attend.head_weights", weights, (rows, spec.index_heads))
+    return np.concatenate([wire.encode(queries, dtype).reshape(rows, -1).view(np.uint8),
+                           np.ascontiguousarray(weights).view(np.uint8)], axis=1)
 
 
 def _lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]:

@@ -174,8 +174,7 @@ class AttendStream(StepStream):
             num_heads=chunk.heads, profile=args.profile, has_kv=chunk.has_kv,
             want_lse=args.want_lse,
             q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s),
-            lists=(attention_pb2.INDEX_LISTS_UNSPECIFIED if args.lists is None
-                   else attention_pb2.INDEX_LISTS_FIXED)))  # of top_k entries
+            lists=_lists_of(args), want_lists=args.wanted_lists > 0))
         memory = self.memory
         if memory is not None:
             return self._attend_shared(memory, header, args, chunk, geometry, assembler, deadline)
@@ -206,7 +205,7 @@ class AttendStream(StepStream):
             try:
                 if reply.WhichOneof("body") != "error":
                     assembler.put(chunk, placement.o, placement.lse,
-                                  timings_of(reply.timings, received - sent))
+                                  timings_of(reply.timings, received - sent), placement.lists)
             finally:
                 memory.unplace(placement)
 
@@ -311,6 +310,15 @@ class AttendStream(StepStream):
         for entry in pending.values():
             self._inflight.release(entry.size)
             entry.future.set_exception(error.again())
+
+
+def _lists_of(args: AttendArgs) -> int:
+    """How index lists come, as the contract numbers it."""
+    if args.lists is None:
+        return attention_pb2.INDEX_LISTS_UNSPECIFIED
+    # Of top_k entries.
+    return (attention_pb2.INDEX_LISTS_SERVER if args.selects
+            else attention_pb2.INDEX_LISTS_FIXED)
 
 
 def timeout_us(timeout_s: float) -> int:

@@ -86,6 +86,15 @@ class ModelSpec:
     # "dense" or "": none.
     attention: str = ""
     top_k: int = 0
+    # The server's own indexer, of "sparse_v32" (Step.attend_indexed): heads of its queries, and
+    # elements of one of them and of an index key, which follows each KV row. 0: none.
+    index_heads: int = 0
+    index_dim: int = 0
+
+    @property
+    def sent_row_dim(self) -> int:
+        """Elements of a KV row as it is sent: the row, then its index key."""
+        return self.geometry.row_dim + self.index_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +169,8 @@ class AttendResult(NamedTuple):
     o: Optional[npt.NDArray]                # [rows, heads, o dim]; None for APPEND_ONLY
     lse: Optional[npt.NDArray[np.float32]]  # [rows, heads], natural log; None unless asked for
     timings: List[Timings]                  # one per message that the work was split into
+    # [rows, top_k] of the server's indexer, ascending, -1 behind them; None unless asked for.
+    lists: Optional[npt.NDArray[np.int32]] = None
 
 
 class Buffers:
@@ -214,4 +225,7 @@ class AttendArgs(NamedTuple):
     o_dtype: DType
     timeout_s: float
     out: Optional[Buffers] = None  # where the outputs go; its q and kv may be this call's
-    lists: Optional[npt.NDArray[np.int32]] = None  # [rows, top_k], -1 for none
+    # [rows, top_k], -1 for none; or what the server's indexer makes them from, as bytes.
+    lists: Optional[npt.NDArray] = None
+    selects: bool = False   # the latter
+    wanted_lists: int = 0   # top_k, if the indexer's lists are to be returned

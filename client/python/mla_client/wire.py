@@ -38,22 +38,25 @@ class Sizes(NamedTuple):
     q: int
     o: int
     lse: int
+    lists: int = 0  # of the reply
 
 
 def list_bytes(args: AttendArgs, rows: int) -> int:
-    """Bytes of the index lists of so many rows."""
+    """Bytes of the index lists or inputs of so many rows."""
     return 0 if args.lists is None else rows * args.lists.shape[1] * args.lists.itemsize
 
 
-def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, has_kv: bool, want_lse: bool,
-          dtype: DType, o_dtype: DType) -> Sizes:
-    """What a message of that shape carries each way."""
-    kv = rows * geometry.row_dim * dtype.size if has_kv else 0
+def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, row_dim: int, want_lse: bool,
+          dtype: DType, o_dtype: DType, wanted_lists: int = 0) -> Sizes:
+    """What a message of that shape carries each way; `row_dim` are the elements of a KV row as it
+    is sent, 0 without them."""
+    kv = rows * row_dim * dtype.size
     if profile == Profile.APPEND_ONLY:
         return Sizes(kv, 0, 0, 0)
     pairs = rows * heads
     return Sizes(kv, pairs * geometry.q_dim(profile) * dtype.size,
-                 pairs * geometry.o_dim(profile) * o_dtype.size, pairs * 4 if want_lse else 0)
+                 pairs * geometry.o_dim(profile) * o_dtype.size, pairs * 4 if want_lse else 0,
+                 rows * wanted_lists * 4)
 
 
 def _varint(value: int) -> bytes:
@@ -108,14 +111,15 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
     the row's KV travels with its first head slice.
     """
     room = message_bytes - HEADER_BYTES
-    kv_bytes = geometry.row_dim * args.dtype.size if args.kv is not None else 0
+    kv_bytes = args.kv.shape[1] * args.dtype.size if args.kv is not None else 0
     row_bytes = kv_bytes + list_bytes(args, 1)
     head_in = geometry.q_dim(args.profile) * args.dtype.size
     head_out = geometry.o_dim(args.profile) * args.o_dtype.size + (4 if args.want_lse else 0)
+    row_out = 4 * args.wanted_lists
     heads = args.num_heads if args.profile != Profile.APPEND_ONLY else 0
     heads_that_fit = heads
     if heads:
-        heads_that_fit = min(heads, (room - row_bytes) // head_in, room // head_out)
+        heads_that_fit = min(heads, (room - row_bytes) // head_in, (room - row_out) // head_out)
     if room < row_bytes or (heads and heads_that_fit < 1):
         raise ValueError(f"message_bytes: got {message_bytes}, too small for one row of one head")
     if heads_that_fit < heads:
@@ -124,7 +128,7 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
                 yield Chunk(row, 1, head, min(heads_that_fit, heads - head),
                           head == 0 and kv_bytes > 0)
         return
-    rows_that_fit = room // max(row_bytes + heads * head_in, heads * head_out, 1)
+    rows_that_fit = room // max(row_bytes + heads * head_in, heads * head_out + row_out, 1)
     for row in range(0, args.rows, rows_that_fit):
         yield Chunk(row, min(rows_that_fit, args.rows - row), 0, heads, kv_bytes > 0)
 
@@ -143,7 +147,7 @@ def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
 
 
 def lists_of(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
-    """The index lists of one chunk, if there are any, in a list."""
+    """The index lists or inputs of one chunk, if there are any, in a list."""
     if args.lists is None:
         return []
     return [args.lists[chunk.row_begin:chunk.row_begin + chunk.rows]]
@@ -163,7 +167,10 @@ class ResultAssembler:
         self._o_dim = geometry.o_dim(args.profile)
         self._o: Optional[npt.NDArray] = None
         self._lse: Optional[npt.NDArray] = None
+        self._lists: Optional[npt.NDArray[np.int32]] = None
         self._timings: List[Timings] = []
+        if args.wanted_lists > 0:
+            self._lists = np.empty((args.rows, args.wanted_lists), np.int32)
         if args.profile == Profile.APPEND_ONLY:
             return
         if args.out is not None:
@@ -179,24 +186,29 @@ class ResultAssembler:
         if self._o is not None:
             o_bytes = chunk.rows * chunk.heads * self._o_dim * self._args.o_dtype.size
             lse_bytes = chunk.rows * chunk.heads * 4 if self._lse is not None else 0
-        if len(payload) != o_bytes + lse_bytes:
-            raise ValueError(f"reply payload: got {len(payload)} bytes, must be "
-                             f"{o_bytes + lse_bytes}")
-        o = lse = None
+        size = o_bytes + lse_bytes + chunk.rows * self._args.wanted_lists * 4
+        if len(payload) != size:
+            raise ValueError(f"reply payload: got {len(payload)} bytes, must be {size}")
+        o = lse = lists = None
         if self._o is not None:
             o = np.ndarray((chunk.rows, chunk.heads, self._o_dim), self._args.o_dtype.numpy,
                            payload)
         if self._lse is not None:
             lse = np.ndarray((chunk.rows, chunk.heads), DType.F32.numpy, payload, o_bytes)
-        self.put(chunk, o, lse, timings)
+        if self._lists is not None:
+            lists = np.ndarray((chunk.rows, self._args.wanted_lists), "<i4", payload,
+                               o_bytes + lse_bytes)
+        self.put(chunk, o, lse, timings, lists)
 
     def put(self, chunk: Chunk, o: Optional[npt.NDArray], lse: Optional[npt.NDArray],
-            timings: Timings) -> None:
+            timings: Timings, lists: Optional[npt.NDArray] = None) -> None:
         """Takes one reply as arrays of the wire's type, which may be the caller's own buffers."""
         self._timings.append(timings)
+        rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
+        if self._lists is not None and lists is not None:
+            self._lists[rows] = lists
         if self._o is None or o is None or o is self._o:
             return
-        rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
         heads = slice(chunk.head_begin, chunk.head_begin + chunk.heads)
         decode_into(self._o[rows, heads], o)
         if self._lse is not None and lse is not None:
@@ -204,4 +216,4 @@ class ResultAssembler:
 
     def result(self) -> AttendResult:
         """The call's result once every chunk was added."""
-        return AttendResult(self._o, self._lse, self._timings)
+        return AttendResult(self._o, self._lse, self._timings, self._lists)

@@ -7,6 +7,7 @@ import threading
 
 import mla_client
 import numpy as np
+from contract.sparse_contract import SparseContract
 from mla_client import DType, Geometry, ModelSpec, Profile, wire
 
 GEOMETRY = Geometry(3, 32, 16, 16, 16)
@@ -55,7 +56,7 @@ class Worker:
         return o, lse
 
 
-class ServiceContract:
+class ServiceContract(SparseContract):
     """Mixin for a TestCase that provides make_service()."""
 
     def setUp(self):
@@ -73,60 +74,6 @@ class ServiceContract:
             self.assertEqual(status.missing_layers, list(range(layer + 1, LAYERS)))
         self.assertTrue(status.complete)
         return model
-
-    def register_sparse(self):
-        spec = ModelSpec("s-" + secrets.token_hex(4), GEOMETRY, LAYERS, SCALE, 4,
-                         attention="sparse_v32", top_k=6)
-        model = self.service.register_model(spec)
-        self.assertEqual((model.spec.attention, model.spec.top_k), ("sparse_v32", 6))
-        for layer in range(LAYERS):
-            model.upload_weights(layer, self.worker.w_uk[layer], self.worker.w_uv[layer])
-        return model
-
-    def test_rows_attend_to_their_index_lists(self):
-        for profile in (Profile.ABSORBED, Profile.EXPANDED):
-            with self.register_sparse().open_sequence() as sequence:
-                stored = [np.zeros((0, GEOMETRY.row_dim), np.float32)] * LAYERS
-                for lists in ([[0], [1, 0], [], [-1, 3, 0, 3], [2, 4]],
-                              np.array([[5, -1, 0], [-1, 6, 2], [-1, -1, -1]])):
-                    with self.service.step([(sequence, len(lists))]) as step:
-                        for layer in range(LAYERS):
-                            q = self.worker.queries(len(lists), profile)
-                            kv = self.worker.kv(len(lists))
-                            keys = stored[layer] = np.concatenate([stored[layer], kv])
-                            got = step.attend_sparse(layer, q, lists, kv, profile, want_lse=True,
-                                                     o_dtype=DType.F32)
-                            self.check_lists(got, layer, q, keys, lists, profile)
-
-    def check_lists(self, got, layer, q, keys, lists, profile):
-        for row, entries in enumerate(lists):
-            named = list(dict.fromkeys(position for position in entries if position >= 0))
-            if not named:
-                np.testing.assert_array_equal(got.o[row], 0)
-                np.testing.assert_array_equal(got.lse[row], -np.inf)
-                continue
-            o, lse = self.worker.expected(layer, q[row:row + 1], keys[named], profile)
-            self.close_to(got.o[row], o[0])
-            self.close_to(got.lse[row], lse[0])
-
-    def test_positions_that_a_row_does_not_see_are_refused(self):
-        with self.register_sparse().open_sequence() as sequence:
-            with self.service.step([(sequence, 2)]) as step:
-                q, kv = self.worker.queries(2, Profile.ABSORBED), self.worker.kv(2)
-                for lists in ([[0], [0, 2]], [[0], [1, -2]], [[1], [0]]):
-                    with self.assertRaisesRegex(mla_client.InvalidArgument, "row [01], slot [01]"):
-                        step.attend_sparse(0, q, lists, kv, Profile.ABSORBED)
-                for lists in ([[0]], [[0], range(7)], [[0], [0.5]], [[0], [[0]]], [[0], [1 << 40]]):
-                    with self.assertRaisesRegex(mla_client.InvalidArgument, "attend.lists"):
-                        step.attend_sparse(0, q, lists, kv, Profile.ABSORBED)
-                self.assertTrue(step.attend_sparse_async(0, q, [[0], [1]], kv,
-                                                         Profile.ABSORBED).result().o.any())
-                step.abort()
-        with self.model.open_sequence() as sequence, self.service.step([(sequence, 1)]) as step:
-            with self.assertRaisesRegex(mla_client.InvalidArgument, "dense"):
-                step.attend_sparse(0, self.worker.queries(1, Profile.ABSORBED), [[0]],
-                                   self.worker.kv(1), Profile.ABSORBED)
-            step.abort()
 
     def close_to(self, got, want):
         np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)

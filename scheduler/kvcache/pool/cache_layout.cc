@@ -49,11 +49,23 @@ GroupLayout MakeLayout(const UniformLayers& uniform) {
   GroupLayout layout;
   layout.page_size = uniform.page_size;
   const int64_t page_bytes = uniform.row_bytes * uniform.page_size;
-  for (int32_t layer = 0; layer < uniform.layers; ++layer) {
-    layout.layers.push_back({{page_bytes * layer, uniform.row_bytes, uniform.page_size,
-                              /*token_ratio=*/1, uniform.format}});
+  int64_t index_bytes = 0;
+  kernels::KvRowLayout key;
+  if (uniform.index_dim > 0) {
+    key = kernels::MakeKvRowLayout(kernels::KvFormat::kIndexKey, uniform.index_dim, 0);
+    index_bytes = kernels::KvPageBytes(key, key.row_bytes, uniform.page_size);
   }
-  layout.bytes = page_bytes * uniform.layers;
+  const int64_t layer_bytes = page_bytes + index_bytes;
+  for (int32_t layer = 0; layer < uniform.layers; ++layer) {
+    std::vector<KvPlane>& planes = layout.layers.emplace_back();
+    const int64_t begin = layer_bytes * layer;
+    planes.push_back(
+        {begin, uniform.row_bytes, uniform.page_size, /*token_ratio=*/1, uniform.format});
+    if (index_bytes == 0) continue;
+    planes.push_back({begin + page_bytes, key.row_bytes, uniform.page_size, /*token_ratio=*/1,
+                      kernels::KvFormat::kIndexKey});
+  }
+  layout.bytes = layer_bytes * uniform.layers;
   return layout;
 }
 

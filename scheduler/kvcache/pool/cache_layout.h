@@ -31,6 +31,8 @@ struct GroupLayout {
   int64_t bytes = 0;                         // of the planes together
 
   const KvPlane& rows(int32_t layer) const { return layers[static_cast<size_t>(layer)].front(); }
+  // REQUIRES that the layer has them.
+  const KvPlane& index_keys(int32_t layer) const { return layers[static_cast<size_t>(layer)][1]; }
   // What the pool allocates. REQUIRES bytes <= INT64_MAX - kPageGranuleBytes.
   int64_t group_bytes() const {
     const int64_t granule = kernels::kPageGranuleBytes;
@@ -61,6 +63,7 @@ struct UniformLayers {
   int32_t page_size = 0;
   int32_t layers = 0;
   kernels::KvFormat format = kernels::KvFormat::kBf16;
+  int32_t index_dim = 0;  // > 0: each has a second plane, of an index key of such a size a token
 };
 
 // REQUIRES that the product of the three numbers is an int64_t. Scales behind the rows of a page

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <random>
 #include <span>
@@ -133,6 +134,58 @@ TEST_P(ListsTest, MessagesAreCutByTheBytesOfTheirLists) {
   EXPECT_EQ(Step(&sequence, &cache, kRows, {fixed.data(), kTopK, nullptr}, positions),
             absl::OkStatus());
   EXPECT_GE(messages_, 2u);
+}
+
+// An indexer of one head and one element, so that the order is that of the keys.
+TEST_P(ListsTest, TheServersIndexerChooses) {
+  v1::ModelSpec spec = SpecOf(dims_, "i");
+  spec.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
+  spec.set_top_k(3);
+  spec.set_index_heads(1);
+  spec.set_index_dim(1);
+  ASSERT_TRUE(client_->RegisterModel(spec).ok());
+  client::Sequence sequence = *client_->OpenSequence("i");
+  const std::vector<float> sizes = {4, 1, 8, 8, 2, 8, 16, 0.5f};
+  const std::vector<std::vector<int32_t>> want = {{0},       {0, 1},    {0, 1, 2}, {0, 2, 3},
+                                                  {0, 2, 3}, {2, 3, 5}, {2, 3, 6}, {2, 3, 6}};
+  constexpr uint32_t kRows = 8;
+  const auto row_dim = static_cast<size_t>(dims_.row());
+  auto step = session_->Begin("i", {{&sequence, kRows}});
+  ASSERT_TRUE(step.ok()) << step.status();
+  for (int layer = 0; layer < dims_.layers; ++layer) {
+    const auto rows = RandomBf16(kRows * row_dim, &random_);
+    const auto q = RandomBf16(kRows * dims_.heads * row_dim, &random_);
+    std::vector<uint16_t> sent;  // rows, and behind each its key
+    std::vector<uint16_t> index;
+    for (size_t row = 0; row < kRows; ++row) {
+      sent.insert(sent.end(), &rows[row * row_dim], &rows[row * row_dim] + row_dim);
+      sent.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(sizes[row]) >> 16));
+      index.insert(index.end(), {0x3f80, 0x0000, 0x3f80});  // a query of 1, its weight of 1.0f
+    }
+    std::vector<float> o(size_t{kRows} * dims_.heads * dims_.lora), lse(kRows * dims_.heads);
+    std::vector<int32_t> chosen(kRows * 3);
+    client::AttendCall call;
+    call.layer = static_cast<uint32_t>(layer);
+    call.row_count = kRows;
+    call.num_heads = static_cast<uint32_t>(dims_.heads);
+    call.profile = v1::PROFILE_ABSORBED;
+    call.o_dtype = v1::DTYPE_F32;
+    call.kv = sent.data();
+    call.q = q.data();
+    call.o = o.data();
+    call.lse = lse.data();
+    call.index_inputs = index.data();
+    call.chosen = chosen.data();
+    const auto times = (*step)->Attend(call);
+    ASSERT_TRUE(times.ok()) << times.status();
+    for (uint32_t row = 0; row < kRows; ++row) {
+      std::vector<int32_t> padded = want[row];
+      padded.resize(3, -1);
+      EXPECT_EQ(std::vector<int32_t>(&chosen[row * 3], &chosen[row * 3] + 3), padded) << row;
+      Compare(rows, want[row], row, q, o, lse);
+    }
+  }
+  EXPECT_TRUE((*step)->End().ok());
 }
 
 TEST_P(ListsTest, PositionsThatTheRowDoesNotSeeAreRefused) {

@@ -30,7 +30,7 @@ SUBMISSION = struct.Struct("<BBBBQQIIIIIIQQ")
 COMPLETION = struct.Struct("<BBHQQIIIIIIQII")
 _TAG = 4  # its index among the fields of both
 ATTEND, MESSAGE = 1, 2
-HAS_KV, WANT_LSE, HAS_LISTS = 1, 2, 4
+HAS_KV, WANT_LSE, HAS_LISTS, SELECTS, WANT_LISTS = 1, 2, 4, 8, 16
 PLAN_REUSED = 1
 # 4-byte words of the header; the 8-byte word COMPLETIONS_TAKEN counts 8-byte words.
 SUBMIT_DOORBELL, SERVER_WAITS = 16, 17
@@ -231,9 +231,11 @@ class RingStream(stream.StepStream):
         memory = self.memory
         placed: Placement = self._with_room(lambda: memory.place(args, chunk, geometry), deadline)
         request = _RingRequest(self, placed.blocks)
-        request.finish = lambda timings: assembler.put(chunk, placed.o, placed.lse, timings)
+        request.finish = lambda timings: assembler.put(chunk, placed.o, placed.lse, timings,
+                                                        placed.lists)
         flags = (HAS_KV * chunk.has_kv | WANT_LSE * args.want_lse
-                 | HAS_LISTS * (args.lists is not None))
+                 | (SELECTS if args.selects else HAS_LISTS * (args.lists is not None))
+                 | WANT_LISTS * (args.wanted_lists > 0))
         self._submit(request, deadline, ATTEND, args.profile, flags, args.dtype | args.o_dtype << 4,
                      next(self._tags), step_id, args.layer, args.row_begin + chunk.row_begin,
                      chunk.rows, args.head_offset + chunk.head_begin, chunk.heads,

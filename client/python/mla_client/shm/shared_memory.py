@@ -83,12 +83,14 @@ class Place(NamedTuple):
 class Placement:
     """Where one message's tensors lie: offsets from the region's start, lengths in bytes."""
 
-    __slots__ = ("in_offset", "in_length", "out_offset", "out_length", "o", "lse", "blocks")
+    __slots__ = ("in_offset", "in_length", "out_offset", "out_length", "o", "lse", "lists",
+                 "blocks")
 
     def __init__(self) -> None:
         self.in_offset = self.in_length = self.out_offset = self.out_length = 0
         self.o: Optional[npt.NDArray] = None    # of the wire's type
         self.lse: Optional[npt.NDArray] = None
+        self.lists: Optional[npt.NDArray] = None
         self.blocks: List[int] = []             # to be freed after the answer
 
 
@@ -272,10 +274,11 @@ class SharedMemory:
 
     # --- Tensors
 
-    def buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int, *, kv: bool,
+    def buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int, *, row_dim: int,
                 want_lse: bool, dtype: DType, o_dtype: DType) -> Optional[Buffers]:
-        """Memory for the tensors of calls of that shape; None if there is no room."""
-        sizes = wire.sizes(geometry, profile, rows, heads, kv, want_lse, dtype, o_dtype)
+        """Memory for the tensors of calls of that shape, with KV rows of `row_dim` elements or, if
+        that is 0, without; None if there is no room."""
+        sizes = wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype)
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         in_length = kv_end + sizes.q if sizes.q else sizes.kv
         out_length = o_end + sizes.lse if sizes.lse else sizes.o
@@ -287,7 +290,7 @@ class SharedMemory:
         place = Place(self, offsets[0], in_length, offsets[1], out_length)
         at_in, at_out = place.in_offset, place.out_offset
         return Buffers(
-            self.array(at_in, (rows, geometry.row_dim), dtype.numpy) if kv else None,
+            self.array(at_in, (rows, row_dim), dtype.numpy) if row_dim else None,
             self.array(at_in + kv_end, (rows, heads, geometry.q_dim(profile)), dtype.numpy)
             if sizes.q else None,
             self.array(at_out, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
@@ -313,14 +316,19 @@ class SharedMemory:
              placement.out_length) = out.place
             placement.o, placement.lse = out.o, out.lse
             return placement
-        sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, chunk.has_kv,
-                           args.want_lse, args.dtype, args.o_dtype)
+        row_dim = args.kv.shape[1] if chunk.has_kv and args.kv is not None else 0
+        sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, row_dim,
+                           args.want_lse, args.dtype, args.o_dtype, args.wanted_lists)
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
         lists_at = aligned(placement.in_length)
         if args.lists is not None:
             placement.in_length = lists_at + wire.list_bytes(args, chunk.rows)
         placement.out_length = o_end + sizes.lse if sizes.lse else sizes.o
+        lists_out_at = aligned(placement.out_length)
+        if sizes.lists:  # not among the caller's buffers
+            placement.out_length = lists_out_at + sizes.lists
+            out = None
         copy_out = out is None and sizes.o > 0
         offsets = self.allocate(placement.in_length, *[placement.out_length] * copy_out)
         if offsets is None:
@@ -331,7 +339,7 @@ class SharedMemory:
             wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
             at += kv_end
         for lists in wire.lists_of(args, chunk):
-            self.array(placement.in_offset + lists_at, lists.shape, np.dtype("<i4"))[...] = lists
+            self.array(placement.in_offset + lists_at, lists.shape, lists.dtype)[...] = lists
         if out is not None:
             placement.out_offset = out.place.out_offset
             placement.o, placement.lse = out.o, out.lse
@@ -341,6 +349,9 @@ class SharedMemory:
                                      args.o_dtype.numpy)
             if sizes.lse:
                 placement.lse = self.array(at + o_end, (chunk.rows, chunk.heads), np.float32)
+            if sizes.lists:
+                placement.lists = self.array(at + lists_out_at, (chunk.rows, args.wanted_lists),
+                                             np.dtype("<i4"))
         return placement
 
     def unplace(self, placement: Placement) -> None:
