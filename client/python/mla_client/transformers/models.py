@@ -17,8 +17,8 @@ from mla_client.types import Geometry, ModelSpec
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
 # Types of the family that are refused, and why.
 REASONS = {
-    "deepseek_v32": "its sparse attention selects rows by an index, which the server does not take",
-    "glm_moe_dsa": "its sparse attention selects rows by an index, which the server does not take",
+    "deepseek_v32": "sparse attention, for which the adapter sends no index lists",
+    "glm_moe_dsa": "sparse attention, for which the adapter sends no index lists",
     "kimi_linear": "layers of linear attention lie between those with latents",
     "minicpm3": "the server's GPU kernels need kv_lora_rank 512 and rope_dim 64",
     "mistral4": "the server's GPU kernels need kv_lora_rank 512",

@@ -26,7 +26,7 @@ class RemoteMLAAttention(MLAAttention):
         super().__init__(*args, **kwargs)
         if self.use_sparse:
             raise errors.Unimplemented(
-                "sparse attention selects rows by an index, which the server does not take")
+                "sparse attention, for which this layer sends no index lists")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype):
         super().process_weights_after_loading(act_dtype)
