@@ -38,7 +38,7 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                "Any of them can put a socket of their own in its place.",
                MLA_SLOT(listen.open_folder)),
           Bool("server.insecure", "Serve beyond loopback without TLS.",
-               "Everyone who reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
+               "Every caller that reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
                "--insecure"),
           Choice("server.reflection", "auto|on|off",
                  "gRPC reflection; auto: on when every listener is local.",
@@ -134,7 +134,7 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
               "A watcher or an upload holds one for its whole life.",
               MLA_SLOT(wire.control_threads)),
           Int("wire.control_reserve", 1, 1024,
-              "Of wire.control_threads, those for leases (RenewLease, Get) and administration "
+              "Of wire.control_threads, those for RenewLease, Get, Release and administration "
               "alone; at most a quarter of them.",
               "Without one, uploads could keep every sequence's lease from being renewed.",
               MLA_SLOT(wire.control_reserve)),
@@ -199,7 +199,7 @@ void AddConnectionKeys(std::vector<ConfigKey>* keys) {
               "How long polling goes on after an event before it sleeps; -1: 1000, 50 where the "
               "backend computes on the CPUs, 0 below four CPUs.",
               "Each sleep costs a wake-up of 5 to 50 us; spinning past the pause between layers "
-              "keeps a core busy while anybody decodes.",
+              "keeps a core busy while a client decodes.",
               MLA_SLOT(wire.spin_us)),
       });
 }
@@ -217,13 +217,13 @@ void AddTenantKey(std::vector<ConfigKey>* keys) {
   // Keys live as long as the process.
   static const std::string* const meaning =
       new std::string(absl::StrCat("Bound of one tenant. ", row.meaning));
-  static const std::string* const edge = new std::string(
-      absl::StrCat("0: ", row.share_eighths, "/8 of ", row.server_key,
-                   "; what exceeds it is RESOURCE_EXHAUSTED with reason ", row.reason, "."));
+  static const std::string* const edge = new std::string(absl::StrCat(
+      "0: ", row.share_eighths == 4 ? "half" : absl::StrCat(row.share_eighths, "/8"), " of ",
+      row.server_key, "; what exceeds it is RESOURCE_EXHAUSTED with reason ", row.reason, "."));
   keys->push_back(
       row.bytes
           ? Bytes(row.config_key, 0, kTiB, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>)
-          : Int(row.config_key, 0, 1048576, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>));
+          : Int(row.config_key, 0, 1 << 30, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>));
 }
 
 template <size_t... kIndices>

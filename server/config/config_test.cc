@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <set>
@@ -344,6 +345,19 @@ TEST(ConfigTest, TableIsConsistent) {
     const std::string value = ValueText(key, config);
     EXPECT_EQ(SetValue(key, value, &config), "") << key.name;
     EXPECT_EQ(ValueText(key, config), value) << key.name;
+  }
+}
+
+TEST(ConfigTest, ATenantMayBeGivenAllThatTheServerHas) {
+  const auto most = [](const std::string& name) {
+    const auto& keys = ConfigKeys();
+    const auto key = std::find_if(keys.begin(), keys.end(),
+                                  [&](const ConfigKey& each) { return each.name == name; });
+    return key == keys.end() ? -1 : key->max;
+  };
+  for (const scheduler::ResourceRow& row : scheduler::ResourceRows()) {
+    EXPECT_GT(most(row.config_key), 0) << row.name;
+    EXPECT_GE(most(row.config_key), most(row.server_key)) << row.name;
   }
 }
 
