@@ -295,8 +295,8 @@ void EngineCore::Tick() {
     for (Step* step : steps_->open()) {
       if (!step->idle() || now < step->lease_deadline) continue;
       AbortStep(step->tenant, step->id,
-                absl::AbortedError(absl::StrCat("nothing was heard of it for ",
-                                                step->lease_ns / kNanosPerMilli, " ms")));
+                absl::AbortedError(
+                    absl::StrCat("its lease of ", step->lease_ns / kNanosPerMilli, " ms ran out")));
       again = true;  // the list of open steps has changed
       break;
     }

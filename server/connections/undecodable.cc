@@ -34,7 +34,7 @@ class Interceptor final : public grpc::experimental::Interceptor {
  private:
   void Replace(InterceptorBatchMethods* methods) {
     const absl::Status status =
-        RefuseField("request", "bytes that are none",
+        RefuseField("request", "undecodable bytes",
                     absl::StrCat("a serialized request of ", info_->method()), "malformed");
     methods->ModifySendStatus(ToGrpcStatus(status, nullptr));
     if (auto* trailers = methods->GetSendTrailingMetadata(); trailers != nullptr) {

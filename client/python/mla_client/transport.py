@@ -41,7 +41,7 @@ def shm_path_of(target: str) -> str:
 
 def check_socket_owner(path: str, server_uid: Optional[int] = None) -> None:
     """Raises PermissionDenied for a socket of another user in a folder that every user may write
-    to, where anyone can put a socket. Trusted are root, this process's user and `server_uid`."""
+    to, where any user can put a socket. Trusted are root, this process's user and `server_uid`."""
     try:
         owner = os.lstat(path).st_uid
         folder = os.stat(os.path.dirname(path) or ".")
@@ -62,8 +62,8 @@ class StreamMaker:
                  message_bytes: int, shared_bytes: Optional[int], spin_us: int,
                  timeout_s: float) -> None:
         """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible;
-        `shared_bytes` None: DEFAULT_SHARED_BYTES, or half as often as the server has no more; 0:
-        no shared memory."""
+        `shared_bytes` None: DEFAULT_SHARED_BYTES, halved while the server has less left; 0: no
+        shared memory."""
         if transport not in TRANSPORTS:
             raise errors.InvalidArgument(
                 f"transport: got {transport!r}, must be one of {', '.join(TRANSPORTS)}")
@@ -87,7 +87,7 @@ class StreamMaker:
 
     def open(self) -> StepStream:
         """Another stream. With "auto" never fails for want of shared memory: the first time that
-        one goes over gRPC it warns why. Otherwise raises why the wanted kind is not to be had."""
+        one goes over gRPC it warns why. Otherwise raises why the wanted kind is not available."""
         if self._wanted == "inline":
             return self._over_grpc(None)
         kind = self._wanted

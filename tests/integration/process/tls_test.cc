@@ -211,7 +211,7 @@ TEST_F(TlsTest, NoCertificateAtAll) {
   EXPECT_EQ(stub->GetServerInfo(&context, {}, &reply).error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
-TEST_F(TlsTest, ACertificateWithoutANameIsNobody) {
+TEST_F(TlsTest, ACertificateWithoutANameIsUnauthenticated) {
   const auto client = Connect(authority_.As("nameless"));
   EXPECT_TRUE(absl::IsUnauthenticated(client.status())) << client.status();
 }
