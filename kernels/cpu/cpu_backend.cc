@@ -159,6 +159,7 @@ int64_t CpuBackend::OwnWorkspaceSize(const BackendLimits& limits) const {
       PartialRowFloats(limits) * 4 + 4 + static_cast<int64_t>(sizeof(int32_t));
   int64_t bytes = limits.partial_rows * per_partial + limits.reduce_tiles * 4;
   bytes += ScratchBytes(limits) * options_.threads;
+  bytes += cpu::LaunchSelects::Bytes(options_.threads, limits.max_top_k);
   bytes += limits.launch_slots * (kMaxPhases * static_cast<int64_t>(sizeof(Phase) + 8) +
                                   limits.page_ranges * static_cast<int64_t>(sizeof(int64_t)));
   return bytes + limits.weights_bytes * (kernels_.bf16_operands ? 1 : 2);
@@ -166,11 +167,13 @@ int64_t CpuBackend::OwnWorkspaceSize(const BackendLimits& limits) const {
 
 absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
   scratch_bytes_ = ScratchBytes(limits);
-  select_layout_ = cpu::MakeSelectLayout(kernels_, limits.max_top_k);
   for (int32_t i = 0; i < options_.threads; ++i) {
     auto scratch = MappedMemory::Create("thread scratch", scratch_bytes_, true);
     if (!scratch.ok()) return scratch.status();
     scratch_.push_back(*std::move(scratch));
+  }
+  if (absl::Status s = selects_.Configure(kernels_, options_.threads, limits.max_top_k); !s.ok()) {
+    return s;
   }
   auto o = MappedMemory::Create("partial outputs",
                                 limits.partial_rows * PartialRowFloats(limits) * 4, true);
@@ -338,13 +341,7 @@ void CpuBackend::Start(int32_t slot, const Launch& launch) {
     phase.kind = Phase::Kind::kAppend;
     AddPhase(job, phase, AppendItems(launch.appends));
   }
-  if (!launch.selects.empty()) {
-    Phase phase;
-    phase.kind = Phase::Kind::kSelect;
-    int64_t items = 0;
-    for (const SelectRecord& record : launch.selects) items += record.rows;
-    AddPhase(job, phase, items);
-  }
+  AddSelects(job);
   project(launch.absorb, Phase::Kind::kAbsorb);
   AddAttention(job, launch.absorbed);
   project(launch.project, Phase::Kind::kProject);
@@ -374,15 +371,15 @@ void CpuBackend::AppendItem(const Job& job, int64_t item) {
   }
 }
 
-void CpuBackend::SelectItem(const Job& job, int64_t item, int32_t place) {
-  for (const SelectRecord& record : job.launch->selects) {
-    if (item >= record.rows) {
-      item -= record.rows;
-      continue;
-    }
-    return cpu::SelectRow(kernels_, job.pool, record, static_cast<int32_t>(item), select_layout_,
-                          scratch_[static_cast<size_t>(place)].data());
-  }
+void CpuBackend::AddSelects(Job& job) {
+  const int64_t rows = cpu::LaunchSelects::Rows(job.launch->selects);
+  if (rows == 0) return;
+  Phase phase;
+  phase.kind = Phase::Kind::kSelect;
+  phase.shares = selects_.Shares(rows);
+  AddPhase(job, phase, rows * phase.shares);
+  phase.kind = Phase::Kind::kMergeSelected;
+  if (phase.shares > 1) AddPhase(job, phase, rows);
 }
 
 void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32_t place) {
@@ -395,7 +392,10 @@ void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32
     case Phase::Kind::kAppend:
       return AppendItem(job, item);
     case Phase::Kind::kSelect:
-      return SelectItem(job, item, place);
+      return selects_.Run(job.pool, job.launch->selects, phase.shares, item,
+                          scratch_[static_cast<size_t>(place)].data());
+    case Phase::Kind::kMergeSelected:
+      return selects_.Merge(job.launch->selects, phase.shares, item);
     case Phase::Kind::kAbsorb:
       return ProjectItem(job.launch->absorb, true, item, place);
     case Phase::Kind::kProject:

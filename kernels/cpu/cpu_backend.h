@@ -17,7 +17,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend_registry.h"
 #include "kernels/cpu/items/item_runner.h"
-#include "kernels/cpu/items/select_rows.h"
+#include "kernels/cpu/items/launch_selects.h"
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/workers/worker_pool.h"
 #include "kernels/host/host_backend.h"
@@ -49,6 +49,7 @@ class CpuBackend final : public HostBackend {
       kPages,
       kAppend,
       kSelect,
+      kMergeSelected,
       kAbsorb,
       kProject,
       kPrepareMerges,
@@ -60,13 +61,14 @@ class CpuBackend final : public HostBackend {
     std::span<const PageRange> pages;
     const int64_t* first_item = nullptr;
     cpu::RunContext run;  // kPrepareMerges, kAttend
+    int32_t shares = 1;   // kSelect, kMergeSelected: of each query row
   };
   // Phases that the ranges of a launch are spread over where they wait for each other; what is left
   // then is carried out by one thread.
   static constexpr int32_t kMaxPagePhases = 256;
-  // Those, page writes and reads, appends, selections, two projections, and attention in either
-  // form with its merges.
-  static constexpr int32_t kMaxPhases = kMaxPagePhases + 2 + 1 + 1 + 2 + 2 * 2;
+  // Those, page writes and reads, appends, selections and their merges, two projections, and
+  // attention in either form with its merges.
+  static constexpr int32_t kMaxPhases = kMaxPagePhases + 2 + 1 + 2 + 2 + 2 * 2;
   struct Job {
     const Launch* launch = nullptr;
     PoolView pool;
@@ -97,7 +99,7 @@ class CpuBackend final : public HostBackend {
   static void AddTransfers(Job& job, Phase::Kind kind, std::span<const PageTransfer> transfers);
   static void TransferItem(const Job& job, const Phase& phase, int64_t item);
   static void AppendItem(const Job& job, int64_t item);
-  void SelectItem(const Job& job, int64_t item, int32_t place);
+  void AddSelects(Job& job);
   void Execute(const Job& job, const Phase& phase, int64_t item, int32_t place);
   void PrepareMerges(const cpu::RunContext& run);
   void RunItem(const cpu::RunContext& run, int64_t item, int32_t place);
@@ -110,7 +112,7 @@ class CpuBackend final : public HostBackend {
   BackendInfo info_;
   std::vector<MappedMemory> scratch_;  // by place
   int64_t scratch_bytes_ = 0;
-  cpu::SelectLayout select_layout_;
+  cpu::LaunchSelects selects_;
   MappedMemory partial_o_, partial_lse_;
   MappedMemory tile_of_partial_;  // int32 [partial_rows]: reduce tile of a partial's first row
   std::vector<std::atomic<int32_t>> unfinished_;  // pieces of a reduce tile still running

@@ -56,6 +56,11 @@ struct SelectRecord {
 };
 static_assert(std::is_trivially_copyable_v<SelectRecord>);
 
+// Positions that a query row sees.
+inline int32_t SelectVisible(const SelectRecord& record, int32_t row) {
+  return record.kv_rows - record.rows + row + 1;
+}
+
 inline int32_t SelectedRows(const SelectRecord& record, int32_t row) {
   return record.list_begin[row + 1] - record.list_begin[row];
 }

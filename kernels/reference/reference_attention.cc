@@ -157,7 +157,7 @@ void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
 
 void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_t row) {
   const int32_t heads = record.indexer.heads, dim = record.indexer.dim;
-  const int32_t visible = record.kv_rows - record.rows + row + 1;
+  const int32_t visible = SelectVisible(record, row);
   const int32_t count = SelectedRows(record, row);
   const auto* const inputs =
       static_cast<const std::byte*>(record.inputs) + row * record.indexer.input_bytes(record.dtype);

@@ -49,13 +49,13 @@ struct Subject {
 std::vector<Subject> Subjects() {
   std::vector<Subject> subjects;
   subjects.push_back({"reference", std::make_unique<kernels::ReferenceBackend>()});
-  int32_t threads = 1;
+  int32_t threads = 2;  // fewer and more than the rows of a launch
   const auto add = [&](const kernels::cpu::KernelSet& level) {
     kernels::BackendOptions options;
     options.threads = threads;
     options.pin_threads = false;
     options.spin_us = 0;
-    threads = threads % 3 + 1;
+    threads = threads % 5 + 2;
     auto made = kernels::CpuBackend::CreateWith(level, options);
     ASSERT_TRUE(made.ok());
     subjects.push_back({level.name, *std::move(made)});

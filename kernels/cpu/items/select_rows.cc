@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <span>
 
 namespace mla::kernels::cpu {
 namespace {
@@ -12,6 +13,21 @@ namespace {
 constexpr int32_t kKeyLd = kMaxIndexDim + 32;
 constexpr int64_t kPanelBytesMost = int64_t{kMaxIndexDim} * kPanel * 4 * 2;
 constexpr int32_t kMostPanels = kMaxIndexHeads / kPanel;
+
+// Moves the `wanted` best to the front, the worst of them last.
+void MoveBest(uint64_t* ranks, int32_t count, int32_t wanted) {
+  std::nth_element(ranks, ranks + wanted - 1, ranks + count, std::greater<uint64_t>());
+}
+
+// The list of a query row: the positions of all its `best`, or all that it sees.
+void StoreList(const SelectRecord& record, int32_t row, const uint64_t* best) {
+  const int32_t wanted = SelectedRows(record, row);
+  int32_t* const list = SelectedList(record, row);
+  const bool all = wanted >= SelectVisible(record, row);
+  for (int32_t i = 0; i < wanted; ++i) list[i] = all ? i : SelectPosition(best[i]);
+  if (!all) std::sort(list, list + wanted);
+  CopyWanted(record, row);
+}
 
 class RowSelector {
  public:
@@ -26,23 +42,26 @@ class RowSelector {
         inputs_(static_cast<const std::byte*>(record.inputs) +
                 row * record.indexer.input_bytes(record.dtype)),
         wanted_(SelectedRows(record, row)),
-        visible_(record.kv_rows - record.rows + row + 1),
+        visible_(SelectVisible(record, row)),
         panels_((record.indexer.heads + kPanel - 1) / kPanel) {}
 
-  void Run(int32_t* list) {
-    if (wanted_ >= visible_) {
-      for (int32_t i = 0; i < wanted_; ++i) list[i] = i;
-      return;
+  // The best of share `share` of `shares` of the tiles, at most as many as are wanted, in no order.
+  std::span<uint64_t> Best(int32_t share, int32_t shares) {
+    if (wanted_ == 0 || wanted_ >= visible_) return {};  // all are chosen
+    const int64_t tiles = (visible_ + kTileRows - 1) / kTileRows;
+    const auto begin = static_cast<int32_t>(tiles * share / shares * kTileRows);
+    const auto end =
+        static_cast<int32_t>(std::min<int64_t>(tiles * (share + 1) / shares * kTileRows, visible_));
+    if (begin < end) {
+      PackQueries();
+      PackWeights();
     }
-    PackQueries();
-    PackWeights();
-    for (int32_t first = 0; first < visible_; first += kTileRows) {
-      AddTile(first, std::min(kTileRows, visible_ - first));
+    for (int32_t first = begin; first < end; first += kTileRows) {
+      AddTile(first, std::min(kTileRows, end - first));
       if (count_ >= 2 * wanted_) KeepBest();
     }
     KeepBest();
-    for (int32_t i = 0; i < wanted_; ++i) list[i] = SelectPosition(ranks()[i]);
-    std::sort(list, list + wanted_);
+    return {ranks(), static_cast<size_t>(count_)};
   }
 
  private:
@@ -204,7 +223,7 @@ class RowSelector {
 
   void KeepBest() {
     if (count_ < wanted_) return;
-    std::nth_element(ranks(), ranks() + wanted_ - 1, ranks() + count_, std::greater<uint64_t>());
+    MoveBest(ranks(), count_, wanted_);
     count_ = wanted_;
     threshold_ = ranks()[wanted_ - 1];
   }
@@ -248,8 +267,30 @@ SelectLayout MakeSelectLayout(const KernelSet& kernels, int32_t top_k) {
 
 void SelectRow(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
                int32_t row, const SelectLayout& layout, std::byte* scratch) {
-  RowSelector(kernels, pool, record, row, layout, scratch).Run(SelectedList(record, row));
-  CopyWanted(record, row);
+  RowSelector selector(kernels, pool, record, row, layout, scratch);
+  StoreList(record, row, selector.Best(0, 1).data());
+}
+
+void SelectShare(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
+                 int32_t row, int32_t share, int32_t shares, const SelectLayout& layout,
+                 std::byte* scratch, SelectCandidates* candidates) {
+  RowSelector selector(kernels, pool, record, row, layout, scratch);
+  const std::span<const uint64_t> best = selector.Best(share, shares);
+  candidates->count = static_cast<int32_t>(best.size());
+  std::copy(best.begin(), best.end(), candidates->ranks);
+}
+
+void MergeSelected(const SelectRecord& record, int32_t row,
+                   std::span<const SelectCandidates> shares) {
+  uint64_t* const ranks = shares.front().ranks;
+  int32_t count = shares.front().count;
+  for (const SelectCandidates& share : shares.subspan(1)) {
+    std::copy_n(share.ranks, share.count, ranks + count);
+    count += share.count;
+  }
+  const int32_t wanted = SelectedRows(record, row);
+  if (count > wanted && wanted > 0) MoveBest(ranks, count, wanted);
+  StoreList(record, row, ranks);
 }
 
 }  // namespace mla::kernels::cpu

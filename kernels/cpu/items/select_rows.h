@@ -1,5 +1,6 @@
-// The choice of rows by an indexer (kernels/launch/select.h), a query row at a time: logits of a
-// tile of index keys are a product of the level's kernel set, of which the best are kept.
+// The choice of rows by an indexer (kernels/launch/select.h), of a query row or of a share of what
+// it sees: logits of a tile of index keys are a product of the level's kernel set, of which the
+// best are kept.
 //
 // Threading: one thread a scratch memory. Allocates nothing.
 #ifndef MLA_KERNELS_CPU_ITEMS_SELECT_ROWS_H_
@@ -7,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/cpu/kernel_set.h"
 #include "kernels/host/host_backend.h"
@@ -34,6 +36,21 @@ SelectLayout MakeSelectLayout(const KernelSet& kernels, int32_t top_k);
 // The list of query row `row`.
 void SelectRow(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
                int32_t row, const SelectLayout& layout, std::byte* scratch);
+
+// Where rows are fewer than threads, each is chosen in shares, by a thread each.
+struct SelectCandidates {
+  uint64_t* ranks = nullptr;  // room for top_k, those of a row's shares one behind the other
+  int32_t count = 0;
+};
+
+// The best of share `share` of the positions that query row `row` sees.
+void SelectShare(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
+                 int32_t row, int32_t share, int32_t shares, const SelectLayout& layout,
+                 std::byte* scratch, SelectCandidates* candidates);
+
+// The list of query row `row` from all its shares, in order; what these hold is used up.
+void MergeSelected(const SelectRecord& record, int32_t row,
+                   std::span<const SelectCandidates> shares);
 
 }  // namespace mla::kernels::cpu
 
