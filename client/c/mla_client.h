@@ -140,7 +140,8 @@ MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_inf
 typedef enum mla_kv_format {
   MLA_KV_FORMAT_BF16 = 1,
   MLA_KV_FORMAT_FP8_TENSOR = 2,  // e4m3, one scale a layer
-  MLA_KV_FORMAT_FP8_ROW = 3      // latent part e4m3 with a scale per 128 values, rotated bf16
+  MLA_KV_FORMAT_FP8_ROW = 3,     // latent part e4m3 with a scale per 128 values, rotated bf16
+  MLA_KV_FORMAT_FP8_PAGE = 4     // the same with a power of two per 64 values, behind a page's rows
 } mla_kv_format;
 
 typedef enum mla_query_precision {

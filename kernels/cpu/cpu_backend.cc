@@ -73,7 +73,8 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
   info_.device = CpuModel();
   info_.arch = kernels.name;
   info_.supported =
-      "bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, heads 1..65535, any "
+      "bf16, fp8_tensor, fp8_row or fp8_page rows, bf16 or fp32 queries and outputs, heads "
+      "1..65535, any "
       "dims "
       "up to 8192, page >= 1";
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));

@@ -90,7 +90,9 @@ struct Fp8RowsArgs {
   int32_t latent_dim, rope_dim;
   int32_t group;      // latent values a scale, or 0
   int32_t scales_at;  // fp32, bytes from a row's first; any alignment
-  int32_t rope_at;    // bytes from a row's first
+  // Or null: in place of those in the row, the exponent bytes of each row's groups.
+  const uint8_t* const* exponents;
+  int32_t rope_at;  // bytes from a row's first
   uint16_t* out;
   int64_t ld;  // elements, with room for whole vectors behind each row's last value
 };

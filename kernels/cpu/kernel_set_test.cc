@@ -264,7 +264,7 @@ TEST_P(KernelSetTest, WidenedRowsAreWhatTheirFormatSays) {
                                      0.0f, 1e-40f,    0x1p-101f, 0x1p73f, -1.0f,   -0.0f,
                                      kInf, NAN,       0x1p-3f,   3e-39f};
   std::uniform_int_distribution<int> byte(0, 255);
-  for (const KvFormat format : {KvFormat::kFp8Tensor, KvFormat::kFp8Row}) {
+  for (const KvFormat format : {KvFormat::kFp8Tensor, KvFormat::kFp8Row, KvFormat::kFp8Page}) {
     for (const int32_t latent : {1, 7, 32, 33, 127, 128, 130, 512}) {
       for (const int32_t rope : {0, 1, 64}) {
         const KvRowLayout at = MakeKvRowLayout(format, latent, rope);
@@ -272,12 +272,14 @@ TEST_P(KernelSetTest, WidenedRowsAreWhatTheirFormatSays) {
         const int32_t dim = latent + rope;
         const int64_t ld = (dim + 31) / 32 * 32;
         std::vector<std::vector<uint8_t>> rows(kRows);
-        std::vector<const uint8_t*> pointers;
+        std::vector<const uint8_t*> pointers, exponents;
         size_t next_scale = 0;
         for (std::vector<uint8_t>& row : rows) {
-          row.resize(static_cast<size_t>(at.row_bytes) + 1);
+          const bool in_page = at.traits.scales == KvScales::kInPage;
+          row.resize(static_cast<size_t>(at.row_bytes + at.page_scales_bytes) + 1);
           for (uint8_t& code : row) code = static_cast<uint8_t>(byte(random_));
-          for (int32_t group = 0; group < at.groups; ++group) {
+          exponents.push_back(row.data() + 1 + at.row_bytes);
+          for (int32_t group = 0; !in_page && group < at.groups; ++group) {
             const float scale = scales[next_scale++ % scales.size()];
             std::memcpy(row.data() + 1 + at.scales_at + 4 * group, &scale, sizeof scale);
           }
@@ -285,11 +287,13 @@ TEST_P(KernelSetTest, WidenedRowsAreWhatTheirFormatSays) {
         }
         std::vector<uint16_t> out(static_cast<size_t>(kRows * ld), 0x5a5a);
         kernels().widen_fp8({pointers.data(), kRows, latent, rope, at.traits.group, at.scales_at,
+                             at.traits.scales == KvScales::kInPage ? exponents.data() : nullptr,
                              at.rope_at, out.data(), ld});
         std::vector<float> want(static_cast<size_t>(dim));
         for (int32_t r = 0; r < kRows; ++r) {
           const auto* row = reinterpret_cast<const std::byte*>(pointers[static_cast<size_t>(r)]);
-          DecodeKvRow(at, Fp8Kind::kE4m3Fn, 1.0f, {row, row + at.scales_at}, want.data());
+          DecodeKvRow(at, Fp8Kind::kE4m3Fn, 1.0f, KvRowIn(at, row, at.row_bytes, 1, 0),
+                      want.data());
           for (int32_t i = 0; i < dim; ++i) {
             const Bf16 got = out[static_cast<size_t>(r * ld + i)];
             if (std::isnan(want[static_cast<size_t>(i)])) {

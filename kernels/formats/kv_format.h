@@ -5,14 +5,16 @@
 //   fp8_tensor  [latent e4m3][rotated e4m3], one fp32 scale a layer,          576
 //               which the model brings and records carry
 //   fp8_row     [latent e4m3][fp32 scale of every 128 of them][rotated bf16]  656
+//   fp8_page    [latent e4m3][rotated bf16] of all rows of a page, then a    584, DeepSeek V4's
+//               byte of every 64 latent values: the exponent of their scale   at 448 + 64
 //   index_key   [e4m3] of all rows of a page, then an fp32 scale of each row  132 at 128
 //
 // The last is of the keys of an indexer (kernels/launch/select.h), no format of KV rows.
 //
 // What a stored value stands for, equally on every backend:
 //   fp8_tensor  code x scale
-//   fp8_row     code x scale, rounded to bf16. The encoder's scales are powers of two, so what it
-//               wrote is not rounded; other scales may come with bytes from elsewhere. A scale
+//   fp8_row,    code x scale, rounded to bf16. The encoder's scales are powers of two, so what it
+//   fp8_page    wrote is not rounded; other scales may come with bytes from elsewhere. A scale
 //               that is negative, NaN or above kLargestKvScale stands for NaN (KvScale).
 //
 // A value that a row cannot hold (NaN, an infinity, a magnitude of 2^80 and more; see Stored in
@@ -35,9 +37,11 @@ enum class KvFormat : uint8_t {
   kBf16 = 1,
   kFp8Tensor = 2,
   kFp8Row = 3,
+  kFp8Page = 4,
   kIndexKey = 64,  // not on the wire
 };
-inline constexpr KvFormat kKvFormats[] = {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row};
+inline constexpr KvFormat kKvFormats[] = {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row,
+                                          KvFormat::kFp8Page};
 
 // What scales a row's latent values, and where that lies.
 enum class KvScales : uint8_t {
@@ -54,7 +58,7 @@ struct KvFormatTraits {
   KvScales scales = KvScales::kNone;
   int32_t group = 0;          // latent values a scale, for kInRow and kInPage
   int32_t page_multiple = 1;  // a page's bytes are a multiple of this
-  // Of a scale in a page: 4, an fp32, or 1, the exponent byte of a binary32.
+  // Of a scale in a page: 4, an fp32, or 1, the exponent byte of a binary32 (E8M0).
   int32_t page_scale_bytes = 1;
 };
 
@@ -64,6 +68,8 @@ constexpr KvFormatTraits TraitsOf(KvFormat format) {
       return {"fp8_tensor", DType::kFp8E4m3, DType::kFp8E4m3, KvScales::kLayer};
     case KvFormat::kFp8Row:
       return {"fp8_row", DType::kFp8E4m3, DType::kBf16, KvScales::kInRow, 128};
+    case KvFormat::kFp8Page:
+      return {"fp8_page", DType::kFp8E4m3, DType::kBf16, KvScales::kInPage, 64, 576};
     case KvFormat::kIndexKey:
       return {"index_key", DType::kFp8E4m3, DType::kBf16, KvScales::kInPage, 128, 16, 4};
     case KvFormat::kBf16:

@@ -18,10 +18,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr std::byte kUntouched{0xa5};
 
-// DeepSeek V4's page: scales of all rows behind the rows, the whole a multiple of 576 bytes.
-constexpr KvFormatTraits kPlanar{"planar", DType::kFp8E4m3, DType::kBf16, KvScales::kInPage, 64,
-                                 576};
-
 TEST(KvRowLayoutTest, SizesAreThoseOfTheKnownFormats) {
   EXPECT_EQ(MakeKvRowLayout(KvFormat::kBf16, 512, 64).row_bytes, 1152);
   EXPECT_EQ(MakeKvRowLayout(KvFormat::kFp8Tensor, 512, 64).row_bytes, 576);
@@ -31,7 +27,8 @@ TEST(KvRowLayoutTest, SizesAreThoseOfTheKnownFormats) {
   EXPECT_EQ(row.scales_at, 512);
   EXPECT_EQ(row.rope_at, 528);
   EXPECT_EQ(KvPageBytes(row, row.row_bytes, 64), 656 * 64);
-  const KvRowLayout planar = MakeKvRowLayout(kPlanar, 448, 64);
+  // DeepSeek V4's page: scales of all rows behind the rows, the whole a multiple of 576 bytes.
+  const KvRowLayout planar = MakeKvRowLayout(KvFormat::kFp8Page, 448, 64);
   EXPECT_EQ(planar.row_bytes, 576);
   EXPECT_EQ(planar.groups, 7);
   EXPECT_EQ(planar.page_scales_bytes, 8);
@@ -60,6 +57,7 @@ TEST(KvRowLayoutTest, NamesDiffer) {
   EXPECT_STREQ(Name(KvFormat::kBf16), "bf16");
   EXPECT_STREQ(Name(KvFormat::kFp8Tensor), "fp8_tensor");
   EXPECT_STREQ(Name(KvFormat::kFp8Row), "fp8_row");
+  EXPECT_STREQ(Name(KvFormat::kFp8Page), "fp8_page");
 }
 
 // Over every magnitude that a row can hold.
@@ -107,7 +105,7 @@ class KvRowTest : public testing::TestWithParam<std::tuple<int, Fp8Kind, DType>>
  protected:
   static KvFormatTraits Traits() {
     const int index = std::get<0>(GetParam());
-    return index < 3 ? TraitsOf(kKvFormats[index]) : kPlanar;
+    return TraitsOf(kKvFormats[index]);
   }
   static Fp8Kind Kind() { return std::get<1>(GetParam()); }
   static DType Source() { return std::get<2>(GetParam()); }
@@ -207,7 +205,7 @@ TEST_P(KvRowTest, LargestAndSmallestMagnitudesStayInRange) {
 }
 
 std::string NameOf(const testing::TestParamInfo<std::tuple<int, Fp8Kind, DType>>& info) {
-  static constexpr const char* kNames[] = {"bf16", "fp8_tensor", "fp8_row", "planar"};
+  static constexpr const char* kNames[] = {"bf16", "fp8_tensor", "fp8_row", "fp8_page"};
   const auto [format, kind, source] = info.param;
   return std::string(kNames[format]) + "_" + Name(kind) + "_" + Name(source);
 }
@@ -238,6 +236,33 @@ TEST(DecodeKvRowTest, ForeignScalesAreRoundedOnceAndBadOnesAreNaN) {
       EXPECT_EQ(values[0], want) << scale;
     }
     EXPECT_EQ(values[128], code);
+  }
+}
+
+// As DeepSeek V4's blocks have them: the byte of a scale is the exponent of a power of two.
+TEST(DecodeKvRowTest, ScalesOfAPageAreExponents) {
+  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Page, 448, 64);
+  constexpr int32_t kRows = 4, kRow = 2;
+  std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(at, at.row_bytes, kRows)));
+  ASSERT_EQ(page.size(), 2880u);  // 4 rows of 576 bytes and of 8 scales are 2336
+  const int32_t exponents[] = {127, 0, 1, 27, 120, 199, 255};
+  for (int32_t i = 0; i < 448; ++i) page[size_t{kRow} * 576 + i] = std::byte{0x43};
+  for (int32_t group = 0; group < 7; ++group) {
+    page[size_t{kRows} * 576 + kRow * 8 + group] = static_cast<std::byte>(exponents[group]);
+  }
+  const Bf16 rotated = ToBf16(-3.0f);
+  std::memcpy(&page[size_t{kRow} * 576 + 448], &rotated, sizeof rotated);
+  const std::byte* const first = page.data();
+  for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
+    std::vector<float> values(512);
+    DecodeKvRow(at, kind, 0.0f, KvRowIn(at, first, at.row_bytes, kRows, kRow), values.data());
+    const float code = DecodeFp8(0x43, kind);
+    for (int32_t group = 0; group < 6; ++group) {
+      EXPECT_EQ(values[size_t{64} * group], std::ldexp(code, exponents[group] - 127)) << group;
+      EXPECT_EQ(values[size_t{64} * group + 63], values[size_t{64} * group]) << group;
+    }
+    EXPECT_TRUE(std::isnan(values[447])) << "no exponent";
+    EXPECT_EQ(values[448], -3.0f);
   }
 }
 

@@ -24,7 +24,8 @@ void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t 
 absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
   return absl::UnimplementedError(absl::StrCat(
       "wanted: ", ToString(desc),
-      "; supported: bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, heads ",
+      "; supported: bf16, fp8_tensor, fp8_row or fp8_page rows, bf16 or fp32 queries and outputs, "
+      "heads ",
       "1..65535, any dims up to 8192, page >= 1; missing: ", missing, "; device: host CPU"));
 }
 

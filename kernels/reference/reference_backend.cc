@@ -12,7 +12,8 @@ ReferenceBackend::ReferenceBackend() {
   info_.device = "host CPU";
   info_.arch = "portable";
   info_.supported =
-      "bf16, fp8_tensor or fp8_row rows, bf16 or fp32 queries and outputs, any heads, dims and "
+      "bf16, fp8_tensor, fp8_row or fp8_page rows, bf16 or fp32 queries and outputs, any heads, "
+      "dims and "
       "page size";
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.sparse = true;

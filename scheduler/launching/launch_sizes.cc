@@ -58,7 +58,7 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
       desc.geometry = MaxGeometry(limits);
       desc.geometry.num_heads = heads;
       desc.form = form;
-      for (const kernels::KvFormat format : kernels::kKvFormats) {
+      for (const kernels::KvFormat format : backend.Info().kv_formats) {
         desc.kv_format = format;
         desc.attention = kernels::AttentionKind::kDense;
         visit(backend.Traits(desc));

@@ -187,8 +187,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
   const kernels::KvRowLayout row =
       kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank, spec.geometry.rope_dim);
-  model->layout = kvcache::MakeLayout(
-      {row.row_bytes, spec.page_size, spec.layers, spec.kv_format, spec.indexer.dim});
+  model->layout = kvcache::MakeLayout({row.row_bytes, spec.page_size, spec.layers, spec.kv_format,
+                                       spec.indexer.dim,
+                                       kernels::KvPageBytes(row, row.row_bytes, spec.page_size)});
   absl::StatusOr<kvcache::LayoutId> layout =
       cache_->AddLayout(model->layout, model->pool_account.get());
   if (!layout.ok()) {

@@ -172,6 +172,11 @@ TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
   // The same name with another format is another model.
   spec.kv_format = kernels::KvFormat::kBf16;
   EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kAlreadyExists);
+  ASSERT_TRUE(table_.Unregister(tenant_, "row").ok());
+  spec.id = "page";
+  spec.kv_format = kernels::KvFormat::kFp8Page;  // the same, and 8 bytes a row behind all of them
+  const int64_t page = (int64_t{spec.page_size} * 24 + 575) / 576 * 576;
+  EXPECT_EQ((*table_.Register(tenant_, spec))->layout.rows(1).offset, page);
 }
 
 TEST_F(ModelTableTest, IndexKeysHaveAPlaneOfTheirOwn) {

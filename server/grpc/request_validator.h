@@ -72,6 +72,7 @@ constexpr v1::KvFormat ToProto(kernels::KvFormat format) {
 static_assert(ToProto(kernels::KvFormat::kBf16) == v1::KV_FORMAT_BF16);
 static_assert(ToProto(kernels::KvFormat::kFp8Tensor) == v1::KV_FORMAT_FP8_TENSOR);
 static_assert(ToProto(kernels::KvFormat::kFp8Row) == v1::KV_FORMAT_FP8_ROW);
+static_assert(ToProto(kernels::KvFormat::kFp8Page) == v1::KV_FORMAT_FP8_PAGE);
 
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
                             scheduler::ModelSpec* spec);

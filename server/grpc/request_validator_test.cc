@@ -323,13 +323,13 @@ TEST(RequestValidatorTest, KvFormat) {
   model.set_rope_owner(v1::ROPE_OWNER_WORKER);
   using kernels::KvFormat;
   constexpr KvFormat kWant[] = {KvFormat::kBf16, KvFormat::kBf16, KvFormat::kFp8Tensor,
-                                KvFormat::kFp8Row};
+                                KvFormat::kFp8Row, KvFormat::kFp8Page};
   for (const v1::DType dtype : {v1::DTYPE_UNSPECIFIED, v1::DTYPE_BF16}) {
-    for (const int value : {0, 1, 2, 3, 4, -1}) {
+    for (const int value : {0, 1, 2, 3, 4, 5, -1}) {
       model.set_kv_dtype(dtype);
       model.set_kv_format(static_cast<v1::KvFormat>(value));
       scheduler::ModelSpec spec;
-      const bool known = value >= 0 && value <= 3;
+      const bool known = value >= 0 && value <= 4;
       const bool conflict = dtype == v1::DTYPE_BF16 && value > 1;
       const absl::Status parsed = ParseModelSpec(model, Limits(), &spec);
       ASSERT_EQ(parsed.ok(), known && !conflict) << value;

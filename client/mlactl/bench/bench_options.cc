@@ -31,6 +31,7 @@ v1::Profile ProfileOf(const std::string& name) {
 
 v1::KvFormat KvFormatOf(const std::string& name) {
   if (name == "fp8_tensor") return v1::KV_FORMAT_FP8_TENSOR;
+  if (name == "fp8_page") return v1::KV_FORMAT_FP8_PAGE;
   return name == "fp8_row" ? v1::KV_FORMAT_FP8_ROW : v1::KV_FORMAT_BF16;
 }
 
@@ -153,8 +154,9 @@ void AddModel(Command* command, BenchArguments* arguments) {
   command->Number({"v", "N", "expanded output head (default 128)"}, 1, kMost, &arguments->v);
   command->Choice({"query-precision", "P", "of expanded: default, bf16 or split"},
                   {"default", "bf16", "split"}, &arguments->query_precision);
-  command->Choice({"kv-format", "F", "of the cache: bf16 (default), fp8_tensor or fp8_row"},
-                  {"bf16", "fp8_tensor", "fp8_row"}, &arguments->kv_format);
+  command->Choice(
+      {"kv-format", "F", "of the cache: bf16 (default), fp8_tensor, fp8_row or fp8_page"},
+      {"bf16", "fp8_tensor", "fp8_row", "fp8_page"}, &arguments->kv_format);
   command->Choice({"attention", "A",
                    "dense (default), or v32: to random lists of --top-k rows, which come along"},
                   {"dense", "v32"}, &arguments->attention);

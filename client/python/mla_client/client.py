@@ -439,7 +439,7 @@ def _match_from_proto(match: Any) -> PrefixMatch:
 
 # By number in the contract.
 _PRECISIONS = ("", "bf16", "split")
-_KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row")
+_KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
 _ATTENTION = ("", "dense", "sparse_v32")
 
 

@@ -56,6 +56,8 @@ void KvOperands::WidenRows(int32_t first, int32_t count) {
   args.rope_dim = kv.rope_dim;
   args.group = kv.traits.group;
   args.scales_at = kv.scales_at;
+  if (kv.traits.scales == KvScales::kInPage)
+    args.exponents = As<const uint8_t*>(at_.scales) + first;
   args.rope_at = kv.rope_at;
   args.out = As<uint16_t>(at_.widened) + first * at_.widened_ld;
   args.ld = at_.widened_ld;
@@ -73,17 +75,21 @@ void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_
                        reinterpret_cast<uint16_t*>(tile + pairs * 4 * kPanel), at_.v_panel_bytes);
 }
 
-int32_t KvOperands::Find(int32_t begin, int32_t count, int64_t rows) const {
-  if (context_.params->desc.attention == AttentionKind::kSparse) {
-    return FindListedRows(context_.pool, segment_, q_row_, begin, count, As<const void*>(rows));
+int32_t KvOperands::Find(int32_t begin, int32_t count, int64_t rows, bool with_scales) const {
+  FoundRows found{As<const void*>(rows), nullptr, at_.kv.page_scales_bytes};
+  if (with_scales && at_.kv.traits.scales == KvScales::kInPage) {
+    found.scales = As<const uint8_t*>(at_.scales);
   }
-  FindRows(context_.pool, context_.pool.page_tables, segment_, begin, count, As<const void*>(rows));
+  if (context_.params->desc.attention == AttentionKind::kSparse) {
+    return FindListedRows(context_.pool, segment_, q_row_, begin, count, found);
+  }
+  FindRows(context_.pool, segment_, begin, count, found);
   return count;
 }
 
 int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
   const bool widens = context_.params->desc.kv_format != KvFormat::kBf16;
-  const int32_t count = Find(begin, entries, at_.kv_rows);
+  const int32_t count = Find(begin, entries, at_.kv_rows, true);
   auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
@@ -117,7 +123,7 @@ int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
 }
 
 void KvOperands::FindNext(int32_t begin, int32_t count) {
-  next_count_ = Find(begin, count, at_.next_rows);
+  next_count_ = Find(begin, count, at_.next_rows, false);
 }
 
 // keys = [latent x W_UK^T, rotated part], values = latent x W_UV.

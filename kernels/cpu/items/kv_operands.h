@@ -57,7 +57,7 @@ class KvOperands {
   }
   bool bf16() const { return kernels_.bf16_operands; }
 
-  int32_t Find(int32_t begin, int32_t count, int64_t rows) const;
+  int32_t Find(int32_t begin, int32_t count, int64_t rows, bool with_scales) const;
   void WidenRows(int32_t first, int32_t count);
   void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
   void UpProject(int32_t count, bool keep_rests);

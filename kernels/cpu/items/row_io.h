@@ -14,18 +14,31 @@
 
 namespace mla::kernels::cpu {
 
+// Where rows lie, and, where their format has scales behind the rows of a page, these.
+struct FoundRows {
+  const void** rows;
+  const uint8_t** scales;     // null: not wanted
+  int32_t page_scales_bytes;  // KvRowLayout's
+};
+
 // Where KV rows [begin, begin + count) of a segment lie in their pages.
-inline void FindRows(const PoolView& pool, const uint32_t* page_tables,
-                     const SegmentRecord& segment, int32_t begin, int32_t count,
-                     const void** rows) {
-  const uint32_t* table = page_tables + segment.page_table;
+inline void FindRows(const PoolView& pool, const SegmentRecord& segment, int32_t begin,
+                     int32_t count, const FoundRows& found) {
+  const uint32_t* table = pool.page_tables + segment.page_table;
   for (int32_t i = 0; i < count;) {
     const int32_t position = begin + i;
     const int32_t slot = position % segment.page_size;
     const int32_t run = std::min(count - i, segment.page_size - slot);
     const std::byte* page =
         pool.base + table[position / segment.page_size] * kPageGranuleBytes + segment.layer_offset;
-    for (int32_t k = 0; k < run; ++k) rows[i + k] = page + (slot + k) * segment.row_stride;
+    for (int32_t k = 0; k < run; ++k) found.rows[i + k] = page + (slot + k) * segment.row_stride;
+    if (found.scales != nullptr) {
+      const auto* const scales =
+          reinterpret_cast<const uint8_t*>(page + segment.page_size * segment.row_stride);
+      for (int32_t k = 0; k < run; ++k) {
+        found.scales[i + k] = scales + int64_t{slot + k} * found.page_scales_bytes;
+      }
+    }
     i += run;
   }
 }
@@ -33,18 +46,25 @@ inline void FindRows(const PoolView& pool, const uint32_t* page_tables,
 // Where the KV rows lie that entries [begin, begin + count) of query row q_row's index list name,
 // without those that it does not see. Returns how many they are.
 inline int32_t FindListedRows(const PoolView& pool, const SegmentRecord& segment, int32_t q_row,
-                              int32_t begin, int32_t count, const void** rows) {
+                              int32_t begin, int32_t count, const FoundRows& found) {
   const int32_t* const list =
       segment.list + (segment.list_begin[q_row] - segment.list_begin[0]) + begin;
   const int32_t visible = VisibleRows(segment, q_row);
-  int32_t found = 0;
+  int32_t rows = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t position = list[i];
     if (position < 0 || position >= visible) continue;
-    rows[found++] = pool.Row(segment.page_table, segment.layer_offset, segment.row_stride,
-                             segment.page_size, position);
+    const int32_t slot = position % segment.page_size;
+    const std::byte* const page = pool.Row(segment.page_table, segment.layer_offset,
+                                           segment.row_stride, segment.page_size, position - slot);
+    found.rows[rows] = page + slot * segment.row_stride;
+    if (found.scales != nullptr) {
+      found.scales[rows] = reinterpret_cast<const uint8_t*>(
+          page + segment.page_size * segment.row_stride + int64_t{slot} * found.page_scales_bytes);
+    }
+    ++rows;
   }
-  return found;
+  return rows;
 }
 
 inline float LoadElement(const void* base, DType dtype, int64_t index) {

@@ -59,6 +59,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   Cutter cut;
   const int64_t blocks = at.group_rows / kTileRows;
   at.kv_rows = cut.Take(at.chunk_rows * kPointer);
+  at.scales = cut.Take(at.chunk_rows * kPointer);
   at.key_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.value_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.next_rows = cut.Take(kTileRows * kPointer);

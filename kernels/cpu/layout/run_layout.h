@@ -45,6 +45,7 @@ struct RunLayout {
 
   // Byte offsets into the scratch memory.
   int64_t kv_rows = 0;     // const void*[chunk_rows]: where the chunk's rows lie
+  int64_t scales = 0;      // const uint8_t*[chunk_rows]: and their scales, where these lie apart
   int64_t key_ptrs = 0;    // const void*[chunk_rows]: A rows of the logits product
   int64_t value_ptrs = 0;  // const void*[chunk_rows]: value rows before packing
   int64_t next_rows = 0;   // const void*[kTileRows]: where the rows of the next tile lie

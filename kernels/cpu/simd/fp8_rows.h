@@ -66,7 +66,12 @@ inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
     for (int32_t i = 0, group = 0; i < args.latent_dim; i += args.group, ++group) {
       const int32_t left = args.latent_dim - i < args.group ? args.latent_dim - i : args.group;
       uint32_t bits;
-      memcpy(&bits, row + args.scales_at + 4 * group, sizeof bits);
+      if (args.exponents != nullptr) {
+        const uint32_t exponent = args.exponents[r][group];
+        bits = exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is no normal number
+      } else {
+        memcpy(&bits, row + args.scales_at + 4 * group, sizeof bits);
+      }
       if (bits >= kSmallestScaleBits && bits <= kLargestScaleBits && (bits & 0x7fffffu) == 0) {
         widen(row + i, left, static_cast<int32_t>(bits >> 23) - 127, out + i);
         continue;

@@ -61,6 +61,7 @@ class AppendKv {
       }
       case KvFormat::kBf16:
         return store_bf16(0, r.row_dim, 0);
+      case KvFormat::kFp8Page:
       case KvFormat::kIndexKey:
         return;  // of models that are refused
     }

@@ -48,7 +48,8 @@ std::vector<PlaneRun> PlaneRuns(const GroupLayout& layout) {
 GroupLayout MakeLayout(const UniformLayers& uniform) {
   GroupLayout layout;
   layout.page_size = uniform.page_size;
-  const int64_t page_bytes = uniform.row_bytes * uniform.page_size;
+  const int64_t page_bytes =
+      uniform.page_bytes > 0 ? uniform.page_bytes : uniform.row_bytes * uniform.page_size;
   int64_t index_bytes = 0;
   kernels::KvRowLayout key;
   if (uniform.index_dim > 0) {

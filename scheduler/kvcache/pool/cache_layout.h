@@ -59,15 +59,15 @@ std::vector<PlaneRun> PlaneRuns(const GroupLayout& layout);
 
 // Layers that are all alike, each with one plane of a row a token.
 struct UniformLayers {
-  int64_t row_bytes = 0;
+  int64_t row_bytes = 0;  // from a row to the next one
   int32_t page_size = 0;
   int32_t layers = 0;
   kernels::KvFormat format = kernels::KvFormat::kBf16;
-  int32_t index_dim = 0;  // > 0: each has a second plane, of an index key of such a size a token
+  int32_t index_dim = 0;   // > 0: each has a second plane, of an index key of such a size a token
+  int64_t page_bytes = 0;  // of a layer's rows; 0: those of page_size rows
 };
 
-// REQUIRES that the product of the three numbers is an int64_t. Scales behind the rows of a page
-// are no part of row_bytes; formats with such scales have layouts of their own.
+// REQUIRES that the product of the three numbers is an int64_t.
 GroupLayout MakeLayout(const UniformLayers& uniform);
 
 }  // namespace mla::kvcache

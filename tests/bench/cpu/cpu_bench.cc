@@ -65,7 +65,8 @@ std::vector<kernels::KvFormat> Formats(const std::string& names) {
         std::find_if(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats),
                      [&](kernels::KvFormat format) { return kernels::Name(format) == name; });
     if (found == std::end(kernels::kKvFormats)) {
-      std::fprintf(stderr, "--kv: '%s' is none of bf16, fp8_tensor, fp8_row\n", name.c_str());
+      std::fprintf(stderr, "--kv: '%s' is none of bf16, fp8_tensor, fp8_row, fp8_page\n",
+                   name.c_str());
       std::exit(2);
     }
     formats.push_back(*found);
@@ -106,7 +107,7 @@ BenchFlags ParseFlags(int argc, char** argv) {
       std::fprintf(stderr,
                    "usage: %s [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] "
                    "[--only=TEXT] [--spin-us=200] [--deterministic] "
-                   "[--kv=bf16,fp8_tensor,fp8_row]\n",
+                   "[--kv=bf16,fp8_tensor,fp8_row,fp8_page]\n",
                    argv[0]);
       std::exit(2);
     }

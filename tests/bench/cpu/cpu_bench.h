@@ -19,7 +19,7 @@ namespace mla::bench {
 
 // Command line of every CPU benchmark:
 //   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--spin-us=200]
-//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row]
+//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row,fp8_page]
 struct BenchFlags {
   std::string json;
   std::string isa;  // forced dispatch level; empty: the best

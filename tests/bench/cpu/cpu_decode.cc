@@ -2,7 +2,7 @@
 // products alone, in the same process, alternating, on the same number of threads.
 //
 //   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
-//                        [--kv=bf16,fp8_tensor,fp8_row]
+//                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page]
 //
 // With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
 // one's time over each one's.

@@ -183,11 +183,12 @@ void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData&
   const auto dim = static_cast<size_t>(spec.geometry.kv_row_dim());
   const size_t row_bytes = dim * kernels::ElementSize(spec.kv_source);
   data.stored.resize(data.kv.size() / row_bytes * dim);
-  std::vector<std::byte> row(static_cast<size_t>(at.row_bytes));
+  std::vector<std::byte> row(static_cast<size_t>(at.row_bytes + at.page_scales_bytes));
+  const std::byte* const first = row.data();
   for (size_t i = 0; i * row_bytes < data.kv.size(); ++i) {
     kernels::EncodeKvRow(at, kKind, data.kv.data() + i * row_bytes, spec.kv_source, scale,
-                         {row.data(), row.data() + at.scales_at});
-    kernels::DecodeKvRow(at, kKind, scale, {row.data(), row.data() + at.scales_at},
+                         kernels::KvRowIn(at, row.data(), at.row_bytes, 1, 0));
+    kernels::DecodeKvRow(at, kKind, scale, kernels::KvRowIn(at, first, at.row_bytes, 1, 0),
                          data.stored.data() + i * dim);
   }
 }
@@ -242,14 +243,15 @@ void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
     int64_t granules;
   };
   std::vector<Group> groups;
-  const int64_t row_bytes = RowLayoutOf(workload.spec).row_bytes;
+  const kernels::KvRowLayout row = RowLayoutOf(workload.spec);
   const int64_t padding = random.OneIn(3) ? 64 : 0;
   for (size_t i = 0; i < workload.requests.size(); ++i) {
     const RequestSpec& request = workload.spec.requests[i];
     RequestData& data = workload.requests[i];
-    data.row_stride = row_bytes + padding;
-    data.layer_offset = data.row_stride * request.page_size * request.layer;
-    const int64_t bytes = data.row_stride * request.page_size * kLayers;
+    data.row_stride = row.row_bytes + padding;
+    const int64_t page_bytes = kernels::KvPageBytes(row, data.row_stride, request.page_size);
+    data.layer_offset = page_bytes * request.layer;
+    const int64_t bytes = page_bytes * kLayers;
     const size_t pages =
         static_cast<size_t>((request.kv_rows() + request.page_size - 1) / request.page_size);
     data.page_table.assign(pages + kWildEntries, kWildEntry);

@@ -70,9 +70,9 @@ TEST(CodesTest, RowsOfEightBitsAndTheirScales) {
   const TestServer server;
   const auto client = server.Connect();
   EXPECT_THAT(client->info().capabilities(), ::testing::Contains("fp8"));
-  EXPECT_THAT(
-      client->info().kv_formats(),
-      ::testing::ElementsAre(v1::KV_FORMAT_BF16, v1::KV_FORMAT_FP8_TENSOR, v1::KV_FORMAT_FP8_ROW));
+  EXPECT_THAT(client->info().kv_formats(),
+              ::testing::ElementsAre(v1::KV_FORMAT_BF16, v1::KV_FORMAT_FP8_TENSOR,
+                                     v1::KV_FORMAT_FP8_ROW, v1::KV_FORMAT_FP8_PAGE));
   v1::ModelSpec spec = SpecOf({}, "bf16");
   const auto bf16 = client->RegisterModel(spec);
   ASSERT_TRUE(bf16.ok());
