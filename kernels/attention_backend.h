@@ -50,6 +50,7 @@ struct BackendInfo {
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
   bool sparse = false;             // computes on index lists (AttentionKind::kSparse)
   bool selects = false;            // makes them (Launch::selects)
+  bool windows = false;            // computes on windows and entries (AttentionKind::kWindow)
   bool unified_memory = true;      // launches work on host memory in place
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;

@@ -9,12 +9,13 @@ const char* Name(AttentionForm form) {
 }
 
 std::string ToString(const AttentionDesc& desc) {
+  constexpr const char* kKinds[] = {"", " sparse", " window"};
   const Geometry& g = desc.geometry;
   return absl::StrCat(Name(desc.form), " heads=", g.num_heads, " lora=", g.kv_lora_rank,
                       " rope=", g.rope_dim, " nope=", g.nope_dim, " v=", g.v_dim,
                       " q=", Name(desc.q_dtype), " o=", Name(desc.o_dtype),
                       " kv=", Name(desc.kv_format), " page=", desc.page_size,
-                      desc.attention == AttentionKind::kSparse ? " sparse" : "");
+                      kKinds[static_cast<int>(desc.attention) - 1]);
 }
 
 }  // namespace mla::kernels

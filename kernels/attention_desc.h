@@ -42,6 +42,8 @@ enum class AttentionForm : uint8_t {
 enum class AttentionKind : uint8_t {
   kDense = 1,   // all that it sees
   kSparse = 2,  // those of an index list of its own; in the absorbed form
+  // The last ones, and compressed entries (kernels/window.h); in the absorbed form.
+  kWindow = 3,
 };
 
 struct AttentionDesc {
@@ -52,7 +54,13 @@ struct AttentionDesc {
   DType o_dtype = DType::kBf16;
   int32_t page_size = 64;  // rows a page, >= 1
   AttentionKind attention = AttentionKind::kDense;
+  KvFormat entry_format = KvFormat::kBf16;  // of the entries of kWindow
 
+  // Elements of an output row of a head.
+  int32_t value_dim() const {
+    if (attention == AttentionKind::kWindow) return geometry.kv_row_dim();
+    return form == AttentionForm::kAbsorbed ? geometry.kv_lora_rank : geometry.v_dim;
+  }
   friend bool operator==(const AttentionDesc&, const AttentionDesc&) = default;
 };
 

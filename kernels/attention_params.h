@@ -12,6 +12,7 @@
 #include "kernels/formats/kv_format.h"
 #include "kernels/input_fragments.h"
 #include "kernels/round_info.h"
+#include "kernels/window.h"
 #include "kernels/work_info.h"
 
 namespace mla::kernels {
@@ -26,7 +27,8 @@ inline constexpr int64_t kPageGranuleBytes = 256;
 // and head slice.
 //
 // With index lists, KV rows of a plan are places in the list of the query row of their tile, which
-// has one query row only (PlanTraits::max_q_rows_per_tile).
+// has one query row only (PlanTraits::max_q_rows_per_tile). So it is with a window: see
+// WindowRecord.
 struct SegmentRecord {
   const void* q;  // [q_rows, num_heads, q dim], q dtype
   void* o;        // [q_rows, num_heads, o dim], o dtype
@@ -46,7 +48,8 @@ struct SegmentRecord {
   float softmax_scale;   // multiplies q·k before the softmax
   int32_t causal;        // 1: query row i sees kv rows <= kv_rows - q_rows + i; 0: all kv rows
   float kv_scale;        // of the layer's rows, in formats with a scale a layer; else unused
-  // Index lists, where the desc's attention is kSparse: query row i attends to the positions
+  // Index lists, where the desc's attention is kSparse, or of entries where it is kWindow, unless
+  // list_begin is null: query row i attends to the positions
   // list[list_begin[i] - list_begin[0]] up to, but without, list[list_begin[i + 1] -
   // list_begin[0]]. The positions of a list differ. Entries that are no position that the query
   // row sees by `causal` are skipped, wherever they stand.
@@ -115,6 +118,7 @@ struct AttentionParams {
   // Empty, or by segment: one with bytes > 0 holds the queries, in place of SegmentRecord::q.
   std::span<const FragmentedInput> q_fragments;
   PlanView plan;
+  std::span<const WindowRecord> windows;  // where the desc's attention is kWindow: by segment
 };
 
 }  // namespace mla::kernels

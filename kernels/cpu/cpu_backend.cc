@@ -80,6 +80,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.sparse = true;
   info_.selects = true;
+  info_.windows = true;
   info_.units = threads;
   info_.unified_memory = true;
   info_.reads_fragments = true;
@@ -112,11 +113,11 @@ absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelS
 }
 
 absl::Status CpuBackend::CanRun(const AttentionDesc& desc) const {
-  const bool sparse = desc.attention == AttentionKind::kSparse;
-  if (!sparse || desc.form == AttentionForm::kAbsorbed) return HostBackend::CanRun(desc);
-  return absl::UnimplementedError(absl::StrCat("wanted: ", ToString(desc),
-                                               "; supported: ", info_.supported,
-                                               "; missing: index lists in the expanded form"));
+  const bool dense = desc.attention == AttentionKind::kDense;
+  if (dense || desc.form == AttentionForm::kAbsorbed) return HostBackend::CanRun(desc);
+  return absl::UnimplementedError(
+      absl::StrCat("wanted: ", ToString(desc), "; supported: ", info_.supported,
+                   "; missing: index lists or a window in the expanded form"));
 }
 
 PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
@@ -125,7 +126,7 @@ PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
   const bool expanded = desc.form == AttentionForm::kExpanded;
   traits.tile_rows = expanded ? cpu::kExpandedTileRows : kTileRows;
   traits.max_heads_per_tile = expanded ? 1 : 0;
-  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kSparse ? 1 : 0;
+  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kDense ? 0 : 1;
   traits.kv_granularity = expanded ? kTileRows : 32;
   traits.item_overhead_rows = expanded ? 16 : 32;
   traits.fixed_split_rows = options_.deterministic ? kFixedSplitRows : 0;
@@ -148,6 +149,9 @@ int64_t CpuBackend::ScratchBytes(const BackendLimits& limits) const {
   for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
     bytes = std::max(bytes, cpu::MakeRunLayout(kernels_, LargestDesc(limits, form)).bytes);
   }
+  AttentionDesc window = LargestDesc(limits, AttentionForm::kAbsorbed);
+  window.attention = AttentionKind::kWindow;
+  bytes = std::max(bytes, cpu::MakeRunLayout(kernels_, window).bytes);
   return std::max(bytes, cpu::MakeSelectLayout(kernels_, limits.max_top_k).bytes);
 }
 

@@ -91,6 +91,11 @@ absl::Status HostBackend::CanRun(const AttentionDesc& desc) const {
   if (desc.form == AttentionForm::kExpanded && (g.nope_dim < 1 || g.v_dim < 1)) {
     return Refuse(desc, "the expanded form without nope_dim and v_dim");
   }
+  const bool by_layer = desc.kv_format == KvFormat::kFp8Tensor;
+  if (desc.attention == AttentionKind::kWindow &&
+      by_layer != (desc.entry_format == KvFormat::kFp8Tensor)) {
+    return Refuse(desc, "a scale a layer for rows or for entries alone");
+  }
   return absl::OkStatus();
 }
 
@@ -228,6 +233,12 @@ absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
         absl::StrCat("plan: ", params.plan.partial_rows, " partial rows and ",
                      params.plan.reduce_final_map.size(), " reduce tiles, limits ",
                      limits_.partial_rows, " and ", limits_.reduce_tiles));
+  }
+  if (params.desc.attention == AttentionKind::kWindow &&
+      params.windows.size() != params.segments.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("windows: got ", params.windows.size(),
+                                                   ", want ", params.segments.size(),
+                                                   ", one a segment"));
   }
   if (params.desc.form == AttentionForm::kAbsorbed) return absl::OkStatus();
   for (size_t i = 0; i < params.segments.size(); ++i) {

@@ -43,6 +43,19 @@ inline int32_t VisibleRows(const SegmentRecord& segment, int32_t q_row) {
   return seen < 0 ? 0 : seen;
 }
 
+// KV rows that the query row attends to, in the places of a plan.
+inline int32_t PlacesOf(const AttentionParams& params, int32_t segment_index, int32_t q_row) {
+  const SegmentRecord& segment = params.segments[static_cast<size_t>(segment_index)];
+  const int32_t visible = VisibleRows(segment, q_row);
+  if (params.desc.attention == AttentionKind::kDense) return visible;
+  const int32_t* const begin = segment.list_begin;
+  const int32_t listed = begin == nullptr ? 0 : begin[q_row + 1] - begin[q_row];
+  if (params.desc.attention == AttentionKind::kSparse) return listed;
+  const WindowRecord& window = params.windows[static_cast<size_t>(segment_index)];
+  const int32_t entries = begin == nullptr ? WholeEntries(window, visible) : listed;
+  return WindowRows(window, visible) + entries;
+}
+
 // What the 8-bit floats of pools in host memory are.
 inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
 

@@ -11,10 +11,9 @@
 
 namespace mla::kernels {
 
-// Reads the rows that `where` names, except in formats that keep their scales apart from the rows,
-// and writes them to `out` [rows, row_dim] as bf16, rounded to it where the format holds other
-// numbers. `page_tables` is as in Launch. Blocks: it makes launches in `slot`, which must not run,
-// and allocates. Fails as Submit and Wait do.
+// Reads the rows that `where` names and writes them to `out` [rows, row_dim] as bf16, rounded to it
+// where the format holds other numbers. `page_tables` is as in Launch. Blocks: it makes launches in
+// `slot`, which must not run, and allocates. Fails as Submit and Wait do.
 absl::Status ReadRows(AttentionBackend& backend, int32_t slot,
                       std::span<const uint32_t> page_tables, const AppendRecord& where, Bf16* out);
 

@@ -12,38 +12,66 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Positions of the KV rows that a query row attends to.
-void FindPositions(const AttentionDesc& desc, const SegmentRecord& segment, int32_t q_row,
-                   std::vector<int32_t>& positions) {
+// Where rows or entries lie.
+struct Plane {
+  KvRowLayout at;
+  int64_t page_table, layer_offset, row_stride;
+  int32_t page_size;
+};
+
+Plane PlaneOfRows(const AttentionDesc& desc, const SegmentRecord& segment) {
+  const Geometry& g = desc.geometry;
+  return {MakeKvRowLayout(desc.kv_format, g.kv_lora_rank, g.rope_dim), segment.page_table,
+          segment.layer_offset, segment.row_stride, segment.page_size};
+}
+
+Plane PlaneOfEntries(const AttentionDesc& desc, const WindowRecord& window) {
+  const Geometry& g = desc.geometry;
+  return {MakeKvRowLayout(desc.entry_format, g.kv_lora_rank, g.rope_dim), window.page_table,
+          window.layer_offset, window.row_stride, window.page_size};
+}
+
+// Positions of the KV rows, and then of the entries, that a query row attends to.
+void FindPositions(const AttentionDesc& desc, const SegmentRecord& segment,
+                   const WindowRecord* window, int32_t q_row, ReferenceScratch& scratch) {
   const int32_t visible = VisibleRows(segment, q_row);
+  std::vector<int32_t>& positions = scratch.positions;
   positions.clear();
+  int32_t bound = visible;  // of what a list may name
   if (desc.attention == AttentionKind::kDense) {
     for (int32_t j = 0; j < visible; ++j) positions.push_back(j);
-    return;
   }
-  const int32_t first = segment.list_begin[0];
+  if (window != nullptr) {
+    for (int32_t j = visible - WindowRows(*window, visible); j < visible; ++j)
+      positions.push_back(j);
+    bound = WholeEntries(*window, visible);
+  }
+  scratch.first_entry = positions.size();
+  if (window != nullptr && segment.list_begin == nullptr) {
+    for (int32_t j = 0; j < bound; ++j) positions.push_back(j);
+  }
+  if (desc.attention == AttentionKind::kDense || segment.list_begin == nullptr) return;
+  if (window == nullptr) scratch.first_entry = std::numeric_limits<size_t>::max();
+  const int32_t before = segment.list_begin[0];
   for (int32_t i = segment.list_begin[q_row]; i < segment.list_begin[q_row + 1]; ++i) {
-    const int32_t position = segment.list[i - first];
-    if (position >= 0 && position < visible) positions.push_back(position);
+    const int32_t position = segment.list[i - before];
+    if (position >= 0 && position < bound) positions.push_back(position);
   }
 }
 
-// What a stored row stands for.
-const float* KvRow(const KvRowLayout& at, const SegmentRecord& segment, const PoolView& pool,
-                   int32_t position, ReferenceScratch& scratch) {
-  const std::byte* const page =
-      pool.Row(segment.page_table, segment.layer_offset, segment.row_stride, segment.page_size,
-               position - position % segment.page_size);
-  scratch.row.resize(static_cast<size_t>(at.latent_dim + at.rope_dim));
-  DecodeKvRow(
-      at, kHostFp8, segment.kv_scale,
-      KvRowIn(at, page, segment.row_stride, segment.page_size, position % segment.page_size),
-      scratch.row.data());
+// What is stored at a place of scratch.positions.
+const float* RowAt(const Plane& rows, const Plane& entries, float kv_scale, const PoolView& pool,
+                   size_t place, ReferenceScratch& scratch) {
+  const Plane& plane = place < scratch.first_entry ? rows : entries;
+  const int32_t position = scratch.positions[place];
+  const int32_t in_page = position % plane.page_size;
+  const std::byte* const page = pool.Row(plane.page_table, plane.layer_offset, plane.row_stride,
+                                         plane.page_size, position - in_page);
+  scratch.row.resize(static_cast<size_t>(plane.at.latent_dim + plane.at.rope_dim));
+  DecodeKvRow(plane.at, kHostFp8, kv_scale,
+              KvRowIn(plane.at, page, plane.row_stride, plane.page_size, in_page),
+              scratch.row.data());
   return scratch.row.data();
-}
-
-KvRowLayout RowLayoutOf(const AttentionDesc& desc) {
-  return MakeKvRowLayout(desc.kv_format, desc.geometry.kv_lora_rank, desc.geometry.rope_dim);
 }
 
 // The query in latent space, so that one loop serves both forms: the expanded form's key is
@@ -72,16 +100,14 @@ void LatentQuery(const AttentionDesc& desc, const SegmentRecord& segment,
 }
 
 // logits[j] of the rows attended to; returns their maximum, NaN logits aside.
-double Logits(const AttentionDesc& desc, const SegmentRecord& segment, const PoolView& pool,
-              ReferenceScratch& scratch) {
-  const int32_t dim = desc.geometry.kv_row_dim();
-  const KvRowLayout at = RowLayoutOf(desc);
+double Logits(const SegmentRecord& segment, const Plane& rows, const Plane& entries,
+              const PoolView& pool, ReferenceScratch& scratch) {
   double maximum = -kInfinity;
   scratch.logits.resize(scratch.positions.size());
   for (size_t j = 0; j < scratch.positions.size(); ++j) {
-    const float* row = KvRow(at, segment, pool, scratch.positions[j], scratch);
+    const float* row = RowAt(rows, entries, segment.kv_scale, pool, j, scratch);
     double dot = 0.0;
-    for (int32_t i = 0; i < dim; ++i) dot += scratch.query[i] * row[i];
+    for (size_t i = 0; i < scratch.query.size(); ++i) dot += scratch.query[i] * row[i];
     scratch.logits[j] = dot * segment.softmax_scale;
     if (scratch.logits[j] > maximum) maximum = scratch.logits[j];
   }
@@ -95,7 +121,7 @@ void StoreOutput(const AttentionDesc& desc, const SegmentRecord& segment,
   const Geometry& g = desc.geometry;
   const int64_t base = q_row * segment.o_row_stride + head * segment.o_head_stride;
   if (desc.form == AttentionForm::kAbsorbed) {
-    for (int32_t i = 0; i < g.kv_lora_rank; ++i) {
+    for (int32_t i = 0; i < desc.value_dim(); ++i) {
       StoreElement(segment.o, desc.o_dtype, base + i, scratch.sum[i] * inverse);
     }
     return;
@@ -129,27 +155,34 @@ void StoreElement(void* base, DType dtype, int64_t index, double value) {
 }
 
 void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
-                        const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
-                        int32_t head, ReferenceScratch& scratch) {
-  const int32_t lora = desc.geometry.kv_lora_rank;
-  const KvRowLayout at = RowLayoutOf(desc);
-  FindPositions(desc, segment, q_row, scratch.positions);
+                        const WindowRecord* window, const PoolView& pool,
+                        const ReferenceWeights& weights, int32_t q_row, int32_t head,
+                        ReferenceScratch& scratch) {
+  // What is summed: in the expanded form the latent values, which W_UV takes.
+  const int32_t dim =
+      desc.form == AttentionForm::kAbsorbed ? desc.value_dim() : desc.geometry.kv_lora_rank;
+  const Plane rows = PlaneOfRows(desc, segment);
+  const Plane entries = window == nullptr ? rows : PlaneOfEntries(desc, *window);
+  FindPositions(desc, segment, window, q_row, scratch);
   LatentQuery(desc, segment, weights, q_row, head, scratch.query);
-  const double maximum = Logits(desc, segment, pool, scratch);
+  const double maximum = Logits(segment, rows, entries, pool, scratch);
   // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
   const double shift = maximum == -kInfinity ? 0.0 : maximum;
   double total = 0.0;
-  scratch.sum.assign(static_cast<size_t>(lora), 0.0);
+  scratch.sum.assign(static_cast<size_t>(dim), 0.0);
   for (size_t j = 0; j < scratch.positions.size(); ++j) {
     const double weight = std::exp(scratch.logits[j] - shift);
     total += weight;
-    const float* row = KvRow(at, segment, pool, scratch.positions[j], scratch);
-    for (int32_t i = 0; i < lora; ++i) scratch.sum[i] += weight * row[i];
+    const float* row = RowAt(rows, entries, segment.kv_scale, pool, j, scratch);
+    for (int32_t i = 0; i < dim; ++i) scratch.sum[i] += weight * row[i];
   }
-  const double inverse = total == 0.0 ? 0.0 : 1.0 / total;
+  const double lse = total == 0.0 ? -kInfinity : shift + std::log(total);
+  double inverse = total == 0.0 ? 0.0 : 1.0 / total;
+  if (window != nullptr && window->sinks != nullptr) {
+    inverse *= SinkFactor(window->sinks[head], lse);
+  }
   StoreOutput(desc, segment, weights, q_row, head, inverse, scratch);
   if (segment.lse != nullptr) {
-    const double lse = total == 0.0 ? -kInfinity : shift + std::log(total);
     segment.lse[q_row * segment.lse_row_stride + head * segment.lse_head_stride] =
         static_cast<float>(lse);
   }

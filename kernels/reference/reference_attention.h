@@ -32,14 +32,16 @@ void StoreElement(void* base, DType dtype, int64_t index, double value);
 // Scratch reused between rows; grows to the largest row seen.
 struct ReferenceScratch {
   std::vector<int32_t> positions;
+  size_t first_entry = 0;  // of positions: from here on they are those of entries
   std::vector<double> query, logits, sum, expanded;
   std::vector<float> row;
 };
 
-// Output row and LSE of (query row q_row, head) of one segment.
+// Output row and LSE of (query row q_row, head) of one segment; `window` is its own, or null.
 void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
-                        const PoolView& pool, const ReferenceWeights& weights, int32_t q_row,
-                        int32_t head, ReferenceScratch& scratch);
+                        const WindowRecord* window, const PoolView& pool,
+                        const ReferenceWeights& weights, int32_t q_row, int32_t head,
+                        ReferenceScratch& scratch);
 
 // The list of one query row.
 void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_t row);

@@ -18,6 +18,7 @@ ReferenceBackend::ReferenceBackend() {
   info_.kv_formats.assign(std::begin(kKvFormats), std::end(kKvFormats));
   info_.sparse = true;
   info_.selects = true;
+  info_.windows = true;
   info_.units = 1;
   info_.unified_memory = true;
   info_.splits_queries = true;
@@ -27,7 +28,7 @@ ReferenceBackend::ReferenceBackend() {
 PlanTraits ReferenceBackend::Traits(const AttentionDesc& desc) const {
   PlanTraits traits;
   traits.max_heads_per_tile = desc.form == AttentionForm::kExpanded ? 1 : 0;
-  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kSparse ? 1 : 0;
+  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kDense ? 0 : 1;
   return traits;
 }
 
@@ -96,11 +97,14 @@ void ReferenceBackend::Project(const Projection& projection, bool absorb) const 
 }
 
 void ReferenceBackend::Attend(const AttentionParams& params, const PoolView& pool) {
-  for (const SegmentRecord& segment : params.segments) {
+  const bool windows = params.desc.attention == AttentionKind::kWindow;
+  for (size_t i = 0; i < params.segments.size(); ++i) {
+    const SegmentRecord& segment = params.segments[i];
+    const WindowRecord* const window = windows ? &params.windows[i] : nullptr;
     const ReferenceWeights weights = WeightsOf(segment.weights_slot);
     for (int32_t row = 0; row < segment.q_rows; ++row) {
       for (int32_t head = 0; head < segment.num_heads; ++head) {
-        ReferenceAttendRow(params.desc, segment, pool, weights, row, head, scratch_);
+        ReferenceAttendRow(params.desc, segment, window, pool, weights, row, head, scratch_);
       }
     }
   }

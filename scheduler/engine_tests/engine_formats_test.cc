@@ -39,11 +39,12 @@ class EngineFormatsTest : public ::testing::TestWithParam<kernels::KvFormat> {
     const kernels::Geometry& g = h_.model().geometry;
     const kernels::KvRowLayout at =
         kernels::MakeKvRowLayout(GetParam(), g.kv_lora_rank, g.rope_dim);
-    std::vector<std::byte> bytes(static_cast<size_t>(at.row_bytes));
+    std::vector<std::byte> bytes(static_cast<size_t>(at.row_bytes + at.page_scales_bytes));
+    const std::byte* const first = bytes.data();
     for (Row& row : rows) {
       kernels::EncodeKvRow(at, kKind, row.data(), kernels::DType::kF32, kScales[layer],
-                           {bytes.data(), bytes.data() + at.scales_at});
-      kernels::DecodeKvRow(at, kKind, kScales[layer], {bytes.data(), bytes.data() + at.scales_at},
+                           KvRowIn(at, bytes.data(), at.row_bytes, 1, 0));
+      kernels::DecodeKvRow(at, kKind, kScales[layer], KvRowIn(at, first, at.row_bytes, 1, 0),
                            row.data());
     }
     return rows;

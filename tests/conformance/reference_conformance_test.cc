@@ -129,7 +129,8 @@ class WrongScale final : public kernels::HostBackend {
       request.softmax_scale *= 1.25f;
       for (int32_t row = 0; row < request.q_rows; ++row) {
         for (int32_t head = 0; head < request.num_heads; ++head) {
-          kernels::ReferenceAttendRow(launch.absorbed.desc, request, pool, {}, row, head, scratch);
+          kernels::ReferenceAttendRow(launch.absorbed.desc, request, nullptr, pool, {}, row, head,
+                                      scratch);
         }
       }
     }

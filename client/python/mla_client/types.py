@@ -80,7 +80,8 @@ class ModelSpec:
     # backend can, which the registered model names.
     query_precision: str = ""
     # How the cache keeps KV rows: "bf16", "fp8_tensor" (one scale a layer, see
-    # Service.register_model) "fp8_row" (scales in every row) or "fp8_page" (in every page); "": bf16.
+    # Service.register_model), "fp8_row" (scales in every row) or "fp8_page" (scales in every page);
+    # "": bf16.
     kv_format: str = ""
     # "sparse_v32": rows may bring index lists of at most `top_k` entries (Step.attend_sparse);
     # "dense" or "": none.

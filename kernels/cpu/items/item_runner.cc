@@ -44,7 +44,7 @@ class ItemState {
         segment_(context.params->segments[static_cast<size_t>(work.segment)]),
         work_(work),
         scratch_(scratch),
-        kv_(context, segment_, work.q_begin, weights, scratch) {}
+        kv_(context, work, weights, scratch) {}
 
   void RunGroup(const Group& group);
   void SelectHead(int32_t head) { kv_.SelectHead(segment_.head_offset + head); }
@@ -146,17 +146,14 @@ void ItemState::PackQueries(const Group& group) {
   }
 }
 
-// visible[n] = KV rows [0, visible[n]) of the segment that packed row n sees, or so many entries of
-// its index list, cut at the item's end. Returns the largest.
+// visible[n] = KV rows [0, visible[n]) of the segment that packed row n sees, or so many places of
+// its index list or window, cut at the item's end. Returns the largest.
 int32_t ItemState::SetVisible(const Group& group) {
   int32_t* visible = As<int32_t>(at_.visible);
-  const bool sparse = context_.params->desc.attention == AttentionKind::kSparse;
   int32_t largest = 0;
   few_keys_ = false;
   for (int32_t n = 0; n < group.rows; ++n) {
-    const int32_t row = group.query_row(n);
-    const int32_t seen = sparse ? segment_.list_begin[row + 1] - segment_.list_begin[row]
-                                : VisibleRows(segment_, row);
+    const int32_t seen = PlacesOf(*context_.params, work_.segment, group.query_row(n));
     visible[n] = std::min(seen, work_.kv_end);
     largest = std::max(largest, visible[n]);
     few_keys_ = few_keys_ || visible[n] <= kTileRows;
@@ -296,7 +293,8 @@ void ItemState::Finish(const Group& group) {
               : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
     const int64_t query_row = group.query_row(n), head = group.head(n);
     if (work_.partial_row == kUnsplit) {
-      StoreRow(kernels_, o, at_.value_dim, inverse, params.desc.o_dtype, segment_.o,
+      StoreRow(kernels_, o, at_.value_dim, inverse * kv_.SinkFactorOf(head, lse),
+               params.desc.o_dtype, segment_.o,
                query_row * segment_.o_row_stride + head * segment_.o_head_stride);
       if (segment_.lse != nullptr) {
         segment_.lse[query_row * segment_.lse_row_stride + head * segment_.lse_head_stride] = lse;

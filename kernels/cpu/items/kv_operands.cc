@@ -47,8 +47,14 @@ void KvOperands::SelectHead(int32_t head) {
 // Rows of an 8-bit format become bf16 rows of scratch memory, as which everything behind knows
 // them.
 void KvOperands::WidenRows(int32_t first, int32_t count) {
+  const int32_t rows = std::clamp(of_segment_ - first, 0, count);
+  WidenPart(at_.kv, first, rows);
+  WidenPart(at_.entry, first + rows, count - rows);
+}
+
+void KvOperands::WidenPart(const KvRowLayout& kv, int32_t first, int32_t count) {
+  if (count == 0 || kv.traits.latent == DType::kBf16) return;
   auto** rows = As<const uint8_t*>(at_.kv_rows) + first;
-  const KvRowLayout& kv = at_.kv;
   Fp8RowsArgs args{};
   args.rows = rows;
   args.count = count;
@@ -56,8 +62,9 @@ void KvOperands::WidenRows(int32_t first, int32_t count) {
   args.rope_dim = kv.rope_dim;
   args.group = kv.traits.group;
   args.scales_at = kv.scales_at;
-  if (kv.traits.scales == KvScales::kInPage)
+  if (kv.traits.scales == KvScales::kInPage) {
     args.exponents = As<const uint8_t*>(at_.scales) + first;
+  }
   args.rope_at = kv.rope_at;
   args.out = As<uint16_t>(at_.widened) + first * at_.widened_ld;
   args.ld = at_.widened_ld;
@@ -75,37 +82,60 @@ void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_
                        reinterpret_cast<uint16_t*>(tile + pairs * 4 * kPanel), at_.v_panel_bytes);
 }
 
-int32_t KvOperands::Find(int32_t begin, int32_t count, int64_t rows, bool with_scales) const {
-  FoundRows found{As<const void*>(rows), nullptr, at_.kv.page_scales_bytes};
-  if (with_scales && at_.kv.traits.scales == KvScales::kInPage) {
-    found.scales = As<const uint8_t*>(at_.scales);
-  }
+KvOperands::Found KvOperands::Find(int32_t begin, int32_t count, const FoundRows& to) const {
+  if (window_ != nullptr) return FindWindow(begin, count, to);
+  const RowPages pages = PagesOfRows(segment_, at_.kv);
   if (context_.params->desc.attention == AttentionKind::kSparse) {
-    return FindListedRows(context_.pool, segment_, q_row_, begin, count, found);
+    const int32_t first = segment_.list_begin[q_row_] - segment_.list_begin[0] + begin;
+    count = FindListedRows(context_.pool, pages, segment_.list + first, count,
+                           VisibleRows(segment_, q_row_), to);
+  } else {
+    FindRows(context_.pool, pages, begin, count, to);
   }
-  FindRows(context_.pool, segment_, begin, count, found);
-  return count;
+  return {count, count};
+}
+
+// Places of the window, then those of the entries.
+KvOperands::Found KvOperands::FindWindow(int32_t begin, int32_t count, const FoundRows& to) const {
+  const int32_t visible = VisibleRows(segment_, q_row_);
+  const int32_t held = WindowRows(*window_, visible);
+  const int32_t rows = std::clamp(held - begin, 0, count);
+  FindRows(context_.pool, PagesOfRows(segment_, at_.kv), visible - held + begin, rows, to);
+  if (rows == count) return {count, count};
+  const RowPages entries = PagesOfEntries(*window_, at_.entry);
+  const int32_t first = begin + rows - held;
+  if (segment_.list_begin == nullptr) {
+    FindRows(context_.pool, entries, first, count - rows, to.Behind(rows));
+    return {count, rows};
+  }
+  const int32_t* const list =
+      segment_.list + (segment_.list_begin[q_row_] - segment_.list_begin[0]);
+  return {rows + FindListedRows(context_.pool, entries, list + first, count - rows,
+                                WholeEntries(*window_, visible), to.Behind(rows)),
+          rows};
 }
 
 int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
-  const bool widens = context_.params->desc.kv_format != KvFormat::kBf16;
-  const int32_t count = Find(begin, entries, at_.kv_rows, true);
+  const Found found =
+      Find(begin, entries, {As<const void*>(at_.kv_rows), As<const uint8_t*>(at_.scales)});
+  const int32_t count = found.rows;
+  of_segment_ = found.of_segment;
   auto** rows = As<const uint16_t*>(at_.kv_rows);
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
   if (!at_.expanded && bf16()) {
     // Widened rows are packed while they are in the first-level cache.
-    const int32_t piece = widens ? kWidenedRows : kTileRows;
+    const int32_t piece = at_.widens ? kWidenedRows : kTileRows;
     for (int32_t first = 0; first < count; first += piece) {
       const int32_t some = std::min(piece, count - first);
-      if (widens) WidenRows(first, some);
+      if (at_.widens) WidenRows(first, some);
       PackValues(rows, first, some);
     }
     std::memcpy(keys, rows, static_cast<size_t>(count) * sizeof(void*));
     std::memcpy(values, rows, static_cast<size_t>(count) * sizeof(void*));
     return count;
   }
-  if (widens) WidenRows(0, count);
+  if (at_.widens) WidenRows(0, count);
   if (!at_.expanded) {
     kernels_.widen(rows, count, at_.key_dim, As<float>(at_.keys), at_.key_row_bytes / 4);
     for (int32_t i = 0; i < count; ++i) keys[i] = As<std::byte>(at_.keys) + i * at_.key_row_bytes;
@@ -123,7 +153,7 @@ int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
 }
 
 void KvOperands::FindNext(int32_t begin, int32_t count) {
-  next_count_ = Find(begin, count, at_.next_rows, false);
+  next_count_ = Find(begin, count, {As<const void*>(at_.next_rows), nullptr}).rows;
 }
 
 // keys = [latent x W_UK^T, rotated part], values = latent x W_UV.

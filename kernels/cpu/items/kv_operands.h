@@ -9,26 +9,28 @@
 #include <cstdint>
 
 #include "kernels/cpu/items/item_runner.h"
+#include "kernels/cpu/items/row_io.h"
 
 namespace mla::kernels::cpu {
 
 class KvOperands {
  public:
-  // `q_row`: the item's only query row, where the attention is sparse.
-  KvOperands(const RunContext& context, const SegmentRecord& segment, int32_t q_row,
-             const PackedWeights& weights, std::byte* scratch)
+  // Of the item's segment; where the attention is not dense, of its only query row.
+  KvOperands(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
+             std::byte* scratch)
       : context_(context),
         kernels_(*context.kernels),
         at_(context.layout),
-        segment_(segment),
-        q_row_(q_row),
+        segment_(context.params->segments[static_cast<size_t>(work.segment)]),
+        window_(WindowOf(context, work)),
+        q_row_(work.q_begin),
         weights_(weights),
         scratch_(scratch) {}
 
   // Expanded form: makes W_UK of head `head` of the model ready for up-projections.
   void SelectHead(int32_t head);
-  // Makes rows [begin, begin + entries) of the segment, or those that such entries of the index
-  // list name, the chunk; returns how many it has. `keep_rests`: in the expanded form also what
+  // Makes rows [begin, begin + entries) of the segment, or those at such places of its index list
+  // or window, the chunk; returns how many it has. `keep_rests`: in the expanded form also what
   // rounding took from up-projected values.
   int32_t Prepare(int32_t begin, int32_t entries, bool keep_rests);
   // Rows that products may fetch into a cache meanwhile.
@@ -44,6 +46,12 @@ class KvOperands {
   float Value(int32_t row, int32_t d, bool with_rest) const;
   bool ValuesFinite(int32_t row, int32_t rows) const;
 
+  // Of an output whose log-sum-exp is `lse`; 1 without sinks.
+  float SinkFactorOf(int64_t head, float lse) const {
+    const bool sinks = window_ != nullptr && window_->sinks != nullptr;
+    return sinks ? static_cast<float>(SinkFactor(window_->sinks[head], lse)) : 1.0f;
+  }
+
   // What logits and outputs have to be multiplied by: keys and values are codes where a layer has
   // one scale.
   float scale() const {
@@ -57,8 +65,19 @@ class KvOperands {
   }
   bool bf16() const { return kernels_.bf16_operands; }
 
-  int32_t Find(int32_t begin, int32_t count, int64_t rows, bool with_scales) const;
+  static const WindowRecord* WindowOf(const RunContext& context, const WorkInfo& work) {
+    if (context.params->desc.attention != AttentionKind::kWindow) return nullptr;
+    return &context.params->windows[static_cast<size_t>(work.segment)];
+  }
+
+  // Of rows that were found, those that are not entries of a window come first.
+  struct Found {
+    int32_t rows, of_segment;
+  };
+  Found Find(int32_t begin, int32_t count, const FoundRows& to) const;
+  Found FindWindow(int32_t begin, int32_t count, const FoundRows& to) const;
   void WidenRows(int32_t first, int32_t count);
+  void WidenPart(const KvRowLayout& kv, int32_t first, int32_t count);
   void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
   void PackRests(const float* up, int32_t count);
@@ -68,11 +87,13 @@ class KvOperands {
   const KernelSet& kernels_;
   const RunLayout& at_;
   const SegmentRecord& segment_;
+  const WindowRecord* const window_;
   const int32_t q_row_;
   const PackedWeights& weights_;
   std::byte* scratch_;
   const std::byte* head_weights_ = nullptr;
   int32_t next_count_ = 0;
+  int32_t of_segment_ = 0;  // rows of the chunk that are not entries of a window
 };
 
 }  // namespace mla::kernels::cpu

@@ -16,9 +16,9 @@ constexpr float kOnes[] = {1.0f, 1.0f};
 constexpr int32_t kMergedAtOnce = 64;  // parts of a row
 
 // Merges the parts of one packed row; `offset` is the row within each part. A part that saw no key
-// does not count, whatever it holds.
+// does not count, whatever it holds. `sink`: of the row's head, or null.
 void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t offset,
-              const SegmentRecord& segment, int64_t o_offset, float* lse_out) {
+              const SegmentRecord& segment, int64_t o_offset, const float* sink, float* lse_out) {
   const PartialBuffers& partials = context.partials;
   const KernelSet& kernels = *context.kernels;
   const int32_t dim = context.layout.value_dim;
@@ -44,12 +44,11 @@ void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t
     rows[count] = partials.o + (part + offset) * partials.o_ld;
     weights[count++] = static_cast<float>(weight);
   }
-  const auto inverse = static_cast<float>(1.0 / total);
+  const double lse = count == 0 ? -kInfinity : shift + std::log(total);
+  const auto inverse = static_cast<float>((sink == nullptr ? 1.0 : SinkFactor(*sink, lse)) / total);
   for (int32_t i = 0; i < count; ++i) weights[i] *= inverse;
   StoreSum(kernels, rows, weights, count, dim, context.params->desc.o_dtype, segment.o, o_offset);
-  if (lse_out != nullptr) {
-    *lse_out = count == 0 ? -kInfinity : static_cast<float>(shift + std::log(total));
-  }
+  if (lse_out != nullptr) *lse_out = static_cast<float>(lse);
 }
 
 // `bytes` of the record's input from its byte `begin` on; those in fragments may go to `spare`.
@@ -84,6 +83,10 @@ void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t pa
   const int32_t end = params.plan.reduce_indptr[static_cast<size_t>(tile) + 1];
   const auto pieces = params.plan.reduce_partial_map.subspan(static_cast<size_t>(begin),
                                                              static_cast<size_t>(end - begin));
+  const float* sinks = nullptr;
+  if (params.desc.attention == AttentionKind::kWindow) {
+    sinks = params.windows[static_cast<size_t>(final.segment)].sinks;
+  }
   const int64_t heads = final.head_end() - final.head_begin();
   const int64_t rows = (final.q_end - final.q_begin) * heads;
   for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
@@ -91,7 +94,7 @@ void MergeTile(const RunContext& context, int32_t tile, int32_t part, int32_t pa
     float* lse = segment.lse;
     if (lse != nullptr) lse += q * segment.lse_row_stride + head * segment.lse_head_stride;
     MergeRow(context, pieces, row, segment, q * segment.o_row_stride + head * segment.o_head_stride,
-             lse);
+             sinks == nullptr ? nullptr : sinks + head, lse);
   }
 }
 

@@ -14,53 +14,68 @@
 
 namespace mla::kernels::cpu {
 
-// Where rows lie, and, where their format has scales behind the rows of a page, these.
-struct FoundRows {
-  const void** rows;
-  const uint8_t** scales;     // null: not wanted
+// The pages of rows, or of entries, of a sequence at a layer.
+struct RowPages {
+  int64_t page_table, layer_offset, row_stride;
+  int32_t page_size;
   int32_t page_scales_bytes;  // KvRowLayout's
 };
 
-// Where KV rows [begin, begin + count) of a segment lie in their pages.
-inline void FindRows(const PoolView& pool, const SegmentRecord& segment, int32_t begin,
-                     int32_t count, const FoundRows& found) {
-  const uint32_t* table = pool.page_tables + segment.page_table;
+inline RowPages PagesOfRows(const SegmentRecord& segment, const KvRowLayout& at) {
+  return {segment.page_table, segment.layer_offset, segment.row_stride, segment.page_size,
+          at.page_scales_bytes};
+}
+inline RowPages PagesOfEntries(const WindowRecord& window, const KvRowLayout& at) {
+  return {window.page_table, window.layer_offset, window.row_stride, window.page_size,
+          at.page_scales_bytes};
+}
+
+// Where rows lie, and, where their format has scales behind the rows of a page, these.
+struct FoundRows {
+  const void** rows;
+  const uint8_t** scales;  // null: not wanted
+  FoundRows Behind(int32_t count) const {
+    return {rows + count, scales == nullptr ? nullptr : scales + count};
+  }
+};
+
+// Where rows [begin, begin + count) lie in their pages.
+inline void FindRows(const PoolView& pool, const RowPages& at, int32_t begin, int32_t count,
+                     const FoundRows& found) {
+  const uint32_t* table = pool.page_tables + at.page_table;
   for (int32_t i = 0; i < count;) {
     const int32_t position = begin + i;
-    const int32_t slot = position % segment.page_size;
-    const int32_t run = std::min(count - i, segment.page_size - slot);
+    const int32_t slot = position % at.page_size;
+    const int32_t run = std::min(count - i, at.page_size - slot);
     const std::byte* page =
-        pool.base + table[position / segment.page_size] * kPageGranuleBytes + segment.layer_offset;
-    for (int32_t k = 0; k < run; ++k) found.rows[i + k] = page + (slot + k) * segment.row_stride;
+        pool.base + table[position / at.page_size] * kPageGranuleBytes + at.layer_offset;
+    for (int32_t k = 0; k < run; ++k) found.rows[i + k] = page + (slot + k) * at.row_stride;
     if (found.scales != nullptr) {
       const auto* const scales =
-          reinterpret_cast<const uint8_t*>(page + segment.page_size * segment.row_stride);
+          reinterpret_cast<const uint8_t*>(page + at.page_size * at.row_stride);
       for (int32_t k = 0; k < run; ++k) {
-        found.scales[i + k] = scales + int64_t{slot + k} * found.page_scales_bytes;
+        found.scales[i + k] = scales + int64_t{slot + k} * at.page_scales_bytes;
       }
     }
     i += run;
   }
 }
 
-// Where the KV rows lie that entries [begin, begin + count) of query row q_row's index list name,
-// without those that it does not see. Returns how many they are.
-inline int32_t FindListedRows(const PoolView& pool, const SegmentRecord& segment, int32_t q_row,
-                              int32_t begin, int32_t count, const FoundRows& found) {
-  const int32_t* const list =
-      segment.list + (segment.list_begin[q_row] - segment.list_begin[0]) + begin;
-  const int32_t visible = VisibleRows(segment, q_row);
+// Where the rows lie that `count` entries of an index list name, without those that are not below
+// `bound`. Returns how many they are.
+inline int32_t FindListedRows(const PoolView& pool, const RowPages& at, const int32_t* list,
+                              int32_t count, int32_t bound, const FoundRows& found) {
   int32_t rows = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t position = list[i];
-    if (position < 0 || position >= visible) continue;
-    const int32_t slot = position % segment.page_size;
-    const std::byte* const page = pool.Row(segment.page_table, segment.layer_offset,
-                                           segment.row_stride, segment.page_size, position - slot);
-    found.rows[rows] = page + slot * segment.row_stride;
+    if (position < 0 || position >= bound) continue;
+    const int32_t slot = position % at.page_size;
+    const std::byte* const page =
+        pool.Row(at.page_table, at.layer_offset, at.row_stride, at.page_size, position - slot);
+    found.rows[rows] = page + slot * at.row_stride;
     if (found.scales != nullptr) {
-      found.scales[rows] = reinterpret_cast<const uint8_t*>(
-          page + segment.page_size * segment.row_stride + int64_t{slot} * found.page_scales_bytes);
+      found.scales[rows] = reinterpret_cast<const uint8_t*>(page + at.page_size * at.row_stride +
+                                                            int64_t{slot} * at.page_scales_bytes);
     }
     ++rows;
   }

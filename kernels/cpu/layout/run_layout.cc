@@ -35,7 +35,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.group_rows = at.expanded ? kExpandedTileRows : kTileRows;
   at.chunk_rows = at.expanded ? kExpandedChunk : kTileRows;
   at.key_dim = at.expanded ? g.expanded_q_dim() : g.absorbed_q_dim();
-  at.value_dim = at.expanded ? g.v_dim : g.kv_lora_rank;
+  at.value_dim = desc.value_dim();
   at.value_panels = (at.value_dim + kPanel - 1) / kPanel;
   at.q_terms = kernels.bf16_operands && desc.q_dtype == DType::kF32 ? 2 : 1;
   at.query_row_bytes = RoundUp(at.key_dim * static_cast<int64_t>(ElementSize(desc.q_dtype)), kLine);
@@ -47,6 +47,9 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.v_panel_bytes = kTileRows / 2 * 64 + kLine;
   at.v_tile_bytes = at.v_panel_bytes * RoundUp(at.value_panels, 2);
   at.kv = MakeKvRowLayout(desc.kv_format, g.kv_lora_rank, g.rope_dim);
+  at.entry = MakeKvRowLayout(desc.entry_format, g.kv_lora_rank, g.rope_dim);
+  at.widens = desc.kv_format != KvFormat::kBf16 ||
+              (desc.attention == AttentionKind::kWindow && desc.entry_format != KvFormat::kBf16);
   at.widened_ld = RoundUp(g.kv_row_dim(), kLine / 2) + kLine / 2;
   // An up-projection writes whole panels, so rows are as wide as the padded nope part at least.
   at.key_row_bytes =
@@ -63,7 +66,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.key_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.value_ptrs = cut.Take(at.chunk_rows * kPointer);
   at.next_rows = cut.Take(kTileRows * kPointer);
-  if (desc.kv_format != KvFormat::kBf16) at.widened = cut.Take(at.chunk_rows * at.widened_ld * 2);
+  if (at.widens) at.widened = cut.Take(at.chunk_rows * at.widened_ld * 2);
   at.query_rows = cut.Take(kPanel * at.query_row_bytes);
   if (at.q_terms == 2) at.split_rows = cut.Take(2 * kPanel * at.split_ld * 2);
   at.queries = cut.Take(blocks * at.q_terms * at.q_block_bytes);

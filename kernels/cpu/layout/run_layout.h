@@ -36,6 +36,8 @@ struct RunLayout {
   int64_t v_panel_bytes = 0;    // value panels of a tile (bf16)
   int64_t v_tile_bytes = 0;     // all value panels of a tile (bf16)
   KvRowLayout kv;               // as rows lie in their pages
+  KvRowLayout entry;            // and the entries of a window
+  bool widens = false;          // some of them are of an 8-bit format
   int64_t widened_ld = 0;       // elements between rows of an 8-bit format, widened
   int64_t key_row_bytes = 0;    // prepared key rows
   int64_t value_row_bytes = 0;  // prepared value rows

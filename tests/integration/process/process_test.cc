@@ -205,11 +205,11 @@ TEST(ProcessTest, Mlactl) {
   Worker worker(client->get(), {}, "m", 1);
   Track track = *worker.Open();
   const std::string shown = Shell(process.Mlactl("info")).output;
-  for (const char* part :
-       {"backend reference", "wire_dtypes              bf16, f32\n",
-        "kv_dtypes                bf16\n", "kv_formats               bf16, fp8_tensor, fp8_row, fp8_page\n",
-        "profiles                 ABSORBED, ", "capabilities             fork, truncate, ",
-        "  weight_chunk_bytes "}) {
+  for (const char* part : {"backend reference", "wire_dtypes              bf16, f32\n",
+                           "kv_dtypes                bf16\n",
+                           "kv_formats               bf16, fp8_tensor, fp8_row, fp8_page\n",
+                           "profiles                 ABSORBED, ",
+                           "capabilities             fork, truncate, ", "  weight_chunk_bytes "}) {
     EXPECT_THAT(shown, HasSubstr(part));
   }
   const auto info = nlohmann::json::parse(Shell(process.Mlactl("info --json")).output);
