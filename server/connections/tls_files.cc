@@ -261,12 +261,12 @@ void TlsFiles::Watch() {
   while (!changed_.WaitFor(lock, period,
                            [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
     lock.Unlock();
-    LookAgain();
+    Reload();
     lock.Lock();
   }
 }
 
-void TlsFiles::LookAgain() {
+void TlsFiles::Reload() {
   if (CertificateExpired() && !std::exchange(expiry_logged_, true)) {
     Log(LogLevel::kError, "tls_expired",
         {{"cert", tls_.cert}, {"expired", DateText(current()->cert_expires)}});

@@ -68,7 +68,7 @@ class TlsFiles final {
  private:
   TlsFiles(const Config::Tls& tls, TlsMaterial material);
   void Watch();
-  void LookAgain();
+  void Reload();
 
   static constexpr size_t kVerdicts = 1024;  // of IsRevoked; then they are found again
 

@@ -53,12 +53,12 @@ void CompletionPoller::Stop() {
   for (const auto& poll_thread : threads_) poll_thread->thread.join();
 }
 
-void CompletionPoller::CallMade() {
+void CompletionPoller::AddCall() {
   const MutexLock lock(mutex_);
   ++calls_;
 }
 
-void CompletionPoller::CallGone() {
+void CompletionPoller::RemoveCall() {
   const MutexLock lock(mutex_);
   if (--calls_ == 0) idle_.NotifyAll();
 }
@@ -129,7 +129,7 @@ void CompletionPoller::Run(PollThread* poll_thread) {
       }
       const uint64_t events = poll_thread->events.load(std::memory_order_relaxed);
       poll_thread->events.store(events + 1, std::memory_order_relaxed);
-      static_cast<StreamEvent*>(tag)->Happened(ok);
+      static_cast<StreamEvent*>(tag)->OnEvent(ok);
       poll_thread->events.store(events + 2, std::memory_order_relaxed);
     }
   }

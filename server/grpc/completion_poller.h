@@ -1,18 +1,19 @@
 // Threads that poll gRPC for the Attend streams.
 //
-// Latency decides the form. gRPC's own callback threads pass the polling on before they run
-// a callback, so every message wakes a second thread, and each of them sleeps again at once. Here
-// one thread at a time polls a queue that all share and handles what arrives itself; for a while
-// after each event it asks again and again instead of going to sleep. The other threads are spares:
-// HandOver lets one of them poll while the first does something long. A thread that does so without
-// calling HandOver (a small launch on a device that hangs) loses the polling after kEventTimeout to
-// twice that: one more thread, which never polls itself, checks for that, so an event costs only
-// two stores.
+// The form is chosen for latency. gRPC's own callback threads pass the polling on before they run a
+// callback, so every message wakes a second thread, and each of them sleeps again at once. Here one
+// thread at a time polls a queue that all share and handles what arrives itself; after each event
+// it goes on polling for `spin_us` before it sleeps. The other threads are on standby: HandOver
+// lets one of them poll while the first does something long.
 //
-// A process should have one poller and no service of gRPC's callback kind: all of gRPC's sockets
-// are polled by one thread at a time, and one that sleeps in there would keep this one from seeing
-// anything. Services of the synchronous kind are served beside it: a server with such a queue lets
-// their threads wait without polling.
+// A thread may take long without having called HandOver (a small launch on a device that hangs).
+// One more thread, which never polls, looks for that every kEventTimeout and moves the polling to a
+// standby thread. For this an event costs two stores.
+//
+// A process should have one poller and no service of gRPC's callback kind: one thread at a time
+// polls all of gRPC's sockets, and a callback thread that sleeps in there would receive the events
+// of this one. Services of the synchronous kind are served beside it: a server with such a queue
+// lets their threads wait without polling.
 //
 // Cost: after the last event one core is busy for `spin_us` and then none. Spinning longer than the
 // pause between two layers of a step keeps a core busy for as long as a client decodes.
@@ -43,7 +44,7 @@ namespace mla::server {
 // What an operation of gRPC is tagged with.
 class StreamEvent {
  public:
-  virtual void Happened(bool ok) = 0;
+  virtual void OnEvent(bool ok) = 0;
 
  protected:
   ~StreamEvent() = default;
@@ -74,11 +75,11 @@ class CompletionPoller final {
   // is started on a queue that was shut down. REQUIRES: the server was shut down, or never started.
   void Stop();
 
-  // A StreamCall begins or ends to live.
-  void CallMade();
-  void CallGone();
+  // For StreamCall: counts the calls that exist.
+  void AddCall();
+  void RemoveCall();
 
-  // From inside Happened: what follows may take long, so another thread polls meanwhile.
+  // From inside OnEvent: what follows may take long, so another thread polls meanwhile.
   // Nothing happens on other threads.
   void HandOver();
   // True if the last caller was not `user`: more than one user needs the polling.

@@ -81,7 +81,7 @@ void StreamAcceptor::Start() {
   ask_(next_.get(), poller_, static_cast<StreamEvent*>(this));
 }
 
-void StreamAcceptor::Happened(bool ok) {
+void StreamAcceptor::OnEvent(bool ok) {
   std::unique_ptr<StreamCall> call = std::move(next_);
   if (!ok) return;  // the server is shut down
   Start();

@@ -34,10 +34,10 @@ class StreamHandler {
 class StreamCall final {
  public:
   explicit StreamCall(CompletionPoller* poller) : poller_(poller) {
-    poller_->CallMade();
+    poller_->AddCall();
     context_.AsyncNotifyWhenDone(&ended_);
   }
-  ~StreamCall() { poller_->CallGone(); }
+  ~StreamCall() { poller_->RemoveCall(); }
   StreamCall(const StreamCall&) = delete;
   StreamCall& operator=(const StreamCall&) = delete;
 
@@ -63,7 +63,7 @@ class StreamCall final {
   struct Event final : StreamEvent {
     Event(StreamCall* its_call, void (StreamCall::*what_then)(bool))
         : call(its_call), then(what_then) {}
-    void Happened(bool ok) override { (call->*then)(ok); }
+    void OnEvent(bool ok) override { (call->*then)(ok); }
     StreamCall* const call;
     void (StreamCall::*const then)(bool);
   };
@@ -99,7 +99,7 @@ class StreamAcceptor final : private StreamEvent {
   void Start();
 
  private:
-  void Happened(bool ok) override;
+  void OnEvent(bool ok) override;
 
   CompletionPoller* const poller_;
   const Ask ask_;

@@ -13,9 +13,9 @@ Watchdog::Watchdog(std::function<Heartbeat()> probe, ServerState* state,
       timeout_(timeout),
       period_(period),
       begun_(Clock::now()),
-      heard_(begun_),
-      asking_([this] { Ask(); }),
-      looking_([this] { Look(); }) {}
+      answered_at_(begun_),
+      prober_([this] { ProbeLoop(); }),
+      checker_([this] { CheckLoop(); }) {}
 
 Watchdog::~Watchdog() {
   {
@@ -24,14 +24,14 @@ Watchdog::~Watchdog() {
     wake_.NotifyAll();
     answered_.NotifyAll();
   }
-  asking_.join();
-  looking_.join();
+  prober_.join();
+  checker_.join();
 }
 
-void Watchdog::Ask() {
+void Watchdog::ProbeLoop() {
   MutexLock lock(mutex_);
   while (!stop_) {
-    const uint64_t number = ++asked_;
+    const uint64_t number = ++started_;
     begun_ = Clock::now();
     lock.Unlock();
     Heartbeat heartbeat = probe_();
@@ -39,20 +39,20 @@ void Watchdog::Ask() {
     if (!heartbeat.health.ok()) state_->SetLost(std::string(heartbeat.health.message()));
     lock.Lock();
     stats_ = heartbeat.stats;
-    heard_ = Clock::now();
+    answered_at_ = Clock::now();
     finished_ = number;
     answered_.NotifyAll();
     wake_.WaitFor(lock, period_, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      return stop_ || wanted_ > asked_;
+      return stop_ || wanted_ > started_;
     });
   }
 }
 
-void Watchdog::Look() {
+void Watchdog::CheckLoop() {
   MutexLock lock(mutex_);
   while (!answered_.WaitFor(lock, period_,
                             [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
-    const bool missed = Clock::now() - heard_ > timeout_;
+    const bool missed = Clock::now() - answered_at_ > timeout_;
     lock.Unlock();
     state_->SetHealth(!missed, missed ? "no heartbeat from the engine" : "");
     lock.Lock();
@@ -62,10 +62,10 @@ void Watchdog::Look() {
 scheduler::EngineStats Watchdog::Stats() {
   MutexLock lock(mutex_);
   // A probe that has begun already may have been answered before the caller's last request.
-  const uint64_t wanted = asked_ + 1;
+  const uint64_t wanted = started_ + 1;
   wanted_ = std::max(wanted_, wanted);
   wake_.NotifyAll();
-  const bool under_way = asked_ != finished_;
+  const bool under_way = started_ != finished_;
   answered_.WaitUntil(
       lock, (under_way ? begun_ : Clock::now()) + kAnswerWait,
       [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_ || finished_ >= wanted; });

@@ -43,8 +43,8 @@ class Watchdog final {
  private:
   using Clock = std::chrono::steady_clock;
 
-  void Ask();
-  void Look();
+  void ProbeLoop();
+  void CheckLoop();
 
   const std::function<Heartbeat()> probe_;
   ServerState* const state_;
@@ -53,13 +53,13 @@ class Watchdog final {
   CondVar wake_;      // a caller needs an answer, or the end has come
   CondVar answered_;  // there is one
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  uint64_t asked_ ABSL_GUARDED_BY(mutex_) = 0;     // probes begun
+  uint64_t started_ ABSL_GUARDED_BY(mutex_) = 0;   // probes begun
   uint64_t wanted_ ABSL_GUARDED_BY(mutex_) = 0;    // of those, the last that a caller waits for
-  uint64_t finished_ ABSL_GUARDED_BY(mutex_) = 0;  // probes ended; asked_ or one less
+  uint64_t finished_ ABSL_GUARDED_BY(mutex_) = 0;  // probes ended; started_ or one less
   Clock::time_point begun_ ABSL_GUARDED_BY(mutex_);
-  Clock::time_point heard_ ABSL_GUARDED_BY(mutex_);
+  Clock::time_point answered_at_ ABSL_GUARDED_BY(mutex_);
   scheduler::EngineStats stats_ ABSL_GUARDED_BY(mutex_);
-  std::thread asking_, looking_;
+  std::thread prober_, checker_;
 };
 
 }  // namespace mla::server

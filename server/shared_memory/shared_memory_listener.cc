@@ -208,7 +208,7 @@ void SharedMemoryListener::NoteOutOfDescriptors() {
 
 // The connection stays in the listener's queue and would be reported again at once. A client that
 // is refused goes over gRPC; one that waits does not.
-void SharedMemoryListener::RefuseForWantOfDescriptors() {
+void SharedMemoryListener::RefuseConnection() {
   NoteOutOfDescriptors();
   if (spare_ >= 0) {
     close(spare_);
@@ -226,7 +226,7 @@ void SharedMemoryListener::Accept() {
   if (descriptor < 0) {
     const bool exhausted =
         errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-    if (exhausted) RefuseForWantOfDescriptors();
+    if (exhausted) RefuseConnection();
     return;
   }
   if (InDescriptorReserve(descriptor)) {

@@ -7,11 +7,13 @@
 // closed, which aborts the ring's steps.
 //
 // Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
-// file's mode). A client that does not say connect_request in time is dropped; so is one that says
-// anything after it. One for whom there is room only after regions that are being closed waits for
-// that, at most SharedRegionTable::kCloseWait, and does not delay other clients: connect requests
-// are tried in the order in which they came, those that must wait again and again. Whose regions
-// these are does not count, so a tenant at its own bound may learn that late, too.
+// file's mode); with server.socket_group, members of that group too. A client that does not send
+// its ConnectRequest in time is dropped; so is one that sends anything after it.
+//
+// While regions are being closed, a request without room waits for theirs, at most
+// SharedRegionTable::kCloseWait, whichever tenant they belong to; so a tenant at its own bound may
+// be refused that late. Requests are tried in the order of arrival, waiting ones repeatedly, and
+// none delays another.
 //
 // Connections without a request are bounded, in all and for each user (shm.handshakes_max,
 // shm.user_handshakes), and so are requests that wait for room. A new connection beyond the bound
@@ -94,7 +96,7 @@ class SharedMemoryListener final {
   void MakeRoomFor(uid_t user);
   void NoteDisplaced(uid_t user);
   void NoteOutOfDescriptors();
-  void RefuseForWantOfDescriptors();
+  void RefuseConnection();
   void WatchListener(bool watch);
   int WaitMillis() const;
   void Handshake(Connection* connection);
