@@ -11,7 +11,7 @@
 //     complete   Done(slot) / Wait(slot); then results are in the host's memory
 //
 // Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
-// which is free, and RegisterHost and UnregisterHost, which any thread may call at any time.
+// RegisterHost and UnregisterHost, which any thread may call at any time.
 // Launches execute in submission order, so a launch sees all appends of the ones before it.
 //
 // Errors: capability misses are UNIMPLEMENTED with wanted / supported / missing / device in the

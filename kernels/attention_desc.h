@@ -14,12 +14,11 @@ namespace mla::kernels {
 // Geometry of a model's attention, as registered. All dims are counted in elements and are data,
 // never constants.
 struct Geometry {
-  int32_t num_heads = 0;  // query heads of the model; a request may carry a slice of them
-  int32_t kv_lora_rank =
-      0;                 // latent part of a KV row: keys and values share it (512 for DeepSeek-V3)
-  int32_t rope_dim = 0;  // rotated part of a KV row, keys only (64)
-  int32_t nope_dim = 0;  // unrotated part of an expanded query head (128)
-  int32_t v_dim = 0;     // value part of an expanded output head (128)
+  int32_t num_heads = 0;     // query heads of the model; a request may carry a slice of them
+  int32_t kv_lora_rank = 0;  // latent part of a KV row, for keys and values (DeepSeek-V3: 512)
+  int32_t rope_dim = 0;      // rotated part of a KV row, keys only (64)
+  int32_t nope_dim = 0;      // unrotated part of an expanded query head (128)
+  int32_t v_dim = 0;         // value part of an expanded output head (128)
 
   int32_t kv_row_dim() const { return kv_lora_rank + rope_dim; }
   int32_t absorbed_q_dim() const { return kv_lora_rank + rope_dim; }
@@ -30,8 +29,7 @@ struct Geometry {
 // The two forms of one and the same attention.
 enum class AttentionForm : uint8_t {
   // Query rows live in latent space (W_UK absorbed): q [rows, heads, kv_lora_rank + rope_dim]
-  // against the shared
-  // KV row; output [rows, heads, kv_lora_rank].
+  // against the shared KV row; output [rows, heads, kv_lora_rank].
   kAbsorbed = 1,
   // Keys and values are up-projected from the latent rows through W_UK / W_UV:
   // q [rows, heads, nope_dim + rope_dim], output [rows, heads, v_dim].

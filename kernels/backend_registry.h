@@ -1,5 +1,5 @@
-// Backends are rows in a table. Selection is data: adding a backend adds a row and edits nothing
-// else.
+// Backends are rows in a table: a further backend is a further row (server/backends.cc adds them),
+// and nothing here changes.
 //
 // The best supported backend wins (highest rank whose probe succeeds); a name forces one. Every row
 // that was passed over keeps its reason, so that start-up logs and GetServerInfo can show the

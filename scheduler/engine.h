@@ -279,11 +279,12 @@ class Engine {
   const std::shared_ptr<TenantTable>& tenants() const;
   const kernels::BackendInfo& backend_info() const;
   const Limits& limits() const;
-  absl::Status Healthy();  // the backend's word
+  absl::Status Healthy();  // AttentionBackend::Healthy
   // Memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
-  // Makes memory of the caller's as reachable as AllocateHost's, until UnregisterHost; no request
-  // may point into it any more then. Neither waits for launches of others.
+  // Makes memory of the caller reachable for the backend's copies, as AllocateHost's is, until
+  // UnregisterHost. REQUIRES of UnregisterHost: no request points into the memory. Neither waits
+  // for launches that do not use it.
   absl::Status RegisterHost(std::span<std::byte> memory);
   void UnregisterHost(std::span<std::byte> memory);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".

@@ -44,7 +44,7 @@ struct Limits {
   int32_t launch_rows = 4096;          // query rows of one launch
   int32_t launch_packed_rows = 65536;  // query rows x heads of one launch: sizes its workspaces
   int32_t launch_requests = 1024;      // (sequence, row range) records of one launch
-  int32_t prefill_rows = 2048;  // rows of extend and prefill in one launch: bounds a decode's wait
+  int32_t prefill_rows = 2048;  // rows of extend and prefill in one launch: bounds staged memory
   int64_t launch_ms = 10;       // predicted time of one launch; half of it while decodes come
   int32_t decode_rows = 8;  // a record with at most this many rows on a cache is decode: 1 + drafts
 

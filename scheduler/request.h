@@ -147,10 +147,10 @@ class StreamRequest {
   // The step no longer exists (valid for errors too).
   bool step_aborted = false;
 
-  // --- The engine's own notes.
+  // --- State of the engine.
   struct EngineFields {
-    StreamRequest* next =
-        nullptr;  // inbox, pending list and answers are intrusive: queueing allocates nothing
+    // Links of the inbox, the pending list and the answers: queueing allocates nothing.
+    StreamRequest* next = nullptr;
     StreamRequest* prev = nullptr;
     StreamRequest* queue_next = nullptr;  // waiting_requests.h: of the same tenant and key
     StreamRequest* queue_prev = nullptr;
@@ -178,9 +178,9 @@ class StreamRequest {
   EngineFields engine;
 };
 
-// --- Rules that need nothing but the request and what it is for. Who reads a message applies them
-// before memory is sized by its numbers; the engine applies them to what it is given, also because
-// an id may have come to stand for another step. Errors name field, got and limit.
+// --- Rules that need nothing but the request and its step's model. The validator of messages
+// applies them before memory is sized by the numbers; the engine applies them again, because by
+// then the step id may stand for another step. Errors name field, got and limit.
 
 // How much a step may hold. `participants`: with its default of 1.
 absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,

@@ -6,7 +6,7 @@
 // resource once; configuration keys, metrics, Admin.GetQuota and their documentation follow from
 // it.
 //
-// A bound comes from the default, from the configuration for that tenant, or from SetBound at run
+// A bound comes from the default, from the configuration for that tenant, or from SetQuota at run
 // time, the later of these first. It may be set below what is in use: nothing is taken away, and
 // further takes are refused until enough was returned. A tenant's takes never return what another
 // tenant holds.

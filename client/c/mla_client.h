@@ -69,8 +69,8 @@ MLA_API const char* mla_version(void);
 // messages. Call it once at the start.
 MLA_API void mla_keep_message_memory(void);
 
-// --- Errors. Texts live as long as the error, are never NULL and empty where nothing was said;
-// every function takes NULL as an error that says nothing.
+// --- Errors. Texts live as long as the error and are never NULL; where there is none they are
+// empty. Every function takes NULL, which is an error without texts.
 MLA_API mla_code mla_error_code(const mla_error* error);
 MLA_API const char* mla_error_message(const mla_error* error);
 // Path of the field to blame, e.g. "attend.row_count", what it may be and what it was.
@@ -108,7 +108,7 @@ typedef struct mla_connect_options {
   int64_t call_timeout_ms;      // 0: 10000
   int64_t request_timeout_ms;   // of each request of a session; 0: 60000
   int64_t sequence_lease_ms;    // 0: the server's default
-  uint64_t shared_bytes;        // of one session's shared memory; 0: 64 MiB or what is to be had
+  uint64_t shared_bytes;        // of one session's shared memory; 0: 64 MiB, or what is left
   mla_transport transport;
   int32_t no_lease_renewal;  // 1: leases of sequences are not renewed in the background
   int32_t spin_us;           // of a session on its ring, before it sleeps; 0: 20, -1: none
@@ -155,10 +155,10 @@ typedef struct mla_model {
   // DeepSeek-V3: 128, 512, 64, 128, 128. The last two are of the EXPANDED profile; 0: not used.
   uint32_t num_heads, kv_lora_rank, rope_dim, nope_dim, v_dim;
   uint32_t layers;
-  double softmax_scale;  // multiplies q·k; required
-  uint32_t page_size;    // rows; 0: the server's default
-  uint32_t lease_ms;     // unregistered after this time without use; 0: as the server is configured
-  mla_kv_format kv_format;              // 0: bf16
+  double softmax_scale;     // multiplies q·k; required
+  uint32_t page_size;       // rows; 0: the server's default
+  uint32_t lease_ms;        // unregistered after this time without use; 0: the server's default
+  mla_kv_format kv_format;  // 0: bf16
   mla_query_precision query_precision;  // of EXPANDED; 0: the better one that the server has
   uint32_t sparse_top_k;  // > 0: rows attend to index lists of at most so many entries
   uint32_t kv_scale_count;
@@ -225,8 +225,8 @@ MLA_API mla_code mla_sequence_open(mla_client* client, const char* model_id,
                                    const mla_prefix* prefix, mla_sequence** out, mla_error** error);
 MLA_API uint64_t mla_sequence_id(const mla_sequence* sequence);
 MLA_API uint64_t mla_sequence_epoch(const mla_sequence* sequence);
-MLA_API uint64_t
-mla_sequence_length(const mla_sequence* sequence);  // committed rows, as last heard
+// Committed rows, as of the last reply.
+MLA_API uint64_t mla_sequence_length(const mla_sequence* sequence);
 // A sequence that shares the first `length` rows, copy-on-write; UINT64_MAX: all committed ones.
 MLA_API mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_sequence** out,
                                    mla_error** error);

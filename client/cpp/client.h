@@ -50,8 +50,8 @@ struct ClientOptions {
   // it, else kInline; the others fail OpenSession with UNIMPLEMENTED where there is no shared
   // memory.
   enum class Transport { kAuto, kInline, kShm, kRing } transport = Transport::kAuto;
-  // Of one session's region, at most what the server allows. 0: 64 MiB, and when the server has no
-  // more for it 32, 16, 8 or 4; a size that is named is to be had or not.
+  // Of one session's region, at most what the server allows. 0: 64 MiB, or where the server has
+  // less left 32, 16, 8 or 4. Another size is granted or refused as it is.
   uint64_t shared_bytes = 0;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
   // Of unix targets: the server's user, where that is neither root nor this process's. In a folder
@@ -112,10 +112,10 @@ class Client final {
   absl::StatusOr<v1::EvictModelReply> EvictModel(const std::string& tenant,
                                                  const std::string& model_id);
 
-  // `lease_ms` > 0: the model goes when for so long nothing has named it and no sequence of it was
-  // open. 0: as the server is configured, by default never.
+  // `lease_ms` > 0: the model is unregistered after this time without a call that names it and
+  // without an open sequence of it. 0: as the server is configured, by default never.
   // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
-  // UNIMPLEMENTED if the server is too old to know of the model's kv_format or attention.
+  // UNIMPLEMENTED if the server is too old for the model's kv_format or attention.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {});
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
@@ -128,8 +128,8 @@ class Client final {
 
   // `request_id` makes a retry safe; empty: a random one, and the call is repeated once when the
   // connection broke under it.
-  // With `prefix` the sequence starts with as many of these rows as are cached, its length();
-  // none with a server that knows no prefixes.
+  // With `prefix` the sequence starts with as many of these rows as are cached, its length(); with
+  // none where the server lacks the capability `prefix_cache`.
   absl::StatusOr<Sequence> OpenSequence(const std::string& model_id,
                                         const std::string& request_id = "",
                                         const v1::Prefix& prefix = {});
@@ -163,7 +163,7 @@ class Sequence final {
 
   uint64_t id() const { return id_; }
   uint64_t epoch() const { return epoch_; }
-  uint64_t length() const { return length_; }  // committed rows, as last heard
+  uint64_t length() const { return length_; }  // committed rows, as of the last reply
 
   // Shares the first `length` rows (absent: all committed ones), copy-on-write.
   absl::StatusOr<Sequence> Fork(std::optional<uint64_t> length = std::nullopt);

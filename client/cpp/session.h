@@ -50,8 +50,8 @@ struct IndexLists {
   // next multiple of 64 bytes, and are then used where they lie (in a ring if they have the model's
   // top_k entries).
   uint32_t width = 0;
-  const int32_t* begin =
-      nullptr;  // ragged: [row_count + 1], from 0 on; list i ends at begin[i + 1]
+  // Ragged: [row_count + 1], from 0 on; list i ends at begin[i + 1].
+  const int32_t* begin = nullptr;
 };
 
 // One layer of a step, or a part of it. Shapes as in attention.proto, row-major.
@@ -96,10 +96,9 @@ class PendingAttend final {
   PendingAttend(PendingAttend&&) = default;
   PendingAttend& operator=(PendingAttend&& other) noexcept;  // waits for the one it replaces
   ~PendingAttend();
-  // DEADLINE_EXCEEDED ends the whole session: its tensors could not be taken back otherwise. When
-  // the connection does not take them either (a stopped process, a broken network), this waits on
-  // until it does or is given up: about 20 s over TCP, as long as the server's process over a unix
-  // socket.
+  // DEADLINE_EXCEEDED ends the whole session: only then the transport stops using the tensors.
+  // While the connection does not move (a stopped process, a broken network), Wait returns later
+  // still: after about 20 s over TCP, over a unix socket once the server's process goes on or ends.
   absl::StatusOr<AttendTimes> Wait();
 
  private:
@@ -169,8 +168,8 @@ class Session final {
   Client* client_ = nullptr;
   std::shared_ptr<StepStream> stream_;
   Mutex models_mutex_;
-  std::map<std::string, v1::ModelSpec> models_
-      ABSL_GUARDED_BY(models_mutex_);  // as the server has them
+  // As the server has them.
+  std::map<std::string, v1::ModelSpec> models_ ABSL_GUARDED_BY(models_mutex_);
 };
 
 }  // namespace mla::client

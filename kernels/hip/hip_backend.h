@@ -4,17 +4,18 @@
 //
 // Memory: one pool, a mirror of the page tables, partial buffers and weights in device memory, and
 // for every launch slot a region of pinned and device memory each for metadata, inputs, outputs and
-// workspace. All of it is taken in Configure; nothing is allocated later. A model's weights take
-// the room of all its heads with the first of them (weight_arena.h), so what has begun also ends.
+// workspace. All of it is taken in Configure; nothing is allocated later. The first heads of a
+// model's weights take the room of all its heads (weight_arena.h), so an upload that has begun does
+// not run out of room.
 //
 // Copies run on streams of their own (launch_slot.h), so that those of one launch overlap the
 // kernels of another. Kernels of all launches share the compute stream and therefore run in
 // submission order. Nothing waits for the device but Wait.
 //
-// A device fault, or a launch that outlives the watchdog, makes Healthy() an error for good; every
-// later LoadWeights, Submit and Wait returns it. The API's text is in the message. So
-// does a LoadWeights that had to move other models' weights and could not end that: those weights
-// must not be read then. Where nothing had to move, a failed LoadWeights may be called again.
+// A device fault, a launch that outlives the watchdog, or a LoadWeights that had to move other
+// models' weights and failed while it did makes Healthy() an error for good, with the API's text;
+// every later LoadWeights, Submit and Wait returns it. Where nothing had to move, a failed
+// LoadWeights may be called again.
 //
 // Threading: as AttentionBackend demands.
 #ifndef MLA_KERNELS_HIP_HIP_BACKEND_H_

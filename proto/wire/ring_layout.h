@@ -17,9 +17,8 @@
 //
 // Sleeping. A side that wants to sleep reads its doorbell, sets its waiter flag, looks at the ring
 // once more and then waits (FUTEX_WAIT, not private) for the doorbell to differ from what it read.
-// The other side, after publishing and a full fence, looks at that word; if it is set it adds 1 to
-// the doorbell and wakes. A side that spins never sets its word and so costs the other no system
-// call.
+// The other side, after publishing and a full fence, reads that flag; if it is set it adds 1 to the
+// doorbell and wakes. A side that spins never sets its flag and so costs the other no system call.
 //
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_

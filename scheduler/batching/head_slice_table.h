@@ -12,9 +12,9 @@
 // layer waits in another group (it has another dtype, say) or has been taken by a launch already (a
 // late sibling makes a group of its own and goes at once). Two: participants that missed an earlier
 // wait and have not come in time since. In time is a slice that comes before any sibling's went, or
-// less than slice_wait_us after that could have gone. So a rank that sends no heads, or drags
-// behind at every layer, costs its siblings one wait a step, and one that hesitated once is waited
-// for again from the layer after the one at which it kept up.
+// less than slice_wait_us after that could have gone. So a rank that sends no heads, or is late
+// at every layer, costs its siblings one wait a step; one that was late once is waited for again
+// from the layer after the first at which it is in time.
 //
 // Only small slices are grouped: when the rows of a slice fill the backend's tiles by themselves,
 // the KV rows would be read as often for the group. A step of one participant has no siblings to

@@ -2,8 +2,8 @@
 // one thread can step by hand. Engine (engine.h) adds the inbox, the role and the dedicated thread.
 //
 // A step is a transaction: BeginStep decides everything and reserves, EndStep commits, and whatever
-// goes wrong in between rolls back the whole. A launch that fails takes the steps of all requests
-// in flight with it and nothing else.
+// goes wrong in between rolls back the whole. A launch that does not start aborts the steps of its
+// own requests; one that fails on the device also those of the launches behind it.
 //
 // Threading: one thread at a time; asserted by the caller (Engine holds the role).
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_

@@ -1,4 +1,4 @@
-// Numbers that cannot be foretold.
+// Unpredictable numbers.
 #ifndef MLA_SCHEDULER_TABLES_RANDOM_IDS_H_
 #define MLA_SCHEDULER_TABLES_RANDOM_IDS_H_
 

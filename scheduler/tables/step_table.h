@@ -4,10 +4,12 @@
 // began it; other streams may take part (tensor-parallel ranks). Per layer it keeps three row
 // counts over the step's concatenated rows:
 //
-//   accepted   KV rows whose request is queued, launched or done: the next new KV row must be this
-//   one appended   KV rows whose append is in a submitted launch: attention over them may follow in
-//   the same launch stored     KV rows whose launch has completed: a repeat is compared with these,
-//   a commit needs these
+//   accepted   rows whose request is queued, launched or done; the next new KV row must be
+//              row `accepted`
+//   appended   rows whose append is in a submitted launch; attention over them may be part of the
+//              same launch
+//   stored     rows whose launch has completed; a repeat is compared with these, and a commit
+//              needs these
 //
 // stored <= appended <= accepted <= total_rows at all times.
 // Threading: owned by the engine role. Steps are pooled; nothing is allocated per step once the

@@ -3,7 +3,7 @@
 // Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
 // memory (tensors in a shared-memory region stay where they are, and so do queries that the backend
 // reads from their slices, unless they are many small ones) and submits; the engine answers through
-// OnAnswered, which lets the slices go; the reply is framed over the output memory and written;
+// OnAnswered, which drops the slices; the reply is framed over the output memory and written;
 // OnWriteDone gives the memory back. Requests are submitted in the order they arrived, replies
 // leave in the order they were answered.
 //

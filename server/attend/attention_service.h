@@ -8,9 +8,8 @@
 // that thread; if the launch hangs, no stream is disconnected, as none could be closed then either.
 // Opening and closing a stream wait for a running launch, so another thread, the open/close thread,
 // does both, each in the order of the calls: the poller's threads serve health and administration
-// too and must outlast a device that hangs. The open/close thread closes before it opens: a closed
-// stream gives back its place, staging memory and open steps, and must not queue behind calls that
-// need some.
+// too and must go on while a device hangs. The open/close thread closes before it opens: a closed
+// stream releases staging memory and open steps, for which new streams may wait.
 #ifndef MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 

@@ -53,8 +53,8 @@ struct RpcContext {
   Metrics* metrics = nullptr;
   uint64_t boot_id = 0;
   OperatorPolicy operators = {};
-  int32_t control_reserve =
-      0;  // control calls beyond the bounds that CallClass::kReserved may take
+  // Control calls beyond the bounds that CallClass::kReserved may take.
+  int32_t control_reserve = 0;
   std::string unix_tenant = {};  // server.unix_tenant
 
   // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers

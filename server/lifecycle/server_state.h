@@ -2,9 +2,8 @@
 //
 //   Starting -> Warming -> Serving -> Draining -> Stopped
 //
-// States only move forward, but that a drain may be undone. Serving splits into healthy and not: an
-// engine that falls silent turns health off and, if it recovers, on again. A lost device turns it
-// off for good.
+// States only move forward, except that a drain may be cancelled. Serving is healthy or not: health
+// is off while the engine does not answer, and off for good once the device is lost.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_LIFECYCLE_SERVER_STATE_H_

@@ -6,7 +6,7 @@
 // than the sum that it has reserved, and the listener ends such a region (HasHoles). Its handle
 // is 128 random bits: a caller that presents it must also be of the tenant it was made for.
 // Requests hold the region they point into, so memory stays mapped until the last of them is
-// answered; the handle is worth nothing from Remove on.
+// answered; the handle is void from Remove on.
 //
 // Unpinning and unmapping take milliseconds and may wait for a launch, so the thread that releases
 // the last request (most likely the engine's) does neither: two threads of the table's own do

@@ -1,5 +1,5 @@
 // Every number that the engine and the transport keep, one row each. Metrics, the reply of
-// Admin.GetStats, the status page and the table in docs/metrics.md all follow from these rows.
+// Admin.GetStats and the table in docs/metrics.md follow from these rows.
 //
 // Plain data; any thread.
 #ifndef MLA_SERVER_METRICS_STATS_TABLE_H_

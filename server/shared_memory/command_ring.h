@@ -3,10 +3,10 @@
 //
 // One thread polls the submissions: it copies an entry once, checks the copy with the same code
 // that serves gRPC streams, and submits it; on an idle engine the launch then runs on this very
-// thread. The completion is written where the answer becomes known, and the client is woken only if
-// it said that it sleeps. Nothing in the region is trusted: indexes are kept on this side, entries
-// and messages are copied before they are looked at, and a client that breaks the ring's rules
-// (more requests in flight than entries, a count of taken completions that cannot be) is
+// thread. The completion is written by the thread that has the answer, and the client is woken only
+// if its waiter flag is set. Nothing in the region is trusted: indexes are kept on this side,
+// entries and messages are copied before they are looked at, and a client that breaks the ring's
+// rules (more requests in flight than entries, a count of taken completions that cannot be) is
 // disconnected.
 //
 // Writes. A reply goes into its completion's slot or into the room that its request offered inside

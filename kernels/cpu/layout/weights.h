@@ -1,8 +1,8 @@
 // W_UK and W_UV in the form that the products read: B panels per head, in the level's operand type.
 //
-//   absorb   k = nope_dim,      columns = kv_lora_rank   (q · W_UK)
-//   project  k = kv_lora_rank,  columns = v_dim          (o · W_UV, and the up-projection of
-//   values)
+//   absorb   k = nope_dim,      columns = kv_lora_rank   q · W_UK
+//   project  k = kv_lora_rank,  columns = v_dim          o · W_UV, and values up-projected
+//
 // The up-projection of keys needs W_UK with k = kv_lora_rank; TransposeUk makes it from the absorb
 // panels of one head when it is needed, which keeps one copy of the weights in memory.
 #ifndef MLA_KERNELS_CPU_LAYOUT_WEIGHTS_H_

@@ -14,10 +14,10 @@
 //                      AMD they are read into scalar registers
 //   schedule_fence     keeps the compiler from moving work over this point: long unrolled loops
 //                      otherwise start all their loads at once and run out of registers
-//   exclude_from_report_begin, exclude_from_report_end   mark code for report.py to leave out of
-//   its
-//                      counts: what few turns of a loop run, and the division by page sizes that
-//                      are no powers of two, which those models run in every turn
+//   exclude_from_report_begin, exclude_from_report_end
+//                      mark code that report.py leaves out of its counts: what few turns of a loop
+//                      run, and the division by page sizes that are no powers of two, which those
+//                      models run in every turn
 //   wait_for_loads     waits for all loads from memory, and tells the compiler so
 //   wait_for_previous_kernel, let_next_kernel_start   overlap of dependent launches
 #ifndef MLA_KERNELS_HIP_COMMON_VENDOR_H_

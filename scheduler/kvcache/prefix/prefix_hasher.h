@@ -1,5 +1,6 @@
 // Keys of prefixes: SipHash-2-4 with 128 bits of output, under a secret of this process. Without
-// the secret no key can be aimed at, so that rows of a prefix can be reached by its tokens alone.
+// the secret a client cannot choose tokens for a given key, so rows are found by their own tokens
+// alone.
 //
 // Thread-safe: calls share nothing but the secret.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_HASHER_H_
