@@ -101,12 +101,9 @@ TEST(IsPoisonTest, AgreesWithWhatBf16RowsHold) {
   }
 }
 
-class KvRowTest : public testing::TestWithParam<std::tuple<int, Fp8Kind, DType>> {
+class KvRowTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Kind, DType>> {
  protected:
-  static KvFormatTraits Traits() {
-    const int index = std::get<0>(GetParam());
-    return TraitsOf(kKvFormats[index]);
-  }
+  static KvFormatTraits Traits() { return TraitsOf(std::get<0>(GetParam())); }
   static Fp8Kind Kind() { return std::get<1>(GetParam()); }
   static DType Source() { return std::get<2>(GetParam()); }
 
@@ -204,14 +201,13 @@ TEST_P(KvRowTest, LargestAndSmallestMagnitudesStayInRange) {
   EXPECT_LT(read[1], -0x1p78f);
 }
 
-std::string NameOf(const testing::TestParamInfo<std::tuple<int, Fp8Kind, DType>>& info) {
-  static constexpr const char* kNames[] = {"bf16", "fp8_tensor", "fp8_row", "fp8_page"};
+std::string NameOf(const testing::TestParamInfo<std::tuple<KvFormat, Fp8Kind, DType>>& info) {
   const auto [format, kind, source] = info.param;
-  return std::string(kNames[format]) + "_" + Name(kind) + "_" + Name(source);
+  return std::string(Name(format)) + "_" + Name(kind) + "_" + Name(source);
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, KvRowTest,
-                         testing::Combine(testing::Range(0, 4),
+                         testing::Combine(testing::ValuesIn(kKvFormats),
                                           testing::Values(Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz),
                                           testing::Values(DType::kBf16, DType::kF32)),
                          NameOf);
