@@ -55,7 +55,7 @@ constexpr Declaration kDeclarations[] = {
     {"mla_launch_clients", kHistogram, "Different streams in a launch."},
     {"mla_launch_rows", kHistogram, "Query rows of a launch, by stage."},
     {"mla_plan_imbalance_ratio", kHistogram, "Largest over mean work of a unit."},
-    {"mla_partial_tiles", kHistogram, "Partial tiles of a launch that Combine merges."},
+    {"mla_partial_tiles", kHistogram, "Partial tiles of a launch, which are merged at its end."},
     {"mla_kv_page_group_lifetime_seconds", kHistogram,
      "How long page groups were in use, of every sixteenth that came back."},
     {"mla_sequence_rows", kHistogram, "Rows of sequences when they were closed."},

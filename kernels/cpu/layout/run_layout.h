@@ -1,6 +1,6 @@
-// Sizes of one attention Run and how a thread's scratch memory is cut up for it.
+// Sizes of the attention of a launch and how a thread's scratch memory is divided for it.
 //
-// Derived once per Run from the desc; the same function, applied to the largest desc the limits
+// Derived once a launch from the desc; the same function, applied to the largest desc the limits
 // allow, sizes the scratch at Configure, so sizing and use can not drift apart.
 #ifndef MLA_KERNELS_CPU_LAYOUT_RUN_LAYOUT_H_
 #define MLA_KERNELS_CPU_LAYOUT_RUN_LAYOUT_H_

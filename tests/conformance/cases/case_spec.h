@@ -14,11 +14,11 @@
 
 namespace mla::conformance {
 
-// Which verbs of the backend answer the case.
+// Which parts of a launch (kernels/launch/launch.h) answer the case.
 enum class Route : uint8_t {
-  kAbsorbed,       // latent queries, Run in the absorbed form
-  kExpanded,       // expanded queries, Run in the expanded form
-  kAbsorbProject,  // expanded queries: Absorb, Run in the absorbed form, Project
+  kAbsorbed,       // latent queries: `absorbed`
+  kExpanded,       // expanded queries: `expanded`
+  kAbsorbProject,  // expanded queries: `absorb`, `absorbed`, `project`
 };
 
 enum class InputKind : uint8_t {
@@ -68,7 +68,7 @@ struct CaseSpec {
   kernels::DType kv_source = kernels::DType::kBf16;        // dtype of the rows appended
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;  // of the pages
   float kv_scales[2] = {1.0f, 1.0f};                       // of the two layers, see SegmentRecord
-  // Between Absorb and Run, and between Run and Project.
+  // Between absorb and attention, and between attention and project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
   float softmax_scale = 1.0f;
@@ -76,7 +76,7 @@ struct CaseSpec {
   bool sparse = false;  // every query row has an index list, and rows in no list are NaN
   std::vector<RequestSpec> requests;
 
-  // The attention desc of the Run that this route makes.
+  // The desc of the attention that this route launches.
   kernels::AttentionDesc Desc() const;
   // Whether Absorb narrows the part of the queries that passes it by: fp32 queries of backends
   // whose absorbed queries are bf16. What that costs is no error of the kernels, so such cases have
