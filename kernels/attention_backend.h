@@ -52,6 +52,10 @@ struct BackendInfo {
   bool selects = false;            // makes them (Launch::selects)
   bool windows = false;            // computes on windows and entries (AttentionKind::kWindow)
   bool unified_memory = true;      // launches work on host memory in place
+  // A launch whose outputs together take at most so many bytes had better use pinned memory in
+  // place (HostInput::in_place, InPlace) than have outputs, and new KV rows of so many bytes,
+  // copied. 0: none does.
+  int64_t in_place_bytes = 0;
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
   // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
@@ -190,6 +194,13 @@ class AttentionBackend {
     return absl::OkStatus();
   }
   virtual void UnregisterHost(std::span<std::byte> memory) { static_cast<void>(memory); }
+
+  // Whether kernels reach these bytes where they lie.
+  virtual bool InPlace(const void* host, int64_t bytes) const {
+    static_cast<void>(host);
+    static_cast<void>(bytes);
+    return false;
+  }
 
   // W_UK [heads, nope_dim, kv_lora_rank] and W_UV [heads, kv_lora_rank, v_dim] of heads
   // [head_begin, head_end), bf16 row-major. May repack; the source is free after the call.

@@ -120,6 +120,19 @@ mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
 
 // The host launches with the sizes of arch_traits.h.
 #if MLA_SM90
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
+    mla_project_row_wide(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+  ProjectRowWide::run(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
+    mla_project_row_deep(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+  ProjectRowDeep::run(args);
+}
+
+static_assert(ProjectRowWide::kSharedBytes == kSm90Traits.project_row_wide_shared_bytes);
+static_assert(ProjectRowDeep::kSharedBytes == kSm90Traits.project_row_deep_shared_bytes);
+static_assert(ProjectRowWide::kColumns == kProjectWideCols);
+static_assert(ProjectRowWide::kDepth == kProjectWideDepth);
 static_assert(ExpandedWgmma::kThreads == kSm90Traits.expanded_threads);
 static_assert(ExpandedWgmma::kSharedBytes == kSm90Traits.expanded_shared_bytes);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);

@@ -185,12 +185,22 @@ absl::Status HipBackend::AddProjection(LaunchSlot& launch,
   ProjectArgs complete = args;
   complete.rows = *rows;
   complete.tiles = *tiles;
-  const LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
-                          .grid_y = static_cast<uint32_t>(heads) * DivideUp(args.n, kProjectCols),
-                          .threads = kThreads,
-                          .shared_bytes = static_cast<uint32_t>(arch_->project_shared_bytes),
-                          .overlap_predecessor = true};
-  return launch.AddKernel(kernels_.project, shape, complete);
+  const bool rows_alone =
+      kernels_.project_row_wide != nullptr &&
+      std::all_of(tiles_.begin(), tiles_.end(), [](const ProjectTile& t) { return t.rows == 1; });
+  LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
+                    .threads = kThreads,
+                    .overlap_predecessor = true};
+  const auto add = [&](Function function, int32_t columns, int32_t shared_bytes) {
+    shape.grid_y = static_cast<uint32_t>(heads) * DivideUp(args.n, columns);
+    shape.shared_bytes = static_cast<uint32_t>(shared_bytes);
+    return launch.AddKernel(function, shape, complete);
+  };
+  if (!rows_alone) return add(kernels_.project, kProjectCols, arch_->project_shared_bytes);
+  return args.k <= kProjectWideDepth
+             ? add(kernels_.project_row_wide, kProjectWideCols,
+                   arch_->project_row_wide_shared_bytes)
+             : add(kernels_.project_row_deep, kProjectCols, arch_->project_row_deep_shared_bytes);
 }
 
 absl::Status HipBackend::AddAbsorb(LaunchSlot& slot, const Projection& projection) {
@@ -242,9 +252,9 @@ absl::Status HipBackend::AddAttention(int32_t slot, const AttentionParams& param
   if (expanded) {
     if (absl::Status s = CheckExpanded(params); !s.ok()) return s;
   }
-  absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, slot);
-  if (!plan.ok()) return plan.status();
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
+  absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, slot, owner.input_stream());
+  if (!plan.ok()) return plan.status();
   return expanded ? AddExpanded(owner, params, *plan) : AddAbsorbed(owner, params, *plan);
 }
 
@@ -354,7 +364,9 @@ absl::Status HipBackend::Fault(absl::Status status) {
 
 absl::Status HipBackend::Build(int32_t slot, const Launch& launch) {
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
-  owner.Begin();
+  const bool alone = std::none_of(slots_.begin(), slots_.end(),
+                                  [](const auto& other) { return other->running(); });
+  owner.Begin(launch.inputs, alone);
   absl::Status s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
   if (s.ok()) s = page_work_->AddPages(owner, launch.pages);

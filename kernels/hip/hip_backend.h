@@ -78,6 +78,8 @@ class HipBackend final : public AttentionBackend {
   // so the pages stay pinned then until the process ends.
   absl::Status RegisterHost(std::span<std::byte> memory) override;
   void UnregisterHost(std::span<std::byte> memory) override;
+  // Pinned memory, on devices whose kernels reach that; not what lies at any byte of a message.
+  bool InPlace(const void* host, int64_t bytes) const override;
   absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
@@ -94,7 +96,8 @@ class HipBackend final : public AttentionBackend {
 
  private:
   struct Kernels {
-    Function move = nullptr, append = nullptr, combine = nullptr, project = nullptr;
+    Function move = nullptr, append = nullptr, combine = nullptr;
+    Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
     Function attend_expanded = nullptr;
     std::vector<Function> attend, expand;  // as those of ArchTraits
   };

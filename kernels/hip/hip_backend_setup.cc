@@ -6,11 +6,17 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/hip/hip_backend.h"
-#include "kernels/hip/self_test.h"
+#include "kernels/hip/self_test/self_test.h"
 
 namespace mla::kernels::hip {
 
 namespace {
+
+// On an H200 kernels write 33 KiB to the host's memory in less time than copies of it add to a
+// launch, and 132 KiB in 18 us, which is more.
+constexpr int64_t kMostBytesInPlace = 40 << 10;
+// Of the widest access of a kernel.
+constexpr uintptr_t kAlignmentInPlace = 16;
 
 // A host buffer that copies recognise as pinned for as long as it lives.
 class ListedBuffer final : public HostBuffer {
@@ -113,6 +119,7 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
   if (info_.sparse) info_.supported += "; index lists in the absorbed form";
   info_.units = runtime_->units();
   info_.unified_memory = false;
+  info_.in_place_bytes = runtime_->kernels_reach_host() ? kMostBytesInPlace : 0;
   info_.absorbed_q_of_f32 = DType::kBf16;  // the kernels read no other queries
 }
 
@@ -136,6 +143,14 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
   if (s.ok()) s = find(kAppendKernel, 0, &kernels_.append);
   if (s.ok()) s = find(kCombineKernel, arch_->combine_shared_bytes, &kernels_.combine);
   if (s.ok()) s = find(kProjectKernel, arch_->project_shared_bytes, &kernels_.project);
+  if (s.ok() && arch_->project_row_wide_shared_bytes > 0) {
+    s = find(kProjectRowWideKernel, arch_->project_row_wide_shared_bytes,
+             &kernels_.project_row_wide);
+    if (s.ok()) {
+      s = find(kProjectRowDeepKernel, arch_->project_row_deep_shared_bytes,
+               &kernels_.project_row_deep);
+    }
+  }
   if (s.ok()) {
     s = find(kExpandedKernel, arch_->expanded_shared_bytes, &kernels_.attend_expanded);
   }
@@ -271,8 +286,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   page_work_ = std::make_unique<PageWork>(limits, pool_.at(), table_mirror_.at(), kernels_.move);
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
   project_rows_.reserve(static_cast<size_t>(ProjectionRows(limits)));
-  auto plans =
-      PlanStore::Create(runtime_.get(), streams_.in, PlanCopies(limits), PlanBytes(limits));
+  auto plans = PlanStore::Create(runtime_.get(), PlanCopies(limits), PlanBytes(limits));
   if (!plans.ok()) return plans.status();
   plans_ = *std::move(plans);
   configured_ = true;
@@ -325,6 +339,12 @@ void HipBackend::UnregisterHost(std::span<std::byte> memory) {
   const std::chrono::milliseconds most(2 * options_.watchdog_ms);
   if (!pinned_->AwaitUnused(piece, most) || lost_) return;
   (void)runtime_->UnregisterHost(memory.data());
+}
+
+bool HipBackend::InPlace(const void* host, int64_t bytes) const {
+  return runtime_->kernels_reach_host() &&
+         reinterpret_cast<uintptr_t>(host) % kAlignmentInPlace == 0 &&
+         pinned_->Find(host, bytes) != PinnedRanges::kNone;
 }
 
 absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base) {

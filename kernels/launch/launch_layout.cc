@@ -6,6 +6,7 @@ namespace mla::kernels {
 
 void LaunchLayout::Clear() {
   inputs_used_ = outputs_used_ = workspace_used_ = 0;
+  in_place_ = false;
   inputs_.clear();
   outputs_.clear();
 }
@@ -45,10 +46,18 @@ absl::StatusOr<const void*> LaunchLayout::Input(const void* host, int64_t bytes)
   return at;
 }
 
+absl::StatusOr<const void*> LaunchLayout::InputReadOnce(const void* host, int64_t bytes) {
+  const bool in_place = InPlace(host, bytes) && bytes <= backend_->Info().in_place_bytes;
+  if (!in_place) return Input(host, bytes);
+  const auto* const from = static_cast<const std::byte*>(host);
+  inputs_.push_back({from, const_cast<std::byte*>(from), bytes, 1, bytes});
+  return host;
+}
+
 absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
   auto* const to = static_cast<std::byte*>(host);
   std::byte* at = to;
-  if (!unified_) {
+  if (!unified_ && !InPlace(host, bytes)) {
     absl::StatusOr<std::byte*> taken = TakeOutput(bytes);
     if (!taken.ok()) return taken.status();
     at = *taken;

@@ -1,8 +1,8 @@
 // Gives the tensors of one launch their places in a slot's memory and lists what is to be copied.
 //
 // Where memory is unified, a tensor in one piece stays where it is; one in parts takes a place in
-// the workspace. Elsewhere inputs, outputs and workspace have a region each. Places begin at
-// multiples of kLaunchAlignment, which limits must allow for.
+// the workspace. Elsewhere inputs, outputs and workspace have a region each; of launches with few
+// outputs, outputs and inputs that are read once stay where they are if kernels reach them there.
 //
 // Owned by what builds the launch; the lists stay valid until Clear. One thread. Nothing allocates
 // beyond what Reserve has made room for.
@@ -38,7 +38,9 @@ class LaunchLayout final {
   LaunchLayout() = default;
   // Of slot `slot` of a configured backend.
   LaunchLayout(AttentionBackend& backend, int32_t slot)
-      : LaunchLayout(backend.Info().unified_memory, backend.Memory(slot)) {}
+      : LaunchLayout(backend.Info().unified_memory, backend.Memory(slot)) {
+    if (!unified_) backend_ = &backend;
+  }
   LaunchLayout(bool unified, const SlotMemory& memory) : unified_(unified), memory_(memory) {}
 
   void Reserve(size_t inputs, size_t outputs) {
@@ -46,9 +48,15 @@ class LaunchLayout final {
     outputs_.reserve(outputs);
   }
   void Clear();
+  // Says what outputs take together, before the first tensor is placed; else nothing is in place.
+  void ExpectOutputs(int64_t bytes) {
+    in_place_ = backend_ != nullptr && bytes <= backend_->Info().in_place_bytes;
+  }
 
   // Where the launch sees the tensor. RESOURCE_EXHAUSTED names the region that is full.
   absl::StatusOr<const void*> Input(const void* host, int64_t bytes);
+  // The same for one that the launch reads once.
+  absl::StatusOr<const void*> InputReadOnce(const void* host, int64_t bytes);
   absl::StatusOr<void*> Output(void* host, int64_t bytes);
   // The same for a matrix of `rows` rows in parts, which lies in one piece where the launch sees
   // it.
@@ -66,7 +74,13 @@ class LaunchLayout final {
   absl::StatusOr<std::byte*> TakeInput(int64_t bytes);
   absl::StatusOr<std::byte*> TakeOutput(int64_t bytes);
 
+  bool InPlace(const void* host, int64_t bytes) const {
+    return in_place_ && backend_->InPlace(host, bytes);
+  }
+
   bool unified_ = true;
+  const AttentionBackend* backend_ = nullptr;  // null: all memory is in place, or none
+  bool in_place_ = false;                      // where kernels reach it
   SlotMemory memory_;
   int64_t inputs_used_ = 0, outputs_used_ = 0, workspace_used_ = 0;
   std::vector<HostInput> inputs_;

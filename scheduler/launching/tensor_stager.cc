@@ -33,6 +33,19 @@ float* TakeUnwantedLse(BatchLaunch* to, int64_t rows, int64_t heads, const float
   return to->unwanted_staged + first;
 }
 
+// Of all outputs together, log-sum-exps included.
+int64_t OutputBytes(const Batch& batch) {
+  int64_t bytes = 0;
+  for (const StreamRequest* request : batch.requests) {
+    const AttendArgs& args = request->attend;
+    if (args.profile == Profile::kAppendOnly) continue;
+    const int64_t o_dim = request->engine.step->model->spec->o_dim(args.profile);
+    const int64_t head = o_dim * int64_t(ElementSize(args.o_dtype)) + int64_t{sizeof(float)};
+    bytes += int64_t{request->engine.rows_launched} * args.num_heads * head;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 TensorStager::TensorStager(const Limits& limits, const kernels::BackendInfo& info,
@@ -53,8 +66,8 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
   const AttendArgs& args = request.attend;
   const int64_t row =
       request.engine.step->model->spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
-  absl::StatusOr<const void*> kv = to->layout.Input(args.kv + request.engine.rows_done * row,
-                                                    request.engine.rows_launched * row);
+  absl::StatusOr<const void*> kv = to->layout.InputReadOnce(
+      args.kv + request.engine.rows_done * row, request.engine.rows_launched * row);
   if (!kv.ok()) return kv.status();
   staged->kv = static_cast<const std::byte*>(*kv);
   return absl::OkStatus();
@@ -360,6 +373,7 @@ absl::Status TensorStager::StageRun(BatchLaunch* to, const RowRun& run) {
 
 absl::Status TensorStager::Stage(BatchLaunch* to) {
   const Batch& batch = to->batch;
+  to->layout.ExpectOutputs(OutputBytes(batch));
   requests_.assign(batch.requests.size(), StagedTensors());
   slices_.assign(batch.slices.size(), StagedTensors());
   in_run_.assign(batch.requests.size(), false);

@@ -69,6 +69,10 @@ TEST_F(HipBackendTest, TheSelfTestNoticesAnyKernel) {
     options.images.push_back(Image("sm_90", kImage90));
     options.vendor = arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
     std::vector<std::string> kernels = common;
+    if (arch->project_row_wide_shared_bytes > 0) {
+      kernels.emplace_back(kProjectRowWideKernel);
+      kernels.emplace_back(kProjectRowDeepKernel);
+    }
     for (const AttendVariant& v : arch->attend) kernels.push_back(v.kernel);
     for (const ExpandVariant& v : arch->expand) kernels.push_back(v.kernel);
     for (const std::string& kernel : kernels) {

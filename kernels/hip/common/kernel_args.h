@@ -25,6 +25,10 @@ inline constexpr char kMoveKernel[] = "mla_move";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
+// Of tiles of one row, where there are such kernels: wide for weights of at most
+// kProjectWideDepth rows, with kProjectWideCols columns a block, and deep for others.
+inline constexpr char kProjectRowWideKernel[] = "mla_project_row_wide";
+inline constexpr char kProjectRowDeepKernel[] = "mla_project_row_deep";
 // Those of attention and up-projection are in attend_variants.h.
 inline constexpr char kAttendPrefix[] = "mla_attend_";
 
@@ -110,6 +114,8 @@ struct AppendArgs {
 // and head range.
 inline constexpr int32_t kProjectRows = 64;
 inline constexpr int32_t kProjectCols = 64;
+inline constexpr int32_t kProjectWideCols = 256;
+inline constexpr int32_t kProjectWideDepth = 128;
 struct ProjectTile {
   int32_t first_row;  // in ProjectArgs::rows
   int32_t rows;       // 1 .. kProjectRows

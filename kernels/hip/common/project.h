@@ -14,12 +14,38 @@
 //
 // Weights of the next two steps, and inputs of the next, are on their way to
 // registers while one is multiplied.
+//
+// A tile of one row has nothing to do for matrix cores: reading the weights is
+// all that counts. ProjectRowOf multiplies such tiles in fp32, inputs as they
+// are.
 #ifndef MLA_KERNELS_HIP_COMMON_PROJECT_H_
 #define MLA_KERNELS_HIP_COMMON_PROJECT_H_
 
 #include "kernels/hip/common/memory.h"
 
 namespace mla::kernels::hip {
+
+// The rotated part of the queries of one head passes through unchanged.
+template <int kThreads>
+MLA_DEVICE void copy_rotated(const ProjectArgs& args, const ProjectTile& part, int head) {
+  const int runs = args.copy / 4;
+  const int bytes = args.out_is_f32 ? 4 : 2;
+  for (int i = thread_index(); i < part.rows * runs; i += kThreads) {
+    const int p = i / runs, c = (i - p * runs) * 4;
+    const ProjectRow r = args.rows[part.first_row + p];
+    const int64_t from = head * r.in_head_stride + args.k + c;
+    const int64_t to = head * r.out_head_stride + args.n + c;
+    float v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      v[j] = args.in_is_f32 ? static_cast<const float*>(r.in)[from + j]
+                            : bf16_to_float(static_cast<const uint16_t*>(r.in)[from + j]);
+    }
+    // n is a multiple of 8.
+    store_run(r.out, to, v, args.out_is_f32 != 0,
+              aligned_to(r.out, r.out_head_stride, 0, bytes, 4 * bytes));
+  }
+}
 
 template <class C>
 class Project {
@@ -46,7 +72,7 @@ class Project {
     } else {
       self.template multiply<false>();
     }
-    if (column == 0 && args.copy > 0) self.copy_tail();
+    if (column == 0 && args.copy > 0) copy_rotated<kThreads>(args, t, h);
   }
 
  private:
@@ -278,27 +304,6 @@ class Project {
     }
   }
 
-  // The rotated part of the queries passes through unchanged.
-  MLA_DEVICE void copy_tail() const {
-    const int runs = args.copy / 4;
-    const int bytes = args.out_is_f32 ? 4 : 2;
-    for (int i = thread_index(); i < part.rows * runs; i += kThreads) {
-      const int p = i / runs, c = (i - p * runs) * 4;
-      const ProjectRow r = row(p);
-      const int64_t from = head * r.in_head_stride + args.k + c;
-      const int64_t to = head * r.out_head_stride + args.n + c;
-      float v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        v[j] = args.in_is_f32 ? static_cast<const float*>(r.in)[from + j]
-                              : bf16_to_float(static_cast<const uint16_t*>(r.in)[from + j]);
-      }
-      // n is a multiple of 8.
-      store_run(r.out, to, v, args.out_is_f32 != 0,
-                aligned_to(r.out, r.out_head_stride, 0, bytes, 4 * bytes));
-    }
-  }
-
   const ProjectArgs& args;
   const ProjectTile part;
   const int head;
@@ -306,6 +311,151 @@ class Project {
   const int column;
   lds_t in_tile, weight_tile;  // inputs, and behind them their rests
 };
+
+// Tiles of one row. A block takes kGroups x kProjectCols columns of one head and kLoads x 32 rows
+// of its weights a step: of every group, thread t columns 8 (t % 8) and on, and of every 32 rows of
+// the weights row t / 8. So all that a block reads in decode is on its way at once. What the
+// threads of a column have come to is added up through shared memory.
+template <int kGroups, int kLoads>
+class ProjectRowOf {
+ public:
+  static constexpr int kThreads = 256;
+  static constexpr int kColumns = kGroups * kProjectCols;
+  static constexpr int kChunks = kProjectCols / 8;   // of 16 bytes, in a group of a row of weights
+  static constexpr int kLanes = kThreads / kChunks;  // threads that share a column
+  static constexpr int kDepth = kLanes * kLoads;     // k per step
+  static constexpr int kSharedBytes = kDepth * 4 + kLanes * kColumns * 4;
+
+  MLA_DEVICE static void run(const ProjectArgs& args) {
+    const ProjectTile t = args.tiles[block_index()];
+    const int blocks = (args.n + kColumns - 1) / kColumns;
+    const int h = block_index_y() / blocks;
+    const int column = (block_index_y() - h * blocks) * kColumns;
+    if (h >= t.num_heads) return;
+    const ProjectRowOf self(args, t, h, column);
+    self.multiply();
+    if (column == 0 && args.copy > 0) copy_rotated<kThreads>(args, t, h);
+  }
+
+ private:
+  using lds_t = tile::lds_t;
+
+  MLA_DEVICE ProjectRowOf(const ProjectArgs& a, const ProjectTile& t, int h, int first_column)
+      : args(a),
+        row(a.rows[t.first_row]),
+        head(h),
+        w(a.weights[t.weights_slot] + static_cast<int64_t>(t.head_offset + h) * a.k * a.n),
+        column(first_column),
+        inputs(tile::shared_base<kSharedBytes>()) {}
+
+  MLA_DEVICE static int chunk() { return thread_index() % kChunks; }
+  MLA_DEVICE static int k_lane() { return thread_index() / kChunks; }
+
+  MLA_DEVICE void multiply() const {
+    float acc[kGroups][8] = {};
+    uint32_t weights[kGroups][kLoads][4];
+    fetch(weights, 0);
+    // Weights and records are not written by the kernel before this one; its results are.
+    wait_for_previous_kernel();
+    for (int k0 = 0; k0 < args.k; k0 += kDepth) {
+      if (k0 > 0) {
+        fetch(weights, k0);
+        block_barrier();
+      }
+      bring_in(k0);
+      block_barrier();
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const float x = tile::load_float(inputs + (i * kLanes + k_lane()) * 4);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const uint32_t pair = weights[g][i][j];
+            acc[g][2 * j] = fma_f(x, bits_to_float(pair << 16), acc[g][2 * j]);
+            acc[g][2 * j + 1] = fma_f(x, bits_to_float(pair & 0xffff0000u), acc[g][2 * j + 1]);
+          }
+        }
+      }
+    }
+    add_up(acc);
+  }
+
+  // Rows of weights past the end are zeros, as are the inputs beside them. A thread's rows are a
+  // multiple of 8 apart, so in panels its chunk has one place in all (weights/weight_panels.h).
+  MLA_DEVICE void fetch(uint32_t (&weights)[kGroups][kLoads][4], int k0) const {
+    const bool panels = args.weight_panels != 0;
+    const int place = chunk() ^ (panels ? tile::swizzle(k_lane()) : 0);
+    const int stride = panels ? kProjectCols : args.n;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int first = column + g * kProjectCols;
+      const uint16_t* const from = w + first * (panels ? args.k : 1) + place * 8;
+      const int rows = first + chunk() * 8 < args.n ? args.k : 0;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int k = k0 + i * kLanes + k_lane();
+        if (k < rows) {
+          load_words(weights[g][i], from + static_cast<int64_t>(k) * stride);
+        } else {
+          weights[g][i][0] = weights[g][i][1] = weights[g][i][2] = weights[g][i][3] = 0;
+        }
+      }
+    }
+  }
+
+  MLA_DEVICE void bring_in(int k0) const {
+    for (int i = thread_index(); i < kDepth; i += kThreads) {
+      const int64_t at = head * row.in_head_stride + k0 + i;
+      float x = 0.0f;
+      if (k0 + i < args.k) {
+        x = args.in_is_f32 != 0 ? as_global<const float>(row.in)[at]
+                                : bf16_to_float(as_global<const uint16_t>(row.in)[at]);
+      }
+      tile::store_float(inputs + i * 4, x);
+    }
+  }
+
+  MLA_DEVICE void add_up(const float (&acc)[kGroups][8]) const {
+    const lds_t sums = inputs + kDepth * 4;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Chunk c;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c.w[j] = float_to_bits(acc[g][4 * half + j]);
+        tile::store_chunk(
+            sums + (k_lane() * kColumns + g * kProjectCols + chunk() * 8 + 4 * half) * 4, c);
+      }
+    }
+    block_barrier();
+    const int c = column + thread_index();
+    if (thread_index() >= kColumns || c >= args.n) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      sum += tile::load_float(sums + (i * kColumns + thread_index()) * 4);
+    }
+    const int64_t at = head * row.out_head_stride + c;
+    if (args.out_is_f32 != 0) {
+      as_global<float>(row.out)[at] = sum;
+    } else {
+      as_global<uint16_t>(row.out)[at] = to_bf16(sum);
+    }
+  }
+
+  const ProjectArgs& args;
+  const ProjectRow row;
+  const int head;
+  const uint16_t* w;  // of the head
+  const int column;
+  const lds_t inputs;  // fp32 [kDepth], and behind them the sums
+};
+
+// Short weights and wide outputs (absorb), and the reverse (project).
+using ProjectRowWide = ProjectRowOf<4, 4>;
+using ProjectRowDeep = ProjectRowOf<1, 16>;
 
 }  // namespace mla::kernels::hip
 

@@ -15,6 +15,10 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_append_kv),
     MLA_HOST_KERNEL(mla_combine),
     MLA_HOST_KERNEL(mla_project),
+#if MLA_SM90
+    MLA_HOST_KERNEL(mla_project_row_wide),
+    MLA_HOST_KERNEL(mla_project_row_deep),
+#endif
 };
 MLA_HOST_IMAGE(kKernels)
 

@@ -16,10 +16,12 @@ constexpr int kSuccess = 0;
 constexpr int kOutOfMemory = 2;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kNvidiaRegisterMapped = 2;
 constexpr int kAmdMultiprocessorCount = 63;
 constexpr int kNvidiaMultiprocessorCount = 16;
 constexpr int kNvidiaCapabilityMajor = 75;
 constexpr int kNvidiaCapabilityMinor = 76;
+constexpr int kNvidiaHostPointersReach = 91;  // registered memory at the host's addresses
 constexpr int kNvidiaMaxDynamicShared = 8;
 constexpr unsigned kNvidiaProgrammaticSerialization = 6;
 constexpr int kAmdHostToDevice = 1;
@@ -276,6 +278,10 @@ absl::Status GpuRuntime::IdentifyNvidia() {
   }
   units_ = units;
   arch_ = absl::StrCat("sm_", major, minor);
+  // Drivers that do not know the attribute do not have what it says.
+  int reach = 0;
+  kernels_reach_host_ =
+      api_->device_attribute(&reach, kNvidiaHostPointersReach, device_) == kSuccess && reach != 0;
   return absl::OkStatus();
 }
 
@@ -314,7 +320,9 @@ void GpuRuntime::FreeHost(void* at) {
   if (at != nullptr && Bind().ok()) api_->free_host(at);
 }
 absl::Status GpuRuntime::RegisterHost(void* at, int64_t bytes) {
-  MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), 0), "host register");
+  // What HIP registers is mapped in any case.
+  const unsigned flags = vendor_ == Vendor::kNvidia ? kNvidiaRegisterMapped : 0;
+  MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), flags), "host register");
   return absl::OkStatus();
 }
 absl::Status GpuRuntime::UnregisterHost(void* at) {

@@ -62,6 +62,8 @@ class GpuRuntime final {
   const std::string& arch() const { return arch_; }  // "gfx950", "gfx942", "sm_90", ...
   const std::string& library() const { return library_; }
   int32_t units() const { return units_; }  // CUs or SMs
+  // Kernels reach pinned host memory at the addresses that the host has for it.
+  bool kernels_reach_host() const { return kernels_reach_host_; }
 
   absl::StatusOr<int64_t> FreeMemory();  // of the device, in bytes
   absl::StatusOr<DevicePtr> Malloc(int64_t bytes);
@@ -118,6 +120,7 @@ class GpuRuntime final {
   std::string name_;
   std::string arch_;
   int32_t units_ = 0;
+  bool kernels_reach_host_ = false;
 };
 
 }  // namespace mla::kernels::hip

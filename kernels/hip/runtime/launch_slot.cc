@@ -10,6 +10,18 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
 constexpr auto kNap = std::chrono::microseconds(20);
+// Inputs that take as long on the bus as the next launch takes to come.
+constexpr int64_t kLargeInputs = 2 << 20;
+
+absl::Status NotPinned(const char* what) {
+  return absl::InternalError(absl::StrCat("launch: an ", what, " in place is not pinned"));
+}
+
+int64_t BytesOf(std::span<const HostInput> inputs) {
+  int64_t bytes = 0;
+  for (const HostInput& in : inputs) bytes += in.rows * in.row_bytes;
+  return bytes;
+}
 
 absl::Status Full(const char* what, size_t limit) {
   return absl::ResourceExhaustedError(absl::StrCat("launch ", what, ": limit ", limit));
@@ -59,7 +71,8 @@ SlotMemory LaunchSlot::Memory() const {
           region(workspace_.at(), workspace_.bytes())};
 }
 
-void LaunchSlot::Begin() {
+void LaunchSlot::Begin(std::span<const HostInput> inputs, bool alone) {
+  input_stream_ = alone && BytesOf(inputs) < kLargeInputs ? streams_.compute : streams_.in;
   metadata_.Clear();
   kernels_.clear();
 }
@@ -89,16 +102,27 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
   return absl::OkStatus();
 }
 
+absl::Status LaunchSlot::HoldInPlace(const Launch& launch) {
+  for (const HostInput& in : launch.inputs) {
+    if (in.in_place() && !Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
+  }
+  for (const HostOutput& out : launch.outputs) {
+    if (out.in_place() && !Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
+  const Stream stream = input_stream_;
   if (metadata_.used() > 0) {
     absl::Status s =
-        runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), streams_.in);
+        runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), stream);
     if (!s.ok()) return s;
   }
   direct_in_.clear();
   int64_t staged_end = 0;
   for (const HostInput& in : inputs) {
-    direct_in_.push_back(Reaches(in.host, in.rows * in.row_bytes));
+    direct_in_.push_back(in.in_place() || Reaches(in.host, in.rows * in.row_bytes));
     if (direct_in_.back()) continue;
     const int64_t offset = input_.OffsetOf(in.device);
     for (int64_t row = 0; row < in.rows; ++row) {
@@ -110,19 +134,20 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   // Bytes that pass through the region travel as one copy; gaps left by direct ones are rewritten
   // by those, which follow on the same stream.
   if (staged_end > 0) {
-    absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, streams_.in);
+    absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
     if (!s.ok()) return s;
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const HostInput& in = inputs[i];
-    if (!direct_in_[i] || in.row_bytes == 0 || in.rows == 0) continue;
+    if (!direct_in_[i] || in.in_place() || in.row_bytes == 0 || in.rows == 0) continue;
     const auto to = reinterpret_cast<DevicePtr>(in.device);
     const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
-    absl::Status s = whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, streams_.in)
+    absl::Status s = whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, stream)
                            : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes,
-                                                  in.rows, streams_.in);
+                                                  in.rows, stream);
     if (!s.ok()) return s;
   }
+  if (stream == streams_.compute) return absl::OkStatus();
   if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
   return runtime_->WaitFor(streams_.compute, inputs_ready_);
 }
@@ -160,11 +185,18 @@ absl::Status LaunchSlot::EnqueueKernels() {
 }
 
 absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
-  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   direct_out_.clear();
+  end_ = computed_;
+  const auto in_place = [](const HostOutput& out) { return out.in_place(); };
+  if (std::all_of(outputs.begin(), outputs.end(), in_place)) {
+    direct_out_.assign(outputs.size(), true);
+    return absl::OkStatus();
+  }
+  end_ = done_;
+  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   int64_t staged_end = 0;
   for (const HostOutput& out : outputs) {
-    direct_out_.push_back(Reaches(out.host, out.rows * out.row_bytes));
+    direct_out_.push_back(out.in_place() || Reaches(out.host, out.rows * out.row_bytes));
     if (direct_out_.back()) continue;
     const int64_t offset = output_.OffsetOf(out.device);
     staged_end = std::max(staged_end, offset + (out.rows - 1) * out.pitch + out.row_bytes);
@@ -176,7 +208,7 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
     const HostOutput& out = outputs[i];
-    if (!direct_out_[i] || out.row_bytes == 0 || out.rows == 0) continue;
+    if (!direct_out_[i] || out.in_place() || out.row_bytes == 0 || out.rows == 0) continue;
     const auto from = reinterpret_cast<DevicePtr>(out.device);
     const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
     absl::Status s = whole
@@ -189,7 +221,8 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
 }
 
 absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
-  absl::Status s = EnqueueInputs(launch.inputs);
+  absl::Status s = HoldInPlace(launch);
+  if (s.ok()) s = EnqueueInputs(launch.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
   if (s.ok()) s = EnqueueKernels();
   if (s.ok()) s = EnqueueReads(launch.page_reads, pool);
@@ -215,12 +248,12 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   return s;
 }
 
-absl::StatusOr<bool> LaunchSlot::Done() { return runtime_->Done(done_); }
+absl::StatusOr<bool> LaunchSlot::Done() { return runtime_->Done(end_); }
 
 absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   const auto start = std::chrono::steady_clock::now();
   while (true) {
-    absl::StatusOr<bool> done = runtime_->Done(done_);
+    absl::StatusOr<bool> done = runtime_->Done(end_);
     if (!done.ok() || *done) {
       EndCopies();
       running_ = false;

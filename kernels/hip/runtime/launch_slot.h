@@ -4,6 +4,11 @@
 //   copy-in stream   metadata, inputs --> inputs_ready
 //   compute stream                        wait, started, kernels, computed
 //   copy-out stream                                              wait, outputs --> done
+//
+// Streams of their own let copies overlap the kernels of other launches; changing from one to the
+// other takes the device some microseconds. Where no other launch runs, inputs that are not large
+// travel on the compute stream. Where no output is copied, because kernels write all of them to the
+// host's memory, `computed` is the launch's end.
 #ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 
@@ -53,9 +58,11 @@ class LaunchSlot {
   SlotMemory Memory() const;
   bool running() const { return running_; }
 
-  // Empties metadata and kernels, which are those of the next Submit. REQUIRES: the slot does not
-  // run.
-  void Begin();
+  // Empties metadata and kernels, which are those of the next Submit, of a launch with `inputs`.
+  // `alone`: no other launch runs. REQUIRES: the slot does not run.
+  void Begin(std::span<const HostInput> inputs, bool alone);
+  // What the inputs of that launch travel on; its kernels wait for it.
+  Stream input_stream() const { return input_stream_; }
   StagedRegion& metadata() { return metadata_; }
   template <class Args>
   absl::Status AddKernel(Function function, const LaunchShape& shape, const Args& args) {
@@ -91,6 +98,8 @@ class LaunchSlot {
                               size_t bytes);
   absl::Status Enqueue(const Launch& launch, DevicePtr pool);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs);
+  // Keeps memory that kernels use in place pinned until the launch has ended.
+  absl::Status HoldInPlace(const Launch& launch);
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels();
@@ -99,6 +108,7 @@ class LaunchSlot {
 
   GpuRuntime* runtime_;
   Streams streams_;
+  Stream input_stream_ = nullptr;  // one of them
   const std::shared_ptr<PinnedRanges> pinned_;
   std::vector<PinnedRanges::Id> reached_;  // each once
   bool running_ = false;
@@ -108,6 +118,7 @@ class LaunchSlot {
   std::span<const HostOutput> outputs_;       // of the launch that runs
   std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
+  Event end_ = nullptr;  // of the launch that runs: computed_ or done_
 };
 
 }  // namespace mla::kernels::hip

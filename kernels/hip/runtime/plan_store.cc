@@ -7,9 +7,9 @@
 
 namespace mla::kernels::hip {
 
-absl::StatusOr<std::unique_ptr<PlanStore>> PlanStore::Create(GpuRuntime* runtime, Stream copy_in,
-                                                             int32_t copies, int64_t bytes) {
-  std::unique_ptr<PlanStore> store(new PlanStore(runtime, copy_in));
+absl::StatusOr<std::unique_ptr<PlanStore>> PlanStore::Create(GpuRuntime* runtime, int32_t copies,
+                                                             int64_t bytes) {
+  std::unique_ptr<PlanStore> store(new PlanStore(runtime));
   store->entries_.resize(static_cast<size_t>(copies));
   for (Entry& entry : store->entries_) {
     absl::StatusOr<StagedRegion> region = StagedRegion::Create(runtime, "plan", bytes);
@@ -37,7 +37,7 @@ PlanStore::Entry* PlanStore::OldestFree() {
   return oldest;
 }
 
-absl::Status PlanStore::Upload(const PlanView& plan, Entry& entry) {
+absl::Status PlanStore::Upload(const PlanView& plan, Entry& entry, Stream stream) {
   StagedRegion& region = entry.region;
   region.Clear();
   entry.plan = DevicePlan();
@@ -63,10 +63,10 @@ absl::Status PlanStore::Upload(const PlanView& plan, Entry& entry) {
   }
   if (!status.ok()) return status;
   ++uploads_;
-  return runtime_->CopyIn(region.device(0), region.host(0), region.used(), copy_in_);
+  return runtime_->CopyIn(region.device(0), region.host(0), region.used(), stream);
 }
 
-absl::StatusOr<DevicePlan> PlanStore::Get(const PlanView& plan, int32_t slot) {
+absl::StatusOr<DevicePlan> PlanStore::Get(const PlanView& plan, int32_t slot, Stream stream) {
   Entry* entry = Find(plan.generation);
   if (entry == nullptr) {
     entry = OldestFree();
@@ -75,7 +75,7 @@ absl::StatusOr<DevicePlan> PlanStore::Get(const PlanView& plan, int32_t slot) {
           absl::StrCat("plans on the device: all ", entries_.size(), " are in use"));
     }
     entry->generation = 0;  // until it is there
-    if (absl::Status s = Upload(plan, *entry); !s.ok()) return s;
+    if (absl::Status s = Upload(plan, *entry, stream); !s.ok()) return s;
     entry->generation = plan.generation;
   }
   entry->held |= uint64_t{1} << slot;

@@ -2,8 +2,8 @@
 // a step and not once a layer.
 //
 // A copy is held by the launch slots that run with it and replaced only when none does; of those
-// that none holds, the one used longest ago goes first. Uploads are enqueued on the copy-in stream
-// before the launch's own inputs, so whatever waits for those has the plan as well.
+// that none holds, the one used longest ago goes first. Uploads are enqueued on the stream of the
+// launch's inputs, before these, so whatever waits for those has the plan as well.
 //
 // Threading: as AttentionBackend demands. Nothing is allocated after Create.
 #ifndef MLA_KERNELS_HIP_RUNTIME_PLAN_STORE_H_
@@ -38,13 +38,13 @@ class PlanStore final {
  public:
   // `copies` of at most `bytes` each. A launch may hold two (one a form), and enough must be left
   // to replace: copies > 2 x launch slots.
-  static absl::StatusOr<std::unique_ptr<PlanStore>> Create(GpuRuntime* runtime, Stream copy_in,
-                                                           int32_t copies, int64_t bytes);
+  static absl::StatusOr<std::unique_ptr<PlanStore>> Create(GpuRuntime* runtime, int32_t copies,
+                                                           int64_t bytes);
 
-  // The device copy of the plan, held for `slot` until Release; uploads it unless it is there.
-  // RESOURCE_EXHAUSTED when it does not fit, or all copies are held. A plan of generation 0 is
-  // uploaded each time.
-  absl::StatusOr<DevicePlan> Get(const PlanView& plan, int32_t slot);
+  // The device copy of the plan, held for `slot` until Release; uploads it unless it is there,
+  // on `stream`, whose work the kernels of the launch will wait for. RESOURCE_EXHAUSTED when it
+  // does not fit, or all copies are held. A plan of generation 0 is uploaded each time.
+  absl::StatusOr<DevicePlan> Get(const PlanView& plan, int32_t slot, Stream stream);
   // The slot's launch has ended, or was refused and nothing of it runs.
   void Release(int32_t slot);
 
@@ -59,13 +59,12 @@ class PlanStore final {
     DevicePlan plan;
   };
 
-  PlanStore(GpuRuntime* runtime, Stream copy_in) : runtime_(runtime), copy_in_(copy_in) {}
+  explicit PlanStore(GpuRuntime* runtime) : runtime_(runtime) {}
   Entry* Find(uint64_t generation);
   Entry* OldestFree();
-  absl::Status Upload(const PlanView& plan, Entry& entry);
+  absl::Status Upload(const PlanView& plan, Entry& entry, Stream stream);
 
   GpuRuntime* const runtime_;
-  const Stream copy_in_;
   std::vector<Entry> entries_;
   uint64_t uses_ = 0;
   int64_t uploads_ = 0;

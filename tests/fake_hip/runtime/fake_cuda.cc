@@ -18,6 +18,7 @@ constexpr int kInvalidContext = 201;
 constexpr int kMultiprocessorCount = 16;
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
+constexpr int kHostPointersReach = 91;
 constexpr int kMaxDynamicShared = 8;
 constexpr unsigned kProgrammaticSerialization = 6;
 constexpr unsigned kHostMemory = 1;
@@ -110,6 +111,10 @@ int cuDeviceGetName(char* name, int bytes, int device) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (attribute == kMultiprocessorCount) return hipDeviceGetAttribute(value, attribute, device);
+  if (attribute == kHostPointersReach) {
+    *value = 1;
+    return kSuccess;
+  }
   // "sm_90": the last digit is the minor number.
   const std::string arch = fake_hip_control()->arch;
   const int number = std::atoi(arch.substr(arch.find('_') + 1).c_str());

@@ -1,7 +1,7 @@
 // Known-answer test of every kernel, run on the device before the backend is offered: a wrong
 // driver, a miscompiled code object or a broken device is found here and not in an answer.
-#ifndef MLA_KERNELS_HIP_SELF_TEST_H_
-#define MLA_KERNELS_HIP_SELF_TEST_H_
+#ifndef MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_
+#define MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
@@ -23,4 +23,4 @@ absl::Status SelfTest(AttentionBackend& backend);
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_SELF_TEST_H_
+#endif  // MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_

@@ -9,7 +9,7 @@
 
 #include "kernels/attention_backend.h"
 #include "kernels/hip/common/expanded_args.h"
-#include "kernels/hip/self_test_data.h"
+#include "kernels/hip/self_test/data.h"
 
 namespace mla::kernels::hip::self_test {
 

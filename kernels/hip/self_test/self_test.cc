@@ -1,4 +1,4 @@
-#include "kernels/hip/self_test.h"
+#include "kernels/hip/self_test/self_test.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,8 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
-#include "kernels/hip/self_test_data.h"
-#include "kernels/hip/self_test_plan.h"
+#include "kernels/hip/self_test/data.h"
+#include "kernels/hip/self_test/plan.h"
+#include "kernels/hip/self_test/row.h"
 #include "kernels/launch/launch_layout.h"
 #include "kernels/launch/read_rows.h"
 
@@ -353,6 +354,7 @@ absl::Status Check(AttentionBackend& backend) {
       }
     }
   }
+  if (s.ok()) s = CheckRow(backend, weights, Data(kShapes[0], KvFormat::kBf16));
   return s;
 }
 

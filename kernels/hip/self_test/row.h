@@ -1,0 +1,97 @@
+// The self-test's projections of a single row, which some architectures have kernels of their own
+// for. Internal to self_test.cc.
+#ifndef MLA_KERNELS_HIP_SELF_TEST_ROW_H_
+#define MLA_KERNELS_HIP_SELF_TEST_ROW_H_
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/self_test/data.h"
+#include "kernels/launch/launch_layout.h"
+
+namespace mla::kernels::hip::self_test {
+
+// One query row, absorbed, and one latent row, projected. Outputs are fp32.
+struct RowData {
+  explicit RowData(const Data& d)
+      : q(d.q.begin(), d.q.begin() + kHeads * kQDim),
+        latent(d.narrow),
+        absorbed(size_t{kHeads} * kRowDim, NAN),
+        projected(size_t{kHeads} * kODim, NAN) {}
+
+  std::vector<Bf16> q;
+  std::vector<float> latent;
+  std::vector<float> absorbed, projected;
+};
+
+inline absl::Status ProjectRow(AttentionBackend& backend, RowData& d) {
+  LaunchLayout layout(backend, 0);
+  const auto bytes = [](const auto& v) { return int64_t(v.size() * sizeof(v[0])); };
+  const auto q = layout.Input(d.q.data(), bytes(d.q));
+  const auto latent = layout.Input(d.latent.data(), bytes(d.latent));
+  const auto absorbed = layout.Output(d.absorbed.data(), bytes(d.absorbed));
+  const auto projected = layout.Output(d.projected.data(), bytes(d.projected));
+  for (const absl::Status& s :
+       {q.status(), latent.status(), absorbed.status(), projected.status()}) {
+    if (!s.ok()) return s;
+  }
+  const ProjectionRecord absorb{*q,      *absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
+                                kRowDim, 1,         kHeads,         0,     0};
+  const ProjectionRecord project{*latent, *projected, 512,    0, kHeads * kODim,
+                                 kODim,   1,          kHeads, 0, 0};
+  Launch launch;
+  launch.inputs = layout.inputs();
+  launch.outputs = layout.outputs();
+  launch.absorb = {kGeometry, DType::kBf16, DType::kF32, {&absorb, 1}, {}};
+  launch.project = {kGeometry, DType::kF32, DType::kF32, {&project, 1}, {}};
+  const absl::Status s = backend.Submit(0, launch);
+  return s.ok() ? backend.Wait(0).status() : s;
+}
+
+// What column `c` of a head's absorbed query must be.
+inline double ExpectedAbsorbed(const RowData& d, const Weights& w, int32_t head, int32_t c) {
+  const Bf16* q = &d.q[static_cast<size_t>(head) * kQDim];
+  if (c >= 512) return ToFloat(q[128 + c - 512]);
+  double sum = 0.0;
+  for (int32_t k = 0; k < 128; ++k) {
+    sum += double{ToFloat(q[k])} * w.uk_floats[(static_cast<size_t>(head) * 128 + k) * 512 + c];
+  }
+  return sum;
+}
+
+inline double ExpectedProjected(const Weights& w, int32_t head, int32_t c) {
+  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * kODim];
+  return double{kNarrow[0]} * uv[c] + double{kNarrow[1]} * uv[kODim + c];
+}
+
+inline absl::Status CheckRow(AttentionBackend& backend, const Weights& w, const Data& data) {
+  RowData d(data);
+  if (absl::Status s = ProjectRow(backend, d); !s.ok()) return s;
+  const auto compare = [](const char* what, int32_t head, int32_t c, float got, double want) {
+    if (std::abs(got - want) < kNarrowOff) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("one row ", what, ", head ", head, ", column ", c,
+                                            ": got ", got, ", want ", want));
+  };
+  for (int32_t head = 0; head < kHeads; ++head) {
+    absl::Status s;
+    for (int32_t c = 0; c < kRowDim && s.ok(); ++c) {
+      s = compare("absorbed", head, c, d.absorbed[static_cast<size_t>(head) * kRowDim + c],
+                  ExpectedAbsorbed(d, w, head, c));
+    }
+    for (int32_t c = 0; c < kODim && s.ok(); ++c) {
+      s = compare("projected", head, c, d.projected[static_cast<size_t>(head) * kODim + c],
+                  ExpectedProjected(w, head, c));
+    }
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::kernels::hip::self_test
+
+#endif  // MLA_KERNELS_HIP_SELF_TEST_ROW_H_

@@ -1,0 +1,219 @@
+// Small tensors in pinned memory that kernels use where they lie, and launches on one stream.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+constexpr int64_t kRowBytes = 1152;
+constexpr size_t kRowElements = 576;
+
+class InPlaceTest : public BackendOnFakeTest {
+ protected:
+  void SetUp() override {
+    ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
+    Make(Vendor::kNvidia, "sm_90", kImage90);
+    memory_ = {static_cast<std::byte*>(std::aligned_alloc(4096, kMemoryBytes)), kMemoryBytes};
+    std::memset(memory_.data(), 0, memory_.size());
+    ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
+  }
+  void TearDown() override {
+    backend_->UnregisterHost(memory_);
+    backend_.reset();  // before its memory is counted
+    std::free(memory_.data());
+    BackendOnFakeTest::TearDown();
+  }
+  void Make(Vendor vendor, const char* arch, const char* image) {
+    control_->arch = arch;
+    HipBackendOptions options = Options();
+    options.vendor = vendor;
+    options.images = {Image(arch, image)};
+    auto backend = HipBackend::Create(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    ASSERT_TRUE(backend_->Configure(Limits()).ok());
+  }
+  // A row of `value` in the pinned memory.
+  Bf16* Row(size_t offset, Bf16 value) const {
+    auto* const row = reinterpret_cast<Bf16*>(memory_.data() + offset);
+    std::fill_n(row, kRowElements, value);
+    return row;
+  }
+
+  static constexpr size_t kMemoryBytes = 1 << 20;
+  std::unique_ptr<HipBackend> backend_;
+  std::span<std::byte> memory_;
+};
+
+// Stores a row, or compares it with what is stored; stays until it has been waited for.
+class RowLaunch {
+ public:
+  // `differs` null: stores the row.
+  absl::Status Submit(HipBackend& backend, int32_t slot, const Bf16* row, int32_t position,
+                      int32_t* differs = nullptr) {
+    layout_ = LaunchLayout(backend, slot);
+    layout_.ExpectOutputs(output_bytes_);
+    const auto kv = layout_.InputReadOnce(row, kRowBytes);
+    if (!kv.ok()) return kv.status();
+    record_ = {*kv, DType::kBf16, 576, 0, 0, 1152, 64, position, 1, 576};
+    if (differs != nullptr) {
+      const auto out = layout_.Output(differs, sizeof(*differs));
+      if (!out.ok()) return out.status();
+      record_.differs = static_cast<int32_t*>(*out);
+    }
+    launch_.inputs = layout_.inputs();
+    launch_.outputs = layout_.outputs();
+    launch_.page_tables = {&page_, 1};
+    launch_.table_changes = {&table_, 1};
+    launch_.appends = {&record_, 1};
+    return backend.Submit(slot, launch_);
+  }
+  void set_output_bytes(int64_t bytes) { output_bytes_ = bytes; }
+  bool in_place() const {
+    return layout_.inputs()[0].in_place() &&
+           (layout_.outputs().empty() || layout_.outputs()[0].in_place());
+  }
+
+ private:
+  uint32_t page_ = 0;
+  int64_t output_bytes_ = sizeof(int32_t);
+  const TableRange table_{0, 1};
+  AppendRecord record_{};
+  LaunchLayout layout_;
+  Launch launch_;
+};
+
+TEST_F(InPlaceTest, KernelsReadAndWritePinnedMemory) {
+  Bf16* const row = Row(0, 0x3f80);
+  auto* const differs = reinterpret_cast<int32_t*>(memory_.data() + 4096);
+  RowLaunch store;
+  const int64_t in = control_->copies_in, out = control_->copies_out;
+  ASSERT_TRUE(store.Submit(*backend_, 0, row, 0).ok());
+  EXPECT_TRUE(store.in_place());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(control_->copies_in - in, 1);  // the launch's metadata
+  *differs = 7;
+  RowLaunch equal;
+  ASSERT_TRUE(equal.Submit(*backend_, 0, row, 0, differs).ok());
+  EXPECT_TRUE(equal.in_place());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(*differs, 0);
+  row[3] = 0x4000;
+  RowLaunch other;
+  ASSERT_TRUE(other.Submit(*backend_, 0, row, 0, differs).ok());
+  EXPECT_EQ(*differs, 0);  // until the launch has run
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(*differs, 1);
+  EXPECT_EQ(control_->copies_in - in, 3);
+  EXPECT_EQ(control_->copies_out - out, 0);
+  EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
+}
+
+TEST_F(InPlaceTest, WhatKernelsCouldNotUseIsCopied) {
+  const HipBackend& b = *backend_;
+  EXPECT_TRUE(b.InPlace(memory_.data() + 16, kRowBytes));
+  EXPECT_FALSE(b.InPlace(memory_.data() + 8, kRowBytes));  // at any byte of a message
+  EXPECT_FALSE(b.InPlace(memory_.data() + kMemoryBytes - 16, kRowBytes));  // leaves it
+  const std::vector<std::byte> loose(4096);
+  EXPECT_FALSE(b.InPlace(loose.data(), kRowBytes));
+  RowLaunch store;
+  std::memcpy(memory_.data() + 8, Row(4096, 0x3f80), kRowBytes);
+  ASSERT_TRUE(store.Submit(*backend_, 0, reinterpret_cast<Bf16*>(memory_.data() + 8), 0).ok());
+  EXPECT_FALSE(store.in_place());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
+}
+
+TEST_F(InPlaceTest, MemoryStaysPinnedUntilTheLaunchHasEnded) {
+  RowLaunch store;
+  ASSERT_TRUE(store.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  std::thread closer([&] { backend_->UnregisterHost(memory_); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(control_->registered_bytes, static_cast<int64_t>(kMemoryBytes));
+  EXPECT_TRUE(backend_->Wait(0).ok());
+  closer.join();
+  EXPECT_EQ(control_->registered_bytes, 0);
+  RowLaunch late;
+  ASSERT_TRUE(late.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  EXPECT_FALSE(late.in_place());
+  EXPECT_TRUE(backend_->Wait(0).ok());
+}
+
+TEST_F(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
+  const int64_t most = backend_->Info().in_place_bytes;
+  EXPECT_GT(most, 0);
+  auto* const differs = reinterpret_cast<int32_t*>(memory_.data() + 4096);
+  for (const bool in_place : {true, false}) {
+    RowLaunch launch;
+    launch.set_output_bytes(in_place ? most : most + 1);
+    ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0, differs).ok());
+    EXPECT_EQ(launch.in_place(), in_place);
+    ASSERT_TRUE(backend_->Wait(0).ok());
+  }
+}
+
+// Rows of a prompt without queries, say.
+TEST_F(InPlaceTest, ManyRowsAreCopied) {
+  LaunchLayout layout(*backend_, 0);
+  layout.ExpectOutputs(0);
+  const int64_t most = backend_->Info().in_place_bytes;
+  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most).ok());
+  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most + 16).ok());
+  EXPECT_TRUE(layout.inputs()[0].in_place());
+  EXPECT_FALSE(layout.inputs()[1].in_place());
+  layout.Clear();
+  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most).ok());
+  EXPECT_FALSE(layout.inputs()[0].in_place());  // nothing is known of the outputs
+}
+
+// A launch that began alone and one beside it: the second one's copies have a stream of their own.
+TEST_F(InPlaceTest, LaunchesBesideEachOtherKeepTheirOrder) {
+  std::vector<Bf16> loose(kRowElements, 0x4000);
+  int32_t differs = 7;  // not pinned: copied
+  for (int round = 0; round < 3; ++round) {
+    RowLaunch first, second;
+    ASSERT_TRUE(first.Submit(*backend_, 0, Row(0, 0x3f80), 2 * round).ok());
+    ASSERT_TRUE(second.Submit(*backend_, 1, loose.data(), 2 * round, &differs).ok());
+    ASSERT_TRUE(backend_->Wait(1).ok());
+    EXPECT_EQ(differs, 1);  // it saw what the first one stored
+    ASSERT_TRUE(backend_->Wait(0).ok());
+  }
+}
+
+// Calls that launches make only where they do not run alone.
+TEST_F(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
+  for (const char* call : {"hipEventRecord", "hipStreamWaitEvent"}) {
+    RowLaunch first, second, third;
+    ASSERT_TRUE(first.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+    control_->FailOnce(call);
+    EXPECT_EQ(second.Submit(*backend_, 1, Row(4096, 0x4000), 1).code(),
+              absl::StatusCode::kInternal);
+    EXPECT_EQ(control_->fail_seen, 1) << call;
+    ASSERT_TRUE(backend_->Wait(0).ok()) << call;
+    ASSERT_TRUE(third.Submit(*backend_, 1, Row(4096, 0x4000), 1).ok()) << call;
+    ASSERT_TRUE(backend_->Wait(1).ok());
+  }
+  EXPECT_TRUE(backend_->Healthy().ok());
+}
+
+// Devices whose kernels were never seen to reach host memory.
+TEST_F(InPlaceTest, AmdDevicesHaveCopies) {
+  backend_->UnregisterHost(memory_);
+  backend_.reset();
+  Make(Vendor::kAmd, "gfx950", kImage950);
+  ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
+  EXPECT_FALSE(backend_->InPlace(memory_.data(), kRowBytes));
+  EXPECT_EQ(backend_->Info().in_place_bytes, 0);
+}
+
+}  // namespace
+}  // namespace mla::kernels::hip
