@@ -108,7 +108,8 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
       "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
       "kv_lora_rank 512, rope_dim 64, rows of bf16, fp8_tensor or fp8_row, bf16 queries (fp32 "
       "ones in EXPANDED only), bf16 or fp32 outputs, any heads, query rows and page size";
-  for (const KvFormat format : {KvFormat::kFp8Tensor, KvFormat::kFp8Row}) {
+  info_.kv_formats.clear();
+  for (const KvFormat format : kKvFormats) {
     if (MostRows(arch, format, DType::kBf16, AttentionKind::kDense) > 0) {
       info_.kv_formats.push_back(format);
     }
