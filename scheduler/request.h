@@ -19,6 +19,7 @@
 #include "kernels/attention_desc.h"
 #include "kernels/dtype.h"
 #include "kernels/input_fragments.h"
+#include "kernels/launch/select.h"
 
 namespace mla::scheduler {
 
@@ -66,6 +67,7 @@ struct AttendArgs {
   // geometry (its id was reused before the old step's end was answered) is refused. num_heads 0:
   // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
   kernels::Geometry sized_for;
+  kernels::IndexerShape sized_indexer;  // likewise
   // Row-major host memory; sizes follow from the model (the transport has checked them).
   const std::byte* kv = nullptr;  // [row_count, ModelSpec::sent_row_dim] if has_kv
   const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only
@@ -84,6 +86,7 @@ struct AttendArgs {
   // For which positions of the step's rows the lists were checked. A request that meets a step of
   // other ones is refused, as by `sized_for`. Null: the caller vouches for them.
   StepPositions listed_for;
+  int32_t listed_top_k = 0;      // of the model that they were checked for, and lists_out sized
   std::byte* o = nullptr;        // [row_count, num_heads, o dim], written by the launch
   float* lse = nullptr;          // [row_count, num_heads] if want_lse
   int32_t* lists_out = nullptr;  // [row_count, top_k] of the indexer's lists, if they are wanted

@@ -278,7 +278,7 @@ int64_t EngineCore::ReadyWork() const {
     for (const StepEntry& entry : request->engine.step->entries) {
       kv = std::max<int64_t>(kv, entry.start + entry.rows);
     }
-    if (IsSparse(request->attend)) {
+    if (IsSparse(request->attend) && !Selects(request->attend)) {
       kv = std::min<int64_t>(kv, request->engine.step->model->spec->top_k);
     }
     work += int64_t{request->attend.row_count} * request->attend.num_heads * kv;

@@ -129,8 +129,9 @@ void NoteRows(const StreamRequest& request) {
     const std::byte* const at = args.kv + (first - args.row_begin) * row_bytes;
     if (known <= position || !HoldsNotFinite(at, args.q_dtype, rows * dim)) return;
     int64_t row = 0;
-    while (!HoldsNotFinite(at + row * row_bytes, args.q_dtype, dim)) ++row;
-    known = std::min(known, position + row);
+    while (row < rows && !HoldsNotFinite(at + row * row_bytes, args.q_dtype, dim)) ++row;
+    // The memory may be the client's, who can write it meanwhile: none of these rows is trusted.
+    known = std::min(known, row < rows ? position + row : position);
   });
 }
 

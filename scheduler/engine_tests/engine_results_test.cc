@@ -1,7 +1,11 @@
 // Results that are not finite: an error where the inputs are finite, NaN where they are not.
+#include <sys/mman.h>
+
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -254,6 +258,54 @@ TEST_P(EngineResultsTest, AQueryThatIsNotFiniteMakesNaNOfItsRowAndHead) {
       }
     }
   }
+}
+
+// KV rows in shared memory stay the client's to write. The last row holds a NaN every other moment,
+// and ends where the mapping does.
+TEST(EngineRowsTest, RowsThatChangeMeanwhileAreReadWithinTheirBounds) {
+  constexpr int kRows = 2048;
+  constexpr size_t kElements = size_t{kRows} * kDim, kBytes = kElements * sizeof(Bf16);
+  constexpr size_t kPage = 4096, kMapped = (kBytes + kPage - 1) / kPage * kPage;
+  testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr, nullptr};
+  options.model.page_size = 64;
+  Limits& limits = options.limits;
+  limits.max_sequence_rows = limits.max_step_rows = kRows;
+  limits.launch_rows = limits.prefill_rows = kRows;
+  limits.launch_packed_rows = 2 * kRows;
+  EngineHarness h(std::move(options));
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  void* const mapped =
+      mmap(nullptr, kMapped + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(mapped, MAP_FAILED);
+  ASSERT_EQ(mprotect(mapped, kMapped, PROT_READ | PROT_WRITE), 0);
+  std::byte* const rows = static_cast<std::byte*>(mapped) + kMapped - kBytes;
+  std::atomic<bool> stop = false;
+  std::thread writer([&] {
+    std::atomic_ref<Bf16> last(reinterpret_cast<Bf16*>(rows)[kElements - 1]);
+    while (!stop) {
+      last = ToBf16(kNaN);
+      last = ToBf16(1);
+    }
+  });
+  for (StepId step = 1; step <= 300; ++step) {
+    const SequenceInfo sequence = h.Open();
+    ASSERT_TRUE(h.Begin(stream, step, {{sequence.id, 1, 0, kRows}})->status.ok());
+    TestRequest request;
+    request.stream = stream;
+    request.step_id = step;
+    request.attend.row_count = kRows;
+    request.attend.profile = Profile::kAppendOnly;
+    request.attend.has_kv = true;
+    request.attend.kv = rows;
+    h.Submit(&request);
+    h.Run();
+    EXPECT_TRUE(request.status.ok()) << request.status;
+    std::vector<SequenceId> missing;
+    h.core().ReleaseSequences(h.tenant(), {&sequence.id, 1}, &missing);
+  }
+  stop = true;
+  writer.join();
+  munmap(mapped, kMapped + kPage);
 }
 
 }  // namespace

@@ -35,7 +35,8 @@ class EngineSparseTest : public ::testing::Test {
   // An Attend of all heads with these lists, handed over.
   std::unique_ptr<TestRequest> Attend(StepId step, int layer, int row_begin,
                                       const std::vector<Row>& kv, const Lists& lists,
-                                      uint64_t q_key, const StepPositions& listed_for = nullptr) {
+                                      uint64_t q_key, const StepPositions& listed_for = nullptr,
+                                      int32_t listed_top_k = 8) {
     const auto rows = static_cast<int>(lists.size());
     auto request = h_.Unsent(stream_, step, layer, row_begin, rows, kv, 0, 2, q_key);
     std::vector<int32_t>& memory = memory_.emplace_back();
@@ -47,6 +48,7 @@ class EngineSparseTest : public ::testing::Test {
     request->attend.list_begin = memory.data();
     request->attend.list = memory.data() + rows + 1;
     request->attend.listed_for = listed_for;
+    request->attend.listed_top_k = listed_top_k;
     h_.Submit(request.get());
     return request;
   }
@@ -169,9 +171,31 @@ TEST_F(EngineSparseTest, RefusesListsOfAnotherStep) {
     EXPECT_EQ(attend->status.code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_EQ(DetailOf(attend->status).reason, "step_reused");
   }
+  // Lists that were checked, and memory that was sized, for a model of another top_k.
+  for (const int32_t top_k : {7, 9}) {
+    const auto attend = Attend(1, 0, 0, rows, {{0}, {1}}, 5, positions(0, 2), top_k);
+    EXPECT_EQ(attend->status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(DetailOf(attend->status).reason, "step_reused");
+  }
   const auto attend = Attend(1, 0, 0, rows, {{0}, {1}}, 5, positions(0, 2));
   h_.Run();
   EXPECT_TRUE(attend->status.ok()) << attend->status;
+}
+
+// Its rows have no index keys behind them: they end before those of the step's model do.
+TEST_F(EngineSparseTest, RefusesMemoryThatWasSizedForAnotherIndexer) {
+  const SequenceInfo a = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
+  for (const kernels::IndexerShape other : {kernels::IndexerShape{2, 4}, {0, 0}}) {
+    auto request = h_.Unsent(stream_, 1, 0, 0, 2, Rows(2, 10), 0, 2, 5);
+    request->attend.sized_for = h_.model().geometry;
+    request->attend.sized_indexer = other;
+    h_.Submit(request.get());
+    h_.Run();
+    const bool same = other == h_.model().indexer;
+    EXPECT_EQ(request->status.ok(), same) << request->status;
+    if (!same) EXPECT_EQ(DetailOf(request->status).reason, "step_reused");
+  }
 }
 
 TEST(EngineDenseModelTest, RefusesLists) {

@@ -82,7 +82,10 @@ absl::Status CheckLists(const Step& step, const AttendArgs& args) {
     return RefuseField("attend.lists", "index lists", "none: the model's attention is dense",
                        "dense_model");
   }
-  if (args.listed_for == nullptr || StandsAt(step, *args.listed_for)) return absl::OkStatus();
+  if (args.listed_for == nullptr) return absl::OkStatus();
+  // Lists that are wanted are written, and tenants charged, by the top_k of the step's model.
+  const bool same_top_k = args.listed_top_k == step.model->spec->top_k;
+  if (same_top_k && StandsAt(step, *args.listed_for)) return absl::OkStatus();
   return RefuseField("attend.step_id", absl::StrCat(step.id),
                      "the id of the step that the index lists were checked for", "step_reused",
                      absl::StatusCode::kFailedPrecondition);
@@ -173,7 +176,9 @@ void StepTable::Remove(Step* step, const std::string& why) {
 
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat) {
   // Before anything else: the request's memory has the size of another model's rows.
-  if (args.sized_for.num_heads != 0 && args.sized_for != step.model->spec->geometry) {
+  const ModelSpec& spec = *step.model->spec;
+  const bool same_sizes = args.sized_for == spec.geometry && args.sized_indexer == spec.indexer;
+  if (args.sized_for.num_heads != 0 && !same_sizes) {
     return RefuseField("attend.step_id", absl::StrCat(step.id),
                        "the id of a step of the model that this request was sized for",
                        "step_reused", absl::StatusCode::kFailedPrecondition);

@@ -16,8 +16,6 @@ using scheduler::Limits;
 using scheduler::ModelSpec;
 using scheduler::Profile;
 
-constexpr uint64_t kMaxInt64 = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-
 absl::Status CheckWireDType(v1::DType value, const char* field, DType* out) {
   switch (value) {
     case v1::DTYPE_UNSPECIFIED:
@@ -216,7 +214,8 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
     scheduler::StepSequenceArgs& to = args->sequences[static_cast<size_t>(i)];
     to.id = from.sequence_id();
     to.epoch = from.epoch();
-    if (from.start_position() > kMaxInt64) {
+    // Rows that follow at once are checked by these numbers, before the engine has compared them.
+    if (from.start_position() > static_cast<uint64_t>(limits.max_sequence_rows)) {
       return RefuseField(absl::StrCat("begin_step.sequences[", i, "].start_position"),
                          absl::StrCat(from.start_position()), Range(0, limits.max_sequence_rows));
     }
@@ -252,6 +251,7 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->want_lse = message.want_lse();
   args->timeout_us = message.timeout_us();
   args->sized_for = model.geometry;
+  args->sized_indexer = model.indexer;
   *sizes = {};
   MLA_RETURN_IF_ERROR(CheckLists(message, model, args->profile, sizes));
   return CheckSizes(*args, model, payload_bytes, message_bytes, sizes);

@@ -99,7 +99,7 @@ TEST(RequestValidatorTest, BeginStep) {
        [](M* m, uint64_t v) { m->mutable_sequences(0)->set_sequence_id(v); }},
       {"begin_step.sequences[0].epoch", kMax64, 0, kMax64,
        [](M* m, uint64_t v) { m->mutable_sequences(0)->set_epoch(v); }},
-      {"begin_step.sequences[0].start_position", kMax64, 0, kMaxInt64,
+      {"begin_step.sequences[0].start_position", kMax64, 0, 163840,
        [](M* m, uint64_t v) { m->mutable_sequences(0)->set_start_position(v); }},
       {"begin_step.sequences[0].rows", kMax32, 1, 8192,
        [](M* m, uint64_t v) { m->mutable_sequences(0)->set_rows(static_cast<uint32_t>(v)); }},

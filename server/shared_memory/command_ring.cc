@@ -19,9 +19,7 @@ namespace {
 
 using scheduler::RequestKind;
 
-// Bytes of a begin_step, end_step or abort_step message at most, and of what is parsed from it
-// without touching the heap.
-constexpr size_t kMaxMessageBytes = size_t{1} << 20;
+// Of what is parsed from a message without touching the heap.
 constexpr size_t kArenaBytes = 65536;
 // A sleeping ring looks at its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
@@ -281,10 +279,10 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
 absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
                                          AttendMessage* message) {
   const size_t length = entry.row_count;
-  if (length > kMaxMessageBytes || !region_->Holds(entry.in_offset, length)) {
-    return RefuseField(
-        "in_offset", absl::StrCat(entry.in_offset, " + ", length),
-        absl::StrCat("a message of at most ", kMaxMessageBytes, " bytes within the arena"));
+  const size_t most = MostHeaderBytes(options_.engine->limits());
+  if (length > most || !region_->Holds(entry.in_offset, length)) {
+    return RefuseField("in_offset", absl::StrCat(entry.in_offset, " + ", length),
+                       absl::StrCat("a message of at most ", most, " bytes within the arena"));
   }
   const size_t room = entry.num_heads;
   if (room > 0) {

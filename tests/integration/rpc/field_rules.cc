@@ -249,7 +249,7 @@ std::map<std::string, FieldRule> StreamRules() {
       {"BeginStep.lease_ms", {0, kMostStepLease, "begin_step.lease_ms", {}}},
       {"StepSequence.sequence_id", any},
       {"StepSequence.epoch", any},
-      {"StepSequence.start_position", {0, kMostPosition, sequence + "start_position", {}}},
+      {"StepSequence.start_position", {0, 4096, sequence + "start_position", {}}},
       {"StepSequence.rows", {1, 1024, sequence + "rows", {}}},
       {"Attend.step_id", any},
       {"Attend.layer", {0, 1, "attend.layer", {}}},

@@ -213,15 +213,18 @@ TEST_F(RingTest, MessagesCarryNoTensors) {
 }
 
 TEST_F(RingTest, LongMessagesAreRefused) {
-  // As long as the arena allows, but longer than any message may be.
+  // Longer than a BeginStep of limits.max_step_sequences can be, so that it is not even parsed.
+  constexpr uint32_t kMost = 4096 + 128 + 64 * 32;
   ring_ = Region(server_, true, "", 4 << 20);
   const auto large = ring_->Allocate(3 << 20);
   wire::SubmissionEntry entry{};
   entry.kind = wire::kEntryMessage;
   entry.in_offset = ring_->OffsetOf(large.data());
-  entry.row_count = (1 << 20) + 1;
-  EXPECT_EQ(ErrorOf(entry).detail().field(), "in_offset");
-  entry.row_count = 1 << 20;  // zeros are no message either
+  for (const uint32_t bytes : {kMost + 1, uint32_t{1} << 20, uint32_t{2} << 20}) {
+    entry.row_count = bytes;
+    EXPECT_EQ(ErrorOf(entry).detail().field(), "in_offset") << bytes;
+  }
+  entry.row_count = kMost;  // zeros are no message either
   EXPECT_EQ(ErrorOf(entry).detail().field(), "message");
 }
 
