@@ -176,6 +176,7 @@ absl::StatusOr<PrefixPlan> EngineCore::PlanMatch(const MatchArgs& args, int64_t*
   plan.spec = sequence.model->spec;
   plan.before = cache_->chain(sequence.slot);
   plan.declared = cache_->declared(sequence.slot);
+  plan.committed = *committed;
   return plan;
 }
 

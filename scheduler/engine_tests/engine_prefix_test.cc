@@ -216,5 +216,25 @@ TEST_F(EnginePrefixTest, APlanForAnotherStateIsRefused) {
   EXPECT_EQ(h_.core().OpenSequence(open).status().code(), absl::StatusCode::kAborted);
 }
 
+// Rows that were declared and not committed may be declared as others, until they are committed.
+TEST_F(EnginePrefixTest, RowsThatAreCommittedWhileACallRunsStayWhatTheyWere) {
+  const SequenceInfo first = OpenWith(Tokens(5));
+  MatchArgs args;
+  args.tenant = h_.tenant();
+  args.id = first.id;
+  args.expected_epoch = 1;
+  args.prefix.token_ids = Tokens(5, 100);
+  int64_t committed = 0;
+  auto plan = h_.core().PlanMatch(args, &committed);
+  ASSERT_TRUE(plan.ok());
+  ASSERT_TRUE(planner_.Fill(args.tenant, args.prefix, 0, committed, &*plan).ok());
+  Fill(first, 5, 50);
+  const auto matched = h_.core().MatchSequence(args, *plan);
+  EXPECT_EQ(matched.status().code(), absl::StatusCode::kAborted) << matched.status();
+  Release(first);
+  EXPECT_EQ(OpenWith(Tokens(5, 100)).length, 0);
+  EXPECT_EQ(OpenWith(Tokens(5)).length, 5);
+}
+
 }  // namespace
 }  // namespace mla::scheduler

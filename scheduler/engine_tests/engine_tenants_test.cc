@@ -357,5 +357,23 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   EXPECT_TRUE(models.Unregister(tenant, h.model().id).ok()) << "and can go after all";
 }
 
+// A message that comes late is told why its step is gone, whatever others abort meanwhile.
+TEST(EngineTenantsTest, AbortedStepsOfOneTenantAreNotForgottenForAnothers) {
+  const auto h = HarnessWith({});
+  ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());
+  const SequenceInfo of_b = *OpenFor(*h, "b", h->model().id);
+  const StreamId b = h->core().OpenStream("b"), a = h->core().OpenStream(h->tenant());
+  ASSERT_TRUE(h->Begin(b, 1, {{of_b.id, 1, 0, 1}})->status.ok());
+  ASSERT_TRUE(h->Abort(b, 1)->status.ok());
+  const SequenceInfo of_a = h->Open();
+  for (StepId step = 1; step <= 600; ++step) {
+    ASSERT_TRUE(h->Begin(a, step, {{of_a.id, 1, 0, 1}})->status.ok());
+    ASSERT_TRUE(h->Abort(a, step)->status.ok());
+  }
+  EXPECT_EQ(h->End(b, 1)->detail.reason, "step_aborted");
+  EXPECT_EQ(h->End(a, 600)->detail.reason, "step_aborted");
+  EXPECT_EQ(h->End(a, 1)->detail.reason, "step_not_found");
+}
+
 }  // namespace
 }  // namespace mla::scheduler

@@ -377,5 +377,25 @@ TEST_F(KvCacheDeathTest, BrokenRequirementsEndTheProcess) {
   EXPECT_DEATH(cache_->length(3), "not open");
 }
 
+// A layout is what a client registers; the books of its groups are the server's memory.
+TEST(KvCacheBooksTest, GroupsOfAFewBytesAreBounded) {
+  std::vector<uint32_t> tables(16);
+  auto cache = KvCache::Create({.bytes = int64_t{1} << 30,
+                                .slab_bytes = int64_t{1} << 26,
+                                .max_sequences = 1,
+                                .max_pages_per_sequence = 16},
+                               tables)
+                   .value();
+  const LayoutId tiny =
+      cache->AddLayout(MakeLayout({.row_bytes = 2, .page_size = 1, .layers = 1})).value();
+  EXPECT_EQ(cache->free_groups(tiny), SlabPool::kMostGroups);  // not 2^22 of 256 bytes
+  const SeqSlot sequence = cache->Open(tiny, 1).value();
+  const StepRows step[] = {{sequence, 16}};
+  ASSERT_TRUE(cache->Reserve(step).ok());
+  cache->Commit(sequence, 16);
+  EXPECT_EQ(cache->free_groups(tiny), SlabPool::kMostGroups - 16);
+  EXPECT_EQ(cache->CheckInvariants(), "");
+}
+
 }  // namespace
 }  // namespace mla::kvcache

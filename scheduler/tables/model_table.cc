@@ -297,7 +297,8 @@ ModelInfo ModelTable::Info(const Model& model) const {
   ModelInfo info;
   info.spec = *model.spec;
   info.page_group_bytes = model.layout.group_bytes();
-  info.page_groups_max = limits_.kv_cache_bytes / model.layout.group_bytes();
+  info.page_groups_max =
+      std::min(limits_.kv_cache_bytes / model.layout.group_bytes(), kvcache::SlabPool::kMostGroups);
   const int64_t pages = std::min<int64_t>(info.page_groups_max, limits_.max_pages_per_sequence);
   info.max_sequence_rows =
       std::min<int64_t>(limits_.max_sequence_rows, pages * model.layout.page_size);

@@ -20,6 +20,7 @@ struct PrefixPlan {
   std::shared_ptr<const ModelSpec> spec;
   std::shared_ptr<const kvcache::PrefixChain> before;  // as the sequence had it; null: none
   int32_t declared = 0;                                // rows of it
+  int64_t committed = 0;                               // rows of the sequence
   std::shared_ptr<const kvcache::PrefixChain> chain;   // as it is to be
   std::string digest;  // of everything that was asked, to tell a repeat from a clash
   int64_t max_rows = 0;

@@ -198,12 +198,13 @@ absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId i
 
 absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) {
   if (cache_->chain(sequence->slot) != prefix.before ||
-      cache_->declared(sequence->slot) != prefix.declared) {
+      cache_->declared(sequence->slot) != prefix.declared ||
+      cache_->length(sequence->slot) != prefix.committed) {
     return MakeError(absl::StatusCode::kAborted,
-                     "the sequence was declared by another call meanwhile",
+                     "the sequence was declared, or got rows, by another call meanwhile",
                      {.field = "sequence_id",
                       .got = absl::StrCat(sequence->id),
-                      .limit = "a sequence that is declared by one call at a time",
+                      .limit = "a sequence that one call changes at a time",
                       .reason = "changed_meanwhile"});
   }
   Tenant& account = *sequence->model->account;

@@ -70,8 +70,8 @@ class SequenceTable {
                                  const PrefixPlan& prefix);
   // The sequence, if it may declare rows: it has that epoch and is in no step.
   absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
-  // Declares the plan's rows and adds those that are cached. ABORTED if others were declared since
-  // the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
+  // Declares the plan's rows and adds those that are cached. ABORTED if others were declared, or
+  // rows committed, since the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
   absl::Status Match(Sequence* sequence, const PrefixPlan& prefix);
   absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args);
   absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,

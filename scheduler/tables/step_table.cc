@@ -1,6 +1,7 @@
 #include "scheduler/tables/step_table.h"
 
 #include <algorithm>
+#include <map>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
@@ -153,9 +154,20 @@ absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
   return step;
 }
 
+// The oldest goes of the tenant that has most, so that none forgets for another.
+void StepTable::ForgetAborted() {
+  std::map<TenantKey, size_t> counts;
+  for (const AbortedStep& gone : aborted_) ++counts[gone.tenant];
+  const auto most =
+      std::max_element(counts.begin(), counts.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  aborted_.erase(std::find_if(aborted_.begin(), aborted_.end(),
+                              [&](const AbortedStep& gone) { return gone.tenant == most->first; }));
+}
+
 void StepTable::Remove(Step* step, const std::string& why) {
   if (!why.empty()) {
-    if (aborted_.size() == kAbortedRemembered) aborted_.pop_front();
+    if (aborted_.size() == kAbortedRemembered) ForgetAborted();
     aborted_.push_back(AbortedStep{step->tenant, step->id, why, CommittedAt(*step, 0)});
   }
   open_.erase(std::find(open_.begin(), open_.end(), step));

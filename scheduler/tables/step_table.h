@@ -112,6 +112,8 @@ class StepTable {
   const std::vector<Step*>& open() const { return open_; }
 
  private:
+  void ForgetAborted();
+
   TenantTable* const tenants_;
   std::vector<std::unique_ptr<Step>> pool_;
   std::vector<Step*> free_;

@@ -91,12 +91,13 @@ class HealthService::Call final : public StreamHandler {
 
   // Writes the present status to a watcher unless it has it. Any thread that keeps the call alive.
   void Update() {
-    const ServerState::Snapshot now = service_->state_->Get();
     ServingStatus status{};
     bool over = false;
     {
       const MutexLock lock(mutex_);
       if (!requested_ || writing_ || finished_) return;
+      // Not before: another thread could send what is newer meanwhile, and this one what it was.
+      const ServerState::Snapshot now = service_->state_->Get();
       status = service_->StatusOf(watched_, now).value_or(HealthCheckResponse::SERVICE_UNKNOWN);
       over = cancelled_ || (sent_ == status && now.phase == Phase::kStopped);
       if (!over) {

@@ -39,7 +39,7 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
   }
   if (slabs_.empty()) CutSlabs(group_bytes);
   for (size_t s = 0; s < slabs_.size(); ++s) {
-    const int64_t most = std::max<int64_t>(1, BytesOf(static_cast<int32_t>(s)) / group_bytes);
+    const int64_t most = std::max<int64_t>(1, GroupsIn(static_cast<int32_t>(s), group_bytes));
     if (slabs_[s].groups.size() < static_cast<size_t>(most)) {
       slabs_[s].groups.resize(static_cast<size_t>(most));
     }
@@ -228,7 +228,7 @@ int64_t SlabPool::CountFree(LayoutId layout, const std::function<bool(int32_t)>*
   const auto count = static_cast<int32_t>(slabs_.size());
   for (int32_t s = also_free == nullptr ? first_free_ : 0; s < count;) {
     const int32_t run = RunLength(s, owner.group_bytes, also_free);
-    if (run == 1) free += BytesOf(s) / owner.group_bytes;
+    if (run == 1) free += GroupsIn(s, owner.group_bytes);
     if (run > 1) ++free;
     s += std::max(run, 1);
   }
@@ -248,6 +248,11 @@ int64_t SlabPool::RunBytes(int32_t head, int32_t span) const {
   int64_t bytes = 0;
   for (int32_t s = head; s < head + span; ++s) bytes += BytesOf(s);
   return bytes;
+}
+
+int64_t SlabPool::GroupsIn(int32_t slab, int64_t group_bytes) const {
+  const int64_t most = std::max<int64_t>(1, kMostGroups / static_cast<int64_t>(slabs_.size()));
+  return std::min(BytesOf(slab) / group_bytes, most);
 }
 
 SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
@@ -300,7 +305,7 @@ int32_t SlabPool::AssignRun(LayoutId layout) {
   }
 
   Slab& slab = At(head);
-  slab.groups_total = span == 1 ? static_cast<int32_t>(BytesOf(head) / owner.group_bytes) : 1;
+  slab.groups_total = span == 1 ? static_cast<int32_t>(GroupsIn(head, owner.group_bytes)) : 1;
   if (span > 1 || slab.mark_bytes != owner.group_bytes) {
     Mark mark = kClean;
     for (int32_t s = head; s < head + span; ++s) mark = Merge(mark, SlabMark(s));

@@ -75,6 +75,9 @@ struct SlabPoolStats {
 class SlabPool final {
  public:
   static constexpr uint32_t kNoEntry = 0xffffffffu;
+  // Groups that the pool keeps books of; their number must not follow from a layout alone, which a
+  // client chooses: pages of a few bytes would take as much memory for books as for rows.
+  static constexpr int64_t kMostGroups = 1 << 20;
   // Every so many freed groups tell how long they were held.
   static constexpr uint64_t kLifetimeSample = 16;
 
@@ -232,6 +235,7 @@ class SlabPool final {
   const Slab& At(int32_t slab) const { return slabs_[static_cast<size_t>(slab)]; }
   int64_t BytesOf(int32_t slab) const;
   int64_t RunBytes(int32_t head, int32_t span) const;
+  int64_t GroupsIn(int32_t slab, int64_t group_bytes) const;  // that a slab of its own holds
   Place PlaceOf(uint32_t entry) const;
   void CountPinned(uint32_t entry, int64_t change);
   Group& GroupOf(uint32_t entry);

@@ -253,5 +253,16 @@ TEST_F(KvCachePrefixTest, TheCostOfAnOperationDoesNotGrowWithWhatIsCached) {
   EXPECT_EQ(cost[0], cost[1]);
 }
 
+TEST_F(KvCachePrefixTest, ALayoutGoesWithoutALookAtWhatOthersHaveCached) {
+  Make(1024);
+  for (uint32_t i = 0; i < 100; ++i) Leave(Tokens(8, 100 * i));
+  const LayoutId other = cache_->AddLayout(kSmall).value();
+  const uint64_t before = cache_->prefix_stats().steps;
+  ASSERT_TRUE(cache_->RemoveLayout(other).ok());
+  EXPECT_EQ(cache_->prefix_stats().steps, before);
+  ASSERT_TRUE(cache_->RemoveLayout(layout_).ok());
+  EXPECT_EQ(cache_->stats().groups_cached, 0);
+}
+
 }  // namespace
 }  // namespace mla::kvcache

@@ -122,6 +122,10 @@ void PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   pool_->Cache(entry, index);
   ++stats_.published;
   ++stats_.nodes;
+  if (static_cast<size_t>(layout) >= of_layout_.size()) {
+    of_layout_.resize(static_cast<size_t>(layout) + 1);
+  }
+  ++of_layout_[static_cast<size_t>(layout)];
 }
 
 void PrefixCache::Link(int32_t index) {
@@ -149,6 +153,7 @@ void PrefixCache::Remove(int32_t index) {
   if (pool_->references(node.entry) == 1) work_->Cancel(node.entry);
   stats_.freed += pool_->Uncache(node.entry);
   --stats_.nodes;
+  --of_layout_[static_cast<size_t>(node.layout)];
   node.layout = kNone;
   node.tokens.clear();
   node.next = free_;
@@ -220,7 +225,14 @@ bool PrefixCache::MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why) {
 }
 
 void PrefixCache::Drop(LayoutId layout) {
-  for (size_t i = 0; i < nodes_.size(); ++i) {
+  while (pool_->idle_groups(layout) > 0) {
+    ++stats_.steps;
+    Remove(pool_->cached(pool_->oldest_idle(layout)));
+  }
+  // Those that page work or sequences still hold.
+  const auto index = static_cast<size_t>(layout);
+  for (size_t i = 0; index < of_layout_.size() && of_layout_[index] > 0; ++i) {
+    ++stats_.steps;
     if (nodes_[i].layout == layout) Remove(static_cast<int32_t>(i));
   }
 }

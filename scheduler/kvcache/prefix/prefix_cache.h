@@ -86,7 +86,7 @@ class PrefixCache final {
   // refused for `why`. Counts first: false, and nothing is evicted, when that would not suffice.
   // Groups of the layout itself go first, then whole slabs of others.
   bool MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why);
-  // Forgets all groups of the layout.
+  // Forgets all groups of the layout; those of others are not looked at.
   void Drop(LayoutId layout);
 
   const PrefixStats& stats() const { return stats_; }
@@ -123,6 +123,7 @@ class PrefixCache final {
   SlabPool* const pool_;
   PageWorkQueue* const work_;
   std::vector<Node> nodes_;
+  std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;
   absl::flat_hash_map<PrefixKey, int32_t> whole_;     // by key
   absl::flat_hash_map<PrefixKey, int32_t> families_;  // first of the nodes with a parent

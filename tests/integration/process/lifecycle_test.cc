@@ -172,6 +172,7 @@ TEST(LifecycleTest, HealthOfEveryService) {
       grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials());
   const auto stub = grpc::health::v1::Health::NewStub(channel);
   grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
   const auto watch = stub->Watch(&context, {});
   grpc::health::v1::HealthCheckResponse reply;
   ASSERT_TRUE(watch->Read(&reply));

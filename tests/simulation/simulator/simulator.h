@@ -228,6 +228,7 @@ class Simulator final : public DeviceWatcher {
   static scheduler::TenantQuota QuotaOf(const OracleQuota& quota);
   OracleQuota DrawQuota();
   void TouchModels();
+  void CheckLists(int tenant);
 
   // --- Choosing
   OracleSequence* AnySequence(int tenant, bool free);

@@ -320,6 +320,7 @@ bool Simulator::Get() {
   const int tenant = 1 + static_cast<int>(Pick(tenants_));
   BeforeCall();
   const auto list = engine_->GetSequences({TenantName(tenant), {}, ""});
+  CheckLists(tenant);
   AfterCall();
   size_t owned = 0;
   for (const auto& [id, sequence] : oracle_->sequences) owned += sequence.tenant == tenant;
@@ -346,6 +347,39 @@ bool Simulator::Get() {
   }
   Trace(static_cast<uint64_t>(tenant), owned);
   return owned > 0;
+}
+
+// What a tenant is told of sequences and models when it names them, or others' of that name.
+void Simulator::CheckLists(int tenant) {
+  const std::string name = TenantName(tenant);
+  size_t owned = 0;
+  scheduler::SequenceSelection by_id{name, {}, ""};
+  for (const auto& [id, sequence] : oracle_->sequences) {
+    by_id.ids.push_back(id);
+    owned += sequence.tenant == tenant;
+  }
+  const auto named = engine_->GetSequences(by_id);
+  if (!by_id.ids.empty() && (named.sequences.size() != owned ||
+                             named.not_found.size() != oracle_->sequences.size() - owned)) {
+    Fail(
+        absl::StrCat("Get by id: tenant ", tenant, " has ", named.sequences.size(), " of ", owned));
+  }
+  const auto of_client = [&](int client) {
+    return engine_->GetSequences({name, {}, absl::StrCat("client-", client)}).sequences.size();
+  };
+  if (of_client(tenant) != owned || of_client(tenant + 1) != 0) {
+    Fail(absl::StrCat("Get by client: tenant ", tenant, " has not ", owned));
+  }
+  size_t models = 0, in_models = 0, open = 0;
+  for (const scheduler::ModelInfo& info : engine_->ListModels(name)) {
+    ++models;
+    in_models += static_cast<size_t>(info.sequences);
+  }
+  for (const OracleModel& model : oracle_->models) open += model.open && model.tenant == tenant;
+  if (models != open || in_models != owned) {
+    Fail(absl::StrCat("List: tenant ", tenant, " has ", models, " models with ", in_models,
+                      " sequences, not ", open, " with ", owned));
+  }
 }
 
 bool Simulator::OpenStream() {
