@@ -194,7 +194,9 @@ TEST_F(EngineSparseTest, RefusesMemoryThatWasSizedForAnotherIndexer) {
     h_.Run();
     const bool same = other == h_.model().indexer;
     EXPECT_EQ(request->status.ok(), same) << request->status;
-    if (!same) EXPECT_EQ(DetailOf(request->status).reason, "step_reused");
+    if (!same) {
+      EXPECT_EQ(DetailOf(request->status).reason, "step_reused");
+    }
   }
 }
 

@@ -138,10 +138,7 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
   }
   absl::Status status = ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes,
                                     &message->attend, &message->sizes);
-  if (message->sizes.list_bytes > 0) {
-    message->attend.listed_for = std::move(shape.positions);
-    message->attend.listed_top_k = message->sizes.list_top_k;
-  }
+  if (message->sizes.list_bytes > 0) message->attend.listed_for = std::move(shape.positions);
   return status;
 }
 

@@ -254,6 +254,7 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->sized_indexer = model.indexer;
   *sizes = {};
   MLA_RETURN_IF_ERROR(CheckLists(message, model, args->profile, sizes));
+  args->listed_top_k = sizes->list_top_k;
   return CheckSizes(*args, model, payload_bytes, message_bytes, sizes);
 }
 

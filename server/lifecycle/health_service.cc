@@ -182,7 +182,8 @@ HealthService::HealthService(const ServerState* state, HealthOptions options)
 HealthService::~HealthService() { Stop(); }
 
 void HealthService::Serve(CompletionPoller* poller) {
-  notifier_ = std::thread([this] { Notify(); });
+  // Read here: on a busy machine the thread may begin after a change that watchers wait for.
+  notifier_ = std::thread([this, seen = state_->Get().version] { Notify(seen); });
   const auto serve = [&](Method method, std::optional<StreamAcceptor>* acceptor) {
     acceptor->emplace(
         poller,
@@ -262,8 +263,7 @@ std::optional<ServingStatus> HealthService::StatusOf(const std::string& service,
   return now.serving() ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING;
 }
 
-void HealthService::Notify() {
-  uint64_t seen = state_->Get().version;
+void HealthService::Notify(uint64_t seen) {
   std::vector<Call*> held;
   for (;;) {
     const ServerState::Snapshot now = state_->WaitForChange(seen, kPeriod);

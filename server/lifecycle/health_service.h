@@ -57,7 +57,8 @@ class HealthService final : public grpc::Service {
   bool Admit(const std::string& tenant);
   void Forget(Call* call);                 // it is about to finish
   void OnGone(const std::string& tenant);  // it has finished
-  void Notify();
+  // Tells watchers of every version of the state after `seen`.
+  void Notify(uint64_t seen);
   // Empty: no service of that name.
   std::optional<grpc::health::v1::HealthCheckResponse::ServingStatus> StatusOf(
       const std::string& service, const ServerState::Snapshot& now) const;
