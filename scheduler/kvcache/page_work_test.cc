@@ -308,5 +308,27 @@ TEST_F(PageWorkTest, PinnedGroupsOutliveTheirLayoutAndNotItsAccount) {
   EXPECT_EQ(cache_->stats().groups_pinned, 0);
 }
 
+// Bytes of tenant 2 go into the group behind its zeroing: were that cancelled, the group would go
+// back to tenant 1 as its own.
+TEST(PageWorkQueueTest, WorkOfAGroupThatOthersPinIsDone) {
+  SlabPool pool(kSmall.group_bytes(), 0);
+  PageWorkQueue work(&pool);
+  const LayoutId layout = pool.AddLayout(kSmall).value();
+  pool.Drop(pool.Take(layout, 1).entry);
+  const SlabPool::Taken taken = pool.Take(layout, 2);
+  ASSERT_TRUE(taken.dirty);
+  work.AddZeroing(2, taken.entry, kSmall.group_bytes());
+  pool.Pin(taken.entry);
+  work.Cancel(taken.entry);  // its sequence is released
+  EXPECT_EQ(work.queued(), 1);
+  pool.Drop(taken.entry);
+  WorkRoom room{.places = 1, .bytes = INT64_MAX};
+  LaunchWork carried;
+  EXPECT_TRUE(work.Take(2, work.last(), &room, &carried));
+  work.Acknowledge(&carried);
+  pool.Unpin(taken.entry);
+  EXPECT_TRUE(pool.Take(layout, 1).dirty);
+}
+
 }  // namespace
 }  // namespace mla::kvcache

@@ -87,6 +87,8 @@ void PageWorkQueue::Forget(int32_t index) {
 void PageWorkQueue::Cancel(uint32_t target) {
   const int32_t index = pool_->work(target);
   if (index == kNone || !At(index).queued || pool_->pinned_rows(target) > 0) return;
+  // Others keep the group, too, for bytes that are on their way into it, behind this work.
+  if (pool_->pins(target) > 1) return;
   Unlink(index);
   // Nothing has been written to the group since Take, as nothing may be before its work.
   if (At(index).tried) {

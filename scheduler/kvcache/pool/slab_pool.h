@@ -118,6 +118,7 @@ class SlabPool final {
   // --- Page work (page_work.h): a pinned group is not handed out again.
   void Pin(uint32_t entry);
   void Unpin(uint32_t entry);
+  int32_t pins(uint32_t entry) const { return GroupOf(entry).pins; }
   // The same for the source of a copy: its first `rows` rows may not be written meanwhile.
   void PinSource(uint32_t entry, int32_t rows);
   // True if work that fills the group is all that still pins it.
