@@ -52,9 +52,9 @@ struct BackendInfo {
   bool selects = false;            // makes them (Launch::selects)
   bool windows = false;            // computes on windows and entries (AttentionKind::kWindow)
   bool unified_memory = true;      // launches work on host memory in place
-  // A launch whose outputs together take at most so many bytes had better use pinned memory in
-  // place (HostInput::in_place, InPlace) than have outputs, and new KV rows of so many bytes,
-  // copied. 0: none does.
+  // Launches whose outputs together take at most this many bytes are faster with outputs, and new
+  // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
+  // InPlace) than with copies of them. 0: no launch is.
   int64_t in_place_bytes = 0;
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
@@ -123,7 +123,7 @@ struct BackendLimits {
   int64_t weights_bytes = 0;       // budget of LoadWeights, as bf16 bytes of W_UK and W_UV
   int32_t weights_slots = 0;
   int32_t launch_slots = 2;          // launches being prepared or running at a time
-  int32_t launch_requests = 0;       // request records a launch
+  int32_t launch_requests = 0;       // segment records a launch
   int32_t launch_rows = 0;           // query rows a launch, all requests together
   int64_t launch_packed_rows = 0;    // query rows x heads a launch
   int64_t partial_rows = 0;          // PlanView::partial_rows at most
