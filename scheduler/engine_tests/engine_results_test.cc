@@ -287,7 +287,7 @@ TEST(EngineRowsTest, RowsThatChangeMeanwhileAreReadWithinTheirBounds) {
       last = ToBf16(1);
     }
   });
-  for (StepId step = 1; step <= 300; ++step) {
+  for (StepId step = 1; step <= 3000; ++step) {
     const SequenceInfo sequence = h.Open();
     ASSERT_TRUE(h.Begin(stream, step, {{sequence.id, 1, 0, kRows}})->status.ok());
     TestRequest request;
