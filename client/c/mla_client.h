@@ -29,6 +29,13 @@
 extern "C" {
 #endif
 
+// Any int is a value of such a type in C++, as it is in C: what is none of the names is refused.
+#ifdef __cplusplus
+#define MLA_INT_ENUM : int
+#else
+#define MLA_INT_ENUM
+#endif
+
 #if defined(__GNUC__)
 #define MLA_API __attribute__((visibility("default")))
 #else
@@ -43,7 +50,7 @@ typedef struct mla_pending mla_pending;    // an attend under way
 typedef struct mla_error mla_error;        // why a call failed
 
 // The canonical codes of gRPC.
-typedef enum mla_code {
+typedef enum mla_code MLA_INT_ENUM {
   MLA_OK = 0,
   MLA_CANCELLED = 1,
   MLA_UNKNOWN = 2,
@@ -90,7 +97,7 @@ MLA_API void mla_error_free(mla_error* error);
 
 // --- Connections
 
-typedef enum mla_transport {
+typedef enum mla_transport MLA_INT_ENUM {
   MLA_TRANSPORT_AUTO = 0,    // the ring where a unix target offers it, else inline
   MLA_TRANSPORT_INLINE = 1,  // all in gRPC messages
   MLA_TRANSPORT_SHM = 2,     // messages over gRPC, tensors in shared memory
@@ -137,14 +144,14 @@ MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_inf
 
 // --- Models
 
-typedef enum mla_kv_format {
+typedef enum mla_kv_format MLA_INT_ENUM {
   MLA_KV_FORMAT_BF16 = 1,
   MLA_KV_FORMAT_FP8_TENSOR = 2,  // e4m3, one scale a layer
   MLA_KV_FORMAT_FP8_ROW = 3,     // latent part e4m3 with a scale per 128 values, rotated bf16
   MLA_KV_FORMAT_FP8_PAGE = 4     // the same with a power of two per 64 values, behind a page's rows
 } mla_kv_format;
 
-typedef enum mla_query_precision {
+typedef enum mla_query_precision MLA_INT_ENUM {
   MLA_QUERY_PRECISION_BF16 = 1,
   MLA_QUERY_PRECISION_SPLIT = 2
 } mla_query_precision;
@@ -206,7 +213,7 @@ typedef struct mla_prefix {
   uint64_t max_rows;  // that the sequence is to have, at most; 0: all that are cached
 } mla_prefix;
 
-typedef enum mla_match_end {
+typedef enum mla_match_end MLA_INT_ENUM {
   MLA_MATCH_END_NONE = 0,      // no rows were asked for, or the sequence ends inside a page
   MLA_MATCH_END_ALL = 1,       // everything was found
   MLA_MATCH_END_ABSENT = 2,    // the rows that follow are not known
@@ -243,13 +250,13 @@ MLA_API void mla_sequence_free(mla_sequence* sequence);
 
 // --- Sessions and steps
 
-typedef enum mla_profile {
+typedef enum mla_profile MLA_INT_ENUM {
   MLA_PROFILE_ABSORBED = 1,    // q of kv_lora_rank + rope_dim, o of kv_lora_rank
   MLA_PROFILE_EXPANDED = 2,    // q of nope_dim + rope_dim, o of v_dim: the server has W_UK and W_UV
   MLA_PROFILE_APPEND_ONLY = 3  // rows alone
 } mla_profile;
 
-typedef enum mla_dtype { MLA_DTYPE_BF16 = 1, MLA_DTYPE_F32 = 2 } mla_dtype;
+typedef enum mla_dtype MLA_INT_ENUM { MLA_DTYPE_BF16 = 1, MLA_DTYPE_F32 = 2 } mla_dtype;
 
 // Rows that a step adds to a sequence.
 typedef struct mla_step_rows {

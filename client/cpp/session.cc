@@ -1,11 +1,13 @@
 #include "client/cpp/session.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/streams/step_stream.h"
+#include "proto/wire/fp8/fp8_tensor.h"
 
 namespace mla::client {
 namespace {
@@ -13,7 +15,63 @@ namespace {
 // Header bytes of a message, generously.
 constexpr uint64_t kHeaderBytes = 1024;
 
+// Of what lies beside vectors of 8 bits, bf16.
 uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
+
+wire::Fp8Tensor VectorsOf(std::initializer_list<uint32_t> parts) {
+  wire::Fp8Tensor tensor;
+  int32_t* next = tensor.parts.data();
+  for (const uint32_t part : parts) {
+    if (part > 0) *next++ = static_cast<int32_t>(part);
+  }
+  return tensor;
+}
+
+wire::Fp8Tensor QueryVectors(const v1::Geometry& geometry, v1::Profile profile) {
+  if (profile == v1::PROFILE_EXPANDED) {
+    return VectorsOf({geometry.nope_dim() + geometry.rope_dim()});
+  }
+  return VectorsOf({geometry.kv_lora_rank(), geometry.rope_dim()});
+}
+
+wire::Fp8Tensor KvVectors(const v1::ModelSpec& model) {
+  const v1::Geometry& geometry = model.geometry();
+  return VectorsOf({geometry.kv_lora_rank(), geometry.rope_dim(), model.index_dim()});
+}
+
+wire::Fp8Tensor WithVectors(wire::Fp8Tensor tensor, uint64_t vectors) {
+  tensor.vectors = static_cast<int64_t>(vectors);
+  return tensor;
+}
+
+std::vector<std::byte> Encode(wire::Fp8Tensor tensor, std::span<const float> values) {
+  tensor = WithVectors(tensor, values.size() / static_cast<uint64_t>(tensor.dim()));
+  std::vector<std::byte> sent(static_cast<size_t>(tensor.bytes()));
+  wire::EncodeFp8Tensor(tensor, values.data(), sent.data());
+  return sent;
+}
+
+// Vectors [first, first + count) of a tensor: codes and scales that lay apart.
+std::vector<std::byte> SliceFp8(const wire::Fp8Tensor& whole, const void* sent, uint64_t first,
+                                uint64_t count) {
+  const auto* const codes = static_cast<const std::byte*>(sent);
+  const std::byte* const scales = codes + whole.values();
+  const auto dim = static_cast<uint64_t>(whole.dim());
+  const uint64_t scale_bytes = static_cast<uint64_t>(whole.scales()) * sizeof(float);
+  std::vector<std::byte> slice;
+  slice.reserve(count * (dim + scale_bytes));
+  slice.insert(slice.end(), codes + first * dim, codes + (first + count) * dim);
+  slice.insert(slice.end(), scales + first * scale_bytes, scales + (first + count) * scale_bytes);
+  return slice;
+}
+
+bool HasFp8Kv(const AttendCall& call) {
+  return call.kv != nullptr && call.kv_row_dtype == v1::DTYPE_F8_E4M3;
+}
+
+bool HasFp8Queries(const AttendCall& call) {
+  return call.q_dtype == v1::DTYPE_F8_E4M3 && call.profile != v1::PROFILE_APPEND_ONLY;
+}
 
 // Bytes of one row of each tensor of a call.
 struct RowBytes {
@@ -83,6 +141,8 @@ RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
     bytes.q = call.num_heads * (uint64_t{geometry.nope_dim()} + geometry.rope_dim()) * q_element;
     bytes.o = uint64_t{call.num_heads} * geometry.v_dim() * o_element;
   }
+  if (HasFp8Kv(call)) bytes.kv = Fp8RowBytes(model, 1);
+  if (HasFp8Queries(call)) bytes.q = Fp8QueryBytes(model, call.profile, call.num_heads);
   return bytes;
 }
 
@@ -107,11 +167,50 @@ void FillAttend(const AttendCall& call, uint64_t step_id, uint32_t first, uint32
   attend->set_has_kv(call.kv != nullptr);
   attend->set_want_lse(call.lse != nullptr);
   attend->set_q_dtype(call.q_dtype);
+  attend->set_kv_row_dtype(call.kv_row_dtype);
   attend->set_o_dtype(call.o_dtype);
   attend->set_timeout_us(call.timeout_us);
 }
 
+// Tensors of rows [first, first + count), as they are sent. Parts of tensors of 8 bits are copied
+// to `piece`.
+InputTensors InputsOf(const AttendCall& call, const v1::ModelSpec& model, const RowBytes& row,
+                      uint32_t first, uint32_t count, PendingReply* piece) {
+  InputTensors sent{Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count), {}};
+  if (count == call.row_count) return sent;
+  if (HasFp8Kv(call)) {
+    piece->kv = SliceFp8(WithVectors(KvVectors(model), call.row_count), call.kv, first, count);
+    sent.kv = piece->kv;
+  }
+  if (HasFp8Queries(call)) {
+    const uint64_t heads = call.num_heads;
+    piece->q =
+        SliceFp8(WithVectors(QueryVectors(model.geometry(), call.profile), call.row_count * heads),
+                 call.q, first * heads, count * heads);
+    sent.q = piece->q;
+  }
+  return sent;
+}
+
 }  // namespace
+
+std::vector<std::byte> EncodeFp8Queries(const v1::ModelSpec& model, v1::Profile profile,
+                                        std::span<const float> values) {
+  return Encode(QueryVectors(model.geometry(), profile), values);
+}
+
+std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const float> values) {
+  return Encode(KvVectors(model), values);
+}
+
+uint64_t Fp8QueryBytes(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows_heads) {
+  return static_cast<uint64_t>(
+      WithVectors(QueryVectors(model.geometry(), profile), rows_heads).bytes());
+}
+
+uint64_t Fp8RowBytes(const v1::ModelSpec& model, uint64_t rows) {
+  return static_cast<uint64_t>(WithVectors(KvVectors(model), rows).bytes());
+}
 
 PendingAttend::~PendingAttend() { Wait().status().IgnoreError(); }
 
@@ -198,7 +297,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     piece->lse = MutableRows(call.lse, row.lse, first, count);
     piece->chosen = MutableRows(call.chosen, row.chosen, first, count);
     pending.pieces_.push_back(piece);
-    InputTensors sent{Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count), {}};
+    InputTensors sent = InputsOf(call, model_, row, first, count, piece.get());
     if (as_they_are) {
       v1::Attend* const attend = request.mutable_attend();
       attend->set_lists(selects ? v1::INDEX_LISTS_SERVER : v1::INDEX_LISTS_FIXED);

@@ -62,7 +62,11 @@ struct AttendCall {
   uint32_t head_offset = 0;
   uint32_t num_heads = 0;
   v1::Profile profile = v1::PROFILE_EXPANDED;
+  // DTYPE_F8_E4M3: q is a tensor as EncodeFp8Queries writes it.
   v1::DType q_dtype = v1::DTYPE_BF16;
+  // DTYPE_F8_E4M3: kv is a tensor as EncodeFp8Rows writes it. Unspecified: kv is of q_dtype, or
+  // bf16 where that is DTYPE_F8_E4M3.
+  v1::DType kv_row_dtype = v1::DTYPE_UNSPECIFIED;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t timeout_us = 0;
   // With its index key behind each row, if the model has an indexer. Null: another head slice
@@ -77,6 +81,17 @@ struct AttendCall {
   const void* index_inputs = nullptr;
   int32_t* chosen = nullptr;  // receives its lists, [row_count, top_k]; null: not wanted
 };
+
+// Tensors of 8-bit floats (DTYPE_F8_E4M3; capability "fp8_wire"): half the bytes of bf16, and a
+// relative error of at most 2^-4 a value. Scales are powers of two, chosen for each part of a
+// vector (attention.proto), so the server decodes them without rounding again. Infinities saturate.
+// `values` are row-major, as of DTYPE_F32: q [rows, heads, q dim], kv [rows, row dim].
+std::vector<std::byte> EncodeFp8Queries(const v1::ModelSpec& model, v1::Profile profile,
+                                        std::span<const float> values);
+std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const float> values);
+// Bytes of such tensors.
+uint64_t Fp8QueryBytes(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows_heads);
+uint64_t Fp8RowBytes(const v1::ModelSpec& model, uint64_t rows);
 
 // Of the slowest piece of a call.
 struct AttendTimes {

@@ -109,6 +109,9 @@ bool ReadAttend(Reader reader, v1::Attend* attend) {
       case 15:
         attend->set_want_lists(number != 0);
         return true;
+      case 16:
+        attend->set_kv_row_dtype(static_cast<v1::DType>(number));
+        return true;
       default:
         return false;
     }
@@ -374,6 +377,7 @@ size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size,
     writer.Enum(13, attend.lists());
     writer.Number(14, attend.list_entries());
     writer.Number(15, attend.want_lists() ? 1 : 0);
+    writer.Enum(16, attend.kv_row_dtype());
   });
   if (request.has_shared()) {
     writer.Message(6, [&] {

@@ -49,6 +49,8 @@ v1::AttendStreamRequest Request(Values& values) {
   attend->set_timeout_us(values.Small());
   attend->set_lists(static_cast<v1::IndexLists>(values.Small()));
   attend->set_list_entries(values.Small());
+  attend->set_want_lists(values.Flag());
+  attend->set_kv_row_dtype(static_cast<v1::DType>(values.Small()));
   if (values.Flag()) {
     v1::SharedTensors* const shared = request.mutable_shared();
     shared->set_handle(std::string(values.Number() % 17, 'h'));
@@ -140,6 +142,8 @@ TEST(AttendCodecTest, TheLongestHeaderFits) {
   attend->set_timeout_us(UINT32_MAX);
   attend->set_lists(static_cast<v1::IndexLists>(-1));
   attend->set_list_entries(UINT32_MAX);
+  attend->set_want_lists(true);
+  attend->set_kv_row_dtype(static_cast<v1::DType>(-1));
   v1::SharedTensors* const shared = request.mutable_shared();
   shared->set_handle(std::string(16, 'h'));
   shared->set_in_offset(UINT64_MAX);

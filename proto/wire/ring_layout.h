@@ -104,6 +104,8 @@ inline constexpr uint8_t kEntryHasLists = 4;  // SubmissionEntry::flags
 // Index inputs instead, as with INDEX_LISTS_SERVER; and the lists that follow are wanted.
 inline constexpr uint8_t kEntrySelects = 8;     // SubmissionEntry::flags
 inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
+// KV rows are DTYPE_F8_E4M3. Without it they have no kv_row_dtype.
+inline constexpr uint8_t kEntryFp8Kv = 32;      // SubmissionEntry::flags
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {
@@ -111,7 +113,7 @@ struct SubmissionEntry {
   uint8_t kind;
   uint8_t profile;  // mla.v1.Profile
   uint8_t flags;
-  uint8_t dtypes;  // mla.v1.DType of q and kv in the low half, of o in the high half
+  uint8_t dtypes;  // mla.v1.DType: Attend.q_dtype in the low half, o_dtype in the high half
   uint64_t tag;
   uint64_t step_id;
   uint32_t layer;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "proto/wire/fp8/fp8_tensor.h"
 #include "proto/wire/ring_layout.h"
 #include "server/grpc/grpc_status.h"
 
@@ -34,6 +35,18 @@ absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t le
   return absl::OkStatus();
 }
 
+wire::BadFp8Scale Decode(const wire::Fp8Tensor& tensor, const std::byte* sent, kernels::DType dtype,
+                         std::byte* to) {
+  return dtype == kernels::DType::kF32
+             ? wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<float*>(to))
+             : wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<uint16_t*>(to));
+}
+
+absl::Status RefuseScale(const std::string& vector, const wire::BadFp8Scale& bad) {
+  return RefuseField("payload", absl::StrCat(vector, ", scale ", bad.part, ": ", bad.scale),
+                     "scales of 2^-100 to 2^72", "bad_scale");
+}
+
 scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& tenant) {
   absl::StatusOr<scheduler::TenantRef> row = engine.tenants()->Enter(tenant);
   return row.ok() ? *std::move(row) : scheduler::TenantRef();
@@ -48,7 +61,7 @@ AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::strin
       stream_(engine->OpenStream(tenant_, &steps_)) {}
 
 uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
-  return Behind(Behind(static_cast<uint64_t>(sizes.kv_bytes), sizes.q_bytes), sizes.list_bytes);
+  return Behind(Behind(static_cast<uint64_t>(sizes.kv_sent()), sizes.q_sent()), sizes.list_bytes);
 }
 
 uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
@@ -160,6 +173,11 @@ AttendRequestBuilder::StagedPlaces AttendRequestBuilder::PlacesOf(const AttendMe
   at.in = at.q + static_cast<size_t>(sizes.q_bytes);
   if (sizes.list_bytes > 0) at.in = at.lists + ListsOf(message).bytes();
   if (sizes.selects) at.in = at.index_inputs + static_cast<size_t>(sizes.list_bytes);
+  if (sizes.kv_fp8.vectors > 0 || sizes.q_fp8.vectors > 0) {
+    at.sent_fp8 = wire::AlignShared(at.in);
+    const int64_t kv = sizes.kv_fp8.bytes(), q = sizes.q_fp8.bytes();
+    at.in = at.sent_fp8 + static_cast<size_t>(std::max(kv, q));
+  }
   at.lse = behind(0, sizes.o_bytes);
   at.lists_out = behind(at.lse, sizes.lse_bytes);
   at.out = at.lse + static_cast<size_t>(sizes.lse_bytes);
@@ -181,16 +199,47 @@ absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* 
   return status;
 }
 
-absl::Status AttendRequestBuilder::StageLists(AttendMessagePool* pool, AttendMessage* message,
-                                              bool* stalled) {
-  if (message->sizes.list_bytes == 0) return absl::OkStatus();
+absl::Status AttendRequestBuilder::DecodeKv(const std::byte* sent, std::byte* to,
+                                            AttendMessage* message) {
+  scheduler::AttendArgs& args = message->attend;
+  args.kv = to;
+  const wire::BadFp8Scale bad = Decode(message->sizes.kv_fp8, sent, args.q_dtype, to);
+  if (bad.vector < 0) return absl::OkStatus();
+  return RefuseScale(absl::StrCat("kv row ", bad.vector), bad);
+}
+
+absl::Status AttendRequestBuilder::DecodeQueries(const std::byte* sent, std::byte* to,
+                                                 AttendMessage* message) {
+  scheduler::AttendArgs& args = message->attend;
+  args.q = to;
+  const wire::BadFp8Scale bad = Decode(message->sizes.q_fp8, sent, args.q_dtype, to);
+  if (bad.vector < 0) return absl::OkStatus();
+  return RefuseScale(
+      absl::StrCat("q row ", bad.vector / args.num_heads, ", head ", bad.vector % args.num_heads),
+      bad);
+}
+
+absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMessage* message,
+                                               bool* stalled) {
+  const AttendSizes& sizes = message->sizes;
+  const bool kv_fp8 = sizes.kv_fp8.vectors > 0, q_fp8 = sizes.q_fp8.vectors > 0;
+  if (sizes.list_bytes == 0 && !kv_fp8 && !q_fp8) return absl::OkStatus();
   message->tenant = row_.get();
   *stalled = message->tenant == nullptr;
   if (*stalled) return absl::OkStatus();
   const SentLists sent = ListsOf(*message);
-  absl::Status status = pool->TakeStaging(sent.bytes(), 0, message, stalled);
+  const auto aligned = [](int64_t bytes) { return wire::AlignShared(static_cast<size_t>(bytes)); };
+  const size_t q_at = kv_fp8 ? aligned(sizes.kv_bytes) : 0;
+  const size_t lists_at = q_at + (q_fp8 ? aligned(sizes.q_bytes) : 0);
+  const size_t in = lists_at + (sizes.list_bytes > 0 ? sent.bytes() : 0);
+  absl::Status status = pool->TakeStaging(in, 0, message, stalled);
   if (!status.ok() || *stalled) return status;
-  std::byte* const memory = message->input.data();
+  std::byte* const memory = message->input.data() + lists_at;
+  if (kv_fp8) status = DecodeKv(message->attend.kv, message->input.data(), message);
+  if (q_fp8 && status.ok()) {
+    status = DecodeQueries(message->attend.q, message->input.data() + q_at, message);
+  }
+  if (!status.ok() || sizes.list_bytes == 0) return status;
   if (message->sizes.selects) {
     // Used where they lie: whatever a client writes there, the indexer names what rows see.
     message->attend.index_inputs = message->sent_lists;
@@ -211,7 +260,7 @@ absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_
   }
   if (!status.ok()) return status;
   scheduler::AttendArgs& args = message->attend;
-  const auto kv_end = wire::AlignShared(static_cast<uint64_t>(sizes.kv_bytes));
+  const auto kv_end = wire::AlignShared(static_cast<uint64_t>(sizes.kv_sent()));
   const auto o_end = wire::AlignShared(static_cast<uint64_t>(sizes.o_bytes));
   if (sizes.kv_bytes > 0) args.kv = region.data() + in_offset;
   if (sizes.q_bytes > 0) args.q = region.data() + in_offset + kv_end;

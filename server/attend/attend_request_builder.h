@@ -62,14 +62,20 @@ class AttendRequestBuilder final {
   // Checks the index lists of a prepared attend, which lie in `memory` as SentLists says, and
   // points the attend at them.
   absl::Status CheckLists(std::byte* memory, AttendMessage* message);
-  // The same for lists in a region: takes staging memory for a copy of them. `stalled` as
-  // AttendMessagePool::TakeStaging. Nothing to do without lists.
-  absl::Status StageLists(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
+  // For tensors in a region that the engine cannot have where they lie: takes staging memory for
+  // index lists, which it checks, and for tensors of 8 bits, which it decodes. `stalled` as
+  // AttendMessagePool::TakeStaging.
+  absl::Status StageShared(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
+  // Decode KV rows and queries of 8 bits from `sent` to `to`, as the attend's q_dtype says.
+  // INVALID_ARGUMENT names the first scale that is none.
+  static absl::Status DecodeKv(const std::byte* sent, std::byte* to, AttendMessage* message);
+  static absl::Status DecodeQueries(const std::byte* sent, std::byte* to, AttendMessage* message);
   static SentLists ListsOf(const AttendMessage& message);
   // Where the tensors of a prepared attend lie in staging memory, in bytes from the start of its
   // input and its output, and how much both take.
   struct StagedPlaces {
     size_t q = 0, lists = 0, index_inputs = 0, in = 0;
+    size_t sent_fp8 = 0;  // tensors of 8 bits as sent, one after the other
     size_t lse = 0, lists_out = 0, out = 0;
   };
   static StagedPlaces PlacesOf(const AttendMessage& message);

@@ -241,7 +241,7 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) 
   }
   status = AttendRequestBuilder::PointInto(*message->region, where.in_offset(), where.out_offset(),
                                            "shared.", message);
-  if (status.ok()) status = builder_.StageLists(shared_.pool.get(), message, stalled);
+  if (status.ok()) status = builder_.StageShared(shared_.pool.get(), message, stalled);
   if (!status.ok() || *stalled) return status;
   WireCounters& counters = shared_.metrics->wire();
   counters.shared_received_bytes.fetch_add(in, std::memory_order_relaxed);
@@ -268,7 +268,7 @@ void AttendStream::KeepInPlace(AttendMessage* message) {
   message->slices.swap(slices_);
   message->attend.q_fragments = message->fragments;
   message->attend.q_fragments_offset =
-      static_cast<int64_t>(payload_.offset) + message->sizes.kv_bytes;
+      static_cast<int64_t>(payload_.offset) + message->sizes.kv_sent();
 }
 
 // Takes memory of the tensors and copies them in: the only copy on their way to the engine. Queries
@@ -276,22 +276,30 @@ void AttendStream::KeepInPlace(AttendMessage* message) {
 // memory, too.
 absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const AttendSizes& sizes = message->sizes;
-  const auto kv_bytes = static_cast<size_t>(sizes.kv_bytes);
-  const auto q_bytes = static_cast<size_t>(sizes.q_bytes);
+  const auto kv_bytes = static_cast<size_t>(sizes.kv_sent());
+  const auto q_bytes = static_cast<size_t>(sizes.q_sent());
   const auto list_bytes = static_cast<size_t>(sizes.list_bytes);
   const AttendRequestBuilder::StagedPlaces at = AttendRequestBuilder::PlacesOf(*message);
   absl::Status status = shared_.pool->TakeStaging(at.in, at.out, message, stalled);
   if (!status.ok() || *stalled) return status;
   scheduler::AttendArgs& args = message->attend;
-  if (kv_bytes > 0) {
-    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, message->input.data());
-    args.kv = message->input.data();
+  std::byte *const in = message->input.data(), *const sent_fp8 = in + at.sent_fp8;
+  if (sizes.kv_fp8.vectors > 0) {
+    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, sent_fp8);
+    status = AttendRequestBuilder::DecodeKv(sent_fp8, in, message);
+  } else if (kv_bytes > 0) {
+    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, in);
+    args.kv = in;
   }
   size_t copied = kv_bytes + list_bytes;
-  if (q_bytes > 0 && ReadsInPlace(*message)) {
+  std::byte* const q = in + at.q;
+  if (sizes.q_fp8.vectors > 0) {
+    shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, sent_fp8);
+    if (status.ok()) status = AttendRequestBuilder::DecodeQueries(sent_fp8, q, message);
+    copied += q_bytes;
+  } else if (q_bytes > 0 && ReadsInPlace(*message)) {
     KeepInPlace(message);
   } else if (q_bytes > 0) {
-    std::byte* q = message->input.data() + at.q;
     shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, q);
     args.q = q;
     copied += q_bytes;
@@ -304,13 +312,12 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
     args.lists_out = reinterpret_cast<int32_t*>(message->output.data() + at.lists_out);
   }
   shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
-  if (list_bytes == 0) return status;
-  std::byte* const memory = message->input.data() + at.lists;
-  std::byte* const sent = sizes.selects ? message->input.data() + at.index_inputs
-                                        : memory + AttendRequestBuilder::ListsOf(*message).offset();
+  if (!status.ok() || list_bytes == 0) return status;
+  const size_t lists = at.lists + AttendRequestBuilder::ListsOf(*message).offset();
+  std::byte* const sent = in + (sizes.selects ? at.index_inputs : lists);
   shared_.copies->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes, sent);
   if (sizes.selects) args.index_inputs = sent;
-  return builder_.CheckLists(memory, message);
+  return builder_.CheckLists(in + at.lists, message);
 }
 
 // ------------------------------------------------------------------------------------- Writing

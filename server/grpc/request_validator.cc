@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -16,7 +17,7 @@ using scheduler::Limits;
 using scheduler::ModelSpec;
 using scheduler::Profile;
 
-absl::Status CheckWireDType(v1::DType value, const char* field, DType* out) {
+absl::Status CheckWireDType(v1::DType value, const char* field, const char* accepted, DType* out) {
   switch (value) {
     case v1::DTYPE_UNSPECIFIED:
     case v1::DTYPE_BF16:
@@ -26,9 +27,25 @@ absl::Status CheckWireDType(v1::DType value, const char* field, DType* out) {
       *out = DType::kF32;
       return absl::OkStatus();
     default:
-      return RefuseField(field, absl::StrCat(static_cast<int>(value)), "DTYPE_BF16 or DTYPE_F32",
-                         "unknown_value");
+      return RefuseField(field, absl::StrCat(static_cast<int>(value)), accepted, "unknown_value");
   }
+}
+
+// DTYPE_F8_E4M3 is decoded on arrival: the engine sees bf16, or fp32 rows beside queries of fp32.
+absl::Status CheckInputDTypes(const v1::Attend& message, DType* dtype, bool* q_fp8, bool* kv_fp8) {
+  *q_fp8 = message.q_dtype() == v1::DTYPE_F8_E4M3;
+  if (*q_fp8) {
+    *dtype = DType::kBf16;
+  } else {
+    MLA_RETURN_IF_ERROR(CheckWireDType(message.q_dtype(), "attend.q_dtype",
+                                       "DTYPE_BF16, DTYPE_F32 or DTYPE_F8_E4M3", dtype));
+  }
+  *kv_fp8 = message.kv_row_dtype() == v1::DTYPE_F8_E4M3;
+  if (*kv_fp8 || message.kv_row_dtype() == v1::DTYPE_UNSPECIFIED) return absl::OkStatus();
+  const v1::DType same = *dtype == DType::kF32 ? v1::DTYPE_F32 : v1::DTYPE_BF16;
+  if (message.kv_row_dtype() == same) return absl::OkStatus();
+  return RefuseField("attend.kv_row_dtype", absl::StrCat(static_cast<int>(message.kv_row_dtype())),
+                     absl::StrCat("DTYPE_F8_E4M3, or ", v1::DType_Name(same), " as q"));
 }
 
 absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Profile* out) {
@@ -112,7 +129,35 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
   return absl::OkStatus();
 }
 
-// Keeps the sizes of the lists, and sets the others.
+// Of one vector; parts without values have no scale.
+wire::Fp8Tensor VectorOf(std::initializer_list<int32_t> parts) {
+  wire::Fp8Tensor tensor{.vectors = 1};
+  int32_t* next = tensor.parts.data();
+  for (const int32_t part : parts) {
+    if (part > 0) *next++ = part;
+  }
+  return tensor;
+}
+
+wire::Fp8Tensor KvTensor(const ModelSpec& model) {
+  return VectorOf({model.geometry.kv_lora_rank, model.geometry.rope_dim, model.indexer.dim});
+}
+
+wire::Fp8Tensor QueryTensor(const ModelSpec& model, Profile profile) {
+  if (profile == Profile::kExpanded) return VectorOf({model.q_dim(profile)});
+  return VectorOf({model.geometry.kv_lora_rank, model.geometry.rope_dim});
+}
+
+// What a tensor of 8 bits takes as sent; keeps other tensors as they are.
+bool SizeFp8(int64_t rows, int64_t heads, wire::Fp8Tensor* tensor) {
+  int64_t bytes = 0;
+  if (tensor->vectors == 0) return true;
+  if (!Product(rows, heads, tensor->bytes(), 1, &bytes)) return false;
+  tensor->vectors = rows * heads;
+  return true;
+}
+
+// Keeps the sizes of the lists and the parts of tensors of 8 bits, and sets the others.
 absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& model,
                         int64_t payload_bytes, int64_t message_bytes, AttendSizes* sizes) {
   const auto q_element = static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
@@ -134,8 +179,10 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
   if (args.want_lse) {
     fits &= Product(args.row_count, args.num_heads, 1, int64_t{sizeof(float)}, &sizes->lse_bytes);
   }
+  fits = fits && SizeFp8(args.row_count, 1, &sizes->kv_fp8) &&
+         SizeFp8(args.row_count, args.num_heads, &sizes->q_fp8);
   int64_t in = 0, out = 0;
-  fits = fits && !__builtin_add_overflow(sizes->kv_bytes, sizes->q_bytes, &in) &&
+  fits = fits && !__builtin_add_overflow(sizes->kv_sent(), sizes->q_sent(), &in) &&
          !__builtin_add_overflow(in, sizes->list_bytes, &in) &&
          !__builtin_add_overflow(sizes->o_bytes, sizes->lse_bytes, &out) &&
          !__builtin_add_overflow(out, sizes->lists_out_bytes, &out);
@@ -148,7 +195,7 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
   if (payload_bytes != kTensorsElsewhere && in != payload_bytes) {
     return RefuseField(
         "payload", absl::StrCat(payload_bytes, " bytes"),
-        absl::StrCat(in, " bytes (kv ", sizes->kv_bytes, ", q ", sizes->q_bytes,
+        absl::StrCat(in, " bytes (kv ", sizes->kv_sent(), ", q ", sizes->q_sent(),
                      sizes->list_bytes == 0 ? ""
                                             : absl::StrCat(sizes->selects ? ", index " : ", lists ",
                                                            sizes->list_bytes),
@@ -240,8 +287,10 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
       scheduler::CheckAttendRange({message.layer(), message.row_begin(), message.row_count(),
                                    message.head_offset(), message.num_heads()},
                                   args->profile, model, total_rows));
-  MLA_RETURN_IF_ERROR(CheckWireDType(message.q_dtype(), "attend.q_dtype", &args->q_dtype));
-  MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", &args->o_dtype));
+  bool q_fp8 = false, kv_fp8 = false;
+  MLA_RETURN_IF_ERROR(CheckInputDTypes(message, &args->q_dtype, &q_fp8, &kv_fp8));
+  MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", "DTYPE_BF16 or DTYPE_F32",
+                                     &args->o_dtype));
   args->layer = static_cast<int32_t>(message.layer());
   args->row_begin = static_cast<int32_t>(message.row_begin());
   args->row_count = static_cast<int32_t>(message.row_count());
@@ -253,6 +302,10 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->sized_for = model.geometry;
   args->sized_indexer = model.indexer;
   *sizes = {};
+  if (kv_fp8 && args->has_kv) sizes->kv_fp8 = KvTensor(model);
+  if (q_fp8 && args->profile != Profile::kAppendOnly) {
+    sizes->q_fp8 = QueryTensor(model, args->profile);
+  }
   MLA_RETURN_IF_ERROR(CheckLists(message, model, args->profile, sizes));
   args->listed_top_k = sizes->list_top_k;
   return CheckSizes(*args, model, payload_bytes, message_bytes, sizes);

@@ -18,6 +18,7 @@
 #include "mla/v1/attention.pb.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
+#include "proto/wire/fp8/fp8_tensor.h"
 #include "scheduler/engine.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
@@ -27,16 +28,21 @@ namespace mla::server {
 
 // Bytes of an attend message's tensors; all checked against overflow and the message limit.
 struct AttendSizes {
+  // As the engine reads them: of kv and q after they are decoded.
   int64_t kv_bytes = 0;
   int64_t q_bytes = 0;
   int64_t o_bytes = 0;
   int64_t lse_bytes = 0;
-  int64_t list_bytes = 0;       // index lists as sent
-  int32_t list_width = 0;       // entries of every row; 0: ragged, or none
-  int32_t list_entries = 0;     // of all rows
-  int32_t list_top_k = 0;       // of a row, at most
-  bool selects = false;         // list_bytes are those of index inputs
-  int64_t lists_out_bytes = 0;  // the indexer's lists, if they are wanted
+  int64_t list_bytes = 0;         // index lists as sent
+  int32_t list_width = 0;         // entries of every row; 0: ragged, or none
+  int32_t list_entries = 0;       // of all rows
+  int32_t list_top_k = 0;         // of a row, at most
+  bool selects = false;           // list_bytes are those of index inputs
+  int64_t lists_out_bytes = 0;    // the indexer's lists, if they are wanted
+  wire::Fp8Tensor kv_fp8, q_fp8;  // without vectors unless that tensor is sent as 8-bit floats
+
+  int64_t kv_sent() const { return kv_fp8.vectors > 0 ? kv_fp8.bytes() : kv_bytes; }
+  int64_t q_sent() const { return q_fp8.vectors > 0 ? q_fp8.bytes() : q_bytes; }
 };
 
 // Header bytes that every reply may need beside its payload.

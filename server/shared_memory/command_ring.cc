@@ -246,6 +246,8 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   attend_.set_want_lse((entry.flags & wire::kEntryWantLse) != 0);
   attend_.set_q_dtype(static_cast<v1::DType>(entry.dtypes & 15));
   attend_.set_o_dtype(static_cast<v1::DType>(entry.dtypes >> 4));
+  attend_.set_kv_row_dtype((entry.flags & wire::kEntryFp8Kv) != 0 ? v1::DTYPE_F8_E4M3
+                                                                  : v1::DTYPE_UNSPECIFIED);
   attend_.set_timeout_us(entry.timeout_us);
   attend_.set_lists((entry.flags & wire::kEntrySelects) != 0    ? v1::INDEX_LISTS_SERVER
                     : (entry.flags & wire::kEntryHasLists) != 0 ? v1::INDEX_LISTS_FIXED
@@ -257,13 +259,13 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   status =
       AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
   bool stalled = false;
-  if (status.ok()) status = builder_.StageLists(options_.pool.get(), message, &stalled);
+  if (status.ok()) status = builder_.StageShared(options_.pool.get(), message, &stalled);
   if (stalled) {
     // Its thread serves other entries; the tenant waits for answers to its own.
     return MakeError(absl::StatusCode::kResourceExhausted,
-                     "index lists: no staging memory is free at present",
+                     "in_offset: no staging memory is free at present",
                      {.field = "in_offset",
-                      .limit = "staging memory for index lists",
+                      .limit = "staging memory for index lists and for tensors of 8 bits",
                       .reason = "staging_full",
                       .retry_after_ms = 1});
   }

@@ -22,7 +22,8 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
       (attend.lists() == v1::INDEX_LISTS_SERVER        ? wire::kEntrySelects
        : attend.lists() != v1::INDEX_LISTS_UNSPECIFIED ? wire::kEntryHasLists
                                                        : 0) |
-      (attend.want_lists() ? wire::kEntryWantLists : 0));
+      (attend.want_lists() ? wire::kEntryWantLists : 0) |
+      (attend.kv_row_dtype() == v1::DTYPE_F8_E4M3 ? wire::kEntryFp8Kv : 0));
   entry.dtypes = static_cast<uint8_t>(attend.q_dtype() | attend.o_dtype() << 4);
   entry.step_id = attend.step_id();
   entry.layer = attend.layer();

@@ -27,7 +27,9 @@ struct InputTensors {
 // What a request waits for. The tensors' places are set by the caller.
 struct PendingReply {
   std::span<std::byte> o, lse, chosen;
-  std::vector<int32_t> lists;  // of the request, as they are sent
+  // Of the request, as they are sent, where the caller's are not.
+  std::vector<int32_t> lists;
+  std::vector<std::byte> kv, q;
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;

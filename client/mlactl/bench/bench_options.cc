@@ -182,6 +182,10 @@ void AddBenchOptions(Command* command, BenchArguments* arguments) {
   AddShape(command, arguments);
   AddModel(command, arguments);
   command->Flag("lse", "request the log-sum-exp of every row and head too", &options->want_lse);
+  command->Choice({"q-dtype", "TYPE", "of q as sent: bf16 (default) or e4m3"}, {"bf16", "e4m3"},
+                  &arguments->query_dtype);
+  command->Choice({"kv-row-dtype", "TYPE", "of KV rows as sent: bf16 (default) or e4m3"},
+                  {"bf16", "e4m3"}, &arguments->row_dtype);
   command->Choice({"output-dtype", "TYPE", "of o: bf16 (default) or f32"}, {"bf16", "f32"},
                   &arguments->output_dtype);
   command->Flag("touch", "write every input byte and read every output byte, as a model does",
@@ -207,6 +211,11 @@ absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
   options.model = ModelOf(arguments);
   options.load.arrivals =
       arguments.arrivals == "uniform" ? ArrivalKind::kUniform : ArrivalKind::kPoisson;
+  const auto sent = [](const std::string& name) {
+    return name == "e4m3" ? v1::DTYPE_F8_E4M3 : v1::DTYPE_BF16;
+  };
+  options.q_dtype = sent(arguments.query_dtype);
+  options.kv_row_dtype = sent(arguments.row_dtype);
   options.o_dtype = arguments.output_dtype == "f32" ? v1::DTYPE_F32 : v1::DTYPE_BF16;
   Combine(arguments, [&](BenchPoint point) { options.points.push_back(std::move(point)); });
   return options;

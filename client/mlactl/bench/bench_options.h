@@ -42,6 +42,7 @@ struct BenchOptions {
   bool grow = false;            // steps commit their rows; otherwise the context stays as it is
   bool want_lse = false;
   bool touch = false;  // every input byte is written and every output byte read, as a model does
+  v1::DType q_dtype = v1::DTYPE_BF16, kv_row_dtype = v1::DTYPE_BF16;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t spin_us = kDefaultSpinMicros;  // of ring-spin, each side
   std::string plot_file;                  // empty: none
@@ -55,7 +56,7 @@ struct BenchArguments {
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
   std::string kv_format = "bf16", attention = "dense";
   uint32_t top_k = 2048;  // of v32
-  std::string output_dtype = "bf16";
+  std::string query_dtype = "bf16", row_dtype = "bf16", output_dtype = "bf16";
   uint32_t heads = 0, layers = 0;  // 0: the preset's
   uint32_t lora = 512, rope = 64, nope = 128, v = 128, page_size = 0;
   std::vector<std::string> transports = {"auto"}, profiles = {"expanded"};

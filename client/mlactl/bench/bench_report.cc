@@ -210,6 +210,8 @@ std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply&
                   {"grow", options.grow},
                   {"lse", options.want_lse},
                   {"touch", options.touch},
+                  {"q_dtype", v1::DType_Name(options.q_dtype)},
+                  {"kv_row_dtype", v1::DType_Name(options.kv_row_dtype)},
                   {"output_dtype", options.o_dtype == v1::DTYPE_F32 ? "f32" : "bf16"},
                   {"spin_us", options.spin_us}};
   if (load.steps > 0) {

@@ -10,6 +10,7 @@
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/transport.h"
 #include "client/mlactl/tensors/random_tensors.h"
+#include "client/mlactl/tensors/value_bounds.h"
 
 namespace mla::mlactl {
 namespace {
@@ -39,10 +40,13 @@ TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
   const uint64_t latent = geometry.kv_lora_rank(), rope = geometry.rope_dim();
   const uint64_t o_element = options.o_dtype == v1::DTYPE_F32 ? 4 : 2;
   TensorBytes bytes;
-  bytes.kv = rows * (latent + rope) * 2;
+  const bool fp8_rows = options.kv_row_dtype == v1::DTYPE_F8_E4M3;
+  bytes.kv = fp8_rows ? client::Fp8RowBytes(options.model, rows) : rows * (latent + rope) * 2;
   if (point.profile == v1::PROFILE_APPEND_ONLY) return bytes;
   const bool absorbed = point.profile == v1::PROFILE_ABSORBED;
-  bytes.q = rows_heads * ((absorbed ? latent : geometry.nope_dim()) + rope) * 2;
+  bytes.q = options.q_dtype == v1::DTYPE_F8_E4M3
+                ? client::Fp8QueryBytes(options.model, point.profile, rows_heads)
+                : rows_heads * ((absorbed ? latent : geometry.nope_dim()) + rope) * 2;
   bytes.o = rows_heads * (absorbed ? latent : geometry.v_dim()) * o_element;
   if (options.want_lse) bytes.lse = rows_heads * sizeof(float);
   if (options.model.attention() == v1::ATTENTION_KIND_SPARSE_V32) {
@@ -200,19 +204,46 @@ std::byte* BenchWorker::Allocate(uint64_t bytes, std::vector<std::byte>* own) {
   return static_cast<std::byte*>(std::align(kAlignment, bytes, start, room));
 }
 
+// Writes tensors of 8 bits over what stands in their places.
+void BenchWorker::EncodeTensors(uint32_t index) {
+  const TensorBytes bytes = BytesOf(options_, point_);
+  const v1::Geometry& geometry = options_.model.geometry();
+  const uint64_t rows = uint64_t{point_.batch} * point_.rows;
+  const auto random = [this, index](uint64_t count) {
+    std::vector<uint16_t> values(count);
+    FillRandomBf16(options_.load.seed + index, kDeviation, values);
+    return ToFloats(std::as_bytes(std::span<const uint16_t>(values)), v1::DTYPE_BF16);
+  };
+  if (options_.kv_row_dtype == v1::DTYPE_F8_E4M3) {
+    const std::vector<float> kv = random(rows * (geometry.kv_lora_rank() + geometry.rope_dim()));
+    std::memcpy(in_.data(), client::EncodeFp8Rows(options_.model, kv).data(), bytes.kv);
+  }
+  if (options_.q_dtype == v1::DTYPE_F8_E4M3 && bytes.q > 0) {
+    const bool absorbed = point_.profile == v1::PROFILE_ABSORBED;
+    const uint64_t dim =
+        (absorbed ? geometry.kv_lora_rank() : geometry.nope_dim()) + geometry.rope_dim();
+    const std::vector<float> q = random(rows * geometry.num_heads() * dim);
+    std::memcpy(in_.data() + AlignUp(bytes.kv),
+                client::EncodeFp8Queries(options_.model, point_.profile, q).data(), bytes.q);
+  }
+}
+
 void BenchWorker::PlaceTensors(uint32_t index) {
   const TensorBytes bytes = BytesOf(options_, point_);
   std::byte* const in = Allocate(bytes.in(), &own_in_);
   std::byte* const out = Allocate(bytes.out(), &own_out_);
   in_ = {in, bytes.in()};
   out_ = {out, bytes.out()};
-  std::vector<uint16_t> values(bytes.in() / 2);
+  std::vector<uint16_t> values((bytes.in() + 1) / 2);
   FillRandomBf16(options_.load.seed + index, kDeviation, values);
   std::memcpy(in, values.data(), bytes.in());
   if (out != nullptr) std::memset(out, 0, bytes.out());
+  EncodeTensors(index);
   call_.row_count = point_.batch * point_.rows;
   call_.num_heads = options_.model.geometry().num_heads();
   call_.profile = point_.profile;
+  call_.q_dtype = options_.q_dtype;
+  call_.kv_row_dtype = options_.kv_row_dtype;
   call_.o_dtype = options_.o_dtype;
   call_.kv = in;
   if (bytes.q > 0) call_.q = in + AlignUp(bytes.kv);

@@ -67,6 +67,7 @@ class BenchWorker final {
   absl::Status Append(client::Sequence* sequence, uint32_t rows, const std::vector<uint16_t>& kv);
   std::byte* Allocate(uint64_t bytes, std::vector<std::byte>* own);
   void PlaceTensors(uint32_t index);
+  void EncodeTensors(uint32_t index);
   void TouchTensors();
 
   const BenchOptions& options_;

@@ -1,4 +1,4 @@
-"""bfloat16 as numpy sees it: the upper half of a float32, kept in uint16.
+"""bfloat16 as numpy sees it, the upper half of a float32, kept in uint16; and 8-bit floats.
 
 numpy has no bfloat16 type. These helpers round to nearest even, keep infinities, and keep NaN a NaN
 (quiet, sign and upper payload bits preserved), as the server does.
@@ -6,7 +6,7 @@ numpy has no bfloat16 type. These helpers round to nearest even, keep infinities
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,77 @@ def from_bf16(patterns: npt.NDArray[np.uint16],
 def round_to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """float32 values after a round trip through bfloat16."""
     return from_bf16(to_bf16(values))
+
+
+def to_e4m3(values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Vectors [..., dim] as they are sent as DType.F8_E4M3, in bytes: the codes of all of them,
+    then the float32 scales of their parts, which have `parts` values each; sum(parts) == dim.
+
+    A scale is the smallest power of two under which no finite value of its part saturates, 2^-100
+    to 2^72. Codes are rounded to nearest even; infinities become the largest, NaN stays NaN.
+    """
+    floats = from_bf16(values) if values.dtype == np.uint16 else np.asarray(values, np.float32)
+    floats = floats.reshape(-1, sum(parts))
+    codes = np.empty(floats.shape, np.uint8)
+    scales = np.empty((len(floats), len(parts)), "<f4")
+    begin = 0
+    for number, size in enumerate(parts):
+        part = np.ascontiguousarray(floats[:, begin:begin + size])
+        exponents = _scale_exponents(part)
+        scales[:, number] = np.ldexp(np.float32(1), exponents)
+        codes[:, begin:begin + size] = _codes(np.ldexp(part, -exponents[:, None]))
+        begin += size
+    return np.concatenate((codes.reshape(-1), scales.view(np.uint8).reshape(-1)))
+
+
+def from_e4m3(sent: npt.NDArray[np.uint8], parts: Tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """The vectors [n, dim] that `to_e4m3` wrote."""
+    dim = sum(parts)
+    count = len(sent) // (dim + 4 * len(parts))
+    codes = sent[:count * dim].reshape(count, dim)
+    scales = sent[count * dim:].copy().view("<f4").reshape(count, len(parts))
+    return _NUMBERS[codes] * np.repeat(scales, parts, axis=1)
+
+
+def round_to_e4m3(values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """float32 values after a round trip through e4m3."""
+    return from_e4m3(to_e4m3(values, parts), parts).reshape(np.shape(values))
+
+
+def _scale_exponents(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    magnitudes = np.abs(values)
+    magnitudes[~np.isfinite(magnitudes)] = 0
+    largest = magnitudes.max(axis=1, initial=0.0).view(np.uint32)
+    # Carries into the exponent where the mantissa is above 1.75, that of the largest code.
+    exponents = ((largest + np.uint32(0x1FFFFF)) >> np.uint32(23)).astype(np.int32) - (127 + 8)
+    return np.clip(exponents, -100, 72)
+
+
+def _codes(scaled: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    bits = scaled.view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    capped = np.minimum(magnitude, np.float32(448).view(np.uint32))
+    normal = ((capped + np.uint32(0x7FFFF) + (capped >> np.uint32(20) & _ONE)) >> np.uint32(20))
+    # Below 2^-6 codes count units of 2^-9, and so does the mantissa of this sum.
+    base = np.float32(2**14)
+    small = (np.minimum(np.abs(scaled), np.float32(1)) + base).view(np.uint32)
+    small = small - base.view(np.uint32)
+    code = np.where(capped < np.float32(2**-6).view(np.uint32), small, normal - np.uint32(960))
+    code = np.where(code > 0, code | (bits >> np.uint32(24) & np.uint32(0x80)), code)
+    return np.where(np.isnan(scaled), 0x7F, code).astype(np.uint8)
+
+
+def _numbers() -> npt.NDArray[np.float32]:
+    """What each code stands for."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    numbers = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10),
+                       np.ldexp(1.0 * mantissa, -9))
+    numbers[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes >= 128, -numbers, numbers).astype(np.float32)
+
+
+_NUMBERS = _numbers()
 
 
 def round_rows_to_e4m3(values: npt.NDArray) -> npt.NDArray[np.float32]:

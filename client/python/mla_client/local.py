@@ -308,7 +308,7 @@ class LocalReference(Service):
                     f"attend: layer {args.layer}, rows {args.row_begin}..{end}: out of range")
             if args.kv is not None:
                 self._store(opened, args.layer, slice(args.row_begin, end),
-                            self._sent_rows(model.spec, args.kv))
+                            self._sent_rows(model.spec, args.kv, args.kv_parts))
             if args.q is None:
                 return _Done(AttendResult(None, None, [Timings()]))
             if not opened.have_kv[args.layer, :end].all():
@@ -318,9 +318,9 @@ class LocalReference(Service):
             if args.profile == Profile.EXPANDED and not model.have_weights.all():
                 missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
                 raise errors.FailedPrecondition(f"attend: no weights of layers {missing}")
-            q = self._round(args.q, args.dtype)
-            if args.selects:
-                args = args._replace(lists=self._select(opened, model, args))
+            q = self._round(self._through_e4m3(args.q, args.q_parts), args.dtype)
+            if args.selects and args.lists is not None:
+                args = args._replace(lists=self._select(opened, model, args, args.lists))
             o, lse = self._compute(opened, model, args, q)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
             if args.out is not None and args.out.o is not None:
@@ -332,9 +332,13 @@ class LocalReference(Service):
             return _Done(AttendResult(o, lse if args.want_lse else None, [Timings()],
                                       args.lists if args.wanted_lists else None))
 
-    def _sent_rows(self, spec: ModelSpec, kv: npt.NDArray) -> npt.NDArray:
+    def _through_e4m3(self, values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray:
+        """What arrives of values that are sent as F8_E4M3."""
+        return values if self._exact or not parts else bf16.round_to_e4m3(values, parts)
+
+    def _sent_rows(self, spec: ModelSpec, kv: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray:
         """Rows with their index keys, as they are stored."""
-        values = self._round(kv)
+        values = self._round(self._through_e4m3(kv, parts))
         if not self._exact and spec.index_dim > 0:
             row_dim = spec.geometry.row_dim
             values[:, row_dim:] = bf16.round_rows_to_e4m3(values[:, row_dim:])
@@ -350,14 +354,15 @@ class LocalReference(Service):
         opened.kv[layer, rows] = values
         opened.have_kv[layer, rows] = True
 
-    def _select(self, opened: _Step, model: _Model, args: AttendArgs) -> npt.NDArray[np.int32]:
+    def _select(self, opened: _Step, model: _Model, args: AttendArgs,
+                inputs: npt.NDArray) -> npt.NDArray[np.int32]:
         """The indexer's lists of the asked rows, [rows, top_k]."""
         spec = model.spec
         width = args.dtype.size * spec.index_heads * spec.index_dim
-        queries = np.ascontiguousarray(args.lists[:, :width]).view(args.dtype.numpy)
+        queries = np.ascontiguousarray(inputs[:, :width]).view(args.dtype.numpy)
         queries = queries if args.dtype == DType.F32 else bf16.from_bf16(queries)
         queries = queries.reshape(-1, spec.index_heads, spec.index_dim).astype(np.float64)
-        weights = np.ascontiguousarray(args.lists[:, width:]).view("<f4")
+        weights = np.ascontiguousarray(inputs[:, width:]).view("<f4")
         lists = np.full((args.rows, spec.top_k), -1, np.int32)
         first = 0
         for sequence, count in zip(opened.sequences, opened.rows):

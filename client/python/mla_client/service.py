@@ -123,7 +123,9 @@ class Service(abc.ABC):
         ordinary arrays otherwise. `dtype` and `o_dtype` decide what the arrays are made of.
         """
         geometry = model.spec.geometry
-        profile, dtype, o_dtype = Profile(profile), DType(dtype), DType(o_dtype)
+        profile, dtype, o_dtype = Profile(profile), DType(dtype), _output_dtype(o_dtype)
+        if dtype == DType.F8_E4M3:
+            raise errors.InvalidArgument("buffers.dtype: got F8_E4M3, must be BF16 or F32")
         heads = geometry.num_heads if heads is None else heads
         if profile == Profile.APPEND_ONLY:
             heads, want_lse = 0, False
@@ -322,11 +324,13 @@ class Step:
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
                want_lse: bool = False, dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
-               timeout_s: Optional[float] = None, out: Optional[Buffers] = None) -> AttendResult:
+               kv_row_dtype: Optional[DType] = None, timeout_s: Optional[float] = None,
+               out: Optional[Buffers] = None) -> AttendResult:
         """Stores KV rows and computes attention at one layer; see `attend_async`."""
         return self.attend_async(layer, q, kv, profile, row_begin=row_begin,
                                  head_offset=head_offset, want_lse=want_lse, dtype=dtype,
-                                 o_dtype=o_dtype, timeout_s=timeout_s, out=out).result()
+                                 o_dtype=o_dtype, kv_row_dtype=kv_row_dtype,
+                                 timeout_s=timeout_s, out=out).result()
 
     def attend_sparse(self, layer: int, q: npt.NDArray, lists: Any,
                       kv: Optional[npt.NDArray] = None, profile: Profile = Profile.EXPANDED,
@@ -370,7 +374,8 @@ class Step:
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
                      head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
-                     o_dtype: DType = DType.BF16, timeout_s: Optional[float] = None,
+                     o_dtype: DType = DType.BF16, kv_row_dtype: Optional[DType] = None,
+                     timeout_s: Optional[float] = None,
                      out: Optional[Buffers] = None, lists: Any = None,
                      index: Optional[Tuple[npt.NDArray, npt.NDArray]] = None,
                      want_lists: bool = False) -> AttendFuture:
@@ -378,8 +383,11 @@ class Step:
 
         q [n, heads, q dim] and kv [n, row dim], where a model with an indexer has its index keys
         behind the rows, are float arrays, or uint16 arrays of bf16 patterns;
-        `dtype` is what travels. Row ranges of a layer must be sent in order, and exactly one of the
-        head slices of a row range brings its kv. With APPEND_ONLY q is None.
+        `dtype` is what travels. With DType.F8_E4M3 queries do as 8-bit floats (half the bytes, each
+        value off by up to 1/16 of itself; capability "fp8_wire") and KV rows as bf16, unless
+        `kv_row_dtype` is DType.F8_E4M3, which may stand beside any dtype. Row ranges of a layer
+        must be sent in order, and exactly one of the head slices of a row range brings its kv. With
+        APPEND_ONLY q is None.
 
         With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
         and q may be passed as kv and q. After DeadlineExceeded they may still be in use. `lists`:
@@ -387,7 +395,7 @@ class Step:
         """
         self._check_begun("attend")
         geometry = self.model.spec.geometry
-        q, kv = _floats(q), _floats(kv)
+        q, kv = wire.floats(q), wire.floats(kv)
         given = kv if q is None else q
         if given is None:
             raise errors.InvalidArgument("attend: needs q, kv or both")
@@ -397,29 +405,34 @@ class Step:
             raise errors.InvalidArgument(f"attend.q: with {Profile(profile).name} it is "
                                          f"{'missing' if q is None else 'not allowed'}")
         if q is not None:
-            _check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
+            wire.check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
         if kv is not None:
-            _check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
+            wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
         _check_number("attend.layer", layer)
         _check_number("attend.row_begin", row_begin)
         _check_number("attend.head_offset", head_offset)
         if out is not None:
-            _check_shape("attend.out.o", out.o,
+            wire.check_shape("attend.out.o", out.o,
                          None if q is None else (rows, heads, geometry.o_dim(profile)))
-            want_lse, dtype = out.lse is not None, out.dtype
+            want_lse = out.lse is not None
+            dtype = dtype if dtype == DType.F8_E4M3 else out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
         if index is not None and lists is not None:
             raise errors.InvalidArgument("attend.lists: not beside index queries")
+        base = DType.BF16 if dtype == DType.F8_E4M3 else DType(dtype)  # what the server decodes to
         spec, inputs = self.model.spec, lists
         if lists is not None:
-            inputs = _lists(lists, rows, spec)
+            inputs = wire.index_lists(lists, rows, spec)
         elif index is not None:
-            inputs = _index_inputs(*index, rows, spec, DType(dtype))
+            inputs = wire.index_inputs(*index, rows, spec, base)
+        q_parts = geometry.q_parts(profile) if dtype == DType.F8_E4M3 and q is not None else ()
+        kv_parts = wire.kv_parts(kv_row_dtype, base, spec)
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
-                          q, kv, want_lse, DType(dtype), DType(o_dtype),
+                          q, kv, want_lse, base, _output_dtype(o_dtype),
                           self.service.timeout_s if timeout_s is None else timeout_s, out,
                           inputs, index is not None,
-                          spec.top_k if want_lists and index is not None else 0)
+                          spec.top_k if want_lists and index is not None else 0,
+                          q_parts, kv_parts if kv is not None else ())
         return self.service._attend(self, args)
 
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
@@ -447,49 +460,12 @@ class Step:
                 f"{what}: the step has not begun: use it in a `with` block, or call begin()")
 
 
-def _check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
-    got = None if array is None else array.shape
-    if got != shape:
-        raise errors.InvalidArgument(f"{name}: got shape {got}, must be {shape}")
+def _output_dtype(dtype: DType) -> DType:
+    if dtype == DType.F8_E4M3:
+        raise errors.InvalidArgument("attend.o_dtype: got F8_E4M3, must be BF16 or F32")
+    return DType(dtype)
 
 
 def _check_number(name: str, number: int, most: int = _LARGEST) -> None:
     if not 0 <= number <= most:
         raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{most}")
-
-
-def _floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
-    """uint16 stays (bf16 patterns); everything else that numpy can read becomes float32."""
-    if array is None or getattr(array, "dtype", None) == np.uint16:
-        return array
-    return np.asarray(array, dtype=np.float32)
-
-
-def _index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: ModelSpec,
-                  dtype: DType) -> npt.NDArray[np.uint8]:
-    """What the indexer gets of each row, as bytes: its queries, then the weights of its heads."""
-    if spec.index_heads == 0:
-        raise errors.InvalidArgument("attend.index: the model was registered without index_heads")
-    queries, weights = _floats(queries), np.asarray(weights, "<f4")
-    _check_shape("attend.index_queries", queries, (rows, spec.index_heads, spec.index_dim))
-    _check_shape("attend.head_weights", weights, (rows, spec.index_heads))
-    return np.concatenate([wire.encode(queries, dtype).reshape(rows, -1).view(np.uint8),
-                           np.ascontiguousarray(weights).view(np.uint8)], axis=1)
-
-
-def _lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]:
-    """[rows, top_k], filled with -1."""
-    if spec.attention != "sparse_v32":
-        raise errors.InvalidArgument("attend.lists: the model's attention is dense")
-    if len(lists) != rows:
-        raise errors.InvalidArgument(f"attend.lists: got {len(lists)} lists, must be {rows}")
-    filled = np.full((rows, spec.top_k), -1, "<i4")
-    for row, given in enumerate(lists):
-        entries = np.asarray(given)
-        if entries.ndim != 1 or len(entries) > spec.top_k:
-            raise errors.InvalidArgument(f"attend.lists[{row}]: got shape {entries.shape}, must be "
-                                         f"one of at most {spec.top_k} entries")
-        if len(entries) and not np.array_equal(entries.astype(np.int32), entries):
-            raise errors.InvalidArgument(f"attend.lists[{row}]: entries must be int32")
-        filled[row, :len(entries)] = entries
-    return filled

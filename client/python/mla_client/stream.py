@@ -18,7 +18,7 @@ import grpc
 from mla_client import errors, wire
 from mla_client.gen import attention_pb2
 from mla_client.shm.shared_memory import Placement, SharedMemory
-from mla_client.types import AttendArgs, Geometry, Profile, Timings
+from mla_client.types import AttendArgs, DType, Geometry, Profile, Timings
 
 _METHOD = "/mla.v1.Attention/Attend"
 CLOSE_TIMEOUT_S = 2.0
@@ -173,7 +173,8 @@ class AttendStream(StepStream):
             row_count=chunk.rows, head_offset=args.head_offset + chunk.head_begin,
             num_heads=chunk.heads, profile=args.profile, has_kv=chunk.has_kv,
             want_lse=args.want_lse,
-            q_dtype=args.dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s),
+            q_dtype=args.q_dtype, o_dtype=args.o_dtype, timeout_us=timeout_us(args.timeout_s),
+            kv_row_dtype=DType.F8_E4M3 if args.kv_parts else 0,
             lists=_lists_of(args), want_lists=args.wanted_lists > 0))
         memory = self.memory
         if memory is not None:

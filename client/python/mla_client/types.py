@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,19 @@ class DType(enum.IntEnum):
 
     BF16 = 1
     F32 = 2
+    # 8 bits an element, and fp32 scales beside them, which are powers of two. Of queries and KV
+    # rows alone: arrays are given as for BF16, and encoded as they are sent.
+    F8_E4M3 = 3
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
-        return 2 if self is DType.BF16 else 4
+        """Bytes of an element; of F8_E4M3 of one before it is encoded."""
+        return 4 if self is DType.F32 else 2
 
     @property
     def numpy(self) -> np.dtype:
         """What an array of it is made of: bf16 patterns are uint16."""
-        return _U2 if self is DType.BF16 else _F4
+        return _F4 if self is DType.F32 else _U2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,12 @@ class Geometry:
         if profile == Profile.ABSORBED:
             return self.row_dim
         return self.nope_dim + self.rope_dim if profile == Profile.EXPANDED else 0
+
+    def q_parts(self, profile: Profile) -> Tuple[int, ...]:
+        """Values of a query head that share a scale in F8_E4M3."""
+        if profile == Profile.EXPANDED:
+            return (self.q_dim(profile),)
+        return tuple(part for part in (self.kv_lora_rank, self.rope_dim) if part > 0)
 
     def o_dim(self, profile: Profile) -> int:
         """Elements of an output head."""
@@ -91,6 +100,12 @@ class ModelSpec:
     # elements of one of them and of an index key, which follows each KV row. 0: none.
     index_heads: int = 0
     index_dim: int = 0
+
+    @property
+    def kv_parts(self) -> Tuple[int, ...]:
+        """Values of a KV row as it is sent that share a scale in F8_E4M3."""
+        parts = (self.geometry.kv_lora_rank, self.geometry.rope_dim, self.index_dim)
+        return tuple(part for part in parts if part > 0)
 
     @property
     def sent_row_dim(self) -> int:
@@ -230,3 +245,12 @@ class AttendArgs(NamedTuple):
     lists: Optional[npt.NDArray] = None
     selects: bool = False   # the latter
     wanted_lists: int = 0   # top_k, if the indexer's lists are to be returned
+    # Values of the parts of a query head and of a KV row that have a scale each, if they are sent
+    # as F8_E4M3; `dtype` is then what the server decodes them to.
+    q_parts: Tuple[int, ...] = ()
+    kv_parts: Tuple[int, ...] = ()
+
+    @property
+    def q_dtype(self) -> DType:
+        """Of the queries as they are sent."""
+        return DType.F8_E4M3 if self.q_parts else self.dtype

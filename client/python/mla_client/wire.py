@@ -7,13 +7,14 @@ through a protobuf object.
 
 from __future__ import annotations
 
-from typing import Iterator, List, NamedTuple, Optional
+from typing import Any, Iterator, List, NamedTuple, Optional, Tuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import bf16
-from mla_client.types import AttendArgs, AttendResult, DType, Geometry, Profile, Timings
+from mla_client import bf16, errors
+from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, Profile,
+                              Timings)
 
 # Tag of field 2047 with wire type 2 (length-delimited), as a varint.
 _PAYLOAD_TAG = bytes([0xFA, 0x7F])
@@ -46,15 +47,21 @@ def list_bytes(args: AttendArgs, rows: int) -> int:
     return 0 if args.lists is None else rows * args.lists.shape[1] * args.lists.itemsize
 
 
+def vector_bytes(dim: int, dtype: DType, parts: Tuple[int, ...]) -> int:
+    """Bytes of a query head or KV row of `dim` elements as it is sent, `parts` as AttendArgs."""
+    return dim + 4 * len(parts) if parts and dim else dim * dtype.size
+
+
 def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, row_dim: int, want_lse: bool,
-          dtype: DType, o_dtype: DType, wanted_lists: int = 0) -> Sizes:
+          dtype: DType, o_dtype: DType, wanted_lists: int = 0, q_parts: Tuple[int, ...] = (),
+          kv_parts: Tuple[int, ...] = ()) -> Sizes:
     """What a message of that shape carries each way; `row_dim` are the elements of a KV row as it
     is sent, 0 without them."""
-    kv = rows * row_dim * dtype.size
+    kv = rows * vector_bytes(row_dim, dtype, kv_parts)
     if profile == Profile.APPEND_ONLY:
         return Sizes(kv, 0, 0, 0)
     pairs = rows * heads
-    return Sizes(kv, pairs * geometry.q_dim(profile) * dtype.size,
+    return Sizes(kv, pairs * vector_bytes(geometry.q_dim(profile), dtype, q_parts),
                  pairs * geometry.o_dim(profile) * o_dtype.size, pairs * 4 if want_lse else 0,
                  rows * wanted_lists * 4)
 
@@ -104,6 +111,66 @@ def decode_into(target: npt.NDArray, values: npt.NDArray) -> None:
         target[...] = values
 
 
+def kv_parts(kv_row_dtype: Optional[DType], dtype: DType, spec: ModelSpec) -> Tuple[int, ...]:
+    """Those of AttendArgs; `dtype` is what the server decodes queries to."""
+    if kv_row_dtype == DType.F8_E4M3:
+        return spec.kv_parts
+    if kv_row_dtype is not None and kv_row_dtype != dtype:
+        raise errors.InvalidArgument(f"attend.kv_row_dtype: got {DType(kv_row_dtype).name}, must "
+                                     f"be F8_E4M3, or {dtype.name} as q")
+    return ()
+
+
+def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
+    """INVALID_ARGUMENT unless the array has that shape; None is no array."""
+    got = None if array is None else array.shape
+    if got != shape:
+        raise errors.InvalidArgument(f"{name}: got shape {got}, must be {shape}")
+
+
+@overload
+def floats(array: None) -> None: ...
+@overload
+def floats(array: npt.NDArray) -> npt.NDArray: ...
+
+
+def floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
+    """uint16 stays (bf16 patterns); everything else that numpy can read becomes float32."""
+    if array is None or getattr(array, "dtype", None) == np.uint16:
+        return array
+    return np.asarray(array, dtype=np.float32)
+
+
+def index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: ModelSpec,
+                  dtype: DType) -> npt.NDArray[np.uint8]:
+    """What the indexer gets of each row, as bytes: its queries, then the weights of its heads."""
+    if spec.index_heads == 0:
+        raise errors.InvalidArgument("attend.index: the model was registered without index_heads")
+    queries, weights = floats(queries), np.asarray(weights, "<f4")
+    check_shape("attend.index_queries", queries, (rows, spec.index_heads, spec.index_dim))
+    check_shape("attend.head_weights", weights, (rows, spec.index_heads))
+    return np.concatenate([encode(queries, dtype).reshape(rows, -1).view(np.uint8),
+                           np.ascontiguousarray(weights).view(np.uint8)], axis=1)
+
+
+def index_lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]:
+    """[rows, top_k], filled with -1."""
+    if spec.attention != "sparse_v32":
+        raise errors.InvalidArgument("attend.lists: the model's attention is dense")
+    if len(lists) != rows:
+        raise errors.InvalidArgument(f"attend.lists: got {len(lists)} lists, must be {rows}")
+    filled = np.full((rows, spec.top_k), -1, "<i4")
+    for row, given in enumerate(lists):
+        entries = np.asarray(given)
+        if entries.ndim != 1 or len(entries) > spec.top_k:
+            raise errors.InvalidArgument(f"attend.lists[{row}]: got shape {entries.shape}, must be "
+                                         f"one of at most {spec.top_k} entries")
+        if len(entries) and not np.array_equal(entries.astype(np.int32), entries):
+            raise errors.InvalidArgument(f"attend.lists[{row}]: entries must be int32")
+        filled[row, :len(entries)] = entries
+    return filled
+
+
 def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[Chunk]:
     """Splits a call so that each request and each reply stays below `message_bytes`.
 
@@ -111,9 +178,10 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
     the row's KV travels with its first head slice.
     """
     room = message_bytes - HEADER_BYTES
-    kv_bytes = args.kv.shape[1] * args.dtype.size if args.kv is not None else 0
+    kv_bytes = (vector_bytes(args.kv.shape[1], args.dtype, args.kv_parts)
+                if args.kv is not None else 0)
     row_bytes = kv_bytes + list_bytes(args, 1)
-    head_in = geometry.q_dim(args.profile) * args.dtype.size
+    head_in = vector_bytes(geometry.q_dim(args.profile), args.dtype, args.q_parts)
     head_out = geometry.o_dim(args.profile) * args.o_dtype.size + (4 if args.want_lse else 0)
     row_out = 4 * args.wanted_lists
     heads = args.num_heads if args.profile != Profile.APPEND_ONLY else 0
@@ -134,15 +202,17 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
 
 
 def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
-    """What one chunk sends, as the caller gave it: KV rows if it carries them, then queries."""
+    """What one chunk sends, KV rows if it carries them, then queries: as the caller gave it, or as
+    bytes if it is sent as F8_E4M3."""
     whole = chunk.rows == args.rows and chunk.heads in (args.num_heads, 0)
     rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     arrays = []
     if chunk.has_kv and args.kv is not None:
-        arrays.append(args.kv if whole else args.kv[rows])
+        kv = args.kv if whole else args.kv[rows]
+        arrays.append(bf16.to_e4m3(kv, args.kv_parts) if args.kv_parts else kv)
     if args.q is not None:
-        arrays.append(args.q if whole
-                      else args.q[rows, chunk.head_begin:chunk.head_begin + chunk.heads])
+        q = args.q if whole else args.q[rows, chunk.head_begin:chunk.head_begin + chunk.heads]
+        arrays.append(bf16.to_e4m3(q, args.q_parts) if args.q_parts else q)
     return arrays
 
 
@@ -155,7 +225,8 @@ def lists_of(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
 
 def request_parts(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
     """The payload of one chunk."""
-    parts = [encode(array, args.dtype) for array in request_arrays(args, chunk)]
+    parts = [array if array.dtype == np.uint8 else encode(array, args.dtype)
+             for array in request_arrays(args, chunk)]
     return parts + lists_of(args, chunk)
 
 

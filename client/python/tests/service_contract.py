@@ -8,7 +8,7 @@ import threading
 import mla_client
 import numpy as np
 from contract.sparse_contract import SparseContract
-from mla_client import DType, Geometry, ModelSpec, Profile, wire
+from mla_client import DType, Geometry, ModelSpec, Profile, bf16, wire
 
 GEOMETRY = Geometry(3, 32, 16, 16, 16)
 LAYERS = 2
@@ -106,6 +106,30 @@ class ServiceContract(SparseContract):
                 self.add(sequence, self.rows(9), profile, seen=seen)
                 self.assertEqual(sequence.length, 23)
                 self.assertEqual(sequence.refresh().length, 23)
+
+    def test_tensors_of_8_bits(self):
+        for profile, kv_row_dtype in itertools.product(
+                (Profile.EXPANDED, Profile.ABSORBED), (None, DType.F8_E4M3)):
+            with self.subTest(profile=profile, kv_row_dtype=kv_row_dtype), \
+                    self.model.open_sequence() as sequence, \
+                    self.service.step([(sequence, 4)]) as step:
+                for layer in range(LAYERS):
+                    # What they stand for is sent, so that sending rounds nothing.
+                    q = bf16.round_to_e4m3(self.worker.queries(4, profile),
+                                           self.model.spec.geometry.q_parts(profile))
+                    kv = bf16.round_to_e4m3(self.worker.kv(4), self.model.spec.kv_parts)
+                    result = step.attend(layer, q, kv, profile, dtype=DType.F8_E4M3,
+                                         kv_row_dtype=kv_row_dtype, o_dtype=DType.F32)
+                    self.close_to(result.o, self.worker.expected(layer, q, kv, profile)[0])
+        with self.model.open_sequence() as sequence, self.service.step([(sequence, 1)]) as step:
+            q, kv = self.worker.queries(1, Profile.ABSORBED), self.worker.kv(1)
+            for field, options in (("o_dtype", dict(o_dtype=DType.F8_E4M3)),
+                                   ("kv_row_dtype", dict(kv_row_dtype=DType.F32))):
+                with self.assertRaisesRegex(mla_client.InvalidArgument, field):
+                    step.attend(0, q, kv, Profile.ABSORBED, **options)
+            step.abort()
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "dtype"):
+            self.service.buffers(self.model, 1, dtype=DType.F8_E4M3)
 
     def test_buffers(self):
         """Tensors written where they travel from, outputs read where they arrive."""

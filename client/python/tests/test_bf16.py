@@ -5,6 +5,7 @@ import unittest
 
 import mla_client.bf16
 import numpy as np
+from mla_client import bf16
 from mla_client import from_bf16, round_to_bf16, to_bf16
 
 
@@ -49,6 +50,42 @@ class Bf16Test(unittest.TestCase):
         self.assertEqual(to_bf16(np.zeros((0, 4))).shape, (0, 4))
         turned = np.arange(6, dtype=np.float32).reshape(2, 3).T
         np.testing.assert_array_equal(round_to_bf16(turned), turned)
+
+    def test_e4m3_is_the_nearest_code_under_a_power_of_two(self):
+        rng = np.random.default_rng(5)
+        parts = (24, 8)
+        values = rng.standard_normal((40, 32)).astype(np.float32)
+        values *= np.exp2(rng.uniform(-90, 60, (40, 1))).astype(np.float32)
+        values[3] = 0
+        sent = bf16.to_e4m3(values, parts)
+        self.assertEqual(sent.nbytes, 40 * (32 + 2 * 4))
+        scales = sent[40 * 32:].copy().view("<f4").reshape(40, 2)
+        numbers = np.unique(bf16.from_e4m3(
+            np.concatenate((np.arange(256, dtype=np.uint8), np.float32([1]).view(np.uint8))),
+            (256,)))
+        numbers = numbers[~np.isnan(numbers)].astype(np.float64)
+        got = bf16.from_e4m3(sent, parts)
+        begin = 0
+        for part, size in enumerate(parts):
+            block = values[:, begin:begin + size].astype(np.float64)
+            scale = scales[:, part:part + 1].astype(np.float64)
+            np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)
+            largest = np.abs(block).max(axis=1, keepdims=True)
+            self.assertTrue((largest <= 448 * scale).all())
+            self.assertTrue(((largest > 224 * scale) | (largest == 0)).all())
+            nearest = np.abs(block[..., None] / scale[..., None] - numbers).min(axis=-1)
+            off = np.abs(got[:, begin:begin + size] - block) / scale
+            np.testing.assert_allclose(off, nearest, rtol=1e-6, atol=1e-12)
+            begin += size
+
+    def test_e4m3_outside_of_its_range(self):
+        values = np.array([[np.nan, np.inf, -np.inf, 448, -0.0]], np.float32)
+        got = bf16.round_to_e4m3(values, (5,))
+        self.assertTrue(np.isnan(got[0, 0]))
+        self.assertEqual(got[0, 1:].tolist(), [448.0, -448.0, 448.0, 0.0])
+        patterns = bf16.to_bf16(values[:, 3:])
+        np.testing.assert_array_equal(bf16.to_e4m3(patterns, (2,)),
+                                      bf16.to_e4m3(values[:, 3:], (2,)))
 
     def test_documented_examples(self):
         self.assertEqual(doctest.testmod(mla_client.bf16).failed, 0)

@@ -18,8 +18,13 @@ def make_args(rows, heads, profile=Profile.EXPANDED, *, kv=True, lse=False, dtyp
     if profile != Profile.APPEND_ONLY:
         q = np.zeros((rows, heads, geometry.q_dim(profile)), np.float32)
     rows_kv = np.zeros((rows, geometry.row_dim), np.float32) if kv else None
-    return AttendArgs(0, profile, 0, rows, 0, heads if q is not None else 0, q, rows_kv, lse,
+    args = AttendArgs(0, profile, 0, rows, 0, heads if q is not None else 0, q, rows_kv, lse,
                       dtype, o_dtype, 1.0)
+    if dtype != DType.F8_E4M3:
+        return args
+    parts = (geometry.kv_lora_rank, geometry.rope_dim)
+    return args._replace(dtype=DType.BF16, q_parts=geometry.q_parts(profile) if heads else (),
+                         kv_parts=parts if kv else ())
 
 
 class FrameTest(unittest.TestCase):
@@ -75,8 +80,15 @@ class ChunkTest(unittest.TestCase):
             if profile == Profile.APPEND_ONLY and (lse or not kv):
                 continue
             with self.subTest(profile=profile, rows=rows, kv=kv, lse=lse, bound=bound):
-                args = make_args(rows, 16, profile, kv=kv, lse=lse, dtype=dtype, o_dtype=dtype)
-                self.check(args, bound)
+                o_dtype = DType.BF16 if dtype == DType.F8_E4M3 else dtype
+                args = make_args(rows, 16, profile, kv=kv, lse=lse, dtype=dtype, o_dtype=o_dtype)
+                for chunk in self.check(args, bound):
+                    heads = chunk.heads or 16
+                    sizes = wire.sizes(GEOMETRY, profile, chunk.rows, heads,
+                                       GEOMETRY.row_dim if chunk.has_kv else 0, lse, args.dtype,
+                                       o_dtype, 0, args.q_parts, args.kv_parts)
+                    self.assertEqual(sum(part.nbytes for part in wire.request_parts(args, chunk)),
+                                     sizes.kv + sizes.q)
 
     def test_small_work_is_one_message(self):
         self.assertEqual(len(self.check(make_args(8, 16), 4 << 20)), 1)

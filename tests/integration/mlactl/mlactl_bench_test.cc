@@ -124,6 +124,15 @@ TEST_F(MlactlBenchTest, ReportsEveryTransportInJsonTextAndPicture) {
   ExpectNothingLeft();
 }
 
+TEST_F(MlactlBenchTest, TensorsOf8BitsTravelAsSuch) {
+  const json document = Measure(
+      "--profile=all --transport=inline,ring-spin --rows=2 --steps=4 --warmup=0 --grow --touch "
+      "--q-dtype=e4m3 --kv-row-dtype=e4m3");
+  ASSERT_EQ(document["runs"].size(), 6u);
+  EXPECT_EQ(document["load"]["q_dtype"], "DTYPE_F8_E4M3");
+  for (const json& run : document["runs"]) EXPECT_EQ(run["steps"], 4) << run["name"];
+}
+
 TEST_F(MlactlBenchTest, EveryShapeOfTheListsIsARun) {
   const json document = Measure(
       "--profile=all --batch=1,3 --rows=2 --concurrency=2 --steps=6 --warmup=0 --grow --lse "

@@ -30,7 +30,7 @@ SUBMISSION = struct.Struct("<BBBBQQIIIIIIQQ")
 COMPLETION = struct.Struct("<BBHQQIIIIIIQII")
 _TAG = 4  # its index among the fields of both
 ATTEND, MESSAGE = 1, 2
-HAS_KV, WANT_LSE, HAS_LISTS, SELECTS, WANT_LISTS = 1, 2, 4, 8, 16
+HAS_KV, WANT_LSE, HAS_LISTS, SELECTS, WANT_LISTS, FP8_KV = 1, 2, 4, 8, 16, 32
 PLAN_REUSED = 1
 # 4-byte words of the header; the 8-byte word COMPLETIONS_TAKEN counts 8-byte words.
 SUBMIT_DOORBELL, SERVER_WAITS = 16, 17
@@ -235,8 +235,9 @@ class RingStream(stream.StepStream):
                                                         placed.lists)
         flags = (HAS_KV * chunk.has_kv | WANT_LSE * args.want_lse
                  | (SELECTS if args.selects else HAS_LISTS * (args.lists is not None))
-                 | WANT_LISTS * (args.wanted_lists > 0))
-        self._submit(request, deadline, ATTEND, args.profile, flags, args.dtype | args.o_dtype << 4,
+                 | WANT_LISTS * (args.wanted_lists > 0) | FP8_KV * bool(args.kv_parts))
+        self._submit(request, deadline, ATTEND, args.profile, flags,
+                     args.q_dtype | args.o_dtype << 4,
                      next(self._tags), step_id, args.layer, args.row_begin + chunk.row_begin,
                      chunk.rows, args.head_offset + chunk.head_begin, chunk.heads,
                      stream.timeout_us(args.timeout_s), placed.in_offset, placed.out_offset)

@@ -311,14 +311,16 @@ class SharedMemory:
         if out is not None and (out.place is None or out.place.memory is not self
                                 or chunk.rows != args.rows or chunk.heads != args.num_heads):
             out = None
-        if out is not None and args.q is out.q and args.kv is out.kv and args.lists is None:
+        if (out is not None and args.q is out.q and args.kv is out.kv and args.lists is None
+                and not args.q_parts and not args.kv_parts):
             (_, placement.in_offset, placement.in_length, placement.out_offset,
              placement.out_length) = out.place
             placement.o, placement.lse = out.o, out.lse
             return placement
         row_dim = args.kv.shape[1] if chunk.has_kv and args.kv is not None else 0
         sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, row_dim,
-                           args.want_lse, args.dtype, args.o_dtype, args.wanted_lists)
+                           args.want_lse, args.dtype, args.o_dtype, args.wanted_lists,
+                           args.q_parts, args.kv_parts)
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
         lists_at = aligned(placement.in_length)
@@ -336,7 +338,8 @@ class SharedMemory:
         placement.blocks = offsets
         at = placement.in_offset = offsets[0]
         for part in wire.request_arrays(args, chunk):
-            wire.encode_into(self.array(at, part.shape, args.dtype.numpy), part)
+            sent = part.dtype if part.dtype == np.uint8 else args.dtype.numpy
+            wire.encode_into(self.array(at, part.shape, sent), part)
             at += kv_end
         for lists in wire.lists_of(args, chunk):
             self.array(placement.in_offset + lists_at, lists.shape, lists.dtype)[...] = lists
