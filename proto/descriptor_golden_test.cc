@@ -12,6 +12,7 @@
 
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/attention.pb.h"
+#include "mla/v1/cache.pb.h"
 #include "mla/v1/error.pb.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
@@ -79,7 +80,8 @@ TEST(DescriptorGoldenTest, NothingReleasedHasChanged) {
   for (const FileDescriptor* file :
        {v1::AttendStreamRequest::descriptor()->file(), v1::OpenRequest::descriptor()->file(),
         v1::ModelSpec::descriptor()->file(), v1::GetStatsReply::descriptor()->file(),
-        v1::Geometry::descriptor()->file(), v1::ErrorDetail::descriptor()->file()}) {
+        v1::Geometry::descriptor()->file(), v1::ErrorDetail::descriptor()->file(),
+        v1::PagesHeader::descriptor()->file()}) {
     List(file, &lines);
   }
   std::sort(lines.begin(), lines.end());

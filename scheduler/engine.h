@@ -20,6 +20,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -30,6 +31,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "scheduler/kvcache/page_moves.h"
 #include "scheduler/kvcache/prefix/prefix_cache.h"
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"
@@ -39,6 +41,12 @@
 #include "scheduler/tenant_table.h"
 
 namespace mla::scheduler {
+
+using kvcache::ExportArgs;
+using kvcache::ImportArgs;
+using kvcache::MovingPages;
+using kvcache::PageMove;
+using kvcache::PageTags;
 
 struct SequenceInfo {
   SequenceId id = 0;
@@ -264,6 +272,26 @@ class Engine {
   // Says what rows of a sequence stand for, from first_row on, and adds cached rows behind the
   // committed ones as far as they are found. A repeat gives the same answer.
   absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args);
+
+  // --- Rows out of the pool and into it (kvcache/page_moves.h).
+  // Makes a fork that holds the rows; the caller releases it. Also while the engine drains.
+  absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
+  // Reserves pages for all rows, as a step does. The sequence refuses steps, forks, matches and
+  // truncations until EndImport or AbortImport.
+  absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
+  // Hands one part over; move->done is called unless there is an error: NOT_FOUND when the sequence
+  // has gone.
+  absl::Status StartMove(PageMove* move);
+  // The same with a `done` of its own, for which it waits. Not from Done.
+  absl::Status MovePart(PageMove* move);
+  // The rows are there: the sequence has them. Those from `not_finite_from` on may hold what is no
+  // number; kAllFinite: none do.
+  static constexpr int64_t kAllFinite = std::numeric_limits<int64_t>::max();
+  absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
+                                         int64_t not_finite_from);
+  // Drops the rows, and the sequence if the import opened it.
+  void AbortImport(const std::string& tenant, const MovingPages& pages);
+
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);

@@ -18,6 +18,8 @@ enum class QueryPrecision : uint8_t {
   kSplit,    // as fp32, whose scores cost a second product where operands are bf16
 };
 
+inline constexpr size_t kWeightsDigestBytes = 32;
+
 struct ModelSpec {
   std::string id;
   kernels::Geometry geometry;
@@ -30,6 +32,8 @@ struct ModelSpec {
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   int32_t top_k = 0;
   kernels::IndexerShape indexer;  // the server's own, of kSparse
+  // Of all weights that the rows come from, as the client has it: empty, or kWeightsDigestBytes.
+  std::string weights_digest = {};
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
   // Elements of one query / output head in a profile; 0 for append-only.

@@ -34,7 +34,7 @@ constexpr ResourceRow kRows[] = {
     {Resource::kStreams, "streams", "tenants.streams", "wire.max_streams", false,
      "too_many_streams", 1000, 7, "Open Attend streams."},
     {Resource::kUploads, "uploads", "tenants.uploads", "wire.max_uploads", false,
-     "too_many_uploads", 1000, 4, "UploadWeights calls under way."},
+     "too_many_uploads", 1000, 4, "UploadWeights, Export and Import calls under way."},
     {Resource::kRegions, "regions", "shm.tenant_regions", "shm.regions_max", false,
      "regions_exhausted", 1000, 8, "Shared-memory regions."},
     {Resource::kRegionBytes, "region_bytes", "tenants.region_bytes", "shm.total_bytes", true,

@@ -18,9 +18,11 @@
 #include "server/backends.h"
 #include "server/connections/listeners.h"
 #include "server/control/admin_service.h"
+#include "server/control/cache_service.h"
 #include "server/control/model_service.h"
 #include "server/control/sequence_service.h"
 #include "server/lifecycle/health_service.h"
+#include "server/lifecycle/idle_calls.h"
 #include "server/lifecycle/server_state.h"
 #include "server/lifecycle/watchdog.h"
 #include "server/logging/logging.h"
@@ -125,7 +127,9 @@ struct Server::Parts {
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
+  std::unique_ptr<IdleCalls> idle;
   std::unique_ptr<ModelService> models;
+  std::unique_ptr<CacheService> cache;
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<HealthService> health;
   std::unique_ptr<Watchdog> watchdog;
@@ -205,9 +209,10 @@ void Server::Parts::MakeServices() {
   wire.boot_id = boot_id;
   attention = std::make_unique<AttentionService>(wire);
   sequences = std::make_unique<SequenceService>(rpc);
-  models =
-      std::make_unique<ModelService>(rpc, options.config.wire.weight_chunk_bytes,
-                                     std::chrono::milliseconds(options.config.wire.upload_idle_ms));
+  const int64_t chunk_bytes = options.config.wire.weight_chunk_bytes;
+  idle = std::make_unique<IdleCalls>(std::chrono::milliseconds(options.config.wire.upload_idle_ms));
+  models = std::make_unique<ModelService>(rpc, chunk_bytes, idle.get());
+  cache = std::make_unique<CacheService>(rpc, chunk_bytes, idle.get());
   AdminOptions admin_options;
   admin_options.state = &state;
   admin_options.drain = &*drain;
@@ -221,7 +226,8 @@ void Server::Parts::MakeServices() {
   admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
   HealthOptions health_options;
   health_options.services = {v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
-                             v1::Models::service_full_name(), v1::Admin::service_full_name()};
+                             v1::Models::service_full_name(), v1::Cache::service_full_name(),
+                             v1::Admin::service_full_name()};
   health_options.max_watchers = options.config.wire.max_health_calls;
   health_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
   health_options.unix_tenant = options.config.listen.unix_tenant;
@@ -232,7 +238,7 @@ Services Server::Parts::ServicesToServe() {
   Services services;
   services.attention = attention.get();
   services.health = health.get();
-  services.control = {sequences.get(), models.get(), admin.get()};
+  services.control = {sequences.get(), models.get(), cache.get(), admin.get()};
   services.tls = tls;
   services.on_connection_refused = [this] { metrics.wire().connections_refused.fetch_add(1); };
   services.on_undecodable = [this](const grpc::ServerContextBase& context) {

@@ -1,187 +1,18 @@
 #include "client/cpp/client.h"
 
-#include <grpcpp/channel.h>
-#include <grpcpp/client_context.h>
 #include <openssl/evp.h>
-#include <sys/random.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <limits>
 #include <system_error>
-#include <thread>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "base/mutex.h"
-#include "base/usable_cpus.h"
-#include "client/cpp/channel.h"
+#include "client/cpp/client_impl.h"
 #include "client/cpp/session.h"
-#include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/shared_memory/socket_owner.h"
-#include "client/cpp/streams/errors.h"
-#include "client/cpp/streams/ring_stream.h"
-#include "client/cpp/streams/shared_stream.h"
-#include "client/cpp/streams/stream.h"
 #include "grpc/health/v1/health.grpc.pb.h"
-#include "mla/v1/admin.grpc.pb.h"
-#include "mla/v1/model.grpc.pb.h"
-#include "mla/v1/sequence.grpc.pb.h"
-#include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
-namespace {
-
-using Millis = std::chrono::milliseconds;
-
-// Of a session's region when the caller names no size, and the least that is worth having.
-constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
-constexpr uint64_t kLeastSharedBytes = uint64_t{4} << 20;
-
-uint64_t Random64() {
-  uint64_t value = 0;
-  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value)) || value == 0) {
-  }
-  return value;
-}
-
-// Between a renewal of the leases that failed and the next.
-constexpr Millis kLeastRenewalPause(20);
-
-// Of helpers that copy, as long as the pause between two layers may take.
-constexpr int32_t kCopySpinMicros = 1000;
-constexpr int32_t kMostCopyThreads = 64;
-
-}  // namespace
-
-struct Client::Impl {
-  std::string target;
-  ClientOptions options;
-  std::shared_ptr<grpc::Channel> channel;
-  std::unique_ptr<v1::Admin::Stub> admin;
-  std::unique_ptr<v1::Models::Stub> models;
-  std::unique_ptr<v1::Sequences::Stub> sequences;
-  v1::GetServerInfoReply info;
-  std::atomic<uint64_t> next_step{Random64() >> 1};  // far from other clients' ids
-
-  Mutex mutex;
-  CondVar stopped;
-  bool stop ABSL_GUARDED_BY(mutex) = false;
-  absl::Status lost ABSL_GUARDED_BY(mutex);  // not OK once another boot id was seen
-  std::thread renewer;
-
-  void Prepare(grpc::ClientContext* context, Millis extra = Millis(0)) const {
-    if (!options.tenant.empty()) context->AddMetadata("mla-tenant", options.tenant);
-    context->set_deadline(std::chrono::system_clock::now() + Millis(options.call_timeout_ms) +
-                          extra);
-  }
-
-  absl::Status CheckBoot(uint64_t boot_id) {
-    const MutexLock lock(mutex);
-    if (lost.ok() && boot_id != info.boot_id()) lost = RestartedError(info.boot_id(), boot_id);
-    return lost;
-  }
-
-  absl::Status Lost() {
-    const MutexLock lock(mutex);
-    return lost;
-  }
-
-  // One unary call with deadline, tenant and boot check. `call(context, reply)` performs it.
-  template <typename Reply, typename Call>
-  absl::StatusOr<Reply> Unary(Call call, Millis extra = Millis(0)) {
-    if (absl::Status status = Lost(); !status.ok()) return status;
-    grpc::ClientContext context;
-    Prepare(&context, extra);
-    Reply reply;
-    if (absl::Status status = FromGrpc(call(&context, &reply), context); !status.ok()) {
-      return status;
-    }
-    if constexpr (requires { reply.boot_id(); }) {
-      if (absl::Status status = CheckBoot(reply.boot_id()); !status.ok()) return status;
-    }
-    return reply;
-  }
-
-  std::shared_ptr<StepStream> OpenStream() const {
-    StreamOptions wanted;
-    wanted.tenant = options.tenant;
-    wanted.boot_id = info.boot_id();
-    wanted.message_bytes = info.limits().message_bytes();
-    wanted.timeout = Millis(options.request_timeout_ms);
-    wanted.spin = options.stream_spin_us >= 0 ? std::chrono::microseconds(options.stream_spin_us)
-                                              : DefaultStreamSpin(base::UsableCpuCount());
-    return std::make_shared<Stream>(channel, wanted);
-  }
-
-  // A region behind the unix socket of the target, with a command ring or for tensors alone.
-  absl::StatusOr<std::shared_ptr<StepStream>> OpenShared(bool ring) const {
-    const std::string shm_path = ShmPathOf(target);
-    if (shm_path.empty()) {
-      return absl::UnimplementedError("shared memory needs a target of the form unix:PATH");
-    }
-    if (info.limits().shm_ring_entries() == 0) {
-      return absl::UnimplementedError("the server offers no shared memory");
-    }
-    SharedMemoryOptions wanted;
-    wanted.tenant = options.tenant;
-    wanted.ring = ring;
-    wanted.bytes = std::min(options.shared_bytes > 0 ? options.shared_bytes : kSharedBytes,
-                            info.limits().shm_region_bytes());
-    wanted.spin_us = wanted.server_spin_us = options.spin_us;
-    wanted.server_uid = options.server_uid;
-    wanted.connect_timeout_ms =
-        static_cast<int32_t>(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
-    auto memory = SharedMemory::Connect(shm_path, wanted);
-    while (options.shared_bytes == 0 && absl::IsResourceExhausted(memory.status()) &&
-           wanted.bytes / 2 >= kLeastSharedBytes) {
-      wanted.bytes /= 2;
-      memory = SharedMemory::Connect(shm_path, wanted);
-    }
-    if (!memory.ok()) return memory.status();
-    if ((*memory)->boot_id() != info.boot_id()) {
-      return RestartedError(info.boot_id(), (*memory)->boot_id());
-    }
-    const Millis timeout(options.request_timeout_ms);
-    const int32_t cpus = base::UsableCpuCount();
-    const wire::ParallelCopierOptions copies{
-        std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
-        DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
-    if (!ring) {
-      return std::make_shared<SharedStream>(*std::move(memory), OpenStream(), timeout, copies);
-    }
-    return std::make_shared<RingStream>(*std::move(memory), info.boot_id(), timeout,
-                                        info.limits().message_bytes(), copies);
-  }
-
-  absl::StatusOr<v1::RenewLeaseReply> RenewLeases(Millis timeout) {
-    v1::RenewLeaseRequest request;
-    request.set_client_id(options.client_id);
-    return Unary<v1::RenewLeaseReply>(
-        [&](auto* context, auto* reply) { return sequences->RenewLease(context, request, reply); },
-        timeout - Millis(options.call_timeout_ms));
-  }
-
-  // Renews at a third of the lease. A renewal may take that long and no longer, and one that
-  // failed is repeated soon: a lost message must not cost the lease.
-  void RenewLoop(Millis lease) {
-    const Millis period = std::max(lease / 3, Millis(1));
-    const Millis timeout = std::clamp(Millis(options.call_timeout_ms), Millis(1), period);
-    Millis pause = period;
-    MutexLock lock(mutex);
-    while (!stopped.WaitFor(lock, pause,
-                            [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { return stop; })) {
-      lock.Unlock();
-      // A failure is seen by the next call that matters; a restart is remembered by CheckBoot.
-      pause = RenewLeases(timeout).ok() ? period : std::max(period / 4, kLeastRenewalPause);
-      lock.Lock();
-    }
-  }
-};
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& options) {
@@ -208,6 +39,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
   impl->sequences = v1::Sequences::NewStub(impl->channel);
+  impl->cache = v1::Cache::NewStub(impl->channel);
   grpc::ClientContext context;
   impl->Prepare(&context);
   context.set_wait_for_ready(false);

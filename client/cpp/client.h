@@ -27,6 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "mla/v1/admin.pb.h"
+#include "mla/v1/cache.pb.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
 
@@ -137,6 +138,17 @@ class Client final {
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
+
+  // --- Rows out of a server and into one (docs/page_groups.md; cache.cc, pages_file.h).
+  // Calls `take` with each part; an error of its own ends the call, which returns it. The deadline
+  // is that of a whole upload.
+  absl::Status ExportPages(const v1::ExportRequest& request,
+                           const std::function<absl::Status(const v1::PagesPart&)>& take);
+  // Sends the parts that `next` gives, until it gives none; an error of its own ends the call,
+  // which returns it, and nothing is imported. `target` without client_id: this client's.
+  absl::StatusOr<Sequence> ImportPages(
+      const v1::ImportTarget& target,
+      const std::function<absl::StatusOr<std::optional<v1::PagesPart>>()>& next);
 
   // A stream of steps. Sessions are independent of each other.
   absl::StatusOr<std::unique_ptr<Session>> OpenSession();

@@ -10,6 +10,7 @@
 #include "client/mlactl/cli/completion.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/operator_commands.h"
+#include "client/mlactl/page_commands.h"
 #include "client/mlactl/query_commands.h"
 #include "client/mlactl/replay/replay_command.h"
 
@@ -44,6 +45,7 @@ void AddCommands(Program* program) {
   AddBenchCommand(program);
   AddReplayCommand(program);
   AddOperatorCommands(program);
+  AddPageCommands(program);
   AddCompletion(program);
 }
 

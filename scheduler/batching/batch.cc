@@ -31,6 +31,9 @@ void Batch::Clear() {
   slices.clear();
   runs.clear();
   run_segments.clear();
+  moves.clear();
+  page_writes.clear();
+  page_reads.clear();
   computes = false;
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
@@ -392,6 +395,16 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
     }
     least->next = next;
   }
+}
+
+void BatchPolicy::TakePages(kvcache::PageWorkQueue& work, kvcache::TenantKey tenant,
+                            kvcache::WorkTicket until, Batch& batch) const {
+  const int64_t before = batch.pages.bytes();
+  const int64_t left = limits_.launch_ms * kNanosPerMilli - cost_.Nanos(batch.key, batch.units);
+  kvcache::WorkRoom room{kPageRanges - batch.pages.places(),
+                         cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
+  work.Take(tenant, until, &room, &batch.pages);
+  batch.units.pages += batch.pages.bytes() - before;
 }
 
 void BatchPolicy::TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const {

@@ -26,6 +26,7 @@
 #include "scheduler/batching/launch_cost.h"
 #include "scheduler/batching/rows.h"
 #include "scheduler/batching/waiting_requests.h"
+#include "scheduler/kvcache/page_moves.h"
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/limits.h"
 #include "scheduler/request.h"
@@ -83,11 +84,13 @@ struct Batch {
   int64_t gather_bytes = 0;  // of fused queries and outputs
   int64_t piece_rows = 0;    // as PieceBudget
   LaunchUnits units;
-  kvcache::LaunchWork pages;        // page work that goes before everything else
+  kvcache::LaunchWork pages;              // page work that goes before everything else
+  std::vector<kvcache::PageMove*> moves;  // parts of page groups, and their transfers
+  std::vector<kernels::PageTransfer> page_writes, page_reads;
   int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
   int32_t slice_waits_skipped = 0;  // ... without one that had missed an earlier wait
 
-  bool empty() const { return requests.empty() && pages.empty(); }
+  bool empty() const { return requests.empty() && pages.empty() && moves.empty(); }
   void Clear();
   void OrderByStage();  // stable
   int32_t rows() const { return rows_by_stage[0] + rows_by_stage[1] + rows_by_stage[2]; }
@@ -133,6 +136,9 @@ class BatchPolicy {
   // ready.
   void Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
               Batch& batch);
+  // Adds the tenant's page work up to the ticket, as far as a launch may carry it.
+  void TakePages(kvcache::PageWorkQueue& work, kvcache::TenantKey tenant, kvcache::WorkTicket until,
+                 Batch& batch) const;
   // Fills an empty batch with page work of any tenant.
   void TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const;
   // A launch of this batch took `nanos` on the device.

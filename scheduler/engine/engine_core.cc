@@ -82,6 +82,7 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   if (!made.ok()) return made.status();
   core->cache_ = *std::move(made);
 
+  core->mover_ = std::make_unique<PageMover>(core->cache_.get());
   core->models_ = std::make_unique<ModelTable>(options.limits, core->backend_.get(),
                                                core->cache_.get(), &core->tenants_, clock);
   core->sequences_ =

@@ -26,11 +26,12 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
-#include "scheduler/engine/step_opener.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
+#include "scheduler/launching/page_mover.h"
 #include "scheduler/tables/model_table.h"
 #include "scheduler/tables/sequence_table.h"
+#include "scheduler/tables/step_opener.h"
 #include "scheduler/tables/step_table.h"
 #include "scheduler/tenant_table.h"
 
@@ -62,7 +63,7 @@ class EngineCore {
   bool StartLaunch();
   // False when requests wait, if any, for others or for time to pass (NextTick), and not for a
   // launch.
-  bool MayLaunch() const { return !pending_.empty() && !nothing_ready_; }
+  bool MayLaunch() const { return (!pending_.empty() && !nothing_ready_) || mover_->waiting(); }
   // Completes the oldest launch: waits for it if `wait`, else only if it is done.
   bool CompleteLaunch(bool wait);
   bool inflight() const { return launcher_->inflight() > 0; }
@@ -91,6 +92,17 @@ class EngineCore {
   SequenceList GetSequences(const SequenceSelection& selection);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
+  // --- Exports and imports (engine_moves.cc).
+  absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
+  absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
+  // Hands a part over; the move is answered unless there is an error.
+  absl::Status StartMove(PageMove* move);
+  // Commits what was reserved, of which rows from `not_finite_from` on may hold what is no number.
+  absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
+                                         int64_t not_finite_from);
+  void AbortImport(const std::string& tenant, const MovingPages& pages);
+  // Answers all moves that wait.
+  void FailMoves(const std::string& why);
   int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
                       std::vector<SequenceId>* not_found);
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
@@ -166,7 +178,12 @@ class EngineCore {
   void FailSubmit(BatchLaunch* launch, const absl::Status& cause);
   void FailOldest(BatchLaunch* launch, const absl::Status& cause);
   // Returns its page work to the queue, and adds its requests to `failed`.
-  void UndoLaunch(BatchLaunch* launch, std::vector<StreamRequest*>* failed);
+  void UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
+                  std::vector<StreamRequest*>* failed);
+  static absl::Status MoveFailed(const absl::Status& cause);
+  absl::Status CheckTags(const Model& model, const PageTags& tags) const;
+  absl::StatusOr<Sequence*> ImportTarget(const ImportArgs& args, Model* model);
+  MovingPages Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const;
   void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
   // A tenant's part of the service beside others.
   int32_t WeightOf(const StreamRequest& request) const {
@@ -187,6 +204,7 @@ class EngineCore {
   std::unique_ptr<StepTable> steps_;
   std::unique_ptr<StepOpener> opener_;
   std::unique_ptr<Launcher> launcher_;
+  std::unique_ptr<PageMover> mover_;
   BatchPolicy policy_;
   WaitingRequests pending_;
   absl::flat_hash_map<StreamId, Stream> streams_;

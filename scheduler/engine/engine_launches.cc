@@ -25,6 +25,7 @@ bool EngineCore::StartLaunch() {
   const MonotonicNanos begin = clock_->Now();
   FailWaiting(begin);
   policy_.Choose(pending_, cache_->work(), begin, launch->batch);
+  mover_->Take(policy_, &launch->batch);
   // Groups that are kept for page work alone come back once it is done.
   if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
     policy_.TakeAnyPages(cache_->work(), launch->batch);
@@ -60,6 +61,7 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
   const MonotonicNanos begin = clock_->Now();
   nothing_ready_ = false;
   cache_->work().Acknowledge(&launch->batch.pages);
+  mover_->Finish(&launch->batch, absl::OkStatus());
   LaunchReport& report = launch->report;
   policy_.Observe(launch->batch, report.kernel_ns);
   ++stats_.launches;
@@ -122,7 +124,7 @@ void EngineCore::NoteReport(const LaunchReport& report) {
 
 void EngineCore::FailSubmit(BatchLaunch* launch, const absl::Status& cause) {
   std::vector<StreamRequest*> failed;
-  UndoLaunch(launch, &failed);
+  UndoLaunch(launch, cause, &failed);
   AbortFailed(failed, cause);
 }
 
@@ -136,15 +138,19 @@ void EngineCore::FailOldest(BatchLaunch* launch, const absl::Status& cause) {
     undone.push_back(later);
   }
   std::vector<StreamRequest*> failed;
-  for (size_t i = undone.size(); i-- > 0;) UndoLaunch(undone[i], &failed);
+  for (size_t i = undone.size(); i-- > 0;) UndoLaunch(undone[i], cause, &failed);
   AbortFailed(failed, cause);
 }
 
-void EngineCore::UndoLaunch(BatchLaunch* launch, std::vector<StreamRequest*>* failed) {
+void EngineCore::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
+                            std::vector<StreamRequest*>* failed) {
   launch->report.ok = false;
   NoteReport(launch->report);
   Batch& batch = launch->batch;
   cache_->work().Requeue(&batch.pages);
+  mover_->Finish(&batch, MoveFailed(cause));
+  // Others may wait for page work of this launch, which is never done on a device that is lost.
+  mover_->Fail(MoveFailed(cause));
   for (Step* step : steps_->open()) step->pages_ready = false;
   for (const Segment& segment : batch.segments) {
     cache_->UnpublishTable(segment.entry->sequence->slot);

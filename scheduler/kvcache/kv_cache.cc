@@ -356,6 +356,11 @@ int32_t KvCache::reserved(SeqSlot slot) const { return std::max(0, At(slot).rows
 
 bool KvCache::has_reservation(SeqSlot slot) const { return At(slot).rows_reserved != kNone; }
 
+uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
+  Require(page >= 0 && page < At(slot).pages, "a page that the sequence does not have");
+  return tables_[static_cast<size_t>(page_table(slot) + page)];
+}
+
 int64_t KvCache::page_table(SeqSlot slot) const {
   return int64_t{slot} * options_.max_pages_per_sequence;
 }

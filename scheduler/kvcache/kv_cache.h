@@ -159,6 +159,12 @@ class KvCache final {
   int32_t length(SeqSlot sequence) const;    // committed rows
   int32_t reserved(SeqSlot sequence) const;  // rows of the open reservation, 0 if none
   bool has_reservation(SeqSlot sequence) const;
+  // Group of a page of its table. REQUIRES: the table has so many.
+  uint32_t group(SeqSlot sequence, int64_t page) const;
+  // Kept from the pool until UnpinGroup, also without references: its bytes are on their way.
+  void PinGroup(uint32_t entry) { pool_.Pin(entry); }
+  void UnpinGroup(uint32_t entry) { pool_.Unpin(entry); }
+  int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
   int64_t page_table(SeqSlot sequence) const;  // index of its first entry in the page tables
   int32_t max_rows(SeqSlot sequence) const;    // rows that its page table can address
   // Page groups that could be allocated now for this layout.

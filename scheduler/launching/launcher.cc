@@ -154,6 +154,8 @@ void Launcher::Assemble(BatchLaunch* to) const {
   kernels::Launch& launch = to->launch;
   launch.inputs = to->layout.inputs();
   launch.outputs = to->layout.outputs();
+  launch.page_writes = to->batch.page_writes;
+  launch.page_reads = to->batch.page_reads;
   launch.pages = to->batch.pages.ranges();
   launch.page_tables = page_tables_;
   launch.table_changes = to->tables;

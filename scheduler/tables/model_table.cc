@@ -101,6 +101,11 @@ absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
     return RefuseField("model.geometry.v_dim", absl::StrCat(g.v_dim),
                        "zero exactly when nope_dim is zero", "inconsistent");
   }
+  const size_t digest = spec.weights_digest.size();
+  if (digest != 0 && digest != kWeightsDigestBytes) {
+    return RefuseField("model.weights_digest", absl::StrCat(digest, " bytes"),
+                       absl::StrCat(kWeightsDigestBytes, " bytes, or none"), "out_of_range");
+  }
   if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
     return RefuseField("model.softmax_scale", absl::StrCat(spec.softmax_scale),
                        "a finite positive number: it is never defaulted", "out_of_range");

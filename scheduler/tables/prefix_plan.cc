@@ -44,7 +44,7 @@ PrefixKey PrefixPlanner::RootOf(const std::string& tenant, const ModelSpec& spec
   const std::string shape =
       absl::StrCat(g.num_heads, "/", g.kv_lora_rank, "/", g.rope_dim, "/", g.nope_dim, "/", g.v_dim,
                    "/", spec.layers, "/", spec.page_size, "/", static_cast<int>(spec.kv_format));
-  const absl::string_view fields[] = {tenant, spec.id, shape, salt};
+  const absl::string_view fields[] = {tenant, spec.id, shape, spec.weights_digest, salt};
   return hasher_.Root(fields);
 }
 

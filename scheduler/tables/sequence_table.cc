@@ -103,7 +103,8 @@ absl::Status SequenceTable::OtherEpoch(const Sequence& sequence, uint64_t expect
 
 absl::Status SequenceTable::InStep(const Sequence& sequence) const {
   return MakeError(absl::StatusCode::kFailedPrecondition,
-                   "the sequence is in an open step: end or abort it first",
+                   sequence.imports ? "rows are being imported into the sequence"
+                                    : "the sequence is in an open step: end or abort it first",
                    {.field = "sequence_id",
                     .got = absl::StrCat(sequence.id),
                     .limit = "a sequence in no open step",
@@ -158,7 +159,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   if (parent->epoch != args.expected_epoch) {
     return OtherEpoch(*parent, args.expected_epoch);
   }
-  if (parent->step != nullptr) return InStep(*parent);
+  if (parent->busy()) return InStep(*parent);
   const int64_t committed = cache_->length(parent->slot);
   const int64_t length = args.length.value_or(committed);
   if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
@@ -192,7 +193,7 @@ absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId i
   if (!found.ok()) return found;
   const Sequence& sequence = **found;
   if (sequence.epoch != expected_epoch) return OtherEpoch(sequence, expected_epoch);
-  if (sequence.step != nullptr) return InStep(sequence);
+  if (sequence.busy()) return InStep(sequence);
   return found;
 }
 
@@ -242,7 +243,7 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
   if (sequence->epoch != expected_epoch) {
     return OtherEpoch(*sequence, expected_epoch);
   }
-  if (sequence->step != nullptr) return InStep(*sequence);
+  if (sequence->busy()) return InStep(*sequence);
   if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
   absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
   if (!status.ok()) return status;
@@ -325,7 +326,7 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   info.epoch = sequence.epoch;
   info.length = cache_->length(sequence.slot);
   info.lease_left_ms = leases_.left_ns(sequence.slot, clock_->Now()) / kNanosPerMilli;
-  info.in_step = sequence.step != nullptr;
+  info.in_step = sequence.busy();
   info.model_id = sequence.model->spec->id;
   info.client_id = sequence.client_id;
   const int64_t rows = info.length + cache_->reserved(sequence.slot);

@@ -33,6 +33,8 @@ struct Step;
 struct Sequence {
   static constexpr int64_t kNoRow = std::numeric_limits<int64_t>::max();
 
+  // Its rows change: it takes part in no other call that needs them to stay.
+  bool busy() const { return step != nullptr || imports; }
   // To be called when the rows from `length` on are gone.
   void ForgetRowsFrom(int64_t length) {
     if (not_finite_from >= length) not_finite_from = kNoRow;
@@ -46,6 +48,7 @@ struct Sequence {
   int64_t lease_ns = 0;
   MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
+  bool imports = false;  // rows of an import are on their way into it
   std::string client_id;
   std::string request_id;  // as opened or forked
   std::string origin;      // what that request asked for, to tell a repeat from a clash

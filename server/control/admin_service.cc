@@ -17,8 +17,9 @@ constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
 constexpr const char* kCapabilities[] = {
-    "fork",   "truncate", "participants", "partial_commit", "lse",          "kv_compare",
-    "quotas", "eviction", "cancel_drain", "model_leases",   "prefix_cache", "fp8_wire"};
+    "fork",         "truncate", "participants", "partial_commit", "lse",
+    "kv_compare",   "quotas",   "eviction",     "cancel_drain",   "model_leases",
+    "prefix_cache", "fp8_wire", "page_groups"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 template <typename To, typename From>

@@ -16,47 +16,10 @@ std::span<const float> Span(const google::protobuf::RepeatedField<float>& values
   return {values.data(), static_cast<size_t>(values.size())};
 }
 
-void Fill(const scheduler::ModelSpec& from, v1::ModelSpec* to) {
-  to->set_model_id(from.id);
-  to->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
-  to->mutable_geometry()->set_kv_lora_rank(static_cast<uint32_t>(from.geometry.kv_lora_rank));
-  to->mutable_geometry()->set_rope_dim(static_cast<uint32_t>(from.geometry.rope_dim));
-  to->mutable_geometry()->set_nope_dim(static_cast<uint32_t>(from.geometry.nope_dim));
-  to->mutable_geometry()->set_v_dim(static_cast<uint32_t>(from.geometry.v_dim));
-  to->set_layers(static_cast<uint32_t>(from.layers));
-  to->set_softmax_scale(from.softmax_scale);
-  const bool bf16 = from.kv_format == kernels::KvFormat::kBf16;
-  to->set_kv_dtype(bf16 ? v1::DTYPE_BF16 : v1::DTYPE_UNSPECIFIED);
-  to->set_kv_format(ToProto(from.kv_format));
-  to->set_rope_owner(v1::ROPE_OWNER_WORKER);
-  to->set_page_size(static_cast<uint32_t>(from.page_size));
-  const bool sparse = from.attention == kernels::AttentionKind::kSparse;
-  to->set_attention(sparse ? v1::ATTENTION_KIND_SPARSE_V32 : v1::ATTENTION_KIND_DENSE);
-  to->set_top_k(static_cast<uint32_t>(from.top_k));
-  to->set_index_heads(static_cast<uint32_t>(from.indexer.heads));
-  to->set_index_dim(static_cast<uint32_t>(from.indexer.dim));
-  to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
-                              ? v1::QUERY_PRECISION_SPLIT
-                              : v1::QUERY_PRECISION_BF16);
-}
-
 }  // namespace
 
-ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes,
-                           std::chrono::milliseconds upload_idle)
-    : rpc_(rpc),
-      weight_chunk_bytes_(weight_chunk_bytes),
-      upload_idle_(upload_idle),
-      idle_upload_thread_([this] { CancelIdle(); }) {}
-
-ModelService::~ModelService() {
-  {
-    const MutexLock lock(mutex_);
-    stop_ = true;
-  }
-  stopping_.NotifyAll();
-  idle_upload_thread_.join();
-}
+ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes, IdleCalls* idle)
+    : rpc_(rpc), weight_chunk_bytes_(weight_chunk_bytes), idle_(idle) {}
 
 grpc::Status ModelService::Register(grpc::ServerContext* context,
                                     const v1::RegisterRequest* request, v1::RegisterReply* reply) {
@@ -67,7 +30,7 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
     const auto info = rpc_.engine->RegisterModel(who.tenant, spec, int64_t{request->lease_ms()},
                                                  Span(request->kv_scales()));
     if (!info.ok()) return info.status();
-    Fill(info->spec, reply->mutable_model());
+    FillModel(info->spec, reply->mutable_model());
     reply->set_scales_complete(info->scales_complete);
     reply->set_page_group_bytes(static_cast<uint64_t>(info->page_group_bytes));
     reply->set_page_groups_max(static_cast<uint64_t>(info->page_groups_max));
@@ -101,49 +64,16 @@ absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerCo
   }
   status = Upload(tenant, context, in, reply);
   tenants.Return(**row, scheduler::Resource::kUploads, 1);
-  bool cut = false;
-  {
-    const MutexLock lock(mutex_);
-    const auto found = watched_.find(context);
-    cut = found != watched_.end() && found->second.cut;
-    watched_.erase(context);
-  }
-  if (!cut) return status;
-  return MakeError(absl::StatusCode::kDeadlineExceeded,
-                   absl::StrCat("the upload has sent nothing for ", upload_idle_.count(), " ms"),
-                   {.reason = "upload_idle"});
+  return idle_->End(context, status);
 }
 
 bool ModelService::Read(grpc::ServerContext* context,
                         grpc::ServerReader<v1::UploadWeightsRequest>* in,
                         v1::UploadWeightsRequest* message) {
-  {
-    const MutexLock lock(mutex_);
-    watched_[context].heard = Clock::now();
-  }
+  idle_->Waits(context);
   const bool read = in->Read(message);
-  const MutexLock lock(mutex_);
-  // While the engine has the chunk it is not the client that keeps the call waiting.
-  watched_[context].heard = Clock::time_point::max();
+  idle_->Works(context);
   return read;
-}
-
-void ModelService::CancelIdle() {
-  const auto period = std::clamp<std::chrono::milliseconds>(
-      upload_idle_ / 4, std::chrono::milliseconds(10), std::chrono::milliseconds(1000));
-  MutexLock lock(mutex_);
-  while (!stopping_.WaitFor(lock, period,
-                            [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
-    const Clock::time_point now = Clock::now();
-    for (auto& [context, watched] : watched_) {
-      if (watched.cut || watched.heard == Clock::time_point::max() ||
-          now - watched.heard < upload_idle_) {
-        continue;
-      }
-      watched.cut = true;
-      context->TryCancel();
-    }
-  }
 }
 
 absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext* context,
@@ -208,7 +138,7 @@ grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListMode
   return rpc_.Serve(context, "Models.List", [&](const Identity& who) {
     for (const scheduler::ModelInfo& info : rpc_.engine->ListModels(who.tenant)) {
       v1::ModelInfo* model = reply->add_models();
-      Fill(info.spec, model->mutable_model());
+      FillModel(info.spec, model->mutable_model());
       model->set_weights_complete(info.weights_complete);
       model->set_scales_complete(info.scales_complete);
       model->set_sequences(static_cast<uint32_t>(info.sequences));

@@ -6,31 +6,26 @@
 //
 // An upload that sends nothing for wire.upload_idle_ms is cancelled: its client sees CANCELLED.
 //
-// Threading: any thread; an upload holds its thread for its whole life. One more thread looks for
-// idle uploads.
+// Threading: any thread; an upload holds its thread for its whole life.
 #ifndef MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 #define MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 
-#include <chrono>
-#include <map>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "server/control/rpc_context.h"
+#include "server/lifecycle/idle_calls.h"
 
 namespace mla::server {
 
 class ModelService final : public v1::Models::Service {
  public:
-  // `weight_chunk_bytes`, `upload_idle`: wire.weight_chunk_bytes, wire.upload_idle_ms.
-  ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes,
-               std::chrono::milliseconds upload_idle);
-  ~ModelService() override;
+  // `weight_chunk_bytes`: wire.weight_chunk_bytes. `idle` outlives the service.
+  ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes, IdleCalls* idle);
 
   grpc::Status Register(grpc::ServerContext* context, const v1::RegisterRequest* request,
                         v1::RegisterReply* reply) override;
@@ -45,12 +40,6 @@ class ModelService final : public v1::Models::Service {
                           v1::UnregisterReply* reply) override;
 
  private:
-  using Clock = std::chrono::steady_clock;
-  struct Watched {
-    Clock::time_point heard;
-    bool cut = false;
-  };
-
   // One upload, with its place among the tenant's, and cut when it is idle.
   absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context,
                            grpc::ServerReader<v1::UploadWeightsRequest>* in,
@@ -60,19 +49,13 @@ class ModelService final : public v1::Models::Service {
                       v1::UploadWeightsReply* reply);
   bool Read(grpc::ServerContext* context, grpc::ServerReader<v1::UploadWeightsRequest>* in,
             v1::UploadWeightsRequest* message);
-  void CancelIdle();
 
   const RpcContext rpc_;
   const int64_t weight_chunk_bytes_;
-  const std::chrono::milliseconds upload_idle_;
+  IdleCalls* const idle_;
   Mutex mutex_;
   std::set<std::pair<std::string, std::string>> uploading_
       ABSL_GUARDED_BY(mutex_);  // (tenant, model)
-  std::map<grpc::ServerContext*, Watched> watched_
-      ABSL_GUARDED_BY(mutex_);  // calls that wait for a message
-  CondVar stopping_;
-  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread idle_upload_thread_;
 };
 
 }  // namespace mla::server

@@ -5,7 +5,6 @@
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
-namespace {
 
 void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
   to->set_sequence_id(from.id);
@@ -20,6 +19,8 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
   to->set_page_groups(static_cast<uint64_t>(from.page_groups));
   to->set_declared(static_cast<uint64_t>(from.declared));
 }
+
+namespace {
 
 void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
   static_assert(static_cast<int>(kvcache::MatchEnd::kEvicted) == v1::MATCH_END_EVICTED);

@@ -8,6 +8,8 @@
 
 namespace mla::server {
 
+void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to);
+
 class SequenceService final : public v1::Sequences::Service {
  public:
   explicit SequenceService(const RpcContext& rpc) : rpc_(rpc) {}

@@ -89,6 +89,12 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
   }
   MLA_RETURN_IF_ERROR(Narrow(message.page_size(), 0, 4096, "model.page_size", &spec->page_size));
   MLA_RETURN_IF_ERROR(ParseAttention(message, limits, spec));
+  const size_t digest = message.weights_digest().size();
+  if (digest != 0 && digest != scheduler::kWeightsDigestBytes) {
+    return RefuseField("model.weights_digest", absl::StrCat(digest, " bytes"),
+                       absl::StrCat(scheduler::kWeightsDigestBytes, " bytes, or none"));
+  }
+  spec->weights_digest = message.weights_digest();
   spec->id = message.model_id();
   spec->softmax_scale = message.softmax_scale();
   switch (message.query_precision()) {
@@ -107,6 +113,31 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
                          "QUERY_PRECISION_BF16 or QUERY_PRECISION_SPLIT", "unknown_value");
   }
   return absl::OkStatus();
+}
+
+void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
+  to->set_model_id(from.id);
+  to->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
+  to->mutable_geometry()->set_kv_lora_rank(static_cast<uint32_t>(from.geometry.kv_lora_rank));
+  to->mutable_geometry()->set_rope_dim(static_cast<uint32_t>(from.geometry.rope_dim));
+  to->mutable_geometry()->set_nope_dim(static_cast<uint32_t>(from.geometry.nope_dim));
+  to->mutable_geometry()->set_v_dim(static_cast<uint32_t>(from.geometry.v_dim));
+  to->set_layers(static_cast<uint32_t>(from.layers));
+  to->set_softmax_scale(from.softmax_scale);
+  const bool bf16 = from.kv_format == kernels::KvFormat::kBf16;
+  to->set_kv_dtype(bf16 ? v1::DTYPE_BF16 : v1::DTYPE_UNSPECIFIED);
+  to->set_kv_format(ToProto(from.kv_format));
+  to->set_rope_owner(v1::ROPE_OWNER_WORKER);
+  to->set_page_size(static_cast<uint32_t>(from.page_size));
+  const bool sparse = from.attention == kernels::AttentionKind::kSparse;
+  to->set_attention(sparse ? v1::ATTENTION_KIND_SPARSE_V32 : v1::ATTENTION_KIND_DENSE);
+  to->set_top_k(static_cast<uint32_t>(from.top_k));
+  to->set_index_heads(static_cast<uint32_t>(from.indexer.heads));
+  to->set_index_dim(static_cast<uint32_t>(from.indexer.dim));
+  to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
+                              ? v1::QUERY_PRECISION_SPLIT
+                              : v1::QUERY_PRECISION_BF16);
+  to->set_weights_digest(from.weights_digest);
 }
 
 namespace {

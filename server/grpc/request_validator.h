@@ -82,6 +82,8 @@ static_assert(ToProto(kernels::KvFormat::kFp8Page) == v1::KV_FORMAT_FP8_PAGE);
 
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
                             scheduler::ModelSpec* spec);
+// The other way, as in force.
+void FillModel(const scheduler::ModelSpec& from, v1::ModelSpec* to);
 
 // Checks an UploadWeights chunk against its model; `bytes` receives the payload size it must have.
 absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,

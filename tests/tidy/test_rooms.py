@@ -18,7 +18,7 @@ TOO_FULL = {
 # those below; tests and testing/ may include all.
 FLOORS = {
     "server": ["logging", "process", "config", "grpc", "memory", "metrics", "lifecycle", "attend",
-               "shared_memory", "connections", "control", "operations", ""],
+               "shared_memory", "connections", "pages", "control", "operations", ""],
     "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "", "planning", "planning/cache",
                   "tables", "batching", "launching", "engine"],
 }

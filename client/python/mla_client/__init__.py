@@ -13,6 +13,7 @@
 `LocalReference` has the same methods and computes in this process with numpy.
 """
 
+from mla_client import pages
 from mla_client.bf16 import from_bf16, round_to_bf16, to_bf16
 from mla_client.client import Client, Tls
 from mla_client.errors import (Aborted, AlreadyExists, Cancelled, DataLoss, DeadlineExceeded,
@@ -33,5 +34,5 @@ __all__ = [
     "OutOfRange", "PermissionDenied", "Prefix", "PrefixMatch", "Profile", "ResourceExhausted",
     "ResourceUsage", "Sequence", "SequenceState", "ServerRestarted", "Service", "Step",
     "TenantQuota", "Timings", "Tls", "Unauthenticated", "Unavailable", "Unimplemented", "Unknown",
-    "WeightsStatus", "from_bf16", "round_to_bf16", "to_bf16",
+    "WeightsStatus", "from_bf16", "pages", "round_to_bf16", "to_bf16",
 ]

@@ -19,6 +19,8 @@ from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVa
 
 import numpy.typing as npt
 
+from mla_client import errors
+from mla_client.pages import Pages
 from mla_client.service import Model, Sequence, Service, Step
 from mla_client.types import AttendResult, Prefix, PrefixMatch, Profile
 
@@ -65,6 +67,17 @@ class AsyncService:
         """As Sequence.truncate."""
         await self._wait(lambda: sequence.truncate(length))
 
+    async def export_rows(self, sequence: Sequence, first_row: int = 0,
+                          end_row: Optional[int] = None) -> List[bytes]:
+        """As Client.export_rows; all parts at once."""
+        client = self._client()
+        return await self._wait(lambda: list(client.export_rows(sequence, first_row, end_row)))
+
+    async def import_rows(self, model: Model, parts: Seq[bytes], **options: Any) -> Sequence:
+        """As Client.import_rows."""
+        client = self._client()
+        return await self._wait(lambda: client.import_rows(model, parts, **options))
+
     async def release(self, sequence: Sequence) -> None:
         """As Sequence.release."""
         await self._wait(sequence.release)
@@ -72,6 +85,11 @@ class AsyncService:
     def step(self, rows: Seq[Tuple[Sequence, int]], **options: Any) -> "AsyncStep":
         """As Service.step; use it in an `async with` block."""
         return AsyncStep(self, self.service.step(rows, **options))
+
+    def _client(self) -> Pages:
+        if not isinstance(self.service, Pages):
+            raise errors.Unimplemented("rows move between servers only")
+        return self.service
 
     async def _send(self, call: Callable[[], _Result]) -> _Result:
         """Calls it after all that were sent before."""

@@ -15,10 +15,11 @@ import grpc
 import numpy.typing as npt
 
 from mla_client import errors, wire
-from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, model_pb2, model_pb2_grpc,
-                            sequence_pb2, sequence_pb2_grpc, tensor_pb2)
+from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, cache_pb2_grpc, model_pb2,
+                            model_pb2_grpc, sequence_pb2, sequence_pb2_grpc, tensor_pb2)
 from mla_client.leases import LeaseRenewer
 from mla_client.operations import Operations
+from mla_client.pages import Pages, state_of
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.shm.shared_memory import SharedMemory
 from mla_client.stream import Request, StepStream
@@ -72,7 +73,7 @@ class _Pending(AttendFuture):
         return self._result
 
 
-class Client(Service, Operations):
+class Client(Service, Operations, Pages):
     """A connection to a server. Close it, or use it in a `with` block."""
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
@@ -89,6 +90,7 @@ class Client(Service, Operations):
         self._admin = admin_pb2_grpc.AdminStub(channel)
         self._models = model_pb2_grpc.ModelsStub(channel)
         self._sequences = sequence_pb2_grpc.SequencesStub(channel)
+        self._cache = cache_pb2_grpc.CacheStub(channel)
         self._lock = threading.Lock()
         self._opening = threading.Lock()  # one thread opens the own stream, others wait for it
         self._stream: Optional[StepStream] = None
@@ -197,7 +199,7 @@ class Client(Service, Operations):
     def sequences(self) -> List[SequenceState]:
         """This client's open sequences."""
         request = sequence_pb2.GetRequest(client_id=self.client_id)
-        return [_state(info) for info in self._call(self._sequences.Get, request).sequences]
+        return [state_of(info) for info in self._call(self._sequences.Get, request).sequences]
 
     @property
     def lease_error(self) -> Optional[errors.MlaError]:
@@ -287,14 +289,14 @@ class Client(Service, Operations):
         if prefix is not None:
             request.prefix.CopyFrom(_prefix_to_proto(prefix))
         reply = self._call(self._sequences.Open, request)
-        return self._keep(_state(reply.sequence), lease_ms), _match_from_proto(reply.match)
+        return self._keep(state_of(reply.sequence), lease_ms), _match_from_proto(reply.match)
 
     def _match(self, sequence_id: int, epoch: int, first_row: int,
                prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]:
         reply = self._call(self._sequences.Match, sequence_pb2.MatchRequest(
             sequence_id=sequence_id, expected_epoch=epoch, first_row=first_row,
             prefix=_prefix_to_proto(prefix)))
-        return _state(reply.sequence), _match_from_proto(reply.match)
+        return state_of(reply.sequence), _match_from_proto(reply.match)
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:
@@ -303,7 +305,7 @@ class Client(Service, Operations):
                                            lease_ms=lease_ms or self._lease_ms)
         if length is not None:
             request.length = length
-        return self._keep(_state(self._call(self._sequences.Fork, request).sequence), lease_ms)
+        return self._keep(state_of(self._call(self._sequences.Fork, request).sequence), lease_ms)
 
     def _truncate(self, sequence_id: int, length: int, epoch: int) -> Tuple[int, int]:
         reply = self._call(self._sequences.Truncate, sequence_pb2.TruncateRequest(
@@ -319,7 +321,7 @@ class Client(Service, Operations):
     def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]:
         reply = self._call(self._sequences.Get,
                            sequence_pb2.GetRequest(sequence_ids=sequence_ids))
-        return [_state(info) for info in reply.sequences], list(reply.not_found)
+        return [state_of(info) for info in reply.sequences], list(reply.not_found)
 
     def _begin(self, step: Step) -> StepStream:
         stream = step.stream or self._own_stream()
@@ -415,12 +417,6 @@ class Client(Service, Operations):
         self._call(self._sequences.RenewLease, request, timeout_s=min(timeout_s, self.timeout_s))
 
 
-def _state(info: Any) -> SequenceState:
-    return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
-                         info.in_step, info.open_step, info.model_id, info.client_id,
-                         info.page_groups, info.declared)
-
-
 _MATCH_ENDS = ("", "all", "absent", "diverged", "evicted")  # by number in the contract
 
 
@@ -461,7 +457,8 @@ def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
         query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
         attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k,
-        index_heads=spec.index_heads, index_dim=spec.index_dim)
+        index_heads=spec.index_heads, index_dim=spec.index_dim,
+        weights_digest=spec.weights_digest)
 
 
 def _spec_from_proto(message: Any) -> ModelSpec:
@@ -472,7 +469,7 @@ def _spec_from_proto(message: Any) -> ModelSpec:
                      message.layers, message.softmax_scale, message.page_size,
                      _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format],
                      _ATTENTION[message.attention], message.top_k, message.index_heads,
-                     message.index_dim)
+                     message.index_dim, message.weights_digest)
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

@@ -100,6 +100,9 @@ class ModelSpec:
     # elements of one of them and of an index key, which follows each KV row. 0: none.
     index_heads: int = 0
     index_dim: int = 0
+    # Of all weights that KV rows come from: 32 bytes (a SHA-256, say), or none. Rows are neither
+    # shared nor imported where it differs.
+    weights_digest: bytes = b""
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:

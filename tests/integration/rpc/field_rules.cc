@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/attention.pb.h"
+#include "mla/v1/cache.pb.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
 
@@ -198,6 +199,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"ModelSpec.top_k", {0, 0, "model.top_k", {}}},
       {"ModelSpec.index_heads", {0, 0, "model.index_heads", {}}},
       {"ModelSpec.index_dim", {0, 0, "model.index_dim", {}}},
+      {"ModelSpec.weights_digest", {0, 32, "model.weights_digest", {"model.weights_digest"}}},
       {"ModelSpec.rope_owner", {1, 1, "model.rope_owner", {}}},
       {"ModelSpec.query_precision", {0, 2, "model.query_precision", {}}},
       {"ModelSpec.page_size", {0, 4096, "model.page_size", {}}},
@@ -228,6 +230,34 @@ std::map<std::string, FieldRule> ModelRules() {
       {"WatchStatusRequest.interval_ms", {}},
       {"DrainRequest.deadline_ms", {}},
       {"DrainRequest.exit", {}},
+  };
+}
+
+std::map<std::string, FieldRule> PageRules() {
+  const FieldRule any;
+  constexpr uint64_t kMostRows = 4096;
+  return {
+      {"ExportRequest.sequence_id", any},
+      {"ExportRequest.expected_epoch", any},
+      {"ExportRequest.first_row", {0, 0, "first_row", {}}},
+      {"ExportRequest.end_row", {0, 2, "end_row", {}}},
+      {"ImportTarget.model_id", {1, kMostName, "target.model_id", {}}},
+      {"ImportTarget.sequence_id", any},
+      {"ImportTarget.expected_epoch", any},
+      {"ImportTarget.client_id", {0, kMostName, "target.client_id", {}}},
+      {"ImportTarget.lease_ms", {0, kMostLease, "target.lease_ms", {}}},
+      {"PagesHeader.version", {1, 1, "version", {}}},
+      {"PagesHeader.kv_scales", any},
+      {"PagesHeader.fp8_kind", {1, 2, "fp8_kind", {}}},
+      {"PagesHeader.group_bytes", {1, uint64_t{1} << 40, "group_bytes", {}}},
+      {"PagesHeader.first_row", {0, kMostRows, "first_row", {}}},
+      {"PagesHeader.rows", {1, kMostRows, "rows", {"part.group"}}},
+      {"PageGroup.first_row", {0, 0, "part.group", {}}},
+      {"PageGroup.rows", {2, 2, "part.group", {}}},
+      {"PageChunk.payload", {320, 320, "part.chunk.payload", {}}},  // 2 layers x 2 rows x 80
+      {"PageGroupEnd.sha256", any},
+      {"PagesTrailer.groups", {1, 1, "part.trailer.groups", {}}},
+      {"PagesTrailer.sha256", any},
   };
 }
 
@@ -278,7 +308,7 @@ std::map<std::string, FieldRule> StreamRules() {
 const std::map<std::string, FieldRule>& FieldRules() {
   static const std::map<std::string, FieldRule> rules = [] {
     std::map<std::string, FieldRule> all;
-    for (const auto& part : {SequenceRules(), ModelRules(), StreamRules()}) {
+    for (const auto& part : {SequenceRules(), ModelRules(), PageRules(), StreamRules()}) {
       for (const auto& [name, rule] : part) all.emplace("mla.v1." + name, rule);
     }
     return all;
@@ -290,7 +320,8 @@ std::set<std::string> RequestFields() {
   std::set<std::string> fields;
   for (const Descriptor* message :
        {v1::GetStatsRequest::descriptor(), v1::AttendStreamRequest::descriptor(),
-        v1::ListModelsRequest::descriptor(), v1::OpenRequest::descriptor()}) {
+        v1::ListModelsRequest::descriptor(), v1::OpenRequest::descriptor(),
+        v1::ExportRequest::descriptor()}) {
     const google::protobuf::FileDescriptor* file = message->file();
     for (int s = 0; s < file->service_count(); ++s) {
       for (int m = 0; m < file->service(s)->method_count(); ++m) {

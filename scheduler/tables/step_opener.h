@@ -3,8 +3,8 @@
 //
 // Ownership: borrows the tables and the cache, which outlive it. Threading: the holder of the
 // engine role. Errors: as BeginStepReply documents them; after one, nothing has changed.
-#ifndef MLA_SCHEDULER_ENGINE_STEP_OPENER_H_
-#define MLA_SCHEDULER_ENGINE_STEP_OPENER_H_
+#ifndef MLA_SCHEDULER_TABLES_STEP_OPENER_H_
+#define MLA_SCHEDULER_TABLES_STEP_OPENER_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -42,6 +42,10 @@ class StepOpener final {
   // that id, and request.begin.participants >= 1.
   absl::StatusOr<Step*> Open(TenantKey tenant, const StreamRequest& request);
 
+  // Pages for all these rows, or none. `field`: what a refusal names.
+  absl::Status ReservePages(const std::vector<StepEntry>& entries, const Model& model,
+                            const char* field);
+
  private:
   absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model);
   absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
@@ -49,9 +53,9 @@ class StepOpener final {
   // What a step says of a sequence of this length against what the engine knows of it.
   absl::Status CheckContinues(const Sequence& sequence, int64_t length, const Model& model,
                               const StepSequenceArgs& args, size_t index) const;
-  absl::Status ReserveStep(const std::vector<StepEntry>& entries, const Model& model);
   absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,
-                           std::optional<Resource> refused, const absl::Status& status);
+                           const char* field, std::optional<Resource> refused,
+                           const absl::Status& status);
 
   const Limits& limits_;
   const kernels::AttentionBackend* const backend_;
@@ -60,9 +64,9 @@ class StepOpener final {
   ModelTable* const models_;
   SequenceTable* const sequences_;
   StepTable* const steps_;
-  std::vector<kvcache::StepRows> step_rows_;  // scratch of ReserveStep
+  std::vector<kvcache::StepRows> step_rows_;  // scratch of ReservePages
 };
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_ENGINE_STEP_OPENER_H_
+#endif  // MLA_SCHEDULER_TABLES_STEP_OPENER_H_

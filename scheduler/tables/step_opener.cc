@@ -1,4 +1,4 @@
-#include "scheduler/engine/step_opener.h"
+#include "scheduler/tables/step_opener.h"
 
 #include <algorithm>
 
@@ -47,6 +47,10 @@ absl::Status StepOpener::CheckContinues(const Sequence& sequence, int64_t length
                        absl::StrCat("a sequence in open step ", sequence.step->id),
                        "a sequence in no step", "in_step", absl::StatusCode::kFailedPrecondition);
   }
+  if (sequence.imports) {
+    return RefuseField(path("sequence_id"), "a sequence that rows are imported into",
+                       "a sequence in no step", "in_step", absl::StatusCode::kFailedPrecondition);
+  }
   if (args.start_position != length) {
     return RefuseField(path("start_position"), absl::StrCat(args.start_position),
                        absl::StrCat(length), "position_mismatch",
@@ -73,7 +77,8 @@ absl::Status StepOpener::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
 
 // What of the step's pages was refused: by the tenant's bound, or because the pool has no room.
 absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, const Model& model,
-                                     std::optional<Resource> refused, const absl::Status& status) {
+                                     const char* field, std::optional<Resource> refused,
+                                     const absl::Status& status) {
   if (!absl::IsResourceExhausted(status)) return status;
   const kvcache::GroupLayout& layout = model.layout;
   int64_t groups = 0;
@@ -86,12 +91,12 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
   const int64_t wanted = groups * layout.group_bytes();
   absl::Status answer = status;
   if (refused) {
-    answer = tenants_->Refusal(*model.account, *refused, wanted, "begin_step.sequences");
+    answer = tenants_->Refusal(*model.account, *refused, wanted, field);
   } else {
     const int64_t free_groups = cache_->free_groups(model.layout_id);
     answer = MakeError(
         status.code(), status.message(),
-        {.field = "begin_step.sequences",
+        {.field = field,
          .got = absl::StrCat("rows that need ", groups, " page groups and copies of shared ones"),
          .limit = absl::StrCat(free_groups, " free page groups"),
          .reason = RowOf(Resource::kKvBytes).reason,
@@ -105,14 +110,15 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
                      [&](ErrorDetail& detail) { detail.retry_after_ms = limits_.step_lease_ms; });
 }
 
-absl::Status StepOpener::ReserveStep(const std::vector<StepEntry>& entries, const Model& model) {
+absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, const Model& model,
+                                      const char* field) {
   step_rows_.clear();
   for (const StepEntry& entry : entries) {
     step_rows_.push_back({entry.sequence->slot, entry.rows});
   }
   const absl::Status status = cache_->Reserve(step_rows_);
   const std::optional<Resource> refused = model.pool_account->TakeRefused();
-  if (!status.ok()) return RefusePages(entries, model, refused, status);
+  if (!status.ok()) return RefusePages(entries, model, field, refused, status);
   return status;
 }
 
@@ -136,7 +142,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     total += wanted.rows;
     status = CheckStepRows(total, limits_);
   }
-  if (status.ok()) status = ReserveStep(step->entries, *model);
+  if (status.ok()) status = ReservePages(step->entries, *model, "begin_step.sequences");
   if (!status.ok()) {
     for (const StepEntry& entry : step->entries) entry.sequence->step = nullptr;
     steps_->Remove(step, "");

@@ -1,0 +1,69 @@
+// Rows of a sequence in a file: the parts of an export as they came (docs/page_groups.md).
+//
+//   "MLAPAGES", version (uint32), then for each part its bytes (uint32) and itself, serialized;
+//   little endian
+//
+// Threading: one thread.
+#ifndef MLA_CLIENT_CPP_PAGES_FILE_H_
+#define MLA_CLIENT_CPP_PAGES_FILE_H_
+
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "mla/v1/cache.pb.h"
+
+namespace mla::client {
+
+inline constexpr char kPagesFileMagic[] = "MLAPAGES";
+inline constexpr uint32_t kPagesFileVersion = 1;
+// Of one part; more is no part that a server takes.
+inline constexpr uint32_t kMostPagesPartBytes = 1u << 30;
+
+// Writes a file aside, and gives it its name when all of it is on the disk.
+class PagesFileWriter final {
+ public:
+  static absl::StatusOr<std::unique_ptr<PagesFileWriter>> Create(const std::string& path);
+  // Without Finish the file is removed.
+  ~PagesFileWriter();
+
+  // UNAVAILABLE: the disk is full, or fails.
+  absl::Status Add(const v1::PagesPart& part);
+  absl::Status Finish();
+
+ private:
+  PagesFileWriter(std::string path, std::FILE* file);
+  absl::Status Write(const void* bytes, size_t size);
+  absl::Status Failed(const char* what) const;
+
+  const std::string path_, aside_;
+  std::FILE* file_;
+};
+
+class PagesFileReader final {
+ public:
+  // NOT_FOUND, or DATA_LOSS with the reason why it is no such file.
+  static absl::StatusOr<std::unique_ptr<PagesFileReader>> Open(const std::string& path);
+  ~PagesFileReader();
+
+  // The next part; none behind the trailer. DATA_LOSS when the file ends before it, or goes on
+  // behind it.
+  absl::StatusOr<std::optional<v1::PagesPart>> Next();
+
+ private:
+  PagesFileReader(std::string path, std::FILE* file) : path_(std::move(path)), file_(file) {}
+  absl::Status Torn(const std::string& why) const;
+
+  const std::string path_;
+  std::FILE* const file_;
+  bool ended_ = false;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_PAGES_FILE_H_

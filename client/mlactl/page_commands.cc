@@ -1,0 +1,129 @@
+#include "client/mlactl/page_commands.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/cpp/client.h"
+#include "client/cpp/pages_file.h"
+#include "client/mlactl/cli/output.h"
+
+namespace mla::mlactl {
+namespace {
+
+constexpr char kGroup[] = "Rows of sequences";
+
+absl::StatusOr<v1::SequenceInfo> FindSequence(client::Client* client, const std::string& text) {
+  uint64_t id = 0;
+  if (!absl::SimpleHexAtoi(text, &id)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("SEQUENCE: got \"", text, "\", must be an id as sequences shows it"));
+  }
+  const auto found = client->GetSequences({id}, false);
+  if (!found.ok()) return found.status();
+  if (found->sequences_size() == 1) return found->sequences(0);
+  return absl::NotFoundError(absl::StrCat("sequence ", text, " is not open"));
+}
+
+struct ExportOptions {
+  std::string sequence, file;
+  uint64_t first_row = 0;
+  uint64_t end_row = 0;  // 0: all
+};
+
+int Export(const CommonOptions& common, const ExportOptions& options) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  const auto info = FindSequence(client->get(), options.sequence);
+  if (!info.ok()) return Fail(info.status());
+  auto file = client::PagesFileWriter::Create(options.file);
+  if (!file.ok()) return Fail(file.status());
+  v1::ExportRequest request;
+  request.set_sequence_id(info->sequence_id());
+  request.set_expected_epoch(info->epoch());
+  request.set_first_row(options.first_row);
+  if (options.end_row > 0) request.set_end_row(options.end_row);
+  v1::PagesHeader header;
+  uint64_t bytes = 0;
+  absl::Status status = (*client)->ExportPages(request, [&](const v1::PagesPart& part) {
+    if (part.has_header()) header = part.header();
+    bytes += part.chunk().payload().size();
+    return (*file)->Add(part);
+  });
+  if (status.ok()) status = (*file)->Finish();
+  if (!status.ok()) return Fail(status);
+  return Emit(
+      common,
+      absl::StrFormat("{\"rows\": %d, \"bytes\": %d, \"file\": \"%s\"}\n", header.rows(), bytes,
+                      options.file),
+      absl::StrFormat("%d rows from %d on, %d bytes\n", header.rows(), header.first_row(), bytes));
+}
+
+struct ImportOptions {
+  std::string model, file, sequence, client;
+  uint32_t lease_ms = 0;
+};
+
+int Import(const CommonOptions& common, const ImportOptions& options) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  auto file = client::PagesFileReader::Open(options.file);
+  if (!file.ok()) return Fail(file.status());
+  v1::ImportTarget target;
+  target.set_model_id(options.model);
+  target.set_client_id(options.client);
+  target.set_lease_ms(options.lease_ms);
+  if (!options.sequence.empty()) {
+    const auto info = FindSequence(client->get(), options.sequence);
+    if (!info.ok()) return Fail(info.status());
+    target.set_sequence_id(info->sequence_id());
+    target.set_expected_epoch(info->epoch());
+  }
+  auto sequence = (*client)->ImportPages(target, [&] { return (*file)->Next(); });
+  if (!sequence.ok()) return Fail(sequence.status());
+  sequence->Detach();
+  return Emit(common,
+              absl::StrFormat("{\"sequence_id\": \"%016x\", \"epoch\": %d, \"length\": %d}\n",
+                              sequence->id(), sequence->epoch(), sequence->length()),
+              absl::StrFormat("sequence %016x has %d rows\n", sequence->id(), sequence->length()));
+}
+
+}  // namespace
+
+void AddPageCommands(Program* program) {
+  const auto out = std::make_shared<ExportOptions>();
+  Command write = program->Add({.name = "export",
+                                .group = kGroup,
+                                .summary = "write rows of a sequence to a file",
+                                .examples = "mlactl export 5f3c9a0012d4e6b7 rows.mlapages\n",
+                                .notes = "The file is complete or not there at all.\n"});
+  write.Word("SEQUENCE", "its id, as sequences shows it", &out->sequence);
+  write.Word("FILE", "where to", &out->file);
+  write.Number({"first-row", "N", "from this row on, the first of a page (default 0)"}, 0,
+               UINT64_MAX, &out->first_row);
+  write.Number({"end-row", "N", "up to this row (default: all that are committed)"}, 1, UINT64_MAX,
+               &out->end_row);
+  write.Run([out](const CommonOptions& common) { return Export(common, *out); });
+
+  const auto in = std::make_shared<ImportOptions>();
+  Command read =
+      program->Add({.name = "import",
+                    .group = kGroup,
+                    .summary = "add rows of a file to a new sequence, or behind another's",
+                    .examples = "mlactl import deepseek-v3 rows.mlapages\n",
+                    .notes = "The sequence stays for its lease: renew that to go on "
+                             "with it.\n"});
+  read.Word("MODEL", "of which they are rows", &in->model);
+  read.Word("FILE", "as export wrote it", &in->file);
+  read.Text({"sequence", "ID", "whose rows they follow (default: a new one)"}, &in->sequence);
+  read.Text({"client", "ID", "that a new sequence belongs to"}, &in->client);
+  read.Number({"lease-ms", "N", "of a new sequence (default 0: the server's)"}, 0, UINT32_MAX,
+              &in->lease_ms);
+  read.Run([in](const CommonOptions& common) { return Import(common, *in); });
+}
+
+}  // namespace mla::mlactl

@@ -1,0 +1,127 @@
+"""Rows of sequences out of a server and into one, and in files.
+
+    with open("rows.mlapages", "wb") as file:
+        mla_client.pages.write(file, client.export_rows(sequence))
+    ...
+    with open("rows.mlapages", "rb") as file:
+        sequence = client.import_rows(model, mla_client.pages.read(file))
+
+Parts are serialized messages of the page-group format; nothing in between needs to look into them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, BinaryIO, Callable, Iterable, Iterator, Optional, Tuple
+
+import grpc
+
+from mla_client import errors
+from mla_client.gen import cache_pb2
+from mla_client.service import Model, Sequence
+from mla_client.types import SequenceState
+
+MAGIC = b"MLAPAGES"
+VERSION = 1
+# Of one part of a file; more is no part that a server takes.
+MOST_PART_BYTES = 1 << 30
+# A stream of rows takes longer than a call: so many times the client's timeout.
+STREAM_TIMEOUTS = 10
+
+
+def state_of(info: Any) -> SequenceState:
+    """A sequence as a reply has it."""
+    return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
+                         info.in_step, info.open_step, info.model_id, info.client_id,
+                         info.page_groups, info.declared)
+
+
+def write(file: BinaryIO, parts: Iterable[bytes]) -> int:
+    """Writes the parts of an export as a file of rows; returns the bytes."""
+    written = file.write(MAGIC + struct.pack("<I", VERSION))
+    for part in parts:
+        written += file.write(struct.pack("<I", len(part)))
+        written += file.write(part)
+    return written
+
+
+def read(file: BinaryIO) -> Iterator[bytes]:
+    """The parts of a file of rows. DataLoss says why it is none, or that it ends too early."""
+    if file.read(len(MAGIC)) != MAGIC:
+        raise errors.DataLoss("it is no file of rows: it does not begin with MLAPAGES")
+    version = file.read(4)
+    if version != struct.pack("<I", VERSION):
+        raise errors.DataLoss(f"version {int.from_bytes(version, 'little')}, "
+                              f"and this reads version {VERSION}")
+    while True:
+        head = file.read(4)
+        if len(head) < 4:
+            raise errors.DataLoss("it ends before its trailer")
+        size = struct.unpack("<I", head)[0]
+        part = file.read(size) if size <= MOST_PART_BYTES else b""
+        if len(part) != size:
+            raise errors.DataLoss("it ends inside a part")
+        try:
+            last = cache_pb2.PagesPart.FromString(part).HasField("trailer")
+        except Exception as error:  # protobuf's own, whatever its runtime calls it
+            raise errors.DataLoss("a part is no message") from error
+        if last and file.read(1):
+            raise errors.DataLoss("it goes on behind the trailer")
+        yield part
+        if last:
+            break
+
+
+class Pages:
+    """Mixed into Client."""
+
+    timeout_s: float
+    client_id: str
+    _cache: Any
+    _metadata: Tuple[Tuple[str, str], ...]
+    _call: Callable[..., Any]
+    _keep: Callable[..., Any]
+
+    def export_rows(self, sequence: Sequence, first_row: int = 0,
+                    end_row: Optional[int] = None) -> Iterator[bytes]:
+        """The committed rows [first_row, end_row) of a sequence, as parts. `first_row` is the first
+        of a page; absent `end_row`: all. The sequence may go on meanwhile."""
+        request = cache_pb2.ExportRequest(sequence_id=sequence.id, expected_epoch=sequence.epoch,
+                                          first_row=first_row)
+        if end_row is not None:
+            request.end_row = end_row
+        try:
+            for part in self._cache.Export(request, metadata=self._metadata,
+                                           timeout=self.timeout_s * STREAM_TIMEOUTS):
+                yield part.SerializeToString()
+        except grpc.RpcError as rpc_error:
+            raise errors.from_rpc(rpc_error) from rpc_error
+
+    def import_rows(self, model: Model, parts: Iterable[bytes], *,
+                    behind: Optional[Sequence] = None, lease_ms: int = 0) -> Sequence:
+        """Adds exported rows to a new sequence of the model, or behind those of one: all of them or
+        none. FailedPrecondition (import_differs) when they are rows of another model."""
+        target = cache_pb2.ImportTarget(model_id=model.spec.model_id, client_id=self.client_id,
+                                        lease_ms=lease_ms)
+        if behind is not None:
+            target.sequence_id, target.expected_epoch = behind.id, behind.epoch
+        failed = []
+
+        def messages() -> Iterator[Any]:
+            yield cache_pb2.ImportRequest(target=target)
+            try:
+                for part in parts:
+                    yield cache_pb2.ImportRequest(part=cache_pb2.PagesPart.FromString(part))
+            except errors.MlaError as error:
+                failed.append(error)  # the stream ends without its trailer, and is refused
+        try:
+            reply = self._call(self._cache.Import, None, idempotent=False, requests=messages,
+                               timeout_s=self.timeout_s * STREAM_TIMEOUTS)
+        except errors.MlaError:
+            if failed:
+                raise failed[0]
+            raise
+        if behind is not None:
+            behind.length = reply.sequence.length
+            return behind
+        return Sequence(model, self._keep(state_of(reply.sequence), lease_ms))

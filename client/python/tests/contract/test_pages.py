@@ -1,0 +1,125 @@
+"""Rows out of a server and into one, through Python's client."""
+
+import asyncio
+import io
+import unittest
+
+import mla_client
+import numpy as np
+import server_binary
+from mla_client import Profile, aio, pages
+
+GEOMETRY = mla_client.Geometry(2, 16, 8)
+SPEC = mla_client.ModelSpec("m", GEOMETRY, layers=2, softmax_scale=0.5, page_size=4)
+
+
+class PagesTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.servers = [server_binary.start() for _ in range(2)]
+
+    @classmethod
+    def tearDownClass(cls):
+        for server in cls.servers:
+            server.stop()
+
+    def connect(self, server=0):
+        client = mla_client.Client.connect(self.servers[server].target)
+        self.addCleanup(client.close)
+        return client
+
+    def setUp(self):
+        self.rng = np.random.default_rng(7)
+        self.client = self.connect()
+        self.model = self.client.register_model(SPEC)
+        self.sequence = self.model.open_sequence()
+        self.addCleanup(self.sequence.release)
+        kv = self.values(2, 11, GEOMETRY.row_dim)
+        with self.client.step([(self.sequence, 11)]) as step:
+            for layer in range(2):
+                step.attend(layer, None, kv[layer], Profile.APPEND_ONLY)
+
+    def values(self, *shape):
+        return mla_client.round_to_bf16(self.rng.standard_normal(shape))
+
+    def probe(self, client, sequence):
+        """The outputs of one more row, which is not kept."""
+        rng = np.random.default_rng(8)
+        kv, q = (mla_client.round_to_bf16(rng.standard_normal(shape))
+                 for shape in ((1, GEOMETRY.row_dim), (1, 2, GEOMETRY.row_dim)))
+        with client.step([(sequence, 1)]) as step:
+            outputs = [step.attend(layer, q, kv, Profile.ABSORBED, o_dtype=mla_client.DType.F32).o
+                       for layer in range(2)]
+            step.abort()
+        return np.array(outputs)
+
+    def test_rows_go_to_another_server_and_mean_the_same(self):
+        other = self.connect(1)
+        model = other.register_model(SPEC)
+        want = self.probe(self.client, self.sequence)
+        with other.import_rows(model, self.client.export_rows(self.sequence)) as copy:
+            self.assertEqual(copy.length, 11)
+            np.testing.assert_array_equal(self.probe(other, copy), want)
+            self.assertIn(copy.id, [state.sequence_id for state in other.sequences()])
+
+    def test_rows_go_through_a_file_range_by_range(self):
+        files = [io.BytesIO(), io.BytesIO()]
+        pages.write(files[0], self.client.export_rows(self.sequence, 0, 8))
+        pages.write(files[1], self.client.export_rows(self.sequence, 8))
+        for file in files:
+            file.seek(0)
+        with self.client.import_rows(self.model, pages.read(files[0])) as copy:
+            self.assertEqual(copy.length, 8)
+            same = self.client.import_rows(self.model, pages.read(files[1]), behind=copy)
+            self.assertIs(same, copy)
+            self.assertEqual(copy.length, 11)
+            np.testing.assert_array_equal(self.probe(self.client, copy),
+                                          self.probe(self.client, self.sequence))
+
+    def test_torn_and_foreign_files_are_refused_and_leave_nothing(self):
+        file = io.BytesIO()
+        pages.write(file, self.client.export_rows(self.sequence))
+        whole = file.getvalue()
+        before = len(self.client.sequences())
+        broken = {"end": whole[:-1], "half": whole[:len(whole) // 2], "more": whole + b"x",
+                  "foreign": b"x" + whole[1:], "empty": b"",
+                  "older": whole[:8] + b"\0\0\0\0" + whole[12:]}
+        for name, content in broken.items():
+            with self.subTest(name), self.assertRaises(mla_client.DataLoss):
+                self.client.import_rows(self.model, pages.read(io.BytesIO(content)))
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        with self.assertRaises(mla_client.MlaError):
+            self.client.import_rows(self.model, pages.read(io.BytesIO(flipped)))
+        self.assertEqual(len(self.client.sequences()), before)
+
+    def test_rows_of_other_weights_are_refused(self):
+        other = self.client.register_model(mla_client.ModelSpec(
+            "other", GEOMETRY, layers=2, softmax_scale=0.5, page_size=4, weights_digest=b"d" * 32))
+        self.assertEqual(other.spec.weights_digest, b"d" * 32)
+        with self.assertRaises(mla_client.FailedPrecondition) as refused:
+            self.client.import_rows(other, self.client.export_rows(self.sequence))
+        self.assertEqual((refused.exception.detail.reason, refused.exception.detail.field),
+                         ("import_differs", "part.header.model.weights_digest"))
+
+    def test_ranges_begin_at_a_page(self):
+        with self.assertRaises(mla_client.InvalidArgument):
+            list(self.client.export_rows(self.sequence, 3))
+        with self.assertRaises(mla_client.InvalidArgument):
+            list(self.client.export_rows(self.sequence, 0, 12))
+
+    def test_the_same_for_asyncio(self):
+        async def run():
+            async with aio.AsyncService(self.client) as service:
+                parts = await service.export_rows(self.sequence, 4)
+                self.assertGreater(len(parts), 3)
+                copy = await service.import_rows(
+                    self.model, await service.export_rows(self.sequence, 0, 4))
+                await service.import_rows(self.model, parts, behind=copy)
+                self.assertEqual(copy.length, 11)
+                await service.release(copy)
+        asyncio.run(run())
+
+
+if __name__ == "__main__":
+    unittest.main()

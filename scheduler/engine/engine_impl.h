@@ -1,0 +1,213 @@
+// The engine's threads: who holds the role, and what wakes whom. Engine's methods are written over
+// it (engine.cc); nothing else includes this.
+#ifndef MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
+#define MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+#include "scheduler/engine.h"
+#include "scheduler/engine/answer_queue.h"
+#include "scheduler/engine/engine_core.h"
+#include "scheduler/engine/inbox.h"
+#include "scheduler/engine/model_directory.h"
+#include "scheduler/tables/prefix_plan.h"
+#include "scheduler/tables/random_ids.h"
+
+namespace mla::scheduler {
+
+// The engine's thread looks at its timers at least this often, whatever it was told.
+inline constexpr int64_t kLongestSleepNanos = 200'000'000;
+// Launches that a submitting thread runs before it leaves the rest to the engine's thread.
+inline constexpr int kInlineLaunches = 2;
+// How long a call that takes the role many times yields to threads that wait for the role.
+inline constexpr int kYields = 1000;
+
+class Engine::Impl {
+ public:
+  Impl(const EngineOptions& options, Clock* clock)
+      : options_(options),
+        clock_(clock),
+        prefixes_(options.prefix_secret.value_or(RandomSecret()), options.limits),
+        answers_(options.observer) {}
+
+  // Passes them to the observer; any thread.
+  void Observe(const LaunchReports& reports) {
+    for (int i = 0; i < reports.count; ++i) {
+      options_.observer->OnLaunch(reports.of[static_cast<size_t>(i)]);
+    }
+  }
+
+  // Holds the role for its lifetime, then delivers the answers given meanwhile. Control calls
+  // announce themselves so that the engine's thread, which would otherwise take the role again at
+  // once, lets them in.
+  class ABSL_SCOPED_LOCKABLE Role {
+   public:
+    explicit Role(Impl& impl) ABSL_EXCLUSIVE_LOCK_FUNCTION(impl.role_) : impl_(impl) {
+      ++impl_.waiting_for_role_;
+      impl_.role_.Lock();
+      --impl_.waiting_for_role_;
+    }
+    // Takes over a role that TryLock has got.
+    Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {}
+    ~Role() ABSL_UNLOCK_FUNCTION() {
+      // What waits for siblings or KV rows is no work: its time is NextTick.
+      const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
+      const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
+      const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
+      const LaunchReports reports = impl_.core_->TakeReports();
+      impl_.role_.Unlock();
+      if (std::this_thread::get_id() == impl_.engine_thread_) {
+        impl_.answers_.Deliver(answers);
+        impl_.Observe(reports);
+        return;
+      }
+      const bool left = work_left || sooner || !impl_.inbox_.empty();
+      if (left && left_ == nullptr) impl_.inbox_.Wake();
+      impl_.answers_.Deliver(answers);
+      impl_.Observe(reports);
+      // What came meanwhile has been left to gather.
+      const bool came = !answers.empty() && !impl_.inbox_.empty();
+      if (left_ != nullptr) {
+        *left_ = left || came;
+      } else if (came) {
+        impl_.inbox_.Wake();
+      }
+    }
+    // Whether anything is left to do is noted in `left`, for a caller that goes on with it, instead
+    // of waking the engine's thread.
+    void ComeBack(bool* left) { left_ = left; }
+    Role(const Role&) = delete;
+    Role& operator=(const Role&) = delete;
+
+   private:
+    Impl& impl_;
+    bool* left_ = nullptr;
+  };
+
+  // Runs `fn(core)` with the role, after everything that was submitted before.
+  template <typename Fn>
+  auto WithRole(Fn&& fn) {
+    Role role(*this);
+    Drain();
+    if (clock_->Now() >= core_->NextTick()) core_->Tick();
+    return fn(*core_);
+  }
+
+  void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+    StreamRequest* request = inbox_.TakeAll();
+    while (request != nullptr) {
+      StreamRequest* const next = request->engine.next;
+      request->engine.next = nullptr;
+      core_->Accept(request);
+      request = next;
+    }
+  }
+
+  // One round of the engine; true if it did anything.
+  bool Round() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+    Drain();
+    const MonotonicNanos now = clock_->Now();
+    if (now >= core_->NextTick()) core_->Tick();
+    bool busy = core_->StartLaunch();
+    if (core_->backend().Info().unified_memory) {
+      busy |= core_->CompleteLaunch(/*wait=*/true);
+    } else {
+      busy |= core_->CompleteLaunch(/*wait=*/false);
+      if (!busy && core_->inflight()) {
+        std::this_thread::yield();
+        busy = true;
+      }
+    }
+    return busy || !inbox_.empty();
+  }
+
+  // Rounds until there is nothing to do, others want the role, or there are answers and no work
+  // that could go on while they are delivered. True in the last case.
+  bool RunRounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+    bool busy = true;
+    while (busy && waiting_for_role_ == 0 && !stopping_) {
+      busy = Round();
+      if (!core_->has_answers()) continue;
+      if (!core_->MayLaunch() && !core_->inflight() && inbox_.empty()) return true;
+      answers_.Push(core_->TakeAnswers());
+    }
+    return false;
+  }
+
+  void RunThread() {
+    engine_thread_ = std::this_thread::get_id();
+    while (!stopping_) {
+      int64_t sleep = kLongestSleepNanos;
+      {
+        Role role(*this);
+        const bool answered = RunRounds();
+        const MonotonicNanos now = clock_->Now();
+        const MonotonicNanos tick = core_->NextTick();
+        sleep = std::clamp<int64_t>(tick - now, 0, kLongestSleepNanos);
+        wake_at_ = now + sleep;
+        if (answered || core_->inflight() || waiting_for_role_ > 0) sleep = 0;
+      }
+      while (waiting_for_role_ > 0 && !stopping_) std::this_thread::yield();
+      if (sleep > 0) inbox_.Wait(sleep);
+    }
+  }
+
+  // For Admit, the table of tenants and the registration of memory, which need no role.
+  EngineCore& AnyThread() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *core_; }
+
+  void LetOthersIn() const {
+    for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
+  }
+
+  // The submitting thread takes the role if it is free, and runs what is small.
+  void RunInline() {
+    if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
+    if (options_.inline_work <= 0) return inbox_.Wake();
+    bool left = false;
+    for (int i = 0; i < kInlineLaunches; ++i) {
+      if (answers_.busy() || !role_.TryLock()) break;
+      left = false;
+      {
+        Role role(*this, std::adopt_lock);
+        Drain();
+        if (core_->pending().empty() || core_->ReadyWork() > options_.inline_work ||
+            !core_->StartLaunch()) {
+          return;
+        }
+        core_->CompleteLaunch(/*wait=*/true);
+        if (i + 1 < kInlineLaunches) role.ComeBack(&left);
+      }
+      if (!left) return;
+    }
+    if (left) inbox_.Wake();
+  }
+
+  const EngineOptions options_;
+  Clock* const clock_;
+  std::unique_ptr<EngineCore> core_ ABSL_PT_GUARDED_BY(role_);
+  kernels::BackendInfo info_;
+
+  Mutex role_;
+  std::atomic<int> waiting_for_role_{0};
+  std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
+  Inbox inbox_;
+  const PrefixPlanner prefixes_;
+  AnswerQueue answers_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+  std::atomic<std::thread::id> engine_thread_{};
+
+  std::atomic<UploadId> next_upload_{1};
+  ModelDirectory directory_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_

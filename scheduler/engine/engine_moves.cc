@@ -1,0 +1,259 @@
+// EngineCore: exports and imports of rows, and the moves that carry them.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "scheduler/engine/engine_core.h"
+#include "scheduler/kvcache/pool/group_pieces.h"
+
+namespace mla::scheduler {
+namespace {
+
+// Of the forks that exports hold.
+constexpr char kExportClient[] = "export";
+
+absl::Status Differs(const char* field, const std::string& got, const std::string& limit) {
+  return RefuseField(absl::StrCat("part.header.", field), got, limit, "import_differs",
+                     absl::StatusCode::kFailedPrecondition);
+}
+
+bool HasFp8(const kvcache::GroupLayout& layout) {
+  const auto fp8 = [](const kvcache::KvPlane& plane) {
+    return kernels::TraitsOf(plane.format).latent == kernels::DType::kFp8E4m3;
+  };
+  return std::any_of(layout.layers.begin(), layout.layers.end(), [&](const auto& layer) {
+    return std::any_of(layer.begin(), layer.end(), fp8);
+  });
+}
+
+std::string DigestText(const std::string& digest) {
+  return digest.empty() ? "none" : absl::BytesToHexString(digest);
+}
+
+}  // namespace
+
+absl::Status EngineCore::MoveFailed(const absl::Status& cause) {
+  return MakeError(absl::StatusCode::kInternal,
+                   absl::StrCat("the launch that moved rows failed: ", cause.message()),
+                   {.reason = "launch_failed"});
+}
+
+MovingPages EngineCore::Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const {
+  const Model& model = *sequence.model;
+  MovingPages pages;
+  pages.id = sequence.id;
+  pages.model_id = model.spec->id;
+  pages.layout = model.layout;
+  pages.tags.geometry = model.spec->geometry;
+  pages.tags.layers = model.spec->layers;
+  pages.tags.page_size = model.spec->page_size;
+  pages.tags.index_dim = model.spec->indexer.dim;
+  pages.tags.kv_format = model.spec->kv_format;
+  pages.tags.fp8 = backend_->Info().fp8;
+  pages.tags.weights_digest = model.spec->weights_digest;
+  pages.tags.kv_scales = model.kv_scales;
+  pages.tags.group_bytes =
+      kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, model.layout.page_size));
+  pages.tags.first_row = first_row;
+  pages.tags.rows = rows;
+  return pages;
+}
+
+absl::StatusOr<MovingPages> EngineCore::BeginExport(const ExportArgs& args) {
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  absl::StatusOr<Sequence*> found = sequences_->ForMatch(tenant, args.id, args.expected_epoch);
+  if (!found.ok()) return found.status();
+  const int64_t committed = cache_->length((*found)->slot);
+  const int64_t end = args.end_row.value_or(committed);
+  if (absl::Status s = CheckRange("end_row", end, 0, committed); !s.ok()) return s;
+  const int32_t page_size = (*found)->model->spec->page_size;
+  if (args.first_row < 0 || args.first_row > end || args.first_row % page_size != 0) {
+    return RefuseField("first_row", absl::StrCat(args.first_row),
+                       absl::StrCat("0..", end, ", and the first row of a page of ", page_size),
+                       "out_of_range");
+  }
+  ForkArgs fork;
+  fork.parent = args.id;
+  fork.expected_epoch = args.expected_epoch;
+  fork.length = end;
+  fork.client_id = kExportClient;
+  absl::StatusOr<Sequence*> held = sequences_->Fork(tenant, fork);
+  if (!held.ok()) return held.status();
+  return Moving(**held, args.first_row, end - args.first_row);
+}
+
+// Whether rows with these tags mean in this model what they meant in theirs.
+absl::Status EngineCore::CheckTags(const Model& model, const PageTags& tags) const {
+  const ModelSpec& spec = *model.spec;
+  const kernels::Geometry& want = spec.geometry;
+  const kernels::Geometry& have = tags.geometry;
+  const auto text = [](const kernels::Geometry& g) {
+    return absl::StrCat(g.num_heads, "/", g.kv_lora_rank, "/", g.rope_dim, "/", g.nope_dim, "/",
+                        g.v_dim);
+  };
+  if (text(want) != text(have)) return Differs("model.geometry", text(have), text(want));
+  const struct {
+    const char* field;
+    int64_t got, want;
+  } numbers[] = {
+      {"model.layers", tags.layers, spec.layers},
+      {"model.page_size", tags.page_size, spec.page_size},
+      {"model.index_dim", tags.index_dim, spec.indexer.dim},
+      {"group_bytes", tags.group_bytes,
+       kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, spec.page_size))},
+  };
+  if (tags.kv_format != spec.kv_format) {
+    return Differs("model.kv_format", kernels::Name(tags.kv_format), kernels::Name(spec.kv_format));
+  }
+  for (const auto& number : numbers) {
+    if (number.got == number.want) continue;
+    return Differs(number.field, absl::StrCat(number.got), absl::StrCat(number.want));
+  }
+  if (HasFp8(model.layout) && tags.fp8 != backend_->Info().fp8) {
+    return Differs("fp8_kind", kernels::Name(tags.fp8), kernels::Name(backend_->Info().fp8));
+  }
+  if (tags.weights_digest != spec.weights_digest) {
+    return Differs("model.weights_digest", DigestText(tags.weights_digest),
+                   DigestText(spec.weights_digest));
+  }
+  if (tags.kv_scales != model.kv_scales) {
+    return Differs("kv_scales", "other scales", "those of the model");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Sequence*> EngineCore::ImportTarget(const ImportArgs& args, Model* model) {
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  if (args.id != 0) {
+    absl::StatusOr<Sequence*> found = sequences_->ForMatch(tenant, args.id, args.expected_epoch);
+    if (!found.ok() || (*found)->model == model) return found;
+    return RefuseField("target.sequence_id",
+                       absl::StrCat("a sequence of model ", (*found)->model->spec->id),
+                       absl::StrCat("one of model ", model->spec->id), "wrong_model");
+  }
+  OpenArgs open;
+  open.model_id = args.model_id;
+  open.client_id = args.client_id;
+  open.lease_ms = args.lease_ms;
+  return sequences_->Open(tenant, model, open, {});
+}
+
+absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
+  if (draining_) return DrainingError();
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "target.model_id");
+  if (!model.ok()) return model.status();
+  if (absl::Status same = CheckTags(**model, args.tags); !same.ok()) return same;
+  absl::StatusOr<Sequence*> target = ImportTarget(args, *model);
+  if (!target.ok()) return target.status();
+  Sequence* const sequence = *target;
+  const int64_t length = cache_->length(sequence->slot);
+  const int64_t room =
+      std::min<int64_t>(limits_.max_sequence_rows, cache_->max_rows(sequence->slot)) - length;
+  absl::Status status;
+  if (args.tags.first_row != length || length % (*model)->spec->page_size != 0) {
+    status = RefuseField(
+        {.field = "part.header.first_row",
+         .got = absl::StrCat(args.tags.first_row),
+         .limit = absl::StrCat(length, ", the rows that the sequence has, and whole pages of ",
+                               (*model)->spec->page_size),
+         .reason = "position_mismatch",
+         .last_good_position = length},
+        absl::StatusCode::kFailedPrecondition);
+  } else {
+    status = CheckRange("part.header.rows", args.tags.rows, 1, room);
+  }
+  const auto rows = static_cast<int32_t>(args.tags.rows);
+  if (status.ok()) {
+    status = opener_->ReservePages({{sequence, static_cast<int32_t>(length), rows, 0}}, **model,
+                                   "part.header.rows");
+  }
+  if (!status.ok()) {
+    if (args.id == 0) sequences_->Release(sequence);
+    return status;
+  }
+  sequence->imports = true;
+  sequences_->Renew(sequence);
+  MovingPages pages = Moving(*sequence, length, rows);
+  pages.opened = args.id == 0;
+  return pages;
+}
+
+absl::Status EngineCore::StartMove(PageMove* move) {
+  const TenantKey tenant = tenants_.Find(move->tenant);
+  absl::StatusOr<Sequence*> found = sequences_->FindOrRefuse(tenant, move->id, "sequence_id");
+  if (!found.ok()) return found.status();
+  Sequence& sequence = **found;
+  const kvcache::GroupLayout& layout = sequence.model->layout;
+  const int64_t first = move->page * layout.page_size;
+  const int64_t committed = cache_->length(sequence.slot);
+  const int64_t end = committed + (move->in ? cache_->reserved(sequence.slot) : 0);
+  if (move->rows < 1 || move->rows > layout.page_size || first < (move->in ? committed : 0) ||
+      first + move->rows > end || (move->in && !sequence.imports)) {
+    return MakeError(absl::StatusCode::kAborted, "the rows to be moved are not there any more",
+                     {.field = "sequence_id",
+                      .got = absl::StrCat(move->id),
+                      .limit = "a sequence that stays while its rows move",
+                      .reason = "changed_meanwhile"});
+  }
+  const std::vector<kvcache::GroupPiece> pieces = kvcache::GroupPieces(layout, move->rows);
+  const auto bytes = static_cast<int64_t>(move->bytes.size());
+  if (!kvcache::IsPart(pieces, move->offset, bytes)) {
+    return RefuseField("part.chunk.payload",
+                       absl::StrCat(bytes, " bytes at ", move->offset, " of the group"),
+                       "whole rows inside the group", "payload_size");
+  }
+  PageMove::EngineFields& note = move->engine;
+  note.entry = cache_->group(sequence.slot, move->page);
+  note.tenant = tenant;
+  note.ticket = cache_->work().last();
+  note.transfers.clear();
+  kvcache::AddTransfers(pieces, move->offset, bytes, cache_->group_offset(note.entry),
+                        move->bytes.data(), &note.transfers);
+  mover_->Add(move);
+  nothing_ready_ = false;
+  sequences_->Renew(&sequence);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, SequenceId id,
+                                                   int64_t not_finite_from) {
+  absl::StatusOr<Sequence*> found =
+      sequences_->FindOrRefuse(tenants_.Find(tenant), id, "sequence_id");
+  if (!found.ok()) return found.status();
+  Sequence& sequence = **found;
+  if (!sequence.imports) {
+    return MakeError(absl::StatusCode::kAborted, "no rows are being imported into the sequence",
+                     {.field = "sequence_id",
+                      .got = absl::StrCat(id),
+                      .limit = "a sequence with an import under way",
+                      .reason = "changed_meanwhile"});
+  }
+  sequence.imports = false;
+  const int32_t rows = cache_->reserved(sequence.slot);
+  if (not_finite_from < cache_->length(sequence.slot) + rows) {
+    sequence.not_finite_from = std::min(sequence.not_finite_from, not_finite_from);
+    // Rows that are not finite are not for others.
+    cache_->Undeclare(sequence.slot, static_cast<int32_t>(sequence.not_finite_from));
+  }
+  cache_->Commit(sequence.slot, rows);
+  sequences_->Renew(&sequence);
+  return sequences_->Info(sequence);
+}
+
+void EngineCore::AbortImport(const std::string& tenant, const MovingPages& pages) {
+  Sequence* const sequence = sequences_->Find(tenants_.Find(tenant), pages.id);
+  if (sequence == nullptr || !sequence->imports) return;
+  sequence->imports = false;
+  if (pages.opened) return sequences_->Release(sequence);
+  cache_->Rollback(sequence->slot);
+}
+
+void EngineCore::FailMoves(const std::string& why) {
+  mover_->Fail(MakeError(absl::StatusCode::kUnavailable, why, {.reason = "stopped"}));
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,92 @@
+// Rows of sequences on their way out of the pool and into it: what Engine's exports and imports
+// take and give. docs/page_groups.md has the format in which they travel.
+#ifndef MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
+#define MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_desc.h"
+#include "kernels/formats/fp8.h"
+#include "kernels/launch/launch.h"
+#include "scheduler/kvcache/pool/cache_layout.h"
+#include "scheduler/kvcache/pool/page_work.h"
+#include "scheduler/kvcache/pool/slab_pool.h"
+
+namespace mla::kvcache {
+
+struct ExportArgs {
+  std::string tenant;
+  uint64_t id = 0;
+  uint64_t expected_epoch = 0;
+  int64_t first_row = 0;           // the first of a page
+  std::optional<int64_t> end_row;  // absent: behind the last committed row
+};
+
+// What rows must have in common with a model to be its rows.
+struct PageTags {
+  kernels::Geometry geometry;
+  int32_t layers = 0;
+  int32_t page_size = 0;
+  int32_t index_dim = 0;  // of index keys beside the rows; 0: there are none
+  kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
+  kernels::Fp8Kind fp8 = kernels::Fp8Kind::kE4m3Fn;
+  std::string weights_digest;    // as ModelSpec has it
+  std::vector<float> kv_scales;  // one a layer, in formats that have such scales
+  int64_t group_bytes = 0;       // of the payload of a whole group
+  int64_t first_row = 0;
+  int64_t rows = 0;
+};
+
+struct ImportArgs {
+  std::string tenant;
+  std::string model_id;
+  uint64_t id = 0;  // whose committed rows the new ones follow; 0: a new sequence
+  uint64_t expected_epoch = 0;
+  std::string client_id;  // of a new sequence
+  int64_t lease_ms = 0;   // likewise; 0: Limits::sequence_lease_ms
+  PageTags tags;
+};
+
+// An export or an import that has begun.
+struct MovingPages {
+  // Of an export: a fork that holds the rows, to be released at the end. Of an import: the sequence
+  // that gets them.
+  uint64_t id = 0;
+  bool opened = false;  // by the import
+  std::string model_id;
+  GroupLayout layout;
+  PageTags tags;
+};
+
+// Part of a page group's payload on its way. Caller's memory; as it is from the hand-over until
+// `done`.
+struct PageMove {
+  std::string tenant;
+  uint64_t id = 0;
+  bool in = false;     // into the pool
+  int64_t page = 0;    // of the sequence
+  int32_t rows = 0;    // of the page, that the payload has
+  int64_t offset = 0;  // in the payload
+  std::span<std::byte> bytes;
+  // Called once, by the holder of the engine's role: it may do no more than hand on.
+  std::function<void(const absl::Status&)> done;
+
+  // The engine's.
+  struct EngineFields {
+    uint32_t entry = SlabPool::kNoEntry;  // of the group, pinned
+    TenantKey tenant = 0;
+    WorkTicket ticket = 0;  // of the page work that goes before
+    std::vector<kernels::PageTransfer> transfers;
+  } engine;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_

@@ -1,0 +1,49 @@
+// The bytes of a page group that leave the pool or come back, as one string: the payload of the
+// page-group format (docs/page_groups.md).
+//
+//   payload:  [layer 0: plane 0 | plane 1 ...][layer 1: ...] ...
+//
+// A plane brings the rows that stand for the group's first `rows` tokens. Where scales lie behind
+// the rows of a page, it brings all of the plane. Bytes between planes are no part of it.
+#ifndef MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_
+#define MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/launch/launch.h"
+#include "scheduler/kvcache/pool/cache_layout.h"
+
+namespace mla::kvcache {
+
+struct GroupPiece {
+  int64_t payload_offset = 0;
+  int64_t group_offset = 0;  // bytes from the page group's first
+  int64_t bytes = 0;
+  int64_t unit = 0;  // payloads are cut between units only: a row, or a plane with its scales
+  int32_t layer = 0;
+  int32_t plane = 0;
+};
+
+// Of a group's first `rows` tokens, in the order of the payload. REQUIRES: 1 <= rows <= page_size.
+std::vector<GroupPiece> GroupPieces(const GroupLayout& layout, int32_t rows);
+
+inline int64_t PayloadBytes(const std::vector<GroupPiece>& pieces) {
+  return pieces.empty() ? 0 : pieces.back().payload_offset + pieces.back().bytes;
+}
+
+// The end of the longest part that begins at `offset` and has at most `most` bytes, or of one unit
+// where that is longer. REQUIRES: `offset` is where a unit begins.
+int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t most);
+
+// Whether [offset, offset + bytes) begins and ends where units do, inside the payload.
+bool IsPart(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t bytes);
+
+// Transfers between that part of the payload, at `host`, and the group whose first byte is
+// `group_at` of the pool; neighbours in one. REQUIRES: IsPart.
+void AddTransfers(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t bytes,
+                  int64_t group_at, std::byte* host, std::vector<kernels::PageTransfer>* transfers);
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_

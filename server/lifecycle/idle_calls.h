@@ -1,0 +1,53 @@
+// Ends streamed calls whose client neither sends nor takes anything for too long, since each of
+// them holds a thread.
+//
+// Threading: any thread; one more looks at the clock.
+#ifndef MLA_SERVER_LIFECYCLE_IDLE_CALLS_H_
+#define MLA_SERVER_LIFECYCLE_IDLE_CALLS_H_
+
+#include <grpcpp/server_context.h>
+
+#include <chrono>
+#include <map>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "base/mutex.h"
+
+namespace mla::server {
+
+class IdleCalls final {
+ public:
+  // Calls are cancelled that wait for their client for so long.
+  explicit IdleCalls(std::chrono::milliseconds idle);
+  ~IdleCalls();
+  IdleCalls(const IdleCalls&) = delete;
+  IdleCalls& operator=(const IdleCalls&) = delete;
+
+  // From now on the call waits for its client, until Works or End.
+  void Waits(grpc::ServerContext* call);
+  // The server has something to do for it: the client does not keep it waiting.
+  void Works(grpc::ServerContext* call);
+  // The call has ended with `status`: DEADLINE_EXCEEDED if it was cancelled here, else `status`.
+  absl::Status End(grpc::ServerContext* call, const absl::Status& status);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Watched {
+    Clock::time_point heard;
+    bool cut = false;
+  };
+  void Watch();
+
+  const std::chrono::milliseconds idle_;
+  Mutex mutex_;
+  std::map<grpc::ServerContext*, Watched> watched_ ABSL_GUARDED_BY(mutex_);
+  CondVar stopping_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LIFECYCLE_IDLE_CALLS_H_

@@ -1,0 +1,264 @@
+#include "server/pages/page_stream.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/error.h"
+#include "server/grpc/request_validator.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::Limits;
+using scheduler::PageTags;
+
+absl::Status Order(const std::string& got, const std::string& want) {
+  return RefuseField("part", got, want, "order");
+}
+
+absl::Status DigestDiffers(const char* field, const std::string& got, const std::string& want) {
+  return MakeError(
+      absl::StatusCode::kDataLoss, absl::StrCat(field, ": differs from the digest of what arrived"),
+      {.field = field,
+       .got = absl::BytesToHexString(got.substr(0, kPagesDigestBytes)),
+       .limit = absl::StrCat(absl::BytesToHexString(want), ", the digest of what arrived"),
+       .reason = "digest_mismatch"});
+}
+
+std::string NameOf(const v1::PagesPart& part) {
+  switch (part.part_case()) {
+    case v1::PagesPart::kHeader:
+      return "header";
+    case v1::PagesPart::kGroup:
+      return "group";
+    case v1::PagesPart::kChunk:
+      return "chunk";
+    case v1::PagesPart::kGroupEnd:
+      return "group_end";
+    case v1::PagesPart::kTrailer:
+      return "trailer";
+    case v1::PagesPart::PART_NOT_SET:
+      break;
+  }
+  return "nothing";
+}
+
+// The same range as Limits has for rows and bytes, for fields of 64 bits.
+absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* field, int64_t* to) {
+  if (value > static_cast<uint64_t>(high) || static_cast<int64_t>(value) < low) {
+    return RefuseField(field, absl::StrCat(value), absl::StrCat(low, "..", high), "out_of_range");
+  }
+  *to = static_cast<int64_t>(value);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string TagText(const PageTags& tags) {
+  const kernels::Geometry& g = tags.geometry;
+  std::string text = absl::StrCat(
+      "mla-pages/", kPagesVersion, "\ngeometry ", g.num_heads, " ", g.kv_lora_rank, " ", g.rope_dim,
+      " ", g.nope_dim, " ", g.v_dim, "\nlayers ", tags.layers, "\npage_size ", tags.page_size,
+      "\nindex_dim ", tags.index_dim, "\nkv_format ", static_cast<int>(tags.kv_format),
+      "\nfp8_kind ", static_cast<int>(tags.fp8), "\ngroup_bytes ", tags.group_bytes, "\nfirst_row ",
+      tags.first_row, "\nrows ", tags.rows, "\nweights_digest ",
+      absl::BytesToHexString(tags.weights_digest), "\nkv_scales");
+  for (const float scale : tags.kv_scales) {
+    absl::StrAppendFormat(&text, " %08x", std::bit_cast<uint32_t>(scale));
+  }
+  return text + "\n";
+}
+
+void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::PagesHeader* header) {
+  header->set_version(kPagesVersion);
+  FillModel(model, header->mutable_model());
+  header->mutable_kv_scales()->Assign(tags.kv_scales.begin(), tags.kv_scales.end());
+  header->set_fp8_kind(static_cast<v1::Fp8Kind>(tags.fp8));
+  header->set_group_bytes(static_cast<uint64_t>(tags.group_bytes));
+  header->set_first_row(static_cast<uint64_t>(tags.first_row));
+  header->set_rows(static_cast<uint64_t>(tags.rows));
+}
+
+absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, PageTags* tags) {
+  if (header.version() != kPagesVersion) {
+    return RefuseField("part.header.version", absl::StrCat(header.version()),
+                       absl::StrCat(kPagesVersion), "unknown_version");
+  }
+  scheduler::ModelSpec model;
+  if (absl::Status known = ParseModelSpec(header.model(), limits, &model); !known.ok()) {
+    return AmendDetail(known, [](ErrorDetail& detail) {
+      detail.field = absl::StrCat("part.header.", detail.field);
+    });
+  }
+  if (header.fp8_kind() != v1::FP8_KIND_E4M3FN && header.fp8_kind() != v1::FP8_KIND_E4M3FNUZ) {
+    return RefuseField("part.header.fp8_kind", absl::StrCat(static_cast<int>(header.fp8_kind())),
+                       "FP8_KIND_E4M3FN or FP8_KIND_E4M3FNUZ", "unknown_value");
+  }
+  tags->geometry = model.geometry;
+  tags->layers = model.layers;
+  tags->page_size = model.page_size;
+  tags->index_dim = model.indexer.dim;
+  tags->kv_format = model.kv_format;
+  tags->weights_digest = model.weights_digest;
+  tags->fp8 = static_cast<kernels::Fp8Kind>(header.fp8_kind());
+  if (header.kv_scales_size() > limits.max_layers) {
+    return RefuseField("part.header.kv_scales", absl::StrCat(header.kv_scales_size()),
+                       absl::StrCat("at most ", limits.max_layers), "out_of_range");
+  }
+  tags->kv_scales.assign(header.kv_scales().begin(), header.kv_scales().end());
+  const int64_t rows = limits.max_sequence_rows;
+  absl::Status status = TakeNumber(header.group_bytes(), 1, scheduler::kMostKvCacheBytes,
+                                   "part.header.group_bytes", &tags->group_bytes);
+  if (status.ok()) {
+    status = TakeNumber(header.first_row(), 0, rows, "part.header.first_row", &tags->first_row);
+  }
+  if (status.ok()) status = TakeNumber(header.rows(), 1, rows, "part.header.rows", &tags->rows);
+  return status;
+}
+
+absl::Status ParseExport(const v1::ExportRequest& message, const Limits& limits,
+                         scheduler::ExportArgs* args) {
+  args->id = message.sequence_id();
+  args->expected_epoch = message.expected_epoch();
+  absl::Status status =
+      TakeNumber(message.first_row(), 0, limits.max_sequence_rows, "first_row", &args->first_row);
+  if (!status.ok() || !message.has_end_row()) return status;
+  int64_t end = 0;
+  status = TakeNumber(message.end_row(), 0, limits.max_sequence_rows, "end_row", &end);
+  args->end_row = end;
+  return status;
+}
+
+absl::Status ParseTarget(const v1::ImportTarget& message, const Limits& limits,
+                         scheduler::ImportArgs* args) {
+  absl::Status status = CheckName(message.model_id(), "target.model_id", false, limits);
+  if (status.ok()) status = CheckName(message.client_id(), "target.client_id", true, limits);
+  if (status.ok()) {
+    status = CheckRange("target.lease_ms", message.lease_ms(), 0, limits.max_lease_ms);
+  }
+  args->model_id = message.model_id();
+  args->id = message.sequence_id();
+  args->expected_epoch = message.expected_epoch();
+  args->client_id = message.client_id();
+  args->lease_ms = message.lease_ms();
+  return status;
+}
+
+PageDigests::PageDigests(const PageTags& tags)
+    : tags_(TagText(tags)), group_(Make()), all_(Make()) {
+  EVP_DigestUpdate(all_.get(), tags_.data(), tags_.size());
+}
+
+PageDigests::Digest PageDigests::Make() {
+  Digest digest(EVP_MD_CTX_new(), EVP_MD_CTX_free);
+  EVP_DigestInit_ex(digest.get(), EVP_sha256(), nullptr);
+  return digest;
+}
+
+std::string PageDigests::Finish(EVP_MD_CTX* digest) {
+  std::string out(kPagesDigestBytes, '\0');
+  EVP_DigestFinal_ex(digest, reinterpret_cast<unsigned char*>(out.data()), nullptr);
+  return out;
+}
+
+void PageDigests::BeginGroup(int64_t first_row, int32_t rows) {
+  EVP_DigestInit_ex(group_.get(), EVP_sha256(), nullptr);
+  const std::string place = absl::StrCat(tags_, "group ", first_row, " ", rows, "\n");
+  EVP_DigestUpdate(group_.get(), place.data(), place.size());
+}
+
+void PageDigests::Add(absl::string_view payload) {
+  EVP_DigestUpdate(group_.get(), payload.data(), payload.size());
+}
+
+std::string PageDigests::EndGroup() {
+  std::string digest = Finish(group_.get());
+  EVP_DigestUpdate(all_.get(), digest.data(), digest.size());
+  return digest;
+}
+
+std::string PageDigests::End() { return Finish(all_.get()); }
+
+PageStreamReader::PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes)
+    : pages_(pages), chunk_bytes_(chunk_bytes), digests_(pages.tags) {}
+
+absl::Status PageStreamReader::Add(const v1::PagesPart& part, std::optional<PagePlace>* place) {
+  place->reset();
+  if (ended_) return Order(NameOf(part), "nothing after the trailer");
+  if (rows_ > 0) {
+    const bool whole = offset_ == kvcache::PayloadBytes(pieces_);
+    if (whole && part.has_group_end()) return EndGroup(part.group_end());
+    if (!whole && part.has_chunk()) return AddChunk(part.chunk().payload(), place);
+    return Order(NameOf(part), whole ? "group_end behind all bytes of a group"
+                                     : absl::StrCat("chunk, until the group has ",
+                                                    kvcache::PayloadBytes(pieces_), " bytes"));
+  }
+  if (left() > 0 && part.has_group()) return AddGroup(part.group());
+  if (left() == 0 && part.has_trailer()) return AddTrailer(part.trailer());
+  return Order(NameOf(part), left() > 0 ? "group" : "trailer");
+}
+
+absl::Status PageStreamReader::AddGroup(const v1::PageGroup& group) {
+  const int64_t first = pages_.tags.first_row + rows_done_;
+  const int64_t rows = std::min<int64_t>(left(), pages_.tags.page_size);
+  if (group.first_row() != static_cast<uint64_t>(first) || group.rows() != rows) {
+    return RefuseField("part.group",
+                       absl::StrCat(group.rows(), " rows from ", group.first_row(), " on"),
+                       absl::StrCat(rows, " rows from ", first, " on"), "order");
+  }
+  rows_ = static_cast<int32_t>(rows);
+  offset_ = 0;
+  pieces_ = kvcache::GroupPieces(pages_.layout, rows_);
+  digests_.BeginGroup(first, rows_);
+  return absl::OkStatus();
+}
+
+absl::Status PageStreamReader::AddChunk(const std::string& payload,
+                                        std::optional<PagePlace>* place) {
+  const auto bytes = static_cast<int64_t>(payload.size());
+  if (bytes > chunk_bytes_ || !kvcache::IsPart(pieces_, offset_, bytes)) {
+    return RefuseField(
+        "part.chunk.payload", absl::StrCat(bytes, " bytes"),
+        absl::StrCat("whole rows, at most ", chunk_bytes_, " bytes and ",
+                     kvcache::PayloadBytes(pieces_) - offset_, ", which the group misses"),
+        "payload_size");
+  }
+  digests_.Add(payload);
+  *place = {(pages_.tags.first_row + rows_done_) / pages_.tags.page_size, rows_, offset_};
+  offset_ += bytes;
+  bytes_ += payload.size();
+  return absl::OkStatus();
+}
+
+absl::Status PageStreamReader::EndGroup(const v1::PageGroupEnd& end) {
+  const std::string digest = digests_.EndGroup();
+  if (end.sha256() != digest) return DigestDiffers("part.group_end.sha256", end.sha256(), digest);
+  rows_done_ += rows_;
+  rows_ = 0;
+  ++groups_;
+  return absl::OkStatus();
+}
+
+absl::Status PageStreamReader::AddTrailer(const v1::PagesTrailer& trailer) {
+  if (trailer.groups() != groups_) {
+    return RefuseField("part.trailer.groups", absl::StrCat(trailer.groups()), absl::StrCat(groups_),
+                       "order");
+  }
+  const std::string digest = digests_.End();
+  if (trailer.sha256() != digest) {
+    return DigestDiffers("part.trailer.sha256", trailer.sha256(), digest);
+  }
+  ended_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status PageStreamReader::Finish() const {
+  return ended_ ? absl::OkStatus()
+                : RefuseField("part", "the end of the stream", "a trailer as the last part",
+                              "missing");
+}
+
+}  // namespace mla::server

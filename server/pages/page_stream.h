@@ -1,0 +1,100 @@
+// The page-group format (docs/page_groups.md): its digests, and what a stream of its parts may be.
+//
+// Not thread-safe: one object a stream.
+#ifndef MLA_SERVER_PAGES_PAGE_STREAM_H_
+#define MLA_SERVER_PAGES_PAGE_STREAM_H_
+
+#include <openssl/evp.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "mla/v1/cache.pb.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/pool/group_pieces.h"
+
+namespace mla::server {
+
+inline constexpr uint32_t kPagesVersion = 1;
+inline constexpr size_t kPagesDigestBytes = 32;
+
+// Everything that the rows' meaning depends on, as the bytes that digests begin with.
+std::string TagText(const scheduler::PageTags& tags);
+
+void FillHeader(const scheduler::ModelSpec& model, const scheduler::PageTags& tags,
+                v1::PagesHeader* header);
+// INVALID_ARGUMENT names a field below "part.header".
+absl::Status ParseHeader(const v1::PagesHeader& header, const scheduler::Limits& limits,
+                         scheduler::PageTags* tags);
+absl::Status ParseExport(const v1::ExportRequest& message, const scheduler::Limits& limits,
+                         scheduler::ExportArgs* args);
+absl::Status ParseTarget(const v1::ImportTarget& message, const scheduler::Limits& limits,
+                         scheduler::ImportArgs* args);
+
+// Digests of one stream, group by group.
+class PageDigests final {
+ public:
+  explicit PageDigests(const scheduler::PageTags& tags);
+
+  void BeginGroup(int64_t first_row, int32_t rows);
+  void Add(absl::string_view payload);
+  std::string EndGroup();
+  // Over all groups so far; once.
+  std::string End();
+
+ private:
+  using Digest = std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)>;
+  static Digest Make();
+  static std::string Finish(EVP_MD_CTX* digest);
+
+  const std::string tags_;
+  Digest group_, all_;
+};
+
+// A place in the pages of a sequence.
+struct PagePlace {
+  int64_t page = 0;    // of the sequence
+  int32_t rows = 0;    // of it, that the payload has
+  int64_t offset = 0;  // in the payload of the group
+};
+
+// The parts behind the header, one after another. Every byte of every group comes once and in
+// order, and every digest is compared.
+class PageStreamReader final {
+ public:
+  // `chunk_bytes`: of one chunk, at most.
+  PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes);
+
+  // INVALID_ARGUMENT: not the part that comes next, or of a wrong size; DATA_LOSS: a digest
+  // differs. For a chunk, `place` is where its payload belongs.
+  absl::Status Add(const v1::PagesPart& part, std::optional<PagePlace>* place);
+  // INVALID_ARGUMENT while parts are missing.
+  absl::Status Finish() const;
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  absl::Status AddGroup(const v1::PageGroup& group);
+  absl::Status AddChunk(const std::string& payload, std::optional<PagePlace>* place);
+  absl::Status EndGroup(const v1::PageGroupEnd& end);
+  absl::Status AddTrailer(const v1::PagesTrailer& trailer);
+  int64_t left() const { return pages_.tags.rows - rows_done_; }
+
+  const scheduler::MovingPages& pages_;
+  const int64_t chunk_bytes_;
+  PageDigests digests_;
+  int64_t rows_done_ = 0;  // of groups that have ended
+  int32_t rows_ = 0;       // of the group that is open; 0: none is
+  std::vector<kvcache::GroupPiece> pieces_;
+  int64_t offset_ = 0;  // in its payload
+  uint64_t groups_ = 0, bytes_ = 0;
+  bool ended_ = false;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PAGES_PAGE_STREAM_H_

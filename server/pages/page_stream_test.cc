@@ -1,0 +1,153 @@
+#include "server/pages/page_stream.h"
+
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+
+namespace mla::server {
+namespace {
+
+constexpr int64_t kChunk = 64;
+
+// Two layers of pages of 4 rows of 8 bytes; 6 rows from row 4 on.
+scheduler::MovingPages Pages() {
+  scheduler::MovingPages pages;
+  pages.layout = kvcache::MakeLayout({8, 4, 2, kernels::KvFormat::kBf16});
+  pages.tags.geometry = {2, 3, 1, 2, 2};
+  pages.tags.layers = 2;
+  pages.tags.page_size = 4;
+  pages.tags.group_bytes = 64;
+  pages.tags.first_row = 4;
+  pages.tags.rows = 6;
+  return pages;
+}
+
+// The parts behind the header, as an export gives them.
+std::vector<v1::PagesPart> Parts(const scheduler::MovingPages& pages) {
+  PageDigests digests(pages.tags);
+  std::vector<v1::PagesPart> parts;
+  uint64_t groups = 0;
+  for (int64_t row = 0; row < pages.tags.rows; row += pages.tags.page_size, ++groups) {
+    const auto rows = static_cast<int32_t>(std::min<int64_t>(4, pages.tags.rows - row));
+    v1::PageGroup* const group = parts.emplace_back().mutable_group();
+    group->set_first_row(static_cast<uint64_t>(pages.tags.first_row + row));
+    group->set_rows(static_cast<uint32_t>(rows));
+    digests.BeginGroup(pages.tags.first_row + row, rows);
+    for (int layer = 0; layer < 2; ++layer) {
+      const std::string payload(static_cast<size_t>(rows) * 8,
+                                static_cast<char>('a' + row + layer));
+      parts.emplace_back().mutable_chunk()->set_payload(payload);
+      digests.Add(payload);
+    }
+    parts.emplace_back().mutable_group_end()->set_sha256(digests.EndGroup());
+  }
+  v1::PagesTrailer* const trailer = parts.emplace_back().mutable_trailer();
+  trailer->set_groups(groups);
+  trailer->set_sha256(digests.End());
+  return parts;
+}
+
+struct Outcome {
+  absl::Status status;
+  std::vector<PagePlace> places;
+};
+
+Outcome Read(const std::vector<v1::PagesPart>& parts) {
+  const scheduler::MovingPages pages = Pages();
+  PageStreamReader reader(pages, kChunk);
+  Outcome outcome;
+  std::optional<PagePlace> place;
+  for (const v1::PagesPart& part : parts) {
+    outcome.status = reader.Add(part, &place);
+    if (!outcome.status.ok()) return outcome;
+    if (place) outcome.places.push_back(*place);
+  }
+  outcome.status = reader.Finish();
+  return outcome;
+}
+
+TEST(PageStreamTest, WholeStreamsAreTakenAndPlaced) {
+  const Outcome outcome = Read(Parts(Pages()));
+  ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+  ASSERT_EQ(outcome.places.size(), 4u);
+  EXPECT_EQ(outcome.places[0].page, 1);
+  EXPECT_EQ(outcome.places[1].offset, 32);
+  EXPECT_EQ(outcome.places[2].page, 2);
+  EXPECT_EQ(outcome.places[2].rows, 2);
+  EXPECT_EQ(outcome.places[3].offset, 16);
+}
+
+TEST(PageStreamTest, NoPartMayBeMissingTwiceThereOrElsewhere) {
+  const std::vector<v1::PagesPart> good = Parts(Pages());
+  for (size_t i = 0; i < good.size(); ++i) {
+    std::vector<v1::PagesPart> parts = good;
+    parts.erase(parts.begin() + static_cast<int64_t>(i));
+    EXPECT_FALSE(Read(parts).status.ok()) << "without part " << i;
+    parts = good;
+    parts.insert(parts.begin() + static_cast<int64_t>(i), good[i]);
+    EXPECT_FALSE(Read(parts).status.ok()) << "with part " << i << " twice";
+    for (size_t j = 0; j < i; ++j) {
+      if (good[i].SerializeAsString() == good[j].SerializeAsString()) continue;
+      parts = good;
+      std::swap(parts[i], parts[j]);
+      EXPECT_FALSE(Read(parts).status.ok()) << "with parts " << i << " and " << j << " exchanged";
+    }
+  }
+  EXPECT_EQ(DetailOf(Read({}).status).reason, "missing");
+}
+
+TEST(PageStreamTest, AnyChangedByteIsFound) {
+  const std::vector<v1::PagesPart> good = Parts(Pages());
+  for (size_t i = 0; i < good.size(); ++i) {
+    for (const size_t byte : {size_t{0}, size_t{15}}) {
+      std::vector<v1::PagesPart> parts = good;
+      std::string* bytes = nullptr;
+      if (parts[i].has_chunk()) bytes = parts[i].mutable_chunk()->mutable_payload();
+      if (parts[i].has_group_end()) bytes = parts[i].mutable_group_end()->mutable_sha256();
+      if (parts[i].has_trailer()) bytes = parts[i].mutable_trailer()->mutable_sha256();
+      if (bytes == nullptr) continue;
+      (*bytes)[byte] ^= 1;
+      const absl::Status status = Read(parts).status;
+      EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << i << ": " << status;
+      EXPECT_EQ(DetailOf(status).reason, "digest_mismatch");
+    }
+  }
+}
+
+TEST(PageStreamTest, DigestsDependOnWhatTheRowsAre) {
+  const std::string before = TagText(Pages().tags);
+  const auto differs = [&](auto change) {
+    scheduler::PageTags tags = Pages().tags;
+    change(&tags);
+    return TagText(tags) != before;
+  };
+  EXPECT_TRUE(differs([](auto* t) { ++t->geometry.num_heads; }));
+  EXPECT_TRUE(differs([](auto* t) { ++t->geometry.v_dim; }));
+  EXPECT_TRUE(differs([](auto* t) { ++t->layers; }));
+  EXPECT_TRUE(differs([](auto* t) { ++t->index_dim; }));
+  EXPECT_TRUE(differs([](auto* t) { ++t->first_row; }));
+  EXPECT_TRUE(differs([](auto* t) { ++t->rows; }));
+  EXPECT_TRUE(differs([](auto* t) { t->kv_format = kernels::KvFormat::kFp8Row; }));
+  EXPECT_TRUE(differs([](auto* t) { t->fp8 = kernels::Fp8Kind::kE4m3Fnuz; }));
+  EXPECT_TRUE(differs([](auto* t) { t->weights_digest = std::string(32, 'd'); }));
+  EXPECT_TRUE(differs([](auto* t) { t->kv_scales = {0.5f}; }));
+}
+
+// The format, byte by byte: what other programs write and read.
+TEST(PageStreamTest, TagsAndDigestsAreThoseOfTheFormat) {
+  EXPECT_EQ(TagText(Pages().tags),
+            "mla-pages/1\ngeometry 2 3 1 2 2\nlayers 2\npage_size 4\nindex_dim 0\nkv_format "
+            "1\nfp8_kind 1\n"
+            "group_bytes 64\nfirst_row 4\nrows 6\nweights_digest \nkv_scales\n");
+}
+
+TEST(PageStreamTest, ChunksAreWholeRowsWithinTheBound) {
+  std::vector<v1::PagesPart> parts = Parts(Pages());
+  for (const size_t bytes : {0, 7, 72, 1000}) {
+    parts[1].mutable_chunk()->set_payload(std::string(bytes, 'x'));
+    EXPECT_EQ(DetailOf(Read(parts).status).reason, "payload_size") << bytes;
+  }
+}
+
+}  // namespace
+}  // namespace mla::server

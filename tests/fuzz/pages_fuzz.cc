@@ -1,0 +1,180 @@
+// Rows come from elsewhere, in files and streams: what is let through lies inside the pages that it
+// is for, and all of it is refused where one byte is another.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/pages_file.h"
+#include "server/pages/page_stream.h"
+#include "tests/fuzz/harness/target.h"
+
+namespace mla::fuzz {
+namespace {
+
+constexpr int64_t kChunk = 64;
+
+class MemoryFile {
+ public:
+  MemoryFile() : descriptor_(memfd_create("pages", MFD_CLOEXEC)) {}
+  ~MemoryFile() { close(descriptor_); }
+  bool Fill(const std::string& bytes) const {
+    return ftruncate(descriptor_, 0) == 0 &&
+           pwrite(descriptor_, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size());
+  }
+  std::string path() const { return absl::StrCat("/proc/self/fd/", descriptor_); }
+
+ private:
+  const int descriptor_;
+};
+
+const MemoryFile& File() {
+  static const MemoryFile file;
+  return file;
+}
+
+scheduler::ModelSpec Model() {
+  scheduler::ModelSpec model;
+  model.id = std::string(1, 'm');  // GCC 12 warns of the literal
+  model.geometry = {2, 3, 1, 2, 2};
+  model.layers = 2;
+  model.softmax_scale = 0.5;
+  model.page_size = 4;
+  return model;
+}
+
+scheduler::MovingPages Pages() {
+  scheduler::MovingPages pages;
+  pages.layout = kvcache::MakeLayout({8, 4, 2, kernels::KvFormat::kBf16});
+  const scheduler::ModelSpec model = Model();
+  pages.tags.geometry = model.geometry;
+  pages.tags.layers = model.layers;
+  pages.tags.page_size = model.page_size;
+  pages.tags.group_bytes = 64;
+  pages.tags.first_row = 4;
+  pages.tags.rows = 6;
+  return pages;
+}
+
+std::string CheckPlace(const scheduler::MovingPages& pages, const server::PagePlace& place,
+                       size_t bytes) {
+  const int64_t first = place.page * pages.tags.page_size;
+  if (first < pages.tags.first_row || place.rows < 1 || place.rows > pages.tags.page_size ||
+      first + place.rows > pages.tags.first_row + pages.tags.rows) {
+    return "a chunk of rows that the header does not name";
+  }
+  const auto pieces = kvcache::GroupPieces(pages.layout, place.rows);
+  return kvcache::IsPart(pieces, place.offset, static_cast<int64_t>(bytes)) ? ""
+                                                                            : "a chunk of no rows";
+}
+
+std::string CheckHeader(const v1::PagesHeader& header) {
+  const scheduler::Limits limits;
+  scheduler::PageTags tags;
+  if (!server::ParseHeader(header, limits, &tags).ok()) return "";
+  if (tags.rows < 1 || tags.rows > limits.max_sequence_rows || tags.first_row < 0 ||
+      tags.first_row > limits.max_sequence_rows || tags.group_bytes < 1) {
+    return "tags out of range";
+  }
+  return "";
+}
+
+// Reads all of it; `whole`: whether every part was taken.
+std::string Read(const std::string& input, bool* whole) {
+  *whole = false;
+  if (!File().Fill(input)) return "memfd is full";
+  auto file = client::PagesFileReader::Open(File().path());
+  if (!file.ok()) return file.status().message().empty() ? "a refusal without words" : "";
+  const scheduler::MovingPages pages = Pages();
+  server::PageStreamReader reader(pages, kChunk);
+  std::optional<server::PagePlace> place;
+  size_t taken = 0;
+  for (size_t n = 0;; ++n) {
+    const auto part = (*file)->Next();
+    if (!part.ok()) return part.status().message().empty() ? "a refusal without words" : "";
+    if (!part->has_value()) break;
+    if (n > input.size()) return "more parts than bytes";
+    if ((*part)->has_header()) {
+      if (std::string fault = CheckHeader((*part)->header()); !fault.empty()) return fault;
+      if (n == 0) continue;
+    }
+    const absl::Status status = reader.Add(**part, &place);
+    if (!status.ok()) return status.message().empty() ? "a refusal without words" : "";
+    if (!place) continue;
+    const size_t bytes = (*part)->chunk().payload().size();
+    taken += bytes;
+    if (std::string fault = CheckPlace(pages, *place, bytes); !fault.empty()) return fault;
+  }
+  *whole = reader.Finish().ok();
+  return *whole && taken != 96 ? "a whole stream of another size" : "";
+}
+
+std::string Framed(const v1::PagesPart& part) {
+  const std::string bytes = part.SerializeAsString();
+  std::string text;
+  for (int i = 0; i < 4; ++i) text += static_cast<char>(bytes.size() >> 8 * i);
+  return text + bytes;
+}
+
+std::string Seed() {
+  const scheduler::MovingPages pages = Pages();
+  server::PageDigests digests(pages.tags);
+  v1::PagesPart part;
+  server::FillHeader(Model(), pages.tags, part.mutable_header());
+  std::string text =
+      absl::StrCat(client::kPagesFileMagic, std::string("\1\0\0\0", 4), Framed(part));
+  for (int64_t row = 0; row < 6; row += 4) {
+    const auto rows = static_cast<int32_t>(std::min<int64_t>(4, 6 - row));
+    part.mutable_group()->set_first_row(static_cast<uint64_t>(4 + row));
+    part.mutable_group()->set_rows(static_cast<uint32_t>(rows));
+    text += Framed(part);
+    digests.BeginGroup(4 + row, rows);
+    for (int layer = 0; layer < 2; ++layer) {
+      const std::string payload(static_cast<size_t>(rows) * 8, static_cast<char>('a' + layer));
+      part.mutable_chunk()->set_payload(payload);
+      text += Framed(part);
+      digests.Add(payload);
+    }
+    part.mutable_group_end()->set_sha256(digests.EndGroup());
+    text += Framed(part);
+  }
+  part.mutable_trailer()->set_groups(2);
+  part.mutable_trailer()->set_sha256(digests.End());
+  return text + Framed(part);
+}
+
+std::string CheckOne(const std::string& input) {
+  bool whole = false;
+  std::string fault = Read(input, &whole);
+  return fault;
+}
+
+}  // namespace
+
+FuzzTarget TargetUnderTest() {
+  FuzzTarget target;
+  target.executions = 3000;
+  const std::string seed = Seed();
+  bool whole = false;
+  Require(Read(seed, &whole));
+  Require(whole ? "" : "a seed that is not whole");
+  // Every single bit behind the header decides: digests cover the payloads and each other.
+  const size_t chunk = seed.find(std::string(32, 'a'));
+  Require(chunk == std::string::npos ? "no payload in the seed" : "");
+  std::string changed = seed;
+  changed[chunk] ^= 1;
+  Require(Read(changed, &whole));
+  Require(whole ? "a changed payload was taken" : "");
+  target.seeds = {seed, seed.substr(0, chunk)};
+  return target;
+}
+
+}  // namespace mla::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  mla::fuzz::Require(mla::fuzz::CheckOne({reinterpret_cast<const char*>(data), size}));
+  return 0;
+}

@@ -1,0 +1,226 @@
+// Rows out of one server and into another, as programs and files: mlactl export and import, servers
+// and disks that fail, clients that are killed.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "nlohmann/json.hpp"
+#include "tests/integration/processes.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr uint32_t kRows = 11;
+
+std::unique_ptr<client::Client> Connect(const ServerProcess& server) {
+  auto client = client::Client::Connect(server.target(), {});
+  EXPECT_TRUE(client.ok()) << client.status();
+  return *std::move(client);
+}
+
+std::string Id(const client::Sequence& sequence) { return absl::StrFormat("%016x", sequence.id()); }
+
+std::string ReadAll(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+void WriteAll(const std::string& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+int64_t Stat(const ServerProcess& server, const std::string& name) {
+  const json stats = json::parse(Shell(server.Mlactl("status --json")).output);
+  return stats[name].is_string() ? std::stoll(stats[name].get<std::string>())
+                                 : stats[name].get<int64_t>();
+}
+
+class MlactlPagesTest : public ::testing::Test {
+ protected:
+  MlactlPagesTest()
+      : client_(Connect(a_)), worker_(client_.get(), {}, "m", 1), track_(*worker_.Open()) {
+    EXPECT_TRUE(worker_.Step({&track_}, {kRows}, v1::PROFILE_ABSORBED).ok());
+  }
+  std::string file() const { return a_.File("rows.mlapages"); }
+  Result Export(const std::string& file, const std::string& more = "") {
+    return Shell(a_.Mlactl(absl::StrCat("export ", Id(track_.sequence), " ", file, " ", more)));
+  }
+  static Result Import(const ServerProcess& server, const std::string& file,
+                       const std::string& more = "") {
+    return Shell(server.Mlactl(absl::StrCat("import m ", file, " --lease-ms=60000 ", more)));
+  }
+
+  const ServerProcess a_{{}}, b_{{}};
+  std::unique_ptr<client::Client> client_;
+  Worker worker_;
+  Track track_;
+};
+
+TEST_F(MlactlPagesTest, RowsGoToAnotherServerThroughAFile) {
+  const Result out = Export(file(), "--json");
+  ASSERT_EQ(out.code, 0) << out.output;
+  EXPECT_EQ(json::parse(out.output)["rows"], kRows);
+  EXPECT_FALSE(std::filesystem::exists(file() + ".part"));
+  const auto client = Connect(b_);
+  Worker worker(client.get(), {}, "m", 2);
+  const Result in = Import(b_, file(), "--json");
+  ASSERT_EQ(in.code, 0) << in.output;
+  const json sequence = json::parse(in.output);
+  EXPECT_EQ(sequence["length"], kRows);
+  // What comes out of there is what went in, byte by byte.
+  const std::string again = b_.File("again.mlapages");
+  const std::string id = sequence["sequence_id"];
+  const Result back = Shell(b_.Mlactl(absl::StrCat("export ", id, " ", again)));
+  ASSERT_EQ(back.code, 0) << back.output;
+  EXPECT_EQ(ReadAll(again), ReadAll(file()));
+}
+
+TEST_F(MlactlPagesTest, ImportedRowsAreComputedOn) {
+  const auto client = Connect(b_);
+  Worker worker(client.get(), {}, "m", 2);
+  v1::ExportRequest request;
+  request.set_sequence_id(track_.sequence.id());
+  request.set_expected_epoch(track_.sequence.epoch());
+  std::vector<v1::PagesPart> parts;
+  ASSERT_TRUE(client_
+                  ->ExportPages(request,
+                                [&](const v1::PagesPart& part) {
+                                  parts.push_back(part);
+                                  return absl::OkStatus();
+                                })
+                  .ok());
+  v1::ImportTarget target;
+  target.set_model_id("m");
+  size_t sent = 0;
+  auto sequence =
+      client->ImportPages(target, [&]() -> absl::StatusOr<std::optional<v1::PagesPart>> {
+        if (sent == parts.size()) return std::nullopt;
+        return parts[sent++];
+      });
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  Track copy{*std::move(sequence), track_.cache};
+  for (const uint32_t rows : {1, 5}) {
+    const absl::Status status = worker.Step({&copy}, {rows}, v1::PROFILE_ABSORBED);
+    EXPECT_TRUE(status.ok()) << status;
+  }
+}
+
+TEST_F(MlactlPagesTest, RangesFollowEachOther) {
+  ASSERT_EQ(Export(file(), "--end-row=8").code, 0);
+  const std::string rest = a_.File("rest.mlapages");
+  ASSERT_EQ(Export(rest, "--first-row=8").code, 0);
+  EXPECT_NE(Export(rest + "x", "--first-row=3").code, 0);  // not the first of a page
+  EXPECT_FALSE(std::filesystem::exists(rest + "x"));
+  const Result first = Import(a_, file(), "--json");
+  ASSERT_EQ(first.code, 0) << first.output;
+  const std::string id = json::parse(first.output)["sequence_id"];
+  EXPECT_NE(Import(a_, file(), "--sequence=" + id).code, 0);  // those it has
+  const Result second = Import(a_, rest, "--sequence=" + id);
+  EXPECT_EQ(second.code, 0) << second.output;
+  EXPECT_THAT(second.output, HasSubstr("has 11 rows"));
+}
+
+TEST_F(MlactlPagesTest, TornAndForeignFilesAreRefusedWithTheReason) {
+  ASSERT_EQ(Export(file()).code, 0);
+  const std::string whole = ReadAll(file());
+  const auto client = Connect(b_);
+  Worker worker(client.get(), {}, "m", 2);
+  const std::string bad = a_.File("bad.mlapages");
+  const auto refused = [&](const std::string& bytes) {
+    WriteAll(bad, bytes);
+    const Result result = Import(b_, bad);
+    EXPECT_NE(result.code, 0);
+    return result.output;
+  };
+  EXPECT_THAT(refused(""), HasSubstr("does not begin with MLAPAGES"));
+  EXPECT_THAT(refused("elsewhere" + whole), HasSubstr("does not begin with MLAPAGES"));
+  std::string older = whole;
+  older[8] = 0;
+  EXPECT_THAT(refused(older), HasSubstr("version 0"));
+  EXPECT_THAT(refused(whole + "x"), HasSubstr("behind the trailer"));
+  for (const size_t part : {1, 2, 3, 7}) {
+    EXPECT_THAT(refused(whole.substr(0, whole.size() * part / 8)), HasSubstr("it ends"));
+  }
+  std::string flipped = whole;
+  flipped[whole.size() / 2] ^= 4;
+  refused(flipped);
+  EXPECT_EQ(Stat(b_, "sequences"), 0);
+  EXPECT_EQ(Stat(b_, "page_groups_used"), 0);
+}
+
+TEST_F(MlactlPagesTest, AFullDiskLeavesNoFile) {
+  const Result result =
+      Shell(absl::StrCat("trap '' XFSZ; ulimit -f 1; ",
+                         a_.Mlactl(absl::StrCat("export ", Id(track_.sequence), " ", file()))));
+  EXPECT_NE(result.code, 0);
+  EXPECT_THAT(result.output, HasSubstr("write"));
+  EXPECT_FALSE(std::filesystem::exists(file()));
+  EXPECT_FALSE(std::filesystem::exists(file() + ".part"));
+}
+
+TEST_F(MlactlPagesTest, AnImportWhoseClientIsKilledLeavesNothing) {
+  ASSERT_EQ(Export(file()).code, 0);
+  const std::string whole = ReadAll(file());
+  const auto client = Connect(b_);
+  Worker worker(client.get(), {}, "m", 2);
+  for (const size_t percent : {20, 50, 80, 99}) {
+    const std::string pipe = absl::StrCat(a_.File("pipe"), percent);
+    ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+    BackgroundCommand import(b_.Mlactl("import m " + pipe));
+    int feed = -1;  // until the program reads
+    for (int i = 0; i < 500 && feed < 0; ++i) {
+      feed = open(pipe.c_str(), O_WRONLY | O_NONBLOCK);
+      if (feed < 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    ASSERT_GE(feed, 0) << import.Finish().output;
+    const size_t some = whole.size() * percent / 100;
+    ASSERT_EQ(write(feed, whole.data(), some), static_cast<ssize_t>(some));
+    for (int i = 0; i < 100 && Stat(b_, "sequences") == 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    EXPECT_EQ(Stat(b_, "sequences"), 1) << percent;
+    import.Signal(SIGKILL);
+    import.Finish();
+    close(feed);
+    for (int i = 0; i < 200 && Stat(b_, "sequences") != 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    EXPECT_EQ(Stat(b_, "sequences"), 0) << percent;
+    EXPECT_EQ(Stat(b_, "page_groups_used"), 0) << percent;
+  }
+}
+
+TEST_F(MlactlPagesTest, BoundsOfTheTenantHold) {
+  ASSERT_EQ(Export(file()).code, 0);
+  const auto client = Connect(b_);
+  Worker worker(client.get(), {}, "m", 2);
+  ASSERT_EQ(Shell(b_.Mlactl("set-quota default --bounds=kv_bytes=1KiB")).code, 0);
+  const Result refused = Import(b_, file());
+  EXPECT_EQ(refused.code, 3) << refused.output;
+  EXPECT_THAT(refused.output, HasSubstr("pages_exhausted"));
+  EXPECT_EQ(Stat(b_, "sequences"), 0);
+  ASSERT_EQ(Shell(b_.Mlactl("set-quota default --reset")).code, 0);
+  EXPECT_EQ(Import(b_, file()).code, 0);
+}
+
+}  // namespace
+}  // namespace mla::integration
