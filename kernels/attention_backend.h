@@ -48,10 +48,13 @@ struct BackendInfo {
   // Formats of KV rows that it computes on; CanRun has the last word.
   std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
-  bool sparse = false;             // computes on index lists (AttentionKind::kSparse)
-  bool selects = false;            // makes them (Launch::selects)
-  bool windows = false;            // computes on windows and entries (AttentionKind::kWindow)
-  bool unified_memory = true;      // launches work on host memory in place
+  // What models over 8-bit rows get that leave open whether products are of 8 bits, and why.
+  std::string fp8_compute = "bf16 products: this backend multiplies no 8-bit floats";
+  bool fp8_products = false;   // they get AttentionDesc::products of 8 bits where CanRun allows
+  bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
+  bool selects = false;        // makes them (Launch::selects)
+  bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
+  bool unified_memory = true;  // launches work on host memory in place
   // Launches whose outputs together take at most this many bytes are faster with outputs, and new
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: no launch is.

@@ -15,7 +15,9 @@ std::string ToString(const AttentionDesc& desc) {
                       " rope=", g.rope_dim, " nope=", g.nope_dim, " v=", g.v_dim,
                       " q=", Name(desc.q_dtype), " o=", Name(desc.o_dtype),
                       " kv=", Name(desc.kv_format), " page=", desc.page_size,
-                      kKinds[static_cast<int>(desc.attention) - 1]);
+                      kKinds[static_cast<int>(desc.attention) - 1],
+                      desc.products == DType::kBf16 ? "" : " products=",
+                      desc.products == DType::kBf16 ? "" : Name(desc.products));
 }
 
 }  // namespace mla::kernels

@@ -53,6 +53,9 @@ struct AttentionDesc {
   int32_t page_size = 64;  // rows a page, >= 1
   AttentionKind attention = AttentionKind::kDense;
   KvFormat entry_format = KvFormat::kBf16;  // of the entries of kWindow
+  // What the absorbed form multiplies over 8-bit rows: kBf16, or kFp8E4m3, for which queries and
+  // probabilities are rounded where a kernel does so. The expanded form takes no notice.
+  DType products = DType::kBf16;
 
   // Elements of an output row of a head.
   int32_t value_dim() const {

@@ -19,6 +19,12 @@ enum class QueryPrecision : uint8_t {
 };
 
 inline constexpr size_t kWeightsDigestBytes = 32;
+// Whether the absorbed form over 8-bit rows has products of 8 bits too.
+enum class Fp8Compute : uint8_t {
+  kAuto,  // at registration: where the backend is faster so; of bf16 rows afterwards, too
+  kOff,
+  kOn,
+};
 
 struct ModelSpec {
   std::string id;
@@ -34,8 +40,13 @@ struct ModelSpec {
   kernels::IndexerShape indexer;  // the server's own, of kSparse
   // Of all weights that the rows come from, as the client has it: empty, or kWeightsDigestBytes.
   std::string weights_digest = {};
+  Fp8Compute fp8_compute = Fp8Compute::kAuto;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
+  // What the absorbed form multiplies.
+  kernels::DType products() const {
+    return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
+  }
   // Elements of one query / output head in a profile; 0 for append-only.
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;

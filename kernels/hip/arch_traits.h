@@ -141,7 +141,7 @@ constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
   return whole ? units / arch.units_per_xcd : 1;
 }
 
-// Most packed rows of a block over rows of `format`; 0: there is no such kernel.
+// Most packed rows of a block over rows of `format` with such products; 0: there is no such kernel.
 constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
                            AttentionKind kind) {
   int32_t most = 0;
@@ -158,6 +158,18 @@ constexpr size_t FindExpand(const ArchTraits& arch, KvFormat format) {
   return i;
 }
 
+// Whether launches that ask for `products` take the variant: one with just these, or one with bf16
+// products that no variant of as many rows has these for.
+constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat format,
+                     DType products, AttentionKind kind) {
+  if (v.Serves(format, products, kind)) return true;
+  if (!v.Serves(format, DType::kBf16, kind)) return false;
+  for (const AttendVariant& other : arch.attend) {
+    if (other.rows == v.rows && other.Serves(format, products, kind)) return false;
+  }
+  return true;
+}
+
 // Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows:
 // the smallest that takes them in one block, else the largest. Where `busy` units have work and so
 // few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
@@ -168,7 +180,7 @@ constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType pro
   size_t chosen = arch.attend.size();
   for (size_t i = 0; i < arch.attend.size(); ++i) {
     const AttendVariant& v = arch.attend[i];
-    if (!v.Serves(format, products, kind)) continue;
+    if (!Takes(arch, v, format, products, kind)) continue;
     chosen = i;
     const int64_t blocks = (rows + v.rows - 1) / v.rows;
     if (blocks == 1 || (arch.spreads_few_items && busy * blocks <= units)) break;

@@ -124,6 +124,20 @@ TEST(ChooseAttend, SpreadsFewItemsWhereAllBlocksRunAtATime) {
   }
 }
 
+TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
+  for (const AttentionKind kind : {AttentionKind::kDense, AttentionKind::kSparse}) {
+    const auto chosen = [&](const ArchTraits& arch, DType products, int32_t rows) {
+      return arch
+          .attend[ChooseAttend(arch, KvFormat::kFp8Row, products, kind, rows, kUnits, kUnits)];
+    };
+    EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 17).products, DType::kFp8E4m3);
+    EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 128).products, DType::kFp8E4m3);
+    EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 16).products, DType::kBf16);
+    EXPECT_EQ(chosen(kSm90Traits, DType::kBf16, 128).products, DType::kBf16);
+    EXPECT_EQ(MostRows(kGfx950Traits, KvFormat::kFp8Row, DType::kFp8E4m3, kind), 0);
+  }
+}
+
 // What ChooseAttend and MostRows rely on, and the report.
 TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
   for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {

@@ -22,6 +22,7 @@
 #include "kernels/hip/amd/expand.h"
 #else
 #include "kernels/hip/sm90/attend_wgmma.h"
+#include "kernels/hip/sm90/e4m3/attend_e4m3.h"
 #include "kernels/hip/sm90/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded_wgmma.h"
 #include "kernels/hip/sm90/fp8/attend_fp8.h"
@@ -49,12 +50,18 @@ using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
-using AttendKernel = std::conditional_t<
-    kFormat != KvFormat::kBf16,
-    std::conditional_t<kRows == 16, AttendFp8<AttendConfig<kRows, kFormat, kProducts, kKind>>,
-                       AttendWide<AttendConfig<kRows, kFormat, kProducts, kKind>>>,
-    std::conditional_t<kRows == 16, Attend<AttendConfig<kRows, kFormat, kProducts>, kKind>,
-                       AttendWgmma<AttendConfig<kRows, kFormat, kProducts, kKind>>>>;
+struct AttendKernelOf {
+  using C = AttendConfig<kRows, kFormat, kProducts, kKind>;
+  using OfBf16 = std::conditional_t<kRows == 16, Attend<AttendConfig<16>, kKind>, AttendWgmma<C>>;
+  using OfFp8 = std::conditional_t<kRows == 16, AttendFp8<C>, AttendWide<C>>;
+  using Type = std::conditional_t<kFormat == KvFormat::kBf16, OfBf16, OfFp8>;
+};
+template <int kRows, KvFormat kFormat, AttentionKind kKind>
+struct AttendKernelOf<kRows, kFormat, DType::kFp8E4m3, kKind> {
+  using Type = AttendE4m3<AttendConfig<kRows, kFormat, DType::kFp8E4m3, kKind>>;
+};
+template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
+using AttendKernel = typename AttendKernelOf<kRows, kFormat, kProducts, kKind>::Type;
 template <KvFormat kFormat>
 using ExpandKernel = ExpandWgmma<kFormat>;
 #endif

@@ -19,9 +19,6 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
 
 uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
 
-// What the matrix products of the absorbed form take.
-DType Products(const AttentionDesc&) { return DType::kBf16; }
-
 }  // namespace
 
 absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
@@ -37,11 +34,14 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
   const bool expanded = desc.form == AttentionForm::kExpanded;
   if (expanded ? FindExpand(*arch_, desc.kv_format) == arch_->expand.size()
-               : MostRows(*arch_, desc.kv_format, Products(desc), AttentionKind::kDense) == 0) {
+               : MostRows(*arch_, desc.kv_format, DType::kBf16, AttentionKind::kDense) == 0) {
     missing = "this row format";
   } else if (desc.attention == AttentionKind::kSparse &&
-             (expanded || MostRows(*arch_, desc.kv_format, Products(desc), desc.attention) == 0)) {
+             (expanded || MostRows(*arch_, desc.kv_format, DType::kBf16, desc.attention) == 0)) {
     missing = expanded ? "index lists in the expanded form" : "index lists";
+  } else if (!expanded && desc.products != DType::kBf16 &&
+             MostRows(*arch_, desc.kv_format, desc.products, desc.attention) == 0) {
+    missing = "these products";
   }
   if (expanded) {
     if (g.nope_dim != kExpandedNope) missing = "this nope_dim in the expanded form";
@@ -69,7 +69,7 @@ PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
     return traits;
   }
   const int32_t largest =
-      std::max(1, MostRows(*arch_, desc.kv_format, Products(desc), desc.attention));
+      std::max(1, MostRows(*arch_, desc.kv_format, desc.products, desc.attention));
   // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
   const int32_t blocks = desc.geometry.num_heads > largest ? arch_->blocks_per_unit : 1;
   traits.units = std::max(1, runtime_->units() / blocks);
@@ -292,7 +292,7 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
     ++busy;
     units = static_cast<uint32_t>(i) + 1;
   }
-  const size_t chosen = ChooseAttend(*arch_, params.desc.kv_format, Products(params.desc),
+  const size_t chosen = ChooseAttend(*arch_, params.desc.kv_format, params.desc.products,
                                      params.desc.attention, rows, busy, runtime_->units());
   const AttendVariant& variant = arch_->attend[chosen];
   AttendArgs args = {};

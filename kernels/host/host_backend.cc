@@ -79,6 +79,7 @@ void WritePageRange(const PoolView& pool, const PageRange& range) {
 
 absl::Status HostBackend::CanRun(const AttentionDesc& desc) const {
   const Geometry& g = desc.geometry;
+  if (desc.products != DType::kBf16) return Refuse(desc, "products of 8 bits");
   for (const DType dtype : {desc.q_dtype, desc.o_dtype}) {
     if (dtype == DType::kFp8E4m3) return Refuse(desc, "queries or outputs of 8 bits");
   }

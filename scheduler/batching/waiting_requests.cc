@@ -14,6 +14,7 @@ BatchKey KeyOf(const StreamRequest& request) {
   const ModelSpec& spec = *request.engine.step->model->spec;
   key.geometry = spec.geometry;
   key.kv_format = spec.kv_format;
+  key.products = spec.products();
   key.split_queries =
       args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
   if (IsSparse(args)) key.attention = kernels::AttentionKind::kSparse;

@@ -107,6 +107,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.form = form;
   desc.kv_format = key.kv_format;
   desc.attention = key.attention;
+  if (form == AttentionForm::kAbsorbed) desc.products = key.products;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   const kernels::BackendInfo& info = backend_->Info();
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;

@@ -24,6 +24,7 @@ AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
   desc.form = form;
   desc.kv_format = spec.kv_format;
   desc.page_size = spec.page_size;
+  if (form == AttentionForm::kAbsorbed) desc.products = spec.products();
   return desc;
 }
 
@@ -53,6 +54,32 @@ absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spe
   return RefuseField("model.query_precision", "split",
                      absl::StrCat("bf16 on backend ", backend.name), "unsupported_precision",
                      absl::StatusCode::kUnimplemented);
+}
+
+// After the geometry, the format and the attention have been checked.
+absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpec* spec) {
+  const Fp8Compute wanted = spec->fp8_compute;
+  if (spec->kv_format == kernels::KvFormat::kBf16) {
+    if (wanted != Fp8Compute::kOn) {
+      spec->fp8_compute = Fp8Compute::kAuto;
+      return absl::OkStatus();
+    }
+    return RefuseField("model.fp8_compute", "on", "auto or off with rows of bf16", "conflict");
+  }
+  spec->fp8_compute = Fp8Compute::kOn;
+  AttentionDesc desc = DescOf(*spec, AttentionForm::kAbsorbed);
+  bool offered = backend.CanRun(desc).ok();
+  desc.attention = spec->attention;
+  offered = offered && backend.CanRun(desc).ok();
+  if (wanted == Fp8Compute::kOn && !offered) {
+    return RefuseField("model.fp8_compute", "on",
+                       absl::StrCat("auto or off on backend ", backend.Info().name),
+                       "unsupported_products", absl::StatusCode::kUnimplemented);
+  }
+  const bool on = wanted == Fp8Compute::kOn ||
+                  (wanted == Fp8Compute::kAuto && offered && backend.Info().fp8_products);
+  spec->fp8_compute = on ? Fp8Compute::kOn : Fp8Compute::kOff;
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -161,6 +188,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
   if (absl::Status s = SettlePrecision(backend_->Info(), &spec); !s.ok()) return s;
   if (absl::Status status = CheckSpec(spec); !status.ok()) return status;
+  if (absl::Status s = SettleFp8Compute(*backend_, &spec); !s.ok()) return s;
   const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
   if (!lease_ns.ok()) return lease_ns.status();
   size_t free = models_.size();

@@ -115,6 +115,26 @@ class ScalesTest : public ModelTableTest {
   Model* fp8_ = nullptr;
 };
 
+TEST_F(ModelTableTest, ProductsOfEightBitsAreSettledAtRegistration) {
+  ModelSpec spec = *model_->spec;
+  spec.id = "products";
+  // A backend without them: AUTO is OFF, and a repeat with either is the same model.
+  spec.kv_format = kernels::KvFormat::kFp8Row;
+  spec.geometry.kv_lora_rank = 128;
+  const auto settled = table_.Register(tenant_, spec);
+  ASSERT_TRUE(settled.ok()) << settled.status();
+  EXPECT_EQ((*settled)->spec->fp8_compute, Fp8Compute::kOff);
+  EXPECT_EQ((*settled)->spec->products(), kernels::DType::kBf16);
+  spec.fp8_compute = Fp8Compute::kOff;
+  EXPECT_EQ(table_.Register(tenant_, spec).value(), *settled);
+  spec.fp8_compute = Fp8Compute::kOn;
+  EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kUnimplemented);
+  // Rows of bf16 leave nothing to settle.
+  spec.kv_format = kernels::KvFormat::kBf16;
+  EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(model_->spec->fp8_compute, Fp8Compute::kAuto);
+}
+
 TEST_F(ScalesTest, OneALayerAndEachANumberThatRowsCanHave) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   EXPECT_FALSE(fp8_->scales_complete());

@@ -111,6 +111,7 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         reply->add_kv_dtypes(v1::DTYPE_BF16);
         const std::vector<kernels::KvFormat>& formats = rpc_.engine->backend_info().kv_formats;
         for (const kernels::KvFormat format : formats) reply->add_kv_formats(ToProto(format));
+        reply->set_fp8_compute(rpc_.engine->backend_info().fp8_compute);
         for (const char* profile : {"ABSORBED", "EXPANDED", "APPEND_ONLY"}) {
           reply->add_profiles(profile);
         }

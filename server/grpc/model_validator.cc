@@ -48,6 +48,24 @@ absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, 
                 indexer.heads > 0 ? kernels::kMaxIndexDim : 0, "model.index_dim", &indexer.dim);
 }
 
+absl::Status ParseFp8Compute(const v1::ModelSpec& message, ModelSpec* spec) {
+  if (!v1::Fp8Compute_IsValid(message.fp8_compute())) {
+    return RefuseField("model.fp8_compute", absl::StrCat(static_cast<int>(message.fp8_compute())),
+                       "an Fp8Compute of this version", "unknown_value");
+  }
+  switch (message.fp8_compute()) {
+    case v1::FP8_COMPUTE_OFF:
+      spec->fp8_compute = scheduler::Fp8Compute::kOff;
+      break;
+    case v1::FP8_COMPUTE_ON:
+      spec->fp8_compute = scheduler::Fp8Compute::kOn;
+      break;
+    default:
+      spec->fp8_compute = scheduler::Fp8Compute::kAuto;
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
@@ -83,6 +101,7 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
                        "DTYPE_BF16", "unknown_value");
   }
   MLA_RETURN_IF_ERROR(ParseKvFormat(message, spec));
+  MLA_RETURN_IF_ERROR(ParseFp8Compute(message, spec));
   if (message.rope_owner() != v1::ROPE_OWNER_WORKER) {
     return RefuseField("model.rope_owner", absl::StrCat(static_cast<int>(message.rope_owner())),
                        "ROPE_OWNER_WORKER: q and k arrive rotated", "unknown_value");
@@ -127,6 +146,10 @@ void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
   const bool bf16 = from.kv_format == kernels::KvFormat::kBf16;
   to->set_kv_dtype(bf16 ? v1::DTYPE_BF16 : v1::DTYPE_UNSPECIFIED);
   to->set_kv_format(ToProto(from.kv_format));
+  if (from.fp8_compute != scheduler::Fp8Compute::kAuto) {
+    const bool on = from.fp8_compute == scheduler::Fp8Compute::kOn;
+    to->set_fp8_compute(on ? v1::FP8_COMPUTE_ON : v1::FP8_COMPUTE_OFF);
+  }
   to->set_rope_owner(v1::ROPE_OWNER_WORKER);
   to->set_page_size(static_cast<uint32_t>(from.page_size));
   const bool sparse = from.attention == kernels::AttentionKind::kSparse;

@@ -340,6 +340,28 @@ TEST(RequestValidatorTest, QueryPrecision) {
   }
 }
 
+TEST(RequestValidatorTest, Fp8Compute) {
+  using scheduler::Fp8Compute;
+  v1::ModelSpec model;
+  model.set_model_id("m");
+  model.mutable_geometry()->set_num_heads(4);
+  model.mutable_geometry()->set_kv_lora_rank(32);
+  model.set_layers(1);
+  model.set_softmax_scale(0.5);
+  model.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  constexpr Fp8Compute kWant[] = {Fp8Compute::kAuto, Fp8Compute::kOff, Fp8Compute::kOn};
+  for (const int value : {0, 1, 2, 3, -1}) {
+    model.set_fp8_compute(static_cast<v1::Fp8Compute>(value));
+    scheduler::ModelSpec spec;
+    const absl::Status parsed = ParseModelSpec(model, Limits(), &spec);
+    const bool known = value >= 0 && value <= 2;
+    EXPECT_EQ(parsed.ok(), known);
+    EXPECT_EQ(DetailOf(parsed).field, known ? "" : "model.fp8_compute");
+    if (!known) continue;
+    EXPECT_EQ(spec.fp8_compute, kWant[value]);
+  }
+}
+
 TEST(RequestValidatorTest, KvFormat) {
   v1::ModelSpec model;
   model.set_model_id("m");

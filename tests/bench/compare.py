@@ -82,7 +82,8 @@ NOT_COMPARED = {
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
-DEFAULTS = {("kv", "bf16")}  # texts that do not name a row either: older programs leave them out
+# Texts that do not name a row either: older programs leave them out.
+DEFAULTS = {("kv", "bf16"), ("compute", "bf16")}
 
 
 class CompareError(Exception):

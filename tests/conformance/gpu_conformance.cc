@@ -7,6 +7,7 @@
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
 //                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row] [--attention dense|v32]
+//                   [--compute bf16|fp8]
 //                   [--image FILE]: device code to use in place of what was built in
 //
 // --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
@@ -20,8 +21,9 @@
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
 //
-// --kv lists the formats that rows are drawn from (bf16). --attention v32: the sampled shapes have
-// index lists, and no others are run.
+// --kv lists the formats that rows are drawn from (bf16). --compute fp8 multiplies rows of 8 bits
+// in e4m3 and runs no others. --attention v32: the sampled shapes have index lists, and no others
+// are run.
 //
 // --wide is how many cases of wide inputs are run. Known gap: absorbed queries are bf16 on GPUs, so
 // those that pass Absorb may miss the rule of CheckWide; how many do is printed. Twenty of them
@@ -64,6 +66,7 @@ struct Flags {
   bool progress = false;
   bool max_flop_given = false;
   bool sparse = false;
+  bool fp8 = false;
   std::string form;  // of the attention itself; empty: both
   int64_t expanded_workspace = 0;
   int64_t first_byte = 0;  // of the pool that pages may use
@@ -151,6 +154,10 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--attention") {
     flags.sparse = value == "v32";
     return flags.sparse || value == "dense" || Refuse(name, value, "dense or v32");
+  }
+  if (name == "--compute") {
+    flags.fp8 = value == "fp8";
+    return flags.fp8 || value == "bf16" || Refuse(name, value, "bf16 or fp8");
   }
   if (name == "--form") {
     flags.form = value;
@@ -248,6 +255,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
                                      const kernels::hip::HipBackend& backend) {
   const auto wanted = [&](CaseSpec& spec) {
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
+    if (flags.fp8 && !ComputeInFp8(spec)) return false;
     const kernels::AttentionDesc desc = spec.Desc();
     return backend.CanRun(desc).ok() &&
            (flags.form.empty() || flags.form == kernels::Name(desc.form));
@@ -288,6 +296,7 @@ absl::StatusOr<std::vector<CaseSpec>> DirectedCases(const Flags& flags,
   for (const std::string& text : flags.directed) {
     auto spec = ParseCase(sampler, 4000000 + cases.size(), text);
     if (!spec.ok()) return spec.status();
+    if (flags.fp8) ComputeInFp8(*spec);
     if (absl::Status s = backend.CanRun(spec->Desc()); !s.ok()) return s;
     cases.push_back(*std::move(spec));
   }

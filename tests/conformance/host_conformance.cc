@@ -3,12 +3,13 @@
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
-//                    [--kv FORMAT] [--attention dense|v32]
+//                    [--kv FORMAT] [--attention dense|v32] [--compute bf16|fp8]
 //
 // --image is such a library, in place of what was built; --long draws more cases, as does the
 // environment's MLA_TEST_LONG; --kv leaves out cases with rows of other formats, --attention those
-// without or with index lists; --cases runs COUNT of them from number FIRST on; --first-failure
-// ends with the first group of cases in which one fails.
+// without or with index lists; --compute fp8 takes 8-bit rows alone and multiplies them in e4m3;
+// --cases runs COUNT of them from number FIRST on; --first-failure ends with the first group of
+// cases in which one fails.
 //
 // Exit status 0: every case passed; 1: some failed; 2: it could not be found out, also where the
 // oracle itself has no answer.
@@ -52,6 +53,7 @@ struct Flags {
   std::string image;      // contents of the file
   std::string kv;         // name of a format; empty: all
   std::string attention;  // dense or v32; empty: both
+  bool fp8 = false;       // 8-bit rows with products of kFp8E4m3, and no other cases
   bool many = false;
   bool first_failure = false;
   bool progress = false;
@@ -88,6 +90,9 @@ bool Parse(int argc, char** argv, Flags& flags) {
     } else if (name == "--attention") {
       if (value != "dense" && value != "v32") return false;
       flags.attention = value;
+    } else if (name == "--compute") {
+      if (value != "bf16" && value != "fp8") return false;
+      flags.fp8 = value == "fp8";
     } else if (name == "--long") {
       flags.many = on;
     } else if (name == "--first-failure") {
@@ -132,6 +137,9 @@ constexpr const char* kDirectedLists[] = {
     "v32:8:1,5000,64/2,40,64:9",   "v32:20:3,333,1/1,0,64:1",        "v32:129:1,600,128/1,1,3:2",
 };
 
+// Of how many cases one is run with products of 8 bits too, where the backend has them for it.
+constexpr size_t kProductsEvery = 3;
+
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
 std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& backend) {
@@ -170,13 +178,17 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   }
   std::vector<CaseSpec> cases;
   for (CaseSpec& spec : wanted) {
+    if (flags.fp8 && !ComputeInFp8(spec)) continue;
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     if (!backend.CanRun(spec.Desc()).ok()) {
       spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;
     }
     const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(spec.kv_format)) &&
                         (flags.attention.empty() || (flags.attention == "v32") == spec.sparse);
-    if (chosen && backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
+    if (!chosen || !backend.CanRun(spec.Desc()).ok()) continue;
+    cases.push_back(spec);
+    if (flags.fp8 || cases.size() % kProductsEvery != 0) continue;
+    if (ComputeInFp8(spec) && backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
   }
   if (flags.first >= cases.size()) return {};
   const auto first = cases.begin() + static_cast<ptrdiff_t>(flags.first);

@@ -35,6 +35,11 @@ v1::KvFormat KvFormatOf(const std::string& name) {
   return name == "fp8_row" ? v1::KV_FORMAT_FP8_ROW : v1::KV_FORMAT_BF16;
 }
 
+v1::Fp8Compute Fp8ComputeOf(const std::string& name) {
+  if (name == "off") return v1::FP8_COMPUTE_OFF;
+  return name == "on" ? v1::FP8_COMPUTE_ON : v1::FP8_COMPUTE_AUTO;
+}
+
 v1::QueryPrecision PrecisionOf(const std::string& name) {
   if (name == "bf16") return v1::QUERY_PRECISION_BF16;
   if (name == "split") return v1::QUERY_PRECISION_SPLIT;
@@ -57,6 +62,7 @@ v1::ModelSpec ModelOf(const BenchArguments& arguments) {
   model.set_page_size(arguments.page_size);
   model.set_softmax_scale(1.0 / std::sqrt(static_cast<double>(arguments.nope + arguments.rope)));
   model.set_kv_format(KvFormatOf(arguments.kv_format));
+  model.set_fp8_compute(Fp8ComputeOf(arguments.fp8_compute));
   model.set_rope_owner(v1::ROPE_OWNER_WORKER);
   if (arguments.attention == "v32") {
     model.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
@@ -157,6 +163,9 @@ void AddModel(Command* command, BenchArguments* arguments) {
   command->Choice(
       {"kv-format", "F", "of the cache: bf16 (default), fp8_tensor, fp8_row or fp8_page"},
       {"bf16", "fp8_tensor", "fp8_row", "fp8_page"}, &arguments->kv_format);
+  command->Choice({"fp8-compute", "C",
+                   "whether products over 8-bit rows are of 8 bits too: auto (default), off or on"},
+                  {"auto", "off", "on"}, &arguments->fp8_compute);
   command->Choice({"attention", "A",
                    "dense (default), or v32: to random lists of --top-k rows, which come along"},
                   {"dense", "v32"}, &arguments->attention);

@@ -54,7 +54,7 @@ struct BenchOptions {
 struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
-  std::string kv_format = "bf16", attention = "dense";
+  std::string kv_format = "bf16", attention = "dense", fp8_compute = "auto";
   uint32_t top_k = 2048;  // of v32
   std::string query_dtype = "bf16", row_dtype = "bf16", output_dtype = "bf16";
   uint32_t heads = 0, layers = 0;  // 0: the preset's

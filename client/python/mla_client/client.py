@@ -437,6 +437,7 @@ def _match_from_proto(match: Any) -> PrefixMatch:
 _PRECISIONS = ("", "bf16", "split")
 _KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
 _ATTENTION = ("", "dense", "sparse_v32")
+_FP8_COMPUTE = ("", "off", "on")
 
 
 def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
@@ -456,6 +457,7 @@ def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         kv_format=kv_format,
         rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
         query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
+        fp8_compute=_number_of(spec.fp8_compute, _FP8_COMPUTE, "fp8_compute"),
         attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k,
         index_heads=spec.index_heads, index_dim=spec.index_dim,
         weights_digest=spec.weights_digest)
@@ -469,7 +471,8 @@ def _spec_from_proto(message: Any) -> ModelSpec:
                      message.layers, message.softmax_scale, message.page_size,
                      _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format],
                      _ATTENTION[message.attention], message.top_k, message.index_heads,
-                     message.index_dim, message.weights_digest)
+                     message.index_dim, message.weights_digest,
+                     _FP8_COMPUTE[message.fp8_compute])
 
 
 def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

@@ -110,6 +110,8 @@ class LocalReference(Service):
         if spec.kv_format not in ("", "bf16"):
             raise errors.Unimplemented(
                 f"model.kv_format: got {spec.kv_format!r}, rows are bf16 in this process")
+        if spec.fp8_compute == "on":
+            raise errors.InvalidArgument("model.fp8_compute: got 'on' with rows of bf16")
         _refuse_scales(kv_scales)
         sparse = spec.attention == "sparse_v32"
         if spec.attention not in ("", "dense", "sparse_v32") or (spec.top_k > 0) != sparse:
@@ -120,6 +122,7 @@ class LocalReference(Service):
                 f"model.index_heads: got {spec.index_heads} of {spec.index_dim} elements with "
                 f"attention {spec.attention!r}")
         spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
+                                   fp8_compute="",
                                    attention=spec.attention or "dense",
                                    query_precision=spec.query_precision or "split")
         with self._lock:

@@ -103,6 +103,9 @@ class ModelSpec:
     # Of all weights that KV rows come from: 32 bytes (a SHA-256, say), or none. Rows are neither
     # shared nor imported where it differs.
     weights_digest: bytes = b""
+    # Whether products over 8-bit rows are of 8 bits too, which costs accuracy: "on", "off", or "",
+    # where the server's backend is faster so; the registered model names what is in force.
+    fp8_compute: str = ""
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:

@@ -22,6 +22,9 @@ inline bool barrier_test(uint32_t at, uint32_t parity) {
   barrier_wait(at, parity);
   return true;
 }
+inline bool barrier_ended(uint32_t at, uint32_t parity) {
+  return host::CountedPhaseEnded(at, parity);
+}
 inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   host::StartBulkCopy(shared_bytes() + to, from, bytes, barrier);
 }

@@ -64,12 +64,19 @@ inline void store_matrices_transposed(lds_t at, uint32_t r0, uint32_t r1, uint32
 }
 
 inline void multiply_held_f16(float (&c)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  host::StartProduct(
-      {c, 16, accumulate != 0, true, false, 0, {a[0], a[1], a[2], a[3]}, b, 0, true});
+  host::StartProduct({c,
+                      16,
+                      accumulate != 0,
+                      true,
+                      false,
+                      0,
+                      {a[0], a[1], a[2], a[3]},
+                      b,
+                      0,
+                      host::Element::kBinary16});
 }
 inline void multiply_held_bf16(float (&c)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  host::StartProduct(
-      {c, 16, accumulate != 0, true, false, 0, {a[0], a[1], a[2], a[3]}, b, 0, false});
+  host::StartProduct({c, 16, accumulate != 0, true, false, 0, {a[0], a[1], a[2], a[3]}, b, 0});
 }
 
 }  // namespace mla::kernels::hip::tile

@@ -35,6 +35,8 @@ MLA_DEVICE bool barrier_test(uint32_t at, uint32_t parity) {
       : "memory");
   return done != 0;
 }
+// The same, for those who do not ask in a loop.
+MLA_DEVICE bool barrier_ended(uint32_t at, uint32_t parity) { return barrier_test(at, parity); }
 // Returns once the phase of this parity is complete.
 MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
   uint32_t done;

@@ -53,6 +53,18 @@ template <AttentionKind kOfItems>
 struct AttendConfig<16, KvFormat::kFp8Row, DType::kBf16, kOfItems>
     : AttendFp8Config<KvFormat::kFp8Row, kOfItems> {};
 
+// Up to 64 rows over rows of e4m3 with products in e4m3 (e4m3/attend_e4m3.h).
+template <KvFormat kOfRows, AttentionKind kOfItems>
+struct AttendConfig<64, kOfRows, DType::kFp8E4m3, kOfItems> : AttendBase {
+  static constexpr KvFormat kFormat = kOfRows;
+  static constexpr AttentionKind kAttention = kOfItems;
+  static constexpr int kStages = 4;
+  // Registers of a thread that makes scores, that sums values, that copies.
+  static constexpr bool kScaled = kOfRows == KvFormat::kFp8Row;
+  static constexpr int kScoreRegisters = 88, kValueRegisters = kScaled ? 184 : 192,
+                       kCopyRegisters = kScaled ? 56 : 40;
+};
+
 struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 2;
 };

@@ -34,6 +34,8 @@ MLA_DEVICE uint32_t exchange_word(uint32_t x) {
   return __shfl_xor_sync(0xffffffffu, x, kStep);
 }
 
+// The value of a lane, which may differ from lane to lane.
+MLA_DEVICE uint32_t from_lane(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 // The value of one lane, for all: `from` is the same in every lane.
 MLA_DEVICE float broadcast(float x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 

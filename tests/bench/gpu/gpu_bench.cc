@@ -4,8 +4,10 @@
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
-//             [--kv bf16|fp8_tensor|fp8_row] [--sparse topk=2048] [--json FILE]
+//             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
+//             [--json FILE]
 //
+// --compute fp8: products over 8-bit rows are of 8 bits too, where there is a kernel for that.
 // --sparse: each query row has an index list of so many random positions, ascending, or of all.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS.
@@ -45,10 +47,11 @@ struct Flags {
   int32_t query_rows = 1;
   double max_gb = 20.0;
   std::string kv = "bf16";  // format of the rows
-  std::string sparse;       // empty: dense; else topk=N
-  int32_t top_k = 0;        // of it
-  std::string json;         // file for rows of JSON
-  std::string image;        // file with device code to use in place of what was built in
+  std::string compute = "bf16";
+  std::string sparse;  // empty: dense; else topk=N
+  int32_t top_k = 0;   // of it
+  std::string json;    // file for rows of JSON
+  std::string image;   // file with device code to use in place of what was built in
 };
 
 struct Shape {
@@ -94,6 +97,7 @@ class Bench {
     desc.geometry = {shape.heads, 512, 64, 128, 128};
     desc.kv_format = format_;
     if (flags_.top_k > 0) desc.attention = kernels::AttentionKind::kSparse;
+    if (flags_.compute == "fp8") desc.products = kernels::DType::kFp8E4m3;
     return desc;
   }
 
@@ -301,19 +305,22 @@ absl::Status Bench::Time(const Shape& shape) {
   const int32_t meets = flags_.top_k > 0 ? 1 : flags_.query_rows;
   const double flop = 2.0 * static_cast<double>(shape.rows) * shape.heads * meets * (576 + 512);
   std::printf(
-      "%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
+      "%s%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
       "%zu merged tiles\n",
       format_ == kernels::KvFormat::kBf16 ? "" : (flags_.kv + " ").c_str(),
+      flags_.compute == "fp8" ? "products " : "",
       flags_.top_k > 0 ? (flags_.sparse + " ").c_str() : "", shape.heads, shape.batch,
       shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, us,
       static_cast<double>(times[0]) / 1e3, static_cast<double>(shape.rows * row_bytes()) / us / 1e6,
       flop / us / 1e6, plan->work_info.size(), plan->reduce_final_map.size());
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
-      R"({"bench": "gpu_decode", "kv": "%s", "heads": %d, "batch": %d, "context": %d, )"
-      R"("ragged": %s, "query_rows": %d, "us": %.1f, "least_us": %.1f, "tflops": %.0f})",
-      flags_.kv, shape.heads, shape.batch, shape.context, flags_.ragged ? "true" : "false",
-      flags_.query_rows, us, static_cast<double>(times[0]) / 1e3, flop / us / 1e6));
+      R"({"bench": "gpu_decode", "kv": "%s", "compute": "%s", "heads": %d, "batch": %d, )"
+      R"("context": %d, "ragged": %s, "query_rows": %d, "us": %.1f, "least_us": %.1f, )"
+      R"("tflops": %.0f})",
+      flags_.kv, flags_.compute, shape.heads, shape.batch, shape.context,
+      flags_.ragged ? "true" : "false", flags_.query_rows, us, static_cast<double>(times[0]) / 1e3,
+      flop / us / 1e6));
   return absl::OkStatus();
 }
 
@@ -324,7 +331,7 @@ int Main(int argc, char** argv) {
                         {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
                         {"--max-gb", &flags.max_gb},   {"--image", &flags.image},
                         {"--json", &flags.json},       {"--kv", &flags.kv},
-                        {"--sparse", &flags.sparse}};
+                        {"--sparse", &flags.sparse},   {"--compute", &flags.compute}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
@@ -335,6 +342,11 @@ int Main(int argc, char** argv) {
                    [&](kernels::KvFormat f) { return Name(f) == flags.kv; });
   if (format == std::end(kernels::kKvFormats)) {
     std::fprintf(stderr, "--kv: got '%s', want bf16, fp8_tensor or fp8_row\n", flags.kv.c_str());
+    return 2;
+  }
+  if (flags.compute != "bf16" && (flags.compute != "fp8" || flags.kv == "bf16")) {
+    std::fprintf(stderr, "--compute: got '%s', want bf16, or fp8 with rows of 8 bits\n",
+                 flags.compute.c_str());
     return 2;
   }
   if (!flags.sparse.empty() && (!absl::ConsumePrefix(&top_k, "topk=") ||

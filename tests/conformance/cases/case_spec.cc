@@ -81,6 +81,7 @@ kernels::AttentionDesc CaseSpec::Desc() const {
   desc.kv_format = kv_format;
   desc.page_size = requests.empty() ? 64 : requests.front().page_size;
   if (sparse) desc.attention = kernels::AttentionKind::kSparse;
+  desc.products = products;
   return desc;
 }
 
@@ -102,6 +103,13 @@ int64_t CaseSpec::PackedRows() const {
   int64_t rows = 0;
   for (const RequestSpec& r : requests) rows += static_cast<int64_t>(r.q_rows) * r.num_heads;
   return rows;
+}
+
+bool ComputeInFp8(CaseSpec& spec) {
+  if (spec.kv_format == kernels::KvFormat::kBf16 || spec.route != Route::kAbsorbed) return false;
+  if (IsWide(spec.inputs)) return false;
+  spec.products = kernels::DType::kFp8E4m3;
+  return true;
 }
 
 std::string ToString(const CaseSpec& spec) {

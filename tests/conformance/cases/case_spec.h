@@ -71,6 +71,8 @@ struct CaseSpec {
   // Between absorb and attention, and between attention and project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
+  // Of the absorbed form. With kFp8E4m3 the queries of kAbsorbed are such as their rounding keeps.
+  kernels::DType products = kernels::DType::kBf16;
   float softmax_scale = 1.0f;
   int32_t units = 1;    // what the plan is cut for
   bool sparse = false;  // every query row has an index list, and rows in no list are NaN
@@ -85,12 +87,18 @@ struct CaseSpec {
     return route == Route::kAbsorbProject && q_dtype == kernels::DType::kF32 &&
            latent_q_dtype == kernels::DType::kBf16;
   }
+  // Whether the case is judged by what rounding of probabilities to e4m3 costs.
+  bool RoundsProbabilities() const { return products == kernels::DType::kFp8E4m3; }
   int32_t q_dim() const;  // of the queries a client sends
   int32_t o_dim() const;  // of the outputs a client gets
   // Attention FLOP of the oracle (latent form, whole square).
   double Flop() const;
   int64_t PackedRows() const;
 };
+
+// Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, in the
+// expanded form, and between the projections, whose latent queries no case can choose.
+bool ComputeInFp8(CaseSpec& spec);
 
 std::string ToString(const CaseSpec& spec);
 

@@ -1,14 +1,17 @@
 #include "tests/conformance/cases/workload.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <span>
 #include <tuple>
 
+#include "kernels/formats/fp8.h"
 #include "tests/conformance/cases/random.h"
 
 namespace mla::conformance {
@@ -195,6 +198,23 @@ void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData&
 
 namespace {
 
+// Makes a query such that rounding to e4m3 keeps it, over the power of two that brings its largest
+// magnitude to at most 448 and more than 224 (kernels/hip/sm90/e4m3/queries.h).
+void RoundQuery(std::span<float> query) {
+  uint32_t largest = 0;
+  for (float& x : query) {
+    x = kernels::ToFloat(kernels::ToBf16(x));
+    largest = std::max(largest, std::bit_cast<uint32_t>(x) & 0x7fffffffu);
+  }
+  const uint32_t exponent = (largest >> 23) + ((largest & 0x7fffffu) > 0x600000u ? 1 : 0);
+  if (exponent < 20 || exponent > 250) return;
+  const float scale = std::bit_cast<float>((exponent - 8) << 23);
+  constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;
+  for (float& x : query) {
+    x = kernels::DecodeFp8(kernels::EncodeFp8(x / scale, kKind), kKind) * scale;
+  }
+}
+
 RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec& request,
                         const Weights* weights) {
   Draft draft{spec, request, {}, {}};
@@ -218,6 +238,11 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
           rotated[i] = kernels::ToFloat(kernels::ToBf16(rotated[i]));
         }
       }
+    }
+  }
+  if (spec.RoundsProbabilities() && spec.route == Route::kAbsorbed) {
+    for (int64_t i = 0; i < int64_t{request.q_rows} * request.num_heads; ++i) {
+      RoundQuery({draft.q.data() + i * spec.q_dim(), static_cast<size_t>(spec.q_dim())});
     }
   }
   RequestData data;

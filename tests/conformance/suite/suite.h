@@ -77,6 +77,12 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 // enough more than this error; a few dims may all be near zero by chance. So with fewer than 16
 // dims an element counts as at least so much that this error, and no larger one, stays under the
 // limit.
+//
+// Cases that round probabilities to e4m3 (CaseSpec::RoundsProbabilities) have limits of their own:
+// a weight is off by at most 1/16 of itself, so outputs are within 1/16 of max |V|, and by 1/39 in
+// the root mean square, so that the cosine difference of outputs of independent values is half the
+// square of that, 3.3e-4, and held to 5e-4. Log-sum-exps may be off by 4e-3 or 0.2 %, which sums of
+// 13 bits cost.
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                         bool rounded_weights, double* worst_cosine);
 

@@ -4,52 +4,68 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/products.h"
 
 namespace mla::kernels::hip::host {
 namespace {
 
-constexpr int kDepth = 16, kRows = 16, kMostCols = 256;
+constexpr int kDepthBytes = 32, kMostDepth = 32, kRows = 16, kMostCols = 256, kChunkBytes = 16;
 
-float Widen(uint16_t x, bool of_binary16) {
-  return of_binary16 ? static_cast<float>(std::bit_cast<_Float16>(x)) : WideBf16(x);
+int BytesOf(Element of) { return of == Element::kE4m3 ? 1 : 2; }
+
+// The numbers of `count` bytes.
+void Widen(const uint8_t* from, int count, Element of, float* out) {
+  for (int i = 0; i < count / BytesOf(of); ++i) {
+    if (of == Element::kE4m3) {
+      out[i] = kernels::DecodeFp8(from[i], kernels::Fp8Kind::kE4m3Fn);
+      continue;
+    }
+    uint16_t x;
+    std::memcpy(&x, from + 2 * i, sizeof(x));
+    out[i] = of == Element::kBf16 ? WideBf16(x) : static_cast<float>(std::bit_cast<_Float16>(x));
+  }
 }
 
 // An operand in shared memory: the start, and what lies between groups of eight rows and between
-// column blocks of 64.
+// column blocks of the width of a row.
 struct Operand {
-  Operand(uint64_t descriptor, bool values_of_binary16)
-      : of_binary16(values_of_binary16),
+  Operand(uint64_t descriptor, Element of_values)
+      : of(of_values),
+        pitch(descriptor >> 62 == 1 ? 128 : 64),
         start(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
         block(static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4),
         group(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4) {
-    if (descriptor >> 62 != 1) Fault("a descriptor without the 128-byte exchange of chunks");
+    if (descriptor >> 62 != 1 && descriptor >> 62 != 2) {
+      Fault("a descriptor without the exchange of chunks in rows of 128 or 64 bytes");
+    }
   }
-  // Eight elements from column `col` of row `row` on. The exchange is by bits of the address.
-  void Load(int row, int col, float (&out)[8]) const {
-    const uint32_t at =
-        start + static_cast<uint32_t>(row / 8) * group + static_cast<uint32_t>(row % 8) * 128 +
-        static_cast<uint32_t>(col / 64) * block + static_cast<uint32_t>(col % 64) * 2;
-    const char* const from = the_block->shared.base() + (at ^ (at >> 7 & 7) << 4);
-    the_block->shared.Read(from, 16, the_lane->wave->index);
-    uint16_t x[8];
+  // The 16 bytes from byte `col` of row `row` on. The exchange is by bits of the address.
+  void Load(int row, int col, float* out) const {
+    const uint32_t from_start = static_cast<uint32_t>(col);
+    const uint32_t at = start + static_cast<uint32_t>(row / 8) * group +
+                        static_cast<uint32_t>(row % 8) * pitch + from_start / pitch * block +
+                        from_start % pitch;
+    const char* const from =
+        the_block->shared.base() + (at ^ (at >> 7 & (pitch / kChunkBytes - 1)) << 4);
+    the_block->shared.Read(from, kChunkBytes, the_lane->wave->index);
+    uint8_t x[kChunkBytes];
     std::memcpy(x, from, sizeof(x));
-    for (int e = 0; e < 8; ++e) out[e] = Widen(x[e], of_binary16);
+    Widen(x, kChunkBytes, of, out);
   }
-  bool of_binary16;
-  uint32_t start, block, group;
+  Element of;
+  uint32_t pitch, start, block, group;
 };
 
-void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kDepth]) {
+void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kMostDepth]) {
   const Product& first = wave.lane[0]->products[index];
+  const int bytes = BytesOf(first.of), depth = kDepthBytes / bytes;
   if (!first.a_held) {
-    const Operand a(first.a, first.of_binary16);
+    const Operand a(first.a, first.of);
     for (int row = 0; row < kRows; ++row) {
-      for (int k = 0; k < kDepth; k += 8) {
-        float x[8];
-        a.Load(wave.index % 4 * kRows + row, k, x);
-        std::memcpy(left + row * kDepth + k, x, sizeof(x));
+      for (int k = 0; k < kDepthBytes; k += kChunkBytes) {
+        a.Load(wave.index % 4 * kRows + row, k, left + row * depth + k / bytes);
       }
     }
     return;
@@ -57,29 +73,30 @@ void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kDepth]) {
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = wave.lane[static_cast<size_t>(lane)]->products[index];
     for (int i = 0; i < 4; ++i) {
-      float* const to = left + (lane / 4 + 8 * (i % 2)) * kDepth + 2 * (lane % 4) + 8 * (i / 2);
-      to[0] = Widen(static_cast<uint16_t>(p.held[i]), p.of_binary16);
-      to[1] = Widen(static_cast<uint16_t>(p.held[i] >> 16), p.of_binary16);
+      const int col = (4 * (lane % 4) + kChunkBytes * (i / 2)) / bytes;
+      uint8_t word[4];
+      std::memcpy(word, &p.held[i], sizeof(word));
+      Widen(word, 4, p.of, left + (lane / 4 + 8 * (i % 2)) * depth + col);
     }
   }
 }
 
 void LoadRight(const Product& p, float* right) {
-  const Operand b(p.b, p.of_binary16);
-  float x[8];
+  const Operand b(p.b, p.of);
+  const int bytes = BytesOf(p.of), depth = kDepthBytes / bytes, each = kChunkBytes / bytes;
+  float x[kChunkBytes];
   if (p.b_down) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int col = 0; col < p.cols; col += 8) {
-        b.Load(k, col, x);
-        std::memcpy(right + k * p.cols + col, x, sizeof(x));
+    for (int k = 0; k < depth; ++k) {
+      for (int col = 0; col < p.cols; col += each) {
+        b.Load(k, col * bytes, right + k * p.cols + col);
       }
     }
     return;
   }
   for (int col = 0; col < p.cols; ++col) {
-    for (int k = 0; k < kDepth; k += 8) {
-      b.Load(col, k, x);
-      for (int e = 0; e < 8; ++e) right[(k + e) * p.cols + col] = x[e];
+    for (int k = 0; k < depth; k += each) {
+      b.Load(col, k * bytes, x);
+      for (int e = 0; e < each; ++e) right[(k + e) * p.cols + col] = x[e];
     }
   }
 }
@@ -94,21 +111,20 @@ void ForElements(int lane, int cols, const Each& each) {
 }
 
 void Multiply(Wave& wave, size_t index) {
-  alignas(32) float left[kRows * kDepth];
-  alignas(32) float right[kDepth * kMostCols];
+  alignas(32) float left[kRows * kMostDepth];
+  alignas(32) float right[kMostDepth * kMostCols];
   alignas(32) float sums[kRows * kMostCols];
   const Product& first = wave.lane[0]->products[index];
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = wave.lane[static_cast<size_t>(lane)]->products[index];
-    if (p.a != first.a || p.b != first.b || p.cols != first.cols ||
-        p.of_binary16 != first.of_binary16) {
+    if (p.a != first.a || p.b != first.b || p.cols != first.cols || p.of != first.of) {
       Fault("lanes of a warp start different products");
     }
     ForElements(lane, p.cols, [&](int i, int at) { sums[at] = p.accumulate ? p.c[i] : 0.0f; });
   }
   LoadLeft(wave, index, left);
   LoadRight(first, right);
-  MultiplyAdd(sums, left, right, kRows, first.cols, kDepth);
+  MultiplyAdd(sums, left, right, kRows, first.cols, kDepthBytes / BytesOf(first.of));
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = wave.lane[static_cast<size_t>(lane)]->products[index];
     ForElements(lane, p.cols, [&](int i, int at) { p.c[i] = sums[at]; });

@@ -6,19 +6,22 @@
 
 namespace mla::kernels::hip::host {
 
-// c [64 x cols] (+)= a [64 x 16] b [16 x cols], of which the lane's warp has 16 rows. Layouts and
-// descriptors: kernels/hip/sm90/wgmma.h.
+enum class Element : uint8_t { kBf16, kBinary16, kE4m3 };
+
+// c [64 x cols] (+)= a [64 x depth] b [depth x cols], of which the lane's warp has 16 rows; the
+// depth is 16, of e4m3 32. Layouts and descriptors: kernels/hip/sm90/wgmma.h and
+// kernels/hip/sm90/e4m3/instructions.h.
 struct Product {
   float* c;         // of the lane; must stay where it is until the product is finished
-  int cols;         // a multiple of 16, at most 256
+  int cols;         // a multiple of 8, at most 256
   bool accumulate;  // else c begins with zeros
   bool a_held;      // in registers, else in shared memory
   bool b_down;      // its depth runs down the rows of shared memory, else along them
   uint64_t a;       // descriptor
   uint32_t held[4];
   uint64_t b;
-  uint64_t group;            // set by StartProduct
-  bool of_binary16 = false;  // else of bf16
+  uint64_t group;  // set by StartProduct
+  Element of = Element::kBf16;
 };
 
 void StartProduct(Product product);

@@ -1,0 +1,332 @@
+// The group of attend_e4m3.h that makes probabilities.
+#ifndef MLA_KERNELS_HIP_SM90_E4M3_SCORER_H_
+#define MLA_KERNELS_HIP_SM90_E4M3_SCORER_H_
+
+#include "kernels/hip/sm90/e4m3/queries.h"
+
+namespace mla::kernels::hip {
+
+// Of each tile, a row's probabilities are 2^(x - top + kShift) with the row's largest logit `top`
+// of the tile, so that none is lost for what other tiles hold, and the largest is not rounded. What
+// is summed over tiles counts from an origin that follows the largest logit once that has grown by
+// more than kSlack; the factor between the two goes with the probabilities.
+template <class C>
+class E4m3Scorer {
+ public:
+  using L = E4m3Layout<C>;
+
+  MLA_DEVICE E4m3Scorer(const AttendArgs& a, const L& layout)
+      : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
+
+  // The item is read again for its results, rather than held in registers meanwhile.
+  MLA_DEVICE void attend(const Item& item, int index, int share) {
+    State state;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      state.origin[slot] = negative_infinity();
+      state.sum[slot] = state.scaled[slot] = state.coded[slot] = 0.0f;
+    }
+    const Source source(args, item);
+    if (source.begin < source.end) bring_queries(item);
+    state.scale[0] = query_scale(0);
+    state.scale[1] = query_scale(1);
+    state.positive = state.scale[0] > 0.0f && state.scale[1] > 0.0f;
+    const Tiles tiles{source.begin, source.end, L::kLists ? source.end : item.limit(0), index,
+                      share};
+    for (int first = tiles.begin; first < tiles.end; first += C::kTileKv) {
+      attend_tile(tiles, first, state);
+    }
+    finish(load_item<L::kRows>(args, index, share), state);
+  }
+
+ private:
+  using lds_t = tile::lds_t;
+  using Source = RowSource<C::kAttention>;
+  using Rows = WarpgroupRows<C::kTileKv>;
+  using Scores = typename Rows::Scores;
+  static constexpr int kScores = Rows::kScoreElems;
+  static constexpr float kShift = 8.0f;  // 2^8 is the power of two below the largest code
+  static constexpr float kSlack = 8.0f;
+  static constexpr int kGroupBarrier = 1;
+
+  struct State {
+    float origin[2];
+    // Of probabilities: as they were, times the scales of keys (which are 1 in fp8_tensor), and as
+    // codes. The last is of the row, the others are of this lane's keys.
+    float sum[2], scaled[2], coded[2];
+    float scale[2];  // from scores to logits, as powers of two
+    bool positive;   // both
+  };
+
+  struct TileSums {
+    float from[2], factor[2];  // what probabilities count from, and what brings them to the origin
+    float of[2] = {0.0f, 0.0f}, scaled[2] = {0.0f, 0.0f};
+  };
+  // Places of the item, and which one it is.
+  struct Tiles {
+    int begin, end, unmasked_end, index, share;
+  };
+
+  MLA_DEVICE float query_scale(int slot) const {
+    return tile::load_float(shared.query_scale() + row(slot) * 4);
+  }
+  MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
+
+  MLA_DEVICE void bring_queries(const Item& item) const {
+    tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the last item's are no longer needed
+    const float scale = item.segment->softmax_scale * kLog2e * layer_scale(item);
+    E4m3Queries<C>::write(shared, item, scale, warp, lane);
+    tile::publish_shared();
+    tile::named_sync<kGroupBarrier, L::kGroupThreads>();
+  }
+  // What all values of the layer are times.
+  MLA_DEVICE static float layer_scale(const Item& item) {
+    return C::kFormat == KvFormat::kFp8Tensor ? item.segment->kv_scale : 1.0f;
+  }
+  MLA_DEVICE void release(lds_t barrier) const {
+    if (lane == 0) tile::barrier_arrive(barrier);
+  }
+
+  MLA_DEVICE void attend_tile(const Tiles& tiles, int first, State& state) {
+    const int slot = ring.at;
+    Scores s;
+    tile::barrier_wait(shared.filled(slot), ring.parity);
+    start(slot, s.c);
+    tile::wgmma_wait<0>();
+    tile::pin(s.c);
+    if (!L::kScaledRows) release(shared.emptied(slot));
+    float top[2];
+    take_scores(tiles, slot, first, state, s, top);
+    TileSums sums;
+    move_origins(slot, top, sums, state);
+    // What was published here before is no longer needed.
+    tile::barrier_wait(shared.adopted(slot), ring.parity ^ 1);
+    uint32_t codes[kScores / 4];
+    make_probabilities(slot, state, s, codes, sums);
+    store_probabilities(slot, codes);
+    if (L::kScaledRows) release(shared.emptied(slot));
+    tile::publish_shared();
+    tile::barrier_arrive(shared.published(slot));
+    ring.next();
+    add_sums(codes, sums, state);
+  }
+  MLA_DEVICE void add_sums(const uint32_t (&codes)[kScores / 4], const TileSums& sums,
+                           State& state) const {
+    float of_codes[4];  // of a row's keys: elements 0 and 2, of both rows
+    const uint64_t ones = tile::along_rows(shared.ones());
+    tile::pin(of_codes);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < C::kTileKv / 32; ++step) {
+      const uint32_t operand[4] = {codes[4 * step], codes[4 * step + 1], codes[4 * step + 2],
+                                   codes[4 * step + 3]};
+      tile::multiply_held_e4m3(of_codes, operand, ones, step > 0);
+    }
+    tile::wgmma_commit();
+    tile::wgmma_wait<0>();
+    tile::pin(of_codes);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state.sum[h] = fma_f(sums.of[h], sums.factor[h], state.sum[h]);
+      state.coded[h] = fma_f(of_codes[2 * h], sums.factor[h], state.coded[h]);
+      if constexpr (L::kScaledRows) {
+        state.scaled[h] = fma_f(sums.scaled[h], sums.factor[h], state.scaled[h]);
+      }
+    }
+  }
+
+  // Starts the products of queries and a slot's keys.
+  MLA_DEVICE void start(int slot, float (&s)[kScores]) const {
+    const lds_t keys = shared.slot(slot);
+    tile::publish_shared();
+    tile::pin(s);
+    tile::wgmma_begin();
+    const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(keys);
+#pragma unroll
+    for (int step = 0; step < 4 * L::kBlocks; ++step) {
+      const int offset = (step / 4 * L::kBlockBytes + (step & 3) * 32) >> 4;
+      tile::multiply_e4m3(s, q + offset, k + offset, step > 0);
+    }
+    const uint32_t rope = shared.queries() + L::kLatentBytes;
+    if constexpr (L::kScaledRows) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        tile::wgmma_64x64(s, tile::along_rows(rope + step * 32),
+                          tile::along_rows(keys + L::kLatentBytes + step * 32), 1);
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        tile::multiply_e4m3(s, tile::along_narrow_rows(rope + step * 32),
+                            tile::along_narrow_rows(keys + L::kLatentBytes + step * 32), 1);
+      }
+    }
+    tile::wgmma_commit();
+  }
+
+  // Brings the keys' scales into the scores, hides those that are not seen, and takes the maxima.
+  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const State& state,
+                              Scores& s, float (&top)[2]) const {
+    const float(&scale)[2] = state.scale;
+    if constexpr (L::kScaledRows) {
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+        float of_key[2];
+        tile::load_two_floats(of_key, shared.key_scales(slot) + key(j) * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s.c[4 * j + i] *= of_key[i & 1] * scale[i >> 1];
+      }
+    } else if (!state.positive) {
+      // Or the maximum would not be that of the logits.
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s.c[i] *= scale[i >> 1 & 1];
+    }
+    if (L::kLists) hide_unseen(slot, s);
+    if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
+    float most[2][2];  // of two keys each
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      float exponent[2] = {0.0f, 0.0f};
+      if constexpr (L::kScaledRows) {
+        tile::load_two_floats(exponent, shared.key_exponents(slot) + key(j) * 4);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = L::kScaledRows ? s.c[4 * j + i] + exponent[i & 1] : s.c[4 * j + i];
+        most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
+      }
+    }
+    top[0] = max_f(max_f(most[0][0], most[0][1]), negative_infinity());
+    top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
+  }
+  // Of a lane, the first of its two keys of eight.
+  MLA_DEVICE int key(int eight) const { return 8 * eight + 2 * (lane & 3); }
+
+  MLA_DEVICE void hide(const Tiles& tiles, int first, Scores& s) const {
+    const Item item = load_item<L::kRows>(args, tiles.index, tiles.share);
+    int limit[2];
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int p = row(slot);
+      limit[slot] = !L::kLists && p < item.rows ? item.limit(p) : tiles.end;
+    }
+    Rows::hide(s, limit, first, lane);
+  }
+  MLA_DEVICE void hide_unseen(int slot, Scores& s) const {
+    float words[2];
+    tile::load_two_floats(words, shared.seen(slot));
+    const uint32_t seen[2] = {float_to_bits(words[0]), float_to_bits(words[1])};
+    if ((seen[0] & seen[1]) == ~0u) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int at = (i >> 2 & 3) * 8 + 2 * (lane & 3) + (i & 1);
+      s.c[i] = (seen[i >> 4] >> at & 1) != 0 ? s.c[i] : negative_infinity();
+    }
+  }
+
+  // Logits of fp8_tensor are scores times scale, those of fp8_row are there.
+  MLA_DEVICE static float rest_of_scale(const State& state, int slot) {
+    return !L::kScaledRows && state.positive ? state.scale[slot] : 1.0f;
+  }
+
+  // From the maxima of a tile to what its probabilities count from, and what brings its sums to the
+  // origin, which may follow.
+  MLA_DEVICE void move_origins(int tile_slot, float (&top)[2], TileSums& sums, State& state) const {
+    float old_factor[2];
+    bool moved = false;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      top[slot] = Rows::row_max(top[slot]) * rest_of_scale(state, slot);
+      const bool follows = top[slot] > state.origin[slot] + kSlack;
+      const float next = follows ? top[slot] : state.origin[slot];
+      const float counted = next == negative_infinity() ? 0.0f : next;
+      old_factor[slot] = follows ? exp2_fast(state.origin[slot] - counted) : 1.0f;
+      sums.factor[slot] = exp2_fast(top[slot] - counted);
+      sums.from[slot] = (top[slot] == negative_infinity() ? 0.0f : top[slot]) - kShift;
+      state.origin[slot] = next;
+      state.sum[slot] *= old_factor[slot];
+      state.scaled[slot] *= old_factor[slot];
+      state.coded[slot] *= old_factor[slot];
+      moved |= follows;
+      if ((lane & 3) == 0) {
+        tile::store_float(shared.factor(tile_slot) + row(slot) * 4, sums.factor[slot]);
+        tile::store_float(shared.old_factor(tile_slot) + row(slot) * 4, old_factor[slot]);
+      }
+    }
+    const bool any = tile::any(moved);
+    if (lane == 0) tile::store_word(shared.moved(tile_slot) + warp * 4, any ? 1u : 0u);
+  }
+
+  // Word 2 c + h of the codes: row h, keys 2 (lane % 4), the next, and eight further
+  // of each, of 16.
+  MLA_DEVICE void make_probabilities(int slot, const State& state, const Scores& s,
+                                     uint32_t (&codes)[kScores / 4], TileSums& sums) const {
+#pragma unroll
+    for (int c = 0; c < kScores / 8; ++c) {
+      float of_key[2][2];
+      if constexpr (L::kScaledRows) {
+        tile::load_two_floats(of_key[0], shared.key_scales(slot) + key(2 * c) * 4);
+        tile::load_two_floats(of_key[1], shared.key_scales(slot) + key(2 * c + 1) * 4);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float p[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x = s.c[8 * c + 4 * (i >> 1) + 2 * h + (i & 1)];
+          p[i] = exp2_fast(L::kScaledRows ? x - sums.from[h]
+                                          : fma_f(x, rest_of_scale(state, h), -sums.from[h]));
+        }
+        sums.of[h] += (p[0] + p[1]) + (p[2] + p[3]);
+        if constexpr (L::kScaledRows) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[i] *= of_key[i >> 1][i & 1];
+          sums.scaled[h] += (p[0] + p[1]) + (p[2] + p[3]);
+        }
+        codes[2 * c + h] = tile::pack_e4m3(p[0], p[1], p[2], p[3]);
+      }
+    }
+  }
+  MLA_DEVICE void store_probabilities(int slot, const uint32_t (&codes)[kScores / 4]) const {
+    const int matrix = lane >> 3, matrix_row = warp * 16 + (matrix & 1) * 8 + (lane & 7);
+#pragma unroll
+    for (int c = 0; c < 4; c += 2) {
+      const int place = (c + (matrix >> 1)) ^ narrow_swizzle(matrix_row);
+      tile::store_matrices(shared.probabilities(slot) + matrix_row * L::kKeys + place * 16,
+                           codes[2 * c], codes[2 * c + 1], codes[2 * c + 2], codes[2 * c + 3]);
+    }
+  }
+
+  // Log-sum-exps, and what the results are times: the sum of codes in place of that of
+  // probabilities, since the results were summed with those.
+  MLA_DEVICE void finish(const Item& item, State& state) {
+    if (items > 0) tile::barrier_wait(shared.taken(), (items - 1) & 1);
+    ++items;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int p = row(slot);
+      const float sum = Rows::row_sum(state.sum[slot]);
+      const float rounded = L::kScaledRows
+                                ? state.coded[slot] * (sum / Rows::row_sum(state.scaled[slot]))
+                                : state.coded[slot];
+      const RowScale scale(state.origin[slot] - kShift, sum);
+      if ((lane & 3) != 0) continue;
+      tile::store_float(shared.result_scale() + p * 4,
+                        scale.empty ? 0.0f : layer_scale(item) / rounded);
+      if (p >= item.rows) continue;
+      const RowTarget target(args, item, p, C::kLora);
+      if (target.lse != nullptr) *target.lse = scale.lse;
+    }
+    tile::barrier_arrive(shared.summed());
+  }
+
+  const AttendArgs& args;
+  const L shared;
+  const int warp, lane;
+  Ring<L::kSlots> ring;
+  uint32_t items = 0;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_SM90_E4M3_SCORER_H_
