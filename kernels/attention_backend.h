@@ -35,6 +35,7 @@
 #include "kernels/attention_params.h"
 #include "kernels/formats/fp8.h"
 #include "kernels/launch/launch.h"
+#include "kernels/shared_device_memory.h"
 
 namespace mla::kernels {
 
@@ -203,6 +204,27 @@ class AttentionBackend {
     static_cast<void>(host);
     static_cast<void>(bytes);
     return false;
+  }
+
+  // Device memory that launches use in place and another process of the host may map
+  // (LaunchLayout::InputOnDevice), `bytes` rounded up, with `events` events. As RegisterHost: any
+  // thread, milliseconds. UNIMPLEMENTED where there is no such memory, RESOURCE_EXHAUSTED where no
+  // more of it.
+  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(int64_t bytes,
+                                                                             int32_t events) {
+    static_cast<void>(bytes);
+    static_cast<void>(events);
+    return absl::UnimplementedError("the backend has no device memory that can be shared");
+  }
+  // Copies between that memory and the host's while the caller waits, behind all launches that were
+  // submitted before; not for the steady state.
+  virtual absl::Status ReadShared(void* to, const void* from, int64_t bytes) {
+    static_cast<void>(to), static_cast<void>(from), static_cast<void>(bytes);
+    return absl::UnimplementedError("the backend has no device memory that can be shared");
+  }
+  virtual absl::Status WriteShared(void* to, const void* from, int64_t bytes) {
+    static_cast<void>(to), static_cast<void>(from), static_cast<void>(bytes);
+    return absl::UnimplementedError("the backend has no device memory that can be shared");
   }
 
   // W_UK [heads, nope_dim, kv_lora_rank] and W_UV [heads, kv_lora_rank, v_dim] of heads

@@ -25,7 +25,8 @@ struct BackendOptions {
   int32_t device = 0;                // GPU ordinal
   double gpu_memory_fraction = 0.9;  // of the memory that is free at start
   int64_t gpu_expanded_workspace_bytes = int64_t{640} << 20;  // for up-projected keys and values
-  int64_t gpu_watchdog_ms = 10000;                            // longest launch
+  int64_t gpu_shared_bytes = 0;     // of device memory, left to AllocateShared
+  int64_t gpu_watchdog_ms = 10000;  // longest launch
   // CPU dispatch level to use, or "" for the best: "amx", "avx512_bf16", "avx512", "avx2",
   // "portable".
   std::string cpu_isa;

@@ -315,6 +315,10 @@ class Engine {
   // for launches that do not use it.
   absl::Status RegisterHost(std::span<std::byte> memory);
   void UnregisterHost(std::span<std::byte> memory);
+  // Device memory in which tensors of requests may lie (AttendArgs::on_device), as the backend's;
+  // the engine outlives it. Without the role, in milliseconds.
+  absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> AllocateShared(int64_t bytes,
+                                                                              int32_t events);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
   void StartDrain();
   // Undoes StartDrain.

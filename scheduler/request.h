@@ -68,7 +68,11 @@ struct AttendArgs {
   // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
   kernels::Geometry sized_for;
   kernels::IndexerShape sized_indexer;  // likewise
-  // Row-major host memory; sizes follow from the model (the transport has checked them).
+  // kv, q, o and lse lie in memory of AttentionBackend::AllocateShared, and what the client wrote
+  // there is complete.
+  bool on_device = false;
+  // Row-major, host memory unless on_device; sizes follow from the model (the transport has checked
+  // them).
   const std::byte* kv = nullptr;  // [row_count, ModelSpec::sent_row_dim] if has_kv
   const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only
   // Or q in pieces, where the backend reads_fragments and the request is for all heads: the tensor
@@ -91,6 +95,9 @@ struct AttendArgs {
   float* lse = nullptr;          // [row_count, num_heads] if want_lse
   int32_t* lists_out = nullptr;  // [row_count, top_k] of the indexer's lists, if they are wanted
 };
+
+// Whether the launch writes log-sum-exps to host memory of the client's.
+inline bool WantsLseOnHost(const AttendArgs& args) { return args.want_lse && !args.on_device; }
 
 // Whether the request attends to what its index lists name.
 inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr; }

@@ -155,6 +155,7 @@ absl::Status Server::Parts::MakeEngine() {
   Config& config = options.config;
   std::unique_ptr<kernels::AttentionBackend> chosen = std::move(options.backend);
   if (chosen == nullptr) {
+    config.backend_options.gpu_shared_bytes = config.shm.device_bytes;
     auto choice = AllBackends().Select(config.backend, config.backend_options);
     if (!choice.ok()) return choice.status();
     candidates = std::move(choice->candidates);
@@ -337,8 +338,11 @@ void Server::Parts::MakeRegions() {
     return status;
   };
   hooks.before_unmapped = [this](std::span<std::byte> memory) { engine->UnregisterHost(memory); };
+  hooks.make_device = [this](int64_t bytes, int32_t events) {
+    return engine->AllocateShared(bytes, events);
+  };
   const RegionLimits limits = {shm.region_bytes, shm.total_bytes, shm.regions_max,
-                               shm.tenant_regions};
+                               shm.tenant_regions, shm.device_bytes};
   regions = std::make_unique<SharedRegionTable>(limits, std::move(hooks), engine->tenants());
 }
 

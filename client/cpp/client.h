@@ -54,7 +54,12 @@ struct ClientOptions {
   // Of one session's region, at most what the server allows. 0: 64 MiB, or where the server has
   // less left 32, 16, 8 or 4. Another size is granted or refused as it is.
   uint64_t shared_bytes = 0;
-  uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
+  // GPU memory of one session's ring, in which tensors of kernels lie (Session::AllocateOnDevice):
+  // rounded up to MiB, and had where the server offers it and runs on a GPU of this host; 0: none.
+  uint64_t device_bytes = 0;
+  int device = 0;              // the GPU that this process uses, by the runtime's order
+  std::string device_library;  // the GPU's runtime; empty: by its usual names
+  uint32_t spin_us = 20;       // how long a session spins on its ring before it sleeps
   // Of unix targets: the server's user, where that is neither root nor this process's. In a folder
   // that every user may write to, sockets of other users are refused with PERMISSION_DENIED. -1:
   // none.

@@ -38,6 +38,7 @@ using Millis = std::chrono::milliseconds;
 
 // Of a session's region when the caller names no size, and the least that is worth having.
 inline constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
+inline constexpr uint64_t kMiB = 1 << 20;
 inline constexpr uint64_t kLeastSharedBytes = uint64_t{4} << 20;
 
 inline uint64_t Random64() {
@@ -131,6 +132,9 @@ struct Client::Impl {
                             info.limits().shm_region_bytes());
     wanted.spin_us = wanted.server_spin_us = options.spin_us;
     wanted.server_uid = options.server_uid;
+    wanted.device_mib = static_cast<uint32_t>(
+        std::min<uint64_t>((options.device_bytes + kMiB - 1) / kMiB, UINT32_MAX));
+    wanted.device = {options.device, options.device_library};
     wanted.connect_timeout_ms =
         static_cast<int32_t>(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
     auto memory = SharedMemory::Connect(shm_path, wanted);

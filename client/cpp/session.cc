@@ -296,6 +296,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     piece->o = MutableRows(call.o, row.o, first, count);
     piece->lse = MutableRows(call.lse, row.lse, first, count);
     piece->chosen = MutableRows(call.chosen, row.chosen, first, count);
+    piece->stream = call.stream;
     pending.pieces_.push_back(piece);
     InputTensors sent = InputsOf(call, model_, row, first, count, piece.get());
     if (as_they_are) {
@@ -394,6 +395,22 @@ std::string_view Session::transport() const { return stream_->transport(); }
 std::span<std::byte> Session::Allocate(uint64_t bytes) { return stream_->Allocate(bytes); }
 
 void Session::Free(std::span<std::byte> block) { stream_->Free(block); }
+
+std::span<std::byte> Session::AllocateOnDevice(uint64_t bytes) {
+  DeviceRegion* const device = stream_->device();
+  return device == nullptr ? std::span<std::byte>() : device->Allocate(bytes);
+}
+
+void Session::FreeOnDevice(std::span<std::byte> block) {
+  if (DeviceRegion* const device = stream_->device(); device != nullptr) device->Free(block);
+}
+
+absl::Status Session::DeviceStatus() const { return stream_->device_status(); }
+
+std::string Session::DeviceWarning() const {
+  const DeviceRegion* const device = stream_->device();
+  return device == nullptr ? "" : device->warning();
+}
 
 absl::Status Session::Close() { return stream_->Close(); }
 

@@ -75,6 +75,9 @@ struct AttendCall {
   const void* q = nullptr;  // unused by APPEND_ONLY
   void* o = nullptr;
   float* lse = nullptr;  // null: not wanted
+  // Of tensors in device memory (Session::AllocateOnDevice): the CUstream or hipStream_t whose work
+  // so far the server waits for before it reads them; null: the default stream.
+  void* stream = nullptr;
   IndexLists lists;
   // In place of `lists`, for models with an indexer: what it makes them from, a record a row of
   // index queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.
@@ -171,6 +174,15 @@ class Session final {
   // when the session is inline, or has no room. Lives as long as the session.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
+  // The same in the memory of a GPU (ClientOptions::device_bytes), for tensors that kernels write
+  // and read: nothing is copied. A call's tensors lie there all or none, and it has no index lists.
+  // When it has returned, the outputs are there. Empty when there is no such memory, as
+  // DeviceStatus says, or no room. DeviceWarning: what makes it slow here, in words for people, or
+  // nothing.
+  std::span<std::byte> AllocateOnDevice(uint64_t bytes);
+  void FreeOnDevice(std::span<std::byte> block);
+  absl::Status DeviceStatus() const;
+  std::string DeviceWarning() const;
   // Ends the stream; open steps are aborted. The status of the stream.
   absl::Status Close();
 

@@ -34,6 +34,7 @@
 #include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/page_work.h"
 #include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/device_sharing.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_images.h"
 #include "kernels/hip/runtime/launch_slot.h"
@@ -52,6 +53,7 @@ struct HipBackendOptions {
   // Most device memory for up-projected keys and values of the expanded form. Launches that need
   // more work through it in rounds (kernels/round_info.h).
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
+  int64_t shared_bytes = 0;     // of that, left to AllocateShared
   int64_t watchdog_ms = 10000;  // longest that Wait waits for one launch
 };
 
@@ -80,6 +82,10 @@ class HipBackend final : public AttentionBackend {
   void UnregisterHost(std::span<std::byte> memory) override;
   // Pinned memory, on devices whose kernels reach that; not what lies at any byte of a message.
   bool InPlace(const void* host, int64_t bytes) const override;
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(int64_t bytes,
+                                                                     int32_t events) override;
+  absl::Status ReadShared(void* to, const void* from, int64_t bytes) override;
+  absl::Status WriteShared(void* to, const void* from, int64_t bytes) override;
   absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
   absl::Status FreeWeights(int32_t slot) override;
@@ -146,6 +152,7 @@ class HipBackend final : public AttentionBackend {
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
+  std::unique_ptr<DeviceSharing> sharing_;  // null: the library has no calls for it
   const ArchTraits* arch_;
   BackendInfo info_;
   int64_t free_bytes_ = 0;  // on the device when the backend was made

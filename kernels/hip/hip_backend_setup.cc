@@ -75,6 +75,9 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
         absl::StrCat("no kernels are written for ", (*runtime)->arch()));
   }
   std::unique_ptr<HipBackend> backend(new HipBackend(options, *std::move(runtime), *arch));
+  if (auto sharing = DeviceSharing::Open(backend->runtime_.get()); sharing.ok()) {
+    backend->sharing_ = *std::move(sharing);
+  }
   if (absl::Status s = backend->LoadKernels(*image); !s.ok()) return s;
   if (absl::Status s = backend->CreateStreams(); !s.ok()) return s;
   if (options.self_test) {
@@ -90,8 +93,9 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   absl::StatusOr<int64_t> free_bytes = backend->runtime_->FreeMemory();
   if (!free_bytes.ok()) return free_bytes.status();
   backend->free_bytes_ = *free_bytes;
-  backend->info_.memory_bytes =
-      static_cast<int64_t>(static_cast<double>(*free_bytes) * options.memory_fraction);
+  backend->info_.memory_bytes = std::max<int64_t>(
+      0, static_cast<int64_t>(static_cast<double>(*free_bytes) * options.memory_fraction) -
+             options.shared_bytes);
   return backend;
 }
 
@@ -355,6 +359,25 @@ bool HipBackend::InPlace(const void* host, int64_t bytes) const {
          pinned_->Find(host, bytes) != PinnedRanges::kNone;
 }
 
+absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> HipBackend::AllocateShared(int64_t bytes,
+                                                                               int32_t events) {
+  if (lost_) return absl::UnavailableError("the device is lost");
+  if (sharing_ == nullptr) return absl::UnimplementedError("the GPU runtime shares no memory");
+  return sharing_->Allocate(bytes, events, pinned_,
+                            std::chrono::milliseconds(2 * options_.watchdog_ms));
+}
+
+absl::Status HipBackend::ReadShared(void* to, const void* from, int64_t bytes) {
+  absl::Status s =
+      runtime_->CopyOut(to, reinterpret_cast<DevicePtr>(from), bytes, streams_.compute);
+  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
+}
+
+absl::Status HipBackend::WriteShared(void* to, const void* from, int64_t bytes) {
+  absl::Status s = runtime_->CopyIn(reinterpret_cast<DevicePtr>(to), from, bytes, streams_.compute);
+  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
+}
+
 absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base) {
   const auto row = [&base](const char* name, int32_t rank, Vendor vendor) {
     return BackendRow{
@@ -366,6 +389,7 @@ absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOpti
           hip.device = options.device;
           hip.memory_fraction = options.gpu_memory_fraction;
           hip.expanded_workspace_bytes = options.gpu_expanded_workspace_bytes;
+          hip.shared_bytes = options.gpu_shared_bytes;
           hip.watchdog_ms = options.gpu_watchdog_ms;
           auto backend = HipBackend::Create(hip);
           if (!backend.ok()) return backend.status();

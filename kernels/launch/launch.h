@@ -39,7 +39,8 @@ struct HostInput {
   std::byte* device;
   int64_t row_bytes;
   int64_t rows;
-  int64_t pitch;  // bytes
+  int64_t pitch;        // bytes
+  bool shared = false;  // `host` is an address in shared device memory instead
   bool in_place() const { return host == device; }
 };
 struct HostOutput {
@@ -47,7 +48,8 @@ struct HostOutput {
   std::byte* device;
   int64_t row_bytes;
   int64_t rows;
-  int64_t pitch;  // bytes
+  int64_t pitch;        // bytes
+  bool shared = false;  // as of HostInput
   bool in_place() const { return host == device; }
 };
 

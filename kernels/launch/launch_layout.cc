@@ -66,6 +66,24 @@ absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
   return at;
 }
 
+const void* LaunchLayout::SharedInput(const void* at, int64_t bytes) {
+  auto* const from = const_cast<std::byte*>(static_cast<const std::byte*>(at));
+  inputs_.push_back({from, from, bytes, 1, bytes, true});
+  return at;
+}
+
+void* LaunchLayout::SharedOutput(void* at, int64_t bytes) {
+  auto* const to = static_cast<std::byte*>(at);
+  outputs_.push_back({to, to, bytes, 1, bytes, true});
+  return at;
+}
+
+void LaunchLayout::CopyToShared(void* to, const void* from, int64_t row_bytes, int64_t rows,
+                                int64_t pitch) {
+  auto* const written = const_cast<std::byte*>(static_cast<const std::byte*>(from));
+  outputs_.push_back({static_cast<std::byte*>(to), written, row_bytes, rows, pitch, true});
+}
+
 absl::StatusOr<const void*> LaunchLayout::InputParts(int64_t rows,
                                                      std::span<const InputPart> parts) {
   int64_t pitch = 0;
@@ -74,8 +92,8 @@ absl::StatusOr<const void*> LaunchLayout::InputParts(int64_t rows,
   if (!at.ok()) return at.status();
   std::byte* column = *at;
   for (const InputPart& part : parts) {
-    inputs_.push_back(
-        {static_cast<const std::byte*>(part.host), column, part.row_bytes, rows, pitch});
+    inputs_.push_back({static_cast<const std::byte*>(part.host), column, part.row_bytes, rows,
+                       pitch, part.shared});
     column += part.row_bytes;
   }
   return *at;
@@ -89,7 +107,8 @@ absl::StatusOr<void*> LaunchLayout::OutputParts(int64_t rows, std::span<const Ou
   std::byte* column = *at;
   for (const OutputPart& part : parts) {
     if (part.host != nullptr) {
-      outputs_.push_back({static_cast<std::byte*>(part.host), column, part.row_bytes, rows, pitch});
+      outputs_.push_back(
+          {static_cast<std::byte*>(part.host), column, part.row_bytes, rows, pitch, part.shared});
     }
     column += part.row_bytes;
   }

@@ -27,10 +27,12 @@ inline constexpr int64_t kLaunchAlignment = 256;  // bytes
 struct InputPart {
   const void* host;
   int64_t row_bytes;
+  bool shared = false;  // as of HostInput
 };
 struct OutputPart {
   void* host;  // null: these columns are not wanted
   int64_t row_bytes;
+  bool shared = false;
 };
 
 class LaunchLayout final {
@@ -58,8 +60,13 @@ class LaunchLayout final {
   // The same for one that the launch reads once.
   absl::StatusOr<const void*> InputReadOnce(const void* host, int64_t bytes);
   absl::StatusOr<void*> Output(void* host, int64_t bytes);
-  // The same for a matrix of `rows` rows in parts, which lies in one piece where the launch sees
-  // it.
+  // The same for tensors in the backend's shared device memory, which are used where they lie.
+  const void* SharedInput(const void* at, int64_t bytes);
+  void* SharedOutput(void* at, int64_t bytes);
+  // Has `rows` rows that the launch writes at `from`, `pitch` bytes apart, copied to that memory.
+  void CopyToShared(void* to, const void* from, int64_t row_bytes, int64_t rows, int64_t pitch);
+  // Where the launch sees a matrix of `rows` rows in parts, which lies in one piece where the
+  // launch sees it.
   absl::StatusOr<const void*> InputParts(int64_t rows, std::span<const InputPart> parts);
   absl::StatusOr<void*> OutputParts(int64_t rows, std::span<const OutputPart> parts);
   absl::StatusOr<void*> Workspace(int64_t bytes);

@@ -20,6 +20,16 @@
 // The other side, after publishing and a full fence, reads that flag; if it is set it adds 1 to the
 // doorbell and wakes. A side that spins never sets its flag and so costs the other no system call.
 //
+// Device memory. A client that wants some (kWantDevice, with a ring) may get it beside the region,
+// on the server's GPU: the part behind the reply slots then begins with DeviceHeader, which says
+// how the client maps it, and the handles of one interprocess event for each slot of the
+// submissions. Tensors of an entry with kEntryOnDevice lie there, at offsets from its start. Before
+// the client publishes such an entry it records, in the slot's event, what its stream has to
+// complete before the tensors may be used; the server reads them when that is complete, and the
+// outputs are there when the completion is. An event is not recorded again before its entry's
+// completion was taken. The server makes memory and events, so the end of a client takes nothing
+// that the server uses.
+//
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
 #define MLA_PROTO_WIRE_RING_LAYOUT_H_
@@ -32,7 +42,9 @@ namespace mla::wire {
 
 inline constexpr uint32_t kHandshakeMagic = 0x314d4853;  // "SHM1"
 inline constexpr uint16_t kHandshakeVersion = 1;
-inline constexpr uint16_t kWantRing = 1;  // ConnectRequest::flags
+inline constexpr uint16_t kWantRing = 1;    // ConnectRequest::flags
+inline constexpr uint16_t kWantDevice = 2;  // ConnectRequest::flags, with kWantRing
+inline constexpr uint16_t kHasDevice = 1;   // ConnectReply::flags
 inline constexpr size_t kHandleBytes = 16;
 // Tensors in a region start at multiples of this.
 inline constexpr size_t kSharedAlignment = 64;
@@ -40,20 +52,21 @@ inline constexpr size_t kHandshakeTextBytes = 128;
 
 // Client to server, the first and only packet.
 struct ConnectRequest {
-  uint32_t magic;    // kHandshakeMagic
-  uint16_t version;  // kHandshakeVersion
-  uint16_t flags;    // kWantRing
-  uint64_t bytes;    // arena bytes wanted
-  uint32_t spin_us;  // how long the ring's poller spins before it sleeps; the server may cap it
-  uint32_t reserved;
+  uint32_t magic;       // kHandshakeMagic
+  uint16_t version;     // kHandshakeVersion
+  uint16_t flags;       // kWantRing, kWantDevice
+  uint64_t bytes;       // arena bytes wanted
+  uint32_t spin_us;     // how long the ring's poller spins before it sleeps; the server may cap it
+  uint32_t device_mib;  // device memory wanted, in MiB; of kWantDevice
   char tenant[kHandshakeTextBytes];  // padded with zeros; empty: "default"
 };
 
-// Server to client, the only packet; carries the region's descriptor when `code` is 0.
+// Server to client, the only packet; carries the region's descriptor when `code` is 0, and behind
+// it that of the device memory where there is one (DeviceHeader::kind).
 struct ConnectReply {
   uint32_t magic;
   uint16_t version;
-  uint16_t reserved0;
+  uint16_t flags;         // kHasDevice
   int32_t code;           // canonical status code
   uint32_t ring_entries;  // 0: no ring
   uint8_t handle[kHandleBytes];
@@ -62,7 +75,7 @@ struct ConnectReply {
   uint64_t boot_id;
   uint32_t spin_us;  // as granted
   uint32_t reserved1;
-  char message[kHandshakeTextBytes];  // why not, padded with zeros
+  char message[kHandshakeTextBytes];  // why not, or why without device memory, padded with zeros
 };
 
 struct RingHeader {
@@ -106,6 +119,7 @@ inline constexpr uint8_t kEntrySelects = 8;     // SubmissionEntry::flags
 inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
 // KV rows are DTYPE_F8_E4M3. Without it they have no kv_row_dtype.
 inline constexpr uint8_t kEntryFp8Kv = 32;      // SubmissionEntry::flags
+inline constexpr uint8_t kEntryOnDevice = 64;   // SubmissionEntry::flags; without lists or 8 bits
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {
@@ -148,6 +162,24 @@ struct CompletionEntry {
 
 inline constexpr size_t kReplySlotBytes = 1024;
 
+enum DeviceMemoryKind : uint32_t {
+  kDeviceDescriptor = 1,  // the reply carries a POSIX descriptor of the virtual memory calls
+  kDeviceHandle = 2,      // `memory` is an interprocess handle
+};
+inline constexpr size_t kDeviceHandleBytes = 64;
+
+struct DeviceHeader {
+  uint32_t magic;   // kHandshakeMagic
+  uint32_t nvidia;  // 1: NVIDIA's handles, 0: AMD's
+  uint32_t kind;    // DeviceMemoryKind
+  uint32_t reserved0;
+  uint64_t bytes;
+  uint8_t uuid[16];  // of the device, as its runtime reports it
+  uint8_t reserved1[24];
+  uint8_t memory[kDeviceHandleBytes];
+  // Behind it: the event handles, kDeviceHandleBytes each, by slot.
+};
+
 static_assert(sizeof(ConnectRequest) == 152 && std::is_trivially_copyable_v<ConnectRequest>);
 static_assert(sizeof(ConnectReply) == 192 && std::is_trivially_copyable_v<ConnectReply>);
 static_assert(offsetof(RingHeader, submit_doorbell) == 64);
@@ -157,6 +189,8 @@ static_assert(offsetof(RingHeader, closed) == 256);
 static_assert(sizeof(RingHeader) == 320 && std::is_trivially_copyable_v<RingHeader>);
 static_assert(sizeof(SubmissionEntry) == 64 && offsetof(SubmissionEntry, in_offset) == 48);
 static_assert(sizeof(CompletionEntry) == 64 && offsetof(CompletionEntry, message_offset) == 48);
+
+static_assert(sizeof(DeviceHeader) == 128 && offsetof(DeviceHeader, memory) == 64);
 
 constexpr uint32_t PublishedSequence(uint64_t index) { return static_cast<uint32_t>(index + 1); }
 
@@ -175,6 +209,11 @@ constexpr uint64_t RepliesOffset(uint64_t entries) {
 // First byte behind the ring, at a page's start.
 constexpr uint64_t RingBytes(uint64_t entries) {
   return (RepliesOffset(entries) + entries * kReplySlotBytes + 4095) / 4096 * 4096;
+}
+
+// Bytes of the device part, which begins at RingBytes and is followed by the arena.
+constexpr uint64_t DevicePartBytes(uint64_t entries) {
+  return (sizeof(DeviceHeader) + entries * kDeviceHandleBytes + 4095) / 4096 * 4096;
 }
 
 }  // namespace mla::wire

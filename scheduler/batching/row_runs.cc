@@ -28,7 +28,8 @@ void AddRun(int32_t head, Batch& batch) {
       const AttendArgs& other = next.request->attend;
       if (next.entry == last.entry && next.row_begin == last.row_begin + last.rows &&
           MayRun(next) && other.layer == args.layer && other.head_offset == args.head_offset &&
-          other.num_heads == args.num_heads && other.want_lse == args.want_lse) {
+          other.num_heads == args.num_heads && other.want_lse == args.want_lse &&
+          other.on_device == args.on_device) {
         break;
       }
     }

@@ -314,6 +314,11 @@ void Engine::UnregisterHost(std::span<std::byte> memory) {
   impl_->AnyThread().backend().UnregisterHost(memory);
 }
 
+absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> Engine::AllocateShared(
+    int64_t bytes, int32_t events) {
+  return impl_->AnyThread().backend().AllocateShared(bytes, events);
+}
+
 void Engine::StartDrain() {
   impl_->WithRole([](EngineCore& core) { core.StartDrain(); });
 }

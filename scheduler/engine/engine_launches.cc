@@ -76,7 +76,7 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
   stats_.slice_waits_expired += report.slice_waits_expired;
   stats_.slice_waits_skipped += report.slice_waits_skipped;
   CheckRepeats(*launch);
-  CheckResults(launch);
+  CheckResults(launch, backend_.get());
   std::vector<StreamRequest*>& requests = launch->batch.requests;
   for (StreamRequest*& place : requests) {
     StreamRequest* const request = place;

@@ -68,6 +68,84 @@ int64_t FirstNotFinite(const float* values, int64_t count) {
   return std::min(at, count);
 }
 
+// The tensors of what a launch computed of a request, where the host reaches them: those in device
+// memory are copied, and outputs copied back when they were changed.
+class HostTensors {
+ public:
+  HostTensors(const StreamRequest& request, kernels::AttentionBackend* backend)
+      : request_(request),
+        backend_(backend),
+        args_(request.attend),
+        first_(args_.on_device ? request.engine.rows_done : 0) {}
+  HostTensors(const HostTensors&) = delete;
+  HostTensors& operator=(const HostTensors&) = delete;
+  ~HostTensors() {
+    if (!changed_) return;
+    const AttendArgs& client = request_.attend;
+    Write(client.o + first_ * o_.row_bytes, o_);
+    if (client.want_lse) {
+      Write(reinterpret_cast<std::byte*>(client.lse) + first_ * lse_.row_bytes, lse_);
+    }
+  }
+
+  // New KV rows; the first is the first that was launched.
+  const std::byte* Kv() {
+    const int64_t row_bytes = request_.engine.step->model->spec->sent_row_dim() *
+                              static_cast<int64_t>(ElementSize(args_.q_dtype));
+    const std::byte* const at = args_.kv + int64_t{request_.engine.rows_done} * row_bytes;
+    if (!args_.on_device) return at;
+    Read(at, row_bytes, &kv_);
+    return kv_.bytes.data();
+  }
+  // Row 0 of queries and outputs is the request's row first().
+  const AttendArgs& Outputs() {
+    if (!args_.on_device || !q_.bytes.empty()) return args_;
+    const ModelSpec& spec = *request_.engine.step->model->spec;
+    const auto row_bytes = [this](int64_t dim, DType dtype) {
+      return args_.num_heads * dim * static_cast<int64_t>(ElementSize(dtype));
+    };
+    const int64_t q_row = row_bytes(spec.q_dim(args_.profile), args_.q_dtype);
+    const int64_t o_row = row_bytes(spec.o_dim(args_.profile), args_.o_dtype);
+    Read(args_.q + first_ * q_row, q_row, &q_);
+    Read(args_.o + first_ * o_row, o_row, &o_);
+    args_.q = q_.bytes.data();
+    args_.o = o_.bytes.data();
+    if (!args_.want_lse) return args_;
+    Read(reinterpret_cast<const std::byte*>(args_.lse + first_ * args_.num_heads),
+         row_bytes(1, DType::kF32), &lse_);
+    args_.lse = reinterpret_cast<float*>(lse_.bytes.data());
+    return args_;
+  }
+  int64_t first() const { return first_; }
+  void NoteChange() { changed_ = args_.on_device; }
+
+ private:
+  struct Copy {
+    std::vector<std::byte> bytes;
+    int64_t row_bytes = 0;
+  };
+  // A device that fails here is found by the next launch; meanwhile rows count as finite, so that a
+  // result which is not becomes an error.
+  void Read(const std::byte* from, int64_t row_bytes, Copy* to) {
+    to->row_bytes = row_bytes;
+    to->bytes.assign(static_cast<size_t>(row_bytes * request_.engine.rows_launched), std::byte{0});
+    if (!backend_->ReadShared(to->bytes.data(), from, static_cast<int64_t>(to->bytes.size()))
+             .ok()) {
+      std::fill(to->bytes.begin(), to->bytes.end(), std::byte{0});
+    }
+  }
+  void Write(std::byte* to, const Copy& from) {
+    (void)backend_->WriteShared(to, from.bytes.data(), static_cast<int64_t>(from.bytes.size()));
+  }
+
+  const StreamRequest& request_;
+  kernels::AttentionBackend* const backend_;
+  AttendArgs args_;
+  const int64_t first_;
+  Copy kv_, q_, o_, lse_;
+  bool changed_ = false;
+};
+
 // Whether the query of one row and head of a request holds one; `dim` elements each.
 bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int64_t dim) {
   const auto size = static_cast<int64_t>(ElementSize(args.q_dtype));
@@ -116,8 +194,10 @@ void ForEachEntry(const StreamRequest& request, int32_t first, int32_t end, Visi
 }
 
 // Notes from where on the rows that a request has brought are not finite.
-void NoteRows(const StreamRequest& request) {
+void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) {
   const AttendArgs& args = request.attend;
+  HostTensors tensors(request, backend);
+  const std::byte* const launched = tensors.Kv();
   const int64_t dim = request.engine.step->model->spec->sent_row_dim();
   const int64_t row_bytes = dim * static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
   const int32_t begin = FirstRow(request), end = begin + request.engine.rows_launched;
@@ -126,7 +206,7 @@ void NoteRows(const StreamRequest& request) {
     const int64_t rows = std::min(end, entry.offset + entry.rows) - first;
     const int64_t position = entry.start + first - entry.offset;
     int64_t& known = entry.sequence->not_finite_from;
-    const std::byte* const at = args.kv + (first - args.row_begin) * row_bytes;
+    const std::byte* const at = launched + (first - begin) * row_bytes;
     if (known <= position || !HoldsNotFinite(at, args.q_dtype, rows * dim)) return;
     int64_t row = 0;
     while (row < rows && !HoldsNotFinite(at + row * row_bytes, args.q_dtype, dim)) ++row;
@@ -136,7 +216,7 @@ void NoteRows(const StreamRequest& request) {
 }
 
 // One row and head whose log-sum-exp is not finite.
-void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse) {
+void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t head, float lse) {
   StreamRequest::EngineFields& note = request->engine;
   const AttendArgs& args = request->attend;
   if (IsSparse(args) && args.list_begin[row] == args.list_begin[row + 1]) return;  // it sees no key
@@ -145,19 +225,21 @@ void JudgeRow(StreamRequest* request, int64_t row, int64_t head, float lse) {
   const StepEntry& entry = *EntryOf(*note.step, step_row);
   const int64_t position = entry.start + step_row - entry.offset;
   const bool expected = position >= entry.sequence->not_finite_from ||
-                        QueryHoldsNotFinite(args, row, head, spec.q_dim(args.profile));
+                        QueryHoldsNotFinite(tensors->Outputs(), row - tensors->first(), head,
+                                            spec.q_dim(args.profile));
   if (!expected) {
     note.bad_row = static_cast<int32_t>(row);
     note.bad_head = static_cast<int32_t>(head);
   } else if (!std::isnan(lse)) {
     // An infinity can take part in a row so that it looks as if it had seen no key.
-    MarkNotANumber(args, row, head, spec.o_dim(args.profile));
+    MarkNotANumber(tensors->Outputs(), row - tensors->first(), head, spec.o_dim(args.profile));
+    tensors->NoteChange();
   }
 }
 
 }  // namespace
 
-void CheckResults(BatchLaunch* launch) {
+void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend) {
   const std::vector<StreamRequest*>& requests = launch->batch.requests;
   // Rows first: a query may see what a request behind it in the launch has brought. Queries show
   // whether rows that came with them are finite, unless index lists may leave those out; of others
@@ -180,7 +262,9 @@ void CheckResults(BatchLaunch* launch) {
     const bool bad =
         computed && first_bad(i) < int64_t{request.engine.rows_launched} * request.attend.num_heads;
     all_finite &= !bad;
-    if (Appends(request) && (bad || !computed || IsSparse(request.attend))) NoteRows(request);
+    if (Appends(request) && (bad || !computed || IsSparse(request.attend))) {
+      NoteRows(request, backend);
+    }
   }
   for (size_t i = 0; !all_finite && i < requests.size(); ++i) {
     StreamRequest* const request = requests[i];
@@ -188,10 +272,11 @@ void CheckResults(BatchLaunch* launch) {
     const int64_t heads = request->attend.num_heads;
     if (lse.at == nullptr) continue;
     const int64_t count = int64_t{request->engine.rows_launched} * heads;
+    HostTensors tensors(*request, backend);
     for (int64_t at = first_bad(i); at < count && request->engine.bad_row < 0; ++at) {
       const float value = lse.at[at / heads * lse.row_stride + at % heads];
       if (std::isfinite(value)) continue;
-      JudgeRow(request, request->engine.rows_done + at / heads, at % heads, value);
+      JudgeRow(request, &tensors, request->engine.rows_done + at / heads, at % heads, value);
     }
   }
 }

@@ -39,7 +39,8 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.run_segments.reserve(most);
   layout = kernels::LaunchLayout(backend, index);
   // KV rows, queries and both parts of the index lists of each request; its output, log-sum-exps
-  // and lists, the log-sum-exps that no client wants, and comparisons.
+  // and lists or a copy of the log-sum-exps on the device, those that no client wants, and
+  // comparisons.
   layout.Reserve(4 * most, 3 * most + 2);
   tables.reserve(most);
   appends.reserve(2 * most);  // KV rows and index keys

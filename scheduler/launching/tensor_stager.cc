@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <limits>
 #include <span>
 
 namespace mla::scheduler {
@@ -14,7 +15,7 @@ namespace {
 bool Unwanted(const Batch& batch, const FusedSlices& slices) {
   bool wanted = false;
   for (int32_t i = 0; i < slices.count; ++i) {
-    wanted |= batch.requests[slices.first + i]->attend.want_lse;
+    wanted |= WantsLseOnHost(batch.requests[slices.first + i]->attend);
   }
   return !wanted;
 }
@@ -33,13 +34,26 @@ float* TakeUnwantedLse(BatchLaunch* to, int64_t rows, int64_t heads, const float
   return to->unwanted_staged + first;
 }
 
-// Of all outputs together, log-sum-exps included.
+// Has the log-sum-exps of a request copied to its client's device memory, if it wants them there:
+// from `from`, where the launch sees those of its first row, rows `stride` floats apart.
+void CopyLse(BatchLaunch* to, const StreamRequest& request, const float* from, int64_t stride) {
+  const AttendArgs& args = request.attend;
+  if (!args.want_lse || !args.on_device) return;
+  constexpr int64_t kSize = sizeof(float);
+  to->layout.CopyToShared(args.lse + int64_t{request.engine.rows_done} * args.num_heads, from,
+                          args.num_heads * kSize, request.engine.rows_launched, stride * kSize);
+}
+
+// Of all outputs in host memory together, log-sum-exps included; those that are copied on the
+// device lie there, so then it is no small number.
 int64_t OutputBytes(const Batch& batch) {
   int64_t bytes = 0;
   for (const StreamRequest* request : batch.requests) {
     const AttendArgs& args = request->attend;
     if (args.profile == Profile::kAppendOnly) continue;
-    const int64_t o_dim = request->engine.step->model->spec->o_dim(args.profile);
+    if (args.on_device && args.want_lse) return std::numeric_limits<int64_t>::max();
+    const int64_t o_dim =
+        args.on_device ? 0 : request->engine.step->model->spec->o_dim(args.profile);
     const int64_t head = o_dim * int64_t(ElementSize(args.o_dtype)) + int64_t{sizeof(float)};
     bytes += int64_t{request->engine.rows_launched} * args.num_heads * head;
   }
@@ -66,8 +80,13 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
   const AttendArgs& args = request.attend;
   const int64_t row =
       request.engine.step->model->spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
-  absl::StatusOr<const void*> kv = to->layout.InputReadOnce(
-      args.kv + request.engine.rows_done * row, request.engine.rows_launched * row);
+  const std::byte* const from = args.kv + request.engine.rows_done * row;
+  const int64_t bytes = request.engine.rows_launched * row;
+  if (args.on_device) {
+    staged->kv = static_cast<const std::byte*>(to->layout.SharedInput(from, bytes));
+    return absl::OkStatus();
+  }
+  absl::StatusOr<const void*> kv = to->layout.InputReadOnce(from, bytes);
   if (!kv.ok()) return kv.status();
   staged->kv = static_cast<const std::byte*>(*kv);
   return absl::OkStatus();
@@ -103,6 +122,15 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* to, const StreamRequ
   const int64_t rows = request.engine.rows_launched;
   const int64_t q_row =
       int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
+  const int64_t o_row =
+      int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
+  if (args.on_device) {
+    staged->q =
+        static_cast<const std::byte*>(to->layout.SharedInput(args.q + first * q_row, rows * q_row));
+    staged->o =
+        static_cast<std::byte*>(to->layout.SharedOutput(args.o + first * o_row, rows * o_row));
+    return absl::OkStatus();
+  }
   if (args.q_fragments.empty()) {
     absl::StatusOr<const void*> q = to->layout.Input(args.q + first * q_row, rows * q_row);
     if (!q.ok()) return q.status();
@@ -110,8 +138,6 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* to, const StreamRequ
   } else {
     staged->q_fragments = {args.q_fragments, args.q_fragments_offset + first * q_row, rows * q_row};
   }
-  const int64_t o_row =
-      int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
   absl::StatusOr<void*> o = to->layout.Output(args.o + first * o_row, rows * o_row);
   if (!o.ok()) return o.status();
   staged->o = static_cast<std::byte*>(*o);
@@ -169,8 +195,9 @@ absl::Status TensorStager::StageRequest(BatchLaunch* to, size_t index, StagedTen
   const AttendArgs& args = request.attend;
   BatchLaunch::LseRows& seen = to->lse[index];
   seen.row_stride = args.num_heads;
-  if (!args.want_lse) {
+  if (!WantsLseOnHost(args)) {
     staged->lse = TakeUnwantedLse(to, request.engine.rows_launched, args.num_heads, &seen.at);
+    CopyLse(to, request, staged->lse, args.num_heads);
     return absl::OkStatus();
   }
   float* const own = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
@@ -187,7 +214,7 @@ absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
   int64_t count = 0;
   for (const StreamRequest* request : batch.requests) {
     const AttendArgs& args = request->attend;
-    if (args.profile == Profile::kAppendOnly || args.want_lse) continue;
+    if (args.profile == Profile::kAppendOnly || WantsLseOnHost(args)) continue;
     count += int64_t{request->engine.rows_launched} * args.num_heads;
   }
   for (const FusedSlices& slices : batch.slices) {
@@ -195,7 +222,7 @@ absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
     if (Unwanted(to->batch, slices)) continue;
     for (int32_t i = 0; i < slices.count; ++i) {
       const StreamRequest& request = *batch.requests[slices.first + i];
-      if (request.attend.want_lse) continue;
+      if (WantsLseOnHost(request.attend)) continue;
       count -= int64_t{request.engine.rows_launched} * request.attend.num_heads;
     }
   }
@@ -224,8 +251,8 @@ absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* to, const FusedSlice
     const int64_t o_row =
         int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
     assert(args.q_fragments.empty());  // slices lie whole beside their siblings
-    in_parts_.push_back({args.q + request.engine.rows_done * q_row, q_row});
-    out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row});
+    in_parts_.push_back({args.q + request.engine.rows_done * q_row, q_row, args.on_device});
+    out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row, args.on_device});
     rows = request.engine.rows_launched;
   }
   absl::StatusOr<const void*> q = to->layout.InputParts(rows, in_parts_);
@@ -290,6 +317,7 @@ absl::Status TensorStager::StageLse(BatchLaunch* to, const FusedSlices& slices,
   const int64_t rows = to->batch.requests[slices.first]->engine.rows_launched;
   const float* side_by_side = nullptr;  // of all slices, where no client wants them
   if (!wanted) staged->lse = TakeUnwantedLse(to, rows, slices.heads, &side_by_side);
+  const float* const first = side_by_side;
   lse_parts_.clear();
   for (int32_t i = 0; i < slices.count; ++i) {
     const int32_t index = slices.first + i;
@@ -299,11 +327,12 @@ absl::Status TensorStager::StageLse(BatchLaunch* to, const FusedSlices& slices,
     seen.at = side_by_side;
     seen.row_stride = slices.heads;
     if (!wanted) {
+      CopyLse(to, request, staged->lse + (side_by_side - first), slices.heads);
       side_by_side += args.num_heads;
       continue;
     }
     seen.at = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
-    if (!args.want_lse) {
+    if (!WantsLseOnHost(args)) {
       to->unwanted_left -= rows * args.num_heads;
       seen.at =
           reinterpret_cast<const float*>(to->unwanted_lse->bytes().data()) + to->unwanted_left;
@@ -315,6 +344,12 @@ absl::Status TensorStager::StageLse(BatchLaunch* to, const FusedSlices& slices,
   absl::StatusOr<void*> lse = to->layout.OutputParts(static_cast<int32_t>(rows), lse_parts_);
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
+  int64_t head = 0;
+  for (int32_t i = 0; i < slices.count; ++i) {
+    const StreamRequest& request = *to->batch.requests[slices.first + i];
+    CopyLse(to, request, staged->lse + head, slices.heads);
+    head += request.attend.num_heads;
+  }
   return absl::OkStatus();
 }
 
@@ -343,17 +378,18 @@ absl::Status TensorStager::StageRun(BatchLaunch* to, const RowRun& run) {
         int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
     const int64_t first = request.engine.rows_done;
     const int64_t rows = request.engine.rows_launched;
-    in_parts_.push_back({args.q + first * q_row, rows * q_row});
-    out_parts_.push_back({args.o + first * o_row, rows * o_row});
+    in_parts_.push_back({args.q + first * q_row, rows * q_row, args.on_device});
+    out_parts_.push_back({args.o + first * o_row, rows * o_row, args.on_device});
     BatchLaunch::LseRows& seen = to->lse[request.engine.batch_index];
     seen.row_stride = args.num_heads;
-    if (args.want_lse) {
+    if (WantsLseOnHost(args)) {
       float* const own = args.lse + first * args.num_heads;
       lse_parts_.push_back({own, rows * args.num_heads * int64_t{sizeof(float)}});
       seen.at = own;
     } else {
       // These lie one after the other.
       float* const at = TakeUnwantedLse(to, rows, args.num_heads, &seen.at);
+      CopyLse(to, request, at, args.num_heads);
       if (member == members[0]) staged.lse = at;
     }
   }

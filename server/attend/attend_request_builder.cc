@@ -20,17 +20,57 @@ uint64_t Behind(uint64_t others, int64_t bytes) {
   return bytes == 0 ? others : wire::AlignShared(others) + static_cast<uint64_t>(bytes);
 }
 
-absl::Status CheckPlace(const SharedRegion& region, uint64_t offset, uint64_t length,
+// Memory in which a client places tensors: offsets [begin, end) from `base`.
+struct TensorMemory {
+  std::byte* base;
+  uint64_t begin, end;
+  bool Holds(uint64_t offset, uint64_t length) const {
+    return offset >= begin && offset <= end && length <= end - offset;
+  }
+};
+
+absl::Status CheckPlace(const TensorMemory& memory, uint64_t offset, uint64_t length,
                         const char* prefix, const char* field) {
   if (length == 0) return absl::OkStatus();
   if (offset % wire::kSharedAlignment != 0) {
     return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
                        absl::StrCat("a multiple of ", wire::kSharedAlignment), "misaligned");
   }
-  if (!region.Holds(offset, length)) {
-    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
-                       absl::StrCat("such that ", length, " bytes lie within ",
-                                    region.arena_offset(), "..", region.size()));
+  if (!memory.Holds(offset, length)) {
+    return RefuseField(
+        absl::StrCat(prefix, field), absl::StrCat(offset),
+        absl::StrCat("such that ", length, " bytes lie within ", memory.begin, "..", memory.end));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PointTo(const TensorMemory& memory, uint64_t in_offset, uint64_t out_offset,
+                     const char* prefix, AttendMessage* message) {
+  const AttendSizes& sizes = message->sizes;
+  const uint64_t in_bytes = AttendRequestBuilder::SharedInBytes(sizes);
+  absl::Status status = CheckPlace(memory, in_offset, in_bytes, prefix, "in_offset");
+  if (status.ok()) {
+    status = CheckPlace(memory, out_offset, AttendRequestBuilder::SharedOutBytes(sizes), prefix,
+                        "out_offset");
+  }
+  if (!status.ok()) return status;
+  scheduler::AttendArgs& args = message->attend;
+  const auto kv_end = wire::AlignShared(static_cast<uint64_t>(sizes.kv_sent()));
+  const auto o_end = wire::AlignShared(static_cast<uint64_t>(sizes.o_bytes));
+  if (sizes.kv_bytes > 0) args.kv = memory.base + in_offset;
+  if (sizes.q_bytes > 0) args.q = memory.base + in_offset + kv_end;
+  if (sizes.list_bytes > 0) {
+    const uint64_t lists = in_bytes - static_cast<uint64_t>(sizes.list_bytes);
+    message->sent_lists = memory.base + in_offset + lists;
+  }
+  if (sizes.o_bytes > 0) args.o = memory.base + out_offset;
+  if (sizes.lse_bytes > 0) {
+    args.lse = reinterpret_cast<float*>(memory.base + out_offset + o_end);
+  }
+  if (sizes.lists_out_bytes > 0) {
+    const uint64_t lists =
+        AttendRequestBuilder::SharedOutBytes(sizes) - static_cast<uint64_t>(sizes.lists_out_bytes);
+    args.lists_out = reinterpret_cast<int32_t*>(memory.base + out_offset + lists);
   }
   return absl::OkStatus();
 }
@@ -253,30 +293,24 @@ absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMe
 absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_t in_offset,
                                              uint64_t out_offset, const char* prefix,
                                              AttendMessage* message) {
-  const AttendSizes& sizes = message->sizes;
-  absl::Status status = CheckPlace(region, in_offset, SharedInBytes(sizes), prefix, "in_offset");
-  if (status.ok()) {
-    status = CheckPlace(region, out_offset, SharedOutBytes(sizes), prefix, "out_offset");
+  return PointTo({region.data(), region.arena_offset(), region.size()}, in_offset, out_offset,
+                 prefix, message);
+}
+
+absl::Status AttendRequestBuilder::PointIntoDevice(const kernels::SharedDeviceMemory& memory,
+                                                   uint64_t in_offset, uint64_t out_offset,
+                                                   AttendMessage* message) {
+  if (message->sizes.list_bytes > 0 || message->sizes.lists_out_bytes > 0) {
+    return RefuseField("flags", "index lists of tensors in device memory",
+                       "index lists of tensors in the region");
   }
-  if (!status.ok()) return status;
-  scheduler::AttendArgs& args = message->attend;
-  const auto kv_end = wire::AlignShared(static_cast<uint64_t>(sizes.kv_sent()));
-  const auto o_end = wire::AlignShared(static_cast<uint64_t>(sizes.o_bytes));
-  if (sizes.kv_bytes > 0) args.kv = region.data() + in_offset;
-  if (sizes.q_bytes > 0) args.q = region.data() + in_offset + kv_end;
-  if (sizes.list_bytes > 0) {
-    const uint64_t lists = SharedInBytes(sizes) - static_cast<uint64_t>(sizes.list_bytes);
-    message->sent_lists = region.data() + in_offset + lists;
+  if (message->sizes.kv_fp8.vectors > 0 || message->sizes.q_fp8.vectors > 0) {
+    return RefuseField("flags", "tensors of 8 bits in device memory",
+                       "tensors of 8 bits in the region");
   }
-  if (sizes.o_bytes > 0) args.o = region.data() + out_offset;
-  if (sizes.lse_bytes > 0) {
-    args.lse = reinterpret_cast<float*>(region.data() + out_offset + o_end);
-  }
-  if (sizes.lists_out_bytes > 0) {
-    const uint64_t lists = SharedOutBytes(sizes) - static_cast<uint64_t>(sizes.lists_out_bytes);
-    args.lists_out = reinterpret_cast<int32_t*>(region.data() + out_offset + lists);
-  }
-  return absl::OkStatus();
+  const std::span<std::byte> bytes = memory.bytes();
+  message->attend.on_device = true;
+  return PointTo({bytes.data(), 0, bytes.size()}, in_offset, out_offset, "", message);
 }
 
 void AttendRequestBuilder::Answered(const AttendMessage& message) {

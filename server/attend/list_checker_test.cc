@@ -282,5 +282,32 @@ TEST(ListsOfAMessageTest, ModelsSayWhatTheyAttendTo) {
   EXPECT_EQ(refused(-1, 0), "model.attention");
 }
 
+TEST(TensorsOfAMessageTest, TensorsOf8BitsHaveTheirScalesBehindThem) {
+  scheduler::ModelSpec model = SparseModel();
+  model.geometry = {4, 32, 8, 16, 16};
+  const int64_t kv = 3 * 40 * 2, kv_fp8 = 3 * (40 + 2 * 4), q_fp8 = 3 * 2 * (40 + 2 * 4);
+  scheduler::AttendArgs args;
+  AttendSizes sizes;
+  const auto parse = [&](v1::Profile profile, v1::DType q, v1::DType rows, int64_t payload) {
+    v1::Attend attend;
+    attend.set_row_count(3);
+    attend.set_num_heads(2);
+    attend.set_profile(profile);
+    attend.set_has_kv(true);
+    attend.set_q_dtype(q);
+    attend.set_kv_row_dtype(rows);
+    return DetailOf(ParseAttend(attend, model, 4, payload, 1 << 20, &args, &sizes)).field;
+  };
+  constexpr auto kFp8 = v1::DTYPE_F8_E4M3;
+  EXPECT_EQ(parse(v1::PROFILE_ABSORBED, kFp8, v1::DTYPE_UNSPECIFIED, kv + q_fp8), "");
+  EXPECT_EQ(args.q_dtype, kernels::DType::kBf16);
+  EXPECT_EQ(sizes.q_bytes, 3 * 2 * 40 * 2);  // decoded
+  EXPECT_EQ(parse(v1::PROFILE_ABSORBED, kFp8, kFp8, kv + q_fp8), "payload");
+  EXPECT_EQ(parse(v1::PROFILE_EXPANDED, kFp8, kFp8, kv_fp8 + 3 * 2 * (24 + 4)), "");
+  EXPECT_EQ(parse(v1::PROFILE_EXPANDED, v1::DTYPE_F32, kFp8, kv_fp8 + 3 * 2 * 24 * 4), "");
+  EXPECT_EQ(parse(v1::PROFILE_APPEND_ONLY, v1::DTYPE_F32, v1::DTYPE_BF16, kv),
+            "attend.kv_row_dtype");
+}
+
 }  // namespace
 }  // namespace mla::server

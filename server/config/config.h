@@ -96,11 +96,13 @@ struct Config {
     int64_t total_bytes = int64_t{256} << 20;   // of all regions
     int32_t regions_max = 64;
     int32_t tenant_regions = 16;
-    int32_t handshakes_max = 128;  // connections without a request, all users together
-    int32_t user_handshakes = 32;  // of these, of one user
-    int64_t handshake_ms = 2000;   // from a connection to its request
-    int32_t ring_entries = 256;    // requests in flight on one ring; a power of two
-    int32_t spin_us = 50;          // a ring's poller spins at most this long before it sleeps
+    int32_t handshakes_max = 128;   // connections without a request, all users together
+    int32_t user_handshakes = 32;   // of these, of one user
+    int64_t handshake_ms = 2000;    // from a connection to its request
+    int32_t ring_entries = 256;     // requests in flight on one ring; a power of two
+    int32_t spin_us = 50;           // a ring's poller spins at most this long before it sleeps
+    int64_t device_bytes = 0;       // device memory beside all regions; 0: none is offered
+    int64_t device_wait_ms = 1000;  // for what a client's GPU has to complete before a request
   } shm;
 
   struct Tls {

@@ -277,6 +277,15 @@ void AddShmKeys(std::vector<ConfigKey>* keys) {
               "Longest time that a ring's thread spins for the next request before it sleeps.",
               "Spinning saves a wake-up of 5 to 50 us and takes a core while it lasts.",
               MLA_SLOT(shm.spin_us)),
+          Bytes("shm.device_bytes", 0, kTiB,
+                "Memory of the GPU beside all regions together, in which tensors may lie; 0: none.",
+                "Kept free at start and taken as clients ask for it, in units of 2 MiB; it also "
+                "counts towards shm.total_bytes and tenants.region_bytes.",
+                MLA_SLOT(shm.device_bytes)),
+          Millis("shm.device_wait_ms", 1, kDayMs,
+                 "How long a request in device memory waits for the GPU work that comes before it.",
+                 "It is DEADLINE_EXCEEDED then, with reason device_not_ready.",
+                 MLA_SLOT(shm.device_wait_ms)),
       });
 }
 

@@ -22,6 +22,7 @@ namespace {
 using scheduler::Resource;
 
 constexpr size_t kPage = 4096;
+constexpr int64_t kDeviceUnit = int64_t{2} << 20;
 
 absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
   return absl::ResourceExhaustedError(
@@ -39,6 +40,7 @@ std::shared_ptr<scheduler::TenantTable> TableOf(const RegionLimits& limits) {
 }  // namespace
 
 void SharedRegion::Mapping::Close() {
+  device.reset();
   if (before_unmapped) before_unmapped(bytes);
   if (bytes.data() != nullptr) munmap(bytes.data(), bytes.size());
   if (descriptor >= 0) close(descriptor);
@@ -49,6 +51,7 @@ struct SharedRegion::Account {
   Mutex mutex;
   CondVar changed;
   int64_t bytes ABSL_GUARDED_BY(mutex) = 0;
+  int64_t device_bytes ABSL_GUARDED_BY(mutex) = 0;
   std::shared_ptr<scheduler::TenantTable> tenants;
   std::deque<Mapping> ended ABSL_GUARDED_BY(mutex);
   int32_t closing ABSL_GUARDED_BY(mutex) = 0;    // ended, or in a closer's hands
@@ -95,7 +98,9 @@ void SharedRegion::Account::Run() {
 
 void SharedRegion::Account::Forget(const Mapping& mapping) {
   bytes -= mapping.counted_bytes;
-  tenants->Return(*mapping.tenant, Resource::kRegionBytes, mapping.counted_bytes);
+  device_bytes -= mapping.device_bytes;
+  tenants->Return(*mapping.tenant, Resource::kRegionBytes,
+                  mapping.counted_bytes + mapping.device_bytes);
   tenants->Return(*mapping.tenant, Resource::kRegions, 1);
 }
 
@@ -133,7 +138,8 @@ bool SharedRegion::HasHoles() const {
 
 SharedRegion::~SharedRegion() {
   if (account_ == nullptr) return;  // nothing was mapped
-  account_->Let({bytes_, descriptor_, std::move(before_unmapped_), tenant_, counted_bytes_});
+  account_->Let({bytes_, descriptor_, std::move(device_), std::move(before_unmapped_), tenant_,
+                 counted_bytes_, device_bytes_});
 }
 
 SharedRegionTable::SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
@@ -159,13 +165,18 @@ SharedRegionTable::~SharedRegionTable() {
 }
 
 absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes,
-                                        std::chrono::milliseconds wait) {
+                                        int64_t device_bytes, std::chrono::milliseconds wait) {
   SharedRegion::Account& account = *account_;
   scheduler::TenantTable& tenants = *account.tenants;
-  const auto take = [&] {
+  const auto take = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(account.mutex) {
+    if (device_bytes > limits_.device_bytes - account.device_bytes) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("device memory of regions: got ", device_bytes, " bytes beside ",
+                       account.device_bytes, ", limit shm.device_bytes ", limits_.device_bytes));
+    }
     absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "");
     if (!status.ok()) return status;
-    status = tenants.Take(tenant, Resource::kRegionBytes, bytes, "");
+    status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");
     if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
     return status;
   };
@@ -176,13 +187,15 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
     time_left = account.changed.WaitUntil(lock, end);
     status = take();
   }
-  if (status.ok()) account.bytes += bytes;
+  if (!status.ok()) return status;
+  account.bytes += bytes;
+  account.device_bytes += device_bytes;
   return status;
 }
 
 absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
     const std::string& tenant, uint64_t arena_bytes, size_t arena_offset,
-    std::chrono::milliseconds wait) {
+    std::chrono::milliseconds wait, const DeviceWish& device) {
   if (arena_bytes == 0 || arena_bytes > static_cast<uint64_t>(limits_.region_bytes)) {
     return absl::InvalidArgumentError(
         absl::StrCat("bytes: got ", arena_bytes, ", must be 1..", limits_.region_bytes));
@@ -190,7 +203,10 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
   const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
   absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant);
   if (!row.ok()) return row.status();
-  if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), wait); !status.ok()) {
+  // In whole units of the device's allocator, so that what is counted is what is taken.
+  const int64_t device_bytes = (device.bytes + kDeviceUnit - 1) / kDeviceUnit * kDeviceUnit;
+  if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), device_bytes, wait);
+      !status.ok()) {
     return status;
   }
   std::shared_ptr<SharedRegion> region(new SharedRegion);
@@ -198,7 +214,13 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
   region->arena_offset_ = arena_offset;
   region->account_ = account_;
   region->counted_bytes_ = static_cast<int64_t>(bytes);
+  region->device_bytes_ = device_bytes;
   if (absl::Status status = region->Map(bytes, hooks_); !status.ok()) return status;
+  if (device_bytes > 0) {
+    auto made = hooks_.make_device(device_bytes, device.events);
+    if (!made.ok()) return made.status();
+    region->device_ = *std::move(made);
+  }
   if (getrandom(region->handle_.data(), region->handle_.size(), 0) !=
       static_cast<ssize_t>(region->handle_.size())) {
     return absl::InternalError("shared memory: no random bytes");

@@ -13,8 +13,12 @@
 // both, so that one region that must wait does not keep the others. Until then the memory counts,
 // and Create can wait for it rather than refuse for want of room.
 //
-// Bounds: bytes of one region here; regions and bytes of one tenant and of all in the tenant table,
-// which counts a region until it is unmapped.
+// A region may have device memory beside it, made with it and freed with it; its bytes count like
+// the region's own. What a client has mapped of it outlives the region in the client alone: the
+// next region gets other memory, cleared.
+//
+// Bounds: bytes of one region, and of device memory of all, here; regions and bytes of one tenant
+// and of all in the tenant table, which counts a region until it is unmapped.
 // Threading: all methods from any thread. Regions may outlive the table; one that is released after
 // it is unmapped at once.
 #ifndef MLA_SERVER_MEMORY_SHARED_REGION_H_
@@ -36,6 +40,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
+#include "kernels/shared_device_memory.h"
 #include "proto/wire/ring_layout.h"
 #include "scheduler/tenant_table.h"
 
@@ -49,6 +54,16 @@ struct RegionHooks {
   std::function<absl::Status(std::span<std::byte>)> on_mapped;
   // Only after an on_mapped that succeeded, and while the table lives from its thread. May block.
   std::function<void(std::span<std::byte>)> before_unmapped;
+  // Makes device memory of at least so many bytes, with so many events. May block.
+  std::function<absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>>(int64_t bytes,
+                                                                             int32_t events)>
+      make_device;
+};
+
+// Device memory beside a region.
+struct DeviceWish {
+  int64_t bytes = 0;  // 0: none
+  int32_t events = 0;
 };
 
 // All but region_bytes bound a table of regions that is given no tenant table.
@@ -57,6 +72,7 @@ struct RegionLimits {
   int64_t total_bytes = 0;   // mapped, all regions
   int32_t regions = 0;
   int32_t tenant_regions = 0;
+  int64_t device_bytes = 0;  // of device memory, all regions
 };
 
 class SharedRegionTable;
@@ -72,6 +88,8 @@ class SharedRegion final {
   size_t arena_offset() const { return arena_offset_; }
   const RegionHandle& handle() const { return handle_; }
   int descriptor() const { return descriptor_; }
+  // Null: there is none.
+  kernels::SharedDeviceMemory* device() const { return device_.get(); }
   // True if pages of the memory have been given back. Only who holds the descriptor can do that;
   // the next access takes pages again, which the region's size has accounted for.
   bool HasHoles() const;
@@ -87,9 +105,10 @@ class SharedRegion final {
   struct Mapping {
     std::span<std::byte> bytes;
     int descriptor = -1;
+    std::unique_ptr<kernels::SharedDeviceMemory> device;
     std::function<void(std::span<std::byte>)> before_unmapped;  // null: the backend knows nothing
     scheduler::TenantRef tenant;
-    int64_t counted_bytes = 0;
+    int64_t counted_bytes = 0, device_bytes = 0;
 
     void Close();
   };
@@ -100,10 +119,11 @@ class SharedRegion final {
   std::span<std::byte> bytes_;
   size_t arena_offset_ = 0;
   int descriptor_ = -1;
+  std::unique_ptr<kernels::SharedDeviceMemory> device_;
   std::function<void(std::span<std::byte>)> before_unmapped_;
   std::shared_ptr<Account> account_;  // null until the region is counted
   scheduler::TenantRef tenant_;       // of a table that the account keeps: released first
-  int64_t counted_bytes_ = 0;
+  int64_t counted_bytes_ = 0, device_bytes_ = 0;
 };
 
 class SharedRegionTable final {
@@ -117,11 +137,13 @@ class SharedRegionTable final {
   SharedRegionTable& operator=(const SharedRegionTable&) = delete;
 
   // A region whose arena of at least `arena_bytes` (whole pages) begins at `arena_offset`.
-  // INVALID_ARGUMENT (size) or RESOURCE_EXHAUSTED (count, sum, memory). Blocks while pages are
+  // INVALID_ARGUMENT (size), RESOURCE_EXHAUSTED (count, sum, memory) or what making device memory
+  // returned. Blocks while pages are
   // taken, and for `wait` at most while there is room only after regions that are being closed.
   absl::StatusOr<std::shared_ptr<SharedRegion>> Create(const std::string& tenant,
                                                        uint64_t arena_bytes, size_t arena_offset,
-                                                       std::chrono::milliseconds wait = kCloseWait);
+                                                       std::chrono::milliseconds wait = kCloseWait,
+                                                       const DeviceWish& device = {});
   // Whether regions are being closed, so that there may be room soon.
   bool closing() const;
   // Null when there is no such region of this tenant; the caller cannot tell a forged handle from
@@ -136,7 +158,8 @@ class SharedRegionTable final {
   static constexpr std::chrono::milliseconds kCloseWait{2000};
 
  private:
-  absl::Status Reserve(scheduler::Tenant& tenant, int64_t bytes, std::chrono::milliseconds wait);
+  absl::Status Reserve(scheduler::Tenant& tenant, int64_t bytes, int64_t device_bytes,
+                       std::chrono::milliseconds wait);
   const RegionLimits limits_;
   const RegionHooks hooks_;
   const std::shared_ptr<SharedRegion::Account> account_;

@@ -37,7 +37,8 @@ class Backend {
               unmapped_.push_back(memory.data());
               unmapped_by_.push_back(std::this_thread::get_id());
               changed_.notify_all();
-            }};
+            },
+            nullptr};
   }
   void Refuse() { answer_ = absl::ResourceExhaustedError("no more pages may be pinned"); }
   void Hold() {

@@ -24,6 +24,7 @@ constexpr size_t kArenaBytes = 65536;
 // A sleeping ring looks at its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
+constexpr std::chrono::microseconds kDeviceNap{50};
 // A StepError whose texts are this long fits a slot.
 constexpr size_t kMaxErrorText = 160;
 // Of an EndStepReply: everything around the lengths, and one length as a varint.
@@ -111,7 +112,23 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
   header_->submissions_offset = wire::SubmissionsOffset();
   header_->completions_offset = wire::CompletionsOffset(options_.entries);
   header_->replies_offset = wire::RepliesOffset(options_.entries);
+  if (region_->device() != nullptr) LayOutDevice();
   options_.metrics->wire().rings.fetch_add(1);
+}
+
+void CommandRing::LayOutDevice() {
+  const kernels::SharedDeviceMemory::Export& from = region_->device()->exported();
+  std::byte* const at = region_->data() + wire::RingBytes(options_.entries);
+  wire::DeviceHeader header{};
+  header.magic = wire::kHandshakeMagic;
+  header.nvidia = from.nvidia ? 1 : 0;
+  header.kind = from.descriptor >= 0 ? wire::kDeviceDescriptor : wire::kDeviceHandle;
+  header.bytes = region_->device()->bytes().size();
+  std::copy(from.device_uuid.begin(), from.device_uuid.end(), header.uuid);
+  std::copy(from.memory.begin(), from.memory.end(), header.memory);
+  std::memcpy(at, &header, sizeof(header));
+  static_assert(kernels::SharedDeviceMemory::kHandleBytes == wire::kDeviceHandleBytes);
+  std::memcpy(at + sizeof(header), from.events.data(), from.events.size_bytes());
 }
 
 absl::Status CommandRing::Start() {
@@ -147,6 +164,10 @@ void CommandRing::Run() {
       continue;
     }
     const int64_t now = SteadyNanos();
+    if (held_.any && !cut_) {
+      AwaitDevice(now);
+      continue;
+    }
     if (last_work_ns == 0) last_work_ns = now;
     if (cut_ || now - last_work_ns >= spin_ns) {
       Sleep();
@@ -162,15 +183,61 @@ void CommandRing::Run() {
   }
 }
 
+// Between two looks at the event of a held entry: short while the client's GPU is likely at work on
+// it, long once it is likely not.
+void CommandRing::AwaitDevice(int64_t now) const {
+  if (now - held_.since_ns < int64_t{options_.spin_us} * 1000) {
+    wire::SpinPause();
+  } else {
+    std::this_thread::sleep_for(kDeviceNap);
+  }
+}
+
+bool CommandRing::OnDevice(const wire::SubmissionEntry& entry) const {
+  return entry.kind == wire::kEntryAttend && (entry.flags & wire::kEntryOnDevice) != 0 &&
+         region_->device() != nullptr;
+}
+
+// False: what the client's GPU has to do for the held entry is not done.
+bool CommandRing::ServeHeld() {
+  const absl::StatusOr<bool> done = region_->device()->Done(held_.event);
+  if (done.ok() && *done) {
+    held_.any = false;
+    Serve(held_.entry);
+    return true;
+  }
+  if (done.ok() && SteadyNanos() < held_.until_ns) return false;
+  held_.any = false;
+  AttendMessage* const message = TakeMessage(held_.entry);
+  Refuse(message, done.ok() ? MakeError(absl::StatusCode::kDeadlineExceeded,
+                                        "the GPU work before this request did not end in time",
+                                        {.field = "device",
+                                         .got = absl::StrCat(options_.device_wait_ms, " ms"),
+                                         .limit = "shm.device_wait_ms, or the request's timeout",
+                                         .reason = "device_not_ready"})
+                            : MakeError(absl::StatusCode::kInternal, done.status().message(),
+                                        {.field = "device", .reason = "device_event"}));
+  return true;
+}
+
 bool CommandRing::TakeSubmission() {
+  if (held_.any) return ServeHeld();
   wire::SubmissionEntry& slot = submissions_[taken_ & mask_];
   if (Atomic(slot.sequence).load(std::memory_order_acquire) != wire::PublishedSequence(taken_)) {
     return false;
   }
   const wire::SubmissionEntry entry = CopyOnce(&slot);
   ++taken_;
-  if (WithinBounds()) Serve(entry);
-  return true;
+  if (!WithinBounds()) return true;
+  if (!OnDevice(entry)) {
+    Serve(entry);
+    return true;
+  }
+  int64_t wait_ns = options_.device_wait_ms * 1'000'000;
+  if (entry.timeout_us > 0) wait_ns = std::min(wait_ns, int64_t{entry.timeout_us} * 1000);
+  const int64_t now = SteadyNanos();
+  held_ = {true, entry, (taken_ - 1) & mask_, now, now + wait_ns};
+  return ServeHeld();
 }
 
 // Checks that there will be a free completion slot for what has just been taken.
@@ -209,11 +276,16 @@ void CommandRing::Disconnect(const char* why) {
 
 // ------------------------------------------------------------------------------------- Serving
 
-void CommandRing::Serve(const wire::SubmissionEntry& entry) {
+AttendMessage* CommandRing::TakeMessage(const wire::SubmissionEntry& entry) {
   AttendMessage* const message = options_.pool->Take();
   message->owner = this;
   message->stream = builder_.stream();
   message->tag = entry.tag;
+  return message;
+}
+
+void CommandRing::Serve(const wire::SubmissionEntry& entry) {
+  AttendMessage* const message = TakeMessage(entry);
   absl::Status status;
   switch (entry.kind) {
     case wire::kEntryAttend:
@@ -227,7 +299,10 @@ void CommandRing::Serve(const wire::SubmissionEntry& entry) {
                            "unknown_value");
   }
   if (status.ok()) status = builder_.Submit(message);
-  if (status.ok()) return;  // the engine has it
+  if (!status.ok()) Refuse(message, std::move(status));  // else the engine has it
+}
+
+void CommandRing::Refuse(AttendMessage* message, absl::Status status) {
   options_.metrics->CountRejected(DetailOf(status).reason);
   message->answer = std::move(status);
   OnAnswered(message);
@@ -256,8 +331,16 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
                                                std::numeric_limits<int64_t>::max(), message);
   if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
-  status =
-      AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
+  if ((entry.flags & wire::kEntryOnDevice) == 0) {
+    status =
+        AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
+  } else if (region_->device() != nullptr) {
+    status = AttendRequestBuilder::PointIntoDevice(*region_->device(), entry.in_offset,
+                                                   entry.out_offset, message);
+  } else {
+    status = RefuseField("flags", absl::StrCat(int{entry.flags}),
+                         "without 8 on a ring without device memory");
+  }
   bool stalled = false;
   if (status.ok()) status = builder_.StageShared(options_.pool.get(), message, &stalled);
   if (stalled) {

@@ -9,6 +9,12 @@
 // rules (more requests in flight than entries, a count of taken completions that cannot be) is
 // disconnected.
 //
+// An entry with tensors in device memory is taken when its event says that the client's GPU is done
+// with them; until then it holds up those behind it, of the same client. The event is only looked
+// at, so a client whose GPU never gets there, stopped or dead, costs its own ring's thread some
+// polling and nothing else: after shm.device_wait_ms, or the entry's own timeout, the entry is
+// answered with DEADLINE_EXCEEDED.
+//
 // Writes. A reply goes into its completion's slot or into the room that its request offered inside
 // the arena; WriteReply is the only place that writes one and checks its size against that room.
 //
@@ -54,12 +60,14 @@ struct CommandRingOptions {
   uint64_t boot_id = 0;
   uint32_t entries = 0;  // of the region's ring
   uint32_t spin_us = 0;
+  int64_t device_wait_ms = 0;  // for what a client's GPU has to complete before an entry
 };
 
 class CommandRing final : public AttendMessageOwner {
  public:
   // Lays the ring out at the front of `region`.
-  // REQUIRES: region->arena_offset() == wire::RingBytes(options.entries).
+  // REQUIRES: region->arena_offset() == wire::RingBytes(options.entries), and DevicePartBytes more
+  // where it has device memory, which has an event for each entry then.
   CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegion> region);
   ~CommandRing() override { Stop(); }
 
@@ -74,11 +82,17 @@ class CommandRing final : public AttendMessageOwner {
  private:
   void Run();
   bool TakeSubmission();
+  bool ServeHeld();
+  void AwaitDevice(int64_t now) const;
   bool WithinBounds();
   void Sleep();
   void Disconnect(const char* why);
 
+  void LayOutDevice();
+  bool OnDevice(const wire::SubmissionEntry& entry) const;
   void Serve(const wire::SubmissionEntry& entry);
+  AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
+  void Refuse(AttendMessage* message, absl::Status status);
   absl::Status PrepareAttend(const wire::SubmissionEntry& entry, AttendMessage* message);
   absl::Status PrepareMessage(const wire::SubmissionEntry& entry, AttendMessage* message);
 
@@ -101,6 +115,13 @@ class CommandRing final : public AttendMessageOwner {
   // Used by the ring's thread alone.
   uint64_t taken_ = 0;         // submissions
   uint64_t client_taken_ = 0;  // completions, as last read
+  // The last submission taken, while it waits for the client's GPU; those behind it wait with it.
+  struct Held {
+    bool any = false;
+    wire::SubmissionEntry entry;
+    size_t event = 0;
+    int64_t since_ns = 0, until_ns = 0;
+  } held_;
   bool cut_ = false;
   v1::Attend attend_;
   std::string message_bytes_;

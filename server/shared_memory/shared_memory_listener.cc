@@ -59,22 +59,36 @@ std::optional<uid_t> PeerUser(int descriptor) {
   return peer.uid;
 }
 
-// The connect_reply, with the region's descriptor if there is a region.
+void WriteMessage(const absl::Status& status, wire::ConnectReply* connect_reply) {
+  std::fill(std::begin(connect_reply->message), std::end(connect_reply->message), '\0');
+  std::string(status.message()).copy(connect_reply->message, sizeof(connect_reply->message) - 1);
+}
+
+// The connect_reply, with the descriptors of the region and of its device memory as far as there
+// are any.
 bool Send(int descriptor, const wire::ConnectReply& connect_reply, const SharedRegion* region) {
   iovec part{const_cast<wire::ConnectReply*>(&connect_reply), sizeof(connect_reply)};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  int passed[2];
+  size_t count = 0;
   if (region != nullptr) {
+    passed[count++] = region->descriptor();
+    const kernels::SharedDeviceMemory* const device = region->device();
+    if (device != nullptr && device->exported().descriptor >= 0) {
+      passed[count++] = device->exported().descriptor;
+    }
+  }
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(passed))] = {};
+  if (count > 0) {
     message.msg_control = control;
-    message.msg_controllen = sizeof(control);
+    message.msg_controllen = CMSG_SPACE(count * sizeof(int));
     cmsghdr* const header = CMSG_FIRSTHDR(&message);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    const int passed = region->descriptor();
-    std::memcpy(CMSG_DATA(header), &passed, sizeof(passed));
+    header->cmsg_len = CMSG_LEN(count * sizeof(int));
+    std::memcpy(CMSG_DATA(header), passed, count * sizeof(int));
   }
   return sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT) ==
          static_cast<ssize_t>(sizeof(connect_reply));
@@ -311,13 +325,14 @@ bool SharedMemoryListener::Answer(Connection* connection) {
   connect_reply.magic = wire::kHandshakeMagic;
   connect_reply.version = wire::kHandshakeVersion;
   connect_reply.boot_id = options_.boot_id;
-  const absl::Status status = Admit(connection->connect_request, connection, &connect_reply);
-  if (room_to_come && absl::IsResourceExhausted(status) &&
-      SteadyNanos() - connection->connect_request_ns < kRoomNanos && MayWait(*connection)) {
-    return false;
-  }
+  const bool may_wait = room_to_come &&
+                        SteadyNanos() - connection->connect_request_ns < kRoomNanos &&
+                        MayWait(*connection);
+  const absl::Status status =
+      Admit(connection->connect_request, connection, may_wait, &connect_reply);
+  if (may_wait && absl::IsResourceExhausted(status)) return false;
   connect_reply.code = static_cast<int32_t>(status.code());
-  std::string(status.message()).copy(connect_reply.message, sizeof(connect_reply.message) - 1);
+  if (!status.ok()) WriteMessage(status, &connect_reply);
   Log(LogLevel::kDebug, "shared_memory",
       {{"tenant", connection->tenant}, {"answer", status.ToString()}});
   const SharedRegion* const region = status.ok() ? connection->region.get() : nullptr;
@@ -333,7 +348,7 @@ void SharedMemoryListener::AnswerWaiting() {
 }
 
 absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_request,
-                                         Connection* connection,
+                                         Connection* connection, bool may_wait,
                                          wire::ConnectReply* connect_reply) {
   if (connect_request.version != wire::kHandshakeVersion) {
     return absl::UnimplementedError(absl::StrCat("version: got ", connect_request.version,
@@ -346,19 +361,49 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
     return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
   }
-  const bool wants_ring = (connect_request.flags & wire::kWantRing) != 0;
-  const auto entries = static_cast<uint32_t>(options_.shm.ring_entries);
-  auto region = options_.regions->Create(connection->tenant, connect_request.bytes,
-                                         wants_ring ? wire::RingBytes(entries) : 0,
-                                         std::chrono::milliseconds(0));
-  if (!region.ok()) return region.status();
-  connection->region = *std::move(region);
+  absl::Status status = MakeRegion(connect_request, connection, may_wait, connect_reply);
+  if (!status.ok()) return status;
   options_.metrics->wire().shared_regions.fetch_add(1);
   const SharedRegion& made = *connection->region;
   std::copy(made.handle().begin(), made.handle().end(), connect_reply->handle);
   connect_reply->region_bytes = made.size();
   connect_reply->arena_offset = made.arena_offset();
-  if (!wants_ring) return absl::OkStatus();
+  if (made.device() != nullptr) connect_reply->flags |= wire::kHasDevice;
+  const bool wants_ring = (connect_request.flags & wire::kWantRing) != 0;
+  return wants_ring ? MakeRing(connect_request, connection, connect_reply) : absl::OkStatus();
+}
+
+// Without device memory where there is none to be had: the client sends its tensors another way.
+absl::Status SharedMemoryListener::MakeRegion(const wire::ConnectRequest& connect_request,
+                                              Connection* connection, bool may_wait,
+                                              wire::ConnectReply* connect_reply) {
+  const auto entries = static_cast<uint32_t>(options_.shm.ring_entries);
+  const bool wants_ring = (connect_request.flags & wire::kWantRing) != 0;
+  const uint64_t ring = wants_ring ? wire::RingBytes(entries) : 0;
+  const auto make = [&](uint64_t front, const DeviceWish& device) {
+    return options_.regions->Create(connection->tenant, connect_request.bytes, front,
+                                    std::chrono::milliseconds(0), device);
+  };
+  if (wants_ring && (connect_request.flags & wire::kWantDevice) != 0 &&
+      connect_request.device_mib > 0) {
+    auto region = make(ring + wire::DevicePartBytes(entries),
+                       {int64_t{connect_request.device_mib} << 20, static_cast<int32_t>(entries)});
+    if (region.ok()) {
+      connection->region = *std::move(region);
+      return absl::OkStatus();
+    }
+    if (may_wait && absl::IsResourceExhausted(region.status())) return region.status();
+    WriteMessage(region.status(), connect_reply);
+  }
+  auto region = make(ring, {});
+  if (!region.ok()) return region.status();
+  connection->region = *std::move(region);
+  return absl::OkStatus();
+}
+
+absl::Status SharedMemoryListener::MakeRing(const wire::ConnectRequest& connect_request,
+                                            Connection* connection,
+                                            wire::ConnectReply* connect_reply) {
   CommandRingOptions ring;
   ring.engine = options_.engine;
   ring.pool = options_.pool;
@@ -367,9 +412,10 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   // The connection's end, which this causes, is what ends the ring.
   ring.on_disconnect = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
   ring.boot_id = options_.boot_id;
-  ring.entries = entries;
+  ring.entries = static_cast<uint32_t>(options_.shm.ring_entries);
   ring.spin_us = std::min(connect_request.spin_us, static_cast<uint32_t>(options_.shm.spin_us));
-  connect_reply->ring_entries = entries;
+  ring.device_wait_ms = options_.shm.device_wait_ms;
+  connect_reply->ring_entries = ring.entries;
   connect_reply->spin_us = ring.spin_us;
   connection->ring = std::make_unique<CommandRing>(std::move(ring), connection->region);
   return connection->ring->Start();

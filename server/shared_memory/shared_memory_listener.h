@@ -104,7 +104,11 @@ class SharedMemoryListener final {
   bool Answer(Connection* connection);
   void AnswerWaiting();
   absl::Status Admit(const wire::ConnectRequest& connect_request, Connection* connection,
-                     wire::ConnectReply* connect_reply);
+                     bool may_wait, wire::ConnectReply* connect_reply);
+  absl::Status MakeRegion(const wire::ConnectRequest& connect_request, Connection* connection,
+                          bool may_wait, wire::ConnectReply* connect_reply);
+  absl::Status MakeRing(const wire::ConnectRequest& connect_request, Connection* connection,
+                        wire::ConnectReply* connect_reply);
   void End(int descriptor);
   void Sweep();
 

@@ -57,8 +57,9 @@ server::Config SmallConfig() {
   return config;
 }
 
-TestServer::TestServer(const std::function<void(server::Config&)>& change)
-    : config_(SmallConfig()) {
+TestServer::TestServer(const std::function<void(server::Config&)>& change,
+                       std::function<std::unique_ptr<kernels::AttentionBackend>()> backend)
+    : config_(SmallConfig()), backend_(std::move(backend)) {
   server::ConfigureLogging("text", "error");
   config_.listen.unix_path = folder_.File("mla.sock");
   if (change) change(config_);
@@ -67,7 +68,8 @@ TestServer::TestServer(const std::function<void(server::Config&)>& change)
 
 void TestServer::Restart() {
   server_.reset();
-  auto started = server::Server::Start({config_, [this] { exit_requested_ = true; }});
+  auto started = server::Server::Start(
+      {config_, [this] { exit_requested_ = true; }, backend_ ? backend_() : nullptr});
   if (!started.ok()) {
     std::fprintf(stderr, "the server did not start: %s\n", started.status().ToString().c_str());
     std::abort();

@@ -31,7 +31,9 @@ class TestServer final {
  public:
   // `change` edits the configuration before the start. A server that does not start ends the test
   // program with its reason.
-  explicit TestServer(const std::function<void(server::Config&)>& change = {});
+  // `backend` makes what it serves by; empty: as the configuration says.
+  explicit TestServer(const std::function<void(server::Config&)>& change = {},
+                      std::function<std::unique_ptr<kernels::AttentionBackend>()> backend = {});
 
   std::string unix_target() const { return "unix:" + folder_.File("mla.sock"); }
   std::string tcp_target() const;
@@ -46,6 +48,7 @@ class TestServer final {
  private:
   TempFolder folder_;
   server::Config config_;
+  const std::function<std::unique_ptr<kernels::AttentionBackend>()> backend_;
   std::atomic<bool> exit_requested_{false};
   std::unique_ptr<server::Server> server_;
 };

@@ -35,6 +35,9 @@ class Worker final {
                     v1::Profile profile, const std::vector<uint32_t>& keep = {},
                     v1::DType o_dtype = v1::DTYPE_F32);
 
+  // Tensors lie in the session's device memory, which must be the fake runtime's from here on.
+  void UseDevice() { on_device_ = true; }
+
   client::Session& session() { return *session_; }
   const Dims& dims() const { return dims_; }
   const std::string& model_id() const { return model_id_; }
@@ -54,6 +57,7 @@ class Worker final {
   Weights weights_;
   std::unique_ptr<client::Session> session_;
   uint32_t most_messages_ = 0;
+  bool on_device_ = false;
 };
 
 }  // namespace mla::integration

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cerrno>
@@ -62,20 +63,22 @@ bool WaitReadable(int socket, steady_clock::time_point deadline) {
 
 enum class Received { kReply, kClosed, kOther };
 
-// Reads the connect_reply and the descriptor that comes with it, -1 if none does.
-Received Receive(int socket, wire::ConnectReply* connect_reply, int* descriptor) {
+// Reads the connect_reply and the descriptors that come with it, -1 for those that do not: the
+// region's, then its device memory's.
+Received Receive(int socket, wire::ConnectReply* connect_reply, std::array<int, 2>* descriptors) {
   iovec part{connect_reply, sizeof(*connect_reply)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(*descriptors))] = {};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
-  *descriptor = -1;
+  descriptors->fill(-1);
   const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
-    std::memcpy(descriptor, CMSG_DATA(header), sizeof(*descriptor));
+    std::memcpy(descriptors->data(), CMSG_DATA(header),
+                std::min(sizeof(*descriptors), header->cmsg_len - CMSG_LEN(0)));
   }
   if (got == 0 || (got < 0 && errno == ECONNRESET)) return Received::kClosed;
   return got == static_cast<ssize_t>(sizeof(*connect_reply)) ? Received::kReply : Received::kOther;
@@ -97,29 +100,38 @@ absl::Status SharedMemory::Handshake(const std::string& shm_path) {
   }
   const auto deadline =
       steady_clock::now() + std::chrono::milliseconds(options_.connect_timeout_ms);
-  int descriptor = -1;
+  Descriptors descriptors;
   bool closed = true;
   absl::Status status;
   // A server with too many connections may close one before it has read the request.
   for (int attempt = 0; attempt < kAttempts && closed; ++attempt) {
-    status = Exchange(shm_path, deadline, &descriptor, &closed);
+    status = Exchange(shm_path, deadline, &descriptors, &closed);
   }
   if (!status.ok()) return status;
   if (connect_reply_.code != 0) {
-    if (descriptor >= 0) close(descriptor);
+    descriptors.Close();
     return absl::Status(
         static_cast<absl::StatusCode>(connect_reply_.code),
         std::string(connect_reply_.message,
                     strnlen(connect_reply_.message, sizeof(connect_reply_.message))));
   }
-  return Map(descriptor);
+  status = Map(std::exchange(descriptors.region, -1));
+  if (status.ok() && options_.device_mib > 0 && options_.ring) MapDevice(descriptors.device);
+  descriptors.Close();
+  return status;
+}
+
+void SharedMemory::Descriptors::Close() {
+  for (int* descriptor : {&region, &device}) {
+    if (*descriptor >= 0) close(std::exchange(*descriptor, -1));
+  }
 }
 
 // Connects, sends the request and reads the reply, with the descriptor that comes with it.
 // `*closed` says whether the server ended the connection without a reply.
 absl::Status SharedMemory::Exchange(const std::string& path,
-                                    std::chrono::steady_clock::time_point deadline, int* descriptor,
-                                    bool* closed) {
+                                    std::chrono::steady_clock::time_point deadline,
+                                    Descriptors* descriptors, bool* closed) {
   *closed = false;
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -144,6 +156,10 @@ absl::Status SharedMemory::Exchange(const std::string& path,
   connect_request.flags = options_.ring ? wire::kWantRing : 0;
   connect_request.bytes = options_.bytes;
   connect_request.spin_us = options_.server_spin_us;
+  if (options_.ring && options_.device_mib > 0) {
+    connect_request.flags |= wire::kWantDevice;
+    connect_request.device_mib = options_.device_mib;
+  }
   options_.tenant.copy(connect_request.tenant, sizeof(connect_request.tenant) - 1);
   const auto no_reply = [&path](const char* why) {
     return absl::UnavailableError(absl::StrCat("shared memory: ", path, ": no reply: ", why));
@@ -154,7 +170,10 @@ absl::Status SharedMemory::Exchange(const std::string& path,
     return no_reply(std::strerror(errno));
   }
   if (!WaitReadable(socket_, deadline)) return no_reply("timeout");
-  switch (Receive(socket_, &connect_reply_, descriptor)) {
+  std::array<int, 2> received{};
+  const Received how = Receive(socket_, &connect_reply_, &received);
+  *descriptors = {received[0], received[1]};
+  switch (how) {
     case Received::kClosed:
       *closed = true;
       return no_reply("the server closed the connection");
@@ -166,7 +185,7 @@ absl::Status SharedMemory::Exchange(const std::string& path,
         return absl::OkStatus();
       }
   }
-  if (*descriptor >= 0) close(*descriptor);
+  descriptors->Close();
   return no_reply("not one of this protocol");
 }
 
@@ -192,7 +211,11 @@ absl::Status SharedMemory::CheckRegion(int descriptor) const {
     return Mismatch("ring_entries", absl::StrCat(entries),
                     options_.ring ? absl::StrCat("a power of two up to ", kMostRingEntries) : "0");
   }
-  const uint64_t expected = entries > 0 ? wire::RingBytes(entries) : 0;
+  if (has_device() && (options_.device_mib == 0 || entries == 0)) {
+    return Mismatch("flags", absl::StrCat(connect_reply_.flags), "no device memory");
+  }
+  const uint64_t expected = (entries > 0 ? wire::RingBytes(entries) : 0) +
+                            (has_device() ? wire::DevicePartBytes(entries) : 0);
   if (arena != expected)
     return Mismatch("arena_offset", absl::StrCat(arena), absl::StrCat(expected));
   if (arena > size || size - arena < options_.bytes) {
@@ -230,10 +253,7 @@ absl::Status SharedMemory::Map(int descriptor) {
         absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
   }
   region_ = {static_cast<std::byte*>(at), connect_reply_.region_bytes};
-  {
-    const MutexLock lock(mutex_);
-    free_[connect_reply_.arena_offset] = arena_bytes();
-  }
+  blocks_.Add(connect_reply_.arena_offset, arena_bytes());
   if (connect_reply_.ring_entries == 0) return absl::OkStatus();
   header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
   submissions_ =
@@ -243,7 +263,25 @@ absl::Status SharedMemory::Map(int descriptor) {
   return CheckRing();
 }
 
+// A client without device memory sends its tensors another way, so this fails nothing.
+void SharedMemory::MapDevice(int descriptor) {
+  if (!has_device()) {
+    const std::string why(connect_reply_.message,
+                          strnlen(connect_reply_.message, sizeof(connect_reply_.message)));
+    device_status_ = absl::UnavailableError(
+        absl::StrCat("device memory: ", why.empty() ? "the server offers none" : why));
+    return;
+  }
+  const uint32_t entries = connect_reply_.ring_entries;
+  auto mapped =
+      DeviceRegion::Map(region_.subspan(wire::RingBytes(entries), wire::DevicePartBytes(entries)),
+                        descriptor, entries, options_.device);
+  device_status_ = mapped.status();
+  if (mapped.ok()) device_ = *std::move(mapped);
+}
+
 SharedMemory::~SharedMemory() {
+  device_.reset();  // before the server frees what it maps
   if (socket_ >= 0) close(socket_);
   if (region_.data() != nullptr) munmap(region_.data(), region_.size());
 }
@@ -259,39 +297,12 @@ void SharedMemory::Disconnect() { shutdown(socket_, SHUT_RDWR); }
 // -------------------------------------------------------------------------------------- Arena
 
 std::span<std::byte> SharedMemory::Allocate(uint64_t bytes) {
-  const uint64_t wanted = wire::AlignShared(std::max<uint64_t>(bytes, 1));
-  const MutexLock lock(mutex_);
-  for (auto it = free_.begin(); it != free_.end(); ++it) {
-    if (it->second < wanted) continue;
-    const uint64_t offset = it->first, left = it->second - wanted;
-    free_.erase(it);
-    if (left > 0) free_[offset + wanted] = left;
-    used_[offset] = wanted;
-    return region_.subspan(offset, bytes);
-  }
-  return {};
+  const std::optional<uint64_t> at = blocks_.Take(bytes);
+  return at ? region_.subspan(*at, bytes) : std::span<std::byte>();
 }
 
 void SharedMemory::Free(std::span<std::byte> block) {
-  if (block.data() == nullptr) return;
-  const MutexLock lock(mutex_);
-  const auto used = used_.find(OffsetOf(block.data()));
-  if (used == used_.end()) return;
-  auto [offset, bytes] = *used;
-  used_.erase(used);
-  auto after = free_.lower_bound(offset);
-  if (after != free_.end() && offset + bytes == after->first) {
-    bytes += after->second;
-    after = free_.erase(after);
-  }
-  if (after != free_.begin()) {
-    const auto before = std::prev(after);
-    if (before->first + before->second == offset) {
-      before->second += bytes;
-      return;
-    }
-  }
-  free_[offset] = bytes;
+  if (block.data() != nullptr) blocks_.Return(OffsetOf(block.data()));
 }
 
 bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
@@ -303,8 +314,15 @@ bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
 
 // --------------------------------------------------------------------------------------- Ring
 
-bool SharedMemory::Submit(wire::SubmissionEntry entry) {
+bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream) {
   if (in_flight() >= connect_reply_.ring_entries) return false;
+  if ((entry.flags & wire::kEntryOnDevice) != 0 && entry.kind == wire::kEntryAttend) {
+    // An event that could not be recorded says nothing: the server would read too early.
+    const uint32_t event = submitted_ & (connect_reply_.ring_entries - 1);
+    if (device_ == nullptr) return false;
+    device_status_.Update(device_->Record(event, stream));
+    if (!device_status_.ok()) return false;
+  }
   wire::SubmissionEntry& slot = submissions_[submitted_ & (connect_reply_.ring_entries - 1)];
   std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
               reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),

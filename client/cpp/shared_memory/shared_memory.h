@@ -18,16 +18,15 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "base/mutex.h"
+#include "client/cpp/shared_memory/block_list.h"
+#include "client/cpp/shared_memory/device_region.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::client {
@@ -40,6 +39,8 @@ struct SharedMemoryOptions {
   uint32_t spin_us = 0;         // how long Wait spins before it sleeps
   int32_t connect_timeout_ms = 10000;  // for the connection and the server's connect_reply together
   int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
+  uint32_t device_mib = 0;             // device memory beside a ring, in MiB; 0: none
+  DeviceRegionOptions device;          // where it is mapped
 };
 
 class SharedMemory final {
@@ -62,6 +63,9 @@ class SharedMemory final {
   std::span<std::byte> region() const { return region_; }
   uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
   uint32_t ring_entries() const { return connect_reply_.ring_entries; }
+  // Null: none was wanted, or device_status() says why there is none.
+  DeviceRegion* device() const { return device_.get(); }
+  const absl::Status& device_status() const { return device_status_; }
 
   // Memory for tensors, aligned to 64 bytes; empty when there is no contiguous room.
   std::span<std::byte> Allocate(uint64_t bytes);
@@ -80,8 +84,9 @@ class SharedMemory final {
 
   // --- The ring. REQUIRES: ring_entries() > 0.
   // Publishes an entry (its sequence is set here) and wakes the server if it sleeps. False when as
-  // many requests as the ring has entries wait for their completions to be taken.
-  bool Submit(wire::SubmissionEntry entry);
+  // many requests as the ring has entries wait for their completions to be taken. With
+  // kEntryOnDevice the server waits for what `stream` has been given so far (DeviceRegion::Record).
+  bool Submit(wire::SubmissionEntry entry, void* stream = nullptr);
   // Takes the next completion if there is one. For kEntryMessage, Message must be read before the
   // next call of Poll or Wait, which gives its slot back.
   bool Poll(wire::CompletionEntry* entry);
@@ -92,13 +97,19 @@ class SharedMemory final {
   uint64_t in_flight() const { return submitted_ - returned_.load(std::memory_order_acquire); }
 
  private:
+  struct Descriptors {
+    int region = -1, device = -1;
+    void Close();
+  };
   explicit SharedMemory(const SharedMemoryOptions& options) : options_(options) {}
   absl::Status Handshake(const std::string& shm_path);
   absl::Status Exchange(const std::string& path, std::chrono::steady_clock::time_point deadline,
-                        int* descriptor, bool* closed);
+                        Descriptors* descriptors, bool* closed);
+  bool has_device() const { return (connect_reply_.flags & wire::kHasDevice) != 0; }
   absl::Status CheckRegion(int descriptor) const;
   absl::Status CheckRing() const;
   absl::Status Map(int descriptor);
+  void MapDevice(int descriptor);
   bool Ready() const;
   bool Connected() const;
   void GiveBack();
@@ -113,10 +124,9 @@ class SharedMemory final {
   uint64_t submitted_ = 0, taken_ = 0;
   std::atomic<uint64_t> returned_{0};  // as the server has been told
   bool held_ = false;                  // the last completion's slot has not been given back
-
-  Mutex mutex_;
-  std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes
-  std::map<uint64_t, uint64_t> used_ ABSL_GUARDED_BY(mutex_);
+  BlockList blocks_;                   // of the arena
+  std::unique_ptr<DeviceRegion> device_;
+  absl::Status device_status_;
 };
 
 }  // namespace mla::client

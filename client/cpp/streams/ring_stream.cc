@@ -46,6 +46,12 @@ RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
       message_bytes_(std::min(message_bytes, memory_->arena_bytes() / kPiecesInArena)),
       copier_(copies) {}
 
+absl::Status RingStream::device_status() const {
+  if (memory_->device() != nullptr) return absl::OkStatus();
+  return memory_->device_status().ok() ? absl::UnavailableError("device memory: none was wanted")
+                                       : memory_->device_status();
+}
+
 RingStream::~RingStream() { Close().IgnoreError(); }
 
 // ------------------------------------------------------------------------------------- Sending
@@ -72,6 +78,7 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
   MutexLock lock(mutex_);
   const bool is_attend = request->body_case() == v1::AttendStreamRequest::kAttend;
   absl::Status status = broken_;
+  if (status.ok()) status = CheckDevicePlaces(*memory_, inputs, *pending);
   while (status.ok()) {
     if (closing_) {
       status = absl::UnavailableError("the session has ended");
@@ -90,13 +97,18 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
     if (is_attend) {
       entry.in_offset = flight.room.in_offset;
       entry.out_offset = flight.room.out_offset;
+      if (flight.room.on_device) entry.flags |= wire::kEntryOnDevice;
     }
-    if (placed && memory_->Submit(entry)) {
+    if (placed && memory_->Submit(entry, pending->stream)) {
       ++next_tag_;
       in_flight_[tag] = std::move(flight);
       return;
     }
     FreeTensors(memory_.get(), &flight.room);
+    if (flight.room.on_device && !memory_->device_status().ok()) {
+      status = memory_->device_status();
+      break;
+    }
     if (in_flight_.empty()) {
       status = absl::ResourceExhaustedError("the request does not fit into the shared memory");
       break;

@@ -44,6 +44,8 @@ class RingStream final : public StepStream {
   absl::Status Close() override;
   std::span<std::byte> Allocate(uint64_t bytes) override { return memory_->Allocate(bytes); }
   void Free(std::span<std::byte> block) override { memory_->Free(block); }
+  DeviceRegion* device() const override { return memory_->device(); }
+  absl::Status device_status() const override;
 
  private:
   using Deadline = std::chrono::steady_clock::time_point;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "client/cpp/shared_memory/device_region.h"
 #include "mla/v1/attention.pb.h"
 
 namespace mla::client {
@@ -27,6 +28,7 @@ struct InputTensors {
 // What a request waits for. The tensors' places are set by the caller.
 struct PendingReply {
   std::span<std::byte> o, lse, chosen;
+  void* stream = nullptr;  // AttendCall::stream
   // Of the request, as they are sent, where the caller's are not.
   std::vector<int32_t> lists;
   std::vector<std::byte> kv, q;
@@ -62,6 +64,11 @@ class StepStream {
   // Memory in which tensors need not be copied, aligned to 64 bytes; empty: there is none.
   virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;
   virtual void Free(std::span<std::byte> block) = 0;
+  // Device memory of the same use; null: there is none, for the reason given.
+  virtual DeviceRegion* device() const { return nullptr; }
+  virtual absl::Status device_status() const {
+    return absl::UnavailableError("device memory: rings alone have some");
+  }
 
   // Send and Wait without tensors.
   absl::Status Call(v1::AttendStreamRequest* request, PendingReply* result) {

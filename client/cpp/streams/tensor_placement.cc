@@ -16,7 +16,8 @@ bool IsBehind(std::span<const std::byte> first, std::span<const std::byte> secon
 }
 
 // Two tensors that may stay where they are: their common start, else null.
-const std::byte* InPlace(const SharedMemory& memory, std::span<const std::byte> first,
+template <typename Memory>
+const std::byte* InPlace(const Memory& memory, std::span<const std::byte> first,
                          std::span<const std::byte> second) {
   const std::byte* const start = first.empty() ? second.data() : first.data();
   const bool fits = IsBehind(first, second) &&
@@ -33,6 +34,22 @@ const std::byte* InputsInPlace(const SharedMemory& memory, const InputTensors& i
   return IsBehind(inputs.q, inputs.lists) && memory.Holds(start, size) ? start : nullptr;
 }
 
+// Whether all tensors stay where they are in device memory. Some of them there and others not is no
+// place at all, since the host cannot copy them.
+bool OnDevice(const SharedMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
+  if (memory.device() == nullptr || !inputs.lists.empty()) return false;
+  const DeviceRegion& device = *memory.device();
+  const bool no_output = pending.o.empty() && pending.lse.empty();
+  return inputs.size() > 0 && InPlace(device, inputs.kv, inputs.q) != nullptr &&
+         (no_output || InPlace(device, pending.o, pending.lse) != nullptr);
+}
+
+uint64_t DeviceOffset(const SharedMemory& memory, std::span<const std::byte> first,
+                      std::span<const std::byte> second) {
+  const std::byte* const start = first.empty() ? second.data() : first.data();
+  return start == nullptr ? 0 : memory.device()->OffsetOf(start);
+}
+
 }  // namespace
 
 bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const InputTensors& inputs,
@@ -43,6 +60,13 @@ bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const Inpu
                                        : lists_at + inputs.lists.size();
   const uint64_t results = Together(pending.o.size(), pending.lse.size());
   made.out_bytes = Together(results, pending.chosen.size());
+  if (OnDevice(*memory, inputs, pending)) {
+    made.in_offset = DeviceOffset(*memory, inputs.kv, inputs.q);
+    made.out_offset = DeviceOffset(*memory, pending.o, pending.lse);
+    made.on_device = true;
+    *placement = made;
+    return true;
+  }
   const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs);
   // Lists that are returned do not lie behind the others.
   const bool out_stays = made.out_bytes > 0 && pending.chosen.empty();
@@ -69,10 +93,25 @@ bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const Inpu
 
 bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
                 const PendingReply& pending) {
+  if (OnDevice(memory, inputs, pending)) return true;
   const bool no_input = inputs.size() == 0;
   const bool no_output = pending.o.empty() && pending.lse.empty();
   return (no_input || InputsInPlace(memory, inputs) != nullptr) && pending.chosen.empty() &&
          (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
+}
+
+absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& inputs,
+                               const PendingReply& pending) {
+  if (memory.device() == nullptr || OnDevice(memory, inputs, pending)) return absl::OkStatus();
+  const std::span<const std::byte> tensors[] = {inputs.kv, inputs.q, inputs.lists, pending.o,
+                                                pending.lse};
+  for (const std::span<const std::byte> tensor : tensors) {
+    if (tensor.empty() || !memory.device()->Holds(tensor.data(), 1)) continue;
+    return absl::InvalidArgumentError(
+        "tensors: some lie in device memory; there all must, kv and q in one block, o and lse in "
+        "another, each tensor at a multiple of 64 bytes, and without index lists");
+  }
+  return absl::OkStatus();
 }
 
 void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,

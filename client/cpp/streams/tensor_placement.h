@@ -22,6 +22,7 @@ struct TensorPlacement {
   std::span<std::byte> in, out;  // blocks of ours; empty when the tensors stay where they are
   uint64_t in_offset = 0, in_bytes = 0;
   uint64_t out_offset = 0, out_bytes = 0;
+  bool on_device = false;  // the tensors lie in the ring's device memory
 };
 
 // Places `inputs` and the outputs of `pending`. False when there is no room now;
@@ -31,6 +32,10 @@ bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const Inpu
 // True if a call of these tensors copies nothing, so that it need not be split either.
 bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
                 const PendingReply& pending);
+// INVALID_ARGUMENT when some of the tensors, and not all, lie in device memory as it demands: the
+// host can copy none of those.
+absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& inputs,
+                               const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.
 void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
                  const PendingReply& pending);

@@ -21,7 +21,7 @@ from mla_client.leases import LeaseRenewer
 from mla_client.operations import Operations
 from mla_client.pages import Pages, state_of
 from mla_client.service import AttendFuture, Service, Step
-from mla_client.shm.shared_memory import SharedMemory
+from mla_client.shm.shared_memory import DeviceWish, SharedMemory
 from mla_client.stream import Request, StepStream
 from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
                                   unix_path_of)
@@ -79,7 +79,8 @@ class Client(Service, Operations, Pages):
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
                  secure: bool = False, transport: str = "auto", shm_path: str = "",
-                 shared_bytes: Optional[int] = None, spin_us: int = 20) -> None:
+                 shared_bytes: Optional[int] = None, spin_us: int = 20,
+                 device: DeviceWish = DeviceWish()) -> None:
         """Takes over a channel; `connect` makes one and explains the options. `shm_path` is the
         path of the server's shared-memory socket; empty: there is none."""
         self.timeout_s = timeout_s
@@ -108,7 +109,7 @@ class Client(Service, Operations, Pages):
         self._maker = StreamMaker(channel, self._metadata, info, self._see_boot_id,
                                   transport=transport, shm_path=shm_path, tenant=tenant,
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
-                                  spin_us=spin_us, timeout_s=timeout_s)
+                                  spin_us=spin_us, timeout_s=timeout_s, wish=device)
         self.message_bytes = self._maker.inline_bytes  # of gRPC messages
         self._chunk_bytes = min(self.message_bytes - wire.HEADER_BYTES,
                                 info.limits.weight_chunk_bytes or self.message_bytes)
@@ -119,7 +120,8 @@ class Client(Service, Operations, Pages):
     def connect(cls, target: str, *, tenant: str = "default", tls: Optional[Tls] = None,
                 client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
                 lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
-                spin_us: int = 20, server_uid: Optional[int] = None) -> "Client":
+                spin_us: int = 20, server_uid: Optional[int] = None, device_bytes: int = 0,
+                device: int = 0, device_library: str = "") -> "Client":
         """Connects to `host:port` or `unix:/path`.
 
         Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
@@ -135,6 +137,10 @@ class Client(Service, Operations, Pages):
         is None, 64 MiB, 32 and so on down to 4, as much as the server has left; 0 asks for none,
         which leaves "inline". A wait on a ring
         looks for `spin_us` before it sleeps; so does the server, as far as it allows.
+
+        `device_bytes` (rounded up to MiB) asks for so much memory of the server's GPU beside each
+        stream's ring, for `buffers(..., device="cuda")`; `device` is the GPU that this process
+        uses, and `device_library` its runtime, if not under its usual name.
 
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
@@ -155,7 +161,8 @@ class Client(Service, Operations, Pages):
             return cls(channel, tenant=tenant, client_id=client_id, timeout_s=timeout_s,
                        message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
                        transport=transport, shm_path=shm_path_of(target) if tls is None else "",
-                       shared_bytes=shared_bytes, spin_us=spin_us)
+                       shared_bytes=shared_bytes, spin_us=spin_us,
+                       device=DeviceWish(-(-device_bytes >> 20), device, device_library))
         except BaseException:
             channel.close()
             raise

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import errors, wire
+from mla_client.shm import device as device_memory
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
                               PrefixMatch, Profile, SequenceState, WeightsStatus)
 
@@ -117,10 +118,11 @@ class Service(abc.ABC):
     def buffers(self, model: "Model", rows: int, profile: Profile = Profile.EXPANDED, *,
                 heads: Optional[int] = None, kv: bool = True, want_lse: bool = False,
                 dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
-                stream: Any = None) -> Buffers:
+                stream: Any = None, device: str = "cpu") -> Buffers:
         """Memory for the tensors of `rows` rows and `heads` heads (default: all), in which they are
         used where they lie instead of being copied, if the stream has shared memory and room there;
         ordinary arrays otherwise. `dtype` and `o_dtype` decide what the arrays are made of.
+        `device="cuda"` or "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
         """
         geometry = model.spec.geometry
         profile, dtype, o_dtype = Profile(profile), DType(dtype), _output_dtype(o_dtype)
@@ -133,8 +135,8 @@ class Service(abc.ABC):
             raise errors.InvalidArgument(f"buffers: got {rows} rows, {heads} heads")
         memory = self._shared_memory(stream)
         row_dim = model.spec.sent_row_dim if kv else 0
-        made = memory and memory.buffers(geometry, profile, rows, heads, row_dim=row_dim,
-                                         want_lse=want_lse, dtype=dtype, o_dtype=o_dtype)
+        shape = geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype
+        made = device_memory.buffers_in(memory, device, shape)
         if made:
             return made
         computes = profile != Profile.APPEND_ONLY
@@ -395,7 +397,8 @@ class Step:
         """
         self._check_begun("attend")
         geometry = self.model.spec.geometry
-        q, kv = wire.floats(q), wire.floats(kv)
+        q, kv = _values(q), _values(kv)
+        device_memory.check_call(q, kv, out, lists)
         given = kv if q is None else q
         if given is None:
             raise errors.InvalidArgument("attend: needs q, kv or both")
@@ -469,3 +472,8 @@ def _output_dtype(dtype: DType) -> DType:
 def _check_number(name: str, number: int, most: int = _LARGEST) -> None:
     if not 0 <= number <= most:
         raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{most}")
+
+
+def _values(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
+    """What lies in the memory of a device stays as it is."""
+    return array if isinstance(array, device_memory.DeviceArray) else wire.floats(array)

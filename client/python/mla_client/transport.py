@@ -11,7 +11,7 @@ import grpc
 
 from mla_client import errors, wire
 from mla_client.shm import ring
-from mla_client.shm.shared_memory import SharedMemory
+from mla_client.shm.shared_memory import DeviceWish, SharedMemory
 from mla_client.stream import AttendStream, StepStream
 
 TRANSPORTS = ("auto", "inline", "shm", "ring")
@@ -60,7 +60,7 @@ class StreamMaker:
     def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...], info: Any,
                  on_boot_id: Callable[[int], None], *, transport: str, shm_path: str, tenant: str,
                  message_bytes: int, shared_bytes: Optional[int], spin_us: int,
-                 timeout_s: float) -> None:
+                 timeout_s: float, wish: DeviceWish = DeviceWish()) -> None:
         """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible;
         `shared_bytes` None: DEFAULT_SHARED_BYTES, halved while the server has less left; 0: no
         shared memory."""
@@ -84,6 +84,7 @@ class StreamMaker:
         self._warned = False  # that streams go over gRPC; once is enough
         self._spin_us = spin_us
         self._timeout_s = timeout_s
+        self._wish = wish
 
     def open(self) -> StepStream:
         """Another stream. With "auto" never fails for want of shared memory: the first time that
@@ -133,12 +134,14 @@ class StreamMaker:
             try:
                 memory = SharedMemory.connect(self._shm_path, tenant=self._tenant, size=size,
                                               ring=kind == "ring", spin_us=self._spin_us,
-                                              timeout_s=self._timeout_s)
+                                              timeout_s=self._timeout_s, wish=self._wish)
             except errors.ResourceExhausted:
                 if self._shared_bytes is not None or size // 2 < LEAST_SHARED_BYTES:
                     raise
                 size //= 2
                 continue
+            if memory.device is not None and memory.device.warning:
+                _log.warning("%s", memory.device.warning)
             if size < min(wanted, most):
                 _log.info("the server had %d MiB of shared memory left for this stream, not %d: "
                           "large steps are split into more messages", size >> 20,

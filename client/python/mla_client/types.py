@@ -204,7 +204,12 @@ class Buffers:
     arrays. May be used for one call after another, not for two at a time.
 
     Ownership: the memory is the stream's. After `release` (or the `with` block) it may hold other
-    tensors: views must not be used any more. Until then it stays, also beyond the stream's end.
+    tensors: views must not be used any more. Until then it stays, also beyond the stream's end;
+    that of a GPU ends with the stream.
+
+    On a GPU (`device="cuda"`) the tensors are `mla_client.shm.device.DeviceArray`, which
+    `torch.from_dlpack` takes; kv and q must be these very objects, and the call waits for what
+    `stream` was given before it.
     """
 
     def __init__(self, kv: Optional[npt.NDArray], q: Optional[npt.NDArray],
@@ -216,6 +221,7 @@ class Buffers:
         self.lse = lse  # [rows, heads]; None unless asked for
         self.dtype = dtype
         self.place = place  # where it lies in shared memory; None: in no shared memory
+        self.stream = 0     # handle of the GPU's stream that writes kv and q; 0: the default one
         self._release = release
 
     def release(self) -> None:

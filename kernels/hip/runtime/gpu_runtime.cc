@@ -26,6 +26,7 @@ constexpr int kNvidiaMaxDynamicShared = 8;
 constexpr unsigned kNvidiaProgrammaticSerialization = 6;
 constexpr int kAmdHostToDevice = 1;
 constexpr int kAmdDeviceToHost = 2;
+constexpr int kAmdDeviceToDevice = 3;
 constexpr unsigned kNvidiaHostMemory = 1;
 constexpr unsigned kNvidiaDeviceMemory = 2;
 
@@ -195,15 +196,18 @@ absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
   auto table = std::make_unique<RuntimeTable>();
   std::memset(table.get(), 0, sizeof(RuntimeTable));
   if (absl::Status s = Resolve(vendor, library, table.get()); !s.ok()) return s;
-  std::unique_ptr<GpuRuntime> runtime(new GpuRuntime(vendor, opened, std::move(table)));
+  std::unique_ptr<GpuRuntime> runtime(new GpuRuntime(vendor, opened, library, std::move(table)));
   if (absl::Status s = runtime->OpenDevice(device); !s.ok()) return s;
   return runtime;
 }
 
-GpuRuntime::GpuRuntime(Vendor vendor, std::string library, std::unique_ptr<RuntimeTable> table)
-    : vendor_(vendor), library_(std::move(library)), api_(std::move(table)) {}
+GpuRuntime::GpuRuntime(Vendor vendor, std::string name, void* library,
+                       std::unique_ptr<RuntimeTable> table)
+    : vendor_(vendor), library_(std::move(name)), opened_(library), api_(std::move(table)) {}
 
 GpuRuntime::~GpuRuntime() = default;
+
+void* GpuRuntime::EntryPoint(const char* name) const { return dlsym(opened_, name); }
 
 absl::Status GpuRuntime::Check(int code, const char* call) const {
   if (code == kSuccess) return absl::OkStatus();
@@ -382,46 +386,42 @@ absl::Status GpuRuntime::CopyOut(void* to, DevicePtr from, int64_t bytes, Stream
 absl::Status GpuRuntime::CopyRowsIn(DevicePtr to, int64_t to_pitch, const void* from,
                                     int64_t from_pitch, int64_t bytes, int64_t rows,
                                     Stream stream) {
-  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
-  if (vendor_ == Vendor::kAmd) {
-    MLA_GPU_CALL(
-        api_->amd_copy_rows(reinterpret_cast<void*>(to), size(to_pitch), from, size(from_pitch),
-                            size(bytes), size(rows), kAmdHostToDevice, stream),
-        "copy rows to device");
-    return absl::OkStatus();
-  }
-  NvidiaCopyRows copy = {};
-  copy.from.type = kNvidiaHostMemory;
-  copy.from.host = const_cast<void*>(from);
-  copy.from.pitch = size(from_pitch);
-  copy.to.type = kNvidiaDeviceMemory;
-  copy.to.device = to;
-  copy.to.pitch = size(to_pitch);
-  copy.bytes = size(bytes);
-  copy.rows = size(rows);
-  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows to device");
-  return absl::OkStatus();
+  return CopyRows({reinterpret_cast<void*>(to), to_pitch, true},
+                  {const_cast<void*>(from), from_pitch, false}, bytes, rows, stream);
 }
 absl::Status GpuRuntime::CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
                                      int64_t bytes, int64_t rows, Stream stream) {
+  return CopyRows({to, to_pitch, false}, {reinterpret_cast<void*>(from), from_pitch, true}, bytes,
+                  rows, stream);
+}
+absl::Status GpuRuntime::CopyRowsDevice(DevicePtr to, int64_t to_pitch, DevicePtr from,
+                                        int64_t from_pitch, int64_t bytes, int64_t rows,
+                                        Stream stream) {
+  return CopyRows({reinterpret_cast<void*>(to), to_pitch, true},
+                  {reinterpret_cast<void*>(from), from_pitch, true}, bytes, rows, stream);
+}
+absl::Status GpuRuntime::CopyRows(const RowsSide& to, const RowsSide& from, int64_t bytes,
+                                  int64_t rows, Stream stream) {
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   if (vendor_ == Vendor::kAmd) {
-    MLA_GPU_CALL(
-        api_->amd_copy_rows(to, size(to_pitch), reinterpret_cast<const void*>(from),
-                            size(from_pitch), size(bytes), size(rows), kAmdDeviceToHost, stream),
-        "copy rows to host");
+    const int kind = !from.on_device ? kAmdHostToDevice
+                     : to.on_device  ? kAmdDeviceToDevice
+                                     : kAmdDeviceToHost;
+    MLA_GPU_CALL(api_->amd_copy_rows(to.at, size(to.pitch), from.at, size(from.pitch), size(bytes),
+                                     size(rows), kind, stream),
+                 "copy rows");
     return absl::OkStatus();
   }
-  NvidiaCopyRows copy = {};
-  copy.from.type = kNvidiaDeviceMemory;
-  copy.from.device = from;
-  copy.from.pitch = size(from_pitch);
-  copy.to.type = kNvidiaHostMemory;
-  copy.to.host = to;
-  copy.to.pitch = size(to_pitch);
-  copy.bytes = size(bytes);
-  copy.rows = size(rows);
-  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows to host");
+  const auto side = [&size](const RowsSide& s) {
+    NvidiaCopySide made = {};
+    made.type = s.on_device ? kNvidiaDeviceMemory : kNvidiaHostMemory;
+    if (s.on_device) made.device = reinterpret_cast<DevicePtr>(s.at);
+    if (!s.on_device) made.host = s.at;
+    made.pitch = size(s.pitch);
+    return made;
+  };
+  const NvidiaCopyRows copy = {side(from), side(to), size(bytes), size(rows)};
+  MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows");
   return absl::OkStatus();
 }
 absl::Status GpuRuntime::CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream) {

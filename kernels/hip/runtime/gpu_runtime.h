@@ -3,9 +3,9 @@
 // here is linked, so one binary runs on nodes with either vendor's driver or with none.
 //
 // A GpuRuntime is one device of one vendor. All calls make the device current on the calling thread
-// first, so any thread may make them, one at a time; RegisterHost, UnregisterHost and Synchronize
-// also beside others. Calls return the API's own error text with the
-// name of the entry point: RESOURCE_EXHAUSTED when the device is out of memory, else INTERNAL.
+// first, so any thread may make them, one at a time; RegisterHost, UnregisterHost, Synchronize,
+// Done and what DeviceSharing calls also beside others. Calls return the API's own error text with
+// the name of the entry point: RESOURCE_EXHAUSTED when the device is out of memory, else INTERNAL.
 #ifndef MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_
 #define MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_
 
@@ -61,9 +61,15 @@ class GpuRuntime final {
   const std::string& name() const { return name_; }  // as the driver reports it
   const std::string& arch() const { return arch_; }  // "gfx950", "gfx942", "sm_90", ...
   const std::string& library() const { return library_; }
+  int device() const { return device_; }    // its number
   int32_t units() const { return units_; }  // CUs or SMs
   // Kernels reach pinned host memory at the addresses that the host has for it.
   bool kernels_reach_host() const { return kernels_reach_host_; }
+
+  // --- For calls that are not in this class.
+  void* EntryPoint(const char* name) const;  // null: the library has none of this name
+  absl::Status Bind();                       // makes the device current on the calling thread
+  absl::Status Check(int code, const char* call) const;
 
   absl::StatusOr<int64_t> FreeMemory();  // of the device, in bytes
   absl::StatusOr<DevicePtr> Malloc(int64_t bytes);
@@ -91,6 +97,8 @@ class GpuRuntime final {
                           int64_t bytes, int64_t rows, Stream stream);
   absl::Status CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
                            int64_t bytes, int64_t rows, Stream stream);
+  absl::Status CopyRowsDevice(DevicePtr to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
+                              int64_t bytes, int64_t rows, Stream stream);
   absl::Status CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream);
   absl::Status Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream);
 
@@ -104,16 +112,22 @@ class GpuRuntime final {
   absl::Status Launch(Function function, const LaunchShape& shape, const void* args, Stream stream);
 
  private:
-  GpuRuntime(Vendor vendor, std::string library, std::unique_ptr<RuntimeTable> table);
+  GpuRuntime(Vendor vendor, std::string name, void* library, std::unique_ptr<RuntimeTable> table);
+  struct RowsSide {
+    void* at;
+    int64_t pitch;
+    bool on_device;
+  };
+  absl::Status CopyRows(const RowsSide& to, const RowsSide& from, int64_t bytes, int64_t rows,
+                        Stream stream);
   absl::Status OpenDevice(int device);
   absl::Status Identify();
   absl::Status IdentifyAmd();
   absl::Status IdentifyNvidia();
-  absl::Status Bind();
-  absl::Status Check(int code, const char* call) const;
 
   Vendor vendor_;
   std::string library_;
+  void* const opened_;
   std::unique_ptr<RuntimeTable> api_;
   void* context_ = nullptr;
   int device_ = 0;

@@ -14,12 +14,15 @@ constexpr auto kNap = std::chrono::microseconds(20);
 constexpr int64_t kLargeInputs = 2 << 20;
 
 absl::Status NotPinned(const char* what) {
-  return absl::InternalError(absl::StrCat("launch: an ", what, " in place is not pinned"));
+  return absl::InternalError(
+      absl::StrCat("launch: an ", what, " in place is neither pinned nor shared"));
 }
 
 int64_t BytesOf(std::span<const HostInput> inputs) {
   int64_t bytes = 0;
-  for (const HostInput& in : inputs) bytes += in.rows * in.row_bytes;
+  for (const HostInput& in : inputs) {
+    if (!in.in_place()) bytes += in.rows * in.row_bytes;
+  }
   return bytes;
 }
 
@@ -104,12 +107,38 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
 
 absl::Status LaunchSlot::HoldInPlace(const Launch& launch) {
   for (const HostInput& in : launch.inputs) {
-    if (in.in_place() && !Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
+    if (!in.in_place() && !in.shared) continue;
+    if (!Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
   }
   for (const HostOutput& out : launch.outputs) {
-    if (out.in_place() && !Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
+    if (!out.in_place() && !out.shared) continue;
+    if (!Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
   }
   return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::CopyInput(const HostInput& in, Stream stream) {
+  const auto to = reinterpret_cast<DevicePtr>(in.device);
+  const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
+  if (in.shared) {
+    return runtime_->CopyRowsDevice(to, in.pitch, reinterpret_cast<DevicePtr>(in.host),
+                                    in.row_bytes, in.row_bytes, in.rows, stream);
+  }
+  return whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, stream)
+               : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes, in.rows,
+                                      stream);
+}
+
+absl::Status LaunchSlot::CopyOutput(const HostOutput& out, Stream stream) {
+  const auto from = reinterpret_cast<DevicePtr>(out.device);
+  const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
+  if (out.shared) {
+    return runtime_->CopyRowsDevice(reinterpret_cast<DevicePtr>(out.host), out.row_bytes, from,
+                                    out.pitch, out.row_bytes, out.rows, stream);
+  }
+  return whole ? runtime_->CopyOut(out.host, from, out.rows * out.row_bytes, stream)
+               : runtime_->CopyRowsOut(out.host, out.row_bytes, from, out.pitch, out.row_bytes,
+                                       out.rows, stream);
 }
 
 absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
@@ -122,7 +151,7 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   direct_in_.clear();
   int64_t staged_end = 0;
   for (const HostInput& in : inputs) {
-    direct_in_.push_back(in.in_place() || Reaches(in.host, in.rows * in.row_bytes));
+    direct_in_.push_back(in.in_place() || in.shared || Reaches(in.host, in.rows * in.row_bytes));
     if (direct_in_.back()) continue;
     const int64_t offset = input_.OffsetOf(in.device);
     for (int64_t row = 0; row < in.rows; ++row) {
@@ -140,12 +169,7 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     const HostInput& in = inputs[i];
     if (!direct_in_[i] || in.in_place() || in.row_bytes == 0 || in.rows == 0) continue;
-    const auto to = reinterpret_cast<DevicePtr>(in.device);
-    const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
-    absl::Status s = whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, stream)
-                           : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes,
-                                                  in.rows, stream);
-    if (!s.ok()) return s;
+    if (absl::Status s = CopyInput(in, stream); !s.ok()) return s;
   }
   if (stream == streams_.compute) return absl::OkStatus();
   if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
@@ -196,7 +220,8 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
   if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   int64_t staged_end = 0;
   for (const HostOutput& out : outputs) {
-    direct_out_.push_back(out.in_place() || Reaches(out.host, out.rows * out.row_bytes));
+    direct_out_.push_back(out.in_place() || out.shared ||
+                          Reaches(out.host, out.rows * out.row_bytes));
     if (direct_out_.back()) continue;
     const int64_t offset = output_.OffsetOf(out.device);
     staged_end = std::max(staged_end, offset + (out.rows - 1) * out.pitch + out.row_bytes);
@@ -209,13 +234,7 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     const HostOutput& out = outputs[i];
     if (!direct_out_[i] || out.in_place() || out.row_bytes == 0 || out.rows == 0) continue;
-    const auto from = reinterpret_cast<DevicePtr>(out.device);
-    const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
-    absl::Status s = whole
-                         ? runtime_->CopyOut(out.host, from, out.rows * out.row_bytes, streams_.out)
-                         : runtime_->CopyRowsOut(out.host, out.row_bytes, from, out.pitch,
-                                                 out.row_bytes, out.rows, streams_.out);
-    if (!s.ok()) return s;
+    if (absl::Status s = CopyOutput(out, streams_.out); !s.ok()) return s;
   }
   return runtime_->Record(done_, streams_.out);
 }

@@ -97,6 +97,8 @@ class LaunchSlot {
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
   absl::Status Enqueue(const Launch& launch, DevicePtr pool);
+  absl::Status CopyInput(const HostInput& in, Stream stream);
+  absl::Status CopyOutput(const HostOutput& out, Stream stream);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs);
   // Keeps memory that kernels use in place pinned until the launch has ended.
   absl::Status HoldInPlace(const Launch& launch);

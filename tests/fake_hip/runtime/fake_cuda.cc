@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "tests/fake_hip/runtime/fake_control.h"
+#include "tests/fake_hip/runtime/shared_event.h"
 
 namespace {
 
@@ -19,6 +20,7 @@ constexpr int kMultiprocessorCount = 16;
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
 constexpr int kHostPointersReach = 91;
+constexpr int kProcessesShareIt = 133;
 constexpr int kMaxDynamicShared = 8;
 constexpr unsigned kProgrammaticSerialization = 6;
 constexpr unsigned kHostMemory = 1;
@@ -38,6 +40,8 @@ Allowed& AllowedShared() {
   static Allowed& allowed = *new Allowed;
   return allowed;
 }
+
+using mla::fake_hip::SharedHandle;
 
 struct CopySide {
   size_t x, y;
@@ -90,6 +94,11 @@ int hipEventCreateWithFlags(void**, unsigned);
 int hipEventDestroy(void*);
 int hipEventRecord(void*, void*);
 int hipEventQuery(void*);
+int hipIpcGetEventHandle(SharedHandle*, void*);
+int hipIpcOpenEventHandle(void**, SharedHandle);
+int hipIpcGetMemHandle(SharedHandle*, void*);
+int hipIpcOpenMemHandle(void**, SharedHandle, unsigned);
+int hipIpcCloseMemHandle(void*);
 int hipEventElapsedTime(float*, void*, void*);
 int hipMemcpyHtoDAsync(void*, const void*, size_t, void*);
 int hipMemcpyDtoHAsync(void*, const void*, size_t, void*);
@@ -111,7 +120,7 @@ int cuDeviceGetName(char* name, int bytes, int device) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (attribute == kMultiprocessorCount) return hipDeviceGetAttribute(value, attribute, device);
-  if (attribute == kHostPointersReach) {
+  if (attribute == kHostPointersReach || attribute == kProcessesShareIt) {
     *value = 1;
     return kSuccess;
   }
@@ -134,6 +143,25 @@ int cuCtxSetCurrent(void* context) {
 int cuGetErrorString(int code, const char** text) {
   *text = code == kInvalidContext ? "invalid device context" : hipGetErrorString(code);
   return kSuccess;
+}
+int cuCtxPushCurrent_v2(void* context) { return cuCtxSetCurrent(context); }
+int cuCtxPopCurrent_v2(void** context) {
+  *context = const_cast<void*>(current);
+  current = nullptr;
+  return kSuccess;
+}
+int cuIpcGetEventHandle(SharedHandle* handle, void* event) {
+  IN_CONTEXT(hipIpcGetEventHandle(handle, event));
+}
+int cuIpcOpenEventHandle(void** event, SharedHandle handle) {
+  IN_CONTEXT(hipIpcOpenEventHandle(event, handle));
+}
+int cuIpcOpenMemHandle_v2(void** at, SharedHandle handle, unsigned flags) {
+  IN_CONTEXT(hipIpcOpenMemHandle(at, handle, flags));
+}
+int cuIpcCloseMemHandle(void* at) { IN_CONTEXT(hipIpcCloseMemHandle(at)); }
+int cuIpcGetMemHandle(SharedHandle* handle, void* at) {
+  IN_CONTEXT(hipIpcGetMemHandle(handle, at));
 }
 int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
   IN_CONTEXT(hipMemGetInfo(free_bytes, total));
@@ -178,10 +206,15 @@ int cuMemcpy2DAsync_v2(const CopyRows* copy, void* stream) {
   if (current == nullptr) return kInvalidContext;
   const bool in = copy->from.type == kHostMemory && copy->to.type == kDeviceMemory;
   const bool out = copy->from.type == kDeviceMemory && copy->to.type == kHostMemory;
-  if (!in && !out) return kInvalidValue;
-  return hipMemcpy2DAsync(in ? copy->to.device : copy->to.host, copy->to.pitch,
+  const bool on = copy->from.type == kDeviceMemory && copy->to.type == kDeviceMemory;
+  if (!in && !out && !on) return kInvalidValue;
+  return hipMemcpy2DAsync(out ? copy->to.host : copy->to.device, copy->to.pitch,
                           in ? copy->from.host : copy->from.device, copy->from.pitch, copy->bytes,
-                          copy->rows, in ? 1 : 2, stream);
+                          copy->rows,
+                          in    ? 1
+                          : out ? 2
+                                : 3,
+                          stream);
 }
 int cuMemsetD8Async(void* at, unsigned char value, size_t bytes, void* stream) {
   IN_CONTEXT(hipMemsetD8Async(at, value, bytes, stream));

@@ -19,6 +19,7 @@
 #include "tests/fake_hip/runtime/fake_control.h"
 #include "tests/fake_hip/runtime/fake_image.h"
 #include "tests/fake_hip/runtime/flaws.h"
+#include "tests/fake_hip/runtime/shared_event.h"
 
 namespace mla::fake_hip {
 namespace {
@@ -30,6 +31,7 @@ constexpr int kInvalidImage = 200;
 constexpr int kNotFound = 500;
 constexpr int kNotReady = 600;
 constexpr int kLaunchFailure = 719;
+constexpr unsigned kInterprocess = 4;  // flag of events
 
 struct Stream {
   std::deque<std::function<void()>> work;
@@ -53,6 +55,7 @@ struct Stream {
 struct Event {
   Stream* stream = nullptr;
   uint64_t position = 0;
+  std::shared_ptr<SharedEvent> shared = nullptr;  // of an interprocess event
   void Complete() const {
     if (stream != nullptr) stream->RunTo(position);
   }
@@ -227,9 +230,39 @@ int hipStreamSynchronize(fake::Stream* stream) {
   stream->RunTo(stream->enqueued);
   return 0;
 }
-int hipEventCreateWithFlags(fake::Event** event, unsigned) {
+int hipEventCreateWithFlags(fake::Event** event, unsigned flags) {
   FAKE_ENTER("hipEventCreateWithFlags");
-  *event = new fake::Event;
+  auto made = std::make_unique<fake::Event>();
+  if ((flags & fake::kInterprocess) != 0) {
+    made->shared = fake::SharedEvent::Make();
+    if (made->shared == nullptr) return fake::kOutOfMemory;
+  }
+  *event = made.release();
+  return 0;
+}
+int hipIpcGetEventHandle(fake::SharedHandle* handle, fake::Event* event) {
+  FAKE_ENTER("hipIpcGetEventHandle");
+  if (event->shared == nullptr) return fake::kInvalidValue;
+  *handle = event->shared->handle();
+  return 0;
+}
+int hipIpcOpenEventHandle(fake::Event** event, fake::SharedHandle handle) {
+  FAKE_ENTER("hipIpcOpenEventHandle");
+  std::shared_ptr<fake::SharedEvent> shared = fake::SharedEvent::Open(handle);
+  if (shared == nullptr) return fake::kInvalidValue;
+  *event = new fake::Event{nullptr, 0, std::move(shared)};
+  return 0;
+}
+int hipGetDevice(int* device) {
+  *device = 0;
+  return 0;
+}
+// Memory of hipMalloc is this process's own.
+int hipIpcOpenMemHandle(void**, fake::SharedHandle, unsigned) { return fake::kInvalidValue; }
+int hipIpcCloseMemHandle(void*) { return fake::kInvalidValue; }
+int hipIpcGetMemHandle(fake::SharedHandle* handle, void*) {
+  FAKE_ENTER("hipIpcGetMemHandle");
+  *handle = {};
   return 0;
 }
 int hipEventDestroy(fake::Event* event) {
@@ -238,11 +271,19 @@ int hipEventDestroy(fake::Event* event) {
 }
 int hipEventRecord(fake::Event* event, fake::Stream* stream) {
   FAKE_ENTER("hipEventRecord");
-  *event = fake::Event{stream, stream->enqueued};
+  event->stream = stream;
+  event->position = stream == nullptr ? 0 : stream->enqueued;
+  if (event->shared == nullptr) return 0;
+  // Another process cannot run this one's streams, so their work ends here, unless it never does.
+  event->shared->Record();
+  if (State().control.hang) return 0;
+  event->Complete();
+  event->shared->Complete();
   return 0;
 }
 int hipEventQuery(fake::Event* event) {
   FAKE_ENTER("hipEventQuery");
+  if (event->shared != nullptr) return event->shared->Done() ? 0 : fake::kNotReady;
   if (State().control.hang) return fake::kNotReady;
   event->Complete();
   return 0;
@@ -265,12 +306,15 @@ int hipMemcpyHtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* s
 int hipMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,
                      size_t rows, int direction, fake::Stream* stream) {
   FAKE_ENTER("hipMemcpy2DAsync");
-  if (direction != 1 && direction != 2) return fake::kInvalidValue;
+  if (direction < 1 || direction > 3) return fake::kInvalidValue;
   if (bytes > to_pitch || bytes > from_pitch) return fake::kInvalidValue;
-  ++(direction == 1 ? State().control.copies_in : State().control.copies_out);
-  if (direction == 1) State().control.bytes_in += static_cast<int64_t>(bytes * rows);
-  (direction == 1 ? State().control.last_copied_in : State().control.last_copied_out) =
-      direction == 1 ? from : to;
+  fake::Control& control = State().control;
+  ++(direction == 1   ? control.copies_in
+     : direction == 2 ? control.copies_out
+                      : control.copies_on_device);
+  if (direction == 1) control.bytes_in += static_cast<int64_t>(bytes * rows);
+  if (direction == 1) control.last_copied_in = from;
+  if (direction == 2) control.last_copied_out = to;
   stream->Add([=] {
     for (size_t row = 0; row < rows; ++row) {
       std::memcpy(static_cast<char*>(to) + row * to_pitch,

@@ -30,7 +30,7 @@ SUBMISSION = struct.Struct("<BBBBQQIIIIIIQQ")
 COMPLETION = struct.Struct("<BBHQQIIIIIIQII")
 _TAG = 4  # its index among the fields of both
 ATTEND, MESSAGE = 1, 2
-HAS_KV, WANT_LSE, HAS_LISTS, SELECTS, WANT_LISTS, FP8_KV = 1, 2, 4, 8, 16, 32
+HAS_KV, WANT_LSE, HAS_LISTS, SELECTS, WANT_LISTS, FP8_KV, ON_DEVICE = 1, 2, 4, 8, 16, 32, 64
 PLAN_REUSED = 1
 # 4-byte words of the header; the 8-byte word COMPLETIONS_TAKEN counts 8-byte words.
 SUBMIT_DOORBELL, SERVER_WAITS = 16, 17
@@ -81,6 +81,11 @@ class Ring:
     def full(self) -> bool:
         """True if as many requests as there are entries have completions that were not taken."""
         return self._submitted - self._taken >= self.entries
+
+    def record(self, stream: int) -> None:
+        """Has the entry that is submitted next wait for what the GPU's stream has been given."""
+        assert self._memory.device is not None
+        self._memory.device.record(self._submitted & self._mask, stream)
 
     def submit(self, *fields: int) -> None:
         """Publishes an entry and wakes the server if it sleeps. REQUIRES: not full()."""
@@ -168,11 +173,12 @@ class Ring:
 class _RingRequest(stream.Request):
     """A request on a ring. Its fields are the stream's, under its mutex."""
 
-    __slots__ = ("_owner", "sent", "done", "error", "reply", "finish", "blocks")
+    __slots__ = ("_owner", "sent", "done", "error", "reply", "finish", "blocks", "stream")
 
     def __init__(self, owner: "RingStream", blocks: List[int]) -> None:
         self._owner = owner
         self.blocks = blocks  # of the arena, given back with the reply
+        self.stream: Optional[int] = None  # of tensors in device memory: what writes them
         self.sent = time.monotonic()
         self.done = False
         self.error: Optional[errors.MlaError] = None
@@ -235,7 +241,10 @@ class RingStream(stream.StepStream):
                                                         placed.lists)
         flags = (HAS_KV * chunk.has_kv | WANT_LSE * args.want_lse
                  | (SELECTS if args.selects else HAS_LISTS * (args.lists is not None))
-                 | WANT_LISTS * (args.wanted_lists > 0) | FP8_KV * bool(args.kv_parts))
+                 | WANT_LISTS * (args.wanted_lists > 0) | FP8_KV * bool(args.kv_parts)
+                 | ON_DEVICE * placed.on_device)
+        if placed.on_device and args.out is not None:
+            request.stream = args.out.stream
         self._submit(request, deadline, ATTEND, args.profile, flags,
                      args.q_dtype | args.o_dtype << 4,
                      next(self._tags), step_id, args.layer, args.row_begin + chunk.row_begin,
@@ -266,6 +275,8 @@ class RingStream(stream.StepStream):
                     if not self._ring.full():
                         break
                     self._take_one(deadline, stream.no_room)
+                if request.stream is not None:
+                    self._ring.record(request.stream)
                 self._ring.submit(*fields)
                 self._in_flight[fields[_TAG]] = request
         except BaseException:

@@ -4,7 +4,6 @@ The server makes the region and passes it through a socket beside its own; every
 exchange, and of the ring that may stand at the region's front, is defined in the repository's
 proto/wire/ring_layout.h and checked here. When the connection ends the server forgets the region:
 the memory stays readable, but nothing reaches the server through it any more.
-
 Threading: any thread, except that a Placement or Buffers belongs to one call at a time.
 """
 
@@ -24,11 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import errors, wire
+from mla_client.shm import device as device_memory
+from mla_client.shm.blocks import Blocks
 from mla_client.types import AttendArgs, Buffers, DType, Geometry, Profile
 
 HANDSHAKE_MAGIC = 0x314D4853  # "SHM1"
 HANDSHAKE_VERSION = 1
-WANT_RING = 1
+WANT_RING, WANT_DEVICE = 1, 2  # flags of the request
+HAS_DEVICE = 1  # of the reply
 ALIGNMENT = 64
 TEXT_BYTES = 128
 CONNECT_REQUEST = struct.Struct("<IHHQII128s")
@@ -58,7 +60,7 @@ class ConnectReply(NamedTuple):
 
     magic: int
     version: int
-    reserved0: int
+    flags: int
     code: int
     ring_entries: int
     handle: bytes
@@ -78,13 +80,14 @@ class Place(NamedTuple):
     in_length: int
     out_offset: int
     out_length: int
+    on_device: bool = False
 
 
 class Placement:
     """Where one message's tensors lie: offsets from the region's start, lengths in bytes."""
 
     __slots__ = ("in_offset", "in_length", "out_offset", "out_length", "o", "lse", "lists",
-                 "blocks")
+                 "blocks", "on_device")
 
     def __init__(self) -> None:
         self.in_offset = self.in_length = self.out_offset = self.out_length = 0
@@ -92,14 +95,25 @@ class Placement:
         self.lse: Optional[npt.NDArray] = None
         self.lists: Optional[npt.NDArray] = None
         self.blocks: List[int] = []             # to be freed after the answer
+        self.on_device = False                  # offsets are those of the device memory
+
+
+class DeviceWish(NamedTuple):
+    """Device memory that a client asks for beside a ring."""
+
+    mib: int = 0       # 0: none
+    device: int = 0    # of this process, by the runtime's order
+    library: str = ""  # of the runtime; empty: by its usual names
 
 
 class SharedMemory:
     """A region and the connection that keeps it."""
 
     def __init__(self, connection: socket.socket, connect_reply: ConnectReply,
-                 descriptor: int) -> None:
-        """Takes over both descriptors. Unimplemented if the region is not laid out as agreed."""
+                 descriptor: int, device_descriptor: Optional[int] = None,
+                 wish: DeviceWish = DeviceWish()) -> None:
+        """Takes over the region's descriptor and the connection. Unimplemented if the region is not
+        laid out as agreed."""
         self._connection = connection
         self.handle = connect_reply.handle
         self.boot_id = connect_reply.boot_id
@@ -118,13 +132,17 @@ class SharedMemory:
         self.address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._free: Dict[int, int] = {self.arena_offset: self.arena_bytes}  # offset -> bytes
-        self._used: Dict[int, int] = {}
+        self._blocks = Blocks(self.arena_offset, self.arena_bytes)
+        self.device: Optional[device_memory.DeviceRegion] = None
+        self.why_no_device = "none was asked for"
+        if wish.mib > 0:
+            self._map_device(connect_reply, device_descriptor, wish)
         self._buffers = 0  # blocks among them that no reply will give back
 
     @classmethod
     def connect(cls, path: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
-                spin_us: int = 0, timeout_s: float = 30.0) -> "SharedMemory":
+                spin_us: int = 0, timeout_s: float = 30.0,
+                wish: DeviceWish = DeviceWish()) -> "SharedMemory":
         """Asks the listener at that path for a region with `size` bytes of arena.
 
         `spin_us`: how long the server's thread should spin on the ring before it sleeps; it may
@@ -136,18 +154,22 @@ class SharedMemory:
         if len(name) >= TEXT_BYTES:
             raise errors.InvalidArgument(
                 f"shared memory: tenant: got {len(name)} bytes, at most {TEXT_BYTES - 1}")
-        request = CONNECT_REQUEST.pack(HANDSHAKE_MAGIC, HANDSHAKE_VERSION,
-                                       WANT_RING if ring else 0, size, spin_us, 0, name)
+        if not ring:
+            wish = DeviceWish()
+        flags = WANT_RING * ring | WANT_DEVICE * (wish.mib > 0)
+        request = CONNECT_REQUEST.pack(HANDSHAKE_MAGIC, HANDSHAKE_VERSION, flags, size, spin_us,
+                                       wish.mib, name)
         deadline = time.monotonic() + timeout_s
         for _ in range(_ATTEMPTS):
-            memory = cls._exchange(path, request, deadline)
+            memory = cls._exchange(path, request, deadline, wish)
             if memory is not None:
                 return memory
         raise errors.Unavailable(
             "shared memory: the server closed the connection without an answer")
 
     @classmethod
-    def _exchange(cls, path: str, request: bytes, deadline: float) -> Optional["SharedMemory"]:
+    def _exchange(cls, path: str, request: bytes, deadline: float,
+                  wish: DeviceWish) -> Optional["SharedMemory"]:
         """One connection: the request and its answer. None if the server closed it without an
         answer, as one with too many connections may do before it has read the request."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -157,13 +179,15 @@ class SharedMemory:
             try:
                 connection.sendall(request)
                 connection.settimeout(_time_left(deadline))
-                packet, descriptors, _, _ = socket.recv_fds(connection, CONNECT_REPLY.size, 1)
+                packet, descriptors, _, _ = socket.recv_fds(connection, CONNECT_REPLY.size, 2)
             except (BrokenPipeError, ConnectionResetError):
                 packet = b""
             if not packet:
                 connection.close()
                 return None
-            return cls(connection, _read_connect_reply(packet, len(descriptors)), descriptors.pop())
+            connect_reply = _read_connect_reply(packet, len(descriptors))
+            return cls(connection, connect_reply, descriptors.pop(0),
+                       descriptors[0] if descriptors else None, wish)
         except OSError as error:
             connection.close()
             raise errors.Unavailable(f"shared memory: {path}: {error}") from error
@@ -209,6 +233,39 @@ class SharedMemory:
     def __del__(self) -> None:
         self._connection.close()
 
+    # --- Device memory
+
+    def _map_device(self, connect_reply: ConnectReply, descriptor: Optional[int],
+                    wish: DeviceWish) -> None:
+        """Maps it; a client without it sends its tensors another way, so this fails nothing."""
+        if not connect_reply.flags & HAS_DEVICE:
+            said = connect_reply.message.rstrip(b"\0").decode(errors="replace")
+            self.why_no_device = said or "the server offers none"
+            return
+        at = _ring_end(self.ring_entries)
+        try:
+            self.device = device_memory.DeviceRegion(
+                self.map[at:self.arena_offset], descriptor, self.ring_entries, wish.device,
+                wish.library)
+        except errors.MlaError as error:
+            self.why_no_device = str(error)
+            return
+
+    def device_buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int,
+                       row_dim: int, want_lse: bool, dtype: DType, o_dtype: DType) -> Buffers:
+        """As `buffers`, in device memory. Unavailable without it, ResourceExhausted without
+        room."""
+        device = self.device
+        if device is None:
+            raise errors.Unavailable(f"device memory: {self.why_no_device}")
+        lengths = _lengths(wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype,
+                                      o_dtype))
+        offsets, free = device.allocate(*lengths), device.free
+        place = Place(self, offsets[0], lengths[0], offsets[1], lengths[1], True)
+        kv_rows, q, o, lse = _tensors(device.array, place, geometry, profile, rows, heads, row_dim,
+                                      want_lse, dtype, o_dtype)
+        return Buffers(kv_rows, q, o, lse, dtype, place, lambda: free(offsets))
+
     # --- Arena
 
     def allocate(self, *sizes: int) -> Optional[List[int]]:
@@ -217,41 +274,19 @@ class SharedMemory:
         with self._lock:
             offsets: List[int] = []
             for size in sizes:
-                offset = self._take(aligned(max(size, 1)))
+                offset = self._blocks.take(aligned(max(size, 1)))
                 if offset is None:
                     for taken in offsets:
-                        self._give(taken)
+                        self._blocks.give(taken)
                     return None
                 offsets.append(offset)
             return offsets
-
-    def _take(self, wanted: int) -> Optional[int]:
-        for offset, there in self._free.items():
-            if there >= wanted:
-                break
-        else:
-            return None
-        del self._free[offset]
-        if there > wanted:
-            self._free[offset + wanted] = there - wanted
-        self._used[offset] = wanted
-        return offset
-
-    def _give(self, offset: int) -> None:
-        size = self._used.pop(offset)
-        # Neighbours are joined, so that large tensors find room again.
-        size += self._free.pop(offset + size, 0)
-        for before, there in self._free.items():
-            if before + there == offset:
-                self._free[before] = there + size
-                return
-        self._free[offset] = size
 
     def free(self, offsets: Sequence[int]) -> None:
         """Gives back what `allocate` returned."""
         with self._lock:
             for offset in offsets:
-                self._give(offset)
+                self._blocks.give(offset)
             self.freed += 1
             self._room.notify_all()
 
@@ -259,7 +294,7 @@ class SharedMemory:
         """True if Buffers alone hold memory and `freed` is still what was seen: what did not fit
         will not fit later either."""
         with self._lock:
-            return self.freed == seen and len(self._used) == self._buffers
+            return self.freed == seen and len(self._blocks.used) == self._buffers
 
     def wait_for_room(self, seen: int, deadline: float) -> bool:
         """Waits until `freed` differs from what was seen or the connection has ended; False if the
@@ -274,29 +309,21 @@ class SharedMemory:
 
     # --- Tensors
 
-    def buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int, *, row_dim: int,
+    def buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int, row_dim: int,
                 want_lse: bool, dtype: DType, o_dtype: DType) -> Optional[Buffers]:
         """Memory for the tensors of calls of that shape, with KV rows of `row_dim` elements or, if
         that is 0, without; None if there is no room."""
-        sizes = wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype)
-        kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
-        in_length = kv_end + sizes.q if sizes.q else sizes.kv
-        out_length = o_end + sizes.lse if sizes.lse else sizes.o
+        in_length, out_length = _lengths(wire.sizes(geometry, profile, rows, heads, row_dim,
+                                                    want_lse, dtype, o_dtype))
         offsets = self.allocate(in_length, out_length)
         if offsets is None:
             return None
         with self._lock:
             self._buffers += len(offsets)
         place = Place(self, offsets[0], in_length, offsets[1], out_length)
-        at_in, at_out = place.in_offset, place.out_offset
-        return Buffers(
-            self.array(at_in, (rows, row_dim), dtype.numpy) if row_dim else None,
-            self.array(at_in + kv_end, (rows, heads, geometry.q_dim(profile)), dtype.numpy)
-            if sizes.q else None,
-            self.array(at_out, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
-            if sizes.o else None,
-            self.array(at_out + o_end, (rows, heads), np.float32) if sizes.lse else None,
-            dtype, place, lambda: self._free_both(place))
+        kv_rows, q, o, lse = _tensors(self.array, place, geometry, profile, rows, heads, row_dim,
+                                      want_lse, dtype, o_dtype)
+        return Buffers(kv_rows, q, o, lse, dtype, place, lambda: self._free_both(place))
 
     def _free_both(self, place: Place) -> None:
         with self._lock:
@@ -314,7 +341,7 @@ class SharedMemory:
         if (out is not None and args.q is out.q and args.kv is out.kv and args.lists is None
                 and not args.q_parts and not args.kv_parts):
             (_, placement.in_offset, placement.in_length, placement.out_offset,
-             placement.out_length) = out.place
+             placement.out_length, placement.on_device) = out.place
             placement.o, placement.lse = out.o, out.lse
             return placement
         row_dim = args.kv.shape[1] if chunk.has_kv and args.kv is not None else 0
@@ -364,6 +391,26 @@ class SharedMemory:
             placement.blocks = []
 
 
+def _lengths(sizes: wire.Sizes) -> Tuple[int, int]:
+    """Bytes of inputs and of outputs in one block each."""
+    return (aligned(sizes.kv) + sizes.q if sizes.q else sizes.kv,
+            aligned(sizes.o) + sizes.lse if sizes.lse else sizes.o)
+
+
+def _tensors(array: Any, place: Place, geometry: Geometry, profile: Profile, rows: int, heads: int,
+             row_dim: int, want_lse: bool, dtype: DType,
+             o_dtype: DType) -> Tuple[Any, Any, Any, Any]:
+    """kv, q, o and lse of such a place; None for those that the call does not have."""
+    sizes = wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype)
+    at_in, at_out = place.in_offset, place.out_offset
+    return (array(at_in, (rows, row_dim), dtype.numpy) if row_dim else None,
+            array(at_in + aligned(sizes.kv), (rows, heads, geometry.q_dim(profile)), dtype.numpy)
+            if sizes.q else None,
+            array(at_out, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
+            if sizes.o else None,
+            array(at_out + aligned(sizes.o), (rows, heads), np.float32) if sizes.lse else None)
+
+
 def _layout(name: str, got: Any, wanted: Any) -> errors.Unimplemented:
     """The server and this client do not agree on where things lie."""
     return errors.Unimplemented(f"shared memory: {name}: got {got}, must be {wanted}",
@@ -402,7 +449,7 @@ def _read_connect_reply(packet: bytes, descriptors: int) -> ConnectReply:
     if connect_reply.code != 0:
         text = connect_reply.message.rstrip(b"\0").decode(errors="replace")
         raise errors.from_code(connect_reply.code, f"shared memory: {text}")
-    if descriptors != 1:
+    if descriptors != 1 and not (descriptors == 2 and connect_reply.flags & HAS_DEVICE):
         raise _layout("connect_reply", f"{descriptors} descriptors", "1 descriptor")
     return connect_reply
 
@@ -417,12 +464,26 @@ def _check_region(connect_reply: ConnectReply, descriptor: int) -> None:
         raise _layout("region", "memory that can shrink", "sealed memory")
 
 
+def _ring_end(entries: int) -> int:
+    """Bytes of a ring."""
+    size = RING_HEADER_BYTES + entries * (2 * ENTRY_BYTES + REPLY_SLOT_BYTES)
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def _device_part(entries: int) -> int:
+    """Bytes behind a ring that say where its device memory is."""
+    size = device_memory.HEADER.size + entries * device_memory.HANDLE_BYTES
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
 def _check_ring(connect_reply: ConnectReply, memory: mmap.mmap) -> None:
     """The ring's parts must lie where this client expects them."""
     entries = connect_reply.ring_entries
     completions = RING_HEADER_BYTES + entries * ENTRY_BYTES
     replies = completions + entries * ENTRY_BYTES
-    end = -(-(replies + entries * REPLY_SLOT_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    end = _ring_end(entries)
+    if connect_reply.flags & HAS_DEVICE:
+        end += _device_part(entries)
     if entries == 0:
         if connect_reply.arena_offset != 0:
             raise _layout("connect_reply.arena_offset", connect_reply.arena_offset, 0)

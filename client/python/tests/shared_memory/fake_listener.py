@@ -53,7 +53,7 @@ class FakeListener:
         header.update(ring_header or {})
         shared_memory.RING_HEADER.pack_into(self.region, 0, *header.values())
         fields = dict(magic=shared_memory.HANDSHAKE_MAGIC, version=shared_memory.HANDSHAKE_VERSION,
-                      reserved0=0, code=0, ring_entries=ENTRIES, handle=b"h" * 16,
+                      flags=0, code=0, ring_entries=ENTRIES, handle=b"h" * 16,
                       region_bytes=size, arena_offset=ring_bytes(), boot_id=BOOT_ID, spin_us=0,
                       reserved1=0, message=b"")
         fields.update(connect_reply)

@@ -16,7 +16,7 @@ import mla_client
 import server_binary
 from fake_listener import ARENA_BYTES, BOOT_ID, ENTRIES, FakeListener, ring_bytes
 from mla_client.gen import attention_pb2
-from mla_client.shm import fence, futex, ring, shared_memory
+from mla_client.shm import device, fence, futex, ring, shared_memory
 
 # Bytes of the types in ring_layout.h, as struct's letters.
 LETTERS = {"uint8_t": "B", "uint16_t": "H", "uint32_t": "I", "int32_t": "i", "uint64_t": "Q"}
@@ -65,6 +65,12 @@ class LayoutTest(unittest.TestCase):
         for name, value in (("kHandshakeMagic", f"{shared_memory.HANDSHAKE_MAGIC:#x}"),
                             ("kHandshakeVersion", shared_memory.HANDSHAKE_VERSION),
                             ("kWantRing", shared_memory.WANT_RING),
+                            ("kWantDevice", shared_memory.WANT_DEVICE),
+                            ("kHasDevice", shared_memory.HAS_DEVICE),
+                            ("kEntryOnDevice", ring.ON_DEVICE),
+                            ("kDeviceDescriptor", device.DESCRIPTOR),
+                            ("kDeviceHandle", device.HANDLE),
+                            ("kDeviceHandleBytes", device.HANDLE_BYTES),
                             ("kSharedAlignment", shared_memory.ALIGNMENT),
                             ("kReplySlotBytes", shared_memory.REPLY_SLOT_BYTES),
                             ("kEntryAttend", ring.ATTEND), ("kEntryMessage", ring.MESSAGE),
@@ -227,15 +233,15 @@ class ArenaTest(unittest.TestCase):
             offsets = self.memory.allocate(1, 64, 65, 4096)
 
     def test_all_or_nothing(self):
-        free, freed = dict(self.memory._free), self.memory.freed
+        free, freed = dict(self.memory._blocks._free), self.memory.freed
         self.assertIsNone(self.memory.allocate(ARENA_BYTES // 2, ARENA_BYTES // 2 + 1))
         # Not even counted: a caller that waits for room must not take it for room.
-        self.assertEqual((self.memory._free, self.memory.freed), (free, freed))
+        self.assertEqual((self.memory._blocks._free, self.memory.freed), (free, freed))
         self.assertTrue(self.memory.exhausted(freed))
         held = self.memory.allocate(ARENA_BYTES // 2, ARENA_BYTES // 2)
         self.assertFalse(self.memory.exhausted(freed))
         self.memory.free(held)
-        self.assertEqual(self.memory._free, free)
+        self.assertEqual(self.memory._blocks._free, free)
 
     def test_waiting_for_room(self):
         whole = self.memory.allocate(ARENA_BYTES)
@@ -437,16 +443,16 @@ class StreamTest(unittest.TestCase):
             self.ask()
 
     def test_late_replies_give_their_memory_back(self):
-        free = dict(self.stream.memory._free)
+        free = dict(self.stream.memory._blocks._free)
         request = self.ask()
         with self.assertRaises(mla_client.DeadlineExceeded):
             request.wait(time.monotonic() + 0.02)
-        self.assertNotEqual(self.stream.memory._free, free)
+        self.assertNotEqual(self.stream.memory._blocks._free, free)
         self.answer(0, 1, abort_step=attention_pb2.AbortStepReply())
         other = self.ask()
         self.answer(1, 2, abort_step=attention_pb2.AbortStepReply())
         other.wait(time.monotonic() + 5)
-        self.assertEqual(self.stream.memory._free, free)
+        self.assertEqual(self.stream.memory._blocks._free, free)
 
     def test_cancel_ends_a_wait_in_another_thread(self):
         request = self.ask()

@@ -270,13 +270,13 @@ class PressureTest(unittest.TestCase):
                     client.buffers(sequence.model, 64) as buffers, \
                     client.step([(sequence, 64)], lease_ms=LEASE_MS) as step:
                 memory = buffers.place.memory
-                free = dict(memory._free)
+                free = dict(memory._blocks._free)
                 buffers.q[...], buffers.kv[...] = 0, 0
                 before = client.stats()
                 for layer in range(LAYERS):
                     step.attend(layer, buffers.q, buffers.kv, out=buffers)
                     # Nothing was taken from the arena for it.
-                    self.assertEqual(memory._free, free)
+                    self.assertEqual(memory._blocks._free, free)
                 after = client.stats()
                 moved = LAYERS * (buffers.q.nbytes + buffers.kv.nbytes + buffers.o.nbytes)
                 self.assertEqual(after.shared_bytes - before.shared_bytes, moved)
@@ -397,7 +397,7 @@ class DeathTest(unittest.TestCase):
                 stream = client.open_stream()
                 kv = np.ones((1, GEOMETRY.row_dim))
                 step = client.step([(sequence, 1)], lease_ms=LEASE_MS, stream=stream).begin()
-                free = stream.memory and dict(stream.memory._free)
+                free = stream.memory and dict(stream.memory._blocks._free)
                 stopped(self.server)
                 try:
                     begin = time.monotonic()
@@ -410,7 +410,7 @@ class DeathTest(unittest.TestCase):
                     step.attend(layer, None, kv, Profile.APPEND_ONLY)
                 self.assertEqual(step.end(), [1])
                 self.assertIsNone(stream.broken)
-                self.assertEqual(stream.memory and stream.memory._free, free)
+                self.assertEqual(stream.memory and stream.memory._blocks._free, free)
 
     def test_a_connection_that_is_lost_rolls_the_step_back(self):
         with connect(self.server, transport="ring") as client, \

@@ -1,0 +1,349 @@
+#include "client/cpp/shared_memory/device_region.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::client {
+namespace {
+
+// The same in both vendors' headers, unless named otherwise.
+constexpr int kPosixDescriptor = 1;
+constexpr int kOnDevice = 1;
+constexpr int kReadWrite = 3;
+constexpr unsigned kEventWithoutTiming = 2;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kLazyPeerAccess = 1;
+constexpr int kNvidiaMpsEnabled = 133;
+
+using Handle = std::array<uint8_t, wire::kDeviceHandleBytes>;
+using Uuid = std::array<uint8_t, 16>;
+struct Access {
+  int type, id, flags;
+};
+
+// Entry points by vendor. Contexts are NVIDIA's; AMD's devices take their place.
+struct Table {
+  int (*init)(unsigned);
+  int (*device_count)(int*);
+  int (*uuid)(Uuid*, int);
+  int (*import_memory)(uint64_t*, void*, int);
+  int (*reserve)(void**, size_t, size_t, void*, unsigned long long);
+  int (*unreserve)(void*, size_t);
+  int (*map)(void*, size_t, size_t, uint64_t, unsigned long long);
+  int (*unmap)(void*, size_t);
+  int (*release)(uint64_t);
+  int (*set_access)(void*, size_t, const Access*, size_t);
+  int (*open_memory)(void**, Handle, unsigned);
+  int (*close_memory)(void*);
+  int (*open_event)(void**, Handle);
+  int (*event_create)(void**, unsigned);
+  int (*event_destroy)(void*);
+  int (*event_record)(void*, void*);
+  int (*stream_create)(void**, unsigned);
+  int (*stream_destroy)(void*);
+  int (*stream_wait)(void*, void*, unsigned);
+  // AMD only.
+  int (*amd_get_device)(int*);
+  int (*amd_set_device)(int);
+  // NVIDIA only.
+  int (*nvidia_retain)(void**, int);
+  int (*nvidia_push)(void*);
+  int (*nvidia_pop)(void**);
+  int (*nvidia_attribute)(int*, int, int);
+};
+
+struct Alias {
+  const char* amd;  // null: the vendor has no such call
+  const char* nvidia;
+  size_t offset;
+};
+#define MLA_ALIAS(field, amd, nvidia) \
+  Alias { amd, nvidia, offsetof(Table, field) }
+constexpr Alias kAliases[] = {
+    MLA_ALIAS(init, "hipInit", "cuInit"),
+    MLA_ALIAS(device_count, "hipGetDeviceCount", "cuDeviceGetCount"),
+    MLA_ALIAS(uuid, "hipDeviceGetUuid", "cuDeviceGetUuid_v2"),
+    MLA_ALIAS(import_memory, "hipMemImportFromShareableHandle", "cuMemImportFromShareableHandle"),
+    MLA_ALIAS(reserve, "hipMemAddressReserve", "cuMemAddressReserve"),
+    MLA_ALIAS(unreserve, "hipMemAddressFree", "cuMemAddressFree"),
+    MLA_ALIAS(map, "hipMemMap", "cuMemMap"),
+    MLA_ALIAS(unmap, "hipMemUnmap", "cuMemUnmap"),
+    MLA_ALIAS(release, "hipMemRelease", "cuMemRelease"),
+    MLA_ALIAS(set_access, "hipMemSetAccess", "cuMemSetAccess"),
+    MLA_ALIAS(open_memory, "hipIpcOpenMemHandle", "cuIpcOpenMemHandle_v2"),
+    MLA_ALIAS(close_memory, "hipIpcCloseMemHandle", "cuIpcCloseMemHandle"),
+    MLA_ALIAS(open_event, "hipIpcOpenEventHandle", "cuIpcOpenEventHandle"),
+    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
+    MLA_ALIAS(event_destroy, "hipEventDestroy", "cuEventDestroy_v2"),
+    MLA_ALIAS(event_record, "hipEventRecord", "cuEventRecord"),
+    MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
+    MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
+    MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
+    MLA_ALIAS(amd_get_device, "hipGetDevice", nullptr),
+    MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
+    MLA_ALIAS(nvidia_retain, nullptr, "cuDevicePrimaryCtxRetain"),
+    MLA_ALIAS(nvidia_push, nullptr, "cuCtxPushCurrent_v2"),
+    MLA_ALIAS(nvidia_pop, nullptr, "cuCtxPopCurrent_v2"),
+    MLA_ALIAS(nvidia_attribute, nullptr, "cuDeviceGetAttribute"),
+};
+#undef MLA_ALIAS
+
+absl::StatusOr<Table> OpenTable(bool nvidia, const std::string& library) {
+  std::vector<std::string> names{library};
+  if (library.empty()) {
+    names = nvidia ? std::vector<std::string>{"libcuda.so.1"}
+                   : std::vector<std::string>{"libamdhip64.so.7", "libamdhip64.so.6"};
+  }
+  void* opened = nullptr;
+  // Never closed: the vendors' runtimes do not survive being unloaded.
+  for (const std::string& name : names) {
+    opened = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (opened != nullptr) break;
+  }
+  if (opened == nullptr) return absl::UnavailableError(absl::StrCat("no GPU runtime: ", dlerror()));
+  Table table{};
+  for (const Alias& alias : kAliases) {
+    const char* const name = nvidia ? alias.nvidia : alias.amd;
+    if (name == nullptr) continue;
+    void* const entry = dlsym(opened, name);
+    if (entry == nullptr) {
+      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
+    }
+    std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
+  }
+  return table;
+}
+
+absl::Status Check(int code, const char* call) {
+  if (code == 0) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("device memory: ", call, " failed with code ", code));
+}
+
+}  // namespace
+
+struct DeviceRegion::State {
+  Table api{};
+  wire::DeviceHeader header{};
+  int device = 0, server_device = 0;
+  void* context = nullptr;         // NVIDIA's, of `device`
+  void* server_context = nullptr;  // and of the server's device
+  void* at = nullptr;
+  uint64_t allocation = 0;
+  bool imported = false, reserved = false, mapped = false, opened = false;
+  std::vector<void*> events;  // the server's, by slot
+  // Where the server's device is another one: this process's events, and a stream over there.
+  std::vector<void*> local;
+  void* relay = nullptr;
+  std::string warning;
+
+  bool same_device() const { return device == server_device; }
+  size_t bytes() const { return static_cast<size_t>(header.bytes); }
+
+  // Makes a device current for as long as it lives.
+  class Current {
+   public:
+    Current(const State& state, bool server) : state_(state) {
+      if (state.header.nvidia != 0) {
+        code_ = state.api.nvidia_push(server ? state.server_context : state.context);
+        return;
+      }
+      code_ = state.api.amd_get_device(&before_);
+      if (code_ == 0) code_ = state.api.amd_set_device(server ? state.server_device : state.device);
+    }
+    ~Current() {
+      void* popped = nullptr;
+      if (code_ != 0) return;
+      if (state_.header.nvidia != 0) {
+        (void)state_.api.nvidia_pop(&popped);
+      } else {
+        (void)state_.api.amd_set_device(before_);
+      }
+    }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    absl::Status status() const { return Check(code_, "making a device current"); }
+
+   private:
+    const State& state_;
+    int code_ = 0, before_ = 0;
+  };
+
+  ~State() {
+    if (api.init == nullptr) return;
+    {
+      const Current current(*this, true);
+      for (void* event : events) (void)api.event_destroy(event);
+      if (relay != nullptr) (void)api.stream_destroy(relay);
+    }
+    const Current current(*this, false);
+    for (void* event : local) (void)api.event_destroy(event);
+    if (opened) (void)api.close_memory(at);
+    if (mapped) (void)api.unmap(at, bytes());
+    if (reserved) (void)api.unreserve(at, bytes());
+    if (imported) (void)api.release(allocation);
+  }
+
+  absl::Status FindDevices() {
+    absl::Status s = Check(api.init(0), "init");
+    int count = 0;
+    if (s.ok()) s = Check(api.device_count(&count), "device count");
+    if (!s.ok()) return s;
+    if (device < 0 || device >= count) {
+      return absl::UnavailableError(absl::StrCat("device memory: device ", device, " of ", count));
+    }
+    server_device = -1;
+    for (int i = 0; i < count && server_device < 0; ++i) {
+      Uuid uuid{};
+      if (s = Check(api.uuid(&uuid, i), "device uuid"); !s.ok()) return s;
+      if (std::memcmp(uuid.data(), header.uuid, uuid.size()) == 0) server_device = i;
+    }
+    if (server_device < 0) {
+      return absl::UnavailableError("device memory: the server's GPU is not visible here");
+    }
+    if (header.nvidia == 0) return s;
+    s = Check(api.nvidia_retain(&context, device), "context");
+    if (s.ok()) s = Check(api.nvidia_retain(&server_context, server_device), "context");
+    int shared = 0;
+    if (s.ok() && same_device() &&
+        (api.nvidia_attribute(&shared, kNvidiaMpsEnabled, device) != 0 || shared == 0)) {
+      warning =
+          "worker and server share a GPU without MPS, so that the driver gives it to one of them "
+          "at a time: a layer takes hundreds of microseconds more";
+    }
+    return s;
+  }
+
+  absl::Status MapMemory(int descriptor) {
+    const Current current(*this, false);
+    absl::Status s = current.status();
+    if (!s.ok()) return s;
+    if (header.kind == wire::kDeviceHandle) {
+      Handle handle;
+      std::memcpy(handle.data(), header.memory, handle.size());
+      s = Check(api.open_memory(&at, handle, kLazyPeerAccess), "memory open");
+      opened = s.ok();
+      return s;
+    }
+    s = Check(
+        api.import_memory(&allocation, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)),
+                          kPosixDescriptor),
+        "memory import");
+    imported = s.ok();
+    if (s.ok()) s = Check(api.reserve(&at, bytes(), 0, nullptr, 0), "address reserve");
+    reserved = s.ok();
+    if (s.ok()) s = Check(api.map(at, bytes(), 0, allocation, 0), "memory map");
+    mapped = s.ok() && reserved;
+    const Access access{kOnDevice, device, kReadWrite};
+    if (s.ok()) s = Check(api.set_access(at, bytes(), &access, 1), "memory access");
+    return s;
+  }
+
+  absl::Status OpenEvents(std::span<const std::byte> handles) {
+    const Current current(*this, true);
+    absl::Status s = current.status();
+    for (size_t at_byte = 0; s.ok() && at_byte < handles.size(); at_byte += sizeof(Handle)) {
+      Handle handle;
+      std::memcpy(handle.data(), handles.data() + at_byte, sizeof(handle));
+      void* event = nullptr;
+      s = Check(api.open_event(&event, handle), "event open");
+      if (s.ok()) events.push_back(event);
+    }
+    if (!s.ok() || same_device()) return s;
+    return Check(api.stream_create(&relay, kStreamNonBlocking), "stream create");
+  }
+
+  absl::Status MakeLocalEvents() {
+    if (same_device()) return absl::OkStatus();
+    const Current current(*this, false);
+    absl::Status s = current.status();
+    while (s.ok() && local.size() < events.size()) {
+      void* event = nullptr;
+      s = Check(api.event_create(&event, kEventWithoutTiming), "event create");
+      if (s.ok()) local.push_back(event);
+    }
+    return s;
+  }
+};
+
+DeviceRegion::DeviceRegion(std::unique_ptr<State> state) : state_(std::move(state)) {
+  blocks_.Add(0, state_->header.bytes);
+}
+DeviceRegion::~DeviceRegion() = default;
+
+absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Map(
+    std::span<const std::byte> part, int descriptor, uint32_t entries,
+    const DeviceRegionOptions& options) {
+  auto state = std::make_unique<State>();
+  wire::DeviceHeader& header = state->header;
+  if (part.size() < wire::DevicePartBytes(entries)) {
+    return absl::UnimplementedError("device memory: the region has no room for its description");
+  }
+  std::memcpy(&header, part.data(), sizeof(header));
+  const bool described = header.kind == wire::kDeviceDescriptor && descriptor >= 0;
+  if (header.magic != wire::kHandshakeMagic || header.bytes == 0 ||
+      (!described && header.kind != wire::kDeviceHandle)) {
+    return absl::UnimplementedError(absl::StrCat("device memory: got kind ", header.kind, " of ",
+                                                 header.bytes,
+                                                 " bytes, must be 1 with a "
+                                                 "descriptor, or 2"));
+  }
+  state->device = options.device;
+  absl::StatusOr<Table> table = OpenTable(header.nvidia != 0, options.library);
+  if (!table.ok()) return table.status();
+  state->api = *table;
+  absl::Status s = state->FindDevices();
+  if (s.ok()) s = state->MapMemory(descriptor);
+  if (s.ok()) {
+    s = state->OpenEvents(
+        part.subspan(sizeof(header), uint64_t{entries} * wire::kDeviceHandleBytes));
+  }
+  if (s.ok()) s = state->MakeLocalEvents();
+  if (!s.ok()) return s;
+  return std::unique_ptr<DeviceRegion>(new DeviceRegion(std::move(state)));
+}
+
+std::span<std::byte> DeviceRegion::memory() const {
+  return {static_cast<std::byte*>(state_->at), state_->bytes()};
+}
+bool DeviceRegion::nvidia() const { return state_->header.nvidia != 0; }
+const std::string& DeviceRegion::warning() const { return state_->warning; }
+
+std::span<std::byte> DeviceRegion::Allocate(uint64_t bytes) {
+  const std::optional<uint64_t> at = blocks_.Take(bytes);
+  return at ? memory().subspan(*at, bytes) : std::span<std::byte>();
+}
+
+void DeviceRegion::Free(std::span<std::byte> block) {
+  if (block.data() != nullptr) blocks_.Return(OffsetOf(block.data()));
+}
+
+bool DeviceRegion::Holds(const void* data, uint64_t bytes) const {
+  const auto* const from = static_cast<const std::byte*>(data);
+  const std::byte* const begin = memory().data();
+  const std::byte* const end = begin + memory().size();
+  return from >= begin && from <= end && bytes <= static_cast<uint64_t>(end - from);
+}
+
+absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
+  const Table& api = state_->api;
+  {
+    const State::Current current(*state_, false);
+    if (absl::Status s = current.status(); !s.ok()) return s;
+    void* const event = state_->same_device() ? state_->events[slot] : state_->local[slot];
+    if (absl::Status s = Check(api.event_record(event, stream), "event record"); !s.ok()) return s;
+    if (state_->same_device()) return absl::OkStatus();
+  }
+  const State::Current current(*state_, true);
+  absl::Status s = current.status();
+  if (s.ok()) s = Check(api.stream_wait(state_->relay, state_->local[slot], 0), "stream wait");
+  if (s.ok()) s = Check(api.event_record(state_->events[slot], state_->relay), "event record");
+  return s;
+}
+
+}  // namespace mla::client

@@ -1,0 +1,68 @@
+// A ring's device memory as its client maps it: tensors that a worker's kernels write and read
+// where the server's kernels read and write them.
+//
+// The vendor's runtime is opened at run time; nothing is linked. The process's primary context of
+// its device is used, as CUDA's runtime API and PyTorch do. Where the server's GPU is another one
+// of this host, it must be visible to this process, and peers: events live there, and work of this
+// process's streams reaches them through a stream of the region's own.
+//
+// Ownership: Allocate's memory lives as long as the region. Threading: any thread.
+#ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_REGION_H_
+#define MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_REGION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/shared_memory/block_list.h"
+#include "proto/wire/ring_layout.h"
+
+namespace mla::client {
+
+struct DeviceRegionOptions {
+  int device = 0;       // of this process, by the runtime's order
+  std::string library;  // of the runtime; empty: libcuda.so.1, or libamdhip64.so.7 or .6
+};
+
+class DeviceRegion final {
+ public:
+  // `part` is the region's device part: DeviceHeader and event handles. `descriptor` is the one
+  // that came with the reply, or -1; it stays the caller's. UNAVAILABLE names what this process
+  // lacks, UNIMPLEMENTED what the part should say, INTERNAL a call of the runtime that failed.
+  static absl::StatusOr<std::unique_ptr<DeviceRegion>> Map(std::span<const std::byte> part,
+                                                           int descriptor, uint32_t entries,
+                                                           const DeviceRegionOptions& options);
+  ~DeviceRegion();
+
+  std::span<std::byte> memory() const;  // device addresses
+  bool nvidia() const;
+  // What will be slow, in words for people, or empty: worker and server share one GPU, and the
+  // driver gives it to one process at a time.
+  const std::string& warning() const;
+
+  // Aligned to 64 bytes; empty when there is no contiguous room.
+  std::span<std::byte> Allocate(uint64_t bytes);
+  void Free(std::span<std::byte> block);
+  bool Holds(const void* data, uint64_t bytes) const;
+  uint64_t OffsetOf(const void* data) const {
+    return static_cast<uint64_t>(static_cast<const std::byte*>(data) - memory().data());
+  }
+
+  // Records in the event of ring slot `slot` what `stream` (a CUstream or hipStream_t of the
+  // process's device, null the default stream) has been given so far. Does not wait for it.
+  absl::Status Record(uint32_t slot, void* stream);
+
+ private:
+  struct State;
+  explicit DeviceRegion(std::unique_ptr<State> state);
+  const std::unique_ptr<State> state_;
+  BlockList blocks_;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_REGION_H_

@@ -1,0 +1,126 @@
+"""Device memory as a client maps it, on the fake GPU runtime: its memory is the host's."""
+
+import ctypes
+import os
+import struct
+import unittest
+
+import numpy as np
+import server_binary
+from mla_client import errors
+from mla_client.shm import device
+
+LIBRARY = server_binary.ROOT / ".bazel/bin/tests/fake_hip/libfake_hip.so"
+MEMORY_BYTES = 2 << 20
+EVENTS = 4
+
+
+class Server:
+    """What a server makes: memory with a descriptor, and events."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL(str(LIBRARY))
+        self.handle, self.descriptor = ctypes.c_ulonglong(), ctypes.c_int(-1)
+        self.call("hipMemCreate", ctypes.byref(self.handle), ctypes.c_size_t(MEMORY_BYTES), None,
+                  ctypes.c_ulonglong(0))
+        self.call("hipMemExportToShareableHandle", ctypes.byref(self.descriptor), self.handle, 1,
+                  ctypes.c_ulonglong(0))
+        uuid = ctypes.create_string_buffer(16)
+        self.call("hipDeviceGetUuid", uuid, 0)
+        self.events, handles = [], b""
+        for _ in range(EVENTS):
+            event, name = ctypes.c_void_p(), ctypes.create_string_buffer(64)
+            self.call("hipEventCreateWithFlags", ctypes.byref(event), 6)
+            self.call("hipIpcGetEventHandle", name, event)
+            self.events.append(event)
+            handles += name.raw
+        self.uuid = uuid.raw
+        self.handles = handles
+
+    def part(self, nvidia=1, kind=device.DESCRIPTOR, uuid=None):
+        return device.HEADER.pack(0x314D4853, nvidia, kind, 0, MEMORY_BYTES, uuid or self.uuid,
+                                  b"", b"") + self.handles
+
+    def call(self, name, *arguments):
+        code = getattr(self.library, name)(*arguments)
+        if code != 0:
+            raise OSError(f"{name}: {code}")
+
+    def close(self):
+        for event in self.events:
+            self.call("hipEventDestroy", event)
+        self.call("hipMemRelease", self.handle)
+        os.close(self.descriptor.value)
+
+
+class DeviceTest(unittest.TestCase):
+    def setUp(self):
+        self.server = Server()
+        self.addCleanup(self.server.close)
+
+    def region(self, **part):
+        region = device.DeviceRegion(self.server.part(**part), self.server.descriptor.value, EVENTS,
+                                     0, str(LIBRARY))
+        self.addCleanup(region.close)
+        return region
+
+    def test_both_map_the_same_bytes(self):
+        for nvidia in (0, 1):
+            region = self.region(nvidia=nvidia)
+            self.assertEqual((region.size, region.warning), (MEMORY_BYTES, ""))
+            ctypes.memset(region.address + 100, 0x5A + nvidia, 1)
+            self.assertEqual(os.pread(self.server.descriptor.value, 1, 100),
+                             bytes([0x5A + nvidia]))
+
+    def test_events_reach_the_server(self):
+        region = self.region()
+        for slot in range(EVENTS):
+            region.record(slot, 0)
+            self.server.call("hipEventQuery", self.server.events[slot])
+
+    def test_what_others_read_of_a_tensor(self):
+        region = self.region()
+        offset, = region.allocate(2 * 3 * 8 * 2)
+        array = region.array(offset, (2, 3, 8), np.uint16)
+        interface = array.__cuda_array_interface__
+        self.assertEqual((interface["shape"], interface["typestr"], interface["data"]),
+                         ((2, 3, 8), "<u2", (region.address + offset, False)))
+        self.assertEqual(array.__dlpack_device__(), (2, 0))
+        capsule = array.__dlpack__(stream=None)
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        at = get(capsule, b"dltensor")
+        managed = device._DlManaged.from_address(at)
+        tensor = managed.tensor
+        self.assertEqual((tensor.data, tensor.ndim, tensor.dtype.code, tensor.dtype.bits),
+                         (region.address + offset, 3, 4, 16))
+        self.assertEqual(tensor.shape[0:3] + tensor.strides[0:3], [2, 3, 8, 24, 8, 1])
+        self.assertIn(at, device._lent)
+        managed.deleter(ctypes.pointer(managed))  # as a consumer does at its end
+        self.assertNotIn(at, device._lent)
+
+    def test_blocks(self):
+        region = self.region()
+        first = region.allocate(MEMORY_BYTES - 128, 100)
+        self.assertEqual(first, [0, MEMORY_BYTES - 128])
+        with self.assertRaisesRegex(errors.ResourceExhausted, "device_bytes"):
+            region.allocate(64)
+        region.free(first)
+        self.assertEqual(region.allocate(MEMORY_BYTES), [0])
+
+    def test_what_is_missing(self):
+        with self.assertRaisesRegex(errors.Unavailable, "not visible"):
+            self.region(uuid=b"another device!!")
+        with self.assertRaisesRegex(errors.Unavailable, "no GPU runtime"):
+            device.DeviceRegion(self.server.part(), self.server.descriptor.value, EVENTS, 0,
+                                "libthere_is_none.so")
+        with self.assertRaisesRegex(errors.Unavailable, "device 3 of"):
+            device.DeviceRegion(self.server.part(), self.server.descriptor.value, EVENTS, 3,
+                                str(LIBRARY))
+        with self.assertRaises(errors.Unimplemented):
+            device.DeviceRegion(self.server.part(), None, EVENTS, 0, str(LIBRARY))
+        self.assertEqual(struct.calcsize(device.HEADER.format), 128)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,257 @@
+#include "kernels/hip/runtime/device_sharing.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+// The same in both vendors' headers.
+constexpr int kPinned = 1;
+constexpr int kPosixDescriptor = 1;
+constexpr int kOnDevice = 1;
+constexpr int kReadWrite = 3;
+constexpr unsigned kEventWithoutTiming = 2;
+constexpr unsigned kEventInterprocess = 4;
+
+struct Location {
+  int type, id;
+};
+struct AllocationProperties {
+  int type, handle_types;
+  Location location;
+  void* security;
+  unsigned char compression, rdma;
+  unsigned short usage;
+  unsigned char reserved[4];
+};
+static_assert(sizeof(AllocationProperties) == 32);
+struct Access {
+  Location location;
+  int flags;
+};
+
+}  // namespace
+
+struct SharingTable {
+  using Handle = SharedDeviceMemory::Handle;
+  int (*uuid)(std::array<uint8_t, 16>*, int);
+  int (*memory_handle)(Handle*, DevicePtr);
+  int (*event_create)(Event*, unsigned);
+  int (*event_handle)(Handle*, Event);
+  // Virtual memory; null if the library lacks any.
+  int (*granularity)(size_t*, const AllocationProperties*, int);
+  int (*create)(uint64_t*, size_t, const AllocationProperties*, unsigned long long);
+  int (*release)(uint64_t);
+  int (*export_descriptor)(void*, uint64_t, int, unsigned long long);
+  int (*reserve)(DevicePtr*, size_t, size_t, DevicePtr, unsigned long long);
+  int (*unreserve)(DevicePtr, size_t);
+  int (*map)(DevicePtr, size_t, size_t, uint64_t, unsigned long long);
+  int (*unmap)(DevicePtr, size_t);
+  int (*set_access)(DevicePtr, size_t, const Access*, size_t);
+};
+
+namespace {
+
+struct Alias {
+  const char* amd;
+  const char* nvidia;
+  size_t offset;
+};
+#define MLA_ALIAS(field, amd, nvidia) \
+  Alias { amd, nvidia, offsetof(SharingTable, field) }
+constexpr Alias kNeeded[] = {
+    MLA_ALIAS(uuid, "hipDeviceGetUuid", "cuDeviceGetUuid_v2"),
+    MLA_ALIAS(memory_handle, "hipIpcGetMemHandle", "cuIpcGetMemHandle"),
+    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
+    MLA_ALIAS(event_handle, "hipIpcGetEventHandle", "cuIpcGetEventHandle"),
+};
+constexpr Alias kVirtual[] = {
+    MLA_ALIAS(granularity, "hipMemGetAllocationGranularity", "cuMemGetAllocationGranularity"),
+    MLA_ALIAS(create, "hipMemCreate", "cuMemCreate"),
+    MLA_ALIAS(release, "hipMemRelease", "cuMemRelease"),
+    MLA_ALIAS(export_descriptor, "hipMemExportToShareableHandle", "cuMemExportToShareableHandle"),
+    MLA_ALIAS(reserve, "hipMemAddressReserve", "cuMemAddressReserve"),
+    MLA_ALIAS(unreserve, "hipMemAddressFree", "cuMemAddressFree"),
+    MLA_ALIAS(map, "hipMemMap", "cuMemMap"),
+    MLA_ALIAS(unmap, "hipMemUnmap", "cuMemUnmap"),
+    MLA_ALIAS(set_access, "hipMemSetAccess", "cuMemSetAccess"),
+};
+#undef MLA_ALIAS
+
+// The name of the first that is missing, or null.
+const char* Resolve(GpuRuntime& runtime, std::span<const Alias> aliases, SharingTable* table) {
+  for (const Alias& alias : aliases) {
+    const char* const name = runtime.vendor() == Vendor::kAmd ? alias.amd : alias.nvidia;
+    void* const entry = runtime.EntryPoint(name);
+    if (entry == nullptr) return name;
+    std::memcpy(reinterpret_cast<char*>(table) + alias.offset, &entry, sizeof(entry));
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+// Undone in the reverse order of making, as far as it was made.
+class SharedMemoryOfDevice final : public SharedDeviceMemory {
+ public:
+  SharedMemoryOfDevice(const DeviceSharing* sharing, std::shared_ptr<PinnedRanges> ranges,
+                       std::chrono::milliseconds most)
+      : sharing_(sharing), ranges_(std::move(ranges)), most_(most) {}
+
+  ~SharedMemoryOfDevice() override {
+    const bool used = listed_ && !ranges_->AwaitUnused(
+                                     ranges_->Retire(reinterpret_cast<const void*>(at_)), most_);
+    // The device still uses the memory, and the launch that does is lost: so is the memory.
+    if (used || !sharing_->runtime_->Bind().ok()) return;
+    for (const Event event : events_) sharing_->runtime_->Destroy(event);
+    const SharingTable& api = *sharing_->api_;
+    if (exported_.descriptor >= 0) close(exported_.descriptor);
+    if (mapped_) (void)api.unmap(at_, size_);
+    if (reserved_) (void)api.unreserve(at_, size_);
+    if (created_) (void)api.release(handle_);
+    if (allocated_) sharing_->runtime_->Free(at_);
+  }
+
+  absl::Status Make(int64_t bytes, int32_t events) {
+    GpuRuntime& runtime = *sharing_->runtime_;
+    exported_.nvidia = runtime.vendor() == Vendor::kNvidia;
+    absl::Status s = runtime.Bind();
+    if (s.ok()) {
+      s = Check(sharing_->api_->uuid(&exported_.device_uuid, runtime.device()), "device uuid");
+    }
+    if (s.ok()) s = Take(bytes);
+    if (s.ok()) s = Clear();
+    if (s.ok()) s = MakeEvents(events);
+    if (!s.ok()) return s;
+    ranges_->Add(reinterpret_cast<const void*>(at_), static_cast<int64_t>(size_));
+    listed_ = true;
+    return s;
+  }
+
+  std::span<std::byte> bytes() const override { return {reinterpret_cast<std::byte*>(at_), size_}; }
+  const Export& exported() const override { return exported_; }
+  absl::StatusOr<bool> Done(size_t event) override {
+    return sharing_->runtime_->Done(events_[event]);
+  }
+
+ private:
+  absl::Status Check(int code, const char* call) const { return sharing_->Check(code, call); }
+
+  absl::Status Take(int64_t bytes) {
+    if (sharing_->api_->create != nullptr) {
+      const absl::Status s = TakeVirtual(static_cast<size_t>(bytes));
+      if (s.ok() || absl::IsResourceExhausted(s)) return s;
+      Untake();
+    }
+    absl::StatusOr<DevicePtr> at = sharing_->runtime_->Malloc(bytes);
+    if (!at.ok()) return at.status();
+    at_ = *at;
+    size_ = static_cast<size_t>(bytes);
+    allocated_ = true;
+    return Check(sharing_->api_->memory_handle(&exported_.memory, at_), "memory handle");
+  }
+
+  absl::Status TakeVirtual(size_t bytes) {
+    const SharingTable& api = *sharing_->api_;
+    const Location here{kOnDevice, sharing_->runtime_->device()};
+    AllocationProperties wanted = {};
+    wanted.type = kPinned;
+    wanted.handle_types = kPosixDescriptor;
+    wanted.location = here;
+    size_t unit = 0;
+    absl::Status s = Check(api.granularity(&unit, &wanted, 0), "allocation granularity");
+    if (!s.ok()) return s;
+    size_ = (bytes + unit - 1) / unit * unit;
+    s = Check(api.create(&handle_, size_, &wanted, 0), "memory create");
+    if (!s.ok()) return s;
+    created_ = true;
+    s = Check(api.reserve(&at_, size_, 0, 0, 0), "address reserve");
+    if (!s.ok()) return s;
+    reserved_ = true;
+    s = Check(api.map(at_, size_, 0, handle_, 0), "memory map");
+    if (!s.ok()) return s;
+    mapped_ = true;
+    const Access access{here, kReadWrite};
+    s = Check(api.set_access(at_, size_, &access, 1), "memory access");
+    if (!s.ok()) return s;
+    return Check(api.export_descriptor(&exported_.descriptor, handle_, kPosixDescriptor, 0),
+                 "memory export");
+  }
+
+  // After TakeVirtual has failed half-way.
+  void Untake() {
+    const SharingTable& api = *sharing_->api_;
+    if (std::exchange(mapped_, false)) (void)api.unmap(at_, size_);
+    if (std::exchange(reserved_, false)) (void)api.unreserve(at_, size_);
+    if (std::exchange(created_, false)) (void)api.release(handle_);
+    exported_.descriptor = -1;
+  }
+
+  // What was in this memory before belonged to another process.
+  absl::Status Clear() {
+    GpuRuntime& runtime = *sharing_->runtime_;
+    absl::StatusOr<Stream> stream = runtime.CreateStream();
+    if (!stream.ok()) return stream.status();
+    absl::Status s = runtime.Fill(at_, 0, static_cast<int64_t>(size_), *stream);
+    if (s.ok()) s = runtime.Synchronize(*stream);
+    runtime.Destroy(*stream);
+    return s;
+  }
+
+  absl::Status MakeEvents(int32_t count) {
+    const SharingTable& api = *sharing_->api_;
+    handles_.resize(static_cast<size_t>(count));
+    for (Handle& handle : handles_) {
+      Event event = nullptr;
+      absl::Status s =
+          Check(api.event_create(&event, kEventInterprocess | kEventWithoutTiming), "event create");
+      if (!s.ok()) return s;
+      events_.push_back(event);
+      s = Check(api.event_handle(&handle, event), "event handle");
+      if (!s.ok()) return s;
+    }
+    exported_.events = handles_;
+    return absl::OkStatus();
+  }
+
+  const DeviceSharing* const sharing_;
+  const std::shared_ptr<PinnedRanges> ranges_;
+  const std::chrono::milliseconds most_;
+  Export exported_;
+  DevicePtr at_ = 0;
+  size_t size_ = 0;
+  uint64_t handle_ = 0;
+  bool created_ = false, reserved_ = false, mapped_ = false, allocated_ = false, listed_ = false;
+  std::vector<Event> events_;
+  std::vector<Handle> handles_;
+};
+
+DeviceSharing::DeviceSharing(GpuRuntime* runtime, std::unique_ptr<SharingTable> table)
+    : runtime_(runtime), api_(std::move(table)) {}
+DeviceSharing::~DeviceSharing() = default;
+
+absl::StatusOr<std::unique_ptr<DeviceSharing>> DeviceSharing::Open(GpuRuntime* runtime) {
+  auto table = std::make_unique<SharingTable>();
+  *table = {};
+  if (const char* const missing = Resolve(*runtime, kNeeded, table.get()); missing != nullptr) {
+    return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", missing));
+  }
+  if (Resolve(*runtime, kVirtual, table.get()) != nullptr) table->create = nullptr;
+  return std::unique_ptr<DeviceSharing>(new DeviceSharing(runtime, std::move(table)));
+}
+
+absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> DeviceSharing::Allocate(
+    int64_t bytes, int32_t events, std::shared_ptr<PinnedRanges> ranges,
+    std::chrono::milliseconds most) {
+  auto made = std::make_unique<SharedMemoryOfDevice>(this, std::move(ranges), most);
+  if (absl::Status s = made->Make(bytes, events); !s.ok()) return s;
+  return std::unique_ptr<SharedDeviceMemory>(std::move(made));
+}
+
+}  // namespace mla::kernels::hip
