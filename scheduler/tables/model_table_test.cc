@@ -120,7 +120,6 @@ TEST_F(ModelTableTest, ProductsOfEightBitsAreSettledAtRegistration) {
   spec.id = "products";
   // A backend without them: AUTO is OFF, and a repeat with either is the same model.
   spec.kv_format = kernels::KvFormat::kFp8Row;
-  spec.geometry.kv_lora_rank = 128;
   const auto settled = table_.Register(tenant_, spec);
   ASSERT_TRUE(settled.ok()) << settled.status();
   EXPECT_EQ((*settled)->spec->fp8_compute, Fp8Compute::kOff);

@@ -60,7 +60,7 @@ class AttendRequestBuilder final {
   static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
                                 const char* prefix, AttendMessage* message);
   // The same for tensors in a region's device memory; what the client wrote there is complete.
-  // INVALID_ARGUMENT also for index lists, which the server has to read itself.
+  // INVALID_ARGUMENT also for index lists and 8-bit floats, which the server has to read itself.
   static absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory, uint64_t in_offset,
                                       uint64_t out_offset, AttendMessage* message);
   // Checks the index lists of a prepared attend, which lie in `memory` as SentLists says, and

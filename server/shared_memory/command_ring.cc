@@ -339,7 +339,7 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
                                                    entry.out_offset, message);
   } else {
     status = RefuseField("flags", absl::StrCat(int{entry.flags}),
-                         "without 8 on a ring without device memory");
+                         "without 64 on a ring without device memory");
   }
   bool stalled = false;
   if (status.ok()) status = builder_.StageShared(options_.pool.get(), message, &stalled);

@@ -195,7 +195,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"ModelSpec.softmax_scale", {1, kAnything, "model.softmax_scale", {}}},
       {"ModelSpec.kv_dtype", {0, 1, "model.kv_dtype", {"model.kv_format"}}},
       {"ModelSpec.kv_format", {0, 4, "model.kv_format", {"model.kv_format", "kv_scales"}}},
-      {"ModelSpec.fp8_compute", {0, 1, "model.fp8_compute", {"model.fp8_compute"}}},
+      {"ModelSpec.fp8_compute", {0, 2, "model.fp8_compute", {"model.fp8_compute"}}},
       {"ModelSpec.attention", {0, 2, "model.attention", {"model.top_k"}}},
       {"ModelSpec.top_k", {0, 0, "model.top_k", {}}},
       {"ModelSpec.index_heads", {0, 0, "model.index_heads", {}}},
