@@ -235,11 +235,14 @@ std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseO
     if (std::memcmp(part, alone->o.data(), count * sizeof(float)) == 0) return "";
     return absl::StrCat("request ", request, " differs by bits between batch and alone");
   }
-  Comparison all = Compare({part, count}, alone->o, columns,
-                           {std::numeric_limits<double>::max(), 0.0, kCosineLimit,
-                            LeastNorms(workload, request, subject.rounded_weights)});
+  const bool e4m3 = workload.spec.RoundsProbabilities();  // other parts round otherwise
+  Comparison all =
+      Compare({part, count}, alone->o, columns,
+              {std::numeric_limits<double>::max(), 0.0, e4m3 ? 2 * kE4m3CosineLimit : kCosineLimit,
+               LeastNorms(workload, request, subject.rounded_weights)});
   if (!all.equal) return absl::StrCat("request ", request, " alone: ", all.message);
-  const double rounding = 2.0 * RoundingSize(workload, request, subject.rounded_weights);
+  const double rounding = e4m3 ? 2.0 * kE4m3Rounding * workload.max_abs_value
+                               : 2.0 * RoundingSize(workload, request, subject.rounded_weights);
   for (size_t row = 0; row < count; row += static_cast<size_t>(columns)) {
     double maximum = 0.0;
     for (int64_t i = 0; i < columns; ++i) {
