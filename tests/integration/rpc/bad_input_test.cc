@@ -318,8 +318,10 @@ void BadInputTest::TryAdmin() {
 void BadInputTest::TryStream() {
   const auto stub = v1::Attention::NewStub(channel_);
   Track track = *worker_.Open();
-  const auto region =
-      client::SharedMemory::Connect(server_.folder().File("mla.sock.shm"), {"", false, 1 << 16});
+  client::SharedMemoryOptions options;
+  options.ring = false;
+  options.bytes = 1 << 16;
+  const auto region = client::SharedMemory::Connect(server_.folder().File("mla.sock.shm"), options);
   ASSERT_TRUE(region.ok()) << region.status();
   v1::AttendStreamRequest begin, attend, shared, end, abort;
   begin.mutable_begin_step()->set_step_id(9);
