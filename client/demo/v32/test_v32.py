@@ -93,8 +93,8 @@ class ServersIndexerTest(unittest.TestCase):
             class Other(mla_client.LocalReference):
                 """Its indexer chooses other rows, and says so."""
 
-                def _select(self, opened, model, args, change=change):
-                    lists = super()._select(opened, model, args)
+                def _select(self, opened, model, args, inputs, change=change):
+                    lists = super()._select(opened, model, args, inputs)
                     first = opened.sequences[0].length + args.row_begin
                     return np.stack([change(entries, first + row)
                                      for row, entries in enumerate(lists)])

@@ -75,7 +75,7 @@ class RemoteTest(unittest.TestCase):
         finally:
             server.stop()
         self.assertEqual(len({(row["kv_format"], row["q_dtype"], row["profile"], row["step_rows"])
-                              for row in rows}), 3 * 8)
+                              for row in rows}), 4 * 8)
         for row in rows:
             eight_bits = row["kv_format"] != "bf16"
             self.assertEqual(row["bench"], "quality")
