@@ -62,6 +62,8 @@ inline constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kPageGranuleByt
 
 // As in conformance: of the largest value, of the wanted output, of all outputs, of a log-sum-exp.
 inline constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse = 1e-3;
+// Of products of 8 bits, which round queries and probabilities to four bits each.
+inline constexpr double kOfValueProducts = 0.15, kCosineProducts = 5e-3, kLseProducts = 0.1;
 // Latent outputs that bf16 does not tell from (1, -1). W_UV of up to 0.2 makes the difference up to
 // 2^-12, many times what sums in fp32 may be off.
 inline constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};
@@ -103,9 +105,10 @@ struct Weights {
 };
 
 struct Data {
-  Data(const Shape& s, KvFormat rows_format)
+  Data(const Shape& s, KvFormat rows_format, DType of_products = DType::kBf16)
       : shape(s),
         format(rows_format),
+        products(of_products),
         queries(std::max(s.absorbed, s.expanded)),
         rows(queries + 2),
         o(size_t(rows) * kHeads * kODim, 0.5f),
@@ -123,6 +126,7 @@ struct Data {
 
   const Shape shape;
   const KvFormat format;
+  const DType products;  // of the absorbed form
   const KvRowLayout row = MakeKvRowLayout(format, 512, 64);
   const int32_t queries;  // of the first segment
   const int32_t rows;     // of q: those, then one of the empty and one of the short segments

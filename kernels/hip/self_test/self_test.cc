@@ -58,20 +58,22 @@ absl::Status Wrong(const std::string& where, double got, double want) {
 absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
   const std::vector<float>& o = expanded ? d.expanded_o : d.o;
   const std::vector<float>& lse = expanded ? d.expanded_lse : d.lse;
-  const double of_value = kOfValue * LargestValue(d, w);
+  const bool exact = expanded || d.products == DType::kBf16;
+  const double of_value = (exact ? kOfValue : kOfValueProducts) * LargestValue(d, w);
+  const double of_lse = exact ? kLse : kLseProducts;
   double errors = 0.0, norms = 0.0;
   const bool plain = d.format == KvFormat::kBf16;
-  const std::string form =
-      absl::StrCat(expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, ",
-                   plain ? "" : absl::StrCat(Name(d.format), " rows, "),
-                   d.shape.lists ? "index lists, " : "", "row ");
+  const std::string form = absl::StrCat(
+      expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, ",
+      plain ? "" : absl::StrCat(Name(d.format), " rows, "), exact ? "" : "products of 8 bits, ",
+      d.shape.lists ? "index lists, " : "", "row ");
   for (int32_t row = 0; row < d.rows; ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
       if (d.queries > 2 && row > 0 && row % kHeads != head) continue;
       const Answer want = Expected(d, w, row, head, !expanded);
       const size_t at = static_cast<size_t>(row) * kHeads + head;
       const std::string where = absl::StrCat(form, row, " of ", d.rows, ", head ", head);
-      if (!Near(lse[at], want.lse, kLse)) return Wrong(where + ": lse", lse[at], want.lse);
+      if (!Near(lse[at], want.lse, of_lse)) return Wrong(where + ": lse", lse[at], want.lse);
       for (int v = 0; v < kODim; ++v) {
         const double got = o[at * kODim + v];
         const double off = std::max(of_value, kOfOutput * std::abs(want.o[v]));
@@ -84,7 +86,7 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
       }
     }
   }
-  if (errors <= kCosine * norms) return absl::OkStatus();
+  if (errors <= (exact ? kCosine : kCosineProducts) * norms) return absl::OkStatus();
   return Wrong(absl::StrCat(expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows,
                             " keys: cosine difference of all outputs"),
                errors / norms, 0.0);
@@ -180,6 +182,7 @@ AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
   if (d.shape.lists) params.desc.attention = AttentionKind::kSparse;
+  params.desc.products = expanded ? DType::kBf16 : d.products;
   if (expanded) params.desc.form = AttentionForm::kExpanded;
   params.segments = work.segments;
   params.plan = work.View();
@@ -322,16 +325,17 @@ BackendLimits Limits(const AttentionBackend& backend) {
 }
 
 absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape shape,
-                        KvFormat format) {
+                        KvFormat format, DType products) {
   AttentionDesc desc;
   desc.geometry = kGeometry;
   desc.kv_format = format;
+  desc.products = products;
   if (shape.lists) desc.attention = AttentionKind::kSparse;
   if (!backend.CanRun(desc).ok()) shape.absorbed = 0;
   desc.form = AttentionForm::kExpanded;
-  if (!backend.CanRun(desc).ok()) shape.expanded = 0;
+  if (products != DType::kBf16 || !backend.CanRun(desc).ok()) shape.expanded = 0;
   if (shape.absorbed == 0 && shape.expanded == 0) return absl::OkStatus();
-  Data data(shape, format);
+  Data data(shape, format, products);
   absl::Status s = Attend(backend, data);
   if (s.ok() && shape.absorbed > 0) s = CompareForm(data, weights, false);
   if (s.ok() && shape.absorbed > 0) s = CompareNarrow(data, weights);
@@ -350,7 +354,9 @@ absl::Status Check(AttentionBackend& backend) {
     for (const auto tested :
          {std::span(kShapes).first(shapes), std::span(kListShapes).first(with_lists)}) {
       for (const Shape& shape : tested) {
-        if (s.ok()) s = CheckShape(backend, weights, shape, format);
+        if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
+        if (format == KvFormat::kBf16 || !shape.all_units) continue;
+        if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kFp8E4m3);
       }
     }
   }
