@@ -209,14 +209,17 @@ bool CommandRing::ServeHeld() {
   if (done.ok() && SteadyNanos() < held_.until_ns) return false;
   held_.any = false;
   AttendMessage* const message = TakeMessage(held_.entry);
-  Refuse(message, done.ok() ? MakeError(absl::StatusCode::kDeadlineExceeded,
-                                        "the GPU work before this request did not end in time",
-                                        {.field = "device",
-                                         .got = absl::StrCat(options_.device_wait_ms, " ms"),
-                                         .limit = "shm.device_wait_ms, or the request's timeout",
-                                         .reason = "device_not_ready"})
-                            : MakeError(absl::StatusCode::kInternal, done.status().message(),
-                                        {.field = "device", .reason = "device_event"}));
+  if (!done.ok()) {
+    Refuse(message, MakeError(absl::StatusCode::kInternal, done.status().message(),
+                              {.field = "device", .reason = "device_event"}));
+    return true;
+  }
+  Refuse(message, MakeError(absl::StatusCode::kDeadlineExceeded,
+                            "the GPU work before this request did not end in time",
+                            {.field = "device",
+                             .got = absl::StrCat(options_.device_wait_ms, " ms"),
+                             .limit = "shm.device_wait_ms, or the request's timeout",
+                             .reason = "device_not_ready"}));
   return true;
 }
 
