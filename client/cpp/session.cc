@@ -1,7 +1,6 @@
 #include "client/cpp/session.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -18,25 +17,19 @@ constexpr uint64_t kHeaderBytes = 1024;
 // Of what lies beside vectors of 8 bits, bf16.
 uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
-wire::Fp8Tensor VectorsOf(std::initializer_list<uint32_t> parts) {
-  wire::Fp8Tensor tensor;
-  int32_t* next = tensor.parts.data();
-  for (const uint32_t part : parts) {
-    if (part > 0) *next++ = static_cast<int32_t>(part);
-  }
-  return tensor;
-}
-
 wire::Fp8Tensor QueryVectors(const v1::Geometry& geometry, v1::Profile profile) {
+  const auto latent = static_cast<int32_t>(geometry.kv_lora_rank());
+  const auto rope = static_cast<int32_t>(geometry.rope_dim());
   if (profile == v1::PROFILE_EXPANDED) {
-    return VectorsOf({geometry.nope_dim() + geometry.rope_dim()});
+    return wire::MakeFp8Tensor(0, {static_cast<int32_t>(geometry.nope_dim()) + rope});
   }
-  return VectorsOf({geometry.kv_lora_rank(), geometry.rope_dim()});
+  return wire::MakeFp8Tensor(0, {latent, rope});
 }
 
 wire::Fp8Tensor KvVectors(const v1::ModelSpec& model) {
-  const v1::Geometry& geometry = model.geometry();
-  return VectorsOf({geometry.kv_lora_rank(), geometry.rope_dim(), model.index_dim()});
+  return wire::MakeFp8Tensor(0, {static_cast<int32_t>(model.geometry().kv_lora_rank()),
+                                 static_cast<int32_t>(model.geometry().rope_dim()),
+                                 static_cast<int32_t>(model.index_dim())});
 }
 
 wire::Fp8Tensor WithVectors(wire::Fp8Tensor tensor, uint64_t vectors) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -129,23 +128,15 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
   return absl::OkStatus();
 }
 
-// Of one vector; parts without values have no scale.
-wire::Fp8Tensor VectorOf(std::initializer_list<int32_t> parts) {
-  wire::Fp8Tensor tensor{.vectors = 1};
-  int32_t* next = tensor.parts.data();
-  for (const int32_t part : parts) {
-    if (part > 0) *next++ = part;
-  }
-  return tensor;
-}
-
+// Of one vector.
 wire::Fp8Tensor KvTensor(const ModelSpec& model) {
-  return VectorOf({model.geometry.kv_lora_rank, model.geometry.rope_dim, model.indexer.dim});
+  return wire::MakeFp8Tensor(
+      1, {model.geometry.kv_lora_rank, model.geometry.rope_dim, model.indexer.dim});
 }
 
 wire::Fp8Tensor QueryTensor(const ModelSpec& model, Profile profile) {
-  if (profile == Profile::kExpanded) return VectorOf({model.q_dim(profile)});
-  return VectorOf({model.geometry.kv_lora_rank, model.geometry.rope_dim});
+  if (profile == Profile::kExpanded) return wire::MakeFp8Tensor(1, {model.q_dim(profile)});
+  return wire::MakeFp8Tensor(1, {model.geometry.kv_lora_rank, model.geometry.rope_dim});
 }
 
 // What a tensor of 8 bits takes as sent; keeps other tensors as they are.

@@ -14,6 +14,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 namespace mla::wire {
 
@@ -29,6 +30,16 @@ struct Fp8Tensor {
   // As sent. REQUIRES: no overflow.
   constexpr int64_t bytes() const { return values() + vectors * scales() * int64_t{sizeof(float)}; }
 };
+
+// Parts without values have no scale and are left out.
+constexpr Fp8Tensor MakeFp8Tensor(int64_t vectors, std::initializer_list<int32_t> parts) {
+  Fp8Tensor tensor{vectors, {}};
+  size_t count = 0;
+  for (const int32_t part : parts) {
+    if (part > 0) tensor.parts[count++] = part;
+  }
+  return tensor;
+}
 
 // Writes the tensor of values [vectors, dim] to `sent`, bytes() of them.
 void EncodeFp8Tensor(const Fp8Tensor& tensor, const float* values, std::byte* sent);
