@@ -343,6 +343,25 @@ TEST_F(BatchPolicyTest, PageWorkThatIsMoreThanALaunchGoesAhead) {
   EXPECT_EQ(launches, 4) << "three groups, and the other tenant's row";
 }
 
+// Failing one request may take others with it, before and behind it.
+TEST_F(BatchPolicyTest, PassesGoOnWhereRequestsAreRemoved) {
+  for (int i = 0; i < 5; ++i) Add(1, 0, 4, 1);
+  const auto request = [&](size_t i) -> StreamRequest* { return workers_[i]->request.get(); };
+  std::vector<const StreamRequest*> seen;
+  waiting_.StartPass();
+  while (StreamRequest* const next = waiting_.NextInPass()) {
+    seen.push_back(next);
+    if (next != request(1)) continue;
+    for (const size_t i : {1, 0, 2}) waiting_.Remove(request(i));
+  }
+  EXPECT_EQ(seen,
+            (std::vector<const StreamRequest*>{request(0), request(1), request(3), request(4)}));
+  waiting_.Remove(request(4));
+  waiting_.StartPass();
+  EXPECT_EQ(waiting_.NextInPass(), request(3));
+  EXPECT_EQ(waiting_.NextInPass(), nullptr);
+}
+
 TEST_F(BatchPolicyTest, SteadyQueuesAreForgotten) {
   for (TenantKey tenant = 1; tenant < 500; ++tenant) {
     Worker* once = Add(tenant, 100, 1, 1);

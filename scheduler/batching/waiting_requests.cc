@@ -103,6 +103,7 @@ void WaitingRequests::Add(StreamRequest* request, int32_t weight) {
 
 void WaitingRequests::Remove(StreamRequest* request) {
   StreamRequest::EngineFields& note = request->engine;
+  if (next_in_pass_ == request) next_in_pass_ = note.next;
   (note.prev == nullptr ? head_ : note.prev->engine.next) = note.next;
   (note.next == nullptr ? tail_ : note.next->engine.prev) = note.prev;
   note.prev = note.next = nullptr;

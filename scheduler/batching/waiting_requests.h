@@ -51,6 +51,14 @@ class WaitingRequests {
   // All requests, in no order that matters.
   StreamRequest* front() const { return head_; }
   static StreamRequest* Next(const StreamRequest* request) { return request->engine.next; }
+  // A pass over all requests during which any of them may be removed, the one just returned
+  // included. One pass at a time. Null at the end.
+  void StartPass() { next_in_pass_ = head_; }
+  StreamRequest* NextInPass() {
+    StreamRequest* const request = next_in_pass_;
+    if (request != nullptr) next_in_pass_ = Next(request);
+    return request;
+  }
   bool empty() const { return head_ == nullptr; }
   int32_t size() const { return size_; }
 
@@ -88,6 +96,7 @@ class WaitingRequests {
 
   StreamRequest* head_ = nullptr;
   StreamRequest* tail_ = nullptr;
+  StreamRequest* next_in_pass_ = nullptr;
   int32_t size_ = 0;
   uint64_t added_ = 0;
   int64_t virtual_now_ = 0;

@@ -223,8 +223,8 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status)
 }
 
 void EngineCore::FailWaiting(MonotonicNanos now) {
-  StreamRequest* request = pending_.front();
-  while (request != nullptr) {
+  pending_.StartPass();
+  while (StreamRequest* const request = pending_.NextInPass()) {
     const StreamRequest::EngineFields& note = request->engine;
     int32_t first = 0;
     int32_t last = 0;
@@ -233,11 +233,7 @@ void EngineCore::FailWaiting(MonotonicNanos now) {
     } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&
                now - note.blocked_since_ns >= limits_.kv_wait_ms * kNanosPerMilli) {
       FailRowsMissing(request, first, last);
-    } else {
-      request = WaitingRequests::Next(request);
-      continue;
     }
-    request = pending_.front();  // more than one may have gone
   }
 }
 

@@ -15,6 +15,9 @@ namespace {
 
 constexpr int32_t kBlock = 64;               // entries that are looked at together
 constexpr size_t kPositionStep = 64 * 1024;  // by which the memory of positions grows
+// A list of a row that sees more positions than this for each entry clears its own marks: it costs
+// less than to clear all that the row sees, once in eight lists.
+constexpr size_t kSparseMarks = 64;
 
 // What is always inlined is written once for all instruction sets: the attribute of the caller
 // decides.
@@ -187,18 +190,18 @@ void PlaceSelectedLists(const SentLists& sent,
   }
 }
 
-void ListChecker::NextMark(size_t bound) {
+void ListChecker::NextMark(size_t marked) {
   mark_ = static_cast<uint8_t>(mark_ << 1);
   if (mark_ == 0) {
     std::memset(seen_.data(), 0, marked_);
     marked_ = 0;
     mark_ = 1;
   }
-  marked_ = std::max(marked_, bound);
+  marked_ = std::max(marked_, marked);
 }
 
-int32_t ListChecker::DropRepeats(int32_t* list, int32_t count, size_t bound) {
-  NextMark(bound);
+int32_t ListChecker::DropRepeats(int32_t* list, int32_t count, size_t marked) {
+  NextMark(marked);
   int32_t kept = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t position = list[i];
@@ -229,9 +232,16 @@ int32_t ListChecker::Take(const int32_t* list, int32_t count, int32_t visible, i
   if (seen_.size() < bound) {
     seen_.resize((size_t{bound} + kPositionStep - 1) / kPositionStep * kPositionStep);
   }
-  NextMark(bound);
+  // Without marks that stay, no cost of a list depends on more than its entries.
+  const bool clears = static_cast<size_t>(kept) * kSparseMarks < bound;
+  const size_t marked = clears ? 0 : bound;
+  NextMark(marked);
   const bool repeats = (Mark(to, kept, mark_, seen_.data()) & mark_) != 0;
-  return repeats ? DropRepeats(to, kept, bound) : kept;
+  const int32_t left = repeats ? DropRepeats(to, kept, marked) : kept;
+  if (clears) {
+    for (int32_t i = 0; i < left; ++i) seen_[static_cast<size_t>(to[i])] = 0;
+  }
+  return left;
 }
 
 absl::Status ListChecker::Check(const SentLists& sent,

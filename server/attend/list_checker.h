@@ -6,7 +6,8 @@
 //
 // Ascending lists are checked fastest: what follows is larger, so nothing is repeated. For the
 // others a byte of every position is kept, up to Limits::max_sequence_rows of them. Each list marks
-// its positions with a bit of its own, so that they are cleared once in eight lists.
+// its positions with a bit of its own, so that they are cleared once in eight lists; a list that is
+// short beside what its row sees clears its own.
 //
 // Threading: one thread. Allocates while sequences grow, in steps of 64 Ki positions.
 #ifndef MLA_SERVER_ATTEND_LIST_CHECKER_H_
@@ -52,10 +53,10 @@ class ListChecker final {
   // Moves a row's positions to `to`, which may be `list` or lie before it. Returns how many they
   // are, or -1 - the slot of an entry that is no position below `visible`.
   int32_t Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to);
-  // Keeps the first of each position. Returns how many are left.
-  int32_t DropRepeats(int32_t* list, int32_t count, size_t bound);
-  // Of a list of positions below `bound`.
-  void NextMark(size_t bound);
+  // Keeps the first of each position. Returns how many are left. For `marked` see NextMark.
+  int32_t DropRepeats(int32_t* list, int32_t count, size_t marked);
+  // Of a list whose marks will stay on positions below `marked`; 0 if it clears them itself.
+  void NextMark(size_t marked);
 
   std::vector<uint8_t> seen_;  // by position: the mark of the last list that has it, or 0
   size_t marked_ = 0;          // positions from here on have no mark

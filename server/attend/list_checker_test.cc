@@ -141,6 +141,30 @@ TEST(ListCheckerTest, LongListsInAnyOrder) {
   EXPECT_EQ(Kept(sent), want);
 }
 
+// Lists that are short beside what their row sees stand between long ones: marks of one are none of
+// the other.
+TEST(ListCheckerTest, ShortListsOfLongSequencesBetweenLongLists) {
+  constexpr int32_t kRows = 200;
+  constexpr int32_t kSeen = 100'000;
+  const std::vector<StepSequenceArgs> step = {{1, 1, kSeen, kRows}};
+  std::mt19937 random(2);
+  ListChecker checker;
+  Lists lists, want;
+  for (int32_t row = 0; row < kRows; ++row) {
+    std::vector<int32_t> list(row % 3 == 0 ? 2000 : 6), kept;
+    // Few positions, so that lists share them and repeat them.
+    for (int32_t& entry : list) entry = static_cast<int32_t>(random() % 1000) * (kSeen / 1000);
+    for (const int32_t entry : list) {
+      if (std::find(kept.begin(), kept.end(), entry) == kept.end()) kept.push_back(entry);
+    }
+    lists.push_back(list);
+    want.push_back(kept);
+  }
+  Sent sent = Ragged(lists, 0, 2000);
+  EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
+  EXPECT_EQ(Kept(sent), want);
+}
+
 TEST(SelectedListsTest, HaveAllThatARowSeesAndTopKAtMost) {
   std::vector<int32_t> begins(5);
   PlaceSelectedLists({1, 4, 0, 0, 6}, kStep, begins.data());
