@@ -2,7 +2,8 @@
 // statically against everything but libc and the GPU runtime, which is opened at run time.
 //
 //   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
-//                   [--prefill N] [--edges N] [--wide N] [--form absorbed|expanded]
+//                   [--prefill N] [--edges N] [--wide N] [--spread N]
+//                   [--form absorbed|expanded]
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
@@ -63,6 +64,7 @@ struct Flags {
   int32_t prefill = 8;
   int32_t edges = 40;
   int32_t wide = 40;
+  int32_t spread = 16;
   bool progress = false;
   bool max_flop_given = false;
   bool sparse = false;
@@ -78,6 +80,7 @@ struct Flags {
   SamplerOptions sampler;
 };
 
+constexpr int32_t kMostKeys = 1 << 20;
 constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
 
 bool Refuse(const std::string& name, const std::string& value, const std::string& want) {
@@ -139,6 +142,7 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--prefill") return Integer(name, value, 0, kMost, &flags.prefill);
   if (name == "--edges") return Integer(name, value, 0, kMost, &flags.edges);
   if (name == "--wide") return Integer(name, value, 0, kMost, &flags.wide);
+  if (name == "--spread") return Integer(name, value, 0, kMost, &flags.spread);
   if (name == "--heads") return Integers(name, value, 65535, &sampler.heads);
   if (name == "--page-sizes") return Integers(name, value, 1 << 20, &sampler.page_sizes);
   if (name == "--units") return Integers(name, value, 4096, &sampler.units);
@@ -166,7 +170,7 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   }
   if (name == "--shape") {
     if (flags.directed.empty())
-      flags.shapes = flags.large = flags.prefill = flags.edges = flags.wide = 0;
+      flags.shapes = flags.large = flags.prefill = flags.edges = flags.wide = flags.spread = 0;
     flags.directed.push_back(value);
     return true;
   }
@@ -277,7 +281,8 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   for (std::vector<CaseSpec> directed :
        {EdgeCases(sampler, first, flags.edges), LargeCases(sampler, flags.large),
         PrefillCases(sampler, flags.prefill),
-        WideCases(sampler, first, flags.wide, kernels::DType::kBf16)}) {
+        WideCases(sampler, first, flags.wide, kernels::DType::kBf16),
+        SpreadCases(sampler, first, flags.spread, kMostKeys)}) {
     for (CaseSpec& spec : directed) {
       if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
       // These are about shapes: where fp32 queries are refused, others do.

@@ -142,6 +142,14 @@ constexpr size_t kProductsEvery = 3;
 
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
+// Where weights are spread, so that rounding them shows: with products of 8 bits.
+void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>& wanted) {
+  sampler.kv_formats = {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row};
+  for (CaseSpec& spec : SpreadCases(sampler, 0, count, 4096)) {
+    if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
+  }
+}
+
 std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& backend) {
   SamplerOptions sampler;
   sampler.seed = flags.seed;
@@ -176,6 +184,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
                                                     : 60)}) {
     wanted.insert(wanted.end(), more.begin(), more.end());
   }
+  AddSpreadCases(sampler, kSlow ? 4 : flags.many ? 40 : 8, wanted);
   std::vector<CaseSpec> cases;
   for (CaseSpec& spec : wanted) {
     if (flags.fp8 && !ComputeInFp8(spec)) continue;

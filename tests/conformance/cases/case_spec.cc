@@ -19,8 +19,9 @@ const char* Name(Route route) {
 }
 
 const char* Name(InputKind kind) {
-  constexpr const char* kNames[] = {"normal", "dominant", "cancellation",    "hostile",
-                                    "unit",   "large",    "dominant-latent", "true-cancellation"};
+  constexpr const char* kNames[] = {"normal",  "dominant",        "cancellation",
+                                    "hostile", "spread",          "unit",
+                                    "large",   "dominant-latent", "true-cancellation"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -121,6 +122,7 @@ std::string ToString(const CaseSpec& spec) {
     absl::StrAppend(&text, " {q=", r.q_rows, " cached=", r.cached_rows, " heads=", r.head_offset,
                     "+", r.num_heads, " page=", r.page_size, " layer=", r.layer,
                     r.causal ? "" : " full", "}");
+    if (r.repeats > 1) absl::StrAppend(&text, " x", r.repeats);
     if (spec.sparse) absl::StrAppend(&text, " lists ", static_cast<int>(r.lists));
   }
   return text;
@@ -212,6 +214,52 @@ std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, in
     // What clients send; the same for all, so that the bf16 form has the same inputs.
     spec.q_dtype = DType::kBf16;
     spec.latent_q_dtype = latent_q;
+    cases.push_back(spec);
+  }
+  return cases;
+}
+
+std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, int32_t count,
+                                  int32_t most_keys) {
+  constexpr int32_t kShapes[][3] = {// heads, q rows, cached rows
+                                    {128, 1, 700}, {20, 6, 1000}, {64, 2, 65},   {16, 7, 300},
+                                    {8, 3, 4097},  {64, 3, 129},  {128, 2, 513}, {24, 1, 2000}};
+  constexpr int32_t kLongHeads[] = {20, 64, 17}, kStored = 2048, kLong[] = {1 << 16, 1 << 20};
+  constexpr float kDeviations[] = {1.0f, 2.0f, 4.0f, 1.0f, 3.0f};
+  std::vector<CaseSpec> cases;
+  for (int32_t i = first; i < first + count; ++i) {
+    CaseSpec spec = SampleCase(options, 8000000 + static_cast<uint64_t>(i));
+    spec.geometry = ReleasedGeometries()[0];
+    spec.route = Route::kAbsorbed;
+    spec.inputs = InputKind::kSpread;
+    spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
+    spec.softmax_scale = 0.135234f;
+    spec.logit_deviation = kDeviations[i % 5];
+    spec.rounds_queries = i % 3 == 2;
+    for (float& scale : spec.kv_scales) scale = 0.0011f;  // rows fill the range
+    spec.kv_format = options.kv_formats[static_cast<size_t>(i + i / 4) % options.kv_formats.size()];
+    RequestSpec r;
+    r.page_size = i % 2 == 0 ? 64 : 16;
+    r.layer = i % 2;
+    if (i % 4 == 3) {
+      const int32_t keys = std::min(kLong[i / 4 % 2], most_keys), stored = std::min(keys, kStored);
+      r.num_heads = kLongHeads[i / 4 % 3];
+      r.q_rows = 1;
+      r.cached_rows = stored - 1;
+      r.repeats = keys / stored;
+      spec.logit_deviation = 1.0f;
+      spec.rounds_queries = false;
+    } else {
+      r.num_heads = kShapes[i % 8][0];
+      r.q_rows = kShapes[i % 8][1];
+      r.cached_rows = kShapes[i % 8][2];
+    }
+    spec.geometry.num_heads = r.num_heads;
+    spec.requests = {r};
+    if (r.repeats == 1) {
+      r.cached_rows = 64 + i % 7;
+      spec.requests.push_back(r);
+    }
     cases.push_back(spec);
   }
   return cases;

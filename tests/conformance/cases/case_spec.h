@@ -26,6 +26,7 @@ enum class InputKind : uint8_t {
   kDominantKey,   // one visible key carries nearly all weight
   kCancellation,  // values come in pairs that cancel; logits have large terms that cancel
   kHostile,       // NaN, Inf and denormals in some rows, which must stay in their own outputs
+  kSpread,        // N(0,1)/10 rows; queries such that logits are N(0, logit_deviation^2)
   // Wide ones, judged against the expanded form in bf16: see CheckWide.
   kUnit,              // N(0,1)
   kLarge,             // N(0,9)
@@ -54,8 +55,13 @@ struct RequestSpec {
   int32_t layer = 0;
   bool causal = true;
   ListKind lists = ListKind::kRandom;  // of sparse cases
+  // Above 1: the page table names the same pages so many times, so the request sees kv_rows() *
+  // repeats keys. Its answers are those of kv_rows() keys, log-sum-exps ln(repeats) larger. Needs
+  // one query row and whole pages.
+  int32_t repeats = 1;
 
   int32_t kv_rows() const { return cached_rows + q_rows; }
+  int32_t seen_rows() const { return kv_rows() * repeats; }
 };
 
 struct CaseSpec {
@@ -71,8 +77,11 @@ struct CaseSpec {
   // Between absorb and attention, and between attention and project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
-  // Of the absorbed form. With kFp8E4m3 the queries of kAbsorbed are such as their rounding keeps.
+  // Of the absorbed form. With kFp8E4m3 the queries of kAbsorbed are such as their rounding keeps,
+  // unless rounds_queries.
   kernels::DType products = kernels::DType::kBf16;
+  bool rounds_queries = false;
+  float logit_deviation = 0.0f;  // of kSpread
   float softmax_scale = 1.0f;
   int32_t units = 1;    // what the plan is cut for
   bool sparse = false;  // every query row has an index list, and rows in no list are NaN
@@ -141,6 +150,13 @@ std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, in
 // `count` (at most 16) cases of the expanded form with more query rows than a tile of any backend:
 // full dims, few heads, several requests.
 std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count);
+
+// `count` cases of kSpread from index `first` on, absorbed: drafts of 1, 2, 3, 6 and 7 rows, 20, 64
+// and 128 heads among others. Every third has queries that products in e4m3 round. In every fourth
+// a row sees 64k or, in turns, 1M keys of a repeated sequence, or `most_keys` where that is less;
+// values are of one sign there, so that a sum which drops bits as it grows shows.
+std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, int32_t count,
+                                  int32_t most_keys);
 
 // `count` sparse cases from index `first` on: lists of every kind, drafts of 2, 3, 6 and 7 rows,
 // 8, 20 and 64 heads among others, every format of rows and size of pages that `options` name.

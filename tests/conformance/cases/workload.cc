@@ -168,6 +168,13 @@ void MakeTrulyCancelling(Draft& d) {
   }
 }
 
+// Three deviations above zero. It adds the same to all logits of a query.
+void MakePositive(Draft& d) {
+  for (int64_t row = 0; row < d.request.kv_rows(); ++row) {
+    for (int32_t i = 0; i < d.spec.geometry.kv_lora_rank; ++i) d.Key(row)[i] += 3.0f * kDeviation;
+  }
+}
+
 kernels::KvRowLayout RowLayoutOf(const CaseSpec& spec) {
   return kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank,
                                   spec.geometry.rope_dim);
@@ -175,6 +182,13 @@ kernels::KvRowLayout RowLayoutOf(const CaseSpec& spec) {
 
 float DeviationOf(InputKind kind) {
   return kind == InputKind::kUnit ? 1.0f : kind == InputKind::kLarge ? 3.0f : kDeviation;
+}
+
+// Of queries: products of row_dim terms become logits.
+float QueryDeviation(const CaseSpec& spec) {
+  if (spec.inputs != InputKind::kSpread) return DeviationOf(spec.inputs);
+  const auto dim = static_cast<float>(spec.geometry.kv_row_dim());
+  return spec.logit_deviation / (spec.softmax_scale * kDeviation * std::sqrt(dim));
 }
 
 }  // namespace
@@ -221,8 +235,9 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
   draft.q.resize(static_cast<size_t>(request.q_rows) * request.num_heads * spec.q_dim());
   draft.kv.resize(static_cast<size_t>(request.kv_rows()) * draft.row_dim());
   const float deviation = DeviationOf(spec.inputs);
-  FillNormal(random, deviation, draft.q.data(), static_cast<int64_t>(draft.q.size()));
+  FillNormal(random, QueryDeviation(spec), draft.q.data(), static_cast<int64_t>(draft.q.size()));
   FillNormal(random, deviation, draft.kv.data(), static_cast<int64_t>(draft.kv.size()));
+  if (request.repeats > 1) MakePositive(draft);
   if (request.q_rows > 0) {
     if (spec.inputs == InputKind::kDominantKey) MakeDominant(random, draft);
     if (spec.inputs == InputKind::kCancellation) MakeCancelling(random, draft);
@@ -240,7 +255,7 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
       }
     }
   }
-  if (spec.RoundsProbabilities() && spec.route == Route::kAbsorbed) {
+  if (spec.RoundsProbabilities() && spec.route == Route::kAbsorbed && !spec.rounds_queries) {
     for (int64_t i = 0; i < int64_t{request.q_rows} * request.num_heads; ++i) {
       RoundQuery({draft.q.data() + i * spec.q_dim(), static_cast<size_t>(spec.q_dim())});
     }
@@ -279,7 +294,8 @@ void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
     const int64_t bytes = page_bytes * kLayers;
     const size_t pages =
         static_cast<size_t>((request.kv_rows() + request.page_size - 1) / request.page_size);
-    data.page_table.assign(pages + kWildEntries, kWildEntry);
+    const size_t entries = pages * static_cast<size_t>(request.repeats);
+    data.page_table.assign(entries + kWildEntries, kWildEntry);
     for (size_t entry = 0; entry < pages; ++entry) {
       groups.push_back({i, entry, (bytes + kPageGranuleBytes - 1) / kPageGranuleBytes});
     }
@@ -294,6 +310,14 @@ void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
     next += group.granules + (random.OneIn(4) ? 1 : 0);
   }
   workload.granules = next + 1 - base_granule;
+  for (size_t i = 0; i < workload.requests.size(); ++i) {
+    const auto repeats = static_cast<size_t>(workload.spec.requests[i].repeats);
+    std::vector<uint32_t>& table = workload.requests[i].page_table;
+    const size_t pages = (table.size() - kWildEntries) / repeats;
+    for (size_t entry = pages; entry < pages * repeats; ++entry) {
+      table[entry] = table[entry - pages];
+    }
+  }
 }
 
 // Of the finite elements of V.

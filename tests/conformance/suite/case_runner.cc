@@ -386,7 +386,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     record.row_stride = data.row_stride;
     record.page_size = r.page_size;
     record.q_rows = r.q_rows;
-    record.kv_rows = r.kv_rows();
+    record.kv_rows = r.seen_rows();
     record.num_heads = r.num_heads;
     record.head_offset = r.head_offset;
     record.weights_slot = weights_slot;
@@ -398,7 +398,7 @@ absl::Status CaseRunner::Attend(const Workload& workload, const RunOptions& opti
     records_.push_back(record);
     queries_.push_back(t.q_fragments);
     shapes.push_back(spec.sparse ? PlanShape{r.q_rows, data.lists.longest, r.num_heads, false}
-                                 : PlanShape{r.q_rows, r.kv_rows(), r.num_heads, r.causal});
+                                 : PlanShape{r.q_rows, r.seen_rows(), r.num_heads, r.causal});
   }
   kernels::AttentionParams params;
   params.desc = spec.Desc();

@@ -78,11 +78,24 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 // dims an element counts as at least so much that this error, and no larger one, stays under the
 // limit.
 //
-// Cases that round probabilities to e4m3 (CaseSpec::RoundsProbabilities) have limits of their own:
-// a weight is off by at most 1/16 of itself, so outputs are within 1/16 of max |V|, and by 1/39 in
-// the root mean square, so that the cosine difference of outputs of independent values is half the
-// square of that, 3.3e-4, and held to 5e-4. Log-sum-exps may be off by 4e-3 or 0.2 %, which sums of
-// 13 bits cost.
+// Cases that round probabilities to e4m3 (CaseSpec::RoundsProbabilities) have limits of their own.
+// Outputs are sum p (1 + e) v / sum p (1 + e), which differs from o by sum p e (v - o):
+// - A weight is off by at most 1/16 of itself, so outputs are within 1/16 of max |V|.
+// - Of independent values, the cosine difference is half of what rounding takes in the mean square,
+//   weighted with p^2. Steps are 1/8 of the power of two below: that is (1/8)^2 / 12 / m^2 of a
+//   mantissa m, 1/768 where all mantissas are near 1, so 6.5e-4 is the limit of any case. Logits of
+//   deviation 1 and more (kSpread) spread over binades, whose m^2 weighted so is 2.16: 3.0e-4. What
+//   is smaller in fact is that the largest weight of a tile is kept, and that (v - o)^2 is smaller
+//   than v^2 where a few keys carry the weight.
+// - The rule is for all outputs of a case, not for a row: the mantissas of a row with few weights
+//   may all be near 1 by chance.
+// - Queries that are rounded (CaseSpec::rounds_queries) are off by the mean square 1/1536 of
+//   themselves over all mantissas. A logit of deviation s moves by s/39, a weight by as much of
+//   itself, so half the square of that is added.
+// - Of a row that sees a repeated sequence, whose values have the mean of three deviations,
+// roundings
+//   average out to less than the usual 1e-5. A sum over 4096 keys that keeps 13 bits is 1 % off.
+// - Log-sum-exps may be off by 4e-3, or 0.2 % by sums of logits that keep 13 bits.
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                         bool rounded_weights, double* worst_cosine);
 

@@ -58,6 +58,11 @@ struct Operand {
   uint32_t pitch, start, block, group;
 };
 
+// The matrix unit adds products of e4m3 with 13 bits below the largest, and drops the others.
+float KeptOfSum(float sum) {
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(sum) & ~((1u << (23 - 13)) - 1));
+}
+
 void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kMostDepth]) {
   const Product& first = wave.lane[0]->products[index];
   const int bytes = BytesOf(first.of), depth = kDepthBytes / bytes;
@@ -125,6 +130,9 @@ void Multiply(Wave& wave, size_t index) {
   LoadLeft(wave, index, left);
   LoadRight(first, right);
   MultiplyAdd(sums, left, right, kRows, first.cols, kDepthBytes / BytesOf(first.of));
+  if (first.of == Element::kE4m3) {
+    for (int i = 0; i < kRows * first.cols; ++i) sums[i] = KeptOfSum(sums[i]);
+  }
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = wave.lane[static_cast<size_t>(lane)]->products[index];
     ForElements(lane, p.cols, [&](int i, int at) { p.c[i] = sums[at]; });
