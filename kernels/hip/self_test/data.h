@@ -65,7 +65,7 @@ inline constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse
 // Of products of 8 bits, which round queries and probabilities to four bits each: by at most 1/16,
 // queries by 1/39 in the root mean square. Logits have a deviation of 0.055 here, so they move by
 // 1.4e-3, six times that at the most, and so do log-sum-exps. Probabilities are nearly equal: their
-// mean square error is 1/768 where all mantissas are just above 1, and less elsewhere, half of which
+// mean square error is 1/768 where all mantissas are just above 1, and less elsewhere. Half of it
 // is the cosine difference.
 inline constexpr double kOfValueProducts = 1.0 / 16, kCosineProducts = 0.5 / 768;
 inline constexpr double kLseProducts = 6 * 0.055 / 39 + kLse;
