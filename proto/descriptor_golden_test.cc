@@ -13,6 +13,7 @@
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/attention.pb.h"
 #include "mla/v1/cache.pb.h"
+#include "mla/v1/checkpoint.pb.h"
 #include "mla/v1/error.pb.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
@@ -81,7 +82,7 @@ TEST(DescriptorGoldenTest, NothingReleasedHasChanged) {
        {v1::AttendStreamRequest::descriptor()->file(), v1::OpenRequest::descriptor()->file(),
         v1::ModelSpec::descriptor()->file(), v1::GetStatsReply::descriptor()->file(),
         v1::Geometry::descriptor()->file(), v1::ErrorDetail::descriptor()->file(),
-        v1::PagesHeader::descriptor()->file()}) {
+        v1::PagesHeader::descriptor()->file(), v1::CheckpointHeader::descriptor()->file()}) {
     List(file, &lines);
   }
   std::sort(lines.begin(), lines.end());

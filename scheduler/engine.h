@@ -20,7 +20,6 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -47,6 +46,7 @@ using kvcache::ImportArgs;
 using kvcache::MovingPages;
 using kvcache::PageMove;
 using kvcache::PageTags;
+using kvcache::SequenceState;
 
 struct SequenceInfo {
   SequenceId id = 0;
@@ -85,6 +85,7 @@ struct OpenArgs {
   std::string client_id;
   int64_t lease_ms = 0;  // 0: Limits::sequence_lease_ms
   PrefixArgs prefix;     // what its first rows stand for; those that are cached are there at once
+  SequenceId restored_id = 0;  // of a sequence that was checkpointed; 0: a new id
 };
 
 struct MatchArgs {
@@ -286,9 +287,12 @@ class Engine {
   absl::Status MovePart(PageMove* move);
   // The rows are there: the sequence has them. Those from `not_finite_from` on may hold what is no
   // number; kAllFinite: none do.
-  static constexpr int64_t kAllFinite = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t kAllFinite = SequenceState::kAllFinite;
+  // `state`, if not null: what its rows stand for, as before a restart; what the bounds of declared
+  // rows do not allow is left out.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
-                                         int64_t not_finite_from);
+                                         int64_t not_finite_from,
+                                         const SequenceState* state = nullptr);
   // Drops the rows, and the sequence if the import opened it.
   void AbortImport(const std::string& tenant, const MovingPages& pages);
 

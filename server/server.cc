@@ -31,6 +31,7 @@
 #include "server/operations/ops_http.h"
 #include "server/operations/status_page.h"
 #include "server/operations/status_source.h"
+#include "server/pages/checkpoint_store.h"
 #include "server/preflight.h"
 #include "server/process/socket_files.h"
 #include "server/process/version.h"
@@ -127,6 +128,7 @@ struct Server::Parts {
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
+  std::unique_ptr<CheckpointStore> checkpoints;  // null: none are kept
   std::unique_ptr<IdleCalls> idle;
   std::unique_ptr<ModelService> models;
   std::unique_ptr<CacheService> cache;
@@ -140,6 +142,7 @@ struct Server::Parts {
   std::unique_ptr<SharedMemoryListener> listener;
   bool shut_down = false;
 
+  absl::Status OpenCheckpoints();
   absl::Status MakeEngine();
   void MakeRegions();
   void MakeServices();
@@ -150,6 +153,17 @@ struct Server::Parts {
   HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
 };
+
+absl::Status Server::Parts::OpenCheckpoints() {
+  const Config::Checkpoint& config = options.config.checkpoint;
+  if (config.path.empty()) return absl::OkStatus();
+  const int64_t tenant = config.tenant_bytes > 0 ? config.tenant_bytes : config.bytes / 8 * 7;
+  auto opened = CheckpointStore::Open({config.path, config.bytes, tenant, config.tenant_files,
+                                       options.config.wire.weight_chunk_bytes});
+  if (!opened.ok()) return opened.status();
+  checkpoints = *std::move(opened);
+  return absl::OkStatus();
+}
 
 absl::Status Server::Parts::MakeEngine() {
   Config& config = options.config;
@@ -177,6 +191,8 @@ absl::Status Server::Parts::MakeEngine() {
   engine_options.limits = config.limits;
   engine_options.tenants = TenantOptionsOf(config);
   engine_options.observer = &metrics;
+  if (absl::Status opened = OpenCheckpoints(); !opened.ok()) return opened;
+  if (checkpoints != nullptr) engine_options.prefix_secret = checkpoints->prefix_secret();
   auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
   if (!made.ok()) return made.status();
   engine = *std::move(made);
@@ -213,7 +229,7 @@ void Server::Parts::MakeServices() {
   const int64_t chunk_bytes = options.config.wire.weight_chunk_bytes;
   idle = std::make_unique<IdleCalls>(std::chrono::milliseconds(options.config.wire.upload_idle_ms));
   models = std::make_unique<ModelService>(rpc, chunk_bytes, idle.get());
-  cache = std::make_unique<CacheService>(rpc, chunk_bytes, idle.get());
+  cache = std::make_unique<CacheService>(rpc, chunk_bytes, idle.get(), checkpoints.get());
   AdminOptions admin_options;
   admin_options.state = &state;
   admin_options.drain = &*drain;
@@ -223,6 +239,7 @@ void Server::Parts::MakeServices() {
   admin_options.candidates = candidates;
   admin_options.config = options.config;
   admin_options.shared_memory = regions != nullptr;
+  admin_options.checkpoints = checkpoints != nullptr;
   admin_options.stats = [this] { return watchdog->Stats(); };
   admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
   HealthOptions health_options;

@@ -52,4 +52,42 @@ absl::StatusOr<Sequence> Client::ImportPages(
   return Sequence(this, reply->sequence());
 }
 
+absl::StatusOr<v1::CheckpointReply> Client::Checkpoint(const std::vector<uint64_t>& ids) {
+  v1::CheckpointRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return impl_->Unary<v1::CheckpointReply>(
+      [&](auto* context, auto* reply) { return impl_->cache->Checkpoint(context, request, reply); },
+      Millis(impl_->options.request_timeout_ms * 10));
+}
+
+absl::StatusOr<std::vector<Sequence>> Client::Restore(const std::vector<uint64_t>& ids) {
+  v1::RestoreRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  request.set_client_id(client_id());
+  request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
+  const auto reply = impl_->Unary<v1::RestoreReply>(
+      [&](auto* context, auto* out) { return impl_->cache->Restore(context, request, out); },
+      Millis(impl_->options.request_timeout_ms * 10));
+  if (!reply.ok()) return reply.status();
+  std::vector<Sequence> sequences;
+  for (const v1::SequenceInfo& info : reply->sequences()) {
+    sequences.push_back(Sequence(this, info));
+  }
+  return sequences;
+}
+
+absl::StatusOr<v1::ListCheckpointsReply> Client::ListCheckpoints() {
+  return impl_->Unary<v1::ListCheckpointsReply>([&](auto* context, auto* reply) {
+    return impl_->cache->ListCheckpoints(context, {}, reply);
+  });
+}
+
+absl::StatusOr<v1::DropCheckpointsReply> Client::DropCheckpoints(const std::vector<uint64_t>& ids) {
+  v1::DropCheckpointsRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return impl_->Unary<v1::DropCheckpointsReply>([&](auto* context, auto* reply) {
+    return impl_->cache->DropCheckpoints(context, request, reply);
+  });
+}
+
 }  // namespace mla::client

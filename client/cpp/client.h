@@ -155,6 +155,14 @@ class Client final {
       const v1::ImportTarget& target,
       const std::function<absl::StatusOr<std::optional<v1::PagesPart>>()>& next);
 
+  // --- Checkpoints, with the capability "checkpoints" (docs/checkpoints.md). A whole upload's
+  // deadline.
+  absl::StatusOr<v1::CheckpointReply> Checkpoint(const std::vector<uint64_t>& ids);
+  // Opens sequences that were checkpointed, for this client; their models must be registered.
+  absl::StatusOr<std::vector<Sequence>> Restore(const std::vector<uint64_t>& ids);
+  absl::StatusOr<v1::ListCheckpointsReply> ListCheckpoints();
+  absl::StatusOr<v1::DropCheckpointsReply> DropCheckpoints(const std::vector<uint64_t>& ids);
+
   // A stream of steps. Sessions are independent of each other.
   absl::StatusOr<std::unique_ptr<Session>> OpenSession();
 

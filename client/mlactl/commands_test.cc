@@ -64,7 +64,7 @@ std::string Completed(const std::string& words, int at) {
 
 TEST(CommandsTest, BashCompletesCommandsOptionsAndChoices) {
   EXPECT_EQ(Completed("mlactl st", 1), "status\n");
-  EXPECT_EQ(Completed("mlactl --output=json dr", 2), "drain\n");
+  EXPECT_EQ(Completed("mlactl --output=json dra", 2), "drain\n");
   EXPECT_THAT(Completed("mlactl bench --conc", 2), HasSubstr("--concurrency="));
   EXPECT_THAT(Completed("mlactl bench --tar", 2), HasSubstr("--target="));
   EXPECT_EQ(Completed("mlactl bench --qui", 2), "--quiet\n");

@@ -4,10 +4,12 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "client/cpp/client.h"
 #include "client/cpp/pages_file.h"
 #include "client/mlactl/cli/output.h"
@@ -92,9 +94,103 @@ int Import(const CommonOptions& common, const ImportOptions& options) {
               absl::StrFormat("sequence %016x has %d rows\n", sequence->id(), sequence->length()));
 }
 
+std::string CheckpointsText(
+    const google::protobuf::RepeatedPtrField<v1::CheckpointInfo>& checkpoints) {
+  std::string text =
+      absl::StrFormat("%-16s %8s %10s %14s %s\n", "sequence", "epoch", "length", "bytes", "model");
+  for (const v1::CheckpointInfo& one : checkpoints) {
+    absl::StrAppendFormat(&text, "%016x %8d %10d %14d %s\n", one.sequence_id(), one.epoch(),
+                          one.length(), one.bytes(),
+                          one.length() == 0 ? "(damaged)" : one.model_id());
+  }
+  return text;
+}
+
+// A command about sequences by id.
+template <typename Call>
+void AddOfIds(Program* program, const CommandText& text, Call call) {
+  const auto ids = std::make_shared<std::vector<uint64_t>>();
+  const auto words = std::make_shared<std::string>();
+  Command command = program->Add(text);
+  command.Word("SEQUENCES", "ids as sequences shows them, separated by commas", words.get());
+  command.Run([ids, words, call](const CommonOptions& common) {
+    for (const absl::string_view part : absl::StrSplit(*words, ',', absl::SkipEmpty())) {
+      uint64_t id = 0;
+      if (!absl::SimpleHexAtoi(part, &id)) {
+        return FailUsage(absl::InvalidArgumentError(
+            absl::StrCat("SEQUENCES: got \"", part, "\", must be ids as sequences shows them")));
+      }
+      ids->push_back(id);
+    }
+    return call(common, *ids);
+  });
+}
+
+int Restore(const CommonOptions& common, const std::vector<uint64_t>& ids) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  auto sequences = (*client)->Restore(ids);
+  if (!sequences.ok()) return Fail(sequences.status());
+  std::string text, json;
+  for (client::Sequence& sequence : *sequences) {
+    absl::StrAppendFormat(&text, "sequence %016x has %d rows\n", sequence.id(), sequence.length());
+    absl::StrAppendFormat(&json, "%s{\"sequence_id\": \"%016x\", \"epoch\": %d, \"length\": %d}",
+                          json.empty() ? "" : ", ", sequence.id(), sequence.epoch(),
+                          sequence.length());
+    sequence.Detach();
+  }
+  return Emit(common, absl::StrCat("[", json, "]\n"), text);
+}
+
+void AddCheckpointCommands(Program* program) {
+  AddOfIds(
+      program,
+      {.name = "checkpoint",
+       .group = kGroup,
+       .summary = "write sequences to the server's disk, for a restart",
+       .examples = "mlactl checkpoint 5f3c9a0012d4e6b7\n"},
+      [](const CommonOptions& common, const std::vector<uint64_t>& ids) {
+        return CallAndPrint(
+            common, [&](client::Client* client) { return client->Checkpoint(ids); },
+            [](const v1::CheckpointReply& reply) { return CheckpointsText(reply.checkpoints()); });
+      });
+  AddOfIds(program,
+           {.name = "restore",
+            .group = kGroup,
+            .summary = "open checkpointed sequences again",
+            .examples = "mlactl restore 5f3c9a0012d4e6b7\n"},
+           Restore);
+  AddOfIds(program,
+           {.name = "drop-checkpoints",
+            .group = kGroup,
+            .summary = "remove checkpoints from the server's disk",
+            .examples = "mlactl drop-checkpoints 5f3c9a0012d4e6b7\n"},
+           [](const CommonOptions& common, const std::vector<uint64_t>& ids) {
+             return CallAndPrint(
+                 common, [&](client::Client* client) { return client->DropCheckpoints(ids); },
+                 [](const v1::DropCheckpointsReply& reply) {
+                   return absl::StrCat(reply.dropped(), " dropped, ", reply.not_found_size(),
+                                       " not found\n");
+                 });
+           });
+  program
+      ->Add({.name = "checkpoints",
+             .group = kGroup,
+             .summary = "checkpoints of the tenant on the server's disk",
+             .examples = "mlactl checkpoints --json\n"})
+      .Run([](const CommonOptions& common) {
+        return CallAndPrint(
+            common, [](client::Client* client) { return client->ListCheckpoints(); },
+            [](const v1::ListCheckpointsReply& reply) {
+              return CheckpointsText(reply.checkpoints());
+            });
+      });
+}
+
 }  // namespace
 
 void AddPageCommands(Program* program) {
+  AddCheckpointCommands(program);
   const auto out = std::make_shared<ExportOptions>();
   Command write = program->Add({.name = "export",
                                 .group = kGroup,

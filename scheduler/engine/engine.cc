@@ -245,9 +245,10 @@ absl::Status Engine::MovePart(PageMove* move) {
 }
 
 absl::StatusOr<SequenceInfo> Engine::EndImport(const std::string& tenant, SequenceId id,
-                                               int64_t not_finite_from) {
+                                               int64_t not_finite_from,
+                                               const SequenceState* state) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.EndImport(tenant, id, not_finite_from); });
+      [&](EngineCore& core) { return core.EndImport(tenant, id, not_finite_from, state); });
 }
 
 void Engine::AbortImport(const std::string& tenant, const MovingPages& pages) {

@@ -99,7 +99,8 @@ class EngineCore {
   absl::Status StartMove(PageMove* move);
   // Commits what was reserved, of which rows from `not_finite_from` on may hold what is no number.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
-                                         int64_t not_finite_from);
+                                         int64_t not_finite_from,
+                                         const SequenceState* state = nullptr);
   void AbortImport(const std::string& tenant, const MovingPages& pages);
   // Answers all moves that wait.
   void FailMoves(const std::string& why);

@@ -59,6 +59,11 @@ MovingPages EngineCore::Moving(const Sequence& sequence, int64_t first_row, int6
       kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, model.layout.page_size));
   pages.tags.first_row = first_row;
   pages.tags.rows = rows;
+  pages.state.id = sequence.id;
+  pages.state.epoch = sequence.epoch;
+  pages.state.not_finite_from = sequence.not_finite_from;
+  pages.state.chain = cache_->chain(sequence.slot);
+  pages.state.declared = cache_->declared(sequence.slot);
   return pages;
 }
 
@@ -82,7 +87,11 @@ absl::StatusOr<MovingPages> EngineCore::BeginExport(const ExportArgs& args) {
   fork.client_id = kExportClient;
   absl::StatusOr<Sequence*> held = sequences_->Fork(tenant, fork);
   if (!held.ok()) return held.status();
-  return Moving(**held, args.first_row, end - args.first_row);
+  MovingPages pages = Moving(**held, args.first_row, end - args.first_row);
+  pages.state.id = args.id;
+  pages.state.epoch = args.expected_epoch;
+  pages.state.client_id = (*found)->client_id;
+  return pages;
 }
 
 // Whether rows with these tags mean in this model what they meant in theirs.
@@ -138,6 +147,7 @@ absl::StatusOr<Sequence*> EngineCore::ImportTarget(const ImportArgs& args, Model
   open.model_id = args.model_id;
   open.client_id = args.client_id;
   open.lease_ms = args.lease_ms;
+  open.restored_id = args.restored_id;
   return sequences_->Open(tenant, model, open, {});
 }
 
@@ -220,7 +230,8 @@ absl::Status EngineCore::StartMove(PageMove* move) {
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, SequenceId id,
-                                                   int64_t not_finite_from) {
+                                                   int64_t not_finite_from,
+                                                   const SequenceState* state) {
   absl::StatusOr<Sequence*> found =
       sequences_->FindOrRefuse(tenants_.Find(tenant), id, "sequence_id");
   if (!found.ok()) return found.status();
@@ -240,6 +251,7 @@ absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, Se
     cache_->Undeclare(sequence.slot, static_cast<int32_t>(sequence.not_finite_from));
   }
   cache_->Commit(sequence.slot, rows);
+  if (state != nullptr && state->chain != nullptr) sequences_->Redeclare(&sequence, *state);
   sequences_->Renew(&sequence);
   return sequences_->Info(sequence);
 }

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,6 +20,7 @@
 #include "scheduler/kvcache/pool/cache_layout.h"
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
+#include "scheduler/kvcache/prefix/prefix_chain.h"
 
 namespace mla::kvcache {
 
@@ -44,6 +47,17 @@ struct PageTags {
   int64_t rows = 0;
 };
 
+// What a sequence is beside its rows, to be had again after a restart.
+struct SequenceState {
+  static constexpr int64_t kAllFinite = std::numeric_limits<int64_t>::max();
+  uint64_t id = 0;
+  uint64_t epoch = 0;
+  std::string client_id;
+  int64_t not_finite_from = kAllFinite;      // row from which on some may hold what is no number
+  std::shared_ptr<const PrefixChain> chain;  // what its rows stand for; null: not known
+  int32_t declared = 0;                      // rows of the chain that are the sequence's
+};
+
 struct ImportArgs {
   std::string tenant;
   std::string model_id;
@@ -52,6 +66,9 @@ struct ImportArgs {
   std::string client_id;  // of a new sequence
   int64_t lease_ms = 0;   // likewise; 0: Limits::sequence_lease_ms
   PageTags tags;
+  // The new sequence gets this id, and an epoch of its own: calls of before are refused. 0: an id
+  // of its own.
+  uint64_t restored_id = 0;
 };
 
 // An export or an import that has begun.
@@ -63,6 +80,7 @@ struct MovingPages {
   std::string model_id;
   GroupLayout layout;
   PageTags tags;
+  SequenceState state;  // of the sequence that is exported, or that gets the rows
 };
 
 // Part of a page group's payload on its way. Caller's memory; as it is from the hand-over until

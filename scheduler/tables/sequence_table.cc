@@ -10,6 +10,9 @@ namespace mla::scheduler {
 namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
+// Epochs of sequences that are restored begin at one of so many multiples of 2^32, each at random:
+// a call with an epoch of before, of any process, is refused.
+constexpr uint64_t kRestoredEpochs = 1 << 20;
 
 std::string RequestKey(TenantKey tenant, const std::string& request_id) {
   return absl::StrCat(tenant, "/", request_id);
@@ -60,11 +63,10 @@ absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::s
 
 Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model,
                                 int64_t lease_ns, const std::string& client_id,
-                                const std::string& request_id, std::string origin) {
+                                const std::string& request_id, std::string origin, SequenceId id) {
   auto sequence = std::make_unique<Sequence>();
-  do {
-    sequence->id = ids_();
-  } while (sequence->id == 0 || by_id_.contains(sequence->id));
+  sequence->id = id;
+  while (sequence->id == 0 || by_id_.contains(sequence->id)) sequence->id = ids_();
   sequence->tenant = tenant;
   sequence->model = model;
   sequence->slot = slot;
@@ -122,6 +124,11 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
       absl::StrCat("open/", args.model_id, "/", args.client_id, "/", prefix.digest);
   absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
+  if (args.restored_id != 0 && by_id_.contains(args.restored_id)) {
+    return RefuseField("sequence_ids", absl::StrCat(args.restored_id),
+                       "sequences that are not open", "sequence_open",
+                       absl::StatusCode::kAlreadyExists);
+  }
   absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence");
   if (!taken.ok()) return taken;
   const int64_t rows = prefix.chain == nullptr ? 0 : prefix.chain->rows();
@@ -136,8 +143,9 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
     tenants_->Return(*model->account, Resource::kSequences, 1);
     return Exhausted(slot.status());
   }
-  Sequence* const sequence =
-      Insert(*slot, tenant, model, *lease, args.client_id, args.request_id, std::move(origin));
+  Sequence* const sequence = Insert(*slot, tenant, model, *lease, args.client_id, args.request_id,
+                                    std::move(origin), args.restored_id);
+  if (args.restored_id != 0) sequence->epoch = (1 + ids_() % kRestoredEpochs) << 32;
   if (prefix.chain == nullptr) return sequence;
   sequence->prefix_tokens = rows;
   DeclareAndMatch(sequence, prefix);
@@ -228,6 +236,18 @@ void SequenceTable::DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix
   int64_t most = limits_.max_sequence_rows;
   if (prefix.max_rows > 0) most = std::min(most, prefix.max_rows);
   sequence->matched = cache_->Match(slot, static_cast<int32_t>(most));
+}
+
+void SequenceTable::Redeclare(Sequence* sequence, const SequenceState& state) {
+  const int64_t rows =
+      std::min<int64_t>({state.declared, state.chain->rows(), cache_->length(sequence->slot),
+                         sequence->not_finite_from});
+  if (state.chain->page_size != sequence->model->spec->page_size ||
+      !tenants_->TryTake(*sequence->model->account, Resource::kPrefixTokens, state.chain->rows())) {
+    return;
+  }
+  sequence->prefix_tokens = state.chain->rows();
+  cache_->Declare(sequence->slot, state.chain, static_cast<int32_t>(rows));
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId id, int64_t length,

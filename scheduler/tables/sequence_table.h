@@ -76,6 +76,9 @@ class SequenceTable {
   // Declares the plan's rows and adds those that are cached. ABORTED if others were declared, or
   // rows committed, since the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
   absl::Status Match(Sequence* sequence, const PrefixPlan& prefix);
+  // Declares what the rows stood for before a restart, as far as the bounds of declared rows allow.
+  // REQUIRES: state.chain, made under the secret of this process; no reservation.
+  void Redeclare(Sequence* sequence, const SequenceState& state);
   absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args);
   absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,
                                      uint64_t expected_epoch);
@@ -112,7 +115,8 @@ class SequenceTable {
   absl::Status InStep(const Sequence& sequence) const;
   void DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix);
   Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
-                   const std::string& client_id, const std::string& request_id, std::string origin);
+                   const std::string& client_id, const std::string& request_id, std::string origin,
+                   SequenceId id = 0);
 
   const Limits limits_;
   kvcache::KvCache* const cache_;

@@ -111,6 +111,13 @@ struct Config {
     int64_t reload_ms = 10000;
   } tls;
 
+  struct Checkpoint {
+    std::string path;                   // folder; empty: none are kept
+    int64_t bytes = int64_t{64} << 30;  // of all files
+    int64_t tenant_bytes = 0;           // of one tenant's; 0: seven eighths of it
+    int32_t tenant_files = 1024;        // of one tenant
+  } checkpoint;
+
   struct Ops {
     std::string address = "127.0.0.1:50552";  // empty: off
     int32_t connections = 8;

@@ -29,6 +29,7 @@ struct AdminOptions {
   std::vector<kernels::BackendCandidate> candidates;
   Config config;
   bool shared_memory = false;  // the listener is open
+  bool checkpoints = false;    // a folder for them is configured
   // Figures for GetStats and WatchStatus, from a source that does not wait for a launch. Empty: the
   // engine's own.
   std::function<scheduler::EngineStats()> stats;

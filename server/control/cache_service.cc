@@ -1,53 +1,31 @@
 #include "server/control/cache_service.h"
 
-#include <algorithm>
-#include <span>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "kernels/formats/stored_rows.h"
 #include "server/control/sequence_service.h"
+#include "server/grpc/request_validator.h"
 #include "server/pages/page_stream.h"
+#include "server/pages/page_transfer.h"
 
 namespace mla::server {
 namespace {
 
 using scheduler::MovingPages;
 
-std::span<std::byte> BytesOf(std::string* text) {
-  return std::as_writable_bytes(std::span(text->data(), text->size()));
-}
-
 absl::Status Broken() {
   return MakeError(absl::StatusCode::kCancelled, "the client has ended the call",
                    {.reason = "cancelled"});
 }
 
-// Makes NaN of what a row of the layer's first plane may not hold; the first row of the page in
-// which something stands for NaN, or page_size.
-int64_t Poison(const MovingPages& pages, const PagePlace& place, std::string* payload) {
-  const scheduler::PageTags& tags = pages.tags;
-  const kernels::KvRowLayout at =
-      kernels::MakeKvRowLayout(tags.kv_format, tags.geometry.kv_lora_rank, tags.geometry.rope_dim);
-  int64_t first = tags.page_size;
-  for (const kvcache::GroupPiece& piece : kvcache::GroupPieces(pages.layout, place.rows)) {
-    if (piece.plane != 0) continue;
-    const auto size = static_cast<int64_t>(payload->size());
-    const int64_t begin = std::max(place.offset, piece.payload_offset);
-    const int64_t end = std::min(place.offset + size, piece.payload_offset + piece.bytes);
-    if (begin >= end) continue;
-    const kvcache::KvPlane& plane = pages.layout.rows(piece.layer);
-    const bool whole = at.traits.scales == kernels::KvScales::kInPage;
-    const int64_t row = whole ? 0 : (begin - piece.payload_offset) / piece.unit;
-    const int64_t rows = whole ? place.rows : (end - begin) / piece.unit;
-    const int64_t found =
-        kernels::PoisonRows(at, tags.fp8, BytesOf(payload).data() + (begin - place.offset),
-                            plane.row_stride, plane.rows, rows);
-    if (found < rows) first = std::min(first, row + found);
-  }
-  return first;
+void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
+  to->set_sequence_id(from.id);
+  to->set_epoch(from.epoch);
+  to->set_length(static_cast<uint64_t>(from.rows));
+  to->set_bytes(static_cast<uint64_t>(from.bytes));
+  to->set_model_id(from.model_id);
+  to->set_saved_unix_ms(static_cast<uint64_t>(from.saved_unix_ms));
 }
 
 }  // namespace
@@ -82,67 +60,14 @@ grpc::Status CacheService::Export(grpc::ServerContext* context, const v1::Export
         std::vector<scheduler::SequenceId> absent;
         rpc_.engine->ReleaseSequences(who.tenant, std::vector{pages->id}, &absent);
       };
-      return SendPages(who.tenant, *pages, context, writer);
+      return SendPages(rpc_.engine, who.tenant, *pages, [&](const v1::PagesPart& part) {
+        idle_->Waits(context);
+        const bool sent = writer->Write(part);
+        idle_->Works(context);
+        return sent ? absl::OkStatus() : Broken();
+      });
     });
   });
-}
-
-bool CacheService::Send(grpc::ServerContext* context, Writer* writer, const v1::PagesPart& part) {
-  idle_->Waits(context);
-  const bool sent = writer->Write(part);
-  idle_->Works(context);
-  return sent;
-}
-
-absl::Status CacheService::SendPages(const std::string& tenant, const MovingPages& pages,
-                                     grpc::ServerContext* context, Writer* writer) {
-  const scheduler::PageTags& tags = pages.tags;
-  const auto model = rpc_.engine->FindModel(tenant, pages.model_id);
-  if (model == nullptr) return absl::AbortedError("the model has gone");
-  PageDigests digests(tags);
-  v1::PagesPart part;
-  FillHeader(*model, tags, part.mutable_header());
-  if (!Send(context, writer, part)) return Broken();
-  uint64_t groups = 0;
-  for (int64_t row = 0; row < tags.rows; row += tags.page_size, ++groups) {
-    absl::Status status = SendGroup(tenant, pages, row, &digests, context, writer);
-    if (!status.ok()) return status;
-  }
-  part.mutable_trailer()->set_groups(groups);
-  part.mutable_trailer()->set_sha256(digests.End());
-  return Send(context, writer, part) ? absl::OkStatus() : Broken();
-}
-
-absl::Status CacheService::SendGroup(const std::string& tenant, const MovingPages& pages,
-                                     int64_t row, PageDigests* digests,
-                                     grpc::ServerContext* context, Writer* writer) {
-  const scheduler::PageTags& tags = pages.tags;
-  const int64_t first_row = tags.first_row + row;
-  scheduler::PageMove move;
-  move.tenant = tenant;
-  move.id = pages.id;
-  move.page = first_row / tags.page_size;
-  move.rows = static_cast<int32_t>(std::min<int64_t>(tags.page_size, tags.rows - row));
-  v1::PagesPart part;
-  part.mutable_group()->set_first_row(static_cast<uint64_t>(first_row));
-  part.mutable_group()->set_rows(static_cast<uint32_t>(move.rows));
-  if (!Send(context, writer, part)) return Broken();
-  digests->BeginGroup(first_row, move.rows);
-  const auto pieces = kvcache::GroupPieces(pages.layout, move.rows);
-  const int64_t bytes = kvcache::PayloadBytes(pieces);
-  std::string* const payload = part.mutable_chunk()->mutable_payload();
-  while (move.offset < bytes) {
-    const int64_t end = kvcache::PartEnd(pieces, move.offset, kExportChunkBytes);
-    payload->resize(static_cast<size_t>(end - move.offset));
-    move.bytes = BytesOf(payload);
-    absl::Status moved = rpc_.engine->MovePart(&move);
-    if (!moved.ok()) return moved;
-    digests->Add(*payload);
-    if (!Send(context, writer, part)) return Broken();
-    move.offset = end;
-  }
-  part.mutable_group_end()->set_sha256(digests->EndGroup());
-  return Send(context, writer, part) ? absl::OkStatus() : Broken();
 }
 
 grpc::Status CacheService::Import(grpc::ServerContext* context, Reader* reader,
@@ -155,14 +80,18 @@ grpc::Status CacheService::Import(grpc::ServerContext* context, Reader* reader,
       if (!status.ok()) return status;
       const absl::StatusOr<MovingPages> pages = rpc_.engine->BeginImport(args);
       if (!pages.ok()) return pages.status();
-      int64_t not_finite_from = scheduler::Engine::kAllFinite;
+      v1::ImportRequest message;
+      const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
+        if (!Read(context, reader, &message)) {
+          if (context->IsCancelled()) return Broken();
+          return nullptr;
+        }
+        if (message.has_part()) return message.mutable_part();
+        return RefuseField("message", "target", "parts behind the header", "order");
+      };
       uint64_t bytes = 0;
-      status = TakePages(who.tenant, *pages, context, reader, &not_finite_from, &bytes);
-      if (!status.ok()) {
-        rpc_.engine->AbortImport(who.tenant, *pages);
-        return status;
-      }
-      const auto ended = rpc_.engine->EndImport(who.tenant, pages->id, not_finite_from);
+      const auto ended =
+          TakePages(rpc_.engine, who.tenant, *pages, chunk_bytes_, next, nullptr, &bytes);
       if (!ended.ok()) return ended.status();
       Fill(*ended, reply->mutable_sequence());
       reply->set_bytes(bytes);
@@ -193,36 +122,92 @@ absl::Status CacheService::ReadHead(grpc::ServerContext* context, Reader* reader
   return ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
 }
 
-absl::Status CacheService::TakePages(const std::string& tenant, const MovingPages& pages,
-                                     grpc::ServerContext* context, Reader* reader,
-                                     int64_t* not_finite_from, uint64_t* bytes) {
-  PageStreamReader parts(pages, chunk_bytes_);
-  v1::ImportRequest message;
-  std::optional<PagePlace> place;
-  scheduler::PageMove move;
-  move.tenant = tenant;
-  move.id = pages.id;
-  move.in = true;
-  while (Read(context, reader, &message)) {
-    if (!message.has_part()) {
-      return RefuseField("message", "target", "parts behind the header", "order");
-    }
-    absl::Status status = parts.Add(message.part(), &place);
-    if (!status.ok()) return status;
-    if (!place) continue;
-    std::string* const payload = message.mutable_part()->mutable_chunk()->mutable_payload();
-    if (const int64_t row = Poison(pages, *place, payload); row < pages.tags.page_size) {
-      *not_finite_from = std::min(*not_finite_from, place->page * pages.tags.page_size + row);
-    }
-    move.page = place->page;
-    move.rows = place->rows;
-    move.offset = place->offset;
-    move.bytes = BytesOf(payload);
-    status = rpc_.engine->MovePart(&move);
-    if (!status.ok()) return status;
+absl::Status CacheService::CheckCheckpoints(int ids) const {
+  if (checkpoints_ == nullptr) {
+    return MakeError(absl::StatusCode::kUnimplemented,
+                     "this server keeps no checkpoints: checkpoint.path is empty",
+                     {.reason = "no_checkpoints"});
   }
-  *bytes = parts.bytes();
-  return context->IsCancelled() ? Broken() : parts.Finish();
+  return CheckRange("sequence_ids", ids, 0, rpc_.engine->limits().max_sequences);
+}
+
+grpc::Status CacheService::Checkpoint(grpc::ServerContext* context,
+                                      const v1::CheckpointRequest* request,
+                                      v1::CheckpointReply* reply) {
+  return rpc_.Serve(context, "Cache.Checkpoint", [&](const Identity& who) {
+    absl::Status status = CheckCheckpoints(request->sequence_ids_size());
+    if (!status.ok()) return status;
+    return AsUpload(who.tenant, context, [&]() -> absl::Status {
+      scheduler::SequenceSelection named;
+      named.tenant = who.tenant;
+      for (const uint64_t id : request->sequence_ids()) {
+        if (context->IsCancelled()) return Broken();
+        named.ids = {id};
+        const scheduler::SequenceList found = rpc_.engine->GetSequences(named);
+        // One that is not there is refused with the words of Export.
+        const uint64_t epoch = found.sequences.empty() ? 0 : found.sequences[0].epoch;
+        const auto saved = checkpoints_->Save(rpc_.engine, who.tenant, id, epoch);
+        if (!saved.ok()) return saved.status();
+        Fill(*saved, reply->add_checkpoints());
+      }
+      reply->set_boot_id(rpc_.boot_id);
+      return absl::OkStatus();
+    });
+  });
+}
+
+grpc::Status CacheService::Restore(grpc::ServerContext* context, const v1::RestoreRequest* request,
+                                   v1::RestoreReply* reply) {
+  return rpc_.Serve(context, "Cache.Restore", [&](const Identity& who) {
+    const scheduler::Limits& limits = rpc_.engine->limits();
+    absl::Status status = CheckCheckpoints(request->sequence_ids_size());
+    if (status.ok()) status = CheckName(request->client_id(), "client_id", true, limits);
+    if (status.ok()) status = CheckRange("lease_ms", request->lease_ms(), 0, limits.max_lease_ms);
+    if (!status.ok()) return status;
+    return AsUpload(who.tenant, context, [&]() -> absl::Status {
+      for (const uint64_t id : request->sequence_ids()) {
+        if (context->IsCancelled()) return Broken();
+        const auto restored = checkpoints_->Restore(rpc_.engine, who.tenant, id,
+                                                    request->client_id(), request->lease_ms());
+        if (!restored.ok()) return restored.status();
+        Fill(*restored, reply->add_sequences());
+      }
+      reply->set_boot_id(rpc_.boot_id);
+      return absl::OkStatus();
+    });
+  });
+}
+
+grpc::Status CacheService::ListCheckpoints(grpc::ServerContext* context,
+                                           const v1::ListCheckpointsRequest*,
+                                           v1::ListCheckpointsReply* reply) {
+  return rpc_.Serve(context, "Cache.ListCheckpoints", [&](const Identity& who) {
+    absl::Status status = CheckCheckpoints(0);
+    if (!status.ok()) return status;
+    for (const CheckpointInfo& info : checkpoints_->List(who.tenant)) {
+      Fill(info, reply->add_checkpoints());
+    }
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
+  });
+}
+
+grpc::Status CacheService::DropCheckpoints(grpc::ServerContext* context,
+                                           const v1::DropCheckpointsRequest* request,
+                                           v1::DropCheckpointsReply* reply) {
+  return rpc_.Serve(context, "Cache.DropCheckpoints", [&](const Identity& who) {
+    absl::Status status = CheckCheckpoints(request->sequence_ids_size());
+    if (!status.ok()) return status;
+    for (const uint64_t id : request->sequence_ids()) {
+      if (checkpoints_->Drop(who.tenant, id)) {
+        reply->set_dropped(reply->dropped() + 1);
+      } else {
+        reply->add_not_found(id);
+      }
+    }
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
+  });
 }
 
 }  // namespace mla::server

@@ -20,7 +20,7 @@ from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVa
 import numpy.typing as npt
 
 from mla_client import errors
-from mla_client.pages import Pages
+from mla_client.pages import Checkpoint, Pages
 from mla_client.service import Model, Sequence, Service, Step
 from mla_client.types import AttendResult, Prefix, PrefixMatch, Profile
 
@@ -77,6 +77,17 @@ class AsyncService:
         """As Client.import_rows."""
         client = self._client()
         return await self._wait(lambda: client.import_rows(model, parts, **options))
+
+    async def checkpoint(self, sequences: Seq[Sequence]) -> List[Checkpoint]:
+        """As Client.checkpoint."""
+        client = self._client()
+        return await self._wait(lambda: client.checkpoint(sequences))
+
+    async def restore(self, model: Model, sequence_ids: Seq[int],
+                      **options: Any) -> List[Sequence]:
+        """As Client.restore."""
+        client = self._client()
+        return await self._wait(lambda: client.restore(model, sequence_ids, **options))
 
     async def release(self, sequence: Sequence) -> None:
         """As Sequence.release."""

@@ -1,4 +1,4 @@
-"""Rows of sequences out of a server and into one, and in files.
+"""Rows of sequences out of a server and into one, in files, and on the server's disk.
 
     with open("rows.mlapages", "wb") as file:
         mla_client.pages.write(file, client.export_rows(sequence))
@@ -12,7 +12,8 @@ Parts are serialized messages of the page-group format; nothing in between needs
 from __future__ import annotations
 
 import struct
-from typing import Any, BinaryIO, Callable, Iterable, Iterator, Optional, Tuple
+from typing import (Any, BinaryIO, Callable, Iterable, Iterator, List, NamedTuple, Optional,
+                    Sequence as Seq, Tuple)
 
 import grpc
 
@@ -72,6 +73,22 @@ def read(file: BinaryIO) -> Iterator[bytes]:
             break
 
 
+class Checkpoint(NamedTuple):
+    """A sequence on the server's disk."""
+
+    sequence_id: int
+    epoch: int
+    length: int  # rows; 0: the file is damaged
+    bytes: int
+    model_id: str
+    saved_unix_ms: int
+
+
+def _checkpoint(info: Any) -> Checkpoint:
+    return Checkpoint(info.sequence_id, info.epoch, info.length, info.bytes, info.model_id,
+                      info.saved_unix_ms)
+
+
 class Pages:
     """Mixed into Client."""
 
@@ -125,3 +142,28 @@ class Pages:
             behind.length = reply.sequence.length
             return behind
         return Sequence(model, self._keep(state_of(reply.sequence), lease_ms))
+
+    def checkpoint(self, sequences: Seq[Sequence]) -> List[Checkpoint]:
+        """Writes the committed rows of sequences to the server's disk: they outlive the server."""
+        reply = self._call(self._cache.Checkpoint, cache_pb2.CheckpointRequest(
+            sequence_ids=[sequence.id for sequence in sequences]),
+                           timeout_s=self.timeout_s * STREAM_TIMEOUTS)
+        return [_checkpoint(info) for info in reply.checkpoints]
+
+    def restore(self, model: Model, sequence_ids: Seq[int], *,
+                lease_ms: int = 0) -> List[Sequence]:
+        """Opens sequences of a model that were checkpointed, with the rows that they had then."""
+        reply = self._call(self._cache.Restore, cache_pb2.RestoreRequest(
+            sequence_ids=sequence_ids, client_id=self.client_id, lease_ms=lease_ms),
+                           idempotent=False, timeout_s=self.timeout_s * STREAM_TIMEOUTS)
+        return [Sequence(model, self._keep(state_of(info), lease_ms)) for info in reply.sequences]
+
+    def checkpoints(self) -> List[Checkpoint]:
+        """The tenant's checkpoints."""
+        reply = self._call(self._cache.ListCheckpoints, cache_pb2.ListCheckpointsRequest())
+        return [_checkpoint(info) for info in reply.checkpoints]
+
+    def drop_checkpoints(self, sequence_ids: Seq[int]) -> int:
+        """Removes checkpoints from the server's disk; returns how many were there."""
+        return self._call(self._cache.DropCheckpoints, cache_pb2.DropCheckpointsRequest(
+            sequence_ids=sequence_ids)).dropped

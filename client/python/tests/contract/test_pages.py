@@ -1,7 +1,9 @@
 """Rows out of a server and into one, through Python's client."""
 
 import asyncio
+import contextlib
 import io
+import tempfile
 import unittest
 
 import mla_client
@@ -13,7 +15,9 @@ GEOMETRY = mla_client.Geometry(2, 16, 8)
 SPEC = mla_client.ModelSpec("m", GEOMETRY, layers=2, softmax_scale=0.5, page_size=4)
 
 
-class PagesTest(unittest.TestCase):
+class Case(unittest.TestCase):
+    """A sequence of 11 rows on the first of two servers."""
+
     @classmethod
     def setUpClass(cls):
         cls.servers = [server_binary.start() for _ in range(2)]
@@ -33,11 +37,15 @@ class PagesTest(unittest.TestCase):
         self.client = self.connect()
         self.model = self.client.register_model(SPEC)
         self.sequence = self.model.open_sequence()
-        self.addCleanup(self.sequence.release)
+        self.addCleanup(self.release)
         kv = self.values(2, 11, GEOMETRY.row_dim)
         with self.client.step([(self.sequence, 11)]) as step:
             for layer in range(2):
                 step.attend(layer, None, kv[layer], Profile.APPEND_ONLY)
+
+    def release(self):
+        with contextlib.suppress(mla_client.MlaError):  # its server may have ended
+            self.sequence.release()
 
     def values(self, *shape):
         return mla_client.round_to_bf16(self.rng.standard_normal(shape))
@@ -53,6 +61,8 @@ class PagesTest(unittest.TestCase):
             step.abort()
         return np.array(outputs)
 
+
+class PagesTest(Case):
     def test_rows_go_to_another_server_and_mean_the_same(self):
         other = self.connect(1)
         model = other.register_model(SPEC)
@@ -119,6 +129,73 @@ class PagesTest(unittest.TestCase):
                 self.assertEqual(copy.length, 11)
                 await service.release(copy)
         asyncio.run(run())
+
+
+class CheckpointsTest(Case):
+    """A server with a folder for checkpoints that starts again."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.servers = [cls.start(), server_binary.start()]
+
+    @classmethod
+    def start(cls):
+        return server_binary.start(f"--checkpoint-path={cls.folder.name}/saved")
+
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        cls.folder.cleanup()
+
+    def test_sequences_outlive_the_server(self):
+        want = self.probe(self.client, self.sequence)
+        saved, = self.client.checkpoint([self.sequence])
+        self.assertEqual((saved.sequence_id, saved.length, saved.model_id),
+                         (self.sequence.id, 11, "m"))
+        self.servers[0].stop()
+        self.servers[0] = self.start()
+        client = self.connect()
+        model = client.register_model(SPEC)
+        sequence, = client.restore(model, [saved.sequence_id])
+        self.assertEqual((sequence.id, sequence.length), (saved.sequence_id, 11))
+        np.testing.assert_array_equal(self.probe(client, sequence), want)
+        with self.assertRaises(mla_client.AlreadyExists):
+            client.restore(model, [saved.sequence_id])
+        self.assertEqual(client.checkpoints(), [saved])
+        self.assertEqual(client.drop_checkpoints([saved.sequence_id, 1]), 1)
+        sequence.release()
+        with self.assertRaises(mla_client.NotFound) as refused:
+            client.restore(model, [saved.sequence_id])
+        self.assertEqual(refused.exception.detail.reason, "checkpoint_not_found")
+
+    def test_checkpoints_for_asyncio(self):
+        async def run():
+            async with aio.AsyncService(self.client) as service:
+                saved, = await service.checkpoint([self.sequence])
+                await service.release(self.sequence)
+                sequence, = await service.restore(self.model, [saved.sequence_id])
+                self.assertEqual(sequence.length, 11)
+                await service.release(sequence)
+        asyncio.run(run())
+        self.client.drop_checkpoints([self.sequence.id])
+
+    def test_sequences_without_rows_are_refused(self):
+        with self.model.open_sequence() as empty:
+            with self.assertRaises(mla_client.FailedPrecondition) as refused:
+                self.client.checkpoint([empty])
+        self.assertEqual(refused.exception.detail.reason, "nothing_to_save")
+
+
+class NoCheckpointsTest(unittest.TestCase):
+    def test_a_server_without_a_folder_says_so(self):
+        server = server_binary.start()
+        self.addCleanup(server.stop)
+        with mla_client.Client.connect(server.target) as client:
+            with self.assertRaises(mla_client.Unimplemented) as refused:
+                client.checkpoints()
+            self.assertEqual(refused.exception.detail.reason, "no_checkpoints")
+            self.assertNotIn("checkpoints", client.server_info().capabilities)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 //
 // RequestFields lists the fields of all requests from the descriptors of the services, so a new
 // field without a rule is noticed. Plain functions; any thread.
-#ifndef MLA_TESTS_INTEGRATION_RPC_FIELD_RULES_H_
-#define MLA_TESTS_INTEGRATION_RPC_FIELD_RULES_H_
+#ifndef MLA_TESTS_INTEGRATION_RPC_BAD_INPUT_FIELD_RULES_H_
+#define MLA_TESTS_INTEGRATION_RPC_BAD_INPUT_FIELD_RULES_H_
 
 #include <cstdint>
 #include <functional>
@@ -51,4 +51,4 @@ void ForEachMutation(google::protobuf::Message* request, std::set<std::string>* 
 
 }  // namespace mla::integration
 
-#endif  // MLA_TESTS_INTEGRATION_RPC_FIELD_RULES_H_
+#endif  // MLA_TESTS_INTEGRATION_RPC_BAD_INPUT_FIELD_RULES_H_

@@ -1,4 +1,4 @@
-#include "tests/integration/rpc/field_rules.h"
+#include "tests/integration/rpc/bad_input/field_rules.h"
 
 #include <google/protobuf/descriptor.h>
 
@@ -247,6 +247,11 @@ std::map<std::string, FieldRule> PageRules() {
       {"ImportTarget.expected_epoch", any},
       {"ImportTarget.client_id", {0, kMostName, "target.client_id", {}}},
       {"ImportTarget.lease_ms", {0, kMostLease, "target.lease_ms", {}}},
+      {"CheckpointRequest.sequence_ids", any},
+      {"RestoreRequest.sequence_ids", any},
+      {"RestoreRequest.client_id", {0, kMostName, "client_id", {}}},
+      {"RestoreRequest.lease_ms", {0, kMostLease, "lease_ms", {}}},
+      {"DropCheckpointsRequest.sequence_ids", any},
       {"PagesHeader.version", {1, 1, "version", {}}},
       {"PagesHeader.kv_scales", any},
       {"PagesHeader.fp8_kind", {1, 2, "fp8_kind", {}}},

@@ -17,7 +17,7 @@
 #include "mla/v1/cache.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "mla/v1/sequence.grpc.pb.h"
-#include "tests/integration/rpc/field_rules.h"
+#include "tests/integration/rpc/bad_input/field_rules.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -29,9 +29,10 @@ using google::protobuf::Message;
 class BadInputTest : public ::testing::Test {
  protected:
   BadInputTest()
-      : server_([](server::Config& config) {
+      : server_([this](server::Config& config) {
           config.limits.step_lease_ms = 60000;
           config.limits.kv_wait_ms = 1;
+          config.checkpoint.path = folder_.File("checkpoints");
         }),
         client_(server_.Connect()),
         worker_(client_.get(), {}, "m", 1),
@@ -93,9 +94,11 @@ class BadInputTest : public ::testing::Test {
   void TryModels();
   void TryUpload();
   void TryPages();
+  void TryCheckpoints();
   void TryAdmin();
   void TryStream();
 
+  const TempFolder folder_;
   TestServer server_;
   std::unique_ptr<client::Client> client_;
   Worker worker_;
@@ -268,6 +271,31 @@ void BadInputTest::TryPages() {
   }
 }
 
+void BadInputTest::TryCheckpoints() {
+  Track track = *worker_.Open();
+  ASSERT_TRUE(worker_.Step({&track}, {2}, v1::PROFILE_ABSORBED).ok());
+  const auto cache = v1::Cache::NewStub(channel_);
+  v1::CheckpointRequest save;
+  save.add_sequence_ids(track.sequence.id());
+  TryUnary(save, [&](auto* context, const auto& request) {
+    v1::CheckpointReply reply;
+    return cache->Checkpoint(context, request, &reply);
+  });
+  ASSERT_TRUE(client_->Checkpoint({track.sequence.id()}).ok());
+  v1::RestoreRequest restore;
+  restore.add_sequence_ids(track.sequence.id());
+  TryUnary(restore, [&](auto* context, const auto& request) {
+    v1::RestoreReply reply;
+    return cache->Restore(context, request, &reply);
+  });
+  v1::DropCheckpointsRequest drop;
+  drop.add_sequence_ids(track.sequence.id());
+  TryUnary(drop, [&](auto* context, const auto& request) {
+    v1::DropCheckpointsReply reply;
+    return cache->DropCheckpoints(context, request, &reply);
+  });
+}
+
 void BadInputTest::TryAdmin() {
   // A server of its own, since it is drained.
   const TestServer server;
@@ -376,6 +404,7 @@ TEST_F(BadInputTest, EveryFieldOfEveryRequest) {
   TryModels();
   TryUpload();
   TryPages();
+  TryCheckpoints();
   TryAdmin();
   TryStream();
   CheckAlive("all");
@@ -383,109 +412,6 @@ TEST_F(BadInputTest, EveryFieldOfEveryRequest) {
   // A field that the contract gained is not forgotten here.
   EXPECT_EQ(seen_, RequestFields());
   for (const auto& [field, rule] : FieldRules()) EXPECT_TRUE(seen_.contains(field)) << field;
-}
-
-TEST_F(BadInputTest, PayloadsBelongToAttends) {
-  const auto stub = v1::Attention::NewStub(channel_);
-  grpc::ClientContext context;
-  const auto stream = stub->Attend(&context);
-  v1::AttendStreamRequest begin, end, abort, twice;
-  begin.mutable_begin_step()->set_model_id("m");
-  end.mutable_end_step()->set_step_id(1);
-  abort.mutable_abort_step()->set_step_id(1);
-  twice.mutable_attend()->set_step_id(1);
-  twice.mutable_shared()->set_handle(std::string(16, 'h'));
-  v1::AttendStreamReply reply;
-  for (v1::AttendStreamRequest* request : {&begin, &end, &abort, &twice}) {
-    request->set_payload("x");
-    ASSERT_TRUE(stream->Write(*request) && stream->Read(&reply));
-    EXPECT_EQ(reply.error().code(), grpc::StatusCode::INVALID_ARGUMENT);
-    EXPECT_EQ(reply.error().detail().field(), "payload") << request->ShortDebugString();
-  }
-  stream->WritesDone();
-  EXPECT_TRUE(stream->Finish().ok());
-}
-
-TEST_F(BadInputTest, NoBodyIsRefusedAndTheStreamGoesOn) {
-  const auto stub = v1::Attention::NewStub(channel_);
-  grpc::ClientContext context;
-  const auto stream = stub->Attend(&context);
-  v1::AttendStreamRequest nothing;
-  nothing.set_tag(5);
-  v1::AttendStreamReply reply;
-  for (int i = 0; i < 3; ++i) {
-    ASSERT_TRUE(stream->Write(nothing));
-    ASSERT_TRUE(stream->Read(&reply));
-    EXPECT_EQ(reply.tag(), 5u);
-    EXPECT_EQ(reply.error().code(), grpc::StatusCode::INVALID_ARGUMENT);
-    EXPECT_EQ(reply.error().detail().field(), "body");
-  }
-  stream->WritesDone();
-  EXPECT_TRUE(stream->Finish().ok());
-}
-
-// Two bytes of an empty sequence become a hundred once they are parsed, and a message has room for
-// half a million of them: they are counted before.
-TEST_F(BadInputTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
-  const auto stub = v1::Attention::NewStub(channel_);
-  const auto send = [&](const v1::AttendStreamRequest& request, v1::AttendStreamReply* reply) {
-    grpc::ClientContext context;
-    const auto stream = stub->Attend(&context);
-    stream->Write(request);
-    if (stream->Read(reply)) {
-      stream->WritesDone();
-      EXPECT_TRUE(stream->Finish().ok());
-      return grpc::Status::OK;
-    }
-    return stream->Finish();
-  };
-  v1::AttendStreamRequest request;
-  v1::BeginStep* const begin = request.mutable_begin_step();
-  begin->set_step_id(1);
-  begin->set_model_id(std::string(128, 'm'));
-  const v1::StepSequence most = [] {
-    v1::StepSequence sequence;
-    sequence.set_sequence_id(~uint64_t{0});
-    sequence.set_epoch(~uint64_t{0});
-    sequence.set_start_position(~uint64_t{0});
-    sequence.set_rows(~uint32_t{0});
-    return sequence;
-  }();
-  for (int i = 0; i < 32; ++i) *begin->add_sequences() = most;  // limits.max_step_sequences
-  v1::AttendStreamReply reply;
-  EXPECT_TRUE(send(request, &reply).ok());  // as long as a valid one can be: an answer names fields
-  EXPECT_EQ(reply.error().detail().field(), "begin_step.sequences[0].start_position");
-  begin->clear_sequences();
-  for (int i = 0; i < 400000; ++i) begin->add_sequences();
-  const grpc::Status refused = send(request, &reply);
-  EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(refused.error_message(), testing::EndsWith(" bytes beside the payload"));
-  CheckAlive("a BeginStep of 400,000 sequences");
-}
-
-TEST_F(BadInputTest, OversizeMessagesAndHeadersAreCutOff) {
-  const auto stub = v1::Attention::NewStub(channel_);
-  {
-    grpc::ClientContext context;
-    const auto stream = stub->Attend(&context);
-    v1::AttendStreamRequest huge;
-    huge.set_payload(std::string(size_t{2} << 20, 'x'));
-    stream->Write(huge);
-    v1::AttendStreamReply reply;
-    EXPECT_FALSE(stream->Read(&reply));
-    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
-  }
-  CheckAlive("a 2 MiB message");
-  const auto admin = v1::Admin::NewStub(channel_);
-  // Larger ones cost the HTTP/2 library quadratic time before it gives up: see docs/security.md.
-  for (const size_t bytes : {size_t{20000}, size_t{1} << 18, size_t{1} << 20}) {
-    grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
-    context.AddMetadata("x-bomb", std::string(bytes, 'h'));
-    v1::GetStatsReply reply;
-    EXPECT_FALSE(admin->GetStats(&context, {}, &reply).ok()) << bytes;
-    CheckAlive("a header of " + std::to_string(bytes));
-  }
 }
 
 }  // namespace

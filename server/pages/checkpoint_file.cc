@@ -1,0 +1,219 @@
+#include "server/pages/checkpoint_file.h"
+
+#include <fcntl.h>
+#include <openssl/core_names.h>
+#include <openssl/crypto.h>
+#include <openssl/hmac.h>
+#include <openssl/params.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+
+namespace mla::server {
+namespace {
+
+constexpr absl::string_view kMagic = "MLACKPT\n";
+constexpr uint32_t kVersion = 1;
+// Of one frame: a chunk of rows, or a header with all tokens of the longest sequence.
+constexpr uint32_t kMostFrameBytes = 1u << 30;
+constexpr size_t kBufferBytes = size_t{1} << 20;
+
+std::string Beginning() {
+  const uint32_t version = kVersion;
+  return absl::StrCat(kMagic,
+                      absl::string_view(reinterpret_cast<const char*>(&version), sizeof(version)));
+}
+
+absl::Status SystemError(const std::string& path, const char* what) {
+  const int code = errno;
+  return MakeError(
+      absl::StatusCode::kUnavailable, absl::StrCat(path, ": ", what, ": ", std::strerror(code)),
+      {.reason = code == ENOSPC || code == EDQUOT || code == EFBIG ? "disk_full" : "disk_failed"});
+}
+
+}  // namespace
+
+CheckpointKey DeriveKey(const CheckpointKey& key, absl::string_view purpose) {
+  CheckpointKey derived;
+  unsigned int bytes = 0;
+  HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()),
+       reinterpret_cast<const unsigned char*>(purpose.data()), purpose.size(), derived.data(),
+       &bytes);
+  return derived;
+}
+
+FrameMac::FrameMac(const CheckpointKey& key)
+    : context_(nullptr, EVP_MAC_CTX_free), key_(key), last_(Beginning()) {
+  static EVP_MAC* const kHmac = EVP_MAC_fetch(nullptr, "HMAC", nullptr);
+  context_.reset(EVP_MAC_CTX_new(kHmac));
+}
+
+std::string FrameMac::Next(absl::string_view frame) {
+  char digest[] = "SHA256";
+  const OSSL_PARAM params[] = {OSSL_PARAM_construct_utf8_string(OSSL_MAC_PARAM_DIGEST, digest, 0),
+                               OSSL_PARAM_construct_end()};
+  const auto add = [this](const void* data, size_t bytes) {
+    EVP_MAC_update(context_.get(), static_cast<const unsigned char*>(data), bytes);
+  };
+  const auto size = static_cast<uint32_t>(frame.size());
+  EVP_MAC_init(context_.get(), key_.data(), key_.size(), params);
+  add(last_.data(), last_.size());
+  add(&size, sizeof(size));
+  add(frame.data(), frame.size());
+  unsigned char out[32];
+  size_t bytes = 0;
+  EVP_MAC_final(context_.get(), out, &bytes, sizeof(out));
+  last_.assign(reinterpret_cast<const char*>(out), kBytes);
+  return last_;
+}
+
+CheckpointWriter::CheckpointWriter(std::string path, std::string aside, int file,
+                                   const CheckpointKey& key)
+    : path_(std::move(path)), aside_(std::move(aside)), file_(file), mac_(key) {
+  buffer_.reserve(kBufferBytes);
+}
+
+absl::Status CheckpointWriter::Failed(const char* what) const { return SystemError(path_, what); }
+
+absl::StatusOr<std::unique_ptr<CheckpointWriter>> CheckpointWriter::Create(
+    const std::string& path, const std::string& aside, const CheckpointKey& key) {
+  const int file = open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file < 0) return SystemError(aside, "open");
+  std::unique_ptr<CheckpointWriter> writer(new CheckpointWriter(path, aside, file, key));
+  absl::Status status = writer->Write(Beginning());
+  if (!status.ok()) return status;
+  return writer;
+}
+
+CheckpointWriter::~CheckpointWriter() {
+  if (file_ >= 0) close(file_);
+  if (!aside_.empty()) unlink(aside_.c_str());
+}
+
+absl::Status CheckpointWriter::Flush() {
+  size_t done = 0;
+  while (done < buffer_.size()) {
+    const ssize_t some = write(file_, buffer_.data() + done, buffer_.size() - done);
+    if (some < 0 && errno == EINTR) continue;
+    if (some < 0) return Failed("write");
+    done += static_cast<size_t>(some);
+  }
+  buffer_.clear();
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointWriter::Write(absl::string_view bytes) {
+  buffer_.append(bytes.data(), bytes.size());
+  bytes_ += static_cast<int64_t>(bytes.size());
+  return buffer_.size() < kBufferBytes ? absl::OkStatus() : Flush();
+}
+
+absl::Status CheckpointWriter::Add(absl::string_view frame) {
+  const auto size = static_cast<uint32_t>(frame.size());
+  absl::Status status =
+      Write(absl::string_view(reinterpret_cast<const char*>(&size), sizeof(size)));
+  if (status.ok()) status = Write(frame);
+  return status.ok() ? Write(mac_.Next(frame)) : status;
+}
+
+absl::Status CheckpointWriter::Sync() {
+  if (absl::Status status = Flush(); !status.ok()) return status;
+  if (fsync(file_) != 0) return Failed("fsync");
+  return close(std::exchange(file_, -1)) == 0 ? absl::OkStatus() : Failed("close");
+}
+
+absl::Status CheckpointWriter::Publish() {
+  if (std::rename(aside_.c_str(), path_.c_str()) != 0) return Failed("rename");
+  aside_.clear();
+  const std::string folder = std::filesystem::path(path_).parent_path();
+  const int entry = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (entry < 0) return SystemError(folder, "open");
+  const bool flushed = fsync(entry) == 0;
+  absl::Status status = flushed ? absl::OkStatus() : SystemError(folder, "fsync");
+  close(entry);
+  return status;
+}
+
+CheckpointReader::CheckpointReader(std::string path, int file, const CheckpointKey& key)
+    : path_(std::move(path)), file_(file), mac_(key) {}
+
+CheckpointReader::~CheckpointReader() { close(file_); }
+
+absl::Status CheckpointReader::Torn(const std::string& why) const {
+  return MakeError(absl::StatusCode::kDataLoss, absl::StrCat(path_, ": ", why),
+                   {.reason = "checkpoint_damaged"});
+}
+
+absl::StatusOr<size_t> CheckpointReader::Read(char* to, size_t bytes) {
+  size_t done = 0;
+  while (done < bytes) {
+    const ssize_t some = read(file_, to + done, bytes - done);
+    if (some < 0 && errno == EINTR) continue;
+    if (some < 0) return SystemError(path_, "read");
+    if (some == 0) break;
+    done += static_cast<size_t>(some);
+  }
+  left_ -= static_cast<int64_t>(done);
+  return done;
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& path,
+                                                                         const CheckpointKey& key) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  if (file < 0) {
+    if (errno != ENOENT) return SystemError(path, "open");
+    return MakeError(absl::StatusCode::kNotFound, "there is no such checkpoint",
+                     {.reason = "checkpoint_not_found"});
+  }
+  std::unique_ptr<CheckpointReader> reader(new CheckpointReader(path, file, key));
+  struct stat about;
+  if (fstat(file, &about) != 0) return SystemError(path, "stat");
+  if (!S_ISREG(about.st_mode)) return reader->Torn("it is no file");
+  reader->left_ = about.st_size;
+  const std::string want = Beginning();
+  std::string have(want.size(), '\0');
+  const absl::StatusOr<size_t> read = reader->Read(have.data(), have.size());
+  if (!read.ok()) return read.status();
+  if (*read < kMagic.size() || absl::string_view(have).substr(0, kMagic.size()) != kMagic) {
+    return reader->Torn("it is no checkpoint");
+  }
+  if (*read < have.size() || have != want) {
+    uint32_t version = 0;
+    std::memcpy(&version, have.data() + kMagic.size(), sizeof(version));
+    return reader->Torn(
+        absl::StrCat("it is of version ", version, ", and this server reads ", kVersion));
+  }
+  return reader;
+}
+
+absl::StatusOr<bool> CheckpointReader::Next(std::string* frame) {
+  uint32_t size = 0;
+  absl::StatusOr<size_t> read = Read(reinterpret_cast<char*>(&size), sizeof(size));
+  if (!read.ok()) return read.status();
+  if (*read == 0) return false;
+  if (*read < sizeof(size) || size > kMostFrameBytes ||
+      int64_t{size} + int64_t{FrameMac::kBytes} > left_) {
+    return Torn("it ends inside a frame");
+  }
+  frame->resize(size);
+  std::string mac(FrameMac::kBytes, '\0');
+  read = Read(frame->data(), size);
+  if (read.ok() && *read == size) read = Read(mac.data(), mac.size());
+  if (!read.ok()) return read.status();
+  if (*read != mac.size()) return Torn("it ends inside a frame");
+  const std::string want = mac_.Next(*frame);
+  if (CRYPTO_memcmp(mac.data(), want.data(), mac.size()) != 0) {
+    return Torn("it was damaged, or written under another key");
+  }
+  return true;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,104 @@
+// A checkpoint file (docs/checkpoints.md): frames, each with a keyed MAC over it and all before.
+//
+//   "MLACKPT\n", version (uint32), then for each frame its bytes (uint32), itself, its MAC (16
+//   bytes)
+//
+// Little endian. The MAC of a frame is HMAC-SHA-256 over the MAC before, the size and the bytes,
+// cut to 16 bytes; what comes before the first is the file's beginning. So no frame can be changed,
+// left out, moved or brought from another file, and none is looked at before its MAC is right.
+//
+// A file is written aside, flushed to the disk and renamed, and so is its folder's entry.
+//
+// Not thread-safe: one object a file.
+#ifndef MLA_SERVER_PAGES_CHECKPOINT_FILE_H_
+#define MLA_SERVER_PAGES_CHECKPOINT_FILE_H_
+
+#include <openssl/evp.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace mla::server {
+
+using CheckpointKey = std::array<unsigned char, 32>;
+
+// A key for one purpose, made of the server's.
+CheckpointKey DeriveKey(const CheckpointKey& key, absl::string_view purpose);
+
+// MACs of the frames of one file.
+class FrameMac final {
+ public:
+  static constexpr size_t kBytes = 16;
+  explicit FrameMac(const CheckpointKey& key);
+  // Of the next frame.
+  std::string Next(absl::string_view frame);
+
+ private:
+  std::unique_ptr<EVP_MAC_CTX, decltype(&EVP_MAC_CTX_free)> context_;
+  const CheckpointKey key_;
+  std::string last_;
+};
+
+class CheckpointWriter final {
+ public:
+  // UNAVAILABLE names the file and what the system says.
+  static absl::StatusOr<std::unique_ptr<CheckpointWriter>> Create(const std::string& path,
+                                                                  const std::string& aside,
+                                                                  const CheckpointKey& key);
+  // Without Publish the file is removed.
+  ~CheckpointWriter();
+
+  absl::Status Add(absl::string_view frame);
+  // All frames are on the disk, aside. No more may be added.
+  absl::Status Sync();
+  // Gives the file its name, and its folder's entry is on the disk. REQUIRES: Sync succeeded.
+  absl::Status Publish();
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  CheckpointWriter(std::string path, std::string aside, int file, const CheckpointKey& key);
+  absl::Status Write(absl::string_view bytes);
+  absl::Status Flush();
+  absl::Status Failed(const char* what) const;
+
+  const std::string path_;
+  std::string aside_;  // empty once it has its name
+  int file_;
+  FrameMac mac_;
+  std::string buffer_;
+  int64_t bytes_ = 0;
+};
+
+class CheckpointReader final {
+ public:
+  // NOT_FOUND; UNAVAILABLE where the system fails; DATA_LOSS with the reason why it is no such
+  // file, or one of another version.
+  static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
+                                                                const CheckpointKey& key);
+  ~CheckpointReader();
+
+  // The next frame; false at the end of the file. DATA_LOSS: it is torn, or its MAC is not right.
+  absl::StatusOr<bool> Next(std::string* frame);
+
+ private:
+  CheckpointReader(std::string path, int file, const CheckpointKey& key);
+  // Bytes that were read; fewer than wanted at the end.
+  absl::StatusOr<size_t> Read(char* to, size_t bytes);
+  absl::Status Torn(const std::string& why) const;
+
+  const std::string path_;
+  const int file_;
+  FrameMac mac_;
+  int64_t left_ = 0;  // bytes of the file that are not read
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PAGES_CHECKPOINT_FILE_H_

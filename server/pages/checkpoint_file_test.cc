@@ -1,0 +1,194 @@
+#include "server/pages/checkpoint_file.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "base/error.h"
+#include "server/pages/checkpoint_store.h"
+
+namespace mla::server {
+namespace {
+
+namespace fs = std::filesystem;
+
+class CheckpointFileTest : public ::testing::Test {
+ protected:
+  CheckpointFileTest() : folder_(fs::path(testing::TempDir()) / "checkpoint_file_test") {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    key_.fill(7);
+  }
+  ~CheckpointFileTest() override { fs::remove_all(folder_); }
+
+  std::string File(const std::string& name = "a.ckpt") const { return folder_ / name; }
+  void Write(const std::vector<std::string>& frames, const std::string& name = "a.ckpt") {
+    auto file = CheckpointWriter::Create(File(name), File(name + ".part"), key_);
+    ASSERT_TRUE(file.ok()) << file.status();
+    for (const std::string& frame : frames) ASSERT_TRUE((*file)->Add(frame).ok());
+    ASSERT_TRUE((*file)->Sync().ok());
+    ASSERT_TRUE((*file)->Publish().ok());
+    EXPECT_EQ((*file)->bytes(), static_cast<int64_t>(fs::file_size(File(name))));
+  }
+  // The frames, until one is refused.
+  absl::Status Read(std::vector<std::string>* frames, const std::string& name = "a.ckpt") {
+    frames->clear();
+    auto file = CheckpointReader::Open(File(name), key_);
+    if (!file.ok()) return file.status();
+    for (std::string frame;;) {
+      const auto next = (*file)->Next(&frame);
+      if (!next.ok()) return next.status();
+      if (!*next) return absl::OkStatus();
+      frames->push_back(frame);
+    }
+  }
+  std::string Bytes() const {
+    std::ifstream in(File(), std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  void Put(const std::string& bytes) const {
+    std::ofstream(File(), std::ios::binary | std::ios::trunc) << bytes;
+  }
+
+  const fs::path folder_;
+  CheckpointKey key_;
+  const std::vector<std::string> frames_ = {"head", std::string(3000, 'x'), "", "last"};
+};
+
+TEST_F(CheckpointFileTest, FramesComeBack) {
+  Write(frames_);
+  std::vector<std::string> read;
+  EXPECT_TRUE(Read(&read).ok());
+  EXPECT_EQ(read, frames_);
+  EXPECT_FALSE(fs::exists(File() + ".part"));
+  EXPECT_EQ(fs::status(File()).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+}
+
+// The bytes of the format, made by another program.
+TEST_F(CheckpointFileTest, TheFormatStays) {
+  Write({"one", ""});
+  EXPECT_EQ(absl::BytesToHexString(Bytes()),
+            "4d4c41434b50540a01000000030000006f6e6552c6ee9f74c283d8bf1806b7f4cc772d00"
+            "000000cf3aba1431a03c32fefb9d786edc7ad4");
+}
+
+TEST_F(CheckpointFileTest, EveryByteCounts) {
+  Write(frames_);
+  const std::string whole = Bytes();
+  std::vector<std::string> read;
+  for (size_t at = 0; at < whole.size(); at += at < 60 ? 1 : 37) {
+    std::string changed = whole;
+    changed[at] ^= 0x20;
+    Put(changed);
+    const absl::Status status = Read(&read);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << at << ": " << status;
+    EXPECT_EQ(DetailOf(status).reason, "checkpoint_damaged");
+    // What was given out before is what was written.
+    ASSERT_LE(read.size(), frames_.size());
+    for (size_t i = 0; i < read.size(); ++i) EXPECT_EQ(read[i], frames_[i]) << at;
+  }
+}
+
+TEST_F(CheckpointFileTest, TornFilesAreRefusedOrShort) {
+  Write(frames_);
+  const std::string whole = Bytes();
+  std::vector<std::string> read;
+  for (size_t bytes = 0; bytes < whole.size(); bytes += bytes < 60 ? 1 : 41) {
+    Put(whole.substr(0, bytes));
+    // At the border of a frame it is the next reader, of the rows, that misses the rest.
+    if (Read(&read).ok()) {
+      EXPECT_LT(read.size(), frames_.size()) << bytes;
+    }
+  }
+}
+
+TEST_F(CheckpointFileTest, FramesOfOtherPlacesAndFilesAreRefused) {
+  Write({"one", "two", "two"});
+  const std::string whole = Bytes();
+  constexpr size_t kHead = 12, kFrame = 4 + 3 + FrameMac::kBytes;
+  std::vector<std::string> read;
+  const std::string first = whole.substr(kHead, kFrame),
+                    second = whole.substr(kHead + kFrame, kFrame);
+  Put(whole.substr(0, kHead) + second);
+  EXPECT_FALSE(Read(&read).ok());
+  Put(whole.substr(0, kHead) + first + second + second);  // equal frames have MACs of their own
+  EXPECT_FALSE(Read(&read).ok());
+  Put(whole);
+  key_[31] ^= 1;
+  EXPECT_EQ(Read(&read).code(), absl::StatusCode::kDataLoss);
+  EXPECT_TRUE(read.empty());
+}
+
+TEST_F(CheckpointFileTest, ForeignAndOlderFilesAreRefusedWithTheReason) {
+  Write(frames_);
+  std::string older = Bytes();
+  older[8] = 0;
+  Put(older);
+  std::vector<std::string> read;
+  EXPECT_NE(Read(&read).message().find("version 0"), std::string::npos);
+  Put("MLAPAGES and so on");
+  EXPECT_NE(Read(&read).message().find("no checkpoint"), std::string::npos);
+  EXPECT_EQ(Read(&read, "absent").code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(CheckpointFileTest, AnUnfinishedOrFailedFileLeavesTheOneBefore) {
+  Write({"before"});
+  {
+    auto file = CheckpointWriter::Create(File(), File("x.part"), key_);
+    ASSERT_TRUE((*file)->Add("after").ok());
+    ASSERT_TRUE((*file)->Sync().ok());
+  }
+  EXPECT_FALSE(fs::exists(File("x.part")));
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  getrlimit(RLIMIT_FSIZE, &before);
+  rlimit small = before;
+  small.rlim_cur = 1000;
+  setrlimit(RLIMIT_FSIZE, &small);
+  {
+    auto file = CheckpointWriter::Create(File(), File("x.part"), key_);
+    absl::Status status = (*file)->Add(std::string(5000, 'y'));
+    if (status.ok()) status = (*file)->Sync();
+    EXPECT_EQ(DetailOf(status).reason, "disk_full") << status;
+  }
+  setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_FALSE(fs::exists(File("x.part")));
+  std::vector<std::string> read;
+  EXPECT_TRUE(Read(&read).ok());
+  EXPECT_EQ(read, std::vector<std::string>{"before"});
+}
+
+TEST_F(CheckpointFileTest, AStoreKeepsItsKeyAndItsFolder) {
+  CheckpointStoreOptions options;
+  options.path = File("store");
+  options.bytes = options.tenant_bytes = 1 << 20;
+  kvcache::PrefixSecret secret;
+  {
+    const auto store = CheckpointStore::Open(options);
+    ASSERT_TRUE(store.ok()) << store.status();
+    secret = (*store)->prefix_secret();
+    EXPECT_FALSE(CheckpointStore::Open(options).ok());  // one server a folder
+    EXPECT_TRUE((*store)->List("t").empty());
+    EXPECT_FALSE((*store)->Drop("t", 1));
+  }
+  fs::create_directories(File("store") + "/tenant");
+  std::ofstream(File("store") + "/tenant/1.ckpt.3.part") << "unfinished";
+  EXPECT_EQ((*CheckpointStore::Open(options))->prefix_secret(), secret);
+  EXPECT_FALSE(fs::exists(File("store") + "/tenant/1.ckpt.3.part"));
+  const std::string key = File("store") + "/key";
+  chmod(key.c_str(), 0640);
+  EXPECT_FALSE(CheckpointStore::Open(options).ok());
+  chmod(key.c_str(), 0600);
+  fs::resize_file(key, 31);
+  EXPECT_FALSE(CheckpointStore::Open(options).ok());
+}
+
+}  // namespace
+}  // namespace mla::server

@@ -1,0 +1,398 @@
+#include "server/pages/checkpoint_store.h"
+
+#include <fcntl.h>
+#include <openssl/sha.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <system_error>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/error.h"
+#include "server/pages/page_stream.h"
+#include "server/pages/page_transfer.h"
+
+namespace mla::server {
+namespace {
+
+namespace fs = std::filesystem;
+using scheduler::Engine;
+using scheduler::SequenceId;
+
+constexpr char kKeyFile[] = "key";
+constexpr char kSuffix[] = ".ckpt";
+constexpr char kAside[] = ".part";
+constexpr size_t kFolderBytes = 16;  // of the hash of a tenant's name
+// Of a file beside its payloads: frames, digests, the header without its tokens.
+constexpr int64_t kSpareBytes = 64 << 10;
+constexpr int64_t kGroupSpareBytes = 4096;  // likewise, of each page group
+constexpr int64_t kTokenBytes = 8;          // of a token in the header, with its part of a key
+constexpr char kFilePurpose[] = "mla checkpoint files";
+
+absl::Status SystemError(const std::string& path, const char* what, int code) {
+  return MakeError(absl::StatusCode::kUnavailable,
+                   absl::StrCat(path, ": ", what, ": ", std::strerror(code)),
+                   {.reason = "disk_failed"});
+}
+
+absl::Status Unfit(const std::string& path, const std::string& why) {
+  return absl::FailedPreconditionError(absl::StrCat("checkpoint.path: ", path, ": ", why));
+}
+
+v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::SequenceState& state,
+                              const v1::PagesHeader& pages) {
+  v1::CheckpointHeader header;
+  header.set_tenant(tenant);
+  header.set_sequence_id(state.id);
+  header.set_epoch(state.epoch);
+  header.set_client_id(state.client_id);
+  if (state.not_finite_from != scheduler::SequenceState::kAllFinite) {
+    header.set_not_finite_from(static_cast<uint64_t>(state.not_finite_from));
+  }
+  *header.mutable_pages() = pages;
+  header.set_saved_unix_ms(
+      static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(
+                                std::chrono::system_clock::now().time_since_epoch())
+                                .count()));
+  if (state.chain == nullptr) return header;
+  const kvcache::PrefixChain& chain = *state.chain;
+  v1::CheckpointPrefix* const prefix = header.mutable_prefix();
+  prefix->set_root(&chain.root, sizeof(chain.root));
+  prefix->set_keys(chain.keys.data(), chain.keys.size() * sizeof(kvcache::PrefixKey));
+  prefix->mutable_token_ids()->Add(chain.tokens.begin(), chain.tokens.end());
+  prefix->set_declared(static_cast<uint64_t>(state.declared));
+  prefix->set_opaque(chain.opaque);
+  return header;
+}
+
+// Null where the header has none, or one that is none.
+std::shared_ptr<const kvcache::PrefixChain> ChainOf(const v1::CheckpointPrefix& prefix,
+                                                    int32_t page_size) {
+  auto chain = std::make_shared<kvcache::PrefixChain>();
+  constexpr size_t kKey = sizeof(kvcache::PrefixKey);
+  chain->page_size = page_size;
+  chain->opaque = prefix.opaque();
+  if (prefix.root().size() != kKey || prefix.keys().size() % kKey != 0) return nullptr;
+  std::memcpy(&chain->root, prefix.root().data(), kKey);
+  chain->keys.resize(prefix.keys().size() / kKey);
+  std::memcpy(chain->keys.data(), prefix.keys().data(), prefix.keys().size());
+  chain->tokens.assign(prefix.token_ids().begin(), prefix.token_ids().end());
+  const size_t whole = chain->tokens.size() / static_cast<size_t>(page_size);
+  if (!chain->opaque && chain->keys.size() != whole) return nullptr;
+  return prefix.declared() <= static_cast<uint64_t>(chain->rows()) ? chain : nullptr;
+}
+
+CheckpointInfo InfoOf(const v1::CheckpointHeader& header, int64_t bytes) {
+  return {header.sequence_id(),
+          header.epoch(),
+          static_cast<int64_t>(header.pages().rows()),
+          bytes,
+          header.pages().model().model_id(),
+          static_cast<int64_t>(header.saved_unix_ms())};
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(
+    const CheckpointStoreOptions& options) {
+  std::unique_ptr<CheckpointStore> store(new CheckpointStore(options));
+  absl::Status status = store->Prepare();
+  if (status.ok()) status = store->ReadKey();
+  if (status.ok()) status = store->Scan();
+  if (!status.ok()) return status;
+  return store;
+}
+
+CheckpointStore::~CheckpointStore() {
+  if (lock_ >= 0) close(lock_);
+}
+
+absl::Status CheckpointStore::Prepare() {
+  const std::string& path = options_.path;
+  if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return SystemError(path, "mkdir", errno);
+  lock_ = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (lock_ < 0) return SystemError(path, "open", errno);
+  if (flock(lock_, LOCK_EX | LOCK_NB) != 0) return Unfit(path, "another server uses it");
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::ReadKey() {
+  const std::string path = absl::StrCat(options_.path, "/", kKeyFile);
+  int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  if (file < 0 && errno == ENOENT) {
+    if (getrandom(key_.data(), key_.size(), 0) != static_cast<ssize_t>(key_.size())) {
+      return SystemError(path, "getrandom", errno);
+    }
+    const std::string aside = absl::StrCat(path, kAside);
+    unlink(aside.c_str());
+    file = open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0) return SystemError(aside, "open", errno);
+    const bool written =
+        write(file, key_.data(), key_.size()) == static_cast<ssize_t>(key_.size()) &&
+        fsync(file) == 0;
+    close(file);
+    if (!written || std::rename(aside.c_str(), path.c_str()) != 0 || fsync(lock_) != 0) {
+      return SystemError(path, "write", errno);
+    }
+    return absl::OkStatus();
+  }
+  if (file < 0) return SystemError(path, "open", errno);
+  const absl::Cleanup closes = [file] { close(file); };
+  struct stat about;
+  if (fstat(file, &about) != 0) return SystemError(path, "stat", errno);
+  if ((about.st_mode & 077) != 0) return Unfit(path, "others than its owner may read the key");
+  if (about.st_size != static_cast<off_t>(key_.size()) ||
+      read(file, key_.data(), key_.size()) != static_cast<ssize_t>(key_.size())) {
+    return Unfit(path,
+                 absl::StrCat("a key has ", key_.size(), " bytes, this file ", about.st_size));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::Scan() {
+  const MutexLock lock(mutex_);
+  std::error_code failed;
+  for (fs::directory_iterator folder(options_.path, failed), end; !failed && folder != end;
+       folder.increment(failed)) {
+    std::error_code inner;
+    if (!folder->is_directory(inner)) continue;
+    for (fs::directory_iterator file(folder->path(), inner), last; !inner && file != last;
+         file.increment(inner)) {
+      const fs::path& path = file->path();
+      if (path.extension() == kAside) {
+        std::error_code ignored;
+        fs::remove(path, ignored);
+      } else if (path.extension() == kSuffix) {
+        const Room room = RoomOf(path);
+        Room& used = used_[folder->path().filename()];
+        used.bytes += room.bytes;
+        used.files += room.files;
+        used_by_all_ += room.bytes;
+      }
+    }
+    if (inner) return SystemError(folder->path(), "read", inner.value());
+  }
+  return failed ? SystemError(options_.path, "read", failed.value()) : absl::OkStatus();
+}
+
+kvcache::PrefixSecret CheckpointStore::prefix_secret() const {
+  const CheckpointKey derived = DeriveKey(key_, "mla prefix keys");
+  kvcache::PrefixSecret secret;
+  std::memcpy(secret.data(), derived.data(), secret.size());
+  return secret;
+}
+
+std::string CheckpointStore::FolderOf(const std::string& tenant) const {
+  unsigned char hash[SHA256_DIGEST_LENGTH];
+  SHA256(reinterpret_cast<const unsigned char*>(tenant.data()), tenant.size(), hash);
+  return absl::BytesToHexString(
+      absl::string_view(reinterpret_cast<const char*>(hash), kFolderBytes));
+}
+
+std::string CheckpointStore::FileOf(const std::string& tenant, SequenceId id) const {
+  return absl::StrCat(options_.path, "/", FolderOf(tenant), "/", absl::StrFormat("%016x", id),
+                      kSuffix);
+}
+
+CheckpointStore::Room CheckpointStore::RoomOf(const std::string& path) {
+  std::error_code failed;
+  const auto bytes = fs::file_size(path, failed);
+  return failed ? Room{} : Room{static_cast<int64_t>(bytes), 1};
+}
+
+absl::Status CheckpointStore::TakeRoom(const std::string& folder, const Room& more) {
+  const MutexLock lock(mutex_);
+  Room& used = used_[folder];
+  const bool files = used.files + more.files > options_.tenant_files;
+  const bool own = more.bytes > options_.tenant_bytes - used.bytes;
+  if (!files && !own && more.bytes <= options_.bytes - used_by_all_) {
+    used.bytes += more.bytes;
+    used.files += more.files;
+    used_by_all_ += more.bytes;
+    return absl::OkStatus();
+  }
+  const char* const unit = files ? " checkpoints" : " bytes of checkpoints";
+  const int64_t wanted = files ? more.files : more.bytes;
+  const int64_t bound = files ? options_.tenant_files
+                        : own ? options_.tenant_bytes
+                              : options_.bytes;
+  const int64_t in_use = files ? used.files : own ? used.bytes : used_by_all_;
+  return MakeError(absl::StatusCode::kResourceExhausted, "no room for the checkpoint",
+                   {.field = "sequence_ids",
+                    .got = absl::StrCat(wanted, unit),
+                    .limit = absl::StrCat(bound, unit, ", ", in_use, " in use"),
+                    .reason = "checkpoints_exhausted",
+                    .wanted = wanted,
+                    .free = std::max<int64_t>(0, bound - in_use),
+                    .bound = bound,
+                    .bound_of = files || own ? BoundOwner::kTenant : BoundOwner::kServer});
+}
+
+void CheckpointStore::ReturnRoom(const std::string& folder, const Room& less) {
+  const MutexLock lock(mutex_);
+  Room& used = used_[folder];
+  used.bytes -= less.bytes;
+  used.files -= less.files;
+  used_by_all_ -= less.bytes;
+}
+
+absl::StatusOr<v1::CheckpointHeader> CheckpointStore::Write(Engine* engine,
+                                                            const std::string& tenant,
+                                                            const scheduler::MovingPages& pages,
+                                                            CheckpointWriter* file) {
+  v1::CheckpointHeader header;
+  absl::Status status = SendPages(engine, tenant, pages, [&](const v1::PagesPart& part) {
+    if (!part.has_header()) return file->Add(part.SerializeAsString());
+    header = HeaderOf(tenant, pages.state, part.header());
+    return file->Add(header.SerializeAsString());
+  });
+  if (status.ok()) status = file->Sync();
+  if (!status.ok()) return status;
+  return header;
+}
+
+absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::string& tenant,
+                                                     SequenceId id, uint64_t epoch) {
+  const absl::StatusOr<scheduler::MovingPages> pages =
+      engine->BeginExport({tenant, id, epoch, 0, std::nullopt});
+  if (!pages.ok()) return pages.status();
+  const absl::Cleanup release = [&] {
+    std::vector<SequenceId> absent;
+    engine->ReleaseSequences(tenant, std::vector{pages->id}, &absent);
+  };
+  const scheduler::PageTags& tags = pages->tags;
+  if (tags.rows == 0) {
+    return RefuseField("sequence_ids", "a sequence without rows", "sequences with committed rows",
+                       "nothing_to_save", absl::StatusCode::kFailedPrecondition);
+  }
+  const std::string folder = FolderOf(tenant);
+  const std::string parent = absl::StrCat(options_.path, "/", folder);
+  const std::string path = FileOf(tenant, id);
+  const int64_t groups = (tags.rows + tags.page_size - 1) / tags.page_size;
+  const int64_t chain = pages->state.chain == nullptr ? 0 : pages->state.chain->rows();
+  Room room = {groups * (tags.group_bytes + kGroupSpareBytes) + chain * kTokenBytes + kSpareBytes,
+               RoomOf(path).files == 0 ? 1 : 0};
+  absl::Status status = TakeRoom(folder, room);
+  if (!status.ok()) return status;
+  const absl::Cleanup give_back = [&] { ReturnRoom(folder, room); };
+  if (mkdir(parent.c_str(), 0700) == 0) {
+    fsync(lock_);
+  } else if (errno != EEXIST) {
+    return SystemError(parent, "mkdir", errno);
+  }
+  const std::string aside = absl::StrCat(path, ".", next_aside_.fetch_add(1), kAside);
+  auto file = CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose));
+  if (!file.ok()) return file.status();
+  const absl::StatusOr<v1::CheckpointHeader> header = Write(engine, tenant, *pages, file->get());
+  if (!header.ok()) return header.status();
+  const MutexLock lock(names_);
+  const Room before = RoomOf(path);
+  status = (*file)->Publish();
+  // Also where it failed: the name may be the new file's.
+  const Room after = RoomOf(path);
+  room.bytes -= after.bytes - before.bytes;
+  room.files -= after.files - before.files;
+  if (!status.ok()) return status;
+  return InfoOf(*header, (*file)->bytes());
+}
+
+absl::StatusOr<v1::CheckpointHeader> CheckpointStore::ReadHeader(CheckpointReader* file) const {
+  std::string frame;
+  const absl::StatusOr<bool> read = file->Next(&frame);
+  if (!read.ok()) return read.status();
+  v1::CheckpointHeader header;
+  if (*read && header.ParseFromString(frame)) return header;
+  return MakeError(absl::StatusCode::kDataLoss, "a checkpoint without a header",
+                   {.reason = "checkpoint_damaged"});
+}
+
+absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
+                                                                 const std::string& tenant,
+                                                                 SequenceId id,
+                                                                 const std::string& client_id,
+                                                                 int64_t lease_ms) {
+  auto file = CheckpointReader::Open(FileOf(tenant, id), DeriveKey(key_, kFilePurpose));
+  if (!file.ok()) return file.status();
+  const absl::StatusOr<v1::CheckpointHeader> header = ReadHeader(file->get());
+  if (!header.ok()) return header.status();
+  if (header->tenant() != tenant || header->sequence_id() != id) {
+    return MakeError(absl::StatusCode::kDataLoss, "the checkpoint is of another sequence",
+                     {.reason = "checkpoint_damaged"});
+  }
+  scheduler::ImportArgs args;
+  args.tenant = tenant;
+  args.model_id = header->pages().model().model_id();
+  args.client_id = client_id.empty() ? header->client_id() : client_id;
+  args.lease_ms = lease_ms;
+  args.restored_id = id;
+  absl::Status status = ParseHeader(header->pages(), engine->limits(), &args.tags);
+  if (!status.ok()) return status;
+  const absl::StatusOr<scheduler::MovingPages> pages = engine->BeginImport(args);
+  if (!pages.ok()) return pages.status();
+  scheduler::SequenceState state;
+  if (header->has_not_finite_from()) {
+    state.not_finite_from = static_cast<int64_t>(header->not_finite_from());
+  }
+  state.chain = ChainOf(header->prefix(), args.tags.page_size);
+  state.declared = static_cast<int32_t>(header->prefix().declared());
+  std::string frame;
+  v1::PagesPart part;
+  const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
+    const absl::StatusOr<bool> read = (*file)->Next(&frame);
+    if (!read.ok()) return read.status();
+    if (!*read) return nullptr;
+    if (part.ParseFromString(frame)) return &part;
+    return MakeError(absl::StatusCode::kDataLoss, "a checkpoint's frame is no part",
+                     {.reason = "checkpoint_damaged"});
+  };
+  uint64_t bytes = 0;
+  const int64_t chunk = std::max(options_.chunk_bytes, kSentChunkBytes);
+  return TakePages(engine, tenant, *pages, chunk, next, &state, &bytes);
+}
+
+std::vector<CheckpointInfo> CheckpointStore::List(const std::string& tenant) {
+  std::vector<CheckpointInfo> list;
+  std::error_code failed;
+  const std::string parent = absl::StrCat(options_.path, "/", FolderOf(tenant));
+  for (fs::directory_iterator at(parent, failed), end; !failed && at != end; at.increment(failed)) {
+    CheckpointInfo info;
+    if (at->path().extension() != kSuffix ||
+        !absl::SimpleHexAtoi(at->path().stem().string(), &info.id)) {
+      continue;
+    }
+    info.bytes = RoomOf(at->path()).bytes;
+    auto file = CheckpointReader::Open(at->path(), DeriveKey(key_, kFilePurpose));
+    if (file.ok()) {
+      const auto header = ReadHeader(file->get());
+      if (header.ok() && header->tenant() == tenant) info = InfoOf(*header, info.bytes);
+    }
+    list.push_back(std::move(info));
+  }
+  std::sort(list.begin(), list.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  return list;
+}
+
+bool CheckpointStore::Drop(const std::string& tenant, SequenceId id) {
+  const std::string path = FileOf(tenant, id);
+  const MutexLock lock(names_);
+  const Room room = RoomOf(path);
+  if (unlink(path.c_str()) != 0) return false;
+  ReturnRoom(FolderOf(tenant), room);
+  return true;
+}
+
+}  // namespace mla::server

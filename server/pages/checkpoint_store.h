@@ -1,0 +1,107 @@
+// Checkpoints of sequences in a folder: one file each, named by tenant and sequence. What Save has
+// answered is on the disk; a file that was not finished has no name.
+//
+//   PATH/key                        32 bytes, made at the first start; read by its owner alone
+//   PATH/TENANT/SEQUENCE.ckpt       TENANT: the first 16 bytes of the name's SHA-256; hexadecimal
+//
+// Threading: any thread. One server a folder: it is locked.
+#ifndef MLA_SERVER_PAGES_CHECKPOINT_STORE_H_
+#define MLA_SERVER_PAGES_CHECKPOINT_STORE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "mla/v1/checkpoint.pb.h"
+#include "scheduler/engine.h"
+#include "server/pages/checkpoint_file.h"
+
+namespace mla::server {
+
+struct CheckpointInfo {
+  scheduler::SequenceId id = 0;
+  uint64_t epoch = 0;
+  int64_t rows = 0;
+  int64_t bytes = 0;  // of the file
+  std::string model_id;
+  int64_t saved_unix_ms = 0;
+};
+
+struct CheckpointStoreOptions {
+  std::string path;
+  int64_t bytes = 0;         // of all files
+  int64_t tenant_bytes = 0;  // of one tenant's
+  int32_t tenant_files = 0;  // of one tenant
+  int64_t chunk_bytes = 0;   // of a part, at most
+};
+
+class CheckpointStore final {
+ public:
+  // Makes the folder and its key where there are none, and removes what was not finished.
+  // FAILED_PRECONDITION: another server uses the folder, or the key is no key or others may read
+  // it. UNAVAILABLE: the system fails.
+  static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(
+      const CheckpointStoreOptions& options);
+  ~CheckpointStore();
+
+  // Secret for the engine's prefix keys: the same after every start.
+  kvcache::PrefixSecret prefix_secret() const;
+
+  // Writes the committed rows of a sequence, and replaces an earlier checkpoint of it. `epoch`: the
+  // one that the caller knows. FAILED_PRECONDITION without rows, RESOURCE_EXHAUSTED beyond a bound,
+  // UNAVAILABLE where the disk is full or fails; the earlier checkpoint stays then.
+  absl::StatusOr<CheckpointInfo> Save(scheduler::Engine* engine, const std::string& tenant,
+                                      scheduler::SequenceId id, uint64_t epoch);
+  // Opens the sequence again, under its id and with another epoch. NOT_FOUND without a checkpoint,
+  // DATA_LOSS where it is damaged, ALREADY_EXISTS while it is open; else as an import.
+  absl::StatusOr<scheduler::SequenceInfo> Restore(scheduler::Engine* engine,
+                                                  const std::string& tenant,
+                                                  scheduler::SequenceId id,
+                                                  const std::string& client_id, int64_t lease_ms);
+  // Of the tenant, by id; damaged ones have no rows.
+  std::vector<CheckpointInfo> List(const std::string& tenant);
+  // False if there was none.
+  bool Drop(const std::string& tenant, scheduler::SequenceId id);
+
+ private:
+  explicit CheckpointStore(const CheckpointStoreOptions& options) : options_(options) {}
+  absl::Status Prepare();
+  absl::Status ReadKey();
+  absl::Status Scan();
+  std::string FolderOf(const std::string& tenant) const;
+  std::string FileOf(const std::string& tenant, scheduler::SequenceId id) const;
+  absl::StatusOr<v1::CheckpointHeader> ReadHeader(CheckpointReader* file) const;
+  struct Room {
+    int64_t bytes = 0;
+    int64_t files = 0;
+  };
+  // What a file takes; nothing if there is none.
+  static Room RoomOf(const std::string& path);
+  // Takes room for so much more of a tenant's, if there is.
+  absl::Status TakeRoom(const std::string& folder, const Room& more);
+  void ReturnRoom(const std::string& folder, const Room& less);
+  // Writes aside what the engine has of the sequence; its header.
+  absl::StatusOr<v1::CheckpointHeader> Write(scheduler::Engine* engine, const std::string& tenant,
+                                             const scheduler::MovingPages& pages,
+                                             CheckpointWriter* file);
+
+  const CheckpointStoreOptions options_;
+  int lock_ = -1;
+  CheckpointKey key_ = {};
+  Mutex names_;  // held while files get and lose their names, so that room is counted right
+  Mutex mutex_ ABSL_ACQUIRED_AFTER(names_);
+  std::map<std::string, Room> used_ ABSL_GUARDED_BY(mutex_);  // by tenant's folder
+  int64_t used_by_all_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::atomic<uint64_t> next_aside_ = 1;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_PAGES_CHECKPOINT_STORE_H_

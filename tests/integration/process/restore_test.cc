@@ -1,0 +1,233 @@
+// Checkpoints across restarts of a server process, which is killed at any time: what was answered
+// is there, and is what was written.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/processes.h"
+#include "tests/integration/worker.h"
+
+namespace mla::integration {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+class RestoreTest : public ::testing::Test {
+ protected:
+  RestoreTest() { Start(); }
+
+  void Start() {
+    server_ = std::make_unique<ServerProcess>(
+        std::vector<std::string>{absl::StrCat("--checkpoint-path=", folder_.File("saved"))});
+    client_ = Connect();
+    worker_ = std::make_unique<Worker>(client_.get(), Dims(), "m", 1);
+  }
+  void Kill() {
+    worker_.reset();
+    server_->Signal(SIGKILL);
+    server_->Wait();
+    client_.reset();
+  }
+  std::unique_ptr<client::Client> Connect() {
+    auto client = client::Client::Connect(server_->target(), {});
+    EXPECT_TRUE(client.ok()) << client.status();
+    return *std::move(client);
+  }
+  Track MakeTrack(uint32_t rows) {
+    Track track = *worker_->Open();
+    const absl::Status status = worker_->Step({&track}, {rows}, v1::PROFILE_ABSORBED);
+    EXPECT_TRUE(status.ok()) << status;
+    return track;
+  }
+  // What a sequence is after a restart, as a track that goes on.
+  absl::StatusOr<Track> Restore(uint64_t id, const DenseCache& cache) {
+    auto sequences = client_->Restore({id});
+    if (!sequences.ok()) return sequences.status();
+    EXPECT_EQ(sequences->size(), 1u);
+    return Track{std::move(sequences->front()), cache};
+  }
+  std::vector<fs::path> Files() {
+    std::vector<fs::path> files;
+    for (const auto& at : fs::recursive_directory_iterator(folder_.File("saved"))) {
+      if (at.path().extension() == ".ckpt") files.push_back(at.path());
+    }
+    return files;
+  }
+
+  const TempFolder folder_;
+  std::unique_ptr<ServerProcess> server_;
+  std::unique_ptr<client::Client> client_;
+  std::unique_ptr<Worker> worker_;
+};
+
+TEST_F(RestoreTest, RowsOutliveTheServer) {
+  Track track = MakeTrack(11);
+  const uint64_t id = track.sequence.id();
+  const uint64_t epoch = track.sequence.epoch();
+  ASSERT_TRUE(client_->Checkpoint({id}).ok());
+  const DenseCache saved = track.cache;
+  ASSERT_TRUE(worker_->Step({&track}, {3}, v1::PROFILE_ABSORBED).ok());  // not saved
+  EXPECT_EQ(client_->Restore({id}).status().code(), absl::StatusCode::kAlreadyExists);
+  track.sequence.Detach();
+  Kill();
+  Start();
+  auto restored = Restore(id, saved);
+  ASSERT_TRUE(restored.ok()) << restored.status();
+  EXPECT_EQ(restored->sequence.id(), id);
+  EXPECT_NE(restored->sequence.epoch(), epoch);  // calls of before are refused
+  EXPECT_EQ(restored->sequence.length(), 11u);
+  for (const uint32_t rows : {1, 5}) {
+    const absl::Status status = worker_->Step({&*restored}, {rows}, v1::PROFILE_ABSORBED);
+    EXPECT_TRUE(status.ok()) << status;
+  }
+}
+
+TEST_F(RestoreTest, PrefixesAreFoundAgain) {
+  v1::Prefix prefix;
+  for (uint32_t token = 1; token <= 11; ++token) prefix.add_token_ids(token);
+  prefix.set_salt("s");
+  Track track = MakeTrack(11);
+  ASSERT_TRUE(track.sequence.Match(prefix).ok());
+  const uint64_t id = track.sequence.id();
+  ASSERT_TRUE(client_->Checkpoint({id}).ok());
+  track.sequence.Detach();
+  Kill();
+  Start();
+  EXPECT_EQ(client_->OpenSequence("m", "", prefix)->length(), 0u);  // nothing is there yet
+  auto restored = Restore(id, track.cache);
+  ASSERT_TRUE(restored.ok()) << restored.status();
+  auto shared = client_->OpenSequence("m", "", prefix);
+  EXPECT_EQ(shared->length(), 8u);  // whole pages, while the sequence is open
+  prefix.set_salt("another");
+  EXPECT_EQ(client_->OpenSequence("m", "", prefix)->length(), 0u);
+  Track other{*std::move(shared), track.cache};
+  other.cache.Truncate(worker_->dims(), 8);
+  EXPECT_TRUE(worker_->Step({&other}, {2}, v1::PROFILE_ABSORBED).ok());
+}
+
+TEST_F(RestoreTest, NothingThatWasAnsweredIsMissingAfterAKillUnderLoad) {
+  for (int round = 0; round < 3; ++round) {
+    Track track = MakeTrack(5);
+    const uint64_t id = track.sequence.id();
+    std::vector<DenseCache> history;  // by the rows that were there at each checkpoint
+    std::atomic<size_t> answered{0};
+    history.reserve(1000);
+    // Another client keeps the server busy meanwhile.
+    std::atomic<bool> stop{false};
+    std::thread load([&] {
+      const auto client = Connect();
+      Worker worker(client.get(), Dims(), "m", 9);
+      while (!stop) {
+        auto other = worker.Open();
+        if (!other.ok() || !worker.Step({&*other}, {7}, v1::PROFILE_ABSORBED).ok()) break;
+      }
+    });
+    std::thread killer([&] {
+      while (answered < 3 + static_cast<size_t>(round) * 2) std::this_thread::yield();
+      server_->Signal(SIGKILL);
+    });
+    while (true) {
+      history.push_back(track.cache);
+      if (!client_->Checkpoint({id}).ok()) break;
+      ++answered;
+      if (!worker_->Step({&track}, {2}, v1::PROFILE_ABSORBED).ok()) break;
+    }
+    killer.join();
+    stop = true;
+    load.join();
+    track.sequence.Detach();
+    worker_.reset();
+    server_->Wait();
+    client_.reset();
+    Start();
+    auto listed = client_->ListCheckpoints();
+    ASSERT_TRUE(listed.ok()) << listed.status();
+    auto restored = Restore(id, DenseCache(Dims().layers));
+    ASSERT_TRUE(restored.ok()) << restored.status();
+    // The last that was answered, or one that the kill came in the way of answering.
+    const size_t least = history[answered - 1].layer[0].size();
+    const size_t rows = restored->sequence.length() * static_cast<size_t>(Dims().row());
+    ASSERT_GE(rows, least);
+    for (const DenseCache& one : history) {
+      if (one.layer[0].size() == rows) restored->cache = one;
+    }
+    ASSERT_EQ(restored->cache.layer[0].size(), rows);
+    const absl::Status status = worker_->Step({&*restored}, {1}, v1::PROFILE_ABSORBED);
+    EXPECT_TRUE(status.ok()) << status;
+    ASSERT_TRUE(client_->DropCheckpoints({id}).ok());
+  }
+}
+
+TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
+  Track track = MakeTrack(11);
+  const uint64_t id = track.sequence.id();
+  ASSERT_TRUE(client_->Checkpoint({id}).ok());
+  track.sequence.Detach();
+  Kill();
+  const fs::path file = Files().at(0);
+  std::ifstream in(file, std::ios::binary);
+  const std::string whole{std::istreambuf_iterator<char>(in), {}};
+  Start();
+  const auto refused = [&](const std::string& bytes) {
+    std::ofstream(file, std::ios::binary | std::ios::trunc) << bytes;
+    return client_->Restore({id}).status();
+  };
+  std::string changed = whole;
+  changed[whole.size() - 200] ^= 1;
+  EXPECT_EQ(refused(changed).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(refused(whole.substr(0, whole.size() / 2)).code(), absl::StatusCode::kDataLoss);
+  // Torn at a border of frames: the rows are not all there.
+  EXPECT_FALSE(refused(whole.substr(0, whole.size() - 4 - 34 - 16)).ok());
+  changed = whole;
+  changed[8] = 9;
+  EXPECT_THAT(std::string(refused(changed).message()), HasSubstr("version 9"));
+  EXPECT_EQ(client_->ListCheckpoints()->checkpoints(0).length(), 0u);
+  EXPECT_EQ(client_->GetStats()->sequences(), 0u);
+  EXPECT_EQ(client_->GetStats()->page_groups_used(), 0u);
+  std::ofstream(file, std::ios::binary | std::ios::trunc) << whole;
+  EXPECT_TRUE(Restore(id, track.cache).ok());
+}
+
+TEST_F(RestoreTest, CheckpointsAreTheTenantsOwnAndNeedTheirModel) {
+  Track track = MakeTrack(6);
+  const uint64_t id = track.sequence.id();
+  ASSERT_TRUE(client_->Checkpoint({id}).ok());
+  client::ClientOptions other;
+  other.tenant = "other";
+  const auto stranger = *client::Client::Connect(server_->target(), other);
+  EXPECT_EQ(stranger->ListCheckpoints()->checkpoints_size(), 0);
+  EXPECT_EQ(stranger->Restore({id}).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(stranger->DropCheckpoints({id})->not_found_size(), 1);
+  EXPECT_EQ(stranger->Checkpoint({id}).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(track.sequence.Release().ok());
+  ASSERT_TRUE(client_->UnregisterModel("m").ok());
+  EXPECT_EQ(client_->Restore({id}).status().code(), absl::StatusCode::kNotFound);
+  Dims dims;
+  dims.layers = 3;
+  ASSERT_TRUE(client_->RegisterModel(SpecOf(dims, "m")).ok());
+  EXPECT_EQ(client_->Restore({id}).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(client_->DropCheckpoints({id})->dropped(), 1u);
+  EXPECT_EQ(client_->ListCheckpoints()->checkpoints_size(), 0);
+}
+
+TEST_F(RestoreTest, AServerWithoutAFolderSaysSo) {
+  const ServerProcess plain({});
+  const auto client = *client::Client::Connect(plain.target(), {});
+  EXPECT_EQ(client->Checkpoint({1}).status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(Shell(plain.Mlactl("checkpoints")).code, 3);
+  const Result listed = Shell(server_->Mlactl("checkpoints"));
+  EXPECT_EQ(listed.code, 0) << listed.output;
+}
+
+}  // namespace
+}  // namespace mla::integration
