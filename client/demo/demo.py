@@ -4,8 +4,8 @@ Starts the server, prefills a text that the model never saw and generates greedi
 attention remote, in the EXPANDED and in the ABSORBED profile; checks every token against the same
 model run locally in float32, and the check itself against two broken attentions; then two workers
 at once, a fork that continues two ways, a verified draft and a truncation, two turns that share a
-prefix, and a beam search. The last line says how it went; the exit status is 1 unless all of it
-went well.
+prefix, a beam search, and a server that is killed and restores a sequence. The last line says how
+it went; the exit status is 1 unless all of it went well.
 
 --model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
 times the heads and a mixture of experts; `v32` is the trained one with sparse attention as in
@@ -24,11 +24,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # pylint: disable=wrong-import-position
 import argparse
+import contextlib
 import logging
 import pathlib
 import sys
+import tempfile
 import time
-from typing import Any, List, Optional
+from typing import Any, Iterator, List, Optional
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
@@ -44,7 +46,7 @@ from generate import SEQUENCE_LEASE_MS, Phase
 from mla_client.testing import ServerProcess
 from mla_client.transport import TRANSPORTS
 from recording import Recorder, Writer
-from sharing import beams, prefix
+from sharing import beams, prefix, restore
 from v32 import run as v32
 from workers import WorkerReport, run_workers
 
@@ -53,6 +55,7 @@ PROMPT_BYTES = 896
 TOKENS = 128
 WORKER_TOKENS = 32
 WORKER_ROUNDS = 10
+QUESTION_BYTES = 32  # to the server that was started again
 MODEL_ID = "demo-deepseek-v3"
 PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
 
@@ -60,11 +63,12 @@ PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
 class Demo:
     """The scenes and what came of them."""
 
-    def __init__(self, model: models.Model, target: str, transport: str = "auto",
+    def __init__(self, model: models.Model, server: ServerProcess, transport: str = "auto",
                  kv_format: str = "bf16", writer: Optional[Writer] = None):
-        """`writer` records the requests to the server; None: nothing is recorded."""
+        """`server` is running and keeps checkpoints. `writer` records the requests to it; None:
+        nothing is recorded."""
         self.started = time.monotonic()
-        self.target = target
+        self.server = server
         self.transport = transport
         self.kv_format = kv_format
         self.writer = writer
@@ -110,9 +114,24 @@ class Demo:
         beams_ok = beams.search(runs[0], self.local, lambda: client.stats().copies_on_write,
                                 self.say)
         self.judge(beams_ok, f"beams {word(beams_ok)}")
-        for run in runs:
-            run.generator.sequence.release()
+        runs[1].generator.sequence.release()
+        restore_ok = restore.crash(runs[0], client, self.restarted,
+                                   self.prompt[:QUESTION_BYTES], self.local, self.say)
+        self.judge(restore_ok, f"restore {word(restore_ok)}")
         return self.ok
+
+    def connect(self) -> mla_client.Client:
+        """To the server that is running."""
+        return mla_client.Client.connect(self.server.target, transport=self.transport,
+                                         lease_ms=SEQUENCE_LEASE_MS)
+
+    @contextlib.contextmanager
+    def restarted(self) -> Iterator[mla_client.Model]:
+        """The server is killed and starts again: the model as it then has it."""
+        self.server.kill()
+        self.server.start()
+        with self.connect() as client:
+            yield register(client, self.model, MODEL_ID, self.kv_format)
 
     def run_profile(self, service: mla_client.Service, registered: mla_client.Model,
                     profile: mla_client.Profile) -> scenes.Run:
@@ -143,7 +162,7 @@ class Demo:
         prompts = [self.prompt, self.prompt[half:] + self.prompt[:half]]
         for attempt in range(1, WORKER_ROUNDS + 1):
             before = client.stats()
-            reports = run_workers(self.target, self.transport, self.model, spec, prompts,
+            reports = run_workers(self.server.target, self.transport, self.model, spec, prompts,
                                   WORKER_TOKENS, self.writer, attempt)
             after = client.stats()
             good = all([self.check_worker(prompt, report)
@@ -237,11 +256,12 @@ def main() -> int:
     try:
         if args.model == "v32":
             return 0 if v32.run(trained.load(), args.server, server_args, args.transport) else 1
-        with ServerProcess(args.server, server_args) as server:
-            demo = Demo(MODELS[args.model](), server.target, args.transport,
-                        args.kv_format, args.record and Writer(args.record))
-            with mla_client.Client.connect(server.target, transport=args.transport,
-                                           lease_ms=SEQUENCE_LEASE_MS) as client:
+        with tempfile.TemporaryDirectory(prefix="mla-demo-") as folder, \
+                ServerProcess(args.server, [f"--checkpoint-path={folder}/checkpoints",
+                                            *server_args]) as server:
+            demo = Demo(MODELS[args.model](), server, args.transport, args.kv_format,
+                        args.record and Writer(args.record))
+            with demo.connect() as client:
                 ok = demo.run(client)
             if demo.writer is not None:
                 demo.writer.close()

@@ -1,5 +1,8 @@
 """The scenes of shared rows, with attention computed by LocalReference."""
 
+import contextlib
+import dataclasses
+import tempfile
 import unittest
 
 import attention
@@ -8,8 +11,9 @@ import mla_client
 import model as models
 import numpy as np
 import scenes
+import server_binary
 from mla_client.types import PrefixMatch
-from sharing import beams, prefix
+from sharing import beams, prefix, restore
 
 SMALL = models.Config(hidden=64, layers=3, heads=2, q_lora=32, kv_lora=32, nope=16, rope=8, v=16,
                       dense_width=64, expert_width=32, experts=4)
@@ -110,6 +114,42 @@ class BeamsTest(unittest.TestCase):
 
     def test_a_faulty_service_is_found(self):
         ok, said = search(Shifted(exact=True))
+        self.assertFalse(ok, said)
+
+
+class RestoreTest(unittest.TestCase):
+    """Against a server, which is killed and starts again."""
+
+    def crash(self, change=lambda run: run):
+        """Whether the scene passes with what `change` makes of the run, and what was said."""
+        model = models.seeded(SMALL)
+        said = []
+        with tempfile.TemporaryDirectory() as folder:
+            server = server_binary.start(f"--checkpoint-path={folder}/saved")
+            self.addCleanup(server.stop)
+
+            @contextlib.contextmanager
+            def restarted():
+                server.kill()
+                server.start()
+                with mla_client.Client.connect(server.target) as client:
+                    yield attention.register(client, model, "small")
+
+            with mla_client.Client.connect(server.target) as client:
+                registered = attention.register(client, model, "small")
+                run = scenes.generate(model, client, registered, mla_client.Profile.EXPANDED,
+                                      PROMPT[:50], 8, said.append)
+                ok = restore.crash(change(run), client, restarted, PROMPT[50:60],
+                                   checks.LocalModel(model), said.append)
+        return ok, said
+
+    def test_a_conversation_goes_on(self):
+        ok, said = self.crash()
+        self.assertTrue(ok, said)
+        self.assertIn("restore: 57 rows", said[-1])
+
+    def test_rows_of_another_conversation_are_found(self):
+        ok, said = self.crash(lambda run: dataclasses.replace(run, prompt=run.prompt[::-1]))
         self.assertFalse(ok, said)
 
 

@@ -57,6 +57,13 @@ class ServerProcess:
                     raise RuntimeError(f"server did not come up: {error}\n{log_text}") from error
             time.sleep(0.05)
 
+    def kill(self) -> None:
+        """Ends it at once, as a crash does. It may be started again, with the same target."""
+        assert self._process is not None, "not started"
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
     def stop(self) -> int:
         """Asks it to drain and end; returns its exit status. Killed if it takes too long."""
         status = 0
