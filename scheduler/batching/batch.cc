@@ -95,7 +95,7 @@ MonotonicNanos BatchPolicy::HeldUntil(const StreamRequest& request) const {
   return group == nullptr || !HeadSliceTable::Ready(*group) ? 0 : slices_.HeldUntil(*group);
 }
 
-bool BatchPolicy::Goes(const StreamRequest& request, MonotonicNanos now) const {
+bool BatchPolicy::MayLaunch(const StreamRequest& request, MonotonicNanos now) const {
   const SliceGroup* const group = request.engine.group;
   if (group == nullptr) return Ready(request);
   return HeadSliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
@@ -318,7 +318,7 @@ RequestQueue* BatchPolicy::Leader(const Round& round) const {
     bool goes = false;
     for (RequestQueue* queue : share->queues) {
       const StreamRequest* request = queue->head;
-      while (request != nullptr && !Goes(*request, round.now)) {
+      while (request != nullptr && !MayLaunch(*request, round.now)) {
         request = WaitingRequests::NextInQueue(request);
       }
       if (request == nullptr) {
@@ -345,7 +345,7 @@ const StreamRequest* BatchPolicy::OldestBulk(const Round& round) const {
       if (!FitsKey(*queue, round.batch)) continue;
       const StreamRequest* request = queue->head;
       while (request != nullptr &&
-             (!Goes(*request, round.now) || StageOf(*request) == Stage::kDecode)) {
+             (!MayLaunch(*request, round.now) || StageOf(*request) == Stage::kDecode)) {
         request = WaitingRequests::NextInQueue(request);
       }
       if (request == nullptr) continue;
@@ -382,7 +382,7 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
       continue;
     }
     StreamRequest* next = WaitingRequests::NextInQueue(request);
-    if (Goes(*request, round.now)) {
+    if (MayLaunch(*request, round.now)) {
       const Stage stage = StageOf(*request);
       if ((stage == Stage::kDecode) == (kind == Kind::kDecode)) {
         // Siblings leave the queue with it.

@@ -184,7 +184,7 @@ class BatchPolicy {
   };
   enum class Kind : uint8_t { kDecode, kBulk };
 
-  bool Goes(const StreamRequest& request, MonotonicNanos now) const;
+  bool MayLaunch(const StreamRequest& request, MonotonicNanos now) const;
   Demand DemandOf(const StreamRequest& request) const;
   int64_t PiecesOf(const StreamRequest& request) const;
   // The queue whose requests decide the launch's key, or null when none of any that compute is

@@ -77,7 +77,7 @@ HeadSliceTable::HeadSliceTable(const Limits& limits)
   free_.reserve(limits.queue_requests);
 }
 
-bool HeadSliceTable::Gains(const StreamRequest& request) const {
+bool HeadSliceTable::JoinsSiblings(const StreamRequest& request) const {
   const AttendArgs& args = request.attend;
   const Step& step = *request.engine.step;
   const Model& model = *step.model;
@@ -144,7 +144,7 @@ void HeadSliceTable::Recount(SliceGroup* group) const {
   }
 }
 
-void HeadSliceTable::NoteWhoIsAwaited(const Step& step, int32_t layer) {
+void HeadSliceTable::MarkAwaitedRanks(const Step& step, int32_t layer) {
   for (SliceGroup* group = step.layers[layer].slices; group != nullptr; group = group->next) {
     group->awaits = step.participants > 1 && !HasAllHeads(*group) && AwaitsSomeone(*group);
   }
@@ -163,7 +163,7 @@ void HeadSliceTable::NoteArrival(const StreamRequest& request) const {
 }
 
 void HeadSliceTable::Join(StreamRequest* request) {
-  if (!Gains(*request)) return;
+  if (!JoinsSiblings(*request)) return;
   if (request->engine.rows_done == 0) NoteArrival(*request);
   SliceGroup* const group = GroupFor(*request);
   request->engine.group = group;
@@ -181,7 +181,7 @@ void HeadSliceTable::Join(StreamRequest* request) {
     group->since = request->engine.arrival_ns;
   }
   Recount(group);
-  NoteWhoIsAwaited(*group->step, group->layer);
+  MarkAwaitedRanks(*group->step, group->layer);
 }
 
 void HeadSliceTable::Leave(StreamRequest* request) {
@@ -199,7 +199,7 @@ void HeadSliceTable::Leave(StreamRequest* request) {
   } else {
     Recount(group);
   }
-  NoteWhoIsAwaited(step, layer);
+  MarkAwaitedRanks(step, layer);
 }
 
 GroupOutcome HeadSliceTable::Launch(SliceGroup* group, int32_t rows) {
@@ -226,7 +226,7 @@ GroupOutcome HeadSliceTable::Launch(SliceGroup* group, int32_t rows) {
   }
   const int32_t layer = group->layer;
   Free(group);
-  NoteWhoIsAwaited(step, layer);
+  MarkAwaitedRanks(step, layer);
   return outcome;
 }
 

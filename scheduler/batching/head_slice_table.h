@@ -84,13 +84,13 @@ class HeadSliceTable {
   static StreamRequest* Next(const StreamRequest* member) { return member->engine.sibling; }
 
  private:
-  bool Gains(const StreamRequest& request) const;
+  bool JoinsSiblings(const StreamRequest& request) const;
   // The request has come: its stream is waited for again if it has come in time.
   void NoteArrival(const StreamRequest& request) const;
   SliceGroup* GroupFor(const StreamRequest& request);
   void Recount(SliceGroup* group) const;
   // Whom each group of the layer waits for follows from all of them.
-  static void NoteWhoIsAwaited(const Step& step, int32_t layer);
+  static void MarkAwaitedRanks(const Step& step, int32_t layer);
   void Free(SliceGroup* group);
 
   const int64_t wait_ns_;

@@ -46,14 +46,15 @@ class FaultyBackend final : public kernels::AttentionBackend {
   // The expanded form for bf16 queries alone, from kExpandedRows on.
   static constexpr int32_t kExpandedRows = 4;
   void SetExpandedBf16Only() { expanded_bf16_only_ = true; }
-  // These may be called from other threads: the device is lost, or launches hang until LetGo.
+  // These may be called from other threads: the device is lost, or launches are held until
+  // ReleaseLaunches.
   void SetUnhealthy() { unhealthy_ = true; }
-  void Hang() { hung_ = true; }
-  void LetGo() {
-    hung_ = false;
-    hung_.notify_all();
+  void HoldLaunches() { held_ = true; }
+  void ReleaseLaunches() {
+    held_ = false;
+    held_.notify_all();
   }
-  bool hanging() const { return hanging_; }  // a launch does
+  bool holds_launch() const { return holds_launch_; }  // a launch is held now
 
   // Looks like a device with memory of its own, which takes two launches at a time.
   void SetTwoSlots() {
@@ -136,9 +137,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   bool Done(int32_t slot) override { return inner_->Done(slot); }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
-    hanging_ = hung_.load();
-    hung_.wait(true);
-    hanging_ = false;
+    holds_launch_ = held_.load();
+    held_.wait(true);
+    holds_launch_ = false;
     absl::StatusOr<int64_t> waited = inner_->Wait(slot);
     if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
     return waited;
@@ -168,7 +169,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t compared_rows_ = 0, reads_ = 0;
   int64_t attended_records_ = 0;
   int64_t attended_heads_ = 0;
-  std::atomic<bool> unhealthy_{false}, hung_{false}, hanging_{false};
+  std::atomic<bool> unhealthy_{false}, held_{false}, holds_launch_{false};
 };
 
 }  // namespace mla::scheduler::testing

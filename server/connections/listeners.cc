@@ -7,8 +7,6 @@
 #include <grpcpp/server_builder.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <climits>
@@ -67,20 +65,6 @@ bool WantsIntrospection(const Config& config) {
 
 int MillisOrUnlimited(int64_t ms) {
   return ms == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(ms, INT_MAX));
-}
-
-// A socket file that is in the way is replaced, which must not happen to a living server's.
-bool SomebodyServes(const std::string& path) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof(address.sun_path)) return false;
-  path.copy(address.sun_path, path.size());
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) return false;
-  const bool connected =
-      connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
-  close(fd);
-  return connected;
 }
 
 void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
@@ -169,7 +153,7 @@ absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOpt
     const absl::Status placed =
         PrepareSocketFolder("server.unix_path", unix_path, config.listen.open_folder);
     if (!placed.ok()) return placed;
-    if (SomebodyServes(unix_path)) {
+    if (IsServed(unix_path, SOCK_STREAM)) {
       return absl::UnavailableError(absl::StrCat("unix:", unix_path, ": another server is there"));
     }
     // The socket file is group and owner only, from its first moment. Beside TLS, where a caller

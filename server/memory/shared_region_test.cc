@@ -49,7 +49,7 @@ class Backend {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return asked_; });
   }
-  void LetGo() {
+  void Release() {
     const std::lock_guard lock(mutex_);
     holding_ = false;
     changed_.notify_all();
@@ -133,7 +133,7 @@ TEST_F(SharedRegionTest, WhoLetsTheLastRequestGoDoesNotWaitForTheBackend) {
   backend_.AwaitAsked();
   EXPECT_EQ(table_->mapped_bytes(), bytes) << "counted for as long as it is mapped";
   EXPECT_EQ(table_->count(), 0);
-  backend_.LetGo();
+  backend_.Release();
   EXPECT_EQ(MappedAfterClosing(), 0);
   ASSERT_EQ(backend_.unmapped_by().size(), 1u);
   EXPECT_NE(backend_.unmapped_by()[0], std::this_thread::get_id());
@@ -148,7 +148,7 @@ TEST_F(SharedRegionTest, RoomThatIsBeingMadeIsWaitedFor) {
   backend_.Hold();
   End(std::move(first));
   backend_.AwaitAsked();
-  std::thread later([this] { backend_.LetGo(); });
+  std::thread later([this] { backend_.Release(); });
   auto third = table_->Create("a", 5000, 4096);
   later.join();
   EXPECT_TRUE(third.ok()) << third.status();
@@ -165,10 +165,10 @@ TEST_F(SharedRegionTest, ABackendThatNeverLetsGoOnlyCostsItsRegion) {
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
   EXPECT_GE(std::chrono::steady_clock::now() - begin, SharedRegionTable::kCloseWait);
   EXPECT_TRUE(table_->Create("b", 5000, 4096).ok());
-  backend_.LetGo();
+  backend_.Release();
 }
 
-TEST_F(SharedRegionTest, TheTablesEndUnmapsWhatWasLetGoAndLeavesWhatIsUsed) {
+TEST_F(SharedRegionTest, TheTablesEndUnmapsWhatWasReleasedAndLeavesWhatIsUsed) {
   auto kept = Make();
   End(Make());
   std::shared_ptr<SharedRegion> used = kept;

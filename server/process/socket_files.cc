@@ -1,7 +1,9 @@
 #include "server/process/socket_files.h"
 
 #include <grp.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -94,6 +96,19 @@ absl::Status PrepareSocketFolder(const std::string& key, const std::string& path
                                  bool open_folder) {
   if (FolderOf(path) == OwnFolder()) mkdir(OwnFolder().c_str(), S_IRWXU);  // or it is there
   return CheckSocketPath(key, path, open_folder, geteuid());
+}
+
+bool IsServed(const std::string& path, int type) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) return false;
+  path.copy(address.sun_path, path.size());
+  const int fd = socket(AF_UNIX, type | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool connected =
+      connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+  close(fd);
+  return connected;
 }
 
 }  // namespace mla::server

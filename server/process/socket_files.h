@@ -36,6 +36,10 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
 // there. To be called before the socket is made.
 absl::Status PrepareSocketFolder(const std::string& key, const std::string& path, bool open_folder);
 
+// Whether a server accepts connections at the socket `path` of type SOCK_STREAM or SOCK_SEQPACKET:
+// its file must not be replaced. False for a path that is too long for a socket.
+bool IsServed(const std::string& path, int type);
+
 }  // namespace mla::server
 
 #endif  // MLA_SERVER_PROCESS_SOCKET_FILES_H_

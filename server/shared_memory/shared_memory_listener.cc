@@ -41,15 +41,6 @@ sockaddr_un Address(const std::string& path) {
   return address;
 }
 
-bool SomebodyServes(const sockaddr_un& address) {
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (fd < 0) return false;
-  const bool connected =
-      connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
-  close(fd);
-  return connected;
-}
-
 int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
 std::optional<uid_t> PeerUser(int descriptor) {
@@ -124,7 +115,7 @@ absl::Status SharedMemoryListener::Bind() {
       !status.ok()) {
     return status;
   }
-  if (SomebodyServes(address)) {
+  if (IsServed(options_.path, SOCK_SEQPACKET)) {
     return absl::UnavailableError(
         absl::StrCat("shm.path ", options_.path, ": another server is there"));
   }

@@ -118,18 +118,18 @@ class RulesTest(unittest.TestCase):
         self.assertEqual(set(recorded()) - names, set())
 
     def test_alerts_explain_themselves(self):
-        manual = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+        manual = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
         for name, rule in alerts().items():
             self.assertIn(rule["labels"]["severity"], ("critical", "warning"), name)
             notes = rule["annotations"]
             self.assertEqual(set(notes), {"summary", "description", "runbook"}, name)
             self.assertIn("$labels.instance", notes["summary"], name)
-            self.assertEqual(notes["runbook"], f"docs/operations.md#{name.lower()}")
-            self.assertIn(f"\n### {name}\n", manual)
+            self.assertEqual(notes["runbook"], f"docs/runbook.md#{name.lower()}")
+            self.assertIn(f"\n## {name}\n", manual)
 
     def test_runbook_has_no_section_of_a_past_alert(self):
-        manual = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-        self.assertEqual(set(re.findall(r"^### (Mla\w+)$", manual, re.M)), set(alerts()))
+        manual = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
+        self.assertEqual(set(re.findall(r"^## (Mla\w+)$", manual, re.M)), set(alerts()))
 
     def test_example_scrapes_the_default_port(self):
         job, = load(FOLDER / "prometheus.yaml")["scrape_configs"]

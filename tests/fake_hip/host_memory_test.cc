@@ -1,5 +1,5 @@
 // Host memory that the device's copies reach by themselves: pinned in place, used beside launches,
-// and let go while some of them run.
+// and released while some of them run.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>

@@ -247,7 +247,7 @@ class SlabPool final {
                     const std::function<bool(int32_t)>* also_free = nullptr) const;
   int64_t CountFree(LayoutId layout, const std::function<bool(int32_t)>* also_free) const;
   // Whether only idle groups of a layout other than this one keep the slab, of its owner if asked.
-  bool KeptByIdle(int32_t slab, LayoutId layout, bool own_only) const;
+  bool HeldByIdleGroups(int32_t slab, LayoutId layout, bool own_only) const;
   // The group's references or pins have changed: it may have become idle, or be so no more.
   void Settle(uint32_t entry, Group& group);
   int32_t AssignRun(LayoutId layout);  // its head, or kNone

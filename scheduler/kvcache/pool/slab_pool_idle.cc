@@ -63,7 +63,7 @@ int64_t SlabPool::GroupRoom(LayoutId layout) const {
   return account == nullptr ? std::numeric_limits<int64_t>::max() : account->GroupRoom();
 }
 
-bool SlabPool::KeptByIdle(int32_t index, LayoutId layout, bool own_only) const {
+bool SlabPool::HeldByIdleGroups(int32_t index, LayoutId layout, bool own_only) const {
   const int32_t head = At(index).head;
   if (head == kNone) return false;
   const Slab& slab = At(head);
@@ -73,7 +73,7 @@ bool SlabPool::KeptByIdle(int32_t index, LayoutId layout, bool own_only) const {
 
 int64_t SlabPool::FreeWithoutIdle(LayoutId layout, bool own_only) const {
   const std::function<bool(int32_t)> kept = [&](int32_t slab) {
-    return KeptByIdle(slab, layout, own_only);
+    return HeldByIdleGroups(slab, layout, own_only);
   };
   return CountFree(layout, &kept);
 }
@@ -81,7 +81,7 @@ int64_t SlabPool::FreeWithoutIdle(LayoutId layout, bool own_only) const {
 std::vector<uint32_t> SlabPool::IdleSlab(LayoutId layout, bool own_only) const {
   std::vector<uint32_t> entries;
   for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()) && entries.empty(); ++s) {
-    if (At(s).head != s || !KeptByIdle(s, layout, own_only)) continue;
+    if (At(s).head != s || !HeldByIdleGroups(s, layout, own_only)) continue;
     steps_ += static_cast<uint64_t>(At(s).groups_total);
     const int64_t group_bytes = Of(At(s).layout).group_bytes;
     for (int32_t g = 0; g < At(s).groups_total; ++g) {

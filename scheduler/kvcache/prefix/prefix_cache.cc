@@ -68,8 +68,8 @@ void PrefixCache::CountMatch(MatchEnd end, int32_t asked, int32_t found) {
   stats_.rows_found += static_cast<uint64_t>(found);
 }
 
-bool PrefixCache::MakePlaceAmongSiblings(LayoutId layout, const PrefixKey& parent,
-                                         std::span<const uint32_t> tokens) {
+bool PrefixCache::ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
+                                          std::span<const uint32_t> tokens) {
   const auto family = families_.find(parent);
   int32_t node = family == families_.end() ? kNone : family->second;
   for (int32_t seen = 0; node != kNone && seen < kMostSiblings; ++seen) {
@@ -100,7 +100,7 @@ void PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   std::span<const uint32_t> tokens;
   if (!chain.opaque) {
     tokens = chain.page_tokens(page, rows);
-    if (!MakePlaceAmongSiblings(layout, parent, tokens)) return;
+    if (!ReplaceContainedSibling(layout, parent, tokens)) return;
   }
   int32_t index = free_;
   if (index != kNone) {

@@ -111,8 +111,8 @@ class PrefixCache final {
   Node& At(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
   const Node& At(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
   // False when a sibling makes the node needless.
-  bool MakePlaceAmongSiblings(LayoutId layout, const PrefixKey& parent,
-                              std::span<const uint32_t> tokens);
+  bool ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
+                               std::span<const uint32_t> tokens);
   void Link(int32_t node);
   void Remove(int32_t node);
   void Evict(uint32_t entry);

@@ -70,9 +70,9 @@ class ProcessEndTest : public testing::Test {
     auto client = client::Client::Connect("unix:" + folder_.File("mla.sock"), {});
     Worker worker(client->get(), {}, "m", 1);
     Track track = *worker.Open();
-    device->Hang();
+    device->HoldLaunches();
     std::thread([&] { worker.Step({&track}, {1}, v1::PROFILE_ABSORBED).IgnoreError(); }).detach();
-    while (!device->hanging()) std::this_thread::sleep_for(1ms);
+    while (!device->holds_launch()) std::this_thread::sleep_for(1ms);
     const server::StopGuard guard(300ms);
     (*server)->Shutdown(100ms);
   }

@@ -49,7 +49,7 @@ class FailingDeviceTest : public testing::Test {
     server_ = *std::move(started);
   }
   ~FailingDeviceTest() override {
-    if (device_ != nullptr) device_->LetGo();
+    if (device_ != nullptr) device_->ReleaseLaunches();
   }
   std::string target() const { return "unix:" + folder_.File("mla.sock"); }
   std::unique_ptr<client::Client> Connect() const {
@@ -97,10 +97,10 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   const uint64_t launches = client->GetStats()->launches();
   const int port = server_->ops_port();
 
-  device_->Hang();
+  device_->HoldLaunches();
   absl::Status answer;
   std::thread waiting([&] { answer = worker.Step({&track}, {1}, v1::PROFILE_ABSORBED); });
-  EXPECT_TRUE(Eventually([&] { return device_->hanging(); }));
+  EXPECT_TRUE(Eventually([&] { return device_->holds_launch(); }));
   std::vector<std::thread> opening;
   for (int i = 0; i < 8; ++i) {
     opening.emplace_back([&] { EXPECT_EQ(TryStream(target()), absl::StatusCode::kOk); });
@@ -116,7 +116,7 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   EXPECT_TRUE(Eventually(
       [&] { return HttpGet(port, "/livez").find("503 restart this server: no heartbeat") == 0; }));
 
-  device_->LetGo();
+  device_->ReleaseLaunches();
   waiting.join();
   for (std::thread& thread : opening) thread.join();
   EXPECT_EQ(answer, absl::OkStatus());
@@ -132,9 +132,9 @@ TEST_F(FailingDeviceTest, StreamsAreBoundedAlsoWhileTheyWait) {
   Worker worker(client.get(), {}, "m", 1);
   Track track = *worker.Open();
   ASSERT_EQ(worker.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
-  device_->Hang();
+  device_->HoldLaunches();
   std::thread waiting([&] { worker.Step({&track}, {1}, v1::PROFILE_ABSORBED).IgnoreError(); });
-  EXPECT_TRUE(Eventually([&] { return device_->hanging(); }));
+  EXPECT_TRUE(Eventually([&] { return device_->holds_launch(); }));
   std::atomic<int> served{0}, refused{0};
   std::vector<std::thread> opening;
   for (int i = 0; i < 8; ++i) {
@@ -145,7 +145,7 @@ TEST_F(FailingDeviceTest, StreamsAreBoundedAlsoWhileTheyWait) {
     });
   }
   EXPECT_TRUE(Eventually([&] { return refused == 6; }));
-  device_->LetGo();
+  device_->ReleaseLaunches();
   waiting.join();
   for (std::thread& thread : opening) thread.join();
   EXPECT_EQ(served, 2);

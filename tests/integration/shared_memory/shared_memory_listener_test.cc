@@ -52,12 +52,12 @@ class SharedMemoryListenerTest : public ::testing::Test {
     listener_ = *std::move(opened);
   }
   ~SharedMemoryListenerTest() override {
-    LetGo();
+    Release();
     listener_.reset();
     regions_.reset();
     rmdir(folder_.c_str());
   }
-  void LetGo() {
+  void Release() {
     held_ = false;
     held_.notify_all();
   }
@@ -94,7 +94,7 @@ TEST_F(SharedMemoryListenerTest, WhoWaitsForRoomKeepsNobodyElseWaiting) {
   EXPECT_TRUE(Enter("b").ok());
   EXPECT_LT(steady_clock::now() - begin, SharedRegionTable::kCloseWait / 2);
   EXPECT_EQ(again.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
-  LetGo();
+  Release();
   EXPECT_TRUE(again.get().ok());
 }
 
@@ -103,7 +103,7 @@ TEST_F(SharedMemoryListenerTest, WhoWaitsInVainIsRefusedInTheEnd) {
   const auto begin = steady_clock::now();
   EXPECT_TRUE(absl::IsResourceExhausted(Enter("a").status()));
   EXPECT_GE(steady_clock::now() - begin, SharedRegionTable::kCloseWait);
-  LetGo();
+  Release();
   for (int i = 0; i < 5000 && regions_->closing(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -121,7 +121,7 @@ TEST_F(SharedMemoryListenerTest, WhoWaitsAndLeavesIsForgotten) {
     EXPECT_FALSE(SharedMemory::Connect(folder_ + "/shm", hasty).ok());
   }
   EXPECT_TRUE(Enter("b").ok());
-  LetGo();
+  Release();
   EXPECT_TRUE(Enter("a").ok());
 }
 

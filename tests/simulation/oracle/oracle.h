@@ -223,8 +223,8 @@ class Oracle {
   int64_t StepsOf(int tenant) const;
   std::map<int, OracleQuota> quotas;  // by tenant
 
-  // Sequences that a step has let go since the last look, by tenant and id.
-  std::vector<std::pair<int, uint64_t>> let_go;
+  // Sequences that a step has freed since the last look, by tenant and id.
+  std::vector<std::pair<int, uint64_t>> freed_by_steps;
 
   // Steps that have ended, the last ones.
   static constexpr size_t kClosedKept = 16;

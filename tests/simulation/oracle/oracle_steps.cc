@@ -116,7 +116,7 @@ void Oracle::ApplyEnd(OracleStep* step, const std::vector<int>& rows, int64_t no
     ShrinkTo(&sequence, sequence.length());
     Publish(sequence);
     sequence.step = 0;
-    let_go.emplace_back(sequence.tenant, sequence.id);
+    freed_by_steps.emplace_back(sequence.tenant, sequence.id);
     Renew(&sequence, 0, now);
   }
   Close(step->key, /*aborted=*/false);
@@ -128,7 +128,7 @@ void Oracle::ApplyAbort(uint64_t key, int64_t now) {
     OracleSequence& sequence = sequences.at(member.sequence);
     ShrinkTo(&sequence, sequence.length());
     sequence.step = 0;
-    let_go.emplace_back(sequence.tenant, sequence.id);
+    freed_by_steps.emplace_back(sequence.tenant, sequence.id);
     Renew(&sequence, 0, now);
   }
   Close(key, /*aborted=*/true);

@@ -292,7 +292,7 @@ class Simulator final : public DeviceWatcher {
   bool Poll();
   void BeforeCall();
   void AfterCall();
-  void RenewLetGo();
+  void RenewAfterSteps();
 
   // --- Checks
   void CheckAnswers();

@@ -120,8 +120,8 @@ bool Simulator::Drain() {
   return true;
 }
 
-// Time went by during a call, and when in it a model was last named or let go is not known: leases
-// of models begin now.
+// Time went by during a call, and when in it a model was last named or released is not known:
+// leases of models begin now.
 void Simulator::TouchModels() {
   for (size_t i = 0; i < oracle_->models.size(); ++i) {
     const OracleModel& model = oracle_->models[i];

@@ -93,7 +93,7 @@ void Simulator::BeforeCall() {
   if (went > 0) Hash(static_cast<uint64_t>(went));
   late_ = false;
   called_at_ = Now();
-  oracle_->let_go.clear();
+  oracle_->freed_by_steps.clear();
 }
 
 void Simulator::AfterCall() {
@@ -105,7 +105,7 @@ void Simulator::AfterCall() {
   gave_up_ = false;
   if (Now() != called_at_) {
     TouchModels();
-    RenewLetGo();
+    RenewAfterSteps();
     // These calls let the engine look at its timers again.
     CheckAnswers();
     FinishAborts();
@@ -116,17 +116,17 @@ void Simulator::AfterCall() {
 
 // Time went by during the call, and when in it each step ended is not known: sequences of these
 // steps get leases that begin now.
-void Simulator::RenewLetGo() {
-  std::vector<std::pair<int, uint64_t>> let_go;
-  let_go.swap(oracle_->let_go);
-  for (const auto& [tenant, id] : let_go) {
+void Simulator::RenewAfterSteps() {
+  std::vector<std::pair<int, uint64_t>> freed_by_steps;
+  freed_by_steps.swap(oracle_->freed_by_steps);
+  for (const auto& [tenant, id] : freed_by_steps) {
     oracle_->PassTime(Now());
     OracleSequence* sequence = oracle_->Find(tenant, id);
     if (sequence == nullptr || sequence->step != 0) continue;
     std::vector<scheduler::SequenceId> absent;
     engine_->RenewLeases({TenantName(tenant), {id}, ""}, 0, &absent);
     oracle_->Renew(sequence, 0, Now());
-    if (!absent.empty()) Fail("a sequence that its step has let go is gone");
+    if (!absent.empty()) Fail("a sequence that its step has freed is gone");
   }
 }
 
