@@ -19,6 +19,9 @@
 
 namespace mla::kernels {
 
+// Of any window.
+inline constexpr int32_t kMaxWindow = 4096;
+
 // What a segment has beside its SegmentRecord, which says where the rows of the window lie. Index
 // lists of the SegmentRecord are of entries; without them all whole ones are attended to.
 struct WindowRecord {

@@ -241,9 +241,11 @@ class Engine {
   // --- Models (scoped to the tenant).
   // `lease_ms`: how long the model stays without a call or a sequence of it; 0: as
   // Limits::model_lease_ms says. `kv_scales`: as SetScales; empty: none yet.
+  // `sinks`, of a model with a window: a logit of each layer and head, [layers, num_heads].
   absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
                                           int64_t lease_ms = 0,
-                                          std::span<const float> kv_scales = {});
+                                          std::span<const float> kv_scales = {},
+                                          std::span<const float> sinks = {});
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
   // Of all tenants, by tenant and id; with the same lock as FindModel. For operators.

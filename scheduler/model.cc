@@ -17,7 +17,7 @@ int32_t ModelSpec::q_dim(Profile profile) const {
 int32_t ModelSpec::o_dim(Profile profile) const {
   switch (profile) {
     case Profile::kAbsorbed:
-      return geometry.kv_lora_rank;
+      return windowed() ? geometry.kv_row_dim() : geometry.kv_lora_rank;
     case Profile::kExpanded:
       return geometry.v_dim;
     case Profile::kAppendOnly:

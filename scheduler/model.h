@@ -2,8 +2,10 @@
 #ifndef MLA_SCHEDULER_MODEL_H_
 #define MLA_SCHEDULER_MODEL_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kernels/attention_desc.h"
 #include "kernels/launch/select.h"
@@ -41,6 +43,11 @@ struct ModelSpec {
   // Of all weights that the rows come from, as the client has it: empty, or kWeightsDigestBytes.
   std::string weights_digest = {};
   Fp8Compute fp8_compute = Fp8Compute::kAuto;
+  // Of kWindow (kernels/window.h): rows that are kept, positions that an entry stands for by layer,
+  // 0 of a layer without entries, and how entries are kept. Lists have at most `top_k` entries.
+  int32_t window = 0;
+  std::vector<int32_t> ratios = {};
+  kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 
   // What the absorbed form multiplies.
@@ -52,6 +59,13 @@ struct ModelSpec {
   int32_t o_dim(Profile profile) const;
   // Elements of a KV row as it is sent: the row, then its index key if there is an indexer.
   int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
+
+  bool windowed() const { return attention == kernels::AttentionKind::kWindow; }
+  int32_t ratio(int32_t layer) const { return windowed() ? ratios[static_cast<size_t>(layer)] : 0; }
+  // Rows of a page of the window: pages as large as those of entries would keep more than the
+  // window.
+  int32_t window_page_size() const { return std::min(page_size, kWindowPageRows); }
+  static constexpr int32_t kWindowPageRows = 64;
 };
 
 // Names one upload of weights; never 0 and not repeated while the model lives.

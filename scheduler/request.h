@@ -7,6 +7,7 @@
 #ifndef MLA_SCHEDULER_REQUEST_H_
 #define MLA_SCHEDULER_REQUEST_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -38,6 +39,8 @@ struct StepSequenceArgs {
   int32_t rows = 0;
 };
 
+inline int64_t StartOf(const StepSequenceArgs& sequence) { return sequence.start_position; }
+
 // Where the rows of a step stand in their sequences: those of its BeginStep. Shared, so that
 // requests can say what their index lists were checked for.
 using StepPositions = std::shared_ptr<const std::vector<StepSequenceArgs>>;
@@ -68,13 +71,17 @@ struct AttendArgs {
   // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
   kernels::Geometry sized_for;
   kernels::IndexerShape sized_indexer;  // likewise
+  int32_t sized_window = 0;             // likewise
+  int32_t sized_ratio = 0;              // likewise, of the layer
   // kv, q, o and lse lie in memory of AttentionBackend::AllocateShared, and what the client wrote
   // there is complete.
   bool on_device = false;
   // Row-major, host memory unless on_device; sizes follow from the model (the transport has checked
   // them).
-  const std::byte* kv = nullptr;  // [row_count, ModelSpec::sent_row_dim] if has_kv
-  const std::byte* q = nullptr;   // [row_count, num_heads, q dim] unless append-only
+  // [row_count, ModelSpec::sent_row_dim] if has_kv; of models with a window, the entries that these
+  // rows make whole (EntriesOf) behind them, as wide.
+  const std::byte* kv = nullptr;
+  const std::byte* q = nullptr;  // [row_count, num_heads, q dim] unless append-only
   // Or q in pieces, where the backend reads_fragments and the request is for all heads: the tensor
   // begins at that byte of what the fragments hold together. q is null then.
   std::span<const kernels::InputFragment> q_fragments;
@@ -104,6 +111,21 @@ inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr
 
 // Whether the server's indexer names it.
 inline bool Selects(const AttendArgs& args) { return args.index_inputs != nullptr; }
+
+// Compressed entries of `ratio` positions each that rows [begin, end) of a step make whole; with
+// `ratio` 0, none.
+template <typename Sequences>
+int64_t EntriesOf(const Sequences& sequences, int32_t ratio, int64_t begin, int64_t end) {
+  int64_t entries = 0, offset = 0;
+  for (const auto& sequence : sequences) {
+    const int64_t first = std::clamp<int64_t>(begin - offset, 0, sequence.rows);
+    const int64_t last = std::clamp<int64_t>(end - offset, 0, sequence.rows);
+    const int64_t start = StartOf(sequence);
+    if (ratio > 0 && first < last) entries += (start + last) / ratio - (start + first) / ratio;
+    offset += sequence.rows;
+  }
+  return entries;
+}
 
 struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all

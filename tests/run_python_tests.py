@@ -13,7 +13,7 @@ import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/v32",
-           "tests"]
+           "client/demo/v4", "tests"]
 
 
 class RecordingResult(unittest.TextTestResult):

@@ -157,11 +157,13 @@ absl::StatusOr<v1::EvictModelReply> Client::EvictModel(const std::string& tenant
 
 absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& model,
                                                         uint32_t lease_ms,
-                                                        std::span<const float> kv_scales) {
+                                                        std::span<const float> kv_scales,
+                                                        std::span<const float> sinks) {
   v1::RegisterRequest request;
   *request.mutable_model() = model;
   request.set_lease_ms(lease_ms);
   request.mutable_kv_scales()->Assign(kv_scales.begin(), kv_scales.end());
+  request.mutable_sinks()->Assign(sinks.begin(), sinks.end());
   auto registered = impl_->Unary<v1::RegisterReply>(
       [&](auto* context, auto* reply) { return impl_->models->Register(context, request, reply); });
   if (registered.ok() && model.kv_format() > v1::KV_FORMAT_BF16 &&

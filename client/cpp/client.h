@@ -121,9 +121,11 @@ class Client final {
   // `lease_ms` > 0: the model is unregistered after this time without a call that names it and
   // without an open sequence of it. 0: as the server is configured, by default never.
   // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
+  // `sinks`: [layers, num_heads], of ATTENTION_KIND_SPARSE_V4; empty: there are none.
   // UNIMPLEMENTED if the server is too old for the model's kv_format or attention.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
-                                                  std::span<const float> kv_scales = {});
+                                                  std::span<const float> kv_scales = {},
+                                                  std::span<const float> sinks = {});
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
   // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it. A
   // chunk has at most info().limits().weight_chunk_bytes() bytes.

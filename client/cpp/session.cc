@@ -129,7 +129,7 @@ RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
   if (call.lse != nullptr) bytes.lse = call.num_heads * sizeof(float);
   if (call.profile == v1::PROFILE_ABSORBED) {
     bytes.q = call.num_heads * row * q_element;
-    bytes.o = uint64_t{call.num_heads} * geometry.kv_lora_rank() * o_element;
+    bytes.o = call.num_heads * (model.window() > 0 ? row : geometry.kv_lora_rank()) * o_element;
   } else if (call.profile == v1::PROFILE_EXPANDED) {
     bytes.q = call.num_heads * (uint64_t{geometry.nope_dim()} + geometry.rope_dim()) * q_element;
     bytes.o = uint64_t{call.num_heads} * geometry.v_dim() * o_element;
@@ -137,6 +137,21 @@ RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
   if (HasFp8Kv(call)) bytes.kv = Fp8RowBytes(model, 1);
   if (HasFp8Queries(call)) bytes.q = Fp8QueryBytes(model, call.profile, call.num_heads);
   return bytes;
+}
+
+// As few messages as possible of `room` bytes, but alike: the reply to one travels while the next
+// one arrives.
+absl::StatusOr<uint32_t> RowsOfAMessage(uint32_t rows, uint64_t row_bytes, uint64_t room) {
+  if (row_bytes > room) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("one row takes ", row_bytes, " bytes, messages ", room,
+                     ": send fewer heads at a time or raise wire.message_bytes"));
+  }
+  const auto most = static_cast<uint32_t>(
+      std::min<uint64_t>(room / row_bytes, std::numeric_limits<uint32_t>::max()));
+  if (rows <= most) return most;
+  const uint32_t pieces = (rows - 1) / most + 1;
+  return (rows - 1) / pieces + 1;
 }
 
 std::span<const std::byte> Rows(const void* base, uint64_t row_bytes, uint64_t first,
@@ -237,6 +252,37 @@ absl::StatusOr<AttendTimes> PendingAttend::Wait() {
   return times;
 }
 
+uint64_t Step::EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const {
+  const auto ratios = model_.ratios();
+  const uint32_t ratio =
+      layer < static_cast<uint32_t>(ratios.size()) ? ratios[static_cast<int>(layer)] : 0;
+  uint64_t entries = 0, offset = 0;
+  for (const StepRows& one : rows_) {
+    const uint64_t first = std::clamp<uint64_t>(begin, offset, offset + one.rows) - offset;
+    const uint64_t last = std::clamp<uint64_t>(end, offset, offset + one.rows) - offset;
+    const uint64_t start = one.sequence->length();
+    if (ratio > 0) entries += (start + last) / ratio - (start + first) / ratio;
+    offset += one.rows;
+  }
+  return entries;
+}
+
+// KV rows [first, first + count) of a call and the entries that they make whole; `gathered`
+// receives them where they do not lie together.
+std::span<const std::byte> Step::KvOf(const AttendCall& call, uint64_t row_bytes, uint32_t first,
+                                      uint32_t count, std::vector<std::byte>* gathered) const {
+  if (call.kv == nullptr || model_.window() == 0) return Rows(call.kv, row_bytes, first, count);
+  const uint64_t begin = call.row_begin + uint64_t{first};
+  const uint64_t before = EntriesOf(call.layer, call.row_begin, begin);
+  const uint64_t own = EntriesOf(call.layer, begin, begin + count);
+  if (count == call.row_count) return Rows(call.kv, row_bytes, 0, count + own);
+  const auto rows = Rows(call.kv, row_bytes, first, count);
+  const auto entries = Rows(call.kv, row_bytes, call.row_count + before, own);
+  gathered->assign(rows.begin(), rows.end());
+  gathered->insert(gathered->end(), entries.begin(), entries.end());
+  return *gathered;
+}
+
 PendingAttend Step::AttendAsync(const AttendCall& call) {
   PendingAttend pending;
   pending.stream_ = stream_;
@@ -262,24 +308,19 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   whole.chosen = MutableRows(call.chosen, row.chosen, 0, call.row_count);
   uint32_t most = call.row_count;
   const InputTensors inputs{
-      Rows(call.kv, row.kv, 0, call.row_count), Rows(call.q, row.q, 0, call.row_count),
+      KvOf(call, row.kv, 0, call.row_count, nullptr), Rows(call.q, row.q, 0, call.row_count),
       as_they_are ? Rows(entries, row.lists, 0, call.row_count) : std::span<const std::byte>()};
   if ((sparse && !as_they_are) || !stream_->InPlace(inputs, whole)) {
-    const uint64_t room = stream_->message_bytes() - kHeaderBytes;
-    const uint64_t widest = std::max({row.in(), row.out(), uint64_t{1}});
-    if (widest > room) {
-      pending.refused_ = absl::InvalidArgumentError(
-          absl::StrCat("one row takes ", widest, " bytes, messages ", room,
-                       ": send fewer heads at a time or raise wire.message_bytes"));
+    // A row makes one entry whole at most.
+    const uint64_t entry = model_.window() > 0 ? row.kv : 0;
+    const absl::StatusOr<uint32_t> rows =
+        RowsOfAMessage(call.row_count, std::max({row.in() + entry, row.out(), uint64_t{1}}),
+                       stream_->message_bytes() - kHeaderBytes);
+    if (!rows.ok()) {
+      pending.refused_ = rows.status();
       return pending;
     }
-    most = static_cast<uint32_t>(
-        std::min<uint64_t>(room / widest, std::numeric_limits<uint32_t>::max()));
-    // As few pieces as possible, but alike: the reply to one travels while the next one arrives.
-    if (call.row_count > most) {
-      const uint32_t pieces = (call.row_count - 1) / most + 1;
-      most = (call.row_count - 1) / pieces + 1;
-    }
+    most = *rows;
   }
   for (uint32_t first = 0; first < call.row_count || first == 0;) {
     const uint32_t count = std::min(most, call.row_count - first);
@@ -292,6 +333,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     piece->stream = call.stream;
     pending.pieces_.push_back(piece);
     InputTensors sent = InputsOf(call, model_, row, first, count, piece.get());
+    if (model_.window() > 0) sent.kv = KvOf(call, row.kv, first, count, &piece->kv);
     if (as_they_are) {
       v1::Attend* const attend = request.mutable_attend();
       attend->set_lists(selects ? v1::INDEX_LISTS_SERVER : v1::INDEX_LISTS_FIXED);

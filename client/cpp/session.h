@@ -43,7 +43,8 @@ struct BeginOptions {
 };
 
 // Index lists of an AttendCall, for models with sparse attention: a row attends to the positions of
-// its list alone. -1 is none, and a position that is repeated counts once.
+// its list alone, or of a model with a window to those entries. -1 is none, and a position that is
+// repeated counts once.
 struct IndexLists {
   const int32_t* entries = nullptr;  // null: no lists, a row attends to all that it sees
   // Entries of every row; 0: ragged. Lists of one width may lie behind q in shared memory, at the
@@ -69,8 +70,9 @@ struct AttendCall {
   v1::DType kv_row_dtype = v1::DTYPE_UNSPECIFIED;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t timeout_us = 0;
-  // With its index key behind each row, if the model has an indexer. Null: another head slice
-  // brings the rows.
+  // With its index key behind each row, if the model has an indexer; with the entries that the rows
+  // make whole behind all of them, if it has a window (Step::EntriesOf says how many). Null:
+  // another head slice brings the rows.
   const void* kv = nullptr;
   const void* q = nullptr;  // unused by APPEND_ONLY
   void* o = nullptr;
@@ -134,6 +136,9 @@ class Step final {
   uint32_t total_rows() const { return total_rows_; }
   uint32_t joined() const { return joined_; }
 
+  // Entries that rows [begin, end) of the step make whole at a layer, of models with a window.
+  uint64_t EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const;
+
   PendingAttend AttendAsync(const AttendCall& call);
   absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
   // The same with index lists.
@@ -151,6 +156,8 @@ class Step final {
  private:
   friend class Session;
   Step() = default;
+  std::span<const std::byte> KvOf(const AttendCall& call, uint64_t row_bytes, uint32_t first,
+                                  uint32_t count, std::vector<std::byte>* gathered) const;
 
   std::shared_ptr<StepStream> stream_;
   v1::ModelSpec model_;

@@ -9,7 +9,8 @@ it went; the exit status is 1 unless all of it went well.
 
 --model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
 times the heads and a mixture of experts; `v32` is the trained one with sparse attention as in
-DeepSeek V3.2 and has a demo of its own (v32/run.py). --kv-format says how the cache keeps rows; the
+DeepSeek V3.2, `v4` with a window and entries as in V4; both have demos of their own (v32/run.py,
+v4/run.py). --kv-format says how the cache keeps rows; the
 comparison is with float32 all the same, so its bound is wider for 8 bits. --transport says
 how the steps travel; auto takes the command ring where there is one. --record writes every request
 and its expected outputs to a file (RECORDING.md).
@@ -48,9 +49,13 @@ from mla_client.transport import TRANSPORTS
 from recording import Recorder, Writer
 from sharing import beams, prefix, restore
 from v32 import run as v32
+from v4 import run as v4
 from workers import WorkerReport, run_workers
 
-MODELS = {"trained": trained.load, "seeded": models.seeded, "v32": trained.load}
+MODELS = {"trained": trained.load, "seeded": models.seeded, "v32": trained.load,
+          "v4": trained.load}
+# Demos of their own, with the trained model.
+SPARSE = {"v32": v32, "v4": v4}
 PROMPT_BYTES = 896
 TOKENS = 128
 WORKER_TOKENS = 32
@@ -246,16 +251,17 @@ def main() -> int:
     if args.model == "seeded" and args.kv_format not in models.NOISE:
         parser.error(f"--kv-format: the seeded model takes {', '.join(models.NOISE)}, got "
                      f"{args.kv_format}")
-    if args.model == "v32" and (args.kv_format != "bf16" or args.record):
-        parser.error("--model=v32: neither --kv-format nor --record")
+    if args.model in SPARSE and (args.kv_format != "bf16" or args.record):
+        parser.error(f"--model={args.model}: neither --kv-format nor --record")
     if args.record and args.kv_format != "bf16":
         parser.error(f"--record: expected outputs are for bf16 rows, not {args.kv_format}")
     logging.basicConfig(format="%(message)s")  # why a transport was not taken
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
     server_args = ["--kv-cache-bytes=268435456", *args.server_arg]
     try:
-        if args.model == "v32":
-            return 0 if v32.run(trained.load(), args.server, server_args, args.transport) else 1
+        if args.model in SPARSE:
+            run = SPARSE[args.model].run
+            return 0 if run(trained.load(), args.server, server_args, args.transport) else 1
         with tempfile.TemporaryDirectory(prefix="mla-demo-") as folder, \
                 ServerProcess(args.server, [f"--checkpoint-path={folder}/checkpoints",
                                             *server_args]) as server:

@@ -121,10 +121,12 @@ class Recorder(mla_client.Service):
 
     # --- Models
 
-    def _register(self, spec: mla_client.ModelSpec, lease_ms: int,
-                  kv_scales: Seq[float]) -> Tuple[mla_client.ModelSpec, int]:
+    def _register(self, spec: mla_client.ModelSpec, lease_ms: int, kv_scales: Seq[float],
+                  sinks: Seq[float]) -> Tuple[mla_client.ModelSpec, int]:
+        if spec.window > 0:
+            raise mla_client.Unimplemented("model.window: recordings do not hold entries")
         reference = self._reference.register_model(spec)  # refuses what recordings do not hold
-        answer = self._service._register(spec, lease_ms, kv_scales)
+        answer = self._service._register(spec, lease_ms, kv_scales, sinks)
         self._writer.model(spec)
         self._models[spec.model_id] = reference
         return answer

@@ -124,9 +124,7 @@ int64_t BatchPolicy::PiecesOf(const StreamRequest& request) const {
        entry != entries.data() + entries.size() && entry->offset < EndRow(request); ++entry) {
     kv_rows = std::max(kv_rows, int64_t{entry->start} + entry->rows);
   }
-  if (IsSparse(request.attend)) {
-    kv_rows = std::min<int64_t>(kv_rows, request.engine.step->model->spec->top_k);
-  }
+  kv_rows = std::min(kv_rows, MostPlaces(request));
   return pieces_.pieces(kv_rows);
 }
 

@@ -82,7 +82,8 @@ bool HeadSliceTable::JoinsSiblings(const StreamRequest& request) const {
   const Step& step = *request.engine.step;
   const Model& model = *step.model;
   if (args.profile == Profile::kAppendOnly || request.engine.repeat) return false;
-  if (IsSparse(args)) return false;  // the lists of ranks need not agree
+  // The lists of ranks need not agree.
+  if (IsSparse(args) || model.spec->windowed()) return false;
   if (args.num_heads >= model.spec->geometry.num_heads) return false;
   int64_t records = 0;
   for (const StepEntry* entry = EntryOf(step, FirstRow(request));

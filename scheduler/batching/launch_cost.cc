@@ -48,7 +48,7 @@ int64_t LaunchCost::AbsorbedUnits(const Model& model, Profile profile, int64_t r
   const int64_t charged = model.min_charged_rows > 0
                               ? std::max<int64_t>(packed, model.min_charged_rows)
                               : DivideUp(packed, tile_rows) * tile_rows;
-  return std::max<int64_t>(1, charged * kv_rows * model.layout.rows(0).row_stride / tile_rows);
+  return std::max<int64_t>(1, charged * kv_rows * model.rows(0).row_stride / tile_rows);
 }
 
 int64_t LaunchCost::ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached) {
@@ -59,8 +59,8 @@ int64_t LaunchCost::ExpandedUnits(const Model& model, int64_t rows, int64_t head
   // Projecting K and V of a row up for a head costs as many products as this many query rows.
   const int64_t project = g.kv_lora_rank * (g.nope_dim + g.v_dim) / head_dim;
   const int64_t packed = heads * (rows * MeanKvRows(rows, cached) + project * (cached + rows));
-  return std::max<int64_t>(
-      1, packed * head_dim / latent_dim * model.layout.rows(0).row_stride / tile_rows);
+  return std::max<int64_t>(1,
+                           packed * head_dim / latent_dim * model.rows(0).row_stride / tile_rows);
 }
 
 const LaunchCost::Rates& LaunchCost::Of(const BatchKey& key) const {

@@ -60,13 +60,13 @@ LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_
   const Model& model = *request.engine.step->model;
   const int64_t cached = entry.start + row - entry.offset;
   LaunchUnits units;
-  if (Appends(request)) units.pages = rows * model.layout.rows(0).row_stride;
+  if (Appends(request)) units.pages = rows * model.rows(0).row_stride;
   if (expands) {
     units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
   } else if (Computes(request)) {
     // An indexer looks at a key of all that the row sees, much as dense attention does.
-    const bool few = IsSparse(request.attend) && !Selects(request.attend);
-    const int32_t top_k = few ? model.spec->top_k : LaunchCost::kAllRows;
+    const int64_t few = Selects(request.attend) ? LaunchCost::kAllRows : MostPlaces(request);
+    const auto top_k = static_cast<int32_t>(std::min<int64_t>(few, LaunchCost::kAllRows));
     units.absorbed =
         LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached, top_k);
   }
@@ -76,7 +76,7 @@ LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_
 void FindRowRuns(Batch* of) {
   Batch& batch = *of;
   if (batch.key.profile != Profile::kExpanded ||
-      batch.key.attention == kernels::AttentionKind::kSparse ||
+      batch.key.attention != kernels::AttentionKind::kDense ||
       batch.rows_by_stage[1] + batch.rows_by_stage[2] == 0)
     return;
   const auto size = static_cast<int32_t>(batch.segments.size());

@@ -17,7 +17,12 @@ BatchKey KeyOf(const StreamRequest& request) {
   key.products = spec.products();
   key.split_queries =
       args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
-  if (IsSparse(args)) key.attention = kernels::AttentionKind::kSparse;
+  if (spec.windowed()) {
+    key.attention = spec.attention;
+    key.entry_format = spec.entry_format;
+  } else if (IsSparse(args)) {
+    key.attention = kernels::AttentionKind::kSparse;
+  }
   key.q_dtype = args.q_dtype;
   key.o_dtype = args.o_dtype;
   return key;

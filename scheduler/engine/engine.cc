@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/mutex.h"
 #include "scheduler/engine/engine_impl.h"
+#include "scheduler/tables/model_checks.h"
 
 namespace mla::scheduler {
 namespace {
@@ -95,13 +96,17 @@ absl::Status Engine::Submit(StreamRequest* request) {
 }
 
 absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const ModelSpec& spec,
-                                                int64_t lease_ms,
-                                                std::span<const float> kv_scales) {
+                                                int64_t lease_ms, std::span<const float> kv_scales,
+                                                std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
     const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant);
     if (!row.ok()) return row.status();
     if (!kv_scales.empty()) {
-      absl::Status good = ModelTable::CheckScales(spec, kv_scales, "kv_scales");
+      absl::Status good = CheckKvScales(spec, kv_scales, "kv_scales");
+      if (!good.ok()) return good;
+    }
+    if (!sinks.empty()) {
+      absl::Status good = CheckSinks(spec, sinks, "sinks");
       if (!good.ok()) return good;
     }
     absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, lease_ms);
@@ -109,6 +114,10 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
     impl_->directory_.Put(tenant, (*model)->spec);
     if (!kv_scales.empty()) {
       absl::Status set = core.models().SetScales(**model, kv_scales, "kv_scales");
+      if (!set.ok()) return set;
+    }
+    if (!sinks.empty()) {
+      absl::Status set = core.models().SetSinks(**model, sinks, "sinks");
       if (!set.ok()) return set;
     }
     return core.models().Info(**model);

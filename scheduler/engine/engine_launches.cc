@@ -153,7 +153,9 @@ void EngineCore::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
   mover_->Fail(MoveFailed(cause));
   for (Step* step : steps_->open()) step->pages_ready = false;
   for (const Segment& segment : batch.segments) {
-    cache_->UnpublishTable(segment.entry->sequence->slot);
+    const Sequence& sequence = *segment.entry->sequence;
+    cache_->UnpublishTable(sequence.slot);
+    if (sequence.window_slot >= 0) cache_->UnpublishTable(sequence.window_slot);
   }
   for (StreamRequest* request : batch.requests) {
     if (request == nullptr) continue;
@@ -280,9 +282,8 @@ int64_t EngineCore::ReadyWork() const {
     for (const StepEntry& entry : request->engine.step->entries) {
       kv = std::max<int64_t>(kv, entry.start + entry.rows);
     }
-    if (IsSparse(request->attend) && !Selects(request->attend)) {
-      kv = std::min<int64_t>(kv, request->engine.step->model->spec->top_k);
-    }
+    // An indexer looks at a key of all that the row sees.
+    if (!Selects(request->attend)) kv = std::min(kv, MostPlaces(*request));
     work += int64_t{request->attend.row_count} * request->attend.num_heads * kv;
   }
   return work;

@@ -29,6 +29,14 @@ bool HasFp8(const kvcache::GroupLayout& layout) {
   });
 }
 
+// Their pages are of two caches, which the page-group format does not hold.
+absl::Status CheckMovable(const Model& model, const char* field) {
+  if (!model.spec->windowed()) return absl::OkStatus();
+  return RefuseField(
+      field, absl::StrCat("model ", model.spec->id, ", whose attention has a window"),
+      "a model whose attention has none", "window_not_moved", absl::StatusCode::kUnimplemented);
+}
+
 std::string DigestText(const std::string& digest) {
   return digest.empty() ? "none" : absl::BytesToHexString(digest);
 }
@@ -69,8 +77,9 @@ MovingPages EngineCore::Moving(const Sequence& sequence, int64_t first_row, int6
 
 absl::StatusOr<MovingPages> EngineCore::BeginExport(const ExportArgs& args) {
   const TenantKey tenant = tenants_.Find(args.tenant);
-  absl::StatusOr<Sequence*> found = sequences_->ForMatch(tenant, args.id, args.expected_epoch);
+  absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
   if (!found.ok()) return found.status();
+  if (absl::Status s = CheckMovable(*(*found)->model, "sequence_id"); !s.ok()) return s;
   const int64_t committed = cache_->length((*found)->slot);
   const int64_t end = args.end_row.value_or(committed);
   if (absl::Status s = CheckRange("end_row", end, 0, committed); !s.ok()) return s;
@@ -137,7 +146,7 @@ absl::Status EngineCore::CheckTags(const Model& model, const PageTags& tags) con
 absl::StatusOr<Sequence*> EngineCore::ImportTarget(const ImportArgs& args, Model* model) {
   const TenantKey tenant = tenants_.Find(args.tenant);
   if (args.id != 0) {
-    absl::StatusOr<Sequence*> found = sequences_->ForMatch(tenant, args.id, args.expected_epoch);
+    absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
     if (!found.ok() || (*found)->model == model) return found;
     return RefuseField("target.sequence_id",
                        absl::StrCat("a sequence of model ", (*found)->model->spec->id),
@@ -156,6 +165,7 @@ absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
   const TenantKey tenant = tenants_.Find(args.tenant);
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "target.model_id");
   if (!model.ok()) return model.status();
+  if (absl::Status s = CheckMovable(**model, "target.model_id"); !s.ok()) return s;
   if (absl::Status same = CheckTags(**model, args.tags); !same.ok()) return same;
   absl::StatusOr<Sequence*> target = ImportTarget(args, *model);
   if (!target.ok()) return target.status();

@@ -224,7 +224,9 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request) {
           std::min<int64_t>(entry.sequence->not_finite_from, limits_.max_sequence_rows);
       cache_->Undeclare(entry.sequence->slot, static_cast<int32_t>(from));
     }
-    cache_->Commit(entry.sequence->slot, committed.empty() ? entry.rows : committed[i]);
+    const int32_t rows = committed.empty() ? entry.rows : committed[i];
+    cache_->Commit(entry.sequence->slot, rows);
+    if (entry.sequence->window_slot >= 0) cache_->Commit(entry.sequence->window_slot, rows);
     const int64_t length = cache_->length(entry.sequence->slot);
     entry.sequence->ForgetRowsFrom(length);
     request->lengths.push_back(length);
@@ -290,6 +292,7 @@ void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& stat
   }
   for (const StepEntry& entry : step->entries) {
     cache_->Rollback(entry.sequence->slot);
+    if (entry.sequence->window_slot >= 0) cache_->Rollback(entry.sequence->window_slot);
     entry.sequence->ForgetRowsFrom(entry.start);
   }
   ++stats_.steps_aborted;

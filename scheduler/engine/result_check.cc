@@ -193,6 +193,28 @@ void ForEachEntry(const StreamRequest& request, int32_t first, int32_t end, Visi
   }
 }
 
+// An entry that is not finite counts as the first row that it stands for, or the first of the step.
+void NoteEntries(const StreamRequest& request) {
+  const AttendArgs& args = request.attend;
+  const Step& step = *request.engine.step;
+  const int32_t ratio = step.model->spec->ratio(args.layer);
+  if (ratio == 0) return;
+  const int64_t dim = step.model->spec->sent_row_dim();
+  const int64_t bytes = dim * static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
+  const int32_t begin = FirstRow(request), end = begin + request.engine.rows_launched;
+  int64_t index = EntriesOfRows(step, args.layer, args.row_begin, begin);
+  ForEachEntry(request, begin, end, [&](const StepEntry& entry) {
+    const int32_t first = std::max(begin, entry.offset) - entry.offset;
+    const int32_t last = std::min(end, entry.offset + entry.rows) - entry.offset;
+    for (int64_t whole = (entry.start + first) / ratio; whole < (entry.start + last) / ratio;
+         ++whole, ++index) {
+      if (!HoldsNotFinite(args.kv + (args.row_count + index) * bytes, args.q_dtype, dim)) continue;
+      int64_t& known = entry.sequence->not_finite_from;
+      known = std::min(known, std::max<int64_t>(whole * ratio, entry.start));
+    }
+  });
+}
+
 // Notes from where on the rows that a request has brought are not finite.
 void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) {
   const AttendArgs& args = request.attend;
@@ -213,14 +235,16 @@ void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) 
     // The memory may be the client's, who can write it meanwhile: none of these rows is trusted.
     known = std::min(known, row < rows ? position + row : position);
   });
+  NoteEntries(request);
 }
 
 // One row and head whose log-sum-exp is not finite.
 void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t head, float lse) {
   StreamRequest::EngineFields& note = request->engine;
   const AttendArgs& args = request->attend;
-  if (IsSparse(args) && args.list_begin[row] == args.list_begin[row + 1]) return;  // it sees no key
   const ModelSpec& spec = *note.step->model->spec;
+  const bool listed = IsSparse(args) && !spec.windowed();
+  if (listed && args.list_begin[row] == args.list_begin[row + 1]) return;  // it sees no key
   const auto step_row = static_cast<int32_t>(args.row_begin + row);
   const StepEntry& entry = *EntryOf(*note.step, step_row);
   const int64_t position = entry.start + step_row - entry.offset;
@@ -262,9 +286,8 @@ void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend) {
     const bool bad =
         computed && first_bad(i) < int64_t{request.engine.rows_launched} * request.attend.num_heads;
     all_finite &= !bad;
-    if (Appends(request) && (bad || !computed || IsSparse(request.attend))) {
-      NoteRows(request, backend);
-    }
+    const bool unseen = IsSparse(request.attend) || request.engine.step->model->spec->windowed();
+    if (Appends(request) && (bad || !computed || unseen)) NoteRows(request, backend);
   }
   for (size_t i = 0; !all_finite && i < requests.size(); ++i) {
     StreamRequest* const request = requests[i];
@@ -290,6 +313,13 @@ void CheckRepeats(const BatchLaunch& launch) {
     const bool keys = request->engine.step->model->spec->indexer.heads > 0;
     int32_t row = 0;
     while (row < rows && differs[row] == 0 && (!keys || differs[rows + row] == 0)) ++row;
+    const int32_t first = FirstRow(*request);
+    const auto entries = static_cast<int32_t>(
+        EntriesOfRows(*request->engine.step, request->attend.layer, first, first + rows));
+    const int32_t* const of_entries = differs + rows;
+    if (std::any_of(of_entries, of_entries + entries, [](int32_t other) { return other != 0; })) {
+      row = 0;  // rows and entries are sent again together
+    }
     if (row < rows) request->engine.other_row = FirstRow(*request) + row;
   }
 }

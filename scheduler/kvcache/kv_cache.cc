@@ -116,14 +116,15 @@ absl::StatusOr<SeqSlot> KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
 absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
   const Sequence& from = At(parent);
   if (from.rows_reserved != kNone) return Reserved(parent);
-  if (length < 0 || length > from.length) {
-    return Invalid("fork length", length, absl::StrCat("0..", from.length));
+  if (length < least_length(parent) || length > from.length) {
+    return Invalid("fork length", length, absl::StrCat(least_length(parent), "..", from.length));
   }
   const auto child = TakeSlot(from.layout, from.tenant);
   if (!child.ok()) return child.status();
   Sequence& to = At(*child);
   to.length = length;
   to.pages = PagesFor(from, length);
+  to.pages_gone = from.pages_gone;
   const auto shared = TableOf(parent).first(static_cast<size_t>(to.pages));
   std::copy(shared.begin(), shared.end(), TableOf(*child).begin());
   for (const uint32_t entry : shared) pool_.Share(entry);
@@ -138,8 +139,9 @@ absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
 absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
   Sequence& sequence = At(slot);
   if (sequence.rows_reserved != kNone) return Reserved(slot);
-  if (length < 0 || length > sequence.length) {
-    return Invalid("truncate length", length, absl::StrCat("0..", sequence.length));
+  if (length < least_length(slot) || length > sequence.length) {
+    return Invalid("truncate length", length,
+                   absl::StrCat(least_length(slot), "..", sequence.length));
   }
   sequence.length = length;
   Undeclare(slot, length);
@@ -299,7 +301,7 @@ kernels::TableRange KvCache::TakeTableChange(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const int32_t first = sequence.pages_published;
   sequence.pages_published = sequence.pages;
-  return {page_table(slot) + first, sequence.pages - first};
+  return {TableBegin(slot) + first, sequence.pages - first};
 }
 
 void KvCache::UnpublishTable(SeqSlot slot) { At(slot).pages_published = 0; }
@@ -311,7 +313,26 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
   sequence.rows_reserved = kNone;
   if (sequence.chain != nullptr) PublishPages(slot);
   ShrinkTo(slot, PagesFor(sequence, sequence.length), Freed::kUncommitted);
+  LeaveBehind(slot);
   CheckAfterMutation();
+}
+
+// Whole pages that lie before the window go, and the others move to the front of the table.
+void KvCache::LeaveBehind(SeqSlot slot) {
+  Sequence& sequence = At(slot);
+  const GroupLayout& layout = pool_.layout(sequence.layout);
+  if (layout.window == 0) return;
+  const int32_t gone = std::max(0, sequence.length - layout.window) / layout.page_size;
+  const int32_t leave = gone - sequence.pages_gone;
+  if (leave <= 0) return;
+  const auto table = TableOf(slot).first(static_cast<size_t>(sequence.pages));
+  for (const uint32_t entry : table.first(static_cast<size_t>(leave))) {
+    freed_[static_cast<size_t>(Freed::kTruncated)] += DropGroup(entry);
+  }
+  std::copy(table.begin() + leave, table.end(), table.begin());
+  sequence.pages -= leave;
+  sequence.pages_gone = gone;
+  sequence.pages_published = 0;
 }
 
 void KvCache::Rollback(SeqSlot slot) { Commit(slot, 0); }
@@ -347,7 +368,7 @@ std::span<uint32_t> KvCache::TableOf(SeqSlot slot) {
 
 int32_t KvCache::PagesFor(const Sequence& sequence, int64_t rows) const {
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
-  return static_cast<int32_t>((rows + page_size - 1) / page_size);
+  return static_cast<int32_t>((rows + page_size - 1) / page_size) - sequence.pages_gone;
 }
 
 int32_t KvCache::length(SeqSlot slot) const { return At(slot).length; }
@@ -357,17 +378,28 @@ int32_t KvCache::reserved(SeqSlot slot) const { return std::max(0, At(slot).rows
 bool KvCache::has_reservation(SeqSlot slot) const { return At(slot).rows_reserved != kNone; }
 
 uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
-  Require(page >= 0 && page < At(slot).pages, "a page that the sequence does not have");
-  return tables_[static_cast<size_t>(page_table(slot) + page)];
+  const Sequence& sequence = At(slot);
+  const int64_t index = page - sequence.pages_gone;
+  Require(index >= 0 && index < sequence.pages, "a page that the sequence does not have");
+  return tables_[static_cast<size_t>(TableBegin(slot) + index)];
 }
 
-int64_t KvCache::page_table(SeqSlot slot) const {
+int64_t KvCache::TableBegin(SeqSlot slot) const {
   return int64_t{slot} * options_.max_pages_per_sequence;
 }
 
+int64_t KvCache::page_table(SeqSlot slot) const { return TableBegin(slot) - At(slot).pages_gone; }
+
+int32_t KvCache::least_length(SeqSlot slot) const {
+  const Sequence& sequence = At(slot);
+  if (sequence.pages_gone == 0) return 0;
+  const GroupLayout& layout = pool_.layout(sequence.layout);
+  return sequence.pages_gone * layout.page_size + layout.window;
+}
+
 int32_t KvCache::max_rows(SeqSlot slot) const {
-  const int64_t rows =
-      int64_t{options_.max_pages_per_sequence} * pool_.layout(At(slot).layout).page_size;
+  const int64_t pages = int64_t{options_.max_pages_per_sequence} + At(slot).pages_gone;
+  const int64_t rows = pages * pool_.layout(At(slot).layout).page_size;
   return static_cast<int32_t>(std::min<int64_t>(rows, kMaxRows));
 }
 
@@ -415,7 +447,7 @@ std::string KvCache::CheckInvariants() const {
                           " rows");
     }
     for (int32_t page = 0; page < sequence.pages; ++page) {
-      ++references[tables_[static_cast<size_t>(page_table(slot) + page)]];
+      ++references[tables_[static_cast<size_t>(TableBegin(slot) + page)]];
     }
   }
   if (open != open_sequences_) return "open sequences miscounted";

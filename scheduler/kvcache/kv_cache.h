@@ -109,6 +109,7 @@ class KvCache final {
   // RESOURCE_EXHAUSTED when max_sequences are open. Takes no pages.
   absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant);
   // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
+  // INVALID_ARGUMENT, as of Truncate, below least_length.
   absl::StatusOr<SeqSlot> Fork(SeqSlot parent, int32_t length);
   // Drops rows from `length` on; returns whole groups that hold none of the rest.
   absl::Status Truncate(SeqSlot sequence, int32_t length);
@@ -159,14 +160,19 @@ class KvCache final {
   int32_t length(SeqSlot sequence) const;    // committed rows
   int32_t reserved(SeqSlot sequence) const;  // rows of the open reservation, 0 if none
   bool has_reservation(SeqSlot sequence) const;
-  // Group of a page of its table. REQUIRES: the table has so many.
+  // Group of a page of its rows. REQUIRES: the sequence has it.
   uint32_t group(SeqSlot sequence, int64_t page) const;
   // Kept from the pool until UnpinGroup, also without references: its bytes are on their way.
   void PinGroup(uint32_t entry) { pool_.Pin(entry); }
   void UnpinGroup(uint32_t entry) { pool_.Unpin(entry); }
   int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
-  int64_t page_table(SeqSlot sequence) const;  // index of its first entry in the page tables
-  int32_t max_rows(SeqSlot sequence) const;    // rows that its page table can address
+  // Index in the page tables of the entry of its first row; of a layout with a window, from where
+  // on the entries of rows that are kept are found.
+  int64_t page_table(SeqSlot sequence) const;
+  // Of a layout with a window: the least length that Fork and Truncate still take, above 0 once
+  // rows have gone.
+  int32_t least_length(SeqSlot sequence) const;
+  int32_t max_rows(SeqSlot sequence) const;  // rows that its page table can address
   // Page groups that could be allocated now for this layout.
   int64_t free_groups(LayoutId layout) const;
   int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
@@ -184,6 +190,7 @@ class KvCache final {
     TenantKey tenant = 0;
     int32_t length = 0;
     int32_t pages = 0;              // entries of its table in use
+    int32_t pages_gone = 0;         // before them, that a window has left behind
     int32_t pages_published = 0;    // leading entries that launches have published
     int32_t rows_reserved = kNone;  // kNone: no reservation
     int32_t pages_before = 0;       // the reservation
@@ -201,7 +208,9 @@ class KvCache final {
   const Sequence& At(SeqSlot slot) const;
   bool IsOpen(SeqSlot slot) const;
   std::span<uint32_t> TableOf(SeqSlot slot);
+  int64_t TableBegin(SeqSlot slot) const;
   int32_t PagesFor(const Sequence& sequence, int64_t rows) const;
+  void LeaveBehind(SeqSlot slot);
   absl::StatusOr<SeqSlot> TakeSlot(LayoutId layout, TenantKey tenant);
   absl::Status CheckReserve(std::span<const StepRows> rows);
   absl::Status TryReserve(std::span<const StepRows> rows);

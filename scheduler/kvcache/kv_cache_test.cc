@@ -397,5 +397,66 @@ TEST(KvCacheBooksTest, GroupsOfAFewBytesAreBounded) {
   EXPECT_EQ(cache->CheckInvariants(), "");
 }
 
+// Layouts with a window: of committed rows only the last ones are kept, in whole pages.
+class KvCacheWindowTest : public KvCacheTest {
+ protected:
+  void SetUp() override {
+    GroupLayout layout = kSmall;
+    layout.window = 6;
+    Make(256);
+    layout_ = cache_->AddLayout(layout).value();
+  }
+  int64_t used() const { return cache_->stats().groups_used; }
+};
+
+TEST_F(KvCacheWindowTest, PagesBeforeTheWindowGo) {
+  const SeqSlot s = Open();
+  Append(s, 10);
+  EXPECT_EQ(used(), 2);  // rows 4 to 7 and 8 to 9
+  EXPECT_EQ(cache_->least_length(s), 4 + 6);
+  const std::vector<uint32_t> last = {tables_[static_cast<size_t>(cache_->page_table(s)) + 2]};
+  for (int i = 0; i < 1000; ++i) Append(s, 1);
+  EXPECT_EQ(cache_->length(s), 1010);
+  EXPECT_LE(used(), 3);
+  EXPECT_GT(cache_->max_rows(s), 1010);
+  cache_->Release(s);
+  EXPECT_EQ(used(), 0);
+}
+
+TEST_F(KvCacheWindowTest, RowsOfAnOpenStepKeepWhatTheyMayGoBackTo) {
+  const SeqSlot s = Open();
+  Append(s, 8);
+  const int64_t first = cache_->page_table(s);
+  const std::vector<uint32_t> before = Table(s, 2);
+  ASSERT_TRUE(Reserve(s, 40).ok());
+  EXPECT_EQ(cache_->page_table(s), first);
+  cache_->Rollback(s);
+  EXPECT_EQ(Table(s, 2), before);
+  ASSERT_TRUE(Reserve(s, 40).ok());
+  cache_->Commit(s, 3);  // 11 rows: those from 5 on are kept, so the page of 0 to 3 goes
+  EXPECT_EQ(cache_->page_table(s), first - 1);
+  EXPECT_EQ(tables_[static_cast<size_t>(first)], before[1]);
+  const kernels::TableRange range = cache_->TakeTableChange(s);
+  EXPECT_EQ(range.first, first);
+  EXPECT_EQ(range.count, 2);
+}
+
+TEST_F(KvCacheWindowTest, ForkAndTruncateGoBackAsFarAsTheWindowIsWhole) {
+  const SeqSlot s = Open();
+  Append(s, 15);  // rows from 8 on are left
+  EXPECT_EQ(cache_->least_length(s), 8 + 6);
+  EXPECT_FALSE(cache_->Fork(s, 13).ok());
+  EXPECT_FALSE(cache_->Truncate(s, 13).ok());
+  const SeqSlot child = cache_->Fork(s, 14).value();
+  EXPECT_EQ(Table(child, 4)[3], Table(s, 4)[3]);
+  Append(child, 1);  // copies the page that both write into
+  EXPECT_NE(Table(child, 4)[3], Table(s, 4)[3]);
+  Append(child, 20);
+  ASSERT_TRUE(cache_->Truncate(s, 14).ok());
+  EXPECT_EQ(cache_->length(s), 14);
+  Append(s, 30);
+  EXPECT_EQ(cache_->CheckInvariants(), "");
+}
+
 }  // namespace
 }  // namespace mla::kvcache

@@ -9,9 +9,11 @@ void FormRecords::Reserve(int32_t most) {
   records.reserve(static_cast<size_t>(most));
   lengths.reserve(static_cast<size_t>(most));
   fragments.reserve(static_cast<size_t>(most));
+  windows.reserve(static_cast<size_t>(most));
 }
 
 void FormRecords::Clear() {
+  windows.clear();
   records.clear();
   lengths.clear();
   fragments.clear();
@@ -38,12 +40,12 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(most);
   batch.run_segments.reserve(most);
   layout = kernels::LaunchLayout(backend, index);
-  // KV rows, queries and both parts of the index lists of each request; its output, log-sum-exps
-  // and lists or a copy of the log-sum-exps on the device, those that no client wants, and
-  // comparisons.
-  layout.Reserve(4 * most, 3 * most + 2);
-  tables.reserve(most);
-  appends.reserve(2 * most);  // KV rows and index keys
+  // KV rows, entries, queries, sinks and both parts of the index lists of each request; its output,
+  // log-sum-exps and lists or a copy of the log-sum-exps on the device, those that no client wants,
+  // and comparisons.
+  layout.Reserve(6 * most, 3 * most + 2);
+  tables.reserve(2 * most);   // of rows and of entries
+  appends.reserve(2 * most);  // KV rows, and index keys or entries
   selects.reserve(most);
   absorbed.Reserve(requests);
   expanded.Reserve(requests);

@@ -23,6 +23,7 @@ struct FormRecords {
   std::vector<kernels::SegmentRecord> records;
   std::vector<PlanSegment> lengths;                 // by record
   std::vector<kernels::FragmentedInput> fragments;  // of queries, by record
+  std::vector<kernels::WindowRecord> windows;       // by record, where there is a window
   void Reserve(int32_t most);
   void Clear();
 };
@@ -67,8 +68,8 @@ struct BatchLaunch {
   int64_t unwanted_left = 0;                          // floats that are not taken from its end
   float* unwanted_staged = nullptr;                   // where the launch sees it
   // By position in batch.requests: of a repeat, 1 for each row launched that differs from what is
-  // stored and else 0, in `compared`, those of index keys behind those of KV rows; null for other
-  // requests. Empty without repeats.
+  // stored and else 0, in `compared`, those of index keys or entries behind those of KV rows; null
+  // for other requests. Empty without repeats.
   std::vector<const int32_t*> differs;
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
 };

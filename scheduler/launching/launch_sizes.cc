@@ -64,6 +64,8 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
         visit(backend.Traits(desc));
         desc.attention = kernels::AttentionKind::kSparse;
         if (backend.Info().sparse && form == AttentionForm::kAbsorbed) visit(backend.Traits(desc));
+        desc.attention = kernels::AttentionKind::kWindow;
+        if (backend.Info().windows && form == AttentionForm::kAbsorbed) visit(backend.Traits(desc));
       }
     }
     if (heads == limits.max_heads) break;
@@ -160,7 +162,7 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   out.launch_requests = limits.launch_requests;
   out.launch_rows = limits.launch_rows;
   out.page_ranges = kPageRanges;
-  out.table_ranges = limits.launch_requests;
+  out.table_ranges = limits.launch_requests * (backend.Info().windows ? 2 : 1);
   out.launch_packed_rows = packed;
   out.partial_rows = plan.partial_rows;
   out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);

@@ -108,6 +108,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.kv_format = key.kv_format;
   desc.attention = key.attention;
   if (form == AttentionForm::kAbsorbed) desc.products = key.products;
+  desc.entry_format = key.entry_format;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   const kernels::BackendInfo& info = backend_->Info();
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
@@ -134,6 +135,7 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
     form.params.desc = Desc(to->batch.key, form.form);
     form.params.segments = form.records.records;
     form.params.q_fragments = form.records.fragments;
+    form.params.windows = form.records.windows;
     // Cut for the heads that are there: few heads of a large model need not share units as all do.
     kernels::AttentionDesc widest = form.params.desc;
     widest.geometry.num_heads = WidestHeads(form.records.lengths);
@@ -178,7 +180,7 @@ void Launcher::Report(BatchLaunch* to) {
       const kernels::SegmentRecord& record = form->records[i];
       // Sparse attention reads rows for every query row by itself.
       const int64_t times =
-          batch.key.attention == kernels::AttentionKind::kSparse ? record.q_rows : 1;
+          batch.key.attention == kernels::AttentionKind::kDense ? 1 : record.q_rows;
       report.kv_bytes_read += times * form->lengths[i].kv_rows * record.row_stride;
     }
   }

@@ -25,12 +25,25 @@ int32_t EntriesBefore(const Segment& segment) {
 }
 
 int32_t LongestList(const Segment& segment) {
+  if (!IsSparse(segment.request->attend)) return 0;
   const int32_t* const begin = ListBegins(segment);
   int32_t longest = 0;
   for (int32_t row = 0; row < segment.rows; ++row) {
     longest = std::max(longest, begin[row + 1] - begin[row]);
   }
   return longest;
+}
+
+kvcache::SeqSlot RowsOf(const Sequence& sequence) {
+  return sequence.window_slot < 0 ? sequence.slot : sequence.window_slot;
+}
+
+// Places of a row with a window, at most.
+int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& window) {
+  const int32_t visible = segment.cached() + segment.rows;
+  const bool listed = IsSparse(segment.request->attend);
+  return kernels::WindowRows(window, visible) +
+         (listed ? LongestList(segment) : kernels::WholeEntries(window, visible));
 }
 
 }  // namespace
@@ -46,7 +59,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.staged = staged;
   shared.append.dtype = args.q_dtype;
   shared.append.kv_row_stride = model.spec->sent_row_dim();
-  const kvcache::KvPlane& rows = model.layout.rows(args.layer);
+  const kvcache::KvPlane& rows = model.rows(args.layer);
   shared.append.layer_offset = rows.offset;
   shared.append.row_stride = rows.row_stride;
   shared.append.page_size = rows.rows;
@@ -104,14 +117,57 @@ void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
   kernels::AppendRecord& record = to->appends.emplace_back(shared.append);
   record.kv = shared.staged.kv + skip * shared.kv_row_bytes;
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.page_table = cache_->page_table(RowsOf(*segment.entry->sequence));
   record.first_position = segment.cached();
   record.rows = segment.rows;
   if (shared.staged.differs != nullptr) record.differs = shared.staged.differs + skip;
   const ModelSpec& spec = *segment.request->engine.step->model->spec;
-  if (spec.indexer.heads == 0) return;
   const kernels::AppendRecord rows = record;
-  AddIndexKeys(to, segment, rows);
+  if (spec.windowed()) AddEntries(to, segment, shared.staged, rows);
+  if (spec.indexer.heads > 0) AddIndexKeys(to, segment, rows);
+}
+
+// What the segment's rows make whole.
+void RecordBuilder::AddEntries(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
+                               const kernels::AppendRecord& rows) {
+  const StreamRequest& request = *segment.request;
+  const Step& step = *request.engine.step;
+  const int32_t layer = request.attend.layer, ratio = step.model->spec->ratio(layer);
+  if (ratio == 0) return;
+  const int32_t first = segment.cached() / ratio;
+  const int32_t count = (segment.cached() + segment.rows) / ratio - first;
+  if (count == 0) return;
+  const int64_t before = EntriesOfRows(step, layer, FirstRow(request), segment.row_begin);
+  const kvcache::KvPlane& plane = step.model->entries(layer);
+  kernels::AppendRecord& record = to->appends.emplace_back(rows);
+  record.kv = staged.entries + before * rows.kv_row_stride * int64_t(ElementSize(rows.dtype));
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.layer_offset = plane.offset;
+  record.row_stride = plane.row_stride;
+  record.page_size = plane.rows;
+  record.first_position = first;
+  record.rows = count;
+  record.format = plane.format;
+  if (staged.differs != nullptr) {
+    record.differs = staged.differs + request.engine.rows_launched + before;
+  }
+}
+
+kernels::WindowRecord RecordBuilder::Window(const Segment& segment,
+                                            const StagedTensors& staged) const {
+  const Model& model = *segment.request->engine.step->model;
+  const int32_t layer = segment.request->attend.layer;
+  kernels::WindowRecord record{};
+  record.window = model.spec->window;
+  record.ratio = model.spec->ratio(layer);
+  record.sinks = staged.sinks;
+  if (record.ratio == 0) return record;
+  const kvcache::KvPlane& plane = model.entries(layer);
+  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.layer_offset = plane.offset;
+  record.row_stride = plane.row_stride;
+  record.page_size = plane.rows;
+  return record;
 }
 
 // Behind each KV row, as it was sent, stands its index key.
@@ -181,8 +237,8 @@ kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   kernels::SegmentRecord record{};
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
-  const kvcache::KvPlane& rows = model.layout.rows(args.layer);
+  record.page_table = cache_->page_table(RowsOf(*segment.entry->sequence));
+  const kvcache::KvPlane& rows = model.rows(args.layer);
   record.layer_offset = rows.offset;
   record.row_stride = rows.row_stride;
   record.page_size = rows.rows;
@@ -229,7 +285,7 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
   record.q = q;
   record.o = o;
   if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.page_table = cache_->page_table(RowsOf(*segment.entry->sequence));
   record.q_rows = rows;
   record.kv_rows = segment.cached() + rows;
   const bool sparse = IsSparse(segment.request->attend);
@@ -238,8 +294,13 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
     record.list = staged.list + EntriesBefore(segment);
     if (Selects(segment.request->attend)) AddSelect(to, segment, staged, record);
   }
-  form.lengths.push_back(
-      {record.q_rows, sparse ? LongestList(segment) : record.kv_rows, record.num_heads, !sparse});
+  const bool windowed = to->batch.key.attention == kernels::AttentionKind::kWindow;
+  int32_t places = sparse ? LongestList(segment) : record.kv_rows;
+  if (windowed) {
+    form.windows.push_back(Window(segment, staged));
+    places = MostWindowPlaces(segment, form.windows.back());
+  }
+  form.lengths.push_back({record.q_rows, places, record.num_heads, !sparse && !windowed});
   if (!projects) return absl::OkStatus();
 
   if (shared->latent_rows == 0) {
@@ -295,8 +356,12 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
     if (&request != shared.request) {
       shared = TemplateOf(segment, staged.request(request.engine.batch_index), to->batch.key);
     }
-    const kernels::TableRange changed = cache_->TakeTableChange(segment.entry->sequence->slot);
-    if (changed.count > 0) to->tables.push_back(changed);
+    const Sequence& sequence = *segment.entry->sequence;
+    for (const kvcache::SeqSlot slot : {sequence.slot, sequence.window_slot}) {
+      if (slot < 0) continue;
+      const kernels::TableRange changed = cache_->TakeTableChange(slot);
+      if (changed.count > 0) to->tables.push_back(changed);
+    }
     if (shared.staged.kv != nullptr) AddAppend(to, segment, shared);
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {

@@ -55,6 +55,9 @@ class RecordBuilder final {
   void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared);
   static void AddIndexKeys(BatchLaunch* to, const Segment& segment,
                            const kernels::AppendRecord& rows);
+  void AddEntries(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
+                  const kernels::AppendRecord& rows);
+  kernels::WindowRecord Window(const Segment& segment, const StagedTensors& staged) const;
   // The choice of the lists of `attend`.
   static void AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
                         const kernels::SegmentRecord& attend);

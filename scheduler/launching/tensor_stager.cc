@@ -20,9 +20,10 @@ bool Unwanted(const Batch& batch, const FusedSlices& slices) {
   return !wanted;
 }
 
-// What is compared of a repeat: its KV rows, then its index keys if the model has an indexer.
+// What is compared of a repeat: its KV rows, then its index keys or entries if the model has such.
 int64_t ComparedRows(const StreamRequest& request) {
-  const int64_t planes = request.engine.step->model->spec->indexer.heads > 0 ? 2 : 1;
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const int64_t planes = spec.indexer.heads > 0 || spec.windowed() ? 2 : 1;
   return planes * request.engine.rows_launched;
 }
 
@@ -89,6 +90,29 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
   absl::StatusOr<const void*> kv = to->layout.InputReadOnce(from, bytes);
   if (!kv.ok()) return kv.status();
   staged->kv = static_cast<const std::byte*>(*kv);
+  const Step& step = *request.engine.step;
+  const int32_t first = FirstRow(request), end = first + request.engine.rows_launched;
+  const int64_t whole = EntriesOfRows(step, args.layer, first, end);
+  if (whole == 0) return absl::OkStatus();
+  const int64_t before = EntriesOfRows(step, args.layer, args.row_begin, first);
+  absl::StatusOr<const void*> entries =
+      to->layout.InputReadOnce(args.kv + (args.row_count + before) * row, whole * row);
+  if (!entries.ok()) return entries.status();
+  staged->entries = static_cast<const std::byte*>(*entries);
+  return absl::OkStatus();
+}
+
+absl::Status TensorStager::StageSinks(BatchLaunch* to, const StreamRequest& request,
+                                      StagedTensors* staged) {
+  const Model& model = *request.engine.step->model;
+  if (model.sinks.empty()) return absl::OkStatus();
+  const AttendArgs& args = request.attend;
+  const int64_t first = int64_t{args.layer} * model.spec->geometry.num_heads + args.head_offset;
+  absl::StatusOr<const void*> sinks =
+      to->layout.Input(reinterpret_cast<const std::byte*>(model.sinks.data() + first),
+                       args.num_heads * int64_t{sizeof(float)});
+  if (!sinks.ok()) return sinks.status();
+  staged->sinks = static_cast<const float*>(*sinks);
   return absl::OkStatus();
 }
 
@@ -192,6 +216,7 @@ absl::Status TensorStager::StageRequest(BatchLaunch* to, size_t index, StagedTen
   const StreamRequest& request = *to->batch.requests[index];
   if (absl::Status s = StageQueryAndOutput(to, request, staged); !s.ok()) return s;
   if (absl::Status s = StageLists(to, request, staged); !s.ok()) return s;
+  if (absl::Status s = StageSinks(to, request, staged); !s.ok()) return s;
   const AttendArgs& args = request.attend;
   BatchLaunch::LseRows& seen = to->lse[index];
   seen.row_stride = args.num_heads;

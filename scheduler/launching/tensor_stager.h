@@ -24,7 +24,9 @@ struct StagedTensors {
   kernels::FragmentedInput q_fragments;  // in place of q, if it has bytes
   std::byte* o = nullptr;
   float* lse = nullptr;
-  int32_t* differs = nullptr;  // of a repeat
+  int32_t* differs = nullptr;          // of a repeat
+  const std::byte* entries = nullptr;  // that its rows make whole
+  const float* sinks = nullptr;        // of its heads
   // Index lists of the rows, as SegmentRecord has them.
   const int32_t* list = nullptr;
   const int32_t* list_begin = nullptr;
@@ -53,6 +55,7 @@ class TensorStager final {
   absl::Status StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
                                    StagedTensors* staged);
   absl::Status StageLists(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
+  absl::Status StageSinks(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
   absl::Status StageSelection(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
   absl::Status StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged);
   // `staged` is of all heads, side by side, in the absorbed form.

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "scheduler/tables/model_checks.h"
 
 namespace mla::scheduler {
 namespace {
@@ -25,6 +26,7 @@ AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
   desc.kv_format = spec.kv_format;
   desc.page_size = spec.page_size;
   if (form == AttentionForm::kAbsorbed) desc.products = spec.products();
+  desc.entry_format = spec.entry_format;
   return desc;
 }
 
@@ -99,47 +101,6 @@ absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
   return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
 }
 
-absl::Status ModelTable::CheckSpec(const ModelSpec& spec) const {
-  const kernels::Geometry& g = spec.geometry;
-  const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
-  const bool sparse = spec.attention == kernels::AttentionKind::kSparse;
-  const bool indexed = spec.indexer.heads > 0;
-  const struct {
-    const char* field;
-    int64_t got, low, high;
-  } ranges[] = {
-      {"model.model_id", name_bytes, 1, limits_.max_name_bytes},
-      {"model.geometry.num_heads", g.num_heads, 1, limits_.max_heads},
-      {"model.geometry.kv_lora_rank", g.kv_lora_rank, 1, limits_.max_row_dim},
-      {"model.geometry.rope_dim", g.rope_dim, 0, limits_.max_row_dim - g.kv_lora_rank},
-      {"model.geometry.nope_dim", g.nope_dim, 0, limits_.max_v_dim},
-      {"model.geometry.v_dim", g.v_dim, 0, limits_.max_v_dim},
-      {"model.layers", spec.layers, 1, limits_.max_layers},
-      {"model.page_size", spec.page_size, 1, 4096},
-      {"model.top_k", spec.top_k, sparse ? 1 : 0, sparse ? limits_.max_top_k : 0},
-      {"model.index_heads", spec.indexer.heads, 0, sparse ? kernels::kMaxIndexHeads : 0},
-      {"model.index_dim", spec.indexer.dim, indexed ? 1 : 0, indexed ? kernels::kMaxIndexDim : 0},
-  };
-  for (const auto& r : ranges) {
-    const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
-    if (!status.ok()) return status;
-  }
-  if ((g.nope_dim == 0) != (g.v_dim == 0)) {
-    return RefuseField("model.geometry.v_dim", absl::StrCat(g.v_dim),
-                       "zero exactly when nope_dim is zero", "inconsistent");
-  }
-  const size_t digest = spec.weights_digest.size();
-  if (digest != 0 && digest != kWeightsDigestBytes) {
-    return RefuseField("model.weights_digest", absl::StrCat(digest, " bytes"),
-                       absl::StrCat(kWeightsDigestBytes, " bytes, or none"), "out_of_range");
-  }
-  if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
-    return RefuseField("model.softmax_scale", absl::StrCat(spec.softmax_scale),
-                       "a finite positive number: it is never defaulted", "out_of_range");
-  }
-  return absl::OkStatus();
-}
-
 absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
   if (spec.indexer.heads > 0 && !backend_->Info().selects) {
     return RefuseField("model.index_heads", absl::StrCat(spec.indexer.heads),
@@ -147,10 +108,15 @@ absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
                                     ", which makes no index lists: the indexer is the client's"),
                        "unsupported_shape", absl::StatusCode::kUnimplemented);
   }
+  if (spec.windowed() && !backend_->Info().windows) {
+    return RefuseField("model.attention", "a window and entries",
+                       absl::StrCat("dense or sparse_v32 on backend ", backend_->Info().name),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
   AttentionDesc desc = DescOf(spec, AttentionForm::kAbsorbed);
   const char* field = "model.geometry";
   absl::Status status = backend_->CanRun(desc);
-  if (status.ok() && spec.attention == kernels::AttentionKind::kSparse) {
+  if (status.ok() && spec.attention != kernels::AttentionKind::kDense) {
     desc.attention = spec.attention;
     field = "model.attention";
     status = backend_->CanRun(desc);
@@ -182,12 +148,45 @@ void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
   model->min_charged_rows = traits.min_charged_rows;
 }
 
+// How its rows lie in the cache, and those of its entries.
+absl::Status ModelTable::AddLayouts(const ModelSpec& spec, Model* model) {
+  const kernels::Geometry& g = spec.geometry;
+  const auto uniform = [&](int32_t page_size) {
+    const kernels::KvRowLayout row =
+        kernels::MakeKvRowLayout(spec.kv_format, g.kv_lora_rank, g.rope_dim);
+    return kvcache::MakeLayout({row.row_bytes, page_size, spec.layers, spec.kv_format,
+                                spec.indexer.dim,
+                                kernels::KvPageBytes(row, row.row_bytes, page_size)});
+  };
+  if (spec.windowed()) {
+    model->layout = kvcache::MakeEntryLayout(
+        kernels::MakeKvRowLayout(spec.entry_format, g.kv_lora_rank, g.rope_dim), spec.entry_format,
+        spec.page_size, spec.ratios);
+  } else {
+    model->layout = uniform(spec.page_size);
+  }
+  absl::StatusOr<kvcache::LayoutId> layout =
+      cache_->AddLayout(model->layout, model->pool_account.get());
+  if (!layout.ok()) return layout.status();
+  model->layout_id = *layout;
+  if (!spec.windowed()) return absl::OkStatus();
+  model->window_layout = uniform(spec.window_page_size());
+  model->window_layout.window = spec.window;
+  layout = cache_->AddLayout(model->window_layout, model->pool_account.get());
+  if (layout.ok()) {
+    model->window_layout_id = *layout;
+    return absl::OkStatus();
+  }
+  const absl::Status removed = cache_->RemoveLayout(model->layout_id);
+  return removed.ok() ? layout.status() : removed;
+}
+
 absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted,
                                             int64_t lease_ms) {
   ModelSpec spec = wanted;
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
   if (absl::Status s = SettlePrecision(backend_->Info(), &spec); !s.ok()) return s;
-  if (absl::Status status = CheckSpec(spec); !status.ok()) return status;
+  if (absl::Status status = CheckModelSpec(spec, limits_); !status.ok()) return status;
   if (absl::Status s = SettleFp8Compute(*backend_, &spec); !s.ok()) return s;
   const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
   if (!lease_ns.ok()) return lease_ns.status();
@@ -218,23 +217,15 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->tenant = tenant;
   model->account = account.get();
   model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
-  const kernels::KvRowLayout row =
-      kernels::MakeKvRowLayout(spec.kv_format, spec.geometry.kv_lora_rank, spec.geometry.rope_dim);
-  model->layout = kvcache::MakeLayout({row.row_bytes, spec.page_size, spec.layers, spec.kv_format,
-                                       spec.indexer.dim,
-                                       kernels::KvPageBytes(row, row.row_bytes, spec.page_size)});
-  absl::StatusOr<kvcache::LayoutId> layout =
-      cache_->AddLayout(model->layout, model->pool_account.get());
-  if (!layout.ok()) {
+  if (absl::Status added = AddLayouts(spec, model.get()); !added.ok()) {
     tenants_->Return(*account, Resource::kModels, 1);
-    return MakeError(layout.status().code(), layout.status().message(),
+    return MakeError(added.code(), added.message(),
                      {.field = "model.layers",
                       .got = absl::StrCat(spec.layers),
                       .limit = "layers whose page group fits into kv_cache.bytes",
                       .reason = "page_group_too_large"});
   }
   SetLease(model.get(), *lease_ns);
-  model->layout_id = *layout;
   model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   NoteForms(spec, model.get());
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
@@ -270,6 +261,9 @@ absl::Status ModelTable::Remove(Model& model) {
     model.weights_complete = false;
   }
   if (absl::Status status = cache_->RemoveLayout(model.layout_id); !status.ok()) return status;
+  if (model.window_layout_id >= 0) {
+    if (absl::Status s = cache_->RemoveLayout(model.window_layout_id); !s.ok()) return s;
+  }
   if (on_gone_) on_gone_(model);
   Tenant& account = *model.account;
   const int64_t weights_bytes = model.weights_bytes;
@@ -361,32 +355,23 @@ int32_t ModelTable::size() const {
   return count;
 }
 
-absl::Status ModelTable::CheckScales(const ModelSpec& spec, std::span<const float> scales,
-                                     const std::string& field) {
-  if (kernels::TraitsOf(spec.kv_format).scales != kernels::KvScales::kLayer) {
-    return RefuseField(
-        field, absl::StrCat("scales for kv_format ", kernels::Name(spec.kv_format)),
-        absl::StrCat("a model with kv_format ", kernels::Name(kernels::KvFormat::kFp8Tensor)),
-        "no_layer_scales", absl::StatusCode::kFailedPrecondition);
+absl::Status ModelTable::SetSinks(Model& model, std::span<const float> sinks,
+                                  const std::string& field) {
+  if (absl::Status s = CheckSinks(*model.spec, sinks, field); !s.ok()) return s;
+  if (std::equal(sinks.begin(), sinks.end(), model.sinks.begin(), model.sinks.end())) {
+    return absl::OkStatus();
   }
-  if (scales.size() != static_cast<size_t>(spec.layers)) {
-    return RefuseField(field, absl::StrCat(scales.size(), " scales"),
-                       absl::StrCat(spec.layers, ": one a layer"), "wrong_count");
+  if (model.sequences > 0) {
+    return RefuseField(field, "other sinks", "those in force, while sequences are open",
+                       "sinks_differ", absl::StatusCode::kAlreadyExists);
   }
-  for (size_t layer = 0; layer < scales.size(); ++layer) {
-    const float scale = scales[layer];
-    if (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale) continue;
-    return RefuseField(
-        absl::StrCat(field, "[", layer, "]"), absl::StrCat(scale),
-        absl::StrCat("a number from ", kernels::kSmallestKvScale, " to ", kernels::kLargestKvScale),
-        "out_of_range");
-  }
+  model.sinks.assign(sinks.begin(), sinks.end());
   return absl::OkStatus();
 }
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
                                    const std::string& field) {
-  if (absl::Status s = CheckScales(*model.spec, scales, field); !s.ok()) return s;
+  if (absl::Status s = CheckKvScales(*model.spec, scales, field); !s.ok()) return s;
   if (std::equal(scales.begin(), scales.end(), model.kv_scales.begin(), model.kv_scales.end())) {
     return absl::OkStatus();
   }

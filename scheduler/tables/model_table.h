@@ -33,7 +33,16 @@ struct Model {
   std::shared_ptr<const ModelSpec> spec;
   kvcache::GroupLayout layout;
   kvcache::LayoutId layout_id = -1;
-  int32_t sequences = 0;  // open ones; Unregister waits for zero
+  // Of models with a window, whose rows lie here, and their entries in `layout`.
+  kvcache::GroupLayout window_layout;
+  kvcache::LayoutId window_layout_id = -1;
+  const kvcache::KvPlane& rows(int32_t layer) const {
+    return (window_layout_id < 0 ? layout : window_layout).rows(layer);
+  }
+  // REQUIRES that the layer has entries.
+  const kvcache::KvPlane& entries(int32_t layer) const { return layout.rows(layer); }
+  std::vector<float> sinks;  // [layers, num_heads] of kWindow, or empty: there are none
+  int32_t sequences = 0;     // open ones; Unregister waits for zero
   // The model goes when nothing has named it for so long and no sequence of it is open; 0: never.
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
@@ -95,13 +104,11 @@ class ModelTable {
   std::vector<Model*> OfTenant(TenantKey tenant);
   int32_t size() const;
 
-  // Refuses a format without scales of layers (FAILED_PRECONDITION), another number than one a
-  // layer, and a scale that is not from kSmallestKvScale to kLargestKvScale (INVALID_ARGUMENT with
-  // the index behind `field`).
-  static absl::Status CheckScales(const ModelSpec& spec, std::span<const float> scales,
-                                  const std::string& field);
-  // Sets the scale of every layer's rows. Refuses what CheckScales does, and others than those that
-  // are set while sequences are open (ALREADY_EXISTS), since rows are stored under them.
+  // Sets the sinks of a window. Refuses what CheckSinks does, and others than those that are set
+  // while sequences are open (ALREADY_EXISTS).
+  absl::Status SetSinks(Model& model, std::span<const float> sinks, const std::string& field);
+  // Sets the scale of every layer's rows. Refuses what CheckKvScales does, and others than those
+  // that are set while sequences are open (ALREADY_EXISTS), since rows are stored under them.
   absl::Status SetScales(Model& model, std::span<const float> scales, const std::string& field);
 
   // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
@@ -122,7 +129,7 @@ class ModelTable {
   }
 
  private:
-  absl::Status CheckSpec(const ModelSpec& spec) const;
+  absl::Status AddLayouts(const ModelSpec& spec, Model* model);
   absl::Status CheckSupported(const ModelSpec& spec) const;
   void NoteForms(const ModelSpec& spec, Model* model) const;
   absl::Status ChargeWeights(Model& model);

@@ -18,6 +18,11 @@ std::string RequestKey(TenantKey tenant, const std::string& request_id) {
   return absl::StrCat(tenant, "/", request_id);
 }
 
+absl::Status NoPrefix() {
+  return RefuseField("prefix", "rows to be found", "none: rows of a window are not shared",
+                     "no_prefix_here", absl::StatusCode::kUnimplemented);
+}
+
 }  // namespace
 
 SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
@@ -61,15 +66,17 @@ absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::s
                      "request_id_reused", absl::StatusCode::kAlreadyExists);
 }
 
-Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model,
-                                int64_t lease_ns, const std::string& client_id,
-                                const std::string& request_id, std::string origin, SequenceId id) {
+Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot,
+                                TenantKey tenant, Model* model, int64_t lease_ns,
+                                const std::string& client_id, const std::string& request_id,
+                                std::string origin, SequenceId id) {
   auto sequence = std::make_unique<Sequence>();
   sequence->id = id;
   while (sequence->id == 0 || by_id_.contains(sequence->id)) sequence->id = ids_();
   sequence->tenant = tenant;
   sequence->model = model;
   sequence->slot = slot;
+  sequence->window_slot = window_slot;
   sequence->lease_ns = lease_ns;
   sequence->opened_ns = clock_->Now();
   sequence->client_id = client_id;
@@ -114,10 +121,25 @@ absl::Status SequenceTable::InStep(const Sequence& sequence) const {
                     .last_good_position = cache_->length(sequence.slot)});
 }
 
+// Of a sequence with a window: its last rows before `length` must be there.
+absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) const {
+  if (sequence.window_slot < 0) return absl::OkStatus();
+  const int64_t least = cache_->least_length(sequence.window_slot);
+  if (length >= least) return absl::OkStatus();
+  return RefuseField(
+      {.field = "length",
+       .got = absl::StrCat(length),
+       .limit = absl::StrCat("at least ", least, ": the window has passed earlier rows"),
+       .reason = "window_passed",
+       .last_good_position = cache_->length(sequence.slot)},
+      absl::StatusCode::kFailedPrecondition);
+}
+
 absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, const OpenArgs& args,
                                               const PrefixPlan& prefix) {
   absl::Status names = CheckNames(args.client_id, args.request_id);
   if (!names.ok()) return names;
+  if (prefix.chain != nullptr && model->spec->windowed()) return NoPrefix();
   absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
   if (!lease.ok()) return lease.status();
   std::string origin =
@@ -138,13 +160,18 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
     return taken;
   }
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
-  if (!slot.ok()) {
+  absl::StatusOr<kvcache::SeqSlot> window = -1;
+  if (slot.ok() && model->spec->windowed()) {
+    window = cache_->Open(model->window_layout_id, tenant);
+    if (!window.ok()) cache_->Release(*slot);
+  }
+  if (!slot.ok() || !window.ok()) {
     tenants_->Return(*model->account, Resource::kPrefixTokens, rows);
     tenants_->Return(*model->account, Resource::kSequences, 1);
-    return Exhausted(slot.status());
+    return Exhausted(slot.ok() ? window.status() : slot.status());
   }
-  Sequence* const sequence = Insert(*slot, tenant, model, *lease, args.client_id, args.request_id,
-                                    std::move(origin), args.restored_id);
+  Sequence* const sequence = Insert(*slot, *window, tenant, model, *lease, args.client_id,
+                                    args.request_id, std::move(origin), args.restored_id);
   if (args.restored_id != 0) sequence->epoch = (1 + ids_() % kRestoredEpochs) << 32;
   if (prefix.chain == nullptr) return sequence;
   sequence->prefix_tokens = rows;
@@ -171,16 +198,22 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   const int64_t committed = cache_->length(parent->slot);
   const int64_t length = args.length.value_or(committed);
   if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
+  if (absl::Status s = CheckKept(*parent, length); !s.ok()) return s;
   Tenant& account = *parent->model->account;
   absl::Status taken = tenants_->Take(account, Resource::kSequences, 1, "sequence");
   if (!taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
-  if (!slot.ok()) {
+  absl::StatusOr<kvcache::SeqSlot> window = -1;
+  if (slot.ok() && parent->window_slot >= 0) {
+    window = cache_->Fork(parent->window_slot, static_cast<int32_t>(length));
+    if (!window.ok()) cache_->Release(*slot);
+  }
+  if (!slot.ok() || !window.ok()) {
     tenants_->Return(account, Resource::kSequences, 1);
-    return Exhausted(slot.status());
+    return Exhausted(slot.ok() ? window.status() : slot.status());
   }
   Renew(parent);
-  Sequence* const child = Insert(*slot, tenant, parent->model, *lease,
+  Sequence* const child = Insert(*slot, *window, tenant, parent->model, *lease,
                                  args.client_id.empty() ? parent->client_id : args.client_id,
                                  args.request_id, std::move(origin));
   child->not_finite_from = parent->not_finite_from;
@@ -196,6 +229,13 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
 }
 
 absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId id,
+                                                  uint64_t expected_epoch) {
+  absl::StatusOr<Sequence*> found = FindIdle(tenant, id, expected_epoch);
+  if (found.ok() && (*found)->model->spec->windowed()) return NoPrefix();
+  return found;
+}
+
+absl::StatusOr<Sequence*> SequenceTable::FindIdle(TenantKey tenant, SequenceId id,
                                                   uint64_t expected_epoch) {
   absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, id, "sequence_id");
   if (!found.ok()) return found;
@@ -265,7 +305,11 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
   }
   if (sequence->busy()) return InStep(*sequence);
   if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
+  if (absl::Status s = CheckKept(*sequence, length); !s.ok()) return s;
   absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
+  if (status.ok() && sequence->window_slot >= 0) {
+    status = cache_->Truncate(sequence->window_slot, static_cast<int32_t>(length));
+  }
   if (!status.ok()) return status;
   sequence->ForgetRowsFrom(length);
   sequence->truncated_from_epoch = sequence->epoch++;
@@ -288,6 +332,7 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   if (!sequence->request_id.empty()) {
     by_request_.erase(RequestKey(sequence->tenant, sequence->request_id));
   }
+  if (sequence->window_slot >= 0) cache_->Release(sequence->window_slot, why);
   cache_->Release(slot, why);
   by_slot_[slot].reset();
   tenants_->Return(*model->account, Resource::kSequences, 1);

@@ -44,6 +44,7 @@ struct Sequence {
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
   kvcache::SeqSlot slot = -1;
+  kvcache::SeqSlot window_slot = -1;  // of models with a window: its rows; `slot` has the entries
   uint64_t epoch = 1;
   int64_t lease_ns = 0;
   MonotonicNanos opened_ns = 0;
@@ -71,7 +72,9 @@ class SequenceTable {
   // `prefix`: a plan for the model's spec, if args.prefix is not empty.
   absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
                                  const PrefixPlan& prefix);
-  // The sequence, if it may declare rows: it has that epoch and is in no step.
+  // The sequence, if it has that epoch and is in no step or import.
+  absl::StatusOr<Sequence*> FindIdle(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
+  // The same, if it may declare rows.
   absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
   // Declares the plan's rows and adds those that are cached. ABORTED if others were declared, or
   // rows committed, since the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
@@ -114,9 +117,10 @@ class SequenceTable {
   absl::Status OtherEpoch(const Sequence& sequence, uint64_t expected) const;
   absl::Status InStep(const Sequence& sequence) const;
   void DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix);
-  Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
-                   const std::string& client_id, const std::string& request_id, std::string origin,
-                   SequenceId id = 0);
+  absl::Status CheckKept(const Sequence& sequence, int64_t length) const;
+  Sequence* Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot, TenantKey tenant,
+                   Model* model, int64_t lease_ns, const std::string& client_id,
+                   const std::string& request_id, std::string origin, SequenceId id = 0);
 
   const Limits limits_;
   kvcache::KvCache* const cache_;

@@ -115,6 +115,8 @@ absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, con
   step_rows_.clear();
   for (const StepEntry& entry : entries) {
     step_rows_.push_back({entry.sequence->slot, entry.rows});
+    if (entry.sequence->window_slot < 0) continue;
+    step_rows_.push_back({entry.sequence->window_slot, entry.rows});
   }
   const absl::Status status = cache_->Reserve(step_rows_);
   const std::optional<Resource> refused = model.pool_account->TakeRefused();

@@ -1,6 +1,7 @@
 #include "scheduler/tables/step_table.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 
 #include "absl/strings/str_cat.h"
@@ -78,8 +79,9 @@ bool StandsAt(const Step& step, const std::vector<StepSequenceArgs>& positions) 
 }
 
 absl::Status CheckLists(const Step& step, const AttendArgs& args) {
-  if (!IsSparse(args)) return absl::OkStatus();
-  if (step.model->spec->attention != kernels::AttentionKind::kSparse) {
+  const ModelSpec& spec = *step.model->spec;
+  if (!IsSparse(args) && !spec.windowed()) return absl::OkStatus();
+  if (spec.attention == kernels::AttentionKind::kDense) {
     return RefuseField("attend.lists", "index lists", "none: the model's attention is dense",
                        "dense_model");
   }
@@ -88,11 +90,24 @@ absl::Status CheckLists(const Step& step, const AttendArgs& args) {
   const bool same_top_k = args.listed_top_k == step.model->spec->top_k;
   if (same_top_k && StandsAt(step, *args.listed_for)) return absl::OkStatus();
   return RefuseField("attend.step_id", absl::StrCat(step.id),
-                     "the id of the step that the index lists were checked for", "step_reused",
+                     "the id of the step that lists and entries were checked for", "step_reused",
                      absl::StatusCode::kFailedPrecondition);
 }
 
 }  // namespace
+
+int64_t MostPlaces(const StreamRequest& request) {
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  if (IsSparse(request.attend)) return int64_t{spec.window} + spec.top_k;
+  if (!spec.windowed()) return std::numeric_limits<int64_t>::max();
+  const int32_t ratio = spec.ratio(request.attend.layer);
+  if (ratio == 0) return spec.window;
+  int64_t longest = 0;
+  for (const StepEntry& entry : request.engine.step->entries) {
+    longest = std::max<int64_t>(longest, int64_t{entry.start} + entry.rows);
+  }
+  return spec.window + longest / ratio;
+}
 
 bool Step::Includes(StreamId stream) const {
   return std::find(streams.begin(), streams.end(), stream) != streams.end();
@@ -189,7 +204,11 @@ void StepTable::Remove(Step* step, const std::string& why) {
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat) {
   // Before anything else: the request's memory has the size of another model's rows.
   const ModelSpec& spec = *step.model->spec;
-  const bool same_sizes = args.sized_for == spec.geometry && args.sized_indexer == spec.indexer;
+  const bool in_range = args.layer >= 0 && args.layer < spec.layers;  // else refused below
+  const bool same_window =
+      args.sized_window == spec.window && (!in_range || args.sized_ratio == spec.ratio(args.layer));
+  const bool same_sizes =
+      args.sized_for == spec.geometry && args.sized_indexer == spec.indexer && same_window;
   if (args.sized_for.num_heads != 0 && !same_sizes) {
     return RefuseField("attend.step_id", absl::StrCat(step.id),
                        "the id of a step of the model that this request was sized for",

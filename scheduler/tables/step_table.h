@@ -41,6 +41,8 @@ struct StepEntry {
   int32_t offset = 0;  // of its first row among the step's rows
 };
 
+inline int64_t StartOf(const StepEntry& entry) { return entry.start; }
+
 struct LayerProgress {
   int32_t accepted = 0;
   int32_t appended = 0;
@@ -126,6 +128,13 @@ class StepTable {
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat);
 // Equal contents: a repeat by the same stream or a join by another.
 bool SameStep(const Step& step, const BeginStepArgs& args);
+// Rows and entries that a row of the request attends to, at most, whatever its context; INT64_MAX
+// where that alone says how many.
+int64_t MostPlaces(const StreamRequest& request);
+// Compressed entries that rows [begin, end) of the step make whole at a layer.
+inline int64_t EntriesOfRows(const Step& step, int32_t layer, int32_t begin, int32_t end) {
+  return EntriesOf(step.entries, step.model->spec->ratio(layer), begin, end);
+}
 // Committed rows of the sequence to which that row of the step belongs; of the last one for a row
 // behind the step's end, 0 for a step without sequences.
 int64_t CommittedAt(const Step& step, int32_t row);

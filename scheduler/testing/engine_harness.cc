@@ -199,7 +199,7 @@ void EngineHarness::FillQueries(TestRequest* request, uint64_t q_key) {
   }
   request->queries = Encode(rows);
   const size_t packed = size_t(args.row_count) * args.num_heads;
-  request->output.assign(packed * model_.geometry.kv_lora_rank, std::nanf(""));
+  request->output.assign(packed * model_.o_dim(Profile::kAbsorbed), std::nanf(""));
   request->lse.assign(packed, std::nanf(""));
   args.want_lse = true;
   args.o_dtype = kernels::DType::kF32;

@@ -152,7 +152,7 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
                       .limit = "a registered model of this tenant",
                       .reason = "model_not_found"});
   }
-  if (shape.model->attention == kernels::AttentionKind::kSparse) {
+  if (shape.model->attention != kernels::AttentionKind::kDense) {
     shape.positions =
         std::make_shared<const std::vector<scheduler::StepSequenceArgs>>(message->begin.sequences);
     message->begin.positions = shape.positions;
@@ -190,15 +190,17 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
     return absl::OkStatus();
   }
   absl::Status status = ParseAttend(attend, *shape.model, shape.rows, payload_bytes, reply_bytes,
-                                    &message->attend, &message->sizes);
-  if (message->sizes.list_bytes > 0) message->attend.listed_for = std::move(shape.positions);
+                                    &message->attend, &message->sizes, shape.positions);
+  if (message->sizes.list_bytes > 0 || shape.model->windowed()) {
+    message->attend.listed_for = std::move(shape.positions);
+  }
   return status;
 }
 
 SentLists AttendRequestBuilder::ListsOf(const AttendMessage& message) {
   const AttendSizes& sizes = message.sizes;
-  return {message.attend.row_begin, message.attend.row_count, sizes.list_width, sizes.list_entries,
-          sizes.list_top_k};
+  return {message.attend.row_begin, message.attend.row_count, sizes.list_width,
+          sizes.list_entries,       sizes.list_top_k,         sizes.list_ratio};
 }
 
 AttendRequestBuilder::StagedPlaces AttendRequestBuilder::PlacesOf(const AttendMessage& message) {
@@ -307,6 +309,10 @@ absl::Status AttendRequestBuilder::PointIntoDevice(const kernels::SharedDeviceMe
   if (message->sizes.kv_fp8.vectors > 0 || message->sizes.q_fp8.vectors > 0) {
     return RefuseField("flags", "tensors of 8 bits in device memory",
                        "tensors of 8 bits in the region");
+  }
+  if (message->attend.sized_window > 0) {
+    return RefuseField("flags", "tensors in device memory of a model with a window",
+                       "tensors in the region");
   }
   const std::span<std::byte> bytes = memory.bytes();
   message->attend.on_device = true;

@@ -266,14 +266,16 @@ absl::Status ListChecker::Check(const SentLists& sent,
         (last && end != sent.entries)) {
       return refuse_offset(row + 1, end);
     }
-    const int32_t taken = Take(entries + from, end - from, cursor.visible(), entries + kept);
+    const int32_t taken =
+        Take(entries + from, end - from, cursor.visible() / sent.ratio, entries + kept);
     if (taken < 0) {
       const int32_t slot = -1 - taken;
       return RefuseField(
           "payload",
           absl::StrCat(entries[from + slot], " at row ", sent.row_begin + row, ", slot ", slot,
                        " of the index lists"),
-          absl::StrCat("-1, or 0..", cursor.visible() - 1, ": the positions that the row sees"),
+          absl::StrCat("-1, or 0..", cursor.visible() / sent.ratio - 1, ": the ",
+                       sent.ratio == 1 ? "positions" : "entries", " that the row sees"),
           "list_position");
     }
     kept += taken;

@@ -30,6 +30,7 @@ struct SentLists {
   int32_t width = 0;    // entries of every row; 0: ragged
   int32_t entries = 0;  // of all rows
   int32_t top_k = 0;    // of a row, at most
+  int32_t ratio = 1;    // positions that what an entry names stands for
 
   // Of the memory in which they are checked, and where in it they lie as sent.
   size_t bytes() const { return (size_t{1} + rows + entries) * sizeof(int32_t); }

@@ -302,7 +302,8 @@ TEST(ListsOfAMessageTest, ModelsSayWhatTheyAttendTo) {
   EXPECT_EQ(refused(2, 0), "model.top_k");
   EXPECT_EQ(refused(2, 2049), "model.top_k");
   EXPECT_EQ(refused(2, ~0u), "model.top_k");
-  EXPECT_EQ(refused(3, 0), "model.attention");
+  EXPECT_EQ(refused(3, 0), "model.window");
+  EXPECT_EQ(refused(4, 0), "model.attention");
   EXPECT_EQ(refused(-1, 0), "model.attention");
 }
 

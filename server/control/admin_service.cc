@@ -120,6 +120,7 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (rpc_.engine->backend_info().sparse) reply->add_capabilities("sparse");
         if (rpc_.engine->backend_info().selects) reply->add_capabilities("indexer");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");
+        if (rpc_.engine->backend_info().windows) reply->add_capabilities("window");
         if (options_.shared_memory) {
           for (const char* capability : kSharedMemoryCapabilities)
             reply->add_capabilities(capability);

@@ -27,8 +27,9 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
     scheduler::ModelSpec spec;
     absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec);
     if (!status.ok()) return status;
-    const auto info = rpc_.engine->RegisterModel(who.tenant, spec, int64_t{request->lease_ms()},
-                                                 Span(request->kv_scales()));
+    const auto info =
+        rpc_.engine->RegisterModel(who.tenant, spec, int64_t{request->lease_ms()},
+                                   Span(request->kv_scales()), Span(request->sinks()));
     if (!info.ok()) return info.status();
     FillModel(info->spec, reply->mutable_model());
     reply->set_scales_complete(info->scales_complete);

@@ -31,16 +31,46 @@ absl::Status ParseKvFormat(const v1::ModelSpec& message, ModelSpec* spec) {
   return absl::OkStatus();
 }
 
-// `spec` has the checked geometry.
+// Counts and ratios are checked with the model's page size (scheduler/tables/model_checks.h).
+absl::Status ParseWindow(const v1::ModelSpec& message, bool windowed, ModelSpec* spec) {
+  MLA_RETURN_IF_ERROR(Narrow(message.window(), windowed ? 1 : 0, windowed ? kernels::kMaxWindow : 0,
+                             "model.window", &spec->window));
+  if (message.ratios_size() != (windowed ? spec->layers : 0)) {
+    return RefuseField("model.ratios", absl::StrCat(message.ratios_size(), " entries"),
+                       windowed ? "one a layer" : "none: the attention has no window",
+                       "wrong_count");
+  }
+  for (int i = 0; i < message.ratios_size(); ++i) {
+    MLA_RETURN_IF_ERROR(CheckRange([i] { return absl::StrCat("model.ratios[", i, "]"); },
+                                   message.ratios(i), 0, 4096));
+    spec->ratios.push_back(static_cast<int32_t>(message.ratios(i)));
+  }
+  const v1::KvFormat format = message.entry_format();
+  if (!v1::KvFormat_IsValid(format) || (!windowed && format != v1::KV_FORMAT_UNSPECIFIED)) {
+    return RefuseField("model.entry_format", absl::StrCat(static_cast<int>(format)),
+                       windowed ? "a KvFormat of this version" : "0 without a window",
+                       "unknown_value");
+  }
+  const bool as_rows = format == v1::KV_FORMAT_UNSPECIFIED;
+  if (!windowed) return absl::OkStatus();
+  spec->entry_format = as_rows ? spec->kv_format : static_cast<kernels::KvFormat>(format);
+  return absl::OkStatus();
+}
+
+// `spec` has the checked geometry, layers and format.
 absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
   if (!v1::AttentionKind_IsValid(message.attention())) {
     return RefuseField("model.attention", absl::StrCat(static_cast<int>(message.attention())),
                        "an AttentionKind of this version", "unknown_value");
   }
   const bool sparse = message.attention() == v1::ATTENTION_KIND_SPARSE_V32;
+  const bool windowed = message.attention() == v1::ATTENTION_KIND_SPARSE_V4;
   if (sparse) spec->attention = kernels::AttentionKind::kSparse;
-  MLA_RETURN_IF_ERROR(Narrow(message.top_k(), sparse ? 1 : 0, sparse ? limits.max_top_k : 0,
-                             "model.top_k", &spec->top_k));
+  if (windowed) spec->attention = kernels::AttentionKind::kWindow;
+  MLA_RETURN_IF_ERROR(Narrow(message.top_k(), sparse ? 1 : 0,
+                             sparse || windowed ? limits.max_top_k : 0, "model.top_k",
+                             &spec->top_k));
+  MLA_RETURN_IF_ERROR(ParseWindow(message, windowed, spec));
   kernels::IndexerShape& indexer = spec->indexer;
   MLA_RETURN_IF_ERROR(Narrow(message.index_heads(), 0, sparse ? kernels::kMaxIndexHeads : 0,
                              "model.index_heads", &indexer.heads));
@@ -134,6 +164,10 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
   return absl::OkStatus();
 }
 
+static_assert(static_cast<int>(kernels::AttentionKind::kDense) == v1::ATTENTION_KIND_DENSE);
+static_assert(static_cast<int>(kernels::AttentionKind::kSparse) == v1::ATTENTION_KIND_SPARSE_V32);
+static_assert(static_cast<int>(kernels::AttentionKind::kWindow) == v1::ATTENTION_KIND_SPARSE_V4);
+
 void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
   to->set_model_id(from.id);
   to->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
@@ -152,8 +186,12 @@ void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
   }
   to->set_rope_owner(v1::ROPE_OWNER_WORKER);
   to->set_page_size(static_cast<uint32_t>(from.page_size));
-  const bool sparse = from.attention == kernels::AttentionKind::kSparse;
-  to->set_attention(sparse ? v1::ATTENTION_KIND_SPARSE_V32 : v1::ATTENTION_KIND_DENSE);
+  to->set_attention(static_cast<v1::AttentionKind>(from.attention));  // numbered alike
+  if (from.windowed()) {
+    to->set_window(static_cast<uint32_t>(from.window));
+    for (const int32_t ratio : from.ratios) to->add_ratios(static_cast<uint32_t>(ratio));
+    to->set_entry_format(ToProto(from.entry_format));
+  }
   to->set_top_k(static_cast<uint32_t>(from.top_k));
   to->set_index_heads(static_cast<uint32_t>(from.indexer.heads));
   to->set_index_dim(static_cast<uint32_t>(from.indexer.dim));

@@ -104,10 +104,13 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
     if (entries == 0) return absl::OkStatus();
     return RefuseField("attend.list_entries", absl::StrCat(entries), "0 without lists");
   }
-  if (model.attention != kernels::AttentionKind::kSparse || profile == Profile::kAppendOnly) {
+  const bool none = model.top_k == 0 || model.ratio(static_cast<int32_t>(message.layer())) == 0;
+  const bool dense = model.windowed() ? none : model.attention == kernels::AttentionKind::kDense;
+  if (dense || profile == Profile::kAppendOnly) {
     return RefuseField("attend.lists", v1::IndexLists_Name(lists),
                        profile == Profile::kAppendOnly ? "none with PROFILE_APPEND_ONLY"
-                                                       : "none: the model's attention is dense",
+                       : model.windowed() ? "none: the layer has no entries, or the model no top_k"
+                                          : "none: the model's attention is dense",
                        "no_lists_here");
   }
   if (lists == v1::INDEX_LISTS_SERVER) return CheckIndexer(message, model, sizes);
@@ -124,6 +127,7 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
   sizes->list_width = fixed ? static_cast<int32_t>(width) : 0;
   sizes->list_entries = static_cast<int32_t>(total);
   sizes->list_top_k = model.top_k;
+  if (model.windowed()) sizes->list_ratio = model.ratio(static_cast<int32_t>(message.layer()));
   sizes->list_bytes = (total + (fixed ? 0 : rows + 1)) * int64_t{sizeof(int32_t)};
   return absl::OkStatus();
 }
@@ -148,14 +152,15 @@ bool SizeFp8(int64_t rows, int64_t heads, wire::Fp8Tensor* tensor) {
   return true;
 }
 
-// Keeps the sizes of the lists and the parts of tensors of 8 bits, and sets the others.
-absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& model,
+// Keeps the sizes of the lists and the parts of tensors of 8 bits, and sets the others. `entries`:
+// that come behind the KV rows.
+absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& model, int64_t entries,
                         int64_t payload_bytes, int64_t message_bytes, AttendSizes* sizes) {
   const auto q_element = static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
   const auto o_element = static_cast<int64_t>(kernels::ElementSize(args.o_dtype));
   bool fits = true;
   if (args.has_kv) {
-    fits &= Product(args.row_count, 1, model.sent_row_dim(), q_element, &sizes->kv_bytes);
+    fits &= Product(args.row_count + entries, 1, model.sent_row_dim(), q_element, &sizes->kv_bytes);
   }
   if (sizes->selects) {
     fits &=
@@ -271,7 +276,7 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
 
 absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int32_t total_rows,
                          int64_t payload_bytes, int64_t message_bytes, scheduler::AttendArgs* args,
-                         AttendSizes* sizes) {
+                         AttendSizes* sizes, const scheduler::StepPositions& positions) {
   *args = {};
   MLA_RETURN_IF_ERROR(CheckProfile(message, model, &args->profile));
   MLA_RETURN_IF_ERROR(
@@ -282,6 +287,11 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   MLA_RETURN_IF_ERROR(CheckInputDTypes(message, &args->q_dtype, &q_fp8, &kv_fp8));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", "DTYPE_BF16 or DTYPE_F32",
                                      &args->o_dtype));
+  if (kv_fp8 && args->has_kv && model.windowed()) {
+    return RefuseField("attend.kv_row_dtype", "DTYPE_F8_E4M3",
+                       "DTYPE_BF16 or DTYPE_F32: entries of the model come with its rows",
+                       "no_fp8_rows_here");
+  }
   args->layer = static_cast<int32_t>(message.layer());
   args->row_begin = static_cast<int32_t>(message.row_begin());
   args->row_count = static_cast<int32_t>(message.row_count());
@@ -292,14 +302,21 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->timeout_us = message.timeout_us();
   args->sized_for = model.geometry;
   args->sized_indexer = model.indexer;
+  args->sized_window = model.window;
+  args->sized_ratio = model.ratio(args->layer);
   *sizes = {};
   if (kv_fp8 && args->has_kv) sizes->kv_fp8 = KvTensor(model);
   if (q_fp8 && args->profile != Profile::kAppendOnly) {
     sizes->q_fp8 = QueryTensor(model, args->profile);
   }
   MLA_RETURN_IF_ERROR(CheckLists(message, model, args->profile, sizes));
-  args->listed_top_k = sizes->list_top_k;
-  return CheckSizes(*args, model, payload_bytes, message_bytes, sizes);
+  args->listed_top_k = model.windowed() ? model.top_k : sizes->list_top_k;
+  int64_t entries = 0;
+  if (model.windowed()) {
+    entries = scheduler::EntriesOf(*positions, model.ratio(args->layer), args->row_begin,
+                                   int64_t{args->row_begin} + args->row_count);
+  }
+  return CheckSizes(*args, model, entries, payload_bytes, message_bytes, sizes);
 }
 
 absl::Status ParseEndStep(const v1::EndStep& message, const Limits& limits,

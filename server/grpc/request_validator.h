@@ -37,6 +37,7 @@ struct AttendSizes {
   int32_t list_width = 0;         // entries of every row; 0: ragged, or none
   int32_t list_entries = 0;       // of all rows
   int32_t list_top_k = 0;         // of a row, at most
+  int32_t list_ratio = 1;         // positions that what an entry names stands for
   bool selects = false;           // list_bytes are those of index inputs
   int64_t lists_out_bytes = 0;    // the indexer's lists, if they are wanted
   wire::Fp8Tensor kv_fp8, q_fp8;  // without vectors unless that tensor is sent as 8-bit floats
@@ -62,11 +63,12 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limit
 
 // `total_rows` are the step's rows. Checks slices, profile, dtypes and that `payload_bytes` is what
 // they imply (unless it is kTensorsElsewhere) and that the reply stays within `message_bytes`.
-// Leaves the pointers of `args` null.
-// FAILED_PRECONDITION when the model has no expanded form.
+// Leaves the pointers of `args` null. `positions` of the step's rows; REQUIRES them for models with
+// a window, whose rows bring entries. FAILED_PRECONDITION when the model has no expanded form.
 absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
                          int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,
-                         scheduler::AttendArgs* args, AttendSizes* sizes);
+                         scheduler::AttendArgs* args, AttendSizes* sizes,
+                         const scheduler::StepPositions& positions = nullptr);
 
 absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
                           scheduler::EndStepArgs* args);

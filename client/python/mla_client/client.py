@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import pathlib
 import random
 import secrets
@@ -14,9 +13,9 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence as Seq, Tup
 import grpc
 import numpy.typing as npt
 
-from mla_client import errors, wire
+from mla_client import errors, messages, wire
 from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, cache_pb2_grpc, model_pb2,
-                            model_pb2_grpc, sequence_pb2, sequence_pb2_grpc, tensor_pb2)
+                            model_pb2_grpc, sequence_pb2, sequence_pb2_grpc)
 from mla_client.leases import LeaseRenewer
 from mla_client.operations import Operations
 from mla_client.pages import Pages, state_of
@@ -25,8 +24,8 @@ from mla_client.shm.shared_memory import DeviceWish, SharedMemory
 from mla_client.stream import Request, StepStream
 from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
                                   unix_path_of)
-from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, Prefix,
-                              PrefixMatch, SequenceState, WeightsStatus)
+from mla_client.types import (AttendArgs, AttendResult, ModelSpec, Prefix, PrefixMatch,
+                              SequenceState, WeightsStatus)
 
 API_VERSION = "mla.v1"
 ATTEMPTS = 4
@@ -201,7 +200,7 @@ class Client(Service, Operations, Pages):
     def models(self) -> List[ModelSpec]:
         """The tenant's models."""
         reply = self._call(self._models.List, model_pb2.ListModelsRequest())
-        return [_spec_from_proto(entry.model) for entry in reply.models]
+        return [messages.spec_from_proto(entry.model) for entry in reply.models]
 
     def sequences(self) -> List[SequenceState]:
         """This client's open sequences."""
@@ -247,13 +246,14 @@ class Client(Service, Operations, Pages):
 
     # --- Service
 
-    def _register(self, spec: ModelSpec, lease_ms: int,
-                  kv_scales: Seq[float]) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
+                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
         if not 0 <= lease_ms < 2**32:
             raise errors.InvalidArgument(f"lease_ms: got {lease_ms}, must be 0..{2**32 - 1}")
         reply = self._call(self._models.Register, model_pb2.RegisterRequest(
-            model=_spec_to_proto(spec), lease_ms=lease_ms, kv_scales=kv_scales))
-        in_force = _spec_from_proto(reply.model)
+            model=messages.spec_to_proto(spec), lease_ms=lease_ms, kv_scales=kv_scales,
+            sinks=sinks))
+        in_force = messages.spec_from_proto(reply.model)
         if spec.kv_format not in ("", "bf16", in_force.kv_format):
             raise errors.Unimplemented(f"model.kv_format: the server does not know "
                                        f"{spec.kv_format!r} and keeps rows as bf16")
@@ -277,7 +277,7 @@ class Client(Service, Operations, Pages):
         while True:
             try:
                 reply = self._call(self._models.UploadWeights, None, idempotent=False,
-                                   requests=lambda: _weight_chunks(
+                                   requests=lambda: messages.weight_chunks(
                                        spec.model_id, layer, head_begin, w_uk, w_uv,
                                        self._chunk_bytes))
             except errors.Aborted as error:
@@ -294,16 +294,17 @@ class Client(Service, Operations, Pages):
                                            client_id=self.client_id,
                                            lease_ms=lease_ms or self._lease_ms)
         if prefix is not None:
-            request.prefix.CopyFrom(_prefix_to_proto(prefix))
+            request.prefix.CopyFrom(messages.prefix_to_proto(prefix))
         reply = self._call(self._sequences.Open, request)
-        return self._keep(state_of(reply.sequence), lease_ms), _match_from_proto(reply.match)
+        return (self._keep(state_of(reply.sequence), lease_ms),
+                messages.match_from_proto(reply.match))
 
     def _match(self, sequence_id: int, epoch: int, first_row: int,
                prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]:
         reply = self._call(self._sequences.Match, sequence_pb2.MatchRequest(
             sequence_id=sequence_id, expected_epoch=epoch, first_row=first_row,
-            prefix=_prefix_to_proto(prefix)))
-        return state_of(reply.sequence), _match_from_proto(reply.match)
+            prefix=messages.prefix_to_proto(prefix)))
+        return state_of(reply.sequence), messages.match_from_proto(reply.match)
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:
@@ -422,79 +423,3 @@ class Client(Service, Operations, Pages):
     def _renew(self, timeout_s: float) -> None:
         request = sequence_pb2.RenewLeaseRequest(client_id=self.client_id)
         self._call(self._sequences.RenewLease, request, timeout_s=min(timeout_s, self.timeout_s))
-
-
-_MATCH_ENDS = ("", "all", "absent", "diverged", "evicted")  # by number in the contract
-
-
-def _prefix_to_proto(prefix: Prefix) -> sequence_pb2.Prefix:
-    try:
-        return sequence_pb2.Prefix(token_ids=prefix.token_ids, page_keys=prefix.page_keys,
-                                   salt=prefix.salt, max_rows=prefix.max_rows)
-    except (TypeError, ValueError) as error:
-        raise errors.InvalidArgument(f"prefix: {error}") from error
-
-
-def _match_from_proto(match: Any) -> PrefixMatch:
-    known = match.end < len(_MATCH_ENDS)
-    return PrefixMatch(match.rows, _MATCH_ENDS[match.end] if known else str(match.end))
-
-
-# By number in the contract.
-_PRECISIONS = ("", "bf16", "split")
-_KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
-_ATTENTION = ("", "dense", "sparse_v32")
-_FP8_COMPUTE = ("", "off", "on")
-
-
-def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
-    if name not in names:
-        known = ", ".join(repr(one) for one in names[1:])
-        raise errors.InvalidArgument(f"model.{field}: got {name!r}, must be {known} or ''")
-    return names.index(name)
-
-
-def _spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
-    kv_format = _number_of(spec.kv_format, _KV_FORMATS, "kv_format")
-    bf16 = kv_format <= tensor_pb2.KV_FORMAT_BF16
-    return model_pb2.ModelSpec(
-        model_id=spec.model_id, geometry=tensor_pb2.Geometry(**dataclasses.asdict(spec.geometry)),
-        layers=spec.layers, softmax_scale=spec.softmax_scale,
-        kv_dtype=tensor_pb2.DTYPE_BF16 if bf16 else tensor_pb2.DTYPE_UNSPECIFIED,
-        kv_format=kv_format,
-        rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
-        query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
-        fp8_compute=_number_of(spec.fp8_compute, _FP8_COMPUTE, "fp8_compute"),
-        attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k,
-        index_heads=spec.index_heads, index_dim=spec.index_dim,
-        weights_digest=spec.weights_digest)
-
-
-def _spec_from_proto(message: Any) -> ModelSpec:
-    geometry = message.geometry
-    return ModelSpec(message.model_id,
-                     Geometry(geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim,
-                              geometry.nope_dim, geometry.v_dim),
-                     message.layers, message.softmax_scale, message.page_size,
-                     _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format],
-                     _ATTENTION[message.attention], message.top_k, message.index_heads,
-                     message.index_dim, message.weights_digest,
-                     _FP8_COMPUTE[message.fp8_compute])
-
-
-def _weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,
-                   w_uv: npt.NDArray, chunk_bytes: int) -> Iterator[Any]:
-    """The messages of one upload: header, chunks of whole heads within the bound, digest."""
-    Request = model_pb2.UploadWeightsRequest
-    yield Request(header=Request.Header(model_id=model_id))
-    digest = hashlib.sha256()
-    head_bytes = 2 * (w_uk[0].size + w_uv[0].size)
-    heads_a_chunk = max(1, chunk_bytes // head_bytes)
-    for begin in range(0, len(w_uk), heads_a_chunk):
-        heads = slice(begin, begin + heads_a_chunk)
-        payload = (wire.encode(w_uk[heads], DType.BF16).tobytes() +
-                   wire.encode(w_uv[heads], DType.BF16).tobytes())
-        digest.update(payload)
-        yield Request(chunk=Request.Chunk(layer=layer, head_begin=head_begin + begin,
-                                          head_count=len(w_uk[heads]), payload=payload))
-    yield Request(trailer=Request.Trailer(sha256=digest.digest()))

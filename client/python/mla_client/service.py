@@ -22,9 +22,6 @@ from mla_client.shm import device as device_memory
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
                               PrefixMatch, Profile, SequenceState, WeightsStatus)
 
-_LARGEST = 2**32 - 1  # that the contract's indexes can be
-_LARGEST_POSITION = 2**64 - 1
-
 
 class AttendFuture(abc.ABC):
     """The result of a call under way."""
@@ -40,8 +37,8 @@ class Service(abc.ABC):
     timeout_s: float
 
     @abc.abstractmethod
-    def _register(self, spec: ModelSpec, lease_ms: int,
-                  kv_scales: Seq[float]) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
+                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
         """Returns the spec in force and the bytes of a page group."""
 
     @abc.abstractmethod
@@ -96,14 +93,22 @@ class Service(abc.ABC):
         return None
 
     def register_model(self, spec: ModelSpec, *, lease_ms: int = 0,
-                       kv_scales: Seq[float] = ()) -> "Model":
+                       kv_scales: Seq[float] = (), sinks: Any = ()) -> "Model":
         """Registers a model; repeating it with equal contents succeeds. With `lease_ms` > 0 it goes
         when for so long nothing has named it and no sequence of it was open; 0: as the server is
         configured, by default never.
 
         `kv_scales`, one a layer, belong to kv_format "fp8_tensor": a stored value is its e4m3 code
-        times the scale of its layer. `Model.upload_scales` may bring them later."""
-        in_force, page_group_bytes = self._register(spec, lease_ms, kv_scales)
+        times the scale of its layer. `Model.upload_scales` may bring them later.
+
+        `sinks` [layers, heads] belong to attention "sparse_v4": logits whose value is zero; -inf:
+        none. Without them there are none."""
+        sinks = np.asarray(sinks, np.float32)
+        heads = (spec.layers, spec.geometry.num_heads)
+        if sinks.size and sinks.shape != heads:
+            raise errors.InvalidArgument(f"sinks: got shape {sinks.shape}, must be {heads}")
+        in_force, page_group_bytes = self._register(spec, lease_ms, kv_scales,
+                                                    sinks.reshape(-1).tolist())
         return Model(self, in_force, page_group_bytes)
 
     def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,
@@ -125,7 +130,7 @@ class Service(abc.ABC):
         `device="cuda"` or "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
         """
         geometry = model.spec.geometry
-        profile, dtype, o_dtype = Profile(profile), DType(dtype), _output_dtype(o_dtype)
+        profile, dtype, o_dtype = Profile(profile), DType(dtype), wire.output_dtype(o_dtype)
         if dtype == DType.F8_E4M3:
             raise errors.InvalidArgument("buffers.dtype: got F8_E4M3, must be BF16 or F32")
         heads = geometry.num_heads if heads is None else heads
@@ -174,8 +179,8 @@ class Model:
         geometry = self.spec.geometry
         w_uk, w_uv = np.asarray(w_uk), np.asarray(w_uv)
         heads = len(w_uk) if w_uk.ndim else 0
-        _check_number("layer", layer)
-        _check_number("head_begin", head_begin)
+        wire.check_number("layer", layer)
+        wire.check_number("head_begin", head_begin)
         for name, array, shape in (
                 ("w_uk", w_uk, (heads, geometry.nope_dim, geometry.kv_lora_rank)),
                 ("w_uv", w_uv, (heads, geometry.kv_lora_rank, geometry.v_dim))):
@@ -189,7 +194,7 @@ class Model:
 
         With `prefix` it starts with as many of these rows as the prefix cache has; `matched` and
         `length` tell how many. It is empty otherwise."""
-        _check_number("lease_ms", lease_ms)
+        wire.check_number("lease_ms", lease_ms)
         # A request id of our own makes the retries of the transport safe.
         state, matched = self.service._open(
             self.spec.model_id, request_id or secrets.token_hex(16), lease_ms, prefix)
@@ -233,8 +238,8 @@ class Sequence:
              lease_ms: int = 0) -> "Sequence":
         """A new sequence that shares the first `length` rows (default: all), copy-on-write."""
         if length is not None:
-            _check_number("length", length, _LARGEST_POSITION)
-        _check_number("lease_ms", lease_ms)
+            wire.check_number("length", length, wire.LARGEST_POSITION)
+        wire.check_number("lease_ms", lease_ms)
         state = self.model.service._fork(self.id, self.epoch, length,
                                          request_id or secrets.token_hex(16), lease_ms)
         return Sequence(self.model, state)
@@ -243,14 +248,14 @@ class Sequence:
         """Says what the rows from `first_row` on stand for, those that are committed and those to
         come, and adds behind the committed ones what the prefix cache has of the rest. What was
         said of committed rows before must stay: else FailedPrecondition."""
-        _check_number("first_row", first_row, _LARGEST_POSITION)
+        wire.check_number("first_row", first_row, wire.LARGEST_POSITION)
         state, self.matched = self.model.service._match(self.id, self.epoch, first_row, prefix)
         self.length = state.length
         return self.matched
 
     def truncate(self, length: int) -> None:
         """Drops the rows from `length` on and starts a new epoch."""
-        _check_number("length", length, _LARGEST_POSITION)
+        wire.check_number("length", length, wire.LARGEST_POSITION)
         self.epoch, self.length = self.model.service._truncate(self.id, length, self.epoch)
 
     def release(self) -> None:
@@ -283,10 +288,10 @@ class Step:
         if any(sequence.model.spec != rows[0][0].model.spec for sequence, _ in rows):
             raise errors.InvalidArgument("step: all sequences must be of one model")
         for index, (_, count) in enumerate(rows):
-            _check_number(f"step.rows[{index}]", count)
-        _check_number("step.participants", participants)
-        _check_number("step.lease_ms", lease_ms)
-        _check_number("step.step_id", step_id or 0, _LARGEST_POSITION)
+            wire.check_number(f"step.rows[{index}]", count)
+        wire.check_number("step.participants", participants)
+        wire.check_number("step.lease_ms", lease_ms)
+        wire.check_number("step.step_id", step_id or 0, wire.LARGEST_POSITION)
         self.service = service
         self.model = rows[0][0].model
         self.sequences = [sequence for sequence, _ in rows]
@@ -373,32 +378,53 @@ class Step:
         return self.attend_async(layer, q, kv, profile, index=(index_queries, head_weights),
                                  want_lists=want_lists, **options)
 
+    def attend_window(self, layer: int, q: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                      entries: Optional[npt.NDArray] = None, lists: Any = None,
+                      **options: Any) -> AttendResult:
+        """Stores KV rows and entries, and attends to the window; see `attend_window_async`."""
+        return self.attend_window_async(layer, q, kv, entries, lists, **options).result()
+
+    def attend_window_async(self, layer: int, q: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                            entries: Optional[npt.NDArray] = None, lists: Any = None,
+                            **options: Any) -> AttendFuture:
+        """As `attend_async` in ABSORBED, with its options, for models with "sparse_v4": the row at
+        position p attends to the last `window` rows up to its own, to entries and to its heads'
+        sinks.
+
+        With kv come the `entries` [n, row dim] that these rows make whole at the layer, in their
+        order (`ModelSpec.entry_ends` counts them): entry c with position (c + 1) * ratio - 1. A row
+        attends to all that are whole, or to those of `lists[i]`, as in `attend_sparse_async`. The
+        output has row dim elements; the log-sum-exp is without the sink."""
+        return self.attend_async(layer, q, kv, Profile.ABSORBED, lists=lists, entries=entries,
+                                 **options)
+
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
                      head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
                      o_dtype: DType = DType.BF16, kv_row_dtype: Optional[DType] = None,
-                     timeout_s: Optional[float] = None,
-                     out: Optional[Buffers] = None, lists: Any = None,
-                     index: Optional[Tuple[npt.NDArray, npt.NDArray]] = None,
-                     want_lists: bool = False) -> AttendFuture:
+                     timeout_s: Optional[float] = None, out: Optional[Buffers] = None,
+                     lists: Any = None, index: Optional[Tuple[npt.NDArray, npt.NDArray]] = None,
+                     want_lists: bool = False, entries: Optional[npt.NDArray] = None
+                     ) -> AttendFuture:
         """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
 
         q [n, heads, q dim] and kv [n, row dim], where a model with an indexer has its index keys
-        behind the rows, are float arrays, or uint16 arrays of bf16 patterns;
-        `dtype` is what travels. With DType.F8_E4M3 queries do as 8-bit floats (half the bytes, each
-        value off by up to 1/16 of itself; capability "fp8_wire") and KV rows as bf16, unless
-        `kv_row_dtype` is DType.F8_E4M3, which may stand beside any dtype. Row ranges of a layer
-        must be sent in order, and exactly one of the head slices of a row range brings its kv. With
-        APPEND_ONLY q is None.
+        behind the rows, are float arrays, or uint16 arrays of bf16 patterns; `dtype` is what
+        travels. With DType.F8_E4M3 queries do as 8-bit floats (half the bytes, each value off by up
+        to 1/16 of itself; capability "fp8_wire") and KV rows as bf16, unless `kv_row_dtype` is
+        DType.F8_E4M3, which may stand beside any dtype. Row ranges of a layer must be sent in
+        order, and exactly one of the head slices of a row range brings its kv. With APPEND_ONLY q
+        is None.
 
         With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
         and q may be passed as kv and q. After DeadlineExceeded they may still be in use. `lists`:
-        see `attend_sparse_async`; `index` and `want_lists`: see `attend_indexed_async`.
+        see `attend_sparse_async`; `index` and `want_lists`: see `attend_indexed_async`; `entries`:
+        see `attend_window_async`.
         """
         self._check_begun("attend")
         geometry = self.model.spec.geometry
         q, kv = _values(q), _values(kv)
-        device_memory.check_call(q, kv, out, lists)
+        device_memory.check_call(q, kv, out, lists, self.model.spec)
         given = kv if q is None else q
         if given is None:
             raise errors.InvalidArgument("attend: needs q, kv or both")
@@ -411,12 +437,12 @@ class Step:
             wire.check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
         if kv is not None:
             wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
-        _check_number("attend.layer", layer)
-        _check_number("attend.row_begin", row_begin)
-        _check_number("attend.head_offset", head_offset)
+        wire.check_number("attend.layer", layer)
+        wire.check_number("attend.row_begin", row_begin)
+        wire.check_number("attend.head_offset", head_offset)
         if out is not None:
             wire.check_shape("attend.out.o", out.o,
-                         None if q is None else (rows, heads, geometry.o_dim(profile)))
+                             None if q is None else (rows, heads, geometry.o_dim(profile)))
             want_lse = out.lse is not None
             dtype = dtype if dtype == DType.F8_E4M3 else out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
@@ -430,12 +456,17 @@ class Step:
             inputs = wire.index_inputs(*index, rows, spec, base)
         q_parts = geometry.q_parts(profile) if dtype == DType.F8_E4M3 and q is not None else ()
         kv_parts = wire.kv_parts(kv_row_dtype, base, spec)
+        ends = None
+        if spec.window > 0 or entries is not None:
+            of_step = spec.entry_ends(layer, [s.length for s in self.sequences], self.rows)
+            kv, ends = wire.with_entries(spec, kv, wire.floats(entries),
+                                         of_step[row_begin:row_begin + rows + 1], kv_parts)
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
-                          q, kv, want_lse, base, _output_dtype(o_dtype),
+                          q, kv, want_lse, base, wire.output_dtype(o_dtype),
                           self.service.timeout_s if timeout_s is None else timeout_s, out,
                           inputs, index is not None,
                           spec.top_k if want_lists and index is not None else 0,
-                          q_parts, kv_parts if kv is not None else ())
+                          q_parts, kv_parts if kv is not None else (), ends)
         return self.service._attend(self, args)
 
     def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
@@ -444,7 +475,7 @@ class Step:
         # Arrays are sequences, too, though they have no truth value.
         kept = None if committed is None else [operator.index(count) for count in committed]
         for index, count in enumerate(kept or []):
-            _check_number(f"end.committed[{index}]", count)
+            wire.check_number(f"end.committed[{index}]", count)
         lengths = self.service._end(self, kept)
         self.open = False
         for sequence, length in zip(self.sequences, lengths):
@@ -461,17 +492,6 @@ class Step:
         if self._handle is None:
             raise errors.FailedPrecondition(
                 f"{what}: the step has not begun: use it in a `with` block, or call begin()")
-
-
-def _output_dtype(dtype: DType) -> DType:
-    if dtype == DType.F8_E4M3:
-        raise errors.InvalidArgument("attend.o_dtype: got F8_E4M3, must be BF16 or F32")
-    return DType(dtype)
-
-
-def _check_number(name: str, number: int, most: int = _LARGEST) -> None:
-    if not 0 <= number <= most:
-        raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{most}")
 
 
 def _values(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:

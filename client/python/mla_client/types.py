@@ -51,6 +51,8 @@ class Geometry:
     rope_dim: int
     nope_dim: int = 0
     v_dim: int = 0
+    # Outputs are as wide as queries: of "sparse_v4", set by Service.register_model.
+    wide_output: bool = False
 
     @property
     def row_dim(self) -> int:
@@ -72,7 +74,7 @@ class Geometry:
     def o_dim(self, profile: Profile) -> int:
         """Elements of an output head."""
         if profile == Profile.ABSORBED:
-            return self.kv_lora_rank
+            return self.row_dim if self.wide_output else self.kv_lora_rank
         return self.v_dim if profile == Profile.EXPANDED else 0
 
 
@@ -93,7 +95,8 @@ class ModelSpec:
     # "": bf16.
     kv_format: str = ""
     # "sparse_v32": rows may bring index lists of at most `top_k` entries (Step.attend_sparse);
-    # "dense" or "": none.
+    # "sparse_v4": rows attend to the last `window` rows and to compressed entries, all or those of
+    # such lists (Step.attend_window); "dense" or "": neither.
     attention: str = ""
     top_k: int = 0
     # The server's own indexer, of "sparse_v32" (Step.attend_indexed): heads of its queries, and
@@ -106,12 +109,26 @@ class ModelSpec:
     # Whether products over 8-bit rows are of 8 bits too, which costs accuracy: "on", "off", or "",
     # where the server's backend is faster so; the registered model names what is in force.
     fp8_compute: str = ""
+    # Of "sparse_v4": rows that are kept; of each layer how many positions an entry stands for, 0 or
+    # a divisor of page_size; and how entries are kept ("": as rows).
+    window: int = 0
+    ratios: Tuple[int, ...] = ()
+    entry_format: str = ""
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:
         """Values of a KV row as it is sent that share a scale in F8_E4M3."""
         parts = (self.geometry.kv_lora_rank, self.geometry.rope_dim, self.index_dim)
         return tuple(part for part in parts if part > 0)
+
+    def entry_ends(self, layer: int, starts: Sequence[int], rows: Sequence[int]
+                   ) -> npt.NDArray[np.int64]:
+        """How many entries the first 0, 1, ... rows of a step make whole at a layer, where its
+        sequences have `starts` rows before it and get `rows`."""
+        ratio = self.ratios[layer] if self.ratios else 0
+        whole = [((start + np.arange(1, count + 1)) % ratio == 0) if ratio
+                 else np.zeros(count, bool) for start, count in zip(starts, rows)]
+        return np.concatenate([[0], np.cumsum(np.concatenate(whole))]).astype(np.int64)
 
     @property
     def sent_row_dim(self) -> int:
@@ -247,7 +264,8 @@ class AttendArgs(NamedTuple):
     head_offset: int
     num_heads: int
     q: Optional[npt.NDArray]   # [rows, heads, q dim], float32 or uint16 (bf16 patterns)
-    kv: Optional[npt.NDArray]  # [rows, row dim], of the same type as q
+    # [rows, row dim], of the same type as q; then the entries that the rows make whole.
+    kv: Optional[npt.NDArray]
     want_lse: bool
     dtype: DType
     o_dtype: DType
@@ -261,6 +279,8 @@ class AttendArgs(NamedTuple):
     # as F8_E4M3; `dtype` is then what the server decodes them to.
     q_parts: Tuple[int, ...] = ()
     kv_parts: Tuple[int, ...] = ()
+    # [rows + 1]: entries that the first 0, 1, ... rows make whole; None: of no "sparse_v4".
+    entry_ends: Optional[npt.NDArray[np.int64]] = None
 
     @property
     def q_dtype(self) -> DType:

@@ -20,6 +20,8 @@ from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSp
 _PAYLOAD_TAG = bytes([0xFA, 0x7F])
 # Room for the header of a message and of its reply.
 HEADER_BYTES = 4096
+LARGEST = 2**32 - 1  # that the contract's indexes can be
+LARGEST_POSITION = 2**64 - 1
 
 
 class Chunk(NamedTuple):
@@ -54,10 +56,10 @@ def vector_bytes(dim: int, dtype: DType, parts: Tuple[int, ...]) -> int:
 
 def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, row_dim: int, want_lse: bool,
           dtype: DType, o_dtype: DType, wanted_lists: int = 0, q_parts: Tuple[int, ...] = (),
-          kv_parts: Tuple[int, ...] = ()) -> Sizes:
+          kv_parts: Tuple[int, ...] = (), entries: int = 0) -> Sizes:
     """What a message of that shape carries each way; `row_dim` are the elements of a KV row as it
-    is sent, 0 without them."""
-    kv = rows * vector_bytes(row_dim, dtype, kv_parts)
+    is sent, 0 without them, `entries` come behind the rows."""
+    kv = (rows + entries) * vector_bytes(row_dim, dtype, kv_parts)
     if profile == Profile.APPEND_ONLY:
         return Sizes(kv, 0, 0, 0)
     pairs = rows * heads
@@ -121,6 +123,18 @@ def kv_parts(kv_row_dtype: Optional[DType], dtype: DType, spec: ModelSpec) -> Tu
     return ()
 
 
+def output_dtype(dtype: DType) -> DType:
+    if dtype == DType.F8_E4M3:
+        raise errors.InvalidArgument("attend.o_dtype: got F8_E4M3, must be BF16 or F32")
+    return DType(dtype)
+
+
+def check_number(name: str, number: int, most: int = LARGEST) -> None:
+    """INVALID_ARGUMENT unless the number is 0..most."""
+    if not 0 <= number <= most:
+        raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{most}")
+
+
 def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
     """INVALID_ARGUMENT unless the array has that shape; None is no array."""
     got = None if array is None else array.shape
@@ -153,10 +167,34 @@ def index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: Mo
                            np.ascontiguousarray(weights).view(np.uint8)], axis=1)
 
 
+def with_entries(spec: ModelSpec, kv: Optional[npt.NDArray], entries: Optional[npt.NDArray],
+                 ends: npt.NDArray[np.int64], parts: Tuple[int, ...]
+                 ) -> Tuple[Optional[npt.NDArray], Optional[npt.NDArray[np.int64]]]:
+    """KV rows with the entries that they make whole behind them, and AttendArgs.entry_ends; `ends`
+    are those of ModelSpec.entry_ends before the first row and behind each."""
+    if spec.window == 0:
+        if entries is not None:
+            raise errors.InvalidArgument("attend.entries: the model has none")
+        return kv, None
+    if parts and kv is not None:
+        raise errors.InvalidArgument("attend.kv_row_dtype: got F8_E4M3, must be as q or BF16: "
+                                     "entries of the model come with its rows")
+    own = ends - ends[:1]
+    count = int(own[-1]) if kv is not None and len(own) else 0
+    given = np.zeros((0, spec.sent_row_dim), np.float32) if entries is None else entries
+    check_shape("attend.entries", given, (count, spec.sent_row_dim))
+    if count == 0 or kv is None:
+        return kv, own
+    if kv.dtype != given.dtype:  # one of them are bf16 patterns
+        kv, given = (bf16.from_bf16(one) if one.dtype == np.uint16 else one for one in (kv, given))
+    return np.concatenate([kv, given]), own
+
+
 def index_lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]:
     """[rows, top_k], filled with -1."""
-    if spec.attention != "sparse_v32":
-        raise errors.InvalidArgument("attend.lists: the model's attention is dense")
+    if spec.top_k == 0:
+        raise errors.InvalidArgument(
+            "attend.lists: the model's attention is dense, or takes no lists")
     if len(lists) != rows:
         raise errors.InvalidArgument(f"attend.lists: got {len(lists)} lists, must be {rows}")
     filled = np.full((rows, spec.top_k), -1, "<i4")
@@ -180,7 +218,8 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
     room = message_bytes - HEADER_BYTES
     kv_bytes = (vector_bytes(args.kv.shape[1], args.dtype, args.kv_parts)
                 if args.kv is not None else 0)
-    row_bytes = kv_bytes + list_bytes(args, 1)
+    # A row makes one entry whole at most.
+    row_bytes = kv_bytes * (1 if args.entry_ends is None else 2) + list_bytes(args, 1)
     head_in = vector_bytes(geometry.q_dim(args.profile), args.dtype, args.q_parts)
     head_out = geometry.o_dim(args.profile) * args.o_dtype.size + (4 if args.want_lse else 0)
     row_out = 4 * args.wanted_lists
@@ -201,6 +240,22 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
         yield Chunk(row, min(rows_that_fit, args.rows - row), 0, heads, kv_bytes > 0)
 
 
+def entries_of(args: AttendArgs, chunk: Chunk) -> int:
+    """Entries that come behind the KV rows of a chunk."""
+    if args.entry_ends is None or not chunk.has_kv:
+        return 0
+    return int(args.entry_ends[chunk.row_begin + chunk.rows] - args.entry_ends[chunk.row_begin])
+
+
+def _kv_of(args: AttendArgs, chunk: Chunk) -> npt.NDArray:
+    assert args.kv is not None
+    own = args.kv[chunk.row_begin:chunk.row_begin + chunk.rows]
+    if args.entry_ends is None:
+        return own
+    first = args.rows + int(args.entry_ends[chunk.row_begin])
+    return np.concatenate([own, args.kv[first:first + entries_of(args, chunk)]])
+
+
 def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
     """What one chunk sends, KV rows if it carries them, then queries: as the caller gave it, or as
     bytes if it is sent as F8_E4M3."""
@@ -208,7 +263,7 @@ def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
     rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     arrays = []
     if chunk.has_kv and args.kv is not None:
-        kv = args.kv if whole else args.kv[rows]
+        kv = args.kv if whole else _kv_of(args, chunk)
         arrays.append(bf16.to_e4m3(kv, args.kv_parts) if args.kv_parts else kv)
     if args.q is not None:
         q = args.q if whole else args.q[rows, chunk.head_begin:chunk.head_begin + chunk.heads]

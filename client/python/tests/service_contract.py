@@ -8,6 +8,7 @@ import threading
 import mla_client
 import numpy as np
 from contract.sparse_contract import SparseContract
+from contract.window_contract import WindowContract
 from mla_client import DType, Geometry, ModelSpec, Profile, bf16, wire
 
 GEOMETRY = Geometry(3, 32, 16, 16, 16)
@@ -56,7 +57,7 @@ class Worker:
         return o, lse
 
 
-class ServiceContract(SparseContract):
+class ServiceContract(SparseContract, WindowContract):
     """Mixin for a TestCase that provides make_service()."""
 
     def setUp(self):

@@ -70,4 +70,20 @@ GroupLayout MakeLayout(const UniformLayers& uniform) {
   return layout;
 }
 
+GroupLayout MakeEntryLayout(const kernels::KvRowLayout& entry, kernels::KvFormat format,
+                            int32_t page_size, std::span<const int32_t> ratios) {
+  GroupLayout layout;
+  layout.page_size = page_size;
+  for (const int32_t ratio : ratios) {
+    std::vector<KvPlane>& planes = layout.layers.emplace_back();
+    if (ratio == 0) continue;
+    const int32_t rows = page_size / ratio;
+    planes.push_back({layout.bytes, entry.row_bytes, rows, ratio, format});
+    constexpr int64_t kAlignment = 16;  // of the next layer's
+    const int64_t bytes = kernels::KvPageBytes(entry, entry.row_bytes, rows);
+    layout.bytes += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  return layout;
+}
+
 }  // namespace mla::kvcache

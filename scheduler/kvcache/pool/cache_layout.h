@@ -9,6 +9,7 @@
 #define MLA_SCHEDULER_KVCACHE_POOL_CACHE_LAYOUT_H_
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/attention_params.h"
@@ -29,6 +30,8 @@ struct GroupLayout {
   int32_t page_size = 0;                     // tokens a page, >= 1
   std::vector<std::vector<KvPlane>> layers;  // the planes of each; the KV rows' is the first
   int64_t bytes = 0;                         // of the planes together
+  // > 0: of committed rows only the last so many are kept, in whole pages.
+  int32_t window = 0;
 
   const KvPlane& rows(int32_t layer) const { return layers[static_cast<size_t>(layer)].front(); }
   // REQUIRES that the layer has them.
@@ -69,6 +72,11 @@ struct UniformLayers {
 
 // REQUIRES that the product of the three numbers is an int64_t.
 GroupLayout MakeLayout(const UniformLayers& uniform);
+
+// Layers of compressed entries, each of which stands for as many tokens as `ratios` says of its
+// layer; of 0, the layer has no plane. REQUIRES that ratios divide page_size.
+GroupLayout MakeEntryLayout(const kernels::KvRowLayout& entry, kernels::KvFormat format,
+                            int32_t page_size, std::span<const int32_t> ratios);
 
 }  // namespace mla::kvcache
 

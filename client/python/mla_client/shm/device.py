@@ -18,7 +18,7 @@ import numpy as np
 
 from mla_client import errors
 from mla_client.shm.blocks import Blocks
-from mla_client.types import Buffers
+from mla_client.types import Buffers, ModelSpec
 
 # Of DeviceHeader in proto/wire/ring_layout.h.
 HEADER = struct.Struct("<IIIIQ16s24s64s")
@@ -388,7 +388,8 @@ def buffers_in(memory: Any, device: str, shape: Tuple[Any, ...]) -> Optional[Buf
     return made
 
 
-def check_call(q: Any, kv: Any, out: Optional[Buffers], lists: Any) -> None:
+def check_call(q: Any, kv: Any, out: Optional[Buffers], lists: Any,
+               spec: ModelSpec) -> None:
     """Tensors of a GPU are used where they lie or not at all: nothing here can copy them."""
     if out is None or out.place is None or not out.place.on_device:
         if isinstance(q, DeviceArray) or isinstance(kv, DeviceArray):
@@ -397,3 +398,6 @@ def check_call(q: Any, kv: Any, out: Optional[Buffers], lists: Any) -> None:
     elif q is not out.q or kv is not out.kv or lists is not None:
         raise errors.InvalidArgument("attend.out: buffers of a GPU need their own kv and q, as "
                                      "they are, and no lists")
+    elif spec.window > 0:
+        raise errors.InvalidArgument("attend.out: got buffers of a GPU, must lie in host memory: "
+                                     "entries of the model come behind its rows")

@@ -347,7 +347,7 @@ class SharedMemory:
         row_dim = args.kv.shape[1] if chunk.has_kv and args.kv is not None else 0
         sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, row_dim,
                            args.want_lse, args.dtype, args.o_dtype, args.wanted_lists,
-                           args.q_parts, args.kv_parts)
+                           args.q_parts, args.kv_parts, wire.entries_of(args, chunk))
         kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
         placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
         lists_at = aligned(placement.in_length)

@@ -8,6 +8,7 @@ same against a server. Leases, limits and quotas are not.
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import threading
 from typing import Any, Dict, List, Optional, Sequence as Seq, Tuple
@@ -16,37 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import bf16, errors, wire
+from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, dense_attention,
+                                        visible_keys, whole_entries, window_attention)
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
-
-
-@dataclasses.dataclass
-class _Model:
-    spec: ModelSpec
-    w_uk: npt.NDArray            # [layers, heads, nope, lora], float32
-    w_uv: npt.NDArray            # [layers, heads, lora, v]
-    have_weights: npt.NDArray    # [layers, heads], bool
-
-
-@dataclasses.dataclass
-class _Sequence:
-    id: int
-    model: _Model
-    rows: List[npt.NDArray]      # by layer: [length, row dim], float32
-    epoch: int = 1
-    length: int = 0
-    step: Optional["_Step"] = None
-    last_truncate: Optional[Tuple[int, int]] = None  # (length, expected epoch) of the last one
-
-
-@dataclasses.dataclass
-class _Step:
-    id: int
-    sequences: List[_Sequence]
-    rows: List[int]
-    kv: npt.NDArray              # [layers, rows, row dim]
-    have_kv: npt.NDArray         # [layers, rows], bool
 
 
 class _Done(AttendFuture):
@@ -73,9 +48,9 @@ class LocalReference(Service):
         self.timeout_s = 30.0
         self._exact = exact
         self._lock = threading.RLock()
-        self._models: Dict[str, _Model] = {}
-        self._sequences: Dict[int, _Sequence] = {}
-        self._steps: Dict[int, _Step] = {}
+        self._models: Dict[str, ModelState] = {}
+        self._sequences: Dict[int, LocalSequence] = {}
+        self._steps: Dict[int, LocalStep] = {}
         self._by_request: Dict[str, int] = {}
 
     def __enter__(self) -> "LocalReference":
@@ -101,8 +76,8 @@ class LocalReference(Service):
 
     # --- Models
 
-    def _register(self, spec: ModelSpec, lease_ms: int,
-                  kv_scales: Seq[float]) -> Tuple[ModelSpec, int]:
+    def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
+                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
         del lease_ms  # nothing else runs here that a lease would protect
         geometry = spec.geometry
         if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
@@ -113,16 +88,32 @@ class LocalReference(Service):
         if spec.fp8_compute == "on":
             raise errors.InvalidArgument("model.fp8_compute: got 'on' with rows of bf16")
         _refuse_scales(kv_scales)
-        sparse = spec.attention == "sparse_v32"
-        if spec.attention not in ("", "dense", "sparse_v32") or (spec.top_k > 0) != sparse:
+        sparse, windowed = spec.attention == "sparse_v32", spec.attention == "sparse_v4"
+        if spec.attention not in ("", "dense", "sparse_v32", "sparse_v4") or (
+                not windowed and (spec.top_k > 0) != sparse):
             raise errors.InvalidArgument(
                 f"model.top_k: got {spec.top_k} with attention {spec.attention!r}")
         if (spec.index_heads > 0) != (spec.index_dim > 0) or (spec.index_heads > 0 and not sparse):
             raise errors.InvalidArgument(
                 f"model.index_heads: got {spec.index_heads} of {spec.index_dim} elements with "
                 f"attention {spec.attention!r}")
+        if (spec.window > 0) != windowed or len(spec.ratios) != spec.layers * windowed:
+            raise errors.InvalidArgument(
+                f"model.window: got {spec.window} rows and {len(spec.ratios)} ratios with "
+                f"attention {spec.attention!r}")
+        if any(ratio and (spec.page_size or 64) % ratio for ratio in spec.ratios):
+            raise errors.InvalidArgument(
+                f"model.ratios: got {spec.ratios}, must divide the page size")
+        most = spec.layers * geometry.num_heads * windowed
+        if len(sinks) not in (0, most) or np.isnan(list(sinks)).any():
+            raise errors.InvalidArgument("sinks: must be numbers, one a layer and head of a window")
+        if spec.entry_format not in ("", "bf16"):
+            raise errors.Unimplemented(
+                f"model.entry_format: got {spec.entry_format!r}, entries are bf16 in this process")
+        geometry = dataclasses.replace(geometry, wide_output=windowed)
         spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
-                                   fp8_compute="",
+                                   fp8_compute="", geometry=geometry,
+                                   entry_format="bf16" if windowed else "",
                                    attention=spec.attention or "dense",
                                    query_precision=spec.query_precision or "split")
         with self._lock:
@@ -131,11 +122,12 @@ class LocalReference(Service):
                 raise errors.AlreadyExists(f"model {spec.model_id}: registered with other contents")
             if known is None:
                 heads = (spec.layers, geometry.num_heads)
-                self._models[spec.model_id] = _Model(
+                self._models[spec.model_id] = ModelState(
                     spec,
                     np.zeros((*heads, geometry.nope_dim, geometry.kv_lora_rank), np.float32),
                     np.zeros((*heads, geometry.kv_lora_rank, geometry.v_dim), np.float32),
-                    np.zeros(heads, bool))
+                    np.zeros(heads, bool),
+                    np.reshape(np.array(sinks or [-np.inf] * math.prod(heads)), heads))
         key_bytes = spec.index_dim + 4 if spec.index_dim else 0
         return spec, spec.layers * spec.page_size * (geometry.row_dim * 2 + key_bytes)
 
@@ -143,7 +135,7 @@ class LocalReference(Service):
         self._model(model_id)
         _refuse_scales(scales)
 
-    def _model(self, model_id: str) -> _Model:
+    def _model(self, model_id: str) -> ModelState:
         model = self._models.get(model_id)
         if model is None:
             raise errors.NotFound(f"model {model_id}: not registered")
@@ -178,18 +170,19 @@ class LocalReference(Service):
 
     # --- Sequences
 
-    def _sequence(self, sequence_id: int) -> _Sequence:
+    def _sequence(self, sequence_id: int) -> LocalSequence:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise errors.NotFound(f"sequence {sequence_id:#x}: not open")
         return sequence
 
-    def _add(self, model: _Model, rows: List[npt.NDArray], length: int,
+    def _add(self, model: ModelState, rows: List[npt.NDArray], length: int,
              request_id: str) -> SequenceState:
         known = self._by_request.get(request_id) if request_id else None
         if known in self._sequences:
             return self._state(self._sequences[known])
-        sequence = _Sequence(secrets.randbits(63) + 1, model, rows, length=length)
+        sequence = LocalSequence(secrets.randbits(63) + 1, model, rows, length=length)
+        sequence.entries = [np.zeros((0, model.spec.sent_row_dim), np.float32)] * len(rows)
         self._sequences[sequence.id] = sequence
         if request_id:
             self._by_request[request_id] = sequence.id
@@ -216,10 +209,14 @@ class LocalReference(Service):
             length = parent.length if length is None else length
             if length > parent.length:
                 raise errors.InvalidArgument(f"fork.length: got {length}, at most {parent.length}")
-            return self._add(parent.model, [rows[:length] for rows in parent.rows], length,
-                             "fork " + request_id)
+            state = self._add(parent.model, [rows[:length] for rows in parent.rows], length,
+                              "fork " + request_id)
+            child = self._sequences[state.sequence_id]
+            if child.length == length:
+                child.entries = whole_entries(parent, length)
+            return state
 
-    def _settled(self, sequence_id: int, epoch: int) -> _Sequence:
+    def _settled(self, sequence_id: int, epoch: int) -> LocalSequence:
         """The sequence, if it is in no step and of that epoch."""
         sequence = self._sequence(sequence_id)
         if sequence.step is not None:
@@ -240,6 +237,7 @@ class LocalReference(Service):
                 raise errors.InvalidArgument(
                     f"truncate.length: got {length}, at most {sequence.length}")
             sequence.rows = [rows[:length] for rows in sequence.rows]
+            sequence.entries = whole_entries(sequence, length)
             sequence.length = length
             sequence.epoch += 1
             sequence.last_truncate = (length, epoch)
@@ -260,7 +258,7 @@ class LocalReference(Service):
                      if name in self._sequences]
             return found, [name for name in sequence_ids if name not in self._sequences]
 
-    def _state(self, sequence: _Sequence) -> SequenceState:
+    def _state(self, sequence: LocalSequence) -> SequenceState:
         return SequenceState(sequence.id, sequence.epoch, sequence.length,
                              in_step=sequence.step is not None,
                              open_step=sequence.step.id if sequence.step else 0,
@@ -268,7 +266,7 @@ class LocalReference(Service):
 
     # --- Steps
 
-    def _begin(self, step: Step) -> _Step:
+    def _begin(self, step: Step) -> LocalStep:
         with self._lock:
             if step.step_id in self._steps:
                 raise errors.AlreadyExists(f"step {step.step_id}: open already")
@@ -282,21 +280,21 @@ class LocalReference(Service):
                         f"length {sequence.length}")
             spec = sequences[0].model.spec
             shape = (spec.layers, step.total_rows)
-            opened = _Step(step.step_id, sequences, list(step.rows),
+            opened = LocalStep(step.step_id, sequences, list(step.rows),
                            np.zeros((*shape, spec.sent_row_dim), np.float32),
-                           np.zeros(shape, bool))
+                           np.zeros(shape, bool), [{} for _ in range(spec.layers)])
             for sequence in sequences:
                 sequence.step = opened
             self._steps[step.step_id] = opened
             return opened
 
-    def _opened(self, step: Step) -> _Step:
+    def _opened(self, step: Step) -> LocalStep:
         opened = self._steps.get(step.step_id)
         if opened is None:
             raise errors.NotFound(f"step {step.step_id}: not open")
         return opened
 
-    def _drop(self, opened: _Step) -> None:
+    def _drop(self, opened: LocalStep) -> None:
         del self._steps[opened.id]
         for sequence in opened.sequences:
             sequence.step = None
@@ -310,8 +308,9 @@ class LocalReference(Service):
                 raise errors.InvalidArgument(
                     f"attend: layer {args.layer}, rows {args.row_begin}..{end}: out of range")
             if args.kv is not None:
-                self._store(opened, args.layer, slice(args.row_begin, end),
-                            self._sent_rows(model.spec, args.kv, args.kv_parts))
+                values = self._sent_rows(model.spec, args.kv, args.kv_parts)
+                self._store(opened, args.layer, slice(args.row_begin, end), values[:args.rows])
+                self._store_entries(opened, args, values[args.rows:])
             if args.q is None:
                 return _Done(AttendResult(None, None, [Timings()]))
             if not opened.have_kv[args.layer, :end].all():
@@ -348,7 +347,18 @@ class LocalReference(Service):
         return values
 
     @staticmethod
-    def _store(opened: _Step, layer: int, rows: slice, values: npt.NDArray) -> None:
+    def _store_entries(opened: LocalStep, args: AttendArgs, values: npt.NDArray) -> None:
+        """Stores the entries that rows make whole; those that are there must be equal."""
+        if args.entry_ends is None:
+            return
+        for row in np.flatnonzero(np.diff(args.entry_ends)):
+            value = values[args.entry_ends[row]]
+            known = opened.entries[args.layer].setdefault(args.row_begin + int(row), value)
+            if not np.array_equal(known, value, equal_nan=True):
+                raise errors.AlreadyExists("attend: entries differ from those stored before")
+
+    @staticmethod
+    def _store(opened: LocalStep, layer: int, rows: slice, values: npt.NDArray) -> None:
         """Stores KV rows; rows that are there already must be equal."""
         have = opened.have_kv[layer, rows]
         stored = opened.kv[layer, rows]
@@ -357,7 +367,7 @@ class LocalReference(Service):
         opened.kv[layer, rows] = values
         opened.have_kv[layer, rows] = True
 
-    def _select(self, opened: _Step, model: _Model, args: AttendArgs,
+    def _select(self, opened: LocalStep, model: ModelState, args: AttendArgs,
                 inputs: npt.NDArray) -> npt.NDArray[np.int32]:
         """The indexer's lists of the asked rows, [rows, top_k]."""
         spec = model.spec
@@ -382,7 +392,7 @@ class LocalReference(Service):
             first += count
         return lists
 
-    def _compute(self, opened: _Step, model: _Model, args: AttendArgs,
+    def _compute(self, opened: LocalStep, model: ModelState, args: AttendArgs,
                  q: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
         """Attention of the asked rows, sequence by sequence."""
         geometry = model.spec.geometry
@@ -396,8 +406,17 @@ class LocalReference(Service):
                 keys = np.concatenate([sequence.rows[args.layer],
                                        opened.kv[args.layer, first:end]])
                 mine = slice(begin - args.row_begin, end - args.row_begin)
-                visible = _visible(args, mine, len(keys), end - begin)
-                o[mine], lse[mine] = _attention(model, args, q[mine], keys, visible)
+                if model.spec.window > 0:
+                    own = [opened.entries[args.layer][row] for row in range(first, end)
+                           if row in opened.entries[args.layer]]
+                    entries = np.array([*sequence.entries[args.layer], *own]).reshape(
+                        -1, keys.shape[1])
+                    o[mine], lse[mine] = window_attention(model, args, q[mine], keys, entries,
+                                                          mine)
+                    first += count
+                    continue
+                visible = visible_keys(args, mine, len(keys), end - begin)
+                o[mine], lse[mine] = dense_attention(model, args, q[mine], keys, visible)
             first += count
         return o, lse
 
@@ -420,6 +439,10 @@ class LocalReference(Service):
             for sequence, kept, rows in zip(opened.sequences, committed, opened.rows):
                 sequence.rows = [np.concatenate([old, opened.kv[layer, first:first + kept]])
                                  for layer, old in enumerate(sequence.rows)]
+                for layer, made in enumerate(opened.entries):
+                    own = [made[row] for row in range(first, first + kept) if row in made]
+                    if own:
+                        sequence.entries[layer] = np.concatenate([sequence.entries[layer], own])
                 sequence.length += kept
                 first += rows
             self._drop(opened)
@@ -428,47 +451,3 @@ class LocalReference(Service):
     def _abort(self, step: Step) -> None:
         with self._lock:
             self._drop(self._opened(step))
-
-
-def _visible(args: AttendArgs, mine: slice, keys: int, rows: int) -> npt.NDArray:
-    """Which of the keys each of the rows attends to, [rows, keys]; the last row sees them all."""
-    seen = np.arange(keys) <= np.arange(keys - rows, keys)[:, None]
-    if args.lists is None:
-        return seen
-    listed = np.zeros_like(seen)
-    for row, entries in enumerate(args.lists[mine]):
-        last = keys - rows + row
-        for slot, position in enumerate(entries):
-            if not -1 <= position <= last:
-                raise errors.InvalidArgument(
-                    f"payload: got {position} at row {args.row_begin + mine.start + row}, slot "
-                    f"{slot} of the index lists, must be -1, or 0..{last}: the positions that the "
-                    "row sees", errors.ErrorDetail(field="payload", reason="list_position"))
-        listed[row, entries[entries >= 0]] = True
-    return listed
-
-
-def _attention(model: _Model, args: AttendArgs, q: npt.NDArray, keys: npt.NDArray,
-               visible: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
-    """Softmax attention of rows q [rows, heads, d] over the keys that `visible` says."""
-    geometry = model.spec.geometry
-    heads = slice(args.head_offset, args.head_offset + args.num_heads)
-    keys = keys[:, :geometry.row_dim].astype(np.float64)
-    q = q.astype(np.float64).transpose(1, 0, 2)  # [heads, rows, d]
-    if args.profile == Profile.EXPANDED:
-        nope = q[..., :geometry.nope_dim] @ model.w_uk[args.layer, heads]
-        q = np.concatenate([nope, q[..., geometry.nope_dim:]], axis=-1)
-    scores = (q @ keys.T) * model.spec.softmax_scale
-    scores = np.where(visible, scores, -np.inf)
-    peak = scores.max(axis=-1, keepdims=True)
-    empty = peak == -np.inf  # a row without a key has output 0 and lse -inf
-    weights = np.exp(scores - np.where(empty, 0, peak))
-    total = weights.sum(axis=-1, keepdims=True)
-    # What no row attends to may be anything.
-    values = np.where(visible.any(axis=0)[:, None], keys[:, :geometry.kv_lora_rank], 0)
-    o = (weights / np.where(empty, 1, total)) @ values
-    if args.profile == Profile.EXPANDED:
-        o = o @ model.w_uv[args.layer, heads]
-    with np.errstate(divide="ignore"):
-        lse = (np.where(empty, 0, peak) + np.log(total))[..., 0]
-    return o.transpose(1, 0, 2).astype(np.float32), lse.T.astype(np.float32)

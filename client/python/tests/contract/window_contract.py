@@ -1,0 +1,104 @@
+"""What every Service must do of windows, entries and sinks; a part of service_contract."""
+
+import secrets
+
+import mla_client
+import numpy as np
+from mla_client import DType, Geometry, ModelSpec
+
+RATIOS = (0, 2)
+WINDOW = 3
+
+
+class WindowContract:
+    """Tests for a class with `service` and `close_to`, as ServiceContract is."""
+
+    def window_spec(self, **fields):
+        return ModelSpec("w-" + secrets.token_hex(4), Geometry(3, 24, 8), 2, 0.2, 4,
+                         **{"attention": "sparse_v4", "window": WINDOW, "ratios": RATIOS,
+                            "top_k": 4, **fields})
+
+    def register_window(self):
+        rng = np.random.default_rng(8)
+        sinks = rng.standard_normal((2, 3)).astype(np.float32)
+        sinks[1, 2] = -np.inf
+        model = self.service.register_model(self.window_spec(), sinks=sinks)
+        self.assertEqual((model.spec.window, model.spec.ratios), (WINDOW, RATIOS))
+        return model, sinks, rng
+
+    def window_step(self, sequence, rng, sinks, texts, rows, listed=False, keep=None):
+        """A step of so many rows of one sequence, whose outputs are checked; `texts` are its rows
+        and entries by layer."""
+        first, dim = sequence.length, sequence.model.spec.geometry.row_dim
+        with self.service.step([(sequence, rows)]) as step:
+            for layer, (stored, entries) in enumerate(texts):
+                kv = mla_client.round_to_bf16(rng.standard_normal((rows, dim)))
+                ratio = RATIOS[layer]
+                count = (first + rows) // ratio - first // ratio if ratio else 0
+                made = mla_client.round_to_bf16(rng.standard_normal((count, dim)))
+                stored, entries = np.concatenate([stored, kv]), np.concatenate([entries, made])
+                texts[layer] = stored, entries
+                q = mla_client.round_to_bf16(rng.standard_normal((rows, 3, dim)))
+                lists = None
+                if listed and ratio:
+                    lists = [rng.permutation((first + row + 1) // ratio)[:3] for row in range(rows)]
+                got = step.attend_window(layer, q, kv, made, lists, want_lse=True,
+                                         o_dtype=DType.F32)
+                for row in range(rows):
+                    seen = first + row + 1
+                    chosen = np.arange(seen // ratio if ratio else 0)
+                    chosen = chosen if lists is None else lists[row]
+                    keys = np.concatenate([stored[max(0, seen - WINDOW):seen], entries[chosen]])
+                    scores = np.exp(0.2 * (q[row] @ keys.T.astype(np.float64)))
+                    total = scores.sum(axis=1)
+                    self.close_to(got.lse[row], np.log(total))
+                    total = total + np.exp(sinks[layer].astype(np.float64))
+                    self.close_to(got.o[row], scores / total[:, None] @ keys)
+            if keep is not None:
+                step.end([keep])
+                for layer, (stored, entries) in enumerate(texts):
+                    length = first + keep
+                    texts[layer] = (stored[:length],
+                                    entries[:length // RATIOS[layer] if RATIOS[layer] else 0])
+
+    def empty_texts(self):
+        return [(np.zeros((0, 32), np.float32), np.zeros((0, 32), np.float32)) for _ in RATIOS]
+
+    def test_rows_attend_to_the_window_and_to_entries(self):
+        model, sinks, rng = self.register_window()
+        with model.open_sequence() as sequence:
+            texts = self.empty_texts()
+            self.window_step(sequence, rng, sinks, texts, 9)
+            for index in range(8):
+                self.window_step(sequence, rng, sinks, texts, 3, index % 2 == 0, keep=index % 4)
+            self.assertEqual(sequence.length, 9 + 12)
+            with sequence.fork() as child:
+                own = list(texts)
+                self.window_step(child, rng, sinks, own, 4)
+            sequence.truncate(sequence.length - 1)
+            for layer, (stored, entries) in enumerate(texts):
+                texts[layer] = stored[:20], entries[:20 // RATIOS[layer] if RATIOS[layer] else 0]
+            self.window_step(sequence, rng, sinks, texts, 5, True)
+
+    def test_entries_and_lists_are_checked(self):
+        model, _, rng = self.register_window()
+        with model.open_sequence() as sequence, self.service.step([(sequence, 4)]) as step:
+            kv, q = rng.standard_normal((4, 32)), rng.standard_normal((4, 3, 32))
+            for layer, entries in ((1, None), (1, kv[:1]), (0, kv[:1])):
+                with self.assertRaisesRegex(mla_client.InvalidArgument, "entries"):
+                    step.attend_window(layer, q, kv, entries)
+            with self.assertRaisesRegex(mla_client.InvalidArgument, "kv_row_dtype"):
+                step.attend_window(1, q, kv, kv[:2], kv_row_dtype=DType.F8_E4M3)
+            for lists in ([[0], [], [], []], [[], [], [1], []], [[], [], [], [-2]]):
+                with self.assertRaisesRegex(mla_client.InvalidArgument, "index lists"):
+                    step.attend_window(1, q, kv, kv[:2], lists)
+            step.abort()
+
+    def test_specs_and_sinks_are_checked(self):
+        for fields in ({"window": 0}, {"ratios": (2,)}, {"attention": "dense", "top_k": 0},
+                       {"ratios": (0, 3)}):
+            with self.subTest(fields), self.assertRaises(mla_client.InvalidArgument):
+                self.service.register_model(self.window_spec(**fields))
+        for sinks in (np.zeros((2, 2)), np.full((2, 3), np.nan)):
+            with self.subTest(sinks), self.assertRaises(mla_client.InvalidArgument):
+                self.service.register_model(self.window_spec(), sinks=sinks)

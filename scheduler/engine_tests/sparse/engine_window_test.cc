@@ -1,0 +1,267 @@
+// Sequences of a model with a window and compressed entries: what their rows attend to while the
+// window passes over pages, steps end and are aborted, drafts are rejected, sequences are forked
+// and truncated.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "gtest/gtest.h"
+#include "scheduler/testing/engine_fixture.h"
+
+namespace mla::scheduler {
+namespace {
+
+using testing::EngineHarness;
+using testing::kTolerance;
+using testing::MakeRow;
+using testing::Row;
+using testing::TestRequest;
+
+constexpr int kWindow = 4, kRatio = 2, kDim = 12, kHeads = 2;
+
+// A sequence as the test knows it: its committed rows at either layer, and the entries of layer 1.
+struct Text {
+  SequenceInfo info;
+  std::vector<Row> rows[2];
+  std::vector<Row> entries;
+  int length() const { return static_cast<int>(rows[0].size()); }
+};
+
+class EngineWindowTest : public ::testing::Test {
+ protected:
+  static testing::HarnessOptions Options() {
+    testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr, nullptr};
+    options.model.attention = kernels::AttentionKind::kWindow;
+    options.model.geometry.nope_dim = options.model.geometry.v_dim = 0;
+    options.model.page_size = 4;
+    options.model.window = kWindow;
+    options.model.ratios = {0, kRatio};
+    options.model.top_k = 8;
+    return options;
+  }
+
+  EngineWindowTest() {
+    const auto row = h_.core().tenants().Enter(h_.tenant());
+    const auto model = h_.core().models().Find((*row)->key(), h_.model().id, "model_id");
+    EXPECT_TRUE(h_.core().models().SetSinks(**model, kSinks, "sinks").ok());
+  }
+
+  Text Open() {
+    Text text;
+    text.info = h_.Open();
+    return text;
+  }
+
+  // A step of `rows` rows after the text's, of which `commit` are kept; -1: it is aborted.
+  // `listed`: rows of layer 1 attend to some entries alone.
+  void Step(Text* text, int rows, int commit, bool listed = false) {
+    const StepId step = ++last_step_;
+    const auto begun =
+        h_.Begin(stream_, step, {{text->info.id, text->info.epoch, text->length(), rows}});
+    ASSERT_TRUE(begun->status.ok()) << begun->status;
+    Text after = *text;
+    const int whole = (text->length() + rows) / kRatio;
+    while (static_cast<int>(after.entries.size()) < whole) {
+      after.entries.push_back(MakeRow(++key_, kDim));
+    }
+    for (int layer = 0; layer < 2; ++layer) {
+      std::vector<Row> fresh;
+      for (int row = 0; row < rows; ++row) fresh.push_back(MakeRow(++key_, kDim));
+      after.rows[layer].insert(after.rows[layer].end(), fresh.begin(), fresh.end());
+      Attend(step, layer, fresh, *text, after, layer == 1 && listed);
+    }
+    if (commit < 0) {
+      ASSERT_TRUE(h_.Abort(stream_, step)->status.ok());
+      return;
+    }
+    const auto end = h_.End(stream_, step, {commit});
+    ASSERT_TRUE(end->status.ok()) << end->status;
+    const int length = text->length() + commit;
+    for (auto& of_layer : after.rows) of_layer.resize(static_cast<size_t>(length));
+    after.entries.resize(static_cast<size_t>(length / kRatio));
+    *text = std::move(after);
+  }
+
+  void Attend(StepId step, int layer, const std::vector<Row>& fresh, const Text& before,
+              const Text& after, bool listed) {
+    const auto rows = static_cast<int>(fresh.size());
+    const uint64_t q_key = ++key_ * 4096;
+    auto request = h_.Unsent(stream_, step, layer, 0, rows, fresh, 0, kHeads, q_key);
+    if (layer == 1) {
+      AddEntries({after.entries.begin() + static_cast<int64_t>(before.entries.size()),
+                  after.entries.end()},
+                 request.get());
+    }
+    std::vector<std::vector<int32_t>> lists;
+    std::vector<int32_t> begin = {0}, list;
+    for (int row = 0; row < rows; ++row) {
+      const int visible = before.length() + row + 1, whole = layer == 0 ? 0 : visible / kRatio;
+      std::vector<int32_t>& of_row = lists.emplace_back();
+      for (int32_t entry = 0; entry < whole; ++entry) {
+        if (!listed || (random_() % 3 == 0 && of_row.size() < 8)) of_row.push_back(entry);
+      }
+      list.insert(list.end(), of_row.begin(), of_row.end());
+      begin.push_back(static_cast<int32_t>(list.size()));
+    }
+    if (listed) {
+      request->attend.list = list.data();
+      request->attend.list_begin = begin.data();
+    }
+    h_.Submit(request.get());
+    h_.Run();
+    ASSERT_TRUE(request->status.ok()) << request->status;
+    for (int row = 0; row < rows; ++row) {
+      for (int head = 0; head < kHeads; ++head) {
+        CheckRow(*request, layer, row, head, after, before.length() + row + 1, lists[row],
+                 MakeRow(q_key + uint64_t(row) * 64 + head, kDim));
+      }
+    }
+  }
+
+  // Behind the rows.
+  static void AddEntries(const std::vector<Row>& entries, TestRequest* request) {
+    for (const Row& entry : entries) {
+      for (const float value : entry) request->kv_rows.push_back(kernels::ToBf16(value));
+    }
+    request->attend.kv = reinterpret_cast<const std::byte*>(request->kv_rows.data());
+  }
+
+  void CheckRow(const TestRequest& request, int layer, int row, int head, const Text& text,
+                int visible, const std::vector<int32_t>& entries, const Row& q) {
+    std::vector<const Row*> keys;
+    for (int p = std::max(0, visible - kWindow); p < visible; ++p) {
+      keys.push_back(&text.rows[layer][static_cast<size_t>(p)]);
+    }
+    for (const int32_t entry : entries) {
+      keys.push_back(&text.entries[static_cast<size_t>(entry)]);
+    }
+    std::vector<double> weights;
+    double sum = 0;
+    for (const Row* key : keys) {
+      double dot = 0;
+      for (int i = 0; i < kDim; ++i) dot += double{q[i]} * (*key)[i];
+      weights.push_back(std::exp(dot * h_.model().softmax_scale));
+      sum += weights.back();
+    }
+    const size_t packed = size_t(row) * kHeads + head;
+    EXPECT_NEAR(request.lse[packed], std::log(sum), kTolerance);
+    const double with_sink = sum + std::exp(double{kSinks[size_t(layer) * kHeads + head]});
+    for (int i = 0; i < kDim; ++i) {
+      double want = 0;
+      for (size_t k = 0; k < keys.size(); ++k) want += weights[k] / with_sink * (*keys[k])[i];
+      ASSERT_NEAR(request.output[packed * kDim + i], want, kTolerance)
+          << "layer " << layer << " row " << row << " of " << visible;
+    }
+  }
+
+  const std::vector<float> kSinks = {0.5f, -1.0f, 2.0f, 0.0f};
+  EngineHarness h_{Options()};
+  StreamId stream_ = h_.core().OpenStream(h_.tenant());
+  StepId last_step_ = 0;
+  uint64_t key_ = 100;
+  std::mt19937_64 random_{5};
+};
+
+TEST_F(EngineWindowTest, RowsAttendToTheWindowAndToEntries) {
+  Text text = Open();
+  Step(&text, 11, 11);  // a prompt of more rows than a launch has
+  for (int i = 0; i < 12; ++i) Step(&text, 1, 1, i % 2 == 1);
+  EXPECT_EQ(text.length(), 23);
+  EXPECT_EQ(h_.Get(text.info.id).length, 23);
+}
+
+TEST_F(EngineWindowTest, AbortedStepsAndRejectedDraftsLeaveTheWindowAsItWas) {
+  Text text = Open();
+  Step(&text, 6, 6);
+  for (int i = 0; i < 20; ++i) {
+    Step(&text, 3, static_cast<int>(random_() % 4));
+    if (i % 3 == 0) Step(&text, 4, -1);
+  }
+  EXPECT_GT(text.length(), 20);
+}
+
+TEST_F(EngineWindowTest, PagesBehindTheWindowComeBack) {
+  Text text = Open();
+  const auto used = [&] { return h_.core().Stats().page_groups_used; };
+  Step(&text, 8, 8);
+  for (int i = 0; i < 32; ++i) Step(&text, 1, 1);
+  // 40 rows: 10 pages of entries, and of rows those that the last 4 lie in.
+  EXPECT_EQ(used(), 10 + 1);
+  for (int i = 0; i < 3; ++i) Step(&text, 1, 1);
+  EXPECT_EQ(used(), 11 + 2);
+}
+
+TEST_F(EngineWindowTest, ForksAndTruncationGoBackAsFarAsRowsAreKept) {
+  Text text = Open();
+  Step(&text, 14, 14);  // pages of rows 8 to 11 and 12 to 13 are left
+  const auto fork = [&](int64_t length) {
+    ForkArgs args;
+    args.tenant = h_.tenant();
+    args.parent = text.info.id;
+    args.expected_epoch = text.info.epoch;
+    args.length = length;
+    return h_.core().ForkSequence(args);
+  };
+  const auto refused = fork(11);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(refused.status()).reason, "window_passed");
+  const auto forked = fork(13);
+  ASSERT_TRUE(forked.ok()) << forked.status();
+  Text child = text;
+  child.info = *forked;
+  for (auto& of_layer : child.rows) of_layer.resize(13);
+  child.entries.resize(6);
+  for (int i = 0; i < 6; ++i) {
+    Step(&child, 2, 1);
+    Step(&text, 1, 1);
+  }
+  Step(&text, 1, 1);  // 21 rows: those from 16 on are kept
+  const int length = text.length() - 1;
+  const auto refused_length =
+      h_.core().TruncateSequence(h_.tenant(), text.info.id, 3, text.info.epoch);
+  EXPECT_EQ(DetailOf(refused_length.status()).reason, "window_passed");
+  const auto cut = h_.core().TruncateSequence(h_.tenant(), text.info.id, length, text.info.epoch);
+  ASSERT_TRUE(cut.ok()) << cut.status();
+  text.info = *cut;
+  for (auto& of_layer : text.rows) of_layer.resize(static_cast<size_t>(length));
+  text.entries.resize(static_cast<size_t>(length / kRatio));
+  for (int i = 0; i < 6; ++i) Step(&text, 3, 2);
+}
+
+TEST_F(EngineWindowTest, RowsDoNotMoveElsewhere) {
+  Text text = Open();
+  Step(&text, 6, 6);
+  const auto exported =
+      h_.core().BeginExport({h_.tenant(), text.info.id, h_.Get(text.info.id).epoch, 0, {}});
+  EXPECT_EQ(exported.status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(DetailOf(exported.status()).reason, "window_not_moved");
+  ImportArgs import;
+  import.tenant = h_.tenant();
+  import.model_id = text.info.model_id;
+  EXPECT_EQ(DetailOf(h_.core().BeginImport(import).status()).reason, "window_not_moved");
+}
+
+TEST_F(EngineWindowTest, RowsSentAgainAreComparedWithTheirEntries) {
+  Text text = Open();
+  ASSERT_TRUE(h_.Begin(stream_, 50, {{text.info.id, 1, 0, 2}})->status.ok());
+  const std::vector<Row> rows = {MakeRow(1, kDim), MakeRow(2, kDim)};
+  uint64_t entry = 3;
+  const auto send = [&] {
+    auto request = h_.Unsent(stream_, 50, 1, 0, 2, rows, 0, kHeads, 9);
+    AddEntries({MakeRow(entry, kDim)}, request.get());
+    h_.Submit(request.get());
+    h_.Run();
+    return request->status;
+  };
+  EXPECT_TRUE(send().ok());
+  EXPECT_TRUE(send().ok());
+  entry = 4;
+  EXPECT_EQ(send().code(), absl::StatusCode::kAlreadyExists);
+}
+
+}  // namespace
+}  // namespace mla::scheduler

@@ -1,0 +1,125 @@
+#include "scheduler/tables/model_checks.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "kernels/window.h"
+
+namespace mla::scheduler {
+namespace {
+
+// What only a window brings with it.
+absl::Status CheckWindow(const ModelSpec& spec) {
+  const auto layers = static_cast<int64_t>(spec.ratios.size());
+  if (layers != (spec.windowed() ? spec.layers : 0)) {
+    return RefuseField("model.ratios", absl::StrCat(layers, " entries"),
+                       absl::StrCat(spec.windowed() ? spec.layers : 0, ": one a layer of a window"),
+                       "wrong_count");
+  }
+  if (!spec.windowed()) return absl::OkStatus();
+  bool entries = false;
+  for (size_t layer = 0; layer < spec.ratios.size(); ++layer) {
+    const int32_t ratio = spec.ratios[layer];
+    entries |= ratio > 0;
+    if (ratio == 0 || (ratio > 0 && spec.page_size % ratio == 0)) continue;
+    return RefuseField(absl::StrCat("model.ratios[", layer, "]"), absl::StrCat(ratio),
+                       absl::StrCat("0, or a divisor of the page size, ", spec.page_size),
+                       "out_of_range");
+  }
+  if (!entries) {
+    return RefuseField("model.ratios", "0 at every layer", "entries at one layer at least",
+                       "out_of_range");
+  }
+  if (spec.geometry.v_dim > 0) {
+    return RefuseField("model.geometry.v_dim", absl::StrCat(spec.geometry.v_dim),
+                       "0: attention to a window has no expanded form", "inconsistent");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
+  const kernels::Geometry& g = spec.geometry;
+  const int64_t name_bytes = static_cast<int64_t>(spec.id.size());
+  const bool sparse = spec.attention == kernels::AttentionKind::kSparse;
+  const bool windowed = spec.windowed();
+  const bool indexed = spec.indexer.heads > 0;
+  const struct {
+    const char* field;
+    int64_t got, low, high;
+  } ranges[] = {
+      {"model.model_id", name_bytes, 1, limits.max_name_bytes},
+      {"model.geometry.num_heads", g.num_heads, 1, limits.max_heads},
+      {"model.geometry.kv_lora_rank", g.kv_lora_rank, 1, limits.max_row_dim},
+      {"model.geometry.rope_dim", g.rope_dim, 0, limits.max_row_dim - g.kv_lora_rank},
+      {"model.geometry.nope_dim", g.nope_dim, 0, limits.max_v_dim},
+      {"model.geometry.v_dim", g.v_dim, 0, limits.max_v_dim},
+      {"model.layers", spec.layers, 1, limits.max_layers},
+      {"model.page_size", spec.page_size, 1, 4096},
+      {"model.top_k", spec.top_k, sparse ? 1 : 0, sparse || windowed ? limits.max_top_k : 0},
+      {"model.window", spec.window, windowed ? 1 : 0, windowed ? kernels::kMaxWindow : 0},
+      {"model.index_heads", spec.indexer.heads, 0, sparse ? kernels::kMaxIndexHeads : 0},
+      {"model.index_dim", spec.indexer.dim, indexed ? 1 : 0, indexed ? kernels::kMaxIndexDim : 0},
+  };
+  for (const auto& r : ranges) {
+    const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
+    if (!status.ok()) return status;
+  }
+  if ((g.nope_dim == 0) != (g.v_dim == 0)) {
+    return RefuseField("model.geometry.v_dim", absl::StrCat(g.v_dim),
+                       "zero exactly when nope_dim is zero", "inconsistent");
+  }
+  const size_t digest = spec.weights_digest.size();
+  if (digest != 0 && digest != kWeightsDigestBytes) {
+    return RefuseField("model.weights_digest", absl::StrCat(digest, " bytes"),
+                       absl::StrCat(kWeightsDigestBytes, " bytes, or none"), "out_of_range");
+  }
+  if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
+    return RefuseField("model.softmax_scale", absl::StrCat(spec.softmax_scale),
+                       "a finite positive number: it is never defaulted", "out_of_range");
+  }
+  return CheckWindow(spec);
+}
+
+absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
+                        const std::string& field) {
+  const int64_t wanted =
+      spec.windowed() ? int64_t{spec.layers} * spec.geometry.num_heads : int64_t{0};
+  if (static_cast<int64_t>(sinks.size()) != wanted) {
+    return RefuseField(field, absl::StrCat(sinks.size(), " sinks"),
+                       absl::StrCat(wanted, ": one a layer and head of a window"), "wrong_count");
+  }
+  for (size_t i = 0; i < sinks.size(); ++i) {
+    if (!std::isnan(sinks[i])) continue;
+    return RefuseField(absl::StrCat(field, "[", i, "]"), "NaN", "a number, or an infinity",
+                       "out_of_range");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,
+                           const std::string& field) {
+  if (kernels::TraitsOf(spec.kv_format).scales != kernels::KvScales::kLayer) {
+    return RefuseField(
+        field, absl::StrCat("scales for kv_format ", kernels::Name(spec.kv_format)),
+        absl::StrCat("a model with kv_format ", kernels::Name(kernels::KvFormat::kFp8Tensor)),
+        "no_layer_scales", absl::StatusCode::kFailedPrecondition);
+  }
+  if (scales.size() != static_cast<size_t>(spec.layers)) {
+    return RefuseField(field, absl::StrCat(scales.size(), " scales"),
+                       absl::StrCat(spec.layers, ": one a layer"), "wrong_count");
+  }
+  for (size_t layer = 0; layer < scales.size(); ++layer) {
+    const float scale = scales[layer];
+    if (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale) continue;
+    return RefuseField(
+        absl::StrCat(field, "[", layer, "]"), absl::StrCat(scale),
+        absl::StrCat("a number from ", kernels::kSmallestKvScale, " to ", kernels::kLargestKvScale),
+        "out_of_range");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::scheduler
