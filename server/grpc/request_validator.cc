@@ -287,7 +287,7 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   MLA_RETURN_IF_ERROR(CheckInputDTypes(message, &args->q_dtype, &q_fp8, &kv_fp8));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", "DTYPE_BF16 or DTYPE_F32",
                                      &args->o_dtype));
-  if (kv_fp8 && args->has_kv && model.windowed()) {
+  if (kv_fp8 && message.has_kv() && model.windowed()) {
     return RefuseField("attend.kv_row_dtype", "DTYPE_F8_E4M3",
                        "DTYPE_BF16 or DTYPE_F32: entries of the model come with its rows",
                        "no_fp8_rows_here");
