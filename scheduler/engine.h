@@ -280,7 +280,8 @@ class Engine {
   // Makes a fork that holds the rows; the caller releases it. Also while the engine drains.
   absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
   // Reserves pages for all rows, as a step does. The sequence refuses steps, forks, matches and
-  // truncations until EndImport or AbortImport.
+  // truncations until EndImport or AbortImport, one of which must follow; until then no sequence is
+  // restored with its id, also once it has gone.
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
   // Hands one part over; move->done is called unless there is an error: NOT_FOUND when the sequence
   // has gone.

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "scheduler/batching/batch.h"
@@ -206,6 +207,9 @@ class EngineCore {
   std::unique_ptr<StepOpener> opener_;
   std::unique_ptr<Launcher> launcher_;
   std::unique_ptr<PageMover> mover_;
+  // Imports that have not ended, their sequences perhaps gone: no other may get the id meanwhile,
+  // or it would get their rows.
+  absl::flat_hash_set<SequenceId> importing_;
   BatchPolicy policy_;
   WaitingRequests pending_;
   absl::flat_hash_map<StreamId, Stream> streams_;

@@ -152,6 +152,11 @@ absl::StatusOr<Sequence*> EngineCore::ImportTarget(const ImportArgs& args, Model
                        absl::StrCat("a sequence of model ", (*found)->model->spec->id),
                        absl::StrCat("one of model ", model->spec->id), "wrong_model");
   }
+  if (importing_.contains(args.restored_id)) {
+    return RefuseField("sequence_ids", absl::StrCat(args.restored_id),
+                       "sequences that no rows are on their way into", "sequence_open",
+                       absl::StatusCode::kAlreadyExists);
+  }
   OpenArgs open;
   open.model_id = args.model_id;
   open.client_id = args.client_id;
@@ -196,6 +201,7 @@ absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
     return status;
   }
   sequence->imports = true;
+  importing_.insert(sequence->id);
   sequences_->Renew(sequence);
   MovingPages pages = Moving(*sequence, length, rows);
   pages.opened = args.id == 0;
@@ -242,6 +248,7 @@ absl::Status EngineCore::StartMove(PageMove* move) {
 absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, SequenceId id,
                                                    int64_t not_finite_from,
                                                    const SequenceState* state) {
+  importing_.erase(id);
   absl::StatusOr<Sequence*> found =
       sequences_->FindOrRefuse(tenants_.Find(tenant), id, "sequence_id");
   if (!found.ok()) return found.status();
@@ -267,6 +274,7 @@ absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, Se
 }
 
 void EngineCore::AbortImport(const std::string& tenant, const MovingPages& pages) {
+  importing_.erase(pages.id);
   Sequence* const sequence = sequences_->Find(tenants_.Find(tenant), pages.id);
   if (sequence == nullptr || !sequence->imports) return;
   sequence->imports = false;

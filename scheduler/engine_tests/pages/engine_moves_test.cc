@@ -283,6 +283,31 @@ TEST_F(EngineMovesTest, AReleasedSequenceEndsItsImport) {
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
+// Else the first import's rows, and its end, would be the second one's.
+TEST_F(EngineMovesTest, AnIdIsNotRestoredWhileAnImportOfItHasNotEnded) {
+  const SequenceInfo source = h_.Open();
+  Fill(source, 4, 50);
+  MovingPages pages;
+  Payloads payloads = Export(source, &pages);
+  ImportArgs args = To(pages);
+  args.restored_id = 77;
+  const MovingPages first = h_.core().BeginImport(args).value();
+  std::vector<SequenceId> absent;
+  h_.core().ReleaseSequences(h_.tenant(), std::vector{first.id}, &absent);
+  EXPECT_EQ(DetailOf(h_.core().BeginImport(args).status()).reason, "sequence_open");
+  EXPECT_FALSE(h_.core().EndImport(h_.tenant(), first.id, Engine::kAllFinite).ok());
+  const MovingPages second = h_.core().BeginImport(args).value();
+  EXPECT_EQ(second.id, 77u);
+  ASSERT_TRUE(MoveAll(second, true, &payloads, 64).ok());
+  const SequenceInfo restored =
+      h_.core().EndImport(h_.tenant(), second.id, Engine::kAllFinite).value();
+  ExpectRows(restored, 4, 50);
+  // An import that is aborted frees the id, too.
+  h_.core().ReleaseSequences(h_.tenant(), std::vector{restored.id}, &absent);
+  h_.core().AbortImport(h_.tenant(), h_.core().BeginImport(args).value());
+  EXPECT_TRUE(h_.core().BeginImport(args).ok());
+}
+
 TEST_F(EngineMovesTest, AMoveOutlivesItsSequenceAndKeepsItsGroup) {
   const SequenceInfo source = h_.Open();
   Fill(source, 3, 50);
