@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "deploy/helm/mla-server/values.schema.json"
 # Keys that the templates set, through the environment.
 OWN_KEYS = {"server.listen", "server.unix_path", "server.insecure", "ops.listen", "log.format",
+            "checkpoint.path",
             "tls.cert", "tls.key", "tls.client_ca", "tls.reload_ms"}
 
 

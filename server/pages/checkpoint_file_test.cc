@@ -170,6 +170,7 @@ TEST_F(CheckpointFileTest, AStoreKeepsItsKeyAndItsFolder) {
   options.path = File("store");
   options.bytes = options.tenant_bytes = 1 << 20;
   kvcache::PrefixSecret secret;
+  const mode_t before = umask(0117);  // as a service may have it
   {
     const auto store = CheckpointStore::Open(options);
     ASSERT_TRUE(store.ok()) << store.status();
@@ -178,6 +179,8 @@ TEST_F(CheckpointFileTest, AStoreKeepsItsKeyAndItsFolder) {
     EXPECT_TRUE((*store)->List("t").empty());
     EXPECT_FALSE((*store)->Drop("t", 1));
   }
+  umask(before);
+  EXPECT_EQ(fs::status(File("store")).permissions(), fs::perms::owner_all);
   fs::create_directories(File("store") + "/tenant");
   std::ofstream(File("store") + "/tenant/1.ckpt.3.part") << "unfinished";
   EXPECT_EQ((*CheckpointStore::Open(options))->prefix_secret(), secret);

@@ -53,6 +53,17 @@ absl::Status Unfit(const std::string& path, const std::string& why) {
   return absl::FailedPreconditionError(absl::StrCat("checkpoint.path: ", path, ": ", why));
 }
 
+// False: it is there already.
+absl::StatusOr<bool> MakeFolder(const std::string& path) {
+  if (mkdir(path.c_str(), 0700) != 0) {
+    if (errno == EEXIST) return false;
+    return SystemError(path, "mkdir", errno);
+  }
+  // Whatever the umask takes: that of services may be meant for sockets.
+  if (chmod(path.c_str(), 0700) != 0) return SystemError(path, "chmod", errno);
+  return true;
+}
+
 v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::SequenceState& state,
                               const v1::PagesHeader& pages) {
   v1::CheckpointHeader header;
@@ -123,7 +134,7 @@ CheckpointStore::~CheckpointStore() {
 
 absl::Status CheckpointStore::Prepare() {
   const std::string& path = options_.path;
-  if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return SystemError(path, "mkdir", errno);
+  if (const absl::StatusOr<bool> made = MakeFolder(path); !made.ok()) return made.status();
   lock_ = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (lock_ < 0) return SystemError(path, "open", errno);
   if (flock(lock_, LOCK_EX | LOCK_NB) != 0) return Unfit(path, "another server uses it");
@@ -289,11 +300,9 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::
   absl::Status status = TakeRoom(folder, room);
   if (!status.ok()) return status;
   const absl::Cleanup give_back = [&] { ReturnRoom(folder, room); };
-  if (mkdir(parent.c_str(), 0700) == 0) {
-    fsync(lock_);
-  } else if (errno != EEXIST) {
-    return SystemError(parent, "mkdir", errno);
-  }
+  const absl::StatusOr<bool> made = MakeFolder(parent);
+  if (!made.ok()) return made.status();
+  if (*made) fsync(lock_);
   const std::string aside = absl::StrCat(path, ".", next_aside_.fetch_add(1), kAside);
   auto file = CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose));
   if (!file.ok()) return file.status();

@@ -21,6 +21,7 @@ SCENARIOS = {
                    "backend": {"deterministic": True, "threads": 8},
                    "limits": {"weights_bytes": 1073741824}},
         "sameHost": {"hostPath": "/run/mla-server"},
+        "checkpoints": {"enabled": True, "size": "1Ti", "storageClass": "fast"},
         "gpu": {"enabled": True, "supplementalGroups": [109, 44]},
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},

@@ -69,7 +69,9 @@ class SchemaTest(unittest.TestCase):
                        {"config": {"tls": {"cert": "x"}}},
                        {"config": {"limits": {"decode_rows": 257}}},
                        {"config": {"server": {"drain_deadline_ms": None}}},
-                       {"sameHost": {"hostPath": "run"}}, {"gpu": {"resource": "gpu"}}):
+                       {"sameHost": {"hostPath": "run"}}, {"gpu": {"resource": "gpu"}},
+                       {"checkpoints": {"size": "100GB"}},
+                       {"config": {"checkpoint": {"path": "/x"}}}):
             with self.assertRaises(jsonschema.ValidationError, msg=values):
                 chart.Rendered(values)
 
@@ -122,9 +124,24 @@ class TemplatesTest(unittest.TestCase):
                     self.assertTrue(rule["from"], "no peers: every address is allowed")
                     self.assertLessEqual({port["port"] for port in rule["ports"]}, set(ports))
                 self.assertEqual({mount["name"] for mount in container["volumeMounts"]},
-                                 {volume["name"] for volume in item.pod()["volumes"]})
+                                 {volume["name"] for volume in item.pod()["volumes"]} |
+                                 {claim["metadata"]["name"] for claim in
+                                  stateful["spec"].get("volumeClaimTemplates", [])})
                 created = ("ServiceAccount", item.pod()["serviceAccountName"]) in item.objects
                 self.assertEqual(created, item.values["serviceAccount"]["create"])
+
+    def test_checkpoints_have_a_volume_for_each_server(self):
+        item = self.rendered["everything"]
+        (claim,) = item.one("StatefulSet")["spec"]["volumeClaimTemplates"]
+        self.assertEqual(claim["spec"]["storageClassName"], "fast")
+        self.assertEqual(claim["spec"]["resources"], {"requests": {"storage": "1Ti"}})
+        path = {variable["name"]: variable.get("value")
+                for variable in item.container()["env"]}["MLA_CHECKPOINT_PATH"]
+        (mount,) = [mount for mount in item.container()["volumeMounts"]
+                    if mount["name"] == "checkpoints"]
+        self.assertTrue(path.startswith(mount["mountPath"] + "/"))
+        plain = self.rendered["defaults"].one("StatefulSet")["spec"]
+        self.assertNotIn("volumeClaimTemplates", plain)
 
     def test_pods_run_without_rights(self):
         user = re.search(r"^USER (\d+):(\d+)$", read("deploy/container/Dockerfile"), re.M)
@@ -142,7 +159,8 @@ class TemplatesTest(unittest.TestCase):
             self.assertNotIn("hostNetwork", pod)
             self.assertEqual(item.one("NetworkPolicy")["spec"]["egress"], [])
             for mount in container["volumeMounts"]:
-                self.assertTrue(mount.get("readOnly") or mount["name"] == "sockets", mount)
+                self.assertTrue(mount.get("readOnly") or
+                                mount["name"] in ("sockets", "checkpoints"), mount)
         volumes = self.rendered["defaults"].pod()["volumes"]
         self.assertFalse([volume for volume in volumes if "hostPath" in volume])
 
