@@ -312,6 +312,8 @@ class Engine {
   EngineStats Stats();
   // Usage and bounds by tenant; thread-safe, and may outlive the engine.
   const std::shared_ptr<TenantTable>& tenants() const;
+  // What became of cached rows; thread-safe, and may outlive the engine.
+  const std::shared_ptr<kvcache::EventLog>& events() const;
   const kernels::BackendInfo& backend_info() const;
   const Limits& limits() const;
   absl::Status Healthy();  // AttentionBackend::Healthy

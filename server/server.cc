@@ -130,6 +130,7 @@ struct Server::Parts {
   std::unique_ptr<SequenceService> sequences;
   std::unique_ptr<CheckpointStore> checkpoints;  // null: none are kept
   std::unique_ptr<IdleCalls> idle;
+  std::optional<Watchers> watchers;
   std::unique_ptr<ModelService> models;
   std::unique_ptr<CacheService> cache;
   std::unique_ptr<AdminService> admin;
@@ -229,9 +230,11 @@ void Server::Parts::MakeServices() {
   const int64_t chunk_bytes = options.config.wire.weight_chunk_bytes;
   idle = std::make_unique<IdleCalls>(std::chrono::milliseconds(options.config.wire.upload_idle_ms));
   models = std::make_unique<ModelService>(rpc, chunk_bytes, idle.get());
-  cache = std::make_unique<CacheService>(rpc, chunk_bytes, idle.get(), checkpoints.get());
+  watchers.emplace(&state, options.config.wire.max_watchers);
+  cache =
+      std::make_unique<CacheService>(rpc, chunk_bytes, idle.get(), checkpoints.get(), &*watchers);
   AdminOptions admin_options;
-  admin_options.state = &state;
+  admin_options.watchers = &*watchers;
   admin_options.drain = &*drain;
   admin_options.exit = [this] {
     if (options.on_exit_request) options.on_exit_request();

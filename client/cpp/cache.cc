@@ -1,4 +1,4 @@
-// Client: rows out of a server and into one.
+// Client: rows out of a server and into one, checkpoints, and what becomes of cached rows.
 #include <utility>
 
 #include "client/cpp/client.h"
@@ -50,6 +50,32 @@ absl::StatusOr<Sequence> Client::ImportPages(
   if (!failed.ok()) return failed;
   if (!reply.ok()) return reply.status();
   return Sequence(this, reply->sequence());
+}
+
+absl::Status Client::WatchEvents(std::optional<uint64_t> after,
+                                 const std::function<bool(const v1::WatchEventsReply&)>& take) {
+  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  grpc::ClientContext context;
+  // A watch has no end of its own, so no deadline either.
+  if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
+  v1::WatchEventsRequest request;
+  if (after) request.set_after(*after);
+  const auto reader = impl_->cache->WatchEvents(&context, request);
+  v1::WatchEventsReply reply;
+  while (reader->Read(&reply)) {
+    if (take(reply)) continue;
+    context.TryCancel();
+    reader->Finish();  // CANCELLED, as asked for
+    return absl::OkStatus();
+  }
+  return FromGrpc(reader->Finish(), context);
+}
+
+absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most) {
+  v1::ExplainRequest request;
+  request.set_most(most);
+  return impl_->Unary<v1::ExplainReply>(
+      [&](auto* context, auto* reply) { return impl_->cache->Explain(context, request, reply); });
 }
 
 absl::StatusOr<v1::CheckpointReply> Client::Checkpoint(const std::vector<uint64_t>& ids) {

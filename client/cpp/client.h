@@ -146,7 +146,7 @@ class Client final {
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
 
-  // --- Rows out of a server and into one (docs/page_groups.md; cache.cc, pages_file.h).
+  // --- Rows out of a server and into one (docs/cache/page_groups.md; cache.cc, pages_file.h).
   // Calls `take` with each part; an error of its own ends the call, which returns it. The deadline
   // is that of a whole upload.
   absl::Status ExportPages(const v1::ExportRequest& request,
@@ -157,8 +157,16 @@ class Client final {
       const v1::ImportTarget& target,
       const std::function<absl::StatusOr<std::optional<v1::PagesPart>>()>& next);
 
-  // --- Checkpoints, with the capability "checkpoints" (docs/checkpoints.md). A whole upload's
-  // deadline.
+  // --- What becomes of cached rows, with the capability "cache_events" (docs/kv_cache.md). Calls
+  // `take` with events behind number `after` (absent: from now on), at first with those that the
+  // server still knows, until it returns false. OK then, else why the watch has ended.
+  absl::Status WatchEvents(std::optional<uint64_t> after,
+                           const std::function<bool(const v1::WatchEventsReply&)>& take);
+  // The latest matches that have not found all they asked for. `most`: 0: the server's default.
+  absl::StatusOr<v1::ExplainReply> Explain(uint32_t most = 0);
+
+  // --- Checkpoints, with the capability "checkpoints" (docs/cache/checkpoints.md). A whole
+  // upload's deadline.
   absl::StatusOr<v1::CheckpointReply> Checkpoint(const std::vector<uint64_t>& ids);
   // Opens sequences that were checkpointed, for this client; their models must be registered.
   absl::StatusOr<std::vector<Sequence>> Restore(const std::vector<uint64_t>& ids);

@@ -1,4 +1,4 @@
-// Rows of a sequence in a file: the parts of an export as they came (docs/page_groups.md).
+// Rows of a sequence in a file: the parts of an export as they came (docs/cache/page_groups.md).
 //
 //   "MLAPAGES", version (uint32), then for each part its bytes (uint32) and itself, serialized;
 //   little endian

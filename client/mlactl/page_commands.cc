@@ -1,15 +1,21 @@
 #include "client/mlactl/page_commands.h"
 
+#include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/pages_file.h"
 #include "client/mlactl/cli/output.h"
@@ -187,9 +193,110 @@ void AddCheckpointCommands(Program* program) {
       });
 }
 
+std::string KindName(v1::CacheEventKind kind) {
+  const std::string name = v1::CacheEventKind_Name(kind);
+  return name.empty() ? absl::StrCat("kind ", static_cast<int>(kind))
+                      : absl::AsciiStrToLower(absl::StripPrefix(name, "CACHE_EVENT_KIND_"));
+}
+
+std::string EventText(const v1::CacheEvent& event) {
+  std::string text =
+      absl::StrFormat("%d %-8s %s", event.number(), KindName(event.kind()), event.model_id());
+  if (event.sequence_id() != 0)
+    absl::StrAppendFormat(&text, " sequence %016x", event.sequence_id());
+  if (event.rows() > 0) absl::StrAppendFormat(&text, " rows %d", event.rows());
+  if (event.sequence_id() != 0 && event.first_row() > 0) {
+    absl::StrAppendFormat(&text, " from %d", event.first_row());
+  }
+  if (!event.key().empty()) absl::StrAppend(&text, " page ", absl::BytesToHexString(event.key()));
+  if (!event.parent().empty()) {
+    absl::StrAppend(&text, " behind ", absl::BytesToHexString(event.parent()));
+  }
+  return text + "\n";
+}
+
+struct EventsOptions {
+  uint64_t after = 0;
+  bool all = false;
+  uint64_t count = 0;  // 0: no end
+};
+
+int Events(const CommonOptions& common, const EventsOptions& options) {
+  const auto client = Connect(common);
+  if (!client.ok()) return Fail(client.status());
+  std::optional<uint64_t> after;
+  if (options.all || options.after > 0) after = options.after;
+  uint64_t seen = 0, last = options.after;
+  const auto take = [&](const v1::WatchEventsReply& reply) {
+    for (const v1::CacheEvent& event : reply.events()) {
+      if (last != 0 && event.number() != last + 1) std::fputs("(events are missing)\n", stderr);
+      last = event.number();
+      const std::string line =
+          common.json ? absl::StrReplaceAll(ToJson(event), {{"\n ", " "}, {"\n}", "}"}})
+                      : EventText(event);
+      std::fputs(line.c_str(), stdout);
+      std::fflush(stdout);
+      if (++seen == options.count) return false;
+    }
+    return true;
+  };
+  const absl::Status status = (*client)->WatchEvents(after, take);
+  return status.ok() ? kOk : Fail(status);
+}
+
+const char* WhyMissed(v1::MatchEnd end) {
+  switch (end) {
+    case v1::MATCH_END_ABSENT:
+      return "absent: the rows that follow were never published here under this model and salt";
+    case v1::MATCH_END_DIVERGED:
+      return "diverged: what is known goes on with other tokens";
+    case v1::MATCH_END_EVICTED:
+      return "evicted: the rows that follow were there, and their room was needed";
+    default:
+      return "unknown";
+  }
+}
+
+std::string MissesText(const v1::ExplainReply& reply) {
+  std::string text = absl::StrFormat("%-20s %-16s %8s %8s %8s  %s\n", "time", "sequence", "from",
+                                     "asked", "found", "why, model");
+  for (const v1::CacheMiss& miss : reply.misses()) {
+    const absl::Time at = absl::FromUnixMillis(static_cast<int64_t>(miss.unix_ms()));
+    absl::StrAppendFormat(&text, "%-20s %016x %8d %8d %8d  %s, %s\n",
+                          absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", at, absl::UTCTimeZone()),
+                          miss.sequence_id(), miss.first_row(), miss.rows_asked(),
+                          miss.rows_found(), WhyMissed(miss.end()), miss.model_id());
+  }
+  return text;
+}
+
+void AddEventCommands(Program* program) {
+  const auto options = std::make_shared<EventsOptions>();
+  Command events = program->Add({.name = "events",
+                                 .group = kGroup,
+                                 .summary = "what becomes of cached rows, until Ctrl-C",
+                                 .examples = "mlactl events --all\nmlactl events --json\n"});
+  events.Flag("all", "begin with the oldest event that is kept", &options->all);
+  events.Number({"after", "N", "begin behind event N"}, 1, UINT64_MAX, &options->after);
+  events.Number({"count", "N", "end after N events"}, 1, UINT64_MAX, &options->count);
+  events.Run([options](const CommonOptions& common) { return Events(common, *options); });
+  const auto most = std::make_shared<uint32_t>(20);
+  Command explain =
+      program->Add({.name = "explain",
+                    .group = kGroup,
+                    .summary = "why the latest matches did not find all rows",
+                    .examples = "mlactl explain\nmlactl explain --most=100 --json\n"});
+  explain.Number({"most", "N", "misses, the latest first (default 20)"}, 1, 8192, most.get());
+  explain.Run([most](const CommonOptions& common) {
+    return CallAndPrint(
+        common, [most](client::Client* client) { return client->Explain(*most); }, MissesText);
+  });
+}
+
 }  // namespace
 
 void AddPageCommands(Program* program) {
+  AddEventCommands(program);
   AddCheckpointCommands(program);
   const auto out = std::make_shared<ExportOptions>();
   Command write = program->Add({.name = "export",

@@ -294,6 +294,10 @@ const std::shared_ptr<TenantTable>& Engine::tenants() const {
   return impl_->AnyThread().shared_tenants();
 }
 
+const std::shared_ptr<kvcache::EventLog>& Engine::events() const {
+  return impl_->AnyThread().events();
+}
+
 int32_t Engine::EvictSequences(const SequenceSelection& selection,
                                std::vector<SequenceId>* not_found) {
   return impl_->WithRole(

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "scheduler/launching/launch_sizes.h"
+#include "scheduler/tables/random_ids.h"
 
 namespace mla::scheduler {
 namespace {
@@ -44,6 +45,7 @@ EngineCore::EngineCore(const EngineOptions& options,
       limits_(options_.limits),
       clock_(clock),
       backend_(std::move(backend)),
+      events_(std::make_shared<kvcache::EventLog>(RandomId())),
       tenant_table_(std::make_shared<TenantTable>(TenantOptionsOf(options))),
       tenants_(*tenant_table_),
       policy_(options.limits, GatherBytes(options.limits, *backend_),
@@ -81,6 +83,7 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
       kvcache::KvCache::Create(cache, core->page_tables());
   if (!made.ok()) return made.status();
   core->cache_ = *std::move(made);
+  core->cache_->set_events(core->events_.get());
 
   core->mover_ = std::make_unique<PageMover>(core->cache_.get());
   core->models_ = std::make_unique<ModelTable>(options.limits, core->backend_.get(),

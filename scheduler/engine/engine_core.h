@@ -80,6 +80,7 @@ class EngineCore {
   TenantTable& tenants() { return tenants_; }
   // Transports may return staged bytes after the engine is gone.
   const std::shared_ptr<TenantTable>& shared_tenants() const { return tenant_table_; }
+  const std::shared_ptr<kvcache::EventLog>& events() const { return events_; }
   TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
   ModelTable& models() { return *models_; }
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, const PrefixPlan& prefix = {});
@@ -198,6 +199,7 @@ class EngineCore {
   const Clock* const clock_;
   std::unique_ptr<kernels::AttentionBackend> backend_;
   std::unique_ptr<kernels::HostBuffer> page_tables_;  // of all sequences; the cache writes them
+  const std::shared_ptr<kvcache::EventLog> events_;   // readers may outlive the engine
   std::unique_ptr<kvcache::KvCache> cache_;
   const std::shared_ptr<TenantTable> tenant_table_;
   TenantTable& tenants_;

@@ -268,6 +268,7 @@ absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, Se
     cache_->Undeclare(sequence.slot, static_cast<int32_t>(sequence.not_finite_from));
   }
   cache_->Commit(sequence.slot, rows);
+  if (state != nullptr) cache_->Note(sequence.slot, kvcache::EventKind::kRestored);
   if (state != nullptr && state->chain != nullptr) sequences_->Redeclare(&sequence, *state);
   sequences_->Renew(&sequence);
   return sequences_->Info(sequence);

@@ -84,7 +84,8 @@ absl::Status KvCache::RemoveLayout(LayoutId layout) {
     return absl::FailedPreconditionError(
         absl::StrCat("layout ", layout, " is used by ", open, " sequences"));
   }
-  prefixes_.Drop(layout);
+  DropCached(layout);
+  if (events_ != nullptr) events_->DropLayout(layout);
   pool_.RemoveLayout(layout);
   return absl::OkStatus();
 }

@@ -135,8 +135,18 @@ class KvCache final {
   const std::shared_ptr<const PrefixChain>& chain(SeqSlot sequence) const;
   int32_t declared(SeqSlot sequence) const;
   // The layout's cached rows are not what they were: forgets them.
-  void DropCached(LayoutId layout) { prefixes_.Drop(layout); }
+  void DropCached(LayoutId layout);
   const PrefixStats& prefix_stats() const { return prefixes_.stats(); }
+  // What becomes of cached rows goes to the log from now on; null: to none. It outlives the cache.
+  void set_events(EventLog* events) {
+    events_ = events;
+    prefixes_.set_events(events);
+  }
+  EventLog* events() const { return events_; }
+  // The sequence's name in events.
+  void SetName(SeqSlot sequence, uint64_t name) { At(sequence).name = name; }
+  // An event of the whole sequence.
+  void Note(SeqSlot sequence, EventKind kind);
   // Groups, slabs, keys and nodes looked at since start, to show what an operation costs.
   uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
 
@@ -196,6 +206,7 @@ class KvCache final {
     int32_t pages_before = 0;       // the reservation
     uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copied on write, if any
     bool copy_took_last = false;                      // reference to that page
+    uint64_t name = 0;                                // in events
     uint64_t reserve_call = 0;                 // the latest call that named it, to find repeats
     std::shared_ptr<const PrefixChain> chain;  // what its rows stand for; null: not known
     int32_t declared = 0;                      // rows of the chain that are the sequence's
@@ -215,6 +226,8 @@ class KvCache final {
   absl::Status CheckReserve(std::span<const StepRows> rows);
   absl::Status TryReserve(std::span<const StepRows> rows);
   bool MakeRoom(std::span<const StepRows> rows);
+  // Offers the first `rows` rows of the page to the prefix cache.
+  void Publish(SeqSlot slot, int32_t page, int32_t rows);
   void PublishPages(SeqSlot slot);
   void PublishRest(SeqSlot slot);
   bool ReserveOne(SeqSlot slot, int32_t rows);
@@ -231,6 +244,7 @@ class KvCache final {
   SlabPool pool_;
   PageWorkQueue work_{&pool_};
   PrefixCache prefixes_{&pool_, &work_};
+  EventLog* events_ = nullptr;
   std::vector<Sequence> sequences_;
   std::vector<int32_t> layout_sequences_;  // open sequences by layout
   SeqSlot free_slot_ = kNone;

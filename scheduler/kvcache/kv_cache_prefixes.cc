@@ -29,14 +29,46 @@ void KvCache::Undeclare(SeqSlot slot, int32_t from) {
   if (sequence.declared == 0) sequence.chain.reset();
 }
 
+void KvCache::DropCached(LayoutId layout) {
+  const int64_t nodes = prefixes_.stats().nodes;
+  prefixes_.Drop(layout);
+  if (events_ == nullptr || prefixes_.stats().nodes == nodes) return;
+  Event event;
+  event.kind = EventKind::kDropped;
+  events_->Add(layout, std::move(event));
+}
+
+void KvCache::Note(SeqSlot slot, EventKind kind) {
+  if (events_ == nullptr) return;
+  const Sequence& sequence = At(slot);
+  Event event;
+  event.kind = kind;
+  event.sequence = sequence.name;
+  event.rows = sequence.length;
+  events_->Add(sequence.layout, std::move(event));
+}
+
+void KvCache::Publish(SeqSlot slot, int32_t page, int32_t rows) {
+  const Sequence& sequence = At(slot);
+  const PrefixChain& chain = *sequence.chain;
+  const uint32_t entry = TableOf(slot)[static_cast<size_t>(page)];
+  if (!prefixes_.Publish(sequence.layout, chain, page, rows, entry) || events_ == nullptr) return;
+  Event event;
+  event.kind = EventKind::kStored;
+  event.sequence = sequence.name;
+  event.first_row = int64_t{page} * chain.page_size;
+  event.rows = rows;
+  if (rows == chain.page_size) event.key = chain.keys[static_cast<size_t>(page)];
+  event.parent = chain.parent(page);
+  events_->Add(sequence.layout, std::move(event));
+}
+
 void KvCache::PublishPages(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
   const int32_t whole = std::min(sequence.length, sequence.declared) / page_size;
   for (; sequence.pages_cached < whole; ++sequence.pages_cached) {
-    const int32_t page = sequence.pages_cached;
-    prefixes_.Publish(sequence.layout, *sequence.chain, page, page_size,
-                      TableOf(slot)[static_cast<size_t>(page)]);
+    Publish(slot, sequence.pages_cached, page_size);
   }
 }
 
@@ -48,8 +80,7 @@ void KvCache::PublishRest(SeqSlot slot) {
   const int32_t rest =
       std::min(sequence.length, sequence.declared) - sequence.pages_cached * page_size;
   if (rest <= 0) return;
-  prefixes_.Publish(sequence.layout, *sequence.chain, sequence.pages_cached, rest,
-                    TableOf(slot)[static_cast<size_t>(sequence.pages_cached)]);
+  Publish(slot, sequence.pages_cached, rest);
 }
 
 PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
@@ -84,6 +115,15 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
   }
   match.rows = sequence.length - before;
   prefixes_.CountMatch(match.end, most - before, match.rows);
+  if (events_ != nullptr && match.end != MatchEnd::kAll) {
+    Miss miss;
+    miss.sequence = sequence.name;
+    miss.first_row = before;
+    miss.rows_asked = most - before;
+    miss.rows_found = match.rows;
+    miss.end = match.end;
+    events_->Add(sequence.layout, std::move(miss));
+  }
   CheckAfterMutation();
   return match;
 }

@@ -1,5 +1,5 @@
 // Rows of sequences on their way out of the pool and into it: what Engine's exports and imports
-// take and give. docs/page_groups.md has the format in which they travel.
+// take and give. docs/cache/page_groups.md has the format in which they travel.
 #ifndef MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
 #define MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
 

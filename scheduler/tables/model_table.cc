@@ -226,6 +226,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                       .reason = "page_group_too_large"});
   }
   SetLease(model.get(), *lease_ns);
+  if (auto* const events = cache_->events()) {
+    events->SetLayout(model->layout_id, tenant, spec.id);
+  }
   model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   NoteForms(spec, model.get());
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));

@@ -86,6 +86,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_s
   by_slot_[slot] = std::move(sequence);
   by_id_.emplace(raw->id, raw);
   if (!request_id.empty()) by_request_.emplace(RequestKey(tenant, request_id), raw);
+  cache_->SetName(slot, raw->id);
   ++model->sequences;
   Renew(raw);
   return raw;
@@ -411,6 +412,7 @@ int32_t SequenceTable::ExpireLeases() {
       Renew(sequence);  // its step has a lease of its own
       continue;
     }
+    cache_->Note(slot, kvcache::EventKind::kExpired);
     Release(sequence, kvcache::Freed::kExpired);
     ++expired;
   }

@@ -159,7 +159,7 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
                  "An UploadWeights call that sends nothing for this long is cancelled.",
                  "Its weights are discarded and its thread is free again.",
                  MLA_SLOT(wire.upload_idle_ms)),
-          Int("wire.max_watchers", 1, 4096, "WatchStatus calls at a time.",
+          Int("wire.max_watchers", 1, 4096, "WatchStatus and WatchEvents calls at a time.",
               "Must be below wire.control_threads.", MLA_SLOT(wire.max_watchers)),
           Int("wire.max_health_calls", 2, 100000,
               "Open calls of grpc.health.v1, Watch above all; one tenant may have half of them.",

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "server/grpc/request_validator.h"
@@ -19,7 +18,7 @@ constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 constexpr const char* kCapabilities[] = {
     "fork",         "truncate", "participants", "partial_commit", "lse",
     "kv_compare",   "quotas",   "eviction",     "cancel_drain",   "model_leases",
-    "prefix_cache", "fp8_wire", "page_groups"};
+    "prefix_cache", "fp8_wire", "page_groups",  "cache_events"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 template <typename To, typename From>
@@ -177,19 +176,12 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
                                        const v1::WatchStatusRequest* request,
                                        grpc::ServerWriter<v1::StatusUpdate>* writer) {
   return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity&) {
-    const absl::Cleanup leave = [this] { watchers_.fetch_sub(1); };
-    if (watchers_.fetch_add(1) >= options_.config.wire.max_watchers) {
-      return RefuseField({.field = "call",
-                          .got = "one more WatchStatus",
-                          .limit = absl::StrCat("at most ", options_.config.wire.max_watchers),
-                          .reason = "too_many_watchers",
-                          .retry_after_ms = 1000},
-                         absl::StatusCode::kResourceExhausted);
-    }
+    Watchers::Place place(options_.watchers);
+    if (absl::Status status = place.Check("WatchStatus"); !status.ok()) return status;
     const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
     const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));
     v1::StatusUpdate update;
-    ServerState::Snapshot now = options_.state->Get();
+    ServerState::Snapshot now = options_.watchers->state().Get();
     while (!context->IsCancelled()) {
       FillUpdate(now, &update);
       if (!writer->Write(update) || now.phase == Phase::kStopped) break;
@@ -197,7 +189,7 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
       const uint64_t sent = now.version;
       while (now.version == sent && std::chrono::steady_clock::now() < next &&
              !context->IsCancelled()) {
-        now = options_.state->WaitForChange(sent, kCancelPeriod);
+        now = options_.watchers->state().WaitForChange(sent, kCancelPeriod);
       }
     }
     return absl::OkStatus();

@@ -7,7 +7,6 @@
 #ifndef MLA_SERVER_CONTROL_ADMIN_SERVICE_H_
 #define MLA_SERVER_CONTROL_ADMIN_SERVICE_H_
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <string>
@@ -18,13 +17,13 @@
 #include "server/config/config.h"
 #include "server/control/rpc_context.h"
 #include "server/lifecycle/drain.h"
-#include "server/lifecycle/server_state.h"
+#include "server/lifecycle/watchers.h"
 
 namespace mla::server {
 
 struct AdminOptions {
-  const ServerState* state = nullptr;
   Drain* drain = nullptr;
+  Watchers* watchers = nullptr;
   std::function<void()> exit;  // asks the process to stop
   std::vector<kernels::BackendCandidate> candidates;
   Config config;
@@ -69,7 +68,6 @@ class AdminService final : public v1::Admin::Service {
   const RpcContext rpc_;
   const AdminOptions options_;
   const std::chrono::steady_clock::time_point started_;
-  std::atomic<int32_t> watchers_{0};
 };
 
 // The reply of GetStats; also behind the status page.

@@ -1,4 +1,5 @@
-// The Cache service: rows of sequences out of the server and into it.
+// The Cache service: rows of sequences out of the server and into it, and what becomes of cached
+// rows (cache_events.cc).
 //
 // Each stream holds one buffer of a chunk, its thread, and its place among the uploads of its
 // tenant. Chunks go between pool and stream with the launches of the engine, so that steps of
@@ -14,22 +15,31 @@
 #include "mla/v1/cache.grpc.pb.h"
 #include "server/control/rpc_context.h"
 #include "server/lifecycle/idle_calls.h"
+#include "server/lifecycle/watchers.h"
 #include "server/pages/checkpoint_store.h"
 
 namespace mla::server {
 
 class CacheService final : public v1::Cache::Service {
  public:
-  // `chunk_bytes`: wire.weight_chunk_bytes. `checkpoints`: null where none are configured. Both
+  // `chunk_bytes`: wire.weight_chunk_bytes. `checkpoints`: null where none are configured. The
   // pointers outlive the service.
   CacheService(const RpcContext& rpc, int64_t chunk_bytes, IdleCalls* idle,
-               CheckpointStore* checkpoints)
-      : rpc_(rpc), chunk_bytes_(chunk_bytes), idle_(idle), checkpoints_(checkpoints) {}
+               CheckpointStore* checkpoints, Watchers* watchers)
+      : rpc_(rpc),
+        chunk_bytes_(chunk_bytes),
+        idle_(idle),
+        checkpoints_(checkpoints),
+        watchers_(watchers) {}
 
   grpc::Status Export(grpc::ServerContext* context, const v1::ExportRequest* request,
                       grpc::ServerWriter<v1::PagesPart>* writer) override;
   grpc::Status Import(grpc::ServerContext* context, grpc::ServerReader<v1::ImportRequest>* reader,
                       v1::ImportReply* reply) override;
+  grpc::Status WatchEvents(grpc::ServerContext* context, const v1::WatchEventsRequest* request,
+                           grpc::ServerWriter<v1::WatchEventsReply>* writer) override;
+  grpc::Status Explain(grpc::ServerContext* context, const v1::ExplainRequest* request,
+                       v1::ExplainReply* reply) override;
   grpc::Status Checkpoint(grpc::ServerContext* context, const v1::CheckpointRequest* request,
                           v1::CheckpointReply* reply) override;
   grpc::Status Restore(grpc::ServerContext* context, const v1::RestoreRequest* request,
@@ -57,6 +67,7 @@ class CacheService final : public v1::Cache::Service {
   const int64_t chunk_bytes_;
   IdleCalls* const idle_;
   CheckpointStore* const checkpoints_;
+  Watchers* const watchers_;
 };
 
 }  // namespace mla::server

@@ -1,4 +1,5 @@
-// A checkpoint file (docs/checkpoints.md): frames, each with a keyed MAC over it and all before.
+// A checkpoint file (docs/cache/checkpoints.md): frames, each with a keyed MAC over it and all
+// before.
 //
 //   "MLACKPT\n", version (uint32), then for each frame its bytes (uint32), itself, its MAC (16
 //   bytes)

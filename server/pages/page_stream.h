@@ -1,4 +1,5 @@
-// The page-group format (docs/page_groups.md): its digests, and what a stream of its parts may be.
+// The page-group format (docs/cache/page_groups.md): its digests, and what a stream of its parts
+// may be.
 //
 // Not thread-safe: one object a stream.
 #ifndef MLA_SERVER_PAGES_PAGE_STREAM_H_

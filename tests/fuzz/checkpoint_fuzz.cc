@@ -78,7 +78,7 @@ std::string Seed() {
 
 FuzzTarget TargetUnderTest() {
   FuzzTarget target;
-  target.executions = 5000;
+  target.executions = 1500;
   const std::string seed = Seed();
   size_t frames = 0;
   Require(Read(seed, &frames));

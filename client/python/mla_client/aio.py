@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from mla_client import errors
 from mla_client.pages import Checkpoint, Pages
+from mla_client.pages.events import CacheMiss
 from mla_client.service import Model, Sequence, Service, Step
 from mla_client.types import AttendResult, Prefix, PrefixMatch, Profile
 
@@ -82,6 +83,11 @@ class AsyncService:
         """As Client.checkpoint."""
         client = self._client()
         return await self._wait(lambda: client.checkpoint(sequences))
+
+    async def explain(self, most: int = 0) -> List[CacheMiss]:
+        """As Client.explain."""
+        client = self._client()
+        return await self._wait(lambda: client.explain(most))
 
     async def restore(self, model: Model, sequence_ids: Seq[int],
                       **options: Any) -> List[Sequence]:

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from mla_client import errors, wire
 from mla_client.gen import model_pb2, sequence_pb2, tensor_pb2
+from mla_client.pages.events import match_end
 from mla_client.types import DType, Geometry, ModelSpec, Prefix, PrefixMatch
 
 # By number in the contract.
-_MATCH_ENDS = ("", "all", "absent", "diverged", "evicted")
 _PRECISIONS = ("", "bf16", "split")
 _KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
 _ATTENTION = ("", "dense", "sparse_v32", "sparse_v4")
@@ -28,8 +28,7 @@ def prefix_to_proto(prefix: Prefix) -> sequence_pb2.Prefix:
 
 
 def match_from_proto(match: Any) -> PrefixMatch:
-    known = match.end < len(_MATCH_ENDS)
-    return PrefixMatch(match.rows, _MATCH_ENDS[match.end] if known else str(match.end))
+    return PrefixMatch(match.rows, match_end(match.end))
 
 
 def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:

@@ -200,6 +200,31 @@ TEST_F(EnginePrefixTest, CachedRowsGoWithTheirModel) {
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
+TEST_F(EnginePrefixTest, EventsAreOfTheTenantThatTheModelBelongsTo) {
+  kvcache::EventLog& log = *h_.core().events();
+  const TenantKey tenant = h_.core().FindTenant(h_.tenant());
+  kvcache::EventLog::Cursor cursor = log.End();
+  const SequenceInfo first = OpenWith(Tokens(6));
+  Fill(first, 6, 50);
+  std::vector<kvcache::Event> events = log.Read(tenant, 100, &cursor);
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[1].kind, kvcache::EventKind::kStored);
+  EXPECT_EQ(events[1].sequence, first.id);
+  EXPECT_EQ(*events[1].model, h_.model().id);
+  h_.Advance(60000);
+  events = log.Read(tenant, 100, &cursor);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, kvcache::EventKind::kExpired);
+  EXPECT_EQ(events[0].sequence, first.id);
+  const std::vector<kvcache::Miss> misses = log.Misses(tenant, 1);
+  ASSERT_EQ(misses.size(), 1u);
+  EXPECT_EQ(misses[0].end, kvcache::MatchEnd::kAbsent);
+  ASSERT_TRUE(h_.core().models().Unregister(tenant, h_.model().id).ok());
+  events = log.Read(tenant, 100, &cursor);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, kvcache::EventKind::kDropped);
+}
+
 TEST_F(EnginePrefixTest, APlanForAnotherStateIsRefused) {
   const SequenceInfo first = h_.Open();
   MatchArgs args;

@@ -1,5 +1,5 @@
 // The bytes of a page group that leave the pool or come back, as one string: the payload of the
-// page-group format (docs/page_groups.md).
+// page-group format (docs/cache/page_groups.md).
 //
 //   payload:  [layer 0: plane 0 | plane 1 ...][layer 1: ...] ...
 //

@@ -131,6 +131,46 @@ TEST_F(KvCachePrefixTest, EndsOfTheOldestGoFirst) {
   EXPECT_EQ(cache_->stats().freed[static_cast<size_t>(Freed::kEvicted)], 2u);
 }
 
+TEST_F(KvCachePrefixTest, EventsSayWhatBecomesOfCachedRows) {
+  Make(3);
+  EventLog log(7);
+  cache_->set_events(&log);
+  log.SetLayout(layout_, 5, "m");
+  const SeqSlot first = Open();
+  cache_->SetName(first, 11);
+  Declare(first, Tokens(6));
+  Append(first, 6);
+  cache_->Note(first, EventKind::kExpired);
+  cache_->Release(first);
+  const SeqSlot second = Open();
+  Append(second, 12);  // all of the pool
+  cache_->Release(second);
+  EXPECT_EQ(Found(Tokens(6)), 0);
+  Leave(Tokens(4));
+  cache_->DropCached(layout_);
+  cache_->DropCached(layout_);  // of nothing
+
+  EventLog::Cursor cursor = log.After(5, 0);
+  const std::vector<Event> events = log.Read(5, 100, &cursor);
+  std::vector<EventKind> kinds;
+  for (const Event& event : events) kinds.push_back(event.kind);
+  ASSERT_EQ(kinds, (std::vector{EventKind::kStored, EventKind::kExpired, EventKind::kStored,
+                                EventKind::kEvicted, EventKind::kEvicted, EventKind::kStored,
+                                EventKind::kDropped}));
+  EXPECT_EQ(events[0].sequence, 11u);
+  EXPECT_EQ(events[0].rows, 4);
+  EXPECT_EQ(events[1].rows, 6);
+  EXPECT_EQ(events[2].first_row, 4);
+  EXPECT_EQ(events[2].rows, 2);
+  EXPECT_FALSE(events[2].key.has_value());  // of a part of a page
+  EXPECT_EQ(events[2].parent, events[0].key);
+  EXPECT_EQ(events[5].key, events[0].key);  // the same rows
+  const std::vector<Miss> misses = log.Misses(5, 100);
+  ASSERT_EQ(misses.size(), 1u);
+  EXPECT_EQ(misses[0].end, MatchEnd::kEvicted);
+  EXPECT_EQ(misses[0].rows_asked, 6);
+}
+
 TEST_F(KvCachePrefixTest, CachedGroupsYieldAndARefusalEvictsNothing) {
   Make(6);
   Leave(Tokens(8));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <span>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "scheduler/kvcache/pool/require.h"
@@ -87,20 +88,20 @@ bool PrefixCache::ReplaceContainedSibling(LayoutId layout, const PrefixKey& pare
   return true;
 }
 
-void PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
+bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                           uint32_t entry) {
   ++stats_.steps;
   // A group that is still to be filled belongs to a step that came to nothing.
-  if (pool_->cached(entry) != kNone || pool_->work(entry) != kNone) return;
+  if (pool_->cached(entry) != kNone || pool_->work(entry) != kNone) return false;
   const bool whole = rows == chain.page_size;
   Require(rows > 0 && (whole || !chain.opaque), "a part of a page is published without tokens");
   const PrefixKey& parent = chain.parent(page);
   const PrefixKey key = whole ? chain.keys[static_cast<size_t>(page)] : PrefixKey();
-  if (whole && whole_.contains(key)) return;
+  if (whole && whole_.contains(key)) return false;
   std::span<const uint32_t> tokens;
   if (!chain.opaque) {
     tokens = chain.page_tokens(page, rows);
-    if (!ReplaceContainedSibling(layout, parent, tokens)) return;
+    if (!ReplaceContainedSibling(layout, parent, tokens)) return false;
   }
   int32_t index = free_;
   if (index != kNone) {
@@ -115,6 +116,7 @@ void PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   node.key = key;
   node.parent = parent;
   node.whole = whole;
+  node.rows = rows;
   node.tokens.assign(tokens.begin(), tokens.end());
   node.next = kNone;
   if (whole) whole_.emplace(key, index);
@@ -126,6 +128,7 @@ void PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
     of_layout_.resize(static_cast<size_t>(layout) + 1);
   }
   ++of_layout_[static_cast<size_t>(layout)];
+  return true;
 }
 
 void PrefixCache::Link(int32_t index) {
@@ -164,6 +167,14 @@ void PrefixCache::Evict(uint32_t entry) {
   const int32_t index = pool_->cached(entry);
   const Node& node = At(index);
   if (node.whole) evicted_[node.key.low % kEvictedKept] = node.key.low;
+  if (events_ != nullptr) {
+    Event event;
+    event.kind = EventKind::kEvicted;
+    event.rows = node.rows;
+    if (node.whole) event.key = node.key;
+    event.parent = node.parent;
+    events_->Add(node.layout, std::move(event));
+  }
   ++stats_.evicted;
   ++stats_.steps;
   Remove(index);

@@ -26,19 +26,10 @@
 #include "absl/container/flat_hash_map.h"
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
+#include "scheduler/kvcache/prefix/event_log.h"
 #include "scheduler/kvcache/prefix/prefix_chain.h"
 
 namespace mla::kvcache {
-
-// Where a match ended.
-enum class MatchEnd : uint8_t {
-  kNotAsked,  // no rows were named
-  kAll,       // every row that was asked for was found
-  kAbsent,    // the next page is not known
-  kDiverged,  // what is known goes on with other rows
-  kEvicted,   // the next page was there, and its room was needed
-};
-inline constexpr size_t kMatchEnds = 5;
 
 struct PrefixMatch {
   int32_t rows = 0;  // that were added to the sequence
@@ -77,11 +68,13 @@ class PrefixCache final {
   MatchEnd WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const;
   void CountMatch(MatchEnd end, int32_t asked, int32_t found);
 
-  // The group holds the page's first `rows` rows, committed at every layer. Nothing happens when it
-  // is cached already or still to be filled, or when other groups have the same rows. REQUIRES:
-  // rows = page_size, or fewer of a chain with tokens.
-  void Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
+  // The group holds the page's first `rows` rows, committed at every layer. False, and nothing
+  // happens, when it is cached already or still to be filled, or when other groups have the same
+  // rows. REQUIRES: rows = page_size, or fewer of a chain with tokens.
+  bool Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                uint32_t entry);
+  // Evictions are events of the log from now on; null: of none. It outlives the cache.
+  void set_events(EventLog* events) { events_ = events; }
   // Evicts idle groups so that `groups` more can be taken for the layout, which Take has just
   // refused for `why`. Counts first: false, and nothing is evicted, when that would not suffice.
   // Groups of the layout itself go first, then whole slabs of others.
@@ -104,6 +97,7 @@ class PrefixCache final {
     uint32_t entry = SlabPool::kNoEntry;
     PrefixKey key, parent;  // key: of a whole page
     bool whole = false;
+    int32_t rows = 0;
     std::vector<uint32_t> tokens;        // of its rows; empty if they were named by a key
     int32_t prev = kNone, next = kNone;  // nodes with tokens and the same parent; next of free ones
   };
@@ -122,6 +116,7 @@ class PrefixCache final {
 
   SlabPool* const pool_;
   PageWorkQueue* const work_;
+  EventLog* events_ = nullptr;
   std::vector<Node> nodes_;
   std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;

@@ -28,6 +28,7 @@ namespace {
 
 using nlohmann::json;
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
 
 constexpr uint32_t kRows = 11;
 
@@ -220,6 +221,36 @@ TEST_F(MlactlPagesTest, BoundsOfTheTenantHold) {
   EXPECT_EQ(Stat(b_, "sequences"), 0);
   ASSERT_EQ(Shell(b_.Mlactl("set-quota default --reset")).code, 0);
   EXPECT_EQ(Import(b_, file()).code, 0);
+}
+
+// The lines as they are, but for ids, keys, numbers and times.
+TEST_F(MlactlPagesTest, EventsAndMissesAreShown) {
+  v1::Prefix prefix;
+  for (uint32_t token = 1; token <= kRows; ++token) prefix.add_token_ids(token);
+  ASSERT_TRUE(track_.sequence.Match(prefix).ok());
+  prefix.set_token_ids(5, 99);
+  ASSERT_TRUE(client_->OpenSequence("m", "", prefix).ok());
+  const Result events = Shell(a_.Mlactl("events --all --count=2"));
+  ASSERT_EQ(events.code, 0) << events.output;
+  const std::string stored = absl::StrCat("stored   m sequence ", Id(track_.sequence), " rows 4");
+  EXPECT_THAT(events.output, MatchesRegex(absl::StrCat(
+                                 "[0-9]+ ", stored, " page [0-9a-f]+ behind [0-9a-f]+\n[0-9]+ ",
+                                 stored, " from 4 page [0-9a-f]+ behind [0-9a-f]+\n")));
+  const Result one = Shell(a_.Mlactl("events --all --count=1 --json"));
+  const json event = json::parse(one.output);
+  EXPECT_EQ(event["kind"], "CACHE_EVENT_KIND_STORED");
+  EXPECT_EQ(event["tier"], "CACHE_TIER_POOL");
+  const std::string number = event["number"];
+  const Result after = Shell(a_.Mlactl(absl::StrCat("events --count=1 --after=", number)));
+  EXPECT_THAT(after.output, HasSubstr(" from 4 "));
+  EXPECT_THAT(Shell(a_.Mlactl("explain")).output,
+              MatchesRegex("time +sequence +from +asked +found  why, model\n"
+                           "[0-9T:Z-]+ +[0-9a-f]+ +0 +11 +5  diverged: what is known goes on with "
+                           "other tokens, m\n"));
+  const json misses = json::parse(Shell(a_.Mlactl("explain --most=1 --json")).output);
+  EXPECT_EQ(misses["misses"][0]["end"], "MATCH_END_DIVERGED");
+  // Another tenant sees none of it.
+  EXPECT_EQ(Shell(a_.Mlactl("explain --tenant=other")).output.find("diverged"), std::string::npos);
 }
 
 }  // namespace

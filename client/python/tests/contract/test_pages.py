@@ -10,6 +10,7 @@ import mla_client
 import numpy as np
 import server_binary
 from mla_client import Profile, aio, pages
+from mla_client.pages.events import EventKind
 
 GEOMETRY = mla_client.Geometry(2, 16, 8)
 SPEC = mla_client.ModelSpec("m", GEOMETRY, layers=2, softmax_scale=0.5, page_size=4)
@@ -129,6 +130,49 @@ class PagesTest(Case):
                 self.assertEqual(copy.length, 11)
                 await service.release(copy)
         asyncio.run(run())
+
+
+class EventsTest(Case):
+    def setUp(self):
+        super().setUp()
+        self.tokens = list(range(11))
+        self.sequence.match(mla_client.Prefix(self.tokens))
+
+    def test_events_are_numbered_and_go_on_where_a_reader_was(self):
+        seen = [event for event in next(self.client.watch_events(after=0))
+                if event.sequence_id == self.sequence.id]
+        self.assertEqual([(event.kind, event.first_row, event.rows) for event in seen],
+                         [(EventKind.STORED, 0, 4), (EventKind.STORED, 4, 4)])
+        self.assertEqual(seen[1].parent, seen[0].key)
+        self.assertEqual(seen[1].number, seen[0].number + 1)
+        self.assertEqual(next(self.client.watch_events(seen[0].number))[0], seen[1])
+        watch = self.client.watch_events()
+        self.assertEqual(next(watch), [])
+        self.sequence.release()  # the rest of its last page can be found from now on
+        last, = next(watch)
+        self.assertEqual((last.number, last.kind, last.first_row, last.rows, last.key),
+                         (seen[1].number + 1, EventKind.STORED, 8, 3, b""))
+        watch.close()
+
+    def test_misses_are_explained(self):
+        other = [*self.tokens[:4], 99, 98, 97, 96]
+        with self.model.open_sequence(prefix=mla_client.Prefix(other)) as missed:
+            miss = self.client.explain()[0]
+            self.assertEqual(miss[:6], ("m", missed.id, 0, 8, 4, "diverged"))
+        with self.model.open_sequence(prefix=mla_client.Prefix(self.tokens[:8])) as found:
+            self.assertEqual(found.length, 8)
+        self.assertEqual(self.client.explain(most=1), [miss])
+
+        async def run():
+            async with aio.AsyncService(self.client) as service:
+                return await service.explain(1)
+        self.assertEqual(asyncio.run(run()), [miss])
+
+    def test_other_tenants_see_nothing(self):
+        other = mla_client.Client.connect(self.servers[0].target, tenant="other")
+        self.addCleanup(other.close)
+        self.assertEqual(next(other.watch_events(after=0)), [])
+        self.assertEqual(other.explain(), [])
 
 
 class CheckpointsTest(Case):

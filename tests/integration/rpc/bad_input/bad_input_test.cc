@@ -94,6 +94,7 @@ class BadInputTest : public ::testing::Test {
   void TryModels();
   void TryUpload();
   void TryPages();
+  void TryEvents();
   void TryCheckpoints();
   void TryAdmin();
   void TryStream();
@@ -273,6 +274,24 @@ void BadInputTest::TryPages() {
   }
 }
 
+void BadInputTest::TryEvents() {
+  const auto cache = v1::Cache::NewStub(channel_);
+  v1::WatchEventsRequest watch;
+  watch.set_after(1);
+  TryUnary(watch, [&](auto* context, const auto& request) {
+    const auto events = cache->WatchEvents(context, request);
+    v1::WatchEventsReply reply;
+    EXPECT_TRUE(events->Read(&reply));
+    context->TryCancel();
+    events->Finish();
+    return grpc::Status::OK;
+  });
+  TryUnary(v1::ExplainRequest(), [&](auto* context, const auto& request) {
+    v1::ExplainReply reply;
+    return cache->Explain(context, request, &reply);
+  });
+}
+
 void BadInputTest::TryCheckpoints() {
   Track track = *worker_.Open();
   ASSERT_TRUE(worker_.Step({&track}, {2}, v1::PROFILE_ABSORBED).ok());
@@ -406,6 +425,7 @@ TEST_F(BadInputTest, EveryFieldOfEveryRequest) {
   TryModels();
   TryUpload();
   TryPages();
+  TryEvents();
   TryCheckpoints();
   TryAdmin();
   TryStream();

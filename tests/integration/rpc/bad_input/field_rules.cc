@@ -251,6 +251,8 @@ std::map<std::string, FieldRule> PageRules() {
       {"ImportTarget.expected_epoch", any},
       {"ImportTarget.client_id", {0, kMostName, "target.client_id", {}}},
       {"ImportTarget.lease_ms", {0, kMostLease, "target.lease_ms", {}}},
+      {"WatchEventsRequest.after", any},
+      {"ExplainRequest.most", {0, 8192, "most", {}}},
       {"CheckpointRequest.sequence_ids", any},
       {"RestoreRequest.sequence_ids", any},
       {"RestoreRequest.client_id", {0, kMostName, "client_id", {}}},

@@ -1,0 +1,90 @@
+"""What becomes of cached rows, and why matches have missed."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
+
+import grpc
+
+from mla_client import errors
+from mla_client.gen import cache_pb2
+
+MATCH_ENDS = ("", "all", "absent", "diverged", "evicted")  # by number in the contract
+
+
+def match_end(number: int) -> str:
+    """The name of where a match has ended; the number, if a newer server sends another."""
+    return MATCH_ENDS[number] if number < len(MATCH_ENDS) else str(number)
+
+
+class EventKind(enum.IntEnum):
+    """What has happened. Newer servers may send kinds that are not named here."""
+
+    STORED = 1    # rows of a page can be found from now on
+    EVICTED = 2   # they cannot any more: their room was needed
+    DROPPED = 3   # none of the model can: it has gone, or its scales changed
+    EXPIRED = 4   # a sequence's lease ran out
+    RESTORED = 5  # a sequence was opened from its checkpoint
+
+
+class CacheEvent(NamedTuple):
+    """One event. A number that does not follow the one before says that events are missing."""
+
+    number: int
+    kind: int         # an EventKind, if it is known
+    model_id: str
+    sequence_id: int  # 0: of no sequence
+    first_row: int
+    rows: int
+    key: bytes        # of a whole page, else empty
+    parent: bytes
+    unix_ms: int
+
+
+class CacheMiss(NamedTuple):
+    """A match that has not found all rows it asked for."""
+
+    model_id: str
+    sequence_id: int
+    first_row: int
+    rows_asked: int
+    rows_found: int
+    end: str  # absent, diverged or evicted, as PrefixMatch.end
+    unix_ms: int
+
+
+class Events:
+    """Mixed into Client."""
+
+    boot_id: int
+    _cache: Any
+    _metadata: Tuple[Tuple[str, str], ...]
+    _call: Callable[..., Any]
+
+    def watch_events(self, after: Optional[int] = None) -> Iterator[List[CacheEvent]]:
+        """Events of the tenant behind number `after`, as they happen, at first those that the
+        server still knows; None: from now on. The first list comes at once, and may be empty.
+        Close the iterator to end the watch. ServerRestarted when another server answers."""
+        request = cache_pb2.WatchEventsRequest()
+        if after is not None:
+            request.after = after
+        call = self._cache.WatchEvents(request, metadata=self._metadata)
+        try:
+            for reply in call:
+                if reply.boot_id != self.boot_id:
+                    raise errors.ServerRestarted("the server restarted: its events begin again")
+                yield [CacheEvent(event.number, event.kind, event.model_id, event.sequence_id,
+                                  event.first_row, event.rows, event.key, event.parent,
+                                  event.unix_ms) for event in reply.events]
+        except grpc.RpcError as rpc_error:
+            raise errors.from_rpc(rpc_error) from rpc_error
+        finally:
+            call.cancel()
+
+    def explain(self, most: int = 0) -> List[CacheMiss]:
+        """The tenant's latest matches that have missed, the latest first. `most`: 0: 100."""
+        reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(most=most))
+        return [CacheMiss(miss.model_id, miss.sequence_id, miss.first_row, miss.rows_asked,
+                          miss.rows_found, match_end(miss.end), miss.unix_ms)
+                for miss in reply.misses]

@@ -1,0 +1,120 @@
+#include "scheduler/kvcache/prefix/event_log.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace mla::kvcache {
+namespace {
+
+// Tenants begin at one of so many multiples of 2^32.
+constexpr uint64_t kFirstNumbers = 1 << 20;
+constexpr int kFirstNumberShift = 32;
+
+int64_t UnixMillis() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+// A step of SplitMix64.
+uint64_t Mix(uint64_t* state) {
+  uint64_t x = *state += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+EventLog::EventLog(uint64_t seed, int32_t kept)
+    : seed_(seed), events_(static_cast<size_t>(kept)), misses_(static_cast<size_t>(kept)) {}
+
+uint64_t EventLog::FirstNumber() { return (1 + Mix(&seed_) % kFirstNumbers) << kFirstNumberShift; }
+
+void EventLog::SetLayout(LayoutId layout, TenantKey tenant, const std::string& model) {
+  const MutexLock lock(mutex_);
+  if (layouts_.size() <= static_cast<size_t>(layout)) {
+    layouts_.resize(static_cast<size_t>(layout) + 1);
+  }
+  const auto same = std::find_if(layouts_.begin(), layouts_.end(), [tenant](const Layout& other) {
+    return other.model != nullptr && other.tenant == tenant;
+  });
+  Layout set;
+  set.tenant = tenant;
+  set.model = std::make_shared<const std::string>(model);
+  set.last = same == layouts_.end() ? std::make_shared<uint64_t>(FirstNumber()) : same->last;
+  layouts_[static_cast<size_t>(layout)] = std::move(set);
+}
+
+void EventLog::DropLayout(LayoutId layout) {
+  const MutexLock lock(mutex_);
+  if (static_cast<size_t>(layout) < layouts_.size()) layouts_[static_cast<size_t>(layout)] = {};
+}
+
+const EventLog::Layout* EventLog::Find(LayoutId layout) const {
+  if (layout < 0 || static_cast<size_t>(layout) >= layouts_.size()) return nullptr;
+  const Layout& found = layouts_[static_cast<size_t>(layout)];
+  return found.model == nullptr ? nullptr : &found;
+}
+
+void EventLog::Add(LayoutId layout, Event event) {
+  event.unix_ms = UnixMillis();
+  const MutexLock lock(mutex_);
+  const Layout* const of = Find(layout);
+  if (of == nullptr) return;
+  event.number = ++*of->last;
+  event.tenant = of->tenant;
+  event.model = of->model;
+  events_[added_++ % events_.size()] = std::move(event);
+}
+
+void EventLog::Add(LayoutId layout, Miss miss) {
+  miss.unix_ms = UnixMillis();
+  const MutexLock lock(mutex_);
+  const Layout* const of = Find(layout);
+  if (of == nullptr) return;
+  miss.tenant = of->tenant;
+  miss.model = of->model;
+  misses_[missed_++ % misses_.size()] = std::move(miss);
+}
+
+uint64_t EventLog::Oldest() const { return added_ - std::min<uint64_t>(added_, events_.size()); }
+
+EventLog::Cursor EventLog::After(TenantKey tenant, uint64_t after) const {
+  const MutexLock lock(mutex_);
+  for (uint64_t at = added_; at-- > Oldest();) {
+    const Event& event = events_[at % events_.size()];
+    if (event.tenant == tenant && event.number == after) return {at + 1};
+  }
+  return {Oldest()};
+}
+
+EventLog::Cursor EventLog::End() const {
+  const MutexLock lock(mutex_);
+  return {added_};
+}
+
+std::vector<Event> EventLog::Read(TenantKey tenant, size_t most, Cursor* cursor) const {
+  const MutexLock lock(mutex_);
+  std::vector<Event> read;
+  uint64_t& at = cursor->next;
+  for (at = std::max(at, Oldest()); at < added_ && read.size() < most; ++at) {
+    const Event& event = events_[at % events_.size()];
+    if (event.tenant == tenant) read.push_back(event);
+  }
+  return read;
+}
+
+std::vector<Miss> EventLog::Misses(TenantKey tenant, size_t most) const {
+  const MutexLock lock(mutex_);
+  std::vector<Miss> found;
+  const uint64_t kept = std::min<uint64_t>(missed_, misses_.size());
+  for (uint64_t back = 1; back <= kept && found.size() < most; ++back) {
+    const Miss& miss = misses_[(missed_ - back) % misses_.size()];
+    if (miss.tenant == tenant) found.push_back(miss);
+  }
+  return found;
+}
+
+}  // namespace mla::kvcache

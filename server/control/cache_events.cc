@@ -1,0 +1,94 @@
+// CacheService: events of cached rows, and why matches missed.
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "server/control/cache_service.h"
+
+namespace mla::server {
+namespace {
+
+constexpr size_t kBatch = 256;     // events of one reply
+constexpr uint32_t kMisses = 100;  // where the client does not say how many
+// How often a watcher looks for events: taking the engine's time to wake it costs more than a wait.
+constexpr auto kPause = std::chrono::milliseconds(50);
+
+static_assert(static_cast<int>(kvcache::EventKind::kStored) == v1::CACHE_EVENT_KIND_STORED);
+static_assert(static_cast<int>(kvcache::EventKind::kRestored) == v1::CACHE_EVENT_KIND_RESTORED);
+
+std::string BytesOf(const kvcache::PrefixKey& key) {
+  return std::string(reinterpret_cast<const char*>(&key), sizeof(key));
+}
+
+void Fill(const kvcache::Event& from, v1::CacheEvent* to) {
+  to->set_number(from.number);
+  to->set_kind(static_cast<v1::CacheEventKind>(from.kind));
+  to->set_tier(from.kind == kvcache::EventKind::kRestored ? v1::CACHE_TIER_CHECKPOINT
+                                                          : v1::CACHE_TIER_POOL);
+  to->set_model_id(*from.model);
+  to->set_sequence_id(from.sequence);
+  to->set_first_row(static_cast<uint64_t>(from.first_row));
+  to->set_rows(static_cast<uint64_t>(from.rows));
+  if (from.key) to->set_key(BytesOf(*from.key));
+  if (from.parent) to->set_parent(BytesOf(*from.parent));
+  to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+}
+
+void Fill(const kvcache::Miss& from, v1::CacheMiss* to) {
+  to->set_model_id(*from.model);
+  to->set_sequence_id(from.sequence);
+  to->set_first_row(static_cast<uint64_t>(from.first_row));
+  to->set_rows_asked(static_cast<uint64_t>(from.rows_asked));
+  to->set_rows_found(static_cast<uint64_t>(from.rows_found));
+  to->set_end(static_cast<v1::MatchEnd>(from.end));
+  to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+}
+
+}  // namespace
+
+grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
+                                       const v1::WatchEventsRequest* request,
+                                       grpc::ServerWriter<v1::WatchEventsReply>* writer) {
+  return rpc_.Serve(context, "Cache.WatchEvents", [&](const Identity& who) {
+    Watchers::Place place(watchers_);
+    if (absl::Status status = place.Check("WatchEvents"); !status.ok()) return status;
+    const kvcache::EventLog& log = *rpc_.engine->events();
+    // The call keeps the tenant's row, so the key stays.
+    const scheduler::TenantKey tenant = rpc_.engine->tenants()->Find(who.tenant);
+    kvcache::EventLog::Cursor cursor =
+        request->has_after() ? log.After(tenant, request->after()) : log.End();
+    for (bool first = true;; first = false) {
+      v1::WatchEventsReply reply;
+      for (const kvcache::Event& event : log.Read(tenant, kBatch, &cursor)) {
+        Fill(event, reply.add_events());
+      }
+      reply.set_boot_id(rpc_.boot_id);
+      const bool sent = first || reply.events_size() > 0;
+      if (sent && !writer->Write(reply)) break;
+      // A full reply has more behind it.
+      if (reply.events_size() == kBatch) continue;
+      if (watchers_->OverAfter(*context, kPause)) break;
+    }
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status CacheService::Explain(grpc::ServerContext* context, const v1::ExplainRequest* request,
+                                   v1::ExplainReply* reply) {
+  return rpc_.Serve(context, "Cache.Explain", [&](const Identity& who) {
+    if (absl::Status status = CheckRange("most", request->most(), 0, kvcache::EventLog::kKept);
+        !status.ok()) {
+      return status;
+    }
+    const size_t most = request->most() == 0 ? kMisses : request->most();
+    const scheduler::TenantKey tenant = rpc_.engine->tenants()->Find(who.tenant);
+    for (const kvcache::Miss& miss : rpc_.engine->events()->Misses(tenant, most)) {
+      Fill(miss, reply->add_misses());
+    }
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+}  // namespace mla::server
